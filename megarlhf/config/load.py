@@ -1,0 +1,114 @@
+"""Reading a configuration file: YAML, overrides, and messages that say what to do."""
+
+from __future__ import annotations
+
+import difflib
+import types
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar, Union, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from megarlhf.config.sections import FrozenModel
+
+ConfigT = TypeVar("ConfigT", bound=FrozenModel)
+
+
+def load_config(kind: type[ConfigT], path: str | Path, overrides: Sequence[str] = ()) -> ConfigT:
+    """Read a YAML file, apply `section.key=value` overrides, validate.
+
+    Raises: ValueError with one line per mistake, the nearest known key for an unknown one.
+    """
+    path = Path(path)
+    if not path.is_file():
+        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.y*ml")], n=1)
+        raise ValueError(
+            f"no configuration file {path}" + (f"; did you mean {path.parent / near[0]}?" if near else "")
+        )
+    try:
+        tree = yaml.safe_load(path.read_text()) or {}
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is not valid YAML: {error}") from error
+    if not isinstance(tree, dict):
+        raise ValueError(f"{path} must be a mapping of sections, got {type(tree).__name__}")
+    for override in overrides:
+        _apply_override(tree, override)
+    try:
+        return kind.model_validate(tree)
+    except ValidationError as error:
+        raise ValueError(_describe(error, kind, path)) from error
+
+
+def dump_config(config: FrozenModel) -> str:
+    """The resolved configuration as YAML; loading it again gives the same object."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+
+
+def _apply_override(tree: dict[str, Any], override: str) -> None:
+    key, separator, text = override.partition("=")
+    if not separator or not key:
+        raise ValueError(f"override {override!r} is not of the form section.key=value")
+    *sections, last = key.split(".")
+    node: Any = tree
+    for section in sections:
+        # A YAML section that is empty reads as None, and an absent one may have defaults.
+        node = node.setdefault(section, {}) if node.get(section) is not None else _fresh(node, section)
+        if not isinstance(node, dict):
+            raise ValueError(f"override {override!r}: {section} is a value ({node!r}), not a section")
+    # YAML 1.1 reads 1e-3 as a string; a plain number is what people mean.
+    value = yaml.safe_load(text)
+    node[last] = _number(value) if isinstance(value, str) else value
+
+
+def _fresh(node: dict[str, Any], section: str) -> dict[str, Any]:
+    node[section] = {}
+    return node[section]  # type: ignore[no-any-return]
+
+
+def _number(text: str) -> str | float:
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def _describe(error: ValidationError, kind: type[FrozenModel], path: Path) -> str:
+    lines = []
+    for item in error.errors():
+        where = ".".join(str(part) for part in item["loc"])
+        if item["type"] == "extra_forbidden":
+            known = sorted(_fields_at(kind, item["loc"][:-1]))
+            near = difflib.get_close_matches(str(item["loc"][-1]), known, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]!r}?" if near else f"known here: {', '.join(known)}"
+            lines.append(f"unknown key {where!r}; {hint}")
+        elif item["type"] == "missing":
+            lines.append(f"missing key {where!r}")
+        else:
+            text = item["msg"].removeprefix("Value error, ")
+            got = "" if item["type"] == "value_error" else f", got {item['input']!r}"
+            lines.append(f"{where}: {text}{got}" if where else text)
+    return f"{path}: " + "\n".join(lines)
+
+
+def _fields_at(kind: type[BaseModel], location: Sequence[int | str]) -> set[str]:
+    """Names of the fields of the section at `location`."""
+    current: type[BaseModel] | None = kind
+    for part in location:
+        if isinstance(part, int) or current is None:
+            continue
+        field = current.model_fields.get(part)
+        current = _model_in(field.annotation) if field else None
+    return set(current.model_fields) if current else set()
+
+
+def _model_in(annotation: Any) -> type[BaseModel] | None:
+    """The section type inside `X`, `X | None` or `tuple[X, ...]`."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    if get_origin(annotation) in (Union, types.UnionType, tuple):
+        for argument in get_args(annotation):
+            if (found := _model_in(argument)) is not None:
+                return found
+    return None

@@ -1,0 +1,355 @@
+"""Typed configuration: what a YAML file and `section.key=value` may say, and every check that needs no device.
+
+Objects are frozen after loading. A role (`actor`, `critic`, `reference`, `reward_model`) is the same section
+in every command. Derived numbers live in `planning/`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
+
+from megarlhf.layout import Layout
+
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+NonNegative = Annotated[float, Field(ge=0.0)]
+Positive = Annotated[float, Field(gt=0.0)]
+
+
+class FrozenModel(BaseModel):
+    """Base of every section: immutable, no unknown keys, documented field by field."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class RunConfig(FrozenModel):
+    dir: Path
+    """Run directory: resolved config, metrics, TensorBoard events, checkpoints."""
+    nproc: PositiveInt = 1
+    """Local ranks that a plain start launches; torchrun and srun decide for themselves."""
+    seed: int = 0
+    """Everything random follows from it: weights, data order, samples."""
+    logger: Literal["tensorboard", "wandb"] = "tensorboard"
+    """`wandb` logs to Weights & Biases as well."""
+
+
+class ModelConfig(FrozenModel):
+    path: Path
+    """A Hugging Face directory: config.json, tokenizer and, unless `random_init`, safetensors."""
+    random_init: bool = False
+    """Start from random weights of the architecture in config.json (the same at every layout)."""
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    """Of parameters and activations. Optimizer state and gradients are fp32."""
+    vocab_multiple: PositiveInt = 128
+    """The vocabulary is padded to a multiple of this x tp, as Megatron does; padding is masked."""
+
+
+class ParallelConfig(FrozenModel):
+    tp: PositiveInt = 1
+    """Tensor-parallel size; divides attention heads and KV groups."""
+    pp: PositiveInt = 1
+    """Pipeline-parallel size; divides the layers unless `layers_per_stage` says otherwise."""
+    layers_per_stage: tuple[PositiveInt, ...] | None = None
+    """Uneven pipeline stages, first to last."""
+    sequence_parallel: bool = False
+    """Shard the sequence between tensor-parallel regions; needs tp > 1."""
+
+    @model_validator(mode="after")
+    def _check(self) -> ParallelConfig:
+        if self.sequence_parallel and self.tp == 1:
+            raise ValueError("sequence_parallel needs tp > 1; got tp = 1: set sequence_parallel to false")
+        if self.layers_per_stage is not None and len(self.layers_per_stage) != self.pp:
+            raise ValueError(
+                f"layers_per_stage has {len(self.layers_per_stage)} numbers for pp = {self.pp} stages; "
+                f"give {self.pp}"
+            )
+        return self
+
+    def layout(self, world_size: int, role: str = "actor") -> Layout:
+        """The layout on `world_size` ranks; dp follows.
+
+        Raises: ValueError when tp x pp does not divide the world size.
+        """
+        model = self.tp * self.pp
+        dp, rest = divmod(world_size, model)
+        if rest or not dp:
+            raise ValueError(
+                f"{role}.parallel: world size {world_size} is not a multiple of tp x pp = {self.tp} x {self.pp} "
+                f"= {model}; use {max(dp, 1) * model} or {(dp + 1) * model} ranks (run.nproc), "
+                f"or change {role}.parallel"
+            )
+        return Layout(tp=self.tp, pp=self.pp, dp=dp)
+
+
+class OptimConfig(FrozenModel):
+    lr: Positive = 1e-6
+    """Peak learning rate of AdamW."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Course of the learning rate after warm-up, over all optimizer steps of the run, down to `min_lr`."""
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Optimizer steps over which the learning rate rises linearly from 0."""
+    min_lr: NonNegative = 0.0
+    beta1: Fraction = 0.9
+    beta2: Fraction = 0.95
+    eps: Positive = 1e-8
+    weight_decay: NonNegative = 0.0
+    """Decoupled; not applied to norms and biases."""
+    clip_grad: NonNegative = 1.0
+    """Global gradient norm is clipped to this; 0 clips nothing."""
+
+
+class RoleConfig(FrozenModel):
+    model: ModelConfig
+    parallel: ParallelConfig = ParallelConfig()
+    optim: OptimConfig = OptimConfig()
+    """Read for roles that are trained."""
+
+
+class DataConfig(FrozenModel):
+    train: Path
+    """JSON lines, JSON, Parquet, Arrow, or a directory of them, as `datasets` loads them."""
+    heldout: Path | None = None
+    """Same format; used for evaluation only."""
+    template: Literal["plain", "chat"] = "plain"
+    """`plain`: the text as it stands. `chat`: the tokenizer's chat template around the prompt."""
+    max_prompt_tokens: PositiveInt = 1024
+    """Longer prompts are skipped, counted and reported; nothing is cut."""
+    max_response_tokens: PositiveInt = 1024
+    """Longer responses (with end-of-sequence) are skipped, counted and reported. Not used by rl."""
+
+
+class PromptDataConfig(FrozenModel):
+    train: Path
+    """Prompts; further columns (`answer`, ...) are handed to the rule rewards."""
+    heldout: Path | None = None
+    template: Literal["plain", "chat"] = "plain"
+    max_prompt_tokens: PositiveInt = 1024
+    """Longer prompts are skipped, counted and reported; nothing is cut."""
+
+
+class EvalConfig(FrozenModel):
+    every: Annotated[int, Field(ge=0)] = 0
+    """Steps between evaluations on held-out data; 0: before the first and after the last step only."""
+    max_samples: PositiveInt | None = None
+    """Use only the first so many held-out samples."""
+
+
+class CheckpointConfig(FrozenModel):
+    every: Annotated[int, Field(ge=0)] = 0
+    """Steps between checkpoints; 0: after the last step only."""
+    keep: PositiveInt | None = None
+    """Keep only the newest so many."""
+
+
+class TrainConfig(FrozenModel):
+    num_steps: Annotated[int, Field(ge=0)]
+    """Optimizer steps."""
+    mini_batch_samples: PositiveInt
+    """Samples per optimizer step, over all ranks. A sample of `rm` is a pair of responses."""
+    micro_batch_samples: PositiveInt
+    """Samples per forward of one data-parallel rank."""
+
+
+class StopConfig(FrozenModel):
+    """Rules that end a run early. None of them looks at a held-out accuracy."""
+
+    max_kl: Positive | None = None
+    """Stop after a step whose `kl` (mean per response token, against the reference) exceeds this."""
+    heldout_reward_patience: PositiveInt | None = None
+    """Stop when the held-out reward has not risen for so many evaluations."""
+
+
+class RLTrainConfig(FrozenModel):
+    num_steps: Annotated[int, Field(ge=0)]
+    """Rollout-and-train cycles."""
+    prompts_per_step: PositiveInt
+    """Prompts sampled from per step, over all ranks."""
+    mini_batch_samples: PositiveInt
+    """Samples (sequences) per optimizer step, over all ranks; divides the samples of a step."""
+    micro_batch_samples: PositiveInt
+    """Samples per forward of one data-parallel rank."""
+    epochs_per_step: PositiveInt = 1
+    """Passes over the samples of a step."""
+    shuffle: bool = True
+    """Deal the samples into mini-batches anew for each pass; false keeps the order of sampling."""
+    critic_warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """First steps in which only the critic is trained."""
+    stop: StopConfig = StopConfig()
+
+
+class RolloutParallelConfig(FrozenModel):
+    tp: PositiveInt = 1
+    """Tensor-parallel size of one engine."""
+
+
+class RolloutConfig(FrozenModel):
+    engine: Literal["vllm", "megatron"] = "vllm"
+    """`megatron` generates with the actor itself: slow, the oracle in tests."""
+    parallel: RolloutParallelConfig = RolloutParallelConfig()
+    num_samples_per_prompt: PositiveInt = 1
+    max_response_tokens: PositiveInt = 1024
+    """A response that has not ended by then is truncated, and counted."""
+    temperature: Positive = 1.0
+    """Divides logits in sampling and in every log-prob, on both sides."""
+    gpu_memory_utilization: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.4
+    """Share of GPU memory for vLLM's weights and cache. CPU: the cache is `cpu_cache_gib`."""
+    cpu_cache_gib: PositiveInt = 1
+    verify_weights_every: Annotated[int, Field(ge=0)] = 10
+    """Steps between digest checks that vLLM holds the actor's weights; also at start. 0: at start only."""
+    max_logprob_gap: Positive = 0.1
+    """Stop when trainer and rollout differ by more on any response token (nats)."""
+
+
+class KLConfig(FrozenModel):
+    coef: NonNegative = 0.0
+    """Weight of the KL to the reference; 0 still measures it."""
+    placement: Literal["reward", "loss"] = "reward"
+    """`reward`: -coef x kl on each token's reward (PPO). `loss`: + coef x kl in the loss (GRPO)."""
+    estimator: Literal["k1", "k2", "k3"] = "k1"
+    """Schulman's estimators; also the one that the metric `kl` reports."""
+
+
+class AlgoConfig(FrozenModel):
+    advantage: Literal["gae", "group_relative", "leave_one_out"] = "gae"
+    """`gae` builds a critic; the others compare the samples of one prompt and do not."""
+    policy_loss: Literal["clip"] = "clip"
+    gamma: Fraction = 1.0
+    lam: Fraction = 0.95
+    whiten_advantages: bool = True
+    """Over all response tokens of the step; `gae` only."""
+    scale_by_group_std: bool = True
+    """`group_relative` only: divide by the group's standard deviation."""
+    clip_low: Positive = 0.2
+    clip_high: Positive = 0.2
+    value_clip: Positive = 0.2
+    entropy_coef: NonNegative = 0.0
+    loss_average: Literal["token", "sequence"] = "token"
+    """Mean over response tokens of the mini-batch, or over sequences of their token means."""
+    kl: KLConfig = KLConfig()
+    shuffle_rewards: bool = False
+    """Control experiment: permute the rewards over the step's samples. Nothing can be learned."""
+
+    @property
+    def needs_critic(self) -> bool:
+        return self.advantage == "gae"
+
+
+class RewardConfig(FrozenModel):
+    kind: Literal["model", "rule"]
+    """`model`: the role `reward_model`. `rule`: a function."""
+    rule: str | None = None
+    """A name from the rule registry, or `package.module:function`."""
+    weight: float = 1.0
+    shift: float = 0.0
+    """The reward used is weight x (reward - shift)."""
+
+    @model_validator(mode="after")
+    def _check(self) -> RewardConfig:
+        if (self.kind == "rule") != (self.rule is not None):
+            raise ValueError(
+                f"a reward of kind {self.kind!r} got rule = {self.rule!r}; kind 'rule' needs a rule, "
+                "kind 'model' takes none"
+            )
+        return self
+
+
+class SFTConfig(FrozenModel):
+    run: RunConfig
+    actor: RoleConfig
+    data: DataConfig
+    train: TrainConfig
+    eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+
+
+class RMConfig(FrozenModel):
+    run: RunConfig
+    reward_model: RoleConfig
+    """Initialised from a language model: its head is replaced by a scalar one."""
+    data: DataConfig
+    train: TrainConfig
+    loss: Literal["last_token", "aligned_span"] = "last_token"
+    """InstructGPT's loss on the last token, or DeepSpeed-Chat's from the first differing token on."""
+    eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+
+
+class RLConfig(FrozenModel):
+    run: RunConfig
+    actor: RoleConfig
+    reference: RoleConfig | None = None
+    """Default: the actor's model and layout, never trained."""
+    critic: RoleConfig | None = None
+    """Built only where the advantage estimator needs values."""
+    reward_model: RoleConfig | None = None
+    """Built only where `rewards` names it."""
+    rewards: tuple[RewardConfig, ...]
+    """Their weighted sum is the reward of a response."""
+    data: PromptDataConfig
+    train: RLTrainConfig
+    rollout: RolloutConfig = RolloutConfig()
+    algo: AlgoConfig = AlgoConfig()
+    eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+
+    @property
+    def uses_reward_model(self) -> bool:
+        return any(reward.kind == "model" for reward in self.rewards)
+
+    def roles(self) -> dict[str, RoleConfig]:
+        """The roles that this run builds."""
+        found: dict[str, RoleConfig] = {"actor": self.actor, "reference": self.reference or self.actor}
+        if self.algo.needs_critic and self.critic is not None:
+            found["critic"] = self.critic
+        if self.uses_reward_model and self.reward_model is not None:
+            found["reward_model"] = self.reward_model
+        return found
+
+    @model_validator(mode="after")
+    def _check(self) -> RLConfig:
+        if not self.rewards:
+            raise ValueError("rewards is empty; name at least one, such as [{kind: rule, rule: exact_match}]")
+        if self.algo.needs_critic and self.critic is None:
+            raise ValueError(f"algo.advantage = {self.algo.advantage!r} needs values: give a critic section")
+        if self.uses_reward_model and self.reward_model is None:
+            raise ValueError("rewards names the reward model: give a reward_model section")
+        if not self.algo.needs_critic and self.rollout.num_samples_per_prompt < 2:
+            raise ValueError(
+                f"algo.advantage = {self.algo.advantage!r} compares the samples of one prompt and needs "
+                f"rollout.num_samples_per_prompt >= 2; got {self.rollout.num_samples_per_prompt}"
+            )
+        if self.rollout.engine == "vllm" and self.rollout.parallel.tp != self.actor.parallel.tp:
+            raise ValueError(
+                f"rollout.parallel.tp = {self.rollout.parallel.tp} must equal actor.parallel.tp = "
+                f"{self.actor.parallel.tp} for now"
+            )
+        if self.train.stop.heldout_reward_patience and not (self.eval.every and self.data.heldout):
+            raise ValueError(
+                "train.stop.heldout_reward_patience counts evaluations: set eval.every and data.heldout"
+            )
+        return self
+
+
+class GenerateConfig(FrozenModel):
+    """`megarlhf generate` and `megarlhf eval`: sample from a model, and score what it says."""
+
+    run: RunConfig
+    actor: RoleConfig
+    data: PromptDataConfig
+    rollout: RolloutConfig = RolloutConfig()
+    greedy: bool = True
+    """Take the likeliest token; otherwise sample at `rollout.temperature`."""
+    rewards: tuple[RewardConfig, ...] = ()
+    """Rules only."""
+    max_samples: PositiveInt | None = None
+    """Use only the first so many prompts."""
+    out: Path | None = None
+    """Where `generate` writes JSON lines; default: responses.jsonl in the run directory."""
+
+    @model_validator(mode="after")
+    def _check(self) -> GenerateConfig:
+        if any(reward.kind == "model" for reward in self.rewards):
+            raise ValueError("generate and eval score by rules only; got a reward of kind 'model'")
+        return self

@@ -1,0 +1,45 @@
+"""The order in which samples are used: a pure function of the seed and the step."""
+
+from __future__ import annotations
+
+import random
+
+
+class ShuffledBatches:
+    """Batches of sample indices, each epoch a new permutation of all samples.
+
+    A batch may run over the border of two epochs: within an epoch nothing is dropped and nothing comes twice.
+    `indices(step)` depends on the arguments only, so the step number is all that a resume needs.
+    """
+
+    def __init__(self, num_samples: int, batch_size: int, seed: int, shuffle: bool = True) -> None:
+        if num_samples < 1 or batch_size < 1:
+            raise ValueError(
+                f"expected at least one sample and one a batch, got {num_samples=}, {batch_size=}"
+            )
+        if batch_size > num_samples:
+            raise ValueError(
+                f"a batch of {batch_size} would hold some of the {num_samples} samples twice; "
+                f"use a batch of at most {num_samples}, or more data"
+            )
+        self.num_samples = num_samples
+        self.batch_size = batch_size
+        self.seed = seed
+        self.shuffle = shuffle
+        self._recent: dict[int, list[int]] = {}
+
+    def indices(self, step: int) -> list[int]:
+        """The sample indices of the batch of this step (from 0)."""
+        assert step >= 0, f"steps count from 0, got {step}"
+        positions = range(step * self.batch_size, (step + 1) * self.batch_size)
+        return [self._order(p // self.num_samples)[p % self.num_samples] for p in positions]
+
+    def _order(self, epoch: int) -> list[int]:
+        """The epoch's permutation; the last two are kept, as a batch may need both."""
+        if epoch not in self._recent:
+            order = list(range(self.num_samples))
+            if self.shuffle:
+                # A string, not seed + epoch: the second epoch of seed 0 is not the first of seed 1.
+                random.Random(f"{self.seed}/{epoch}").shuffle(order)
+            self._recent = {e: o for e, o in self._recent.items() if e == epoch - 1} | {epoch: order}
+        return self._recent[epoch]

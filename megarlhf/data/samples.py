@@ -1,0 +1,179 @@
+"""Samples: records as token ids, with every record that cannot be used counted under its reason.
+
+Nothing is cut: a record over a limit is skipped and counted. Lengths are in tokens; a response's includes its
+eos, as in rollout.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megarlhf.data.templates import Template, prompt_and_response, prompt_text, text_field
+from megarlhf.data.tokenizer import Tokenizer
+
+Records = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class SFTSample:
+    """A prompt and the response to learn."""
+
+    tokens: list[int]
+    """Prompt, response, eos."""
+    prompt_length: int
+    """How many of them are the prompt; the loss is on the others."""
+
+
+@dataclass(frozen=True)
+class PairSample:
+    """A prompt and two responses, each with its eos."""
+
+    prompt_tokens: list[int]
+    chosen_tokens: list[int]
+    rejected_tokens: list[int]
+
+
+@dataclass(frozen=True)
+class PromptSample:
+    """A prompt to respond to."""
+
+    tokens: list[int]
+    text: str
+    """The rendered prompt; without bos, but for one that a chat template writes."""
+    fields: dict[str, Any]
+    """All other columns of the record (`answer`, say), for the reward functions."""
+    index: int
+    """The record's place in the source, skipped ones counted."""
+
+
+@dataclass
+class Skipped:
+    """How many records of how many were left out, by reason."""
+
+    total: int
+    reasons: Counter[str] = field(default_factory=Counter)
+
+    def count(self) -> int:
+        """All that were left out."""
+        return sum(self.reasons.values())
+
+    def describe(self) -> str:
+        """One sentence for the log."""
+        if not self.count():
+            return f"used all {self.total} records"
+        reasons = ", ".join(f"{reason}: {count}" for reason, count in sorted(self.reasons.items()))
+        return f"skipped {self.count()} of {self.total} records ({reasons})"
+
+
+class _Unusable(Exception):
+    """A record that has to be skipped; its text is the reason."""
+
+
+def build_sft(
+    records: Records,
+    tokenizer: Tokenizer,
+    *,
+    max_prompt_tokens: int,
+    max_response_tokens: int,
+    template: Template = "plain",
+    add_bos: bool = True,
+) -> tuple[list[SFTSample], Skipped]:
+    """Samples of records with `prompt` and `response` (or `messages`). ValueError if none can be used."""
+    samples: list[SFTSample] = []
+    skipped = Skipped(len(records))
+    for record in records:
+        prompt, response = prompt_and_response(record, template, tokenizer)
+        try:
+            prompt_tokens = _prompt_tokens(prompt, tokenizer, max_prompt_tokens, add_bos)
+            response_tokens = _response_tokens(response, tokenizer, max_response_tokens)
+        except _Unusable as reason:
+            skipped.reasons[str(reason)] += 1
+            continue
+        samples.append(SFTSample(prompt_tokens + response_tokens, len(prompt_tokens)))
+    _require_some(samples, skipped)
+    return samples, skipped
+
+
+def build_pairs(
+    records: Records,
+    tokenizer: Tokenizer,
+    *,
+    max_prompt_tokens: int,
+    max_response_tokens: int,
+    template: Template = "plain",
+    add_bos: bool = True,
+) -> tuple[list[PairSample], Skipped]:
+    """Samples of records with `prompt`, `chosen` and `rejected`. ValueError if none can be used."""
+    samples: list[PairSample] = []
+    skipped = Skipped(len(records))
+    for record in records:
+        prompt = prompt_text(record, template, tokenizer)
+        try:
+            prompt_tokens = _prompt_tokens(prompt, tokenizer, max_prompt_tokens, add_bos)
+            chosen_tokens = _response_tokens(text_field(record, "chosen"), tokenizer, max_response_tokens)
+            rejected_tokens = _response_tokens(text_field(record, "rejected"), tokenizer, max_response_tokens)
+            if chosen_tokens == rejected_tokens:
+                raise _Unusable("chosen equals rejected")
+        except _Unusable as reason:
+            skipped.reasons[str(reason)] += 1
+            continue
+        samples.append(PairSample(prompt_tokens, chosen_tokens, rejected_tokens))
+    _require_some(samples, skipped)
+    return samples, skipped
+
+
+def build_prompts(
+    records: Records,
+    tokenizer: Tokenizer,
+    *,
+    max_prompt_tokens: int,
+    template: Template = "plain",
+    add_bos: bool = True,
+) -> tuple[list[PromptSample], Skipped]:
+    """Samples of records with `prompt` (or `messages`). ValueError if none can be used."""
+    samples: list[PromptSample] = []
+    skipped = Skipped(len(records))
+    for index, record in enumerate(records):
+        text = prompt_text(record, template, tokenizer)
+        try:
+            tokens = _prompt_tokens(text, tokenizer, max_prompt_tokens, add_bos)
+        except _Unusable as reason:
+            skipped.reasons[str(reason)] += 1
+            continue
+        others = {key: value for key, value in record.items() if key not in ("prompt", "messages")}
+        samples.append(PromptSample(tokens, text, others, index))
+    _require_some(samples, skipped)
+    return samples, skipped
+
+
+def _prompt_tokens(text: str, tokenizer: Tokenizer, limit: int, add_bos: bool) -> list[int]:
+    tokens = tokenizer.encode(text)
+    # A chat template may write bos itself.
+    if add_bos and tokenizer.bos_id is not None and tokens[:1] != [tokenizer.bos_id]:
+        tokens = [tokenizer.bos_id, *tokens]
+    if not tokens:
+        raise _Unusable("empty prompt")
+    if len(tokens) > limit:
+        raise _Unusable(f"prompt longer than {limit} tokens")
+    return tokens
+
+
+def _response_tokens(text: str, tokenizer: Tokenizer, limit: int) -> list[int]:
+    if not text.strip():
+        raise _Unusable("empty response")
+    tokens = [*tokenizer.encode(text, continuation=True), tokenizer.eos_id]
+    if len(tokens) > limit:
+        raise _Unusable(f"response longer than {limit} tokens")
+    return tokens
+
+
+def _require_some(samples: Sequence[Any], skipped: Skipped) -> None:
+    if not samples:
+        raise ValueError(
+            f"no usable records: {skipped.describe()}; raise the limits or give other data"
+            if skipped.total
+            else "no records; give data"
+        )

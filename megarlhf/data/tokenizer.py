@@ -1,0 +1,161 @@
+"""Tokenizers: SentencePiece models and Hugging Face tokenizers behind one small protocol.
+
+Prompts and responses are tokenized apart and their ids concatenated, in training as in rollout: a response
+that the model samples continues ids, not text. So that the text, too, is a concatenation, a response is
+encoded as a *continuation*: without the space ("dummy prefix") that many models put before a text's first
+word. Then `decode(encode(prompt) + encode(response, continuation=True))` is prompt + response, and no merge
+crosses the border.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+logger = logging.getLogger(__name__)
+
+# A protobuf message that is appended to another is merged into it, and its scalars win: field 3 of ModelProto
+# (normalizer_spec, 4 bytes long), in it fields 3 (add_dummy_prefix) and 4 (remove_extra_whitespaces) = false.
+_AS_CONTINUATION = b"\x1a\x04\x18\x00\x20\x00"
+
+
+class Tokenizer(Protocol):
+    """What the rest of megarlhf asks of a tokenizer."""
+
+    eos_id: int
+    """Ends a response."""
+    bos_id: int | None
+    """Starts a text; None where the model has none."""
+    pad_id: int
+    """Fills rows; masked everywhere, so that any id does."""
+    vocab_size: int
+    """Ids are 0..vocab_size - 1; a model's embedding may be padded beyond."""
+
+    def encode(self, text: str, *, continuation: bool = False) -> list[int]:
+        """Ids of the text, without bos or eos; `continuation` for text that follows other text."""
+        ...
+
+    def decode(self, ids: Sequence[int], *, continuation: bool = False) -> str:
+        """Text of the ids; `continuation` keeps a leading space. Special tokens leave no text."""
+        ...
+
+
+class SentencePieceTokenizer:
+    """A SentencePiece model. Its control symbols (bos, eos, pad) cannot be written in text.
+
+    A model that removes extra white space does so in a prompt; a continuation keeps all of its own, for its
+    leading space is not extra.
+    """
+
+    def __init__(self, model: bytes, name: str = "tokenizer.model") -> None:
+        from sentencepiece import SentencePieceProcessor
+
+        try:
+            self._start = SentencePieceProcessor(model_proto=model)
+        except RuntimeError as error:
+            raise ValueError(f"{name} is not a SentencePiece model: {error}; copy it again") from error
+        self._continued = SentencePieceProcessor(model_proto=model + _AS_CONTINUATION)
+        self.vocab_size = int(self._start.get_piece_size())
+        # SentencePiece says -1 for an id that the model does not define.
+        eos_id, bos_id, pad_id = self._start.eos_id(), self._start.bos_id(), self._start.pad_id()
+        self.eos_id = _required_eos(eos_id if eos_id >= 0 else None, name)
+        self.bos_id: int | None = bos_id if bos_id >= 0 else None
+        self.pad_id = _pad_or_eos(pad_id if pad_id >= 0 else None, self.eos_id, name)
+
+    def encode(self, text: str, *, continuation: bool = False) -> list[int]:
+        """See `Tokenizer.encode`."""
+        return list((self._continued if continuation else self._start).encode(text))
+
+    def decode(self, ids: Sequence[int], *, continuation: bool = False) -> str:
+        """See `Tokenizer.decode`."""
+        return str((self._continued if continuation else self._start).decode(list(ids)))
+
+
+class HuggingFaceTokenizer:
+    """A Hugging Face tokenizer, chat template included. Special tokens written in text become their ids."""
+
+    def __init__(self, tokenizer: Any, name: str) -> None:
+        self._tokenizer = tokenizer
+        self._name = name
+        self.vocab_size = len(tokenizer)
+        self.eos_id = _required_eos(tokenizer.eos_token_id, name)
+        self.bos_id: int | None = tokenizer.bos_token_id
+        self.pad_id = _pad_or_eos(tokenizer.pad_token_id, self.eos_id, name)
+        # A text to continue from, where the tokenizer puts a space before the first word.
+        self._lead = self._encode("\n") if self._decode(self._encode("a")) != self._glued("a") else []
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return str(
+            self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        )
+
+    def _glued(self, text: str) -> str:
+        """The text as it comes out when its ids follow those of another."""
+        return self._decode([*self._encode("a"), *self._encode(text)])[1:]
+
+    def encode(self, text: str, *, continuation: bool = False) -> list[int]:
+        """See `Tokenizer.encode`."""
+        if not (continuation and self._lead):
+            return self._encode(text)
+        ids = self._encode("\n" + text)
+        if ids[: len(self._lead)] != self._lead:
+            raise ValueError(
+                f"{self._name} merges a line break with {text[:40]!r}, so that the ids of the text as a "
+                "continuation cannot be told; start the response with another character"
+            )
+        return ids[len(self._lead) :]
+
+    def decode(self, ids: Sequence[int], *, continuation: bool = False) -> str:
+        """See `Tokenizer.decode`."""
+        if not (continuation and self._lead):
+            return self._decode(ids)
+        return self._decode([*self._lead, *ids])[len(self._decode(self._lead)) :]
+
+    def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """The messages in the model's chat template, ready for the assistant's answer."""
+        if self._tokenizer.chat_template is None:
+            raise ValueError(f"{self._name} has no chat template; use the template 'plain', or add one")
+        return str(
+            self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        )
+
+
+def load_tokenizer(directory: str | Path) -> Tokenizer:
+    """The tokenizer of a model directory: `tokenizer.json` through transformers, else `tokenizer.model`.
+
+    Raises: ValueError where the directory holds neither, or the tokenizer defines no eos
+    """
+    directory = Path(directory).expanduser()
+    if (directory / "tokenizer.json").is_file():
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+        return HuggingFaceTokenizer(tokenizer, str(directory))
+    model = directory / "tokenizer.model"
+    if model.is_file():
+        return SentencePieceTokenizer(model.read_bytes(), str(model))
+    if not directory.is_dir():
+        raise ValueError(f"no such tokenizer directory: {directory}; give one that holds a tokenizer")
+    found = ", ".join(sorted(entry.name for entry in directory.iterdir())[:8]) or "nothing"
+    raise ValueError(
+        f"no tokenizer in {directory}: expected tokenizer.json or tokenizer.model, found {found}; "
+        "copy the tokenizer of the model there"
+    )
+
+
+def _required_eos(eos_id: int | None, name: str) -> int:
+    if eos_id is None:
+        raise ValueError(f"{name} defines no end-of-sequence token, which every response needs; set one")
+    return eos_id
+
+
+def _pad_or_eos(pad_id: int | None, eos_id: int, name: str) -> int:
+    if pad_id is None:
+        logger.info("%s defines no padding token; rows are padded with eos (%d), masked as all", name, eos_id)
+        return eos_id
+    return pad_id

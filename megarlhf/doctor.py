@@ -1,0 +1,300 @@
+"""`megarlhf doctor`: what this machine has, what is missing, and what a missing part means.
+
+It starts nothing: no device is initialised and no heavy package imported; versions come from the packages'
+metadata, devices from `runtime.capabilities`.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.machinery import PathFinder
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Literal, Protocol
+
+import psutil
+from packaging.version import Version
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from megarlhf.observe.progress import make_console
+
+TESTED = {"torch": "2.13.0", "megatron-core": "0.16.1", "vllm": "0.32.0"}
+GIB = 1024**3
+MIN_SHM_GIB = 1.0
+
+Verdict = Literal["ok", "note", "problem"]
+ApexKind = Literal["missing", "nvidia", "nvidia without its CUDA kernels", "unrelated"]
+
+STYLES: dict[Verdict, str] = {"ok": "green", "note": "yellow", "problem": "bold red"}
+
+REQUIRED = {
+    "torch": "nothing runs without it: `make venv` on a CPU machine, requirements/gpu.txt on a cluster",
+    "megatron-core": "no model can be built: `pip install megatron-core==0.16.1`",
+    "transformers": "Hugging Face tokenizers and model configurations cannot be read",
+    "datasets": "JSON lines, Parquet and Arrow data cannot be read",
+}
+OPTIONAL = {
+    "sentencepiece": "SentencePiece tokenizers cannot be read; Hugging Face tokenizers can",
+}
+
+
+class CapabilitiesLike(Protocol):
+    """What doctor reads of `runtime.Capabilities`."""
+
+    @property
+    def device_type(self) -> str: ...
+    @property
+    def device_count(self) -> int: ...
+    @property
+    def device_name(self) -> str | None: ...
+    @property
+    def backends(self) -> tuple[str, ...]: ...
+    @property
+    def versions(self) -> Mapping[str, str | None]: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One line of the table."""
+
+    part: str
+    found: str
+    verdict: Verdict
+    meaning: str = ""
+
+
+def examine(capabilities: CapabilitiesLike, *, environ: Mapping[str, str] = os.environ) -> list[Finding]:
+    """Every finding, in the order of the table."""
+    versions, on_gpu = capabilities.versions, capabilities.device_type != "cpu"
+    return [
+        _python(),
+        *(_package(name, versions.get(name)) for name in REQUIRED),
+        *(_package(name, versions.get(name)) for name in OPTIONAL),
+        _vllm(versions.get("vllm")),
+        _triton(versions.get("triton"), on_gpu),
+        _transformer_engine(versions.get("transformer-engine"), on_gpu),
+        _apex(versions.get("apex"), apex_kind(), on_gpu),
+        _device(capabilities),
+        _backends(capabilities.backends, on_gpu),
+        _attention(versions.get("transformer-engine"), on_gpu),
+        _memory(),
+        _shared_memory(),
+        _cores(),
+        *_slurm(environ),
+    ]
+
+
+def report(findings: Sequence[Finding], *, console: Console | None = None) -> int:
+    """Print the table; return the exit status: 1 if a finding is a problem."""
+    console = console or make_console()
+    table = Table(title="megarlhf doctor", title_justify="left", title_style="bold")
+    table.add_column("part", no_wrap=True)
+    table.add_column("found", overflow="fold")
+    table.add_column("", no_wrap=True)
+    table.add_column("what it means", overflow="fold")
+    for finding in findings:
+        verdict = Text(finding.verdict, style=STYLES[finding.verdict])
+        table.add_row(Text(finding.part), Text(finding.found), verdict, Text(finding.meaning))
+    console.print(table)
+    problems = sum(finding.verdict == "problem" for finding in findings)
+    console.print(f"{problems} problem(s)" if problems else "no problem found")
+    return 1 if problems else 0
+
+
+def print_doctor(capabilities: CapabilitiesLike) -> int:
+    """The command: examine this machine, print the table, return the exit status."""
+    return report(examine(capabilities))
+
+
+def apex_kind(search_path: Sequence[str] | None = None) -> ApexKind:
+    """Whether the importable package `apex` is NVIDIA's; nothing is imported to find out.
+
+    The registry's package of that name is an unrelated project. NVIDIA's has `apex/optimizers/fused_adam.py`,
+    and the extension module `amp_C` when its kernels were compiled.
+    """
+    spec = PathFinder.find_spec("apex", search_path)
+    if spec is None:
+        return "missing"
+    folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
+    if not any((folder / "optimizers" / "fused_adam.py").is_file() for folder in folders):
+        return "unrelated"
+    compiled = PathFinder.find_spec("amp_C", search_path) is not None
+    return "nvidia" if compiled else "nvidia without its CUDA kernels"
+
+
+def _python() -> Finding:
+    found = platform.python_version()
+    supported = Version("3.10") <= Version(found) < Version("3.13")
+    meaning = "" if supported else "megarlhf supports 3.10 to 3.12: make the environment with one of those"
+    return Finding(part="python", found=found, verdict="ok" if supported else "problem", meaning=meaning)
+
+
+def _package(name: str, found: str | None) -> Finding:
+    if found is None:
+        required = name in REQUIRED
+        meaning = f"not installed: {REQUIRED[name] if required else OPTIONAL[name]}"
+        return Finding(part=name, found="missing", verdict="problem" if required else "note", meaning=meaning)
+    return _tested(name, found)
+
+
+def _tested(name: str, found: str) -> Finding:
+    """An installed package, compared with the version that the tests ran with."""
+    tested = TESTED.get(name)
+    if tested is not None and Version(found).public != tested:
+        meaning = f"the tests ran with {tested}: run `make test` with yours before you trust a long job to it"
+        return Finding(part=name, found=found, verdict="note", meaning=meaning)
+    return Finding(part=name, found=found, verdict="ok")
+
+
+def _vllm(found: str | None) -> Finding:
+    if found is None:
+        meaning = (
+            "not installed: rl cannot use rollout.engine=vllm; sft, rm, dpo and convert are not touched by it"
+        )
+        return Finding(part="vllm", found="missing", verdict="note", meaning=meaning)
+    return _tested("vllm", found)
+
+
+def _triton(found: str | None, on_gpu: bool) -> Finding:
+    if found is not None:
+        meaning = (
+            "" if on_gpu else "kernels run in its interpreter (tests only); plain torch is used on a CPU"
+        )
+        return Finding(part="triton", found=found, verdict="ok", meaning=meaning)
+    meaning = "not installed: plain torch kernels are used; fine on CPU, more memory and time on GPU"
+    return Finding(part="triton", found="missing", verdict="note", meaning=meaning)
+
+
+def _transformer_engine(found: str | None, on_gpu: bool) -> Finding:
+    part = "transformer-engine"
+    if found is not None:
+        meaning = "fused layers are used" if on_gpu else "not used: it needs a GPU; local layer spec instead"
+        return Finding(part=part, found=found, verdict="ok", meaning=meaning)
+    meaning = "not installed: local layer spec is used; fine on CPU, slower on GPU"
+    return Finding(part=part, found="missing", verdict="note" if on_gpu else "ok", meaning=meaning)
+
+
+def _apex(found: str | None, kind: ApexKind, on_gpu: bool) -> Finding:
+    shown = found or "no version"
+    missing: Verdict = "note" if on_gpu else "ok"
+    if kind == "nvidia":
+        return Finding(
+            part="apex", found=f"{shown} (NVIDIA's)", verdict="ok", meaning="fused kernels are used"
+        )
+    if kind == "unrelated":
+        meaning = (
+            "this is the registry's unrelated project, not NVIDIA's apex: `pip uninstall apex`, then build "
+            "NVIDIA's from source if you want its kernels (requirements/gpu.txt)"
+        )
+        return Finding(part="apex", found=f"{shown} (unrelated)", verdict="problem", meaning=meaning)
+    if kind == "nvidia without its CUDA kernels":
+        meaning = "built without its extensions: torch's own norms and optimizer are used"
+        return Finding(part="apex", found=f"{shown} (NVIDIA's)", verdict=missing, meaning=meaning)
+    meaning = "not installed: torch's own norms and optimizer are used; fine on CPU, slightly slower on GPU"
+    return Finding(part="apex", found="missing", verdict=missing, meaning=meaning)
+
+
+def _device(capabilities: CapabilitiesLike) -> Finding:
+    count, kind, name = capabilities.device_count, capabilities.device_type, capabilities.device_name
+    found = f"{count} x {name}" if kind != "cpu" else name or kind
+    meaning = "" if kind != "cpu" else "no GPU seen: everything runs over gloo, at the size of a test"
+    return Finding(part="devices", found=found, verdict="ok" if kind != "cpu" else "note", meaning=meaning)
+
+
+def _backends(backends: Sequence[str], on_gpu: bool) -> Finding:
+    found, part = ", ".join(backends) or "none", "distributed backends"
+    wanted = {"gloo"} | ({"nccl"} if on_gpu else set())
+    absent = sorted(wanted - set(backends))
+    if not absent:
+        return Finding(part=part, found=found, verdict="ok")
+    meaning = f"torch was built without {' and '.join(absent)}: install a build for this machine"
+    return Finding(part=part, found=found, verdict="problem", meaning=meaning)
+
+
+def _attention(transformer_engine: str | None, on_gpu: bool) -> Finding:
+    """Attention over packed sequences: transformer-engine, flash-attn, torch's varlen."""
+    flash = {name: _version(name) for name in ("flash-attn", "flash-attn-3")}
+    kinds = [f"{name} {found}" for name, found in flash.items() if found is not None]
+    if transformer_engine is not None:
+        kinds.append("transformer-engine")
+    spec = PathFinder.find_spec("torch")
+    folders = [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec else []
+    if any((folder / "nn" / "attention" / "varlen.py").is_file() for folder in folders):
+        kinds.append("torch varlen")
+    found, part = ", ".join(kinds) or "none", "flash/varlen attention"
+    if not on_gpu:
+        meaning = "these are GPU kernels; on a CPU packed sequences go through torch's own attention"
+        return Finding(part=part, found=found, verdict="ok", meaning=meaning)
+    if kinds:
+        return Finding(part=part, found=found, verdict="ok")
+    meaning = (
+        "packed sequences go through torch's own attention: slower, and memory grows with length squared"
+    )
+    return Finding(part=part, found=found, verdict="note", meaning=meaning)
+
+
+def _memory() -> Finding:
+    memory = psutil.virtual_memory()
+    found = f"{memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB free"
+    return Finding(part="host memory", found=found, verdict="ok")
+
+
+def _shared_memory() -> Finding:
+    part, folder = "shared memory", "/dev/shm"
+    if not Path(folder).is_dir():
+        return Finding(
+            part=part, found="no /dev/shm", verdict="note", meaning="vLLM's and NCCL's workers use it"
+        )
+    free = shutil.disk_usage(folder).free / GIB
+    found = f"{free:.1f} GiB free"
+    if free >= MIN_SHM_GIB:
+        return Finding(part=part, found=found, verdict="ok")
+    meaning = (
+        "workers pass tensors through it and die when it is full: start the container with more (--shm-size)"
+    )
+    return Finding(part=part, found=found, verdict="note", meaning=meaning)
+
+
+def _cores() -> Finding:
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+    found = f"{usable} usable of {os.cpu_count()}"
+    return Finding(part="CPU cores", found=found, verdict="ok")
+
+
+def _slurm(environ: Mapping[str, str]) -> list[Finding]:
+    """The scheduler's variables, as this process sees them."""
+    names = sorted(name for name in environ if name.startswith("SLURM_"))
+    if not names:
+        client = shutil.which("sbatch") is not None
+        meaning = "not inside a job; " + ("sbatch is on PATH" if client else "no sbatch on PATH either")
+        return [Finding(part="Slurm", found="no SLURM_ variables", verdict="ok", meaning=meaning)]
+    shown = (
+        "JOB_ID",
+        "JOB_NODELIST",
+        "NTASKS",
+        "PROCID",
+        "LOCALID",
+        "NODEID",
+        "CPUS_PER_TASK",
+        "RESTART_COUNT",
+    )
+    found = ", ".join(f"{name}={environ[f'SLURM_{name}']}" for name in shown if f"SLURM_{name}" in environ)
+    meaning = f"{len(names)} SLURM_ variables"
+    if "SLURM_STEP_ID" in environ:
+        return [Finding(part="Slurm", found=found, verdict="ok", meaning=meaning)]
+    # The shell of an sbatch script sees SLURM_PROCID=0 too, but belongs to no step.
+    meaning += "; no SLURM_STEP_ID: not under srun, so this process is no rank"
+    return [Finding(part="Slurm", found=found, verdict="note", meaning=meaning)]
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None

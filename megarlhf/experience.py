@@ -1,0 +1,137 @@
+"""What a step produces: prompts, rollouts, and the table of columns that grows from them.
+
+A sample's global index is its row everywhere: sample n answers prompt n // num_samples_per_prompt. The small
+index (lengths, groups, rewards, weight version) is on every rank. Token columns are ragged, one value per
+response token, and move between ranks through `redistribute`.
+
+Legend: N samples of the step, T tokens of all samples end to end, B rows, R longest response.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Ragged:
+    """Rows of different length, end to end."""
+
+    values_T: Tensor
+    lengths_N: Tensor
+    """int64, on the CPU."""
+
+    @staticmethod
+    def from_rows(rows: Sequence[Tensor], dtype: torch.dtype, device: torch.device | None = None) -> Ragged:
+        values = torch.cat([row.to(dtype) for row in rows]) if rows else torch.empty(0, dtype=dtype)
+        return Ragged(values.to(device or values.device), torch.tensor([len(row) for row in rows], dtype=torch.int64))
+
+    @property
+    def num_tokens(self) -> int:
+        return self.values_T.numel()
+
+    def rows(self) -> list[Tensor]:
+        """Views of the rows."""
+        return list(self.values_T.split(self.lengths_N.tolist()))
+
+    def padded(self, fill: float = 0.0) -> Tensor:
+        """[N, R], rows at the left, `fill` behind them."""
+        mask_NR = self.mask()
+        padded_NR = torch.full(mask_NR.shape, fill, dtype=self.values_T.dtype, device=self.values_T.device)
+        padded_NR[mask_NR] = self.values_T
+        return padded_NR
+
+    def mask(self) -> Tensor:
+        """[N, R] bool, True where a row has a value."""
+        longest = int(self.lengths_N.max()) if len(self.lengths_N) else 0
+        return (torch.arange(longest) < self.lengths_N[:, None]).to(self.values_T.device)
+
+    def like(self, padded_NR: Tensor) -> Ragged:
+        """The values of a padded tensor that stand on this table's tokens."""
+        return Ragged(padded_NR[self.mask()], self.lengths_N)
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """What an engine returns, the same on every rank."""
+
+    responses: Ragged
+    """int64 tokens, end-of-sequence included where there is one."""
+    logprobs: Ragged
+    """The engine's, of the distribution that was sampled from."""
+    finished_N: Tensor
+    """bool: ended by end-of-sequence, not by the token limit."""
+    weight_version: int
+    """Of the weights that drew the samples."""
+
+
+@dataclass(frozen=True)
+class Experience:
+    """One step's samples with every column found so far."""
+
+    prompts: tuple[Tensor, ...]
+    """N prompts (repeated for the samples of one prompt), int64."""
+    groups_N: Tensor
+    """int64: samples of one prompt share a number."""
+    rollouts: Rollouts
+    columns: Mapping[str, Ragged] = field(default_factory=dict)
+    """Per response token: old_logprobs, ref_logprobs, values, advantages, returns, ..."""
+    per_sample: Mapping[str, Tensor] = field(default_factory=dict)
+    """Per sample [N]: rewards, ..."""
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.prompts)
+
+    @property
+    def response_lengths_N(self) -> Tensor:
+        return self.rollouts.responses.lengths_N
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt + response."""
+        prompt_lengths = torch.tensor([len(prompt) for prompt in self.prompts])
+        return int((prompt_lengths + self.response_lengths_N).max())
+
+    def with_columns(self, columns: Mapping[str, Ragged]) -> Experience:
+        return replace(self, columns={**self.columns, **columns})
+
+    def with_per_sample(self, columns: Mapping[str, Tensor]) -> Experience:
+        return replace(self, per_sample={**self.per_sample, **columns})
+
+
+def redistribute(mine: Mapping[int, Tensor], lengths_N: Tensor, like: Tensor) -> Ragged:
+    """Bring rows that live on different ranks to every rank.
+
+    Each rank hands in the rows it owns, by global sample index; together they must be all N rows, once each.
+    `lengths_N` is known everywhere, so one all-gather of padded values moves the column. Full replication is
+    the simplest carrier: every mesh finds what it needs locally.
+
+    Raises: ValueError when a row is missing, doubled, or of another length than the index says.
+    """
+    world = dist.get_world_size()
+    order = sorted(mine)
+    owners: list[list[int]] = [[] for _ in range(world)]
+    dist.all_gather_object(owners, order)
+    seen = [sample for samples in owners for sample in samples]
+    if sorted(seen) != list(range(len(lengths_N))):
+        missing = sorted(set(range(len(lengths_N))) - set(seen))[:5]
+        raise ValueError(f"{len(seen)} rows for {len(lengths_N)} samples; missing {missing}, or a row twice")
+    wrong = [n for n in order if mine[n].numel() != int(lengths_N[n])]
+    if wrong:
+        n = wrong[0]
+        raise ValueError(f"row {n} has {mine[n].numel()} values, the index says {int(lengths_N[n])}")
+    counts = [int(lengths_N[samples].sum()) for samples in owners]
+    send = torch.zeros(max(counts), dtype=like.dtype, device=like.device)
+    if order:
+        send[: counts[dist.get_rank()]] = torch.cat([mine[n].to(like) for n in order])
+    received = [torch.empty_like(send) for _ in range(world)]
+    dist.all_gather(received, send)
+    rows: dict[int, Tensor] = {}
+    for samples, values, count in zip(owners, received, counts, strict=True):
+        rows.update(zip(samples, values[:count].split(lengths_N[samples].tolist()), strict=True))
+    return Ragged(torch.cat([rows[n] for n in range(len(lengths_N))]), lengths_N)

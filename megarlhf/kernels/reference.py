@@ -1,0 +1,137 @@
+"""The specification of the log-prob kernels, in plain torch. Works in fp32, or fp64 for fp64 logits.
+
+Legend: T tokens, V vocabulary columns of this tensor-parallel rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def token_logprobs(
+    logits_TV: Tensor,
+    labels_T: Tensor,
+    *,
+    temperature: float = 1.0,
+    true_vocab: int | None = None,
+    ignore_index: int = -100,
+    group: dist.ProcessGroup | None = None,
+    return_entropy: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """log softmax(logits / temperature)[label] and the entropy of that softmax, over a sharded vocabulary.
+
+    Shapes:  logits_TV [T, V] any float dtype, labels_T [T] int64 in the global vocabulary
+             -> ([T], [T]) fp32 (fp64 for fp64 logits), nats. Ignored rows give 0 and no gradient.
+    Maths:   logprob = (z_y - m) - log s;  entropy = log s - sum e^(z - m) (z - m) / s, with m = max z and
+             s = sum e^(z - m) over all ranks; columns at or past `true_vocab` (padding) are left out.
+    Group:   tensor-parallel group; rank r owns columns [r V, (r + 1) V). One all-gather of four numbers a
+             token, merged in rank order: the same bits on every rank. The gradient needs no communication.
+    Raises:  ValueError for a label outside [0, true_vocab) that is not `ignore_index`.
+    """
+    tp = 1 if group is None else group.size()
+    vocab = logits_TV.size(-1) * tp if true_vocab is None else true_vocab
+    bad = (labels_T != ignore_index) & ((labels_T < 0) | (labels_T >= vocab))
+    if labels_T.device.type == "cpu" and bool(bad.any()):
+        where = int(bad.nonzero()[0])
+        raise ValueError(
+            f"label {int(labels_T[where])} at token {where} is outside the vocabulary [0, {vocab}); "
+            f"mask it with ignore_index = {ignore_index}, or check that tokenizer and model belong together"
+        )
+    logprobs_T, entropy_T = _TokenLogprobs.apply(logits_TV, labels_T, temperature, vocab, ignore_index, group)
+    return logprobs_T, entropy_T if return_entropy else torch.zeros_like(logprobs_T)
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    """Keeps the logits and three numbers a token; the softmax is made again in the backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits_TV: Tensor,
+        labels_T: Tensor,
+        temperature: float,
+        vocab: int,
+        ignore_index: int,
+        group: dist.ProcessGroup | None,
+    ) -> tuple[Tensor, Tensor]:
+        tp, rank = (1, 0) if group is None else (group.size(), group.rank())
+        width = logits_TV.size(-1)
+        first = rank * width
+        z_TV = _scaled(logits_TV, temperature, vocab - first)
+        kept_T = labels_T != ignore_index
+        local_T = labels_T - first
+        mine_T = kept_T & (local_T >= 0) & (local_T < width)
+        local_T = local_T.clamp(0, width - 1)
+        max_T = z_TV.amax(-1)
+        # A rank that holds only padding has max -inf; any finite stand-in leaves its sums at 0.
+        shift_T = torch.where(max_T.isfinite(), max_T, torch.zeros_like(max_T))
+        weight_TV = (z_TV - shift_T[:, None]).exp()
+        sum_T = weight_TV.sum(-1)
+        moment_T = _times(weight_TV, z_TV - shift_T[:, None]).sum(-1)
+        label_T = torch.where(mine_T, z_TV.gather(1, local_T[:, None])[:, 0], torch.zeros_like(sum_T))
+        stats_RT4 = _gather(torch.stack([max_T, sum_T, moment_T, label_T], -1), tp, group)
+        max_T, sum_T, entropy_T, logprobs_T = _merge(stats_RT4, kept_T)
+        ctx.save_for_backward(logits_TV, local_T, mine_T, kept_T, max_T, sum_T, entropy_T)
+        ctx.temperature, ctx.num_columns = temperature, vocab - first
+        return logprobs_T, entropy_T
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad_logprobs_T, grad_entropy_T = grads
+        logits_TV, local_T, mine_T, kept_T, max_T, sum_T, entropy_T = ctx.saved_tensors
+        shifted_TV = _scaled(logits_TV, ctx.temperature, ctx.num_columns) - max_T[:, None]
+        prob_TV = shifted_TV.exp() / sum_T[:, None]
+        zero_T = torch.zeros_like(grad_logprobs_T)
+        by_logprob_T = torch.where(kept_T, grad_logprobs_T, zero_T)
+        by_entropy_T = torch.where(kept_T, grad_entropy_T, zero_T)
+        # d entropy / dz = -p (log p + entropy)
+        log_prob_TV = shifted_TV - sum_T.log()[:, None]
+        grad_TV = -prob_TV * by_logprob_T[:, None]
+        grad_TV -= _times(prob_TV, log_prob_TV + entropy_T[:, None]) * by_entropy_T[:, None]
+        owned_T = torch.where(mine_T, by_logprob_T, zero_T)
+        grad_TV.scatter_add_(1, local_T[:, None], owned_T[:, None])
+        return (grad_TV / ctx.temperature).to(logits_TV.dtype), None, None, None, None, None
+
+
+def _scaled(logits_TV: Tensor, temperature: float, num_columns: int) -> Tensor:
+    """logits / temperature in fp32 (fp64 stays), -inf from column `num_columns` on."""
+    wide_TV = logits_TV if logits_TV.dtype == torch.float64 else logits_TV.float()
+    z_TV = wide_TV / temperature
+    if num_columns < z_TV.size(-1):
+        z_TV = z_TV.clone() if z_TV is logits_TV else z_TV
+        z_TV[:, max(num_columns, 0) :] = -torch.inf
+    return z_TV
+
+
+def _times(weight_TV: Tensor, value_TV: Tensor) -> Tensor:
+    """weight x value, with 0 x (-inf) = 0."""
+    return weight_TV * torch.where(weight_TV > 0, value_TV, torch.zeros_like(value_TV))
+
+
+def _gather(stats_T4: Tensor, tp: int, group: dist.ProcessGroup | None) -> Tensor:
+    if tp == 1:
+        return stats_T4[None]
+    gathered = [torch.empty_like(stats_T4) for _ in range(tp)]
+    dist.all_gather(gathered, stats_T4.contiguous(), group=group)
+    return torch.stack(gathered)
+
+
+def _merge(stats_RT4: Tensor, kept_T: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Ranks' (max, sum, moment, label's logit) -> global max, sum, entropy and log-prob."""
+    max_RT, sum_RT, moment_RT, label_RT = stats_RT4.unbind(-1)
+    max_T = max_RT.amax(0)
+    max_T = torch.where(max_T.isfinite(), max_T, torch.zeros_like(max_T))
+    # e^(m_r - m); 0 for a rank without a finite column.
+    scale_RT = (max_RT - max_T).exp()
+    # A rank's moment is about its own max; about the global one it gains sum_r (m_r - m).
+    shift_RT = torch.where(max_RT.isfinite(), max_RT - max_T, torch.zeros_like(max_RT))
+    sum_T = (sum_RT * scale_RT).sum(0)
+    moment_T = ((moment_RT + sum_RT * shift_RT) * scale_RT).sum(0)
+    zero_T = torch.zeros_like(sum_T)
+    entropy_T = torch.where(kept_T, sum_T.log() - moment_T / sum_T, zero_T)
+    logprobs_T = torch.where(kept_T, (label_RT.sum(0) - max_T) - sum_T.log(), zero_T)
+    return max_T, sum_T, entropy_T, logprobs_T

@@ -1,0 +1,52 @@
+"""Becoming ranks: a plain start launches local ranks by torchrun; a launched process joins its run."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+from megarlhf import runtime
+from megarlhf.runtime import RankInfo
+
+
+def local_ranks(nproc: int, argv: Sequence[str]) -> int:
+    """Run `megarlhf ARGV` again as `nproc` ranks of this machine; returns the exit status."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}"]
+    return subprocess.call([*command, "-m", "megarlhf", *argv], env={**os.environ, MARK: "1"})
+
+
+MARK = "MEGARLHF_LAUNCHED"
+"""Set in ranks that a plain start launched: the resolved numbers have been printed already."""
+
+
+def as_rank(info: RankInfo, cfg: Any, entry: str) -> int:
+    """Join the run as this rank and call `entry`, a `module:function`, with (cfg, runtime)."""
+    logging.basicConfig(
+        level=os.environ.get("MEGARLHF_LOG_LEVEL", "INFO" if info.rank == 0 else "WARNING"),
+        format=f"[rank {info.rank}] %(levelname)s %(name)s: %(message)s",
+    )
+    quieten()
+    joined = runtime.initialize(info, seed=cfg.run.seed)
+    module, _, function = entry.partition(":")
+    try:
+        getattr(importlib.import_module(module), function)(cfg, joined)
+    finally:
+        runtime.shutdown()
+    return 0
+
+
+def quieten() -> None:
+    """Keep other projects' routine announcements out of the log; their errors stay."""
+    for name in ("megatron", "vllm", "torch.distributed", "absl"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    # Megatron-Core reads .grad of views and calls collectives by names that torch has since renamed.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed|vllm")
+    warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf")
+    warnings.filterwarnings("ignore", message=r"(Transformer Engine and Apex are|Apex is) not installed")
+    warnings.filterwarnings("ignore", message="full scope is deprecated")

@@ -1,0 +1,1 @@
+"""GPT models out of Megatron-Core parts."""

@@ -1,0 +1,36 @@
+"""The scalar head of critic and reward model: one number per token instead of a row of the vocabulary.
+
+Legend: S sequence, B batch, H hidden.
+"""
+
+from __future__ import annotations
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+
+
+class ScalarHead(nn.Module):
+    """Stands where a GPTModel has its `output_layer`, and is called as that is.
+
+    The weight [1, H] is on every tensor-parallel rank. Under sequence parallelism the hidden states are
+    gathered first, so each rank sees every token and computes the same gradient.
+    """
+
+    def __init__(self, config: TransformerConfig, groups: ProcessGroupCollection) -> None:
+        super().__init__()
+        self.sequence_parallel = config.sequence_parallel
+        self.tp_group = groups.tp
+        self.weight = nn.Parameter(torch.empty(1, config.hidden_size, dtype=config.params_dtype))
+
+    def forward(
+        self, hidden_SBH: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
+    ) -> tuple[Tensor, None]:
+        """[S, B, H] -> ([S, B, 1] fp32, no bias)."""
+        if self.sequence_parallel:
+            hidden_SBH = gather_from_sequence_parallel_region(
+                hidden_SBH, tensor_parallel_output_grad=False, group=self.tp_group
+            )
+        return nn.functional.linear(hidden_SBH, self.weight).float(), None

@@ -1,0 +1,71 @@
+"""A role: a model on a mesh, with an optimizer where it is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from megarlhf.config import RoleConfig
+from megarlhf.models.build import ModelPart, build_model
+from megarlhf.models.weights import export_hugging_face, load_weights
+from megarlhf.parallel.mesh import GroupCache, Mesh, build_mesh
+from megarlhf.parallel.step import Loss, MicroBatch, StepResult, Trainer, forward_only
+from megarlhf.weights.architecture import Architecture
+from megarlhf.weights.tensor_map import Head
+
+
+@dataclass(frozen=True)
+class Role:
+    """actor, critic, reference or reward model, as this rank sees it."""
+
+    name: str
+    section: RoleConfig
+    part: ModelPart
+    trainer: Trainer | None
+    """None for a role that is not trained."""
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.part.mesh
+
+    def forward(self, batches: Sequence[MicroBatch], score: Callable[[Tensor, MicroBatch], Tensor]) -> list[Tensor]:
+        """See `parallel.step.forward_only`."""
+        return forward_only(self.part.module, self.mesh, batches, score)
+
+    def train_step(self, batches: Sequence[MicroBatch], loss: Loss) -> StepResult:
+        """One optimizer step of a trained role."""
+        assert self.trainer is not None, f"{self.name} is not trained"
+        return self.trainer.train_step(batches, loss)
+
+    def export(self, directory: Path) -> None:
+        """Write the live weights as a Hugging Face directory."""
+        export_hugging_face(self.part, self.section.model.path, directory)
+
+
+def build_role(
+    name: str,
+    section: RoleConfig,
+    head: Head,
+    cache: GroupCache,
+    *,
+    seed: int,
+    num_optimizer_steps: int | None = None,
+) -> Role:
+    """Build the model, load its weights, and, given a number of optimizer steps, wrap it for training.
+
+    Collective: every rank builds the same roles in the same order.
+    """
+    runtime = cache.runtime
+    arch = Architecture.from_hf(section.model.path)
+    mesh = build_mesh(section.parallel.layout(runtime.world_size, name), runtime, cache)
+    part = build_model(section.model, section.parallel, mesh, arch, head)
+    load_weights(part, section.model, seed=seed)
+    trainer = None
+    if num_optimizer_steps is None:
+        part.module.requires_grad_(False)
+    else:
+        trainer = Trainer(part.module, mesh, section.optim, num_optimizer_steps)
+    return Role(name=name, section=section, part=part, trainer=trainer)

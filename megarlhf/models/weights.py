@@ -1,0 +1,89 @@
+"""A role's weights, moved by copy plans: where they stand on each rank, loading, export."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from megarlhf.config import ModelConfig
+from megarlhf.models.build import DTYPES, ModelPart, placements_on
+from megarlhf.weights.architecture import read_config
+from megarlhf.weights.carry import carry_from_files, check_storages
+from megarlhf.weights.export import export
+from megarlhf.weights.formats.huggingface import HFReader
+from megarlhf.weights.placement import RankPlacements
+from megarlhf.weights.random_init import fill_random
+from megarlhf.weights.tensor_map import logical_tensors
+
+log = logging.getLogger(__name__)
+
+INIT_STD = 0.02
+"""Standard deviation of random weights, Hugging Face's `initializer_range` default."""
+
+
+def replica_placements(part: ModelPart) -> list[RankPlacements]:
+    """The ranks of this rank's copy of the model, which together hold it once."""
+    return [placements_on(part, rank) for rank in part.mesh.replica_ranks]
+
+
+def load_weights(part: ModelPart, model: ModelConfig, *, seed: int) -> None:
+    """Fill every parameter: from the Hugging Face directory, or at random, the same at every layout.
+
+    Each rank reads just its boxes. A scalar role that starts from a language model gets a fresh head.
+    """
+    mine = placements_on(part, part.mesh.runtime.rank)
+    live = part.parameters()
+    check_storages(mine, live)
+    if model.random_init:
+        fill_random(mine, live, seed=seed, std=INIT_STD, arch=part.arch, head=part.head)
+        return
+    reader = HFReader(model.path)
+    expected = logical_tensors(part.arch, part.head)
+    fresh = frozenset(expected) & {"score.weight"} - frozenset(reader.tensors)
+    reader.check(expected, absent=fresh, extra=("lm_head.weight", "score.weight"))
+    carry_from_files(mine, reader, live, skip=fresh)
+    if fresh:
+        log.info("%s has no score.weight: the scalar head starts fresh", model.path)
+        fill_random(mine, live, seed=seed, std=INIT_STD, arch=part.arch, head=part.head, only=fresh)
+
+
+def export_hugging_face(part: ModelPart, source: Path, directory: Path) -> None:
+    """Write the live model as a Hugging Face directory; config and tokenizer come from `source`.
+
+    Collective over the first replica's ranks, which are those with data-parallel coordinate 0; the others
+    return at once.
+    """
+    if part.mesh.at.dp != 0:
+        return
+    config = read_config(source)
+    config["architectures"] = [_ARCHITECTURES[part.head](config["model_type"])]
+    if part.head == "scalar":
+        config["num_labels"] = 1
+    replica = replica_placements(part)
+    export(
+        replica,
+        part.parameters(),
+        directory,
+        arch=part.arch,
+        config=config,
+        dtype=next(iter(part.parameters().values())).dtype,
+        rank=part.mesh.runtime.rank,
+        head=part.head,
+        writer_rank=replica[0].rank,
+        group=part.mesh.groups.mp,
+        copy_from=source,
+    )
+
+
+_ARCHITECTURES: dict[str, Callable[[str], str]] = {
+    "lm": lambda model_type: f"{model_type.capitalize()}ForCausalLM",
+    "scalar": lambda model_type: f"{model_type.capitalize()}ForSequenceClassification",
+}
+
+
+def parameter_dtype(model: ModelConfig) -> torch.dtype:
+    """The dtype of a role's parameters."""
+    return DTYPES[model.dtype]

@@ -1,0 +1,295 @@
+"""Which curves a report shows, and how one becomes a plotly figure (plain dictionaries: data and layout).
+
+A `Run` is the record of one run directory. A `Chart` names metrics; `figure` draws them for the runs of one
+kind, over each other. One run: a colour per metric. Several runs: a colour per run, a dash per metric.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Kind = Literal["sft", "rm", "rl"]
+
+KIND_TITLES: dict[Kind, str] = {
+    "sft": "Supervised fine-tuning",
+    "rm": "Reward model",
+    "rl": "Reinforcement learning",
+}
+
+PALETTE = ("#2563eb", "#d97706", "#059669", "#b91c1c", "#7c3aed", "#0e7490", "#be185d", "#4d7c0f")
+DASHES = ("solid", "dot", "dash", "longdash", "dashdot")
+GRID, LINE, TEXT = "#e7e9ee", "#c9ced8", "#3c4351"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """The record of one run: its name, kind, lines of metrics.jsonl and configuration (YAML text)."""
+
+    name: str
+    kind: Kind
+    rows: Sequence[dict[str, Any]]
+    config: str | None
+
+    def series(self, metric: str) -> list[tuple[int, float | None]]:
+        """(step, value) where the metric was logged; None where it was not finite."""
+        return [(row["step"], row[metric]) for row in self.rows if metric in row and _plottable(row[metric])]
+
+    def finite(self, metric: str) -> list[tuple[int, float]]:
+        """(step, value) where the metric was logged and finite."""
+        return [(step, value) for step, value in self.series(metric) if value is not None]
+
+    def metrics(self) -> list[str]:
+        """Every numeric metric that was ever logged, in order of appearance."""
+        names = {
+            name: None
+            for row in self.rows
+            for name, value in row.items()
+            if name != "step" and _plottable(value)
+        }
+        return list(names)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chart:
+    """One chart: what it is called, what it shows, and a sentence on how to read it."""
+
+    title: str
+    metrics: tuple[str, ...]
+    right: tuple[str, ...] = ()
+    """Metrics of the second axis, on the right."""
+    axis: str = ""
+    right_axis: str = ""
+    hint: str = ""
+    wide: bool = False
+    stacked: bool = False
+    log_if_positive: bool = False
+    mark_best: str | None = None
+    """A metric whose highest point is marked, if the run went on after it."""
+
+
+REWARD = Chart(
+    title="Reward and held-out accuracy",
+    metrics=("reward_mean", "eval_reward_mean"),
+    right=("eval_accuracy",),
+    axis="learned reward",
+    right_axis="held-out true accuracy",
+    hint="A reward that still rises while held-out accuracy falls is over-optimisation of the reward model.",
+    wide=True,
+    mark_best="eval_accuracy",
+)
+
+CHARTS: dict[Kind, tuple[Chart, ...]] = {
+    "sft": (
+        Chart(title="Loss", metrics=("loss", "eval_loss"), axis="nats per token"),
+        Chart(title="Held-out perplexity", metrics=("eval_perplexity",)),
+    ),
+    "rm": (
+        Chart(title="Pair accuracy", metrics=("pair_accuracy", "eval_pair_accuracy"), hint="0.5 is chance."),
+        Chart(title="Loss", metrics=("loss", "eval_loss"), hint="ln 2 = 0.693 is chance."),
+        Chart(title="Held-out scores", metrics=("eval_chosen_score", "eval_rejected_score")),
+        Chart(title="Gradient norm", metrics=("grad_norm",)),
+    ),
+    "rl": (
+        REWARD,
+        Chart(title="KL to the reference", metrics=("kl",), axis="nats per response token"),
+        Chart(title="Response length", metrics=("response_length_mean",), axis="tokens"),
+        Chart(title="Entropy", metrics=("entropy",), axis="nats per token"),
+        Chart(title="Clip fraction", metrics=("clip_fraction",)),
+        Chart(
+            title="Log-prob gap, trainer against rollout engine",
+            metrics=("rollout_logprob_gap_mean", "rollout_logprob_gap_max"),
+            axis="nats",
+            hint="Jumps when the engine's weights are not the actor's.",
+            log_if_positive=True,
+        ),
+        Chart(title="Losses", metrics=("policy_loss", "value_loss")),
+        Chart(
+            title="Seconds by phase",
+            metrics=("seconds_rollout", "seconds_experience", "seconds_train", "seconds_reshard"),
+            axis="seconds per step",
+            wide=True,
+            stacked=True,
+        ),
+    ),
+}
+
+SUMMARY: dict[Kind, tuple[str, ...]] = {
+    "sft": ("loss", "eval_loss", "eval_perplexity"),
+    "rm": ("loss", "pair_accuracy", "eval_pair_accuracy"),
+    "rl": (
+        "reward_mean",
+        "eval_reward_mean",
+        "eval_accuracy",
+        "kl",
+        "response_length_mean",
+        "entropy",
+        "rollout_logprob_gap_max",
+    ),
+}
+
+HIGHER_IS_BETTER = {
+    "reward_mean": True,
+    "eval_reward_mean": True,
+    "eval_accuracy": True,
+    "pair_accuracy": True,
+    "eval_pair_accuracy": True,
+    "loss": False,
+    "eval_loss": False,
+    "eval_perplexity": False,
+}
+"""For these the summary names the best value; the others have no better and worse."""
+
+WORST = ("rollout_logprob_gap_max",)
+"""For these it names the highest value, which is the worst: a single jump is what matters."""
+
+
+def kind_of(rows: Iterable[dict[str, Any]]) -> Kind:
+    """Which command wrote these lines, by the names of its metrics."""
+    names = {name for row in rows for name in row}
+    if names & {"reward_mean", "policy_loss"}:
+        return "rl"
+    if names & {"pair_accuracy", "eval_pair_accuracy"}:
+        return "rm"
+    return "sft"
+
+
+def charts_of(kind: Kind, runs: Sequence[Run]) -> tuple[list[Chart], list[Chart]]:
+    """The charts of a kind that have something to show, and one for every metric that none of them has."""
+    logged = list(dict.fromkeys(name for run in runs for name in run.metrics()))
+    own = [chart for chart in CHARTS[kind] if set(chart.metrics + chart.right) & set(logged)]
+    covered = {name for chart in own for name in chart.metrics + chart.right}
+    return own, [Chart(title=name, metrics=(name,)) for name in logged if name not in covered]
+
+
+def figure(chart: Chart, runs: Sequence[Run]) -> dict[str, Any]:
+    """The plotly figure of a chart: `{"data": [...], "layout": {...}}`, ready for JSON."""
+    if chart.stacked and len(runs) > 1:
+        data = _phase_totals(chart, runs)
+        return {"data": data, "layout": {**_layout(chart, runs, has_right=False), "barmode": "stack"}}
+    data, has_right = [], False
+    for run_index, run in enumerate(runs):
+        for metric_index, metric in enumerate(chart.metrics + chart.right):
+            if not run.series(metric):
+                continue
+            on_right = metric in chart.right
+            has_right = has_right or on_right
+            colour, dash = (metric_index, 0) if len(runs) == 1 else (run_index, metric_index)
+            name = metric if len(runs) == 1 else f"{run.name} · {metric}"
+            trace = _trace(run, metric, name, PALETTE[colour % len(PALETTE)], DASHES[dash % len(DASHES)])
+            if on_right:
+                trace["yaxis"] = "y2"
+            if chart.stacked:
+                trace.update(stackgroup="phases", mode="none", fillcolor=PALETTE[colour % len(PALETTE)])
+            data.append(trace)
+    return {"data": data, "layout": _layout(chart, runs, has_right=has_right)}
+
+
+def _trace(run: Run, metric: str, name: str, colour: str, dash: str) -> dict[str, Any]:
+    points = run.series(metric)
+    sparse = len(points) * 2 <= len(run.rows) or len(points) < 3
+    return {
+        "type": "scatter",
+        "name": name,
+        "x": [step for step, _ in points],
+        "y": [value for _, value in points],
+        "mode": "lines+markers" if sparse else "lines",
+        "line": {"color": colour, "width": 2, "dash": dash},
+        "marker": {"size": 7, "color": colour},
+        "hovertemplate": "%{y:.4~g}",
+    }
+
+
+def _phase_totals(chart: Chart, runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """Several runs side by side: mean seconds per step of each phase, as stacked bars."""
+    data = []
+    for index, metric in enumerate(chart.metrics):
+        means = []
+        for run in runs:
+            values = [value for _, value in run.finite(metric)]
+            means.append(sum(values) / len(values) if values else None)
+        data.append(
+            {
+                "type": "bar",
+                "orientation": "h",
+                "name": metric,
+                "y": [run.name for run in runs],
+                "x": means,
+                "marker": {"color": PALETTE[index % len(PALETTE)]},
+                "hovertemplate": "%{x:.4~g} s",
+            }
+        )
+    return data
+
+
+def _layout(chart: Chart, runs: Sequence[Run], *, has_right: bool) -> dict[str, Any]:
+    bars = chart.stacked and len(runs) > 1
+    axis = {
+        "gridcolor": GRID,
+        "linecolor": LINE,
+        "zeroline": False,
+        "automargin": True,
+        "exponentformat": "power",
+    }
+    layout: dict[str, Any] = {
+        "font": {"family": "system-ui, 'Segoe UI', Helvetica, Arial, sans-serif", "size": 12, "color": TEXT},
+        "paper_bgcolor": "white",
+        "plot_bgcolor": "white",
+        "margin": {"l": 56, "r": 64 if has_right else 20, "t": 8, "b": 40},
+        "height": 340 if chart.wide else 270,
+        "showlegend": True,
+        "legend": {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"},
+        "hovermode": "closest" if bars else "x unified",
+        "xaxis": {**axis, "title": {"text": "mean seconds per step" if bars else "step"}, "showline": True},
+        "yaxis": {**axis, "title": {"text": "" if bars else chart.axis}},
+        "shapes": [],
+        "annotations": [],
+    }
+    values = [value for run in runs for metric in chart.metrics for _, value in run.finite(metric)]
+    if chart.log_if_positive and values and min(values) > 0:
+        layout["yaxis"].update(type="log", dtick=1)
+    elif values and not bars and min(values) == max(values) != 0:
+        # Around a constant plotly would show +-1, where a learning rate of 1e-4 reads as 0.
+        layout["yaxis"]["range"] = sorted((0.0, 2.0 * values[0]))
+    if has_right:
+        layout["yaxis2"] = {
+            **axis,
+            "title": {"text": chart.right_axis},
+            "overlaying": "y",
+            "tickmode": "auto",
+            "side": "right",
+            "showgrid": False,
+        }
+    if len(runs) == 1 and chart.mark_best is not None:
+        _mark_best(layout, runs[0].finite(chart.mark_best), chart.mark_best)
+    return layout
+
+
+def _mark_best(layout: dict[str, Any], points: Sequence[tuple[int, float]], metric: str) -> None:
+    """A dotted line where the metric was highest, unless it was at the run's end."""
+    if not points:
+        return
+    step, value = max(points, key=lambda point: point[1])
+    if value == points[-1][1]:
+        return
+    line = {"color": TEXT, "width": 1, "dash": "dot"}
+    layout["shapes"].append(
+        {"type": "line", "x0": step, "x1": step, "yref": "paper", "y0": 0, "y1": 1, "line": line}
+    )
+    layout["annotations"].append(
+        {
+            "x": step,
+            "yref": "paper",
+            "y": 0.02,
+            "yanchor": "bottom",
+            "xanchor": "left",
+            "xshift": 4,
+            "showarrow": False,
+            "text": f"best {metric} {value:.4g}, step {step}",
+        }
+    )
+
+
+def _plottable(value: object) -> bool:
+    return value is None or (isinstance(value, int | float) and not isinstance(value, bool))

@@ -1,0 +1,221 @@
+"""A run's metrics: `metrics.jsonl` (one JSON object a step), TensorBoard; Weights & Biases when asked for.
+
+Rank 0 holds a `MetricsWriter`, every other rank a `NullWriter`; both are an `Observer`, so the training loop
+does not ask which rank it is.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+import math
+import os
+from collections.abc import Mapping
+from numbers import Integral, Real
+from pathlib import Path
+from typing import Any, Protocol
+
+METRICS_FILE = "metrics.jsonl"
+
+Metric = float | int | None
+"""What a step may log under a name; None (like NaN and infinities) is written as null."""
+
+log = logging.getLogger(__name__)
+
+
+class Observer(Protocol):
+    """What the training loop tells about a step."""
+
+    def log(self, step: int, metrics: Mapping[str, Metric]) -> None:
+        """Record one step; steps rise strictly."""
+
+    def close(self) -> None:
+        """Flush and release; `log` must not be called afterwards."""
+
+
+class NullWriter:
+    """The observer of every rank but 0: does nothing."""
+
+    def log(self, step: int, metrics: Mapping[str, Metric]) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class MetricsWriter:
+    """Writes each step to `run_dir/metrics.jsonl`, flushed, and to the trackers that were asked for.
+
+    run_dir:       the run directory; made if missing
+    tensorboard:   also write scalars under `run_dir/tensorboard`
+    wandb_project: also log to this Weights & Biases project; None for not at all
+    resume_step:   the last step that the resumed checkpoint contains. Lines of later steps are cut, and so is
+                   a last line torn by a crash. None starts a new record; a file that an earlier attempt left
+                   is kept beside it as `metrics.before-N.jsonl`.
+
+    Raises: ValueError when wandb_project is given and wandb is not installed, or metrics.jsonl is damaged
+    before its last line.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path | str,
+        *,
+        tensorboard: bool = True,
+        wandb_project: str | None = None,
+        resume_step: int | None = None,
+    ) -> None:
+        run_dir = Path(run_dir)
+        wandb = None if wandb_project is None else _import_wandb(wandb_project)
+        run_dir.mkdir(parents=True, exist_ok=True)
+        path = run_dir / METRICS_FILE
+        if resume_step is None:
+            _set_aside(path)
+        else:
+            _cut_back(path, resume_step)
+        self._last_step = resume_step
+        self._file = path.open("a", encoding="utf-8")
+        self._tensorboard = _open_tensorboard(run_dir, resume_step) if tensorboard else None
+        self._wandb_run = None if wandb is None else _open_wandb(wandb, run_dir, wandb_project)
+
+    def log(self, step: int, metrics: Mapping[str, Metric]) -> None:
+        """Append one line: `step` first, then the metrics sorted by name.
+
+        Raises: ValueError for a step that does not rise, a metric called `step` or a value that is no number.
+        """
+        if self._last_step is not None and step <= self._last_step:
+            raise ValueError(
+                f"metrics of step {step} after those of step {self._last_step}; steps must rise: log "
+                "one mapping a step, and after a resume continue with the step that follows resume_step"
+            )
+        row = {name: _plain_number(name, metrics[name]) for name in sorted(metrics)}
+        self._file.write(json.dumps({"step": int(step), **row}, allow_nan=False) + "\n")
+        self._file.flush()
+        self._last_step = step
+        finite = {name: value for name, value in row.items() if value is not None}
+        if self._tensorboard is not None:
+            for name, value in finite.items():
+                self._tensorboard.add_scalar(name, value, step)
+            self._tensorboard.flush()
+        if self._wandb_run is not None:
+            self._wandb_run.log(finite, step=step)
+
+    def close(self) -> None:
+        self._file.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+        if self._wandb_run is not None:
+            self._wandb_run.finish()
+
+    def __enter__(self) -> MetricsWriter:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+def read_metrics(run_dir: Path | str) -> list[dict[str, Any]]:
+    """The lines of `run_dir/metrics.jsonl`, oldest first; a torn last line (a run being written) is left out.
+
+    Raises: ValueError without the file, or if a line before the last is damaged.
+    """
+    path = Path(run_dir) / METRICS_FILE
+    if not path.is_file():
+        raise ValueError(
+            f"no {METRICS_FILE} in {run_dir}; expected the run.dir of a run that has logged a step"
+        )
+    return _read_rows(path)
+
+
+def _read_rows(path: Path) -> list[dict[str, Any]]:
+    lines = path.read_bytes().split(b"\n")
+    lines.pop()  # what follows the last newline: nothing, or the torn line
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise _damaged(path, number, line) from error
+        if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+            raise _damaged(path, number, line)
+        rows.append(row)
+    return rows
+
+
+def _damaged(path: Path, number: int, line: bytes) -> ValueError:
+    return ValueError(
+        f"{path}, line {number}: got {line[:80]!r}, expected a JSON object with an integer `step`; only the "
+        "last line can be torn by a crash, so something else wrote here: repair or remove the line"
+    )
+
+
+def _plain_number(name: str, value: Any) -> float | int | None:
+    if name == "step":
+        raise ValueError(
+            "got a metric called `step`, which is the argument of that name: leave it out of metrics"
+        )
+    if value is None:
+        return None
+    if isinstance(value, Integral):
+        return int(value)
+    if isinstance(value, Real):
+        number = float(value)
+        return number if math.isfinite(number) else None
+    raise ValueError(
+        f"metric {name} is a {type(value).__name__}, expected float, int or None; give a tensor's `.item()`"
+    )
+
+
+def _set_aside(path: Path) -> None:
+    """Rename the record of an earlier attempt: nothing is lost, and nothing is mixed."""
+    if not path.exists():
+        return
+    if path.stat().st_size == 0:
+        path.unlink()
+        return
+    number = 1
+    while (kept := path.with_name(f"metrics.before-{number}.jsonl")).exists():
+        number += 1
+    path.rename(kept)
+    log.warning("%s held an earlier attempt at this run; it is now %s", path, kept.name)
+
+
+def _cut_back(path: Path, resume_step: int) -> None:
+    """Keep the lines with step <= resume_step, atomically."""
+    if not path.exists():
+        log.warning("resuming after step %d, but there is no %s: the record starts here", resume_step, path)
+        return
+    kept = [json.dumps(row) + "\n" for row in _read_rows(path) if row["step"] <= resume_step]
+    scratch = path.with_name(path.name + ".cut")
+    with scratch.open("w", encoding="utf-8") as file:
+        file.writelines(kept)
+        file.flush()
+        os.fsync(file.fileno())
+    scratch.replace(path)
+
+
+def _open_tensorboard(run_dir: Path, resume_step: int | None) -> Any:
+    from torch.utils.tensorboard import SummaryWriter
+
+    purge_step = 0 if resume_step is None else resume_step + 1
+    return SummaryWriter(str(run_dir / "tensorboard"), purge_step=purge_step)
+
+
+def _import_wandb(project: str) -> Any:
+    try:
+        return importlib.import_module("wandb")
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"Weights & Biases was asked for (project {project!r}), but wandb is not installed: "
+            "`pip install wandb`, or leave the project out"
+        ) from error
+
+
+def _open_wandb(wandb: Any, run_dir: Path, project: str | None) -> Any:
+    """Open the tracker's run; its id is kept in the run directory, so that a resume continues it."""
+    id_file = run_dir / "wandb_id"
+    run_id = id_file.read_text(encoding="utf-8").strip() if id_file.exists() else None
+    run = wandb.init(project=project, dir=str(run_dir), name=run_dir.name, id=run_id, resume="allow")
+    id_file.write_text(run.id, encoding="utf-8")
+    return run

@@ -1,0 +1,210 @@
+"""One HTML file with the curves of several runs. It needs no network: plotly's script stands inside, once."""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from megarlhf.observe.charts import (
+    HIGHER_IS_BETTER,
+    KIND_TITLES,
+    SUMMARY,
+    WORST,
+    Chart,
+    Kind,
+    Run,
+    charts_of,
+    figure,
+    kind_of,
+)
+from megarlhf.observe.metrics import read_metrics
+from megarlhf.observe.progress import format_duration, format_number
+
+CONFIG_FILE = "config.yaml"
+HOW_TO_READ = "Drag in a chart to zoom, double-click to go back; click a name to hide its curve."
+
+STYLE = """
+:root { color-scheme: light;
+        --ink: #1b2130; --soft: #646c7c; --line: #e2e5eb; --panel: #fff; --page: #f6f7f9; }
+* { box-sizing: border-box; }
+body { margin: 0; background: var(--page); color: var(--ink);
+       font: 15px/1.5 system-ui, 'Segoe UI', Helvetica, Arial, sans-serif; }
+main { max-width: 1240px; margin: 0 auto; padding: 32px 24px 64px; }
+h1 { margin: 0; font-size: 26px; } h2 { margin: 44px 0 4px; font-size: 20px; }
+h3 { margin: 0; font-size: 15px; }
+p { margin: 4px 0 12px; } .soft { color: var(--soft); font-size: 13px; }
+.panel { background: var(--panel); border: 1px solid var(--line); border-radius: 8px; padding: 14px 16px;
+         min-width: 0; }
+.grid { display: grid; grid-template-columns: repeat(2, minmax(0, 1fr)); gap: 16px; margin-top: 12px; }
+.wide { grid-column: 1 / -1; }
+@media (max-width: 800px) { .grid { grid-template-columns: minmax(0, 1fr); } }
+.scroll { overflow-x: auto; margin-top: 12px; }
+table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
+th { text-align: left; font-weight: 600; color: var(--soft); font-size: 13px; }
+th, td { padding: 5px 14px 5px 0; border-bottom: 1px solid var(--line); white-space: nowrap; }
+th.n, td.n { text-align: right; } tr.first td { border-top: 2px solid var(--line); }
+tbody tr:last-child td, td[rowspan] { border-bottom: 0; } td[rowspan] { vertical-align: top; }
+.run { font-weight: 600; } .warning { color: #9a3412; }
+details { margin-top: 16px; } summary { cursor: pointer; font-weight: 600; }
+pre { overflow-x: auto; margin: 12px 0 0; font-size: 13px; line-height: 1.45; }
+"""
+
+DRAW = """
+for (const element of document.querySelectorAll('.chart')) {
+  const figure = FIGURES[Number(element.dataset.figure)];
+  const draw = () => Plotly.newPlot(element, figure.data, figure.layout,
+                                    {responsive: true, displaylogo: false, displayModeBar: false});
+  const folded = element.closest('details');
+  if (folded) { folded.addEventListener('toggle', draw, {once: true}); } else { draw(); }
+}
+"""
+
+
+def write_report(run_dirs: Sequence[Path], out: Path, *, title: str) -> None:
+    """Write the report of these run directories (any mix of sft, rm and rl) to the HTML file `out`.
+
+    Runs of one kind share their charts. Every metric in a metrics.jsonl is shown: one without a chart of its
+    own stands under "More". Raises: ValueError for no run, for a directory without metrics.jsonl and
+    for a run without a step.
+    """
+    if not run_dirs:
+        raise ValueError(
+            "a report of no run; give at least one run directory (run.dir of a finished or live run)"
+        )
+    page = render(_distinct([read_run(Path(run_dir)) for run_dir in run_dirs]), title=title)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(page, encoding="utf-8")
+
+
+def read_run(run_dir: Path) -> Run:
+    """The record of one run directory."""
+    rows = read_metrics(run_dir)
+    if not rows:
+        raise ValueError(
+            f"{run_dir} has an empty metrics.jsonl: the run has not finished a step; report it later"
+        )
+    config = run_dir / CONFIG_FILE
+    text = config.read_text(encoding="utf-8") if config.is_file() else None
+    return Run(name=run_dir.resolve().name, kind=kind_of(rows), rows=rows, config=text)
+
+
+def _distinct(runs: Sequence[Run]) -> list[Run]:
+    """Number the runs whose directories have the same name (a/rl and b/rl)."""
+    names = [run.name for run in runs]
+    result = []
+    for index, run in enumerate(runs):
+        repeated = names.count(run.name) > 1
+        number = names[: index + 1].count(run.name)
+        result.append(replace(run, name=f"{run.name} ({number})") if repeated else run)
+    return result
+
+
+def render(runs: Sequence[Run], *, title: str) -> str:
+    """The whole page."""
+    from plotly.offline import get_plotlyjs
+
+    figures: list[dict[str, Any]] = []
+    runs = sorted(runs, key=lambda run: list(KIND_TITLES).index(run.kind))
+    kinds: list[Kind] = list(dict.fromkeys(run.kind for run in runs))
+    sections = [_section(kind, [run for run in runs if run.kind == kind], figures) for kind in kinds]
+    data = json.dumps(figures, allow_nan=False).replace("<", "\\u003c")
+    now = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+    return "\n".join(
+        [
+            '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            f"<title>{html.escape(title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n<main>",
+            f"<h1>{html.escape(title)}</h1>",
+            f'<p class="soft">megarlhf report, written {now}. {HOW_TO_READ}</p>',
+            _summary(runs),
+            *sections,
+            _configs(runs),
+            f"</main>\n<script>{get_plotlyjs()}</script>",
+            f"<script>\nconst FIGURES = {data};\n{DRAW}</script>\n</body>\n</html>\n",
+        ]
+    )
+
+
+def _summary(runs: Sequence[Run]) -> str:
+    """The figures of every run: first, last and best."""
+    body = []
+    for run in runs:
+        lines = [_summary_cells(run, metric) for metric in SUMMARY[run.kind] if run.finite(metric)]
+        lines = lines or ['<td colspan="5">no figure of its own logged</td>']
+        steps = f"{KIND_TITLES[run.kind]}, {run.rows[-1]['step']} steps{_duration(run)}"
+        head = (
+            f'<td rowspan="{len(lines)}"><div class="run">{html.escape(run.name)}</div>'
+            f'<div class="soft">{steps}</div>{_not_finite(run)}</td>'
+        )
+        body.append(f'<tr class="first">{head}{lines[0]}</tr>')
+        body.extend(f"<tr>{line}</tr>" for line in lines[1:])
+    names = ("first", "last", "best", "at step")
+    columns = "".join(f'<th class="n">{name}</th>' for name in names)
+    head = f"<thead><tr><th>run</th><th>figure</th>{columns}</tr></thead>"
+    return f'<div class="panel scroll"><table>{head}<tbody>{"".join(body)}</tbody></table></div>'
+
+
+def _summary_cells(run: Run, metric: str) -> str:
+    points = run.finite(metric)
+    cells = [format_number(points[0][1]), f"<b>{format_number(points[-1][1])}</b>"]
+    if metric in HIGHER_IS_BETTER or metric in WORST:
+        choose = max if HIGHER_IS_BETTER.get(metric, True) else min
+        step, value = choose(points, key=lambda point: point[1])
+        cells += [("worst " if metric in WORST else "") + format_number(value), str(step)]
+    else:
+        cells += ["-", "-"]
+    return f"<td>{html.escape(metric)}</td>" + "".join(f'<td class="n">{cell}</td>' for cell in cells)
+
+
+def _duration(run: Run) -> str:
+    """The time of all steps: `seconds`, or the sum of the phases."""
+    names = [name for name in run.metrics() if name == "seconds"]
+    names = names or [name for name in run.metrics() if name.startswith("seconds_")]
+    total = sum(value for name in names for _, value in run.finite(name))
+    return f", {format_duration(total)} in steps" if names else ""
+
+
+def _not_finite(run: Run) -> str:
+    """A warning that names the metrics with a null, which is what NaN and infinities are written as."""
+    counts = {name: sum(value is None for _, value in run.series(name)) for name in run.metrics()}
+    found = [f"{html.escape(name)} at {count} steps" for name, count in counts.items() if count]
+    return f'<div class="soft warning">not finite: {", ".join(found)}</div>' if found else ""
+
+
+def _section(kind: Kind, runs: Sequence[Run], figures: list[dict[str, Any]]) -> str:
+    own, more = charts_of(kind, runs)
+    names = ", ".join(html.escape(run.name) for run in runs)
+    head = f'<h2>{KIND_TITLES[kind]}</h2>\n<p class="soft">{names}</p>'
+    parts = [head, f'<div class="grid">{"".join(_panel(chart, runs, figures) for chart in own)}</div>']
+    if more:
+        panels = "".join(_panel(chart, runs, figures) for chart in more)
+        parts.append(
+            f"<details><summary>More: {len(more)} other metrics</summary>"
+            f'<div class="grid">{panels}</div></details>'
+        )
+    return "\n".join(parts)
+
+
+def _panel(chart: Chart, runs: Sequence[Run], figures: list[dict[str, Any]]) -> str:
+    figures.append(figure(chart, runs))
+    hint = f'<div class="soft">{html.escape(chart.hint)}</div>' if chart.hint else ""
+    return (
+        f'<div class="panel{" wide" if chart.wide else ""}"><h3>{html.escape(chart.title)}</h3>{hint}'
+        f'<div class="chart" data-figure="{len(figures) - 1}"></div></div>'
+    )
+
+
+def _configs(runs: Sequence[Run]) -> str:
+    parts = ["<h2>Resolved configuration</h2>"]
+    for run in runs:
+        text = run.config if run.config is not None else f"no {CONFIG_FILE} in the run directory"
+        parts.append(
+            f'<details class="panel"><summary>{html.escape(run.name)}</summary>'
+            f"<pre>{html.escape(text)}</pre></details>"
+        )
+    return "\n".join(parts)

@@ -1,0 +1,1 @@
+"""Megatron-Core's parallelism: process groups, schedules, optimizer."""

@@ -1,0 +1,102 @@
+"""The one file that makes Megatron-Core run without CUDA.
+
+Megatron-Core 0.16.1 names CUDA outright in p2p communication, schedules, gradient buffers and the optimizer.
+`megatron_device(device)` is a *scope*: inside it those few names mean the CPU; outside it nothing is
+changed, so vLLM in the same process never sees it. On a GPU the scope is empty.
+
+What is substituted, and why:
+  torch.cuda.{current_device, synchronize, set_device, current_stream, default_stream, Stream}
+      called unconditionally in p2p_communication.py, param_and_grad_buffer.py, schedules.py
+  a `cuda` device argument of any torch function
+      `device="cuda"` in schedules.py (total_num_tokens), clip_grads.py, optimizer.py
+  Tensor.cuda()
+      optimizer.py, distrib_optimizer.py
+  Tensor.type() -> "torch.cuda.FloatTensor"
+      distrib_optimizer.py sorts parameters into fp32 and half by this string
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from megarlhf.runtime import version_of
+
+TESTED = "0.16.1"
+
+
+class _CpuForCuda(TorchFunctionMode):
+    """Reads a `cuda` device argument as `cpu`."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            return func(*args).replace("torch.", "torch.cuda.")
+        if func is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1]):
+            args = (args[0], torch.device("cpu"), *args[2:])
+        if kwargs:
+            if _is_cuda(kwargs.get("device")):
+                kwargs = {**kwargs, "device": torch.device("cpu")}
+            return func(*args, **kwargs)
+        return func(*args)
+
+
+def _is_cuda(device: Any) -> bool:
+    if isinstance(device, str):
+        return device.startswith("cuda")
+    return isinstance(device, torch.device) and device.type == "cuda"
+
+
+class _NoStream:
+    """Stands for a stream where there are none."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def wait_stream(self, other: Any) -> None: ...
+
+    def wait_event(self, event: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+_SUBSTITUTES: dict[str, Any] = {
+    "current_device": lambda: torch.device("cpu"),
+    "synchronize": lambda device=None: None,
+    "set_device": lambda device: None,
+    "current_stream": lambda device=None: _NoStream(),
+    "default_stream": lambda device=None: _NoStream(),
+    "Stream": _NoStream,
+}
+
+
+@contextlib.contextmanager
+def megatron_device(device: torch.device) -> Iterator[None]:
+    """Scope in which Megatron-Core works on `device`. Nests.
+
+    Raises: RuntimeError on a CPU when Megatron-Core is not the version this file was checked with.
+    """
+    if device.type == "cuda":
+        yield
+        return
+    found = version_of("megatron-core")
+    if found != TESTED:
+        raise RuntimeError(
+            f"running Megatron-Core on a CPU is checked with version {TESTED}, found {found}; "
+            f"install megatron-core=={TESTED} or extend megarlhf/parallel/megatron_cpu.py"
+        )
+    saved = {name: getattr(torch.cuda, name) for name in _SUBSTITUTES}
+    for name, substitute in _SUBSTITUTES.items():
+        setattr(torch.cuda, name, substitute)
+    try:
+        with _CpuForCuda():
+            yield
+    finally:
+        for name, original in saved.items():
+            setattr(torch.cuda, name, original)

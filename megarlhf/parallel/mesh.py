@@ -1,0 +1,121 @@
+"""Process groups of a role: Megatron-Core's `ProcessGroupCollection` for one layout of the whole world.
+
+Roles with equal layouts share groups, since a group of the same ranks is made once. Every rank must build the
+same meshes in the same order (making a group is a collective call).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.random import initialize_rng_tracker
+
+from megarlhf.layout import Coordinates, Layout
+from megarlhf.runtime import Runtime
+
+
+@dataclass
+class GroupCache:
+    """Process groups by their ranks, so that no two are made of the same ranks."""
+
+    runtime: Runtime
+    _made: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
+
+    def mine(self, all_groups: Iterable[tuple[int, ...]]) -> dist.ProcessGroup | None:
+        """Make every group of `all_groups` (on all ranks) and return the one this rank is in, if any."""
+        found = None
+        for ranks in all_groups:
+            if ranks not in self._made:
+                self._made[ranks] = dist.new_group(list(ranks), backend=self.runtime.backend)
+            if self.runtime.rank in ranks:
+                found = self._made[ranks]
+        return found
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """One role's layout with its process groups, as this rank sees them."""
+
+    layout: Layout
+    at: Coordinates
+    groups: ProcessGroupCollection
+    runtime: Runtime
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.at.pp == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.at.pp == self.layout.pp - 1
+
+    @property
+    def owns_outputs(self) -> bool:
+        """Of the ranks that compute a data-parallel shard's outputs, this is the one that hands them out."""
+        return self.is_last_stage and self.at.tp == 0 and self.at.cp == 0
+
+    @property
+    def last_stage_rank(self) -> int:
+        """Global rank of the last stage of this rank's pipeline."""
+        at = self.at
+        return self.layout.rank_at(tp=at.tp, cp=at.cp, dp=at.dp, pp=self.layout.pp - 1)
+
+    @property
+    def replica_ranks(self) -> tuple[int, ...]:
+        """Global ranks that together hold one copy of the model: this rank's copy."""
+        return next(ranks for ranks in self.layout.groups(["tp", "pp"]) if self.runtime.rank in ranks)
+
+
+def build_mesh(layout: Layout, runtime: Runtime, cache: GroupCache) -> Mesh:
+    """Make (or reuse) the groups of `layout`, which covers the world.
+
+    Raises: ValueError when the layout's size is not the world's.
+    """
+    if layout.world_size != runtime.world_size:
+        raise ValueError(f"layout {layout} needs {layout.world_size} ranks, the run has {runtime.world_size}")
+    _initialize_megatron_globals()
+    groups = ProcessGroupCollection()
+    for name, axes in _AXES_OF.items():
+        setattr(groups, name, cache.mine(layout.groups(axes)))
+    # First and last stage, which share tied embeddings and sum their gradients.
+    lines = layout.groups(["pp"])
+    groups.embd = cache.mine((line[0], line[-1]) if len(line) > 1 else line for line in lines)
+    groups.pos_embd = cache.mine((line[0],) for line in lines)
+    groups.intra_dist_opt = cache.mine([tuple(range(layout.world_size))])
+    return Mesh(layout=layout, at=layout.coordinates(runtime.rank), groups=groups, runtime=runtime)
+
+
+_AXES_OF: dict[str, tuple[str, ...]] = {
+    "tp": ("tp",),
+    "cp": ("cp",),
+    "pp": ("pp",),
+    "dp": ("dp",),
+    "dp_cp": ("dp", "cp"),
+    "intra_dp_cp": ("dp", "cp"),
+    "mp": ("tp", "pp"),
+    "tp_cp": ("tp", "cp"),
+    "tp_dp_cp": ("tp", "dp", "cp"),
+    # Expert parallelism of one: experts are laid out as the dense layers are.
+    "ep": (),
+    "expt_tp": ("tp",),
+    "tp_ep": ("tp",),
+    "tp_ep_pp": ("tp", "pp"),
+    "expt_dp": ("dp", "cp"),
+    "intra_expt_dp": ("dp", "cp"),
+}
+"""Megatron-Core's group names and the axes they run over."""
+
+
+def _initialize_megatron_globals() -> None:
+    """The two module globals of Megatron-Core that no argument replaces.
+
+    The scratch buffer serves sequence-parallel gathers. The RNG tracker does nothing: weights come from
+    `weights/`, and dropout is 0 everywhere, so no layer draws a random number.
+    """
+    if parallel_state._GLOBAL_MEMORY_BUFFER is None:
+        parallel_state._set_global_memory_buffer()
+    initialize_rng_tracker(inference_rng_tracker=True)

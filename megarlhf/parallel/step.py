@@ -1,0 +1,239 @@
+"""Forward, backward and the optimizer step, through Megatron-Core's schedules, DDP and distributed optimizer.
+
+One rule makes every layout compute the same: a micro-batch's loss is already divided by a denominator of the
+whole mini-batch (all micro-batches, all data-parallel ranks), so gradients are plain sums and nothing
+downstream divides again.
+
+Legend: B rows of a micro-batch, S padded sequence length.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from torch import Tensor
+
+from megarlhf.config import OptimConfig
+from megarlhf.parallel.megatron_cpu import megatron_device
+from megarlhf.parallel.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """The rows of one forward of one data-parallel rank."""
+
+    tokens_BS: Tensor
+    """int64, padded on the right; every micro-batch of a call has the same S."""
+    columns: Mapping[str, Tensor]
+    """Whatever the loss needs, first axis B."""
+
+
+class Loss(Protocol):
+    """A loss on the last stage's output. `names` label the sums that it reports."""
+
+    names: tuple[str, ...]
+
+    def __call__(self, output: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """(loss contribution, a scalar), (sums to be added over the mini-batch, [len(names)], detached)."""
+        ...
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What an optimizer step reports, the same on every rank."""
+
+    sums: dict[str, float]
+    grad_norm: float
+
+
+def forward_only(
+    module: GPTModel, mesh: Mesh, batches: Sequence[MicroBatch], score: Callable[[Tensor, MicroBatch], Tensor]
+) -> list[Tensor]:
+    """Run the model without gradients and apply `score` to each micro-batch's output.
+
+    Returns: one tensor per micro-batch on the last pipeline stage, an empty list on the others.
+    """
+    module.eval()
+
+    def collect(output: Tensor, batch: MicroBatch, non_loss_data: bool = True) -> Tensor:
+        assert non_loss_data
+        return score(output, batch)
+
+    with torch.no_grad():
+        found = _run(module, mesh, batches, collect, forward_only=True)
+    return found if mesh.is_last_stage else []
+
+
+def _run(
+    module: torch.nn.Module,
+    mesh: Mesh,
+    batches: Sequence[MicroBatch],
+    on_output: Callable[..., Any],
+    *,
+    forward_only: bool,
+) -> list[Any]:
+    """One call of Megatron's schedule over `batches`."""
+    assert batches, "a schedule needs at least one micro-batch on every rank"
+    rows, length = batches[0].tokens_BS.shape
+    assert all(batch.tokens_BS.shape == (rows, length) for batch in batches), "micro-batches differ in shape"
+
+    def step(batches_left: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
+        batch = next(batches_left)
+        positions_BS = torch.arange(length, device=batch.tokens_BS.device).expand(rows, length)
+        return model(batch.tokens_BS, positions_BS, None), partial(on_output, batch=batch)
+
+    pipelined: dict[str, Any] = {}
+    with megatron_device(mesh.runtime.device):
+        if mesh.layout.pp > 1:
+            pipelined["p2p_communicator"] = P2PCommunicator(pp_group=mesh.groups.pp, config=_config(module))
+        return get_forward_backward_func(pp_size=mesh.layout.pp, vp_size=None)(  # type: ignore[no-any-return]
+            forward_step_func=step,
+            data_iterator=iter(batches),
+            model=module,
+            num_microbatches=len(batches),
+            seq_length=length,
+            micro_batch_size=rows,
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
+            pg_collection=mesh.groups,
+            **pipelined,
+        )
+
+
+def _config(module: torch.nn.Module) -> Any:
+    return module.module.config if isinstance(module, DistributedDataParallel) else module.config
+
+
+class Trainer:
+    """A model part with gradient buffers and a distributed optimizer around it.
+
+    Weights must be in the module before this is made: the optimizer copies them.
+    """
+
+    def __init__(self, module: GPTModel, mesh: Mesh, optim: OptimConfig, num_steps: int) -> None:
+        self.mesh = mesh
+        self.module = module
+        with megatron_device(mesh.runtime.device):
+            self.ddp = DistributedDataParallel(
+                config=module.config,
+                ddp_config=DistributedDataParallelConfig(
+                    grad_reduce_in_fp32=True, use_distributed_optimizer=True, overlap_grad_reduce=False
+                ),
+                module=module,
+                pg_collection=mesh.groups,
+            )
+            self.optimizer: MegatronOptimizer = get_megatron_optimizer(
+                _optimizer_config(optim, module.config.bf16),
+                [self.ddp],
+                use_gloo_process_groups=False,
+                pg_collection=mesh.groups,
+            )
+        self.scheduler = _lr_scheduler(self.optimizer, optim, num_steps)
+        module.config.finalize_model_grads_func = _finalize_grads
+        module.config.grad_scale_func = self.optimizer.scale_loss
+        module.config.no_sync_func = self.ddp.no_sync
+
+    @property
+    def learning_rate(self) -> float:
+        return float(self.scheduler.get_lr(self.optimizer.param_groups[0]))
+
+    def accumulate(self, batches: Sequence[MicroBatch], loss: Loss) -> dict[str, float]:
+        """Forward and backward over this rank's micro-batches; gradients end summed over data-parallel ranks.
+
+        Returns: the loss's sums over the whole mini-batch, on every rank; `loss` is among them.
+        """
+        self.module.train()
+        self.ddp.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+        def on_output(output: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
+            value, sums = loss(output, batch)
+            # The token count (here: none) is Megatron's own divisor; ours is already in the loss.
+            report = torch.cat([value.detach().reshape(1).double(), sums.detach().double()])
+            return value, torch.zeros((), dtype=torch.int, device=value.device), report
+
+        reports = _run(self.ddp, self.mesh, batches, on_output, forward_only=False)
+        total = torch.zeros(1 + len(loss.names), dtype=torch.float64, device=self.mesh.runtime.device)
+        if self.mesh.owns_outputs:
+            total += torch.stack(reports).sum(0)
+        dist.all_reduce(total)
+        return dict(zip(("loss", *loss.names), total.tolist(), strict=True))
+
+    def step(self) -> float:
+        """Clip and apply the accumulated gradients; returns their global norm before clipping.
+
+        Raises: FloatingPointError when the gradient is not finite; no weight has been changed then.
+        """
+        optimizer = self.optimizer
+        with megatron_device(self.mesh.runtime.device):
+            # The parts of optimizer.step(), with a look at the norm before anything is written.
+            overflow = optimizer.prepare_grads()
+            norm = float(optimizer.get_grad_norm())
+            if overflow or not math.isfinite(norm):
+                raise FloatingPointError(
+                    f"gradient norm is {norm}; the weights are unchanged. Look at the last losses, lower the "
+                    "learning rate, or check the data of this step"
+                )
+            if optimizer.config.clip_grad > 0.0:
+                clip_grad_by_total_norm_fp32(optimizer.get_parameters(), optimizer.config.clip_grad, norm)
+            optimizer.step_with_ready_grads()
+        self.scheduler.step(increment=1)
+        return norm
+
+    def train_step(self, batches: Sequence[MicroBatch], loss: Loss) -> StepResult:
+        """One optimizer step on one mini-batch."""
+        sums = self.accumulate(batches, loss)
+        return StepResult(sums=sums, grad_norm=self.step())
+
+
+def _finalize_grads(
+    model: list[torch.nn.Module], num_tokens: Tensor | None = None, **kwargs: Any
+) -> None:
+    """Megatron's gradient reductions, without its division by a token count."""
+    finalize_model_grads(model, None, **kwargs)
+
+
+def _optimizer_config(optim: OptimConfig, bf16: bool) -> OptimizerConfig:
+    return OptimizerConfig(
+        optimizer="adam",
+        lr=optim.lr,
+        min_lr=optim.min_lr,
+        weight_decay=optim.weight_decay,
+        adam_beta1=optim.beta1,
+        adam_beta2=optim.beta2,
+        adam_eps=optim.eps,
+        clip_grad=optim.clip_grad,
+        bf16=bf16,
+        params_dtype=torch.bfloat16 if bf16 else torch.float32,
+        use_distributed_optimizer=True,
+    )
+
+
+def _lr_scheduler(optimizer: MegatronOptimizer, optim: OptimConfig, num_steps: int) -> OptimizerParamScheduler:
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=optim.lr,
+        min_lr=optim.lr if optim.schedule == "constant" else optim.min_lr,
+        lr_warmup_steps=optim.warmup_steps,
+        lr_decay_steps=max(num_steps, optim.warmup_steps + 1),
+        lr_decay_style=optim.schedule,
+        start_wd=optim.weight_decay,
+        end_wd=optim.weight_decay,
+        wd_incr_steps=0,
+        wd_incr_style="constant",
+    )

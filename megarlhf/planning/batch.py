@@ -1,0 +1,91 @@
+"""Batch arithmetic in words that say per what. Everything is checked here, before a model is built."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megarlhf.config import RLConfig, RLTrainConfig, TrainConfig
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One derived number and what it counts."""
+
+    words: str
+    value: int
+
+
+def _divided(total: int, by: int, what: str, per: str, advice: str) -> int:
+    quotient, rest = divmod(total, by)
+    if rest or not quotient:
+        near = sorted({max(total // by, 1) * by, -(-total // by) * by})
+        raise ValueError(
+            f"{what} = {total} is not a multiple of {per} = {by}; use {' or '.join(str(n) for n in near)}, or {advice}"
+        )
+    return quotient
+
+
+def micro_batches(train: TrainConfig | RLTrainConfig, dp: int, role: str) -> int:
+    """Micro-batches per mini-batch of one data-parallel rank of `role`.
+
+    Raises: ValueError when the mini-batch does not divide.
+    """
+    return _divided(
+        train.mini_batch_samples,
+        dp * train.micro_batch_samples,
+        "train.mini_batch_samples",
+        f"data-parallel ranks of {role} x train.micro_batch_samples = {dp} x {train.micro_batch_samples}",
+        f"change train.micro_batch_samples or {role}.parallel",
+    )
+
+
+def supervised_facts(train: TrainConfig, dp: int, role: str, sample: str) -> list[Fact]:
+    """The arithmetic of sft and rm. `sample` is what one sample is."""
+    per_rank = micro_batches(train, dp, role)
+    return [
+        Fact("optimizer steps of the run", train.num_steps),
+        Fact(f"{sample} per optimizer step (mini-batch), over all ranks", train.mini_batch_samples),
+        Fact(f"data-parallel ranks of {role}", dp),
+        Fact(f"{sample} per optimizer step on one data-parallel rank", train.mini_batch_samples // dp),
+        Fact(f"{sample} per forward (micro-batch) of one data-parallel rank", train.micro_batch_samples),
+        Fact("micro-batches per optimizer step on one data-parallel rank", per_rank),
+    ]
+
+
+def rl_facts(cfg: RLConfig, world_size: int) -> list[Fact]:
+    """The arithmetic of a rollout-and-train cycle.
+
+    Raises: ValueError when samples, mini-batches or micro-batches do not divide, naming the keys.
+    """
+    train, rollout = cfg.train, cfg.rollout
+    samples = train.prompts_per_step * rollout.num_samples_per_prompt
+    mini_batches = _divided(
+        samples,
+        train.mini_batch_samples,
+        f"samples per step = train.prompts_per_step x rollout.num_samples_per_prompt = "
+        f"{train.prompts_per_step} x {rollout.num_samples_per_prompt}",
+        "train.mini_batch_samples",
+        "change train.mini_batch_samples",
+    )
+    facts = [
+        Fact("rollout-and-train steps of the run", train.num_steps),
+        Fact("prompts per step, over all ranks", train.prompts_per_step),
+        Fact("samples per prompt", rollout.num_samples_per_prompt),
+        Fact("samples (sequences) per step, over all ranks", samples),
+        Fact("passes over the samples of a step", train.epochs_per_step),
+        Fact("samples per optimizer step (mini-batch), over all ranks", train.mini_batch_samples),
+        Fact("optimizer steps per rollout-and-train step", mini_batches * train.epochs_per_step),
+        Fact("samples per forward (micro-batch) of one data-parallel rank", train.micro_batch_samples),
+    ]
+    for role, section in cfg.roles().items():
+        dp = section.parallel.layout(world_size, role).dp
+        facts.append(Fact(f"micro-batches per mini-batch on one of {role}'s {dp} data-parallel ranks",
+                          micro_batches(train, dp, role)))
+    engines, rest = divmod(world_size, rollout.parallel.tp)
+    if rest:
+        raise ValueError(
+            f"{world_size} ranks do not divide into engines of rollout.parallel.tp = {rollout.parallel.tp} ranks"
+        )
+    facts.append(Fact(f"rollout engines of {rollout.parallel.tp} rank(s)", engines))
+    facts.append(Fact("prompts per rollout engine and step, at most", -(-train.prompts_per_step // engines)))
+    return facts

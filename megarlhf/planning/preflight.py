@@ -1,0 +1,74 @@
+"""Everything that can be decided about a run without starting it, and the table that says so."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from megarlhf.config import FrozenModel, GenerateConfig, RLConfig, RMConfig, RoleConfig, SFTConfig, dump_config
+from megarlhf.observe.progress import make_console, table
+from megarlhf.planning.batch import Fact, rl_facts, supervised_facts
+from megarlhf.planning.legality import check_role
+
+
+@dataclass(frozen=True)
+class Preflight:
+    """What a checked run will be."""
+
+    title: str
+    config: str
+    facts: tuple[Fact, ...]
+    roles: tuple[tuple[str, str, str], ...]
+    """Role, model and layout in words."""
+
+    def print(self) -> None:
+        """The resolved configuration and numbers, for people."""
+        console = make_console()
+        console.print(self.config, highlight=False, markup=False)
+        console.print(table(f"{self.title}: roles", self.roles, ("role", "model", "layout")))
+        console.print(table(f"{self.title}: batch arithmetic", [(f.words, f.value) for f in self.facts], ("per", "n")))
+
+
+def preflight(command: str, cfg: FrozenModel, world_size: int) -> Preflight:
+    """Check the whole run.
+
+    Raises: ValueError, saying what does not fit and what to change.
+    """
+    roles = _roles(cfg)
+    described, dp = [], 1
+    for name, section in roles.items():
+        arch, layout = check_role(name, section, world_size)
+        described.append(
+            (
+                name,
+                f"{section.model.path} ({arch.model_type}, {arch.num_layers} layers of {arch.hidden_size})",
+                f"tp {layout.tp} x pp {layout.pp} x dp {layout.dp} = {world_size} ranks",
+            )
+        )
+        dp = layout.dp
+    _check_files(cfg)
+    facts: list[Fact] = []
+    if isinstance(cfg, SFTConfig):
+        facts = supervised_facts(cfg.train, dp, "actor", "sequences")
+    elif isinstance(cfg, RMConfig):
+        facts = supervised_facts(cfg.train, dp, "reward_model", "preference pairs (two sequences each)")
+    elif isinstance(cfg, RLConfig):
+        facts = rl_facts(cfg, world_size)
+    return Preflight(title=command, config=dump_config(cfg), facts=tuple(facts), roles=tuple(described))
+
+
+def _roles(cfg: FrozenModel) -> dict[str, RoleConfig]:
+    if isinstance(cfg, RLConfig):
+        return cfg.roles()
+    if isinstance(cfg, RMConfig):
+        return {"reward_model": cfg.reward_model}
+    assert isinstance(cfg, SFTConfig | GenerateConfig)
+    return {"actor": cfg.actor}
+
+
+def _check_files(cfg: FrozenModel) -> None:
+    """Data that is named as a local file must be there."""
+    assert isinstance(cfg, SFTConfig | RMConfig | RLConfig | GenerateConfig)
+    for key, path in (("data.train", cfg.data.train), ("data.heldout", cfg.data.heldout)):
+        if path is not None and path.suffix and not Path(path).exists():
+            raise ValueError(f"{key} names {path}, which does not exist; working directory: {Path.cwd()}")

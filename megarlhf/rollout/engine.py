@@ -1,0 +1,95 @@
+"""What the training loop asks of a rollout engine, and what engines share.
+
+Every call is collective: all ranks call it with the same arguments and get the same result.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megarlhf.experience import Rollouts, redistribute
+from megarlhf.models.build import ModelPart
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How responses are drawn."""
+
+    max_tokens: int
+    """Longest response; one that has not ended by then is truncated."""
+    temperature: float = 1.0
+    greedy: bool = False
+    """Take the likeliest token; log-probs are then those at temperature 1."""
+    eos_id: int
+
+
+@dataclass(frozen=True)
+class Response:
+    """One sampled row."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    finished: bool
+
+
+class RolloutEngine(Protocol):
+    """Samples responses with weights that it is given."""
+
+    @property
+    def weight_version(self) -> int:
+        """Of the weights it holds; -1 before the first update."""
+        ...
+
+    def update_weights(self, actor: ModelPart, version: int) -> None:
+        """Take over the actor's weights."""
+        ...
+
+    def verify_weights(self, actor: ModelPart) -> None:
+        """Check that the engine holds the actor's present weights, bit for bit.
+
+        Raises: RuntimeError naming the tensors that differ.
+        """
+        ...
+
+    def generate(self, prompts: Sequence[Tensor], seeds: Sequence[int], sampling: Sampling) -> Rollouts:
+        """One response for each prompt; row n is drawn with seeds[n] wherever it is drawn."""
+        ...
+
+    def close(self) -> None:
+        """Give back what the engine holds. Nothing is generated afterwards."""
+        ...
+
+
+def sample_seed(run_seed: int, step: int, sample: int) -> int:
+    """The seed of a sample: a function of run seed, step and global sample index, never of a rank."""
+    digest = hashlib.blake2b(f"{run_seed}/{step}/{sample}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 2
+
+
+def gather_rollouts(
+    mine: Mapping[int, Response], num_samples: int, weight_version: int, device: torch.device
+) -> Rollouts:
+    """Bring the responses that each rank answers for (by row) to every rank."""
+    index: list[dict[int, tuple[int, bool]]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(index, {n: (len(r.tokens), r.finished) for n, r in mine.items()})
+    known = {n: entry for part in index for n, entry in part.items()}
+    if sorted(known) != list(range(num_samples)):
+        missing = sorted(set(range(num_samples)) - set(known))[:5]
+        raise RuntimeError(f"{len(known)} responses came back for {num_samples} prompts; missing rows {missing}")
+    lengths_N = torch.tensor([known[n][0] for n in range(num_samples)], dtype=torch.int64)
+    tokens = {n: torch.tensor(r.tokens, dtype=torch.int64) for n, r in mine.items()}
+    logprobs = {n: torch.tensor(r.logprobs, dtype=torch.float32) for n, r in mine.items()}
+    return Rollouts(
+        responses=redistribute(tokens, lengths_N, torch.empty(0, dtype=torch.int64, device=device)),
+        logprobs=redistribute(logprobs, lengths_N, torch.empty(0, dtype=torch.float32, device=device)),
+        finished_N=torch.tensor([known[n][1] for n in range(num_samples)]),
+        weight_version=weight_version,
+    )
+

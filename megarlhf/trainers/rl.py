@@ -1,0 +1,230 @@
+"""PPO, GRPO and their relatives: one loop; `algo` and `rewards` say which.
+
+Generate, score, advantages, train, update weights. Every rank runs every line.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import torch
+
+from megarlhf.algo.kl import kl_estimate
+from megarlhf.config import RLConfig
+from megarlhf.data.loader import ShuffledBatches
+from megarlhf.data.samples import PromptSample
+from megarlhf.data.tokenizer import Tokenizer
+from megarlhf.experience import Experience
+from megarlhf.models.role import Role, build_role
+from megarlhf.parallel.mesh import GroupCache
+from megarlhf.rollout.engine import RolloutEngine, Sampling, sample_seed
+from megarlhf.runtime import Runtime
+from megarlhf.trainers.prompts import load_prompts, make_engine, sampling_of
+from megarlhf.trainers.rl_batches import micro_batches, mini_batches
+from megarlhf.trainers.rl_eval import Evaluator, StopRule
+from megarlhf.trainers.rl_losses import PolicyLoss, ValueLoss
+from megarlhf.trainers.rl_score import (
+    Rewarder,
+    add_advantages,
+    logprob_gap,
+    make_experience,
+    policy_logprobs,
+    values_of,
+)
+from megarlhf.trainers.session import is_due, open_session
+
+Metrics = dict[str, float]
+
+
+def run(cfg: RLConfig, runtime: Runtime) -> None:
+    """Improve the actor on its own samples."""
+    with (
+        ExitStack() as closing,
+        open_session(cfg, cfg.run, cfg.checkpoint, runtime, "rl", cfg.train.num_steps) as session,
+    ):
+        train, heldout, tokenizer = load_prompts(cfg.data, cfg.actor.model.path, session, cfg.eval.max_samples)
+        parts = build(cfg, runtime, tokenizer)
+        closing.callback(parts.engine.close)
+        order = ShuffledBatches(len(train), cfg.train.prompts_per_step, cfg.run.seed)
+        evaluate = Evaluator(cfg, parts.engine, parts.rewarder, tokenizer, heldout)
+        stop = StopRule(cfg.train.stop)
+        parts.engine.update_weights(parts.actor.part, version=0)
+        parts.engine.verify_weights(parts.actor.part)
+        session.log(0, stop.watch(evaluate()))
+        for step in range(cfg.train.num_steps):
+            clock = Stopwatch()
+            prompts = [train[n] for n in order.indices(step)]
+            experience = sample(cfg, parts.engine, prompts, parts.sampling, step)
+            clock.lap("seconds_rollout")
+            experience, dealt = score(cfg, parts, experience, prompts, step)
+            metrics = logprob_gap(experience, cfg.rollout.max_logprob_gap)
+            experience = add_advantages(experience, cfg.algo)
+            clock.lap("seconds_experience")
+            metrics |= describe(experience, cfg) | train_on(cfg, parts, experience, dealt, step)
+            clock.lap("seconds_train")
+            parts.engine.update_weights(parts.actor.part, version=step + 1)
+            if is_due(step + 1, cfg.rollout.verify_weights_every):
+                parts.engine.verify_weights(parts.actor.part)
+            clock.lap("seconds_reshard")
+            metrics |= clock.laps
+            last = step + 1 == cfg.train.num_steps or stop.over(metrics["kl"])
+            if last or is_due(step + 1, cfg.eval.every):
+                metrics |= stop.watch(evaluate())
+                last = last or stop.over(metrics["kl"])
+            session.log(step + 1, metrics)
+            session.maybe_save(step + 1, parts.trained, last=last)
+            if last:
+                session.note(stop.reason or f"all {cfg.train.num_steps} steps done")
+                break
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a run is made of."""
+
+    actor: Role
+    reference: Role
+    critic: Role | None
+    engine: RolloutEngine
+    rewarder: Rewarder
+    sampling: Sampling
+
+    @property
+    def trained(self) -> list[Role]:
+        return [role for role in (self.actor, self.critic) if role is not None]
+
+
+def build(cfg: RLConfig, runtime: Runtime, tokenizer: Tokenizer) -> Parts:
+    """The roles that this configuration needs, and the engine."""
+    cache, sections, seed = GroupCache(runtime), cfg.roles(), cfg.run.seed
+    samples = cfg.train.prompts_per_step * cfg.rollout.num_samples_per_prompt
+    updates = cfg.train.num_steps * cfg.train.epochs_per_step * (samples // cfg.train.mini_batch_samples)
+    actor = build_role("actor", sections["actor"], "lm", cache, seed=seed, num_optimizer_steps=updates)
+    reference = build_role("reference", sections["reference"], "lm", cache, seed=seed)
+    critic = reward_model = None
+    if "critic" in sections:
+        critic = build_role("critic", sections["critic"], "scalar", cache, seed=seed, num_optimizer_steps=updates)
+    if "reward_model" in sections:
+        reward_model = build_role("reward_model", sections["reward_model"], "scalar", cache, seed=seed)
+    engine = make_engine(cfg.rollout, actor, cfg.data.max_prompt_tokens, cfg.train.micro_batch_samples)
+    rewarder = Rewarder(cfg.rewards, reward_model, tokenizer, cfg.train.micro_batch_samples, runtime.device)
+    return Parts(actor, reference, critic, engine, rewarder, sampling_of(cfg.rollout, tokenizer))
+
+
+def sample(
+    cfg: RLConfig, engine: RolloutEngine, prompts: Sequence[PromptSample], sampling: Sampling, step: int
+) -> Experience:
+    """Draw num_samples_per_prompt responses to each prompt."""
+    per_prompt = cfg.rollout.num_samples_per_prompt
+    rows = [torch.tensor(prompt.tokens) for prompt in prompts for _ in range(per_prompt)]
+    seeds = [sample_seed(cfg.run.seed, step, n) for n in range(len(rows))]
+    rollouts = engine.generate(rows, seeds, sampling)
+    assert rollouts.weight_version == step, "the engine sampled with other weights than this step's"
+    return make_experience(prompts, rollouts, per_prompt)
+
+
+def score(
+    cfg: RLConfig, parts: Parts, experience: Experience, prompts: Sequence[PromptSample], step: int
+) -> tuple[Experience, list[list[int]]]:
+    """Old and reference log-probs, values and rewards; and the mini-batches of the first pass.
+
+    The forwards run on the micro-batches that the first pass will train on, so that its first ratio is 1.
+    """
+    micro, temperature = cfg.train.micro_batch_samples, cfg.rollout.temperature
+    dealt = deal_pass(cfg, experience, step, 0)
+    columns = {
+        "old_logprobs": policy_logprobs(parts.actor, experience, dealt, micro, temperature=temperature),
+        "ref_logprobs": policy_logprobs(parts.reference, experience, dealt, micro, temperature=temperature),
+    }
+    if parts.critic is not None:
+        columns["values"] = values_of(parts.critic, experience, dealt, micro)
+    per_prompt = cfg.rollout.num_samples_per_prompt
+    rewards_N = parts.rewarder(experience, [prompt for prompt in prompts for _ in range(per_prompt)])
+    if cfg.algo.shuffle_rewards:
+        generator = torch.Generator().manual_seed(sample_seed(cfg.run.seed, step, -1))
+        rewards_N = rewards_N[torch.randperm(len(rewards_N), generator=generator).to(rewards_N.device)]
+    return experience.with_columns(columns).with_per_sample({"rewards": rewards_N}), dealt
+
+
+def deal_pass(cfg: RLConfig, experience: Experience, step: int, number: int) -> list[list[int]]:
+    """The mini-batches of one pass over the step's samples."""
+    return mini_batches(
+        experience.num_samples,
+        cfg.train.mini_batch_samples,
+        shuffle=cfg.train.shuffle,
+        seed=sample_seed(cfg.run.seed, step, -2 - number),
+    )
+
+
+def train_on(
+    cfg: RLConfig, parts: Parts, experience: Experience, first_pass: list[list[int]], step: int
+) -> Metrics:
+    """Every pass over the step's samples, one optimizer step per mini-batch. Means over mini-batches."""
+    found: dict[str, list[float]] = defaultdict(list)
+    passes = [first_pass, *(deal_pass(cfg, experience, step, n) for n in range(1, cfg.train.epochs_per_step))]
+    policy_columns = ("old_logprobs", "ref_logprobs", "advantages")
+    for samples in itertools.chain.from_iterable(passes):
+        tokens = int(experience.response_lengths_N[samples].sum())
+        if step >= cfg.train.critic_warmup_steps or parts.critic is None:
+            loss = PolicyLoss(
+                algo=cfg.algo,
+                temperature=cfg.rollout.temperature,
+                response_tokens=tokens,
+                sequences=len(samples),
+                true_vocab=parts.actor.part.arch.vocab_size,
+                mesh=parts.actor.mesh,
+            )
+            batches = micro_batches(
+                experience, samples, parts.actor.mesh, cfg.train.micro_batch_samples, policy_columns
+            )
+            result = parts.actor.train_step(batches, loss)
+            found["policy_loss"].append(result.sums["policy_loss"])
+            found["loss"].append(result.sums["loss"])
+            found["clip_fraction"].append(result.sums["clipped"] / tokens)
+            found["entropy"].append(result.sums["entropy"] / tokens)
+            found["ratio_deviation"].append(result.sums["ratio_deviation"] / tokens)
+            found["actor_grad_norm"].append(result.grad_norm)
+        if parts.critic is not None:
+            batches = micro_batches(
+                experience, samples, parts.critic.mesh, cfg.train.micro_batch_samples, ("values", "returns")
+            )
+            result = parts.critic.train_step(batches, ValueLoss(clip=cfg.algo.value_clip, response_tokens=tokens))
+            found["value_loss"].append(result.sums["loss"])
+            found["critic_grad_norm"].append(result.grad_norm)
+    metrics = {name: sum(values) / len(values) for name, values in found.items()}
+    if found["ratio_deviation"]:
+        metrics["first_ratio_deviation"] = found["ratio_deviation"][0]
+    return metrics
+
+
+def describe(experience: Experience, cfg: RLConfig) -> Metrics:
+    """What the step's samples were like."""
+    old, ref = experience.columns["old_logprobs"], experience.columns["ref_logprobs"]
+    lengths_N = experience.response_lengths_N
+    metrics = {
+        "reward_mean": float(experience.per_sample["rewards"].mean()),
+        "kl": float(kl_estimate(old.values_T, ref.values_T, cfg.algo.kl.estimator).mean()),
+        "response_length_mean": float(lengths_N.float().mean()),
+        "finished_fraction": float(experience.rollouts.finished_N.float().mean()),
+        "tokens": int(lengths_N.sum()),
+    }
+    if "returns" in experience.columns:
+        metrics["value_mean"] = float(experience.columns["values"].values_T.mean())
+    return metrics
+
+
+class Stopwatch:
+    """Seconds between laps."""
+
+    def __init__(self) -> None:
+        self._last = time.perf_counter()
+        self.laps: Metrics = {}
+
+    def lap(self, name: str) -> None:
+        now = time.perf_counter()
+        self.laps[name], self._last = now - self._last, now

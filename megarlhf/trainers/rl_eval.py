@@ -1,0 +1,74 @@
+"""Held-out evaluation in the loop, and the rules that end a run. The rules never see an accuracy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from megarlhf.config import RLConfig, StopConfig
+from megarlhf.data.samples import PromptSample
+from megarlhf.data.tokenizer import Tokenizer
+from megarlhf.rollout.engine import RolloutEngine, Sampling
+from megarlhf.rollout.rewards.rules import RULES
+from megarlhf.rollout.rewards.score import rule_rewards
+from megarlhf.trainers.rl_score import Rewarder, make_experience
+
+
+class Evaluator:
+    """Greedy responses to the held-out prompts: mean reward, and exact match where prompts have answers."""
+
+    def __init__(
+        self,
+        cfg: RLConfig,
+        engine: RolloutEngine,
+        rewarder: Rewarder,
+        tokenizer: Tokenizer,
+        heldout: Sequence[PromptSample],
+    ) -> None:
+        self._engine, self._rewarder, self._tokenizer, self._heldout = engine, rewarder, tokenizer, heldout
+        self._sampling = Sampling(
+            max_tokens=cfg.rollout.max_response_tokens, eos_id=tokenizer.eos_id, greedy=True
+        )
+
+    def __call__(self) -> dict[str, float]:
+        if not self._heldout:
+            return {}
+        prompts = [torch.tensor(prompt.tokens) for prompt in self._heldout]
+        rollouts = self._engine.generate(prompts, [0] * len(prompts), self._sampling)
+        experience = make_experience(self._heldout, rollouts, 1)
+        found = {"eval_reward_mean": float(self._rewarder(experience, self._heldout).mean())}
+        if all("answer" in prompt.fields for prompt in self._heldout):
+            responses = [self._tokenizer.decode(row.tolist(), continuation=True) for row in rollouts.responses.rows()]
+            texts, fields = [p.text for p in self._heldout], [p.fields for p in self._heldout]
+            matches_N = rule_rewards(RULES["exact_match"], texts, responses, fields, self._rewarder.device)
+            found["eval_accuracy"] = float(matches_N.mean())
+        return found
+
+
+class StopRule:
+    """Ends a run on the KL to the reference, or when the held-out reward stands still."""
+
+    def __init__(self, cfg: StopConfig) -> None:
+        self._cfg = cfg
+        self._best = -float("inf")
+        self._evaluations_since = 0
+        self.reason: str | None = None
+
+    def watch(self, evaluation: dict[str, float]) -> dict[str, float]:
+        """Take note of an evaluation; returns it as it is."""
+        if "eval_reward_mean" in evaluation:
+            if evaluation["eval_reward_mean"] > self._best:
+                self._best, self._evaluations_since = evaluation["eval_reward_mean"], 0
+            else:
+                self._evaluations_since += 1
+        return evaluation
+
+    def over(self, kl: float) -> bool:
+        """Whether the run ends here, `kl` being this step's."""
+        if self._cfg.max_kl is not None and kl > self._cfg.max_kl:
+            self.reason = f"stopped: kl {kl:.4g} per response token exceeds train.stop.max_kl = {self._cfg.max_kl}"
+        patience = self._cfg.heldout_reward_patience
+        if patience is not None and self._evaluations_since >= patience:
+            self.reason = f"stopped: the held-out reward has not risen for {patience} evaluations"
+        return self.reason is not None

@@ -1,0 +1,150 @@
+"""Rollouts become experience: log-probs of both policies, values, rewards, and the watch on the gap.
+
+Legend: B rows, S positions, N samples of the step, R longest response.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megarlhf.algo.advantages import broadcast_to_tokens, gae, group_relative, leave_one_out, shaped_rewards, whiten
+from megarlhf.algo.kl import kl_estimate
+from megarlhf.config import AlgoConfig, RewardConfig
+from megarlhf.data.samples import PromptSample
+from megarlhf.data.tokenizer import Tokenizer
+from megarlhf.experience import Experience, Ragged, Rollouts
+from megarlhf.models.role import Role
+from megarlhf.parallel.step import MicroBatch
+from megarlhf.parallel.vocab import next_token_logprobs
+from megarlhf.rollout.rewards.rules import load_rule
+from megarlhf.rollout.rewards.score import rule_rewards
+from megarlhf.trainers.rl_batches import per_sample, per_token
+
+
+def make_experience(prompts: Sequence[PromptSample], rollouts: Rollouts, num_samples_per_prompt: int) -> Experience:
+    """The table's index: sample n answers prompt n // num_samples_per_prompt."""
+    repeated = [prompt for prompt in prompts for _ in range(num_samples_per_prompt)]
+    return Experience(
+        prompts=tuple(torch.tensor(prompt.tokens) for prompt in repeated),
+        groups_N=torch.arange(len(prompts)).repeat_interleave(num_samples_per_prompt),
+        rollouts=rollouts,
+    )
+
+
+def policy_logprobs(
+    role: Role,
+    experience: Experience,
+    dealt: Sequence[Sequence[int]],
+    micro_batch_samples: int,
+    *,
+    temperature: float,
+) -> Ragged:
+    """Log-probs of the sampled tokens under actor or reference, at the sampling temperature."""
+
+    def score(logits_BSV: Tensor, batch: MicroBatch) -> Tensor:
+        logprobs_BS, _ = next_token_logprobs(
+            logits_BSV,
+            batch.tokens_BS,
+            batch.columns["response_mask"],
+            true_vocab=role.part.arch.vocab_size,
+            group=role.mesh.groups.tp,
+            temperature=temperature,
+        )
+        return logprobs_BS
+
+    return per_token(role, experience, dealt, micro_batch_samples, score)
+
+
+def values_of(critic: Role, experience: Experience, dealt: Sequence[Sequence[int]], micro_batch_samples: int) -> Ragged:
+    """The critic's value of the state before each response token."""
+    return per_token(critic, experience, dealt, micro_batch_samples, lambda values_BS1, batch: values_BS1[..., 0])
+
+
+def model_scores(reward_model: Role, experience: Experience, micro_batch_samples: int) -> Tensor:
+    """The reward model's score on the last token of each response, [N]."""
+
+    def score(scores_BS1: Tensor, batch: MicroBatch) -> Tensor:
+        return scores_BS1[..., 0].gather(1, batch.columns["last_token"][:, None])[:, 0]
+
+    return per_sample(reward_model, experience, micro_batch_samples, score)
+
+
+@dataclass(frozen=True)
+class Rewarder:
+    """The weighted sum of the configured rewards."""
+
+    rewards: Sequence[RewardConfig]
+    reward_model: Role | None
+    tokenizer: Tokenizer
+    micro_batch_samples: int
+    device: torch.device
+
+    def __call__(self, experience: Experience, prompts: Sequence[PromptSample]) -> Tensor:
+        """Rewards [N] fp32; `prompts` are one per sample."""
+        total_N = torch.zeros(experience.num_samples, device=self.device)
+        for reward in self.rewards:
+            if reward.kind == "model":
+                assert self.reward_model is not None
+                found_N = model_scores(self.reward_model, experience, self.micro_batch_samples)
+            else:
+                found_N = self._by_rule(load_rule(str(reward.rule)), experience, prompts)
+            total_N += reward.weight * (found_N - reward.shift)
+        return total_N
+
+    def _by_rule(
+        self,
+        rule: Callable[[str, str, Mapping[str, Any]], float],
+        experience: Experience,
+        prompts: Sequence[PromptSample],
+    ) -> Tensor:
+        responses = [
+            self.tokenizer.decode(row.tolist(), continuation=True) for row in experience.rollouts.responses.rows()
+        ]
+        return rule_rewards(rule, [p.text for p in prompts], responses, [p.fields for p in prompts], self.device)
+
+
+def logprob_gap(experience: Experience, limit: float) -> dict[str, float]:
+    """How far rollout and trainer are apart on the tokens that were sampled, at the same weights (nats).
+
+    Raises: RuntimeError above `limit`, naming the likely causes.
+    """
+    gap_T = (experience.rollouts.logprobs.values_T - experience.columns["old_logprobs"].values_T).abs()
+    worst = float(gap_T.max())
+    if not worst <= limit:
+        raise RuntimeError(
+            f"rollout and trainer disagree by {worst:.3g} nats on a response token (limit rollout.max_logprob_gap = "
+            f"{limit}; mean {float(gap_T.mean()):.3g}). Likely causes: the engine holds other weights than the actor "
+            f"(its version is {experience.rollouts.weight_version}); log-probs at another temperature or before it; "
+            "top-p or top-k truncation on one side only; a lower precision on one side"
+        )
+    return {"rollout_logprob_gap_mean": float(gap_T.mean()), "rollout_logprob_gap_max": worst}
+
+
+def add_advantages(experience: Experience, algo: AlgoConfig) -> Experience:
+    """Advantages (and, with a critic, returns) for every response token. The same on every rank."""
+    rewards_N = experience.per_sample["rewards"]
+    like = experience.columns["old_logprobs"]
+    mask_NR = like.mask()
+    if algo.advantage == "gae":
+        kl_NR = kl_estimate(like.padded(), experience.columns["ref_logprobs"].padded(), algo.kl.estimator)
+        coef = algo.kl.coef if algo.kl.placement == "reward" else 0.0
+        token_rewards_NR = shaped_rewards(rewards_N, kl_NR, mask_NR, kl_coef=coef)
+        values_NR = experience.columns["values"].padded()
+        advantages_NR, returns_NR = gae(token_rewards_NR, values_NR, mask_NR, gamma=algo.gamma, lam=algo.lam)
+        if algo.whiten_advantages:
+            advantages_NR = whiten(advantages_NR, mask_NR)
+        return experience.with_columns({"advantages": like.like(advantages_NR), "returns": like.like(returns_NR)})
+    if algo.kl.placement == "reward" and algo.kl.coef > 0:
+        kl_NR = kl_estimate(like.padded(), experience.columns["ref_logprobs"].padded(), algo.kl.estimator)
+        rewards_N = rewards_N - algo.kl.coef * (kl_NR * mask_NR).sum(1)
+    groups_N = experience.groups_N.to(rewards_N.device)
+    if algo.advantage == "group_relative":
+        advantages_N = group_relative(rewards_N, groups_N, scale_by_std=algo.scale_by_group_std)
+    else:
+        advantages_N = leave_one_out(rewards_N, groups_N)
+    return experience.with_columns({"advantages": like.like(broadcast_to_tokens(advantages_N, mask_NR))})

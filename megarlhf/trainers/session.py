@@ -1,0 +1,104 @@
+"""What every command's run has besides its loop: run directory, metrics, progress, checkpoints."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megarlhf.config import CheckpointConfig, FrozenModel, RunConfig, dump_config
+from megarlhf.models.role import Role
+from megarlhf.observe.metrics import Metric, MetricsWriter, NullWriter, Observer
+from megarlhf.observe.progress import Progress
+from megarlhf.runtime import Runtime
+
+
+@dataclass(frozen=True)
+class Session:
+    """An open run. Only rank 0 writes; the others go through the same calls."""
+
+    runtime: Runtime
+    run_dir: Path
+    observer: Observer
+    progress: Progress
+    checkpoint: CheckpointConfig
+
+    def log(self, step: int, metrics: Mapping[str, Metric]) -> None:
+        """Record the metrics of step `step` (1 is the first; 0 is before training)."""
+        self.observer.log(step, metrics)
+        self.progress.step(step, metrics)
+
+    def note(self, text: str) -> None:
+        """Say something on rank 0."""
+        self.progress.note(text)
+
+    def maybe_save(self, step: int, roles: Sequence[Role], *, last: bool) -> None:
+        """Export the trained roles when the configuration asks for it, and after the last step."""
+        if last or (self.checkpoint.every and step % self.checkpoint.every == 0):
+            save_roles(self.run_dir / "checkpoints", step, roles, keep=self.checkpoint.keep)
+            self.note(f"saved {self.run_dir / 'checkpoints' / _name(step)}")
+
+
+@contextlib.contextmanager
+def open_session(
+    cfg: FrozenModel, run: RunConfig, checkpoint: CheckpointConfig, runtime: Runtime, title: str, total: int
+) -> Iterator[Session]:
+    """Make the run directory, write the resolved configuration, and open metrics and progress."""
+    observer: Observer = NullWriter()
+    if runtime.is_main:
+        observer = MetricsWriter(run.dir, wandb_project="megarlhf" if run.logger == "wandb" else None)
+        (run.dir / "config.yaml").write_text(dump_config(cfg))
+    try:
+        with Progress(title, total, enabled=runtime.is_main) as progress:
+            yield Session(
+                runtime=runtime, run_dir=run.dir, observer=observer, progress=progress, checkpoint=checkpoint
+            )
+    finally:
+        observer.close()
+
+
+def _name(step: int) -> str:
+    return f"step_{step:06d}"
+
+
+def save_roles(root: Path, step: int, roles: Sequence[Role], *, keep: int | None) -> None:
+    """Export each role to `root/step_NNNNNN/ROLE`, complete or not at all, and point `root/latest` at it.
+
+    Collective. The step's directory appears by a rename after every role is written.
+    """
+    final, partial = root / _name(step), root / f".{_name(step)}.partial"
+    if dist.get_rank() == 0:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    dist.barrier()
+    for role in roles:
+        role.export(partial / role.name)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(final, ignore_errors=True)
+        partial.rename(final)
+        _point_latest(root, final)
+        for old in sorted(root.glob("step_*"))[: -keep if keep else 0]:
+            shutil.rmtree(old)
+    dist.barrier()
+
+
+def _point_latest(root: Path, target: Path) -> None:
+    """`root/latest` names the newest checkpoint; replaced in one rename."""
+    link = root / ".latest.partial"
+    link.unlink(missing_ok=True)
+    link.symlink_to(target.name)
+    os.replace(link, root / "latest")
+
+
+def is_due(step: int, every: int) -> bool:
+    """Whether something that happens every `every` steps (0: never) happens after `step`."""
+    return every > 0 and step % every == 0
+
+
+Evaluate = Callable[[], dict[str, float]]

@@ -1,0 +1,142 @@
+"""Supervised fine-tuning: the likelihood of responses, given their prompts.
+
+Legend: B rows of a micro-batch, S positions, V vocabulary columns of this rank.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megarlhf.algo.losses import token_nll
+from megarlhf.config import SFTConfig
+from megarlhf.data.loader import ShuffledBatches
+from megarlhf.data.samples import SFTSample, build_sft
+from megarlhf.data.sources import load_records
+from megarlhf.data.tokenizer import load_tokenizer
+from megarlhf.models.role import Role, build_role
+from megarlhf.parallel.mesh import GroupCache, Mesh
+from megarlhf.parallel.step import MicroBatch
+from megarlhf.parallel.vocab import next_token_logprobs
+from megarlhf.runtime import Runtime
+from megarlhf.parallel.batching import FILLER, deal, grid_length, lay_out, response_mask
+from megarlhf.trainers.session import Session, is_due, open_session
+
+
+def run(cfg: SFTConfig, runtime: Runtime) -> None:
+    """Train the actor on prompt-response pairs."""
+    with open_session(cfg, cfg.run, cfg.checkpoint, runtime, "sft", cfg.train.num_steps) as session:
+        train, heldout = load_data(cfg, session)
+        actor = build_role(
+            "actor", cfg.actor, "lm", GroupCache(runtime), seed=cfg.run.seed, num_optimizer_steps=cfg.train.num_steps
+        )
+        order = ShuffledBatches(len(train), cfg.train.mini_batch_samples, cfg.run.seed)
+        session.log(0, evaluate(actor, heldout, cfg))
+        for step in range(cfg.train.num_steps):
+            started = time.perf_counter()
+            samples = [train[n] for n in order.indices(step)]
+            metrics = train_on(actor, samples, cfg.train.micro_batch_samples)
+            metrics["seconds"] = time.perf_counter() - started
+            last = step + 1 == cfg.train.num_steps
+            if last or is_due(step + 1, cfg.eval.every):
+                metrics |= evaluate(actor, heldout, cfg)
+            session.log(step + 1, metrics)
+            session.maybe_save(step + 1, [actor], last=last)
+
+
+def load_data(cfg: SFTConfig, session: Session) -> tuple[list[SFTSample], list[SFTSample]]:
+    """Training and held-out samples, on every rank."""
+    tokenizer = load_tokenizer(cfg.actor.model.path)
+    found = []
+    for path in (cfg.data.train, cfg.data.heldout):
+        if path is None:
+            found.append([])
+            continue
+        samples, skipped = build_sft(
+            load_records(path, fields=("prompt", "response") if cfg.data.template == "plain" else ()),
+            tokenizer,
+            max_prompt_tokens=cfg.data.max_prompt_tokens,
+            max_response_tokens=cfg.data.max_response_tokens,
+            template=cfg.data.template,
+        )
+        session.note(f"{path}: {skipped.describe()}")
+        found.append(samples)
+    return found[0], found[1][: cfg.eval.max_samples]
+
+
+@dataclass(frozen=True)
+class NextTokenLoss:
+    """Negative log-likelihood; denominator: response tokens of the mini-batch."""
+
+    denominator: int
+    true_vocab: int
+    mesh: Mesh
+    names: tuple[str, ...] = ()
+
+    def __call__(self, logits_BSV: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        mask_BS = batch.columns["response_mask"]
+        logprobs_BS, _ = next_token_logprobs(
+            logits_BSV, batch.tokens_BS, mask_BS, true_vocab=self.true_vocab, group=self.mesh.groups.tp
+        )
+        loss = token_nll(logprobs_BS, mask_BS, denominator=self.denominator)
+        return loss, loss.new_zeros(0)
+
+
+def train_on(actor: Role, samples: Sequence[SFTSample], micro_batch_samples: int) -> dict[str, float | int | None]:
+    """One optimizer step on one mini-batch, the same list on every rank."""
+    tokens = num_response_tokens(samples)
+    loss = NextTokenLoss(denominator=tokens, true_vocab=actor.part.arch.vocab_size, mesh=actor.mesh)
+    assert actor.trainer is not None
+    learning_rate = actor.trainer.learning_rate
+    result = actor.train_step(micro_batches(samples, actor.mesh, micro_batch_samples), loss)
+    return {
+        "loss": result.sums["loss"],
+        "grad_norm": result.grad_norm,
+        "learning_rate": learning_rate,
+        "tokens": sum(len(sample.tokens) for sample in samples),
+    }
+
+
+def evaluate(actor: Role, samples: Sequence[SFTSample], cfg: SFTConfig) -> dict[str, float]:
+    """Held-out loss (mean over response tokens, nats) and perplexity; nothing without held-out data."""
+    if not samples:
+        return {}
+    batches = micro_batches(samples, actor.mesh, cfg.train.micro_batch_samples)
+    loss = NextTokenLoss(
+        denominator=num_response_tokens(samples), true_vocab=actor.part.arch.vocab_size, mesh=actor.mesh
+    )
+    parts = actor.forward(batches, lambda logits_BSV, batch: loss(logits_BSV, batch)[0].double())
+    total = torch.zeros((), dtype=torch.float64, device=actor.mesh.runtime.device)
+    if actor.mesh.owns_outputs:
+        total += torch.stack(parts).sum()
+    dist.all_reduce(total)
+    return {"eval_loss": total.item(), "eval_perplexity": math.exp(min(total.item(), 700.0))}
+
+
+def num_response_tokens(samples: Sequence[SFTSample]) -> int:
+    """The denominator of the loss."""
+    return sum(len(sample.tokens) - sample.prompt_length for sample in samples)
+
+
+def micro_batches(samples: Sequence[SFTSample], mesh: Mesh, micro_batch_samples: int) -> list[MicroBatch]:
+    """This data-parallel rank's share of the samples."""
+    device = mesh.runtime.device
+    length = grid_length(max(len(sample.tokens) for sample in samples), mesh)
+    batches = []
+    for rows in deal(range(len(samples)), mesh, micro_batch_samples):
+        chosen = [None if n == FILLER else samples[n] for n in rows]
+        tokens = [None if s is None else (0, torch.tensor(s.tokens)) for s in chosen]
+        spans = [None if s is None else (s.prompt_length, len(s.tokens) - s.prompt_length) for s in chosen]
+        batches.append(
+            MicroBatch(
+                tokens_BS=lay_out(tokens, length, torch.int64, device),
+                columns={"response_mask": response_mask(spans, length, device)},
+            )
+        )
+    return batches

@@ -1,0 +1,1 @@
+"""Weights in any system as placements of logical tensors, and the copy plans between them."""

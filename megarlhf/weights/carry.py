@@ -1,0 +1,159 @@
+"""Executes copy plans: in memory, over a process group, from files. The only arithmetic is a stated cast."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from megarlhf.weights.placement import Box, Placement, RankPlacements, Shape
+from megarlhf.weights.plan import Copy, CopyPlan
+
+Storages = Mapping[str, torch.Tensor]
+
+
+class BoxReader(Protocol):
+    """A source of logical tensors on disk."""
+
+    def shape(self, tensor: str) -> Shape: ...
+
+    def read(self, tensor: str, box: Box) -> torch.Tensor: ...
+
+
+def view(placement: Placement, storages: Storages) -> torch.Tensor:
+    """The placement's box as a view of its live storage, itself any contiguous view (a DDP buffer's, say)."""
+    live = storages[placement.storage]
+    assert live.is_contiguous(), f"{placement.storage} is not contiguous"
+    offset = live.storage_offset() + placement.offset
+    return torch.as_strided(live.detach(), placement.box.shape, placement.strides, offset)
+
+
+def check_storages(placements: RankPlacements, live: Storages) -> None:
+    """Raises ValueError, listing every problem, unless `live` is what `placements` describes."""
+    problems = []
+    for name, shape in placements.storages.items():
+        if name not in live:
+            problems.append(f"{name} is missing")
+        elif tuple(live[name].shape) != tuple(shape):
+            problems.append(f"{name} has shape {tuple(live[name].shape)}, expected {tuple(shape)}")
+        elif not live[name].is_contiguous():
+            problems.append(f"{name} is not contiguous")
+    problems += [f"{name} is unknown" for name in live if name not in placements.storages]
+    if problems:
+        raise ValueError(
+            f"rank {placements.rank}: {len(problems)} live tensors do not fit the placements: "
+            f"{'; '.join(problems)}. Pass the parameters of the model and layout that the placements describe"
+        )
+
+
+@torch.no_grad()
+def copy_local(
+    copies: Iterable[Copy], src: Storages, dst: Storages, dtype: torch.dtype | None = None
+) -> None:
+    """Copies inside one rank, cast to the destination's dtype, by way of `dtype` if given.
+
+    `dtype` makes a local copy give the same bits as one that travelled in that dtype.
+    """
+    for copy in copies:
+        values = view(copy.source, src)
+        view(copy.destination, dst).copy_(values if dtype is None else values.to(dtype))
+
+
+@torch.no_grad()
+def carry_over_group(
+    plan: CopyPlan,
+    src: Storages,
+    dst: Storages,
+    *,
+    rank: int,
+    dtype: torch.dtype,
+    group: dist.ProcessGroup | None = None,
+    bucket_bytes: int = 256 << 20,
+) -> None:
+    """Executes the plan among the ranks of `group`; every rank that sends or receives calls it.
+
+    Values travel in `dtype` (the stated cast; local copies take it too) and are then cast to the
+    destination's. A round sends and receives one flat message per peer, at most `bucket_bytes` each way: two
+    buckets are the extra memory. Ranks in plans are global ranks. gloo or NCCL; with NCCL, a fresh
+    group must first be used once by all its ranks.
+    """
+    copy_local(plan.local(rank), src, dst, dtype)
+    capacity = max(1, bucket_bytes // dtype.itemsize)
+    exchanges = plan.exchanges(rank, capacity)
+    if not exchanges:
+        return
+    device = next(iter([*src.values(), *dst.values()])).device
+    outgoing = _buffer([e.sends for e in exchanges], dtype, device)
+    incoming = _buffer([e.receives for e in exchanges], dtype, device)
+    for exchange in exchanges:
+        ops = []
+        for peer, _, message in _messages(exchange.receives, incoming):
+            ops.append(dist.P2POp(dist.irecv, message, peer, group))
+        for peer, copies, message in _messages(exchange.sends, outgoing):
+            for copy, flat in _parts(copies, message):
+                flat.copy_(view(copy.source, src))
+            ops.append(dist.P2POp(dist.isend, message, peer, group))
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+        for _, copies, message in _messages(exchange.receives, incoming):
+            for copy, flat in _parts(copies, message):
+                view(copy.destination, dst).copy_(flat)
+
+
+def _buffer(
+    rounds: Sequence[Mapping[int, list[Copy]]], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    size = max(sum(copy.numel for copies in peers.values() for copy in copies) for peers in rounds)
+    return torch.empty(size, dtype=dtype, device=device)
+
+
+def _messages(
+    peers: Mapping[int, list[Copy]], buffer: torch.Tensor
+) -> Iterable[tuple[int, list[Copy], torch.Tensor]]:
+    """(peer, its copies, its stretch of the buffer)."""
+    at = 0
+    for peer, copies in peers.items():
+        size = sum(copy.numel for copy in copies)
+        yield peer, copies, buffer[at : at + size]
+        at += size
+
+
+def _parts(copies: Iterable[Copy], message: torch.Tensor) -> Iterable[tuple[Copy, torch.Tensor]]:
+    at = 0
+    for copy in copies:
+        yield copy, message[at : at + copy.numel].view(copy.shape)
+        at += copy.numel
+
+
+@torch.no_grad()
+def carry_from_files(
+    placements: RankPlacements, reader: BoxReader, dst: Storages, *, skip: Collection[str] = ()
+) -> None:
+    """Fills a rank's storages from files, reading only its boxes, cast to the storage's dtype.
+
+    `skip` names logical tensors that the files lack and somebody else fills (a fresh score head). Padding is
+    set to zero.
+
+    Raises: ValueError when a logical tensor's shape differs, or the reader's own errors.
+    """
+    for tensor, shape in placements.tensors.items():
+        if tensor not in skip and tuple(reader.shape(tensor)) != tuple(shape):
+            raise ValueError(
+                f"{tensor} has shape {reader.shape(tensor)} on disk, expected {shape}; is this the "
+                "checkpoint of the configured model?"
+            )
+    for placement in placements.placements:
+        if placement.tensor not in skip:
+            view(placement, dst).copy_(reader.read(placement.tensor, placement.box))
+    zero_padding(placements, dst)
+
+
+@torch.no_grad()
+def zero_padding(placements: RankPlacements, storages: Storages) -> None:
+    """Sets to zero what no logical tensor occupies (rows of the padded vocabulary)."""
+    for name, gaps in placements.padding().items():
+        flat = storages[name].detach().view(-1)
+        for start, stop in gaps:
+            flat[start:stop] = 0

@@ -1,0 +1,207 @@
+"""Where the elements of a model live: boxes of logical tensors, held as strided views of storages.
+
+A logical tensor bears its Hugging Face name and shape. A storage is one flat, contiguous tensor of some
+system (a file's tensor, a live parameter). Offsets and strides count elements, never bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, product
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Box:
+    """The half-open box [start, stop) of a tensor, one entry per dim."""
+
+    start: Shape
+    stop: Shape
+
+    @classmethod
+    def whole(cls, shape: Shape) -> Box:
+        return cls((0,) * len(shape), tuple(shape))
+
+    @property
+    def shape(self) -> Shape:
+        return tuple(b - a for a, b in zip(self.start, self.stop, strict=True))
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def intersect(self, other: Box) -> Box | None:
+        """The common box, or None when it has no element."""
+        start = tuple(map(max, self.start, other.start))
+        stop = tuple(map(min, self.stop, other.stop))
+        return Box(start, stop) if all(a < b for a, b in zip(start, stop, strict=True)) else None
+
+    def minus(self, inner: Box) -> list[Box]:
+        """Disjoint boxes that cover this one without `inner`, which lies inside it."""
+        rest = []
+        start, stop = list(self.start), list(self.stop)
+        for dim, (a, b) in enumerate(zip(inner.start, inner.stop, strict=True)):
+            if start[dim] < a:
+                rest.append(Box(tuple(start), (*stop[:dim], a, *stop[dim + 1 :])))
+            if b < stop[dim]:
+                rest.append(Box((*start[:dim], b, *start[dim + 1 :]), tuple(stop)))
+            start[dim], stop[dim] = a, b
+        return rest
+
+    def shift(self, by: Shape) -> Box:
+        return Box(
+            tuple(a + d for a, d in zip(self.start, by, strict=True)),
+            tuple(b + d for b, d in zip(self.stop, by, strict=True)),
+        )
+
+
+def contiguous_strides(shape: Shape) -> Shape:
+    """Row-major strides of `shape`, in elements."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= size
+    return tuple(reversed(strides))
+
+
+def flat_boxes(shape: Shape, start: int, stop: int) -> list[Box]:
+    """Boxes that hold the elements [start, stop) of `shape` counted row-major, in that order."""
+    if start >= stop:
+        return []
+    if not shape:
+        return [Box((), ())]
+    rest = shape[1:]
+    inner = math.prod(rest)
+    first, head = divmod(start, inner)
+    last, tail = divmod(stop, inner)
+
+    def within(row: int, a: int, b: int) -> list[Box]:
+        return [Box((row, *box.start), (row + 1, *box.stop)) for box in flat_boxes(rest, a, b)]
+
+    if first == last:
+        return within(first, head, tail)
+    boxes = []
+    if head:
+        boxes += within(first, head, inner)
+        first += 1
+    if first < last:
+        boxes.append(Box((first, *(0 for _ in rest)), (last, *rest)))
+    return boxes + within(last, 0, tail)
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """A box of a logical tensor, held by a storage as the strided view (offset, box.shape, strides)."""
+
+    tensor: str
+    box: Box
+    storage: str
+    offset: int
+    strides: Shape
+
+    def part(self, box: Box) -> Placement:
+        """The placement of `box`, a box of the logical tensor that lies inside this one."""
+        ahead = sum((a - b) * s for a, b, s in zip(box.start, self.box.start, self.strides, strict=True))
+        return Placement(self.tensor, box, self.storage, self.offset + ahead, self.strides)
+
+    def runs(self) -> Iterator[tuple[int, int]]:
+        """The flat element ranges [start, stop) of the storage that the view covers."""
+        dims = sorted((s, n) for s, n in zip(self.strides, self.box.shape, strict=True) if n > 1)
+        length = 1
+        while dims and dims[0][0] == length:
+            length *= dims.pop(0)[1]
+        for index in product(*(range(n) for _, n in reversed(dims))):
+            start = self.offset + sum(i * s for i, (s, _) in zip(index, reversed(dims), strict=True))
+            yield start, start + length
+
+
+def place_slice(tensor: str, box: Box, storage: str, storage_shape: Shape, at: Shape) -> Placement:
+    """The placement of `box` in the slice of a storage that starts at `at` and has the box's shape."""
+    inside = all(a >= 0 and a + n <= size for a, n, size in zip(at, box.shape, storage_shape, strict=True))
+    assert inside, f"{tensor}: {box.shape} at {at} leaves {storage} of shape {storage_shape}"
+    strides = contiguous_strides(storage_shape)
+    return Placement(tensor, box, storage, sum(a * s for a, s in zip(at, strides, strict=True)), strides)
+
+
+@dataclass(frozen=True)
+class RankPlacements:
+    """All that one rank holds of a model in one system."""
+
+    rank: int
+    """Global rank."""
+    storages: Mapping[str, Shape]
+    """Shape of every storage of the rank, by its name in the system."""
+    placements: tuple[Placement, ...]
+    tensors: Mapping[str, Shape]
+    """Full shape of every logical tensor of which the rank holds a box."""
+
+    def on_rank(self, rank: int) -> RankPlacements:
+        """The same on another rank (a replica); shares the data instead of copying it."""
+        return replace(self, rank=rank)
+
+    def prefixed(self, prefix: str) -> RankPlacements:
+        """The same with every storage renamed to `prefix + name`."""
+        return replace(
+            self,
+            storages={prefix + name: shape for name, shape in self.storages.items()},
+            placements=tuple(replace(p, storage=prefix + p.storage) for p in self.placements),
+        )
+
+    def select(self, tensors: Sequence[str] | Mapping[str, object]) -> RankPlacements:
+        """Only the placements of the named logical tensors, and the storages they use."""
+        wanted = set(tensors)
+        kept = tuple(p for p in self.placements if p.tensor in wanted)
+        used = {p.storage for p in kept}
+        return replace(
+            self,
+            placements=kept,
+            storages={name: shape for name, shape in self.storages.items() if name in used},
+            tensors={name: shape for name, shape in self.tensors.items() if name in wanted},
+        )
+
+    def padding(self) -> dict[str, list[tuple[int, int]]]:
+        """Flat element ranges of each storage that no placement covers; storages without any are left out.
+
+        Raises: ValueError when two placements cover the same element.
+        """
+        runs: dict[str, list[tuple[int, int]]] = {name: [] for name in self.storages}
+        for placement in self.placements:
+            runs[placement.storage].extend(placement.runs())
+        gaps: dict[str, list[tuple[int, int]]] = {}
+        for name, covered in runs.items():
+            size = math.prod(self.storages[name])
+            end = 0
+            for start, stop in chain(sorted(covered), [(size, size)]):
+                if start < end:
+                    raise ValueError(
+                        f"rank {self.rank}: element {start} of storage {name} ({size} elements) is placed "
+                        "twice or lies outside; each element belongs to one logical tensor: correct its table"
+                    )
+                if start > end:
+                    gaps.setdefault(name, []).append((end, start))
+                end = stop
+        return gaps
+
+
+def merge_ranks(parts: Sequence[RankPlacements]) -> RankPlacements:
+    """One rank's parts (the model chunks of a virtual pipeline, say) as one; storage names must differ.
+
+    Raises: ValueError when ranks differ, or when two parts name the same storage: prefix them.
+    """
+    ranks = {part.rank for part in parts}
+    if len(ranks) != 1:
+        raise ValueError(f"got parts of ranks {sorted(ranks)}, expected parts of one rank")
+    storages: dict[str, Shape] = {}
+    tensors: dict[str, Shape] = {}
+    for part in parts:
+        twice = sorted(storages.keys() & part.storages.keys())
+        if twice:
+            raise ValueError(
+                f"storage {twice[0]} is in two parts ({len(twice)} are); rename with .prefixed('chunk0.')"
+            )
+        storages.update(part.storages)
+        tensors.update(part.tensors)
+    return RankPlacements(parts[0].rank, storages, tuple(chain(*(p.placements for p in parts))), tensors)

@@ -1,0 +1,32 @@
+"""A small Hugging Face tokenizer with a chat template, trained here: no network."""
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+CORPUS = ["the answer is 85", "what is 37+48= and so on", "0123456789 abc"] * 5
+CHAT = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<bot>{% endif %}"
+)
+
+
+def make_fast_tokenizer(*, prefix, chat=True, **special):
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
+    scheme = "first" if prefix else "never"
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
+    tokenizer.decoder = decoders.Metaspace(prepend_scheme=scheme)
+    alphabet = sorted(set("".join(CORPUS)) | {"\n", "<", ">"})
+    trainer = trainers.BpeTrainer(
+        vocab_size=90, special_tokens=["<unk>", "<s>", "</s>"], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", **special)
+    wrapped.chat_template = CHAT if chat else None
+    return wrapped
+
+
+@pytest.fixture
+def fast_tokenizer():
+    """The function that makes one: `prefix` puts a space before a text's first word."""
+    return make_fast_tokenizer

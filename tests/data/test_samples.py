@@ -1,0 +1,138 @@
+"""Samples from records, by a tokenizer of one id a character, so that every expected id is written out."""
+
+import pytest
+
+from megarlhf.data.samples import (
+    PairSample,
+    PromptSample,
+    SFTSample,
+    Skipped,
+    build_pairs,
+    build_prompts,
+    build_sft,
+)
+from megarlhf.data.tokenizer import HuggingFaceTokenizer
+
+BOS, EOS, PAD = 1, 2, 0
+
+
+class CharTokenizer:
+    """Digits are 10..19, `+` 20, `=` 21, anything else 22."""
+
+    eos_id, bos_id, pad_id, vocab_size = EOS, BOS, PAD, 23
+
+    def encode(self, text, *, continuation=False):
+        return [10 + "0123456789+=".find(char) if char in "0123456789+=" else 22 for char in text]
+
+    def decode(self, ids, *, continuation=False):
+        return "".join("0123456789+=?"[i - 10] for i in ids if i >= 10)
+
+
+TOKENIZER = CharTokenizer()
+
+
+def test_sft_samples_and_what_is_skipped():
+    """Prompt limit 5 with bos, response limit 3 with eos: exactly at the limit is used, one more is not."""
+    records = [
+        {"prompt": "1+1=", "response": "02"},
+        {"prompt": "1+1=", "response": ""},
+        {"prompt": "1+1=", "response": " \n"},
+        {"prompt": "10+1=", "response": "11"},
+        {"prompt": "1+1=", "response": "002"},
+        {"prompt": "3", "response": "3"},
+    ]
+    samples, skipped = build_sft(records, TOKENIZER, max_prompt_tokens=5, max_response_tokens=3)
+    assert samples == [SFTSample([BOS, 11, 20, 11, 21, 10, 12, EOS], 5), SFTSample([BOS, 13, 13, EOS], 2)]
+    assert skipped.describe() == (
+        "skipped 4 of 6 records (empty response: 2, prompt longer than 5 tokens: 1, "
+        "response longer than 3 tokens: 1)"
+    )
+    assert Skipped(6).describe() == "used all 6 records"
+
+
+def test_pairs_and_what_is_skipped():
+    records = [
+        {"prompt": "1=", "chosen": "1", "rejected": "2"},
+        {"prompt": "1=", "chosen": "1", "rejected": "1"},
+        {"prompt": "1=", "chosen": "1", "rejected": ""},
+        {"prompt": "1=", "chosen": "1", "rejected": "1234"},
+    ]
+    samples, skipped = build_pairs(records, TOKENIZER, max_prompt_tokens=5, max_response_tokens=4)
+    assert samples == [PairSample([BOS, 11, 21], [11, EOS], [12, EOS])]
+    assert dict(skipped.reasons) == {
+        "chosen equals rejected": 1,
+        "empty response": 1,
+        "response longer than 4 tokens": 1,
+    }
+
+
+def test_prompts_keep_other_columns_and_their_place():
+    records = [
+        {"prompt": "123456=", "answer": "7"},
+        {"prompt": "1=", "answer": 1, "source": "x"},
+    ]
+    samples, skipped = build_prompts(records, TOKENIZER, max_prompt_tokens=5, add_bos=False)
+    assert samples == [PromptSample([11, 21], "1=", {"answer": 1, "source": "x"}, index=1)]
+    assert skipped.describe() == "skipped 1 of 2 records (prompt longer than 5 tokens: 1)"
+
+
+def test_nothing_usable_is_an_error_with_the_reasons():
+    records = [{"prompt": "1=", "response": "", "chosen": "1", "rejected": "1"}] * 2
+    limits = {"max_prompt_tokens": 5, "max_response_tokens": 5}
+    with pytest.raises(ValueError, match=r"skipped 2 of 2 records \(empty response: 2\)"):
+        build_sft(records, TOKENIZER, **limits)
+    with pytest.raises(ValueError, match=r"\(chosen equals rejected: 2\)"):
+        build_pairs(records, TOKENIZER, **limits)
+    with pytest.raises(ValueError, match=r"\(prompt longer than 1 tokens: 2\)"):
+        build_prompts(records, TOKENIZER, max_prompt_tokens=1)
+    with pytest.raises(ValueError, match=r"\(empty prompt: 1\)"):
+        build_prompts([{"prompt": ""}], TOKENIZER, max_prompt_tokens=1, add_bos=False)
+    with pytest.raises(ValueError, match="no records"):
+        build_prompts([], TOKENIZER, max_prompt_tokens=1)
+
+
+def chat_tokenizer(fast_tokenizer, template=None):
+    fast = fast_tokenizer(prefix=False, eos_token="</s>", bos_token="<s>")
+    fast.chat_template = template or fast.chat_template
+    return HuggingFaceTokenizer(fast, "here")
+
+
+def test_chat_template(fast_tokenizer):
+    """The template of conftest.py. The last assistant message is the response, the rest the prompt."""
+    tokenizer = chat_tokenizer(fast_tokenizer)
+    messages = [{"role": "user", "content": "37+48="}, {"role": "assistant", "content": "85"}]
+    limits = {"max_prompt_tokens": 50, "max_response_tokens": 50, "template": "chat"}
+    [sample], _ = build_sft([{"messages": messages}], tokenizer, **limits)
+    prompt = [tokenizer.bos_id, *tokenizer.encode("<user>37+48=<bot>")]
+    assert sample.tokens == [*prompt, *tokenizer.encode("85"), tokenizer.eos_id]
+    assert sample.prompt_length == len(prompt)
+    [from_prompt], _ = build_sft([{"prompt": "37+48=", "response": "85"}], tokenizer, **limits)
+    assert from_prompt == sample
+    [asked], _ = build_prompts(
+        [{"messages": messages[:1], "answer": "85"}], tokenizer, max_prompt_tokens=50, template="chat"
+    )
+    assert (asked.tokens, asked.text, asked.fields) == (prompt, "<user>37+48=<bot>", {"answer": "85"})
+    with pytest.raises(ValueError, match="expects the last one from 'assistant', got 'user'"):
+        build_sft([{"messages": messages[:1]}], tokenizer, **limits)
+
+
+def test_chat_template_that_writes_bos_gets_no_second_one(fast_tokenizer):
+    tokenizer = chat_tokenizer(fast_tokenizer, "{{ bos_token }}{{ messages[0].content }}")
+    [sample], _ = build_prompts([{"prompt": "37"}], tokenizer, max_prompt_tokens=9, template="chat")
+    assert sample.text == "<s>37"
+    assert sample.tokens == [tokenizer.bos_id, *tokenizer.encode("37")]
+
+
+def test_template_errors(fast_tokenizer):
+    with pytest.raises(ValueError, match=r"needs a Hugging Face tokenizer.*got CharTokenizer"):
+        build_prompts([{"prompt": "1"}], TOKENIZER, max_prompt_tokens=9, template="chat")
+    with pytest.raises(ValueError, match=r"unknown template 'alpaca'; the known ones are plain, chat"):
+        build_prompts([{"prompt": "1"}], TOKENIZER, max_prompt_tokens=9, template="alpaca")
+    with pytest.raises(ValueError, match=r"no field 'response', found 'prompt', 'answer'"):
+        build_sft([{"prompt": "1", "answer": "2"}], TOKENIZER, max_prompt_tokens=9, max_response_tokens=9)
+    chat = chat_tokenizer(fast_tokenizer)
+    with pytest.raises(ValueError, match=r"no field 'prompt', found 'question'"):
+        build_prompts([{"question": "1"}], chat, max_prompt_tokens=9, template="chat")
+    without = HuggingFaceTokenizer(fast_tokenizer(prefix=False, chat=False, eos_token="</s>"), "here")
+    with pytest.raises(ValueError, match="here has no chat template"):
+        build_prompts([{"prompt": "1"}], without, max_prompt_tokens=9, template="chat")

@@ -1,0 +1,176 @@
+"""Sources: the same records from every format, and what each kind of bad input says.
+
+Not covered: a successful load from the hub (no network here), only its failure.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import datasets
+import pytest
+
+from megarlhf.data.sources import load_records
+
+ROWS = [
+    {"prompt": "1+1=", "response": "2", "answer": 2, "day": "2024-01-01"},
+    {"prompt": "2+2=", "response": "4\u2028", "answer": 4, "day": "2024-01-02"},
+    {"prompt": "é=", "response": "5", "answer": 5, "day": "2024-01-03"},
+]
+FIELDS = ("prompt", "response")
+
+
+def write_jsonl(path, rows):
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(autouse=True)
+def _no_shared_cache(tmp_path, monkeypatch):
+    """What is cached anyhow would land here, and a test says that nothing does."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+def test_every_format_gives_the_same_records(tmp_path):
+    """JSON lines, JSON, Parquet, both Arrow formats, saved dataset; strings like dates stay strings."""
+    import pyarrow as pa
+
+    write_jsonl(tmp_path / "a.jsonl", ROWS)
+    (tmp_path / "a.json").write_text("\ufeff" + json.dumps(ROWS, indent=1), encoding="utf-8")
+    table = datasets.Dataset.from_list(ROWS)
+    table.to_parquet(tmp_path / "a.parquet")
+    table.save_to_disk(tmp_path / "saved")
+    datasets.DatasetDict({"train": table, "test": table.select([0])}).save_to_disk(tmp_path / "dict")
+    arrow = pa.Table.from_pylist(ROWS)
+    for name, new in (("stream", pa.ipc.new_stream), ("file", pa.ipc.new_file)):
+        with new(tmp_path / f"{name}.arrow", arrow.schema) as writer:
+            writer.write_table(arrow)
+    for name in ("a.jsonl", "a.json", "a.parquet", "saved", "dict", "stream.arrow", "file.arrow"):
+        assert load_records(tmp_path / name, fields=FIELDS, optional=["day", "hint"]) == ROWS, name
+    assert load_records(tmp_path / "dict", fields=FIELDS, split="test") == ROWS[:1]
+    assert not (tmp_path / "cache").exists()
+    with pytest.raises(ValueError, match=r"no split 'dev'; it has train, test"):
+        load_records(tmp_path / "dict", fields=FIELDS, split="dev")
+
+
+def test_directories_and_lists_are_joined_in_order(tmp_path):
+    write_jsonl(tmp_path / "2.jsonl", ROWS[1:])
+    datasets.Dataset.from_list(ROWS[:1]).to_parquet(tmp_path / "1.parquet")
+    (tmp_path / "README.md").write_text("not data")
+    (tmp_path / ".hidden.jsonl").write_text("broken")
+    assert load_records(tmp_path, fields=FIELDS) == ROWS
+    both = [str(tmp_path / "2.jsonl"), tmp_path / "1.parquet"]
+    assert load_records(both, fields=FIELDS) == [*ROWS[1:], ROWS[0]]
+
+
+def test_missing_file_names_the_path_and_its_nearest_sibling(tmp_path):
+    write_jsonl(tmp_path / "sft_train.jsonl", ROWS)
+    write_jsonl(tmp_path / "other.jsonl", ROWS)
+    with pytest.raises(ValueError, match=r"sft_trian\.jsonl; .*nearest.*sft_train\.jsonl"):
+        load_records(tmp_path / "sft_trian.jsonl", fields=FIELDS)
+    with pytest.raises(ValueError, match=rf"directory: {tmp_path}/nowhere; .*nearest"):
+        load_records(tmp_path / "nowhere" / "deep" / "a.jsonl", fields=FIELDS)
+
+
+def test_misspelt_relative_path_does_not_go_to_the_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: pytest.fail("went to the network"))
+    for name in ("data/trian", "trian.jsonl", "./trian", "a/b/c"):
+        with pytest.raises(ValueError, match="no such data file or directory"):
+            load_records(name, fields=FIELDS)
+
+
+def test_hub_failure_says_both_what_was_tried(monkeypatch):
+    def fail(*_, **__):
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr(datasets, "load_dataset", fail)
+    with pytest.raises(ValueError, match=r"owner/name is not on disk.*hub.*no route.*network"):
+        load_records("owner/name", fields=FIELDS)
+
+
+def test_malformed_line_gives_file_line_and_fragment(tmp_path):
+    path = tmp_path / "bad.jsonl"
+    path.write_text('{"prompt": "a", "response": "b"}\n\n{"prompt": "a", "response": oops}\n')
+    with pytest.raises(ValueError, match=r"bad\.jsonl, line 3: malformed JSON .*column 29.*oops"):
+        load_records(path, fields=FIELDS)
+    path.write_bytes(b'{"prompt": "a", "response": "b"}\n{"prompt": "\xff"}\n')
+    with pytest.raises(ValueError, match=r"bad\.jsonl, line 2: not UTF-8"):
+        load_records(path, fields=FIELDS)
+    path.write_text('[{"prompt": "a",\n "response": "b"},\n {"prompt" "a"}]')
+    with pytest.raises(ValueError, match=r"bad\.jsonl, line 3: malformed JSON"):
+        load_records(path, fields=FIELDS)
+    path.write_text('{"prompt": "a", "response": "b"}\n"text"\n')
+    with pytest.raises(ValueError, match=r"line 2: expected a JSON object with prompt, response, got str"):
+        load_records(path, fields=FIELDS)
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_missing_field_names_row_fields_and_nearest(tmp_path, suffix):
+    rows = [{"prompt": "a", "responce": "b"}]
+    if suffix == "jsonl":
+        rows = [*ROWS, *rows]
+        write_jsonl(tmp_path / "x.jsonl", rows)
+    else:
+        datasets.Dataset.from_list(rows).to_parquet(tmp_path / "x.parquet")
+    where = rf"x\.{suffix}, {'line 4' if suffix == 'jsonl' else 'row 1'}"
+    with pytest.raises(
+        ValueError, match=rf"{where}: no field 'response', found 'prompt', 'responce'; .*'responce'"
+    ):
+        load_records(tmp_path / f"x.{suffix}", fields=FIELDS)
+
+
+@pytest.mark.parametrize("value, shown", [(None, "NoneType None"), (3, "int 3"), (["a"], "list ['a']")])
+def test_wrong_type_names_row_field_and_value(tmp_path, value, shown):
+    path = write_jsonl(tmp_path / "x.jsonl", [ROWS[0], {"prompt": "a", "response": value}])
+    with pytest.raises(
+        ValueError, match=rf"line 2: field 'response' is {re.escape(shown)}, expected a string"
+    ):
+        load_records(path, fields=FIELDS)
+    if value is None:
+        assert len(load_records(path, fields=["prompt"], optional=["response"])) == 2
+    else:
+        with pytest.raises(ValueError, match="line 2: field 'response'"):
+            load_records(path, fields=["prompt"], optional=["response"])
+
+
+def test_messages_are_checked(tmp_path):
+    good = {"messages": [{"role": "user", "content": "hi"}]}
+    path = write_jsonl(tmp_path / "m.jsonl", [good, {"messages": [{"role": "user"}]}])
+    with pytest.raises(ValueError, match=r"line 2: field 'messages'.*list of \{role, content\}"):
+        load_records(path, fields=["messages"])
+    assert load_records(write_jsonl(path, [good]), fields=["messages"]) == [good]
+
+
+def test_nothing_to_read(tmp_path):
+    (tmp_path / "empty.jsonl").write_text("\n")
+    with pytest.raises(ValueError, match=r"no rows in .*empty\.jsonl"):
+        load_records(tmp_path / "empty.jsonl", fields=FIELDS)
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "notes.txt").write_text("x")
+    with pytest.raises(ValueError, match=r"no data files in .*found notes\.txt; .*\.parquet"):
+        load_records(tmp_path / "sub", fields=FIELDS)
+    with pytest.raises(ValueError, match=r"notes\.txt: cannot tell its format"):
+        load_records(tmp_path / "sub" / "notes.txt", fields=FIELDS)
+    (tmp_path / "x.parquet").write_bytes(b"not parquet")
+    with pytest.raises(ValueError, match=r"x\.parquet: not a readable \.parquet file: .*magic bytes"):
+        load_records(tmp_path / "x.parquet", fields=FIELDS)
+
+
+def test_processes_that_load_at_once_do_not_race(tmp_path):
+    """Three processes, one Parquet file, an empty home: all succeed and the home stays without a cache."""
+    datasets.Dataset.from_list(ROWS).to_parquet(tmp_path / "a.parquet")
+    code = (
+        "import sys; from megarlhf.data.sources import load_records; "
+        "print(len(load_records(sys.argv[1], fields=['prompt'])))"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "a.parquet")]
+    environment = os.environ | {"HF_HOME": str(tmp_path / "home"), "PYTHONPATH": os.pathsep.join(sys.path)}
+    processes = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) for _ in range(3)
+    ]
+    assert [process.communicate(timeout=120)[0].strip() for process in processes] == ["3", "3", "3"]
+    assert not list((tmp_path / "home").rglob("*.arrow"))

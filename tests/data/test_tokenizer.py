@@ -1,0 +1,103 @@
+"""Tokenizers: prompt and response concatenate in ids and in text, with and without a dummy prefix."""
+
+import io
+import logging
+
+import pytest
+import sentencepiece
+
+from megarlhf.data.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer, load_tokenizer
+
+CORPUS = ["the answer is 85", "what is 37+48= and so on", "0123456789 abc"] * 5
+
+
+def sentencepiece_model(*, add_dummy_prefix, **options):
+    buffer = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(CORPUS),
+        model_writer=buffer,
+        model_type="bpe",
+        vocab_size=60,
+        hard_vocab_limit=False,
+        add_dummy_prefix=add_dummy_prefix,
+        minloglevel=2,
+        **options,
+    )
+    return buffer.getvalue()
+
+
+def save_fast(directory, fast_tokenizer, **options):
+    fast_tokenizer(**options).save_pretrained(directory)
+    return load_tokenizer(directory)
+
+
+def save_sentencepiece(directory, **options):
+    (directory / "tokenizer.model").write_bytes(sentencepiece_model(**options))
+    return load_tokenizer(directory)
+
+
+CASES = {
+    "sentencepiece": lambda d, _: save_sentencepiece(d, add_dummy_prefix=False),
+    "sentencepiece_prefix": lambda d, _: save_sentencepiece(d, add_dummy_prefix=True),
+    "fast": lambda d, fast: save_fast(d, fast, prefix=False, eos_token="</s>", bos_token="<s>"),
+    "fast_prefix": lambda d, fast: save_fast(d, fast, prefix=True, eos_token="</s>", bos_token="<s>"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_prompt_and_response_concatenate(case, tmp_path, fast_tokenizer):
+    """Ids by construction, text by `continuation`; a response may start with a space or not."""
+    tokenizer = CASES[case](tmp_path, fast_tokenizer)
+    expected = HuggingFaceTokenizer if case.startswith("fast") else SentencePieceTokenizer
+    assert type(tokenizer) is expected
+    for prompt, response in (("37+48=", "85"), ("what is", " the answer"), ("the answer is", "85 abc")):
+        ids = tokenizer.encode(response, continuation=True)
+        assert tokenizer.decode(tokenizer.encode(prompt) + ids) == prompt + response
+        assert tokenizer.decode(ids, continuation=True) == response
+        assert tokenizer.decode(tokenizer.encode(prompt)) == prompt
+        assert max(ids) < tokenizer.vocab_size
+        assert not {tokenizer.bos_id, tokenizer.eos_id} & {*ids, *tokenizer.encode(prompt)}
+
+
+@pytest.mark.parametrize("case", ["sentencepiece_prefix", "fast_prefix"])
+def test_the_prefix_is_there_and_continuation_leaves_it_out(case, tmp_path, fast_tokenizer):
+    """So that the test above is not passed by tokenizers that never add one."""
+    tokenizer = CASES[case](tmp_path, fast_tokenizer)
+    assert tokenizer.decode(tokenizer.encode("37") + tokenizer.encode("85")) == "37 85"
+    assert tokenizer.encode("85") != tokenizer.encode("85", continuation=True)
+
+
+def test_ids_of_special_tokens(tmp_path, fast_tokenizer):
+    model = sentencepiece_model(add_dummy_prefix=False, unk_id=3, bos_id=0, eos_id=1, pad_id=2)
+    tokenizer = SentencePieceTokenizer(model)
+    assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id) == (0, 1, 2)
+    assert tokenizer.vocab_size == sentencepiece.SentencePieceProcessor(model_proto=model).get_piece_size()
+    assert 1 not in tokenizer.encode("</s>")
+    fast = save_fast(tmp_path, fast_tokenizer, prefix=False, eos_token="</s>", pad_token="<unk>")
+    assert (fast.bos_id, fast.eos_id, fast.pad_id) == (None, 2, 0)
+
+
+def test_undefined_padding_falls_back_to_eos_and_says_so(caplog):
+    caplog.set_level(logging.INFO)
+    tokenizer = SentencePieceTokenizer(sentencepiece_model(add_dummy_prefix=False, bos_id=-1))
+    assert tokenizer.bos_id is None
+    assert tokenizer.pad_id == tokenizer.eos_id
+    assert "no padding token" in caplog.text
+
+
+def test_eos_is_required(fast_tokenizer):
+    with pytest.raises(ValueError, match="no end-of-sequence token"):
+        SentencePieceTokenizer(sentencepiece_model(add_dummy_prefix=False, eos_id=-1))
+    with pytest.raises(ValueError, match="no end-of-sequence token"):
+        HuggingFaceTokenizer(fast_tokenizer(prefix=False), "here")
+
+
+def test_directories_without_a_tokenizer(tmp_path):
+    with pytest.raises(ValueError, match=r"no such tokenizer directory: .*nowhere"):
+        load_tokenizer(tmp_path / "nowhere")
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"expected tokenizer\.json or tokenizer\.model, found config\.json"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.model").write_bytes(b"version https://git-lfs.github.com/spec/v1")
+    with pytest.raises(ValueError, match=r"tokenizer\.model is not a SentencePiece model"):
+        load_tokenizer(tmp_path)

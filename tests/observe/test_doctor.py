@@ -1,0 +1,121 @@
+"""What doctor says of made-up machines. Not covered: what a real GPU machine reports of itself."""
+
+import io
+import subprocess
+import sys
+from dataclasses import dataclass, field
+
+import pytest
+from rich.console import Console
+
+from megarlhf.doctor import apex_kind, examine, print_doctor, report
+
+CPU_VERSIONS = {
+    "torch": "2.13.0+cpu",
+    "megatron-core": "0.16.1",
+    "vllm": "0.32.0",
+    "triton": "3.9.0",
+    "transformer-engine": None,
+    "apex": None,
+    "transformers": "5.19.0",
+    "datasets": "5.2.0",
+    "sentencepiece": "0.2.3",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    device_type: str = "cpu"
+    device_count: int = 1
+    device_name: str = "x86_64 CPU"
+    backends: tuple[str, ...] = ("gloo",)
+    versions: dict[str, str | None] = field(default_factory=lambda: dict(CPU_VERSIONS))
+
+
+def findings_of(machine, environ=None):
+    return {finding.part: finding for finding in examine(machine, environ=environ or {})}
+
+
+def test_the_ci_machine_has_no_problem_and_missing_parts_are_explained():
+    findings = findings_of(Machine())
+    assert [finding for finding in findings.values() if finding.verdict == "problem"] == []
+    engine = findings["transformer-engine"]
+    assert (engine.found, engine.verdict) == ("missing", "ok")
+    assert engine.meaning == "not installed: local layer spec is used; fine on CPU, slower on GPU"
+    assert findings["torch"].verdict == "ok"
+    assert findings["devices"].found == "x86_64 CPU"
+
+
+def test_on_a_gpu_machine_missing_kernels_are_noted_and_missing_nccl_is_a_problem():
+    machine = Machine(device_type="cuda", device_count=8, device_name="H200")
+    findings = findings_of(machine)
+    assert findings["devices"].found == "8 x H200"
+    assert findings["transformer-engine"].verdict == "note"
+    assert findings["distributed backends"].verdict == "problem"
+    assert "without nccl" in findings["distributed backends"].meaning
+
+
+def test_an_untested_version_is_noted_and_a_missing_core_is_a_problem():
+    findings = findings_of(Machine(versions={**CPU_VERSIONS, "torch": "2.12.1", "megatron-core": None}))
+    assert findings["torch"].verdict == "note"
+    assert "the tests ran with 2.13.0" in findings["torch"].meaning
+    assert (findings["megatron-core"].found, findings["megatron-core"].verdict) == ("missing", "problem")
+
+
+def test_apex_of_nvidia_and_of_the_registry_are_told_apart(tmp_path):
+    path = [str(tmp_path)]
+    assert apex_kind(path) == "missing"
+    (tmp_path / "apex").mkdir()
+    (tmp_path / "apex" / "__init__.py").write_text("raise RuntimeError('must not be imported')")
+    assert apex_kind(path) == "unrelated"
+    (tmp_path / "apex" / "optimizers").mkdir()
+    (tmp_path / "apex" / "optimizers" / "fused_adam.py").touch()
+    assert apex_kind(path) == "nvidia without its CUDA kernels"
+    (tmp_path / "amp_C.py").touch()
+    assert apex_kind(path) == "nvidia"
+
+
+def test_an_unrelated_apex_is_a_problem(tmp_path, monkeypatch):
+    (tmp_path / "apex").mkdir()
+    (tmp_path / "apex" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    finding = findings_of(Machine(versions={**CPU_VERSIONS, "apex": "0.9.8.dev0"}))["apex"]
+    assert finding.verdict == "problem"
+    assert "pip uninstall apex" in finding.meaning
+
+
+@pytest.mark.parametrize(
+    ("environ", "verdict", "words"),
+    [
+        ({}, "ok", "not inside a job"),
+        ({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0"}, "note", "no SLURM_STEP_ID"),
+        ({"SLURM_JOB_ID": "7", "SLURM_PROCID": "3", "SLURM_STEP_ID": "0"}, "ok", "3 SLURM_ variables"),
+    ],
+)
+def test_slurm_variables(environ, verdict, words):
+    finding = findings_of(Machine(), environ)["Slurm"]
+    assert finding.verdict == verdict
+    assert words in finding.meaning
+    assert ("JOB_ID=7" in finding.found) == bool(environ)
+
+
+def test_the_table_shows_every_finding_and_the_status_counts_problems():
+    console = Console(file=io.StringIO(), width=300)
+    findings = examine(Machine(), environ={})
+    assert report(findings, console=console) == 0
+    text = console.file.getvalue()
+    assert all(finding.part in text and finding.meaning in text for finding in findings)
+    assert report(examine(Machine(backends=()), environ={}), console=console) == 1
+
+
+def test_the_command_prints_the_table(capsys):
+    assert print_doctor(Machine()) == 0
+    assert "transformer-engine" in capsys.readouterr().out
+
+
+def test_doctor_imports_nothing_heavy():
+    """In a new process: neither torch nor any package that it reports on."""
+    heavy = "{'torch', 'vllm', 'megatron', 'transformers'}"
+    code = f"import sys, megarlhf.doctor; print(*(sys.modules.keys() & {heavy}))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.split() == []

@@ -1,0 +1,175 @@
+"""metrics.jsonl: what stands in it, and what a resume leaves. Not covered: the real Weights & Biases."""
+
+import json
+import sys
+import types
+
+import numpy as np
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from megarlhf.observe.metrics import MetricsWriter, NullWriter, Observer, read_metrics
+
+
+def lines(run_dir):
+    return (run_dir / "metrics.jsonl").read_text().splitlines()
+
+
+def write_steps(run_dir, steps, **options):
+    with MetricsWriter(run_dir, tensorboard=False, **options) as writer:
+        for step in steps:
+            writer.log(step, {"loss": step / 2})
+
+
+def test_a_line_a_step_step_first_names_sorted_nan_and_infinity_null(tmp_path):
+    writer = MetricsWriter(tmp_path / "new", tensorboard=False)
+    writer.log(1, {"loss": 0.5, "grad_norm": float("nan"), "tokens": 7, "kl": None})
+    # flushed: a reader sees the line before the writer is closed
+    assert lines(tmp_path / "new") == ['{"step": 1, "grad_norm": null, "kl": null, "loss": 0.5, "tokens": 7}']
+    writer.log(2, {"loss": float("-inf"), "tokens": np.int64(8), "kl": np.float32(0.25)})
+    writer.close()
+    assert lines(tmp_path / "new")[1] == '{"step": 2, "kl": 0.25, "loss": null, "tokens": 8}'
+    assert read_metrics(tmp_path / "new")[1] == {"step": 2, "kl": 0.25, "loss": None, "tokens": 8}
+
+
+@pytest.mark.parametrize(
+    ("step", "metrics", "message"),
+    [
+        (3, {"loss": 1.0}, "step 3 after those of step 3"),
+        (2, {"loss": 1.0}, "step 2 after those of step 3"),
+        (4, {"loss": torch.tensor(1.0)}, "metric loss is a Tensor"),
+        (4, {"loss": "1.0"}, "metric loss is a str"),
+        (4, {"step": 4}, "a metric called `step`"),
+    ],
+)
+def test_what_cannot_be_logged_is_refused_and_leaves_no_line(tmp_path, step, metrics, message):
+    with MetricsWriter(tmp_path, tensorboard=False) as writer:
+        writer.log(3, {"loss": 1.0})
+        with pytest.raises(ValueError, match=message):
+            writer.log(step, metrics)
+    assert [row["step"] for row in read_metrics(tmp_path)] == [3]
+
+
+def test_resume_cuts_later_steps_and_the_torn_last_line(tmp_path):
+    write_steps(tmp_path, [1, 2, 3, 4])
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "lo')
+    assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2, 3, 4]
+    kept = lines(tmp_path)[:2]
+
+    write_steps(tmp_path, [3, 4], resume_step=2)
+    assert lines(tmp_path)[:2] == kept
+    assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2, 3, 4]
+
+
+def test_a_torn_line_of_the_resumed_step_itself_is_dropped_too(tmp_path):
+    write_steps(tmp_path, [1])
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 2, "loss": 1.0}')  # complete JSON, but the newline never came
+    write_steps(tmp_path, [3], resume_step=2)
+    assert [row["step"] for row in read_metrics(tmp_path)] == [1, 3]
+
+
+def test_a_damaged_line_in_the_middle_is_an_error_that_names_it(tmp_path):
+    write_steps(tmp_path, [1, 2, 3])
+    first, _, third = lines(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text(f"{first}\n%%%\n{third}\n")
+    with pytest.raises(ValueError, match=r"metrics\.jsonl, line 2: got b'%%%'"):
+        read_metrics(tmp_path)
+    with pytest.raises(ValueError, match="line 2"):
+        MetricsWriter(tmp_path, tensorboard=False, resume_step=3)
+
+
+def test_a_new_start_sets_the_earlier_record_aside(tmp_path):
+    write_steps(tmp_path, [1, 2])
+    write_steps(tmp_path, [1])
+    write_steps(tmp_path, [1, 2, 3])
+    assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2, 3]
+    assert len((tmp_path / "metrics.before-1.jsonl").read_text().splitlines()) == 2
+    assert len((tmp_path / "metrics.before-2.jsonl").read_text().splitlines()) == 1
+
+
+def test_after_a_resume_steps_continue_behind_it(tmp_path):
+    write_steps(tmp_path, [1, 2])
+    with (
+        MetricsWriter(tmp_path, tensorboard=False, resume_step=2) as writer,
+        pytest.raises(ValueError, match="step 2 after those of step 2"),
+    ):
+        writer.log(2, {"loss": 1.0})
+
+
+def test_tensorboard_gets_the_finite_scalars(tmp_path):
+    with MetricsWriter(tmp_path) as writer:
+        writer.log(1, {"loss": 0.5, "kl": float("nan")})
+        writer.log(2, {"loss": 0.25})
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert events.Tags()["scalars"] == ["loss"]
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 0.5), (2, 0.25)]
+
+
+def test_tensorboard_after_a_resume_shows_only_the_second_attempt(tmp_path):
+    for resume_step, steps in ((None, (1, 2, 3)), (1, (2,))):
+        with MetricsWriter(tmp_path, resume_step=resume_step) as writer:
+            for step in steps:
+                writer.log(step, {"loss": step if resume_step is None else -step})
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 1.0), (2, -2.0)]
+
+
+def test_wandb_is_refused_when_missing_before_anything_is_written(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ValueError, match=r"project 'mine'.*pip install wandb"):
+        MetricsWriter(tmp_path / "run", wandb_project="mine")
+    assert not (tmp_path / "run").exists()
+
+
+def test_wandb_when_asked_for_continues_the_same_run(tmp_path, monkeypatch):
+    """With a stand-in module: what it is called with."""
+    inits, logged = [], []
+
+    class FakeRun:
+        id = "abc"
+
+        def log(self, metrics, step):
+            logged.append((step, dict(metrics)))
+
+        def finish(self):
+            logged.append("finished")
+
+    def init(**options):
+        inits.append(options)
+        return FakeRun()
+
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
+    with MetricsWriter(tmp_path, tensorboard=False, wandb_project="mine") as writer:
+        writer.log(1, {"loss": 0.5, "kl": None})
+    MetricsWriter(tmp_path, tensorboard=False, wandb_project="mine", resume_step=1).close()
+    assert logged == [(1, {"loss": 0.5}), "finished", "finished"]
+    assert [(options["project"], options["id"]) for options in inits] == [("mine", None), ("mine", "abc")]
+
+
+def test_null_writer_writes_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    observer: Observer = NullWriter()
+    observer.log(1, {"loss": 0.5})
+    observer.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_reading_a_directory_without_metrics_says_so(tmp_path):
+    with pytest.raises(ValueError, match=r"no metrics\.jsonl in"):
+        read_metrics(tmp_path)
+
+
+def test_the_file_is_strict_json(tmp_path):
+    """No NaN or Infinity tokens, which Python's parser would read and others refuse."""
+    write_steps(tmp_path, [1])
+    with MetricsWriter(tmp_path, tensorboard=False, resume_step=1) as writer:
+        writer.log(2, {"loss": float("inf"), "kl": np.float64("nan")})
+
+    def refuse(token):
+        raise AssertionError(f"{token} in metrics.jsonl")
+
+    rows = [json.loads(line, parse_constant=refuse) for line in lines(tmp_path)]
+    assert rows[1] == {"step": 2, "kl": None, "loss": None}

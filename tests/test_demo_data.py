@@ -1,0 +1,167 @@
+"""The demonstration's data: what training on it relies on. Not covered: that the task can be learnt."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megarlhf.data.samples import build_pairs, build_prompts, build_sft
+from megarlhf.data.sources import load_records
+from megarlhf.data.tokenizer import SentencePieceTokenizer, load_tokenizer
+from tools.demo.make_data import (
+    ALPHABET,
+    MODEL_CONFIG,
+    NEAR_MISSES,
+    Problem,
+    Recipe,
+    all_problems,
+    check_rows,
+    main,
+    make_rows,
+    near_misses,
+    train_tokenizer,
+    write_all,
+)
+
+FILES = [f"{kind}_{part}" for kind in ("sft", "pairs", "prompts") for part in ("train", "heldout")]
+SMALL = Recipe(heldout=20, sft_train=101, pairs_train=300, prompts_train=50)
+
+
+def right_answer(prompt):
+    a, b = prompt.rstrip("=").split("+")
+    return str(int(a) + int(b))
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    out = tmp_path_factory.mktemp("demo")
+    write_all(out, SMALL, seed=0)
+    return out
+
+
+def test_files_shares_and_disjointness(made):
+    """Read back from disk, counted by an addition of the test's own."""
+    rows = {name: load_records(made / f"{name}.jsonl", fields=["prompt"]) for name in FILES}
+    sizes = {name: len(file) for name, file in rows.items()}
+    assert sizes == dict(zip(FILES, (101, 20, 300, 20, 50, 20), strict=True))
+    prompts = {name: {row["prompt"] for row in file} for name, file in rows.items()}
+    assert all(len(prompts[name]) == sizes[name] for name in FILES)
+    heldout = prompts["sft_heldout"]
+    assert heldout == prompts["pairs_heldout"] == prompts["prompts_heldout"]
+    assert not heldout & (prompts["sft_train"] | prompts["pairs_train"] | prompts["prompts_train"])
+    wrong = [row["response"] != right_answer(row["prompt"]) for row in rows["sft_train"]]
+    assert sum(wrong) == 50
+    assert 10 < sum(wrong[:50]) < 40
+    assert all(row["response"] == right_answer(row["prompt"]) for row in rows["sft_heldout"])
+    for row in rows["pairs_train"] + rows["pairs_heldout"]:
+        assert row["chosen"] == right_answer(row["prompt"]) != row["rejected"]
+    for row in rows["prompts_train"] + rows["prompts_heldout"]:
+        assert row["answer"] == right_answer(row["prompt"])
+    assert sorted(p.name for p in made.iterdir()) == sorted(["base", *(f"{name}.jsonl" for name in FILES)])
+
+
+def test_a_leak_is_found():
+    rows = make_rows(SMALL, seed=0)
+    check_rows(rows)
+    rows["prompts_train"][3] = rows["prompts_heldout"][5]
+    with pytest.raises(AssertionError, match="held-out prompts in training files"):
+        check_rows(rows)
+
+
+def test_near_misses_by_hand():
+    """37+48=85; 55+45=100; without a carry 12+34=46 has no such miss."""
+    assert near_misses(Problem(37, 48)) == {
+        "off by one": ["84", "86"],
+        "off by ten": ["75", "95"],
+        "digits swapped": ["58"],
+        "carry forgotten": ["75"],
+        "digit dropped": ["5", "8"],
+        "digit added": [f"85{digit}" for digit in range(10)],
+        "digit doubled": ["885", "855"],
+    }
+    hundred = near_misses(Problem(55, 45))
+    assert (hundred["carry forgotten"], hundred["digits swapped"]) == (["90"], ["010"])
+    assert "carry forgotten" not in near_misses(Problem(12, 34))
+
+
+def test_every_problem_has_only_wrong_misses():
+    kinds = set()
+    for problem in all_problems():
+        misses = near_misses(problem)
+        kinds |= misses.keys()
+        texts = {text for found in misses.values() for text in found}
+        assert texts
+        assert problem.answer() not in texts
+        assert "" not in texts
+    assert kinds == NEAR_MISSES.keys()
+
+
+def test_the_same_seed_gives_the_same_bytes(made, tmp_path):
+    """Also from another process with another hash seed; and another seed gives other rows, the same model."""
+    command = [sys.executable, "-m", "tools.demo.make_data", "--out", str(tmp_path / "again"), "--seed", "0"]
+    command += ["--heldout", "20", "--sft-train", "101", "--pairs-train", "300", "--prompts-train", "50"]
+    root = Path(__file__).parents[1]
+    environment = os.environ | {"PYTHONHASHSEED": "7"}
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=True)
+    assert "wrong responses in sft_train: 49.5%" in done.stdout
+    files = sorted(path.relative_to(made) for path in made.rglob("*") if path.is_file())
+    assert len(files) == 10
+    for file in files:
+        assert (made / file).read_bytes() == (tmp_path / "again" / file).read_bytes(), file
+    write_all(tmp_path / "other", SMALL, seed=1)
+    changed = [f for f in files if (made / f).read_bytes() != (tmp_path / "other" / f).read_bytes()]
+    assert [str(f) for f in changed] == sorted(f"{name}.jsonl" for name in FILES)
+
+
+def test_too_large_a_recipe_is_refused():
+    with pytest.raises(ValueError, match=r"pairs_train=8000, but 7588 problems are left"):
+        main(["--out", "unused", "--pairs-train", "8000"])
+
+
+def test_tokenizer_is_one_token_a_character(made):
+    tokenizer = load_tokenizer(made / "base")
+    assert isinstance(tokenizer, SentencePieceTokenizer)
+    assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id, tokenizer.vocab_size) == (1, 2, 3, 16)
+    assert tokenizer.encode(ALPHABET) == list(range(4, 16))
+    for problem in all_problems()[::37]:
+        prompt, answer = problem.prompt(), problem.answer()
+        ids = tokenizer.encode(prompt) + tokenizer.encode(answer, continuation=True)
+        assert ids == tokenizer.encode(prompt + answer)
+        assert tokenizer.decode([1, *ids, 2]) == prompt + answer
+    assert train_tokenizer() == (made / "base" / "tokenizer.model").read_bytes()
+
+
+def test_samples_of_all_files(made):
+    """Nothing is skipped at the lengths the demonstration uses."""
+    tokenizer = load_tokenizer(made / "base")
+    for part in ("train", "heldout"):
+        sft = load_records(made / f"sft_{part}.jsonl", fields=["prompt", "response"])
+        pairs = load_records(made / f"pairs_{part}.jsonl", fields=["prompt", "chosen", "rejected"])
+        prompts = load_records(made / f"prompts_{part}.jsonl", fields=["prompt", "answer"])
+        limits = {"max_prompt_tokens": 7, "max_response_tokens": 5}
+        for build, rows in ((build_sft, sft), (build_pairs, pairs)):
+            samples, skipped = build(rows, tokenizer, **limits)
+            assert (len(samples), skipped.count()) == (len(rows), 0)
+        samples, skipped = build_prompts(prompts, tokenizer, max_prompt_tokens=7)
+        assert (len(samples), skipped.count()) == (len(prompts), 0)
+        assert samples[0].fields == {"answer": right_answer(samples[0].text)}
+
+
+def test_transformers_reads_the_model_directory(made):
+    """The same model by its configuration, and the same ids by its own tokenizer."""
+    from transformers import AutoConfig, AutoTokenizer
+
+    config = AutoConfig.from_pretrained(made / "base")
+    assert type(config).__name__ == "LlamaConfig"
+    expected = json.loads((made / "base" / "config.json").read_text())
+    assert expected == MODEL_CONFIG
+    for key in ("hidden_size", "num_hidden_layers", "num_key_value_heads", "vocab_size", "eos_token_id"):
+        assert getattr(config, key) == expected[key]
+    tokenizer = AutoTokenizer.from_pretrained(made / "base", local_files_only=True)
+    assert tokenizer.encode("37+48=", add_special_tokens=False) == load_tokenizer(made / "base").encode(
+        "37+48="
+    )
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (1, 2, 3)

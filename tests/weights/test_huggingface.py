@@ -1,0 +1,148 @@
+"""The reader's errors and the writer's promises."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megarlhf.weights.formats.huggingface import INDEX, HFReader, HFWriter
+from megarlhf.weights.placement import Box
+from megarlhf.weights.tensor_map import logical_tensors
+from tests.weights.cases import TINY, random_logical, tiny
+
+SPECS = {
+    "a": ((3, 4), torch.bfloat16),
+    "b": ((5,), torch.float32),
+    "c": ((2, 2), torch.float16),
+}
+VALUES = {name: torch.arange(torch.Size(s).numel()).view(s).to(t) - 2.5 for name, (s, t) in SPECS.items()}
+
+
+def write(directory, **options):
+    with HFWriter(directory, SPECS, TINY, **options) as writer:
+        for name in ("c", "a", "b"):
+            writer.write(name, VALUES[name])
+
+
+@pytest.mark.parametrize(("limit", "files"), [(1 << 20, 1), (44, 2), (1, 3)])
+def test_written_files_are_read_by_safetensors_and_by_us(tmp_path, limit, files):
+    """Bit for bit, in one or several shards; a box is the slice."""
+    write(tmp_path / "m", max_shard_bytes=limit)
+    shards = sorted((tmp_path / "m").glob("*.safetensors"))
+    assert len(shards) == files
+    stored = {name: value for shard in shards for name, value in load_file(shard).items()}
+    reader = HFReader(tmp_path / "m")
+    assert stored.keys() == reader.tensors.keys() == SPECS.keys()
+    for name, value in VALUES.items():
+        assert stored[name].dtype == value.dtype
+        assert torch.equal(stored[name], value)
+    assert torch.equal(reader.read("a", Box((1, 1), (3, 2))), VALUES["a"][1:3, 1:2])
+    assert torch.equal(reader.read("b", Box((4,), (5,))), VALUES["b"][4:])
+    assert (tmp_path / "m" / INDEX).exists() == (files > 1)
+    assert json.loads((tmp_path / "m" / "config.json").read_text()) == TINY
+
+
+def test_other_files_are_copied(tmp_path):
+    source = tmp_path / "source"
+    source.mkdir()
+    for name in (
+        "tokenizer.json",
+        "generation_config.json",
+        "config.json",
+        "model.safetensors",
+        INDEX,
+        "x.bin",
+    ):
+        (source / name).write_text(name)
+    write(tmp_path / "m", copy_from=source)
+    assert {p.name for p in (tmp_path / "m").iterdir()} == {
+        "tokenizer.json",
+        "generation_config.json",
+        "config.json",
+        "model.safetensors",
+    }
+    assert (tmp_path / "m" / "tokenizer.json").read_text() == "tokenizer.json"
+    assert json.loads((tmp_path / "m" / "config.json").read_text()) == TINY
+
+
+def write_and_fail(directory):
+    with HFWriter(directory, SPECS, TINY) as writer:
+        writer.write("a", VALUES["a"])
+        assert len(list(directory.parent.iterdir())) == 1, "under its temporary name"
+        assert not directory.exists()
+        raise OSError("no space left")
+
+
+def write_only(directory, **values):
+    with HFWriter(directory, SPECS, TINY) as writer:
+        for name, value in values.items():
+            writer.write(name, value)
+
+
+def test_a_writer_that_fails_leaves_nothing(tmp_path):
+    """Neither the directory nor the temporary one; then the same place can be written, once."""
+    with pytest.raises(OSError, match="no space left"):
+        write_and_fail(tmp_path / "m")
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(ValueError, match="2 tensors were promised and not written: b, c"):
+        write_only(tmp_path / "m", a=VALUES["a"])
+    with pytest.raises(FileNotFoundError):
+        write(tmp_path / "m", copy_from=tmp_path / "nowhere")
+    with pytest.raises(ValueError, match=r"b is \(4,\) torch.float32, promised \(5,\)"):
+        write_only(tmp_path / "m", b=VALUES["b"][:4])
+    assert not list(tmp_path.iterdir())
+    write(tmp_path / "m")
+    with pytest.raises(ValueError, match="exists already"):
+        write(tmp_path / "m")
+    assert HFReader(tmp_path / "m").tensors.keys() == SPECS.keys()
+
+
+def test_damaged_directories(tmp_path):
+    with pytest.raises(ValueError, match=r"neither model.safetensors.index.json nor model.safetensors"):
+        HFReader(tmp_path)
+    directory = tmp_path / "m"
+    write(directory, max_shard_bytes=1)
+    shards = sorted(directory.glob("*.safetensors"))
+    whole = shards[1].read_bytes()
+    for size, message in (
+        (len(whole) - 1, f"expected {len(whole)} from its header"),
+        (20, "truncated"),
+        (3, "truncated"),
+    ):
+        shards[1].write_bytes(whole[:size])
+        with pytest.raises(ValueError, match=message):
+            HFReader(directory)
+    shards[1].write_bytes(shards[0].read_bytes())
+    with pytest.raises(ValueError, match=r"promises 1 tensors that its shards lack: b \(in "):
+        HFReader(directory)
+    shards[1].unlink()
+    shards[2].unlink()
+    with pytest.raises(ValueError, match=f"lacks 2 of 3 shards .*{shards[1].name}, {shards[2].name}"):
+        HFReader(directory)
+
+
+def test_the_model_and_the_files_are_compared_in_full(tmp_path):
+    arch = tiny(tie_word_embeddings=True)
+    stored = {name: value.to(torch.float32) for name, value in random_logical(arch).items()}
+    stored["lm_head.weight"] = stored["model.embed_tokens.weight"].clone()
+    stored["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
+    save_file(stored, tmp_path / "model.safetensors")
+    reader = HFReader(tmp_path)
+    reader.check(logical_tensors(arch), extra=("lm_head.weight",))
+    with pytest.raises(ValueError, match=r"lm_head.weight is not part of the model"):
+        reader.check(logical_tensors(arch))
+    with pytest.raises(ValueError, match=r"score.weight is missing"):
+        reader.check(logical_tensors(arch, "scalar"), extra=("lm_head.weight",))
+    reader.check(logical_tensors(arch, "scalar"), absent=("score.weight",), extra=("lm_head.weight",))
+    other = tiny(tie_word_embeddings=True, num_hidden_layers=2, vocab_size=101, attention_bias=True)
+    with pytest.raises(
+        ValueError, match=r"differs from what its config.json describes in 18 tensors"
+    ) as error:
+        reader.check(logical_tensors(other), extra=("lm_head.weight",))
+    for text in (
+        "model.layers.1.self_attn.o_proj.bias is missing",
+        "model.layers.2.mlp.up_proj.weight is not part of the model",
+        "model.embed_tokens.weight has shape (100, 64), expected (101, 64)",
+    ):
+        assert text in str(error.value)

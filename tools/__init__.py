@@ -1,0 +1,1 @@
+"""Programs beside the package; not installed."""

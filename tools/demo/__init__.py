@@ -1,0 +1,1 @@
+"""The demonstration: a task small enough to align a model on a laptop."""
