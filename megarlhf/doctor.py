@@ -154,18 +154,14 @@ def _tested(name: str, found: str) -> Finding:
 
 def _vllm(found: str | None) -> Finding:
     if found is None:
-        meaning = (
-            "not installed: rl cannot use rollout.engine=vllm; sft, rm, dpo and convert are not touched by it"
-        )
+        meaning = "not installed: rl cannot use rollout.engine=vllm; sft, rm, dpo and convert are not touched by it"
         return Finding(part="vllm", found="missing", verdict="note", meaning=meaning)
     return _tested("vllm", found)
 
 
 def _triton(found: str | None, on_gpu: bool) -> Finding:
     if found is not None:
-        meaning = (
-            "" if on_gpu else "kernels run in its interpreter (tests only); plain torch is used on a CPU"
-        )
+        meaning = "" if on_gpu else "kernels run in its interpreter (tests only); plain torch is used on a CPU"
         return Finding(part="triton", found=found, verdict="ok", meaning=meaning)
     meaning = "not installed: plain torch kernels are used; fine on CPU, more memory and time on GPU"
     return Finding(part="triton", found="missing", verdict="note", meaning=meaning)
@@ -184,9 +180,7 @@ def _apex(found: str | None, kind: ApexKind, on_gpu: bool) -> Finding:
     shown = found or "no version"
     missing: Verdict = "note" if on_gpu else "ok"
     if kind == "nvidia":
-        return Finding(
-            part="apex", found=f"{shown} (NVIDIA's)", verdict="ok", meaning="fused kernels are used"
-        )
+        return Finding(part="apex", found=f"{shown} (NVIDIA's)", verdict="ok", meaning="fused kernels are used")
     if kind == "unrelated":
         meaning = (
             "this is the registry's unrelated project, not NVIDIA's apex: `pip uninstall apex`, then build "
@@ -233,9 +227,7 @@ def _attention(transformer_engine: str | None, on_gpu: bool) -> Finding:
         return Finding(part=part, found=found, verdict="ok", meaning=meaning)
     if kinds:
         return Finding(part=part, found=found, verdict="ok")
-    meaning = (
-        "packed sequences go through torch's own attention: slower, and memory grows with length squared"
-    )
+    meaning = "packed sequences go through torch's own attention: slower, and memory grows with length squared"
     return Finding(part=part, found=found, verdict="note", meaning=meaning)
 
 
@@ -248,16 +240,12 @@ def _memory() -> Finding:
 def _shared_memory() -> Finding:
     part, folder = "shared memory", "/dev/shm"
     if not Path(folder).is_dir():
-        return Finding(
-            part=part, found="no /dev/shm", verdict="note", meaning="vLLM's and NCCL's workers use it"
-        )
+        return Finding(part=part, found="no /dev/shm", verdict="note", meaning="vLLM's and NCCL's workers use it")
     free = shutil.disk_usage(folder).free / GIB
     found = f"{free:.1f} GiB free"
     if free >= MIN_SHM_GIB:
         return Finding(part=part, found=found, verdict="ok")
-    meaning = (
-        "workers pass tensors through it and die when it is full: start the container with more (--shm-size)"
-    )
+    meaning = "workers pass tensors through it and die when it is full: start the container with more (--shm-size)"
     return Finding(part=part, found=found, verdict="note", meaning=meaning)
 
 

@@ -161,7 +161,5 @@ def test_transformers_reads_the_model_directory(made):
     for key in ("hidden_size", "num_hidden_layers", "num_key_value_heads", "vocab_size", "eos_token_id"):
         assert getattr(config, key) == expected[key]
     tokenizer = AutoTokenizer.from_pretrained(made / "base", local_files_only=True)
-    assert tokenizer.encode("37+48=", add_special_tokens=False) == load_tokenizer(made / "base").encode(
-        "37+48="
-    )
+    assert tokenizer.encode("37+48=", add_special_tokens=False) == load_tokenizer(made / "base").encode("37+48=")
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (1, 2, 3)

@@ -18,9 +18,7 @@ def _zero_padding(x_BT: Tensor, mask_BT: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def gae(
-    rewards_BT: Tensor, values_BT: Tensor, mask_BT: Tensor, *, gamma: float, lam: float
-) -> tuple[Tensor, Tensor]:
+def gae(rewards_BT: Tensor, values_BT: Tensor, mask_BT: Tensor, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation (Schulman et al. 2016, eq. 16), and the returns for the critic.
 
     Shapes:  rewards_BT, values_BT, mask_BT [B, T] -> advantages_BT, returns_BT [B, T]
@@ -72,9 +70,7 @@ def _centre_groups(rewards_N: Tensor, groups_N: Tensor) -> _Groups:
     return _Groups(index_N, size_G[index_N].double(), rewards_N - (sum_G / size_G)[index_N])
 
 
-def group_relative(
-    rewards_N: Tensor, groups_N: Tensor, *, scale_by_std: bool = True, eps: float = 1e-6
-) -> Tensor:
+def group_relative(rewards_N: Tensor, groups_N: Tensor, *, scale_by_std: bool = True, eps: float = 1e-6) -> Tensor:
     """GRPO: how much better a response is than its siblings, (r - mean) / (std + eps) within its group.
 
     Shapes:  rewards_N [N], groups_N [N] integers, equal for responses to one prompt, in any order -> [N]

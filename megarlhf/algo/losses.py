@@ -127,9 +127,7 @@ def clipped_value_loss(
     Source:  OpenAI baselines' ppo2; Engstrom et al. 2020
     Denominator: response tokens of the mini-batch
     """
-    values_BT, old_values_BT, returns_BT = (
-        _masked(x_BT, mask_BT) for x_BT in (values_BT, old_values_BT, returns_BT)
-    )
+    values_BT, old_values_BT, returns_BT = (_masked(x_BT, mask_BT) for x_BT in (values_BT, old_values_BT, returns_BT))
     error_BT = (values_BT - returns_BT).square()
     if clip is None:
         return ValueLossOutput(0.5 * error_BT.sum() / denominator, mask_BT.sum() * 0)

@@ -24,9 +24,7 @@ def load_config(kind: type[ConfigT], path: str | Path, overrides: Sequence[str] 
     path = Path(path)
     if not path.is_file():
         near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.y*ml")], n=1)
-        raise ValueError(
-            f"no configuration file {path}" + (f"; did you mean {path.parent / near[0]}?" if near else "")
-        )
+        raise ValueError(f"no configuration file {path}" + (f"; did you mean {path.parent / near[0]}?" if near else ""))
     try:
         tree = yaml.safe_load(path.read_text()) or {}
     except yaml.YAMLError as error:
@@ -64,7 +62,7 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
 
 def _fresh(node: dict[str, Any], section: str) -> dict[str, Any]:
     node[section] = {}
-    return node[section]  # type: ignore[no-any-return]
+    return node[section]
 
 
 def _number(text: str) -> str | float:

@@ -62,8 +62,7 @@ class ParallelConfig(FrozenModel):
             raise ValueError("sequence_parallel needs tp > 1; got tp = 1: set sequence_parallel to false")
         if self.layers_per_stage is not None and len(self.layers_per_stage) != self.pp:
             raise ValueError(
-                f"layers_per_stage has {len(self.layers_per_stage)} numbers for pp = {self.pp} stages; "
-                f"give {self.pp}"
+                f"layers_per_stage has {len(self.layers_per_stage)} numbers for pp = {self.pp} stages; give {self.pp}"
             )
         return self
 
@@ -326,9 +325,7 @@ class RLConfig(FrozenModel):
                 f"{self.actor.parallel.tp} for now"
             )
         if self.train.stop.heldout_reward_patience and not (self.eval.every and self.data.heldout):
-            raise ValueError(
-                "train.stop.heldout_reward_patience counts evaluations: set eval.every and data.heldout"
-            )
+            raise ValueError("train.stop.heldout_reward_patience counts evaluations: set eval.every and data.heldout")
         return self
 
 

@@ -14,9 +14,7 @@ class ShuffledBatches:
 
     def __init__(self, num_samples: int, batch_size: int, seed: int, shuffle: bool = True) -> None:
         if num_samples < 1 or batch_size < 1:
-            raise ValueError(
-                f"expected at least one sample and one a batch, got {num_samples=}, {batch_size=}"
-            )
+            raise ValueError(f"expected at least one sample and one a batch, got {num_samples=}, {batch_size=}")
         if batch_size > num_samples:
             raise ValueError(
                 f"a batch of {batch_size} would hold some of the {num_samples} samples twice; "

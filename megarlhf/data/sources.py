@@ -104,16 +104,12 @@ def _read_file(path: Path) -> _Located:
         return
     builder = _DATASETS_BUILDERS.get(path.suffix)
     if builder is None:
-        raise ValueError(
-            f"{path}: cannot tell its format; expected a name that ends in {', '.join(_SUFFIXES)}"
-        )
+        raise ValueError(f"{path}: cannot tell its format; expected a name that ends in {', '.join(_SUFFIXES)}")
     from datasets import load_dataset
 
     with tempfile.TemporaryDirectory(prefix="megarlhf-data-") as cache:
         try:
-            rows = load_dataset(
-                builder, data_files=str(path), split="train", cache_dir=cache, keep_in_memory=True
-            )
+            rows = load_dataset(builder, data_files=str(path), split="train", cache_dir=cache, keep_in_memory=True)
         except Exception as error:  # datasets wraps every reader's own error
             cause = error.__cause__ or error
             raise ValueError(f"{path}: not a readable {path.suffix} file: {cause}; write it again") from error
@@ -183,16 +179,12 @@ def _parse(raw: bytes, path: Path, first_line: int) -> Any:
 
 def _checked(row: Any, where: str, fields: Sequence[str], optional: Sequence[str]) -> Record:
     if not isinstance(row, Mapping):
-        raise ValueError(
-            f"{where}: expected a JSON object with {', '.join(fields)}, got {type(row).__name__}"
-        )
+        raise ValueError(f"{where}: expected a JSON object with {', '.join(fields)}, got {type(row).__name__}")
     for field in fields:
         if field not in row:
             nearest = difflib.get_close_matches(field, list(row), n=1, cutoff=0.0)
             hint = f"; the nearest is {nearest[0]!r}: rename it" if nearest else "; the row is empty"
-            raise ValueError(
-                f"{where}: no field {field!r}, found {', '.join(map(repr, row)) or 'none'}{hint}"
-            )
+            raise ValueError(f"{where}: no field {field!r}, found {', '.join(map(repr, row)) or 'none'}{hint}")
         _check_type(row[field], field, where)
     for field in optional:
         if row.get(field) is not None:
@@ -215,6 +207,5 @@ def _check_type(value: Any, field: str, where: str) -> None:
         shown = repr(value)
         shown = shown if len(shown) <= _FRAGMENT else shown[:_FRAGMENT] + "..."
         raise ValueError(
-            f"{where}: field {field!r} is {type(value).__name__} {shown}, expected {expected}; "
-            "convert the data"
+            f"{where}: field {field!r} is {type(value).__name__} {shown}, expected {expected}; convert the data"
         )

@@ -40,9 +40,7 @@ def prompt_text(record: Mapping[str, Any], template: Template, tokenizer: Tokeni
     return tokenizer.render_chat(messages)
 
 
-def prompt_and_response(
-    record: Mapping[str, Any], template: Template, tokenizer: Tokenizer
-) -> tuple[str, str]:
+def prompt_and_response(record: Mapping[str, Any], template: Template, tokenizer: Tokenizer) -> tuple[str, str]:
     """For fine-tuning: `prompt` and `response`, or `messages`, the last of which is the assistant's."""
     if template == "plain" or record.get("messages") is None:
         return prompt_text(record, template, tokenizer), text_field(record, "response")

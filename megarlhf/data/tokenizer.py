@@ -90,9 +90,7 @@ class HuggingFaceTokenizer:
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
     def _decode(self, ids: Sequence[int]) -> str:
-        return str(
-            self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        )
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     def _glued(self, text: str) -> str:
         """The text as it comes out when its ids follow those of another."""
@@ -120,9 +118,7 @@ class HuggingFaceTokenizer:
         """The messages in the model's chat template, ready for the assistant's answer."""
         if self._tokenizer.chat_template is None:
             raise ValueError(f"{self._name} has no chat template; use the template 'plain', or add one")
-        return str(
-            self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
-        )
+        return str(self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True))
 
 
 def load_tokenizer(directory: str | Path) -> Tokenizer:

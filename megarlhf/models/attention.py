@@ -48,9 +48,14 @@ class CausalAttention(nn.Module):
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
         """[S, B, N, D], [S, B, G, D] twice -> [S, B, N x D]."""
-        assert attention_mask is None and attention_bias is None and packed_seq_params is None
+        assert (attention_mask, attention_bias, packed_seq_params) == (None, None, None), "causal, padded rows only"
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query_SBND, key_SBGD, value_SBGD))
         context_BNSD = scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=self.softmax_scale, enable_gqa=query.size(1) != key.size(1)
+            query,
+            key,
+            value,
+            is_causal=True,
+            scale=self.softmax_scale,
+            enable_gqa=query.size(1) != key.size(1),
         )
         return context_BNSD.permute(2, 0, 1, 3).flatten(2).contiguous()

@@ -66,7 +66,10 @@ class ModelPart:
 def build_model(model: ModelConfig, parallel: ParallelConfig, mesh: Mesh, arch: Architecture, head: Head) -> ModelPart:
     """A stage of the model on this rank's device, its parameters still unset."""
     spec: Spec = "te" if has_transformer_engine() else "local"
-    log.info("layer spec: %s", "transformer-engine" if spec == "te" else "local (Megatron-Core parts, torch attention)")
+    log.info(
+        "layer spec: %s",
+        "transformer-engine" if spec == "te" else "local (Megatron-Core parts, torch attention)",
+    )
     config = transformer_config(model, parallel, mesh, arch)
     stage_layers = split_layers(arch.num_layers, parallel.pp, parallel.layers_per_stage)[mesh.at.pp]
     padded_vocab = padded_vocab_size(arch.vocab_size, parallel.tp, model.vocab_multiple)
@@ -90,7 +93,13 @@ def build_model(model: ModelConfig, parallel: ParallelConfig, mesh: Mesh, arch: 
             module.output_layer = ScalarHead(config, mesh.groups)
         module.to(mesh.runtime.device)
     part = ModelPart(
-        module=module, arch=arch, mesh=mesh, head=head, parallel=parallel, padded_vocab=padded_vocab, spec=spec
+        module=module,
+        arch=arch,
+        mesh=mesh,
+        head=head,
+        parallel=parallel,
+        padded_vocab=padded_vocab,
+        spec=spec,
     )
     _mark_sharded(part)
     return part

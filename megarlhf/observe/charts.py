@@ -42,12 +42,7 @@ class Run:
 
     def metrics(self) -> list[str]:
         """Every numeric metric that was ever logged, in order of appearance."""
-        names = {
-            name: None
-            for row in self.rows
-            for name, value in row.items()
-            if name != "step" and _plottable(value)
-        }
+        names = {name: None for row in self.rows for name, value in row.items() if name != "step" and _plottable(value)}
         return list(names)
 
 
@@ -274,9 +269,7 @@ def _mark_best(layout: dict[str, Any], points: Sequence[tuple[int, float]], metr
     if value == points[-1][1]:
         return
     line = {"color": TEXT, "width": 1, "dash": "dot"}
-    layout["shapes"].append(
-        {"type": "line", "x0": step, "x1": step, "yref": "paper", "y0": 0, "y1": 1, "line": line}
-    )
+    layout["shapes"].append({"type": "line", "x0": step, "x1": step, "yref": "paper", "y0": 0, "y1": 1, "line": line})
     layout["annotations"].append(
         {
             "x": step,

@@ -122,9 +122,7 @@ def read_metrics(run_dir: Path | str) -> list[dict[str, Any]]:
     """
     path = Path(run_dir) / METRICS_FILE
     if not path.is_file():
-        raise ValueError(
-            f"no {METRICS_FILE} in {run_dir}; expected the run.dir of a run that has logged a step"
-        )
+        raise ValueError(f"no {METRICS_FILE} in {run_dir}; expected the run.dir of a run that has logged a step")
     return _read_rows(path)
 
 
@@ -152,9 +150,7 @@ def _damaged(path: Path, number: int, line: bytes) -> ValueError:
 
 def _plain_number(name: str, value: Any) -> float | int | None:
     if name == "step":
-        raise ValueError(
-            "got a metric called `step`, which is the argument of that name: leave it out of metrics"
-        )
+        raise ValueError("got a metric called `step`, which is the argument of that name: leave it out of metrics")
     if value is None:
         return None
     if isinstance(value, Integral):

@@ -51,9 +51,7 @@ def table(title: str, rows: Sequence[Sequence[object]], columns: Sequence[str]) 
     """
     for row in rows:
         if len(row) != len(columns):
-            raise ValueError(
-                f"table {title!r}: row {list(row)} has {len(row)} cells, expected {len(columns)}"
-            )
+            raise ValueError(f"table {title!r}: row {list(row)} has {len(row)} cells, expected {len(columns)}")
     result = Table(title=title, title_justify="left", title_style="bold")
     for index, column in enumerate(columns):
         numeric = any(_is_number(row[index]) for row in rows) and all(

@@ -73,9 +73,7 @@ def write_report(run_dirs: Sequence[Path], out: Path, *, title: str) -> None:
     for a run without a step.
     """
     if not run_dirs:
-        raise ValueError(
-            "a report of no run; give at least one run directory (run.dir of a finished or live run)"
-        )
+        raise ValueError("a report of no run; give at least one run directory (run.dir of a finished or live run)")
     page = render(_distinct([read_run(Path(run_dir)) for run_dir in run_dirs]), title=title)
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(page, encoding="utf-8")
@@ -85,9 +83,7 @@ def read_run(run_dir: Path) -> Run:
     """The record of one run directory."""
     rows = read_metrics(run_dir)
     if not rows:
-        raise ValueError(
-            f"{run_dir} has an empty metrics.jsonl: the run has not finished a step; report it later"
-        )
+        raise ValueError(f"{run_dir} has an empty metrics.jsonl: the run has not finished a step; report it later")
     config = run_dir / CONFIG_FILE
     text = config.read_text(encoding="utf-8") if config.is_file() else None
     return Run(name=run_dir.resolve().name, kind=kind_of(rows), rows=rows, config=text)
@@ -184,8 +180,7 @@ def _section(kind: Kind, runs: Sequence[Run], figures: list[dict[str, Any]]) -> 
     if more:
         panels = "".join(_panel(chart, runs, figures) for chart in more)
         parts.append(
-            f"<details><summary>More: {len(more)} other metrics</summary>"
-            f'<div class="grid">{panels}</div></details>'
+            f'<details><summary>More: {len(more)} other metrics</summary><div class="grid">{panels}</div></details>'
         )
     return "\n".join(parts)
 
@@ -204,7 +199,6 @@ def _configs(runs: Sequence[Run]) -> str:
     for run in runs:
         text = run.config if run.config is not None else f"no {CONFIG_FILE} in the run directory"
         parts.append(
-            f'<details class="panel"><summary>{html.escape(run.name)}</summary>'
-            f"<pre>{html.escape(text)}</pre></details>"
+            f'<details class="panel"><summary>{html.escape(run.name)}</summary><pre>{html.escape(text)}</pre></details>'
         )
     return "\n".join(parts)

@@ -39,7 +39,11 @@ def grid_length(longest: int, mesh: Mesh) -> int:
 
 
 def lay_out(
-    rows: Sequence[tuple[int, Tensor] | None], length: int, dtype: torch.dtype, device: torch.device, fill: float = 0
+    rows: Sequence[tuple[int, Tensor] | None],
+    length: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    fill: float = 0,
 ) -> Tensor:
     """[B, S]: each row's values from its start column on, `fill` elsewhere; None is an empty row."""
     grid_BS = torch.full((len(rows), length), fill, dtype=dtype)

@@ -33,7 +33,11 @@ class _CpuForCuda(TorchFunctionMode):
     """Reads a `cuda` device argument as `cpu`."""
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if func is torch.Tensor.cuda:
             return args[0]

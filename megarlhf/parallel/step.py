@@ -17,7 +17,11 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
@@ -43,11 +47,14 @@ class MicroBatch:
 
 
 class Loss(Protocol):
-    """A loss on the last stage's output. `names` label the sums that it reports."""
+    """A loss on the last stage's output."""
 
-    names: tuple[str, ...]
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Labels of the sums that it reports."""
+        ...
 
-    def __call__(self, output: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+    def __call__(self, output: Tensor, batch: MicroBatch, /) -> tuple[Tensor, Tensor]:
         """(loss contribution, a scalar), (sums to be added over the mini-batch, [len(names)], detached)."""
         ...
 
@@ -100,7 +107,7 @@ def _run(
     with megatron_device(mesh.runtime.device):
         if mesh.layout.pp > 1:
             pipelined["p2p_communicator"] = P2PCommunicator(pp_group=mesh.groups.pp, config=_config(module))
-        return get_forward_backward_func(pp_size=mesh.layout.pp, vp_size=None)(  # type: ignore[no-any-return]
+        return get_forward_backward_func(pp_size=mesh.layout.pp, vp_size=None)(
             forward_step_func=step,
             data_iterator=iter(batches),
             model=module,
@@ -200,9 +207,7 @@ class Trainer:
         return StepResult(sums=sums, grad_norm=self.step())
 
 
-def _finalize_grads(
-    model: list[torch.nn.Module], num_tokens: Tensor | None = None, **kwargs: Any
-) -> None:
+def _finalize_grads(model: list[torch.nn.Module], num_tokens: Tensor | None = None, **kwargs: Any) -> None:
     """Megatron's gradient reductions, without its division by a token count."""
     finalize_model_grads(model, None, **kwargs)
 

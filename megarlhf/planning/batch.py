@@ -79,8 +79,12 @@ def rl_facts(cfg: RLConfig, world_size: int) -> list[Fact]:
     ]
     for role, section in cfg.roles().items():
         dp = section.parallel.layout(world_size, role).dp
-        facts.append(Fact(f"micro-batches per mini-batch on one of {role}'s {dp} data-parallel ranks",
-                          micro_batches(train, dp, role)))
+        facts.append(
+            Fact(
+                f"micro-batches per mini-batch on one of {role}'s {dp} data-parallel ranks",
+                micro_batches(train, dp, role),
+            )
+        )
     engines, rest = divmod(world_size, rollout.parallel.tp)
     if rest:
         raise ValueError(

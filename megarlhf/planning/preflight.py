@@ -5,7 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from megarlhf.config import FrozenModel, GenerateConfig, RLConfig, RMConfig, RoleConfig, SFTConfig, dump_config
+from megarlhf.config import (
+    FrozenModel,
+    GenerateConfig,
+    RLConfig,
+    RMConfig,
+    RoleConfig,
+    SFTConfig,
+    dump_config,
+)
 from megarlhf.observe.progress import make_console, table
 from megarlhf.planning.batch import Fact, rl_facts, supervised_facts
 from megarlhf.planning.legality import check_role

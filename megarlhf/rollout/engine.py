@@ -92,4 +92,3 @@ def gather_rollouts(
         finished_N=torch.tensor([known[n][1] for n in range(num_samples)]),
         weight_version=weight_version,
     )
-

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from megarlhf.experience import Rollouts
 from megarlhf.models.build import ModelPart
+from megarlhf.parallel.batching import FILLER, deal, grid_length
 from megarlhf.parallel.mesh import Mesh
 from megarlhf.parallel.step import MicroBatch, forward_only
 from megarlhf.rollout.engine import Response, Sampling, gather_rollouts
-from megarlhf.parallel.batching import FILLER, deal, grid_length
 
 
 class MegatronEngine:

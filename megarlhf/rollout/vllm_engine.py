@@ -39,7 +39,12 @@ class VllmEngine:
     """A vLLM `LLM` per `rollout.parallel.tp` contiguous ranks, all fed by one trainer."""
 
     def __init__(
-        self, model_path: Path, dtype: torch.dtype, rollout: RolloutConfig, max_model_len: int, runtime: Runtime
+        self,
+        model_path: Path,
+        dtype: torch.dtype,
+        rollout: RolloutConfig,
+        max_model_len: int,
+        runtime: Runtime,
     ) -> None:
         self._runtime = runtime
         self._tp = rollout.parallel.tp
@@ -70,7 +75,11 @@ class VllmEngine:
     def update_weights(self, actor: ModelPart, version: int) -> None:
         """Write the actor's weights into vLLM's parameters and forget what was cached with the old ones."""
         carry_over_group(
-            self._plan_from(actor), actor.parameters(), self._parameters, rank=self._runtime.rank, dtype=self._dtype
+            self._plan_from(actor),
+            actor.parameters(),
+            self._parameters,
+            rank=self._runtime.rank,
+            dtype=self._dtype,
         )
         self._llm.reset_prefix_cache()
         self._version = version
@@ -128,9 +137,7 @@ def _response(output: Any) -> Response:
     return Response(tokens=tokens, logprobs=logprobs, finished=sampled.finish_reason == "stop")
 
 
-def _build(
-    model_path: Path, dtype: torch.dtype, rollout: RolloutConfig, max_model_len: int, runtime: Runtime
-) -> Any:
+def _build(model_path: Path, dtype: torch.dtype, rollout: RolloutConfig, max_model_len: int, runtime: Runtime) -> Any:
     """The engine with memory for weights and cache, its weights still dummies."""
     _set_environment(rollout, runtime)
     from vllm import LLM

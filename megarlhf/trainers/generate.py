@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable
-from contextlib import closing
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +30,11 @@ MICRO_BATCH_SAMPLES = 16
 
 def run(cfg: GenerateConfig, runtime: Runtime) -> None:
     """Write a JSON line per response: prompt, response, finished, rewards by name, and the record's columns."""
-    with open_session(cfg, cfg.run, CheckpointConfig(), runtime, "generate", 1) as session:
-        prompts, responses, rollouts, rewards = _respond(cfg, runtime, session)
+    with (
+        ExitStack() as closing,
+        open_session(cfg, cfg.run, CheckpointConfig(), runtime, "generate", 1) as session,
+    ):
+        prompts, responses, rollouts, rewards = _respond(cfg, runtime, session, closing)
         out = cfg.out or cfg.run.dir / "responses.jsonl"
         if runtime.is_main:
             _write_lines(out, _lines(prompts, responses, rollouts, rewards))
@@ -41,25 +44,29 @@ def run(cfg: GenerateConfig, runtime: Runtime) -> None:
 
 def evaluate(cfg: GenerateConfig, runtime: Runtime) -> None:
     """Log the mean of each reward over the prompts."""
-    with open_session(cfg, cfg.run, CheckpointConfig(), runtime, "eval", 1) as session:
-        prompts, _, rollouts, rewards = _respond(cfg, runtime, session)
+    with (
+        ExitStack() as closing,
+        open_session(cfg, cfg.run, CheckpointConfig(), runtime, "eval", 1) as session,
+    ):
+        prompts, _, rollouts, rewards = _respond(cfg, runtime, session, closing)
         session.log(1, {**_summary(rollouts, rewards), "num_prompts": len(prompts)})
 
 
 def _respond(
-    cfg: GenerateConfig, runtime: Runtime, session: Session
+    cfg: GenerateConfig, runtime: Runtime, session: Session, closing: ExitStack
 ) -> tuple[list[PromptSample], list[str], Rollouts, dict[str, Tensor]]:
     once, _, tokenizer = load_prompts(cfg.data, cfg.actor.model.path, session, None)
     prompts = [p for p in once[: cfg.max_samples] for _ in range(cfg.rollout.num_samples_per_prompt)]
     actor = build_role("actor", cfg.actor, "lm", GroupCache(runtime), seed=cfg.run.seed)
-    with closing(make_engine(cfg.rollout, actor, cfg.data.max_prompt_tokens, MICRO_BATCH_SAMPLES)) as engine:
-        engine.update_weights(actor.part, version=0)
-        engine.verify_weights(actor.part)
-        rollouts = engine.generate(
-            [torch.tensor(prompt.tokens) for prompt in prompts],
-            [sample_seed(cfg.run.seed, 0, n) for n in range(len(prompts))],
-            sampling_of(cfg.rollout, tokenizer, greedy=cfg.greedy),
-        )
+    engine = make_engine(cfg.rollout, actor, cfg.data.max_prompt_tokens, MICRO_BATCH_SAMPLES)
+    closing.callback(engine.close)
+    engine.update_weights(actor.part, version=0)
+    engine.verify_weights(actor.part)
+    rollouts = engine.generate(
+        [torch.tensor(prompt.tokens) for prompt in prompts],
+        [sample_seed(cfg.run.seed, 0, n) for n in range(len(prompts))],
+        sampling_of(cfg.rollout, tokenizer, greedy=cfg.greedy),
+    )
     responses = [tokenizer.decode(row.tolist(), continuation=True) for row in rollouts.responses.rows()]
     texts, fields = [p.text for p in prompts], [p.fields for p in prompts]
     rewards = {

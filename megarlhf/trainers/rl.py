@@ -161,9 +161,7 @@ def deal_pass(cfg: RLConfig, experience: Experience, step: int, number: int) -> 
     )
 
 
-def train_on(
-    cfg: RLConfig, parts: Parts, experience: Experience, first_pass: list[list[int]], step: int
-) -> Metrics:
+def train_on(cfg: RLConfig, parts: Parts, experience: Experience, first_pass: list[list[int]], step: int) -> Metrics:
     """Every pass over the step's samples, one optimizer step per mini-batch. Means over mini-batches."""
     found: dict[str, list[float]] = defaultdict(list)
     passes = [first_pass, *(deal_pass(cfg, experience, step, n) for n in range(1, cfg.train.epochs_per_step))]

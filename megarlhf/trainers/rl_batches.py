@@ -29,7 +29,11 @@ def mini_batches(num_samples: int, size: int, *, shuffle: bool, seed: int) -> li
 
 
 def micro_batches(
-    experience: Experience, samples: Sequence[int], mesh: Mesh, micro_batch_samples: int, columns: Sequence[str] = ()
+    experience: Experience,
+    samples: Sequence[int],
+    mesh: Mesh,
+    micro_batch_samples: int,
+    columns: Sequence[str] = (),
 ) -> list[MicroBatch]:
     """This data-parallel rank's share of `samples` on the step's grid, with the named per-token columns."""
     device = mesh.runtime.device
@@ -41,9 +45,7 @@ def micro_batches(
         tokens = [None if n == FILLER else (0, torch.cat([experience.prompts[n], responses[n].cpu()])) for n in rows]
         spans = [None if n == FILLER else (len(experience.prompts[n]), len(responses[n])) for n in rows]
         found: dict[str, Tensor] = {"response_mask": response_mask(spans, length, device)}
-        found["last_token"] = torch.tensor(
-            [0 if span is None else sum(span) - 1 for span in spans], device=device
-        )
+        found["last_token"] = torch.tensor([0 if span is None else sum(span) - 1 for span in spans], device=device)
         for name, per_sample in values.items():
             placed = [None if n == FILLER else (len(experience.prompts[n]) - 1, per_sample[n]) for n in rows]
             found[name] = lay_out(placed, length, torch.float32, device)
@@ -76,7 +78,10 @@ def per_token(
 
 
 def per_sample(
-    role: Role, experience: Experience, micro_batch_samples: int, score: Callable[[Tensor, MicroBatch], Tensor]
+    role: Role,
+    experience: Experience,
+    micro_batch_samples: int,
+    score: Callable[[Tensor, MicroBatch], Tensor],
 ) -> Tensor:
     """Run a role over every sample and bring `score`'s [B] back as an [N] column."""
     mesh = role.mesh
@@ -93,6 +98,4 @@ def per_sample(
 def _all(
     experience: Experience, dealt: Sequence[Sequence[int]], mesh: Mesh, micro_batch_samples: int
 ) -> list[MicroBatch]:
-    return [
-        batch for samples in dealt for batch in micro_batches(experience, samples, mesh, micro_batch_samples)
-    ]
+    return [batch for samples in dealt for batch in micro_batches(experience, samples, mesh, micro_batch_samples)]

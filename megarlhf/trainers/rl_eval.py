@@ -27,9 +27,7 @@ class Evaluator:
         heldout: Sequence[PromptSample],
     ) -> None:
         self._engine, self._rewarder, self._tokenizer, self._heldout = engine, rewarder, tokenizer, heldout
-        self._sampling = Sampling(
-            max_tokens=cfg.rollout.max_response_tokens, eos_id=tokenizer.eos_id, greedy=True
-        )
+        self._sampling = Sampling(max_tokens=cfg.rollout.max_response_tokens, eos_id=tokenizer.eos_id, greedy=True)
 
     def __call__(self) -> dict[str, float]:
         if not self._heldout:

@@ -94,5 +94,3 @@ class ValueLoss:
             denominator=self.response_tokens,
         )
         return result.loss, result.loss.new_zeros(0)
-
-

@@ -12,7 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megarlhf.algo.advantages import broadcast_to_tokens, gae, group_relative, leave_one_out, shaped_rewards, whiten
+from megarlhf.algo.advantages import (
+    broadcast_to_tokens,
+    gae,
+    group_relative,
+    leave_one_out,
+    shaped_rewards,
+    whiten,
+)
 from megarlhf.algo.kl import kl_estimate
 from megarlhf.config import AlgoConfig, RewardConfig
 from megarlhf.data.samples import PromptSample

@@ -117,9 +117,7 @@ def train_on(model: Role, pairs: Sequence[PairSample], cfg: RMConfig) -> dict[st
         "grad_norm": result.grad_norm,
         "learning_rate": learning_rate,
         "pair_accuracy": result.sums["correct"] / len(pairs),
-        "tokens": sum(
-            2 * len(p.prompt_tokens) + len(p.chosen_tokens) + len(p.rejected_tokens) for p in pairs
-        ),
+        "tokens": sum(2 * len(p.prompt_tokens) + len(p.chosen_tokens) + len(p.rejected_tokens) for p in pairs),
     }
 
 

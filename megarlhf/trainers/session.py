@@ -55,9 +55,7 @@ def open_session(
         (run.dir / "config.yaml").write_text(dump_config(cfg))
     try:
         with Progress(title, total, enabled=runtime.is_main) as progress:
-            yield Session(
-                runtime=runtime, run_dir=run.dir, observer=observer, progress=progress, checkpoint=checkpoint
-            )
+            yield Session(runtime=runtime, run_dir=run.dir, observer=observer, progress=progress, checkpoint=checkpoint)
     finally:
         observer.close()
 

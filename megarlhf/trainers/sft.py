@@ -21,11 +21,11 @@ from megarlhf.data.samples import SFTSample, build_sft
 from megarlhf.data.sources import load_records
 from megarlhf.data.tokenizer import load_tokenizer
 from megarlhf.models.role import Role, build_role
+from megarlhf.parallel.batching import FILLER, deal, grid_length, lay_out, response_mask
 from megarlhf.parallel.mesh import GroupCache, Mesh
 from megarlhf.parallel.step import MicroBatch
 from megarlhf.parallel.vocab import next_token_logprobs
 from megarlhf.runtime import Runtime
-from megarlhf.parallel.batching import FILLER, deal, grid_length, lay_out, response_mask
 from megarlhf.trainers.session import Session, is_due, open_session
 
 
@@ -34,7 +34,12 @@ def run(cfg: SFTConfig, runtime: Runtime) -> None:
     with open_session(cfg, cfg.run, cfg.checkpoint, runtime, "sft", cfg.train.num_steps) as session:
         train, heldout = load_data(cfg, session)
         actor = build_role(
-            "actor", cfg.actor, "lm", GroupCache(runtime), seed=cfg.run.seed, num_optimizer_steps=cfg.train.num_steps
+            "actor",
+            cfg.actor,
+            "lm",
+            GroupCache(runtime),
+            seed=cfg.run.seed,
+            num_optimizer_steps=cfg.train.num_steps,
         )
         order = ShuffledBatches(len(train), cfg.train.mini_batch_samples, cfg.run.seed)
         session.log(0, evaluate(actor, heldout, cfg))
@@ -53,7 +58,7 @@ def run(cfg: SFTConfig, runtime: Runtime) -> None:
 def load_data(cfg: SFTConfig, session: Session) -> tuple[list[SFTSample], list[SFTSample]]:
     """Training and held-out samples, on every rank."""
     tokenizer = load_tokenizer(cfg.actor.model.path)
-    found = []
+    found: list[list[SFTSample]] = []
     for path in (cfg.data.train, cfg.data.heldout):
         if path is None:
             found.append([])

@@ -98,9 +98,7 @@ def read_config(directory: str | PathLike[str]) -> dict[str, Any]:
     """The parsed `config.json` of a Hugging Face directory."""
     path = Path(directory) / "config.json"
     if not path.is_file():
-        raise ValueError(
-            f"{path} does not exist; give a Hugging Face model directory, which has a config.json"
-        )
+        raise ValueError(f"{path} does not exist; give a Hugging Face model directory, which has a config.json")
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
@@ -113,9 +111,7 @@ def read_config(directory: str | PathLike[str]) -> dict[str, Any]:
 def _positive(config: Mapping[str, Any], key: str) -> int:
     value = config.get(key)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(
-            f"config.json has {key} = {value!r}, expected a positive integer; correct config.json"
-        )
+        raise ValueError(f"config.json has {key} = {value!r}, expected a positive integer; correct config.json")
     return value
 
 
@@ -166,9 +162,7 @@ def _rope(config: Mapping[str, Any]) -> tuple[float, Llama3Rope | None]:
     """Rotary base and scaling: transformers 5 `rope_parameters`, else `rope_theta` and `rope_scaling`."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(rope, Mapping):
-        raise ValueError(
-            f"config.json has rotary parameters {rope!r}, expected an object; correct config.json"
-        )
+        raise ValueError(f"config.json has rotary parameters {rope!r}, expected an object; correct config.json")
     theta = float(rope.get("rope_theta", config.get("rope_theta", 10000.0)))
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     if rope_type not in ROPE_TYPES:

@@ -49,9 +49,7 @@ def check_storages(placements: RankPlacements, live: Storages) -> None:
 
 
 @torch.no_grad()
-def copy_local(
-    copies: Iterable[Copy], src: Storages, dst: Storages, dtype: torch.dtype | None = None
-) -> None:
+def copy_local(copies: Iterable[Copy], src: Storages, dst: Storages, dtype: torch.dtype | None = None) -> None:
     """Copies inside one rank, cast to the destination's dtype, by way of `dtype` if given.
 
     `dtype` makes a local copy give the same bits as one that travelled in that dtype.
@@ -102,16 +100,12 @@ def carry_over_group(
                 view(copy.destination, dst).copy_(flat)
 
 
-def _buffer(
-    rounds: Sequence[Mapping[int, list[Copy]]], dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
+def _buffer(rounds: Sequence[Mapping[int, list[Copy]]], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     size = max(sum(copy.numel for copies in peers.values() for copy in copies) for peers in rounds)
     return torch.empty(size, dtype=dtype, device=device)
 
 
-def _messages(
-    peers: Mapping[int, list[Copy]], buffer: torch.Tensor
-) -> Iterable[tuple[int, list[Copy], torch.Tensor]]:
+def _messages(peers: Mapping[int, list[Copy]], buffer: torch.Tensor) -> Iterable[tuple[int, list[Copy], torch.Tensor]]:
     """(peer, its copies, its stretch of the buffer)."""
     at = 0
     for peer, copies in peers.items():

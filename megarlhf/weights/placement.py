@@ -199,9 +199,7 @@ def merge_ranks(parts: Sequence[RankPlacements]) -> RankPlacements:
     for part in parts:
         twice = sorted(storages.keys() & part.storages.keys())
         if twice:
-            raise ValueError(
-                f"storage {twice[0]} is in two parts ({len(twice)} are); rename with .prefixed('chunk0.')"
-            )
+            raise ValueError(f"storage {twice[0]} is in two parts ({len(twice)} are); rename with .prefixed('chunk0.')")
         storages.update(part.storages)
         tensors.update(part.tensors)
     return RankPlacements(parts[0].rank, storages, tuple(chain(*(p.placements for p in parts))), tensors)

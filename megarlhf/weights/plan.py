@@ -52,10 +52,7 @@ class Copy:
         if (start, stop) == (0, self.numel):
             return [self]
         boxes = (box.shift(self.box.start) for box in flat_boxes(self.shape, start, stop))
-        return [
-            _copy(self.src_rank, self.source.part(box), self.dst_rank, self.destination.part(box))
-            for box in boxes
-        ]
+        return [_copy(self.src_rank, self.source.part(box), self.dst_rank, self.destination.part(box)) for box in boxes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,9 +244,7 @@ def _by_rank(parts: Sequence[RankPlacements], what: str) -> list[RankPlacements]
     ranks = [part.rank for part in parts]
     if len(set(ranks)) < len(ranks):
         twice = sorted({rank for rank in ranks if ranks.count(rank) > 1})
-        raise ValueError(
-            f"{what} name ranks {twice} more than once; merge the parts of a rank with merge_ranks"
-        )
+        raise ValueError(f"{what} name ranks {twice} more than once; merge the parts of a rank with merge_ranks")
     return sorted(parts, key=lambda part: part.rank)
 
 

@@ -73,9 +73,7 @@ def _scale(init: Init, std: float, arch: Architecture, score: Literal["normal", 
     return scales[init]
 
 
-def _blocks(
-    tensor: str, shape: Shape, held: list[Placement], seed: int
-) -> Iterator[tuple[Box, torch.Tensor]]:
+def _blocks(tensor: str, shape: Shape, held: list[Placement], seed: int) -> Iterator[tuple[Box, torch.Tensor]]:
     """The blocks of rows that the placements touch, with their standard normal values."""
     inner = math.prod(shape[1:])
     rows = max(1, _BLOCK_ELEMENTS // inner)

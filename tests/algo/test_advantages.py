@@ -54,9 +54,7 @@ def _gae_by_definition(rewards, values, gamma, lam):
     """A_t = sum_l (gamma lam)^l d_{t+l}, a sum for each t: O(T^2)."""
     values = [*values, 0.0]
     deltas = [reward + gamma * values[t + 1] - values[t] for t, reward in enumerate(rewards)]
-    return [
-        sum((gamma * lam) ** (u - t) * deltas[u] for u in range(t, len(deltas))) for t in range(len(deltas))
-    ]
+    return [sum((gamma * lam) ** (u - t) * deltas[u] for u in range(t, len(deltas))) for t in range(len(deltas))]
 
 
 FLOATS = st.floats(-10, 10)

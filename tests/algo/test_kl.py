@@ -29,9 +29,7 @@ def _value_and_gradient(of):
 
 
 def _expected(kind):
-    return _value_and_gradient(
-        lambda logp_V: (logp_V.exp().detach() * kl_estimate(logp_V, REF_LOGPROBS_V, kind)).sum()
-    )
+    return _value_and_gradient(lambda logp_V: (logp_V.exp().detach() * kl_estimate(logp_V, REF_LOGPROBS_V, kind)).sum())
 
 
 FORWARD = _value_and_gradient(lambda logp_V: (logp_V.exp() * (logp_V - REF_LOGPROBS_V)).sum())

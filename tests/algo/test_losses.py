@@ -120,9 +120,7 @@ def test_clipped_value_loss_by_hand():
 
 def test_pairwise_last_token_by_hand():
     """Margins 0 and log 3: log 2 and log(4/3)."""
-    loss = pairwise_last_token(
-        torch.tensor([1.0, math.log(3)]), torch.tensor([1.0, 0.0]), denominator=torch.tensor(2)
-    )
+    loss = pairwise_last_token(torch.tensor([1.0, math.log(3)]), torch.tensor([1.0, 0.0]), denominator=torch.tensor(2))
     assert loss.item() == pytest.approx((math.log(2) + math.log(4 / 3)) / 2)
 
 
@@ -162,17 +160,13 @@ def test_pairwise_aligned_span_does_not_depend_on_padding():
     """Other tokens and scores on padding, and a rejected side padded two positions further."""
     inputs = _span_inputs()
     before = pairwise_aligned_span(*inputs, denominator=3)
-    chosen_BT, rejected_BT, chosen_tokens_BT, rejected_tokens_BT, chosen_lengths_B, rejected_lengths_B = (
-        inputs
-    )
+    chosen_BT, rejected_BT, chosen_tokens_BT, rejected_tokens_BT, chosen_lengths_B, rejected_lengths_B = inputs
     chosen_tokens_BT[1, 2:] = torch.tensor([7, 8])
     chosen_BT[1, 2:] = 1e6
     rejected_tokens_BT = torch.cat([rejected_tokens_BT, torch.full((3, 2), 6)], dim=1)
     rejected_BT = torch.cat([rejected_BT, torch.full((3, 2), NAN)], dim=1)
     lengths = chosen_lengths_B, rejected_lengths_B
-    after = pairwise_aligned_span(
-        chosen_BT, rejected_BT, chosen_tokens_BT, rejected_tokens_BT, *lengths, denominator=3
-    )
+    after = pairwise_aligned_span(chosen_BT, rejected_BT, chosen_tokens_BT, rejected_tokens_BT, *lengths, denominator=3)
     assert after.item() == before.item()
 
 
@@ -184,9 +178,7 @@ def test_kl_penalty_and_entropy_by_hand():
     assert loss.item() == pytest.approx(3 / 4)
     loss.backward()
     torch.testing.assert_close(logprobs_BT.grad, torch.tensor([[1.0, 0.0, -2.0], [-1.0, 0.0, 0.0]]) / 4)
-    by_sequence = kl_penalty(
-        logprobs_BT, ref_logprobs_BT, MASK_BT, kind="k2", denominator=2, aggregation="sequence"
-    )
+    by_sequence = kl_penalty(logprobs_BT, ref_logprobs_BT, MASK_BT, kind="k2", denominator=2, aggregation="sequence")
     assert by_sequence.item() == pytest.approx((2.5 / 3 + 0.5) / 2)
     entropy_BT = torch.tensor([[1.0, 2.0, 3.0], [4.0, NAN, -9.0]])
     assert entropy_bonus(entropy_BT, MASK_BT, denominator=4).item() == 2.5
@@ -223,13 +215,9 @@ SPLIT_LOSSES = {
             x[rows], _batch()[0][1][rows], _batch()[0][2][rows], _batch()[1][rows], clip=0.2, denominator=16
         ).loss
     ),
-    "kl": lambda x, rows: kl_penalty(
-        x[rows], _batch()[0][1][rows], _batch()[1][rows], kind="k3", denominator=16
-    ),
+    "kl": lambda x, rows: kl_penalty(x[rows], _batch()[0][1][rows], _batch()[1][rows], kind="k3", denominator=16),
     "entropy": lambda x, rows: entropy_bonus(x[rows], _batch()[1][rows], denominator=16),
-    "pairwise_last": lambda x, rows: pairwise_last_token(
-        x[rows][:, 0], _batch()[0][1][rows][:, 0], denominator=6
-    ),
+    "pairwise_last": lambda x, rows: pairwise_last_token(x[rows][:, 0], _batch()[0][1][rows][:, 0], denominator=6),
     "pairwise_span": lambda x, rows: _span(x, rows, 6),
 }
 SPLITS = ([range(6)], [range(2), range(2, 6)], [[5, 0], [3], [1, 4, 2]], [[b] for b in range(6)])

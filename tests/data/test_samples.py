@@ -44,8 +44,7 @@ def test_sft_samples_and_what_is_skipped():
     samples, skipped = build_sft(records, TOKENIZER, max_prompt_tokens=5, max_response_tokens=3)
     assert samples == [SFTSample([BOS, 11, 20, 11, 21, 10, 12, EOS], 5), SFTSample([BOS, 13, 13, EOS], 2)]
     assert skipped.describe() == (
-        "skipped 4 of 6 records (empty response: 2, prompt longer than 5 tokens: 1, "
-        "response longer than 3 tokens: 1)"
+        "skipped 4 of 6 records (empty response: 2, prompt longer than 5 tokens: 1, response longer than 3 tokens: 1)"
     )
     assert Skipped(6).describe() == "used all 6 records"
 

@@ -117,18 +117,14 @@ def test_missing_field_names_row_fields_and_nearest(tmp_path, suffix):
     else:
         datasets.Dataset.from_list(rows).to_parquet(tmp_path / "x.parquet")
     where = rf"x\.{suffix}, {'line 4' if suffix == 'jsonl' else 'row 1'}"
-    with pytest.raises(
-        ValueError, match=rf"{where}: no field 'response', found 'prompt', 'responce'; .*'responce'"
-    ):
+    with pytest.raises(ValueError, match=rf"{where}: no field 'response', found 'prompt', 'responce'; .*'responce'"):
         load_records(tmp_path / f"x.{suffix}", fields=FIELDS)
 
 
 @pytest.mark.parametrize("value, shown", [(None, "NoneType None"), (3, "int 3"), (["a"], "list ['a']")])
 def test_wrong_type_names_row_field_and_value(tmp_path, value, shown):
     path = write_jsonl(tmp_path / "x.jsonl", [ROWS[0], {"prompt": "a", "response": value}])
-    with pytest.raises(
-        ValueError, match=rf"line 2: field 'response' is {re.escape(shown)}, expected a string"
-    ):
+    with pytest.raises(ValueError, match=rf"line 2: field 'response' is {re.escape(shown)}, expected a string"):
         load_records(path, fields=FIELDS)
     if value is None:
         assert len(load_records(path, fields=["prompt"], optional=["response"])) == 2
@@ -169,8 +165,6 @@ def test_processes_that_load_at_once_do_not_race(tmp_path):
     )
     command = [sys.executable, "-c", code, str(tmp_path / "a.parquet")]
     environment = os.environ | {"HF_HOME": str(tmp_path / "home"), "PYTHONPATH": os.pathsep.join(sys.path)}
-    processes = [
-        subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) for _ in range(3)
-    ]
+    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) for _ in range(3)]
     assert [process.communicate(timeout=120)[0].strip() for process in processes] == ["3", "3", "3"]
     assert not list((tmp_path / "home").rglob("*.arrow"))

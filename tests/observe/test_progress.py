@@ -89,9 +89,7 @@ def test_the_live_bar_is_taken_down_when_the_run_fails():
 
 def test_table_shows_every_cell():
     console = plain_console()
-    console.print(
-        table("before and after", [("perplexity", 9.87654, None), ("[a]", 3, 0.25)], ("", "x", "y"))
-    )
+    console.print(table("before and after", [("perplexity", 9.87654, None), ("[a]", 3, 0.25)], ("", "x", "y")))
     text = printed(console)
     for cell in ("before and after", "perplexity", "9.877", "-", "[a]", "0.25"):
         assert cell in text

@@ -131,9 +131,7 @@ def test_loading_names_what_does_not_fit(tmp_path):
     carry_from_files(part, reader, live, skip=("score.weight",))
     assert bool((live["output_layer.weight"] == -1).all())
     (wide,) = megatron_ranks(tiny(intermediate_size=128), 1, [range(3)])
-    with pytest.raises(
-        ValueError, match=r"gate_proj.weight has shape \(96, 64\) on disk, expected \(128, 64\)"
-    ):
+    with pytest.raises(ValueError, match=r"gate_proj.weight has shape \(96, 64\) on disk, expected \(128, 64\)"):
         carry_from_files(wide, reader, empty([wide])[0])
 
 
@@ -165,20 +163,14 @@ def _group_body(rank: int, directory: str) -> str:
         trained = model_digest(rank, sources, src, dtype=torch.bfloat16)
         first = rank // tp * tp
         groups = [dist.new_group(list(range(a, a + tp))) for a in range(0, 4, tp)]
-        served = model_digest(
-            rank, ranks[first : first + tp], dst, dtype=torch.bfloat16, group=groups[rank // tp]
-        )
+        served = model_digest(rank, ranks[first : first + tp], dst, dtype=torch.bfloat16, group=groups[rank // tp])
         assert trained.keys() == logical_tensors(arch).keys()
         assert not compare(trained, served), compare(trained, served)
         if rank == 3:  # a replica nobody owns: seen by the digest of transfers
             dst["model.norm.weight"][5] += 1
-        sent, received = transfer_digests(
-            plan, logical_tensors(arch), src, dst, rank=rank, dtype=torch.bfloat16
-        )
+        sent, received = transfer_digests(plan, logical_tensors(arch), src, dst, rank=rank, dtype=torch.bfloat16)
         assert compare(sent, received) == ["model.norm.weight"]
-    export(
-        sources, src, directory, arch=arch, config=TINY, dtype=torch.float32, rank=rank, gather_bytes=40_000
-    )
+    export(sources, src, directory, arch=arch, config=TINY, dtype=torch.float32, rank=rank, gather_bytes=40_000)
     try:
         export(sources, src, directory, arch=arch, config=TINY, dtype=torch.float32, rank=rank)
     except (ValueError, RuntimeError) as error:

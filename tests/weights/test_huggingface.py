@@ -136,9 +136,7 @@ def test_the_model_and_the_files_are_compared_in_full(tmp_path):
         reader.check(logical_tensors(arch, "scalar"), extra=("lm_head.weight",))
     reader.check(logical_tensors(arch, "scalar"), absent=("score.weight",), extra=("lm_head.weight",))
     other = tiny(tie_word_embeddings=True, num_hidden_layers=2, vocab_size=101, attention_bias=True)
-    with pytest.raises(
-        ValueError, match=r"differs from what its config.json describes in 18 tensors"
-    ) as error:
+    with pytest.raises(ValueError, match=r"differs from what its config.json describes in 18 tensors") as error:
         reader.check(logical_tensors(other), extra=("lm_head.weight",))
     for text in (
         "model.layers.1.self_attn.o_proj.bias is missing",

@@ -26,9 +26,7 @@ def filled(arch, ranks, dtype=torch.float32, head="lm", seed=11, **options):
 def digest(ranks, live, dtype=BF16):
     """As `model_digest`, with all ranks in this process."""
     tensors = {name: shape for part in ranks for name, shape in part.tensors.items()}
-    return combine(
-        *(digest_boxes(owned_placements(p.rank, ranks), tensors, live[p.rank], dtype) for p in ranks)
-    )
+    return combine(*(digest_boxes(owned_placements(p.rank, ranks), tensors, live[p.rank], dtype) for p in ranks))
 
 
 @pytest.mark.parametrize("block", [1 << 20, 1000])

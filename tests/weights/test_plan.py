@@ -58,9 +58,7 @@ def test_any_layout_to_any_other(data):
     writes = empty(destinations, fill=0.0)
     held = {part.rank: part for part in sources}
     for copy in plan.copies:
-        view = torch.as_strided(
-            writes[copy.dst_rank][copy.dst_storage], copy.shape, copy.dst_strides, copy.dst_offset
-        )
+        view = torch.as_strided(writes[copy.dst_rank][copy.dst_storage], copy.shape, copy.dst_strides, copy.dst_offset)
         view += 1
         if copy.src_rank != copy.dst_rank and copy.dst_rank in held:
             own = (p.box for p in held[copy.dst_rank].placements if p.tensor == copy.tensor)
@@ -161,9 +159,7 @@ def test_missing_and_disagreeing_sources():
         make_plan(stages[:3], vllm_ranks(arch, 1))
     assert "model.layers.0" not in str(error.value)
     assert "lack 14 boxes" in str(error.value)  # 7 split tensors of 2 layers; its vocabulary rows are padding
-    with pytest.raises(
-        ValueError, match=r"lack 147 boxes .* and 127 more; pass the placements of every source"
-    ):
+    with pytest.raises(ValueError, match=r"lack 147 boxes .* and 127 more; pass the placements of every source"):
         make_plan([stages[0].select(())], megatron_ranks(tiny(num_hidden_layers=12), 1, [range(12)]))
     with pytest.raises(ValueError, match=r"has shape .* on rank .* and .* compare their config.json"):
         make_plan([hf_placements(arch)], vllm_ranks(tiny(intermediate_size=128), 1))
@@ -209,8 +205,7 @@ def test_rounds_carry_everything_within_the_bucket(traffic, capacity):
             for peer, spans in number.sends.items():
                 seen[rank, peer] += spans
     ends = {
-        pair: [s for n in rank_rounds(traffic, pair[1], capacity) for s in n.receives.get(pair[0], ())]
-        for pair in seen
+        pair: [s for n in rank_rounds(traffic, pair[1], capacity) for s in n.receives.get(pair[0], ())] for pair in seen
     }
     assert seen == ends
     for pair, spans in seen.items():

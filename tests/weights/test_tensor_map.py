@@ -84,9 +84,7 @@ def test_gate_up_and_vocabulary_rows():
 def test_row_parallel_columns():
     """linear_proj on rank 1 of 2 holds columns 32..64, as one view of a [64, 32] storage."""
     part = megatron_ranks(tiny(), 2, [range(3)])[1]
-    (found,) = [
-        p for p in part.placements if p.storage == "decoder.layers.2.self_attention.linear_proj.weight"
-    ]
+    (found,) = [p for p in part.placements if p.storage == "decoder.layers.2.self_attention.linear_proj.weight"]
     assert found == Placement(
         "model.layers.2.self_attn.o_proj.weight", Box((0, 32), (64, 64)), found.storage, 0, (32, 1)
     )
@@ -133,9 +131,7 @@ def test_tied_and_scalar_heads():
     assert "lm_head.weight" not in logical_tensors(tied)
     assert "output_layer.weight" not in megatron_ranks(tied, 1, [range(3)])[0].storages
     last = megatron_ranks(tied, 1, [[0], [1, 2]])[1]
-    assert [p.tensor for p in last.placements if p.storage == "output_layer.weight"] == [
-        "model.embed_tokens.weight"
-    ]
+    assert [p.tensor for p in last.placements if p.storage == "output_layer.weight"] == ["model.embed_tokens.weight"]
     assert "lm_head.weight" not in vllm_ranks(tied, 1)[0].storages
     for arch in (tied, tiny()):
         critic = megatron_ranks(arch, 2, [range(3)], head="scalar")[1]

@@ -296,9 +296,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows = write_all(out, recipe, seed)
     for name, file in rows.items():
         print(f"{name + '.jsonl':24} {len(file):6} rows   {json.dumps(file[0])}")
-    share = sum(row["response"] != str(_sum(row["prompt"])) for row in rows["sft_train"]) / len(
-        rows["sft_train"]
-    )
+    share = sum(row["response"] != str(_sum(row["prompt"])) for row in rows["sft_train"]) / len(rows["sft_train"])
     print(f"wrong responses in sft_train: {share:.1%}; vocabulary {MODEL_CONFIG['vocab_size']}; in {out}")
 
 

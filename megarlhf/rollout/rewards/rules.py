@@ -55,9 +55,7 @@ def load_rule(name: str) -> Rule:
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
-        raise ValueError(
-            f"reward rule {name!r}: cannot import {module_name}: {error}; set PYTHONPATH"
-        ) from error
+        raise ValueError(f"reward rule {name!r}: cannot import {module_name}: {error}; set PYTHONPATH") from error
     rule = getattr(module, function_name, None)
     if not callable(rule):
         raise ValueError(f"reward rule {name!r}: {module.__file__} has no function {function_name!r}")

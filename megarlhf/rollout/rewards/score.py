@@ -28,7 +28,7 @@ def rule_rewards(
     error = ""
     try:
         found = [float(rule(prompts[n], responses[n], fields[n])) for n in share]
-    except Exception as failure:  # the user's code may raise anything; every rank has to hear of it
+    except Exception as failure:  # noqa: BLE001 -- the user's code may raise anything; every rank has to hear of it
         error = f"reward rule failed on one of samples {share.start}..{share.stop - 1}: {failure!r}"
     parts: list[tuple[list[float], str]] = [([], "")] * dist.get_world_size()
     dist.all_gather_object(parts, (found, error))

@@ -155,9 +155,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     header.pop("__metadata__", None)
     end = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
     if end != size:
-        raise ValueError(
-            f"{path} has {size} bytes, expected {end} from its header; it is truncated: copy it again"
-        )
+        raise ValueError(f"{path} has {size} bytes, expected {end} from its header; it is truncated: copy it again")
     return {name: StoredTensor(tuple(e["shape"]), e["dtype"], path) for name, e in header.items()}
 
 

@@ -124,9 +124,7 @@ def vllm_placements(
 
 def _slot(arch: Architecture, tp: int, tp_rank: int, padded_vocab: int) -> Slot:
     if not 0 <= tp_rank < tp:
-        raise ValueError(
-            f"tp_rank = {tp_rank} is outside 0..{tp - 1} (tp = {tp}); pass the rank inside its group"
-        )
+        raise ValueError(f"tp_rank = {tp_rank} is outside 0..{tp - 1} (tp = {tp}); pass the rank inside its group")
     return Slot(arch=arch, tp=tp, tp_rank=tp_rank, padded_vocab=padded_vocab)
 
 

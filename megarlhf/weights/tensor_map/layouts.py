@@ -47,9 +47,7 @@ def rows(tensor: Logical, start: int, stop: int) -> Layout:
     if real <= start:
         return Layout(shape, ())
     zeros = (0,) * (len(shape) - 1)
-    return Layout(
-        shape, (Segment(tensor.name, Box((start, *zeros), (real, *tensor.shape[1:])), (0, *zeros)),)
-    )
+    return Layout(shape, (Segment(tensor.name, Box((start, *zeros), (real, *tensor.shape[1:])), (0, *zeros)),))
 
 
 def column_parallel(tensor: Logical, tp: int, tp_rank: int, *, padded_rows: int | None = None) -> Layout:

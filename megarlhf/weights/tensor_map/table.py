@@ -67,9 +67,7 @@ class Table:
         """The head's entry; a tied head is one more placement of the embedding."""
         if head == "scalar":
             return self.scalar_head
-        return (
-            replace(self.lm_head, tensors=self.embedding[0].tensors) if arch.tied_embeddings else self.lm_head
-        )
+        return replace(self.lm_head, tensors=self.embedding[0].tensors) if arch.tied_embeddings else self.lm_head
 
 
 def dimensions(arch: Architecture) -> dict[str, int]:
