@@ -63,8 +63,7 @@ def _dispatch(arguments: argparse.Namespace, argv: list[str]) -> int:
         from megarlhf.doctor import print_doctor
         from megarlhf.runtime import capabilities
 
-        print_doctor(capabilities())
-        return 0
+        return print_doctor(capabilities())
     if arguments.command == "report":
         from pathlib import Path
 

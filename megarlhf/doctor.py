@@ -29,7 +29,7 @@ GIB = 1024**3
 MIN_SHM_GIB = 1.0
 
 Verdict = Literal["ok", "note", "problem"]
-ApexKind = Literal["missing", "nvidia", "nvidia without its CUDA kernels", "unrelated"]
+ApexKind = Literal["missing", "nvidia", "nvidia without its kernels", "unrelated"]
 
 STYLES: dict[Verdict, str] = {"ok": "green", "note": "yellow", "problem": "bold red"}
 
@@ -125,7 +125,7 @@ def apex_kind(search_path: Sequence[str] | None = None) -> ApexKind:
     if not any((folder / "optimizers" / "fused_adam.py").is_file() for folder in folders):
         return "unrelated"
     compiled = PathFinder.find_spec("amp_C", search_path) is not None
-    return "nvidia" if compiled else "nvidia without its CUDA kernels"
+    return "nvidia" if compiled else "nvidia without its kernels"
 
 
 def _python() -> Finding:
@@ -187,7 +187,7 @@ def _apex(found: str | None, kind: ApexKind, on_gpu: bool) -> Finding:
             "NVIDIA's from source if you want its kernels (requirements/gpu.txt)"
         )
         return Finding(part="apex", found=f"{shown} (unrelated)", verdict="problem", meaning=meaning)
-    if kind == "nvidia without its CUDA kernels":
+    if kind == "nvidia without its kernels":
         meaning = "built without its extensions: torch's own norms and optimizer are used"
         return Finding(part="apex", found=f"{shown} (NVIDIA's)", verdict=missing, meaning=meaning)
     meaning = "not installed: torch's own norms and optimizer are used; fine on CPU, slightly slower on GPU"

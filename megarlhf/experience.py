@@ -9,6 +9,7 @@ Legend: N samples of the step, T tokens of all samples end to end, B rows, R lon
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -111,20 +112,16 @@ def redistribute(mine: Mapping[int, Tensor], lengths_N: Tensor, like: Tensor) ->
     `lengths_N` is known everywhere, so one all-gather of padded values moves the column. Full replication is
     the simplest carrier: every mesh finds what it needs locally.
 
-    Raises: ValueError when a row is missing, doubled, or of another length than the index says.
+    Raises: ValueError, on every rank, when a row is missing, doubled, unknown, or of another length than the
+    index says.
     """
     world = dist.get_world_size()
     order = sorted(mine)
-    owners: list[list[int]] = [[] for _ in range(world)]
-    dist.all_gather_object(owners, order)
-    seen = [sample for samples in owners for sample in samples]
-    if sorted(seen) != list(range(len(lengths_N))):
-        missing = sorted(set(range(len(lengths_N))) - set(seen))[:5]
-        raise ValueError(f"{len(seen)} rows for {len(lengths_N)} samples; missing {missing}, or a row twice")
-    wrong = [n for n in order if mine[n].numel() != int(lengths_N[n])]
-    if wrong:
-        n = wrong[0]
-        raise ValueError(f"row {n} has {mine[n].numel()} values, the index says {int(lengths_N[n])}")
+    # Lengths travel along so that every rank sees a mistake: a rank that raised alone would leave the others waiting.
+    held: list[list[tuple[int, int]]] = [[] for _ in range(world)]
+    dist.all_gather_object(held, [(n, mine[n].numel()) for n in order])
+    _check_rows(held, lengths_N)
+    owners = [[n for n, _ in rows] for rows in held]
     counts = [int(lengths_N[samples].sum()) for samples in owners]
     send = torch.zeros(max(counts), dtype=like.dtype, device=like.device)
     if order:
@@ -135,3 +132,21 @@ def redistribute(mine: Mapping[int, Tensor], lengths_N: Tensor, like: Tensor) ->
     for samples, values, count in zip(owners, received, counts, strict=True):
         rows.update(zip(samples, values[:count].split(lengths_N[samples].tolist()), strict=True))
     return Ragged(torch.cat([rows[n] for n in range(len(lengths_N))]), lengths_N)
+
+
+def _check_rows(held: Sequence[Sequence[tuple[int, int]]], lengths_N: Tensor) -> None:
+    """`held` are (sample, number of values) of each rank."""
+    count = Counter(n for rows in held for n, _ in rows)
+    expected = range(len(lengths_N))
+    faults = {
+        "missing": [n for n in expected if n not in count],
+        "handed in twice": sorted(n for n in count if count[n] > 1),
+        "unknown": sorted(n for n in count if n not in expected),
+    }
+    found = "; ".join(f"{what}: {rows[:5]}" for what, rows in faults.items() if rows)
+    if found:
+        raise ValueError(f"{count.total()} rows for {len(expected)} samples, expected each once; {found}")
+    for rank, rows in enumerate(held):
+        for n, length in rows:
+            if length != int(lengths_N[n]):
+                raise ValueError(f"row {n} of rank {rank} has {length} values, the index says {int(lengths_N[n])}")

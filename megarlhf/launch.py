@@ -50,3 +50,4 @@ def quieten() -> None:
     warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf")
     warnings.filterwarnings("ignore", message=r"(Transformer Engine and Apex are|Apex is) not installed")
     warnings.filterwarnings("ignore", message="full scope is deprecated")
+    warnings.filterwarnings("ignore", message="When using async grad allreduce it is recommended")

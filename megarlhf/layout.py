@@ -60,6 +60,7 @@ class Layout:
 
         `groups(["tp"])` are the tensor-parallel groups, `groups(["tp", "pp"])` the whole model replicas.
         """
+        assert set(axes) <= set(AXES), f"axes {axes} are not all among {AXES}"
         others = [axis for axis in AXES if axis not in axes]
         found = []
         for fixed in itertools.product(*(range(self.size(axis)) for axis in reversed(others))):

@@ -11,6 +11,7 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -83,10 +84,19 @@ def capabilities() -> Capabilities:
     return Capabilities(
         device_type="cuda" if count else "cpu",
         device_count=count,
-        device_name=torch.cuda.get_device_name(0) if count else (os.uname().machine + " CPU"),
+        device_name=_gpu_names() if count else (os.uname().machine + " CPU"),
         backends=tuple(backends),
         versions={name: version_of(name) for name in PACKAGES},
     )
+
+
+def _gpu_names(driver: Path = Path("/proc/driver/nvidia/gpus")) -> str:
+    """The models that the driver lists. torch would make a context on a device to tell its name."""
+    listed = [path.read_text() for path in sorted(driver.glob("*/information"))]
+    models = [
+        line.partition(":")[2].strip() for text in listed for line in text.splitlines() if line.startswith("Model:")
+    ]
+    return ", ".join(sorted(set(models))) or "GPU (the driver lists no name)"
 
 
 def has_transformer_engine() -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 import types
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +15,8 @@ from pydantic import BaseModel, ValidationError
 from megarlhf.config.sections import FrozenModel
 
 ConfigT = TypeVar("ConfigT", bound=FrozenModel)
+
+_EXPONENT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
 
 
 def load_config(kind: type[ConfigT], path: str | Path, overrides: Sequence[str] = ()) -> ConfigT:
@@ -31,6 +34,7 @@ def load_config(kind: type[ConfigT], path: str | Path, overrides: Sequence[str] 
         raise ValueError(f"{path} is not valid YAML: {error}") from error
     if not isinstance(tree, dict):
         raise ValueError(f"{path} must be a mapping of sections, got {type(tree).__name__}")
+    tree = _unshared(tree)
     for override in overrides:
         _apply_override(tree, override)
     try:
@@ -42,6 +46,13 @@ def load_config(kind: type[ConfigT], path: str | Path, overrides: Sequence[str] 
 def dump_config(config: FrozenModel) -> str:
     """The resolved configuration as YAML; loading it again gives the same object."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+
+
+def _unshared(node: Any) -> Any:
+    """A copy in which a YAML alias is a copy of its anchor, so that an override of one role leaves the other alone."""
+    if isinstance(node, dict):
+        return {key: _unshared(value) for key, value in node.items()}
+    return [_unshared(value) for value in node] if isinstance(node, list) else node
 
 
 def _apply_override(tree: dict[str, Any], override: str) -> None:
@@ -56,7 +67,10 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
         if not isinstance(node, dict):
             raise ValueError(f"override {override!r}: {section} is a value ({node!r}), not a section")
     # YAML 1.1 reads 1e-3 as a string; a plain number is what people mean.
-    value = yaml.safe_load(text)
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(f"override {override!r}: {text!r} is not valid YAML; quote it") from error
     node[last] = _number(value) if isinstance(value, str) else value
 
 
@@ -66,10 +80,7 @@ def _fresh(node: dict[str, Any], section: str) -> dict[str, Any]:
 
 
 def _number(text: str) -> str | float:
-    try:
-        return float(text)
-    except ValueError:
-        return text
+    return float(text) if _EXPONENT.fullmatch(text) else text
 
 
 def _describe(error: ValidationError, kind: type[FrozenModel], path: Path) -> str:

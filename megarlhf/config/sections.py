@@ -19,9 +19,9 @@ Positive = Annotated[float, Field(gt=0.0)]
 
 
 class FrozenModel(BaseModel):
-    """Base of every section: immutable, no unknown keys, documented field by field."""
+    """Base of every section: immutable, no unknown keys, finite numbers, documented field by field."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
 
 class RunConfig(FrozenModel):

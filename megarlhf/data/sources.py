@@ -54,16 +54,22 @@ def load_records(
     return records
 
 
+def require_path(path: str | Path) -> None:
+    """Raises ValueError, naming the nearest neighbour, unless `path` is on disk or may be a hub name."""
+    found = Path(path).expanduser()
+    if not found.exists() and not _is_hub_name(str(path)):
+        raise ValueError(_missing(found))
+
+
 def _read(name: str, split: str) -> _Located:
+    require_path(name)
     path = Path(name).expanduser()
     if path.is_dir():
         yield from _read_directory(path, split)
     elif path.exists():
         yield from _read_file(path)
-    elif _is_hub_name(name):
-        yield from _read_hub(name, split)
     else:
-        raise ValueError(_missing(path))
+        yield from _read_hub(name, split)
 
 
 def _is_hub_name(name: str) -> bool:

@@ -64,5 +64,7 @@ def response_mask(spans: Sequence[tuple[int, int] | None], length: int, device: 
     for row, span in enumerate(spans):
         if span is not None:
             prompt, response = span
+            assert prompt >= 1, f"row {row} has an empty prompt: nothing predicts its first response token"
+            assert prompt + response <= length, f"row {row}: {prompt} + {response} tokens on a grid of {length}"
             mask_BS[row, prompt - 1 : prompt - 1 + response] = True
     return mask_BS.to(device)

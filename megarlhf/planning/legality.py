@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from megarlhf.config import RoleConfig
 from megarlhf.layout import Layout, split_layers
 from megarlhf.weights.architecture import Architecture
@@ -23,7 +25,8 @@ def check_role(role: str, section: RoleConfig, world_size: int) -> tuple[Archite
     }
     for what, count in parts.items():
         if count % tp:
-            divisors = [n for n in range(1, count + 1) if count % n == 0 and n <= 64]
+            common = math.gcd(*parts.values())
+            divisors = [n for n in range(1, common + 1) if common % n == 0 and n <= 64]
             raise ValueError(
                 f"{role}.parallel.tp = {tp} does not divide the {count} {what} of {section.model.path}; "
                 f"choose one of {', '.join(map(str, divisors))}"

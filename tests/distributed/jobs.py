@@ -1,0 +1,208 @@
+"""What the rank processes do. Each job is called on every rank and returns something that pickles."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megarlhf.config import RLConfig, RoleConfig, SFTConfig
+from megarlhf.data.samples import build_sft
+from megarlhf.data.sources import load_records
+from megarlhf.data.tokenizer import load_tokenizer
+from megarlhf.models.build import ModelPart, placements_on
+from megarlhf.models.role import Role, build_role
+from megarlhf.models.weights import load_weights
+from megarlhf.parallel.mesh import GroupCache
+from megarlhf.runtime import Runtime
+from megarlhf.weights.carry import carry_over_group
+from megarlhf.weights.plan import make_plan
+from megarlhf.weights.tensor_map import hf_placements
+
+Arrays = dict[str, np.ndarray]
+
+
+def gather(part: ModelPart, storages: Mapping[str, Tensor]) -> Arrays:
+    """Logical tensors out of every rank's storages, on rank 0; empty elsewhere."""
+    wanted = hf_placements(part.arch, part.head, rank=0)
+    plan = make_plan([placements_on(part, rank) for rank in range(dist.get_world_size())], [wanted])
+    whole = {name: torch.zeros(shape) for name, shape in wanted.storages.items()} if dist.get_rank() == 0 else {}
+    live = {name: tensor.detach().contiguous() for name, tensor in storages.items()}
+    carry_over_group(plan, live, whole, rank=dist.get_rank(), dtype=torch.float32)
+    return {name: tensor.numpy() for name, tensor in whole.items()}
+
+
+def gather_gradients(role: Role) -> Arrays:
+    """Logical gradients, after the reductions and before the optimizer. Each data-parallel rank has a shard."""
+    trainer = role.trainer
+    assert trainer is not None
+    for buffer in trainer.ddp.buffers:
+        for bucket in buffer.buckets:
+            shards = list(bucket.grad_data.chunk(role.mesh.layout.dp))
+            whole = [torch.empty_like(shard) for shard in shards]
+            dist.all_gather(whole, shards[role.mesh.at.dp].clone(), group=role.mesh.groups.dp)
+            bucket.grad_data.copy_(torch.cat(whole))
+    return gather(role.part, {name: p.main_grad for name, p in role.part.module.named_parameters()})
+
+
+def record_gradients(role: Role, into: list[Arrays]) -> None:
+    """From now on keep the gradients of every step of `role`."""
+    assert role.trainer is not None
+    original = role.trainer.step
+
+    def step() -> float:
+        into.append(gather_gradients(role))
+        return original()
+
+    role.trainer.step = step  # type: ignore[method-assign]
+
+
+def sft_steps(runtime: Runtime, config: dict[str, Any], num_steps: int) -> dict[str, Any]:
+    """Losses, gradient norms and gradients of the first steps, and the weights after them."""
+    from megarlhf.trainers.sft import train_on
+
+    cfg = SFTConfig.model_validate(config)
+    samples, _ = build_sft(
+        load_records(cfg.data.train, fields=("prompt", "response")),
+        load_tokenizer(cfg.actor.model.path),
+        max_prompt_tokens=64,
+        max_response_tokens=64,
+    )
+    actor = build_role("actor", cfg.actor, "lm", GroupCache(runtime), seed=0, num_optimizer_steps=num_steps)
+    gradients: list[Arrays] = []
+    record_gradients(actor, gradients)
+    size = cfg.train.mini_batch_samples
+    steps = [
+        train_on(actor, samples[n * size : (n + 1) * size], cfg.train.micro_batch_samples) for n in range(num_steps)
+    ]
+    return {
+        "loss": [step["loss"] for step in steps],
+        "grad_norm": [step["grad_norm"] for step in steps],
+        "gradients": gradients,
+        "weights": gather(actor.part, actor.part.parameters()),
+    }
+
+
+def rm_steps(runtime: Runtime, config: dict[str, Any], num_steps: int) -> dict[str, Any]:
+    """The same for the reward model, with its held-out evaluation before training."""
+    from megarlhf.config import RMConfig
+    from megarlhf.data.samples import build_pairs
+    from megarlhf.trainers.rm import evaluate, train_on
+
+    cfg = RMConfig.model_validate(config)
+    pairs, _ = build_pairs(
+        load_records(cfg.data.train, fields=("prompt", "chosen", "rejected")),
+        load_tokenizer(cfg.reward_model.model.path),
+        max_prompt_tokens=64,
+        max_response_tokens=64,
+    )
+    cache = GroupCache(runtime)
+    model = build_role("reward_model", cfg.reward_model, "scalar", cache, seed=0, num_optimizer_steps=num_steps)
+    gradients: list[Arrays] = []
+    record_gradients(model, gradients)
+    before = evaluate(model, pairs[:33], cfg)  # 33 does not divide: fillers take part
+    size = cfg.train.mini_batch_samples
+    steps = [train_on(model, pairs[n * size : (n + 1) * size], cfg) for n in range(num_steps)]
+    return {
+        "evaluation": before,
+        "loss": [step["loss"] for step in steps],
+        "grad_norm": [step["grad_norm"] for step in steps],
+        "gradients": gradients,
+        "weights": gather(model.part, model.part.parameters()),
+    }
+
+
+def rl_step(runtime: Runtime, config: dict[str, Any]) -> dict[str, Any]:
+    """One whole step of rl with the Megatron engine: what it sampled, learned and became."""
+    from megarlhf.trainers import rl
+    from megarlhf.trainers.rl_score import add_advantages, logprob_gap
+
+    cfg = RLConfig.model_validate(config)
+    tokenizer = load_tokenizer(cfg.actor.model.path)
+    prompts = _prompts(cfg, tokenizer)[: cfg.train.prompts_per_step]
+    parts = rl.build(cfg, runtime, tokenizer)
+    gradients: dict[str, list[Arrays]] = {role.name: [] for role in parts.trained}
+    for role in parts.trained:
+        record_gradients(role, gradients[role.name])
+    parts.engine.update_weights(parts.actor.part, version=0)
+    experience = rl.sample(cfg, parts.engine, prompts, parts.sampling, 0)
+    experience, dealt = rl.score(cfg, parts, experience, prompts, 0)
+    metrics = logprob_gap(experience, cfg.rollout.max_logprob_gap)
+    experience = add_advantages(experience, cfg.algo)
+    metrics |= rl.describe(experience, cfg) | rl.train_on(cfg, parts, experience, dealt, 0)
+    return {
+        "metrics": metrics,
+        "responses": [row.tolist() for row in experience.rollouts.responses.rows()],
+        "columns": {name: column.values_T.numpy() for name, column in experience.columns.items()},
+        "rewards": experience.per_sample["rewards"].numpy(),
+        "gradients": gradients,
+        "weights": {role.name: gather(role.part, role.part.parameters()) for role in parts.trained},
+    }
+
+
+def _prompts(cfg: RLConfig, tokenizer: Any) -> list[Any]:
+    from megarlhf.data.samples import build_prompts
+
+    records = load_records(cfg.data.train, fields=("prompt",))
+    return build_prompts(records, tokenizer, max_prompt_tokens=cfg.data.max_prompt_tokens)[0]
+
+
+def vllm_session(runtime: Runtime, first: str, second: str, tp: int, prompts: list[list[int]]) -> dict[str, Any]:
+    """An engine fed by an actor twice: what it says each time, and whether planted faults are found."""
+    from megarlhf.config import RolloutConfig
+    from megarlhf.rollout.engine import Sampling
+    from megarlhf.rollout.megatron_engine import MegatronEngine
+    from megarlhf.rollout.vllm_engine import VllmEngine
+
+    section = RoleConfig.model_validate({"model": {"path": first}, "parallel": {"tp": tp}})
+    actor = build_role("actor", section, "lm", GroupCache(runtime), seed=0)
+    rollout = RolloutConfig.model_validate({"parallel": {"tp": tp}, "max_response_tokens": 8})
+    engine = VllmEngine(Path(first), torch.float32, rollout, 40, runtime)
+    rows, seeds = [torch.tensor(p) for p in prompts], list(range(len(prompts)))
+    greedy = Sampling(max_tokens=8, greedy=True, eos_id=2)
+    warm = Sampling(max_tokens=8, temperature=0.7, eos_id=2)
+    said: dict[str, Any] = {}
+    for version, path in enumerate((first, second, first)):
+        load_weights(actor.part, section.model.model_copy(update={"path": Path(path)}), seed=0)
+        engine.update_weights(actor.part, version)
+        engine.verify_weights(actor.part)
+        for name, sampling in (("greedy", greedy), ("sampled", warm)):
+            rollouts = engine.generate(rows, seeds, sampling)
+            said[f"{name}{version}"] = [
+                (tokens.tolist(), logprobs.tolist())
+                for tokens, logprobs in zip(rollouts.responses.rows(), rollouts.logprobs.rows(), strict=True)
+            ]
+    oracle = MegatronEngine(actor.part, 2)
+    oracle.update_weights(actor.part, 2)
+    said["oracle"] = [row.tolist() for row in oracle.generate(rows, seeds, greedy).responses.rows()]
+    said["faults"] = _planted_faults(runtime, actor, engine)
+    said["cuda_untouched"] = torch.cuda.current_device.__module__ == "torch.cuda"
+    engine.close()
+    return said
+
+
+def _planted_faults(runtime: Runtime, actor: Role, engine: Any) -> dict[str, str]:
+    """Change a parameter of vLLM's on one rank only; verification must name the tensor on every rank."""
+    messages = {}
+    # With 16 tokens vLLM's last rank holds padding only: the embedding's fault is planted on the first.
+    faulty = {"model.embed_tokens.weight": 0}
+    for storage in ("model.layers.1.mlp.gate_up_proj.weight", "model.norm.weight", "model.embed_tokens.weight"):
+        live = engine._parameters[storage]
+        kept = live.detach().clone()
+        if runtime.rank == faulty.get(storage, runtime.world_size - 1):
+            with torch.no_grad():
+                live.view(-1)[0].add_(1e-3) if storage == "model.norm.weight" else live[0].mul_(1.5)
+        try:
+            engine.verify_weights(actor.part)
+            messages[storage] = ""
+        except RuntimeError as error:
+            messages[storage] = str(error)
+        with torch.no_grad():
+            live.copy_(kept)
+    engine.verify_weights(actor.part)
+    return messages

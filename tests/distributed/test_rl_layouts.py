@@ -1,0 +1,129 @@
+"""One PPO step is the same at every layout, and its ratios start at exactly one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.distributed.compare import assert_gradients_equal, assert_weights_equal
+from tests.distributed.pool import RankPool
+
+LR = 1e-3
+
+
+def config(models: dict[str, Path], data: Path, parallel: dict[str, Any], **algo: Any) -> dict[str, Any]:
+    def role(name: str) -> dict[str, Any]:
+        return {"model": {"path": str(models[name])}, "parallel": parallel, "optim": {"lr": LR}}
+
+    return {
+        "run": {"dir": "unused"},
+        "actor": role("plain"),
+        "reference": role("plain"),
+        "critic": role("other"),
+        "reward_model": role("other"),
+        "rewards": [{"kind": "model", "shift": 0.5}, {"kind": "rule", "rule": "exact_match", "weight": 2.0}],
+        "data": {"train": str(data), "max_prompt_tokens": 16},
+        "train": {
+            "num_steps": 1,
+            "prompts_per_step": 4,
+            "mini_batch_samples": 8,
+            "micro_batch_samples": 2,
+            "epochs_per_step": 2,
+        },
+        "rollout": {"engine": "megatron", "num_samples_per_prompt": 4, "max_response_tokens": 6, "temperature": 0.9},
+        "algo": {"entropy_coef": 0.01, "kl": {"coef": 0.1}} | algo,
+    }
+
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "tp2": (2, {"tp": 2}),
+    "dp2": (2, {}),
+    "pp2": (2, {"pp": 2}),
+    "tp2_sequence_parallel": (2, {"tp": 2, "sequence_parallel": True}),
+    "tp2pp2": (4, {"tp": 2, "pp": 2}),
+}
+
+
+@pytest.fixture(scope="session")
+def single(ranks: RankPool, models: dict[str, Path], data: dict[str, Path]) -> dict[str, Any]:
+    return ranks.run(1, "rl_step", config(models, data["prompts"], {}))[0]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_one_ppo_step_is_the_same_at_every_layout(
+    layout: str, ranks: RankPool, models: dict[str, Path], data: dict[str, Path], single: dict[str, Any]
+) -> None:
+    """Four optimizer steps of actor and critic: losses, gradients by parameter, and weights after them.
+
+    Only the first mini-batch's gradients are compared tightly: after it, each run's weights have rounding of
+    their own, which Adam's first steps (a division by the gradient's own size) carry on.
+    """
+    world_size, parallel = LAYOUTS[layout]
+    found = ranks.run(world_size, "rl_step", config(models, data["prompts"], parallel))[0]
+    assert found["responses"] == single["responses"]
+    np.testing.assert_allclose(found["rewards"], single["rewards"], atol=1e-5)
+    for name, column in single["columns"].items():
+        np.testing.assert_allclose(found["columns"][name], column, atol=1e-5, rtol=1e-5, err_msg=name)
+    for name in ("policy_loss", "value_loss", "loss", "kl", "entropy", "clip_fraction", "reward_mean"):
+        np.testing.assert_allclose(found["metrics"][name], single["metrics"][name], rtol=1e-5, atol=1e-6, err_msg=name)
+    for name in ("actor_grad_norm", "critic_grad_norm"):
+        np.testing.assert_allclose(found["metrics"][name], single["metrics"][name], rtol=1e-5, err_msg=name)
+    for role in ("actor", "critic"):
+        assert len(found["gradients"][role]) == len(single["gradients"][role]) == 4
+        assert_gradients_equal(found["gradients"][role][0], single["gradients"][role][0], what=role)
+        assert_weights_equal(found["weights"][role], single["weights"][role], what=role)
+
+
+def test_old_logprobs_equal_reference_and_the_first_ratio_is_exactly_one(single: dict[str, Any]) -> None:
+    """At step 1 actor and reference have equal weights. The training forward sees the micro-batches of the
+    old log-probs' forward, so the ratio is 1 to the bit, and it is not so by construction: later ones differ."""
+    np.testing.assert_array_equal(single["columns"]["old_logprobs"], single["columns"]["ref_logprobs"])
+    assert single["metrics"]["kl"] == 0.0
+    assert single["metrics"]["first_ratio_deviation"] == 0.0
+    assert single["metrics"]["ratio_deviation"] > 1e-3
+    assert single["metrics"]["rollout_logprob_gap_max"] < 1e-5
+
+
+def test_other_micro_batches_keep_the_first_ratio_within_rounding(
+    ranks: RankPool, models: dict[str, Path], data: dict[str, Path], single: dict[str, Any]
+) -> None:
+    """Micro-batches of four instead of two: other matrix shapes, the same numbers to 1e-5."""
+    cfg = config(models, data["prompts"], {})
+    cfg["train"]["micro_batch_samples"] = 4
+    found = ranks.run(1, "rl_step", cfg)[0]
+    np.testing.assert_allclose(
+        np.exp(found["columns"]["old_logprobs"] - single["columns"]["old_logprobs"]), 1.0, atol=1e-5
+    )
+    for name in ("policy_loss", "value_loss"):
+        np.testing.assert_allclose(found["metrics"][name], single["metrics"][name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("layout", ["tp2", "dp2"])
+def test_grpo_builds_no_critic_and_is_the_same_at_every_layout(
+    layout: str, ranks: RankPool, models: dict[str, Path], data: dict[str, Path]
+) -> None:
+    """Group-relative advantage, k3 KL in the loss; a critic section may stand in the file unused."""
+    algo = {"advantage": "group_relative", "kl": {"coef": 0.05, "placement": "loss", "estimator": "k3"}}
+    expected = ranks.run(1, "rl_step", config(models, data["prompts"], {}, **algo))[0]
+    world_size, parallel = LAYOUTS[layout]
+    found = ranks.run(world_size, "rl_step", config(models, data["prompts"], parallel, **algo))[0]
+    assert set(found["gradients"]) == {"actor"}
+    assert "values" not in found["columns"]
+    for name in ("policy_loss", "loss", "entropy"):
+        np.testing.assert_allclose(found["metrics"][name], expected["metrics"][name], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(found["metrics"]["actor_grad_norm"], expected["metrics"]["actor_grad_norm"], rtol=1e-5)
+
+
+def test_roles_may_have_layouts_of_their_own(
+    ranks: RankPool, models: dict[str, Path], data: dict[str, Path], single: dict[str, Any]
+) -> None:
+    """Actor TP2, reference DP2, critic PP2, reward model TP2 on the same two ranks: the same step."""
+    cfg = config(models, data["prompts"], {})
+    for role, parallel in (("actor", {"tp": 2}), ("critic", {"pp": 2}), ("reward_model", {"tp": 2})):
+        cfg[role]["parallel"] = parallel
+    found = ranks.run(2, "rl_step", cfg)[0]
+    for name in ("policy_loss", "value_loss", "actor_grad_norm", "critic_grad_norm"):
+        np.testing.assert_allclose(found["metrics"][name], single["metrics"][name], rtol=1e-5, atol=1e-6, err_msg=name)

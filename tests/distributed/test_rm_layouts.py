@@ -1,0 +1,111 @@
+"""The reward model's first steps, both losses, against Hugging Face's sequence classifier and across layouts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megarlhf.data.samples import PairSample, build_pairs
+from megarlhf.data.sources import load_records
+from megarlhf.data.tokenizer import load_tokenizer
+from tests.distributed.compare import assert_gradients_equal, assert_weights_equal
+from tests.distributed.pool import RankPool
+
+LR, STEPS, MINI_BATCH = 3e-4, 2, 8
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "tp1": (1, {}),
+    "tp2": (2, {"tp": 2}),
+    "pp2": (2, {"pp": 2}),
+    "dp2": (2, {}),
+    "tp2_sequence_parallel": (2, {"tp": 2, "sequence_parallel": True}),
+}
+
+
+@pytest.fixture(scope="session")
+def classifier(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A LlamaForSequenceClassification as Hugging Face writes it: one label, `score.weight`."""
+    from transformers import LlamaForSequenceClassification
+
+    path = tmp_path_factory.mktemp("classifier")
+    torch.manual_seed(7)
+    model = LlamaForSequenceClassification.from_pretrained(models["plain"], num_labels=1, dtype=torch.float32)
+    torch.nn.init.normal_(model.score.weight, std=0.2)
+    model.save_pretrained(path)
+    (path / "tokenizer.model").write_bytes((models["plain"] / "tokenizer.model").read_bytes())
+    return path
+
+
+def config(model: Path, data: Path, parallel: dict[str, Any], loss: str) -> dict[str, Any]:
+    return {
+        "run": {"dir": "unused"},
+        "reward_model": {"model": {"path": str(model)}, "parallel": parallel, "optim": {"lr": LR}},
+        "data": {"train": str(data)},
+        "train": {"num_steps": STEPS, "mini_batch_samples": MINI_BATCH, "micro_batch_samples": 2},
+        "loss": loss,
+    }
+
+
+def _loss_by_hand(model: Any, pair: PairSample, kind: str) -> torch.Tensor:
+    """One pair, unpadded: the two losses as the papers state them."""
+
+    def scores(response: list[int]) -> torch.Tensor:
+        hidden = model.model(torch.tensor([pair.prompt_tokens + response])).last_hidden_state
+        return model.score(hidden)[0, :, 0]
+
+    chosen, rejected = scores(pair.chosen_tokens), scores(pair.rejected_tokens)
+    if kind == "last_token":
+        return -torch.nn.functional.logsigmoid(chosen[-1] - rejected[-1])
+    longest = max(len(chosen), len(rejected))
+    prompt = len(pair.prompt_tokens)
+    first = next(n for n in range(longest - prompt) if pair.chosen_tokens[n : n + 1] != pair.rejected_tokens[n : n + 1])
+    margins = [
+        chosen[min(n, len(chosen) - 1)] - rejected[min(n, len(rejected) - 1)] for n in range(prompt + first, longest)
+    ]
+    return -torch.nn.functional.logsigmoid(torch.stack(margins)).mean()
+
+
+@pytest.fixture(scope="session", params=["last_token", "aligned_span"])
+def expected(request: pytest.FixtureRequest, classifier: Path, data: dict[str, Path]) -> dict[str, Any]:
+    from transformers import LlamaForSequenceClassification
+
+    pairs, _ = build_pairs(
+        load_records(data["pairs"], fields=("prompt", "chosen", "rejected")),
+        load_tokenizer(classifier),
+        max_prompt_tokens=64,
+        max_response_tokens=64,
+    )
+    model = LlamaForSequenceClassification.from_pretrained(classifier, dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
+    found: dict[str, Any] = {"kind": request.param, "loss": [], "grad_norm": [], "gradients": []}
+    with torch.no_grad():
+        found["eval_loss"] = np.mean([_loss_by_hand(model, pair, request.param).item() for pair in pairs[:33]])
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        batch = pairs[step * MINI_BATCH : (step + 1) * MINI_BATCH]
+        loss = torch.stack([_loss_by_hand(model, pair, request.param) for pair in batch]).mean()
+        loss.backward()
+        found["loss"].append(loss.item())
+        found["gradients"].append({n: p.grad.numpy().copy() for n, p in model.named_parameters() if p.grad is not None})
+        found["grad_norm"].append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
+        optimizer.step()
+    found["weights"] = {name: p.detach().numpy().copy() for name, p in model.named_parameters()}
+    return found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_both_losses_equal_hugging_face_at_every_layout(
+    layout: str, expected: dict[str, Any], classifier: Path, ranks: RankPool, data: dict[str, Path]
+) -> None:
+    """Losses, gradient norms, each gradient of the first step, weights; evaluation over an odd number of pairs."""
+    world_size, parallel = LAYOUTS[layout]
+    cfg = config(classifier, data["pairs"], parallel, expected["kind"])
+    found = ranks.run(world_size, "rm_steps", cfg, STEPS)[0]
+    np.testing.assert_allclose(found["evaluation"]["eval_loss"], expected["eval_loss"], rtol=1e-5)
+    np.testing.assert_allclose(found["loss"], expected["loss"], rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(found["grad_norm"], expected["grad_norm"], rtol=1e-5)
+    assert_gradients_equal(found["gradients"][0], expected["gradients"][0])
+    assert_weights_equal(found["weights"], expected["weights"])

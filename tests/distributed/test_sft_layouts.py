@@ -1,0 +1,124 @@
+"""The first SFT steps are the same at every layout, and equal to Hugging Face trained by plain torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megarlhf.data.samples import build_sft
+from megarlhf.data.sources import load_records
+from megarlhf.data.tokenizer import load_tokenizer
+from tests.distributed.compare import assert_gradients_equal, assert_weights_equal
+from tests.distributed.pool import RankPool
+
+LR, STEPS, MINI_BATCH = 1e-3, 3, 8
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "tp1": (1, {}),
+    "tp2": (2, {"tp": 2}),
+    "pp2": (2, {"pp": 2}),
+    "dp2": (2, {}),
+    "tp2pp2": (4, {"tp": 2, "pp": 2}),
+    "tp2_sequence_parallel": (2, {"tp": 2, "sequence_parallel": True}),
+    "pp2_uneven": (2, {"pp": 2, "layers_per_stage": [3, 1]}),
+    "tp2dp2": (4, {"tp": 2}),
+}
+
+
+def config(model: Path, data: Path, parallel: dict[str, Any], micro_batch: int = 2) -> dict[str, Any]:
+    return {
+        "run": {"dir": "unused"},
+        "actor": {
+            "model": {"path": str(model)},
+            "parallel": parallel,
+            "optim": {"lr": LR, "weight_decay": 0.1},
+        },
+        "data": {"train": str(data)},
+        "train": {"num_steps": STEPS, "mini_batch_samples": MINI_BATCH, "micro_batch_samples": micro_batch},
+    }
+
+
+@pytest.fixture(scope="session")
+def hugging_face(models: dict[str, Path], data: dict[str, Path]) -> dict[str, dict[str, Any]]:
+    return {name: _train_hugging_face(models[name], data["sft"]) for name in ("plain", "tied")}
+
+
+def _train_hugging_face(model_path: Path, data: Path) -> dict[str, Any]:
+    """LlamaForCausalLM, AdamW and clip_grad_norm_, one sequence at a time: no padding, nothing of ours."""
+    from transformers import LlamaForCausalLM
+
+    tokenizer = load_tokenizer(model_path)
+    samples, _ = build_sft(
+        load_records(data, fields=("prompt", "response")), tokenizer, max_prompt_tokens=64, max_response_tokens=64
+    )
+    model = LlamaForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    vectors = [p for p in model.parameters() if p.ndim == 1]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), eps=1e-8)
+    found: dict[str, Any] = {"loss": [], "grad_norm": [], "gradients": []}
+    for step in range(STEPS):
+        batch = samples[step * MINI_BATCH : (step + 1) * MINI_BATCH]
+        denominator = sum(len(s.tokens) - s.prompt_length for s in batch)
+        optimizer.zero_grad()
+        total = 0.0
+        for sample in batch:
+            tokens = torch.tensor([sample.tokens])
+            logits = model(tokens).logits[0, :-1]
+            nll = torch.nn.functional.cross_entropy(logits, tokens[0, 1:], reduction="none")
+            loss = nll[sample.prompt_length - 1 :].sum() / denominator
+            loss.backward()
+            total += loss.item()
+        found["loss"].append(total)
+        found["gradients"].append({n: p.grad.numpy().copy() for n, p in model.named_parameters() if p.grad is not None})
+        found["grad_norm"].append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
+        optimizer.step()
+    found["weights"] = {name: p.detach().numpy().copy() for name, p in model.named_parameters()}
+    return found
+
+
+def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    np.testing.assert_allclose(found["loss"], expected["loss"], rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(found["grad_norm"], expected["grad_norm"], rtol=1e-5)
+    assert len(found["gradients"]) == len(expected["gradients"]) == STEPS
+    for step in range(STEPS):
+        # From the second step on each run's weights carry rounding of their own.
+        relative = 1e-5 if step == 0 else 1e-4
+        assert_gradients_equal(
+            found["gradients"][step], expected["gradients"][step], relative=relative, what=f"step {step}"
+        )
+    assert_weights_equal(found["weights"], expected["weights"])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_equals_hugging_face(
+    layout: str, ranks: RankPool, models: dict[str, Path], data: dict[str, Path], hugging_face: dict[str, Any]
+) -> None:
+    """Losses 1e-5, gradient norms 1e-5, each gradient, and weights 1e-4 after three steps. fp32, no dropout."""
+    world_size, parallel = LAYOUTS[layout]
+    found = ranks.run(world_size, "sft_steps", config(models["plain"], data["sft"], parallel), STEPS)
+    assert_same(found[0], hugging_face["plain"])
+    assert all(rank["loss"] == found[0]["loss"] and rank["grad_norm"] == found[0]["grad_norm"] for rank in found)
+
+
+@pytest.mark.parametrize("layout", ["tp1", "tp2", "pp2", "tp2pp2"])
+def test_tied_embeddings_equal_hugging_face(
+    layout: str, ranks: RankPool, models: dict[str, Path], data: dict[str, Path], hugging_face: dict[str, Any]
+) -> None:
+    """With pp = 2 the last stage holds a copy of the embedding; both must get the summed gradient."""
+    world_size, parallel = LAYOUTS[layout]
+    found = ranks.run(world_size, "sft_steps", config(models["tied"], data["sft"], parallel), STEPS)
+    assert_same(found[0], hugging_face["tied"])
+
+
+def test_the_split_into_micro_batches_changes_nothing(
+    ranks: RankPool, models: dict[str, Path], data: dict[str, Path], hugging_face: dict[str, Any]
+) -> None:
+    """The denominator is the mini-batch's: one micro-batch of eight, or eight of one."""
+    for micro_batch in (1, 8):
+        found = ranks.run(1, "sft_steps", config(models["plain"], data["sft"], {}, micro_batch), STEPS)
+        assert_same(found[0], hugging_face["plain"])
