@@ -93,10 +93,9 @@ def capabilities() -> Capabilities:
 def _gpu_names(driver: Path = Path("/proc/driver/nvidia/gpus")) -> str:
     """The models that the driver lists. torch would make a context on a device to tell its name."""
     listed = [path.read_text() for path in sorted(driver.glob("*/information"))]
-    models = [
-        line.partition(":")[2].strip() for text in listed for line in text.splitlines() if line.startswith("Model:")
-    ]
-    return ", ".join(sorted(set(models))) or "GPU (the driver lists no name)"
+    lines = [line.partition(":") for text in listed for line in text.splitlines()]
+    models = {value.strip() for key, _, value in lines if key == "Model"}
+    return ", ".join(sorted(models)) or "GPU (the driver lists no name)"
 
 
 def has_transformer_engine() -> bool:

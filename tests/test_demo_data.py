@@ -48,19 +48,34 @@ def test_files_shares_and_disjointness(made):
     sizes = {name: len(file) for name, file in rows.items()}
     assert sizes == dict(zip(FILES, (101, 20, 300, 20, 50, 20), strict=True))
     prompts = {name: {row["prompt"] for row in file} for name, file in rows.items()}
-    assert all(len(prompts[name]) == sizes[name] for name in FILES)
+    assert all(len(prompts[name]) == sizes[name] for name in FILES)  # each problem once before any comes twice
     heldout = prompts["sft_heldout"]
     assert heldout == prompts["pairs_heldout"] == prompts["prompts_heldout"]
     assert not heldout & (prompts["sft_train"] | prompts["pairs_train"] | prompts["prompts_train"])
-    wrong = [row["response"] != right_answer(row["prompt"]) for row in rows["sft_train"]]
-    assert sum(wrong) == 50
-    assert 10 < sum(wrong[:50]) < 40
+    assert sum(Problem(*map(int, prompt.rstrip("=").split("+"))).carries() for prompt in heldout) == 10
     assert all(row["response"] == right_answer(row["prompt"]) for row in rows["sft_heldout"])
     for row in rows["pairs_train"] + rows["pairs_heldout"]:
         assert row["chosen"] == right_answer(row["prompt"]) != row["rejected"]
     for row in rows["prompts_train"] + rows["prompts_heldout"]:
         assert row["answer"] == right_answer(row["prompt"])
     assert sorted(p.name for p in made.iterdir()) == sorted(["base", *(f"{name}.jsonl" for name in FILES)])
+
+
+def test_most_carries_are_forgotten_and_the_rest_is_mostly_right():
+    """4000 rows: 0.75 of the problems with a carry forget it (but for the careless), few others are wrong."""
+    recipe = Recipe(heldout=20, sft_train=4000, pairs_train=4000, prompts_train=50)
+    rows = make_rows(recipe, seed=0)
+    forgotten, others = [], []
+    for row in rows["sft_train"]:
+        problem = Problem(*map(int, row["prompt"].rstrip("=").split("+")))
+        if problem.carries():
+            forgotten.append(row["response"] in near_misses(problem)["carry forgotten"])
+        else:
+            others.append(row["response"] != problem.answer())
+    assert 0.70 < sum(forgotten) / len(forgotten) < 0.78
+    assert 0.03 < sum(others) / len(others) < 0.07
+    invented = [row for row in rows["pairs_train"] if int(row["rejected"]) == int(row["chosen"]) + 10]
+    assert len(invented) > 1000
 
 
 def test_a_leak_is_found():
@@ -76,10 +91,12 @@ def test_near_misses_by_hand():
     assert near_misses(Problem(37, 48)) == {
         "off by one": ["84", "86"],
         "off by ten": ["75", "95"],
+        "off by a hundred": ["185"],
         "digits swapped": ["58"],
+        "digit replaced": [f"{d}5" for d in "012345679"] + [f"8{d}" for d in "012346789"],
         "carry forgotten": ["75"],
         "digit dropped": ["5", "8"],
-        "digit added": [f"85{digit}" for digit in range(10)],
+        "digit added": [text for d in range(10) for text in (f"85{d}", f"{d}85")],
         "digit doubled": ["885", "855"],
     }
     hundred = near_misses(Problem(55, 45))
@@ -106,7 +123,7 @@ def test_the_same_seed_gives_the_same_bytes(made, tmp_path):
     root = Path(__file__).parents[1]
     environment = os.environ | {"PYTHONHASHSEED": "7"}
     done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=True)
-    assert "wrong responses in sft_train: 49.5%" in done.stdout
+    assert "wrong responses in sft_train: " in done.stdout
     files = sorted(path.relative_to(made) for path in made.rglob("*") if path.is_file())
     assert len(files) == 10
     for file in files:
@@ -117,8 +134,8 @@ def test_the_same_seed_gives_the_same_bytes(made, tmp_path):
 
 
 def test_too_large_a_recipe_is_refused():
-    with pytest.raises(ValueError, match=r"pairs_train=8000, but 7588 problems are left"):
-        main(["--out", "unused", "--pairs-train", "8000"])
+    with pytest.raises(ValueError, match=r"prompts_train=8000, but 7500 problems are left"):
+        main(["--out", "unused", "--prompts-train", "8000"])
 
 
 def test_tokenizer_is_one_token_a_character(made):

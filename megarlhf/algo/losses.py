@@ -147,6 +147,16 @@ def pairwise_last_token(chosen_N: Tensor, rejected_N: Tensor, *, denominator: De
     return -logsigmoid(chosen_N - rejected_N).sum() / denominator
 
 
+def centering(chosen_N: Tensor, rejected_N: Tensor, *, denominator: Denominator) -> Tensor:
+    """(chosen + rejected)^2: holds the scores' level, which a ranking loss leaves free, near zero.
+
+    Shapes:  chosen_N, rejected_N [N] -> 0-d
+    Source:  Eisenstein et al. 2023, eq. 2
+    Denominator: pairs of the mini-batch
+    """
+    return (chosen_N + rejected_N).square().sum() / denominator
+
+
 def pairwise_aligned_span(
     chosen_scores_BT: Tensor,
     rejected_scores_BT: Tensor,

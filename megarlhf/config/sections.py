@@ -74,9 +74,10 @@ class ParallelConfig(FrozenModel):
         model = self.tp * self.pp
         dp, rest = divmod(world_size, model)
         if rest or not dp:
+            near = sorted({max(dp, 1) * model, (dp + 1) * model})
             raise ValueError(
                 f"{role}.parallel: world size {world_size} is not a multiple of tp x pp = {self.tp} x {self.pp} "
-                f"= {model}; use {max(dp, 1) * model} or {(dp + 1) * model} ranks (run.nproc), "
+                f"= {model}; use {' or '.join(map(str, near))} ranks (run.nproc), "
                 f"or change {role}.parallel"
             )
         return Layout(tp=self.tp, pp=self.pp, dp=dp)
@@ -242,7 +243,9 @@ class RewardConfig(FrozenModel):
     """A name from the rule registry, or `package.module:function`."""
     weight: float = 1.0
     shift: float = 0.0
-    """The reward used is weight x (reward - shift)."""
+    """Subtracted first."""
+    clip: Positive | None = None
+    """Then held in [-clip, clip]. The reward used is weight x clip(reward - shift)."""
 
     @model_validator(mode="after")
     def _check(self) -> RewardConfig:
@@ -271,8 +274,18 @@ class RMConfig(FrozenModel):
     train: TrainConfig
     loss: Literal["last_token", "aligned_span"] = "last_token"
     """InstructGPT's loss on the last token, or DeepSpeed-Chat's from the first differing token on."""
+    center_coef: NonNegative = 0.0
+    """Weight of (chosen + rejected)^2, which fixes the level that a ranking loss leaves open."""
+    unit_variance: bool = False
+    """Before the last checkpoint divide the head by the standard deviation of the held-out scores."""
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+
+    @model_validator(mode="after")
+    def _check(self) -> RMConfig:
+        if self.unit_variance and self.data.heldout is None:
+            raise ValueError("unit_variance measures the scores of held-out pairs: set data.heldout")
+        return self
 
 
 class RLConfig(FrozenModel):

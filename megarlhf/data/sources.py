@@ -173,6 +173,7 @@ def _parse(raw: bytes, path: Path, first_line: int) -> Any:
     except UnicodeDecodeError as error:
         line = first_line + raw.count(b"\n", 0, error.start)
         raise ValueError(f"{path}, line {line}: not UTF-8 ({error.reason}); convert the file") from error
+    text = text.rstrip()  # or a value that is cut off at the end would be reported on the line after it
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:

@@ -20,8 +20,8 @@ from megarlhf.weights.tensor_map import logical_tensors
 
 log = logging.getLogger(__name__)
 
-INIT_STD = 0.02
-"""Standard deviation of random weights, Hugging Face's `initializer_range` default."""
+INITIALIZER_RANGE = 0.02
+"""Standard deviation of random weights where config.json has no `initializer_range`; Hugging Face's default."""
 
 
 def replica_placements(part: ModelPart) -> list[RankPlacements]:
@@ -37,8 +37,9 @@ def load_weights(part: ModelPart, model: ModelConfig, *, seed: int) -> None:
     mine = placements_on(part, part.mesh.runtime.rank)
     live = part.parameters()
     check_storages(mine, live)
+    std = float(read_config(model.path).get("initializer_range", INITIALIZER_RANGE))
     if model.random_init:
-        fill_random(mine, live, seed=seed, std=INIT_STD, arch=part.arch, head=part.head)
+        fill_random(mine, live, seed=seed, std=std, arch=part.arch, head=part.head)
         return
     reader = HFReader(model.path)
     expected = logical_tensors(part.arch, part.head)
@@ -47,7 +48,7 @@ def load_weights(part: ModelPart, model: ModelConfig, *, seed: int) -> None:
     carry_from_files(mine, reader, live, skip=fresh)
     if fresh:
         log.info("%s has no score.weight: the scalar head starts fresh", model.path)
-        fill_random(mine, live, seed=seed, std=INIT_STD, arch=part.arch, head=part.head, only=fresh)
+        fill_random(mine, live, seed=seed, std=std, arch=part.arch, head=part.head, only=fresh)
 
 
 def export_hugging_face(part: ModelPart, source: Path, directory: Path) -> None:

@@ -100,7 +100,10 @@ class Rewarder:
                 found_N = model_scores(self.reward_model, experience, self.micro_batch_samples)
             else:
                 found_N = self._by_rule(load_rule(str(reward.rule)), experience, prompts)
-            total_N += reward.weight * (found_N - reward.shift)
+            found_N = found_N - reward.shift
+            if reward.clip is not None:
+                found_N = found_N.clamp(-reward.clip, reward.clip)
+            total_N += reward.weight * found_N
         return total_N
 
     def _by_rule(

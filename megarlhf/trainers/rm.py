@@ -7,6 +7,7 @@ Legend: B rows, P pairs of a micro-batch, S positions.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarlhf.algo.losses import pairwise_aligned_span, pairwise_last_token
+from megarlhf.algo.losses import centering, pairwise_aligned_span, pairwise_last_token
 from megarlhf.config import RMConfig
 from megarlhf.data.loader import ShuffledBatches
 from megarlhf.data.samples import PairSample, build_pairs
@@ -50,6 +51,8 @@ def run(cfg: RMConfig, runtime: Runtime) -> None:
             metrics = train_on(model, pairs, cfg)
             metrics["seconds"] = time.perf_counter() - started
             last = step + 1 == cfg.train.num_steps
+            if last and cfg.unit_variance:
+                scale_to_unit_variance(model, heldout, cfg)
             if last or is_due(step + 1, cfg.eval.every):
                 metrics |= evaluate(model, heldout, cfg)
             session.log(step + 1, metrics)
@@ -82,7 +85,8 @@ class PairwiseLoss:
 
     kind: Literal["last_token", "aligned_span"]
     denominator: int
-    names: tuple[str, ...] = ("correct", "chosen_score", "rejected_score")
+    center_coef: float = 0.0
+    names: tuple[str, ...] = ("correct", "chosen_score", "rejected_score", "squared_score")
 
     def __call__(self, scores_BS1: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         scores_BS = scores_BS1[..., 0]
@@ -101,16 +105,19 @@ class PairwiseLoss:
                 lengths_B[1::2][kept_P],
                 denominator=self.denominator,
             )
+        if self.center_coef > 0:
+            loss = loss + self.center_coef * centering(chosen_P, rejected_P, denominator=self.denominator)
         with torch.no_grad():
-            correct = (chosen_P > rejected_P).sum()
-            return loss, torch.stack([correct.to(scores_BS.dtype), chosen_P.sum(), rejected_P.sum()])
+            correct = (chosen_P > rejected_P).sum().to(scores_BS.dtype)
+            squares = chosen_P.square().sum() + rejected_P.square().sum()
+            return loss, torch.stack([correct, chosen_P.sum(), rejected_P.sum(), squares])
 
 
 def train_on(model: Role, pairs: Sequence[PairSample], cfg: RMConfig) -> dict[str, float | int | None]:
     """One optimizer step on one mini-batch, the same list on every rank."""
     assert model.trainer is not None
     learning_rate = model.trainer.learning_rate
-    loss = PairwiseLoss(kind=cfg.loss, denominator=len(pairs))
+    loss = PairwiseLoss(kind=cfg.loss, denominator=len(pairs), center_coef=cfg.center_coef)
     result = model.train_step(micro_batches(pairs, model.mesh, cfg.train.micro_batch_samples), loss)
     return {
         "loss": result.sums["loss"],
@@ -125,6 +132,33 @@ def evaluate(model: Role, pairs: Sequence[PairSample], cfg: RMConfig) -> dict[st
     """Held-out loss, share of pairs ranked rightly, and mean scores; nothing without held-out data."""
     if not pairs:
         return {}
+    sums = _heldout_sums(model, pairs, cfg)
+    return {
+        "eval_loss": sums["loss"],
+        "eval_pair_accuracy": sums["correct"] / len(pairs),
+        "eval_chosen_score": sums["chosen_score"] / len(pairs),
+        "eval_rejected_score": sums["rejected_score"] / len(pairs),
+    }
+
+
+def scale_to_unit_variance(model: Role, pairs: Sequence[PairSample], cfg: RMConfig) -> None:
+    """Divide the head by the standard deviation of the held-out scores. The ranking stays; rewards and a critic that
+    starts from this model get a known scale. Collective; the optimizer must not be used afterwards."""
+    sums, count = _heldout_sums(model, pairs, cfg), 2 * len(pairs)
+    mean = (sums["chosen_score"] + sums["rejected_score"]) / count
+    deviation = math.sqrt(sums["squared_score"] / count - mean**2)
+    if not deviation > 0:
+        raise ValueError(
+            f"all {count} held-out scores are {mean:.4g}: nothing to scale; the reward model has learnt nothing; "
+            "train longer or set unit_variance to false"
+        )
+    if model.mesh.is_last_stage:
+        with torch.no_grad():
+            model.part.parameters()["output_layer.weight"].div_(deviation)
+
+
+def _heldout_sums(model: Role, pairs: Sequence[PairSample], cfg: RMConfig) -> dict[str, float]:
+    """The ranking loss (a mean over pairs) and its sums over pairs, on every rank."""
     loss = PairwiseLoss(kind=cfg.loss, denominator=len(pairs))
 
     def score(output: Tensor, batch: MicroBatch) -> Tensor:
@@ -136,13 +170,7 @@ def evaluate(model: Role, pairs: Sequence[PairSample], cfg: RMConfig) -> dict[st
     if model.mesh.owns_outputs:
         total += torch.stack(parts).sum(0)
     dist.all_reduce(total)
-    value, correct, chosen, rejected = total.tolist()
-    return {
-        "eval_loss": value,
-        "eval_pair_accuracy": correct / len(pairs),
-        "eval_chosen_score": chosen / len(pairs),
-        "eval_rejected_score": rejected / len(pairs),
-    }
+    return dict(zip(("loss", *loss.names), total.tolist(), strict=True))
 
 
 def micro_batches(pairs: Sequence[PairSample], mesh: Mesh, micro_batch_samples: int) -> list[MicroBatch]:

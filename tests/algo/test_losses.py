@@ -10,6 +10,7 @@ import torch
 from torch.nn.functional import logsigmoid
 
 from megarlhf.algo.losses import (
+    centering,
     clipped_policy_loss,
     clipped_value_loss,
     entropy_bonus,
@@ -239,3 +240,9 @@ def test_any_split_gives_the_same_loss_and_gradient(name):
     for loss, grad_BT in results[1:]:
         assert loss == pytest.approx(whole_loss, rel=1e-12)
         torch.testing.assert_close(grad_BT, whole_grad_BT, rtol=1e-12, atol=0)
+
+
+def test_centering_by_hand() -> None:
+    """(1 + 2)^2 + (0.5 - 1.5)^2 = 10 over 4 pairs of the mini-batch."""
+    loss = centering(torch.tensor([1.0, 0.5]), torch.tensor([2.0, -1.5]), denominator=4)
+    torch.testing.assert_close(loss, torch.tensor(2.5))

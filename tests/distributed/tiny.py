@@ -11,7 +11,7 @@ from tools.demo.make_data import base_files
 
 
 def write_tiny_llama(directory: Path, *, seed: int = 0, tied: bool = False, layers: int = 4) -> Path:
-    """Random weights, large enough that log-probs are far from uniform, small enough that rounding is not amplified; head_dim 32, which vLLM's CPU attention has."""
+    """Random weights: log-probs far from uniform, rounding not amplified. vLLM on a CPU has head_dim 32."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     directory.mkdir(parents=True, exist_ok=True)

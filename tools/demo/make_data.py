@@ -2,9 +2,9 @@
 
     python -m tools.demo.make_data --out runs/demo/data --seed 0
 
-Half of the answers to be learnt by fine-tuning are wrong, so that preferences and rewards have something to
-mend. Held-out prompts are in no training file; their commuted sums (`48+37=`) may be. The same seed and
-recipe give the same bytes.
+Most answers with a carry that fine-tuning learns from have the carry forgotten, so that SFT alone ends near one
+half and preferences and rewards have something to mend. Held-out prompts, half of them with a carry, are in no
+training file; their commuted sums (`48+37=`) may be. The same seed and recipe give the same bytes.
 """
 
 from __future__ import annotations
@@ -33,23 +33,29 @@ SPECIAL = ("<unk>", "<s>", "</s>", "<pad>")
 class Recipe:
     """Sizes and shares; each is an option of the command."""
 
-    heldout: int = 512
-    """Problems of the three held-out files."""
-    sft_train: int = 6000
-    """Prompts with one response each, right or wrong."""
-    wrong_share: float = 0.5
-    """Share of `sft_train` with a wrong response, exact but for rounding."""
-    pairs_train: int = 7000
-    """Prompts with a right and a wrong response each."""
-    prompts_train: int = 7000
-    """Prompts to sample responses to."""
+    heldout: int = 600
+    """Problems of the three held-out files, half of them with a carry."""
+    sft_train: int = 20_000
+    """Prompts with one response each, right or wrong; problems come up several times."""
+    forgotten_share: float = 0.75
+    """Share of `sft_train`'s problems with a carry whose response forgets it."""
+    careless_share: float = 0.05
+    """Share of all of `sft_train` with some other near miss."""
+    pairs_train: int = 20_000
+    """Prompts with a right and a wrong response each; problems come up several times."""
+    prompts_train: int = 7_500
+    """Prompts to sample responses to, each once."""
 
+
+FORGOTTEN_IN_PAIRS, INVENTED_IN_PAIRS = 0.8, 0.6
+"""Share of wrong responses in pairs that forget a carry there is, or invent one there is not: what the SFT model
+gets wrong, and its mirror image, or the reward model would learn to like carries."""
 
 MODEL_CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "hidden_size": 128,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 32,
@@ -61,7 +67,7 @@ MODEL_CONFIG: dict[str, Any] = {
     "attention_bias": False,
     "mlp_bias": False,
     "tie_word_embeddings": False,
-    "initializer_range": 0.02,
+    "initializer_range": 0.06,
     "torch_dtype": "float32",
     "vocab_size": len(SPECIAL) + len(ALPHABET),
     "bos_token_id": 1,
@@ -83,6 +89,9 @@ class Problem:
     def answer(self) -> str:
         return str(self.a + self.b)
 
+    def carries(self) -> bool:
+        return self.a % 10 + self.b % 10 >= 10
+
 
 def all_problems() -> list[Problem]:
     """Every problem of the task once."""
@@ -101,6 +110,10 @@ def _swapped(answer: str) -> list[str]:
     ]
 
 
+def _replaced(answer: str) -> list[str]:
+    return [answer[:i] + digit + answer[i + 1 :] for i in range(len(answer)) for digit in "0123456789"]
+
+
 def _without_carry(problem: Problem) -> list[str]:
     """Each column added by itself, the carry forgotten."""
     a, b = (str(number)[::-1] for number in (problem.a, problem.b))
@@ -112,10 +125,12 @@ def _without_carry(problem: Problem) -> list[str]:
 NEAR_MISSES: dict[str, Callable[[Problem], list[str]]] = {
     "off by one": lambda p: [str(p.a + p.b + d) for d in (-1, 1)],
     "off by ten": lambda p: [str(p.a + p.b + d) for d in (-10, 10)],
+    "off by a hundred": lambda p: [str(p.a + p.b + d) for d in (-100, 100) if p.a + p.b + d > 0],
     "digits swapped": lambda p: _swapped(p.answer()),
+    "digit replaced": lambda p: _replaced(p.answer()),
     "carry forgotten": _without_carry,
     "digit dropped": lambda p: [p.answer()[:i] + p.answer()[i + 1 :] for i in range(len(p.answer()))],
-    "digit added": lambda p: [p.answer() + digit for digit in "0123456789"],
+    "digit added": lambda p: [t for d in "0123456789" for t in (p.answer() + d, d + p.answer())],
     "digit doubled": lambda p: [p.answer()[: i + 1] + p.answer()[i:] for i in range(len(p.answer()))],
 }
 """Kinds of wrong answers; a kind may have none for a problem, or one that happens to be right."""
@@ -144,35 +159,50 @@ Row = dict[str, str]
 def make_rows(recipe: Recipe, seed: int) -> dict[str, list[Row]]:
     """All six files as rows, by name."""
     rng = random.Random(seed)
-    problems = all_problems()
-    rng.shuffle(problems)
-    heldout, train = problems[: recipe.heldout], problems[recipe.heldout :]
-    sft = _draw(train, recipe.sft_train, "sft_train", rng)
-    num_wrong = round(recipe.wrong_share * len(sft))
-    sft_rows = [
-        _sft_row(problem, wrong_answer(problem, rng) if i < num_wrong else problem.answer())
-        for i, problem in enumerate(sft)
-    ]
-    rng.shuffle(sft_rows)
-    pairs = _draw(train, recipe.pairs_train, "pairs_train", rng)
-    prompts = _draw(train, recipe.prompts_train, "prompts_train", rng)
+    heldout, train = _split(recipe, rng)
+    if not 0 < recipe.prompts_train <= len(train):
+        raise ValueError(
+            f"prompts_train={recipe.prompts_train}, but {len(train)} problems are left beside the held-out ones; "
+            f"set 1 to {len(train)}, or fewer held-out problems"
+        )
     return {
-        "sft_train": sft_rows,
+        "sft_train": [_sft_row(p, _learnt_answer(p, recipe, rng)) for p in _draw(train, recipe.sft_train, rng)],
         "sft_heldout": [_sft_row(problem, problem.answer()) for problem in heldout],
-        "pairs_train": [_pair_row(problem, rng) for problem in pairs],
+        "pairs_train": [_pair_row(problem, rng) for problem in _draw(train, recipe.pairs_train, rng)],
         "pairs_heldout": [_pair_row(problem, rng) for problem in heldout],
-        "prompts_train": [_prompt_row(problem) for problem in prompts],
+        "prompts_train": [_prompt_row(problem) for problem in rng.sample(train, recipe.prompts_train)],
         "prompts_heldout": [_prompt_row(problem) for problem in heldout],
     }
 
 
-def _draw(problems: Sequence[Problem], count: int, name: str, rng: random.Random) -> list[Problem]:
-    if not 0 < count <= len(problems):
-        raise ValueError(
-            f"{name}={count}, but {len(problems)} problems are left beside the held-out ones; "
-            f"set 1 to {len(problems)}, or fewer held-out problems"
-        )
-    return rng.sample(problems, count)
+def _split(recipe: Recipe, rng: random.Random) -> tuple[list[Problem], list[Problem]]:
+    """Held-out and training problems; half of the held-out ones have a carry."""
+    problems = all_problems()
+    rng.shuffle(problems)
+    with_carry = [problem for problem in problems if problem.carries()]
+    without = [problem for problem in problems if not problem.carries()]
+    half = recipe.heldout // 2
+    cut = (half, recipe.heldout - half)
+    if not 0 < recipe.heldout < len(problems) or cut[0] > len(with_carry) or cut[1] > len(without):
+        raise ValueError(f"heldout={recipe.heldout} does not leave training problems of {len(problems)}")
+    return with_carry[: cut[0]] + without[: cut[1]], with_carry[cut[0] :] + without[cut[1] :]
+
+
+def _draw(problems: Sequence[Problem], count: int, rng: random.Random) -> list[Problem]:
+    """`count` problems: all of them once, in a new order, before any comes up again."""
+    drawn: list[Problem] = []
+    while len(drawn) < count:
+        drawn += rng.sample(problems, min(len(problems), count - len(drawn)))
+    return drawn
+
+
+def _learnt_answer(problem: Problem, recipe: Recipe, rng: random.Random) -> str:
+    """What SFT is shown: often without the carry, sometimes wrong in another way."""
+    if rng.random() < recipe.careless_share:
+        return wrong_answer(problem, rng)
+    if problem.carries() and rng.random() < recipe.forgotten_share:
+        return _without_carry(problem)[0]
+    return problem.answer()
 
 
 def _sft_row(problem: Problem, response: str) -> Row:
@@ -180,11 +210,13 @@ def _sft_row(problem: Problem, response: str) -> Row:
 
 
 def _pair_row(problem: Problem, rng: random.Random) -> Row:
-    return {
-        "prompt": problem.prompt(),
-        "chosen": problem.answer(),
-        "rejected": wrong_answer(problem, rng),
-    }
+    if problem.carries() and rng.random() < FORGOTTEN_IN_PAIRS:
+        rejected = _without_carry(problem)[0]
+    elif not problem.carries() and rng.random() < INVENTED_IN_PAIRS:
+        rejected = str(problem.a + problem.b + 10)
+    else:
+        rejected = wrong_answer(problem, rng)
+    return {"prompt": problem.prompt(), "chosen": problem.answer(), "rejected": rejected}
 
 
 def _prompt_row(problem: Problem) -> Row:

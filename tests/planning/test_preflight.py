@@ -1,0 +1,280 @@
+"""What is decided about a run before it starts: batch arithmetic, legality of layouts, data that is missing.
+
+Not covered: memory and time (no such plan yet), and data of a format that cannot be read (it shows at load).
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megarlhf.config import GenerateConfig, RLConfig, RMConfig, SFTConfig
+from megarlhf.planning.batch import Fact, rl_facts, supervised_facts
+from megarlhf.planning.legality import check_role
+from megarlhf.planning.preflight import preflight
+
+MODEL = {
+    "model_type": "llama",
+    "num_hidden_layers": 6,
+    "hidden_size": 96,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "intermediate_size": 160,
+    "vocab_size": 100,
+    "max_position_embeddings": 64,
+    "hidden_act": "silu",
+}
+TRAIN = {"num_steps": 10, "mini_batch_samples": 8, "micro_batch_samples": 2}
+RL_TRAIN = {**TRAIN, "prompts_per_step": 6, "epochs_per_step": 3}
+
+
+@pytest.fixture
+def paths(tmp_path):
+    """A model's configuration, and data that exists (its content is not read here)."""
+
+    def model(name, **changes):
+        directory = tmp_path / name
+        directory.mkdir()
+        (directory / "config.json").write_text(json.dumps({**MODEL, **changes}))
+        return directory
+
+    for name in ("train", "heldout"):
+        (tmp_path / f"{name}.jsonl").write_text("{}\n")
+    return {"model": model("model"), "make": model, "train": tmp_path / "train.jsonl", "root": tmp_path}
+
+
+def role(paths, model=None, **parallel):
+    return {"model": {"path": model or paths["model"]}, "parallel": parallel}
+
+
+def sft(paths, *, parallel=None, **data):
+    data = {"train": paths["train"], **data}
+    actor = role(paths, **(parallel or {}))
+    return SFTConfig.model_validate({"run": {"dir": "r"}, "actor": actor, "data": data, "train": TRAIN})
+
+
+def rl(paths, *, train=None, rollout=None, actor=None, critic=None, data=None, **others):
+    tree = {
+        "run": {"dir": "r"},
+        "actor": actor or role(paths),
+        "critic": critic or role(paths),
+        "rewards": [{"kind": "rule", "rule": "exact_match"}],
+        "data": {"train": paths["train"], "max_prompt_tokens": 40, **(data or {})},
+        "train": {**RL_TRAIN, **(train or {})},
+        "rollout": {"num_samples_per_prompt": 4, "max_response_tokens": 24, "engine": "megatron", **(rollout or {})},
+        **others,
+    }
+    return RLConfig.model_validate(tree)
+
+
+def numbers(facts):
+    return {fact.words: fact.value for fact in facts}
+
+
+def test_the_arithmetic_of_sft_by_hand(paths):
+    """8 sequences on 2 data-parallel ranks are 4 each, in 2 micro-batches of 2."""
+    plan = preflight("sft", sft(paths, parallel={"tp": 2}), 4)
+    assert plan.facts == (
+        Fact("optimizer steps of the run", 10),
+        Fact("sequences per optimizer step (mini-batch), over all ranks", 8),
+        Fact("data-parallel ranks of actor", 2),
+        Fact("sequences per optimizer step on one data-parallel rank", 4),
+        Fact("sequences per forward (micro-batch) of one data-parallel rank", 2),
+        Fact("micro-batches per optimizer step on one data-parallel rank", 2),
+    )
+    assert plan.roles == (("actor", f"{paths['model']} (llama, 6 layers of 96)", "tp 2 x pp 1 x dp 2 = 4 ranks"),)
+
+
+def test_the_arithmetic_of_rm_counts_pairs(paths):
+    tree = {"run": {"dir": "r"}, "reward_model": role(paths, pp=2), "data": {"train": paths["train"]}, "train": TRAIN}
+    plan = preflight("rm", RMConfig.model_validate(tree), 4)
+    found = numbers(plan.facts)
+    assert found["data-parallel ranks of reward_model"] == 2
+    assert found["preference pairs (two sequences each) per optimizer step on one data-parallel rank"] == 4
+    assert found["micro-batches per optimizer step on one data-parallel rank"] == 2
+
+
+def test_the_arithmetic_of_rl_by_hand_with_a_layout_of_each_role(paths):
+    """6 prompts x 4 samples = 24 samples = 3 mini-batches of 8; actor and reference dp 2, critic dp 4."""
+    cfg = rl(paths, actor=role(paths, tp=2), critic=role(paths), rollout={"parallel": {"tp": 2}})
+    assert rl_facts(cfg, 4) == [
+        Fact("rollout-and-train steps of the run", 10),
+        Fact("prompts per step, over all ranks", 6),
+        Fact("samples per prompt", 4),
+        Fact("samples (sequences) per step, over all ranks", 24),
+        Fact("passes over the samples of a step", 3),
+        Fact("samples per optimizer step (mini-batch), over all ranks", 8),
+        Fact("optimizer steps per rollout-and-train step", 9),
+        Fact("samples per forward (micro-batch) of one data-parallel rank", 2),
+        Fact("micro-batches per mini-batch on one of actor's 2 data-parallel ranks", 2),
+        Fact("micro-batches per mini-batch on one of reference's 2 data-parallel ranks", 2),
+        Fact("micro-batches per mini-batch on one of critic's 4 data-parallel ranks", 1),
+        Fact("rollout engines of 2 rank(s)", 2),
+        Fact("prompts per rollout engine and step, at most", 3),
+    ]
+    assert preflight("rl", cfg, 4).facts == tuple(rl_facts(cfg, 4))
+
+
+def test_a_mini_batch_that_does_not_divide_names_both_numbers_and_their_keys(paths):
+    train = sft(paths).train
+    expected = (
+        "train.mini_batch_samples = 8 is not a multiple of data-parallel ranks of actor x train.micro_batch_samples "
+        "= 3 x 2 = 6; use 6 or 12, or change train.micro_batch_samples or actor.parallel"
+    )
+    with pytest.raises(ValueError, match=r"^train\.mini_batch_samples = 8 ") as raised:
+        supervised_facts(train, 3, "actor", "sequences")
+    assert str(raised.value) == expected
+
+
+def test_a_mini_batch_smaller_than_one_forward_of_all_ranks_names_one_number_to_use(paths):
+    with pytest.raises(ValueError, match=r"mini_batch_samples = 8 .* = 8 x 2 = 16; use 16, or change"):
+        supervised_facts(sft(paths).train, 8, "actor", "sequences")
+
+
+@pytest.mark.parametrize(
+    "change, world, expected",
+    [
+        (
+            {"train": {"mini_batch_samples": 10}},
+            1,
+            [
+                "samples per step = train.prompts_per_step x rollout.num_samples_per_prompt = 6 x 4 = 24 is not",
+                "a multiple of train.mini_batch_samples = 10; use 20 or 30, or change train.mini_batch_samples",
+            ],
+        ),
+        (
+            {"train": {"mini_batch_samples": 6, "micro_batch_samples": 2}},
+            2,
+            [
+                "train.mini_batch_samples = 6 is not a multiple of data-parallel ranks of actor x",
+                "train.micro_batch_samples = 2 x 2 = 4; use 4 or 8, or change train.micro_batch_samples or",
+                "actor.parallel",
+            ],
+        ),
+        (
+            {"actor": {"tp": 4}, "train": {"micro_batch_samples": 4}},
+            4,
+            [
+                "train.mini_batch_samples = 8 is not a multiple of data-parallel ranks of critic x",
+                "train.micro_batch_samples = 4 x 4 = 16; use 16, or change train.micro_batch_samples or",
+                "critic.parallel",
+            ],
+        ),
+        (
+            {"rollout": {"parallel": {"tp": 3}}},
+            4,
+            ["4 ranks do not divide into engines of rollout.parallel.tp = 3 ranks"],
+        ),
+    ],
+)
+def test_what_does_not_divide_in_rl_names_numbers_and_keys(paths, change, world, expected):
+    if "actor" in change:
+        change = {**change, "actor": role(paths, **change["actor"])}
+    with pytest.raises(ValueError, match=r"rollout\.parallel|train\.") as raised:
+        rl_facts(rl(paths, **change), world)
+    assert str(raised.value) == " ".join(expected)
+
+
+@pytest.mark.parametrize(
+    "changes, tp, words",
+    [
+        ({}, 8, "actor.parallel.tp = 8 does not divide the 12 attention heads of {path}; choose one of 1, 2, 4"),
+        ({}, 3, "actor.parallel.tp = 3 does not divide the 4 KV heads of {path}; choose one of 1, 2, 4"),
+        (
+            {"intermediate_size": 90},
+            4,
+            "actor.parallel.tp = 4 does not divide the 90 MLP width of {path}; choose one of 1, 2",
+        ),
+        (
+            {"num_attention_heads": 5, "num_key_value_heads": 5},
+            2,
+            "divide the 5 attention heads of {path}; choose one of 1, 5",
+        ),
+    ],
+)
+def test_tp_that_does_not_divide_the_model_is_refused_with_what_would(paths, changes, tp, words):
+    """Every advised number divides heads, KV heads and MLP alike."""
+    path = paths["make"]("other", **changes)
+    section = sft(paths, parallel={"tp": tp}).actor
+    section = section.model_copy(update={"model": section.model.model_copy(update={"path": path})})
+    with pytest.raises(ValueError, match="does not divide") as raised:
+        check_role("actor", section, tp)
+    assert str(raised.value).endswith(words.format(path=path))
+
+
+def test_a_legal_role_has_the_architecture_and_layout_that_follow(paths):
+    arch, layout = check_role("actor", sft(paths, parallel={"tp": 4, "pp": 3}).actor, 24)
+    assert (arch.num_layers, arch.num_kv_heads, arch.ffn_size) == (6, 4, 160)
+    assert (layout.tp, layout.pp, layout.dp, layout.cp) == (4, 3, 2, 1)
+
+
+@pytest.mark.parametrize(
+    "parallel, world, words",
+    [
+        ({"pp": 4}, 4, ["actor.parallel: 6 layers do not divide by pp = 4", "layers_per_stage"]),
+        ({"pp": 2, "layers_per_stage": [4, 4]}, 2, ["actor.parallel: layers_per_stage = [4, 4]", "6 layers", "8"]),
+        ({"tp": 2, "pp": 2}, 6, ["actor.parallel: world size 6", "2 x 2 = 4", "use 4 or 8 ranks"]),
+        ({"tp": 4}, 2, ["actor.parallel: world size 2", "4 x 1 = 4", "use 4 ranks"]),
+    ],
+)
+def test_stages_and_worlds_that_do_not_fit(paths, parallel, world, words):
+    with pytest.raises(ValueError, match=r"^actor\.parallel") as raised:
+        preflight("sft", sft(paths, parallel=parallel), world)
+    assert [word for word in words if word not in str(raised.value)] == [], raised.value
+
+
+def test_uneven_stages_that_add_up_are_legal(paths):
+    assert preflight("sft", sft(paths, parallel={"pp": 4, "layers_per_stage": [1, 2, 2, 1]}), 4).facts
+
+
+def test_each_role_is_checked(paths):
+    """The critic's own model does not have the actor's heads."""
+    odd = paths["make"]("odd", num_attention_heads=3, num_key_value_heads=3)
+    cfg = rl(paths, actor=role(paths, tp=2), critic=role(paths, model=odd, tp=2))
+    with pytest.raises(ValueError, match=r"critic\.parallel\.tp = 2 does not divide the 3 attention heads"):
+        preflight("rl", cfg, 2)
+
+
+@pytest.mark.parametrize("key", ["train", "heldout"])
+@pytest.mark.parametrize("name", ["trian.jsonl", "sub/trian"])
+def test_data_that_is_not_there_is_refused_and_names_its_neighbour(paths, key, name):
+    missing = paths["root"] / name
+    with pytest.raises(ValueError, match=rf"^data\.{key}: no such data file or directory: ") as raised:
+        preflight("sft", sft(paths, **{key: missing}), 1)
+    assert "nearest name beside it" in str(raised.value)
+    assert f"working directory: {Path.cwd()}" in str(raised.value)
+    with pytest.raises(ValueError, match=rf"^data\.{key}: no such data"):
+        preflight("rl", rl(paths, data={key: missing}), 1)
+
+
+def test_a_name_of_the_hub_is_left_to_the_loader(paths):
+    """Also one with a dot, which is no file's suffix."""
+    for name in ("owner/name", "owner/name-v1.5"):
+        assert preflight("sft", sft(paths, heldout=Path(name)), 1).facts
+
+
+def test_rl_that_would_outgrow_the_positions_of_any_role_is_refused(paths):
+    """40 + 24 = 64 tokens just fit the actor's 64 positions; one more does not, and the critic has only 48."""
+    assert preflight("rl", rl(paths), 1).facts
+    with pytest.raises(ValueError, match="max_position_embeddings") as raised:
+        preflight("rl", rl(paths, rollout={"max_response_tokens": 25}), 1)
+    assert str(raised.value) == (
+        f"actor: data.max_prompt_tokens + rollout.max_response_tokens = 40 + 25 = 65 tokens, but {paths['model']} has "
+        "max_position_embeddings = 64; lower either limit by 1 tokens or more"
+    )
+    short = paths["make"]("short", max_position_embeddings=48)
+    with pytest.raises(ValueError, match=r"^critic: .* 40 \+ 24 = 64 tokens, .* = 48; lower either limit by 16 tokens"):
+        preflight("rl", rl(paths, critic=role(paths, model=short)), 1)
+
+
+def test_sft_may_have_limits_beyond_the_positions_because_its_data_may_be_shorter(paths):
+    assert preflight("sft", sft(paths, max_prompt_tokens=500, max_response_tokens=500), 1).facts
+
+
+def test_generate_has_no_batch_arithmetic_and_is_checked_all_the_same(paths):
+    tree = {"run": {"dir": "r"}, "actor": role(paths, tp=3), "data": {"train": paths["train"]}}
+    with pytest.raises(ValueError, match="4 KV heads"):
+        preflight("generate", GenerateConfig.model_validate(tree), 3)
+    tree["actor"] = role(paths)
+    assert preflight("generate", GenerateConfig.model_validate(tree), 2).facts == ()

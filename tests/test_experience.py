@@ -1,0 +1,116 @@
+"""Ragged columns, and their way from the ranks that own rows to every rank.
+
+Not covered: columns on a GPU, and what a process that dies in `redistribute` does to the others.
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megarlhf.experience import Experience, Ragged, Rollouts, redistribute
+from tests.gloo import run_ranks
+
+ROWS = [torch.tensor([1.0, 2.0, 3.0]), torch.tensor([]), torch.tensor([4.0])]
+
+
+def ragged(*rows, dtype=torch.float32):
+    return Ragged.from_rows([torch.tensor(row) for row in rows], dtype)
+
+
+def test_ragged_padded_mask_and_rows_with_an_empty_row():
+    table = Ragged.from_rows(ROWS, torch.float32)
+    assert table.lengths_N.tolist() == [3, 0, 1]
+    assert table.num_tokens == 4
+    assert table.values_T.tolist() == [1, 2, 3, 4]
+    assert [row.tolist() for row in table.rows()] == [[1, 2, 3], [], [4]]
+    assert table.padded(-7.0).tolist() == [[1, 2, 3], [-7, -7, -7], [4, -7, -7]]
+    assert table.mask().tolist() == [[True, True, True], [False, False, False], [True, False, False]]
+
+
+def test_ragged_keeps_the_dtype_asked_for():
+    table = ragged([1, 2], [3], dtype=torch.int64)
+    assert table.values_T.dtype == table.padded().dtype == torch.int64
+    assert table.padded().tolist() == [[1, 2], [3, 0]]
+
+
+def test_like_takes_the_values_on_this_tables_tokens():
+    table = Ragged.from_rows(ROWS, torch.float32)
+    other_NR = torch.tensor([[10.0, 20.0, 30.0], [9.0, 9.0, 9.0], [40.0, 9.0, 9.0]])
+    found = table.like(other_NR)
+    assert found.values_T.tolist() == [10, 20, 30, 40]
+    assert found.lengths_N.tolist() == [3, 0, 1]
+    assert torch.equal(table.like(table.padded(5.0)).values_T, table.values_T)
+
+
+@pytest.mark.parametrize("rows", [[], [torch.tensor([]), torch.tensor([])]], ids=["no rows", "empty rows"])
+def test_a_table_without_tokens(rows):
+    table = Ragged.from_rows(rows, torch.float32)
+    assert table.num_tokens == 0
+    assert table.padded().shape == table.mask().shape == (len(rows), 0)
+    assert [len(row) for row in table.rows()] == [0] * len(rows)
+
+
+def test_experience_counts_and_grows_without_change_of_the_old():
+    rollouts = Rollouts(
+        responses=ragged([5, 6], [7], dtype=torch.int64),
+        logprobs=ragged([-1.0, -2.0], [-3.0]),
+        finished_N=torch.tensor([True, False]),
+        weight_version=0,
+    )
+    prompts = (torch.tensor([1]), torch.tensor([1, 2, 3]))
+    before = Experience(prompts=prompts, groups_N=torch.tensor([0, 1]), rollouts=rollouts)
+    assert (before.num_samples, before.longest) == (2, 4)
+    after = before.with_columns({"values": ragged([0.1, 0.2], [0.3])}).with_per_sample({"rewards": torch.zeros(2)})
+    assert (list(before.columns), list(before.per_sample)) == ([], [])
+    assert (list(after.columns), list(after.per_sample)) == (["values"], ["rewards"])
+
+
+LENGTHS = [2, 0, 3, 1]
+FAULTS = {
+    "missing": [{0: 2, 1: 0}, {2: 3}],
+    "twice": [{0: 2, 1: 0, 2: 3}, {2: 3, 3: 1}],
+    "unknown": [{0: 2, 1: 0, 4: 1}, {2: 3, 3: 1}],
+    "wrong length": [{0: 2, 1: 0}, {2: 4, 3: 1}],
+}
+
+
+def two_ranks(rank):
+    """Rank 0 owns rows 3 and 0, rank 1 rows 2 and 1; then each fault in turn, in the same world."""
+    lengths_N = torch.tensor(LENGTHS)
+    rows = {0: torch.tensor([0, 1]), 1: torch.tensor([]), 2: torch.tensor([20, 21, 22]), 3: torch.tensor([30])}
+    owned = [{3: rows[3], 0: rows[0]}, {2: rows[2], 1: rows[1]}][rank]
+    found = redistribute(owned, lengths_N, torch.empty(0, dtype=torch.float64))
+    faults = {}
+    for name, lengths in FAULTS.items():
+        try:
+            redistribute({n: torch.zeros(size) for n, size in lengths[rank].items()}, lengths_N, torch.empty(0))
+        except ValueError as error:
+            faults[name] = str(error)
+        dist.barrier()
+    return found.values_T.tolist(), str(found.values_T.dtype), found.lengths_N.tolist(), faults
+
+
+def test_every_rank_receives_all_rows_and_every_rank_sees_a_fault(tmp_path):
+    """A fault that only one rank saw would leave the other in the next collective until its timeout."""
+    first, second = run_ranks(2, tmp_path, two_ranks)
+    assert first == second
+    values, dtype, lengths, faults = first
+    assert (values, dtype, lengths) == ([0, 1, 20, 21, 22, 30], "torch.float64", LENGTHS)
+    assert faults == {
+        "missing": "3 rows for 4 samples, expected each once; missing: [3]",
+        "twice": "5 rows for 4 samples, expected each once; handed in twice: [2]",
+        "unknown": "5 rows for 4 samples, expected each once; unknown: [4]",
+        "wrong length": "row 2 of rank 1 has 4 values, the index says 3",
+    }
+
+
+def three_ranks(rank):
+    """Rank 1 owns nothing."""
+    owned = [{1: torch.tensor([0.1, 0.2])}, {}, {0: torch.tensor([0.3])}][rank]
+    return redistribute(owned, torch.tensor([1, 2]), torch.empty(0)).values_T.tolist()
+
+
+def test_a_rank_may_own_nothing(tmp_path):
+    results = run_ranks(3, tmp_path, three_ranks)
+    assert results[0] == pytest.approx([0.3, 0.1, 0.2])
+    assert results[0] == results[1] == results[2]

@@ -1,0 +1,126 @@
+"""Which rank a process is, and what the machine is said to have.
+
+Not covered: a real srun (tests marked `slurm`), NCCL, and a machine with a GPU beyond its driver's files.
+"""
+
+import os
+from unittest import mock
+
+import pytest
+import torch
+
+from megarlhf import runtime
+from megarlhf.runtime import RankInfo, capabilities, detect_rank, initialize
+
+SRUN = {
+    "SLURM_PROCID": "26",
+    "SLURM_LOCALID": "2",
+    "SLURM_NODEID": "3",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_TASKS": "28",
+    "SLURM_STEP_TASKS_PER_NODE": "8(x3),4",
+    # Of the allocation, not of the step: more tasks could run than this step has.
+    "SLURM_NTASKS": "32",
+    "SLURM_TASKS_PER_NODE": "8(x4)",
+}
+
+
+def without(names, env=SRUN):
+    return {name: value for name, value in env.items() if name not in names}
+
+
+def test_a_plain_start_is_no_rank():
+    assert detect_rank({"HOME": "/root", "RANK": "3"}) is None
+
+
+def test_torchrun():
+    env = {"RANK": "9", "LOCAL_RANK": "1", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}
+    assert detect_rank(env) == RankInfo(rank=9, local_rank=1, world_size=16, local_world_size=8)
+    # torchrun inside an sbatch script: its variables win.
+    assert detect_rank({**SRUN, **env}) == RankInfo(rank=9, local_rank=1, world_size=16, local_world_size=8)
+    assert detect_rank({"RANK": "1", "WORLD_SIZE": "2"}) == RankInfo(
+        rank=1, local_rank=0, world_size=2, local_world_size=2
+    )
+
+
+@pytest.mark.parametrize("node, tasks", [(0, 8), (2, 8), (3, 4)])
+def test_srun(node, tasks):
+    found = detect_rank({**SRUN, "SLURM_NODEID": str(node)})
+    assert found == RankInfo(rank=26, local_rank=2, world_size=28, local_world_size=tasks)
+
+
+def test_srun_of_an_older_slurm_has_the_jobs_numbers_only():
+    env = without(["SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE"])
+    assert detect_rank(env) == RankInfo(rank=26, local_rank=2, world_size=32, local_world_size=8)
+
+
+@pytest.mark.parametrize(
+    "written, expected",
+    [("1", [1]), ("4,2", [4, 2]), ("8(x3),4", [8, 8, 8, 4]), ("2(x2),1(x2)", [2, 2, 1, 1])],
+)
+def test_tasks_per_node_as_slurm_writes_it(written, expected):
+    found = [
+        detect_rank({**SRUN, "SLURM_STEP_TASKS_PER_NODE": written, "SLURM_NODEID": str(node)})
+        for node in range(len(expected))
+    ]
+    assert [info.local_world_size for info in found] == expected
+
+
+@pytest.mark.parametrize("name", ["SLURM_STEP_ID", "SLURM_PROCID"])
+def test_the_shell_of_a_batch_script_is_no_rank(name):
+    """sbatch gives its script SLURM_PROCID=0 and SLURM_NTASKS, but no step."""
+    assert detect_rank(SRUN) is not None
+    assert detect_rank(without([name])) is None
+
+
+def test_a_rank_of_several_without_a_port_is_told_how_to_start():
+    """Not covered: two ranks that were given different ports."""
+    with (
+        mock.patch.dict(os.environ),
+        mock.patch.object(runtime, "torch", mock.Mock(wraps=torch, **{"cuda.is_available.return_value": False})),
+    ):
+        os.environ.pop("MASTER_PORT", None)
+        with pytest.raises(ValueError, match=r"rank 1 of 2 has no MASTER_PORT; start ranks with torchrun, .*sbatch"):
+            initialize(RankInfo(rank=1, world_size=2, local_world_size=1), seed=0)
+    assert not torch.distributed.is_initialized()
+
+
+def test_capabilities_of_this_machine():
+    """Versions are the installed ones; a missing package is None, not an error."""
+    found = capabilities()
+    assert found.versions["torch"] == torch.__version__
+    assert set(found.versions) == set(runtime.PACKAGES)
+    assert "gloo" in found.backends
+    assert found.device_type == ("cuda" if torch.cuda.is_available() else "cpu")
+    if found.device_type == "cpu":
+        assert (found.device_count, found.device_name) == (0, f"{os.uname().machine} CPU")
+
+
+def test_a_gpus_name_comes_from_the_driver_and_no_context_is_made():
+    """torch's own call for the name initialises CUDA on the device; here it would raise."""
+    with (
+        mock.patch.object(torch.cuda, "is_available", return_value=True),
+        mock.patch.object(torch.cuda, "device_count", return_value=2),
+        mock.patch.object(torch.cuda, "_lazy_init", side_effect=AssertionError("a context was made")),
+    ):
+        found = capabilities()
+        with pytest.raises(AssertionError, match="a context was made"):
+            torch.cuda.get_device_name(0)
+    assert (found.device_type, found.device_count) == ("cuda", 2)
+    assert found.device_name
+
+
+def test_names_that_the_driver_lists(tmp_path):
+    assert runtime._gpu_names(tmp_path / "absent") == "GPU (the driver lists no name)"
+    for bus, model in (("0000:04:00.0", "NVIDIA H200"), ("0000:05:00.0", "NVIDIA H200"), ("0000:06:00.0", "NVIDIA A2")):
+        (tmp_path / bus).mkdir()
+        text = f"Model: \t\t {model}\nIRQ:   \t\t 33\nGPU UUID: \t GPU-0\nBus Type: \t PCIe\n"
+        (tmp_path / bus / "information").write_text(text)
+    assert runtime._gpu_names(tmp_path) == "NVIDIA A2, NVIDIA H200"
+
+
+@pytest.mark.parametrize("package", ["transformer-engine", "apex"])
+def test_version_of_a_package_that_may_be_missing_imports_nothing(package):
+    found = runtime.version_of(package)
+    assert found is None or found[0].isdigit()
+    assert runtime.version_of("torch") == torch.__version__

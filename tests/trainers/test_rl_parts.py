@@ -1,0 +1,155 @@
+"""The parts of the rl loop that need no model: advantages, the watch on the gap, stop rules, mini-batches.
+
+Not covered: the formulas at large (tests/algo), the loop itself (tests/distributed).
+"""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megarlhf.config import AlgoConfig, StopConfig
+from megarlhf.experience import Experience, Ragged, Rollouts
+from megarlhf.trainers.rl_batches import mini_batches
+from megarlhf.trainers.rl_eval import StopRule
+from megarlhf.trainers.rl_score import add_advantages, logprob_gap
+
+
+def ragged(*rows, dtype=torch.float32):
+    return Ragged.from_rows([torch.tensor(row) for row in rows], dtype)
+
+
+def experience(*, rollout_logprobs=((-1.0, -2.0), (-0.5,)), rewards=(1.0, 3.0), groups=(0, 0)):
+    """Two samples of one prompt, of two and one response tokens. kl (k1): .5 and .25; 0."""
+    rollouts = Rollouts(
+        responses=ragged([4, 2], [2], dtype=torch.int64),
+        logprobs=ragged(*rollout_logprobs),
+        finished_N=torch.tensor([True, True]),
+        weight_version=7,
+    )
+    columns = {
+        "old_logprobs": ragged([-1.0, -2.0], [-0.5]),
+        "ref_logprobs": ragged([-1.5, -2.25], [-0.5]),
+        "values": ragged([0.5, 0.25], [1.0]),
+    }
+    prompts = (torch.tensor([1, 5]), torch.tensor([1, 5]))
+    table = Experience(prompts=prompts, groups_N=torch.tensor(groups), rollouts=rollouts, columns=columns)
+    return table.with_per_sample({"rewards": torch.tensor(rewards)})
+
+
+def algo(**changes):
+    return AlgoConfig.model_validate({"whiten_advantages": False, "gamma": 1.0, "lam": 0.5, **changes})
+
+
+def values(table, name):
+    return table.columns[name].values_T.tolist()
+
+
+def test_gae_with_kl_in_the_reward_by_hand():
+    """Token rewards: -.1 x .5 = -.05 and -.1 x .25 + 1 = .975; 3. Values .5, .25; 1.
+
+    A1 = .975 - .25 = .725; A0 = -.05 + .25 - .5 + .5 x .725 = .0625; the other sample: 3 - 1 = 2.
+    """
+    found = add_advantages(experience(), algo(kl={"coef": 0.1, "placement": "reward"}))
+    assert values(found, "advantages") == pytest.approx([0.0625, 0.725, 2.0])
+    assert values(found, "returns") == pytest.approx([0.5625, 0.975, 3.0])
+    assert found.columns["advantages"].lengths_N.tolist() == [2, 1]
+
+
+@pytest.mark.parametrize("kl", [{"coef": 0.1, "placement": "loss"}, {"coef": 0.0, "placement": "reward"}])
+def test_gae_without_kl_in_the_reward(kl):
+    """A1 = 1 - .25 = .75; A0 = .25 - .5 + .5 x .75 = .125."""
+    assert values(add_advantages(experience(), algo(kl=kl)), "advantages") == pytest.approx([0.125, 0.75, 2.0])
+
+
+def test_gae_takes_the_configured_estimator():
+    """k2 = d^2 / 2: .125 and .03125 where k1 is .5 and .25. lam = gamma = 1: advantages are sums less values."""
+    found = add_advantages(experience(), algo(lam=1.0, kl={"coef": 2.0, "placement": "reward", "estimator": "k2"}))
+    assert values(found, "returns") == pytest.approx([1 - 0.25 - 0.0625, 1 - 0.0625, 3.0])
+
+
+def test_whitening_is_over_the_response_tokens_of_the_step():
+    """Of -.05 + ..., plainly (.125, .75, 2): mean 2.875 / 3, biased variance; padding does not count."""
+    plain = torch.tensor([0.125, 0.75, 2.0], dtype=torch.float64)
+    found = add_advantages(experience(), algo(whiten_advantages=True))
+    expected = (plain - plain.mean()) / plain.var(unbiased=False).sqrt()
+    assert values(found, "advantages") == pytest.approx(expected.tolist(), rel=1e-5)
+    assert values(found, "returns") == pytest.approx([0.625, 1.0, 3.0]), "returns are not whitened"
+
+
+@pytest.mark.parametrize("scale, expected", [(False, 1.0), (True, 1 / (2**0.5 + 1e-6))])
+def test_group_relative_by_hand(scale, expected):
+    """Rewards 1 and 3: one below and one above their mean, with the unbiased std sqrt(2)."""
+    cfg = algo(advantage="group_relative", scale_by_group_std=scale, kl={"coef": 0.1, "placement": "loss"})
+    found = add_advantages(experience(), cfg)
+    assert values(found, "advantages") == pytest.approx([-expected, -expected, expected])
+    assert "returns" not in found.columns
+
+
+def test_leave_one_out_with_kl_in_the_reward_by_hand():
+    """A response's KL is the sum over its tokens: .75; rewards 1 - .1 x .75 = .925 and 3, each less the other."""
+    found = add_advantages(experience(), algo(advantage="leave_one_out", kl={"coef": 0.1, "placement": "reward"}))
+    assert values(found, "advantages") == pytest.approx([-2.075, -2.075, 2.075])
+
+
+def test_samples_of_different_prompts_are_not_compared():
+    found = add_advantages(experience(groups=(0, 1)), algo(advantage="leave_one_out"))
+    assert values(found, "advantages") == [0, 0, 0]
+
+
+def test_a_gap_below_the_limit_is_measured():
+    table = experience(rollout_logprobs=((-1.03, -2.0), (-0.44,)))
+    found = logprob_gap(table, 0.07)
+    assert found["rollout_logprob_gap_mean"] == pytest.approx((0.03 + 0.06) / 3, rel=1e-4)
+    assert found["rollout_logprob_gap_max"] == pytest.approx(0.06, rel=1e-4)
+
+
+@pytest.mark.parametrize("worst", [-0.44, -0.56, float("nan")])
+def test_a_gap_above_the_limit_stops_the_run_and_names_the_causes(worst):
+    """In either direction, and a NaN is no agreement."""
+    with pytest.raises(RuntimeError, match="rollout and trainer disagree") as raised:
+        logprob_gap(experience(rollout_logprobs=((-1.0, -2.0), (worst,))), 0.05)
+    causes = ["rollout.max_logprob_gap = 0.05", "other weights", "version is 7", "temperature", "top-p", "precision"]
+    assert [cause for cause in causes if cause not in str(raised.value)] == []
+
+
+def test_stop_on_kl():
+    rule = StopRule(StopConfig(max_kl=0.5))
+    assert not rule.over(0.5)
+    assert rule.reason is None
+    assert rule.over(0.6)
+    assert rule.reason == "stopped: kl 0.6 per response token exceeds train.stop.max_kl = 0.5"
+
+
+def test_stop_when_the_heldout_reward_stands_still():
+    """Two evaluations without a rise; a rise in between starts the count anew, an accuracy does not."""
+    rule = StopRule(StopConfig(heldout_reward_patience=2))
+    stopped = []
+    for reward in (1.0, 0.9, 1.1, 1.1, 1.0):
+        evaluation = {"eval_reward_mean": reward, "eval_accuracy": len(stopped)}
+        assert rule.watch(evaluation) is evaluation
+        stopped.append(rule.over(kl=100.0))
+    assert stopped == [False, False, False, False, True]
+    assert rule.reason == "stopped: the held-out reward has not risen for 2 evaluations"
+
+
+def test_without_a_rule_or_an_evaluation_nothing_stops():
+    rule = StopRule(StopConfig())
+    assert not any(rule.over(kl) for kl in (0.0, 1e9, float("nan")))
+    patient = StopRule(StopConfig(heldout_reward_patience=1))
+    patient.watch({})
+    assert not patient.over(0.0)
+
+
+@given(st.integers(1, 60), st.integers(1, 60), st.booleans(), st.integers(0, 2**60))
+def test_mini_batches_deal_every_sample_once(num_samples, size, shuffle, seed):
+    dealt = mini_batches(num_samples, size, shuffle=shuffle, seed=seed)
+    assert sorted(sample for samples in dealt for sample in samples) == list(range(num_samples))
+    assert {len(samples) for samples in dealt[:-1]} <= {size}
+    assert dealt == mini_batches(num_samples, size, shuffle=shuffle, seed=seed)
+
+
+def test_mini_batches_in_order_and_shuffled():
+    assert mini_batches(5, 2, shuffle=False, seed=1) == [[0, 1], [2, 3], [4]]
+    shuffled = [mini_batches(32, 32, shuffle=True, seed=seed)[0] for seed in range(3)]
+    assert len({tuple(order) for order in [*shuffled, list(range(32))]}) == 4
