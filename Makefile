@@ -31,8 +31,10 @@ export TOKENIZERS_PARALLELISM ?= false
 export OMP_NUM_THREADS ?= 1
 export DO_NOT_TRACK ?= 1
 export VLLM_NO_USAGE_STATS ?= 1
+# torch's C++ side otherwise announces the NUMA policy of each vLLM rank.
+export TORCH_CPP_LOG_LEVEL ?= ERROR
 
-.PHONY: help venv demo demo-3d test test-slow lint doctor lock clean
+.PHONY: help venv demo demo-3d demo-seeds test test-slow lint doctor lock clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -59,8 +61,11 @@ $(VENV)/.installed: requirements/cpu.txt setup.py
 demo: venv ## the whole pipeline on a toy task: SFT, reward model, PPO, with figures before and after
 	$(PY) -m tools.demo.run
 
-demo-3d: venv ## the same under tensor, pipeline and data parallelism together
+demo-3d: venv ## the demo's PPO stage at TP2 x PP2 on four processes, a few steps
 	$(PY) -m tools.demo.run_3d
+
+demo-seeds: venv ## the demo for three seeds with controls (15 minutes); writes benchmarks/results/demo.json
+	$(PY) -m tools.demo.seeds
 
 test: venv ## the default tests: no GPU, no network, minutes
 	$(PY) -m pytest -m "$(DEFAULT_TESTS)" $(PYTEST_ARGS)

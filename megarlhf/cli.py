@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from megarlhf.config import FrozenModel, GenerateConfig, RLConfig, RMConfig, SFTConfig, load_config
@@ -49,13 +50,25 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit status. 2: the user's mistake, said on one line each."""
+    """Entry point; returns the exit status. 2: the user's mistake, said without a traceback."""
     arguments = parser().parse_args(argv)
     try:
         return _dispatch(arguments, list(sys.argv[1:] if argv is None else argv))
     except ValueError as error:
-        print(f"megarlhf {arguments.command}: {error}", file=sys.stderr)
+        if not _raised_here(error):
+            raise
+        alone = os.environ.get("WORLD_SIZE", "1") == "1"
+        rank = "" if alone else f" (rank {os.environ['RANK']})"
+        print(f"megarlhf {arguments.command}{rank}: {error}", file=sys.stderr)
         return 2
+
+
+def _raised_here(error: BaseException) -> bool:
+    """Whether our own code raised it, and so wrote its message for people; torch's ValueErrors keep their traceback."""
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    return frame is not None and Path(frame.tb_frame.f_code.co_filename).is_relative_to(Path(__file__).parent)
 
 
 def _dispatch(arguments: argparse.Namespace, argv: list[str]) -> int:
@@ -65,8 +78,6 @@ def _dispatch(arguments: argparse.Namespace, argv: list[str]) -> int:
 
         return print_doctor(capabilities())
     if arguments.command == "report":
-        from pathlib import Path
-
         from megarlhf.observe.report import write_report
 
         write_report([Path(run_dir) for run_dir in arguments.run_dirs], Path(arguments.out), title=arguments.title)

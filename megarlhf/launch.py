@@ -18,7 +18,11 @@ from megarlhf.runtime import RankInfo
 def local_ranks(nproc: int, argv: Sequence[str]) -> int:
     """Run `megarlhf ARGV` again as `nproc` ranks of this machine; returns the exit status."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}"]
-    return subprocess.call([*command, "-m", "megarlhf", *argv], env={**os.environ, MARK: "1"})
+    # torchrun would say that it sets one thread per rank; say the number instead.
+    threads = str(max(1, (os.cpu_count() or 1) // nproc))
+    return subprocess.call(
+        [*command, "-m", "megarlhf", *argv], env={"OMP_NUM_THREADS": threads, **os.environ, MARK: "1"}
+    )
 
 
 MARK = "MEGARLHF_LAUNCHED"
@@ -43,8 +47,9 @@ def as_rank(info: RankInfo, cfg: Any, entry: str) -> int:
 
 def quieten() -> None:
     """Keep other projects' routine announcements out of the log; their errors stay."""
-    for name in ("megatron", "vllm", "torch.distributed", "absl"):
+    for name in ("megatron", "torch.distributed", "absl"):
         logging.getLogger(name).setLevel(logging.WARNING)
+    logging.getLogger("vllm").setLevel(logging.ERROR)
     # Megatron-Core reads .grad of views and calls collectives by names that torch has since renamed.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed|vllm")
     warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf")

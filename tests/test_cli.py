@@ -178,15 +178,8 @@ def run_really(arguments):
     return subprocess.run(call, env=env, capture_output=True, text=True, timeout=120, check=False)
 
 
-def assert_nothing_half_written(run_dir, rows):
-    """No checkpoints (and no part of one), and the metrics of finished steps only."""
-    assert (run_dir / "config.yaml").is_file(), "the run got as far as its data"
-    assert not (run_dir / "checkpoints").exists()
-    assert [row["step"] for row in read_metrics(run_dir)] == rows
-
-
 def test_a_malformed_line_of_data_is_said_with_file_and_line(command, tmp_path):
-    """The third line of the held-out data: training data is read first, and its skips are said."""
+    """The third line of the held-out data. Data is read before a run directory is made."""
     good = {"prompt": "1+1=", "response": "2"}
     bad = write(tmp_path / "bad.jsonl", [good, good, '{"prompt": "1+1=", "response": ', good])
     done = run_really(command("sft", f"data.heldout={bad}"))
@@ -195,8 +188,7 @@ def test_a_malformed_line_of_data_is_said_with_file_and_line(command, tmp_path):
     assert len(lines) == 1, done.stderr
     assert lines[0].startswith(f"megarlhf sft: {bad}, line 3: malformed JSON (")
     assert "Traceback" not in done.stderr
-    assert "sft.jsonl: used all 20 records" in (done.stdout + done.stderr).replace("\n", "")
-    assert_nothing_half_written(tmp_path / "run", [])
+    assert not (tmp_path / "run").exists()
 
 
 def test_pairs_that_are_all_equal_are_refused_with_their_count(command, tmp_path):
@@ -209,7 +201,7 @@ def test_pairs_that_are_all_equal_are_refused_with_their_count(command, tmp_path
         in done.stderr
     )
     assert "Traceback" not in done.stderr
-    assert_nothing_half_written(tmp_path / "run", [])
+    assert not (tmp_path / "run").exists()
 
 
 def test_prompts_over_the_limit_are_counted_aloud_and_the_rest_is_trained_on(command, tmp_path):

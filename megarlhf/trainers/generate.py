@@ -21,8 +21,8 @@ from megarlhf.rollout.engine import sample_seed
 from megarlhf.rollout.rewards.rules import load_rule
 from megarlhf.rollout.rewards.score import rule_rewards
 from megarlhf.runtime import Runtime
-from megarlhf.trainers.prompts import load_prompts, make_engine, sampling_of
-from megarlhf.trainers.session import Session, open_session
+from megarlhf.trainers.prompts import PromptData, load_prompts, make_engine, sampling_of
+from megarlhf.trainers.session import open_session
 
 MICRO_BATCH_SAMPLES = 16
 """Rows per forward of the `megatron` engine, which is an oracle and not meant to be fast."""
@@ -30,11 +30,12 @@ MICRO_BATCH_SAMPLES = 16
 
 def run(cfg: GenerateConfig, runtime: Runtime) -> None:
     """Write a JSON line per response: prompt, response, finished, rewards by name, and the record's columns."""
+    data = load_prompts(cfg.data, cfg.actor.model.path)
     with (
         ExitStack() as closing,
-        open_session(cfg, cfg.run, CheckpointConfig(), runtime, "generate", 1) as session,
+        open_session(cfg, cfg.run, CheckpointConfig(), runtime, "generate", 1, data.notes) as session,
     ):
-        prompts, responses, rollouts, rewards = _respond(cfg, runtime, session, closing)
+        prompts, responses, rollouts, rewards = _respond(cfg, runtime, data, closing)
         out = cfg.out or cfg.run.dir / "responses.jsonl"
         if runtime.is_main:
             _write_lines(out, _lines(prompts, responses, rollouts, rewards))
@@ -44,19 +45,19 @@ def run(cfg: GenerateConfig, runtime: Runtime) -> None:
 
 def evaluate(cfg: GenerateConfig, runtime: Runtime) -> None:
     """Log the mean of each reward over the prompts."""
+    data = load_prompts(cfg.data, cfg.actor.model.path)
     with (
         ExitStack() as closing,
-        open_session(cfg, cfg.run, CheckpointConfig(), runtime, "eval", 1) as session,
+        open_session(cfg, cfg.run, CheckpointConfig(), runtime, "eval", 1, data.notes) as session,
     ):
-        prompts, _, rollouts, rewards = _respond(cfg, runtime, session, closing)
+        prompts, _, rollouts, rewards = _respond(cfg, runtime, data, closing)
         session.log(1, {**_summary(rollouts, rewards), "num_prompts": len(prompts)})
 
 
 def _respond(
-    cfg: GenerateConfig, runtime: Runtime, session: Session, closing: ExitStack
+    cfg: GenerateConfig, runtime: Runtime, data: PromptData, closing: ExitStack
 ) -> tuple[list[PromptSample], list[str], Rollouts, dict[str, Tensor]]:
-    once, _, tokenizer = load_prompts(cfg.data, cfg.actor.model.path, session, None)
-    prompts = [p for p in once[: cfg.max_samples] for _ in range(cfg.rollout.num_samples_per_prompt)]
+    prompts = [p for p in data.train[: cfg.max_samples] for _ in range(cfg.rollout.num_samples_per_prompt)]
     actor = build_role("actor", cfg.actor, "lm", GroupCache(runtime), seed=cfg.run.seed)
     engine = make_engine(cfg.rollout, actor, cfg.data.max_prompt_tokens, MICRO_BATCH_SAMPLES)
     closing.callback(engine.close)
@@ -65,9 +66,9 @@ def _respond(
     rollouts = engine.generate(
         [torch.tensor(prompt.tokens) for prompt in prompts],
         [sample_seed(cfg.run.seed, 0, n) for n in range(len(prompts))],
-        sampling_of(cfg.rollout, tokenizer, greedy=cfg.greedy),
+        sampling_of(cfg.rollout, data.tokenizer, greedy=cfg.greedy),
     )
-    responses = [tokenizer.decode(row.tolist(), continuation=True) for row in rollouts.responses.rows()]
+    responses = [data.tokenizer.decode(row.tolist(), continuation=True) for row in rollouts.responses.rows()]
     texts, fields = [p.text for p in prompts], [p.fields for p in prompts]
     rewards = {
         str(reward.rule): rule_rewards(load_rule(str(reward.rule)), texts, responses, fields, runtime.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 from megarlhf.config import PromptDataConfig, RolloutConfig
@@ -11,29 +12,37 @@ from megarlhf.data.tokenizer import Tokenizer, load_tokenizer
 from megarlhf.models.role import Role
 from megarlhf.models.weights import parameter_dtype
 from megarlhf.rollout.engine import RolloutEngine, Sampling
-from megarlhf.trainers.session import Session
 
 
-def load_prompts(
-    data: PromptDataConfig, model_path: Path, session: Session, max_heldout: int | None
-) -> tuple[list[PromptSample], list[PromptSample], Tokenizer]:
+@dataclass(frozen=True)
+class PromptData:
     """Training and held-out prompts, on every rank."""
+
+    train: list[PromptSample]
+    heldout: list[PromptSample]
+    tokenizer: Tokenizer
+    notes: list[str]
+    """What was skipped, in words."""
+
+
+def load_prompts(data: PromptDataConfig, model_path: Path, max_heldout: int | None = None) -> PromptData:
+    """Read and tokenize the prompts."""
     tokenizer = load_tokenizer(model_path)
     found: list[list[PromptSample]] = []
+    notes = []
     for path in (data.train, data.heldout):
         if path is None:
             found.append([])
             continue
-        fields = ("prompt",) if data.template == "plain" else ()
         prompts, skipped = build_prompts(
-            load_records(path, fields=fields),
+            load_records(path, fields=("prompt",) if data.template == "plain" else ("messages",)),
             tokenizer,
             max_prompt_tokens=data.max_prompt_tokens,
             template=data.template,
         )
-        session.note(f"{path}: {skipped.describe()}")
+        notes.append(f"{path}: {skipped.describe()}")
         found.append(prompts)
-    return found[0], found[1][:max_heldout], tokenizer
+    return PromptData(found[0], found[1][:max_heldout], tokenizer, notes)
 
 
 def make_engine(rollout: RolloutConfig, actor: Role, max_prompt_tokens: int, micro_batch_samples: int) -> RolloutEngine:

@@ -43,22 +43,22 @@ Metrics = dict[str, float]
 
 def run(cfg: RLConfig, runtime: Runtime) -> None:
     """Improve the actor on its own samples."""
+    data = load_prompts(cfg.data, cfg.actor.model.path, cfg.eval.max_samples)
     with (
         ExitStack() as closing,
-        open_session(cfg, cfg.run, cfg.checkpoint, runtime, "rl", cfg.train.num_steps) as session,
+        open_session(cfg, cfg.run, cfg.checkpoint, runtime, "rl", cfg.train.num_steps, data.notes) as session,
     ):
-        train, heldout, tokenizer = load_prompts(cfg.data, cfg.actor.model.path, session, cfg.eval.max_samples)
-        parts = build(cfg, runtime, tokenizer)
+        parts = build(cfg, runtime, data.tokenizer)
         closing.callback(parts.engine.close)
-        order = ShuffledBatches(len(train), cfg.train.prompts_per_step, cfg.run.seed)
-        evaluate = Evaluator(cfg, parts.engine, parts.rewarder, tokenizer, heldout)
+        order = ShuffledBatches(len(data.train), cfg.train.prompts_per_step, cfg.run.seed)
+        evaluate = Evaluator(cfg, parts.engine, parts.rewarder, data.tokenizer, data.heldout)
         stop = StopRule(cfg.train.stop)
         parts.engine.update_weights(parts.actor.part, version=0)
         parts.engine.verify_weights(parts.actor.part)
         session.log(0, stop.watch(evaluate()))
         for step in range(cfg.train.num_steps):
             clock = Stopwatch()
-            prompts = [train[n] for n in order.indices(step)]
+            prompts = [data.train[n] for n in order.indices(step)]
             experience = sample(cfg, parts.engine, prompts, parts.sampling, step)
             clock.lap("seconds_rollout")
             experience, dealt = score(cfg, parts, experience, prompts, step)

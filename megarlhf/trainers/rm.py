@@ -28,13 +28,13 @@ from megarlhf.parallel.batching import FILLER, deal, grid_length, lay_out
 from megarlhf.parallel.mesh import GroupCache, Mesh
 from megarlhf.parallel.step import MicroBatch
 from megarlhf.runtime import Runtime
-from megarlhf.trainers.session import Session, is_due, open_session
+from megarlhf.trainers.session import is_due, open_session
 
 
 def run(cfg: RMConfig, runtime: Runtime) -> None:
     """Train the reward model on preference pairs."""
-    with open_session(cfg, cfg.run, cfg.checkpoint, runtime, "rm", cfg.train.num_steps) as session:
-        train, heldout = load_data(cfg, session)
+    train, heldout, notes = load_data(cfg)
+    with open_session(cfg, cfg.run, cfg.checkpoint, runtime, "rm", cfg.train.num_steps, notes) as session:
         model = build_role(
             "reward_model",
             cfg.reward_model,
@@ -59,10 +59,11 @@ def run(cfg: RMConfig, runtime: Runtime) -> None:
             session.maybe_save(step + 1, [model], last=last)
 
 
-def load_data(cfg: RMConfig, session: Session) -> tuple[list[PairSample], list[PairSample]]:
-    """Training and held-out pairs, on every rank."""
+def load_data(cfg: RMConfig) -> tuple[list[PairSample], list[PairSample], list[str]]:
+    """Training and held-out pairs, on every rank, and what was skipped in words."""
     tokenizer = load_tokenizer(cfg.reward_model.model.path)
     found: list[list[PairSample]] = []
+    notes = []
     for path in (cfg.data.train, cfg.data.heldout):
         if path is None:
             found.append([])
@@ -74,9 +75,9 @@ def load_data(cfg: RMConfig, session: Session) -> tuple[list[PairSample], list[P
             max_response_tokens=cfg.data.max_response_tokens,
             template=cfg.data.template,
         )
-        session.note(f"{path}: {skipped.describe()}")
+        notes.append(f"{path}: {skipped.describe()}")
         found.append(pairs)
-    return found[0], found[1][: cfg.eval.max_samples]
+    return found[0], found[1][: cfg.eval.max_samples], notes
 
 
 @dataclass(frozen=True)

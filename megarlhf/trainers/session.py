@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,15 +46,26 @@ class Session:
 
 @contextlib.contextmanager
 def open_session(
-    cfg: FrozenModel, run: RunConfig, checkpoint: CheckpointConfig, runtime: Runtime, title: str, total: int
+    cfg: FrozenModel,
+    run: RunConfig,
+    checkpoint: CheckpointConfig,
+    runtime: Runtime,
+    title: str,
+    total: int,
+    notes: Sequence[str] = (),
 ) -> Iterator[Session]:
-    """Make the run directory, write the resolved configuration, and open metrics and progress."""
+    """Make the run directory, write the resolved configuration, open metrics and progress, and say `notes`.
+
+    Data is read before a session is opened, so that bad data leaves no trace of a run.
+    """
     observer: Observer = NullWriter()
     if runtime.is_main:
         observer = MetricsWriter(run.dir, wandb_project="megarlhf" if run.logger == "wandb" else None)
         (run.dir / "config.yaml").write_text(dump_config(cfg))
     try:
         with Progress(title, total, enabled=runtime.is_main) as progress:
+            for note in notes:
+                progress.note(note)
             yield Session(runtime=runtime, run_dir=run.dir, observer=observer, progress=progress, checkpoint=checkpoint)
     finally:
         observer.close()
@@ -97,6 +108,3 @@ def _point_latest(root: Path, target: Path) -> None:
 def is_due(step: int, every: int) -> bool:
     """Whether something that happens every `every` steps (0: never) happens after `step`."""
     return every > 0 and step % every == 0
-
-
-Evaluate = Callable[[], dict[str, float]]

@@ -26,13 +26,13 @@ from megarlhf.parallel.mesh import GroupCache, Mesh
 from megarlhf.parallel.step import MicroBatch
 from megarlhf.parallel.vocab import next_token_logprobs
 from megarlhf.runtime import Runtime
-from megarlhf.trainers.session import Session, is_due, open_session
+from megarlhf.trainers.session import is_due, open_session
 
 
 def run(cfg: SFTConfig, runtime: Runtime) -> None:
     """Train the actor on prompt-response pairs."""
-    with open_session(cfg, cfg.run, cfg.checkpoint, runtime, "sft", cfg.train.num_steps) as session:
-        train, heldout = load_data(cfg, session)
+    train, heldout, notes = load_data(cfg)
+    with open_session(cfg, cfg.run, cfg.checkpoint, runtime, "sft", cfg.train.num_steps, notes) as session:
         actor = build_role(
             "actor",
             cfg.actor,
@@ -55,24 +55,25 @@ def run(cfg: SFTConfig, runtime: Runtime) -> None:
             session.maybe_save(step + 1, [actor], last=last)
 
 
-def load_data(cfg: SFTConfig, session: Session) -> tuple[list[SFTSample], list[SFTSample]]:
-    """Training and held-out samples, on every rank."""
+def load_data(cfg: SFTConfig) -> tuple[list[SFTSample], list[SFTSample], list[str]]:
+    """Training and held-out samples, on every rank, and what was skipped in words."""
     tokenizer = load_tokenizer(cfg.actor.model.path)
     found: list[list[SFTSample]] = []
+    notes = []
     for path in (cfg.data.train, cfg.data.heldout):
         if path is None:
             found.append([])
             continue
         samples, skipped = build_sft(
-            load_records(path, fields=("prompt", "response") if cfg.data.template == "plain" else ()),
+            load_records(path, fields=("prompt", "response") if cfg.data.template == "plain" else ("messages",)),
             tokenizer,
             max_prompt_tokens=cfg.data.max_prompt_tokens,
             max_response_tokens=cfg.data.max_response_tokens,
             template=cfg.data.template,
         )
-        session.note(f"{path}: {skipped.describe()}")
+        notes.append(f"{path}: {skipped.describe()}")
         found.append(samples)
-    return found[0], found[1][: cfg.eval.max_samples]
+    return found[0], found[1][: cfg.eval.max_samples], notes
 
 
 @dataclass(frozen=True)

@@ -1,46 +1,39 @@
 """`make demo-3d`: the PPO stage of the demo at TP2 x PP2 on four processes.
 
-Every role at TP2 x PP2, vLLM at TP2. Starts from the demo's SFT and reward models; makes what is missing. On two
-cores four processes share them, so a few steps are shown, not the whole run.
+Every role at TP2 x PP2, vLLM at TP2. Starts from the demo's SFT and reward models and makes what is missing. Four
+processes on two cores are slow, so a few steps are shown, not the whole run.
 """
 
 from __future__ import annotations
 
 import argparse
-import subprocess
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from megarlhf.observe.metrics import read_metrics
 from megarlhf.observe.progress import make_console, table
-from tools.demo.run import ROOT, STAGES
+from tools.demo.pipeline import BY_NAME, DEFAULT_ROOT, make_data, run_timed, stage_command
 
-NEEDED = {"data": ROOT / "data/base", "sft": ROOT / "sft/checkpoints/latest", "rm": ROOT / "rm/checkpoints/latest"}
-RUN_DIR = Path("runs/demo/ppo_3d")
+ROLES = ("actor", "critic", "reward_model")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run it; returns the exit status."""
-    arguments = argparse.ArgumentParser(description=__doc__)
-    arguments.add_argument("--steps", type=int, default=10, help="rollout-and-train steps")
-    steps = arguments.parse_args(argv).steps
-    for name, command in STAGES:
-        if name in NEEDED and not NEEDED[name].exists() and (status := subprocess.call([sys.executable, *command])):
-            return status
-    roles = ("actor", "critic", "reward_model")
-    layout = [f"{role}.parallel={{tp: 2, pp: 2}}" for role in roles]
-    run = [f"run.dir={RUN_DIR}", "run.nproc=4", f"train.num_steps={steps}", "eval.every=0", "rollout.parallel.tp=2"]
-    command = [sys.executable, "-m", "megarlhf", "rl", "-c", "configs/demo/ppo.yaml", *layout, *run]
-    if status := subprocess.call(command):
-        return status
-    rows = read_metrics(RUN_DIR)
-    shown = ("reward_mean", "kl", "policy_loss", "value_loss", "rollout_logprob_gap_max")
-    make_console().print(
-        table(
-            "PPO at TP2 x PP2", [(name, rows[1].get(name), rows[-1].get(name)) for name in shown], ("", "first", "last")
-        )
-    )
+    """Run it; a failing stage ends it with its exit status."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=10, help="rollout-and-train steps")
+    steps = parser.parse_args(argv).steps
+    root, console = DEFAULT_ROOT, make_console()
+    if not (root / "data/base").exists():
+        run_timed(console, "data", make_data(root, 0))
+    for name in ("sft", "rm"):
+        if not (root / name / "checkpoints/latest").exists():
+            run_timed(console, name, stage_command(BY_NAME[name], root))
+    overrides = [f"{role}.parallel={{tp: 2, pp: 2, layers_per_stage: [2, 1]}}" for role in ROLES]
+    overrides += ["run.nproc=4", "rollout.parallel.tp=2", f"train.num_steps={steps}", "eval.every=0"]
+    run_timed(console, "ppo at TP2 x PP2", stage_command(BY_NAME["ppo"], root, overrides, run="ppo_3d"))
+    rows = [row for row in read_metrics(root / "ppo_3d") if "reward_mean" in row]
+    shown = ("reward_mean", "kl", "policy_loss", "value_loss", "rollout_logprob_gap_max", "seconds_train")
+    figures = [(name, rows[0][name], rows[-1][name]) for name in shown]
+    console.print(table("PPO at TP2 x PP2, four ranks", figures, ("figure", "first step", "last step")))
     return 0
 
 

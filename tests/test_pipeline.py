@@ -1,0 +1,172 @@
+"""The whole pipeline through the command line, as `make demo` runs it, on two ranks with real vLLM.
+
+Tiny models and a few steps: what is asserted is that the stages fit together, what they leave behind, and the watch
+on the log-probs. Not covered: that anything is learned (`make demo-seeds`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from megarlhf.observe.metrics import read_metrics
+from tools.demo.make_data import Recipe, write_all
+
+ROOT = Path(__file__).parents[1]
+RECIPE = Recipe(heldout=20, sft_train=200, pairs_train=200, prompts_train=60)
+FEW = ["train.num_steps=3", "train.mini_batch_samples=16", "train.micro_batch_samples=4", "eval.max_samples=15"]
+RL_METRICS = {
+    "step",
+    "reward_mean",
+    "kl",
+    "policy_loss",
+    "actor_grad_norm",
+    "clip_fraction",
+    "entropy",
+    "response_length_mean",
+    "rollout_logprob_gap_mean",
+    "rollout_logprob_gap_max",
+    "seconds_rollout",
+    "seconds_experience",
+    "seconds_train",
+    "seconds_reshard",
+}
+
+
+def megarlhf(*arguments: str) -> subprocess.CompletedProcess[str]:
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "RANK", "MASTER_"))}
+    env |= {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "megarlhf", *arguments]
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240, check=False)
+
+
+def succeed(*arguments: str) -> str:
+    done = megarlhf(*arguments)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Data, SFT at TP2, reward model at PP2, PPO at DP2."""
+    root = tmp_path_factory.mktemp("runs")
+    write_all(root / "data", RECIPE, seed=0)
+    data, actor, scorer = root / "data", root / "sft/checkpoints/latest/actor", root / "rm/checkpoints/latest"
+    succeed(
+        *("sft", "-c", "configs/demo/sft.yaml", f"run.dir={root / 'sft'}", f"actor.model.path={data / 'base'}"),
+        *(f"data.train={data / 'sft_train.jsonl'}", f"data.heldout={data / 'sft_heldout.jsonl'}"),
+        *("actor.parallel.tp=2", "checkpoint.every=2", "checkpoint.keep=1", "actor.optim.warmup_steps=1", *FEW),
+    )
+    succeed(
+        *("rm", "-c", "configs/demo/rm.yaml", f"run.dir={root / 'rm'}", f"reward_model.model.path={actor}"),
+        *(f"data.train={data / 'pairs_train.jsonl'}", f"data.heldout={data / 'pairs_heldout.jsonl'}"),
+        *("reward_model.parallel={pp: 2, layers_per_stage: [2, 1]}", "reward_model.optim.warmup_steps=1", *FEW),
+    )
+    succeed("rl", "-c", "configs/demo/ppo.yaml", f"run.dir={root / 'ppo'}", *rl_overrides(root))
+    assert (scorer / "reward_model/config.json").is_file()
+    return root
+
+
+def rl_overrides(root: Path) -> list[str]:
+    actor, scorer = root / "sft/checkpoints/latest/actor", root / "rm/checkpoints/latest/reward_model"
+    data = root / "data"
+    paths = [f"actor.model.path={actor}", f"critic.model.path={scorer}", f"reward_model.model.path={scorer}"]
+    paths += [f"data.train={data / 'prompts_train.jsonl'}", f"data.heldout={data / 'prompts_heldout.jsonl'}"]
+    return [*paths, "train.prompts_per_step=8", "eval.every=2", "rollout.verify_weights_every=1", *FEW]
+
+
+def rows_of(run_dir: Path) -> list[dict[str, Any]]:
+    rows = read_metrics(run_dir)
+    assert [row["step"] for row in rows] == [0, 1, 2, 3]
+    return rows
+
+
+def test_supervised_stages_leave_what_the_next_one_needs(runs: Path) -> None:
+    """Resolved configuration, metrics, TensorBoard events, and checkpoints that Hugging Face loads."""
+    from transformers import LlamaForCausalLM, LlamaForSequenceClassification
+
+    for name, metrics in (
+        ("sft", {"loss", "grad_norm", "tokens", "seconds", "eval_perplexity"}),
+        ("rm", {"loss", "grad_norm", "tokens", "seconds", "pair_accuracy", "eval_pair_accuracy"}),
+    ):
+        rows = rows_of(runs / name)
+        assert metrics <= rows[-1].keys()
+        assert all(value is not None for row in rows for value in row.values())
+        assert any((runs / name / "tensorboard").iterdir())
+        assert yaml.safe_load((runs / name / "config.yaml").read_text())["train"]["mini_batch_samples"] == 16
+    saved = sorted(path.name for path in (runs / "sft/checkpoints").iterdir())
+    assert saved == ["latest", "step_000003"], "keep = 1 leaves the newest"
+    actor = LlamaForCausalLM.from_pretrained(runs / "sft/checkpoints/latest/actor")
+    assert actor.config.num_hidden_layers == 3
+    scorer, info = LlamaForSequenceClassification.from_pretrained(
+        runs / "rm/checkpoints/latest/reward_model", output_loading_info=True
+    )
+    assert tuple(scorer.score.weight.shape) == (1, 128)
+    assert not info["missing_keys"]
+
+
+def test_ppo_logs_every_metric_and_the_gap_is_within_rounding(runs: Path) -> None:
+    """fp32 on a CPU: vLLM and the trainer agree on every sampled token to 1e-4 nats at every step."""
+    rows = rows_of(runs / "ppo")
+    for row in rows[1:]:
+        assert row.keys() >= RL_METRICS | {"value_loss", "critic_grad_norm"}
+        assert 0 < row["rollout_logprob_gap_max"] < 1e-4
+        assert row["first_ratio_deviation"] == 0.0
+    assert rows[1]["kl"] == 0.0
+    assert rows[-1]["kl"] != 0.0, "the actor never moved"
+    assert {"eval_reward_mean", "eval_accuracy"} <= rows[0].keys() & rows[2].keys()
+    assert sorted(p.name for p in (runs / "ppo/checkpoints/latest/").iterdir()) == ["actor", "critic"]
+
+
+def test_grpo_is_the_same_command_without_a_critic_at_tp2(runs: Path, tmp_path: Path) -> None:
+    """TP2 for trainer and vLLM; afterwards `eval` and `generate` on what it saved, and one report of all runs."""
+    layout = ["actor.parallel.tp=2", "rollout.parallel.tp=2"]
+    succeed("rl", "-c", "configs/demo/grpo.yaml", f"run.dir={tmp_path / 'grpo'}", *rl_overrides(runs), *layout)
+    rows = rows_of(tmp_path / "grpo")
+    for row in rows[1:]:
+        assert row.keys() >= RL_METRICS
+        assert "value_loss" not in row
+        assert row["rollout_logprob_gap_max"] < 1e-4
+    config = tmp_path / "generate.yaml"
+    config.write_text(
+        yaml.safe_dump(
+            {
+                "run": {"dir": str(tmp_path / "generate"), "nproc": 2},
+                "actor": {"model": {"path": str(tmp_path / "grpo/checkpoints/latest/actor")}},
+                "data": {"train": str(runs / "data/prompts_heldout.jsonl"), "max_prompt_tokens": 16},
+                "rollout": {"max_response_tokens": 6},
+                "rewards": [{"kind": "rule", "rule": "exact_match"}],
+            }
+        )
+    )
+    succeed("generate", "-c", str(config), "max_samples=7")
+    lines = [json.loads(line) for line in (tmp_path / "generate/responses.jsonl").read_text().splitlines()]
+    assert len(lines) == 7
+    for line in lines:
+        assert line.keys() == {"prompt", "answer", "response", "finished", "rewards"}
+        assert line["rewards"] == {"exact_match": float(line["response"] == line["answer"])}
+    run_dirs = [str(runs / name) for name in ("sft", "rm", "ppo")] + [str(tmp_path / "grpo")]
+    succeed("report", *run_dirs, "-o", str(tmp_path / "report.html"))
+    page = (tmp_path / "report.html").read_text()
+    assert "http" not in page.split("<script", 1)[0]
+    assert "eval_accuracy" in page
+
+
+def test_a_gap_above_the_limit_stops_the_run_with_the_likely_causes(runs: Path, tmp_path: Path) -> None:
+    """A limit below rounding stands for a real disagreement."""
+    done = megarlhf(
+        *("rl", "-c", "configs/demo/grpo.yaml", f"run.dir={tmp_path / 'gap'}", *rl_overrides(runs)),
+        *("run.nproc=1", "rollout.max_logprob_gap=1e-12"),
+    )
+    assert done.returncode != 0
+    for cause in ("weights", "temperature", "truncation", "rollout.max_logprob_gap"):
+        assert cause in done.stderr
+    assert [row["step"] for row in read_metrics(tmp_path / "gap")] == [0]
+    assert not (tmp_path / "gap/checkpoints").exists()
