@@ -127,7 +127,7 @@ def test_ppo_logs_every_metric_and_the_gap_is_within_rounding(runs: Path) -> Non
 
 def test_grpo_is_the_same_command_without_a_critic_at_tp2(runs: Path, tmp_path: Path) -> None:
     """TP2 for trainer and vLLM; afterwards `eval` and `generate` on what it saved, and one report of all runs."""
-    layout = ["actor.parallel.tp=2", "rollout.parallel.tp=2"]
+    layout = ["actor.parallel.tp=2"]
     succeed("rl", "-c", "configs/demo/grpo.yaml", f"run.dir={tmp_path / 'grpo'}", *rl_overrides(runs), *layout)
     rows = rows_of(tmp_path / "grpo")
     for row in rows[1:]:

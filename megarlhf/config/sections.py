@@ -55,9 +55,18 @@ class ParallelConfig(FrozenModel):
     """Uneven pipeline stages, first to last."""
     sequence_parallel: bool = False
     """Shard the sequence between tensor-parallel regions; needs tp > 1."""
+    vpp: PositiveInt = 1
+    """Virtual pipeline stages per rank; 1 for now."""
+    cp: PositiveInt = 1
+    """Context-parallel size; 1 for now."""
+    ep: PositiveInt = 1
+    """Expert-parallel size; 1 for now."""
 
     @model_validator(mode="after")
     def _check(self) -> ParallelConfig:
+        for name in ("vpp", "cp", "ep"):
+            if getattr(self, name) != 1:
+                raise ValueError(f"{name} = {getattr(self, name)} is not supported yet; set it to 1 and use tp and pp")
         if self.sequence_parallel and self.tp == 1:
             raise ValueError("sequence_parallel needs tp > 1; got tp = 1: set sequence_parallel to false")
         if self.layers_per_stage is not None and len(self.layers_per_stage) != self.pp:
@@ -180,8 +189,8 @@ class RLTrainConfig(FrozenModel):
 
 
 class RolloutParallelConfig(FrozenModel):
-    tp: PositiveInt = 1
-    """Tensor-parallel size of one engine."""
+    tp: PositiveInt | None = None
+    """Tensor-parallel size of one engine; default: the actor's."""
 
 
 class RolloutConfig(FrozenModel):
@@ -200,6 +209,10 @@ class RolloutConfig(FrozenModel):
     """Steps between digest checks that vLLM holds the actor's weights; also at start. 0: at start only."""
     max_logprob_gap: Positive = 0.1
     """Stop when trainer and rollout differ by more on any response token (nats)."""
+
+    def tp(self, actor: RoleConfig) -> int:
+        """Tensor-parallel size of one engine."""
+        return self.parallel.tp or actor.parallel.tp
 
 
 class KLConfig(FrozenModel):
@@ -332,10 +345,10 @@ class RLConfig(FrozenModel):
                 f"algo.advantage = {self.algo.advantage!r} compares the samples of one prompt and needs "
                 f"rollout.num_samples_per_prompt >= 2; got {self.rollout.num_samples_per_prompt}"
             )
-        if self.rollout.engine == "vllm" and self.rollout.parallel.tp != self.actor.parallel.tp:
+        if self.rollout.engine == "vllm" and self.rollout.tp(self.actor) != self.actor.parallel.tp:
             raise ValueError(
                 f"rollout.parallel.tp = {self.rollout.parallel.tp} must equal actor.parallel.tp = "
-                f"{self.actor.parallel.tp} for now"
+                f"{self.actor.parallel.tp} for now; leave it out to follow the actor"
             )
         if self.train.stop.heldout_reward_patience and not (self.eval.every and self.data.heldout):
             raise ValueError("train.stop.heldout_reward_patience counts evaluations: set eval.every and data.heldout")

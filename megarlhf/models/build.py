@@ -14,11 +14,7 @@ import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.tensor_parallel.layers import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    set_tensor_model_parallel_attributes,
-)
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
@@ -138,8 +134,7 @@ def _mark_sharded(part: ModelPart) -> None:
             by_storage.setdefault(placement.storage, []).append(placement)
         boxes.append(by_storage)
     for name, parameter in part.parameters().items():
-        sharded = boxes[0].get(name) != boxes[1].get(name)
-        set_tensor_model_parallel_attributes(parameter, sharded, 0, 1)
+        parameter.tensor_model_parallel = boxes[0].get(name) != boxes[1].get(name)  # type: ignore[attr-defined]
 
 
 def transformer_config(

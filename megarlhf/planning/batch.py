@@ -85,11 +85,10 @@ def rl_facts(cfg: RLConfig, world_size: int) -> list[Fact]:
                 micro_batches(train, dp, role),
             )
         )
-    engines, rest = divmod(world_size, rollout.parallel.tp)
+    tp = rollout.tp(cfg.actor)
+    engines, rest = divmod(world_size, tp)
     if rest:
-        raise ValueError(
-            f"{world_size} ranks do not divide into engines of rollout.parallel.tp = {rollout.parallel.tp} ranks"
-        )
-    facts.append(Fact(f"rollout engines of {rollout.parallel.tp} rank(s)", engines))
+        raise ValueError(f"{world_size} ranks do not divide into engines of rollout.parallel.tp = {tp} ranks")
+    facts.append(Fact(f"rollout engines of {tp} rank(s)", engines))
     facts.append(Fact("prompts per rollout engine and step, at most", -(-train.prompts_per_step // engines)))
     return facts

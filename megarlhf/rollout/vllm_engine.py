@@ -45,23 +45,24 @@ TESTED = "0.32.0"
 
 
 class VllmEngine:
-    """A vLLM `LLM` per `rollout.parallel.tp` contiguous ranks, all fed by one trainer."""
+    """A vLLM `LLM` per `tp` contiguous ranks, all fed by one trainer."""
 
     def __init__(
         self,
         model_path: Path,
         dtype: torch.dtype,
         rollout: RolloutConfig,
+        tp: int,
         max_model_len: int,
         runtime: Runtime,
     ) -> None:
         self._runtime = runtime
-        self._tp = rollout.parallel.tp
+        self._tp = tp
         self._arch = Architecture.from_hf(model_path)
         self._dtype = dtype
         self._version = -1
         self._plan: CopyPlan | None = None
-        self._llm = _build(model_path, dtype, rollout, max_model_len, runtime)
+        self._llm = _build(model_path, dtype, rollout, tp, max_model_len, runtime)
         self._parameters: dict[str, Tensor] = self._llm.apply_model(lambda model: dict(model.named_parameters()))[0]
         self._destinations = [self._placements(rank) for rank in range(runtime.world_size)]
         check_storages(self._destinations[runtime.rank], self._parameters)
@@ -146,22 +147,22 @@ def _response(output: Any) -> Response:
     return Response(tokens=tokens, logprobs=logprobs, finished=sampled.finish_reason == "stop")
 
 
-def _build(model_path: Path, dtype: torch.dtype, rollout: RolloutConfig, max_model_len: int, runtime: Runtime) -> Any:
+def _build(
+    model_path: Path, dtype: torch.dtype, rollout: RolloutConfig, tp: int, max_model_len: int, runtime: Runtime
+) -> Any:
     """The engine with memory for weights and cache, its weights still dummies."""
     _set_environment(rollout, runtime)
     from vllm import LLM
 
-    if runtime.world_size % rollout.parallel.tp:
-        raise ValueError(
-            f"rollout.parallel.tp = {rollout.parallel.tp} does not divide the {runtime.world_size} ranks of the run"
-        )
+    if runtime.world_size % tp:
+        raise ValueError(f"rollout.parallel.tp = {tp} does not divide the {runtime.world_size} ranks of the run")
     with _cpu_patches(runtime.device):
         return LLM(
             model=str(model_path),
             load_format="dummy",
             dtype=str(dtype).removeprefix("torch."),
             skip_tokenizer_init=True,
-            tensor_parallel_size=rollout.parallel.tp,
+            tensor_parallel_size=tp,
             distributed_executor_backend="external_launcher",
             # Small batches on a CPU gain nothing from compilation, and it costs 10 s at the first sample.
             enforce_eager=runtime.device.type == "cpu",

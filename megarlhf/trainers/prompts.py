@@ -58,6 +58,7 @@ def make_engine(rollout: RolloutConfig, actor: Role, max_prompt_tokens: int, mic
         model.path,
         parameter_dtype(model),
         rollout,
+        rollout.tp(actor.section),
         max_prompt_tokens + rollout.max_response_tokens,
         actor.mesh.runtime,
     )

@@ -51,11 +51,12 @@ def run(cfg: RMConfig, runtime: Runtime) -> None:
             metrics = train_on(model, pairs, cfg)
             metrics["seconds"] = time.perf_counter() - started
             last = step + 1 == cfg.train.num_steps
-            if last and cfg.unit_variance:
-                scale_to_unit_variance(model, heldout, cfg)
             if last or is_due(step + 1, cfg.eval.every):
                 metrics |= evaluate(model, heldout, cfg)
             session.log(step + 1, metrics)
+            if last and cfg.unit_variance:
+                deviation = scale_to_unit_variance(model, heldout, cfg)
+                session.note(f"divided the head by {deviation:.4g}, the standard deviation of the held-out scores")
             session.maybe_save(step + 1, [model], last=last)
 
 
@@ -142,9 +143,10 @@ def evaluate(model: Role, pairs: Sequence[PairSample], cfg: RMConfig) -> dict[st
     }
 
 
-def scale_to_unit_variance(model: Role, pairs: Sequence[PairSample], cfg: RMConfig) -> None:
+def scale_to_unit_variance(model: Role, pairs: Sequence[PairSample], cfg: RMConfig) -> float:
     """Divide the head by the standard deviation of the held-out scores. The ranking stays; rewards and a critic that
-    starts from this model get a known scale. Collective; the optimizer must not be used afterwards."""
+    starts from this model get a known scale. Returns what it divided by. Collective; the optimizer must not be used
+    afterwards."""
     sums, count = _heldout_sums(model, pairs, cfg), 2 * len(pairs)
     mean = (sums["chosen_score"] + sums["rejected_score"]) / count
     deviation = math.sqrt(sums["squared_score"] / count - mean**2)
@@ -156,6 +158,7 @@ def scale_to_unit_variance(model: Role, pairs: Sequence[PairSample], cfg: RMConf
     if model.mesh.is_last_stage:
         with torch.no_grad():
             model.part.parameters()["output_layer.weight"].div_(deviation)
+    return deviation
 
 
 def _heldout_sums(model: Role, pairs: Sequence[PairSample], cfg: RMConfig) -> dict[str, float]:

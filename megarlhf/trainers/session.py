@@ -6,7 +6,7 @@ import contextlib
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch.distributed as dist
@@ -27,6 +27,8 @@ class Session:
     observer: Observer
     progress: Progress
     checkpoint: CheckpointConfig
+    written: list[Path] = field(default_factory=list)
+    """Checkpoints of this run, oldest first; `checkpoint.keep` counts and removes only these."""
 
     def log(self, step: int, metrics: Mapping[str, Metric]) -> None:
         """Record the metrics of step `step` (1 is the first; 0 is before training)."""
@@ -40,8 +42,12 @@ class Session:
     def maybe_save(self, step: int, roles: Sequence[Role], *, last: bool) -> None:
         """Export the trained roles when the configuration asks for it, and after the last step."""
         if last or (self.checkpoint.every and step % self.checkpoint.every == 0):
-            save_roles(self.run_dir / "checkpoints", step, roles, keep=self.checkpoint.keep)
-            self.note(f"saved {self.run_dir / 'checkpoints' / _name(step)}")
+            self.written.append(save_roles(self.run_dir / "checkpoints", step, roles))
+            self.note(f"saved {self.written[-1]}")
+            while self.checkpoint.keep and len(self.written) > self.checkpoint.keep:
+                oldest = self.written.pop(0)
+                if self.runtime.is_main:
+                    shutil.rmtree(oldest)
 
 
 @contextlib.contextmanager
@@ -75,10 +81,11 @@ def _name(step: int) -> str:
     return f"step_{step:06d}"
 
 
-def save_roles(root: Path, step: int, roles: Sequence[Role], *, keep: int | None) -> None:
+def save_roles(root: Path, step: int, roles: Sequence[Role]) -> Path:
     """Export each role to `root/step_NNNNNN/ROLE`, complete or not at all, and point `root/latest` at it.
 
-    Collective. The step's directory appears by a rename after every role is written.
+    Collective. The step's directory appears by a rename after every role is written; one that an earlier run left
+    under the same name is replaced. Returns it.
     """
     final, partial = root / _name(step), root / f".{_name(step)}.partial"
     if dist.get_rank() == 0:
@@ -92,9 +99,8 @@ def save_roles(root: Path, step: int, roles: Sequence[Role], *, keep: int | None
         shutil.rmtree(final, ignore_errors=True)
         partial.rename(final)
         _point_latest(root, final)
-        for old in sorted(root.glob("step_*"))[: -keep if keep else 0]:
-            shutil.rmtree(old)
     dist.barrier()
+    return final
 
 
 def _point_latest(root: Path, target: Path) -> None:

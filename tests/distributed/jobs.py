@@ -92,7 +92,7 @@ def rm_steps(runtime: Runtime, config: dict[str, Any], num_steps: int) -> dict[s
     """The same for the reward model, with its held-out evaluation before training."""
     from megarlhf.config import RMConfig
     from megarlhf.data.samples import build_pairs
-    from megarlhf.trainers.rm import evaluate, train_on
+    from megarlhf.trainers.rm import evaluate, scale_to_unit_variance, train_on
 
     cfg = RMConfig.model_validate(config)
     pairs, _ = build_pairs(
@@ -108,12 +108,17 @@ def rm_steps(runtime: Runtime, config: dict[str, Any], num_steps: int) -> dict[s
     before = evaluate(model, pairs[:33], cfg)  # 33 does not divide: fillers take part
     size = cfg.train.mini_batch_samples
     steps = [train_on(model, pairs[n * size : (n + 1) * size], cfg) for n in range(num_steps)]
+    weights = gather(model.part, model.part.parameters())
+    ranked = evaluate(model, pairs[:33], cfg)
+    deviation = scale_to_unit_variance(model, pairs[:33], cfg)
+    again = evaluate(model, pairs[:33], cfg)
     return {
+        "scaling": (deviation, ranked, again, scale_to_unit_variance(model, pairs[:33], cfg)),
         "evaluation": before,
         "loss": [step["loss"] for step in steps],
         "grad_norm": [step["grad_norm"] for step in steps],
         "gradients": gradients,
-        "weights": gather(model.part, model.part.parameters()),
+        "weights": weights,
     }
 
 
@@ -161,8 +166,8 @@ def vllm_session(runtime: Runtime, first: str, second: str, tp: int, prompts: li
 
     section = RoleConfig.model_validate({"model": {"path": first}, "parallel": {"tp": tp}})
     actor = build_role("actor", section, "lm", GroupCache(runtime), seed=0)
-    rollout = RolloutConfig.model_validate({"parallel": {"tp": tp}, "max_response_tokens": 8})
-    engine = VllmEngine(Path(first), torch.float32, rollout, 40, runtime)
+    rollout = RolloutConfig.model_validate({"max_response_tokens": 8})
+    engine = VllmEngine(Path(first), torch.float32, rollout, tp, 40, runtime)
     rows, seeds = [torch.tensor(p) for p in prompts], list(range(len(prompts)))
     greedy = Sampling(max_tokens=8, greedy=True, eos_id=2)
     warm = Sampling(max_tokens=8, temperature=0.7, eos_id=2)
@@ -206,3 +211,25 @@ def _planted_faults(runtime: Runtime, actor: Role, engine: Any) -> dict[str, str
             live.copy_(kept)
     engine.verify_weights(actor.part)
     return messages
+
+
+def forward_without_the_cpu_scope(runtime: Runtime, model: str) -> str:
+    """The error of Megatron's own schedule when it is called on a CPU as it is."""
+    from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+
+    section = RoleConfig.model_validate({"model": {"path": model}})
+    actor = build_role("actor", section, "lm", GroupCache(runtime), seed=0)
+    try:
+        get_forward_backward_func(pp_size=1, vp_size=None)(
+            forward_step_func=lambda batches, module: (module(*next(batches)), None),
+            data_iterator=iter([(torch.ones(1, 4, dtype=torch.int64), torch.arange(4)[None], None)]),
+            model=actor.part.module,
+            num_microbatches=1,
+            seq_length=4,
+            micro_batch_size=1,
+            forward_only=True,
+            pg_collection=actor.mesh.groups,
+        )
+    except Exception as error:  # noqa: BLE001 -- whatever it is, the test looks at it
+        return repr(error)
+    return ""

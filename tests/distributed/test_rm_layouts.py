@@ -109,3 +109,8 @@ def test_both_losses_equal_hugging_face_at_every_layout(
     np.testing.assert_allclose(found["grad_norm"], expected["grad_norm"], rtol=1e-5)
     assert_gradients_equal(found["gradients"][0], expected["gradients"][0])
     assert_weights_equal(found["weights"], expected["weights"])
+    deviation, ranked, again, twice = found["scaling"]
+    assert deviation != pytest.approx(1.0, abs=1e-3)
+    assert twice == pytest.approx(1.0, rel=1e-5), "the scores have unit variance now"
+    assert again["eval_pair_accuracy"] == ranked["eval_pair_accuracy"]
+    assert again["eval_chosen_score"] == pytest.approx(ranked["eval_chosen_score"] / deviation, rel=1e-5)

@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not (root / name / "checkpoints/latest").exists():
             run_timed(console, name, stage_command(BY_NAME[name], root))
     overrides = [f"{role}.parallel={{tp: 2, pp: 2, layers_per_stage: [2, 1]}}" for role in ROLES]
-    overrides += ["run.nproc=4", "rollout.parallel.tp=2", f"train.num_steps={steps}", "eval.every=0"]
+    overrides += ["run.nproc=4", f"train.num_steps={steps}", "eval.every=0"]
     run_timed(console, "ppo at TP2 x PP2", stage_command(BY_NAME["ppo"], root, overrides, run="ppo_3d"))
     rows = [row for row in read_metrics(root / "ppo_3d") if "reward_mean" in row]
     shown = ("reward_mean", "kl", "policy_loss", "value_loss", "rollout_logprob_gap_max", "seconds_train")

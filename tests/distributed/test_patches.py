@@ -1,0 +1,52 @@
+"""Each substitution in other projects' code is still needed. A failure here is good news: remove the substitution."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed.pool import RankPool
+
+
+def test_megatron_core_still_names_cuda(ranks: RankPool, models: dict[str, Path]) -> None:
+    """Without the scope, Megatron's schedule asks for a CUDA device and fails; with it, it runs."""
+    message = ranks.run(1, "forward_without_the_cpu_scope", str(models["plain"]))[0]
+    assert "CUDA" in message or "cuda" in message
+
+
+def test_the_scope_changes_nothing_outside() -> None:
+    """Also after an error inside; and it nests."""
+    from megarlhf.parallel.megatron_cpu import megatron_device
+
+    before = {name: getattr(torch.cuda, name) for name in ("current_device", "synchronize", "Stream")}
+    with pytest.raises(KeyError), megatron_device(torch.device("cpu")):  # noqa: PT012 -- the scope is what is tested
+        assert torch.cuda.current_device() == torch.device("cpu")
+        with megatron_device(torch.device("cpu")):
+            assert torch.zeros(1, device="cuda").device.type == "cpu"
+        assert torch.zeros(1, device="cuda").device.type == "cpu"
+        raise KeyError
+    assert before == {name: getattr(torch.cuda, name) for name in before}
+    if not torch.cuda.is_available():
+        with pytest.raises((AssertionError, RuntimeError)):
+            torch.zeros(1, device="cuda")
+
+
+def test_vllm_still_takes_the_weight_out_of_cpu_layers() -> None:
+    """Its own dispatch packs the weight and leaves an empty parameter, so nothing can be written in place."""
+    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+
+    layer: Any = torch.nn.Linear(64, 64, bias=False)
+    layer.weight.requires_grad_(False)
+    dispatch_cpu_unquantized_gemm(layer, remove_weight=True)
+    assert layer.weight.numel() == 0
+
+
+def test_vllm_still_names_shared_memory_alike_in_every_externally_launched_run() -> None:
+    """The name comes from the part of `env://` after its last colon, which says nothing of the run."""
+    from vllm.v1.worker import cpu_worker
+
+    assert 'init_method.split(":")[-1]' in inspect.getsource(cpu_worker)
