@@ -207,8 +207,13 @@ class RolloutConfig(FrozenModel):
     cpu_cache_gib: PositiveInt = 1
     verify_weights_every: Annotated[int, Field(ge=0)] = 10
     """Steps between digest checks that vLLM holds the actor's weights; also at start. 0: at start only."""
-    max_logprob_gap: Positive = 0.1
-    """Stop when trainer and rollout differ by more on any response token (nats)."""
+    max_logprob_gap: Positive | None = None
+    """Stop when trainer and rollout differ by more on any response token (nats). Default: 0.01 for an actor in fp32,
+    3 in bf16, where single tokens differ by tenths and only a gross mistake should end a run."""
+
+    def logprob_gap_limit(self, actor: RoleConfig) -> float:
+        """The limit in force."""
+        return self.max_logprob_gap or {"fp32": 0.01, "bf16": 3.0}[actor.model.dtype]
 
     def tp(self, actor: RoleConfig) -> int:
         """Tensor-parallel size of one engine."""

@@ -62,7 +62,7 @@ def run(cfg: RLConfig, runtime: Runtime) -> None:
             experience = sample(cfg, parts.engine, prompts, parts.sampling, step)
             clock.lap("seconds_rollout")
             experience, dealt = score(cfg, parts, experience, prompts, step)
-            metrics = logprob_gap(experience, cfg.rollout.max_logprob_gap)
+            metrics = logprob_gap(experience, cfg.rollout.logprob_gap_limit(cfg.actor))
             experience = add_advantages(experience, cfg.algo)
             clock.lap("seconds_experience")
             metrics |= describe(experience, cfg) | train_on(cfg, parts, experience, dealt, step)

@@ -137,7 +137,7 @@ def rl_step(runtime: Runtime, config: dict[str, Any]) -> dict[str, Any]:
     parts.engine.update_weights(parts.actor.part, version=0)
     experience = rl.sample(cfg, parts.engine, prompts, parts.sampling, 0)
     experience, dealt = rl.score(cfg, parts, experience, prompts, 0)
-    metrics = logprob_gap(experience, cfg.rollout.max_logprob_gap)
+    metrics = logprob_gap(experience, cfg.rollout.logprob_gap_limit(cfg.actor))
     experience = add_advantages(experience, cfg.algo)
     metrics |= rl.describe(experience, cfg) | rl.train_on(cfg, parts, experience, dealt, 0)
     return {

@@ -165,7 +165,7 @@ def make_rows(recipe: Recipe, seed: int) -> dict[str, list[Row]]:
             f"prompts_train={recipe.prompts_train}, but {len(train)} problems are left beside the held-out ones; "
             f"set 1 to {len(train)}, or fewer held-out problems"
         )
-    return {
+    rows = {
         "sft_train": [_sft_row(p, _learnt_answer(p, recipe, rng)) for p in _draw(train, recipe.sft_train, rng)],
         "sft_heldout": [_sft_row(problem, problem.answer()) for problem in heldout],
         "pairs_train": [_pair_row(problem, rng) for problem in _draw(train, recipe.pairs_train, rng)],
@@ -173,6 +173,9 @@ def make_rows(recipe: Recipe, seed: int) -> dict[str, list[Row]]:
         "prompts_train": [_prompt_row(problem) for problem in rng.sample(train, recipe.prompts_train)],
         "prompts_heldout": [_prompt_row(problem) for problem in heldout],
     }
+    # The first so many held-out problems (`eval.max_samples`) should be like all of them.
+    order = random.Random(seed).sample(range(len(heldout)), len(heldout))
+    return {name: [file[i] for i in order] if name.endswith("_heldout") else file for name, file in rows.items()}
 
 
 def _split(recipe: Recipe, rng: random.Random) -> tuple[list[Problem], list[Problem]]:
