@@ -57,10 +57,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         if not _raised_here(error):
             raise
-        alone = os.environ.get("WORLD_SIZE", "1") == "1"
-        rank = "" if alone else f" (rank {os.environ['RANK']})"
-        print(f"megarlhf {arguments.command}{rank}: {error}", file=sys.stderr)
+        print(f"megarlhf {arguments.command}{_rank_label()}: {error}", file=sys.stderr)
         return 2
+
+
+def _rank_label() -> str:
+    """` (rank 3)` on a rank of several."""
+    rank, world_size = (os.environ.get(name) for name in ("RANK", "WORLD_SIZE"))
+    rank = rank or os.environ.get("SLURM_PROCID" if "SLURM_STEP_ID" in os.environ else "")
+    return f" (rank {rank})" if rank and world_size != "1" else ""
 
 
 def _raised_here(error: BaseException) -> bool:
@@ -98,6 +103,8 @@ def _run_on_ranks(arguments: argparse.Namespace, argv: list[str], command: Comma
     plan = preflight(arguments.command, cfg, world_size)
     if info is None or (info.rank == 0 and launch.MARK not in os.environ):
         plan.print()
+        if info is not None and info.world_size != cfg.run.nproc:
+            print(f"the launcher started {info.world_size} rank(s); run.nproc = {cfg.run.nproc} is not used")
     if arguments.dry_run:
         return 0
     if info is None and cfg.run.nproc > 1:

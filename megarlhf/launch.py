@@ -5,10 +5,11 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import signal
 import subprocess
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megarlhf import runtime
@@ -20,9 +21,24 @@ def local_ranks(nproc: int, argv: Sequence[str]) -> int:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}"]
     # torchrun would say that it sets one thread per rank; say the number instead.
     threads = str(max(1, (os.cpu_count() or 1) // nproc))
-    return subprocess.call(
-        [*command, "-m", "megarlhf", *argv], env={"OMP_NUM_THREADS": threads, **os.environ, MARK: "1"}
-    )
+    return call([*command, "-m", "megarlhf", *argv], {"OMP_NUM_THREADS": threads, **os.environ, MARK: "1"})
+
+
+def call(command: Sequence[str], environment: Mapping[str, str] | None = None) -> int:
+    """Run a command in the foreground; returns its exit status. What asks us to stop is passed on to it."""
+    child = subprocess.Popen(command, env=environment)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    for number in handlers:
+        signal.signal(number, lambda received, frame: child.send_signal(received))
+    try:
+        while True:
+            try:
+                return child.wait()
+            except KeyboardInterrupt:
+                continue  # the terminal has told the child too; wait for it to end
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 MARK = "MEGARLHF_LAUNCHED"
@@ -38,10 +54,9 @@ def as_rank(info: RankInfo, cfg: Any, entry: str) -> int:
     quieten()
     joined = runtime.initialize(info, seed=cfg.run.seed)
     module, _, function = entry.partition(":")
-    try:
-        getattr(importlib.import_module(module), function)(cfg, joined)
-    finally:
-        runtime.shutdown()
+    getattr(importlib.import_module(module), function)(cfg, joined)
+    # Not after a failure: leaving the group may wait for ranks that are stuck in a collective; the launcher ends them.
+    runtime.shutdown()
     return 0
 
 

@@ -111,9 +111,11 @@ def detect_rank(env: Mapping[str, str]) -> RankInfo | None:
     step: it has no SLURM_STEP_ID, and is not a rank.
     """
     if "RANK" in env and "WORLD_SIZE" in env:
-        world = int(env["WORLD_SIZE"])
+        world, rank = int(env["WORLD_SIZE"] or 1), int(env["RANK"] or 0)
+        if not 0 <= rank < world:
+            raise ValueError(f"RANK = {rank} is not in [0, WORLD_SIZE = {world}); unset both, or start with torchrun")
         return RankInfo(
-            rank=int(env["RANK"]),
+            rank=rank,
             local_rank=int(env.get("LOCAL_RANK", 0)),
             world_size=world,
             local_world_size=int(env.get("LOCAL_WORLD_SIZE", world)),
@@ -136,14 +138,16 @@ def _tasks_of_node(tasks_per_node: str, node: int) -> int:
     for part in tasks_per_node.split(","):
         number, _, repeat = part.partition("(x")
         counts += [int(number)] * (int(repeat.rstrip(")")) if repeat else 1)
-    return counts[node]
+    return counts[min(node, len(counts) - 1)]
 
 
 def initialize(info: RankInfo, *, seed: int, timeout_seconds: int = 1800) -> Runtime:
     """Join the run: device, threads, seeds and the default process group (NCCL on GPUs, else gloo)."""
     on_gpu = torch.cuda.is_available()
+    # With --gpus-per-task each rank sees one device, its own, as number 0.
+    device_index = info.local_rank % max(1, torch.cuda.device_count())
     if on_gpu:
-        torch.cuda.set_device(info.local_rank)
+        torch.cuda.set_device(device_index)
     elif info.local_world_size >= (os.cpu_count() or 1):
         # With more runnable threads than cores OpenMP spins: up to ten times slower.
         torch.set_num_threads(1)
@@ -163,13 +167,13 @@ def initialize(info: RankInfo, *, seed: int, timeout_seconds: int = 1800) -> Run
             rank=info.rank,
             world_size=info.world_size,
             timeout=timedelta(seconds=timeout_seconds),
-            device_id=torch.device("cuda", info.local_rank) if on_gpu else None,
+            device_id=torch.device("cuda", device_index) if on_gpu else None,
         )
     return Runtime(
         rank=info.rank,
         local_rank=info.local_rank,
         world_size=info.world_size,
-        device=torch.device("cuda", info.local_rank) if on_gpu else torch.device("cpu"),
+        device=torch.device("cuda", device_index) if on_gpu else torch.device("cpu"),
         backend=backend,
     )
 

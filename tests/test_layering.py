@@ -24,8 +24,8 @@ HOUSE: tuple[dict[str, str], ...] = (
         "doctor": "a command that looks at the machine; nobody needs it to run",
     },
     {"trainers": "the loops: they join every room below in the order in which data flows"},
+    {"planning": "decides about a run from configuration, config.json and the names of rules; builds nothing"},
     {
-        "planning": "decides about a run from configuration and config.json; builds nothing",
         "rollout": "engines and rewards: read a model, fill experience",
         "checkpoint": "saves and loads roles; engines and plans know nothing of it",
     },
@@ -271,7 +271,7 @@ def test_the_exceptions_are_needed():
 PLANTED = [
     ("upward arrows", "models/build.py", "from megarlhf.trainers.rl import run"),
     ("upward arrows", "models/build.py", "def f():\n    import megarlhf.rollout.engine"),
-    ("upward arrows", "planning/batch.py", "from megarlhf.rollout.engine import Sampling"),
+    ("upward arrows", "rollout/engine.py", "from megarlhf.planning.batch import Fact"),
     ("upward arrows", "parallel/mesh.py", "from megarlhf import models"),
     ("upward arrows", "parallel/mesh.py", "from ..models import build"),
     ("upward arrows", "weights/plan.py", "from ..parallel.mesh import Mesh"),

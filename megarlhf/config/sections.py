@@ -228,6 +228,15 @@ class KLConfig(FrozenModel):
     estimator: Literal["k1", "k2", "k3"] = "k1"
     """Schulman's estimators; also the one that the metric `kl` reports."""
 
+    @model_validator(mode="after")
+    def _check(self) -> KLConfig:
+        if self.placement == "loss" and self.estimator == "k1" and self.coef > 0:
+            raise ValueError(
+                "estimator k1 in the loss has a gradient of mean zero and regularises nothing; "
+                "use k3 or k2 with placement 'loss', or placement 'reward'"
+            )
+        return self
+
 
 class AlgoConfig(FrozenModel):
     advantage: Literal["gae", "group_relative", "leave_one_out"] = "gae"

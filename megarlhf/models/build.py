@@ -7,6 +7,7 @@ Weights are not initialised here; `load_weights` fills every parameter by a copy
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -33,7 +34,7 @@ from megarlhf.models.norm import RMSNorm
 from megarlhf.parallel.megatron_cpu import megatron_device
 from megarlhf.parallel.mesh import Mesh
 from megarlhf.runtime import has_transformer_engine
-from megarlhf.weights.architecture import Architecture
+from megarlhf.weights.architecture import Architecture, Llama3Rope
 from megarlhf.weights.placement import Placement, RankPlacements
 from megarlhf.weights.tensor_map import Head, Spec, megatron_placements, padded_vocab_size
 
@@ -81,10 +82,11 @@ def build_model(model: ModelConfig, parallel: ParallelConfig, mesh: Mesh, arch: 
             share_embeddings_and_output_weights=arch.tied_embeddings and head == "lm",
             position_embedding_type="rope",
             rotary_base=arch.rope_theta,
-            rope_scaling=arch.rope_scaling is not None,
-            rope_scaling_factor=arch.rope_scaling.factor if arch.rope_scaling else 8.0,
             pg_collection=mesh.groups,
         )
+        if arch.rope_scaling is not None:
+            # Megatron-Core's own scaling takes the factor only and assumes Llama 3.1's other three numbers.
+            module.rotary_pos_emb.inv_freq = llama3_frequencies(module.rotary_pos_emb.inv_freq, arch.rope_scaling)
         if head == "scalar" and mesh.is_last_stage:
             module.output_layer = ScalarHead(config, mesh.groups)
         module.to(mesh.runtime.device)
@@ -99,6 +101,18 @@ def build_model(model: ModelConfig, parallel: ParallelConfig, mesh: Mesh, arch: 
     )
     _mark_sharded(part)
     return part
+
+
+def llama3_frequencies(inverse_frequencies_D: Tensor, rope: Llama3Rope) -> Tensor:
+    """Llama 3.1's scaling of rotary frequencies: long wavelengths by the factor, short ones not, blended between.
+
+    Shapes:  [D / 2] -> [D / 2], radians per position
+    Source:  Llama 3.1's released code; Hugging Face's rope type `llama3`
+    """
+    turns_D = rope.original_max_positions * inverse_frequencies_D / (2 * math.pi)
+    blend_D = (turns_D - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    blend_D = blend_D.clamp(0.0, 1.0)
+    return inverse_frequencies_D * (blend_D + (1.0 - blend_D) / rope.factor)
 
 
 def placements_on(part: ModelPart, rank: int, *, tp_rank: int | None = None) -> RankPlacements:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,9 +16,11 @@ from megarlhf.config import (
     dump_config,
 )
 from megarlhf.data.sources import require_path
+from megarlhf.data.tokenizer import load_tokenizer
 from megarlhf.observe.progress import make_console, table
 from megarlhf.planning.batch import Fact, rl_facts, supervised_facts
 from megarlhf.planning.legality import check_role
+from megarlhf.rollout.rewards.rules import load_rule
 from megarlhf.weights.architecture import Architecture
 
 
@@ -48,8 +51,8 @@ def preflight(command: str, cfg: FrozenModel, world_size: int) -> Preflight:
     described, dp = [], 1
     for name, section in roles.items():
         arch, layout = check_role(name, section, world_size)
-        if isinstance(cfg, RLConfig):
-            _check_positions(cfg, name, arch)
+        if isinstance(cfg, RLConfig | GenerateConfig):
+            _check_positions(cfg, name, section, arch)
         described.append(
             (
                 name,
@@ -59,6 +62,11 @@ def preflight(command: str, cfg: FrozenModel, world_size: int) -> Preflight:
         )
         dp = layout.dp
     _check_files(cfg)
+    _check_vocabulary(roles)
+    if isinstance(cfg, RLConfig | GenerateConfig):
+        for reward in cfg.rewards:
+            if reward.rule is not None:
+                load_rule(reward.rule)
     facts: list[Fact] = []
     if isinstance(cfg, SFTConfig):
         facts = supervised_facts(cfg.train, dp, "actor", "sequences")
@@ -89,12 +97,25 @@ def _check_files(cfg: FrozenModel) -> None:
                 raise ValueError(f"{key}: {error}; working directory: {Path.cwd()}") from None
 
 
-def _check_positions(cfg: RLConfig, role: str, arch: Architecture) -> None:
+def _check_vocabulary(roles: Mapping[str, RoleConfig]) -> None:
+    """Every role reads what the first one's tokenizer wrote; a token without an embedding would read padding."""
+    path = next(iter(roles.values())).model.path
+    num_tokens = load_tokenizer(path).vocab_size
+    for role, section in roles.items():
+        vocab_size = Architecture.from_hf(section.model.path).vocab_size
+        if num_tokens > vocab_size:
+            raise ValueError(
+                f"{role}: the tokenizer of {path} has {num_tokens} tokens, {section.model.path} has vocab_size = "
+                f"{vocab_size}; do tokenizer and model belong together?"
+            )
+
+
+def _check_positions(cfg: RLConfig | GenerateConfig, role: str, section: RoleConfig, arch: Architecture) -> None:
     """Every role reads prompt and response; the longest that may come must fit its positions."""
     prompt, response = cfg.data.max_prompt_tokens, cfg.rollout.max_response_tokens
     if prompt + response > arch.max_positions:
         raise ValueError(
             f"{role}: data.max_prompt_tokens + rollout.max_response_tokens = {prompt} + {response} = "
-            f"{prompt + response} tokens, but {cfg.roles()[role].model.path} has max_position_embeddings = "
+            f"{prompt + response} tokens, but {section.model.path} has max_position_embeddings = "
             f"{arch.max_positions}; lower either limit by {prompt + response - arch.max_positions} tokens or more"
         )

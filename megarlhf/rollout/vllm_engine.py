@@ -91,7 +91,8 @@ class VllmEngine:
             rank=self._runtime.rank,
             dtype=self._dtype,
         )
-        self._llm.reset_prefix_cache()
+        if not self._llm.reset_prefix_cache():
+            raise RuntimeError("vLLM did not reset its prefix cache: responses would mix old and new weights")
         self._version = version
 
     def verify_weights(self, actor: ModelPart) -> None:

@@ -44,13 +44,13 @@ Metrics = dict[str, float]
 def run(cfg: RLConfig, runtime: Runtime) -> None:
     """Improve the actor on its own samples."""
     data = load_prompts(cfg.data, cfg.actor.model.path, cfg.eval.max_samples)
+    order = ShuffledBatches(len(data.train), cfg.train.prompts_per_step, cfg.run.seed)
     with (
         ExitStack() as closing,
         open_session(cfg, cfg.run, cfg.checkpoint, runtime, "rl", cfg.train.num_steps, data.notes) as session,
     ):
         parts = build(cfg, runtime, data.tokenizer)
         closing.callback(parts.engine.close)
-        order = ShuffledBatches(len(data.train), cfg.train.prompts_per_step, cfg.run.seed)
         evaluate = Evaluator(cfg, parts.engine, parts.rewarder, data.tokenizer, data.heldout)
         stop = StopRule(cfg.train.stop)
         parts.engine.update_weights(parts.actor.part, version=0)

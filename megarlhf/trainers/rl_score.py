@@ -104,6 +104,11 @@ class Rewarder:
             if reward.clip is not None:
                 found_N = found_N.clamp(-reward.clip, reward.clip)
             total_N += reward.weight * found_N
+        if not bool(total_N.isfinite().all()):
+            worst = int((~total_N.isfinite()).nonzero()[0])
+            raise FloatingPointError(
+                f"the reward of sample {worst} is {float(total_N[worst])}; look at the reward model or the rules"
+            )
         return total_N
 
     def _by_rule(

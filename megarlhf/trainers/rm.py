@@ -34,6 +34,7 @@ from megarlhf.trainers.session import is_due, open_session
 def run(cfg: RMConfig, runtime: Runtime) -> None:
     """Train the reward model on preference pairs."""
     train, heldout, notes = load_data(cfg)
+    order = ShuffledBatches(len(train), cfg.train.mini_batch_samples, cfg.run.seed)
     with open_session(cfg, cfg.run, cfg.checkpoint, runtime, "rm", cfg.train.num_steps, notes) as session:
         model = build_role(
             "reward_model",
@@ -43,7 +44,6 @@ def run(cfg: RMConfig, runtime: Runtime) -> None:
             seed=cfg.run.seed,
             num_optimizer_steps=cfg.train.num_steps,
         )
-        order = ShuffledBatches(len(train), cfg.train.mini_batch_samples, cfg.run.seed)
         session.log(0, evaluate(model, heldout, cfg))
         for step in range(cfg.train.num_steps):
             started = time.perf_counter()

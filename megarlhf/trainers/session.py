@@ -66,6 +66,10 @@ def open_session(
     """
     observer: Observer = NullWriter()
     if runtime.is_main:
+        try:
+            run.dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"run.dir = {run.dir} cannot be made ({error}); name a directory you may write") from error
         observer = MetricsWriter(run.dir, wandb_project="megarlhf" if run.logger == "wandb" else None)
         (run.dir / "config.yaml").write_text(dump_config(cfg))
     try:

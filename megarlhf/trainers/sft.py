@@ -32,6 +32,7 @@ from megarlhf.trainers.session import is_due, open_session
 def run(cfg: SFTConfig, runtime: Runtime) -> None:
     """Train the actor on prompt-response pairs."""
     train, heldout, notes = load_data(cfg)
+    order = ShuffledBatches(len(train), cfg.train.mini_batch_samples, cfg.run.seed)
     with open_session(cfg, cfg.run, cfg.checkpoint, runtime, "sft", cfg.train.num_steps, notes) as session:
         actor = build_role(
             "actor",
@@ -41,7 +42,6 @@ def run(cfg: SFTConfig, runtime: Runtime) -> None:
             seed=cfg.run.seed,
             num_optimizer_steps=cfg.train.num_steps,
         )
-        order = ShuffledBatches(len(train), cfg.train.mini_batch_samples, cfg.run.seed)
         session.log(0, evaluate(actor, heldout, cfg))
         for step in range(cfg.train.num_steps):
             started = time.perf_counter()

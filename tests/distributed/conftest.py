@@ -33,6 +33,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("models")
     return {
         "plain": write_tiny_llama(root / "plain", seed=0),
+        "rope": write_tiny_llama(root / "rope", seed=4, llama3_rope=True),
         "other": write_tiny_llama(root / "other", seed=1),
         "tied": write_tiny_llama(root / "tied", seed=2, tied=True),
         "tied_other": write_tiny_llama(root / "tied_other", seed=3, tied=True),

@@ -167,7 +167,7 @@ def vllm_session(runtime: Runtime, first: str, second: str, tp: int, prompts: li
     section = RoleConfig.model_validate({"model": {"path": first}, "parallel": {"tp": tp}})
     actor = build_role("actor", section, "lm", GroupCache(runtime), seed=0)
     rollout = RolloutConfig.model_validate({"max_response_tokens": 8})
-    engine = VllmEngine(Path(first), torch.float32, rollout, tp, 40, runtime)
+    engine = VllmEngine(Path(first), torch.float32, rollout, tp, 400, runtime)
     rows, seeds = [torch.tensor(p) for p in prompts], list(range(len(prompts)))
     greedy = Sampling(max_tokens=8, greedy=True, eos_id=2)
     warm = Sampling(max_tokens=8, temperature=0.7, eos_id=2)

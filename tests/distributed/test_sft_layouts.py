@@ -44,7 +44,7 @@ def config(model: Path, data: Path, parallel: dict[str, Any], micro_batch: int =
 
 @pytest.fixture(scope="session")
 def hugging_face(models: dict[str, Path], data: dict[str, Path]) -> dict[str, dict[str, Any]]:
-    return {name: _train_hugging_face(models[name], data["sft"]) for name in ("plain", "tied")}
+    return {name: _train_hugging_face(models[name], data["sft"]) for name in ("plain", "tied", "rope")}
 
 
 def _train_hugging_face(model_path: Path, data: Path) -> dict[str, Any]:
@@ -113,6 +113,16 @@ def test_tied_embeddings_equal_hugging_face(
     world_size, parallel = LAYOUTS[layout]
     found = ranks.run(world_size, "sft_steps", config(models["tied"], data["sft"], parallel), STEPS)
     assert_same(found[0], hugging_face["tied"])
+
+
+@pytest.mark.parametrize("layout", ["tp1", "tp2pp2"])
+def test_llama3_rope_scaling_equals_hugging_face(
+    layout: str, ranks: RankPool, models: dict[str, Path], data: dict[str, Path], hugging_face: dict[str, Any]
+) -> None:
+    """All four numbers of the scaling count; without it the first loss is another one."""
+    world_size, parallel = LAYOUTS[layout]
+    found = ranks.run(world_size, "sft_steps", config(models["rope"], data["sft"], parallel), STEPS)
+    assert_same(found[0], hugging_face["rope"])
 
 
 def test_the_split_into_micro_batches_changes_nothing(

@@ -12,6 +12,8 @@ import torch
 from tests.distributed.pool import RankPool
 
 PROMPTS = [[1, 5, 9, 14, 7, 15], [1, 4, 14, 12, 13, 15], [1, 8, 8, 14, 6, 15], [1, 13, 14, 13, 15], [1, 6, 15]]
+# Longer than a block of vLLM's prefix cache (128 tokens on a CPU): stale blocks would show after an update.
+PROMPTS.append([1] + [4 + (7 * n * n + 3 * n) % 12 for n in range(300)])
 
 
 def _hugging_face(path: Path, temperature: float) -> Any:

@@ -10,7 +10,7 @@ import torch
 from tools.demo.make_data import base_files
 
 
-def write_tiny_llama(directory: Path, *, seed: int = 0, tied: bool = False, layers: int = 4) -> Path:
+def write_tiny_llama(directory: Path, *, seed: int = 0, tied: bool = False, llama3_rope: bool = False) -> Path:
     """Random weights: log-probs far from uniform, rounding not amplified. vLLM on a CPU has head_dim 32."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -22,15 +22,26 @@ def write_tiny_llama(directory: Path, *, seed: int = 0, tied: bool = False, laye
         hidden_size=64,
         head_dim=32,
         intermediate_size=96,
-        num_hidden_layers=layers,
+        num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=64,
+        max_position_embeddings=512,
         initializer_range=0.08,
         bos_token_id=1,
         eos_token_id=2,
         pad_token_id=3,
         tie_word_embeddings=tied,
+        # Numbers that bite within ten positions, and none of them Llama 3.1's own.
+        rope_parameters={
+            "rope_type": "llama3",
+            "rope_theta": 100.0,
+            "factor": 4.0,
+            "low_freq_factor": 2.0,
+            "high_freq_factor": 8.0,
+            "original_max_position_embeddings": 64,
+        }
+        if llama3_rope
+        else {"rope_type": "default", "rope_theta": 10000.0},
     )
     model = LlamaForCausalLM(config)
     with torch.no_grad():

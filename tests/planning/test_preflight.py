@@ -12,6 +12,7 @@ from megarlhf.config import GenerateConfig, RLConfig, RMConfig, SFTConfig
 from megarlhf.planning.batch import Fact, rl_facts, supervised_facts
 from megarlhf.planning.legality import check_role
 from megarlhf.planning.preflight import preflight
+from tools.demo.make_data import train_tokenizer
 
 MODEL = {
     "model_type": "llama",
@@ -37,6 +38,7 @@ def paths(tmp_path):
         directory = tmp_path / name
         directory.mkdir()
         (directory / "config.json").write_text(json.dumps({**MODEL, **changes}))
+        (directory / "tokenizer.model").write_bytes(train_tokenizer())
         return directory
 
     for name in ("train", "heldout"):
@@ -276,5 +278,20 @@ def test_generate_has_no_batch_arithmetic_and_is_checked_all_the_same(paths):
     tree = {"run": {"dir": "r"}, "actor": role(paths, tp=3), "data": {"train": paths["train"]}}
     with pytest.raises(ValueError, match="4 KV heads"):
         preflight("generate", GenerateConfig.model_validate(tree), 3)
-    tree["actor"] = role(paths)
+    tree |= {"actor": role(paths), "rollout": {"max_response_tokens": 8}}
+    with pytest.raises(ValueError, match=r"1024 \+ 8 = 1032 tokens"):
+        preflight("generate", GenerateConfig.model_validate(tree), 2)
+    tree["data"]["max_prompt_tokens"] = 8
     assert preflight("generate", GenerateConfig.model_validate(tree), 2).facts == ()
+
+
+def test_a_tokenizer_larger_than_a_role_s_vocabulary_is_refused(paths):
+    """16 tokens; an id without an embedding would read a row of padding, in silence."""
+    small = paths["make"]("small", vocab_size=15)
+    with pytest.raises(ValueError, match=r"critic: the tokenizer of .* has 16 tokens, .*small has vocab_size = 15"):
+        preflight("rl", rl(paths, critic=role(paths, model=small)), 1)
+
+
+def test_a_misspelt_rule_is_refused_before_a_rank_starts(paths):
+    with pytest.raises(ValueError, match="unknown reward rule 'exactmatch'"):
+        preflight("rl", rl(paths, rewards=[{"kind": "rule", "rule": "exactmatch"}]), 1)

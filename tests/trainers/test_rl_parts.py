@@ -3,6 +3,8 @@
 Not covered: the formulas at large (tests/algo), the loop itself (tests/distributed).
 """
 
+import hashlib
+
 import pytest
 import torch
 from hypothesis import given
@@ -56,7 +58,9 @@ def test_gae_with_kl_in_the_reward_by_hand():
     assert found.columns["advantages"].lengths_N.tolist() == [2, 1]
 
 
-@pytest.mark.parametrize("kl", [{"coef": 0.1, "placement": "loss"}, {"coef": 0.0, "placement": "reward"}])
+@pytest.mark.parametrize(
+    "kl", [{"coef": 0.1, "placement": "loss", "estimator": "k3"}, {"coef": 0.0, "placement": "reward"}]
+)
 def test_gae_without_kl_in_the_reward(kl):
     """A1 = 1 - .25 = .75; A0 = .25 - .5 + .5 x .75 = .125."""
     assert values(add_advantages(experience(), algo(kl=kl)), "advantages") == pytest.approx([0.125, 0.75, 2.0])
@@ -80,7 +84,9 @@ def test_whitening_is_over_the_response_tokens_of_the_step():
 @pytest.mark.parametrize("scale, expected", [(False, 1.0), (True, 1 / (2**0.5 + 1e-6))])
 def test_group_relative_by_hand(scale, expected):
     """Rewards 1 and 3: one below and one above their mean, with the unbiased std sqrt(2)."""
-    cfg = algo(advantage="group_relative", scale_by_group_std=scale, kl={"coef": 0.1, "placement": "loss"})
+    cfg = algo(
+        advantage="group_relative", scale_by_group_std=scale, kl={"coef": 0.1, "placement": "loss", "estimator": "k3"}
+    )
     found = add_advantages(experience(), cfg)
     assert values(found, "advantages") == pytest.approx([-expected, -expected, expected])
     assert "returns" not in found.columns
@@ -153,3 +159,33 @@ def test_mini_batches_in_order_and_shuffled():
     assert mini_batches(5, 2, shuffle=False, seed=1) == [[0, 1], [2, 3], [4]]
     shuffled = [mini_batches(32, 32, shuffle=True, seed=seed)[0] for seed in range(3)]
     assert len({tuple(order) for order in [*shuffled, list(range(32))]}) == 4
+
+
+def test_every_sample_of_every_step_has_a_seed_of_its_own() -> None:
+    """Also the samples of one prompt; the same in every process (Python's own hash is not)."""
+    from megarlhf.rollout.engine import sample_seed
+
+    seeds = {sample_seed(run, step, n) for run in (0, 1) for step in range(20) for n in range(200)}
+    assert len(seeds) == 2 * 20 * 200
+    assert all(0 <= seed < 2**62 for seed in seeds)
+    assert sample_seed(0, 0, 0) == int.from_bytes(hashlib.blake2b(b"0/0/0", digest_size=8).digest(), "little") >> 2
+
+
+def test_the_rows_of_a_group_are_drawn_with_different_seeds() -> None:
+    """What rl.sample hands to the engine: prompts repeated, one seed a row, another set the next step."""
+    from types import SimpleNamespace
+
+    from megarlhf.trainers import rl
+
+    asked: list[tuple[list[list[int]], list[int]]] = []
+
+    def generate(rows, seeds, sampling):
+        asked.append(([row.tolist() for row in rows], list(seeds)))
+        return SimpleNamespace(weight_version=len(asked) - 1, responses=None)
+
+    cfg = SimpleNamespace(rollout=SimpleNamespace(num_samples_per_prompt=3), run=SimpleNamespace(seed=5))
+    prompts = [SimpleNamespace(tokens=[1, 7]), SimpleNamespace(tokens=[1, 8])]
+    for step in (0, 1):
+        rl.sample(cfg, SimpleNamespace(generate=generate), prompts, None, step)
+    assert asked[0][0] == [[1, 7]] * 3 + [[1, 8]] * 3
+    assert len(set(asked[0][1] + asked[1][1])) == 12

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
+from megarlhf.launch import call
 from megarlhf.observe.metrics import read_metrics
 
 DEFAULT_ROOT = Path("runs/demo")
@@ -85,7 +85,7 @@ def run_timed(console: Console, name: str, command: Sequence[str]) -> float:
     """
     console.rule(f"[bold]{name}")
     started = time.monotonic()
-    if status := subprocess.call(command):
+    if status := call(command):
         console.print(f"[red]stage {name} failed with exit status {status}; its output stands above")
         raise SystemExit(status)
     return round(time.monotonic() - started, 1)

@@ -1,0 +1,129 @@
+"""One PPO step against plain Hugging Face models, one sequence at a time, by the papers' equations.
+
+The other RL tests compare layouts with each other; this one says that what they agree on is right: which position a
+value, a score and a log-prob stand at, the KL in the reward, GAE, whitening, both clips, every gradient.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megarlhf.data.tokenizer import load_tokenizer
+from tests.distributed.compare import assert_gradients_equal
+from tests.distributed.pool import RankPool
+from tests.distributed.test_rl_layouts import config
+
+GAMMA, LAM, TEMPERATURE, KL, VALUE_CLIP, CLIP, ENTROPY = 0.97, 0.9, 0.9, 0.1, 0.05, 0.2, 0.01
+PER_PROMPT = 4
+
+
+@pytest.fixture(scope="module")
+def scorer(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A reward model with scores that differ from response to response."""
+    from transformers import LlamaForSequenceClassification
+
+    path = tmp_path_factory.mktemp("scorer")
+    torch.manual_seed(9)
+    model = LlamaForSequenceClassification.from_pretrained(models["other"], num_labels=1, dtype=torch.float32)
+    torch.nn.init.normal_(model.score.weight, std=0.3)
+    model.save_pretrained(path)
+    (path / "tokenizer.model").write_bytes((models["other"] / "tokenizer.model").read_bytes())
+    return path
+
+
+def _logprobs(model: Any, prompt: list[int], response: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1] / TEMPERATURE
+    every = logits.log_softmax(-1)
+    return every.gather(1, torch.tensor(response)[:, None])[:, 0], -(every.exp() * every).sum(-1)
+
+
+def _scores(model: Any, prompt: list[int], response: list[int]) -> torch.Tensor:
+    return model.score(model.model(torch.tensor([prompt + response])).last_hidden_state)[0, :, 0]
+
+
+def _advantages(reward: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    advantages = torch.zeros_like(values)
+    running = torch.tensor(0.0)
+    for t in reversed(range(len(values))):
+        following = values[t + 1] if t + 1 < len(values) else torch.tensor(0.0)
+        running = reward[t] + GAMMA * following - values[t] + GAMMA * LAM * running
+        advantages[t] = running
+    return advantages
+
+
+def test_a_ppo_step_equals_the_equations(
+    ranks: RankPool, models: dict[str, Path], scorer: Path, data: dict[str, Path]
+) -> None:
+    """Responses of up to four tokens, ended and truncated ones; a reference of other weights. One mini-batch."""
+    from transformers import LlamaForCausalLM, LlamaForSequenceClassification
+
+    cfg = config({**models, "other": scorer}, data["prompts"], {}, value_clip=VALUE_CLIP, gamma=GAMMA, lam=LAM)
+    cfg["reference"]["model"]["path"] = str(models["tied"])
+    cfg["train"] |= {"epochs_per_step": 1, "mini_batch_samples": 16}
+    cfg["rollout"]["max_response_tokens"] = 4
+    found = ranks.run(2, "rl_step", cfg)[0]
+    responses = found["responses"]
+    assert len({len(response) for response in responses}) > 1, "all responses have one length"
+    assert any(response[-1] != 2 for response in responses), "no response was truncated"
+
+    tokenizer = load_tokenizer(models["plain"])
+    rows = [json.loads(line) for line in data["prompts"].read_text().splitlines()][: len(responses) // PER_PROMPT]
+    prompts = [[1, *tokenizer.encode(rows[n // PER_PROMPT]["prompt"])] for n in range(len(responses))]
+    actor = LlamaForCausalLM.from_pretrained(models["plain"], dtype=torch.float32)
+    reference = LlamaForCausalLM.from_pretrained(models["tied"], dtype=torch.float32)
+    reward_model = LlamaForSequenceClassification.from_pretrained(scorer, dtype=torch.float32)
+    critic = copy.deepcopy(reward_model)
+    pairs = list(zip(prompts, responses, strict=True))
+    with torch.no_grad():
+        old = [_logprobs(actor, *pair)[0] for pair in pairs]
+        ref = [_logprobs(reference, *pair)[0] for pair in pairs]
+        values = [_scores(critic, p, r)[len(p) - 1 : -1] for p, r in pairs]
+        scores = torch.stack([_scores(reward_model, *pair)[-1] for pair in pairs])
+    right = [tokenizer.decode(r, continuation=True) == rows[n // PER_PROMPT]["answer"] for n, r in enumerate(responses)]
+    rewards = scores - 0.5 + 2.0 * torch.tensor(right).float()
+    advantages, returns = [], []
+    for o, f, v, reward in zip(old, ref, values, rewards, strict=True):
+        shaped = -KL * (o - f)
+        shaped[-1] += reward
+        advantages.append(_advantages(shaped, v))
+        returns.append(advantages[-1] + v)
+    every = torch.cat(advantages)
+    advantages = [(a - every.mean()) / (every.var(unbiased=False) + 1e-8).sqrt() for a in advantages]
+
+    np.testing.assert_allclose(found["rewards"], rewards, atol=2e-5)
+    expected = {
+        "old_logprobs": old,
+        "ref_logprobs": ref,
+        "values": values,
+        "advantages": advantages,
+        "returns": returns,
+    }
+    for name, column in expected.items():
+        np.testing.assert_allclose(found["columns"][name], torch.cat(column), atol=2e-5, err_msg=name)
+
+    num_tokens = sum(map(len, responses))
+    policy, entropy, value_loss = torch.tensor(0.0), torch.tensor(0.0), torch.tensor(0.0)
+    for pair, o, a, v, target in zip(pairs, old, advantages, values, returns, strict=True):
+        logprobs, entropies = _logprobs(actor, *pair)
+        ratio = (logprobs - o).exp()
+        policy = policy - torch.minimum(ratio * a, ratio.clamp(1 - CLIP, 1 + CLIP) * a).sum() / num_tokens
+        entropy = entropy + entropies.sum() / num_tokens
+        new = _scores(critic, *pair)[len(pair[0]) - 1 : -1]
+        held = v + (new - v).clamp(-VALUE_CLIP, VALUE_CLIP)
+        value_loss = value_loss + 0.5 * torch.maximum((new - target) ** 2, (held - target) ** 2).sum() / num_tokens
+    (policy - ENTROPY * entropy).backward()
+    value_loss.backward()
+    metrics = found["metrics"]
+    np.testing.assert_allclose(metrics["entropy"], entropy.item(), rtol=1e-5)
+    np.testing.assert_allclose(metrics["value_loss"], value_loss.item(), rtol=1e-5)
+    np.testing.assert_allclose(metrics["policy_loss"], policy.item(), atol=1e-6)  # near zero: the ratio is one
+    for name, model in (("actor", actor), ("critic", critic)):
+        gradients = {n: p.grad.numpy() for n, p in model.named_parameters() if p.grad is not None}
+        assert_gradients_equal(found["gradients"][name][0], gradients, what=name)
