@@ -170,6 +170,15 @@ def _response_tokens(text: str, tokenizer: Tokenizer, limit: int) -> list[int]:
     return tokens
 
 
+def require_positions(longest: int, max_positions: int, model: str) -> None:
+    """Raises ValueError when a sample has more tokens than the model has positions."""
+    if longest > max_positions:
+        raise ValueError(
+            f"the longest sample has {longest} tokens, {model} has max_position_embeddings = {max_positions}; lower "
+            "data.max_prompt_tokens or data.max_response_tokens, so that such samples are skipped and counted"
+        )
+
+
 def _require_some(samples: Sequence[Any], skipped: Skipped) -> None:
     if not samples:
         raise ValueError(

@@ -20,7 +20,7 @@ from torch import Tensor
 from megarlhf.algo.losses import centering, pairwise_aligned_span, pairwise_last_token
 from megarlhf.config import RMConfig
 from megarlhf.data.loader import ShuffledBatches
-from megarlhf.data.samples import PairSample, build_pairs
+from megarlhf.data.samples import PairSample, build_pairs, require_positions
 from megarlhf.data.sources import load_records
 from megarlhf.data.tokenizer import load_tokenizer
 from megarlhf.models.role import Role, build_role
@@ -29,6 +29,7 @@ from megarlhf.parallel.mesh import GroupCache, Mesh
 from megarlhf.parallel.step import MicroBatch
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.session import is_due, open_session
+from megarlhf.weights.architecture import Architecture
 
 
 def run(cfg: RMConfig, runtime: Runtime) -> None:
@@ -76,6 +77,9 @@ def load_data(cfg: RMConfig) -> tuple[list[PairSample], list[PairSample], list[s
             max_response_tokens=cfg.data.max_response_tokens,
             template=cfg.data.template,
         )
+        longest = max(len(p.prompt_tokens) + max(len(p.chosen_tokens), len(p.rejected_tokens)) for p in pairs)
+        model = cfg.reward_model.model.path
+        require_positions(longest, Architecture.from_hf(model).max_positions, str(model))
         notes.append(f"{path}: {skipped.describe()}")
         found.append(pairs)
     return found[0], found[1][: cfg.eval.max_samples], notes

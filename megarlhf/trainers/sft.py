@@ -17,7 +17,7 @@ from torch import Tensor
 from megarlhf.algo.losses import token_nll
 from megarlhf.config import SFTConfig
 from megarlhf.data.loader import ShuffledBatches
-from megarlhf.data.samples import SFTSample, build_sft
+from megarlhf.data.samples import SFTSample, build_sft, require_positions
 from megarlhf.data.sources import load_records
 from megarlhf.data.tokenizer import load_tokenizer
 from megarlhf.models.role import Role, build_role
@@ -27,6 +27,7 @@ from megarlhf.parallel.step import MicroBatch
 from megarlhf.parallel.vocab import next_token_logprobs
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.session import is_due, open_session
+from megarlhf.weights.architecture import Architecture
 
 
 def run(cfg: SFTConfig, runtime: Runtime) -> None:
@@ -71,6 +72,8 @@ def load_data(cfg: SFTConfig) -> tuple[list[SFTSample], list[SFTSample], list[st
             max_response_tokens=cfg.data.max_response_tokens,
             template=cfg.data.template,
         )
+        longest = max(len(sample.tokens) for sample in samples)
+        require_positions(longest, Architecture.from_hf(cfg.actor.model.path).max_positions, str(cfg.actor.model.path))
         notes.append(f"{path}: {skipped.describe()}")
         found.append(samples)
     return found[0], found[1][: cfg.eval.max_samples], notes

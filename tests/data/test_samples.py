@@ -135,3 +135,11 @@ def test_template_errors(fast_tokenizer):
     without = HuggingFaceTokenizer(fast_tokenizer(prefix=False, chat=False, eos_token="</s>"), "here")
     with pytest.raises(ValueError, match="here has no chat template"):
         build_prompts([{"prompt": "1"}], without, max_prompt_tokens=9, template="chat")
+
+
+def test_more_tokens_than_positions_are_refused_with_both_numbers():
+    from megarlhf.data.samples import require_positions
+
+    require_positions(64, 64, "base")
+    with pytest.raises(ValueError, match="longest sample has 65 tokens, base has max_position_embeddings = 64"):
+        require_positions(65, 64, "base")
