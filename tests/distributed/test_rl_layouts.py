@@ -67,7 +67,9 @@ def test_one_ppo_step_is_the_same_at_every_layout(
     np.testing.assert_allclose(found["rewards"], single["rewards"], atol=1e-5)
     for name, column in single["columns"].items():
         np.testing.assert_allclose(found["columns"][name], column, atol=1e-5, rtol=1e-5, err_msg=name)
-    for name in ("policy_loss", "value_loss", "loss", "kl", "entropy", "clip_fraction", "reward_mean"):
+    for name in ("value_loss", "entropy", "clip_fraction", "reward_mean"):
+        np.testing.assert_allclose(found["metrics"][name], single["metrics"][name], rtol=1e-5, atol=1e-7, err_msg=name)
+    for name in ("policy_loss", "loss", "kl"):  # sums of both signs that nearly cancel: their rounding is absolute
         np.testing.assert_allclose(found["metrics"][name], single["metrics"][name], rtol=1e-5, atol=1e-6, err_msg=name)
     for name in ("actor_grad_norm", "critic_grad_norm"):
         np.testing.assert_allclose(found["metrics"][name], single["metrics"][name], rtol=1e-5, err_msg=name)
