@@ -155,9 +155,9 @@ def transformer_config(
     model: ModelConfig, parallel: ParallelConfig, mesh: Mesh, arch: Architecture
 ) -> TransformerConfig:
     """Megatron-Core's configuration of this architecture. Dropout is 0: log-probs must be functions."""
-    if arch.attention_bias != arch.mlp_bias:
+    if arch.output_bias != arch.mlp_bias:
         raise ValueError(
-            f"config.json says attention_bias = {arch.attention_bias} and mlp_bias = {arch.mlp_bias}; Megatron-Core's "
+            f"config.json says attention_bias = {arch.output_bias} and mlp_bias = {arch.mlp_bias}; Megatron-Core's "
             "layers take both or neither"
         )
     dtype = DTYPES[model.dtype]
@@ -174,7 +174,7 @@ def transformer_config(
         gated_linear_unit=True,
         activation_func=nn.functional.silu,
         add_bias_linear=arch.mlp_bias,
-        add_qkv_bias=arch.attention_bias,
+        add_qkv_bias=arch.qkv_bias,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=parallel.tp,

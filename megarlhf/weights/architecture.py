@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,9 +53,29 @@ class Architecture:
     rope_theta: float
     rope_scaling: Llama3Rope | None
     tied_embeddings: bool
-    attention_bias: bool
+    qkv_bias: bool
+    output_bias: bool
+    """Bias of the attention's output projection."""
     mlp_bias: bool
     activation: str
+    """In Hugging Face's words: silu, gelu_new, gelu, relu."""
+    gated_mlp: bool = True
+    """silu(gate) x up, instead of one projection and the activation."""
+    norm: Literal["rms", "layer"] = "rms"
+    """A `layer` norm has a bias."""
+    qk_norm: bool = False
+    """An RMS norm over each query and key head, before the rotary embedding."""
+    positions: Literal["rope", "learned"] = "rope"
+    position_offset: int = 0
+    """Rows of the learned position table ahead of that of position 0 (OPT: 2). Not counted in max_positions."""
+    sliding_window: int | None = None
+    """Tokens that a token attends to, itself included; None: the whole past."""
+    num_experts: int = 0
+    """0: a dense MLP."""
+    experts_per_token: int = 0
+    expert_ffn_size: int = 0
+    renormalize_experts: bool = True
+    """The chosen experts' probabilities are scaled to add up to 1."""
 
     @classmethod
     def from_hf(cls, source: str | PathLike[str] | Mapping[str, Any]) -> Architecture:
@@ -88,7 +108,8 @@ class Architecture:
             rope_theta=theta,
             rope_scaling=scaling,
             tied_embeddings=bool(config.get("tie_word_embeddings", False)),
-            attention_bias=bool(config.get("attention_bias", False)),
+            qkv_bias=bool(config.get("attention_bias", False)),
+            output_bias=bool(config.get("attention_bias", False)),
             mlp_bias=bool(config.get("mlp_bias", False)),
             activation=_activation(config, model_type),
         )

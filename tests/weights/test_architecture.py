@@ -37,7 +37,8 @@ def test_a_directory_written_by_transformers(tmp_path):
         rope_theta=10000.0,
         rope_scaling=None,
         tied_embeddings=True,
-        attention_bias=True,
+        qkv_bias=True,
+        output_bias=True,
         mlp_bias=True,
         activation="silu",
     )
@@ -57,7 +58,7 @@ def test_defaults_of_old_configs():
     config = {key: value for key, value in TINY.items() if key not in ("num_key_value_heads", "hidden_act")}
     arch = Architecture.from_hf(config)
     assert (arch.num_kv_heads, arch.head_dim, arch.activation) == (4, 16, "silu")
-    assert (arch.tied_embeddings, arch.attention_bias, arch.mlp_bias) == (False, False, False)
+    assert (arch.tied_embeddings, arch.qkv_bias, arch.mlp_bias) == (False, False, False)
 
 
 @pytest.mark.parametrize(

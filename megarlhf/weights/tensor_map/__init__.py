@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from megarlhf.weights.architecture import Architecture
 from megarlhf.weights.placement import Box, RankPlacements, Shape, place_slice
 from megarlhf.weights.tensor_map.llama import LLAMA
-from megarlhf.weights.tensor_map.table import Gather, Head, Init, Slot, Spec, Table, walk
+from megarlhf.weights.tensor_map.table import Experts, Gather, Head, Init, Slot, Spec, Table, walk
 
 VLLM_VOCAB_MULTIPLE = 64
 
@@ -64,6 +64,9 @@ def megatron_placements(
     rank: int,
     head: Head = "lm",
     spec: Spec = "local",
+    experts: Experts = "each",
+    ep: int = 1,
+    ep_rank: int = 0,
 ) -> RankPlacements:
     """One model chunk of a Megatron-Core GPTModel, by the names of `model.named_parameters()`.
 

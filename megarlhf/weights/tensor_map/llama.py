@@ -39,7 +39,7 @@ _LAYER = (
         init="zeros",
         megatron=("self_attention.linear_qkv.bias", qkv_by_group),
         vllm=("self_attn.qkv_proj.bias", qkv_by_kind),
-        when=lambda arch: arch.attention_bias,
+        when=lambda arch: arch.qkv_bias,
     ),
     Entry(
         tensors=(("self_attn.o_proj.weight", ("hidden", "q")),),
@@ -52,7 +52,7 @@ _LAYER = (
         init="zeros",
         megatron=("self_attention.linear_proj.bias", whole),
         vllm=("self_attn.o_proj.bias", whole),
-        when=lambda arch: arch.attention_bias,
+        when=lambda arch: arch.output_bias,
     ),
     Entry(
         tensors=(("post_attention_layernorm.weight", ("hidden",)),),

@@ -12,6 +12,9 @@ from megarlhf.weights.tensor_map.layouts import Layout, Logical
 
 Head = Literal["lm", "scalar"]
 Spec = Literal["local", "te"]
+Experts = Literal["each", "grouped"]
+"""How Megatron stores experts: `local_experts.j.*` each; or grouped, which is `linear_fc1.weight{j}` under the
+transformer-engine spec and one `weight1` [experts, hidden, ffn] under the local one."""
 Init = Literal["normal", "residual", "ones", "zeros", "score"]
 """How a fresh tensor starts; residual is normal with std / sqrt(2 num_layers)."""
 
@@ -24,6 +27,8 @@ class Slot:
     tp: int
     tp_rank: int
     padded_vocab: int
+    ep: int = 1
+    ep_rank: int = 0
 
 
 Rule = Callable[[Sequence[Logical], Slot], Layout]

@@ -1,0 +1,91 @@
+"""A Megatron layout as data: which tensor-, pipeline- and expert-parallel rank holds which part of a model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megarlhf.layout import split_layers
+from megarlhf.weights.architecture import Architecture
+from megarlhf.weights.placement import RankPlacements, merge_ranks
+from megarlhf.weights.tensor_map import Experts, Head, Spec, megatron_placements
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class At:
+    """Coordinates of one model-parallel rank."""
+
+    pp: int
+    ep: int
+    tp: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class MegatronLayout:
+    """How a Megatron run cuts a model; data parallelism only repeats it."""
+
+    tp: int = 1
+    pp: int = 1
+    vpp: int = 1
+    """Model chunks of each pipeline rank (interleaved schedule)."""
+    ep: int = 1
+    layers_per_stage: tuple[int, ...] | None = None
+    """Layers of each pipeline rank, over all its chunks; None: equal."""
+    padded_vocab: int
+    spec: Spec = "local"
+    experts: Experts = "each"
+
+    def ranks(self) -> list[At]:
+        """Every model-parallel rank; the position in this list is its number in `parts`."""
+        return [At(pp, ep, tp) for pp in range(self.pp) for ep in range(self.ep) for tp in range(self.tp)]
+
+    def chunk_layers(self, num_layers: int) -> list[list[range]]:
+        """Global layer indices of each pipeline rank's chunks: [pp][vpp].
+
+        Raises: ValueError when the stages do not add up, or a stage does not divide into its chunks.
+        """
+        if self.vpp > 1 and self.pp == 1:
+            raise ValueError(f"vpp = {self.vpp} needs pp > 1, got pp = 1; leave vpp out or choose a larger pp")
+        stages = split_layers(num_layers, self.pp, self.layers_per_stage)
+        uneven = [len(stage) for stage in stages if len(stage) % self.vpp]
+        if uneven:
+            raise ValueError(
+                f"a pipeline stage of {uneven[0]} layers does not divide into vpp = {self.vpp} chunks; choose "
+                "layers_per_stage as multiples of vpp"
+            )
+        chunks: list[list[range]] = [[] for _ in stages]
+        start = 0
+        for _ in range(self.vpp):
+            for rank, stage in enumerate(stages):
+                size = len(stage) // self.vpp
+                chunks[rank].append(range(start, start + size))
+                start += size
+        return chunks
+
+    def parts(self, arch: Architecture, head: Head = "lm") -> list[RankPlacements]:
+        """What each rank of `ranks` holds; storages of chunk v are prefixed `model{v}.` when vpp > 1.
+
+        Raises: ValueError when the layout does not fit the model.
+        """
+        chunks = self.chunk_layers(arch.num_layers)
+        return [
+            merge_ranks([self._chunk(arch, head, at, rank, v, chunks[at.pp][v]) for v in range(self.vpp)])
+            for rank, at in enumerate(self.ranks())
+        ]
+
+    def _chunk(self, arch: Architecture, head: Head, at: At, rank: int, v: int, layers: range) -> RankPlacements:
+        placed = megatron_placements(
+            arch,
+            tp=self.tp,
+            tp_rank=at.tp,
+            ep=self.ep,
+            ep_rank=at.ep,
+            layers=layers,
+            first_stage=at.pp == 0 and v == 0,
+            last_stage=at.pp == self.pp - 1 and v == self.vpp - 1,
+            padded_vocab=self.padded_vocab,
+            rank=rank,
+            head=head,
+            spec=self.spec,
+            experts=self.experts,
+        )
+        return placed.prefixed(f"model{v}.") if self.vpp > 1 else placed
