@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from megarlhf.weights.architecture import MODEL_TYPES, Architecture, Llama3Rope
-from megarlhf.weights.tensor_map import TABLES
+from megarlhf.weights.architecture import Architecture, Llama3Rope
+from megarlhf.weights.tensor_map import MODEL_TYPES, TABLES
 from tests.weights.cases import TINY, tiny, transformers_config
 
 LLAMA3 = {
@@ -64,12 +64,12 @@ def test_defaults_of_old_configs():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "lama"}, r"'lama'; known: llama"),
-        ({"hidden_act": "gelu"}, r"hidden_act 'gelu'; llama is supported with: silu"),
+        ({"model_type": "lama"}, r"'lama'; known: .*llama, mistral"),
+        ({"hidden_act": "gelu"}, r"hidden_act 'gelu'; supported for this model_type: silu"),
         ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, r"rope type 'yarn'; supported: default, llama3"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, r"without low_freq_factor, high_freq"),
         ({"num_key_value_heads": 3}, r"= 4, not a multiple of num_key_value_heads = 3"),
-        ({"hidden_size": 65}, r"no head_dim, and hidden_size = 65"),
+        ({"hidden_size": 65}, r"no head_dim, and its hidden size 65"),
         ({"num_hidden_layers": 0}, r"num_hidden_layers = 0, expected a positive integer"),
         ({"vocab_size": None}, r"vocab_size = None"),
         ({"quantization_config": {"quant_method": "fp8"}}, r"quantization_config \('fp8'\)"),

@@ -249,7 +249,7 @@ def test_virtual_stages_of_one_rank_merge():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda a: megatron_ranks(a, 4, [range(3)]), "tp = 4 does not divide the 2 KV heads"),
+        (lambda a: megatron_ranks(a, 8, [range(3)]), "tp = 8 fits neither the 2 KV heads of the model nor its 4 heads"),
         (lambda a: megatron_ranks(a, 2, [[0, 3]]), r"layers = \[0, 3\]: expected distinct indices in 0..2"),
         (lambda a: megatron_ranks(a, 2, [[0, 0]]), "distinct"),
         (lambda a: megatron_ranks(a, 1, [range(3)], padded_vocab=64), "100 rows, more than the padded 64"),

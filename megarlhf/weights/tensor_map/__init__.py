@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Literal
 
 from megarlhf.weights.architecture import Architecture
-from megarlhf.weights.placement import Box, RankPlacements, Shape, place_slice
-from megarlhf.weights.tensor_map.llama import LLAMA
+from megarlhf.weights.config_spec import ConfigSpec
+from megarlhf.weights.placement import Box, Placement, RankPlacements, Shape, contiguous_strides
+from megarlhf.weights.tensor_map.families import FAMILIES
 from megarlhf.weights.tensor_map.table import Experts, Gather, Head, Init, Slot, Spec, Table, walk
 
 VLLM_VOCAB_MULTIPLE = 64
 
-TABLES: dict[str, Table] = {"llama": LLAMA}
+TABLES: dict[str, Table] = {name: family.table for name, family in FAMILIES.items()}
 """The table of each `model_type`."""
+
+MODEL_TYPES: dict[str, ConfigSpec] = {name: family.config for name, family in FAMILIES.items()}
+"""How each `model_type` states itself in config.json."""
+
+VocabRule = Literal["times_tp", "multiple", "none"]
 
 
 def table_of(arch: Architecture) -> Table:
@@ -21,9 +28,24 @@ def table_of(arch: Architecture) -> Table:
     return TABLES[arch.model_type]
 
 
-def padded_vocab_size(vocab_size: int, tp: int, multiple: int = 128) -> int:
-    """Megatron-LM's rule: the vocabulary rounded up to a multiple of `multiple` x tp."""
-    return -(-vocab_size // (multiple * tp)) * multiple * tp
+def padded_vocab_size(
+    vocab_size: int, tp: int, multiple: int = 128, *, rule: VocabRule = "times_tp", stated: int | None = None
+) -> int:
+    """Rows of the embedding in a Megatron layout. A stated size always wins.
+
+    `times_tp` is Megatron-LM's rule, the vocabulary rounded up to a multiple of `multiple` x tp; `multiple` leaves
+    tp out; `none` pads nothing.
+
+    Raises: ValueError when the size is smaller than the vocabulary or does not divide by tp.
+    """
+    step = {"times_tp": multiple * tp, "multiple": multiple, "none": 1}[rule]
+    padded = -(-vocab_size // step) * step if stated is None else stated
+    if padded < vocab_size or padded % tp:
+        raise ValueError(
+            f"a vocabulary of {padded} rows for {vocab_size} tokens at tp = {tp}: expected at least {vocab_size}, "
+            f"divisible by {tp}; {padded_vocab_size(vocab_size, tp, multiple)} would do"
+        )
+    return padded
 
 
 def logical_tensors(arch: Architecture, head: Head = "lm") -> dict[str, Shape]:
@@ -42,7 +64,7 @@ def tensor_inits(arch: Architecture, head: Head = "lm") -> dict[str, Init]:
 def identity_placements(tensors: dict[str, Shape], rank: int = 0) -> RankPlacements:
     """Each logical tensor as a storage of its own name and shape, all on one rank."""
     placements = tuple(
-        place_slice(name, Box.whole(shape), name, shape, (0,) * len(shape)) for name, shape in tensors.items()
+        Placement(name, Box.whole(shape), name, 0, contiguous_strides(shape)) for name, shape in tensors.items()
     )
     return RankPlacements(rank, dict(tensors), placements, dict(tensors))
 
@@ -72,29 +94,29 @@ def megatron_placements(
 
     `layers` are the global indices of the chunk's layers in local order, so uneven stages and virtual stages
     need nothing more (merge the chunks of a rank with `prefixed` and `merge_ranks`). A tied head is absent
-    when the chunk holds the embedding too, else a further placement of the embedding.
+    when the chunk holds the embedding too, else a further placement of the embedding. Experts are split over ep
+    in contiguous shares, and inside an expert over tp.
 
-    Raises: ValueError when tp does not divide the KV heads, the MLP or the padded vocabulary, or when a layer
-    is out of range.
+    Raises: ValueError when tp does not divide what it splits, when ep does not divide the experts, or when a
+    layer is out of range.
     """
     table = table_of(arch)
     _check_layers(arch, layers)
-    gather = Gather(_slot(arch, tp, tp_rank, padded_vocab))
+    gather = Gather(_slot(arch, tp, tp_rank, padded_vocab, ep, ep_rank))
     if first_stage:
         for entry in table.embedding:
-            gather.add(entry, *entry.megatron)
+            gather.add(entry, entry.megatron)
     for local, layer in enumerate(layers):
-        prefix = table.megatron_layer.format(layer=local)
+        prefix, hf_prefix = table.megatron_layer.format(layer=local), table.hf_layer.format(layer=layer)
         for entry in table.layer:
-            name = prefix + entry.megatron_name(spec)
-            gather.add(entry, name, entry.megatron[1], table.hf_layer.format(layer=layer))
+            gather.add(entry, entry.megatron_place(spec, experts), prefix, hf_prefix)
     if last_stage:
         for entry in table.final:
-            gather.add(entry, *entry.megatron)
+            gather.add(entry, entry.megatron)
         shared = first_stage and arch.tied_embeddings and head == "lm"
         if not shared:
             entry = table.head(arch, head)
-            gather.add(entry, *entry.megatron)
+            gather.add(entry, entry.megatron)
     return gather.finish(rank)
 
 
@@ -104,31 +126,75 @@ def vllm_placements(
     """One tensor-parallel rank of vLLM's model (pipeline size 1), by the names of `named_parameters()`.
 
     `padded_vocab` defaults to vLLM's own rule: a multiple of 64, then split. Storages of a tied head are
-    absent, since vLLM shares the parameter.
+    absent, since vLLM shares the parameter. Experts are all on every rank, each split over tp.
 
-    Raises: ValueError when tp does not divide the query heads, the MLP or the padded vocabulary.
+    Raises: ValueError when tp does not divide the query heads, the MLP or the padded vocabulary, or when vLLM's
+    model lacks a parameter.
     """
     table = table_of(arch)
     if padded_vocab is None:
         padded_vocab = padded_vocab_size(arch.vocab_size, 1, VLLM_VOCAB_MULTIPLE)
     gather = Gather(_slot(arch, tp, tp_rank, padded_vocab))
-    for entry in table.embedding:
-        gather.add(entry, *entry.vllm)
+    heads = () if arch.tied_embeddings else (table.lm_head,)
+    blocks = [("", "", table.embedding)]
     for layer in range(arch.num_layers):
-        for entry in table.layer:
-            name = table.vllm_layer.format(layer=layer) + entry.vllm[0]
-            gather.add(entry, name, entry.vllm[1], table.hf_layer.format(layer=layer))
-    for entry in table.final:
-        gather.add(entry, *entry.vllm)
-    if not arch.tied_embeddings:
-        gather.add(table.lm_head, *table.lm_head.vllm)
+        blocks.append((table.vllm_layer.format(layer=layer), table.hf_layer.format(layer=layer), table.layer))
+    blocks += [("", "", table.final), ("", "", heads)]
+    for prefix, hf_prefix, entries in blocks:
+        for entry in entries:
+            if entry.vllm is not None:
+                gather.add(entry, entry.vllm, prefix, hf_prefix)
+            elif entry.when(arch):
+                raise ValueError(
+                    f"vLLM's {arch.model_type} has no parameter for {hf_prefix}{entry.tensors[0][0]}; sample with "
+                    "the Megatron engine"
+                )
     return gather.finish(rank)
 
 
-def _slot(arch: Architecture, tp: int, tp_rank: int, padded_vocab: int) -> Slot:
-    if not 0 <= tp_rank < tp:
-        raise ValueError(f"tp_rank = {tp_rank} is outside 0..{tp - 1} (tp = {tp}); pass the rank inside its group")
-    return Slot(arch=arch, tp=tp, tp_rank=tp_rank, padded_vocab=padded_vocab)
+def canonical_names(stored: Iterable[str], arch: Architecture, head: Head = "lm") -> dict[str, str]:
+    """Logical name -> the name under which a Hugging Face file stores it.
+
+    Files may leave out the table's prefix (`h.0.ln_1.weight` for `transformer.h.0.ln_1.weight`). Names that are no
+    tensor of the model stand for themselves, so that the caller sees them; buffers that old files store are left out.
+
+    Raises: ValueError when two stored names mean the same tensor.
+    """
+    table = table_of(arch)
+    logical = logical_tensors(arch, head).keys()
+    names: dict[str, str] = {}
+    for name in stored:
+        canonical = next((n for n in (name, table.hf_prefix + name) if n in logical), None)
+        if canonical is None:
+            if name.endswith(table.hf_ignored):
+                continue
+            canonical = name
+        if canonical in names:
+            raise ValueError(
+                f"{names[canonical]} and {name} are both {canonical}; the files mix two checkpoints: keep those of one"
+            )
+        names[canonical] = name
+    return names
+
+
+def _slot(arch: Architecture, tp: int, tp_rank: int, padded_vocab: int, ep: int = 1, ep_rank: int = 0) -> Slot:
+    for what, rank, size in (("tp", tp_rank, tp), ("ep", ep_rank, ep)):
+        if not 0 <= rank < size:
+            raise ValueError(
+                f"{what}_rank = {rank} is outside 0..{size - 1} ({what} = {size}); pass the rank inside its group"
+            )
+    if ep > 1 and not arch.num_experts:
+        raise ValueError(f"ep = {ep} on a {arch.model_type} without experts; leave ep at 1")
+    if arch.num_experts % ep:
+        raise ValueError(f"ep = {ep} does not divide the {arch.num_experts} experts; choose a divisor of them")
+    share = arch.num_experts // ep
+    return Slot(
+        arch=arch,
+        tp=tp,
+        tp_rank=tp_rank,
+        padded_vocab=padded_vocab,
+        experts=range(ep_rank * share, (ep_rank + 1) * share),
+    )
 
 
 def _check_layers(arch: Architecture, layers: Sequence[int]) -> None:

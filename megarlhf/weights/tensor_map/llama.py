@@ -2,124 +2,49 @@
 
 from __future__ import annotations
 
-from megarlhf.weights.tensor_map.rules import (
-    qkv_by_group,
-    qkv_by_kind,
-    split_columns,
-    split_rows,
-    split_vocab,
-    whole,
-)
-from megarlhf.weights.tensor_map.table import Entry, Table
+from collections.abc import Mapping
+from typing import Any
 
-_LAYER = (
-    Entry(
-        tensors=(("input_layernorm.weight", ("hidden",)),),
-        init="ones",
-        megatron=("input_layernorm.weight", whole),
-        te_name="self_attention.linear_qkv.layer_norm_weight",
-        vllm=("input_layernorm.weight", whole),
-    ),
-    Entry(
-        tensors=(
-            ("self_attn.q_proj.weight", ("q", "hidden")),
-            ("self_attn.k_proj.weight", ("kv", "hidden")),
-            ("self_attn.v_proj.weight", ("kv", "hidden")),
-        ),
-        init="normal",
-        megatron=("self_attention.linear_qkv.weight", qkv_by_group),
-        vllm=("self_attn.qkv_proj.weight", qkv_by_kind),
-    ),
-    Entry(
-        tensors=(
-            ("self_attn.q_proj.bias", ("q",)),
-            ("self_attn.k_proj.bias", ("kv",)),
-            ("self_attn.v_proj.bias", ("kv",)),
-        ),
-        init="zeros",
-        megatron=("self_attention.linear_qkv.bias", qkv_by_group),
-        vllm=("self_attn.qkv_proj.bias", qkv_by_kind),
-        when=lambda arch: arch.qkv_bias,
-    ),
-    Entry(
-        tensors=(("self_attn.o_proj.weight", ("hidden", "q")),),
-        init="residual",
-        megatron=("self_attention.linear_proj.weight", split_columns),
-        vllm=("self_attn.o_proj.weight", split_columns),
-    ),
-    Entry(
-        tensors=(("self_attn.o_proj.bias", ("hidden",)),),
-        init="zeros",
-        megatron=("self_attention.linear_proj.bias", whole),
-        vllm=("self_attn.o_proj.bias", whole),
-        when=lambda arch: arch.output_bias,
-    ),
-    Entry(
-        tensors=(("post_attention_layernorm.weight", ("hidden",)),),
-        init="ones",
-        megatron=("pre_mlp_layernorm.weight", whole),
-        te_name="mlp.linear_fc1.layer_norm_weight",
-        vllm=("post_attention_layernorm.weight", whole),
-    ),
-    Entry(
-        tensors=(
-            ("mlp.gate_proj.weight", ("ffn", "hidden")),
-            ("mlp.up_proj.weight", ("ffn", "hidden")),
-        ),
-        init="normal",
-        megatron=("mlp.linear_fc1.weight", split_rows),
-        vllm=("mlp.gate_up_proj.weight", split_rows),
-    ),
-    Entry(
-        tensors=(("mlp.gate_proj.bias", ("ffn",)), ("mlp.up_proj.bias", ("ffn",))),
-        init="zeros",
-        megatron=("mlp.linear_fc1.bias", split_rows),
-        vllm=("mlp.gate_up_proj.bias", split_rows),
-        when=lambda arch: arch.mlp_bias,
-    ),
-    Entry(
-        tensors=(("mlp.down_proj.weight", ("hidden", "ffn")),),
-        init="residual",
-        megatron=("mlp.linear_fc2.weight", split_columns),
-        vllm=("mlp.down_proj.weight", split_columns),
-    ),
-    Entry(
-        tensors=(("mlp.down_proj.bias", ("hidden",)),),
-        init="zeros",
-        megatron=("mlp.linear_fc2.bias", whole),
-        vllm=("mlp.down_proj.bias", whole),
-        when=lambda arch: arch.mlp_bias,
-    ),
+from megarlhf.weights.config_spec import ConfigSpec, Key, equal_heads, flag, number, one_of, positive
+from megarlhf.weights.tensor_map.pieces import (
+    ATTENTION,
+    EMBEDDING,
+    FINAL_NORM,
+    GATED_MLP,
+    INPUT_NORM,
+    LM_HEAD,
+    MLP_BIASES,
+    OUTPUT_BIAS,
+    SCALAR_HEAD,
 )
+from megarlhf.weights.tensor_map.table import Entry, Family, Table
 
-LLAMA = Table(
-    embedding=(
-        Entry(
-            tensors=(("model.embed_tokens.weight", ("vocab", "hidden")),),
-            init="normal",
-            megatron=("embedding.word_embeddings.weight", split_vocab),
-            vllm=("model.embed_tokens.weight", split_vocab),
-        ),
-    ),
-    layer=_LAYER,
-    final=(
-        Entry(
-            tensors=(("model.norm.weight", ("hidden",)),),
-            init="ones",
-            megatron=("decoder.final_layernorm.weight", whole),
-            vllm=("model.norm.weight", whole),
-        ),
-    ),
-    lm_head=Entry(
-        tensors=(("lm_head.weight", ("vocab", "hidden")),),
-        init="normal",
-        megatron=("output_layer.weight", split_vocab),
-        vllm=("lm_head.weight", split_vocab),
-    ),
-    scalar_head=Entry(
-        tensors=(("score.weight", ("one", "hidden")),),
-        init="score",
-        megatron=("output_layer.weight", whole),
-        vllm=("score.weight", whole),
-    ),
+FACTS: Mapping[str, Any] = {
+    "num_layers": Key(name="num_hidden_layers", read=positive),
+    "hidden_size": Key(name="hidden_size", read=positive),
+    "num_heads": Key(name="num_attention_heads", read=positive),
+    "num_kv_heads": Key(name="num_key_value_heads", read=positive, default=lambda facts: facts["num_heads"]),
+    "head_dim": Key(name="head_dim", read=positive, default=equal_heads),
+    "ffn_size": Key(name="intermediate_size", read=positive),
+    "vocab_size": Key(name="vocab_size", read=positive),
+    "max_positions": Key(name="max_position_embeddings", read=positive),
+    "norm_eps": Key(name="rms_norm_eps", read=number, default=1e-6),
+    "tied_embeddings": Key(name="tie_word_embeddings", read=flag, default=False),
+    "qkv_bias": Key(name="attention_bias", read=flag, default=False),
+    "output_bias": Key(name="attention_bias", read=flag, default=False),
+    "mlp_bias": Key(name="mlp_bias", read=flag, default=False),
+    "activation": Key(name="hidden_act", read=one_of("silu"), default="silu"),
+}
+"""What the relatives state in the same words; they replace some."""
+
+
+def decoder(*layer: Entry) -> Table:
+    """A table with these entries in each layer and Llama's embedding, final norm and heads around them."""
+    return Table(embedding=(EMBEDDING,), layer=layer, final=(FINAL_NORM,), lm_head=LM_HEAD, scalar_head=SCALAR_HEAD)
+
+
+LLAMA = Family(
+    model_type="llama",
+    config=ConfigSpec(lm_class="LlamaForCausalLM", scalar_class="LlamaForSequenceClassification", facts=FACTS),
+    table=decoder(INPUT_NORM, *ATTENTION, OUTPUT_BIAS, *GATED_MLP, *MLP_BIASES),
 )

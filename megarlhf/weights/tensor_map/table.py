@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, NamedTuple
 
 from megarlhf.weights.architecture import Architecture
+from megarlhf.weights.config_spec import ConfigSpec
 from megarlhf.weights.placement import Placement, RankPlacements, Shape
 from megarlhf.weights.tensor_map.layouts import Layout, Logical
 
@@ -27,12 +28,22 @@ class Slot:
     tp: int
     tp_rank: int
     padded_vocab: int
-    ep: int = 1
-    ep_rank: int = 0
+    experts: range = range(0)
+    """Experts that the rank holds."""
 
 
 Rule = Callable[[Sequence[Logical], Slot], Layout]
 """How a system puts the tensors of an entry into its one storage on one rank."""
+
+
+class Place(NamedTuple):
+    """A system's storage of an entry. In a layer's entry the name is relative to the layer."""
+
+    name: str
+    """Of an entry per expert, with `{expert}`, the index among the experts of the rank, or with `stack`."""
+    rule: Rule
+    stack: Callable[[Sequence[Layout]], Layout] | None = None
+    """Puts the layouts of all experts of the rank into one storage."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,14 +56,21 @@ class Entry:
     tensors: tuple[tuple[str, tuple[str, ...]], ...]
     """(Hugging Face name, shape in the words of `dimensions`)."""
     init: Init
-    megatron: tuple[str, Rule]
-    vllm: tuple[str, Rule]
+    megatron: Place
+    vllm: Place | None
+    """None: vLLM's model has no such parameter, and a model that has the tensor is refused."""
     te_name: str | None = None
     """Megatron's name under the transformer-engine spec, where it differs."""
+    per_expert: bool = False
+    """Once per expert, whose index stands for `{expert}` in the names."""
+    grouped: Mapping[Spec, Place] = field(default_factory=dict)
+    """Where Megatron keeps it with grouped experts."""
     when: Callable[[Architecture], bool] = lambda arch: True
 
-    def megatron_name(self, spec: Spec) -> str:
-        return self.te_name if spec == "te" and self.te_name else self.megatron[0]
+    def megatron_place(self, spec: Spec, experts: Experts) -> Place:
+        if experts == "grouped" and self.grouped:
+            return self.grouped[spec]
+        return self.megatron._replace(name=self.te_name) if spec == "te" and self.te_name else self.megatron
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,10 +78,15 @@ class Table:
     """One architecture: every logical tensor it has and where Megatron and vLLM keep it."""
 
     embedding: tuple[Entry, ...]
+    """The first entry is the word embedding."""
     layer: tuple[Entry, ...]
     final: tuple[Entry, ...]
     lm_head: Entry
     scalar_head: Entry
+    hf_prefix: str = "model."
+    """What a save of the bare trunk, and older files, leave out of names."""
+    hf_ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)
+    """Ends of names of buffers that older files store and that are computed, not learnt."""
     hf_layer: str = "model.layers.{layer}."
     megatron_layer: str = "decoder.layers.{layer}."
     vllm_layer: str = "model.layers.{layer}."
@@ -75,21 +98,40 @@ class Table:
         return replace(self.lm_head, tensors=self.embedding[0].tensors) if arch.tied_embeddings else self.lm_head
 
 
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """All that is known of one `model_type`: what its config.json says and where its tensors stand."""
+
+    model_type: str
+    config: ConfigSpec
+    table: Table
+
+
 def dimensions(arch: Architecture) -> dict[str, int]:
     """The words in which entries state shapes."""
+    queries, keys = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
     return {
         "one": 1,
         "vocab": arch.vocab_size,
+        "positions": arch.max_positions + arch.position_offset,
         "hidden": arch.hidden_size,
-        "q": arch.num_heads * arch.head_dim,
-        "kv": arch.num_kv_heads * arch.head_dim,
+        "head": arch.head_dim,
+        "q": queries,
+        "kv": keys,
+        "qkv": queries + 2 * keys,
         "ffn": arch.ffn_size,
+        "experts": arch.num_experts,
+        "expert_ffn": arch.expert_ffn_size,
     }
 
 
-def logicals(entry: Entry, arch: Architecture, prefix: str = "") -> tuple[Logical, ...]:
+def logicals(entry: Entry, arch: Architecture, prefix: str = "", expert: int | None = None) -> tuple[Logical, ...]:
+    """The entry's tensors, those of one expert if it is an entry per expert."""
     dims = dimensions(arch)
-    return tuple(Logical(prefix + name, tuple(dims[word] for word in shape)) for name, shape in entry.tensors)
+    return tuple(
+        Logical(prefix + (name if expert is None else name.format(expert=expert)), tuple(dims[word] for word in shape))
+        for name, shape in entry.tensors
+    )
 
 
 def walk(table: Table, arch: Architecture, head: Head) -> Iterator[tuple[Logical, Entry]]:
@@ -101,8 +143,9 @@ def walk(table: Table, arch: Architecture, head: Head) -> Iterator[tuple[Logical
     for prefix, entries in blocks:
         for entry in entries:
             if entry.when(arch):
-                for tensor in logicals(entry, arch, prefix):
-                    yield tensor, entry
+                for expert in range(arch.num_experts) if entry.per_expert else (None,):
+                    for tensor in logicals(entry, arch, prefix, expert):
+                        yield tensor, entry
 
 
 class Gather:
@@ -114,17 +157,29 @@ class Gather:
         self.tensors: dict[str, Shape] = {}
         self.placements: list[Placement] = []
 
-    def add(self, entry: Entry, storage: str, rule: Rule, hf_prefix: str = "") -> None:
-        """Adds the entry's storage, if this model has it."""
+    def add(self, entry: Entry, place: Place, prefix: str = "", hf_prefix: str = "") -> None:
+        """Adds the entry's storage, or one per expert, if this model has it."""
         if not entry.when(self.slot.arch):
             return
-        tensors = logicals(entry, self.slot.arch, hf_prefix)
-        layout = rule(tensors, self.slot)
-        assert storage not in self.storages, f"{storage} stands twice in the table"
-        self.storages[storage] = layout.shape
-        self.placements += layout.placements(storage)
-        held = {segment.tensor for segment in layout.segments}
-        self.tensors.update({tensor.name: tensor.shape for tensor in tensors if tensor.name in held})
+        name = prefix + place.name
+        if not entry.per_expert:
+            tensors = logicals(entry, self.slot.arch, hf_prefix)
+            self._store(name, place.rule(tensors, self.slot), tensors)
+            return
+        tensors_of = [logicals(entry, self.slot.arch, hf_prefix, expert) for expert in self.slot.experts]
+        layouts = [place.rule(tensors, self.slot) for tensors in tensors_of]
+        if place.stack is not None:
+            self._store(name, place.stack(layouts), [tensor for tensors in tensors_of for tensor in tensors])
+            return
+        for index, (layout, tensors) in enumerate(zip(layouts, tensors_of, strict=True)):
+            self._store(name.format(expert=index), layout, tensors)
 
     def finish(self, rank: int) -> RankPlacements:
         return RankPlacements(rank, self.storages, tuple(self.placements), self.tensors)
+
+    def _store(self, storage: str, layout: Layout, tensors: Sequence[Logical]) -> None:
+        assert storage not in self.storages, f"{storage} stands twice in the table"
+        self.storages[storage] = layout.declared
+        self.placements += layout.placements(storage)
+        held = {segment.tensor for segment in layout.segments}
+        self.tensors.update({tensor.name: tensor.shape for tensor in tensors if tensor.name in held})

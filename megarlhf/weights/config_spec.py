@@ -1,0 +1,229 @@
+"""How the config.json of one model type states an architecture: data, read in both directions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+ROPE_TYPES = ("default", "llama3")
+REQUIRED: Any = object()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Llama3Rope:
+    """The frequency-dependent rotary scaling of Llama 3.1 (`rope_type: llama3`)."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_positions: int
+
+
+Facts = Mapping[str, Any]
+"""Fields of an `Architecture` by name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Key:
+    """A field that stands in config.json."""
+
+    name: str
+    read: Callable[[str, Any], Any]
+    """(name, value) -> the field; raises ValueError on a value it does not take."""
+    default: Any = REQUIRED
+    """Where it is absent or null; a callable gets the facts read so far."""
+    alias: str | None = None
+    """An older name of the key."""
+    null_is_none: bool = False
+    """null is a value of its own (None), not absence."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refusal:
+    """A key whose values change what the model computes in ways that the model code does not follow."""
+
+    key: str
+    wrong: Callable[[Any, Facts], bool]
+    advice: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConfigSpec:
+    """What a model type's config.json says."""
+
+    lm_class: str
+    scalar_class: str
+    facts: Facts
+    """By field of `Architecture`, in an order in which defaults can be computed: a `Key`, a callable of the facts
+    before it, or a value that holds for every model of this type."""
+    rope_theta: float | None = 10000.0
+    """Rotary base where config.json has none; None: the model has no rotary embedding."""
+    refusals: tuple[Refusal, ...] = ()
+
+
+def read_facts(config: Mapping[str, Any], spec: ConfigSpec) -> dict[str, Any]:
+    """The fields of the architecture that config.json describes, all but `model_type`.
+
+    Raises: ValueError on a missing key, or on anything the model code would compute wrongly.
+    """
+    _refuse_quantized(config)
+    facts: dict[str, Any] = {}
+    for field, fact in spec.facts.items():
+        if isinstance(fact, Key):
+            facts[field] = _read(config, fact, facts)
+        else:
+            facts[field] = fact(facts) if callable(fact) else fact
+    facts["rope_theta"], facts["rope_scaling"] = (0.0, None) if spec.rope_theta is None else _rope(config, spec)
+    _check_heads(facts, spec)
+    _check_experts(facts, spec)
+    for refusal in spec.refusals:
+        value = config.get(refusal.key)
+        if value is not None and refusal.wrong(value, facts):
+            raise ValueError(
+                f"config.json has {refusal.key} = {value!r}, which is not supported for {config.get('model_type')}; "
+                f"{refusal.advice}"
+            )
+    return facts
+
+
+def write_facts(facts: Facts, spec: ConfigSpec) -> dict[str, Any]:
+    """The keys of a config.json that `read_facts` reads back to the same facts.
+
+    Rotary numbers are written in the style that transformers 4 and 5 and vLLM all read.
+    """
+    config = {fact.name: facts[field] for field, fact in spec.facts.items() if isinstance(fact, Key)}
+    if spec.rope_theta is not None:
+        config["rope_theta"] = facts["rope_theta"]
+        rope: Llama3Rope | None = facts["rope_scaling"]
+        config["rope_scaling"] = None
+        if rope is not None:
+            config["rope_scaling"] = {
+                "rope_type": "llama3",
+                "factor": rope.factor,
+                "low_freq_factor": rope.low_freq_factor,
+                "high_freq_factor": rope.high_freq_factor,
+                "original_max_position_embeddings": rope.original_max_positions,
+            }
+    return config
+
+
+# --- readers of values ----------------------------------------------------------------------------
+
+
+def positive(key: str, value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"config.json has {key} = {value!r}, expected a positive integer; correct config.json")
+    return value
+
+
+def number(key: str, value: Any) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
+        raise ValueError(f"config.json has {key} = {value!r}, expected a positive number; correct config.json")
+    return float(value)
+
+
+def flag(key: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"config.json has {key} = {value!r}, expected true or false; correct config.json")
+    return value
+
+
+def one_of(*known: str) -> Callable[[str, Any], str]:
+    """A name of which the model code computes these."""
+
+    def read(key: str, value: Any) -> str:
+        if value not in known:
+            raise ValueError(
+                f"config.json has {key} {value!r}; supported for this model_type: {', '.join(known)}. "
+                "Use a model with one of these"
+            )
+        return value
+
+    return read
+
+
+def equal_heads(facts: Facts) -> int:
+    """Channels per head where config.json does not state them."""
+    hidden_size, num_heads = facts["hidden_size"], facts["num_heads"]
+    if hidden_size % num_heads:
+        raise ValueError(
+            f"config.json has no head_dim, and its hidden size {hidden_size} is not a multiple of its {num_heads} "
+            "attention heads; add head_dim to config.json"
+        )
+    return hidden_size // num_heads
+
+
+# --- what several keys say together ---------------------------------------------------------------
+
+
+def _read(config: Mapping[str, Any], key: Key, facts: Facts) -> Any:
+    name = key.alias if key.alias is not None and key.alias in config and key.name not in config else key.name
+    value = config.get(name)
+    if value is None:
+        if key.null_is_none and name in config:
+            return None
+        if key.default is not REQUIRED:
+            return key.default(facts) if callable(key.default) else key.default
+    return key.read(name, value)
+
+
+def _check_heads(facts: Facts, spec: ConfigSpec) -> None:
+    if facts["num_heads"] % facts["num_kv_heads"]:
+        names = [spec.facts[field].name for field in ("num_heads", "num_kv_heads")]
+        raise ValueError(
+            f"config.json has {names[0]} = {facts['num_heads']}, not a multiple of {names[1]} = "
+            f"{facts['num_kv_heads']}; correct config.json"
+        )
+
+
+def _check_experts(facts: Facts, spec: ConfigSpec) -> None:
+    if facts.get("experts_per_token", 0) > facts.get("num_experts", 0):
+        names = [spec.facts[field].name for field in ("experts_per_token", "num_experts")]
+        raise ValueError(
+            f"config.json has {names[0]} = {facts['experts_per_token']}, more than {names[1]} = "
+            f"{facts['num_experts']}; correct config.json"
+        )
+
+
+def _refuse_quantized(config: Mapping[str, Any]) -> None:
+    quantization = config.get("quantization_config")
+    if quantization:
+        method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
+        raise ValueError(
+            f"config.json has a quantization_config ({method!r}): its weights are not the model's values; "
+            "use the checkpoint in bf16, fp16 or fp32"
+        )
+
+
+def _rope(config: Mapping[str, Any], spec: ConfigSpec) -> tuple[float, Llama3Rope | None]:
+    """Rotary base and scaling: transformers 5 `rope_parameters`, else `rope_theta` and `rope_scaling`."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(rope, Mapping):
+        raise ValueError(f"config.json has rotary parameters {rope!r}, expected an object; correct config.json")
+    theta = number("rope_theta", rope.get("rope_theta", config.get("rope_theta") or spec.rope_theta))
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    if rope_type not in ROPE_TYPES:
+        raise ValueError(
+            f"config.json has rope type {rope_type!r}; supported: {', '.join(ROPE_TYPES)}. "
+            "Use a model with one of these, or with its rotary scaling removed"
+        )
+    share = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    if share not in (None, 1, 1.0):
+        raise ValueError(
+            f"config.json has partial_rotary_factor = {share!r}; supported: 1. Use a model that rotates whole heads"
+        )
+    if rope_type == "default":
+        return theta, None
+    keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    missing = [key for key in keys if rope.get(key) is None]
+    if missing:
+        raise ValueError(f"config.json has rope type 'llama3' without {', '.join(missing)}; add them")
+    factor, low, high, original = (rope[key] for key in keys)
+    scaling = Llama3Rope(
+        factor=float(factor),
+        low_freq_factor=float(low),
+        high_freq_factor=float(high),
+        original_max_positions=int(original),
+    )
+    return theta, scaling

@@ -1,0 +1,33 @@
+"""Qwen2 and Qwen2.5: Llama with biases on q, k and v; tied embeddings on the small sizes."""
+
+from __future__ import annotations
+
+from megarlhf.weights.config_spec import ConfigSpec, Refusal
+from megarlhf.weights.tensor_map.llama import FACTS, decoder
+from megarlhf.weights.tensor_map.pieces import ATTENTION, GATED_MLP, INPUT_NORM
+from megarlhf.weights.tensor_map.table import Family
+
+NO_WINDOW = (
+    Refusal(
+        key="use_sliding_window",
+        wrong=lambda value, facts: value is not False,
+        advice="a window on the upper layers only is not implemented; use a model without one",
+    ),
+    Refusal(
+        key="layer_types",
+        wrong=lambda value, facts: set(value) != {"full_attention"},
+        advice="only layers of full_attention are implemented; use a model of these",
+    ),
+)
+"""Qwen's windows; `sliding_window` alone says nothing there."""
+
+QWEN2 = Family(
+    model_type="qwen2",
+    config=ConfigSpec(
+        lm_class="Qwen2ForCausalLM",
+        scalar_class="Qwen2ForSequenceClassification",
+        facts={**FACTS, "qkv_bias": True, "output_bias": False, "mlp_bias": False},
+        refusals=NO_WINDOW,
+    ),
+    table=decoder(INPUT_NORM, *ATTENTION, *GATED_MLP),
+)
