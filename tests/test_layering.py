@@ -22,6 +22,7 @@ HOUSE: tuple[dict[str, str], ...] = (
     {
         "launch": "turns a process into a rank and calls a trainer, by a name that it is given",
         "doctor": "a command that looks at the machine; nobody needs it to run",
+        "convert": "the converter's commands",
     },
     {"trainers": "the loops: they join every room below in the order in which data flows"},
     {"planning": "decides about a run from configuration, config.json and the names of rules; builds nothing"},
@@ -45,6 +46,7 @@ HOUSE: tuple[dict[str, str], ...] = (
     {
         "runtime": "device, rank and process group of this process",
         "layout": "pure integers",
+        "model_directory": "where config.json and tokenizer stand",
         "__init__": "the version",
     },
 )

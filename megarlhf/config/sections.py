@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
 
 from megarlhf.layout import Layout
+from megarlhf.model_directory import find_description
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 NonNegative = Annotated[float, Field(ge=0.0)]
@@ -37,13 +38,31 @@ class RunConfig(FrozenModel):
 
 class ModelConfig(FrozenModel):
     path: Path
-    """A Hugging Face directory: config.json, tokenizer and, unless `random_init`, safetensors."""
+    """A Hugging Face directory, or a Megatron checkpoint (`torch_dist` or `mp_rank`) of any layout. With
+    `random_init` only its config.json and tokenizer are read."""
+    hf: Path | None = None
+    """A directory with config.json and tokenizer, for a Megatron checkpoint that has none of its own."""
     random_init: bool = False
     """Start from random weights of the architecture in config.json (the same at every layout)."""
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Of parameters and activations. Optimizer state and gradients are fp32."""
     vocab_multiple: PositiveInt = 128
     """The vocabulary is padded to a multiple of this x tp, as Megatron does; padding is masked."""
+
+    def described_by(self) -> Path:
+        """The directory with the model's config.json and tokenizer.
+
+        Raises: ValueError when there is none.
+        """
+        found = find_description(self.path, self.hf)
+        if found is None:
+            asked = self.hf or self.path
+            raise ValueError(
+                f"{asked} has no config.json; give a Hugging Face directory, a Megatron checkpoint made by the "
+                f"converter, or, for any other Megatron checkpoint, set model.hf to a directory with config.json and "
+                "tokenizer"
+            )
+        return found
 
 
 class ParallelConfig(FrozenModel):

@@ -30,7 +30,7 @@ MICRO_BATCH_SAMPLES = 16
 
 def run(cfg: GenerateConfig, runtime: Runtime) -> None:
     """Write a JSON line per response: prompt, response, finished, rewards by name, and the record's columns."""
-    data = load_prompts(cfg.data, cfg.actor.model.path)
+    data = load_prompts(cfg.data, cfg.actor.model.described_by())
     with (
         ExitStack() as closing,
         open_session(cfg, cfg.run, CheckpointConfig(), runtime, "generate", 1, data.notes) as session,
@@ -45,7 +45,7 @@ def run(cfg: GenerateConfig, runtime: Runtime) -> None:
 
 def evaluate(cfg: GenerateConfig, runtime: Runtime) -> None:
     """Log the mean of each reward over the prompts."""
-    data = load_prompts(cfg.data, cfg.actor.model.path)
+    data = load_prompts(cfg.data, cfg.actor.model.described_by())
     with (
         ExitStack() as closing,
         open_session(cfg, cfg.run, CheckpointConfig(), runtime, "eval", 1, data.notes) as session,

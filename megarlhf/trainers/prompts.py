@@ -55,7 +55,7 @@ def make_engine(rollout: RolloutConfig, actor: Role, max_prompt_tokens: int, mic
 
     model = actor.section.model
     return VllmEngine(
-        model.path,
+        model.described_by(),
         parameter_dtype(model),
         rollout,
         rollout.tp(actor.section),

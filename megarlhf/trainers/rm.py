@@ -63,7 +63,7 @@ def run(cfg: RMConfig, runtime: Runtime) -> None:
 
 def load_data(cfg: RMConfig) -> tuple[list[PairSample], list[PairSample], list[str]]:
     """Training and held-out pairs, on every rank, and what was skipped in words."""
-    tokenizer = load_tokenizer(cfg.reward_model.model.path)
+    tokenizer = load_tokenizer(cfg.reward_model.model.described_by())
     found: list[list[PairSample]] = []
     notes = []
     for path in (cfg.data.train, cfg.data.heldout):
@@ -78,7 +78,7 @@ def load_data(cfg: RMConfig) -> tuple[list[PairSample], list[PairSample], list[s
             template=cfg.data.template,
         )
         longest = max(len(p.prompt_tokens) + max(len(p.chosen_tokens), len(p.rejected_tokens)) for p in pairs)
-        model = cfg.reward_model.model.path
+        model = cfg.reward_model.model.described_by()
         require_positions(longest, Architecture.from_hf(model).max_positions, str(model))
         notes.append(f"{path}: {skipped.describe()}")
         found.append(pairs)

@@ -58,7 +58,7 @@ def run(cfg: SFTConfig, runtime: Runtime) -> None:
 
 def load_data(cfg: SFTConfig) -> tuple[list[SFTSample], list[SFTSample], list[str]]:
     """Training and held-out samples, on every rank, and what was skipped in words."""
-    tokenizer = load_tokenizer(cfg.actor.model.path)
+    tokenizer = load_tokenizer(cfg.actor.model.described_by())
     found: list[list[SFTSample]] = []
     notes = []
     for path in (cfg.data.train, cfg.data.heldout):
@@ -73,7 +73,9 @@ def load_data(cfg: SFTConfig) -> tuple[list[SFTSample], list[SFTSample], list[st
             template=cfg.data.template,
         )
         longest = max(len(sample.tokens) for sample in samples)
-        require_positions(longest, Architecture.from_hf(cfg.actor.model.path).max_positions, str(cfg.actor.model.path))
+        require_positions(
+            longest, Architecture.from_hf(cfg.actor.model.described_by()).max_positions, str(cfg.actor.model.path)
+        )
         notes.append(f"{path}: {skipped.describe()}")
         found.append(samples)
     return found[0], found[1][: cfg.eval.max_samples], notes

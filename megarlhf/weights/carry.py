@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
-from megarlhf.weights.placement import Box, Placement, RankPlacements, Shape
-from megarlhf.weights.plan import Copy, CopyPlan
+from megarlhf.weights.formats.extent import MappedFiles, StoredWeights
+from megarlhf.weights.placement import Placement, RankPlacements
+from megarlhf.weights.plan import Copy, CopyPlan, make_plan
 
 Storages = Mapping[str, torch.Tensor]
-
-
-class BoxReader(Protocol):
-    """A source of logical tensors on disk."""
-
-    def shape(self, tensor: str) -> Shape: ...
-
-    def read(self, tensor: str, box: Box) -> torch.Tensor: ...
 
 
 def view(placement: Placement, storages: Storages) -> torch.Tensor:
@@ -123,24 +115,22 @@ def _parts(copies: Iterable[Copy], message: torch.Tensor) -> Iterable[tuple[Copy
 
 @torch.no_grad()
 def carry_from_files(
-    placements: RankPlacements, reader: BoxReader, dst: Storages, *, skip: Collection[str] = ()
+    placements: RankPlacements, stored: StoredWeights, dst: Storages, *, skip: Collection[str] = ()
 ) -> None:
-    """Fills a rank's storages from files, reading only its boxes, cast to the storage's dtype.
+    """Fills a rank's storages from files of any format and layout, reading only its boxes, cast to each
+    storage's dtype.
 
-    `skip` names logical tensors that the files lack and somebody else fills (a fresh score head). Padding is
-    set to zero.
+    `skip` names logical tensors that somebody else fills (a fresh score head). Padding is set to zero.
 
-    Raises: ValueError when a logical tensor's shape differs, or the reader's own errors.
+    Raises: ValueError when a logical tensor's shape differs, when the files lack a box, or when they are short.
     """
-    for tensor, shape in placements.tensors.items():
-        if tensor not in skip and tuple(reader.shape(tensor)) != tuple(shape):
-            raise ValueError(
-                f"{tensor} has shape {reader.shape(tensor)} on disk, expected {shape}; is this the "
-                "checkpoint of the configured model?"
-            )
-    for placement in placements.placements:
-        if placement.tensor not in skip:
-            view(placement, dst).copy_(reader.read(placement.tensor, placement.box))
+    wanted = placements.select([tensor for tensor in placements.tensors if tensor not in skip])
+    rank = len(stored.parts)
+    plan = make_plan(stored.parts, [wanted.on_rank(rank)], only_rank=rank)
+    maps = MappedFiles()
+    for copy in plan.copies:
+        source = maps.tensor(stored.extents[copy.src_rank][copy.src_storage]).contiguous()
+        view(copy.destination, dst).copy_(view(copy.source, {copy.src_storage: source}))
     zero_padding(placements, dst)
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from megarlhf.weights.architecture import Architecture
 from megarlhf.weights.carry import Storages, carry_over_group, copy_local
-from megarlhf.weights.formats.huggingface import HFWriter
+from megarlhf.weights.formats.huggingface_write import HFWriter
 from megarlhf.weights.placement import RankPlacements, Shape
 from megarlhf.weights.plan import make_plan
 from megarlhf.weights.tensor_map import Head, identity_placements, logical_tensors

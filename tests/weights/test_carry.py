@@ -11,7 +11,7 @@ import torch.multiprocessing as mp
 from megarlhf.weights.carry import carry_from_files, carry_over_group, check_storages, copy_local
 from megarlhf.weights.digest import compare, model_digest, transfer_digests
 from megarlhf.weights.export import export
-from megarlhf.weights.formats.huggingface import HFReader
+from megarlhf.weights.formats.huggingface import HFFiles
 from megarlhf.weights.plan import make_plan
 from megarlhf.weights.random_init import fill_random
 from megarlhf.weights.tensor_map import hf_placements, logical_tensors
@@ -85,9 +85,8 @@ def test_files_to_megatron_and_back_bit_exact(tmp_path, tp, stages):
     model = LlamaForCausalLM(transformers_config()).to(torch.bfloat16)
     model.save_pretrained(tmp_path / "in", max_shard_size="100KB")
     assert len(list((tmp_path / "in").glob("*.safetensors"))) > 2
-    reader = HFReader(tmp_path / "in")
     arch = tiny()
-    reader.check(logical_tensors(arch))
+    reader = HFFiles(tmp_path / "in").stored(arch, "lm")
     live = {}
     megatron = megatron_ranks(arch, tp, stages)
     for part in megatron:
@@ -123,15 +122,15 @@ def test_loading_names_what_does_not_fit(tmp_path):
     from transformers import LlamaForCausalLM
 
     LlamaForCausalLM(transformers_config()).save_pretrained(tmp_path)
-    reader = HFReader(tmp_path)
+    reader = HFFiles(tmp_path).stored(tiny(), "lm")
     (part,) = megatron_ranks(tiny(), 1, [range(3)], head="scalar")
     live = empty([part])[0]
-    with pytest.raises(ValueError, match=r"has no tensor score.weight"):
+    with pytest.raises(ValueError, match=r"lack 1 boxes .*score.weight"):
         carry_from_files(part, reader, live)
     carry_from_files(part, reader, live, skip=("score.weight",))
     assert bool((live["output_layer.weight"] == -1).all())
     (wide,) = megatron_ranks(tiny(intermediate_size=128), 1, [range(3)])
-    with pytest.raises(ValueError, match=r"gate_proj.weight has shape \(96, 64\) on disk, expected \(128, 64\)"):
+    with pytest.raises(ValueError, match=r"gate_proj.weight has shape \(96, 64\) on rank 0 and \(128, 64\)"):
         carry_from_files(wide, reader, empty([wide])[0])
 
 
@@ -189,7 +188,7 @@ def test_over_a_gloo_group_of_four(tmp_path):
     arch = tiny(tie_word_embeddings=True)
     hf = hf_placements(arch)
     loaded, expected = empty([hf], torch.float32)[0], empty([hf], torch.float32)[0]
-    carry_from_files(hf, HFReader(tmp_path / "out"), loaded)
+    carry_from_files(hf, HFFiles(tmp_path / "out").stored(arch, "lm"), loaded)
     fill_random(hf, expected, seed=5, std=0.1, arch=arch)
     assert all(torch.equal(loaded[name], value) for name, value in expected.items())
     assert {path.name for path in tmp_path.iterdir()} == {"out", *(f"result{rank}" for rank in range(4))}

@@ -6,8 +6,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megarlhf.weights.formats.huggingface import INDEX, HFReader, HFWriter
-from megarlhf.weights.placement import Box
+from megarlhf.weights.formats.extent import MappedFiles
+from megarlhf.weights.formats.huggingface import INDEX, HFFiles
+from megarlhf.weights.formats.huggingface_write import HFWriter
 from megarlhf.weights.tensor_map import logical_tensors
 from tests.weights.cases import TINY, random_logical, tiny
 
@@ -27,18 +28,19 @@ def write(directory, **options):
 
 @pytest.mark.parametrize(("limit", "files"), [(1 << 20, 1), (44, 2), (1, 3)])
 def test_written_files_are_read_by_safetensors_and_by_us(tmp_path, limit, files):
-    """Bit for bit, in one or several shards; a box is the slice."""
+    """Bit for bit, in one or several shards; nothing is copied to read them."""
     write(tmp_path / "m", max_shard_bytes=limit)
     shards = sorted((tmp_path / "m").glob("*.safetensors"))
     assert len(shards) == files
     stored = {name: value for shard in shards for name, value in load_file(shard).items()}
-    reader = HFReader(tmp_path / "m")
+    reader = HFFiles(tmp_path / "m")
     assert stored.keys() == reader.tensors.keys() == SPECS.keys()
     for name, value in VALUES.items():
         assert stored[name].dtype == value.dtype
         assert torch.equal(stored[name], value)
-    assert torch.equal(reader.read("a", Box((1, 1), (3, 2))), VALUES["a"][1:3, 1:2])
-    assert torch.equal(reader.read("b", Box((4,), (5,))), VALUES["b"][4:])
+    maps = MappedFiles()
+    for name, extent in reader.tensors.items():
+        assert torch.equal(maps.tensor(extent), VALUES[name])
     assert (tmp_path / "m" / INDEX).exists() == (files > 1)
     assert json.loads((tmp_path / "m" / "config.json").read_text()) == TINY
 
@@ -95,12 +97,12 @@ def test_a_writer_that_fails_leaves_nothing(tmp_path):
     write(tmp_path / "m")
     with pytest.raises(ValueError, match="exists already"):
         write(tmp_path / "m")
-    assert HFReader(tmp_path / "m").tensors.keys() == SPECS.keys()
+    assert HFFiles(tmp_path / "m").tensors.keys() == SPECS.keys()
 
 
 def test_damaged_directories(tmp_path):
-    with pytest.raises(ValueError, match=r"neither model.safetensors.index.json nor model.safetensors"):
-        HFReader(tmp_path)
+    with pytest.raises(ValueError, match=r"none of model.safetensors.index.json, model.safetensors"):
+        HFFiles(tmp_path)
     directory = tmp_path / "m"
     write(directory, max_shard_bytes=1)
     shards = sorted(directory.glob("*.safetensors"))
@@ -112,14 +114,14 @@ def test_damaged_directories(tmp_path):
     ):
         shards[1].write_bytes(whole[:size])
         with pytest.raises(ValueError, match=message):
-            HFReader(directory)
+            HFFiles(directory)
     shards[1].write_bytes(shards[0].read_bytes())
     with pytest.raises(ValueError, match=r"promises 1 tensors that its shards lack: b \(in "):
-        HFReader(directory)
+        HFFiles(directory)
     shards[1].unlink()
     shards[2].unlink()
     with pytest.raises(ValueError, match=f"lacks 2 of 3 shards .*{shards[1].name}, {shards[2].name}"):
-        HFReader(directory)
+        HFFiles(directory)
 
 
 def test_the_model_and_the_files_are_compared_in_full(tmp_path):
@@ -128,19 +130,62 @@ def test_the_model_and_the_files_are_compared_in_full(tmp_path):
     stored["lm_head.weight"] = stored["model.embed_tokens.weight"].clone()
     stored["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
     save_file(stored, tmp_path / "model.safetensors")
-    reader = HFReader(tmp_path)
-    reader.check(logical_tensors(arch), extra=("lm_head.weight",))
+    files = HFFiles(tmp_path)
+    found = files.stored(arch, "lm", extra=("lm_head.weight",))
+    assert found.extents[0].keys() == logical_tensors(arch).keys()
     with pytest.raises(ValueError, match=r"lm_head.weight is not part of the model"):
-        reader.check(logical_tensors(arch))
+        files.stored(arch, "lm")
     with pytest.raises(ValueError, match=r"score.weight is missing"):
-        reader.check(logical_tensors(arch, "scalar"), extra=("lm_head.weight",))
-    reader.check(logical_tensors(arch, "scalar"), absent=("score.weight",), extra=("lm_head.weight",))
+        files.stored(arch, "scalar", extra=("lm_head.weight",))
     other = tiny(tie_word_embeddings=True, num_hidden_layers=2, vocab_size=101, attention_bias=True)
     with pytest.raises(ValueError, match=r"differs from what its config.json describes in 18 tensors") as error:
-        reader.check(logical_tensors(other), extra=("lm_head.weight",))
+        files.stored(other, "lm", extra=("lm_head.weight",))
     for text in (
         "model.layers.1.self_attn.o_proj.bias is missing",
         "model.layers.2.mlp.up_proj.weight is not part of the model",
         "model.embed_tokens.weight has shape (100, 64), expected (101, 64)",
     ):
         assert text in str(error.value)
+
+
+def test_older_bin_files_and_names_without_prefix(tmp_path):
+    """pytorch_model.bin of a base model: no `model.` prefix, a buffer that is computed; values by extent."""
+    arch = tiny(tie_word_embeddings=True)
+    logical = {name: value.to(torch.float32) for name, value in random_logical(arch).items()}
+    state = {name.removeprefix("model."): value for name, value in logical.items()}
+    state["layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
+    torch.save(state, tmp_path / "pytorch_model.bin")
+    found = HFFiles(tmp_path).stored(arch, "lm")
+    maps = MappedFiles()
+    assert len(found.parts[0].placements) == len(logical)
+    for placement in found.parts[0].placements:
+        assert torch.equal(maps.tensor(found.extents[0][placement.storage]), logical[placement.tensor])
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (b'"F16"', b'"F17"', "dtype 'F17' is not one of"),
+        (b"[3,4]", b"[3,5]", "24 bytes for BF16 of shape"),
+        (b"[3,4]", b"[3,x]", "no sound safetensors header"),
+        (b'"shape"', b'"shame"', "no sound safetensors header"),
+        (b"[24,44]", b"[23,43]", "a gap or an overlap"),
+    ],
+)
+def test_headers_that_contradict_themselves(tmp_path, old, new, message):
+    write(tmp_path / "m")
+    path = tmp_path / "m" / "model.safetensors"
+    damaged = path.read_bytes().replace(old, new, 1)
+    assert damaged != path.read_bytes()
+    path.write_bytes(damaged)
+    with pytest.raises(ValueError, match=message):
+        HFFiles(tmp_path / "m")
+
+
+def test_an_index_that_forgets_a_tensor(tmp_path):
+    write(tmp_path / "m", max_shard_bytes=1)
+    index = json.loads((tmp_path / "m" / INDEX).read_text())
+    shard = index["weight_map"]["b"]
+    save_file({"b": VALUES["b"], "stray": VALUES["b"].clone()}, tmp_path / "m" / shard)
+    with pytest.raises(ValueError, match=r"does not list 1 tensors that its shards hold: stray"):
+        HFFiles(tmp_path / "m")

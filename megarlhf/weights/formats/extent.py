@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from megarlhf.weights.placement import Shape, contiguous_strides
+from megarlhf.weights.placement import RankPlacements, Shape, contiguous_strides
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,3 +74,22 @@ class MappedFiles(Mapping[Path, memoryview]):
         flat = torch.frombuffer(raw, dtype=extent.dtype)
         strides = contiguous_strides(extent.shape) if extent.strides is None else extent.strides
         return flat.as_strided(extent.shape, strides)
+
+
+@dataclass(frozen=True)
+class StoredWeights:
+    """A model on disk: what each part (a file, a rank's share) holds of it, and where."""
+
+    where: Path
+    parts: tuple[RankPlacements, ...]
+    """Numbered 0, 1, ... by their `rank`."""
+    extents: tuple[Mapping[str, Extent], ...]
+    """Of the storages of each part."""
+
+    def dtypes(self) -> dict[torch.dtype, int]:
+        """Bytes stored in each dtype, the most first."""
+        total: dict[torch.dtype, int] = {}
+        for extents in self.extents:
+            for extent in extents.values():
+                total[extent.dtype] = total.get(extent.dtype, 0) + extent.num_bytes
+        return dict(sorted(total.items(), key=lambda item: -item[1]))

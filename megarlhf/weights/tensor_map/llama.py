@@ -14,6 +14,7 @@ from megarlhf.weights.tensor_map.pieces import (
     INPUT_NORM,
     LM_HEAD,
     MLP_BIASES,
+    OUTPUT,
     OUTPUT_BIAS,
     SCALAR_HEAD,
 )
@@ -46,5 +47,5 @@ def decoder(*layer: Entry) -> Table:
 LLAMA = Family(
     model_type="llama",
     config=ConfigSpec(lm_class="LlamaForCausalLM", scalar_class="LlamaForSequenceClassification", facts=FACTS),
-    table=decoder(INPUT_NORM, *ATTENTION, OUTPUT_BIAS, *GATED_MLP, *MLP_BIASES),
+    table=decoder(INPUT_NORM, *ATTENTION, OUTPUT, OUTPUT_BIAS, *GATED_MLP, *MLP_BIASES),
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megarlhf.weights.config_spec import ConfigSpec, Key, Refusal, positive
 from megarlhf.weights.tensor_map.llama import FACTS, decoder
-from megarlhf.weights.tensor_map.pieces import ATTENTION, GATED_MLP, INPUT_NORM
+from megarlhf.weights.tensor_map.pieces import ATTENTION, GATED_MLP, INPUT_NORM, OUTPUT
 from megarlhf.weights.tensor_map.table import Family
 
 MISTRAL = Family(
@@ -28,5 +28,5 @@ MISTRAL = Family(
             ),
         ),
     ),
-    table=decoder(INPUT_NORM, *ATTENTION, *GATED_MLP),
+    table=decoder(INPUT_NORM, *ATTENTION, OUTPUT, *GATED_MLP),
 )

@@ -10,7 +10,7 @@ from megarlhf.weights.tensor_map.rules import (
     split_vocab,
     whole,
 )
-from megarlhf.weights.tensor_map.table import Entry, Place
+from megarlhf.weights.tensor_map.table import Entry, Init, Place
 
 INPUT_NORM = Entry(
     tensors=(("input_layernorm.weight", ("hidden",)),),
@@ -42,12 +42,14 @@ ATTENTION = (
         vllm=Place("self_attn.qkv_proj.bias", qkv_by_kind),
         when=lambda arch: arch.qkv_bias,
     ),
-    Entry(
-        tensors=(("self_attn.o_proj.weight", ("hidden", "q")),),
-        init="residual",
-        megatron=Place("self_attention.linear_proj.weight", split_columns),
-        vllm=Place("self_attn.o_proj.weight", split_columns),
-    ),
+)
+"""q, k and v."""
+
+OUTPUT = Entry(
+    tensors=(("self_attn.o_proj.weight", ("hidden", "q")),),
+    init="residual",
+    megatron=Place("self_attention.linear_proj.weight", split_columns),
+    vllm=Place("self_attn.o_proj.weight", split_columns),
 )
 
 OUTPUT_BIAS = Entry(
@@ -143,3 +145,18 @@ SCALAR_HEAD = Entry(
     megatron=Place("output_layer.weight", whole),
     vllm=Place("score.weight", whole),
 )
+
+
+def layer_norm(name: str, megatron: str, fused: str | None = None) -> tuple[Entry, Entry]:
+    """Weight and bias of a LayerNorm; transformer-engine keeps both in the linear layer `fused` after it."""
+
+    def entry(kind: str, init: Init) -> Entry:
+        return Entry(
+            tensors=((f"{name}.{kind}", ("hidden",)),),
+            init=init,
+            megatron=Place(f"{megatron}.{kind}", whole),
+            te_name=f"{fused}.layer_norm_{kind}" if fused else None,
+            vllm=Place(f"{name}.{kind}", whole),
+        )
+
+    return entry("weight", "ones"), entry("bias", "zeros")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megarlhf.weights.config_spec import ConfigSpec, Refusal
 from megarlhf.weights.tensor_map.llama import FACTS, decoder
-from megarlhf.weights.tensor_map.pieces import ATTENTION, GATED_MLP, INPUT_NORM
+from megarlhf.weights.tensor_map.pieces import ATTENTION, GATED_MLP, INPUT_NORM, OUTPUT
 from megarlhf.weights.tensor_map.table import Family
 
 NO_WINDOW = (
@@ -29,5 +29,5 @@ QWEN2 = Family(
         facts={**FACTS, "qkv_bias": True, "output_bias": False, "mlp_bias": False},
         refusals=NO_WINDOW,
     ),
-    table=decoder(INPUT_NORM, *ATTENTION, *GATED_MLP),
+    table=decoder(INPUT_NORM, *ATTENTION, OUTPUT, *GATED_MLP),
 )

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 from megarlhf.weights.config_spec import ConfigSpec, Key, positive
 from megarlhf.weights.tensor_map.llama import FACTS, decoder
-from megarlhf.weights.tensor_map.pieces import ATTENTION, GATED_MLP, INPUT_NORM, OUTPUT_BIAS, QK_NORMS
+from megarlhf.weights.tensor_map.pieces import ATTENTION, GATED_MLP, INPUT_NORM, OUTPUT, OUTPUT_BIAS, QK_NORMS
 from megarlhf.weights.tensor_map.qwen2 import NO_WINDOW
 from megarlhf.weights.tensor_map.table import Family
 
 # vLLM's Qwen3 has no such bias, whatever attention_bias says (0.32).
-QWEN3_ATTENTION = (*ATTENTION, replace(OUTPUT_BIAS, vllm=None), *QK_NORMS)
+QWEN3_ATTENTION = (*ATTENTION, OUTPUT, replace(OUTPUT_BIAS, vllm=None), *QK_NORMS)
 
 QWEN3 = Family(
     model_type="qwen3",

@@ -1,0 +1,48 @@
+"""Qwen3-MoE: Qwen3's attention, experts in every layer."""
+
+from __future__ import annotations
+
+from megarlhf.weights.config_spec import ConfigSpec, Key, Refusal, flag, positive
+from megarlhf.weights.tensor_map.llama import FACTS, decoder
+from megarlhf.weights.tensor_map.moe import experts
+from megarlhf.weights.tensor_map.pieces import INPUT_NORM
+from megarlhf.weights.tensor_map.qwen2 import NO_WINDOW
+from megarlhf.weights.tensor_map.qwen3 import QWEN3_ATTENTION
+from megarlhf.weights.tensor_map.table import Family
+
+_ALIKE = (
+    Refusal(
+        key="mlp_only_layers",
+        wrong=lambda value, facts: bool(value),
+        advice="every layer has experts here; use a model without dense layers",
+    ),
+    Refusal(
+        key="decoder_sparse_step",
+        wrong=lambda value, facts: value != 1,
+        advice="every layer has experts here; use a model with decoder_sparse_step 1",
+    ),
+    Refusal(
+        key="shared_expert_intermediate_size",
+        wrong=lambda value, facts: bool(value),
+        advice="there are no shared experts here; use a model without them",
+    ),
+)
+
+QWEN3_MOE = Family(
+    model_type="qwen3_moe",
+    config=ConfigSpec(
+        lm_class="Qwen3MoeForCausalLM",
+        scalar_class="Qwen3MoeForSequenceClassification",
+        facts={
+            **FACTS,
+            "mlp_bias": False,
+            "qk_norm": True,
+            "num_experts": Key(name="num_experts", read=positive, alias="num_local_experts"),
+            "experts_per_token": Key(name="num_experts_per_tok", read=positive, default=8),
+            "expert_ffn_size": Key(name="moe_intermediate_size", read=positive),
+            "renormalize_experts": Key(name="norm_topk_prob", read=flag, default=False),
+        },
+        refusals=(*NO_WINDOW, *_ALIKE),
+    ),
+    table=decoder(INPUT_NORM, *QWEN3_ATTENTION, *experts("mlp", gate="gate_proj", up="up_proj", down="down_proj")),
+)
