@@ -1,4 +1,4 @@
-"""Core attention for the local layer spec: torch's scaled-dot-product attention, causal, grouped-query.
+"""Attention for Megatron-Core's layers: the core for the local layer spec, and query groups cut by tensor parallelism.
 
 Sequences are padded on the right, so a causal mask already keeps padding out of every real position.
 
@@ -9,8 +9,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.mappings import all_gather_last_dim_from_tensor_parallel_region
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
@@ -18,7 +21,10 @@ from torch.nn.functional import scaled_dot_product_attention
 
 
 class CausalAttention(nn.Module):
-    """Softmax(Q K^T / sqrt(D)) V over the past, without a stored [S, S] matrix where torch has a kernel for it."""
+    """Softmax(Q K^T / sqrt(D)) V over the past, or over its last `window` tokens.
+
+    Without a stored [S, S] matrix where torch has a kernel for it; a window that bites needs the mask.
+    """
 
     def __init__(
         self,
@@ -35,6 +41,8 @@ class CausalAttention(nn.Module):
         if config.context_parallel_size != 1:
             raise ValueError("CausalAttention has no context parallelism; set cp to 1 or use the TE spec")
         self.softmax_scale = softmax_scale
+        # Megatron's pair (tokens to the left, tokens to the right); ours counts the token itself.
+        self.window = None if config.window_size is None else config.window_size[0] + 1
 
     def forward(
         self,
@@ -50,12 +58,60 @@ class CausalAttention(nn.Module):
         """[S, B, N, D], [S, B, G, D] twice -> [S, B, N x D]."""
         assert (attention_mask, attention_bias, packed_seq_params) == (None, None, None), "causal, padded rows only"
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query_SBND, key_SBGD, value_SBGD))
+        length = query.size(2)
+        band_SS = None
+        if self.window is not None and length > self.window:
+            band_SS = causal_band(length, self.window, query.device)
         context_BNSD = scaled_dot_product_attention(
             query,
             key,
             value,
-            is_causal=True,
+            attn_mask=band_SS,
+            is_causal=band_SS is None,
             scale=self.softmax_scale,
             enable_gqa=query.size(1) != key.size(1),
         )
         return context_BNSD.permute(2, 0, 1, 3).flatten(2).contiguous()
+
+
+def causal_band(length: int, window: int, device: torch.device) -> Tensor:
+    """[S, S] bool: True where a token (row) attends to another (column), itself and `window` - 1 before it."""
+    ahead_SS = torch.ones(length, length, dtype=torch.bool, device=device).tril()
+    return ahead_SS.triu(1 - window)
+
+
+class GroupedSelfAttention(SelfAttention):
+    """Megatron-Core's self-attention; its case of more tensor-parallel ranks than key-value groups, on our groups.
+
+    Upstream gathers the cut groups over `parallel_state`'s group and rank, which do not exist here.
+    """
+
+    def get_query_key_value_tensors(
+        self,
+        hidden_states: Tensor,
+        key_value_states: Tensor | None = None,
+        output_gate: bool = False,
+        split_qkv: bool = True,
+    ) -> Any:
+        """[S, B, H] -> query [S, B, N, D], key and value [S, B, G, D].
+
+        Rows of the fused weight lie group by group as [its queries; key; value] and are cut evenly over the ranks,
+        inside groups. Each rank assembles its group and takes its share of the group's query heads.
+        """
+        groups = self.config.num_query_groups
+        if groups >= self.world_size:
+            return super().get_query_key_value_tensors(hidden_states, key_value_states, output_gate, split_qkv)
+        assert (split_qkv, output_gate) == (True, False), "no fused or gated queries with cut groups"
+        ranks_per_group = self.world_size // groups
+        group, share = divmod(self.tp_group.rank(), ranks_per_group)
+        cut, _ = self.linear_qkv(hidden_states)
+        fused = all_gather_last_dim_from_tensor_parallel_region(cut, group=self.tp_group)
+        mine_SBXD = fused.chunk(groups, -1)[group].unflatten(-1, (-1, self.hidden_size_per_attention_head))
+        heads = (mine_SBXD.size(2) - 2) // ranks_per_group
+        query_SBND = mine_SBXD[:, :, share * heads : (share + 1) * heads]
+        key_SBGD, value_SBGD = mine_SBXD[:, :, -2:-1], mine_SBXD[:, :, -1:]
+        if self.q_layernorm is not None:
+            query_SBND = self.q_layernorm(query_SBND)
+        if self.k_layernorm is not None:
+            key_SBGD = self.k_layernorm(key_SBGD)
+        return query_SBND, key_SBGD, value_SBGD

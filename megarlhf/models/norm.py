@@ -1,7 +1,7 @@
-"""RMSNorm for the local layer spec.
+"""Norms for the local layer spec.
 
-Megatron-Core's `WrappedTorchNorm` refuses sequence parallelism; this one marks its weight, so that
-Megatron sums the weight's gradient over the tensor-parallel group.
+Megatron-Core's `WrappedTorchNorm` refuses sequence parallelism; these mark their parameters, so that
+Megatron sums their gradients over the tensor-parallel group.
 
 Legend: S sequence (a shard of it under sequence parallelism), B batch, H hidden.
 """
@@ -19,10 +19,28 @@ class RMSNorm(nn.Module):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = nn.Parameter(torch.empty(hidden_size, dtype=config.params_dtype))
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.weight = _parameter(config, hidden_size)
 
     def forward(self, hidden_SBH: Tensor) -> Tensor:
         wide = hidden_SBH.float()
         scaled = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
         return self.weight * scaled.to(hidden_SBH.dtype)
+
+
+class LayerNorm(nn.Module):
+    """(x - mean(x)) / sqrt(var(x) + eps) * weight + bias; torch accumulates in fp32 (Ba et al., 2016)."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = _parameter(config, hidden_size)
+        self.bias = _parameter(config, hidden_size)
+
+    def forward(self, hidden_SBH: Tensor) -> Tensor:
+        return nn.functional.layer_norm(hidden_SBH, self.weight.shape, self.weight, self.bias, self.eps)
+
+
+def _parameter(config: TransformerConfig, size: int) -> nn.Parameter:
+    parameter = nn.Parameter(torch.empty(size, dtype=config.params_dtype))
+    parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+    return parameter

@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 
 from megarlhf.config import ModelConfig
-from megarlhf.models.build import DTYPES, ModelPart, placements_on
+from megarlhf.models.build import ModelPart, placements_on
+from megarlhf.models.settings import DTYPES
 from megarlhf.weights.architecture import read_config
 from megarlhf.weights.carry import carry_from_files, check_storages
 from megarlhf.weights.export import export

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
-
-from megarlhf.config import RoleConfig
+from megarlhf.config import ParallelConfig, RoleConfig
 from megarlhf.layout import Layout, split_layers
 from megarlhf.weights.architecture import Architecture
 
@@ -12,27 +10,68 @@ from megarlhf.weights.architecture import Architecture
 def check_role(role: str, section: RoleConfig, world_size: int) -> tuple[Architecture, Layout]:
     """The role's architecture and layout.
 
-    Raises: ValueError naming the numbers when tp does not divide heads, KV heads or the MLP, when the layers do
-    not divide by pp, or when the world does not divide by tp x pp.
+    Raises: ValueError naming the numbers when tp does not divide heads or the MLP, or fits neither way with the KV
+    heads, when the layers do not divide by pp, when the world does not divide by tp x pp, or when Megatron-Core
+    cannot compute the architecture.
     """
-    arch = Architecture.from_hf(section.model.path)
+    arch = Architecture.from_hf(section.model.described_by())
     layout = section.parallel.layout(world_size, role)
-    tp = section.parallel.tp
-    parts = {
-        "attention heads": arch.num_heads,
-        "KV heads": arch.num_kv_heads,
-        "MLP width": arch.ffn_size,
-    }
-    for what, count in parts.items():
-        if count % tp:
-            common = math.gcd(*parts.values())
-            divisors = [n for n in range(1, common + 1) if common % n == 0 and n <= 64]
-            raise ValueError(
-                f"{role}.parallel.tp = {tp} does not divide the {count} {what} of {section.model.path}; "
-                f"choose one of {', '.join(map(str, divisors))}"
-            )
+    _check_architecture(arch, f"{role}: {section.model.path}")
+    _check_tensor_parallel(arch, role, section)
+    _check_experts(arch, role, section.parallel)
     try:
         split_layers(arch.num_layers, section.parallel.pp, section.parallel.layers_per_stage)
     except ValueError as error:
         raise ValueError(f"{role}.parallel: {error}") from None
     return arch, layout
+
+
+def _check_architecture(arch: Architecture, where: str) -> None:
+    """Megatron-Core has one switch for the bias of every linear layer, and one more for that of QKV."""
+    if arch.output_bias != arch.mlp_bias:
+        raise ValueError(
+            f"{where}: config.json gives the attention's output a bias: {arch.output_bias}, and the MLP: "
+            f"{arch.mlp_bias}; Megatron-Core's layers take both or neither: use a model with one of these"
+        )
+    if arch.mlp_bias and not arch.qkv_bias:
+        raise ValueError(
+            f"{where}: config.json gives the MLP a bias and QKV none; Megatron-Core's layers take a bias everywhere, "
+            "in QKV alone, or nowhere: use a model with one of these"
+        )
+    if arch.num_experts and arch.experts_per_token == 1 and arch.renormalize_experts:
+        raise ValueError(
+            f"{where}: config.json sends each token to one expert and scales its weight to 1, so that the router gets "
+            "no gradient, and Megatron-Core refuses it; use a model with two experts per token or more"
+        )
+
+
+def _check_tensor_parallel(arch: Architecture, role: str, section: RoleConfig) -> None:
+    tp = section.parallel.tp
+    misfit = _misfit(arch, tp)
+    if misfit:
+        choices = ", ".join(str(n) for n in range(1, 65) if not _misfit(arch, n))
+        raise ValueError(
+            f"{role}.parallel.tp = {tp} does not divide the {misfit} of {section.model.path}; choose one of {choices}"
+        )
+
+
+def _misfit(arch: Architecture, tp: int) -> str:
+    """The first thing that tp does not divide, in words, or nothing. Several ranks may share a KV head."""
+    shared = tp > arch.num_kv_heads and tp % arch.num_kv_heads == 0
+    parts = {
+        "attention heads": arch.num_heads,
+        # Shared, a head's rows are themselves cut.
+        "rows of QKV" if shared else "KV heads": (
+            (arch.num_heads + 2 * arch.num_kv_heads) * arch.head_dim if shared else arch.num_kv_heads
+        ),
+        "MLP width": arch.expert_ffn_size if arch.num_experts else arch.ffn_size,
+    }
+    return next((f"{count} {what}" for what, count in parts.items() if count % tp), "")
+
+
+def _check_experts(arch: Architecture, role: str, parallel: ParallelConfig) -> None:
+    if arch.num_experts and parallel.tp > 1 and not parallel.sequence_parallel:
+        raise ValueError(
+            f"{role}.parallel: a mixture of experts at tp = {parallel.tp} needs sequence_parallel: true; without it "
+            "each tensor-parallel rank would send the same tokens to the experts, and Megatron-Core refuses to train so"
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,15 @@ from megarlhf.data.tokenizer import load_tokenizer
 from megarlhf.models.build import ModelPart, placements_on
 from megarlhf.models.role import Role, build_role
 from megarlhf.models.weights import load_weights
+from megarlhf.parallel.batching import grid_length, lay_out
 from megarlhf.parallel.mesh import GroupCache
+from megarlhf.parallel.step import MicroBatch
+from megarlhf.rollout.engine import Sampling
+from megarlhf.rollout.megatron_engine import MegatronEngine
 from megarlhf.runtime import Runtime
 from megarlhf.weights.carry import carry_over_group
 from megarlhf.weights.plan import make_plan
-from megarlhf.weights.tensor_map import hf_placements
+from megarlhf.weights.tensor_map import Head, hf_placements
 
 Arrays = dict[str, np.ndarray]
 
@@ -86,6 +91,39 @@ def sft_steps(runtime: Runtime, config: dict[str, Any], num_steps: int) -> dict[
         "gradients": gradients,
         "weights": gather(actor.part, actor.part.parameters()),
     }
+
+
+def outputs_and_greedy(
+    runtime: Runtime, models: list[str], parallel: dict[str, Any], head: Head, rows: list[list[int]], new_tokens: int
+) -> list[tuple[np.ndarray, list[list[int]]] | None]:
+    """Of each model: its output at every position of right-padded rows, [B, S, V], and what it says greedily.
+
+    Returns: None on ranks that do not own outputs. A scalar head says nothing.
+    """
+    cache = GroupCache(runtime)
+    found: list[tuple[np.ndarray, list[list[int]]] | None] = []
+    for model in models:
+        section = RoleConfig.model_validate({"model": {"path": model}, "parallel": parallel})
+        role = build_role("actor", section, head, cache, seed=0)
+        length = grid_length(max(map(len, rows)), role.mesh)
+        tokens = lay_out([(0, torch.tensor(row)) for row in rows], length, torch.int64, runtime.device)
+        (outputs,) = role.forward([MicroBatch(tokens, {})], partial(_whole_vocabulary, role)) or [torch.empty(0)]
+        said: list[list[int]] = []
+        if head == "lm":
+            sampling = Sampling(max_tokens=new_tokens, greedy=True, eos_id=-1)
+            prompts = [torch.tensor(row) for row in rows]
+            rollouts = MegatronEngine(role.part, 2).generate(prompts, [0] * len(rows), sampling)
+            said = [row.tolist() for row in rollouts.responses.rows()]
+        found.append((outputs.numpy(), said) if role.mesh.owns_outputs else None)
+    return found
+
+
+def _whole_vocabulary(role: Role, local_BSV: Tensor, batch: MicroBatch) -> Tensor:
+    if role.part.head == "scalar":
+        return local_BSV
+    parts = [torch.empty_like(local_BSV) for _ in range(role.mesh.layout.tp)]
+    dist.all_gather(parts, local_BSV.contiguous(), group=role.mesh.groups.tp)
+    return torch.cat(parts, -1)[..., : role.part.arch.vocab_size]
 
 
 def rm_steps(runtime: Runtime, config: dict[str, Any], num_steps: int) -> dict[str, Any]:

@@ -1,13 +1,24 @@
-"""A tiny Llama as Hugging Face writes it, with the demo's tokenizer, and a little data."""
+"""Tiny models as Hugging Face writes them, with the demo's tokenizer, and a little data."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from tools.demo.make_data import base_files
+
+LLAMA3_ROPE: dict[str, Any] = {
+    "rope_type": "llama3",
+    "rope_theta": 100.0,
+    "factor": 4.0,
+    "low_freq_factor": 2.0,
+    "high_freq_factor": 8.0,
+    "original_max_position_embeddings": 64,
+}
+"""Numbers that bite within ten positions, and none of them Llama 3.1's own."""
 
 
 def write_tiny_llama(directory: Path, *, seed: int = 0, tied: bool = False, llama3_rope: bool = False) -> Path:
@@ -31,17 +42,7 @@ def write_tiny_llama(directory: Path, *, seed: int = 0, tied: bool = False, llam
         eos_token_id=2,
         pad_token_id=3,
         tie_word_embeddings=tied,
-        # Numbers that bite within ten positions, and none of them Llama 3.1's own.
-        rope_parameters={
-            "rope_type": "llama3",
-            "rope_theta": 100.0,
-            "factor": 4.0,
-            "low_freq_factor": 2.0,
-            "high_freq_factor": 8.0,
-            "original_max_position_embeddings": 64,
-        }
-        if llama3_rope
-        else {"rope_type": "default", "rope_theta": 10000.0},
+        rope_parameters=LLAMA3_ROPE if llama3_rope else {"rope_type": "default", "rope_theta": 10000.0},
     )
     model = LlamaForCausalLM(config)
     with torch.no_grad():
@@ -49,6 +50,67 @@ def write_tiny_llama(directory: Path, *, seed: int = 0, tied: bool = False, llam
             if "norm" in name:  # ones would hide a norm that is loaded wrongly
                 parameter.add_(0.2 * torch.randn_like(parameter))
     model.save_pretrained(directory)
+    return directory
+
+
+COMMON: dict[str, Any] = {
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.08,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 3,
+}
+ROPE: dict[str, Any] = {**COMMON, "num_key_value_heads": 2, "intermediate_size": 96}
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", ROPE),
+    "llama3_rope": ("llama", {**ROPE, "rope_parameters": LLAMA3_ROPE}),
+    "llama_biased": ("llama", {**ROPE, "attention_bias": True, "mlp_bias": True}),
+    "mistral": ("mistral", {**ROPE, "sliding_window": 8}),
+    "qwen2": ("qwen2", {**ROPE, "tie_word_embeddings": True}),
+    "qwen3": ("qwen3", {**ROPE, "head_dim": 32}),
+    "gpt2": ("gpt2", {**COMMON, "n_inner": 96, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}),
+    "opt": ("opt", {**COMMON, "ffn_dim": 96, "word_embed_proj_dim": 64, "dropout": 0.0}),
+    "mixtral": ("mixtral", {**ROPE, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen3_moe": (
+        "qwen3_moe",
+        {
+            **ROPE,
+            "head_dim": 32,
+            "moe_intermediate_size": 48,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": False,
+        },
+    ),
+    "qwen3_moe_renormalized": (
+        "qwen3_moe",
+        {**ROPE, "moe_intermediate_size": 48, "num_experts": 6, "num_experts_per_tok": 3, "norm_topk_prob": True},
+    ),
+}
+"""(model_type, settings) of one tiny model for each thing that a family does in its own way."""
+
+
+def write_family(directory: Path, name: str, *, scalar: bool = False, seed: int = 0) -> Path:
+    """A random model of a family: norms and biases are random too, since ones and zeros hide mistakes."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    model_type, settings = FAMILIES[name]
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(model_type, **settings, **({"num_labels": 1} if scalar else {}))
+    model = (AutoModelForSequenceClassification if scalar else AutoModelForCausalLM).from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(0.2 * torch.randn_like(parameter))
+            else:  # some families start their experts or router from torch.empty or zeros
+                parameter.normal_(std=0.08)
+    model.save_pretrained(directory)
+    (directory / "tokenizer.model").write_bytes(base_files()["tokenizer.model"])
     return directory
 
 

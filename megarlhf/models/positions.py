@@ -1,0 +1,38 @@
+"""Learned positions: the table that a GPTModel adds to its word embeddings.
+
+Legend: B rows, S positions of a padded grid, P rows of the table, H hidden.
+"""
+
+from __future__ import annotations
+
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+
+from megarlhf.weights.architecture import Architecture
+
+
+class PositionTable(nn.Module):
+    """Stands where a GPTModel has `embedding.position_embeddings`, and is called as that is.
+
+    Megatron-Core's own is an `nn.Embedding` in fp32 whatever the model's dtype, and knows no offset. The weight
+    [P, H] is on every tensor-parallel rank and gets the same gradient on each.
+    """
+
+    def __init__(self, config: TransformerConfig, arch: Architecture) -> None:
+        super().__init__()
+        self.offset = arch.position_offset
+        self.num_positions = arch.max_positions
+        self.tp = config.tensor_model_parallel_size
+        rows = arch.max_positions + arch.position_offset
+        self.weight = nn.Parameter(torch.empty(rows, config.hidden_size, dtype=config.params_dtype))
+
+    def forward(self, positions_BS: Tensor) -> Tensor:
+        """[B, S] int64 -> [B, S, H].
+
+        The grid's length is rounded up to a multiple of tp: up to tp - 1 columns of padding may lie beyond the
+        table. They read its last row, and no token sees them.
+        """
+        length = positions_BS.size(-1)
+        assert length < self.num_positions + self.tp, f"{length} positions, the table has {self.num_positions}"
+        return nn.functional.embedding(positions_BS.clamp(max=self.num_positions - 1) + self.offset, self.weight)

@@ -1,0 +1,131 @@
+"""Megatron-Core's configuration of an architecture on a layout: a translation, field by field."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from megatron.core.transformer.enums import LayerType
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+
+from megarlhf.config import ModelConfig, ParallelConfig
+from megarlhf.parallel.mesh import Mesh
+from megarlhf.weights.architecture import Architecture
+
+DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    """GELU in its tanh approximation, which GPT-2 was trained with (Hendrycks and Gimpel, 2016)."""
+    return nn.functional.gelu(x, approximate="tanh")
+
+
+ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "silu": nn.functional.silu,
+    "gelu": nn.functional.gelu,
+    "gelu_new": gelu_tanh,
+    "gelu_pytorch_tanh": gelu_tanh,
+    "relu": nn.functional.relu,
+}
+"""By Hugging Face's names."""
+
+
+def transformer_config(
+    model: ModelConfig, parallel: ParallelConfig, mesh: Mesh, arch: Architecture
+) -> TransformerConfig:
+    """Megatron-Core's configuration of this architecture. Dropout is 0: log-probs must be functions.
+
+    `planning/legality.py` refuses the architectures that it cannot express.
+    """
+    assert arch.output_bias == arch.mlp_bias, "one switch sets the bias of every linear layer but QKV"
+    assert arch.qkv_bias or not arch.mlp_bias, "a bias everywhere includes QKV"
+    dtype = DTYPES[model.dtype]
+    return TransformerConfig(
+        num_layers=arch.num_layers,
+        hidden_size=arch.hidden_size,
+        num_attention_heads=arch.num_heads,
+        num_query_groups=arch.num_kv_heads,
+        kv_channels=arch.head_dim,
+        ffn_hidden_size=arch.ffn_size,
+        normalization="RMSNorm" if arch.norm == "rms" else "LayerNorm",
+        layernorm_epsilon=arch.norm_eps,
+        qk_layernorm=arch.qk_norm,
+        gated_linear_unit=arch.gated_mlp,
+        activation_func=ACTIVATIONS[arch.activation],
+        add_bias_linear=arch.mlp_bias,
+        add_qkv_bias=arch.qkv_bias,
+        # Tokens to the left and to the right of a token, without itself.
+        window_size=None if arch.sliding_window is None else (arch.sliding_window - 1, 0),
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=parallel.tp,
+        pipeline_model_parallel_size=parallel.pp,
+        sequence_parallel=parallel.sequence_parallel,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        perform_initialization=False,
+        use_cpu_initialization=mesh.runtime.device.type == "cpu",
+        # The loss is a sum over a denominator of the whole mini-batch; nothing may divide it again.
+        calculate_per_token_loss=True,
+        gradient_accumulation_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=False,
+        persist_layer_norm=False,
+        deallocate_pipeline_outputs=True,
+        **_experts(arch),
+        **_stages(parallel, mesh),
+    )
+
+
+def _experts(arch: Architecture) -> dict[str, Any]:
+    """Routing as Hugging Face computes it: softmax over all experts in fp32, the k largest, scaled to 1 or not.
+
+    Scaling the k largest to 1 is the softmax over their logits alone, which is Megatron's default. There is no
+    auxiliary loss.
+    """
+    if not arch.num_experts:
+        return {}
+    return {
+        "num_moe_experts": arch.num_experts,
+        "moe_ffn_hidden_size": arch.expert_ffn_size,
+        "moe_router_topk": arch.experts_per_token,
+        "moe_router_pre_softmax": not arch.renormalize_experts,
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_token_dispatcher_type": "allgather",
+        "moe_grouped_gemm": False,
+    }
+
+
+def _stages(parallel: ParallelConfig, mesh: Mesh) -> dict[str, Any]:
+    if parallel.layers_per_stage is None:
+        return {}
+    return {"pipeline_model_parallel_layout": StageLayout(parallel.layers_per_stage, mesh.at.pp)}
+
+
+class StageLayout(PipelineParallelLayerLayout):
+    """Pipeline stages of any sizes, as one of them sees it.
+
+    Upstream asks `parallel_state`, which is not initialised here, for the stage's number.
+    """
+
+    def __init__(self, layers_per_stage: Sequence[int], stage: int) -> None:
+        rows = [["decoder"] * count for count in layers_per_stage]
+        rows[0].insert(0, "embedding")
+        rows[-1].append("loss")
+        super().__init__(rows, len(layers_per_stage))
+        self._stage = stage
+
+    def get_layer_offset(
+        self, layer_type: LayerType = LayerType.decoder, vp_stage: int | None = None, pp_rank: int | None = None
+    ) -> int:
+        """Layers of the stages before."""
+        found: int = super().get_layer_offset(layer_type, vp_stage, self._stage if pp_rank is None else pp_rank)
+        return found

@@ -1,0 +1,81 @@
+"""What a stage's layers are made of: TransformerEngine's modules where they are installed, otherwise our local spec."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.attention import SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+from megarlhf.models.attention import CausalAttention, GroupedSelfAttention
+from megarlhf.models.experts import Router
+from megarlhf.models.norm import LayerNorm, RMSNorm
+from megarlhf.weights.architecture import Architecture
+from megarlhf.weights.tensor_map import Spec
+
+
+def block_spec(spec: Spec, arch: Architecture, num_layers: int) -> TransformerBlockSubmodules:
+    """A stage of `num_layers` equal layers and, where the stage is the last, the final norm."""
+    if spec == "te":
+        # Not run in CI: transformer-engine needs a GPU. Norms are fused into the linear layers.
+        from megatron.core.extensions.transformer_engine import TENorm
+
+        return TransformerBlockSubmodules(layer_specs=[_te_layer(arch)] * num_layers, layer_norm=TENorm)
+    norm = RMSNorm if arch.norm == "rms" else LayerNorm
+    return TransformerBlockSubmodules(layer_specs=[_local_layer(arch)] * num_layers, layer_norm=norm)
+
+
+def _te_layer(arch: Architecture) -> ModuleSpec:
+    layer = get_gpt_layer_with_transformer_engine_spec(
+        num_experts=arch.num_experts or None, moe_grouped_gemm=False, qk_layernorm=arch.qk_norm
+    )
+    parts = layer.submodules
+    changed = {"self_attention": replace(parts.self_attention, module=GroupedSelfAttention)}
+    if arch.num_experts:
+        changed["mlp"] = replace(parts.mlp, submodules=replace(parts.mlp.submodules, router=Router))
+    return replace(layer, submodules=replace(parts, **changed))
+
+
+def _local_layer(arch: Architecture) -> ModuleSpec:
+    norm = RMSNorm if arch.norm == "rms" else LayerNorm
+    qk_norm = RMSNorm if arch.qk_norm else IdentityOp
+    attention = ModuleSpec(
+        module=GroupedSelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=ColumnParallelLinear,
+            core_attention=CausalAttention,
+            linear_proj=RowParallelLinear,
+            q_layernorm=qk_norm,
+            k_layernorm=qk_norm,
+        ),
+    )
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=norm,
+            self_attention=attention,
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=norm,
+            mlp=_local_mlp(arch),
+            mlp_bda=get_bias_dropout_add,
+        ),
+    )
+
+
+def _local_mlp(arch: Architecture) -> ModuleSpec:
+    linear = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    if not arch.num_experts:
+        return ModuleSpec(module=MLP, submodules=linear)
+    experts = ModuleSpec(module=SequentialMLP, submodules=linear)
+    return ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts=experts, router=Router))

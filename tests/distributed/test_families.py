@@ -1,0 +1,208 @@
+"""Every family's Megatron model computes what Hugging Face's does, at every layout, and learns the same at each.
+
+fp32, random weights. Not covered: transformer-engine's layer spec and bf16 (no GPU here), experts over several
+ranks (ep), position tables longer than the 64 rows of the tiny models.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megarlhf.data.samples import build_sft
+from megarlhf.data.sources import load_records
+from megarlhf.data.tokenizer import load_tokenizer
+from tests.distributed.compare import assert_gradients_equal
+from tests.distributed.pool import RankPool
+from tests.distributed.tiny import FAMILIES, write_family
+
+TOLERANCE = 1e-4
+NEW_TOKENS, MINI_BATCH = 3, 8
+# Three times the window of the tiny Mistral, and of different lengths: the shorter rows are padded on the right.
+LENGTHS = (24, 17, 23)
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "tp1": (1, {}),
+    "tp2": (2, {"tp": 2}),
+    "pp2": (2, {"pp": 2}),
+    "tp2_sequence_parallel": (2, {"tp": 2, "sequence_parallel": True}),
+    "tp2pp2": (4, {"tp": 2, "pp": 2}),
+    # Four ranks share two KV groups.
+    "tp4": (4, {"tp": 4}),
+    "pp3_uneven": (3, {"pp": 3, "layers_per_stage": [1, 2, 1]}),
+}
+
+
+def rows() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(11)
+    return [torch.randint(4, 100, (n,), generator=generator).tolist() for n in LENGTHS]
+
+
+@pytest.fixture(scope="session", params=["lm", "scalar"])
+def head(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="session")
+def written(head: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A directory of each family with this head."""
+    root = tmp_path_factory.mktemp(head)
+    return {name: write_family(root / name, name, scalar=head == "scalar") for name in FAMILIES}
+
+
+@pytest.fixture(scope="session")
+def hugging_face(head: str, written: dict[str, Path]) -> dict[str, tuple[list[np.ndarray], list[list[int]]]]:
+    """Of each family: the output at every position of each row by itself, and the greedy continuations."""
+    return {name: _ask_hugging_face(path, head) for name, path in written.items()}
+
+
+@torch.no_grad()
+def _ask_hugging_face(path: Path, head: str) -> tuple[list[np.ndarray], list[list[int]]]:
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    kind = AutoModelForCausalLM if head == "lm" else AutoModelForSequenceClassification
+    model = kind.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+
+    def ask(row: list[int]) -> torch.Tensor:
+        tokens = torch.tensor([row])
+        if head == "lm":
+            return model(tokens).logits[0]
+        return model.score(model.base_model(tokens).last_hidden_state)[0]
+
+    outputs, said = [], []
+    for row in rows():
+        outputs.append(ask(row).numpy())
+        spoken: list[int] = []
+        for _ in range(NEW_TOKENS if head == "lm" else 0):
+            spoken.append(int(ask(row + spoken)[-1].argmax()))
+        said.append(spoken)
+    return outputs, said if head == "lm" else []
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_outputs_equal_hugging_face(
+    layout: str, head: str, ranks: RankPool, written: dict[str, Path], hugging_face: dict[str, Any]
+) -> None:
+    """Logits or scores of every family to 1e-4, and the same greedy tokens from the engine that grows its rows."""
+    world_size, parallel = LAYOUTS[layout]
+    models = [str(path) for path in written.values()]
+    by_rank = ranks.run(world_size, "outputs_and_greedy", models, parallel, head, rows(), NEW_TOKENS)
+    compared = 0
+    for found in by_rank:
+        for name, answer in zip(written, found, strict=True):
+            if answer is not None:
+                _assert_equal(f"{name} {layout}", answer, hugging_face[name])
+                compared += 1
+    assert compared == len(FAMILIES)
+
+
+def _assert_equal(what: str, found: tuple[np.ndarray, list[list[int]]], expected: tuple[Any, Any]) -> None:
+    outputs_BSV, said = found
+    for row, wanted_SV in enumerate(expected[0]):
+        assert np.abs(wanted_SV).mean() > 0.1, f"{what}: outputs next to nothing would agree anyhow"
+        error = np.abs(outputs_BSV[row, : len(wanted_SV)] - wanted_SV).max()
+        print(f"{what} row {row}: largest difference {error:.1e}")
+        assert error <= TOLERANCE, f"{what} row {row}: outputs differ by {error:.1e}, allowed {TOLERANCE}"
+    assert said == expected[1], f"{what}: other tokens than Hugging Face's"
+
+
+@pytest.fixture(scope="session")
+def language_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("trained")
+    return {name: write_family(root / name, name) for name in TRAINED}
+
+
+@pytest.fixture(scope="session")
+def first_steps(
+    ranks: RankPool, language_models: dict[str, Path], data: dict[str, Path]
+) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
+    """Of each family: the first step by Hugging Face, and ours on one rank."""
+    return {
+        name: (_step_of_hugging_face(path, data["sft"]), ranks.run(1, "sft_steps", sft(path, data["sft"], {}), 1)[0])
+        for name, path in language_models.items()
+    }
+
+
+TRAINED: dict[str, tuple[str, ...]] = {
+    "gpt2": ("tp2", "pp2", "tp2_sequence_parallel"),
+    "opt": ("tp2_sequence_parallel", "pp2"),
+    "mistral": ("tp2",),
+    "qwen3": ("tp2", "tp4"),
+    "mixtral": ("pp2",),
+    "qwen3_moe": ("tp2_sequence_parallel", "pp2", "dp2", "tp2pp2_sequence_parallel"),
+}
+"""Families that differ in what they learn, and the layouts of each that reduce its gradients in another way."""
+
+TRAINING_LAYOUTS = {
+    **LAYOUTS,
+    "dp2": (2, {}),
+    "tp2pp2_sequence_parallel": (4, {"tp": 2, "pp": 2, "sequence_parallel": True}),
+}
+
+
+def sft(model: Path, data: Path, parallel: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "run": {"dir": "unused"},
+        "actor": {"model": {"path": str(model)}, "parallel": parallel, "optim": {"lr": 1e-3}},
+        "data": {"train": str(data)},
+        "train": {"num_steps": 1, "mini_batch_samples": MINI_BATCH, "micro_batch_samples": 2},
+    }
+
+
+def _step_of_hugging_face(path: Path, data: Path) -> dict[str, Any]:
+    """Loss and gradient norm of the first mini-batch, one sequence at a time: no padding, nothing of ours."""
+    from transformers import AutoModelForCausalLM
+
+    samples, _ = build_sft(
+        load_records(data, fields=("prompt", "response")),
+        load_tokenizer(path),
+        max_prompt_tokens=64,
+        max_response_tokens=64,
+    )
+    batch = samples[:MINI_BATCH]
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    denominator = sum(len(sample.tokens) - sample.prompt_length for sample in batch)
+    total = 0.0
+    for sample in batch:
+        tokens = torch.tensor([sample.tokens])
+        nll = torch.nn.functional.cross_entropy(model(tokens).logits[0, :-1], tokens[0, 1:], reduction="none")
+        loss = nll[sample.prompt_length - 1 :].sum() / denominator
+        loss.backward()
+        total += loss.item()
+    norm = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm()
+    return {"loss": total, "grad_norm": norm.item()}
+
+
+@pytest.mark.parametrize("name, layout", [(name, layout) for name, layouts in TRAINED.items() for layout in layouts])
+def test_the_first_step_is_the_same_at_every_layout(
+    name: str,
+    layout: str,
+    ranks: RankPool,
+    language_models: dict[str, Path],
+    data: dict[str, Path],
+    first_steps: dict[str, Any],
+) -> None:
+    """Loss and gradient norm are Hugging Face's, and each gradient is that of one rank."""
+    reference, alone = first_steps[name]
+    world_size, parallel = TRAINING_LAYOUTS[layout]
+    found = ranks.run(world_size, "sft_steps", sft(language_models[name], data["sft"], parallel), 1)[0]
+    for result in (alone, found):
+        np.testing.assert_allclose(result["loss"], [reference["loss"]], rtol=1e-5)
+        np.testing.assert_allclose(result["grad_norm"], [reference["grad_norm"]], rtol=1e-5)
+    compared, expected = (_compared(result["gradients"][0], reference["grad_norm"]) for result in (found, alone))
+    assert_gradients_equal(compared, expected, what=f"{name} {layout}")
+
+
+def _compared(gradients: dict[str, np.ndarray], norm: float) -> dict[str, np.ndarray]:
+    """All gradients but those of experts that no token came to, and those that are rounding by nature: without rotary
+    positions a key's bias adds the same to every score."""
+    idle = {name for name, gradient in gradients.items() if ".experts." in name and not gradient.any()}
+    experts = {name for name in gradients if ".experts." in name}
+    assert len(idle) <= len(experts) / 4, f"{len(idle)} of {len(experts)} experts' tensors got no gradient"
+    rounding = {name for name in gradients if name.endswith("k_proj.bias")}
+    assert all(np.linalg.norm(gradients[name]) < 1e-6 * norm for name in rounding)
+    return {name: gradient for name, gradient in gradients.items() if name not in idle | rounding}
