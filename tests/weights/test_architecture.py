@@ -7,6 +7,7 @@ import pytest
 from megarlhf.weights.architecture import Architecture, Llama3Rope
 from megarlhf.weights.tensor_map import MODEL_TYPES, TABLES
 from tests.weights.cases import TINY, tiny, transformers_config
+from tests.weights.families import CONFIGS, architecture, config
 
 LLAMA3 = {
     "factor": 8.0,
@@ -78,6 +79,128 @@ def test_defaults_of_old_configs():
 def test_what_would_be_computed_wrongly_is_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         tiny(**changes)
+
+
+REFUSED = [
+    ("mistral", {"layer_types": ["sliding_attention", "full_attention"]}, "one kind of layer"),
+    ("mistral", {"sliding_window": 0}, "sliding_window = 0, expected a positive integer"),
+    ("qwen2", {"use_sliding_window": True}, "use_sliding_window = True, which is not supported for qwen2; a window"),
+    ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "only layers of full_attention"),
+    ("qwen3", {"attention_bias": "yes"}, "attention_bias = 'yes', expected true or false"),
+    ("qwen3", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5; supported: 1"),
+    ("qwen3", {"rms_norm_eps": 0}, "rms_norm_eps = 0, expected a positive number"),
+    ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True, .* layer's number"),
+    ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights = False, .* sqrt"),
+    ("gpt2", {"add_cross_attention": True}, "no cross attention"),
+    ("gpt2", {"activation_function": "swish"}, "activation_function 'swish'; supported .*: gelu_new, "),
+    ("gpt2", {"n_head": 5}, "hidden size 64 is not a multiple of its 5 attention heads"),
+    ("gpt2", {"n_embd": None}, "n_embd = None, expected a positive integer"),
+    ("opt", {"word_embed_proj_dim": 32}, "word_embed_proj_dim = 32, .* no projections"),
+    ("opt", {"do_layer_norm_before": False}, r"do_layer_norm_before = False, .*\(opt-350m\)"),
+    ("opt", {"_remove_final_layer_norm": True}, "_remove_final_layer_norm = True, .* final norm"),
+    ("opt", {"enable_bias": False}, "enable_bias = False, .* biases"),
+    ("opt", {"layer_norm_elementwise_affine": False}, "layer_norm_elementwise_affine = False, .* norms"),
+    ("mixtral", {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+    ("mixtral", {"num_experts_per_tok": 5}, "num_experts_per_tok = 5, more than num_local_experts = 4"),
+    ("mixtral", {"num_local_experts": None}, "num_local_experts = None"),
+    ("qwen3_moe", {"mlp_only_layers": [0]}, r"mlp_only_layers = \[0\], .* dense layers"),
+    ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step = 2"),
+    ("qwen3_moe", {"shared_expert_intermediate_size": 64}, "no shared experts"),
+    ("qwen3_moe", {"use_sliding_window": True}, "use_sliding_window = True"),
+]
+
+
+@pytest.mark.parametrize(("name", "changes", "message"), REFUSED)
+def test_what_a_family_does_not_support_is_refused(name, changes, message):
+    """The same file without the change is read."""
+    stated = config(name).to_dict()
+    assert Architecture.from_hf(stated) == architecture(name)
+    with pytest.raises(ValueError, match=message):
+        Architecture.from_hf({**stated, **changes})
+
+
+def test_every_family_refuses_quantized_weights():
+    for name in CONFIGS:
+        with pytest.raises(ValueError, match="quantization_config"):
+            Architecture.from_hf({**config(name).to_dict(), "quantization_config": {"quant_method": "gptq"}})
+
+
+GPT2_FILE = {
+    "model_type": "gpt2",
+    "activation_function": "gelu_new",
+    "layer_norm_epsilon": 1e-05,
+    "n_ctx": 1024,
+    "n_embd": 768,
+    "n_head": 12,
+    "n_layer": 12,
+    "n_positions": 1024,
+    "vocab_size": 50257,
+}
+"""What the hub's gpt2 says, as far as it matters."""
+
+
+def test_a_gpt2_file():
+    """tie_word_embeddings and n_inner are absent: tied, four times the width."""
+    expected = Architecture(
+        model_type="gpt2",
+        num_layers=12,
+        hidden_size=768,
+        num_heads=12,
+        num_kv_heads=12,
+        head_dim=64,
+        ffn_size=3072,
+        vocab_size=50257,
+        max_positions=1024,
+        norm_eps=1e-5,
+        rope_theta=0.0,
+        rope_scaling=None,
+        tied_embeddings=True,
+        qkv_bias=True,
+        output_bias=True,
+        mlp_bias=True,
+        activation="gelu_new",
+        gated_mlp=False,
+        norm="layer",
+        positions="learned",
+    )
+    assert Architecture.from_hf(GPT2_FILE) == expected
+    assert Architecture.from_hf({**GPT2_FILE, "n_inner": None}) == expected
+    assert Architecture.from_hf({**GPT2_FILE, "n_inner": 100}).ffn_size == 100
+
+
+def test_switches_of_the_families():
+    """The facts that tell the relatives apart."""
+    opt = architecture("opt")
+    assert (opt.position_offset, opt.norm, opt.norm_eps, opt.activation, opt.tied_embeddings) == (
+        2,
+        "layer",
+        1e-5,
+        "relu",
+        True,
+    )
+    assert (architecture("mistral").sliding_window, architecture("mistral_whole").sliding_window) == (7, None)
+    qwen2, qwen3, biased = architecture("qwen2"), architecture("qwen3"), architecture("qwen3_biases")
+    assert (qwen2.qkv_bias, qwen2.output_bias, qwen2.qk_norm, qwen2.head_dim) == (True, False, False, 16)
+    assert (qwen3.qkv_bias, qwen3.output_bias, qwen3.qk_norm, qwen3.head_dim) == (False, False, True, 32)
+    assert (biased.qkv_bias, biased.output_bias) == (True, True)
+    mixtral, moe = architecture("mixtral"), architecture("qwen3_moe")
+    assert (mixtral.num_experts, mixtral.experts_per_token, mixtral.expert_ffn_size) == (4, 2, 96)
+    assert (moe.num_experts, moe.experts_per_token, moe.expert_ffn_size, moe.ffn_size) == (4, 2, 40, 96)
+    assert (mixtral.renormalize_experts, moe.renormalize_experts) == (True, True)
+    assert not architecture("qwen3_moe", norm_topk_prob=False).renormalize_experts
+    assert mixtral.rope_theta == 1e6
+    assert not {a.num_experts for a in (opt, qwen2, qwen3)} - {0}
+
+
+def test_keys_that_files_may_lack():
+    """Defaults are those of transformers; the older name of Qwen3-MoE's number of experts is read too."""
+    mistral = {k: v for k, v in config("mistral").to_dict().items() if k != "sliding_window"}
+    assert Architecture.from_hf(mistral).sliding_window == 4096
+    qwen3 = {k: v for k, v in config("qwen3").to_dict().items() if k != "head_dim"}
+    assert Architecture.from_hf(qwen3).head_dim == 128
+    moe = config("qwen3_moe").to_dict()
+    count = moe.pop("num_local_experts")
+    assert Architecture.from_hf({**moe, "num_experts": count}) == architecture("qwen3_moe")
 
 
 def test_directory_errors(tmp_path):

@@ -130,7 +130,11 @@ GPT2 = Family(
             "qkv_bias": True,
             "output_bias": True,
             "mlp_bias": True,
-            "activation": Key(name="activation_function", read=one_of("gelu_new", "gelu", "relu"), default="gelu_new"),
+            "activation": Key(
+                name="activation_function",
+                read=one_of("gelu_new", "gelu_pytorch_tanh", "gelu", "relu"),
+                default="gelu_new",
+            ),
             "gated_mlp": False,
             "norm": "layer",
             "positions": "learned",
