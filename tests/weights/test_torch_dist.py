@@ -1,0 +1,396 @@
+"""`torch_dist` checkpoints written by us and read by us, and what is found in damaged ones.
+
+What Megatron-Core makes of them, and we of its own, is in tests/distributed/test_dist_checkpointing.py.
+Not covered: chunks over 4 GiB, metadata of torch before 2.13 (its module names are allowed, no file was at hand).
+"""
+
+import pickle
+import shutil
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megarlhf.weights.carry import view
+from megarlhf.weights.formats.extent import MappedFiles
+from megarlhf.weights.formats.torch_dist import check_blobs, plan_torch_dist, read_torch_dist
+from megarlhf.weights.formats.torch_dist_metadata import BlobReader, read_common, read_tensors
+from megarlhf.weights.formats.torch_dist_names import StorageName, cut, key_form
+from megarlhf.weights.formats.tracker import checkpoint_directory, find_checkpoint, write_tracker
+from megarlhf.weights.megatron_layout import MegatronLayout
+from megarlhf.weights.placement import Box, Placement, contiguous_strides
+from megarlhf.weights.plan import make_plan
+from megarlhf.weights.tensor_map import hf_placements
+from tests.weights.cases import LLAMA_70B, random_logical, tiny
+from tests.weights.families import architecture
+
+VOCAB = 104
+FORMS = ("stacked", "per_layer", "single")
+LAYOUTS = {
+    "tp1": MegatronLayout(padded_vocab=100),
+    "tp2": MegatronLayout(tp=2, padded_vocab=VOCAB),
+    "tp2 pp2 vpp2": MegatronLayout(tp=2, pp=2, vpp=2, padded_vocab=VOCAB),
+    "uneven pp3": MegatronLayout(pp=3, layers_per_stage=(1, 2, 1), padded_vocab=128),
+    "tp4, 2 kv groups": MegatronLayout(tp=4, padded_vocab=VOCAB),
+}
+EXPERT_LAYOUTS = {
+    "ep2 tp2": MegatronLayout(ep=2, tp=2, padded_vocab=VOCAB),
+    "ep4 pp2": MegatronLayout(ep=4, pp=2, padded_vocab=VOCAB, experts="grouped"),
+}
+
+
+def write(root, arch, layout, logical, *, head="lm", form="stacked", dtype=torch.float32):
+    """A checkpoint filled through its extents; the directory of the iteration."""
+    root.mkdir(exist_ok=True)
+    parts, extents = plan_torch_dist(root, arch, layout, head, dtype, {"lr": 0.5}, 12, form=form)
+    source = hf_placements(arch, head).on_rank(len(parts))
+    for copy in make_plan([source], parts).copies:
+        extent = extents[copy.dst_rank][copy.dst_storage]
+        assert extent.offset % 64 == 0
+        raw = np.memmap(extent.path, np.uint8, "r+", extent.offset, (extent.num_bytes,))
+        values = view(copy.source, {copy.src_storage: logical[copy.tensor]})
+        view(copy.destination, {copy.dst_storage: torch.from_numpy(raw).view(dtype)}).copy_(values)
+        raw.flush()
+    return checkpoint_directory(root, 12)
+
+
+def read(directory, arch):
+    """Logical tensors out of a checkpoint."""
+    checkpoint = read_torch_dist(directory, arch)
+    wanted = hf_placements(arch, checkpoint.head).on_rank(1)
+    maps = MappedFiles()
+    got = {name: torch.full(shape, torch.nan, dtype=torch.float64) for name, shape in wanted.storages.items()}
+    for copy in make_plan(checkpoint.parts, [wanted]).copies:
+        stored = {copy.src_storage: maps.tensor(checkpoint.extents[0][copy.src_storage])}
+        view(copy.destination, got).copy_(view(copy.source, stored))
+    return got
+
+
+@pytest.fixture
+def written(tmp_path):
+    """A tiny Llama at TP2, and its tensors."""
+    arch = tiny()
+    logical = random_logical(arch)
+    return arch, logical, write(tmp_path / "run", arch, MegatronLayout(tp=2, padded_vocab=VOCAB), logical)
+
+
+def assert_same(got, expected):
+    assert got.keys() == expected.keys()
+    for name, values in expected.items():
+        assert torch.equal(got[name], values), name
+
+
+@pytest.mark.parametrize("family", ["llama_biases", "qwen3_tied", "gpt2", "opt", "mixtral", "qwen3_moe"])
+def test_what_was_written_is_read_at_every_layout_in_every_form(tmp_path, family):
+    """Chunks of different ranks do not overlap, padding aside they are filled, and the bits come back."""
+    arch = architecture(family)
+    logical = random_logical(arch)
+    layouts = LAYOUTS | (EXPERT_LAYOUTS if arch.num_experts else {})
+    for number, (name, layout) in enumerate(layouts.items()):
+        if layout.padded_vocab < arch.vocab_size:
+            continue
+        form = FORMS[number % 3]
+        directory = write(tmp_path / f"{number}", arch, layout, logical, form=form)
+        checkpoint = read_torch_dist(directory, arch)
+        assert checkpoint.form == ("per_layer" if form == "single" and not _has_singles(arch) else form), name
+        assert checkpoint.padded_vocab == layout.padded_vocab
+        padded = {key for key in checkpoint.parts[0].padding() if "word_embeddings" not in key}
+        assert not {key for key in padded if not key.startswith("output_layer")}, name
+        assert_same(read(directory, arch), logical)
+
+
+def _has_singles(arch):
+    return arch.gated_mlp or arch.num_experts > 0
+
+
+def test_scalar_head_and_release(tmp_path):
+    arch = tiny(tie_word_embeddings=True)
+    logical = random_logical(arch, "scalar")
+    directory = write(tmp_path / "run", arch, MegatronLayout(tp=2, pp=3, padded_vocab=VOCAB), logical, head="scalar")
+    assert read_torch_dist(directory, arch).head == "scalar"
+    assert_same(read(directory, arch), logical)
+    assert find_checkpoint(tmp_path / "run") == (directory, 12) == find_checkpoint(directory)
+    write_tracker(tmp_path / "run", "release")
+    with pytest.raises(ValueError, match="release, which does not exist"):
+        find_checkpoint(tmp_path / "run")
+    directory.rename(tmp_path / "run" / "release")
+    assert find_checkpoint(tmp_path / "run") == (tmp_path / "run" / "release", "release")
+    write_tracker(tmp_path / "run", "seven")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="says 'seven', expected an iteration"):
+        find_checkpoint(tmp_path / "run")
+    assert find_checkpoint(tmp_path) == (None, None)
+
+
+def test_the_metadata_is_what_torch_pickles(written):
+    """Stand-ins unpickle as torch's own classes, equal to those that a torch checkpoint would hold."""
+    from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex, TensorProperties
+
+    _, _, directory = written
+    metadata = pickle.loads((directory / ".metadata").read_bytes())
+    fc1 = metadata.state_dict_metadata["decoder.layers.mlp.linear_fc1.weight"]
+    assert fc1.properties == TensorProperties(dtype=torch.float32)
+    assert fc1.size == torch.Size([3, 192, 64])
+    assert isinstance(fc1.size, torch.Size)
+    starts = [tuple(chunk.offsets) for chunk in fc1.chunks]
+    # Rank 0 has the first half of gate and of up, rank 1 the second.
+    assert starts[:2] == [(0, 0, 0), (0, 96, 0)]
+    assert starts[6:8] == [(0, 48, 0), (0, 144, 0)]
+    blob = metadata.storage_data[MetadataIndex("decoder.layers.mlp.linear_fc1.weight", torch.Size([0, 144, 0]))]
+    assert blob.relative_path == "__1_0.distcp"
+    assert blob.transform_descriptors is None
+    state = "decoder.layers.mlp.linear_fc1._extra_state/shard_2_3"
+    assert isinstance(metadata.state_dict_metadata[state], BytesStorageMetadata)
+    assert MetadataIndex(state) in metadata.storage_data
+    assert metadata.storage_meta.modules == []
+
+
+def test_blobs_load_with_torch(written):
+    """Every blob, holes filled, is a file of torch.save with the tensor that the metadata promises."""
+    _, logical, directory = written
+    tensors = read_tensors(directory)
+    count = 0
+    for tensor in tensors.values():
+        for chunk in tensor.chunks:
+            raw = chunk.blob.path.read_bytes()[chunk.blob.offset :][: chunk.blob.length]
+            piece = directory / "piece"
+            piece.write_bytes(raw)
+            loaded = torch.load(piece, weights_only=True)
+            assert (loaded.shape, loaded.dtype) == (chunk.box.shape, torch.float32)
+            count += 1
+            if tensor is tensors["decoder.final_layernorm.weight"]:
+                assert torch.equal(loaded.double(), logical["model.norm.weight"])
+    assert count == 2 * 2 + 1 + 3 * (2 * 2 + 2 * 2 + 2 + 2)  # vocabulary, last norm; qkv and proj, fc1, fc2, norms
+    common = torch.load(directory / "common.pt", weights_only=False)
+    assert common["args"].lr == 0.5
+    assert common["iteration"] == 12
+    assert common["checkpoint_version"] == 3.0
+    assert read_common(directory).args == {"lr": 0.5}
+
+
+def test_a_chunk_may_hold_several_layers_and_experts():
+    """[2 layers, 2 experts, 4, 3] of a chunk; a transposed placement; by hand."""
+    placement = Placement("w", Box((0, 4), (3, 8)), "s", 0, (1, 3))  # w[0:3, 4:8] transposed in s [4, 3]
+    found = cut(placement, (4, 3), Box((1, 0), (3, 2)), storage="c", offset=12 + 100, strides=(3, 1))
+    assert found == Placement("w", Box((0, 5), (2, 7)), "c", 112, (1, 3))
+    assert cut(placement, (4, 3), Box((0, 3), (4, 4)), storage="c", offset=0, strides=(3, 1)) is None
+    row = Placement("n", Box((0, 0), (1, 4)), "s", 8, (4, 1))  # one row of [3, 4]: its stride says nothing
+    assert cut(row, (3, 4), Box((2, 1), (3, 3)), storage="c", offset=7, strides=(2, 1)) == Placement(
+        "n", Box((0, 1), (1, 3)), "c", 7, (1, 1)
+    )
+
+
+def test_names():
+    name = StorageName.parse("decoder.layers.7.mlp.experts.local_experts.3.linear_fc1.weight")
+    assert name == StorageName("linear_fc1.weight", 7, 3)
+    assert name.key("stacked") == "decoder.layers.mlp.experts.experts.linear_fc1.weight"
+    assert name.key("per_layer") == "decoder.layers.7.mlp.experts.experts.linear_fc1.weight"
+    assert name.key("single") == "decoder.layers.7.mlp.experts.experts.3.linear_fc1.weight"
+    assert [name.lead(form) for form in FORMS] == [(7, 3), (3,), ()]
+    norm = StorageName.parse("decoder.layers.0.mlp.linear_fc1.layer_norm_weight")
+    assert norm.other_norm() == StorageName("pre_mlp_layernorm.weight", 0)
+    assert norm.other_norm().other_norm() == norm
+    assert StorageName.parse("decoder.final_layernorm.weight").other_norm() is None
+    assert contiguous_strides((2, 3)) == (3, 1)
+    assert key_form(["optimizer.state.decoder.layers.1.x", "decoder.layers.mlp.linear_fc1.weight"]) == "stacked"
+    assert key_form(["decoder.layers.1.mlp.linear_fc1.weight"]) == "per_layer"
+    assert key_form(["decoder.layers.1.mlp.linear_fc1.weight_w"]) == "single"
+
+
+def test_norms_under_either_name(written):
+    """A model without Megatron's map of norm names saves them under their own."""
+    arch, logical, directory = written
+    raw = (directory / ".metadata").read_bytes()
+    for fused, own in (
+        (b"self_attention.linear_qkv.layer_norm_weight", b"input_layernorm.weight"),
+        (b"mlp.linear_fc1.layer_norm_weight", b"pre_mlp_layernorm.weight"),
+    ):
+        fused, own = b"decoder.layers." + fused, b"decoder.layers." + own
+        assert raw.count(bytes([len(fused)]) + fused) >= 1
+        # The pickle is in one frame or several, whose lengths would change: pickle it again.
+        metadata = pickle.loads(raw)
+        _rename(metadata, fused.decode(), own.decode())
+        raw = pickle.dumps(metadata)
+    (directory / ".metadata").write_bytes(raw)
+    assert "decoder.layers.input_layernorm.weight" in read_tensors(directory)
+    assert_same(read(directory, arch), logical)
+
+
+def _rename(metadata, old, new):
+    from torch.distributed.checkpoint.metadata import MetadataIndex
+
+    metadata.state_dict_metadata[new] = metadata.state_dict_metadata.pop(old)
+    for index in [index for index in metadata.storage_data if index.fqn == old]:
+        metadata.storage_data[MetadataIndex(new, index.offset)] = metadata.storage_data.pop(index)
+
+
+def test_optimizer_state_is_passed_over(written):
+    arch, logical, directory = written
+    metadata = pickle.loads((directory / ".metadata").read_bytes())
+    for key in ("optimizer.state.exp_avg.decoder.final_layernorm.weight", "chained_0.optimizer.state.x"):
+        metadata.state_dict_metadata[key] = metadata.state_dict_metadata["decoder.final_layernorm.weight"]
+        for index in [i for i in metadata.storage_data if i.fqn == "decoder.final_layernorm.weight"]:
+            metadata.storage_data[type(index)(key, index.offset)] = metadata.storage_data[index]
+    (directory / ".metadata").write_bytes(pickle.dumps(metadata))
+    assert len(read_tensors(directory)) == 9 + 2
+    assert_same(read(directory, arch), logical)
+
+
+def test_every_difference_is_listed(written):
+    _, _, directory = written
+    other = tiny(num_hidden_layers=4, attention_bias=True, tie_word_embeddings=True)
+    with pytest.raises(ValueError, match="differs from the model") as error:
+        read_torch_dist(directory, other)
+    text = str(error.value)
+    assert "decoder.layers.self_attention.linear_qkv.bias is missing" in text
+    assert "decoder.layers.self_attention.linear_proj.bias is missing" in text
+    assert "output_layer.weight is not part of the model" in text
+    assert "decoder.layers.mlp.linear_fc1.weight has shape (3, 192, 64), expected (4, 192, 64)" in text
+    assert " in 9 tensors: " in text  # 2 missing, 1 extra, 6 of another number of layers
+    with pytest.raises(ValueError, match="200 rows"):
+        read_torch_dist(directory, tiny(vocab_size=200))
+
+
+def test_missing_and_truncated_files(written, tmp_path):
+    arch, _, directory = written
+    for name, message in {
+        "__1_0.distcp": "lacks 1 of 2 files .*__1_0.distcp",
+        ".metadata": "cannot be read",
+        "common.pt": "cannot be read",
+        "metadata.json": "was not finished",
+    }.items():
+        copy = tmp_path / "copy"
+        shutil.copytree(directory, copy)
+        (copy / name).unlink()
+        with pytest.raises(ValueError, match=message):
+            read_torch_dist(copy, arch)
+        size = (directory / name).stat().st_size
+        for keep in (0, size // 2, size - 1):
+            (copy / name).write_bytes((directory / name).read_bytes()[:keep])
+            with pytest.raises(ValueError, match=r"truncated|damaged"):
+                read_torch_dist(copy, arch)
+        shutil.rmtree(copy)
+    (directory / "metadata.json").write_text('{"sharded_backend": "zarr"}')
+    with pytest.raises(ValueError, match="backend 'zarr'"):
+        read_torch_dist(directory, arch)
+
+
+def test_flipped_bits_of_the_metadata_are_found_or_harmless(written):
+    """Any bit flipped: a ValueError, when opened or planned, or the same tensors. Every 29th byte, one bit each."""
+    arch, logical, directory = written
+    path = directory / ".metadata"
+    good = path.read_bytes()
+    found = 0
+    for at in range(0, len(good), 29):
+        bad = bytearray(good)
+        bad[at] ^= 1 << at % 8
+        path.write_bytes(bytes(bad))
+        try:
+            got = read(directory, arch)
+        except ValueError:
+            found += 1
+        else:
+            assert_same(got, logical)
+    assert found > len(good) // 29 // 4
+
+
+class Evil:
+    def __reduce__(self):
+        return print, ("code was run",)
+
+
+def test_another_class_is_refused_by_name(written, capsys):
+    arch, _, directory = written
+    metadata = pickle.loads((directory / ".metadata").read_bytes())
+    metadata.planner_data = Evil()
+    (directory / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(ValueError, match=r"builtins\.print, which is not on the allow-list"):
+        read_torch_dist(directory, arch)
+    metadata.planner_data = torch.nn.Linear  # records elsewhere, not here
+    (directory / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(ValueError, match=r"torch.nn.modules.linear.Linear, which is not"):
+        read_torch_dist(directory, arch)
+    assert capsys.readouterr().out == ""
+
+
+def test_paths_outside_the_directory_are_refused(written):
+    arch, _, directory = written
+    metadata = pickle.loads((directory / ".metadata").read_bytes())
+    next(iter(metadata.storage_data.values())).relative_path = "../__0_0.distcp"
+    (directory / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(ValueError, match="expected one in the checkpoint's directory"):
+        read_torch_dist(directory, arch)
+
+
+def test_blobs_of_other_writers_are_read_one_by_one(written, monkeypatch):
+    """A blob whose header differs from its kin's is read in full; a damaged one is found."""
+    arch, logical, directory = written
+    tensors = read_tensors(directory)
+    first, second = (chunk.blob for chunk in tensors["decoder.layers.mlp.linear_fc2.weight"].chunks[:2])
+    assert first.length == second.length
+    raw = bytearray(first.path.read_bytes())
+    at = raw.index(b"archive/version", second.offset)
+    header = raw.index(b"archive/data.pkl", second.offset)
+    assert header < at
+    raw[header + 32] ^= 1  # padding of the local header: no reader minds
+    first.path.write_bytes(bytes(raw))
+    assert_same(read(directory, arch), logical)
+    pickled = raw.index(b"_rebuild_tensor_v2", second.offset)
+    raw[pickled] ^= 1
+    first.path.write_bytes(bytes(raw))
+    with pytest.raises(ValueError, match=r"record data\.pkl has CRC"):
+        read_torch_dist(directory, arch)
+
+
+def test_crc_of_every_blob(tmp_path):
+    """Blobs of torch.save state their CRC, ours leave out those of tensors: counted."""
+    arch = tiny()
+    directory = write(tmp_path / "run", arch, MegatronLayout(padded_vocab=VOCAB), random_logical(arch))
+    blobs = [chunk.blob for tensor in read_tensors(directory).values() for chunk in tensor.chunks]
+    assert check_blobs(directory) == (len(blobs), len(blobs))
+
+
+@pytest.mark.slow
+def test_a_large_checkpoint_opens_in_seconds(tmp_path):
+    """Llama-70B at TP8 x PP4 as holes: 5 s for planning it and for opening it, each, on two cores."""
+    arch = tiny(**LLAMA_70B)
+    start = time.perf_counter()
+    plan_torch_dist(tmp_path, arch, MegatronLayout(tp=8, pp=4, padded_vocab=128256), "lm", torch.bfloat16, {}, 1)
+    planned = time.perf_counter()
+    checkpoint = read_torch_dist(tmp_path / "iter_0000001", arch)
+    assert len(checkpoint.extents[0]) == 2 * 8 + 1 + 80 * (5 * 8 + 2)
+    assert planned - start < 20
+    assert time.perf_counter() - planned < 20
+
+
+def test_blob_reader_reads_few_headers(written, monkeypatch):
+    """One full read per dtype, shape and length."""
+    from megarlhf.weights.formats import torch_dist_metadata
+
+    calls = []
+    original = torch_dist_metadata.read_torch_file
+    monkeypatch.setattr(
+        torch_dist_metadata, "read_torch_file", lambda *args, **kw: calls.append(args) or original(*args, **kw)
+    )
+    _, _, directory = written
+    wanted = {
+        f"{key}{chunk.box.start}": (chunk, tensor.dtype)
+        for key, tensor in read_tensors(directory).items()
+        for chunk in tensor.chunks
+    }
+    assert len(BlobReader().extents(wanted)) == len(wanted)
+    assert len(calls) == len({(dtype, chunk.box.shape) for chunk, dtype in wanted.values()}) < len(wanted) / 4
+
+
+def test_planning_needs_no_torch_distributed():
+    """torch.distributed.checkpoint takes a second to import; neither direction does."""
+    import subprocess
+    import sys
+
+    code = (
+        "import sys, megarlhf.weights.formats.torch_dist;"
+        "print([m for m in ('torch.distributed.checkpoint', 'megatron') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path.cwd())
+    assert done.stdout.strip() == "[]"
