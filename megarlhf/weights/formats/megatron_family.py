@@ -59,8 +59,12 @@ def infer(args: Args, family: str) -> Architecture:
     )
 
 
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int) and value > 0
+
+
 def _require(args: Args) -> None:
-    missing = [key for key in ("num_layers", "hidden_size", "num_attention_heads") if not args.get(key)]
+    missing = [key for key in ("num_layers", "hidden_size", "num_attention_heads") if not _is_size(args.get(key))]
     if not args.get("max_position_embeddings") and not args.get("seq_length"):
         missing.append("max_position_embeddings")
     if not args.get("vocab_size") and not args.get("padded_vocab_size"):
@@ -230,9 +234,11 @@ def family_of(args: Args) -> str:
     for family, names in misfits.items():
         if not names:
             return family
-    told = {"normalization": norm, "position_embedding_type": positions, "swiglu": gated, **switches}
-    nearest = min(misfits, key=lambda family: len(misfits[family]))
-    shown = ", ".join(f"{key} = {value!r}" for key, value in told.items() if key != "decoder")
+    nearest = min(misfits, key=lambda family: (len(misfits[family]), "experts" in misfits[family]))
+    told = {"normalization": norm, "position_embedding_type": positions, "swiglu": gated}
+    told |= {"add_bias_linear": bias == "all", "add_qkv_bias": bias != "none"}
+    told |= {key: args.get(key) for key in ("qk_layernorm", "num_experts", "window_size", "moe_router_pre_softmax")}
+    shown = ", ".join(f"{key} = {value!r}" for key, value in told.items())
     raise ValueError(
         f"the checkpoint's args describe a model of no known family: {shown}; the nearest is {nearest}, which differs "
         f"in {', '.join(_WORDS.get(name, name) for name in misfits[nearest])}. Name a Hugging Face directory with the "

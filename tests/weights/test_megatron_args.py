@@ -1,0 +1,181 @@
+"""Megatron-LM's arguments of every family, and back.
+
+Not covered: arguments as Megatron-LM itself would parse and check them (it is not installed).
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megarlhf.weights.architecture import Architecture
+from megarlhf.weights.config_spec import Llama3Rope
+from megarlhf.weights.formats.megatron_args import OWN_KEY, arch_of, args_of
+from megarlhf.weights.megatron_layout import MegatronLayout
+from tests.weights.families import CONFIGS, architecture
+
+LAYOUT = MegatronLayout(tp=2, pp=2, padded_vocab=256)
+
+SAYABLE = ["llama", "mistral", "qwen2", "qwen2_tied", "qwen3", "qwen3_tied", "gpt2", "mixtral", "qwen3_moe"]
+
+LLAMA_BY_HAND = {
+    "num_layers": 32,
+    "hidden_size": 4096,
+    "ffn_hidden_size": 14336,
+    "num_attention_heads": 32,
+    "group_query_attention": True,
+    "num_query_groups": 8,
+    "kv_channels": 128,
+    "seq_length": 8192,
+    "max_position_embeddings": 131072,
+    "position_embedding_type": "rope",
+    "rotary_base": 500000,
+    "rotary_percent": 1.0,
+    "use_rope_scaling": True,
+    "rope_scaling_factor": 8.0,
+    "normalization": "RMSNorm",
+    "norm_epsilon": 1e-5,
+    "swiglu": True,
+    "add_bias_linear": False,
+    "add_qkv_bias": False,
+    "untie_embeddings_and_output_weights": True,
+    "padded_vocab_size": 128256,
+    "vocab_size": None,
+    "num_experts": None,
+    "window_size": None,
+    "qk_layernorm": False,
+}
+"""What a Llama 3.1 8B run of Megatron-LM states."""
+
+LLAMA_3_1_8B = Architecture(
+    model_type="llama",
+    num_layers=32,
+    hidden_size=4096,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    ffn_size=14336,
+    vocab_size=128256,
+    max_positions=131072,
+    norm_eps=1e-5,
+    rope_theta=500000.0,
+    rope_scaling=Llama3Rope(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=8192),
+    tied_embeddings=False,
+    qkv_bias=False,
+    output_bias=False,
+    mlp_bias=False,
+    activation="silu",
+)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_our_key_gives_every_architecture_back(family):
+    arch = architecture(family)
+    assert arch_of(args_of(arch, LAYOUT, torch.bfloat16)) == arch
+
+
+@pytest.mark.parametrize("family", SAYABLE)
+def test_without_our_key_the_switches_are_enough(family):
+    arch = architecture(family)
+    args = args_of(arch, LAYOUT, torch.bfloat16)
+    del args[OWN_KEY]
+    assert arch_of(args) == arch
+
+
+def test_what_megatron_cannot_say_is_warned_of(caplog):
+    """By value, for the three families concerned; silent for the others."""
+    lost = {
+        "opt": "max_positions = 48, activation = 'relu', position_offset = 2",
+        "qwen3_biases": "output_bias = True",
+        "llama_biases": "rope_scaling = Llama3Rope(factor=4.0, low_freq_factor=2.0",
+    }
+    for family in CONFIGS:
+        caplog.clear()
+        args_of(architecture(family), LAYOUT, torch.bfloat16)
+        assert len(caplog.records) == (family in lost)
+        assert lost.get(family, "") in caplog.text
+
+
+def test_a_llama_by_hand(caplog):
+    """A stated vocabulary wins over the padded one, which is otherwise taken with a warning."""
+    assert arch_of(LLAMA_BY_HAND) == LLAMA_3_1_8B
+    assert "state no vocab_size" in caplog.text
+    caplog.clear()
+    assert arch_of({**LLAMA_BY_HAND, "vocab_size": 128000}) == replace(LLAMA_3_1_8B, vocab_size=128000)
+    assert not caplog.records
+    layout = MegatronLayout(tp=4, pp=2, padded_vocab=128512)
+    written = args_of(LLAMA_3_1_8B, layout, torch.bfloat16)
+    assert {k: written[k] for k in LLAMA_BY_HAND if k not in ("seq_length", "vocab_size", "padded_vocab_size")} == {
+        k: v for k, v in LLAMA_BY_HAND.items() if k not in ("seq_length", "vocab_size", "padded_vocab_size")
+    }
+
+
+def test_older_spellings():
+    """From before `position_embedding_type`, `normalization` and `add_bias_linear`."""
+    old = {
+        "num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "max_position_embeddings": 32,
+        "padded_vocab_size": 128, "layernorm_epsilon": 1e-6, "kv_channels": 16, "ffn_hidden_size": None,
+    }  # fmt: skip
+    arch = arch_of(old)
+    assert (arch.model_type, arch.activation, arch.norm_eps, arch.ffn_size) == ("gpt2", "gelu_new", 1e-6, 256)
+    assert (arch.qkv_bias, arch.tied_embeddings, arch.positions, arch.rope_theta) == (True, True, "learned", 0.0)
+    new = {"use_rotary_position_embeddings": True, "normalization": "RMSNorm", "swiglu": True}
+    assert arch_of({**old, **new, "disable_bias_linear": True}).model_type == "llama"
+    assert arch_of({**old, **new}).mlp_bias
+    assert arch_of({**old, "bias_gelu_fusion": False}).activation == "gelu"
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"apply_layernorm_1p": True, "rotary_percent": 0.5}, r"rotary_percent = 0\.5, apply_layernorm_1p = True"),
+        ({"position_embedding_type": "yarn"}, "position_embedding_type = 'yarn'"),
+        ({"normalization": "LayerNorm"}, "nearest is llama, which differs in normalization"),
+        (
+            {"num_experts": 8, "moe_router_pre_softmax": True},
+            r"num_experts = 8.*nearest is mixtral, .* moe_router_pre_softmax",
+        ),
+        ({"num_experts": 8, "moe_layer_freq": [0, 1]}, r"moe_layer_freq = \[0, 1\]"),
+        ({"num_layers": None, "hidden_size": None}, "lack num_layers, hidden_size"),
+        ({"vocab_size": 128257}, "vocab_size = 128257, more than padded_vocab_size = 128256"),
+    ],
+)
+def test_what_fits_no_family_is_refused_by_name(changes, message):
+    with pytest.raises(ValueError, match=message):
+        arch_of({**LLAMA_BY_HAND, **changes})
+
+
+def test_a_contradicted_key_of_ours_is_ignored(caplog):
+    """Somebody changed an argument, or continued with another model."""
+    args = args_of(architecture("llama"), LAYOUT, torch.bfloat16)
+    assert arch_of({**args, "window_size": None, "extra": 1}) == architecture("llama")
+    assert not caplog.records
+    with caplog.at_level(logging.WARNING):
+        assert arch_of({**args, "num_layers": 6}) == architecture("llama", num_hidden_layers=6)
+    assert "num_layers = 6 (there 4)" in caplog.text
+    with pytest.raises(ValueError, match="megarlhf_architecture is not readable"):
+        arch_of({**args, OWN_KEY: {"rope_scaling": None, "model_type": "llama"}})
+
+
+def test_layout_arguments_by_hand():
+    arch = architecture("llama", num_hidden_layers=12)
+
+    def args(**layout):
+        return args_of(arch, MegatronLayout(**{"padded_vocab": 256, "tp": 2, **layout}), torch.bfloat16)
+
+    even = args(pp=2, vpp=3, spec="te")
+    assert (even["virtual_pipeline_model_parallel_size"], even["num_layers_per_virtual_pipeline_stage"]) == (3, 2)
+    assert (even["tensor_model_parallel_size"], even["pipeline_model_parallel_size"], even["world_size"]) == (2, 2, 4)
+    assert (even["params_dtype"], even["bf16"], even["fp16"]) == (torch.bfloat16, True, False)
+    assert (even["padded_vocab_size"], even["make_vocab_size_divisible_by"], even["vocab_size"]) == (256, 128, 100)
+    assert even["transformer_impl"] == "transformer_engine"
+    assert args(padded_vocab=104)["make_vocab_size_divisible_by"] == 52
+    ends = args(pp=3, layers_per_stage=(3, 5, 4))
+    assert (ends["decoder_first_pipeline_num_layers"], ends["decoder_last_pipeline_num_layers"]) == (3, 4)
+    assert ends["pipeline_model_parallel_layout"] is None
+    free = args(pp=4, layers_per_stage=(3, 2, 4, 3))
+    assert free["pipeline_model_parallel_layout"] == "Ettt|tt|tttt|tttL"
+    assert free["decoder_first_pipeline_num_layers"] is None
