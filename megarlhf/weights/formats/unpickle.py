@@ -170,7 +170,6 @@ def _allowed() -> dict[Name, Any]:
     }
     table |= {("builtins", kind.__name__): kind for kind in _BUILTINS}
     table |= {("torch", name): StorageType(dtype) for name, dtype in _STORAGES.items()}
-    table |= {("torch.cuda", name): StorageType(dtype) for name, dtype in _STORAGES.items()}
     table |= {("torch", name): getattr(torch, name) for name in _DTYPES if hasattr(torch, name)}
     for module in ("pathlib", "pathlib._local"):
         table |= {(module, name): _path(pathlib.PurePosixPath) for name in ("PosixPath", "PurePosixPath")}
