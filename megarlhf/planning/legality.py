@@ -27,16 +27,11 @@ def check_role(role: str, section: RoleConfig, world_size: int) -> tuple[Archite
 
 
 def _check_architecture(arch: Architecture, where: str) -> None:
-    """Megatron-Core has one switch for the bias of every linear layer, and one more for that of QKV."""
+    """What Megatron-Core has no setting for: one switch sets the bias of every linear layer but QKV's."""
     if arch.output_bias != arch.mlp_bias:
         raise ValueError(
             f"{where}: config.json gives the attention's output a bias: {arch.output_bias}, and the MLP: "
             f"{arch.mlp_bias}; Megatron-Core's layers take both or neither: use a model with one of these"
-        )
-    if arch.mlp_bias and not arch.qkv_bias:
-        raise ValueError(
-            f"{where}: config.json gives the MLP a bias and QKV none; Megatron-Core's layers take a bias everywhere, "
-            "in QKV alone, or nowhere: use a model with one of these"
         )
     if arch.num_experts and arch.experts_per_token == 1 and arch.renormalize_experts:
         raise ValueError(

@@ -18,6 +18,7 @@ from megarlhf.data.sources import load_records
 from megarlhf.data.tokenizer import load_tokenizer
 from megarlhf.models.build import ModelPart, placements_on
 from megarlhf.models.role import Role, build_role
+from megarlhf.models.settings import DTYPES
 from megarlhf.models.weights import load_weights
 from megarlhf.parallel.batching import grid_length, lay_out
 from megarlhf.parallel.mesh import GroupCache
@@ -74,7 +75,7 @@ def sft_steps(runtime: Runtime, config: dict[str, Any], num_steps: int) -> dict[
     cfg = SFTConfig.model_validate(config)
     samples, _ = build_sft(
         load_records(cfg.data.train, fields=("prompt", "response")),
-        load_tokenizer(cfg.actor.model.path),
+        load_tokenizer(cfg.actor.model.described_by()),
         max_prompt_tokens=64,
         max_response_tokens=64,
     )
@@ -94,27 +95,34 @@ def sft_steps(runtime: Runtime, config: dict[str, Any], num_steps: int) -> dict[
 
 
 def outputs_and_greedy(
-    runtime: Runtime, models: list[str], parallel: dict[str, Any], head: Head, rows: list[list[int]], new_tokens: int
+    runtime: Runtime,
+    models: list[str],
+    parallel: dict[str, Any],
+    head: Head,
+    rows: list[list[int]],
+    new_tokens: int,
+    dtype: str = "fp32",
 ) -> list[tuple[np.ndarray, list[list[int]]] | None]:
     """Of each model: its output at every position of right-padded rows, [B, S, V], and what it says greedily.
 
-    Returns: None on ranks that do not own outputs. A scalar head says nothing.
+    Returns: None on ranks that do not own outputs. A scalar head is asked for no tokens.
     """
     cache = GroupCache(runtime)
     found: list[tuple[np.ndarray, list[list[int]]] | None] = []
     for model in models:
-        section = RoleConfig.model_validate({"model": {"path": model}, "parallel": parallel})
+        section = RoleConfig.model_validate({"model": {"path": model, "dtype": dtype}, "parallel": parallel})
         role = build_role("actor", section, head, cache, seed=0)
+        assert {p.dtype for p in role.part.module.parameters()} == {DTYPES[dtype]}
         length = grid_length(max(map(len, rows)), role.mesh)
         tokens = lay_out([(0, torch.tensor(row)) for row in rows], length, torch.int64, runtime.device)
         (outputs,) = role.forward([MicroBatch(tokens, {})], partial(_whole_vocabulary, role)) or [torch.empty(0)]
         said: list[list[int]] = []
-        if head == "lm":
+        if new_tokens:
             sampling = Sampling(max_tokens=new_tokens, greedy=True, eos_id=-1)
             prompts = [torch.tensor(row) for row in rows]
             rollouts = MegatronEngine(role.part, 2).generate(prompts, [0] * len(rows), sampling)
             said = [row.tolist() for row in rollouts.responses.rows()]
-        found.append((outputs.numpy(), said) if role.mesh.owns_outputs else None)
+        found.append((outputs.float().numpy(), said) if role.mesh.owns_outputs else None)
     return found
 
 
@@ -135,7 +143,7 @@ def rm_steps(runtime: Runtime, config: dict[str, Any], num_steps: int) -> dict[s
     cfg = RMConfig.model_validate(config)
     pairs, _ = build_pairs(
         load_records(cfg.data.train, fields=("prompt", "chosen", "rejected")),
-        load_tokenizer(cfg.reward_model.model.path),
+        load_tokenizer(cfg.reward_model.model.described_by()),
         max_prompt_tokens=64,
         max_response_tokens=64,
     )
@@ -166,7 +174,7 @@ def rl_step(runtime: Runtime, config: dict[str, Any]) -> dict[str, Any]:
     from megarlhf.trainers.rl_score import add_advantages, logprob_gap
 
     cfg = RLConfig.model_validate(config)
-    tokenizer = load_tokenizer(cfg.actor.model.path)
+    tokenizer = load_tokenizer(cfg.actor.model.described_by())
     prompts = _prompts(cfg, tokenizer)[: cfg.train.prompts_per_step]
     parts = rl.build(cfg, runtime, tokenizer)
     gradients: dict[str, list[Arrays]] = {role.name: [] for role in parts.trained}

@@ -1,12 +1,13 @@
 """Every family's Megatron model computes what Hugging Face's does, at every layout, and learns the same at each.
 
-fp32, random weights. Not covered: transformer-engine's layer spec and bf16 (no GPU here), experts over several
-ranks (ep), position tables longer than the 64 rows of the tiny models.
+fp32 but for one test, random weights. Not covered: transformer-engine's layer spec (it needs a GPU), experts over
+several ranks (ep), training of experts in bf16.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,12 +17,15 @@ import torch
 from megarlhf.data.samples import build_sft
 from megarlhf.data.sources import load_records
 from megarlhf.data.tokenizer import load_tokenizer
+from megarlhf.models.attention import causal_band
+from megarlhf.models.positions import PositionTable
 from tests.distributed.compare import assert_gradients_equal
 from tests.distributed.pool import RankPool
 from tests.distributed.tiny import FAMILIES, write_family
 
-TOLERANCE = 1e-4
-NEW_TOKENS, MINI_BATCH = 3, 8
+TOLERANCE = 2e-5
+"""Measured: 2e-6. The wrong kind of GELU shows at 3e-4."""
+NEW_TOKENS, MINI_BATCH = 2, 8
 # Three times the window of the tiny Mistral, and of different lengths: the shorter rows are padded on the right.
 LENGTHS = (24, 17, 23)
 
@@ -33,7 +37,6 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2pp2": (4, {"tp": 2, "pp": 2}),
     # Four ranks share two KV groups.
     "tp4": (4, {"tp": 4}),
-    "pp3_uneven": (3, {"pp": 3, "layers_per_stage": [1, 2, 1]}),
 }
 
 
@@ -83,31 +86,54 @@ def _ask_hugging_face(path: Path, head: str) -> tuple[list[np.ndarray], list[lis
     return outputs, said if head == "lm" else []
 
 
+SOME: dict[str, tuple[str, ...]] = {
+    "tp2pp2": ("mistral", "qwen2", "gpt2", "mixtral"),
+    "tp4": ("llama_biased", "qwen3", "opt", "qwen3_moe"),
+}
+"""Layouts that are the work of others put together: a few families are enough."""
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_outputs_equal_hugging_face(
     layout: str, head: str, ranks: RankPool, written: dict[str, Path], hugging_face: dict[str, Any]
 ) -> None:
-    """Logits or scores of every family to 1e-4, and the same greedy tokens from the engine that grows its rows."""
+    """Logits or scores of every family, and the same greedy tokens from the engine that grows its rows."""
     world_size, parallel = LAYOUTS[layout]
-    models = [str(path) for path in written.values()]
-    by_rank = ranks.run(world_size, "outputs_and_greedy", models, parallel, head, rows(), NEW_TOKENS)
+    names = SOME.get(layout, tuple(FAMILIES))
+    models = [str(written[name]) for name in names]
+    new_tokens = NEW_TOKENS if head == "lm" else 0
+    by_rank = ranks.run(world_size, "outputs_and_greedy", models, parallel, head, rows(), new_tokens)
     compared = 0
     for found in by_rank:
-        for name, answer in zip(written, found, strict=True):
+        for name, answer in zip(names, found, strict=True):
             if answer is not None:
                 _assert_equal(f"{name} {layout}", answer, hugging_face[name])
                 compared += 1
-    assert compared == len(FAMILIES)
+    assert compared == len(names)
 
 
 def _assert_equal(what: str, found: tuple[np.ndarray, list[list[int]]], expected: tuple[Any, Any]) -> None:
     outputs_BSV, said = found
     for row, wanted_SV in enumerate(expected[0]):
-        assert np.abs(wanted_SV).mean() > 0.1, f"{what}: outputs next to nothing would agree anyhow"
+        assert np.abs(wanted_SV).mean() > 0.03, f"{what}: outputs next to nothing would agree anyhow"
         error = np.abs(outputs_BSV[row, : len(wanted_SV)] - wanted_SV).max()
         print(f"{what} row {row}: largest difference {error:.1e}")
         assert error <= TOLERANCE, f"{what} row {row}: outputs differ by {error:.1e}, allowed {TOLERANCE}"
     assert said == expected[1], f"{what}: other tokens than Hugging Face's"
+
+
+def test_bf16_is_near_fp32(head: str, ranks: RankPool, written: dict[str, Path], hugging_face: dict[str, Any]) -> None:
+    """Every parameter is bf16, also those that Megatron-Core would leave in fp32. A near choice of experts may turn out
+    otherwise, so the mean is compared; it is coarse, and would miss a small mistake."""
+    models = [str(path) for path in written.values()]
+    parallel = {"tp": 2, "sequence_parallel": True}
+    found = ranks.run(2, "outputs_and_greedy", models, parallel, head, rows(), 0, "bf16")[0]
+    for name, answer in zip(written, found, strict=True):
+        errors = [
+            np.abs(answer[0][row, : len(wanted_SV)] - wanted_SV).mean()
+            for row, wanted_SV in enumerate(hugging_face[name][0])
+        ]
+        assert 1e-5 < max(errors) < 0.03, f"{name}: mean differences {errors}"
 
 
 @pytest.fixture(scope="session")
@@ -206,3 +232,30 @@ def _compared(gradients: dict[str, np.ndarray], norm: float) -> dict[str, np.nda
     rounding = {name for name in gradients if name.endswith("k_proj.bias")}
     assert all(np.linalg.norm(gradients[name]) < 1e-6 * norm for name in rounding)
     return {name: gradient for name, gradient in gradients.items() if name not in idle | rounding}
+
+
+def test_stages_of_any_sizes(ranks: RankPool, data: dict[str, Path], tmp_path: Path) -> None:
+    """Megatron-Core states the first and the last stage only; here the two between them differ as well."""
+    path = write_family(tmp_path / "model", "qwen2", num_hidden_layers=5)
+    expected = _step_of_hugging_face(path, data["sft"])
+    parallel = {"pp": 4, "layers_per_stage": [1, 2, 1, 1]}
+    for found in ranks.run(4, "sft_steps", sft(path, data["sft"], parallel), 1):
+        np.testing.assert_allclose(found["loss"], [expected["loss"]], rtol=1e-5)
+        np.testing.assert_allclose(found["grad_norm"], [expected["grad_norm"]], rtol=1e-5)
+
+
+def test_the_window_counts_the_token_itself() -> None:
+    """Window 2 of 4 tokens: each sees itself and the one before it."""
+    band_SS = causal_band(4, 2, torch.device("cpu"))
+    assert band_SS.int().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1]]
+
+
+def test_positions_start_at_the_offset_and_padding_may_lie_beyond_the_table() -> None:
+    """Five positions behind two rows of offset, on a grid rounded up to a multiple of tp = 2; not one of eight."""
+    arch = SimpleNamespace(position_offset=2, max_positions=5)
+    config = SimpleNamespace(tensor_model_parallel_size=2, hidden_size=1, params_dtype=torch.float32)
+    table = PositionTable(config, arch)  # type: ignore[arg-type]
+    table.weight.data = torch.arange(7.0)[:, None]
+    assert table(torch.arange(6)[None])[0, :, 0].tolist() == [2, 3, 4, 5, 6, 6]
+    with pytest.raises(AssertionError, match="8 positions, the table has 5"):
+        table(torch.arange(8)[None])

@@ -1,4 +1,5 @@
-"""Each substitution in other projects' code is still needed. A failure here is good news: remove the substitution."""
+"""Each substitution in other projects' code, and each part of ours that stands for a broken one of theirs, is still
+needed. A failure here is good news: remove it."""
 
 from __future__ import annotations
 
@@ -33,6 +34,43 @@ def test_the_scope_changes_nothing_outside() -> None:
     if not torch.cuda.is_available():
         with pytest.raises((AssertionError, RuntimeError)):
             torch.zeros(1, device="cuda")
+
+
+def test_megatron_core_s_router_still_needs_transformer_engine() -> None:
+    """`models/experts.py::Router`: without it, upstream's product of hidden states and router is a name never set."""
+    from megatron.core.transformer.moe import moe_utils
+
+    if moe_utils.HAVE_TE:
+        pytest.skip("transformer-engine is installed")
+    with pytest.raises(NameError, match="te_general_gemm"):
+        moe_utils.router_gating_linear(torch.ones(2, 3), torch.ones(4, 3), None, torch.float32)
+
+
+def test_megatron_core_still_cuts_kv_groups_over_its_global_group() -> None:
+    """`models/attention.py::GroupedSelfAttention`: the gather has no group, the rank is that of `parallel_state`."""
+    from megatron.core.transformer.attention import SelfAttention
+
+    source = inspect.getsource(SelfAttention.get_query_key_value_tensors)
+    assert "all_gather_last_dim_from_tensor_parallel_region(mixed_qkv)" in source
+    assert "get_tensor_model_parallel_rank()" in source
+
+
+def test_megatron_core_s_stage_layout_still_asks_the_global_rank() -> None:
+    """`models/settings.py::StageLayout`."""
+    from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
+    rows = [["embedding", "decoder"], ["decoder", "decoder", "loss"]]
+    with pytest.raises(AssertionError, match="not initialized"):
+        PipelineParallelLayerLayout(rows, 2).get_layer_offset()
+
+
+def test_megatron_core_s_position_table_is_still_fp32_in_a_bf16_model() -> None:
+    """`models/positions.py::PositionTable`."""
+    from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+
+    source = inspect.getsource(LanguageModelEmbedding.__init__)
+    table = source[source.index("torch.nn.Embedding(") :]
+    assert "dtype" not in table[: table.index("# Initialize")]
 
 
 def test_vllm_still_takes_the_weight_out_of_cpu_layers() -> None:

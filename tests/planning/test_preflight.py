@@ -205,6 +205,65 @@ def test_tp_that_does_not_divide_the_model_is_refused_with_what_would(paths, cha
     assert str(raised.value).endswith(words.format(path=path))
 
 
+def check(paths, parallel, **changes):
+    path = paths["make"]("checked", **changes)
+    section = sft(paths, parallel=parallel).actor
+    section = section.model_copy(update={"model": section.model.model_copy(update={"path": path})})
+    return check_role("actor", section, parallel.get("tp", 1) * parallel.get("pp", 1))
+
+
+@pytest.mark.parametrize("tp, legal", [(2, True), (4, True), (6, False), (12, False)])
+def test_ranks_may_share_a_kv_head_if_its_rows_can_be_cut(paths, tp, legal):
+    """12 heads, 2 KV heads of 8 channels: (12 + 2 x 2) x 8 = 128 rows of QKV are cut by 4, not by 6 or 12."""
+    sizes = {"num_key_value_heads": 2, "intermediate_size": 192}
+    if legal:
+        arch, layout = check(paths, {"tp": tp}, **sizes)
+        assert (arch.num_kv_heads, layout.tp) == (2, tp)
+        return
+    with pytest.raises(ValueError, match=rf"tp = {tp} does not divide the 128 rows of QKV .*; choose one of 1, 2, 4$"):
+        check(paths, {"tp": tp}, **sizes)
+
+
+def test_a_mixture_of_experts_at_tp_needs_sequence_parallelism(paths):
+    """And its experts' width counts, not that of a dense MLP which it does not have."""
+    experts = {
+        "model_type": "qwen3_moe",
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+        "moe_intermediate_size": 24,
+        "intermediate_size": 7,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+    arch, _ = check(paths, {"tp": 4, "sequence_parallel": True}, **experts)
+    assert (arch.num_experts, arch.expert_ffn_size) == (4, 24)
+    for name, changes, parallel, words in (
+        ("a", {}, {"tp": 2}, r"at tp = 2 needs sequence_parallel: true"),
+        ("b", {"moe_intermediate_size": 6}, {"tp": 4, "sequence_parallel": True}, r"the 6 MLP width .* one of 1, 2$"),
+        ("c", {"num_experts_per_tok": 1}, {}, r"one expert .* no gradient"),
+    ):
+        path = paths["make"](name, **{**experts, **changes})
+        section = sft(paths, parallel=parallel).actor
+        section = section.model_copy(update={"model": section.model.model_copy(update={"path": path})})
+        with pytest.raises(ValueError, match=words):
+            check_role("actor", section, parallel.get("tp", 1))
+
+
+@pytest.mark.parametrize(
+    "attention, mlp, words",
+    [(True, False, "both or neither"), (False, True, "both or neither"), (True, True, None), (False, False, None)],
+)
+def test_biases_that_megatron_core_cannot_tell_apart(paths, attention, mlp, words):
+    biases = {"attention_bias": attention, "mlp_bias": mlp}
+    if words is None:
+        arch, _ = check(paths, {}, **biases)
+        assert (arch.qkv_bias, arch.output_bias, arch.mlp_bias) == (attention, attention, mlp)
+        return
+    with pytest.raises(ValueError, match=words):
+        check(paths, {}, **biases)
+
+
 def test_a_legal_role_has_the_architecture_and_layout_that_follow(paths):
     arch, layout = check_role("actor", sft(paths, parallel={"tp": 4, "pp": 3}).actor, 24)
     assert (arch.num_layers, arch.num_kv_heads, arch.ffn_size) == (6, 4, 160)
@@ -227,7 +286,9 @@ def test_stages_and_worlds_that_do_not_fit(paths, parallel, world, words):
 
 
 def test_uneven_stages_that_add_up_are_legal(paths):
-    assert preflight("sft", sft(paths, parallel={"pp": 4, "layers_per_stage": [1, 2, 2, 1]}), 4).facts
+    """The stages in the middle may differ too."""
+    for layers in ([1, 2, 2, 1], [1, 3, 1, 1]):
+        assert preflight("sft", sft(paths, parallel={"pp": 4, "layers_per_stage": layers}), 4).facts
 
 
 def test_each_role_is_checked(paths):
