@@ -42,7 +42,7 @@ class Role:
 
     def export(self, directory: Path) -> None:
         """Write the live weights as a Hugging Face directory."""
-        export_hugging_face(self.part, self.section.model.path, directory)
+        export_hugging_face(self.part, self.section.model.described_by(), directory)
 
 
 def build_role(
@@ -59,7 +59,7 @@ def build_role(
     Collective: every rank builds the same roles in the same order.
     """
     runtime = cache.runtime
-    arch = Architecture.from_hf(section.model.path)
+    arch = Architecture.from_hf(section.model.described_by())
     mesh = build_mesh(section.parallel.layout(runtime.world_size, name), runtime, cache)
     part = build_model(section.model, section.parallel, mesh, arch, head)
     load_weights(part, section.model, seed=seed)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -11,13 +10,12 @@ import torch
 from megarlhf.config import ModelConfig
 from megarlhf.models.build import ModelPart, placements_on
 from megarlhf.models.settings import DTYPES
-from megarlhf.weights.architecture import read_config
+from megarlhf.weights.architecture import hf_config, read_config
 from megarlhf.weights.carry import carry_from_files, check_storages
 from megarlhf.weights.export import export
-from megarlhf.weights.formats.huggingface import HFReader
 from megarlhf.weights.placement import RankPlacements
 from megarlhf.weights.random_init import fill_random
-from megarlhf.weights.tensor_map import logical_tensors
+from megarlhf.weights.stored import open_model
 
 log = logging.getLogger(__name__)
 
@@ -31,24 +29,24 @@ def replica_placements(part: ModelPart) -> list[RankPlacements]:
 
 
 def load_weights(part: ModelPart, model: ModelConfig, *, seed: int) -> None:
-    """Fill every parameter: from the Hugging Face directory, or at random, the same at every layout.
+    """Fill every parameter: from a checkpoint of any format and layout, or at random, the same at every layout.
 
     Each rank reads just its boxes. A scalar role that starts from a language model gets a fresh head.
     """
     mine = placements_on(part, part.mesh.runtime.rank)
     live = part.parameters()
     check_storages(mine, live)
-    std = float(read_config(model.path).get("initializer_range", INITIALIZER_RANGE))
+    std = float(read_config(model.described_by()).get("initializer_range", INITIALIZER_RANGE))
     if model.random_init:
         fill_random(mine, live, seed=seed, std=std, arch=part.arch, head=part.head)
         return
-    reader = HFReader(model.path)
-    expected = logical_tensors(part.arch, part.head)
-    fresh = frozenset(expected) & {"score.weight"} - frozenset(reader.tensors)
-    reader.check(expected, absent=fresh, extra=("lm_head.weight", "score.weight"))
-    carry_from_files(mine, reader, live, skip=fresh)
-    if fresh:
+    stored = open_model(model.path, hf=model.hf, head=part.head)
+    held = {tensor for source in stored.weights.parts for tensor in source.tensors}
+    fresh = frozenset({"score.weight"} & mine.tensors.keys() - held)
+    carry_from_files(mine, stored.weights, live, skip=fresh)
+    if part.head == "scalar" and "score.weight" not in held:
         log.info("%s has no score.weight: the scalar head starts fresh", model.path)
+    if fresh:
         fill_random(mine, live, seed=seed, std=std, arch=part.arch, head=part.head, only=fresh)
 
 
@@ -61,7 +59,8 @@ def export_hugging_face(part: ModelPart, source: Path, directory: Path) -> None:
     if part.mesh.at.dp != 0:
         return
     config = read_config(source)
-    config["architectures"] = [_ARCHITECTURES[part.head](config["model_type"])]
+    made = hf_config(part.arch, part.head)
+    config["architectures"] = made["architectures"]
     if part.head == "scalar":
         config["num_labels"] = 1
     replica = replica_placements(part)
@@ -78,12 +77,6 @@ def export_hugging_face(part: ModelPart, source: Path, directory: Path) -> None:
         group=part.mesh.groups.mp,
         copy_from=source,
     )
-
-
-_ARCHITECTURES: dict[str, Callable[[str], str]] = {
-    "lm": lambda model_type: f"{model_type.capitalize()}ForCausalLM",
-    "scalar": lambda model_type: f"{model_type.capitalize()}ForSequenceClassification",
-}
 
 
 def parameter_dtype(model: ModelConfig) -> torch.dtype:

@@ -1,0 +1,145 @@
+"""Opens a model on disk, whatever its format: Hugging Face, Megatron's `torch_dist` or `mp_rank`, of any layout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any, Literal
+
+from megarlhf.model_directory import find_description
+from megarlhf.weights.architecture import Architecture, hf_config, read_config
+from megarlhf.weights.formats.extent import StoredWeights
+from megarlhf.weights.formats.huggingface import HFFiles, is_huggingface
+from megarlhf.weights.formats.megatron_args import arch_of
+from megarlhf.weights.formats.mp_rank import read_mp_rank
+from megarlhf.weights.formats.torch_dist import read_torch_dist
+from megarlhf.weights.formats.torch_dist_metadata import is_torch_dist, read_common
+from megarlhf.weights.formats.tracker import TRACKER, Iteration, find_checkpoint
+from megarlhf.weights.megatron_layout import MegatronLayout
+from megarlhf.weights.tensor_map import Head
+
+Kind = Literal["huggingface", "torch_dist", "mp_rank"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredModel:
+    """A model on disk, opened: nothing but headers has been read."""
+
+    kind: Kind
+    directory: Path
+    """As named by the user."""
+    weights: StoredWeights
+    arch: Architecture
+    head: Head
+    config: Mapping[str, Any]
+    """Its config.json, or one made from what Megatron's arguments say."""
+    companion: Path | None
+    """Directory with the tokenizer and other small files, if there is one."""
+    layout: MegatronLayout | None = None
+    """Of a Megatron checkpoint; for torch_dist that of the run that saved it, if stated."""
+    iteration: Iteration | None = None
+    args: Mapping[str, Any] | None = None
+    """Megatron-LM's arguments."""
+
+
+def recognise(path: str | PathLike[str]) -> Kind:
+    """The format of a directory, by its content.
+
+    Raises: ValueError when it is none of the three.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        raise ValueError(f"{path} is not a directory; give a Hugging Face directory or a Megatron checkpoint")
+    if is_huggingface(path):
+        return "huggingface"
+    folder, _ = find_checkpoint(path)
+    if folder is None:
+        raise ValueError(
+            f"{path} is no checkpoint: it has neither Hugging Face weights (model.safetensors, "
+            f"pytorch_model.bin or their index), nor {TRACKER}, .metadata or mp_rank_* folders of Megatron; give a "
+            "directory that has"
+        )
+    return "torch_dist" if is_torch_dist(folder) else "mp_rank"
+
+
+def open_model(
+    path: str | PathLike[str],
+    *,
+    hf: str | PathLike[str] | None = None,
+    head: Head | None = None,
+) -> StoredModel:
+    """Opens the model at `path`.
+
+    `hf`: a Hugging Face directory whose config.json describes the model, for Megatron checkpoints that do not
+    say enough. `head`: the head that is wanted where both are stored, or where the other may stay unused; a model
+    that lacks it is opened with the head that it has.
+
+    Raises: ValueError when the format or the architecture is unknown, files are missing or damaged, or the
+    tensors are not exactly the architecture's (all differences listed).
+    """
+    path = Path(path)
+    kind = recognise(path)
+    if kind == "huggingface":
+        return _open_huggingface(path, head)
+    return _open_megatron(kind, path, find_description(path, hf))
+
+
+def _open_huggingface(path: Path, wanted: Head | None) -> StoredModel:
+    config = read_config(path)
+    arch = Architecture.from_hf(config)
+    files = HFFiles(path)
+    scored = "score.weight" in files.tensors
+    head: Head = "scalar" if scored and wanted != "lm" else "lm"
+    # A tied model's files may repeat the embedding as head; a loader may leave the head that it does not want.
+    unused = {"lm_head.weight"} if arch.tied_embeddings or wanted == "scalar" else set()
+    if wanted == "lm":
+        unused.add("score.weight")
+    weights = files.stored(arch, head, extra=unused)
+    return StoredModel(
+        kind="huggingface", directory=path, weights=weights, arch=arch, head=head, config=config, companion=path
+    )
+
+
+def _open_megatron(kind: Kind, path: Path, companion: Path | None) -> StoredModel:
+    folder, iteration = find_checkpoint(path)
+    assert folder is not None
+    arch = None if companion is None else Architecture.from_hf(companion)
+    if kind == "torch_dist":
+        dist = read_torch_dist(folder, arch or arch_of(read_common(folder).args))
+        weights, head, args = StoredWeights(path, dist.parts, dist.extents), dist.head, dist.args
+        layout = _stated_layout(args, dist.padded_vocab)
+    else:
+        ranks = read_mp_rank(folder, arch)
+        weights = StoredWeights(path, tuple(ranks.parts), tuple(ranks.extents))
+        head, args, layout = ranks.head, ranks.args, ranks.layout
+    arch = arch or arch_of(args)
+    return StoredModel(
+        kind=kind,
+        directory=path,
+        weights=weights,
+        arch=arch,
+        head=head,
+        config=hf_config(arch, head) if companion is None else read_config(companion),
+        companion=companion,
+        layout=layout,
+        iteration=iteration,
+        args=args,
+    )
+
+
+def _stated_layout(args: Mapping[str, Any], padded_vocab: int) -> MegatronLayout:
+    """The layout that saved a torch_dist checkpoint, from its arguments; the files themselves know none."""
+
+    def stated(name: str) -> int:
+        return int(args.get(name) or 1)
+
+    return MegatronLayout(
+        tp=stated("tensor_model_parallel_size"),
+        pp=stated("pipeline_model_parallel_size"),
+        vpp=stated("virtual_pipeline_model_parallel_size"),
+        ep=stated("expert_model_parallel_size"),
+        padded_vocab=padded_vocab,
+        spec="te",
+    )

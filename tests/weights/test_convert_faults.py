@@ -1,0 +1,246 @@
+"""What a conversion does when its inputs are damaged, the disk is full, or it is killed.
+
+Found (an error that names the file) or survived (a whole result); never half a result that looks whole. A flipped
+bit inside a number of safetensors cannot be known from the file: the format has no checksums. `verify` sees it.
+"""
+
+import os
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megarlhf.weights.convert import HuggingFaceTarget, MegatronTarget, convert
+from megarlhf.weights.formats import staging
+from megarlhf.weights.stored import open_model, recognise
+from megarlhf.weights.verify import digests
+from tests.weights.models import write_model
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    """The same model in every kind of input."""
+    root = tmp_path_factory.mktemp("inputs")
+    hf = write_model("llama", root / "safetensors", dtype=torch.bfloat16, max_shard_size="100KB")
+    convert(open_model(hf), root / "torch_dist", MegatronTarget(tp=2))
+    convert(open_model(hf), root / "mp_rank", MegatronTarget(tp=2, pp=2, format="mp_rank"))
+    from safetensors.torch import load_file
+
+    (root / "bin").mkdir()
+    state = {name: value for path in hf.glob("*.safetensors") for name, value in load_file(path).items()}
+    torch.save(state, root / "bin" / "pytorch_model.bin")
+    shutil.copyfile(hf / "config.json", root / "bin" / "config.json")
+    return root
+
+
+def target_for(kind: str):
+    return MegatronTarget(tp=2, format="mp_rank") if kind in ("safetensors", "bin") else HuggingFaceTarget()
+
+
+def convert_damaged(source: Path, out: Path, kind: str) -> str:
+    """`found`, or `survived` with a result of the right size that opens."""
+    try:
+        convert(open_model(source), out, target_for(kind))
+    except (ValueError, OSError) as error:
+        assert not out.exists(), f"{error} left a directory"
+        assert len(str(error)) > 30, "says what to do"
+        return "found"
+    open_model(out)
+    shutil.rmtree(out)
+    return "survived"
+
+
+def files_of(directory: Path) -> list[Path]:
+    return sorted(path.relative_to(directory) for path in directory.rglob("*") if path.is_file())
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "bin", "torch_dist", "mp_rank"])
+def test_truncated_and_missing_files(inputs, tmp_path, kind):
+    """Every file that a conversion reads, cut at four lengths and removed: always found."""
+    needed = [
+        name
+        for name in files_of(inputs / kind)
+        if name.suffix in (".safetensors", ".bin", ".distcp", ".pt") or name.name in (".metadata", "common.pt")
+    ]
+    needed += [Path("config.json")] if kind in ("safetensors", "bin") else []
+    assert len(needed) >= 2
+    for name in needed:
+        size = (inputs / kind / name).stat().st_size
+        for length in (0, 1, size // 2, size - 1, None):
+            copied = tmp_path / "in"
+            shutil.copytree(inputs / kind, copied)
+            if length is None:
+                (copied / name).unlink()
+            else:
+                with (copied / name).open("r+b") as file:
+                    file.truncate(length)
+            if (name.name, length) not in HARMLESS:
+                assert convert_damaged(copied, tmp_path / "out", kind) == "found", (name, length)
+            shutil.rmtree(copied)
+    assert not list(tmp_path.iterdir())
+
+
+HARMLESS: set[tuple[str, int | None]] = {("common.pt", None)}
+"""Damage that may stay: with config.json at hand nobody needs Megatron's arguments."""
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "bin", "torch_dist", "mp_rank"])
+def test_flipped_bytes(inputs, tmp_path, kind):
+    """A random bit of a random byte, most of them in headers and metadata: an error of ours, or a whole result."""
+    generator = random.Random(5)
+    outcomes = []
+    for name in files_of(inputs / kind):
+        size = (inputs / kind / name).stat().st_size
+        places = {generator.randrange(size) for _ in range(4)} | {generator.randrange(min(size, 600)) for _ in range(6)}
+        for place in sorted(places):
+            copied = tmp_path / "in"
+            shutil.copytree(inputs / kind, copied)
+            raw = bytearray((copied / name).read_bytes())
+            raw[place] ^= 1 << generator.randrange(8)
+            (copied / name).write_bytes(bytes(raw))
+            outcomes.append(convert_damaged(copied, tmp_path / "out", kind))
+            shutil.rmtree(copied)
+    assert not list(tmp_path.iterdir())
+    assert outcomes.count("found") > 5
+    assert len(outcomes) > 15
+
+
+def test_a_flipped_bit_in_a_number_is_seen_by_verify(inputs, tmp_path):
+    shutil.copytree(inputs / "safetensors", tmp_path / "in")
+    path = sorted((tmp_path / "in").glob("*.safetensors"))[0]
+    raw = bytearray(path.read_bytes())
+    raw[-1] ^= 1
+    path.write_bytes(bytes(raw))
+    assert digests(open_model(tmp_path / "in")) != digests(open_model(inputs / "safetensors"))
+
+
+KILLED = """
+import os, signal, sys
+import torch
+from pathlib import Path
+from megarlhf.weights import transfer
+from megarlhf.weights.convert import HuggingFaceTarget, MegatronTarget, convert
+from megarlhf.weights.formats import staging
+from megarlhf.weights.stored import open_model
+
+torch.set_num_threads(1)
+transfer.PIECE_BYTES = 2000
+source, out = Path(sys.argv[1]), Path(sys.argv[2])
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def run(moment):
+    written = []
+    def progress(count):
+        written.append(count)
+        if len(written) == moment:
+            die()
+    if isinstance(moment, str):
+        name, when = moment.split()
+        real = getattr(staging.os, name)
+        def dying(*args):
+            if when == "before":
+                die()
+            real(*args)
+            die()
+        setattr(staging.os, name, dying)
+    target = HuggingFaceTarget() if "mp_rank" in str(source) else MegatronTarget(tp=2, pp=2, format="mp_rank")
+    convert(open_model(source), out, target, progress=progress, force=True)
+
+for moment in [1, 2, 10, 50, 100, "fsync before", "fsync after", "rename before", "rename after", 150]:
+    child = os.fork()
+    if child == 0:
+        run(moment)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    print(moment, os.WTERMSIG(status), out.exists(), sorted(p.name for p in out.parent.iterdir()), flush=True)
+child = os.fork()
+if child == 0:
+    run(0)
+    os._exit(0)
+_, status = os.waitpid(child, 0)
+print("last", status, out.exists(), sorted(p.name for p in out.parent.iterdir()), flush=True)
+"""
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "mp_rank"])
+def test_sigkill_at_ten_moments(inputs, tmp_path, kind):
+    """After each kill there is no directory under the final name, unless the rename was the last thing done; the run
+    after the last kill finishes, and nothing else is left."""
+    out = tmp_path / "results" / "out"
+    out.parent.mkdir()
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, str(inputs / kind), str(out)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=True,
+        timeout=300,
+    )
+    lines = done.stdout.splitlines()
+    assert len(lines) == 11, done.stdout + done.stderr
+    for line in lines[:10]:
+        whole = "rename after" in line or line.startswith("150 ")
+        assert f" 9 {whole} " in line, line
+    assert lines[10] == "last 0 True ['out']"
+    assert digests(open_model(out)) == digests(open_model(inputs / "safetensors"))
+
+
+def test_a_full_disk_is_found_before_writing(inputs, tmp_path, monkeypatch):
+    monkeypatch.setattr(staging.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**6, 10**6 - 1000, 1000))
+    with pytest.raises(OSError, match=r"GB are needed beside .*out, 0.000 GB are free; make room"):
+        convert(open_model(inputs / "safetensors"), tmp_path / "out", MegatronTarget())
+    assert not list(tmp_path.iterdir())
+
+
+FULL = """
+import sys
+from pathlib import Path
+from megarlhf.convert import main
+from megarlhf.weights.formats.staging import Staging
+if sys.argv[3] == "unchecked":
+    Staging.reserve = lambda self, num_bytes: None
+sys.exit(main(["hf-to-megatron", "--hf", sys.argv[1], "--out", sys.argv[2] + "/out", "--format", "mp_rank"]))
+"""
+
+
+@pytest.mark.parametrize("how", ["checked", "unchecked"])
+def test_a_small_tmpfs(inputs, tmp_path, how):
+    """A real full disk; `unchecked` as when somebody else fills it meanwhile: the error comes from the write."""
+    small = tmp_path / "small"
+    small.mkdir()
+    script = tmp_path / "full.py"
+    script.write_text(FULL)
+    command = (
+        f"mount -t tmpfs -o size=200k tmpfs {small} && "
+        f"{sys.executable} {script} {inputs / 'safetensors'} {small} {how}; echo status $?; ls -A {small}"
+    )
+    done = subprocess.run(
+        ["unshare", "--mount", "--map-root-user", "sh", "-c", command],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        check=False,
+        timeout=300,
+    )
+    if "unshare" in done.stderr or "mount:" in done.stderr:
+        pytest.skip(f"no private mounts here: {done.stderr.strip()}")
+    assert done.stdout == "status 2\n", done.stdout + done.stderr
+    expected = "GB are needed beside" if how == "checked" else "No space left on device"
+    assert expected in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_recognise_says_what_it_looked_for(tmp_path):
+    with pytest.raises(ValueError, match="is not a directory"):
+        recognise(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match="is no checkpoint: it has neither Hugging Face weights"):
+        recognise(tmp_path)

@@ -1,0 +1,113 @@
+"""Files to files: the pieces, the threads, the cast; against the same plan carried in memory."""
+
+import threading
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from megarlhf.weights import transfer as module
+from megarlhf.weights.formats.extent import Extent, MappedFiles
+from megarlhf.weights.formats.huggingface import HFFiles
+from megarlhf.weights.megatron_layout import MegatronLayout
+from megarlhf.weights.plan import make_plan
+from megarlhf.weights.transfer import transfer
+from tests.weights.cases import LLAMA_70B, carry_in_memory, empty, random_logical, tiny
+from tests.weights.families import CONFIGS, architecture
+
+
+def raw_files(parts, directory, dtype):
+    """A file per part: its storages one after the other, 3 bytes off any alignment."""
+    found = []
+    for part in parts:
+        path, at, extents = directory / f"part{part.rank}", 3, {}
+        for name, shape in part.storages.items():
+            extents[name] = Extent(path, at, shape, dtype)
+            at = extents[name].end
+        path.write_bytes(b"\xff" * at)
+        found.append(extents)
+    return found
+
+
+@pytest.mark.parametrize("family", sorted(CONFIGS))
+@pytest.mark.parametrize("piece_bytes", [200, 1 << 20])
+def test_every_family_there_and_back(tmp_path, monkeypatch, family, piece_bytes):
+    """fp32 files -> uneven PP2 x TP2 in raw files -> back: equal to the plan in memory, padding zero."""
+    monkeypatch.setattr(module, "PIECE_BYTES", piece_bytes)
+    arch = architecture(family)
+    logical = {name: value.to(torch.float32).contiguous() for name, value in random_logical(arch).items()}
+    save_file(logical, tmp_path / "model.safetensors")
+    hf = HFFiles(tmp_path).stored(arch, "lm")
+    layout = MegatronLayout(tp=2, pp=2, layers_per_stage=(1, arch.num_layers - 1), padded_vocab=256)
+    parts = [part.on_rank(1 + part.rank) for part in layout.parts(arch)]
+    extents = raw_files(parts, tmp_path, torch.float32)
+    plan = make_plan(hf.parts, parts)
+    told = []
+    transfer(plan, hf.extents, extents, first_destination=1, workers=2, progress=told.append)
+    expected = empty(parts, torch.float32, 0.0)
+    carry_in_memory(plan, {0: logical}, expected)
+    maps = MappedFiles()
+    compared = 0
+    for part, held in zip(parts, extents, strict=True):
+        for name, extent in held.items():
+            assert torch.equal(maps.tensor(extent), expected[part.rank][name]), name
+            compared += extent.num_bytes
+    assert sum(told) == compared > 4 * arch.num_layers * arch.hidden_size**2
+    assert (len(told) > 500) == (piece_bytes == 200)
+    back = [part.on_rank(5) for part in hf.parts]
+    returned = raw_files(back, tmp_path, torch.float32)
+    sources = [part.on_rank(part.rank - 1) for part in parts]
+    transfer(make_plan(sources, [back[0].on_rank(4)]), extents, returned, first_destination=4)
+    for name, extent in returned[0].items():
+        assert torch.equal(maps.tensor(extent), logical[name]), name
+
+
+def test_the_cast_is_the_destination_s(tmp_path):
+    arch = tiny()
+    logical = {name: torch.randn(value.shape) for name, value in random_logical(arch).items()}
+    save_file(logical, tmp_path / "model.safetensors")
+    hf = HFFiles(tmp_path).stored(arch, "lm")
+    parts = [part.on_rank(1) for part in hf.parts]
+    extents = raw_files(parts, tmp_path, torch.bfloat16)
+    transfer(make_plan(hf.parts, parts), hf.extents, extents, first_destination=1)
+    maps = MappedFiles()
+    for name, extent in extents[0].items():
+        assert torch.equal(maps.tensor(extent), logical[name].to(torch.bfloat16))
+
+
+def test_memory_does_not_grow_with_the_model(monkeypatch):
+    """The pieces of a 70B layout: none above the limit or one row; together, every byte."""
+    arch = tiny(**{key: value for key, value in LLAMA_70B.items() if key != "model_type"})
+    layout = MegatronLayout(tp=8, pp=4, padded_vocab=129024)
+    (part,) = [part for part in layout.parts(arch) if part.rank == 0]
+    extents = {name: Extent(part_path(), 0, shape, torch.bfloat16) for name, shape in part.storages.items()}
+    from megarlhf.weights.tensor_map import hf_placements
+
+    plan = make_plan([hf_placements(arch)], [part.on_rank(1)])
+    pieces = module._pieces(plan, [extents], 1)
+    assert max(piece.num_bytes for piece in pieces) <= module.PIECE_BYTES
+    assert sum(piece.num_bytes for piece in pieces) == sum(extent.num_bytes for extent in extents.values())
+    copied = sum(copy.numel for piece in pieces for copy in piece.copies)
+    assert copied == sum(copy.numel for copy in plan.copies)
+
+
+def part_path():
+    from pathlib import Path
+
+    return Path("part0")
+
+
+def test_an_error_in_a_thread_stops_the_transfer(tmp_path):
+    """A source that lost its end after it was opened: named, and no thread is left."""
+    arch = tiny()
+    logical = {name: value.to(torch.float32) for name, value in random_logical(arch).items()}
+    save_file(logical, tmp_path / "model.safetensors")
+    hf = HFFiles(tmp_path).stored(arch, "lm")
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-5000])
+    parts = [part.on_rank(1) for part in hf.parts]
+    extents = raw_files(parts, tmp_path, torch.float32)
+    before = threading.active_count()
+    with pytest.raises(ValueError, match=r"model.safetensors ends at byte .* is truncated: copy it again"):
+        transfer(make_plan(hf.parts, parts), hf.extents, extents, first_destination=1)
+    assert threading.active_count() == before

@@ -1,0 +1,1 @@
+"""The checkpoint converter's command line: see `megarlhf/convert.py`."""
