@@ -34,7 +34,7 @@ export VLLM_NO_USAGE_STATS ?= 1
 # torch's C++ side otherwise announces the NUMA policy of each vLLM rank.
 export TORCH_CPP_LOG_LEVEL ?= ERROR
 
-.PHONY: help venv demo demo-3d demo-seeds test test-slow lint doctor lock clean
+.PHONY: help venv demo demo-3d demo-seeds bench-convert test test-slow lint doctor lock clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -66,6 +66,9 @@ demo-3d: venv ## the demo's PPO stage at TP2 x PP2 on four processes, a few step
 
 demo-seeds: venv ## the demo for three seeds with controls (15 minutes); writes benchmarks/results/demo.json
 	$(PY) -m tools.demo.seeds
+
+bench-convert: venv ## the converter against cp and published converters (5 minutes); writes benchmarks/results/convert.json
+	$(PY) -m benchmarks.convert
 
 test: venv ## the default tests: no GPU, no network, minutes
 	$(PY) -m pytest -m "$(DEFAULT_TESTS)" $(PYTEST_ARGS)

@@ -46,14 +46,20 @@ def parser() -> argparse.ArgumentParser:
     report.add_argument("run_dirs", nargs="+", metavar="RUN_DIR")
     report.add_argument("-o", "--out", default="report.html", metavar="FILE")
     report.add_argument("--title", default="megarlhf")
+    commands.add_parser("convert", help="checkpoints between Hugging Face and Megatron: `megarlhf convert -h`")
     return root
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status. 2: the user's mistake, said without a traceback."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if argv[:1] == ["convert"]:  # has commands of its own
+        from megarlhf.convert import main as convert
+
+        return convert(argv[1:], prog="megarlhf convert")
     arguments = parser().parse_args(argv)
     try:
-        return _dispatch(arguments, list(sys.argv[1:] if argv is None else argv))
+        return _dispatch(arguments, argv)
     except ValueError as error:
         if not _raised_here(error):
             raise

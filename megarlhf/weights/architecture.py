@@ -32,6 +32,7 @@ class Architecture:
     max_positions: int
     norm_eps: float
     rope_theta: float
+    """Rotary base; 0 without a rotary embedding."""
     rope_scaling: Llama3Rope | None
     tied_embeddings: bool
     qkv_bias: bool

@@ -7,7 +7,7 @@ transformer-engine spec (Megatron's own local spec maps its norms to them). `Key
   [layers, experts, ...]; Megatron-Core's default (homogeneous layers).
 - per_layer: `decoder.layers.7.mlp.linear_fc2.weight`, experts still [experts, ...] (`non_homogeneous_layers`).
 - single: the same, with experts apart as `...mlp.experts.experts.3.linear_fc1.weight`, and the halves of a gated
-  fc1 as `weight_w` and `weight_v` (`singleton_local_shards`, the default of Megatron-LM since Core 0.14).
+  fc1 as `weight_w` and `weight_v` (`singleton_local_shards`).
 """
 
 from __future__ import annotations

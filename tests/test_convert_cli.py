@@ -1,0 +1,101 @@
+"""The converter as a user types it. Values are compared in tests/weights; here: commands, messages, exit statuses."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megarlhf import cli
+from megarlhf.convert import main
+from tests.weights.models import write_model
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_model("llama", tmp_path_factory.mktemp("cli") / "llama", dtype=torch.bfloat16)
+
+
+def test_the_module_from_a_shell_without_megatron_or_transformers(model, tmp_path):
+    """There in a process that says what it imported; progress goes to stderr."""
+    code = (
+        "import sys; from megarlhf.convert import main; status = main(sys.argv[1:]);"
+        "heavy = {'megatron', 'transformers', 'vllm', 'pydantic', 'datasets'} & {m.split('.')[0] for m in sys.modules};"
+        "print('heavy', sorted(heavy)); sys.exit(status)"
+    )
+    arguments = ["hf-to-megatron", "--hf", str(model), "--out", str(tmp_path / "a"), "--tp", "2", "--pp", "2"]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], cwd=ROOT, capture_output=True, text=True, check=False, env=os.environ
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [f"wrote {tmp_path / 'a'}: 0.000 GB of tensors", "heavy []"]
+    assert "converting: " in done.stderr
+    assert " s left" in done.stderr
+    assert "Warning" not in done.stderr
+
+
+def test_a_session(model, tmp_path, capsys):
+    """There, to another layout, back, verify; a second output is refused, --force replaces it."""
+    a, b, back = (str(tmp_path / name) for name in ("a", "b", "back"))
+    assert main(["hf-to-megatron", "--hf", str(model), "--out", a, "--tp", "2", "--format", "mp_rank"]) == 0
+    command = ["relayout", "--megatron", a, "--out", b, "--pp", "3", "--layers-per-stage", "1,1,2", "--dtype", "fp32"]
+    assert main(command) == 0
+    assert main(["megatron-to-hf", "--megatron", b, "--out", back, "--max-shard-size", "0.1MB"]) == 0
+    assert len(list(Path(back).glob("*.safetensors"))) > 1
+    capsys.readouterr()
+    assert main(["verify", str(model), back]) == 1
+    assert "is torch.bfloat16 and torch.float32; --dtype compares after a cast" in capsys.readouterr().out
+    assert main(["verify", str(model), back, "--dtype", "bf16"]) == 0
+    assert "the same model: 39 tensors, digest " in capsys.readouterr().out
+    assert main(command) == 2
+    assert f"{b} exists already" in capsys.readouterr().err
+    assert main([*command, "--force"]) == 0
+
+
+def test_inspect_says_what_it_is(model, tmp_path, capsys):
+    out = str(tmp_path / "a")
+    main(["hf-to-megatron", "--hf", str(model), "--out", out, "--tp", "2", "--pp", "2", "--format", "mp_rank"])
+    capsys.readouterr()
+    assert main(["inspect", out, "--tensors"]) == 0
+    said = capsys.readouterr().out
+    for text in ("mp_rank", "tp 2, pp 2, vpp 1, ep 1", "llama, language model", "release", "4 of 16, 2 KV", "bfloat16"):
+        assert text in said, said
+    assert "decoder.layers.1.self_attention.linear_qkv.weight" in said
+    assert main(["inspect", str(model), "--check"]) == 0
+    assert "Digest of the model: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["inspect", "nowhere"], "nowhere is not a directory"),
+        (["hf-to-megatron", "--hf", "MODEL", "--out", "x", "--tp", "3"], "tp = 3"),
+        (["megatron-to-hf", "--megatron", ".", "--out", "x"], "is no checkpoint"),
+    ],
+)
+def test_mistakes_are_said_in_one_line(model, tmp_path, capsys, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    assert main([str(model) if argument == "MODEL" else argument for argument in arguments]) == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert said.startswith("python -m tools.checkpoint_convert")
+    assert not list(tmp_path.iterdir())
+
+
+def test_megarlhf_convert_is_the_same_code(model, capsys):
+    assert cli.main(["convert", "inspect", str(model)]) == 0
+    assert "huggingface" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        cli.main(["convert", "--help"])
+    assert "hf-to-megatron" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "two"])
+def test_numbers_are_checked(text, capsys):
+    with pytest.raises(SystemExit):
+        main(["hf-to-megatron", "--hf", "a", "--out", "b", "--tp", text])
+    assert "is not a positive whole number" in capsys.readouterr().err
