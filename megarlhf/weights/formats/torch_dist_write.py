@@ -27,7 +27,7 @@ from megarlhf.weights.formats.tracker import RELEASE, Iteration, checkpoint_dire
 from megarlhf.weights.formats.zip_archive import ALIGNMENT
 from megarlhf.weights.megatron_layout import At, MegatronLayout
 from megarlhf.weights.placement import Box, Placement, RankPlacements, Shape, contiguous_strides
-from megarlhf.weights.tensor_map import Head, megatron_placements
+from megarlhf.weights.tensor_map import Head, Spec, megatron_placements
 
 CHECKPOINT_VERSION = 3.0
 _CONFIG = {
@@ -48,6 +48,7 @@ _EXTRA_STATES = {
     "layer": (
         "self_attention.linear_qkv",
         "self_attention.linear_proj",
+        "self_attention.core_attention",  # before Megatron-Core 0.16
         "self_attention.q_layernorm",
         "self_attention.k_layernorm",
         "input_layernorm",
@@ -57,8 +58,8 @@ _EXTRA_STATES = {
     ),
     "expert": ("linear_fc1", "linear_fc2"),
 }
-"""Modules for which one spec or the other asks for an `_extra_state` (of fp8; here None). Loaders leave alone what
-they do not ask for, so they get all."""
+"""Modules for which one spec or the other asks for an `_extra_state` (of fp8; here None). Loaders fail on what they
+miss and leave alone what they do not ask for, so they get all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,9 +114,9 @@ def plan_torch_dist(
 ) -> tuple[list[RankPlacements], list[dict[str, Extent]]]:
     """Lays out a checkpoint, all but the tensors' bytes, as the latest of `root`, which exists.
 
-    Returns what each rank of `layout.ranks()` saves, and the extents of its chunks. Padding stays zero. Names of
-    norms are those of checkpoints, whatever `layout.spec`; experts are the same, each or grouped. `args`: see
-    `megatron_args`.
+    Returns what each rank of `layout.ranks()` saves, and the extents of its chunks. Padding stays zero.
+    `layout.spec` makes a difference for the norm ahead of experts only, which Megatron names by it; experts stand
+    the same, each or grouped. `args`: see `megatron_args`.
 
     Raises: ValueError when the layout does not fit the model.
     """
@@ -177,7 +178,7 @@ def _add_chunk(
         by_storage[placement.storage].append(placement)
     per_rank = arch.num_experts // layout.ep
     for storage, shape in mine.storages.items():
-        name = StorageName.parse(storage)
+        name = _checkpoint_name(storage, layout.spec)
         tied = arch.tied_embeddings and head == "lm" and storage == "output_layer.weight"
         sharded = shape != whole[storage]
         first = (sharded or at.tp == 0) and (name.expert is not None or at.ep == 0)
@@ -194,6 +195,16 @@ def _add_chunk(
         )
         for piece in _pieces(shape, whole[storage], stands, at.tp, halves=2 if gated else 1):
             rank.add(piece, shape, by_storage[storage], mine.tensors)
+
+
+def _checkpoint_name(storage: str, spec: Spec) -> StorageName:
+    """Of a storage named as the transformer-engine spec does.
+
+    The local spec saves every norm under the name of a fused one, also that ahead of experts.
+    """
+    name = StorageName.parse(storage)
+    other = name.other_norm() if spec == "local" and name.tail.startswith("pre_mlp_layernorm.") else None
+    return other or name
 
 
 def _pieces(shape: Shape, whole: Shape, stands: Sequence[Slot], tp_rank: int, *, halves: int) -> Iterator[_Piece]:

@@ -1,0 +1,334 @@
+"""Megatron-Core's own `dist_checkpointing` loads what we write, and what it saves is what we read.
+
+Real `GPTModel`s with Megatron's local layer spec, over gloo on CPU, through `parallel_state`. The expected
+parameters come from `megatron_placements` by plain slicing, which tests/weights hold against Megatron's shapes.
+Not covered: transformer-engine's layers (a GPU), saving by Megatron-LM's own scripts, optimizer state beyond being
+passed over.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import multiprocessing as mp
+import os
+import traceback
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megarlhf import launch, runtime
+from megarlhf.runtime import Runtime
+from megarlhf.weights.formats.torch_dist import check_blobs, read_torch_dist
+from megarlhf.weights.formats.torch_dist_metadata import read_tensors
+from megarlhf.weights.megatron_layout import MegatronLayout
+from megarlhf.weights.tensor_map import logical_tensors
+from tests.distributed.pool import JOB_SECONDS, RankPool
+from tests.weights import megatron_shapes
+from tests.weights.cases import fill_from_logical
+from tests.weights.families import architecture
+from tests.weights.test_torch_dist import assert_same, read, write
+
+PER_LAYER = {"non_homogeneous_layers": True}
+SINGLE = {"singleton_local_shards": True}
+
+
+class CheckpointRanks(RankPool):
+    """Ranks that may have children, as Megatron's writers are; they run the jobs of this file."""
+
+    def _start(self) -> None:
+        context = mp.get_context("forkserver")  # Megatron is imported once
+        context.set_forkserver_preload([__name__, "megatron.core.models.gpt.gpt_layer_specs", "transformers"])
+        for _ in range(self._size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_worker, args=(theirs,), daemon=False)
+            process.start()
+            theirs.close()
+            self._workers.append((process, ours))
+
+
+def _worker(connection: Connection) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    launch.quieten()
+    while True:
+        try:
+            job, rank, world_size, port, args = connection.recv()
+        except EOFError:
+            return
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        info = runtime.RankInfo(rank=rank, local_rank=rank, world_size=world_size, local_world_size=world_size)
+        try:
+            joined = runtime.initialize(info, seed=0, timeout_seconds=JOB_SECONDS)
+            result = {"save": save, "load": load}[job](joined, *args)
+            runtime.shutdown()
+        except BaseException:  # noqa: BLE001 -- the parent reports it
+            connection.send((False, traceback.format_exc()))
+        else:
+            connection.send((True, result))
+
+
+@pytest.fixture(scope="module")
+def writers() -> Iterator[CheckpointRanks]:
+    pool = CheckpointRanks(4)
+    yield pool
+    pool.close()
+
+
+def values(family: str, changes: dict[str, Any], dtype: torch.dtype) -> dict[str, Tensor]:
+    """The logical tensors of a model, the same in every process."""
+    generator = torch.Generator().manual_seed(5)
+    shapes = logical_tensors(architecture(family, **changes))
+    return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
+
+
+@contextlib.contextmanager
+def megatron_models(
+    joined: Runtime, family: str, changes: dict[str, Any], layout: dict[str, Any], dtype: torch.dtype
+) -> Iterator[tuple[list[Any], list[dict[str, Tensor]]]]:
+    """This rank's model chunks, and the parameters that each should have."""
+    from megatron.core import parallel_state
+
+    from megarlhf.parallel.megatron_cpu import megatron_device
+
+    with megatron_device(joined.device):
+        vpp = layout.get("vpp", 1)
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=layout.get("tp", 1),
+            pipeline_model_parallel_size=layout.get("pp", 1),
+            virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None,
+            expert_model_parallel_size=layout.get("ep", 1),
+            expert_tensor_parallel_size=layout.get("tp", 1),
+        )
+        try:
+            arch = architecture(family, **changes)
+            fields = {**layout, "spec": "local"}
+            ours = MegatronLayout(**fields)
+            stage = parallel_state.get_pipeline_model_parallel_rank()
+            at = (
+                stage,
+                parallel_state.get_expert_model_parallel_rank(),
+                parallel_state.get_tensor_model_parallel_rank(),
+            )
+            number = next(n for n, a in enumerate(ours.ranks()) if (a.pp, a.ep, a.tp) == at)
+            part = ours.parts(arch)[number]
+            wanted = {name: torch.zeros(shape, dtype=dtype) for name, shape in part.storages.items()}
+            fill_from_logical(part, wanted, values(family, changes, dtype))
+            models, expected = [], []
+            for chunk in range(vpp):
+                first, last = stage == 0 and chunk == 0, stage == ours.pp - 1 and chunk == vpp - 1
+                model = megatron_shapes._model(arch, layout, first, last, chunk if vpp > 1 else None)
+                models.append(model.to(dtype))
+                prefix = f"model{chunk}." if vpp > 1 else ""
+                expected.append(
+                    {name.removeprefix(prefix): value for name, value in wanted.items() if name.startswith(prefix)}
+                )
+            yield models, expected
+        finally:
+            parallel_state.destroy_model_parallel()
+
+
+def sharded(models: list[Any], metadata: dict[str, Any]) -> dict[str, Any]:
+    """As Megatron-LM puts it together: `model`, or `model0`, `model1`."""
+    from megatron.core import parallel_state
+
+    metadata = {**metadata, "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+    names = ["model"] if len(models) == 1 else [f"model{n}" for n in range(len(models))]
+    return {name: model.sharded_state_dict(metadata=metadata) for name, model in zip(names, models, strict=True)}
+
+
+def save(
+    joined: Runtime, family: str, changes: dict[str, Any], layout: dict[str, Any], path: str, metadata: dict[str, Any]
+) -> None:
+    """Megatron-Core saves a model; with some optimizer state and Megatron-LM's kinds of arguments beside it."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.transformer.enums import AttnBackend
+
+    dtype = torch.bfloat16
+    with megatron_models(joined, family, changes, layout, dtype) as (models, expected):
+        for model, wanted in zip(models, expected, strict=True):
+            parameters = dict(model.named_parameters())
+            assert parameters.keys() == wanted.keys()
+            for name, parameter in parameters.items():
+                parameter.data.copy_(wanted[name])
+        state = sharded(models, metadata)
+        replica = (0, 0, joined.rank)
+        state["optimizer"] = {
+            key: dist_checkpointing.ShardedTensor.from_rank_offsets(key, torch.ones(3), replica_id=replica)
+            for key in ("optimizer.state.exp_avg.decoder.final_layernorm.weight", "chained_1.optimizer.state.x")
+        }
+        state["rng_state"] = dist_checkpointing.ShardedObject("rng_state", [b"x"], (joined.world_size,), (joined.rank,))
+        state |= {
+            "args": argparse.Namespace(
+                tensor_model_parallel_size=layout.get("tp", 1), attention_backend=AttnBackend.auto, params_dtype=dtype
+            ),
+            "iteration": 7,
+            "checkpoint_version": 3.0,
+        }
+        dist_checkpointing.save(state, path, content_metadata=metadata)
+
+
+def load(
+    joined: Runtime, family: str, changes: dict[str, Any], layout: dict[str, Any], path: str, dtype: torch.dtype
+) -> dict[str, Any]:
+    """Megatron-Core loads a checkpoint of ours into a model full of NaN; what differs from the expected values."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.safe_globals import register_safe_globals
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    register_safe_globals()
+    with megatron_models(joined, family, changes, layout, dtype) as (models, expected):
+        for model in models:
+            for parameter in model.parameters():
+                parameter.data.fill_(torch.nan)
+        metadata = dist_checkpointing.load_content_metadata(path) or {}
+        try:
+            state = dist_checkpointing.load(sharded(models, metadata), path)
+        except CheckpointException as error:
+            return {"refused": str(error)}
+        names = ["model"] if len(models) == 1 else [f"model{n}" for n in range(len(models))]
+        wrong, compared = [], 0
+        for name, model, wanted in zip(names, models, expected, strict=True):
+            model.load_state_dict(state[name], strict=True)
+            parameters = dict(model.named_parameters())
+            assert parameters.keys() == wanted.keys()
+            wrong += [key for key, value in wanted.items() if not torch.equal(parameters[key].detach(), value)]
+            compared += len(wanted)
+        dist.barrier()
+        return {"wrong": wrong, "compared": compared, "iteration": state["iteration"], "args": vars(state["args"])}
+
+
+def world(layout: dict[str, Any]) -> int:
+    return int(layout.get("tp", 1) * layout.get("pp", 1) * layout.get("ep", 1))
+
+
+WRITTEN: dict[str, tuple[str, dict[str, Any], MegatronLayout, str, list[dict[str, Any]]]] = {
+    # Another tp pads the vocabulary to other rows.
+    "llama": (
+        "llama_biases",
+        {},
+        MegatronLayout(tp=2, pp=2, padded_vocab=104),
+        "stacked",
+        [{"padded_vocab": 128}, {"tp": 2, "padded_vocab": 256}, {"pp": 2, "vpp": 2, "padded_vocab": 100}],
+    ),
+    "qwen3 tied": (
+        "qwen3_tied",
+        {},
+        MegatronLayout(pp=3, layers_per_stage=(1, 2, 1), padded_vocab=128),
+        "per_layer",
+        [{"tp": 2, "padded_vocab": 104}, {"pp": 2, "padded_vocab": 128}],
+    ),
+    # Four ranks share two KV groups, so QKV is cut inside of groups.
+    "llama tp4": (
+        "llama",
+        {},
+        MegatronLayout(tp=4, padded_vocab=512),
+        "single",
+        [{"tp": 2, "padded_vocab": 128}, {"tp": 4, "padded_vocab": 512}],
+    ),
+    "gpt2": (
+        "gpt2",
+        {},
+        MegatronLayout(tp=2, pp=2, vpp=2, padded_vocab=104),
+        "stacked",
+        [{"padded_vocab": 128}, {"tp": 2, "pp": 2, "padded_vocab": 104}],
+    ),
+    "mixtral": (
+        "mixtral",
+        {},
+        MegatronLayout(tp=2, ep=2, padded_vocab=104, spec="local"),
+        "stacked",
+        [
+            {"padded_vocab": 104},
+            {"ep": 2, "pp": 2, "padded_vocab": 104},
+            {"ep": 4, "padded_vocab": 104, "experts": "grouped"},
+        ],
+    ),
+    "qwen3_moe": (
+        "qwen3_moe",
+        {},
+        MegatronLayout(ep=4, padded_vocab=104, spec="local"),
+        "single",
+        [{"tp": 2, "ep": 2, "padded_vocab": 104}, {"ep": 2, "padded_vocab": 104, "experts": "grouped"}],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRITTEN)
+def test_megatron_loads_what_we_write(writers: CheckpointRanks, tmp_path: Path, case: str) -> None:
+    """Every parameter of every rank, padding included, from a checkpoint written at another layout."""
+    family, changes, layout, form, targets = WRITTEN[case]
+    dtype = torch.float32 if case == "llama" else torch.bfloat16
+    arch = architecture(family, **changes)
+    directory = write(tmp_path / "run", arch, layout, values(family, changes, dtype), form=form, dtype=dtype)
+    for target in targets:
+        results = writers.run(world(target), "load", family, changes, target, str(directory), dtype)
+        for result in results:
+            assert result["wrong"] == [], target
+            assert (result["iteration"], result["args"]) == (12, {"lr": 0.5})
+        assert sum(result["compared"] for result in results) >= 6 * arch.num_layers + 2
+
+
+def test_megatron_misses_a_key(writers: CheckpointRanks, tmp_path: Path) -> None:
+    """The loads above are strict: a model with a bias more than the checkpoint does not load."""
+    arch = architecture("llama")
+    directory = write(tmp_path / "run", arch, MegatronLayout(padded_vocab=104), values("llama", {}, torch.float32))
+    (result,) = writers.run(1, "load", "qwen2", {}, {"padded_vocab": 104}, str(directory), torch.float32)
+    assert "linear_qkv.bias from model not in state dict" in result["refused"]
+
+
+SAVED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("llama", {"padded_vocab": 128}, {}),
+    ("llama_biases", {"tp": 2, "padded_vocab": 256}, PER_LAYER),
+    ("qwen3_tied", {"pp": 3, "layers_per_stage": (1, 2, 1), "padded_vocab": 104}, {}),
+    ("qwen2", {"tp": 2, "pp": 2, "padded_vocab": 104}, SINGLE),
+    ("llama", {"tp": 4, "padded_vocab": 104}, {}),
+    ("opt", {"pp": 2, "vpp": 2, "padded_vocab": 104}, PER_LAYER),
+    ("gpt2", {"tp": 2, "padded_vocab": 104}, {}),
+    ("mixtral", {"tp": 2, "ep": 2, "padded_vocab": 104}, {}),
+    ("mixtral", {"ep": 2, "padded_vocab": 104, "experts": "grouped"}, PER_LAYER),
+    ("mixtral", {"pp": 2, "ep": 2, "padded_vocab": 104, "experts": "grouped"}, {}),
+    ("qwen3_moe", {"tp": 2, "padded_vocab": 104}, SINGLE),
+    ("qwen3_moe", {"ep": 2, "padded_vocab": 104, "experts": "grouped"}, SINGLE),
+]
+
+
+@pytest.mark.parametrize(("family", "layout", "metadata"), SAVED)
+def test_what_megatron_saves_is_read_bit_for_bit(
+    writers: CheckpointRanks, tmp_path: Path, family: str, layout: dict[str, Any], metadata: dict[str, Any]
+) -> None:
+    """All layouts, key forms and kinds of experts; optimizer state and random states are passed over."""
+    writers.run(world(layout), "save", family, {}, layout, str(tmp_path), metadata)
+    arch = architecture(family)
+    checkpoint = read_torch_dist(tmp_path, arch)
+    form = "single" if metadata is SINGLE else "per_layer" if metadata is PER_LAYER else "stacked"
+    assert (checkpoint.form, checkpoint.padded_vocab, checkpoint.head) == (form, layout["padded_vocab"], "lm")
+    assert (checkpoint.iteration, checkpoint.args["tensor_model_parallel_size"]) == (7, layout.get("tp", 1))
+    assert checkpoint.args["params_dtype"] == torch.bfloat16
+    assert "chained_1.optimizer.state.x" in read_tensors(tmp_path)
+    got = read(tmp_path, arch)
+    assert_same(got, {name: value.double() for name, value in values(family, {}, torch.bfloat16).items()})
+
+
+def test_a_flipped_byte_and_a_cut_are_found(writers: CheckpointRanks, tmp_path: Path) -> None:
+    """In files of Megatron's: the CRC of a tensor's bytes, when asked for; a cut already by opening."""
+    layout = {"padded_vocab": 104}
+    writers.run(1, "save", "llama", {}, layout, str(tmp_path), {})
+    arch = architecture("llama")
+    extent = read_torch_dist(tmp_path, arch).extents[0]["decoder.final_layernorm.weight[0]"]
+    count, silent = check_blobs(tmp_path)
+    assert (count > 30, silent) == (True, 0)
+    raw = bytearray(extent.path.read_bytes())
+    raw[extent.offset + 5] ^= 4
+    extent.path.write_bytes(raw)
+    with pytest.raises(ValueError, match=r"1 damaged records .*archive/data/0"):
+        check_blobs(tmp_path)
+    extent.path.write_bytes(raw[:-1])
+    with pytest.raises(ValueError, match="it is truncated"):
+        read_torch_dist(tmp_path, arch)
