@@ -5,6 +5,7 @@ compared with the specs in Megatron-Core's source as written out in `by_hand.py`
 """
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -23,9 +24,8 @@ from megarlhf.weights.tensor_map import (
     logical_tensors,
     megatron_placements,
     tensor_inits,
-    vllm_placements,
 )
-from tests.weights.by_hand import EMBEDDINGS, LLAMA_NORMS, NORMS, attention, fc1, megatron_layer, mlp
+from tests.weights.by_hand import EMBEDDINGS, LLAMA_NORMS, NORMS, megatron_layer
 from tests.weights.cases import carry_in_memory, empty, random_logical
 from tests.weights.families import CONFIGS, architecture, config
 
@@ -338,74 +338,14 @@ def test_inits(name):
     )
 
 
-# --- vLLM -----------------------------------------------------------------------------------------
+# --- docs/new-architecture.md ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tp", [1, 2, 4])
-@pytest.mark.parametrize("name", [name for name in CONFIGS if name != "qwen3_biases"])
-def test_vllm_gets_the_model(name, tp):
-    """Values of each layer's storages by concatenation. That vLLM has these names is tested where vLLM runs."""
-    arch = architecture(name)
-    logical = random_logical(arch)
-    ranks = [vllm_placements(arch, tp=tp, tp_rank=r, rank=r) for r in range(tp)]
-    live = empty(ranks)
-    carry_in_memory(make_plan([hf_placements(arch, rank=99)], ranks), {99: logical}, live)
-    prefix = FAMILIES[arch.model_type].table.vllm_layer
-    for rank in range(tp):
-        for layer in range(arch.num_layers):
-            for storage, value in vllm_layer_by_hand(arch, logical, layer, tp, rank).items():
-                assert torch.equal(live[rank].pop(prefix.format(layer=layer) + storage), value), storage
-        words = EMBEDDINGS.get(arch.model_type, ("model.embed_tokens.weight",))[0]
-        vocabulary = {words} if arch.tied_embeddings else {words, "lm_head.weight"}
-        for storage in vocabulary:
-            padded = torch.full((128, 64), -1.0, dtype=torch.float64)
-            padded[:100] = logical[storage]
-            assert torch.equal(live[rank].pop(storage), padded.chunk(tp)[rank])
-        assert live[rank].keys() <= logical.keys()  # position table, final norm: whole, by their own names
-        assert all(torch.equal(value, logical[storage]) for storage, value in live[rank].items())
-        assert len(live[rank]) == {"gpt2": 3, "opt": 3}.get(arch.model_type, 1)
-
-
-def vllm_layer_by_hand(arch, logical, layer, tp, rank):
-    qkv, output, _ = attention(arch, logical, layer)
-    first, second = mlp(arch, logical, layer)
-    kv_rank, kv_ranks = (rank, tp) if tp <= arch.num_kv_heads else (rank * arch.num_kv_heads // tp, arch.num_kv_heads)
-    attn, out_proj = {
-        "gpt2": ("attn.c_attn", "attn.c_proj"),
-        "opt": ("self_attn.qkv_proj", "self_attn.out_proj"),
-    }.get(arch.model_type, ("self_attn.qkv_proj", "self_attn.o_proj"))
-    out = {}
-    for kind in ("weight", "bias") if arch.qkv_bias else ("weight",):
-        heads = [qkv[f"q.{kind}"].chunk(tp)[rank], *(qkv[f"{x}.{kind}"].chunk(kv_ranks)[kv_rank] for x in "kv")]
-        out[f"{attn}.{kind}"] = torch.cat(heads)
-    out[out_proj + ".weight"] = output["weight"].chunk(tp, dim=1)[rank]
-    if arch.num_experts:
-        block = "block_sparse_moe" if arch.model_type == "mixtral" else "mlp"
-        experts = f"{block}.experts.routed_experts."
-        out[experts + "w13_weight"] = torch.stack([fc1(arch, one, "weight", tp, rank) for one in first])
-        out[experts + "w2_weight"] = torch.stack([two["weight"].chunk(tp, dim=1)[rank] for two in second])
-    else:
-        up, down = {"gpt2": ("mlp.c_fc", "mlp.c_proj"), "opt": ("fc1", "fc2")}.get(
-            arch.model_type, ("mlp.gate_up_proj", "mlp.down_proj")
-        )
-        for kind in ("weight", "bias") if arch.mlp_bias else ("weight",):
-            out[f"{up}.{kind}"] = fc1(arch, first[0], kind, tp, rank)
-        out[down + ".weight"] = second[0]["weight"].chunk(tp, dim=1)[rank]
-        if arch.mlp_bias:
-            out[down + ".bias"] = second[0]["bias"]
-    if arch.output_bias:
-        out[out_proj + ".bias"] = output["bias"]
-    prefix = FAMILIES[arch.model_type].table.hf_layer.format(layer=layer)
-    for name, value in logical.items():  # norms and router: whole, by their own names
-        short = name.removeprefix(prefix)
-        if name.startswith(prefix) and ("norm" in short or "ln_" in short or short.endswith(".gate.weight")):
-            out[short] = value
-    return out
-
-
-def test_a_parameter_that_vllm_lacks_is_refused():
-    """vLLM's Qwen3 leaves out the output projection's bias without a word."""
-    with pytest.raises(
-        ValueError, match=r"vLLM's qwen3 has no parameter for model\.layers\.0\.self_attn\.o_proj\.bias"
-    ):
-        vllm_placements(architecture("qwen3_biases"), tp=1, tp_rank=0, rank=0)
+def test_the_example_in_the_docs_is_the_code():
+    """Each block that names a file is in that file; the one of Mixtral is the whole of it."""
+    root = Path(__file__).parents[2]
+    blocks = re.findall(r"```python\n# (\S+)\n(.*?)```", (root / "docs/new-architecture.md").read_text(), re.DOTALL)
+    assert [name.rsplit("/", 1)[1] for name, _ in blocks] == ["mixtral.py", "families.py"]
+    files = [(root / name).read_text() for name, _ in blocks]
+    assert blocks[0][1] == files[0]
+    assert blocks[1][1] in files[1]

@@ -2,8 +2,8 @@
 
 `python -m tests.weights.vllm_loader TP TP_RANK PORT DIRECTORY...`: for each Hugging Face directory writes
 DIRECTORY/vllm-TP-TP_RANK.pt, {name: tensor} of `named_parameters()`. Models are made and loaded, not prepared for
-running (on a CPU, vLLM repacks weights after loading). The first directory has experts, if any has. A process of its own,
-since vLLM's state is global.
+running (on a CPU, vLLM repacks weights after loading). The first directory has experts, if any has. A process of its
+own, since vLLM's state is global.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ def main(tp: int, tp_rank: int, port: int, directories: list[Path]) -> None:
     started = False
     for directory in directories:
         config = VllmConfig(
-            model_config=ModelConfig(model=str(directory), dtype="float32", skip_tokenizer_init=True, enforce_eager=True),
+            model_config=ModelConfig(
+                model=str(directory), dtype="float32", skip_tokenizer_init=True, enforce_eager=True
+            ),
             parallel_config=ParallelConfig(tensor_parallel_size=tp, distributed_executor_backend="external_launcher"),
             cache_config=CacheConfig(),
             load_config=LoadConfig(),

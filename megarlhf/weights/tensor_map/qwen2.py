@@ -7,7 +7,7 @@ from megarlhf.weights.tensor_map.llama import FACTS, decoder
 from megarlhf.weights.tensor_map.pieces import ATTENTION, GATED_MLP, INPUT_NORM, OUTPUT
 from megarlhf.weights.tensor_map.table import Family
 
-NO_WINDOW = (
+WHOLE_ATTENTION = (
     Refusal(
         key="use_sliding_window",
         wrong=lambda value, facts: value is not False,
@@ -18,8 +18,13 @@ NO_WINDOW = (
         wrong=lambda value, facts: set(value) != {"full_attention"},
         advice="only layers of full_attention are implemented; use a model of these",
     ),
+    Refusal(
+        key="dual_chunk_attention_config",
+        wrong=lambda value, facts: True,
+        advice="attention in chunks is not implemented; use a model without it",
+    ),
 )
-"""Qwen's windows; `sliding_window` alone says nothing there."""
+"""Ways in which a Qwen attends to less than all; `sliding_window` alone says nothing there."""
 
 QWEN2 = Family(
     model_type="qwen2",
@@ -27,7 +32,7 @@ QWEN2 = Family(
         lm_class="Qwen2ForCausalLM",
         scalar_class="Qwen2ForSequenceClassification",
         facts={**FACTS, "qkv_bias": True, "output_bias": False, "mlp_bias": False},
-        refusals=NO_WINDOW,
+        refusals=WHOLE_ATTENTION,
     ),
     table=decoder(INPUT_NORM, *ATTENTION, OUTPUT, *GATED_MLP),
 )

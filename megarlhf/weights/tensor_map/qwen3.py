@@ -7,7 +7,7 @@ from dataclasses import replace
 from megarlhf.weights.config_spec import ConfigSpec, Key, positive
 from megarlhf.weights.tensor_map.llama import FACTS, decoder
 from megarlhf.weights.tensor_map.pieces import ATTENTION, GATED_MLP, INPUT_NORM, OUTPUT, OUTPUT_BIAS, QK_NORMS
-from megarlhf.weights.tensor_map.qwen2 import NO_WINDOW
+from megarlhf.weights.tensor_map.qwen2 import WHOLE_ATTENTION
 from megarlhf.weights.tensor_map.table import Family
 
 # vLLM's Qwen3 has no such bias, whatever attention_bias says (0.32).
@@ -24,7 +24,7 @@ QWEN3 = Family(
             "mlp_bias": False,
             "qk_norm": True,
         },
-        refusals=NO_WINDOW,
+        refusals=WHOLE_ATTENTION,
     ),
     table=decoder(INPUT_NORM, *QWEN3_ATTENTION, *GATED_MLP),
 )

@@ -6,7 +6,7 @@ from megarlhf.weights.config_spec import ConfigSpec, Key, Refusal, flag, positiv
 from megarlhf.weights.tensor_map.llama import FACTS, decoder
 from megarlhf.weights.tensor_map.moe import experts
 from megarlhf.weights.tensor_map.pieces import INPUT_NORM
-from megarlhf.weights.tensor_map.qwen2 import NO_WINDOW
+from megarlhf.weights.tensor_map.qwen2 import WHOLE_ATTENTION
 from megarlhf.weights.tensor_map.qwen3 import QWEN3_ATTENTION
 from megarlhf.weights.tensor_map.table import Family
 
@@ -42,7 +42,7 @@ QWEN3_MOE = Family(
             "expert_ffn_size": Key(name="moe_intermediate_size", read=positive),
             "renormalize_experts": Key(name="norm_topk_prob", read=flag, default=False),
         },
-        refusals=(*NO_WINDOW, *_ALIKE),
+        refusals=(*WHOLE_ATTENTION, *_ALIKE),
     ),
     table=decoder(INPUT_NORM, *QWEN3_ATTENTION, *experts("mlp", gate="gate_proj", up="up_proj", down="down_proj")),
 )

@@ -125,9 +125,8 @@ def dimensions(arch: Architecture) -> dict[str, int]:
     }
 
 
-def logicals(entry: Entry, arch: Architecture, prefix: str = "", expert: int | None = None) -> tuple[Logical, ...]:
-    """The entry's tensors, those of one expert if it is an entry per expert."""
-    dims = dimensions(arch)
+def logicals(entry: Entry, dims: Mapping[str, int], prefix: str = "", expert: int | None = None) -> tuple[Logical, ...]:
+    """The entry's tensors, those of one expert if it is an entry per expert; `dims` as `dimensions` says."""
     return tuple(
         Logical(prefix + (name if expert is None else name.format(expert=expert)), tuple(dims[word] for word in shape))
         for name, shape in entry.tensors
@@ -136,6 +135,7 @@ def logicals(entry: Entry, arch: Architecture, prefix: str = "", expert: int | N
 
 def walk(table: Table, arch: Architecture, head: Head) -> Iterator[tuple[Logical, Entry]]:
     """Every logical tensor once, with its entry, in the model's order; a tied head adds none."""
+    dims = dimensions(arch)
     heads = () if head == "lm" and arch.tied_embeddings else (table.head(arch, head),)
     blocks = [("", table.embedding)]
     blocks += [(table.hf_layer.format(layer=layer), table.layer) for layer in range(arch.num_layers)]
@@ -144,7 +144,7 @@ def walk(table: Table, arch: Architecture, head: Head) -> Iterator[tuple[Logical
         for entry in entries:
             if entry.when(arch):
                 for expert in range(arch.num_experts) if entry.per_expert else (None,):
-                    for tensor in logicals(entry, arch, prefix, expert):
+                    for tensor in logicals(entry, dims, prefix, expert):
                         yield tensor, entry
 
 
@@ -153,6 +153,7 @@ class Gather:
 
     def __init__(self, slot: Slot) -> None:
         self.slot = slot
+        self.dims = dimensions(slot.arch)
         self.storages: dict[str, Shape] = {}
         self.tensors: dict[str, Shape] = {}
         self.placements: list[Placement] = []
@@ -163,10 +164,10 @@ class Gather:
             return
         name = prefix + place.name
         if not entry.per_expert:
-            tensors = logicals(entry, self.slot.arch, hf_prefix)
+            tensors = logicals(entry, self.dims, hf_prefix)
             self._store(name, place.rule(tensors, self.slot), tensors)
             return
-        tensors_of = [logicals(entry, self.slot.arch, hf_prefix, expert) for expert in self.slot.experts]
+        tensors_of = [logicals(entry, self.dims, hf_prefix, expert) for expert in self.slot.experts]
         layouts = [place.rule(tensors, self.slot) for tensors in tensors_of]
         if place.stack is not None:
             self._store(name, place.stack(layouts), [tensor for tensors in tensors_of for tensor in tensors])
