@@ -16,8 +16,8 @@ import torch
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from megarlhf.observe.progress import make_console, table
+from megarlhf.weights.checksums import check_checksums
 from megarlhf.weights.convert import DTYPES, HuggingFaceTarget, MegatronTarget, Target, convert
-from megarlhf.weights.formats.torch_file import check_crc
 from megarlhf.weights.stored import StoredModel, open_model
 from megarlhf.weights.tensor_map import logical_tensors
 from megarlhf.weights.verify import Digests, differences, digests
@@ -78,14 +78,15 @@ def _add_output(sub: argparse.ArgumentParser) -> None:
 
 
 def _add_layout(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("--checksums", action="store_true", help="write the CRC-32 of every tensor, for `inspect --check`")
     sub.add_argument("--tp", type=_positive, default=1, help="tensor-parallel size")
     sub.add_argument("--pp", type=_positive, default=1, help="pipeline-parallel size")
     sub.add_argument("--vpp", type=_positive, default=1, help="model chunks of each pipeline stage")
     sub.add_argument("--ep", type=_positive, default=1, help="expert-parallel size")
     sub.add_argument("--layers-per-stage", type=_numbers, metavar="10,11,11", help="uneven pipeline stages")
     sub.add_argument("--format", choices=("torch_dist", "mp_rank"), default="torch_dist")
-    sub.add_argument("--spec", choices=("local", "te"), default="te", help="names of norms and experts (mp_rank)")
-    sub.add_argument("--experts", choices=("each", "grouped"), default="each", help="how experts are stored (mp_rank)")
+    sub.add_argument("--spec", choices=("local", "te"), default="te", help="whose names norms and experts get")
+    sub.add_argument("--experts", choices=("each", "grouped"), default="each", help="how experts are stored")
     sub.add_argument(
         "--vocab-pad", type=_positive, metavar="N", help="pad the vocabulary to a multiple of N x tp; default 128"
     )
@@ -141,6 +142,7 @@ def _convert(arguments: argparse.Namespace, source: StoredModel, target: Target)
             dtype=None if arguments.dtype is None else DTYPES[arguments.dtype],
             force=arguments.force,
             workers=arguments.workers,
+            checksums=getattr(arguments, "checksums", False),
             started=started,
             progress=progress,
         )
@@ -196,18 +198,14 @@ def _facts(model: StoredModel) -> dict[str, object]:
 
 
 def _check(model: StoredModel) -> int:
-    """Every CRC of a format that has them; safetensors has none."""
+    """Reads every byte; compares the CRCs of formats that have them."""
     if model.kind == "huggingface":
-        found = digests(model)
-        print(f"every tensor can be read; safetensors stores no checksums. Digest of the model: {found.whole()}")
-        return 0
-    files = sorted({extent.path for extents in model.weights.extents for extent in extents.values()})
-    if model.kind == "mp_rank":
-        for path in files:
-            check_crc(path)
-        print(f"the CRCs of {len(files)} files are right. Digest of the model: {digests(model).whole()}")
+        print("safetensors stores no checksums: nothing to compare; every tensor will be read")
     else:
-        print(f"every tensor can be read. Digest of the model: {digests(model).whole()}")
+        count, silent = check_checksums(model.directory)
+        print(f"the CRC-32 of {count - silent} of {count} stored tensors or files is right; {silent} state none")
+    with _count_bar("reading", len(logical_tensors(model.arch, model.head))) as progress:
+        print(f"digest of the model: {digests(model, progress=progress).whole()}")
     return 0
 
 

@@ -66,7 +66,7 @@ def test_inspect_says_what_it_is(model, tmp_path, capsys):
         assert text in said, said
     assert "decoder.layers.1.self_attention.linear_qkv.weight" in said
     assert main(["inspect", str(model), "--check"]) == 0
-    assert "Digest of the model: " in capsys.readouterr().out
+    assert "digest of the model: " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import torch
 from megarlhf.config import ModelConfig
 from megarlhf.models.build import ModelPart, placements_on
 from megarlhf.models.settings import DTYPES
-from megarlhf.weights.architecture import hf_config, read_config
+from megarlhf.weights.architecture import hf_class, read_config
 from megarlhf.weights.carry import carry_from_files, check_storages
 from megarlhf.weights.export import export
 from megarlhf.weights.placement import RankPlacements
@@ -59,8 +59,7 @@ def export_hugging_face(part: ModelPart, source: Path, directory: Path) -> None:
     if part.mesh.at.dp != 0:
         return
     config = read_config(source)
-    made = hf_config(part.arch, part.head)
-    config["architectures"] = made["architectures"]
+    config["architectures"] = [hf_class(part.arch.model_type, part.head)]
     if part.head == "scalar":
         config["num_labels"] = 1
     replica = replica_placements(part)

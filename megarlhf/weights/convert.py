@@ -13,6 +13,7 @@ import torch
 
 from megarlhf.model_directory import COMPANION
 from megarlhf.weights.architecture import hf_config
+from megarlhf.weights.checksums import write_checksums
 from megarlhf.weights.formats.extent import Extent
 from megarlhf.weights.formats.huggingface_write import MAX_SHARD_BYTES, copy_other_files, plan_huggingface
 from megarlhf.weights.formats.megatron_args import args_of
@@ -120,12 +121,14 @@ def convert(
     dtype: torch.dtype | None = None,
     force: bool = False,
     workers: int | None = None,
+    checksums: bool = False,
     started: Callable[[int], None] = lambda total_bytes: None,
     progress: Callable[[int], None] = lambda num_bytes: None,
 ) -> int:
     """Writes the source as `target` to `out`, which appears whole or not at all; returns the bytes of its tensors.
 
-    `dtype` defaults to the source's. `started` is told the bytes to write, `progress` those written since.
+    `dtype` defaults to the source's. `checksums` states the CRC-32 of every tensor in a Megatron checkpoint, for
+    `inspect --check`; torch does without. `started` is told the bytes to write, `progress` those written since.
 
     Raises: ValueError when the layout does not fit the model, the output exists (without `force`), or the source
     is short; OSError when the disk is full, before anything is written if it can be known.
@@ -143,6 +146,8 @@ def convert(
         plan = make_plan(source.weights.parts, destinations)
         started(total)
         transfer(plan, source.weights.extents, extents, first_destination=first, workers=workers, progress=progress)
+        if checksums:
+            write_checksums(staging.path, workers=workers)
     return total
 
 

@@ -113,7 +113,7 @@ def _open_megatron(kind: Kind, path: Path, companion: Path | None) -> StoredMode
     else:
         ranks = read_mp_rank(folder, arch)
         weights = StoredWeights(path, tuple(ranks.parts), tuple(ranks.extents))
-        head, args, layout = ranks.head, ranks.args, ranks.layout
+        head, args, layout = ranks.head, dict(ranks.args), ranks.layout
     arch = arch or arch_of(args)
     return StoredModel(
         kind=kind,

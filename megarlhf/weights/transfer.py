@@ -160,7 +160,7 @@ class _Files:
                 self._open[path] = os.open(path, os.O_RDWR)
             descriptor = self._open[path]
         row_bytes = _row(piece.extent.shape) * piece.extent.dtype.itemsize
-        at, data = piece.extent.offset + piece.start * row_bytes, memoryview(values.numpy())
+        at, data = piece.extent.offset + piece.start * row_bytes, memoryview(values.numpy().data)
         while data:
             written = os.pwrite(descriptor, data, at)
             at, data = at + written, data[written:]

@@ -25,7 +25,8 @@ from torch import Tensor
 
 from megarlhf import launch, runtime
 from megarlhf.runtime import Runtime
-from megarlhf.weights.formats.torch_dist import check_blobs, read_torch_dist
+from megarlhf.weights.checksums import check_checksums
+from megarlhf.weights.formats.torch_dist import read_torch_dist
 from megarlhf.weights.formats.torch_dist_metadata import read_tensors
 from megarlhf.weights.megatron_layout import MegatronLayout
 from megarlhf.weights.tensor_map import logical_tensors
@@ -322,13 +323,13 @@ def test_a_flipped_byte_and_a_cut_are_found(writers: CheckpointRanks, tmp_path: 
     writers.run(1, "save", "llama", {}, layout, str(tmp_path), {})
     arch = architecture("llama")
     extent = read_torch_dist(tmp_path, arch).extents[0]["decoder.final_layernorm.weight[0]"]
-    count, silent = check_blobs(tmp_path)
+    count, silent = check_checksums(tmp_path)
     assert (count > 30, silent) == (True, 0)
     raw = bytearray(extent.path.read_bytes())
     raw[extent.offset + 5] ^= 4
     extent.path.write_bytes(raw)
     with pytest.raises(ValueError, match=r"1 damaged records .*archive/data/0"):
-        check_blobs(tmp_path)
+        check_checksums(tmp_path)
     extent.path.write_bytes(raw[:-1])
     with pytest.raises(ValueError, match="it is truncated"):
         read_torch_dist(tmp_path, arch)

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megarlhf.weights.checksums import check_checksums
 from megarlhf.weights.convert import HuggingFaceTarget, MegatronTarget, convert
 from megarlhf.weights.formats import staging
 from megarlhf.weights.stored import open_model, recognise
@@ -48,8 +49,12 @@ def convert_damaged(source: Path, out: Path, kind: str) -> str:
     try:
         convert(open_model(source), out, target_for(kind))
     except (ValueError, OSError) as error:
-        assert not out.exists(), f"{error} left a directory"
-        assert len(str(error)) > 30, "says what to do"
+        said = str(error)
+    else:
+        said = ""
+    if said:
+        assert not out.exists(), f"{said} left a directory"
+        assert len(said) > 30, "says what to do"
         return "found"
     open_model(out)
     shutil.rmtree(out)
@@ -72,7 +77,7 @@ def test_truncated_and_missing_files(inputs, tmp_path, kind):
     assert len(needed) >= 2
     for name in needed:
         size = (inputs / kind / name).stat().st_size
-        for length in (0, 1, size // 2, size - 1, None):
+        for length in (0, 1, size // 2, size - 2, None):
             copied = tmp_path / "in"
             shutil.copytree(inputs / kind, copied)
             if length is None:
@@ -125,6 +130,7 @@ import os, signal, sys
 import torch
 from pathlib import Path
 from megarlhf.weights import transfer
+from megarlhf.weights.checksums import check_checksums
 from megarlhf.weights.convert import HuggingFaceTarget, MegatronTarget, convert
 from megarlhf.weights.formats import staging
 from megarlhf.weights.stored import open_model
@@ -237,6 +243,26 @@ def test_a_small_tmpfs(inputs, tmp_path, how):
     expected = "GB are needed beside" if how == "checked" else "No space left on device"
     assert expected in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("form", ["torch_dist", "mp_rank"])
+def test_checksums_find_a_flipped_bit_in_a_number(inputs, tmp_path, form):
+    """Written on demand; without them `check_checksums` says that there is nothing to compare."""
+    source = open_model(inputs / "safetensors")
+    convert(source, tmp_path / "silent", MegatronTarget(tp=2, format=form))
+    count, silent = check_checksums(tmp_path / "silent")
+    assert count == silent >= 2
+    convert(source, tmp_path / "stated", MegatronTarget(tp=2, format=form), checksums=True)
+    assert check_checksums(tmp_path / "stated") == (count, 0)
+    assert digests(open_model(tmp_path / "stated")) == digests(source)
+    (extent,) = list(open_model(tmp_path / "stated").weights.extents[0].values())[3:4]
+    with extent.path.open("r+b") as file:
+        file.seek(extent.offset + 5)
+        byte = file.read(1)
+        file.seek(extent.offset + 5)
+        file.write(bytes([byte[0] ^ 4]))
+    with pytest.raises(ValueError, match=r"damaged records \(CRC-32\): .*data/.*; copy it again"):
+        check_checksums(tmp_path / "stated")
 
 
 def test_recognise_says_what_it_looked_for(tmp_path):

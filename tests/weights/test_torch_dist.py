@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from megarlhf.weights.carry import view
+from megarlhf.weights.checksums import check_checksums
 from megarlhf.weights.formats.extent import MappedFiles
-from megarlhf.weights.formats.torch_dist import check_blobs, plan_torch_dist, read_torch_dist
+from megarlhf.weights.formats.torch_dist import plan_torch_dist, read_torch_dist
 from megarlhf.weights.formats.torch_dist_metadata import BlobReader, read_common, read_tensors
 from megarlhf.weights.formats.torch_dist_names import StorageName, cut, key_form
 from megarlhf.weights.formats.tracker import checkpoint_directory, find_checkpoint, write_tracker
@@ -348,7 +349,7 @@ def test_crc_of_every_blob(tmp_path):
     arch = tiny()
     directory = write(tmp_path / "run", arch, MegatronLayout(padded_vocab=VOCAB), random_logical(arch))
     blobs = [chunk.blob for tensor in read_tensors(directory).values() for chunk in tensor.chunks]
-    assert check_blobs(directory) == (len(blobs), len(blobs))
+    assert check_checksums(directory) == (len(blobs), len(blobs))
 
 
 @pytest.mark.slow

@@ -36,11 +36,10 @@ from megarlhf.weights.formats.torch_dist_names import (
     slots,
 )
 from megarlhf.weights.formats.torch_dist_write import plan_torch_dist
-from megarlhf.weights.formats.torch_file import check_crc
 from megarlhf.weights.placement import Box, Placement, RankPlacements, Shape, contiguous_strides
 from megarlhf.weights.tensor_map import Head, megatron_placements
 
-__all__ = ["TorchDistCheckpoint", "check_blobs", "plan_torch_dist", "read_torch_dist"]
+__all__ = ["TorchDistCheckpoint", "plan_torch_dist", "read_torch_dist"]
 
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT = "output_layer.weight"
@@ -108,17 +107,6 @@ def read_torch_dist(directory: str | PathLike[str], arch: Architecture) -> Torch
     wanted = {name: (chunk, tensors[key].dtype) for name, (key, chunk) in chunks.items()}
     extents = BlobReader().extents(wanted)
     return TorchDistCheckpoint(directory, (part,), (extents,), common, padded_vocab, head, form)
-
-
-def check_blobs(directory: str | PathLike[str]) -> tuple[int, int]:
-    """Compares every tensor's bytes, optimizer state's too, with its CRC-32.
-
-    Returns how many blobs there are, and how many do not state it. Raises: ValueError at a blob that differs.
-    """
-    tensors = read_tensors(Path(directory))
-    blobs = {chunk.blob: None for tensor in tensors.values() for chunk in tensor.chunks}
-    silent = sum(bool(check_crc(blob.path, offset=blob.offset, length=blob.length)) for blob in blobs)
-    return len(blobs), silent
 
 
 def _find(

@@ -140,7 +140,7 @@ def read_tensors(directory: Path) -> dict[str, GlobalTensor]:
         ) from error
     except ValueError as error:
         raise ValueError(f"{path} {error}; the directory is damaged or incomplete: copy it again") from error
-    _check_files(path, {blob for tensor in tensors.values() for blob in (c.blob for c in tensor.chunks)})
+    _check_files(path, set(blobs.values()))
     return tensors
 
 
