@@ -16,7 +16,7 @@ import torch
 
 from megarlhf.weights.architecture import Architecture
 from megarlhf.weights.config_spec import Llama3Rope
-from megarlhf.weights.formats.megatron_family import Args, family_of, infer
+from megarlhf.weights.formats.megatron_family import Args, infer, recognise
 from megarlhf.weights.megatron_layout import MegatronLayout
 from megarlhf.weights.tensor_map import padded_vocab_size
 
@@ -171,7 +171,7 @@ def arch_of(args: Args) -> Architecture:
         if not changed:
             return arch
         _log.warning("%s contradicts the arguments beside it and is ignored: %s", OWN_KEY, "; ".join(changed))
-    return infer(args, family_of(args))
+    return recognise(args)
 
 
 def _agrees(args: Args, told: Args, key: str) -> bool:

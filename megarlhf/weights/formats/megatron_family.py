@@ -1,23 +1,30 @@
-"""The family and the sizes of a model, from the arguments that Megatron-LM stored: switches, no names of families."""
+"""The family and the sizes of a model, from the arguments that Megatron-LM stored: switches, no names of families.
+
+Nothing here knows a family either: one is recognised by its own words for config.json, the first registered one
+that can say all that the arguments say.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 from typing import Any
 
-from megarlhf.weights.architecture import Architecture
-from megarlhf.weights.config_spec import Llama3Rope
+from megarlhf.weights.architecture import Architecture, hf_config
+from megarlhf.weights.config_spec import ConfigSpec, Key, Llama3Rope, write_facts
+from megarlhf.weights.tensor_map.families import FAMILIES
 
 Args = Mapping[str, Any]
 
 _log = logging.getLogger(__name__)
 
 
-def infer(args: Args, family: str) -> Architecture:
-    """The architecture of this family with the arguments' sizes and switches.
+def infer(args: Args, model_type: str) -> Architecture:
+    """The arguments' sizes and switches under this name, whether a family of the name has such switches or not.
 
+    Warns: when the vocabulary is the padded one.
     Raises: ValueError when an argument is missing.
     """
     _require(args)
@@ -30,13 +37,13 @@ def infer(args: Args, family: str) -> Architecture:
     expert_ffn = (args.get("moe_ffn_hidden_size") or ffn) if num_experts else 0
     window = args.get("window_size")
     return Architecture(
-        model_type=family,
+        model_type=model_type,
         num_layers=args["num_layers"],
         hidden_size=hidden,
         num_heads=heads,
         num_kv_heads=groups or heads,
         head_dim=args.get("kv_channels") or hidden // heads,
-        ffn_size=expert_ffn if family == "mixtral" else ffn,
+        ffn_size=ffn,
         vocab_size=_vocab_size(args),
         max_positions=args.get("max_position_embeddings") or args["seq_length"],
         norm_eps=float(args.get("norm_epsilon") or args.get("layernorm_epsilon") or 1e-5),
@@ -182,65 +189,109 @@ def _refuse_unknown(args: Args) -> None:
         )
 
 
-_FAMILIES: Mapping[str, Mapping[str, tuple[Any, ...]]] = MappingProxyType(
+_ARGUMENTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "llama": {"decoder": (True,), "qk_layernorm": (False,), "experts": (False,), "window": (False,),
-                  "bias": ("none", "all")},
-        "mistral": {"decoder": (True,), "qk_layernorm": (False,), "experts": (False,), "bias": ("none",)},
-        "qwen2": {"decoder": (True,), "qk_layernorm": (False,), "experts": (False,), "window": (False,),
-                  "bias": ("qkv",)},
-        "qwen3": {"decoder": (True,), "qk_layernorm": (True,), "experts": (False,), "window": (False,),
-                  "bias": ("none", "qkv")},
-        "mixtral": {"decoder": (True,), "qk_layernorm": (False,), "experts": (True,), "bias": ("none",),
-                    "moe_router_pre_softmax": (False,)},
-        "qwen3_moe": {"decoder": (True,), "qk_layernorm": (True,), "experts": (True,), "window": (False,),
-                      "bias": ("none", "qkv")},
-        "gpt2": {"decoder": (False,), "qk_layernorm": (False,), "experts": (False,), "window": (False,),
-                 "bias": ("all",)},
+        "num_layers": ("num_layers",),
+        "hidden_size": ("hidden_size",),
+        "num_heads": ("num_attention_heads",),
+        "num_kv_heads": ("num_query_groups", "group_query_attention"),
+        "head_dim": ("kv_channels",),
+        "ffn_size": ("ffn_hidden_size",),
+        "vocab_size": ("vocab_size", "padded_vocab_size"),
+        "max_positions": ("max_position_embeddings",),
+        "norm_eps": ("norm_epsilon", "layernorm_epsilon"),
+        "rope_theta": ("rotary_base",),
+        "rope_scaling": ("use_rope_scaling", "rope_scaling_factor"),
+        "tied_embeddings": ("untie_embeddings_and_output_weights",),
+        "qkv_bias": ("add_qkv_bias", "add_bias_linear", "disable_bias_linear"),
+        "output_bias": ("add_bias_linear", "disable_bias_linear"),
+        "mlp_bias": ("add_bias_linear", "disable_bias_linear"),
+        "activation": ("swiglu", "bias_gelu_fusion", "openai_gelu"),
+        "gated_mlp": ("swiglu",),
+        "norm": ("normalization",),
+        "qk_norm": ("qk_layernorm",),
+        "positions": ("position_embedding_type", "use_rotary_position_embeddings"),
+        "position_offset": ("max_position_embeddings",),
+        "sliding_window": ("window_size",),
+        "num_experts": ("num_experts",),
+        "experts_per_token": ("moe_router_topk",),
+        "expert_ffn_size": ("moe_ffn_hidden_size",),
+        "renormalize_experts": ("moe_router_pre_softmax",),
     }
-)  # fmt: skip
-"""The switches of each family, the first that fits is taken. OPT is not among them: Megatron-LM has no ReLU."""
+)
+"""The arguments that decide each field of an `Architecture`, the one of today first."""
 
 
-_WORDS = {
-    "decoder": "normalization, position_embedding_type or swiglu",
-    "experts": "num_experts",
-    "window": "window_size",
-    "bias": "add_bias_linear or add_qkv_bias",
-}
+@dataclass(frozen=True, kw_only=True)
+class _Refused:
+    """A family that cannot say what the arguments say."""
+
+    family: str
+    misfits: list[str]
+    """Fields of the architecture; none where each can be said but not all together."""
+    why: ValueError
 
 
-def family_of(args: Args) -> str:
-    """The family whose switches these are.
+def recognise(args: Args) -> Architecture:
+    """The architecture that the arguments describe: of the first registered family whose config.json can state it.
 
-    Raises: ValueError that names every argument which no family has.
+    Every layer has experts or none has, so beside experts the size of a dense MLP means nothing: a family that
+    writes both sizes as one is given the experts'.
+
+    Raises: ValueError that names every argument concerned, and the nearest family.
     """
     _refuse_unknown(args)
-    norm, positions, gated = args.get("normalization") or "LayerNorm", _positions(args), bool(args.get("swiglu"))
-    style = {("RMSNorm", "rope", True): True, ("LayerNorm", "learned_absolute", False): False}
-    bias = "all" if _bias(args) else "qkv" if args.get("add_qkv_bias") else "none"
-    switches = {
-        "decoder": style.get((norm, positions, gated)),
-        "qk_layernorm": bool(args.get("qk_layernorm")),
-        "experts": bool(args.get("num_experts")),
-        "window": args.get("window_size") is not None,
-        "bias": bias,
-        "moe_router_pre_softmax": bool(args.get("moe_router_pre_softmax")),
-    }
-    misfits = {
-        family: [name for name, values in wanted.items() if switches[name] not in values]
-        for family, wanted in _FAMILIES.items()
-    }
-    for family, names in misfits.items():
-        if not names:
-            return family
-    nearest = min(misfits, key=lambda family: (len(misfits[family]), "experts" in misfits[family]))
-    told = {"normalization": norm, "position_embedding_type": positions, "swiglu": gated}
-    told |= {"add_bias_linear": bias == "all", "add_qkv_bias": bias != "none"}
-    told |= {key: args.get(key) for key in ("qk_layernorm", "num_experts", "window_size", "moe_router_pre_softmax")}
-    shown = ", ".join(f"{key} = {value!r}" for key, value in told.items())
-    raise ValueError(
-        f"the checkpoint's args describe a model of no known family: {shown}; the nearest is {nearest}, which differs "
-        f"in {', '.join(_WORDS.get(name, name) for name in misfits[nearest])}. Name a Hugging Face directory with the "
-        "model's config.json, or add a family (docs/new-architecture.md)"
+    described = infer(args, "")
+    ffn_sizes = (described.ffn_size, described.expert_ffn_size) if described.num_experts else (described.ffn_size,)
+    refused = []
+    for name, family in FAMILIES.items():
+        for ffn_size in ffn_sizes:
+            candidate = replace(described, model_type=name, ffn_size=ffn_size)
+            try:
+                hf_config(candidate)  # reads back what it writes
+            except ValueError as error:
+                refused.append(_Refused(family=name, misfits=_misfits(candidate, family.config), why=error))
+            else:
+                return candidate
+    raise _of_no_family(args, refused)
+
+
+def _misfits(arch: Architecture, spec: ConfigSpec) -> list[str]:
+    """Fields that a config.json of this family cannot state as they are. Rotary numbers are left to `positions`."""
+    facts, config = vars(arch), write_facts(vars(arch), spec)
+
+    def said(fact: Any, value: Any) -> bool:
+        if not isinstance(fact, Key):
+            return bool(value == (fact(facts) if callable(fact) else fact))
+        if value is None:
+            return fact.null_is_none or fact.default is None
+        # Two fields may share a key, which then says the value of one.
+        return bool(config[fact.name] == value == fact.read(fact.name, value))
+
+    wrong = []
+    for field in fields(arch):
+        if field.name in ("model_type", "rope_theta", "rope_scaling"):
+            continue
+        try:
+            fits = said(spec.facts.get(field.name, field.default), facts[field.name])
+        except ValueError:
+            fits = False
+        if not fits:
+            wrong.append(field.name)
+    return wrong
+
+
+def _of_no_family(args: Args, refused: list[_Refused]) -> ValueError:
+    def names(misfits: Iterable[str]) -> list[str]:
+        told = [[key for key in _ARGUMENTS[field] if key in args] or [_ARGUMENTS[field][0]] for field in misfits]
+        return list(dict.fromkeys(key for keys in told for key in keys))
+
+    nearest = min(refused, key=lambda one: len(one.misfits))
+    anywhere = {field for one in refused for field in one.misfits}
+    shown = [f"{key} = {args.get(key)!r}" for key in names(field for field in _ARGUMENTS if field in anywhere)]
+    differs = f"which differs in {', '.join(names(nearest.misfits))}" if nearest.misfits else f"but {nearest.why}"
+    return ValueError(
+        f"the checkpoint's args describe a model of no known family: {', '.join(shown)}; the nearest is "
+        f"{nearest.family}, {differs}. Name a Hugging Face directory with the model's config.json, or add a family "
+        "(docs/new-architecture.md)"
     )

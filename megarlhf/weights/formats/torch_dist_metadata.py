@@ -145,7 +145,7 @@ def read_tensors(directory: Path) -> dict[str, GlobalTensor]:
 
 
 def _describe(pickled: Any) -> tuple[dict[str, Record], dict[tuple[str, Shape], Record]]:
-    """Tensors by key, and where the chunk of (key, offset) is."""
+    """Tensors by key, and where the chunk of (key, offset) is; other objects' places too."""
     fields = _state(pickled, "Metadata")
     described = {
         _is(str, key): record
@@ -155,8 +155,7 @@ def _describe(pickled: Any) -> tuple[dict[str, Record], dict[tuple[str, Shape], 
     where = {}
     for record, info in fields["storage_data"].items():
         index = _state(record, "MetadataIndex")
-        if index["fqn"] in described:
-            where[index["fqn"], _shape(index.get("offset") or ())] = info
+        where[index["fqn"], _shape(index.get("offset") or ())] = info
     return described, where
 
 
