@@ -6,15 +6,19 @@ Not covered: arguments as Megatron-LM itself would parse and check them (it is n
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import torch
 
 from megarlhf.weights.architecture import Architecture
-from megarlhf.weights.config_spec import Llama3Rope
+from megarlhf.weights.config_spec import ConfigSpec, Llama3Rope
 from megarlhf.weights.formats.megatron_args import OWN_KEY, arch_of, args_of
 from megarlhf.weights.megatron_layout import MegatronLayout
+from megarlhf.weights.tensor_map import FAMILIES, TABLES, logical_tensors
+from megarlhf.weights.tensor_map.llama import FACTS, LLAMA, decoder
+from megarlhf.weights.tensor_map.pieces import ATTENTION, GATED_MLP, INPUT_NORM, OUTPUT, QK_NORMS
+from megarlhf.weights.tensor_map.table import Family
 from tests.weights.families import CONFIGS, architecture
 
 LAYOUT = MegatronLayout(tp=2, pp=2, padded_vocab=256)
@@ -71,6 +75,12 @@ LLAMA_3_1_8B = Architecture(
 )
 
 
+def register(monkeypatch, families: dict[str, Family]) -> None:
+    """These families, in this order, in place of all."""
+    for module in ("tensor_map.families", "formats.megatron_family"):
+        monkeypatch.setattr(f"megarlhf.weights.{module}.FAMILIES", families)
+
+
 @pytest.mark.parametrize("family", CONFIGS)
 def test_our_key_gives_every_architecture_back(family):
     arch = architecture(family)
@@ -102,7 +112,7 @@ def test_what_megatron_cannot_say_is_warned_of(caplog):
 def test_a_llama_by_hand(caplog):
     """A stated vocabulary wins over the padded one, which is otherwise taken with a warning."""
     assert arch_of(LLAMA_BY_HAND) == LLAMA_3_1_8B
-    assert "state no vocab_size" in caplog.text
+    assert caplog.text.count("state no vocab_size") == 1
     caplog.clear()
     assert arch_of({**LLAMA_BY_HAND, "vocab_size": 128000}) == replace(LLAMA_3_1_8B, vocab_size=128000)
     assert not caplog.records
@@ -139,6 +149,20 @@ def test_older_spellings():
             r"num_experts = 8.*nearest is mixtral, .* moe_router_pre_softmax",
         ),
         ({"num_experts": 8, "moe_layer_freq": [0, 1]}, r"moe_layer_freq = \[0, 1\]"),
+        (
+            {"qk_layernorm": True, "add_qkv_bias": True},
+            "qk_layernorm = True.*nearest is qwen2, which differs in qk_layernorm",
+        ),
+        ({"window_size": (7, 0), "qk_layernorm": True}, r"window_size = \(7, 0\).*nearest is mistral"),
+        ({"swiglu": False}, "nearest is llama, which differs in swiglu"),
+        (
+            {"num_query_groups": 3},
+            "nearest is llama, .* refused .*num_attention_heads = 32, not a multiple of num_key_value_heads = 3",
+        ),
+        (
+            {"num_experts": 8, "moe_router_topk": 9},
+            "nearest is mixtral, .* refused .*num_experts_per_tok = 9, more than num_local_experts = 8",
+        ),
         ({"num_layers": None, "hidden_size": None}, "lack num_layers, hidden_size"),
         ({"vocab_size": 128257}, "vocab_size = 128257, more than padded_vocab_size = 128256"),
     ],
@@ -146,6 +170,69 @@ def test_older_spellings():
 def test_what_fits_no_family_is_refused_by_name(changes, message):
     with pytest.raises(ValueError, match=message):
         arch_of({**LLAMA_BY_HAND, **changes})
+
+
+def test_a_registered_family_is_recognised_without_further_code(monkeypatch, caplog):
+    """Llama with norms of query and key heads and biases on q, k and v, which no family here is."""
+    made_up = Family(
+        model_type="made_up",
+        config=ConfigSpec(
+            lm_class="MadeUpForCausalLM",
+            scalar_class="MadeUpForSequenceClassification",
+            facts={**FACTS, "qkv_bias": True, "output_bias": False, "mlp_bias": False, "qk_norm": True},
+        ),
+        table=decoder(INPUT_NORM, *ATTENTION, OUTPUT, *QK_NORMS, *GATED_MLP),
+    )
+    args = {**LLAMA_BY_HAND, "qk_layernorm": True, "add_qkv_bias": True}
+    with pytest.raises(ValueError, match="no known family"):
+        arch_of(args)
+    register(monkeypatch, {**FAMILIES, "made_up": made_up})
+    monkeypatch.setitem(TABLES, "made_up", made_up.table)
+    caplog.clear()
+    arch = arch_of(args)
+    assert arch == replace(LLAMA_3_1_8B, model_type="made_up", qk_norm=True, qkv_bias=True)
+    assert caplog.text.count("state no vocab_size") == 1, "once, not once per family"
+    tensors = logical_tensors(arch)
+    assert tensors["model.layers.31.self_attn.q_norm.weight"] == (128,)
+    assert tensors["model.layers.31.self_attn.k_proj.bias"] == (1024,)
+    again = args_of(arch, replace(LAYOUT, padded_vocab=128256), torch.bfloat16)
+    del again[OWN_KEY]
+    assert arch_of(again) == arch
+    assert arch_of(LLAMA_BY_HAND) == LLAMA_3_1_8B
+
+
+def test_the_dense_size_beside_experts():
+    """Mixtral writes one size, the experts'; where a family states both, the dense one is kept."""
+    args = {**LLAMA_BY_HAND, "num_experts": 8, "moe_ffn_hidden_size": 512}
+    sizes = {"mixtral": (512, 512), "qwen3_moe": (14336, 512)}
+    for family, qk_norm in (("mixtral", False), ("qwen3_moe", True)):
+        arch = arch_of({**args, "qk_layernorm": qk_norm})
+        assert (arch.model_type, arch.ffn_size, arch.expert_ffn_size) == (family, *sizes[family])
+
+
+def test_opt_is_never_recognised(monkeypatch):
+    """Its arguments are those of a GPT-2 with exact GELU, which Megatron-LM would compute; the offset is unsayable."""
+    args = args_of(architecture("opt"), LAYOUT, torch.bfloat16)
+    del args[OWN_KEY]
+    arch = arch_of(args)
+    assert (arch.model_type, arch.activation, arch.max_positions, arch.position_offset) == ("gpt2", "gelu", 50, 0)
+    register(monkeypatch, {name: family for name, family in FAMILIES.items() if name != "gpt2"})
+    with pytest.raises(ValueError, match="nearest is opt, which differs in max_position_embeddings"):
+        arch_of(args)
+
+
+def test_every_field_that_differs_is_told_as_arguments(monkeypatch):
+    """Of a family that has nothing as it should be; rotary numbers are told by `position_embedding_type`."""
+    elsewhere = ("model_type", "rope_theta", "rope_scaling")
+    nothing = {field.name: -1 for field in fields(Architecture) if field.name not in elsewhere}
+    spec = ConfigSpec(lm_class="", scalar_class="", facts=nothing)
+    register(monkeypatch, {"nothing": replace(LLAMA, model_type="nothing", config=spec)})
+    with pytest.raises(ValueError, match="nearest is nothing") as error:
+        arch_of({**LLAMA_BY_HAND, "vocab_size": 128256})
+    unsaid = {"seq_length", "rotary_base", "rotary_percent", "use_rope_scaling", "rope_scaling_factor"}
+    for key in LLAMA_BY_HAND.keys() - unsaid - {"vocab_size"}:
+        assert f"{key} = {LLAMA_BY_HAND[key]!r}" in str(error.value)
+        assert key in str(error.value).split("which differs in")[1]
 
 
 def test_a_contradicted_key_of_ours_is_ignored(caplog):

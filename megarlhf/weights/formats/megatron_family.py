@@ -200,8 +200,6 @@ _ARGUMENTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "vocab_size": ("vocab_size", "padded_vocab_size"),
         "max_positions": ("max_position_embeddings",),
         "norm_eps": ("norm_epsilon", "layernorm_epsilon"),
-        "rope_theta": ("rotary_base",),
-        "rope_scaling": ("use_rope_scaling", "rope_scaling_factor"),
         "tied_embeddings": ("untie_embeddings_and_output_weights",),
         "qkv_bias": ("add_qkv_bias", "add_bias_linear", "disable_bias_linear"),
         "output_bias": ("add_bias_linear", "disable_bias_linear"),
@@ -219,7 +217,7 @@ _ARGUMENTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "renormalize_experts": ("moe_router_pre_softmax",),
     }
 )
-"""The arguments that decide each field of an `Architecture`, the one of today first."""
+"""The arguments that decide each field of an `Architecture` that `_misfits` may name, the one of today first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -289,7 +287,9 @@ def _of_no_family(args: Args, refused: list[_Refused]) -> ValueError:
     nearest = min(refused, key=lambda one: len(one.misfits))
     anywhere = {field for one in refused for field in one.misfits}
     shown = [f"{key} = {args.get(key)!r}" for key in names(field for field in _ARGUMENTS if field in anywhere)]
-    differs = f"which differs in {', '.join(names(nearest.misfits))}" if nearest.misfits else f"but {nearest.why}"
+    differs = f"which differs in {', '.join(names(nearest.misfits))}"
+    if not nearest.misfits:
+        differs = f"whose config.json would be refused ({nearest.why})"
     return ValueError(
         f"the checkpoint's args describe a model of no known family: {', '.join(shown)}; the nearest is "
         f"{nearest.family}, {differs}. Name a Hugging Face directory with the model's config.json, or add a family "
