@@ -129,7 +129,7 @@ def test_a_launched_rank_joins_with_the_launchers_world(command, started, capsys
         ("sft", ["trian.num_steps=3"], "unknown key 'trian'; did you mean 'train'?"),
         ("sft", ["train.num_steps=x"], "train.num_steps: Input should be a valid integer"),
         ("sft", ["train.num_steps=[1"], "override 'train.num_steps=[1': '[1' is not valid YAML; quote it"),
-        ("sft", ["run.nproc=2", "actor.parallel.tp=2"], "actor.parallel.tp = 2 does not divide the 1 KV heads"),
+        ("sft", ["run.nproc=4", "actor.parallel.tp=4"], "actor.parallel.tp = 4 does not divide the 2 attention heads"),
         ("rm", ["run.nproc=3", "reward_model.parallel.tp=3"], "tp = 3 does not divide the 2 attention heads"),
         ("sft", ["actor.parallel.pp=2"], "world size 1 is not a multiple of tp x pp = 1 x 2 = 2; use 2 ranks"),
         ("rm", ["train.micro_batch_samples=3"], "train.mini_batch_samples = 8 is not a multiple of"),
@@ -137,7 +137,7 @@ def test_a_launched_rank_joins_with_the_launchers_world(command, started, capsys
         ("rl", ["rollout.max_response_tokens=49"], "= 16 + 49 = 65 tokens, but"),
         ("rl", ["critic="], "algo.advantage = 'gae' needs values: give a critic section"),
         ("sft", ["data.heldout=sft_heldout.jsonl"], "data.heldout: no such data file or directory: sft_heldout.jsonl"),
-        ("sft", ["actor.model.path=absent"], "absent/config.json does not exist"),
+        ("sft", ["actor.model.path=absent"], "absent has no config.json; give a Hugging Face directory"),
     ],
 )
 def test_a_mistake_is_said_once_and_starts_nothing(name, overrides, message, command, started, capsys, tmp_path):
