@@ -67,7 +67,7 @@ demo-3d: venv ## the demo's PPO stage at TP2 x PP2 on four processes, a few step
 demo-seeds: venv ## the demo for three seeds with controls (15 minutes); writes benchmarks/results/demo.json
 	$(PY) -m tools.demo.seeds
 
-bench-convert: venv ## the converter against cp and published converters (5 minutes); writes benchmarks/results/convert.json
+bench-convert: venv ## the converter against cp and published converters (15 minutes); writes benchmarks/results/convert.json
 	$(PY) -m benchmarks.convert
 
 test: venv ## the default tests: no GPU, no network, minutes

@@ -1,8 +1,12 @@
 """Converter against `cp -r`: Hugging Face -> Megatron TP2 x PP2 on disk, and back, both synced. `make bench-convert`.
 
 All of it in one run, interleaved: each round copies with cp, converts there, converts back, and runs the published
-converters where they install; ratios are of medians. Page caches are warm for everyone. Memory is measured apart,
-in a process of its own, as the largest RssAnon above its value after the imports.
+converters where they install; ratios are of medians. Sources are in the page cache for everyone. Before each step
+a scratch file of the model's size is written and removed, so that every step finds as many pages that the machine
+has backed with memory: on a virtual machine a first touch costs several times the copy, and whoever comes after a
+deletion would win. Memory is measured apart, in a process of its own, as the largest RssAnon above its value after
+the imports. What is timed of us: opening, planning, writing, fsync and rename, not the import of torch
+(`hf_to_megatron_command` is the whole command, import included).
 """
 
 from __future__ import annotations
@@ -44,6 +48,20 @@ def timed(action: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
+def level(work: Path, num_bytes: int) -> None:
+    """Leaves so many free pages that have been used before, and nothing to be written back."""
+    scratch = work / "scratch"
+    with scratch.open("wb") as file:
+        for _ in range(num_bytes // len(_NOISE) + 1):
+            file.write(_NOISE)
+        file.flush()
+        os.fsync(file.fileno())
+    scratch.unlink()
+
+
+_NOISE = os.urandom(16 << 20)
+
+
 def copy(source: Path, target: Path) -> None:
     """`cp -r`, then fsync of every file and directory: what any tool must at least do."""
     subprocess.run(["cp", "-r", str(source), str(target)], check=True)
@@ -55,16 +73,20 @@ def run(source: Path, out: Path, target: Target) -> None:
     convert(open_model(source), out, target)
 
 
-def one_round(hf: Path, work: Path) -> dict[str, float]:
-    """Seconds of each step; what is written is removed at once, so that nobody pays for another's dirty pages."""
+def one_round(hf: Path, work: Path, num_bytes: int) -> dict[str, float]:
+    """Seconds of each step."""
+    level(work, num_bytes)
     seconds = {"cp": timed(lambda: copy(hf, work / "cp"))}
     shutil.rmtree(work / "cp")
     for form in FORMATS:
         there, back = work / form, work / f"{form}.hf"
+        level(work, num_bytes)
         seconds[f"hf_to_megatron_{form}"] = timed(lambda: run(hf, there, megatron(form)))  # noqa: B023
+        level(work, num_bytes)
         seconds[f"megatron_to_hf_{form}"] = timed(lambda: run(there, back, HuggingFaceTarget()))  # noqa: B023
         shutil.rmtree(there)
         shutil.rmtree(back)
+    level(work, num_bytes)
     command = [sys.executable, "-m", "tools.checkpoint_convert", "hf-to-megatron", "--hf", str(hf), "--tp", "2"]
     command += ["--pp", "2", "--out", str(work / "cli")]
     seconds["hf_to_megatron_command"] = timed(lambda: subprocess.run(command, cwd=ROOT, check=True, **QUIET))
@@ -167,10 +189,11 @@ def main() -> None:
     names = [] if arguments.no_peers else [name for name in peers.NAMES if peers.prepare(name) is not None]
     rounds, peer_runs = [], {name: [] for name in names}  # type: ignore[var-annotated]
     for number in range(arguments.rounds):
-        rounds.append(one_round(hf, work))
+        rounds.append(one_round(hf, work, 2 * parameters))
         print(number, {name: round(value, 2) for name, value in rounds[-1].items()}, flush=True)
         for name in names:
             if number < 3:
+                level(work, 2 * parameters)
                 peer_runs[name].append(peers.run(name, hf, work / name))
                 shutil.rmtree(work / name, ignore_errors=True)
     peak = memory(hf, work)
