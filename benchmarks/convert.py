@@ -186,8 +186,10 @@ def main() -> None:
     work.mkdir(parents=True)
     parameters = write_random_llama(hf)
     check_exact(hf, work)
-    names = [] if arguments.no_peers else [name for name in peers.NAMES if peers.prepare(name) is not None]
-    rounds, peer_runs = [], {name: [] for name in names}  # type: ignore[var-annotated]
+    wanted = () if arguments.no_peers else peers.NAMES
+    names = [name for name in wanted if peers.prepare(name) is not None]
+    rounds: list[dict[str, float]] = []
+    peer_runs: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     for number in range(arguments.rounds):
         rounds.append(one_round(hf, work, 2 * parameters))
         print(number, {name: round(value, 2) for name, value in rounds[-1].items()}, flush=True)
@@ -204,6 +206,7 @@ def main() -> None:
         "model": {"parameters": parameters, "bytes": 2 * parameters, "largest_tensor_bytes": 2 * 64000 * 1536},
         "rounds": rounds,
         "peers": peer_runs,
+        "peers_left_out": [name for name in wanted if name not in names],
         "machine": machine(),
     }
     arguments.out.write_text(json.dumps(result, indent=2) + "\n")

@@ -53,6 +53,7 @@ def preflight(command: str, cfg: FrozenModel, world_size: int) -> Preflight:
         arch, layout = check_role(name, section, world_size)
         if isinstance(cfg, RLConfig | GenerateConfig):
             _check_positions(cfg, name, section, arch)
+            _check_engine(cfg, name, arch)
         described.append(
             (
                 name,
@@ -108,6 +109,14 @@ def _check_vocabulary(roles: Mapping[str, RoleConfig]) -> None:
                 f"{role}: the tokenizer of {path} has {num_tokens} tokens, {section.model.path} has vocab_size = "
                 f"{vocab_size}; do tokenizer and model belong together?"
             )
+
+
+def _check_engine(cfg: RLConfig | GenerateConfig, role: str, arch: Architecture) -> None:
+    """vLLM repacks experts after loading, at unchanged shape: a copy into them would succeed and be wrong."""
+    if role == "actor" and cfg.rollout.engine == "vllm" and arch.num_experts:
+        raise ValueError(
+            f"{role}: weights of a mixture of experts cannot be written into vLLM yet; use rollout.engine=megatron"
+        )
 
 
 def _check_positions(cfg: RLConfig | GenerateConfig, role: str, section: RoleConfig, arch: Architecture) -> None:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -58,47 +58,95 @@ def transfer(
     Raises: ValueError on a source shorter than it says, OSError of the file system; the destinations are then
     incomplete.
     """
-    pieces = _pieces(plan, destinations, first_destination)
-    maps = MappedFiles()
-    files = _Files(pieces)
-    local = threading.local()
-
-    def work(piece: Piece) -> None:
-        values = _assemble(piece, sources, maps, local)
-        files.write(piece, values)
-        progress(piece.num_bytes)
-
-    pool = ThreadPoolExecutor(workers or len(os.sched_getaffinity(0)), thread_name_prefix="transfer")
-    try:
-        for done in [pool.submit(work, piece) for piece in pieces]:
-            done.result()
-    finally:
-        pool.shutdown(cancel_futures=True)
-        files.close()
+    work = _Work(plan, sources, destinations, first_destination, progress)
+    count = workers or len(os.sched_getaffinity(0))
+    with ThreadPoolExecutor(count, thread_name_prefix="transfer") as pool:
+        threads = [pool.submit(work.run) for _ in range(count)]
+        try:
+            wait(threads)
+        except BaseException:  # Ctrl-C: the threads stop at their next piece
+            work.stop()
+            raise
+    work.close()
+    for thread in threads:
+        thread.result()
 
 
-def _pieces(plan: CopyPlan, destinations: Extents, first: int) -> list[Piece]:
-    """In the order of files and bytes."""
+class _Work:
+    """The pieces still to be done, and what the threads share."""
+
+    def __init__(
+        self,
+        plan: CopyPlan,
+        sources: Extents,
+        destinations: Extents,
+        first: int,
+        progress: Callable[[int], None],
+    ) -> None:
+        found = _by_place(plan, destinations, first)
+        self._pieces = _pieces(found)
+        self._files = _Files([extent for extent, _ in found])
+        self._sources, self._maps, self._progress = sources, MappedFiles(), progress
+        self._lock = threading.Lock()
+        self._stopped = False
+
+    def run(self) -> None:
+        """Takes pieces until there are none, or some thread failed."""
+        buffer = torch.empty(PIECE_BYTES, dtype=torch.uint8)
+        try:
+            while (piece := self._next()) is not None:
+                if buffer.numel() < piece.num_bytes:
+                    buffer = torch.empty(piece.num_bytes, dtype=torch.uint8)
+                values = buffer[: piece.num_bytes]
+                _assemble(piece, values, self._sources, self._maps)
+                self._files.write(piece, values)
+                self._progress(piece.num_bytes)
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        """No further pieces are handed out."""
+        self._stopped = True
+
+    def _next(self) -> Piece | None:
+        with self._lock:
+            return None if self._stopped else next(self._pieces, None)
+
+    def close(self) -> None:
+        self._files.close()
+
+
+def _by_place(plan: CopyPlan, destinations: Extents, first: int) -> list[tuple[Extent, list[Copy]]]:
+    """Each destination and the copies into it, in the order of files and bytes."""
     copies: dict[tuple[int, str], list[Copy]] = defaultdict(list)
     for copy in plan.copies:
         copies[copy.dst_rank - first, copy.dst_storage].append(copy)
-    pieces = []
-    for rank, extents in enumerate(destinations):
-        for storage, extent in extents.items():
-            pieces += _cut(extent, copies[rank, storage])
-    return sorted(pieces, key=lambda piece: (piece.extent.path, piece.extent.offset, piece.start))
+    found = [
+        (extent, copies[rank, storage])
+        for rank, extents in enumerate(destinations)
+        for storage, extent in extents.items()
+    ]
+    return sorted(found, key=lambda place: (place[0].path, place[0].offset))
 
 
-def _cut(extent: Extent, copies: Sequence[Copy]) -> list[Piece]:
+def _pieces(found: Iterable[tuple[Extent, Sequence[Copy]]]) -> Iterator[Piece]:
+    for extent, copies in found:
+        row, step = _row(extent.shape), _rows_per_piece(extent)
+        rows = extent.numel // row if row else 0
+        for start in range(0, rows, step):
+            stop = min(start + step, rows)
+            parts = (_rows_of(copy, row, start, stop) for copy in copies)
+            yield Piece(extent, tuple(part for part in parts if part is not None), start, stop)
+
+
+def _rows_per_piece(extent: Extent) -> int:
+    return max(1, PIECE_BYTES // max(1, _row(extent.shape) * extent.dtype.itemsize))
+
+
+def _num_pieces(extent: Extent) -> int:
     row = _row(extent.shape)
-    rows = extent.numel // row if row else 0
-    step = max(1, PIECE_BYTES // (row * extent.dtype.itemsize)) if row else 1
-    pieces = []
-    for start in range(0, rows, step):
-        stop = min(start + step, rows)
-        parts = (_rows_of(copy, row, start, stop) for copy in copies)
-        pieces.append(Piece(extent, tuple(part for part in parts if part is not None), start, stop))
-    return pieces
+    return -(-(extent.numel // row) // _rows_per_piece(extent)) if row else 0
 
 
 def _row(shape: Shape) -> int:
@@ -125,33 +173,28 @@ def _rows_of(copy: Copy, row: int, start: int, stop: int) -> Copy | None:
     return replace(copy, box=box, src_offset=source.offset, dst_offset=destination.offset)
 
 
-def _assemble(piece: Piece, sources: Extents, maps: MappedFiles, local: threading.local) -> torch.Tensor:
-    """The piece's elements, in this thread's buffer."""
+def _assemble(piece: Piece, raw: torch.Tensor, sources: Extents, maps: MappedFiles) -> None:
+    """Fills `raw`, the piece's bytes."""
     row = _row(piece.extent.shape)
-    count = (piece.stop - piece.start) * row
-    size = count * piece.extent.dtype.itemsize
-    if getattr(local, "buffer", None) is None or local.buffer.numel() < size:
-        local.buffer = torch.empty(max(size, PIECE_BYTES), dtype=torch.uint8)
-    values = local.buffer[:size].view(piece.extent.dtype)
-    if sum(copy.numel for copy in piece.copies) < count:
+    values = raw.view(piece.extent.dtype)
+    if sum(copy.numel for copy in piece.copies) < values.numel():
         values.zero_()
     for copy in piece.copies:
         source = maps.tensor(sources[copy.src_rank][copy.src_storage]).contiguous()
         offset = source.storage_offset() + copy.src_offset
         taken = torch.as_strided(source, copy.shape, copy.src_strides, offset)
         torch.as_strided(values, copy.shape, copy.dst_strides, copy.dst_offset - piece.start * row).copy_(taken)
-    return local.buffer[:size]
 
 
 class _Files:
     """The destination files: opened once, synced and closed by whoever writes the last piece."""
 
-    def __init__(self, pieces: Sequence[Piece]) -> None:
+    def __init__(self, extents: Iterable[Extent]) -> None:
         self._lock = threading.Lock()
         self._left: dict[Path, int] = defaultdict(int)
         self._open: dict[Path, int] = {}
-        for piece in pieces:
-            self._left[piece.extent.path] += 1
+        for extent in extents:
+            self._left[extent.path] += _num_pieces(extent)
 
     def write(self, piece: Piece, values: torch.Tensor) -> None:
         path = piece.extent.path

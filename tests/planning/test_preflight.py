@@ -356,3 +356,12 @@ def test_a_tokenizer_larger_than_a_role_s_vocabulary_is_refused(paths):
 def test_a_misspelt_rule_is_refused_before_a_rank_starts(paths):
     with pytest.raises(ValueError, match="unknown reward rule 'exactmatch'"):
         preflight("rl", rl(paths, rewards=[{"kind": "rule", "rule": "exactmatch"}]), 1)
+
+
+def test_experts_are_not_rolled_out_by_vllm(paths):
+    """Its layers repack them after loading; the Megatron engine takes them."""
+    mixture = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+    actor = role(paths, model=paths["make"]("mixture", **mixture))
+    assert preflight("rl", rl(paths, actor=actor), 1).facts
+    with pytest.raises(ValueError, match=r"^actor: weights of a mixture .* use rollout.engine=megatron"):
+        preflight("rl", rl(paths, actor=actor, rollout={"engine": "vllm"}), 1)

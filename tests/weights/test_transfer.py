@@ -84,7 +84,7 @@ def test_memory_does_not_grow_with_the_model(monkeypatch):
     from megarlhf.weights.tensor_map import hf_placements
 
     plan = make_plan([hf_placements(arch)], [part.on_rank(1)])
-    pieces = module._pieces(plan, [extents], 1)
+    pieces = list(module._pieces(module._by_place(plan, [extents], 1)))
     assert max(piece.num_bytes for piece in pieces) <= module.PIECE_BYTES
     assert sum(piece.num_bytes for piece in pieces) == sum(extent.num_bytes for extent in extents.values())
     copied = sum(copy.numel for piece in pieces for copy in piece.copies)
