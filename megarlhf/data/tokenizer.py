@@ -38,7 +38,8 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, ids: Sequence[int], *, continuation: bool = False) -> str:
-        """Text of the ids; `continuation` keeps a leading space. Special tokens leave no text."""
+        """Text of the ids; `continuation` keeps a leading space. Special tokens leave no text, nor do ids
+        beyond the tokenizer's vocabulary, which a model may have."""
         ...
 
 
@@ -70,7 +71,8 @@ class SentencePieceTokenizer:
 
     def decode(self, ids: Sequence[int], *, continuation: bool = False) -> str:
         """See `Tokenizer.decode`."""
-        return str((self._continued if continuation else self._start).decode(list(ids)))
+        known = [token for token in ids if token < self.vocab_size]  # a model's vocabulary may be larger
+        return str((self._continued if continuation else self._start).decode(known))
 
 
 class HuggingFaceTokenizer:

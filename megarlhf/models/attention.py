@@ -7,6 +7,7 @@ Legend: S sequence, B batch, N query heads and G key-value groups of this rank, 
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -83,8 +84,14 @@ def causal_band(length: int, window: int, device: torch.device) -> Tensor:
 class GroupedSelfAttention(SelfAttention):
     """Megatron-Core's self-attention; its case of more tensor-parallel ranks than key-value groups, on our groups.
 
-    Upstream gathers the cut groups over `parallel_state`'s group and rank, which do not exist here.
+    Upstream gathers the cut groups over `parallel_state`'s group and rank, which do not exist here. It also has one
+    switch for the biases of attention and MLP; `output_bias` says here whether the output projection has one.
     """
+
+    def __init__(self, config: TransformerConfig, *args: Any, output_bias: bool, **named: Any) -> None:
+        own = copy.copy(config)
+        own.add_bias_linear = output_bias
+        super().__init__(own, *args, **named)
 
     def get_query_key_value_tensors(
         self,

@@ -38,10 +38,8 @@ def transformer_config(
 ) -> TransformerConfig:
     """Megatron-Core's configuration of this architecture. Dropout is 0: log-probs must be functions.
 
-    `planning/legality.py` refuses the architectures that it cannot express.
+    The bias of the attention's output is not in it: `models/attention.py`.
     """
-    assert arch.output_bias == arch.mlp_bias, "one switch sets the bias of every linear layer but QKV"
-    assert arch.qkv_bias or not arch.mlp_bias, "a bias everywhere includes QKV"
     dtype = DTYPES[model.dtype]
     return TransformerConfig(
         num_layers=arch.num_layers,

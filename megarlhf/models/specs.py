@@ -40,7 +40,9 @@ def _te_layer(arch: Architecture) -> ModuleSpec:
         num_experts=arch.num_experts or None, moe_grouped_gemm=False, qk_layernorm=arch.qk_norm
     )
     parts = layer.submodules
-    changed = {"self_attention": replace(parts.self_attention, module=GroupedSelfAttention)}
+    attention = parts.self_attention
+    params = {**attention.params, "output_bias": arch.output_bias}
+    changed = {"self_attention": replace(attention, module=GroupedSelfAttention, params=params)}
     if arch.num_experts:
         changed["mlp"] = replace(parts.mlp, submodules=replace(parts.mlp.submodules, router=Router))
     return replace(layer, submodules=replace(parts, **changed))
@@ -51,7 +53,7 @@ def _local_layer(arch: Architecture) -> ModuleSpec:
     qk_norm = RMSNorm if arch.qk_norm else IdentityOp
     attention = ModuleSpec(
         module=GroupedSelfAttention,
-        params={"attn_mask_type": AttnMaskType.causal},
+        params={"attn_mask_type": AttnMaskType.causal, "output_bias": arch.output_bias},
         submodules=SelfAttentionSubmodules(
             linear_qkv=ColumnParallelLinear,
             core_attention=CausalAttention,

@@ -16,6 +16,7 @@ from megarlhf.weights.export import export
 from megarlhf.weights.placement import RankPlacements
 from megarlhf.weights.random_init import fill_random
 from megarlhf.weights.stored import open_model
+from megarlhf.weights.tensor_map import head_name
 
 log = logging.getLogger(__name__)
 
@@ -42,10 +43,11 @@ def load_weights(part: ModelPart, model: ModelConfig, *, seed: int) -> None:
         return
     stored = open_model(model.path, hf=model.hf, head=part.head)
     held = {tensor for source in stored.weights.parts for tensor in source.tensors}
-    fresh = frozenset({"score.weight"} & mine.tensors.keys() - held)
+    score = head_name(part.arch, "scalar")
+    fresh = frozenset({score} & mine.tensors.keys() - held)
     carry_from_files(mine, stored.weights, live, skip=fresh)
-    if part.head == "scalar" and "score.weight" not in held:
-        log.info("%s has no score.weight: the scalar head starts fresh", model.path)
+    if part.head == "scalar" and score not in held:
+        log.info("%s has no %s: the scalar head starts fresh", model.path, score)
     if fresh:
         fill_random(mine, live, seed=seed, std=std, arch=part.arch, head=part.head, only=fresh)
 

@@ -27,12 +27,7 @@ def check_role(role: str, section: RoleConfig, world_size: int) -> tuple[Archite
 
 
 def _check_architecture(arch: Architecture, where: str) -> None:
-    """What Megatron-Core has no setting for: one switch sets the bias of every linear layer but QKV's."""
-    if arch.output_bias != arch.mlp_bias:
-        raise ValueError(
-            f"{where}: config.json gives the attention's output a bias: {arch.output_bias}, and the MLP: "
-            f"{arch.mlp_bias}; Megatron-Core's layers take both or neither: use a model with one of these"
-        )
+    """What Megatron-Core cannot train."""
     if arch.num_experts and arch.experts_per_token == 1 and arch.renormalize_experts:
         raise ValueError(
             f"{where}: config.json sends each token to one expert and scales its weight to 1, so that the router gets "

@@ -125,6 +125,13 @@ def carry_from_files(
     Raises: ValueError when a logical tensor's shape differs, when the files lack a box, or when they are short.
     """
     wanted = placements.select([tensor for tensor in placements.tensors if tensor not in skip])
+    held = {tensor for part in stored.parts for tensor in part.tensors}
+    lost = [tensor for tensor in wanted.tensors if tensor not in held]
+    if lost:
+        raise ValueError(
+            f"{stored.where} lacks {len(lost)} tensors of the model: {', '.join(lost)}; is this the checkpoint of the "
+            "configured model, with the head that its role needs?"
+        )
     rank = len(stored.parts)
     plan = make_plan(stored.parts, [wanted.on_rank(rank)], only_rank=rank)
     maps = MappedFiles()

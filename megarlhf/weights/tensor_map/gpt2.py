@@ -111,7 +111,7 @@ _REFUSALS = (
     ),
 )
 
-GPT2 = Family(
+FAMILY = Family(
     model_type="gpt2",
     config=ConfigSpec(
         lm_class="GPT2LMHeadModel",

@@ -38,13 +38,16 @@ FACTS: Mapping[str, Any] = {
 }
 """What the relatives state in the same words; they replace some."""
 
+RELATIVES_FACTS: Mapping[str, Any] = {**FACTS, "num_kv_heads": Key(name="num_key_value_heads", read=positive)}
+"""Where transformers' default for an absent number of KV heads is some model's own, not the number of heads."""
+
 
 def decoder(*layer: Entry) -> Table:
     """A table with these entries in each layer and Llama's embedding, final norm and heads around them."""
     return Table(embedding=(EMBEDDING,), layer=layer, final=(FINAL_NORM,), lm_head=LM_HEAD, scalar_head=SCALAR_HEAD)
 
 
-LLAMA = Family(
+FAMILY = Family(
     model_type="llama",
     config=ConfigSpec(lm_class="LlamaForCausalLM", scalar_class="LlamaForSequenceClassification", facts=FACTS),
     table=decoder(INPUT_NORM, *ATTENTION, OUTPUT, OUTPUT_BIAS, *GATED_MLP, *MLP_BIASES),

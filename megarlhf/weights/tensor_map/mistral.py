@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from megarlhf.weights.config_spec import ConfigSpec, Key, Refusal, positive
-from megarlhf.weights.tensor_map.llama import FACTS, decoder
+from megarlhf.weights.tensor_map.llama import RELATIVES_FACTS, decoder
 from megarlhf.weights.tensor_map.pieces import ATTENTION, GATED_MLP, INPUT_NORM, OUTPUT
 from megarlhf.weights.tensor_map.table import Family
 
-MISTRAL = Family(
+FAMILY = Family(
     model_type="mistral",
     config=ConfigSpec(
         lm_class="MistralForCausalLM",
         scalar_class="MistralForSequenceClassification",
         facts={
-            **FACTS,
+            **RELATIVES_FACTS,
             "qkv_bias": False,
             "output_bias": False,
             "mlp_bias": False,

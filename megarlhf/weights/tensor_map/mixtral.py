@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from megarlhf.weights.config_spec import ConfigSpec, Key, number, positive
-from megarlhf.weights.tensor_map.llama import FACTS, decoder
+from megarlhf.weights.tensor_map.llama import RELATIVES_FACTS, decoder
 from megarlhf.weights.tensor_map.moe import experts
 from megarlhf.weights.tensor_map.pieces import ATTENTION, INPUT_NORM, OUTPUT
 from megarlhf.weights.tensor_map.table import Family
 
-MIXTRAL = Family(
+FAMILY = Family(
     model_type="mixtral",
     config=ConfigSpec(
         lm_class="MixtralForCausalLM",
         scalar_class="MixtralForSequenceClassification",
         facts={
-            **FACTS,
+            **RELATIVES_FACTS,
             "norm_eps": Key(name="rms_norm_eps", read=number, default=1e-5),
             "qkv_bias": False,
             "output_bias": False,

@@ -84,7 +84,7 @@ _REFUSALS = (
     ),
 )
 
-OPT = Family(
+FAMILY = Family(
     model_type="opt",
     config=ConfigSpec(
         lm_class="OPTForCausalLM",

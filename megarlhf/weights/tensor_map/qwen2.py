@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megarlhf.weights.config_spec import ConfigSpec, Refusal
-from megarlhf.weights.tensor_map.llama import FACTS, decoder
+from megarlhf.weights.tensor_map.llama import RELATIVES_FACTS, decoder
 from megarlhf.weights.tensor_map.pieces import ATTENTION, GATED_MLP, INPUT_NORM, OUTPUT
 from megarlhf.weights.tensor_map.table import Family
 
@@ -26,12 +26,12 @@ WHOLE_ATTENTION = (
 )
 """Ways in which a Qwen attends to less than all; `sliding_window` alone says nothing there."""
 
-QWEN2 = Family(
+FAMILY = Family(
     model_type="qwen2",
     config=ConfigSpec(
         lm_class="Qwen2ForCausalLM",
         scalar_class="Qwen2ForSequenceClassification",
-        facts={**FACTS, "qkv_bias": True, "output_bias": False, "mlp_bias": False},
+        facts={**RELATIVES_FACTS, "qkv_bias": True, "output_bias": False, "mlp_bias": False},
         refusals=WHOLE_ATTENTION,
     ),
     table=decoder(INPUT_NORM, *ATTENTION, OUTPUT, *GATED_MLP),

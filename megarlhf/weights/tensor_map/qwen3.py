@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megarlhf.weights.config_spec import ConfigSpec, Key, positive
-from megarlhf.weights.tensor_map.llama import FACTS, decoder
+from megarlhf.weights.tensor_map.llama import RELATIVES_FACTS, decoder
 from megarlhf.weights.tensor_map.pieces import ATTENTION, GATED_MLP, INPUT_NORM, OUTPUT, OUTPUT_BIAS, QK_NORMS
 from megarlhf.weights.tensor_map.qwen2 import WHOLE_ATTENTION
 from megarlhf.weights.tensor_map.table import Family
@@ -13,13 +13,13 @@ from megarlhf.weights.tensor_map.table import Family
 # vLLM's Qwen3 has no such bias, whatever attention_bias says (0.32).
 QWEN3_ATTENTION = (*ATTENTION, OUTPUT, replace(OUTPUT_BIAS, vllm=None), *QK_NORMS)
 
-QWEN3 = Family(
+FAMILY = Family(
     model_type="qwen3",
     config=ConfigSpec(
         lm_class="Qwen3ForCausalLM",
         scalar_class="Qwen3ForSequenceClassification",
         facts={
-            **FACTS,
+            **RELATIVES_FACTS,
             "head_dim": Key(name="head_dim", read=positive, default=128),
             "mlp_bias": False,
             "qk_norm": True,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megarlhf.weights.config_spec import ConfigSpec, Key, Refusal, flag, positive
-from megarlhf.weights.tensor_map.llama import FACTS, decoder
+from megarlhf.weights.tensor_map.llama import RELATIVES_FACTS, decoder
 from megarlhf.weights.tensor_map.moe import experts
 from megarlhf.weights.tensor_map.pieces import INPUT_NORM
 from megarlhf.weights.tensor_map.qwen2 import WHOLE_ATTENTION
@@ -28,13 +28,13 @@ _ALIKE = (
     ),
 )
 
-QWEN3_MOE = Family(
+FAMILY = Family(
     model_type="qwen3_moe",
     config=ConfigSpec(
         lm_class="Qwen3MoeForCausalLM",
         scalar_class="Qwen3MoeForSequenceClassification",
         facts={
-            **FACTS,
+            **RELATIVES_FACTS,
             "mlp_bias": False,
             "qk_norm": True,
             "num_experts": Key(name="num_experts", read=positive, alias="num_local_experts"),
