@@ -77,8 +77,7 @@ class MegatronTarget:
 
     def layout(self, source: StoredModel) -> MegatronLayout:
         """Raises: ValueError when a stated vocabulary is too small or does not divide by tp."""
-        vocab = source.arch.vocab_size
-        multiple = self.vocab_multiple or (source.args or {}).get("make_vocab_size_divisible_by") or 128
+        vocab, multiple = source.arch.vocab_size, self._multiple(source)
         padded = self.padded_vocab or padded_vocab_size(vocab, self.tp, multiple)
         if padded < vocab or padded % self.tp:
             raise ValueError(
@@ -96,12 +95,17 @@ class MegatronTarget:
             experts=self.experts if source.arch.num_experts else "each",
         )
 
+    def _multiple(self, source: StoredModel) -> int:
+        return int(self.vocab_multiple or (source.args or {}).get("make_vocab_size_divisible_by") or 128)
+
     def parts(self, source: StoredModel) -> Sequence[RankPlacements]:
         return self.layout(source).parts(source.arch, source.head)
 
     def plan(self, directory: Path, source: StoredModel, dtype: torch.dtype) -> Planned:
         layout = self.layout(source)
         args = args_of(source.arch, layout, dtype)
+        if self.padded_vocab is None:
+            args["make_vocab_size_divisible_by"] = self._multiple(source)
         folder = directory / COMPANION
         folder.mkdir()
         if source.companion is not None:

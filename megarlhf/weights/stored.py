@@ -12,10 +12,11 @@ from megarlhf.model_directory import find_description
 from megarlhf.weights.architecture import Architecture, hf_config, read_config
 from megarlhf.weights.formats.extent import StoredWeights
 from megarlhf.weights.formats.huggingface import HFFiles, is_huggingface
-from megarlhf.weights.formats.megatron_args import arch_of
-from megarlhf.weights.formats.mp_rank import read_mp_rank
+from megarlhf.weights.formats.megatron_args import arch_of, contradictions
+from megarlhf.weights.formats.mp_rank import MODEL_FILES, read_mp_rank
 from megarlhf.weights.formats.torch_dist import read_torch_dist
 from megarlhf.weights.formats.torch_dist_metadata import is_torch_dist, read_common
+from megarlhf.weights.formats.torch_file import read_torch_file
 from megarlhf.weights.formats.tracker import TRACKER, Iteration, find_checkpoint
 from megarlhf.weights.megatron_layout import MegatronLayout
 from megarlhf.weights.tensor_map import Head
@@ -106,6 +107,14 @@ def _open_megatron(kind: Kind, path: Path, companion: Path | None) -> StoredMode
     folder, iteration = find_checkpoint(path)
     assert folder is not None
     arch = None if companion is None else Architecture.from_hf(companion)
+    if arch is not None:
+        wrong = contradictions(arch, _stored_args(kind, folder))
+        if wrong:
+            raise ValueError(
+                f"config.json of {companion} describes another model than the args of {folder}, in {len(wrong)} "
+                f"points: {'; '.join(wrong)}. Name the Hugging Face directory that belongs to the checkpoint "
+                "(--reference-hf, in a run model.hf), or correct that config.json"
+            )
     if kind == "torch_dist":
         dist = read_torch_dist(folder, arch or arch_of(read_common(folder).args))
         weights, head, args = StoredWeights(path, dist.parts, dist.extents), dist.head, dist.args
@@ -127,6 +136,16 @@ def _open_megatron(kind: Kind, path: Path, companion: Path | None) -> StoredMode
         iteration=iteration,
         args=args,
     )
+
+
+def _stored_args(kind: Kind, folder: Path) -> Mapping[str, Any]:
+    """Megatron's arguments, before anything is compared with an architecture; of mp_rank files the first one's."""
+    if kind == "torch_dist":
+        return read_common(folder).args
+    first = min((path for name in MODEL_FILES for path in folder.glob(f"mp_rank_*/{name}")), default=None)
+    content = None if first is None else read_torch_file(first)
+    args = content.get("args") if isinstance(content, dict) else None
+    return {} if args is None else args if isinstance(args, dict) else vars(args)
 
 
 def _stated_layout(args: Mapping[str, Any], padded_vocab: int) -> MegatronLayout:

@@ -6,7 +6,8 @@ Not covered: arguments as Megatron-LM itself would parse and check them (it is n
 from __future__ import annotations
 
 import logging
-from dataclasses import fields, replace
+import re
+from dataclasses import MISSING, fields, replace
 
 import pytest
 import torch
@@ -14,9 +15,11 @@ import torch
 from megarlhf.weights.architecture import Architecture
 from megarlhf.weights.config_spec import ConfigSpec, Llama3Rope
 from megarlhf.weights.formats.megatron_args import OWN_KEY, arch_of, args_of
+from megarlhf.weights.formats.megatron_family import _UNDERSTOOD, refuse_unknown
 from megarlhf.weights.megatron_layout import MegatronLayout
-from megarlhf.weights.tensor_map import FAMILIES, TABLES, logical_tensors
-from megarlhf.weights.tensor_map.llama import FACTS, LLAMA, decoder
+from megarlhf.weights.tensor_map import FAMILIES, TABLES, logical_tensors, padded_vocab_size
+from megarlhf.weights.tensor_map.llama import FACTS, decoder
+from megarlhf.weights.tensor_map.llama import FAMILY as LLAMA
 from megarlhf.weights.tensor_map.pieces import ATTENTION, GATED_MLP, INPUT_NORM, OUTPUT, QK_NORMS
 from megarlhf.weights.tensor_map.table import Family
 from tests.weights.families import CONFIGS, architecture
@@ -247,6 +250,55 @@ def test_a_contradicted_key_of_ours_is_ignored(caplog):
         arch_of({**args, OWN_KEY: {"rope_scaling": None, "model_type": "llama"}})
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"qk_l2_norm": True},
+        {"activation_func_clamp_value": 7.0},
+        {"glu_linear_offset": 1.0},
+        {"layernorm_zero_centered_gamma": True},
+        {"linear_attention_freq": 4},
+        {"experimental_attention_variant": "gated_delta_net"},
+        {"mrope_section": [16, 24, 24]},
+        {"softmax_scale": 0.1},
+        {"heterogeneous_block_specs": True},
+        {"moe_router_group_topk": 2},
+        {"moe_router_topk_limited_devices": 2},
+        {"moe_router_force_load_balancing": True},
+        {"moe_router_load_balancing_type": "sinkhorn"},
+        {"moe_router_load_balancing_type": ["aux_loss", "sinkhorn"]},
+        {"moe_apply_probs_on_input": True},
+    ],
+)
+def test_other_mathematics_is_refused(arguments):
+    """With our own key beside it too."""
+    ((key, value),) = arguments.items()
+    for args in (LLAMA_BY_HAND, args_of(architecture("llama"), LAYOUT, torch.bfloat16)):
+        with pytest.raises(ValueError, match=re.escape(f"of no known family: {key} = {value!r}. Use")):
+            arch_of({**args, **arguments})
+
+
+def test_defaults_of_megatron_core_are_understood():
+    """Every field of its configuration that we judge, at the value of a run that says nothing of it."""
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    defaults = {f.name: f.default for f in fields(TransformerConfig) if f.default is not MISSING}
+    assert len(defaults.keys() & _UNDERSTOOD.keys()) > 25
+    refuse_unknown(defaults)
+
+
+@pytest.mark.parametrize(
+    ("vocab", "padded", "tp", "multiple"),
+    [(258, 258, 1, 1), (257, 258, 1, 2), (100, 128, 1, 128), (100, 256, 2, 128), (100, 512, 2, 256), (100, 100, 4, 1)],
+)
+def test_the_multiple_of_the_vocabulary(vocab, padded, tp, multiple):
+    """The least that makes these rows; of 258 at tp 1 a later tp 2 makes 258, not 516."""
+    layout = MegatronLayout(tp=tp, padded_vocab=padded)
+    args = args_of(architecture("llama", vocab_size=vocab), layout, torch.bfloat16)
+    assert args["make_vocab_size_divisible_by"] == multiple
+    assert padded_vocab_size(vocab, tp, multiple) == padded
+
+
 def test_layout_arguments_by_hand():
     arch = architecture("llama", num_hidden_layers=12)
 
@@ -259,7 +311,7 @@ def test_layout_arguments_by_hand():
     assert (even["params_dtype"], even["bf16"], even["fp16"]) == (torch.bfloat16, True, False)
     assert (even["padded_vocab_size"], even["make_vocab_size_divisible_by"], even["vocab_size"]) == (256, 128, 100)
     assert even["transformer_impl"] == "transformer_engine"
-    assert args(padded_vocab=104)["make_vocab_size_divisible_by"] == 52
+    assert args(padded_vocab=104)["make_vocab_size_divisible_by"] == 4
     ends = args(pp=3, layers_per_stage=(3, 5, 4))
     assert (ends["decoder_first_pipeline_num_layers"], ends["decoder_last_pipeline_num_layers"]) == (3, 4)
     assert ends["pipeline_model_parallel_layout"] is None

@@ -9,18 +9,20 @@ Megatron-LM knows switches, not families: Mistral without a window is its Llama.
 from __future__ import annotations
 
 import logging
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from typing import Any
 
 import torch
 
 from megarlhf.weights.architecture import Architecture
 from megarlhf.weights.config_spec import Llama3Rope
-from megarlhf.weights.formats.megatron_family import Args, infer, recognise
+from megarlhf.weights.formats.megatron_family import Args, disagreements, infer, recognise, refuse_unknown, same
 from megarlhf.weights.megatron_layout import MegatronLayout
-from megarlhf.weights.tensor_map import padded_vocab_size
+from megarlhf.weights.tensor_map import TABLES, logical_tensors, padded_vocab_size
 
 OWN_KEY = "megarlhf_architecture"
+
+_TANH_GELU = ("gelu_new", "gelu_pytorch_tanh")
 
 _log = logging.getLogger(__name__)
 
@@ -73,7 +75,7 @@ def model_args(arch: Architecture) -> dict[str, Any]:
         "swiglu": arch.gated_mlp,
         "squared_relu": False,
         # Megatron's fused GELU is the tanh approximation, its other one is exact.
-        "bias_gelu_fusion": arch.activation in ("gelu_new", "gelu_pytorch_tanh"),
+        "bias_gelu_fusion": arch.activation in _TANH_GELU,
         "add_bias_linear": arch.mlp_bias,
         "add_qkv_bias": arch.qkv_bias,
         "untie_embeddings_and_output_weights": not arch.tied_embeddings,
@@ -103,7 +105,6 @@ def _expert_args(arch: Architecture) -> dict[str, Any]:
 
 
 def _layout_args(arch: Architecture, layout: MegatronLayout) -> dict[str, Any]:
-    multiple = 128 if layout.padded_vocab == padded_vocab_size(arch.vocab_size, layout.tp) else None
     args: dict[str, Any] = {
         "tensor_model_parallel_size": layout.tp,
         "pipeline_model_parallel_size": layout.pp,
@@ -116,7 +117,7 @@ def _layout_args(arch: Architecture, layout: MegatronLayout) -> dict[str, Any]:
         "world_size": layout.tp * layout.pp * layout.ep,
         "sequence_parallel": False,
         "padded_vocab_size": layout.padded_vocab,
-        "make_vocab_size_divisible_by": multiple or layout.padded_vocab // layout.tp,
+        "make_vocab_size_divisible_by": _vocab_multiple(arch.vocab_size, layout),
         "decoder_first_pipeline_num_layers": None,
         "decoder_last_pipeline_num_layers": None,
         "pipeline_model_parallel_layout": None,
@@ -133,6 +134,14 @@ def _layout_args(arch: Architecture, layout: MegatronLayout) -> dict[str, Any]:
     else:
         args["pipeline_model_parallel_layout"] = _stage_string(layout.chunk_layers(arch.num_layers))
     return args
+
+
+def _vocab_multiple(vocab: int, layout: MegatronLayout) -> int:
+    """128 if that made the rows, else the least that does: in another layout it pads no more than it must."""
+    if layout.padded_vocab == padded_vocab_size(vocab, layout.tp):
+        return 128
+    share, padding = layout.padded_vocab // layout.tp, layout.padded_vocab - vocab
+    return next(m for m in range(padding // layout.tp + 1, share + 1) if share % m == 0)
 
 
 def _stage_string(chunks: list[list[range]]) -> str:
@@ -163,15 +172,55 @@ def arch_of(args: Args) -> Architecture:
 
     Raises: ValueError that names every argument which no family has, or which is missing.
     """
+    refuse_unknown(args)
     own = args.get(OWN_KEY)
     if own is not None:
         arch = _own(own)
-        told = model_args(arch)
-        changed = [f"{key} = {args[key]!r} (there {told[key]!r})" for key in told if not _agrees(args, told, key)]
+        changed = _changed(arch, args)
         if not changed:
             return arch
         _log.warning("%s contradicts the arguments beside it and is ignored: %s", OWN_KEY, "; ".join(changed))
     return recognise(args)
+
+
+def contradictions(arch: Architecture, args: Args) -> list[str]:
+    """Where a config.json's architecture is not the one that a checkpoint's arguments describe; each a sentence.
+
+    Our own key says it whole if it agrees with the arguments beside it; otherwise only what they state counts.
+    """
+    wrong = disagreements(arch, args)
+    try:
+        own = None if args.get(OWN_KEY) is None else _own(args[OWN_KEY])
+    except ValueError:
+        own = None
+    if own is None or _changed(own, args):
+        return wrong
+    known = {line.split(":")[0] for line in wrong}
+    ignored = _meaningless(arch, own) | known
+    return wrong + [
+        f"{f.name}: config.json says {getattr(arch, f.name)!r}, args say {getattr(own, f.name)!r} ({OWN_KEY})"
+        for f in fields(arch)
+        if f.name not in ignored and not same(getattr(arch, f.name), getattr(own, f.name))
+    ]
+
+
+def _meaningless(arch: Architecture, own: Architecture) -> set[str]:
+    """Fields whose difference makes no other model."""
+    ignored = set()
+    if own.model_type in TABLES and logical_tensors(arch) == logical_tensors(replace(arch, model_type=own.model_type)):
+        ignored.add("model_type")  # Mistral without a window is a Llama
+    if arch.positions == own.positions == "rope":
+        ignored.add("max_positions")
+    if arch.num_experts and own.num_experts:
+        ignored.add("ffn_size")
+    if arch.activation in _TANH_GELU and own.activation in _TANH_GELU:
+        ignored.add("activation")
+    return ignored
+
+
+def _changed(arch: Architecture, args: Args) -> list[str]:
+    told = model_args(arch)
+    return [f"{key} = {args[key]!r} (there {told[key]!r})" for key in told if not _agrees(args, told, key)]
 
 
 def _agrees(args: Args, told: Args, key: str) -> bool:

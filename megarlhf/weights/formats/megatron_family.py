@@ -7,6 +7,7 @@ that can say all that the arguments say.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
@@ -158,13 +159,22 @@ _UNDERSTOOD: Mapping[str, Callable[[Any], bool]] = MappingProxyType(
         "geglu": _off,
         "openai_gelu": lambda value: True,
         "onnx_safe": _off,
+        "activation_func_clamp_value": _among(None),
+        "glu_linear_offset": _off,
+        "layernorm_zero_centered_gamma": _off,
+        "qk_l2_norm": _off,
         "multi_latent_attention": _off,
         "attention_output_gate": _off,
+        "experimental_attention_variant": _off,
+        "linear_attention_freq": _off,
+        "mrope_section": _off,
+        "softmax_scale": _among(None),
         "softmax_type": _among(None, "vanilla"),
         "mtp_num_layers": _off,
         "is_hybrid_model": _off,
         "hybrid_override_pattern": _off,
         "hybrid_layer_pattern": _off,
+        "heterogeneous_block_specs": _off,
         "heterogeneous_layers_config_path": _off,
         "heterogeneous_layers_config_encoded_json": _off,
         "moe_layer_freq": _one,
@@ -173,18 +183,31 @@ _UNDERSTOOD: Mapping[str, Callable[[Any], bool]] = MappingProxyType(
         "moe_router_enable_expert_bias": _off,
         "moe_router_topk_scaling_factor": _one,
         "moe_router_num_groups": _off,
+        "moe_router_group_topk": _off,
+        "moe_router_topk_limited_devices": _off,
+        "moe_router_force_load_balancing": _off,
+        # A name or a list of names; this one chooses by other probabilities, without gradients too.
+        "moe_router_load_balancing_type": lambda value: "sinkhorn" not in (value or ()),
+        "moe_apply_probs_on_input": _off,
         "moe_latent_size": _off,
         "encoder_num_layers": lambda value: True,
     }
 )
-"""Arguments that change what a model computes, and the values that a family of ours has."""
+"""Arguments that change what a trained model computes, and the values that a family of ours has. Not here: precision,
+and what is meant for training (dropout, the router's jitter, the capacity of experts)."""
 
 
-def _refuse_unknown(args: Args) -> None:
-    wrong = [f"{key} = {args[key]!r}" for key, fits in _UNDERSTOOD.items() if key in args and not fits(args[key])]
+def _unknown(args: Args) -> list[str]:
+    return [key for key, fits in _UNDERSTOOD.items() if key in args and not fits(args[key])]
+
+
+def refuse_unknown(args: Args) -> None:
+    """Raises: ValueError that names every argument with which Megatron computes what no family does."""
+    wrong = _unknown(args)
     if wrong:
+        shown = ", ".join(f"{key} = {args[key]!r}" for key in wrong)
         raise ValueError(
-            f"the checkpoint's args describe a model of no known family: {', '.join(wrong)}. Use a checkpoint without "
+            f"the checkpoint's args describe a model of no known family: {shown}. Use a checkpoint without "
             "these, or add a family (docs/new-architecture.md)"
         )
 
@@ -220,6 +243,103 @@ _ARGUMENTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 """The arguments that decide each field of an `Architecture` that `_misfits` may name, the one of today first."""
 
 
+_TELLING: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "num_layers": ("num_layers",),
+        "hidden_size": ("hidden_size",),
+        "num_heads": ("num_attention_heads",),
+        # Off, num_query_groups is Megatron's default of 1 and means nothing.
+        "num_kv_heads": ("group_query_attention",),
+        "head_dim": ("kv_channels",),
+        "ffn_size": ("ffn_hidden_size",),
+        "vocab_size": ("vocab_size",),
+        "max_positions": ("max_position_embeddings",),
+        "norm": ("normalization",),
+        "norm_eps": ("norm_epsilon", "layernorm_epsilon"),
+        "positions": ("position_embedding_type", "use_rotary_position_embeddings"),
+        "rope_theta": ("rotary_base",),
+        "rope_scaling": ("use_rope_scaling",),
+        "tied_embeddings": ("untie_embeddings_and_output_weights",),
+        "qkv_bias": ("add_bias_linear", "disable_bias_linear"),
+        "mlp_bias": ("add_bias_linear", "disable_bias_linear"),
+        "gated_mlp": ("swiglu",),
+        "qk_norm": ("qk_layernorm",),
+        "sliding_window": ("window_size",),
+        "num_experts": ("num_experts",),
+        "experts_per_token": ("moe_router_topk",),
+        "expert_ffn_size": ("moe_ffn_hidden_size", "ffn_hidden_size"),
+        "renormalize_experts": ("moe_router_pre_softmax",),
+    }
+)
+"""Fields of an `Architecture` that arguments can contradict, and those of which one must be stated for that.
+
+Without `activation` (no word for ReLU, and the fusion that decides between the two GELUs is switched for speed too),
+`position_offset` and `output_bias`, which Megatron has not by itself.
+"""
+
+
+def same(one: Any, other: Any) -> bool:
+    """Equal, floats but for their last digits (an epsilon that went through float32)."""
+    if isinstance(one, float) and isinstance(other, float):
+        return math.isclose(one, other, rel_tol=1e-6)
+    return bool(one == other)
+
+
+def disagreements(arch: Architecture, args: Args) -> list[str]:
+    """What the arguments state otherwise than `arch`; silent on all that they do not state or cannot.
+
+    The family is not compared: several have the same switches.
+    """
+    unknown = _unknown(args)
+    wrong = [f"args say {key} = {args[key]!r}, which no family computes" for key in unknown]
+    padded = args.get("padded_vocab_size")
+    if not args.get("vocab_size") and isinstance(padded, int) and arch.vocab_size > padded:
+        wrong.append(f"vocab_size: config.json says {arch.vocab_size}, args say padded_vocab_size = {padded}, less")
+    stated = {key: value for key, value in args.items() if value is not None and key != "padded_vocab_size"}
+    required = {
+        "num_layers": arch.num_layers,
+        "hidden_size": arch.hidden_size,
+        "num_attention_heads": arch.num_heads,
+        "max_position_embeddings": arch.max_positions + arch.position_offset,
+        "vocab_size": arch.vocab_size,
+    }
+    try:
+        told = infer({**required, **stated}, arch.model_type)
+    except (ValueError, TypeError):
+        return wrong  # damaged: they state nothing
+    for field, keys in _TELLING.items():
+        says = [key for key in keys if key in stated]
+        if not says or not set(keys).isdisjoint(unknown) or not _comparable(field, arch, told):
+            continue
+        mine, theirs = _compared(field, arch), _compared(field, told)
+        if not same(mine, theirs):
+            shown = ", ".join(f"{key} = {stated[key]!r}" for key in _ARGUMENTS.get(field, says) if key in stated)
+            wrong.append(f"{field}: config.json says {mine!r}, args say {theirs!r} ({shown})")
+    return wrong
+
+
+def _comparable(field: str, arch: Architecture, told: Architecture) -> bool:
+    """Whether the field means something in both, and Megatron has a word for what `arch` has."""
+    rope, experts = (arch.positions, told.positions) == ("rope", "rope"), arch.num_experts and told.num_experts
+    if field in ("rope_theta", "rope_scaling"):
+        return rope
+    if field == "max_positions":
+        return (arch.positions, told.positions) == ("learned", "learned")  # a rotary model's are extended at will
+    if field in ("experts_per_token", "expert_ffn_size", "renormalize_experts"):
+        return bool(experts)
+    if field == "ffn_size":
+        return not experts
+    if field == "qkv_bias":
+        return not (arch.mlp_bias and told.mlp_bias)  # add_bias_linear: all or none
+    return True
+
+
+def _compared(field: str, arch: Architecture) -> Any:
+    if field == "rope_scaling":  # Megatron has no word for the frequencies
+        return None if arch.rope_scaling is None else arch.rope_scaling.factor
+    return arch.max_positions + arch.position_offset if field == "max_positions" else getattr(arch, field)
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Refused:
     """A family that cannot say what the arguments say."""
@@ -238,7 +358,7 @@ def recognise(args: Args) -> Architecture:
 
     Raises: ValueError that names every argument concerned, and the nearest family.
     """
-    _refuse_unknown(args)
+    refuse_unknown(args)
     described = infer(args, "")
     ffn_sizes = (described.ffn_size, described.expert_ffn_size) if described.num_experts else (described.ffn_size,)
     refused = []
