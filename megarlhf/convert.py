@@ -102,6 +102,9 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "python -m tools.chec
     except (ValueError, OSError) as error:
         print(f"{prog} {arguments.command}: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print(f"{prog} {arguments.command}: interrupted; nothing is left behind", file=sys.stderr)
+        return 130
 
 
 def _to_megatron(arguments: argparse.Namespace) -> int:
@@ -307,7 +310,7 @@ def _size(text: str) -> int:
     unit = text[len(digits) :].strip().upper() or "B"
     try:
         return int(float(digits) * UNITS[unit])
-    except (ValueError, KeyError) as error:
+    except (ValueError, KeyError, OverflowError) as error:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 5GB") from error
 
 

@@ -56,9 +56,8 @@ class ModelConfig(FrozenModel):
         """
         found = find_description(self.path, self.hf)
         if found is None:
-            asked = self.hf or self.path
             raise ValueError(
-                f"{asked} has no config.json; give a Hugging Face directory, a Megatron checkpoint made by the "
+                f"{self.path} has no config.json; give a Hugging Face directory, a Megatron checkpoint made by the "
                 f"converter, or, for any other Megatron checkpoint, set model.hf to a directory with config.json and "
                 "tokenizer"
             )

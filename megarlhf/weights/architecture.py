@@ -111,7 +111,7 @@ def read_config(directory: str | PathLike[str]) -> dict[str, Any]:
         raise ValueError(f"{path} does not exist; give a Hugging Face model directory, which has a config.json")
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON ({error}); copy the file again from its source") from error
     if not isinstance(config, dict):
         raise ValueError(f"{path} holds a {type(config).__name__}, expected a JSON object; copy it again")

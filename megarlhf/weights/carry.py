@@ -136,7 +136,7 @@ def carry_from_files(
     plan = make_plan(stored.parts, [wanted.on_rank(rank)], only_rank=rank)
     maps = MappedFiles()
     for copy in plan.copies:
-        source = maps.tensor(stored.extents[copy.src_rank][copy.src_storage]).contiguous()
+        source = maps.tensor(stored.extents[copy.src_rank][copy.src_storage])
         view(copy.destination, dst).copy_(view(copy.source, {copy.src_storage: source}))
     zero_padding(placements, dst)
 

@@ -24,7 +24,7 @@ from megarlhf.weights.megatron_layout import MegatronLayout
 from megarlhf.weights.placement import RankPlacements
 from megarlhf.weights.plan import make_plan
 from megarlhf.weights.stored import StoredModel, recognise
-from megarlhf.weights.tensor_map import Experts, Spec, hf_placements, padded_vocab_size
+from megarlhf.weights.tensor_map import Experts, Spec, hf_placements, logical_tensors, padded_vocab_size
 from megarlhf.weights.transfer import transfer
 
 Planned = tuple[Sequence[RankPlacements], Sequence[Mapping[str, Extent]]]
@@ -141,7 +141,10 @@ def convert(
     if force:
         _check_replaceable(Path(out))
     target.parts(source)  # a layout that does not fit is refused before the disk is touched
+    tensors = logical_tensors(source.arch, source.head)
+    at_least = sum(torch.Size(shape).numel() for shape in tensors.values()) * dtype.itemsize
     with Staging(out, force=force) as staging:
+        staging.reserve(at_least)
         planned, extents = target.plan(staging.path, source, dtype)
         total = sum(extent.num_bytes for held in extents for extent in held.values())
         staging.reserve(total)
@@ -161,6 +164,9 @@ def source_dtype(source: StoredModel) -> torch.dtype:
     Raises: ValueError when there are several.
     """
     dtypes = source.weights.dtypes()
+    odd = [dtype for dtype in dtypes if not dtype.is_floating_point]
+    if odd:
+        raise ValueError(f"{source.directory} has tensors of {odd[0]}: not a model's values; use them in bf16 or fp32")
     if len(dtypes) > 1:
         total = sum(dtypes.values())
         said = ", ".join(f"{str(dtype).removeprefix('torch.')} ({n / total:.1%})" for dtype, n in dtypes.items())

@@ -19,7 +19,7 @@ from megarlhf.weights.formats.torch_dist_metadata import is_torch_dist, read_com
 from megarlhf.weights.formats.torch_file import read_torch_file
 from megarlhf.weights.formats.tracker import TRACKER, Iteration, find_checkpoint
 from megarlhf.weights.megatron_layout import MegatronLayout
-from megarlhf.weights.tensor_map import Head
+from megarlhf.weights.tensor_map import Head, head_name
 
 Kind = Literal["huggingface", "torch_dist", "mp_rank"]
 
@@ -91,12 +91,12 @@ def _open_huggingface(path: Path, wanted: Head | None) -> StoredModel:
     config = read_config(path)
     arch = Architecture.from_hf(config)
     files = HFFiles(path)
-    scored = "score.weight" in files.tensors
-    head: Head = "scalar" if scored and wanted != "lm" else "lm"
+    lm_head, score = head_name(arch, "lm"), head_name(arch, "scalar")
+    head: Head = "scalar" if score in files.tensors and wanted != "lm" else "lm"
     # A tied model's files may repeat the embedding as head; a loader may leave the head that it does not want.
-    unused = {"lm_head.weight"} if arch.tied_embeddings or wanted == "scalar" else set()
+    unused = {lm_head} if arch.tied_embeddings or wanted == "scalar" else set()
     if wanted == "lm":
-        unused.add("score.weight")
+        unused.add(score)
     weights = files.stored(arch, head, extra=unused)
     return StoredModel(
         kind="huggingface", directory=path, weights=weights, arch=arch, head=head, config=config, companion=path

@@ -17,11 +17,14 @@ from pathlib import Path
 import torch
 
 from megarlhf.weights.formats.extent import Extent, MappedFiles
-from megarlhf.weights.placement import Box, Shape
+from megarlhf.weights.placement import Box
 from megarlhf.weights.plan import Copy, CopyPlan
 
 PIECE_BYTES = 4 << 20
 """Of a destination tensor at a time and thread: fits the cache, and is long enough for a disk."""
+
+ALL_PIECES_BYTES = 64 << 20
+"""Of all threads together; beyond 16 threads pieces get smaller."""
 
 Extents = Sequence[Mapping[str, Extent]]
 """By rank, then by storage."""
@@ -29,16 +32,17 @@ Extents = Sequence[Mapping[str, Extent]]
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Rows [start, stop) of a destination, seen as a matrix of its last dim."""
+    """Rows [start, stop) of a destination, seen as a matrix of `row` elements a row."""
 
     extent: Extent
     copies: tuple[Copy, ...]
+    row: int
     start: int
     stop: int
 
     @property
     def num_bytes(self) -> int:
-        return (self.stop - self.start) * _row(self.extent.shape) * self.extent.dtype.itemsize
+        return (self.stop - self.start) * self.row * self.extent.dtype.itemsize
 
 
 def transfer(
@@ -58,8 +62,9 @@ def transfer(
     Raises: ValueError on a source shorter than it says, OSError of the file system; the destinations are then
     incomplete.
     """
-    work = _Work(plan, sources, destinations, first_destination, progress)
     count = workers or len(os.sched_getaffinity(0))
+    piece_bytes = min(PIECE_BYTES, ALL_PIECES_BYTES // count)
+    work = _Work(_by_place(plan, destinations, first_destination), sources, piece_bytes, progress)
     with ThreadPoolExecutor(count, thread_name_prefix="transfer") as pool:
         threads = [pool.submit(work.run) for _ in range(count)]
         try:
@@ -77,22 +82,21 @@ class _Work:
 
     def __init__(
         self,
-        plan: CopyPlan,
+        places: Sequence[Place],
         sources: Extents,
-        destinations: Extents,
-        first: int,
+        piece_bytes: int,
         progress: Callable[[int], None],
     ) -> None:
-        found = _by_place(plan, destinations, first)
-        self._pieces = _pieces(found)
-        self._files = _Files([extent for extent, _ in found])
+        self._pieces = _pieces(places, piece_bytes)
+        self._files = _Files(places, piece_bytes)
+        self._piece_bytes = piece_bytes
         self._sources, self._maps, self._progress = sources, MappedFiles(), progress
         self._lock = threading.Lock()
         self._stopped = False
 
     def run(self) -> None:
         """Takes pieces until there are none, or some thread failed."""
-        buffer = torch.empty(PIECE_BYTES, dtype=torch.uint8)
+        buffer = torch.empty(self._piece_bytes, dtype=torch.uint8)
         try:
             while (piece := self._next()) is not None:
                 if buffer.numel() < piece.num_bytes:
@@ -117,8 +121,12 @@ class _Work:
         self._files.close()
 
 
-def _by_place(plan: CopyPlan, destinations: Extents, first: int) -> list[tuple[Extent, list[Copy]]]:
-    """Each destination and the copies into it, in the order of files and bytes."""
+Place = tuple[Extent, Sequence[Copy]]
+"""A destination and the copies into it."""
+
+
+def _by_place(plan: CopyPlan, destinations: Extents, first: int) -> list[Place]:
+    """Every destination, in the order of files and bytes."""
     copies: dict[tuple[int, str], list[Copy]] = defaultdict(list)
     for copy in plan.copies:
         copies[copy.dst_rank - first, copy.dst_storage].append(copy)
@@ -130,28 +138,27 @@ def _by_place(plan: CopyPlan, destinations: Extents, first: int) -> list[tuple[E
     return sorted(found, key=lambda place: (place[0].path, place[0].offset))
 
 
-def _pieces(found: Iterable[tuple[Extent, Sequence[Copy]]]) -> Iterator[Piece]:
-    for extent, copies in found:
-        row, step = _row(extent.shape), _rows_per_piece(extent)
-        rows = extent.numel // row if row else 0
+def _pieces(places: Iterable[Place], piece_bytes: int) -> Iterator[Piece]:
+    for place in places:
+        extent, copies = place
+        row, rows, step = _cut(place, piece_bytes)
         for start in range(0, rows, step):
             stop = min(start + step, rows)
             parts = (_rows_of(copy, row, start, stop) for copy in copies)
-            yield Piece(extent, tuple(part for part in parts if part is not None), start, stop)
+            yield Piece(extent, tuple(part for part in parts if part is not None), row, start, stop)
 
 
-def _rows_per_piece(extent: Extent) -> int:
-    return max(1, PIECE_BYTES // max(1, _row(extent.shape) * extent.dtype.itemsize))
+def _cut(place: Place, piece_bytes: int) -> tuple[int, int, int]:
+    """(elements of a row, rows, rows of a piece) of a destination.
 
-
-def _num_pieces(extent: Extent) -> int:
-    row = _row(extent.shape)
-    return -(-(extent.numel // row) // _rows_per_piece(extent)) if row else 0
-
-
-def _row(shape: Shape) -> int:
-    """Elements of a row: the last dim; a vector is one row."""
-    return shape[-1] if shape else 1
+    A row is as long as the longest stride of the copies: the declared shape may hide it (Megatron's legacy grouped
+    experts are stacked behind one another in a storage that says they stand side by side).
+    """
+    extent, copies = place
+    strides = [s for copy in copies for s, n in zip(copy.dst_strides, copy.shape, strict=True) if n > 1]
+    row = max(strides, default=extent.shape[-1] if extent.shape else 1) or 1
+    assert extent.numel % row == 0, f"{extent.path}: {extent.numel} elements in rows of {row}"
+    return row, extent.numel // row, max(1, piece_bytes // (row * extent.dtype.itemsize))
 
 
 def _rows_of(copy: Copy, row: int, start: int, stop: int) -> Copy | None:
@@ -160,6 +167,8 @@ def _rows_of(copy: Copy, row: int, start: int, stop: int) -> Copy | None:
     along = [d for d, n in enumerate(copy.shape) if n > 1 and copy.dst_strides[d] >= row]
     assert len(along) <= 1, f"{copy.dst_storage}: a view of more than one row dim"
     if not along:
+        last = copy.dst_offset + sum((n - 1) * s for n, s in zip(copy.shape, copy.dst_strides, strict=True))
+        assert last // row == first, f"{copy.dst_storage}: a view that leaves its row"
         return copy if start <= first < stop else None
     (dim,) = along
     assert copy.dst_strides[dim] == row, f"{copy.dst_storage}: rows {copy.dst_strides[dim]} apart, expected {row}"
@@ -175,26 +184,26 @@ def _rows_of(copy: Copy, row: int, start: int, stop: int) -> Copy | None:
 
 def _assemble(piece: Piece, raw: torch.Tensor, sources: Extents, maps: MappedFiles) -> None:
     """Fills `raw`, the piece's bytes."""
-    row = _row(piece.extent.shape)
     values = raw.view(piece.extent.dtype)
     if sum(copy.numel for copy in piece.copies) < values.numel():
         values.zero_()
     for copy in piece.copies:
-        source = maps.tensor(sources[copy.src_rank][copy.src_storage]).contiguous()
+        source = maps.tensor(sources[copy.src_rank][copy.src_storage])
         offset = source.storage_offset() + copy.src_offset
         taken = torch.as_strided(source, copy.shape, copy.src_strides, offset)
-        torch.as_strided(values, copy.shape, copy.dst_strides, copy.dst_offset - piece.start * row).copy_(taken)
+        torch.as_strided(values, copy.shape, copy.dst_strides, copy.dst_offset - piece.start * piece.row).copy_(taken)
 
 
 class _Files:
     """The destination files: opened once, synced and closed by whoever writes the last piece."""
 
-    def __init__(self, extents: Iterable[Extent]) -> None:
+    def __init__(self, places: Iterable[Place], piece_bytes: int) -> None:
         self._lock = threading.Lock()
         self._left: dict[Path, int] = defaultdict(int)
         self._open: dict[Path, int] = {}
-        for extent in extents:
-            self._left[extent.path] += _num_pieces(extent)
+        for place in places:
+            _, rows, step = _cut(place, piece_bytes)
+            self._left[place[0].path] += -(-rows // step)
 
     def write(self, piece: Piece, values: torch.Tensor) -> None:
         path = piece.extent.path
@@ -202,7 +211,7 @@ class _Files:
             if path not in self._open:
                 self._open[path] = os.open(path, os.O_RDWR)
             descriptor = self._open[path]
-        row_bytes = _row(piece.extent.shape) * piece.extent.dtype.itemsize
+        row_bytes = piece.row * piece.extent.dtype.itemsize
         at, data = piece.extent.offset + piece.start * row_bytes, memoryview(values.numpy().data)
         while data:
             written = os.pwrite(descriptor, data, at)

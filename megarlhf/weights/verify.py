@@ -86,7 +86,7 @@ class Opened:
 
     def _source(self, copy: Copy) -> tuple[str, torch.Tensor]:
         extent = self.model.weights.extents[copy.src_rank][copy.src_storage]
-        return copy.src_storage, self._maps.tensor(extent).contiguous()
+        return copy.src_storage, self._maps.tensor(extent)
 
 
 def digests(

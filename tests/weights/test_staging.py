@@ -78,7 +78,7 @@ def test_a_killed_writer_is_taken_over_and_a_living_one_is_not(tmp_path):
         write(out)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    assert (tmp_path / ".out.partial" / "half").exists(), "the kill left it"
+    assert (tmp_path / ".out.megarlhf-partial" / "half").exists(), "the kill left it"
     assert not out.exists()
     assert write(out) == "new"
     assert not (out / "half").exists()
@@ -90,7 +90,7 @@ def test_killed_between_its_two_renames(tmp_path, moment):
     """The old directory waits under another name: it comes back, or goes when the new one is in place."""
     out = tmp_path / "out"
     write(out, "old")
-    os.rename(out, tmp_path / ".out.old")
+    os.rename(out, tmp_path / ".out.megarlhf-replaced")
     if moment == "after":
         write_to = tmp_path / "elsewhere"
         write(write_to, "newer")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import mmap
+import ctypes
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,9 +50,12 @@ class MappedFiles(Mapping[Path, memoryview]):
 
     def __getitem__(self, path: Path) -> memoryview:
         if path not in self._maps:
-            with path.open("rb") as file:
-                # Copy-on-write rather than read-only: torch warns of memory that it could not write to.
-                self._maps[path] = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
+            size = path.stat().st_size
+            # torch's map, for Python's keeps a descriptor open for each file. Private: nothing is written back.
+            storage = torch.UntypedStorage.from_file(str(path), shared=False, nbytes=size)
+            raw = (ctypes.c_ubyte * size).from_address(storage.data_ptr())
+            raw.storage = storage  # type: ignore[attr-defined]  # lives as long as any view of it
+            self._maps[path] = memoryview(raw)
         return self._maps[path]
 
     def __iter__(self) -> Iterator[Path]:

@@ -16,7 +16,7 @@ import torch
 from megarlhf.weights.architecture import Architecture
 from megarlhf.weights.formats.extent import Extent, StoredWeights
 from megarlhf.weights.formats.torch_file import read_torch_file
-from megarlhf.weights.placement import Box, RankPlacements, Shape, place_slice
+from megarlhf.weights.placement import Box, Placement, RankPlacements, Shape, contiguous_strides
 from megarlhf.weights.tensor_map import Head, canonical_names, logical_tensors
 
 SINGLE = "model.safetensors"
@@ -50,15 +50,15 @@ class HFFiles:
         self.directory = Path(directory)
         self.tensors: dict[str, Extent] = {}
         """Every stored tensor by its name in the files."""
-        for index, single, read in (
+        for index, single, read in (  # in the order of transformers: a single file wins over an index beside it
             (INDEX, SINGLE, read_header),
             (TORCH_INDEX, TORCH_SINGLE, _read_bin),
         ):
-            if (self.directory / index).is_file():
-                self.tensors = _read_index(self.directory / index, read)
-                return
             if (self.directory / single).is_file():
                 self.tensors = read(self.directory / single)
+                return
+            if (self.directory / index).is_file():
+                self.tensors = _read_index(self.directory / index, read)
                 return
         raise ValueError(
             f"{self.directory} has none of {INDEX}, {SINGLE}, {TORCH_INDEX}, {TORCH_SINGLE}; give a Hugging Face "
@@ -75,13 +75,14 @@ class HFFiles:
         expected = logical_tensors(arch, head)
         names = canonical_names(self.tensors, arch, head)
         self._check(expected, names, extra)
+        extents = {names[tensor]: flat(self.tensors[names[tensor]]) for tensor in expected}
         placements = tuple(
-            place_slice(tensor, Box.whole(shape), names[tensor], shape, (0,) * len(shape))
+            Placement(tensor, Box.whole(shape), names[tensor], 0, _strides(self.tensors[names[tensor]]))
             for tensor, shape in expected.items()
         )
-        storages = {names[tensor]: shape for tensor, shape in expected.items()}
+        storages = {name: extent.shape for name, extent in extents.items()}
         part = RankPlacements(0, storages, placements, dict(expected))
-        return StoredWeights(self.directory, (part,), ({name: self.tensors[name] for name in storages},))
+        return StoredWeights(self.directory, (part,), (extents,))
 
     def _check(self, expected: Mapping[str, Shape], names: Mapping[str, str], extra: Collection[str]) -> None:
         problems = [f"{name} is missing" for name in expected if name not in names]
@@ -102,6 +103,18 @@ class HFFiles:
                 f"{self.directory} differs from what its config.json describes in {len(problems)} tensors: "
                 f"{'; '.join(problems)}. Check that config.json and the weights belong together"
             )
+
+
+def flat(extent: Extent) -> Extent:
+    """A strided tensor's bytes from its first element to its last, as a vector; others as they are."""
+    if extent.strides is None:
+        return extent
+    count = (extent.end - extent.offset) // extent.dtype.itemsize
+    return Extent(extent.path, extent.offset, (count,), extent.dtype)
+
+
+def _strides(extent: Extent) -> Shape:
+    return contiguous_strides(extent.shape) if extent.strides is None else extent.strides
 
 
 def _read_index(index: Path, read: Any) -> dict[str, Extent]:

@@ -18,7 +18,8 @@ class Staging:
     """Everything is written to `path`, a hidden sibling of `directory`, synced, and renamed when the `with` block
     ends well; when it raises, the sibling is removed. A sibling that a killed writer left behind is taken over.
 
-    The sibling is locked, so of two writers of one directory the second is refused.
+    A lock is held to the end, so of two writers of one directory the second is refused. A `directory` that is a
+    symbolic link stands for what it points to.
     """
 
     def __init__(self, directory: str | PathLike[str], *, force: bool = False) -> None:
@@ -26,21 +27,24 @@ class Staging:
 
         Raises: ValueError when the directory exists, is not empty, and `force` is off.
         """
-        self.directory = Path(directory).absolute()
+        self.directory = Path(os.path.realpath(directory))
         self._force = force
-        self.path = self.directory.parent / f".{self.directory.name}.partial"
-        self._old = self.directory.parent / f".{self.directory.name}.old"
+        self.path = self._beside("partial")
+        self._old, self._doomed = self._beside("replaced"), self._beside("deleted")
+        self._lock_file = self._beside("lock")
         self._lock: int | None = None
         self._check_free()
 
+    def _beside(self, what: str) -> Path:
+        return self.directory.parent / f".{self.directory.name}.megarlhf-{what}"
+
     def __enter__(self) -> Staging:
         self.directory.parent.mkdir(parents=True, exist_ok=True)
-        self._lock = self._take(self.path)
+        self._lock = self._take()
         try:
             self._recover()
-            for entry in self.path.iterdir():
-                shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
             self._check_free()
+            self.path.mkdir()
         except BaseException:
             self._release()
             raise
@@ -48,7 +52,7 @@ class Staging:
 
     def reserve(self, num_bytes: int) -> None:
         """Raises OSError (ENOSPC) unless the file system has room for so many bytes now."""
-        free = shutil.disk_usage(self.path).free
+        free = shutil.disk_usage(self.directory.parent).free
         if free < num_bytes:
             raise OSError(
                 errno.ENOSPC,
@@ -72,16 +76,23 @@ class Staging:
             for name in names:
                 sync(Path(folder) / name)
             sync(Path(folder))
+        self._check_free()
         if self.directory.exists():
-            if any(self.directory.iterdir()):
-                self._check_free()
-                os.rename(self.directory, self._old)
-            else:
-                self.directory.rmdir()
-        os.rename(self.path, self.directory)
+            os.rename(self.directory, self._old)
+        try:
+            os.rename(self.path, self.directory)
+        except BaseException:
+            if self._old.exists():
+                os.rename(self._old, self.directory)
+            raise
         sync(self.directory.parent)
+        self._forget_old()
+
+    def _forget_old(self) -> None:
+        """Under another name first: what is half deleted must not be taken for what was replaced."""
         if self._old.exists():
-            shutil.rmtree(self._old)
+            os.rename(self._old, self._doomed)
+            shutil.rmtree(self._doomed)
 
     def _check_free(self) -> None:
         taken = self.directory.exists() and (not self.directory.is_dir() or any(self.directory.iterdir()))
@@ -89,29 +100,44 @@ class Staging:
             raise ValueError(f"{self.directory} exists already; remove it or write to another directory")
 
     def _recover(self) -> None:
-        """A writer killed between its two renames left the old directory under another name."""
+        """What a killed writer left: its own partial output, an old one on the way out, or, killed between its two
+        renames, the old one under another name."""
+        for folder in (self.path, self._doomed):
+            if folder.exists():
+                shutil.rmtree(folder)
         if self._old.exists():
             if self.directory.exists():
-                shutil.rmtree(self._old)
+                self._forget_old()
             else:
                 os.rename(self._old, self.directory)
 
-    def _take(self, path: Path) -> int:
-        path.mkdir(exist_ok=True)
-        lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    def _take(self) -> int:
+        while True:
+            lock = os.open(self._lock_file, os.O_RDWR | os.O_CREAT, 0o666)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                os.close(lock)
+                raise ValueError(
+                    f"another process is writing {self.directory} (it holds {self._lock_file}); wait for it, or write "
+                    "elsewhere"
+                ) from error
+            except OSError as error:  # a network file system without locks
+                log.info("%s cannot be locked (%s); do not write it twice at a time", self._lock_file, error)
+                return lock
+            if self._is_lock_file(lock):
+                return lock
+            os.close(lock)  # its owner removed it in the meantime
+
+    def _is_lock_file(self, lock: int) -> bool:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            os.close(lock)
-            raise ValueError(
-                f"another process is writing {self.directory} (it holds {path}); wait for it, or write elsewhere"
-            ) from error
-        except OSError as error:  # a network file system without locks
-            log.info("%s cannot be locked (%s); do not write it twice at a time", path, error)
-        return lock
+            return os.path.samestat(os.fstat(lock), self._lock_file.stat())
+        except FileNotFoundError:
+            return False
 
     def _release(self) -> None:
         if self._lock is not None:
+            self._lock_file.unlink(missing_ok=True)
             os.close(self._lock)
             self._lock = None
 
