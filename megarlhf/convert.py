@@ -16,7 +16,7 @@ import torch
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from megarlhf.observe.progress import make_console, table
-from megarlhf.weights.checksums import check_checksums
+from megarlhf.weights.checksums import check_checksums, has_checksums
 from megarlhf.weights.convert import DTYPES, HuggingFaceTarget, MegatronTarget, Target, convert
 from megarlhf.weights.stored import StoredModel, open_model
 from megarlhf.weights.tensor_map import logical_tensors
@@ -202,7 +202,7 @@ def _facts(model: StoredModel) -> dict[str, object]:
 
 def _check(model: StoredModel) -> int:
     """Reads every byte; compares the CRCs of formats that have them."""
-    if model.kind == "huggingface":
+    if model.kind == "huggingface" and not has_checksums(model.directory):
         print("safetensors stores no checksums: nothing to compare; every tensor will be read")
     else:
         count, silent = check_checksums(model.directory)

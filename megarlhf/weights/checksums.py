@@ -1,4 +1,4 @@
-"""CRC-32 of the tensors in a Megatron checkpoint: written on demand, compared by `inspect --check`.
+"""CRC-32 of the tensors in files of torch.save: written on demand, compared by `inspect --check`.
 
 torch.save writes them and torch.load does not look at them; safetensors has none.
 """
@@ -9,6 +9,7 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from megarlhf.weights.formats.huggingface import HFFiles, is_huggingface
 from megarlhf.weights.formats.torch_dist_metadata import Blob, is_torch_dist, read_tensors
 from megarlhf.weights.formats.torch_file import check_crc, seal
 from megarlhf.weights.formats.tracker import find_checkpoint
@@ -35,7 +36,15 @@ def check_checksums(directory: Path) -> tuple[int, int]:
     return len(silent), sum(silent)
 
 
+def has_checksums(directory: Path) -> bool:
+    """Whether the format has a place for them: not safetensors."""
+    return bool(_blobs(directory))
+
+
 def _blobs(directory: Path) -> list[Blob]:
+    if is_huggingface(directory):
+        used = {extent.path for extent in HFFiles(directory).tensors.values() if extent.path.suffix == ".bin"}
+        return [Blob(path, 0, path.stat().st_size) for path in sorted(used)]
     folder, _ = find_checkpoint(directory)
     assert folder is not None, f"{directory} was recognised as a Megatron checkpoint"
     if is_torch_dist(folder):

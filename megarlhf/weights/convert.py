@@ -20,6 +20,7 @@ from megarlhf.weights.formats.megatron_args import args_of
 from megarlhf.weights.formats.mp_rank import plan_mp_rank
 from megarlhf.weights.formats.staging import Staging
 from megarlhf.weights.formats.torch_dist_write import plan_torch_dist
+from megarlhf.weights.formats.tracker import TRACKER, find_checkpoint
 from megarlhf.weights.megatron_layout import MegatronLayout
 from megarlhf.weights.placement import RankPlacements
 from megarlhf.weights.plan import make_plan
@@ -137,7 +138,7 @@ def convert(
     Raises: ValueError when the layout does not fit the model, the output exists (without `force`), or the source
     is short; OSError when the disk is full, before anything is written if it can be known.
     """
-    dtype = dtype or source_dtype(source)
+    dtype = _written_dtype(source, dtype)
     if force:
         _check_replaceable(Path(out))
     target.parts(source)  # a layout that does not fit is refused before the disk is touched
@@ -158,20 +159,23 @@ def convert(
     return total
 
 
-def source_dtype(source: StoredModel) -> torch.dtype:
-    """The one dtype of the source's tensors.
+def _written_dtype(source: StoredModel, wanted: torch.dtype | None) -> torch.dtype:
+    """`wanted`, or the one dtype of the source's tensors.
 
-    Raises: ValueError when there are several.
+    Raises: ValueError when there are several and none is wanted, or when they are not numbers of a model.
     """
     dtypes = source.weights.dtypes()
-    odd = [dtype for dtype in dtypes if not dtype.is_floating_point]
-    if odd:
-        raise ValueError(f"{source.directory} has tensors of {odd[0]}: not a model's values; use them in bf16 or fp32")
-    if len(dtypes) > 1:
+    said = [str(dtype).removeprefix("torch.") for dtype in dtypes]
+    if not all(dtype.is_floating_point and dtype.itemsize > 1 for dtype in dtypes):
+        raise ValueError(
+            f"{source.directory} has tensors of {', '.join(said)}: quantized values are not the model's; use it in "
+            "bf16, fp16 or fp32"
+        )
+    if wanted is None and len(dtypes) > 1:
         total = sum(dtypes.values())
-        said = ", ".join(f"{str(dtype).removeprefix('torch.')} ({n / total:.1%})" for dtype, n in dtypes.items())
-        raise ValueError(f"{source.directory} mixes dtypes: {said} of its bytes; say which to write: --dtype")
-    return next(iter(dtypes))
+        shares = ", ".join(f"{name} ({n / total:.1%})" for name, n in zip(said, dtypes.values(), strict=True))
+        raise ValueError(f"{source.directory} mixes dtypes: {shares} of its bytes; say which to write: --dtype")
+    return wanted or next(iter(dtypes))
 
 
 def stated_config(source: StoredModel, dtype: torch.dtype) -> dict[str, Any]:
@@ -191,3 +195,11 @@ def _check_replaceable(out: Path) -> None:
             recognise(out)
         except ValueError as error:
             raise ValueError(f"--force replaces checkpoints only, and {out} is none; remove it yourself") from error
+        folder, _ = find_checkpoint(out)
+        ours = {TRACKER, COMPANION} | ({folder.name} if folder is not None else set())
+        others = sorted(path.name for path in out.iterdir() if path.name not in ours)
+        if folder is not None and folder != out and others:
+            raise ValueError(
+                f"--force would delete more of {out} than the checkpoint {folder.name}: {', '.join(others[:5])}; "
+                "write to another directory, or remove it yourself"
+            )

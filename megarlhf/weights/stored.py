@@ -154,11 +154,22 @@ def _stated_layout(args: Mapping[str, Any], padded_vocab: int) -> MegatronLayout
     def stated(name: str) -> int:
         return int(args.get(name) or 1)
 
+    first, last = (args.get(f"decoder_{end}_pipeline_num_layers") for end in ("first", "last"))
     return MegatronLayout(
         tp=stated("tensor_model_parallel_size"),
         pp=stated("pipeline_model_parallel_size"),
         vpp=stated("virtual_pipeline_model_parallel_size"),
         ep=stated("expert_model_parallel_size"),
+        layers_per_stage=_stages(args, stated("pipeline_model_parallel_size"), first, last),
         padded_vocab=padded_vocab,
-        spec="te",
+        spec="local" if args.get("transformer_impl") == "local" else "te",
+        experts="grouped" if args.get("moe_grouped_gemm") else "each",
     )
+
+
+def _stages(args: Mapping[str, Any], pp: int, first: int | None, last: int | None) -> tuple[int, ...] | None:
+    """Layers of each stage where the arguments state a first and a last one of their own."""
+    if not first or not last or pp < 2:
+        return None
+    middle = (int(args.get("num_layers") or 0) - first - last) // max(1, pp - 2)
+    return (first, *[middle] * (pp - 2), last)

@@ -235,3 +235,54 @@ def test_force_replaces_checkpoints_only(models, tmp_path):
     with pytest.raises(ValueError, match="--force replaces checkpoints only"):
         convert(source, tmp_path / "home", MegatronTarget(), force=True)
     assert (tmp_path / "home" / "thesis.tex").read_text() == "42"
+
+
+def test_force_spares_other_iterations(models, tmp_path):
+    """A run's root holds more than the checkpoint that its tracker names."""
+    source = open_model(models("llama"))
+    convert(source, tmp_path / "run", MegatronTarget())
+    (tmp_path / "run" / "iter_0000100").mkdir()
+    with pytest.raises(
+        ValueError, match=r"--force would delete more of .*run than the checkpoint release: iter_0000100"
+    ):
+        convert(source, tmp_path / "run", MegatronTarget(tp=2), force=True)
+    assert (tmp_path / "run" / "iter_0000100").is_dir()
+
+
+def test_a_folder_hf_beside_a_checkpoint_is_somebody_else_s(models, tmp_path):
+    """It describes an iteration named on its own, and nothing else; a wrong --reference-hf is an error."""
+    import shutil
+
+    convert(open_model(models("llama")), tmp_path / "run", LAYOUTS["tp2 pp2 mp_rank local"])
+    assert open_model(tmp_path / "run" / "release").companion == tmp_path / "run" / "hf"
+    shutil.rmtree(tmp_path / "run" / "hf")
+    shutil.copytree(models("qwen3"), tmp_path / "hf")
+    found = open_model(tmp_path / "run")
+    assert found.companion is None
+    assert found.arch.model_type == "llama"
+    with pytest.raises(ValueError, match=r"nowhere has no config.json"):
+        open_model(tmp_path / "run", hf=tmp_path / "nowhere")
+
+
+def test_a_transposed_bin_tensor_and_one_file_beside_a_stale_index(models, tmp_path):
+    """Strides of a .bin file are followed; transformers prefers the single file, and so do we."""
+    state = tensors_of(models("llama"))
+    name = "model.embed_tokens.weight"
+    state[name] = state[name].t().contiguous().t()
+    (tmp_path / "bin").mkdir()
+    torch.save(state, tmp_path / "bin" / "pytorch_model.bin")
+    (tmp_path / "bin" / "config.json").write_text((models("llama") / "config.json").read_text())
+    source = open_model(tmp_path / "bin")
+    convert(source, tmp_path / "out", MegatronTarget(tp=2))
+    assert digests(open_model(tmp_path / "out")) == digests(source) == digests(open_model(models("llama")))
+    (tmp_path / "bin" / "pytorch_model.bin.index.json").write_text('{"weight_map": {"x": "gone.bin"}}')
+    assert digests(open_model(tmp_path / "bin")) == digests(source)
+
+
+def test_integers_are_refused(models, tmp_path):
+    state = {key: value.to(torch.int8) for key, value in tensors_of(models("llama")).items()}
+    (tmp_path / "in").mkdir()
+    save_file(state, tmp_path / "in" / "model.safetensors")
+    (tmp_path / "in" / "config.json").write_text((models("llama") / "config.json").read_text())
+    with pytest.raises(ValueError, match="tensors of int8: quantized values are not the model's"):
+        convert(open_model(tmp_path / "in"), tmp_path / "out", MegatronTarget(), dtype=torch.bfloat16)

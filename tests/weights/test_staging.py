@@ -100,3 +100,31 @@ def test_killed_between_its_two_renames(tmp_path, moment):
     assert (out / "deep" / "file").read_text() == ("old" if moment == "before" else "newer")
     assert write(out, "newest", force=True) == "newest"
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_link_stands_for_its_target(tmp_path):
+    write(tmp_path / "real", "old")
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    assert write(tmp_path / "link", "new", force=True) == "new"
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "real" / "deep" / "file").read_text() == "new"
+    (tmp_path / "dangling").symlink_to(tmp_path / "later")
+    assert write(tmp_path / "dangling") == "new"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["dangling", "later", "link", "real"]
+
+
+def test_a_rename_that_fails_brings_the_old_directory_back(tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    write(out, "old")
+    real = os.rename
+
+    def failing(source, target):
+        if str(source).endswith("partial"):
+            raise OSError(errno.EIO, "broken")
+        real(source, target)
+
+    monkeypatch.setattr("megarlhf.weights.formats.staging.os.rename", failing)
+    with pytest.raises(OSError, match="broken"):
+        write(out, "new", force=True)
+    assert (out / "deep" / "file").read_text() == "old"
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
