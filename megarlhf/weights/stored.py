@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
 
 from megarlhf.model_directory import find_description
 from megarlhf.weights.architecture import Architecture, hf_config, read_config
-from megarlhf.weights.formats.extent import StoredWeights
+from megarlhf.weights.formats.extent import Extent, StoredWeights
 from megarlhf.weights.formats.huggingface import HFFiles, is_huggingface
 from megarlhf.weights.formats.megatron_args import arch_of, contradictions
 from megarlhf.weights.formats.mp_rank import MODEL_FILES, read_mp_rank
+from megarlhf.weights.formats.tied import require_equal_copies
 from megarlhf.weights.formats.torch_dist import read_torch_dist
 from megarlhf.weights.formats.torch_dist_metadata import is_torch_dist, read_common
 from megarlhf.weights.formats.torch_file import read_torch_file
 from megarlhf.weights.formats.tracker import TRACKER, Iteration, find_checkpoint
 from megarlhf.weights.megatron_layout import MegatronLayout
-from megarlhf.weights.tensor_map import Head, head_name
+from megarlhf.weights.placement import contiguous_strides
+from megarlhf.weights.tensor_map import Head, head_name, table_of
 
 Kind = Literal["huggingface", "torch_dist", "mp_rank"]
 
@@ -98,9 +100,26 @@ def _open_huggingface(path: Path, wanted: Head | None) -> StoredModel:
     if wanted == "lm":
         unused.add(score)
     weights = files.stored(arch, head, extra=unused)
+    if arch.tied_embeddings and head == "lm" and lm_head in files.tensors:
+        _require_tied(path, weights, arch, files.tensors[lm_head])
     return StoredModel(
         kind="huggingface", directory=path, weights=weights, arch=arch, head=head, config=config, companion=path
     )
+
+
+def _require_tied(path: Path, weights: StoredWeights, arch: Architecture, lm_head: Extent) -> None:
+    """transformers does not tie a model whose files hold two different tensors, whatever config.json says."""
+    embedding = table_of(arch).embedding[0].tensors[0][0]
+    (placed,) = (p for p in weights.parts[0].placements if p.tensor == embedding)
+    (part,) = weights.parts
+    again = replace(placed, storage=_COPY, strides=contiguous_strides(lm_head.shape))
+    if lm_head.shape != placed.box.shape or lm_head.strides is not None:
+        raise ValueError(f"{path} stores a head of shape {lm_head.shape} beside the embedding that it is tied to")
+    both = replace(part, placements=(placed, again))
+    require_equal_copies(path, [both], [{**weights.extents[0], _COPY: lm_head}], lambda p: p.storage == _COPY)
+
+
+_COPY = "the stored head"
 
 
 def _open_megatron(kind: Kind, path: Path, companion: Path | None) -> StoredModel:
@@ -123,6 +142,10 @@ def _open_megatron(kind: Kind, path: Path, companion: Path | None) -> StoredMode
         ranks = read_mp_rank(folder, arch)
         weights = StoredWeights(path, tuple(ranks.parts), tuple(ranks.extents))
         head, args, layout = ranks.head, dict(ranks.args), ranks.layout
+        if head == "lm" and (arch or arch_of(args)).tied_embeddings:
+            require_equal_copies(
+                folder, ranks.parts, ranks.extents, lambda p: p.storage.endswith("output_layer.weight")
+            )
     arch = arch or arch_of(args)
     return StoredModel(
         kind=kind,

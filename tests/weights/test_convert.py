@@ -286,3 +286,37 @@ def test_integers_are_refused(models, tmp_path):
     (tmp_path / "in" / "config.json").write_text((models("llama") / "config.json").read_text())
     with pytest.raises(ValueError, match="tensors of int8: quantized values are not the model's"):
         convert(open_model(tmp_path / "in"), tmp_path / "out", MegatronTarget(), dtype=torch.bfloat16)
+
+
+def test_a_tied_model_with_another_head_stored_is_not_tied(tmp_path):
+    """Equal copies are fine in files and on the last stage; a different one is refused, as it would be dropped."""
+    tied = write_model("qwen2_tied", tmp_path / "tied")
+    state = tensors_of(tied)
+    state["lm_head.weight"] = state["model.embed_tokens.weight"].clone()
+    (path,) = tied.glob("*.safetensors")
+    save_file(state, path)
+    source = open_model(tied)
+    convert(source, tmp_path / "megatron", LAYOUTS["tp2 pp2 mp_rank local"])
+    stored = open_model(tmp_path / "megatron")
+    (extent,) = [e for name, e in stored.weights.extents[2].items() if name.endswith("output_layer.weight")]
+    with extent.path.open("r+b") as file:
+        file.seek(extent.offset)
+        file.write(b"\x01\x02\x03\x04")
+    with pytest.raises(ValueError, match=r"the copy stored as output_layer.weight has other values: .* not tied"):
+        open_model(tmp_path / "megatron")
+    state["lm_head.weight"][3, 4] += 1
+    save_file(state, path)
+    with pytest.raises(ValueError, match=r"stored as the stored head has other values"):
+        open_model(tied)
+
+
+def test_files_of_two_runs_are_not_mixed(models, tmp_path):
+    import shutil
+
+    source = open_model(models("llama"))
+    convert(source, tmp_path / "a", MegatronTarget(tp=2, format="mp_rank"))
+    convert(source, tmp_path / "b", MegatronTarget(tp=2, format="mp_rank", padded_vocab=512))
+    name = "release/mp_rank_01/model_optim_rng.pt"
+    shutil.copyfile(tmp_path / "b" / name, tmp_path / "a" / name)
+    with pytest.raises(ValueError, match=r"mixes files of two checkpoints: mp_rank_01 has padded_vocab_size = 512"):
+        open_model(tmp_path / "a")

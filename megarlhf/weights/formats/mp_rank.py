@@ -21,6 +21,7 @@ from megarlhf.weights.architecture import Architecture
 from megarlhf.weights.formats.extent import Extent
 from megarlhf.weights.formats.megatron_args import arch_of
 from megarlhf.weights.formats.mp_rank_names import core_names, reorder_qkv
+from megarlhf.weights.formats.mp_rank_run import require_one_run
 from megarlhf.weights.formats.torch_file import TensorSpec, read_torch_file, write_skeleton
 from megarlhf.weights.formats.tracker import Iteration, checkpoint_directory, find_checkpoint, write_tracker
 from megarlhf.weights.megatron_layout import At, MegatronLayout
@@ -87,6 +88,7 @@ def read_mp_rank(directory: str | PathLike[str], arch: Architecture | None = Non
             "latest_checkpointed_iteration.txt, or one iteration's directory"
         )
     files = {index: _read_file(path) for index, path in found.items()}
+    require_one_run({file.path: file.content for file in files.values()})
     first = files[min(files)]
     args = _args(first)
     grid = _grid(folder, files, args)

@@ -1,0 +1,48 @@
+"""Whether the files of an mp_rank tree come from one save of one run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+_SAME = ("iteration", "checkpoint_version")
+_SAME_ARGS = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "group_query_attention",
+    "num_query_groups",
+    "kv_channels",
+    "num_experts",
+    "padded_vocab_size",
+    "rotary_base",
+    "norm_epsilon",
+    "swiglu",
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "expert_model_parallel_size",
+)
+"""What every rank of a run states alike; ranks, seeds and paths are their own."""
+
+
+def require_one_run(contents: Mapping[Path, Mapping[str, Any]]) -> None:
+    """Raises ValueError that names the files which say something else than the first one."""
+    first, *others = sorted(contents)
+    told = _said(contents[first])
+    wrong = []
+    for path in others:
+        for key, value in _said(contents[path]).items():
+            if value != told[key]:
+                wrong.append(f"{path.parent.name} has {key} = {value!r}, {first.parent.name} {told[key]!r}")
+    if wrong:
+        raise ValueError(
+            f"{first.parent.parent} mixes files of two checkpoints: {'; '.join(wrong)}; copy it again from its source"
+        )
+
+
+def _said(content: Mapping[str, Any]) -> dict[str, Any]:
+    args = content.get("args")
+    stated: Mapping[str, Any] = {} if args is None else args if isinstance(args, dict) else vars(args)
+    return {key: content.get(key) for key in _SAME} | {key: stated.get(key) for key in _SAME_ARGS}
