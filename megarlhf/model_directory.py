@@ -28,3 +28,15 @@ def find_description(path: str | PathLike[str], hf: str | PathLike[str] | None =
     if _ITERATION.fullmatch(path.absolute().name):  # a folder `hf` beside anything else is somebody else's
         folders.append(path.absolute().parent / COMPANION)
     return next((folder for folder in folders if (folder / "config.json").is_file()), None)
+
+
+def require_description(path: str | PathLike[str], hf: str | PathLike[str] | None = None) -> Path:
+    """`find_description`. Raises: ValueError when there is none."""
+    found = find_description(path, hf)
+    if found is None:
+        raise ValueError(
+            f"{path} has no config.json; give a Hugging Face directory, a Megatron checkpoint made by the "
+            "converter, or, for any other Megatron checkpoint, set model.hf to a directory with config.json and "
+            "tokenizer"
+        )
+    return found

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
 
 from megarlhf.layout import Layout
-from megarlhf.model_directory import find_description
+from megarlhf.model_directory import require_description
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 NonNegative = Annotated[float, Field(ge=0.0)]
@@ -54,14 +54,7 @@ class ModelConfig(FrozenModel):
 
         Raises: ValueError when there is none.
         """
-        found = find_description(self.path, self.hf)
-        if found is None:
-            raise ValueError(
-                f"{self.path} has no config.json; give a Hugging Face directory, a Megatron checkpoint made by the "
-                f"converter, or, for any other Megatron checkpoint, set model.hf to a directory with config.json and "
-                "tokenizer"
-            )
-        return found
+        return require_description(self.path, self.hf)
 
 
 class ParallelConfig(FrozenModel):

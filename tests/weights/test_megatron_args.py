@@ -15,7 +15,7 @@ import torch
 from megarlhf.weights.architecture import Architecture
 from megarlhf.weights.config_spec import ConfigSpec, Llama3Rope
 from megarlhf.weights.formats.megatron_args import OWN_KEY, arch_of, args_of
-from megarlhf.weights.formats.megatron_family import _UNDERSTOOD, refuse_unknown
+from megarlhf.weights.formats.megatron_unknown import _UNDERSTOOD, refuse_unknown
 from megarlhf.weights.megatron_layout import MegatronLayout
 from megarlhf.weights.tensor_map import FAMILIES, TABLES, logical_tensors, padded_vocab_size
 from megarlhf.weights.tensor_map.llama import FACTS, decoder

@@ -16,7 +16,8 @@ import torch
 
 from megarlhf.weights.architecture import Architecture
 from megarlhf.weights.config_spec import Llama3Rope
-from megarlhf.weights.formats.megatron_family import Args, disagreements, infer, recognise, refuse_unknown, same
+from megarlhf.weights.formats.megatron_family import disagreements, infer, recognise, same
+from megarlhf.weights.formats.megatron_unknown import Args, refuse_unknown
 from megarlhf.weights.megatron_layout import MegatronLayout
 from megarlhf.weights.tensor_map import TABLES, logical_tensors, padded_vocab_size
 
