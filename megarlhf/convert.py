@@ -245,13 +245,13 @@ def _bytes_bar(what: str) -> Iterator[tuple[Callable[[int], None], Callable[[int
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar:
-        task = bar.add_task(what, total=None)
+        task = bar.add_task("planning", total=None)
         plain = None if sys.stderr.isatty() else _PlainLines(what)
 
         def started(total: int) -> None:
-            bar.update(task, total=total)
+            bar.update(task, total=total, description=what)
             if plain is not None:
-                plain.total = total
+                plain.start(total)
 
         def progress(count: int) -> None:
             bar.advance(task, count)
@@ -271,7 +271,7 @@ def _count_bar(what: str, total: int) -> Iterator[Callable[[str], None]]:
 
 
 class _PlainLines:
-    """Where stderr is a file: a line for every tenth."""
+    """Where stderr is a file: a line when the plan is made, and for every tenth."""
 
     def __init__(self, what: str) -> None:
         import time
@@ -279,6 +279,11 @@ class _PlainLines:
         self.what, self.total, self._done, self._said = what, 0, 0, 0
         self._clock, self._start = time.monotonic, time.monotonic()
         self._lock = threading.Lock()
+
+    def start(self, total: int) -> None:
+        self.total = total
+        print(f"{self.what}: {total / 1e9:.3f} GB, planned in {self._clock() - self._start:.1f} s", file=sys.stderr)
+        self._start = self._clock()
 
     def advance(self, count: int) -> None:
         with self._lock:

@@ -1,6 +1,8 @@
 """The converter as a user types it. Values are compared in tests/weights; here: commands, messages, exit statuses."""
 
 import os
+import resource
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +12,10 @@ import torch
 
 from megarlhf import cli
 from megarlhf.convert import main
+from megarlhf.weights.convert import HuggingFaceTarget, convert
+from megarlhf.weights.stored import open_model
+from megarlhf.weights.tensor_map import logical_tensors
+from megarlhf.weights.verify import digests
 from tests.weights.models import write_model
 
 ROOT = Path(__file__).parents[1]
@@ -99,3 +105,72 @@ def test_numbers_are_checked(text, capsys):
     with pytest.raises(SystemExit):
         main(["hf-to-megatron", "--hf", "a", "--out", "b", "--tp", text])
     assert "is not a positive whole number" in capsys.readouterr().err
+
+
+def converter(*arguments, **options):
+    """The command in a process of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "tools.checkpoint_convert", *map(str, arguments)],
+        cwd=ROOT,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        **options,
+    )
+
+
+def test_more_files_than_descriptors(tmp_path):
+    """A file for each of 477 tensors, then 16 files of ranks, in processes that may hold 64 open."""
+    source = tmp_path / "source"
+    write_model("qwen3_moe", source, dtype=torch.bfloat16, num_experts=32)
+    shards, megatron, back = (tmp_path / name for name in ("shards", "megatron", "back"))
+    convert(open_model(source), shards, HuggingFaceTarget(max_shard_bytes=1))
+    assert len(list(shards.glob("*.safetensors"))) == len(logical_tensors(open_model(source).arch)) > 400
+    limits = {"preexec_fn": lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))}
+    layout = ["--tp", "2", "--ep", "8", "--format", "mp_rank"]
+    there = converter("hf-to-megatron", "--hf", shards, "--out", megatron, *layout, **limits)
+    assert there.wait() == 0, there.communicate()
+    again = converter(
+        "megatron-to-hf", "--megatron", megatron, "--out", back, "--max-shard-size", "1", "--workers", "8", **limits
+    )
+    assert again.wait() == 0, again.communicate()
+    assert main(["verify", str(source), str(back)]) == 0
+
+
+def test_two_writers_of_one_directory(model, tmp_path):
+    """Both with --force, at once, three times: each finishes or says that the other is at work; the result is whole."""
+    out = tmp_path / "out"
+    statuses = []
+    for _ in range(3):
+        command = ["hf-to-megatron", "--hf", model, "--out", out, "--tp", "2", "--force"]
+        for process in [converter(*command), converter(*command)]:
+            _, said = process.communicate(timeout=120)
+            statuses.append(process.returncode)
+            assert process.returncode == 0 or "another process is writing" in said, said
+        assert digests(open_model(out)) == digests(open_model(model))
+        assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert statuses.count(0) >= 3
+
+
+def test_what_stands_beside_the_weights(model, tmp_path):
+    """The tokenizer's files and its folder of templates go along; a link that leads nowhere is refused."""
+    source = tmp_path / "source"
+    shutil.copytree(model, source)
+    (source / "additional_chat_templates").mkdir()
+    (source / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
+    (source / "original").mkdir()
+    (source / "tokenizer.json").write_text("{}")
+    a, back = tmp_path / "a", tmp_path / "back"
+    assert main(["hf-to-megatron", "--hf", str(source), "--out", str(a)]) == 0
+    assert main(["megatron-to-hf", "--megatron", str(a), "--out", str(back)]) == 0
+    assert (back / "additional_chat_templates" / "tool_use.jinja").read_text() == "{{ tools }}"
+    assert (back / "tokenizer.json").read_text() == "{}"
+    assert not (back / "original").exists()
+
+
+def test_a_link_that_leads_nowhere(model, tmp_path, capsys):
+    shutil.copytree(model, tmp_path / "source")
+    (tmp_path / "source" / "tokenizer.json").symlink_to(tmp_path / "gone")
+    assert main(["hf-to-megatron", "--hf", str(tmp_path / "source"), "--out", str(tmp_path / "a")]) == 2
+    assert "tokenizer.json is a link to" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]

@@ -1,23 +1,19 @@
-"""Typed configuration. `sections.py` says what may be said, `load.py` reads it."""
+"""Typed configuration. `sections.py` and `roles.py` say what may be said, `load.py` reads it."""
 
 from megarlhf.config.load import dump_config, load_config
+from megarlhf.config.roles import FrozenModel, ModelConfig, OptimConfig, ParallelConfig, RoleConfig
 from megarlhf.config.sections import (
     AlgoConfig,
     CheckpointConfig,
     DataConfig,
     EvalConfig,
-    FrozenModel,
     GenerateConfig,
     KLConfig,
-    ModelConfig,
-    OptimConfig,
-    ParallelConfig,
     PromptDataConfig,
     RewardConfig,
     RLConfig,
     RLTrainConfig,
     RMConfig,
-    RoleConfig,
     RolloutConfig,
     RolloutParallelConfig,
     RunConfig,

@@ -12,7 +12,7 @@ from typing import Any, TypeVar, Union, get_args, get_origin
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from megarlhf.config.sections import FrozenModel
+from megarlhf.config.roles import FrozenModel
 
 ConfigT = TypeVar("ConfigT", bound=FrozenModel)
 

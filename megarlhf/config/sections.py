@@ -1,7 +1,7 @@
 """Typed configuration: what a YAML file and `section.key=value` may say, and every check that needs no device.
 
 Objects are frozen after loading. A role (`actor`, `critic`, `reference`, `reward_model`) is the same section
-in every command. Derived numbers live in `planning/`.
+in every command (`roles.py`). Derived numbers live in `planning/`.
 """
 
 from __future__ import annotations
@@ -9,20 +9,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
+from pydantic import Field, PositiveInt, model_validator
 
-from megarlhf.layout import Layout
-from megarlhf.model_directory import require_description
-
-Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
-NonNegative = Annotated[float, Field(ge=0.0)]
-Positive = Annotated[float, Field(gt=0.0)]
-
-
-class FrozenModel(BaseModel):
-    """Base of every section: immutable, no unknown keys, finite numbers, documented field by field."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+from megarlhf.config.roles import Fraction, FrozenModel, NonNegative, Positive, RoleConfig
 
 
 class RunConfig(FrozenModel):
@@ -34,97 +23,6 @@ class RunConfig(FrozenModel):
     """Everything random follows from it: weights, data order, samples."""
     logger: Literal["tensorboard", "wandb"] = "tensorboard"
     """`wandb` logs to Weights & Biases as well."""
-
-
-class ModelConfig(FrozenModel):
-    path: Path
-    """A Hugging Face directory, or a Megatron checkpoint (`torch_dist` or `mp_rank`) of any layout. With
-    `random_init` only its config.json and tokenizer are read."""
-    hf: Path | None = None
-    """A directory with config.json and tokenizer, for a Megatron checkpoint that has none of its own."""
-    random_init: bool = False
-    """Start from random weights of the architecture in config.json (the same at every layout)."""
-    dtype: Literal["fp32", "bf16"] = "fp32"
-    """Of parameters and activations. Optimizer state and gradients are fp32."""
-    vocab_multiple: PositiveInt = 128
-    """The vocabulary is padded to a multiple of this x tp, as Megatron does; padding is masked."""
-
-    def described_by(self) -> Path:
-        """The directory with the model's config.json and tokenizer.
-
-        Raises: ValueError when there is none.
-        """
-        return require_description(self.path, self.hf)
-
-
-class ParallelConfig(FrozenModel):
-    tp: PositiveInt = 1
-    """Tensor-parallel size; divides attention heads and KV groups."""
-    pp: PositiveInt = 1
-    """Pipeline-parallel size; divides the layers unless `layers_per_stage` says otherwise."""
-    layers_per_stage: tuple[PositiveInt, ...] | None = None
-    """Uneven pipeline stages, first to last."""
-    sequence_parallel: bool = False
-    """Shard the sequence between tensor-parallel regions; needs tp > 1."""
-    vpp: PositiveInt = 1
-    """Virtual pipeline stages per rank; 1 for now."""
-    cp: PositiveInt = 1
-    """Context-parallel size; 1 for now."""
-    ep: PositiveInt = 1
-    """Expert-parallel size; 1 for now."""
-
-    @model_validator(mode="after")
-    def _check(self) -> ParallelConfig:
-        for name in ("vpp", "cp", "ep"):
-            if getattr(self, name) != 1:
-                raise ValueError(f"{name} = {getattr(self, name)} is not supported yet; set it to 1 and use tp and pp")
-        if self.sequence_parallel and self.tp == 1:
-            raise ValueError("sequence_parallel needs tp > 1; got tp = 1: set sequence_parallel to false")
-        if self.layers_per_stage is not None and len(self.layers_per_stage) != self.pp:
-            raise ValueError(
-                f"layers_per_stage has {len(self.layers_per_stage)} numbers for pp = {self.pp} stages; give {self.pp}"
-            )
-        return self
-
-    def layout(self, world_size: int, role: str = "actor") -> Layout:
-        """The layout on `world_size` ranks; dp follows.
-
-        Raises: ValueError when tp x pp does not divide the world size.
-        """
-        model = self.tp * self.pp
-        dp, rest = divmod(world_size, model)
-        if rest or not dp:
-            near = sorted({max(dp, 1) * model, (dp + 1) * model})
-            raise ValueError(
-                f"{role}.parallel: world size {world_size} is not a multiple of tp x pp = {self.tp} x {self.pp} "
-                f"= {model}; use {' or '.join(map(str, near))} ranks (run.nproc), "
-                f"or change {role}.parallel"
-            )
-        return Layout(tp=self.tp, pp=self.pp, dp=dp)
-
-
-class OptimConfig(FrozenModel):
-    lr: Positive = 1e-6
-    """Peak learning rate of AdamW."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Course of the learning rate after warm-up, over all optimizer steps of the run, down to `min_lr`."""
-    warmup_steps: Annotated[int, Field(ge=0)] = 0
-    """Optimizer steps over which the learning rate rises linearly from 0."""
-    min_lr: NonNegative = 0.0
-    beta1: Fraction = 0.9
-    beta2: Fraction = 0.95
-    eps: Positive = 1e-8
-    weight_decay: NonNegative = 0.0
-    """Decoupled; not applied to norms and biases."""
-    clip_grad: NonNegative = 1.0
-    """Global gradient norm is clipped to this; 0 clips nothing."""
-
-
-class RoleConfig(FrozenModel):
-    model: ModelConfig
-    parallel: ParallelConfig = ParallelConfig()
-    optim: OptimConfig = OptimConfig()
-    """Read for roles that are trained."""
 
 
 class DataConfig(FrozenModel):

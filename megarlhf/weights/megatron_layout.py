@@ -67,13 +67,19 @@ class MegatronLayout:
         Raises: ValueError when the layout does not fit the model.
         """
         chunks = self.chunk_layers(arch.num_layers)
-        return [
-            merge_ranks([self._chunk(arch, head, at, rank, v, chunks[at.pp][v]) for v in range(self.vpp)])
-            for rank, at in enumerate(self.ranks())
-        ]
 
-    def _chunk(self, arch: Architecture, head: Head, at: At, rank: int, v: int, layers: range) -> RankPlacements:
-        placed = megatron_placements(
+        def part(rank: int, at: At, v: int) -> RankPlacements:
+            placed = self.chunk(arch, head, at, v, chunks[at.pp][v], rank)
+            return placed.prefixed(f"model{v}.") if self.vpp > 1 else placed
+
+        return [merge_ranks([part(rank, at, v) for v in range(self.vpp)]) for rank, at in enumerate(self.ranks())]
+
+    def chunk(self, arch: Architecture, head: Head, at: At, v: int, layers: range, rank: int = 0) -> RankPlacements:
+        """What the rank at `at`, numbered `rank`, holds of its model chunk `v` with these layers.
+
+        Raises: ValueError when the layout does not fit the model.
+        """
+        return megatron_placements(
             arch,
             tp=self.tp,
             tp_rank=at.tp,
@@ -88,4 +94,3 @@ class MegatronLayout:
             spec=self.spec,
             experts=self.experts,
         )
-        return placed.prefixed(f"model{v}.") if self.vpp > 1 else placed

@@ -59,8 +59,8 @@ def transfer(
     Destination ranks of the plan are numbered from `first_destination` on. `progress` is told the bytes written,
     from any thread. Memory: `workers` (default: the cores of this process) x `PIECE_BYTES`, or a row if longer.
 
-    Raises: ValueError on a source shorter than it says, OSError of the file system; the destinations are then
-    incomplete.
+    Raises: ValueError on a source shorter than it says, or a number that float16 cannot hold; OSError of the file
+    system. The destinations are then incomplete.
     """
     count = workers or len(os.sched_getaffinity(0))
     piece_bytes = min(PIECE_BYTES, ALL_PIECES_BYTES // count)
@@ -191,7 +191,13 @@ def _assemble(piece: Piece, raw: torch.Tensor, sources: Extents, maps: MappedFil
         source = maps.tensor(sources[copy.src_rank][copy.src_storage])
         offset = source.storage_offset() + copy.src_offset
         taken = torch.as_strided(source, copy.shape, copy.src_strides, offset)
-        torch.as_strided(values, copy.shape, copy.dst_strides, copy.dst_offset - piece.start * piece.row).copy_(taken)
+        given = torch.as_strided(values, copy.shape, copy.dst_strides, copy.dst_offset - piece.start * piece.row)
+        given.copy_(taken)
+        if given.dtype == torch.float16 != taken.dtype and not torch.equal(given.isinf(), taken.isinf()):
+            raise ValueError(
+                f"{copy.tensor} has numbers above {torch.finfo(torch.float16).max:.0f}, the largest of float16; write "
+                "bf16 or fp32"
+            )
 
 
 class _Files:
@@ -214,7 +220,12 @@ class _Files:
         row_bytes = piece.row * piece.extent.dtype.itemsize
         at, data = piece.extent.offset + piece.start * row_bytes, memoryview(values.numpy().data)
         while data:
-            written = os.pwrite(descriptor, data, at)
+            try:
+                written = os.pwrite(descriptor, data, at)
+            except OSError as error:
+                raise OSError(
+                    error.errno, f"{error.strerror} at byte {at}; make room or write elsewhere", str(path)
+                ) from error
             at, data = at + written, data[written:]
         with self._lock:
             self._left[path] -= 1

@@ -6,6 +6,7 @@ import multiprocessing as mp
 import os
 import time
 import traceback
+from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -62,6 +63,13 @@ class RankPool:
 
 
 def _worker(connection: Connection) -> None:
+    from tests.distributed import jobs
+
+    serve(connection, lambda name: getattr(jobs, name))
+
+
+def serve(connection: Connection, find: Callable[[str], Callable[..., Any]]) -> None:
+    """The life of a rank process: runs what it is sent, `find` knowing a job by its name, until the test is over."""
     os.environ["OMP_NUM_THREADS"] = "1"
     import torch
 
@@ -69,8 +77,6 @@ def _worker(connection: Connection) -> None:
     from megarlhf import launch, runtime
 
     launch.quieten()
-    from tests.distributed import jobs
-
     while True:
         try:
             job, rank, world_size, port, args = connection.recv()
@@ -80,7 +86,7 @@ def _worker(connection: Connection) -> None:
         info = RankInfo(rank=rank, local_rank=rank, world_size=world_size, local_world_size=world_size)
         try:
             joined = runtime.initialize(info, seed=0, timeout_seconds=JOB_SECONDS)
-            result = getattr(jobs, job)(joined, *args)
+            result = find(job)(joined, *args)
             runtime.shutdown()
         except BaseException:  # noqa: BLE001 -- the parent reports it
             connection.send((False, traceback.format_exc()))

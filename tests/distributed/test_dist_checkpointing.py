@@ -11,8 +11,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import multiprocessing as mp
-import os
-import traceback
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -23,14 +21,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarlhf import launch, runtime
 from megarlhf.runtime import Runtime
 from megarlhf.weights.checksums import check_checksums
 from megarlhf.weights.formats.torch_dist import read_torch_dist
 from megarlhf.weights.formats.torch_dist_metadata import read_tensors
 from megarlhf.weights.megatron_layout import MegatronLayout
 from megarlhf.weights.tensor_map import logical_tensors
-from tests.distributed.pool import JOB_SECONDS, RankPool
+from tests.distributed.pool import RankPool, serve
 from tests.weights import megatron_shapes
 from tests.weights.cases import fill_from_logical
 from tests.weights.families import architecture
@@ -55,24 +52,7 @@ class CheckpointRanks(RankPool):
 
 
 def _worker(connection: Connection) -> None:
-    os.environ["OMP_NUM_THREADS"] = "1"
-    torch.set_num_threads(1)
-    launch.quieten()
-    while True:
-        try:
-            job, rank, world_size, port, args = connection.recv()
-        except EOFError:
-            return
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-        info = runtime.RankInfo(rank=rank, local_rank=rank, world_size=world_size, local_world_size=world_size)
-        try:
-            joined = runtime.initialize(info, seed=0, timeout_seconds=JOB_SECONDS)
-            result = {"save": save, "load": load}[job](joined, *args)
-            runtime.shutdown()
-        except BaseException:  # noqa: BLE001 -- the parent reports it
-            connection.send((False, traceback.format_exc()))
-        else:
-            connection.send((True, result))
+    serve(connection, {"save": save, "load": load}.__getitem__)
 
 
 @pytest.fixture(scope="module")

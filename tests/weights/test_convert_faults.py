@@ -265,6 +265,21 @@ def test_checksums_find_a_flipped_bit_in_a_number(inputs, tmp_path, form):
         check_checksums(tmp_path / "stated")
 
 
+def test_checksums_of_bin_files_find_a_flipped_bit(inputs, tmp_path):
+    """torch.save writes them; no flag is needed."""
+    shutil.copytree(inputs / "bin", tmp_path / "bin")
+    count, silent = check_checksums(tmp_path / "bin")
+    assert count > silent == 0
+    extent = open_model(tmp_path / "bin").weights.extents[0]["model.norm.weight"]
+    with extent.path.open("r+b") as file:
+        file.seek(extent.offset)
+        byte = file.read(1)
+        file.seek(extent.offset)
+        file.write(bytes([byte[0] ^ 1]))
+    with pytest.raises(ValueError, match=r"pytorch_model\.bin.*CRC-32.*copy it again"):
+        check_checksums(tmp_path / "bin")
+
+
 def test_recognise_says_what_it_looked_for(tmp_path):
     with pytest.raises(ValueError, match="is not a directory"):
         recognise(tmp_path / "nowhere")

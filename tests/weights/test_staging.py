@@ -74,8 +74,9 @@ def test_a_killed_writer_is_taken_over_and_a_living_one_is_not(tmp_path):
     process = subprocess.Popen([sys.executable, "-c", KILLED, str(out)], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert process.stdout.readline() == "in\n"
-    with pytest.raises(ValueError, match="another process is writing"):
-        write(out)
+    for force in (False, True):
+        with pytest.raises(ValueError, match="another process is writing"):
+            write(out, force=force)
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert (tmp_path / ".out.megarlhf-partial" / "half").exists(), "the kill left it"

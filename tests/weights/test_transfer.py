@@ -11,6 +11,7 @@ from megarlhf.weights.formats.extent import Extent, MappedFiles
 from megarlhf.weights.formats.huggingface import HFFiles
 from megarlhf.weights.megatron_layout import MegatronLayout
 from megarlhf.weights.plan import make_plan
+from megarlhf.weights.tensor_map import identity_placements
 from megarlhf.weights.transfer import transfer
 from tests.weights.cases import LLAMA_70B, carry_in_memory, empty, random_logical, tiny
 from tests.weights.families import CONFIGS, architecture
@@ -97,6 +98,26 @@ def test_the_cast_is_the_destination_s(tmp_path):
     maps = MappedFiles()
     for name, extent in extents[0].items():
         assert torch.equal(maps.tensor(extent), logical[name].to(torch.bfloat16))
+
+
+def test_numbers_beyond_float16_are_refused(tmp_path):
+    """They would become infinite; an infinity of the source stays one."""
+    for largest, refused in ((65504.0, False), (float("inf"), False), (7e4, True)):
+        value = torch.full((8,), -1.0)
+        value[5] = largest
+        save_file({"a": value}, tmp_path / "model.safetensors")
+        source = HFFiles(tmp_path).tensors["a"]
+        part = identity_placements({"a": (8,)})
+        (out,) = raw_files([part], tmp_path, torch.float16)
+        plan = make_plan([part], [part.on_rank(1)])
+        if refused:
+            with pytest.raises(
+                ValueError, match="a has numbers above 65504, the largest of float16; write bf16 or fp32"
+            ):
+                transfer(plan, [{"a": source}], [out], first_destination=1)
+        else:
+            transfer(plan, [{"a": source}], [out], first_destination=1)
+            assert torch.equal(MappedFiles().tensor(out["a"]), value.half())
 
 
 def test_memory_does_not_grow_with_the_model(monkeypatch):

@@ -21,6 +21,8 @@ from megarlhf.weights.placement import Shape
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx")
 MAX_SHARD_BYTES = 5 << 30
+_TEMPLATES = "additional_chat_templates"
+"""The one folder of a tokenizer; others beside a model (`original/`, `onnx/`) hold its weights once more."""
 
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 
@@ -130,11 +132,20 @@ class HFWriter:
 
 
 def copy_other_files(source: Path, destination: Path) -> None:
-    """Copies a model directory's files other than weights, their index and config.json."""
+    """Copies a model directory's files other than weights, their index and config.json.
+
+    Raises: ValueError for a link that leads nowhere.
+    """
     for path in sorted(source.iterdir()):
         weights = path.suffix in WEIGHT_SUFFIXES or path.name.endswith(".index.json")
-        if path.is_file() and not weights and path.name != "config.json" and not path.name.startswith("."):
+        if weights or path.name == "config.json" or path.name.startswith("."):
+            continue
+        if not path.exists():
+            raise ValueError(f"{path} is a link to {path.readlink()}, which does not exist; download it, or remove it")
+        if path.is_file():
             shutil.copyfile(path, destination / path.name)
+        elif path.name == _TEMPLATES:
+            shutil.copytree(path, destination / path.name)
 
 
 def _bytes(spec: tuple[Shape, torch.dtype]) -> int:

@@ -17,6 +17,7 @@ from megarlhf.weights.formats.torch_dist_metadata import Blob, GlobalTensor
 
 _VERSION = "1.0.0"
 """Of the metadata, as torch 2.13 writes it; older ones ignore it."""
+_PROTOCOL = 4
 
 
 class _StandIn:
@@ -46,18 +47,17 @@ _TensorProperties = _stand_in("TensorProperties", __getstate__=_properties_state
 # An enum; its first member is the contiguous format.
 _MemoryFormat = _stand_in("_MEM_FORMAT_ENCODING", __reduce__=lambda self: (type(self), (0,)))
 
-_PythonPickler: Any = pickle._Pickler  # the one in C looks every class up where it says it is from
-
-
-class _Pickler(_PythonPickler):
-    def save_global(self, obj: Any, name: str | None = None) -> None:
-        if isinstance(obj, type) and issubclass(obj, _StandIn):
-            self.save(obj.__module__)
-            self.save(obj.__qualname__)
-            self.write(pickle.STACK_GLOBAL)
-            self.memoize(obj)
-        else:
-            super().save_global(obj, name)
+_CLASSES = (
+    _Metadata,
+    _MetadataIndex,
+    _TensorStorageMetadata,
+    _ChunkStorageMetadata,
+    _BytesStorageMetadata,
+    _StorageMeta,
+    _StorageInfo,
+    _TensorProperties,
+    _MemoryFormat,
+)
 
 
 def pickle_metadata(tensors: Mapping[str, GlobalTensor], objects: Mapping[str, Blob]) -> bytes:
@@ -83,8 +83,24 @@ def pickle_metadata(tensors: Mapping[str, GlobalTensor], objects: Mapping[str, B
         storage_meta=_StorageMeta(checkpoint_id=None, save_id=None, load_id=None, modules=[]),
         version=_VERSION,
     )
+    return _pickled(metadata)
+
+
+def _pickled(obj: Any) -> bytes:
+    """`obj`, made of stand-ins, with the names of the real classes.
+
+    A pickler looks every class up where it says it is from, and would find the real one, unless the class is in
+    its memo: the names are written ahead, and their places in the memo given to the pickler.
+    """
     buffer = io.BytesIO()
-    _Pickler(buffer, protocol=4).dump(metadata)
+    buffer.write(pickle.PROTO + bytes([_PROTOCOL]))
+    for cls in _CLASSES:
+        for name in (cls.__module__, cls.__qualname__):
+            buffer.write(pickle.SHORT_BINUNICODE + bytes([len(name)]) + name.encode("ascii"))
+        buffer.write(pickle.STACK_GLOBAL + pickle.MEMOIZE + pickle.POP)
+    pickler = pickle.Pickler(buffer, protocol=_PROTOCOL)
+    pickler.memo = {id(cls): (place, cls) for place, cls in enumerate(_CLASSES)}
+    pickler.dump(obj)
     return buffer.getvalue()
 
 

@@ -11,7 +11,7 @@ import math
 import os
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from megarlhf.weights.formats.tracker import RELEASE, Iteration, checkpoint_dire
 from megarlhf.weights.formats.zip_archive import ALIGNMENT
 from megarlhf.weights.megatron_layout import At, MegatronLayout
 from megarlhf.weights.placement import Box, Placement, RankPlacements, Shape, contiguous_strides
-from megarlhf.weights.tensor_map import Head, Spec, megatron_placements
+from megarlhf.weights.tensor_map import Head, Spec
 
 CHECKPOINT_VERSION = 3.0
 _CONFIG = {
@@ -142,37 +142,33 @@ def plan_torch_dist(
 
 def _ranks(arch: Architecture, layout: MegatronLayout, head: Head, form: KeyForm) -> list[_Rank]:
     chunks = layout.chunk_layers(arch.num_layers)
+    split = replace(layout, spec="te", experts="each")
+    undivided = replace(split, tp=1)
+    whole: dict[tuple[int, int], Mapping[str, Shape]] = {}
     ranks = []
     for number, at in enumerate(layout.ranks()):
         rank = _Rank(number)
         for v, layers in enumerate(chunks[at.pp]):
-            _add_chunk(rank, arch, layout, head, form, at, v, layers)
+            if (at.pp, v) not in whole:
+                whole[at.pp, v] = undivided.chunk(arch, head, replace(at, tp=0), v, layers).storages
+            mine = split.chunk(arch, head, at, v, layers)
+            _add_chunk(rank, arch, layout, head, form, at, layers, mine, whole[at.pp, v])
         ranks.append(rank)
     return ranks
 
 
 def _add_chunk(
-    rank: _Rank, arch: Architecture, layout: MegatronLayout, head: Head, form: KeyForm, at: At, v: int, layers: range
+    rank: _Rank,
+    arch: Architecture,
+    layout: MegatronLayout,
+    head: Head,
+    form: KeyForm,
+    at: At,
+    layers: range,
+    mine: RankPlacements,
+    whole: Mapping[str, Shape],
 ) -> None:
-    """What the rank saves of its model chunk `v`."""
-
-    def placed(tp: int, tp_rank: int) -> RankPlacements:
-        return megatron_placements(
-            arch,
-            tp=tp,
-            tp_rank=tp_rank,
-            ep=layout.ep,
-            ep_rank=at.ep,
-            layers=layers,
-            first_stage=at.pp == 0 and v == 0,
-            last_stage=at.pp == layout.pp - 1 and v == layout.vpp - 1,
-            padded_vocab=layout.padded_vocab,
-            rank=rank.rank,
-            head=head,
-            spec="te",
-        )
-
-    mine, whole = placed(layout.tp, at.tp), placed(1, 0).storages
+    """What the rank saves of a model chunk: `mine` by its parameters, whose shapes without tp are `whole`."""
     by_storage: dict[str, list[Placement]] = {name: [] for name in mine.storages}
     for placement in mine.placements:
         by_storage[placement.storage].append(placement)
