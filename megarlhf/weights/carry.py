@@ -1,15 +1,14 @@
-"""Executes copy plans: in memory, over a process group, from files. The only arithmetic is a stated cast."""
+"""Executes copy plans in memory and from files. The only arithmetic is a stated cast. Over a group: `reshard.py`."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
-import torch.distributed as dist
 
 from megarlhf.weights.formats.extent import MappedFiles, StoredWeights
 from megarlhf.weights.placement import Placement, RankPlacements
-from megarlhf.weights.plan import Copy, CopyPlan, make_plan
+from megarlhf.weights.plan import Copy, make_plan
 
 Storages = Mapping[str, torch.Tensor]
 
@@ -49,68 +48,6 @@ def copy_local(copies: Iterable[Copy], src: Storages, dst: Storages, dtype: torc
     for copy in copies:
         values = view(copy.source, src)
         view(copy.destination, dst).copy_(values if dtype is None else values.to(dtype))
-
-
-@torch.no_grad()
-def carry_over_group(
-    plan: CopyPlan,
-    src: Storages,
-    dst: Storages,
-    *,
-    rank: int,
-    dtype: torch.dtype,
-    group: dist.ProcessGroup | None = None,
-    bucket_bytes: int = 256 << 20,
-) -> None:
-    """Executes the plan among the ranks of `group`; every rank that sends or receives calls it.
-
-    Values travel in `dtype` (the stated cast; local copies take it too) and are then cast to the
-    destination's. A round sends and receives one flat message per peer, at most `bucket_bytes` each way: two
-    buckets are the extra memory. Ranks in plans are global ranks. gloo or NCCL; with NCCL, a fresh
-    group must first be used once by all its ranks.
-    """
-    copy_local(plan.local(rank), src, dst, dtype)
-    capacity = max(1, bucket_bytes // dtype.itemsize)
-    exchanges = plan.exchanges(rank, capacity)
-    if not exchanges:
-        return
-    device = next(iter([*src.values(), *dst.values()])).device
-    outgoing = _buffer([e.sends for e in exchanges], dtype, device)
-    incoming = _buffer([e.receives for e in exchanges], dtype, device)
-    for exchange in exchanges:
-        ops = []
-        for peer, _, message in _messages(exchange.receives, incoming):
-            ops.append(dist.P2POp(dist.irecv, message, peer, group))
-        for peer, copies, message in _messages(exchange.sends, outgoing):
-            for copy, flat in _parts(copies, message):
-                flat.copy_(view(copy.source, src))
-            ops.append(dist.P2POp(dist.isend, message, peer, group))
-        for work in dist.batch_isend_irecv(ops):
-            work.wait()
-        for _, copies, message in _messages(exchange.receives, incoming):
-            for copy, flat in _parts(copies, message):
-                view(copy.destination, dst).copy_(flat)
-
-
-def _buffer(rounds: Sequence[Mapping[int, list[Copy]]], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    size = max(sum(copy.numel for copies in peers.values() for copy in copies) for peers in rounds)
-    return torch.empty(size, dtype=dtype, device=device)
-
-
-def _messages(peers: Mapping[int, list[Copy]], buffer: torch.Tensor) -> Iterable[tuple[int, list[Copy], torch.Tensor]]:
-    """(peer, its copies, its stretch of the buffer)."""
-    at = 0
-    for peer, copies in peers.items():
-        size = sum(copy.numel for copy in copies)
-        yield peer, copies, buffer[at : at + size]
-        at += size
-
-
-def _parts(copies: Iterable[Copy], message: torch.Tensor) -> Iterable[tuple[Copy, torch.Tensor]]:
-    at = 0
-    for copy in copies:
-        yield copy, message[at : at + copy.numel].view(copy.shape)
-        at += copy.numel
 
 
 @torch.no_grad()

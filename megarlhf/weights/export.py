@@ -11,10 +11,11 @@ import torch
 import torch.distributed as dist
 
 from megarlhf.weights.architecture import Architecture
-from megarlhf.weights.carry import Storages, carry_over_group, copy_local
+from megarlhf.weights.carry import Storages, copy_local
 from megarlhf.weights.formats.huggingface_write import HFWriter
 from megarlhf.weights.placement import RankPlacements, Shape
 from megarlhf.weights.plan import make_plan
+from megarlhf.weights.reshard import carry_over_group
 from megarlhf.weights.tensor_map import Head, identity_placements, logical_tensors
 
 
@@ -93,7 +94,7 @@ def _gather(
     if rank == writer_rank:
         whole = {name: torch.empty(shape, dtype=dtype, device=device) for name, shape in tensors.items()}
     if len(sources) > 1:
-        carry_over_group(plan, live, whole, rank=rank, dtype=dtype, group=group)
+        carry_over_group(plan, live, whole, rank=rank, dtype=dtype, device=device, group=group)
     else:
         copy_local(plan.local(rank), live, whole, dtype)
     return whole

@@ -26,8 +26,8 @@ from megarlhf.parallel.step import MicroBatch
 from megarlhf.rollout.engine import Sampling
 from megarlhf.rollout.megatron_engine import MegatronEngine
 from megarlhf.runtime import Runtime
-from megarlhf.weights.carry import carry_over_group
 from megarlhf.weights.plan import make_plan
+from megarlhf.weights.reshard import carry_over_group
 from megarlhf.weights.tensor_map import Head, hf_placements
 
 Arrays = dict[str, np.ndarray]
@@ -39,7 +39,7 @@ def gather(part: ModelPart, storages: Mapping[str, Tensor]) -> Arrays:
     plan = make_plan([placements_on(part, rank) for rank in range(dist.get_world_size())], [wanted])
     whole = {name: torch.zeros(shape) for name, shape in wanted.storages.items()} if dist.get_rank() == 0 else {}
     live = {name: tensor.detach().contiguous() for name, tensor in storages.items()}
-    carry_over_group(plan, live, whole, rank=dist.get_rank(), dtype=torch.float32)
+    carry_over_group(plan, live, whole, rank=dist.get_rank(), dtype=torch.float32, device=torch.device("cpu"))
     return {name: tensor.numpy() for name, tensor in whole.items()}
 
 

@@ -8,12 +8,13 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from megarlhf.weights.carry import carry_from_files, carry_over_group, check_storages, copy_local
+from megarlhf.weights.carry import carry_from_files, check_storages, copy_local
 from megarlhf.weights.digest import compare, model_digest, transfer_digests
 from megarlhf.weights.export import export
 from megarlhf.weights.formats.huggingface import HFFiles
 from megarlhf.weights.plan import make_plan
 from megarlhf.weights.random_init import fill_random
+from megarlhf.weights.reshard import carry_over_group
 from megarlhf.weights.tensor_map import hf_placements, logical_tensors
 from tests.weights.cases import (
     TINY,
@@ -153,7 +154,8 @@ def _group_body(rank: int, directory: str) -> str:
         dst = empty([ranks[rank]], torch.bfloat16, 0.0)[rank]
         rounds = len(plan.exchanges(rank, bucket // 2))
         assert rounds == 1 if tp == 4 else rounds > 3, rounds
-        carry_over_group(plan, src, dst, rank=rank, dtype=torch.bfloat16, bucket_bytes=bucket)
+        device = torch.device("cpu")
+        carry_over_group(plan, src, dst, rank=rank, dtype=torch.bfloat16, device=device, bucket_bytes=bucket)
         expected = empty([ranks[rank]], torch.bfloat16)[rank]
         fill_random(ranks[rank], expected, seed=5, std=0.1, arch=arch)
         different = [name for name in dst if not torch.equal(dst[name], expected[name])]

@@ -1,0 +1,132 @@
+"""The resharder over a gloo group of four: values, what needs no bucket, memory, and a rank that fails half way.
+
+Not covered: NCCL; a process that dies (its launcher stops the others).
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from megarlhf.runtime import free_port
+from megarlhf.weights import reshard as module
+from megarlhf.weights.plan import make_plan
+from megarlhf.weights.random_init import fill_random
+from megarlhf.weights.reshard import Resharder, TransferError
+from tests.weights.cases import empty, megatron_ranks, tiny, vllm_ranks
+
+CPU = torch.device("cpu")
+
+
+def _main(rank, port, body):
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=4)
+    torch.set_num_threads(1)
+    body(rank)
+    dist.destroy_process_group()
+
+
+def on_four_ranks(body):
+    mp.spawn(_main, args=(free_port(), body), nprocs=4)  # raises as soon as one rank does
+
+
+def model(rank, tp, seed, dtype=torch.bfloat16):
+    """TP2 x PP2 of the trainer, engines of `tp` ranks: plan, sources, empty destinations, what they should be."""
+    arch = tiny()
+    sources, ranks = megatron_ranks(arch, 2, [[0], [1, 2]]), vllm_ranks(arch, tp, 4 // tp)
+    src = empty([sources[rank]], dtype)[rank]
+    fill_random(sources[rank], src, seed=seed, std=0.1, arch=arch)
+    expected = empty([ranks[rank]], torch.bfloat16, 0.0)[rank]
+    fill_random(ranks[rank], expected, seed=seed, std=0.1, arch=arch)
+    dst = empty([ranks[rank]], torch.bfloat16, 0.0)[rank]
+    return make_plan(sources, ranks, only_rank=rank), src, dst, expected
+
+
+def assert_equal(found, expected):
+    different = [name for name in expected if not torch.equal(found[name], expected[name])]
+    assert not different, different
+
+
+def _values(rank):
+    for tp in (1, 2, 4):
+        for dtype, direct_bytes in ((torch.bfloat16, 64), (torch.bfloat16, 1 << 30), (torch.float32, 64)):
+            plan, src, dst, expected = model(rank, tp, 5, dtype)
+            resharder = Resharder(
+                plan,
+                rank=rank,
+                dtype=torch.bfloat16,
+                device=CPU,
+                in_place=dtype == torch.bfloat16,
+                bucket_bytes=4096,
+                direct_bytes=direct_bytes,
+            )
+            resharder.run(src, dst)
+            assert_equal(dst, expected)
+            assert bool(resharder._receives) == (direct_bytes == 64 and dtype == torch.bfloat16)
+            assert bool(resharder._receives) or resharder._staged.elements_received(rank) > 0
+            # Again, with other values, in other memory.
+            _, src, dst, expected = model(rank, tp, 6, dtype)
+            resharder.run(src, dst)
+            assert_equal(dst, expected)
+
+
+def test_values_cast_in_place_and_again():
+    """Large boxes go straight from parameter to parameter, unless some rank has to cast."""
+    on_four_ranks(_values)
+
+
+def _failing(rank):
+    plan, src, dst, expected = model(rank, 2, 5)
+    for direct_bytes in (64, 1 << 30):
+        resharder = Resharder(
+            plan,
+            rank=rank,
+            dtype=torch.bfloat16,
+            device=CPU,
+            in_place=True,
+            bucket_bytes=4096,
+            direct_bytes=direct_bytes,
+        )
+        for broken_src in (False, True):
+            lost = {name: value for name, value in (src if broken_src else dst).items() if "layers.0.mlp" not in name}
+            storages = (src, dst) if rank != 1 else (lost, dst) if broken_src else (src, lost)
+            with pytest.raises(TransferError, match=r"^rank 1: KeyError: "):
+                resharder.run(*storages)
+        resharder.run(src, dst)
+        assert_equal(dst, expected)
+
+
+def test_a_rank_that_fails_stops_all_with_its_reason():
+    """At the first direct message, or in a round; nobody hangs, and the next run is whole."""
+    on_four_ranks(_failing)
+
+
+def _memory(rank):
+    plan, src, dst, expected = model(rank, 2, 5)
+    made = []
+    real = torch.empty
+    for free, buckets in ((None, 8192), (10**9, 8192), (8192 + rank, 2048)):
+        module._MIN_BUCKET_BYTES = 512
+        resharder = Resharder(
+            plan,
+            rank=rank,
+            dtype=torch.bfloat16,
+            device=CPU,
+            in_place=False,
+            bucket_bytes=8192,
+            free_bytes=None if free is None else lambda free=free: free,
+        )
+        made.clear()
+        torch.empty = lambda *a, **k: made.append(real(*a, **k)) or made[-1]
+        try:
+            resharder.run(src, dst)
+        finally:
+            torch.empty = real
+        assert_equal(dst, expected)
+        assert len(made) >= 4
+        total = sum(t.numel() * t.element_size() for t in made)
+        assert buckets < total <= 2 * buckets, (free, total)
+
+
+def test_buckets_keep_to_their_size_and_to_the_free_memory():
+    """Both together: two buckets; where memory is short, half of what is free on the poorest rank."""
+    on_four_ranks(_memory)
