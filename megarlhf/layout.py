@@ -105,7 +105,8 @@ def engine_order(layout: Layout, engine_tp: int, ranks_per_node: int) -> tuple[i
     - tp = engine_tp: the identity; share t is share v.
     - tp = k x engine_tp: inside each tensor-parallel group, engine j takes the t with t mod k = j, so that
       t // k = v: every trainer's share lies inside the engine's. Contiguous ranks would leave most of them disjoint.
-    - engine_tp = k x tp: k tensor-parallel groups interleaved, t = v // k: the engine's share lies inside the trainer's.
+    - engine_tp = k x tp: k tensor-parallel groups interleaved, t = v // k: the engine's share lies inside the
+      trainer's.
     - other sizes: ranks are matched with positions greedily, the largest overlap of shares first.
 
     Ranks move only inside blocks of whole tensor-parallel groups that lie in one node, since a tensor-parallel group
@@ -143,8 +144,11 @@ def _block(tp: int, engine_tp: int, world: int, ranks_per_node: int) -> int:
 def _matched(tp: int, engine_tp: int, start: int, block: int) -> list[int]:
     """The rank of each position of the block, the largest overlaps first."""
     pairs = sorted(
-        ((-_overlap(tp, engine_tp, position, rank), rank, position) for position in range(block)
-         for rank in range(start, start + block)),
+        (
+            (-_overlap(tp, engine_tp, position, rank), rank, position)
+            for position in range(block)
+            for rank in range(start, start + block)
+        ),
     )
     ranks: dict[int, int] = {}
     taken: set[int] = set()
