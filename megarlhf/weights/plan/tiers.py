@@ -86,6 +86,7 @@ class _Atom:
 
     box: Box
     owners: tuple[Owner, ...]
+    ranks: Ranks
     comes_in: bool
     numel: int
     row: int
@@ -106,13 +107,13 @@ def _split_node(node: int, holding: Sequence[RankPlacements], wanting: Sequence[
     for _, atoms in tensors:
         for atom in atoms:
             if atom.is_shared:
-                needs[_ranks(atom)] += atom.numel
+                needs[atom.ranks] += atom.numel
 
     def snap(ranks: Ranks, _node: int, position: int) -> int:
         at = 0
         for _, atoms in tensors:
             for atom in atoms:
-                if atom.is_shared and _ranks(atom) == ranks:
+                if atom.is_shared and atom.ranks == ranks:
                     if at + atom.numel >= position:
                         return at + (position - at + atom.row // 2) // atom.row * atom.row
                     at += atom.numel
@@ -123,9 +124,9 @@ def _split_node(node: int, holding: Sequence[RankPlacements], wanting: Sequence[
     for placements, atoms in tensors:
         for atom in atoms:
             if atom.is_shared:
-                start = passed[_ranks(atom)]
-                passed[_ranks(atom)] += atom.numel
-                _hand_on(placements, atom, start, windows[_ranks(atom), node], split)
+                start = passed[atom.ranks]
+                passed[atom.ranks] += atom.numel
+                _hand_on(placements, atom, start, windows[atom.ranks, node], split)
             else:
                 for rank, index in atom.owners:
                     split.first[rank].append(_part(placements[index], atom.box))
@@ -158,10 +159,6 @@ def _hand_on(
 
 def _part(placement: Placement, box: Box) -> Placement:
     return placement if box == placement.box else placement.part(box)
-
-
-def _ranks(atom: _Atom) -> Ranks:
-    return tuple(sorted({rank for rank, _ in atom.owners}))
 
 
 def _node_atoms(
@@ -199,7 +196,7 @@ def _atoms(ranks: Sequence[int], boxes: Sequence[Box], in_node: Sequence[Box]) -
         for part, comes_in in (*((hit, False) for hit, _ in inside), *((rest, True) for rest in outside)):
             numel = part.numel
             row = numel // part.shape[0] if len(part.shape) > 1 else numel
-            yield _Atom(part, tuple(owners), comes_in, numel, row)
+            yield _Atom(part, tuple(owners), tuple(sorted({rank for rank, _ in owners})), comes_in, numel, row)
 
 
 def node_needs(
