@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megarlhf.weights.placement import Box, RankPlacements, place_slice
 from megarlhf.weights.plan import make_plan
 from megarlhf.weights.plan.tiers import crossing, make_tiers, node_needs
 from megarlhf.weights.plan.traffic import Links, entering, wire_seconds
@@ -91,3 +92,36 @@ def test_wire_time_is_that_of_the_busiest_link():
     assert wire_seconds(plan, node_of, Links(rank_gbps=1.0, node_gbps=4.0), 2) == pytest.approx(2048e-9)
     assert wire_seconds(plan, node_of, Links(rank_gbps=1.0, node_gbps=0.5), 2) == pytest.approx(4096e-9)
     assert wire_seconds(plan, [0] * 5, Links(rank_gbps=2.0, node_gbps=0.5), 2) == pytest.approx(1024e-9)
+
+
+@settings(max_examples=80, deadline=None, derandomize=True)
+@given(st.data())
+def test_overlapping_boxes_on_any_nodes(data):
+    """Ranks that hold and want any boxes of one tensor: each element comes into a node at most once, as needed."""
+    shape, ranks = (6, 5), range(4)
+    value = torch.arange(30.0, dtype=torch.float64).view(shape)
+    node_of = [data.draw(st.integers(0, 1)) for _ in ranks]
+
+    def part(rank, whole):
+        r, c = (sorted(data.draw(st.lists(st.integers(0, n), min_size=2, max_size=2, unique=True))) for n in shape)
+        box = Box.whole(shape) if whole else Box((r[0], c[0]), (r[1], c[1]))
+        return RankPlacements(rank, {"t": box.shape}, (place_slice("w", box, "t", box.shape, (0, 0)),), {"w": shape})
+
+    sources = [part(rank, rank == 0) for rank in ranks]
+    wanted = [part(rank, False) for rank in ranks]
+    live, expected = filled(sources, {"w": value}), filled(wanted, {"w": value})
+    tiers = make_tiers(sources, wanted, node_of)
+    found = empty(wanted)
+    carry_in_memory(tiers.arrive, live, found)
+    carry_in_memory(tiers.fan_out, found, found)
+    assert all(torch.equal(found[rank]["t"], expected[rank]["t"]) for rank in ranks)
+    plans = (tiers.arrive, tiers.fan_out)
+    assert sum(c.numel for p in plans for c in p.copies) == sum(part.placements[0].box.numel for part in wanted)
+    assert crossing(tiers.fan_out, node_of) == {}
+    came_in = entering(tiers.crossing(node_of), 2)
+    for node in set(node_of):
+        flags = torch.zeros(2, *shape, dtype=torch.bool)
+        for held, parts in enumerate((wanted, sources)):
+            for box in (p.placements[0].box for p in parts if node_of[p.rank] == node):
+                flags[held][box.start[0] : box.stop[0], box.start[1] : box.stop[1]] = True
+        assert came_in[node] == int((flags[0] & ~flags[1]).sum())

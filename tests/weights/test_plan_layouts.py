@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarlhf.weights.plan import make_plan
-from megarlhf.weights.plan.shares import fill
+from megarlhf.weights.plan.shares import fill, share_streams
 from megarlhf.weights.plan.traffic import least_receive
 from tests.weights.cases import carry_in_memory, empty
 from tests.weights.transfers import FAMILIES, Masks, Transfer, draw_transfer, filled, logical_of
@@ -96,3 +96,9 @@ def test_filling_levels_the_loads(loads, total):
     assert min(parts) >= 0
     after = [load + part for load, part in zip(loads, parts, strict=True)]
     assert all(end <= min(after) + 1 for end, part in zip(after, parts, strict=True) if part)
+
+
+def test_who_carries_more_already_gets_less():
+    """Rank 0 alone has 10; of 20 that 0 and 1 share it takes 5, so that both send 15; rank 3 meets rank 1 only."""
+    windows = share_streams({(0, 1): {2: 10, 3: 10}, (0,): {3: 10}}, lambda ranks, key, position: position)
+    assert windows == {((0,), 3): [(0, 10)], ((0, 1), 2): [(0, 5), (1, 10)], ((0, 1), 3): [(1, 10)]}
