@@ -1,13 +1,15 @@
 """Rank arithmetic of a model's layout: which rank stands where on the tp, cp, dp and pp axes.
 
 Pure integers, no torch: the same code answers for a live run and for a plan of 512 ranks on a laptop.
-The order is Megatron's default, `tp-cp-ep-dp-pp`: tp varies fastest, pp slowest. Expert parallelism is
-carved out of dp (and cp), as in Megatron-Core, and adds no axis of its own here.
+A position of the mesh counts in Megatron's default order, `tp-cp-ep-dp-pp`: tp varies fastest, pp slowest. Expert
+parallelism is carved out of dp (and cp), as in Megatron-Core, and adds no axis of its own here. Which rank stands at
+a position is the layout's `order`; `engine_order` chooses it so that weights travel least.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -33,6 +35,18 @@ class Layout:
     cp: int = 1
     dp: int = 1
     pp: int = 1
+    order: tuple[int, ...] | None = None
+    """Ranks at the first len(order) positions of the mesh; every further block of as many is permuted alike. None:
+    each position's rank is its number."""
+
+    def __post_init__(self) -> None:
+        if self.order is None:
+            return
+        if sorted(self.order) != list(range(len(self.order))) or not self.order or self.world_size % len(self.order):
+            raise ValueError(
+                f"order = {self.order} must hold each of 0..{len(self.order) - 1} once, and its length divide the "
+                f"{self.world_size} ranks of the layout; use engine_order, or None"
+            )
 
     @property
     def world_size(self) -> int:
@@ -46,17 +60,26 @@ class Layout:
         """Coordinates of `rank`, which must lie in [0, world_size)."""
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank {rank} is outside [0, {self.world_size}) of layout {self}")
+        position = rank
+        if self.order is not None:
+            block, inside = divmod(rank, len(self.order))
+            position = block * len(self.order) + self.order.index(inside)
         found = {}
         for axis in AXES:
-            rank, found[axis] = divmod(rank, self.size(axis))
+            position, found[axis] = divmod(position, self.size(axis))
         return Coordinates(**found)
 
     def rank_at(self, *, tp: int = 0, cp: int = 0, dp: int = 0, pp: int = 0) -> int:
         """The rank at these coordinates."""
-        return tp + self.tp * (cp + self.cp * (dp + self.dp * pp))
+        position = tp + self.tp * (cp + self.cp * (dp + self.dp * pp))
+        if self.order is None:
+            return position
+        block, inside = divmod(position, len(self.order))
+        return block * len(self.order) + self.order[inside]
 
     def groups(self, axes: Sequence[str]) -> list[tuple[int, ...]]:
-        """Every set of ranks that differ on `axes` only, each in ascending order.
+        """Every set of ranks that differ on `axes` only, each in the order of its positions: a rank's place in its
+        group is its coordinate (ascending without an `order`).
 
         `groups(["tp"])` are the tensor-parallel groups, `groups(["tp", "pp"])` the whole model replicas.
         """
@@ -67,9 +90,83 @@ class Layout:
             at = dict(zip(reversed(others), fixed, strict=True))
             inner = itertools.product(*(range(self.size(axis)) for axis in reversed(AXES) if axis in axes))
             varying = [axis for axis in reversed(AXES) if axis in axes]
-            ranks = (self.rank_at(**at, **dict(zip(varying, point, strict=True))) for point in inner)
-            found.append(tuple(sorted(ranks)))
+            found.append(tuple(self.rank_at(**at, **dict(zip(varying, point, strict=True))) for point in inner))
         return sorted(found)
+
+
+def engine_order(layout: Layout, engine_tp: int, ranks_per_node: int) -> tuple[int, ...] | None:
+    """The `order` of `layout` under which rollout engines of `engine_tp` ranks find most of their weights in place.
+
+    vLLM forms its engines from contiguous global ranks, [e x engine_tp, (e + 1) x engine_tp), and rank v of an engine
+    holds the v-th share of every sharded tensor. A trainer's rank with tp coordinate t holds the t-th of its own
+    shares, of its stage's layers. Whatever lies in both shares need not travel; since each stage is in need of all
+    the others' layers anyway, only t and v matter, and permuting the trainer's mesh chooses which t meets which v:
+
+    - tp = engine_tp: the identity; share t is share v.
+    - tp = k x engine_tp: inside each tensor-parallel group, engine j takes the t with t mod k = j, so that
+      t // k = v: every trainer's share lies inside the engine's. Contiguous ranks would leave most of them disjoint.
+    - engine_tp = k x tp: k tensor-parallel groups interleaved, t = v // k: the engine's share lies inside the
+      trainer's.
+    - other sizes: ranks are matched with positions greedily, the largest overlap of shares first.
+
+    Ranks move only inside blocks of whole tensor-parallel groups that lie in one node, since a tensor-parallel group
+    talks in every layer and must not be spread over nodes for a copy once a step; where the best block does not fit,
+    the largest that does is taken. A group that is itself wider than a node is permuted in itself.
+
+    Returns None where the identity is as good: never fewer elements are in place than with it.
+
+    Raises: ValueError when the ranks do not divide into engines.
+    """
+    world = layout.world_size
+    if world % engine_tp:
+        raise ValueError(
+            f"{world} ranks do not divide into engines of {engine_tp} ranks; choose a rollout.parallel.tp that "
+            "divides the number of ranks"
+        )
+    block = _block(layout.tp, engine_tp, world, ranks_per_node)
+    period = math.lcm(block, engine_tp)
+    order = list(itertools.chain(*(_matched(layout.tp, engine_tp, start, block) for start in range(0, period, block))))
+    if world % period or _in_place(layout.tp, engine_tp, order) <= _in_place(layout.tp, engine_tp, range(period)):
+        return None
+    return tuple(order)
+
+
+def _block(tp: int, engine_tp: int, world: int, ranks_per_node: int) -> int:
+    """Ranks that may be permuted among themselves: whole tensor-parallel groups, inside a node."""
+    room = min(ranks_per_node, world)
+    sizes = [size for size in range(tp, room + 1, tp) if room % size == 0 and world % size == 0]
+    if not sizes:
+        return tp
+    full = math.lcm(tp, engine_tp)
+    return full if full in sizes else max(sizes)
+
+
+def _matched(tp: int, engine_tp: int, start: int, block: int) -> list[int]:
+    """The rank of each position of the block, the largest overlaps first."""
+    pairs = sorted(
+        (
+            (-_overlap(tp, engine_tp, position, rank), rank, position)
+            for position in range(block)
+            for rank in range(start, start + block)
+        ),
+    )
+    ranks: dict[int, int] = {}
+    taken: set[int] = set()
+    for _, rank, position in pairs:
+        if position not in ranks and rank not in taken:
+            ranks[position] = rank
+            taken.add(rank)
+    return [ranks[position] for position in range(block)]
+
+
+def _overlap(tp: int, engine_tp: int, position: int, rank: int) -> int:
+    """Of tp x engine_tp equal parts of a sharded tensor, those in both the trainer's and the engine's share."""
+    t, v = position % tp, rank % engine_tp
+    return max(0, min((t + 1) * engine_tp, (v + 1) * tp) - max(t * engine_tp, v * tp))
+
+
+def _in_place(tp: int, engine_tp: int, order: Sequence[int]) -> int:
+    return sum(_overlap(tp, engine_tp, position, rank) for position, rank in enumerate(order))
 
 
 def split_layers(num_layers: int, pp: int, layers_per_stage: Sequence[int] | None = None) -> list[range]:

@@ -17,7 +17,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "megarlhf"
 
 HOUSE: tuple[dict[str, str], ...] = (
-    {"__main__": "`python -m megarlhf`: calls the command line"},
+    {"__main__": "`python -m megarlhf` and `python -m megarlhf.weights.plan`: call a command"},
     {"cli": "loads a configuration, checks it, starts ranks; calls all below and is called by nobody"},
     {
         "launch": "turns a process into a rank and calls a trainer, by a name that it is given",
@@ -80,8 +80,13 @@ def is_in(file: str, places: tuple[str, ...]) -> bool:
 
 
 def room_of(module: str) -> str:
-    """`megarlhf.weights.plan` -> weights; the package itself is `__init__`."""
+    """`megarlhf.weights.plan` -> weights; the package itself is `__init__`.
+
+    What `python -m` runs is a command wherever it lies: it stands on the roof, and nobody may import it.
+    """
     parts = module.split(".")
+    if parts[-1] == "__main__":
+        return "__main__"
     return parts[1] if len(parts) > 1 else "__init__"
 
 
@@ -283,6 +288,8 @@ PLANTED = [
     ("upward arrows", "trainers/rl.py", "ENTRY = 'megarlhf.launch:as_rank'"),
     ("upward arrows", "trainers/rl.py", "from megarlhf.cellar.barrel import wine"),
     ("upward arrows", "trainers/rl.py", "from tools.demo.make_data import base_files"),
+    ("upward arrows", "weights/plan/cuts.py", "from megarlhf.planning.reshard import main"),
+    ("upward arrows", "cli.py", "from megarlhf.weights.plan.__main__ import main"),
     ("strangers", "trainers/rl.py", "from megatron.core import parallel_state"),
     ("strangers", "weights/plan.py", "def f():\n    import megatron.core"),
     ("strangers", "rollout/engine.py", "from vllm import LLM"),
@@ -318,6 +325,7 @@ PERMITTED = [
     ("upward arrows", "trainers/rl.py", "from megarlhf.rollout.engine import Sampling\nimport megarlhf.algo.kl"),
     ("upward arrows", "weights/plan.py", "from megarlhf.weights.box import Box\nfrom .box import Box"),
     ("upward arrows", "cli.py", "ENTRY = 'megarlhf.trainers.sft:run'\nfrom megarlhf import launch"),
+    ("upward arrows", "weights/plan/__main__.py", "from megarlhf.planning.reshard import main"),
     ("upward arrows", "observe/x.py", "import logging\nlogging.getLogger('megarlhf')\nimport torch"),
     ("strangers", "checkpoint/save.py", "from megatron.core import dist_checkpointing"),
     ("strangers", "kernels/logprob.py", "import triton"),

@@ -10,7 +10,15 @@ from hypothesis import strategies as st
 from megarlhf.layout import AXES, Coordinates, Layout, split_evenly, split_layers
 
 CUBE = Layout(tp=2, dp=2, pp=2)
-layouts = st.builds(Layout, **{axis: st.integers(1, 4) for axis in AXES})
+
+
+@st.composite
+def layouts(draw):
+    """Of up to four along each axis, with an order of one, two or all blocks, or none."""
+    sizes = {axis: draw(st.integers(1, 4)) for axis in AXES}
+    world = Layout(**sizes).world_size
+    block = draw(st.sampled_from([n for n in range(1, world + 1) if world % n == 0]))
+    return Layout(**sizes, order=draw(st.none() | st.permutations(range(block)).map(tuple)))
 
 
 @pytest.mark.parametrize(
@@ -30,6 +38,24 @@ layouts = st.builds(Layout, **{axis: st.integers(1, 4) for axis in AXES})
 def test_groups_of_two_cubed(axes, expected):
     """Ranks count tp first, then dp, then pp: rank = tp + 2 dp + 4 pp."""
     assert CUBE.groups(axes) == expected
+
+
+def test_an_order_permutes_each_block_alike():
+    """Positions 0 1 2 3 are ranks 0 2 1 3, positions 4 5 6 7 ranks 4 6 5 7: groups list them by position."""
+    layout = Layout(tp=2, dp=2, pp=2, order=(0, 2, 1, 3))
+    assert layout.groups(["tp"]) == [(0, 2), (1, 3), (4, 6), (5, 7)]
+    assert layout.groups(["dp"]) == [(0, 1), (2, 3), (4, 5), (6, 7)]
+    assert layout.groups(["pp"]) == [(0, 4), (1, 5), (2, 6), (3, 7)]
+    assert layout.groups(["tp", "pp"]) == [(0, 2, 4, 6), (1, 3, 5, 7)]
+    assert layout.rank_at(tp=1, pp=1) == 6
+    assert layout.coordinates(6) == Coordinates(tp=1, cp=0, dp=0, pp=1)
+    assert Layout(tp=4, order=(2, 0, 3, 1)).groups(["tp"]) == [(2, 0, 3, 1)]
+
+
+@pytest.mark.parametrize("order", [(), (0, 0), (1, 2), (0, 1, 2), (-1, 0)])
+def test_an_order_that_is_no_permutation_of_a_block_is_refused(order):
+    with pytest.raises(ValueError, match=r"order = .* must hold each of 0\.\..* divide the 8 ranks"):
+        Layout(tp=2, dp=2, pp=2, order=order)
 
 
 def test_context_parallel_stands_between_tensor_and_data_parallel():
@@ -61,14 +87,14 @@ def test_an_axis_that_does_not_exist_is_our_mistake():
 
 
 @settings(max_examples=50, deadline=None)
-@given(layouts)
+@given(layouts())
 def test_rank_at_inverts_coordinates(layout):
     at = [layout.coordinates(rank) for rank in range(layout.world_size)]
     assert [layout.rank_at(tp=c.tp, cp=c.cp, dp=c.dp, pp=c.pp) for c in at] == list(range(layout.world_size))
 
 
 @settings(max_examples=50, deadline=None)
-@given(layouts, st.sets(st.sampled_from(AXES)))
+@given(layouts(), st.sets(st.sampled_from(AXES)))
 def test_groups_partition_the_world_and_differ_on_their_axes_only(layout, axes):
     """Every rank is in one group; a group is as large as its axes' product, and equal elsewhere."""
     groups = layout.groups(sorted(axes))
@@ -78,7 +104,9 @@ def test_groups_partition_the_world_and_differ_on_their_axes_only(layout, axes):
         expected *= layout.size(axis)
     for ranks in groups:
         assert len(ranks) == expected
-        assert list(ranks) == sorted(ranks)
+        at = [layout.coordinates(rank) for rank in ranks]
+        assert at == sorted(at, key=lambda c: (c.pp, c.dp, c.cp, c.tp)), "a place in the group is the coordinate"
+        assert layout.order or list(ranks) == sorted(ranks)
         fixed = {tuple(getattr(layout.coordinates(rank), axis) for axis in AXES if axis not in axes) for rank in ranks}
         assert len(fixed) == 1
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch import Tensor
@@ -53,14 +53,17 @@ def build_role(
     *,
     seed: int,
     num_optimizer_steps: int | None = None,
+    order: tuple[int, ...] | None = None,
 ) -> Role:
     """Build the model, load its weights, and, given a number of optimizer steps, wrap it for training.
 
+    `order` says which rank stands where in the mesh (`layout.engine_order`); None: in the order of their numbers.
     Collective: every rank builds the same roles in the same order.
     """
     runtime = cache.runtime
     arch = Architecture.from_hf(section.model.described_by())
-    mesh = build_mesh(section.parallel.layout(runtime.world_size, name), runtime, cache)
+    layout = replace(section.parallel.layout(runtime.world_size, name), order=order)
+    mesh = build_mesh(layout, runtime, cache)
     part = build_model(section.model, section.parallel, mesh, arch, head)
     load_weights(part, section.model, seed=seed)
     trainer = None

@@ -20,7 +20,8 @@ from megarlhf.runtime import Runtime
 
 @dataclass
 class GroupCache:
-    """Process groups by their ranks, so that no two are made of the same ranks."""
+    """Process groups by their ranks in order, so that no two are made of the same. A rank's place in its group is
+    that in the tuple: its coordinate in the layout, whatever the layout's `order`."""
 
     runtime: Runtime
     _made: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
@@ -30,7 +31,9 @@ class GroupCache:
         found = None
         for ranks in all_groups:
             if ranks not in self._made:
-                self._made[ranks] = dist.new_group(list(ranks), backend=self.runtime.backend)
+                # Only an `order` has groups that are not ascending, and not every way of making groups takes those.
+                ascending = list(ranks) == sorted(ranks)
+                self._made[ranks] = dist.new_group(list(ranks), backend=self.runtime.backend, sort_ranks=ascending)
             if self.runtime.rank in ranks:
                 found = self._made[ranks]
         return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megarlhf.layout import split_layers
+from megarlhf.layout import Layout, split_layers
 from megarlhf.weights.architecture import Architecture
 from megarlhf.weights.placement import RankPlacements, merge_ranks
 from megarlhf.weights.tensor_map import Experts, Head, Spec, megatron_placements
@@ -73,6 +73,22 @@ class MegatronLayout:
             return placed.prefixed(f"model{v}.") if self.vpp > 1 else placed
 
         return [merge_ranks([part(rank, at, v) for v in range(self.vpp)]) for rank, at in enumerate(self.ranks())]
+
+    def on_ranks(self, arch: Architecture, mesh: Layout, head: Head = "lm") -> list[RankPlacements]:
+        """What each global rank of a live mesh holds, data-parallel replicas included, in ascending order.
+
+        Expert parallelism is carved out of data parallelism, its rank varying faster.
+
+        Raises: ValueError as `parts`, or when the mesh is not of this layout.
+        """
+        if (mesh.tp, mesh.pp) != (self.tp, self.pp) or mesh.dp % self.ep:
+            raise ValueError(
+                f"a mesh of tp {mesh.tp}, pp {mesh.pp}, dp {mesh.dp} does not carry tp {self.tp}, pp {self.pp}, "
+                f"ep {self.ep}; tp and pp must be equal, and ep divide dp"
+            )
+        parts = dict(zip(self.ranks(), self.parts(arch, head), strict=True))
+        at = [mesh.coordinates(rank) for rank in range(mesh.world_size)]
+        return [parts[At(pp=c.pp, ep=c.dp % self.ep, tp=c.tp)].on_rank(rank) for rank, c in enumerate(at)]
 
     def chunk(self, arch: Architecture, head: Head, at: At, v: int, layers: range, rank: int = 0) -> RankPlacements:
         """What the rank at `at`, numbered `rank`, holds of its model chunk `v` with these layers.

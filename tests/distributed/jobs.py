@@ -68,7 +68,9 @@ def record_gradients(role: Role, into: list[Arrays]) -> None:
     role.trainer.step = step  # type: ignore[method-assign]
 
 
-def sft_steps(runtime: Runtime, config: dict[str, Any], num_steps: int) -> dict[str, Any]:
+def sft_steps(
+    runtime: Runtime, config: dict[str, Any], num_steps: int, order: tuple[int, ...] | None = None
+) -> dict[str, Any]:
     """Losses, gradient norms and gradients of the first steps, and the weights after them."""
     from megarlhf.trainers.sft import train_on
 
@@ -79,7 +81,9 @@ def sft_steps(runtime: Runtime, config: dict[str, Any], num_steps: int) -> dict[
         max_prompt_tokens=64,
         max_response_tokens=64,
     )
-    actor = build_role("actor", cfg.actor, "lm", GroupCache(runtime), seed=0, num_optimizer_steps=num_steps)
+    actor = build_role(
+        "actor", cfg.actor, "lm", GroupCache(runtime), seed=0, num_optimizer_steps=num_steps, order=order
+    )
     gradients: list[Arrays] = []
     record_gradients(actor, gradients)
     size = cfg.train.mini_batch_samples
@@ -87,6 +91,8 @@ def sft_steps(runtime: Runtime, config: dict[str, Any], num_steps: int) -> dict[
         train_on(actor, samples[n * size : (n + 1) * size], cfg.train.micro_batch_samples) for n in range(num_steps)
     ]
     return {
+        "coordinates": (actor.mesh.at.tp, actor.mesh.at.dp, actor.mesh.at.pp),
+        "places": tuple(dist.get_rank(getattr(actor.mesh.groups, axis)) for axis in ("tp", "dp", "pp")),
         "loss": [step["loss"] for step in steps],
         "grad_norm": [step["grad_norm"] for step in steps],
         "gradients": gradients,

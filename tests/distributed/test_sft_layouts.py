@@ -132,3 +132,24 @@ def test_the_split_into_micro_batches_changes_nothing(
     for micro_batch in (1, 8):
         found = ranks.run(1, "sft_steps", config(models["plain"], data["sft"], {}, micro_batch), STEPS)
         assert_same(found[0], hugging_face["plain"])
+
+
+@pytest.mark.parametrize(
+    ("parallel", "order"), [({"tp": 2}, (0, 2, 1, 3)), ({"tp": 2, "pp": 2}, (3, 0, 1, 2)), ({"pp": 4}, (2, 0, 3, 1))]
+)
+def test_ranks_in_another_order_equal_hugging_face(
+    parallel: dict[str, Any],
+    order: tuple[int, ...],
+    ranks: RankPool,
+    models: dict[str, Path],
+    data: dict[str, Path],
+    hugging_face: dict[str, Any],
+) -> None:
+    """A permuted mesh trains the same, tied embeddings too; a rank's place in its groups is its coordinate."""
+    for model in ("plain", "tied"):
+        found = ranks.run(4, "sft_steps", config(models[model], data["sft"], parallel), STEPS, order)
+        assert_same(found[0], hugging_face[model])
+        assert [rank["places"] for rank in found] == [rank["coordinates"] for rank in found]
+    tp, pp = parallel.get("tp", 1), parallel.get("pp", 1)
+    assert [found[rank]["coordinates"][0] for rank in order] == [position % tp for position in range(4)]
+    assert [found[rank]["coordinates"][2] for rank in order] == [position // (4 // pp) for position in range(4)]

@@ -119,9 +119,9 @@ def test_least_traffic_of_a_70b_model(tp, pp, dp, engine_tp, average, largest):
     layers = 80 // pp
     sources = megatron_ranks(arch, tp, [range(p * layers, (p + 1) * layers) for p in range(pp)], dp)
     ranks = len(sources)
-    start = time.monotonic()
+    start = time.process_time()
     plan = make_plan(sources, vllm_ranks(arch, engine_tp, ranks // engine_tp), only_rank=0)
-    assert time.monotonic() - start < 20
+    assert time.process_time() - start < 20
     received = [plan.elements_received(r) * 2e-9 for r in range(ranks)]
     assert sum(received) / ranks == pytest.approx(average, abs=0.006)
     assert max(received) == pytest.approx(largest, abs=0.006)

@@ -148,6 +148,16 @@ def walk(table: Table, arch: Architecture, head: Head) -> Iterator[tuple[Logical
                         yield tensor, entry
 
 
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """One storage of an entry, without the names of its layer."""
+
+    name: str
+    shape: Shape
+    placements: tuple[Placement, ...]
+    tensors: dict[str, Shape]
+
+
 class Gather:
     """Collects one rank's storages; the only mutable thing here."""
 
@@ -157,30 +167,46 @@ class Gather:
         self.storages: dict[str, Shape] = {}
         self.tensors: dict[str, Shape] = {}
         self.placements: list[Placement] = []
+        self._known: dict[int, tuple[Entry, Place, list[_Stored]]] = {}
 
     def add(self, entry: Entry, place: Place, prefix: str = "", hf_prefix: str = "") -> None:
         """Adds the entry's storage, or one per expert, if this model has it."""
         if not entry.when(self.slot.arch):
             return
-        name = prefix + place.name
-        if not entry.per_expert:
-            tensors = logicals(entry, self.dims, hf_prefix)
-            self._store(name, place.rule(tensors, self.slot), tensors)
-            return
-        tensors_of = [logicals(entry, self.dims, hf_prefix, expert) for expert in self.slot.experts]
-        layouts = [place.rule(tensors, self.slot) for tensors in tensors_of]
-        if place.stack is not None:
-            self._store(name, place.stack(layouts), [tensor for tensors in tensors_of for tensor in tensors])
-            return
-        for index, (layout, tensors) in enumerate(zip(layouts, tensors_of, strict=True)):
-            self._store(name.format(expert=index), layout, tensors)
+        for stored in self._stored(entry, place):
+            storage = prefix + stored.name
+            assert storage not in self.storages, f"{storage} stands twice in the table"
+            self.storages[storage] = stored.shape
+            self.placements += [
+                Placement(hf_prefix + p.tensor, p.box, storage, p.offset, p.strides) for p in stored.placements
+            ]
+            self.tensors.update({hf_prefix + name: shape for name, shape in stored.tensors.items()})
 
     def finish(self, rank: int) -> RankPlacements:
         return RankPlacements(rank, self.storages, tuple(self.placements), self.tensors)
 
-    def _store(self, storage: str, layout: Layout, tensors: Sequence[Logical]) -> None:
-        assert storage not in self.storages, f"{storage} stands twice in the table"
-        self.storages[storage] = layout.declared
-        self.placements += layout.placements(storage)
-        held = {segment.tensor for segment in layout.segments}
-        self.tensors.update({tensor.name: tensor.shape for tensor in tensors if tensor.name in held})
+    def _stored(self, entry: Entry, place: Place) -> list[_Stored]:
+        """The entry's storages: the same in every layer, hence made once."""
+        known = self._known.get(id(entry))
+        if known is None or known[1] is not place:
+            self._known[id(entry)] = known = (entry, place, list(self._make(entry, place)))
+        return known[2]
+
+    def _make(self, entry: Entry, place: Place) -> Iterator[_Stored]:
+        if not entry.per_expert:
+            tensors = logicals(entry, self.dims)
+            yield _as_stored(place.name, place.rule(tensors, self.slot), tensors)
+            return
+        tensors_of = [logicals(entry, self.dims, expert=expert) for expert in self.slot.experts]
+        layouts = [place.rule(tensors, self.slot) for tensors in tensors_of]
+        if place.stack is not None:
+            yield _as_stored(place.name, place.stack(layouts), [one for tensors in tensors_of for one in tensors])
+            return
+        for index, (layout, tensors) in enumerate(zip(layouts, tensors_of, strict=True)):
+            yield _as_stored(place.name.format(expert=index), layout, tensors)
+
+
+def _as_stored(name: str, layout: Layout, tensors: Sequence[Logical]) -> _Stored:
+    held = {segment.tensor for segment in layout.segments}
+    shapes = {tensor.name: tensor.shape for tensor in tensors if tensor.name in held}
+    return _Stored(name, layout.declared, layout.placements(name), shapes)

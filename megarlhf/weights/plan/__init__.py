@@ -5,12 +5,14 @@ Every rank makes the same plan from the same placements; no process group is nee
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from megarlhf.weights.placement import Box, Placement, RankPlacements, Shape, flat_boxes
+from megarlhf.weights.plan.cuts import NodeOf, Piece, Ranks, Stream, TensorCuts, cut_all
+from megarlhf.weights.plan.shares import Window, share_streams
 from megarlhf.weights.schedule import Pair, RankRound, Span, rank_rounds
 
 _MAX_LISTED = 20
@@ -124,10 +126,13 @@ def make_plan(
     destinations: Sequence[RankPlacements],
     *,
     only_rank: int | None = None,
+    node_of: NodeOf | None = None,
 ) -> CopyPlan:
     """The plan that fills every placement of `destinations` from `sources`, each element exactly once.
 
-    What a rank holds it takes from itself; the rest comes from the replica that has sent the least so far.
+    What a rank holds it takes from itself. For the rest, all that strangers need of what the same set of ranks holds
+    is one stream, destination by destination, cut into one contiguous part per holder: senders are balanced to a
+    row, and a destination has few peers. With `node_of` (rank -> node) a rank of the same node sends what one holds.
     All ranks must pass the same placements; `only_rank` keeps one rank's copies (but everybody's traffic),
     for large jobs.
 
@@ -137,25 +142,83 @@ def make_plan(
     sources = _by_rank(sources, "sources")
     destinations = _by_rank(destinations, "destinations")
     _check_shapes((*sources, *destinations))
-    held = _Held(sources)
-    traffic: dict[Pair, int] = defaultdict(int)
-    load: dict[int, int] = defaultdict(int)
-    copies: list[Copy] = []
-    missing: list[str] = []
-    for rank, placement in _by_tensor(destinations):
-        cut = held.cut(rank, placement)
-        missing += [f"{placement.tensor}{_slices(box)}" for box in cut.missing]
-        for box, source_box in cut.pieces:
-            holders = held.holders(placement.tensor, source_box)
-            src = rank if rank in holders else min(holders, key=lambda r: (load[r], r))
-            if src != rank:
-                load[src] += box.numel
-            traffic[src, rank] += box.numel
-            if only_rank in (None, src, rank):
-                copies.append(_copy(src, holders[src].part(box), rank, placement.part(box)))
+    tensors = cut_all(sources, destinations, node_of)
+    missing = [f"{tensor.name}{_slices(box)}" for tensor in tensors for box in tensor.cuts.missing]
     if missing:
         _raise_missing(missing)
-    return CopyPlan(tuple(copies), dict(traffic), only_rank)
+    needs, traffic = _needs(tensors)
+    windows = share_streams(needs, lambda ranks, rank, position: _row_near(tensors, (ranks, rank), position))
+    for (_, dst), parts in windows.items():
+        for (src, stop), start in zip(parts, [0, *(end for _, end in parts)], strict=False):
+            traffic[src, dst] += stop - start
+    return CopyPlan(tuple(_copies(tensors, windows, only_rank)), dict(traffic), only_rank)
+
+
+def _needs(tensors: Sequence[TensorCuts]) -> tuple[dict[Ranks, dict[int, int]], Counter[Pair]]:
+    """Elements that each rank needs of each set of holders, ranks ascending, and what ranks have themselves."""
+    streams: Counter[Stream] = Counter()
+    traffic: Counter[Pair] = Counter()
+    patterns = {id(tensor.cuts): tensor.cuts for tensor in tensors}
+    for pattern, count in Counter(id(tensor.cuts) for tensor in tensors).items():
+        for stream, numel in patterns[pattern].needs.items():
+            streams[stream] += numel * count
+        for rank, numel in patterns[pattern].local.items():
+            traffic[rank, rank] += numel * count
+    needs: dict[Ranks, dict[int, int]] = defaultdict(dict)
+    for ranks, rank in sorted(streams):
+        needs[ranks][rank] = streams[ranks, rank]
+    return dict(needs), traffic
+
+
+def _row_near(tensors: Sequence[TensorCuts], stream: Stream, position: int) -> int:
+    """Where a row of the stream ends (or starts) nearest to `position`."""
+    at = 0
+    for tensor in tensors:
+        size = tensor.cuts.needs.get(stream, 0)
+        if at + size < position:
+            at += size
+            continue
+        for piece in tensor.cuts.of_stream.get(stream, ()):
+            if at + piece.numel >= position:
+                return at + (position - at + piece.row // 2) // piece.row * piece.row
+            at += piece.numel
+    raise AssertionError(f"position {position} lies behind the end {at} of stream {stream}")
+
+
+def _copies(
+    tensors: Sequence[TensorCuts], windows: Mapping[Stream, Sequence[Window]], only_rank: int | None
+) -> Iterator[Copy]:
+    """Tensor by tensor, then by destination: the order of every pair's stream on both its ends."""
+    at: dict[Stream, int] = defaultdict(int)
+    relevant: dict[int, tuple[Piece, ...]] = {}
+    for tensor in tensors:
+        pattern = id(tensor.cuts)
+        if pattern not in relevant:
+            relevant[pattern] = tensor.cuts.of_rank(only_rank)
+        for piece in relevant[pattern]:
+            start = 0
+            for src, stop in _cut_at(piece, windows, at):
+                if start < stop and only_rank in (None, src, piece.dst_rank):
+                    box = piece.box if stop - start == piece.numel else _rows(piece, start, stop)
+                    held, wanted = tensor.held[piece.holders[src]], tensor.wanted[piece.wanted]
+                    yield _copy(src, held.part(box), piece.dst_rank, wanted.part(box))
+                start = max(start, stop)
+
+
+def _cut_at(piece: Piece, windows: Mapping[Stream, Sequence[Window]], at: dict[Stream, int]) -> list[Window]:
+    """Who sends the piece, up to which of its elements; moves its stream on."""
+    if piece.stream is None:
+        return [(piece.dst_rank, piece.numel)]
+    start = at[piece.stream]
+    at[piece.stream] += piece.numel
+    return [(src, min(stop - start, piece.numel)) for src, stop in windows[piece.stream]]
+
+
+def _rows(piece: Piece, start: int, stop: int) -> Box:
+    """The elements [start, stop) of a piece, whole rows of it."""
+    first = piece.box.start[0]
+    a, b = start // piece.row, stop // piece.row
+    return Box((first + a, *piece.box.start[1:]), (first + b, *piece.box.stop[1:]))
 
 
 def _copy(src_rank: int, src: Placement, dst_rank: int, dst: Placement) -> Copy:
@@ -171,73 +234,6 @@ def _copy(src_rank: int, src: Placement, dst_rank: int, dst: Placement) -> Copy:
         dst.offset,
         dst.strides,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class _Cut:
-    pieces: list[tuple[Box, Box]]
-    """(box to copy, the source box that has it)."""
-    missing: list[Box]
-
-
-class _Held:
-    """Who holds which boxes of each logical tensor."""
-
-    def __init__(self, sources: Sequence[RankPlacements]) -> None:
-        self._holders: dict[str, dict[Box, dict[int, Placement]]] = defaultdict(dict)
-        self._of_rank: dict[tuple[int, str], list[Box]] = defaultdict(list)
-        for source in sources:
-            for placement in source.placements:
-                holders = self._holders[placement.tensor].setdefault(placement.box, {})
-                if source.rank not in holders:
-                    holders[source.rank] = placement
-                    self._of_rank[source.rank, placement.tensor].append(placement.box)
-        self._sorted = {tensor: sorted(boxes) for tensor, boxes in self._holders.items()}
-        self._cuts: dict[tuple[str, Box, tuple[Box, ...]], _Cut] = {}
-
-    def holders(self, tensor: str, box: Box) -> dict[int, Placement]:
-        return self._holders[tensor][box]
-
-    def cut(self, rank: int, wanted: Placement) -> _Cut:
-        """The wanted box cut along the source boxes, those of the rank itself first.
-
-        Replicas of an engine or of data parallelism ask for the same boxes, hence the memory.
-        """
-        own = tuple(sorted(self._of_rank.get((rank, wanted.tensor), ())))
-        key = (wanted.tensor, wanted.box, own)
-        if key not in self._cuts:
-            self._cuts[key] = _cut(wanted.box, (*own, *self._sorted.get(wanted.tensor, ())))
-        return self._cuts[key]
-
-
-def _cut(wanted: Box, boxes: Sequence[Box]) -> _Cut:
-    pieces = []
-    rest = [wanted]
-    for box in boxes:
-        if wanted.intersect(box) is None:
-            continue
-        left = []
-        for open_box in rest:
-            hit = open_box.intersect(box)
-            if hit is None:
-                left.append(open_box)
-            else:
-                pieces.append((hit, box))
-                left += open_box.minus(hit)
-        rest = left
-        if not rest:
-            break
-    return _Cut(pieces, rest)
-
-
-def _by_tensor(destinations: Sequence[RankPlacements]) -> Iterator[tuple[int, Placement]]:
-    """Placements tensor by tensor (in order of first appearance), then by rank: spreads the load evenly."""
-    tensors: dict[str, list[tuple[int, Placement]]] = defaultdict(list)
-    for destination in destinations:
-        for placement in destination.placements:
-            tensors[placement.tensor].append((destination.rank, placement))
-    for wanted in tensors.values():
-        yield from wanted
 
 
 def _by_rank(parts: Sequence[RankPlacements], what: str) -> list[RankPlacements]:

@@ -1,0 +1,261 @@
+"""What carrying the actor's weights into the rollout engine will cost: `python -m megarlhf.weights.plan -c FILE`.
+
+Reads the configuration and the actor's config.json; no weights, no GPU, no process group.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from statistics import fmean
+from typing import Any
+
+from megarlhf.config import RLConfig, load_config
+from megarlhf.layout import Layout, engine_order
+from megarlhf.observe.progress import make_console, table
+from megarlhf.planning.legality import check_role
+from megarlhf.weights.architecture import Architecture
+from megarlhf.weights.megatron_layout import MegatronLayout
+from megarlhf.weights.placement import RankPlacements
+from megarlhf.weights.plan import CopyPlan, make_plan
+from megarlhf.weights.plan.tiers import TieredPlan, crossing, make_tiers, node_needs
+from megarlhf.weights.plan.traffic import Links, entering, formula, least_receive, model_elements, wire_seconds
+from megarlhf.weights.tensor_map import padded_vocab_size, vllm_placements
+
+ELEMENT_BYTES = {"fp32": 4, "bf16": 2}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """A transfer, and the cluster it runs on."""
+
+    arch: Architecture
+    mesh: Layout
+    trainer: MegatronLayout
+    engine_tp: int
+    element_bytes: int
+    ranks_per_node: int
+    links: Links
+
+    def node_of(self) -> list[int]:
+        return [rank // self.ranks_per_node for rank in range(self.mesh.world_size)]
+
+    def placements(self) -> tuple[list[RankPlacements], list[RankPlacements]]:
+        """What every rank holds and what it wants.
+
+        Raises: ValueError when the model does not fit either layout.
+        """
+        shards = [vllm_placements(self.arch, tp=self.engine_tp, tp_rank=v, rank=v) for v in range(self.engine_tp)]
+        wanted = [shards[rank % self.engine_tp].on_rank(rank) for rank in range(self.mesh.world_size)]
+        return self.trainer.on_ranks(self.arch, self.mesh), wanted
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tier:
+    """Bytes and time of one way to carry the weights."""
+
+    name: str
+    entering: list[int]
+    """Bytes that come into each node from others."""
+    inside: int
+    """Bytes between ranks of a node, over all nodes."""
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """Bytes by rank; figures of the formula are averages over ranks."""
+
+    model: int
+    need: list[int]
+    received: list[int]
+    sent: list[int]
+    least: list[int]
+    formula_least: float
+    formula_all_gather: float
+    least_entering: list[int]
+    tiers: list[Tier]
+    plan_seconds: float
+    order: tuple[int, ...] | None
+
+
+def ask(cfg: RLConfig, arguments: argparse.Namespace) -> Question:
+    """The question that the configuration and the command's options put.
+
+    Raises: ValueError when model, layout and ranks do not fit.
+    """
+    world_size = arguments.world_size or cfg.run.nproc
+    arch, mesh = check_role("actor", cfg.actor, world_size)
+    parallel, model = cfg.actor.parallel, cfg.actor.model
+    engine_tp = arguments.engine_tp or cfg.rollout.tp(cfg.actor)
+    order = engine_order(mesh, engine_tp, arguments.ranks_per_node) if arguments.order == "engine" else None
+    trainer = MegatronLayout(
+        tp=mesh.tp,
+        pp=mesh.pp,
+        vpp=arguments.vpp or parallel.vpp,
+        ep=arguments.ep or parallel.ep,
+        layers_per_stage=parallel.layers_per_stage,
+        padded_vocab=padded_vocab_size(arch.vocab_size, mesh.tp, model.vocab_multiple),
+    )
+    return Question(
+        arch=arch,
+        mesh=replace(mesh, order=order),
+        trainer=trainer,
+        engine_tp=engine_tp,
+        element_bytes=ELEMENT_BYTES[model.dtype],
+        ranks_per_node=arguments.ranks_per_node,
+        links=Links(rank_gbps=arguments.rank_gbps, node_gbps=arguments.node_gbps),
+    )
+
+
+def answer(question: Question) -> Answer:
+    """Makes the plan, in one tier and in two, and counts."""
+    size, node_of = question.element_bytes, question.node_of()
+    ranks, nodes = range(len(node_of)), node_of[-1] + 1
+    start = time.process_time()
+    sources, destinations = question.placements()
+    plan = make_plan(sources, destinations, only_rank=0)
+    seconds = time.process_time() - start
+    tiered = make_tiers(sources, destinations, node_of, only_rank=0)
+    least, least_in = least_receive(sources, destinations), node_needs(sources, destinations, node_of)
+    words = formula(question.arch, question.mesh, question.engine_tp, question.trainer.ep)
+    return Answer(
+        model=size * model_elements(question.arch)[0],
+        need=[size * sum(placement.box.numel for placement in part.placements) for part in destinations],
+        received=[size * plan.elements_received(rank) for rank in ranks],
+        sent=[size * plan.elements_sent(rank) for rank in ranks],
+        least=[size * least[rank] for rank in ranks],
+        formula_least=size * words.least,
+        formula_all_gather=size * words.all_gather,
+        least_entering=[size * least_in[node] for node in range(nodes)],
+        tiers=_tiers(question, plan, tiered, nodes),
+        plan_seconds=seconds,
+        order=question.mesh.order,
+    )
+
+
+def _tiers(question: Question, plan: CopyPlan, tiered: TieredPlan, nodes: int) -> list[Tier]:
+    node_of, size = question.node_of(), question.element_bytes
+
+    def tier(name: str, *plans: CopyPlan) -> Tier:
+        came_in = [sum(into) for into in zip(*(entering(crossing(p, node_of), nodes) for p in plans), strict=True)]
+        moved = sum(numel for p in plans for (src, dst), numel in p.traffic.items() if src != dst)
+        return Tier(
+            name=name,
+            entering=[size * numel for numel in came_in],
+            inside=size * (moved - sum(came_in)),
+            seconds=sum(wire_seconds(p, node_of, question.links, size) for p in plans),
+        )
+
+    return [tier("one tier", plan), tier("two tiers", tiered.arrive, tiered.fan_out)]
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    root = argparse.ArgumentParser(
+        prog="python -m megarlhf.weights.plan",
+        description="Bytes and time of carrying the actor's weights into the rollout engines.",
+    )
+    root.add_argument("-c", "--config", required=True, metavar="FILE", help="YAML configuration of an rl run")
+    root.add_argument("overrides", nargs="*", metavar="section.key=value", help="override configured values")
+    root.add_argument("--world-size", type=_positive, metavar="N", help="ranks of the run (default: run.nproc)")
+    root.add_argument("--engine-tp", type=_positive, metavar="N", help="plan as if rollout.parallel.tp were N")
+    root.add_argument("--ep", type=_positive, metavar="N", help="plan as if actor.parallel.ep were N")
+    root.add_argument("--vpp", type=_positive, metavar="N", help="plan as if actor.parallel.vpp were N")
+    words = "ranks of the trainer's mesh: as suits the engines (default), or by their numbers"
+    root.add_argument("--order", choices=("engine", "rank"), default="engine", help=words)
+    root.add_argument("--ranks-per-node", type=_positive, default=8, metavar="N", help="default: %(default)s")
+    words = "gigabits per second and direction of a rank inside its node (default: %(default)g)"
+    root.add_argument("--rank-gbps", type=_speed, default=3600.0, metavar="X", help=words)
+    words = "gigabits per second and direction of a whole node (default: %(default)g)"
+    root.add_argument("--node-gbps", type=_speed, default=3200.0, metavar="X", help=words)
+    root.add_argument("--per-rank", action="store_true", help="a line for each rank")
+    root.add_argument("--json", action="store_true", help="everything as one JSON object, in bytes and seconds")
+    return root
+
+
+def _positive(text: str) -> int:
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return number
+
+
+def _speed(text: str) -> float:
+    if not 0 < (number := float(text)) < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not a positive, finite speed")
+    return number
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit status. 2: the user's mistake, said without a traceback."""
+    arguments = parser().parse_intermixed_args(argv)
+    try:
+        question = ask(load_config(RLConfig, arguments.config, arguments.overrides), arguments)
+        found = answer(question)
+    except ValueError as error:
+        print(f"{parser().prog}: {error}", file=sys.stderr)
+        return 2
+    if arguments.json:
+        print(json.dumps(as_json(question, found)))
+    else:
+        _print(question, found, per_rank=arguments.per_rank)
+    return 0
+
+
+def as_json(question: Question, found: Answer) -> dict[str, Any]:
+    """The answer with what was asked, in plain types."""
+    layout = {key: getattr(question.trainer, key) for key in ("tp", "pp", "vpp", "ep")} | {"dp": question.mesh.dp}
+    return {
+        "model_type": question.arch.model_type,
+        "layout": layout,
+        "engine_tp": question.engine_tp,
+        "element_bytes": question.element_bytes,
+        "ranks_per_node": question.ranks_per_node,
+        "links": asdict(question.links),
+        **asdict(found),
+    }
+
+
+def _print(question: Question, found: Answer, *, per_rank: bool) -> None:
+    console, mesh, trainer = make_console(), question.mesh, question.trainer
+    ways = f"tp {mesh.tp} x pp {mesh.pp} x dp {mesh.dp} (vpp {trainer.vpp}, ep {trainer.ep})"
+    order = "by number" if mesh.order is None else " ".join(map(str, mesh.order)) + ", and so on"
+    facts = [
+        ("model", f"{question.arch.model_type}, {_gb(found.model)} GB"),
+        ("trainer", f"{ways} = {mesh.world_size} ranks"),
+        ("engines", f"{mesh.world_size // question.engine_tp} of tp {question.engine_tp}"),
+        ("ranks at the trainer's positions", order),
+        ("seconds to plan, one core", f"{found.plan_seconds:.1f}"),
+    ]
+    console.print(table("Weights from trainer to rollout", facts, ("what", "value")))
+    lines = [
+        ("needed", *_spread(found.need)),
+        ("received", *_spread(found.received)),
+        ("least: needed and not held", *_spread(found.least)),
+        ("least by the formula", "", _gb(found.formula_least), ""),
+        ("all-gather by the formula", "", _gb(found.formula_all_gather), ""),
+        ("sent", *_spread(found.sent)),
+    ]
+    console.print(table("GB a rank", lines, ("", "min", "mean", "max")))
+    speeds = f"{question.links.rank_gbps:g} Gb/s a rank, {question.links.node_gbps:g} Gb/s a node"
+    tiers = [
+        (t.name, *_spread(t.entering), _gb(t.inside / len(t.entering)), f"{t.seconds:.3f}") for t in found.tiers
+    ] + [("least", *_spread(found.least_entering), "", "")]
+    title = f"GB into a node of {question.ranks_per_node} ranks, and wire time at {speeds} (estimated)"
+    console.print(table(title, tiers, ("", "min", "mean", "max", "inside, mean", "seconds")))
+    if per_rank:
+        each = zip(range(mesh.world_size), found.need, found.received, found.least, found.sent, strict=True)
+        rows = [(rank, *map(_gb, figures)) for rank, *figures in each]
+        console.print(table("GB of each rank", rows, ("rank", "needed", "received", "least", "sent")))
+
+
+def _spread(figures: Sequence[int]) -> tuple[str, str, str]:
+    return _gb(min(figures)), _gb(fmean(figures)), _gb(max(figures))
+
+
+def _gb(num_bytes: float) -> str:
+    return f"{num_bytes / 1e9:.2f}"

@@ -1,0 +1,104 @@
+"""The order of ranks that the engines want: by literals, by invariants, by the bytes that plans then move.
+
+Not covered: that training under an order gives the same numbers (tests/distributed/test_sft_layouts.py).
+"""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megarlhf.layout import Layout, engine_order
+from megarlhf.weights.megatron_layout import MegatronLayout
+from megarlhf.weights.plan.traffic import formula, least_receive, model_elements
+from tests.weights.cases import tiny
+from tests.weights.transfers import Transfer, transfer, with_order
+
+
+@pytest.mark.parametrize(
+    ("tp", "dp", "engine_tp", "node", "expected"),
+    [
+        (8, 2, 8, 8, None),
+        (8, 2, 4, 8, (0, 4, 1, 5, 2, 6, 3, 7)),
+        (8, 2, 2, 8, (0, 2, 4, 6, 1, 3, 5, 7)),
+        (8, 2, 1, 8, None),
+        (4, 2, 2, 2, (0, 2, 1, 3)),
+        (2, 4, 4, 8, (0, 2, 1, 3)),
+        (1, 8, 4, 8, None),
+        (2, 8, 8, 8, (0, 4, 1, 5, 2, 6, 3, 7)),
+        (2, 8, 4, 3, None),
+        (2, 2, 4, 2, None),
+    ],
+)
+def test_orders_by_hand(tp, dp, engine_tp, node, expected):
+    """Ranks by position. tp 8 -> 4: trainer's share 1 goes to rank 4, which is rank 0 of the second engine."""
+    assert engine_order(Layout(tp=tp, dp=dp), engine_tp, node) == expected
+
+
+def test_an_engine_over_two_nodes_keeps_tensor_parallel_groups_in_one():
+    """tp 8 -> 16 on nodes of 8: half of each node's ranks can find their share in place; interleaving all 16 ranks
+    would serve every rank and spread each group over both nodes."""
+    order = engine_order(Layout(tp=8, dp=4), 16, 8)
+    assert order == (0, 2, 4, 6, 1, 3, 5, 7, 9, 11, 13, 15, 8, 10, 12, 14)
+    assert [t for t in range(8) if order[t] // 2 == t] == [0, 1, 2, 3]
+    assert [t for t in range(8) if order[8 + t] // 2 == t] == [4, 5, 6, 7]
+    whole = engine_order(Layout(tp=8, dp=4), 16, 32)
+    assert whole == tuple(2 * t + c for c in range(2) for t in range(8))
+
+
+def test_ranks_that_form_no_engines():
+    with pytest.raises(ValueError, match=r"12 ranks do not divide into engines of 8 ranks; choose"):
+        engine_order(Layout(tp=4, dp=3), 8, 8)
+
+
+sizes = st.integers(1, 9)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(sizes, sizes, st.integers(1, 3), st.integers(1, 4), sizes)
+def test_an_order_permutes_whole_groups_inside_nodes(tp, engine_tp, pp, dp, groups_per_node):
+    """A permutation that leaves rank 0 in front, in which no group that fits in a node leaves it."""
+    dp *= engine_tp
+    layout = Layout(tp=tp, pp=pp, dp=dp)
+    for node in (groups_per_node * tp, layout.world_size):
+        order = engine_order(layout, engine_tp, node)
+        if order is None:
+            continue
+        assert order[0] == 0
+        permuted = Layout(tp=tp, pp=pp, dp=dp, order=order)
+        assert sorted(r for ranks in permuted.groups(["tp"]) for r in ranks) == list(range(layout.world_size))
+        for ranks in permuted.groups(["tp"]):
+            assert len({rank // node for rank in ranks}) == 1
+
+
+def case_of(tp: int, pp: int, dp: int, engine_tp: int, **changes) -> Transfer:
+    """A vocabulary that needs no padding, so that shares of all tensors lie alike."""
+    arch = tiny(num_hidden_layers=4, vocab_size=512, num_attention_heads=8, num_key_value_heads=8, **changes)
+    return transfer(arch, MegatronLayout(tp=tp, pp=pp, padded_vocab=512), dp, engine_tp)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    st.sampled_from([1, 2, 4]), st.sampled_from([1, 2]), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4, 8]),
+    st.sampled_from([1, 2, 4, 8, 64]), st.booleans(),
+)  # fmt: skip
+def test_never_more_bytes_than_ranks_by_number(tp, pp, dp, engine_tp, node, tied):
+    dp *= engine_tp
+    case = case_of(tp, pp, dp, engine_tp, tie_word_embeddings=tied)
+    ordered = with_order(case, engine_order(case.mesh, engine_tp, node))
+    by_number, chosen = (sum(least_receive(c.sources, c.destinations).values()) for c in (case, ordered))
+    assert chosen <= by_number
+
+
+@pytest.mark.parametrize(("tp", "engine_tp"), [(4, 2), (4, 1), (2, 4), (2, 8)])
+def test_in_one_node_each_rank_keeps_its_whole_share(tp, engine_tp):
+    """What the smaller of the two shares holds of a stage lies in the larger: need - held is W/engine_tp - W/n/pp."""
+    case = case_of(tp, 2, 8, engine_tp)
+    order = engine_order(case.mesh, engine_tp, 64)
+    ordered = with_order(case, order)
+    total, _ = model_elements(case.arch)
+    least = least_receive(ordered.sources, ordered.destinations)
+    mean = sum(least.values()) / len(least)
+    expected = total / engine_tp - total / max(tp, engine_tp) / 2
+    assert formula(case.arch, ordered.mesh, engine_tp).least == pytest.approx(expected)
+    assert mean == pytest.approx(expected, rel=0.02), "norms are whole on every rank; nothing else may differ"
+    assert (order is None) == (engine_tp == 1)

@@ -1,0 +1,127 @@
+"""Plans in two tiers, executed in memory: what enters a node is the least, and everything arrives.
+
+Not covered: the tiers over a network of several nodes.
+"""
+
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megarlhf.weights.placement import Box, RankPlacements, place_slice
+from megarlhf.weights.plan import make_plan
+from megarlhf.weights.plan.tiers import crossing, make_tiers, node_needs
+from megarlhf.weights.plan.traffic import Links, entering, wire_seconds
+from megarlhf.weights.tensor_map import identity_placements
+from tests.weights.cases import carry_in_memory, empty
+from tests.weights.transfers import FAMILIES, Masks, Transfer, draw_transfer, filled, logical_of
+
+
+def check(case: Transfer, node_of) -> int:
+    """Runs both tiers and returns the elements that crossed between nodes."""
+    logical = logical_of(case)
+    tiers = make_tiers(case.sources, case.destinations, node_of)
+    live = empty(case.destinations)
+    carry_in_memory(tiers.arrive, case.live_sources(logical), live)
+    carry_in_memory(tiers.fan_out, live, live)
+    for rank, storages in filled(case.destinations, logical).items():
+        assert all(torch.equal(live[rank][name], value) for name, value in storages.items())
+    written = sum(copy.numel for plan in (tiers.arrive, tiers.fan_out) for copy in plan.copies)
+    assert written == sum(placement.box.numel for part in case.destinations for placement in part.placements)
+
+    assert crossing(tiers.fan_out, node_of) == {}
+    came_in = entering(tiers.crossing(node_of), max(node_of) + 1)
+    least = node_needs(case.sources, case.destinations, node_of)
+    for node in set(node_of):
+        holding = Masks(case.arch, [part for part in case.sources if node_of[part.rank] == node])
+        wanting = Masks(case.arch, [part for part in case.destinations if node_of[part.rank] == node])
+        assert came_in[node] == least[node] == holding.lacking(wanting)
+    whole = sum(entering(crossing(make_plan(case.sources, case.destinations), node_of), max(node_of) + 1))
+    assert sum(came_in) <= whole
+    return sum(came_in)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family(family):
+    draw = random.Random(family)
+    crossed = 0
+    for _ in range(3):
+        case = draw_transfer(draw, family=family)
+        crossed += check(case, case.node_of)
+    assert crossed > 0
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(st.randoms(use_true_random=False))
+def test_any_mesh_on_any_nodes(draw):
+    """Nodes need not be contiguous ranks, nor equal."""
+    case = draw_transfer(draw)
+    nodes = draw.randint(1, 4)
+    check(case, [draw.randrange(nodes) for _ in range(case.mesh.world_size)])
+
+
+def test_the_receivers_of_a_node_share_alike():
+    """Four ranks of node 1 want what node 0 has: 32 elements cross once, 8 to each, which each hands to three."""
+    part = identity_placements({"w": (8, 4)}, 0)
+    wanting = [part.on_rank(rank) for rank in (1, 2, 3, 4)]
+    node_of = {0: 0, 1: 1, 2: 1, 3: 1, 4: 1}
+    tiers = make_tiers([part], wanting, node_of)
+    assert tiers.arrive.traffic == {(0, rank): 8 for rank in (1, 2, 3, 4)}
+    assert tiers.fan_out.traffic == {(src, dst): 8 for src in range(1, 5) for dst in range(1, 5) if src != dst}
+    assert tiers.crossing(node_of) == {(0, 1): 32}
+
+
+def test_one_ranks_tiers_are_those_of_the_whole():
+    case = draw_transfer(random.Random(5), family="qwen2_tied")
+    tiers = make_tiers(case.sources, case.destinations, case.node_of)
+    assert tiers.arrive.copies
+    for rank in range(case.mesh.world_size):
+        own = make_tiers(case.sources, case.destinations, case.node_of, only_rank=rank)
+        for mine, whole in ((own.arrive, tiers.arrive), (own.fan_out, tiers.fan_out)):
+            assert mine.traffic == whole.traffic
+            assert mine.copies == tuple(c for c in whole.copies if rank in (c.src_rank, c.dst_rank))
+
+
+def test_wire_time_is_that_of_the_busiest_link():
+    """Rank 0 sends 4 x 32 elements of 2 bytes: 256 bytes = 2048 bits, all of them out of node 0."""
+    part = identity_placements({"w": (8, 4)}, 0)
+    plan = make_plan([part], [part.on_rank(rank) for rank in (1, 2, 3, 4)])
+    node_of = [0, 1, 1, 1, 1]
+    assert wire_seconds(plan, node_of, Links(rank_gbps=1.0, node_gbps=4.0), 2) == pytest.approx(2048e-9)
+    assert wire_seconds(plan, node_of, Links(rank_gbps=1.0, node_gbps=0.5), 2) == pytest.approx(4096e-9)
+    assert wire_seconds(plan, [0] * 5, Links(rank_gbps=2.0, node_gbps=0.5), 2) == pytest.approx(1024e-9)
+
+
+@settings(max_examples=80, deadline=None, derandomize=True)
+@given(st.data())
+def test_overlapping_boxes_on_any_nodes(data):
+    """Ranks that hold and want any boxes of one tensor: each element comes into a node at most once, as needed."""
+    shape, ranks = (6, 5), range(4)
+    value = torch.arange(30.0, dtype=torch.float64).view(shape)
+    node_of = [data.draw(st.integers(0, 1)) for _ in ranks]
+
+    def part(rank, whole):
+        r, c = (sorted(data.draw(st.lists(st.integers(0, n), min_size=2, max_size=2, unique=True))) for n in shape)
+        box = Box.whole(shape) if whole else Box((r[0], c[0]), (r[1], c[1]))
+        return RankPlacements(rank, {"t": box.shape}, (place_slice("w", box, "t", box.shape, (0, 0)),), {"w": shape})
+
+    sources = [part(rank, rank == 0) for rank in ranks]
+    wanted = [part(rank, False) for rank in ranks]
+    live, expected = filled(sources, {"w": value}), filled(wanted, {"w": value})
+    tiers = make_tiers(sources, wanted, node_of)
+    found = empty(wanted)
+    carry_in_memory(tiers.arrive, live, found)
+    carry_in_memory(tiers.fan_out, found, found)
+    assert all(torch.equal(found[rank]["t"], expected[rank]["t"]) for rank in ranks)
+    plans = (tiers.arrive, tiers.fan_out)
+    assert sum(c.numel for p in plans for c in p.copies) == sum(part.placements[0].box.numel for part in wanted)
+    assert crossing(tiers.fan_out, node_of) == {}
+    came_in = entering(tiers.crossing(node_of), 2)
+    for node in set(node_of):
+        flags = torch.zeros(2, *shape, dtype=torch.bool)
+        for held, parts in enumerate((wanted, sources)):
+            for box in (p.placements[0].box for p in parts if node_of[p.rank] == node):
+                flags[held][box.start[0] : box.stop[0], box.start[1] : box.stop[1]] = True
+        assert came_in[node] == int((flags[0] & ~flags[1]).sum())
