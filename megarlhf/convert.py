@@ -321,9 +321,12 @@ def _size(text: str) -> int:
     digits = text.rstrip("BbKkMmGgTtIi ")
     unit = text[len(digits) :].strip().upper() or "B"
     try:
-        return int(float(digits) * UNITS[unit])
+        size = int(float(digits) * UNITS[unit])
     except (ValueError, KeyError, OverflowError) as error:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 5GB") from error
+    if size < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size that holds anything; give one such as 5GB")
+    return size
 
 
 _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {

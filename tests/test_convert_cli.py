@@ -114,6 +114,21 @@ def test_megarlhf_convert_is_the_same_code(model, capsys):
     assert "hf-to-megatron" in capsys.readouterr().out
 
 
+def test_a_root_without_its_tracker_and_a_mount_point(model, tmp_path, capsys):
+    assert main(["hf-to-megatron", "--hf", str(model), "--out", str(tmp_path / "a")]) == 0
+    (tmp_path / "a" / "release").rename(tmp_path / "a" / "iter_0000042")
+    (tmp_path / "a" / "latest_checkpointed_iteration.txt").unlink()
+    capsys.readouterr()
+    assert main(["inspect", str(tmp_path / "a")]) == 2
+    assert "which of its checkpoints is meant: iter_0000042; name one of them" in capsys.readouterr().err
+    assert main(["inspect", str(tmp_path / "a" / "iter_0000042"), "--reference-hf", str(model)]) == 0
+    assert main(["hf-to-megatron", "--hf", str(model), "--out", "/dev/shm"]) == 2
+    assert "/dev/shm is a mount point" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["megatron-to-hf", "--megatron", "a", "--out", "b", "--max-shard-size", "0"])
+    assert "is no size that holds anything" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("text", ["0", "-1", "two"])
 def test_numbers_are_checked(text, capsys):
     with pytest.raises(SystemExit):

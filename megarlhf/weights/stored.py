@@ -65,6 +65,12 @@ def recognise(path: str | PathLike[str]) -> Kind:
     if is_huggingface(path):
         return "huggingface"
     folder, _ = find_checkpoint(path)
+    iterations = [] if folder is not None else sorted(p.name for p in path.glob("iter_*") if find_checkpoint(p)[0])
+    if iterations:
+        raise ValueError(
+            f"{path} has no {TRACKER} that says which of its checkpoints is meant: {', '.join(iterations)}; name one "
+            "of them, or write its number to that file"
+        )
     if folder is None:
         raise ValueError(
             f"{path} is no checkpoint: it has neither Hugging Face weights (model.safetensors, "

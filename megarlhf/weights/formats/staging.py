@@ -107,6 +107,8 @@ class Staging:
 
     def _check_free(self) -> None:
         taken = self.directory.exists() and (not self.directory.is_dir() or any(self.directory.iterdir()))
+        if self.directory.is_mount():
+            raise ValueError(f"{self.directory} is a mount point, which cannot be replaced; name a folder inside it")
         if taken and not (self._force and self.directory.is_dir()):
             raise ValueError(f"{self.directory} exists already; remove it or write to another directory")
 
