@@ -18,6 +18,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from megarlhf.observe.progress import make_console, table
 from megarlhf.weights.checksums import check_checksums, has_checksums
 from megarlhf.weights.convert import DTYPES, HuggingFaceTarget, MegatronTarget, Target, convert
+from megarlhf.weights.formats.staging import Staging
 from megarlhf.weights.stored import StoredModel, open_model
 from megarlhf.weights.tensor_map import logical_tensors
 from megarlhf.weights.verify import Digests, differences, digests
@@ -112,13 +113,19 @@ def _to_megatron(arguments: argparse.Namespace) -> int:
 
 
 def _to_huggingface(arguments: argparse.Namespace) -> int:
-    source = open_model(arguments.megatron, hf=arguments.reference_hf)
+    source = _open_megatron(arguments)
     return _convert(arguments, source, HuggingFaceTarget(max_shard_bytes=arguments.max_shard_size))
 
 
 def _relayout(arguments: argparse.Namespace) -> int:
-    source = open_model(arguments.megatron, hf=arguments.reference_hf)
-    return _convert(arguments, source, _megatron_target(arguments))
+    return _convert(arguments, _open_megatron(arguments), _megatron_target(arguments))
+
+
+def _open_megatron(arguments: argparse.Namespace) -> StoredModel:
+    """The source; when it is the output too, as a killed replacement of it may have left it."""
+    if arguments.megatron.resolve() == arguments.out.resolve():
+        Staging.bring_back(arguments.out)
+    return open_model(arguments.megatron, hf=arguments.reference_hf)
 
 
 def _megatron_target(arguments: argparse.Namespace) -> MegatronTarget:
@@ -314,9 +321,12 @@ def _size(text: str) -> int:
     digits = text.rstrip("BbKkMmGgTtIi ")
     unit = text[len(digits) :].strip().upper() or "B"
     try:
-        return int(float(digits) * UNITS[unit])
+        size = int(float(digits) * UNITS[unit])
     except (ValueError, KeyError, OverflowError) as error:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 5GB") from error
+    if size < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size that holds anything; give one such as 5GB")
+    return size
 
 
 _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {

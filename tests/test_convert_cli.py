@@ -71,8 +71,22 @@ def test_inspect_says_what_it_is(model, tmp_path, capsys):
     for text in ("mp_rank", "tp 2, pp 2, vpp 1, ep 1", "llama, language model", "release", "4 of 16, 2 KV", "bfloat16"):
         assert text in said, said
     assert "decoder.layers.1.self_attention.linear_qkv.weight" in said
+    for form in ("torch_dist", "mp_rank"):
+        for stages in ("1,2,1", "1,1,2", "2,1,1"):
+            there = str(tmp_path / f"{form}{stages}")
+            options = ["--pp", "3", "--layers-per-stage", stages, "--format", form]
+            main(["hf-to-megatron", "--hf", str(model), "--out", there, *options])
+            capsys.readouterr()
+            assert main(["inspect", there]) == 0
+            assert f"layers per stage: {', '.join(stages.split(','))}" in flat(capsys.readouterr().out)
     assert main(["inspect", str(model), "--check"]) == 0
     assert "digest of the model: " in capsys.readouterr().out
+
+
+def flat(said):
+    """A printed table as `name: value` lines."""
+    rows = ([cell.strip() for cell in line.strip("│┃ ").replace("┃", "│").split("│")] for line in said.splitlines())
+    return "\n".join(": ".join(row) for row in rows)
 
 
 @pytest.mark.parametrize(
@@ -98,6 +112,21 @@ def test_megarlhf_convert_is_the_same_code(model, capsys):
     with pytest.raises(SystemExit):
         cli.main(["convert", "--help"])
     assert "hf-to-megatron" in capsys.readouterr().out
+
+
+def test_a_root_without_its_tracker_and_a_mount_point(model, tmp_path, capsys):
+    assert main(["hf-to-megatron", "--hf", str(model), "--out", str(tmp_path / "a")]) == 0
+    (tmp_path / "a" / "release").rename(tmp_path / "a" / "iter_0000042")
+    (tmp_path / "a" / "latest_checkpointed_iteration.txt").unlink()
+    capsys.readouterr()
+    assert main(["inspect", str(tmp_path / "a")]) == 2
+    assert "which of its checkpoints is meant: iter_0000042; name one of them" in capsys.readouterr().err
+    assert main(["inspect", str(tmp_path / "a" / "iter_0000042"), "--reference-hf", str(model)]) == 0
+    assert main(["hf-to-megatron", "--hf", str(model), "--out", "/dev/shm"]) == 2
+    assert "/dev/shm is a mount point" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["megatron-to-hf", "--megatron", "a", "--out", "b", "--max-shard-size", "0"])
+    assert "is no size that holds anything" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "two"])
@@ -166,6 +195,17 @@ def test_what_stands_beside_the_weights(model, tmp_path):
     assert (back / "additional_chat_templates" / "tool_use.jinja").read_text() == "{{ tools }}"
     assert (back / "tokenizer.json").read_text() == "{}"
     assert not (back / "original").exists()
+    for name in ("rust_model.ot", "model-64-fp16.tflite", "model.ckpt.data-00000-of-00001"):
+        (source / name).write_text("weights once more")
+    shutil.copyfile(source / "config.json", a / "config.json")  # the root is then its own description
+    assert main(["hf-to-megatron", "--hf", str(source), "--out", str(tmp_path / "b")]) == 0
+    assert main(["megatron-to-hf", "--megatron", str(a), "--out", str(tmp_path / "c")]) == 0
+    shutil.copyfile(source / "config.json", a / "release" / "config.json")
+    assert main(["megatron-to-hf", "--megatron", str(a / "release"), "--out", str(tmp_path / "d")]) == 0
+    small = {"config.json", "generation_config.json", "tokenizer.json", "additional_chat_templates"}
+    assert {path.name for path in (tmp_path / "b" / "hf").iterdir()} == small
+    for copied in ("c", "d"):
+        assert {path.name for path in (tmp_path / copied).iterdir()} == {"config.json", "model.safetensors"}
 
 
 def test_a_link_that_leads_nowhere(model, tmp_path, capsys):

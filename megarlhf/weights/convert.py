@@ -14,17 +14,18 @@ import torch
 from megarlhf.model_directory import COMPANION
 from megarlhf.weights.architecture import hf_config
 from megarlhf.weights.checksums import write_checksums
+from megarlhf.weights.formats.copies import require_equal_replicas
 from megarlhf.weights.formats.extent import Extent
-from megarlhf.weights.formats.huggingface_write import MAX_SHARD_BYTES, copy_other_files, plan_huggingface
+from megarlhf.weights.formats.huggingface_write import MAX_SHARD_BYTES, copy_other_files, other_files, plan_huggingface
 from megarlhf.weights.formats.megatron_args import args_of
 from megarlhf.weights.formats.mp_rank import plan_mp_rank
 from megarlhf.weights.formats.staging import Staging
 from megarlhf.weights.formats.torch_dist_write import plan_torch_dist
-from megarlhf.weights.formats.tracker import TRACKER, find_checkpoint
 from megarlhf.weights.megatron_layout import MegatronLayout
 from megarlhf.weights.placement import RankPlacements
 from megarlhf.weights.plan import make_plan
-from megarlhf.weights.stored import StoredModel, recognise
+from megarlhf.weights.replaceable import require_replaceable
+from megarlhf.weights.stored import StoredModel
 from megarlhf.weights.tensor_map import Experts, Spec, hf_placements, logical_tensors, padded_vocab_size
 from megarlhf.weights.transfer import transfer
 
@@ -136,19 +137,20 @@ def convert(
     `inspect --check`; torch does without. `started` is told the bytes to write, `progress` those written since.
 
     Raises: ValueError when the layout does not fit the model, the output exists (without `force`), or the source
-    is short; OSError when the disk is full, before anything is written if it can be known.
+    is short, or its ranks disagree; OSError when the disk is full, before anything is written if it can be known.
     """
     dtype = _written_dtype(source, dtype)
     if force:
-        _check_replaceable(Path(out))
+        require_replaceable(Path(out), source.directory)
     target.parts(source)  # a layout that does not fit is refused before the disk is touched
+    require_equal_replicas(source.weights)
     tensors = logical_tensors(source.arch, source.head)
     at_least = sum(torch.Size(shape).numel() for shape in tensors.values()) * dtype.itemsize
     with Staging(out, force=force) as staging:
-        staging.reserve(at_least)
+        staging.reserve(at_least + _bytes_beside(source))
         planned, extents = target.plan(staging.path, source, dtype)
         total = sum(extent.num_bytes for held in extents for extent in held.values())
-        staging.reserve(total)
+        staging.reserve(total)  # what stands beside the tensors is written already
         first = len(source.weights.parts)
         destinations = [part.on_rank(first + number) for number, part in enumerate(planned)]
         plan = make_plan(source.weights.parts, destinations)
@@ -157,6 +159,10 @@ def convert(
         if checksums:
             write_checksums(staging.path, workers=workers)
     return total
+
+
+def _bytes_beside(source: StoredModel) -> int:
+    return sum(path.stat().st_size for path in other_files(source.companion)) if source.companion is not None else 0
 
 
 def _written_dtype(source: StoredModel, wanted: torch.dtype | None) -> torch.dtype:
@@ -186,20 +192,3 @@ def stated_config(source: StoredModel, dtype: torch.dtype) -> dict[str, Any]:
         config.update({key: made[key] for key in ("architectures", "num_labels") if key in made})
     key = "torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"
     return {**config, key: str(dtype).removeprefix("torch.")}
-
-
-def _check_replaceable(out: Path) -> None:
-    """--force replaces checkpoints, not somebody's home directory."""
-    if out.is_dir() and any(out.iterdir()):
-        try:
-            recognise(out)
-        except ValueError as error:
-            raise ValueError(f"--force replaces checkpoints only, and {out} is none; remove it yourself") from error
-        folder, _ = find_checkpoint(out)
-        ours = {TRACKER, COMPANION} | ({folder.name} if folder is not None else set())
-        others = sorted(path.name for path in out.iterdir() if path.name not in ours)
-        if folder is not None and folder != out and others:
-            raise ValueError(
-                f"--force would delete more of {out} than the checkpoint {folder.name}: {', '.join(others[:5])}; "
-                "write to another directory, or remove it yourself"
-            )

@@ -10,11 +10,12 @@ from typing import Any, Literal
 
 from megarlhf.model_directory import find_description
 from megarlhf.weights.architecture import Architecture, hf_config, read_config
+from megarlhf.weights.formats.copies import require_equal_copies
 from megarlhf.weights.formats.extent import Extent, StoredWeights
 from megarlhf.weights.formats.huggingface import HFFiles, is_huggingface
 from megarlhf.weights.formats.megatron_args import arch_of, contradictions
 from megarlhf.weights.formats.mp_rank import MODEL_FILES, read_mp_rank
-from megarlhf.weights.formats.tied import require_equal_copies
+from megarlhf.weights.formats.staging import replaced_by
 from megarlhf.weights.formats.torch_dist import read_torch_dist
 from megarlhf.weights.formats.torch_dist_metadata import is_torch_dist, read_common
 from megarlhf.weights.formats.torch_file import read_torch_file
@@ -53,11 +54,23 @@ def recognise(path: str | PathLike[str]) -> Kind:
     Raises: ValueError when it is none of the three.
     """
     path = Path(path)
+    kept = replaced_by(path)
+    if not path.is_dir() and kept.is_dir():
+        raise ValueError(
+            f"{path} is not there: a conversion that was to replace it was killed, and left it as {kept}; run that "
+            "conversion again, or rename it back"
+        )
     if not path.is_dir():
         raise ValueError(f"{path} is not a directory; give a Hugging Face directory or a Megatron checkpoint")
     if is_huggingface(path):
         return "huggingface"
     folder, _ = find_checkpoint(path)
+    iterations = [] if folder is not None else sorted(p.name for p in path.glob("iter_*") if find_checkpoint(p)[0])
+    if iterations:
+        raise ValueError(
+            f"{path} has no {TRACKER} that says which of its checkpoints is meant: {', '.join(iterations)}; name one "
+            "of them, or write its number to that file"
+        )
     if folder is None:
         raise ValueError(
             f"{path} is no checkpoint: it has neither Hugging Face weights (model.safetensors, "
@@ -177,22 +190,28 @@ def _stated_layout(args: Mapping[str, Any], padded_vocab: int) -> MegatronLayout
     def stated(name: str) -> int:
         return int(args.get(name) or 1)
 
-    first, last = (args.get(f"decoder_{end}_pipeline_num_layers") for end in ("first", "last"))
     return MegatronLayout(
         tp=stated("tensor_model_parallel_size"),
         pp=stated("pipeline_model_parallel_size"),
         vpp=stated("virtual_pipeline_model_parallel_size"),
         ep=stated("expert_model_parallel_size"),
-        layers_per_stage=_stages(args, stated("pipeline_model_parallel_size"), first, last),
+        layers_per_stage=_stages(args, stated("pipeline_model_parallel_size")),
         padded_vocab=padded_vocab,
         spec="local" if args.get("transformer_impl") == "local" else "te",
         experts="grouped" if args.get("moe_grouped_gemm") else "each",
     )
 
 
-def _stages(args: Mapping[str, Any], pp: int, first: int | None, last: int | None) -> tuple[int, ...] | None:
-    """Layers of each stage where the arguments state a first and a last one of their own."""
-    if not first or not last or pp < 2:
+def _stages(args: Mapping[str, Any], pp: int) -> tuple[int, ...] | None:
+    """Layers of each stage where the arguments state uneven ones: a first or a last, or a whole layout."""
+    spelled = args.get("pipeline_model_parallel_layout")
+    if isinstance(spelled, str) and pp > 1 and set(spelled) <= set("EtmL|"):
+        chunks = [chunk.count("t") for chunk in spelled.split("|")]
+        return tuple(sum(chunks[rank::pp]) for rank in range(pp))
+    first, last = (args.get(f"decoder_{end}_pipeline_num_layers") for end in ("first", "last"))
+    num_layers = int(args.get("num_layers") or 0)
+    if pp < 2 or not num_layers or not (first or last):
         return None
-    middle = (int(args.get("num_layers") or 0) - first - last) // max(1, pp - 2)
-    return (first, *[middle] * (pp - 2), last)
+    even = pp - bool(first) - bool(last)
+    middle = (num_layers - (first or 0) - (last or 0)) // max(1, even)
+    return (*([first] if first else []), *[middle] * even, *([last] if last else []))

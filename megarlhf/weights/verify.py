@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from megarlhf.weights.digest import digest_boxes
+from megarlhf.weights.formats.copies import require_equal_replicas
 from megarlhf.weights.formats.extent import MappedFiles
 from megarlhf.weights.placement import Box, Placement, Shape, contiguous_strides, flat_boxes
 from megarlhf.weights.plan import Copy, make_plan
@@ -92,7 +93,11 @@ class Opened:
 def digests(
     model: StoredModel, *, dtype: torch.dtype | None = None, progress: Callable[[str], None] = lambda tensor: None
 ) -> Digests:
-    """The digests of all logical tensors, on all cores."""
+    """The digests of all logical tensors, on all cores.
+
+    Raises: ValueError when ranks of the checkpoint hold different values of the same box.
+    """
+    require_equal_replicas(model.weights)
     opened = Opened(model)
 
     def one(tensor: str) -> int:

@@ -19,9 +19,13 @@ from megarlhf.weights.formats.huggingface import DTYPES, INDEX, SINGLE
 from megarlhf.weights.formats.staging import Staging
 from megarlhf.weights.placement import Shape
 
-WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx")
+WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".distcp"}
+WEIGHT_SUFFIXES |= {".ot", ".tflite", ".npz", ".pb", ".mlmodel", ".pdparams", ".nemo", ".tar", ".zip", ".gz"}
+SMALL_BYTES = 200 << 20
+"""No tokenizer is larger; what is, are weights of a kind we do not know."""
+_MEGATRON = ("latest_checkpointed_iteration.txt", "metadata.json")
 MAX_SHARD_BYTES = 5 << 30
-_TEMPLATES = "additional_chat_templates"
+TEMPLATES = "additional_chat_templates"
 """The one folder of a tokenizer; others beside a model (`original/`, `onnx/`) hold its weights once more."""
 
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
@@ -132,20 +136,28 @@ class HFWriter:
 
 
 def copy_other_files(source: Path, destination: Path) -> None:
-    """Copies a model directory's files other than weights, their index and config.json.
+    """Copies `other_files`."""
+    for path in other_files(source):
+        target = destination / path.relative_to(source)
+        target.parent.mkdir(exist_ok=True)
+        shutil.copyfile(path, target)
+
+
+def other_files(source: Path) -> list[Path]:
+    """A model directory's small files other than weights, their index and config.json.
 
     Raises: ValueError for a link that leads nowhere.
     """
-    for path in sorted(source.iterdir()):
-        weights = path.suffix in WEIGHT_SUFFIXES or path.name.endswith(".index.json")
-        if weights or path.name == "config.json" or path.name.startswith("."):
+    found = []
+    for path in sorted((*source.iterdir(), *(source / TEMPLATES).glob("*"))):
+        weights = path.suffix in WEIGHT_SUFFIXES or path.name.endswith(".index.json") or ".data-" in path.name
+        if weights or path.name in ("config.json", *_MEGATRON) or path.name.startswith("."):
             continue
         if not path.exists():
             raise ValueError(f"{path} is a link to {path.readlink()}, which does not exist; download it, or remove it")
-        if path.is_file():
-            shutil.copyfile(path, destination / path.name)
-        elif path.name == _TEMPLATES:
-            shutil.copytree(path, destination / path.name)
+        if path.is_file() and path.stat().st_size <= SMALL_BYTES:
+            found.append(path)
+    return found
 
 
 def _bytes(spec: tuple[Shape, torch.dtype]) -> int:

@@ -36,7 +36,7 @@ class Staging:
         self._check_free()
 
     def _beside(self, what: str) -> Path:
-        return self.directory.parent / f".{self.directory.name}.megarlhf-{what}"
+        return _hidden(self.directory, what)
 
     def __enter__(self) -> Staging:
         self.directory.parent.mkdir(parents=True, exist_ok=True)
@@ -49,6 +49,17 @@ class Staging:
             self._release()
             raise
         return self
+
+    @classmethod
+    def bring_back(cls, directory: str | PathLike[str]) -> None:
+        """Puts a directory back that a replacement, killed between its two renames, left under a hidden name."""
+        staging = cls(directory, force=True)
+        if not staging.directory.exists() and staging._old.exists():
+            staging._lock = staging._take()
+            try:
+                staging._recover()
+            finally:
+                staging._release()
 
     def reserve(self, num_bytes: int) -> None:
         """Raises OSError (ENOSPC) unless the file system has room for so many bytes now."""
@@ -96,6 +107,8 @@ class Staging:
 
     def _check_free(self) -> None:
         taken = self.directory.exists() and (not self.directory.is_dir() or any(self.directory.iterdir()))
+        if self.directory.is_mount():
+            raise ValueError(f"{self.directory} is a mount point, which cannot be replaced; name a folder inside it")
         if taken and not (self._force and self.directory.is_dir()):
             raise ValueError(f"{self.directory} exists already; remove it or write to another directory")
 
@@ -140,6 +153,15 @@ class Staging:
             self._lock_file.unlink(missing_ok=True)
             os.close(self._lock)
             self._lock = None
+
+
+def replaced_by(directory: Path) -> Path:
+    """Where a directory stands between the two renames that replace it."""
+    return _hidden(Path(os.path.realpath(directory)), "replaced")
+
+
+def _hidden(directory: Path, what: str) -> Path:
+    return directory.parent / f".{directory.name}.megarlhf-{what}"
 
 
 def sync(path: Path) -> None:

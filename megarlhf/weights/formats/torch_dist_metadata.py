@@ -11,6 +11,7 @@ import math
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -141,6 +142,7 @@ def read_tensors(directory: Path) -> dict[str, GlobalTensor]:
     except ValueError as error:
         raise ValueError(f"{path} {error}; the directory is damaged or incomplete: copy it again") from error
     _check_files(path, set(blobs.values()))
+    _check_apart(path, (chunk.blob for tensor in tensors.values() for chunk in tensor.chunks))
     return tensors
 
 
@@ -203,6 +205,17 @@ def _check_files(metadata: Path, blobs: Iterable[Blob]) -> None:
     for path, end in ends.items():
         if path.stat().st_size < end:
             raise ValueError(f"{path} has {path.stat().st_size} bytes, expected {end}; it is truncated: copy it again")
+
+
+def _check_apart(metadata: Path, blobs: Iterable[Blob]) -> None:
+    """Two chunks never share bytes: a damaged file name or offset may point at another chunk's blob."""
+    ordered = sorted(blobs, key=lambda blob: (blob.path, blob.offset))
+    for first, second in pairwise(ordered):
+        if first.path == second.path and first.offset + first.length > second.offset:
+            raise ValueError(
+                f"{metadata} says that two chunks stand at byte {second.offset} of {first.path.name}; it is damaged: "
+                "copy the checkpoint again"
+            )
 
 
 def _kind(record: Any) -> str:
