@@ -138,6 +138,53 @@ def combine(*digests: Mapping[str, int]) -> dict[str, int]:
     return total
 
 
+def whole_digest(tensors: Mapping[str, int]) -> str:
+    """One number for a model, as 16 hex digits: names count, their order does not."""
+    total = 0
+    for name, digest in tensors.items():
+        mixed = digest
+        for byte in name.encode():
+            mixed = (mixed * 0x100000001B3 ^ byte) % 2**64
+        total = (total + mixed * 0x9E3779B97F4A7C15) % 2**64
+    return f"{total:016x}"
+
+
+def replica_digests(
+    rank: int,
+    sources: Sequence[RankPlacements],
+    tensors: Mapping[str, Shape],
+    storages: Storages,
+    *,
+    dtype: torch.dtype,
+    group: dist.ProcessGroup | None = None,
+) -> tuple[dict[str, int], dict[str, int]]:
+    """(digest of every logical tensor by the first rank that holds each box, the same if all holders agree).
+
+    The second is what all holders together say, brought to the weight of one: equal to the first when replicas, those
+    of data parallelism and of tied embeddings included, hold the same. Collective over `group`, the ranks of
+    `sources`; boxes of different ranks are equal or disjoint.
+    """
+    holders: dict[tuple[str, Box], list[int]] = {}
+    for part in sources:
+        for placement in part.placements:
+            holders.setdefault((placement.tensor, placement.box), []).append(part.rank)
+    mine = next(part for part in sources if part.rank == rank)
+    first: dict[str, int] = {}
+    excess: dict[str, int] = {}
+    for placement in mine.placements:
+        at = holders[placement.tensor, placement.box]
+        name, digest = placement.tensor, digest_boxes([placement], tensors, storages, dtype)[placement.tensor]
+        if at[0] == rank:
+            first[name] = (first.get(name, 0) + digest) % 2**64
+        # The first holder counts for all the others, each of which counts against it: 0 if they agree.
+        weight = len(at) - 1 if at[0] == rank else -1
+        excess[name] = (excess.get(name, 0) + weight * digest) % 2**64
+    names = sorted(tensors)
+    first = _all_reduced(first, names, storages, group, len(sources) > 1)
+    excess = _all_reduced(excess, names, storages, group, len(sources) > 1)
+    return first, {name: (first[name] + excess[name]) % 2**64 for name in names}
+
+
 def compare(a: Mapping[str, int], b: Mapping[str, int]) -> list[str]:
     """Names of the tensors that differ or that only one side has, sorted."""
     return sorted(t for t in a.keys() | b.keys() if t not in a or t not in b or a[t] != b[t])

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megarlhf.weights.digest import digest_boxes
+from megarlhf.weights.digest import digest_boxes, whole_digest
 from megarlhf.weights.formats.copies import require_equal_replicas
 from megarlhf.weights.formats.extent import MappedFiles
 from megarlhf.weights.placement import Box, Placement, Shape, contiguous_strides, flat_boxes
@@ -29,14 +29,8 @@ class Digests:
     """64-bit digests, the same in every format and layout."""
 
     def whole(self) -> str:
-        """One number for the model, as 16 hex digits: names count, their order does not."""
-        total = 0
-        for name, digest in self.tensors.items():
-            mixed = digest
-            for byte in name.encode():
-                mixed = (mixed * 0x100000001B3 ^ byte) % 2**64
-            total = (total + mixed * 0x9E3779B97F4A7C15) % 2**64
-        return f"{total:016x}"
+        """One number for the model, as 16 hex digits."""
+        return whole_digest(self.tensors)
 
 
 class Opened:

@@ -1,0 +1,110 @@
+"""The certificate over a gloo group of four: what is proven, and five faults in memory, each named with rank and box.
+
+Trainer TP2 x PP2, tied; two engines of two ranks. Not covered: NCCL; a table that is wrong on both sides (the
+comparison with vLLM's loader sees it).
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megarlhf.weights.certificate import CertificateError, certify
+from megarlhf.weights.digest import whole_digest
+from megarlhf.weights.plan import make_plan
+from megarlhf.weights.random_init import fill_random
+from megarlhf.weights.reshard import carry_over_group
+from megarlhf.weights.tensor_map import logical_tensors
+from tests.weights.cases import empty, megatron_ranks, tiny, vllm_ranks
+from tests.weights.test_reshard import on_four_ranks
+
+CPU = torch.device("cpu")
+LAYER = "model.layers.1."
+
+
+def stale_rank(dst, old):
+    for name, value in dst.items():
+        value.copy_(old[name])
+
+
+def gate_and_up_swapped(dst, old):
+    fused = dst[LAYER + "mlp.gate_up_proj.weight"]
+    fused.copy_(torch.cat(fused.chunk(2)[::-1]))
+
+
+def q_and_k_exchanged(dst, old):
+    """One head of each."""
+    qkv, head = dst[LAYER + "self_attn.qkv_proj.weight"], 16
+    first_k = qkv.shape[0] // 2  # 2 query heads, 1 key head, 1 value head on each rank
+    kept = qkv[:head].clone()
+    qkv[:head] = qkv[first_k : first_k + head]
+    qkv[first_k : first_k + head] = kept
+
+
+def vocabulary_off_by_one(dst, old):
+    dst["model.embed_tokens.weight"].copy_(dst["model.embed_tokens.weight"].roll(1, 0))
+
+
+FAULTS = {
+    stale_rank: ("tensors differ", "on rank 3"),
+    gate_and_up_swapped: (
+        f"{LAYER}mlp.gate_proj.weight[48:96, 0:64] on rank 3",
+        f"{LAYER}mlp.up_proj.weight[48:96, 0:64] on rank 3",
+    ),
+    q_and_k_exchanged: (f"{LAYER}self_attn.k_proj.weight", f"{LAYER}self_attn.q_proj.weight", "on rank 3"),
+    vocabulary_off_by_one: ("1 of", "model.embed_tokens.weight", "on rank 3"),
+}
+
+
+def _prove(rank, stages):
+    """The digest of the model, after every fault was found."""
+    arch = tiny(tie_word_embeddings=True)
+    sources, ranks = megatron_ranks(arch, 2, stages), vllm_ranks(arch, 2, 2)
+    src, dst = empty([sources[rank]], torch.float32)[rank], empty([ranks[rank]], torch.bfloat16, 0.0)[rank]
+    old = {name: value.clone() for name, value in dst.items()}
+    fill_random(sources[rank], src, seed=5, std=0.1, arch=arch)
+    plan = make_plan(sources, ranks, only_rank=rank)
+    carry_over_group(plan, src, dst, rank=rank, dtype=torch.bfloat16, device=CPU)
+    tensors, options = logical_tensors(arch), {"rank": rank, "dtype": torch.bfloat16, "version": 7}
+
+    def proof(problems=()):
+        return certify(plan, sources, tensors, src, dst, problems=problems, **options)
+
+    found = proof()
+    assert found.version == 7
+    assert found.seconds > 0
+    right = {name: value.clone() for name, value in dst.items()}
+    for plant, messages in FAULTS.items():
+        if rank == 3:
+            plant(dst, old)
+            assert any(not torch.equal(dst[name], right[name]) for name in dst), "the fault was planted"
+        with pytest.raises(CertificateError, match=r"^weight version 7: ") as error:
+            proof()
+        for message in messages:
+            assert message in str(error.value), (plant, error.value)
+        assert "on rank 2" not in str(error.value)
+        for name, value in right.items():
+            dst[name].copy_(value)
+    # The last stage's copy of a tied embedding, not updated: whoever is served from it gets other values.
+    if rank == 2:
+        src["output_layer.weight"].zero_()
+    with pytest.raises(CertificateError, match=r"own ranks disagree on 1 tensors: model\.embed_tokens\.weight"):
+        proof()
+    with pytest.raises(CertificateError, match=r"lm_head of rank 1 is its own"):
+        proof(["lm_head of rank 1 is its own"] if rank == 1 else ())
+    return found.digest
+
+
+def _body(rank):
+    digests = {_prove(rank, stages) for stages in ([[0], [1, 2]], [[0, 1], [2]])}
+    assert len(digests) == 1, "the digest depends on the layout"
+    everywhere = [None] * 4
+    dist.all_gather_object(everywhere, digests)
+    assert everywhere == [digests] * 4
+
+
+def test_what_is_proven_and_five_faults():
+    on_four_ranks(_body)
+
+
+def test_whole_digest_depends_on_names():
+    assert whole_digest({"a": 1, "b": 2}) == whole_digest({"b": 2, "a": 1}) != whole_digest({"a": 2, "b": 1})
