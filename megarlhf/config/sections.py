@@ -116,6 +116,10 @@ class RolloutConfig(FrozenModel):
     cpu_cache_gib: PositiveInt = 1
     verify_weights_every: Annotated[int, Field(ge=0)] = 10
     """Steps between digest checks that vLLM holds the actor's weights; also at start. 0: at start only."""
+    reshard_bucket_mib: PositiveInt = 256
+    """Memory in which a rank gathers weights to send, and as much for what it receives; less where less is free."""
+    poison_weights: bool = False
+    """Debug: fill vLLM's weights with NaN before each update and name what is left of it."""
     max_logprob_gap: Positive | None = None
     """Stop when trainer and rollout differ by more on any response token (nats). Default: 0.01 for an actor in fp32,
     3 in bf16, where single tokens differ by tenths and only a gross mistake should end a run."""

@@ -29,6 +29,7 @@ from megarlhf.runtime import Runtime
 from megarlhf.weights.plan import make_plan
 from megarlhf.weights.reshard import carry_over_group
 from megarlhf.weights.tensor_map import Head, hf_placements
+from tests.distributed.vllm_jobs import vllm_family  # noqa: F401 -- found by name
 
 Arrays = dict[str, np.ndarray]
 
