@@ -63,12 +63,11 @@ class VllmEngine:
         self._llm = _build(model_path, dtype, rollout, tp, max_model_len, runtime, bool(self._arch.num_experts))
         self._parameters: dict[str, Tensor] = self._llm.apply_model(lambda model: dict(model.named_parameters()))[0]
         self._destinations = [self._placements(rank) for rank in range(runtime.world_size)]
-        _raise_on_all_ranks(
-            _repacked(self._parameters),
-            "vLLM has changed the memory of parameters after loading, so that weights copied into them would be wrong",
-            "Experts: vLLM leaves them as they are with moe_backend 'triton' on a GPU, and with this project's patches "
-            "on a CPU; is another backend forced by the environment? rollout.engine=megatron samples without vLLM",
-        )
+        try:
+            self._check_memory()
+        except RuntimeError:
+            self.close()
+            raise
 
     @property
     def weight_version(self) -> int:
@@ -84,6 +83,15 @@ class VllmEngine:
             sources = [placements_on(actor, rank) for rank in world]
             self._plan = make_plan(sources, self._destinations, only_rank=self._runtime.rank)
         return self._plan
+
+    def _check_memory(self) -> None:
+        """To be called before anything is written."""
+        _raise_on_all_ranks(
+            _repacked(self._parameters),
+            "vLLM has changed the memory of parameters after loading, so that weights copied into them would be wrong",
+            "Experts: vLLM leaves them as they are with moe_backend 'triton' on a GPU, and with this project's patches "
+            "on a CPU; is another backend forced by the environment? rollout.engine=megatron samples without vLLM",
+        )
 
     def _resharder_from(self, actor: ModelPart) -> Resharder:
         """Made at the first update, and before it the proof that the table says what vLLM's own loader does."""
@@ -107,8 +115,8 @@ class VllmEngine:
         _raise_on_all_ranks(
             check_loader(placements, self._parameters, self._load, sample_tensors(self._arch), self._dtype),
             f"megarlhf's table of {self._arch.model_type} and vLLM's own loader disagree",
-            f"Weights copied by this table would be wrong. Correct megarlhf/weights/tensor_map/ ({self._arch.model_type}) "
-            "if vLLM has changed, or use the vLLM of requirements/; rollout.engine=megatron samples without vLLM",
+            "Weights copied by this table would be wrong. Correct it (megarlhf/weights/tensor_map/) if vLLM has changed, "
+            "or install the vLLM of requirements/; rollout.engine=megatron samples without vLLM",
         )
         zero_padding(placements, self._parameters)
 
