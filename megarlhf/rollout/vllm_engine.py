@@ -115,8 +115,8 @@ class VllmEngine:
         _raise_on_all_ranks(
             check_loader(placements, self._parameters, self._load, sample_tensors(self._arch), self._dtype),
             f"megarlhf's table of {self._arch.model_type} and vLLM's own loader disagree",
-            "Weights copied by this table would be wrong. Correct it (megarlhf/weights/tensor_map/) if vLLM has changed, "
-            "or install the vLLM of requirements/; rollout.engine=megatron samples without vLLM",
+            "Weights copied by this table would be wrong. If vLLM has changed, correct megarlhf/weights/tensor_map/ or "
+            "install the vLLM of requirements/; rollout.engine=megatron samples without vLLM",
         )
         zero_padding(placements, self._parameters)
 
