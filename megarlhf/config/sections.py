@@ -272,11 +272,6 @@ class RLConfig(FrozenModel):
                 f"algo.advantage = {self.algo.advantage!r} compares the samples of one prompt and needs "
                 f"rollout.num_samples_per_prompt >= 2; got {self.rollout.num_samples_per_prompt}"
             )
-        if self.rollout.engine == "vllm" and self.rollout.tp(self.actor) != self.actor.parallel.tp:
-            raise ValueError(
-                f"rollout.parallel.tp = {self.rollout.parallel.tp} must equal actor.parallel.tp = "
-                f"{self.actor.parallel.tp} for now; leave it out to follow the actor"
-            )
         if self.train.stop.heldout_reward_patience and not (self.eval.every and self.data.heldout):
             raise ValueError("train.stop.heldout_reward_patience counts evaluations: set eval.every and data.heldout")
         return self

@@ -187,6 +187,7 @@ def rl_step(runtime: Runtime, config: dict[str, Any]) -> dict[str, Any]:
     metrics = logprob_gap(experience, cfg.rollout.logprob_gap_limit(cfg.actor))
     experience = add_advantages(experience, cfg.algo)
     metrics |= rl.describe(experience, cfg) | rl.train_on(cfg, parts, experience, dealt, 0)
+    parts.engine.close()
     return {
         "metrics": metrics,
         "responses": [row.tolist() for row in experience.rollouts.responses.rows()],

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests.distributed.pool import RankPool
+from tests.distributed.test_rl_layouts import config
 from tests.distributed.tiny import write_family
 from tests.distributed.vllm_jobs import EOS, FAULTS, NEW_TOKENS
 
@@ -99,6 +100,24 @@ def test_an_engine_says_what_hugging_face_says(name: str, tp: int, vllm_ranks: R
         assert found["different"] == {"by_reload": [], "by_load": []}
         assert found["changed"] == found["all"] != [], "a parameter had the same values twice: nothing was compared"
         assert "vLLM has no weights to generate with: it has not been given any" in found["early"]
+
+
+LAYOUTS = [({"tp": 2, "pp": 2}, 2), ({}, 1), ({}, 4)]
+"""Of trainers on four ranks, and vLLM's tp: two engines; four, beside data-parallel replicas; one for all of these."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel, tp", LAYOUTS)
+def test_a_step_of_rl_samples_with_the_actor_s_weights(
+    parallel: dict[str, Any], tp: int, vllm_ranks: RankPool, models: dict[str, Path], data: dict[str, Path]
+) -> None:
+    """The trainer's log-probs of vLLM's samples are vLLM's, whatever the two layouts; the samples are trained on."""
+    cfg = config(models, data["prompts"], parallel)
+    cfg["rollout"] |= {"engine": "vllm", "parallel": {"tp": tp}}
+    for found in vllm_ranks.run(4, "rl_step", cfg):
+        assert 0 < found["metrics"]["rollout_logprob_gap_max"] < 1e-4
+        assert found["metrics"]["actor_grad_norm"] > 0
+        assert len(found["responses"]) == 16
 
 
 NAMED = {
