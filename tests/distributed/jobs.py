@@ -187,8 +187,7 @@ def rl_step(runtime: Runtime, config: dict[str, Any]) -> dict[str, Any]:
     metrics = logprob_gap(experience, cfg.rollout.logprob_gap_limit(cfg.actor))
     experience = add_advantages(experience, cfg.algo)
     metrics |= rl.describe(experience, cfg) | rl.train_on(cfg, parts, experience, dealt, 0)
-    parts.engine.close()
-    return {
+    found = {
         "metrics": metrics,
         "responses": [row.tolist() for row in experience.rollouts.responses.rows()],
         "columns": {name: column.values_T.numpy() for name, column in experience.columns.items()},
@@ -196,6 +195,8 @@ def rl_step(runtime: Runtime, config: dict[str, Any]) -> dict[str, Any]:
         "gradients": gradients,
         "weights": {role.name: gather(role.part, role.part.parameters()) for role in parts.trained},
     }
+    parts.engine.close()  # last: vLLM destroys the default group
+    return found
 
 
 def _prompts(cfg: RLConfig, tokenizer: Any) -> list[Any]:
