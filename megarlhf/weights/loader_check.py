@@ -22,6 +22,7 @@ Load = Callable[[Iterator[tuple[str, torch.Tensor]]], object]
 """The engine's own loader: takes (Hugging Face name, whole tensor) and fills the live parameters of this rank."""
 
 _CHUNK_ELEMENTS = 1 << 22
+_CHUNK_ELEMENTS_CPU = 1 << 17  # fits the cache: 0.7 s instead of 3.1 s for 36 M elements in bf16 on one core
 _WORDS = {2: torch.int16, 4: torch.int32}
 
 
@@ -93,8 +94,9 @@ class _Numbers:
         shape = self._tensors[name]
         out = torch.empty(shape, dtype=self.dtype, device=device)
         flat, first = out.view(-1), self._start_of[name]
-        for start in range(0, flat.numel(), _CHUNK_ELEMENTS):
-            stop = min(start + _CHUNK_ELEMENTS, flat.numel())
+        step = _chunk_elements(device)
+        for start in range(0, flat.numel(), step):
+            stop = min(start + step, flat.numel())
             flat[start:stop] = self._encode(torch.arange(first + start, first + stop, device=device), digit)
         return out
 
@@ -172,7 +174,7 @@ class _Check:
         first: tuple[int, int | None] | None = None
         count = 0
         for placement in held:
-            for box in _chunks(placement):
+            for box in _chunks(placement, _chunk_elements(live.device)):
                 part = placement.part(box)
                 expected = self._numbers.of_box(part.tensor, box, digit, live.device).to(live.dtype)
                 wrong = view(part, self._live) != expected
@@ -216,11 +218,15 @@ class _Check:
         return f"the value {difference.found[0].item()}, which it was not given,"
 
 
-def _chunks(placement: Placement) -> Iterator[Box]:
-    """The placement's box in boxes of at most `_CHUNK_ELEMENTS`."""
+def _chunk_elements(device: torch.device) -> int:
+    return _CHUNK_ELEMENTS_CPU if device.type == "cpu" else _CHUNK_ELEMENTS
+
+
+def _chunks(placement: Placement, limit: int) -> Iterator[Box]:
+    """The placement's box in boxes of at most `limit` elements."""
     size = placement.box.numel
-    for start in range(0, size, _CHUNK_ELEMENTS):
-        for box in flat_boxes(placement.box.shape, start, min(start + _CHUNK_ELEMENTS, size)):
+    for start in range(0, size, limit):
+        for box in flat_boxes(placement.box.shape, start, min(start + limit, size)):
             yield box.shift(placement.box.start)
 
 

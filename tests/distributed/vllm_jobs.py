@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megarlhf.config import RoleConfig, RolloutConfig
 from megarlhf.models.role import Role, build_role
+from megarlhf.models.settings import DTYPES
 from megarlhf.models.weights import load_weights
 from megarlhf.parallel.mesh import GroupCache
 from megarlhf.rollout.engine import Sampling
@@ -28,14 +29,16 @@ MAX_LENGTH, NEW_TOKENS, EOS = 64, 6, 2
 class _Session:
     """An actor and an engine that it feeds."""
 
-    def __init__(self, runtime: Runtime, model: str, tp: int, parallel: dict[str, Any], **rollout: Any) -> None:
+    def __init__(
+        self, runtime: Runtime, model: str, tp: int, parallel: dict[str, Any], dtype: str = "fp32", **rollout: Any
+    ) -> None:
         from megarlhf.rollout.vllm_engine import VllmEngine
 
         self.runtime = runtime
-        self.section = RoleConfig.model_validate({"model": {"path": model}, "parallel": parallel})
+        self.section = RoleConfig.model_validate({"model": {"path": model, "dtype": dtype}, "parallel": parallel})
         self.actor: Role = build_role("actor", self.section, "lm", GroupCache(runtime), seed=0)
         settings = RolloutConfig.model_validate({"max_response_tokens": NEW_TOKENS, **rollout})
-        self.engine = VllmEngine(Path(model), torch.float32, settings, tp, MAX_LENGTH, runtime)
+        self.engine = VllmEngine(Path(model), DTYPES[dtype], settings, tp, MAX_LENGTH, runtime)
 
     def update(self, model: str, version: int) -> None:
         load_weights(self.actor.part, self.section.model.model_copy(update={"path": Path(model)}), seed=0)
@@ -59,14 +62,21 @@ def _error(action: Callable[[], Any]) -> str:
 
 
 def vllm_family(
-    runtime: Runtime, first: str, second: str, tp: int, parallel: dict[str, Any], prompts: list[list[int]]
+    runtime: Runtime,
+    first: str,
+    second: str,
+    tp: int,
+    parallel: dict[str, Any],
+    prompts: list[list[int]],
+    dtype: str = "fp32",
 ) -> dict[str, Any]:
     """What an engine says with two sets of weights, and which parameters vLLM's own loading would fill otherwise."""
     from safetensors.torch import load_file
 
     from megarlhf.rollout.vllm_patches import cpu_patches
 
-    session = _Session(runtime, first, tp, parallel)
+    session = _Session(runtime, first, tp, parallel, dtype)
+    assert {tensor.dtype for tensor in session.engine._parameters.values()} == {DTYPES[dtype]}
     early = _error(lambda: session.greedy(prompts))
     said, held = [], []
     for version, path in enumerate((first, second)):
