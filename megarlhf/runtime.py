@@ -59,6 +59,8 @@ class Runtime:
     rank: int
     local_rank: int
     world_size: int
+    local_world_size: int = 1
+    """Ranks on this machine."""
     device: torch.device
     backend: str
 
@@ -173,6 +175,7 @@ def initialize(info: RankInfo, *, seed: int, timeout_seconds: int = 1800) -> Run
         rank=info.rank,
         local_rank=info.local_rank,
         world_size=info.world_size,
+        local_world_size=info.local_world_size,
         device=torch.device("cuda", device_index) if on_gpu else torch.device("cpu"),
         backend=backend,
     )
@@ -207,6 +210,18 @@ def synchronize(device: torch.device) -> None:
     """Wait for the device, so that a host clock measures what ran."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def free_bytes(runtime: Runtime, meminfo: Path = Path("/proc/meminfo")) -> int:
+    """Bytes that this rank could still allocate on its device now; on a CPU its share of the machine's memory.
+
+    Counts what torch's allocator keeps for reuse: it gives that back before it gives up.
+    """
+    if runtime.device.type == "cuda":
+        kept = torch.cuda.memory_reserved(runtime.device) - torch.cuda.memory_allocated(runtime.device)
+        return torch.cuda.mem_get_info(runtime.device)[0] + kept
+    lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+    return int(lines["MemAvailable"].removesuffix("kB")) * 1024 // runtime.local_world_size
 
 
 def shutdown() -> None:

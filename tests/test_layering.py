@@ -56,13 +56,14 @@ FLOOR = {room: -number for number, floor in enumerate(HOUSE) for room in floor}
 
 ONLY_IN: dict[str, tuple[str, ...]] = {
     "megatron": ("parallel/", "models/", "checkpoint/"),
-    "vllm": ("rollout/vllm_engine.py",),
+    # The engine, and apart from it what is patched: they change for different reasons.
+    "vllm": ("rollout/vllm_engine.py", "rollout/vllm_patches.py"),
     "triton": ("kernels/",),
 }
 """Packages that change under us, and the files that may import them."""
 
 CUDA_IN = ("runtime.py", "parallel/megatron_cpu.py", "rollout/vllm_engine.py", "kernels/")
-PATCHES_IN = ("parallel/megatron_cpu.py", "rollout/vllm_engine.py")
+PATCHES_IN = ("parallel/megatron_cpu.py", "rollout/vllm_patches.py")
 
 SETTINGS = {"runtime.py": {"torch._dynamo.config.disable"}}
 """Assignments to another project's module that are no patch: a setting which that project documents."""

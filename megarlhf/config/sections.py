@@ -115,7 +115,12 @@ class RolloutConfig(FrozenModel):
     """Share of GPU memory for vLLM's weights and cache. CPU: the cache is `cpu_cache_gib`."""
     cpu_cache_gib: PositiveInt = 1
     verify_weights_every: Annotated[int, Field(ge=0)] = 10
-    """Steps between digest checks that vLLM holds the actor's weights; also at start. 0: at start only."""
+    """Steps between digest checks that vLLM holds the actor's weights; also at start and after the
+    first step. 0: only there."""
+    reshard_bucket_mib: PositiveInt = 256
+    """Memory in which a rank gathers weights to send, and as much for what it receives; less where less is free."""
+    poison_weights: bool = False
+    """Debug: fill vLLM's weights with NaN before each update and name what is left of it."""
     max_logprob_gap: Positive | None = None
     """Stop when trainer and rollout differ by more on any response token (nats). Default: 0.01 for an actor in fp32,
     3 in bf16, where single tokens differ by tenths and only a gross mistake should end a run."""
@@ -267,11 +272,6 @@ class RLConfig(FrozenModel):
             raise ValueError(
                 f"algo.advantage = {self.algo.advantage!r} compares the samples of one prompt and needs "
                 f"rollout.num_samples_per_prompt >= 2; got {self.rollout.num_samples_per_prompt}"
-            )
-        if self.rollout.engine == "vllm" and self.rollout.tp(self.actor) != self.actor.parallel.tp:
-            raise ValueError(
-                f"rollout.parallel.tp = {self.rollout.parallel.tp} must equal actor.parallel.tp = "
-                f"{self.actor.parallel.tp} for now; leave it out to follow the actor"
             )
         if self.train.stop.heldout_reward_patience and not (self.eval.every and self.data.heldout):
             raise ValueError("train.stop.heldout_reward_patience counts evaluations: set eval.every and data.heldout")

@@ -22,6 +22,7 @@ from megarlhf.planning.batch import Fact, rl_facts, supervised_facts
 from megarlhf.planning.legality import check_role
 from megarlhf.rollout.rewards.rules import load_rule
 from megarlhf.weights.architecture import Architecture
+from megarlhf.weights.tensor_map import vllm_placements
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,8 @@ def preflight(command: str, cfg: FrozenModel, world_size: int) -> Preflight:
         arch, layout = check_role(name, section, world_size)
         if isinstance(cfg, RLConfig | GenerateConfig):
             _check_positions(cfg, name, section, arch)
-            _check_engine(cfg, name, arch)
+            if name == "actor":
+                _check_engine(cfg, section, arch, world_size)
         described.append(
             (
                 name,
@@ -111,12 +113,19 @@ def _check_vocabulary(roles: Mapping[str, RoleConfig]) -> None:
             )
 
 
-def _check_engine(cfg: RLConfig | GenerateConfig, role: str, arch: Architecture) -> None:
-    """vLLM repacks experts after loading, at unchanged shape: a copy into them would succeed and be wrong."""
-    if role == "actor" and cfg.rollout.engine == "vllm" and arch.num_experts:
+def _check_engine(cfg: RLConfig | GenerateConfig, section: RoleConfig, arch: Architecture, world_size: int) -> None:
+    """Whether vLLM's engines fit the ranks, and whether the table knows where vLLM keeps every parameter."""
+    if cfg.rollout.engine != "vllm":
+        return
+    tp = cfg.rollout.tp(section)
+    if world_size % tp:
+        raise ValueError(f"rollout.parallel.tp = {tp} does not divide the {world_size} ranks of the run")
+    try:
+        vllm_placements(arch, tp=tp, tp_rank=0, rank=0)
+    except ValueError as error:
         raise ValueError(
-            f"{role}: weights of a mixture of experts cannot be written into vLLM yet; use rollout.engine=megatron"
-        )
+            f"rollout.parallel.tp = {tp} of vLLM and {section.model.path}: {error}; or use rollout.engine=megatron"
+        ) from None
 
 
 def _check_positions(cfg: RLConfig | GenerateConfig, role: str, section: RoleConfig, arch: Architecture) -> None:

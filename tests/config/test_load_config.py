@@ -255,7 +255,6 @@ VLLM_TP = ("actor.parallel.tp=2", "rollout.parallel.tp=2")
             ["algo.advantage=leave_one_out"],
             ["'leave_one_out' compares the samples", "rollout.num_samples_per_prompt >= 2; got 1"],
         ),
-        ("rl", ["rollout.parallel.tp=2"], ["rollout.parallel.tp = 2 must equal actor.parallel.tp = 1"]),
         (
             "rl",
             ["train.stop.heldout_reward_patience=2"],

@@ -29,6 +29,7 @@ from megarlhf.runtime import Runtime
 from megarlhf.weights.plan import make_plan
 from megarlhf.weights.reshard import carry_over_group
 from megarlhf.weights.tensor_map import Head, hf_placements
+from tests.distributed.vllm_jobs import vllm_broken, vllm_family, vllm_packed_experts, vllm_tables  # noqa: F401
 
 Arrays = dict[str, np.ndarray]
 
@@ -192,7 +193,7 @@ def rl_step(runtime: Runtime, config: dict[str, Any]) -> dict[str, Any]:
     metrics = logprob_gap(experience, cfg.rollout.logprob_gap_limit(cfg.actor))
     experience = add_advantages(experience, cfg.algo)
     metrics |= rl.describe(experience, cfg) | rl.train_on(cfg, parts, experience, dealt, 0)
-    return {
+    found = {
         "metrics": metrics,
         "responses": [row.tolist() for row in experience.rollouts.responses.rows()],
         "columns": {name: column.values_T.numpy() for name, column in experience.columns.items()},
@@ -200,6 +201,8 @@ def rl_step(runtime: Runtime, config: dict[str, Any]) -> dict[str, Any]:
         "gradients": gradients,
         "weights": {role.name: gather(role.part, role.part.parameters()) for role in parts.trained},
     }
+    parts.engine.close()  # last: vLLM destroys the default group
+    return found
 
 
 def _prompts(cfg: RLConfig, tokenizer: Any) -> list[Any]:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.distributed.pool import RankPool
+from tests.distributed.tiny import write_family
 
 
 def test_megatron_core_still_names_cuda(ranks: RankPool, models: dict[str, Path]) -> None:
@@ -88,3 +89,17 @@ def test_vllm_still_names_shared_memory_alike_in_every_externally_launched_run()
     from vllm.v1.worker import cpu_worker
 
     assert 'init_method.split(":")[-1]' in inspect.getsource(cpu_worker)
+
+
+def test_vllm_still_packs_experts_at_unchanged_shape(fresh_ranks: RankPool, tmp_path: Path) -> None:
+    """Without `_keep_experts` the engine finds, before the first write, that every expert tensor's memory changed, and
+    refuses it by name. Packed, their shape says nothing: the widths here are multiples of 32."""
+    model = write_family(tmp_path / "model", "mixtral", hidden_size=128)
+    message = fresh_ranks.run(1, "vllm_packed_experts", str(model))[0]
+    assert message.startswith("RuntimeError: vLLM has changed the memory of parameters after loading"), message
+    named = [line.removeprefix("  rank 0: ") for line in message.splitlines() if line.startswith("  rank")]
+    experts = "model.layers.{}.block_sparse_moe.experts.routed_experts."
+    w13 = [f"{experts.format(layer)}w13_weight [4, 192, 128]" for layer in range(4)]
+    w2 = [f"{experts.format(layer)}w2_weight [4, 128, 96]" for layer in range(4)]
+    assert sorted(named) == sorted(w13 + w2)
+    assert "moe_backend 'triton' on a GPU" in message

