@@ -113,8 +113,9 @@ def test_weights_in_bf16_are_vllm_s_own(vllm_ranks: RankPool, written: Any) -> N
         assert found["said"][0] != found["said"][1]
 
 
-LAYOUTS = [({"tp": 2, "pp": 2}, 2), ({}, 1), ({}, 4)]
-"""Of trainers on four ranks, and vLLM's tp: two engines; four, beside data-parallel replicas; one for all of these."""
+LAYOUTS = [({"tp": 2, "pp": 2}, 2), ({}, 1), ({}, 4), ({"tp": 4}, 2)]
+"""Of trainers on four ranks, and vLLM's tp: two engines; four, beside data-parallel replicas; one for all of these; and
+two for which the trainer's ranks stand in another order."""
 
 
 @pytest.mark.slow

@@ -90,7 +90,7 @@ def test_the_numbers_of_all_elements_differ_and_are_plain_values(dtype):
 def test_an_element_that_differs_in_the_second_digit_only_is_named():
     """16,384 rows of one element further on, a bf16 tensor holds the same first digit."""
     tensors = {"t": (40000, 1)}
-    arch, placements, _ = setup()
+    _arch, placements, _ = setup()
     shape = (100, 1)
     placements = replace(placements, storages={"s": shape}, tensors=tensors)
     right = replace(
