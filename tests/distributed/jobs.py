@@ -264,8 +264,24 @@ def _planted_faults(runtime: Runtime, actor: Role, engine: Any) -> dict[str, str
             messages[storage] = str(error)
         with torch.no_grad():
             live.copy_(kept)
+    messages["lm_head.weight"] = _head_of_its_own(runtime, actor, engine)
     engine.verify_weights(actor.part)
     return messages
+
+
+def _head_of_its_own(runtime: Runtime, actor: Role, engine: Any) -> str:
+    """As when an update replaced a tied embedding: the last rank's head keeps the old memory."""
+    (head,) = engine._llm.apply_model(lambda model: model.lm_head)
+    kept = head.weight
+    if runtime.rank == runtime.world_size - 1:
+        head.weight = torch.nn.Parameter(kept.detach().clone(), requires_grad=False)
+    try:
+        engine.verify_weights(actor.part)
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        head.weight = kept
+    return ""
 
 
 def forward_without_the_cpu_scope(runtime: Runtime, model: str) -> str:
