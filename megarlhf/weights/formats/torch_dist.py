@@ -24,6 +24,7 @@ from megarlhf.weights.formats.torch_dist_metadata import (
     read_common,
     read_config,
     read_tensors,
+    require_apart,
 )
 from megarlhf.weights.formats.torch_dist_names import (
     KeyForm,
@@ -83,6 +84,7 @@ def read_torch_dist(directory: str | PathLike[str], arch: Architecture) -> Torch
     read_config(directory)
     common = read_common(directory)
     tensors = model_tensors(read_tensors(directory))
+    require_apart(directory, tensors.values())
     if EMBEDDING not in tensors:
         raise ValueError(
             f"{directory} has no {EMBEDDING} among its {len(tensors)} tensors; give the checkpoint of a GPTModel"

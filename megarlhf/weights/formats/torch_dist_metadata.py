@@ -142,7 +142,6 @@ def read_tensors(directory: Path) -> dict[str, GlobalTensor]:
     except ValueError as error:
         raise ValueError(f"{path} {error}; the directory is damaged or incomplete: copy it again") from error
     _check_files(path, set(blobs.values()))
-    _check_apart(path, (chunk.blob for tensor in tensors.values() for chunk in tensor.chunks))
     return tensors
 
 
@@ -207,14 +206,18 @@ def _check_files(metadata: Path, blobs: Iterable[Blob]) -> None:
             raise ValueError(f"{path} has {path.stat().st_size} bytes, expected {end}; it is truncated: copy it again")
 
 
-def _check_apart(metadata: Path, blobs: Iterable[Blob]) -> None:
-    """Two chunks never share bytes: a damaged file name or offset may point at another chunk's blob."""
+def require_apart(directory: Path, tensors: Iterable[GlobalTensor]) -> None:
+    """Two chunks never share bytes: a damaged file name or offset may point at another chunk's blob.
+
+    Raises: ValueError when two do.
+    """
+    blobs = (chunk.blob for tensor in tensors for chunk in tensor.chunks)
     ordered = sorted(blobs, key=lambda blob: (blob.path, blob.offset))
     for first, second in pairwise(ordered):
         if first.path == second.path and first.offset + first.length > second.offset:
             raise ValueError(
-                f"{metadata} says that two chunks stand at byte {second.offset} of {first.path.name}; it is damaged: "
-                "copy the checkpoint again"
+                f"{directory / METADATA} says that two chunks stand at byte {second.offset} of {first.path.name}; it "
+                "is damaged: copy the checkpoint again"
             )
 
 
