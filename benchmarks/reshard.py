@@ -9,6 +9,7 @@ allgather  what trainers commonly do: for each parameter a broadcast over the pi
            parallelism, the Hugging Face tensors made on every rank, and each rank cutting its part out of them
 floor      one flat message per pair of ranks with as many bytes as the plan sends: no gather, no scatter, and nothing
            copied inside a rank
+local      what the plan copies inside ranks, alone: the floor has none of it, and no way of ours avoids it
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from megarlhf.weights.tensor_map import hf_placements, padded_vocab_size, vllm_p
 RESULT = ROOT / "benchmarks" / "results" / "reshard.json"
 RANKS, ENGINE_TP, DTYPE, BUCKET_BYTES = 4, 2, torch.bfloat16, 32 << 20
 LAYOUTS = {"tp2_pp2_to_tp2": (2, 2), "tp4_to_tp2": (4, 1)}
-WAYS = ("ours", "allgather", "floor")
+WAYS = ("ours", "allgather", "floor", "local")
 
 Live = dict[str, torch.Tensor]
 
@@ -149,7 +150,8 @@ def rank_main(rank: int, port: int, name: str, rounds: int, config: Mapping[str,
     seconds = []
     for _ in range(rounds):
         ours, peers = timed(lambda: resharder.run(live, into)), timed(lambda: allgather(live, other))
-        seconds.append({"ours": ours, "allgather": peers, "floor": timed(floor)})
+        local = timed(lambda: copy_local(plan.local(rank), live, into))
+        seconds.append({"ours": ours, "allgather": peers, "floor": timed(floor), "local": local})
     said: list[Any] = [None] * RANKS
     least = least_receive(src, dst)[rank]
     dist.all_gather_object(said, {"peak": peaks, "received": plan.elements_received(rank), "least": least})
@@ -171,6 +173,7 @@ def summary(found: Mapping[str, Any]) -> dict[str, Any]:
         "allgather_over_ours": spread["allgather"]["median"] / ours,
         "ours_over_floor": ours / spread["floor"]["median"],
         "received_over_minimum": received / least,
+        "ours_over_floor_and_local": ours / (spread["floor"]["median"] + spread["local"]["median"]),
         "peak_extra_bytes": max(rank["peak"]["ours"] for rank in found["ranks"]),
         "peak_extra_bytes_allgather": max(rank["peak"]["allgather"] for rank in found["ranks"]),
         "received_bytes": [rank["received"] * DTYPE.itemsize for rank in found["ranks"]],
@@ -202,7 +205,7 @@ def main() -> None:
     }
     arguments.out.write_text(json.dumps(result, indent=2) + "\n")
     for name, one in layouts.items():
-        print(name, {key: round(one[key], 3) for key in list(one)[:4]})
+        print(name, {key: round(one[key], 3) for key in list(one)[:5]})
 
 
 if __name__ == "__main__":

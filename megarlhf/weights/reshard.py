@@ -6,6 +6,7 @@ message per peer and round, gathered into a bucket and scattered from another, w
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,10 +20,13 @@ from megarlhf.weights.plan import Copy, CopyPlan, Exchange
 from megarlhf.weights.schedule import Pair
 
 BUCKET_BYTES = 256 << 20
-DIRECT_BYTES = 512 << 10
-"""A message costs some 50 us over gloo; so many bytes take ten times as long."""
+DIRECT_BYTES = 128 << 10
+"""A message costs some 50 us over gloo; twice as long as so many bytes take."""
 
 _MIN_BUCKET_BYTES = 1 << 20
+_SLOTS = 8
+"""Rounds under way at a time, each with its share of the buckets: gathering, wire and scattering overlap, and a share
+stays in the cache on a CPU."""
 
 Peers = Mapping[int, Sequence[Copy]]
 
@@ -75,6 +79,7 @@ class Resharder:
         """
         self._rank, self._dtype, self._device, self._group = rank, dtype, device, group
         self._bucket_bytes, self._free_bytes = bucket_bytes, free_bytes
+        self._kept: tuple[Sequence[Exchange], list[torch.Tensor], list[torch.Tensor]] | None = None
         least = max(1, direct_bytes // dtype.itemsize)
         direct = _direct_traffic(plan, rank, least, in_place, group)
         is_direct = _never if direct is None else partial(_one_run, least=least)
@@ -105,7 +110,7 @@ class Resharder:
         self._agree(failure.error)
 
     def _capacity(self) -> int:
-        """Elements of a half bucket: sends and receives each have two, one filled while the other is under way.
+        """Elements of a round: its share of the bucket for sending, and of that for receiving.
 
         By powers of two below `bucket_bytes`, the same on all ranks, so that few schedules are made.
         """
@@ -115,7 +120,7 @@ class Resharder:
             dist.all_reduce(free, op=dist.ReduceOp.MIN, group=self._group)
             while size > max(int(free) // 4, _MIN_BUCKET_BYTES):
                 size //= 2
-        return max(1, size // 2 // self._dtype.itemsize)
+        return max(1, size // _SLOTS // self._dtype.itemsize)
 
     def _post_direct(self, src: Storages, dst: Storages, failure: _Failure) -> list[dist.Work]:
         ops = []
@@ -130,17 +135,27 @@ class Resharder:
         return torch.empty(numel, dtype=self._dtype, device=self._device)
 
     def _rounds(self, exchanges: Sequence[Exchange], src: Storages, dst: Storages, failure: _Failure) -> None:
-        outgoing = [self._bucket([e.sends for e in exchanges[k::2]]) for k in (0, 1)]
-        incoming = [self._bucket([e.receives for e in exchanges[k::2]]) for k in (0, 1)]
-        before: tuple[Exchange, torch.Tensor, list[dist.Work]] | None = None
+        slots = min(_SLOTS, len(exchanges))
+        outgoing, incoming = self._buckets(exchanges, slots)
+        under_way: deque[tuple[Exchange, torch.Tensor, list[dist.Work]]] = deque()
         for number, exchange in enumerate(exchanges):
-            into = incoming[number % 2]
-            works = self._post(exchange, src, outgoing[number % 2], into, failure)
-            if before is not None:
-                self._finish(*before, dst, failure)
-            before = (exchange, into, works)
-        if before is not None:
-            self._finish(*before, dst, failure)
+            if len(under_way) == slots:
+                self._finish(*under_way.popleft(), dst, failure)
+            into = incoming[number % slots]
+            under_way.append((exchange, into, self._post(exchange, src, outgoing[number % slots], into, failure)))
+        while under_way:
+            self._finish(*under_way.popleft(), dst, failure)
+
+    def _buckets(self, exchanges: Sequence[Exchange], slots: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """For sending and for receiving. A CPU keeps those of the last schedule: pages that were never touched cost
+        more than the copy into them. On a GPU torch's allocator has them at hand."""
+        if self._kept is None or self._kept[0] is not exchanges:
+            outgoing = [self._bucket([e.sends for e in exchanges[k::slots]]) for k in range(slots)]
+            incoming = [self._bucket([e.receives for e in exchanges[k::slots]]) for k in range(slots)]
+            if self._device.type != "cpu":
+                return outgoing, incoming
+            self._kept = (exchanges, outgoing, incoming)
+        return self._kept[1:]
 
     def _bucket(self, rounds: Sequence[Peers]) -> torch.Tensor:
         size = max((sum(c.numel for copies in peers.values() for c in copies) for peers in rounds), default=0)

@@ -118,8 +118,7 @@ LAYOUTS = [({"tp": 2, "pp": 2}, 2), ({}, 1), ({}, 4), ({"tp": 4}, 2)]
 two for which the trainer's ranks stand in another order."""
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("parallel, tp", LAYOUTS)
+@pytest.mark.parametrize("parallel, tp", [LAYOUTS[0], *(pytest.param(*p, marks=pytest.mark.slow) for p in LAYOUTS[1:])])
 def test_a_step_of_rl_samples_with_the_actor_s_weights(
     parallel: dict[str, Any], tp: int, vllm_ranks: RankPool, models: dict[str, Path], data: dict[str, Path]
 ) -> None:
