@@ -63,6 +63,7 @@ class VllmEngine:
         self._resharder: Resharder | None = None
         self._llm = _build(model_path, dtype, rollout, tp, max_model_len, runtime, bool(self._arch.num_experts))
         self._parameters: dict[str, Tensor] = self._llm.apply_model(lambda model: dict(model.named_parameters()))[0]
+        self._places = {name: tensor.data_ptr() for name, tensor in self._parameters.items()}
         self._destinations = [self._placements(rank) for rank in range(runtime.world_size)]
         try:
             self._check_memory()
@@ -141,8 +142,12 @@ class VllmEngine:
                 f"the update to version {version} left poison",
                 "No copy of the plan wrote there, or the actor's own weights are NaN",
             )
-        if not self._llm.reset_prefix_cache():
-            raise RuntimeError("vLLM did not reset its prefix cache: responses would mix old and new weights")
+        self._refusal = f"the cache of the weights before version {version} could not be forgotten"
+        _raise_on_all_ranks(
+            [] if self._llm.reset_prefix_cache() else ["vLLM did not reset its prefix cache"],
+            f"the update to version {version} is not complete",
+            "Responses would mix old and new weights; are requests still running?",
+        )
         self._version, self._refusal = version, ""
 
     def verify_weights(self, actor: ModelPart) -> Certificate:
@@ -161,6 +166,7 @@ class VllmEngine:
                 problems=self._replaced(),
             )
         except CertificateError as error:
+            self._refusal = f"they were found not to be those of version {self._version}"
             raise CertificateError(
                 f"vLLM does not hold the actor's weights: {error}. Samples drawn now would not be the actor's; was a "
                 "parameter written or replaced outside update_weights?"
@@ -172,11 +178,11 @@ class VllmEngine:
         """Parameters of the live model that are no longer the memory that updates write to; tied heads under their
         own name too."""
         live = self._llm.apply_model(lambda model: dict(model.named_parameters(remove_duplicate=False)))[0]
-        known = {tensor.data_ptr() for tensor in self._parameters.values()}
+        known, shapes = set(self._places.values()), self._destinations[self._runtime.rank].storages
         return [
             f"{name} on rank {self._runtime.rank} has memory of its own, which no update writes"
             for name, tensor in live.items()
-            if tensor.data_ptr() not in known
+            if tensor.data_ptr() not in known or (name in shapes and tuple(tensor.shape) != shapes[name])
         ]
 
     def generate(self, prompts: Sequence[Tensor], seeds: Sequence[int], sampling: Sampling) -> Rollouts:

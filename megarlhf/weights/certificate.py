@@ -63,6 +63,8 @@ def certify(
     told: list[Sequence[str]] = [()] * dist.get_world_size(group)
     dist.all_gather_object(told, tuple(problems), group=group)
     said = [problem for each in told for problem in each]
+    if said:  # what cannot be read has no digest
+        raise CertificateError(f"weight version {version}: {'; '.join(said)}")
     sent, received = transfer_digests(plan, tensors, src, dst, rank=rank, dtype=dtype, group=group)
     if different := compare(sent, received):
         places = _places(plan, tensors, src, dst, rank, dtype, group, set(different))

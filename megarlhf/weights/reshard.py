@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -23,7 +23,8 @@ BUCKET_BYTES = 256 << 20
 DIRECT_BYTES = 128 << 10
 """A message costs some 50 us over gloo; twice as long as so many bytes take."""
 
-_MIN_BUCKET_BYTES = 1 << 20
+_MIN_BUCKET_BYTES = 16 << 20
+"""Smaller ones make schedules of tens of thousands of rounds for a large model."""
 _SLOTS = 8
 """Rounds under way at a time, each with its share of the buckets: gathering, wire and scattering overlap, and a share
 stays in the cache on a CPU."""
@@ -48,11 +49,16 @@ class _Failure:
             except Exception as error:  # noqa: BLE001 -- raised on all ranks once the peers are served
                 self.error = error
 
-    def flat(self, placement: Placement, storages: Storages, scratch: Callable[[int], torch.Tensor]) -> torch.Tensor:
-        """The placement's memory, one run; after a failure scratch memory in its place."""
-        found: list[torch.Tensor] = []
-        self.guard(lambda: found.append(view(placement, storages).view(-1)))
-        return found[0] if found else scratch(placement.box.numel)
+
+@dataclass(frozen=True)
+class _Prepared:
+    """What a run needs on this rank before the first message, so that want of it is told before anything is written."""
+
+    direct: list[dist.P2POp]
+    exchanges: Sequence[Exchange]
+    outgoing: list[torch.Tensor]
+    """A share of the bucket for each round that may be under way."""
+    incoming: list[torch.Tensor]
 
 
 class Resharder:
@@ -79,7 +85,7 @@ class Resharder:
         """
         self._rank, self._dtype, self._device, self._group = rank, dtype, device, group
         self._bucket_bytes, self._free_bytes = bucket_bytes, free_bytes
-        self._kept: tuple[Sequence[Exchange], list[torch.Tensor], list[torch.Tensor]] | None = None
+        self._kept: _Prepared | None = None
         least = max(1, direct_bytes // dtype.itemsize)
         direct = _direct_traffic(plan, rank, least, in_place, group)
         is_direct = _never if direct is None else partial(_one_run, least=least)
@@ -94,72 +100,80 @@ class Resharder:
     def run(self, src: Storages, dst: Storages) -> None:
         """Carries everything once. Afterwards every destination box holds its source's present values.
 
-        Raises: TransferError on every rank when any rank failed, with the reason; the destinations are then a mixture.
+        Raises: TransferError on every rank when any rank failed, with the reason. If it failed before the first message
+        (no memory, a storage that is missing), nothing is written; else the destinations are a mixture.
         """
         failure = _Failure()
-        capacity = self._capacity()
+        free = self._least_free(failure)
+        prepared: list[_Prepared] = []
+        failure.guard(lambda: prepared.append(self._prepare(src, dst, self._capacity(free))))
+        self._agree(failure.error)
+        (ready,) = prepared
         try:
-            under_way = self._post_direct(src, dst, failure)
+            under_way = dist.batch_isend_irecv(ready.direct) if ready.direct else []
             failure.guard(lambda: copy_local(self._local, src, dst, self._dtype))
-            self._rounds(self._staged.exchanges(self._rank, capacity), src, dst, failure)
+            self._rounds(ready, src, dst, failure)
             for work in under_way:
                 work.wait()
-        except RuntimeError as error:  # of the network: nobody can be told any more
+        except RuntimeError as error:  # of the network: what happens here of our own is guarded
             reason = failure.error or error
             raise TransferError(f"rank {self._rank}: {type(reason).__name__}: {reason}") from reason
         self._agree(failure.error)
 
-    def _capacity(self) -> int:
+    def _least_free(self, failure: _Failure) -> int | None:
+        """Bytes, of the poorest rank; buckets that are kept count as free. Collective."""
+        if self._free_bytes is None:
+            return None
+        found = [0]
+        failure.guard(lambda: found.append(self._free_bytes() + self._kept_bytes()))  # type: ignore[misc]
+        free = torch.tensor(found[-1], device=self._device)
+        dist.all_reduce(free, op=dist.ReduceOp.MIN, group=self._group)
+        return int(free)
+
+    def _kept_bytes(self) -> int:
+        return 0 if self._kept is None else sum(t.nbytes for t in (*self._kept.outgoing, *self._kept.incoming))
+
+    def _capacity(self, free: int | None) -> int:
         """Elements of a round: its share of the bucket for sending, and of that for receiving.
 
         By powers of two below `bucket_bytes`, the same on all ranks, so that few schedules are made.
         """
         size = self._bucket_bytes
-        if self._free_bytes is not None:
-            free = torch.tensor(self._free_bytes(), device=self._device)
-            dist.all_reduce(free, op=dist.ReduceOp.MIN, group=self._group)
-            while size > max(int(free) // 4, _MIN_BUCKET_BYTES):
-                size //= 2
+        while free is not None and size > max(free // 4, _MIN_BUCKET_BYTES):
+            size //= 2
         return max(1, size // _SLOTS // self._dtype.itemsize)
 
-    def _post_direct(self, src: Storages, dst: Storages, failure: _Failure) -> list[dist.Work]:
-        ops = []
-        for peer, copy in self._receives:
-            where = failure.flat(copy.destination, dst, self._empty)
-            ops.append(dist.P2POp(dist.irecv, where, peer, self._group))
-        for peer, copy in self._sends:
-            ops.append(dist.P2POp(dist.isend, failure.flat(copy.source, src, self._empty), peer, self._group))
-        return dist.batch_isend_irecv(ops) if ops else []
-
-    def _empty(self, numel: int) -> torch.Tensor:
-        return torch.empty(numel, dtype=self._dtype, device=self._device)
-
-    def _rounds(self, exchanges: Sequence[Exchange], src: Storages, dst: Storages, failure: _Failure) -> None:
+    def _prepare(self, src: Storages, dst: Storages, capacity: int) -> _Prepared:
+        ops = [dist.P2POp(dist.irecv, _flat(c.destination, dst), peer, self._group) for peer, c in self._receives]
+        ops += [dist.P2POp(dist.isend, _flat(c.source, src), peer, self._group) for peer, c in self._sends]
+        exchanges = self._staged.exchanges(self._rank, capacity)
+        # A CPU keeps the buckets of the last schedule: pages that were never touched cost more than the copy into
+        # them. On a GPU torch's allocator has them at hand.
+        if self._kept is not None and self._kept.exchanges is exchanges:
+            return replace(self._kept, direct=ops)
+        self._kept = None
         slots = min(_SLOTS, len(exchanges))
-        outgoing, incoming = self._buckets(exchanges, slots)
+        outgoing = [self._bucket([e.sends for e in exchanges[k::slots]]) for k in range(slots)]
+        incoming = [self._bucket([e.receives for e in exchanges[k::slots]]) for k in range(slots)]
+        prepared = _Prepared(ops, exchanges, outgoing, incoming)
+        if self._device.type == "cpu":
+            self._kept = replace(prepared, direct=[])
+        return prepared
+
+    def _rounds(self, ready: _Prepared, src: Storages, dst: Storages, failure: _Failure) -> None:
+        slots = len(ready.outgoing)
         under_way: deque[tuple[Exchange, torch.Tensor, list[dist.Work]]] = deque()
-        for number, exchange in enumerate(exchanges):
+        for number, exchange in enumerate(ready.exchanges):
             if len(under_way) == slots:
                 self._finish(*under_way.popleft(), dst, failure)
-            into = incoming[number % slots]
-            under_way.append((exchange, into, self._post(exchange, src, outgoing[number % slots], into, failure)))
+            into = ready.incoming[number % slots]
+            under_way.append((exchange, into, self._post(exchange, src, ready.outgoing[number % slots], into, failure)))
         while under_way:
             self._finish(*under_way.popleft(), dst, failure)
 
-    def _buckets(self, exchanges: Sequence[Exchange], slots: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """For sending and for receiving. A CPU keeps those of the last schedule: pages that were never touched cost
-        more than the copy into them. On a GPU torch's allocator has them at hand."""
-        if self._kept is None or self._kept[0] is not exchanges:
-            outgoing = [self._bucket([e.sends for e in exchanges[k::slots]]) for k in range(slots)]
-            incoming = [self._bucket([e.receives for e in exchanges[k::slots]]) for k in range(slots)]
-            if self._device.type != "cpu":
-                return outgoing, incoming
-            self._kept = (exchanges, outgoing, incoming)
-        return self._kept[1:]
-
     def _bucket(self, rounds: Sequence[Peers]) -> torch.Tensor:
         size = max((sum(c.numel for copies in peers.values() for c in copies) for peers in rounds), default=0)
-        return self._empty(size)
+        return torch.empty(size, dtype=self._dtype, device=self._device)
 
     def _post(
         self, exchange: Exchange, src: Storages, outgoing: torch.Tensor, into: torch.Tensor, failure: _Failure
@@ -206,6 +220,11 @@ def carry_over_group(
         plan, rank=rank, dtype=dtype, device=device, in_place=in_place, group=group, bucket_bytes=bucket_bytes
     )
     resharder.run(src, dst)
+
+
+def _flat(placement: Placement, storages: Storages) -> torch.Tensor:
+    """The placement's memory, which is one run."""
+    return view(placement, storages).view(-1)
 
 
 def _gather(message: torch.Tensor, copies: Sequence[Copy], src: Storages) -> None:

@@ -91,8 +91,47 @@ def _failing(rank):
             storages = (src, dst) if rank != 1 else (lost, dst) if broken_src else (src, lost)
             with pytest.raises(TransferError, match=r"^rank 1: KeyError: "):
                 resharder.run(*storages)
+        # Half way: after messages have been sent, at the first copy inside the rank or out of a bucket.
+        name = "copy_local" if direct_bytes == 64 else "_scatter"
+        kept = getattr(module, name)
+        if rank == 1:
+            setattr(module, name, lambda *arguments: {}["lost"])
+        with pytest.raises(TransferError, match=r"^rank 1: KeyError: 'lost'"):
+            resharder.run(src, dst)
+        setattr(module, name, kept)
         resharder.run(src, dst)
         assert_equal(dst, expected)
+
+
+def _short_of_memory(rank):
+    """Nothing has been written when it is told; the next run, with memory, is whole."""
+    plan, src, dst, expected = model(rank, 2, 5)
+
+    def free():
+        if rank == 2 and broken:
+            raise OSError("nobody knows")
+        return 1 << 30
+
+    for cause in ("free", "bucket"):
+        resharder = Resharder(
+            plan, rank=rank, dtype=torch.bfloat16, device=CPU, in_place=False, bucket_bytes=4096, free_bytes=free
+        )
+        broken = cause == "free"
+        if cause == "bucket" and rank == 2:
+            resharder._bucket = lambda rounds: (_ for _ in ()).throw(RuntimeError("out of memory"))
+        before = {name: value.clone() for name, value in dst.items()}
+        with pytest.raises(TransferError, match=r"^rank 2: (OSError: nobody knows|RuntimeError: out of memory)$"):
+            resharder.run(src, dst)
+        assert_equal(dst, before)
+    broken = False
+    if rank == 2:
+        del resharder._bucket
+    resharder.run(src, dst)
+    assert_equal(dst, expected)
+
+
+def test_a_rank_without_memory_is_told_of_before_anything_is_written():
+    on_four_ranks(_short_of_memory)
 
 
 def test_a_rank_that_fails_stops_all_with_its_reason():
