@@ -33,7 +33,7 @@ Peers = Mapping[int, Sequence[Copy]]
 
 
 class TransferError(RuntimeError):
-    """A transfer failed on some rank, so the destinations hold a mixture. Raised on every rank."""
+    """A transfer failed on some rank; the destinations may hold a mixture. Raised on every rank."""
 
 
 @dataclass

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megarlhf.weights.digest import digest_boxes, whole_digest
+from megarlhf.weights.digest import BITS, digest_boxes, whole_digest
 from megarlhf.weights.formats.copies import require_equal_replicas
 from megarlhf.weights.formats.extent import MappedFiles
 from megarlhf.weights.placement import Box, Placement, Shape, contiguous_strides, flat_boxes
@@ -137,11 +137,8 @@ def _first(a: Opened, b: Opened, tensor: str, dtype: torch.dtype | None) -> str:
     raise AssertionError(f"{tensor}: digests differ, elements do not")
 
 
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
 def _bits(values: torch.Tensor) -> torch.Tensor:
-    return values.contiguous().view(_BITS[values.element_size()])
+    return values.contiguous().view(BITS[values.element_size()])
 
 
 def _index(box: Box, flat: int) -> Shape:

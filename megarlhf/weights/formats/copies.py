@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from megarlhf.weights.digest import BITS
 from megarlhf.weights.formats.extent import Extent, MappedFiles, StoredWeights
 from megarlhf.weights.placement import Box, Placement, RankPlacements, flat_boxes
 from megarlhf.weights.plan import make_plan
@@ -53,7 +54,6 @@ def _only(part: RankPlacements, wanted: Callable[[Placement], bool]) -> RankPlac
 _PIECE_ELEMENTS = 1 << 20
 _WORTH_THREADS = 16 << 20
 """Elements; norms alone are fewer."""
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _Held = tuple[int, Placement]
 """(part, what it holds)."""
 
@@ -102,7 +102,7 @@ def _first_difference(weights: StoredWeights, maps: MappedFiles, a: _Held, b: _H
                 part, stored = placement.part(piece.shift(box.start)), maps.tensor(extent)
                 offset = stored.storage_offset() + part.offset
                 values.append(torch.as_strided(stored, piece.shape, part.strides, offset).to(dtype).contiguous())
-            wrong = values[0].view(_BITS[dtype.itemsize]) != values[1].view(_BITS[dtype.itemsize])
+            wrong = values[0].view(BITS[dtype.itemsize]) != values[1].view(BITS[dtype.itemsize])
             if bool(wrong.any()):
                 at = int(wrong.reshape(-1).to(torch.uint8).argmax())
                 said = [value.reshape(-1)[at].item() for value in values]

@@ -17,13 +17,14 @@ import torch
 from megarlhf.weights.formats.extent import Extent
 from megarlhf.weights.formats.huggingface import DTYPES, INDEX, SINGLE
 from megarlhf.weights.formats.staging import Staging
+from megarlhf.weights.formats.torch_dist_metadata import CONFIG
+from megarlhf.weights.formats.tracker import TRACKER
 from megarlhf.weights.placement import Shape
 
 WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".distcp"}
 WEIGHT_SUFFIXES |= {".ot", ".tflite", ".npz", ".pb", ".mlmodel", ".pdparams", ".nemo", ".tar", ".zip", ".gz"}
 SMALL_BYTES = 200 << 20
 """No tokenizer is larger; what is, are weights of a kind we do not know."""
-_MEGATRON = ("latest_checkpointed_iteration.txt", "metadata.json")
 MAX_SHARD_BYTES = 5 << 30
 TEMPLATES = "additional_chat_templates"
 """The one folder of a tokenizer; others beside a model (`original/`, `onnx/`) hold its weights once more."""
@@ -151,7 +152,7 @@ def other_files(source: Path) -> list[Path]:
     found = []
     for path in sorted((*source.iterdir(), *(source / TEMPLATES).glob("*"))):
         weights = path.suffix in WEIGHT_SUFFIXES or path.name.endswith(".index.json") or ".data-" in path.name
-        if weights or path.name in ("config.json", *_MEGATRON) or path.name.startswith("."):
+        if weights or path.name in ("config.json", TRACKER, CONFIG) or path.name.startswith("."):
             continue
         if not path.exists():
             raise ValueError(f"{path} is a link to {path.readlink()}, which does not exist; download it, or remove it")
