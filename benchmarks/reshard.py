@@ -136,9 +136,7 @@ def rank_main(rank: int, port: int, name: str, rounds: int, config: Mapping[str,
     live = random_storages(src[rank])
     into, other = ({n: torch.zeros(s, dtype=DTYPE) for n, s in dst[rank].storages.items()} for _ in range(2))
     plan = make_plan(src, dst, only_rank=rank)
-    resharder = Resharder(
-        plan, rank=rank, dtype=DTYPE, device=torch.device("cpu"), in_place=True, bucket_bytes=BUCKET_BYTES
-    )
+    resharder = Resharder(plan, rank=rank, dtype=DTYPE, device=torch.device("cpu"), bucket_bytes=BUCKET_BYTES)
     allgather, floor = AllGather(arch, mesh, src, dst[rank]), Floor(plan, rank)
     peaks = {}
     for way, action in (("ours", lambda: resharder.run(live, into)), ("allgather", lambda: allgather(live, other))):

@@ -99,13 +99,11 @@ class VllmEngine:
         """Made at the first update, and before it the proof that the table says what vLLM's own loader does."""
         if self._resharder is None:
             self._check_table()
-            live = (*actor.parameters().values(), *self._parameters.values())
             self._resharder = Resharder(
                 self._plan_from(actor),
                 rank=self._runtime.rank,
                 dtype=self._dtype,
                 device=self._runtime.device,
-                in_place=all(tensor.dtype == self._dtype for tensor in live),
                 bucket_bytes=self._rollout.reshard_bucket_mib << 20,
                 free_bytes=partial(free_bytes, self._runtime),
             )

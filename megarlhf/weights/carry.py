@@ -7,18 +7,21 @@ from collections.abc import Collection, Iterable, Mapping
 import torch
 
 from megarlhf.weights.formats.extent import MappedFiles, StoredWeights
-from megarlhf.weights.placement import Placement, RankPlacements
+from megarlhf.weights.placement import Placement, RankPlacements, Shape
 from megarlhf.weights.plan import Copy, make_plan
 
 Storages = Mapping[str, torch.Tensor]
 
 
 def view(placement: Placement, storages: Storages) -> torch.Tensor:
-    """The placement's box as a view of its live storage, itself any contiguous view (a DDP buffer's, say)."""
-    live = storages[placement.storage]
-    assert live.is_contiguous(), f"{placement.storage} is not contiguous"
-    offset = live.storage_offset() + placement.offset
-    return torch.as_strided(live.detach(), placement.box.shape, placement.strides, offset)
+    """The placement's box as a view of its live storage."""
+    return strided(storages[placement.storage], placement.box.shape, placement.strides, placement.offset)
+
+
+def strided(live: torch.Tensor, shape: Shape, strides: Shape, offset: int) -> torch.Tensor:
+    """A view of a live storage, itself any contiguous view (a DDP buffer's, say), from element `offset` of it on."""
+    assert live.is_contiguous(), f"a live tensor of shape {tuple(live.shape)} is not contiguous"
+    return torch.as_strided(live.detach(), shape, strides, live.storage_offset() + offset)
 
 
 def check_storages(placements: RankPlacements, live: Storages) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 Pair = tuple[int, int]
@@ -12,6 +12,8 @@ Span = tuple[int, int]
 """A range [start, stop) of a pair's stream: all elements it exchanges, in the plan's order."""
 
 _CHUNKS_PER_BUCKET = 8
+_COARSE_ROUNDS = 64
+"""Chunks are fitted one by one in Python: of every rank some 512, however small the bucket."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,19 +29,41 @@ def rank_rounds(traffic: Mapping[Pair, int], rank: int, capacity: int) -> list[R
 
     Every rank computes the same schedule from the same traffic (elements per pair) and walks its rounds in
     ascending order; both ends of a pair name the same spans in the same round, so nothing can deadlock. Each
-    chunk takes the first round with room at both ends.
+    chunk takes the first round with room at both ends. Where that would be very many rounds, rounds of several
+    times the capacity are filled in this way, and each is cut into as many equal ones.
     """
+    cuts, large = _coarsened(traffic, capacity)
     sends: dict[int, dict[int, list[Span]]] = defaultdict(lambda: defaultdict(list))
     receives: dict[int, dict[int, list[Span]]] = defaultdict(lambda: defaultdict(list))
-    for (src, dst), number, span in _first_fit(traffic, capacity):
+    for (src, dst), number, span in _first_fit(traffic, large):
         if src == rank:
             sends[number][dst].append(span)
         elif dst == rank:
             receives[number][src].append(span)
-    return [
-        RankRound(_joined(sends.get(number, {})), _joined(receives.get(number, {})))
+    rounds = [
+        RankRound(_cut(sends.get(number, {}), cut, cuts), _cut(receives.get(number, {}), cut, cuts))
         for number in sorted(sends.keys() | receives.keys())
+        for cut in range(cuts)
     ]
+    return [one for one in rounds if one.sends or one.receives]
+
+
+def _coarsened(traffic: Mapping[Pair, int], capacity: int) -> tuple[int, int]:
+    """Into how many rounds each of a first fit is cut, and how much each of the fit holds."""
+    sent: dict[int, int] = defaultdict(int)
+    received: dict[int, int] = defaultdict(int)
+    peers: dict[int, int] = defaultdict(int)
+    for (src, dst), numel in traffic.items():
+        if src != dst:
+            sent[src] += numel
+            received[dst] += numel
+            peers[src] += 1
+            peers[dst] += 1
+    # Every pair of a round is cut at whole elements: each may give one more than its share.
+    room = capacity - max(peers.values(), default=0)
+    busiest = max((*sent.values(), *received.values()), default=0)
+    cuts = busiest // (room * _COARSE_ROUNDS) if room > 0 else 0
+    return (cuts, cuts * room) if cuts > 1 else (1, capacity)
 
 
 def _first_fit(traffic: Mapping[Pair, int], capacity: int) -> list[tuple[Pair, int, Span]]:
@@ -67,15 +91,25 @@ def _first_fit(traffic: Mapping[Pair, int], capacity: int) -> list[tuple[Pair, i
     return out
 
 
-def _joined(peers: Mapping[int, list[Span]]) -> dict[int, tuple[Span, ...]]:
-    """Adjacent spans as one, peers ascending."""
-    result = {}
+def _cut(peers: Mapping[int, Sequence[Span]], cut: int, cuts: int) -> dict[int, tuple[Span, ...]]:
+    """The given one of equal parts of each peer's spans, adjacent spans as one; peers ascending."""
+    found = {}
     for peer in sorted(peers):
-        spans = [peers[peer][0]]
-        for start, stop in peers[peer][1:]:
-            if start == spans[-1][1]:
-                spans[-1] = (spans[-1][0], stop)
-            else:
-                spans.append((start, stop))
-        result[peer] = tuple(spans)
-    return result
+        numel = sum(stop - start for start, stop in peers[peer])
+        if spans := _between(peers[peer], numel * cut // cuts, numel * (cut + 1) // cuts):
+            found[peer] = spans
+    return found
+
+
+def _between(spans: Sequence[Span], first: int, last: int) -> tuple[Span, ...]:
+    """Elements [first, last) of those in the spans."""
+    out: list[Span] = []
+    at = 0
+    for start, stop in spans:
+        a, b = start + max(first - at, 0), start + min(last - at, stop - start)
+        if a < b:
+            if out and out[-1][1] == a:
+                a = out.pop()[0]
+            out.append((a, b))
+        at += stop - start
+    return tuple(out)

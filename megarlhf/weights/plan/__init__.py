@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
-from megarlhf.weights.placement import Box, Placement, RankPlacements, Shape, flat_boxes
+from megarlhf.weights.placement import Box, Placement, RankPlacements, Shape
 from megarlhf.weights.plan.cuts import NodeOf, Piece, Ranks, Stream, TensorCuts, cut_all
 from megarlhf.weights.plan.shares import Window, share_streams
-from megarlhf.weights.schedule import Pair, RankRound, Span, rank_rounds
+from megarlhf.weights.schedule import Pair
 
 _MAX_LISTED = 20
 
@@ -49,21 +49,6 @@ class Copy:
     def destination(self) -> Placement:
         return Placement(self.tensor, self.box, self.dst_storage, self.dst_offset, self.dst_strides)
 
-    def part(self, start: int, stop: int) -> list[Copy]:
-        """The copies of the elements [start, stop) of this one, counted row-major in its box."""
-        if (start, stop) == (0, self.numel):
-            return [self]
-        boxes = (box.shift(self.box.start) for box in flat_boxes(self.shape, start, stop))
-        return [_copy(self.src_rank, self.source.part(box), self.dst_rank, self.destination.part(box)) for box in boxes]
-
-
-@dataclass(frozen=True, slots=True)
-class Exchange:
-    """One round of one rank: one message per peer, made of these copies one after the other."""
-
-    sends: dict[int, list[Copy]]
-    receives: dict[int, list[Copy]]
-
 
 @dataclass(frozen=True, eq=False)
 class CopyPlan:
@@ -73,7 +58,6 @@ class CopyPlan:
     traffic: dict[Pair, int]
     """Elements by (source rank, destination rank), of all ranks; (r, r) are local copies."""
     only_rank: int | None = None
-    _exchanges: dict[tuple[int, int], list[Exchange]] = field(default_factory=dict, repr=False)
 
     @cached_property
     def _by_pair(self) -> dict[Pair, list[Copy]]:
@@ -102,16 +86,6 @@ class CopyPlan:
 
     def elements_received(self, rank: int) -> int:
         return sum(n for (src, dst), n in self.traffic.items() if dst == rank != src)
-
-    def exchanges(self, rank: int, capacity: int) -> list[Exchange]:
-        """The rounds of `rank`, each sending and receiving at most `capacity` elements; made once, kept."""
-        key = (rank, capacity)
-        if key not in self._exchanges:
-            sends, receives = self.sends(rank), self.receives(rank)
-            self._exchanges[key] = [
-                _exchange(rounds, sends, receives) for rounds in rank_rounds(self.traffic, rank, capacity)
-            ]
-        return self._exchanges[key]
 
     def _check(self, rank: int) -> None:
         if self.only_rank not in (None, rank):
@@ -254,27 +228,6 @@ def _check_shapes(parts: Sequence[RankPlacements]) -> None:
                     f"{tensor} has shape {known} on rank {rank} and {shape} on rank {part.rank}; source and "
                     "destination must be the same model: compare their config.json"
                 )
-
-
-def _exchange(rounds: RankRound, sends: dict[int, list[Copy]], receives: dict[int, list[Copy]]) -> Exchange:
-    return Exchange(
-        {peer: _stream(sends[peer], spans) for peer, spans in rounds.sends.items()},
-        {peer: _stream(receives[peer], spans) for peer, spans in rounds.receives.items()},
-    )
-
-
-def _stream(copies: Sequence[Copy], spans: Sequence[Span]) -> list[Copy]:
-    """The parts of a pair's copies that lie in the spans of its stream."""
-    out: list[Copy] = []
-    spans = list(spans)
-    at = 0
-    for copy in copies:
-        for start, stop in spans:
-            a, b = max(start - at, 0), min(stop - at, copy.numel)
-            if a < b:
-                out += copy.part(a, b)
-        at += copy.numel
-    return out
 
 
 def _slices(box: Box) -> str:

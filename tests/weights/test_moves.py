@@ -1,0 +1,94 @@
+"""Moves: the same elements as the copies they are made of, in fewer and longer runs.
+
+Not covered: messages (`test_reshard.py`).
+"""
+
+import itertools
+import math
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megarlhf.weights.moves import End, Move, MoveStream, Part, moves_of
+from megarlhf.weights.placement import Box
+from megarlhf.weights.plan import Copy, make_plan
+from megarlhf.weights.random_init import fill_random
+from tests.weights.cases import empty, megatron_ranks, tiny, vllm_ranks
+
+
+def copy(shape, src, dst, src_strides=None, dst_strides=None):
+    """From `src` to `dst`, (storage, offset) each; in one run where no strides are given."""
+    packed = tuple(math.prod(shape[n + 1 :]) for n in range(len(shape)))
+    box = Box((0,) * len(shape), tuple(shape))
+    return Copy("t", box, 0, *src, src_strides or packed, 1, *dst, dst_strides or packed)
+
+
+def test_neighbours_at_both_ends_are_one_run():
+    gate, up = copy((2, 8), ("fc1", 16), ("w13", 0)), copy((3, 8), ("fc1", 32), ("w13", 16))
+    assert moves_of([gate, up]) == [Move((40,), End("fc1", 16, (1,)), End("w13", 0, (1,)))]
+
+
+def test_neighbours_at_one_end_only_stay_apart():
+    first = copy((2, 8), ("a", 0), ("d", 0))
+    for second in (
+        copy((2, 8), ("b", 16), ("d", 16)),
+        copy((2, 8), ("a", 16), ("d", 24)),
+        copy((2, 8), ("a", 24), ("d", 16)),
+        copy((2, 8), ("a", 16), ("d", 16), dst_strides=(9, 1)),
+    ):
+        assert len(moves_of([first, second])) == 2
+
+
+def test_dimensions_collapse_only_where_both_ends_allow():
+    (move,) = moves_of([copy((4, 1, 6), ("a", 0), ("d", 5), dst_strides=(12, 99, 1))])
+    assert move == Move((4, 6), End("a", 0, (6, 1)), End("d", 5, (12, 1)))
+    assert move.in_one_run(move.src)
+    assert not move.in_one_run(move.dst)
+    (one,) = moves_of([copy((1, 1), ("a", 3), ("d", 5), (7, 7), (9, 9))])
+    assert one.shape == (1,)
+    assert one.in_one_run(one.src)
+    live = {"a": torch.arange(24), "d": torch.arange(60)}
+    (whole,) = Part(move, 3, 15).views(move.src, live)
+    assert whole.tolist() == list(range(3, 15))
+    assert [view.tolist() for view in Part(move, 3, 15).views(move.dst, live)] == [
+        [[8, 9, 10]],
+        [[17, 18, 19, 20, 21, 22]],
+        [[29, 30, 31]],
+    ]
+
+
+@given(
+    st.sampled_from([(1, 1, 2), (2, 2, 2), (2, 1, 4), (4, 1, 2), (4, 2, 1)]),
+    st.booleans(),
+    st.lists(st.floats(0, 1), max_size=6),
+)
+@settings(max_examples=40, deadline=None, derandomize=True)
+def test_any_cuts_of_the_streams_carry_every_element(layout, tied, cuts):
+    """Trainer tp x pp into engines of v: every pair's stream, cut anywhere, is gathered and scattered."""
+    tp, pp, v = layout
+    arch = tiny(num_key_value_heads=4, tie_word_embeddings=tied)
+    sources = megatron_ranks(arch, tp, [[0], [1, 2]][:pp] if pp > 1 else [range(3)])
+    ranks = vllm_ranks(arch, v, tp * pp // v if tp * pp > v else 1)
+    src, dst, expected = (empty(parts, torch.float32, 0.0) for parts in (sources, ranks, ranks))
+    for parts, live in ((sources, src), (ranks, expected)):
+        for part in parts:
+            fill_random(part, live[part.rank], seed=5, std=0.1, arch=arch)
+    plan, merged = make_plan(sources, ranks), 0
+    for (a, b), numel in plan.traffic.items():
+        copies = [c for c in plan.copies if (c.src_rank, c.dst_rank) == (a, b)]
+        stream = MoveStream(copies)
+        assert sum(move.numel for move in stream.moves) == numel
+        merged += len(copies) - len(stream.moves)
+        at = sorted({0, numel, *(int(cut * numel) for cut in cuts)})
+        for span in itertools.pairwise(at):
+            sent = [view.reshape(-1) for p in stream.parts([span]) for view in p.views(p.move.src, src[a])]
+            into = [view for p in stream.parts([span]) for view in p.views(p.move.dst, dst[b])]
+            message = torch.cat(sent)
+            assert message.numel() == span[1] - span[0]
+            for view, stretch in zip(into, message.split([view.numel() for view in into]), strict=True):
+                view.copy_(stretch.view(view.shape))
+    assert merged > 0 or tp != v
+    for part in ranks:
+        different = [n for n in dst[part.rank] if not torch.equal(dst[part.rank][n], expected[part.rank][n])]
+        assert not different, different
