@@ -1,6 +1,8 @@
 """What carrying the actor's weights into the rollout engine will cost: `python -m megarlhf.weights.plan -c FILE`.
 
-Reads the configuration and the actor's config.json; no weights, no GPU, no process group.
+Reads the configuration and the actor's config.json; no weights, no GPU, no process group. Three numbers for what a
+rank must receive are made apart from each other and shall be equal: what the plan sends it (received), what it wants
+and does not hold, counted from both layouts (least), and arithmetic on the sizes alone (formula).
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import fmean
-from typing import Any
+from typing import Any, Literal
 
 from megarlhf.config import RLConfig, load_config
 from megarlhf.layout import Layout, engine_order
@@ -27,6 +29,12 @@ from megarlhf.weights.plan.traffic import Links, entering, formula, least_receiv
 from megarlhf.weights.tensor_map import padded_vocab_size, vllm_placements
 
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2}
+Order = Literal["engine", "rank"]
+ORDERS: dict[Order, str] = {
+    "engine": "as suits the engines: most of what a rank needs is in place",
+    "rank": "by number, contiguous, whatever suits the engines; a run with vLLM takes --order engine",
+}
+"""How the ranks stand in the trainer's mesh (`--order`), in words."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +43,8 @@ class Question:
 
     arch: Architecture
     mesh: Layout
+    order: Order
+    """The rule by which `mesh.order` was made."""
     trainer: MegatronLayout
     engine_tp: int
     element_bytes: int
@@ -68,16 +78,19 @@ class Tier:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """Bytes by rank; figures of the formula are averages over ranks."""
+    """Bytes by rank, but where another is said."""
 
     model: int
     need: list[int]
     received: list[int]
     sent: list[int]
     least: list[int]
-    formula_least: float
-    formula_all_gather: float
+    formula: list[int]
+    """The least by the sizes alone."""
+    all_gather: list[int]
+    """Received where peers gather the whole model, by the sizes alone."""
     least_entering: list[int]
+    """By node."""
     tiers: list[Tier]
     plan_seconds: float
     order: tuple[int, ...] | None
@@ -104,6 +117,7 @@ def ask(cfg: RLConfig, arguments: argparse.Namespace) -> Question:
     return Question(
         arch=arch,
         mesh=replace(mesh, order=order),
+        order=arguments.order,
         trainer=trainer,
         engine_tp=engine_tp,
         element_bytes=ELEMENT_BYTES[model.dtype],
@@ -122,15 +136,15 @@ def answer(question: Question) -> Answer:
     seconds = time.process_time() - start
     tiered = make_tiers(sources, destinations, node_of, only_rank=0)
     least, least_in = least_receive(sources, destinations), node_needs(sources, destinations, node_of)
-    words = formula(question.arch, question.mesh, question.engine_tp, question.trainer.ep)
+    by_sizes = formula(question.arch, question.mesh, question.trainer, question.engine_tp)
     return Answer(
-        model=size * model_elements(question.arch)[0],
+        model=size * model_elements(question.arch),
         need=[size * sum(placement.box.numel for placement in part.placements) for part in destinations],
         received=[size * plan.elements_received(rank) for rank in ranks],
         sent=[size * plan.elements_sent(rank) for rank in ranks],
         least=[size * least[rank] for rank in ranks],
-        formula_least=size * words.least,
-        formula_all_gather=size * words.all_gather,
+        formula=[size * numel for numel in by_sizes.least],
+        all_gather=[size * numel for numel in by_sizes.all_gather],
         least_entering=[size * least_in[node] for node in range(nodes)],
         tiers=_tiers(question, plan, tiered, nodes),
         plan_seconds=seconds,
@@ -166,8 +180,11 @@ def parser() -> argparse.ArgumentParser:
     root.add_argument("--engine-tp", type=_positive, metavar="N", help="plan as if rollout.parallel.tp were N")
     root.add_argument("--ep", type=_positive, metavar="N", help="plan as if actor.parallel.ep were N")
     root.add_argument("--vpp", type=_positive, metavar="N", help="plan as if actor.parallel.vpp were N")
-    words = "ranks of the trainer's mesh: as suits the engines (default), or by their numbers"
-    root.add_argument("--order", choices=("engine", "rank"), default="engine", help=words)
+    words = (
+        "how ranks stand in the trainer's mesh: permuted inside nodes as suits the engines, as a run with vLLM does "
+        "(engine, the default), or by number (rank)"
+    )
+    root.add_argument("--order", choices=tuple(ORDERS), default="engine", help=words)
     root.add_argument("--ranks-per-node", type=_positive, default=8, metavar="N", help="default: %(default)s")
     words = "gigabits per second and direction of a rank inside its node (default: %(default)g)"
     root.add_argument("--rank-gbps", type=_speed, default=3600.0, metavar="X", help=words)
@@ -207,7 +224,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def as_json(question: Question, found: Answer) -> dict[str, Any]:
-    """The answer with what was asked, in plain types."""
+    """The answer with what was asked, in plain types; the formula's figures also as averages over ranks."""
     layout = {key: getattr(question.trainer, key) for key in ("tp", "pp", "vpp", "ep")} | {"dp": question.mesh.dp}
     return {
         "model_type": question.arch.model_type,
@@ -216,31 +233,36 @@ def as_json(question: Question, found: Answer) -> dict[str, Any]:
         "element_bytes": question.element_bytes,
         "ranks_per_node": question.ranks_per_node,
         "links": asdict(question.links),
+        "order_rule": question.order,
         **asdict(found),
+        "formula_least": fmean(found.formula),
+        "formula_all_gather": fmean(found.all_gather),
     }
 
 
 def _print(question: Question, found: Answer, *, per_rank: bool) -> None:
     console, mesh, trainer = make_console(), question.mesh, question.trainer
     ways = f"tp {mesh.tp} x pp {mesh.pp} x dp {mesh.dp} (vpp {trainer.vpp}, ep {trainer.ep})"
-    order = "by number" if mesh.order is None else " ".join(map(str, mesh.order)) + ", and so on"
+    ranks = "0 1 2 (by number)" if mesh.order is None else " ".join(map(str, mesh.order))
     facts = [
         ("model", f"{question.arch.model_type}, {_gb(found.model)} GB"),
         ("trainer", f"{ways} = {mesh.world_size} ranks"),
         ("engines", f"{mesh.world_size // question.engine_tp} of tp {question.engine_tp}"),
-        ("ranks at the trainer's positions", order),
+        ("order of the ranks", f"--order {question.order}: {ORDERS[question.order]}"),
+        ("ranks at the trainer's positions", f"{ranks}, and so on"),
         ("seconds to plan, one core", f"{found.plan_seconds:.1f}"),
     ]
     console.print(table("Weights from trainer to rollout", facts, ("what", "value")))
-    lines = [
-        ("needed", *_spread(found.need)),
-        ("received", *_spread(found.received)),
-        ("least: needed and not held", *_spread(found.least)),
-        ("least by the formula", "", _gb(found.formula_least), ""),
-        ("all-gather by the formula", "", _gb(found.formula_all_gather), ""),
-        ("sent", *_spread(found.sent)),
-    ]
-    console.print(table("GB a rank", lines, ("", "min", "mean", "max")))
+    figures = {
+        "needed": found.need,
+        "received": found.received,
+        "sent": found.sent,
+        "least: needed and not held": found.least,
+        "least by the formula": found.formula,
+        "all-gather by the formula": found.all_gather,
+    }
+    lines = [(name, *_spread(by_rank)) for name, by_rank in figures.items()]
+    console.print(table(f"GB a rank (--order {question.order})", lines, ("", "min", "mean", "max")))
     speeds = f"{question.links.rank_gbps:g} Gb/s a rank, {question.links.node_gbps:g} Gb/s a node"
     tiers = [
         (t.name, *_spread(t.entering), _gb(t.inside / len(t.entering)), f"{t.seconds:.3f}") for t in found.tiers
@@ -248,9 +270,9 @@ def _print(question: Question, found: Answer, *, per_rank: bool) -> None:
     title = f"GB into a node of {question.ranks_per_node} ranks, and wire time at {speeds} (estimated)"
     console.print(table(title, tiers, ("", "min", "mean", "max", "inside, mean", "seconds")))
     if per_rank:
-        each = zip(range(mesh.world_size), found.need, found.received, found.least, found.sent, strict=True)
-        rows = [(rank, *map(_gb, figures)) for rank, *figures in each]
-        console.print(table("GB of each rank", rows, ("rank", "needed", "received", "least", "sent")))
+        rows = [(rank, *map(_gb, each)) for rank, each in enumerate(zip(*figures.values(), strict=True))]
+        names = ("rank", "needed", "received", "sent", "least", "formula", "all-gather")
+        console.print(table("GB of each rank", rows, names))
 
 
 def _spread(figures: Sequence[int]) -> tuple[str, str, str]:
@@ -258,4 +280,5 @@ def _spread(figures: Sequence[int]) -> tuple[str, str, str]:
 
 
 def _gb(num_bytes: float) -> str:
-    return f"{num_bytes / 1e9:.2f}"
+    """Small figures with a digit more: 11 MB are 0.011, not 0.01."""
+    return f"{num_bytes / 1e9:.{2 if num_bytes >= 1e8 else 3}f}"

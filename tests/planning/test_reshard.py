@@ -1,13 +1,15 @@
 """`python -m megarlhf.weights.plan`: the figures of the published layouts, and what the command says.
 
 Figures: gigabytes (1e9) of bf16, computed apart from this code for Llama-3-70B (need, least receive, all-gather).
-Not covered: that a transfer takes the estimated time.
+The formula against random models and layouts: tests/weights/test_formula.py. Not covered: that a transfer takes the
+estimated time.
 """
 
 import json
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,7 @@ import pytest
 from megarlhf.config import RLConfig, load_config
 from megarlhf.planning.reshard import answer, ask, main, parser
 from megarlhf.weights.plan import make_plan
-from megarlhf.weights.plan.traffic import model_elements
+from megarlhf.weights.plan.traffic import formula, least_receive, model_elements
 
 REPOSITORY = Path(__file__).parents[2]
 CONFIGS = ("llama-3-70b", "llama-3.1-405b", "qwen3-30b-a3b")
@@ -41,24 +43,27 @@ def mean_gb(found, key):
         (["--engine-tp=8"], 17.64, 13.23, 13.36, 136.7),
         (["--engine-tp=4"], 35.28, 30.87, 31.00, 136.7),
         (["--engine-tp=4", "--order=rank"], 35.28, 34.18, 35.28, 136.7),
-        (["actor.parallel.pp=1", "--world-size=32"], 17.64, 0.01, None, 123.5),
+        (["actor.parallel.pp=1", "--world-size=32"], 17.64, 0.01101, 0.02202, 123.5),
         (["actor.parallel.pp=8"], 17.64, 15.44, None, 138.9),
         (["--engine-tp=16", "--world-size=32", "--order=rank"], 8.99, 8.71, None, 136.7),
     ],
 )
 def test_llama_3_70b(capsys, options, need, least, largest, all_gather):
-    """Received is the least exactly, rank by rank; all figures to the last digit given."""
+    """Received, counted least and formula are the same bytes rank by rank, within 0.1% of the published figures.
+
+    Published for pp 1 is 0.01, vocabulary rows only: 96 v rows of two matrices 8192 wide on rank v, 336 on average.
+    """
     found = figures(capsys, "llama-3-70b", *options)
     assert found["model"] / 1e9 == pytest.approx(141.1, abs=0.05)
-    assert found["received"] == found["least"]
-    assert mean_gb(found, "need") == pytest.approx(need, abs=0.005)
-    assert mean_gb(found, "received") == pytest.approx(least, abs=0.005)
+    assert found["received"] == found["least"] == found["formula"]
+    assert mean_gb(found, "need") == pytest.approx(need, rel=0.001)
+    assert mean_gb(found, "received") == pytest.approx(least, rel=0.001)
+    assert found["formula_least"] / 1e9 == pytest.approx(least, rel=0.001)
     if largest is not None:
-        assert max(found["received"]) / 1e9 == pytest.approx(largest, abs=0.005)
-    assert found["formula_all_gather"] / 1e9 == pytest.approx(all_gather, abs=0.05)
+        assert max(found["received"]) / 1e9 == pytest.approx(largest, rel=0.001)
+    assert found["formula_all_gather"] / 1e9 == pytest.approx(all_gather, rel=0.001)
+    assert found["formula_all_gather"] == pytest.approx(sum(found["all_gather"]) / len(found["all_gather"]))
     assert sum(found["sent"]) == sum(found["received"])
-    if "--engine-tp=16" not in options:  # KV replicas are not in the formula, nor the rows that padding displaces
-        assert found["formula_least"] / 1e9 == pytest.approx(least, abs=0.011)
     one, two = found["tiers"]
     assert two["entering"] == found["least_entering"]
     assert sum(two["entering"]) <= sum(one["entering"])
@@ -74,6 +79,27 @@ def test_two_tiers_halve_what_enters_a_node_of_two_engines(capsys):
     assert two["seconds"] < one["seconds"] / 2
 
 
+@pytest.mark.parametrize("order", ["engine", "rank"])
+@pytest.mark.parametrize(
+    ("name", "engine_tp"),
+    [
+        *(("llama-3-70b", engine_tp) for engine_tp in (2, 4, 8, 16, 32)),
+        ("llama-3.1-405b", 4),
+        ("llama-3.1-405b", 16),
+        ("qwen3-30b-a3b", 4),
+    ],
+)
+def test_the_formula_is_the_count_in_either_order(name, engine_tp, order):
+    """Rank by rank. The order that suits engines is permuted, and moves less, just where the tp of both differ."""
+    asked = question(name, f"--engine-tp={engine_tp}", f"--order={order}")
+    found = formula(asked.arch, asked.mesh, asked.trainer, engine_tp)
+    assert found.least == list(least_receive(*asked.placements()).values())
+    assert (asked.mesh.order is None) == (order == "rank" or engine_tp == 8)
+    if asked.mesh.order is not None:
+        by_number = formula(asked.arch, replace(asked.mesh, order=None), asked.trainer, engine_tp)
+        assert sum(found.least) < sum(by_number.least)
+
+
 def question(name, *options):
     arguments = parser().parse_intermixed_args(["-c", f"configs/plan/{name}.yaml", *options])
     return ask(load_config(RLConfig, arguments.config, arguments.overrides), arguments)
@@ -83,7 +109,7 @@ def test_llama_405b():
     """126 layers in stages of 32, 32, 31, 31; 811.7 GB, of which a rank needs an eighth and holds a quarter of it."""
     found = answer(question("llama-3.1-405b"))
     assert found.model / 1e9 == pytest.approx(811.7, abs=0.05)
-    assert found.received == found.least
+    assert found.received == found.least == found.formula
     assert sum(found.received) / 64e9 == pytest.approx(811.7 / 8 * 3 / 4, rel=0.001)
     assert found.plan_seconds < 60
 
@@ -95,36 +121,66 @@ def test_qwen3_30b_a3b_is_planned_in_seconds(ep):
     asked = question("qwen3-30b-a3b", f"--ep={ep}")
     plan = make_plan(*asked.placements(), only_rank=0)
     assert time.process_time() - start < 60
-    received = sum(plan.elements_received(rank) for rank in range(64)) * 2 / 64e9
-    # KV heads are fewer than ranks and whole on each: 0.05 GB above the formula.
-    assert received == pytest.approx({1: 5.77, 2: 6.68}[ep], abs=0.005)
+    received = [plan.elements_received(rank) for rank in range(64)]
+    assert formula(asked.arch, asked.mesh, asked.trainer, asked.engine_tp).least == received
+    # KV heads are fewer than ranks and whole on each: 0.05 GB more than W / 8 x 3 / 4, or 7 / 8 of the experts.
+    assert sum(received) * 2 / 64e9 == pytest.approx({1: 5.77, 2: 6.68}[ep], rel=0.001)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [[], ["--engine-tp=4"], ["--ep=2"]])
 def test_qwen3_30b_a3b_in_both_tiers(options):
     found = answer(question("qwen3-30b-a3b", *options))
-    assert found.received == found.least
+    assert found.received == found.least == found.formula
     assert found.tiers[1].entering == found.least_entering
 
 
+def printed(*options):
+    """The command's words, and its rows by their first cell, the first of a name; as a user starts it."""
+    command = [sys.executable, "-m", "megarlhf.weights.plan", "-c", "configs/plan/llama-3-70b.yaml", *options]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=REPOSITORY)
+    rows: dict[str, list[str]] = {}
+    for line in done.stdout.splitlines():
+        if "│" in line:
+            name, *cells = (cell.strip() for cell in line.split("│")[1:-1])
+            rows.setdefault(name, cells)
+    return " ".join(done.stdout.split()), rows
+
+
 def test_the_command_prints_tables_and_ranks():
-    """As a user starts it; other node sizes and link speeds change the estimate."""
-    command = [sys.executable, "-m", "megarlhf.weights.plan", "-c", "configs/plan/llama-3-70b.yaml"]
+    """Other node sizes and link speeds change the estimate; 11 MB are said with three digits."""
     options = ["actor.parallel.pp=1", "--world-size=16", "--ranks-per-node=4", "--node-gbps=400", "--per-rank"]
-    done = subprocess.run([*command, *options], capture_output=True, text=True, check=True, cwd=REPOSITORY)
-    words = " ".join(done.stdout.split())
-    for said in (
-        "tp 8 x pp 1 x dp 2 (vpp 1, ep 1) = 16 ranks",
-        "all-gather by the formula",
-        "123.47",
-        "400 Gb/s a node",
-    ):
-        assert said in words
-    rows = [line.split("│")[1:-1] for line in done.stdout.splitlines() if line.count("│") == 6]
-    each = {row[0].strip(): [cell.strip() for cell in row[1:]] for row in rows if row[0].strip().isdigit()}
-    assert list(each) == [str(rank) for rank in range(16)]
-    assert all(needed == "17.64" and received == least for needed, received, least, _ in each.values())
+    words, rows = printed(*options)
+    assert rows["trainer"] == ["tp 8 x pp 1 x dp 2 (vpp 1, ep 1) = 16 ranks"]
+    assert "400 Gb/s a node" in words
+    small = ["0.000", "0.011", "0.022"]
+    assert rows["received"] == rows["least: needed and not held"] == rows["least by the formula"] == small
+    assert rows["sent"][1] == "0.011"
+    assert rows["all-gather by the formula"] == ["123.46", "123.47", "123.49"]
+    each = [rows[str(rank)] for rank in range(16)]
+    assert all(needed == "17.64" and received == least == by_sizes for needed, received, _, least, by_sizes, _ in each)
+    assert each[7] == ["17.64", "0.022", "0.000", "0.022", "0.022", "123.49"]
+
+
+@pytest.mark.parametrize(
+    ("options", "order", "ranks", "received"),
+    [
+        (["--engine-tp=4"], "--order engine: as suits the engines", "0 4 1 5 2 6 3 7, and so on", "30.87"),
+        (
+            ["--engine-tp=4", "--order=rank"],
+            "--order rank: by number, contiguous",
+            "0 1 2 (by number), and so on",
+            "34.18",
+        ),
+        ([], "--order engine: as suits the engines", "0 1 2 (by number), and so on", "13.23"),
+    ],
+)
+def test_the_command_says_for_which_order_its_figures_are(options, order, ranks, received):
+    words, rows = printed(*options)
+    assert rows["order of the ranks"][0].startswith(order)
+    assert rows["ranks at the trainer's positions"] == [ranks]
+    assert f"GB a rank ({order.split(':')[0]})" in words
+    assert rows["received"][1] == rows["sent"][1] == rows["least by the formula"][1] == received
 
 
 @pytest.mark.parametrize(
@@ -153,5 +209,5 @@ def test_the_examples_are_what_they_say(name):
     """Parameters in billions, from the models' cards."""
     found = question(name)
     total = {"llama-3-70b": 70.6, "llama-3.1-405b": 405.9, "qwen3-30b-a3b": 30.5}[name]
-    assert model_elements(found.arch)[0] / 1e9 == pytest.approx(total, abs=0.05)
+    assert model_elements(found.arch) / 1e9 == pytest.approx(total, abs=0.05)
     assert found.mesh.world_size == 64

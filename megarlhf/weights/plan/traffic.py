@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from megarlhf.layout import Layout
+from megarlhf.layout import Layout, split_layers
 from megarlhf.weights.architecture import Architecture
+from megarlhf.weights.megatron_layout import MegatronLayout
 from megarlhf.weights.placement import Box, RankPlacements
 from megarlhf.weights.plan import CopyPlan
 from megarlhf.weights.plan.cuts import NodeOf, cut_box
-from megarlhf.weights.tensor_map import logical_tensors, table_of
-from megarlhf.weights.tensor_map.table import walk
+from megarlhf.weights.tensor_map import VLLM_VOCAB_MULTIPLE, logical_tensors, padded_vocab_size, table_of
+from megarlhf.weights.tensor_map.table import Entry, dimensions
 
 
 def least_receive(sources: Sequence[RankPlacements], destinations: Sequence[RankPlacements]) -> dict[int, int]:
@@ -40,47 +42,104 @@ def least_receive(sources: Sequence[RankPlacements], destinations: Sequence[Rank
     return least
 
 
+Run = tuple[int, int]
+"""Indices [start, stop) of the one dim along which a tensor is cut."""
+
+
 @dataclass(frozen=True)
 class Formula:
-    """Elements a rank, by the sizes alone: no padding, no replicas, every tensor cut evenly."""
+    """Elements that each rank receives, in the order of ranks, from the sizes alone."""
 
-    least: float
-    """W / engine_tp less what is in place."""
-    all_gather: float
-    """W less what is held: what a rank receives where every rank makes every Hugging Face tensor."""
+    least: list[int]
+    """What its engine share has and its trainer share has not."""
+    all_gather: list[int]
+    """W less what it holds: where peers gather, every rank makes every Hugging Face tensor."""
 
 
-def formula(arch: Architecture, mesh: Layout, engine_tp: int, ep: int = 1) -> Formula:
-    """The average over ranks.
+def formula(arch: Architecture, mesh: Layout, trainer: MegatronLayout, engine_tp: int) -> Formula:
+    """`least_receive` made a second way, to the element: from the shapes in the model's table and intervals of indices.
 
-    Maths: o is the average share of a sharded tensor that a rank's trainer and engine shares have in common (1 /
-    engine_tp where tp and engine_tp are equal, 1 / tp where engines are strided); least = W (1 / engine_tp - o / pp),
-    all-gather = W (1 - 1 / (tp pp)); the experts' part of W has pp x ep in place of pp.
+    Placements, boxes and plans have no part in it, so that each is a check of the other.
+
+    Maths: least(r) = sum over entries of w (n |V| - h |V & T|). An entry is w elements at each index of the dim that
+    is cut; V and T are the indices in r's engine share and trainer share; the model has n such entries (one a layer,
+    or one an expert and layer), r's stage and experts h of them. all_gather(r): with the whole for V.
+
+    On average that is the textbook's W (1 / engine_tp - o / pp), o being the average of |V & T| / size, and what the
+    textbook leaves out: either side's padding of the vocabulary, KV heads that several engine ranks have, tensors
+    that are whole on every rank, both copies of a tied embedding, experts (h / ep), stages of unequal size.
     """
-    total, experts = model_elements(arch)
-    shared = _common_share(mesh, engine_tp)
-    least = gathered = 0.0
-    for numel, parts in ((total - experts, mesh.pp), (experts, mesh.pp * ep)):
-        least += numel * (1 / engine_tp - shared / parts)
-        gathered += numel * (1 - 1 / (mesh.tp * parts))
-    return Formula(least, gathered)
+    return Formula(_lacking(arch, mesh, trainer, engine_tp), _lacking(arch, mesh, trainer, 1))
 
 
-def model_elements(arch: Architecture) -> tuple[int, int]:
-    """Elements of the model, and those of them that belong to single experts."""
-    total = sum(Box.whole(shape).numel for shape in logical_tensors(arch).values())
-    experts = sum(
-        Box.whole(tensor.shape).numel for tensor, entry in walk(table_of(arch), arch, "lm") if entry.per_expert
-    )
-    return total, experts
+def _lacking(arch: Architecture, mesh: Layout, trainer: MegatronLayout, engine_tp: int) -> list[int]:
+    vocab = padded_vocab_size(arch.vocab_size, 1, VLLM_VOCAB_MULTIPLE)
+    places = [(mesh.coordinates(rank), rank % engine_tp) for rank in range(mesh.world_size)]
+    lacking = [0] * mesh.world_size
+    for entry, in_model, in_stage in _entries(arch, trainer):
+        num, num_held = (arch.num_experts, arch.num_experts // trainer.ep) if entry.per_expert else (1, 1)
+        cut, size, width = _cut(entry, dimensions(arch))
+        for rank, (at, v) in enumerate(places):
+            held = _share(cut, size, trainer.tp, at.tp, trainer.padded_vocab)
+            wanted = _query_key_value(arch, engine_tp, v) if cut == "qkv" else [_share(cut, size, engine_tp, v, vocab)]
+            need = num * in_model * _common(wanted, (0, size))
+            lacking[rank] += width * (need - num_held * in_stage[at.pp] * _common(wanted, held))
+    return lacking
 
 
-def _common_share(mesh: Layout, engine_tp: int) -> float:
-    common = 0.0
-    for rank in range(mesh.world_size):
-        t, v = mesh.coordinates(rank).tp, rank % engine_tp
-        common += max(0.0, min((t + 1) / mesh.tp, (v + 1) / engine_tp) - max(t / mesh.tp, v / engine_tp))
-    return common / mesh.world_size
+def _entries(arch: Architecture, trainer: MegatronLayout) -> list[tuple[Entry, int, list[int]]]:
+    """Every entry, how many of it the model has, and how many each pipeline stage holds."""
+    table = table_of(arch)
+    layers = [len(stage) for stage in split_layers(arch.num_layers, trainer.pp, trainer.layers_per_stage)]
+    first = [1] + [0] * (trainer.pp - 1)
+    last = first[::-1]
+    word, *positions = table.embedding
+    ends = [(entry, 1, first) for entry in positions] + [(entry, 1, last) for entry in table.final]
+    if arch.tied_embeddings:
+        ends.append((word, 1, list(map(max, first, last))))
+    else:
+        ends += [(word, 1, first), (table.lm_head, 1, last)]
+    return [x for x in ends + [(entry, arch.num_layers, layers) for entry in table.layer] if x[0].when(arch)]
+
+
+def _cut(entry: Entry, dims: Mapping[str, int]) -> tuple[str, int, int]:
+    """The dim along which an entry is cut, its size, and the elements at each index of it in all its tensors."""
+    words = {word for _, shape in entry.tensors for word in shape}
+    numel = sum(math.prod(dims[word] for word in shape) for _, shape in entry.tensors)
+    cut = "qkv" if "kv" in words else next((w for w in ("vocab", "qkv", "q", "ffn", "expert_ffn") if w in words), "one")
+    return cut, dims[cut], numel // dims[cut]
+
+
+def _share(cut: str, size: int, tp: int, index: int, padded_vocab: int) -> Run:
+    """An equal share; of a vocabulary, with the padding that stands behind it; of a tensor on every rank, all."""
+    if cut == "one":
+        return 0, 1
+    rows = padded_vocab if cut == "vocab" else size
+    return min(size, rows * index // tp), min(size, rows * (index + 1) // tp)
+
+
+def _query_key_value(arch: Architecture, tp: int, index: int) -> list[Run]:
+    """An engine's query heads and their KV heads in the trainer's rows, which are [q; k; v] of one group after another.
+
+    With more ranks than KV heads, tp / num_kv_heads ranks have the same one.
+    """
+    groups, width = arch.num_kv_heads, arch.head_dim
+    queries = arch.num_heads // groups * width
+    starts = [group * (queries + 2 * width) for group in range(groups)]
+    first, stop = (groups * queries * share // tp for share in (index, index + 1))
+    parts = [(max(0, first - group * queries), min(queries, stop - group * queries)) for group in range(groups)]
+    runs = [(start + a, start + b) for start, (a, b) in zip(starts, parts, strict=True) if a < b]
+    kv_heads = starts[groups * index // tp : -(-groups * (index + 1) // tp)]
+    return runs + [(start + queries, start + queries + 2 * width) for start in kv_heads]
+
+
+def _common(runs: Sequence[Run], other: Run) -> int:
+    return sum(max(0, min(stop, other[1]) - max(start, other[0])) for start, stop in runs)
+
+
+def model_elements(arch: Architecture) -> int:
+    """Elements of the model; those of a tied head are the embedding's."""
+    return sum(math.prod(shape) for shape in logical_tensors(arch).values())
 
 
 @dataclass(frozen=True, kw_only=True)
