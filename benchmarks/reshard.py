@@ -94,8 +94,9 @@ class Floor:
     """The plan's bytes as one message per pair."""
 
     def __init__(self, plan: CopyPlan, rank: int) -> None:
-        self._sends = {d: torch.zeros(n, dtype=DTYPE) for (s, d), n in plan.traffic.items() if s == rank != d}
-        self._receives = {s: torch.zeros(n, dtype=DTYPE) for (s, d), n in plan.traffic.items() if d == rank != s}
+        # Written once: pages that never were are all the same page, which stays in the cache.
+        self._sends = {d: torch.ones(n, dtype=DTYPE) for (s, d), n in plan.traffic.items() if s == rank != d}
+        self._receives = {s: torch.ones(n, dtype=DTYPE) for (s, d), n in plan.traffic.items() if d == rank != s}
 
     def __call__(self) -> None:
         ops = [dist.P2POp(dist.irecv, buffer, peer) for peer, buffer in self._receives.items()]
