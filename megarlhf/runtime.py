@@ -17,6 +17,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from megarlhf.memory import available_bytes
+
 PACKAGES = {
     "torch": ("torch",),
     "megatron-core": ("megatron-core",),
@@ -212,16 +214,17 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def free_bytes(runtime: Runtime, meminfo: Path = Path("/proc/meminfo")) -> int:
-    """Bytes that this rank could still allocate on its device now; on a CPU its share of the machine's memory.
+def free_bytes(runtime: Runtime) -> int:
+    """Bytes that this rank could still allocate on its device now.
 
-    Counts what torch's allocator keeps for reuse: it gives that back before it gives up.
+    On a GPU this counts what torch's allocator keeps for reuse: it gives that back before it gives up. On a CPU it is
+    an equal share, for each rank of this machine, of what machine and control groups leave: a container or a Slurm
+    step limits its ranks together, and where each has a group of its own the share errs on the safe side.
     """
     if runtime.device.type == "cuda":
         kept = torch.cuda.memory_reserved(runtime.device) - torch.cuda.memory_allocated(runtime.device)
         return torch.cuda.mem_get_info(runtime.device)[0] + kept
-    lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
-    return int(lines["MemAvailable"].removesuffix("kB")) * 1024 // runtime.local_world_size
+    return available_bytes() // runtime.local_world_size
 
 
 def shutdown() -> None:

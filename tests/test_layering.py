@@ -49,6 +49,7 @@ HOUSE: tuple[dict[str, str], ...] = (
         "model_directory": "where config.json and tokenizer stand",
         "__init__": "the version",
     },
+    {"memory": "what the machine and its control groups leave: files of /proc and /sys"},
 )
 """From the roof to the ground. A room may import rooms of lower floors, and none of its own floor."""
 

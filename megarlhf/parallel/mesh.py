@@ -1,7 +1,7 @@
 """Process groups of a role: Megatron-Core's `ProcessGroupCollection` for one layout of the whole world.
 
-Roles with equal layouts share groups, since a group of the same ranks is made once. Every rank must build the
-same meshes in the same order (making a group is a collective call).
+Roles with equal layouts, their `order` included, share groups, since a group of the same ranks is made once. Every
+rank must build the same meshes in the same order (making a group is a collective call).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import initialize_rng_tracker
 
-from megarlhf.layout import Coordinates, Layout
+from megarlhf.layout import AXES, Coordinates, Layout
 from megarlhf.runtime import Runtime
 
 
@@ -88,7 +88,7 @@ def build_mesh(layout: Layout, runtime: Runtime, cache: GroupCache) -> Mesh:
     lines = layout.groups(["pp"])
     groups.embd = cache.mine((line[0], line[-1]) if len(line) > 1 else line for line in lines)
     groups.pos_embd = cache.mine((line[0],) for line in lines)
-    groups.intra_dist_opt = cache.mine([tuple(range(layout.world_size))])
+    groups.intra_dist_opt = cache.mine(layout.groups(AXES))
     return Mesh(layout=layout, at=layout.coordinates(runtime.rank), groups=groups, runtime=runtime)
 
 

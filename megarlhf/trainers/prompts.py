@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,6 +53,16 @@ def actor_order(rollout: RolloutConfig, actor: RoleConfig, runtime: Runtime) -> 
     if rollout.engine != "vllm":
         return None
     return engine_order(actor.parallel.layout(runtime.world_size), rollout.tp(actor), runtime.local_world_size)
+
+
+def mesh_orders(
+    rollout: RolloutConfig, sections: Mapping[str, RoleConfig], runtime: Runtime
+) -> dict[str, tuple[int, ...] | None]:
+    """By role, which rank stands where: as in the actor's mesh where the layout is the actor's, so that these roles
+    share process groups (each costs a communicator); by number in the others."""
+    layouts = {name: section.parallel.layout(runtime.world_size, name) for name, section in sections.items()}
+    order = actor_order(rollout, sections["actor"], runtime)
+    return {name: order if layout == layouts["actor"] else None for name, layout in layouts.items()}
 
 
 def make_engine(rollout: RolloutConfig, actor: Role, max_prompt_tokens: int, micro_batch_samples: int) -> RolloutEngine:

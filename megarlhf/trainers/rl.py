@@ -24,7 +24,7 @@ from megarlhf.models.role import Role, build_role
 from megarlhf.parallel.mesh import GroupCache
 from megarlhf.rollout.engine import RolloutEngine, Sampling, sample_seed
 from megarlhf.runtime import Runtime
-from megarlhf.trainers.prompts import actor_order, load_prompts, make_engine, sampling_of
+from megarlhf.trainers.prompts import load_prompts, make_engine, mesh_orders, sampling_of
 from megarlhf.trainers.rl_batches import micro_batches, mini_batches
 from megarlhf.trainers.rl_eval import Evaluator, StopRule
 from megarlhf.trainers.rl_losses import PolicyLoss, ValueLoss
@@ -37,6 +37,7 @@ from megarlhf.trainers.rl_score import (
     values_of,
 )
 from megarlhf.trainers.session import is_due, open_session
+from megarlhf.weights.tensor_map import Head
 
 Metrics = dict[str, float]
 
@@ -105,14 +106,14 @@ def build(cfg: RLConfig, runtime: Runtime, tokenizer: Tokenizer) -> Parts:
     cache, sections, seed = GroupCache(runtime), cfg.roles(), cfg.run.seed
     samples = cfg.train.prompts_per_step * cfg.rollout.num_samples_per_prompt
     updates = cfg.train.num_steps * cfg.train.epochs_per_step * (samples // cfg.train.mini_batch_samples)
-    order = actor_order(cfg.rollout, sections["actor"], runtime)
-    actor = build_role("actor", sections["actor"], "lm", cache, seed=seed, num_optimizer_steps=updates, order=order)
-    reference = build_role("reference", sections["reference"], "lm", cache, seed=seed)
-    critic = reward_model = None
-    if "critic" in sections:
-        critic = build_role("critic", sections["critic"], "scalar", cache, seed=seed, num_optimizer_steps=updates)
-    if "reward_model" in sections:
-        reward_model = build_role("reward_model", sections["reward_model"], "scalar", cache, seed=seed)
+    orders = mesh_orders(cfg.rollout, sections, runtime)
+
+    def role(name: str, head: Head, steps: int | None = None) -> Role:
+        return build_role(name, sections[name], head, cache, seed=seed, num_optimizer_steps=steps, order=orders[name])
+
+    actor, reference = role("actor", "lm", updates), role("reference", "lm")
+    critic = role("critic", "scalar", updates) if "critic" in sections else None
+    reward_model = role("reward_model", "scalar") if "reward_model" in sections else None
     engine = make_engine(cfg.rollout, actor, cfg.data.max_prompt_tokens, cfg.train.micro_batch_samples)
     rewarder = Rewarder(cfg.rewards, reward_model, tokenizer, cfg.train.micro_batch_samples, runtime.device)
     return Parts(actor, reference, critic, engine, rewarder, sampling_of(cfg.rollout, tokenizer))

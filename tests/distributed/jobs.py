@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -101,6 +102,29 @@ def sft_steps(
     }
 
 
+def saved_roles(runtime: Runtime, config: dict[str, Any], root: str, order: tuple[int, ...] | None) -> None:
+    """Checkpoints of actor and critic: as loaded, after a step of SFT, and of the last one loaded again."""
+    from megarlhf.trainers.session import save_roles
+    from megarlhf.trainers.sft import train_on
+
+    cfg = SFTConfig.model_validate(config)
+    samples, _ = build_sft(
+        load_records(cfg.data.train, fields=("prompt", "response")),
+        load_tokenizer(cfg.actor.model.described_by()),
+        max_prompt_tokens=64,
+        max_response_tokens=64,
+    )
+    cache = GroupCache(runtime)
+    actor = build_role("actor", cfg.actor, "lm", cache, seed=0, num_optimizer_steps=1, order=order)
+    critic = build_role("critic", cfg.actor, "scalar", cache, seed=0, order=order)
+    save_roles(Path(root), 1, [actor, critic])
+    train_on(actor, samples[: cfg.train.mini_batch_samples], cfg.train.micro_batch_samples)
+    saved = save_roles(Path(root), 2, [actor, critic])
+    for role in (actor, critic):
+        load_weights(role.part, role.section.model.model_copy(update={"path": saved / role.name}), seed=1)
+    save_roles(Path(root), 3, [actor, critic])
+
+
 def outputs_and_greedy(
     runtime: Runtime,
     models: list[str],
@@ -175,15 +199,25 @@ def rm_steps(runtime: Runtime, config: dict[str, Any], num_steps: int) -> dict[s
     }
 
 
-def rl_step(runtime: Runtime, config: dict[str, Any]) -> dict[str, Any]:
-    """One whole step of rl with the Megatron engine: what it sampled, learned and became."""
+def rl_step(runtime: Runtime, config: dict[str, Any], order: tuple[int, ...] | None = None) -> dict[str, Any]:
+    """One whole step of rl with the Megatron engine: what it sampled, learned and became.
+
+    `order` is the actor's, as if an engine of vLLM's asked for it; None: what the configured engine asks for.
+    """
+    from megarlhf.trainers import prompts as asked
     from megarlhf.trainers import rl
     from megarlhf.trainers.rl_score import add_advantages, logprob_gap
 
     cfg = RLConfig.model_validate(config)
     tokenizer = load_tokenizer(cfg.actor.model.described_by())
     prompts = _prompts(cfg, tokenizer)[: cfg.train.prompts_per_step]
-    parts = rl.build(cfg, runtime, tokenizer)
+    actor_order = {"return_value": order} if order else {"wraps": asked.actor_order}
+    with (
+        mock.patch.object(asked, "actor_order", **actor_order),
+        mock.patch.object(dist, "new_group", wraps=dist.new_group) as new_group,
+    ):
+        parts = rl.build(cfg, runtime, tokenizer)
+    roles = [role for role in (parts.actor, parts.reference, parts.critic, parts.rewarder.reward_model) if role]
     gradients: dict[str, list[Arrays]] = {role.name: [] for role in parts.trained}
     for role in parts.trained:
         record_gradients(role, gradients[role.name])
@@ -194,6 +228,8 @@ def rl_step(runtime: Runtime, config: dict[str, Any]) -> dict[str, Any]:
     experience = add_advantages(experience, cfg.algo)
     metrics |= rl.describe(experience, cfg) | rl.train_on(cfg, parts, experience, dealt, 0)
     found = {
+        "num_groups": new_group.call_count,
+        "orders": {role.name: role.mesh.layout.order for role in roles},
         "metrics": metrics,
         "responses": [row.tolist() for row in experience.rollouts.responses.rows()],
         "columns": {name: column.values_T.numpy() for name, column in experience.columns.items()},

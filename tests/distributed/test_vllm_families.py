@@ -129,6 +129,8 @@ def test_a_step_of_rl_samples_with_the_actor_s_weights(
         assert 0 < found["metrics"]["rollout_logprob_gap_max"] < 1e-4
         assert found["metrics"]["actor_grad_norm"] > 0
         assert len(found["responses"]) == 16
+        order = (0, 2, 1, 3) if (parallel, tp) == LAYOUTS[-1] else None
+        assert found["orders"] == dict.fromkeys(("actor", "reference", "critic", "reward_model"), order)
 
 
 NAMED = {
