@@ -254,13 +254,11 @@ def vllm_failing_steps(runtime: Runtime, model: str, prompts: list[list[int]]) -
         assert _error(lambda: session.greedy(prompts)) == ""
         without_memory(owner, name, lambda: engine.verify_weights(part))
     session.update(model, 1)
-    if runtime.rank == 1:
-        with torch.no_grad():
-            engine._parameters["lm_head.weight"][-1, :2] = torch.tensor([torch.nan, 1e-3])
+    padding = engine._parameters["lm_head.weight"].detach()[-1, :2] if runtime.rank == 1 else torch.zeros(2)
+    padding.copy_(torch.tensor([torch.nan, 1e-3]))
     found["padding"] = tried(lambda: engine.verify_weights(part))
+    padding.zero_()
     session.update(model, 2)
-    with torch.no_grad():
-        engine._parameters["lm_head.weight"][-1, :2] = 0
     found["none"] = tried(lambda: engine.verify_weights(part))
     engine.close()
     return found
