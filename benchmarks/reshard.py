@@ -10,6 +10,8 @@ allgather  what trainers commonly do: for each parameter a broadcast over the pi
 floor      one flat message per pair of ranks with as many bytes as the plan sends: no gather, no scatter, and nothing
            copied inside a rank
 local      what the plan copies inside ranks, alone: the floor has none of it, and no way of ours avoids it
+
+After the rounds, as often: the certificate, that every rank's parameters are the trainer's.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +38,13 @@ from megarlhf.layout import Layout, engine_order
 from megarlhf.runtime import free_port
 from megarlhf.weights.architecture import Architecture
 from megarlhf.weights.carry import copy_local
+from megarlhf.weights.certificate import certify
 from megarlhf.weights.megatron_layout import MegatronLayout
 from megarlhf.weights.placement import Placement, RankPlacements
 from megarlhf.weights.plan import Copy, CopyPlan, make_plan
 from megarlhf.weights.plan.traffic import least_receive
 from megarlhf.weights.reshard import Resharder
-from megarlhf.weights.tensor_map import hf_placements, padded_vocab_size, vllm_placements
+from megarlhf.weights.tensor_map import hf_placements, logical_tensors, padded_vocab_size, vllm_placements
 
 RESULT = ROOT / "benchmarks" / "results" / "reshard.json"
 RANKS, ENGINE_TP, DTYPE, BUCKET_BYTES = 4, 2, torch.bfloat16, 32 << 20
@@ -151,11 +155,16 @@ def rank_main(rank: int, port: int, name: str, rounds: int, config: Mapping[str,
         ours, peers = timed(lambda: resharder.run(live, into)), timed(lambda: allgather(live, other))
         local = timed(lambda: copy_local(plan.local(rank), live, into))
         seconds.append({"ours": ours, "allgather": peers, "floor": timed(floor), "local": local})
+    tensors = logical_tensors(arch)
+    prove = partial(certify, plan, src, tensors, live, into, rank=rank, dtype=DTYPE, version=0)
+    certificates = [timed(prove) for _ in range(rounds)]
     said: list[Any] = [None] * RANKS
     least = least_receive(src, dst)[rank]
     dist.all_gather_object(said, {"peak": peaks, "received": plan.elements_received(rank), "least": least})
     if rank == 0:
-        out.write_text(json.dumps({"rounds": seconds, "ranks": said, "order": mesh.order}))
+        out.write_text(
+            json.dumps({"rounds": seconds, "ranks": said, "order": mesh.order, "certificates": certificates})
+        )
     dist.destroy_process_group()
 
 
@@ -177,6 +186,7 @@ def summary(found: Mapping[str, Any]) -> dict[str, Any]:
         "peak_extra_bytes_allgather": max(rank["peak"]["allgather"] for rank in found["ranks"]),
         "received_bytes": [rank["received"] * DTYPE.itemsize for rank in found["ranks"]],
         "order": found["order"],
+        "seconds_certificate": statistics.median(found["certificates"]),
         "seconds": spread,
         "rounds": found["rounds"],
     }

@@ -24,3 +24,4 @@ def test_the_benchmark_runs(tmp_path, monkeypatch):
         assert one["allgather_over_ours"] == pytest.approx(seconds["allgather"] / seconds["ours"])
         assert one["ours_over_floor"] == pytest.approx(seconds["ours"] / seconds["floor"])
         assert min(one["received_bytes"]) > 0
+        assert one["seconds_certificate"] > 0

@@ -46,6 +46,7 @@ HOUSE: tuple[dict[str, str], ...] = (
     {
         "runtime": "device, rank and process group of this process",
         "layout": "pure integers",
+        "together": "a failure on one rank is raised on all",
         "model_directory": "where config.json and tokenizer stand",
         "__init__": "the version",
     },

@@ -64,7 +64,10 @@ class RolloutEngine(Protocol):
         ...
 
     def close(self) -> None:
-        """Give back what the engine holds. Nothing is generated afterwards."""
+        """Give back what the engine holds, after the last collective of the run.
+
+        Not after a failure: leaving a group may wait for ranks that are stuck in it, and the reason with it.
+        """
         ...
 
 

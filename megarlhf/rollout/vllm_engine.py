@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megarlhf.config import RolloutConfig
@@ -25,9 +24,10 @@ from megarlhf.models.build import ModelPart, placements_on
 from megarlhf.rollout.engine import Response, Sampling, gather_rollouts
 from megarlhf.rollout.vllm_patches import cpu_patches
 from megarlhf.runtime import Runtime, free_bytes
+from megarlhf.together import FailingTogether
 from megarlhf.weights.architecture import Architecture
 from megarlhf.weights.carry import zero_padding
-from megarlhf.weights.certificate import Certificate, CertificateError, certify
+from megarlhf.weights.certificate import Certificate, CertificateError, certify, spoilt_padding
 from megarlhf.weights.loader_check import check_loader, sample_tensors
 from megarlhf.weights.placement import RankPlacements
 from megarlhf.weights.plan import CopyPlan, make_plan
@@ -88,37 +88,44 @@ class VllmEngine:
 
     def _check_memory(self) -> None:
         """To be called before anything is written."""
-        _raise_on_all_ranks(
-            _repacked(self._parameters),
-            "vLLM has changed the memory of parameters after loading, so that weights copied into them would be wrong",
-            "Experts: vLLM leaves them as they are with moe_backend 'triton' on a GPU, and with this project's patches "
-            "on a CPU; is another backend forced by the environment? rollout.engine=megatron samples without vLLM",
-        )
+        with FailingTogether(
+            _error(
+                "vLLM's parameters cannot be filled by a copy plan",
+                "Experts: vLLM leaves them as they are with moe_backend 'triton' on a GPU, and with this project's "
+                "patches on a CPU; is another backend forced by the environment? rollout.engine=megatron samples "
+                "without vLLM",
+            )
+        ) as found:
+            found += _repacked(self._parameters)
 
     def _resharder_from(self, actor: ModelPart) -> Resharder:
         """Made at the first update, and before it the proof that the table says what vLLM's own loader does."""
         if self._resharder is None:
             self._check_table()
-            self._resharder = Resharder(
-                self._plan_from(actor),
-                rank=self._runtime.rank,
-                dtype=self._dtype,
-                device=self._runtime.device,
-                bucket_bytes=self._rollout.reshard_bucket_mib << 20,
-                free_bytes=partial(free_bytes, self._runtime),
-            )
+            with FailingTogether(_error("the transfer cannot be planned", "Nothing has been sent")):
+                self._resharder = Resharder(
+                    self._plan_from(actor),
+                    rank=self._runtime.rank,
+                    dtype=self._dtype,
+                    device=self._runtime.device,
+                    bucket_bytes=self._rollout.reshard_bucket_mib << 20,
+                    free_bytes=partial(free_bytes, self._runtime),
+                )
         return self._resharder
 
     def _check_table(self) -> None:
         """Spoils the parameters of a few layers: an update has to follow."""
-        placements = self._destinations[self._runtime.rank]
-        _raise_on_all_ranks(
-            check_loader(placements, self._parameters, self._load, sample_tensors(self._arch), self._dtype),
-            f"megarlhf's table of {self._arch.model_type} and vLLM's own loader disagree",
-            "Weights copied by this table would be wrong. If vLLM has changed, correct megarlhf/weights/tensor_map/ or "
-            "install the vLLM of requirements/; rollout.engine=megatron samples without vLLM",
-        )
-        zero_padding(placements, self._parameters)
+        with FailingTogether(
+            _error(
+                f"megarlhf's table of {self._arch.model_type} cannot be trusted with this vLLM",
+                "Weights copied by it could be wrong. If vLLM has changed, correct megarlhf/weights/tensor_map/ or "
+                "install the vLLM of requirements/; rollout.engine=megatron samples without vLLM",
+            )
+        ) as found:
+            placements = self._destinations[self._runtime.rank]
+            found += check_loader(placements, self._parameters, self._load, sample_tensors(self._arch), self._dtype)
+            if not found:
+                zero_padding(placements, self._parameters)
 
     def _load(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
         self._llm.apply_model(lambda model: model.load_weights(tensors))
@@ -126,32 +133,42 @@ class VllmEngine:
     def update_weights(self, actor: ModelPart, version: int) -> None:
         """Write the actor's weights into vLLM's parameters and forget what was cached with the old ones.
 
-        Raises: on every rank TransferError when the transfer failed on any, RuntimeError when the table of the first
-        update is wrong or poison is left. The version then stays, and nothing is generated until an update succeeds.
+        Raises: on every rank, when anything failed on any: TransferError from the transfer, RuntimeError before and
+        after it. The version then stays, and nothing is generated until an update succeeds.
         """
         self._refusal = f"the update to version {version} failed half way, what it holds is a mixture"
         resharder = self._resharder_from(actor)
         if self._rollout.poison_weights:
-            poison(self._parameters)
+            with FailingTogether(_error(f"the update to version {version} failed", "Nothing has been sent")):
+                poison(self._parameters)
         resharder.run(actor.parameters(), self._parameters)
         if self._rollout.poison_weights:
-            _raise_on_all_ranks(
-                left_poisoned(self._destinations[self._runtime.rank], self._parameters),
-                f"the update to version {version} left poison",
-                "No copy of the plan wrote there, or the actor's own weights are NaN",
-            )
+            with FailingTogether(
+                _error(
+                    f"the update to version {version} failed",
+                    "NaN is poison: no copy of the plan wrote there, or the actor's own weights are NaN",
+                )
+            ) as found:
+                found += left_poisoned(self._destinations[self._runtime.rank], self._parameters)
         self._refusal = f"the cache of the weights before version {version} could not be forgotten"
-        _raise_on_all_ranks(
-            [] if self._llm.reset_prefix_cache() else ["vLLM did not reset its prefix cache"],
-            f"the update to version {version} is not complete",
-            "Responses would mix old and new weights; are requests still running?",
-        )
+        with FailingTogether(
+            _error(
+                f"the update to version {version} is not complete",
+                "Responses would mix old and new weights; are requests still running?",
+            )
+        ) as found:
+            if not self._llm.reset_prefix_cache():
+                found.append("vLLM did not reset its prefix cache")
         self._version, self._refusal = version, ""
 
     def verify_weights(self, actor: ModelPart) -> Certificate:
-        """Of what lies in vLLM's live parameters now, every replica included, against the actor's."""
-        plan = self._plan_from(actor)
+        """Of what lies in vLLM's live parameters now, every replica and all padding included, against the actor's."""
+        kept, self._refusal = self._refusal, f"they were not found to be those of version {self._version}"
         try:
+            with FailingTogether(lambda reasons: CertificateError("; ".join(reasons))) as found:
+                plan = self._plan_from(actor)
+                found += self._replaced()
+                found += spoilt_padding(self._destinations[self._runtime.rank], self._parameters)
             proof = certify(
                 plan,
                 self._sources,
@@ -161,14 +178,13 @@ class VllmEngine:
                 rank=self._runtime.rank,
                 dtype=self._dtype,
                 version=self._version,
-                problems=self._replaced(),
             )
         except CertificateError as error:
-            self._refusal = f"they were found not to be those of version {self._version}"
             raise CertificateError(
-                f"vLLM does not hold the actor's weights: {error}. Samples drawn now would not be the actor's; was a "
+                f"vLLM's weights are not certified: {error}. Samples drawn now might not be the actor's; was a "
                 "parameter written or replaced outside update_weights?"
             ) from error
+        self._refusal = kept
         log.info("weights of version %d certified: digest %s, %.3f s", proof.version, proof.digest, proof.seconds)
         return proof
 
@@ -178,7 +194,7 @@ class VllmEngine:
         live = self._llm.apply_model(lambda model: dict(model.named_parameters(remove_duplicate=False)))[0]
         known, shapes = set(self._places.values()), self._destinations[self._runtime.rank].storages
         return [
-            f"{name} on rank {self._runtime.rank} has memory of its own, which no update writes"
+            f"{name} has memory of its own, which no update writes"
             for name, tensor in live.items()
             if tensor.data_ptr() not in known or (name in shapes and tuple(tensor.shape) != shapes[name])
         ]
@@ -227,17 +243,9 @@ def _response(output: Any) -> Response:
     return Response(tokens=tokens, logprobs=logprobs, finished=sampled.finish_reason == "stop")
 
 
-def _raise_on_all_ranks(problems: Sequence[str], what: str, advice: str) -> None:
-    """Raises RuntimeError on every rank if any has a problem; equal ones of several ranks are told once."""
-    told: list[Sequence[str]] = [[]] * dist.get_world_size()
-    dist.all_gather_object(told, list(problems))
-    ranks: dict[str, list[int]] = {}
-    for rank, found in enumerate(told):
-        for problem in found:
-            ranks.setdefault(problem, []).append(rank)
-    if ranks:
-        lines = [f"rank {', '.join(map(str, where))}: {problem}" for problem, where in ranks.items()]
-        raise RuntimeError("\n  ".join([f"{what}:", *lines]) + f"\n{advice}")
+def _error(what: str, advice: str) -> Callable[[Sequence[str]], RuntimeError]:
+    """For `FailingTogether`: a line for each reason."""
+    return lambda reasons: RuntimeError("\n  ".join([f"{what}:", *reasons]) + f"\n{advice}")
 
 
 def _repacked(parameters: Mapping[str, Tensor]) -> list[str]:
@@ -253,7 +261,7 @@ def _repacked(parameters: Mapping[str, Tensor]) -> list[str]:
         expected = torch.empty_like(parameter.detach())
         initialize_single_dummy_weight(expected)
         if not torch.equal(expected, parameter.detach()):
-            changed.append(f"{name} {list(parameter.shape)}")
+            changed.append(f"{name} {list(parameter.shape)} was changed in memory after loading")
     return changed
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +30,8 @@ MICRO_BATCH_SAMPLES = 16
 def run(cfg: GenerateConfig, runtime: Runtime) -> None:
     """Write a JSON line per response: prompt, response, finished, rewards by name, and the record's columns."""
     data = load_prompts(cfg.data, cfg.actor.model.described_by())
-    with (
-        ExitStack() as closing,
-        open_session(cfg, cfg.run, CheckpointConfig(), runtime, "generate", 1, data.notes) as session,
-    ):
-        prompts, responses, rollouts, rewards = _respond(cfg, runtime, data, closing)
+    with open_session(cfg, cfg.run, CheckpointConfig(), runtime, "generate", 1, data.notes) as session:
+        prompts, responses, rollouts, rewards = _respond(cfg, runtime, data)
         out = cfg.out or cfg.run.dir / "responses.jsonl"
         if runtime.is_main:
             _write_lines(out, _lines(prompts, responses, rollouts, rewards))
@@ -46,22 +42,18 @@ def run(cfg: GenerateConfig, runtime: Runtime) -> None:
 def evaluate(cfg: GenerateConfig, runtime: Runtime) -> None:
     """Log the mean of each reward over the prompts."""
     data = load_prompts(cfg.data, cfg.actor.model.described_by())
-    with (
-        ExitStack() as closing,
-        open_session(cfg, cfg.run, CheckpointConfig(), runtime, "eval", 1, data.notes) as session,
-    ):
-        prompts, _, rollouts, rewards = _respond(cfg, runtime, data, closing)
+    with open_session(cfg, cfg.run, CheckpointConfig(), runtime, "eval", 1, data.notes) as session:
+        prompts, _, rollouts, rewards = _respond(cfg, runtime, data)
         session.log(1, {**_summary(rollouts, rewards), "num_prompts": len(prompts)})
 
 
 def _respond(
-    cfg: GenerateConfig, runtime: Runtime, data: PromptData, closing: ExitStack
+    cfg: GenerateConfig, runtime: Runtime, data: PromptData
 ) -> tuple[list[PromptSample], list[str], Rollouts, dict[str, Tensor]]:
     prompts = [p for p in data.train[: cfg.max_samples] for _ in range(cfg.rollout.num_samples_per_prompt)]
     order = actor_order(cfg.rollout, cfg.actor, runtime)
     actor = build_role("actor", cfg.actor, "lm", GroupCache(runtime), seed=cfg.run.seed, order=order)
     engine = make_engine(cfg.rollout, actor, cfg.data.max_prompt_tokens, MICRO_BATCH_SAMPLES)
-    closing.callback(engine.close)
     engine.update_weights(actor.part, version=0)
     engine.verify_weights(actor.part)
     rollouts = engine.generate(
@@ -75,6 +67,7 @@ def _respond(
         str(reward.rule): rule_rewards(load_rule(str(reward.rule)), texts, responses, fields, runtime.device)
         for reward in cfg.rewards
     }
+    engine.close()
     return prompts, responses, rollouts, rewards
 
 

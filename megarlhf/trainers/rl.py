@@ -9,7 +9,6 @@ import itertools
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
@@ -46,12 +45,8 @@ def run(cfg: RLConfig, runtime: Runtime) -> None:
     """Improve the actor on its own samples."""
     data = load_prompts(cfg.data, cfg.actor.model.described_by(), cfg.eval.max_samples)
     order = ShuffledBatches(len(data.train), cfg.train.prompts_per_step, cfg.run.seed)
-    with (
-        ExitStack() as closing,
-        open_session(cfg, cfg.run, cfg.checkpoint, runtime, "rl", cfg.train.num_steps, data.notes) as session,
-    ):
+    with open_session(cfg, cfg.run, cfg.checkpoint, runtime, "rl", cfg.train.num_steps, data.notes) as session:
         parts = build(cfg, runtime, data.tokenizer)
-        closing.callback(parts.engine.close)
         evaluate = Evaluator(cfg, parts.engine, parts.rewarder, data.tokenizer, data.heldout)
         stop = StopRule(cfg.train.stop)
         parts.engine.update_weights(parts.actor.part, version=0)
@@ -83,6 +78,7 @@ def run(cfg: RLConfig, runtime: Runtime) -> None:
             if last:
                 session.note(stop.reason or f"all {cfg.train.num_steps} steps done")
                 break
+    parts.engine.close()
 
 
 @dataclass(frozen=True)

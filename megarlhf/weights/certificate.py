@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from megarlhf.together import FailingTogether
 from megarlhf.weights.carry import Storages
-from megarlhf.weights.digest import compare, digest_boxes, replica_digests, transfer_digests, whole_digest
+from megarlhf.weights.digest import compare, digest_boxes, replica_digests, summed, transfer_digests, whole_digest
 from megarlhf.weights.placement import Box, RankPlacements, Shape
 from megarlhf.weights.plan import Copy, CopyPlan
 
@@ -21,10 +22,12 @@ _MAX_LISTED = 5
 
 _At = tuple[str, int, Box]
 """(logical tensor, destination rank, box)."""
+_ByBox = tuple[dict[_At, int], dict[_At, int]]
+"""Digests of what this rank has sent, and of what it has received."""
 
 
 class CertificateError(RuntimeError):
-    """Destinations do not hold what the sources hold. The same on every rank."""
+    """Destinations do not hold what the sources hold, or it could not be found out. Raised on every rank."""
 
 
 @dataclass(frozen=True)
@@ -50,51 +53,56 @@ def certify(
     dtype: torch.dtype,
     version: int,
     group: dist.ProcessGroup | None = None,
-    problems: Sequence[str] = (),
 ) -> Certificate:
     """Compares what lies in `dst` on all ranks with what lies in `src`, cast to `dtype`. Collective.
 
-    `sources` are the placements of all source ranks, `tensors` the shapes of all logical tensors. `problems`: what this
-    rank has found wrong by itself; raised on all ranks.
+    `sources` are the placements of all source ranks, `tensors` the shapes of all logical tensors.
 
-    Raises: CertificateError naming tensors, ranks and boxes.
+    Raises: CertificateError naming tensors, ranks and boxes that differ, or what failed on which rank.
     """
     start = time.perf_counter()
-    told: list[Sequence[str]] = [()] * dist.get_world_size(group)
-    dist.all_gather_object(told, tuple(problems), group=group)
-    said = [problem for each in told for problem in each]
-    if said:  # what cannot be read has no digest
-        raise CertificateError(f"weight version {version}: {'; '.join(said)}")
-    sent, received = transfer_digests(plan, tensors, src, dst, rank=rank, dtype=dtype, group=group)
+
+    def refused(reasons: Sequence[str]) -> CertificateError:
+        return CertificateError(f"weight version {version}: {'; '.join(reasons)}")
+
+    with FailingTogether(refused, group):
+        device = next(tensor.device for tensor in (*src.values(), *dst.values()))
+        carried = transfer_digests(plan, tensors, src, dst, rank=rank, dtype=dtype)
+        held = replica_digests(rank, sources, tensors, src, dtype=dtype)
+    sent, received, once, agreed = summed([*carried, *held], sorted(tensors), device, group)
+    said = []
     if different := compare(sent, received):
-        places = _places(plan, tensors, src, dst, rank, dtype, group, set(different))
-        said.append(f"{len(different)} of {len(sent)} tensors differ: {'; '.join(_listed(places))}")
-    once, agreed = replica_digests(rank, sources, tensors, src, dtype=dtype, group=group)
+        with FailingTogether(refused, group):
+            digests = _digests_by_box(plan, tensors, src, dst, rank, dtype, set(different))
+        said.append(f"{len(different)} of {len(sent)} tensors differ: {'; '.join(_listed(_places(digests, group)))}")
     if divided := compare(once, agreed):
         said.append(f"the trainer's own ranks disagree on {len(divided)} tensors: {', '.join(divided[:_MAX_LISTED])}")
     if said:
-        raise CertificateError(f"weight version {version}: {'; '.join(said)}")
+        raise refused(said)
     return Certificate(version, whole_digest(once), time.perf_counter() - start)
 
 
-def _places(
+def _digests_by_box(
     plan: CopyPlan,
     tensors: Mapping[str, Shape],
     src: Storages,
     dst: Storages,
     rank: int,
     dtype: torch.dtype,
-    group: dist.ProcessGroup | None,
     different: set[str],
-) -> list[_At]:
-    """Which boxes differ, of these tensors."""
+) -> _ByBox:
     copies = [c for c in plan.copies if c.tensor in different and rank in (c.src_rank, c.dst_rank)]
     sent = _by_box((c for c in copies if c.src_rank == rank), tensors, src, dtype, sent=True)
     received = _by_box((c for c in copies if c.dst_rank == rank), tensors, dst, dtype, sent=False)
-    told: list[tuple[dict[_At, int], dict[_At, int]]] = [({}, {})] * dist.get_world_size(group)
-    dist.all_gather_object(told, (sent, received), group=group)
+    return sent, received
+
+
+def _places(mine: _ByBox, group: dist.ProcessGroup | None) -> list[_At]:
+    """Which boxes differ, on all ranks. Collective."""
+    told = [mine] * dist.get_world_size(group)
+    dist.all_gather_object(told, mine, group=group)
     everywhere = {at: digest for outgoing, _ in told for at, digest in outgoing.items()}
-    return sorted(at for _, incoming in told for at, digest in incoming.items() if everywhere[at] != digest)
+    return sorted(at for _, incoming in told for at, digest in incoming.items() if everywhere.get(at) != digest)
 
 
 def _by_box(
@@ -106,6 +114,16 @@ def _by_box(
         ]
         for c in copies
     }
+
+
+def spoilt_padding(placements: RankPlacements, storages: Storages) -> list[str]:
+    """Storages whose padding, which no transfer writes and everybody leaves at zero, holds something else."""
+    found = []
+    for name, gaps in placements.padding().items():
+        flat = storages[name].detach().view(-1)
+        if count := sum(int((flat[start:stop] != 0).sum()) for start, stop in gaps):
+            found.append(f"{name}: {count} of {sum(b - a for a, b in gaps)} elements of its padding are not zero")
+    return found
 
 
 def _listed(places: Sequence[_At]) -> list[str]:

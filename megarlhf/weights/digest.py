@@ -83,36 +83,24 @@ def model_digest(
     names = sorted({tensor for part in replica for tensor in part.tensors})
     tensors = {tensor: shape for part in replica for tensor, shape in part.tensors.items()}
     partial = digest_boxes(owned_placements(rank, replica), tensors, storages, dtype)
-    return _all_reduced(partial, names, storages, group, len(replica) > 1)
+    if len(replica) == 1:
+        return {name: partial.get(name, 0) for name in names}
+    (total,) = summed([partial], names, next(iter(storages.values())).device, group)
+    return total
 
 
 def transfer_digests(
-    plan: CopyPlan,
-    tensors: Mapping[str, Shape],
-    src: Storages,
-    dst: Storages,
-    *,
-    rank: int,
-    dtype: torch.dtype,
-    group: dist.ProcessGroup | None = None,
+    plan: CopyPlan, tensors: Mapping[str, Shape], src: Storages, dst: Storages, *, rank: int, dtype: torch.dtype
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """(what the sources hold, what the destinations hold), for every copy of the plan: equal when the
-    destinations, all replicas included, have received the sources' present values cast to `dtype`.
+    """This rank's part of (what the sources hold, what the destinations hold), for every copy of the plan.
 
-    `tensors` gives the shapes of all logical tensors of the plan, the same on every rank.
+    `summed` over all ranks they are equal when the destinations, all replicas included, have received the sources'
+    present values cast to `dtype`. `tensors` gives the shapes of all logical tensors of the plan.
     """
     outgoing = [c.source for c in plan.local(rank)] + [c.source for s in plan.sends(rank).values() for c in s]
     incoming = [c.destination for c in plan.local(rank)]
     incoming += [c.destination for s in plan.receives(rank).values() for c in s]
-    names = sorted(tensors)
-    together = len({r for pair in plan.traffic for r in pair}) > 1
-    sent = _counted(outgoing, tensors, src, dtype)
-    received = digest_boxes(incoming, tensors, dst, dtype)
-    live = src if src else dst
-    return (
-        _all_reduced(sent, names, live, group, together),
-        _all_reduced(received, names, live, group, together),
-    )
+    return _counted(outgoing, tensors, src, dtype), digest_boxes(incoming, tensors, dst, dtype)
 
 
 def _counted(
@@ -157,13 +145,12 @@ def replica_digests(
     storages: Storages,
     *,
     dtype: torch.dtype,
-    group: dist.ProcessGroup | None = None,
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """(digest of every logical tensor by the first rank that holds each box, the same if all holders agree).
+    """This rank's part of (digest of every tensor by the first rank that holds each box, the same if all agree).
 
-    The second is what all holders together say, brought to the weight of one: equal to the first when replicas, those
-    of data parallelism and of tied embeddings included, hold the same. Collective over `group`, the ranks of
-    `sources`; boxes of different ranks are equal or disjoint.
+    `summed` over the ranks of `sources` the second is what all holders together say, brought to the weight of one:
+    equal to the first when replicas, those of data parallelism and of tied embeddings included, hold the same. Boxes
+    of different ranks are equal or disjoint.
     """
     holders: dict[tuple[str, Box], list[int]] = {}
     for part in sources:
@@ -171,19 +158,16 @@ def replica_digests(
             holders.setdefault((placement.tensor, placement.box), []).append(part.rank)
     mine = next(part for part in sources if part.rank == rank)
     first: dict[str, int] = {}
-    excess: dict[str, int] = {}
+    agreed: dict[str, int] = {}
     for placement in mine.placements:
         at = holders[placement.tensor, placement.box]
         name, digest = placement.tensor, digest_boxes([placement], tensors, storages, dtype)[placement.tensor]
         if at[0] == rank:
             first[name] = (first.get(name, 0) + digest) % 2**64
-        # The first holder counts for all the others, each of which counts against it: 0 if they agree.
-        weight = len(at) - 1 if at[0] == rank else -1
-        excess[name] = (excess.get(name, 0) + weight * digest) % 2**64
-    names = sorted(tensors)
-    first = _all_reduced(first, names, storages, group, len(sources) > 1)
-    excess = _all_reduced(excess, names, storages, group, len(sources) > 1)
-    return first, {name: (first[name] + excess[name]) % 2**64 for name in names}
+        # The first holder counts for all, each of the others against it: once together, if they agree.
+        weight = len(at) if at[0] == rank else -1
+        agreed[name] = (agreed.get(name, 0) + weight * digest) % 2**64
+    return first, agreed
 
 
 def compare(a: Mapping[str, int], b: Mapping[str, int]) -> list[str]:
@@ -191,20 +175,17 @@ def compare(a: Mapping[str, int], b: Mapping[str, int]) -> list[str]:
     return sorted(t for t in a.keys() | b.keys() if t not in a or t not in b or a[t] != b[t])
 
 
-def _all_reduced(
-    partial: Mapping[str, int],
+def summed(
+    parts: Sequence[Mapping[str, int]],
     names: Sequence[str],
-    storages: Storages,
-    group: dist.ProcessGroup | None,
-    together: bool,
-) -> dict[str, int]:
-    if not together:
-        return {name: partial.get(name, 0) for name in names}
-    device = next(iter(storages.values())).device
-    signed = [_signed(partial.get(name, 0)) for name in names]
+    device: torch.device,
+    group: dist.ProcessGroup | None = None,
+) -> list[dict[str, int]]:
+    """The sum over all ranks of each of several digests; names that a rank lacks count as 0. Collective."""
+    signed = [[_signed(part.get(name, 0)) for name in names] for part in parts]
     sums = torch.tensor(signed, dtype=torch.int64, device=device)
     dist.all_reduce(sums, group=group)
-    return {name: value % 2**64 for name, value in zip(names, sums.tolist(), strict=True)}
+    return [{name: value % 2**64 for name, value in zip(names, row, strict=True)} for row in sums.tolist()]
 
 
 def _signed(value: int) -> int:

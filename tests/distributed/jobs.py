@@ -30,7 +30,13 @@ from megarlhf.runtime import Runtime
 from megarlhf.weights.plan import make_plan
 from megarlhf.weights.reshard import carry_over_group
 from megarlhf.weights.tensor_map import Head, hf_placements
-from tests.distributed.vllm_jobs import vllm_broken, vllm_family, vllm_packed_experts, vllm_tables  # noqa: F401
+from tests.distributed.vllm_jobs import (  # noqa: F401
+    vllm_broken,
+    vllm_failing_steps,
+    vllm_family,
+    vllm_packed_experts,
+    vllm_tables,
+)
 
 Arrays = dict[str, np.ndarray]
 

@@ -55,7 +55,7 @@ FAULTS = {
     "model.layers.1.mlp.gate_up_proj.weight": "model.layers.1.mlp.gate_proj.weight",
     "model.norm.weight": "model.norm.weight",
     "model.embed_tokens.weight": "model.embed_tokens.weight",
-    "lm_head.weight": "lm_head.weight on rank 1 has memory of its own",
+    "lm_head.weight": "rank 1: lm_head.weight has memory of its own",
 }
 
 

@@ -213,6 +213,61 @@ def vllm_broken(runtime: Runtime, first: str, second: str, prompts: list[list[in
     return found
 
 
+def vllm_failing_steps(runtime: Runtime, model: str, prompts: list[list[int]]) -> dict[str, tuple[str, str]]:
+    """(error, what `generate` then says) for each local step of the engine, as it fails on rank 1 alone."""
+    from megarlhf.rollout import vllm_engine
+    from megarlhf.weights import certificate
+
+    session = _Session(runtime, model, 2, {"pp": 2}, poison_weights=True)
+    engine, part, found = session.engine, session.actor.part, {}
+
+    def tried(action: Callable[[], Any]) -> tuple[str, str]:
+        return _error(action), _error(lambda: session.greedy(prompts))
+
+    def without_memory(owner: Any, name: str, action: Callable[[], Any]) -> None:
+        kept = getattr(owner, name)
+        if runtime.rank == 1:
+            setattr(owner, name, _no_memory)
+        found[name] = tried(action)
+        setattr(owner, name, kept)
+
+    without_memory(vllm_engine, "_repacked", engine._check_memory)
+    # The first three before the table is known to be right, `make_plan` before there is a plan.
+    for owner, name in (
+        (vllm_engine, "sample_tensors"),
+        (vllm_engine, "zero_padding"),
+        (engine, "_load"),
+        (vllm_engine, "make_plan"),
+        (vllm_engine, "poison"),
+        (vllm_engine, "left_poisoned"),
+        (engine._llm, "reset_prefix_cache"),
+    ):
+        without_memory(owner, name, lambda: session.update(model, 0))
+    assert engine.weight_version == -1
+    for owner, name in (
+        (engine, "_replaced"),
+        (vllm_engine, "spoilt_padding"),
+        (certificate, "transfer_digests"),
+        (certificate, "replica_digests"),
+    ):
+        session.update(model, 0)
+        assert _error(lambda: session.greedy(prompts)) == ""
+        without_memory(owner, name, lambda: engine.verify_weights(part))
+    session.update(model, 1)
+    padding = engine._parameters["lm_head.weight"].detach()[-1, :2] if runtime.rank == 1 else torch.zeros(2)
+    padding.copy_(torch.tensor([torch.nan, 1e-3]))
+    found["padding"] = tried(lambda: engine.verify_weights(part))
+    padding.zero_()
+    session.update(model, 2)
+    found["none"] = tried(lambda: engine.verify_weights(part))
+    engine.close()
+    return found
+
+
+def _no_memory(*arguments: Any, **options: Any) -> Any:
+    raise torch.OutOfMemoryError("planted")
+
+
 @contextmanager
 def _a_copy_less(engine: Any, runtime: Runtime, tensor: str) -> Iterator[None]:
     """Takes out of the plan what rank 1 copies of a tensor from itself."""

@@ -1,4 +1,5 @@
-"""The certificate over a gloo group of four: what is proven, and five faults in memory, each named with rank and box.
+"""The certificate over a gloo group of four: what is proven, five faults in memory, each named with rank and box, and
+a rank that fails on the way.
 
 Trainer TP2 x PP2, tied; two engines of two ranks. Not covered: NCCL; a table that is wrong on both sides (the
 comparison with vLLM's loader sees it).
@@ -8,12 +9,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megarlhf.weights.certificate import CertificateError, certify
+from megarlhf.weights import certificate as module
+from megarlhf.weights.carry import zero_padding
+from megarlhf.weights.certificate import CertificateError, certify, spoilt_padding
 from megarlhf.weights.digest import whole_digest
 from megarlhf.weights.plan import make_plan
 from megarlhf.weights.random_init import fill_random
 from megarlhf.weights.reshard import carry_over_group
 from megarlhf.weights.tensor_map import logical_tensors
+from tests.gloo import run_ranks
 from tests.weights.cases import empty, megatron_ranks, tiny, vllm_ranks
 from tests.weights.test_reshard import on_four_ranks
 
@@ -66,8 +70,8 @@ def _prove(rank, stages):
     carry_over_group(plan, src, dst, rank=rank, dtype=torch.bfloat16, device=CPU)
     tensors, options = logical_tensors(arch), {"rank": rank, "dtype": torch.bfloat16, "version": 7}
 
-    def proof(problems=()):
-        return certify(plan, sources, tensors, src, dst, problems=problems, **options)
+    def proof():
+        return certify(plan, sources, tensors, src, dst, **options)
 
     found = proof()
     assert found.version == 7
@@ -89,8 +93,6 @@ def _prove(rank, stages):
         src["output_layer.weight"].zero_()
     with pytest.raises(CertificateError, match=r"own ranks disagree on 1 tensors: model\.embed_tokens\.weight"):
         proof()
-    with pytest.raises(CertificateError, match=r"lm_head of rank 1 is its own"):
-        proof(["lm_head of rank 1 is its own"] if rank == 1 else ())
     return found.digest
 
 
@@ -104,6 +106,76 @@ def _body(rank):
 
 def test_what_is_proven_and_five_faults():
     on_four_ranks(_body)
+
+
+def _failing(rank):
+    """Errors, as each local step fails on rank 1 alone: all ranks have them, and the next certificate is whole."""
+    arch = tiny()
+    sources, ranks = megatron_ranks(arch, 2, [[0], [1, 2]]), vllm_ranks(arch, 2, 2)
+    src, dst = empty([sources[rank]], torch.bfloat16)[rank], empty([ranks[rank]], torch.bfloat16, 0.0)[rank]
+    fill_random(sources[rank], src, seed=5, std=0.1, arch=arch)
+    plan = make_plan(sources, ranks, only_rank=rank)
+    carry_over_group(plan, src, dst, rank=rank, dtype=torch.bfloat16, device=CPU)
+
+    def said(src, dst):
+        with pytest.raises(CertificateError) as error:
+            certify(plan, sources, logical_tensors(arch), src, dst, rank=rank, dtype=torch.bfloat16, version=3)
+        return str(error.value)
+
+    def lost(storages, name):
+        assert rank != 1 or name in storages
+        return {key: value for key, value in storages.items() if rank != 1 or key != name}
+
+    found = [
+        said(lost(src, "decoder.layers.0.mlp.linear_fc2.weight"), dst),
+        said(src, lost(dst, "model.norm.weight")),
+        said({}, {}) if rank == 1 else said(src, dst),
+    ]
+    # The second pass, by box, runs only after a difference.
+    if rank == 3:
+        dst["model.norm.weight"][2] += 1
+    kept = module._by_box
+    if rank == 1:
+        module._by_box = lambda *arguments, **options: torch.empty(1 << 60)
+    found.append(said(src, dst))
+    module._by_box = kept
+    found.append(said(src, dst))
+    return found
+
+
+def test_a_rank_that_fails_stops_all_with_its_reason(tmp_path):
+    """A source or a destination that is missing, nothing at all, and no memory for the digests by box."""
+    first, *others = run_ranks(4, tmp_path, _failing)
+    assert others == [first] * 3
+    for text, expected in zip(
+        first,
+        (
+            "rank 1: KeyError: 'decoder.layers.0.mlp.linear_fc2.weight'",
+            "rank 1: KeyError: 'model.norm.weight'",
+            "rank 1: StopIteration: ",
+            "rank 1: RuntimeError: ",
+            "1 of 30 tensors differ: model.norm.weight[0:64] on rank 3",
+        ),
+        strict=True,
+    ):
+        assert text.startswith(f"weight version 3: {expected}"), text
+
+
+def test_padding_that_somebody_wrote_to_is_counted():
+    """Of the padded vocabulary, on the rank that has it; what a transfer writes is not looked at."""
+    arch = tiny()
+    (part,) = vllm_ranks(arch, 1, 1)
+    live = empty([part], torch.bfloat16, 1.0)[0]
+    zero_padding(part, live)
+    assert spoilt_padding(part, live) == []
+    ((start, stop),) = part.padding()["lm_head.weight"]
+    live["lm_head.weight"].view(-1)[start] = 0.5
+    live["lm_head.weight"].view(-1)[stop - 1] = torch.nan
+    live["model.embed_tokens.weight"].view(-1)[stop - 1] = torch.inf
+    assert spoilt_padding(part, live) == [
+        f"model.embed_tokens.weight: 1 of {stop - start} elements of its padding are not zero",
+        f"lm_head.weight: 2 of {stop - start} elements of its padding are not zero",
+    ]
 
 
 def test_whole_digest_depends_on_names():

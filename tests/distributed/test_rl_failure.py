@@ -1,0 +1,85 @@
+"""`megarlhf rl` and `generate` on two ranks with vLLM, when the weights cannot be carried over.
+
+Not covered: GPUs; a failure inside vLLM's own collectives.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from megarlhf.observe.metrics import read_metrics
+from tests.distributed.test_rl_layouts import config
+
+ROOT = Path(__file__).parents[2]
+
+FAULTY = """
+import os, sys, time
+from megarlhf.cli import main
+from megarlhf.rollout.vllm_engine import VllmEngine
+from megarlhf.weights import {module} as module
+
+def plant(engine, actor, **version):
+    if os.environ["RANK"] == "1" and engine.weight_version == {after}:
+        print("planted at", time.time(), flush=True)
+        module.{name} = lambda *arguments, **options: [][0]
+    return real(engine, actor, **version)
+
+real, VllmEngine.{method} = VllmEngine.{method}, plant
+raise SystemExit(main())
+"""
+"""A rank of the real command; rank 1 loses a function of `module` at the call of `method` after version `after`."""
+
+CASES: dict[str, tuple[str, dict[str, Any], str]] = {
+    "rl": (
+        "rl",
+        {"module": "reshard", "name": "copy_local", "method": "update_weights", "after": 0},
+        "reshard.TransferError: rank 1: IndexError: list index out of range",
+    ),
+    "generate": (
+        "generate",
+        {"module": "certificate", "name": "transfer_digests", "method": "verify_weights", "after": 0},
+        "certificate.CertificateError: vLLM's weights are not certified: weight version 0: rank 1: IndexError: ",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ["rl", pytest.param("generate", marks=pytest.mark.slow)])
+def test_the_command_ends_at_once_with_the_reason(
+    case: str, models: dict[str, Path], data: dict[str, Path], tmp_path: Path
+) -> None:
+    """A step's transfer breaks on rank 1 in rl, its certificate in generate: rank 0 says so last and nothing else, the
+    command fails within seconds of the fault, and leaves neither a checkpoint nor responses."""
+    command, fault, reason = CASES[case]
+    cfg = config(models, data["prompts"], {"pp": 2})
+    cfg["run"] = {"dir": str(tmp_path / "run"), "nproc": 2}
+    cfg["rollout"] |= {"engine": "vllm", "parallel": {"tp": 2}}
+    if command == "generate":
+        cfg = {name: cfg[name] for name in ("run", "actor", "data", "rollout")}
+        del cfg["actor"]["optim"]
+    (tmp_path / "cfg.yaml").write_text(yaml.safe_dump(cfg))
+    (tmp_path / "faulty.py").write_text(FAULTY.format(**fault))
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "RANK", "MASTER_"))}
+    env |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+    call = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    call += [str(tmp_path / "faulty.py"), command, "-c", str(tmp_path / "cfg.yaml")]
+    done = subprocess.run(call, env=env, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
+    ended = time.time()
+    planted = [float(line.split()[-1]) for line in done.stdout.splitlines() if line.startswith("planted at")]
+    assert len(planted) == 1, done.stderr[-5000:]
+    assert ended - planted[0] < 60
+    assert done.returncode != 0
+    last = [line for line in done.stderr.splitlines() if line.startswith("[rank0]: ")][-1]
+    assert last.startswith(f"[rank0]: megarlhf.weights.{reason}"), done.stderr[-5000:]
+    assert "During handling of the above exception" not in done.stderr
+    assert not (tmp_path / "run/checkpoints").exists()
+    assert not (tmp_path / "run/responses.jsonl").exists()
+    if command == "rl":
+        assert [row["step"] for row in read_metrics(tmp_path / "run")] == [0]

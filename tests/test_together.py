@@ -1,0 +1,86 @@
+"""A failure on one rank is raised on all, over gloo. Not covered: NCCL; a rank that dies."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megarlhf.together import FailingTogether
+from tests.gloo import run_ranks
+
+
+class Stopped(RuntimeError):
+    pass
+
+
+def stopped(reasons):
+    return Stopped(" | ".join(reasons))
+
+
+def _sum(rank):
+    """What only works while all ranks are at the same collective."""
+    total = torch.tensor(rank)
+    dist.all_reduce(total)
+    return int(total)
+
+
+def _whole(rank):
+    with FailingTogether(stopped) as found:
+        value = rank + 1
+    assert found == []
+    return value, _sum(rank)
+
+
+def _one_raises(rank):
+    with pytest.raises(Stopped) as raised, FailingTogether(stopped):
+        {0: "a", 2: "b"}[rank]
+    cause = raised.value.__cause__
+    return str(raised.value), type(cause).__name__, _sum(rank)
+
+
+def _find(rank):
+    """Rank 1 raises too, after it has found something; 0 and 2 find the same."""
+    with FailingTogether(stopped) as found:
+        found.append("no room" if rank != 1 else "no light")
+        if rank == 1:
+            raise StopIteration("late")
+
+
+def _several_find(rank):
+    with pytest.raises(Stopped) as raised:
+        _find(rank)
+    return str(raised.value), _sum(rank)
+
+
+def _in_a_group(rank):
+    """The group is ranks 2 and 1; rank 0 goes on."""
+    group = dist.new_group([1, 2])
+    said = ""
+    if rank:
+        with pytest.raises(Stopped) as raised, FailingTogether(stopped, group):
+            assert rank == 1, "wrong rank"
+        said = str(raised.value)
+    return said, _sum(rank)
+
+
+def test_nothing_fails(tmp_path):
+    assert run_ranks(3, tmp_path, _whole) == [(1, 3), (2, 3), (3, 3)]
+
+
+def test_one_rank_raises(tmp_path):
+    """The same reason everywhere; the traceback of the cause where it happened."""
+    said = "rank 1: KeyError: 1"
+    found = run_ranks(3, tmp_path, _one_raises)
+    assert found == [(said, "NoneType", 3), (said, "KeyError", 3), (said, "NoneType", 3)]
+
+
+def test_equal_reasons_are_told_once(tmp_path):
+    said = "rank 0, 2: no room | rank 1: no light | rank 1: StopIteration: late"
+    assert run_ranks(3, tmp_path, _several_find) == [(said, 3)] * 3
+
+
+def test_ranks_of_a_group_bear_their_global_numbers(tmp_path):
+    found = run_ranks(3, tmp_path, _in_a_group)
+    assert found[0] == ("", 3)
+    assert found[1] == found[2]
+    assert found[1][0].startswith("rank 2: AssertionError: wrong rank")
+    assert found[1][1] == 3
