@@ -44,7 +44,7 @@ from megarlhf.weights.placement import Placement, RankPlacements
 from megarlhf.weights.plan import Copy, CopyPlan, make_plan
 from megarlhf.weights.plan.traffic import least_receive
 from megarlhf.weights.reshard import Resharder
-from megarlhf.weights.tensor_map import hf_placements, logical_tensors, padded_vocab_size, vllm_placements
+from megarlhf.weights.tensor_map import hf_placements, padded_vocab_size, vllm_placements
 
 RESULT = ROOT / "benchmarks" / "results" / "reshard.json"
 RANKS, ENGINE_TP, DTYPE, BUCKET_BYTES = 4, 2, torch.bfloat16, 32 << 20
@@ -150,13 +150,16 @@ def rank_main(rank: int, port: int, name: str, rounds: int, config: Mapping[str,
         peaks[way] = peak.peak_bytes
     if different := [n for n in into if not torch.equal(into[n], other[n])]:
         raise RuntimeError(f"rank {rank}: the two ways disagree on {different}")
-    seconds = []
-    for _ in range(rounds):
-        ours, peers = timed(lambda: resharder.run(live, into)), timed(lambda: allgather(live, other))
-        local = timed(lambda: copy_local(plan.local(rank), live, into))
-        seconds.append({"ours": ours, "allgather": peers, "floor": timed(floor), "local": local})
-    tensors = logical_tensors(arch)
-    prove = partial(certify, plan, src, tensors, live, into, rank=rank, dtype=DTYPE, version=0)
+    ways = {
+        "ours": lambda: resharder.run(live, into),
+        "floor": floor,
+        "local": lambda: copy_local(plan.local(rank), live, into),
+        "allgather": lambda: allgather(live, other),
+    }
+    # To and fro: ours and the floor stand side by side, and neither always comes first.
+    orders = [list(ways), list(reversed(ways))]
+    seconds = [{way: timed(ways[way]) for way in orders[number % 2]} for number in range(rounds)]
+    prove = partial(certify, plan, src, dst, live, into, rank=rank, dtype=DTYPE, version=0)
     certificates = [timed(prove) for _ in range(rounds)]
     said: list[Any] = [None] * RANKS
     least = least_receive(src, dst)[rank]

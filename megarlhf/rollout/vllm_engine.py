@@ -33,7 +33,7 @@ from megarlhf.weights.placement import RankPlacements
 from megarlhf.weights.plan import CopyPlan, make_plan
 from megarlhf.weights.poison import left_poisoned, poison
 from megarlhf.weights.reshard import Resharder
-from megarlhf.weights.tensor_map import logical_tensors, vllm_placements
+from megarlhf.weights.tensor_map import vllm_placements
 
 log = logging.getLogger(__name__)
 
@@ -172,7 +172,7 @@ class VllmEngine:
             proof = certify(
                 plan,
                 self._sources,
-                logical_tensors(self._arch),
+                self._destinations,
                 actor.parameters(),
                 self._parameters,
                 rank=self._runtime.rank,

@@ -6,7 +6,7 @@ Digests by logical tensor, independent of the layout, summed over all ranks; whe
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from megarlhf.together import FailingTogether
 from megarlhf.weights.carry import Storages
-from megarlhf.weights.digest import compare, digest_boxes, replica_digests, summed, transfer_digests, whole_digest
-from megarlhf.weights.placement import Box, RankPlacements, Shape
+from megarlhf.weights.digest import compare, digest_boxes, replica_digests, summed, times_held, whole_digest
+from megarlhf.weights.placement import Box, RankPlacements
 from megarlhf.weights.plan import Copy, CopyPlan
 
 _MAX_LISTED = 5
@@ -45,7 +45,7 @@ class Certificate:
 def certify(
     plan: CopyPlan,
     sources: Sequence[RankPlacements],
-    tensors: Mapping[str, Shape],
+    destinations: Sequence[RankPlacements],
     src: Storages,
     dst: Storages,
     *,
@@ -56,7 +56,9 @@ def certify(
 ) -> Certificate:
     """Compares what lies in `dst` on all ranks with what lies in `src`, cast to `dtype`. Collective.
 
-    `sources` are the placements of all source ranks, `tensors` the shapes of all logical tensors.
+    The digest of a tensor, by the first rank of the trainer that holds each box, is compared with what all others of
+    the trainer hold, and, as often as the destinations hold it, with what they hold. `sources` and `destinations` are
+    the placements of all ranks, `plan` the one between them; it plays a part only in naming what differs.
 
     Raises: CertificateError naming tensors, ranks and boxes that differ, or what failed on which rank.
     """
@@ -67,14 +69,17 @@ def certify(
 
     with FailingTogether(refused, group):
         device = next(tensor.device for tensor in (*src.values(), *dst.values()))
-        carried = transfer_digests(plan, tensors, src, dst, rank=rank, dtype=dtype)
-        held = replica_digests(rank, sources, tensors, src, dtype=dtype)
-    sent, received, once, agreed = summed([*carried, *held], sorted(tensors), device, group)
+        times = times_held(destinations)
+        held = replica_digests(rank, sources, src, dtype=dtype)
+        mine = next((part.placements for part in destinations if part.rank == rank), ())
+        carried = digest_boxes(mine, dst, dtype)
+    once, agreed, received = summed([*held, carried], sorted(times), device, group)
     said = []
-    if different := compare(sent, received):
+    if different := compare({name: digest * times[name] % 2**64 for name, digest in once.items()}, received):
         with FailingTogether(refused, group):
-            digests = _digests_by_box(plan, tensors, src, dst, rank, dtype, set(different))
-        said.append(f"{len(different)} of {len(sent)} tensors differ: {'; '.join(_listed(_places(digests, group)))}")
+            digests = _digests_by_box(plan, src, dst, rank, dtype, set(different))
+        places = _listed(_places(digests, group)) or different[:_MAX_LISTED]
+        said.append(f"{len(different)} of {len(once)} tensors differ: {'; '.join(places)}")
     if divided := compare(once, agreed):
         said.append(f"the trainer's own ranks disagree on {len(divided)} tensors: {', '.join(divided[:_MAX_LISTED])}")
     if said:
@@ -83,17 +88,11 @@ def certify(
 
 
 def _digests_by_box(
-    plan: CopyPlan,
-    tensors: Mapping[str, Shape],
-    src: Storages,
-    dst: Storages,
-    rank: int,
-    dtype: torch.dtype,
-    different: set[str],
+    plan: CopyPlan, src: Storages, dst: Storages, rank: int, dtype: torch.dtype, different: set[str]
 ) -> _ByBox:
     copies = [c for c in plan.copies if c.tensor in different and rank in (c.src_rank, c.dst_rank)]
-    sent = _by_box((c for c in copies if c.src_rank == rank), tensors, src, dtype, sent=True)
-    received = _by_box((c for c in copies if c.dst_rank == rank), tensors, dst, dtype, sent=False)
+    sent = _by_box((c for c in copies if c.src_rank == rank), src, dtype, sent=True)
+    received = _by_box((c for c in copies if c.dst_rank == rank), dst, dtype, sent=False)
     return sent, received
 
 
@@ -105,13 +104,9 @@ def _places(mine: _ByBox, group: dist.ProcessGroup | None) -> list[_At]:
     return sorted(at for _, incoming in told for at, digest in incoming.items() if everywhere.get(at) != digest)
 
 
-def _by_box(
-    copies: Iterable[Copy], tensors: Mapping[str, Shape], storages: Storages, dtype: torch.dtype, *, sent: bool
-) -> dict[_At, int]:
+def _by_box(copies: Iterable[Copy], storages: Storages, dtype: torch.dtype, *, sent: bool) -> dict[_At, int]:
     return {
-        (c.tensor, c.dst_rank, c.box): digest_boxes([c.source if sent else c.destination], tensors, storages, dtype)[
-            c.tensor
-        ]
+        (c.tensor, c.dst_rank, c.box): digest_boxes([c.source if sent else c.destination], storages, dtype)[c.tensor]
         for c in copies
     }
 

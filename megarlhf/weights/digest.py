@@ -1,121 +1,67 @@
 """Digests of logical tensors that do not depend on the layout: the certificate of a transport.
 
-digest = sum over elements of mix(flat index in the logical tensor, bit pattern) mod 2^64, so that digests of
-disjoint boxes add up and any move, loss or change of an element shows.
+digest = sum over elements of (bits + c) x the product over dimensions of key(dimension, index), mod 2^64, with odd
+pseudo-random keys. Digests of disjoint boxes add up; any move, loss or change of an element shows.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 
 from megarlhf.weights.carry import Storages, view
-from megarlhf.weights.placement import Box, Placement, RankPlacements, Shape, contiguous_strides, flat_boxes
-from megarlhf.weights.plan import CopyPlan, make_plan
-from megarlhf.weights.tensor_map import identity_placements
+from megarlhf.weights.placement import Box, Placement, RankPlacements
 
 _CHUNK_ELEMENTS = 1 << 22
 _CHUNK_ELEMENTS_CPU = 1 << 17  # fits the cache: five times as fast as 4 M on one core
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integers of a dtype's size, to compare bits."""
-_NOBODY = -1
+
+
+class _Keys:
+    """The keys of boxes, made once for each range of a dimension."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[int, int, int, torch.device], torch.Tensor] = {}
+
+    def of(self, box: Box, device: torch.device) -> list[torch.Tensor]:
+        """By dimension. Odd, so that no bit of a difference is lost."""
+        keys = []
+        for dim, (start, stop) in enumerate(zip(box.start, box.stop, strict=True)):
+            at = (dim, start, stop, device)
+            if at not in self._made:
+                index = torch.arange(start, stop, device=device)
+                self._made[at] = _finalise(_finalise(index * _GOLDEN + (dim + 1)) + _GOLDEN) | 1
+            keys.append(self._made[at])
+        return keys
 
 
 @torch.no_grad()
-def digest_boxes(
-    placements: Iterable[Placement], tensors: Mapping[str, Shape], storages: Storages, dtype: torch.dtype
-) -> dict[str, int]:
+def digest_boxes(placements: Iterable[Placement], storages: Storages, dtype: torch.dtype) -> dict[str, int]:
     """Digest of the given placements' elements by logical tensor, cast to `dtype` first.
 
-    `tensors` gives the full logical shapes. Elements that stand in two placements count twice: choose the
-    placements with `owned_placements`. Extra memory is a few chunks of at most 4 M int64.
+    Elements that stand in two placements count twice. Extra memory is a few chunks of at most 4 M int64.
     """
+    keys = _Keys()
     totals: dict[str, torch.Tensor] = {}
     for placement in placements:
-        on_cpu = storages[placement.storage].is_cpu
-        for box in _chunks(placement, _CHUNK_ELEMENTS_CPU if on_cpu else _CHUNK_ELEMENTS):
-            values = view(placement.part(box), storages)
-            total = _mixed_sum(values.to(dtype), box.start, tensors[placement.tensor])
-            totals.setdefault(placement.tensor, torch.zeros_like(total)).add_(total)
+        total = _digest_box(placement, storages, dtype, keys)
+        totals[placement.tensor] = totals.get(placement.tensor, 0) + total
     return {tensor: int(total) % 2**64 for tensor, total in totals.items()}
 
 
-def _chunks(placement: Placement, limit: int) -> list[Box]:
-    """The placement's box in boxes of at most `limit` elements."""
-    size = placement.box.numel
-    return [
-        box.shift(placement.box.start)
-        for start in range(0, size, limit)
-        for box in flat_boxes(placement.box.shape, start, min(start + limit, size))
-    ]
-
-
-def owned_placements(rank: int, replica: Sequence[RankPlacements]) -> tuple[Placement, ...]:
-    """The part of the model that `rank` answers for, among ranks that together hold all of it.
-
-    Every element has one owner: the one from which a plan would send it to a stranger.
-
-    Raises: ValueError when the ranks lack a part of a tensor they hold.
-    """
-    tensors: dict[str, Shape] = {}
-    for part in replica:
-        tensors.update(part.tensors)
-    plan = make_plan(replica, [identity_placements(tensors, _NOBODY)], only_rank=rank)
-    return tuple(copy.source for copies in plan.sends(rank).values() for copy in copies)
-
-
-def model_digest(
-    rank: int,
-    replica: Sequence[RankPlacements],
-    storages: Storages,
-    *,
-    dtype: torch.dtype,
-    group: dist.ProcessGroup | None = None,
-) -> dict[str, int]:
-    """Digest of every logical tensor, each element counted once over the ranks of `replica`.
-
-    `replica` are the ranks that together hold the model once (an engine's; one trainer replica's), the same
-    list on each; `group` is exactly these ranks (the default group if None; no communication if alone). Only
-    owners are read: a stale replica of a norm or of a KV head is found by `transfer_digests`.
-    """
-    names = sorted({tensor for part in replica for tensor in part.tensors})
-    tensors = {tensor: shape for part in replica for tensor, shape in part.tensors.items()}
-    partial = digest_boxes(owned_placements(rank, replica), tensors, storages, dtype)
-    if len(replica) == 1:
-        return {name: partial.get(name, 0) for name in names}
-    (total,) = summed([partial], names, next(iter(storages.values())).device, group)
-    return total
-
-
-def transfer_digests(
-    plan: CopyPlan, tensors: Mapping[str, Shape], src: Storages, dst: Storages, *, rank: int, dtype: torch.dtype
-) -> tuple[dict[str, int], dict[str, int]]:
-    """This rank's part of (what the sources hold, what the destinations hold), for every copy of the plan.
-
-    `summed` over all ranks they are equal when the destinations, all replicas included, have received the sources'
-    present values cast to `dtype`. `tensors` gives the shapes of all logical tensors of the plan.
-    """
-    outgoing = [c.source for c in plan.local(rank)] + [c.source for s in plan.sends(rank).values() for c in s]
-    incoming = [c.destination for c in plan.local(rank)]
-    incoming += [c.destination for s in plan.receives(rank).values() for c in s]
-    return _counted(outgoing, tensors, src, dtype), digest_boxes(incoming, tensors, dst, dtype)
-
-
-def _counted(
-    placements: Iterable[Placement], tensors: Mapping[str, Shape], storages: Storages, dtype: torch.dtype
-) -> dict[str, int]:
-    """`digest_boxes`, computing a box that is sent to several replicas once."""
-    times: dict[Placement, int] = {}
-    for placement in placements:
-        times[placement] = times.get(placement, 0) + 1
-    return combine(
-        *(
-            {t: d * n for t, d in digest_boxes([placement], tensors, storages, dtype).items()}
-            for placement, n in times.items()
-        )
-    )
+def _digest_box(placement: Placement, storages: Storages, dtype: torch.dtype, keys: _Keys) -> torch.Tensor:
+    """Wrapping int64, still on the device."""
+    live = storages[placement.storage]
+    keyed, first = keys.of(placement.box, live.device), placement.box.start
+    sums = []
+    for box in placement.box.chunks(_CHUNK_ELEMENTS_CPU if live.is_cpu else _CHUNK_ELEMENTS):
+        chosen = [key[a - f : b - f] for key, a, b, f in zip(keyed, box.start, box.stop, first, strict=True)]
+        sums.append(_keyed_sum(view(placement.part(box), storages).to(dtype), chosen))
+    return torch.stack(sums).sum()
 
 
 def combine(*digests: Mapping[str, int]) -> dict[str, int]:
@@ -138,13 +84,9 @@ def whole_digest(tensors: Mapping[str, int]) -> str:
     return f"{total:016x}"
 
 
+@torch.no_grad()
 def replica_digests(
-    rank: int,
-    sources: Sequence[RankPlacements],
-    tensors: Mapping[str, Shape],
-    storages: Storages,
-    *,
-    dtype: torch.dtype,
+    rank: int, sources: Sequence[RankPlacements], storages: Storages, *, dtype: torch.dtype
 ) -> tuple[dict[str, int], dict[str, int]]:
     """This rank's part of (digest of every tensor by the first rank that holds each box, the same if all agree).
 
@@ -157,17 +99,44 @@ def replica_digests(
         for placement in part.placements:
             holders.setdefault((placement.tensor, placement.box), []).append(part.rank)
     mine = next(part for part in sources if part.rank == rank)
+    keys = _Keys()
     first: dict[str, int] = {}
     agreed: dict[str, int] = {}
     for placement in mine.placements:
-        at = holders[placement.tensor, placement.box]
-        name, digest = placement.tensor, digest_boxes([placement], tensors, storages, dtype)[placement.tensor]
+        at, name = holders[placement.tensor, placement.box], placement.tensor
+        digest = int(_digest_box(placement, storages, dtype, keys))
         if at[0] == rank:
             first[name] = (first.get(name, 0) + digest) % 2**64
         # The first holder counts for all, each of the others against it: once together, if they agree.
         weight = len(at) if at[0] == rank else -1
         agreed[name] = (agreed.get(name, 0) + weight * digest) % 2**64
     return first, agreed
+
+
+def times_held(parts: Sequence[RankPlacements]) -> dict[str, int]:
+    """How often the ranks together hold each logical tensor.
+
+    Raises: ValueError unless they hold every element of a tensor equally often.
+    """
+    shared = {id(part.placements): part for part in parts}  # replicas share the data
+    ranks = Counter(id(part.placements) for part in parts)
+    boxes: Counter[tuple[str, Box]] = Counter()
+    for each, part in shared.items():
+        for placement in part.placements:
+            boxes[placement.tensor, placement.box] += ranks[each]
+    times: dict[str, set[int]] = {}
+    distinct: Counter[str] = Counter()
+    for (name, box), number in boxes.items():
+        times.setdefault(name, set()).add(number)
+        distinct[name] += box.numel
+    shapes = {name: shape for part in shared.values() for name, shape in part.tensors.items()}
+    for name, numbers in times.items():
+        if len(numbers) != 1 or distinct[name] != Box.whole(shapes[name]).numel:
+            raise ValueError(
+                f"ranks hold {distinct[name]} elements of {name} {shapes[name]}, parts of it {sorted(numbers)} times; "
+                "expected every element equally often: pass the placements of every rank of whole engines"
+            )
+    return {name: numbers.pop() for name, numbers in times.items()}
 
 
 def compare(a: Mapping[str, int], b: Mapping[str, int]) -> list[str]:
@@ -196,15 +165,15 @@ _GOLDEN = _signed(0x9E3779B97F4A7C15)
 _MIX = ((30, _signed(0xBF58476D1CE4E5B9)), (27, _signed(0x94D049BB133111EB)))
 
 
-def _mixed_sum(values: torch.Tensor, start: Shape, shape: Shape) -> torch.Tensor:
-    """Sum of mix(mix(flat index) + bits) over a box of a logical tensor, in wrapping int64."""
-    bits = values.contiguous().view(BITS[values.element_size()]).to(torch.int64)
-    index = torch.zeros((), dtype=torch.int64, device=values.device)
-    for dim, (first, step) in enumerate(zip(start, contiguous_strides(shape), strict=True)):
-        along = torch.arange(first, first + values.shape[dim], device=values.device) * step
-        index = index + along.view(-1, *([1] * (values.dim() - dim - 1)))
-    mixed = _finalise(_finalise(index * _GOLDEN + _GOLDEN).add_(bits.mul_(_GOLDEN)))
-    return mixed.sum()
+def _keyed_sum(values: torch.Tensor, keys: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Of a box, in wrapping int64; one dimension after the other."""
+    total = values.view(BITS[values.element_size()]).to(torch.int64, copy=True)
+    if values.element_size() == 8:  # else two numbers that differ in sign alone could change places unseen
+        total.bitwise_xor_(total >> 32)
+    total.add_(_GOLDEN)
+    for key in reversed(keys):
+        total = total.mul_(key).sum(-1)
+    return total
 
 
 def _finalise(z: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ import torch
 
 from megarlhf.weights.architecture import Architecture
 from megarlhf.weights.carry import Storages, check_storages, view
-from megarlhf.weights.placement import Box, Placement, RankPlacements, Shape, contiguous_strides, flat_boxes
+from megarlhf.weights.placement import Box, Placement, RankPlacements, Shape, contiguous_strides
 from megarlhf.weights.tensor_map import logical_tensors, table_of
 
 Load = Callable[[Iterator[tuple[str, torch.Tensor]]], object]
@@ -174,7 +174,7 @@ class _Check:
         first: tuple[int, int | None] | None = None
         count = 0
         for placement in held:
-            for box in _chunks(placement, _chunk_elements(live.device)):
+            for box in placement.box.chunks(_chunk_elements(live.device)):
                 part = placement.part(box)
                 expected = self._numbers.of_box(part.tensor, box, digit, live.device).to(live.dtype)
                 wrong = view(part, self._live) != expected
@@ -220,14 +220,6 @@ class _Check:
 
 def _chunk_elements(device: torch.device) -> int:
     return _CHUNK_ELEMENTS_CPU if device.type == "cpu" else _CHUNK_ELEMENTS
-
-
-def _chunks(placement: Placement, limit: int) -> Iterator[Box]:
-    """The placement's box in boxes of at most `limit` elements."""
-    size = placement.box.numel
-    for start in range(0, size, limit):
-        for box in flat_boxes(placement.box.shape, start, min(start + limit, size)):
-            yield box.shift(placement.box.start)
 
 
 def _unravel(element: int, shape: Shape) -> Shape:

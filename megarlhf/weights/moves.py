@@ -42,6 +42,10 @@ class Move:
     def numel(self) -> int:
         return math.prod(self.shape)
 
+    def view(self, end: End, storages: Storages) -> torch.Tensor:
+        """All its elements at one end."""
+        return strided(storages[end.storage], self.shape, end.strides, end.offset)
+
     def in_one_run(self, end: End) -> bool:
         """Whether the elements lie one after the other at this end."""
         return end.strides == contiguous_strides(self.shape)

@@ -57,6 +57,14 @@ class Box:
             tuple(b + d for b, d in zip(self.stop, by, strict=True)),
         )
 
+    def chunks(self, limit: int) -> Iterator[Box]:
+        """The box in boxes of at most `limit` elements, of whole rows where a row is no longer than that."""
+        row = math.prod(self.shape[1:])
+        step = limit // row * row or limit
+        for start in range(0, self.numel, step):
+            for box in flat_boxes(self.shape, start, min(start + step, self.numel)):
+                yield box.shift(self.start)
+
 
 def contiguous_strides(shape: Shape) -> Shape:
     """Row-major strides of `shape`, in elements."""

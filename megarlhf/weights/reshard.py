@@ -14,14 +14,15 @@ from itertools import islice
 import torch
 import torch.distributed as dist
 
-from megarlhf.weights.carry import Storages, copy_local
+from megarlhf.together import FailingTogether
+from megarlhf.weights.carry import Storages
 from megarlhf.weights.plan import CopyPlan
 from megarlhf.weights.rounds import Message, RankTraffic, Round, bucket_size
 
 BUCKET_BYTES = 256 << 20
-DIRECT_BYTES = {"cpu": 128 << 10, "cuda": 1 << 20}
-"""What a stretch must have to be a message of its own, by device. Over gloo a message costs some 50 us, twice as long
-as so many bytes take. NCCL's cost is not measured; its figure bounds a full bucket to 256 messages."""
+DIRECT_BYTES = 1 << 20
+"""What a stretch must have to be a message of its own. Not measured over NCCL; it bounds a full bucket to 256."""
+DIRECT_BYTES_CPU = 128 << 10  # over gloo a message costs some 50 us, twice as long as so many bytes take
 
 _MIN_BUCKET_BYTES = 16 << 20
 _SLOTS = 8
@@ -65,6 +66,7 @@ class _Prepared:
 
     memory: tuple[object, ...]
     """Which memory it speaks of."""
+    local: Pairs
     rounds: list[_LiveRound]
     buckets: list[torch.Tensor]
     """A share for sending, and one for receiving, for each round that may be under way."""
@@ -93,8 +95,9 @@ class Resharder:
         """
         self._rank, self._dtype, self._device, self._group = rank, dtype, device, group
         self._bucket_bytes, self._free_bytes = bucket_bytes, free_bytes
-        least = DIRECT_BYTES[device.type] if direct_bytes is None else direct_bytes
-        self._traffic = RankTraffic(plan, rank, max(1, least // dtype.itemsize))
+        if direct_bytes is None:
+            direct_bytes = DIRECT_BYTES_CPU if device.type == "cpu" else DIRECT_BYTES
+        self._traffic = RankTraffic(plan, rank, max(1, direct_bytes // dtype.itemsize))
         self._kept: _Prepared | None = None
 
     @torch.no_grad()
@@ -104,29 +107,34 @@ class Resharder:
         Raises: TransferError on every rank when any rank failed, with the reason. If it failed before the first message
         (no memory, a storage that is missing), nothing is written; else the destinations are a mixture.
         """
+        with self._failing_together():
+            free = None if self._free_bytes is None else self._free_bytes() + self._kept_bytes()
+        capacity = self._capacity(self._least(free))
+        with self._failing_together():
+            ready = self._prepare(src, dst, capacity)
         failure = _Failure()
-        free = self._least_free(failure)
-        prepared: list[_Prepared] = []
-        failure.guard(lambda: prepared.append(self._prepare(src, dst, self._capacity(free))))
-        self._agree(failure.error)
-        (ready,) = prepared
         try:
-            self._rounds(ready, src, dst, failure)
-        except RuntimeError as error:  # of the network: what happens here of our own is guarded
+            self._rounds(ready, failure)
+        except RuntimeError as error:  # of the network, over which nothing more can be told: the rest is guarded
             reason = failure.error or error
             raise TransferError(f"rank {self._rank}: {type(reason).__name__}: {reason}") from reason
-        self._agree(failure.error)
+        with self._failing_together():
+            if failure.error is not None:
+                raise failure.error
 
-    def _least_free(self, failure: _Failure) -> int | None:
-        """Bytes, of the poorest rank; buckets that are kept count as free. Collective."""
-        if self._free_bytes is None:
+    def _failing_together(self) -> FailingTogether:
+        return FailingTogether(lambda reasons: TransferError("; ".join(reasons)), self._group)
+
+    def _kept_bytes(self) -> int:
+        return 0 if self._kept is None else sum(share.nbytes for share in self._kept.buckets)
+
+    def _least(self, free: int | None) -> int | None:
+        """Of the poorest rank. Collective."""
+        if free is None:
             return None
-        found = [0]
-        kept = 0 if self._kept is None else sum(share.nbytes for share in self._kept.buckets)
-        failure.guard(lambda: found.append(self._free_bytes() + kept))  # type: ignore[misc]
-        free = torch.tensor(found[-1], device=self._device)
-        dist.all_reduce(free, op=dist.ReduceOp.MIN, group=self._group)
-        return int(free)
+        least = torch.tensor(free, device=self._device)
+        dist.all_reduce(least, op=dist.ReduceOp.MIN, group=self._group)
+        return int(least)
 
     def _capacity(self, free: int | None) -> int:
         """Elements of a round: its share of the bucket for sending, and of that for receiving.
@@ -154,7 +162,7 @@ class Resharder:
             self._bind(one, src, dst, outgoing[number % _SLOTS], incoming[number % _SLOTS])
             for number, one in enumerate(rounds)
         ]
-        prepared = _Prepared((capacity, *live), bound, [*outgoing, *incoming])
+        prepared = _Prepared((capacity, *live), self._traffic.local(src, dst), bound, [*outgoing, *incoming])
         if self._device.type == "cpu":
             self._kept = prepared
         return prepared
@@ -185,25 +193,15 @@ class Resharder:
             ops.append(dist.P2POp(dist.isend, buffer, message.peer, self._group))
         return _LiveRound(_fused(gather), ops, _fused(scatter))
 
-    def _rounds(self, ready: _Prepared, src: Storages, dst: Storages, failure: _Failure) -> None:
+    def _rounds(self, ready: _Prepared, failure: _Failure) -> None:
         rounds = iter(ready.rounds)
         under_way = deque(_post(one, failure) for one in islice(rounds, _SLOTS))
-        failure.guard(lambda: copy_local(self._traffic.local, src, dst, self._dtype))
+        failure.guard(lambda: _copy_inside(ready.local, self._dtype))
         for one in rounds:
             _finish(*under_way.popleft(), failure)
             under_way.append(_post(one, failure))
         while under_way:
             _finish(*under_way.popleft(), failure)
-
-    def _agree(self, error: Exception | None) -> None:
-        failed = torch.tensor(int(error is not None), device=self._device)
-        dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=self._group)
-        if not failed:
-            return
-        said: list[str | None] = [None] * dist.get_world_size(self._group)
-        mine = None if error is None else f"rank {self._rank}: {type(error).__name__}: {error}"
-        dist.all_gather_object(said, mine, group=self._group)
-        raise TransferError("; ".join(text for text in said if text)) from error
 
 
 def carry_over_group(
@@ -230,6 +228,12 @@ def _finish(one: _LiveRound, works: list[dist.Work], failure: _Failure) -> None:
     for work in works:
         work.wait()
     failure.guard(lambda: _copy_all(one.scatter))
+
+
+def _copy_inside(pairs: Pairs, dtype: torch.dtype) -> None:
+    """By way of `dtype`: the same bits as if they had travelled."""
+    for into, values in pairs:
+        into.copy_(values.to(dtype))
 
 
 def _split_like(message: torch.Tensor, views: Sequence[torch.Tensor]) -> list[torch.Tensor]:

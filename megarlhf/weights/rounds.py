@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from megarlhf.weights.carry import Storages
-from megarlhf.weights.moves import End, Move, MoveStream, Part
+from megarlhf.weights.moves import End, Move, MoveStream, Part, moves_of
 from megarlhf.weights.plan import CopyPlan
 from megarlhf.weights.schedule import Span, rank_rounds
 
@@ -46,7 +46,7 @@ class RankTraffic:
     def __init__(self, plan: CopyPlan, rank: int, least: int) -> None:
         """`least`: elements that make a message of their own worth while; the same on all ranks."""
         self._traffic, self._rank, self._least = plan.traffic, rank, least
-        self.local = plan.local(rank)
+        self._local = moves_of(plan.local(rank))
         self._outgoing = {peer: MoveStream(copies) for peer, copies in plan.sends(rank).items()}
         self._incoming = {peer: MoveStream(copies) for peer, copies in plan.receives(rank).items()}
 
@@ -54,11 +54,15 @@ class RankTraffic:
         """Storages that the plan uses and the rank does not have, in words."""
         sources = {move.src.storage for stream in self._outgoing.values() for move in stream.moves}
         destinations = {move.dst.storage for stream in self._incoming.values() for move in stream.moves}
-        sources.update(copy.src_storage for copy in self.local)
-        destinations.update(copy.dst_storage for copy in self.local)
+        sources.update(move.src.storage for move in self._local)
+        destinations.update(move.dst.storage for move in self._local)
         return [f"source {name}" for name in sorted(sources - src.keys())] + [
             f"destination {name}" for name in sorted(destinations - dst.keys())
         ]
+
+    def local(self, src: Storages, dst: Storages) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """(into, from) of what the rank copies from itself."""
+        return [(move.view(move.dst, dst), move.view(move.src, src)) for move in self._local]
 
     def rounds(self, capacity: int, src: Storages, dst: Storages, dtype: torch.dtype) -> list[Round]:
         """In each the rank sends at most `capacity` elements and receives as many.

@@ -51,7 +51,7 @@ class Opened:
         for copy in self._copies[tensor]:
             key, storage = self._source(copy)
             placement = Placement(tensor, copy.box, key, copy.src_offset, copy.src_strides)
-            found = digest_boxes([placement], {tensor: self.tensors[tensor]}, {key: storage}, dtype or storage.dtype)
+            found = digest_boxes([placement], {key: storage}, dtype or storage.dtype)
             total = (total + found[tensor]) % 2**64
         return total
 

@@ -40,12 +40,12 @@ raise SystemExit(main())
 CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "rl": (
         "rl",
-        {"module": "reshard", "name": "copy_local", "method": "update_weights", "after": 0},
+        {"module": "reshard", "name": "_copy_inside", "method": "update_weights", "after": 0},
         "reshard.TransferError: rank 1: IndexError: list index out of range",
     ),
     "generate": (
         "generate",
-        {"module": "certificate", "name": "transfer_digests", "method": "verify_weights", "after": 0},
+        {"module": "certificate", "name": "replica_digests", "method": "verify_weights", "after": 0},
         "certificate.CertificateError: vLLM's weights are not certified: weight version 0: rank 1: IndexError: ",
     ),
 }

@@ -18,6 +18,7 @@ from megarlhf.models.weights import load_weights
 from megarlhf.parallel.mesh import GroupCache
 from megarlhf.rollout.engine import Sampling
 from megarlhf.runtime import Runtime
+from megarlhf.weights import reshard
 from megarlhf.weights.architecture import Architecture
 from megarlhf.weights.placement import Box, Placement, RankPlacements
 from megarlhf.weights.plan import CopyPlan
@@ -194,11 +195,11 @@ def vllm_broken(runtime: Runtime, first: str, second: str, prompts: list[list[in
     found: dict[str, Any] = {}
     session.update(first, 0)
     found["first"] = session.greedy(prompts)
-    parameters = dict(engine._parameters)
+    kept = reshard._copy_inside
     if runtime.rank == 1:
-        del engine._parameters["model.layers.3.mlp.down_proj.weight"]
+        reshard._copy_inside = _no_memory
     found["fault"] = _error(lambda: session.update(second, 1))
-    engine._parameters = parameters
+    reshard._copy_inside = kept
     found["version"] = engine.weight_version
     found["refused"] = _error(lambda: session.greedy(prompts))
     session.update(second, 2)
@@ -247,7 +248,7 @@ def vllm_failing_steps(runtime: Runtime, model: str, prompts: list[list[int]]) -
     for owner, name in (
         (engine, "_replaced"),
         (vllm_engine, "spoilt_padding"),
-        (certificate, "transfer_digests"),
+        (certificate, "digest_boxes"),
         (certificate, "replica_digests"),
     ):
         session.update(model, 0)

@@ -16,7 +16,6 @@ from megarlhf.weights.digest import whole_digest
 from megarlhf.weights.plan import make_plan
 from megarlhf.weights.random_init import fill_random
 from megarlhf.weights.reshard import carry_over_group
-from megarlhf.weights.tensor_map import logical_tensors
 from tests.gloo import run_ranks
 from tests.weights.cases import empty, megatron_ranks, tiny, vllm_ranks
 from tests.weights.test_reshard import on_four_ranks
@@ -68,10 +67,10 @@ def _prove(rank, stages):
     fill_random(sources[rank], src, seed=5, std=0.1, arch=arch)
     plan = make_plan(sources, ranks, only_rank=rank)
     carry_over_group(plan, src, dst, rank=rank, dtype=torch.bfloat16, device=CPU)
-    tensors, options = logical_tensors(arch), {"rank": rank, "dtype": torch.bfloat16, "version": 7}
+    options = {"rank": rank, "dtype": torch.bfloat16, "version": 7}
 
     def proof():
-        return certify(plan, sources, tensors, src, dst, **options)
+        return certify(plan, sources, ranks, src, dst, **options)
 
     found = proof()
     assert found.version == 7
@@ -119,7 +118,7 @@ def _failing(rank):
 
     def said(src, dst):
         with pytest.raises(CertificateError) as error:
-            certify(plan, sources, logical_tensors(arch), src, dst, rank=rank, dtype=torch.bfloat16, version=3)
+            certify(plan, sources, ranks, src, dst, rank=rank, dtype=torch.bfloat16, version=3)
         return str(error.value)
 
     def lost(storages, name):

@@ -7,7 +7,8 @@ import torch
 
 from megarlhf.weights import digest as digest_module
 from megarlhf.weights import random_init
-from megarlhf.weights.digest import combine, compare, digest_boxes, owned_placements
+from megarlhf.weights.digest import combine, compare, digest_boxes, replica_digests, times_held
+from megarlhf.weights.placement import Box, Placement, contiguous_strides
 from megarlhf.weights.plan import make_plan
 from megarlhf.weights.random_init import fill_random
 from megarlhf.weights.tensor_map import hf_placements, logical_tensors
@@ -24,9 +25,8 @@ def filled(arch, ranks, dtype=torch.float32, head="lm", seed=11, **options):
 
 
 def digest(ranks, live, dtype=BF16):
-    """As `model_digest`, with all ranks in this process."""
-    tensors = {name: shape for part in ranks for name, shape in part.tensors.items()}
-    return combine(*(digest_boxes(owned_placements(p.rank, ranks), tensors, live[p.rank], dtype) for p in ranks))
+    """Of the model, each element once, with all ranks in this process."""
+    return combine(*(replica_digests(p.rank, ranks, live[p.rank], dtype=dtype)[0] for p in ranks))
 
 
 @pytest.mark.parametrize("block", [1 << 20, 1000])
@@ -130,7 +130,7 @@ def _one_bit(live):
     ],
 )
 def test_damage_shows_in_the_damaged_tensors_only(damage, names):
-    """Not covered: a replica that nobody owns; `transfer_digests` sees it (test_carry)."""
+    """Not covered: a replica that nobody owns; the certificate sees it."""
     arch = tiny()
     ranks = vllm_ranks(arch, 2)
     live = filled(arch, ranks, BF16)
@@ -139,17 +139,64 @@ def test_damage_shows_in_the_damaged_tensors_only(damage, names):
     assert compare(before, digest(ranks, live)) == names
 
 
-def test_owners_cover_the_model_once():
-    """With replicated norms and KV heads, and a tied embedding on two stages."""
-    arch = tiny(tie_word_embeddings=True)
-    for ranks in (vllm_ranks(arch, 4), megatron_ranks(arch, 2, [[0], [1, 2]], 2)):
-        owned = [p for part in ranks for p in owned_placements(part.rank, ranks)]
-        for name, shape in logical_tensors(arch).items():
-            count = torch.zeros(shape)
-            for p in owned:
-                if p.tensor == name:
-                    count[tuple(slice(a, b) for a, b in zip(p.box.start, p.box.stop, strict=True))] += 1
-            assert bool((count == 1).all()), name
+def test_a_digest_by_hand():
+    """In Python's integers, as `digest.py` and SplitMix64 say: a box of 2 x 3 that begins at (1, 4)."""
+    size, golden = 2**64, 0x9E3779B97F4A7C15
+
+    def mix(z):
+        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+            z = (z ^ z >> shift) * factor % size
+        return z ^ z >> 31
+
+    def key(dim, index):
+        return mix((mix((index * golden + dim + 1) % size) + golden) % size) | 1
+
+    values = torch.tensor([[1.0, -2.0, 0.0], [3.5, 1e-3, -1.0]])
+    bits = values.view(torch.int32).tolist()
+    expected = sum((bits[i][j] + golden) * key(0, 1 + i) * key(1, 4 + j) for i in range(2) for j in range(3))
+    placement = Placement("t", Box((1, 4), (3, 7)), "s", 0, (3, 1))
+    assert digest_boxes([placement], {"s": values}, torch.float32) == {"t": expected % size}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(6,), (4, 6), (2, 4, 6)])
+def test_every_exchange_of_two_elements_and_every_bit_shows(dtype, shape):
+    """Numbers that differ in sign alone among them."""
+    values = torch.empty(shape, dtype=dtype)
+    flat = values.view(-1)
+    flat[::2] = torch.arange(1, flat.numel() // 2 + 1)
+    flat[1::2] = -flat[::2]
+    part = Placement("t", Box.whole(shape), "s", 0, contiguous_strides(shape))
+
+    def found():
+        return digest_boxes([part], {"s": values}, dtype)["t"]
+
+    before = found()
+    for a in range(flat.numel()):
+        for b in range(a):
+            flat[[a, b]] = flat[[b, a]]
+            assert found() != before, (a, b)
+            flat[[a, b]] = flat[[b, a]]
+    words = flat.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize])
+    for bit in range(dtype.itemsize * 8 - 1):
+        words[-1] ^= 1 << bit
+        assert found() != before, bit
+        words[-1] ^= 1 << bit
+    assert found() == before
+
+
+def test_how_often_ranks_hold_the_model():
+    """Norms, embeddings and KV heads on several ranks of an engine; a part that is held more often is refused."""
+    arch = tiny()
+    for tp, engines in ((1, 3), (2, 2), (4, 1)):
+        ranks = vllm_ranks(arch, tp, engines)
+        times = times_held(ranks)
+        assert times.keys() == logical_tensors(arch).keys()
+        assert times["model.norm.weight"] == tp * engines
+        assert times["model.layers.0.self_attn.k_proj.weight"] == engines * max(1, tp // 2)
+        assert times["model.layers.0.mlp.down_proj.weight"] == engines
+    with pytest.raises(ValueError, match=r"ranks hold .* expected every element equally often"):
+        times_held(vllm_ranks(arch, 2, 2)[:3])
 
 
 def test_compare_names_what_one_side_lacks():
