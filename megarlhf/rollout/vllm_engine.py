@@ -103,7 +103,7 @@ class VllmEngine:
         if self._resharder is None:
             self._check_table()
             with FailingTogether(_error("the transfer cannot be planned", "Nothing has been sent")):
-                self._resharder = Resharder(
+                resharder = Resharder(
                     self._plan_from(actor),
                     rank=self._runtime.rank,
                     dtype=self._dtype,
@@ -111,6 +111,7 @@ class VllmEngine:
                     bucket_bytes=self._rollout.reshard_bucket_mib << 20,
                     free_bytes=partial(free_bytes, self._runtime),
                 )
+            self._resharder = resharder  # on all ranks or on none
         return self._resharder
 
     def _check_table(self) -> None:
