@@ -6,6 +6,7 @@ The one place that asks for a device. Everything above is told: device, backend 
 from __future__ import annotations
 
 import importlib.metadata
+import math
 import os
 import random
 from collections.abc import Mapping
@@ -63,6 +64,8 @@ class Runtime:
     world_size: int
     local_world_size: int = 1
     """Ranks on this machine."""
+    ranks_per_block: int = 1
+    """The same on all ranks: the greatest number that divides the ranks of every machine."""
     device: torch.device
     backend: str
 
@@ -178,9 +181,17 @@ def initialize(info: RankInfo, *, seed: int, timeout_seconds: int = 1800) -> Run
         local_rank=info.local_rank,
         world_size=info.world_size,
         local_world_size=info.local_world_size,
+        ranks_per_block=_ranks_per_block(info),
         device=torch.device("cuda", device_index) if on_gpu else torch.device("cpu"),
         backend=backend,
     )
+
+
+def _ranks_per_block(info: RankInfo) -> int:
+    """Of machines that may differ in size. Collective."""
+    sizes = [info.local_world_size] * dist.get_world_size()
+    dist.all_gather_object(sizes, info.local_world_size)
+    return math.gcd(*sizes)
 
 
 def _default_rendezvous(info: RankInfo) -> None:

@@ -49,10 +49,13 @@ def load_prompts(data: PromptDataConfig, model_path: Path, max_heldout: int | No
 
 
 def actor_order(rollout: RolloutConfig, actor: RoleConfig, runtime: Runtime) -> tuple[int, ...] | None:
-    """Which rank stands where in the actor's mesh: what moves the fewest bytes into vLLM's engines."""
+    """Which rank stands where in the actor's mesh, so that few bytes move into vLLM's engines; the same on all ranks.
+
+    Ranks change places inside their machine only, and where machines differ in size inside blocks that fit into each.
+    """
     if rollout.engine != "vllm":
         return None
-    return engine_order(actor.parallel.layout(runtime.world_size), rollout.tp(actor), runtime.local_world_size)
+    return engine_order(actor.parallel.layout(runtime.world_size), rollout.tp(actor), runtime.ranks_per_block)
 
 
 def mesh_orders(

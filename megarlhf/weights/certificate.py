@@ -6,7 +6,7 @@ Digests by logical tensor, independent of the layout, summed over all ranks; whe
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,15 +15,22 @@ import torch.distributed as dist
 from megarlhf.together import FailingTogether
 from megarlhf.weights.carry import Storages
 from megarlhf.weights.digest import compare, digest_boxes, replica_digests, summed, times_held, whole_digest
-from megarlhf.weights.placement import Box, RankPlacements
-from megarlhf.weights.plan import Copy, CopyPlan
+from megarlhf.weights.placement import Box, Placement, RankPlacements
+from megarlhf.weights.plan import CopyPlan
 
 _MAX_LISTED = 5
 
 _At = tuple[str, int, Box]
-"""(logical tensor, destination rank, box)."""
-_ByBox = tuple[dict[_At, int], dict[_At, int]]
-"""Digests of what this rank has sent, and of what it has received."""
+"""(logical tensor, rank that has it, box)."""
+
+
+@dataclass(frozen=True)
+class _ByBox:
+    """Digests on one rank: of what it sends and receives by the plan, and of what the trainer has there."""
+
+    sent: dict[_At, int]
+    received: dict[_At, int]
+    held: dict[_At, int]
 
 
 class CertificateError(RuntimeError):
@@ -60,7 +67,7 @@ def certify(
     the trainer hold, and, as often as the destinations hold it, with what they hold. `sources` and `destinations` are
     the placements of all ranks, `plan` the one between them; it plays a part only in naming what differs.
 
-    Raises: CertificateError naming tensors, ranks and boxes that differ, or what failed on which rank.
+    Raises: CertificateError naming tensor, rank and box of what differs, or what failed on which rank.
     """
     start = time.perf_counter()
 
@@ -74,41 +81,67 @@ def certify(
         mine = next((part.placements for part in destinations if part.rank == rank), ())
         carried = digest_boxes(mine, dst, dtype)
     once, agreed, received = summed([*held, carried], sorted(times), device, group)
-    said = []
-    if different := compare({name: digest * times[name] % 2**64 for name, digest in once.items()}, received):
+    different = compare({name: digest * times[name] % 2**64 for name, digest in once.items()}, received)
+    divided = compare(once, agreed)
+    if different or divided:
         with FailingTogether(refused, group):
-            digests = _digests_by_box(plan, src, dst, rank, dtype, set(different))
-        places = _listed(_places(digests, group)) or different[:_MAX_LISTED]
-        said.append(f"{len(different)} of {len(once)} tensors differ: {'; '.join(places)}")
-    if divided := compare(once, agreed):
-        said.append(f"the trainer's own ranks disagree on {len(divided)} tensors: {', '.join(divided[:_MAX_LISTED])}")
-    if said:
-        raise refused(said)
+            own = next(part.placements for part in sources if part.rank == rank)
+            boxes = _digests_by_box(plan, own, src, dst, rank, dtype, {*different, *divided})
+        raise refused(_differences(boxes, different, divided, group))
     return Certificate(version, whole_digest(once), time.perf_counter() - start)
 
 
 def _digests_by_box(
-    plan: CopyPlan, src: Storages, dst: Storages, rank: int, dtype: torch.dtype, different: set[str]
+    plan: CopyPlan,
+    own: Sequence[Placement],
+    src: Storages,
+    dst: Storages,
+    rank: int,
+    dtype: torch.dtype,
+    tensors: Collection[str],
 ) -> _ByBox:
-    copies = [c for c in plan.copies if c.tensor in different and rank in (c.src_rank, c.dst_rank)]
-    sent = _by_box((c for c in copies if c.src_rank == rank), src, dtype, sent=True)
-    received = _by_box((c for c in copies if c.dst_rank == rank), dst, dtype, sent=False)
-    return sent, received
+    def digest(placement: Placement, storages: Storages) -> int:
+        return digest_boxes([placement], storages, dtype)[placement.tensor]
+
+    copies = [copy for copy in plan.copies if copy.tensor in tensors]
+    return _ByBox(
+        sent={(c.tensor, c.dst_rank, c.box): digest(c.source, src) for c in copies if c.src_rank == rank},
+        received={(c.tensor, c.dst_rank, c.box): digest(c.destination, dst) for c in copies if c.dst_rank == rank},
+        held={(p.tensor, rank, p.box): digest(p, src) for p in own if p.tensor in tensors},
+    )
 
 
-def _places(mine: _ByBox, group: dist.ProcessGroup | None) -> list[_At]:
-    """Which boxes differ, on all ranks. Collective."""
+def _differences(
+    mine: _ByBox, different: Sequence[str], divided: Sequence[str], group: dist.ProcessGroup | None
+) -> list[str]:
+    """In words, from all ranks' digests by box. Collective."""
     told = [mine] * dist.get_world_size(group)
     dist.all_gather_object(told, mine, group=group)
-    everywhere = {at: digest for outgoing, _ in told for at, digest in outgoing.items()}
-    return sorted(at for _, incoming in told for at, digest in incoming.items() if everywhere.get(at) != digest)
+    sent = {at: digest for each in told for at, digest in each.sent.items()}
+    arrived = sorted(at for each in told for at, digest in each.received.items() if sent.get(at) != digest)
+    first: dict[tuple[str, Box], tuple[int, int]] = {}
+    apart = []
+    for each in told:
+        for (tensor, rank, box), digest in each.held.items():
+            where, expected = first.setdefault((tensor, box), (rank, digest))
+            if digest != expected:
+                apart.append(f"{_name(tensor, rank, box)}, unlike rank {where}")
+    said = []
+    if arrived:
+        number = len({tensor for tensor, _, _ in arrived})
+        said.append(f"{number} tensors differ: {_listed([_name(*at) for at in arrived])}")
+    if divided:
+        said.append(f"the trainer's own ranks disagree on {len(divided)} tensors: {_listed(apart)}")
+    return said or [f"{len(different)} tensors hold something else, in no box of the plan: {_listed(different)}"]
 
 
-def _by_box(copies: Iterable[Copy], storages: Storages, dtype: torch.dtype, *, sent: bool) -> dict[_At, int]:
-    return {
-        (c.tensor, c.dst_rank, c.box): digest_boxes([c.source if sent else c.destination], storages, dtype)[c.tensor]
-        for c in copies
-    }
+def _name(tensor: str, rank: int, box: Box) -> str:
+    return f"{tensor}[{', '.join(f'{a}:{b}' for a, b in zip(box.start, box.stop, strict=True))}] on rank {rank}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = [f"and {len(names) - _MAX_LISTED} more"] if len(names) > _MAX_LISTED else []
+    return "; ".join([*names[:_MAX_LISTED], *more])
 
 
 def spoilt_padding(placements: RankPlacements, storages: Storages) -> list[str]:
@@ -119,11 +152,3 @@ def spoilt_padding(placements: RankPlacements, storages: Storages) -> list[str]:
         if count := sum(int((flat[start:stop] != 0).sum()) for start, stop in gaps):
             found.append(f"{name}: {count} of {sum(b - a for a, b in gaps)} elements of its padding are not zero")
     return found
-
-
-def _listed(places: Sequence[_At]) -> list[str]:
-    lines = [
-        f"{tensor}[{', '.join(f'{a}:{b}' for a, b in zip(box.start, box.stop, strict=True))}] on rank {rank}"
-        for tensor, rank, box in places[:_MAX_LISTED]
-    ]
-    return lines + ([f"and {len(places) - _MAX_LISTED} more boxes"] if len(places) > _MAX_LISTED else [])
