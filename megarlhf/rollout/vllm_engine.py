@@ -26,7 +26,7 @@ from megarlhf.rollout.vllm_patches import cpu_patches
 from megarlhf.runtime import Runtime, free_bytes
 from megarlhf.together import FailingTogether
 from megarlhf.weights.architecture import Architecture
-from megarlhf.weights.carry import zero_padding
+from megarlhf.weights.carry import check_storages, zero_padding
 from megarlhf.weights.certificate import Certificate, CertificateError, certify, spoilt_padding
 from megarlhf.weights.loader_check import check_loader, sample_tensors
 from megarlhf.weights.placement import RankPlacements
@@ -83,6 +83,7 @@ class VllmEngine:
         if self._plan is None:
             world = range(self._runtime.world_size)
             self._sources = [placements_on(actor, rank) for rank in world]
+            check_storages(self._sources[self._runtime.rank], actor.parameters())
             self._plan = make_plan(self._sources, self._destinations, only_rank=self._runtime.rank)
         return self._plan
 
@@ -194,11 +195,13 @@ class VllmEngine:
         own name too."""
         live = self._llm.apply_model(lambda model: dict(model.named_parameters(remove_duplicate=False)))[0]
         known, shapes = set(self._places.values()), self._destinations[self._runtime.rank].storages
-        return [
-            f"{name} has memory of its own, which no update writes"
-            for name, tensor in live.items()
-            if tensor.data_ptr() not in known or (name in shapes and tuple(tensor.shape) != shapes[name])
-        ]
+        found = [f"{name} is no longer in the model" for name in sorted(self._places.keys() - live.keys())]
+        for name, tensor in live.items():
+            if tensor.data_ptr() not in known or (name in shapes and tuple(tensor.shape) != shapes[name]):
+                found.append(f"{name} has memory of its own, which no update writes")
+            elif tensor.data_ptr() != self._places.get(name, tensor.data_ptr()):
+                found.append(f"{name} has the memory of another parameter")
+        return found
 
     def generate(self, prompts: Sequence[Tensor], seeds: Sequence[int], sampling: Sampling) -> Rollouts:
         """Rows are split over the engines; within an engine every rank draws the same.

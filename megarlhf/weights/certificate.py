@@ -65,7 +65,8 @@ def certify(
 
     The digest of a tensor, by the first rank of the trainer that holds each box, is compared with what all others of
     the trainer hold, and, as often as the destinations hold it, with what they hold. `sources` and `destinations` are
-    the placements of all ranks, `plan` the one between them; it plays a part only in naming what differs.
+    the placements of all ranks, `plan` the one between them; it plays a part only in naming what differs. Padding is
+    left to `spoilt_padding`.
 
     Raises: CertificateError naming tensor, rank and box of what differs, or what failed on which rank.
     """
@@ -74,12 +75,13 @@ def certify(
     def refused(reasons: Sequence[str]) -> CertificateError:
         return CertificateError(f"weight version {version}: {'; '.join(reasons)}")
 
-    with FailingTogether(refused, group):
+    with FailingTogether(refused, group) as found:
         device = next(tensor.device for tensor in (*src.values(), *dst.values()))
         times = times_held(destinations)
         held = replica_digests(rank, sources, src, dtype=dtype)
         mine = next((part.placements for part in destinations if part.rank == rank), ())
         carried = digest_boxes(mine, dst, dtype)
+        found += _beyond(dst, dtype)
     once, agreed, received = summed([*held, carried], sorted(times), device, group)
     different = compare({name: digest * times[name] % 2**64 for name, digest in once.items()}, received)
     divided = compare(once, agreed)
@@ -142,6 +144,13 @@ def _name(tensor: str, rank: int, box: Box) -> str:
 def _listed(names: Sequence[str]) -> str:
     more = [f"and {len(names) - _MAX_LISTED} more"] if len(names) > _MAX_LISTED else []
     return "; ".join([*names[:_MAX_LISTED], *more])
+
+
+def _beyond(storages: Storages, dtype: torch.dtype) -> list[str]:
+    """Storages of a wider dtype that hold what cannot have come in this one; digests are of it."""
+    wider = {name: tensor for name, tensor in storages.items() if tensor.dtype != dtype}
+    counts = {name: int((tensor != tensor.to(dtype).to(tensor.dtype)).sum()) for name, tensor in wider.items()}
+    return [f"{name}: {n} elements are no values of {dtype}" for name, n in counts.items() if n]
 
 
 def spoilt_padding(placements: RankPlacements, storages: Storages) -> list[str]:

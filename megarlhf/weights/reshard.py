@@ -24,7 +24,8 @@ DIRECT_BYTES = 1 << 20
 """What a stretch must have to be a message of its own. Not measured over NCCL; it bounds a full bucket to 256."""
 DIRECT_BYTES_CPU = 128 << 10  # over gloo a message costs some 50 us, twice as long as so many bytes take
 
-_MIN_BUCKET_BYTES = 16 << 20
+_MIN_BUCKET_BYTES = 1 << 20
+_CAST_ELEMENTS = 1 << 20
 _SLOTS = 8
 """Rounds under way at a time, each with its share of the buckets: gathering, wire and scattering overlap, and a share
 stays in the cache on a CPU."""
@@ -91,7 +92,7 @@ class Resharder:
 
         `bucket_bytes` bounds what a rank has gathered, and what it receives to scatter, at any moment. `direct_bytes`:
         see DIRECT_BYTES; the same on all ranks. `free_bytes` says what the device has left: buckets together take at
-        most half of it.
+        most half of it, or 2 MB. On a CPU they are kept between runs, with views of the memory of the last run.
         """
         self._rank, self._dtype, self._device, self._group = rank, dtype, device, group
         self._bucket_bytes, self._free_bytes = bucket_bytes, free_bytes
@@ -105,7 +106,8 @@ class Resharder:
         """Carries everything once. Afterwards every destination box holds its source's present values. Collective.
 
         Raises: TransferError on every rank when any rank failed, with the reason. If it failed before the first message
-        (no memory, a storage that is missing), nothing is written; else the destinations are a mixture.
+        (no memory, a storage that is missing), nothing is written; else the destinations are a mixture. When a process
+        or the network is gone, the RuntimeError of the backend, which need not name it.
         """
         with self._failing_together():
             free = None if self._free_bytes is None else self._free_bytes() + self._kept_bytes()
@@ -233,7 +235,12 @@ def _finish(one: _LiveRound, works: list[dist.Work], failure: _Failure) -> None:
 def _copy_inside(pairs: Pairs, dtype: torch.dtype) -> None:
     """By way of `dtype`: the same bits as if they had travelled."""
     for into, values in pairs:
-        into.copy_(values.to(dtype))
+        if dtype in (into.dtype, values.dtype):
+            into.copy_(values)
+            continue
+        rows = max(1, _CAST_ELEMENTS * len(into) // into.numel())
+        for part, cast in zip(into.split(rows), values.split(rows), strict=True):
+            part.copy_(cast.to(dtype))
 
 
 def _split_like(message: torch.Tensor, views: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -87,6 +87,15 @@ def _prove(rank, stages):
         assert "on rank 2" not in str(error.value)
         for name, value in right.items():
             dst[name].copy_(value)
+    # Replicas that err in opposite directions: the sum of their bits is right.
+    down = dst[LAYER + "mlp.down_proj.weight"].view(torch.int16)
+    if rank in (0, 2):
+        down[0, :5] += 1 if rank == 0 else -1
+    with pytest.raises(CertificateError, match=r"1 tensors differ: .*down_proj.* on rank 0; .*down_proj.* on rank 2$"):
+        proof()
+    if rank in (0, 2):
+        down[0, :5] -= 1 if rank == 0 else -1
+    proof()
     # The last stage's copy of a tied embedding, not updated: found after the transfer, and when the transfer has
     # carried it into the engines.
     if rank == 2:
