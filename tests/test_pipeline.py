@@ -7,9 +7,6 @@ on the log-probs. Not covered: that anything is learned (`make demo-seeds`).
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +14,9 @@ import pytest
 import yaml
 
 from megarlhf.observe.metrics import read_metrics
+from tests.command import megarlhf, succeed
 from tools.demo.make_data import Recipe, write_all
 
-ROOT = Path(__file__).parents[1]
 RECIPE = Recipe(heldout=20, sft_train=200, pairs_train=200, prompts_train=60)
 FEW = ["train.num_steps=3", "train.mini_batch_samples=16", "train.micro_batch_samples=4", "eval.max_samples=15"]
 RL_METRICS = {
@@ -37,20 +34,8 @@ RL_METRICS = {
     "seconds_experience",
     "seconds_train",
     "seconds_reshard",
+    "seconds_certificate",
 }
-
-
-def megarlhf(*arguments: str) -> subprocess.CompletedProcess[str]:
-    env = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "RANK", "MASTER_"))}
-    env |= {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "megarlhf", *arguments]
-    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240, check=False)
-
-
-def succeed(*arguments: str) -> str:
-    done = megarlhf(*arguments)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return done.stdout
 
 
 @pytest.fixture(scope="module")

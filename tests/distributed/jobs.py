@@ -206,7 +206,7 @@ def rm_steps(runtime: Runtime, config: dict[str, Any], num_steps: int) -> dict[s
 
 
 def rl_step(runtime: Runtime, config: dict[str, Any], order: tuple[int, ...] | None = None) -> dict[str, Any]:
-    """One whole step of rl with the Megatron engine: what it sampled, learned and became.
+    """One whole step of rl with the configured engine, without certificates: what it sampled, learned and became.
 
     `order` is the actor's, as if an engine of vLLM's asked for it; None: what the configured engine asks for.
     """

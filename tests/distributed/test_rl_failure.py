@@ -5,9 +5,6 @@ Not covered: GPUs; a failure inside vLLM's own collectives.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -16,9 +13,8 @@ import pytest
 import yaml
 
 from megarlhf.observe.metrics import read_metrics
+from tests.command import python
 from tests.distributed.test_rl_layouts import config
-
-ROOT = Path(__file__).parents[2]
 
 FAULTY = """
 import os, sys, time
@@ -66,11 +62,8 @@ def test_the_command_ends_at_once_with_the_reason(
         del cfg["actor"]["optim"]
     (tmp_path / "cfg.yaml").write_text(yaml.safe_dump(cfg))
     (tmp_path / "faulty.py").write_text(FAULTY.format(**fault))
-    env = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "RANK", "MASTER_"))}
-    env |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
-    call = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    call += [str(tmp_path / "faulty.py"), command, "-c", str(tmp_path / "cfg.yaml")]
-    done = subprocess.run(call, env=env, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
+    call = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(tmp_path / "faulty.py")]
+    done = python(*call, command, "-c", str(tmp_path / "cfg.yaml"))
     ended = time.time()
     planted = [float(line.split()[-1]) for line in done.stdout.splitlines() if line.startswith("planted at")]
     assert len(planted) == 1, done.stderr[-5000:]

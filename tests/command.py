@@ -1,0 +1,30 @@
+"""The real commands, started as a user starts them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+def python(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """This interpreter with `arguments`, at the repository's root and outside any launcher's run."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "RANK", "MASTER_"))}
+    env |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=280, check=False)
+
+
+def megarlhf(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """The command, which launches `run.nproc` ranks itself."""
+    return python("-m", "megarlhf", *arguments)
+
+
+def succeed(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """The same, which must not fail."""
+    done = megarlhf(*arguments)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done

@@ -1,0 +1,66 @@
+"""`megarlhf rl` with vLLM on four ranks: every step samples with the weights that the step before trained.
+
+Not covered: GPUs, bf16, families other than Llama (test_vllm_families.py), rollout layouts for which ranks stand in
+another order (the same).
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from safetensors.torch import load_file
+
+from megarlhf.observe.metrics import read_metrics
+from tests.command import succeed
+from tests.distributed.test_rl_layouts import config
+
+LIMIT = 1e-4
+"""Nats by which trainer and vLLM may differ on a token in fp32."""
+CERTIFIED = re.compile(r"weights of version (\d+) certified: digest (\w+)")
+
+LAYOUTS: dict[str, tuple[dict[str, Any], int]] = {
+    "tp2pp2_to_tp2": ({"tp": 2, "pp": 2}, 2),
+    "dp4_to_tp1": ({}, 1),
+    "dp4_to_tp4": ({}, 4),
+}
+"""The trainer's layout and vLLM's tp: two engines; four; one, whose ranks hold two to a key-value head."""
+
+
+@pytest.mark.parametrize(
+    "layout", [name if name == "tp2pp2_to_tp2" else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS]
+)
+def test_rl_samples_with_what_it_has_trained(
+    layout: str, models: dict[str, Path], data: dict[str, Path], tmp_path: Path
+) -> None:
+    """The gap stays within rounding in every step, and the weights of the start would not pass: from the second step
+    on, the mean difference to them is above the limit. Certificates at the start, after the first step, every N."""
+    parallel, tp = LAYOUTS[layout]
+    cfg = config(models, data["prompts"], parallel)
+    cfg["run"] = {"dir": str(tmp_path / "run"), "nproc": 4}
+    cfg["train"] |= {"num_steps": 3, "epochs_per_step": 1}
+    cfg["rollout"] |= {"engine": "vllm", "parallel": {"tp": tp}, "verify_weights_every": 3}
+    (tmp_path / "cfg.yaml").write_text(yaml.safe_dump(cfg))
+    done = succeed("rl", "-c", str(tmp_path / "cfg.yaml"))
+
+    rows = read_metrics(tmp_path / "run")
+    assert [row["step"] for row in rows] == [0, 1, 2, 3]
+    for row in rows[1:]:
+        assert 0 < row["rollout_logprob_gap_max"] < LIMIT
+        assert row["actor_grad_norm"] > 0
+        assert row["seconds_reshard"] > 0
+    assert rows[1]["kl"] == 0.0
+    assert min(abs(row["kl"]) for row in rows[2:]) > 10 * LIMIT, "the weights of the start could pass"
+    assert [row["step"] for row in rows if "seconds_certificate" in row] == [1, 3]
+    certified = CERTIFIED.findall(done.stdout + done.stderr)
+    assert [int(version) for version, _ in certified] == [0, 1, 3], "of the steps, and said by rank 0 alone"
+    assert len({digest for _, digest in certified}) == 3, "the weights were the same twice"
+
+    start = load_file(models["plain"] / "model.safetensors")
+    end = load_file(tmp_path / "run/checkpoints/latest/actor/model.safetensors")
+    assert start.keys() == end.keys()
+    for name, tensor in start.items():
+        assert float((end[name] - tensor).abs().max()) > 1e-3, f"{name} was not trained"
