@@ -3,7 +3,7 @@
 Pure integers, no torch: the same code answers for a live run and for a plan of 512 ranks on a laptop.
 A position of the mesh counts in Megatron's default order, `tp-cp-ep-dp-pp`: tp varies fastest, pp slowest. Expert
 parallelism is carved out of dp (and cp), as in Megatron-Core, and adds no axis of its own here. Which rank stands at
-a position is the layout's `order`; `engine_order` chooses it so that weights travel least.
+a position is the layout's `order`; `engine_order` chooses one under which weights travel less.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Layout:
 
 
 def engine_order(layout: Layout, engine_tp: int, ranks_per_node: int) -> tuple[int, ...] | None:
-    """The `order` of `layout` under which rollout engines of `engine_tp` ranks find most of their weights in place.
+    """The `order` of `layout` under which rollout engines of `engine_tp` ranks find more of their weights in place.
 
     vLLM forms its engines from contiguous global ranks, [e x engine_tp, (e + 1) x engine_tp), and rank v of an engine
     holds the v-th share of every sharded tensor. A trainer's rank with tp coordinate t holds the t-th of its own
@@ -107,13 +107,22 @@ def engine_order(layout: Layout, engine_tp: int, ranks_per_node: int) -> tuple[i
       t // k = v: every trainer's share lies inside the engine's. Contiguous ranks would leave most of them disjoint.
     - engine_tp = k x tp: k tensor-parallel groups interleaved, t = v // k: the engine's share lies inside the
       trainer's.
-    - other sizes: ranks are matched with positions greedily, the largest overlap of shares first.
+    - other sizes: ranks are matched with positions greedily, the largest overlap of shares first, which is not
+      always the best matching.
 
     Ranks move only inside blocks of whole tensor-parallel groups that lie in one node, since a tensor-parallel group
     talks in every layer and must not be spread over nodes for a copy once a step; where the best block does not fit,
     the largest that does is taken. A group that is itself wider than a node is permuted in itself.
 
-    Returns None where the identity is as good: never fewer elements are in place than with it.
+    How good: against the best permutation inside nodes, by brute force, the overlap of shares is equal where all
+    sizes are powers of two; for others up to 8 it is 92.9% of it at least (tp 3, engine_tp 4 on nodes of 6; 4 -> 3:
+    96.4%, 8 -> 6: 98.1%). Overlap counts every stage alike, which not all are (the one with the vocabulary, uneven
+    layers): where a node holds several and cannot serve every rank, another permutation may serve the heavier stage.
+    Bytes received (4 layers, up to 24 ranks): the fewest in all cases of powers of two; with other sizes up to 4.5%
+    more at pp > 1, 8.6% with uneven stages, and 25% at pp = 1, where a rank receives little (3 -> 4, nodes of 6).
+
+    Returns None where the identity has as large an overlap: never fewer elements of equal stages are in place than
+    with it.
 
     Raises: ValueError when the ranks do not divide into engines.
     """
@@ -126,7 +135,7 @@ def engine_order(layout: Layout, engine_tp: int, ranks_per_node: int) -> tuple[i
     block = _block(layout.tp, engine_tp, world, ranks_per_node)
     period = math.lcm(block, engine_tp)
     order = list(itertools.chain(*(_matched(layout.tp, engine_tp, start, block) for start in range(0, period, block))))
-    if world % period or _in_place(layout.tp, engine_tp, order) <= _in_place(layout.tp, engine_tp, range(period)):
+    if _in_place(layout.tp, engine_tp, order) <= _in_place(layout.tp, engine_tp, range(period)):
         return None
     return tuple(order)
 

@@ -29,7 +29,12 @@ def load_config(kind: type[ConfigT], path: str | Path, overrides: Sequence[str] 
         near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.y*ml")], n=1)
         raise ValueError(f"no configuration file {path}" + (f"; did you mean {path.parent / near[0]}?" if near else ""))
     try:
-        tree = yaml.safe_load(path.read_text()) or {}
+        tree = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{path} is not text in UTF-8 (byte {error.start} is {error.object[error.start]:#04x}); a configuration is "
+            "a YAML file: give that one, or save it as UTF-8"
+        ) from None
     except yaml.YAMLError as error:
         raise ValueError(f"{path} is not valid YAML: {error}") from error
     if not isinstance(tree, dict):

@@ -8,10 +8,11 @@ and does not hold, counted from both layouts (least), and arithmetic on the size
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import fmean
 from typing import Any, Literal
@@ -31,7 +32,7 @@ from megarlhf.weights.tensor_map import padded_vocab_size, vllm_placements
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2}
 Order = Literal["engine", "rank"]
 ORDERS: dict[Order, str] = {
-    "engine": "as suits the engines: most of what a rank needs is in place",
+    "engine": "as suits the engines: more of what a rank needs is in place",
     "rank": "by number, contiguous, whatever suits the engines; a run with vLLM takes --order engine",
 }
 """How the ranks stand in the trainer's mesh (`--order`), in words."""
@@ -46,7 +47,11 @@ class Question:
     order: Order
     """The rule by which `mesh.order` was made."""
     trainer: MegatronLayout
+    trainer_said: str
+    """Where `trainer` stands in the configuration or on the command line, for messages."""
     engine_tp: int
+    engine_said: str
+    """The same of `engine_tp`."""
     element_bytes: int
     ranks_per_node: int
     links: Links
@@ -57,11 +62,13 @@ class Question:
     def placements(self) -> tuple[list[RankPlacements], list[RankPlacements]]:
         """What every rank holds and what it wants.
 
-        Raises: ValueError when the model does not fit either layout.
+        Raises: ValueError when the model does not fit either layout; it names the side.
         """
-        shards = [vllm_placements(self.arch, tp=self.engine_tp, tp_rank=v, rank=v) for v in range(self.engine_tp)]
+        with _said(self.engine_said):
+            shards = [vllm_placements(self.arch, tp=self.engine_tp, tp_rank=v, rank=v) for v in range(self.engine_tp)]
         wanted = [shards[rank % self.engine_tp].on_rank(rank) for rank in range(self.mesh.world_size)]
-        return self.trainer.on_ranks(self.arch, self.mesh), wanted
+        with _said(self.trainer_said):
+            return self.trainer.on_ranks(self.arch, self.mesh), wanted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +100,7 @@ class Answer:
     """By node."""
     tiers: list[Tier]
     plan_seconds: float
+    """CPU time of making the placements of all ranks and the one-tier plan; two tiers and counting are not in it."""
     order: tuple[int, ...] | None
 
 
@@ -105,7 +113,11 @@ def ask(cfg: RLConfig, arguments: argparse.Namespace) -> Question:
     arch, mesh = check_role("actor", cfg.actor, world_size)
     parallel, model = cfg.actor.parallel, cfg.actor.model
     engine_tp = arguments.engine_tp or cfg.rollout.tp(cfg.actor)
-    order = engine_order(mesh, engine_tp, arguments.ranks_per_node) if arguments.order == "engine" else None
+    key = "rollout.parallel.tp" if cfg.rollout.parallel.tp else "actor.parallel.tp"
+    engine_said = f"the engines ({'--engine-tp' if arguments.engine_tp else key} = {engine_tp})"
+    options = [f"--{name} = {value}" for name in ("vpp", "ep") if (value := getattr(arguments, name))]
+    with _said(engine_said):
+        order = engine_order(mesh, engine_tp, arguments.ranks_per_node)
     trainer = MegatronLayout(
         tp=mesh.tp,
         pp=mesh.pp,
@@ -116,14 +128,25 @@ def ask(cfg: RLConfig, arguments: argparse.Namespace) -> Question:
     )
     return Question(
         arch=arch,
-        mesh=replace(mesh, order=order),
+        mesh=replace(mesh, order=order if arguments.order == "engine" else None),
         order=arguments.order,
         trainer=trainer,
+        trainer_said=f"the trainer ({', '.join(['actor.parallel', *options])})",
         engine_tp=engine_tp,
+        engine_said=engine_said,
         element_bytes=ELEMENT_BYTES[model.dtype],
         ranks_per_node=arguments.ranks_per_node,
         links=Links(rank_gbps=arguments.rank_gbps, node_gbps=arguments.node_gbps),
     )
+
+
+@contextlib.contextmanager
+def _said(where: str) -> Iterator[None]:
+    """A ValueError says which of the two sides does not fit, and what set it: both have a tp."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
 
 
 def answer(question: Question) -> Answer:
@@ -186,9 +209,9 @@ def parser() -> argparse.ArgumentParser:
     )
     root.add_argument("--order", choices=tuple(ORDERS), default="engine", help=words)
     root.add_argument("--ranks-per-node", type=_positive, default=8, metavar="N", help="default: %(default)s")
-    words = "gigabits per second and direction of a rank inside its node (default: %(default)g)"
+    words = "gigabits per second and direction between a rank and the others of its node (default: %(default)g)"
     root.add_argument("--rank-gbps", type=_speed, default=3600.0, metavar="X", help=words)
-    words = "gigabits per second and direction of a whole node (default: %(default)g)"
+    words = "gigabits per second and direction between a whole node and the others (default: %(default)g)"
     root.add_argument("--node-gbps", type=_speed, default=3200.0, metavar="X", help=words)
     root.add_argument("--per-rank", action="store_true", help="a line for each rank")
     root.add_argument("--json", action="store_true", help="everything as one JSON object, in bytes and seconds")
@@ -196,14 +219,22 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _positive(text: str) -> int:
-    if (number := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
     return number
 
 
 def _speed(text: str) -> float:
-    if not 0 < (number := float(text)) < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is not a positive, finite speed")
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive, finite number of gigabits per second")
     return number
 
 
@@ -250,7 +281,7 @@ def _print(question: Question, found: Answer, *, per_rank: bool) -> None:
         ("engines", f"{mesh.world_size // question.engine_tp} of tp {question.engine_tp}"),
         ("order of the ranks", f"--order {question.order}: {ORDERS[question.order]}"),
         ("ranks at the trainer's positions", f"{ranks}, and so on"),
-        ("seconds to plan, one core", f"{found.plan_seconds:.1f}"),
+        ("seconds for placements and the one-tier plan, one core", f"{found.plan_seconds:.1f}"),
     ]
     console.print(table("Weights from trainer to rollout", facts, ("what", "value")))
     figures = {
@@ -263,7 +294,7 @@ def _print(question: Question, found: Answer, *, per_rank: bool) -> None:
     }
     lines = [(name, *_spread(by_rank)) for name, by_rank in figures.items()]
     console.print(table(f"GB a rank (--order {question.order})", lines, ("", "min", "mean", "max")))
-    speeds = f"{question.links.rank_gbps:g} Gb/s a rank, {question.links.node_gbps:g} Gb/s a node"
+    speeds = f"{question.links.rank_gbps:g} Gb/s a rank inside, {question.links.node_gbps:g} Gb/s a node outside"
     tiers = [
         (t.name, *_spread(t.entering), _gb(t.inside / len(t.entering)), f"{t.seconds:.3f}") for t in found.tiers
     ] + [("least", *_spread(found.least_entering), "", "")]
@@ -280,5 +311,4 @@ def _spread(figures: Sequence[int]) -> tuple[str, str, str]:
 
 
 def _gb(num_bytes: float) -> str:
-    """Small figures with a digit more: 11 MB are 0.011, not 0.01."""
-    return f"{num_bytes / 1e9:.{2 if num_bytes >= 1e8 else 3}f}"
+    return f"{num_bytes / 1e9:.3f}"

@@ -4,6 +4,7 @@ Not covered: that the documented defaults are good ones; arithmetic over ranks (
 """
 
 import copy
+import re
 from pathlib import Path
 
 import pydantic
@@ -326,6 +327,38 @@ def test_a_file_that_is_no_mapping_of_sections(tmp_path, text, words):
     path.write_text(text)
     with pytest.raises(ValueError, match=rf"(?s)config\.yaml {words}"):
         load_config(SFTConfig, path)
+
+
+@pytest.mark.parametrize(
+    "content, words",
+    [
+        (b"PK\x03\x04 a checkpoint \x80\x02", "is not text in UTF-8 (byte 18 is 0x80); a configuration is a YAML file"),
+        ("run: {dir: Köln}".encode("latin-1"), "is not text in UTF-8 (byte 12 is 0xf6)"),
+        ("run: 1".encode("utf-16"), "is not text in UTF-8 (byte 0 is 0xff)"),
+        (b"run: \x00", "is not valid YAML: "),
+    ],
+)
+def test_a_file_that_is_no_text(tmp_path, content, words):
+    path = tmp_path / "config.yaml"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=re.escape(f"{path} {words}")):
+        load_config(SFTConfig, path)
+
+
+def test_a_file_is_read_as_utf_8_whatever_the_locale(tmp_path, monkeypatch):
+    """A container's locale may be ASCII: here a file that is read without naming an encoding is read so."""
+    path = tmp_path / "config.yaml"
+    path.write_text("run: Köln", encoding="utf-8")
+    read, seen = Path.read_text, []
+
+    def recorded(self, encoding=None, errors=None):
+        seen.append(encoding)
+        return read(self, encoding or "ascii", errors)
+
+    monkeypatch.setattr(Path, "read_text", recorded)
+    with pytest.raises(ValueError, match="Köln"):
+        load_config(SFTConfig, path)
+    assert seen == ["utf-8"]
 
 
 def test_an_empty_file_lacks_every_section(tmp_path):

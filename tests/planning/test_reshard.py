@@ -40,12 +40,12 @@ def mean_gb(found, key):
 @pytest.mark.parametrize(
     ("options", "need", "least", "largest", "all_gather"),
     [
-        (["--engine-tp=8"], 17.64, 13.23, 13.36, 136.7),
-        (["--engine-tp=4"], 35.28, 30.87, 31.00, 136.7),
-        (["--engine-tp=4", "--order=rank"], 35.28, 34.18, 35.28, 136.7),
-        (["actor.parallel.pp=1", "--world-size=32"], 17.64, 0.01101, 0.02202, 123.5),
-        (["actor.parallel.pp=8"], 17.64, 15.44, None, 138.9),
-        (["--engine-tp=16", "--world-size=32", "--order=rank"], 8.99, 8.71, None, 136.7),
+        (["--engine-tp=8"], 17.64, 13.233, 13.36, 136.7),
+        (["--engine-tp=4"], 35.28, 30.870, 31.00, 136.7),
+        (["--engine-tp=4", "--order=rank"], 35.28, 34.176, 35.28, 136.7),
+        (["actor.parallel.pp=1"], 17.64, 0.01101, 0.02202, 123.5),
+        (["actor.parallel.pp=8"], 17.64, 15.437, None, 138.9),
+        (["--engine-tp=16", "--order=rank"], 8.99, 8.708, None, 136.7),
     ],
 )
 def test_llama_3_70b(capsys, options, need, least, largest, all_gather):
@@ -69,6 +69,21 @@ def test_llama_3_70b(capsys, options, need, least, largest, all_gather):
     assert sum(two["entering"]) <= sum(one["entering"])
     assert two["inside"] + sum(two["entering"]) == one["inside"] + sum(one["entering"]) == sum(found["received"])
     assert found["plan_seconds"] < 60
+
+
+def test_links_inside_and_between_nodes_are_charged_apart(capsys):
+    """At 400 Gb/s, 50 GB/s, a node sends a little more than the busiest receives, whatever --rank-gbps; without pp
+    nothing enters a node, and its ranks' links alone count."""
+    seconds = set()
+    for rank_gbps in ("450", "3600"):
+        found = figures(capsys, "llama-3-70b", "--engine-tp=4", "--node-gbps=400", f"--rank-gbps={rank_gbps}")
+        one = found["tiers"][0]
+        seconds.add(one["seconds"])
+        assert 1 <= one["seconds"] / (max(one["entering"]) / 50e9) < 1.03
+    assert len(seconds) == 1
+    inside = figures(capsys, "llama-3-70b", "actor.parallel.pp=1", "--node-gbps=1e-6")
+    assert sum(inside["tiers"][0]["entering"]) == 0
+    assert inside["tiers"][0]["seconds"] == pytest.approx(max(inside["received"]) / 450e9)
 
 
 def test_two_tiers_halve_what_enters_a_node_of_two_engines(capsys):
@@ -152,27 +167,28 @@ def test_the_command_prints_tables_and_ranks():
     options = ["actor.parallel.pp=1", "--world-size=16", "--ranks-per-node=4", "--node-gbps=400", "--per-rank"]
     words, rows = printed(*options)
     assert rows["trainer"] == ["tp 8 x pp 1 x dp 2 (vpp 1, ep 1) = 16 ranks"]
-    assert "400 Gb/s a node" in words
+    assert "3600 Gb/s a rank inside, 400 Gb/s a node outside" in words
+    assert "seconds for placements and the one-tier plan, one core" in rows
     small = ["0.000", "0.011", "0.022"]
     assert rows["received"] == rows["least: needed and not held"] == rows["least by the formula"] == small
     assert rows["sent"][1] == "0.011"
-    assert rows["all-gather by the formula"] == ["123.46", "123.47", "123.49"]
+    assert rows["all-gather by the formula"] == ["123.464", "123.467", "123.489"]
     each = [rows[str(rank)] for rank in range(16)]
-    assert all(needed == "17.64" and received == least == by_sizes for needed, received, _, least, by_sizes, _ in each)
-    assert each[7] == ["17.64", "0.022", "0.000", "0.022", "0.022", "123.49"]
+    assert all(needed == "17.641" and received == least == by_sizes for needed, received, _, least, by_sizes, _ in each)
+    assert each[7] == ["17.641", "0.022", "0.000", "0.022", "0.022", "123.489"]
 
 
 @pytest.mark.parametrize(
     ("options", "order", "ranks", "received"),
     [
-        (["--engine-tp=4"], "--order engine: as suits the engines", "0 4 1 5 2 6 3 7, and so on", "30.87"),
+        (["--engine-tp=4"], "--order engine: as suits the engines", "0 4 1 5 2 6 3 7, and so on", "30.870"),
         (
             ["--engine-tp=4", "--order=rank"],
             "--order rank: by number, contiguous",
             "0 1 2 (by number), and so on",
-            "34.18",
+            "34.176",
         ),
-        ([], "--order engine: as suits the engines", "0 1 2 (by number), and so on", "13.23"),
+        ([], "--order engine: as suits the engines", "0 1 2 (by number), and so on", "13.233"),
     ],
 )
 def test_the_command_says_for_which_order_its_figures_are(options, order, ranks, received):
@@ -187,8 +203,13 @@ def test_the_command_says_for_which_order_its_figures_are(options, order, ranks,
     ("options", "said"),
     [
         (["actor.parallel.tp=7"], "world size 64 is not a multiple of tp x pp = 7 x 4"),
-        (["--engine-tp=24"], "64 ranks do not divide into engines of 24 ranks"),
-        (["--ep=2"], "ep = 2 on a llama without experts"),
+        (["--engine-tp=24"], "the engines (--engine-tp = 24): 64 ranks do not divide into engines of 24 ranks"),
+        (["--engine-tp=24", "--order=rank"], "64 ranks do not divide into engines of 24 ranks"),
+        (["--engine-tp=3", "--world-size=96"], "the engines (--engine-tp = 3): 64 query heads do not divide by tp = 3"),
+        (["rollout.parallel.tp=24"], "the engines (rollout.parallel.tp = 24): 64 ranks do not divide"),
+        (["--ep=2"], "the trainer (actor.parallel, --ep = 2): ep = 2 on a llama without experts"),
+        (["--ep=3"], "the trainer (actor.parallel, --ep = 3): a mesh of tp 8, pp 4, dp 2 does not carry"),
+        (["--vpp=3"], "the trainer (actor.parallel, --vpp = 3): a pipeline stage of 20 layers does not divide"),
         (["actor.model.path=nowhere"], "nowhere has no config.json"),
         (["--world-size=60"], "world size 60 is not a multiple"),
     ],
@@ -198,10 +219,26 @@ def test_what_does_not_fit_is_said(capsys, options, said):
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("options", [["--node-gbps=0"], ["--rank-gbps=inf"], ["--ranks-per-node=0"]])
-def test_options_that_are_no_sizes(options):
-    with pytest.raises(SystemExit, match="2"):
-        main(["-c", "configs/plan/llama-3-70b.yaml", *options])
+@pytest.mark.parametrize("kind", ["gbps", "size"])
+@pytest.mark.parametrize("text", ["0", "-1", "inf", "nan", "abc", "", "1.5"])
+def test_options_that_are_no_sizes(capsys, text, kind):
+    """The option and what it got are named, and nothing that is called so in the source only."""
+    if (text, kind) == ("1.5", "gbps"):
+        return
+    options = {"gbps": ["--node-gbps", "--rank-gbps"], "size": ["--ranks-per-node", "--engine-tp", "--ep", "--vpp"]}
+    what = {"gbps": "positive, finite number of gigabits per second", "size": "positive whole number"}
+    for option in options[kind]:
+        with pytest.raises(SystemExit, match="2"):
+            main(["-c", "configs/plan/llama-3-70b.yaml", f"{option}={text}"])
+        said = capsys.readouterr().err.splitlines()[-1]
+        assert said.endswith(f"argument {option}: {text!r} is not a {what[kind]}")
+
+
+def test_a_configuration_that_is_no_text(capsys, tmp_path):
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(b"\x08\x00\xff")
+    assert main(["-c", str(path)]) == 2
+    assert f"{path} is not text in UTF-8 (byte 2 is 0xff)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", CONFIGS)

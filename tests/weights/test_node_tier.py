@@ -85,13 +85,38 @@ def test_one_ranks_tiers_are_those_of_the_whole():
 
 
 def test_wire_time_is_that_of_the_busiest_link():
-    """Rank 0 sends 4 x 32 elements of 2 bytes: 256 bytes = 2048 bits, all of them out of node 0."""
+    """Rank 0 sends 4 x 32 elements of 2 bytes: 256 bytes = 2048 bits, all of them out of node 0.
+
+    What crosses is charged to nodes alone, what stays inside to ranks alone: on nodes of ranks 0, 1, 2 and 3, 4,
+    each gets half of it, 1024 bits.
+    """
     part = identity_placements({"w": (8, 4)}, 0)
     plan = make_plan([part], [part.on_rank(rank) for rank in (1, 2, 3, 4)])
     node_of = [0, 1, 1, 1, 1]
-    assert wire_seconds(plan, node_of, Links(rank_gbps=1.0, node_gbps=4.0), 2) == pytest.approx(2048e-9)
+    assert wire_seconds(plan, node_of, Links(rank_gbps=1.0, node_gbps=4.0), 2) == pytest.approx(512e-9)
     assert wire_seconds(plan, node_of, Links(rank_gbps=1.0, node_gbps=0.5), 2) == pytest.approx(4096e-9)
     assert wire_seconds(plan, [0] * 5, Links(rank_gbps=2.0, node_gbps=0.5), 2) == pytest.approx(1024e-9)
+    both = [0, 0, 0, 1, 1]
+    assert wire_seconds(plan, both, Links(rank_gbps=1.0, node_gbps=4.0), 2) == pytest.approx(1024e-9), "inside"
+    assert wire_seconds(plan, both, Links(rank_gbps=1.0, node_gbps=0.5), 2) == pytest.approx(2048e-9), "outside"
+
+
+def test_wire_time_counts_the_two_directions_and_receivers_apart():
+    """Two ranks swap 32 elements of 2 bytes, 512 bits each way; three send 512 bits each to one: 1536 into it."""
+    part = identity_placements({"a": (8, 4), "b": (8, 4), "c": (8, 4)}, 0)
+
+    def only(rank, *names):
+        kept = tuple(p for p in part.placements if p.tensor in names)
+        return RankPlacements(rank, {p.tensor: p.box.shape for p in kept}, kept, dict.fromkeys(names, (8, 4)))
+
+    fast = Links(rank_gbps=1.0, node_gbps=1e6)
+    swap = make_plan([only(0, "a"), only(1, "b")], [only(0, "b"), only(1, "a")])
+    assert swap.traffic == {(0, 1): 32, (1, 0): 32}
+    assert wire_seconds(swap, [0, 0], fast, 2) == pytest.approx(512e-9)
+    into_one = make_plan([only(0, "a"), only(1, "b"), only(2, "c")], [only(3, "a", "b", "c")])
+    assert wire_seconds(into_one, [0] * 4, fast, 2) == pytest.approx(1536e-9)
+    assert wire_seconds(into_one, [0, 1, 2, 3], Links(rank_gbps=1e-6, node_gbps=1.0), 2) == pytest.approx(1536e-9)
+    assert wire_seconds(make_plan([part], [part]), [0], fast, 2) == 0.0, "what a rank has does not travel"
 
 
 @settings(max_examples=80, deadline=None, derandomize=True)

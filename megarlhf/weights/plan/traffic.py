@@ -147,25 +147,26 @@ class Links:
     """Speeds in gigabits per second and direction."""
 
     rank_gbps: float
-    """Between a rank and the others of its node."""
+    """Between a rank and the others of its node; what crosses between nodes does not use this link."""
     node_gbps: float
-    """Between a node and the others, all its ranks together."""
+    """Between a node and the others, all its ranks together, whichever of them send and receive."""
 
 
 def wire_seconds(plan: CopyPlan, node_of: NodeOf, links: Links, element_bytes: int) -> float:
     """The time of the busiest link, each moving all its bytes without a pause: an estimate from below.
 
-    Local copies, gathers and scatters are not in it.
+    What stays inside a node is charged to the links of its two ranks, what crosses to the links of its two nodes, and
+    neither to the other: a rank's link inside the node (NVLink) is not the way out of it (network cards). All links
+    work at the same time. Local copies, gathers and scatters are not in it, nor a rank's own part of its node's link.
     """
     through: dict[tuple[str, str, int], int] = defaultdict(int)
     for (src, dst), numel in plan.traffic.items():
         if src == dst:
             continue
-        through["rank", "out", src] += numel
-        through["rank", "in", dst] += numel
-        if node_of[src] != node_of[dst]:
-            through["node", "out", node_of[src]] += numel
-            through["node", "in", node_of[dst]] += numel
+        crosses = node_of[src] != node_of[dst]
+        kind, ends = ("node", (node_of[src], node_of[dst])) if crosses else ("rank", (src, dst))
+        through[kind, "out", ends[0]] += numel
+        through[kind, "in", ends[1]] += numel
     speed = {"rank": links.rank_gbps, "node": links.node_gbps}
     return max((8e-9 * element_bytes * numel / speed[kind] for (kind, _, _), numel in through.items()), default=0.0)
 
