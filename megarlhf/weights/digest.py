@@ -1,8 +1,8 @@
 """Digests of logical tensors that do not depend on the layout: the certificate of a transport.
 
 digest = sum over elements of mix(bits) x the product over dimensions of key(dimension, index), mod 2^64, with odd
-pseudo-random keys and mix(b) = y xor (y >> 32), y = (b + c) c. Digests of disjoint boxes add up, and so do those of
-replicas; any move, loss or change of an element shows.
+pseudo-random keys and mix(b) = (b + c)^2. Digests of disjoint boxes add up, and so do those of replicas; any move, loss
+or change of an element shows.
 """
 
 from __future__ import annotations
@@ -168,9 +168,12 @@ _MIX = ((30, _signed(0xBF58476D1CE4E5B9)), (27, _signed(0x94D049BB133111EB)))
 
 def _keyed_sum(values: torch.Tensor, keys: Sequence[torch.Tensor]) -> torch.Tensor:
     """Of a box, in wrapping int64; one dimension after the other."""
-    total = values.view(BITS[values.element_size()]).to(torch.int64, copy=True).add_(_GOLDEN).mul_(_GOLDEN)
+    total = values.view(BITS[values.element_size()]).to(torch.int64, copy=True)
+    if values.element_size() == 8:  # a square does not know the sign: that of 64 bits is folded into the others
+        total.bitwise_xor_(total >> 32)
+    total.add_(_GOLDEN)
     # Not linear in the bits: else replicas that are wrong in opposite directions would add up to the right sum.
-    total.bitwise_xor_(total >> 32)
+    total.mul_(total)
     for key in reversed(keys):
         total = total.mul_(key).sum(-1)
     return total

@@ -153,13 +153,7 @@ def test_a_digest_by_hand():
 
     values = torch.tensor([[1.0, -2.0, 0.0], [3.5, 1e-3, -1.0]])
     bits = values.view(torch.int32).tolist()
-
-    def mixed(b):
-        y = (b + golden) * golden % size
-        y -= size if y >= size // 2 else 0
-        return y ^ y >> 32
-
-    expected = sum(mixed(bits[i][j]) * key(0, 1 + i) * key(1, 4 + j) for i in range(2) for j in range(3))
+    expected = sum((bits[i][j] + golden) ** 2 * key(0, 1 + i) * key(1, 4 + j) for i in range(2) for j in range(3))
     placement = Placement("t", Box((1, 4), (3, 7)), "s", 0, (3, 1))
     assert digest_boxes([placement], {"s": values}, torch.float32) == {"t": expected % size}
 
