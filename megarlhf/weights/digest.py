@@ -65,15 +65,6 @@ def _digest_box(placement: Placement, storages: Storages, dtype: torch.dtype, ke
     return torch.stack(sums).sum()
 
 
-def combine(*digests: Mapping[str, int]) -> dict[str, int]:
-    """The digest of the union of disjoint boxes."""
-    total: dict[str, int] = {}
-    for part in digests:
-        for tensor, value in part.items():
-            total[tensor] = (total.get(tensor, 0) + value) % 2**64
-    return total
-
-
 def whole_digest(tensors: Mapping[str, int]) -> str:
     """One number for a model, as 16 hex digits: names count, their order does not."""
     total = 0

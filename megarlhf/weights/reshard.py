@@ -149,13 +149,13 @@ class Resharder:
         return max(1, size // _SLOTS // self._dtype.itemsize)
 
     def _prepare(self, src: Storages, dst: Storages, capacity: int) -> _Prepared:
-        if missing := self._traffic.missing(src, dst):
-            raise ValueError(f"{len(missing)} storages of the plan are missing: {', '.join(missing[:5])}")
         live = tuple((name, tensor.data_ptr(), tensor.dtype) for side in (src, dst) for name, tensor in side.items())
         # A CPU keeps the buckets: pages that were never touched cost more than the copy into them. On a GPU torch's
         # allocator has them at hand.
         if self._kept is not None and self._kept.memory == (capacity, *live):
             return self._kept
+        if missing := self._traffic.missing(src, dst):
+            raise ValueError(f"{len(missing)} storages of the plan are missing: {', '.join(missing[:5])}")
         self._kept = None
         rounds = self._traffic.rounds(capacity, src, dst, self._dtype)
         outgoing = self._bucket([one.sends for one in rounds])

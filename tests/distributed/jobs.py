@@ -83,12 +83,7 @@ def sft_steps(
     from megarlhf.trainers.sft import train_on
 
     cfg = SFTConfig.model_validate(config)
-    samples, _ = build_sft(
-        load_records(cfg.data.train, fields=("prompt", "response")),
-        load_tokenizer(cfg.actor.model.described_by()),
-        max_prompt_tokens=64,
-        max_response_tokens=64,
-    )
+    samples = _sft_samples(cfg)
     actor = build_role(
         "actor", cfg.actor, "lm", GroupCache(runtime), seed=0, num_optimizer_steps=num_steps, order=order
     )
@@ -108,18 +103,23 @@ def sft_steps(
     }
 
 
-def saved_roles(runtime: Runtime, config: dict[str, Any], root: str, order: tuple[int, ...] | None) -> None:
-    """Checkpoints of actor and critic: as loaded, after a step of SFT, and of the last one loaded again."""
-    from megarlhf.trainers.session import save_roles
-    from megarlhf.trainers.sft import train_on
-
-    cfg = SFTConfig.model_validate(config)
+def _sft_samples(cfg: SFTConfig) -> list[Any]:
     samples, _ = build_sft(
         load_records(cfg.data.train, fields=("prompt", "response")),
         load_tokenizer(cfg.actor.model.described_by()),
         max_prompt_tokens=64,
         max_response_tokens=64,
     )
+    return samples
+
+
+def saved_roles(runtime: Runtime, config: dict[str, Any], root: str, order: tuple[int, ...] | None) -> None:
+    """Checkpoints of actor and critic: as loaded, after a step of SFT, and of the last one loaded again."""
+    from megarlhf.trainers.session import save_roles
+    from megarlhf.trainers.sft import train_on
+
+    cfg = SFTConfig.model_validate(config)
+    samples = _sft_samples(cfg)
     cache = GroupCache(runtime)
     actor = build_role("actor", cfg.actor, "lm", cache, seed=0, num_optimizer_steps=1, order=order)
     critic = build_role("critic", cfg.actor, "scalar", cache, seed=0, order=order)
