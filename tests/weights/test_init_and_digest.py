@@ -26,7 +26,7 @@ def filled(arch, ranks, dtype=torch.float32, head="lm", seed=11, **options):
 
 def digest(ranks, live, dtype=BF16):
     """Of the model, each element once, with all ranks in this process."""
-    total: dict[str, int] = {}
+    total = {}
     for part in ranks:
         for name, value in replica_digests(part.rank, ranks, live[part.rank], dtype=dtype)[0].items():
             total[name] = (total.get(name, 0) + value) % 2**64
