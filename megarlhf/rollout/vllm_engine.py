@@ -197,7 +197,9 @@ class VllmEngine:
         known, shapes = set(self._places.values()), self._destinations[self._runtime.rank].storages
         found = [f"{name} is no longer in the model" for name in sorted(self._places.keys() - live.keys())]
         for name, tensor in live.items():
-            if tensor.data_ptr() not in known or (name in shapes and tuple(tensor.shape) != shapes[name]):
+            mine = self._parameters.get(name, tensor)
+            other = (tensor.stride(), tensor.dtype) != (mine.stride(), mine.dtype)
+            if other or tensor.data_ptr() not in known or (name in shapes and tuple(tensor.shape) != shapes[name]):
                 found.append(f"{name} has memory of its own, which no update writes")
             elif tensor.data_ptr() != self._places.get(name, tensor.data_ptr()):
                 found.append(f"{name} has the memory of another parameter")

@@ -2,7 +2,8 @@
 
 digest = sum over elements of mix(bits) x the product over dimensions of key(dimension, index), mod 2^64, with odd
 pseudo-random keys and mix(b) = (b + c)^2. Digests of disjoint boxes add up, and so do those of replicas; any move, loss
-or change of an element shows.
+or change of an element shows, in dtypes of up to 32 bits; of 64 bits, which no weight travels in, different values can
+have equal squares.
 """
 
 from __future__ import annotations
@@ -161,7 +162,7 @@ def _keyed_sum(values: torch.Tensor, keys: Sequence[torch.Tensor]) -> torch.Tens
     """Of a box, in wrapping int64; one dimension after the other."""
     total = values.view(BITS[values.element_size()]).to(torch.int64, copy=True)
     if values.element_size() == 8:  # a square does not know the sign: that of 64 bits is folded into the others
-        total.bitwise_xor_(total >> 32)
+        total.bitwise_xor_((total >> 32) & 0xFFFFFFFF)
     total.add_(_GOLDEN)
     # Not linear in the bits: else replicas that are wrong in opposite directions would add up to the right sum.
     total.mul_(total)

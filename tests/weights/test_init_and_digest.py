@@ -186,6 +186,9 @@ def test_every_exchange_of_two_elements_and_every_bit_shows(dtype, shape):
         words[-1] ^= 1 << bit
         assert found() != before, bit
         words[-1] ^= 1 << bit
+    words[-1] = ~words[-1]
+    assert found() != before, "every bit at once"
+    words[-1] = ~words[-1]
     assert found() == before
 
 
