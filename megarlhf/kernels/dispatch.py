@@ -135,7 +135,9 @@ def linear_token_logprobs(
             return_entropy=return_entropy,
         )
     how = Reading(1.0 / temperature, ignore_index, vocab, return_entropy)
-    problem = Problem(columns, how, group, sequence_parallel, save_bytes, _tiles(name))
+    # Inside an autograd function gradients are always off: whether a backward may follow is known here.
+    budget = save_bytes if torch.is_grad_enabled() else 0
+    problem = Problem(columns, how, group, sequence_parallel, budget, _tiles(name))
     if not on_cpu and response_mask is None:
         whole: tuple[Tensor, Tensor] = LinearTokenLogprobs.apply(hidden_TH, weight_VH, labels_T, None, problem)
         return whole

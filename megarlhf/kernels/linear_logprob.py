@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from megarlhf.kernels.products import as_factor, multiply, multiply_add
 from megarlhf.kernels.statistics import Columns, Merged, Statistics, working_dtype
@@ -68,6 +69,7 @@ class LinearTokenLogprobs(torch.autograd.Function):
         return merged.logprobs_T, merged.entropy_T
 
     @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden_TH, weight_VH, labels_K, rows_K, max_K, sum_K, entropy_K = ctx.saved_tensors
         # What was kept becomes the gradient, in place: a second backward finds nothing and makes all again.
@@ -121,9 +123,7 @@ class _Head:
         self._most_rows = 512 if on_cpu else num_rows
         width = 1024 if on_cpu else max(2**24 // num_rows // 256 * 256, 256)
         self._width = min(width, max(problem.columns.count, 1))
-        self.logits_KV = torch.empty(
-            self.hidden_KH.size(0), self._width, dtype=self.dtype, device=hidden_TH.device
-        )
+        self.logits_KV = torch.empty(self.hidden_KH.size(0), self._width, dtype=self.dtype, device=hidden_TH.device)
         self._gradient_KV: Tensor | None = None
 
     def slices(self) -> list[slice]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from megarlhf.kernels.statistics import Columns, Merged, Statistics
 from megarlhf.kernels.tiles import Reading, Tiles
@@ -40,6 +41,7 @@ class TokenLogprobs(torch.autograd.Function):
         return merged.logprobs_T, merged.entropy_T
 
     @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         by_logprob_T, by_entropy_T = grads
         if ctx.spent:
