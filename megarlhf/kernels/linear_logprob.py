@@ -52,15 +52,18 @@ class LinearTokenLogprobs(torch.autograd.Function):
         kept: dict[int, Tensor] = {}
         for part in head.slices():
             logits_KV = head.logits_KV[:, : part.stop - part.start]
-            if logits_KV.nbytes <= budget:
+            keep = logits_KV.nbytes <= budget
+            if keep:
                 budget -= logits_KV.nbytes
                 logits_KV = kept[part.start] = logits_KV.new_empty(logits_KV.shape)
             columns = problem.columns.cut(part.start, part.stop)
             factor_VH = as_factor(weight_VH[part])
             for rows in head.row_blocks():
-                multiply(logits_KV[rows], head.hidden_KH[rows], factor_VH.t())
+                # What is not kept is made in the same rows again and again, which stay in cache.
+                tile_KV = logits_KV[rows] if keep else logits_KV[: rows.stop - rows.start]
+                multiply(tile_KV, head.hidden_KH[rows], factor_VH.t())
                 some = stats.rows(rows.start, rows.stop)
-                problem.tiles.observe(some, logits_KV[rows], labels_K[rows], columns, problem.how, fresh=False)
+                problem.tiles.observe(some, tile_KV, labels_K[rows], columns, problem.how, fresh=False)
         merged = problem.tiles.merge(stats.gathered(problem.group), labels_K, problem.how)
         ctx.save_for_backward(hidden_TH, weight_VH, labels_K, rows_K, merged.max_T, merged.sum_T, merged.entropy_T)
         ctx.problem, ctx.kept = problem, kept
@@ -119,8 +122,8 @@ class _Head:
         self._problem = problem
         num_rows = max(self.hidden_KH.size(0), 1)
         on_cpu = hidden_TH.device.type == "cpu"
-        # CPU: 512 rows of a slice fit the cache. GPU: slices of 64 MiB, which keep all multiprocessors busy.
-        self._most_rows = 512 if on_cpu else num_rows
+        # CPU: tiles of at most 4 MiB, which stay in cache. GPU: slices of 64 MiB, to keep all multiprocessors busy.
+        self._most_rows = 1024 if on_cpu else num_rows
         width = 1024 if on_cpu else max(2**24 // num_rows // 256 * 256, 256)
         self._width = min(width, max(problem.columns.count, 1))
         self.logits_KV = torch.empty(self.hidden_KH.size(0), self._width, dtype=self.dtype, device=hidden_TH.device)

@@ -18,7 +18,8 @@ class Statistics:
     """Over some columns z of each row, in fp32 (fp64 for fp64 logits); taken in column block by column block.
 
     table_T4 holds, for each token,
-      0  m = max z; -inf before the first column and where every column is padding
+      0  m = max z; the lowest finite number before the first column and where every column is padding, so that
+         differences stay numbers and e^(m - m') is 0
       1  sum e^(z - m)
       2  sum e^(z - m) (z - m); stays 0 where nobody asked for the entropy
       3  z of the label's column; 0 where another rank has it
@@ -63,11 +64,10 @@ class Merged(NamedTuple):
 def merge(stats_RT4: Tensor, kept_T: Tensor, entropy: bool) -> Merged:
     """The ranks' tables, in rank order: the same arithmetic everywhere."""
     max_RT, sum_RT, moment_RT, label_RT = stats_RT4.unbind(-1)
-    max_T = finite(max_RT.amax(0))
-    # e^(m_r - m); 0 for a rank without a finite column.
-    scale_RT = (max_RT - max_T).exp()
+    max_T = max_RT.amax(0)
+    shift_RT = max_RT - max_T
+    scale_RT = shift_RT.exp()
     # A rank's moment is about its own max; about the common one it gains sum_r (m_r - m).
-    shift_RT = torch.where(max_RT.isfinite(), max_RT - max_T, 0.0)
     sum_T = (sum_RT * scale_RT).sum(0)
     moment_T = ((moment_RT + sum_RT * shift_RT) * scale_RT).sum(0)
     log_sum_T = sum_T.log()
@@ -82,9 +82,9 @@ def working_dtype(values: Tensor) -> torch.dtype:
     return torch.float64 if values.dtype == torch.float64 else torch.float32
 
 
-def finite(max_T: Tensor) -> Tensor:
-    """The maximum to subtract: 0 where there is no finite one, so that e^(-inf - m) is 0 and not NaN."""
-    return torch.where(max_T.isfinite(), max_T, 0.0)
+def lowest(dtype: torch.dtype) -> float:
+    """The maximum of no columns."""
+    return torch.finfo(dtype).min
 
 
 @dataclass(frozen=True)

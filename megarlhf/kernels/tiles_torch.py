@@ -10,10 +10,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from megarlhf.kernels.statistics import Columns, Merged, Statistics, finite, merge
+from megarlhf.kernels.statistics import Columns, Merged, Statistics, lowest, merge
 from megarlhf.kernels.tiles import Reading
 
-_BLOCK_ROWS, _BLOCK_COLUMNS = 512, 1024
+_BLOCK_ROWS, _BLOCK_COLUMNS = 1024, 1024
+"""A block and two like it fit the cache that cores share; smaller ones cost more calls than they save."""
 _NOTHING = -1e3
 """e^-1000 is 0 in fp32 and fp64. Stands for log p of a logit of -inf, so that 0 x log p is 0."""
 
@@ -30,19 +31,18 @@ class TorchTiles:
         """See `Tiles.observe`."""
         table_T4 = stats.table_T4
         if fresh:
-            table_T4.zero_()[:, 0] = -torch.inf
+            table_T4.zero_()[:, 0] = lowest(table_T4.dtype)
         for rows, cut in _blocks(logits_TV.size(0), columns.count):
             max_T, sum_T, moment_T, label_T = table_T4[rows].unbind(1)
             shifted_TV, exp_TV = self._pair(logits_TV[rows, cut], table_T4.dtype)
             z_TV = _scaled(logits_TV[rows, cut], how.scale, exp_TV)
             label_T.add_(_of_label(z_TV, labels_T[rows] - (columns.first + cut.start)))
             new_max_T = torch.maximum(max_T, z_TV.amax(1))
-            shift_T = finite(new_max_T)
-            torch.exp(torch.sub(z_TV, shift_T[:, None], out=shifted_TV), out=exp_TV)
+            torch.exp(torch.sub(z_TV, new_max_T[:, None], out=shifted_TV), out=exp_TV)
             block_sum_T = exp_TV.sum(1)
-            # What the sums so far are worth about the new maximum; nothing (and not NaN) before the first number.
-            moved_T = finite(max_T) - shift_T
-            worth_T = torch.where(max_T.isfinite(), moved_T.exp(), 0.0)
+            # What the sums so far are worth about the new maximum.
+            moved_T = max_T - new_max_T
+            worth_T = moved_T.exp()
             if how.entropy:
                 block_moment_T = torch.mul(exp_TV, shifted_TV, out=exp_TV).sum(1)
                 if bool(block_moment_T.isnan().any()):
@@ -78,15 +78,19 @@ class TorchTiles:
         for rows, cut in _blocks(logits_TV.size(0), columns.count):
             shifted_TV, exp_TV = self._pair(logits_TV[rows, cut], merged.sum_T.dtype)
             z_TV = _scaled(logits_TV[rows, cut], how.scale, exp_TV)
-            torch.exp(torch.sub(z_TV, merged.max_T[rows][:, None], out=shifted_TV), out=exp_TV)
+            if out_TV.dtype == exp_TV.dtype:
+                exp_TV = out_TV[rows, cut]
+            max_T1 = merged.max_T[rows][:, None]
             if by_h_T is None:
-                exp_TV.mul_(minus_T[rows][:, None])
+                torch.sub(z_TV, max_T1, out=exp_TV).exp_().mul_(minus_T[rows][:, None])
             else:
+                torch.exp(torch.sub(z_TV, max_T1, out=shifted_TV), out=exp_TV)
                 shifted_TV.clamp_(min=_NOTHING).add_((merged.entropy_T - log_sum_T)[rows][:, None])
                 shifted_TV.mul_(by_h_T[rows][:, None]).add_(by_T[rows][:, None])
                 exp_TV.mul_(shifted_TV).mul_((-1.0 / merged.sum_T[rows])[:, None])
             _add_to_label(exp_TV, labels_T[rows] - (columns.first + cut.start), by_T[rows])
-            out_TV[rows, cut] = exp_TV
+            if out_TV.dtype != exp_TV.dtype:
+                out_TV[rows, cut] = exp_TV
         out_TV[:, columns.count :] = 0.0
 
     def _pair(self, like_TV: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
