@@ -35,7 +35,7 @@ def run_checks(device: torch.device, deadline: Deadline) -> list[dict[str, Any]]
     found = []
     for name, check in (*_logits_checks(device, backend), *_linear_checks(device, backend), *_others(device, backend)):
         if deadline.left() < 5.0:
-            reason: str | None = "no time left"
+            reason: str | None = "skipped: no time left"
         else:
             try:
                 reason = check()

@@ -21,239 +21,27 @@ leaves the device unusable is left out and the run starts again behind it.
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import os
 import shlex
-import signal
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from benchmarks.gpu_check import run_checks
+from benchmarks.gpu_shape import DeviceLostError, Run, run_shape
 from benchmarks.gpu_sweep import sweep
-from benchmarks.gpu_table import markdown
-from benchmarks.gpu_timing import (
-    ROOT,
-    Ceilings,
-    Clock,
-    Deadline,
-    linear_floor_ms,
-    logits_floor_ms,
-    machine,
-    measure_ceilings,
-    peak_extra_bytes,
-    spread,
-)
-from benchmarks.gpu_truth import Inputs, Shape, Truth, judge_gradients, judge_values, make_inputs, make_truth
-from benchmarks.peers_logprob import MODES, OURS, Candidate, candidates, planted, versions
+from benchmarks.gpu_table import goals, markdown
+from benchmarks.gpu_timing import ROOT, Ceilings, Clock, Deadline, machine, measure_ceilings
+from benchmarks.gpu_truth import Shape
+from benchmarks.peers_logprob import versions
 
 RESULTS = ROOT / "benchmarks" / "results"
 REHEARSED = ROOT / "build" / "gpu_logprob_rehearsal.json"
-_ROUND_MS, _MOST_CALLS = 20.0, 10
-
-Row = dict[str, Any]
-
-
-class DeviceLostError(RuntimeError):
-    """The device answers nothing any more; carries the candidate's name."""
-
-
-@dataclass
-class Run:
-    """One run's means and limits."""
-
-    clock: Clock
-    ceilings: Ceilings
-    deadline: Deadline
-    rounds: int
-    candidate_seconds: float
-    first_call_seconds: float
-    exclude: Sequence[str] = ()
-    plant: bool = False
-    missing: dict[str, str] = field(default_factory=dict)
-    spent: dict[str, float] = field(default_factory=dict)
-
-    def may_go_on(self, name: str) -> str | None:
-        """None, or why this candidate has to stop."""
-        if any(part in name for part in self.exclude):
-            return "excluded by --exclude"
-        if self.deadline.left() < 5.0:
-            return "no time left in the run"
-        if OURS not in name and self.spent.get(name, 0.0) > self.candidate_seconds:
-            return f"its {self.candidate_seconds:g} seconds are spent"
-        return None
-
-    @contextmanager
-    def charged(self, name: str) -> Iterator[None]:
-        """Seconds of a candidate count against its own budget."""
-        start = time.monotonic()
-        try:
-            yield
-        finally:
-            self.spent[name] = self.spent.get(name, 0.0) + time.monotonic() - start
-
-
-def call_of(candidate: Candidate, inputs: Inputs, mode: str) -> tuple[Callable[[], Any], Callable[[], object] | None]:
-    """What is timed, and what has to be done before each time."""
-    tensors = inputs.tensors
-    prepare = None
-    if candidate.overwrites and mode != "forward":
-        tensors = tuple(tensor.clone() for tensor in tensors)
-        prepare = partial(_restore, tensors, inputs.tensors)
-    if mode == "forward":
-        return partial(_forward, candidate, tensors, inputs.labels_T), prepare
-    upstream = inputs.upstream(candidate.gives, candidate.sign)
-    return partial(_both, candidate, tensors, inputs.labels_T, upstream), prepare
-
-
-def _restore(tensors: Sequence[Tensor], clean: Sequence[Tensor]) -> None:
-    for tensor, source in zip(tensors, clean, strict=True):
-        tensor.copy_(source)
-
-
-def _forward(candidate: Candidate, tensors: Sequence[Tensor], labels_T: Tensor) -> tuple[tuple[Tensor, ...], None]:
-    with torch.no_grad():
-        return candidate.call(*tensors, labels_T), None
-
-
-def _both(
-    candidate: Candidate, tensors: Sequence[Tensor], labels_T: Tensor, upstream: tuple[Tensor, ...]
-) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    leaves = [tensor.detach().requires_grad_() for tensor in tensors]
-    outputs = candidate.call(*leaves, labels_T)
-    gradients = torch.autograd.grad(
-        outputs, leaves, [up.to(one.dtype) for up, one in zip(upstream, outputs, strict=True)]
-    )
-    return tuple(one.detach() for one in outputs), gradients
-
-
-def gate(run: Run, candidate: Candidate, inputs: Inputs, truth: Truth, mode: str) -> Row:
-    """One call, judged; its memory. `status` is "passed" or says why the candidate is not timed."""
-    row: Row = {"gives": candidate.gives, "note": candidate.note, "status": "passed", "reason": None, "errors": {}}
-    if reason := run.may_go_on(candidate.name):
-        return row | {"status": "skipped", "reason": reason}
-    start = time.monotonic()
-    try:
-        with run.charged(candidate.name), _alarm(run.first_call_seconds):
-            call, _ = call_of(candidate, inputs, mode)
-            outputs, gradients = call()
-            verdicts = [judge_values(truth, candidate.gives, candidate.sign, outputs)]
-            if gradients is not None:
-                verdicts.append(judge_gradients(truth, candidate.gives, gradients))
-            del outputs, gradients
-            row["peak_extra_bytes"] = peak_extra_bytes(call, (*inputs.tensors, inputs.labels_T), run.clock.device)
-    except Exception as error:  # noqa: BLE001 -- a peer may raise anything; the reason is listed
-        row |= {"status": "raised", "reason": f"{type(error).__name__}: {error}".strip().splitlines()[0][:300]}
-    else:
-        row["errors"] = {name: error for verdict in verdicts for name, error in verdict.errors.items()}
-        if reasons := [verdict.reason for verdict in verdicts if verdict.reason]:
-            row |= {"status": "refused", "reason": "; ".join(reasons)}
-    _tidy(run.clock.device, candidate.name, failed=row["status"] == "raised")
-    return row | {"first_call_s": time.monotonic() - start}
-
-
-@contextmanager
-def _alarm(seconds: float) -> Iterator[None]:
-    """A TimeoutError in whatever takes longer, as soon as Python has a say in it."""
-
-    def ring(*_: object) -> None:
-        raise TimeoutError(f"the first call took more than {seconds:g} seconds")
-
-    before = signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-
-
-def _tidy(device: torch.device, name: str, *, failed: bool) -> None:
-    if failed:
-        # What a failed call still holds hangs in a cycle with its exception.
-        gc.collect()
-    if device.type == "cuda":
-        try:
-            torch.cuda.synchronize()
-        except RuntimeError as error:
-            raise DeviceLostError(name) from error
-        torch.cuda.empty_cache()
-
-
-def time_all(run: Run, passed: dict[str, Candidate], rows: dict[str, Row], inputs: Inputs, mode: str) -> None:
-    """Rounds over all that passed, to and fro; the figures go into their rows."""
-    calls = {name: call_of(candidate, inputs, mode) for name, candidate in passed.items()}
-    once = {name: run.clock(*call) for name, call in calls.items()}
-    found: dict[str, list[float]] = {name: [] for name in calls}
-    for number in range(run.rounds):
-        for name in list(calls) if number % 2 == 0 else list(reversed(calls)):
-            if reason := run.may_go_on(name):
-                rows[name]["stopped"] = reason
-                continue
-            several = max(1, min(_MOST_CALLS, int(_ROUND_MS / max(once[name], 1e-3))))
-            with run.charged(name):
-                found[name].append(spread(run.clock(*calls[name]) for _ in range(several))["median"])
-    for name, values in found.items():
-        if not values:
-            rows[name] |= {"status": "skipped", "reason": rows[name]["stopped"]}
-            continue
-        floor = floor_ms(inputs.shape, passed[name], mode, run.ceilings)
-        share = floor / spread(values)["median"]
-        rows[name] |= {"status": "timed", "ms": spread(values), "rounds": values, "share_of_floor": share}
-
-
-def floor_ms(shape: Shape, candidate: Candidate, mode: str, ceilings: Ceilings) -> float:
-    """The least time for what this candidate does."""
-    if shape.kind == "logits":
-        return logits_floor_ms(shape.tokens, shape.columns, mode, ceilings)
-    products = 1 if mode == "forward" else candidate.products
-    return linear_floor_ms(shape.tokens, shape.hidden, shape.columns, products, ceilings)
-
-
-def run_shape(run: Run, shape: Shape) -> dict[str, Any]:
-    """Gate and time everybody, forward, then forward and backward."""
-    if "torch._dynamo" in sys.modules:
-        # Otherwise the compiled candidates run into the limit on recompilations of one function.
-        torch._dynamo.reset()
-    inputs = make_inputs(shape, run.clock.device)
-    truth = make_truth(inputs)
-    here, missing = candidates(shape, run.clock.device)
-    run.missing |= missing
-    if run.plant:
-        here += planted(shape, run.clock.device)
-    modes: dict[str, dict[str, Row]] = {}
-    for mode in MODES:
-        able = {one.name: one for one in here if mode in one.modes}
-        rows = {name: gate(run, one, inputs, truth, mode) for name, one in able.items()}
-        for name, row in rows.items():
-            row["floor_ms"] = floor_ms(shape, able[name], mode, run.ceilings)
-        time_all(run, {n: one for n, one in able.items() if rows[n]["status"] == "passed"}, rows, inputs, mode)
-        modes[mode] = rows
-    about = asdict(shape) | {"name": shape.name, "columns": shape.columns, "collective": "left out"}
-    best = {mode: best_peers(rows) for mode, rows in modes.items()}
-    return about | {"value_tolerance": truth.value_tolerance, "best_peer": best, "modes": modes}
-
-
-def best_peers(rows: dict[str, Row]) -> dict[str, dict[str, Any]]:
-    """For each of our rows the fastest peer that gives as much, and its time over ours."""
-    timed = {name: row for name, row in rows.items() if row["status"] == "timed"}
-    found = {}
-    for name, row in timed.items():
-        gives = (row["gives"],) if row["gives"] == "logprob+entropy" else ("logprob+entropy", "logprob", "mean loss")
-        peers = {n: r["ms"]["median"] for n, r in timed.items() if OURS not in n and r["gives"] in gives}
-        if OURS in name and peers:
-            best = min(peers, key=lambda peer: peers[peer])
-            found[name] = {"peer": best, "peer_over_ours": peers[best] / row["ms"]["median"]}
-    return found
 
 
 def shapes_of(arguments: argparse.Namespace) -> list[Shape]:
@@ -284,7 +72,7 @@ def parsed(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--limit", type=float, default=540.0, help="seconds for the whole run")
     parser.add_argument("--candidate-seconds", type=float, default=60.0, help="of one peer, over all shapes")
     parser.add_argument("--first-call-seconds", type=float, default=90.0, help="of one call that may compile")
-    parser.add_argument("--exclude", action="append", default=[], help="a part of candidates' names")
+    parser.add_argument("--exclude", action="append", default=[], help="a part of names of packages or candidates")
     parser.add_argument("--plant", action="store_true", help="add two wrong candidates, to see them refused")
     parser.add_argument("--commit", help="where there is no git")
     parser.add_argument("--out", type=Path)
@@ -328,6 +116,7 @@ def start_result(arguments: argparse.Namespace, argv: Sequence[str], ceilings: C
         "missing": {},
         "lost": [],
         "shapes": [],
+        "goals": [],
     }
     if arguments.resume and arguments.out.exists():
         before = json.loads(arguments.out.read_text())
@@ -378,10 +167,12 @@ def bench(run: Run, arguments: argparse.Namespace, argv: Sequence[str], result: 
         except DeviceLostError as lost:
             result["lost"].append({"candidate": str(lost), "shape": shape.name, "kind": shape.kind})
             write(result, arguments)
-            again = [*argv, "--resume", "--exclude", str(lost), "--limit", str(run.deadline.left())]
+            again = [*argv, "--resume", "--exclude", f"={lost}", "--limit", str(run.deadline.left())]
             os.execv(sys.executable, [sys.executable, "-m", "benchmarks.gpu_logprob", *again])
         result["shapes"].append(found)
         result["missing"] = run.missing
+        # They were set for a GPU.
+        result["goals"] = [] if arguments.rehearse else goals(result["shapes"])
         write(result, arguments)
         print(f"{shape.kind} {shape.name}: {run.deadline.left():.0f} s left", flush=True)
         for mode, best in found["best_peer"].items():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import platform
+import shutil
 import statistics
 import subprocess
 import time
@@ -139,11 +140,11 @@ def linear_floor_ms(tokens: int, hidden: int, columns: int, products: int, ceili
 
 def machine(device: torch.device, command: str, commit: str | None) -> dict[str, Any]:
     """What a figure has to name. Nothing here imports more than torch."""
-    found = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    if commit is None and shutil.which("git") is not None:
+        asked = ["git", "describe", "--always", "--dirty"]
+        commit = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
     about: dict[str, Any] = {
-        "commit": commit or found.stdout.strip() or "unknown",
+        "commit": commit or "unknown",
         "command": command,
         "platform": platform.platform(terse=True),
         "python": platform.python_version(),

@@ -9,6 +9,7 @@ Legend: T tokens, H hidden, V vocabulary columns.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.metadata
 import importlib.util
@@ -16,7 +17,7 @@ import os
 import shutil
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -57,15 +58,25 @@ class UnavailableError(Exception):
     """Why a peer is not here."""
 
 
-def candidates(shape: Shape, device: torch.device) -> tuple[list[Candidate], dict[str, str]]:
+def candidates(
+    shape: Shape, device: torch.device, exclude: Sequence[str] = ()
+) -> tuple[list[Candidate], dict[str, str]]:
     """All for this kind of problem, ours first; and the packages that are missing, with the reason."""
     found, missing = [], {}
     for package, loader in LOADERS.items():
+        if excluded(package, exclude):
+            missing[package] = "excluded by --exclude"
+            continue
         try:
             found += loader(shape, device)
         except Exception as error:  # noqa: BLE001 -- a peer's import may raise anything; the reason is listed
             missing[package] = f"{type(error).__name__}: {error}".splitlines()[0]
     return found, missing
+
+
+def excluded(name: str, parts: Sequence[str]) -> bool:
+    """Contains one of the parts; "=NAME" is that name alone."""
+    return any(name == part[1:] if part.startswith("=") else part in name for part in parts)
 
 
 def versions() -> dict[str, str | None]:
@@ -240,7 +251,12 @@ def _cut(function: Callable[..., Tensor], *inputs: Tensor) -> tuple[Tensor, ...]
 
 def trl(shape: Shape, device: torch.device) -> list[Candidate]:
     """trl 1.16.0. Its kernel modules alone: the package itself imports a trainer's dependencies."""
-    _as_namespaces("trl", "trl.kernels")
+    _as_namespaces("trl", "trl.kernels", "trl.trainer")
+    if "trl.trainer.utils" not in sys.modules:
+        stub: Any = types.ModuleType("trl.trainer.utils")
+        # What the real one returns where DeepSpeed has not split the parameters.
+        stub.maybe_gather_lm_head_ctx = lambda *_: contextlib.nullcontext()
+        sys.modules["trl.trainer.utils"] = stub
     if shape.kind == "linear":
         chunked = importlib.import_module("trl.kernels.chunked_logprob").ChunkedLogProbFunction.apply
         made = []
