@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu_timing import ROOT, Deadline
-from megarlhf.kernels import linear_token_logprobs, token_logprobs
+from megarlhf.kernels import Backend, linear_token_logprobs, token_logprobs
 
 Check = Callable[[], str | None]
 FACTOR = 4.0
@@ -31,7 +31,7 @@ _HUGE_BYTES = 50 * 2**30
 
 def run_checks(device: torch.device, deadline: Deadline) -> list[dict[str, Any]]:
     """Name, passed and reason of each; a check that raises has failed."""
-    backend = "triton" if device.type == "cuda" else "chunked"
+    backend: Backend = "triton" if device.type == "cuda" else "chunked"
     found = []
     for name, check in (*_logits_checks(device, backend), *_linear_checks(device, backend), *_others(device, backend)):
         if deadline.left() < 5.0:
@@ -49,7 +49,7 @@ def run_checks(device: torch.device, deadline: Deadline) -> list[dict[str, Any]]
     return found
 
 
-def _logits_checks(device: torch.device, backend: str) -> Iterator[tuple[str, Check]]:
+def _logits_checks(device: torch.device, backend: Backend) -> Iterator[tuple[str, Check]]:
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     vocabs = ((517, None), (517, 500), (1100, None), (1100, 1025), (9001, None))
     for dtype, (vocab, true_vocab), temperature in itertools.product(dtypes, vocabs, (0.1, 1.0, 2.0)):
@@ -78,7 +78,7 @@ def _logits_checks(device: torch.device, backend: str) -> Iterator[tuple[str, Ch
         yield f"logits {about} repeats", partial(_repeats, backend, *_made(64, 9001, device, dtype))
 
 
-def _linear_checks(device: torch.device, backend: str) -> Iterator[tuple[str, Check]]:
+def _linear_checks(device: torch.device, backend: Backend) -> Iterator[tuple[str, Check]]:
     shapes = ((70, 517, 500), (70, 1100, None), (33, 9001, None), (1, 1100, None), (0, 1100, None))
     for dtype, (tokens, vocab, true_vocab) in itertools.product((torch.float32, torch.bfloat16, torch.float16), shapes):
         generator = torch.Generator().manual_seed(tokens + vocab)
@@ -92,7 +92,7 @@ def _linear_checks(device: torch.device, backend: str) -> Iterator[tuple[str, Ch
             yield name.replace("torch.", ""), check
 
 
-def _others(device: torch.device, backend: str) -> Iterator[tuple[str, Check]]:
+def _others(device: torch.device, backend: Backend) -> Iterator[tuple[str, Check]]:
     for label in (1100, -1):
         yield f"label {label} of 1100 is refused", partial(_bad_label, device, backend, label)
     yield "offsets past 2^31: 40000 x 128256", partial(_huge, device, backend)
@@ -133,24 +133,28 @@ def _compare(want: dict[str, Tensor], their: dict[str, Tensor], our: dict[str, T
 
 
 def _near_truth(
-    backend: Any, logits_TV: Tensor, labels_T: Tensor, by_2T: Tensor, options: dict[str, Any]
+    backend: Backend, logits_TV: Tensor, labels_T: Tensor, by_2T: Tensor, options: dict[str, Any]
 ) -> str | None:
-    def of(chosen: str) -> Callable[..., Any]:
+    def of(chosen: Backend) -> Callable[..., Any]:
         return lambda z_TV: token_logprobs(z_TV, labels_T, backend=chosen, **options)
 
     want = _results(of("reference"), (logits_TV.double(),), by_2T)
-    their, our = (_results(of(chosen), (logits_TV,), by_2T) for chosen in ("reference", backend))
+    their, our = (_results(of(chosen), (logits_TV,), by_2T) for chosen in _pair(backend))
     return _compare(want, their, our)
 
 
-def _masked(backend: Any, logits_TV: Tensor, labels_T: Tensor, by_2T: Tensor) -> str | None:
+def _pair(backend: Backend) -> tuple[Backend, Backend]:
+    return "reference", backend
+
+
+def _masked(backend: Backend, logits_TV: Tensor, labels_T: Tensor, by_2T: Tensor) -> str | None:
     """Columns [100, 300) at -inf: the same as without them, and nothing flows back into them."""
     labels_T = torch.where(labels_T > 0, labels_T % 100, labels_T)
     masked_TV = logits_TV.clone()
     masked_TV[:, 100:300] = -torch.inf
     kept_TV = torch.cat([logits_TV[:, :100], logits_TV[:, 300:]], 1)
 
-    def of(chosen: str) -> Callable[..., Any]:
+    def of(chosen: Backend) -> Callable[..., Any]:
         return lambda z_TV: token_logprobs(z_TV, labels_T, backend=chosen)
 
     want = _results(of("reference"), (kept_TV.double(),), by_2T)
@@ -163,7 +167,7 @@ def _masked(backend: Any, logits_TV: Tensor, labels_T: Tensor, by_2T: Tensor) ->
     return _compare(want, their, our)
 
 
-def _repeats(backend: Any, logits_TV: Tensor, labels_T: Tensor, by_2T: Tensor) -> str | None:
+def _repeats(backend: Backend, logits_TV: Tensor, labels_T: Tensor, by_2T: Tensor) -> str | None:
     first, second = (
         _results(lambda z_TV: token_logprobs(z_TV, labels_T, backend=backend), (logits_TV,), by_2T) for _ in range(2)
     )
@@ -172,7 +176,7 @@ def _repeats(backend: Any, logits_TV: Tensor, labels_T: Tensor, by_2T: Tensor) -
 
 
 def _linear(
-    backend: Any,
+    backend: Backend,
     hidden_TH: Tensor,
     weight_VH: Tensor,
     labels_T: Tensor,
@@ -180,7 +184,7 @@ def _linear(
     options: dict[str, Any],
     save_bytes: int,
 ) -> str | None:
-    def of(chosen: str, **more: Any) -> Callable[..., Any]:
+    def of(chosen: Backend, **more: Any) -> Callable[..., Any]:
         return lambda x_TH, w_VH: linear_token_logprobs(x_TH, w_VH, labels_T, backend=chosen, **options, **more)
 
     inputs = (hidden_TH, weight_VH)
@@ -191,7 +195,7 @@ def _linear(
     return f"two runs differ in {different}" if different else _compare(want, their, our)
 
 
-def _bad_label(device: torch.device, backend: str, label: int) -> str | None:
+def _bad_label(device: torch.device, backend: Backend, label: int) -> str | None:
     """In a process of its own: a device assertion ends the use of the device."""
     script = (
         "import torch; from megarlhf.kernels import token_logprobs\n"
@@ -207,7 +211,7 @@ def _bad_label(device: torch.device, backend: str, label: int) -> str | None:
     return None if said in done.stderr else f"it failed otherwise: {done.stderr.strip().splitlines()[-1:]}"
 
 
-def _huge(device: torch.device, backend: Any) -> str | None:
+def _huge(device: torch.device, backend: Backend) -> str | None:
     """The first, a middle and the last rows; offsets in the last are past 2^32."""
     if device.type != "cuda" or torch.cuda.mem_get_info()[0] < _HUGE_BYTES:
         return "skipped: needs 50 GiB of free GPU memory"

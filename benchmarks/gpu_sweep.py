@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -81,7 +82,7 @@ def sweep(clock: Clock, tokens: int, widths: tuple[int, ...], calls: int, deadli
                 break
             try:
                 tiles = make()
-                tried.append({**about, "ms": clock.median(lambda tiles=tiles, one=one: one.run(tiles), calls)})
+                tried.append({**about, "ms": clock.median(partial(one.run, tiles), calls)})
             except Exception as error:  # noqa: BLE001 -- too many registers or too wide a block: not a way, then
                 tried.append({**about, "ms": None, "reason": f"{type(error).__name__}: {error}".splitlines()[0]})
         tried.sort(key=lambda way: (way["ms"] is None, way["ms"]))
@@ -102,5 +103,4 @@ def _ways(direction: str, device: torch.device) -> Iterator[tuple[dict[str, int]
         # At least four columns a thread, and no more than fit its registers.
         if 4 <= columns // (32 * warps) <= 64:
             block = Block(columns=columns, warps=warps)
-            about = {"columns": columns, "warps": warps}
-            yield about, lambda block=block: TritonTiles(**{direction: block})
+            yield {"columns": columns, "warps": warps}, partial(TritonTiles, **{direction: block})

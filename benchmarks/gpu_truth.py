@@ -95,7 +95,7 @@ class Truth:
     entropy_T: Tensor
     rows_S: Tensor
     columns_C: Tensor
-    gradients: dict[str, tuple[Tensor, ...]]
+    gradients: dict[Gives, tuple[Tensor, ...]]
     """By what a candidate gives: (of logits [S, V],) or (of hidden states [S, H], of the weight [C, H])."""
     value_tolerance: float
 
@@ -121,7 +121,8 @@ def make_truth(inputs: Inputs, num_rows: int = 32) -> Truth:
         for way in ways:
             by_T, by_h_T = _upstream64(inputs, way, rows)
             some = (log_TV, entropy_T, labels_T[rows], by_T, by_h_T)
-            of_rows[way].append(_gradient(*(one[chosen_S] for one in some), torch.arange(shape.columns, device=device)))
+            chosen = [one[chosen_S] for one in some]
+            of_rows[way].append(_gradient(*chosen, columns_C=torch.arange(shape.columns, device=device)))
             if shape.kind == "linear":
                 of_columns[way].append(_gradient(*some, columns_C))
     rounding = 2.0**-8 * largest if shape.kind == "linear" else 0.0

@@ -94,7 +94,8 @@ def ours(shape: Shape, device: torch.device) -> list[Candidate]:
     """Triton on a GPU; the rehearsal's chunked torch on a CPU."""
     backend: Any = "triton" if device.type == "cuda" else "chunked"
     made = []
-    for suffix, gives, entropy in (("", "logprob+entropy", True), (", log-prob only", "logprob", False)):
+    ways: tuple[tuple[str, Gives, bool], ...] = (("", "logprob+entropy", True), (", log-prob only", "logprob", False))
+    for suffix, gives, entropy in ways:
         options: dict[str, Any] = {"backend": backend, "return_entropy": entropy}
         if shape.kind == "logits":
             call = partial(_first, token_logprobs, entropy, options)
@@ -168,7 +169,9 @@ def compiled(shape: Shape, device: torch.device) -> list[Candidate]:
     if shutil.which(os.environ.get("CXX", "g++")) is None:
         raise UnavailableError("no C++ compiler")
     made: list[Candidate] = []
-    for name, gives, function in (("with entropy", "logprob+entropy", _naive), ("log-prob only", "logprob", _gathered)):
+    forms: list[tuple[str, Gives, Any]]
+    forms = [("with entropy", "logprob+entropy", _naive), ("log-prob only", "logprob", _gathered)]
+    for name, gives, function in forms:
         whole = function if shape.kind == "logits" else partial(_after_product, function)
         call = torch.compile(lambda *inputs, whole=whole: whole(*inputs), dynamic=False)
         made.append(Candidate(name=f"torch.compile, naive {name}", gives=gives, call=call))
@@ -260,7 +263,9 @@ def trl(shape: Shape, device: torch.device) -> list[Candidate]:
     if shape.kind == "linear":
         chunked = importlib.import_module("trl.kernels.chunked_logprob").ChunkedLogProbFunction.apply
         made = []
-        for suffix, gives, outputs in (("", "logprob+entropy", ("entropy",)), (", log-prob only", "logprob", ())):
+        ways: list[tuple[str, Gives, tuple[str, ...]]]
+        ways = [("", "logprob+entropy", ("entropy",)), (", log-prob only", "logprob", ())]
+        for suffix, gives, outputs in ways:
             call = partial(_trl_chunked, chunked, outputs)
             note = "no TP; bf16 tiles of 4096 tokens, 32768 columns; gradients summed in fp32"
             name = f"trl chunked log-prob{suffix}"
