@@ -111,8 +111,8 @@ class KernelsConfig(FrozenModel):
     `chunked`, the same algorithm in torch; both make a slice of the logits at a time. `reference` makes all logits of
     a micro-batch's response tokens, and is there to compare with. The log says once which was taken, and why."""
     save_mib: Annotated[int, Field(ge=0)] = 256
-    """Memory on a rank, for each micro-batch in flight, in which a forward keeps logits for its backward. What does
-    not fit is computed again; 0 keeps none."""
+    """Memory on a rank of the last stage in which a forward keeps logits for its backward, one micro-batch's at a
+    time. What does not fit is computed again; 0 keeps none."""
 
 
 class RoleConfig(FrozenModel):

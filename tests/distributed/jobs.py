@@ -31,6 +31,7 @@ from megarlhf.runtime import Runtime
 from megarlhf.weights.plan import make_plan
 from megarlhf.weights.reshard import carry_over_group
 from megarlhf.weights.tensor_map import Head, hf_placements
+from tests.distributed.kernel_jobs import largest_tensor, with_calls_of_the_reference  # noqa: F401
 from tests.distributed.vllm_jobs import (  # noqa: F401
     vllm_broken,
     vllm_failing_steps,
