@@ -96,10 +96,8 @@ def build_model(section: RoleConfig, mesh: Mesh, arch: Architecture, head: Head)
         if arch.positions == "learned" and mesh.is_first_stage:
             module.embedding.position_embeddings = PositionTable(config, arch)
         if mesh.is_last_stage:
-            scalar = head == "scalar"
-            module.output_layer = (
-                ScalarHead(config, mesh.groups) if scalar else LanguageHead(module.output_layer.weight)
-            )
+            weight_VH = module.output_layer.weight
+            module.output_layer = ScalarHead(config, mesh.groups) if head == "scalar" else LanguageHead(weight_VH)
         module.to(mesh.runtime.device)
     part = ModelPart(
         module=module,
