@@ -75,6 +75,7 @@ bench-reshard: venv ## the resharder against all-gather per tensor and the floor
 
 bench-kernels: venv ## log-prob kernels on the CPU against naive torch and the bare product (15 minutes); writes benchmarks/results/kernels.json
 	$(PY) -m benchmarks.kernels
+
 # On a machine whose GPU build of torch is not in $(VENV): make bench-gpu-logprob PY=python3
 bench-gpu-logprob: ## the log-prob kernels against their peers on one GPU (10 minutes); writes benchmarks/results/gpu_logprob.json
 	$(PY) -m benchmarks.gpu_logprob --markdown docs/benchmarks/gpu-logprob.md
