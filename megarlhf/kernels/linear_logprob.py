@@ -65,6 +65,8 @@ class LinearTokenLogprobs(torch.autograd.Function):
         ctx.problem, ctx.kept = problem, kept
         ctx.main_grad = getattr(weight_VH, "main_grad", None)
         ctx.set_materialize_grads(False)
+        if not problem.how.entropy:
+            ctx.mark_non_differentiable(merged.entropy_T)
         return merged.logprobs_T, merged.entropy_T
 
     @staticmethod
@@ -121,9 +123,7 @@ class _Head:
         self._most_rows = 512 if on_cpu else num_rows
         width = 1024 if on_cpu else max(2**24 // num_rows // 256 * 256, 256)
         self._width = min(width, max(problem.columns.count, 1))
-        self.logits_KV = torch.empty(
-            self.hidden_KH.size(0), self._width, dtype=self.dtype, device=hidden_TH.device
-        )
+        self.logits_KV = torch.empty(self.hidden_KH.size(0), self._width, dtype=self.dtype, device=hidden_TH.device)
         self._gradient_KV: Tensor | None = None
 
     def slices(self) -> list[slice]:
