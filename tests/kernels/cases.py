@@ -9,6 +9,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megarlhf.kernels import linear_token_logprobs, reference, token_logprobs
 
@@ -145,3 +146,36 @@ def far_apart(small_TV, path, monkeypatch):
     whole = torch.from_file(str(path), shared=True, size=size, dtype=torch.bfloat16)
     far_TV = whole.as_strided(small_TV.shape, (stride, 1))
     return far_TV.copy_(small_TV)
+
+
+class Recorded(TorchDispatchMode):
+    """Scope that notes matrix products and collectives in the order in which they are started.
+
+    events: ("product", (rows, columns), inner) or (name of the collective, shape, None).
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.events = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        found = function(*args, **(kwargs or {}))
+        space, _, name = str(function).partition(".")
+        if space == "c10d":
+            first = args[0]
+            while isinstance(first, list | tuple):
+                first = first[0]
+            self.events.append((name.partition(".")[0], tuple(first.shape), None))
+        elif name.partition(".")[0] in ("mm", "addmm"):
+            left = args[-2]
+            self.events.append(("product", tuple(found.shape), left.shape[1]))
+        return found
+
+    def products(self):
+        return [shape for shape, _ in self.products_and_inner()]
+
+    def products_and_inner(self):
+        return [(shape, inner) for name, shape, inner in self.events if name == "product"]
+
+    def collectives(self):
+        return [name for name, _, _ in self.events if name != "product"]
