@@ -102,8 +102,9 @@ def linear_token_logprobs(
              the results, labels and mask are of all T tokens, in rank order.
     Maths:   as in `token_logprobs`; logits, sums over tokens and sums over the vocabulary in fp32.
     Rows:    tokens outside `response_mask` give 0 and cost nothing, forward and backward; so do ignored ones on a CPU.
-    Group:   forward one all-gather of [T, 4] (and of the hidden states under sequence parallelism); backward one
-             all-reduce of the hidden states' gradient (a reduce-scatter), in fp32, under products for the weight.
+    Group:   forward one all-gather of [T, 4]; backward one all-reduce of the hidden states' gradient, in fp32, under
+             products for the weight. Under sequence parallelism a reduce-scatter, and the hidden states are gathered
+             in the forward and again in the backward.
     Weight:  where `weight_VH.main_grad` exists the gradient is added to it and autograd gets none, so that a tied
              embedding's own gradient still arrives through autograd.
     Memory:  one slice of logits (64 MiB on a GPU, T x 1024 numbers on a CPU) and an fp32 gradient of the hidden states;
@@ -135,7 +136,9 @@ def linear_token_logprobs(
             return_entropy=return_entropy,
         )
     how = Reading(1.0 / temperature, ignore_index, vocab, return_entropy)
-    problem = Problem(columns, how, group, sequence_parallel, save_bytes, _tiles(name))
+    # A weight still asks for its gradient where no backward is to come.
+    budget = save_bytes if torch.is_grad_enabled() else 0
+    problem = Problem(columns, how, group, sequence_parallel, budget, _tiles(name))
     if not on_cpu and response_mask is None:
         whole: tuple[Tensor, Tensor] = LinearTokenLogprobs.apply(hidden_TH, weight_VH, labels_T, None, problem)
         return whole
