@@ -178,6 +178,22 @@ def test_gradients_wherever_they_go(given, where):
     assert torch.count_nonzero(found_TV) == (0 if given == "neither" else (labels_T != IGNORE).sum() * 600)
 
 
+def test_a_shards_gradient_is_that_part_of_the_wholes():
+    """The same bits: only the label's column has to be found again."""
+    logits_TV, labels_T, weights_2T = made(9, 640, true_vocab=600)
+    whole_TV = gradients(TritonTiles(), torch.empty(9, 640), logits_TV, labels_T, *weights_2T)
+    merged = TritonTiles().merge(tables(TritonTiles(), logits_TV, labels_T, [(0, 640)])[None], labels_T, HOW)
+    for start, stop in ((0, 200), (200, 610), (610, 640)):
+        part_TV, columns = torch.full((9, stop - start), torch.nan), Columns(0, 600).cut(start, stop)
+        TritonTiles().gradient(
+            part_TV, logits_TV[:, start:stop], labels_T, columns, merged, weights_2T[0], weights_2T[1], HOW
+        )
+        assert torch.equal(part_TV, whole_TV[:, start:stop])
+    kept_T = labels_T[labels_T != IGNORE]
+    assert (kept_T < 200).any()
+    assert (kept_T >= 200).any()
+
+
 def test_rows_that_nothing_hangs_on_are_not_read():
     """Their logits are NaN; their gradient is 0."""
     logits_TV, _, weights_2T = made(9, 640)
