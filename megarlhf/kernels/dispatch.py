@@ -24,7 +24,7 @@ from megarlhf.kernels.tiles_torch import TorchTiles
 log = logging.getLogger(__name__)
 
 Backend = Literal["auto", "triton", "chunked", "reference"]
-"""`auto`: Triton on a GPU, chunked torch on a CPU."""
+"""`auto`: Triton on a GPU, chunked torch on a CPU and for fp64."""
 
 
 def token_logprobs(
@@ -57,7 +57,7 @@ def token_logprobs(
     _require_shapes(logits_TV.size(0), labels_T)
     if labels_T.device.type == "cpu":
         check_labels(labels_T, labels_T != ignore_index, vocab, ignore_index)
-    name = _chosen(backend, logits_TV.device.type)
+    name = _chosen(backend, logits_TV)
     if name == "reference":
         return reference.token_logprobs(
             logits_TV,
@@ -102,8 +102,9 @@ def linear_token_logprobs(
              the results, labels and mask are of all T tokens, in rank order.
     Maths:   as in `token_logprobs`; logits, sums over tokens and sums over the vocabulary in fp32.
     Rows:    tokens outside `response_mask` give 0 and cost nothing, forward and backward; so do ignored ones on a CPU.
-    Group:   forward one all-gather of [T, 4] (and of the hidden states under sequence parallelism); backward one
-             all-reduce of the hidden states' gradient (a reduce-scatter), in fp32, under products for the weight.
+    Group:   forward one all-gather of [T, 4]; backward one all-reduce of the hidden states' gradient, in fp32, under
+             products for the weight. Under sequence parallelism a reduce-scatter, and the hidden states are gathered
+             in the forward and again in the backward.
     Weight:  where `weight_VH.main_grad` exists the gradient is added to it and autograd gets none, so that a tied
              embedding's own gradient still arrives through autograd.
     Memory:  one slice of logits (64 MiB on a GPU, T x 1024 numbers on a CPU) and an fp32 gradient of the hidden states;
@@ -121,7 +122,7 @@ def linear_token_logprobs(
     on_cpu = labels_T.device.type == "cpu"
     if on_cpu:
         check_labels(labels_T, kept_T, vocab, ignore_index)
-    name = _chosen(backend, hidden_TH.device.type)
+    name = _chosen(backend, hidden_TH)
     if name == "reference":
         return reference.linear_token_logprobs(
             hidden_TH,
@@ -158,11 +159,14 @@ def _require_shapes(num_tokens: int, labels_T: Tensor) -> None:
         )
 
 
-def _chosen(backend: Backend, device_type: str) -> str:
+def _chosen(backend: Backend, values: Tensor) -> str:
+    device_type, in_fp64 = values.device.type, values.dtype == torch.float64
     name = backend
     if backend == "auto":
-        name = "triton" if device_type == "cuda" and _has_triton() else "chunked"
-    _log_once(name, backend, device_type)
+        name = "triton" if device_type == "cuda" and _has_triton() and not in_fp64 else "chunked"
+    elif backend == "triton" and in_fp64:
+        raise ValueError("the triton backend computes in fp32, got fp64; use auto, chunked or reference")
+    _log_once(name, backend, device_type, in_fp64)
     return name
 
 
@@ -172,11 +176,11 @@ def _has_triton() -> bool:
 
 
 @functools.cache
-def _log_once(name: str, asked: str, device_type: str) -> None:
+def _log_once(name: str, asked: str, device_type: str, in_fp64: bool) -> None:
     why = "asked for" if name == asked else "the fastest here"
     if device_type == "cuda" and name == "chunked" and asked == "auto":
-        why = "Triton is not installed"
-    log.info("log-prob kernels on %s: %s (%s)", device_type, name, why)
+        why = "Triton computes in fp32" if in_fp64 else "Triton is not installed"
+    log.info("log-prob kernels on %s%s: %s (%s)", device_type, ", fp64" if in_fp64 else "", name, why)
 
 
 def _tiles(name: str) -> Tiles:

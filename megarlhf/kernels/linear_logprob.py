@@ -69,6 +69,8 @@ class LinearTokenLogprobs(torch.autograd.Function):
         ctx.problem, ctx.kept = problem, kept
         ctx.main_grad = getattr(weight_VH, "main_grad", None)
         ctx.set_materialize_grads(False)
+        if not problem.how.entropy:
+            ctx.mark_non_differentiable(merged.entropy_T)
         return merged.logprobs_T, merged.entropy_T
 
     @staticmethod

@@ -38,6 +38,8 @@ class TokenLogprobs(torch.autograd.Function):
         ctx.save_for_backward(logits_TV, labels_T, merged.max_T, merged.sum_T, merged.entropy_T)
         ctx.columns, ctx.how, ctx.tiles, ctx.inplace, ctx.spent = columns, how, tiles, inplace_backward, False
         ctx.set_materialize_grads(False)
+        if not how.entropy:
+            ctx.mark_non_differentiable(merged.entropy_T)
         return merged.logprobs_T, merged.entropy_T
 
     @staticmethod
