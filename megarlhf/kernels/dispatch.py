@@ -68,10 +68,8 @@ def token_logprobs(
             group=group,
             return_entropy=return_entropy,
         )
-    if inplace_backward and logits_TV.requires_grad and logits_TV.is_leaf:
-        raise ValueError(
-            "inplace_backward would write the gradient over a leaf's own values; give it the result of an operation"
-        )
+    if inplace_backward:
+        _require_overwritable(logits_TV)
     how = Reading(1.0 / temperature, ignore_index, vocab, return_entropy)
     tiles = _tiles(name)
     found: tuple[Tensor, Tensor] = TokenLogprobs.apply(
@@ -103,12 +101,13 @@ def linear_token_logprobs(
     Maths:   as in `token_logprobs`; logits, sums over tokens and sums over the vocabulary in fp32.
     Rows:    tokens outside `response_mask` give 0 and cost nothing, forward and backward; so do ignored ones on a CPU.
     Group:   forward one all-gather of [T, 4]; backward one all-reduce of the hidden states' gradient, in fp32, under
-             products for the weight. Under sequence parallelism a reduce-scatter, and the hidden states are gathered
-             in the forward and again in the backward.
+             products for the weight. Under sequence parallelism a reduce-scatter; the hidden states are gathered in
+             the forward and kept, unless `save_bytes` is too small: then they are gathered again.
     Weight:  where `weight_VH.main_grad` exists the gradient is added to it and autograd gets none, so that a tied
              embedding's own gradient still arrives through autograd.
     Memory:  one slice of logits (64 MiB on a GPU, T x 1024 numbers on a CPU) and an fp32 gradient of the hidden states;
-             `save_bytes` more hold logits from the forward to the backward, which makes the others again.
+             `save_bytes` more hold gathered hidden states, then logits, from the forward to the backward, which makes
+             the others again.
     Spec:    reference.py::linear_token_logprobs
     Raises:  as `token_logprobs`
     """
@@ -156,6 +155,18 @@ def _require_shapes(num_tokens: int, labels_T: Tensor) -> None:
     if labels_T.shape != (num_tokens,) or labels_T.dtype != torch.int64:
         raise ValueError(
             f"labels are {labels_T.dtype} {list(labels_T.shape)} for {num_tokens} tokens; give int64 [{num_tokens}]"
+        )
+
+
+def _require_overwritable(logits_TV: Tensor) -> None:
+    if logits_TV.requires_grad and logits_TV.is_leaf:
+        raise ValueError(
+            "inplace_backward would write the gradient over a leaf's own values; give it the result of an operation"
+        )
+    if any(stride == 0 and size > 1 for stride, size in zip(logits_TV.stride(), logits_TV.shape, strict=True)):
+        raise ValueError(
+            f"inplace_backward needs a place for each number, got logits {list(logits_TV.shape)} expanded from fewer "
+            f"(strides {logits_TV.stride()}); leave it out, or give contiguous logits"
         )
 
 

@@ -37,6 +37,11 @@ class Problem:
     save_bytes: int
     tiles: Tiles
 
+    @property
+    def gathers(self) -> bool:
+        """Hidden states come from several ranks."""
+        return self.group is not None and self.sequence_parallel
+
 
 class LinearTokenLogprobs(torch.autograd.Function):
     """apply(hidden_TH, weight_VH, labels_K, rows_K or None, problem) -> (logprobs_K, entropy_K)."""
@@ -45,10 +50,14 @@ class LinearTokenLogprobs(torch.autograd.Function):
     def forward(
         ctx: Any, hidden_TH: Tensor, weight_VH: Tensor, labels_K: Tensor, rows_K: Tensor | None, problem: Problem
     ) -> tuple[Tensor, Tensor]:
-        head = _Head(hidden_TH, weight_VH, rows_K, problem)
+        chosen_KH = _chosen(hidden_TH, rows_K, problem)
+        head = _Head(chosen_KH, weight_VH, problem)
         stats = Statistics(torch.empty(len(labels_K), 4, dtype=head.dtype, device=hidden_TH.device))
         problem.tiles.observe(stats, head.logits_KV[:, :0], labels_K, Columns(0, 0), problem.how, fresh=True)
         budget = problem.save_bytes if any(ctx.needs_input_grad[:2]) else 0
+        # What ranks sent each other is kept first: otherwise the backward asks them again.
+        keeps_rows = problem.gathers and chosen_KH.nbytes <= budget
+        budget -= chosen_KH.nbytes if keeps_rows else 0
         kept: dict[int, Tensor] = {}
         for part in head.slices():
             logits_KV = head.logits_KV[:, : part.stop - part.start]
@@ -65,7 +74,8 @@ class LinearTokenLogprobs(torch.autograd.Function):
                 some = stats.rows(rows.start, rows.stop)
                 problem.tiles.observe(some, tile_KV, labels_K[rows], columns, problem.how, fresh=False)
         merged = problem.tiles.merge(stats.gathered(problem.group), labels_K, problem.how)
-        ctx.save_for_backward(hidden_TH, weight_VH, labels_K, rows_K, merged.max_T, merged.sum_T, merged.entropy_T)
+        vectors = (labels_K, rows_K, merged.max_T, merged.sum_T, merged.entropy_T)
+        ctx.save_for_backward(hidden_TH, weight_VH, chosen_KH if keeps_rows else None, *vectors)
         ctx.problem, ctx.kept = problem, kept
         ctx.main_grad = getattr(weight_VH, "main_grad", None)
         ctx.set_materialize_grads(False)
@@ -74,12 +84,13 @@ class LinearTokenLogprobs(torch.autograd.Function):
         return merged.logprobs_T, merged.entropy_T
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden_TH, weight_VH, labels_K, rows_K, max_K, sum_K, entropy_K = ctx.saved_tensors
+        hidden_TH, weight_VH, chosen_KH, labels_K, rows_K, max_K, sum_K, entropy_K = ctx.saved_tensors
         # What was kept becomes the gradient, in place: a second backward finds nothing and makes all again.
         kept, ctx.kept = ctx.kept, {}
-        head = _Head(hidden_TH, weight_VH, rows_K, ctx.problem)
+        chosen_KH = _chosen(hidden_TH, rows_K, ctx.problem) if chosen_KH is None else chosen_KH
+        head = _Head(chosen_KH, weight_VH, ctx.problem)
         wanted = _Wanted(Merged(max_K, sum_K, entropy_K, entropy_K), labels_K, *grads)
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         of_weight = _WeightGradient(head, ctx.main_grad, ctx.problem.columns.count) if needs_weight else None
@@ -117,18 +128,18 @@ class _Wanted:
 class _Head:
     """The factors, and memory for the logits of one slice."""
 
-    def __init__(self, hidden_TH: Tensor, weight_VH: Tensor, rows_K: Tensor | None, problem: Problem) -> None:
-        self.dtype = working_dtype(hidden_TH)
-        self.hidden_KH = as_factor(_selected(hidden_TH, rows_K, problem))
+    def __init__(self, chosen_KH: Tensor, weight_VH: Tensor, problem: Problem) -> None:
+        self.dtype = working_dtype(chosen_KH)
+        self.hidden_KH = as_factor(chosen_KH)
         self.weight_VH = weight_VH
         self._problem = problem
         num_rows = max(self.hidden_KH.size(0), 1)
-        on_cpu = hidden_TH.device.type == "cpu"
+        on_cpu = chosen_KH.device.type == "cpu"
         # CPU: tiles of at most 4 MiB, which stay in cache. GPU: slices of 64 MiB, to keep all multiprocessors busy.
         self._most_rows = 1024 if on_cpu else num_rows
         width = 1024 if on_cpu else max(2**24 // num_rows // 256 * 256, 256)
         self._width = min(width, max(problem.columns.count, 1))
-        self.logits_KV = torch.empty(self.hidden_KH.size(0), self._width, dtype=self.dtype, device=hidden_TH.device)
+        self.logits_KV = torch.empty(self.hidden_KH.size(0), self._width, dtype=self.dtype, device=chosen_KH.device)
         self._gradient_KV: Tensor | None = None
 
     def slices(self) -> list[slice]:
@@ -211,7 +222,7 @@ class _Summed:
         self._found = part_KH
         if problem.group is None:
             return
-        if problem.sequence_parallel:
+        if problem.gathers:
             whole_TH = self._spread(part_KH, hidden_TH.size(0) * problem.group.size())
             self._found = torch.empty(hidden_TH.shape, dtype=part_KH.dtype, device=part_KH.device)
             self._work = dist.reduce_scatter_tensor(self._found, whole_TH, group=problem.group, async_op=True)
@@ -223,7 +234,7 @@ class _Summed:
         if self._work is not None:
             self._work.wait()
         found = self._found
-        if not (self._problem.group is not None and self._problem.sequence_parallel):
+        if not self._problem.gathers:
             found = self._spread(found, self._hidden_TH.size(0))
         return found.to(self._hidden_TH.dtype)
 
@@ -233,9 +244,9 @@ class _Summed:
         return some_KH.new_zeros(num_tokens, some_KH.size(1)).index_copy_(0, self._rows_K, some_KH)
 
 
-def _selected(hidden_TH: Tensor, rows_K: Tensor | None, problem: Problem) -> Tensor:
+def _chosen(hidden_TH: Tensor, rows_K: Tensor | None, problem: Problem) -> Tensor:
     """The rows that count, of all ranks' tokens."""
-    if problem.group is not None and problem.sequence_parallel:
+    if problem.group is not None and problem.gathers:
         whole_TH = hidden_TH.new_empty(hidden_TH.size(0) * problem.group.size(), hidden_TH.size(1))
         dist.all_gather_into_tensor(whole_TH, hidden_TH.contiguous(), group=problem.group)
         hidden_TH = whole_TH

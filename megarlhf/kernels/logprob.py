@@ -43,7 +43,7 @@ class TokenLogprobs(torch.autograd.Function):
         return merged.logprobs_T, merged.entropy_T
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         by_logprob_T, by_entropy_T = grads
         if ctx.spent:

@@ -92,6 +92,9 @@ class TorchTiles:
             if out_TV.dtype != exp_TV.dtype:
                 out_TV[rows, cut] = exp_TV
         out_TV[:, columns.count :] = 0.0
+        if not bool(kept_T.all()):
+            # Not 0 x what stands there, which may be NaN.
+            out_TV[~kept_T] = 0.0
 
     def _pair(self, like_TV: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Two blocks of scratch memory of this shape."""

@@ -21,6 +21,8 @@ from megarlhf.kernels.tiles import Reading
 
 _NOTHING = tl.constexpr(-1e3)
 """e^-1000 is 0 in fp32. Stands for log p of a logit of -inf, so that 0 x log p is 0."""
+_LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
+"""The maximum of no columns: see `Statistics`."""
 _MERGED = 256
 """Tokens a program merges."""
 
@@ -57,7 +59,7 @@ def _observe_kernel(
     table_ptr += row * 4
     label = tl.load(labels_ptr + row * label_stride)
     kept = label != ignore_index
-    m = tl.full([], -float("inf"), tl.float32)
+    m = tl.full([], _LOWEST, tl.float32)
     if FRESH:
         in_vocabulary = (label >= 0) & (label < vocab)
         tl.device_assert((label == ignore_index) | in_vocabulary, "label outside the vocabulary, and not ignore_index")
@@ -73,11 +75,10 @@ def _observe_kernel(
         inside = left + offsets < num_columns
         z = tl.load(start_ptr + left + offsets, mask=inside, other=-float("inf")).to(tl.float32) * scale
         new_m = tl.maximum(m, tl.max(z, 0))
-        shift = tl.where(new_m == -float("inf"), 0.0, new_m)
-        d = z - shift
+        d = z - new_m
         e = tl.exp(d)
-        # What the sums so far are worth about the new maximum. They are 0 before the first number.
-        moved = tl.where(m == -float("inf"), 0.0, m - shift)
+        # What the sums so far are worth about the new maximum.
+        moved = m - new_m
         worth = tl.exp(moved)
         if ENTROPY:
             a = (a + s * moved) * worth + e * tl.maximum(d, _NOTHING)
@@ -88,7 +89,7 @@ def _observe_kernel(
     z_label = tl.full([], 0.0, tl.float32)
     if not FRESH:
         old_s = tl.load(table_ptr + 1)
-        moved = tl.where(old_m == -float("inf"), 0.0, old_m - m)
+        moved = old_m - m
         total_s += old_s * tl.exp(moved)
         if ENTROPY:
             total_a += (tl.load(table_ptr + 2) + old_s * moved) * tl.exp(moved)
@@ -114,21 +115,19 @@ def _merge_kernel(
     tables_ptr += token * 4
     label = tl.load(labels_ptr + token * label_stride, mask=inside, other=ignore_index)
     kept = inside & (label != ignore_index)
-    m = tl.full([BLOCK], -float("inf"), tl.float32)
+    m = tl.full([BLOCK], _LOWEST, tl.float32)
     for rank in range(num_ranks):
-        m = tl.maximum(m, tl.load(tables_ptr + rank * num_tokens * 4, mask=kept, other=-float("inf")))
-    m = tl.where(m == -float("inf"), 0.0, m)
+        m = tl.maximum(m, tl.load(tables_ptr + rank * num_tokens * 4, mask=kept, other=_LOWEST))
     s = tl.zeros([BLOCK], tl.float32)
     a = tl.zeros([BLOCK], tl.float32)
     z_label = tl.zeros([BLOCK], tl.float32)
     for rank in range(num_ranks):
         rank_ptr = tables_ptr + rank * num_tokens * 4
-        rank_m = tl.load(rank_ptr, mask=kept, other=-float("inf"))
         rank_s = tl.load(rank_ptr + 1, mask=kept, other=0.0)
         # e^(m_r - m) is 0 for a rank without a finite column; its sums are 0 too.
-        worth = tl.exp(rank_m - m)
+        moved = tl.load(rank_ptr, mask=kept, other=_LOWEST) - m
+        worth = tl.exp(moved)
         if ENTROPY:
-            moved = tl.where(rank_m == -float("inf"), 0.0, rank_m - m)
             a += (tl.load(rank_ptr + 2, mask=kept, other=0.0) + rank_s * moved) * worth
         s += rank_s * worth
         z_label += tl.load(rank_ptr + 3, mask=kept, other=0.0)

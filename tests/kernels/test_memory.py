@@ -127,3 +127,11 @@ def test_the_logits_kernel_holds_little_beside_the_logits():
         assert max(peaks[vocab]) < naive / 6
     # Twice the vocabulary costs nothing more.
     assert peaks[32000] == pytest.approx(peaks[16000], rel=0.01)
+
+
+@over_ours
+def test_logits_that_share_memory_are_not_overwritten(backend):
+    """A row spread over all tokens has one place for many gradients."""
+    logits_TV = torch.zeros(1, 300, requires_grad=True).mul(1.0).expand(4, 300)
+    with pytest.raises(ValueError, match=r"expanded from fewer .*strides \(0, 1\)"):
+        token_logprobs(logits_TV, torch.arange(4), inplace_backward=True, backend=backend)
