@@ -34,7 +34,7 @@ export VLLM_NO_USAGE_STATS ?= 1
 # torch's C++ side otherwise announces the NUMA policy of each vLLM rank.
 export TORCH_CPP_LOG_LEVEL ?= ERROR
 
-.PHONY: help venv demo demo-3d demo-seeds bench-convert bench-reshard test test-slow lint doctor lock clean
+.PHONY: help venv demo demo-3d demo-seeds bench-convert bench-reshard bench-kernels bench-gpu-logprob test test-slow lint doctor lock clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -72,6 +72,13 @@ bench-convert: venv ## the converter against cp and published converters (15 min
 
 bench-reshard: venv ## the resharder against all-gather per tensor and the floor (10 minutes); writes benchmarks/results/reshard.json
 	$(PY) -m benchmarks.reshard
+
+bench-kernels: venv ## log-prob kernels on the CPU against naive torch and the bare product (15 minutes); writes benchmarks/results/kernels.json
+	$(PY) -m benchmarks.kernels
+
+# On a machine whose GPU build of torch is not in $(VENV): make bench-gpu-logprob PY=python3
+bench-gpu-logprob: ## the log-prob kernels against their peers on one GPU (10 minutes); writes benchmarks/results/gpu_logprob.json
+	$(PY) -m benchmarks.gpu_logprob --markdown docs/benchmarks/gpu-logprob.md
 
 test: venv ## the default tests: no GPU, no network, minutes
 	$(PY) -m pytest -m "$(DEFAULT_TESTS)" $(PYTEST_ARGS)

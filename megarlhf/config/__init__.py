@@ -1,7 +1,7 @@
 """Typed configuration. `sections.py` and `roles.py` say what may be said, `load.py` reads it."""
 
 from megarlhf.config.load import dump_config, load_config
-from megarlhf.config.roles import FrozenModel, ModelConfig, OptimConfig, ParallelConfig, RoleConfig
+from megarlhf.config.roles import FrozenModel, KernelsConfig, ModelConfig, OptimConfig, ParallelConfig, RoleConfig
 from megarlhf.config.sections import (
     AlgoConfig,
     CheckpointConfig,
@@ -30,6 +30,7 @@ __all__ = [
     "FrozenModel",
     "GenerateConfig",
     "KLConfig",
+    "KernelsConfig",
     "ModelConfig",
     "OptimConfig",
     "ParallelConfig",

@@ -105,8 +105,20 @@ class OptimConfig(FrozenModel):
     """Global gradient norm is clipped to this; 0 clips nothing."""
 
 
+class KernelsConfig(FrozenModel):
+    logprobs: Literal["auto", "triton", "chunked", "reference"] = "auto"
+    """What computes log-probs and entropy of a language model. `auto`: `triton` on a GPU that has it, otherwise
+    `chunked`, the same algorithm in torch; both make a slice of the logits at a time. `reference` makes all logits of
+    a micro-batch's response tokens, and is there to compare with. The log says once which was taken, and why."""
+    save_mib: Annotated[int, Field(ge=0)] = 256
+    """Memory on a rank of the last stage in which a forward keeps logits for its backward, one micro-batch's at a
+    time. What does not fit is computed again; 0 keeps none."""
+
+
 class RoleConfig(FrozenModel):
     model: ModelConfig
     parallel: ParallelConfig = ParallelConfig()
     optim: OptimConfig = OptimConfig()
     """Read for roles that are trained."""
+    kernels: KernelsConfig = KernelsConfig()
+    """Read for language models: actor and reference."""

@@ -1,5 +1,5 @@
 """Log-probs and entropy of sampled tokens over a vocabulary sharded by tensor parallelism."""
 
-from megarlhf.kernels.reference import token_logprobs
+from megarlhf.kernels.dispatch import Backend, linear_token_logprobs, token_logprobs
 
-__all__ = ["token_logprobs"]
+__all__ = ["Backend", "linear_token_logprobs", "token_logprobs"]

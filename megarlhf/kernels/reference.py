@@ -45,6 +45,60 @@ def token_logprobs(
     return logprobs_T, entropy_T if return_entropy else torch.zeros_like(logprobs_T)
 
 
+def linear_token_logprobs(
+    hidden_TH: Tensor,
+    weight_VH: Tensor,
+    labels_T: Tensor,
+    *,
+    temperature: float = 1.0,
+    true_vocab: int | None = None,
+    ignore_index: int = -100,
+    group: dist.ProcessGroup | None = None,
+    sequence_parallel: bool = False,
+    return_entropy: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """`token_logprobs` of all logits hidden @ weight^T, made at once, in fp32 (fp64 for fp64).
+
+    Shapes:  hidden_TH [T, H], or [T / tp, H] of this rank under `sequence_parallel`; weight_VH [V, H], labels_T [T]
+             -> ([T], [T])
+    Group:   as Megatron's column-parallel layer: hidden states gathered where they are sharded, their gradient
+             summed over the ranks (and scattered).
+    """
+    if group is not None:
+        hidden_TH = _ToColumns.apply(hidden_TH, group, sequence_parallel)
+    wide = torch.float64 if hidden_TH.dtype == torch.float64 else torch.float32
+    return token_logprobs(
+        hidden_TH.to(wide) @ weight_VH.to(wide).t(),
+        labels_T,
+        temperature=temperature,
+        true_vocab=true_vocab,
+        ignore_index=ignore_index,
+        group=group,
+        return_entropy=return_entropy,
+    )
+
+
+class _ToColumns(torch.autograd.Function):
+    """Hidden states on their way into a column-parallel product."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden_TH: Tensor, group: dist.ProcessGroup, sequence_parallel: bool) -> Tensor:
+        ctx.group, ctx.sequence_parallel = group, sequence_parallel
+        if not sequence_parallel:
+            return hidden_TH.view_as(hidden_TH)
+        parts = [torch.empty_like(hidden_TH) for _ in range(group.size())]
+        dist.all_gather(parts, hidden_TH.contiguous(), group=group)
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        summed_TH = grads[0].clone()
+        dist.all_reduce(summed_TH, group=ctx.group)
+        if ctx.sequence_parallel:
+            summed_TH = summed_TH.chunk(ctx.group.size())[ctx.group.rank()]
+        return summed_TH, None, None
+
+
 class _TokenLogprobs(torch.autograd.Function):
     """Keeps the logits and three numbers a token; the softmax is made again in the backward."""
 

@@ -13,14 +13,15 @@ from dataclasses import dataclass
 from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 
-from megarlhf.config import ModelConfig, ParallelConfig
+from megarlhf.config import KernelsConfig, ParallelConfig, RoleConfig
 from megarlhf.layout import split_layers
-from megarlhf.models.heads import ScalarHead
+from megarlhf.models.heads import LanguageHead, ScalarHead
 from megarlhf.models.positions import PositionTable
 from megarlhf.models.settings import transformer_config
 from megarlhf.models.specs import block_spec
 from megarlhf.parallel.megatron_cpu import megatron_device
 from megarlhf.parallel.mesh import Mesh
+from megarlhf.parallel.vocab import Vocabulary
 from megarlhf.runtime import has_transformer_engine
 from megarlhf.weights.architecture import Architecture, Llama3Rope
 from megarlhf.weights.placement import Placement, RankPlacements
@@ -40,19 +41,38 @@ class ModelPart:
     parallel: ParallelConfig
     padded_vocab: int
     spec: Spec
+    kernels: KernelsConfig
 
     def parameters(self) -> dict[str, Tensor]:
         """Megatron name -> live parameter."""
         return dict(self.module.named_parameters())
 
+    def vocabulary(self) -> Vocabulary:
+        """What log-probs and logits of a language model are made with, beside the module's output."""
+        assert self.head == "lm", "a scalar head has no vocabulary"
+        weight_VH: Tensor | None = None
+        if self.mesh.is_last_stage:
+            own_VH = self.module.output_layer.weight
+            # A tied matrix on the stage of its embedding is the embedding's.
+            weight_VH = self.module.shared_embedding_or_output_weight() if own_VH is None else own_VH
+        return Vocabulary(
+            weight_VH=weight_VH,
+            true_vocab=self.arch.vocab_size,
+            group=self.mesh.groups.tp if self.mesh.layout.tp > 1 else None,
+            sequence_parallel=self.parallel.sequence_parallel,
+            backend=self.kernels.logprobs,
+            save_bytes=self.kernels.save_mib * 2**20,
+        )
 
-def build_model(model: ModelConfig, parallel: ParallelConfig, mesh: Mesh, arch: Architecture, head: Head) -> ModelPart:
+
+def build_model(section: RoleConfig, mesh: Mesh, arch: Architecture, head: Head) -> ModelPart:
     """A stage of the model on this rank's device, its parameters still unset."""
     spec: Spec = "te" if has_transformer_engine() else "local"
     log.info(
         "layer spec: %s",
         "transformer-engine" if spec == "te" else "local (Megatron-Core parts, torch attention)",
     )
+    model, parallel = section.model, section.parallel
     config = transformer_config(model, parallel, mesh, arch)
     stage_layers = split_layers(arch.num_layers, parallel.pp, parallel.layers_per_stage)[mesh.at.pp]
     padded_vocab = padded_vocab_size(arch.vocab_size, parallel.tp, model.vocab_multiple)
@@ -75,8 +95,9 @@ def build_model(model: ModelConfig, parallel: ParallelConfig, mesh: Mesh, arch: 
             module.rotary_pos_emb.inv_freq = llama3_frequencies(module.rotary_pos_emb.inv_freq, arch.rope_scaling)
         if arch.positions == "learned" and mesh.is_first_stage:
             module.embedding.position_embeddings = PositionTable(config, arch)
-        if head == "scalar" and mesh.is_last_stage:
-            module.output_layer = ScalarHead(config, mesh.groups)
+        if mesh.is_last_stage:
+            weight_VH = module.output_layer.weight
+            module.output_layer = ScalarHead(config, mesh.groups) if head == "scalar" else LanguageHead(weight_VH)
         module.to(mesh.runtime.device)
     part = ModelPart(
         module=module,
@@ -86,6 +107,7 @@ def build_model(model: ModelConfig, parallel: ParallelConfig, mesh: Mesh, arch: 
         parallel=parallel,
         padded_vocab=padded_vocab,
         spec=spec,
+        kernels=section.kernels,
     )
     _mark_sharded(part)
     return part

@@ -1,4 +1,4 @@
-"""The scalar head of critic and reward model: one number per token instead of a row of the vocabulary.
+"""What stands where a GPTModel has its `output_layer`. No head of ours makes logits.
 
 Legend: S sequence, B batch, H hidden.
 """
@@ -12,8 +12,27 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 
+class LanguageHead(nn.Module):
+    """Holds the vocabulary matrix and hands the hidden states on: log-probs are made from both (`parallel/vocab.py`).
+
+    The weight is the parameter of the layer that Megatron built, with all marks that Megatron set on it; None where
+    the embedding of the same stage is the matrix.
+    """
+
+    def __init__(self, weight: nn.Parameter | None) -> None:
+        super().__init__()
+        self.register_parameter("weight", weight)
+
+    def forward(
+        self, hidden_SBH: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
+    ) -> tuple[Tensor, None]:
+        """[S, B, H] -> ([B, S, H], no bias). GPTModel exchanges both axes of what it gets here and copies it; a view
+        with the axes exchanged comes out as the hidden states stood, [S, B, H], uncopied."""
+        return hidden_SBH.transpose(0, 1), None
+
+
 class ScalarHead(nn.Module):
-    """Stands where a GPTModel has its `output_layer`, and is called as that is.
+    """The head of critic and reward model: one number per token instead of a row of the vocabulary.
 
     The weight [1, H] is on every tensor-parallel rank. Under sequence parallelism the hidden states are
     gathered first, so each rank sees every token and computes the same gradient.

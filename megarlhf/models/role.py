@@ -64,7 +64,7 @@ def build_role(
     arch = Architecture.from_hf(section.model.described_by())
     layout = replace(section.parallel.layout(runtime.world_size, name), order=order)
     mesh = build_mesh(layout, runtime, cache)
-    part = build_model(section.model, section.parallel, mesh, arch, head)
+    part = build_model(section, mesh, arch, head)
     load_weights(part, section.model, seed=seed)
     trainer = None
     if num_optimizer_steps is None:

@@ -1,6 +1,6 @@
 """Generation with the Megatron actor itself: a full forward for every token. Slow, exact, the oracle in tests.
 
-Legend: B rows of a micro-batch, S positions, V vocabulary columns.
+Legend: B rows of a micro-batch, S positions, H hidden, V vocabulary columns.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from megarlhf.models.build import ModelPart
 from megarlhf.parallel.batching import FILLER, deal, grid_length
 from megarlhf.parallel.mesh import Mesh
 from megarlhf.parallel.step import MicroBatch, forward_only
+from megarlhf.parallel.vocab import logits_at
 from megarlhf.rollout.engine import Response, Sampling, gather_rollouts
 
 
@@ -53,7 +54,7 @@ class MegatronEngine:
 
     def _next_tokens(self, state: _Rows, seeds: Sequence[int], sampling: Sampling) -> Tensor:
         """[rows, 2]: the next token of each row and its log-prob, on every rank of the model."""
-        mesh, arch = self._actor.mesh, self._actor.arch
+        mesh, vocabulary = self._actor.mesh, self._actor.vocabulary()
         step = self._micro_batch_samples
         batches = [
             MicroBatch(
@@ -66,12 +67,9 @@ class MegatronEngine:
             for start in range(0, len(state.rows), step)
         ]
 
-        def pick(logits_BSV: Tensor, batch: MicroBatch) -> Tensor:
+        def pick(hidden_SBH: Tensor, batch: MicroBatch) -> Tensor:
             last_B = batch.columns["last"]
-            local_BV = logits_BSV[torch.arange(len(last_B)), last_B].float().contiguous()
-            parts = [torch.empty_like(local_BV) for _ in range(mesh.layout.tp)]
-            dist.all_gather(parts, local_BV, group=mesh.groups.tp)
-            logits_BV = torch.cat(parts, -1)[:, : arch.vocab_size]
+            logits_BV = logits_at(vocabulary, hidden_SBH, torch.arange(len(last_B), device=last_B.device), last_B)
             temperature = 1.0 if sampling.greedy else sampling.temperature
             logprobs_BV = torch.log_softmax(logits_BV / temperature, -1)
             picked_B = _draw(logprobs_BV, batch.columns["row"], last_B, None if sampling.greedy else seeds)

@@ -173,8 +173,7 @@ def train_on(cfg: RLConfig, parts: Parts, experience: Experience, first_pass: li
                 temperature=cfg.rollout.temperature,
                 response_tokens=tokens,
                 sequences=len(samples),
-                true_vocab=parts.actor.part.arch.vocab_size,
-                mesh=parts.actor.mesh,
+                vocabulary=parts.actor.part.vocabulary(),
             )
             batches = micro_batches(
                 experience, samples, parts.actor.mesh, cfg.train.micro_batch_samples, policy_columns

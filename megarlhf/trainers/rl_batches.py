@@ -1,7 +1,7 @@
 """From the table of experience to a role's micro-batches and back.
 
 Per-token columns stand on the grid at the position that *predicts* the token: response token j of a prompt of p
-tokens stands at column p - 1 + j, where logits and values for it come out.
+tokens stands at column p - 1 + j, where its log-prob and value come out.
 
 Legend: B rows, S positions, N samples of the step.
 """

@@ -1,6 +1,6 @@
 """The policy's and the critic's loss on a micro-batch: from model output to `algo/`.
 
-Legend: B rows, S positions, V vocabulary columns of this rank.
+Legend: B rows, S positions, H hidden.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ from torch import Tensor
 
 from megarlhf.algo.losses import clipped_policy_loss, clipped_value_loss, entropy_bonus, kl_penalty
 from megarlhf.config import AlgoConfig
-from megarlhf.parallel.mesh import Mesh
 from megarlhf.parallel.step import MicroBatch
-from megarlhf.parallel.vocab import next_token_logprobs
+from megarlhf.parallel.vocab import Vocabulary, next_token_logprobs
 
 
 @dataclass(frozen=True)
@@ -28,20 +27,14 @@ class PolicyLoss:
     temperature: float
     response_tokens: int
     sequences: int
-    true_vocab: int
-    mesh: Mesh
+    vocabulary: Vocabulary
     names: tuple[str, ...] = ("policy_loss", "clipped", "entropy", "ratio_deviation")
 
-    def __call__(self, logits_BSV: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+    def __call__(self, hidden_SBH: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         mask_BS = batch.columns["response_mask"]
         old_BS = batch.columns["old_logprobs"]
         logprobs_BS, entropy_BS = next_token_logprobs(
-            logits_BSV,
-            batch.tokens_BS,
-            mask_BS,
-            true_vocab=self.true_vocab,
-            group=self.mesh.groups.tp,
-            temperature=self.temperature,
+            self.vocabulary, hidden_SBH, batch.tokens_BS, mask_BS, temperature=self.temperature
         )
         average = self.algo.loss_average
         denominator = self.response_tokens if average == "token" else self.sequences

@@ -53,14 +53,16 @@ def policy_logprobs(
 ) -> Ragged:
     """Log-probs of the sampled tokens under actor or reference, at the sampling temperature."""
 
-    def score(logits_BSV: Tensor, batch: MicroBatch) -> Tensor:
+    vocabulary = role.part.vocabulary()
+
+    def score(hidden_SBH: Tensor, batch: MicroBatch) -> Tensor:
         logprobs_BS, _ = next_token_logprobs(
-            logits_BSV,
+            vocabulary,
+            hidden_SBH,
             batch.tokens_BS,
             batch.columns["response_mask"],
-            true_vocab=role.part.arch.vocab_size,
-            group=role.mesh.groups.tp,
             temperature=temperature,
+            return_entropy=False,
         )
         return logprobs_BS
 

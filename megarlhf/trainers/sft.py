@@ -1,6 +1,6 @@
 """Supervised fine-tuning: the likelihood of responses, given their prompts.
 
-Legend: B rows of a micro-batch, S positions, V vocabulary columns of this rank.
+Legend: B rows of a micro-batch, S positions, H hidden.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megarlhf.models.role import Role, build_role
 from megarlhf.parallel.batching import FILLER, deal, grid_length, lay_out, response_mask
 from megarlhf.parallel.mesh import GroupCache, Mesh
 from megarlhf.parallel.step import MicroBatch
-from megarlhf.parallel.vocab import next_token_logprobs
+from megarlhf.parallel.vocab import Vocabulary, next_token_logprobs
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.session import is_due, open_session
 from megarlhf.weights.architecture import Architecture
@@ -86,14 +86,13 @@ class NextTokenLoss:
     """Negative log-likelihood; denominator: response tokens of the mini-batch."""
 
     denominator: int
-    true_vocab: int
-    mesh: Mesh
+    vocabulary: Vocabulary
     names: tuple[str, ...] = ()
 
-    def __call__(self, logits_BSV: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+    def __call__(self, hidden_SBH: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         mask_BS = batch.columns["response_mask"]
         logprobs_BS, _ = next_token_logprobs(
-            logits_BSV, batch.tokens_BS, mask_BS, true_vocab=self.true_vocab, group=self.mesh.groups.tp
+            self.vocabulary, hidden_SBH, batch.tokens_BS, mask_BS, return_entropy=False
         )
         loss = token_nll(logprobs_BS, mask_BS, denominator=self.denominator)
         return loss, loss.new_zeros(0)
@@ -102,7 +101,7 @@ class NextTokenLoss:
 def train_on(actor: Role, samples: Sequence[SFTSample], micro_batch_samples: int) -> dict[str, float | int | None]:
     """One optimizer step on one mini-batch, the same list on every rank."""
     tokens = num_response_tokens(samples)
-    loss = NextTokenLoss(denominator=tokens, true_vocab=actor.part.arch.vocab_size, mesh=actor.mesh)
+    loss = NextTokenLoss(denominator=tokens, vocabulary=actor.part.vocabulary())
     assert actor.trainer is not None
     learning_rate = actor.trainer.learning_rate
     result = actor.train_step(micro_batches(samples, actor.mesh, micro_batch_samples), loss)
@@ -119,10 +118,8 @@ def evaluate(actor: Role, samples: Sequence[SFTSample], cfg: SFTConfig) -> dict[
     if not samples:
         return {}
     batches = micro_batches(samples, actor.mesh, cfg.train.micro_batch_samples)
-    loss = NextTokenLoss(
-        denominator=num_response_tokens(samples), true_vocab=actor.part.arch.vocab_size, mesh=actor.mesh
-    )
-    parts = actor.forward(batches, lambda logits_BSV, batch: loss(logits_BSV, batch)[0].double())
+    loss = NextTokenLoss(denominator=num_response_tokens(samples), vocabulary=actor.part.vocabulary())
+    parts = actor.forward(batches, lambda hidden_SBH, batch: loss(hidden_SBH, batch)[0].double())
     total = torch.zeros((), dtype=torch.float64, device=actor.mesh.runtime.device)
     if actor.mesh.owns_outputs:
         total += torch.stack(parts).sum()

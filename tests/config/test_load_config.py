@@ -6,12 +6,14 @@ Not covered: that the documented defaults are good ones; arithmetic over ranks (
 import copy
 import re
 from pathlib import Path
+from typing import get_args
 
 import pydantic
 import pytest
 import yaml
 
-from megarlhf.config import GenerateConfig, RLConfig, RMConfig, SFTConfig, dump_config, load_config
+from megarlhf.config import GenerateConfig, KernelsConfig, RLConfig, RMConfig, SFTConfig, dump_config, load_config
+from megarlhf.kernels import Backend
 
 SFT = {
     "run": {"dir": "runs/x"},
@@ -367,3 +369,16 @@ def test_an_empty_file_lacks_every_section(tmp_path):
     with pytest.raises(ValueError, match="missing key 'run'") as raised:
         load_config(SFTConfig, path)
     assert str(raised.value).count("missing key") == 4
+
+
+def test_the_kernels_section(load, refusal):
+    """Its defaults, an override from the command line, one role's apart from another's, and what is refused. The names
+    are those that the kernels know: config/ stands below them and cannot ask."""
+    cfg = load("rl", "actor.kernels.logprobs=reference", "actor.kernels.save_mib=0")
+    assert (cfg.actor.kernels.logprobs, cfg.actor.kernels.save_mib) == ("reference", 0)
+    assert cfg.critic.kernels == KernelsConfig() == load("sft").actor.kernels
+    assert (cfg.critic.kernels.logprobs, cfg.critic.kernels.save_mib) == ("auto", 256)
+    assert get_args(KernelsConfig.model_fields["logprobs"].annotation) == get_args(Backend)
+    assert "actor.kernels.save_mib" in refusal("sft", "actor.kernels.save_mib=-1")
+    message = refusal("sft", "actor.kernels.logprobs=cuda")
+    assert all(name in message for name in ("actor.kernels.logprobs", *get_args(Backend)))

@@ -24,12 +24,14 @@ from megarlhf.models.weights import load_weights
 from megarlhf.parallel.batching import grid_length, lay_out
 from megarlhf.parallel.mesh import GroupCache
 from megarlhf.parallel.step import MicroBatch
+from megarlhf.parallel.vocab import logits_at
 from megarlhf.rollout.engine import Sampling
 from megarlhf.rollout.megatron_engine import MegatronEngine
 from megarlhf.runtime import Runtime
 from megarlhf.weights.plan import make_plan
 from megarlhf.weights.reshard import carry_over_group
 from megarlhf.weights.tensor_map import Head, hf_placements
+from tests.distributed.kernel_jobs import largest_tensor, with_calls_of_the_reference  # noqa: F401
 from tests.distributed.vllm_jobs import (  # noqa: F401
     vllm_broken,
     vllm_failing_steps,
@@ -163,12 +165,13 @@ def outputs_and_greedy(
     return found
 
 
-def _whole_vocabulary(role: Role, local_BSV: Tensor, batch: MicroBatch) -> Tensor:
+def _whole_vocabulary(role: Role, output: Tensor, batch: MicroBatch) -> Tensor:
+    """[B, S, V] logits, or [B, S, 1] scores."""
     if role.part.head == "scalar":
-        return local_BSV
-    parts = [torch.empty_like(local_BSV) for _ in range(role.mesh.layout.tp)]
-    dist.all_gather(parts, local_BSV.contiguous(), group=role.mesh.groups.tp)
-    return torch.cat(parts, -1)[..., : role.part.arch.vocab_size]
+        return output
+    rows, length = batch.tokens_BS.shape
+    rows_K, positions_K = torch.arange(rows).repeat_interleave(length), torch.arange(length).repeat(rows)
+    return logits_at(role.part.vocabulary(), output, rows_K, positions_K).view(rows, length, -1)
 
 
 def rm_steps(runtime: Runtime, config: dict[str, Any], num_steps: int) -> dict[str, Any]:

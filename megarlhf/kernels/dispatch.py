@@ -1,0 +1,204 @@
+"""The public log-prob functions, and which code computes them.
+
+Legend: T tokens, H hidden, V vocabulary columns of this rank.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import logging
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megarlhf.kernels import reference
+from megarlhf.kernels.linear_logprob import LinearTokenLogprobs, Problem
+from megarlhf.kernels.logprob import TokenLogprobs
+from megarlhf.kernels.statistics import check_labels, shard_columns
+from megarlhf.kernels.tiles import Reading, Tiles
+from megarlhf.kernels.tiles_torch import TorchTiles
+
+log = logging.getLogger(__name__)
+
+Backend = Literal["auto", "triton", "chunked", "reference"]
+"""`auto`: Triton on a GPU, chunked torch on a CPU and for fp64."""
+
+
+def token_logprobs(
+    logits_TV: Tensor,
+    labels_T: Tensor,
+    *,
+    temperature: float = 1.0,
+    true_vocab: int | None = None,
+    ignore_index: int = -100,
+    group: dist.ProcessGroup | None = None,
+    return_entropy: bool = True,
+    inplace_backward: bool = False,
+    backend: Backend = "auto",
+) -> tuple[Tensor, Tensor]:
+    """log softmax(logits / temperature)[label] and the entropy of that softmax, without a softmax in memory.
+
+    Shapes:  logits_TV [T, V] bf16, fp16, fp32 or fp64, rows at any stride; labels_T [T] int64 in the global
+             vocabulary -> ([T], [T]) fp32 (fp64 for fp64), nats. Ignored tokens give 0 and no gradient.
+    Maths:   (z_y - m) - log s and log s - sum e^(z - m) (z - m) / s, m = max z, s = sum e^(z - m), in fp32 over all
+             ranks; columns at or past `true_vocab` are padding and left out. Without `return_entropy`: zeros.
+    Group:   tensor-parallel group; rank r owns columns [r V, (r + 1) V). One all-gather of four numbers a token,
+             merged in rank order: the same bits on every rank. The backward needs no communication.
+    Memory:  four numbers a token beside the logits; in the backward the gradient, once. With `inplace_backward` it
+             is written over the logits, which must not be a leaf; a second backward then raises RuntimeError.
+    Spec:    reference.py::token_logprobs
+    Raises:  ValueError for a label outside [0, true_vocab) that is not `ignore_index`; on a GPU a device assertion.
+    """
+    group = _group(group)
+    columns, vocab = shard_columns(logits_TV.size(-1), true_vocab, group)
+    _require_shapes(logits_TV.size(0), labels_T)
+    if labels_T.device.type == "cpu":
+        check_labels(labels_T, labels_T != ignore_index, vocab, ignore_index)
+    name = _chosen(backend, logits_TV)
+    if name == "reference":
+        return reference.token_logprobs(
+            logits_TV,
+            labels_T,
+            temperature=temperature,
+            true_vocab=true_vocab,
+            ignore_index=ignore_index,
+            group=group,
+            return_entropy=return_entropy,
+        )
+    if inplace_backward:
+        _require_overwritable(logits_TV)
+    how = Reading(1.0 / temperature, ignore_index, vocab, return_entropy)
+    tiles = _tiles(name)
+    found: tuple[Tensor, Tensor] = TokenLogprobs.apply(
+        logits_TV, labels_T, columns, how, group, tiles, inplace_backward
+    )
+    return found
+
+
+def linear_token_logprobs(
+    hidden_TH: Tensor,
+    weight_VH: Tensor,
+    labels_T: Tensor,
+    *,
+    temperature: float = 1.0,
+    true_vocab: int | None = None,
+    ignore_index: int = -100,
+    group: dist.ProcessGroup | None = None,
+    sequence_parallel: bool = False,
+    response_mask: Tensor | None = None,
+    save_bytes: int = 2**28,
+    return_entropy: bool = True,
+    backend: Backend = "auto",
+) -> tuple[Tensor, Tensor]:
+    """`token_logprobs` of the logits hidden @ weight^T, which never exist as a whole.
+
+    Shapes:  hidden_TH [T, H], weight_VH [V, H], labels_T [T] int64 in the global vocabulary, response_mask [T] bool
+             -> ([T], [T]) fp32 (fp64 for fp64). Under `sequence_parallel` hidden_TH is this rank's [T / tp, H], and
+             the results, labels and mask are of all T tokens, in rank order.
+    Maths:   as in `token_logprobs`; logits, sums over tokens and sums over the vocabulary in fp32.
+    Rows:    tokens outside `response_mask` give 0 and cost nothing, forward and backward; so do ignored ones on a CPU.
+    Group:   forward one all-gather of [T, 4]; backward one all-reduce of the hidden states' gradient, in fp32, under
+             products for the weight. Under sequence parallelism a reduce-scatter; the hidden states are gathered in
+             the forward and kept, unless `save_bytes` is too small: then they are gathered again.
+    Weight:  where `weight_VH.main_grad` exists the gradient is added to it and autograd gets none, so that a tied
+             embedding's own gradient still arrives through autograd.
+    Memory:  one slice of logits (64 MiB on a GPU, T x 1024 numbers on a CPU) and an fp32 gradient of the hidden states;
+             `save_bytes` more hold gathered hidden states, then logits, from the forward to the backward, which makes
+             the others again.
+    Spec:    reference.py::linear_token_logprobs
+    Raises:  as `token_logprobs`
+    """
+    group = _group(group)
+    parts = group.size() if group is not None and sequence_parallel else 1
+    _require_shapes(hidden_TH.size(0) * parts, labels_T)
+    columns, vocab = shard_columns(weight_VH.size(0), true_vocab, group)
+    kept_T = labels_T != ignore_index
+    if response_mask is not None:
+        kept_T = kept_T & response_mask
+    on_cpu = labels_T.device.type == "cpu"
+    if on_cpu:
+        check_labels(labels_T, kept_T, vocab, ignore_index)
+    name = _chosen(backend, hidden_TH)
+    if name == "reference":
+        return reference.linear_token_logprobs(
+            hidden_TH,
+            weight_VH,
+            labels_T.masked_fill(~kept_T, ignore_index),
+            temperature=temperature,
+            true_vocab=true_vocab,
+            ignore_index=ignore_index,
+            group=group,
+            sequence_parallel=sequence_parallel,
+            return_entropy=return_entropy,
+        )
+    how = Reading(1.0 / temperature, ignore_index, vocab, return_entropy)
+    # Inside an autograd function gradients are always off: whether a backward may follow is known here.
+    budget = save_bytes if torch.is_grad_enabled() else 0
+    problem = Problem(columns, how, group, sequence_parallel, budget, _tiles(name))
+    if not on_cpu and response_mask is None:
+        whole: tuple[Tensor, Tensor] = LinearTokenLogprobs.apply(hidden_TH, weight_VH, labels_T, None, problem)
+        return whole
+    rows_K = kept_T.nonzero()[:, 0]
+    found = LinearTokenLogprobs.apply(hidden_TH, weight_VH, labels_T[rows_K], rows_K, problem)
+    logprobs_T, entropy_T = (part_K.new_zeros(len(labels_T)).index_copy(0, rows_K, part_K) for part_K in found)
+    return logprobs_T, entropy_T
+
+
+def _group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    return None if group is None or group.size() == 1 else group
+
+
+def _require_shapes(num_tokens: int, labels_T: Tensor) -> None:
+    if labels_T.shape != (num_tokens,) or labels_T.dtype != torch.int64:
+        raise ValueError(
+            f"labels are {labels_T.dtype} {list(labels_T.shape)} for {num_tokens} tokens; give int64 [{num_tokens}]"
+        )
+
+
+def _require_overwritable(logits_TV: Tensor) -> None:
+    if logits_TV.requires_grad and logits_TV.is_leaf:
+        raise ValueError(
+            "inplace_backward would write the gradient over a leaf's own values; give it the result of an operation"
+        )
+    if any(stride == 0 and size > 1 for stride, size in zip(logits_TV.stride(), logits_TV.shape, strict=True)):
+        raise ValueError(
+            f"inplace_backward needs a place for each number, got logits {list(logits_TV.shape)} expanded from fewer "
+            f"(strides {logits_TV.stride()}); leave it out, or give contiguous logits"
+        )
+
+
+def _chosen(backend: Backend, values: Tensor) -> str:
+    device_type, in_fp64 = values.device.type, values.dtype == torch.float64
+    name = backend
+    if backend == "auto":
+        name = "triton" if device_type == "cuda" and _has_triton() and not in_fp64 else "chunked"
+    elif backend == "triton" and in_fp64:
+        raise ValueError("the triton backend computes in fp32, got fp64; use auto, chunked or reference")
+    _log_once(name, backend, device_type, in_fp64)
+    return name
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+@functools.cache
+def _log_once(name: str, asked: str, device_type: str, in_fp64: bool) -> None:
+    why = "asked for" if name == asked else "the fastest here"
+    if device_type == "cuda" and name == "chunked" and asked == "auto":
+        why = "Triton computes in fp32" if in_fp64 else "Triton is not installed"
+    log.info("log-prob kernels on %s%s: %s (%s)", device_type, ", fp64" if in_fp64 else "", name, why)
+
+
+def _tiles(name: str) -> Tiles:
+    if name == "chunked":
+        return TorchTiles()
+    if name == "triton":
+        from megarlhf.kernels.tiles_triton import TritonTiles
+
+        return TritonTiles()
+    raise ValueError(f"backend {name!r} is not known; use auto, triton, chunked or reference")

@@ -1,0 +1,62 @@
+"""Log-prob and entropy of labels from logits that are there, over a vocabulary sharded by tensor parallelism.
+
+Keeps the logits and four numbers a token; the softmax is made again in the backward, which needs no communication.
+
+Legend: T tokens, V vocabulary columns of this rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megarlhf.kernels.statistics import Columns, Merged, Statistics
+from megarlhf.kernels.tiles import Reading, Tiles
+
+
+class TokenLogprobs(torch.autograd.Function):
+    """apply(logits_TV, labels_T, columns, how, group, tiles, inplace_backward) -> (logprobs_T, entropy_T)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits_TV: Tensor,
+        labels_T: Tensor,
+        columns: Columns,
+        how: Reading,
+        group: dist.ProcessGroup | None,
+        tiles: Tiles,
+        inplace_backward: bool,
+    ) -> tuple[Tensor, Tensor]:
+        stats = Statistics.of(logits_TV)
+        tiles.observe(stats, logits_TV, labels_T, columns, how, fresh=True)
+        merged = tiles.merge(stats.gathered(group), labels_T, how)
+        ctx.save_for_backward(logits_TV, labels_T, merged.max_T, merged.sum_T, merged.entropy_T)
+        ctx.columns, ctx.how, ctx.tiles, ctx.inplace, ctx.spent = columns, how, tiles, inplace_backward, False
+        ctx.set_materialize_grads(False)
+        if not how.entropy:
+            ctx.mark_non_differentiable(merged.entropy_T)
+        return merged.logprobs_T, merged.entropy_T
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        by_logprob_T, by_entropy_T = grads
+        if ctx.spent:
+            raise RuntimeError(
+                "the first backward wrote the gradient over the logits (inplace_backward=True), so there is no "
+                "second one; leave inplace_backward out where a graph is used twice"
+            )
+        logits_TV, labels_T, max_T, sum_T, entropy_T = ctx.saved_tensors
+        out_TV = logits_TV.detach() if ctx.inplace else torch.empty_like(logits_TV)
+        merged = Merged(max_T, sum_T, entropy_T, entropy_T)
+        ctx.tiles.gradient(out_TV, logits_TV, labels_T, ctx.columns, merged, by_logprob_T, by_entropy_T, ctx.how)
+        if ctx.inplace:
+            # Whoever else has saved the logits is told so by autograd: kernels' stores are not counted by themselves.
+            ctx.spent = True
+            torch.autograd.graph.increment_version(logits_TV)
+        return (out_TV, *[None] * 6)

@@ -1,0 +1,130 @@
+"""What a softmax over a sharded vocabulary needs of each rank: four numbers a token, and how they are merged.
+
+Legend: T tokens, R ranks of the tensor-parallel group.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Over some columns z of each row, in fp32 (fp64 for fp64 logits); taken in column block by column block.
+
+    table_T4 holds, for each token,
+      0  m = max z; the lowest finite number before the first column and where every column is padding, so that
+         differences stay numbers and e^(m - m') is 0
+      1  sum e^(z - m)
+      2  sum e^(z - m) (z - m); stays 0 where nobody asked for the entropy
+      3  z of the label's column; 0 where another rank has it
+    """
+
+    table_T4: Tensor
+
+    @staticmethod
+    def of(logits_TV: Tensor) -> Statistics:
+        """Memory for the statistics of these rows, not yet filled."""
+        return Statistics(torch.empty(logits_TV.size(0), 4, dtype=working_dtype(logits_TV), device=logits_TV.device))
+
+    def rows(self, start: int, stop: int) -> Statistics:
+        """The same of tokens [start, stop), as a view."""
+        return Statistics(self.table_T4[start:stop])
+
+    def gathered(self, group: dist.ProcessGroup | None) -> Tensor:
+        """Every rank's table, [R, T, 4]: the one collective of a forward."""
+        if group is None or group.size() == 1:
+            return self.table_T4[None]
+        num_tokens = self.table_T4.size(0)
+        flat = self.table_T4.new_empty(group.size() * num_tokens, 4)
+        dist.all_gather_into_tensor(flat, self.table_T4, group=group)
+        return flat.view(group.size(), num_tokens, 4)
+
+
+class Merged(NamedTuple):
+    """Over the whole vocabulary, the same bits on every rank. Four tensors of their own."""
+
+    max_T: Tensor
+    sum_T: Tensor
+    entropy_T: Tensor
+    """0 for ignored tokens."""
+    logprobs_T: Tensor
+    """0 for ignored tokens."""
+
+    def rows(self, start: int, stop: int) -> Merged:
+        """The same of tokens [start, stop), as views."""
+        return Merged(*(column_T[start:stop] for column_T in self))
+
+
+def merge(stats_RT4: Tensor, kept_T: Tensor, entropy: bool) -> Merged:
+    """The ranks' tables, in rank order: the same arithmetic everywhere."""
+    max_RT, sum_RT, moment_RT, label_RT = stats_RT4.unbind(-1)
+    max_T = max_RT.amax(0)
+    shift_RT = max_RT - max_T
+    scale_RT = shift_RT.exp()
+    # A rank's moment is about its own max; about the common one it gains sum_r (m_r - m).
+    sum_T = (sum_RT * scale_RT).sum(0)
+    moment_T = ((moment_RT + sum_RT * shift_RT) * scale_RT).sum(0)
+    log_sum_T = sum_T.log()
+    entropy_T = torch.where(kept_T, log_sum_T - moment_T / sum_T, 0.0) if entropy else torch.zeros_like(max_T)
+    # Never lse - z: under a common offset of 1e4 that has three digits left.
+    logprobs_T = torch.where(kept_T, (label_RT.sum(0) - max_T) - log_sum_T, 0.0)
+    return Merged(max_T, sum_T, entropy_T, logprobs_T)
+
+
+def working_dtype(values: Tensor) -> torch.dtype:
+    """fp32; fp64 for fp64."""
+    return torch.float64 if values.dtype == torch.float64 else torch.float32
+
+
+def lowest(dtype: torch.dtype) -> float:
+    """The maximum of no columns."""
+    return torch.finfo(dtype).min
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Which part of the vocabulary a tensor's columns are."""
+
+    first: int
+    """The first column's place in the global vocabulary."""
+    count: int
+    """Columns that are not padding; padding is last."""
+
+    def cut(self, start: int, stop: int) -> Columns:
+        """Columns [start, stop) of these."""
+        return Columns(self.first + start, min(max(self.count - start, 0), stop - start))
+
+
+def shard_columns(width: int, true_vocab: int | None, group: dist.ProcessGroup | None) -> tuple[Columns, int]:
+    """This rank's columns, and the size of the vocabulary without padding.
+
+    Raises: ValueError for a `true_vocab` that is not in the columns of all ranks.
+    """
+    tp, rank = (1, 0) if group is None else (group.size(), group.rank())
+    vocab = width * tp if true_vocab is None else true_vocab
+    if not 0 < vocab <= width * tp:
+        raise ValueError(
+            f"true_vocab = {vocab} is not in [1, {width * tp}], the {width} columns of each of {tp} ranks; "
+            "give the tokenizer's vocabulary size, without padding"
+        )
+    return Columns(0, vocab).cut(rank * width, (rank + 1) * width), vocab
+
+
+def check_labels(labels_T: Tensor, kept_T: Tensor, vocab: int, ignore_index: int) -> None:
+    """Labels of kept tokens are in [0, vocab). On a CPU; on a GPU this would wait for the device.
+
+    Raises: ValueError with the first label that is not.
+    """
+    bad_T = kept_T & ((labels_T < 0) | (labels_T >= vocab))
+    if bool(bad_T.any()):
+        where = int(bad_T.nonzero()[0])
+        raise ValueError(
+            f"label {int(labels_T[where])} at token {where} is outside the vocabulary [0, {vocab}); "
+            f"mask it with ignore_index = {ignore_index}, or check that tokenizer and model belong together"
+        )

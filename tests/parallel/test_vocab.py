@@ -1,0 +1,100 @@
+"""Log-probs of next tokens and chosen logits from hidden states, on one rank and on two.
+
+Not covered: the kernels at large (tests/kernels), Megatron's modules (tests/distributed).
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megarlhf.parallel.vocab import Vocabulary, logits_at, next_token_logprobs
+from tests.gloo import run_ranks
+
+B, S, H, PADDED, TRUE = 3, 4, 8, 12, 11
+
+
+def problem():
+    """Hidden states, matrix, tokens and mask of the whole, fp64; the rows have masks of different lengths."""
+    generator = torch.Generator().manual_seed(3)
+    hidden_SBH = torch.randn(S, B, H, dtype=torch.float64, generator=generator)
+    weight_VH = torch.randn(PADDED, H, dtype=torch.float64, generator=generator)
+    tokens_BS = torch.randint(TRUE, (B, S), generator=generator)
+    mask_BS = torch.tensor([[0, 1, 1, 0], [1, 0, 0, 0], [0, 0, 0, 0]], dtype=torch.bool)
+    return hidden_SBH, weight_VH, tokens_BS, mask_BS
+
+
+def by_hand(hidden_SBH, weight_VH, tokens_BS, mask_BS, temperature):
+    """One position at a time."""
+    logprobs_BS, entropy_BS = torch.zeros(B, S, dtype=torch.float64), torch.zeros(B, S, dtype=torch.float64)
+    for row, position in mask_BS.nonzero().tolist():
+        logits_V = weight_VH[:TRUE] @ hidden_SBH[position, row] / temperature
+        logprob_V = logits_V.log_softmax(0)
+        logprobs_BS[row, position] = logprob_V[tokens_BS[row, position + 1]]
+        entropy_BS[row, position] = -(logprob_V.exp() * logprob_V).sum()
+    return logprobs_BS, entropy_BS
+
+
+@pytest.mark.parametrize("backend", ["chunked", "reference"])
+def test_each_masked_position_predicts_the_next_token(backend):
+    hidden_SBH, weight_VH, tokens_BS, mask_BS = problem()
+    vocabulary = Vocabulary(weight_VH, TRUE, None, backend=backend)
+    found = next_token_logprobs(vocabulary, hidden_SBH, tokens_BS, mask_BS, temperature=0.7)
+    expected = by_hand(hidden_SBH, weight_VH, tokens_BS, mask_BS, 0.7)
+    assert int((expected[0] != 0).sum()) == 3
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    alone, nothing = next_token_logprobs(
+        vocabulary, hidden_SBH, tokens_BS, mask_BS, temperature=0.7, return_entropy=False
+    )
+    torch.testing.assert_close(alone, expected[0], rtol=1e-12, atol=1e-12)
+    assert not nothing.any()
+
+
+def test_logits_of_chosen_positions():
+    """In any order, twice too; padding is cut off."""
+    hidden_SBH, weight_VH, _, _ = problem()
+    found = logits_at(Vocabulary(weight_VH, TRUE, None), hidden_SBH, torch.tensor([2, 0, 2]), torch.tensor([1, 3, 1]))
+    expected = torch.stack([weight_VH[:TRUE] @ hidden_SBH[s, b] for b, s in ((2, 1), (0, 3), (2, 1))])
+    torch.testing.assert_close(found, expected)
+
+
+def test_a_stage_without_outputs_has_no_matrix():
+    with pytest.raises(AssertionError, match="on the last pipeline stage only"):
+        Vocabulary(None, TRUE, None).weight()
+
+
+def two_ranks(rank, sequence_parallel, backend):
+    """This rank's log-probs, entropy, logits at all positions, and gradients of its hidden states and its matrix."""
+    hidden_SBH, weight_VH, tokens_BS, mask_BS = problem()
+    if sequence_parallel:
+        hidden_SBH = hidden_SBH.chunk(2)[rank].clone()
+    hidden_SBH.requires_grad_()
+    weight_VH = weight_VH.chunk(2)[rank].clone().requires_grad_()
+    vocabulary = Vocabulary(weight_VH, TRUE, dist.group.WORLD, sequence_parallel, backend)
+    logprobs_BS, entropy_BS = next_token_logprobs(vocabulary, hidden_SBH, tokens_BS, mask_BS, temperature=0.7)
+    (logprobs_BS.sum() + 2 * entropy_BS.sum()).backward()
+    rows_K, positions_K = torch.arange(B).repeat_interleave(S), torch.arange(S).repeat(B)
+    logits_KV = logits_at(vocabulary, hidden_SBH, rows_K, positions_K)
+    tensors = (logprobs_BS, entropy_BS, logits_KV, hidden_SBH.grad, weight_VH.grad)
+    return [tensor.detach().numpy() for tensor in tensors]
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("backend", ["chunked", "reference"])
+def test_two_ranks_are_one(backend, sequence_parallel, tmp_path):
+    """Results are the same bits on both ranks; under sequence parallelism a rank has the gradient of its positions."""
+    first, second = run_ranks(2, tmp_path, two_ranks, sequence_parallel, backend)
+    for ours, theirs in zip(first[:3], second[:3], strict=True):
+        assert ours.tobytes() == theirs.tobytes()
+    hidden_SBH, weight_VH, tokens_BS, mask_BS = problem()
+    hidden_SBH.requires_grad_()
+    weight_VH.requires_grad_()
+    logprobs_BS, entropy_BS = by_hand(hidden_SBH, weight_VH, tokens_BS, mask_BS, 0.7)
+    (logprobs_BS.sum() + 2 * entropy_BS.sum()).backward()
+    logits_BSV = (hidden_SBH @ weight_VH[:TRUE].t()).transpose(0, 1)
+    whole = [logprobs_BS, entropy_BS, logits_BSV.reshape(B * S, TRUE)]
+    found = [torch.from_numpy(part) for part in first]
+    other = [torch.from_numpy(part) for part in second]
+    torch.testing.assert_close(found[:3], [tensor.detach() for tensor in whole], rtol=1e-12, atol=1e-12)
+    hidden = torch.cat([found[3], other[3]]) if sequence_parallel else found[3]
+    torch.testing.assert_close(hidden, hidden_SBH.grad, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(torch.cat([found[4], other[4]]), weight_VH.grad, rtol=1e-12, atol=1e-12)
