@@ -15,9 +15,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarlhf.kernels import reference
+from megarlhf.kernels.arguments import (
+    require_device,
+    require_inputs,
+    require_labels,
+    require_mask,
+    require_overwritable,
+)
 from megarlhf.kernels.linear_logprob import LinearTokenLogprobs, Problem
 from megarlhf.kernels.logprob import TokenLogprobs
-from megarlhf.kernels.statistics import check_labels, shard_columns
+from megarlhf.kernels.statistics import shard_columns
 from megarlhf.kernels.tiles import Reading, Tiles
 from megarlhf.kernels.tiles_torch import TorchTiles
 
@@ -48,16 +55,17 @@ def token_logprobs(
     Group:   tensor-parallel group; rank r owns columns [r V, (r + 1) V). One all-gather of four numbers a token,
              merged in rank order: the same bits on every rank. The backward needs no communication.
     Memory:  four numbers a token beside the logits; in the backward the gradient, once. With `inplace_backward` it
-             is written over the logits, which must not be a leaf; a second backward then raises RuntimeError.
+             is written over the logits, which must not be a leaf or a view of one; a second backward then raises
+             RuntimeError.
     Spec:    reference.py::token_logprobs
     Raises:  ValueError for a label outside [0, true_vocab) that is not `ignore_index`; on a GPU a device assertion.
     """
     group = _group(group)
+    require_inputs(logits_TV, logits_TV.size(0), labels_T, temperature)
     columns, vocab = shard_columns(logits_TV.size(-1), true_vocab, group)
-    _require_shapes(logits_TV.size(0), labels_T)
-    if labels_T.device.type == "cpu":
-        check_labels(labels_T, labels_T != ignore_index, vocab, ignore_index)
     name = _chosen(backend, logits_TV)
+    if name != "triton" or labels_T.device.type == "cpu":  # on a GPU Triton's kernel asserts it
+        require_labels(labels_T, labels_T != ignore_index, vocab, ignore_index)
     if name == "reference":
         return reference.token_logprobs(
             logits_TV,
@@ -69,7 +77,7 @@ def token_logprobs(
             return_entropy=return_entropy,
         )
     if inplace_backward:
-        _require_overwritable(logits_TV)
+        require_overwritable(logits_TV)
     how = Reading(1.0 / temperature, ignore_index, vocab, return_entropy)
     tiles = _tiles(name)
     found: tuple[Tensor, Tensor] = TokenLogprobs.apply(
@@ -99,13 +107,16 @@ def linear_token_logprobs(
              -> ([T], [T]) fp32 (fp64 for fp64). Under `sequence_parallel` hidden_TH is this rank's [T / tp, H], and
              the results, labels and mask are of all T tokens, in rank order.
     Maths:   as in `token_logprobs`; logits, sums over tokens and sums over the vocabulary in fp32.
-    Rows:    tokens outside `response_mask` give 0 and cost nothing, forward and backward; so do ignored ones on a CPU.
+    Rows:    tokens outside `response_mask` give 0 and cost nothing, forward and backward; finding them on a GPU waits
+             for the device, once. So do ignored ones on a CPU; on a GPU without a mask they take part in products with
+             a gradient of 0, so that their hidden states have to be numbers.
     Group:   forward one all-gather of [T, 4]; backward one all-reduce of the hidden states' gradient, in fp32, under
              products for the weight. Under sequence parallelism a reduce-scatter; the hidden states are gathered in
              the forward and kept, unless `save_bytes` is too small: then they are gathered again.
     Weight:  where `weight_VH.main_grad` exists the gradient is added to it and autograd gets none, so that a tied
              embedding's own gradient still arrives through autograd.
-    Memory:  one slice of logits (64 MiB on a GPU, T x 1024 numbers on a CPU) and an fp32 gradient of the hidden states;
+    Memory:  one slice of logits (on a GPU the larger of 64 MiB and T x 1 KiB, and half as much for its gradient in
+             bf16; T x 4 KiB on a CPU) and, in the backward, an fp32 gradient of the hidden states (T x H x 4 bytes);
              `save_bytes` more hold gathered hidden states, then logits, from the forward to the backward, which makes
              the others again.
     Spec:    reference.py::linear_token_logprobs
@@ -113,15 +124,16 @@ def linear_token_logprobs(
     """
     group = _group(group)
     parts = group.size() if group is not None and sequence_parallel else 1
-    _require_shapes(hidden_TH.size(0) * parts, labels_T)
+    require_inputs(hidden_TH, hidden_TH.size(0) * parts, labels_T, temperature)
     columns, vocab = shard_columns(weight_VH.size(0), true_vocab, group)
     kept_T = labels_T != ignore_index
     if response_mask is not None:
+        require_mask(response_mask, len(labels_T))
         kept_T = kept_T & response_mask
     on_cpu = labels_T.device.type == "cpu"
-    if on_cpu:
-        check_labels(labels_T, kept_T, vocab, ignore_index)
     name = _chosen(backend, hidden_TH)
+    if name != "triton" or on_cpu:
+        require_labels(labels_T, kept_T, vocab, ignore_index)
     if name == "reference":
         return reference.linear_token_logprobs(
             hidden_TH,
@@ -151,25 +163,6 @@ def _group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     return None if group is None or group.size() == 1 else group
 
 
-def _require_shapes(num_tokens: int, labels_T: Tensor) -> None:
-    if labels_T.shape != (num_tokens,) or labels_T.dtype != torch.int64:
-        raise ValueError(
-            f"labels are {labels_T.dtype} {list(labels_T.shape)} for {num_tokens} tokens; give int64 [{num_tokens}]"
-        )
-
-
-def _require_overwritable(logits_TV: Tensor) -> None:
-    if logits_TV.requires_grad and logits_TV.is_leaf:
-        raise ValueError(
-            "inplace_backward would write the gradient over a leaf's own values; give it the result of an operation"
-        )
-    if any(stride == 0 and size > 1 for stride, size in zip(logits_TV.stride(), logits_TV.shape, strict=True)):
-        raise ValueError(
-            f"inplace_backward needs a place for each number, got logits {list(logits_TV.shape)} expanded from fewer "
-            f"(strides {logits_TV.stride()}); leave it out, or give contiguous logits"
-        )
-
-
 def _chosen(backend: Backend, values: Tensor) -> str:
     device_type, in_fp64 = values.device.type, values.dtype == torch.float64
     name = backend
@@ -177,6 +170,7 @@ def _chosen(backend: Backend, values: Tensor) -> str:
         name = "triton" if device_type == "cuda" and _has_triton() and not in_fp64 else "chunked"
     elif backend == "triton" and in_fp64:
         raise ValueError("the triton backend computes in fp32, got fp64; use auto, chunked or reference")
+    require_device(name, device_type)
     _log_once(name, backend, device_type, in_fp64)
     return name
 

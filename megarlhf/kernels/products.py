@@ -1,7 +1,8 @@
 """Matrix products whose sums and results are fp32 (fp64 for fp64), whatever their factors are.
 
 A GPU multiplies bf16 into fp32 directly. Elsewhere bf16 becomes fp32 before: exact, for products of two bf16 numbers
-fit fp32. So does fp16, on GPUs too: gradients of logits are far below its smallest numbers.
+fit fp32. So does fp16, on GPUs too: gradients of logits are far below its smallest numbers. Adding a bf16 product to
+an fp32 sum (`addmm` with `out_dtype`) needs torch 2.11.
 """
 
 from __future__ import annotations

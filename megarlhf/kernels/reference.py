@@ -66,6 +66,8 @@ def linear_token_logprobs(
     """
     if group is not None:
         hidden_TH = _ToColumns.apply(hidden_TH, group, sequence_parallel)
+    # Whatever stands in the hidden states of ignored tokens: 0 x NaN would reach the weight's gradient.
+    hidden_TH = hidden_TH.masked_fill((labels_T == ignore_index)[:, None], 0.0)
     wide = torch.float64 if hidden_TH.dtype == torch.float64 else torch.float32
     return token_logprobs(
         hidden_TH.to(wide) @ weight_VH.to(wide).t(),
@@ -148,6 +150,7 @@ class _TokenLogprobs(torch.autograd.Function):
         grad_TV -= _times(prob_TV, log_prob_TV + entropy_T[:, None]) * by_entropy_T[:, None]
         owned_T = torch.where(mine_T, by_logprob_T, zero_T)
         grad_TV.scatter_add_(1, local_T[:, None], owned_T[:, None])
+        grad_TV = grad_TV.masked_fill(~kept_T[:, None], 0.0)
         return (grad_TV / ctx.temperature).to(logits_TV.dtype), None, None, None, None, None
 
 
@@ -182,7 +185,7 @@ def _merge(stats_RT4: Tensor, kept_T: Tensor) -> tuple[Tensor, Tensor, Tensor, T
     # e^(m_r - m); 0 for a rank without a finite column.
     scale_RT = (max_RT - max_T).exp()
     # A rank's moment is about its own max; about the global one it gains sum_r (m_r - m).
-    shift_RT = torch.where(max_RT.isfinite(), max_RT - max_T, torch.zeros_like(max_RT))
+    shift_RT = torch.where(scale_RT > 0, max_RT - max_T, torch.zeros_like(max_RT))
     sum_T = (sum_RT * scale_RT).sum(0)
     moment_T = ((moment_RT + sum_RT * shift_RT) * scale_RT).sum(0)
     zero_T = torch.zeros_like(sum_T)

@@ -19,7 +19,7 @@ class Statistics:
 
     table_T4 holds, for each token,
       0  m = max z; the lowest finite number before the first column and where every column is padding, so that
-         differences stay numbers and e^(m - m') is 0
+         differences stay numbers
       1  sum e^(z - m)
       2  sum e^(z - m) (z - m); stays 0 where nobody asked for the entropy
       3  z of the label's column; 0 where another rank has it
@@ -65,7 +65,7 @@ def merge(stats_RT4: Tensor, kept_T: Tensor, entropy: bool) -> Merged:
     """The ranks' tables, in rank order: the same arithmetic everywhere."""
     max_RT, sum_RT, moment_RT, label_RT = stats_RT4.unbind(-1)
     max_T = max_RT.amax(0)
-    shift_RT = max_RT - max_T
+    shift_RT = (max_RT - max_T).clamp(min=NOTHING)
     scale_RT = shift_RT.exp()
     # A rank's moment is about its own max; about the common one it gains sum_r (m_r - m).
     sum_T = (sum_RT * scale_RT).sum(0)
@@ -75,6 +75,11 @@ def merge(stats_RT4: Tensor, kept_T: Tensor, entropy: bool) -> Merged:
     # Never lse - z: under a common offset of 1e4 that has three digits left.
     logprobs_T = torch.where(kept_T, (label_RT.sum(0) - max_T) - log_sum_T, 0.0)
     return Merged(max_T, sum_T, entropy_T, logprobs_T)
+
+
+NOTHING = -1e3
+"""e^-1000 is 0 in fp32 and fp64. Differences of maxima and log p are cut here: a product of it with such a 0 stays 0,
+where that of -inf, or of 1e35 with a large sum, does not."""
 
 
 def working_dtype(values: Tensor) -> torch.dtype:
@@ -114,17 +119,3 @@ def shard_columns(width: int, true_vocab: int | None, group: dist.ProcessGroup |
             "give the tokenizer's vocabulary size, without padding"
         )
     return Columns(0, vocab).cut(rank * width, (rank + 1) * width), vocab
-
-
-def check_labels(labels_T: Tensor, kept_T: Tensor, vocab: int, ignore_index: int) -> None:
-    """Labels of kept tokens are in [0, vocab). On a CPU; on a GPU this would wait for the device.
-
-    Raises: ValueError with the first label that is not.
-    """
-    bad_T = kept_T & ((labels_T < 0) | (labels_T >= vocab))
-    if bool(bad_T.any()):
-        where = int(bad_T.nonzero()[0])
-        raise ValueError(
-            f"label {int(labels_T[where])} at token {where} is outside the vocabulary [0, {vocab}); "
-            f"mask it with ignore_index = {ignore_index}, or check that tokenizer and model belong together"
-        )

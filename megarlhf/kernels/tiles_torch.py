@@ -10,13 +10,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from megarlhf.kernels.statistics import Columns, Merged, Statistics, lowest, merge
+from megarlhf.kernels.statistics import NOTHING, Columns, Merged, Statistics, lowest, merge
 from megarlhf.kernels.tiles import Reading
 
 _BLOCK_ROWS, _BLOCK_COLUMNS = 1024, 1024
 """A block and two like it fit the cache that cores share; smaller ones cost more calls than they save."""
-_NOTHING = -1e3
-"""e^-1000 is 0 in fp32 and fp64. Stands for log p of a logit of -inf, so that 0 x log p is 0."""
 
 
 class TorchTiles:
@@ -41,12 +39,12 @@ class TorchTiles:
             torch.exp(torch.sub(z_TV, new_max_T[:, None], out=shifted_TV), out=exp_TV)
             block_sum_T = exp_TV.sum(1)
             # What the sums so far are worth about the new maximum.
-            moved_T = max_T - new_max_T
+            moved_T = (max_T - new_max_T).clamp_(min=NOTHING)
             worth_T = moved_T.exp()
             if how.entropy:
                 block_moment_T = torch.mul(exp_TV, shifted_TV, out=exp_TV).sum(1)
                 if bool(block_moment_T.isnan().any()):
-                    shifted_TV.clamp_(min=_NOTHING)
+                    shifted_TV.clamp_(min=NOTHING)
                     block_moment_T = torch.mul(shifted_TV.exp(), shifted_TV, out=exp_TV).sum(1)
                 moment_T.add_(sum_T * moved_T).mul_(worth_T).add_(block_moment_T)
             sum_T.mul_(worth_T).add_(block_sum_T)
@@ -85,7 +83,7 @@ class TorchTiles:
                 torch.sub(z_TV, max_T1, out=exp_TV).exp_().mul_(minus_T[rows][:, None])
             else:
                 torch.exp(torch.sub(z_TV, max_T1, out=shifted_TV), out=exp_TV)
-                shifted_TV.clamp_(min=_NOTHING).add_((merged.entropy_T - log_sum_T)[rows][:, None])
+                shifted_TV.clamp_(min=NOTHING).add_((merged.entropy_T - log_sum_T)[rows][:, None])
                 shifted_TV.mul_(by_h_T[rows][:, None]).add_(by_T[rows][:, None])
                 exp_TV.mul_(shifted_TV).mul_((-1.0 / merged.sum_T[rows])[:, None])
             _add_to_label(exp_TV, labels_T[rows] - (columns.first + cut.start), by_T[rows])

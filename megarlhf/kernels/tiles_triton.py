@@ -16,11 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megarlhf.kernels.statistics import Columns, Merged, Statistics
+from megarlhf.kernels.statistics import NOTHING, Columns, Merged, Statistics
 from megarlhf.kernels.tiles import Reading
 
-_NOTHING = tl.constexpr(-1e3)
-"""e^-1000 is 0 in fp32. Stands for log p of a logit of -inf, so that 0 x log p is 0."""
+_NOTHING = tl.constexpr(NOTHING)
 _LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 """The maximum of no columns: see `Statistics`."""
 _MERGED = 256
@@ -78,7 +77,7 @@ def _observe_kernel(
         d = z - new_m
         e = tl.exp(d)
         # What the sums so far are worth about the new maximum.
-        moved = m - new_m
+        moved = tl.maximum(m - new_m, _NOTHING)
         worth = tl.exp(moved)
         if ENTROPY:
             a = (a + s * moved) * worth + e * tl.maximum(d, _NOTHING)
@@ -89,7 +88,7 @@ def _observe_kernel(
     z_label = tl.full([], 0.0, tl.float32)
     if not FRESH:
         old_s = tl.load(table_ptr + 1)
-        moved = old_m - m
+        moved = tl.maximum(old_m - m, _NOTHING)
         total_s += old_s * tl.exp(moved)
         if ENTROPY:
             total_a += (tl.load(table_ptr + 2) + old_s * moved) * tl.exp(moved)
@@ -125,7 +124,7 @@ def _merge_kernel(
         rank_ptr = tables_ptr + rank * num_tokens * 4
         rank_s = tl.load(rank_ptr + 1, mask=kept, other=0.0)
         # e^(m_r - m) is 0 for a rank without a finite column; its sums are 0 too.
-        moved = tl.load(rank_ptr, mask=kept, other=_LOWEST) - m
+        moved = tl.maximum(tl.load(rank_ptr, mask=kept, other=_LOWEST) - m, _NOTHING)
         worth = tl.exp(moved)
         if ENTROPY:
             a += (tl.load(rank_ptr + 2, mask=kept, other=0.0) + rank_s * moved) * worth

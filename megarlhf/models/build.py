@@ -14,6 +14,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 
 from megarlhf.config import KernelsConfig, ParallelConfig, RoleConfig
+from megarlhf.kernels.arguments import require_device
 from megarlhf.layout import split_layers
 from megarlhf.models.heads import LanguageHead, ScalarHead
 from megarlhf.models.positions import PositionTable
@@ -66,7 +67,12 @@ class ModelPart:
 
 
 def build_model(section: RoleConfig, mesh: Mesh, arch: Architecture, head: Head) -> ModelPart:
-    """A stage of the model on this rank's device, its parameters still unset."""
+    """A stage of the model on this rank's device, its parameters still unset.
+
+    Raises: ValueError for log-prob kernels that this device does not run.
+    """
+    if head == "lm":
+        require_device(section.kernels.logprobs, mesh.runtime.device.type)
     spec: Spec = "te" if has_transformer_engine() else "local"
     log.info(
         "layer spec: %s",

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarlhf.experience import Rollouts
+from megarlhf.kernels import token_logprobs
 from megarlhf.models.build import ModelPart
 from megarlhf.parallel.batching import FILLER, deal, grid_length
 from megarlhf.parallel.mesh import Mesh
@@ -71,9 +72,10 @@ class MegatronEngine:
             last_B = batch.columns["last"]
             logits_BV = logits_at(vocabulary, hidden_SBH, torch.arange(len(last_B), device=last_B.device), last_B)
             temperature = 1.0 if sampling.greedy else sampling.temperature
-            logprobs_BV = torch.log_softmax(logits_BV / temperature, -1)
-            picked_B = _draw(logprobs_BV, batch.columns["row"], last_B, None if sampling.greedy else seeds)
-            return torch.stack([picked_B.double(), logprobs_BV.gather(1, picked_B[:, None])[:, 0].double()], -1)
+            logits_BV /= temperature
+            picked_B = _draw(logits_BV, batch.columns["row"], last_B, None if sampling.greedy else seeds)
+            logprobs_B, _ = token_logprobs(logits_BV, picked_B, return_entropy=False, backend=vocabulary.backend)
+            return torch.stack([picked_B.double(), logprobs_B.double()], -1)
 
         found = forward_only(self._actor.module, mesh, batches, pick)
         device = mesh.runtime.device
@@ -83,16 +85,16 @@ class MegatronEngine:
         return picked
 
 
-def _draw(logprobs_BV: Tensor, rows_B: Tensor, last_B: Tensor, seeds: Sequence[int] | None) -> Tensor:
+def _draw(logits_BV: Tensor, rows_B: Tensor, last_B: Tensor, seeds: Sequence[int] | None) -> Tensor:
     """Argmax, or a sample by the Gumbel trick with a generator for each (row's seed, position)."""
     if seeds is None:
-        return logprobs_BV.argmax(-1)
-    noise_BV = torch.zeros_like(logprobs_BV, device="cpu")
+        return logits_BV.argmax(-1)
+    noise_BV = torch.zeros_like(logits_BV, device="cpu")
     for i, (row, last) in enumerate(zip(rows_B.tolist(), last_B.tolist(), strict=True)):
         if row != FILLER:
             generator = torch.Generator().manual_seed((seeds[row] + 0x9E3779B97F4A7C15 * last) % 2**63)
             noise_BV[i] = -torch.empty(noise_BV.size(1)).exponential_(generator=generator).log()
-    return (logprobs_BV + noise_BV.to(logprobs_BV.device)).argmax(-1)
+    return (logits_BV + noise_BV.to(logits_BV.device)).argmax(-1)
 
 
 class _Rows:

@@ -27,7 +27,7 @@ def asserting(monkeypatch):
     """The interpreter leaves out device assertions unless told otherwise; with them it also checks integer overflow."""
     options = dataclasses.replace(interpreter.interpreter_builder.options, debug=True)
     monkeypatch.setattr(interpreter.interpreter_builder, "options", options)
-    monkeypatch.setattr(dispatch, "check_labels", lambda *_: None)
+    monkeypatch.setattr(dispatch, "require_labels", lambda *_: None)
 
 
 @pytest.mark.parametrize("label", [600, 640, 2**40, -1, -99])
@@ -78,7 +78,7 @@ class Operators(Recorded):
 @pytest.mark.parametrize("return_entropy", [True, False])
 def test_a_forward_is_two_launches_and_a_backward_one(launched, monkeypatch, return_entropy):
     """And nothing of torch's between them, but a CPU's look at the labels."""
-    monkeypatch.setattr(dispatch, "check_labels", lambda *_: None)
+    monkeypatch.setattr(dispatch, "require_labels", lambda *_: None)
     logits_TV, labels_T, _ = made(5, 640, true_vocab=600)
     labels_T[0] = IGNORE
     leaf_TV = logits_TV.requires_grad_()

@@ -129,9 +129,35 @@ def test_the_logits_kernel_holds_little_beside_the_logits():
     assert peaks[32000] == pytest.approx(peaks[16000], rel=0.01)
 
 
+SHARING = {
+    "a row for all tokens": (lambda base_N: base_N[:300].expand(4, 300), r"expanded from fewer .*strides \(0, 1\)"),
+    "overlapping rows": (
+        lambda base_N: base_N.as_strided((4, 50), (10, 1)),
+        r"expanded from fewer .*strides \(10, 1\)",
+    ),
+    "overlapping columns": (lambda base_N: base_N.as_strided((4, 50), (1, 3)), r"expanded from fewer"),
+}
+
+
+@pytest.mark.parametrize("name", SHARING)
 @over_ours
-def test_logits_that_share_memory_are_not_overwritten(backend):
-    """A row spread over all tokens has one place for many gradients."""
-    logits_TV = torch.zeros(1, 300, requires_grad=True).mul(1.0).expand(4, 300)
-    with pytest.raises(ValueError, match=r"expanded from fewer .*strides \(0, 1\)"):
+def test_logits_that_share_memory_are_not_overwritten(backend, name):
+    """One place for several gradients."""
+    view, message = SHARING[name]
+    logits_TV = view(torch.zeros(1200, requires_grad=True).mul(1.0))
+    with pytest.raises(ValueError, match=message):
         token_logprobs(logits_TV, torch.arange(4), inplace_backward=True, backend=backend)
+
+
+@over_ours
+def test_views_of_a_leaf_are_not_overwritten(backend):
+    """Nor would it be seen: the leaf's own memory would change. A view of a result is overwritten."""
+    leaf_N = torch.randn(1200, requires_grad=True)
+    for logits_TV in (leaf_N.view(4, 300), leaf_N.view(2, 2, 300).flatten(0, 1), leaf_N.view(8, 150)[2:6]):
+        with pytest.raises(ValueError, match="over a leaf's own values"):
+            token_logprobs(logits_TV, torch.arange(4), inplace_backward=True, backend=backend)
+    before_N = leaf_N.detach().clone()
+    logits_TV = leaf_N.mul(1.0).view(4, 300)
+    token_logprobs(logits_TV, torch.arange(4), inplace_backward=True, backend=backend)[0].sum().backward()
+    assert torch.equal(leaf_N.detach(), before_N)
+    torch.testing.assert_close(leaf_N.grad.view(4, 300), logits_TV.detach())

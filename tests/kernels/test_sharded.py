@@ -26,8 +26,10 @@ from tests.kernels.cases import (
 )
 
 CASES = [
-    # vocabulary, true vocabulary, temperature, offset; the last: at tp 4 rank 3 holds padding only.
+    # vocabulary, true vocabulary, temperature, offset; the last: at tp 4 rank 3 holds padding only. Offset None: the
+    # first half is masked by the lowest number, at tp 4 all that ranks 0 and 1 hold.
     (516, 513, 1.0, 0.0),
+    (1024, 1000, 1.0, None),
     (1100, 1100, 0.7, 1e4),
     (1024, 700, 2.0, -120.0),
 ]
@@ -51,12 +53,20 @@ def as_arrays(found):
     return {name: tensor.numpy() for name, tensor in found.items()}
 
 
+def moved(logits_TV, offset):
+    if offset is not None:
+        return logits_TV + offset
+    logits_TV = logits_TV.clone()
+    logits_TV[:, : logits_TV.size(1) // 2] = torch.finfo(torch.float32).min
+    return logits_TV
+
+
 def logits_on_a_rank(rank, tp, backend):
     """This rank's columns of every case: outputs, gradients and the collectives of a forward and a backward."""
     results = []
     for vocab, true_vocab, temperature, offset in CASES:
         logits_TV, labels_T, weights_2T = made(17, vocab, true_vocab=true_vocab)
-        shard_TV = (logits_TV + offset).chunk(tp, 1)[rank]
+        shard_TV = moved(logits_TV, offset).chunk(tp, 1)[rank]
         options = {"temperature": temperature, "true_vocab": true_vocab, "group": dist.group.WORLD}
         results.append(as_arrays(run_backend(backend, shard_TV, labels_T, weights_2T, **options)))
     with Recorded() as forward:
@@ -108,7 +118,7 @@ def test_sharded_logits(backend, tp):
         owners_T = labels_T[labels_T != IGNORE] // width
         assert len(owners_T.unique()) >= 2, "every label is on one rank"
         single = run_backend(
-            backend, logits_TV + offset, labels_T, weights_2T, temperature=temperature, true_vocab=true_vocab
+            backend, moved(logits_TV, offset), labels_T, weights_2T, temperature=temperature, true_vocab=true_vocab
         )
         parts = [{name: torch.from_numpy(array) for name, array in results[case].items()} for results, _, _ in ranks]
         assert_same_bits_everywhere(parts, OUTPUTS)
