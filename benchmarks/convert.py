@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import shutil
 import statistics
 import subprocess
@@ -27,13 +26,13 @@ from typing import Any
 import torch
 
 from benchmarks import peers
+from benchmarks.machine import ROOT, machine
 from benchmarks.random_llama import write_random_llama
 from megarlhf.weights.convert import HuggingFaceTarget, MegatronTarget, Target, convert
 from megarlhf.weights.formats.staging import sync
 from megarlhf.weights.stored import open_model
 from megarlhf.weights.verify import digests
 
-ROOT = Path(__file__).parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "convert.json"
 FORMATS = ("torch_dist", "mp_rank")
 
@@ -159,20 +158,6 @@ def summary(rounds: list[dict[str, float]]) -> dict[str, Any]:
     }
 
 
-def machine() -> dict[str, Any]:
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    return {
-        "commit": commit.stdout.strip(),
-        "cores": len(os.sched_getaffinity(0)),
-        "platform": platform.platform(terse=True),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "command": "make bench-convert",
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--work", type=Path, default=ROOT / "build" / "bench-convert", help="on the disk to measure")
@@ -207,7 +192,7 @@ def main() -> None:
         "rounds": rounds,
         "peers": peer_runs,
         "peers_left_out": [name for name in wanted if name not in names],
-        "machine": machine(),
+        "machine": machine("make bench-convert"),
     }
     arguments.out.write_text(json.dumps(result, indent=2) + "\n")
     shutil.rmtree(arguments.work)

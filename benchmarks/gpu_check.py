@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.gpu_timing import ROOT, Deadline
+from benchmarks.gpu_timing import Deadline
+from benchmarks.machine import ROOT
 from megarlhf.kernels import Backend, linear_token_logprobs, token_logprobs
 
 Check = Callable[[], str | None]

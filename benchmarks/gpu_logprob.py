@@ -36,8 +36,9 @@ from benchmarks.gpu_check import run_checks
 from benchmarks.gpu_shape import DeviceLostError, Run, run_shape
 from benchmarks.gpu_sweep import sweep
 from benchmarks.gpu_table import goals, markdown
-from benchmarks.gpu_timing import ROOT, Ceilings, Clock, Deadline, machine, measure_ceilings
+from benchmarks.gpu_timing import Ceilings, Clock, Deadline, measure_ceilings
 from benchmarks.gpu_truth import Shape
+from benchmarks.machine import ROOT, machine
 from benchmarks.peers_logprob import versions
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -110,7 +111,7 @@ def start_result(arguments: argparse.Namespace, argv: Sequence[str], ceilings: C
     result: dict[str, Any] = {
         "rehearsal": arguments.rehearse,
         "finished": False,
-        "machine": machine(device, command, arguments.commit),
+        "machine": machine(command, device, arguments.commit),
         "packages": versions(),
         "ceilings": asdict(ceilings),
         "missing": {},

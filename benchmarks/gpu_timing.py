@@ -5,22 +5,16 @@ Legend: T tokens, H hidden, V vocabulary columns of one rank.
 
 from __future__ import annotations
 
-import os
-import platform
-import shutil
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-ROOT = Path(__file__).resolve().parents[1]
 _SLEEP_CYCLES = 3_000_000
 """About two milliseconds: the host has put the whole call into the stream before the device begins with it."""
 
@@ -136,23 +130,3 @@ def logits_floor_ms(tokens: int, columns: int, mode: str, ceilings: Ceilings, it
 def linear_floor_ms(tokens: int, hidden: int, columns: int, products: int, ceilings: Ceilings) -> float:
     """`products` times 2THV: 1 forward; with the backward 3 where the logits are kept, 4 where they are made again."""
     return 2e3 * products * tokens * hidden * columns / ceilings.matmul_flops_per_s
-
-
-def machine(device: torch.device, command: str, commit: str | None) -> dict[str, Any]:
-    """What a figure has to name. Nothing here imports more than torch."""
-    if commit is None and shutil.which("git") is not None:
-        asked = ["git", "describe", "--always", "--dirty"]
-        commit = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
-    about: dict[str, Any] = {
-        "commit": commit or "unknown",
-        "command": command,
-        "platform": platform.platform(terse=True),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "cores": len(os.sched_getaffinity(0)),
-        "device": "cpu",
-    }
-    if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        about |= {"device": properties.name, "memory_bytes": properties.total_memory, "cuda": torch.version.cuda}
-    return about

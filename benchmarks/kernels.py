@@ -32,11 +32,10 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.convert import machine
+from benchmarks.machine import ROOT, machine
 from benchmarks.peers import AnonymousPeak
 from megarlhf.kernels import linear_token_logprobs
 
-ROOT = Path(__file__).resolve().parent.parent
 RESULT = ROOT / "benchmarks" / "results" / "kernels.json"
 HIDDEN = 512
 SHAPES = tuple((tokens, vocab) for vocab in (32000, 128256) for tokens in (512, 1024, 2048))
@@ -225,7 +224,7 @@ def main() -> None:
         "shapes": shapes,
         "rounds": arguments.rounds,
         "threads": torch.get_num_threads(),
-        "machine": {**machine(), "command": "make bench-kernels"},
+        "machine": machine("make bench-kernels"),
     }
     arguments.out.write_text(json.dumps(result, indent=2) + "\n")
 

@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from benchmarks.convert import ROOT, machine
+from benchmarks.machine import ROOT, machine
 from benchmarks.peers import AnonymousPeak
 from benchmarks.random_llama import CONFIG
 from megarlhf.layout import Layout, engine_order
@@ -213,7 +213,7 @@ def main() -> None:
         "peak_extra_bytes": max(one["peak_extra_bytes"] for one in layouts.values()),
         "bucket_bytes": BUCKET_BYTES,
         "layouts": layouts,
-        "machine": {**machine(), "command": "make bench-reshard"},
+        "machine": machine("make bench-reshard"),
     }
     arguments.out.write_text(json.dumps(result, indent=2) + "\n")
     for name, one in layouts.items():

@@ -14,8 +14,9 @@ import torch
 from benchmarks import gpu_logprob
 from benchmarks.gpu_shape import DeviceLostError, best_peers
 from benchmarks.gpu_table import goals, markdown
-from benchmarks.gpu_timing import ROOT, Ceilings, linear_floor_ms, logits_floor_ms
+from benchmarks.gpu_timing import Ceilings, linear_floor_ms, logits_floor_ms
 from benchmarks.gpu_truth import GRADIENT_TOLERANCE, Shape, judge_gradients, judge_values, make_inputs, make_truth
+from benchmarks.machine import ROOT
 
 TINY = ["--rehearse", "--tokens", "24", "--hidden", "32", "--vocab", "1096", "--rounds", "2"]
 CPU = torch.device("cpu")

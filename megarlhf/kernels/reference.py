@@ -30,17 +30,10 @@ def token_logprobs(
              s = sum e^(z - m) over all ranks; columns at or past `true_vocab` (padding) are left out.
     Group:   tensor-parallel group; rank r owns columns [r V, (r + 1) V). One all-gather of four numbers a
              token, merged in rank order: the same bits on every rank. The gradient needs no communication.
-    Raises:  ValueError for a label outside [0, true_vocab) that is not `ignore_index`.
+    Labels:  in [0, true_vocab) or `ignore_index`; dispatch.py sees to that.
     """
     tp = 1 if group is None else group.size()
     vocab = logits_TV.size(-1) * tp if true_vocab is None else true_vocab
-    bad = (labels_T != ignore_index) & ((labels_T < 0) | (labels_T >= vocab))
-    if labels_T.device.type == "cpu" and bool(bad.any()):
-        where = int(bad.nonzero()[0])
-        raise ValueError(
-            f"label {int(labels_T[where])} at token {where} is outside the vocabulary [0, {vocab}); "
-            f"mask it with ignore_index = {ignore_index}, or check that tokenizer and model belong together"
-        )
     logprobs_T, entropy_T = _TokenLogprobs.apply(logits_TV, labels_T, temperature, vocab, ignore_index, group)
     return logprobs_T, entropy_T if return_entropy else torch.zeros_like(logprobs_T)
 

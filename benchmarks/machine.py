@@ -1,0 +1,34 @@
+"""What a figure has to name: commit, machine, versions, command. Imports nothing but torch."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def machine(command: str, device: torch.device | None = None, commit: str | None = None) -> dict[str, Any]:
+    """What a figure has to name; `commit` where there is no git to ask."""
+    if commit is None and shutil.which("git") is not None:
+        asked = ["git", "describe", "--always", "--dirty"]
+        commit = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+    about: dict[str, Any] = {
+        "commit": commit or "unknown",
+        "command": command,
+        "platform": platform.platform(terse=True),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cores": len(os.sched_getaffinity(0)),
+        "device": "cpu",
+    }
+    if device is not None and device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        about |= {"device": properties.name, "memory_bytes": properties.total_memory, "cuda": torch.version.cuda}
+    return about
