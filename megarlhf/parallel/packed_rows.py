@@ -1,0 +1,54 @@
+"""Sequences end to end in one row: what a model needs to keep them apart.
+
+Legend: T tokens of the row, N sequences.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+
+QKV_FORMAT = "packed"
+"""Not Megatron's `thd`, for which its attention drops the batch axis and applies rotary positions sequence by
+sequence, waiting for the device in every layer. Ours keeps [T, 1, ...] and turns each token by its own position."""
+
+
+@dataclass
+class PackedRow(PackedSeqParams):
+    """The borders of the sequences in a row of T tokens. Made by `packed_row`; nothing writes to it afterwards.
+
+    It travels through Megatron's layers as their `packed_seq_params`.
+    """
+
+    lengths: tuple[int, ...] = ()
+    """Tokens of each sequence, none of them 0: on the host, so that shapes need no wait for the device."""
+    positions_T: Tensor | None = None
+    """int64: each token's position in its own sequence."""
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.lengths)
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """Where each sequence begins."""
+        return tuple(itertools.accumulate(self.lengths, initial=0))[:-1]
+
+
+def packed_row(lengths: Sequence[int], device: torch.device) -> PackedRow:
+    """A row of sequences of these lengths, which together are the whole row."""
+    assert lengths and min(lengths) > 0, f"a packed row holds sequences of one token or more, got lengths {lengths}"
+    borders_N = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+    lengths_N = torch.tensor(lengths)
+    starts_T = borders_N[:-1].long().repeat_interleave(lengths_N)
+    positions_T = torch.arange(int(borders_N[-1])) - starts_T
+    borders_N = borders_N.to(device)
+    shared: dict[str, Any] = {"cu_seqlens_q": borders_N, "cu_seqlens_kv": borders_N}
+    shared |= {"max_seqlen_q": max(lengths), "max_seqlen_kv": max(lengths)}
+    return PackedRow(qkv_format=QKV_FORMAT, lengths=tuple(lengths), positions_T=positions_T.to(device), **shared)
