@@ -25,30 +25,43 @@ def _divided(total: int, by: int, what: str, per: str, advice: str) -> int:
     return quotient
 
 
-def micro_batches(train: TrainConfig | RLTrainConfig, dp: int, role: str) -> int:
-    """Micro-batches per mini-batch of one data-parallel rank of `role`.
+def micro_batch_facts(train: TrainConfig | RLTrainConfig, dp: int, role: str, sample: str) -> list[Fact]:
+    """What one forward of a data-parallel rank of `role` takes, and how many there are to a mini-batch.
 
-    Raises: ValueError when the mini-batch does not divide.
+    Raises: ValueError when the mini-batch does not divide into padded micro-batches.
     """
+    budget = train.max_tokens_per_micro_batch
+    if budget is not None:
+        return [Fact(f"tokens per forward (packed micro-batch) of one data-parallel rank of {role}, at most", budget)]
+    assert train.micro_batch_samples is not None
+    return [
+        Fact(
+            f"{sample} per forward (micro-batch) of one data-parallel rank of {role}", train.micro_batch_samples
+        ),
+        Fact(
+            f"micro-batches per mini-batch on one of {role}'s {dp} data-parallel ranks",
+            _micro_batches(train, train.micro_batch_samples, dp, role),
+        ),
+    ]
+
+
+def _micro_batches(train: TrainConfig | RLTrainConfig, size: int, dp: int, role: str) -> int:
     return _divided(
         train.mini_batch_samples,
-        dp * train.micro_batch_samples,
+        dp * size,
         "train.mini_batch_samples",
-        f"data-parallel ranks of {role} x train.micro_batch_samples = {dp} x {train.micro_batch_samples}",
+        f"data-parallel ranks of {role} x train.micro_batch_samples = {dp} x {size}",
         f"change train.micro_batch_samples or {role}.parallel",
     )
 
 
 def supervised_facts(train: TrainConfig, dp: int, role: str, sample: str) -> list[Fact]:
     """The arithmetic of sft and rm. `sample` is what one sample is."""
-    per_rank = micro_batches(train, dp, role)
     return [
         Fact("optimizer steps of the run", train.num_steps),
         Fact(f"{sample} per optimizer step (mini-batch), over all ranks", train.mini_batch_samples),
         Fact(f"data-parallel ranks of {role}", dp),
-        Fact(f"{sample} per optimizer step on one data-parallel rank", train.mini_batch_samples // dp),
-        Fact(f"{sample} per forward (micro-batch) of one data-parallel rank", train.micro_batch_samples),
-        Fact("micro-batches per optimizer step on one data-parallel rank", per_rank),
+        *micro_batch_facts(train, dp, role, sample),
     ]
 
 
@@ -75,16 +88,9 @@ def rl_facts(cfg: RLConfig, world_size: int) -> list[Fact]:
         Fact("passes over the samples of a step", train.epochs_per_step),
         Fact("samples per optimizer step (mini-batch), over all ranks", train.mini_batch_samples),
         Fact("optimizer steps per rollout-and-train step", mini_batches * train.epochs_per_step),
-        Fact("samples per forward (micro-batch) of one data-parallel rank", train.micro_batch_samples),
     ]
     for role, section in cfg.roles().items():
-        dp = section.parallel.layout(world_size, role).dp
-        facts.append(
-            Fact(
-                f"micro-batches per mini-batch on one of {role}'s {dp} data-parallel ranks",
-                micro_batches(train, dp, role),
-            )
-        )
+        facts += micro_batch_facts(train, section.parallel.layout(world_size, role).dp, role, "samples")
     tp = rollout.tp(cfg.actor)
     engines, rest = divmod(world_size, tp)
     if rest:
