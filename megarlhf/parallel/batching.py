@@ -97,7 +97,9 @@ class Spans:
         """The positions that predict response tokens: response token j of a prompt of p tokens at p - 1 + j, where
         its log-prob and value come out. A prompt has at least one token, or nothing would predict the first."""
         empty = (prompt_lengths_N < 1).nonzero().flatten()
-        assert not len(empty), f"sequence {int(empty[0])} has an empty prompt: nothing predicts its first response token"
+        assert not len(empty), (
+            f"sequence {int(empty[0])} has an empty prompt: nothing predicts its first response token"
+        )
         return Spans(prompt_lengths_N - 1, response_lengths_N)
 
 

@@ -32,9 +32,7 @@ def micro_batches(
     role: Role, experience: Experience, samples: Sequence[int], micro: MicroBatchConfig, columns: Sequence[str] = ()
 ) -> list[MicroBatch]:
     """This data-parallel rank's micro-batches of `samples`, with the named per-token columns."""
-    return [
-        micro_batch(role, experience, sheet, columns) for sheet in _sheets(role, experience, [samples], micro)
-    ]
+    return [micro_batch(role, experience, sheet, columns) for sheet in _sheets(role, experience, [samples], micro)]
 
 
 def micro_batch(role: Role, experience: Experience, sheet: Sheet, columns: Sequence[str] = ()) -> MicroBatch:
@@ -90,9 +88,7 @@ def per_sample(
     return redistribute(mine, torch.ones(experience.num_samples, dtype=torch.int64), _like(role)).values_T
 
 
-def _sheets(
-    role: Role, experience: Experience, dealt: Sequence[Sequence[int]], micro: MicroBatchConfig
-) -> list[Sheet]:
+def _sheets(role: Role, experience: Experience, dealt: Sequence[Sequence[int]], micro: MicroBatchConfig) -> list[Sheet]:
     batching, lengths_N = role.batching(micro), experience.sequences.lengths_N
     return [sheet for samples in dealt for sheet in batching.sheets([(n,) for n in samples], lengths_N)]
 

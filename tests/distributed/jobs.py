@@ -92,9 +92,7 @@ def sft_steps(
     gradients: list[Arrays] = []
     record_gradients(actor, gradients)
     size = cfg.train.mini_batch_samples
-    steps = [
-        train_on(actor, samples[n * size : (n + 1) * size], cfg.train) for n in range(num_steps)
-    ]
+    steps = [train_on(actor, samples[n * size : (n + 1) * size], cfg.train) for n in range(num_steps)]
     return {
         "coordinates": (actor.mesh.at.tp, actor.mesh.at.dp, actor.mesh.at.pp),
         "places": tuple(dist.get_rank(getattr(actor.mesh.groups, axis)) for axis in ("tp", "dp", "pp")),
