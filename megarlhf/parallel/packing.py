@@ -8,22 +8,25 @@ first, under the budget); then moves and swaps of groups, first among micro-batc
 from __future__ import annotations
 
 import heapq
+import math
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megarlhf.weights.architecture import Architecture
 
-RESOLUTION = 2**40
-"""The costliest group in whole units: sums of whole numbers do not depend on their order."""
+BITS = 40
+"""Of the costliest group in whole units. Sums of whole numbers do not depend on their order."""
 EVEN = 10_000
 """Totals within 1/EVEN of each other are left as they are."""
 PARTNERS = 8
 """How many of the lightest a heavy one tries to exchange with before it is left as it is."""
 TRIES = 16
 """How many of the cheapest micro-batches are asked for room before the first with room is taken."""
+ROUNDS = 4
+"""How often ranks exchange micro-batches and then groups, unless nothing changes any more."""
 WORK = 600_000
-"""Bound on levelling, in groups looked at: about a second."""
+"""Bound on one levelling, in groups looked at: about a second."""
 
 
 @dataclass(frozen=True)
@@ -78,8 +81,8 @@ def require_fits(lengths: Sequence[int], max_tokens: int, what: str = "group") -
     for index, length in enumerate(lengths):
         if length > max_tokens:
             raise ValueError(
-                f"{what} {index} has {length} tokens, expected max_tokens_per_micro_batch = {max_tokens} at most: it is "
-                f"not split; raise max_tokens_per_micro_batch to {max(lengths)}, or leave out or shorten what is longer"
+                f"{what} {index} has {length} tokens, expected at most {max_tokens} (max_tokens_per_micro_batch): it "
+                f"is not split; raise max_tokens_per_micro_batch to {max(lengths)}, or shorten or leave out what is longer"
             )
 
 
@@ -106,7 +109,11 @@ def pack(groups: Sequence[Sequence[int]], *, num_ranks: int, max_tokens: int, co
     bins = _Bins(tokens, costs, max_tokens, even or _spread(fewest, costs, num_bins))
     bins.level([[number] for number in range(num_bins)])
     ranks = _to_ranks(bins.costs, num_ranks)
-    bins.level(ranks)
+    for _ in range(ROUNDS):
+        # Whole micro-batches first: "groups" of one "token" in "bins" that are full can only be swapped.
+        whole = _Bins([1] * num_bins, bins.costs, num_bins // num_ranks, ranks)
+        if not whole.level([[rank] for rank in range(num_ranks)]) + bins.level(ranks):
+            break
     for rank in ranks:
         rank.sort(key=lambda number: -bins.costs[number])
     return [[sorted(bins.members[n], key=lambda group: (-tokens[group], group)) for n in rank] for rank in ranks]
@@ -126,9 +133,9 @@ def _check(groups: Sequence[Sequence[int]], num_ranks: int, max_tokens: int) -> 
 
 
 def _whole(costs: list[float]) -> list[int]:
-    """`costs` in whole units, the greatest RESOLUTION."""
-    greatest = max(costs, default=1.0)
-    return [round(cost / greatest * RESOLUTION) for cost in costs]
+    """`costs` in whole units, a power of two such that the greatest cost has BITS bits."""
+    _, exponent = math.frexp(max(costs, default=1.0))
+    return [round(math.ldexp(cost, BITS - exponent)) for cost in costs]
 
 
 class _Room:
@@ -189,7 +196,7 @@ def _cheapest_first(tokens: list[int], costs: list[int], max_tokens: int, num_bi
     at = [0] * num_bins
     queue = [(0, 0, number) for number in range(num_bins)]  # (cost, groups, bin); those of an old cost are stale
     for group in sorted(range(len(costs)), key=lambda group: (-costs[group], -tokens[group])):
-        passed = []
+        passed: list[tuple[int, int, int]] = []
         chosen = None
         while queue and chosen is None and len(passed) < TRIES:
             entry = heapq.heappop(queue)
@@ -265,23 +272,28 @@ class _Bins:
         self.tokens = [sum(sizes[group] for group in groups) for groups in members]
         self.costs = [sum(prices[group] for group in groups) for groups in members]
 
-    def level(self, teams: list[list[int]]) -> None:
-        """Makes the total costs of `teams` of bins more equal, by exchanges of the heaviest with the lightest."""
+    def level(self, teams: list[list[int]]) -> int:
+        """Makes the total costs of `teams` of bins more equal, by exchanges of the heaviest with the lightest.
+
+        One that cannot exchange with any of the lightest is left as it is. Returns the number of exchanges.
+        """
         order = sorted((sum(self.costs[number] for number in team), place) for place, team in enumerate(teams))
-        work = WORK
-        while len(order) > 1 and work > 0:
+        work, exchanges = WORK, 0
+        while len(order) > 1 and work > 0 and (order[-1][0] - order[0][0]) * EVEN > order[-1][0]:
             total, place = order.pop()
-            if (total - order[0][0]) * EVEN <= total:
-                return
+            if sum(len(self.members[number]) for number in teams[place]) == 1:
+                continue
             for other, (least, partner) in enumerate(order[:PARTNERS]):
                 work -= sum(len(self.members[number]) for number in teams[place] + teams[partner])
                 found = self.find(teams[place], teams[partner], total - least)
                 if found is not None:
                     self.apply(found)
+                    exchanges += 1
                     del order[other]
                     insort(order, (total - found.amount, place))
                     insort(order, (least + found.amount, partner))
                     break
+        return exchanges
 
     def find(self, heavy: list[int], light: list[int], gap: int) -> _Exchange | None:
         """The move or swap that brings two teams `gap` apart closest to each other; None: none brings them closer."""
