@@ -81,8 +81,8 @@ def require_fits(lengths: Sequence[int], max_tokens: int, what: str = "group") -
     for index, length in enumerate(lengths):
         if length > max_tokens:
             raise ValueError(
-                f"{what} {index} has {length} tokens, expected at most {max_tokens} (max_tokens_per_micro_batch): it "
-                f"is not split; raise max_tokens_per_micro_batch to {max(lengths)}, or shorten or leave out what is longer"
+                f"{what} {index} has {length} tokens, expected at most {max_tokens} (max_tokens_per_micro_batch); it "
+                f"is not split: raise max_tokens_per_micro_batch to {max(lengths)}, or shorten what is longer"
             )
 
 
