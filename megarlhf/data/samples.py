@@ -185,8 +185,8 @@ def require_budget(tokens: Sequence[int], budget: int | None, path: str, sample:
         longest = max(range(len(tokens)), key=tokens.__getitem__)
         raise ValueError(
             f"{path}: usable record {longest} has {tokens[longest]} tokens ({sample}), but "
-            f"train.max_tokens_per_micro_batch = {budget}, and no sequence is split; raise it to {tokens[longest]} or more, or lower "
-            "data.max_prompt_tokens or data.max_response_tokens, so that such samples are skipped and counted"
+            f"train.max_tokens_per_micro_batch = {budget}, and no sequence is split; raise it to {tokens[longest]} or "
+            "more, or lower data.max_prompt_tokens or data.max_response_tokens: what is longer is skipped and counted"
         )
 
 

@@ -25,6 +25,9 @@ from megarlhf.parallel.packing import Cost, pack
 FILLER = -1
 """Stands for a sample where a rank has a row too many; nothing is computed from it."""
 
+FILLER_LENGTH = 32
+"""Tokens of a sequence, at most, with which a packed row is filled up."""
+
 
 def deal(samples: Sequence[int], mesh: Mesh, micro_batch_samples: int) -> list[list[int]]:
     """This data-parallel rank's padded micro-batches of `samples`: a contiguous share, in order.
@@ -60,11 +63,12 @@ class Sheet:
     packed: bool
 
     def packed_row(self, device: torch.device) -> PackedRow | None:
-        """The borders of a packed row, None for padded rows. What is left of the row is a sequence of its own."""
+        """The borders of a packed row, None for padded rows. What is left of the row is cut into short sequences of
+        its own, over which attention costs next to nothing."""
         if not self.packed:
             return None
-        left = self.columns - sum(self.lengths)
-        return packed_row([*self.lengths, left] if left else self.lengths, device)
+        pieces, rest = divmod(self.columns - sum(self.lengths), FILLER_LENGTH)
+        return packed_row([*self.lengths, *[FILLER_LENGTH] * pieces, *[rest] * (rest > 0)], device)
 
     @property
     def ends_K(self) -> Tensor:
