@@ -16,6 +16,7 @@ import pytest
 
 from tests.distributed.compare import assert_gradients_equal, assert_weights_equal
 from tests.distributed.pool import RankPool
+from tests.distributed.tiny import write_family
 
 LR = 1e-3
 BUDGET = 120
@@ -149,3 +150,54 @@ def test_packed_equals_padded(kind: str, layout: str, run: Any) -> None:
     packed, padded = run(kind, layout, packed=True), run(kind, layout, packed=False)
     assert_same_training(packed, padded)
     assert_same_training(packed, run(kind, "tp1", packed=False))
+
+
+def test_the_aligned_span_of_packed_pairs(run: Any) -> None:
+    """The loss that reads a score at every token, on packed pairs."""
+    assert_same_training(run("rm_aligned_span", "tp1", packed=True), run("rm_aligned_span", "tp1", packed=False))
+    assert run("rm_aligned_span", "tp1", packed=True)["loss"] != run("rm", "tp1", packed=True)["loss"]
+
+
+@pytest.mark.parametrize("budget", [95, 2000])
+def test_the_budget_changes_nothing(
+    budget: int, ranks: RankPool, models: dict[str, Path], ragged: dict[str, Path], run: Any
+) -> None:
+    """Nor does the number of micro-batches: nearly one for each sequence, or one for all."""
+    cfg = rl(models, ragged["prompts"], {}, {"max_tokens_per_micro_batch": budget})
+    assert_same_training(ranks.run(1, "rl_step", cfg)[0], run("ppo", "tp1", packed=False))
+
+
+def test_a_rank_without_a_sequence(ranks: RankPool, models: dict[str, Path], ragged: dict[str, Path]) -> None:
+    """Three sequences on four data-parallel ranks: one of them runs over fillers and adds nothing."""
+    cfg = supervised("actor", models["plain"], ragged["sft"], {}, PADDED)
+    cfg["train"]["mini_batch_samples"] = 3
+    expected = ranks.run(1, "sft_steps", cfg, 1)[0]
+    cfg["train"] |= {"micro_batch_samples": None, **PACKED}
+    assert_same_training(ranks.run(4, "sft_steps", cfg, 1)[0], expected)
+
+
+FAMILIES: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "sliding window under sequence parallelism": ("mistral", 2, {"tp": 2, "sequence_parallel": True}),
+    "learned positions over two stages": ("gpt2", 2, {"pp": 2}),
+    "learned positions with an offset": ("opt", 2, {"tp": 2}),
+    "query groups cut over ranks": ("qwen3", 4, {"tp": 4}),
+    "experts over two stages, which know one shape": ("qwen3_moe", 2, {"pp": 2}),
+    "experts under tensor parallelism": ("mixtral", 2, {"tp": 2}),
+    "scaled frequencies": ("llama3_rope", 1, {}),
+}
+
+
+@pytest.mark.parametrize("what", FAMILIES)
+def test_families_packed_equal_padded(what: str, ranks: RankPool, tmp_path: Path, ragged: dict[str, Path]) -> None:
+    """One step of SFT each. A key's bias has nearly no gradient, what there is, is rounding: it is not compared."""
+    family, world_size, parallel = FAMILIES[what]
+    model = write_family(tmp_path / family, family, max_position_embeddings=128)
+    results = []
+    for micro in (PADDED, PACKED):
+        cfg = supervised("actor", model, ragged["sft"], parallel, micro)
+        found = ranks.run(world_size, "sft_steps", cfg, 1)[0]
+        for part in (found["gradients"][0], found["weights"]):
+            for name in [name for name in part if name.endswith("k_proj.bias") or "c_attn.bias" in name]:
+                del part[name]
+        results.append(found)
+    assert_same_training(results[1], results[0])
