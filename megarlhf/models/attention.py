@@ -129,6 +129,11 @@ class PackedRows:
         return context_TX.reshape(row.num_tokens, 1, -1)
 
 
+def with_packed_rows(core: type) -> type:
+    """An attention of TransformerEngine's kind that takes packed rows too."""
+    return type(f"Packed{core.__name__}", (PackedRows, core), {})
+
+
 class GroupedSelfAttention(SelfAttention):
     """Megatron-Core's self-attention; its case of more tensor-parallel ranks than key-value groups, on our groups.
 

@@ -6,14 +6,20 @@ with), several ranks (tests/distributed).
 
 from __future__ import annotations
 
+import inspect
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from megarlhf.models.packed_attention import packed_attention
+from megarlhf.models.attention import CausalAttention, with_packed_rows
+from megarlhf.models.packed_attention import attention_path, packed_attention, varlen_attention
+from megarlhf.models.packed_rotary import PackedRotary
+from megarlhf.models.positions import PositionTable
+from megarlhf.parallel.megatron_cpu import megatron_device
 from megarlhf.parallel.packed_rows import packed_row
 
 CPU = torch.device("cpu")
@@ -94,3 +100,175 @@ def test_fp32_errs_no_more_than_torch_does_on_each_sequence(window):
     for ours, torchs, exact in zip(found, usual, truth, strict=True):
         error, bound = (ours - exact).abs().max(), (torchs - exact).abs().max()
         assert 0 < error <= 2 * bound
+
+
+@pytest.mark.parametrize("window", [None, 5, 80])
+def test_nothing_crosses_a_border(window):
+    """Another sequence in the middle, of huge numbers and infinities: the others keep every bit of theirs."""
+    lengths = (90, 90, 90, 7, 7, 90)
+    row = packed_row(lengths, CPU)
+    given = inputs(sum(lengths), 4, 2, torch.float32)
+    before = with_gradients(lambda *x: packed_attention(*x, row, scale=None, window=window), *given)
+    changed = [x.clone() for x in given]
+    for x in changed:
+        x[90:180] = 1e4 * torch.randn(x[90:180].shape)
+    changed[2][100] = math.inf
+    after = with_gradients(lambda *x: packed_attention(*x, row, scale=None, window=window), *changed)
+    for one, other in zip(before, after, strict=True):
+        assert torch.equal(one[:90], other[:90])
+        assert torch.equal(one[180:], other[180:])
+        assert not torch.equal(one[90:180], other[90:180])
+
+
+@pytest.mark.parametrize("window", [None, 6])
+def test_the_order_of_the_sequences_does_not_matter(window):
+    lengths, order = (40, 3, 17, 3, 70), (2, 4, 1, 0, 3)
+    given = inputs(sum(lengths), 4, 2)
+    found = with_gradients(lambda *x: packed_attention(*x, packed_row(lengths, CPU), scale=None, window=window), *given)
+    turned = [torch.cat([x.split(lengths)[n] for n in order]) for x in given]
+    row = packed_row([lengths[n] for n in order], CPU)
+    other = with_gradients(lambda *x: packed_attention(*x, row, scale=None, window=window), *turned)
+    for one, two in zip(found, other, strict=True):
+        torch.testing.assert_close(torch.cat([one.split(lengths)[n] for n in order]), two, rtol=1e-12, atol=1e-13)
+
+
+def test_a_row_of_other_length_is_refused():
+    query, key, value, _ = inputs(12, 4, 2)
+    with pytest.raises(AssertionError, match="11 tokens in all, got \\{12\\}"):
+        packed_attention(query, key, value, packed_row((5, 6), CPU), scale=None, window=None)
+
+
+@pytest.mark.parametrize(
+    "device, dtype, head_dim, path",
+    [
+        ("cpu", torch.bfloat16, 64, "runs"),
+        ("cuda", torch.bfloat16, 64, "varlen"),
+        ("cuda", torch.float16, 256, "varlen"),
+        ("cuda", torch.float32, 64, "runs"),
+        ("cuda", torch.bfloat16, 264, "runs"),
+        ("cuda", torch.bfloat16, 20, "runs"),
+    ],
+)
+def test_which_way_a_row_goes(device, dtype, head_dim, path):
+    assert attention_path(device, dtype, head_dim)[0] == path
+
+
+def newest(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1), enable_gqa=False):
+    assert enable_gqa == (query.size(1) != key.size(1))
+    assert window_size[1] == 0
+    window = None if window_size[0] == -1 else window_size[0] + 1
+    return as_called(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale, window)
+
+
+def without_groups(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1)):
+    assert query.size(1) == key.size(1)
+    return newest(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale=scale, window_size=window_size)
+
+
+def oldest(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False, return_aux=None):
+    assert is_causal is True
+    assert return_aux is None
+    assert query.size(1) == key.size(1)
+    return as_called(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, None, None)
+
+
+def as_called(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale, window):
+    """What varlen_attn gives by its documentation."""
+    assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
+    lengths = cu_seq_q.diff().tolist()
+    assert cu_seq_q[0] == 0
+    assert cu_seq_k.diff().tolist() == lengths
+    assert max_q == max_k == max(lengths)
+    return by_hand(query, key, value, lengths, scale, window)
+
+
+@pytest.mark.parametrize("window", [None, 1, 4])
+@pytest.mark.parametrize("scale", [None, 0.3])
+@pytest.mark.parametrize("attend", [newest, without_groups, oldest])
+def test_varlen_attn_is_called_as_each_version_wants_it(attend, scale, window):
+    """A stand-in with the arguments of a version, which does what that version's documentation says."""
+    lengths = (4, 9, 1)
+    query, key, value, _ = inputs(sum(lengths), 4, 2)
+    row = packed_row(lengths, CPU)
+    if attend is oldest and window:
+        with pytest.raises(ValueError, match=r"takes query, .*, is_causal, return_aux: packed rows with a window"):
+            varlen_attention(query, key, value, row, scale=scale, window=window, attend=attend)
+        return
+    found = varlen_attention(query, key, value, row, scale=scale, window=window, attend=attend)
+    torch.testing.assert_close(found, by_hand(query, key, value, lengths, scale, window), rtol=1e-12, atol=1e-12)
+
+
+def test_the_installed_varlen_attn_has_the_arguments_of_the_newest_stand_in():
+    from torch.nn.attention.varlen import varlen_attn
+
+    installed = inspect.signature(varlen_attn).parameters
+    for name, argument in inspect.signature(newest).parameters.items():
+        assert installed[name].kind == argument.kind
+        assert installed[name].default == argument.default
+
+
+class ThdAttention:
+    """Stands for TransformerEngine's attention: packed rows have no batch axis, and say `thd`."""
+
+    def forward(self, query, key, value, attention_mask, attn_mask_type, attention_bias=None, packed_seq_params=None):
+        assert (attention_mask, attn_mask_type, attention_bias) == (None, "causal", None)
+        if packed_seq_params is None:
+            return "padded"
+        self.given = packed_seq_params
+        lengths = packed_seq_params.cu_seqlens_kv.diff().tolist()
+        return by_hand(query, key, value, lengths, None, None).flatten(1)
+
+
+def local_attention(window_size):
+    config = SimpleNamespace(context_parallel_size=1, window_size=window_size)
+    return CausalAttention(config, 1, None, "self")
+
+
+@pytest.mark.parametrize(
+    "make", [with_packed_rows(ThdAttention), lambda: local_attention(None), lambda: local_attention((3, 0))]
+)
+def test_a_layers_attention_takes_packed_rows_as_a_batch_of_one(make):
+    """[T, 1, N, D] -> [T, 1, N x D]; Megatron's window (3, 0) is ours of 4."""
+    lengths = (4, 9, 9, 1)
+    query, key, value, _ = inputs(sum(lengths), 4, 2)
+    module, row = make(), packed_row(lengths, CPU)
+    window = getattr(module, "window", None)
+    batch = [x[:, None] for x in (query, key, value)]
+    found = module.forward(*batch, None, attn_mask_type="causal", attention_bias=None, packed_seq_params=row)
+    expected = by_hand(query, key, value, lengths, None, window).flatten(1)[:, None]
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    twice = [x.expand(-1, 2, -1, -1) for x in batch]
+    with pytest.raises(AssertionError, match="stands alone in its batch, got 2 rows"):
+        module.forward(*twice, None, attn_mask_type="causal", attention_bias=None, packed_seq_params=row)
+    if isinstance(module, ThdAttention):
+        assert module.given.qkv_format == "thd"
+        assert module.given.cu_seqlens_q.tolist() == [0, 4, 13, 22, 23]
+        assert (module.given.max_seqlen_q, module.given.max_seqlen_kv) == (9, 9)
+        assert module.forward(*batch, None, attn_mask_type="causal") == "padded"
+
+
+def test_angles_of_a_packed_row_have_the_bits_of_those_of_padded_rows():
+    """And a row of the same length after it gets its own."""
+    rotary = PackedRotary(kv_channels=32, rotary_percent=1.0, rotary_base=10000, use_cpu_initialization=True)
+    rotary.inv_freq = rotary.inv_freq * 0.7  # as a scaling changes it after construction
+    with megatron_device(CPU):
+        padded_S11D = rotary(1000)
+        for lengths in ((1000, 3, 3, 1, 700), (3, 1000, 700, 3, 1)):
+            row = packed_row(lengths, CPU)
+            positions_T = rotary.get_rotary_seq_len(None, None, torch.empty(0), None, row)
+            packed_T11D = rotary(positions_T, packed_seq=False, cp_group=None)
+            assert torch.equal(packed_T11D, torch.cat([padded_S11D[:length] for length in lengths]))
+        config = SimpleNamespace(sequence_parallel=True, tensor_model_parallel_size=2, context_parallel_size=1)
+        assert rotary.get_rotary_seq_len(None, None, torch.empty(6, 2, 4), config, None) == 12
+
+
+def test_a_packed_row_may_be_longer_than_the_position_table():
+    """Its positions may not: five of them, behind two rows of offset."""
+    arch = SimpleNamespace(position_offset=2, max_positions=5)
+    config = SimpleNamespace(tensor_model_parallel_size=1, hidden_size=1, params_dtype=torch.float32)
+    table = PositionTable(config, arch)
+    table.weight.data = torch.arange(7.0)[:, None]
+    positions_1T = packed_row((5, 1, 5), CPU).positions_T[None]
+    assert table(positions_1T)[0, :, 0].tolist() == [2, 3, 4, 5, 6, 2, 2, 3, 4, 5, 6]
+    with pytest.raises(AssertionError, match="6 positions, the table has 5"):
+        table(packed_row((2, 6), CPU).positions_T[None])
