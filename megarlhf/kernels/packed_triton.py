@@ -35,12 +35,13 @@ __all__ = ["Cut", "add_groups", "discounted_returns", "gae", "moments", "standar
 class Cut:
     """How packed rows are dealt to programs."""
 
-    tokens: int = 1024
+    tokens: int = 512
     """Of a block, a power of two."""
     warps: int = 4
+    """Compiled for an H100, four tokens a thread take 62 registers: eight programs fit each of its 132
+    multiprocessors, so that 1024 sequences are all under way at once. With eight tokens a thread five would fit."""
     programs: int = 1024
-    """With a quarter as many sequences or more nothing is cut; with fewer, parts make up this number. An H100 has 132
-    multiprocessors, and holds seven such programs on each."""
+    """With a quarter as many sequences or more nothing is cut; with fewer, parts make up this number."""
     blocks: int = 4
     """A sequence of so many blocks, on the average, is not cut either."""
 
@@ -51,9 +52,9 @@ class Cut:
         return min(self.programs // num_sequences, triton.cdiv(num_tokens, self.tokens))
 
     def fitted(self, borders: Borders) -> tuple[int, int]:
-        """(tokens, warps) of a block: no longer than the longest sequence, and eight tokens a thread where it can."""
+        """(tokens, warps) of a block: no longer than the longest sequence, and four tokens a thread or more."""
         tokens = min(max(triton.next_power_of_2(borders.longest), 128), self.tokens)
-        return tokens, max(min(self.warps, tokens // 256), 1)
+        return tokens, max(min(self.warps, tokens // 128), 1)
 
 
 CUT = Cut()

@@ -80,18 +80,18 @@ def test_moments_and_whitening_of_cut_sequences(masked):
 
 
 def test_when_sequences_are_cut():
-    """1024 of 8192 tokens: no. 16 of them: into 64 parts, of which 8 have a block. Short ones: no."""
+    """1024 of 8192 tokens: no. 16 of them: into 64 parts, of which 16 have a block. Short ones: no."""
     cut = Cut()
     assert cut.parts(1024, 1024 * 8192) == cut.parts(256, 256 * 8192) == 1
     assert cut.parts(16, 16 * 8192) == 64
-    assert cut.parts(1, 8192) == 8
-    assert cut.parts(16, 16 * 4096) == cut.parts(1, 0) == cut.parts(1, 1) == 1
+    assert cut.parts(1, 8192) == 16
+    assert cut.parts(16, 16 * 2048) == cut.parts(1, 0) == cut.parts(1, 1) == 1
 
 
 def test_blocks_fit_short_sequences():
-    """As long as the longest sequence, 128 at least; eight tokens a thread where there are as many."""
-    assert [Cut().fitted(Borders(borders([size]), size, size)) for size in (0, 129, 600, 9999)] == [
-        (128, 1), (256, 1), (1024, 4), (1024, 4)]  # fmt: skip
+    """As long as the longest sequence, 128 at least; four tokens a thread or more."""
+    found = [Cut().fitted(Borders(borders([size]), size, size)) for size in (0, 129, 300, 9999)]
+    assert found == [(128, 1), (256, 2), (512, 4), (512, 4)]
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_bad_borders_trip_the_kernels_assertions(monkeypatch, cu_seqlens, messag
             call()
 
 
-@pytest.mark.parametrize("tokens, warps", [(128, 1), (512, 2)])
+@pytest.mark.parametrize("tokens, warps", [(128, 1), (1024, 2)])
 def test_other_blocks_give_the_same_values(tokens, warps):
     where, inputs = made()
     usual = packed_triton.gae(*inputs, where, HOW)

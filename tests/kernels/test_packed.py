@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megarlhf.kernels import (
     Moments,
@@ -412,6 +413,30 @@ def test_runs_repeat_bit_for_bit(backend):
         for one, other in zip(results(), first, strict=True):
             assert torch.equal(one, other)
     assert all(torch.count_nonzero(one) > 0 for one in first)
+
+
+class Operators(TorchDispatchMode):
+    """Notes the names of torch's operators."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.add(str(function).split(".")[1])
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.skipif(INTERPRETING, reason="Triton's kernels have no atomics")
+def test_nothing_is_added_by_index():
+    """On a GPU torch does that with atomics, in an order that changes from run to run."""
+    inputs, cu_seqlens, groups_N = columns([5, 0, 9]), borders([5, 0, 9]), tensor(1, 0, 1)
+    with Operators() as noted:
+        packed_gae(*inputs, cu_seqlens, gamma=0.9, lam=0.9, kl_coef=0.1, backend="torch")
+        packed_whiten(inputs[2], inputs[2] > 0, cu_seqlens=cu_seqlens, groups_N=groups_N, backend="torch")
+    assert {"segment_reduce", "repeat_interleave", "index_copy_"} <= noted.names
+    adding = ("index_add", "scatter", "put", "bincount", "histc", "embedding", "reduce_")
+    assert not [name for name in noted.names for part in adding if part in name]
 
 
 @pytest.mark.parametrize("backend", OURS)
