@@ -34,7 +34,7 @@ export VLLM_NO_USAGE_STATS ?= 1
 # torch's C++ side otherwise announces the NUMA policy of each vLLM rank.
 export TORCH_CPP_LOG_LEVEL ?= ERROR
 
-.PHONY: help venv demo demo-3d demo-seeds bench-convert bench-reshard bench-kernels bench-gpu-logprob test test-slow lint doctor lock clean
+.PHONY: help venv demo demo-3d demo-seeds bench-convert bench-reshard bench-kernels bench-gpu-logprob bench-gpu-packed test test-slow lint doctor lock clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -79,6 +79,9 @@ bench-kernels: venv ## log-prob kernels on the CPU against naive torch and the b
 # On a machine whose GPU build of torch is not in $(VENV): make bench-gpu-logprob PY=python3
 bench-gpu-logprob: ## the log-prob kernels against their peers on one GPU (10 minutes); writes benchmarks/results/gpu_logprob.json
 	$(PY) -m benchmarks.gpu_logprob --markdown docs/benchmarks/gpu-logprob.md
+
+bench-gpu-packed: ## packed rows against padded ones on one GPU (5 minutes); writes benchmarks/results/gpu_packed.json
+	$(PY) -m benchmarks.gpu_packed
 
 test: venv ## the default tests: no GPU, no network, minutes
 	$(PY) -m pytest -m "$(DEFAULT_TESTS)" $(PYTEST_ARGS)

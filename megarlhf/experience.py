@@ -4,7 +4,7 @@ A sample's global index is its row everywhere: sample n answers prompt n // num_
 index (lengths, groups, rewards, weight version) is on every rank. Token columns are ragged, one value per
 response token, and move between ranks through `redistribute`.
 
-Legend: N samples of the step, T tokens of all samples end to end, B rows, R longest response.
+Legend: N samples of the step, T tokens of all samples end to end, B rows.
 """
 
 from __future__ import annotations
@@ -40,21 +40,15 @@ class Ragged:
         """Views of the rows."""
         return list(self.values_T.split(self.lengths_N.tolist()))
 
-    def padded(self, fill: float = 0.0) -> Tensor:
-        """[N, R], rows at the left, `fill` behind them."""
-        mask_NR = self.mask()
-        padded_NR = torch.full(mask_NR.shape, fill, dtype=self.values_T.dtype, device=self.values_T.device)
-        padded_NR[mask_NR] = self.values_T
-        return padded_NR
+    @property
+    def cu_seqlens(self) -> Tensor:
+        """[N + 1] int64, on the CPU: row n is values_T[cu_seqlens[n] : cu_seqlens[n + 1]]."""
+        return torch.cat([self.lengths_N.new_zeros(1), self.lengths_N.cumsum(0)])
 
-    def mask(self) -> Tensor:
-        """[N, R] bool, True where a row has a value."""
-        longest = int(self.lengths_N.max()) if len(self.lengths_N) else 0
-        return (torch.arange(longest) < self.lengths_N[:, None]).to(self.values_T.device)
-
-    def like(self, padded_NR: Tensor) -> Ragged:
-        """The values of a padded tensor that stand on this table's tokens."""
-        return Ragged(padded_NR[self.mask()], self.lengths_N)
+    def spread(self, values_N: Tensor) -> Ragged:
+        """Rows as long as these, each with one number at all its tokens."""
+        lengths_N = self.lengths_N.to(values_N.device)
+        return Ragged(values_N.repeat_interleave(lengths_N, output_size=self.num_tokens), self.lengths_N)
 
 
 @dataclass(frozen=True)

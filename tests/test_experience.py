@@ -17,36 +17,34 @@ def ragged(*rows, dtype=torch.float32):
     return Ragged.from_rows([torch.tensor(row) for row in rows], dtype)
 
 
-def test_ragged_padded_mask_and_rows_with_an_empty_row():
+def test_rows_end_to_end_with_an_empty_row():
     table = Ragged.from_rows(ROWS, torch.float32)
     assert table.lengths_N.tolist() == [3, 0, 1]
     assert table.num_tokens == 4
     assert table.values_T.tolist() == [1, 2, 3, 4]
     assert [row.tolist() for row in table.rows()] == [[1, 2, 3], [], [4]]
-    assert table.padded(-7.0).tolist() == [[1, 2, 3], [-7, -7, -7], [4, -7, -7]]
-    assert table.mask().tolist() == [[True, True, True], [False, False, False], [True, False, False]]
+    assert table.cu_seqlens.tolist() == [0, 3, 3, 4]
+    assert table.cu_seqlens.dtype == torch.int64
 
 
 def test_ragged_keeps_the_dtype_asked_for():
-    table = ragged([1, 2], [3], dtype=torch.int64)
-    assert table.values_T.dtype == table.padded().dtype == torch.int64
-    assert table.padded().tolist() == [[1, 2], [3, 0]]
+    assert ragged([1, 2], [3], dtype=torch.int64).values_T.dtype == torch.int64
 
 
-def test_like_takes_the_values_on_this_tables_tokens():
+def test_one_number_a_row_spread_over_its_tokens():
     table = Ragged.from_rows(ROWS, torch.float32)
-    other_NR = torch.tensor([[10.0, 20.0, 30.0], [9.0, 9.0, 9.0], [40.0, 9.0, 9.0]])
-    found = table.like(other_NR)
-    assert found.values_T.tolist() == [10, 20, 30, 40]
+    found = table.spread(torch.tensor([2.0, 7.0, -3.0]))
+    assert found.values_T.tolist() == [2, 2, 2, -3]
     assert found.lengths_N.tolist() == [3, 0, 1]
-    assert torch.equal(table.like(table.padded(5.0)).values_T, table.values_T)
+    assert ragged([1.0, 1.0], [1.0]).spread(torch.tensor([2.0, -3.0])).values_T.tolist() == [2, 2, -3]
 
 
 @pytest.mark.parametrize("rows", [[], [torch.tensor([]), torch.tensor([])]], ids=["no rows", "empty rows"])
 def test_a_table_without_tokens(rows):
     table = Ragged.from_rows(rows, torch.float32)
     assert table.num_tokens == 0
-    assert table.padded().shape == table.mask().shape == (len(rows), 0)
+    assert table.cu_seqlens.tolist() == [0] * (len(rows) + 1)
+    assert table.spread(torch.ones(len(rows))).values_T.shape == (0,)
     assert [len(row) for row in table.rows()] == [0] * len(rows)
 
 

@@ -34,7 +34,7 @@ HOUSE: tuple[dict[str, str], ...] = (
     {"parallel": "meshes, schedules, optimizer: run any model that they are handed"},
     {
         "weights": "placements and copy plans: pure data, and what executes it",
-        "kernels": "log-probs over a sharded vocabulary: tensors and a process group",
+        "kernels": "log-probs over a sharded vocabulary, arithmetic of packed rows: tensors and a process group",
         "algo": "mathematics of tensors",
         "data": "records to samples; knows tokenizers, no model",
         "observe": "metrics and progress: is told numbers",

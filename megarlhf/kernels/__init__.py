@@ -1,5 +1,27 @@
-"""Log-probs and entropy of sampled tokens over a vocabulary sharded by tensor parallelism."""
+"""Log-probs of sampled tokens over a sharded vocabulary; advantages and sums of packed sequences."""
 
 from megarlhf.kernels.dispatch import Backend, linear_token_logprobs, token_logprobs
+from megarlhf.kernels.packed import (
+    Moments,
+    PackedBackend,
+    packed_discounted_returns,
+    packed_gae,
+    packed_means,
+    packed_moments,
+    packed_sums,
+    packed_whiten,
+)
 
-__all__ = ["Backend", "linear_token_logprobs", "token_logprobs"]
+__all__ = [
+    "Backend",
+    "Moments",
+    "PackedBackend",
+    "linear_token_logprobs",
+    "packed_discounted_returns",
+    "packed_gae",
+    "packed_means",
+    "packed_moments",
+    "packed_sums",
+    "packed_whiten",
+    "token_logprobs",
+]

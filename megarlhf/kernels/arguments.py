@@ -1,6 +1,6 @@
-"""What the public log-prob functions ask of their arguments.
+"""What the public functions ask of their arguments.
 
-Legend: T tokens, V vocabulary columns of this rank.
+Legend: T tokens, N sequences, V vocabulary columns of this rank.
 """
 
 from __future__ import annotations
@@ -75,13 +75,98 @@ def require_overwritable(logits_TV: Tensor) -> None:
         )
 
 
-def require_device(backend: str, device_type: str) -> None:
+def require_device(backend: str, device_type: str, *, kernels: str = "log-prob", instead: str = "chunked") -> None:
     """Triton has a GPU, or its interpreter.
 
     Raises: ValueError
     """
     if backend == "triton" and device_type == "cpu" and not os.environ.get("TRITON_INTERPRET"):
+        where = " (kernels.logprobs)" if kernels == "log-prob" else ""
         raise ValueError(
-            "the triton backend of the log-prob kernels needs a GPU, this is a CPU; use auto or chunked "
-            "(kernels.logprobs), or set TRITON_INTERPRET=1 to try the kernels slowly"
+            f"the triton backend of the {kernels} kernels needs a GPU, this is a CPU; use auto or {instead}{where}, "
+            "or set TRITON_INTERPRET=1 to try the kernels slowly"
         )
+
+
+def require_column(name: str, x_T: Tensor, like_T: Tensor | None = None) -> None:
+    """One float a token; as many, and on the same device, as of another column.
+
+    Raises: ValueError
+    """
+    if x_T.ndim != 1 or not x_T.is_floating_point():
+        raise ValueError(
+            f"{name} is {x_T.dtype} {list(x_T.shape)}; give bf16, fp16, fp32 or fp64 of one dimension: the tokens of "
+            "all sequences end to end"
+        )
+    if like_T is not None and len(x_T) != len(like_T):
+        raise ValueError(f"{name} has {len(x_T)} tokens, the values {len(like_T)}; give one number a token in each")
+    if like_T is not None:
+        _require_same_device(name, x_T, like_T)
+
+
+def require_token_mask(mask_T: Tensor, x_T: Tensor) -> None:
+    """Raises: ValueError"""
+    if mask_T.shape != x_T.shape or mask_T.dtype != torch.bool:
+        raise ValueError(f"mask_T is {mask_T.dtype} {list(mask_T.shape)} for {len(x_T)} tokens; give bool [{len(x_T)}]")
+    _require_same_device("mask_T", mask_T, x_T)
+
+
+def require_per_sequence(
+    name: str, values_N: Tensor, num_sequences: int, like_T: Tensor, *, integers: bool = False
+) -> None:
+    """One float, or one integer, a sequence.
+
+    Raises: ValueError
+    """
+    right = values_N.is_floating_point()
+    if integers:
+        right = not (right or values_N.is_complex() or values_N.dtype == torch.bool)
+    if values_N.shape != (num_sequences,) or not right:
+        what = "integers" if integers else "floats"
+        raise ValueError(
+            f"{name} is {values_N.dtype} {list(values_N.shape)} for {num_sequences} sequences (cu_seqlens has "
+            f"{num_sequences + 1} entries); give {what} [{num_sequences}]"
+        )
+    _require_same_device(name, values_N, like_T)
+
+
+def require_fraction(name: str, value: float) -> None:
+    """Raises: ValueError"""
+    if not 0.0 <= value <= 1.0:
+        raise ValueError(f"{name} = {value}; give a number from 0 to 1")
+
+
+def require_borders(cu_seqlens: Tensor, x_T: Tensor, *, asserted: bool) -> int:
+    """Borders of sequences that are all of x_T. Returns the longest one's tokens, or all where only a device knows.
+
+    Raises: ValueError; for numbers on a GPU, where asking would mean waiting for the device, a device assertion, if
+            `asserted` here and not by the kernel itself.
+    """
+    num_tokens = len(x_T)
+    wanted = f"give int32 or int64 [N + 1]: 0 first, where each sequence ends, {num_tokens} last"
+    if cu_seqlens.ndim != 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"cu_seqlens is {cu_seqlens.dtype} {list(cu_seqlens.shape)}; {wanted}")
+    if len(cu_seqlens) == 0:
+        raise ValueError(f"cu_seqlens is empty; {wanted} (for no sequence [0])")
+    if cu_seqlens.device.type != "cpu":
+        _require_same_device("cu_seqlens", cu_seqlens, x_T, "; or give it on the CPU, where it can be looked at")
+        if asserted:
+            right = (cu_seqlens[0] == 0) & (cu_seqlens[-1] == num_tokens) & (cu_seqlens.diff() >= 0).all()
+            torch._assert_async(right, f"cu_seqlens falls, or is not 0 first and {num_tokens} last")
+        return num_tokens
+    first, last = int(cu_seqlens[0]), int(cu_seqlens[-1])
+    if first != 0:
+        raise ValueError(f"cu_seqlens begins with {first}; {wanted}")
+    lengths_N = cu_seqlens.diff()
+    if bool((lengths_N < 0).any()):
+        where = int((lengths_N < 0).nonzero()[0])
+        start, end = cu_seqlens[where : where + 2].tolist()
+        raise ValueError(f"cu_seqlens falls from {start} to {end} at sequence {where}; {wanted}")
+    if last != num_tokens:
+        raise ValueError(f"cu_seqlens ends with {last}, but there are {num_tokens} tokens; {wanted}")
+    return int(lengths_N.max()) if len(lengths_N) else 0
+
+
+def _require_same_device(name: str, tensor: Tensor, like_T: Tensor, otherwise: str = "") -> None:
+    if tensor.device != like_T.device:
+        raise ValueError(f"{name} is on {tensor.device}, the tokens on {like_T.device}; move it there{otherwise}")

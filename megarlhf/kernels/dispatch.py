@@ -167,7 +167,7 @@ def _chosen(backend: Backend, values: Tensor) -> str:
     device_type, in_fp64 = values.device.type, values.dtype == torch.float64
     name = backend
     if backend == "auto":
-        name = "triton" if device_type == "cuda" and _has_triton() and not in_fp64 else "chunked"
+        name = "triton" if device_type == "cuda" and has_triton() and not in_fp64 else "chunked"
     elif backend == "triton" and in_fp64:
         raise ValueError("the triton backend computes in fp32, got fp64; use auto, chunked or reference")
     require_device(name, device_type)
@@ -176,7 +176,8 @@ def _chosen(backend: Backend, values: Tensor) -> str:
 
 
 @functools.cache
-def _has_triton() -> bool:
+def has_triton() -> bool:
+    """Without importing it."""
     return importlib.util.find_spec("triton") is not None
 
 

@@ -1,6 +1,6 @@
 """Rollouts become experience: log-probs of both policies, values, rewards, and the watch on the gap.
 
-Legend: B rows, S positions, N samples of the step, R longest response.
+Legend: B rows, S positions, N samples of the step, T response tokens of all of them.
 """
 
 from __future__ import annotations
@@ -12,19 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megarlhf.algo.advantages import (
-    broadcast_to_tokens,
-    gae,
-    group_relative,
-    leave_one_out,
-    shaped_rewards,
-    whiten,
-)
+from megarlhf.algo.advantages import group_relative, leave_one_out
 from megarlhf.algo.kl import kl_estimate
 from megarlhf.config import AlgoConfig, MicroBatchConfig, RewardConfig
 from megarlhf.data.samples import PromptSample
 from megarlhf.data.tokenizer import Tokenizer
 from megarlhf.experience import Experience, Ragged, Rollouts
+from megarlhf.kernels import packed_gae, packed_sums, packed_whiten
 from megarlhf.models.role import Role
 from megarlhf.parallel.step import MicroBatch
 from megarlhf.parallel.vocab import next_token_logprobs
@@ -147,22 +141,30 @@ def add_advantages(experience: Experience, algo: AlgoConfig) -> Experience:
     """Advantages (and, with a critic, returns) for every response token. The same on every rank."""
     rewards_N = experience.per_sample["rewards"]
     like = experience.columns["old_logprobs"]
-    mask_NR = like.mask()
+    coef = algo.kl.coef if algo.kl.placement == "reward" else 0.0
+    ref_T = experience.columns["ref_logprobs"].values_T if coef > 0 else None
     if algo.advantage == "gae":
-        kl_NR = kl_estimate(like.padded(), experience.columns["ref_logprobs"].padded(), algo.kl.estimator)
-        coef = algo.kl.coef if algo.kl.placement == "reward" else 0.0
-        token_rewards_NR = shaped_rewards(rewards_N, kl_NR, mask_NR, kl_coef=coef)
-        values_NR = experience.columns["values"].padded()
-        advantages_NR, returns_NR = gae(token_rewards_NR, values_NR, mask_NR, gamma=algo.gamma, lam=algo.lam)
+        advantages_T, returns_T = packed_gae(
+            like.values_T,
+            ref_T,
+            experience.columns["values"].values_T,
+            rewards_N,
+            like.cu_seqlens,
+            gamma=algo.gamma,
+            lam=algo.lam,
+            kl_coef=coef,
+            kl_kind=algo.kl.estimator,
+        )
         if algo.whiten_advantages:
-            advantages_NR = whiten(advantages_NR, mask_NR)
-        return experience.with_columns({"advantages": like.like(advantages_NR), "returns": like.like(returns_NR)})
-    if algo.kl.placement == "reward" and algo.kl.coef > 0:
-        kl_NR = kl_estimate(like.padded(), experience.columns["ref_logprobs"].padded(), algo.kl.estimator)
-        rewards_N = rewards_N - algo.kl.coef * (kl_NR * mask_NR).sum(1)
+            advantages_T = packed_whiten(advantages_T)
+        found = {"advantages": advantages_T, "returns": returns_T}
+        return experience.with_columns({name: Ragged(x_T, like.lengths_N) for name, x_T in found.items()})
+    if ref_T is not None:
+        kl_T = kl_estimate(like.values_T, ref_T, algo.kl.estimator)
+        rewards_N = rewards_N - coef * packed_sums(kl_T, like.cu_seqlens)
     groups_N = experience.groups_N.to(rewards_N.device)
     if algo.advantage == "group_relative":
         advantages_N = group_relative(rewards_N, groups_N, scale_by_std=algo.scale_by_group_std)
     else:
         advantages_N = leave_one_out(rewards_N, groups_N)
-    return experience.with_columns({"advantages": like.like(broadcast_to_tokens(advantages_N, mask_NR))})
+    return experience.with_columns({"advantages": like.spread(advantages_N)})

@@ -1,0 +1,313 @@
+"""The packed functions as Triton kernels: a program walks one sequence, or one part of it, from its end.
+
+Numbers become fp32 before anything else (sums fp64). A block is loaded from its last token to its first, so that the
+scan runs forward over lanes and what lies before the sequence's first token stands in the last lanes, where a forward
+scan takes nothing from it.
+
+One program a sequence where sequences are many: every array is read and written once. Where they are few (16 of 8192
+tokens would leave most of a GPU idle), a sequence is cut into parts: the first launch reduces each part to two
+numbers, A_first = b + a A_behind; the second takes the numbers of the parts behind it and writes. The inputs are then
+read twice, and still half as many steps follow one another. How many parts there are depends on the number of tokens
+and sequences alone, not on lengths, which only the device may know.
+
+Sums: each part writes its own, and torch adds a sequence's parts up in their order. There are no atomics.
+
+Legend: T tokens of all sequences end to end, N sequences, P parts of each, 2: a and b, 3: sum, sum of squares, count.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megarlhf.kernels.packed_problem import Borders, Shaping
+from megarlhf.kernels.packed_torch import add_groups
+
+__all__ = ["Cut", "add_groups", "discounted_returns", "gae", "moments", "standardise"]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How packed rows are dealt to programs."""
+
+    tokens: int = 512
+    """Of a block, a power of two."""
+    warps: int = 4
+    """Compiled for an H100, four tokens a thread take 62 registers: eight programs fit each of its 132
+    multiprocessors, so that 1024 sequences are all under way at once. With eight tokens a thread five would fit."""
+    programs: int = 1024
+    """With a quarter as many sequences or more nothing is cut; with fewer, parts make up this number."""
+    blocks: int = 4
+    """A sequence of so many blocks, on the average, is not cut either."""
+
+    def parts(self, num_sequences: int, num_tokens: int) -> int:
+        """Of each sequence."""
+        if 4 * num_sequences >= self.programs or num_tokens <= self.blocks * self.tokens * num_sequences:
+            return 1
+        return min(self.programs // num_sequences, triton.cdiv(num_tokens, self.tokens))
+
+    def fitted(self, borders: Borders) -> tuple[int, int]:
+        """(tokens, warps) of a block: no longer than the longest sequence, and four tokens a thread or more."""
+        tokens = min(max(triton.next_power_of_2(borders.longest), 128), self.tokens)
+        return tokens, max(min(self.warps, tokens // 128), 1)
+
+
+CUT = Cut()
+"""The default; `benchmarks.gpu_packed --sweep` tries others."""
+
+
+@triton.jit
+def _part(cu_ptr, num_tokens, BLOCK: tl.constexpr):
+    """(sequence, first token, token behind the last) of this program's part; the parts are counted from the end."""
+    n = tl.program_id(0).to(tl.int64)
+    start, end = tl.load(cu_ptr + n).to(tl.int64), tl.load(cu_ptr + n + 1).to(tl.int64)
+    tl.device_assert((n != 0) | (start == 0), "cu_seqlens does not begin with 0")
+    tl.device_assert(start <= end, "cu_seqlens falls")
+    tl.device_assert(end <= num_tokens, "cu_seqlens goes past the last token")
+    tl.device_assert((n + 1 != tl.num_programs(0)) | (end == num_tokens), "cu_seqlens does not end with the last token")
+    share = tl.cdiv(tl.cdiv(end - start, tl.num_programs(1)), BLOCK) * BLOCK
+    stop = end - tl.program_id(1) * share
+    return n, tl.maximum(stop - share, start), stop, end
+
+
+@triton.jit
+def _k3(x):
+    """e^x - 1 - x. A power series where the terms would cancel: past |x| = 1 the rest of it is below 2e-11."""
+    series = 1.0 / 6227020800.0
+    series = series * x + 1.0 / 479001600.0
+    series = series * x + 1.0 / 39916800.0
+    series = series * x + 1.0 / 3628800.0
+    series = series * x + 1.0 / 362880.0
+    series = series * x + 1.0 / 40320.0
+    series = series * x + 1.0 / 5040.0
+    series = series * x + 1.0 / 720.0
+    series = series * x + 1.0 / 120.0
+    series = series * x + 1.0 / 24.0
+    series = series * x + 1.0 / 6.0
+    series = series * x + 0.5
+    return tl.where(tl.abs(x) < 1.0, x * x * series, (tl.exp(x) - 1.0) - x)
+
+
+@triton.jit
+def _followed_by(a_behind, b_behind, a, b):
+    """x -> a x + b after the same of the tokens behind."""
+    return a * a_behind, b + a * b_behind
+
+
+@triton.jit
+def _terms(
+    logprobs_ptr, ref_ptr, values_ptr, t, inside, end, score, gamma, kl_coef,
+    KL: tl.constexpr, VALUES: tl.constexpr,
+):  # fmt: skip
+    """(d_t, V_t) of a block; without values the first array is rewards, which are the terms."""
+    first = tl.load(logprobs_ptr + t, mask=inside, other=0.0).to(tl.float32)
+    value = tl.zeros_like(first)
+    if VALUES:
+        value = tl.load(values_ptr + t, mask=inside, other=0.0).to(tl.float32)
+        behind = tl.load(values_ptr + t + 1, mask=inside & (t + 1 < end), other=0.0).to(tl.float32)
+        term = tl.where(t == end - 1, score, 0.0)
+        if KL != "none":
+            log_ratio = tl.load(ref_ptr + t, mask=inside, other=0.0).to(tl.float32) - first
+            if KL == "k1":
+                term += kl_coef * log_ratio
+            elif KL == "k2":
+                term -= kl_coef * (log_ratio * log_ratio * 0.5)
+            else:
+                term -= kl_coef * _k3(log_ratio)
+        term = term + gamma * behind - value
+    else:
+        term = first
+    return term, value
+
+
+@triton.jit(debug=True, do_not_specialize=["num_tokens"])
+def _scan_kernel(
+    scanned_ptr, returns_ptr, parts_ptr, logprobs_ptr, ref_ptr, values_ptr, scores_ptr, cu_ptr,
+    num_tokens, gamma, decay, kl_coef,
+    KL: tl.constexpr, VALUES: tl.constexpr, REDUCE: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A_t = d_t + decay A_{t+1} of one part. REDUCE: writes only the part's two numbers, for the next launch."""
+    n, first, stop, end = _part(cu_ptr, num_tokens, BLOCK)
+    lanes = tl.arange(0, BLOCK)
+    score = tl.full([], 0.0, tl.float32)
+    if VALUES:
+        score = tl.load(scores_ptr + n).to(tl.float32)
+    carry = tl.full([], 0.0, tl.float32)
+    product = tl.full([], 1.0, tl.float32)
+    if PARTS > 1 and not REDUCE:
+        for p in range(tl.program_id(1)):
+            at = parts_ptr + (n * PARTS + p) * 2
+            carry = tl.load(at + 1) + tl.load(at) * carry
+    for block in range(tl.cdiv(tl.maximum(stop - first, 0), BLOCK)):
+        t = stop - 1 - block * BLOCK - lanes
+        inside = t >= first
+        term, value = _terms(
+            logprobs_ptr, ref_ptr, values_ptr, t, inside, end, score, gamma, kl_coef, KL=KL, VALUES=VALUES
+        )
+        # Identity before the part's first token: the last lane then has the whole block's two numbers.
+        a, b = tl.associative_scan((tl.where(inside, decay, 1.0), tl.where(inside, term, 0.0)), 0, _followed_by)
+        scanned = b + a * carry
+        carry = tl.sum(tl.where(lanes == BLOCK - 1, scanned, 0.0), 0)
+        if REDUCE:
+            product *= tl.sum(tl.where(lanes == BLOCK - 1, a, 0.0), 0)
+        else:
+            tl.store(scanned_ptr + t, scanned, mask=inside)
+            if VALUES:
+                tl.store(returns_ptr + t, scanned + value, mask=inside)
+    if REDUCE:
+        at = parts_ptr + (n * PARTS + tl.program_id(1)) * 2
+        tl.store(at, product)
+        tl.store(at + 1, carry)
+
+
+@triton.jit(debug=True, do_not_specialize=["num_tokens"])
+def _moments_kernel(parts_ptr, x_ptr, mask_ptr, cu_ptr, num_tokens, MASK: tl.constexpr, BLOCK: tl.constexpr):
+    """Sum, sum of squares and count of one part, in fp64."""
+    n, first, stop, _ = _part(cu_ptr, num_tokens, BLOCK)
+    lanes = tl.arange(0, BLOCK)
+    total, squares = tl.zeros([BLOCK], tl.float64), tl.zeros([BLOCK], tl.float64)
+    count = tl.zeros([BLOCK], tl.int32)
+    for block in range(tl.cdiv(tl.maximum(stop - first, 0), BLOCK)):
+        t = stop - 1 - block * BLOCK - lanes
+        inside = t >= first
+        if MASK:
+            inside = inside & (tl.load(mask_ptr + t, mask=inside, other=0) != 0)
+        x = tl.load(x_ptr + t, mask=inside, other=0.0).to(tl.float32).to(tl.float64)
+        total += x
+        squares += x * x
+        count += inside.to(tl.int32)
+    at = parts_ptr + (n * tl.num_programs(1) + tl.program_id(1)) * 3
+    tl.store(at, tl.sum(total, 0))
+    tl.store(at + 1, tl.sum(squares, 0))
+    tl.store(at + 2, tl.sum(count.to(tl.int64), 0).to(tl.float64))
+
+
+@triton.jit(debug=True, do_not_specialize=["num_tokens"])
+def _standardise_kernel(
+    out_ptr, x_ptr, mask_ptr, mean_ptr, scale_ptr, cu_ptr, num_tokens,
+    MASK: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """`PackedCode.standardise` of one part."""
+    n, first, stop, _ = _part(cu_ptr, num_tokens, BLOCK)
+    mean, scale = tl.load(mean_ptr + n), tl.load(scale_ptr + n)
+    for block in range(tl.cdiv(tl.maximum(stop - first, 0), BLOCK)):
+        t = stop - 1 - block * BLOCK - tl.arange(0, BLOCK)
+        inside = t >= first
+        kept = inside
+        if MASK:
+            kept = inside & (tl.load(mask_ptr + t, mask=inside, other=0) != 0)
+        x = tl.load(x_ptr + t, mask=kept, other=0.0).to(tl.float32).to(tl.float64)
+        found = (x - mean) * scale
+        if not SHIFT:
+            found += mean
+        tl.store(out_ptr + t, tl.where(kept, found, 0.0).to(tl.float32), mask=inside)
+
+
+def gae(
+    logprobs_T: Tensor,
+    ref_logprobs_T: Tensor | None,
+    values_T: Tensor,
+    scores_N: Tensor,
+    borders: Borders,
+    how: Shaping,
+    cut: Cut = CUT,
+) -> tuple[Tensor, Tensor]:
+    """See `packed_reference.gae`. Where nothing is cut, each array is read or written once."""
+    advantages_T, returns_T = torch.empty(2, borders.num_tokens, device=values_T.device).unbind()
+    # Without a reference there is no KL: a kernel of that kind uses neither array, but reads the first.
+    kind = "none" if ref_logprobs_T is None else how.kl_kind
+    first_T = values_T if ref_logprobs_T is None else logprobs_T
+    ref_T = values_T if ref_logprobs_T is None else ref_logprobs_T
+    inputs = (first_T, ref_T, values_T, scores_N)
+    _scan(advantages_T, returns_T, inputs, borders, (how.gamma, how.gamma * how.lam, how.kl_coef), kind, True, cut)
+    return advantages_T, returns_T
+
+
+def discounted_returns(rewards_T: Tensor, borders: Borders, gamma: float, cut: Cut = CUT) -> Tensor:
+    """See `packed_reference.discounted_returns`."""
+    returns_T = torch.empty(borders.num_tokens, device=rewards_T.device)
+    inputs = (rewards_T, rewards_T, rewards_T, rewards_T)
+    _scan(returns_T, returns_T, inputs, borders, (gamma, gamma, 0.0), "none", False, cut)
+    return returns_T
+
+
+def _scan(
+    scanned_T: Tensor,
+    returns_T: Tensor,
+    inputs: tuple[Tensor, Tensor, Tensor, Tensor],
+    borders: Borders,
+    numbers: tuple[float, float, float],
+    kind: str,
+    values: bool,
+    cut: Cut,
+) -> None:
+    """One launch, or two where sequences are cut."""
+    num_sequences, num_tokens = borders.num_sequences, borders.num_tokens
+    if num_tokens == 0:
+        return
+    parts = cut.parts(num_sequences, num_tokens)
+    tokens, warps = cut.fitted(borders)
+    inputs_T = tuple(tensor.contiguous() for tensor in inputs)
+    parts_NP2 = torch.empty(num_sequences, parts, 2, device=scanned_T.device)
+    with _on(scanned_T.device):
+        for reduce in (True, False) if parts > 1 else (False,):
+            _scan_kernel[(num_sequences, parts)](
+                scanned_T, returns_T, parts_NP2, *inputs_T, borders.cu_seqlens, num_tokens, *numbers,
+                KL=kind, VALUES=values, REDUCE=reduce, PARTS=parts, BLOCK=tokens, num_warps=warps,
+                sanitize_overflow=False,
+            )  # fmt: skip
+
+
+def moments(x_T: Tensor, mask_T: Tensor | None, borders: Borders, cut: Cut = CUT) -> Tensor:
+    """See `packed_reference.moments`."""
+    num_sequences, num_tokens = borders.num_sequences, borders.num_tokens
+    if num_tokens == 0:
+        return torch.zeros(num_sequences, 3, dtype=torch.float64, device=x_T.device)
+    parts = cut.parts(num_sequences, num_tokens)
+    tokens, warps = cut.fitted(borders)
+    parts_NP3 = torch.empty(num_sequences, parts, 3, dtype=torch.float64, device=x_T.device)
+    with _on(x_T.device):
+        _moments_kernel[(num_sequences, parts)](
+            parts_NP3, x_T.contiguous(), _bytes(mask_T, x_T), borders.cu_seqlens, num_tokens,
+            MASK=mask_T is not None, BLOCK=tokens, num_warps=warps, sanitize_overflow=False,
+        )  # fmt: skip
+    return parts_NP3[:, 0] if parts == 1 else parts_NP3.sum(1)
+
+
+def standardise(
+    x_T: Tensor,
+    mask_T: Tensor | None,
+    borders: Borders,
+    mean_N: Tensor,
+    scale_N: Tensor,
+    shift_mean: bool,
+    cut: Cut = CUT,
+) -> Tensor:
+    """See `packed_reference.standardise`."""
+    num_sequences, num_tokens = borders.num_sequences, borders.num_tokens
+    found_T = torch.empty(num_tokens, device=x_T.device)
+    if num_tokens == 0:
+        return found_T
+    tokens, warps = cut.fitted(borders)
+    with _on(x_T.device):
+        _standardise_kernel[(num_sequences, cut.parts(num_sequences, num_tokens))](
+            found_T, x_T.contiguous(), _bytes(mask_T, x_T), mean_N.contiguous(), scale_N.contiguous(),
+            borders.cu_seqlens, num_tokens,
+            MASK=mask_T is not None, SHIFT=shift_mean, BLOCK=tokens, num_warps=warps, sanitize_overflow=False,
+        )  # fmt: skip
+    return found_T
+
+
+def _bytes(mask_T: Tensor | None, instead: Tensor) -> Tensor:
+    """A mask as Triton reads it; where there is none, something that is not read."""
+    return instead if mask_T is None else mask_T.contiguous().view(torch.uint8)
+
+
+def _on(device: torch.device) -> AbstractContextManager[object]:
+    """Triton launches on the current device, whatever the tensors' is."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -1,0 +1,57 @@
+"""Ragged inputs, fp64 truth and the comparison, for the tests of packed functions. One set of tests runs over all
+backends; Triton's kernels run in the interpreter (test_packed_triton.py starts such a process), and on a GPU.
+"""
+
+import torch
+
+from megarlhf.kernels import packed_discounted_returns, packed_gae
+from tests.kernels.cases import _ON_GPU, INTERPRETING, device_of
+
+BACKENDS = ["triton"] if INTERPRETING else ["reference", "torch", _ON_GPU]
+OURS = ["triton"] if INTERPRETING else ["torch", _ON_GPU]
+"""Without the specification."""
+FACTOR = 2.0
+"""Largest error against fp64 truth that is allowed, in units of the fp32 loop's."""
+LENGTHS = [[5], [1], [0], [3, 0, 1, 0, 7], [0, 0, 2], [300, 1, 129, 0, 128, 127], [1030, 2]]
+"""Blocks of a kernel have 128 tokens or more: several of them, exactly one, one more and one less."""
+
+
+def borders(lengths, dtype=torch.int64):
+    return torch.tensor([0, *torch.tensor(lengths, dtype=torch.int64).cumsum(0).tolist()], dtype=dtype)
+
+
+def columns(lengths, seed=0, dtype=torch.float32):
+    """(log-probs, the reference's, values) [T] and scores [N]."""
+    generator = torch.Generator().manual_seed(seed)
+    num_tokens = sum(lengths)
+    logprobs_T = -torch.rand(num_tokens, generator=generator) * 3
+    ref_T = logprobs_T + 0.3 * torch.randn(num_tokens, generator=generator)
+    values_T = torch.randn(num_tokens, generator=generator)
+    scores_N = torch.randn(len(lengths), generator=generator)
+    return tuple(tensor.to(dtype) for tensor in (logprobs_T, ref_T, values_T, scores_N))
+
+
+def on_device(backend, arguments):
+    return [one.to(device_of(backend)) if isinstance(one, torch.Tensor) else one for one in arguments]
+
+
+def gae_of(backend, *arguments, **options):
+    """(advantages, returns) on the CPU."""
+    return tuple(one.cpu() for one in packed_gae(*on_device(backend, arguments), backend=backend, **options))
+
+
+def returns_of(backend, *arguments, **options):
+    return packed_discounted_returns(*on_device(backend, arguments), backend=backend, **options).cpu()
+
+
+def worst(found, truth):
+    return float((found.double() - truth.double()).abs().max()) if truth.numel() else 0.0
+
+
+def assert_no_worse(found, loop, truth):
+    """Than FACTOR times the loop in fp32, or than a rounding of the largest number on the way."""
+    rounding = 1.2e-7 * max([1e-3, *(float(true.abs().max()) for true in truth if true.numel())])
+    for one, other, true in zip(found, loop, truth, strict=True):
+        assert one.dtype == torch.float32
+        assert one.shape == true.shape
+        assert worst(one, true) <= FACTOR * max(worst(other, true), rounding)

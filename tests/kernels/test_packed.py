@@ -1,0 +1,464 @@
+"""Advantages, returns, sums and whitening of packed sequences: by hand, against fp64, bit for bit twice.
+
+Not covered: context-parallel splits of a sequence, GPUs (the marker `gpu`; benchmarks.gpu_packed --check).
+"""
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megarlhf.kernels import (
+    Moments,
+    packed_gae,
+    packed_means,
+    packed_moments,
+    packed_sums,
+    packed_whiten,
+)
+from tests.kernels.cases import INTERPRETING, device_of
+from tests.kernels.packed_cases import (
+    BACKENDS,
+    LENGTHS,
+    OURS,
+    assert_no_worse,
+    borders,
+    columns,
+    gae_of,
+    returns_of,
+)
+
+NAN = math.nan
+KINDS = ("k1", "k2", "k3")
+PLAIN = {"gamma": 1.0, "lam": 0.5, "kl_coef": 0.0}
+several = pytest.mark.parametrize("backend", BACKENDS)
+sometimes = settings(max_examples=15 if INTERPRETING else 40, deadline=None, derandomize=True)
+
+
+def tensor(*values):
+    return torch.tensor(values)
+
+
+# --- GAE ------------------------------------------------------------------------------------------
+
+
+@several
+def test_gae_by_hand(backend):
+    """gamma=1, lambda=.5, score 1: A2 = 1-.5 = .5, A1 = .25, A0 = .125."""
+    values_T = tensor(0.5, 0.5, 0.5)
+    advantages_T, returns_T = gae_of(backend, values_T, None, values_T, tensor(1.0), tensor(0, 3), **PLAIN)
+    assert advantages_T.tolist() == [0.125, 0.25, 0.5]
+    assert returns_T.tolist() == [0.625, 0.75, 1.0]
+
+
+@several
+def test_gae_discounts_and_sequences_do_not_mix(backend):
+    """gamma=.5, lam=.5. d1 = 4-2 = 2, d0 = .5*2-1 = 0, A0 = .25*2 = .5; the second: one token, 3-1; the third NaN."""
+    values_T = tensor(1.0, 2.0, 1.0, NAN)
+    options = {"gamma": 0.5, "lam": 0.5, "kl_coef": 0.0}
+    found = gae_of(backend, values_T, None, values_T, tensor(4.0, 3.0, 1.0), tensor(0, 2, 3, 4), **options)
+    assert found[0][:3].tolist() == [0.5, 2.0, 2.0]
+    assert found[1][:3].tolist() == [1.5, 4.0, 3.0]
+    assert found[0][3:].isnan().all()
+
+
+@several
+def test_shaped_rewards_by_hand(backend):
+    """Without values and discount, returns are what is still to come. kl 1, 2, 3 and 4 at .1, scores 1 and -2.
+
+    Rewards -.1, -.2, .7 and -2.4; the sequence between has no token and loses its score of 5.
+    """
+    ref_T = -tensor(1.0, 2.0, 3.0, 4.0)
+    zeros_T = torch.zeros(4)
+    scores_N = tensor(1.0, 5.0, -2.0)
+    options = {"gamma": 1.0, "lam": 1.0, "kl_coef": 0.1}
+    advantages_T, _ = gae_of(backend, zeros_T, ref_T, zeros_T, scores_N, tensor(0, 3, 3, 4), **options)
+    torch.testing.assert_close(advantages_T, tensor(0.4, 0.5, 0.7, -2.4))
+
+
+@several
+@pytest.mark.parametrize("kind, expected", [("k1", 0.5), ("k2", 0.125), ("k3", math.expm1(-0.5) + 0.5)])
+def test_kl_estimators_by_hand(backend, kind, expected):
+    """log r = -.5: .5, .125, e^-.5 - 1 + .5."""
+    found = gae_of(backend, tensor(-1.0), tensor(-1.5), tensor(0.0), tensor(0.0), tensor(0, 1), gamma=1.0, lam=1.0,
+                   kl_coef=1.0, kl_kind=kind)  # fmt: skip
+    assert float(found[0]) == pytest.approx(-expected, rel=1e-6)
+
+
+@several
+@pytest.mark.parametrize("log_ratio", [1e-4, -1e-3, 0.3, -0.999, 0.999, 1.0, -1.001, 4.0, -20.0])
+def test_k3_where_its_terms_cancel(backend, log_ratio):
+    """Against fp64: at least as good as fp32's expm1(x) - x."""
+    x_T = tensor(log_ratio)
+    true = float(torch.expm1(x_T.double()) - x_T.double())
+    usual = float(torch.expm1(x_T) - x_T)
+    zero_T = torch.zeros(1)
+    found, _ = gae_of(backend, zero_T, x_T, zero_T, zero_T, tensor(0, 1), gamma=1.0, lam=1.0, kl_coef=1.0,
+                      kl_kind="k3")  # fmt: skip
+    assert abs(-float(found) - true) <= 2 * max(abs(usual - true), 2e-7 * true)
+
+
+@several
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("kind", [None, *KINDS])
+def test_gae_is_no_worse_than_the_loop(backend, lengths, kind):
+    options = {"gamma": 0.99, "lam": 0.95, "kl_coef": 0.1 if kind else 0.0, "kl_kind": kind or "k1"}
+    inputs = columns(lengths)
+    inputs = (inputs[0], inputs[1] if kind else None, *inputs[2:])
+    wide = [one if one is None else one.double() for one in inputs]
+    truth = packed_gae(*wide, borders(lengths), backend="torch", **options)
+    assert all(one.dtype == torch.float64 for one in truth)
+    loop = packed_gae(*inputs, borders(lengths), backend="reference", **options)
+    found = gae_of(backend, *inputs, borders(lengths, torch.int32), **options)
+    assert_no_worse(found, loop, truth)
+    assert sum(lengths) == 0 or torch.count_nonzero(found[0]) > 0
+
+
+def gae_by_definition(rewards, values, gamma, lam):
+    """A_t = sum_l (gamma lam)^l d_{t+l}, a sum for each t: O(T^2)."""
+    values = [*values, 0.0]
+    deltas = [reward + gamma * values[t + 1] - values[t] for t, reward in enumerate(rewards)]
+    return [sum((gamma * lam) ** (u - t) * deltas[u] for u in range(t, len(deltas))) for t in range(len(deltas))]
+
+
+FLOATS = st.floats(-10, 10)
+ROWS = st.lists(st.lists(st.tuples(FLOATS, FLOATS), max_size=9), max_size=5)
+
+
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+@sometimes
+@given(ROWS, FLOATS, st.floats(0, 1), st.floats(0, 1))
+def test_gae_equals_its_definition(backend, rows, score, gamma, lam):
+    """Ragged rows of any length, 0 too, and of any number, in fp64. Each token's KL (k1) is its reward, negated."""
+    if INTERPRETING:
+        pytest.skip("fp64 is not Triton's")
+    flat = [pair for row in rows for pair in row]
+    rewards_T, values_T = torch.tensor(flat, dtype=torch.float64).reshape(-1, 2).unbind(1)
+    expected, returned = [], []
+    for row in rows:
+        rewards, values = zip(*row, strict=True) if row else ((), ())
+        if row:
+            rewards = (*rewards[:-1], rewards[-1] + score)
+        found = gae_by_definition(rewards, values, gamma, lam)
+        expected += found
+        returned += [advantage + value for advantage, value in zip(found, values, strict=True)]
+    scores_N = torch.full((len(rows),), score, dtype=torch.float64)
+    cu_seqlens = borders([len(row) for row in rows])
+    advantages_T, returns_T = packed_gae(
+        torch.zeros_like(rewards_T), rewards_T, values_T, scores_N, cu_seqlens, gamma=gamma, lam=lam, kl_coef=1.0,
+        backend=backend,
+    )  # fmt: skip
+    torch.testing.assert_close(advantages_T, torch.tensor(expected, dtype=torch.float64), atol=1e-10, rtol=1e-10)
+    torch.testing.assert_close(returns_T, torch.tensor(returned, dtype=torch.float64), atol=1e-10, rtol=1e-10)
+
+
+RAGGED = st.lists(st.one_of(st.integers(0, 3), st.integers(0, 300)), max_size=6)
+FACTORS = st.sampled_from([0.0, 0.5, 0.99, 1.0])
+
+
+@pytest.mark.parametrize("backend", OURS)
+@sometimes
+@given(RAGGED, FACTORS, FACTORS, st.sampled_from(KINDS), st.integers(0, 99))
+def test_gae_of_any_lengths(backend, lengths, gamma, lam, kind, seed):
+    options = {"gamma": gamma, "lam": lam, "kl_coef": 0.2, "kl_kind": kind}
+    inputs = columns(lengths, seed)
+    truth = packed_gae(*(one.double() for one in inputs), borders(lengths), backend="reference", **options)
+    loop = packed_gae(*inputs, borders(lengths), backend="reference", **options)
+    assert_no_worse(gae_of(backend, *inputs, borders(lengths), **options), loop, truth)
+
+
+@several
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_computed_in_fp32(backend, dtype):
+    """The same bits as of the same numbers in fp32: nothing on the way is rounded to half precision."""
+    lengths = [140, 3]
+    options = {"gamma": 0.99, "lam": 0.95, "kl_coef": 0.1}
+    inputs = columns(lengths, dtype=dtype)
+    found = gae_of(backend, *inputs, borders(lengths), **options)
+    wide = gae_of(backend, *(one.float() for one in inputs), borders(lengths), **options)
+    assert all(torch.equal(one, other) for one, other in zip(found, wide, strict=True))
+    assert found[0].dtype == torch.float32
+
+
+@several
+def test_gae_gives_no_gradient_and_does_not_read_what_it_does_not_need(backend):
+    """With kl_coef 0 neither log-prob counts, whatever stands there."""
+    values_T = torch.ones(3, requires_grad=True)
+    nothing_T = torch.full((3,), NAN)
+    found = gae_of(backend, nothing_T, nothing_T, values_T, tensor(1.0), tensor(0, 3), **PLAIN)
+    assert not any(one.requires_grad for one in found)
+    assert found[0].isfinite().all()
+
+
+@several
+def test_a_nan_reaches_only_the_tokens_before_it(backend):
+    """Token 200 of the first sequence; the value's neighbour before it also has it in its difference."""
+    lengths = [300, 20]
+    logprobs_T, ref_T, values_T, scores_N = columns(lengths)
+    options = {"gamma": 0.9, "lam": 0.9, "kl_coef": 0.1}
+    clean = gae_of(backend, logprobs_T, ref_T, values_T, scores_N, borders(lengths), **options)
+    ref_T[200] = NAN
+    found = gae_of(backend, logprobs_T, ref_T, values_T, scores_N, borders(lengths), **options)
+    for one, other in zip(found, clean, strict=True):
+        assert one[:201].isnan().all()
+        assert torch.equal(one[201:], other[201:])
+
+
+@several
+def test_columns_that_are_views(backend):
+    """Every second number of a longer row, and one row of several."""
+    inputs = columns([140, 3])
+    options = {"gamma": 0.99, "lam": 0.95, "kl_coef": 0.1}
+    plain = gae_of(backend, *inputs, borders([140, 3]), **options)
+    views = [torch.stack([one, one.neg()], 1)[:, 0] for one in inputs]
+    assert not any(one.is_contiguous() for one in views)
+    found = gae_of(backend, *views, torch.stack([borders([140, 3])] * 2, 1)[:, 0], **options)
+    assert all(torch.equal(one, other) for one, other in zip(found, plain, strict=True))
+
+
+# --- discounted returns ---------------------------------------------------------------------------
+
+
+@several
+def test_discounted_returns_by_hand(backend):
+    """gamma .5: 4, 2+.5*4 = 4, 1+.5*4 = 3; the next sequence 8."""
+    found = returns_of(backend, tensor(1.0, 2.0, 4.0, 8.0), tensor(0, 3, 3, 4), gamma=0.5)
+    assert found.tolist() == [3.0, 4.0, 4.0, 8.0]
+
+
+@several
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("gamma", [0.97, 1.0])
+def test_discounted_returns_are_no_worse_than_the_loop(backend, lengths, gamma):
+    rewards_T = columns(lengths)[2]
+    kept_T = rewards_T.clone()
+    truth = returns_of("reference", rewards_T.double(), borders(lengths), gamma=gamma)
+    loop = returns_of("reference", rewards_T, borders(lengths), gamma=gamma)
+    assert_no_worse([returns_of(backend, rewards_T, borders(lengths), gamma=gamma)], [loop], [truth])
+    assert torch.equal(rewards_T, kept_T), "not written over"
+
+
+# --- sums, means, moments -------------------------------------------------------------------------
+
+X_T = tensor(1.0, 3.0, NAN, 5.0, 7.0, -9.0)
+MASK_T = tensor(True, True, False, True, True, False)
+CU = tensor(0, 3, 3, 6)
+
+
+def called(function, backend, *arguments, **options):
+    device = device_of(backend)
+    arguments = [one.to(device) if isinstance(one, torch.Tensor) else one for one in arguments]
+    options = {name: one.to(device) if isinstance(one, torch.Tensor) else one for name, one in options.items()}
+    found = function(*arguments, backend=backend, **options)
+    return found.cpu() if isinstance(found, torch.Tensor) else type(found)(*(one.cpu() for one in found))
+
+
+@several
+def test_sums_and_means_by_hand(backend):
+    """A masked NaN reaches nothing; a sequence without a token has the sum 0 and the mean 0."""
+    assert called(packed_sums, backend, X_T, CU, MASK_T).tolist() == [4.0, 0.0, 12.0]
+    assert called(packed_means, backend, X_T, CU, MASK_T).tolist() == [2.0, 0.0, 6.0]
+    sums_N = called(packed_sums, backend, X_T, CU)
+    assert sums_N[0].isnan()
+    assert sums_N[1:].tolist() == [0.0, 3.0], "a NaN that counts stays in its sequence"
+    assert called(packed_means, backend, X_T, CU)[2] == 1.0
+
+
+@several
+def test_sums_and_means_of_groups_by_hand(backend):
+    """Group 7: 1 + 2 + 16; group -3: 4 + 8. A mean is over tokens: 19 / 3, 12 / 2; group 5 has no token."""
+    x_T = tensor(1.0, 2.0, 4.0, 8.0, 16.0)
+    cu_seqlens, groups_N = borders([2, 1, 0, 1, 1]), tensor(7, -3, 5, -3, 7)
+    assert called(packed_sums, backend, x_T, cu_seqlens, groups_N=groups_N).tolist() == [19, 12, 0, 12, 19]
+    means_N = called(packed_means, backend, x_T, cu_seqlens, groups_N=groups_N)
+    torch.testing.assert_close(means_N, tensor(19 / 3, 6.0, 0.0, 6.0, 19 / 3))
+    mask_T = tensor(True, False, True, True, True)
+    masked_N = called(packed_means, backend, x_T, cu_seqlens, mask_T, groups_N=groups_N)
+    assert masked_N.tolist() == [8.5, 6, 0, 6, 8.5]
+
+
+@several
+@pytest.mark.parametrize("bad", [NAN, math.inf])
+def test_a_nan_stays_in_its_group(backend, bad):
+    """Whichever group comes first by number, or by place."""
+    for groups in itertools.permutations([1, 2, 3]):
+        x_T = tensor(bad, 2.0, 3.0, 4.0)
+        found = called(packed_sums, backend, x_T, borders([1, 1, 1, 1]), groups_N=tensor(*groups, groups[2]))
+        assert not found[0].isfinite()
+        assert found[1:].tolist() == [2, 7, 7]
+
+
+@several
+@sometimes
+@given(RAGGED, st.integers(0, 99), st.booleans(), st.booleans())
+def test_moments_of_any_lengths(backend, lengths, seed, masked, grouped):
+    """Against Python's exact sums."""
+    generator = torch.Generator().manual_seed(seed)
+    x_T = torch.randn(sum(lengths), generator=generator) * 100 + 7
+    mask_T = torch.rand(sum(lengths), generator=generator) < 0.7 if masked else None
+    groups_N = torch.randint(-2, 2, (len(lengths),), generator=generator) if grouped else None
+    found = called(packed_moments, backend, x_T, borders(lengths), mask_T, groups_N=groups_N)
+    expected = []
+    for n in range(len(lengths)):
+        rows = [m for m in range(len(lengths)) if m == n or (grouped and groups_N[m] == groups_N[n])]
+        kept = [torch.arange(sum(lengths[:m]), sum(lengths[: m + 1])) for m in rows]
+        kept = [float(x_T[t]) for row in kept for t in row.tolist() if mask_T is None or mask_T[t]]
+        expected.append((math.fsum(kept), math.fsum(x * x for x in kept), len(kept)))
+    expected_N3 = torch.tensor(expected, dtype=torch.float64).reshape(-1, 3)
+    torch.testing.assert_close(torch.stack(found, 1), expected_N3, rtol=1e-13, atol=1e-10)
+
+
+@several
+def test_moments_survive_a_large_mean(backend):
+    """1e4 +- 1e-2 in fp32 would leave no variance at all."""
+    variance = called(packed_moments, backend, tensor(1e4, 1e4 + 0.0625)).variance()
+    assert variance.shape == ()
+    assert float(variance) == pytest.approx(0.0625**2 / 4, rel=1e-3)
+
+
+# --- whitening ------------------------------------------------------------------------------------
+
+
+@several
+def test_whiten_by_hand(backend):
+    """1, 3, 5, 7: mean 4, biased variance (9+1+1+9)/4 = 5. NaN outside the mask becomes 0."""
+    expected_T = tensor(-3.0, -1.0, 0.0, 1.0, 3.0, 0.0) / math.sqrt(5.0)
+    torch.testing.assert_close(called(packed_whiten, backend, X_T, MASK_T, eps=0.0), expected_T)
+    unshifted_T = called(packed_whiten, backend, X_T, MASK_T, eps=0.0, shift_mean=False)
+    torch.testing.assert_close(unshifted_T, torch.where(MASK_T, expected_T + 4, 0.0))
+    assert called(packed_whiten, backend, X_T, torch.zeros_like(MASK_T)).abs().sum() == 0
+
+
+@several
+def test_whiten_by_sequence_and_by_group(backend):
+    """Each sequence: 1, 3 and 5, 7 have mean 2 and 6 and variance 1. Groups of both: as over everything."""
+    by_sequence_T = called(packed_whiten, backend, X_T, MASK_T, cu_seqlens=CU, eps=0.0)
+    assert by_sequence_T.tolist() == [-1, 1, 0, -1, 1, 0]
+    whole_T = called(packed_whiten, backend, X_T, MASK_T)
+    one_group_T = called(packed_whiten, backend, X_T, MASK_T, cu_seqlens=CU, groups_N=tensor(4, 4, 4))
+    torch.testing.assert_close(one_group_T, whole_T)
+    apart_T = called(packed_whiten, backend, X_T, MASK_T, cu_seqlens=CU, groups_N=tensor(4, 4, 9), eps=0.0)
+    assert torch.equal(apart_T, by_sequence_T)
+
+
+@several
+def test_moments_add_up_over_ranks(backend):
+    """Two ranks whiten with the sum of their moments as one rank does with all rows; a third has nothing."""
+    moments = called(packed_moments, backend, X_T, None, MASK_T)
+    assert [float(m) for m in moments] == [16.0, 84.0, 4.0]
+    assert (float(moments.mean()), float(moments.variance())) == (4.0, 5.0)
+    ranks = [(X_T[:3], MASK_T[:3]), (X_T[3:], MASK_T[3:]), (X_T[:0], MASK_T[:0])]
+    parts = [packed_moments(x_T, None, mask_T, backend="reference") for x_T, mask_T in ranks]
+    summed = Moments(*(sum(part).to(device_of(backend)) for part in zip(*parts, strict=True)))
+    whole_T = called(packed_whiten, backend, X_T, MASK_T)
+    for rank, part_T in enumerate((whole_T[:3], whole_T[3:], whole_T[:0])):
+        found_T = called(packed_whiten, backend, *ranks[rank], moments=summed)
+        torch.testing.assert_close(found_T, part_T)
+    assert not torch.allclose(called(packed_whiten, backend, *ranks[0]), whole_T[:3])
+
+
+@several
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_whitened_sequences_have_mean_0_and_variance_1(backend, lengths):
+    x_T = columns(lengths)[2] * 3 + 50
+    found_T = called(packed_whiten, backend, x_T, cu_seqlens=borders(lengths))
+    moments = packed_moments(found_T, borders(lengths), backend="torch")
+    several_N = torch.tensor(lengths) > 1
+    torch.testing.assert_close(moments.mean(), torch.zeros(len(lengths)).double(), atol=1e-5, rtol=0)
+    torch.testing.assert_close(moments.variance(), several_N.double(), atol=1e-5, rtol=0)
+
+
+# --- nothing, twice, and dtypes -------------------------------------------------------------------
+
+
+@several
+@pytest.mark.parametrize("lengths", [[], [0], [0, 0, 0]], ids=["no sequence", "an empty one", "three empty ones"])
+def test_a_rank_without_tokens(backend, lengths):
+    """Also one without a sequence."""
+    none_T, cu_seqlens = torch.zeros(0), borders(lengths)
+    options = {"gamma": 1.0, "lam": 1.0, "kl_coef": 0.1}
+    found = gae_of(backend, none_T, none_T, none_T, torch.ones(len(lengths)), cu_seqlens, **options)
+    assert [one.shape for one in found] == [(0,), (0,)]
+    assert returns_of(backend, none_T, cu_seqlens, gamma=1.0).shape == (0,)
+    groups_N = torch.zeros(len(lengths), dtype=torch.int32)
+    for groups in (None, groups_N):
+        for function in (packed_sums, packed_means):
+            assert called(function, backend, none_T, cu_seqlens, groups_N=groups).tolist() == [0.0] * len(lengths)
+        assert called(packed_whiten, backend, none_T, cu_seqlens=cu_seqlens, groups_N=groups).shape == (0,)
+    assert called(packed_whiten, backend, none_T, none_T.bool()).shape == (0,)
+    assert [float(one) for one in called(packed_moments, backend, none_T)] == [0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("backend", OURS)
+def test_runs_repeat_bit_for_bit(backend):
+    """Also where a group's sequences stand in another order of others."""
+    lengths = [300, 1, 129, 0, 128, 127]
+    inputs = columns(lengths, seed=3)
+    groups_N = tensor(2, 1, 2, 1, 0, 2)
+    options = {"gamma": 0.99, "lam": 0.95, "kl_coef": 0.1}
+
+    def results():
+        x_T = inputs[2]
+        found = [*gae_of(backend, *inputs, borders(lengths), **options)]
+        found += called(packed_moments, backend, x_T, borders(lengths), groups_N=groups_N)
+        found.append(called(packed_whiten, backend, x_T, cu_seqlens=borders(lengths), groups_N=groups_N))
+        return [*found, called(packed_whiten, backend, x_T), returns_of(backend, x_T, borders(lengths), gamma=0.9)]
+
+    first = results()
+    for _ in range(2):
+        for one, other in zip(results(), first, strict=True):
+            assert torch.equal(one, other)
+    assert all(torch.count_nonzero(one) > 0 for one in first)
+
+
+class Operators(TorchDispatchMode):
+    """Notes the names of torch's operators."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.add(str(function).split(".")[1])
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.skipif(INTERPRETING, reason="Triton's kernels have no atomics")
+def test_nothing_is_added_by_index():
+    """On a GPU torch does that with atomics, in an order that changes from run to run."""
+    inputs, cu_seqlens, groups_N = columns([5, 0, 9]), borders([5, 0, 9]), tensor(1, 0, 1)
+    with Operators() as noted:
+        packed_gae(*inputs, cu_seqlens, gamma=0.9, lam=0.9, kl_coef=0.1, backend="torch")
+        packed_whiten(inputs[2], inputs[2] > 0, cu_seqlens=cu_seqlens, groups_N=groups_N, backend="torch")
+    assert {"segment_reduce", "repeat_interleave", "index_copy_"} <= noted.names
+    adding = ("index_add", "scatter", "put", "bincount", "histc", "embedding", "reduce_")
+    assert not [name for name in noted.names for part in adding if part in name]
+
+
+@pytest.mark.parametrize("backend", OURS)
+def test_a_sequence_has_the_same_bits_whatever_stands_beside_it(backend):
+    """Alone, behind others and before others. Not: with a longer one in the batch, which may widen the blocks."""
+    lengths = [300, 1, 129, 0, 128, 127]
+    inputs = columns(lengths, seed=5)
+    options = {"gamma": 0.99, "lam": 0.95, "kl_coef": 0.1}
+    whole = gae_of(backend, *inputs, borders(lengths), **options)
+    first = [one[:300] if len(one) > 6 else one[:1] for one in inputs]
+    alone = gae_of(backend, *first, borders(lengths[:1]), **options)
+    assert all(torch.equal(one, other[:300]) for one, other in zip(alone, whole, strict=True))
+
+
+@pytest.mark.skipif(INTERPRETING, reason="fp64 is not Triton's")
+def test_fp64_stays_fp64():
+    lengths = [40, 3]
+    wide = [one.double() for one in columns(lengths)]
+    cu_seqlens = borders(lengths)
+    for backend in ("auto", "torch", "reference"):
+        found = [*packed_gae(*wide, cu_seqlens, gamma=0.9, lam=0.9, kl_coef=0.1, backend=backend)]
+        found += [packed_sums(wide[2], cu_seqlens, backend=backend), packed_whiten(wide[2], backend=backend)]
+        assert all(one.dtype == torch.float64 for one in found)
+    narrow = packed_gae(*columns(lengths), cu_seqlens, gamma=0.9, lam=0.9, kl_coef=0.1)
+    assert 0 < float((narrow[0].double() - found[0]).abs().max()) < 1e-5
