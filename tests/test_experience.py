@@ -57,7 +57,8 @@ def test_experience_counts_and_grows_without_change_of_the_old():
     )
     prompts = (torch.tensor([1]), torch.tensor([1, 2, 3]))
     before = Experience(prompts=prompts, groups_N=torch.tensor([0, 1]), rollouts=rollouts)
-    assert (before.num_samples, before.longest) == (2, 4)
+    assert (before.num_samples, before.prompt_lengths_N.tolist()) == (2, [1, 3])
+    assert [row.tolist() for row in before.sequences.rows()] == [[1, 5, 6], [1, 2, 3, 7]]
     after = before.with_columns({"values": ragged([0.1, 0.2], [0.3])}).with_per_sample({"rewards": torch.zeros(2)})
     assert (list(before.columns), list(before.per_sample)) == ([], [])
     assert (list(after.columns), list(after.per_sample)) == (["values"], ["rewards"])
