@@ -48,10 +48,18 @@ def worst(found, truth):
     return float((found.double() - truth.double()).abs().max()) if truth.numel() else 0.0
 
 
-def assert_no_worse(found, loop, truth):
-    """Than FACTOR times the loop in fp32, or than a rounding of the largest number on the way."""
+def magnitude(advantages_T, lengths, decay):
+    """The largest that a token's terms add up to where none cancel: sum_k decay^k |d_{t+k}|."""
+    following_T = torch.cat([advantages_T[1:], advantages_T[:1]]).clone()
+    following_T[[end - 1 for end in borders(lengths)[1:].tolist() if end]] = 0
+    terms_T = (advantages_T - decay * following_T).abs()
+    return float(returns_of("torch", terms_T, borders(lengths), gamma=decay).max()) if len(terms_T) else 0.0
+
+
+def assert_no_worse(found, loop, truth, least=0.0):
+    """Than FACTOR times the loop in fp32, or than a rounding of the largest number on the way, or than `least`."""
     rounding = 1.2e-7 * max([1e-3, *(float(true.abs().max()) for true in truth if true.numel())])
     for one, other, true in zip(found, loop, truth, strict=True):
         assert one.dtype == torch.float32
         assert one.shape == true.shape
-        assert worst(one, true) <= FACTOR * max(worst(other, true), rounding)
+        assert worst(one, true) <= FACTOR * max(worst(other, true), rounding, least)

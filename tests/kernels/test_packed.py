@@ -29,6 +29,7 @@ from tests.kernels.packed_cases import (
     borders,
     columns,
     gae_of,
+    magnitude,
     returns_of,
 )
 
@@ -168,7 +169,9 @@ def test_gae_of_any_lengths(backend, lengths, gamma, lam, kind, seed):
     inputs = columns(lengths, seed)
     truth = packed_gae(*(one.double() for one in inputs), borders(lengths), backend="reference", **options)
     loop = packed_gae(*inputs, borders(lengths), backend="reference", **options)
-    assert_no_worse(gae_of(backend, *inputs, borders(lengths), **options), loop, truth)
+    # In small problems the loop may happen to be exact: half a unit in the last place of what may have cancelled.
+    least = 2**-24 * magnitude(truth[0], lengths, gamma * lam)
+    assert_no_worse(gae_of(backend, *inputs, borders(lengths), **options), loop, truth, least)
 
 
 @several
