@@ -3,6 +3,7 @@ backends; Triton's kernels run in the interpreter (test_packed_triton.py starts 
 """
 
 import torch
+from hypothesis import strategies as st
 
 from megarlhf.kernels import packed_discounted_returns, packed_gae
 from tests.kernels.cases import _ON_GPU, INTERPRETING, device_of
@@ -14,6 +15,13 @@ FACTOR = 2.0
 """Largest error against fp64 truth that is allowed, in units of the fp32 loop's."""
 LENGTHS = [[5], [1], [0], [3, 0, 1, 0, 7], [0, 0, 2], [300, 1, 129, 0, 128, 127], [1030, 2]]
 """Blocks of a kernel have 128 tokens or more: several of them, exactly one, one more and one less."""
+
+
+RAGGED = st.lists(st.one_of(st.integers(0, 3), st.integers(0, 300)), max_size=6)
+
+
+def tensor(*values):
+    return torch.tensor(values)
 
 
 def borders(lengths, dtype=torch.int64):
@@ -42,6 +50,14 @@ def gae_of(backend, *arguments, **options):
 
 def returns_of(backend, *arguments, **options):
     return packed_discounted_returns(*on_device(backend, arguments), backend=backend, **options).cpu()
+
+
+def called(function, backend, *arguments, **options):
+    device = device_of(backend)
+    arguments = [one.to(device) if isinstance(one, torch.Tensor) else one for one in arguments]
+    options = {name: one.to(device) if isinstance(one, torch.Tensor) else one for name, one in options.items()}
+    found = function(*arguments, backend=backend, **options)
+    return found.cpu() if isinstance(found, torch.Tensor) else type(found)(*(one.cpu() for one in found))
 
 
 def worst(found, truth):
