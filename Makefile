@@ -80,7 +80,7 @@ bench-kernels: venv ## log-prob kernels on the CPU against naive torch and the b
 bench-gpu-logprob: ## the log-prob kernels against their peers on one GPU (10 minutes); writes benchmarks/results/gpu_logprob.json
 	$(PY) -m benchmarks.gpu_logprob --markdown docs/benchmarks/gpu-logprob.md
 
-bench-gpu-packed: ## packed rows against padded ones on one GPU (5 minutes); writes benchmarks/results/gpu_packed.json
+bench-gpu-packed: ## packed rows against padded ones on one GPU (7 minutes); writes benchmarks/results/gpu_packed.json
 	$(PY) -m benchmarks.gpu_packed
 
 test: venv ## the default tests: no GPU, no network, minutes

@@ -1,6 +1,9 @@
-"""The packed functions in torch: no loop over tokens or sequences, no wait for the device, no float atomics.
+"""The packed functions in torch: no loop over tokens or sequences, no float atomics.
 
-Legend: T tokens of all sequences end to end, N sequences, 3: sum, sum of squares, count.
+On a GPU scans wait for the device (once, for shapes that follow from lengths); sums and whitening do not.
+
+Legend: T tokens of all sequences end to end, N sequences, K sequences that have a token, L tokens of a block, B blocks,
+3: sum, sum of squares, count.
 """
 
 from __future__ import annotations
@@ -9,6 +12,9 @@ import torch
 from torch import Tensor
 
 from megarlhf.kernels.packed_problem import Borders, Shaping, wide
+
+_BLOCK = 64
+"""Tokens."""
 
 
 def gae(
@@ -22,19 +28,21 @@ def gae(
     """See `packed_reference.gae`."""
     dtype = wide(logprobs_T, ref_logprobs_T, values_T, scores_N)
     values_T = values_T.to(dtype)
-    behind_T = _tokens_behind(borders)
-    deltas_T = torch.where(behind_T == 0, borders.spread(scores_N.to(dtype)), 0.0)
+    present_N = borders.cu_seqlens.diff() > 0
+    last_K = borders.cu_seqlens[1:][present_N] - 1
+    # The value behind a sequence's last token is another sequence's.
+    next_T = torch.cat([values_T[1:], values_T[:1]]).index_fill_(0, last_K, 0.0)
+    terms_T = next_T.mul_(how.gamma).sub_(values_T)
     if ref_logprobs_T is not None:
-        deltas_T.sub_(_kl(ref_logprobs_T.to(dtype) - logprobs_T.to(dtype), how.kl_kind), alpha=how.kl_coef)
-    deltas_T[:-1].add_(torch.where(behind_T[:-1] > 0, values_T[1:], 0.0), alpha=how.gamma)
-    advantages_T = _scan(deltas_T.sub_(values_T), behind_T, borders.longest, how.gamma * how.lam)
+        terms_T.sub_(_kl(ref_logprobs_T.to(dtype) - logprobs_T.to(dtype), how.kl_kind), alpha=how.kl_coef)
+    terms_T.index_copy_(0, last_K, terms_T[last_K] + scores_N[present_N].to(dtype))
+    advantages_T = _scan(terms_T, borders, how.gamma * how.lam)
     return advantages_T, advantages_T + values_T
 
 
 def discounted_returns(rewards_T: Tensor, borders: Borders, gamma: float) -> Tensor:
     """See `packed_reference.discounted_returns`."""
-    rewards_T = rewards_T.to(wide(rewards_T), copy=True)
-    return _scan(rewards_T, _tokens_behind(borders), borders.longest, gamma)
+    return _scan(rewards_T.to(wide(rewards_T)), borders, gamma)
 
 
 def moments(x_T: Tensor, mask_T: Tensor | None, borders: Borders) -> Tensor:
@@ -75,25 +83,38 @@ def standardise(
     return found_T.to(wide(x_T))
 
 
-def _tokens_behind(borders: Borders) -> Tensor:
-    """How many tokens of its sequence stand behind each, [T]."""
-    ends_T = borders.spread(borders.cu_seqlens[1:])
-    return ends_T - 1 - torch.arange(borders.num_tokens, device=ends_T.device)
-
-
-def _scan(terms_T: Tensor, behind_T: Tensor, longest: int, factor: float) -> Tensor:
-    """A_t = x_t + factor A_{t+1} in each sequence, by doubling; over its argument.
+def _scan(terms_T: Tensor, borders: Borders, factor: float) -> Tensor:
+    """A_t = x_t + factor A_{t+1} in each sequence, by doubling.
 
     After k steps a token has the terms of 2^k tokens, itself first; each step adds what the token 2^k further on has.
-    log2(longest) passes over T numbers. Nothing is added that is not the sequence's own, not even times zero: a NaN
-    stays in its sequence, and reaches the tokens before it alone.
+    First in blocks of one sequence, counted from its end and filled up with zeros before its first token; then over
+    the blocks' first tokens; then each block takes what follows it. Nothing is added to a token but what stands behind
+    it in its own sequence, not even times zero: a NaN reaches the tokens before it alone.
     """
+    if borders.num_tokens == 0:
+        return terms_T.clone()
+    blocks_N = (borders.cu_seqlens.diff() + (_BLOCK - 1)) // _BLOCK
+    ends_N = blocks_N.cumsum(0)
+    num_blocks = int(ends_N[-1])
+    at_T = torch.arange(borders.num_tokens, device=terms_T.device)
+    at_T += borders.spread(ends_N * _BLOCK - borders.cu_seqlens[1:])
+    found_BL = terms_T.new_zeros(num_blocks * _BLOCK).index_copy_(0, at_T, terms_T).view(num_blocks, _BLOCK)
     step = 1
-    while step < longest:
-        further_T = torch.where(behind_T[:-step] >= step, terms_T[step:], 0.0)
-        terms_T[:-step].add_(further_T, alpha=factor**step)
+    while step < _BLOCK:
+        found_BL[:, :-step] += found_BL[:, step:] * factor**step
         step *= 2
-    return terms_T
+    behind_B = ends_N.repeat_interleave(blocks_N, output_size=num_blocks) - 1
+    behind_B -= torch.arange(num_blocks, device=terms_T.device)
+    first_B = found_BL[:, 0].clone()
+    step = 1
+    while step * _BLOCK < borders.longest:
+        further_B = torch.where(behind_B[:-step] >= step, first_B[step:], 0.0)
+        first_B[:-step].add_(further_B, alpha=factor ** (step * _BLOCK))
+        step *= 2
+    following_B = torch.where(behind_B[:-1] > 0, first_B[1:], 0.0)
+    powers_L = torch.tensor([factor ** (_BLOCK - i) for i in range(_BLOCK)], dtype=terms_T.dtype)
+    found_BL[:-1].addcmul_(following_B[:, None], powers_L.to(terms_T.device))
+    return found_BL.view(-1).index_select(0, at_T)
 
 
 def _segment_sums(x_T: Tensor, offsets: Tensor) -> Tensor:

@@ -3,6 +3,7 @@ backends; Triton's kernels run in the interpreter (test_packed_triton.py starts 
 """
 
 import torch
+from hypothesis import strategies as st
 
 from megarlhf.kernels import packed_discounted_returns, packed_gae
 from tests.kernels.cases import _ON_GPU, INTERPRETING, device_of
@@ -14,6 +15,13 @@ FACTOR = 2.0
 """Largest error against fp64 truth that is allowed, in units of the fp32 loop's."""
 LENGTHS = [[5], [1], [0], [3, 0, 1, 0, 7], [0, 0, 2], [300, 1, 129, 0, 128, 127], [1030, 2]]
 """Blocks of a kernel have 128 tokens or more: several of them, exactly one, one more and one less."""
+
+
+RAGGED = st.lists(st.one_of(st.integers(0, 3), st.integers(0, 300)), max_size=6)
+
+
+def tensor(*values):
+    return torch.tensor(values)
 
 
 def borders(lengths, dtype=torch.int64):
@@ -44,14 +52,30 @@ def returns_of(backend, *arguments, **options):
     return packed_discounted_returns(*on_device(backend, arguments), backend=backend, **options).cpu()
 
 
+def called(function, backend, *arguments, **options):
+    device = device_of(backend)
+    arguments = [one.to(device) if isinstance(one, torch.Tensor) else one for one in arguments]
+    options = {name: one.to(device) if isinstance(one, torch.Tensor) else one for name, one in options.items()}
+    found = function(*arguments, backend=backend, **options)
+    return found.cpu() if isinstance(found, torch.Tensor) else type(found)(*(one.cpu() for one in found))
+
+
 def worst(found, truth):
     return float((found.double() - truth.double()).abs().max()) if truth.numel() else 0.0
 
 
-def assert_no_worse(found, loop, truth):
-    """Than FACTOR times the loop in fp32, or than a rounding of the largest number on the way."""
+def magnitude(advantages_T, lengths, decay):
+    """The largest that a token's terms add up to where none cancel: sum_k decay^k |d_{t+k}|."""
+    following_T = torch.cat([advantages_T[1:], advantages_T[:1]]).clone()
+    following_T[[end - 1 for end in borders(lengths)[1:].tolist() if end]] = 0
+    terms_T = (advantages_T - decay * following_T).abs()
+    return float(returns_of("torch", terms_T, borders(lengths), gamma=decay).max()) if len(terms_T) else 0.0
+
+
+def assert_no_worse(found, loop, truth, least=0.0):
+    """Than FACTOR times the loop in fp32, or than a rounding of the largest number on the way, or than `least`."""
     rounding = 1.2e-7 * max([1e-3, *(float(true.abs().max()) for true in truth if true.numel())])
     for one, other, true in zip(found, loop, truth, strict=True):
         assert one.dtype == torch.float32
         assert one.shape == true.shape
-        assert worst(one, true) <= FACTOR * max(worst(other, true), rounding)
+        assert worst(one, true) <= FACTOR * max(worst(other, true), rounding, least)
