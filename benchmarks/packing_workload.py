@@ -1,7 +1,7 @@
 """What `make bench-packing` trains on: a small Llama, prompts, responses of long-tailed or of equal length, a reward.
 
-Everything follows from `Sizes` and a seed, so that each process makes its own copy. The tokenizer has a word per id,
-and its end-of-sequence is an id that the model has no logit for: a response ends by its length alone.
+Everything follows from `Sizes` and a seed, so that each process makes its own copy. The tokenizer has a word per id.
+The model never says end-of-sequence, so that a generated response ends by its length alone.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Any, Literal
 import torch
 
 Kind = Literal["long_tailed", "equal"]
-SPECIAL = ("<pad>", "<unk>", "<s>")
-"""Ids 0 to 2; the words follow, and `</s>` behind the model's last id."""
+SPECIAL = ("<pad>", "<unk>", "<s>", "</s>")
+"""Ids 0 to 3; the words follow."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +125,17 @@ def reward(prompt: str, response: str, fields: Mapping[str, Any]) -> float:
     return zlib.crc32(response.strip().encode()) / 2**32
 
 
+def _never_end(model: Any, eos: int) -> None:
+    """Channel 0 carries a constant through all layers, and only the logit of `eos` reads it: as a bias of about -40."""
+    with torch.no_grad():
+        model.model.embed_tokens.weight[:, 0] = 1.0
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight[0] = 0.0
+            layer.mlp.down_proj.weight[0] = 0.0
+        model.lm_head.weight[:, 0] = 0.0
+        model.lm_head.weight[eos, 0] = -20.0
+
+
 def write_model(directory: Path, sizes: Sizes, seed: int = 0) -> Path:
     """A random Llama in fp32, as Hugging Face writes it, with its tokenizer."""
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -141,17 +152,19 @@ def write_model(directory: Path, sizes: Sizes, seed: int = 0) -> Path:
         max_position_embeddings=sizes.prompt_tokens[1] + sizes.max_response,
         initializer_range=0.05,
         bos_token_id=2,
-        eos_token_id=sizes.vocab,
+        eos_token_id=3,
         pad_token_id=0,
         tie_word_embeddings=False,
     )
-    LlamaForCausalLM(config).save_pretrained(directory)
+    model = LlamaForCausalLM(config)
+    _never_end(model, config.eos_token_id)
+    model.save_pretrained(directory)
     vocabulary = {name: n for n, name in enumerate(SPECIAL)}
-    vocabulary |= {f"w{n}": n for n in range(len(SPECIAL), sizes.vocab)} | {"</s>": sizes.vocab}
+    vocabulary |= {f"w{n}": n for n in range(len(SPECIAL), sizes.vocab)}
     special = [
         {"id": vocabulary[name], "content": name, "special": True}
         | dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-        for name in (*SPECIAL, "</s>")
+        for name in SPECIAL
     ]
     tokenizer = {
         "version": "1.0",
