@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -92,11 +93,18 @@ class Experience:
     def response_lengths_N(self) -> Tensor:
         return self.rollouts.responses.lengths_N
 
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest prompt + response."""
-        prompt_lengths = torch.tensor([len(prompt) for prompt in self.prompts])
-        return int((prompt_lengths + self.response_lengths_N).max())
+    @cached_property
+    def prompt_lengths_N(self) -> Tensor:
+        """int64, on the CPU."""
+        return torch.tensor([len(prompt) for prompt in self.prompts], dtype=torch.int64)
+
+    @cached_property
+    def sequences(self) -> Ragged:
+        """Prompt and response of each sample, int64 tokens where the responses are."""
+        responses = self.rollouts.responses
+        rows = zip(self.prompts, responses.rows(), strict=True)
+        tokens_T = torch.cat([part for prompt, response in rows for part in (prompt.to(response), response)])
+        return Ragged(tokens_T, self.prompt_lengths_N + responses.lengths_N)
 
     def with_columns(self, columns: Mapping[str, Ragged]) -> Experience:
         return replace(self, columns={**self.columns, **columns})

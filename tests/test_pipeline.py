@@ -18,7 +18,7 @@ from tests.command import megarlhf, succeed
 from tools.demo.make_data import Recipe, write_all
 
 RECIPE = Recipe(heldout=20, sft_train=200, pairs_train=200, prompts_train=60)
-FEW = ["train.num_steps=3", "train.mini_batch_samples=16", "train.micro_batch_samples=4", "eval.max_samples=15"]
+FEW = ["train.num_steps=3", "train.mini_batch_samples=16", "train.max_tokens_per_micro_batch=64", "eval.max_samples=15"]
 RL_METRICS = {
     "step",
     "reward_mean",

@@ -1,7 +1,8 @@
 """Losses: sums over what is here, divided by a denominator the caller states.
 
-Axes: B responses (rows), T positions, N pairs. `mask_BT` is bool and marks response tokens; what stands
-elsewhere (even NaN) changes neither loss nor gradient.
+Axes: B rows, T positions, N pairs. A row is one response, or several end to end (packed): then `lengths_BT` says of
+each response token how long its response is. `mask_BT` is bool and marks response tokens; what stands elsewhere (even
+NaN) changes neither loss nor gradient.
 
 `denominator` counts over the whole mini-batch and all data-parallel ranks: response tokens, sequences or
 pairs, as each function says. The caller sums the losses of micro-batches and the gradients of ranks, and any
@@ -25,17 +26,22 @@ Denominator = int | float | Tensor
 _MAX_LOG_RATIO = 20.0
 
 
-def token_weights(mask_BT: Tensor, kind: Aggregation, *, denominator: Denominator) -> Tensor:
+def token_weights(
+    mask_BT: Tensor, kind: Aggregation, *, denominator: Denominator, lengths_BT: Tensor | None = None
+) -> Tensor:
     """How much each token counts; over the whole mini-batch the weights sum to 1.
 
     Shapes:  mask_BT [B, T] -> [B, T] fp32, zero where the mask is False
+             lengths_BT [B, T]: response tokens of the response that a token belongs to; None: each row is one response
     kind:    'token': the mean over response tokens (DAPO, Yu et al. 2025); denominator: response tokens
              'sequence': the mean over sequences of each one's token mean (GRPO, Shao et al. 2024, eq. 3);
              denominator: sequences that have a response token
     """
     weights_BT = mask_BT.float()
     if kind == "sequence":
-        weights_BT = weights_BT / weights_BT.sum(dim=1, keepdim=True).clamp(min=1)
+        if lengths_BT is None:
+            lengths_BT = weights_BT.sum(dim=1, keepdim=True)
+        weights_BT = weights_BT / lengths_BT.clamp(min=1)
     elif kind != "token":
         raise ValueError(f"unknown aggregation {kind!r}; the known ones are token, sequence")
     return weights_BT / denominator
@@ -75,6 +81,7 @@ def clipped_policy_loss(
     clip_high: float,
     denominator: Denominator,
     aggregation: Aggregation = "token",
+    lengths_BT: Tensor | None = None,
 ) -> PolicyLossOutput:
     """PPO's clipped surrogate, negated.
 
@@ -90,7 +97,7 @@ def clipped_policy_loss(
     ratio_BT = log_ratio_BT.exp()
     plain_BT = -ratio_BT * advantages_BT
     clipped_BT = -ratio_BT.clamp(1 - clip_low, 1 + clip_high) * advantages_BT
-    weights_BT = token_weights(mask_BT, aggregation, denominator=denominator)
+    weights_BT = token_weights(mask_BT, aggregation, denominator=denominator, lengths_BT=lengths_BT)
     loss = (torch.maximum(plain_BT, clipped_BT) * weights_BT).sum()
     with torch.no_grad():
         masked_ratio_BT = _masked(ratio_BT, mask_BT)
@@ -205,6 +212,7 @@ def kl_penalty(
     kind: KLKind,
     denominator: Denominator,
     aggregation: Aggregation = "token",
+    lengths_BT: Tensor | None = None,
 ) -> Tensor:
     """KL against the reference as a term of the loss; `kl_estimate` says which kind has which gradient.
 
@@ -212,16 +220,21 @@ def kl_penalty(
     Denominator: response tokens of the mini-batch ('token') or its sequences ('sequence')
     """
     kl_BT = kl_estimate(_masked(logprobs_BT, mask_BT), _masked(ref_logprobs_BT, mask_BT), kind)
-    return (kl_BT * token_weights(mask_BT, aggregation, denominator=denominator)).sum()
+    return (kl_BT * token_weights(mask_BT, aggregation, denominator=denominator, lengths_BT=lengths_BT)).sum()
 
 
 def entropy_bonus(
-    entropy_BT: Tensor, mask_BT: Tensor, *, denominator: Denominator, aggregation: Aggregation = "token"
+    entropy_BT: Tensor,
+    mask_BT: Tensor,
+    *,
+    denominator: Denominator,
+    aggregation: Aggregation = "token",
+    lengths_BT: Tensor | None = None,
 ) -> Tensor:
     """Mean entropy of the response tokens' distributions, nats; it is subtracted from a loss.
 
     Shapes:  all [B, T] -> 0-d
     Denominator: response tokens of the mini-batch ('token') or its sequences ('sequence')
     """
-    weights_BT = token_weights(mask_BT, aggregation, denominator=denominator)
+    weights_BT = token_weights(mask_BT, aggregation, denominator=denominator, lengths_BT=lengths_BT)
     return (_masked(entropy_BT, mask_BT) * weights_BT).sum()

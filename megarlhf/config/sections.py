@@ -7,7 +7,7 @@ in every command (`roles.py`). Derived numbers live in `planning/`.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, PositiveInt, model_validator
 
@@ -61,13 +61,40 @@ class CheckpointConfig(FrozenModel):
     """Keep only the newest so many."""
 
 
-class TrainConfig(FrozenModel):
+class MicroBatchConfig(FrozenModel):
+    """How much one forward takes: give one of the two."""
+
+    max_tokens_per_micro_batch: PositiveInt | None = None
+    """Packed: sequences end to end, up to so many tokens per forward of one data-parallel rank, balanced over ranks by
+    what they cost. No sequence is split, so the longest must fit (both of a pair, in `rm`)."""
+    micro_batch_samples: PositiveInt | None = None
+    """Padded: so many samples per forward of one data-parallel rank, all as long as the longest of the step."""
+
+    @model_validator(mode="after")
+    def _one_of_the_two(self) -> Self:
+        given = (self.max_tokens_per_micro_batch, self.micro_batch_samples)
+        if given.count(None) != 1:
+            raise ValueError(
+                f"got max_tokens_per_micro_batch = {given[0]} and micro_batch_samples = {given[1]}; give one of them: "
+                "the first packs sequences end to end, the second pads them to the longest"
+            )
+        return self
+
+    @property
+    def packed(self) -> bool:
+        return self.max_tokens_per_micro_batch is not None
+
+    def rows(self, longest: int) -> int:
+        """Rows of `longest` tokens per forward, where rows it must be (sampling with the actor itself)."""
+        budget = self.max_tokens_per_micro_batch
+        return self.micro_batch_samples or max(1, (budget or 0) // longest)
+
+
+class TrainConfig(MicroBatchConfig):
     num_steps: Annotated[int, Field(ge=0)]
     """Optimizer steps."""
     mini_batch_samples: PositiveInt
     """Samples per optimizer step, over all ranks. A sample of `rm` is a pair of responses."""
-    micro_batch_samples: PositiveInt
-    """Samples per forward of one data-parallel rank."""
 
 
 class StopConfig(FrozenModel):
@@ -79,15 +106,13 @@ class StopConfig(FrozenModel):
     """Stop when the held-out reward has not risen for so many evaluations."""
 
 
-class RLTrainConfig(FrozenModel):
+class RLTrainConfig(MicroBatchConfig):
     num_steps: Annotated[int, Field(ge=0)]
     """Rollout-and-train cycles."""
     prompts_per_step: PositiveInt
     """Prompts sampled from per step, over all ranks."""
     mini_batch_samples: PositiveInt
     """Samples (sequences) per optimizer step, over all ranks; divides the samples of a step."""
-    micro_batch_samples: PositiveInt
-    """Samples per forward of one data-parallel rank."""
     epochs_per_step: PositiveInt = 1
     """Passes over the samples of a step."""
     shuffle: bool = True
@@ -275,6 +300,14 @@ class RLConfig(FrozenModel):
             )
         if self.train.stop.heldout_reward_patience and not (self.eval.every and self.data.heldout):
             raise ValueError("train.stop.heldout_reward_patience counts evaluations: set eval.every and data.heldout")
+        longest = self.data.max_prompt_tokens + self.rollout.max_response_tokens
+        budget = self.train.max_tokens_per_micro_batch
+        if budget is not None and longest > budget:
+            raise ValueError(
+                f"data.max_prompt_tokens + rollout.max_response_tokens = {longest} tokens, but "
+                f"train.max_tokens_per_micro_batch = {budget}, and a sequence is never split; raise it to {longest} or "
+                "more, or lower the limits"
+            )
         return self
 
 

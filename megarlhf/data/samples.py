@@ -179,6 +179,17 @@ def require_positions(longest: int, max_positions: int, model: str) -> None:
         )
 
 
+def require_budget(tokens: Sequence[int], budget: int | None, path: str, sample: str) -> None:
+    """Raises ValueError when a sample has more tokens than a packed micro-batch may hold (`None`: it is not packed)."""
+    if budget is not None and max(tokens) > budget:
+        longest = max(range(len(tokens)), key=tokens.__getitem__)
+        raise ValueError(
+            f"{path}: usable record {longest} has {tokens[longest]} tokens ({sample}), but "
+            f"train.max_tokens_per_micro_batch = {budget}, and no sequence is split; raise it to {tokens[longest]} or "
+            "more, or lower data.max_prompt_tokens or data.max_response_tokens: what is longer is skipped and counted"
+        )
+
+
 def _require_some(samples: Sequence[Any], skipped: Skipped) -> None:
     if not samples:
         raise ValueError(

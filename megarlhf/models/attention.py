@@ -1,8 +1,10 @@
 """Attention for Megatron-Core's layers: the core for the local layer spec, and query groups cut by tensor parallelism.
 
-Sequences are padded on the right, so a causal mask already keeps padding out of every real position.
+Rows are either padded on the right, so that a causal mask already keeps padding out of every real position, or
+packed (`parallel/packed_rows.py`).
 
-Legend: S sequence, B batch, N query heads and G key-value groups of this rank, D head dimension.
+Legend: S sequence, B batch, T tokens of a packed row, N query heads and G key-value groups of this rank, D head
+dimension.
 """
 
 from __future__ import annotations
@@ -19,6 +21,9 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
+
+from megarlhf.models.packed_attention import packed_attention
+from megarlhf.parallel.packed_rows import PackedRow
 
 
 class CausalAttention(nn.Module):
@@ -56,8 +61,13 @@ class CausalAttention(nn.Module):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """[S, B, N, D], [S, B, G, D] twice -> [S, B, N x D]."""
-        assert (attention_mask, attention_bias, packed_seq_params) == (None, None, None), "causal, padded rows only"
+        """[S, B, N, D], [S, B, G, D] twice -> [S, B, N x D]; of a packed row S = T and B = 1."""
+        assert (attention_mask, attention_bias) == (None, None), "causal attention only"
+        if packed_seq_params is not None:
+            row = packed_row_of(packed_seq_params, query_SBND)
+            query, key, value = (x.squeeze(1) for x in (query_SBND, key_SBGD, value_SBGD))
+            context_TND = packed_attention(query, key, value, row, scale=self.softmax_scale, window=self.window)
+            return context_TND.flatten(1).unsqueeze(1)
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query_SBND, key_SBGD, value_SBGD))
         length = query.size(2)
         band_SS = None
@@ -75,10 +85,48 @@ class CausalAttention(nn.Module):
         return context_BNSD.permute(2, 0, 1, 3).flatten(2).contiguous()
 
 
+def packed_row_of(packed: PackedSeqParams, query_SBND: Tensor) -> PackedRow:
+    """The packed row that came with a query [T, 1, N, D]."""
+    assert isinstance(packed, PackedRow), f"packed rows come as PackedRow, got {type(packed).__name__}"
+    assert query_SBND.size(1) == 1, f"a packed row stands alone in its batch, got {query_SBND.size(1)} rows"
+    return packed
+
+
 def causal_band(length: int, window: int, device: torch.device) -> Tensor:
     """[S, S] bool: True where a token (row) attends to another (column), itself and `window` - 1 before it."""
     ahead_SS = torch.ones(length, length, dtype=torch.bool, device=device).tril()
     return ahead_SS.triu(1 - window)
+
+
+class PackedRows:
+    """Before an attention of TransformerEngine's kind in the order of bases: packed rows in the format it knows.
+
+    That is `thd`, in which query and output have no batch axis. Upstream turns the causal mask into the
+    padding-causal one that TransformerEngine asks for with it. Padded rows go on unchanged.
+    """
+
+    def forward(
+        self,
+        query_SBND: Tensor,
+        key_SBGD: Tensor,
+        value_SBGD: Tensor,
+        attention_mask: Tensor | None = None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        **named: Any,
+    ) -> Tensor:
+        """[S, B, N, D], [S, B, G, D] twice -> [S, B, N x D]; of a packed row S = T and B = 1."""
+        rest = {"attn_mask_type": attn_mask_type, "attention_bias": attention_bias, **named}
+        core = super().forward  # type: ignore[misc]
+        if packed_seq_params is None:
+            padded_SBX: Tensor = core(query_SBND, key_SBGD, value_SBGD, attention_mask, **rest)
+            return padded_SBX
+        row = packed_row_of(packed_seq_params, query_SBND)
+        assert attention_mask is None, "causal attention only"
+        query, key, value = (x.squeeze(1) for x in (query_SBND, key_SBGD, value_SBGD))
+        context_TX: Tensor = core(query, key, value, None, packed_seq_params=row.thd(), **rest)
+        return context_TX.reshape(row.num_tokens, 1, -1)
 
 
 class GroupedSelfAttention(SelfAttention):

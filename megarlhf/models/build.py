@@ -11,12 +11,14 @@ import math
 from dataclasses import dataclass
 
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megarlhf.config import KernelsConfig, ParallelConfig, RoleConfig
 from megarlhf.kernels.arguments import require_device
 from megarlhf.layout import split_layers
 from megarlhf.models.heads import LanguageHead, ScalarHead
+from megarlhf.models.packed_rotary import PackedRotary
 from megarlhf.models.positions import PositionTable
 from megarlhf.models.settings import transformer_config
 from megarlhf.models.specs import block_spec
@@ -96,9 +98,8 @@ def build_model(section: RoleConfig, mesh: Mesh, arch: Architecture, head: Head)
             rotary_base=arch.rope_theta,
             pg_collection=mesh.groups,
         )
-        if arch.rope_scaling is not None:
-            # Megatron-Core's own scaling takes the factor only and assumes Llama 3.1's other three numbers.
-            module.rotary_pos_emb.inv_freq = llama3_frequencies(module.rotary_pos_emb.inv_freq, arch.rope_scaling)
+        if arch.positions == "rope":
+            module.rotary_pos_emb = _rotary(arch, config, mesh)
         if arch.positions == "learned" and mesh.is_first_stage:
             module.embedding.position_embeddings = PositionTable(config, arch)
         if mesh.is_last_stage:
@@ -117,6 +118,21 @@ def build_model(section: RoleConfig, mesh: Mesh, arch: Architecture, head: Head)
     )
     _mark_sharded(part)
     return part
+
+
+def _rotary(arch: Architecture, config: TransformerConfig, mesh: Mesh) -> PackedRotary:
+    """What a GPTModel makes for itself, but for packed rows too."""
+    rotary = PackedRotary(
+        kv_channels=arch.head_dim,
+        rotary_percent=1.0,
+        rotary_base=arch.rope_theta,
+        use_cpu_initialization=config.use_cpu_initialization,
+        cp_group=mesh.groups.cp,
+    )
+    if arch.rope_scaling is not None:
+        # Megatron-Core's own scaling takes the factor only and assumes Llama 3.1's other three numbers.
+        rotary.inv_freq = llama3_frequencies(rotary.inv_freq, arch.rope_scaling)
+    return rotary
 
 
 def llama3_frequencies(inverse_frequencies_D: Tensor, rope: Llama3Rope) -> Tensor:

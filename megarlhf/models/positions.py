@@ -1,6 +1,6 @@
 """Learned positions: the table that a GPTModel adds to its word embeddings.
 
-Legend: B rows, S positions of a padded grid, P rows of the table, H hidden.
+Legend: B rows, S tokens of a row, padded or packed, P rows of the table, H hidden.
 """
 
 from __future__ import annotations
@@ -30,9 +30,15 @@ class PositionTable(nn.Module):
     def forward(self, positions_BS: Tensor) -> Tensor:
         """[B, S] int64 -> [B, S, H].
 
-        The grid's length is rounded up to a multiple of tp: up to tp - 1 columns of padding may lie beyond the
-        table. They read its last row, and no token sees them.
+        A grid's length is rounded up to a multiple of tp: up to tp - 1 columns of padding may lie beyond the
+        table. They read its last row, and no token sees them. A packed row may be any length, its positions not.
         """
-        length = positions_BS.size(-1)
-        assert length < self.num_positions + self.tp, f"{length} positions, the table has {self.num_positions}"
+        if positions_BS.device.type == "cpu":
+            count = int(positions_BS.max()) + 1
+            assert count < self.num_positions + self.tp, f"{count} positions, the table has {self.num_positions}"
+        else:  # not asked for here: that would mean waiting for the device
+            torch._assert_async(
+                (positions_BS < self.num_positions + self.tp - 1).all(),
+                f"a position lies beyond the table, which has {self.num_positions}",
+            )
         return nn.functional.embedding(positions_BS.clamp(max=self.num_positions - 1) + self.offset, self.weight)

@@ -8,10 +8,12 @@ from pathlib import Path
 
 from torch import Tensor
 
-from megarlhf.config import RoleConfig
+from megarlhf.config import MicroBatchConfig, RoleConfig
 from megarlhf.models.build import ModelPart, build_model
 from megarlhf.models.weights import export_hugging_face, load_weights
+from megarlhf.parallel.batching import Batching
 from megarlhf.parallel.mesh import GroupCache, Mesh, build_mesh
+from megarlhf.parallel.packing import cost_of
 from megarlhf.parallel.step import Loss, MicroBatch, StepResult, Trainer, forward_only
 from megarlhf.weights.architecture import Architecture
 from megarlhf.weights.tensor_map import Head
@@ -30,6 +32,11 @@ class Role:
     @property
     def mesh(self) -> Mesh:
         return self.part.mesh
+
+    def batching(self, micro: MicroBatchConfig) -> Batching:
+        """How this role's sequences become micro-batches."""
+        pipelined = self.mesh.layout.pp > 1 and not self.part.module.config.variable_seq_lengths
+        return Batching(mesh=self.mesh, cost=cost_of(self.part.arch), micro=micro, equal_shapes=pipelined)
 
     def forward(self, batches: Sequence[MicroBatch], score: Callable[[Tensor, MicroBatch], Tensor]) -> list[Tensor]:
         """See `parallel.step.forward_only`."""

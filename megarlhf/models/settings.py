@@ -77,7 +77,7 @@ def transformer_config(
         persist_layer_norm=False,
         deallocate_pipeline_outputs=True,
         **_experts(arch),
-        **_stages(parallel, mesh),
+        **_stages(parallel, mesh, arch),
     )
 
 
@@ -102,10 +102,15 @@ def _experts(arch: Architecture) -> dict[str, Any]:
     }
 
 
-def _stages(parallel: ParallelConfig, mesh: Mesh) -> dict[str, Any]:
-    if parallel.layers_per_stage is None:
-        return {}
-    return {"pipeline_model_parallel_layout": StageLayout(parallel.layers_per_stage, mesh.at.pp)}
+def _stages(parallel: ParallelConfig, mesh: Mesh, arch: Architecture) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    if parallel.pp > 1 and not arch.num_experts:
+        # Packed micro-batches differ in length, and stages tell each other. Megatron wants to see the dispatcher that
+        # experts would need for it, also where there are none; with experts rows are filled up instead.
+        found |= {"variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall"}
+    if parallel.layers_per_stage is not None:
+        found["pipeline_model_parallel_layout"] = StageLayout(parallel.layers_per_stage, mesh.at.pp)
+    return found
 
 
 class StageLayout(PipelineParallelLayerLayout):

@@ -17,7 +17,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
-from megarlhf.models.attention import CausalAttention, GroupedSelfAttention
+from megarlhf.models.attention import CausalAttention, GroupedSelfAttention, PackedRows
 from megarlhf.models.experts import Router
 from megarlhf.models.norm import LayerNorm, RMSNorm
 from megarlhf.weights.architecture import Architecture
@@ -42,7 +42,11 @@ def _te_layer(arch: Architecture) -> ModuleSpec:
     parts = layer.submodules
     attention = parts.self_attention
     params = {**attention.params, "output_bias": arch.output_bias}
-    changed = {"self_attention": replace(attention, module=GroupedSelfAttention, params=params)}
+    core = attention.submodules.core_attention
+    inside = replace(attention.submodules, core_attention=type(f"Packed{core.__name__}", (PackedRows, core), {}))
+    changed = {
+        "self_attention": replace(attention, module=GroupedSelfAttention, params=params, submodules=inside),
+    }
     if arch.num_experts:
         changed["mlp"] = replace(parts.mlp, submodules=replace(parts.mlp.submodules, router=Router))
     return replace(layer, submodules=replace(parts, **changed))

@@ -1,26 +1,36 @@
-"""Dealing samples to data-parallel ranks and micro-batches, and laying rows out on a padded grid.
+"""From samples to micro-batches: which sequences go together, where each stands, and columns laid out there.
 
-Every rank knows every sample's length, so all agree on shapes without a message.
+A micro-batch is a grid of tokens: rows padded on the right, one sequence each, or a single row in which sequences
+stand end to end (packed). Every rank knows every sequence's length, so all agree on shapes without a message.
 
-Legend: B rows, S positions.
+Legend: B rows, S columns of the grid, N sequences known to the caller, K sequences of a micro-batch, R values placed.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from megarlhf.config import MicroBatchConfig
+from megarlhf.experience import Ragged
 from megarlhf.layout import split_evenly
 from megarlhf.parallel.mesh import Mesh
+from megarlhf.parallel.packed_rows import PackedRow, packed_row
+from megarlhf.parallel.packing import Cost, pack
 
 FILLER = -1
 """Stands for a sample where a rank has a row too many; nothing is computed from it."""
 
+FILLER_LENGTH = 32
+"""Tokens of a sequence, at most, with which a packed row is filled up."""
+
 
 def deal(samples: Sequence[int], mesh: Mesh, micro_batch_samples: int) -> list[list[int]]:
-    """This data-parallel rank's micro-batches of `samples`: a contiguous share, in order.
+    """This data-parallel rank's padded micro-batches of `samples`: a contiguous share, in order.
 
     All ranks get the same number of full micro-batches; a share that falls short is filled with `FILLER`.
     """
@@ -33,38 +43,178 @@ def deal(samples: Sequence[int], mesh: Mesh, micro_batch_samples: int) -> list[l
 
 
 def grid_length(longest: int, mesh: Mesh) -> int:
-    """Columns of the grid for sequences of up to `longest` tokens; sequence parallelism needs a multiple of tp."""
+    """Columns of the grid for rows of up to `longest` tokens; sequence parallelism needs a multiple of tp."""
     tp = mesh.layout.tp
     return -(-longest // tp) * tp
 
 
-def lay_out(
-    rows: Sequence[tuple[int, Tensor] | None],
-    length: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    fill: float = 0,
-) -> Tensor:
-    """[B, S]: each row's values from its start column on, `fill` elsewhere; None is an empty row."""
-    grid_BS = torch.full((len(rows), length), fill, dtype=dtype)
-    for row, placed in enumerate(rows):
-        if placed is not None:
-            start, values = placed
-            grid_BS[row, start : start + len(values)] = values.to("cpu", dtype)
-    return grid_BS.to(device)
+@dataclass(frozen=True)
+class Sheet:
+    """Where the sequences of a micro-batch stand."""
+
+    sequences: tuple[int, ...]
+    """By the caller's numbers."""
+    lengths: tuple[int, ...]
+    """Tokens of each."""
+    starts: tuple[int, ...]
+    """Where each one's first token stands in the grid read row by row."""
+    rows: int
+    columns: int
+    packed: bool
+
+    def packed_row(self, device: torch.device) -> PackedRow | None:
+        """The borders of a packed row, None for padded rows. What is left of the row is cut into short sequences of
+        its own, over which attention costs next to nothing."""
+        if not self.packed:
+            return None
+        pieces, rest = divmod(self.columns - sum(self.lengths), FILLER_LENGTH)
+        return packed_row([*self.lengths, *[FILLER_LENGTH] * pieces, *[rest] * (rest > 0)], device)
+
+    @property
+    def ends_K(self) -> Tensor:
+        """Where each sequence's last token stands, int64 on the CPU."""
+        return torch.tensor(self.starts, dtype=torch.int64) + torch.tensor(self.lengths, dtype=torch.int64) - 1
+
+    def index_R(self, spans: Spans) -> Tensor:
+        """Where the values of `spans` stand in the grid read row by row, sequence after sequence, int64, on the CPU."""
+        chosen_K = torch.tensor(self.sequences, dtype=torch.int64)
+        starts_K = torch.tensor(self.starts, dtype=torch.int64) + spans.first_N[chosen_K]
+        return ranges(starts_K, spans.count_N[chosen_K])
 
 
-def response_mask(spans: Sequence[tuple[int, int] | None], length: int, device: torch.device) -> Tensor:
-    """[B, S] bool: True where the *next* token is a response token.
+@dataclass(frozen=True)
+class Spans:
+    """A stretch of every sequence: `count` values from position `first` on."""
 
-    `spans` are (prompt tokens, response tokens) of each row, None for an empty row. A prompt has at least one
-    token, or nothing would predict the response's first.
+    first_N: Tensor
+    """int64, on the CPU."""
+    count_N: Tensor
+    """int64, on the CPU."""
+
+    @staticmethod
+    def whole(lengths_N: Tensor) -> Spans:
+        """All tokens of each sequence."""
+        return Spans(torch.zeros_like(lengths_N), lengths_N)
+
+    @staticmethod
+    def predicting(prompt_lengths_N: Tensor, response_lengths_N: Tensor) -> Spans:
+        """The positions that predict response tokens: response token j of a prompt of p tokens at p - 1 + j, where
+        its log-prob and value come out. A prompt has at least one token, or nothing would predict the first."""
+        empty = (prompt_lengths_N < 1).nonzero().flatten()
+        assert not len(empty), (
+            f"sequence {int(empty[0])} has an empty prompt: nothing predicts its first response token"
+        )
+        return Spans(prompt_lengths_N - 1, response_lengths_N)
+
+
+def ranges(starts_K: Tensor, counts_K: Tensor) -> Tensor:
+    """[start, start + count) of each pair, end to end. Integers on the CPU -> [sum of counts]."""
+    ends_K = counts_K.cumsum(0)
+    return torch.arange(int(counts_K.sum())) + (starts_K - ends_K + counts_K).repeat_interleave(counts_K)
+
+
+def lay_out(sheet: Sheet, table: Ragged, spans: Spans, fill: float = 0) -> Tensor:
+    """[B, S]: each sequence's row of `table` on its span, `fill` elsewhere; on the table's device, in its dtype.
+
+    Rows of `table` are by the caller's numbers, each as long as its span.
     """
-    mask_BS = torch.zeros(len(spans), length, dtype=torch.bool)
-    for row, span in enumerate(spans):
-        if span is not None:
-            prompt, response = span
-            assert prompt >= 1, f"row {row} has an empty prompt: nothing predicts its first response token"
-            assert prompt + response <= length, f"row {row}: {prompt} + {response} tokens on a grid of {length}"
-            mask_BS[row, prompt - 1 : prompt - 1 + response] = True
-    return mask_BS.to(device)
+    chosen_K = torch.tensor(sheet.sequences, dtype=torch.int64)
+    assert torch.equal(table.lengths_N[chosen_K], spans.count_N[chosen_K]), "rows and spans differ in length"
+    starts_N = table.lengths_N.cumsum(0) - table.lengths_N
+    device = table.values_T.device
+    source_R = ranges(starts_N[chosen_K], spans.count_N[chosen_K]).to(device)
+    grid_X = torch.full((sheet.rows * sheet.columns,), fill, dtype=table.values_T.dtype, device=device)
+    grid_X[sheet.index_R(spans).to(device)] = table.values_T[source_R]
+    return grid_X.view(sheet.rows, sheet.columns)
+
+
+def mask_of(sheet: Sheet, spans: Spans, device: torch.device) -> Tensor:
+    """[B, S] bool: True on the spans."""
+    mask_X = torch.zeros(sheet.rows * sheet.columns, dtype=torch.bool)
+    mask_X[sheet.index_R(spans)] = True
+    return mask_X.view(sheet.rows, sheet.columns).to(device)
+
+
+def spread(sheet: Sheet, values_N: Tensor, spans: Spans, device: torch.device) -> Tensor:
+    """[B, S]: each sequence's number on every position of its span, 0 elsewhere. values_N is on the CPU."""
+    chosen_K = torch.tensor(sheet.sequences, dtype=torch.int64)
+    grid_X = torch.zeros(sheet.rows * sheet.columns, dtype=values_N.dtype)
+    grid_X[sheet.index_R(spans)] = values_N[chosen_K].repeat_interleave(spans.count_N[chosen_K])
+    return grid_X.view(sheet.rows, sheet.columns).to(device)
+
+
+def pick_up(sheet: Sheet, grid_BS: Tensor, spans: Spans) -> dict[int, Tensor]:
+    """The values on each sequence's span, by the caller's numbers: the way back from `lay_out`."""
+    found_R = grid_BS.flatten()[sheet.index_R(spans).to(grid_BS.device)]
+    counts = spans.count_N[list(sheet.sequences)].tolist()
+    return dict(zip(sheet.sequences, found_R.split(counts), strict=True))
+
+
+@dataclass(frozen=True)
+class Batching:
+    """How one role's sequences become micro-batches."""
+
+    mesh: Mesh
+    cost: Cost
+    """What packed micro-batches are balanced by."""
+    micro: MicroBatchConfig
+    equal_shapes: bool = False
+    """Fill every packed row up to the budget, for a pipeline whose stages know one shape only."""
+
+    def sheets(self, groups: Sequence[Sequence[int]], lengths_N: Tensor) -> list[Sheet]:
+        """This data-parallel rank's micro-batches; every rank gets as many.
+
+        `groups` are numbers of sequences that stay together, in one micro-batch, in this order. `lengths_N` are the
+        lengths of all the sequences of the step, [N] int64: padded rows are as long as the longest of them.
+
+        Raises: ValueError where a group does not fit into `max_tokens_per_micro_batch`.
+        """
+        lengths = lengths_N.tolist()
+        if self.micro.max_tokens_per_micro_batch is not None:
+            return self._packed(groups, lengths, self.micro.max_tokens_per_micro_batch)
+        assert self.micro.micro_batch_samples is not None
+        return self._padded(groups, lengths, self.micro.micro_batch_samples)
+
+    def _padded(self, groups: Sequence[Sequence[int]], lengths: list[int], size: int) -> list[Sheet]:
+        columns = grid_length(max(lengths), self.mesh)
+        found = []
+        for dealt in deal(range(len(groups)), self.mesh, size):
+            real = [n for n in dealt if n != FILLER]  # fillers come last
+            sequences = tuple(itertools.chain.from_iterable(groups[n] for n in real))
+            # Groups of one micro-batch are alike: a filler takes as many rows as they do.
+            rows = size * len(groups[0])
+            found.append(
+                Sheet(
+                    sequences=sequences,
+                    lengths=tuple(lengths[n] for n in sequences),
+                    starts=tuple(range(0, len(sequences) * columns, columns)),
+                    rows=rows,
+                    columns=columns,
+                    packed=False,
+                )
+            )
+        return found
+
+    def _packed(self, groups: Sequence[Sequence[int]], lengths: list[int], budget: int) -> list[Sheet]:
+        dealt = pack(
+            [[lengths[n] for n in group] for group in groups],
+            num_ranks=self.mesh.layout.dp,
+            max_tokens=budget,
+            cost=self.cost,
+        )
+        found = []
+        for chosen in dealt[self.mesh.at.dp]:
+            sequences = tuple(itertools.chain.from_iterable(groups[n] for n in chosen))
+            own = tuple(lengths[n] for n in sequences)
+            tokens = budget if self.equal_shapes else max(sum(own), 1)
+            found.append(
+                Sheet(
+                    sequences=sequences,
+                    lengths=own,
+                    starts=tuple(itertools.accumulate(own, initial=0))[:-1],
+                    rows=1,
+                    columns=grid_length(tokens, self.mesh),
+                    packed=True,
+                )
+            )
+        return found

@@ -40,10 +40,20 @@ class PackedRow(PackedSeqParams):
         """Where each sequence begins."""
         return tuple(itertools.accumulate(self.lengths, initial=0))[:-1]
 
+    def thd(self) -> PackedSeqParams:
+        """The same borders in the format in which TransformerEngine's attention takes them."""
+        return PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=self.cu_seqlens_q,
+            cu_seqlens_kv=self.cu_seqlens_kv,
+            max_seqlen_q=self.max_seqlen_q,
+            max_seqlen_kv=self.max_seqlen_kv,
+        )
+
 
 def packed_row(lengths: Sequence[int], device: torch.device) -> PackedRow:
     """A row of sequences of these lengths, which together are the whole row."""
-    assert lengths and min(lengths) > 0, f"a packed row holds sequences of one token or more, got lengths {lengths}"
+    assert min(lengths, default=0) > 0, f"a packed row holds sequences of one token or more, got lengths {lengths}"
     borders_N = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
     lengths_N = torch.tensor(lengths)
     starts_T = borders_N[:-1].long().repeat_interleave(lengths_N)

@@ -4,7 +4,7 @@ One rule makes every layout compute the same: a micro-batch's loss is already di
 whole mini-batch (all micro-batches, all data-parallel ranks), so gradients are plain sums and nothing
 downstream divides again.
 
-Legend: B rows of a micro-batch, S padded sequence length.
+Legend: B rows of a micro-batch, S columns.
 """
 
 from __future__ import annotations
@@ -32,18 +32,21 @@ from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from torch import Tensor
 
 from megarlhf.config import OptimConfig
+from megarlhf.parallel.batching import Sheet
 from megarlhf.parallel.megatron_cpu import megatron_device
 from megarlhf.parallel.mesh import Mesh
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The rows of one forward of one data-parallel rank."""
+    """What one forward of one data-parallel rank takes."""
 
     tokens_BS: Tensor
-    """int64, padded on the right; every micro-batch of a call has the same S."""
+    """int64: rows padded on the right, or one packed row."""
     columns: Mapping[str, Tensor]
-    """Whatever the loss needs, first axis B."""
+    """Whatever the loss needs."""
+    sheet: Sheet | None = None
+    """Where the sequences stand; None: each row is one, from its first column on."""
 
 
 class Loss(Protocol):
@@ -96,12 +99,17 @@ def _run(
     """One call of Megatron's schedule over `batches`."""
     assert batches, "a schedule needs at least one micro-batch on every rank"
     rows, length = batches[0].tokens_BS.shape
-    assert all(batch.tokens_BS.shape == (rows, length) for batch in batches), "micro-batches differ in shape"
+    one_shape = all(batch.tokens_BS.shape == (rows, length) for batch in batches)
+    assert one_shape or mesh.layout.pp == 1 or _config(module).variable_seq_lengths, "micro-batches differ in shape"
 
     def step(batches_left: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
         batch = next(batches_left)
-        positions_BS = torch.arange(length, device=batch.tokens_BS.device).expand(rows, length)
-        return model(batch.tokens_BS, positions_BS, None), partial(on_output, batch=batch)
+        tokens_BS = batch.tokens_BS
+        row = None if batch.sheet is None else batch.sheet.packed_row(tokens_BS.device)
+        positions_S = torch.arange(tokens_BS.size(1), device=tokens_BS.device) if row is None else row.positions_T
+        assert positions_S is not None
+        output = model(tokens_BS, positions_S.expand(tokens_BS.shape), None, packed_seq_params=row)
+        return output, partial(on_output, batch=batch)
 
     pipelined: dict[str, Any] = {}
     with megatron_device(mesh.runtime.device):

@@ -25,29 +25,46 @@ def _divided(total: int, by: int, what: str, per: str, advice: str) -> int:
     return quotient
 
 
-def micro_batches(train: TrainConfig | RLTrainConfig, dp: int, role: str) -> int:
-    """Micro-batches per mini-batch of one data-parallel rank of `role`.
+def micro_batches(train: TrainConfig | RLTrainConfig, dp: int, role: str) -> int | None:
+    """Padded micro-batches per mini-batch of one data-parallel rank of `role`; None: packed, as many as it takes.
 
     Raises: ValueError when the mini-batch does not divide.
     """
+    size = train.micro_batch_samples
+    if size is None:
+        return None
     return _divided(
         train.mini_batch_samples,
-        dp * train.micro_batch_samples,
+        dp * size,
         "train.mini_batch_samples",
-        f"data-parallel ranks of {role} x train.micro_batch_samples = {dp} x {train.micro_batch_samples}",
+        f"data-parallel ranks of {role} x train.micro_batch_samples = {dp} x {size}",
         f"change train.micro_batch_samples or {role}.parallel",
     )
 
 
+def _size(train: TrainConfig | RLTrainConfig, sample: str) -> Fact:
+    """Of one forward."""
+    if train.max_tokens_per_micro_batch is not None:
+        words = "tokens per forward (packed micro-batch) of one data-parallel rank, at most"
+        return Fact(words, train.max_tokens_per_micro_batch)
+    assert train.micro_batch_samples is not None
+    return Fact(f"{sample} per forward (micro-batch) of one data-parallel rank", train.micro_batch_samples)
+
+
 def supervised_facts(train: TrainConfig, dp: int, role: str, sample: str) -> list[Fact]:
     """The arithmetic of sft and rm. `sample` is what one sample is."""
-    per_rank = micro_batches(train, dp, role)
-    return [
+    facts = [
         Fact("optimizer steps of the run", train.num_steps),
         Fact(f"{sample} per optimizer step (mini-batch), over all ranks", train.mini_batch_samples),
         Fact(f"data-parallel ranks of {role}", dp),
+    ]
+    per_rank = micro_batches(train, dp, role)
+    if per_rank is None:
+        return [*facts, _size(train, sample)]
+    return [
+        *facts,
         Fact(f"{sample} per optimizer step on one data-parallel rank", train.mini_batch_samples // dp),
-        Fact(f"{sample} per forward (micro-batch) of one data-parallel rank", train.micro_batch_samples),
+        _size(train, sample),
         Fact("micro-batches per optimizer step on one data-parallel rank", per_rank),
     ]
 
@@ -75,16 +92,13 @@ def rl_facts(cfg: RLConfig, world_size: int) -> list[Fact]:
         Fact("passes over the samples of a step", train.epochs_per_step),
         Fact("samples per optimizer step (mini-batch), over all ranks", train.mini_batch_samples),
         Fact("optimizer steps per rollout-and-train step", mini_batches * train.epochs_per_step),
-        Fact("samples per forward (micro-batch) of one data-parallel rank", train.micro_batch_samples),
+        _size(train, "samples"),
     ]
     for role, section in cfg.roles().items():
         dp = section.parallel.layout(world_size, role).dp
-        facts.append(
-            Fact(
-                f"micro-batches per mini-batch on one of {role}'s {dp} data-parallel ranks",
-                micro_batches(train, dp, role),
-            )
-        )
+        per_rank = micro_batches(train, dp, role)
+        if per_rank is not None:
+            facts.append(Fact(f"micro-batches per mini-batch on one of {role}'s {dp} data-parallel ranks", per_rank))
     tp = rollout.tp(cfg.actor)
     engines, rest = divmod(world_size, tp)
     if rest:

@@ -110,8 +110,9 @@ def build(cfg: RLConfig, runtime: Runtime, tokenizer: Tokenizer) -> Parts:
     actor, reference = role("actor", "lm", updates), role("reference", "lm")
     critic = role("critic", "scalar", updates) if "critic" in sections else None
     reward_model = role("reward_model", "scalar") if "reward_model" in sections else None
-    engine = make_engine(cfg.rollout, actor, cfg.data.max_prompt_tokens, cfg.train.micro_batch_samples)
-    rewarder = Rewarder(cfg.rewards, reward_model, tokenizer, cfg.train.micro_batch_samples, runtime.device)
+    rows = cfg.train.rows(cfg.data.max_prompt_tokens + cfg.rollout.max_response_tokens)
+    engine = make_engine(cfg.rollout, actor, cfg.data.max_prompt_tokens, rows)
+    rewarder = Rewarder(cfg.rewards, reward_model, tokenizer, cfg.train, runtime.device)
     return Parts(actor, reference, critic, engine, rewarder, sampling_of(cfg.rollout, tokenizer))
 
 
@@ -134,7 +135,7 @@ def score(
 
     The forwards run on the micro-batches that the first pass will train on, so that its first ratio is 1.
     """
-    micro, temperature = cfg.train.micro_batch_samples, cfg.rollout.temperature
+    micro, temperature = cfg.train, cfg.rollout.temperature
     dealt = deal_pass(cfg, experience, step, 0)
     columns = {
         "old_logprobs": policy_logprobs(parts.actor, experience, dealt, micro, temperature=temperature),
@@ -175,9 +176,7 @@ def train_on(cfg: RLConfig, parts: Parts, experience: Experience, first_pass: li
                 sequences=len(samples),
                 vocabulary=parts.actor.part.vocabulary(),
             )
-            batches = micro_batches(
-                experience, samples, parts.actor.mesh, cfg.train.micro_batch_samples, policy_columns
-            )
+            batches = micro_batches(parts.actor, experience, samples, cfg.train, policy_columns)
             result = parts.actor.train_step(batches, loss)
             found["policy_loss"].append(result.sums["policy_loss"])
             found["loss"].append(result.sums["loss"])
@@ -186,9 +185,7 @@ def train_on(cfg: RLConfig, parts: Parts, experience: Experience, first_pass: li
             found["ratio_deviation"].append(result.sums["ratio_deviation"] / tokens)
             found["actor_grad_norm"].append(result.grad_norm)
         if parts.critic is not None:
-            batches = micro_batches(
-                experience, samples, parts.critic.mesh, cfg.train.micro_batch_samples, ("values", "returns")
-            )
+            batches = micro_batches(parts.critic, experience, samples, cfg.train, ("values", "returns"))
             result = parts.critic.train_step(batches, ValueLoss(clip=cfg.algo.value_clip, response_tokens=tokens))
             found["value_loss"].append(result.sums["loss"])
             found["critic_grad_norm"].append(result.grad_norm)

@@ -1,9 +1,9 @@
 """From the table of experience to a role's micro-batches and back.
 
-Per-token columns stand on the grid at the position that *predicts* the token: response token j of a prompt of p
-tokens stands at column p - 1 + j, where its log-prob and value come out.
+Per-token columns stand at the position that *predicts* the token: response token j of a prompt of p tokens stands at
+position p - 1 + j of its sequence, where its log-prob and value come out.
 
-Legend: B rows, S positions, N samples of the step.
+Legend: B rows and S columns of a micro-batch, N samples of the step, K of the micro-batch.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from megarlhf.config import MicroBatchConfig
 from megarlhf.experience import Experience, Ragged, redistribute
 from megarlhf.models.role import Role
-from megarlhf.parallel.batching import FILLER, deal, grid_length, lay_out, response_mask
-from megarlhf.parallel.mesh import Mesh
+from megarlhf.parallel.batching import Sheet, Spans, lay_out, mask_of, pick_up, spread
 from megarlhf.parallel.step import MicroBatch
 
 
@@ -29,73 +29,69 @@ def mini_batches(num_samples: int, size: int, *, shuffle: bool, seed: int) -> li
 
 
 def micro_batches(
-    experience: Experience,
-    samples: Sequence[int],
-    mesh: Mesh,
-    micro_batch_samples: int,
-    columns: Sequence[str] = (),
+    role: Role, experience: Experience, samples: Sequence[int], micro: MicroBatchConfig, columns: Sequence[str] = ()
 ) -> list[MicroBatch]:
-    """This data-parallel rank's share of `samples` on the step's grid, with the named per-token columns."""
-    device = mesh.runtime.device
-    length = grid_length(experience.longest, mesh)
-    responses = experience.rollouts.responses.rows()
-    values = {name: experience.columns[name].rows() for name in columns}
-    batches = []
-    for rows in deal(samples, mesh, micro_batch_samples):
-        tokens = [None if n == FILLER else (0, torch.cat([experience.prompts[n], responses[n].cpu()])) for n in rows]
-        spans = [None if n == FILLER else (len(experience.prompts[n]), len(responses[n])) for n in rows]
-        found: dict[str, Tensor] = {"response_mask": response_mask(spans, length, device)}
-        found["last_token"] = torch.tensor([0 if span is None else sum(span) - 1 for span in spans], device=device)
-        for name, per_sample in values.items():
-            placed = [None if n == FILLER else (len(experience.prompts[n]) - 1, per_sample[n]) for n in rows]
-            found[name] = lay_out(placed, length, torch.float32, device)
-        batches.append(MicroBatch(tokens_BS=lay_out(tokens, length, torch.int64, device), columns=found))
-    return batches
+    """This data-parallel rank's micro-batches of `samples`, with the named per-token columns."""
+    return [micro_batch(role, experience, sheet, columns) for sheet in _sheets(role, experience, [samples], micro)]
+
+
+def micro_batch(role: Role, experience: Experience, sheet: Sheet, columns: Sequence[str] = ()) -> MicroBatch:
+    """What `role` reads of the samples on `sheet`."""
+    device = role.mesh.runtime.device
+    responses = response_spans(experience)
+    found = {
+        "response_mask": mask_of(sheet, responses, device),
+        "response_lengths": spread(sheet, experience.response_lengths_N, responses, device),
+    }
+    for name in columns:
+        found[name] = lay_out(sheet, experience.columns[name], responses)
+    tokens_BS = lay_out(sheet, experience.sequences, Spans.whole(experience.sequences.lengths_N))
+    return MicroBatch(tokens_BS.to(device), {name: grid.to(device) for name, grid in found.items()}, sheet)
+
+
+def response_spans(experience: Experience) -> Spans:
+    """The positions that predict response tokens."""
+    return Spans.predicting(experience.prompt_lengths_N, experience.response_lengths_N)
 
 
 def per_token(
     role: Role,
     experience: Experience,
     dealt: Sequence[Sequence[int]],
-    micro_batch_samples: int,
+    micro: MicroBatchConfig,
     score: Callable[[Tensor, MicroBatch], Tensor],
 ) -> Ragged:
     """Run a role over every sample and bring `score`'s [B, S] grid back as a per-token column.
 
     `dealt` are mini-batches: the micro-batches of the forward are those that training on them will have.
     """
-    mesh = role.mesh
-    rows = [row for samples in dealt for batch in deal(samples, mesh, micro_batch_samples) for row in batch]
-    grids = role.forward(_all(experience, dealt, mesh, micro_batch_samples), score)
+    sheets = _sheets(role, experience, dealt, micro)
+    grids = role.forward([micro_batch(role, experience, sheet) for sheet in sheets], score)
     mine: dict[int, Tensor] = {}
-    if mesh.owns_outputs:
-        for sample, line_S in zip(rows, torch.cat(grids), strict=True):
-            if sample != FILLER:
-                start = len(experience.prompts[sample]) - 1
-                mine[sample] = line_S[start : start + int(experience.response_lengths_N[sample])]
-    like = torch.empty(0, dtype=torch.float32, device=mesh.runtime.device)
-    return redistribute(mine, experience.response_lengths_N, like)
+    if role.mesh.owns_outputs:
+        responses = response_spans(experience)
+        for sheet, grid_BS in zip(sheets, grids, strict=True):
+            mine |= pick_up(sheet, grid_BS, responses)
+    return redistribute(mine, experience.response_lengths_N, _like(role))
 
 
 def per_sample(
-    role: Role,
-    experience: Experience,
-    micro_batch_samples: int,
-    score: Callable[[Tensor, MicroBatch], Tensor],
+    role: Role, experience: Experience, micro: MicroBatchConfig, score: Callable[[Tensor, MicroBatch], Tensor]
 ) -> Tensor:
-    """Run a role over every sample and bring `score`'s [B] back as an [N] column."""
-    mesh = role.mesh
-    everything = [list(range(experience.num_samples))]
-    rows = [row for batch in deal(everything[0], mesh, micro_batch_samples) for row in batch]
-    scores = role.forward(_all(experience, everything, mesh, micro_batch_samples), score)
+    """Run a role over every sample and bring `score`'s [K], one for each sample of a sheet, back as an [N] column."""
+    sheets = _sheets(role, experience, [range(experience.num_samples)], micro)
+    found = role.forward([micro_batch(role, experience, sheet) for sheet in sheets], score)
     mine: dict[int, Tensor] = {}
-    if mesh.owns_outputs:
-        mine = {n: value[None] for n, value in zip(rows, torch.cat(scores), strict=True) if n != FILLER}
-    like = torch.empty(0, dtype=torch.float32, device=mesh.runtime.device)
-    return redistribute(mine, torch.ones(experience.num_samples, dtype=torch.int64), like).values_T
+    if role.mesh.owns_outputs:
+        for sheet, scores_K in zip(sheets, found, strict=True):
+            mine |= dict(zip(sheet.sequences, scores_K.split(1), strict=True))
+    return redistribute(mine, torch.ones(experience.num_samples, dtype=torch.int64), _like(role)).values_T
 
 
-def _all(
-    experience: Experience, dealt: Sequence[Sequence[int]], mesh: Mesh, micro_batch_samples: int
-) -> list[MicroBatch]:
-    return [batch for samples in dealt for batch in micro_batches(experience, samples, mesh, micro_batch_samples)]
+def _sheets(role: Role, experience: Experience, dealt: Sequence[Sequence[int]], micro: MicroBatchConfig) -> list[Sheet]:
+    batching, lengths_N = role.batching(micro), experience.sequences.lengths_N
+    return [sheet for samples in dealt for sheet in batching.sheets([(n,) for n in samples], lengths_N)]
+
+
+def _like(role: Role) -> Tensor:
+    return torch.empty(0, dtype=torch.float32, device=role.mesh.runtime.device)

@@ -38,6 +38,7 @@ class PolicyLoss:
         )
         average = self.algo.loss_average
         denominator = self.response_tokens if average == "token" else self.sequences
+        lengths_BS = batch.columns["response_lengths"]
         policy = clipped_policy_loss(
             logprobs_BS,
             old_BS,
@@ -47,6 +48,7 @@ class PolicyLoss:
             clip_high=self.algo.clip_high,
             denominator=denominator,
             aggregation=average,
+            lengths_BT=lengths_BS,
         )
         loss = policy.loss
         if self.algo.kl.placement == "loss" and self.algo.kl.coef > 0:
@@ -57,10 +59,13 @@ class PolicyLoss:
                 kind=self.algo.kl.estimator,
                 denominator=denominator,
                 aggregation=average,
+                lengths_BT=lengths_BS,
             )
             loss = loss + self.algo.kl.coef * penalty
         if self.algo.entropy_coef > 0:
-            bonus = entropy_bonus(entropy_BS, mask_BS, denominator=denominator, aggregation=average)
+            bonus = entropy_bonus(
+                entropy_BS, mask_BS, denominator=denominator, aggregation=average, lengths_BT=lengths_BS
+            )
             loss = loss - self.algo.entropy_coef * bonus
         with torch.no_grad():
             deviation = ((logprobs_BS - old_BS).exp() - 1).abs()[mask_BS].sum()

@@ -21,7 +21,7 @@ from megarlhf.algo.advantages import (
     whiten,
 )
 from megarlhf.algo.kl import kl_estimate
-from megarlhf.config import AlgoConfig, RewardConfig
+from megarlhf.config import AlgoConfig, MicroBatchConfig, RewardConfig
 from megarlhf.data.samples import PromptSample
 from megarlhf.data.tokenizer import Tokenizer
 from megarlhf.experience import Experience, Ragged, Rollouts
@@ -47,7 +47,7 @@ def policy_logprobs(
     role: Role,
     experience: Experience,
     dealt: Sequence[Sequence[int]],
-    micro_batch_samples: int,
+    micro: MicroBatchConfig,
     *,
     temperature: float,
 ) -> Ragged:
@@ -66,21 +66,22 @@ def policy_logprobs(
         )
         return logprobs_BS
 
-    return per_token(role, experience, dealt, micro_batch_samples, score)
+    return per_token(role, experience, dealt, micro, score)
 
 
-def values_of(critic: Role, experience: Experience, dealt: Sequence[Sequence[int]], micro_batch_samples: int) -> Ragged:
+def values_of(critic: Role, experience: Experience, dealt: Sequence[Sequence[int]], micro: MicroBatchConfig) -> Ragged:
     """The critic's value of the state before each response token."""
-    return per_token(critic, experience, dealt, micro_batch_samples, lambda values_BS1, batch: values_BS1[..., 0])
+    return per_token(critic, experience, dealt, micro, lambda values_BS1, batch: values_BS1[..., 0])
 
 
-def model_scores(reward_model: Role, experience: Experience, micro_batch_samples: int) -> Tensor:
+def model_scores(reward_model: Role, experience: Experience, micro: MicroBatchConfig) -> Tensor:
     """The reward model's score on the last token of each response, [N]."""
 
     def score(scores_BS1: Tensor, batch: MicroBatch) -> Tensor:
-        return scores_BS1[..., 0].gather(1, batch.columns["last_token"][:, None])[:, 0]
+        assert batch.sheet is not None
+        return scores_BS1.flatten()[batch.sheet.ends_K.to(scores_BS1.device)]
 
-    return per_sample(reward_model, experience, micro_batch_samples, score)
+    return per_sample(reward_model, experience, micro, score)
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ class Rewarder:
     rewards: Sequence[RewardConfig]
     reward_model: Role | None
     tokenizer: Tokenizer
-    micro_batch_samples: int
+    micro: MicroBatchConfig
     device: torch.device
 
     def __call__(self, experience: Experience, prompts: Sequence[PromptSample]) -> Tensor:
@@ -99,7 +100,7 @@ class Rewarder:
         for reward in self.rewards:
             if reward.kind == "model":
                 assert self.reward_model is not None
-                found_N = model_scores(self.reward_model, experience, self.micro_batch_samples)
+                found_N = model_scores(self.reward_model, experience, self.micro)
             else:
                 found_N = self._by_rule(load_rule(str(reward.rule)), experience, prompts)
             found_N = found_N - reward.shift

@@ -1,8 +1,8 @@
 """Reward model: a scalar head learns which of two responses people prefer.
 
-A sample is a pair: two rows of a micro-batch, the chosen one before the rejected one.
+A sample is a pair: two sequences of a micro-batch, the chosen one before the rejected one.
 
-Legend: B rows, P pairs of a micro-batch, S positions.
+Legend: B rows and S columns of a micro-batch, X = B x S; P pairs, K = 2 P sequences, L longest of them.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarlhf.algo.losses import centering, pairwise_aligned_span, pairwise_last_token
-from megarlhf.config import RMConfig
+from megarlhf.config import MicroBatchConfig, RMConfig
 from megarlhf.data.loader import ShuffledBatches
-from megarlhf.data.samples import PairSample, build_pairs, require_positions
+from megarlhf.data.samples import PairSample, build_pairs, require_budget, require_positions
 from megarlhf.data.sources import load_records
 from megarlhf.data.tokenizer import load_tokenizer
+from megarlhf.experience import Ragged
 from megarlhf.models.role import Role, build_role
-from megarlhf.parallel.batching import FILLER, deal, grid_length, lay_out
-from megarlhf.parallel.mesh import GroupCache, Mesh
+from megarlhf.parallel.batching import Sheet, Spans, lay_out
+from megarlhf.parallel.mesh import GroupCache
 from megarlhf.parallel.step import MicroBatch
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.session import is_due, open_session
@@ -80,6 +81,12 @@ def load_data(cfg: RMConfig) -> tuple[list[PairSample], list[PairSample], list[s
         longest = max(len(p.prompt_tokens) + max(len(p.chosen_tokens), len(p.rejected_tokens)) for p in pairs)
         model = cfg.reward_model.model.described_by()
         require_positions(longest, Architecture.from_hf(model).max_positions, str(model))
+        require_budget(
+            [num_tokens(pair) for pair in pairs],
+            cfg.train.max_tokens_per_micro_batch,
+            str(path),
+            "prompt and response, chosen and rejected together: a pair stays in one micro-batch",
+        )
         notes.append(f"{path}: {skipped.describe()}")
         found.append(pairs)
     return found[0], found[1][: cfg.eval.max_samples], notes
@@ -95,28 +102,30 @@ class PairwiseLoss:
     names: tuple[str, ...] = ("correct", "chosen_score", "rejected_score", "squared_score")
 
     def __call__(self, scores_BS1: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        scores_BS = scores_BS1[..., 0]
-        lengths_B, kept_P = batch.columns["lengths"], batch.columns["kept"]
-        ends_B = scores_BS.gather(1, lengths_B[:, None] - 1)[:, 0]
-        chosen_P, rejected_P = ends_B[0::2][kept_P], ends_B[1::2][kept_P]
+        assert batch.sheet is not None
+        scores_X = scores_BS1.flatten()
+        ends_K = scores_X[batch.sheet.ends_K.to(scores_X.device)]
+        chosen_P, rejected_P = ends_K[0::2], ends_K[1::2]
         if self.kind == "last_token":
             loss = pairwise_last_token(chosen_P, rejected_P, denominator=self.denominator)
         else:
-            loss = pairwise_aligned_span(
-                scores_BS[0::2][kept_P],
-                scores_BS[1::2][kept_P],
-                batch.tokens_BS[0::2][kept_P],
-                batch.tokens_BS[1::2][kept_P],
-                lengths_B[0::2][kept_P],
-                lengths_B[1::2][kept_P],
-                denominator=self.denominator,
-            )
+            loss = self._aligned_span(scores_X, batch.tokens_BS.flatten(), batch.sheet)
         if self.center_coef > 0:
             loss = loss + self.center_coef * centering(chosen_P, rejected_P, denominator=self.denominator)
         with torch.no_grad():
-            correct = (chosen_P > rejected_P).sum().to(scores_BS.dtype)
+            correct = (chosen_P > rejected_P).sum().to(scores_X.dtype)
             squares = chosen_P.square().sum() + rejected_P.square().sum()
             return loss, torch.stack([correct, chosen_P.sum(), rejected_P.sum(), squares])
+
+    def _aligned_span(self, scores_X: Tensor, tokens_X: Tensor, sheet: Sheet) -> Tensor:
+        """Each sequence as a row of its own again, [P, L] for either side; what stands behind its end is not read."""
+        lengths_K, starts_K = torch.tensor(sheet.lengths), torch.tensor(sheet.starts)
+        steps_L = torch.arange(max(sheet.lengths, default=1))
+        index_KL = starts_K[:, None] + torch.minimum(steps_L, lengths_K[:, None] - 1)
+        index_KL, lengths_K = index_KL.to(scores_X.device), lengths_K.to(scores_X.device)
+        scores_KL, tokens_KL = scores_X[index_KL], tokens_X[index_KL]
+        rows = [side[start::2] for side in (scores_KL, tokens_KL, lengths_K) for start in (0, 1)]
+        return pairwise_aligned_span(*rows, denominator=self.denominator)
 
 
 def train_on(model: Role, pairs: Sequence[PairSample], cfg: RMConfig) -> dict[str, float | int | None]:
@@ -124,13 +133,13 @@ def train_on(model: Role, pairs: Sequence[PairSample], cfg: RMConfig) -> dict[st
     assert model.trainer is not None
     learning_rate = model.trainer.learning_rate
     loss = PairwiseLoss(kind=cfg.loss, denominator=len(pairs), center_coef=cfg.center_coef)
-    result = model.train_step(micro_batches(pairs, model.mesh, cfg.train.micro_batch_samples), loss)
+    result = model.train_step(micro_batches(model, pairs, cfg.train), loss)
     return {
         "loss": result.sums["loss"],
         "grad_norm": result.grad_norm,
         "learning_rate": learning_rate,
         "pair_accuracy": result.sums["correct"] / len(pairs),
-        "tokens": sum(2 * len(p.prompt_tokens) + len(p.chosen_tokens) + len(p.rejected_tokens) for p in pairs),
+        "tokens": sum(map(num_tokens, pairs)),
     }
 
 
@@ -173,7 +182,7 @@ def _heldout_sums(model: Role, pairs: Sequence[PairSample], cfg: RMConfig) -> di
         value, sums = loss(output, batch)
         return torch.cat([value.reshape(1).double(), sums.double()])
 
-    parts = model.forward(micro_batches(pairs, model.mesh, cfg.train.micro_batch_samples), score)
+    parts = model.forward(micro_batches(model, pairs, cfg.train), score)
     total = torch.zeros(1 + len(loss.names), dtype=torch.float64, device=model.mesh.runtime.device)
     if model.mesh.owns_outputs:
         total += torch.stack(parts).sum(0)
@@ -181,27 +190,22 @@ def _heldout_sums(model: Role, pairs: Sequence[PairSample], cfg: RMConfig) -> di
     return dict(zip(("loss", *loss.names), total.tolist(), strict=True))
 
 
-def micro_batches(pairs: Sequence[PairSample], mesh: Mesh, micro_batch_samples: int) -> list[MicroBatch]:
-    """This data-parallel rank's share of the pairs, two rows each."""
-    device = mesh.runtime.device
+def num_tokens(pair: PairSample) -> int:
+    """Of its two sequences, each with the prompt."""
+    return 2 * len(pair.prompt_tokens) + len(pair.chosen_tokens) + len(pair.rejected_tokens)
+
+
+def micro_batches(model: Role, pairs: Sequence[PairSample], micro: MicroBatchConfig) -> list[MicroBatch]:
+    """This data-parallel rank's micro-batches of the pairs: two sequences each, the chosen one first."""
+    device = model.mesh.runtime.device
     rows = [
         torch.tensor(pair.prompt_tokens + response)
         for pair in pairs
         for response in (pair.chosen_tokens, pair.rejected_tokens)
     ]
-    length = grid_length(max(map(len, rows)), mesh)
-    batches = []
-    for dealt in deal(range(len(pairs)), mesh, micro_batch_samples):
-        chosen = [None if n == FILLER else rows[2 * n + side] for n in dealt for side in (0, 1)]
-        placed = [None if row is None else (0, row) for row in chosen]
-        lengths = [1 if row is None else len(row) for row in chosen]
-        batches.append(
-            MicroBatch(
-                tokens_BS=lay_out(placed, length, torch.int64, device),
-                columns={
-                    "lengths": torch.tensor(lengths, device=device),
-                    "kept": torch.tensor([n != FILLER for n in dealt], device=device),
-                },
-            )
-        )
-    return batches
+    tokens = Ragged.from_rows(rows, torch.int64)
+    groups = [(2 * n, 2 * n + 1) for n in range(len(pairs))]
+    return [
+        MicroBatch(lay_out(sheet, tokens, Spans.whole(tokens.lengths_N)).to(device), {}, sheet)
+        for sheet in model.batching(micro).sheets(groups, tokens.lengths_N)
+    ]

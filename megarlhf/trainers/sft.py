@@ -15,14 +15,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarlhf.algo.losses import token_nll
-from megarlhf.config import SFTConfig
+from megarlhf.config import MicroBatchConfig, SFTConfig
 from megarlhf.data.loader import ShuffledBatches
-from megarlhf.data.samples import SFTSample, build_sft, require_positions
+from megarlhf.data.samples import SFTSample, build_sft, require_budget, require_positions
 from megarlhf.data.sources import load_records
 from megarlhf.data.tokenizer import load_tokenizer
+from megarlhf.experience import Ragged
 from megarlhf.models.role import Role, build_role
-from megarlhf.parallel.batching import FILLER, deal, grid_length, lay_out, response_mask
-from megarlhf.parallel.mesh import GroupCache, Mesh
+from megarlhf.parallel.batching import Spans, lay_out, mask_of
+from megarlhf.parallel.mesh import GroupCache
 from megarlhf.parallel.step import MicroBatch
 from megarlhf.parallel.vocab import Vocabulary, next_token_logprobs
 from megarlhf.runtime import Runtime
@@ -47,7 +48,7 @@ def run(cfg: SFTConfig, runtime: Runtime) -> None:
         for step in range(cfg.train.num_steps):
             started = time.perf_counter()
             samples = [train[n] for n in order.indices(step)]
-            metrics = train_on(actor, samples, cfg.train.micro_batch_samples)
+            metrics = train_on(actor, samples, cfg.train)
             metrics["seconds"] = time.perf_counter() - started
             last = step + 1 == cfg.train.num_steps
             if last or is_due(step + 1, cfg.eval.every):
@@ -76,6 +77,8 @@ def load_data(cfg: SFTConfig) -> tuple[list[SFTSample], list[SFTSample], list[st
         require_positions(
             longest, Architecture.from_hf(cfg.actor.model.described_by()).max_positions, str(cfg.actor.model.path)
         )
+        tokens = [len(sample.tokens) for sample in samples]
+        require_budget(tokens, cfg.train.max_tokens_per_micro_batch, str(path), "prompt and response")
         notes.append(f"{path}: {skipped.describe()}")
         found.append(samples)
     return found[0], found[1][: cfg.eval.max_samples], notes
@@ -98,13 +101,13 @@ class NextTokenLoss:
         return loss, loss.new_zeros(0)
 
 
-def train_on(actor: Role, samples: Sequence[SFTSample], micro_batch_samples: int) -> dict[str, float | int | None]:
+def train_on(actor: Role, samples: Sequence[SFTSample], micro: MicroBatchConfig) -> dict[str, float | int | None]:
     """One optimizer step on one mini-batch, the same list on every rank."""
     tokens = num_response_tokens(samples)
     loss = NextTokenLoss(denominator=tokens, vocabulary=actor.part.vocabulary())
     assert actor.trainer is not None
     learning_rate = actor.trainer.learning_rate
-    result = actor.train_step(micro_batches(samples, actor.mesh, micro_batch_samples), loss)
+    result = actor.train_step(micro_batches(actor, samples, micro), loss)
     return {
         "loss": result.sums["loss"],
         "grad_norm": result.grad_norm,
@@ -117,7 +120,7 @@ def evaluate(actor: Role, samples: Sequence[SFTSample], cfg: SFTConfig) -> dict[
     """Held-out loss (mean over response tokens, nats) and perplexity; nothing without held-out data."""
     if not samples:
         return {}
-    batches = micro_batches(samples, actor.mesh, cfg.train.micro_batch_samples)
+    batches = micro_batches(actor, samples, cfg.train)
     loss = NextTokenLoss(denominator=num_response_tokens(samples), vocabulary=actor.part.vocabulary())
     parts = actor.forward(batches, lambda hidden_SBH, batch: loss(hidden_SBH, batch)[0].double())
     total = torch.zeros((), dtype=torch.float64, device=actor.mesh.runtime.device)
@@ -132,19 +135,17 @@ def num_response_tokens(samples: Sequence[SFTSample]) -> int:
     return sum(len(sample.tokens) - sample.prompt_length for sample in samples)
 
 
-def micro_batches(samples: Sequence[SFTSample], mesh: Mesh, micro_batch_samples: int) -> list[MicroBatch]:
-    """This data-parallel rank's share of the samples."""
-    device = mesh.runtime.device
-    length = grid_length(max(len(sample.tokens) for sample in samples), mesh)
-    batches = []
-    for rows in deal(range(len(samples)), mesh, micro_batch_samples):
-        chosen = [None if n == FILLER else samples[n] for n in rows]
-        tokens = [None if s is None else (0, torch.tensor(s.tokens)) for s in chosen]
-        spans = [None if s is None else (s.prompt_length, len(s.tokens) - s.prompt_length) for s in chosen]
-        batches.append(
-            MicroBatch(
-                tokens_BS=lay_out(tokens, length, torch.int64, device),
-                columns={"response_mask": response_mask(spans, length, device)},
-            )
+def micro_batches(actor: Role, samples: Sequence[SFTSample], micro: MicroBatchConfig) -> list[MicroBatch]:
+    """This data-parallel rank's micro-batches of the samples."""
+    device = actor.mesh.runtime.device
+    tokens = Ragged.from_rows([torch.tensor(sample.tokens) for sample in samples], torch.int64)
+    prompts_N = torch.tensor([sample.prompt_length for sample in samples])
+    responses = Spans.predicting(prompts_N, tokens.lengths_N - prompts_N)
+    return [
+        MicroBatch(
+            tokens_BS=lay_out(sheet, tokens, Spans.whole(tokens.lengths_N)).to(device),
+            columns={"response_mask": mask_of(sheet, responses, device)},
+            sheet=sheet,
         )
-    return batches
+        for sheet in actor.batching(micro).sheets([(n,) for n in range(len(samples))], tokens.lengths_N)
+    ]

@@ -226,6 +226,7 @@ def test_loaded_objects_are_frozen(load):
         assert getattr(section, name) == before
 
 
+PACKED = ("train.micro_batch_samples=", "train.max_tokens_per_micro_batch=128")
 VLLM_TP = ("actor.parallel.tp=2", "rollout.parallel.tp=2")
 
 
@@ -269,6 +270,21 @@ VLLM_TP = ("actor.parallel.tp=2", "rollout.parallel.tp=2")
             ["set eval.every and data.heldout"],
         ),
         ("generate", ["rewards=[{kind: model}]"], ["score by rules only", "got a reward of kind 'model'"]),
+        (
+            "sft",
+            ["train.max_tokens_per_micro_batch=64"],
+            ["train: ", "max_tokens_per_micro_batch = 64 and micro_batch_samples = 2; give one of them"],
+        ),
+        (
+            "rm",
+            ["train.micro_batch_samples="],
+            ["train: ", "max_tokens_per_micro_batch = None and micro_batch_samples = None; give one of them"],
+        ),
+        (
+            "rl",
+            [*PACKED, "data.max_prompt_tokens=100", "rollout.max_response_tokens=29"],
+            ["max_prompt_tokens + rollout.max_response_tokens = 129 tokens", "= 128", "never split", "raise it to 129"],
+        ),
     ],
 )
 def test_every_check_across_keys_says_what_to_do(refusal, command, overrides, words):
@@ -288,6 +304,8 @@ def test_every_check_across_keys_says_what_to_do(refusal, command, overrides, wo
         ("rl", ["rollout.parallel.tp=2", "rollout.engine=megatron"]),
         ("rl", ["train.stop.heldout_reward_patience=2", "eval.every=1"]),
         ("generate", ["rewards=[{kind: rule, rule: exact_match}]"]),
+        ("sft", PACKED),
+        ("rl", [*PACKED, "data.max_prompt_tokens=100", "rollout.max_response_tokens=28"]),
     ],
 )
 def test_following_the_advice_is_accepted(load, command, overrides):

@@ -21,7 +21,7 @@ from megarlhf.models.build import ModelPart, placements_on
 from megarlhf.models.role import Role, build_role
 from megarlhf.models.settings import DTYPES
 from megarlhf.models.weights import load_weights
-from megarlhf.parallel.batching import grid_length, lay_out
+from megarlhf.parallel.batching import grid_length
 from megarlhf.parallel.mesh import GroupCache
 from megarlhf.parallel.step import MicroBatch
 from megarlhf.parallel.vocab import logits_at
@@ -92,9 +92,7 @@ def sft_steps(
     gradients: list[Arrays] = []
     record_gradients(actor, gradients)
     size = cfg.train.mini_batch_samples
-    steps = [
-        train_on(actor, samples[n * size : (n + 1) * size], cfg.train.micro_batch_samples) for n in range(num_steps)
-    ]
+    steps = [train_on(actor, samples[n * size : (n + 1) * size], cfg.train) for n in range(num_steps)]
     return {
         "coordinates": (actor.mesh.at.tp, actor.mesh.at.dp, actor.mesh.at.pp),
         "places": tuple(dist.get_rank(getattr(actor.mesh.groups, axis)) for axis in ("tp", "dp", "pp")),
@@ -126,7 +124,7 @@ def saved_roles(runtime: Runtime, config: dict[str, Any], root: str, order: tupl
     actor = build_role("actor", cfg.actor, "lm", cache, seed=0, num_optimizer_steps=1, order=order)
     critic = build_role("critic", cfg.actor, "scalar", cache, seed=0, order=order)
     save_roles(Path(root), 1, [actor, critic])
-    train_on(actor, samples[: cfg.train.mini_batch_samples], cfg.train.micro_batch_samples)
+    train_on(actor, samples[: cfg.train.mini_batch_samples], cfg.train)
     saved = save_roles(Path(root), 2, [actor, critic])
     for role in (actor, critic):
         load_weights(role.part, role.section.model.model_copy(update={"path": saved / role.name}), seed=1)
@@ -152,8 +150,9 @@ def outputs_and_greedy(
         section = RoleConfig.model_validate({"model": {"path": model, "dtype": dtype}, "parallel": parallel})
         role = build_role("actor", section, head, cache, seed=0)
         assert {p.dtype for p in role.part.module.parameters()} == {DTYPES[dtype]}
-        length = grid_length(max(map(len, rows)), role.mesh)
-        tokens = lay_out([(0, torch.tensor(row)) for row in rows], length, torch.int64, runtime.device)
+        tokens = torch.zeros(len(rows), grid_length(max(map(len, rows)), role.mesh), dtype=torch.int64)
+        for tokens_S, row in zip(tokens, rows, strict=True):
+            tokens_S[: len(row)] = torch.tensor(row)
         (outputs,) = role.forward([MicroBatch(tokens, {})], partial(_whole_vocabulary, role)) or [torch.empty(0)]
         said: list[list[int]] = []
         if new_tokens:

@@ -1,17 +1,33 @@
-"""Dealing samples to ranks, and the padded grid, by literals.
+"""Dealing samples to ranks, and where their sequences and columns stand, by literals.
 
-Not covered: meshes of real process groups (only layout and coordinates are read), and grids on a GPU.
+Not covered: meshes of real process groups (only layout and coordinates are read), and grids on a GPU; how well packed
+micro-batches are balanced (test_packing.py).
 """
 
 from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megarlhf.config import MicroBatchConfig
+from megarlhf.experience import Ragged
 from megarlhf.layout import Layout
-from megarlhf.parallel.batching import FILLER, deal, grid_length, lay_out, response_mask
+from megarlhf.parallel.batching import (
+    FILLER,
+    FILLER_LENGTH,
+    Batching,
+    Sheet,
+    Spans,
+    deal,
+    grid_length,
+    lay_out,
+    mask_of,
+    pick_up,
+    spread,
+)
+from megarlhf.parallel.packing import Cost
 
 CPU = torch.device("cpu")
 
@@ -59,27 +75,137 @@ def test_grid_length_is_a_multiple_of_tp(longest, tp, expected):
     assert grid_length(longest, mesh(tp=tp)) == expected
 
 
-def test_lay_out_places_rows_and_fills_the_rest():
-    rows = [(0, torch.tensor([1, 2])), None, (2, torch.tensor([3.7, 4.2])), (4, torch.tensor([]))]
-    grid_BS = lay_out(rows, 4, torch.float32, CPU, fill=-1)
-    expected_BS = torch.tensor([[1, 2, -1, -1], [-1, -1, -1, -1], [-1, -1, 3.7, 4.2], [-1, -1, -1, -1]])
-    assert torch.equal(grid_BS, expected_BS)
-    assert lay_out(rows[:1], 3, torch.int64, CPU).tolist() == [[1, 2, 0]]
+def batching(rank=0, *, samples=None, tokens=None, equal_shapes=False, **sizes):
+    micro = MicroBatchConfig(micro_batch_samples=samples, max_tokens_per_micro_batch=tokens)
+    return Batching(mesh=mesh(rank, **sizes), cost=Cost(1.0, 0.0), micro=micro, equal_shapes=equal_shapes)
 
 
-def test_response_mask_stands_one_before_the_response():
-    """Prompt of 2, response of 3: tokens 2, 3, 4 are predicted at positions 1, 2, 3."""
-    mask_BS = response_mask([(2, 3), None, (1, 1), (4, 2), (3, 0)], 6, CPU)
-    assert mask_BS.int().tolist() == [
-        [0, 1, 1, 1, 0, 0],
-        [0, 0, 0, 0, 0, 0],
-        [1, 0, 0, 0, 0, 0],
-        [0, 0, 0, 1, 1, 0],
-        [0, 0, 0, 0, 0, 0],
+PADDED = Sheet(sequences=(2, 0), lengths=(3, 2), starts=(0, 4), rows=3, columns=4, packed=False)
+PACKED = Sheet(sequences=(2, 0), lengths=(3, 2), starts=(0, 3), rows=1, columns=6, packed=True)
+LENGTHS = torch.tensor([2, 9, 3])
+
+
+def ragged(*rows, dtype=torch.float32):
+    return Ragged.from_rows([torch.tensor(row) for row in rows], dtype)
+
+
+def test_padded_sheets_by_hand():
+    """Three sequences on two ranks, two to a micro-batch: rows as long as the longest of the step, a filler row."""
+    groups, lengths = [(2,), (0,), (1,)], torch.tensor([2, 4, 3])
+    first, second = (batching(rank, samples=2, dp=2).sheets(groups, lengths) for rank in (0, 1))
+    assert first == [Sheet((2, 0), (3, 2), (0, 4), rows=2, columns=4, packed=False)]
+    assert second == [Sheet((1,), (4,), (0,), rows=2, columns=4, packed=False)]
+    assert first[0].packed_row(CPU) is None
+
+
+def test_packed_sheets_by_hand():
+    """Six tokens fit: 4 + 2 and 3 + 3. Longest first, no padding; on tp 4 rows are filled up to a multiple of four."""
+    groups, lengths = [(0,), (1,), (2,), (3,)], torch.tensor([2, 3, 4, 3])
+    assert batching(tokens=6).sheets(groups, lengths) == [
+        Sheet((2, 0), (4, 2), (0, 4), rows=1, columns=6, packed=True),
+        Sheet((1, 3), (3, 3), (0, 3), rows=1, columns=6, packed=True),
     ]
+    (sheet, _) = batching(tokens=6, tp=4).sheets(groups, lengths)
+    assert (sheet.lengths, sheet.columns, sheet.packed_row(CPU).lengths) == ((4, 2), 8, (4, 2, 2))
 
 
-@pytest.mark.parametrize("span, words", [((0, 2), "empty prompt"), ((3, 4), "3 [+] 4 tokens on a grid of 6")])
-def test_a_span_that_the_grid_cannot_hold_is_our_mistake(span, words):
-    with pytest.raises(AssertionError, match=words):
-        response_mask([span], 6, CPU)
+def test_groups_stay_together_and_in_order():
+    """Pairs: a chosen and a rejected sequence each."""
+    groups, lengths = [(0, 1), (2, 3)], torch.tensor([1, 5, 4, 3])
+    assert [sheet.sequences for sheet in batching(tokens=7).sheets(groups, lengths)] == [(2, 3), (0, 1)]
+    assert [sheet.sequences for sheet in batching(tokens=13).sheets(groups, lengths)] == [(2, 3, 0, 1)]
+    assert [sheet.sequences for sheet in batching(samples=2).sheets(groups, lengths)] == [(0, 1, 2, 3)]
+    with pytest.raises(ValueError, match=r"7 tokens.*6.*not split"):
+        batching(tokens=6).sheets(groups, lengths)
+
+
+def test_a_rank_without_a_sequence_has_a_row_all_the_same():
+    """One sequence on two ranks: the other runs as many forwards, over fillers, and owns nothing."""
+    sheets = [batching(rank, tokens=9, tp=2, dp=2).sheets([(0,)], torch.tensor([5])) for rank in range(4)]
+    assert sheets[0] == sheets[1] == [Sheet((0,), (5,), (0,), rows=1, columns=6, packed=True)]
+    assert sheets[2] == sheets[3] == [Sheet((), (), (), rows=1, columns=2, packed=True)]
+    (empty,) = sheets[2]
+    assert empty.packed_row(CPU).lengths == (2,)
+    assert empty.ends_K.tolist() == []
+    spans = Spans.whole(torch.tensor([5]))
+    assert lay_out(empty, ragged([1, 2, 3, 4, 5]), spans).tolist() == [[0, 0]]
+    assert mask_of(empty, spans, CPU).tolist() == [[False, False]]
+    assert pick_up(empty, torch.zeros(1, 2), spans) == {}
+    assert batching(tokens=9, dp=2).sheets([], torch.tensor([5])) == []
+
+
+def test_equal_shapes_fill_every_row_up_with_short_sequences():
+    (sheet,) = batching(tokens=3 * FILLER_LENGTH, equal_shapes=True).sheets([(0,)], torch.tensor([7]))
+    assert sheet.columns == 3 * FILLER_LENGTH
+    assert sheet.packed_row(CPU).lengths == (7, FILLER_LENGTH, FILLER_LENGTH, FILLER_LENGTH - 7)
+
+
+def test_positions_restart_at_every_border():
+    row = PACKED.packed_row(CPU)
+    assert row.positions_T.tolist() == [0, 1, 2, 0, 1, 0]
+    assert row.cu_seqlens_q.tolist() == [0, 3, 5, 6]
+    assert row.cu_seqlens_q.dtype == torch.int32
+    assert row.max_seqlen_q == 3
+
+
+@pytest.mark.parametrize("sheet", [PADDED, PACKED])
+def test_columns_stand_where_their_tokens_are_predicted(sheet):
+    """Sequence 2 is a prompt of one token and a response of two, sequence 0 one of each."""
+    spans = Spans.predicting(torch.tensor([1, 5, 1]), torch.tensor([1, 4, 2]))
+    tokens = lay_out(sheet, ragged([7, 8], range(9), [4, 5, 6], dtype=torch.int64), Spans.whole(LENGTHS))
+    values = lay_out(sheet, ragged([0.5], [9, 9, 9, 9], [1.5, 2.5]), spans, fill=-1)
+    lengths = spread(sheet, torch.tensor([1, 4, 2]), spans, CPU)
+    if sheet.packed:
+        assert tokens.tolist() == [[4, 5, 6, 7, 8, 0]]
+        assert values.tolist() == [[1.5, 2.5, -1, 0.5, -1, -1]]
+        assert mask_of(sheet, spans, CPU).int().tolist() == [[1, 1, 0, 1, 0, 0]]
+        assert lengths.tolist() == [[2, 2, 0, 1, 0, 0]]
+        assert sheet.ends_K.tolist() == [2, 4]
+    else:
+        assert tokens.tolist() == [[4, 5, 6, 0], [7, 8, 0, 0], [0, 0, 0, 0]]
+        assert values.tolist() == [[1.5, 2.5, -1, -1], [0.5, -1, -1, -1], [-1, -1, -1, -1]]
+        assert mask_of(sheet, spans, CPU).int().tolist() == [[1, 1, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]]
+        assert lengths.tolist() == [[2, 2, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]]
+        assert sheet.ends_K.tolist() == [2, 5]
+    found = pick_up(sheet, values, spans)
+    assert {n: row.tolist() for n, row in found.items()} == {2: [1.5, 2.5], 0: [0.5]}
+
+
+def test_a_response_of_no_tokens_takes_no_place():
+    spans = Spans.predicting(torch.tensor([2, 5, 1]), torch.tensor([0, 4, 2]))
+    assert mask_of(PACKED, spans, CPU).int().tolist() == [[1, 1, 0, 0, 0, 0]]
+    found = pick_up(PACKED, torch.arange(6.0)[None], spans)
+    assert {n: row.tolist() for n, row in found.items()} == {2: [0, 1], 0: []}
+
+
+def test_an_empty_prompt_is_our_mistake():
+    with pytest.raises(AssertionError, match="sequence 1 has an empty prompt"):
+        Spans.predicting(torch.tensor([1, 0]), torch.tensor([2, 2]))
+
+
+def test_rows_that_are_not_as_long_as_their_spans_are_our_mistake():
+    with pytest.raises(AssertionError, match="differ in length"):
+        lay_out(PACKED, ragged([7, 8], range(9), [4, 5]), Spans.whole(LENGTHS))
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.integers(1, 12), min_size=1, max_size=20), st.integers(1, 3), st.sampled_from([1, 2]), st.booleans())
+def test_what_is_laid_out_is_picked_up_again(lengths, dp, tp, packed):
+    """On all ranks together every sequence once, whatever the dealing; columns are a multiple of tp."""
+    micro = {"tokens": 15} if packed else {"samples": 2}
+    table = ragged(*(torch.rand(length).tolist() for length in lengths))
+    spans = Spans.whole(table.lengths_N)
+    found = {}
+    counts = set()
+    for rank in range(0, dp * tp, tp):
+        sheets = batching(rank, tp=tp, dp=dp, **micro).sheets([(n,) for n in range(len(lengths))], table.lengths_N)
+        counts.add(len(sheets))
+        for sheet in sheets:
+            assert sheet.columns % tp == 0
+            assert not packed or sum(sheet.lengths) <= 15
+            picked = pick_up(sheet, lay_out(sheet, table, spans), spans)
+            assert not picked.keys() & found.keys()
+            found |= picked
+    assert len(counts) == 1
+    assert all(torch.equal(found[n], row) for n, row in enumerate(table.rows()))
+    assert found.keys() == set(range(len(lengths)))

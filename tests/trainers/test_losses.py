@@ -27,6 +27,7 @@ class Case:
         old_BS = -7.0 + torch.randn(B, S, dtype=torch.float64, generator=generator)
         columns = {
             "response_mask": mask_BS,
+            "response_lengths": mask_BS.sum(1, keepdim=True).expand(B, S),
             "old_logprobs": old_BS,
             "ref_logprobs": old_BS + 0.1,
             "advantages": torch.randn(B, S, dtype=torch.float64, generator=generator),

@@ -1,0 +1,203 @@
+"""Packed and padded runs are the same training, at every layout, for ragged batches.
+
+Each layout's packed run is compared with its own padded run and with the padded run of one rank. Not covered: kernels
+of a GPU; TransformerEngine's `thd`.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.distributed.compare import assert_gradients_equal, assert_weights_equal
+from tests.distributed.pool import RankPool
+from tests.distributed.tiny import write_family
+
+LR = 1e-3
+BUDGET = 120
+"""Tokens of a packed micro-batch: the longest sample has about 100, the mean is below 30."""
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "tp1": (1, {}),
+    "tp2": (2, {"tp": 2}),
+    "pp2": (2, {"pp": 2}),
+    "dp2": (2, {}),
+    "tp2_sequence_parallel": (2, {"tp": 2, "sequence_parallel": True}),
+    "tp2pp2_sequence_parallel": (4, {"tp": 2, "pp": 2, "sequence_parallel": True}),
+}
+PADDED = {"micro_batch_samples": 2}
+PACKED = {"max_tokens_per_micro_batch": BUDGET}
+
+
+@pytest.fixture(scope="module")
+def ragged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Texts of the demo's characters, their lengths drawn from a long tail."""
+    draw = random.Random(7)
+
+    def text(longest: int) -> str:
+        length = min(longest, 1 + int(draw.lognormvariate(1.8, 1.0)))
+        return "".join(draw.choice("0123456789+=") for _ in range(length))
+
+    def two_texts(longest: int) -> tuple[str, str]:
+        while (first := text(longest)) == (second := text(longest)):
+            pass
+        return first, second
+
+    rows: dict[str, list[dict[str, str]]] = {"sft": [], "pairs": [], "prompts": []}
+    for _ in range(24):
+        rows["sft"].append({"prompt": text(40), "response": text(50)})
+        chosen, rejected = two_texts(20)
+        rows["pairs"].append({"prompt": text(20), "chosen": chosen, "rejected": rejected})
+        rows["prompts"].append({"prompt": text(40), "answer": "1"})
+    root = tmp_path_factory.mktemp("ragged")
+    for name, lines in rows.items():
+        (root / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return {name: root / f"{name}.jsonl" for name in rows}
+
+
+def role(model: Path, parallel: dict[str, Any]) -> dict[str, Any]:
+    # Adam's eps: ten times its default. A first step is lr x gradient / (|gradient| + eps), and of a few thousand
+    # elements one has a gradient so near zero that its rounding, some 1e-9, counts beside 1e-8.
+    optim = {"lr": LR, "weight_decay": 0.1, "eps": 1e-7}
+    return {"model": {"path": str(model)}, "parallel": parallel, "optim": optim}
+
+
+def supervised(name: str, model: Path, data: Path, parallel: dict[str, Any], micro: dict[str, int]) -> dict[str, Any]:
+    return {
+        "run": {"dir": "unused"},
+        name: role(model, parallel),
+        "data": {"train": str(data)},
+        "train": {"num_steps": 1, "mini_batch_samples": 12, **micro},
+    }
+
+
+def rl(models: dict[str, Path], data: Path, parallel: dict[str, Any], micro: dict[str, int], **algo: Any) -> Any:
+    plain, other = role(models["plain"], parallel), role(models["other"], parallel)
+    return {
+        "run": {"dir": "unused"},
+        "actor": plain,
+        "critic": other,
+        "reward_model": other,
+        "rewards": [{"kind": "model", "shift": 0.5}],
+        "data": {"train": str(data), "max_prompt_tokens": 48},
+        "train": {"num_steps": 1, "prompts_per_step": 4, "mini_batch_samples": 16, "epochs_per_step": 1, **micro},
+        "rollout": {"engine": "megatron", "num_samples_per_prompt": 4, "max_response_tokens": 10},
+        "algo": {"entropy_coef": 0.01, "loss_average": "sequence", "kl": {"coef": 0.1}} | algo,
+    }
+
+
+GRPO = {"advantage": "group_relative", "kl": {"coef": 0.05, "placement": "loss", "estimator": "k3"}}
+JOBS = {
+    "sft": ("sft_steps", lambda m, d, *how: supervised("actor", m["plain"], d["sft"], *how), (1,)),
+    "rm": ("rm_steps", lambda m, d, *how: supervised("reward_model", m["other"], d["pairs"], *how), (1,)),
+    "rm_aligned_span": (
+        "rm_steps",
+        lambda m, d, *how: supervised("reward_model", m["other"], d["pairs"], *how) | {"loss": "aligned_span"},
+        (1,),
+    ),
+    "ppo": ("rl_step", lambda m, d, *how: rl(m, d["prompts"], *how), ()),
+    "grpo": ("rl_step", lambda m, d, *how: rl(m, d["prompts"], *how, **GRPO), ()),
+}
+
+
+@pytest.fixture(scope="module")
+def run(ranks: RankPool, models: dict[str, Path], ragged: dict[str, Path]) -> Any:
+    """A kind of training at a layout, padded or packed; each is run once."""
+    made: dict[tuple[str, str, bool], dict[str, Any]] = {}
+
+    def call(kind: str, layout: str, *, packed: bool) -> dict[str, Any]:
+        key = (kind, layout, packed)
+        if key not in made:
+            job, configure, args = JOBS[kind]
+            world_size, parallel = LAYOUTS[layout]
+            cfg = configure(models, ragged, parallel, PACKED if packed else PADDED)
+            made[key] = ranks.run(world_size, job, cfg, *args)[0]
+        return made[key]
+
+    return call
+
+
+def assert_same_training(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Losses and norms, each gradient of the first mini-batch, weights after a step."""
+    if "metrics" not in found:
+        np.testing.assert_allclose(found["loss"], expected["loss"], rtol=1e-5, atol=1e-7)
+        np.testing.assert_allclose(found["grad_norm"], expected["grad_norm"], rtol=1e-5)
+        assert_gradients_equal(found["gradients"][0], expected["gradients"][0])
+        assert_weights_equal(found["weights"], expected["weights"])
+        return
+    assert found["responses"] == expected["responses"]
+    np.testing.assert_allclose(found["rewards"], expected["rewards"], atol=1e-5)
+    for name, column in expected["columns"].items():
+        np.testing.assert_allclose(found["columns"][name], column, atol=1e-5, rtol=1e-5, err_msg=name)
+    for name in {"value_loss", "entropy", "actor_grad_norm", "critic_grad_norm"} & expected["metrics"].keys():
+        np.testing.assert_allclose(found["metrics"][name], expected["metrics"][name], rtol=1e-5, err_msg=name)
+    for name in ("policy_loss", "loss"):  # sums of both signs that nearly cancel: their rounding is absolute
+        np.testing.assert_allclose(found["metrics"][name], expected["metrics"][name], rtol=1e-5, atol=1e-6)
+    assert found["metrics"]["first_ratio_deviation"] == 0.0
+    for name in expected["weights"]:
+        assert_gradients_equal(found["gradients"][name][0], expected["gradients"][name][0], what=name)
+        assert_weights_equal(found["weights"][name], expected["weights"][name], what=name)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", ["sft", "rm", "ppo", "grpo"])
+def test_packed_equals_padded(kind: str, layout: str, run: Any) -> None:
+    packed, padded = run(kind, layout, packed=True), run(kind, layout, packed=False)
+    assert_same_training(packed, padded)
+    assert_same_training(packed, run(kind, "tp1", packed=False))
+
+
+def test_the_aligned_span_of_packed_pairs(run: Any) -> None:
+    """The loss that reads a score at every token, on packed pairs."""
+    assert_same_training(run("rm_aligned_span", "tp1", packed=True), run("rm_aligned_span", "tp1", packed=False))
+    assert run("rm_aligned_span", "tp1", packed=True)["loss"] != run("rm", "tp1", packed=True)["loss"]
+
+
+@pytest.mark.parametrize("budget", [95, 2000])
+def test_the_budget_changes_nothing(
+    budget: int, ranks: RankPool, models: dict[str, Path], ragged: dict[str, Path], run: Any
+) -> None:
+    """Nor does the number of micro-batches: nearly one for each sequence, or one for all."""
+    cfg = rl(models, ragged["prompts"], {}, {"max_tokens_per_micro_batch": budget})
+    assert_same_training(ranks.run(1, "rl_step", cfg)[0], run("ppo", "tp1", packed=False))
+
+
+def test_a_rank_without_a_sequence(ranks: RankPool, models: dict[str, Path], ragged: dict[str, Path]) -> None:
+    """Three sequences on four data-parallel ranks: one of them runs over fillers and adds nothing."""
+    cfg = supervised("actor", models["plain"], ragged["sft"], {}, PADDED)
+    cfg["train"]["mini_batch_samples"] = 3
+    expected = ranks.run(1, "sft_steps", cfg, 1)[0]
+    cfg["train"] |= {"micro_batch_samples": None, **PACKED}
+    assert_same_training(ranks.run(4, "sft_steps", cfg, 1)[0], expected)
+
+
+FAMILIES: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "sliding window under sequence parallelism": ("mistral", 2, {"tp": 2, "sequence_parallel": True}),
+    "learned positions over two stages": ("gpt2", 2, {"pp": 2}),
+    "learned positions with an offset": ("opt", 2, {"tp": 2}),
+    "query groups cut over ranks": ("qwen3", 4, {"tp": 4}),
+    "experts over two stages, which know one shape": ("qwen3_moe", 2, {"pp": 2}),
+    "experts under tensor parallelism": ("mixtral", 2, {"tp": 2, "sequence_parallel": True}),
+    "scaled frequencies": ("llama3_rope", 1, {}),
+}
+
+
+@pytest.mark.parametrize("what", FAMILIES)
+def test_families_packed_equal_padded(what: str, ranks: RankPool, tmp_path: Path, ragged: dict[str, Path]) -> None:
+    """One step of SFT each. A key's bias has nearly no gradient, what there is, is rounding: it is not compared."""
+    family, world_size, parallel = FAMILIES[what]
+    model = write_family(tmp_path / family, family, max_position_embeddings=128)
+    results = []
+    for micro in (PADDED, PACKED):
+        cfg = supervised("actor", model, ragged["sft"], parallel, micro)
+        found = ranks.run(world_size, "sft_steps", cfg, 1)[0]
+        for part in (found["gradients"][0], found["weights"]):
+            for name in [name for name in part if name.endswith("k_proj.bias") or "c_attn.bias" in name]:
+                del part[name]
+        results.append(found)
+    assert_same_training(results[1], results[0])
