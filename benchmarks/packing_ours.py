@@ -162,9 +162,8 @@ def configuration(options: dict[str, Any], sizes: Sizes, train: dict[str, Any], 
                 "num_steps": 1_000_000,
                 "prompts_per_step": sizes.prompts,
                 "mini_batch_samples": sizes.samples // sizes.mini_batches,
-                "micro_batch_samples": 8,
-            }
-            | train,
+                **train,
+            },
             "rollout": {
                 "engine": options["engine"],
                 "num_samples_per_prompt": sizes.per_prompt,

@@ -126,7 +126,8 @@ def reward(prompt: str, response: str, fields: Mapping[str, Any]) -> float:
 
 
 def _never_end(model: Any, eos: int) -> None:
-    """Channel 0 carries a constant through all layers, and only the logit of `eos` reads it: as a bias of about -40."""
+    """Channel 0 carries a constant through all layers, and only the logit of `eos` reads it: as a bias of about -12
+    where the others' deviation is below 1."""
     with torch.no_grad():
         model.model.embed_tokens.weight[:, 0] = 1.0
         for layer in model.model.layers:
