@@ -143,7 +143,7 @@ class Run:
 
 def configuration(options: dict[str, Any], sizes: Sizes, train: dict[str, Any], out: str) -> RLConfig:
     """GRPO as benchmarks/peers_trl.py sets it, or PPO with a critic of the actor's size."""
-    low, high = sizes.prompt_tokens
+    high = sizes.prompt_tokens[1]
     role = {
         "model": {"path": options["model"]},
         "optim": {"lr": options["lr"], "beta1": 0.9, "beta2": 0.95, "weight_decay": 0.0, "clip_grad": 1.0},

@@ -114,7 +114,7 @@ class Timed(GRPOTrainer):
         # The first training_step of a step has generation and scoring inside.
         scored = found.pop("until_scored")
         found["backward"] = found.pop("training_step") - found["compute_loss"] - (self._injected - self._start) - scored
-        found["loss_beside_forward"] = found.pop("compute_loss") - found["forward"]
+        found["loss_after_logprobs"] = found.pop("compute_loss") - found["forward"]
         found["other_until_scored"] = scored - sum(
             found.get(name, 0.0) for name in ("old_logprobs", "reference_logprobs", "rewards")
         )
