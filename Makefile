@@ -34,7 +34,8 @@ export VLLM_NO_USAGE_STATS ?= 1
 # torch's C++ side otherwise announces the NUMA policy of each vLLM rank.
 export TORCH_CPP_LOG_LEVEL ?= ERROR
 
-.PHONY: help venv demo demo-3d demo-seeds bench-convert bench-reshard bench-kernels bench-gpu-logprob bench-gpu-packed test test-slow lint doctor lock clean
+.PHONY: help venv demo demo-3d demo-seeds bench-convert bench-reshard bench-kernels bench-packing bench-gpu-logprob \
+	bench-gpu-packed test test-slow lint doctor lock clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -75,6 +76,9 @@ bench-reshard: venv ## the resharder against all-gather per tensor and the floor
 
 bench-kernels: venv ## log-prob kernels on the CPU against naive torch and the bare product (15 minutes); writes benchmarks/results/kernels.json
 	$(PY) -m benchmarks.kernels
+
+bench-packing: venv ## packed rows against padded ones and TRL on the CPU (20 minutes); writes benchmarks/results/packing.json
+	$(PY) -m benchmarks.packing
 
 # On a machine whose GPU build of torch is not in $(VENV): make bench-gpu-logprob PY=python3
 bench-gpu-logprob: ## the log-prob kernels against their peers on one GPU (10 minutes); writes benchmarks/results/gpu_logprob.json

@@ -1,0 +1,196 @@
+"""Our side of `make bench-packing`, as a child: the training loop's own functions on the workload's responses.
+
+One process builds a run for each way of laying rows out (the same weights, one configuration key apart), and trains
+whichever the command names. A phase is score, add_advantages, describe and train_on, as in trainers/rl.py::run; a
+whole step has generation before it and the transfer of the weights behind it.
+
+    {"command": "round", "way": "packed", "inject": true}   ->   seconds of phase and step, and of their parts
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.packing_children import Parent
+from benchmarks.packing_workload import Sizes, Workload, make_workload, text_of
+from megarlhf.config import RLConfig
+from megarlhf.data.samples import PromptSample
+from megarlhf.data.tokenizer import load_tokenizer
+from megarlhf.experience import Experience, Ragged, Rollouts
+from megarlhf.models.role import Role
+from megarlhf.parallel.step import Loss, MicroBatch, StepResult
+from megarlhf.runtime import RankInfo, Runtime, initialize
+from megarlhf.trainers import rl
+from megarlhf.trainers.rl_score import add_advantages, logprob_gap, make_experience
+
+Clock = Callable[[str], Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class TimedRole(Role):
+    """A role that says how long its forwards, its forwards and backwards and its optimizer steps took."""
+
+    clock: Clock
+
+    def forward(self, batches: Sequence[MicroBatch], score: Callable[[Tensor, MicroBatch], Tensor]) -> list[Tensor]:
+        with self.clock({"actor": "old_logprobs", "reference": "reference_logprobs", "critic": "values"}[self.name]):
+            return super().forward(batches, score)
+
+    def train_step(self, batches: Sequence[MicroBatch], loss: Loss) -> StepResult:
+        assert self.trainer is not None
+        with self.clock(f"{self.name}_forward_backward"):
+            sums = self.trainer.accumulate(batches, loss)
+        with self.clock(f"{self.name}_optimizer"):
+            return StepResult(sums=sums, grad_norm=self.trainer.step())
+
+
+class Run:
+    """One configuration's roles, trained a step further by each round."""
+
+    def __init__(self, cfg: RLConfig, runtime: Runtime, workload: Workload) -> None:
+        self._cfg, self._workload = cfg, workload
+        self._seconds: dict[str, float] = defaultdict(float)
+        self._step = 0
+        parts = rl.build(cfg, runtime, load_tokenizer(cfg.actor.model.described_by()))
+        timed = {name: self._timed(getattr(parts, name)) for name in ("actor", "reference", "critic")}
+        self._parts = dataclasses.replace(parts, **timed)
+        self._prompts = [
+            PromptSample(tokens=ids, text=text_of(ids), fields={}, index=n) for n, ids in enumerate(workload.prompts)
+        ]
+        if cfg.rollout.engine == "vllm":
+            self._parts.engine.update_weights(self._parts.actor.part, version=0)
+
+    def _timed(self, role: Role | None) -> TimedRole | None:
+        if role is None:
+            return None
+        return TimedRole(**{one.name: getattr(role, one.name) for one in dataclasses.fields(role)}, clock=self._clock)
+
+    @contextmanager
+    def _clock(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self._seconds[name] += time.perf_counter() - start
+
+    def round(self, inject: bool) -> dict[str, Any]:
+        """One step, or, with injected responses, its training phase."""
+        cfg, parts, step = self._cfg, self._parts, self._step
+        self._seconds.clear()
+        begin = time.perf_counter()
+        if inject:
+            experience = self._injected()
+        else:
+            with self._clock("generate"):
+                experience = rl.sample(cfg, parts.engine, self._prompts, parts.sampling, step)
+        start, cpu = time.perf_counter(), time.process_time()
+        experience, dealt = rl.score(cfg, parts, experience, self._prompts, step)
+        scored = time.perf_counter()
+        if not inject:
+            logprob_gap(experience, cfg.rollout.logprob_gap_limit(cfg.actor))
+        experience = add_advantages(experience, cfg.algo)
+        metrics = rl.describe(experience, cfg)
+        prepared = time.perf_counter()
+        metrics |= rl.train_on(cfg, parts, experience, dealt, step)
+        trained, cpu = time.perf_counter(), time.process_time() - cpu
+        if not inject:
+            with self._clock("update_weights"):
+                parts.engine.update_weights(parts.actor.part, version=step + 1)
+        end = time.perf_counter()
+        self._step += 1
+        found = dict(self._seconds)
+        scoring = sum(found.get(name, 0.0) for name in ("old_logprobs", "reference_logprobs", "values"))
+        training = sum(seconds for name, seconds in found.items() if name.endswith(("_backward", "_optimizer")))
+        found |= {
+            "other_until_scored": scored - start - scoring,
+            "advantages": prepared - scored,
+            "other_in_training": trained - prepared - training,
+        }
+        return {
+            "phase_seconds": trained - start,
+            "step_seconds": end - begin,
+            "phase_cpu_seconds": cpu,
+            "parts": found,
+            "metrics": metrics,
+            "generated_tokens": None if inject else int(experience.response_lengths_N.sum()),
+            "threads": torch.get_num_threads(),
+        }
+
+    def _injected(self) -> Experience:
+        """The workload's responses as if the engine had drawn them; it gives no log-probs, and none are compared."""
+        responses = Ragged.from_rows([torch.tensor(row) for row in self._workload.responses], torch.int64)
+        rollouts = Rollouts(
+            responses=responses,
+            logprobs=Ragged(torch.zeros(responses.num_tokens), responses.lengths_N),
+            finished_N=torch.ones(len(responses.lengths_N), dtype=torch.bool),
+            weight_version=self._step,
+        )
+        return make_experience(self._prompts, rollouts, self._cfg.rollout.num_samples_per_prompt)
+
+    def close(self) -> None:
+        self._parts.engine.close()
+
+
+def configuration(options: dict[str, Any], sizes: Sizes, train: dict[str, Any], out: str) -> RLConfig:
+    """GRPO as benchmarks/peers_trl.py sets it, or PPO with a critic of the actor's size."""
+    high = sizes.prompt_tokens[1]
+    role = {
+        "model": {"path": options["model"]},
+        "optim": {"lr": options["lr"], "beta1": 0.9, "beta2": 0.95, "weight_decay": 0.0, "clip_grad": 1.0},
+    }
+    group = {"advantage": "group_relative", "scale_by_group_std": False}
+    kl = {"coef": options["beta"], "placement": "loss", "estimator": "k3"}
+    algo: dict[str, Any] = {"grpo": group | {"kl": kl}, "ppo": {"advantage": "gae", "kl": {"coef": options["beta"]}}}
+    return RLConfig.model_validate(
+        {
+            "run": {"dir": out},
+            "actor": role,
+            "critic": role if options["algo"] == "ppo" else None,
+            "rewards": [{"kind": "rule", "rule": "benchmarks.packing_workload:reward"}],
+            "data": {"train": "unused", "max_prompt_tokens": high},
+            "train": {
+                "num_steps": 1_000_000,
+                "prompts_per_step": sizes.prompts,
+                "mini_batch_samples": sizes.samples // sizes.mini_batches,
+                **train,
+            },
+            "rollout": {
+                "engine": options["engine"],
+                "num_samples_per_prompt": sizes.per_prompt,
+                "max_response_tokens": sizes.mean_response if options["workload"] == "equal" else sizes.max_response,
+            },
+            "algo": algo[options["algo"]],
+        }
+    )
+
+
+def main() -> None:
+    parent = Parent()
+    options = json.loads(sys.argv[1])
+    sizes = Sizes(**options["sizes"])
+    runtime = initialize(RankInfo(), seed=0)
+    torch.set_num_threads(options["threads"])
+    workload = make_workload(options["workload"], sizes)
+    with tempfile.TemporaryDirectory() as out:
+        runs = {
+            way: Run(configuration(options, sizes, train, str(Path(out) / way)), runtime, workload)
+            for way, train in options["ways"].items()
+        }
+        parent.say({"threads": torch.get_num_threads(), "engine": options["engine"], "ways": options["ways"]})
+        parent.serve({"round": lambda way, inject: runs[way].round(inject)})
+        for run in runs.values():
+            run.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,237 @@
+"""TRL's GRPO trainer as a child of `make bench-packing`.
+
+One method of `GRPOTrainer` is replaced: `_generate_single_turn`, which turns prompts into completions, returns the
+workload's own responses where the command says so. All that follows is TRL's, and is timed from there to the end of
+the step's last optimizer step: decoding, rewards, advantages, old and reference log-probs where its settings need
+them, loss, backward, clipping, AdamW. The other methods that are overridden only look at the clock.
+
+    {"command": "round", "inject": true}   ->   seconds of the phase and of the whole step, and of their parts
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from transformers import AutoTokenizer, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+from benchmarks.packing_children import Parent
+from benchmarks.packing_workload import Sizes, Workload, make_workload, reward, text_of
+
+
+class NoMoreError(Exception):
+    """There are no more commands."""
+
+
+class Timed(GRPOTrainer):
+    """GRPOTrainer that takes its completions from the workload, and the time."""
+
+    def __init__(self, workload: Workload, parent: Parent, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._workload = workload
+        self._parent = parent
+        self._inject = True
+        self._start = self._injected = self._cpu = 0.0
+        self._norms: list[float] = []
+        self.seconds: dict[str, float] = defaultdict(float)
+
+    @contextmanager
+    def _clock(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.seconds[name] += time.perf_counter() - start
+
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+        """The beginning of a step: waits for the command."""
+        message = self._parent.next()
+        if message is None:
+            raise NoMoreError
+        self._inject = bool(message["inject"])
+        self.seconds.clear()
+        self._norms.clear()
+        self._start = time.perf_counter()
+        found = super()._generate_and_score_completions(inputs)
+        self.seconds["until_scored"] += time.perf_counter() - self._injected
+        return found
+
+    def _generate_single_turn(self, prompt_ids: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._inject:
+            per_prompt = self.num_generations
+            assert [list(ids) for ids in prompt_ids[::per_prompt]] == self._workload.prompts, "the prompts differ"
+            found = [list(row) for row in self._workload.responses], None
+        else:
+            with self._clock("generate"):
+                found = super()._generate_single_turn(prompt_ids, *args, **kwargs)
+            self.seconds["generated_tokens"] = float(sum(map(len, found[0])))
+        self._injected, self._cpu = time.perf_counter(), time.process_time()
+        return found
+
+    def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled():
+            name = "forward"
+        else:
+            name = "reference_logprobs" if model is self.ref_model else "old_logprobs"
+        with self._clock(name):
+            return super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
+
+    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Any:
+        with self._clock("rewards"):
+            return super()._calculate_rewards(*args, **kwargs)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        start = time.perf_counter()
+        loss = super().training_step(*args, **kwargs)
+        # The first of a step waits for the command before the step's own clock starts.
+        self.seconds["training_step"] += time.perf_counter() - max(start, self._start)
+        return loss
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        with self._clock("compute_loss"):
+            loss = super().compute_loss(*args, **kwargs)
+        self.seconds["loss"] += float(loss.detach())
+        return loss
+
+    def _clip_grad_norm(self, model: Any) -> Any:
+        with self._clock("clip"):
+            norm = super()._clip_grad_norm(model)
+        self._norms.append(float(norm))
+        return norm
+
+    def answer(self) -> None:
+        """After the step's last optimizer step."""
+        end, cpu = time.perf_counter(), time.process_time()
+        found = dict(self.seconds)
+        loss = found.pop("loss")
+        generated = found.pop("generated_tokens", None)
+        # The first training_step of a step has generation and scoring inside.
+        scored = found.pop("until_scored")
+        found["backward"] = found.pop("training_step") - found["compute_loss"] - (self._injected - self._start) - scored
+        found["loss_after_logprobs"] = found.pop("compute_loss") - found["forward"]
+        found["other_until_scored"] = scored - sum(
+            found.get(name, 0.0) for name in ("old_logprobs", "reference_logprobs", "rewards")
+        )
+        phase = end - self._injected
+        inside = sum(seconds for name, seconds in found.items() if name != "generate")
+        self._parent.say(
+            {
+                "phase_seconds": phase,
+                "step_seconds": end - self._start,
+                "phase_cpu_seconds": cpu - self._cpu,
+                "parts": found | {"other": phase - inside},
+                "loss": loss,
+                "grad_norms": list(self._norms),
+                "generated_tokens": generated,
+                "threads": torch.get_num_threads(),
+            }
+        )
+
+
+class Ends(TrainerCallback):
+    """Sees optimizer steps begin and end."""
+
+    def __init__(self, updates: int) -> None:
+        self._updates = updates
+        self.trainer: Timed | None = None
+        self._start = 0.0
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._start = time.perf_counter()
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        assert self.trainer is not None
+        self.trainer.seconds["optimizer"] += time.perf_counter() - self._start
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        assert self.trainer is not None
+        if state.global_step % self._updates == 0:
+            self.trainer.answer()
+
+
+def rewards(prompts: list[str], completions: list[str], **kwargs: Any) -> list[float]:
+    """The workload's, as TRL asks for them."""
+    return [reward(prompt, completion, {}) for prompt, completion in zip(prompts, completions, strict=True)]
+
+
+def configuration(options: dict[str, Any], sizes: Sizes, out: str) -> GRPOConfig:
+    """GRPO in fp32 on the CPU: a token mean over the mini-batch, rewards not divided by their deviation."""
+    micro = options["micro_batch_samples"]
+    per_update = sizes.samples // sizes.mini_batches
+    return GRPOConfig(
+        output_dir=out,
+        per_device_train_batch_size=micro,
+        gradient_accumulation_steps=per_update // micro,
+        steps_per_generation=sizes.samples // micro,
+        num_generations=sizes.per_prompt,
+        max_completion_length=sizes.mean_response,
+        max_steps=1_000_000,
+        learning_rate=options["lr"],
+        lr_scheduler_type="constant",
+        adam_beta2=0.95,
+        weight_decay=0.0,
+        max_grad_norm=1.0,
+        beta=options["beta"],
+        loss_type="dapo",
+        scale_rewards="none",
+        shuffle_dataset=False,
+        bf16=False,
+        use_cpu=True,
+        gradient_checkpointing=False,
+        torch_compile=options["compile"],
+        use_transformers_continuous_batching=options["continuous_batching"],
+        model_init_kwargs={"attn_implementation": options["attention"], "dtype": "float32"},
+        dataloader_pin_memory=False,
+        logging_strategy="no",
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+
+
+def main() -> None:
+    parent = Parent()
+    options = json.loads(sys.argv[1])
+    sizes = Sizes(**options["sizes"])
+    torch.set_num_threads(options["threads"])
+    workload = make_workload(options["workload"], sizes)
+    ends = Ends(sizes.mini_batches)
+    with tempfile.TemporaryDirectory() as out:
+        trainer = Timed(
+            workload,
+            parent,
+            model=options["model"],
+            reward_funcs=rewards,
+            args=configuration(options, sizes, out),
+            train_dataset=Dataset.from_list([{"prompt": text_of(ids)} for ids in workload.prompts]),
+            processing_class=AutoTokenizer.from_pretrained(options["model"], padding_side="left"),
+            callbacks=[ends],
+        )
+        ends.trainer = trainer
+        names = ("trl", "accelerate", "transformers", "torch")
+        parent.say(
+            {
+                "versions": {name: importlib.metadata.version(name) for name in names},
+                "threads": torch.get_num_threads(),
+                "attention": trainer.model.config._attn_implementation,
+                "optimizer": str(trainer.args.optim),
+                "installed_in": Path(importlib.import_module("trl").__file__ or "").parent.name,
+            }
+        )
+        try:
+            trainer.train()
+        except NoMoreError:
+            return
+
+
+if __name__ == "__main__":
+    main()
