@@ -22,6 +22,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
+from megarlhf.models.elementwise import rotate
 from megarlhf.models.packed_attention import packed_attention
 from megarlhf.parallel.packed_rows import PackedRow
 
@@ -65,7 +66,7 @@ class CausalAttention(nn.Module):
         assert (attention_mask, attention_bias) == (None, None), "causal attention only"
         if packed_seq_params is not None:
             row = packed_row_of(packed_seq_params, query_SBND)
-            query, key, value = (x.squeeze(1) for x in (query_SBND, key_SBGD, value_SBGD))
+            query, key, value = turned_by_position(row, query_SBND, key_SBGD, value_SBGD)
             context_TND = packed_attention(query, key, value, row, scale=self.softmax_scale, window=self.window)
             return context_TND.flatten(1).unsqueeze(1)
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query_SBND, key_SBGD, value_SBGD))
@@ -90,6 +91,14 @@ def packed_row_of(packed: PackedSeqParams, query_SBND: Tensor) -> PackedRow:
     assert isinstance(packed, PackedRow), f"packed rows come as PackedRow, got {type(packed).__name__}"
     assert query_SBND.size(1) == 1, f"a packed row stands alone in its batch, got {query_SBND.size(1)} rows"
     return packed
+
+
+def turned_by_position(row: PackedRow, *inputs_T1ND: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, key and value of a packed row, [T, 1, heads, D] -> [T, heads, D], query and key turned by position."""
+    query_TND, key_TGD, value_TGD = (x.squeeze(1) for x in inputs_T1ND)
+    if row.turn is not None:
+        query_TND, key_TGD = rotate(query_TND, *row.turn), rotate(key_TGD, *row.turn)
+    return query_TND, key_TGD, value_TGD
 
 
 def causal_band(length: int, window: int, device: torch.device) -> Tensor:
@@ -124,7 +133,7 @@ class PackedRows:
             return padded_SBX
         row = packed_row_of(packed_seq_params, query_SBND)
         assert attention_mask is None, "causal attention only"
-        query, key, value = (x.squeeze(1) for x in (query_SBND, key_SBGD, value_SBGD))
+        query, key, value = turned_by_position(row, query_SBND, key_SBGD, value_SBGD)
         context_TX: Tensor = core(query, key, value, None, packed_seq_params=row.thd(), **rest)
         return context_TX.reshape(row.num_tokens, 1, -1)
 

@@ -21,7 +21,7 @@ from megarlhf.models.heads import LanguageHead, ScalarHead
 from megarlhf.models.packed_rotary import PackedRotary
 from megarlhf.models.positions import PositionTable
 from megarlhf.models.settings import transformer_config
-from megarlhf.models.specs import block_spec
+from megarlhf.models.specs import block_spec, gates_by_silu
 from megarlhf.parallel.megatron_cpu import megatron_device
 from megarlhf.parallel.mesh import Mesh
 from megarlhf.parallel.vocab import Vocabulary
@@ -81,7 +81,7 @@ def build_model(section: RoleConfig, mesh: Mesh, arch: Architecture, head: Head)
         "transformer-engine" if spec == "te" else "local (Megatron-Core parts, torch attention)",
     )
     model, parallel = section.model, section.parallel
-    config = transformer_config(model, parallel, mesh, arch)
+    config = transformer_config(model, parallel, mesh, arch, activation_module=gates_by_silu(spec, arch))
     stage_layers = split_layers(arch.num_layers, parallel.pp, parallel.layers_per_stage)[mesh.at.pp]
     padded_vocab = padded_vocab_size(arch.vocab_size, parallel.tp, model.vocab_multiple)
     with megatron_device(mesh.runtime.device):
@@ -123,6 +123,7 @@ def build_model(section: RoleConfig, mesh: Mesh, arch: Architecture, head: Head)
 def _rotary(arch: Architecture, config: TransformerConfig, mesh: Mesh) -> PackedRotary:
     """What a GPTModel makes for itself, but for packed rows too."""
     rotary = PackedRotary(
+        dtype=config.params_dtype,
         kv_channels=arch.head_dim,
         rotary_percent=1.0,
         rotary_base=arch.rope_theta,

@@ -34,11 +34,12 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 
 def transformer_config(
-    model: ModelConfig, parallel: ParallelConfig, mesh: Mesh, arch: Architecture
+    model: ModelConfig, parallel: ParallelConfig, mesh: Mesh, arch: Architecture, *, activation_module: bool
 ) -> TransformerConfig:
     """Megatron-Core's configuration of this architecture. Dropout is 0: log-probs must be functions.
 
-    The bias of the attention's output is not in it: `models/attention.py`.
+    `activation_module`: the layer spec brings a module for the activation. The bias of the attention's output is not in
+    here: `models/attention.py`.
     """
     dtype = DTYPES[model.dtype]
     return TransformerConfig(
@@ -53,6 +54,8 @@ def transformer_config(
         qk_layernorm=arch.qk_norm,
         gated_linear_unit=arch.gated_mlp,
         activation_func=ACTIVATIONS[arch.activation],
+        # Upstream's name; the module need not be TransformerEngine's.
+        use_te_activation_func=activation_module,
         add_bias_linear=arch.mlp_bias,
         add_qkv_bias=arch.qkv_bias,
         # Tokens to the left and to the right of a token, without itself.

@@ -18,6 +18,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from megarlhf.models.attention import CausalAttention, GroupedSelfAttention, with_packed_rows
+from megarlhf.models.elementwise import SiluGate
 from megarlhf.models.experts import Router
 from megarlhf.models.norm import LayerNorm, RMSNorm
 from megarlhf.weights.architecture import Architecture
@@ -33,6 +34,11 @@ def block_spec(spec: Spec, arch: Architecture, num_layers: int) -> TransformerBl
         return TransformerBlockSubmodules(layer_specs=[_te_layer(arch)] * num_layers, layer_norm=TENorm)
     norm = RMSNorm if arch.norm == "rms" else LayerNorm
     return TransformerBlockSubmodules(layer_specs=[_local_layer(arch)] * num_layers, layer_norm=norm)
+
+
+def gates_by_silu(spec: Spec, arch: Architecture) -> bool:
+    """Whether a stage's MLPs, experts too, have `SiluGate` for their activation: `settings.transformer_config`."""
+    return spec == "local" and arch.gated_mlp and arch.activation == "silu"
 
 
 def _te_layer(arch: Architecture) -> ModuleSpec:
@@ -80,7 +86,8 @@ def _local_layer(arch: Architecture) -> ModuleSpec:
 
 
 def _local_mlp(arch: Architecture) -> ModuleSpec:
-    linear = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    gate = SiluGate if gates_by_silu("local", arch) else None
+    linear = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear, activation_func=gate)
     if not arch.num_experts:
         return ModuleSpec(module=MLP, submodules=linear)
     experts = ModuleSpec(module=SequentialMLP, submodules=linear)

@@ -16,12 +16,13 @@ from torch import Tensor
 
 QKV_FORMAT = "packed"
 """Not Megatron's `thd`, for which its attention drops the batch axis and applies rotary positions sequence by
-sequence, waiting for the device in every layer. Ours keeps [T, 1, ...] and turns each token by its own position."""
+sequence, waiting for the device in every layer. Ours keeps [T, 1, ...], and our attention turns each token by its own
+position."""
 
 
 @dataclass
 class PackedRow(PackedSeqParams):
-    """The borders of the sequences in a row of T tokens. Made by `packed_row`; nothing writes to it afterwards.
+    """The borders of the sequences in a row of T tokens. Made by `packed_row`, for one forward of one model.
 
     It travels through Megatron's layers as their `packed_seq_params`.
     """
@@ -30,6 +31,8 @@ class PackedRow(PackedSeqParams):
     """Tokens of each sequence, none of them 0: on the host, so that shapes need no wait for the device."""
     positions_T: Tensor | None = None
     """int64: each token's position in its own sequence."""
+    turn: tuple[Tensor, Tensor] | None = None
+    """Cosines and sines [T, 1, D / 2] of a model with rotary positions, which adds them."""
 
     @property
     def num_tokens(self) -> int:

@@ -134,7 +134,7 @@ def _config(module: torch.nn.Module) -> Any:
 
 
 class Trainer:
-    """A model part with gradient buffers and a distributed optimizer around it.
+    """A model part with gradient buffers and an optimizer around it, sharded over data-parallel ranks.
 
     Weights must be in the module before this is made: the optimizer copies them.
     """
@@ -142,17 +142,19 @@ class Trainer:
     def __init__(self, module: GPTModel, mesh: Mesh, optim: OptimConfig, num_steps: int) -> None:
         self.mesh = mesh
         self.module = module
+        # On one data-parallel rank there is nothing to shard, and its collectives would be copies.
+        shard = mesh.layout.dp > 1
         with megatron_device(mesh.runtime.device):
             self.ddp = DistributedDataParallel(
                 config=module.config,
                 ddp_config=DistributedDataParallelConfig(
-                    grad_reduce_in_fp32=True, use_distributed_optimizer=True, overlap_grad_reduce=False
+                    grad_reduce_in_fp32=True, use_distributed_optimizer=shard, overlap_grad_reduce=False
                 ),
                 module=module,
                 pg_collection=mesh.groups,
             )
             self.optimizer: MegatronOptimizer = get_megatron_optimizer(
-                _optimizer_config(optim, module.config.bf16),
+                _optimizer_config(optim, module.config.bf16, shard),
                 [self.ddp],
                 use_gloo_process_groups=False,
                 pg_collection=mesh.groups,
@@ -220,7 +222,7 @@ def _finalize_grads(model: list[torch.nn.Module], num_tokens: Tensor | None = No
     finalize_model_grads(model, None, **kwargs)
 
 
-def _optimizer_config(optim: OptimConfig, bf16: bool) -> OptimizerConfig:
+def _optimizer_config(optim: OptimConfig, bf16: bool, shard: bool) -> OptimizerConfig:
     return OptimizerConfig(
         optimizer="adam",
         lr=optim.lr,
@@ -232,7 +234,7 @@ def _optimizer_config(optim: OptimConfig, bf16: bool) -> OptimizerConfig:
         clip_grad=optim.clip_grad,
         bf16=bf16,
         params_dtype=torch.bfloat16 if bf16 else torch.float32,
-        use_distributed_optimizer=True,
+        use_distributed_optimizer=shard,
     )
 
 

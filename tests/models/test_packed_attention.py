@@ -12,10 +12,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from megarlhf.models.attention import CausalAttention, with_packed_rows
+from megarlhf.models.attention import CausalAttention, turned_by_position, with_packed_rows
 from megarlhf.models.packed_attention import attention_path, packed_attention, varlen_attention
 from megarlhf.models.packed_rotary import PackedRotary
 from megarlhf.models.positions import PositionTable
@@ -247,18 +248,28 @@ def test_a_layers_attention_takes_packed_rows_as_a_batch_of_one(make):
         assert module.forward(*batch, None, attn_mask_type="causal") == "padded"
 
 
-def test_angles_of_a_packed_row_have_the_bits_of_those_of_padded_rows():
-    """And a row of the same length after it gets its own."""
-    rotary = PackedRotary(kv_channels=32, rotary_percent=1.0, rotary_base=10000, use_cpu_initialization=True)
+def test_a_packed_row_is_turned_as_padded_rows_are():
+    """Angles have the bits of the padded ones, and a row of the same length after it gets its own. Queries come out as
+    Megatron-Core turns them, but for the last bit."""
+    rotary = PackedRotary(
+        dtype=torch.float32, kv_channels=32, rotary_percent=1.0, rotary_base=10000, use_cpu_initialization=True
+    )
     rotary.inv_freq = rotary.inv_freq * 0.7  # as a scaling changes it after construction
+    config = SimpleNamespace(sequence_parallel=True, tensor_model_parallel_size=2, context_parallel_size=1)
     with megatron_device(CPU):
         padded_S11D = rotary(1000)
         for lengths in ((1000, 3, 3, 1, 700), (3, 1000, 700, 3, 1)):
             row = packed_row(lengths, CPU)
-            positions_T = rotary.get_rotary_seq_len(None, None, torch.empty(0), None, row)
-            packed_T11D = rotary(positions_T, packed_seq=False, cp_group=None)
-            assert torch.equal(packed_T11D, torch.cat([padded_S11D[:length] for length in lengths]))
-        config = SimpleNamespace(sequence_parallel=True, tensor_model_parallel_size=2, context_parallel_size=1)
+            assert rotary(rotary.get_rotary_seq_len(None, None, torch.empty(0), None, row)) is None
+            angles_T11D = torch.cat([padded_S11D[:length] for length in lengths])
+            half_T1D = angles_T11D[:, 0, :, :16]
+            assert torch.equal(row.turn[0], half_T1D.cos())
+            assert torch.equal(row.turn[1], half_T1D.sin())
+            query_T1ND = torch.randn(len(angles_T11D), 1, 3, 32)
+            expected_T1ND = _apply_rotary_pos_emb_bshd(query_T1ND, angles_T11D)
+            found_TND, _, value_TND = turned_by_position(row, query_T1ND, query_T1ND, query_T1ND)
+            torch.testing.assert_close(found_TND[:, None], expected_T1ND, rtol=0, atol=1e-6)
+            assert torch.equal(value_TND, query_T1ND[:, 0])
         assert rotary.get_rotary_seq_len(None, None, torch.empty(6, 2, 4), config, None) == 12
 
 
