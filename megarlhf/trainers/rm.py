@@ -119,7 +119,7 @@ class PairwiseLoss:
 
     def _aligned_span(self, scores_X: Tensor, tokens_X: Tensor, sheet: Sheet) -> Tensor:
         """Each sequence as a row of its own again, [P, L] for either side; what stands behind its end is not read."""
-        lengths_K, starts_K = torch.tensor(sheet.lengths), torch.tensor(sheet.starts)
+        lengths_K, starts_K = (torch.tensor(numbers, dtype=torch.int64) for numbers in (sheet.lengths, sheet.starts))
         steps_L = torch.arange(max(sheet.lengths, default=1))
         index_KL = starts_K[:, None] + torch.minimum(steps_L, lengths_K[:, None] - 1)
         index_KL, lengths_K = index_KL.to(scores_X.device), lengths_K.to(scores_X.device)

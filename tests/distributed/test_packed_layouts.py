@@ -85,8 +85,8 @@ def rl(models: dict[str, Path], data: Path, parallel: dict[str, Any], micro: dic
         "reward_model": other,
         "rewards": [{"kind": "model", "shift": 0.5}],
         "data": {"train": str(data), "max_prompt_tokens": 48},
-        "train": {"num_steps": 1, "prompts_per_step": 4, "mini_batch_samples": 16, "epochs_per_step": 1, **micro},
-        "rollout": {"engine": "megatron", "num_samples_per_prompt": 4, "max_response_tokens": 10},
+        "train": {"num_steps": 1, "prompts_per_step": 4, "mini_batch_samples": 8, "epochs_per_step": 1, **micro},
+        "rollout": {"engine": "megatron", "num_samples_per_prompt": 2, "max_response_tokens": 8},
         "algo": {"entropy_coef": 0.01, "loss_average": "sequence", "kl": {"coef": 0.1}} | algo,
     }
 
