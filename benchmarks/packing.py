@@ -55,8 +55,8 @@ class Candidates:
 
 
 CANDIDATES: dict[Kind, Candidates] = {
-    "long_tailed": Candidates(packed=(1024, 2048), padded=(4, 8), trl=(4, 16)),
-    "equal": Candidates(packed=(1024, 2048), padded=(), trl=(16, 32)),
+    "long_tailed": Candidates(packed=(2048, 4096), padded=(8,), trl=(4, 16)),
+    "equal": Candidates(packed=(2048, 2816), padded=(), trl=(16, 32)),
 }
 SMALL: dict[Kind, Candidates] = {
     "long_tailed": Candidates(packed=(64,), padded=(4,), trl=(4,)),
@@ -295,7 +295,7 @@ def run(arguments: argparse.Namespace) -> Message:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of each side's one process")
     parser.add_argument("--only", nargs="+", choices=COMPARISONS, help="default: all")
     parser.add_argument("--no-trl", action="store_true")
