@@ -32,8 +32,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import ROOT, machine
-from benchmarks.packing_children import Child, Message, UnavailableError, environment, trl_environment
+from benchmarks.packing_children import Child, Message, environment, trl_environment
 from benchmarks.packing_workload import REHEARSAL, Kind, Sizes, make_workload, write_model
+from benchmarks.peers import UnavailableError
 
 RESULT = ROOT / "benchmarks" / "results" / "packing.json"
 BETA = 0.04

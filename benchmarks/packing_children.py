@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -16,15 +15,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from benchmarks.machine import ROOT
+from benchmarks.peers import install
 
-PEERS = ROOT / "build" / "peers"
-TRL = ("trl==1.16.0", "accelerate==1.15.0")
-"""What .venv lacks for TRL; everything else that it imports is there."""
 Message = dict[str, Any]
-
-
-class UnavailableError(RuntimeError):
-    """A side that cannot be measured on this machine; the message says why."""
 
 
 class Child:
@@ -114,22 +107,8 @@ def environment(threads: int, paths: Sequence[str | os.PathLike[str]] = ()) -> d
 
 
 def trl_environment(threads: int) -> dict[str, str]:
-    """The environment to run TRL in; installs it under build/peers first where it is missing.
+    """The environment to run TRL in; installs it first where it is missing.
 
-    Raises: UnavailableError where pip cannot install it.
+    Raises: UnavailableError where pip cannot.
     """
-    target = PEERS / "trl"
-    stamp = target / ".requirements"
-    if not stamp.is_file() or stamp.read_text().split() != list(TRL):
-        part = target.with_name("trl.part")
-        for directory in (part, target):
-            shutil.rmtree(directory, ignore_errors=True)
-        command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps"]
-        done = subprocess.run([*command, "--target", str(part), *TRL], capture_output=True, text=True, check=False)
-        if done.returncode:
-            lines = done.stderr.splitlines()
-            errors = [line for line in lines if line.startswith("ERROR")] or lines or ["no message"]
-            raise UnavailableError(f"pip install {' '.join(TRL)}: {errors[-1]}")
-        (part / stamp.name).write_text("\n".join(TRL) + "\n")
-        part.rename(target)
-    return environment(threads, [target])
+    return environment(threads, [install("trl", ("trl", "accelerate"))])

@@ -55,14 +55,17 @@ PEERS = {
 NAMES = tuple(PEERS)
 
 
-def prepare(name: str) -> dict[str, str] | None:
-    """The environment to run `name` in; installs it first where it is missing. None, and a warning, if that fails.
+class UnavailableError(RuntimeError):
+    """A peer that cannot be had on this machine; the message says why."""
 
-    OMP_NUM_THREADS is taken out: a peer has as many threads as torch gives it, which is one per core.
+
+def install(name: str, packages: Iterable[str]) -> Path:
+    """The directory under build/peers/ that has `packages` in their pinned versions; made first where it is missing.
+
+    Raises: UnavailableError where pip cannot.
     """
-    peer = _peer(name)
     target = INSTALLED / name
-    requirements = [f"{package}=={pinned(package)}" for package in peer.packages]
+    requirements = [f"{package}=={pinned(package)}" for package in packages]
     stamp = target / ".requirements"
     if not stamp.is_file() or stamp.read_text().split() != requirements:
         part = target.with_name(f"{name}.part")
@@ -71,10 +74,22 @@ def prepare(name: str) -> dict[str, str] | None:
         command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps"]
         done = subprocess.run([*command, "--target", str(part), *requirements], capture_output=True, text=True)
         if done.returncode:
-            log.warning("%s is left out: pip install %s: %s", name, " ".join(requirements), _last_error(done.stderr))
-            return None
+            raise UnavailableError(f"pip install {' '.join(requirements)}: {_last_error(done.stderr)}")
         (part / stamp.name).write_text("\n".join(requirements) + "\n")
         part.rename(target)
+    return target
+
+
+def prepare(name: str) -> dict[str, str] | None:
+    """The environment to run `name` in; installs it first where it is missing. None, and a warning, if that fails.
+
+    OMP_NUM_THREADS is taken out: a peer has as many threads as torch gives it, which is one per core.
+    """
+    try:
+        target = install(name, _peer(name).packages)
+    except UnavailableError as reason:
+        log.warning("%s is left out: %s", name, reason)
+        return None
     env = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
     env["PYTHONPATH"] = os.pathsep.join([str(target), *filter(None, [os.environ.get("PYTHONPATH")])])
     return env | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
