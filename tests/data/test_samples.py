@@ -143,3 +143,13 @@ def test_more_tokens_than_positions_are_refused_with_both_numbers():
     require_positions(64, 64, "base")
     with pytest.raises(ValueError, match="longest sample has 65 tokens, base has max_position_embeddings = 64"):
         require_positions(65, 64, "base")
+
+
+def test_a_sample_longer_than_a_packed_micro_batch_is_named_with_both_numbers():
+    from megarlhf.data.samples import require_budget
+
+    require_budget([64, 3], 64, "train.jsonl", "prompt and response")
+    require_budget([64, 3], None, "train.jsonl", "prompt and response")
+    words = r"jsonl: usable record 1 has 65 tokens \(prompt and response\).*max_tokens_per_micro_batch = 64, and no"
+    with pytest.raises(ValueError, match=words):
+        require_budget([3, 65, 65], 64, "train.jsonl", "prompt and response")

@@ -188,7 +188,7 @@ def test_rows_that_are_not_as_long_as_their_spans_are_our_mistake():
         lay_out(PACKED, ragged([7, 8], range(9), [4, 5]), Spans.whole(LENGTHS))
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=50, derandomize=True)
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=20), st.integers(1, 3), st.sampled_from([1, 2]), st.booleans())
 def test_what_is_laid_out_is_picked_up_again(lengths, dp, tp, packed):
     """On all ranks together every sequence once, whatever the dealing; columns are a multiple of tp."""
