@@ -12,8 +12,9 @@ are model, settings, number of optimizer steps and threads (one process each). C
   one_update_equal        log-probs at all; ours does
 
 Everyone runs in a child of its own that waits without a core while the others run, in turn, to and fro; the first
-round is not counted. Each side comes with more than one micro-batch size, and its fastest is compared. Before a
-figure counts, gradient norms of the first round have to agree. Ratios are of medians; every round is in the result.
+round is not counted. Each side but our padded one comes with two micro-batch sizes, and its fastest is compared.
+Gradient norms of the first round have to agree: ours among themselves, and with TRL's where a step has one update
+(otherwise TRL deals samples into updates in an order of its own). Ratios are of medians; every round is in the result.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ def token_weights(
              lengths_BT [B, T]: response tokens of the response that a token belongs to; None: each row is one response
     kind:    'token': the mean over response tokens (DAPO, Yu et al. 2025); denominator: response tokens
              'sequence': the mean over sequences of each one's token mean (GRPO, Shao et al. 2024, eq. 3);
-             denominator: sequences that have a response token
+             denominator: sequences of the mini-batch; one without a response token adds nothing to the sum
     """
     weights_BT = mask_BT.float()
     if kind == "sequence":

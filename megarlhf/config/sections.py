@@ -76,13 +76,10 @@ class MicroBatchConfig(FrozenModel):
         if given.count(None) != 1:
             raise ValueError(
                 f"got max_tokens_per_micro_batch = {given[0]} and micro_batch_samples = {given[1]}; give one of them: "
-                "the first packs sequences end to end, the second pads them to the longest"
+                "the first packs sequences end to end, the second pads them to the longest. On the command line "
+                "train.micro_batch_samples= (nothing behind it) unsets a key of the file"
             )
         return self
-
-    @property
-    def packed(self) -> bool:
-        return self.max_tokens_per_micro_batch is not None
 
     def rows(self, longest: int) -> int:
         """Rows of `longest` tokens per forward, where rows it must be (sampling with the actor itself)."""

@@ -112,7 +112,14 @@ class PackedRows:
 
     That is `thd`, in which query and output have no batch axis. Upstream turns the causal mask into the
     padding-causal one that TransformerEngine asks for with it. Padded rows go on unchanged.
+
+    TransformerEngine's kernels for `thd` take 16 bits: packed rows of wider numbers go our own way.
     """
+
+    def __init__(self, config: TransformerConfig, *args: Any, softmax_scale: float | None = None, **named: Any) -> None:
+        super().__init__(config, *args, softmax_scale=softmax_scale, **named)  # type: ignore[call-arg]
+        self.packed_scale = softmax_scale
+        self.packed_window = None if config.window_size is None else config.window_size[0] + 1
 
     def forward(
         self,
@@ -134,7 +141,10 @@ class PackedRows:
         row = packed_row_of(packed_seq_params, query_SBND)
         assert attention_mask is None, "causal attention only"
         query, key, value = turned_by_position(row, query_SBND, key_SBGD, value_SBGD)
-        context_TX: Tensor = core(query, key, value, None, packed_seq_params=row.thd(), **rest)
+        if query.dtype in (torch.float16, torch.bfloat16):
+            context_TX: Tensor = core(query, key, value, None, packed_seq_params=row.thd(), **rest)
+        else:
+            context_TX = packed_attention(query, key, value, row, scale=self.packed_scale, window=self.packed_window)
         return context_TX.reshape(row.num_tokens, 1, -1)
 
 

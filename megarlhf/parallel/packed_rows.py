@@ -38,11 +38,6 @@ class PackedRow(PackedSeqParams):
     def num_tokens(self) -> int:
         return sum(self.lengths)
 
-    @property
-    def starts(self) -> tuple[int, ...]:
-        """Where each sequence begins."""
-        return tuple(itertools.accumulate(self.lengths, initial=0))[:-1]
-
     def thd(self) -> PackedSeqParams:
         """The same borders in the format in which TransformerEngine's attention takes them."""
         return PackedSeqParams(

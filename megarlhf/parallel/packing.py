@@ -305,7 +305,7 @@ class _Bins:
         hosts = sorted(light, key=lambda number: (self.costs[number], number))
         for source in heavy:
             for given in self.members[source]:
-                if abs(prices[given] - wanted) < best:
+                if abs(prices[given] - wanted) < best and len(self.members[source]) > 1:  # or it would be left empty
                     target = self.host(hosts, sizes[given])
                     if target is not None:
                         best = abs(prices[given] - wanted)

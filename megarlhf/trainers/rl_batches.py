@@ -84,7 +84,8 @@ def per_sample(
     mine: dict[int, Tensor] = {}
     if role.mesh.owns_outputs:
         for sheet, scores_K in zip(sheets, found, strict=True):
-            mine |= dict(zip(sheet.sequences, scores_K.split(1), strict=True))
+            # Sizes, since what is empty splits into one part.
+            mine |= dict(zip(sheet.sequences, scores_K.split([1] * len(sheet.sequences)), strict=True))
     return redistribute(mine, torch.ones(experience.num_samples, dtype=torch.int64), _like(role)).values_T
 
 

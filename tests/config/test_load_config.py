@@ -278,7 +278,7 @@ VLLM_TP = ("actor.parallel.tp=2", "rollout.parallel.tp=2")
         (
             "rm",
             ["train.micro_batch_samples="],
-            ["train: ", "max_tokens_per_micro_batch = None and micro_batch_samples = None; give one of them"],
+            ["train: ", "max_tokens_per_micro_batch = None and micro_batch_samples = None; give one"],
         ),
         (
             "rl",
@@ -392,11 +392,10 @@ def test_an_empty_file_lacks_every_section(tmp_path):
 def test_the_kernels_section(load, refusal):
     """Its defaults, an override from the command line, one role's apart from another's, and what is refused. The names
     are those that the kernels know: config/ stands below them and cannot ask."""
-    cfg = load("rl", "actor.kernels.logprobs=reference", "actor.kernels.save_mib=0")
+    cfg = load("rl", "actor.kernels={logprobs: reference, save_mib: 0}")
     assert (cfg.actor.kernels.logprobs, cfg.actor.kernels.save_mib) == ("reference", 0)
     assert cfg.critic.kernels == KernelsConfig() == load("sft").actor.kernels
     assert (cfg.critic.kernels.logprobs, cfg.critic.kernels.save_mib) == ("auto", 256)
     assert get_args(KernelsConfig.model_fields["logprobs"].annotation) == get_args(Backend)
     assert "actor.kernels.save_mib" in refusal("sft", "actor.kernels.save_mib=-1")
-    message = refusal("sft", "actor.kernels.logprobs=cuda")
-    assert all(name in message for name in ("actor.kernels.logprobs", *get_args(Backend)))
+    assert all(name in refusal("sft", "actor.kernels.logprobs=cuda") for name in get_args(Backend))

@@ -176,6 +176,21 @@ def test_every_group_once_within_the_budget_in_as_few_micro_batches_as_first_fit
     assert batches.count([]) == max(0, each * num_ranks - len(groups))
 
 
+def test_no_micro_batch_is_emptied_to_level_the_costs():
+    """Four groups, four micro-batches of 15: moving the 4 next to the 1 would level their ranks and waste a forward."""
+    packed = pack([[14], [4], [1], [15]], num_ranks=2, max_tokens=15, cost=Cost(0, 0.01))
+    assert sorted(batch for rank in packed for batch in rank) == [[0], [1], [2], [3]]
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(st.lists(st.integers(6, 15), min_size=2, max_size=9), st.integers(1, 4))
+def test_micro_batches_are_empty_only_where_groups_are_too_few(lengths, num_ranks):
+    """Groups that nearly fill a micro-batch, beside some that do not."""
+    packed = pack([[n] for n in [*lengths, 1, 3]], num_ranks=num_ranks, max_tokens=15, cost=Cost(1, 0.1))
+    batches = [batch for rank in packed for batch in rank]
+    assert batches.count([]) == max(0, len(batches) - len(lengths) - 2)
+
+
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=7))
 def test_close_to_the_fewest_micro_batches_there_can_be(lengths):
