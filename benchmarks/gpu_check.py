@@ -203,13 +203,17 @@ def _bad_label(device: torch.device, backend: Backend, label: int) -> str | None
         f"labels = torch.tensor([3, {label}], device={device.type!r})\n"
         f"print(token_logprobs(torch.zeros(2, 1100, device={device.type!r}), labels, backend={backend!r})[0].tolist())"
     )
+    return not_refused(script, "device-side assert" if device.type == "cuda" else "outside the vocabulary")
+
+
+def not_refused(script: str, words: str) -> str | None:
+    """What is wrong where `script`, in a process of its own, does not fail with `words`; None: it does."""
     done = subprocess.run(
         [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
     )
-    said = "device-side assert" if device.type == "cuda" else "outside the vocabulary"
     if done.returncode == 0:
         return f"nothing was raised; it printed {done.stdout.strip()}"
-    return None if said in done.stderr else f"it failed otherwise: {done.stderr.strip().splitlines()[-1:]}"
+    return None if words in done.stderr else f"it failed otherwise: {done.stderr.strip().splitlines()[-1:]}"
 
 
 def _huge(device: torch.device, backend: Backend) -> str | None:

@@ -6,8 +6,6 @@ A value may be off by FACTOR times what torch in fp32 on the same inputs is off,
 from __future__ import annotations
 
 import itertools
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -15,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.gpu_check import not_refused
 from benchmarks.gpu_timing import Deadline
-from benchmarks.machine import ROOT
 from megarlhf.kernels import (
     PackedBackend,
     packed_discounted_returns,
@@ -136,13 +134,7 @@ def _bad_borders(device: torch.device, backend: PackedBackend, cu_seqlens: str) 
         f"cu = torch.tensor({cu_seqlens}, device={device.type!r})\n"
         f"print(packed_sums(torch.zeros(5, device={device.type!r}), cu, backend={backend!r}).tolist())"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
-    )
-    said = "device-side assert" if device.type == "cuda" else "cu_seqlens"
-    if done.returncode == 0:
-        return f"nothing was raised; it printed {done.stdout.strip()}"
-    return None if said in done.stderr else f"it failed otherwise: {done.stderr.strip().splitlines()[-1:]}"
+    return not_refused(script, "device-side assert" if device.type == "cuda" else "cu_seqlens")
 
 
 def _huge(device: torch.device, backend: PackedBackend) -> str | None:

@@ -275,11 +275,7 @@ VLLM_TP = ("actor.parallel.tp=2", "rollout.parallel.tp=2")
             ["train.max_tokens_per_micro_batch=64"],
             ["train: ", "max_tokens_per_micro_batch = 64 and micro_batch_samples = 2; give one of them"],
         ),
-        (
-            "rm",
-            ["train.micro_batch_samples="],
-            ["train: ", "max_tokens_per_micro_batch = None and micro_batch_samples = None; give one"],
-        ),
+        ("rm", ["train.micro_batch_samples="], ["train: ", "= None and micro_batch_samples = None; give one"]),
         (
             "rl",
             [*PACKED, "data.max_prompt_tokens=100", "rollout.max_response_tokens=29"],
