@@ -28,10 +28,10 @@ import torch
 from benchmarks import peers
 from benchmarks.machine import ROOT, machine
 from benchmarks.random_llama import write_random_llama
-from megarlhf.weights.convert import HuggingFaceTarget, MegatronTarget, Target, convert
-from megarlhf.weights.formats.staging import sync
-from megarlhf.weights.stored import open_model
-from megarlhf.weights.verify import digests
+from megarlhf.weights.checkpoint.conversion import HuggingFaceTarget, MegatronTarget, Target, convert
+from megarlhf.weights.checkpoint.staging import sync
+from megarlhf.weights.checkpoint.stored_model import open_model
+from megarlhf.weights.checkpoint.verify import digests
 
 RESULT = ROOT / "benchmarks" / "results" / "convert.json"
 FORMATS = ("torch_dist", "mp_rank")
@@ -101,7 +101,7 @@ from pathlib import Path
 import torch
 from benchmarks.convert import megatron, run
 from benchmarks.peers import AnonymousPeak
-from megarlhf.weights.convert import HuggingFaceTarget
+from megarlhf.weights.checkpoint.conversion import HuggingFaceTarget
 torch.set_num_threads(1)
 hf, work, form = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
 with AnonymousPeak() as there:

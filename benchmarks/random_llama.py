@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from megarlhf.weights.architecture import Architecture
-from megarlhf.weights.formats.huggingface_write import HFWriter
-from megarlhf.weights.tensor_map import logical_tensors
+from megarlhf.architectures.architecture import Architecture
+from megarlhf.architectures.placements import logical_tensors
+from megarlhf.weights.checkpoint.formats.huggingface.write import HFWriter
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

@@ -34,17 +34,17 @@ import torch.multiprocessing as mp
 from benchmarks.machine import ROOT, machine
 from benchmarks.peers import AnonymousPeak
 from benchmarks.random_llama import CONFIG
+from megarlhf.architectures.architecture import Architecture
+from megarlhf.architectures.megatron_layout import MegatronLayout
+from megarlhf.architectures.placements import hf_placements, padded_vocab_size, vllm_placements
 from megarlhf.layout import Layout, engine_order
+from megarlhf.placement import Placement, RankPlacements
 from megarlhf.runtime import free_port
-from megarlhf.weights.architecture import Architecture
-from megarlhf.weights.carry import copy_local
-from megarlhf.weights.certificate import certify
-from megarlhf.weights.megatron_layout import MegatronLayout
-from megarlhf.weights.placement import Placement, RankPlacements
-from megarlhf.weights.plan import Copy, CopyPlan, make_plan
+from megarlhf.weights.checks.certificate import certify
+from megarlhf.weights.plan.copy_plan import Copy, CopyPlan, make_plan
 from megarlhf.weights.plan.traffic import least_receive
-from megarlhf.weights.reshard import Resharder
-from megarlhf.weights.tensor_map import hf_placements, padded_vocab_size, vllm_placements
+from megarlhf.weights.transport.local import copy_local
+from megarlhf.weights.transport.reshard import Resharder
 
 RESULT = ROOT / "benchmarks" / "results" / "reshard.json"
 RANKS, ENGINE_TP, DTYPE, BUCKET_BYTES = 4, 2, torch.bfloat16, 32 << 20

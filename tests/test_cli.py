@@ -160,7 +160,7 @@ def test_a_configuration_file_that_is_not_there_names_the_near_one(command, star
 
 @pytest.mark.parametrize("status", [0, 1])
 def test_doctor_hands_on_its_exit_status(status, monkeypatch):
-    monkeypatch.setattr("megarlhf.doctor.print_doctor", lambda capabilities: status)
+    monkeypatch.setattr("megarlhf.commands.doctor.print_doctor", lambda capabilities: status)
     assert cli.main(["doctor"]) == status
 
 

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from megarlhf import cli
-from megarlhf.convert import main
-from megarlhf.weights.convert import HuggingFaceTarget, convert
-from megarlhf.weights.stored import open_model
-from megarlhf.weights.tensor_map import logical_tensors
-from megarlhf.weights.verify import digests
+from megarlhf.architectures.placements import logical_tensors
+from megarlhf.commands import cli
+from megarlhf.commands.convert import main
+from megarlhf.weights.checkpoint.conversion import HuggingFaceTarget, convert
+from megarlhf.weights.checkpoint.stored_model import open_model
+from megarlhf.weights.checkpoint.verify import digests
 from tests.weights.models import write_model
 
 ROOT = Path(__file__).parents[1]
@@ -29,7 +29,7 @@ def model(tmp_path_factory):
 def test_the_module_from_a_shell_without_megatron_or_transformers(model, tmp_path):
     """There in a process that says what it imported; progress goes to stderr."""
     code = (
-        "import sys; from megarlhf.convert import main; status = main(sys.argv[1:]);"
+        "import sys; from megarlhf.commands.convert import main; status = main(sys.argv[1:]);"
         "heavy = {'megatron', 'transformers', 'vllm', 'pydantic', 'datasets'} & {m.split('.')[0] for m in sys.modules};"
         "print('heavy', sorted(heavy)); sys.exit(status)"
     )

@@ -18,12 +18,7 @@ PACKAGE = Path(__file__).parents[1] / "megarlhf"
 
 HOUSE: tuple[dict[str, str], ...] = (
     {"__main__": "`python -m megarlhf` and `python -m megarlhf.weights.plan`: call a command"},
-    {"cli": "loads a configuration, checks it, starts ranks; calls all below and is called by nobody"},
-    {
-        "launch": "turns a process into a rank and calls a trainer, by a name that it is given",
-        "doctor": "a command that looks at the machine; nobody needs it to run",
-        "convert": "the converter's commands",
-    },
+    {"commands": "load a configuration, check it, start ranks; call all below and are called by nobody"},
     {"trainers": "the loops: they join every room below in the order in which data flows"},
     {"planning": "decides about a run from configuration, config.json and the names of rules; builds nothing"},
     {
@@ -32,10 +27,13 @@ HOUSE: tuple[dict[str, str], ...] = (
     },
     {"models": "parts of Megatron-Core put together on a mesh, filled by copy plans"},
     {"parallel": "meshes, schedules, optimizer: run any model that they are handed"},
+    {"weights.checkpoint": "models on disk: opened, converted, exported, compared"},
+    {"weights.checks": "is what arrived right: digests, certificates, comparisons"},
+    {"weights.transport": "how elements move: inside a rank, between ranks, from files to files"},
+    {"weights.plan": "what moves: copy plans, pure data"},
     {
-        "weights": "placements and copy plans: pure data, and what executes it",
+        "architectures": "what a model is, and where its tensors stand in each system",
         "kernels": "log-probs over a sharded vocabulary, arithmetic of packed rows: tensors and a process group",
-        "algo": "mathematics of tensors",
         "data": "records to samples; knows tokenizers, no model",
         "observe": "metrics and progress: is told numbers",
     },
@@ -46,8 +44,11 @@ HOUSE: tuple[dict[str, str], ...] = (
     {
         "runtime": "device, rank and process group of this process",
         "layout": "pure integers",
+        "placement": "boxes of tensors in storages: pure integers",
+        "algo": "mathematics of tensors",
         "together": "a failure on one rank is raised on all",
         "model_directory": "where config.json and tokenizer stand",
+        "weights": "the package's name",
         "__init__": "the version",
     },
     {"memory": "what the machine and its control groups leave: files of /proc and /sys"},
@@ -83,14 +84,15 @@ def is_in(file: str, places: tuple[str, ...]) -> bool:
 
 
 def room_of(module: str) -> str:
-    """`megarlhf.weights.plan` -> weights; the package itself is `__init__`.
+    """`megarlhf.weights.plan.cuts` -> weights.plan; the package itself is `__init__`.
 
     What `python -m` runs is a command wherever it lies: it stands on the roof, and nobody may import it.
     """
     parts = module.split(".")
     if parts[-1] == "__main__":
         return "__main__"
-    return parts[1] if len(parts) > 1 else "__init__"
+    inner = ".".join(parts[1:3])
+    return inner if inner in FLOOR else parts[1] if len(parts) > 1 else "__init__"
 
 
 # --- what a module imports ------------------------------------------------------------------------
@@ -284,17 +286,19 @@ PLANTED = [
     ("upward arrows", "rollout/engine.py", "from megarlhf.planning.batch import Fact"),
     ("upward arrows", "parallel/mesh.py", "from megarlhf import models"),
     ("upward arrows", "parallel/mesh.py", "from ..models import build"),
-    ("upward arrows", "weights/plan.py", "from ..parallel.mesh import Mesh"),
+    ("upward arrows", "weights/plan/cuts.py", "from ...parallel.mesh import Mesh"),
     ("upward arrows", "runtime.py", "from megarlhf.layout import Layout"),
     ("upward arrows", "runtime.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import megarlhf.config"),
-    ("upward arrows", "trainers/rl.py", "import importlib\nimportlib.import_module('megarlhf.cli')"),
-    ("upward arrows", "trainers/rl.py", "ENTRY = 'megarlhf.launch:as_rank'"),
+    ("upward arrows", "trainers/rl.py", "import importlib\nimportlib.import_module('megarlhf.commands.cli')"),
+    ("upward arrows", "trainers/rl.py", "ENTRY = 'megarlhf.commands.launch:as_rank'"),
     ("upward arrows", "trainers/rl.py", "from megarlhf.cellar.barrel import wine"),
     ("upward arrows", "trainers/rl.py", "from tools.demo.make_data import base_files"),
-    ("upward arrows", "weights/plan/cuts.py", "from megarlhf.planning.reshard import main"),
-    ("upward arrows", "cli.py", "from megarlhf.weights.plan.__main__ import main"),
+    ("upward arrows", "weights/plan/cuts.py", "from megarlhf.planning.weight_traffic import main"),
+    ("upward arrows", "weights/plan/cuts.py", "from megarlhf.weights.transport.schedule import Span"),
+    ("upward arrows", "architectures/table.py", "from megarlhf.weights.plan.copy_plan import Copy"),
+    ("upward arrows", "commands/cli.py", "from megarlhf.weights.plan.__main__ import main"),
     ("strangers", "trainers/rl.py", "from megatron.core import parallel_state"),
-    ("strangers", "weights/plan.py", "def f():\n    import megatron.core"),
+    ("strangers", "weights/plan/cuts.py", "def f():\n    import megatron.core"),
     ("strangers", "rollout/engine.py", "from vllm import LLM"),
     ("strangers", "models/norm.py", "import triton.language as tl"),
     ("impure mathematics", "algo/kl.py", "import numpy as np"),
@@ -308,7 +312,7 @@ PLANTED = [
     ("names of CUDA", "models/build.py", "on_cuda = True"),
     ("names of CUDA", "models/build.py", "from torch.cuda import Stream"),
     ("names of CUDA", "models/build.py", "def f(use_cuda): ..."),
-    ("names of CUDA", "doctor.py", "f(cuda=1)"),
+    ("names of CUDA", "commands/doctor.py", "f(cuda=1)"),
     ("patches", "models/build.py", "import torch\ntorch.cuda.synchronize = None"),
     ("patches", "models/build.py", "import torch\nsetattr(torch.nn, 'Linear', None)"),
     ("patches", "models/build.py", "import torch\ndel torch.nn.Linear"),
@@ -326,9 +330,9 @@ def test_a_planted_violation_is_found(name, file, text):
 
 PERMITTED = [
     ("upward arrows", "trainers/rl.py", "from megarlhf.rollout.engine import Sampling\nimport megarlhf.algo.kl"),
-    ("upward arrows", "weights/plan.py", "from megarlhf.weights.box import Box\nfrom .box import Box"),
-    ("upward arrows", "cli.py", "ENTRY = 'megarlhf.trainers.sft:run'\nfrom megarlhf import launch"),
-    ("upward arrows", "weights/plan/__main__.py", "from megarlhf.planning.reshard import main"),
+    ("upward arrows", "weights/plan/cuts.py", "from megarlhf.weights.plan.box import Box\nfrom .box import Box"),
+    ("upward arrows", "commands/cli.py", "ENTRY = 'megarlhf.trainers.sft:run'\nfrom megarlhf.commands import launch"),
+    ("upward arrows", "weights/plan/__main__.py", "from megarlhf.commands.plan import main"),
     ("upward arrows", "observe/x.py", "import logging\nlogging.getLogger('megarlhf')\nimport torch"),
     ("strangers", "checkpoint/save.py", "from megatron.core import dist_checkpointing"),
     ("strangers", "kernels/logprob.py", "import triton"),

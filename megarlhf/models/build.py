@@ -14,6 +14,8 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from megarlhf.architectures.architecture import Architecture, Llama3Rope
+from megarlhf.architectures.placements import Head, Spec, megatron_placements, padded_vocab_size
 from megarlhf.config import KernelsConfig, ParallelConfig, RoleConfig
 from megarlhf.kernels.arguments import require_device
 from megarlhf.layout import split_layers
@@ -25,10 +27,8 @@ from megarlhf.models.specs import block_spec, gates_by_silu
 from megarlhf.parallel.megatron_cpu import megatron_device
 from megarlhf.parallel.mesh import Mesh
 from megarlhf.parallel.vocab import Vocabulary
+from megarlhf.placement import Placement, RankPlacements
 from megarlhf.runtime import has_transformer_engine
-from megarlhf.weights.architecture import Architecture, Llama3Rope
-from megarlhf.weights.placement import Placement, RankPlacements
-from megarlhf.weights.tensor_map import Head, Spec, megatron_placements, padded_vocab_size
 
 log = logging.getLogger(__name__)
 

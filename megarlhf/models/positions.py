@@ -9,7 +9,7 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from megarlhf.weights.architecture import Architecture
+from megarlhf.architectures.architecture import Architecture
 
 
 class PositionTable(nn.Module):

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from torch import Tensor
 
+from megarlhf.architectures.architecture import Architecture
+from megarlhf.architectures.placements import Head
 from megarlhf.config import MicroBatchConfig, RoleConfig
 from megarlhf.models.build import ModelPart, build_model
 from megarlhf.models.weights import export_hugging_face, load_weights
@@ -15,8 +17,6 @@ from megarlhf.parallel.batching import Batching
 from megarlhf.parallel.mesh import GroupCache, Mesh, build_mesh
 from megarlhf.parallel.packing import cost_of
 from megarlhf.parallel.step import Loss, MicroBatch, StepResult, Trainer, forward_only
-from megarlhf.weights.architecture import Architecture
-from megarlhf.weights.tensor_map import Head
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
+from megarlhf.architectures.architecture import Architecture
 from megarlhf.config import ModelConfig, ParallelConfig
 from megarlhf.parallel.mesh import Mesh
-from megarlhf.weights.architecture import Architecture
 
 DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

@@ -17,12 +17,12 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
+from megarlhf.architectures.architecture import Architecture
+from megarlhf.architectures.placements import Spec
 from megarlhf.models.attention import CausalAttention, GroupedSelfAttention, with_packed_rows
 from megarlhf.models.elementwise import SiluGate
 from megarlhf.models.experts import Router
 from megarlhf.models.norm import LayerNorm, RMSNorm
-from megarlhf.weights.architecture import Architecture
-from megarlhf.weights.tensor_map import Spec
 
 
 def block_spec(spec: Spec, arch: Architecture, num_layers: int) -> TransformerBlockSubmodules:

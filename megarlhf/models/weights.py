@@ -7,16 +7,16 @@ from pathlib import Path
 
 import torch
 
+from megarlhf.architectures.architecture import hf_class, read_config
+from megarlhf.architectures.placements import head_name
 from megarlhf.config import ModelConfig
 from megarlhf.models.build import ModelPart, placements_on
 from megarlhf.models.settings import DTYPES
-from megarlhf.weights.architecture import hf_class, read_config
-from megarlhf.weights.carry import carry_from_files, check_storages
-from megarlhf.weights.export import export
-from megarlhf.weights.placement import RankPlacements
-from megarlhf.weights.random_init import fill_random
-from megarlhf.weights.stored import open_model
-from megarlhf.weights.tensor_map import head_name
+from megarlhf.placement import RankPlacements
+from megarlhf.weights.checkpoint.export import export
+from megarlhf.weights.checkpoint.stored_model import open_model
+from megarlhf.weights.transport.local import carry_from_files, check_storages
+from megarlhf.weights.transport.random_init import fill_random
 
 log = logging.getLogger(__name__)
 

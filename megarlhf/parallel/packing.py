@@ -13,7 +13,7 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megarlhf.weights.architecture import Architecture
+from megarlhf.architectures.architecture import Architecture
 
 BITS = 40
 """Of the costliest group in whole units. Sums of whole numbers do not depend on their order."""

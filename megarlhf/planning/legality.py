@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from megarlhf.architectures.architecture import Architecture
 from megarlhf.config import ParallelConfig, RoleConfig
 from megarlhf.layout import Layout, split_layers
-from megarlhf.weights.architecture import Architecture
 
 
 def check_role(role: str, section: RoleConfig, world_size: int) -> tuple[Architecture, Layout]:

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from megarlhf.architectures.architecture import Architecture
+from megarlhf.architectures.placements import vllm_placements
 from megarlhf.config import (
     FrozenModel,
     GenerateConfig,
@@ -21,8 +23,6 @@ from megarlhf.observe.progress import make_console, table
 from megarlhf.planning.batch import Fact, rl_facts, supervised_facts
 from megarlhf.planning.legality import check_role
 from megarlhf.rollout.rewards.rules import load_rule
-from megarlhf.weights.architecture import Architecture
-from megarlhf.weights.tensor_map import vllm_placements
 
 
 @dataclass(frozen=True)

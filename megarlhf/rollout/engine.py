@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megarlhf.experience import Rollouts, redistribute
 from megarlhf.models.build import ModelPart
-from megarlhf.weights.certificate import Certificate
+from megarlhf.weights.checks.certificate import Certificate
 
 
 @dataclass(frozen=True, kw_only=True)

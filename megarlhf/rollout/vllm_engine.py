@@ -17,23 +17,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megarlhf.architectures.architecture import Architecture
+from megarlhf.architectures.placements import vllm_placements
 from megarlhf.config import RolloutConfig
 from megarlhf.experience import Rollouts
 from megarlhf.layout import split_evenly
 from megarlhf.models.build import ModelPart, placements_on
+from megarlhf.placement import RankPlacements
 from megarlhf.rollout.engine import Response, Sampling, gather_rollouts
 from megarlhf.rollout.vllm_patches import cpu_patches
 from megarlhf.runtime import Runtime, free_bytes
 from megarlhf.together import FailingTogether
-from megarlhf.weights.architecture import Architecture
-from megarlhf.weights.carry import check_storages, zero_padding
-from megarlhf.weights.certificate import Certificate, CertificateError, certify, spoilt_padding
-from megarlhf.weights.loader_check import check_loader, sample_tensors
-from megarlhf.weights.placement import RankPlacements
-from megarlhf.weights.plan import CopyPlan, make_plan
-from megarlhf.weights.poison import left_poisoned, poison
-from megarlhf.weights.reshard import Resharder
-from megarlhf.weights.tensor_map import vllm_placements
+from megarlhf.weights.checks.certificate import Certificate, CertificateError, certify, spoilt_padding
+from megarlhf.weights.checks.loader_check import check_loader, sample_tensors
+from megarlhf.weights.checks.poison import left_poisoned, poison
+from megarlhf.weights.plan.copy_plan import CopyPlan, make_plan
+from megarlhf.weights.transport.local import check_storages, zero_padding
+from megarlhf.weights.transport.reshard import Resharder
 
 log = logging.getLogger(__name__)
 
@@ -120,7 +120,7 @@ class VllmEngine:
         with FailingTogether(
             _error(
                 f"megarlhf's table of {self._arch.model_type} cannot be trusted with this vLLM",
-                "Weights copied by it could be wrong. If vLLM has changed, correct megarlhf/weights/tensor_map/ or "
+                "Weights copied by it could be wrong. If vLLM has changed, correct megarlhf/architectures/families/ or "
                 "install the vLLM of requirements/; rollout.engine=megatron samples without vLLM",
             )
         ) as found:

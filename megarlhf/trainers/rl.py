@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from megarlhf.algo.kl import kl_estimate
+from megarlhf.architectures.placements import Head
 from megarlhf.config import RLConfig
 from megarlhf.data.loader import ShuffledBatches
 from megarlhf.data.samples import PromptSample
@@ -36,7 +37,6 @@ from megarlhf.trainers.rl_score import (
     values_of,
 )
 from megarlhf.trainers.session import is_due, open_session
-from megarlhf.weights.tensor_map import Head
 
 Metrics = dict[str, float]
 

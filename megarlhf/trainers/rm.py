@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarlhf.algo.losses import centering, pairwise_aligned_span, pairwise_last_token
+from megarlhf.architectures.architecture import Architecture
 from megarlhf.config import MicroBatchConfig, RMConfig
 from megarlhf.data.loader import ShuffledBatches
 from megarlhf.data.samples import PairSample, build_pairs, require_budget, require_positions
@@ -30,7 +31,6 @@ from megarlhf.parallel.mesh import GroupCache
 from megarlhf.parallel.step import MicroBatch
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.session import is_due, open_session
-from megarlhf.weights.architecture import Architecture
 
 
 def run(cfg: RMConfig, runtime: Runtime) -> None:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarlhf.algo.losses import token_nll
+from megarlhf.architectures.architecture import Architecture
 from megarlhf.config import MicroBatchConfig, SFTConfig
 from megarlhf.data.loader import ShuffledBatches
 from megarlhf.data.samples import SFTSample, build_sft, require_budget, require_positions
@@ -28,7 +29,6 @@ from megarlhf.parallel.step import MicroBatch
 from megarlhf.parallel.vocab import Vocabulary, next_token_logprobs
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.session import is_due, open_session
-from megarlhf.weights.architecture import Architecture
 
 
 def run(cfg: SFTConfig, runtime: Runtime) -> None:

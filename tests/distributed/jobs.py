@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megarlhf.architectures.placements import Head, hf_placements
 from megarlhf.config import RLConfig, RoleConfig, SFTConfig
 from megarlhf.data.samples import build_sft
 from megarlhf.data.sources import load_records
@@ -28,9 +29,8 @@ from megarlhf.parallel.vocab import logits_at
 from megarlhf.rollout.engine import Sampling
 from megarlhf.rollout.megatron_engine import MegatronEngine
 from megarlhf.runtime import Runtime
-from megarlhf.weights.plan import make_plan
-from megarlhf.weights.reshard import carry_over_group
-from megarlhf.weights.tensor_map import Head, hf_placements
+from megarlhf.weights.plan.copy_plan import make_plan
+from megarlhf.weights.transport.reshard import carry_over_group
 from tests.distributed.kernel_jobs import largest_tensor, with_calls_of_the_reference  # noqa: F401
 from tests.distributed.vllm_jobs import (  # noqa: F401
     vllm_broken,

@@ -21,12 +21,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megarlhf.architectures.megatron_layout import MegatronLayout
+from megarlhf.architectures.placements import logical_tensors
 from megarlhf.runtime import Runtime
-from megarlhf.weights.checksums import check_checksums
-from megarlhf.weights.formats.torch_dist import read_torch_dist
-from megarlhf.weights.formats.torch_dist_metadata import read_tensors
-from megarlhf.weights.megatron_layout import MegatronLayout
-from megarlhf.weights.tensor_map import logical_tensors
+from megarlhf.weights.checkpoint.checksums import check_checksums
+from megarlhf.weights.checkpoint.formats.torch_dist.metadata import read_tensors
+from megarlhf.weights.checkpoint.formats.torch_dist.read import read_torch_dist
 from tests.distributed.pool import RankPool, serve
 from tests.weights import megatron_shapes
 from tests.weights.cases import fill_from_logical

@@ -18,9 +18,9 @@ from tests.distributed.test_rl_layouts import config
 
 FAULTY = """
 import os, sys, time
-from megarlhf.cli import main
+from megarlhf.commands.cli import main
 from megarlhf.rollout.vllm_engine import VllmEngine
-from megarlhf.weights import {module} as module
+from megarlhf.weights.{room} import {module} as module
 
 def plant(engine, actor, **version):
     if os.environ["RANK"] == "1" and engine.weight_version == {after}:
@@ -36,12 +36,12 @@ raise SystemExit(main())
 CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "rl": (
         "rl",
-        {"module": "reshard", "name": "_copy_inside", "method": "update_weights", "after": 0},
+        {"room": "transport", "module": "reshard", "name": "_copy_inside", "method": "update_weights", "after": 0},
         "reshard.TransferError: rank 1: IndexError: list index out of range",
     ),
     "generate": (
         "generate",
-        {"module": "certificate", "name": "replica_digests", "method": "verify_weights", "after": 0},
+        {"room": "checks", "module": "certificate", "name": "replica_digests", "method": "verify_weights", "after": 0},
         "certificate.CertificateError: vLLM's weights are not certified: weight version 0: rank 1: IndexError: ",
     ),
 }

@@ -11,18 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megarlhf.architectures.architecture import Architecture
+from megarlhf.architectures.placements import vllm_placements
 from megarlhf.config import RoleConfig, RolloutConfig
 from megarlhf.models.role import Role, build_role
 from megarlhf.models.settings import DTYPES
 from megarlhf.models.weights import load_weights
 from megarlhf.parallel.mesh import GroupCache
+from megarlhf.placement import Box, Placement, RankPlacements
 from megarlhf.rollout.engine import Sampling
 from megarlhf.runtime import Runtime
-from megarlhf.weights import reshard
-from megarlhf.weights.architecture import Architecture
-from megarlhf.weights.placement import Box, Placement, RankPlacements
-from megarlhf.weights.plan import CopyPlan
-from megarlhf.weights.tensor_map import vllm_placements
+from megarlhf.weights.plan.copy_plan import CopyPlan
+from megarlhf.weights.transport import reshard
 
 MAX_LENGTH, NEW_TOKENS, EOS = 64, 6, 2
 
@@ -217,7 +217,7 @@ def vllm_broken(runtime: Runtime, first: str, second: str, prompts: list[list[in
 def vllm_failing_steps(runtime: Runtime, model: str, prompts: list[list[int]]) -> dict[str, tuple[str, str]]:
     """(error, what `generate` then says) for each local step of the engine, as it fails on rank 1 alone."""
     from megarlhf.rollout import vllm_engine
-    from megarlhf.weights import certificate
+    from megarlhf.weights.checks import certificate
 
     session = _Session(runtime, model, 2, {"pp": 2}, poison_weights=True)
     engine, part, found = session.engine, session.actor.part, {}

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 from rich.console import Console
 
-from megarlhf.doctor import apex_kind, examine, print_doctor, report
+from megarlhf.commands.doctor import apex_kind, examine, print_doctor, report
 
 CPU_VERSIONS = {
     "torch": "2.13.0+cpu",
@@ -116,6 +116,6 @@ def test_the_command_prints_the_table(capsys):
 def test_doctor_imports_nothing_heavy():
     """In a new process: neither torch nor any package that it reports on."""
     heavy = "{'torch', 'vllm', 'megatron', 'transformers'}"
-    code = f"import sys, megarlhf.doctor; print(*(sys.modules.keys() & {heavy}))"
+    code = f"import sys, megarlhf.commands.doctor; print(*(sys.modules.keys() & {heavy}))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.split() == []

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megarlhf.architectures.architecture import Architecture
 from megarlhf.layout import split_evenly
 from megarlhf.parallel.packing import Cost, cost_of, pack, require_fits
-from megarlhf.weights.architecture import Architecture
 
 LINEAR = Cost(per_token=1.0, per_pair=0.0)
 PAIRS = Cost(per_token=0.0, per_pair=1.0)

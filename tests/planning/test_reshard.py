@@ -1,4 +1,4 @@
-"""`python -m megarlhf.weights.plan`: the figures of the published layouts, and what the command says.
+"""`megarlhf plan`: the figures of the published layouts, and what the command says.
 
 Figures: gigabytes (1e9) of bf16, computed apart from this code for Llama-3-70B (need, least receive, all-gather).
 The formula against random models and layouts: tests/weights/test_formula.py. Not covered: that a transfer takes the
@@ -14,9 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from megarlhf.commands.plan import main, parser
 from megarlhf.config import RLConfig, load_config
-from megarlhf.planning.reshard import answer, ask, main, parser
-from megarlhf.weights.plan import make_plan
+from megarlhf.planning.weight_traffic import answer, ask
+from megarlhf.weights.plan.copy_plan import make_plan
 from megarlhf.weights.plan.traffic import formula, least_receive, model_elements
 
 REPOSITORY = Path(__file__).parents[2]
@@ -152,7 +153,7 @@ def test_qwen3_30b_a3b_in_both_tiers(options):
 
 def printed(*options):
     """The command's words, and its rows by their first cell, the first of a name; as a user starts it."""
-    command = [sys.executable, "-m", "megarlhf.weights.plan", "-c", "configs/plan/llama-3-70b.yaml", *options]
+    command = [sys.executable, "-m", "megarlhf", "plan", "-c", "configs/plan/llama-3-70b.yaml", *options]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=REPOSITORY)
     rows: dict[str, list[str]] = {}
     for line in done.stdout.splitlines():

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from megarlhf.weights.architecture import Architecture
+from megarlhf.architectures.architecture import Architecture
 
 Tensors = dict[str, torch.Tensor]
 

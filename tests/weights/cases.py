@@ -7,17 +7,17 @@ from typing import Any
 
 import torch
 
-from megarlhf.weights.architecture import Architecture
-from megarlhf.weights.carry import view
-from megarlhf.weights.placement import RankPlacements
-from megarlhf.weights.plan import CopyPlan
-from megarlhf.weights.tensor_map import (
+from megarlhf.architectures.architecture import Architecture
+from megarlhf.architectures.placements import (
     hf_placements,
     logical_tensors,
     megatron_placements,
     padded_vocab_size,
     vllm_placements,
 )
+from megarlhf.placement import RankPlacements
+from megarlhf.weights.plan.copy_plan import CopyPlan
+from megarlhf.weights.transport.local import view
 
 TINY: dict[str, Any] = {
     "model_type": "llama",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megarlhf.weights.architecture import Architecture
+from megarlhf.architectures.architecture import Architecture
 
 _SMALL = {
     "num_hidden_layers": 4,

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megarlhf.weights.architecture import Architecture
+from megarlhf.architectures.architecture import Architecture
 from tests.weights.families import architecture
 
 

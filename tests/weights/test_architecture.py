@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from megarlhf.weights.architecture import Architecture, Llama3Rope
-from megarlhf.weights.tensor_map import MODEL_TYPES, TABLES
+from megarlhf.architectures.architecture import Architecture, Llama3Rope
+from megarlhf.architectures.placements import MODEL_TYPES, TABLES
 from tests.weights.cases import TINY, tiny, transformers_config
 from tests.weights.families import CONFIGS, architecture, config
 

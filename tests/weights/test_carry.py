@@ -8,15 +8,15 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from megarlhf.weights.carry import carry_from_files, check_storages, copy_local
-from megarlhf.weights.digest import compare, replica_digests, summed
-from megarlhf.weights.export import export
-from megarlhf.weights.formats.huggingface import HFFiles
-from megarlhf.weights.plan import make_plan
-from megarlhf.weights.random_init import fill_random
-from megarlhf.weights.reshard import carry_over_group
-from megarlhf.weights.schedule import rank_rounds
-from megarlhf.weights.tensor_map import hf_placements, logical_tensors
+from megarlhf.architectures.placements import hf_placements, logical_tensors
+from megarlhf.weights.checkpoint.export import export
+from megarlhf.weights.checkpoint.formats.huggingface.read import HFFiles
+from megarlhf.weights.checks.digest import compare, replica_digests, summed
+from megarlhf.weights.plan.copy_plan import make_plan
+from megarlhf.weights.transport.local import carry_from_files, check_storages, copy_local
+from megarlhf.weights.transport.random_init import fill_random
+from megarlhf.weights.transport.reshard import carry_over_group
+from megarlhf.weights.transport.schedule import rank_rounds
 from tests.weights.cases import (
     TINY,
     empty,

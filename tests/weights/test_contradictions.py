@@ -9,12 +9,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megarlhf.weights.architecture import Architecture
-from megarlhf.weights.config_spec import Llama3Rope
-from megarlhf.weights.convert import MegatronTarget, convert
-from megarlhf.weights.formats.megatron_args import OWN_KEY, args_of, contradictions
-from megarlhf.weights.megatron_layout import MegatronLayout
-from megarlhf.weights.stored import open_model
+from megarlhf.architectures.architecture import Architecture
+from megarlhf.architectures.config_spec import Llama3Rope
+from megarlhf.architectures.megatron_layout import MegatronLayout
+from megarlhf.weights.checkpoint.conversion import MegatronTarget, convert
+from megarlhf.weights.checkpoint.formats.megatron.args import OWN_KEY, args_of, contradictions
+from megarlhf.weights.checkpoint.stored_model import open_model
 from tests.weights.families import CONFIGS, architecture
 from tests.weights.models import write_model
 
@@ -42,7 +42,7 @@ def models(tmp_path_factory):
 
 def write(models, out, family, form, monkeypatch, drop=(), **changes):
     """A checkpoint whose args were changed before they were written."""
-    import megarlhf.weights.convert as module
+    import megarlhf.weights.checkpoint.conversion as module
 
     def changed(*given):
         return {key: value for key, value in args_of(*given).items() if key not in drop} | changes

@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megarlhf.weights.convert import HuggingFaceTarget, MegatronTarget, convert
-from megarlhf.weights.stored import open_model, recognise
-from megarlhf.weights.verify import differences, digests
+from megarlhf.weights.checkpoint.conversion import HuggingFaceTarget, MegatronTarget, convert
+from megarlhf.weights.checkpoint.stored_model import open_model, recognise
+from megarlhf.weights.checkpoint.verify import differences, digests
 from tests.weights.families import CONFIGS
 from tests.weights.models import write_model
 

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from megarlhf.weights.checksums import check_checksums
-from megarlhf.weights.convert import HuggingFaceTarget, MegatronTarget, convert
-from megarlhf.weights.formats import staging
-from megarlhf.weights.stored import open_model, recognise
-from megarlhf.weights.verify import Digests, digests
+from megarlhf.weights.checkpoint import staging
+from megarlhf.weights.checkpoint.checksums import check_checksums
+from megarlhf.weights.checkpoint.conversion import HuggingFaceTarget, MegatronTarget, convert
+from megarlhf.weights.checkpoint.stored_model import open_model, recognise
+from megarlhf.weights.checkpoint.verify import Digests, digests
 from tests.weights.models import write_model
 
 ROOT = Path(__file__).parents[2]
@@ -159,11 +159,11 @@ KILLED = """
 import os, signal, sys
 import torch
 from pathlib import Path
-from megarlhf.weights import transfer
-from megarlhf.weights.checksums import check_checksums
-from megarlhf.weights.convert import HuggingFaceTarget, MegatronTarget, convert
-from megarlhf.weights.formats import staging
-from megarlhf.weights.stored import open_model
+from megarlhf.weights.transport import files as transfer
+from megarlhf.weights.checkpoint.checksums import check_checksums
+from megarlhf.weights.checkpoint.conversion import HuggingFaceTarget, MegatronTarget, convert
+from megarlhf.weights.checkpoint import staging
+from megarlhf.weights.checkpoint.stored_model import open_model
 
 torch.set_num_threads(1)
 transfer.PIECE_BYTES = 2000
@@ -239,8 +239,8 @@ def test_a_full_disk_is_found_before_writing(inputs, tmp_path, monkeypatch):
 FULL = """
 import sys
 from pathlib import Path
-from megarlhf.convert import main
-from megarlhf.weights.formats.staging import Staging
+from megarlhf.commands.convert import main
+from megarlhf.weights.checkpoint.staging import Staging
 if sys.argv[3] == "unchecked":
     Staging.reserve = lambda self, num_bytes: None
 sys.exit(main(["hf-to-megatron", "--hf", sys.argv[1], "--out", sys.argv[2] + "/out", "--format", "mp_rank"]))

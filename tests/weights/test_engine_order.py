@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megarlhf.architectures.megatron_layout import MegatronLayout
 from megarlhf.layout import Layout, engine_order
-from megarlhf.weights.megatron_layout import MegatronLayout
 from megarlhf.weights.plan.traffic import formula, least_receive, model_elements
 from tests.weights.cases import tiny
 from tests.weights.transfers import Transfer, transfer, with_order

@@ -13,11 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megarlhf.weights.architecture import Architecture, hf_class, hf_config
-from megarlhf.weights.megatron_layout import MegatronLayout
-from megarlhf.weights.placement import Box
-from megarlhf.weights.plan import make_plan
-from megarlhf.weights.tensor_map import (
+from megarlhf.architectures.architecture import Architecture, hf_class, hf_config
+from megarlhf.architectures.megatron_layout import MegatronLayout
+from megarlhf.architectures.placements import (
     FAMILIES,
     canonical_names,
     hf_placements,
@@ -25,6 +23,8 @@ from megarlhf.weights.tensor_map import (
     megatron_placements,
     tensor_inits,
 )
+from megarlhf.placement import Box
+from megarlhf.weights.plan.copy_plan import make_plan
 from tests.weights.by_hand import EMBEDDINGS, LLAMA_NORMS, NORMS, megatron_layer
 from tests.weights.cases import carry_in_memory, empty, random_logical
 from tests.weights.families import CONFIGS, architecture, config
@@ -345,7 +345,7 @@ def test_the_example_in_the_docs_is_the_code():
     """Each block that names a file is in that file; the one of Mixtral is the whole of it."""
     root = Path(__file__).parents[2]
     blocks = re.findall(r"```python\n# (\S+)\n(.*?)```", (root / "docs/new-architecture.md").read_text(), re.DOTALL)
-    assert [name.rsplit("/", 1)[1] for name, _ in blocks] == ["mixtral.py", "families.py"]
+    assert [name.rsplit("/", 1)[1] for name, _ in blocks] == ["mixtral.py", "__init__.py"]
     files = [(root / name).read_text() for name, _ in blocks]
     assert blocks[0][1] == files[0]
     assert blocks[1][1] in files[1]

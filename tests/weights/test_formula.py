@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megarlhf.architectures.architecture import Architecture
+from megarlhf.architectures.megatron_layout import MegatronLayout
+from megarlhf.architectures.placements import TABLES, padded_vocab_size
 from megarlhf.layout import Layout, engine_order
-from megarlhf.weights.architecture import Architecture
-from megarlhf.weights.megatron_layout import MegatronLayout
 from megarlhf.weights.plan.traffic import formula, least_receive, model_elements
-from megarlhf.weights.tensor_map import TABLES, padded_vocab_size
 from tests.weights.cases import LLAMA_70B, tiny
 from tests.weights.families import architecture
 from tests.weights.transfers import FAMILIES, Transfer, transfer

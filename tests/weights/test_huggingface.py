@@ -6,10 +6,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megarlhf.weights.formats.extent import MappedFiles
-from megarlhf.weights.formats.huggingface import INDEX, HFFiles
-from megarlhf.weights.formats.huggingface_write import HFWriter
-from megarlhf.weights.tensor_map import logical_tensors
+from megarlhf.architectures.placements import logical_tensors
+from megarlhf.weights.checkpoint.formats.huggingface.read import INDEX, HFFiles
+from megarlhf.weights.checkpoint.formats.huggingface.write import HFWriter
+from megarlhf.weights.transport.extent import MappedFiles
 from tests.weights.cases import TINY, random_logical, tiny
 
 SPECS = {

@@ -5,13 +5,13 @@ import math
 import pytest
 import torch
 
-from megarlhf.weights import digest as digest_module
-from megarlhf.weights import random_init
-from megarlhf.weights.digest import compare, digest_boxes, replica_digests, times_held
-from megarlhf.weights.placement import Box, Placement, contiguous_strides
-from megarlhf.weights.plan import make_plan
-from megarlhf.weights.random_init import fill_random
-from megarlhf.weights.tensor_map import hf_placements, logical_tensors
+from megarlhf.architectures.placements import hf_placements, logical_tensors
+from megarlhf.placement import Box, Placement, contiguous_strides
+from megarlhf.weights.checks import digest as digest_module
+from megarlhf.weights.checks.digest import compare, digest_boxes, replica_digests, times_held
+from megarlhf.weights.plan.copy_plan import make_plan
+from megarlhf.weights.transport import random_init
+from megarlhf.weights.transport.random_init import fill_random
 from tests.weights.cases import carry_in_memory, empty, megatron_ranks, tiny, vllm_ranks
 
 BF16 = torch.bfloat16

@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megarlhf.weights.carry import view
-from megarlhf.weights.loader_check import _Numbers, check_loader, sample_tensors
-from megarlhf.weights.placement import Box
-from megarlhf.weights.tensor_map import logical_tensors, vllm_placements
+from megarlhf.architectures.placements import logical_tensors, vllm_placements
+from megarlhf.placement import Box
+from megarlhf.weights.checks.loader_check import _Numbers, check_loader, sample_tensors
+from megarlhf.weights.transport.local import view
 from tests.weights.cases import empty, tiny
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]

@@ -12,16 +12,16 @@ from dataclasses import MISSING, fields, replace
 import pytest
 import torch
 
-from megarlhf.weights.architecture import Architecture
-from megarlhf.weights.config_spec import ConfigSpec, Llama3Rope
-from megarlhf.weights.formats.megatron_args import OWN_KEY, arch_of, args_of
-from megarlhf.weights.formats.megatron_unknown import _UNDERSTOOD, refuse_unknown
-from megarlhf.weights.megatron_layout import MegatronLayout
-from megarlhf.weights.tensor_map import FAMILIES, TABLES, logical_tensors, padded_vocab_size
-from megarlhf.weights.tensor_map.llama import FACTS, decoder
-from megarlhf.weights.tensor_map.llama import FAMILY as LLAMA
-from megarlhf.weights.tensor_map.pieces import ATTENTION, GATED_MLP, INPUT_NORM, OUTPUT, QK_NORMS
-from megarlhf.weights.tensor_map.table import Family
+from megarlhf.architectures.architecture import Architecture
+from megarlhf.architectures.config_spec import ConfigSpec, Llama3Rope
+from megarlhf.architectures.families.llama import FACTS, decoder
+from megarlhf.architectures.families.llama import FAMILY as LLAMA
+from megarlhf.architectures.megatron_layout import MegatronLayout
+from megarlhf.architectures.pieces import ATTENTION, GATED_MLP, INPUT_NORM, OUTPUT, QK_NORMS
+from megarlhf.architectures.placements import FAMILIES, TABLES, logical_tensors, padded_vocab_size
+from megarlhf.architectures.table import Family
+from megarlhf.weights.checkpoint.formats.megatron.args import OWN_KEY, arch_of, args_of
+from megarlhf.weights.checkpoint.formats.megatron.unknown import _UNDERSTOOD, refuse_unknown
 from tests.weights.families import CONFIGS, architecture
 
 LAYOUT = MegatronLayout(tp=2, pp=2, padded_vocab=256)
@@ -80,8 +80,8 @@ LLAMA_3_1_8B = Architecture(
 
 def register(monkeypatch, families: dict[str, Family]) -> None:
     """These families, in this order, in place of all."""
-    for module in ("tensor_map.families", "formats.megatron_family"):
-        monkeypatch.setattr(f"megarlhf.weights.{module}.FAMILIES", families)
+    for module in ("architectures.families", "weights.checkpoint.formats.megatron.family"):
+        monkeypatch.setattr(f"megarlhf.{module}.FAMILIES", families)
 
 
 @pytest.mark.parametrize("family", CONFIGS)

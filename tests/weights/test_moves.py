@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarlhf.weights.moves import End, Move, MoveStream, Part, moves_of
-from megarlhf.weights.placement import Box
-from megarlhf.weights.plan import Copy, make_plan
-from megarlhf.weights.random_init import fill_random
+from megarlhf.placement import Box
+from megarlhf.weights.plan.copy_plan import Copy, make_plan
+from megarlhf.weights.transport.moves import End, Move, MoveStream, Part, moves_of
+from megarlhf.weights.transport.random_init import fill_random
 from tests.weights.cases import empty, megatron_ranks, tiny, vllm_ranks
 
 

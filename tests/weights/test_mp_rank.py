@@ -17,13 +17,13 @@ import numpy as np
 import pytest
 import torch
 
-from megarlhf.weights.architecture import Architecture
-from megarlhf.weights.carry import view
-from megarlhf.weights.formats.extent import MappedFiles
-from megarlhf.weights.formats.megatron_args import args_of
-from megarlhf.weights.formats.mp_rank import MpRankCheckpoint, plan_mp_rank, read_mp_rank
-from megarlhf.weights.formats.torch_file import check_crc, seal
-from megarlhf.weights.megatron_layout import At, MegatronLayout
+from megarlhf.architectures.architecture import Architecture
+from megarlhf.architectures.megatron_layout import At, MegatronLayout
+from megarlhf.weights.checkpoint.formats.megatron.args import args_of
+from megarlhf.weights.checkpoint.formats.mp_rank.read_write import MpRankCheckpoint, plan_mp_rank, read_mp_rank
+from megarlhf.weights.checkpoint.formats.torch_file.archive import check_crc, seal
+from megarlhf.weights.transport.extent import MappedFiles
+from megarlhf.weights.transport.local import view
 from tests.weights.cases import fill_from_logical, random_logical
 from tests.weights.families import CONFIGS, architecture
 

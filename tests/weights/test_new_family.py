@@ -8,11 +8,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megarlhf.weights.convert import HuggingFaceTarget, MegatronTarget, convert
-from megarlhf.weights.stored import open_model
-from megarlhf.weights.tensor_map import families, logical_tensors
-from megarlhf.weights.tensor_map.llama import FAMILY as LLAMA
-from megarlhf.weights.tensor_map.table import Entry, Family
+from megarlhf.architectures.families.llama import FAMILY as LLAMA
+from megarlhf.architectures.placements import families, logical_tensors
+from megarlhf.architectures.table import Entry, Family
+from megarlhf.weights.checkpoint.conversion import HuggingFaceTarget, MegatronTarget, convert
+from megarlhf.weights.checkpoint.stored_model import open_model
 from tests.weights.cases import TINY, random_logical
 
 RENAMED = {"lm_head.weight": "unembed.weight", "score.weight": "value.weight", "model.norm.weight": "trunk.last.weight"}
@@ -34,7 +34,7 @@ def zebra(monkeypatch) -> Family:
     )
     family = replace(LLAMA, model_type="zebra", table=table)
     monkeypatch.setitem(families.FAMILIES, "zebra", family)
-    import megarlhf.weights.tensor_map as tensor_map
+    import megarlhf.architectures.placements as tensor_map
 
     monkeypatch.setitem(tensor_map.TABLES, "zebra", table)
     monkeypatch.setitem(tensor_map.MODEL_TYPES, "zebra", family.config)
@@ -46,7 +46,7 @@ def test_both_heads_there_and_back(zebra, tmp_path, head, tied):
     """A tied model's files may repeat the embedding under the head's name, whatever that is."""
     import json
 
-    from megarlhf.weights.architecture import Architecture
+    from megarlhf.architectures.architecture import Architecture
 
     config = {**TINY, "model_type": "zebra", "tie_word_embeddings": tied}
     arch = Architecture.from_hf(config)

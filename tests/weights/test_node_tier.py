@@ -10,11 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarlhf.weights.placement import Box, RankPlacements, place_slice
-from megarlhf.weights.plan import make_plan
+from megarlhf.architectures.placements import identity_placements
+from megarlhf.placement import Box, RankPlacements, place_slice
+from megarlhf.weights.plan.copy_plan import make_plan
 from megarlhf.weights.plan.tiers import crossing, make_tiers, node_needs
 from megarlhf.weights.plan.traffic import Links, entering, wire_seconds
-from megarlhf.weights.tensor_map import identity_placements
 from tests.weights.cases import carry_in_memory, empty
 from tests.weights.transfers import FAMILIES, Masks, Transfer, draw_transfer, filled, logical_of
 

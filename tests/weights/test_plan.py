@@ -8,10 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarlhf.weights.placement import Box, Placement, RankPlacements, flat_boxes, place_slice
-from megarlhf.weights.plan import make_plan
-from megarlhf.weights.schedule import rank_rounds
-from megarlhf.weights.tensor_map import hf_placements, identity_placements
+from megarlhf.architectures.placements import hf_placements, identity_placements
+from megarlhf.placement import Box, Placement, RankPlacements, flat_boxes, place_slice
+from megarlhf.weights.plan.copy_plan import make_plan
+from megarlhf.weights.transport.schedule import rank_rounds
 from tests.weights.cases import (
     LLAMA_70B,
     Architecture,

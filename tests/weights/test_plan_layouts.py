@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarlhf.weights.plan import make_plan
+from megarlhf.weights.plan.copy_plan import make_plan
 from megarlhf.weights.plan.shares import fill, share_streams
 from megarlhf.weights.plan.traffic import least_receive
 from tests.weights.cases import carry_in_memory, empty

@@ -2,9 +2,9 @@
 
 import torch
 
-from megarlhf.weights.plan import make_plan
-from megarlhf.weights.poison import left_poisoned, poison
-from megarlhf.weights.tensor_map import hf_placements, vllm_placements
+from megarlhf.architectures.placements import hf_placements, vllm_placements
+from megarlhf.weights.checks.poison import left_poisoned, poison
+from megarlhf.weights.plan.copy_plan import make_plan
 from tests.weights.cases import carry_in_memory, empty, random_logical, tiny
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megarlhf.convert import main
-from megarlhf.weights.stored import open_model
-from megarlhf.weights.verify import digests
+from megarlhf.commands.convert import main
+from megarlhf.weights.checkpoint.stored_model import open_model
+from megarlhf.weights.checkpoint.verify import digests
 from tests.weights.models import write_model
 
 ROOT = Path(__file__).parents[2]
@@ -68,7 +68,7 @@ def test_one_iteration_of_a_run_is_not_a_root(model, tmp_path, capsys, form):
 
 KILLED = """
 import os, signal, sys
-from megarlhf.convert import main
+from megarlhf.commands.convert import main
 real = os.rename
 def dying(*args):
     real(*args)

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from megarlhf.convert import main
-from megarlhf.weights.convert import HuggingFaceTarget, MegatronTarget, convert
-from megarlhf.weights.formats import copies
-from megarlhf.weights.formats.copies import require_equal_replicas
-from megarlhf.weights.stored import open_model
+from megarlhf.commands.convert import main
+from megarlhf.weights.checkpoint.conversion import HuggingFaceTarget, MegatronTarget, convert
+from megarlhf.weights.checkpoint.stored_model import open_model
+from megarlhf.weights.checks import replicas as copies
+from megarlhf.weights.checks.replicas import require_equal_replicas
 from tests.weights.models import write_model
 
 
@@ -96,8 +96,8 @@ def test_every_command_that_reads_a_whole_model_refuses(checkpoints, tmp_path, c
 
 def test_ranks_saved_in_two_dtypes_are_compared_in_the_narrower(tmp_path):
     """Not covered: what a run that keeps its norms in fp32 on one rank only would mean by that."""
-    from megarlhf.weights.formats.extent import Extent, StoredWeights
-    from megarlhf.weights.tensor_map import identity_placements
+    from megarlhf.architectures.placements import identity_placements
+    from megarlhf.weights.transport.extent import Extent, StoredWeights
 
     values = torch.tensor([1.0, 1.0 + 2**-12, -0.0])
     (tmp_path / "a").write_bytes(values.numpy().tobytes())

@@ -9,10 +9,10 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from megarlhf.runtime import free_port
-from megarlhf.weights import reshard as module
-from megarlhf.weights.plan import make_plan
-from megarlhf.weights.random_init import fill_random
-from megarlhf.weights.reshard import Resharder, TransferError
+from megarlhf.weights.plan.copy_plan import make_plan
+from megarlhf.weights.transport import reshard as module
+from megarlhf.weights.transport.random_init import fill_random
+from megarlhf.weights.transport.reshard import Resharder, TransferError
 from tests.weights.cases import empty, megatron_ranks, tiny, vllm_ranks
 
 CPU = torch.device("cpu")

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from megarlhf.weights.formats.staging import Staging
+from megarlhf.weights.checkpoint.staging import Staging
 
 
 def write(directory, text="new", **options):
@@ -61,7 +61,7 @@ def test_room_is_asked_for_first(tmp_path):
 
 KILLED = """
 import sys, time
-from megarlhf.weights.formats.staging import Staging
+from megarlhf.weights.checkpoint.staging import Staging
 with Staging(sys.argv[1], force=True) as staging:
     (staging.path / "half").write_text("half")
     print("in", flush=True)
@@ -124,7 +124,7 @@ def test_a_rename_that_fails_brings_the_old_directory_back(tmp_path, monkeypatch
             raise OSError(errno.EIO, "broken")
         real(source, target)
 
-    monkeypatch.setattr("megarlhf.weights.formats.staging.os.rename", failing)
+    monkeypatch.setattr("megarlhf.weights.checkpoint.staging.os.rename", failing)
     with pytest.raises(OSError, match="broken"):
         write(out, "new", force=True)
     assert (out / "deep" / "file").read_text() == "old"

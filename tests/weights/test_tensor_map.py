@@ -6,15 +6,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from megarlhf.weights.placement import Box, Placement, merge_ranks
-from megarlhf.weights.plan import make_plan
-from megarlhf.weights.tensor_map import (
+from megarlhf.architectures.placements import (
     hf_placements,
     logical_tensors,
     megatron_placements,
     padded_vocab_size,
     vllm_placements,
 )
+from megarlhf.placement import Box, Placement, merge_ranks
+from megarlhf.weights.plan.copy_plan import make_plan
 from tests.weights.cases import carry_in_memory, empty, megatron_ranks, random_logical, tiny, vllm_ranks
 
 L0 = "model.layers.0.self_attn."

@@ -13,17 +13,17 @@ import numpy as np
 import pytest
 import torch
 
-from megarlhf.weights.carry import view
-from megarlhf.weights.checksums import check_checksums
-from megarlhf.weights.formats.extent import MappedFiles
-from megarlhf.weights.formats.torch_dist import plan_torch_dist, read_torch_dist
-from megarlhf.weights.formats.torch_dist_metadata import BlobReader, read_common, read_tensors
-from megarlhf.weights.formats.torch_dist_names import StorageName, cut, key_form
-from megarlhf.weights.formats.tracker import checkpoint_directory, find_checkpoint, write_tracker
-from megarlhf.weights.megatron_layout import MegatronLayout
-from megarlhf.weights.placement import Box, Placement, contiguous_strides
-from megarlhf.weights.plan import make_plan
-from megarlhf.weights.tensor_map import hf_placements
+from megarlhf.architectures.megatron_layout import MegatronLayout
+from megarlhf.architectures.placements import hf_placements
+from megarlhf.placement import Box, Placement, contiguous_strides
+from megarlhf.weights.checkpoint.checksums import check_checksums
+from megarlhf.weights.checkpoint.formats.megatron.tracker import checkpoint_directory, find_checkpoint, write_tracker
+from megarlhf.weights.checkpoint.formats.torch_dist.metadata import BlobReader, read_common, read_tensors
+from megarlhf.weights.checkpoint.formats.torch_dist.names import StorageName, cut, key_form
+from megarlhf.weights.checkpoint.formats.torch_dist.read import plan_torch_dist, read_torch_dist
+from megarlhf.weights.plan.copy_plan import make_plan
+from megarlhf.weights.transport.extent import MappedFiles
+from megarlhf.weights.transport.local import view
 from tests.weights.cases import LLAMA_70B, random_logical, tiny
 from tests.weights.families import architecture
 
@@ -367,7 +367,7 @@ def test_a_large_checkpoint_opens_in_seconds(tmp_path):
 
 def test_blob_reader_reads_few_headers(written, monkeypatch):
     """One full read per dtype, shape and length."""
-    from megarlhf.weights.formats import torch_dist_metadata
+    from megarlhf.weights.checkpoint.formats.torch_dist import metadata as torch_dist_metadata
 
     calls = []
     original = torch_dist_metadata.read_torch_file
@@ -390,7 +390,7 @@ def test_planning_needs_no_torch_distributed():
     import sys
 
     code = (
-        "import sys, megarlhf.weights.formats.torch_dist;"
+        "import sys, megarlhf.weights.checkpoint.formats.torch_dist.read;"
         "print([m for m in ('torch.distributed.checkpoint', 'megatron') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path.cwd())

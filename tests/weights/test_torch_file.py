@@ -21,9 +21,15 @@ import numpy as np
 import pytest
 import torch
 
-from megarlhf.weights.formats.extent import Extent, MappedFiles
-from megarlhf.weights.formats.torch_file import TensorSpec, check_crc, read_torch_file, seal, write_skeleton
-from megarlhf.weights.formats.unpickle import Global
+from megarlhf.weights.checkpoint.formats.torch_file.archive import (
+    TensorSpec,
+    check_crc,
+    read_torch_file,
+    seal,
+    write_skeleton,
+)
+from megarlhf.weights.checkpoint.formats.torch_file.unpickle import Global
+from megarlhf.weights.transport.extent import Extent, MappedFiles
 
 
 def same(read: Any, saved: Any) -> int:

@@ -6,13 +6,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megarlhf.weights import transfer as module
-from megarlhf.weights.formats.extent import Extent, MappedFiles
-from megarlhf.weights.formats.huggingface import HFFiles
-from megarlhf.weights.megatron_layout import MegatronLayout
-from megarlhf.weights.plan import make_plan
-from megarlhf.weights.tensor_map import identity_placements
-from megarlhf.weights.transfer import transfer
+from megarlhf.architectures.megatron_layout import MegatronLayout
+from megarlhf.architectures.placements import identity_placements
+from megarlhf.weights.checkpoint.formats.huggingface.read import HFFiles
+from megarlhf.weights.plan.copy_plan import make_plan
+from megarlhf.weights.transport import files as module
+from megarlhf.weights.transport.extent import Extent, MappedFiles
+from megarlhf.weights.transport.files import transfer
 from tests.weights.cases import LLAMA_70B, carry_in_memory, empty, random_logical, tiny
 from tests.weights.families import CONFIGS, architecture
 
@@ -126,7 +126,7 @@ def test_memory_does_not_grow_with_the_model(monkeypatch):
     layout = MegatronLayout(tp=8, pp=4, padded_vocab=129024)
     (part,) = [part for part in layout.parts(arch) if part.rank == 0]
     extents = {name: Extent(part_path(), 0, shape, torch.bfloat16) for name, shape in part.storages.items()}
-    from megarlhf.weights.tensor_map import hf_placements
+    from megarlhf.architectures.placements import hf_placements
 
     plan = make_plan([hf_placements(arch)], [part.on_rank(1)])
     pieces = list(module._pieces(module._by_place(plan, [extents], 1), module.PIECE_BYTES))

@@ -13,8 +13,8 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from megarlhf.weights.formats.torch_file import read_torch_file
-from megarlhf.weights.formats.unpickle import ALLOWED, Global, Record, unpickle
+from megarlhf.weights.checkpoint.formats.torch_file.archive import read_torch_file
+from megarlhf.weights.checkpoint.formats.torch_file.unpickle import ALLOWED, Global, Record, unpickle
 
 
 class Evil:

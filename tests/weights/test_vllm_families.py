@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megarlhf.weights.architecture import hf_class
-from megarlhf.weights.plan import make_plan
-from megarlhf.weights.tensor_map import FAMILIES, hf_placements, vllm_placements
+from megarlhf.architectures.architecture import hf_class
+from megarlhf.architectures.placements import FAMILIES, hf_placements, vllm_placements
+from megarlhf.weights.plan.copy_plan import make_plan
 from tests.weights.by_hand import EMBEDDINGS, attention, fc1, mlp
 from tests.weights.cases import carry_in_memory, empty, random_logical
 from tests.weights.families import CONFIGS, architecture, config

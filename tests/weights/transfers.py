@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from megarlhf.architectures.architecture import Architecture
+from megarlhf.architectures.megatron_layout import MegatronLayout
+from megarlhf.architectures.placements import logical_tensors, padded_vocab_size, vllm_placements
 from megarlhf.layout import Layout, engine_order
-from megarlhf.weights.architecture import Architecture
-from megarlhf.weights.megatron_layout import MegatronLayout
-from megarlhf.weights.placement import Box, RankPlacements
-from megarlhf.weights.tensor_map import logical_tensors, padded_vocab_size, vllm_placements
+from megarlhf.placement import Box, RankPlacements
 from tests.weights.cases import Live, fill_from_logical, random_logical
 from tests.weights.families import CONFIGS, architecture
 

@@ -1,1 +1,1 @@
-"""The checkpoint converter's command line: see `megarlhf/convert.py`."""
+"""The checkpoint converter's command line: see `megarlhf/commands/convert.py`."""

@@ -1,6 +1,6 @@
 """`python -m tools.checkpoint_convert COMMAND ...`"""
 
-from megarlhf.convert import main
+from megarlhf.commands.convert import main
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
-from megarlhf.launch import call
+from megarlhf.commands.launch import call
 from megarlhf.observe.metrics import read_metrics
 
 DEFAULT_ROOT = Path("runs/demo")

@@ -1,8 +1,5 @@
-"""`python -m megarlhf.weights.plan`: the command stands in `planning`, where configuration is known."""
+"""`python -m megarlhf.weights.plan`: the former name of `megarlhf plan`."""
 
-import sys
+from megarlhf.commands.plan import main
 
-from megarlhf.planning.reshard import main
-
-if __name__ == "__main__":
-    sys.exit(main())
+raise SystemExit(main())

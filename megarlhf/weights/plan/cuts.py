@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from megarlhf.weights.placement import Box, Placement, RankPlacements
+from megarlhf.placement import Box, Placement, RankPlacements
 
 Ranks = tuple[int, ...]
 """Ascending."""

@@ -11,8 +11,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from megarlhf.weights.placement import Box, Placement, RankPlacements
-from megarlhf.weights.plan import CopyPlan, make_plan
+from megarlhf.placement import Box, Placement, RankPlacements
+from megarlhf.weights.plan.copy_plan import CopyPlan, make_plan
 from megarlhf.weights.plan.cuts import NodeOf, Ranks, by_tensor, cut_box
 from megarlhf.weights.plan.shares import Window, share_streams
 

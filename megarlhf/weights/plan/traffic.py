@@ -7,14 +7,14 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from megarlhf.architectures.architecture import Architecture
+from megarlhf.architectures.megatron_layout import MegatronLayout
+from megarlhf.architectures.placements import VLLM_VOCAB_MULTIPLE, logical_tensors, padded_vocab_size, table_of
+from megarlhf.architectures.table import Entry, dimensions
 from megarlhf.layout import Layout, split_layers
-from megarlhf.weights.architecture import Architecture
-from megarlhf.weights.megatron_layout import MegatronLayout
-from megarlhf.weights.placement import Box, RankPlacements
-from megarlhf.weights.plan import CopyPlan
+from megarlhf.placement import Box, RankPlacements
+from megarlhf.weights.plan.copy_plan import CopyPlan
 from megarlhf.weights.plan.cuts import NodeOf, cut_box
-from megarlhf.weights.tensor_map import VLLM_VOCAB_MULTIPLE, logical_tensors, padded_vocab_size, table_of
-from megarlhf.weights.tensor_map.table import Entry, dimensions
 
 
 def least_receive(sources: Sequence[RankPlacements], destinations: Sequence[RankPlacements]) -> dict[int, int]:

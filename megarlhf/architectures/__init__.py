@@ -1,0 +1,1 @@
+"""What a model is, and where its tensors stand in each system."""

@@ -1,0 +1,161 @@
+"""GPT-2: learned positions, LayerNorms with biases, weights stored as [input, output] (Conv1D), q, k and v in one."""
+
+from __future__ import annotations
+
+from megarlhf.architectures.config_spec import (
+    ConfigSpec,
+    Key,
+    Refusal,
+    equal_heads,
+    flag,
+    number,
+    one_of,
+    positive,
+)
+from megarlhf.architectures.pieces import LM_HEAD, SCALAR_HEAD, layer_norm
+from megarlhf.architectures.rules import (
+    qkv_by_group,
+    qkv_by_kind,
+    split_columns,
+    split_rows,
+    split_vocab,
+    transposed,
+    whole,
+)
+from megarlhf.architectures.table import Entry, Family, Place, Table
+
+_ATTENTION = (
+    Entry(
+        tensors=(("attn.c_attn.weight", ("hidden", "qkv")),),
+        init="normal",
+        megatron=Place("self_attention.linear_qkv.weight", transposed(qkv_by_group)),
+        vllm=Place("attn.c_attn.weight", transposed(qkv_by_kind)),
+    ),
+    Entry(
+        tensors=(("attn.c_attn.bias", ("qkv",)),),
+        init="zeros",
+        megatron=Place("self_attention.linear_qkv.bias", qkv_by_group),
+        vllm=Place("attn.c_attn.bias", qkv_by_kind),
+    ),
+    Entry(
+        tensors=(("attn.c_proj.weight", ("q", "hidden")),),
+        init="residual",
+        megatron=Place("self_attention.linear_proj.weight", transposed(split_columns)),
+        vllm=Place("attn.c_proj.weight", transposed(split_columns)),
+    ),
+    Entry(
+        tensors=(("attn.c_proj.bias", ("hidden",)),),
+        init="zeros",
+        megatron=Place("self_attention.linear_proj.bias", whole),
+        vllm=Place("attn.c_proj.bias", whole),
+    ),
+)
+
+_MLP = (
+    Entry(
+        tensors=(("mlp.c_fc.weight", ("hidden", "ffn")),),
+        init="normal",
+        megatron=Place("mlp.linear_fc1.weight", transposed(split_rows)),
+        vllm=Place("mlp.c_fc.weight", transposed(split_rows)),
+    ),
+    Entry(
+        tensors=(("mlp.c_fc.bias", ("ffn",)),),
+        init="zeros",
+        megatron=Place("mlp.linear_fc1.bias", split_rows),
+        vllm=Place("mlp.c_fc.bias", split_rows),
+    ),
+    Entry(
+        tensors=(("mlp.c_proj.weight", ("ffn", "hidden")),),
+        init="residual",
+        megatron=Place("mlp.linear_fc2.weight", transposed(split_columns)),
+        vllm=Place("mlp.c_proj.weight", transposed(split_columns)),
+    ),
+    Entry(
+        tensors=(("mlp.c_proj.bias", ("hidden",)),),
+        init="zeros",
+        megatron=Place("mlp.linear_fc2.bias", whole),
+        vllm=Place("mlp.c_proj.bias", whole),
+    ),
+)
+
+_EMBEDDING = (
+    Entry(
+        tensors=(("transformer.wte.weight", ("vocab", "hidden")),),
+        init="normal",
+        megatron=Place("embedding.word_embeddings.weight", split_vocab),
+        vllm=Place("transformer.wte.weight", split_vocab),
+    ),
+    Entry(
+        tensors=(("transformer.wpe.weight", ("positions", "hidden")),),
+        init="normal",
+        megatron=Place("embedding.position_embeddings.weight", whole),
+        vllm=Place("transformer.wpe.weight", whole),
+    ),
+)
+
+_REFUSALS = (
+    Refusal(
+        key="scale_attn_by_inverse_layer_idx",
+        wrong=lambda value, facts: value is not False,
+        advice="attention scores are not divided by the layer's number here; use a model trained without it",
+    ),
+    Refusal(
+        key="scale_attn_weights",
+        wrong=lambda value, facts: value is not True,
+        advice="attention scores are always divided by sqrt(head_dim) here; use a model trained with it",
+    ),
+    Refusal(
+        key="add_cross_attention",
+        wrong=lambda value, facts: value is not False,
+        advice="there is no cross attention here; use a model without an encoder",
+    ),
+)
+
+FAMILY = Family(
+    model_type="gpt2",
+    config=ConfigSpec(
+        lm_class="GPT2LMHeadModel",
+        scalar_class="GPT2ForSequenceClassification",
+        facts={
+            "num_layers": Key(name="n_layer", read=positive),
+            "hidden_size": Key(name="n_embd", read=positive),
+            "num_heads": Key(name="n_head", read=positive),
+            "num_kv_heads": lambda facts: facts["num_heads"],
+            "head_dim": equal_heads,
+            "ffn_size": Key(name="n_inner", read=positive, default=lambda facts: 4 * facts["hidden_size"]),
+            "vocab_size": Key(name="vocab_size", read=positive),
+            "max_positions": Key(name="n_positions", read=positive, alias="n_ctx"),
+            "norm_eps": Key(name="layer_norm_epsilon", read=number, default=1e-5),
+            "tied_embeddings": Key(name="tie_word_embeddings", read=flag, default=True),
+            "qkv_bias": True,
+            "output_bias": True,
+            "mlp_bias": True,
+            "activation": Key(
+                name="activation_function",
+                read=one_of("gelu_new", "gelu_pytorch_tanh", "gelu", "relu"),
+                default="gelu_new",
+            ),
+            "gated_mlp": False,
+            "norm": "layer",
+            "positions": "learned",
+        },
+        rope_theta=None,
+        refusals=_REFUSALS,
+    ),
+    table=Table(
+        embedding=_EMBEDDING,
+        layer=(
+            *layer_norm("ln_1", "input_layernorm", fused="self_attention.linear_qkv"),
+            *_ATTENTION,
+            *layer_norm("ln_2", "pre_mlp_layernorm", fused="mlp.linear_fc1"),
+            *_MLP,
+        ),
+        final=layer_norm("transformer.ln_f", "decoder.final_layernorm"),
+        lm_head=LM_HEAD,
+        scalar_head=SCALAR_HEAD,
+        hf_prefix="transformer.",
+        hf_ignored=(".attn.bias", ".attn.masked_bias"),
+        hf_layer="transformer.h.{layer}.",
+        vllm_layer="transformer.h.{layer}.",
+    ),
+)

@@ -1,0 +1,32 @@
+"""Mistral: Llama without biases, with an optional sliding window."""
+
+from __future__ import annotations
+
+from megarlhf.architectures.config_spec import ConfigSpec, Key, Refusal, positive
+from megarlhf.architectures.families.llama import RELATIVES_FACTS, decoder
+from megarlhf.architectures.pieces import ATTENTION, GATED_MLP, INPUT_NORM, OUTPUT
+from megarlhf.architectures.table import Family
+
+FAMILY = Family(
+    model_type="mistral",
+    config=ConfigSpec(
+        lm_class="MistralForCausalLM",
+        scalar_class="MistralForSequenceClassification",
+        facts={
+            **RELATIVES_FACTS,
+            "qkv_bias": False,
+            "output_bias": False,
+            "mlp_bias": False,
+            # 4096 is transformers' default for files that lack the key; null says that there is no window.
+            "sliding_window": Key(name="sliding_window", read=positive, default=4096, null_is_none=True),
+        },
+        refusals=(
+            Refusal(
+                key="layer_types",
+                wrong=lambda value, facts: True,
+                advice="a window on some layers only is not implemented; use a model with one kind of layer",
+            ),
+        ),
+    ),
+    table=decoder(INPUT_NORM, *ATTENTION, OUTPUT, *GATED_MLP),
+)

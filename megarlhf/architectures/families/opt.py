@@ -1,0 +1,130 @@
+"""OPT: GPT-like, with separate q, k and v, and a table of learned positions that begins two rows early."""
+
+from __future__ import annotations
+
+from megarlhf.architectures.config_spec import ConfigSpec, Key, Refusal, equal_heads, flag, one_of, positive
+from megarlhf.architectures.pieces import ATTENTION, LM_HEAD, SCALAR_HEAD, layer_norm
+from megarlhf.architectures.rules import split_columns, split_rows, split_vocab, whole
+from megarlhf.architectures.table import Entry, Family, Place, Table
+
+_EMBEDDING = (
+    Entry(
+        tensors=(("model.decoder.embed_tokens.weight", ("vocab", "hidden")),),
+        init="normal",
+        megatron=Place("embedding.word_embeddings.weight", split_vocab),
+        vllm=Place("model.decoder.embed_tokens.weight", split_vocab),
+    ),
+    Entry(
+        # All rows, those of the offset too, in every system: position p stands in row p + 2.
+        tensors=(("model.decoder.embed_positions.weight", ("positions", "hidden")),),
+        init="normal",
+        megatron=Place("embedding.position_embeddings.weight", whole),
+        vllm=Place("model.decoder.embed_positions.weight", whole),
+    ),
+)
+
+_OUTPUT = (
+    Entry(
+        tensors=(("self_attn.out_proj.weight", ("hidden", "q")),),
+        init="residual",
+        megatron=Place("self_attention.linear_proj.weight", split_columns),
+        vllm=Place("self_attn.out_proj.weight", split_columns),
+    ),
+    Entry(
+        tensors=(("self_attn.out_proj.bias", ("hidden",)),),
+        init="zeros",
+        megatron=Place("self_attention.linear_proj.bias", whole),
+        vllm=Place("self_attn.out_proj.bias", whole),
+    ),
+)
+
+_MLP = (
+    Entry(
+        tensors=(("fc1.weight", ("ffn", "hidden")),),
+        init="normal",
+        megatron=Place("mlp.linear_fc1.weight", split_rows),
+        vllm=Place("fc1.weight", split_rows),
+    ),
+    Entry(
+        tensors=(("fc1.bias", ("ffn",)),),
+        init="zeros",
+        megatron=Place("mlp.linear_fc1.bias", split_rows),
+        vllm=Place("fc1.bias", split_rows),
+    ),
+    Entry(
+        tensors=(("fc2.weight", ("hidden", "ffn")),),
+        init="residual",
+        megatron=Place("mlp.linear_fc2.weight", split_columns),
+        vllm=Place("fc2.weight", split_columns),
+    ),
+    Entry(
+        tensors=(("fc2.bias", ("hidden",)),),
+        init="zeros",
+        megatron=Place("mlp.linear_fc2.bias", whole),
+        vllm=Place("fc2.bias", whole),
+    ),
+)
+
+
+def _only(key: str, value: bool, advice: str) -> Refusal:
+    return Refusal(key=key, wrong=lambda found, facts: found is not value, advice=advice)
+
+
+_REFUSALS = (
+    _only(
+        "do_layer_norm_before", True, "norms after attention and MLP (opt-350m) are not implemented; use another size"
+    ),
+    _only("_remove_final_layer_norm", False, "the final norm is always computed here; use a model that has one"),
+    _only("enable_bias", True, "biases are always there; use a model with them"),
+    _only("layer_norm_elementwise_affine", True, "norms have weights here; use a model whose norms have"),
+    Refusal(
+        key="word_embed_proj_dim",
+        wrong=lambda value, facts: value != facts["hidden_size"],
+        advice="embeddings as wide as hidden_size are implemented, no projections (opt-350m); use another size",
+    ),
+)
+
+FAMILY = Family(
+    model_type="opt",
+    config=ConfigSpec(
+        lm_class="OPTForCausalLM",
+        scalar_class="OPTForSequenceClassification",
+        facts={
+            "num_layers": Key(name="num_hidden_layers", read=positive),
+            "hidden_size": Key(name="hidden_size", read=positive),
+            "num_heads": Key(name="num_attention_heads", read=positive),
+            "num_kv_heads": lambda facts: facts["num_heads"],
+            "head_dim": equal_heads,
+            "ffn_size": Key(name="ffn_dim", read=positive),
+            "vocab_size": Key(name="vocab_size", read=positive),
+            "max_positions": Key(name="max_position_embeddings", read=positive),
+            "norm_eps": 1e-5,
+            "tied_embeddings": Key(name="tie_word_embeddings", read=flag, default=True),
+            "qkv_bias": True,
+            "output_bias": True,
+            "mlp_bias": True,
+            "activation": Key(name="activation_function", read=one_of("relu", "gelu"), default="relu"),
+            "gated_mlp": False,
+            "norm": "layer",
+            "positions": "learned",
+            "position_offset": 2,
+        },
+        rope_theta=None,
+        refusals=_REFUSALS,
+    ),
+    table=Table(
+        embedding=_EMBEDDING,
+        layer=(
+            *layer_norm("self_attn_layer_norm", "input_layernorm", fused="self_attention.linear_qkv"),
+            *ATTENTION,
+            *_OUTPUT,
+            *layer_norm("final_layer_norm", "pre_mlp_layernorm", fused="mlp.linear_fc1"),
+            *_MLP,
+        ),
+        final=layer_norm("model.decoder.final_layer_norm", "decoder.final_layernorm"),
+        lm_head=LM_HEAD,
+        scalar_head=SCALAR_HEAD,
+        hf_layer="model.decoder.layers.{layer}.",
+        vllm_layer="model.decoder.layers.{layer}.",
+    ),
+)

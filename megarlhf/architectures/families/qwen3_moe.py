@@ -1,0 +1,48 @@
+"""Qwen3-MoE: Qwen3's attention, experts in every layer."""
+
+from __future__ import annotations
+
+from megarlhf.architectures.config_spec import ConfigSpec, Key, Refusal, flag, positive
+from megarlhf.architectures.families.llama import RELATIVES_FACTS, decoder
+from megarlhf.architectures.families.qwen2 import WHOLE_ATTENTION
+from megarlhf.architectures.families.qwen3 import QWEN3_ATTENTION
+from megarlhf.architectures.moe import experts
+from megarlhf.architectures.pieces import INPUT_NORM
+from megarlhf.architectures.table import Family
+
+_ALIKE = (
+    Refusal(
+        key="mlp_only_layers",
+        wrong=lambda value, facts: bool(value),
+        advice="every layer has experts here; use a model without dense layers",
+    ),
+    Refusal(
+        key="decoder_sparse_step",
+        wrong=lambda value, facts: value != 1,
+        advice="every layer has experts here; use a model with decoder_sparse_step 1",
+    ),
+    Refusal(
+        key="shared_expert_intermediate_size",
+        wrong=lambda value, facts: bool(value),
+        advice="there are no shared experts here; use a model without them",
+    ),
+)
+
+FAMILY = Family(
+    model_type="qwen3_moe",
+    config=ConfigSpec(
+        lm_class="Qwen3MoeForCausalLM",
+        scalar_class="Qwen3MoeForSequenceClassification",
+        facts={
+            **RELATIVES_FACTS,
+            "mlp_bias": False,
+            "qk_norm": True,
+            "num_experts": Key(name="num_experts", read=positive, alias="num_local_experts"),
+            "experts_per_token": Key(name="num_experts_per_tok", read=positive, default=8),
+            "expert_ffn_size": Key(name="moe_intermediate_size", read=positive),
+            "renormalize_experts": Key(name="norm_topk_prob", read=flag, default=False),
+        },
+        refusals=(*WHOLE_ATTENTION, *_ALIKE),
+    ),
+    table=decoder(INPUT_NORM, *QWEN3_ATTENTION, *experts("mlp", gate="gate_proj", up="up_proj", down="down_proj")),
+)

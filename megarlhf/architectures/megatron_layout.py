@@ -1,0 +1,112 @@
+"""A Megatron layout as data: which tensor-, pipeline- and expert-parallel rank holds which part of a model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megarlhf.architectures.architecture import Architecture
+from megarlhf.architectures.placements import Experts, Head, Spec, megatron_placements
+from megarlhf.layout import Layout, split_layers
+from megarlhf.placement import RankPlacements, merge_ranks
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class At:
+    """Coordinates of one model-parallel rank."""
+
+    pp: int
+    ep: int
+    tp: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class MegatronLayout:
+    """How a Megatron run cuts a model; data parallelism only repeats it."""
+
+    tp: int = 1
+    pp: int = 1
+    vpp: int = 1
+    """Model chunks of each pipeline rank (interleaved schedule)."""
+    ep: int = 1
+    layers_per_stage: tuple[int, ...] | None = None
+    """Layers of each pipeline rank, over all its chunks; None: equal."""
+    padded_vocab: int
+    spec: Spec = "local"
+    experts: Experts = "each"
+
+    def ranks(self) -> list[At]:
+        """Every model-parallel rank; the position in this list is its number in `parts`."""
+        return [At(pp, ep, tp) for pp in range(self.pp) for ep in range(self.ep) for tp in range(self.tp)]
+
+    def chunk_layers(self, num_layers: int) -> list[list[range]]:
+        """Global layer indices of each pipeline rank's chunks: [pp][vpp].
+
+        Raises: ValueError when the stages do not add up, or a stage does not divide into its chunks.
+        """
+        if self.vpp > 1 and self.pp == 1:
+            raise ValueError(f"vpp = {self.vpp} needs pp > 1, got pp = 1; leave vpp out or choose a larger pp")
+        stages = split_layers(num_layers, self.pp, self.layers_per_stage)
+        uneven = [len(stage) for stage in stages if len(stage) % self.vpp]
+        if uneven:
+            raise ValueError(
+                f"a pipeline stage of {uneven[0]} layers does not divide into vpp = {self.vpp} chunks; choose "
+                "layers_per_stage as multiples of vpp"
+            )
+        chunks: list[list[range]] = [[] for _ in stages]
+        start = 0
+        for _ in range(self.vpp):
+            for rank, stage in enumerate(stages):
+                size = len(stage) // self.vpp
+                chunks[rank].append(range(start, start + size))
+                start += size
+        return chunks
+
+    def parts(self, arch: Architecture, head: Head = "lm") -> list[RankPlacements]:
+        """What each rank of `ranks` holds; storages of chunk v are prefixed `model{v}.` when vpp > 1.
+
+        Raises: ValueError when the layout does not fit the model.
+        """
+        chunks = self.chunk_layers(arch.num_layers)
+
+        def part(rank: int, at: At, v: int) -> RankPlacements:
+            placed = self.chunk(arch, head, at, v, chunks[at.pp][v], rank)
+            return placed.prefixed(f"model{v}.") if self.vpp > 1 else placed
+
+        return [merge_ranks([part(rank, at, v) for v in range(self.vpp)]) for rank, at in enumerate(self.ranks())]
+
+    def on_ranks(self, arch: Architecture, mesh: Layout, head: Head = "lm") -> list[RankPlacements]:
+        """What each global rank of a live mesh holds, data-parallel replicas included, in ascending order.
+
+        Expert parallelism is carved out of data parallelism, its rank varying faster.
+
+        Raises: ValueError as `parts`, or when the mesh is not of this layout.
+        """
+        if (mesh.tp, mesh.pp) != (self.tp, self.pp) or mesh.dp % self.ep:
+            raise ValueError(
+                f"a mesh of tp {mesh.tp}, pp {mesh.pp}, dp {mesh.dp} does not carry tp {self.tp}, pp {self.pp}, "
+                f"ep {self.ep}; tp and pp must be equal, and ep divide dp"
+            )
+        parts = dict(zip(self.ranks(), self.parts(arch, head), strict=True))
+        at = [mesh.coordinates(rank) for rank in range(mesh.world_size)]
+        return [parts[At(pp=c.pp, ep=c.dp % self.ep, tp=c.tp)].on_rank(rank) for rank, c in enumerate(at)]
+
+    def chunk(self, arch: Architecture, head: Head, at: At, v: int, layers: range, rank: int = 0) -> RankPlacements:
+        """What the rank at `at`, numbered `rank`, holds of its model chunk `v` with these layers.
+
+        Raises: ValueError when the layout does not fit the model.
+        """
+        return megatron_placements(
+            arch,
+            tp=self.tp,
+            tp_rank=at.tp,
+            ep=self.ep,
+            ep_rank=at.ep,
+            layers=layers,
+            first_stage=at.pp == 0 and v == 0,
+            last_stage=at.pp == self.pp - 1 and v == self.vpp - 1,
+            padded_vocab=self.padded_vocab,
+            rank=rank,
+            head=head,
+            spec=self.spec,
+            experts=self.experts,
+        )

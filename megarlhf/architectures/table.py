@@ -1,0 +1,212 @@
+"""What a table of an architecture consists of, and the one walk that turns a table into placements."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, NamedTuple
+
+from megarlhf.architectures.architecture import Architecture
+from megarlhf.architectures.config_spec import ConfigSpec
+from megarlhf.architectures.layouts import Layout, Logical
+from megarlhf.placement import Placement, RankPlacements, Shape
+
+Head = Literal["lm", "scalar"]
+Spec = Literal["local", "te"]
+Experts = Literal["each", "grouped"]
+"""How Megatron stores experts: `local_experts.j.*` each; or grouped, which is `linear_fc1.weight{j}` under the
+transformer-engine spec and one `weight1` [experts, hidden, ffn] under the local one."""
+Init = Literal["normal", "residual", "ones", "zeros", "score"]
+"""How a fresh tensor starts; residual is normal with std / sqrt(2 num_layers)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slot:
+    """One tensor-parallel rank of a model."""
+
+    arch: Architecture
+    tp: int
+    tp_rank: int
+    padded_vocab: int
+    experts: range = range(0)
+    """Experts that the rank holds."""
+
+
+Rule = Callable[[Sequence[Logical], Slot], Layout]
+"""How a system puts the tensors of an entry into its one storage on one rank."""
+
+
+class Place(NamedTuple):
+    """A system's storage of an entry. In a layer's entry the name is relative to the layer."""
+
+    name: str
+    """Of an entry per expert, with `{expert}`, the index among the experts of the rank, or with `stack`."""
+    rule: Rule
+    stack: Callable[[Sequence[Layout]], Layout] | None = None
+    """Puts the layouts of all experts of the rank into one storage."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """Logical tensors that share a storage in Megatron or vLLM, and how each system stores them.
+
+    Names in a layer's entry are relative to the layer.
+    """
+
+    tensors: tuple[tuple[str, tuple[str, ...]], ...]
+    """(Hugging Face name, shape in the words of `dimensions`)."""
+    init: Init
+    megatron: Place
+    vllm: Place | None
+    """None: vLLM's model has no such parameter, and a model that has the tensor is refused."""
+    te_name: str | None = None
+    """Megatron's name under the transformer-engine spec, where it differs."""
+    per_expert: bool = False
+    """Once per expert, whose index stands for `{expert}` in the names."""
+    grouped: Mapping[Spec, Place] = field(default_factory=dict)
+    """Where Megatron keeps it with grouped experts."""
+    when: Callable[[Architecture], bool] = lambda arch: True
+
+    def megatron_place(self, spec: Spec, experts: Experts) -> Place:
+        if experts == "grouped" and self.grouped:
+            return self.grouped[spec]
+        return self.megatron._replace(name=self.te_name) if spec == "te" and self.te_name else self.megatron
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """One architecture: every logical tensor it has and where Megatron and vLLM keep it."""
+
+    embedding: tuple[Entry, ...]
+    """The first entry is the word embedding."""
+    layer: tuple[Entry, ...]
+    final: tuple[Entry, ...]
+    lm_head: Entry
+    scalar_head: Entry
+    hf_prefix: str = "model."
+    """What a save of the bare trunk, and older files, leave out of names."""
+    hf_ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)
+    """Ends of names of buffers that older files store and that are computed, not learnt."""
+    hf_layer: str = "model.layers.{layer}."
+    megatron_layer: str = "decoder.layers.{layer}."
+    vllm_layer: str = "model.layers.{layer}."
+
+    def head(self, arch: Architecture, head: Head) -> Entry:
+        """The head's entry; a tied head is one more placement of the embedding."""
+        if head == "scalar":
+            return self.scalar_head
+        return replace(self.lm_head, tensors=self.embedding[0].tensors) if arch.tied_embeddings else self.lm_head
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """All that is known of one `model_type`: what its config.json says and where its tensors stand."""
+
+    model_type: str
+    config: ConfigSpec
+    table: Table
+
+
+def dimensions(arch: Architecture) -> dict[str, int]:
+    """The words in which entries state shapes."""
+    queries, keys = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
+    return {
+        "one": 1,
+        "vocab": arch.vocab_size,
+        "positions": arch.max_positions + arch.position_offset,
+        "hidden": arch.hidden_size,
+        "head": arch.head_dim,
+        "q": queries,
+        "kv": keys,
+        "qkv": queries + 2 * keys,
+        "ffn": arch.ffn_size,
+        "experts": arch.num_experts,
+        "expert_ffn": arch.expert_ffn_size,
+    }
+
+
+def logicals(entry: Entry, dims: Mapping[str, int], prefix: str = "", expert: int | None = None) -> tuple[Logical, ...]:
+    """The entry's tensors, those of one expert if it is an entry per expert; `dims` as `dimensions` says."""
+    return tuple(
+        Logical(prefix + (name if expert is None else name.format(expert=expert)), tuple(dims[word] for word in shape))
+        for name, shape in entry.tensors
+    )
+
+
+def walk(table: Table, arch: Architecture, head: Head) -> Iterator[tuple[Logical, Entry]]:
+    """Every logical tensor once, with its entry, in the model's order; a tied head adds none."""
+    dims = dimensions(arch)
+    heads = () if head == "lm" and arch.tied_embeddings else (table.head(arch, head),)
+    blocks = [("", table.embedding)]
+    blocks += [(table.hf_layer.format(layer=layer), table.layer) for layer in range(arch.num_layers)]
+    blocks += [("", table.final), ("", heads)]
+    for prefix, entries in blocks:
+        for entry in entries:
+            if entry.when(arch):
+                for expert in range(arch.num_experts) if entry.per_expert else (None,):
+                    for tensor in logicals(entry, dims, prefix, expert):
+                        yield tensor, entry
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """One storage of an entry, without the names of its layer."""
+
+    name: str
+    shape: Shape
+    placements: tuple[Placement, ...]
+    tensors: dict[str, Shape]
+
+
+class Gather:
+    """Collects one rank's storages; the only mutable thing here."""
+
+    def __init__(self, slot: Slot) -> None:
+        self.slot = slot
+        self.dims = dimensions(slot.arch)
+        self.storages: dict[str, Shape] = {}
+        self.tensors: dict[str, Shape] = {}
+        self.placements: list[Placement] = []
+        self._known: dict[int, tuple[Entry, Place, list[_Stored]]] = {}
+
+    def add(self, entry: Entry, place: Place, prefix: str = "", hf_prefix: str = "") -> None:
+        """Adds the entry's storage, or one per expert, if this model has it."""
+        if not entry.when(self.slot.arch):
+            return
+        for stored in self._stored(entry, place):
+            storage = prefix + stored.name
+            assert storage not in self.storages, f"{storage} stands twice in the table"
+            self.storages[storage] = stored.shape
+            self.placements += [
+                Placement(hf_prefix + p.tensor, p.box, storage, p.offset, p.strides) for p in stored.placements
+            ]
+            self.tensors.update({hf_prefix + name: shape for name, shape in stored.tensors.items()})
+
+    def finish(self, rank: int) -> RankPlacements:
+        return RankPlacements(rank, self.storages, tuple(self.placements), self.tensors)
+
+    def _stored(self, entry: Entry, place: Place) -> list[_Stored]:
+        """The entry's storages: the same in every layer, hence made once."""
+        known = self._known.get(id(entry))
+        if known is None or known[1] is not place:
+            self._known[id(entry)] = known = (entry, place, list(self._make(entry, place)))
+        return known[2]
+
+    def _make(self, entry: Entry, place: Place) -> Iterator[_Stored]:
+        if not entry.per_expert:
+            tensors = logicals(entry, self.dims)
+            yield _as_stored(place.name, place.rule(tensors, self.slot), tensors)
+            return
+        tensors_of = [logicals(entry, self.dims, expert=expert) for expert in self.slot.experts]
+        layouts = [place.rule(tensors, self.slot) for tensors in tensors_of]
+        if place.stack is not None:
+            yield _as_stored(place.name, place.stack(layouts), [one for tensors in tensors_of for one in tensors])
+            return
+        for index, (layout, tensors) in enumerate(zip(layouts, tensors_of, strict=True)):
+            yield _as_stored(place.name.format(expert=index), layout, tensors)
+
+
+def _as_stored(name: str, layout: Layout, tensors: Sequence[Logical]) -> _Stored:
+    held = {segment.tensor for segment in layout.segments}
+    shapes = {tensor.name: tensor.shape for tensor in tensors if tensor.name in held}
+    return _Stored(name, layout.declared, layout.placements(name), shapes)

@@ -1,0 +1,123 @@
+"""The commands. No logic: a configuration is loaded and checked, ranks are started, a trainer is called."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megarlhf.config import FrozenModel, GenerateConfig, RLConfig, RMConfig, SFTConfig, load_config
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command that runs on ranks."""
+
+    config: type[FrozenModel]
+    entry: str
+    """`module:function`, called as function(cfg, runtime); imported only when the command runs."""
+    help: str
+
+
+COMMANDS: dict[str, Command] = {
+    "sft": Command(SFTConfig, "megarlhf.trainers.sft:run", "supervised fine-tuning"),
+    "rm": Command(RMConfig, "megarlhf.trainers.rm:run", "train a reward model on preference pairs"),
+    "rl": Command(RLConfig, "megarlhf.trainers.rl:run", "PPO, GRPO and their relatives"),
+    "generate": Command(GenerateConfig, "megarlhf.trainers.generate:run", "sample responses into a JSON lines file"),
+    "eval": Command(GenerateConfig, "megarlhf.trainers.generate:evaluate", "score a model's responses by rules"),
+}
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    root = argparse.ArgumentParser(prog="megarlhf", description="Alignment of language models at Megatron scale.")
+    commands = root.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, command in COMMANDS.items():
+        sub = commands.add_parser(name, help=command.help)
+        sub.add_argument("-c", "--config", required=True, metavar="FILE", help="YAML configuration")
+        sub.add_argument("overrides", nargs="*", metavar="section.key=value", help="override configured values")
+        sub.add_argument("--dry-run", action="store_true", help="check and print what would run, then stop")
+    commands.add_parser("doctor", help="what this machine has, and what each missing part means")
+    report = commands.add_parser("report", help="one self-contained HTML page of one or more runs")
+    report.add_argument("run_dirs", nargs="+", metavar="RUN_DIR")
+    report.add_argument("-o", "--out", default="report.html", metavar="FILE")
+    report.add_argument("--title", default="megarlhf")
+    commands.add_parser("plan", help="bytes and time from trainer to rollout: `megarlhf plan -h`")
+    commands.add_parser("convert", help="checkpoints between Hugging Face and Megatron: `megarlhf convert -h`")
+    return root
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit status. 2: the user's mistake, said without a traceback."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if argv[:1] == ["convert"]:  # has commands of its own
+        from megarlhf.commands.convert import main as convert
+
+        return convert(argv[1:], prog="megarlhf convert")
+    if argv[:1] == ["plan"]:
+        from megarlhf.commands.plan import main as plan
+
+        return plan(argv[1:])
+    arguments = parser().parse_args(argv)
+    try:
+        return _dispatch(arguments, argv)
+    except ValueError as error:
+        if not _raised_here(error):
+            raise
+        print(f"megarlhf {arguments.command}{_rank_label()}: {error}", file=sys.stderr)
+        return 2
+
+
+def _rank_label() -> str:
+    """` (rank 3)` on a rank of several."""
+    rank, world_size = (os.environ.get(name) for name in ("RANK", "WORLD_SIZE"))
+    rank = rank or os.environ.get("SLURM_PROCID" if "SLURM_STEP_ID" in os.environ else "")
+    return f" (rank {rank})" if rank and world_size != "1" else ""
+
+
+def _raised_here(error: BaseException) -> bool:
+    """Whether our own code raised it, and so wrote its message for people; torch's ValueErrors keep their traceback."""
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    return frame is not None and Path(frame.tb_frame.f_code.co_filename).is_relative_to(Path(__file__).parents[1])
+
+
+def _dispatch(arguments: argparse.Namespace, argv: list[str]) -> int:
+    if arguments.command == "doctor":
+        from megarlhf.commands.doctor import print_doctor
+        from megarlhf.runtime import capabilities
+
+        return print_doctor(capabilities())
+    if arguments.command == "report":
+        from megarlhf.observe.report import write_report
+
+        write_report([Path(run_dir) for run_dir in arguments.run_dirs], Path(arguments.out), title=arguments.title)
+        print(f"wrote {arguments.out}")
+        return 0
+    command = COMMANDS[arguments.command]
+    cfg = load_config(command.config, arguments.config, arguments.overrides)
+    return _run_on_ranks(arguments, argv, command, cfg)
+
+
+def _run_on_ranks(arguments: argparse.Namespace, argv: list[str], command: Command, cfg: Any) -> int:
+    from megarlhf.commands import launch
+    from megarlhf.planning.preflight import preflight
+    from megarlhf.runtime import RankInfo, detect_rank
+
+    info = detect_rank(os.environ)
+    world_size = info.world_size if info else cfg.run.nproc
+    plan = preflight(arguments.command, cfg, world_size)
+    if info is None or (info.rank == 0 and launch.MARK not in os.environ):
+        plan.print()
+        if info is not None and info.world_size != cfg.run.nproc:
+            print(f"the launcher started {info.world_size} rank(s); run.nproc = {cfg.run.nproc} is not used")
+    if arguments.dry_run:
+        return 0
+    if info is None and cfg.run.nproc > 1:
+        return launch.local_ranks(cfg.run.nproc, argv)
+    return launch.as_rank(info or RankInfo(), cfg, command.entry)

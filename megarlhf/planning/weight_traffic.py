@@ -1,0 +1,187 @@
+"""What carrying the actor's weights into the rollout engine will cost: `megarlhf plan -c FILE`.
+
+Reads the configuration and the actor's config.json; no weights, no GPU, no process group. Three numbers for what a
+rank must receive are made apart from each other and shall be equal: what the plan sends it (received), what it wants
+and does not hold, counted from both layouts (least), and arithmetic on the sizes alone (formula).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from megarlhf.architectures.architecture import Architecture
+from megarlhf.architectures.megatron_layout import MegatronLayout
+from megarlhf.architectures.placements import padded_vocab_size, vllm_placements
+from megarlhf.config import RLConfig
+from megarlhf.layout import Layout, engine_order
+from megarlhf.placement import RankPlacements
+from megarlhf.planning.legality import check_role
+from megarlhf.weights.plan.copy_plan import CopyPlan, make_plan
+from megarlhf.weights.plan.tiers import TieredPlan, crossing, make_tiers, node_needs
+from megarlhf.weights.plan.traffic import Links, entering, formula, least_receive, model_elements, wire_seconds
+
+ELEMENT_BYTES = {"fp32": 4, "bf16": 2}
+Order = Literal["engine", "rank"]
+ORDERS: dict[Order, str] = {
+    "engine": "as suits the engines: more of what a rank needs is in place",
+    "rank": "by number, contiguous, whatever suits the engines; a run with vLLM takes --order engine",
+}
+"""How the ranks stand in the trainer's mesh (`--order`), in words."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """A transfer, and the cluster it runs on."""
+
+    arch: Architecture
+    mesh: Layout
+    order: Order
+    """The rule by which `mesh.order` was made."""
+    trainer: MegatronLayout
+    trainer_said: str
+    """Where `trainer` stands in the configuration or on the command line, for messages."""
+    engine_tp: int
+    engine_said: str
+    """The same of `engine_tp`."""
+    element_bytes: int
+    ranks_per_node: int
+    links: Links
+
+    def node_of(self) -> list[int]:
+        return [rank // self.ranks_per_node for rank in range(self.mesh.world_size)]
+
+    def placements(self) -> tuple[list[RankPlacements], list[RankPlacements]]:
+        """What every rank holds and what it wants.
+
+        Raises: ValueError when the model does not fit either layout; it names the side.
+        """
+        with _said(self.engine_said):
+            shards = [vllm_placements(self.arch, tp=self.engine_tp, tp_rank=v, rank=v) for v in range(self.engine_tp)]
+        wanted = [shards[rank % self.engine_tp].on_rank(rank) for rank in range(self.mesh.world_size)]
+        with _said(self.trainer_said):
+            return self.trainer.on_ranks(self.arch, self.mesh), wanted
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tier:
+    """Bytes and time of one way to carry the weights."""
+
+    name: str
+    entering: list[int]
+    """Bytes that come into each node from others."""
+    inside: int
+    """Bytes between ranks of a node, over all nodes."""
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """Bytes by rank, but where another is said."""
+
+    model: int
+    need: list[int]
+    received: list[int]
+    sent: list[int]
+    least: list[int]
+    formula: list[int]
+    """The least by the sizes alone."""
+    all_gather: list[int]
+    """Received where peers gather the whole model, by the sizes alone."""
+    least_entering: list[int]
+    """By node."""
+    tiers: list[Tier]
+    plan_seconds: float
+    """CPU time of making the placements of all ranks and the one-tier plan; two tiers and counting are not in it."""
+    order: tuple[int, ...] | None
+
+
+def ask(cfg: RLConfig, arguments: argparse.Namespace) -> Question:
+    """The question that the configuration and the command's options put.
+
+    Raises: ValueError when model, layout and ranks do not fit.
+    """
+    world_size = arguments.world_size or cfg.run.nproc
+    arch, mesh = check_role("actor", cfg.actor, world_size)
+    parallel, model = cfg.actor.parallel, cfg.actor.model
+    engine_tp = arguments.engine_tp or cfg.rollout.tp(cfg.actor)
+    key = "rollout.parallel.tp" if cfg.rollout.parallel.tp else "actor.parallel.tp"
+    engine_said = f"the engines ({'--engine-tp' if arguments.engine_tp else key} = {engine_tp})"
+    options = [f"--{name} = {value}" for name in ("vpp", "ep") if (value := getattr(arguments, name))]
+    with _said(engine_said):
+        order = engine_order(mesh, engine_tp, arguments.ranks_per_node)
+    trainer = MegatronLayout(
+        tp=mesh.tp,
+        pp=mesh.pp,
+        vpp=arguments.vpp or parallel.vpp,
+        ep=arguments.ep or parallel.ep,
+        layers_per_stage=parallel.layers_per_stage,
+        padded_vocab=padded_vocab_size(arch.vocab_size, mesh.tp, model.vocab_multiple),
+    )
+    return Question(
+        arch=arch,
+        mesh=replace(mesh, order=order if arguments.order == "engine" else None),
+        order=arguments.order,
+        trainer=trainer,
+        trainer_said=f"the trainer ({', '.join(['actor.parallel', *options])})",
+        engine_tp=engine_tp,
+        engine_said=engine_said,
+        element_bytes=ELEMENT_BYTES[model.dtype],
+        ranks_per_node=arguments.ranks_per_node,
+        links=Links(rank_gbps=arguments.rank_gbps, node_gbps=arguments.node_gbps),
+    )
+
+
+@contextlib.contextmanager
+def _said(where: str) -> Iterator[None]:
+    """A ValueError says which of the two sides does not fit, and what set it: both have a tp."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+
+
+def answer(question: Question) -> Answer:
+    """Makes the plan, in one tier and in two, and counts."""
+    size, node_of = question.element_bytes, question.node_of()
+    ranks, nodes = range(len(node_of)), node_of[-1] + 1
+    start = time.process_time()
+    sources, destinations = question.placements()
+    plan = make_plan(sources, destinations, only_rank=0)
+    seconds = time.process_time() - start
+    tiered = make_tiers(sources, destinations, node_of, only_rank=0)
+    least, least_in = least_receive(sources, destinations), node_needs(sources, destinations, node_of)
+    by_sizes = formula(question.arch, question.mesh, question.trainer, question.engine_tp)
+    return Answer(
+        model=size * model_elements(question.arch),
+        need=[size * sum(placement.box.numel for placement in part.placements) for part in destinations],
+        received=[size * plan.elements_received(rank) for rank in ranks],
+        sent=[size * plan.elements_sent(rank) for rank in ranks],
+        least=[size * least[rank] for rank in ranks],
+        formula=[size * numel for numel in by_sizes.least],
+        all_gather=[size * numel for numel in by_sizes.all_gather],
+        least_entering=[size * least_in[node] for node in range(nodes)],
+        tiers=_tiers(question, plan, tiered, nodes),
+        plan_seconds=seconds,
+        order=question.mesh.order,
+    )
+
+
+def _tiers(question: Question, plan: CopyPlan, tiered: TieredPlan, nodes: int) -> list[Tier]:
+    node_of, size = question.node_of(), question.element_bytes
+
+    def tier(name: str, *plans: CopyPlan) -> Tier:
+        came_in = [sum(into) for into in zip(*(entering(crossing(p, node_of), nodes) for p in plans), strict=True)]
+        moved = sum(numel for p in plans for (src, dst), numel in p.traffic.items() if src != dst)
+        return Tier(
+            name=name,
+            entering=[size * numel for numel in came_in],
+            inside=size * (moved - sum(came_in)),
+            seconds=sum(wire_seconds(p, node_of, question.links, size) for p in plans),
+        )
+
+    return [tier("one tier", plan), tier("two tiers", tiered.arrive, tiered.fan_out)]

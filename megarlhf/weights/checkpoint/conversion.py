@@ -1,0 +1,199 @@
+"""Converts a stored model to another format or layout: one copy plan from files to files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import torch
+
+from megarlhf.architectures.architecture import hf_config
+from megarlhf.architectures.megatron_layout import MegatronLayout
+from megarlhf.architectures.placements import Experts, Spec, hf_placements, logical_tensors, padded_vocab_size
+from megarlhf.model_directory import COMPANION
+from megarlhf.placement import RankPlacements
+from megarlhf.weights.checkpoint.checksums import write_checksums
+from megarlhf.weights.checkpoint.formats.huggingface.write import (
+    MAX_SHARD_BYTES,
+    copy_other_files,
+    other_files,
+    plan_huggingface,
+)
+from megarlhf.weights.checkpoint.formats.megatron.args import args_of
+from megarlhf.weights.checkpoint.formats.mp_rank.read_write import plan_mp_rank
+from megarlhf.weights.checkpoint.formats.torch_dist.write import plan_torch_dist
+from megarlhf.weights.checkpoint.replaceable import require_replaceable
+from megarlhf.weights.checkpoint.staging import Staging
+from megarlhf.weights.checkpoint.stored_model import StoredModel
+from megarlhf.weights.checks.replicas import require_equal_replicas
+from megarlhf.weights.plan.copy_plan import make_plan
+from megarlhf.weights.transport.extent import Extent
+from megarlhf.weights.transport.files import transfer
+
+Planned = tuple[Sequence[RankPlacements], Sequence[Mapping[str, Extent]]]
+
+DTYPES: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+class Target(Protocol):
+    """What to write: placements first, then the files they stand in."""
+
+    def parts(self, source: StoredModel) -> Sequence[RankPlacements]: ...
+
+    def plan(self, directory: Path, source: StoredModel, dtype: torch.dtype) -> Planned: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class HuggingFaceTarget:
+    """safetensors with config.json and whatever small files the source has."""
+
+    max_shard_bytes: int = MAX_SHARD_BYTES
+
+    def parts(self, source: StoredModel) -> Sequence[RankPlacements]:
+        return [hf_placements(source.arch, source.head)]
+
+    def plan(self, directory: Path, source: StoredModel, dtype: torch.dtype) -> Planned:
+        (part,) = self.parts(source)
+        if source.companion is not None:
+            copy_other_files(source.companion, directory)
+        specs = {name: (shape, dtype) for name, shape in part.storages.items()}
+        config = stated_config(source, dtype)
+        return [part], [plan_huggingface(directory, specs, config, max_shard_bytes=self.max_shard_bytes)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MegatronTarget:
+    """A Megatron checkpoint of a layout."""
+
+    tp: int = 1
+    pp: int = 1
+    vpp: int = 1
+    ep: int = 1
+    layers_per_stage: tuple[int, ...] | None = None
+    format: Literal["torch_dist", "mp_rank"] = "torch_dist"
+    spec: Spec = "te"
+    experts: Experts = "each"
+    vocab_multiple: int | None = None
+    """The vocabulary is padded to a multiple of this x tp; default: what the source says, else 128."""
+    padded_vocab: int | None = None
+    """Rows in all, if stated; wins."""
+
+    def layout(self, source: StoredModel) -> MegatronLayout:
+        """Raises: ValueError when a stated vocabulary is too small or does not divide by tp."""
+        vocab, multiple = source.arch.vocab_size, self._multiple(source)
+        padded = self.padded_vocab or padded_vocab_size(vocab, self.tp, multiple)
+        if padded < vocab or padded % self.tp:
+            raise ValueError(
+                f"padded vocabulary of {padded} rows: expected at least the model's {vocab}, and a multiple of tp = "
+                f"{self.tp}; use {padded_vocab_size(vocab, self.tp, multiple)}, or leave it out"
+            )
+        return MegatronLayout(
+            tp=self.tp,
+            pp=self.pp,
+            vpp=self.vpp,
+            ep=self.ep,
+            layers_per_stage=self.layers_per_stage,
+            padded_vocab=padded,
+            spec=self.spec,
+            experts=self.experts if source.arch.num_experts else "each",
+        )
+
+    def _multiple(self, source: StoredModel) -> int:
+        return int(self.vocab_multiple or (source.args or {}).get("make_vocab_size_divisible_by") or 128)
+
+    def parts(self, source: StoredModel) -> Sequence[RankPlacements]:
+        return self.layout(source).parts(source.arch, source.head)
+
+    def plan(self, directory: Path, source: StoredModel, dtype: torch.dtype) -> Planned:
+        layout = self.layout(source)
+        args = args_of(source.arch, layout, dtype)
+        if self.padded_vocab is None:
+            args["make_vocab_size_divisible_by"] = self._multiple(source)
+        folder = directory / COMPANION
+        folder.mkdir()
+        if source.companion is not None:
+            copy_other_files(source.companion, folder)
+        config = stated_config(source, dtype)
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        write = plan_torch_dist if self.format == "torch_dist" else plan_mp_rank
+        iteration = "release" if source.iteration is None else source.iteration
+        return write(directory, source.arch, layout, source.head, dtype, args, iteration)
+
+
+def convert(
+    source: StoredModel,
+    out: str | PathLike[str],
+    target: Target,
+    *,
+    dtype: torch.dtype | None = None,
+    force: bool = False,
+    workers: int | None = None,
+    checksums: bool = False,
+    started: Callable[[int], None] = lambda total_bytes: None,
+    progress: Callable[[int], None] = lambda num_bytes: None,
+) -> int:
+    """Writes the source as `target` to `out`, which appears whole or not at all; returns the bytes of its tensors.
+
+    `dtype` defaults to the source's. `checksums` states the CRC-32 of every tensor in a Megatron checkpoint, for
+    `inspect --check`; torch does without. `started` is told the bytes to write, `progress` those written since.
+
+    Raises: ValueError when the layout does not fit the model, the output exists (without `force`), or the source
+    is short, or its ranks disagree; OSError when the disk is full, before anything is written if it can be known.
+    """
+    dtype = _written_dtype(source, dtype)
+    if force:
+        require_replaceable(Path(out), source.directory)
+    target.parts(source)  # a layout that does not fit is refused before the disk is touched
+    require_equal_replicas(source.weights)
+    tensors = logical_tensors(source.arch, source.head)
+    at_least = sum(torch.Size(shape).numel() for shape in tensors.values()) * dtype.itemsize
+    with Staging(out, force=force) as staging:
+        staging.reserve(at_least + _bytes_beside(source))
+        planned, extents = target.plan(staging.path, source, dtype)
+        total = sum(extent.num_bytes for held in extents for extent in held.values())
+        staging.reserve(total)  # what stands beside the tensors is written already
+        first = len(source.weights.parts)
+        destinations = [part.on_rank(first + number) for number, part in enumerate(planned)]
+        plan = make_plan(source.weights.parts, destinations)
+        started(total)
+        transfer(plan, source.weights.extents, extents, first_destination=first, workers=workers, progress=progress)
+        if checksums:
+            write_checksums(staging.path, workers=workers)
+    return total
+
+
+def _bytes_beside(source: StoredModel) -> int:
+    return sum(path.stat().st_size for path in other_files(source.companion)) if source.companion is not None else 0
+
+
+def _written_dtype(source: StoredModel, wanted: torch.dtype | None) -> torch.dtype:
+    """`wanted`, or the one dtype of the source's tensors.
+
+    Raises: ValueError when there are several and none is wanted, or when they are not numbers of a model.
+    """
+    dtypes = source.weights.dtypes()
+    said = [str(dtype).removeprefix("torch.") for dtype in dtypes]
+    if not all(dtype.is_floating_point and dtype.itemsize > 1 for dtype in dtypes):
+        raise ValueError(
+            f"{source.directory} has tensors of {', '.join(said)}: quantized values are not the model's; use it in "
+            "bf16, fp16 or fp32"
+        )
+    if wanted is None and len(dtypes) > 1:
+        total = sum(dtypes.values())
+        shares = ", ".join(f"{name} ({n / total:.1%})" for name, n in zip(said, dtypes.values(), strict=True))
+        raise ValueError(f"{source.directory} mixes dtypes: {shares} of its bytes; say which to write: --dtype")
+    return wanted or next(iter(dtypes))
+
+
+def stated_config(source: StoredModel, dtype: torch.dtype) -> dict[str, Any]:
+    """config.json for the source's model with weights of this dtype and the head that they have."""
+    config = dict(source.config)
+    made = hf_config(source.arch, source.head)
+    if source.head == "scalar" or "architectures" not in config:
+        config.update({key: made[key] for key in ("architectures", "num_labels") if key in made})
+    key = "torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"
+    return {**config, key: str(dtype).removeprefix("torch.")}

@@ -1,0 +1,1 @@
+"""What both formats of Megatron have: arguments, tracker."""

@@ -1,0 +1,333 @@
+"""The family and the sizes of a model, from the arguments that Megatron-LM stored: switches, no names of families.
+
+Nothing here knows a family either: one is recognised by its own words for config.json, the first registered one
+that can say all that the arguments say.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields, replace
+from types import MappingProxyType
+from typing import Any
+
+from megarlhf.architectures.architecture import Architecture, hf_config
+from megarlhf.architectures.config_spec import ConfigSpec, Key, Llama3Rope, write_facts
+from megarlhf.architectures.families import FAMILIES
+from megarlhf.weights.checkpoint.formats.megatron.unknown import Args, refuse_unknown, unknown
+
+_log = logging.getLogger(__name__)
+
+
+def infer(args: Args, model_type: str) -> Architecture:
+    """The arguments' sizes and switches under this name, whether a family of the name has such switches or not.
+
+    Warns: when the vocabulary is the padded one.
+    Raises: ValueError when an argument is missing.
+    """
+    _require(args)
+    rope = _positions(args) == "rope"
+    heads, hidden = args["num_attention_heads"], args["hidden_size"]
+    groups = args.get("num_query_groups") if args.get("group_query_attention") else None
+    bias = _bias(args)
+    num_experts = args.get("num_experts") or 0
+    ffn = args.get("ffn_hidden_size") or 4 * hidden
+    expert_ffn = (args.get("moe_ffn_hidden_size") or ffn) if num_experts else 0
+    window = args.get("window_size")
+    return Architecture(
+        model_type=model_type,
+        num_layers=args["num_layers"],
+        hidden_size=hidden,
+        num_heads=heads,
+        num_kv_heads=groups or heads,
+        head_dim=args.get("kv_channels") or hidden // heads,
+        ffn_size=ffn,
+        vocab_size=_vocab_size(args),
+        max_positions=args.get("max_position_embeddings") or args["seq_length"],
+        norm_eps=float(args.get("norm_epsilon") or args.get("layernorm_epsilon") or 1e-5),
+        rope_theta=float(args.get("rotary_base") or 10000.0) if rope else 0.0,
+        rope_scaling=_rope_scaling(args) if rope else None,
+        tied_embeddings=not args.get("untie_embeddings_and_output_weights", False),
+        qkv_bias=bias or bool(args.get("add_qkv_bias")),
+        output_bias=bias,
+        mlp_bias=bias,
+        activation=_activation(args),
+        gated_mlp=bool(args.get("swiglu")),
+        norm="rms" if args.get("normalization") == "RMSNorm" else "layer",
+        qk_norm=bool(args.get("qk_layernorm")),
+        positions="rope" if rope else "learned",
+        sliding_window=None if window is None else window[0] + 1,
+        num_experts=num_experts,
+        experts_per_token=args.get("moe_router_topk", 2) if num_experts else 0,
+        expert_ffn_size=expert_ffn,
+        renormalize_experts=not args.get("moe_router_pre_softmax") if num_experts else True,
+    )
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int) and value > 0
+
+
+def _require(args: Args) -> None:
+    missing = [key for key in ("num_layers", "hidden_size", "num_attention_heads") if not _is_size(args.get(key))]
+    if not args.get("max_position_embeddings") and not args.get("seq_length"):
+        missing.append("max_position_embeddings")
+    if not args.get("vocab_size") and not args.get("padded_vocab_size"):
+        missing.append("padded_vocab_size")
+    if missing:
+        raise ValueError(
+            f"the checkpoint's args lack {', '.join(missing)}, which describe the model; name a Hugging Face directory "
+            "with its config.json"
+        )
+
+
+def _positions(args: Args) -> str:
+    """`position_embedding_type`, or what runs before that argument said."""
+    kind = args.get("position_embedding_type")
+    if kind is None:
+        kind = "rope" if args.get("use_rotary_position_embeddings") else "learned_absolute"
+    return str(kind)
+
+
+def _bias(args: Args) -> bool:
+    if args.get("add_bias_linear") is not None:
+        return bool(args["add_bias_linear"])
+    return not args.get("disable_bias_linear", False)
+
+
+def _activation(args: Args) -> str:
+    if args.get("swiglu"):
+        return "silu"
+    return "gelu_new" if args.get("bias_gelu_fusion", True) or args.get("openai_gelu") else "gelu"
+
+
+def _rope_scaling(args: Args) -> Llama3Rope | None:
+    if not args.get("use_rope_scaling"):
+        return None
+    factor = float(args.get("rope_scaling_factor") or 8.0)
+    return Llama3Rope(factor=factor, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=8192)
+
+
+def _vocab_size(args: Args) -> int:
+    stated, padded = args.get("vocab_size"), args.get("padded_vocab_size")
+    if stated:
+        if padded and stated > padded:
+            raise ValueError(
+                f"the checkpoint's args have vocab_size = {stated}, more than padded_vocab_size = {padded}; correct "
+                "them, or name a Hugging Face directory with the model's config.json"
+            )
+        return int(stated)
+    assert padded, "_require saw to it"
+    _log.warning(
+        "the checkpoint's args state no vocab_size: its %d padded rows are taken for the vocabulary; a Hugging Face "
+        "directory with the model's config.json would say how many are real",
+        padded,
+    )
+    return int(padded)
+
+
+_ARGUMENTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "num_layers": ("num_layers",),
+        "hidden_size": ("hidden_size",),
+        "num_heads": ("num_attention_heads",),
+        "num_kv_heads": ("num_query_groups", "group_query_attention"),
+        "head_dim": ("kv_channels",),
+        "ffn_size": ("ffn_hidden_size",),
+        "vocab_size": ("vocab_size", "padded_vocab_size"),
+        "max_positions": ("max_position_embeddings",),
+        "norm_eps": ("norm_epsilon", "layernorm_epsilon"),
+        "tied_embeddings": ("untie_embeddings_and_output_weights",),
+        "qkv_bias": ("add_qkv_bias", "add_bias_linear", "disable_bias_linear"),
+        "output_bias": ("add_bias_linear", "disable_bias_linear"),
+        "mlp_bias": ("add_bias_linear", "disable_bias_linear"),
+        "activation": ("swiglu", "bias_gelu_fusion", "openai_gelu"),
+        "gated_mlp": ("swiglu",),
+        "norm": ("normalization",),
+        "qk_norm": ("qk_layernorm",),
+        "positions": ("position_embedding_type", "use_rotary_position_embeddings"),
+        "position_offset": ("max_position_embeddings",),
+        "sliding_window": ("window_size",),
+        "num_experts": ("num_experts",),
+        "experts_per_token": ("moe_router_topk",),
+        "expert_ffn_size": ("moe_ffn_hidden_size",),
+        "renormalize_experts": ("moe_router_pre_softmax",),
+    }
+)
+"""The arguments that decide each field of an `Architecture` that `_misfits` may name, the one of today first."""
+
+
+_TELLING: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "num_layers": ("num_layers",),
+        "hidden_size": ("hidden_size",),
+        "num_heads": ("num_attention_heads",),
+        # Off, num_query_groups is Megatron's default of 1 and means nothing.
+        "num_kv_heads": ("group_query_attention",),
+        "head_dim": ("kv_channels",),
+        "ffn_size": ("ffn_hidden_size",),
+        "vocab_size": ("vocab_size",),
+        "max_positions": ("max_position_embeddings",),
+        "norm": ("normalization",),
+        "norm_eps": ("norm_epsilon", "layernorm_epsilon"),
+        "positions": ("position_embedding_type", "use_rotary_position_embeddings"),
+        "rope_theta": ("rotary_base",),
+        "rope_scaling": ("use_rope_scaling",),
+        "tied_embeddings": ("untie_embeddings_and_output_weights",),
+        "qkv_bias": ("add_bias_linear", "disable_bias_linear"),
+        "mlp_bias": ("add_bias_linear", "disable_bias_linear"),
+        "gated_mlp": ("swiglu",),
+        "qk_norm": ("qk_layernorm",),
+        "sliding_window": ("window_size",),
+        "num_experts": ("num_experts",),
+        "experts_per_token": ("moe_router_topk",),
+        "expert_ffn_size": ("moe_ffn_hidden_size", "ffn_hidden_size"),
+        "renormalize_experts": ("moe_router_pre_softmax",),
+    }
+)
+"""Fields of an `Architecture` that arguments can contradict, and those of which one must be stated for that.
+
+Without `activation` (no word for ReLU, and the fusion that decides between the two GELUs is switched for speed too),
+`position_offset` and `output_bias`, which Megatron has not by itself.
+"""
+
+
+def same(one: Any, other: Any) -> bool:
+    """Equal, floats but for their last digits (an epsilon that went through float32)."""
+    if isinstance(one, float) and isinstance(other, float):
+        return math.isclose(one, other, rel_tol=1e-6)
+    return bool(one == other)
+
+
+def disagreements(arch: Architecture, args: Args) -> list[str]:
+    """What the arguments state otherwise than `arch`; silent on all that they do not state or cannot.
+
+    The family is not compared: several have the same switches.
+    """
+    strange = unknown(args)
+    wrong = [f"args say {key} = {args[key]!r}, which no family computes" for key in strange]
+    padded = args.get("padded_vocab_size")
+    if not args.get("vocab_size") and isinstance(padded, int) and arch.vocab_size > padded:
+        wrong.append(f"vocab_size: config.json says {arch.vocab_size}, args say padded_vocab_size = {padded}, less")
+    stated = {key: value for key, value in args.items() if value is not None and key != "padded_vocab_size"}
+    required = {
+        "num_layers": arch.num_layers,
+        "hidden_size": arch.hidden_size,
+        "num_attention_heads": arch.num_heads,
+        "max_position_embeddings": arch.max_positions + arch.position_offset,
+        "vocab_size": arch.vocab_size,
+    }
+    try:
+        told = infer({**required, **stated}, arch.model_type)
+    except (ValueError, TypeError):
+        return wrong  # damaged: they state nothing
+    for field, keys in _TELLING.items():
+        says = [key for key in keys if key in stated]
+        if not says or not set(keys).isdisjoint(strange) or not _comparable(field, arch, told):
+            continue
+        mine, theirs = _compared(field, arch), _compared(field, told)
+        if not same(mine, theirs):
+            shown = ", ".join(f"{key} = {stated[key]!r}" for key in _ARGUMENTS.get(field, says) if key in stated)
+            wrong.append(f"{field}: config.json says {mine!r}, args say {theirs!r} ({shown})")
+    return wrong
+
+
+def _comparable(field: str, arch: Architecture, told: Architecture) -> bool:
+    """Whether the field means something in both, and Megatron has a word for what `arch` has."""
+    rope, experts = (arch.positions, told.positions) == ("rope", "rope"), arch.num_experts and told.num_experts
+    if field in ("rope_theta", "rope_scaling"):
+        return rope
+    if field == "max_positions":
+        return (arch.positions, told.positions) == ("learned", "learned")  # a rotary model's are extended at will
+    if field in ("experts_per_token", "expert_ffn_size", "renormalize_experts"):
+        return bool(experts)
+    if field == "ffn_size":
+        return not experts
+    if field == "qkv_bias":
+        return not (arch.mlp_bias and told.mlp_bias)  # add_bias_linear: all or none
+    return True
+
+
+def _compared(field: str, arch: Architecture) -> Any:
+    if field == "rope_scaling":  # Megatron has no word for the frequencies
+        return None if arch.rope_scaling is None else arch.rope_scaling.factor
+    return arch.max_positions + arch.position_offset if field == "max_positions" else getattr(arch, field)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Refused:
+    """A family that cannot say what the arguments say."""
+
+    family: str
+    misfits: list[str]
+    """Fields of the architecture; none where each can be said but not all together."""
+    why: ValueError
+
+
+def recognise(args: Args) -> Architecture:
+    """The architecture that the arguments describe: of the first registered family whose config.json can state it.
+
+    Every layer has experts or none has, so beside experts the size of a dense MLP means nothing: a family that
+    writes both sizes as one is given the experts'.
+
+    Raises: ValueError that names every argument concerned, and the nearest family.
+    """
+    refuse_unknown(args)
+    described = infer(args, "")
+    ffn_sizes = (described.ffn_size, described.expert_ffn_size) if described.num_experts else (described.ffn_size,)
+    refused = []
+    for name, family in FAMILIES.items():
+        for ffn_size in ffn_sizes:
+            candidate = replace(described, model_type=name, ffn_size=ffn_size)
+            try:
+                hf_config(candidate)  # reads back what it writes
+            except ValueError as error:
+                refused.append(_Refused(family=name, misfits=_misfits(candidate, family.config), why=error))
+            else:
+                return candidate
+    raise _of_no_family(args, refused)
+
+
+def _misfits(arch: Architecture, spec: ConfigSpec) -> list[str]:
+    """Fields that a config.json of this family cannot state as they are. Rotary numbers are left to `positions`."""
+    facts, config = vars(arch), write_facts(vars(arch), spec)
+
+    def said(fact: Any, value: Any) -> bool:
+        if not isinstance(fact, Key):
+            return bool(value == (fact(facts) if callable(fact) else fact))
+        if value is None:
+            return fact.null_is_none or fact.default is None
+        # Two fields may share a key, which then says the value of one.
+        return bool(config[fact.name] == value == fact.read(fact.name, value))
+
+    wrong = []
+    for field in fields(arch):
+        if field.name in ("model_type", "rope_theta", "rope_scaling"):
+            continue
+        try:
+            fits = said(spec.facts.get(field.name, field.default), facts[field.name])
+        except ValueError:
+            fits = False
+        if not fits:
+            wrong.append(field.name)
+    return wrong
+
+
+def _of_no_family(args: Args, refused: list[_Refused]) -> ValueError:
+    def names(misfits: Iterable[str]) -> list[str]:
+        told = [[key for key in _ARGUMENTS[field] if key in args] or [_ARGUMENTS[field][0]] for field in misfits]
+        return list(dict.fromkeys(key for keys in told for key in keys))
+
+    nearest = min(refused, key=lambda one: len(one.misfits))
+    anywhere = {field for one in refused for field in one.misfits}
+    shown = [f"{key} = {args.get(key)!r}" for key in names(field for field in _ARGUMENTS if field in anywhere)]
+    differs = f"which differs in {', '.join(names(nearest.misfits))}"
+    if not nearest.misfits:
+        differs = f"whose config.json would be refused ({nearest.why})"
+    return ValueError(
+        f"the checkpoint's args describe a model of no known family: {', '.join(shown)}; the nearest is "
+        f"{nearest.family}, {differs}. Name a Hugging Face directory with the model's config.json, or add a family "
+        "(docs/new-architecture.md)"
+    )

@@ -1,0 +1,1 @@
+"""Megatron's checkpoints of a file for each model-parallel rank."""

@@ -1,0 +1,392 @@
+"""Megatron-LM's older checkpoints: `iter_XXXXXXX/mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt`, a file per rank.
+
+The layout is taken from what the files hold (which names, how many layers, which shapes), and the stored args
+have to agree with it.
+"""
+
+from __future__ import annotations
+
+import re
+from argparse import Namespace
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megarlhf.architectures.architecture import Architecture
+from megarlhf.architectures.megatron_layout import At, MegatronLayout
+from megarlhf.architectures.placements import Experts, Head, Spec
+from megarlhf.placement import RankPlacements
+from megarlhf.weights.checkpoint.formats.megatron.args import arch_of
+from megarlhf.weights.checkpoint.formats.megatron.tracker import (
+    Iteration,
+    checkpoint_directory,
+    find_checkpoint,
+    write_tracker,
+)
+from megarlhf.weights.checkpoint.formats.mp_rank.names import core_names, reorder_qkv
+from megarlhf.weights.checkpoint.formats.mp_rank.run import require_one_run
+from megarlhf.weights.checkpoint.formats.torch_file.archive import TensorSpec, read_torch_file, write_skeleton
+from megarlhf.weights.transport.extent import Extent
+
+MODEL_FILES = ("model_optim_rng.pt", "model_rng.pt")
+"""The second is of runs of 2022 with the distributed optimizer."""
+VERSION = 3.0
+
+_FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
+_HARMLESS = ("_extra_state", ".inv_freq", ".local_tokens_per_expert")
+"""Ends of names of what is no parameter: quantization state, computed buffers, counters."""
+_EXPERT_BIAS = ".router.expert_bias"
+_EMBEDDING = "embedding.word_embeddings.weight"
+_HEAD = "output_layer.weight"
+
+Chunk = dict[str, Extent]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MpRankCheckpoint:
+    """An `mp_rank` checkpoint, opened: nothing of its tensors has been read."""
+
+    directory: Path
+    """With the mp_rank folders in it."""
+    files: Mapping[At, Path]
+    args: Mapping[str, Any]
+    """Megatron-LM's, as far as they are plain data; empty when none are stored."""
+    iteration: Iteration | None
+    checkpoint_version: float
+    """As stored; 3.0 where none is stored and the names are Megatron-Core's."""
+    layout: MegatronLayout
+    head: Head
+    parts: list[RankPlacements]
+    """In the order of `layout.ranks()`."""
+    extents: list[dict[str, Extent]]
+    """Of the storages of each part."""
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    """What one file says."""
+
+    path: Path
+    chunks: list[Chunk]
+    content: Mapping[str, Any]
+    legacy: bool
+    """Names from before Megatron-Core."""
+
+
+def read_mp_rank(directory: str | PathLike[str], arch: Architecture | None = None) -> MpRankCheckpoint:
+    """Opens a checkpoint: a run's root, one `iter_XXXXXXX` or `release` in it. `arch` defaults to what args say.
+
+    Raises: ValueError when files are missing or damaged, the layout cannot be told or contradicts args, or the
+    tensors are not exactly those of the architecture (every difference listed).
+    """
+    folder, iteration = find_checkpoint(directory)
+    found = {} if folder is None else _find_files(folder)
+    if folder is None or not found:
+        raise ValueError(
+            f"{directory} has no mp_rank_* folders with {' or '.join(MODEL_FILES)}; give a run's root with its "
+            "latest_checkpointed_iteration.txt, or one iteration's directory"
+        )
+    files = {index: _read_file(path) for index, path in found.items()}
+    require_one_run({file.path: file.content for file in files.values()})
+    first = files[min(files)]
+    args = _args(first)
+    grid = _grid(folder, files, args)
+    layout, head = _layout(folder, grid, args)
+    arch = arch or arch_of(args)
+    if arch.num_layers != sum(layout.layers_per_stage or ()):
+        raise ValueError(
+            f"{folder} has {sum(layout.layers_per_stage or ())} layers, expected {arch.num_layers} of its description; "
+            "name the Hugging Face directory that belongs to the checkpoint"
+        )
+    layout = _with_equal_stages(layout, arch)
+    version = _version(first)
+    parts = [reorder_qkv(part, arch, layout.tp, version, folder) for part in layout.parts(arch, head)]
+    held = [_storages(grid[at], layout.vpp) for at in layout.ranks()]
+    biased = bool(args.get("moe_router_enable_expert_bias", not args))
+    _check(folder, [grid[at].path for at in layout.ranks()], parts, held, biased)
+    return MpRankCheckpoint(
+        directory=folder,
+        files={at: file.path for at, file in grid.items()},
+        args=args,
+        iteration=first.content.get("iteration") if iteration is None else iteration,
+        checkpoint_version=version,
+        layout=layout,
+        head=head,
+        parts=parts,
+        extents=[{name: extents[name] for name in part.storages} for part, extents in zip(parts, held, strict=True)],
+    )
+
+
+# --- files ------------------------------------------------------------------------------------------
+
+
+def _find_files(folder: Path) -> dict[tuple[int, ...], Path]:
+    """The model's file by the numbers in its folder's name; folders of optimizer files alone are left out."""
+    found, empty = {}, []
+    for path in sorted(folder.glob("mp_rank_*")):
+        numbers = _FOLDER.fullmatch(path.name)
+        if numbers is None or not path.is_dir():
+            continue
+        models = [path / name for name in MODEL_FILES if (path / name).is_file()]
+        if models:
+            found[tuple(int(n) for n in numbers.groups() if n is not None)] = models[0]
+        elif not any(path.glob("*optim*.pt")):
+            empty.append(path.name)
+    if empty:
+        raise ValueError(
+            f"{folder} has no {MODEL_FILES[0]} in {', '.join(empty)}; copy the missing files from the source"
+        )
+    return found
+
+
+def _read_file(path: Path) -> _File:
+    content = read_torch_file(path)
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds a {type(content).__name__}, expected Megatron's dict with 'model'; is it one?")
+    keys = ["model"] if "model" in content else [f"model{v}" for v in range(len(content)) if f"model{v}" in content]
+    if not keys:
+        raise ValueError(
+            f"{path} has no 'model' or 'model0' among its keys ({', '.join(map(str, content))}); give a checkpoint "
+            "that Megatron-LM saved"
+        )
+    named = [core_names(content[key], path) for key in keys]
+    return _File(path, [chunk for chunk, _ in named], content, any(legacy for _, legacy in named))
+
+
+def _args(file: _File) -> dict[str, Any]:
+    args = file.content.get("args")
+    if args is None:
+        return {}
+    return dict(args) if isinstance(args, dict) else dict(vars(args))
+
+
+def _int(args: Mapping[str, Any], key: str) -> int | None:
+    value = args.get(key)
+    return value if isinstance(value, int) else None
+
+
+def _version(file: _File) -> float:
+    """A missing version is 0 as in Megatron-LM; but Megatron-Core's models never had an order older than 3.0."""
+    version = file.content.get("checkpoint_version", 0 if file.legacy else VERSION)
+    if version not in (0, 1.0, 2.0, 3.0):
+        raise ValueError(
+            f"{file.path} has checkpoint_version {version!r}, expected 0, 1.0, 2.0 or 3.0; which tool wrote it?"
+        )
+    return float(version)
+
+
+# --- layout -----------------------------------------------------------------------------------------
+
+
+def _grid(folder: Path, files: Mapping[tuple[int, ...], _File], args: Mapping[str, Any]) -> dict[At, _File]:
+    """The files by coordinates.
+
+    Raises: ValueError when names are of several forms, or files are missing.
+    """
+    lengths = {len(index) for index in files}
+    if len(lengths) > 1:
+        raise ValueError(f"{folder} mixes mp_rank_TT, mp_rank_TT_PPP and mp_rank_TT_PPP_EEE; keep those of one run")
+    (length,) = lengths
+    experts = length == 2 and _second_is_expert(files)
+    grid: dict[At, _File] = {}
+    for index, file in files.items():
+        tp, second, third = (*index, 0, 0)[:3]
+        grid[At(0, second, tp) if experts else At(second, third, tp)] = file
+    tensor = _int(args, "tensor_model_parallel_size") or _int(args, "model_parallel_size")
+    sizes = {
+        "pipeline": (max(at.pp for at in grid) + 1, _int(args, "pipeline_model_parallel_size")),
+        "expert": (max(at.ep for at in grid) + 1, _int(args, "expert_model_parallel_size")),
+        "tensor": (max(at.tp for at in grid) + 1, tensor),
+    }
+    pp, ep, tp = (max(count, stated or 1) for count, stated in sizes.values())
+    ranks = MegatronLayout(tp=tp, pp=pp, ep=ep, padded_vocab=tp).ranks()
+    missing = [_folder_name(at, pp, ep) for at in ranks if at not in grid]
+    if missing:
+        raise ValueError(
+            f"{folder} lacks {len(missing)} of {len(ranks)} files (tensor {tp} x pipeline {pp} x expert {ep}): "
+            f"{', '.join(missing)}; copy them from the source"
+        )
+    wrong = [
+        f"{kind} size {count}, args say {stated}"
+        for kind, (count, stated) in sizes.items()
+        if stated not in (None, count)
+    ]
+    if wrong:
+        raise ValueError(f"{folder} has folders of {'; '.join(wrong)}; it mixes two runs: copy one of them again")
+    return grid
+
+
+def _second_is_expert(files: Mapping[tuple[int, ...], _File]) -> bool:
+    """Whether the second number counts expert ranks: they all hold the embedding, pipeline stages do not."""
+    return all(any(_EMBEDDING in chunk for chunk in file.chunks) for file in files.values()) and len(files) > 1
+
+
+def _folder_name(at: At, pp: int, ep: int) -> str:
+    return f"mp_rank_{at.tp:02d}" + (f"_{at.pp:03d}" if pp > 1 else "") + (f"_{at.ep:03d}" if ep > 1 else "")
+
+
+def _layout(folder: Path, grid: Mapping[At, _File], args: Mapping[str, Any]) -> tuple[MegatronLayout, Head]:
+    """The layout that the files hold, with layers_per_stage always stated, and the head."""
+    pp, ep, tp = (max(getattr(at, axis) for at in grid) + 1 for axis in ("pp", "ep", "tp"))
+    first, last = grid[At(0, 0, 0)], grid[At(pp - 1, 0, 0)]
+    vpp = len(first.chunks)
+    embedding = first.chunks[0].get(_EMBEDDING)
+    if embedding is None:
+        raise ValueError(f"{first.path} has no {_EMBEDDING}, which the first stage of a GPT model holds; is it one?")
+    padded = embedding.shape[0] * tp
+    stated = _int(args, "padded_vocab_size")
+    if stated not in (None, padded):
+        raise ValueError(
+            f"{first.path} holds {embedding.shape[0]} rows of the vocabulary, {padded} on {tp} tensor ranks, and "
+            f"its args state padded_vocab_size = {stated}; files of two checkpoints are mixed: copy one again"
+        )
+    names = [name for file in grid.values() for chunk in file.chunks for name in chunk]
+    head: Head = "lm"
+    output = last.chunks[-1].get(_HEAD)
+    if output is not None and output.shape[0] == 1 and embedding.shape[0] > 1:
+        head = "scalar"
+    layout = MegatronLayout(
+        tp=tp,
+        pp=pp,
+        vpp=vpp,
+        ep=ep,
+        layers_per_stage=_layers_per_stage(grid, pp, vpp),
+        padded_vocab=padded,
+        spec=_spec(names),
+        experts=_experts(names),
+    )
+    _check_vpp(folder, vpp, args)
+    return layout, head
+
+
+def _layers_per_stage(grid: Mapping[At, _File], pp: int, vpp: int) -> tuple[int, ...]:
+    stages = []
+    for stage in range(pp):
+        file = grid[At(stage, 0, 0)]
+        counts = [_num_layers(chunk) for chunk in file.chunks]
+        if len(counts) != vpp or len(set(counts)) != 1 or not counts[0]:
+            raise ValueError(
+                f"{file.path} holds model chunks of {counts} layers, expected {vpp} of the same length; chunks of "
+                "different lengths are not supported: let Megatron save the checkpoint with another layout"
+            )
+        stages.append(sum(counts))
+    return tuple(stages)
+
+
+def _num_layers(chunk: Chunk) -> int:
+    return max((int(found[1]) + 1 for name in chunk if (found := _LAYER.match(name))), default=0)
+
+
+def _spec(names: list[str]) -> Spec:
+    return "te" if any(name.endswith("linear_qkv.layer_norm_weight") for name in names) else "local"
+
+
+def _experts(names: list[str]) -> Experts:
+    grouped = re.compile(r"\.mlp\.experts\.(weight1|linear_fc1\.weight\d+)$")
+    return "grouped" if any(grouped.search(name) for name in names) else "each"
+
+
+def _check_vpp(folder: Path, vpp: int, args: Mapping[str, Any]) -> None:
+    stated = _int(args, "virtual_pipeline_model_parallel_size")
+    if args and vpp != (stated or 1):
+        raise ValueError(
+            f"{folder} holds {vpp} model chunks a rank and its args state virtual_pipeline_model_parallel_size = "
+            f"{stated}; files of two checkpoints are mixed: copy one again"
+        )
+
+
+def _with_equal_stages(layout: MegatronLayout, arch: Architecture) -> MegatronLayout:
+    equal = len(set(layout.layers_per_stage or ())) == 1
+    return replace(layout, layers_per_stage=None) if equal else layout
+
+
+def _storages(file: _File, vpp: int) -> dict[str, Extent]:
+    prefixes = [f"model{v}." if vpp > 1 else "" for v in range(vpp)]
+    return {p + name: extent for p, chunk in zip(prefixes, file.chunks, strict=True) for name, extent in chunk.items()}
+
+
+def _check(
+    folder: Path, paths: list[Path], parts: list[RankPlacements], extents: list[dict[str, Extent]], biased: bool
+) -> None:
+    """Raises ValueError that lists every tensor which is missing, not the model's, or of another shape."""
+    problems = []
+    harmless = _HARMLESS if biased else (*_HARMLESS, _EXPERT_BIAS)
+    for path, part, held in zip(paths, parts, extents, strict=True):
+        where = path.parent.name
+        problems += [f"{where}: {name} is missing" for name in part.storages if name not in held]
+        problems += [
+            f"{where}: {name} has shape {held[name].shape}, expected {shape}"
+            for name, shape in part.storages.items()
+            if name in held and held[name].shape != shape
+        ]
+        problems += [
+            f"{where}: {name} is stored with strides {held[name].strides}, expected without gaps"
+            for name in part.storages
+            if name in held and held[name].strides is not None
+        ]
+        problems += [
+            f"{where}: {name} is not part of the model"
+            for name in held
+            if name not in part.storages and not name.endswith(harmless)
+        ]
+    if problems:
+        raise ValueError(
+            f"{folder} differs from the model it is described as in {len(problems)} tensors: {'; '.join(problems)}. "
+            "Check that the description (args, or the Hugging Face directory) belongs to the checkpoint"
+        )
+
+
+# --- writing ----------------------------------------------------------------------------------------
+
+
+def plan_mp_rank(
+    directory: Path,
+    arch: Architecture,
+    layout: MegatronLayout,
+    head: Head,
+    dtype: torch.dtype,
+    args: Mapping[str, Any],
+    iteration: Iteration,
+) -> tuple[list[RankPlacements], list[dict[str, Extent]]]:
+    """Creates a run's root with one checkpoint whose tensors are holes: what each file holds, and where.
+
+    `args`: `megatron_args.args_of`, with more if wished; they become the checkpoint's Namespace.
+
+    Raises: ValueError when the layout does not fit the model.
+    """
+    parts = layout.parts(arch, head)
+    folder = checkpoint_directory(directory, iteration)
+    number = 0 if iteration == "release" else iteration
+    stated = Namespace(**{**args, "ckpt_format": "torch", "use_dist_ckpt": False, "iteration": number})
+    extents = []
+    for at, part in zip(layout.ranks(), parts, strict=True):
+        path = folder / _folder_name(at, layout.pp, layout.ep) / MODEL_FILES[0]
+        path.parent.mkdir(parents=True)
+        models = _model_specs(part, layout.vpp, dtype)
+        content = {"args": stated, "checkpoint_version": VERSION, "iteration": number, **models}
+        written, _ = write_skeleton(path, content)
+        held = {key: written[key] for key in models}
+        if layout.vpp > 1:
+            extents.append({f"{key}.{name}": extent for key, model in held.items() for name, extent in model.items()})
+        else:
+            extents.append(dict(held["model"]))
+    write_tracker(directory, iteration)
+    return parts, extents
+
+
+def _model_specs(part: RankPlacements, vpp: int, dtype: torch.dtype) -> dict[str, OrderedDict[str, TensorSpec]]:
+    """The state dict of each model chunk, by its key in the file."""
+    specs = {name: TensorSpec(shape, dtype) for name, shape in part.storages.items()}
+    if vpp == 1:
+        return {"model": OrderedDict(specs)}
+    keys = [f"model{v}" for v in range(vpp)]
+    return {
+        key: OrderedDict((n.removeprefix(key + "."), s) for n, s in specs.items() if n.startswith(key + "."))
+        for key in keys
+    }

@@ -1,0 +1,295 @@
+"""What a `torch_dist` checkpoint says of itself: global tensors, their chunks, and the blob of each chunk.
+
+`.metadata` pickles a `torch.distributed.checkpoint.metadata.Metadata`. Each chunk of a tensor is a blob, a file
+of torch.save inside a `.distcp` file. Read here without torch.distributed, Megatron or any tensor's bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, TypeVar
+
+import torch
+
+from megarlhf.placement import Box, Shape
+from megarlhf.weights.checkpoint.formats.torch_file.archive import read_torch_file
+from megarlhf.weights.checkpoint.formats.torch_file.unpickle import ALLOWED, Global, Record, unpickle
+from megarlhf.weights.transport.extent import Extent
+
+METADATA = ".metadata"
+CONFIG = "metadata.json"
+COMMON = "common.pt"
+
+_ALLOWED = {
+    **ALLOWED,
+    ("torch.serialization", "_get_layout"): Global("torch.serialization", "_get_layout"),
+}
+_INERT = (
+    "torch.distributed.checkpoint",
+    "torch.distributed._shard",  # TensorProperties, before torch 2.3
+    "torch.distributed._checkpoint",
+    "megatron.core.dist_checkpointing",
+)
+"""Modules whose classes `.metadata` may name: dataclasses and enums, read as records."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Blob:
+    """A range of a file that is a file of torch.save."""
+
+    path: Path
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A box of a global tensor, and its blob."""
+
+    box: Box
+    blob: Blob
+
+
+@dataclass(frozen=True, slots=True)
+class GlobalTensor:
+    shape: Shape
+    dtype: torch.dtype
+    chunks: tuple[Chunk, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Common:
+    """What `common.pt` holds: everything that is the same on all ranks."""
+
+    args: dict[str, Any]
+    """Of the training run, as `vars()` gives them; empty when it saved none."""
+    iteration: int | None
+    checkpoint_version: float | None
+    content: dict[str, Any]
+    """Megatron's `content_metadata`, which says how keys are formed."""
+
+
+def is_torch_dist(directory: Path) -> bool:
+    """Whether it looks like one, complete or not."""
+    return (directory / METADATA).is_file() or (directory / CONFIG).is_file()
+
+
+def read_config(directory: Path) -> None:
+    """Raises ValueError unless `metadata.json`, which Megatron writes last, names the torch_dist format."""
+    path = directory / CONFIG
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist: the checkpoint was not finished, or is not Megatron's; copy it again")
+    try:
+        config = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged ({error}); copy it again from its source") from error
+    backend = config.get("sharded_backend") if isinstance(config, dict) else config
+    if backend != "torch_dist":
+        raise ValueError(
+            f"{path} names the backend {backend!r}, expected 'torch_dist'; read the checkpoint with Megatron and "
+            "save it with --ckpt-format torch_dist"
+        )
+
+
+def read_common(directory: Path) -> Common:
+    """Raises: ValueError when `common.pt` is missing, damaged, or names a class that is not allowed."""
+    path = directory / COMMON
+    saved = read_torch_file(path)
+    if not isinstance(saved, dict):
+        raise ValueError(f"{path} holds a {type(saved).__name__}, expected a dict; copy it again from its source")
+    args = saved.get("args")
+    if not isinstance(args, (SimpleNamespace, dict, type(None))):
+        raise ValueError(f"{path} has args of type {type(args).__name__}, expected a Namespace; copy it again")
+    iteration, version, content = (saved.get(k) for k in ("iteration", "checkpoint_version", "content_metadata"))
+    return Common(
+        dict(vars(args) if isinstance(args, SimpleNamespace) else args or {}),
+        iteration if isinstance(iteration, int) else None,
+        float(version) if isinstance(version, (int, float)) else None,
+        content if isinstance(content, dict) else {},
+    )
+
+
+def read_tensors(directory: Path) -> dict[str, GlobalTensor]:
+    """Every tensor of the checkpoint by key, optimizer state included, with its chunks.
+
+    Raises: ValueError when `.metadata` is missing, damaged or names another class, or a file is missing or too
+    short, or chunks do not fill a tensor.
+    """
+    path = directory / METADATA
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror}), expected a torch_dist checkpoint") from error
+    pickled = unpickle(raw, allowed=_ALLOWED, inert=_INERT, source=str(path))
+    try:
+        described, where = _describe(pickled)
+        blobs = {index: _blob(directory, info) for index, info in where.items()}
+        tensors = {key: _tensor(key, record, blobs) for key, record in described.items()}
+    except (AttributeError, KeyError, TypeError, IndexError, AssertionError) as error:
+        raise ValueError(
+            f"{path} is damaged ({type(error).__name__}: {error}), expected the metadata of "
+            "torch.distributed.checkpoint; copy it again from its source"
+        ) from error
+    except ValueError as error:
+        raise ValueError(f"{path} {error}; the directory is damaged or incomplete: copy it again") from error
+    _check_files(path, set(blobs.values()))
+    return tensors
+
+
+def _describe(pickled: Any) -> tuple[dict[str, Record], dict[tuple[str, Shape], Record]]:
+    """Tensors by key, and where the chunk of (key, offset) is; other objects' places too."""
+    fields = _state(pickled, "Metadata")
+    described = {
+        _is(str, key): record
+        for key, record in fields["state_dict_metadata"].items()
+        if _kind(record) == "TensorStorageMetadata"
+    }
+    where = {}
+    for record, info in fields["storage_data"].items():
+        index = _state(record, "MetadataIndex")
+        where[index["fqn"], _shape(index.get("offset") or ())] = info
+    return described, where
+
+
+def _blob(directory: Path, record: Record) -> Blob:
+    info = _state(record, "_StorageInfo")
+    name = _is(str, info["relative_path"])
+    if info.get("transform_descriptors"):
+        raise ValueError(f"says that {name} is stored through {info['transform_descriptors']}, expected plain bytes")
+    if Path(name).name != name:
+        raise ValueError(f"names the file {name!r}, expected one in the checkpoint's directory")
+    offset, length = _shape((info["offset"], info["length"]))
+    return Blob(directory / name, offset, length)
+
+
+def _tensor(key: str, record: Record, blobs: Mapping[tuple[str, Shape], Blob]) -> GlobalTensor:
+    fields = _state(record, "TensorStorageMetadata")
+    shape = _shape(fields["size"])
+    properties = fields["properties"].state
+    dtype = _is(torch.dtype, properties["dtype"] if isinstance(properties, dict) else properties[0])
+    chunks = []
+    for chunk in fields["chunks"]:
+        offsets, sizes = (_shape(_state(chunk, "ChunkStorageMetadata")[name]) for name in ("offsets", "sizes"))
+        box = Box(offsets, tuple(a + n for a, n in zip(offsets, sizes, strict=True)))
+        if any(b > size for b, size in zip(box.stop, shape, strict=True)):
+            raise ValueError(f"has a chunk of {key} at {offsets} of shape {sizes}, outside the tensor's {shape}")
+        if (key, offsets) not in blobs:
+            raise ValueError(f"does not say where the chunk of {key} at {offsets} is")
+        chunks.append(Chunk(box, blobs[key, offsets]))
+    held, wanted = sum(chunk.box.numel for chunk in chunks), math.prod(shape)
+    if held != wanted or len({chunk.box.start for chunk in chunks}) != len(chunks):
+        raise ValueError(f"has chunks of {key} with {held} elements, expected {wanted}, each once")
+    return GlobalTensor(shape, dtype, tuple(chunks))
+
+
+def _check_files(metadata: Path, blobs: Iterable[Blob]) -> None:
+    ends: dict[Path, int] = {}
+    for blob in blobs:
+        ends[blob.path] = max(ends.get(blob.path, 0), blob.offset + blob.length)
+    lost = sorted(path.name for path in ends if not path.is_file())
+    if lost:
+        raise ValueError(
+            f"{metadata.parent} lacks {len(lost)} of {len(ends)} files named in {metadata.name}: {', '.join(lost)}; "
+            "copy them from the source"
+        )
+    for path, end in ends.items():
+        if path.stat().st_size < end:
+            raise ValueError(f"{path} has {path.stat().st_size} bytes, expected {end}; it is truncated: copy it again")
+
+
+def require_apart(directory: Path, tensors: Iterable[GlobalTensor]) -> None:
+    """Two chunks never share bytes: a damaged file name or offset may point at another chunk's blob.
+
+    Raises: ValueError when two do.
+    """
+    blobs = (chunk.blob for tensor in tensors for chunk in tensor.chunks)
+    ordered = sorted(blobs, key=lambda blob: (blob.path, blob.offset))
+    for first, second in pairwise(ordered):
+        if first.path == second.path and first.offset + first.length > second.offset:
+            raise ValueError(
+                f"{directory / METADATA} says that two chunks stand at byte {second.offset} of {first.path.name}; it "
+                "is damaged: copy the checkpoint again"
+            )
+
+
+def _kind(record: Any) -> str:
+    return record.type.name if isinstance(record, Record) else type(record).__name__
+
+
+def _state(record: Any, kind: str) -> dict[str, Any]:
+    if _kind(record) != kind or not isinstance(record.state, dict):
+        raise TypeError(f"a {_kind(record)} stands where a {kind} belongs")
+    return record.state
+
+
+def _is(kind: type[T], value: Any) -> T:
+    if not isinstance(value, kind):
+        raise TypeError(f"a {type(value).__name__} stands where a {kind.__name__} belongs")
+    return value
+
+
+def _shape(sizes: Any) -> Shape:
+    shape = tuple(sizes)
+    if any(type(n) is not int or n < 0 for n in shape):
+        raise TypeError(f"sizes or offsets are {shape}")
+    return shape
+
+
+class BlobReader:
+    """Finds the tensor in each blob. Blobs of one dtype, shape and length mostly have the same header: the first
+    is read in full, the others are compared with it and read in full only when they differ.
+    """
+
+    def __init__(self) -> None:
+        self._headers: dict[tuple[torch.dtype, Shape, int], bytes] = {}
+
+    def extents(self, wanted: Mapping[str, tuple[Chunk, torch.dtype]]) -> dict[str, Extent]:
+        """The extent of each named chunk, of the chunk's shape.
+
+        Raises: ValueError when a blob is damaged, or holds something else than the metadata says.
+        """
+        found: dict[str, Extent] = {}
+        by_path: dict[Path, list[str]] = {}
+        for name, (chunk, _) in wanted.items():
+            by_path.setdefault(chunk.blob.path, []).append(name)
+        for path, names in by_path.items():
+            with path.open("rb") as file:
+                for name in names:
+                    found[name] = self._extent(file.fileno(), *wanted[name])
+        return {name: found[name] for name in wanted}
+
+    def _extent(self, descriptor: int, chunk: Chunk, dtype: torch.dtype) -> Extent:
+        blob, shape = chunk.blob, chunk.box.shape
+        kind = (dtype, shape, blob.length)
+        header = self._headers.get(kind)
+        if header is not None and _without_crc(os.pread(descriptor, len(header), blob.offset)) == header:
+            return Extent(blob.path, blob.offset + len(header), shape, dtype)
+        extent = read_torch_file(blob.path, offset=blob.offset, length=blob.length)
+        if not isinstance(extent, Extent) or (extent.shape, extent.dtype) != (shape, dtype):
+            raise ValueError(
+                f"{blob.path} holds {extent} at byte {blob.offset}, expected a tensor of shape {shape} and {dtype} "
+                f"by {METADATA}; the files do not belong together: copy the checkpoint again"
+            )
+        if extent.strides is not None:
+            raise ValueError(
+                f"{blob.path} holds a tensor with strides {extent.strides} at byte {blob.offset}, expected row-major "
+                "as Megatron saves; save the checkpoint again with contiguous tensors"
+            )
+        size = extent.offset - blob.offset
+        self._headers[kind] = _without_crc(os.pread(descriptor, size, blob.offset))
+        return extent
+
+
+def _without_crc(header: bytes) -> bytes:
+    """A blob up to its tensor's bytes, without their CRC, which stands in the last local header."""
+    crc = header.rfind(b"PK\x03\x04") + 14
+    return header[:crc] + bytes(4) + header[crc + 4 :]

@@ -1,0 +1,298 @@
+"""Megatron-Core's `torch_dist` distributed checkpoints, written without Megatron and without a process group.
+
+Each rank of a layout gets a `.distcp` file with the chunks that it would save: a tensor that several ranks hold
+is saved by the first of them. Tensors' bytes are holes, to be filled through the extents.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from argparse import Namespace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megarlhf.architectures.architecture import Architecture
+from megarlhf.architectures.megatron_layout import At, MegatronLayout
+from megarlhf.architectures.placements import Head, Spec
+from megarlhf.placement import Box, Placement, RankPlacements, Shape, contiguous_strides
+from megarlhf.weights.checkpoint.formats.megatron.tracker import RELEASE, Iteration, checkpoint_directory, write_tracker
+from megarlhf.weights.checkpoint.formats.torch_dist.metadata import COMMON, CONFIG, METADATA, Blob, Chunk, GlobalTensor
+from megarlhf.weights.checkpoint.formats.torch_dist.metadata_pickle import pickle_metadata
+from megarlhf.weights.checkpoint.formats.torch_dist.names import (
+    KeyForm,
+    Slot,
+    StorageName,
+    chunk_name,
+    cut,
+    is_gated,
+    slots,
+)
+from megarlhf.weights.checkpoint.formats.torch_file.archive import TensorSpec, write_skeleton
+from megarlhf.weights.checkpoint.formats.torch_file.zip_archive import ALIGNMENT
+from megarlhf.weights.transport.extent import Extent
+
+CHECKPOINT_VERSION = 3.0
+_CONFIG = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+_CONTENT: dict[KeyForm, dict[str, bool]] = {
+    "stacked": {"singleton_local_shards": False, "non_homogeneous_layers": False},
+    "per_layer": {"singleton_local_shards": False, "non_homogeneous_layers": True},
+    "single": {"singleton_local_shards": True, "non_homogeneous_layers": True},
+}
+"""What a loader passes to `sharded_state_dict` to ask for the same keys."""
+
+_EXTRA_STATES = {
+    "": ("decoder.final_layernorm",),
+    "layer": (
+        "self_attention.linear_qkv",
+        "self_attention.linear_proj",
+        "self_attention.core_attention",  # before Megatron-Core 0.16
+        "self_attention.q_layernorm",
+        "self_attention.k_layernorm",
+        "input_layernorm",
+        "pre_mlp_layernorm",
+        "mlp.linear_fc1",
+        "mlp.linear_fc2",
+    ),
+    "expert": ("linear_fc1", "linear_fc2"),
+}
+"""Modules for which one spec or the other asks for an `_extra_state` (of fp8; here None). Loaders fail on what they
+miss and leave alone what they do not ask for, so they get all."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A box of one rank's storage that is one chunk of a global tensor."""
+
+    local: Box
+    """In the rank's storage."""
+    key: str
+    tensor: Shape
+    """Shape of the global tensor."""
+    box: Box
+    """In the global tensor, leading axes included."""
+
+
+@dataclass
+class _Rank:
+    """What one rank saves."""
+
+    rank: int
+    storages: dict[str, Shape] = field(default_factory=dict)
+    placements: list[Placement] = field(default_factory=list)
+    tensors: dict[str, Shape] = field(default_factory=dict)
+    pieces: dict[str, _Piece] = field(default_factory=dict)
+
+    def add(self, piece: _Piece, shape: Shape, placed: Sequence[Placement], tensors: Mapping[str, Shape]) -> None:
+        """A chunk of a storage of `shape` with these placements."""
+        name = chunk_name(piece.key, piece.box.start)
+        self.storages[name] = piece.box.shape
+        self.pieces[name] = piece
+        strides = contiguous_strides(piece.local.shape)
+        for placement in placed:
+            part = cut(placement, shape, piece.local, storage=name, offset=0, strides=strides)
+            if part is not None:
+                self.placements.append(part)
+                self.tensors[part.tensor] = tensors[part.tensor]
+
+    def finish(self) -> RankPlacements:
+        return RankPlacements(self.rank, self.storages, tuple(self.placements), self.tensors)
+
+
+def plan_torch_dist(
+    root: Path,
+    arch: Architecture,
+    layout: MegatronLayout,
+    head: Head,
+    dtype: torch.dtype,
+    args: Mapping[str, Any],
+    iteration: Iteration,
+    *,
+    form: KeyForm = "stacked",
+) -> tuple[list[RankPlacements], list[dict[str, Extent]]]:
+    """Lays out a checkpoint, all but the tensors' bytes, as the latest of `root`, which exists.
+
+    Returns what each rank of `layout.ranks()` saves, and the extents of its chunks. Padding stays zero.
+    `layout.spec` makes a difference for the norm ahead of experts only, which Megatron names by it; experts stand
+    the same, each or grouped. `args`: see `megatron_args`.
+
+    Raises: ValueError when the layout does not fit the model.
+    """
+    ranks = _ranks(arch, layout, head, form)
+    directory = checkpoint_directory(root, iteration)
+    directory.mkdir()
+    files = _Files(directory, dtype)
+    extents = [files.write(rank) for rank in ranks]
+    objects = dict.fromkeys(_extra_states(arch, form), files.write_nothing())
+    tensors = _global_tensors(ranks, dtype, files.blobs)
+    (directory / METADATA).write_bytes(pickle_metadata(tensors, objects))
+    common = {
+        "args": Namespace(**args),
+        "checkpoint_version": CHECKPOINT_VERSION,
+        "iteration": 0 if iteration == RELEASE else iteration,
+        "content_metadata": _CONTENT[form],
+    }
+    write_skeleton(directory / COMMON, common)
+    (directory / CONFIG).write_text(json.dumps(_CONFIG), encoding="ascii")
+    write_tracker(root, iteration)
+    return [rank.finish() for rank in ranks], extents
+
+
+def _ranks(arch: Architecture, layout: MegatronLayout, head: Head, form: KeyForm) -> list[_Rank]:
+    chunks = layout.chunk_layers(arch.num_layers)
+    split = replace(layout, spec="te", experts="each")
+    undivided = replace(split, tp=1)
+    whole: dict[tuple[int, int], Mapping[str, Shape]] = {}
+    ranks = []
+    for number, at in enumerate(layout.ranks()):
+        rank = _Rank(number)
+        for v, layers in enumerate(chunks[at.pp]):
+            if (at.pp, v) not in whole:
+                whole[at.pp, v] = undivided.chunk(arch, head, replace(at, tp=0), v, layers).storages
+            mine = split.chunk(arch, head, at, v, layers)
+            _add_chunk(rank, arch, layout, head, form, at, layers, mine, whole[at.pp, v])
+        ranks.append(rank)
+    return ranks
+
+
+def _add_chunk(
+    rank: _Rank,
+    arch: Architecture,
+    layout: MegatronLayout,
+    head: Head,
+    form: KeyForm,
+    at: At,
+    layers: range,
+    mine: RankPlacements,
+    whole: Mapping[str, Shape],
+) -> None:
+    """What the rank saves of a model chunk: `mine` by its parameters, whose shapes without tp are `whole`."""
+    by_storage: dict[str, list[Placement]] = {name: [] for name in mine.storages}
+    for placement in mine.placements:
+        by_storage[placement.storage].append(placement)
+    per_rank = arch.num_experts // layout.ep
+    for storage, shape in mine.storages.items():
+        name = _checkpoint_name(storage, layout.spec)
+        tied = arch.tied_embeddings and head == "lm" and storage == "output_layer.weight"
+        sharded = shape != whole[storage]
+        first = (sharded or at.tp == 0) and (name.expert is not None or at.ep == 0)
+        if tied or not first:
+            continue
+        gated = is_gated(storage, arch.gated_mlp)
+        stands = slots(
+            name.globally(layers, at.ep * per_rank),
+            whole[storage],
+            form,
+            num_layers=arch.num_layers,
+            num_experts=arch.num_experts,
+            gated=gated,
+        )
+        for piece in _pieces(shape, whole[storage], stands, at.tp, halves=2 if gated else 1):
+            rank.add(piece, shape, by_storage[storage], mine.tensors)
+
+
+def _checkpoint_name(storage: str, spec: Spec) -> StorageName:
+    """Of a storage named as the transformer-engine spec does.
+
+    The local spec saves every norm under the name of a fused one, also that ahead of experts.
+    """
+    name = StorageName.parse(storage)
+    other = name.other_norm() if spec == "local" and name.tail.startswith("pre_mlp_layernorm.") else None
+    return other or name
+
+
+def _pieces(shape: Shape, whole: Shape, stands: Sequence[Slot], tp_rank: int, *, halves: int) -> Iterator[_Piece]:
+    """A rank's storage of `shape` as chunks of a storage of shape `whole` without tensor parallelism."""
+    axis = next((dim for dim, (a, b) in enumerate(zip(shape, whole, strict=True)) if a != b), None)
+    rows, all_rows = shape[0] // halves, whole[0] // halves
+    for half in range(halves):
+        local = Box((half * rows, *(0 for _ in shape[1:])), ((half + 1) * rows, *shape[1:]))
+        start = [half * all_rows, *(0 for _ in shape[1:])]
+        if axis is not None:
+            start[axis] += tp_rank * local.shape[axis]
+        slot = next(slot for slot in stands if slot.start <= start[0] < slot.stop)
+        offset = (*slot.lead, start[0] - slot.start, *start[1:])
+        sizes = (*(1 for _ in slot.lead), *local.shape)
+        box = Box(offset, tuple(a + n for a, n in zip(offset, sizes, strict=True)))
+        yield _Piece(local, slot.key, slot.shape, box)
+
+
+def _extra_states(arch: Architecture, form: KeyForm) -> Iterator[str]:
+    """Keys of the objects that stand beside the tensors: module, index and shape along its leading axes."""
+    names = [StorageName(module) for module in _EXTRA_STATES[""]]
+    for layer in range(arch.num_layers):
+        names += [StorageName(module, layer) for module in _EXTRA_STATES["layer"]]
+        for expert in range(arch.num_experts):
+            names += [StorageName(module, layer, expert) for module in _EXTRA_STATES["expert"]]
+    for name in names:
+        index = name.lead(form) or (0,)
+        shape = name.lead_shape(form, arch.num_layers, arch.num_experts) or (1,)
+        yield f"{name.key(form)}._extra_state/shard_{'.'.join(map(str, index))}_{'.'.join(map(str, shape))}"
+
+
+def _global_tensors(ranks: Sequence[_Rank], dtype: torch.dtype, blobs: Mapping[str, Blob]) -> dict[str, GlobalTensor]:
+    shapes: dict[str, Shape] = {}
+    chunks: dict[str, list[Chunk]] = {}
+    for rank in ranks:
+        for name, piece in rank.pieces.items():
+            shapes[piece.key] = piece.tensor
+            chunks.setdefault(piece.key, []).append(Chunk(piece.box, blobs[name]))
+    return {key: GlobalTensor(shape, dtype, tuple(chunks[key])) for key, shape in shapes.items()}
+
+
+class _Files:
+    """Writes the `.distcp` files: blobs one after the other, each aligned so that its tensor is."""
+
+    def __init__(self, directory: Path, dtype: torch.dtype) -> None:
+        self._directory, self._dtype = directory, dtype
+        self._templates: dict[Shape, tuple[bytes, bytes]] = {}
+        self.blobs: dict[str, Blob] = {}
+        """By the name of the chunk's storage."""
+
+    def write(self, rank: _Rank) -> dict[str, Extent]:
+        """The rank's chunks; a rank that saves nothing has no file."""
+        path = self._directory / f"__{rank.rank}_0.distcp"
+        extents: dict[str, Extent] = {}
+        if not rank.storages:
+            return extents
+        with path.open("wb") as file:
+            at = 0
+            for name, shape in rank.storages.items():
+                head, tail = self._template(shape)
+                start = at + len(head)
+                end = start + math.prod(shape) * self._dtype.itemsize
+                os.pwrite(file.fileno(), head, at)
+                os.pwrite(file.fileno(), tail, end)
+                extents[name] = Extent(path, start, shape, self._dtype)
+                self.blobs[name] = Blob(path, at, end + len(tail) - at)
+                at = -(-(end + len(tail)) // ALIGNMENT) * ALIGNMENT
+        return extents
+
+    def write_nothing(self) -> Blob:
+        """One blob for all `_extra_state`s, [None], behind the first rank's chunks."""
+        path = self._directory / "__0_0.distcp"
+        at = -(-path.stat().st_size // ALIGNMENT) * ALIGNMENT
+        _, end = write_skeleton(path, [None], offset=at)
+        return Blob(path, at, end - at)
+
+    def _template(self, shape: Shape) -> tuple[bytes, bytes]:
+        """A blob up to its tensor's bytes, and what follows them; blobs of one shape differ in nothing else."""
+        if shape not in self._templates:
+            path = self._directory / "archive"
+            extent, end = write_skeleton(path, TensorSpec(shape, self._dtype))
+            with path.open("rb") as file:
+                head = file.read(extent.offset)
+                file.seek(extent.end)
+                self._templates[shape] = (head, file.read(end - extent.end))
+            path.unlink()
+        return self._templates[shape]

@@ -1,0 +1,52 @@
+"""What `--force` may delete: a checkpoint and nothing more, never somebody's home directory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megarlhf.model_directory import COMPANION
+from megarlhf.weights.checkpoint.formats.huggingface.write import TEMPLATES
+from megarlhf.weights.checkpoint.formats.megatron.tracker import TRACKER, find_checkpoint
+from megarlhf.weights.checkpoint.stored_model import recognise
+
+_OF_A_MODEL = {"", ".safetensors", ".bin", ".json", ".txt", ".model", ".jinja", ".md", ".py", ".tiktoken"}
+"""Suffixes of the files in a Hugging Face directory."""
+
+
+def require_replaceable(out: Path, source: Path) -> None:
+    """Raises ValueError when `out` is there and is no checkpoint, holds anything else, or holds the source."""
+    if not out.is_dir() or not any(out.iterdir()):
+        return
+    try:
+        kind = recognise(out)
+    except ValueError as error:
+        raise ValueError(f"--force replaces checkpoints only, and {out} is none; remove it yourself") from error
+    if out.resolve() in source.resolve().parents:
+        raise ValueError(f"--force would delete {out} and in it the source {source}; write to another directory")
+    others = _others(out) if kind == "huggingface" else _others_of_a_root(out)
+    if others:
+        raise ValueError(
+            f"--force would delete more of {out} than the checkpoint: {', '.join(others[:5])}"
+            f"{f' and {len(others) - 5} more' if len(others) > 5 else ''}; write to another directory, or remove it "
+            "yourself"
+        )
+
+
+def _others(out: Path) -> list[str]:
+    return sorted(
+        path.name
+        for path in out.iterdir()
+        if (path.is_dir() and path.name != TEMPLATES) or (path.is_file() and path.suffix not in _OF_A_MODEL)
+    )
+
+
+def _others_of_a_root(out: Path) -> list[str]:
+    """Raises: ValueError when `out` is one iteration of a run, in which a new root would be nested."""
+    folder, _ = find_checkpoint(out)
+    assert folder is not None, f"{out} is recognised, but is no Megatron checkpoint"
+    if folder == out:
+        raise ValueError(
+            f"{out} is one iteration of a run, and a checkpoint's root is written; name the root ({out.parent}) if "
+            "that is to be replaced, or write to another directory"
+        )
+    return sorted(path.name for path in out.iterdir() if path.name not in {TRACKER, COMPANION, folder.name})

@@ -1,0 +1,217 @@
+"""Opens a model on disk, whatever its format: Hugging Face, Megatron's `torch_dist` or `mp_rank`, of any layout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from os import PathLike
+from pathlib import Path
+from typing import Any, Literal
+
+from megarlhf.architectures.architecture import Architecture, hf_config, read_config
+from megarlhf.architectures.megatron_layout import MegatronLayout
+from megarlhf.architectures.placements import Head, head_name, table_of
+from megarlhf.model_directory import find_description
+from megarlhf.placement import contiguous_strides
+from megarlhf.weights.checkpoint.formats.huggingface.read import HFFiles, is_huggingface
+from megarlhf.weights.checkpoint.formats.megatron.args import arch_of, contradictions
+from megarlhf.weights.checkpoint.formats.megatron.tracker import TRACKER, Iteration, find_checkpoint
+from megarlhf.weights.checkpoint.formats.mp_rank.read_write import MODEL_FILES, read_mp_rank
+from megarlhf.weights.checkpoint.formats.torch_dist.metadata import is_torch_dist, read_common
+from megarlhf.weights.checkpoint.formats.torch_dist.read import read_torch_dist
+from megarlhf.weights.checkpoint.formats.torch_file.archive import read_torch_file
+from megarlhf.weights.checkpoint.staging import replaced_by
+from megarlhf.weights.checks.replicas import require_equal_copies
+from megarlhf.weights.transport.extent import Extent, StoredWeights
+
+Kind = Literal["huggingface", "torch_dist", "mp_rank"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredModel:
+    """A model on disk, opened: nothing but headers has been read."""
+
+    kind: Kind
+    directory: Path
+    """As named by the user."""
+    weights: StoredWeights
+    arch: Architecture
+    head: Head
+    config: Mapping[str, Any]
+    """Its config.json, or one made from what Megatron's arguments say."""
+    companion: Path | None
+    """Directory with the tokenizer and other small files, if there is one."""
+    layout: MegatronLayout | None = None
+    """Of a Megatron checkpoint; for torch_dist that of the run that saved it, if stated."""
+    iteration: Iteration | None = None
+    args: Mapping[str, Any] | None = None
+    """Megatron-LM's arguments."""
+
+
+def recognise(path: str | PathLike[str]) -> Kind:
+    """The format of a directory, by its content.
+
+    Raises: ValueError when it is none of the three.
+    """
+    path = Path(path)
+    kept = replaced_by(path)
+    if not path.is_dir() and kept.is_dir():
+        raise ValueError(
+            f"{path} is not there: a conversion that was to replace it was killed, and left it as {kept}; run that "
+            "conversion again, or rename it back"
+        )
+    if not path.is_dir():
+        raise ValueError(f"{path} is not a directory; give a Hugging Face directory or a Megatron checkpoint")
+    if is_huggingface(path):
+        return "huggingface"
+    folder, _ = find_checkpoint(path)
+    iterations = [] if folder is not None else sorted(p.name for p in path.glob("iter_*") if find_checkpoint(p)[0])
+    if iterations:
+        raise ValueError(
+            f"{path} has no {TRACKER} that says which of its checkpoints is meant: {', '.join(iterations)}; name one "
+            "of them, or write its number to that file"
+        )
+    if folder is None:
+        raise ValueError(
+            f"{path} is no checkpoint: it has neither Hugging Face weights (model.safetensors, "
+            f"pytorch_model.bin or their index), nor {TRACKER}, .metadata or mp_rank_* folders of Megatron; give a "
+            "directory that has"
+        )
+    return "torch_dist" if is_torch_dist(folder) else "mp_rank"
+
+
+def open_model(
+    path: str | PathLike[str],
+    *,
+    hf: str | PathLike[str] | None = None,
+    head: Head | None = None,
+) -> StoredModel:
+    """Opens the model at `path`.
+
+    `hf`: a Hugging Face directory whose config.json describes the model, for Megatron checkpoints that do not
+    say enough. `head`: the head that is wanted where both are stored, or where the other may stay unused; a model
+    that lacks it is opened with the head that it has.
+
+    Raises: ValueError when the format or the architecture is unknown, files are missing or damaged, or the
+    tensors are not exactly the architecture's (all differences listed).
+    """
+    path = Path(path)
+    kind = recognise(path)
+    if kind == "huggingface":
+        return _open_huggingface(path, head)
+    return _open_megatron(kind, path, find_description(path, hf))
+
+
+def _open_huggingface(path: Path, wanted: Head | None) -> StoredModel:
+    config = read_config(path)
+    arch = Architecture.from_hf(config)
+    files = HFFiles(path)
+    lm_head, score = head_name(arch, "lm"), head_name(arch, "scalar")
+    head: Head = "scalar" if score in files.tensors and wanted != "lm" else "lm"
+    # A tied model's files may repeat the embedding as head; a loader may leave the head that it does not want.
+    unused = {lm_head} if arch.tied_embeddings or wanted == "scalar" else set()
+    if wanted == "lm":
+        unused.add(score)
+    weights = files.stored(arch, head, extra=unused)
+    if arch.tied_embeddings and head == "lm" and lm_head in files.tensors:
+        _require_tied(path, weights, arch, files.tensors[lm_head])
+    return StoredModel(
+        kind="huggingface", directory=path, weights=weights, arch=arch, head=head, config=config, companion=path
+    )
+
+
+def _require_tied(path: Path, weights: StoredWeights, arch: Architecture, lm_head: Extent) -> None:
+    """transformers does not tie a model whose files hold two different tensors, whatever config.json says."""
+    embedding = table_of(arch).embedding[0].tensors[0][0]
+    (placed,) = (p for p in weights.parts[0].placements if p.tensor == embedding)
+    (part,) = weights.parts
+    again = replace(placed, storage=_COPY, strides=contiguous_strides(lm_head.shape))
+    if lm_head.shape != placed.box.shape or lm_head.strides is not None:
+        raise ValueError(f"{path} stores a head of shape {lm_head.shape} beside the embedding that it is tied to")
+    both = replace(part, placements=(placed, again))
+    require_equal_copies(path, [both], [{**weights.extents[0], _COPY: lm_head}], lambda p: p.storage == _COPY)
+
+
+_COPY = "the stored head"
+
+
+def _open_megatron(kind: Kind, path: Path, companion: Path | None) -> StoredModel:
+    folder, iteration = find_checkpoint(path)
+    assert folder is not None
+    arch = None if companion is None else Architecture.from_hf(companion)
+    if arch is not None:
+        wrong = contradictions(arch, _stored_args(kind, folder))
+        if wrong:
+            raise ValueError(
+                f"config.json of {companion} describes another model than the args of {folder}, in {len(wrong)} "
+                f"points: {'; '.join(wrong)}. Name the Hugging Face directory that belongs to the checkpoint "
+                "(--reference-hf, in a run model.hf), or correct that config.json"
+            )
+    if kind == "torch_dist":
+        dist = read_torch_dist(folder, arch or arch_of(read_common(folder).args))
+        weights, head, args = StoredWeights(path, dist.parts, dist.extents), dist.head, dist.args
+        layout = _stated_layout(args, dist.padded_vocab)
+    else:
+        ranks = read_mp_rank(folder, arch)
+        weights = StoredWeights(path, tuple(ranks.parts), tuple(ranks.extents))
+        head, args, layout = ranks.head, dict(ranks.args), ranks.layout
+        if head == "lm" and (arch or arch_of(args)).tied_embeddings:
+            require_equal_copies(
+                folder, ranks.parts, ranks.extents, lambda p: p.storage.endswith("output_layer.weight")
+            )
+    arch = arch or arch_of(args)
+    return StoredModel(
+        kind=kind,
+        directory=path,
+        weights=weights,
+        arch=arch,
+        head=head,
+        config=hf_config(arch, head) if companion is None else read_config(companion),
+        companion=companion,
+        layout=layout,
+        iteration=iteration,
+        args=args,
+    )
+
+
+def _stored_args(kind: Kind, folder: Path) -> Mapping[str, Any]:
+    """Megatron's arguments, before anything is compared with an architecture; of mp_rank files the first one's."""
+    if kind == "torch_dist":
+        return read_common(folder).args
+    first = min((path for name in MODEL_FILES for path in folder.glob(f"mp_rank_*/{name}")), default=None)
+    content = None if first is None else read_torch_file(first)
+    args = content.get("args") if isinstance(content, dict) else None
+    return {} if args is None else args if isinstance(args, dict) else vars(args)
+
+
+def _stated_layout(args: Mapping[str, Any], padded_vocab: int) -> MegatronLayout:
+    """The layout that saved a torch_dist checkpoint, from its arguments; the files themselves know none."""
+
+    def stated(name: str) -> int:
+        return int(args.get(name) or 1)
+
+    return MegatronLayout(
+        tp=stated("tensor_model_parallel_size"),
+        pp=stated("pipeline_model_parallel_size"),
+        vpp=stated("virtual_pipeline_model_parallel_size"),
+        ep=stated("expert_model_parallel_size"),
+        layers_per_stage=_stages(args, stated("pipeline_model_parallel_size")),
+        padded_vocab=padded_vocab,
+        spec="local" if args.get("transformer_impl") == "local" else "te",
+        experts="grouped" if args.get("moe_grouped_gemm") else "each",
+    )
+
+
+def _stages(args: Mapping[str, Any], pp: int) -> tuple[int, ...] | None:
+    """Layers of each stage where the arguments state uneven ones: a first or a last, or a whole layout."""
+    spelled = args.get("pipeline_model_parallel_layout")
+    if isinstance(spelled, str) and pp > 1 and set(spelled) <= set("EtmL|"):
+        chunks = [chunk.count("t") for chunk in spelled.split("|")]
+        return tuple(sum(chunks[rank::pp]) for rank in range(pp))
+    first, last = (args.get(f"decoder_{end}_pipeline_num_layers") for end in ("first", "last"))
+    num_layers = int(args.get("num_layers") or 0)
+    if pp < 2 or not num_layers or not (first or last):
+        return None
+    even = pp - bool(first) - bool(last)
+    middle = (num_layers - (first or 0) - (last or 0)) // max(1, even)
+    return (*([first] if first else []), *[middle] * even, *([last] if last else []))

@@ -1,0 +1,1 @@
+"""Is what arrived right: digests, certificates, comparisons."""

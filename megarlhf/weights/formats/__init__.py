@@ -1,1 +1,0 @@
-"""Checkpoint formats on disk."""

@@ -1,0 +1,246 @@
+"""The copy plan: which box of which logical tensor goes from which storage to which. Pure data.
+
+Every rank makes the same plan from the same placements; no process group is needed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from megarlhf.placement import Box, Placement, RankPlacements, Shape
+from megarlhf.weights.plan.cuts import NodeOf, Piece, Ranks, Stream, TensorCuts, cut_all
+from megarlhf.weights.plan.shares import Window, share_streams
+
+Pair = tuple[int, int]
+"""(source rank, destination rank)."""
+
+_MAX_LISTED = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """A box of a logical tensor, from a strided view of one storage to one of another."""
+
+    tensor: str
+    box: Box
+    src_rank: int
+    src_storage: str
+    src_offset: int
+    src_strides: Shape
+    dst_rank: int
+    dst_storage: str
+    dst_offset: int
+    dst_strides: Shape
+
+    @property
+    def shape(self) -> Shape:
+        return self.box.shape
+
+    @property
+    def numel(self) -> int:
+        return self.box.numel
+
+    @property
+    def source(self) -> Placement:
+        return Placement(self.tensor, self.box, self.src_storage, self.src_offset, self.src_strides)
+
+    @property
+    def destination(self) -> Placement:
+        return Placement(self.tensor, self.box, self.dst_storage, self.dst_offset, self.dst_strides)
+
+
+@dataclass(frozen=True, eq=False)
+class CopyPlan:
+    """All copies (or, with `only_rank`, those of one rank) in an order every rank agrees on."""
+
+    copies: tuple[Copy, ...]
+    traffic: dict[Pair, int]
+    """Elements by (source rank, destination rank), of all ranks; (r, r) are local copies."""
+    only_rank: int | None = None
+
+    @cached_property
+    def _by_pair(self) -> dict[Pair, list[Copy]]:
+        pairs = defaultdict(list)
+        for copy in self.copies:
+            pairs[copy.src_rank, copy.dst_rank].append(copy)
+        return dict(pairs)
+
+    def local(self, rank: int) -> list[Copy]:
+        """Copies inside `rank`."""
+        self._check(rank)
+        return self._by_pair.get((rank, rank), [])
+
+    def sends(self, rank: int) -> dict[int, list[Copy]]:
+        """What `rank` sends, by peer in ascending order."""
+        self._check(rank)
+        return {p[1]: self._by_pair[p] for p in sorted(self._by_pair) if p[0] == rank != p[1]}
+
+    def receives(self, rank: int) -> dict[int, list[Copy]]:
+        """What `rank` receives, by peer in ascending order."""
+        self._check(rank)
+        return {p[0]: self._by_pair[p] for p in sorted(self._by_pair) if p[1] == rank != p[0]}
+
+    def elements_sent(self, rank: int) -> int:
+        return sum(n for (src, dst), n in self.traffic.items() if src == rank != dst)
+
+    def elements_received(self, rank: int) -> int:
+        return sum(n for (src, dst), n in self.traffic.items() if dst == rank != src)
+
+    def _check(self, rank: int) -> None:
+        if self.only_rank not in (None, rank):
+            raise ValueError(
+                f"asked for the copies of rank {rank}, but the plan was made with "
+                f"only_rank={self.only_rank}; make it without only_rank"
+            )
+
+
+def make_plan(
+    sources: Sequence[RankPlacements],
+    destinations: Sequence[RankPlacements],
+    *,
+    only_rank: int | None = None,
+    node_of: NodeOf | None = None,
+) -> CopyPlan:
+    """The plan that fills every placement of `destinations` from `sources`, each element exactly once.
+
+    What a rank holds it takes from itself. For the rest, all that strangers need of what the same set of ranks holds
+    is one stream, destination by destination, cut into one contiguous part per holder: senders are balanced to a
+    row, and a destination has few peers. With `node_of` (rank -> node) a rank of the same node sends what one holds.
+    All ranks must pass the same placements; `only_rank` keeps one rank's copies (but everybody's traffic),
+    for large jobs.
+
+    Raises: ValueError when the sources lack something, listing it, or when two ranks disagree on the shape of
+    a logical tensor.
+    """
+    sources = _by_rank(sources, "sources")
+    destinations = _by_rank(destinations, "destinations")
+    _check_shapes((*sources, *destinations))
+    tensors = cut_all(sources, destinations, node_of)
+    missing = [f"{tensor.name}{_slices(box)}" for tensor in tensors for box in tensor.cuts.missing]
+    if missing:
+        _raise_missing(missing)
+    needs, traffic = _needs(tensors)
+    windows = share_streams(needs, lambda ranks, rank, position: _row_near(tensors, (ranks, rank), position))
+    for (_, dst), parts in windows.items():
+        for (src, stop), start in zip(parts, [0, *(end for _, end in parts)], strict=False):
+            traffic[src, dst] += stop - start
+    return CopyPlan(tuple(_copies(tensors, windows, only_rank)), dict(traffic), only_rank)
+
+
+def _needs(tensors: Sequence[TensorCuts]) -> tuple[dict[Ranks, dict[int, int]], Counter[Pair]]:
+    """Elements that each rank needs of each set of holders, ranks ascending, and what ranks have themselves."""
+    streams: Counter[Stream] = Counter()
+    traffic: Counter[Pair] = Counter()
+    patterns = {id(tensor.cuts): tensor.cuts for tensor in tensors}
+    for pattern, count in Counter(id(tensor.cuts) for tensor in tensors).items():
+        for stream, numel in patterns[pattern].needs.items():
+            streams[stream] += numel * count
+        for rank, numel in patterns[pattern].local.items():
+            traffic[rank, rank] += numel * count
+    needs: dict[Ranks, dict[int, int]] = defaultdict(dict)
+    for ranks, rank in sorted(streams):
+        needs[ranks][rank] = streams[ranks, rank]
+    return dict(needs), traffic
+
+
+def _row_near(tensors: Sequence[TensorCuts], stream: Stream, position: int) -> int:
+    """Where a row of the stream ends (or starts) nearest to `position`."""
+    at = 0
+    for tensor in tensors:
+        size = tensor.cuts.needs.get(stream, 0)
+        if at + size < position:
+            at += size
+            continue
+        for piece in tensor.cuts.of_stream.get(stream, ()):
+            if at + piece.numel >= position:
+                return at + (position - at + piece.row // 2) // piece.row * piece.row
+            at += piece.numel
+    raise AssertionError(f"position {position} lies behind the end {at} of stream {stream}")
+
+
+def _copies(
+    tensors: Sequence[TensorCuts], windows: Mapping[Stream, Sequence[Window]], only_rank: int | None
+) -> Iterator[Copy]:
+    """Tensor by tensor, then by destination: the order of every pair's stream on both its ends."""
+    at: dict[Stream, int] = defaultdict(int)
+    relevant: dict[int, tuple[Piece, ...]] = {}
+    for tensor in tensors:
+        pattern = id(tensor.cuts)
+        if pattern not in relevant:
+            relevant[pattern] = tensor.cuts.of_rank(only_rank)
+        for piece in relevant[pattern]:
+            start = 0
+            for src, stop in _cut_at(piece, windows, at):
+                if start < stop and only_rank in (None, src, piece.dst_rank):
+                    box = piece.box if stop - start == piece.numel else _rows(piece, start, stop)
+                    held, wanted = tensor.held[piece.holders[src]], tensor.wanted[piece.wanted]
+                    yield _copy(src, held.part(box), piece.dst_rank, wanted.part(box))
+                start = max(start, stop)
+
+
+def _cut_at(piece: Piece, windows: Mapping[Stream, Sequence[Window]], at: dict[Stream, int]) -> list[Window]:
+    """Who sends the piece, up to which of its elements; moves its stream on."""
+    if piece.stream is None:
+        return [(piece.dst_rank, piece.numel)]
+    start = at[piece.stream]
+    at[piece.stream] += piece.numel
+    return [(src, min(stop - start, piece.numel)) for src, stop in windows[piece.stream]]
+
+
+def _rows(piece: Piece, start: int, stop: int) -> Box:
+    """The elements [start, stop) of a piece, whole rows of it."""
+    first = piece.box.start[0]
+    a, b = start // piece.row, stop // piece.row
+    return Box((first + a, *piece.box.start[1:]), (first + b, *piece.box.stop[1:]))
+
+
+def _copy(src_rank: int, src: Placement, dst_rank: int, dst: Placement) -> Copy:
+    return Copy(
+        src.tensor,
+        src.box,
+        src_rank,
+        src.storage,
+        src.offset,
+        src.strides,
+        dst_rank,
+        dst.storage,
+        dst.offset,
+        dst.strides,
+    )
+
+
+def _by_rank(parts: Sequence[RankPlacements], what: str) -> list[RankPlacements]:
+    ranks = [part.rank for part in parts]
+    if len(set(ranks)) < len(ranks):
+        twice = sorted({rank for rank in ranks if ranks.count(rank) > 1})
+        raise ValueError(f"{what} name ranks {twice} more than once; merge the parts of a rank with merge_ranks")
+    return sorted(parts, key=lambda part: part.rank)
+
+
+def _check_shapes(parts: Sequence[RankPlacements]) -> None:
+    shapes: dict[str, tuple[int, Shape]] = {}
+    for part in parts:
+        for tensor, shape in part.tensors.items():
+            rank, known = shapes.setdefault(tensor, (part.rank, shape))
+            if known != shape:
+                raise ValueError(
+                    f"{tensor} has shape {known} on rank {rank} and {shape} on rank {part.rank}; source and "
+                    "destination must be the same model: compare their config.json"
+                )
+
+
+def _slices(box: Box) -> str:
+    return "[" + ", ".join(f"{a}:{b}" for a, b in zip(box.start, box.stop, strict=True)) + "]"
+
+
+def _raise_missing(missing: Sequence[str]) -> None:
+    unique = list(dict.fromkeys(missing))
+    more = f" and {len(unique) - _MAX_LISTED} more" if len(unique) > _MAX_LISTED else ""
+    raise ValueError(
+        f"the sources lack {len(unique)} boxes that the destinations need: "
+        f"{', '.join(unique[:_MAX_LISTED])}{more}; "
+        "pass the placements of every source rank, of the same model"
+    )

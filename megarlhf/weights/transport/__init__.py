@@ -1,0 +1,1 @@
+"""How elements move: inside a rank, between ranks, from files to files."""

@@ -1,0 +1,91 @@
+"""Random initial weights that are the same numbers at every layout."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Literal
+
+import torch
+
+from megarlhf.architectures.architecture import Architecture
+from megarlhf.architectures.placements import Head, Init, tensor_inits
+from megarlhf.placement import Box, Placement, RankPlacements, Shape
+from megarlhf.weights.transport.local import Storages, view, zero_padding
+
+_BLOCK_ELEMENTS = 1 << 20
+
+
+@torch.no_grad()
+def fill_random(
+    placements: RankPlacements,
+    dst: Storages,
+    *,
+    seed: int,
+    std: float,
+    arch: Architecture,
+    head: Head = "lm",
+    score: Literal["normal", "zeros"] = "normal",
+    only: frozenset[str] | None = None,
+) -> None:
+    """Fills a rank's storages: matrices normal(0, std), the projections that write into the residual stream
+    (o_proj, down_proj) normal(0, std / sqrt(2 num_layers)), norms one, biases and padding zero, a score head
+    normal(0, 1 / sqrt(hidden + 1)) or zero.
+
+    A tensor is drawn in fp32 in blocks of whole rows, each from a CPU generator seeded by (seed, name,
+    block); a rank draws only the blocks it holds rows of. `only` limits it to some logical tensors (a
+    fresh head on a loaded trunk) and then leaves padding alone.
+    """
+    inits = tensor_inits(arch, head)
+    parts: dict[str, list[Placement]] = defaultdict(list)
+    for placement in placements.placements:
+        if only is None or placement.tensor in only:
+            parts[placement.tensor].append(placement)
+    for tensor, held in parts.items():
+        init = inits[tensor]
+        scale = _scale(init, std, arch, score)
+        if scale == 0.0 or init == "ones":
+            for placement in held:
+                view(placement, dst).fill_(1.0 if init == "ones" else 0.0)
+            continue
+        for block, values in _blocks(tensor, placements.tensors[tensor], held, seed):
+            values *= scale
+            for placement in held:
+                hit = placement.box.intersect(block)
+                if hit is not None:
+                    inside = hit.shift(tuple(-a for a in block.start))
+                    index = tuple(slice(a, b) for a, b in zip(inside.start, inside.stop, strict=True))
+                    view(placement.part(hit), dst).copy_(values[index])
+    if only is None:
+        zero_padding(placements, dst)
+
+
+def _scale(init: Init, std: float, arch: Architecture, score: Literal["normal", "zeros"]) -> float:
+    scales: dict[Init, float] = {
+        "normal": std,
+        "residual": std / math.sqrt(2 * arch.num_layers),
+        "ones": 1.0,
+        "zeros": 0.0,
+        "score": 1 / math.sqrt(arch.hidden_size + 1) if score == "normal" else 0.0,
+    }
+    return scales[init]
+
+
+def _blocks(tensor: str, shape: Shape, held: list[Placement], seed: int) -> Iterator[tuple[Box, torch.Tensor]]:
+    """The blocks of rows that the placements touch, with their standard normal values."""
+    inner = math.prod(shape[1:])
+    rows = max(1, _BLOCK_ELEMENTS // inner)
+    zeros = (0,) * (len(shape) - 1)
+    for number, start in enumerate(range(0, shape[0], rows)):
+        block = Box((start, *zeros), (min(start + rows, shape[0]), *shape[1:]))
+        if any(placement.box.intersect(block) for placement in held):
+            generator = torch.Generator().manual_seed(_seed(seed, tensor, number))
+            yield block, torch.randn(block.shape, generator=generator, dtype=torch.float32)
+
+
+def _seed(seed: int, tensor: str, block: int) -> int:
+    """63 bits of a hash; Python's own `hash` differs from process to process."""
+    digest = hashlib.blake2b(f"{seed}/{tensor}/{block}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

@@ -1,0 +1,259 @@
+"""The resharder: carries a copy plan over a process group into live memory, again and again.
+
+Everything travels in rounds, several of them under way at a time: `rounds.py` says what is gathered into a bucket and
+scattered from another, and what travels from and to where it lies.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+import torch
+import torch.distributed as dist
+
+from megarlhf.together import FailingTogether
+from megarlhf.weights.plan.copy_plan import CopyPlan
+from megarlhf.weights.transport.local import Storages
+from megarlhf.weights.transport.rounds import Message, RankTraffic, Round, bucket_size
+
+BUCKET_BYTES = 256 << 20
+DIRECT_BYTES = 1 << 20
+"""What a stretch must have to be a message of its own. Not measured over NCCL; it bounds a full bucket to 256."""
+DIRECT_BYTES_CPU = 128 << 10  # over gloo a message costs some 50 us, twice as long as so many bytes take
+
+_MIN_BUCKET_BYTES = 1 << 20
+_CAST_ELEMENTS = 1 << 20
+_SLOTS = 8
+"""Rounds under way at a time, each with its share of the buckets: gathering, wire and scattering overlap, and a share
+stays in the cache on a CPU."""
+
+Pairs = list[tuple[torch.Tensor, torch.Tensor]]
+"""(into, from)."""
+
+
+class TransferError(RuntimeError):
+    """A transfer failed on some rank; the destinations may hold a mixture. Raised on every rank."""
+
+
+@dataclass
+class _Failure:
+    """The first thing that went wrong on this rank; its peers are served on, with whatever is in the buffers."""
+
+    error: Exception | None = None
+
+    def guard(self, action: Callable[[], None]) -> None:
+        if self.error is None:
+            try:
+                action()
+            except Exception as error:  # noqa: BLE001 -- raised on all ranks once the peers are served
+                self.error = error
+
+
+@dataclass(frozen=True, slots=True)
+class _LiveRound:
+    """A round as tensors: views of live memory and of buckets."""
+
+    gather: list[Pairs]
+    ops: list[dist.P2POp]
+    scatter: list[Pairs]
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """What a run needs on this rank before the first message, so that want of it is told before anything is written."""
+
+    memory: tuple[object, ...]
+    """Which memory it speaks of."""
+    local: Pairs
+    rounds: list[_LiveRound]
+    buckets: list[torch.Tensor]
+    """A share for sending, and one for receiving, for each round that may be under way."""
+
+
+class Resharder:
+    """Executes one plan among the ranks of a group, each of which makes one."""
+
+    def __init__(
+        self,
+        plan: CopyPlan,
+        *,
+        rank: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        group: dist.ProcessGroup | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
+        direct_bytes: int | None = None,
+        free_bytes: Callable[[], int] | None = None,
+    ) -> None:
+        """Values travel in `dtype`, local ones too, and are then cast to the destination's. Ranks in plans are global.
+
+        `bucket_bytes` bounds what a rank has gathered, and what it receives to scatter, at any moment. `direct_bytes`:
+        see DIRECT_BYTES; the same on all ranks. `free_bytes` says what the device has left: buckets together take at
+        most half of it, or 2 MB. On a CPU they are kept between runs, with views of the memory of the last run.
+        """
+        self._rank, self._dtype, self._device, self._group = rank, dtype, device, group
+        self._bucket_bytes, self._free_bytes = bucket_bytes, free_bytes
+        if direct_bytes is None:
+            direct_bytes = DIRECT_BYTES_CPU if device.type == "cpu" else DIRECT_BYTES
+        self._traffic = RankTraffic(plan, rank, max(1, direct_bytes // dtype.itemsize))
+        self._kept: _Prepared | None = None
+
+    @torch.no_grad()
+    def run(self, src: Storages, dst: Storages) -> None:
+        """Carries everything once. Afterwards every destination box holds its source's present values. Collective.
+
+        Raises: TransferError on every rank when any rank failed, with the reason. If it failed before the first message
+        (no memory, a storage that is missing), nothing is written; else the destinations are a mixture. When a process
+        or the network is gone, the RuntimeError of the backend, which need not name it.
+        """
+        with self._failing_together():
+            free = None if self._free_bytes is None else self._free_bytes() + self._kept_bytes()
+        capacity = self._capacity(self._least(free))
+        with self._failing_together():
+            ready = self._prepare(src, dst, capacity)
+        failure = _Failure()
+        try:
+            self._rounds(ready, failure)
+        except RuntimeError as error:  # of the network, over which nothing more can be told: the rest is guarded
+            reason = failure.error or error
+            raise TransferError(f"rank {self._rank}: {type(reason).__name__}: {reason}") from reason
+        with self._failing_together():
+            if failure.error is not None:
+                raise failure.error
+
+    def _failing_together(self) -> FailingTogether:
+        return FailingTogether(lambda reasons: TransferError("; ".join(reasons)), self._group)
+
+    def _kept_bytes(self) -> int:
+        return 0 if self._kept is None else sum(share.nbytes for share in self._kept.buckets)
+
+    def _least(self, free: int | None) -> int | None:
+        """Of the poorest rank. Collective."""
+        if free is None:
+            return None
+        least = torch.tensor(free, device=self._device)
+        dist.all_reduce(least, op=dist.ReduceOp.MIN, group=self._group)
+        return int(least)
+
+    def _capacity(self, free: int | None) -> int:
+        """Elements of a round: its share of the bucket for sending, and of that for receiving.
+
+        By powers of two below `bucket_bytes`, the same on all ranks, so that few schedules are made.
+        """
+        size = self._bucket_bytes
+        while free is not None and size > max(free // 4, _MIN_BUCKET_BYTES):
+            size //= 2
+        return max(1, size // _SLOTS // self._dtype.itemsize)
+
+    def _prepare(self, src: Storages, dst: Storages, capacity: int) -> _Prepared:
+        live = tuple((name, tensor.data_ptr(), tensor.dtype) for side in (src, dst) for name, tensor in side.items())
+        # A CPU keeps the buckets: pages that were never touched cost more than the copy into them. On a GPU torch's
+        # allocator has them at hand.
+        if self._kept is not None and self._kept.memory == (capacity, *live):
+            return self._kept
+        if missing := self._traffic.missing(src, dst):
+            raise ValueError(f"{len(missing)} storages of the plan are missing: {', '.join(missing[:5])}")
+        self._kept = None
+        rounds = self._traffic.rounds(capacity, src, dst, self._dtype)
+        outgoing = self._bucket([one.sends for one in rounds])
+        incoming = self._bucket([one.receives for one in rounds])
+        bound = [
+            self._bind(one, src, dst, outgoing[number % _SLOTS], incoming[number % _SLOTS])
+            for number, one in enumerate(rounds)
+        ]
+        prepared = _Prepared((capacity, *live), self._traffic.local(src, dst), bound, [*outgoing, *incoming])
+        if self._device.type == "cpu":
+            self._kept = prepared
+        return prepared
+
+    def _bucket(self, rounds: Sequence[Sequence[Message]]) -> list[torch.Tensor]:
+        """Shares, each large enough for every round that uses it."""
+        sizes = [bucket_size(messages) for messages in rounds]
+        slots = range(min(_SLOTS, len(sizes)))
+        return [torch.empty(max(sizes[k::_SLOTS]), dtype=self._dtype, device=self._device) for k in slots]
+
+    def _bind(
+        self, one: Round, src: Storages, dst: Storages, outgoing: torch.Tensor, incoming: torch.Tensor
+    ) -> _LiveRound:
+        gather: Pairs = []
+        scatter: Pairs = []
+        ops = []
+        for message in one.receives:
+            views = message.views(dst)
+            if message.stretch is not None:
+                scatter += zip(views, _split_like(incoming[message.stretch], views), strict=True)
+            buffer = views[0] if message.stretch is None else incoming[message.stretch]
+            ops.append(dist.P2POp(dist.irecv, buffer, message.peer, self._group))
+        for message in one.sends:
+            views = message.views(src)
+            if message.stretch is not None:
+                gather += zip(_split_like(outgoing[message.stretch], views), views, strict=True)
+            buffer = views[0] if message.stretch is None else outgoing[message.stretch]
+            ops.append(dist.P2POp(dist.isend, buffer, message.peer, self._group))
+        return _LiveRound(_fused(gather), ops, _fused(scatter))
+
+    def _rounds(self, ready: _Prepared, failure: _Failure) -> None:
+        rounds = iter(ready.rounds)
+        under_way = deque(_post(one, failure) for one in islice(rounds, _SLOTS))
+        failure.guard(lambda: _copy_inside(ready.local, self._dtype))
+        for one in rounds:
+            _finish(*under_way.popleft(), failure)
+            under_way.append(_post(one, failure))
+        while under_way:
+            _finish(*under_way.popleft(), failure)
+
+
+def carry_over_group(
+    plan: CopyPlan,
+    src: Storages,
+    dst: Storages,
+    *,
+    rank: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    group: dist.ProcessGroup | None = None,
+    bucket_bytes: int = BUCKET_BYTES,
+) -> None:
+    """Carries a plan once; see `Resharder`. Every rank of the group calls it."""
+    Resharder(plan, rank=rank, dtype=dtype, device=device, group=group, bucket_bytes=bucket_bytes).run(src, dst)
+
+
+def _post(one: _LiveRound, failure: _Failure) -> tuple[_LiveRound, list[dist.Work]]:
+    failure.guard(lambda: _copy_all(one.gather))
+    return one, dist.batch_isend_irecv(one.ops)
+
+
+def _finish(one: _LiveRound, works: list[dist.Work], failure: _Failure) -> None:
+    for work in works:
+        work.wait()
+    failure.guard(lambda: _copy_all(one.scatter))
+
+
+def _copy_inside(pairs: Pairs, dtype: torch.dtype) -> None:
+    """By way of `dtype`: the same bits as if they had travelled."""
+    for into, values in pairs:
+        if dtype in (into.dtype, values.dtype):
+            into.copy_(values)
+            continue
+        rows = max(1, _CAST_ELEMENTS * len(into) // into.numel())
+        for part, cast in zip(into.split(rows), values.split(rows), strict=True):
+            part.copy_(cast.to(dtype))
+
+
+def _split_like(message: torch.Tensor, views: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    stretches = message.split([view.numel() for view in views])
+    return [stretch.view(view.shape) for stretch, view in zip(stretches, views, strict=True)]
+
+
+def _fused(pairs: Pairs) -> list[Pairs]:
+    """Flat ones apart: a single strided pair makes torch copy the whole list one by one on a GPU."""
+    groups = [p for p in pairs if p[0].dim() == 1], [p for p in pairs if p[0].dim() != 1]
+    return [group for group in groups if group]
+
+
+def _copy_all(groups: Sequence[Pairs]) -> None:
+    for pairs in groups:
+        torch._foreach_copy_([into for into, _ in pairs], [values for _, values in pairs])
