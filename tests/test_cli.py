@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megarlhf import cli, launch
+from megarlhf.commands import cli, launch
 from megarlhf.observe.metrics import read_metrics
 from tools.demo.make_data import base_files
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megarlhf.architectures import families
 from megarlhf.architectures.families.llama import FAMILY as LLAMA
-from megarlhf.architectures.placements import families, logical_tensors
+from megarlhf.architectures.placements import logical_tensors
 from megarlhf.architectures.table import Entry, Family
 from megarlhf.weights.checkpoint.conversion import HuggingFaceTarget, MegatronTarget, convert
 from megarlhf.weights.checkpoint.stored_model import open_model
@@ -34,10 +35,10 @@ def zebra(monkeypatch) -> Family:
     )
     family = replace(LLAMA, model_type="zebra", table=table)
     monkeypatch.setitem(families.FAMILIES, "zebra", family)
-    import megarlhf.architectures.placements as tensor_map
+    import megarlhf.architectures.placements as placements
 
-    monkeypatch.setitem(tensor_map.TABLES, "zebra", table)
-    monkeypatch.setitem(tensor_map.MODEL_TYPES, "zebra", family.config)
+    monkeypatch.setitem(placements.TABLES, "zebra", table)
+    monkeypatch.setitem(placements.MODEL_TYPES, "zebra", family.config)
     return family
 
 
