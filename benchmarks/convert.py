@@ -29,8 +29,8 @@ from benchmarks import peers
 from benchmarks.machine import ROOT, machine
 from benchmarks.random_llama import write_random_llama
 from megarlhf.weights.checkpoint.conversion import HuggingFaceTarget, MegatronTarget, Target, convert
+from megarlhf.weights.checkpoint.open_checkpoint import open_model
 from megarlhf.weights.checkpoint.staging import sync
-from megarlhf.weights.checkpoint.stored_model import open_model
 from megarlhf.weights.checkpoint.verify import digests
 
 RESULT = ROOT / "benchmarks" / "results" / "convert.json"

@@ -43,8 +43,8 @@ from megarlhf.runtime import free_port
 from megarlhf.weights.checks.certificate import certify
 from megarlhf.weights.plan.copy_plan import Copy, CopyPlan, make_plan
 from megarlhf.weights.plan.traffic import least_receive
-from megarlhf.weights.transport.local import copy_local
 from megarlhf.weights.transport.reshard import Resharder
+from megarlhf.weights.transport.storages import copy_local
 
 RESULT = ROOT / "benchmarks" / "results" / "reshard.json"
 RANKS, ENGINE_TP, DTYPE, BUCKET_BYTES = 4, 2, torch.bfloat16, 32 << 20

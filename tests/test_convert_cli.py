@@ -14,7 +14,7 @@ from megarlhf.architectures.placements import logical_tensors
 from megarlhf.commands import cli
 from megarlhf.commands.convert import main
 from megarlhf.weights.checkpoint.conversion import HuggingFaceTarget, convert
-from megarlhf.weights.checkpoint.stored_model import open_model
+from megarlhf.weights.checkpoint.open_checkpoint import open_model
 from megarlhf.weights.checkpoint.verify import digests
 from tests.weights.models import write_model
 

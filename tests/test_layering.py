@@ -84,7 +84,7 @@ def is_in(file: str, places: tuple[str, ...]) -> bool:
 
 
 def room_of(module: str) -> str:
-    """`megarlhf.weights.plan.cuts` -> weights.plan; the package itself is `__init__`.
+    """`megarlhf.weights.plan.overlaps` -> weights.plan; the package itself is `__init__`.
 
     What `python -m` runs is a command wherever it lies: it stands on the roof, and nobody may import it.
     """
@@ -286,19 +286,19 @@ PLANTED = [
     ("upward arrows", "rollout/engine.py", "from megarlhf.planning.batch import Fact"),
     ("upward arrows", "parallel/mesh.py", "from megarlhf import models"),
     ("upward arrows", "parallel/mesh.py", "from ..models import build"),
-    ("upward arrows", "weights/plan/cuts.py", "from ...parallel.mesh import Mesh"),
+    ("upward arrows", "weights/plan/overlaps.py", "from ...parallel.mesh import Mesh"),
     ("upward arrows", "runtime.py", "from megarlhf.layout import Layout"),
     ("upward arrows", "runtime.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import megarlhf.config"),
     ("upward arrows", "trainers/rl.py", "import importlib\nimportlib.import_module('megarlhf.commands.cli')"),
     ("upward arrows", "trainers/rl.py", "ENTRY = 'megarlhf.commands.launch:as_rank'"),
     ("upward arrows", "trainers/rl.py", "from megarlhf.cellar.barrel import wine"),
     ("upward arrows", "trainers/rl.py", "from tools.demo.make_data import base_files"),
-    ("upward arrows", "weights/plan/cuts.py", "from megarlhf.planning.weight_traffic import main"),
-    ("upward arrows", "weights/plan/cuts.py", "from megarlhf.weights.transport.schedule import Span"),
+    ("upward arrows", "weights/plan/overlaps.py", "from megarlhf.planning.weight_traffic import main"),
+    ("upward arrows", "weights/plan/overlaps.py", "from megarlhf.weights.transport.schedule import Span"),
     ("upward arrows", "architectures/table.py", "from megarlhf.weights.plan.copy_plan import Copy"),
     ("upward arrows", "commands/cli.py", "from megarlhf.weights.plan.__main__ import main"),
     ("strangers", "trainers/rl.py", "from megatron.core import parallel_state"),
-    ("strangers", "weights/plan/cuts.py", "def f():\n    import megatron.core"),
+    ("strangers", "weights/plan/overlaps.py", "def f():\n    import megatron.core"),
     ("strangers", "rollout/engine.py", "from vllm import LLM"),
     ("strangers", "models/norm.py", "import triton.language as tl"),
     ("impure mathematics", "algo/kl.py", "import numpy as np"),
@@ -330,7 +330,7 @@ def test_a_planted_violation_is_found(name, file, text):
 
 PERMITTED = [
     ("upward arrows", "trainers/rl.py", "from megarlhf.rollout.engine import Sampling\nimport megarlhf.algo.kl"),
-    ("upward arrows", "weights/plan/cuts.py", "from megarlhf.weights.plan.box import Box\nfrom .box import Box"),
+    ("upward arrows", "weights/plan/overlaps.py", "from megarlhf.weights.plan.box import Box\nfrom .box import Box"),
     ("upward arrows", "commands/cli.py", "ENTRY = 'megarlhf.trainers.sft:run'\nfrom megarlhf.commands import launch"),
     ("upward arrows", "weights/plan/__main__.py", "from megarlhf.commands.plan import main"),
     ("upward arrows", "observe/x.py", "import logging\nlogging.getLogger('megarlhf')\nimport torch"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megarlhf.architectures.layouts import (
+from megarlhf.architectures.shards import (
     Layout,
     Logical,
     column_parallel,

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 from megarlhf.architectures.architecture import Architecture
 from megarlhf.architectures.config_spec import ConfigSpec
-from megarlhf.architectures.layouts import Layout, Logical
+from megarlhf.architectures.shards import Layout, Logical
 from megarlhf.placement import Placement, RankPlacements, Shape
 
 Head = Literal["lm", "scalar"]

@@ -19,8 +19,8 @@ from megarlhf.architectures.placements import logical_tensors
 from megarlhf.observe.progress import make_console, table
 from megarlhf.weights.checkpoint.checksums import check_checksums, has_checksums
 from megarlhf.weights.checkpoint.conversion import DTYPES, HuggingFaceTarget, MegatronTarget, Target, convert
+from megarlhf.weights.checkpoint.open_checkpoint import StoredModel, open_model
 from megarlhf.weights.checkpoint.staging import Staging
-from megarlhf.weights.checkpoint.stored_model import StoredModel, open_model
 from megarlhf.weights.checkpoint.verify import Digests, differences, digests
 
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}

@@ -14,9 +14,9 @@ from megarlhf.models.build import ModelPart, placements_on
 from megarlhf.models.settings import DTYPES
 from megarlhf.placement import RankPlacements
 from megarlhf.weights.checkpoint.export import export
-from megarlhf.weights.checkpoint.stored_model import open_model
-from megarlhf.weights.transport.local import carry_from_files, check_storages
+from megarlhf.weights.checkpoint.open_checkpoint import open_model
 from megarlhf.weights.transport.random_init import fill_random
+from megarlhf.weights.transport.storages import carry_from_files, check_storages
 
 log = logging.getLogger(__name__)
 

@@ -32,8 +32,8 @@ from megarlhf.weights.checks.certificate import Certificate, CertificateError, c
 from megarlhf.weights.checks.loader_check import check_loader, sample_tensors
 from megarlhf.weights.checks.poison import left_poisoned, poison
 from megarlhf.weights.plan.copy_plan import CopyPlan, make_plan
-from megarlhf.weights.transport.local import check_storages, zero_padding
 from megarlhf.weights.transport.reshard import Resharder
+from megarlhf.weights.transport.storages import check_storages, zero_padding
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megarlhf.weights.checkpoint.conversion import MegatronTarget, convert
-from megarlhf.weights.checkpoint.stored_model import open_model, recognise
+from megarlhf.weights.checkpoint.open_checkpoint import open_model, recognise
 from tests.distributed.pool import RankPool
 from tests.distributed.test_sft_layouts import config
 

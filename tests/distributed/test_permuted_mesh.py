@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 
 from megarlhf.layout import Layout, engine_order
 from megarlhf.weights.checkpoint.conversion import MegatronTarget, convert
-from megarlhf.weights.checkpoint.stored_model import open_model
+from megarlhf.weights.checkpoint.open_checkpoint import open_model
 from tests.distributed import test_rl_layouts, test_sft_layouts
 from tests.distributed.compare import assert_gradients_equal, assert_weights_equal
 from tests.distributed.pool import RankPool

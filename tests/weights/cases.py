@@ -17,7 +17,7 @@ from megarlhf.architectures.placements import (
 )
 from megarlhf.placement import RankPlacements
 from megarlhf.weights.plan.copy_plan import CopyPlan
-from megarlhf.weights.transport.local import view
+from megarlhf.weights.transport.storages import view
 
 TINY: dict[str, Any] = {
     "model_type": "llama",

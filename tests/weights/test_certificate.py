@@ -13,9 +13,9 @@ from megarlhf.weights.checks import certificate as module
 from megarlhf.weights.checks.certificate import CertificateError, certify, spoilt_padding
 from megarlhf.weights.checks.digest import whole_digest
 from megarlhf.weights.plan.copy_plan import make_plan
-from megarlhf.weights.transport.local import zero_padding
 from megarlhf.weights.transport.random_init import fill_random
 from megarlhf.weights.transport.reshard import carry_over_group
+from megarlhf.weights.transport.storages import zero_padding
 from tests.gloo import run_ranks
 from tests.weights.cases import empty, megatron_ranks, tiny, vllm_ranks
 from tests.weights.test_reshard import on_four_ranks

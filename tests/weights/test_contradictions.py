@@ -14,7 +14,7 @@ from megarlhf.architectures.config_spec import Llama3Rope
 from megarlhf.architectures.megatron_layout import MegatronLayout
 from megarlhf.weights.checkpoint.conversion import MegatronTarget, convert
 from megarlhf.weights.checkpoint.formats.megatron.args import OWN_KEY, args_of, contradictions
-from megarlhf.weights.checkpoint.stored_model import open_model
+from megarlhf.weights.checkpoint.open_checkpoint import open_model
 from tests.weights.families import CONFIGS, architecture
 from tests.weights.models import write_model
 

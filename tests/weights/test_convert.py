@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megarlhf.weights.checkpoint.conversion import HuggingFaceTarget, MegatronTarget, convert
-from megarlhf.weights.checkpoint.stored_model import open_model, recognise
+from megarlhf.weights.checkpoint.open_checkpoint import open_model, recognise
 from megarlhf.weights.checkpoint.verify import differences, digests
 from tests.weights.families import CONFIGS
 from tests.weights.models import write_model

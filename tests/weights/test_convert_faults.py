@@ -17,7 +17,7 @@ import torch
 from megarlhf.weights.checkpoint import staging
 from megarlhf.weights.checkpoint.checksums import check_checksums
 from megarlhf.weights.checkpoint.conversion import HuggingFaceTarget, MegatronTarget, convert
-from megarlhf.weights.checkpoint.stored_model import open_model, recognise
+from megarlhf.weights.checkpoint.open_checkpoint import open_model, recognise
 from megarlhf.weights.checkpoint.verify import Digests, digests
 from tests.weights.models import write_model
 
@@ -159,11 +159,11 @@ KILLED = """
 import os, signal, sys
 import torch
 from pathlib import Path
-from megarlhf.weights.transport import files as transfer
+from megarlhf.weights.transport import file_copy as transfer
 from megarlhf.weights.checkpoint.checksums import check_checksums
 from megarlhf.weights.checkpoint.conversion import HuggingFaceTarget, MegatronTarget, convert
 from megarlhf.weights.checkpoint import staging
-from megarlhf.weights.checkpoint.stored_model import open_model
+from megarlhf.weights.checkpoint.open_checkpoint import open_model
 
 torch.set_num_threads(1)
 transfer.PIECE_BYTES = 2000

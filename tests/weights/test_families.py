@@ -1,7 +1,7 @@
 """Every family's table, against what transformers writes, Megatron-Core builds and plain torch makes.
 
 Not covered here: names under the transformer-engine spec against the library itself, which needs a GPU; they are
-compared with the specs in Megatron-Core's source as written out in `by_hand.py`.
+compared with the specs in Megatron-Core's source as written out in `megatron_reference.py`.
 """
 
 import json
@@ -25,9 +25,9 @@ from megarlhf.architectures.placements import (
 )
 from megarlhf.placement import Box
 from megarlhf.weights.plan.copy_plan import make_plan
-from tests.weights.by_hand import EMBEDDINGS, LLAMA_NORMS, NORMS, megatron_layer
 from tests.weights.cases import carry_in_memory, empty, random_logical
 from tests.weights.families import CONFIGS, architecture, config
+from tests.weights.megatron_reference import EMBEDDINGS, LLAMA_NORMS, NORMS, megatron_layer
 
 MOE = ("mixtral", "qwen3_moe")
 

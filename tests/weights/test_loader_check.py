@@ -11,7 +11,7 @@ import torch
 from megarlhf.architectures.placements import logical_tensors, vllm_placements
 from megarlhf.placement import Box
 from megarlhf.weights.checks.loader_check import _Numbers, check_loader, sample_tensors
-from megarlhf.weights.transport.local import view
+from megarlhf.weights.transport.storages import view
 from tests.weights.cases import empty, tiny
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]

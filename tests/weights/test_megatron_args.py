@@ -14,14 +14,14 @@ import torch
 
 from megarlhf.architectures.architecture import Architecture
 from megarlhf.architectures.config_spec import ConfigSpec, Llama3Rope
+from megarlhf.architectures.entries import ATTENTION, GATED_MLP, INPUT_NORM, OUTPUT, QK_NORMS
 from megarlhf.architectures.families.llama import FACTS, decoder
 from megarlhf.architectures.families.llama import FAMILY as LLAMA
 from megarlhf.architectures.megatron_layout import MegatronLayout
-from megarlhf.architectures.pieces import ATTENTION, GATED_MLP, INPUT_NORM, OUTPUT, QK_NORMS
 from megarlhf.architectures.placements import FAMILIES, TABLES, logical_tensors, padded_vocab_size
 from megarlhf.architectures.table import Family
 from megarlhf.weights.checkpoint.formats.megatron.args import OWN_KEY, arch_of, args_of
-from megarlhf.weights.checkpoint.formats.megatron.unknown import _UNDERSTOOD, refuse_unknown
+from megarlhf.weights.checkpoint.formats.megatron.unsupported import _UNDERSTOOD, refuse_unknown
 from tests.weights.families import CONFIGS, architecture
 
 LAYOUT = MegatronLayout(tp=2, pp=2, padded_vocab=256)
@@ -80,7 +80,7 @@ LLAMA_3_1_8B = Architecture(
 
 def register(monkeypatch, families: dict[str, Family]) -> None:
     """These families, in this order, in place of all."""
-    for module in ("architectures.families", "weights.checkpoint.formats.megatron.family"):
+    for module in ("architectures.families", "weights.checkpoint.formats.megatron.infer"):
         monkeypatch.setattr(f"megarlhf.{module}.FAMILIES", families)
 
 

@@ -20,10 +20,10 @@ import torch
 from megarlhf.architectures.architecture import Architecture
 from megarlhf.architectures.megatron_layout import At, MegatronLayout
 from megarlhf.weights.checkpoint.formats.megatron.args import args_of
-from megarlhf.weights.checkpoint.formats.mp_rank.read_write import MpRankCheckpoint, plan_mp_rank, read_mp_rank
+from megarlhf.weights.checkpoint.formats.mp_rank.read import MpRankCheckpoint, plan_mp_rank, read_mp_rank
 from megarlhf.weights.checkpoint.formats.torch_file.archive import check_crc, seal
 from megarlhf.weights.transport.extent import MappedFiles
-from megarlhf.weights.transport.local import view
+from megarlhf.weights.transport.storages import view
 from tests.weights.cases import fill_from_logical, random_logical
 from tests.weights.families import CONFIGS, architecture
 

@@ -13,7 +13,7 @@ from megarlhf.architectures.families.llama import FAMILY as LLAMA
 from megarlhf.architectures.placements import logical_tensors
 from megarlhf.architectures.table import Entry, Family
 from megarlhf.weights.checkpoint.conversion import HuggingFaceTarget, MegatronTarget, convert
-from megarlhf.weights.checkpoint.stored_model import open_model
+from megarlhf.weights.checkpoint.open_checkpoint import open_model
 from tests.weights.cases import TINY, random_logical
 
 RENAMED = {"lm_head.weight": "unembed.weight", "score.weight": "value.weight", "model.norm.weight": "trunk.last.weight"}

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarlhf.weights.plan.copy_plan import make_plan
-from megarlhf.weights.plan.shares import fill, share_streams
+from megarlhf.weights.plan.load_balance import fill, share_streams
 from megarlhf.weights.plan.traffic import least_receive
 from tests.weights.cases import carry_in_memory, empty
 from tests.weights.transfers import FAMILIES, Masks, Transfer, draw_transfer, filled, logical_of

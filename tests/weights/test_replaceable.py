@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megarlhf.commands.convert import main
-from megarlhf.weights.checkpoint.stored_model import open_model
+from megarlhf.weights.checkpoint.open_checkpoint import open_model
 from megarlhf.weights.checkpoint.verify import digests
 from tests.weights.models import write_model
 

@@ -5,7 +5,7 @@ import torch
 
 from megarlhf.commands.convert import main
 from megarlhf.weights.checkpoint.conversion import HuggingFaceTarget, MegatronTarget, convert
-from megarlhf.weights.checkpoint.stored_model import open_model
+from megarlhf.weights.checkpoint.open_checkpoint import open_model
 from megarlhf.weights.checks import replicas as copies
 from megarlhf.weights.checks.replicas import require_equal_replicas
 from tests.weights.models import write_model

@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from megarlhf.architectures.placements import vllm_placements
 from megarlhf.runtime import free_port
 from megarlhf.weights.checkpoint.conversion import HuggingFaceTarget, convert
-from megarlhf.weights.checkpoint.stored_model import open_model
-from megarlhf.weights.transport.local import carry_from_files
+from megarlhf.weights.checkpoint.open_checkpoint import open_model
+from megarlhf.weights.transport.storages import carry_from_files
 from tests.weights.cases import empty
 from tests.weights.models import write_model
 

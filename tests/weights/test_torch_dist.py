@@ -18,12 +18,12 @@ from megarlhf.architectures.placements import hf_placements
 from megarlhf.placement import Box, Placement, contiguous_strides
 from megarlhf.weights.checkpoint.checksums import check_checksums
 from megarlhf.weights.checkpoint.formats.megatron.tracker import checkpoint_directory, find_checkpoint, write_tracker
+from megarlhf.weights.checkpoint.formats.torch_dist.keys import StorageName, cut, key_form
 from megarlhf.weights.checkpoint.formats.torch_dist.metadata import BlobReader, read_common, read_tensors
-from megarlhf.weights.checkpoint.formats.torch_dist.names import StorageName, cut, key_form
 from megarlhf.weights.checkpoint.formats.torch_dist.read import plan_torch_dist, read_torch_dist
 from megarlhf.weights.plan.copy_plan import make_plan
 from megarlhf.weights.transport.extent import MappedFiles
-from megarlhf.weights.transport.local import view
+from megarlhf.weights.transport.storages import view
 from tests.weights.cases import LLAMA_70B, random_logical, tiny
 from tests.weights.families import architecture
 

@@ -18,9 +18,9 @@ import torch
 from megarlhf.architectures.architecture import hf_class
 from megarlhf.architectures.placements import FAMILIES, hf_placements, vllm_placements
 from megarlhf.weights.plan.copy_plan import make_plan
-from tests.weights.by_hand import EMBEDDINGS, attention, fc1, mlp
 from tests.weights.cases import carry_in_memory, empty, random_logical
 from tests.weights.families import CONFIGS, architecture, config
+from tests.weights.megatron_reference import EMBEDDINGS, attention, fc1, mlp
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])

@@ -12,7 +12,7 @@ from megarlhf.architectures.config_spec import (
     one_of,
     positive,
 )
-from megarlhf.architectures.pieces import LM_HEAD, SCALAR_HEAD, layer_norm
+from megarlhf.architectures.entries import LM_HEAD, SCALAR_HEAD, layer_norm
 from megarlhf.architectures.rules import (
     qkv_by_group,
     qkv_by_kind,

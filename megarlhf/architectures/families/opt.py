@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megarlhf.architectures.config_spec import ConfigSpec, Key, Refusal, equal_heads, flag, one_of, positive
-from megarlhf.architectures.pieces import ATTENTION, LM_HEAD, SCALAR_HEAD, layer_norm
+from megarlhf.architectures.entries import ATTENTION, LM_HEAD, SCALAR_HEAD, layer_norm
 from megarlhf.architectures.rules import split_columns, split_rows, split_vocab, whole
 from megarlhf.architectures.table import Entry, Family, Place, Table
 

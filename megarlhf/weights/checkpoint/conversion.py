@@ -24,15 +24,15 @@ from megarlhf.weights.checkpoint.formats.huggingface.write import (
     plan_huggingface,
 )
 from megarlhf.weights.checkpoint.formats.megatron.args import args_of
-from megarlhf.weights.checkpoint.formats.mp_rank.read_write import plan_mp_rank
+from megarlhf.weights.checkpoint.formats.mp_rank.read import plan_mp_rank
 from megarlhf.weights.checkpoint.formats.torch_dist.write import plan_torch_dist
+from megarlhf.weights.checkpoint.open_checkpoint import StoredModel
 from megarlhf.weights.checkpoint.replaceable import require_replaceable
 from megarlhf.weights.checkpoint.staging import Staging
-from megarlhf.weights.checkpoint.stored_model import StoredModel
 from megarlhf.weights.checks.replicas import require_equal_replicas
 from megarlhf.weights.plan.copy_plan import make_plan
 from megarlhf.weights.transport.extent import Extent
-from megarlhf.weights.transport.files import transfer
+from megarlhf.weights.transport.file_copy import transfer
 
 Planned = tuple[Sequence[RankPlacements], Sequence[Mapping[str, Extent]]]
 

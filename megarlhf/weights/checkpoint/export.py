@@ -15,8 +15,8 @@ from megarlhf.architectures.placements import Head, identity_placements, logical
 from megarlhf.placement import RankPlacements, Shape
 from megarlhf.weights.checkpoint.formats.huggingface.write import HFWriter
 from megarlhf.weights.plan.copy_plan import make_plan
-from megarlhf.weights.transport.local import Storages, copy_local
 from megarlhf.weights.transport.reshard import carry_over_group
+from megarlhf.weights.transport.storages import Storages, copy_local
 
 
 def export(

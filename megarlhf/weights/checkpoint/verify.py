@@ -12,7 +12,7 @@ import torch
 
 from megarlhf.architectures.placements import identity_placements, logical_tensors
 from megarlhf.placement import Box, Placement, Shape, contiguous_strides, flat_boxes
-from megarlhf.weights.checkpoint.stored_model import StoredModel
+from megarlhf.weights.checkpoint.open_checkpoint import StoredModel
 from megarlhf.weights.checks.digest import BITS, digest_boxes, whole_digest
 from megarlhf.weights.checks.replicas import require_equal_replicas
 from megarlhf.weights.plan.copy_plan import Copy, make_plan

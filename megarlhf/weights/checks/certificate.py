@@ -16,7 +16,7 @@ from megarlhf.placement import Box, Placement, RankPlacements
 from megarlhf.together import FailingTogether
 from megarlhf.weights.checks.digest import compare, digest_boxes, replica_digests, summed, times_held, whole_digest
 from megarlhf.weights.plan.copy_plan import CopyPlan
-from megarlhf.weights.transport.local import Storages
+from megarlhf.weights.transport.storages import Storages
 
 _MAX_LISTED = 5
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megarlhf.placement import Box, Placement, RankPlacements
-from megarlhf.weights.transport.local import Storages, view
+from megarlhf.weights.transport.storages import Storages, view
 
 _CHUNK_ELEMENTS = 1 << 22
 _CHUNK_ELEMENTS_CPU = 1 << 17  # fits the cache: five times as fast as 4 M on one core

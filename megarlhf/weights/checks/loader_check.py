@@ -16,7 +16,7 @@ import torch
 from megarlhf.architectures.architecture import Architecture
 from megarlhf.architectures.placements import logical_tensors, table_of
 from megarlhf.placement import Box, Placement, RankPlacements, Shape, contiguous_strides
-from megarlhf.weights.transport.local import Storages, check_storages, view
+from megarlhf.weights.transport.storages import Storages, check_storages, view
 
 Load = Callable[[Iterator[tuple[str, torch.Tensor]]], object]
 """The engine's own loader: takes (Hugging Face name, whole tensor) and fills the live parameters of this rank."""

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megarlhf.placement import Box, Placement, RankPlacements, Shape
-from megarlhf.weights.plan.cuts import NodeOf, Piece, Ranks, Stream, TensorCuts, cut_all
-from megarlhf.weights.plan.shares import Window, share_streams
+from megarlhf.weights.plan.load_balance import Window, share_streams
+from megarlhf.weights.plan.overlaps import NodeOf, Piece, Ranks, Stream, TensorCuts, cut_all
 
 Pair = tuple[int, int]
 """(source rank, destination rank)."""

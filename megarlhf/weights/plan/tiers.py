@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 
 from megarlhf.placement import Box, Placement, RankPlacements
 from megarlhf.weights.plan.copy_plan import CopyPlan, make_plan
-from megarlhf.weights.plan.cuts import NodeOf, Ranks, by_tensor, cut_box
-from megarlhf.weights.plan.shares import Window, share_streams
+from megarlhf.weights.plan.load_balance import Window, share_streams
+from megarlhf.weights.plan.overlaps import NodeOf, Ranks, by_tensor, cut_box
 
 Owner = tuple[int, int]
 """(rank, position among the tensor's wanted placements in the node)."""

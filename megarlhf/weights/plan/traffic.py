@@ -14,7 +14,7 @@ from megarlhf.architectures.table import Entry, dimensions
 from megarlhf.layout import Layout, split_layers
 from megarlhf.placement import Box, RankPlacements
 from megarlhf.weights.plan.copy_plan import CopyPlan
-from megarlhf.weights.plan.cuts import NodeOf, cut_box
+from megarlhf.weights.plan.overlaps import NodeOf, cut_box
 
 
 def least_receive(sources: Sequence[RankPlacements], destinations: Sequence[RankPlacements]) -> dict[int, int]:

@@ -17,8 +17,8 @@ import torch
 
 from megarlhf.placement import Shape, contiguous_strides, flat_boxes
 from megarlhf.weights.plan.copy_plan import Copy
-from megarlhf.weights.transport.local import Storages, strided
 from megarlhf.weights.transport.schedule import Span
+from megarlhf.weights.transport.storages import Storages, strided
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ import torch
 from megarlhf.architectures.architecture import Architecture
 from megarlhf.architectures.placements import Head, Init, tensor_inits
 from megarlhf.placement import Box, Placement, RankPlacements, Shape
-from megarlhf.weights.transport.local import Storages, view, zero_padding
+from megarlhf.weights.transport.storages import Storages, view, zero_padding
 
 _BLOCK_ELEMENTS = 1 << 20
 

@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from megarlhf.together import FailingTogether
 from megarlhf.weights.plan.copy_plan import CopyPlan
-from megarlhf.weights.transport.local import Storages
-from megarlhf.weights.transport.rounds import Message, RankTraffic, Round, bucket_size
+from megarlhf.weights.transport.messages import Message, RankTraffic, Round, bucket_size
+from megarlhf.weights.transport.storages import Storages
 
 BUCKET_BYTES = 256 << 20
 DIRECT_BYTES = 1 << 20

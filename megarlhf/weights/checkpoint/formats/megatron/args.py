@@ -18,8 +18,8 @@ from megarlhf.architectures.architecture import Architecture
 from megarlhf.architectures.config_spec import Llama3Rope
 from megarlhf.architectures.megatron_layout import MegatronLayout
 from megarlhf.architectures.placements import TABLES, logical_tensors, padded_vocab_size
-from megarlhf.weights.checkpoint.formats.megatron.family import disagreements, infer, recognise, same
-from megarlhf.weights.checkpoint.formats.megatron.unknown import Args, refuse_unknown
+from megarlhf.weights.checkpoint.formats.megatron.infer import disagreements, infer, recognise, same
+from megarlhf.weights.checkpoint.formats.megatron.unsupported import Args, refuse_unknown
 
 OWN_KEY = "megarlhf_architecture"
 

@@ -17,6 +17,16 @@ from typing import Any
 from megarlhf.architectures.architecture import Architecture
 from megarlhf.architectures.placements import Head, megatron_placements
 from megarlhf.placement import Box, Placement, RankPlacements, Shape, contiguous_strides
+from megarlhf.weights.checkpoint.formats.torch_dist.keys import (
+    KeyForm,
+    Slot,
+    StorageName,
+    chunk_name,
+    cut,
+    is_gated,
+    key_form,
+    slots,
+)
 from megarlhf.weights.checkpoint.formats.torch_dist.metadata import (
     BlobReader,
     Chunk,
@@ -26,16 +36,6 @@ from megarlhf.weights.checkpoint.formats.torch_dist.metadata import (
     read_config,
     read_tensors,
     require_apart,
-)
-from megarlhf.weights.checkpoint.formats.torch_dist.names import (
-    KeyForm,
-    Slot,
-    StorageName,
-    chunk_name,
-    cut,
-    is_gated,
-    key_form,
-    slots,
 )
 from megarlhf.weights.checkpoint.formats.torch_dist.write import plan_torch_dist
 from megarlhf.weights.transport.extent import StoredWeights

@@ -22,9 +22,7 @@ from megarlhf.architectures.megatron_layout import At, MegatronLayout
 from megarlhf.architectures.placements import Head, Spec
 from megarlhf.placement import Box, Placement, RankPlacements, Shape, contiguous_strides
 from megarlhf.weights.checkpoint.formats.megatron.tracker import RELEASE, Iteration, checkpoint_directory, write_tracker
-from megarlhf.weights.checkpoint.formats.torch_dist.metadata import COMMON, CONFIG, METADATA, Blob, Chunk, GlobalTensor
-from megarlhf.weights.checkpoint.formats.torch_dist.metadata_pickle import pickle_metadata
-from megarlhf.weights.checkpoint.formats.torch_dist.names import (
+from megarlhf.weights.checkpoint.formats.torch_dist.keys import (
     KeyForm,
     Slot,
     StorageName,
@@ -33,6 +31,8 @@ from megarlhf.weights.checkpoint.formats.torch_dist.names import (
     is_gated,
     slots,
 )
+from megarlhf.weights.checkpoint.formats.torch_dist.metadata import COMMON, CONFIG, METADATA, Blob, Chunk, GlobalTensor
+from megarlhf.weights.checkpoint.formats.torch_dist.metadata_pickle import pickle_metadata
 from megarlhf.weights.checkpoint.formats.torch_file.archive import TensorSpec, write_skeleton
 from megarlhf.weights.checkpoint.formats.torch_file.zip_archive import ALIGNMENT
 from megarlhf.weights.transport.extent import Extent

@@ -16,7 +16,7 @@ from typing import Any
 from megarlhf.architectures.architecture import Architecture, hf_config
 from megarlhf.architectures.config_spec import ConfigSpec, Key, Llama3Rope, write_facts
 from megarlhf.architectures.families import FAMILIES
-from megarlhf.weights.checkpoint.formats.megatron.unknown import Args, refuse_unknown, unknown
+from megarlhf.weights.checkpoint.formats.megatron.unsupported import Args, refuse_unknown, unknown
 
 _log = logging.getLogger(__name__)
 

@@ -28,8 +28,8 @@ from megarlhf.weights.checkpoint.formats.megatron.tracker import (
     find_checkpoint,
     write_tracker,
 )
-from megarlhf.weights.checkpoint.formats.mp_rank.names import core_names, reorder_qkv
-from megarlhf.weights.checkpoint.formats.mp_rank.run import require_one_run
+from megarlhf.weights.checkpoint.formats.mp_rank.legacy import core_names, reorder_qkv
+from megarlhf.weights.checkpoint.formats.mp_rank.same_run import require_one_run
 from megarlhf.weights.checkpoint.formats.torch_file.archive import TensorSpec, read_torch_file, write_skeleton
 from megarlhf.weights.transport.extent import Extent
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from itertools import accumulate
 from typing import TypeVar
 
-from megarlhf.weights.plan.cuts import Ranks
+from megarlhf.weights.plan.overlaps import Ranks
 
 Key = TypeVar("Key", bound=Hashable)
 

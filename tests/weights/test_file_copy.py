@@ -10,9 +10,9 @@ from megarlhf.architectures.megatron_layout import MegatronLayout
 from megarlhf.architectures.placements import identity_placements
 from megarlhf.weights.checkpoint.formats.huggingface.read import HFFiles
 from megarlhf.weights.plan.copy_plan import make_plan
-from megarlhf.weights.transport import files as module
+from megarlhf.weights.transport import file_copy as module
 from megarlhf.weights.transport.extent import Extent, MappedFiles
-from megarlhf.weights.transport.files import transfer
+from megarlhf.weights.transport.file_copy import transfer
 from tests.weights.cases import LLAMA_70B, carry_in_memory, empty, random_logical, tiny
 from tests.weights.families import CONFIGS, architecture
 

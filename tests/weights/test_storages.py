@@ -13,10 +13,10 @@ from megarlhf.weights.checkpoint.export import export
 from megarlhf.weights.checkpoint.formats.huggingface.read import HFFiles
 from megarlhf.weights.checks.digest import compare, replica_digests, summed
 from megarlhf.weights.plan.copy_plan import make_plan
-from megarlhf.weights.transport.local import carry_from_files, check_storages, copy_local
 from megarlhf.weights.transport.random_init import fill_random
 from megarlhf.weights.transport.reshard import carry_over_group
 from megarlhf.weights.transport.schedule import rank_rounds
+from megarlhf.weights.transport.storages import carry_from_files, check_storages, copy_local
 from tests.weights.cases import (
     TINY,
     empty,

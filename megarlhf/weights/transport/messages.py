@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 
 from megarlhf.weights.plan.copy_plan import CopyPlan
-from megarlhf.weights.transport.local import Storages
 from megarlhf.weights.transport.moves import End, Move, MoveStream, Part, moves_of
 from megarlhf.weights.transport.schedule import Span, rank_rounds
+from megarlhf.weights.transport.storages import Storages
 
 
 @dataclass(frozen=True, slots=True)

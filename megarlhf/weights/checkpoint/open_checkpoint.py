@@ -16,7 +16,7 @@ from megarlhf.placement import contiguous_strides
 from megarlhf.weights.checkpoint.formats.huggingface.read import HFFiles, is_huggingface
 from megarlhf.weights.checkpoint.formats.megatron.args import arch_of, contradictions
 from megarlhf.weights.checkpoint.formats.megatron.tracker import TRACKER, Iteration, find_checkpoint
-from megarlhf.weights.checkpoint.formats.mp_rank.read_write import MODEL_FILES, read_mp_rank
+from megarlhf.weights.checkpoint.formats.mp_rank.read import MODEL_FILES, read_mp_rank
 from megarlhf.weights.checkpoint.formats.torch_dist.metadata import is_torch_dist, read_common
 from megarlhf.weights.checkpoint.formats.torch_dist.read import read_torch_dist
 from megarlhf.weights.checkpoint.formats.torch_file.archive import read_torch_file
