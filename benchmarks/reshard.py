@@ -35,6 +35,7 @@ from benchmarks.machine import ROOT, machine
 from benchmarks.peers import AnonymousPeak
 from benchmarks.random_llama import CONFIG
 from megarlhf.architectures.architecture import Architecture
+from megarlhf.architectures.hf_config import architecture_from_hf
 from megarlhf.architectures.megatron_layout import MegatronLayout
 from megarlhf.architectures.placements import hf_placements, padded_vocab_size, vllm_placements
 from megarlhf.layout import Layout, engine_order
@@ -132,7 +133,7 @@ def rank_main(rank: int, port: int, name: str, rounds: int, config: Mapping[str,
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     dist.init_process_group("gloo", rank=rank, world_size=RANKS)
-    arch = Architecture.from_hf(config)
+    arch = architecture_from_hf(config)
     tp, pp = LAYOUTS[name]
     mesh = Layout(tp=tp, pp=pp, dp=RANKS // (tp * pp))
     mesh = Layout(tp=tp, pp=pp, dp=mesh.dp, order=engine_order(mesh, ENGINE_TP, RANKS))

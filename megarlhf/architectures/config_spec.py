@@ -6,18 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megarlhf.architectures.architecture import Llama3Rope
+
 ROPE_TYPES = ("default", "llama3")
 REQUIRED: Any = object()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Llama3Rope:
-    """The frequency-dependent rotary scaling of Llama 3.1 (`rope_type: llama3`)."""
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_positions: int
 
 
 Facts = Mapping[str, Any]

@@ -6,26 +6,17 @@ from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from megarlhf.architectures.architecture import Architecture
-from megarlhf.architectures.config_spec import ConfigSpec
-from megarlhf.architectures.families import FAMILIES
+from megarlhf.architectures.families import family_of
 from megarlhf.architectures.table import Experts, Gather, Head, Init, Slot, Spec, Table, walk
 from megarlhf.placement import Box, Placement, RankPlacements, Shape, contiguous_strides
 
 VLLM_VOCAB_MULTIPLE = 64
 
-TABLES: dict[str, Table] = {name: family.table for name, family in FAMILIES.items()}
-"""The table of each `model_type`."""
-
-MODEL_TYPES: dict[str, ConfigSpec] = {name: family.config for name, family in FAMILIES.items()}
-"""How each `model_type` states itself in config.json."""
-
 VocabRule = Literal["times_tp", "multiple", "none"]
 
 
 def table_of(arch: Architecture) -> Table:
-    if arch.model_type not in TABLES:
-        raise ValueError(f"no table for model_type {arch.model_type!r}; known: {', '.join(sorted(TABLES))}")
-    return TABLES[arch.model_type]
+    return family_of(arch.model_type).table
 
 
 def padded_vocab_size(

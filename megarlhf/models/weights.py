@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from megarlhf.architectures.architecture import hf_class, read_config
+from megarlhf.architectures.hf_config import hf_class, read_config
 from megarlhf.architectures.placements import head_name
 from megarlhf.config import ModelConfig
 from megarlhf.models.build import ModelPart, placements_on

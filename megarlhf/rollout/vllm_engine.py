@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megarlhf.architectures.architecture import Architecture
+from megarlhf.architectures.hf_config import architecture_from_hf
 from megarlhf.architectures.placements import vllm_placements
 from megarlhf.config import RolloutConfig
 from megarlhf.experience import Rollouts
@@ -52,7 +52,7 @@ class VllmEngine:
     ) -> None:
         self._runtime = runtime
         self._tp = tp
-        self._arch = Architecture.from_hf(model_path)
+        self._arch = architecture_from_hf(model_path)
         self._dtype = dtype
         self._rollout = rollout
         self._version = -1

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarlhf.algo.losses import centering, pairwise_aligned_span, pairwise_last_token
-from megarlhf.architectures.architecture import Architecture
+from megarlhf.architectures.hf_config import architecture_from_hf
 from megarlhf.config import MicroBatchConfig, RMConfig
 from megarlhf.data.loader import ShuffledBatches
 from megarlhf.data.samples import PairSample, build_pairs, require_budget, require_positions
@@ -80,7 +80,7 @@ def load_data(cfg: RMConfig) -> tuple[list[PairSample], list[PairSample], list[s
         )
         longest = max(len(p.prompt_tokens) + max(len(p.chosen_tokens), len(p.rejected_tokens)) for p in pairs)
         model = cfg.reward_model.model.described_by()
-        require_positions(longest, Architecture.from_hf(model).max_positions, str(model))
+        require_positions(longest, architecture_from_hf(model).max_positions, str(model))
         require_budget(
             [num_tokens(pair) for pair in pairs],
             cfg.train.max_tokens_per_micro_batch,

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarlhf.algo.losses import token_nll
-from megarlhf.architectures.architecture import Architecture
+from megarlhf.architectures.hf_config import architecture_from_hf
 from megarlhf.config import MicroBatchConfig, SFTConfig
 from megarlhf.data.loader import ShuffledBatches
 from megarlhf.data.samples import SFTSample, build_sft, require_budget, require_positions
@@ -75,7 +75,7 @@ def load_data(cfg: SFTConfig) -> tuple[list[SFTSample], list[SFTSample], list[st
         )
         longest = max(len(sample.tokens) for sample in samples)
         require_positions(
-            longest, Architecture.from_hf(cfg.actor.model.described_by()).max_positions, str(cfg.actor.model.path)
+            longest, architecture_from_hf(cfg.actor.model.described_by()).max_positions, str(cfg.actor.model.path)
         )
         tokens = [len(sample.tokens) for sample in samples]
         require_budget(tokens, cfg.train.max_tokens_per_micro_batch, str(path), "prompt and response")

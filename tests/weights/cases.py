@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from megarlhf.architectures.architecture import Architecture
+from megarlhf.architectures.hf_config import architecture_from_hf
 from megarlhf.architectures.placements import (
     hf_placements,
     logical_tensors,
@@ -46,7 +47,7 @@ Live = dict[int, dict[str, torch.Tensor]]
 
 
 def tiny(**changes: Any) -> Architecture:
-    return Architecture.from_hf({**TINY, **changes})
+    return architecture_from_hf({**TINY, **changes})
 
 
 def transformers_config(**changes: Any) -> Any:

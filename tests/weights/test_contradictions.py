@@ -9,8 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megarlhf.architectures.architecture import Architecture
-from megarlhf.architectures.config_spec import Llama3Rope
+from megarlhf.architectures.architecture import Architecture, Llama3Rope
 from megarlhf.architectures.megatron_layout import MegatronLayout
 from megarlhf.weights.checkpoint.conversion import MegatronTarget, convert
 from megarlhf.weights.checkpoint.formats.megatron.args import OWN_KEY, args_of, contradictions

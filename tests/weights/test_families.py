@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megarlhf.architectures.architecture import Architecture, hf_class, hf_config
+from megarlhf.architectures.hf_config import architecture_from_hf, hf_class, hf_config
 from megarlhf.architectures.megatron_layout import MegatronLayout
 from megarlhf.architectures.placements import (
     FAMILIES,
@@ -55,7 +55,7 @@ def test_logical_tensors_are_what_transformers_writes(name, head, tmp_path):
     model = getattr(transformers, hf_class(arch.model_type, head))(config(name, num_labels=1))
     model.save_pretrained(tmp_path)
     assert logical_tensors(arch, head) == header(tmp_path / "model.safetensors")
-    assert Architecture.from_hf(tmp_path) == arch
+    assert architecture_from_hf(tmp_path) == arch
 
 
 @pytest.mark.parametrize("head", ["lm", "scalar"])
@@ -66,15 +66,15 @@ def test_a_written_config_says_the_same(name, head, tmp_path):
 
     arch = architecture(name)
     written = hf_config(arch, head)
-    assert Architecture.from_hf(written) == arch
+    assert architecture_from_hf(written) == arch
     (tmp_path / "config.json").write_text(json.dumps(written))
     theirs = AutoConfig.from_pretrained(tmp_path)
     assert type(theirs).__name__ == CONFIGS[name][0]
-    assert Architecture.from_hf(theirs.to_dict()) == arch
+    assert architecture_from_hf(theirs.to_dict()) == arch
     assert theirs.architectures == [hf_class(arch.model_type, head)]
     assert theirs.num_labels == (1 if head == "scalar" else 2)
     theirs.save_pretrained(tmp_path / "again")
-    assert Architecture.from_hf(tmp_path / "again") == arch
+    assert architecture_from_hf(tmp_path / "again") == arch
 
 
 def test_an_architecture_that_a_config_cannot_state_is_refused():

@@ -11,8 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarlhf.architectures.architecture import Architecture
+from megarlhf.architectures.families import FAMILIES as MODEL_TYPES
+from megarlhf.architectures.hf_config import architecture_from_hf
 from megarlhf.architectures.megatron_layout import MegatronLayout
-from megarlhf.architectures.placements import TABLES, padded_vocab_size
+from megarlhf.architectures.placements import padded_vocab_size
 from megarlhf.layout import Layout, engine_order
 from megarlhf.weights.plan.traffic import formula, least_receive, model_elements
 from tests.weights.cases import LLAMA_70B, tiny
@@ -28,7 +30,7 @@ def sizes(arch: Architecture, tp: int, engine_tp: int, *, pp: int = 1, dp: int =
 def test_rows_of_the_vocabulary_by_hand():
     """128256 rows: Megatron pads to 8 x 16128, vLLM cuts 8 x 16032, so that rank v lacks the 96 v rows behind its
     own, of two matrices 8192 wide. That is all there is between equal layouts: 336 rows, 11 MB of bf16, on average."""
-    least = sizes(Architecture.from_hf(LLAMA_70B), 8, 8).least
+    least = sizes(architecture_from_hf(LLAMA_70B), 8, 8).least
     assert least == [96 * v * 8192 * 2 for v in range(8)]
     assert sum(least) / 8 * 2 == 11_010_048
 
@@ -132,7 +134,7 @@ def test_the_formula_is_the_count_rank_by_rank():
 
     for family in FAMILIES:
         settings(max_examples=6, deadline=None, derandomize=True)(given(cases(family))(check))()
-    asked = {*TABLES, "KV replicas", "groups cut by the trainer", "tied over stages", "virtual stages"}
+    asked = {*MODEL_TYPES, "KV replicas", "groups cut by the trainer", "tied over stages", "virtual stages"}
     asked |= {"expert parallel", "permuted", "something to receive"}
     assert min(seen[what] for what in asked) >= 3, seen
 

@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from megarlhf.architectures.placements import logical_tensors
 from megarlhf.weights.checkpoint.formats.huggingface.read import INDEX, HFFiles
-from megarlhf.weights.checkpoint.formats.huggingface.write import HFWriter
+from megarlhf.weights.checkpoint.hf_writer import HFWriter
 from megarlhf.weights.transport.extent import MappedFiles
 from tests.weights.cases import TINY, random_logical, tiny
 

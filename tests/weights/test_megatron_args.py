@@ -12,13 +12,14 @@ from dataclasses import MISSING, fields, replace
 import pytest
 import torch
 
-from megarlhf.architectures.architecture import Architecture
-from megarlhf.architectures.config_spec import ConfigSpec, Llama3Rope
+from megarlhf.architectures.architecture import Architecture, Llama3Rope
+from megarlhf.architectures.config_spec import ConfigSpec
 from megarlhf.architectures.entries import ATTENTION, GATED_MLP, INPUT_NORM, OUTPUT, QK_NORMS
+from megarlhf.architectures.families import FAMILIES
 from megarlhf.architectures.families.llama import FACTS, decoder
 from megarlhf.architectures.families.llama import FAMILY as LLAMA
 from megarlhf.architectures.megatron_layout import MegatronLayout
-from megarlhf.architectures.placements import FAMILIES, TABLES, logical_tensors, padded_vocab_size
+from megarlhf.architectures.placements import logical_tensors, padded_vocab_size
 from megarlhf.architectures.table import Family
 from megarlhf.weights.checkpoint.formats.megatron.args import OWN_KEY, arch_of, args_of
 from megarlhf.weights.checkpoint.formats.megatron.unsupported import _UNDERSTOOD, refuse_unknown
@@ -190,7 +191,6 @@ def test_a_registered_family_is_recognised_without_further_code(monkeypatch, cap
     with pytest.raises(ValueError, match="no known family"):
         arch_of(args)
     register(monkeypatch, {**FAMILIES, "made_up": made_up})
-    monkeypatch.setitem(TABLES, "made_up", made_up.table)
     caplog.clear()
     arch = arch_of(args)
     assert arch == replace(LLAMA_3_1_8B, model_type="made_up", qk_norm=True, qkv_bias=True)

@@ -35,10 +35,6 @@ def zebra(monkeypatch) -> Family:
     )
     family = replace(LLAMA, model_type="zebra", table=table)
     monkeypatch.setitem(families.FAMILIES, "zebra", family)
-    import megarlhf.architectures.placements as placements
-
-    monkeypatch.setitem(placements.TABLES, "zebra", table)
-    monkeypatch.setitem(placements.MODEL_TYPES, "zebra", family.config)
     return family
 
 
@@ -47,10 +43,10 @@ def test_both_heads_there_and_back(zebra, tmp_path, head, tied):
     """A tied model's files may repeat the embedding under the head's name, whatever that is."""
     import json
 
-    from megarlhf.architectures.architecture import Architecture
+    from megarlhf.architectures.hf_config import architecture_from_hf
 
     config = {**TINY, "model_type": "zebra", "tie_word_embeddings": tied}
-    arch = Architecture.from_hf(config)
+    arch = architecture_from_hf(config)
     logical = {name: value.float() for name, value in random_logical(arch, head).items()}
     assert ("value.weight" in logical) == (head == "scalar")
     stored = dict(logical)

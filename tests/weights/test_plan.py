@@ -8,13 +8,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megarlhf.architectures.hf_config import architecture_from_hf
 from megarlhf.architectures.placements import hf_placements, identity_placements
 from megarlhf.placement import Box, Placement, RankPlacements, flat_boxes, place_slice
 from megarlhf.weights.plan.copy_plan import make_plan
 from megarlhf.weights.transport.schedule import rank_rounds
 from tests.weights.cases import (
     LLAMA_70B,
-    Architecture,
     carry_in_memory,
     empty,
     megatron_ranks,
@@ -115,7 +115,7 @@ def test_overlapping_transposed_fragments(data):
 )
 def test_least_traffic_of_a_70b_model(tp, pp, dp, engine_tp, average, largest):
     """GB received per rank (bf16) equals need minus what is held; senders are balanced; seconds to plan."""
-    arch = Architecture.from_hf(LLAMA_70B)
+    arch = architecture_from_hf(LLAMA_70B)
     layers = 80 // pp
     sources = megatron_ranks(arch, tp, [range(p * layers, (p + 1) * layers) for p in range(pp)], dp)
     ranks = len(sources)

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megarlhf.architectures.architecture import hf_class
+from megarlhf.architectures.hf_config import hf_class
 from megarlhf.architectures.placements import FAMILIES, hf_placements, vllm_placements
 from megarlhf.weights.plan.copy_plan import make_plan
 from tests.weights.cases import carry_in_memory, empty, random_logical

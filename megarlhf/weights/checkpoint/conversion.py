@@ -11,21 +11,17 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from megarlhf.architectures.architecture import hf_config
+from megarlhf.architectures.hf_config import hf_config
 from megarlhf.architectures.megatron_layout import MegatronLayout
 from megarlhf.architectures.placements import Experts, Spec, hf_placements, logical_tensors, padded_vocab_size
 from megarlhf.model_directory import COMPANION
 from megarlhf.placement import RankPlacements
 from megarlhf.weights.checkpoint.checksums import write_checksums
-from megarlhf.weights.checkpoint.formats.huggingface.write import (
-    MAX_SHARD_BYTES,
-    copy_other_files,
-    other_files,
-    plan_huggingface,
-)
+from megarlhf.weights.checkpoint.formats.huggingface.write import MAX_SHARD_BYTES, plan_huggingface
 from megarlhf.weights.checkpoint.formats.megatron.args import args_of
 from megarlhf.weights.checkpoint.formats.mp_rank.read import plan_mp_rank
 from megarlhf.weights.checkpoint.formats.torch_dist.write import plan_torch_dist
+from megarlhf.weights.checkpoint.hf_writer import copy_other_files, other_files
 from megarlhf.weights.checkpoint.open_checkpoint import StoredModel
 from megarlhf.weights.checkpoint.replaceable import require_replaceable
 from megarlhf.weights.checkpoint.staging import Staging

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megarlhf.architectures.architecture import Architecture
 from megarlhf.architectures.placements import Head, identity_placements, logical_tensors
 from megarlhf.placement import RankPlacements, Shape
-from megarlhf.weights.checkpoint.formats.huggingface.write import HFWriter
+from megarlhf.weights.checkpoint.hf_writer import HFWriter
 from megarlhf.weights.plan.copy_plan import make_plan
 from megarlhf.weights.transport.reshard import carry_over_group
 from megarlhf.weights.transport.storages import Storages, copy_local

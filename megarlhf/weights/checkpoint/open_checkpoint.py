@@ -8,7 +8,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
 
-from megarlhf.architectures.architecture import Architecture, hf_config, read_config
+from megarlhf.architectures.architecture import Architecture
+from megarlhf.architectures.hf_config import architecture_from_hf, hf_config, read_config
 from megarlhf.architectures.megatron_layout import MegatronLayout
 from megarlhf.architectures.placements import Head, head_name, table_of
 from megarlhf.model_directory import find_description
@@ -104,7 +105,7 @@ def open_model(
 
 def _open_huggingface(path: Path, wanted: Head | None) -> StoredModel:
     config = read_config(path)
-    arch = Architecture.from_hf(config)
+    arch = architecture_from_hf(config)
     files = HFFiles(path)
     lm_head, score = head_name(arch, "lm"), head_name(arch, "scalar")
     head: Head = "scalar" if score in files.tensors and wanted != "lm" else "lm"
@@ -138,7 +139,7 @@ _COPY = "the stored head"
 def _open_megatron(kind: Kind, path: Path, companion: Path | None) -> StoredModel:
     folder, iteration = find_checkpoint(path)
     assert folder is not None
-    arch = None if companion is None else Architecture.from_hf(companion)
+    arch = None if companion is None else architecture_from_hf(companion)
     if arch is not None:
         wrong = contradictions(arch, _stored_args(kind, folder))
         if wrong:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from megarlhf.model_directory import COMPANION
-from megarlhf.weights.checkpoint.formats.huggingface.write import TEMPLATES
 from megarlhf.weights.checkpoint.formats.megatron.tracker import TRACKER, find_checkpoint
+from megarlhf.weights.checkpoint.hf_writer import TEMPLATES
 from megarlhf.weights.checkpoint.open_checkpoint import recognise
 
 _OF_A_MODEL = {"", ".safetensors", ".bin", ".json", ".txt", ".model", ".jinja", ".md", ".py", ".tiktoken"}

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from megarlhf.architectures.architecture import Architecture
-from megarlhf.architectures.config_spec import Llama3Rope
+from megarlhf.architectures.architecture import Architecture, Llama3Rope
+from megarlhf.architectures.families import FAMILIES
 from megarlhf.architectures.megatron_layout import MegatronLayout
-from megarlhf.architectures.placements import TABLES, logical_tensors, padded_vocab_size
+from megarlhf.architectures.placements import logical_tensors, padded_vocab_size
 from megarlhf.weights.checkpoint.formats.megatron.infer import disagreements, infer, recognise, same
 from megarlhf.weights.checkpoint.formats.megatron.unsupported import Args, refuse_unknown
 
@@ -208,7 +208,8 @@ def contradictions(arch: Architecture, args: Args) -> list[str]:
 def _meaningless(arch: Architecture, own: Architecture) -> set[str]:
     """Fields whose difference makes no other model."""
     ignored = set()
-    if own.model_type in TABLES and logical_tensors(arch) == logical_tensors(replace(arch, model_type=own.model_type)):
+    like_own = replace(arch, model_type=own.model_type)
+    if own.model_type in FAMILIES and logical_tensors(arch) == logical_tensors(like_own):
         ignored.add("model_type")  # Mistral without a window is a Llama
     if arch.positions == own.positions == "rope":
         ignored.add("max_positions")

@@ -13,9 +13,10 @@ from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 from typing import Any
 
-from megarlhf.architectures.architecture import Architecture, hf_config
-from megarlhf.architectures.config_spec import ConfigSpec, Key, Llama3Rope, write_facts
+from megarlhf.architectures.architecture import Architecture, Llama3Rope
+from megarlhf.architectures.config_spec import ConfigSpec, Key, write_facts
 from megarlhf.architectures.families import FAMILIES
+from megarlhf.architectures.hf_config import hf_config
 from megarlhf.weights.checkpoint.formats.megatron.unsupported import Args, refuse_unknown, unknown
 
 _log = logging.getLogger(__name__)
