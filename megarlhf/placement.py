@@ -41,15 +41,15 @@ class Box:
 
     def minus(self, inner: Box) -> list[Box]:
         """Disjoint boxes that cover this one without `inner`, which lies inside it."""
-        rest = []
+        uncovered = []
         start, stop = list(self.start), list(self.stop)
         for dim, (a, b) in enumerate(zip(inner.start, inner.stop, strict=True)):
             if start[dim] < a:
-                rest.append(Box(tuple(start), (*stop[:dim], a, *stop[dim + 1 :])))
+                uncovered.append(Box(tuple(start), (*stop[:dim], a, *stop[dim + 1 :])))
             if b < stop[dim]:
-                rest.append(Box((*start[:dim], b, *start[dim + 1 :]), tuple(stop)))
+                uncovered.append(Box((*start[:dim], b, *start[dim + 1 :]), tuple(stop)))
             start[dim], stop[dim] = a, b
-        return rest
+        return uncovered
 
     def shift(self, by: Shape) -> Box:
         return Box(
@@ -81,13 +81,13 @@ def flat_boxes(shape: Shape, start: int, stop: int) -> list[Box]:
         return []
     if not shape:
         return [Box((), ())]
-    rest = shape[1:]
-    inner = math.prod(rest)
+    row_shape = shape[1:]
+    inner = math.prod(row_shape)
     first, head = divmod(start, inner)
     last, tail = divmod(stop, inner)
 
     def within(row: int, a: int, b: int) -> list[Box]:
-        return [Box((row, *box.start), (row + 1, *box.stop)) for box in flat_boxes(rest, a, b)]
+        return [Box((row, *box.start), (row + 1, *box.stop)) for box in flat_boxes(row_shape, a, b)]
 
     if first == last:
         return within(first, head, tail)
@@ -96,7 +96,7 @@ def flat_boxes(shape: Shape, start: int, stop: int) -> list[Box]:
         boxes += within(first, head, inner)
         first += 1
     if first < last:
-        boxes.append(Box((first, *(0 for _ in rest)), (last, *rest)))
+        boxes.append(Box((first, *(0 for _ in row_shape)), (last, *row_shape)))
     return boxes + within(last, 0, tail)
 
 
@@ -112,6 +112,8 @@ class Placement:
 
     def part(self, box: Box) -> Placement:
         """The placement of `box`, a box of the logical tensor that lies inside this one."""
+        if box == self.box:
+            return self
         ahead = sum((a - b) * s for a, b, s in zip(box.start, self.box.start, self.strides, strict=True))
         return Placement(self.tensor, box, self.storage, self.offset + ahead, self.strides)
 
@@ -124,14 +126,6 @@ class Placement:
         for index in product(*(range(n) for _, n in reversed(dims))):
             start = self.offset + sum(i * s for i, (s, _) in zip(index, reversed(dims), strict=True))
             yield start, start + length
-
-
-def place_slice(tensor: str, box: Box, storage: str, storage_shape: Shape, at: Shape) -> Placement:
-    """The placement of `box` in the slice of a storage that starts at `at` and has the box's shape."""
-    inside = all(a >= 0 and a + n <= size for a, n, size in zip(at, box.shape, storage_shape, strict=True))
-    assert inside, f"{tensor}: {box.shape} at {at} leaves {storage} of shape {storage_shape}"
-    strides = contiguous_strides(storage_shape)
-    return Placement(tensor, box, storage, sum(a * s for a, s in zip(at, strides, strict=True)), strides)
 
 
 @dataclass(frozen=True)
@@ -160,14 +154,14 @@ class RankPlacements:
 
     def select(self, tensors: Sequence[str] | Mapping[str, object]) -> RankPlacements:
         """Only the placements of the named logical tensors, and the storages they use."""
-        wanted = set(tensors)
-        kept = tuple(p for p in self.placements if p.tensor in wanted)
-        used = {p.storage for p in kept}
+        names = set(tensors)
+        placements = tuple(p for p in self.placements if p.tensor in names)
+        used = {p.storage for p in placements}
         return replace(
             self,
-            placements=kept,
+            placements=placements,
             storages={name: shape for name, shape in self.storages.items() if name in used},
-            tensors={name: shape for name, shape in self.tensors.items() if name in wanted},
+            tensors={name: shape for name, shape in self.tensors.items() if name in names},
         )
 
     def padding(self) -> dict[str, list[tuple[int, int]]]:

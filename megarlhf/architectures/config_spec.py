@@ -121,13 +121,13 @@ def flag(key: str, value: Any) -> bool:
     return value
 
 
-def one_of(*known: str) -> Callable[[str, Any], str]:
+def one_of(*supported: str) -> Callable[[str, Any], str]:
     """A name of which the model code computes these."""
 
     def read(key: str, value: Any) -> str:
-        if value not in known:
+        if value not in supported:
             raise ValueError(
-                f"config.json has {key} {value!r}; supported for this model_type: {', '.join(known)}. "
+                f"config.json has {key} {value!r}; supported for this model_type: {', '.join(supported)}. "
                 "Use a model with one of these"
             )
         return value

@@ -6,13 +6,13 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from statistics import fmean
-from typing import Any
 
+from megarlhf.commands.arguments import gigabits, positive
 from megarlhf.config import RLConfig, load_config
 from megarlhf.observe.progress import make_console, table
-from megarlhf.planning.weight_traffic import ORDERS, Answer, Question, answer, ask
+from megarlhf.planning.weight_traffic import ORDERS, TrafficReport, TransferSetup, as_json, report_traffic, setup_of
+from megarlhf.weights.plan.traffic import Links
 
 
 def parser() -> argparse.ArgumentParser:
@@ -23,109 +23,81 @@ def parser() -> argparse.ArgumentParser:
     )
     root.add_argument("-c", "--config", required=True, metavar="FILE", help="YAML configuration of an rl run")
     root.add_argument("overrides", nargs="*", metavar="section.key=value", help="override configured values")
-    root.add_argument("--world-size", type=_positive, metavar="N", help="ranks of the run (default: run.nproc)")
-    root.add_argument("--engine-tp", type=_positive, metavar="N", help="plan as if rollout.parallel.tp were N")
-    root.add_argument("--ep", type=_positive, metavar="N", help="plan as if actor.parallel.ep were N")
-    root.add_argument("--vpp", type=_positive, metavar="N", help="plan as if actor.parallel.vpp were N")
+    root.add_argument("--world-size", type=positive, metavar="N", help="ranks of the run (default: run.nproc)")
+    root.add_argument("--engine-tp", type=positive, metavar="N", help="plan as if rollout.parallel.tp were N")
+    root.add_argument("--ep", type=positive, metavar="N", help="plan as if actor.parallel.ep were N")
+    root.add_argument("--vpp", type=positive, metavar="N", help="plan as if actor.parallel.vpp were N")
     words = (
         "how ranks stand in the trainer's mesh: permuted inside nodes as suits the engines, as a run with vLLM does "
         "(engine, the default), or by number (rank)"
     )
     root.add_argument("--order", choices=tuple(ORDERS), default="engine", help=words)
-    root.add_argument("--ranks-per-node", type=_positive, default=8, metavar="N", help="default: %(default)s")
+    root.add_argument("--ranks-per-node", type=positive, default=8, metavar="N", help="default: %(default)s")
     words = "gigabits per second and direction between a rank and the others of its node (default: %(default)g)"
-    root.add_argument("--rank-gbps", type=_speed, default=3600.0, metavar="X", help=words)
+    root.add_argument("--rank-gbps", type=gigabits, default=3600.0, metavar="X", help=words)
     words = "gigabits per second and direction between a whole node and the others (default: %(default)g)"
-    root.add_argument("--node-gbps", type=_speed, default=3200.0, metavar="X", help=words)
+    root.add_argument("--node-gbps", type=gigabits, default=3200.0, metavar="X", help=words)
     root.add_argument("--per-rank", action="store_true", help="a line for each rank")
     root.add_argument("--json", action="store_true", help="everything as one JSON object, in bytes and seconds")
     return root
-
-
-def _positive(text: str) -> int:
-    try:
-        number = int(text)
-    except ValueError:
-        number = 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
-    return number
-
-
-def _speed(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not 0 < number < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive, finite number of gigabits per second")
-    return number
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status. 2: the user's mistake, said without a traceback."""
     arguments = parser().parse_intermixed_args(argv)
     try:
-        question = ask(load_config(RLConfig, arguments.config, arguments.overrides), arguments)
-        found = answer(question)
+        setup = setup_of(
+            load_config(RLConfig, arguments.config, arguments.overrides),
+            world_size=arguments.world_size,
+            engine_tp=arguments.engine_tp,
+            ep=arguments.ep,
+            vpp=arguments.vpp,
+            order=arguments.order,
+            ranks_per_node=arguments.ranks_per_node,
+            links=Links(rank_gbps=arguments.rank_gbps, node_gbps=arguments.node_gbps),
+        )
+        report = report_traffic(setup)
     except ValueError as error:
         print(f"{parser().prog}: {error}", file=sys.stderr)
         return 2
     if arguments.json:
-        print(json.dumps(as_json(question, found)))
+        print(json.dumps(as_json(setup, report)))
     else:
-        _print(question, found, per_rank=arguments.per_rank)
+        _print(setup, report, per_rank=arguments.per_rank)
     return 0
 
 
-def as_json(question: Question, found: Answer) -> dict[str, Any]:
-    """The answer with what was asked, in plain types; the formula's figures also as averages over ranks."""
-    layout = {key: getattr(question.trainer, key) for key in ("tp", "pp", "vpp", "ep")} | {"dp": question.mesh.dp}
-    return {
-        "model_type": question.arch.model_type,
-        "layout": layout,
-        "engine_tp": question.engine_tp,
-        "element_bytes": question.element_bytes,
-        "ranks_per_node": question.ranks_per_node,
-        "links": asdict(question.links),
-        "order_rule": question.order,
-        **asdict(found),
-        "formula_least": fmean(found.formula),
-        "formula_all_gather": fmean(found.all_gather),
-    }
-
-
-def _print(question: Question, found: Answer, *, per_rank: bool) -> None:
-    console, mesh, trainer = make_console(), question.mesh, question.trainer
+def _print(setup: TransferSetup, report: TrafficReport, *, per_rank: bool) -> None:
+    console, mesh, trainer = make_console(), setup.mesh, setup.trainer
     ways = f"tp {mesh.tp} x pp {mesh.pp} x dp {mesh.dp} (vpp {trainer.vpp}, ep {trainer.ep})"
     ranks = "0 1 2 (by number)" if mesh.order is None else " ".join(map(str, mesh.order))
     facts = [
-        ("model", f"{question.arch.model_type}, {_gb(found.model)} GB"),
+        ("model", f"{setup.arch.model_type}, {_gb(report.model)} GB"),
         ("trainer", f"{ways} = {mesh.world_size} ranks"),
-        ("engines", f"{mesh.world_size // question.engine_tp} of tp {question.engine_tp}"),
-        ("order of the ranks", f"--order {question.order}: {ORDERS[question.order]}"),
+        ("engines", f"{mesh.world_size // setup.engine_tp} of tp {setup.engine_tp}"),
+        ("order of the ranks", f"--order {setup.order}: {ORDERS[setup.order]}"),
         ("ranks at the trainer's positions", f"{ranks}, and so on"),
-        ("seconds for placements and the one-tier plan, one core", f"{found.plan_seconds:.1f}"),
+        ("seconds for placements and the one-tier plan, one core", f"{report.plan_seconds:.1f}"),
     ]
     console.print(table("Weights from trainer to rollout", facts, ("what", "value")))
     figures = {
-        "needed": found.need,
-        "received": found.received,
-        "sent": found.sent,
-        "least: needed and not held": found.least,
-        "least by the formula": found.formula,
-        "all-gather by the formula": found.all_gather,
+        "needed": report.need,
+        "received": report.received,
+        "sent": report.sent,
+        "least: needed and not held": report.least,
+        "least by the formula": report.formula,
+        "all-gather by the formula": report.all_gather,
     }
     lines = [(name, *_spread(by_rank)) for name, by_rank in figures.items()]
-    console.print(table(f"GB a rank (--order {question.order})", lines, ("", "min", "mean", "max")))
-    speeds = f"{question.links.rank_gbps:g} Gb/s a rank inside, {question.links.node_gbps:g} Gb/s a node outside"
+    console.print(table(f"GB a rank (--order {setup.order})", lines, ("", "min", "mean", "max")))
+    speeds = f"{setup.links.rank_gbps:g} Gb/s a rank inside, {setup.links.node_gbps:g} Gb/s a node outside"
     tiers = [
-        (t.name, *_spread(t.entering), _gb(t.inside / len(t.entering)), f"{t.seconds:.3f}") for t in found.tiers
-    ] + [("least", *_spread(found.least_entering), "", "")]
-    title = f"GB into a node of {question.ranks_per_node} ranks, and wire time at {speeds} (estimated)"
+        (t.name, *_spread(t.entering), _gb(t.inside / len(t.entering)), f"{t.seconds:.3f}") for t in report.tiers
+    ] + [("least", *_spread(report.least_entering), "", "")]
+    title = f"GB into a node of {setup.ranks_per_node} ranks, and wire time at {speeds} (estimated)"
     console.print(table(title, tiers, ("", "min", "mean", "max", "inside, mean", "seconds")))
     if per_rank:
-        rows = [(rank, *map(_gb, each)) for rank, each in enumerate(zip(*figures.values(), strict=True))]
+        rows = [(rank, *map(_gb, of_rank)) for rank, of_rank in enumerate(zip(*figures.values(), strict=True))]
         names = ("rank", "needed", "received", "sent", "least", "formula", "all-gather")
         console.print(table("GB of each rank", rows, names))
 

@@ -14,9 +14,9 @@ from megarlhf.models.build import ModelPart, placements_on
 from megarlhf.models.settings import DTYPES
 from megarlhf.placement import RankPlacements
 from megarlhf.weights.checkpoint.export import export
-from megarlhf.weights.checkpoint.open_checkpoint import open_model
+from megarlhf.weights.checkpoint.open_checkpoint import open_checkpoint
 from megarlhf.weights.transport.random_init import fill_random
-from megarlhf.weights.transport.storages import carry_from_files, check_storages
+from megarlhf.weights.transport.storages import check_storages, load_from_files
 
 log = logging.getLogger(__name__)
 
@@ -41,11 +41,11 @@ def load_weights(part: ModelPart, model: ModelConfig, *, seed: int) -> None:
     if model.random_init:
         fill_random(mine, live, seed=seed, std=std, arch=part.arch, head=part.head)
         return
-    stored = open_model(model.path, hf=model.hf, head=part.head)
+    stored = open_checkpoint(model.path, hf=model.hf, head=part.head)
     held = {tensor for source in stored.weights.parts for tensor in source.tensors}
     score = head_name(part.arch, "scalar")
     fresh = frozenset({score} & mine.tensors.keys() - held)
-    carry_from_files(mine, stored.weights, live, skip=fresh)
+    load_from_files(mine, stored.weights, live, skip=fresh)
     if part.head == "scalar" and score not in held:
         log.info("%s has no %s: the scalar head starts fresh", model.path, score)
     if fresh:

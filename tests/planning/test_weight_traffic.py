@@ -16,9 +16,9 @@ import pytest
 
 from megarlhf.commands.plan import main, parser
 from megarlhf.config import RLConfig, load_config
-from megarlhf.planning.weight_traffic import answer, ask
+from megarlhf.planning.weight_traffic import report_traffic, setup_of
 from megarlhf.weights.plan.copy_plan import make_plan
-from megarlhf.weights.plan.traffic import formula, least_receive, model_elements
+from megarlhf.weights.plan.traffic import Links, formula, least_receive, model_elements
 
 REPOSITORY = Path(__file__).parents[2]
 CONFIGS = ("llama-3-70b", "llama-3.1-405b", "qwen3-30b-a3b")
@@ -107,7 +107,7 @@ def test_two_tiers_halve_what_enters_a_node_of_two_engines(capsys):
 )
 def test_the_formula_is_the_count_in_either_order(name, engine_tp, order):
     """Rank by rank. The order that suits engines is permuted, and moves less, just where the tp of both differ."""
-    asked = question(name, f"--engine-tp={engine_tp}", f"--order={order}")
+    asked = setup(name, f"--engine-tp={engine_tp}", f"--order={order}")
     found = formula(asked.arch, asked.mesh, asked.trainer, engine_tp)
     assert found.least == list(least_receive(*asked.placements()).values())
     assert (asked.mesh.order is None) == (order == "rank" or engine_tp == 8)
@@ -116,14 +116,19 @@ def test_the_formula_is_the_count_in_either_order(name, engine_tp, order):
         assert sum(found.least) < sum(by_number.least)
 
 
-def question(name, *options):
+def setup(name, *options):
     arguments = parser().parse_intermixed_args(["-c", f"configs/plan/{name}.yaml", *options])
-    return ask(load_config(RLConfig, arguments.config, arguments.overrides), arguments)
+    names = ("world_size", "engine_tp", "ep", "vpp", "order", "ranks_per_node")
+    return setup_of(
+        load_config(RLConfig, arguments.config, arguments.overrides),
+        links=Links(rank_gbps=arguments.rank_gbps, node_gbps=arguments.node_gbps),
+        **{name: getattr(arguments, name) for name in names},
+    )
 
 
 def test_llama_405b():
     """126 layers in stages of 32, 32, 31, 31; 811.7 GB, of which a rank needs an eighth and holds a quarter of it."""
-    found = answer(question("llama-3.1-405b"))
+    found = report_traffic(setup("llama-3.1-405b"))
     assert found.model / 1e9 == pytest.approx(811.7, abs=0.05)
     assert found.received == found.least == found.formula
     assert sum(found.received) / 64e9 == pytest.approx(811.7 / 8 * 3 / 4, rel=0.001)
@@ -134,7 +139,7 @@ def test_llama_405b():
 def test_qwen3_30b_a3b_is_planned_in_seconds(ep):
     """18 thousand expert matrices on 64 ranks. The time is this process's own, placements included."""
     start = time.process_time()
-    asked = question("qwen3-30b-a3b", f"--ep={ep}")
+    asked = setup("qwen3-30b-a3b", f"--ep={ep}")
     plan = make_plan(*asked.placements(), only_rank=0)
     assert time.process_time() - start < 60
     received = [plan.elements_received(rank) for rank in range(64)]
@@ -146,7 +151,7 @@ def test_qwen3_30b_a3b_is_planned_in_seconds(ep):
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [[], ["--engine-tp=4"], ["--ep=2"]])
 def test_qwen3_30b_a3b_in_both_tiers(options):
-    found = answer(question("qwen3-30b-a3b", *options))
+    found = report_traffic(setup("qwen3-30b-a3b", *options))
     assert found.received == found.least == found.formula
     assert found.tiers[1].entering == found.least_entering
 
@@ -245,7 +250,7 @@ def test_a_configuration_that_is_no_text(capsys, tmp_path):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_examples_are_what_they_say(name):
     """Parameters in billions, from the models' cards."""
-    found = question(name)
+    found = setup(name)
     total = {"llama-3-70b": 70.6, "llama-3.1-405b": 405.9, "qwen3-30b-a3b": 30.5}[name]
     assert model_elements(found.arch) / 1e9 == pytest.approx(total, abs=0.05)
     assert found.mesh.world_size == 64

@@ -14,7 +14,7 @@ from megarlhf.weights.checks.certificate import CertificateError, certify, spoil
 from megarlhf.weights.checks.digest import whole_digest
 from megarlhf.weights.plan.copy_plan import make_plan
 from megarlhf.weights.transport.random_init import fill_random
-from megarlhf.weights.transport.reshard import carry_over_group
+from megarlhf.weights.transport.reshard import reshard_once
 from megarlhf.weights.transport.storages import zero_padding
 from tests.gloo import run_ranks
 from tests.weights.cases import empty, megatron_ranks, tiny, vllm_ranks
@@ -66,7 +66,7 @@ def _prove(rank, stages):
     old = {name: value.clone() for name, value in dst.items()}
     fill_random(sources[rank], src, seed=5, std=0.1, arch=arch)
     plan = make_plan(sources, ranks, only_rank=rank)
-    carry_over_group(plan, src, dst, rank=rank, dtype=torch.bfloat16, device=CPU)
+    reshard_once(plan, src, dst, rank=rank, dtype=torch.bfloat16, device=CPU)
     options = {"rank": rank, "dtype": torch.bfloat16, "version": 7}
 
     def proof():
@@ -104,7 +104,7 @@ def _prove(rank, stages):
     for _ in range(2):
         with pytest.raises(CertificateError, match=apart):
             proof()
-        carry_over_group(plan, src, dst, rank=rank, dtype=torch.bfloat16, device=CPU)
+        reshard_once(plan, src, dst, rank=rank, dtype=torch.bfloat16, device=CPU)
     return found.digest
 
 
@@ -127,7 +127,7 @@ def _failing(rank):
     src, dst = empty([sources[rank]], torch.bfloat16)[rank], empty([ranks[rank]], torch.bfloat16, 0.0)[rank]
     fill_random(sources[rank], src, seed=5, std=0.1, arch=arch)
     plan = make_plan(sources, ranks, only_rank=rank)
-    carry_over_group(plan, src, dst, rank=rank, dtype=torch.bfloat16, device=CPU)
+    reshard_once(plan, src, dst, rank=rank, dtype=torch.bfloat16, device=CPU)
 
     def said(src, dst):
         with pytest.raises(CertificateError) as error:

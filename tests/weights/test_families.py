@@ -25,7 +25,7 @@ from megarlhf.architectures.placements import (
 )
 from megarlhf.placement import Box
 from megarlhf.weights.plan.copy_plan import make_plan
-from tests.weights.cases import carry_in_memory, empty, random_logical
+from tests.weights.cases import copy_in_memory, empty, random_logical
 from tests.weights.families import CONFIGS, architecture, config
 from tests.weights.megatron_reference import EMBEDDINGS, LLAMA_NORMS, NORMS, megatron_layer
 
@@ -176,7 +176,7 @@ def test_to_megatron_and_back(name, settings, head):
     parts = layout.parts(arch, head)
     hf = hf_placements(arch, head, rank=99)
     live = empty(parts)
-    carry_in_memory(make_plan([hf], parts), {99: logical}, live)
+    copy_in_memory(make_plan([hf], parts), {99: logical}, live)
     for at, part in zip(layout.ranks(), parts, strict=True):
         expected = by_hand(arch, logical, layout, at, head)
         assert live[part.rank].keys() == expected.keys()
@@ -186,7 +186,7 @@ def test_to_megatron_and_back(name, settings, head):
         gaps = {n: sum(b - a for a, b in found) for n, found in part.padding().items()}
         assert untouched == gaps
     back = empty([hf])
-    carry_in_memory(make_plan(parts, [hf]), live, back)
+    copy_in_memory(make_plan(parts, [hf]), live, back)
     assert all(torch.equal(back[99][n], value) for n, value in logical.items())
 
 

@@ -15,7 +15,7 @@ from megarlhf.architectures.placements import (
 )
 from megarlhf.placement import Box, Placement, merge_ranks
 from megarlhf.weights.plan.copy_plan import make_plan
-from tests.weights.cases import carry_in_memory, empty, megatron_ranks, random_logical, tiny, vllm_ranks
+from tests.weights.cases import copy_in_memory, empty, megatron_ranks, random_logical, tiny, vllm_ranks
 
 L0 = "model.layers.0.self_attn."
 QKV = "decoder.layers.0.self_attention.linear_qkv.weight"
@@ -196,11 +196,11 @@ def test_vllm_gets_the_model_from_megatron(tp, stages, tied):
     megatron = megatron_ranks(arch, tp, stages)
     trained = empty(megatron)
     hf = hf_placements(arch, rank=99)
-    carry_in_memory(make_plan([hf], megatron), {99: logical}, trained)
+    copy_in_memory(make_plan([hf], megatron), {99: logical}, trained)
     for engine_tp in (1, 2, 4):
         ranks = vllm_ranks(arch, engine_tp)
         live = empty(ranks, fill=0.0)
-        carry_in_memory(make_plan(megatron, ranks), trained, live)
+        copy_in_memory(make_plan(megatron, ranks), trained, live)
         for rank in range(engine_tp):
             for name, value in vllm_by_hand(arch, logical, engine_tp, rank).items():
                 assert torch.equal(live[rank].pop(name), value), name

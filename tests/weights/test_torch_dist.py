@@ -20,7 +20,8 @@ from megarlhf.weights.checkpoint.checksums import check_checksums
 from megarlhf.weights.checkpoint.formats.megatron.tracker import checkpoint_directory, find_checkpoint, write_tracker
 from megarlhf.weights.checkpoint.formats.torch_dist.keys import StorageName, cut, key_form
 from megarlhf.weights.checkpoint.formats.torch_dist.metadata import BlobReader, read_common, read_tensors
-from megarlhf.weights.checkpoint.formats.torch_dist.read import plan_torch_dist, read_torch_dist
+from megarlhf.weights.checkpoint.formats.torch_dist.read import read_torch_dist
+from megarlhf.weights.checkpoint.formats.torch_dist.write import preallocate_torch_dist
 from megarlhf.weights.plan.copy_plan import make_plan
 from megarlhf.weights.transport.extent import MappedFiles
 from megarlhf.weights.transport.storages import view
@@ -45,14 +46,14 @@ EXPERT_LAYOUTS = {
 def write(root, arch, layout, logical, *, head="lm", form="stacked", dtype=torch.float32):
     """A checkpoint filled through its extents; the directory of the iteration."""
     root.mkdir(exist_ok=True)
-    parts, extents = plan_torch_dist(root, arch, layout, head, dtype, {"lr": 0.5}, 12, form=form)
+    parts, extents = preallocate_torch_dist(root, arch, layout, head, dtype, {"lr": 0.5}, 12, form=form)
     source = hf_placements(arch, head).on_rank(len(parts))
     for copy in make_plan([source], parts).copies:
-        extent = extents[copy.dst_rank][copy.dst_storage]
+        extent = extents[copy.dst_rank][copy.dst.storage]
         assert extent.offset % 64 == 0
         raw = np.memmap(extent.path, np.uint8, "r+", extent.offset, (extent.num_bytes,))
-        values = view(copy.source, {copy.src_storage: logical[copy.tensor]})
-        view(copy.destination, {copy.dst_storage: torch.from_numpy(raw).view(dtype)}).copy_(values)
+        values = view(copy.src, {copy.src.storage: logical[copy.tensor]})
+        view(copy.dst, {copy.dst.storage: torch.from_numpy(raw).view(dtype)}).copy_(values)
         raw.flush()
     return checkpoint_directory(root, 12)
 
@@ -64,8 +65,8 @@ def read(directory, arch):
     maps = MappedFiles()
     got = {name: torch.full(shape, torch.nan, dtype=torch.float64) for name, shape in wanted.storages.items()}
     for copy in make_plan(checkpoint.parts, [wanted]).copies:
-        stored = {copy.src_storage: maps.tensor(checkpoint.extents[0][copy.src_storage])}
-        view(copy.destination, got).copy_(view(copy.source, stored))
+        stored = {copy.src.storage: maps.tensor(checkpoint.extents[0][copy.src.storage])}
+        view(copy.dst, got).copy_(view(copy.src, stored))
     return got
 
 
@@ -357,7 +358,7 @@ def test_a_large_checkpoint_opens_in_seconds(tmp_path):
     """Llama-70B at TP8 x PP4 as holes: 5 s for planning it and for opening it, each, on two cores."""
     arch = tiny(**LLAMA_70B)
     start = time.perf_counter()
-    plan_torch_dist(tmp_path, arch, MegatronLayout(tp=8, pp=4, padded_vocab=128256), "lm", torch.bfloat16, {}, 1)
+    preallocate_torch_dist(tmp_path, arch, MegatronLayout(tp=8, pp=4, padded_vocab=128256), "lm", torch.bfloat16, {}, 1)
     planned = time.perf_counter()
     checkpoint = read_torch_dist(tmp_path / "iter_0000001", arch)
     assert len(checkpoint.extents[0]) == 2 * 8 + 1 + 80 * (5 * 8 + 2)
@@ -390,7 +391,7 @@ def test_planning_needs_no_torch_distributed():
     import sys
 
     code = (
-        "import sys, megarlhf.weights.checkpoint.formats.torch_dist.read;"
+        "import sys; from megarlhf.weights.checkpoint.formats.torch_dist import read, write;"
         "print([m for m in ('torch.distributed.checkpoint', 'megatron') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path.cwd())

@@ -67,7 +67,7 @@ _MLP = (
 
 
 def _only(key: str, value: bool, advice: str) -> Refusal:
-    return Refusal(key=key, wrong=lambda found, facts: found is not value, advice=advice)
+    return Refusal(key=key, wrong=lambda stated, facts: stated is not value, advice=advice)
 
 
 _REFUSALS = (

@@ -11,7 +11,12 @@ from typing import Any
 
 import torch
 
-from megarlhf.weights.checkpoint.formats.huggingface.write import MAX_SHARD_BYTES, Specs, num_bytes_of, plan_huggingface
+from megarlhf.weights.checkpoint.formats.huggingface.write import (
+    MAX_SHARD_BYTES,
+    Specs,
+    num_bytes_of,
+    preallocate_huggingface,
+)
 from megarlhf.weights.checkpoint.formats.megatron.tracker import TRACKER
 from megarlhf.weights.checkpoint.formats.torch_dist.metadata import CONFIG
 from megarlhf.weights.checkpoint.staging import Staging
@@ -53,7 +58,7 @@ class HFWriter:
             self._staging.reserve(sum(num_bytes_of(spec) for spec in self._tensors.values()))
             if self._copy_from is not None:
                 copy_other_files(self._copy_from, self._staging.path)
-            self._places = plan_huggingface(
+            self._places = preallocate_huggingface(
                 self._staging.path, self._tensors, self._config, max_shard_bytes=self._max_shard_bytes
             )
         except BaseException as error:
@@ -78,12 +83,12 @@ class HFWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if kind is None and self._missing:
-            lost = ValueError(
+            error_of_missing = ValueError(
                 f"{len(self._missing)} tensors were promised and not written: "
                 f"{', '.join(sorted(self._missing))}; write them before the block ends"
             )
-            self._staging.__exit__(ValueError, lost, None)
-            raise lost
+            self._staging.__exit__(ValueError, error_of_missing, None)
+            raise error_of_missing
         self._staging.__exit__(kind, error, trace)
 
 
@@ -100,7 +105,7 @@ def other_files(source: Path) -> list[Path]:
 
     Raises: ValueError for a link that leads nowhere.
     """
-    found = []
+    files = []
     for path in sorted((*source.iterdir(), *(source / TEMPLATES).glob("*"))):
         weights = path.suffix in WEIGHT_SUFFIXES or path.name.endswith(".index.json") or ".data-" in path.name
         if weights or path.name in ("config.json", TRACKER, CONFIG) or path.name.startswith("."):
@@ -108,5 +113,5 @@ def other_files(source: Path) -> list[Path]:
         if not path.exists():
             raise ValueError(f"{path} is a link to {path.readlink()}, which does not exist; download it, or remove it")
         if path.is_file() and path.stat().st_size <= SMALL_BYTES:
-            found.append(path)
-    return found
+            files.append(path)
+    return files

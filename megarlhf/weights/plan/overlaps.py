@@ -1,6 +1,6 @@
-"""What has to move: every wanted box cut along the boxes that the sources hold, and who may send each piece.
+"""Where sources and destinations overlap: every wanted box, cut along the boxes that the sources hold.
 
-Layers of a model are cut alike, so that a cut is made once for each pattern of boxes and ranks and shared by all
+Layers of a model are cut alike. So overlaps are computed once for each pattern of boxes and ranks, and shared by all
 tensors of that pattern: a model of eighteen thousand expert matrices has a few dozen patterns.
 """
 
@@ -16,15 +16,15 @@ from megarlhf.placement import Box, Placement, RankPlacements
 Ranks = tuple[int, ...]
 """Ascending."""
 Stream = tuple[Ranks, int]
-"""(the ranks that may send, the rank that receives): all pieces of it, tensor by tensor, are one stream."""
+"""(the ranks that may send, the rank that receives): all overlaps of such a pair, tensor by tensor, are one stream."""
 
 NodeOf = Sequence[int] | Mapping[int, int]
 """Rank -> node."""
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """A part of a wanted box that one source box has."""
+class Overlap:
+    """The part of a wanted box that lies in one box of the sources."""
 
     box: Box
     numel: int
@@ -32,86 +32,85 @@ class Piece:
     """Elements of one row (index of dim 0); a vector is one row, and is never cut."""
     dst_rank: int
     wanted: int
-    """Position among the tensor's wanted placements."""
+    """Position among the tensor's destination placements."""
     holders: Mapping[int, int]
-    """Rank -> position among the tensor's held placements, of all ranks that hold the source box."""
+    """Rank -> position among the tensor's source placements, of all ranks that hold the source box."""
     stream: Stream | None
-    """None when the destination holds the piece itself."""
+    """None when the destination holds the overlap itself."""
 
 
 @dataclass(frozen=True)
-class Cuts:
-    """All pieces of one pattern, by destination in the order of the wanted placements."""
+class OverlapPattern:
+    """All overlaps of tensors that are cut alike, in the order of the destination placements."""
 
-    pieces: tuple[Piece, ...]
+    overlaps: tuple[Overlap, ...]
     missing: tuple[Box, ...]
 
     @cached_property
     def needs(self) -> Counter[Stream]:
         """Elements of each stream."""
         count: Counter[Stream] = Counter()
-        for piece in self.pieces:
-            if piece.stream is not None:
-                count[piece.stream] += piece.numel
+        for overlap in self.overlaps:
+            if overlap.stream is not None:
+                count[overlap.stream] += overlap.numel
         return count
 
     @cached_property
     def local(self) -> Counter[int]:
         """Elements that a rank takes from itself."""
         count: Counter[int] = Counter()
-        for piece in self.pieces:
-            if piece.stream is None:
-                count[piece.dst_rank] += piece.numel
+        for overlap in self.overlaps:
+            if overlap.stream is None:
+                count[overlap.dst_rank] += overlap.numel
         return count
 
     @cached_property
-    def of_stream(self) -> dict[Stream, list[Piece]]:
-        streams: dict[Stream, list[Piece]] = defaultdict(list)
-        for piece in self.pieces:
-            if piece.stream is not None:
-                streams[piece.stream].append(piece)
+    def of_stream(self) -> dict[Stream, list[Overlap]]:
+        streams: dict[Stream, list[Overlap]] = defaultdict(list)
+        for overlap in self.overlaps:
+            if overlap.stream is not None:
+                streams[overlap.stream].append(overlap)
         return dict(streams)
 
-    def of_rank(self, rank: int | None) -> tuple[Piece, ...]:
-        """The pieces that `rank` receives, has or may send; None: all of them."""
+    def of_rank(self, rank: int | None) -> tuple[Overlap, ...]:
+        """Those that `rank` receives, has or may send; None: all of them."""
         if rank is None:
-            return self.pieces
-        return tuple(p for p in self.pieces if p.dst_rank == rank or (p.stream is not None and rank in p.stream[0]))
+            return self.overlaps
+        return tuple(p for p in self.overlaps if p.dst_rank == rank or (p.stream is not None and rank in p.stream[0]))
 
 
 @dataclass(frozen=True, slots=True)
-class TensorCuts:
-    """A logical tensor: its held and wanted placements, and how the wanted ones are cut."""
+class TensorOverlaps:
+    """A logical tensor: its placements on both sides, and how they overlap."""
 
     name: str
-    held: list[Placement]
-    wanted: list[Placement]
-    cuts: Cuts
+    sources: list[Placement]
+    destinations: list[Placement]
+    pattern: OverlapPattern
 
 
-def cut_all(
+def find_overlaps(
     sources: Sequence[RankPlacements], destinations: Sequence[RankPlacements], node_of: NodeOf | None
-) -> list[TensorCuts]:
+) -> list[TensorOverlaps]:
     """The tensors that the destinations want, in the order in which they first name them.
 
     A rank's own boxes come first, then (with `node_of`) those of its node; only what is left comes from elsewhere.
     """
-    held, wanted = by_tensor(sources), by_tensor(destinations)
-    known: dict[object, Cuts] = {}
-    nothing: tuple[list[int], list[Placement]] = ([], [])
-    out = []
-    for name, (ranks, placements) in wanted.items():
-        held_ranks, held_placements = held.get(name, nothing)
+    sources_of, nothing = by_tensor(sources), ([], [])
+    patterns: dict[object, OverlapPattern] = {}
+    tensors = []
+    for name, (dst_ranks, dst_placements) in by_tensor(destinations).items():
+        src_ranks, src_placements = sources_of.get(name, nothing)
         key = (
-            tuple(held_ranks),
-            tuple([p.box for p in held_placements]),
-            tuple(ranks),
-            tuple([p.box for p in placements]),
+            tuple(src_ranks),
+            tuple([p.box for p in src_placements]),
+            tuple(dst_ranks),
+            tuple([p.box for p in dst_placements]),
         )
-        if key not in known:
-            known[key] = _cut_pattern(*key, node_of)
-        out.append(TensorCuts(name, held_placements, placements, known[key]))
-    return out
+        if key not in patterns:
+            patterns[key] = _find_pattern(*key, node_of)
+        tensors.append(TensorOverlaps(name, src_placements, dst_placements, patterns[key]))
+    return tensors
 
 
 def by_tensor(parts: Iterable[RankPlacements]) -> dict[str, tuple[list[int], list[Placement]]]:
@@ -120,35 +119,35 @@ def by_tensor(parts: Iterable[RankPlacements]) -> dict[str, tuple[list[int], lis
     for part in parts:
         rank = part.rank
         for placement in part.placements:
-            known = tensors.get(placement.tensor)
-            if known is None:
-                known = tensors[placement.tensor] = ([], [])
-            known[0].append(rank)
-            known[1].append(placement)
+            entry = tensors.get(placement.tensor)
+            if entry is None:
+                entry = tensors[placement.tensor] = ([], [])
+            entry[0].append(rank)
+            entry[1].append(placement)
     return tensors
 
 
-def _cut_pattern(
-    held_ranks: Ranks, held_boxes: tuple[Box, ...], ranks: Ranks, boxes: tuple[Box, ...], node_of: NodeOf | None
-) -> Cuts:
+def _find_pattern(
+    src_ranks: Ranks, src_boxes: tuple[Box, ...], dst_ranks: Ranks, dst_boxes: tuple[Box, ...], node_of: NodeOf | None
+) -> OverlapPattern:
     holders: dict[Box, dict[int, int]] = defaultdict(dict)
-    for index, (rank, box) in enumerate(zip(held_ranks, held_boxes, strict=True)):
+    for index, (rank, box) in enumerate(zip(src_ranks, src_boxes, strict=True)):
         holders[box].setdefault(rank, index)
     everywhere = sorted(holders)
-    pieces, missing = [], []
-    for index, (rank, wanted) in enumerate(zip(ranks, boxes, strict=True)):
-        own = [box for box in everywhere if rank in holders[box]]
+    overlaps, missing = [], []
+    for index, (rank, wanted) in enumerate(zip(dst_ranks, dst_boxes, strict=True)):
+        local = [box for box in everywhere if rank in holders[box]]
         near = []
         if node_of is not None:
             near = [box for box in everywhere if any(node_of[r] == node_of[rank] for r in holders[box])]
-        found, rest = cut_box(wanted, (*own, *near, *everywhere))
-        missing += rest
-        for box, source in found:
+        covered, uncovered = split_box(wanted, (*local, *near, *everywhere))
+        missing += uncovered
+        for box, src_box in covered:
             numel = box.numel
             row = numel // box.shape[0] if len(box.shape) > 1 else numel
-            stream = None if rank in holders[source] else (_senders(holders[source], rank, node_of), rank)
-            pieces.append(Piece(box, numel, row, rank, index, holders[source], stream))
-    return Cuts(tuple(pieces), tuple(missing))
+            stream = None if rank in holders[src_box] else (_senders(holders[src_box], rank, node_of), rank)
+            overlaps.append(Overlap(box, numel, row, rank, index, holders[src_box], stream))
+    return OverlapPattern(tuple(overlaps), tuple(missing))
 
 
 def _senders(holders: Mapping[int, int], rank: int, node_of: NodeOf | None) -> Ranks:
@@ -159,23 +158,25 @@ def _senders(holders: Mapping[int, int], rank: int, node_of: NodeOf | None) -> R
     return tuple(sorted(holders))
 
 
-def cut_box(wanted: Box, boxes: Iterable[Box]) -> tuple[list[tuple[Box, Box]], list[Box]]:
-    """The wanted box along `boxes`, the first of them that has an element having it: (part, the box that has it),
-    and the boxes that none has."""
-    pieces = []
-    rest = [wanted]
+def split_box(wanted: Box, boxes: Iterable[Box]) -> tuple[list[tuple[Box, Box]], list[Box]]:
+    """The wanted box along `boxes`, of which the first that has an element counts.
+
+    Returns: (part, the box that covers it) for what is covered, and the boxes that none covers.
+    """
+    covered = []
+    uncovered = [wanted]
     for box in boxes:
         if wanted.intersect(box) is None:
             continue
-        left = []
-        for open_box in rest:
-            hit = open_box.intersect(box)
-            if hit is None:
-                left.append(open_box)
+        remaining = []
+        for open_box in uncovered:
+            common = open_box.intersect(box)
+            if common is None:
+                remaining.append(open_box)
             else:
-                pieces.append((hit, box))
-                left += open_box.minus(hit)
-        rest = left
-        if not rest:
+                covered.append((common, box))
+                remaining += open_box.minus(common)
+        uncovered = remaining
+        if not uncovered:
             break
-    return pieces, rest
+    return covered, uncovered

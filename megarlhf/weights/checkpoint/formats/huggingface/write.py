@@ -22,7 +22,7 @@ _CODES = {dtype: code for code, dtype in DTYPES.items()}
 Specs = Mapping[str, tuple[Shape, torch.dtype]]
 
 
-def plan_huggingface(
+def preallocate_huggingface(
     directory: Path, tensors: Specs, config: Mapping[str, Any], *, max_shard_bytes: int = MAX_SHARD_BYTES
 ) -> dict[str, Extent]:
     """config.json, the index, and shards at full length in which every tensor is still a hole; where each stands."""
