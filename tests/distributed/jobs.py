@@ -82,17 +82,18 @@ def sft_steps(
     runtime: Runtime, config: dict[str, Any], num_steps: int, order: tuple[int, ...] | None = None
 ) -> dict[str, Any]:
     """Losses, gradient norms and gradients of the first steps, and the weights after them."""
-    from megarlhf.trainers.sft import train_on
+    from megarlhf.trainers.sft import SupervisedFineTuning
+    from megarlhf.trainers.supervised import train_on
 
     cfg = SFTConfig.model_validate(config)
-    samples = _sft_samples(cfg)
+    objective, samples = SupervisedFineTuning(cfg), _sft_samples(cfg)
     actor = build_role(
         "actor", cfg.actor, "lm", GroupCache(runtime), seed=0, num_optimizer_steps=num_steps, order=order
     )
     gradients: list[Arrays] = []
     record_gradients(actor, gradients)
     size = cfg.train.mini_batch_samples
-    steps = [train_on(actor, samples[n * size : (n + 1) * size], cfg.train) for n in range(num_steps)]
+    steps = [train_on(objective, actor, samples[n * size : (n + 1) * size]) for n in range(num_steps)]
     return {
         "coordinates": (actor.mesh.at.tp, actor.mesh.at.dp, actor.mesh.at.pp),
         "places": tuple(dist.get_rank(getattr(actor.mesh.groups, axis)) for axis in ("tp", "dp", "pp")),
@@ -116,15 +117,16 @@ def _sft_samples(cfg: SFTConfig) -> list[Any]:
 def saved_roles(runtime: Runtime, config: dict[str, Any], root: str, order: tuple[int, ...] | None) -> None:
     """Checkpoints of actor and critic: as loaded, after a step of SFT, and of the last one loaded again."""
     from megarlhf.trainers.session import save_roles
-    from megarlhf.trainers.sft import train_on
+    from megarlhf.trainers.sft import SupervisedFineTuning
+    from megarlhf.trainers.supervised import train_on
 
     cfg = SFTConfig.model_validate(config)
-    samples = _sft_samples(cfg)
+    objective, samples = SupervisedFineTuning(cfg), _sft_samples(cfg)
     cache = GroupCache(runtime)
     actor = build_role("actor", cfg.actor, "lm", cache, seed=0, num_optimizer_steps=1, order=order)
     critic = build_role("critic", cfg.actor, "scalar", cache, seed=0, order=order)
     save_roles(Path(root), 1, [actor, critic])
-    train_on(actor, samples[: cfg.train.mini_batch_samples], cfg.train)
+    train_on(objective, actor, samples[: cfg.train.mini_batch_samples])
     saved = save_roles(Path(root), 2, [actor, critic])
     for role in (actor, critic):
         load_weights(role.part, role.section.model.model_copy(update={"path": saved / role.name}), seed=1)
@@ -177,9 +179,11 @@ def rm_steps(runtime: Runtime, config: dict[str, Any], num_steps: int) -> dict[s
     """The same for the reward model, with its held-out evaluation before training."""
     from megarlhf.config import RMConfig
     from megarlhf.data.samples import build_pairs
-    from megarlhf.trainers.rm import evaluate, scale_to_unit_variance, train_on
+    from megarlhf.trainers.rm import RewardModelling, scale_to_unit_variance
+    from megarlhf.trainers.supervised import evaluate, train_on
 
     cfg = RMConfig.model_validate(config)
+    objective = RewardModelling(cfg)
     pairs, _ = build_pairs(
         load_records(cfg.data.train, fields=("prompt", "chosen", "rejected")),
         load_tokenizer(cfg.reward_model.model.described_by()),
@@ -190,15 +194,15 @@ def rm_steps(runtime: Runtime, config: dict[str, Any], num_steps: int) -> dict[s
     model = build_role("reward_model", cfg.reward_model, "scalar", cache, seed=0, num_optimizer_steps=num_steps)
     gradients: list[Arrays] = []
     record_gradients(model, gradients)
-    before = evaluate(model, pairs[:33], cfg)  # 33 does not divide: fillers take part
+    before = evaluate(objective, model, pairs[:33])  # 33 does not divide: fillers take part
     size = cfg.train.mini_batch_samples
-    steps = [train_on(model, pairs[n * size : (n + 1) * size], cfg) for n in range(num_steps)]
+    steps = [train_on(objective, model, pairs[n * size : (n + 1) * size]) for n in range(num_steps)]
     weights = gather(model.part, model.part.parameters())
-    ranked = evaluate(model, pairs[:33], cfg)
-    deviation = scale_to_unit_variance(model, pairs[:33], cfg)
-    again = evaluate(model, pairs[:33], cfg)
+    ranked = evaluate(objective, model, pairs[:33])
+    deviation = scale_to_unit_variance(objective, model, pairs[:33])
+    again = evaluate(objective, model, pairs[:33])
     return {
-        "scaling": (deviation, ranked, again, scale_to_unit_variance(model, pairs[:33], cfg)),
+        "scaling": (deviation, ranked, again, scale_to_unit_variance(objective, model, pairs[:33])),
         "evaluation": before,
         "loss": [step["loss"] for step in steps],
         "grad_norm": [step["grad_norm"] for step in steps],
