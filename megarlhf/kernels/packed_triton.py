@@ -25,14 +25,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megarlhf.kernels.packed_problem import Borders, Shaping
-from megarlhf.kernels.packed_torch import add_groups
+from megarlhf.kernels.packed_interface import CuSeqlens, GAEOptions
+from megarlhf.kernels.packed_torch import group_moments
 
-__all__ = ["Cut", "add_groups", "discounted_returns", "gae", "moments", "standardise"]
+__all__ = ["LaunchConfig", "discounted_returns", "gae", "group_moments", "moments", "standardise"]
 
 
 @dataclass(frozen=True)
-class Cut:
+class LaunchConfig:
     """How packed rows are dealt to programs."""
 
     tokens: int = 512
@@ -51,13 +51,13 @@ class Cut:
             return 1
         return min(self.programs // num_sequences, triton.cdiv(num_tokens, self.tokens))
 
-    def fitted(self, borders: Borders) -> tuple[int, int]:
+    def fitted(self, sequences: CuSeqlens) -> tuple[int, int]:
         """(tokens, warps) of a block: no longer than the longest sequence, and four tokens a thread or more."""
-        tokens = min(max(triton.next_power_of_2(borders.longest), 128), self.tokens)
+        tokens = min(max(triton.next_power_of_2(sequences.max_seqlen), 128), self.tokens)
         return tokens, max(min(self.warps, tokens // 128), 1)
 
 
-CUT = Cut()
+DEFAULT_LAUNCH = LaunchConfig()
 """The default; `benchmarks.gpu_packed --sweep` tries others."""
 
 
@@ -192,7 +192,7 @@ def _standardise_kernel(
     out_ptr, x_ptr, mask_ptr, mean_ptr, scale_ptr, cu_ptr, num_tokens,
     MASK: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """`PackedCode.standardise` of one part."""
+    """`PackedKernels.standardise` of one part."""
     n, first, stop, _ = _part(cu_ptr, num_tokens, BLOCK)
     mean, scale = tl.load(mean_ptr + n), tl.load(scale_ptr + n)
     for block in range(tl.cdiv(tl.maximum(stop - first, 0), BLOCK)):
@@ -213,26 +213,37 @@ def gae(
     ref_logprobs_T: Tensor | None,
     values_T: Tensor,
     scores_N: Tensor,
-    borders: Borders,
-    how: Shaping,
-    cut: Cut = CUT,
+    sequences: CuSeqlens,
+    options: GAEOptions,
+    launch: LaunchConfig = DEFAULT_LAUNCH,
 ) -> tuple[Tensor, Tensor]:
-    """See `packed_reference.gae`. Where nothing is cut, each array is read or written once."""
-    advantages_T, returns_T = torch.empty(2, borders.num_tokens, device=values_T.device).unbind()
+    """See `algo.gae.gae`. Where nothing is cut, each array is read or written once."""
+    advantages_T, returns_T = torch.empty(2, sequences.num_tokens, device=values_T.device).unbind()
     # Without a reference there is no KL: a kernel of that kind uses neither array, but reads the first.
-    kind = "none" if ref_logprobs_T is None else how.kl_kind
+    kind = "none" if ref_logprobs_T is None else options.kl_kind
     first_T = values_T if ref_logprobs_T is None else logprobs_T
     ref_T = values_T if ref_logprobs_T is None else ref_logprobs_T
     inputs = (first_T, ref_T, values_T, scores_N)
-    _scan(advantages_T, returns_T, inputs, borders, (how.gamma, how.gamma * how.lam, how.kl_coef), kind, True, cut)
+    _scan(
+        advantages_T,
+        returns_T,
+        inputs,
+        sequences,
+        (options.gamma, options.gamma * options.lam, options.kl_coef),
+        kind,
+        True,
+        launch,
+    )
     return advantages_T, returns_T
 
 
-def discounted_returns(rewards_T: Tensor, borders: Borders, gamma: float, cut: Cut = CUT) -> Tensor:
-    """See `packed_reference.discounted_returns`."""
-    returns_T = torch.empty(borders.num_tokens, device=rewards_T.device)
+def discounted_returns(
+    rewards_T: Tensor, sequences: CuSeqlens, gamma: float, launch: LaunchConfig = DEFAULT_LAUNCH
+) -> Tensor:
+    """See `algo.gae.discounted_returns`."""
+    returns_T = torch.empty(sequences.num_tokens, device=rewards_T.device)
     inputs = (rewards_T, rewards_T, rewards_T, rewards_T)
-    _scan(returns_T, returns_T, inputs, borders, (gamma, gamma, 0.0), "none", False, cut)
+    _scan(returns_T, returns_T, inputs, sequences, (gamma, gamma, 0.0), "none", False, launch)
     return returns_T
 
 
@@ -240,40 +251,40 @@ def _scan(
     scanned_T: Tensor,
     returns_T: Tensor,
     inputs: tuple[Tensor, Tensor, Tensor, Tensor],
-    borders: Borders,
+    sequences: CuSeqlens,
     numbers: tuple[float, float, float],
     kind: str,
     values: bool,
-    cut: Cut,
+    launch: LaunchConfig,
 ) -> None:
     """One launch, or two where sequences are cut."""
-    num_sequences, num_tokens = borders.num_sequences, borders.num_tokens
+    num_sequences, num_tokens = sequences.num_sequences, sequences.num_tokens
     if num_tokens == 0:
         return
-    parts = cut.parts(num_sequences, num_tokens)
-    tokens, warps = cut.fitted(borders)
+    parts = launch.parts(num_sequences, num_tokens)
+    tokens, warps = launch.fitted(sequences)
     inputs_T = tuple(tensor.contiguous() for tensor in inputs)
     parts_NP2 = torch.empty(num_sequences, parts, 2, device=scanned_T.device)
     with _on(scanned_T.device):
         for reduce in (True, False) if parts > 1 else (False,):
             _scan_kernel[(num_sequences, parts)](
-                scanned_T, returns_T, parts_NP2, *inputs_T, borders.cu_seqlens, num_tokens, *numbers,
+                scanned_T, returns_T, parts_NP2, *inputs_T, sequences.cu_seqlens, num_tokens, *numbers,
                 KL=kind, VALUES=values, REDUCE=reduce, PARTS=parts, BLOCK=tokens, num_warps=warps,
                 sanitize_overflow=False,
             )  # fmt: skip
 
 
-def moments(x_T: Tensor, mask_T: Tensor | None, borders: Borders, cut: Cut = CUT) -> Tensor:
-    """See `packed_reference.moments`."""
-    num_sequences, num_tokens = borders.num_sequences, borders.num_tokens
+def moments(x_T: Tensor, mask_T: Tensor | None, sequences: CuSeqlens, launch: LaunchConfig = DEFAULT_LAUNCH) -> Tensor:
+    """See `algo.whitening.moments`."""
+    num_sequences, num_tokens = sequences.num_sequences, sequences.num_tokens
     if num_tokens == 0:
         return torch.zeros(num_sequences, 3, dtype=torch.float64, device=x_T.device)
-    parts = cut.parts(num_sequences, num_tokens)
-    tokens, warps = cut.fitted(borders)
+    parts = launch.parts(num_sequences, num_tokens)
+    tokens, warps = launch.fitted(sequences)
     parts_NP3 = torch.empty(num_sequences, parts, 3, dtype=torch.float64, device=x_T.device)
     with _on(x_T.device):
         _moments_kernel[(num_sequences, parts)](
-            parts_NP3, x_T.contiguous(), _bytes(mask_T, x_T), borders.cu_seqlens, num_tokens,
+            parts_NP3, x_T.contiguous(), _bytes(mask_T, x_T), sequences.cu_seqlens, num_tokens,
             MASK=mask_T is not None, BLOCK=tokens, num_warps=warps, sanitize_overflow=False,
         )  # fmt: skip
     return parts_NP3[:, 0] if parts == 1 else parts_NP3.sum(1)
@@ -282,25 +293,25 @@ def moments(x_T: Tensor, mask_T: Tensor | None, borders: Borders, cut: Cut = CUT
 def standardise(
     x_T: Tensor,
     mask_T: Tensor | None,
-    borders: Borders,
+    sequences: CuSeqlens,
     mean_N: Tensor,
     scale_N: Tensor,
     shift_mean: bool,
-    cut: Cut = CUT,
+    launch: LaunchConfig = DEFAULT_LAUNCH,
 ) -> Tensor:
-    """See `packed_reference.standardise`."""
-    num_sequences, num_tokens = borders.num_sequences, borders.num_tokens
-    found_T = torch.empty(num_tokens, device=x_T.device)
+    """See `algo.whitening.standardise`."""
+    num_sequences, num_tokens = sequences.num_sequences, sequences.num_tokens
+    out_T = torch.empty(num_tokens, device=x_T.device)
     if num_tokens == 0:
-        return found_T
-    tokens, warps = cut.fitted(borders)
+        return out_T
+    tokens, warps = launch.fitted(sequences)
     with _on(x_T.device):
-        _standardise_kernel[(num_sequences, cut.parts(num_sequences, num_tokens))](
-            found_T, x_T.contiguous(), _bytes(mask_T, x_T), mean_N.contiguous(), scale_N.contiguous(),
-            borders.cu_seqlens, num_tokens,
+        _standardise_kernel[(num_sequences, launch.parts(num_sequences, num_tokens))](
+            out_T, x_T.contiguous(), _bytes(mask_T, x_T), mean_N.contiguous(), scale_N.contiguous(),
+            sequences.cu_seqlens, num_tokens,
             MASK=mask_T is not None, SHIFT=shift_mean, BLOCK=tokens, num_warps=warps, sanitize_overflow=False,
         )  # fmt: skip
-    return found_T
+    return out_T
 
 
 def _bytes(mask_T: Tensor | None, instead: Tensor) -> Tensor:

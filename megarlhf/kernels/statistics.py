@@ -82,9 +82,10 @@ NOTHING = -1e3
 where that of -inf, or of 1e35 with a large sum, does not."""
 
 
-def working_dtype(values: Tensor) -> torch.dtype:
-    """fp32; fp64 for fp64."""
-    return torch.float64 if values.dtype == torch.float64 else torch.float32
+def working_dtype(*tensors: Tensor | None) -> torch.dtype:
+    """What is computed in, and what results are: fp64 where something is fp64, otherwise fp32."""
+    any_fp64 = any(tensor is not None and tensor.dtype == torch.float64 for tensor in tensors)
+    return torch.float64 if any_fp64 else torch.float32
 
 
 def lowest(dtype: torch.dtype) -> float:

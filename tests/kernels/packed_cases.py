@@ -24,7 +24,7 @@ def tensor(*values):
     return torch.tensor(values)
 
 
-def borders(lengths, dtype=torch.int64):
+def cu_seqlens_of(lengths, dtype=torch.int64):
     return torch.tensor([0, *torch.tensor(lengths, dtype=torch.int64).cumsum(0).tolist()], dtype=dtype)
 
 
@@ -67,9 +67,9 @@ def worst(found, truth):
 def magnitude(advantages_T, lengths, decay):
     """The largest that a token's terms add up to where none cancel: sum_k decay^k |d_{t+k}|."""
     following_T = torch.cat([advantages_T[1:], advantages_T[:1]]).clone()
-    following_T[[end - 1 for end in borders(lengths)[1:].tolist() if end]] = 0
+    following_T[[end - 1 for end in cu_seqlens_of(lengths)[1:].tolist() if end]] = 0
     terms_T = (advantages_T - decay * following_T).abs()
-    return float(returns_of("torch", terms_T, borders(lengths), gamma=decay).max()) if len(terms_T) else 0.0
+    return float(returns_of("torch", terms_T, cu_seqlens_of(lengths), gamma=decay).max()) if len(terms_T) else 0.0
 
 
 def assert_no_worse(found, loop, truth, least=0.0):
