@@ -28,7 +28,7 @@ class Coordinates:
 
 
 @dataclass(frozen=True)
-class Layout:
+class MeshLayout:
     """The sizes of the axes; their product is the number of ranks."""
 
     tp: int = 1
@@ -94,7 +94,7 @@ class Layout:
         return sorted(found)
 
 
-def engine_order(layout: Layout, engine_tp: int, ranks_per_node: int) -> tuple[int, ...] | None:
+def engine_order(layout: MeshLayout, engine_tp: int, ranks_per_node: int) -> tuple[int, ...] | None:
     """The `order` of `layout` under which rollout engines of `engine_tp` ranks find more of their weights in place.
 
     vLLM forms its engines from contiguous global ranks, [e x engine_tp, (e + 1) x engine_tp), and rank v of an engine

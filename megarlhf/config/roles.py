@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
 
-from megarlhf.layout import Layout
+from megarlhf.layout import MeshLayout
 from megarlhf.model_directory import require_description
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -71,7 +71,7 @@ class ParallelConfig(FrozenModel):
             )
         return self
 
-    def layout(self, world_size: int, role: str = "actor") -> Layout:
+    def layout(self, world_size: int, role: str = "actor") -> MeshLayout:
         """The layout on `world_size` ranks; dp follows.
 
         Raises: ValueError when tp x pp does not divide the world size.
@@ -85,7 +85,7 @@ class ParallelConfig(FrozenModel):
                 f"= {model}; use {' or '.join(map(str, near))} ranks (run.nproc), "
                 f"or change {role}.parallel"
             )
-        return Layout(tp=self.tp, pp=self.pp, dp=dp)
+        return MeshLayout(tp=self.tp, pp=self.pp, dp=dp)
 
 
 class OptimConfig(FrozenModel):

@@ -22,10 +22,10 @@ from megarlhf.kernels.arguments import (
     require_mask,
     require_overwritable,
 )
-from megarlhf.kernels.linear_logprob import LinearTokenLogprobs, Problem
+from megarlhf.kernels.linear_logprob import LinearLogprobOptions, LinearTokenLogprobs
 from megarlhf.kernels.logprob import TokenLogprobs
-from megarlhf.kernels.statistics import shard_columns
-from megarlhf.kernels.tiles import Reading, Tiles
+from megarlhf.kernels.statistics import local_vocab_range
+from megarlhf.kernels.tiles import LogprobOptions, Tiles
 from megarlhf.kernels.tiles_torch import TorchTiles
 
 log = logging.getLogger(__name__)
@@ -62,8 +62,8 @@ def token_logprobs(
     """
     group = _group(group)
     require_inputs(logits_TV, logits_TV.size(0), labels_T, temperature)
-    columns, vocab = shard_columns(logits_TV.size(-1), true_vocab, group)
-    name = _chosen(backend, logits_TV)
+    columns, vocab = local_vocab_range(logits_TV.size(-1), true_vocab, group)
+    name = _choose_backend(backend, logits_TV)
     if name != "triton" or labels_T.device.type == "cpu":  # on a GPU Triton's kernel asserts it
         require_labels(labels_T, labels_T != ignore_index, vocab, ignore_index)
     if name == "reference":
@@ -78,12 +78,12 @@ def token_logprobs(
         )
     if inplace_backward:
         require_overwritable(logits_TV)
-    how = Reading(1.0 / temperature, ignore_index, vocab, return_entropy)
+    options = LogprobOptions(1.0 / temperature, ignore_index, vocab, return_entropy)
     tiles = _tiles(name)
-    found: tuple[Tensor, Tensor] = TokenLogprobs.apply(
-        logits_TV, labels_T, columns, how, group, tiles, inplace_backward
+    results: tuple[Tensor, Tensor] = TokenLogprobs.apply(
+        logits_TV, labels_T, columns, options, group, tiles, inplace_backward
     )
-    return found
+    return results
 
 
 def linear_token_logprobs(
@@ -125,13 +125,13 @@ def linear_token_logprobs(
     group = _group(group)
     parts = group.size() if group is not None and sequence_parallel else 1
     require_inputs(hidden_TH, hidden_TH.size(0) * parts, labels_T, temperature)
-    columns, vocab = shard_columns(weight_VH.size(0), true_vocab, group)
+    columns, vocab = local_vocab_range(weight_VH.size(0), true_vocab, group)
     kept_T = labels_T != ignore_index
     if response_mask is not None:
         require_mask(response_mask, len(labels_T))
         kept_T = kept_T & response_mask
     on_cpu = labels_T.device.type == "cpu"
-    name = _chosen(backend, hidden_TH)
+    name = _choose_backend(backend, hidden_TH)
     if name != "triton" or on_cpu:
         require_labels(labels_T, kept_T, vocab, ignore_index)
     if name == "reference":
@@ -146,16 +146,16 @@ def linear_token_logprobs(
             sequence_parallel=sequence_parallel,
             return_entropy=return_entropy,
         )
-    how = Reading(1.0 / temperature, ignore_index, vocab, return_entropy)
+    softmax = LogprobOptions(1.0 / temperature, ignore_index, vocab, return_entropy)
     # Inside an autograd function gradients are always off: whether a backward may follow is known here.
     budget = save_bytes if torch.is_grad_enabled() else 0
-    problem = Problem(columns, how, group, sequence_parallel, budget, _tiles(name))
+    options = LinearLogprobOptions(columns, softmax, group, sequence_parallel, budget, _tiles(name))
     if not on_cpu and response_mask is None:
-        whole: tuple[Tensor, Tensor] = LinearTokenLogprobs.apply(hidden_TH, weight_VH, labels_T, None, problem)
+        whole: tuple[Tensor, Tensor] = LinearTokenLogprobs.apply(hidden_TH, weight_VH, labels_T, None, options)
         return whole
     rows_K = kept_T.nonzero()[:, 0]
-    found = LinearTokenLogprobs.apply(hidden_TH, weight_VH, labels_T[rows_K], rows_K, problem)
-    logprobs_T, entropy_T = (part_K.new_zeros(len(labels_T)).index_copy(0, rows_K, part_K) for part_K in found)
+    results = LinearTokenLogprobs.apply(hidden_TH, weight_VH, labels_T[rows_K], rows_K, options)
+    logprobs_T, entropy_T = (part_K.new_zeros(len(labels_T)).index_copy(0, rows_K, part_K) for part_K in results)
     return logprobs_T, entropy_T
 
 
@@ -163,7 +163,7 @@ def _group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     return None if group is None or group.size() == 1 else group
 
 
-def _chosen(backend: Backend, values: Tensor) -> str:
+def _choose_backend(backend: Backend, values: Tensor) -> str:
     device_type, in_fp64 = values.device.type, values.dtype == torch.float64
     name = backend
     if backend == "auto":

@@ -153,8 +153,8 @@ def packed_sums(
     backend: PackedBackend = "auto",
 ) -> Tensor:
     """The sum of each sequence's tokens, or of its group's: [N] fp32 (fp64 for fp64). See `packed_moments`."""
-    found = packed_moments(x_T, cu_seqlens, mask_T, groups_N=groups_N, backend=backend)
-    return found.total.to(working_dtype(x_T))
+    moments = packed_moments(x_T, cu_seqlens, mask_T, groups_N=groups_N, backend=backend)
+    return moments.total.to(working_dtype(x_T))
 
 
 def packed_means(
@@ -166,8 +166,8 @@ def packed_means(
     backend: PackedBackend = "auto",
 ) -> Tensor:
     """The mean over each sequence's tokens, or over all tokens of its group; of none 0. As `packed_sums`."""
-    found = packed_moments(x_T, cu_seqlens, mask_T, groups_N=groups_N, backend=backend)
-    return found.mean().to(working_dtype(x_T))
+    moments = packed_moments(x_T, cu_seqlens, mask_T, groups_N=groups_N, backend=backend)
+    return moments.mean().to(working_dtype(x_T))
 
 
 @torch.no_grad()

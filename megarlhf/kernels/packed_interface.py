@@ -27,7 +27,7 @@ class CuSeqlens:
     def num_sequences(self) -> int:
         return len(self.cu_seqlens) - 1
 
-    def broadcast(self, values_N: Tensor) -> Tensor:
+    def repeat_per_token(self, values_N: Tensor) -> Tensor:
         """A sequence's value at each of its tokens, [T]."""
         return values_N.repeat_interleave(self.cu_seqlens.diff(), output_size=self.num_tokens)
 

@@ -77,8 +77,8 @@ def standardise(
     x_T: Tensor, mask_T: Tensor | None, sequences: CuSeqlens, mean_N: Tensor, scale_N: Tensor, shift_mean: bool
 ) -> Tensor:
     """See `algo.whitening.standardise`."""
-    mean_T = sequences.broadcast(mean_N)
-    out_T = (x_T.double() - mean_T) * sequences.broadcast(scale_N)
+    mean_T = sequences.repeat_per_token(mean_N)
+    out_T = (x_T.double() - mean_T) * sequences.repeat_per_token(scale_N)
     if not shift_mean:
         out_T += mean_T
     if mask_T is not None:
@@ -100,7 +100,7 @@ def _scan(terms_T: Tensor, sequences: CuSeqlens, factor: float) -> Tensor:
     ends_N = blocks_N.cumsum(0)
     num_blocks = int(ends_N[-1])
     at_T = torch.arange(sequences.num_tokens, device=terms_T.device)
-    at_T += sequences.broadcast(ends_N * _BLOCK - sequences.cu_seqlens[1:])
+    at_T += sequences.repeat_per_token(ends_N * _BLOCK - sequences.cu_seqlens[1:])
     scanned_BL = terms_T.new_zeros(num_blocks * _BLOCK).index_copy_(0, at_T, terms_T).view(num_blocks, _BLOCK)
     step = 1
     while step < _BLOCK:

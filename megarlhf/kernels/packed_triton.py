@@ -202,10 +202,10 @@ def _standardise_kernel(
         if MASK:
             kept = inside & (tl.load(mask_ptr + t, mask=inside, other=0) != 0)
         x = tl.load(x_ptr + t, mask=kept, other=0.0).to(tl.float32).to(tl.float64)
-        found = (x - mean) * scale
+        standardised = (x - mean) * scale
         if not SHIFT:
-            found += mean
-        tl.store(out_ptr + t, tl.where(kept, found, 0.0).to(tl.float32), mask=inside)
+            standardised += mean
+        tl.store(out_ptr + t, tl.where(kept, standardised, 0.0).to(tl.float32), mask=inside)
 
 
 def gae(

@@ -26,7 +26,7 @@ from megarlhf.parallel.packed_rows import PackedRow
 
 log = logging.getLogger(__name__)
 
-Path = Literal["varlen", "runs"]
+AttentionPath = Literal["varlen", "runs"]
 LEAST_BLOCK = 64
 """Queries of a block. A call for fewer costs about as much."""
 
@@ -50,7 +50,7 @@ def packed_attention(
     return attention_by_runs(query_TND, key_TGD, value_TGD, row, scale=scale, window=window)
 
 
-def attention_path(device: str, dtype: torch.dtype, head_dim: int) -> tuple[Path, str]:
+def attention_path(device: str, dtype: torch.dtype, head_dim: int) -> tuple[AttentionPath, str]:
     """Which way a packed row goes, and why."""
     if device == "cpu":
         return "runs", "varlen_attn has no kernel for a CPU"
@@ -160,8 +160,8 @@ def varlen_attention(
     else:
         share = query_TND.size(1) // key_TGD.size(1)
         key_TGD, value_TGD = (x.repeat_interleave(share, 1) for x in (key_TGD, value_TGD))
-    borders_N, longest = row.cu_seqlens_q, row.max_seqlen_q
-    return attend(query_TND, key_TGD, value_TGD, borders_N, borders_N, longest, longest, **named)
+    cu_seqlens, max_seqlen = row.cu_seqlens_q, row.max_seqlen_q
+    return attend(query_TND, key_TGD, value_TGD, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, **named)
 
 
 @cache

@@ -54,5 +54,5 @@ class PackedRotary(RotaryEmbedding):
         assert self.seq_len_interpolation_factor is None, "packed rows know no interpolated positions"
         frequencies_D = self.inv_freq.to(row.positions_T.device)
         angles_T1D = torch.outer(row.positions_T.to(frequencies_D.dtype), frequencies_D)[:, None]
-        row.turn = (angles_T1D.cos().to(self.dtype), angles_T1D.sin().to(self.dtype))
+        row.rotary_cos_sin = (angles_T1D.cos().to(self.dtype), angles_T1D.sin().to(self.dtype))
         return None

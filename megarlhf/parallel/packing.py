@@ -1,4 +1,4 @@
-"""Dealing ragged sequences into packed micro-batches of bounded tokens, balanced over data-parallel ranks.
+"""Partitioning ragged sequences into packed micro-batches of bounded tokens, balanced over data-parallel ranks.
 
 Pure integers: every rank knows every sample's length and finds the same packing, without a message. Three steps: as
 few micro-batches as first-fit-decreasing needs; within that number, costs as equal as can be (longest processing time
@@ -33,7 +33,7 @@ WORK = 600_000
 class Cost:
     """What a forward of one sequence costs, linear and quadratic in its length.
 
-    The unit is relative: `pack` compares costs with each other only. `cost_of` counts floating-point operations.
+    The unit is relative: `pack` compares costs with each other only. `forward_cost` counts floating-point operations.
     """
 
     per_token: float
@@ -54,7 +54,7 @@ class Cost:
         return self.per_token * length + self.per_pair * pairs
 
 
-def cost_of(arch: Architecture) -> Cost:
+def forward_cost(arch: Architecture) -> Cost:
     """Floating-point operations of a forward: 2 per weight and token, 4 per head channel and attended pair.
 
     Weights: attention projections and MLP, or the router and the experts that a token goes to. The embedding is a
@@ -102,11 +102,11 @@ def pack(groups: Sequence[Sequence[int]], *, num_ranks: int, max_tokens: int, co
     _check(groups, num_ranks, max_tokens)
     tokens = [sum(map(int, lengths)) for lengths in groups]
     require_fits(tokens, max_tokens)
-    costs = _whole([sum(cost.of(int(length)) for length in lengths) for lengths in groups])
+    costs = _to_integers([sum(cost.of(int(length)) for length in lengths) for lengths in groups])
     fewest = _first_fit_decreasing(tokens, max_tokens)
     num_bins = -(-len(fewest) // num_ranks) * num_ranks
-    even = _cheapest_first(tokens, costs, max_tokens, num_bins)
-    bins = _Bins(tokens, costs, max_tokens, even or _spread(fewest, costs, num_bins))
+    even = _longest_processing_time_first(tokens, costs, max_tokens, num_bins)
+    bins = _Bins(tokens, costs, max_tokens, even or _split_costliest(fewest, costs, num_bins))
     bins.level([[number] for number in range(num_bins)])
     ranks = _to_ranks(bins.costs, num_ranks)
     for _ in range(ROUNDS):
@@ -132,13 +132,13 @@ def _check(groups: Sequence[Sequence[int]], num_ranks: int, max_tokens: int) -> 
             )
 
 
-def _whole(costs: list[float]) -> list[int]:
+def _to_integers(costs: list[float]) -> list[int]:
     """`costs` in whole units, a power of two such that the greatest cost has BITS bits."""
     _, exponent = math.frexp(max(costs, default=1.0))
     return [round(math.ldexp(cost, BITS - exponent)) for cost in costs]
 
 
-class _Room:
+class _BinCapacities:
     """Tokens that still fit into each of a row of bins: a binary tree of maxima over it."""
 
     def __init__(self, num_bins: int, max_tokens: int) -> None:
@@ -174,7 +174,7 @@ class _Room:
 
 def _first_fit_decreasing(tokens: list[int], max_tokens: int) -> list[list[int]]:
     """At most 11/9 of the fewest bins, plus 6/9 (Dosa 2007)."""
-    room = _Room(len(tokens), max_tokens)
+    room = _BinCapacities(len(tokens), max_tokens)
     bins: list[list[int]] = []
     for group in sorted(range(len(tokens)), key=lambda group: -tokens[group]):
         number = room.first(tokens[group])
@@ -186,12 +186,14 @@ def _first_fit_decreasing(tokens: list[int], max_tokens: int) -> list[list[int]]
     return bins
 
 
-def _cheapest_first(tokens: list[int], costs: list[int], max_tokens: int, num_bins: int) -> list[list[int]] | None:
+def _longest_processing_time_first(
+    tokens: list[int], costs: list[int], max_tokens: int, num_bins: int
+) -> list[list[int]] | None:
     """Longest processing time first, under the budget: the costliest group to the cheapest bin that has room.
 
     None when a group finds no room: packed by cost, a tight budget may not do.
     """
-    room = _Room(num_bins, max_tokens)
+    room = _BinCapacities(num_bins, max_tokens)
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     at = [0] * num_bins
     queue = [(0, 0, number) for number in range(num_bins)]  # (cost, groups, bin); those of an old cost are stale
@@ -219,7 +221,7 @@ def _cheapest_first(tokens: list[int], costs: list[int], max_tokens: int, num_bi
     return bins
 
 
-def _spread(bins: list[list[int]], costs: list[int], num_bins: int) -> list[list[int]]:
+def _split_costliest(bins: list[list[int]], costs: list[int], num_bins: int) -> list[list[int]]:
     """`num_bins` bins: the costliest that hold two groups or more are cut in halves of like cost."""
     bins = [list(groups) for groups in bins]
     queue = [(-sum(costs[g] for g in groups), number) for number, groups in enumerate(bins) if len(groups) > 1]

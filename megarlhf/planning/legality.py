@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from megarlhf.architectures.architecture import Architecture
 from megarlhf.config import ParallelConfig, RoleConfig
-from megarlhf.layout import Layout, split_layers
+from megarlhf.layout import MeshLayout, split_layers
 
 
-def check_role(role: str, section: RoleConfig, world_size: int) -> tuple[Architecture, Layout]:
+def check_role(role: str, section: RoleConfig, world_size: int) -> tuple[Architecture, MeshLayout]:
     """The role's architecture and layout.
 
     Raises: ValueError naming the numbers when tp does not divide heads or the MLP, or fits neither way with the KV

@@ -54,8 +54,8 @@ def _respond(
     order = actor_order(cfg.rollout, cfg.actor, runtime)
     actor = build_role("actor", cfg.actor, "lm", GroupCache(runtime), seed=cfg.run.seed, order=order)
     engine = make_engine(cfg.rollout, actor, cfg.data.max_prompt_tokens, MICRO_BATCH_SAMPLES)
-    engine.update_weights(actor.part, version=0)
-    engine.verify_weights(actor.part)
+    engine.update_weights(actor.shard, version=0)
+    engine.verify_weights(actor.shard)
     rollouts = engine.generate(
         [torch.tensor(prompt.tokens) for prompt in prompts],
         [sample_seed(cfg.run.seed, 0, n) for n in range(len(prompts))],

@@ -73,7 +73,7 @@ def make_engine(rollout: RolloutConfig, actor: Role, max_prompt_tokens: int, mic
     if rollout.engine == "megatron":
         from megarlhf.rollout.megatron_engine import MegatronEngine
 
-        return MegatronEngine(actor.part, micro_batch_samples)
+        return MegatronEngine(actor.shard, micro_batch_samples)
     from megarlhf.rollout.vllm_engine import VllmEngine
 
     model = actor.section.model

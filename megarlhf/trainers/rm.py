@@ -23,7 +23,7 @@ from megarlhf.data.sources import load_records
 from megarlhf.data.tokenizer import Tokenizer
 from megarlhf.experience import Ragged
 from megarlhf.models.role import Role
-from megarlhf.parallel.batching import Sheet, Spans, lay_out
+from megarlhf.parallel.batching import MicroBatchLayout, TokenSpans, scatter_to_micro_batch
 from megarlhf.parallel.step import MicroBatch
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.supervised import Metrics, Objective, heldout_sums, run_supervised
@@ -44,14 +44,14 @@ class PairwiseLoss:
     names: tuple[str, ...] = ("correct", "chosen_score", "rejected_score", "squared_score")
 
     def __call__(self, scores_BS1: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        assert batch.sheet is not None
+        assert batch.layout is not None
         scores_X = scores_BS1.flatten()
-        ends_K = scores_X[batch.sheet.ends_K.to(scores_X.device)]
+        ends_K = scores_X[batch.layout.ends_K.to(scores_X.device)]
         chosen_P, rejected_P = ends_K[0::2], ends_K[1::2]
         if self.kind == "last_token":
             loss = pairwise_last_token(chosen_P, rejected_P, denominator=self.denominator)
         else:
-            loss = self._aligned_span(scores_X, batch.tokens_BS.flatten(), batch.sheet)
+            loss = self._aligned_span(scores_X, batch.tokens_BS.flatten(), batch.layout)
         if self.center_coef > 0:
             loss = loss + self.center_coef * centering(chosen_P, rejected_P, denominator=self.denominator)
         with torch.no_grad():
@@ -59,10 +59,10 @@ class PairwiseLoss:
             squares = chosen_P.square().sum() + rejected_P.square().sum()
             return loss, torch.stack([correct, chosen_P.sum(), rejected_P.sum(), squares])
 
-    def _aligned_span(self, scores_X: Tensor, tokens_X: Tensor, sheet: Sheet) -> Tensor:
+    def _aligned_span(self, scores_X: Tensor, tokens_X: Tensor, layout: MicroBatchLayout) -> Tensor:
         """Each sequence as a row of its own again, [P, L] for either side; what stands behind its end is not read."""
-        lengths_K, starts_K = (torch.tensor(numbers, dtype=torch.int64) for numbers in (sheet.lengths, sheet.starts))
-        steps_L = torch.arange(max(sheet.lengths, default=1))
+        lengths_K, starts_K = (torch.tensor(numbers, dtype=torch.int64) for numbers in (layout.lengths, layout.starts))
+        steps_L = torch.arange(max(layout.lengths, default=1))
         index_KL = starts_K[:, None] + torch.minimum(steps_L, lengths_K[:, None] - 1)
         index_KL, lengths_K = index_KL.to(scores_X.device), lengths_K.to(scores_X.device)
         scores_KL, tokens_KL = scores_X[index_KL], tokens_X[index_KL]
@@ -136,8 +136,10 @@ class RewardModelling(Objective[PairSample]):
         tokens = Ragged.from_rows(rows, torch.int64)
         groups = [(2 * n, 2 * n + 1) for n in range(len(samples))]
         return [
-            MicroBatch(lay_out(sheet, tokens, Spans.whole(tokens.lengths_N)).to(device), {}, sheet)
-            for sheet in role.batching(self.cfg.train).sheets(groups, tokens.lengths_N)
+            MicroBatch(
+                scatter_to_micro_batch(layout, tokens, TokenSpans.whole(tokens.lengths_N)).to(device), {}, layout
+            )
+            for layout in role.batching(self.cfg.train).layouts(groups, tokens.lengths_N)
         ]
 
 
@@ -155,5 +157,5 @@ def scale_to_unit_variance(objective: RewardModelling, role: Role, pairs: Sequen
         )
     if role.mesh.is_last_stage:
         with torch.no_grad():
-            role.part.parameters()["output_layer.weight"].div_(deviation)
+            role.shard.parameters()["output_layer.weight"].div_(deviation)
     return deviation

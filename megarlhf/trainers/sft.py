@@ -20,7 +20,7 @@ from megarlhf.data.sources import load_records
 from megarlhf.data.tokenizer import Tokenizer
 from megarlhf.experience import Ragged
 from megarlhf.models.role import Role
-from megarlhf.parallel.batching import Spans, lay_out, mask_of
+from megarlhf.parallel.batching import TokenSpans, micro_batch_mask, scatter_to_micro_batch
 from megarlhf.parallel.step import MicroBatch
 from megarlhf.parallel.vocab import Vocabulary, next_token_logprobs
 from megarlhf.runtime import Runtime
@@ -76,7 +76,7 @@ class SupervisedFineTuning(Objective[SFTSample]):
     def training_loss(self, role: Role, samples: Sequence[SFTSample]) -> NextTokenLoss:
         """See `Objective`."""
         response_tokens = sum(len(sample.tokens) - sample.prompt_length for sample in samples)
-        return NextTokenLoss(denominator=response_tokens, vocabulary=role.part.vocabulary())
+        return NextTokenLoss(denominator=response_tokens, vocabulary=role.shard.vocabulary())
 
     def heldout_metrics(self, sums: Mapping[str, float], samples: Sequence[SFTSample]) -> Metrics:
         """Held-out loss (mean over response tokens, nats) and perplexity."""
@@ -87,12 +87,12 @@ class SupervisedFineTuning(Objective[SFTSample]):
         device = role.mesh.runtime.device
         tokens = Ragged.from_rows([torch.tensor(sample.tokens) for sample in samples], torch.int64)
         prompts_N = torch.tensor([sample.prompt_length for sample in samples])
-        responses = Spans.predicting(prompts_N, tokens.lengths_N - prompts_N)
+        responses = TokenSpans.predicting(prompts_N, tokens.lengths_N - prompts_N)
         return [
             MicroBatch(
-                tokens_BS=lay_out(sheet, tokens, Spans.whole(tokens.lengths_N)).to(device),
-                columns={"response_mask": mask_of(sheet, responses, device)},
-                sheet=sheet,
+                tokens_BS=scatter_to_micro_batch(layout, tokens, TokenSpans.whole(tokens.lengths_N)).to(device),
+                columns={"response_mask": micro_batch_mask(layout, responses, device)},
+                layout=layout,
             )
-            for sheet in role.batching(self.cfg.train).sheets([(n,) for n in range(len(samples))], tokens.lengths_N)
+            for layout in role.batching(self.cfg.train).layouts([(n,) for n in range(len(samples))], tokens.lengths_N)
         ]
