@@ -145,9 +145,9 @@ def _check_rows(lengths_by_rank: Sequence[Sequence[tuple[int, int]]], lengths_N:
         "handed in twice": sorted(n for n in count if count[n] > 1),
         "unknown": sorted(n for n in count if n not in expected),
     }
-    found = "; ".join(f"{what}: {rows[:5]}" for what, rows in faults.items() if rows)
-    if found:
-        raise ValueError(f"{count.total()} rows for {len(expected)} samples, expected each once; {found}")
+    faulty_rows = "; ".join(f"{what}: {rows[:5]}" for what, rows in faults.items() if rows)
+    if faulty_rows:
+        raise ValueError(f"{count.total()} rows for {len(expected)} samples, expected each once; {faulty_rows}")
     for rank, rows in enumerate(lengths_by_rank):
         for n, length in rows:
             if length != int(lengths_N[n]):

@@ -32,11 +32,11 @@ def find_description(path: str | PathLike[str], hf: str | PathLike[str] | None =
 
 def require_description(path: str | PathLike[str], hf: str | PathLike[str] | None = None) -> Path:
     """`find_description`. Raises: ValueError when there is none."""
-    found = find_description(path, hf)
-    if found is None:
+    directory = find_description(path, hf)
+    if directory is None:
         raise ValueError(
             f"{path} has no config.json; give a Hugging Face directory, a Megatron checkpoint made by the "
             "converter, or, for any other Megatron checkpoint, set model.hf to a directory with config.json and "
             "tokenizer"
         )
-    return found
+    return directory

@@ -133,16 +133,16 @@ class PackedRowAttention:
         **named: Any,
     ) -> Tensor:
         """[S, B, N, D], [S, B, G, D] twice -> [S, B, N x D]; of a packed row S = T and B = 1."""
-        rest = {"attn_mask_type": attn_mask_type, "attention_bias": attention_bias, **named}
+        core_options = {"attn_mask_type": attn_mask_type, "attention_bias": attention_bias, **named}
         core = super().forward  # type: ignore[misc]
         if packed_seq_params is None:
-            padded_SBX: Tensor = core(query_SBND, key_SBGD, value_SBGD, attention_mask, **rest)
+            padded_SBX: Tensor = core(query_SBND, key_SBGD, value_SBGD, attention_mask, **core_options)
             return padded_SBX
         row = packed_row_of(packed_seq_params, query_SBND)
         assert attention_mask is None, "causal attention only"
         query, key, value = apply_rotary(row, query_SBND, key_SBGD, value_SBGD)
         if query.dtype in (torch.float16, torch.bfloat16):
-            context_TX: Tensor = core(query, key, value, None, packed_seq_params=row.thd(), **rest)
+            context_TX: Tensor = core(query, key, value, None, packed_seq_params=row.thd(), **core_options)
         else:
             context_TX = packed_attention(query, key, value, row, scale=self.packed_scale, window=self.packed_window)
         return context_TX.reshape(row.num_tokens, 1, -1)

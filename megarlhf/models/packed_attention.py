@@ -138,24 +138,24 @@ def varlen_attention(
 
     Raises: ValueError for a window that it does not know
     """
-    known = _arguments_of(attend)
+    accepted = _arguments_of(attend)
     named: dict[str, Any] = {}
-    if "window_size" in known:
+    if "window_size" in accepted:
         # (tokens to the left, tokens to the right); -1 is all of them.
         named["window_size"] = (-1 if window is None else window - 1, 0)
-    elif "is_causal" in known and window is None:
+    elif "is_causal" in accepted and window is None:
         named["is_causal"] = True
     else:
         wanted = "a causal mask" if window is None else f"a window of {window} tokens"
         raise ValueError(
-            f"varlen_attn of torch {torch.__version__} takes {', '.join(known)}: packed rows with {wanted} need its "
+            f"varlen_attn of torch {torch.__version__} takes {', '.join(accepted)}: packed rows with {wanted} need its "
             "`window_size`; install torch 2.13, or transformer-engine"
         )
-    if "scale" in known:
+    if "scale" in accepted:
         named["scale"] = scale
     elif scale is not None:
         query_TND = query_TND * (scale * math.sqrt(query_TND.size(2)))
-    if "enable_gqa" in known:
+    if "enable_gqa" in accepted:
         named["enable_gqa"] = query_TND.size(1) != key_TGD.size(1)
     else:
         share = query_TND.size(1) // key_TGD.size(1)

@@ -38,10 +38,10 @@ class PackedRotary(RotaryEmbedding):
         """The packed row; otherwise the number of positions of a padded one."""
         if isinstance(packed_seq_params, PackedRow):
             return packed_seq_params
-        found: int = super().get_rotary_seq_len(
+        num_positions: int = super().get_rotary_seq_len(
             inference_context, transformer, transformer_input, transformer_config, packed_seq_params, **named
         )
-        return found
+        return num_positions
 
     def forward(
         self, row: int | PackedRow, offset: int = 0, packed_seq: bool = False, cp_group: Any = None

@@ -287,13 +287,13 @@ class _Bins:
                 continue
             for other, (least, partner) in enumerate(order[:PARTNERS]):
                 work -= sum(len(self.members[number]) for number in teams[place] + teams[partner])
-                found = self.find(teams[place], teams[partner], total - least)
-                if found is not None:
-                    self.apply(found)
+                exchange = self.find(teams[place], teams[partner], total - least)
+                if exchange is not None:
+                    self.apply(exchange)
                     exchanges += 1
                     del order[other]
-                    insort(order, (total - found.amount, place))
-                    insort(order, (least + found.amount, partner))
+                    insort(order, (total - exchange.amount, place))
+                    insort(order, (least + exchange.amount, partner))
                     break
         return exchanges
 
@@ -301,7 +301,7 @@ class _Bins:
         """The move or swap that brings two teams `gap` apart closest to each other; None: none brings them closer."""
         wanted = gap // 2
         best = min(wanted, gap - wanted)  # how far off the best is; at `wanted` nothing or everything would be moved
-        found = None
+        exchange = None
         prices, sizes = self.prices, self.sizes
         takers = sorted((prices[group], group, number) for number in light for group in self.members[number])
         hosts = sorted(light, key=lambda number: (self.costs[number], number))
@@ -311,7 +311,7 @@ class _Bins:
                     target = self.host(hosts, sizes[given])
                     if target is not None:
                         best = abs(prices[given] - wanted)
-                        found = _Exchange(prices[given], given, source, target, None)
+                        exchange = _Exchange(prices[given], given, source, target, None)
                 middle = bisect_left(takers, (prices[given] - wanted,))
                 for near in (range(middle, len(takers)), range(middle - 1, -1, -1)):
                     for place in near[:PARTNERS]:
@@ -321,11 +321,11 @@ class _Bins:
                             break
                         if self.swappable(given, source, taken, target):
                             best = off
-                            found = _Exchange(prices[given] - price, given, source, target, taken)
+                            exchange = _Exchange(prices[given] - price, given, source, target, taken)
                             break
-                if best * 16 <= gap and found is not None:
-                    return found
-        return found
+                if best * 16 <= gap and exchange is not None:
+                    return exchange
+        return exchange
 
     def host(self, numbers: list[int], size: int) -> int | None:
         """The first of the bins with room for `size` tokens more."""

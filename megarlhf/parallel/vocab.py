@@ -64,7 +64,7 @@ def next_token_logprobs(
     """
     num_rows, length = tokens_BS.shape
     labels_BS = tokens_BS.roll(-1, dims=1)
-    found = linear_token_logprobs(
+    results = linear_token_logprobs(
         hidden_SBH.flatten(0, 1),
         vocabulary.weight(),
         labels_BS.t().reshape(-1),
@@ -77,7 +77,7 @@ def next_token_logprobs(
         return_entropy=return_entropy,
         backend=vocabulary.backend,
     )
-    logprobs_BS, entropy_BS = (column_T.view(length, num_rows).t() for column_T in found)
+    logprobs_BS, entropy_BS = (column_T.view(length, num_rows).t() for column_T in results)
     return logprobs_BS, entropy_BS
 
 

@@ -48,14 +48,14 @@ def micro_batch(
     """What `role` reads of the samples on `layout`."""
     device = role.mesh.runtime.device
     responses = response_spans(experience)
-    found = {
+    grids = {
         "response_mask": micro_batch_mask(layout, responses, device),
         "response_lengths": repeat_on_micro_batch(layout, experience.response_lengths_N, responses, device),
     }
     for name in columns:
-        found[name] = scatter_to_micro_batch(layout, experience.columns[name], responses)
+        grids[name] = scatter_to_micro_batch(layout, experience.columns[name], responses)
     tokens_BS = scatter_to_micro_batch(layout, experience.sequences, TokenSpans.whole(experience.sequences.lengths_N))
-    return MicroBatch(tokens_BS.to(device), {name: grid.to(device) for name, grid in found.items()}, layout)
+    return MicroBatch(tokens_BS.to(device), {name: grid.to(device) for name, grid in grids.items()}, layout)
 
 
 def response_spans(experience: Experience) -> TokenSpans:
@@ -72,7 +72,7 @@ def forward_per_token(
 ) -> Ragged:
     """Run a role over every sample and bring `score`'s [B, S] grid back as a per-token column.
 
-    `mini_batches` are mini-batches: the micro-batches of the forward are those that training on them will have.
+    Its micro-batches are those that training on `mini_batches` will have.
     """
     layouts = _layouts(role, experience, mini_batches, micro)
     grids = role.forward([micro_batch(role, experience, layout) for layout in layouts], score)
@@ -89,10 +89,10 @@ def forward_per_sample(
 ) -> Tensor:
     """Run a role over every sample and bring `score`'s [K], one for each sample of a layout, back as an [N] column."""
     layouts = _layouts(role, experience, [range(experience.num_samples)], micro)
-    found = role.forward([micro_batch(role, experience, layout) for layout in layouts], score)
+    scores = role.forward([micro_batch(role, experience, layout) for layout in layouts], score)
     mine: dict[int, Tensor] = {}
     if role.mesh.owns_outputs:
-        for layout, scores_K in zip(layouts, found, strict=True):
+        for layout, scores_K in zip(layouts, scores, strict=True):
             # Sizes, since what is empty splits into one part.
             mine |= dict(zip(layout.sequences, scores_K.split([1] * len(layout.sequences)), strict=True))
     return redistribute(mine, torch.ones(experience.num_samples, dtype=torch.int64), _like(role)).values_T
