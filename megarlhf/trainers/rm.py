@@ -10,16 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from megarlhf.algo.losses import centering, pairwise_aligned_span, pairwise_last_token
 from megarlhf.config import RMConfig
-from megarlhf.data.samples import PairSample, Skipped, build_pairs
-from megarlhf.data.sources import load_records
+from megarlhf.data.samples import PairSample, Records, Skipped, build_pairs
 from megarlhf.data.tokenizer import Tokenizer
 from megarlhf.experience import Ragged
 from megarlhf.models.role import Role
@@ -80,16 +78,12 @@ class RewardModelling(Objective[PairSample]):
         super().__init__(cfg, cfg.reward_model)
         self.rm = cfg
 
-    def read(self, path: Path, tokenizer: Tokenizer) -> tuple[list[PairSample], Skipped]:
-        """See `Objective`."""
-        data = self.cfg.data
-        return build_pairs(
-            load_records(path, fields=("prompt", "chosen", "rejected")),
-            tokenizer,
-            max_prompt_tokens=data.max_prompt_tokens,
-            max_response_tokens=data.max_response_tokens,
-            template=data.template,
-        )
+    @property
+    def fields(self) -> tuple[str, ...]:
+        return ("prompt", "chosen", "rejected")
+
+    def build_samples(self, records: Records, tokenizer: Tokenizer, **options: Any) -> tuple[list[PairSample], Skipped]:
+        return build_pairs(records, tokenizer, **options)
 
     def sequence_lengths(self, sample: PairSample) -> Sequence[int]:
         """Of both sequences, each with the prompt."""
@@ -98,7 +92,6 @@ class RewardModelling(Objective[PairSample]):
         ]
 
     def training_loss(self, role: Role, samples: Sequence[PairSample]) -> PairwiseLoss:
-        """See `Objective`."""
         return PairwiseLoss(kind=self.rm.loss, denominator=len(samples), center_coef=self.rm.center_coef)
 
     def heldout_loss(self, role: Role, samples: Sequence[PairSample]) -> PairwiseLoss:

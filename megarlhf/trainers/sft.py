@@ -8,15 +8,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megarlhf.algo.losses import token_nll
 from megarlhf.config import SFTConfig
-from megarlhf.data.samples import SFTSample, Skipped, build_sft
-from megarlhf.data.sources import load_records
+from megarlhf.data.samples import Records, SFTSample, Skipped, build_sft
 from megarlhf.data.tokenizer import Tokenizer
 from megarlhf.experience import Ragged
 from megarlhf.models.role import Role
@@ -58,23 +57,17 @@ class SupervisedFineTuning(Objective[SFTSample]):
     def __init__(self, cfg: SFTConfig) -> None:
         super().__init__(cfg, cfg.actor)
 
-    def read(self, path: Path, tokenizer: Tokenizer) -> tuple[list[SFTSample], Skipped]:
-        """See `Objective`."""
-        data = self.cfg.data
-        return build_sft(
-            load_records(path, fields=("prompt", "response") if data.template == "plain" else ("messages",)),
-            tokenizer,
-            max_prompt_tokens=data.max_prompt_tokens,
-            max_response_tokens=data.max_response_tokens,
-            template=data.template,
-        )
+    @property
+    def fields(self) -> tuple[str, ...]:
+        return ("prompt", "response") if self.cfg.data.template == "plain" else ("messages",)
+
+    def build_samples(self, records: Records, tokenizer: Tokenizer, **options: Any) -> tuple[list[SFTSample], Skipped]:
+        return build_sft(records, tokenizer, **options)
 
     def sequence_lengths(self, sample: SFTSample) -> Sequence[int]:
-        """See `Objective`."""
         return (len(sample.tokens),)
 
     def training_loss(self, role: Role, samples: Sequence[SFTSample]) -> NextTokenLoss:
-        """See `Objective`."""
         response_tokens = sum(len(sample.tokens) - sample.prompt_length for sample in samples)
         return NextTokenLoss(denominator=response_tokens, vocabulary=role.shard.vocabulary())
 
@@ -83,7 +76,6 @@ class SupervisedFineTuning(Objective[SFTSample]):
         return {"eval_loss": sums["loss"], "eval_perplexity": math.exp(min(sums["loss"], 700.0))}
 
     def micro_batches(self, role: Role, samples: Sequence[SFTSample]) -> list[MicroBatch]:
-        """See `Objective`."""
         device = role.mesh.runtime.device
         tokens = Ragged.from_rows([torch.tensor(sample.tokens) for sample in samples], torch.int64)
         prompts_N = torch.tensor([sample.prompt_length for sample in samples])

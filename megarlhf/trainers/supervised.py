@@ -8,8 +8,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,7 +18,8 @@ from megarlhf.architectures.architecture import Architecture
 from megarlhf.architectures.placements import Head
 from megarlhf.config import RMConfig, RoleConfig, SFTConfig
 from megarlhf.data.loader import ShuffledBatches
-from megarlhf.data.samples import Skipped, require_budget, require_positions
+from megarlhf.data.samples import Records, Skipped, require_budget, require_positions
+from megarlhf.data.sources import load_records
 from megarlhf.data.tokenizer import Tokenizer, load_tokenizer
 from megarlhf.models.role import Role, build_role
 from megarlhf.parallel.mesh import GroupCache
@@ -43,9 +43,14 @@ class Objective(ABC, Generic[Sample]):
     def __init__(self, cfg: SFTConfig | RMConfig, section: RoleConfig) -> None:
         self.cfg, self.section = cfg, section
 
+    @property
     @abstractmethod
-    def read(self, path: Path, tokenizer: Tokenizer) -> tuple[list[Sample], Skipped]:
-        """The usable samples of a file or directory, and what was skipped."""
+    def fields(self) -> tuple[str, ...]:
+        """What a record must have."""
+
+    @abstractmethod
+    def build_samples(self, records: Records, tokenizer: Tokenizer, **options: Any) -> tuple[list[Sample], Skipped]:
+        """The usable samples of the records, and what was skipped. The options are limits and template."""
 
     @abstractmethod
     def sequence_lengths(self, sample: Sample) -> Sequence[int]:
@@ -118,7 +123,13 @@ def load_samples(objective: Objective[Sample]) -> tuple[list[Sample], list[Sampl
         if path is None:
             splits.append([])
             continue
-        samples, skipped = objective.read(path, tokenizer)
+        samples, skipped = objective.build_samples(
+            load_records(path, fields=objective.fields),
+            tokenizer,
+            max_prompt_tokens=cfg.data.max_prompt_tokens,
+            max_response_tokens=cfg.data.max_response_tokens,
+            template=cfg.data.template,
+        )
         lengths = [objective.sequence_lengths(sample) for sample in samples]
         require_positions(max(map(max, lengths)), max_positions, str(objective.section.model.path))
         require_budget(
