@@ -46,18 +46,18 @@ def passes(tokens: int, widths: tuple[int, ...], device: torch.device) -> Iterat
         by_2T = torch.randn(2, tokens, device=device, generator=generator)
         columns, how = VocabRange(0, width), LogprobOptions(1.0, -100, width, True)
         stats = Statistics.of(logits_TV)
-        TorchTiles().observe(stats, logits_TV, labels_T, columns, how, fresh=True)
+        TorchTiles().update(stats, logits_TV, labels_T, columns, how, fresh=True)
         merged = TorchTiles().merge(stats.gathered(None), labels_T, how)
         out_TV = torch.empty_like(logits_TV, dtype=torch.bfloat16)
         name = f"{dtype} [{tokens}, {width}]".removeprefix("torch.")
-        yield Pass(name, "forward", _observe(stats, logits_TV, labels_T, columns, how, fresh))
+        yield Pass(name, "forward", _update(stats, logits_TV, labels_T, columns, how, fresh))
         yield Pass(name, "backward", _gradient(out_TV, logits_TV, labels_T, columns, merged, by_2T, how))
 
 
-def _observe(
+def _update(
     stats: Statistics, logits_TV: Tensor, labels_T: Tensor, columns: VocabRange, how: LogprobOptions, fresh: bool
 ) -> Callable[[Tiles], None]:
-    return lambda tiles: tiles.observe(stats, logits_TV, labels_T, columns, how, fresh=fresh)
+    return lambda tiles: tiles.update(stats, logits_TV, labels_T, columns, how, fresh=fresh)
 
 
 def _gradient(

@@ -63,7 +63,7 @@ class Run:
         self._cfg, self._workload = cfg, workload
         self._seconds: dict[str, float] = defaultdict(float)
         self._step = 0
-        parts = rl.build(cfg, runtime, load_tokenizer(cfg.actor.model.described_by()))
+        parts = rl.build(cfg, runtime, load_tokenizer(cfg.actor.model.hf_directory()))
         timed = {name: self._timed(getattr(parts, name)) for name in ("actor", "reference", "critic")}
         self._parts = dataclasses.replace(parts, **timed)
         self._prompts = [

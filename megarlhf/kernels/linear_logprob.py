@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megarlhf.kernels.products import as_factor, multiply, multiply_add
+from megarlhf.kernels.matmul import addmm_into, as_matmul_input, matmul_into
 from megarlhf.kernels.statistics import Merged, Statistics, VocabRange, working_dtype
 from megarlhf.kernels.tiles import LogprobOptions, Tiles
 
@@ -58,7 +58,7 @@ class LinearTokenLogprobs(torch.autograd.Function):
         chosen_KH = _select_rows(hidden_TH, rows_K, options)
         head = _VocabProjection(chosen_KH, weight_VH, options)
         stats = Statistics(torch.empty(len(labels_K), 4, dtype=head.dtype, device=hidden_TH.device))
-        options.tiles.observe(stats, head.logits_KV[:, :0], labels_K, VocabRange(0, 0), options.softmax, fresh=True)
+        options.tiles.update(stats, head.logits_KV[:, :0], labels_K, VocabRange(0, 0), options.softmax, fresh=True)
         budget = options.save_bytes if any(ctx.needs_input_grad[:2]) else 0
         # What ranks sent each other is kept first: otherwise the backward asks them again.
         keeps_rows = options.gathers and chosen_KH.nbytes <= budget
@@ -71,13 +71,13 @@ class LinearTokenLogprobs(torch.autograd.Function):
                 budget -= logits_KV.nbytes
                 logits_KV = kept[part.start] = logits_KV.new_empty(logits_KV.shape)
             columns = options.columns.cut(part.start, part.stop)
-            factor_VH = as_factor(weight_VH[part])
+            factor_VH = as_matmul_input(weight_VH[part])
             for rows in head.row_blocks():
                 # What is not kept is made in the same rows again and again, which stay in cache.
                 tile_KV = logits_KV[rows] if keep else logits_KV[: rows.stop - rows.start]
-                multiply(tile_KV, head.hidden_KH[rows], factor_VH.t())
+                matmul_into(tile_KV, head.hidden_KH[rows], factor_VH.t())
                 some = stats.rows(rows.start, rows.stop)
-                options.tiles.observe(some, tile_KV, labels_K[rows], columns, options.softmax, fresh=False)
+                options.tiles.update(some, tile_KV, labels_K[rows], columns, options.softmax, fresh=False)
         merged = options.tiles.merge(stats.gathered(options.group), labels_K, options.softmax)
         vectors = (labels_K, rows_K, merged.max_T, merged.sum_T, merged.entropy_T)
         ctx.save_for_backward(hidden_TH, weight_VH, chosen_KH if keeps_rows else None, *vectors)
@@ -135,7 +135,7 @@ class _VocabProjection:
 
     def __init__(self, chosen_KH: Tensor, weight_VH: Tensor, options: LinearLogprobOptions) -> None:
         self.dtype = working_dtype(chosen_KH)
-        self.hidden_KH = as_factor(chosen_KH)
+        self.hidden_KH = as_matmul_input(chosen_KH)
         self.weight_VH = weight_VH
         self._options = options
         num_rows = max(self.hidden_KH.size(0), 1)
@@ -163,10 +163,10 @@ class _VocabProjection:
         logits_KV = self.logits_KV[:, : part.stop - part.start] if kept_KV is None else kept_KV
         gradient_KV = self._memory_for(logits_KV, kept_KV is not None)
         columns = self._options.columns.cut(part.start, part.stop)
-        factor_VH = as_factor(self.weight_VH[part])
+        factor_VH = as_matmul_input(self.weight_VH[part])
         for rows in self.row_blocks():
             if kept_KV is None:
-                multiply(logits_KV[rows], self.hidden_KH[rows], factor_VH.t())
+                matmul_into(logits_KV[rows], self.hidden_KH[rows], factor_VH.t())
             some = output_gradients.rows(rows)
             self._options.tiles.gradient(
                 gradient_KV[rows],
@@ -179,7 +179,7 @@ class _VocabProjection:
                 self._options.softmax,
             )
             if of_hidden_KH is not None:
-                multiply_add(of_hidden_KH[rows], gradient_KV[rows], factor_VH)
+                addmm_into(of_hidden_KH[rows], gradient_KV[rows], factor_VH)
         return gradient_KV
 
     def _memory_for(self, logits_KV: Tensor, kept: bool) -> Tensor:
@@ -208,12 +208,12 @@ class _WeightGradient:
         """The rows of a slice, over all tokens at once."""
         left_VK, right_KH = gradient_KV.t(), self._head.hidden_KH
         if self._main_VH is not None and self._main_VH.dtype == self._head.dtype:
-            multiply_add(self._main_VH[part], left_VK, right_KH)
+            addmm_into(self._main_VH[part], left_VK, right_KH)
         elif self.result is not None and self.result.dtype in (self._head.dtype, left_VK.dtype):
-            multiply(self.result[part], left_VK, right_KH)
+            matmul_into(self.result[part], left_VK, right_KH)
         else:
             product_VH = torch.empty(left_VK.size(0), right_KH.size(1), dtype=self._head.dtype, device=left_VK.device)
-            multiply(product_VH, left_VK, right_KH)
+            matmul_into(product_VH, left_VK, right_KH)
             if self.result is not None:
                 self.result[part] = product_VH
             elif self._main_VH is not None:

@@ -33,7 +33,7 @@ class TokenLogprobs(torch.autograd.Function):
         inplace_backward: bool,
     ) -> tuple[Tensor, Tensor]:
         stats = Statistics.of(logits_TV)
-        tiles.observe(stats, logits_TV, labels_T, columns, options, fresh=True)
+        tiles.update(stats, logits_TV, labels_T, columns, options, fresh=True)
         merged = tiles.merge(stats.gathered(group), labels_T, options)
         ctx.save_for_backward(logits_TV, labels_T, merged.max_T, merged.sum_T, merged.entropy_T)
         ctx.columns, ctx.options, ctx.tiles, ctx.inplace, ctx.spent = columns, options, tiles, inplace_backward, False

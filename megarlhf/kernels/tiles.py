@@ -30,7 +30,7 @@ class LogprobOptions:
 class Tiles(Protocol):
     """One backend's passes over a tile of logits. `logits_TV` may have any row stride."""
 
-    def observe(
+    def update(
         self,
         stats: Statistics,
         logits_TV: Tensor,

@@ -23,7 +23,7 @@ class TorchTiles:
     def __init__(self) -> None:
         self._kept: Tensor | None = None
 
-    def observe(
+    def update(
         self,
         stats: Statistics,
         logits_TV: Tensor,
@@ -33,7 +33,7 @@ class TorchTiles:
         *,
         fresh: bool,
     ) -> None:
-        """See `Tiles.observe`."""
+        """See `Tiles.update`."""
         table_T4 = stats.table_T4
         if fresh:
             table_T4.zero_()[:, 0] = lowest(table_T4.dtype)

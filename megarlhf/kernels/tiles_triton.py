@@ -1,7 +1,7 @@
 """The passes over a tile of logits as Triton kernels: one program walks a row, once, one exponential an element.
 
 Logits are bf16, fp16 or fp32 and become fp32 before anything else (Triton's interpreter gets bf16 arithmetic wrong, and
-truncates where a GPU rounds to bf16). A plain forward is two launches, `observe` and `merge`; a backward is one.
+truncates where a GPU rounds to bf16). A plain forward is two launches, `update` and `merge`; a backward is one.
 
 Legend: T rows, V columns, R ranks.
 """
@@ -47,12 +47,12 @@ BACKWARD = Block(columns=4096, warps=8)
 
 # debug compiles the assertion in. Launches say sanitize_overflow=False, or it would bring one with each integer sum.
 @triton.jit(debug=True, do_not_specialize=["label_stride", "first", "vocab", "ignore_index"])
-def _observe_kernel(
+def _statistics_kernel(
     logits_ptr, labels_ptr, table_ptr,
     stride, label_stride, first, num_columns, vocab, ignore_index, scale,
     FRESH: tl.constexpr, ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """`Tiles.observe` of one row."""
+    """`Tiles.update` of one row."""
     row = tl.program_id(0).to(tl.int64)
     start_ptr = logits_ptr + row * stride
     table_ptr += row * 4
@@ -177,7 +177,7 @@ class TritonTiles:
     def __init__(self, forward: Block = FORWARD, backward: Block = BACKWARD) -> None:
         self._forward, self._backward = forward, backward
 
-    def observe(
+    def update(
         self,
         stats: Statistics,
         logits_TV: Tensor,
@@ -187,7 +187,7 @@ class TritonTiles:
         *,
         fresh: bool,
     ) -> None:
-        """See `Tiles.observe`. A fresh one also trips a device assertion on a label outside the vocabulary."""
+        """See `Tiles.update`. A fresh one also trips a device assertion on a label outside the vocabulary."""
         logits_TV = _with_rows(logits_TV)
         table_T4 = stats.table_T4
         assert table_T4.is_contiguous()
@@ -196,7 +196,7 @@ class TritonTiles:
             return
         block = self._forward.fitted(columns.count)
         with _on(logits_TV.device):
-            _observe_kernel[(logits_TV.size(0),)](
+            _statistics_kernel[(logits_TV.size(0),)](
                 logits_TV, labels_T, table_T4,
                 logits_TV.stride(0), labels_T.stride(0), columns.first, columns.count,
                 options.vocab, options.ignore_index, options.scale,

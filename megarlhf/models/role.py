@@ -49,7 +49,7 @@ class Role:
 
     def export(self, directory: Path) -> None:
         """Write the live weights as a Hugging Face directory."""
-        export_hugging_face(self.shard, self.section.model.described_by(), directory)
+        export_hugging_face(self.shard, self.section.model.hf_directory(), directory)
 
 
 def build_role(
@@ -68,7 +68,7 @@ def build_role(
     Collective: every rank builds the same roles in the same order.
     """
     runtime = cache.runtime
-    arch = Architecture.from_hf(section.model.described_by())
+    arch = Architecture.from_hf(section.model.hf_directory())
     layout = replace(section.parallel.layout(runtime.world_size, name), order=order)
     mesh = build_mesh(layout, runtime, cache)
     shard = build_model(section, mesh, arch, head)

@@ -37,7 +37,7 @@ def load_weights(shard: ModelShard, model: ModelConfig, *, seed: int) -> None:
     mine = placements_on(shard, shard.mesh.runtime.rank)
     live = shard.parameters()
     check_storages(mine, live)
-    std = float(read_config(model.described_by()).get("initializer_range", INITIALIZER_RANGE))
+    std = float(read_config(model.hf_directory()).get("initializer_range", INITIALIZER_RANGE))
     if model.random_init:
         fill_random(mine, live, seed=seed, std=std, arch=shard.arch, head=shard.head)
         return

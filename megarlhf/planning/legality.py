@@ -14,7 +14,7 @@ def check_role(role: str, section: RoleConfig, world_size: int) -> tuple[Archite
     heads, when the layers do not divide by pp, when the world does not divide by tp x pp, or when Megatron-Core
     cannot compute the architecture.
     """
-    arch = Architecture.from_hf(section.model.described_by())
+    arch = Architecture.from_hf(section.model.hf_directory())
     layout = section.parallel.layout(world_size, role)
     _check_architecture(arch, f"{role}: {section.model.path}")
     _check_tensor_parallel(arch, role, section)

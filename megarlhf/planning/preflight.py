@@ -104,10 +104,10 @@ def _check_files(cfg: FrozenModel) -> None:
 
 def _check_vocabulary(roles: Mapping[str, RoleConfig]) -> None:
     """Every role reads what the first one's tokenizer wrote; a token without an embedding would read padding."""
-    path = next(iter(roles.values())).model.described_by()
+    path = next(iter(roles.values())).model.hf_directory()
     num_tokens = load_tokenizer(path).vocab_size
     for role, section in roles.items():
-        vocab_size = Architecture.from_hf(section.model.described_by()).vocab_size
+        vocab_size = Architecture.from_hf(section.model.hf_directory()).vocab_size
         if num_tokens > vocab_size:
             raise ValueError(
                 f"{role}: the tokenizer of {path} has {num_tokens} tokens, {section.model.path} has vocab_size = "

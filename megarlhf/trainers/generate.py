@@ -29,7 +29,7 @@ MICRO_BATCH_SAMPLES = 16
 
 def run(cfg: GenerateConfig, runtime: Runtime) -> None:
     """Write a JSON line per response: prompt, response, finished, rewards by name, and the record's columns."""
-    data = load_prompts(cfg.data, cfg.actor.model.described_by())
+    data = load_prompts(cfg.data, cfg.actor.model.hf_directory())
     with open_session(cfg, cfg.run, CheckpointConfig(), runtime, "generate", 1, data.notes) as session:
         prompts, responses, rollouts, rewards = _respond(cfg, runtime, data)
         out = cfg.out or cfg.run.dir / "responses.jsonl"
@@ -41,7 +41,7 @@ def run(cfg: GenerateConfig, runtime: Runtime) -> None:
 
 def evaluate(cfg: GenerateConfig, runtime: Runtime) -> None:
     """Log the mean of each reward over the prompts."""
-    data = load_prompts(cfg.data, cfg.actor.model.described_by())
+    data = load_prompts(cfg.data, cfg.actor.model.hf_directory())
     with open_session(cfg, cfg.run, CheckpointConfig(), runtime, "eval", 1, data.notes) as session:
         prompts, _, rollouts, rewards = _respond(cfg, runtime, data)
         session.log(1, {**_summary(rollouts, rewards), "num_prompts": len(prompts)})

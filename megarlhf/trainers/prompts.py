@@ -78,7 +78,7 @@ def make_engine(rollout: RolloutConfig, actor: Role, max_prompt_tokens: int, mic
 
     model = actor.section.model
     return VllmEngine(
-        model.described_by(),
+        model.hf_directory(),
         parameter_dtype(model),
         rollout,
         rollout.tp(actor.section),

@@ -43,7 +43,7 @@ Metrics = dict[str, float]
 
 def run(cfg: RLConfig, runtime: Runtime) -> None:
     """Improve the actor on its own samples."""
-    data = load_prompts(cfg.data, cfg.actor.model.described_by(), cfg.eval.max_samples)
+    data = load_prompts(cfg.data, cfg.actor.model.hf_directory(), cfg.eval.max_samples)
     order = ShuffledBatches(len(data.train), cfg.train.prompts_per_step, cfg.run.seed)
     with open_session(cfg, cfg.run, cfg.checkpoint, runtime, "rl", cfg.train.num_steps, data.notes) as session:
         components = build(cfg, runtime, data.tokenizer)

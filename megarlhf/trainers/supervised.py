@@ -114,9 +114,9 @@ def load_samples(objective: Objective[Sample]) -> tuple[list[Sample], list[Sampl
 
     Raises: ValueError when a sample does not fit the model's positions or a micro-batch.
     """
-    cfg, described_by = objective.cfg, objective.section.model.described_by()
-    tokenizer = load_tokenizer(described_by)
-    max_positions = Architecture.from_hf(described_by).max_positions
+    cfg, hf_directory = objective.cfg, objective.section.model.hf_directory()
+    tokenizer = load_tokenizer(hf_directory)
+    max_positions = Architecture.from_hf(hf_directory).max_positions
     splits: list[list[Sample]] = []
     notes = []
     for path in (cfg.data.train, cfg.data.heldout):

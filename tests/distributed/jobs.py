@@ -107,7 +107,7 @@ def sft_steps(
 def _sft_samples(cfg: SFTConfig) -> list[Any]:
     samples, _ = build_sft(
         load_records(cfg.data.train, fields=("prompt", "response")),
-        load_tokenizer(cfg.actor.model.described_by()),
+        load_tokenizer(cfg.actor.model.hf_directory()),
         max_prompt_tokens=64,
         max_response_tokens=64,
     )
@@ -186,7 +186,7 @@ def rm_steps(runtime: Runtime, config: dict[str, Any], num_steps: int) -> dict[s
     objective = RewardModelling(cfg)
     pairs, _ = build_pairs(
         load_records(cfg.data.train, fields=("prompt", "chosen", "rejected")),
-        load_tokenizer(cfg.reward_model.model.described_by()),
+        load_tokenizer(cfg.reward_model.model.hf_directory()),
         max_prompt_tokens=64,
         max_response_tokens=64,
     )
@@ -221,7 +221,7 @@ def rl_step(runtime: Runtime, config: dict[str, Any], order: tuple[int, ...] | N
     from megarlhf.trainers.rl_score import add_advantages, logprob_gap
 
     cfg = RLConfig.model_validate(config)
-    tokenizer = load_tokenizer(cfg.actor.model.described_by())
+    tokenizer = load_tokenizer(cfg.actor.model.hf_directory())
     prompts = _prompts(cfg, tokenizer)[: cfg.train.prompts_per_step]
     actor_order = {"return_value": order} if order else {"wraps": asked.actor_order}
     with (

@@ -100,7 +100,7 @@ def tables(tiles, logits_TV, labels_T, cuts, how=HOW):
     stats = Statistics.of(logits_TV)
     whole = VocabRange(0, how.vocab)
     for number, (start, stop) in enumerate(cuts):
-        tiles.observe(stats, logits_TV[:, start:stop], labels_T, whole.cut(start, stop), how, fresh=number == 0)
+        tiles.update(stats, logits_TV[:, start:stop], labels_T, whole.cut(start, stop), how, fresh=number == 0)
     return stats.table_T4
 
 
@@ -135,7 +135,7 @@ def test_merged_ranks(tp):
         for rank, shard_TV in enumerate(shards):
             stats = Statistics.of(shard_TV.to(dtype))
             columns = VocabRange(0, 480).cut(rank * 640 // tp, (rank + 1) * 640 // tp)
-            tiles.observe(stats, shard_TV.to(dtype), labels_T, columns, how, fresh=True)
+            tiles.update(stats, shard_TV.to(dtype), labels_T, columns, how, fresh=True)
             found.append(stats.table_T4)
         merged.append(tiles.merge(torch.stack(found), labels_T, how))
     kept_T = labels_T != IGNORE
