@@ -56,17 +56,3 @@ def gae(rewards_T: Tensor, values_T: Tensor, cu_seqlens: Tensor, *, gamma: float
             advantage = rewards_T[t] + gamma * next_value - values_T[t] + gamma * lam * advantage
             advantages_T[t], next_value = advantage, values_T[t]
     return advantages_T, advantages_T + values_T
-
-
-def discounted_returns(rewards_T: Tensor, cu_seqlens: Tensor, *, gamma: float) -> Tensor:
-    """G_t = r_t + gamma G_{t+1}, zero past the last token.
-
-    Shapes:  rewards_T [T], cu_seqlens [N + 1] integers -> [T]
-    Source:  Sutton and Barto 2018, eq. 3.9
-    """
-    returns_T = torch.zeros_like(rewards_T)
-    for start, end in itertools.pairwise(cu_seqlens.tolist()):
-        running = rewards_T.new_zeros(())
-        for t in reversed(range(start, end)):
-            running = returns_T[t] = rewards_T[t] + gamma * running
-    return returns_T

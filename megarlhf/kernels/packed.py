@@ -106,22 +106,6 @@ def packed_gae(
 
 
 @torch.no_grad()
-def packed_discounted_returns(
-    rewards_T: Tensor, cu_seqlens: Tensor, *, gamma: float, backend: PackedBackend = "auto"
-) -> Tensor:
-    """G_t = r_t + gamma G_{t+1} in each sequence, zero past its last token.
-
-    Shapes:  rewards_T [T], cu_seqlens as `packed_gae` -> [T] fp32 (fp64 for fp64)
-    Spec:    algo/gae.py::discounted_returns
-    Raises:  ValueError, as `packed_gae`
-    """
-    require_fraction("gamma", gamma)
-    require_column("rewards_T", rewards_T)
-    kernels, sequences = _prepare(cu_seqlens, backend, rewards_T)
-    return kernels.discounted_returns(rewards_T, sequences, float(gamma))
-
-
-@torch.no_grad()
 def packed_moments(
     x_T: Tensor,
     cu_seqlens: Tensor | None = None,
@@ -155,19 +139,6 @@ def packed_sums(
     """The sum of each sequence's tokens, or of its group's: [N] fp32 (fp64 for fp64). See `packed_moments`."""
     moments = packed_moments(x_T, cu_seqlens, mask_T, groups_N=groups_N, backend=backend)
     return moments.total.to(working_dtype(x_T))
-
-
-def packed_means(
-    x_T: Tensor,
-    cu_seqlens: Tensor,
-    mask_T: Tensor | None = None,
-    *,
-    groups_N: Tensor | None = None,
-    backend: PackedBackend = "auto",
-) -> Tensor:
-    """The mean over each sequence's tokens, or over all tokens of its group; of none 0. As `packed_sums`."""
-    moments = packed_moments(x_T, cu_seqlens, mask_T, groups_N=groups_N, backend=backend)
-    return moments.mean().to(working_dtype(x_T))
 
 
 @torch.no_grad()

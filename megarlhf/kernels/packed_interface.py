@@ -57,10 +57,6 @@ class PackedKernels(Protocol):
         """Advantages and returns, [T] each. Without a reference there is no KL in the reward."""
         ...
 
-    def discounted_returns(self, rewards_T: Tensor, sequences: CuSeqlens, gamma: float) -> Tensor:
-        """[T]: r_t + gamma r_{t+1} + ... to the end of the sequence."""
-        ...
-
     def moments(self, x_T: Tensor, mask_T: Tensor | None, sequences: CuSeqlens) -> Tensor:
         """[N, 3] fp64 of each sequence's tokens, of those in the mask."""
         ...

@@ -13,7 +13,7 @@ from megarlhf.algo.whitening import group_moments
 from megarlhf.kernels.packed_interface import CuSeqlens, GAEOptions
 from megarlhf.kernels.statistics import working_dtype
 
-__all__ = ["discounted_returns", "gae", "group_moments", "moments", "standardise"]
+__all__ = ["gae", "group_moments", "moments", "standardise"]
 
 
 def gae(
@@ -36,11 +36,6 @@ def gae(
         kl_kind=options.kl_kind,
     )
     return specification.gae(rewards_T, values_T.to(dtype), cu_seqlens, gamma=options.gamma, lam=options.lam)
-
-
-def discounted_returns(rewards_T: Tensor, sequences: CuSeqlens, gamma: float) -> Tensor:
-    """See `algo.gae.discounted_returns`."""
-    return specification.discounted_returns(rewards_T.to(working_dtype(rewards_T)), sequences.cu_seqlens, gamma=gamma)
 
 
 def moments(x_T: Tensor, mask_T: Tensor | None, sequences: CuSeqlens) -> Tensor:

@@ -43,11 +43,6 @@ def gae(
     return advantages_T, advantages_T + values_T
 
 
-def discounted_returns(rewards_T: Tensor, sequences: CuSeqlens, gamma: float) -> Tensor:
-    """See `algo.gae.discounted_returns`."""
-    return _scan(rewards_T.to(working_dtype(rewards_T)), sequences, gamma)
-
-
 def moments(x_T: Tensor, mask_T: Tensor | None, sequences: CuSeqlens) -> Tensor:
     """See `algo.whitening.moments`."""
     x_T = x_T.double()

@@ -28,7 +28,7 @@ from torch import Tensor
 from megarlhf.kernels.packed_interface import CuSeqlens, GAEOptions
 from megarlhf.kernels.packed_torch import group_moments
 
-__all__ = ["LaunchConfig", "discounted_returns", "gae", "group_moments", "moments", "standardise"]
+__all__ = ["LaunchConfig", "gae", "group_moments", "moments", "standardise"]
 
 
 @dataclass(frozen=True)
@@ -100,43 +100,33 @@ def _followed_by(a_behind, b_behind, a, b):
 
 
 @triton.jit
-def _terms(
-    logprobs_ptr, ref_ptr, values_ptr, t, inside, end, score, gamma, kl_coef,
-    KL: tl.constexpr, VALUES: tl.constexpr,
-):  # fmt: skip
-    """(d_t, V_t) of a block; without values the first array is rewards, which are the terms."""
-    first = tl.load(logprobs_ptr + t, mask=inside, other=0.0).to(tl.float32)
-    value = tl.zeros_like(first)
-    if VALUES:
-        value = tl.load(values_ptr + t, mask=inside, other=0.0).to(tl.float32)
-        behind = tl.load(values_ptr + t + 1, mask=inside & (t + 1 < end), other=0.0).to(tl.float32)
-        term = tl.where(t == end - 1, score, 0.0)
-        if KL != "none":
-            log_ratio = tl.load(ref_ptr + t, mask=inside, other=0.0).to(tl.float32) - first
-            if KL == "k1":
-                term += kl_coef * log_ratio
-            elif KL == "k2":
-                term -= kl_coef * (log_ratio * log_ratio * 0.5)
-            else:
-                term -= kl_coef * _k3(log_ratio)
-        term = term + gamma * behind - value
-    else:
-        term = first
-    return term, value
+def _terms(logprobs_ptr, ref_ptr, values_ptr, t, inside, end, score, gamma, kl_coef, KL: tl.constexpr):
+    """(d_t, V_t) of a block; without a KL neither log-prob is read."""
+    value = tl.load(values_ptr + t, mask=inside, other=0.0).to(tl.float32)
+    behind = tl.load(values_ptr + t + 1, mask=inside & (t + 1 < end), other=0.0).to(tl.float32)
+    term = tl.where(t == end - 1, score, 0.0)
+    if KL != "none":
+        log_ratio = tl.load(ref_ptr + t, mask=inside, other=0.0).to(tl.float32)
+        log_ratio -= tl.load(logprobs_ptr + t, mask=inside, other=0.0).to(tl.float32)
+        if KL == "k1":
+            term += kl_coef * log_ratio
+        elif KL == "k2":
+            term -= kl_coef * (log_ratio * log_ratio * 0.5)
+        else:
+            term -= kl_coef * _k3(log_ratio)
+    return term + gamma * behind - value, value
 
 
 @triton.jit(debug=True, do_not_specialize=["num_tokens"])
 def _scan_kernel(
     scanned_ptr, returns_ptr, parts_ptr, logprobs_ptr, ref_ptr, values_ptr, scores_ptr, cu_ptr,
     num_tokens, gamma, decay, kl_coef,
-    KL: tl.constexpr, VALUES: tl.constexpr, REDUCE: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+    KL: tl.constexpr, REDUCE: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A_t = d_t + decay A_{t+1} of one part. REDUCE: writes only the part's two numbers, for the next launch."""
     n, first, stop, end = _part(cu_ptr, num_tokens, BLOCK)
     lanes = tl.arange(0, BLOCK)
-    score = tl.full([], 0.0, tl.float32)
-    if VALUES:
-        score = tl.load(scores_ptr + n).to(tl.float32)
+    score = tl.load(scores_ptr + n).to(tl.float32)
     carry = tl.full([], 0.0, tl.float32)
     product = tl.full([], 1.0, tl.float32)
     if PARTS > 1 and not REDUCE:
@@ -146,9 +136,7 @@ def _scan_kernel(
     for block in range(tl.cdiv(tl.maximum(stop - first, 0), BLOCK)):
         t = stop - 1 - block * BLOCK - lanes
         inside = t >= first
-        term, value = _terms(
-            logprobs_ptr, ref_ptr, values_ptr, t, inside, end, score, gamma, kl_coef, KL=KL, VALUES=VALUES
-        )
+        term, value = _terms(logprobs_ptr, ref_ptr, values_ptr, t, inside, end, score, gamma, kl_coef, KL=KL)
         # Identity before the part's first token: the last lane then has the whole block's two numbers.
         a, b = tl.associative_scan((tl.where(inside, decay, 1.0), tl.where(inside, term, 0.0)), 0, _followed_by)
         scanned = b + a * carry
@@ -157,8 +145,7 @@ def _scan_kernel(
             product *= tl.sum(tl.where(lanes == BLOCK - 1, a, 0.0), 0)
         else:
             tl.store(scanned_ptr + t, scanned, mask=inside)
-            if VALUES:
-                tl.store(returns_ptr + t, scanned + value, mask=inside)
+            tl.store(returns_ptr + t, scanned + value, mask=inside)
     if REDUCE:
         at = parts_ptr + (n * PARTS + tl.program_id(1)) * 2
         tl.store(at, product)
@@ -217,61 +204,26 @@ def gae(
     options: GAEOptions,
     launch: LaunchConfig = DEFAULT_LAUNCH,
 ) -> tuple[Tensor, Tensor]:
-    """See `algo.gae.gae`. Where nothing is cut, each array is read or written once."""
-    advantages_T, returns_T = torch.empty(2, sequences.num_tokens, device=values_T.device).unbind()
-    # Without a reference there is no KL: a kernel of that kind uses neither array, but reads the first.
-    kind = "none" if ref_logprobs_T is None else options.kl_kind
-    first_T = values_T if ref_logprobs_T is None else logprobs_T
-    ref_T = values_T if ref_logprobs_T is None else ref_logprobs_T
-    inputs = (first_T, ref_T, values_T, scores_N)
-    _scan(
-        advantages_T,
-        returns_T,
-        inputs,
-        sequences,
-        (options.gamma, options.gamma * options.lam, options.kl_coef),
-        kind,
-        True,
-        launch,
-    )
-    return advantages_T, returns_T
-
-
-def discounted_returns(
-    rewards_T: Tensor, sequences: CuSeqlens, gamma: float, launch: LaunchConfig = DEFAULT_LAUNCH
-) -> Tensor:
-    """See `algo.gae.discounted_returns`."""
-    returns_T = torch.empty(sequences.num_tokens, device=rewards_T.device)
-    inputs = (rewards_T, rewards_T, rewards_T, rewards_T)
-    _scan(returns_T, returns_T, inputs, sequences, (gamma, gamma, 0.0), "none", False, launch)
-    return returns_T
-
-
-def _scan(
-    scanned_T: Tensor,
-    returns_T: Tensor,
-    inputs: tuple[Tensor, Tensor, Tensor, Tensor],
-    sequences: CuSeqlens,
-    numbers: tuple[float, float, float],
-    kind: str,
-    values: bool,
-    launch: LaunchConfig,
-) -> None:
-    """One launch, or two where sequences are cut."""
+    """See `algo.gae`. One launch, or two where sequences are cut; with one, each array is read or written once."""
     num_sequences, num_tokens = sequences.num_sequences, sequences.num_tokens
+    advantages_T, returns_T = torch.empty(2, num_tokens, device=values_T.device).unbind()
     if num_tokens == 0:
-        return
+        return advantages_T, returns_T
+    # Without a reference there is no KL, and a kernel of that kind reads neither array.
+    kind = "none" if ref_logprobs_T is None else options.kl_kind
+    ref_T = logprobs_T if ref_logprobs_T is None else ref_logprobs_T
+    inputs = [tensor.contiguous() for tensor in (logprobs_T, ref_T, values_T, scores_N)]
     parts = launch.parts(num_sequences, num_tokens)
     tokens, warps = launch.fitted(sequences)
-    inputs_T = tuple(tensor.contiguous() for tensor in inputs)
-    parts_NP2 = torch.empty(num_sequences, parts, 2, device=scanned_T.device)
-    with _on(scanned_T.device):
+    parts_NP2 = torch.empty(num_sequences, parts, 2, device=values_T.device)
+    with _on(values_T.device):
         for reduce in (True, False) if parts > 1 else (False,):
             _scan_kernel[(num_sequences, parts)](
-                scanned_T, returns_T, parts_NP2, *inputs_T, sequences.cu_seqlens, num_tokens, *numbers,
-                KL=kind, VALUES=values, REDUCE=reduce, PARTS=parts, BLOCK=tokens, num_warps=warps,
-                sanitize_overflow=False,
+                advantages_T, returns_T, parts_NP2, *inputs, sequences.cu_seqlens, num_tokens,
+                options.gamma, options.gamma * options.lam, options.kl_coef,
+                KL=kind, REDUCE=reduce, PARTS=parts, BLOCK=tokens, num_warps=warps, sanitize_overflow=False,
             )  # fmt: skip
+    return advantages_T, returns_T
 
 
 def moments(x_T: Tensor, mask_T: Tensor | None, sequences: CuSeqlens, launch: LaunchConfig = DEFAULT_LAUNCH) -> Tensor:

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from megarlhf.algo.gae import discounted_returns, gae, kl_shaped_rewards
+from megarlhf.algo.gae import gae, kl_shaped_rewards
 from megarlhf.algo.whitening import group_moments, moments, standardise
 
 NAN = math.nan
@@ -30,12 +30,6 @@ def test_shaped_rewards_by_hand(kind, kl):
     expected_T = torch.tensor([-0.1 * kl, 1 - 0.1 * kl, -2 - 0.1 * kl], dtype=torch.float64)
     torch.testing.assert_close(rewards_T, expected_T)
     assert kl_shaped_rewards(logprobs_T, None, scores_N, cu_seqlens, **options).tolist() == [0.0, 1.0, -2.0]
-
-
-def test_returns_by_hand():
-    """gamma=.5: 1 + .5 * 2 = 2; the other sequence starts anew."""
-    returns_T = discounted_returns(torch.tensor([1.0, 2.0, 4.0]), torch.tensor([0, 2, 3]), gamma=0.5)
-    assert returns_T.tolist() == [2.0, 2.0, 4.0]
 
 
 def test_moments_and_whitening_by_hand():

@@ -59,14 +59,6 @@ def test_cut_sequences_are_as_exact_as_whole_ones(monkeypatch):
         assert noted == grids
 
 
-@pytest.mark.parametrize("gamma", [0.0, 0.97, 1.0])
-def test_returns_of_cut_sequences(gamma):
-    where, (_, _, rewards_T, _) = made()
-    loop = packed_reference.discounted_returns(rewards_T, where, gamma)
-    truth = packed_reference.discounted_returns(rewards_T.double(), where, gamma)
-    assert_no_worse([packed_triton.discounted_returns(rewards_T, where, gamma, SMALL)], [loop], [truth])
-
-
 @pytest.mark.parametrize("masked", [False, True])
 def test_moments_and_whitening_of_cut_sequences(masked):
     where, (_, _, x_T, _) = made()

@@ -21,9 +21,9 @@ MOMENTS = {"parts_ptr": "*fp64", "x_ptr": "*bf16", "mask_ptr": "*u8", "cu_ptr": 
 STANDARDISE = {"out_ptr": COLUMN, "x_ptr": "*bf16", "mask_ptr": "*u8", "mean_ptr": "*fp64", "scale_ptr": "*fp64"}
 STANDARDISE |= {"cu_ptr": "*i64", "num_tokens": "i64"}
 KERNELS = [
-    ("_scan_kernel", SCAN, {"KL": "k3", "VALUES": True, "REDUCE": False, "PARTS": 1, "BLOCK": 512}),
-    ("_scan_kernel", SCAN, {"KL": "k1", "VALUES": True, "REDUCE": True, "PARTS": 8, "BLOCK": 512}),
-    ("_scan_kernel", SCAN, {"KL": "none", "VALUES": False, "REDUCE": False, "PARTS": 8, "BLOCK": 512}),
+    ("_scan_kernel", SCAN, {"KL": "k3", "REDUCE": False, "PARTS": 1, "BLOCK": 512}),
+    ("_scan_kernel", SCAN, {"KL": "k1", "REDUCE": True, "PARTS": 8, "BLOCK": 512}),
+    ("_scan_kernel", SCAN, {"KL": "none", "REDUCE": False, "PARTS": 8, "BLOCK": 512}),
     ("_moments_kernel", MOMENTS, {"MASK": True, "BLOCK": 512}),
     ("_standardise_kernel", STANDARDISE, {"MASK": True, "SHIFT": False, "BLOCK": 512}),
 ]

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarlhf.kernels import Moments, packed_means, packed_moments, packed_sums, packed_whiten
+from megarlhf.kernels import Moments, packed_moments, packed_sums, packed_whiten
 from tests.kernels.cases import INTERPRETING, device_of
 from tests.kernels.packed_cases import BACKENDS, LENGTHS, RAGGED, called, columns, cu_seqlens_of, tensor
 
@@ -30,11 +30,11 @@ CU = tensor(0, 3, 3, 6)
 def test_sums_and_means_by_hand(backend):
     """A masked NaN reaches nothing; a sequence without a token has the sum 0 and the mean 0."""
     assert called(packed_sums, backend, X_T, CU, MASK_T).tolist() == [4.0, 0.0, 12.0]
-    assert called(packed_means, backend, X_T, CU, MASK_T).tolist() == [2.0, 0.0, 6.0]
+    assert called(packed_moments, backend, X_T, CU, MASK_T).mean().tolist() == [2.0, 0.0, 6.0]
     sums_N = called(packed_sums, backend, X_T, CU)
     assert sums_N[0].isnan()
     assert sums_N[1:].tolist() == [0.0, 3.0], "a NaN that counts stays in its sequence"
-    assert called(packed_means, backend, X_T, CU)[2] == 1.0
+    assert called(packed_moments, backend, X_T, CU).mean()[2] == 1.0
 
 
 @several
@@ -43,10 +43,10 @@ def test_sums_and_means_of_groups_by_hand(backend):
     x_T = tensor(1.0, 2.0, 4.0, 8.0, 16.0)
     cu_seqlens, groups_N = cu_seqlens_of([2, 1, 0, 1, 1]), tensor(7, -3, 5, -3, 7)
     assert called(packed_sums, backend, x_T, cu_seqlens, groups_N=groups_N).tolist() == [19, 12, 0, 12, 19]
-    means_N = called(packed_means, backend, x_T, cu_seqlens, groups_N=groups_N)
+    means_N = called(packed_moments, backend, x_T, cu_seqlens, groups_N=groups_N).mean().float()
     torch.testing.assert_close(means_N, tensor(19 / 3, 6.0, 0.0, 6.0, 19 / 3))
     mask_T = tensor(True, False, True, True, True)
-    masked_N = called(packed_means, backend, x_T, cu_seqlens, mask_T, groups_N=groups_N)
+    masked_N = called(packed_moments, backend, x_T, cu_seqlens, mask_T, groups_N=groups_N).mean()
     assert masked_N.tolist() == [8.5, 6, 0, 6, 8.5]
 
 
