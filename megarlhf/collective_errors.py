@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from types import TracebackType
 
 import torch.distributed as dist
 
 
-@contextlib.contextmanager
-def raise_on_all_ranks(
-    error: Callable[[Sequence[str]], Exception], group: dist.ProcessGroup | None = None
-) -> Iterator[list[str]]:
+class raise_on_all_ranks:
     """A local step between collectives: when it fails on any rank of the group, it fails on every one.
 
         with raise_on_all_ranks(lambda reasons: TransferError("; ".join(reasons)), group) as problems:
@@ -21,19 +18,29 @@ def raise_on_all_ranks(
     all reasons, each of the form `rank 0, 2: what`. Collective, at the end of the block; nothing inside it may
     communicate, since a rank that has failed would not be there.
     """
-    problems: list[str] = []
-    failure: Exception | None = None
-    try:
-        yield problems
-    except Exception as raised:  # noqa: BLE001 -- whatever it is, all ranks raise it; what ends the process passes
-        failure = raised
-        problems.append(f"{type(raised).__name__}: {raised}")
-    problems_by_rank: list[list[str]] = [[]] * dist.get_world_size(group)
-    dist.all_gather_object(problems_by_rank, problems, group=group)
-    ranks_by_reason: dict[str, list[int]] = {}
-    for rank, reasons in zip(dist.get_process_group_ranks(group), problems_by_rank, strict=True):
-        for reason in reasons:
-            ranks_by_reason.setdefault(reason, []).append(rank)
-    if ranks_by_reason:
-        reasons = [f"rank {', '.join(map(str, ranks))}: {reason}" for reason, ranks in ranks_by_reason.items()]
-        raise error(reasons) from failure
+
+    # Not a generator under contextlib.contextmanager, which takes a RuntimeError from a StopIteration for its own.
+
+    def __init__(self, error: Callable[[Sequence[str]], Exception], group: dist.ProcessGroup | None = None) -> None:
+        self._error, self._group = error, group
+        self._problems: list[str] = []
+
+    def __enter__(self) -> list[str]:
+        return self._problems
+
+    def __exit__(
+        self, kind: type[BaseException] | None, failure: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if failure is not None:
+            if not isinstance(failure, Exception):
+                return  # this process has been told to end, and whoever started the ranks ends the others
+            self._problems.append(f"{type(failure).__name__}: {failure}")
+        problems_by_rank: list[list[str]] = [[]] * dist.get_world_size(self._group)
+        dist.all_gather_object(problems_by_rank, self._problems, group=self._group)
+        ranks_by_reason: dict[str, list[int]] = {}
+        for rank, problems in zip(dist.get_process_group_ranks(self._group), problems_by_rank, strict=True):
+            for problem in problems:
+                ranks_by_reason.setdefault(problem, []).append(rank)
+        if ranks_by_reason:
+            reasons = [f"rank {', '.join(map(str, ranks))}: {reason}" for reason, ranks in ranks_by_reason.items()]
+            raise self._error(reasons) from failure

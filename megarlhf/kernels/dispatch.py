@@ -5,9 +5,6 @@ Legend: T tokens, H hidden, V vocabulary columns of this rank.
 
 from __future__ import annotations
 
-import functools
-import importlib.util
-import logging
 from typing import Literal
 
 import torch
@@ -16,19 +13,17 @@ from torch import Tensor
 
 from megarlhf.kernels import reference
 from megarlhf.kernels.arguments import (
-    require_device,
     require_inputs,
     require_labels,
     require_mask,
     require_overwritable,
 )
+from megarlhf.kernels.backends import choose_backend
 from megarlhf.kernels.linear_logprob import LinearLogprobOptions, LinearTokenLogprobs
 from megarlhf.kernels.logprob import TokenLogprobs
 from megarlhf.kernels.statistics import local_vocab_range
 from megarlhf.kernels.tiles import LogprobOptions, Tiles
 from megarlhf.kernels.tiles_torch import TorchTiles
-
-log = logging.getLogger(__name__)
 
 Backend = Literal["auto", "triton", "chunked", "reference"]
 """`auto`: Triton on a GPU, chunked torch on a CPU and for fp64."""
@@ -63,7 +58,7 @@ def token_logprobs(
     group = _group(group)
     require_inputs(logits_TV, logits_TV.size(0), labels_T, temperature)
     columns, vocab = local_vocab_range(logits_TV.size(-1), true_vocab, group)
-    name = _choose_backend(backend, logits_TV)
+    name = choose_backend(backend, logits_TV, device=logits_TV.device, kernels="log-prob", fallback="chunked")
     if name != "triton" or labels_T.device.type == "cpu":  # on a GPU Triton's kernel asserts it
         require_labels(labels_T, labels_T != ignore_index, vocab, ignore_index)
     if name == "reference":
@@ -131,7 +126,7 @@ def linear_token_logprobs(
         require_mask(response_mask, len(labels_T))
         kept_T = kept_T & response_mask
     on_cpu = labels_T.device.type == "cpu"
-    name = _choose_backend(backend, hidden_TH)
+    name = choose_backend(backend, hidden_TH, device=hidden_TH.device, kernels="log-prob", fallback="chunked")
     if name != "triton" or on_cpu:
         require_labels(labels_T, kept_T, vocab, ignore_index)
     if name == "reference":
@@ -161,32 +156,6 @@ def linear_token_logprobs(
 
 def _group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     return None if group is None or group.size() == 1 else group
-
-
-def _choose_backend(backend: Backend, values: Tensor) -> str:
-    device_type, in_fp64 = values.device.type, values.dtype == torch.float64
-    name = backend
-    if backend == "auto":
-        name = "triton" if device_type == "cuda" and has_triton() and not in_fp64 else "chunked"
-    elif backend == "triton" and in_fp64:
-        raise ValueError("the triton backend computes in fp32, got fp64; use auto, chunked or reference")
-    require_device(name, device_type)
-    _log_once(name, backend, device_type, in_fp64)
-    return name
-
-
-@functools.cache
-def has_triton() -> bool:
-    """Without importing it."""
-    return importlib.util.find_spec("triton") is not None
-
-
-@functools.cache
-def _log_once(name: str, asked: str, device_type: str, in_fp64: bool) -> None:
-    why = "asked for" if name == asked else "the fastest here"
-    if device_type == "cuda" and name == "chunked" and asked == "auto":
-        why = "Triton computes in fp32" if in_fp64 else "Triton is not installed"
-    log.info("log-prob kernels on %s%s: %s (%s)", device_type, ", fp64" if in_fp64 else "", name, why)
 
 
 def _tiles(name: str) -> Tiles:

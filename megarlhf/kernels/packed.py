@@ -8,8 +8,6 @@ Legend: T tokens of all sequences end to end, N sequences.
 
 from __future__ import annotations
 
-import functools
-import logging
 from typing import Literal, NamedTuple
 
 import torch
@@ -20,16 +18,13 @@ from megarlhf.kernels import packed_reference, packed_torch
 from megarlhf.kernels.arguments import (
     require_column,
     require_cu_seqlens,
-    require_device,
     require_fraction,
     require_per_sequence,
     require_token_mask,
 )
-from megarlhf.kernels.dispatch import has_triton
+from megarlhf.kernels.backends import choose_backend
 from megarlhf.kernels.packed_interface import CuSeqlens, GAEOptions, PackedKernels
 from megarlhf.kernels.statistics import working_dtype
-
-log = logging.getLogger(__name__)
 
 PackedBackend = Literal["auto", "triton", "torch", "reference"]
 """`auto`: Triton on a GPU, torch on a CPU and for fp64."""
@@ -205,31 +200,11 @@ def _prepare(
     cu_seqlens: Tensor, backend: PackedBackend, x_T: Tensor, *others: Tensor | None
 ) -> tuple[PackedKernels, CuSeqlens]:
     """The code, and borders that were looked at; but a kernel looks at those that lie on a GPU by itself."""
-    in_fp64 = any(tensor is not None and tensor.dtype == torch.float64 for tensor in (x_T, *others))
-    name = _choose_backend(backend, x_T.device.type, in_fp64)
+    name = choose_backend(backend, x_T, *others, device=x_T.device, kernels="packed", fallback="torch")
     max_seqlen = require_cu_seqlens(cu_seqlens, x_T, asserted=name != "triton")
     # A tensor of its own dtype, layout and device is not copied.
     on_device = cu_seqlens.to(x_T.device, torch.int64).contiguous()
     return _kernels_of(name), CuSeqlens(on_device, len(x_T), max_seqlen)
-
-
-def _choose_backend(backend: PackedBackend, device_type: str, in_fp64: bool) -> str:
-    name: str = backend
-    if backend == "auto":
-        name = "triton" if device_type == "cuda" and has_triton() and not in_fp64 else "torch"
-    elif backend == "triton" and in_fp64:
-        raise ValueError("the triton backend computes in fp32, got fp64; use auto, torch or reference")
-    require_device(name, device_type, kernels="packed", instead="torch")
-    _log_once(name, backend, device_type, in_fp64)
-    return name
-
-
-@functools.cache
-def _log_once(name: str, asked: str, device_type: str, in_fp64: bool) -> None:
-    why = "asked for" if name == asked else "the fastest here"
-    if device_type == "cuda" and name == "torch" and asked == "auto":
-        why = "Triton computes in fp32" if in_fp64 else "Triton is not installed"
-    log.info("packed kernels on %s%s: %s (%s)", device_type, ", fp64" if in_fp64 else "", name, why)
 
 
 def _kernels_of(name: str) -> PackedKernels:

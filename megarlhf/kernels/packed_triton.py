@@ -17,7 +17,6 @@ Legend: T tokens of all sequences end to end, N sequences, P parts of each, 2: a
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megarlhf.kernels.backends import on_device
 from megarlhf.kernels.packed_interface import CuSeqlens, GAEOptions
 from megarlhf.kernels.packed_torch import group_moments
 
@@ -216,7 +216,7 @@ def gae(
     parts = launch.parts(num_sequences, num_tokens)
     tokens, warps = launch.fitted(sequences)
     parts_NP2 = torch.empty(num_sequences, parts, 2, device=values_T.device)
-    with _on(values_T.device):
+    with on_device(values_T.device):
         for reduce in (True, False) if parts > 1 else (False,):
             _scan_kernel[(num_sequences, parts)](
                 advantages_T, returns_T, parts_NP2, *inputs, sequences.cu_seqlens, num_tokens,
@@ -234,7 +234,7 @@ def moments(x_T: Tensor, mask_T: Tensor | None, sequences: CuSeqlens, launch: La
     parts = launch.parts(num_sequences, num_tokens)
     tokens, warps = launch.fitted(sequences)
     parts_NP3 = torch.empty(num_sequences, parts, 3, dtype=torch.float64, device=x_T.device)
-    with _on(x_T.device):
+    with on_device(x_T.device):
         _moments_kernel[(num_sequences, parts)](
             parts_NP3, x_T.contiguous(), _bytes(mask_T, x_T), sequences.cu_seqlens, num_tokens,
             MASK=mask_T is not None, BLOCK=tokens, num_warps=warps, sanitize_overflow=False,
@@ -257,7 +257,7 @@ def standardise(
     if num_tokens == 0:
         return out_T
     tokens, warps = launch.fitted(sequences)
-    with _on(x_T.device):
+    with on_device(x_T.device):
         _standardise_kernel[(num_sequences, launch.parts(num_sequences, num_tokens))](
             out_T, x_T.contiguous(), _bytes(mask_T, x_T), mean_N.contiguous(), scale_N.contiguous(),
             sequences.cu_seqlens, num_tokens,
@@ -269,8 +269,3 @@ def standardise(
 def _bytes(mask_T: Tensor | None, instead: Tensor) -> Tensor:
     """A mask as Triton reads it; where there is none, something that is not read."""
     return instead if mask_T is None else mask_T.contiguous().view(torch.uint8)
-
-
-def _on(device: torch.device) -> AbstractContextManager[object]:
-    """Triton launches on the current device, whatever the tensors' is."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

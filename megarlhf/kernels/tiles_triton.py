@@ -8,7 +8,6 @@ Legend: T rows, V columns, R ranks.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megarlhf.kernels.backends import on_device
 from megarlhf.kernels.statistics import LOG_ZERO, Merged, Statistics, VocabRange
 from megarlhf.kernels.tiles import LogprobOptions
 
@@ -195,7 +195,7 @@ class TritonTiles:
         if logits_TV.size(0) == 0 or (columns.count == 0 and not fresh):
             return
         block = self._forward.fitted(columns.count)
-        with _on(logits_TV.device):
+        with on_device(logits_TV.device):
             _statistics_kernel[(logits_TV.size(0),)](
                 logits_TV, labels_T, table_T4,
                 logits_TV.stride(0), labels_T.stride(0), columns.first, columns.count,
@@ -211,7 +211,7 @@ class TritonTiles:
         assert stats_RT4.dtype == torch.float32
         merged = Merged(*(stats_RT4.new_empty(num_tokens) for _ in range(4)))
         if num_tokens:
-            with _on(stats_RT4.device):
+            with on_device(stats_RT4.device):
                 _merge_kernel[(triton.cdiv(num_tokens, _MERGED),)](
                     stats_RT4, labels_T, *merged,
                     num_tokens, num_ranks, labels_T.stride(0), options.ignore_index,
@@ -243,7 +243,7 @@ class TritonTiles:
         by_T = merged.max_T if grad_logprobs_T is None else grad_logprobs_T
         by_h_T = merged.max_T if grad_entropy_T is None else grad_entropy_T
         block = self._backward.fitted(width)
-        with _on(logits_TV.device):
+        with on_device(logits_TV.device):
             _gradient_kernel[(num_rows, triton.cdiv(width, block.columns))](
                 out_TV, logits_TV, labels_T, merged.max_T, merged.sum_T, merged.entropy_T, by_T, by_h_T,
                 out_TV.stride(0), logits_TV.stride(0), labels_T.stride(0), by_T.stride(0), by_h_T.stride(0),
@@ -256,8 +256,3 @@ class TritonTiles:
 def _with_rows(logits_TV: Tensor) -> Tensor:
     """The columns of a row side by side; a copy where they are not."""
     return logits_TV if logits_TV.stride(1) == 1 else logits_TV.contiguous()
-
-
-def _on(device: torch.device) -> AbstractContextManager[object]:
-    """Triton launches on the current device, whatever the tensors' is."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -9,7 +9,7 @@ import logging
 import pytest
 import torch
 
-from megarlhf.kernels import packed, packed_gae, packed_moments, packed_sums
+from megarlhf.kernels import backends, packed_gae, packed_moments, packed_sums
 from megarlhf.kernels import packed_whiten as whiten
 
 X_T = torch.arange(5.0)
@@ -132,8 +132,8 @@ def test_triton_on_a_cpu_and_in_fp64(monkeypatch):
 
 
 def test_the_choice_is_logged_once(caplog):
-    packed._log_once.cache_clear()
-    with caplog.at_level(logging.INFO, logger="megarlhf.kernels.packed"):
+    backends._log_once.cache_clear()
+    with caplog.at_level(logging.INFO, logger="megarlhf.kernels.backends"):
         for _ in range(2):
             gae()
             packed_sums(X_T.double(), CU)

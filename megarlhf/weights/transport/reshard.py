@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import islice
 
@@ -125,7 +124,7 @@ class Resharder:
             if failure.error is not None:
                 raise failure.error
 
-    def _raise_on_all_ranks(self) -> AbstractContextManager[list[str]]:
+    def _raise_on_all_ranks(self) -> raise_on_all_ranks:
         return raise_on_all_ranks(lambda reasons: TransferError("; ".join(reasons)), self._group)
 
     def _kept_bytes(self) -> int:
