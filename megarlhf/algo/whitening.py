@@ -36,7 +36,7 @@ def group_moments(moments_N3: Tensor, groups_N: Tensor) -> Tensor:
     return torch.stack([totals[group] for group in groups_N.tolist()]) if totals else moments_N3
 
 
-def standardise(
+def whiten(
     x_T: Tensor, mask_T: Tensor | None, cu_seqlens: Tensor, mean_N: Tensor, scale_N: Tensor, *, shift_mean: bool = True
 ) -> Tensor:
     """(x - mean) * scale of its sequence, plus the mean unless `shift_mean`; in fp64, and zero outside the mask.
@@ -44,9 +44,9 @@ def standardise(
     Shapes:  x_T [T], mask_T [T] bool (None: all), cu_seqlens [N + 1] integers, mean_N and scale_N [N] fp64 -> [T]
     Maths:   whitening has scale = 1 / sqrt(variance + eps), the variance divided by the count
     """
-    standardised_T = torch.zeros_like(x_T)
+    whitened_T = torch.zeros_like(x_T)
     for n, (start, end) in enumerate(itertools.pairwise(cu_seqlens.tolist())):
         for t in range(start, end):
             if mask_T is None or bool(mask_T[t]):
-                standardised_T[t] = (x_T[t].double() - mean_N[n]) * scale_N[n] + (0.0 if shift_mean else mean_N[n])
-    return standardised_T
+                whitened_T[t] = (x_T[t].double() - mean_N[n]) * scale_N[n] + (0.0 if shift_mean else mean_N[n])
+    return whitened_T

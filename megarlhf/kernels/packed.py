@@ -153,7 +153,7 @@ def packed_whiten(
     Shapes:     as `packed_moments` -> [T] fp32 (fp64 for fp64), zero outside the mask
     shift_mean: False adds the mean back, so that only the scale changes
     moments:    those of the whole batch, where x_T is one rank's part of it; without them x_T is the batch
-    Spec:       algo/whitening.py::standardise, with the numbers of `packed_moments`
+    Spec:       algo/whitening.py::whiten, with the numbers of `packed_moments`
     Raises:     ValueError, as `packed_moments`
     """
     kernels, sequences = _prepare_masked(x_T, cu_seqlens, mask_T, groups_N, backend)
@@ -165,7 +165,7 @@ def packed_whiten(
             f"moments are of {len(mean_N)} sequences, x_T has {sequences.num_sequences}; take them from packed_moments "
             "with the same cu_seqlens and groups_N"
         )
-    return kernels.standardise(x_T, mask_T, sequences, mean_N, torch.rsqrt(variance_N + eps), shift_mean)
+    return kernels.whiten(x_T, mask_T, sequences, mean_N, torch.rsqrt(variance_N + eps), shift_mean)
 
 
 def _prepare_masked(

@@ -65,7 +65,7 @@ class PackedKernels(Protocol):
         """[N, 3]: at each sequence the sum over all sequences of its group."""
         ...
 
-    def standardise(
+    def whiten(
         self,
         x_T: Tensor,
         mask_T: Tensor | None,

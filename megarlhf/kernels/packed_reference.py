@@ -13,7 +13,7 @@ from megarlhf.algo.whitening import group_moments
 from megarlhf.kernels.packed_interface import CuSeqlens, GAEOptions
 from megarlhf.kernels.statistics import working_dtype
 
-__all__ = ["gae", "group_moments", "moments", "standardise"]
+__all__ = ["gae", "group_moments", "moments", "whiten"]
 
 
 def gae(
@@ -43,9 +43,9 @@ def moments(x_T: Tensor, mask_T: Tensor | None, sequences: CuSeqlens) -> Tensor:
     return whitening.moments(x_T, mask_T, sequences.cu_seqlens)
 
 
-def standardise(
+def whiten(
     x_T: Tensor, mask_T: Tensor | None, sequences: CuSeqlens, mean_N: Tensor, scale_N: Tensor, shift_mean: bool
 ) -> Tensor:
-    """See `algo.whitening.standardise`."""
+    """See `algo.whitening.whiten`."""
     x_T = x_T.to(working_dtype(x_T))
-    return whitening.standardise(x_T, mask_T, sequences.cu_seqlens, mean_N, scale_N, shift_mean=shift_mean)
+    return whitening.whiten(x_T, mask_T, sequences.cu_seqlens, mean_N, scale_N, shift_mean=shift_mean)

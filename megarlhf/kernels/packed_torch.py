@@ -68,10 +68,10 @@ def group_moments(moments_N3: Tensor, groups_N: Tensor) -> Tensor:
     return torch.empty_like(moments_N3).index_copy_(0, order_N, torch.stack(columns, 1)[segment_N])
 
 
-def standardise(
+def whiten(
     x_T: Tensor, mask_T: Tensor | None, sequences: CuSeqlens, mean_N: Tensor, scale_N: Tensor, shift_mean: bool
 ) -> Tensor:
-    """See `algo.whitening.standardise`."""
+    """See `algo.whitening.whiten`."""
     mean_T = sequences.repeat_per_token(mean_N)
     out_T = (x_T.double() - mean_T) * sequences.repeat_per_token(scale_N)
     if not shift_mean:

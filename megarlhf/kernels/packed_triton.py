@@ -28,7 +28,7 @@ from megarlhf.kernels.backends import on_device
 from megarlhf.kernels.packed_interface import CuSeqlens, GAEOptions
 from megarlhf.kernels.packed_torch import group_moments
 
-__all__ = ["LaunchConfig", "gae", "group_moments", "moments", "standardise"]
+__all__ = ["LaunchConfig", "gae", "group_moments", "moments", "whiten"]
 
 
 @dataclass(frozen=True)
@@ -175,11 +175,11 @@ def _moments_kernel(parts_ptr, x_ptr, mask_ptr, cu_ptr, num_tokens, MASK: tl.con
 
 
 @triton.jit(debug=True, do_not_specialize=["num_tokens"])
-def _standardise_kernel(
+def _whiten_kernel(
     out_ptr, x_ptr, mask_ptr, mean_ptr, scale_ptr, cu_ptr, num_tokens,
     MASK: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """`PackedKernels.standardise` of one part."""
+    """`PackedKernels.whiten` of one part."""
     n, first, stop, _ = _part(cu_ptr, num_tokens, BLOCK)
     mean, scale = tl.load(mean_ptr + n), tl.load(scale_ptr + n)
     for block in range(tl.cdiv(tl.maximum(stop - first, 0), BLOCK)):
@@ -189,10 +189,10 @@ def _standardise_kernel(
         if MASK:
             kept = inside & (tl.load(mask_ptr + t, mask=inside, other=0) != 0)
         x = tl.load(x_ptr + t, mask=kept, other=0.0).to(tl.float32).to(tl.float64)
-        standardised = (x - mean) * scale
+        whitened = (x - mean) * scale
         if not SHIFT:
-            standardised += mean
-        tl.store(out_ptr + t, tl.where(kept, standardised, 0.0).to(tl.float32), mask=inside)
+            whitened += mean
+        tl.store(out_ptr + t, tl.where(kept, whitened, 0.0).to(tl.float32), mask=inside)
 
 
 def gae(
@@ -242,7 +242,7 @@ def moments(x_T: Tensor, mask_T: Tensor | None, sequences: CuSeqlens, launch: La
     return parts_NP3[:, 0] if parts == 1 else parts_NP3.sum(1)
 
 
-def standardise(
+def whiten(
     x_T: Tensor,
     mask_T: Tensor | None,
     sequences: CuSeqlens,
@@ -251,14 +251,14 @@ def standardise(
     shift_mean: bool,
     launch: LaunchConfig = DEFAULT_LAUNCH,
 ) -> Tensor:
-    """See `algo.whitening.standardise`."""
+    """See `algo.whitening.whiten`."""
     num_sequences, num_tokens = sequences.num_sequences, sequences.num_tokens
     out_T = torch.empty(num_tokens, device=x_T.device)
     if num_tokens == 0:
         return out_T
     tokens, warps = launch.fitted(sequences)
     with on_device(x_T.device):
-        _standardise_kernel[(num_sequences, launch.parts(num_sequences, num_tokens))](
+        _whiten_kernel[(num_sequences, launch.parts(num_sequences, num_tokens))](
             out_T, x_T.contiguous(), _bytes(mask_T, x_T), mean_N.contiguous(), scale_N.contiguous(),
             sequences.cu_seqlens, num_tokens,
             MASK=mask_T is not None, SHIFT=shift_mean, BLOCK=tokens, num_warps=warps, sanitize_overflow=False,

@@ -15,17 +15,17 @@ from dataclasses import dataclass
 
 from megarlhf.architectures.architecture import Architecture
 
-BITS = 40
+COST_BITS = 40
 """Of the costliest group in whole units. Sums of whole numbers do not depend on their order."""
-EVEN = 10_000
-"""Totals within 1/EVEN of each other are left as they are."""
-PARTNERS = 8
+BALANCE_TOLERANCE = 10_000
+"""Totals within 1/BALANCE_TOLERANCE of each other are left as they are."""
+MAX_PARTNERS = 8
 """How many of the lightest a heavy one tries to exchange with before it is left as it is."""
-TRIES = 16
+MAX_CANDIDATES = 16
 """How many of the cheapest micro-batches are asked for room before the first with room is taken."""
-ROUNDS = 4
+MAX_ROUNDS = 4
 """How often ranks exchange micro-batches and then groups, unless nothing changes any more."""
-WORK = 600_000
+MAX_WORK = 600_000
 """Bound on one levelling, in groups looked at: about a second."""
 
 
@@ -109,7 +109,7 @@ def pack(groups: Sequence[Sequence[int]], *, num_ranks: int, max_tokens: int, co
     bins = _Bins(tokens, costs, max_tokens, even or _split_costliest(fewest, costs, num_bins))
     bins.level([[number] for number in range(num_bins)])
     ranks = _to_ranks(bins.costs, num_ranks)
-    for _ in range(ROUNDS):
+    for _ in range(MAX_ROUNDS):
         # Whole micro-batches first: "groups" of one "token" in "bins" that are full can only be swapped.
         whole = _Bins([1] * num_bins, bins.costs, num_bins // num_ranks, ranks)
         if not whole.level([[rank] for rank in range(num_ranks)]) + bins.level(ranks):
@@ -133,9 +133,9 @@ def _check(groups: Sequence[Sequence[int]], num_ranks: int, max_tokens: int) -> 
 
 
 def _to_integers(costs: list[float]) -> list[int]:
-    """`costs` in whole units, a power of two such that the greatest cost has BITS bits."""
+    """`costs` in whole units, a power of two such that the greatest cost has COST_BITS bits."""
     _, exponent = math.frexp(max(costs, default=1.0))
-    return [round(math.ldexp(cost, BITS - exponent)) for cost in costs]
+    return [round(math.ldexp(cost, COST_BITS - exponent)) for cost in costs]
 
 
 class _BinCapacities:
@@ -200,7 +200,7 @@ def _longest_processing_time_first(
     for group in sorted(range(len(costs)), key=lambda group: (-costs[group], -tokens[group])):
         passed: list[tuple[int, int, int]] = []
         chosen = None
-        while queue and chosen is None and len(passed) < TRIES:
+        while queue and chosen is None and len(passed) < MAX_CANDIDATES:
             entry = heapq.heappop(queue)
             if entry[1] != len(bins[entry[2]]):
                 continue
@@ -280,12 +280,12 @@ class _Bins:
         One that cannot exchange with any of the lightest is left as it is. Returns the number of exchanges.
         """
         order = sorted((sum(self.costs[number] for number in team), place) for place, team in enumerate(teams))
-        work, exchanges = WORK, 0
-        while len(order) > 1 and work > 0 and (order[-1][0] - order[0][0]) * EVEN > order[-1][0]:
+        work, exchanges = MAX_WORK, 0
+        while len(order) > 1 and work > 0 and (order[-1][0] - order[0][0]) * BALANCE_TOLERANCE > order[-1][0]:
             total, place = order.pop()
             if sum(len(self.members[number]) for number in teams[place]) == 1:
                 continue
-            for other, (least, partner) in enumerate(order[:PARTNERS]):
+            for other, (least, partner) in enumerate(order[:MAX_PARTNERS]):
                 work -= sum(len(self.members[number]) for number in teams[place] + teams[partner])
                 exchange = self.find(teams[place], teams[partner], total - least)
                 if exchange is not None:
@@ -314,7 +314,7 @@ class _Bins:
                         exchange = _Exchange(prices[given], given, source, target, None)
                 middle = bisect_left(takers, (prices[given] - wanted,))
                 for near in (range(middle, len(takers)), range(middle - 1, -1, -1)):
-                    for place in near[:PARTNERS]:
+                    for place in near[:MAX_PARTNERS]:
                         price, taken, target = takers[place]
                         off = abs(prices[given] - price - wanted)
                         if off >= best:

@@ -25,7 +25,7 @@ def _divided(total: int, by: int, what: str, per: str, advice: str) -> int:
     return quotient
 
 
-def micro_batches(train: TrainConfig | RLTrainConfig, dp: int, role: str) -> int | None:
+def micro_batches_per_rank(train: TrainConfig | RLTrainConfig, dp: int, role: str) -> int | None:
     """Padded micro-batches per mini-batch of one data-parallel rank of `role`; None: packed, as many as it takes.
 
     Raises: ValueError when the mini-batch does not divide.
@@ -58,7 +58,7 @@ def supervised_batch_numbers(train: TrainConfig, dp: int, role: str, sample: str
         BatchNumber(f"{sample} per optimizer step (mini-batch), over all ranks", train.mini_batch_samples),
         BatchNumber(f"data-parallel ranks of {role}", dp),
     ]
-    per_rank = micro_batches(train, dp, role)
+    per_rank = micro_batches_per_rank(train, dp, role)
     if per_rank is None:
         return [*numbers, _micro_batch_size(train, sample)]
     return [
@@ -96,7 +96,7 @@ def rl_batch_numbers(cfg: RLConfig, world_size: int) -> list[BatchNumber]:
     ]
     for role, section in cfg.roles().items():
         dp = section.parallel.layout(world_size, role).dp
-        per_rank = micro_batches(train, dp, role)
+        per_rank = micro_batches_per_rank(train, dp, role)
         if per_rank is not None:
             numbers.append(
                 BatchNumber(f"micro-batches per mini-batch on one of {role}'s {dp} data-parallel ranks", per_rank)

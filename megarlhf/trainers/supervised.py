@@ -22,13 +22,14 @@ from megarlhf.data.samples import Records, Skipped, require_budget, require_posi
 from megarlhf.data.sources import load_records
 from megarlhf.data.tokenizer import Tokenizer, load_tokenizer
 from megarlhf.models.role import Role, build_role
+from megarlhf.observe.metrics import Metric
 from megarlhf.parallel.mesh import GroupCache
 from megarlhf.parallel.step import Loss, MicroBatch
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.session import is_due, open_session
 
 Sample = TypeVar("Sample")
-Metrics = dict[str, float | int | None]
+Metrics = dict[str, Metric]
 
 
 class Objective(ABC, Generic[Sample]):

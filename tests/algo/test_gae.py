@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megarlhf.algo.gae import gae, kl_shaped_rewards
-from megarlhf.algo.whitening import group_moments, moments, standardise
+from megarlhf.algo.whitening import group_moments, moments, whiten
 
 NAN = math.nan
 
@@ -40,6 +40,6 @@ def test_moments_and_whitening_by_hand():
     assert moments_N3.tolist() == [[4.0, 10.0, 2.0], [5.0, 25.0, 1.0]]
     assert group_moments(moments_N3, torch.tensor([9, 9])).tolist() == [[9.0, 35.0, 3.0]] * 2
     mean_N, scale_N = torch.tensor([2.0, 5.0]).double(), torch.tensor([1.0, 10.0]).double()
-    assert standardise(x_T, mask_T, cu_seqlens, mean_N, scale_N).tolist() == [-1.0, 1.0, 0.0, 0.0]
-    shifted_T = standardise(x_T, mask_T, cu_seqlens, mean_N, scale_N, shift_mean=False)
+    assert whiten(x_T, mask_T, cu_seqlens, mean_N, scale_N).tolist() == [-1.0, 1.0, 0.0, 0.0]
+    shifted_T = whiten(x_T, mask_T, cu_seqlens, mean_N, scale_N, shift_mean=False)
     assert shifted_T.tolist() == [1.0, 3.0, 5.0, 0.0]

@@ -66,8 +66,8 @@ def test_moments_and_whitening_of_cut_sequences(masked):
     found_N3 = packed_triton.moments(x_T, mask_T, where, SMALL)
     torch.testing.assert_close(found_N3, packed_torch.moments(x_T, mask_T, where), rtol=1e-13, atol=1e-13)
     numbers = (where, found_N3[:, 0], found_N3[:, 1], False)
-    expected_T = packed_torch.standardise(x_T, mask_T, *numbers)
-    assert torch.equal(packed_triton.standardise(x_T, mask_T, *numbers, SMALL), expected_T)
+    expected_T = packed_torch.whiten(x_T, mask_T, *numbers)
+    assert torch.equal(packed_triton.whiten(x_T, mask_T, *numbers, SMALL), expected_T)
     assert torch.count_nonzero(expected_T) > 300
 
 
