@@ -199,7 +199,7 @@ def _moments(
 def _prepare(
     cu_seqlens: Tensor, backend: PackedBackend, x_T: Tensor, *others: Tensor | None
 ) -> tuple[PackedKernels, CuSeqlens]:
-    """The code, and borders that were looked at; but a kernel looks at those that lie on a GPU by itself."""
+    """The kernels, and cu_seqlens that were checked; a kernel checks those that lie on a GPU by itself."""
     name = choose_backend(backend, x_T, *others, device=x_T.device, kernels="packed", fallback="torch")
     max_seqlen = require_cu_seqlens(cu_seqlens, x_T, asserted=name != "triton")
     # A tensor of its own dtype, layout and device is not copied.

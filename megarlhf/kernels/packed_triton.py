@@ -33,7 +33,7 @@ __all__ = ["LaunchConfig", "gae", "group_moments", "moments", "whiten"]
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """How packed rows are dealt to programs."""
+    """How packed rows are split over programs."""
 
     tokens: int = 512
     """Of a block, a power of two."""

@@ -63,7 +63,7 @@ class MicroBatchLayout:
     packed: bool
 
     def packed_row(self, device: torch.device) -> PackedRow | None:
-        """The borders of a packed row, None for padded rows. What is left of the row is cut into short sequences of
+        """Where the sequences of a packed row begin, None for padded rows. What is left of the row is cut into short sequences of
         its own, over which attention costs next to nothing."""
         if not self.packed:
             return None

@@ -22,7 +22,7 @@ position."""
 
 @dataclass
 class PackedRow(PackedSeqParams):
-    """The borders of the sequences in a row of T tokens. Made by `packed_row`, for one forward of one model.
+    """Where the sequences in a row of T tokens begin and end. Made by `packed_row`, for one forward of one model.
 
     It travels through Megatron's layers as their `packed_seq_params`.
     """
@@ -39,7 +39,7 @@ class PackedRow(PackedSeqParams):
         return sum(self.lengths)
 
     def thd(self) -> PackedSeqParams:
-        """The same borders in the format in which TransformerEngine's attention takes them."""
+        """The same in the format in which TransformerEngine's attention takes them."""
         return PackedSeqParams(
             qkv_format="thd",
             cu_seqlens_q=self.cu_seqlens_q,
