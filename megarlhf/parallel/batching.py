@@ -63,8 +63,8 @@ class MicroBatchLayout:
     packed: bool
 
     def packed_row(self, device: torch.device) -> PackedRow | None:
-        """Where the sequences of a packed row begin, None for padded rows. What is left of the row is cut into short sequences of
-        its own, over which attention costs next to nothing."""
+        """Where the sequences of a packed row begin, None for padded rows. What is left of the row is cut into short
+        sequences of its own, over which attention costs next to nothing."""
         if not self.packed:
             return None
         fillers, remainder = divmod(self.columns - sum(self.lengths), FILLER_LENGTH)
