@@ -1,14 +1,15 @@
 """How much memory this machine and the control groups of this process leave it.
 
-Containers and batch systems set limits by control groups, which psutil does not know; the limit of a group holds for
-all groups below it. Linux shows them as files, in one tree (version 2), in a tree for memory alone (version 1), or in
-both.
+Containers and batch systems set limits by control groups, and the limit of a group holds for all groups below it.
+Linux shows them as files, in one tree (version 2), in a tree for memory alone (version 1), or in both. psutil reads
+the machine's memory and no control group.
 
 Source: the kernel's Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst; proc_pid_mountinfo(5).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
@@ -35,45 +36,38 @@ def available_bytes(root: Path = Path("/")) -> int:
     """Bytes that processes here can still allocate: the least of what the machine has and what any limit leaves.
 
     Page cache that can be given up counts as available: the kernel's own estimate for the machine, in a group the
-    file pages that were not used lately. `root` is where proc and the mounts are found.
+    file pages that were not used lately. `root` is where proc and the mounts are.
     """
-    machine = _numbers(root / "proc/meminfo")["MemAvailable:"] * 1024
-    in_groups = [_left(version, group) for version in _VERSIONS for group in _groups(version, root)]
-    return min([machine, *(left for left in in_groups if left is not None)])
+    machine = _table(root / "proc/meminfo")["MemAvailable:"] * 1024
+    below_limits = [_below_limit(version, group) for version in _VERSIONS for group in _groups(version, root)]
+    return min([machine, *(number for number in below_limits if number is not None)])
 
 
-def _left(version: _Version, group: Path) -> int | None:
+def _below_limit(version: _Version, group: Path) -> int | None:
     """Bytes below the group's limit; None where it shows none, as the topmost group or one without this controller."""
     try:
         limit = (group / version.limit).read_text().strip()
-        used = int((group / version.usage).read_text()) - _numbers(group / "memory.stat")[version.reclaimable]
+        used = int((group / version.usage).read_text()) - _table(group / "memory.stat")[version.reclaimable]
     except OSError:
         return None
     return None if limit == "max" else max(0, int(limit) - used)
 
 
-def _groups(version: _Version, root: Path) -> list[Path]:
-    """This process' group and those above it, as far up as the mount shows.
-
-    Lines of /proc/self/cgroup: `4:memory:/path` of version 1, `0::/path` of version 2. Of mountinfo, with any number
-    of optional fields before the dash: `35 32 0:29 /shown /sys/fs/cgroup/memory rw shared:5 - cgroup cgroup rw,memory`,
-    where the group /shown stands at the mount's top.
-    """
-    groups = (line.split(":", 2) for line in _lines(root / "proc/self/cgroup"))
-    own = [PurePosixPath(path) for _, controllers, path in groups if version.controller in controllers.split(",")]
-    mounts = []
-    for line in _lines(root / "proc/self/mountinfo"):
-        left, _, right = line.partition(" - ")
-        filesystem, _, options = right.split(" ", 2)
-        if filesystem == version.filesystem and version.controller in ("", *options.split(",")):
-            mounts.append(left.split(" ")[3:5])
-    if not own or not mounts:
-        return []
-    shown, point = mounts[0]
-    # A container may show a part of the tree without saying where in it the process stands: the part's top then holds.
-    visible = own[0].is_relative_to(shown) and ".." not in own[0].parts
-    inside = own[0].relative_to(shown) if visible else PurePosixPath()
-    return [root / point.lstrip("/") / group for group in (inside, *inside.parents)]
+def _groups(version: _Version, root: Path) -> Iterator[Path]:
+    """This process' group and those above it, as far up as the mount shows."""
+    # `4:memory:/path` of version 1, `0::/path` of version 2.
+    memberships = [line.split(":", 2) for line in _lines(root / "proc/self/cgroup")]
+    own = [PurePosixPath(path) for _, names, path in memberships if version.controller in names.split(",")]
+    # `35 32 0:29 /shown /mount rw shared:5 - cgroup cgroup rw,memory`; before the dash are optional fields.
+    for before, _, after in (line.partition(" - ") for line in _lines(root / "proc/self/mountinfo")):
+        shown, mount = before.split(" ")[3:5]
+        filesystem, _, options = after.split(" ", 2)
+        if own and filesystem == version.filesystem and version.controller in ("", *options.split(",")):
+            # A container may show a part of the tree and not say where in it the process stands: then its top holds.
+            inside = own[0].is_relative_to(shown) and ".." not in own[0].parts
+            group = own[0].relative_to(shown) if inside else PurePosixPath()
+            yield from (root / mount.lstrip("/") / path for path in (group, *group.parents))
+            return
 
 
 def _lines(path: Path) -> list[str]:
@@ -81,6 +75,6 @@ def _lines(path: Path) -> list[str]:
     return path.read_text().splitlines() if path.exists() else []
 
 
-def _numbers(path: Path) -> dict[str, int]:
+def _table(path: Path) -> dict[str, int]:
     """`name number` a line, as meminfo and memory.stat are written."""
-    return {name: int(number) for name, number, *_ in map(str.split, path.read_text().splitlines())}
+    return {name: int(value) for name, value, *_ in map(str.split, path.read_text().splitlines())}

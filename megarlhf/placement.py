@@ -41,15 +41,15 @@ class Box:
 
     def minus(self, inner: Box) -> list[Box]:
         """Disjoint boxes that cover this one without `inner`, which lies inside it."""
-        uncovered = []
+        remainder = []
         start, stop = list(self.start), list(self.stop)
         for dim, (a, b) in enumerate(zip(inner.start, inner.stop, strict=True)):
             if start[dim] < a:
-                uncovered.append(Box(tuple(start), (*stop[:dim], a, *stop[dim + 1 :])))
+                remainder.append(Box(tuple(start), (*stop[:dim], a, *stop[dim + 1 :])))
             if b < stop[dim]:
-                uncovered.append(Box((*start[:dim], b, *start[dim + 1 :]), tuple(stop)))
+                remainder.append(Box((*start[:dim], b, *start[dim + 1 :]), tuple(stop)))
             start[dim], stop[dim] = a, b
-        return uncovered
+        return remainder
 
     def shift(self, by: Shape) -> Box:
         return Box(
@@ -154,14 +154,14 @@ class RankPlacements:
 
     def select(self, tensors: Sequence[str] | Mapping[str, object]) -> RankPlacements:
         """Only the placements of the named logical tensors, and the storages they use."""
-        names = set(tensors)
-        placements = tuple(p for p in self.placements if p.tensor in names)
-        used = {p.storage for p in placements}
+        wanted = set(tensors)
+        kept = tuple(p for p in self.placements if p.tensor in wanted)
+        used = {p.storage for p in kept}
         return replace(
             self,
-            placements=placements,
+            placements=kept,
             storages={name: shape for name, shape in self.storages.items() if name in used},
-            tensors={name: shape for name, shape in self.tensors.items() if name in names},
+            tensors={name: shape for name, shape in self.tensors.items() if name in wanted},
         )
 
     def padding(self) -> dict[str, list[tuple[int, int]]]:

@@ -11,7 +11,14 @@ from statistics import fmean
 from megarlhf.commands.arguments import gigabits, positive
 from megarlhf.config import RLConfig, load_config
 from megarlhf.observe.progress import make_console, table
-from megarlhf.planning.weight_traffic import ORDERS, TrafficReport, TransferSetup, as_json, report_traffic, setup_of
+from megarlhf.planning.weight_traffic import (
+    ORDERS,
+    TransferReport,
+    TransferSetup,
+    as_json,
+    plan_transfer,
+    transfer_setup,
+)
 from megarlhf.weights.plan.traffic import Links
 
 
@@ -46,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status. 2: the user's mistake, said without a traceback."""
     arguments = parser().parse_intermixed_args(argv)
     try:
-        setup = setup_of(
+        setup = transfer_setup(
             load_config(RLConfig, arguments.config, arguments.overrides),
             world_size=arguments.world_size,
             engine_tp=arguments.engine_tp,
@@ -56,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             ranks_per_node=arguments.ranks_per_node,
             links=Links(rank_gbps=arguments.rank_gbps, node_gbps=arguments.node_gbps),
         )
-        report = report_traffic(setup)
+        report = plan_transfer(setup)
     except ValueError as error:
         print(f"{parser().prog}: {error}", file=sys.stderr)
         return 2
@@ -67,12 +74,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _print(setup: TransferSetup, report: TrafficReport, *, per_rank: bool) -> None:
+def _print(setup: TransferSetup, report: TransferReport, *, per_rank: bool) -> None:
     console, mesh, trainer = make_console(), setup.mesh, setup.trainer
     ways = f"tp {mesh.tp} x pp {mesh.pp} x dp {mesh.dp} (vpp {trainer.vpp}, ep {trainer.ep})"
     ranks = "0 1 2 (by number)" if mesh.order is None else " ".join(map(str, mesh.order))
     facts = [
-        ("model", f"{setup.arch.model_type}, {_gb(report.model)} GB"),
+        ("model", f"{setup.arch.model_type}, {_gigabytes(report.model)} GB"),
         ("trainer", f"{ways} = {mesh.world_size} ranks"),
         ("engines", f"{mesh.world_size // setup.engine_tp} of tp {setup.engine_tp}"),
         ("order of the ranks", f"--order {setup.order}: {ORDERS[setup.order]}"),
@@ -88,23 +95,24 @@ def _print(setup: TransferSetup, report: TrafficReport, *, per_rank: bool) -> No
         "least by the formula": report.formula,
         "all-gather by the formula": report.all_gather,
     }
-    lines = [(name, *_spread(by_rank)) for name, by_rank in figures.items()]
+    lines = [(name, *_min_mean_max(by_rank)) for name, by_rank in figures.items()]
     console.print(table(f"GB a rank (--order {setup.order})", lines, ("", "min", "mean", "max")))
     speeds = f"{setup.links.rank_gbps:g} Gb/s a rank inside, {setup.links.node_gbps:g} Gb/s a node outside"
     tiers = [
-        (t.name, *_spread(t.entering), _gb(t.inside / len(t.entering)), f"{t.seconds:.3f}") for t in report.tiers
-    ] + [("least", *_spread(report.least_entering), "", "")]
+        (t.name, *_min_mean_max(t.entering), _gigabytes(t.inside / len(t.entering)), f"{t.seconds:.3f}")
+        for t in report.tiers
+    ] + [("least", *_min_mean_max(report.least_entering), "", "")]
     title = f"GB into a node of {setup.ranks_per_node} ranks, and wire time at {speeds} (estimated)"
     console.print(table(title, tiers, ("", "min", "mean", "max", "inside, mean", "seconds")))
     if per_rank:
-        rows = [(rank, *map(_gb, of_rank)) for rank, of_rank in enumerate(zip(*figures.values(), strict=True))]
+        rows = [(rank, *map(_gigabytes, of_rank)) for rank, of_rank in enumerate(zip(*figures.values(), strict=True))]
         names = ("rank", "needed", "received", "sent", "least", "formula", "all-gather")
         console.print(table("GB of each rank", rows, names))
 
 
-def _spread(figures: Sequence[int]) -> tuple[str, str, str]:
-    return _gb(min(figures)), _gb(fmean(figures)), _gb(max(figures))
+def _min_mean_max(figures: Sequence[int]) -> tuple[str, str, str]:
+    return _gigabytes(min(figures)), _gigabytes(fmean(figures)), _gigabytes(max(figures))
 
 
-def _gb(num_bytes: float) -> str:
+def _gigabytes(num_bytes: float) -> str:
     return f"{num_bytes / 1e9:.3f}"

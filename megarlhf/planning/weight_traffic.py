@@ -18,7 +18,7 @@ from megarlhf.architectures.architecture import Architecture
 from megarlhf.architectures.megatron_layout import MegatronLayout
 from megarlhf.architectures.placements import padded_vocab_size, vllm_placements
 from megarlhf.config import RLConfig
-from megarlhf.layout import Layout, engine_order
+from megarlhf.layout import MeshLayout, engine_order
 from megarlhf.placement import RankPlacements
 from megarlhf.planning.legality import check_role
 from megarlhf.weights.plan.copy_plan import CopyPlan, make_plan
@@ -39,14 +39,14 @@ class TransferSetup:
     """A transfer, and the cluster it runs on."""
 
     arch: Architecture
-    mesh: Layout
+    mesh: MeshLayout
     order: Order
     """The rule by which `mesh.order` was made."""
     trainer: MegatronLayout
-    trainer_origin: str
+    trainer_source: str
     """Where `trainer` stands in the configuration or on the command line, for messages."""
     engine_tp: int
-    engine_origin: str
+    engine_source: str
     """The same of `engine_tp`."""
     element_bytes: int
     ranks_per_node: int
@@ -60,10 +60,10 @@ class TransferSetup:
 
         Raises: ValueError when the model does not fit either layout; it names the side.
         """
-        with _naming(self.engine_origin):
+        with _named_in_errors(self.engine_source):
             shards = [vllm_placements(self.arch, tp=self.engine_tp, tp_rank=v, rank=v) for v in range(self.engine_tp)]
         engine_parts = [shards[rank % self.engine_tp].on_rank(rank) for rank in range(self.mesh.world_size)]
-        with _naming(self.trainer_origin):
+        with _named_in_errors(self.trainer_source):
             return self.trainer.on_ranks(self.arch, self.mesh), engine_parts
 
 
@@ -80,7 +80,7 @@ class Tier:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrafficReport:
+class TransferReport:
     """Bytes by rank, but where another is said."""
 
     model: int
@@ -100,7 +100,7 @@ class TrafficReport:
     order: tuple[int, ...] | None
 
 
-def setup_of(
+def transfer_setup(
     cfg: RLConfig,
     *,
     links: Links,
@@ -120,9 +120,9 @@ def setup_of(
     key = "rollout.parallel.tp" if cfg.rollout.parallel.tp else "actor.parallel.tp"
     key = "--engine-tp" if engine_tp else key
     engine_tp = engine_tp or cfg.rollout.tp(cfg.actor)
-    engine_origin = f"the engines ({key} = {engine_tp})"
+    engine_source = f"the engines ({key} = {engine_tp})"
     options = [f"--{name} = {value}" for name, value in (("vpp", vpp), ("ep", ep)) if value]
-    with _naming(engine_origin):
+    with _named_in_errors(engine_source):
         best_order = engine_order(mesh, engine_tp, ranks_per_node)
     trainer = MegatronLayout(
         tp=mesh.tp,
@@ -137,9 +137,9 @@ def setup_of(
         mesh=replace(mesh, order=best_order if order == "engine" else None),
         order=order,
         trainer=trainer,
-        trainer_origin=f"the trainer ({', '.join(['actor.parallel', *options])})",
+        trainer_source=f"the trainer ({', '.join(['actor.parallel', *options])})",
         engine_tp=engine_tp,
-        engine_origin=engine_origin,
+        engine_source=engine_source,
         element_bytes=ELEMENT_BYTES[model.dtype],
         ranks_per_node=ranks_per_node,
         links=links,
@@ -147,7 +147,7 @@ def setup_of(
 
 
 @contextlib.contextmanager
-def _naming(side: str) -> Iterator[None]:
+def _named_in_errors(side: str) -> Iterator[None]:
     """A ValueError says which of the two sides does not fit, and what set it: both have a tp."""
     try:
         yield
@@ -155,7 +155,7 @@ def _naming(side: str) -> Iterator[None]:
         raise ValueError(f"{side}: {error}") from None
 
 
-def report_traffic(setup: TransferSetup) -> TrafficReport:
+def plan_transfer(setup: TransferSetup) -> TransferReport:
     """Makes the plan, in one tier and in two, and counts."""
     size, node_of = setup.element_bytes, setup.node_of()
     ranks, nodes = range(len(node_of)), node_of[-1] + 1
@@ -166,7 +166,7 @@ def report_traffic(setup: TransferSetup) -> TrafficReport:
     tiered = make_tiers(sources, destinations, node_of, only_rank=0)
     least, least_in = least_receive(sources, destinations), node_needs(sources, destinations, node_of)
     by_sizes = formula(setup.arch, setup.mesh, setup.trainer, setup.engine_tp)
-    return TrafficReport(
+    return TransferReport(
         model=size * model_elements(setup.arch),
         need=[size * sum(placement.box.numel for placement in part.placements) for part in destinations],
         received=[size * plan.elements_received(rank) for rank in ranks],
@@ -199,7 +199,7 @@ def _tiers(setup: TransferSetup, plan: CopyPlan, tiered: TieredPlan, nodes: int)
     return [tier("one tier", plan), tier("two tiers", tiered.arrive, tiered.fan_out)]
 
 
-def as_json(setup: TransferSetup, report: TrafficReport) -> dict[str, Any]:
+def as_json(setup: TransferSetup, report: TransferReport) -> dict[str, Any]:
     """The report and what it is of, in plain types; the formula's figures also as averages over ranks."""
     layout = {key: getattr(setup.trainer, key) for key in ("tp", "pp", "vpp", "ep")} | {"dp": setup.mesh.dp}
     return {

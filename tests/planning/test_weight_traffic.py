@@ -16,7 +16,7 @@ import pytest
 
 from megarlhf.commands.plan import main, parser
 from megarlhf.config import RLConfig, load_config
-from megarlhf.planning.weight_traffic import report_traffic, setup_of
+from megarlhf.planning.weight_traffic import plan_transfer, transfer_setup
 from megarlhf.weights.plan.copy_plan import make_plan
 from megarlhf.weights.plan.traffic import Links, formula, least_receive, model_elements
 
@@ -107,19 +107,19 @@ def test_two_tiers_halve_what_enters_a_node_of_two_engines(capsys):
 )
 def test_the_formula_is_the_count_in_either_order(name, engine_tp, order):
     """Rank by rank. The order that suits engines is permuted, and moves less, just where the tp of both differ."""
-    asked = setup(name, f"--engine-tp={engine_tp}", f"--order={order}")
-    found = formula(asked.arch, asked.mesh, asked.trainer, engine_tp)
-    assert found.least == list(least_receive(*asked.placements()).values())
-    assert (asked.mesh.order is None) == (order == "rank" or engine_tp == 8)
-    if asked.mesh.order is not None:
-        by_number = formula(asked.arch, replace(asked.mesh, order=None), asked.trainer, engine_tp)
+    setup = setup_for(name, f"--engine-tp={engine_tp}", f"--order={order}")
+    found = formula(setup.arch, setup.mesh, setup.trainer, engine_tp)
+    assert found.least == list(least_receive(*setup.placements()).values())
+    assert (setup.mesh.order is None) == (order == "rank" or engine_tp == 8)
+    if setup.mesh.order is not None:
+        by_number = formula(setup.arch, replace(setup.mesh, order=None), setup.trainer, engine_tp)
         assert sum(found.least) < sum(by_number.least)
 
 
-def setup(name, *options):
+def setup_for(name, *options):
     arguments = parser().parse_intermixed_args(["-c", f"configs/plan/{name}.yaml", *options])
     names = ("world_size", "engine_tp", "ep", "vpp", "order", "ranks_per_node")
-    return setup_of(
+    return transfer_setup(
         load_config(RLConfig, arguments.config, arguments.overrides),
         links=Links(rank_gbps=arguments.rank_gbps, node_gbps=arguments.node_gbps),
         **{name: getattr(arguments, name) for name in names},
@@ -128,7 +128,7 @@ def setup(name, *options):
 
 def test_llama_405b():
     """126 layers in stages of 32, 32, 31, 31; 811.7 GB, of which a rank needs an eighth and holds a quarter of it."""
-    found = report_traffic(setup("llama-3.1-405b"))
+    found = plan_transfer(setup_for("llama-3.1-405b"))
     assert found.model / 1e9 == pytest.approx(811.7, abs=0.05)
     assert found.received == found.least == found.formula
     assert sum(found.received) / 64e9 == pytest.approx(811.7 / 8 * 3 / 4, rel=0.001)
@@ -139,11 +139,11 @@ def test_llama_405b():
 def test_qwen3_30b_a3b_is_planned_in_seconds(ep):
     """18 thousand expert matrices on 64 ranks. The time is this process's own, placements included."""
     start = time.process_time()
-    asked = setup("qwen3-30b-a3b", f"--ep={ep}")
-    plan = make_plan(*asked.placements(), only_rank=0)
+    setup = setup_for("qwen3-30b-a3b", f"--ep={ep}")
+    plan = make_plan(*setup.placements(), only_rank=0)
     assert time.process_time() - start < 60
     received = [plan.elements_received(rank) for rank in range(64)]
-    assert formula(asked.arch, asked.mesh, asked.trainer, asked.engine_tp).least == received
+    assert formula(setup.arch, setup.mesh, setup.trainer, setup.engine_tp).least == received
     # KV heads are fewer than ranks and whole on each: 0.05 GB more than W / 8 x 3 / 4, or 7 / 8 of the experts.
     assert sum(received) * 2 / 64e9 == pytest.approx({1: 5.77, 2: 6.68}[ep], rel=0.001)
 
@@ -151,7 +151,7 @@ def test_qwen3_30b_a3b_is_planned_in_seconds(ep):
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [[], ["--engine-tp=4"], ["--ep=2"]])
 def test_qwen3_30b_a3b_in_both_tiers(options):
-    found = report_traffic(setup("qwen3-30b-a3b", *options))
+    found = plan_transfer(setup_for("qwen3-30b-a3b", *options))
     assert found.received == found.least == found.formula
     assert found.tiers[1].entering == found.least_entering
 
@@ -250,7 +250,7 @@ def test_a_configuration_that_is_no_text(capsys, tmp_path):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_examples_are_what_they_say(name):
     """Parameters in billions, from the models' cards."""
-    found = setup(name)
+    found = setup_for(name)
     total = {"llama-3-70b": 70.6, "llama-3.1-405b": 405.9, "qwen3-30b-a3b": 30.5}[name]
     assert model_elements(found.arch) / 1e9 == pytest.approx(total, abs=0.05)
     assert found.mesh.world_size == 64

@@ -12,7 +12,7 @@ from megarlhf.architectures.architecture import Architecture
 from megarlhf.architectures.hf_config import architecture_from_hf, hf_config, read_config
 from megarlhf.architectures.megatron_layout import MegatronLayout
 from megarlhf.architectures.placements import Head, head_name, table_of
-from megarlhf.model_directory import find_description
+from megarlhf.model_directory import find_hf_directory
 from megarlhf.placement import contiguous_strides
 from megarlhf.weights.checkpoint.formats.huggingface.read import HFFiles, is_huggingface
 from megarlhf.weights.checkpoint.formats.megatron.args import arch_of, contradictions
@@ -100,7 +100,7 @@ def open_checkpoint(
     format = detect_format(path)
     if format == "huggingface":
         return _open_huggingface(path, head)
-    return _open_megatron(format, path, find_description(path, hf))
+    return _open_megatron(format, path, find_hf_directory(path, hf))
 
 
 def _open_huggingface(path: Path, wanted_head: Head | None) -> Checkpoint:
