@@ -46,7 +46,8 @@ HOUSE: tuple[dict[str, str], ...] = (
         "observe": "metrics and progress: is told numbers",
     },
     {"architectures.families": "a file for each model_type: its config.json and its table"},
-    {"architectures.entries": "entries that families share", "architectures.moe": "entries of experts"},
+    {"architectures.moe": "entries of experts"},
+    {"architectures.entries": "entries that families share"},
     {"architectures.rules": "how a system puts an entry's tensors into one storage"},
     {"architectures.table": "what a table consists of, and placements from it"},
     {

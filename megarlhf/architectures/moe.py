@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megarlhf.architectures.entries import entry
 from megarlhf.architectures.rules import (
     split_columns,
     split_rows,
@@ -23,18 +24,8 @@ def experts(block: str, *, gate: str, up: str, down: str) -> tuple[Entry, ...]:
     fused = block + ".experts.routed_experts."
     local_expert = "mlp.experts.local_experts.{expert}."
     return (
-        Entry(
-            tensors=(("post_attention_layernorm.weight", ("hidden",)),),
-            init="ones",
-            megatron=Place("pre_mlp_layernorm.weight", whole),
-            vllm=Place("post_attention_layernorm.weight", whole),
-        ),
-        Entry(
-            tensors=((f"{block}.gate.weight", ("experts", "hidden")),),
-            init="normal",
-            megatron=Place("mlp.router.weight", whole),
-            vllm=Place(f"{block}.gate.weight", whole),
-        ),
+        entry("post_attention_layernorm.weight", ("hidden",), "ones", "pre_mlp_layernorm.weight", whole),
+        entry(f"{block}.gate.weight", ("experts", "hidden"), "normal", "mlp.router.weight", whole),
         Entry(
             tensors=(
                 (f"{expert}{gate}.weight", ("expert_ffn", "hidden")),
