@@ -231,6 +231,6 @@ def test_a_rope_scaling_beside_rope_parameters_replaces_them():
         architecture_from_hf({**config, "rope_scaling": {"type": "yarn", "factor": 4.0}})
     both = {**config, "rope_scaling": {**LLAMA3, "rope_theta": 500.0}}
     read = LlamaConfig(**{key: value for key, value in both.items() if key != "model_type"}).rope_parameters
-    found = architecture_from_hf(both)
-    assert (found.rope_scaling, found.rope_theta) == (EXPECTED_ROPE, 500.0)
+    arch = architecture_from_hf(both)
+    assert (arch.rope_scaling, arch.rope_theta) == (EXPECTED_ROPE, 500.0)
     assert (read["rope_type"], read["rope_theta"]) == ("llama3", 500.0)

@@ -72,9 +72,9 @@ def _prove(rank, stages):
     def proof():
         return certify(plan, sources, ranks, src, dst, **options)
 
-    found = proof()
-    assert found.version == 7
-    assert found.seconds > 0
+    certificate = proof()
+    assert certificate.version == 7
+    assert certificate.seconds > 0
     right = {name: value.clone() for name, value in dst.items()}
     for plant, messages in FAULTS.items():
         if rank == 3:
@@ -105,7 +105,7 @@ def _prove(rank, stages):
         with pytest.raises(CertificateError, match=apart):
             proof()
         reshard_once(plan, src, dst, rank=rank, dtype=torch.bfloat16, device=CPU)
-    return found.digest
+    return certificate.digest
 
 
 def _body(rank):
@@ -138,7 +138,7 @@ def _failing(rank):
         assert rank != 1 or name in storages
         return {key: value for key, value in storages.items() if rank != 1 or key != name}
 
-    found = [
+    messages = [
         said(lost(src, "decoder.layers.0.mlp.linear_fc2.weight"), dst),
         said(src, lost(dst, "model.norm.weight")),
         said({}, {}) if rank == 1 else said(src, dst),
@@ -149,10 +149,10 @@ def _failing(rank):
     kept = module._digests_by_box
     if rank == 1:
         module._digests_by_box = lambda *arguments, **options: torch.empty(1 << 60)
-    found.append(said(src, dst))
+    messages.append(said(src, dst))
     module._digests_by_box = kept
-    found.append(said(src, dst))
-    return found
+    messages.append(said(src, dst))
+    return messages
 
 
 def test_a_rank_that_fails_stops_all_with_its_reason(tmp_path):

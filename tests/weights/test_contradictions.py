@@ -152,8 +152,8 @@ def test_what_is_no_contradiction(family, changes, with_own):
     arch = architecture(family)
     other = replace(arch, **changes)
     assert contradictions(other, args_for(arch, own=False)) == []
-    found = contradictions(other, args_for(arch, own=True))
-    assert {line.split(":")[0] for line in found} == (changes.keys() if with_own else set())
+    lines = contradictions(other, args_for(arch, own=True))
+    assert {line.split(":")[0] for line in lines} == (changes.keys() if with_own else set())
 
 
 def test_megatrons_defaults_and_what_is_not_stated():

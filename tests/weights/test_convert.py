@@ -55,8 +55,8 @@ def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
     return {name: value for path in directory.glob("*.safetensors") for name, value in load_file(path).items()}
 
 
-def assert_same_files(found: Path, expected: Path) -> None:
-    a, b = tensors_of(found), tensors_of(expected)
+def assert_same_files(actual: Path, expected: Path) -> None:
+    a, b = tensors_of(actual), tensors_of(expected)
     assert a.keys() == b.keys()
     for name, value in b.items():
         assert a[name].dtype == value.dtype
@@ -114,17 +114,17 @@ def test_a_chain_of_five_layouts_ends_where_it_began(models, tmp_path, family):
     assert_same_tree(tmp_path / "5", tmp_path / "0")
 
 
-def assert_same_tree(found: Path, expected: Path) -> None:
+def assert_same_tree(actual: Path, expected: Path) -> None:
     """Same files; same tensors in every mp_rank file."""
     names = {path.relative_to(expected) for path in expected.rglob("*") if path.is_file()}
-    assert {path.relative_to(found) for path in found.rglob("*") if path.is_file()} == names
+    assert {path.relative_to(actual) for path in actual.rglob("*") if path.is_file()} == names
     compared = 0
     for name in names:
         if name.suffix == ".pt":
             import argparse
 
             with torch.serialization.safe_globals([argparse.Namespace]):
-                a, b = (torch.load(root / name, weights_only=True)["model"] for root in (found, expected))
+                a, b = (torch.load(root / name, weights_only=True)["model"] for root in (actual, expected))
             assert a.keys() == b.keys()
             compared += len(a)
             assert all(torch.equal(a[key].view(torch.int16), value.view(torch.int16)) for key, value in b.items())
@@ -195,11 +195,11 @@ def test_verify_names_the_first_difference(models, tmp_path):
     save_file(changed, tmp_path / "b" / "model.safetensors")
     (tmp_path / "b" / "config.json").write_text((models("llama") / "config.json").read_text())
     a, b = open_checkpoint(tmp_path / "a"), open_checkpoint(tmp_path / "b")
-    found = digests(source), digests(a), digests(b)
-    assert found[0] == found[1]
-    assert found[0].whole() == found[1].whole() != found[2].whole()
-    assert differences(source, a, found[0], found[1], None) == ""
-    said = differences(a, b, found[1], found[2], None)
+    actual = digests(source), digests(a), digests(b)
+    assert actual[0] == actual[1]
+    assert actual[0].whole() == actual[1].whole() != actual[2].whole()
+    assert differences(source, a, actual[0], actual[1], None) == ""
+    said = differences(a, b, actual[1], actual[2], None)
     assert said.startswith("1 of ")
     assert said.endswith(f"the first: {name}[7, 11] is {before!r} and {after!r}")
 
@@ -255,9 +255,9 @@ def test_a_folder_hf_beside_a_checkpoint_is_somebody_else_s(models, tmp_path):
     assert open_checkpoint(tmp_path / "run" / "release").companion == tmp_path / "run" / "hf"
     shutil.rmtree(tmp_path / "run" / "hf")
     shutil.copytree(models("qwen3"), tmp_path / "hf")
-    found = open_checkpoint(tmp_path / "run")
-    assert found.companion is None
-    assert found.arch.model_type == "llama"
+    actual = open_checkpoint(tmp_path / "run")
+    assert actual.companion is None
+    assert actual.arch.model_type == "llama"
     with pytest.raises(ValueError, match=r"nowhere has no config.json"):
         open_checkpoint(tmp_path / "run", hf=tmp_path / "nowhere")
 

@@ -19,15 +19,15 @@ from tests.weights.families import CONFIGS, architecture
 
 def raw_files(parts, directory, dtype):
     """A file per part: its storages one after the other, 3 bytes off any alignment."""
-    found = []
+    extents_by_rank = []
     for part in parts:
         path, at, extents = directory / f"part{part.rank}", 3, {}
         for name, shape in part.storages.items():
             extents[name] = Extent(path, at, shape, dtype)
             at = extents[name].end
         path.write_bytes(b"\xff" * at)
-        found.append(extents)
-    return found
+        extents_by_rank.append(extents)
+    return extents_by_rank
 
 
 @pytest.mark.parametrize("family", sorted(CONFIGS))
@@ -49,8 +49,8 @@ def test_every_family_there_and_back(tmp_path, monkeypatch, family, item_bytes):
     copy_in_memory(plan, {0: logical}, expected)
     maps = MappedFiles()
     compared = 0
-    for part, held in zip(parts, extents, strict=True):
-        for name, extent in held.items():
+    for part, by_name in zip(parts, extents, strict=True):
+        for name, extent in by_name.items():
             assert torch.equal(maps.tensor(extent), expected[part.rank][name]), name
             compared += extent.num_bytes
     assert sum(told) == compared > 4 * arch.num_layers * arch.hidden_size**2
@@ -82,8 +82,8 @@ def test_grouped_experts_in_small_pieces(tmp_path, monkeypatch, family, spec, it
     expected = empty(parts, torch.float32, 0.0)
     copy_in_memory(plan, {0: logical}, expected)
     maps = MappedFiles()
-    for part, held in zip(parts, extents, strict=True):
-        for name, extent in held.items():
+    for part, by_name in zip(parts, extents, strict=True):
+        for name, extent in by_name.items():
             assert torch.equal(maps.tensor(extent), expected[part.rank][name]), name
 
 

@@ -114,11 +114,11 @@ def test_the_formula_is_the_count_rank_by_rank():
 
     def check(case: Transfer) -> None:
         arch, trainer = case.arch, case.trainer
-        found = formula(arch, case.mesh, trainer, case.engine_tp)
-        assert found.least == list(least_receive(case.sources, case.destinations).values())
+        elements = formula(arch, case.mesh, trainer, case.engine_tp)
+        assert elements.least == list(least_receive(case.sources, case.destinations).values())
         whole = transfer(arch, trainer, case.mesh.dp, 1, order=case.mesh.order).destinations
-        assert found.all_gather == list(least_receive(case.sources, whole).values())
-        assert 0 <= min(found.all_gather) <= max(found.all_gather) < model_elements(arch)
+        assert elements.all_gather == list(least_receive(case.sources, whole).values())
+        assert 0 <= min(elements.all_gather) <= max(elements.all_gather) < model_elements(arch)
         seen.update(
             {
                 arch.model_type: 1,
@@ -128,7 +128,7 @@ def test_the_formula_is_the_count_rank_by_rank():
                 "virtual stages": trainer.vpp > 1,
                 "expert parallel": trainer.ep > 1,
                 "permuted": case.mesh.order is not None,
-                "something to receive": sum(found.least) > 0,
+                "something to receive": sum(elements.least) > 0,
             }
         )
 

@@ -131,8 +131,8 @@ def test_the_model_and_the_files_are_compared_in_full(tmp_path):
     stored["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
     save_file(stored, tmp_path / "model.safetensors")
     files = HFFiles(tmp_path)
-    found = files.weights(arch, "lm", extra=("lm_head.weight",))
-    assert found.extents[0].keys() == logical_tensors(arch).keys()
+    weights = files.weights(arch, "lm", extra=("lm_head.weight",))
+    assert weights.extents[0].keys() == logical_tensors(arch).keys()
     with pytest.raises(ValueError, match=r"lm_head.weight is not part of the model"):
         files.weights(arch, "lm")
     with pytest.raises(ValueError, match=r"score.weight is missing"):
@@ -155,11 +155,11 @@ def test_older_bin_files_and_names_without_prefix(tmp_path):
     state = {name.removeprefix("model."): value for name, value in logical.items()}
     state["layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
     torch.save(state, tmp_path / "pytorch_model.bin")
-    found = HFFiles(tmp_path).weights(arch, "lm")
+    weights = HFFiles(tmp_path).weights(arch, "lm")
     maps = MappedFiles()
-    assert len(found.parts[0].placements) == len(logical)
-    for placement in found.parts[0].placements:
-        assert torch.equal(maps.tensor(found.extents[0][placement.storage]), logical[placement.tensor])
+    assert len(weights.parts[0].placements) == len(logical)
+    for placement in weights.parts[0].placements:
+        assert torch.equal(maps.tensor(weights.extents[0][placement.storage]), logical[placement.tensor])
 
 
 @pytest.mark.parametrize(

@@ -172,24 +172,24 @@ def test_every_exchange_of_two_elements_and_every_bit_shows(dtype, shape):
     flat[1::2] = -flat[::2]
     part = Placement("t", Box.whole(shape), "s", 0, contiguous_strides(shape))
 
-    def found():
+    def digest_now():
         return digest_boxes([part], {"s": values}, dtype)["t"]
 
-    before = found()
+    before = digest_now()
     for a in range(flat.numel()):
         for b in range(a):
             flat[[a, b]] = flat[[b, a]]
-            assert found() != before, (a, b)
+            assert digest_now() != before, (a, b)
             flat[[a, b]] = flat[[b, a]]
     words = flat.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize])
     for bit in range(dtype.itemsize * 8 - 1):
         words[-1] ^= 1 << bit
-        assert found() != before, bit
+        assert digest_now() != before, bit
         words[-1] ^= 1 << bit
     words[-1] = ~words[-1]
-    assert found() != before, "every bit at once"
+    assert digest_now() != before, "every bit at once"
     words[-1] = ~words[-1]
-    assert found() == before
+    assert digest_now() == before
 
 
 def test_how_often_ranks_hold_the_model():

@@ -51,12 +51,12 @@ def state_dicts(
     arch: Architecture, layout: MegatronLayout, head: str = "lm"
 ) -> dict[ModelRank, dict[str, torch.Tensor]]:
     """What every rank's parameters would be, filled from distinct values."""
-    logical, found = random_logical(arch, head), {}
+    logical, storages_by_rank = random_logical(arch, head), {}
     for at, part in zip(layout.ranks(), layout.parts(arch, head), strict=True):
         live = {name: torch.full(shape, -1.0, dtype=torch.float64) for name, shape in part.storages.items()}
         fill_from_logical(part, live, logical)
-        found[at] = live
-    return found
+        storages_by_rank[at] = live
+    return storages_by_rank
 
 
 def junk(arch: Architecture, layout: MegatronLayout) -> dict[str, Any]:
@@ -147,8 +147,8 @@ def test_every_family_and_layout_is_read_by_value_and_written_for_torch(family, 
     args = args_of(arch, layout, torch.float64)
     parts, extents = preallocate_mp_rank(tmp_path / "out", arch, layout, "lm", torch.float64, args, 123)
     assert parts == read.parts
-    for at, held in zip(layout.ranks(), extents, strict=True):
-        for storage, extent in held.items():
+    for at, storages in zip(layout.ranks(), extents, strict=True):
+        for storage, extent in storages.items():
             raw = ranks[at][storage].contiguous().view(-1).numpy()
             np.memmap(extent.path, np.float64, "r+", extent.offset, raw.shape)[:] = raw
     again = read_mp_rank(tmp_path / "out" / "iter_0000123")
@@ -234,7 +234,7 @@ def test_older_orders_and_names(family, version, legacy, tmp_path):
     arch = architecture(family, **({"num_key_value_heads": 4} if family == "llama" else {}))
     layout = layout_of(arch, tp=2)
     ranks = state_dicts(arch, layout)
-    stored = {at: {n: old_order(n, t, 2, version) for n, t in held.items()} for at, held in ranks.items()}
+    stored = {at: {n: old_order(n, t, 2, version) for n, t in storages.items()} for at, storages in ranks.items()}
     save_tree(tmp_path, arch, layout, stored, checkpoint_version=version)
     if legacy:
         for path in tmp_path.glob("*/*/*.pt"):

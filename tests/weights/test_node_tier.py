@@ -136,17 +136,17 @@ def test_overlapping_boxes_on_any_nodes(data):
     wanted = [part(rank, False) for rank in ranks]
     live, expected = filled(sources, {"w": value}), filled(wanted, {"w": value})
     tiers = make_tiers(sources, wanted, node_of)
-    found = empty(wanted)
-    copy_in_memory(tiers.arrive, live, found)
-    copy_in_memory(tiers.fan_out, found, found)
-    assert all(torch.equal(found[rank]["t"], expected[rank]["t"]) for rank in ranks)
+    filled_storages = empty(wanted)
+    copy_in_memory(tiers.arrive, live, filled_storages)
+    copy_in_memory(tiers.fan_out, filled_storages, filled_storages)
+    assert all(torch.equal(filled_storages[rank]["t"], expected[rank]["t"]) for rank in ranks)
     plans = (tiers.arrive, tiers.fan_out)
     assert sum(c.numel for p in plans for c in p.copies) == sum(part.placements[0].box.numel for part in wanted)
     assert crossing(tiers.fan_out, node_of) == {}
     came_in = entering(crossing(tiers.arrive, node_of), 2)
     for node in set(node_of):
         flags = torch.zeros(2, *shape, dtype=torch.bool)
-        for held, parts in enumerate((wanted, sources)):
+        for side, parts in enumerate((wanted, sources)):
             for box in (p.placements[0].box for p in parts if node_of[p.rank] == node):
-                flags[held][box.start[0] : box.stop[0], box.start[1] : box.stop[1]] = True
+                flags[side][box.start[0] : box.stop[0], box.start[1] : box.stop[1]] = True
         assert came_in[node] == int((flags[0] & ~flags[1]).sum())

@@ -58,12 +58,12 @@ def test_any_layout_to_any_other(data):
     plan = make_plan(sources, destinations)
 
     writes = empty(destinations, fill=0.0)
-    held = {part.rank: part for part in sources}
+    source_by_rank = {part.rank: part for part in sources}
     for copy in plan.copies:
         view = placement_view(copy.dst, writes[copy.dst_rank])
         view += 1
-        if copy.src_rank != copy.dst_rank and copy.dst_rank in held:
-            own = (p.box for p in held[copy.dst_rank].placements if p.tensor == copy.tensor)
+        if copy.src_rank != copy.dst_rank and copy.dst_rank in source_by_rank:
+            own = (p.box for p in source_by_rank[copy.dst_rank].placements if p.tensor == copy.tensor)
             assert all(box.intersect(copy.box) is None for box in own)
     for part in destinations:
         expected = empty([part], fill=1.0)[part.rank]
@@ -183,12 +183,12 @@ def test_double_placement_is_found():
 def test_flat_boxes_hold_exactly_the_range_in_order(shape, data):
     index = torch.arange(torch.Size(shape).numel()).view(shape)
     start, stop = sorted(data.draw(st.tuples(*[st.integers(0, index.numel())] * 2)))
-    found = [
+    pieces = [
         index[tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))].reshape(-1)
         for box in flat_boxes(tuple(shape), start, stop)
     ]
-    assert torch.cat([torch.empty(0, dtype=torch.int64), *found]).tolist() == list(range(start, stop))
-    assert len(found) <= 2 * len(shape) - 1
+    assert torch.cat([torch.empty(0, dtype=torch.int64), *pieces]).tolist() == list(range(start, stop))
+    assert len(pieces) <= 2 * len(shape) - 1
 
 
 @given(

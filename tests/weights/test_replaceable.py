@@ -60,8 +60,8 @@ def test_the_source_inside_the_output(model, tmp_path, capsys):
 def test_one_iteration_of_a_run_is_not_a_root(model, tmp_path, capsys, form):
     assert run("hf-to-megatron", "--hf", model, "--out", tmp_path / "run", "--format", form) == 0
     before = contents(tmp_path / "run")
-    one = tmp_path / "run" / "release"
-    assert run("relayout", "--megatron", one, "--out", one, "--tp", "2", "--force") == 2
+    iteration = tmp_path / "run" / "release"
+    assert run("relayout", "--megatron", iteration, "--out", iteration, "--tp", "2", "--force") == 2
     assert "is one iteration of a run" in capsys.readouterr().err
     assert contents(tmp_path / "run") == before
 

@@ -48,10 +48,10 @@ def test_qkv_rows_by_hand():
     def v(*heads):
         return [("v_proj", 2 * h + c) for h in heads for c in (0, 1)]
 
-    one, two = megatron_ranks(arch, 1, [range(3)]), megatron_ranks(arch, 2, [range(3)])
-    assert row_sources(one[0], QKV, 64) == q(0, 1) + kv(0) + q(2, 3) + kv(1)
-    assert row_sources(two[0], QKV, 64) == q(0, 1) + kv(0)
-    assert row_sources(two[1], QKV, 64) == q(2, 3) + kv(1)
+    tp1, tp2 = megatron_ranks(arch, 1, [range(3)]), megatron_ranks(arch, 2, [range(3)])
+    assert row_sources(tp1[0], QKV, 64) == q(0, 1) + kv(0) + q(2, 3) + kv(1)
+    assert row_sources(tp2[0], QKV, 64) == q(0, 1) + kv(0)
+    assert row_sources(tp2[1], QKV, 64) == q(2, 3) + kv(1)
     name = L0 + "qkv_proj.weight"
     assert row_sources(vllm_ranks(arch, 1)[0], name, 64) == q(0, 1, 2, 3) + k(0, 1) + v(0, 1)
     assert row_sources(vllm_ranks(arch, 2)[1], name, 64) == q(2, 3) + k(1) + v(1)
@@ -84,9 +84,9 @@ def test_gate_up_and_vocabulary_rows():
 def test_row_parallel_columns():
     """linear_proj on rank 1 of 2 holds columns 32..64, as one view of a [64, 32] storage."""
     part = megatron_ranks(tiny(), 2, [range(3)])[1]
-    (found,) = [p for p in part.placements if p.storage == "decoder.layers.2.self_attention.linear_proj.weight"]
-    assert found == Placement(
-        "model.layers.2.self_attn.o_proj.weight", Box((0, 32), (64, 64)), found.storage, 0, (32, 1)
+    (placed,) = [p for p in part.placements if p.storage == "decoder.layers.2.self_attention.linear_proj.weight"]
+    assert placed == Placement(
+        "model.layers.2.self_attn.o_proj.weight", Box((0, 32), (64, 64)), placed.storage, 0, (32, 1)
     )
 
 

@@ -81,6 +81,6 @@ def test_vllm_s_own_loader_does_not_tie_another_head_either(tmp_path):
     command = [sys.executable, "-m", "tests.weights.vllm_loader", "1", "0", str(free_port()), str(tmp_path / "model")]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     subprocess.run(command, check=True, cwd=Path(__file__).parents[2], env=env, timeout=280)
-    held = torch.load(tmp_path / "model" / "vllm-1-0.pt")
+    parameters = torch.load(tmp_path / "model" / "vllm-1-0.pt")
     for name in (EMBEDDING, HEAD):
-        assert torch.equal(held[name][: len(state[name])], state[name])
+        assert torch.equal(parameters[name][: len(state[name])], state[name])

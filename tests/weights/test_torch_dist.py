@@ -174,8 +174,8 @@ def test_blobs_load_with_torch(written):
 def test_a_chunk_may_hold_several_layers_and_experts():
     """[2 layers, 2 experts, 4, 3] of a chunk; a transposed placement; by hand."""
     placement = Placement("w", Box((0, 4), (3, 8)), "s", 0, (1, 3))  # w[0:3, 4:8] transposed in s [4, 3]
-    found = cut(placement, (4, 3), Box((1, 0), (3, 2)), storage="c", offset=12 + 100, strides=(3, 1))
-    assert found == Placement("w", Box((0, 5), (2, 7)), "c", 112, (1, 3))
+    num_refused = cut(placement, (4, 3), Box((1, 0), (3, 2)), storage="c", offset=12 + 100, strides=(3, 1))
+    assert num_refused == Placement("w", Box((0, 5), (2, 7)), "c", 112, (1, 3))
     assert cut(placement, (4, 3), Box((0, 3), (4, 4)), storage="c", offset=0, strides=(3, 1)) is None
     row = Placement("n", Box((0, 0), (1, 4)), "s", 8, (4, 1))  # one row of [3, 4]: its stride says nothing
     assert cut(row, (3, 4), Box((2, 1), (3, 3)), storage="c", offset=7, strides=(2, 1)) == Placement(
@@ -283,7 +283,7 @@ def test_flipped_bits_of_the_metadata_are_found_or_harmless(written):
     arch, logical, directory = written
     path = directory / ".metadata"
     good = path.read_bytes()
-    found = 0
+    num_refused = 0
     for at in range(0, len(good), 29):
         bad = bytearray(good)
         bad[at] ^= 1 << at % 8
@@ -291,10 +291,10 @@ def test_flipped_bits_of_the_metadata_are_found_or_harmless(written):
         try:
             got = read(directory, arch)
         except ValueError:
-            found += 1
+            num_refused += 1
         else:
             assert_same(got, logical)
-    assert found > len(good) // 29 // 4
+    assert num_refused > len(good) // 29 // 4
 
 
 class Evil:

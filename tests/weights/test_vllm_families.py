@@ -64,7 +64,7 @@ def vllm_layer_by_hand(arch, logical, layer, tp, rank):
     if arch.num_experts:
         block = "block_sparse_moe" if arch.model_type == "mixtral" else "mlp"
         experts = f"{block}.experts.routed_experts."
-        out[experts + "w13_weight"] = torch.stack([fc1(arch, one, "weight", tp, rank) for one in first])
+        out[experts + "w13_weight"] = torch.stack([fc1(arch, expert, "weight", tp, rank) for expert in first])
         out[experts + "w2_weight"] = torch.stack([two["weight"].chunk(tp, dim=1)[rank] for two in second])
     else:
         up, down = {"gpt2": ("mlp.c_fc", "mlp.c_proj"), "opt": ("fc1", "fc2")}.get(
