@@ -1,4 +1,4 @@
-"""Carriers: memory, files and a gloo group of four processes, with casts."""
+"""Live storages: filled in memory, from files, and over a gloo group of four processes, with casts."""
 
 import socket
 from pathlib import Path
