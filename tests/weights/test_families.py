@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from megarlhf.architectures.families import FAMILIES
 from megarlhf.architectures.hf_config import architecture_from_hf, hf_class, hf_config
 from megarlhf.architectures.megatron_layout import MegatronLayout
 from megarlhf.architectures.placements import (
-    FAMILIES,
     canonical_names,
     hf_placements,
     logical_tensors,

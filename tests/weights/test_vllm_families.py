@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from megarlhf.architectures.families import FAMILIES
 from megarlhf.architectures.hf_config import hf_class
-from megarlhf.architectures.placements import FAMILIES, hf_placements, vllm_placements
+from megarlhf.architectures.placements import hf_placements, vllm_placements
 from megarlhf.weights.plan.copy_plan import make_plan
 from tests.weights.cases import copy_in_memory, empty, random_logical
 from tests.weights.families import CONFIGS, architecture, config

@@ -96,7 +96,8 @@ def find_overlaps(
 
     A rank's own boxes come first, then (with `node_of`) those of its node; only what is left comes from elsewhere.
     """
-    sources_of, nothing = by_tensor(sources), ([], [])
+    sources_of = by_tensor(sources)
+    nothing: tuple[list[int], list[Placement]] = ([], [])
     patterns: dict[object, OverlapPattern] = {}
     tensors = []
     for name, (dst_ranks, dst_placements) in by_tensor(destinations).items():

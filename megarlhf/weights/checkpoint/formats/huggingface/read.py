@@ -65,7 +65,7 @@ class HFFiles:
             "model directory"
         )
 
-    def stored(self, arch: Architecture, head: Head, *, extra: Collection[str] = ()) -> CheckpointWeights:
+    def weights(self, arch: Architecture, head: Head, *, extra: Collection[str] = ()) -> CheckpointWeights:
         """The logical tensors of the model as placements in these files.
 
         `extra` may be there unused (a tied model's `lm_head.weight`, say).

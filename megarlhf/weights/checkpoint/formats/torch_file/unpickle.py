@@ -12,8 +12,8 @@ Every other name is refused. A pickle can also set the state of what it has: tha
 built-in type, which Python does not let it change; nothing of it outlives the load. Sizes are not limited: a pickle may
 still ask for more memory than there is.
 
-torch's own unpickler (`weights_only`, with stand-ins by `safe_globals`) stops at protocol 4, in which `.metadata` is
-written; figures in docs/log.md.
+torch's own unpickler (`weights_only`, with stand-ins by `safe_globals`) does not read protocol 4, in which `.metadata`
+is written (docs/log.md).
 """
 
 from __future__ import annotations
@@ -67,17 +67,16 @@ class _StandInType(type):
 class Record(metaclass=_StandInType):
     """What a pickle says of an object of an inert class. `type(record)` has the name that the pickle spells."""
 
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    state: Any
+    items: list[Any]
+    """What was appended, or put under a key as (key, value)."""
+
     def __new__(cls, *args: Any, **kwargs: Any) -> Record:
         self = super().__new__(cls)
         self.args, self.kwargs, self.state, self.items = args, kwargs, None, []
         return self
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.args: tuple[Any, ...]
-        self.kwargs: dict[str, Any]
-        self.state: Any
-        self.items: list[Any]
-        """What was appended, or put under a key as (key, value)."""
 
     def __setstate__(self, state: Any) -> None:
         self.state = state
