@@ -121,7 +121,8 @@ def reference(commands: Mapping[str, type[FrozenModel]] | None = None) -> str:
     for keys, used in users.items():
         names = list(dict.fromkeys(name for name, _ in used))
         prefix, title = ("ROLE", "ROLE") if len(names) > 1 else (names[0], names[0].removesuffix("[]"))
-        lines = [f"## {title}" + f" ({', '.join(next(iter(used.values())))})" * (len(names) == 1), ""]
+        readers = ", ".join(dict.fromkeys(command for given in used.values() for command in given))
+        lines = [f"## {title}" + f" ({readers})" * (len(names) == 1), ""]
         for (name, words), given in used.items():
             if words or len(used) > 1:
                 lines.append(f"- `{name}` in {_list(given)}. {words}".rstrip())
