@@ -114,10 +114,20 @@ def test_links_out_of_docs_become_pages_of_the_site():
 # --- names ----------------------------------------------------------------------------------------
 
 _PATH = re.compile(r"(?<![\w./{*-])([\w./-]+(?:\.py|\.yaml|\.sbatch|\.md|/))(?:::([\w.]+))?(?![\w*{.])")
-NOT_OURS = set(
-    "vllm/model_executor/models/ gpt_layer_specs.py my_rules.py sft.yaml config.yaml hf/ runs/ data/ tensorboard/ "
-    "checkpoints/ release/ docs/benchmarks/gpu-logprob.md".split()
-)
+NOT_OURS = {
+    "vllm/model_executor/models/",
+    "gpt_layer_specs.py",
+    "my_rules.py",
+    "sft.yaml",
+    "config.yaml",
+    "hf/",
+    "runs/",
+    "data/",
+    "tensorboard/",
+    "checkpoints/",
+    "release/",
+    "docs/benchmarks/gpu-logprob.md",
+}
 """Other projects' sources, what a reader has or is shown how to write, and what a benchmark makes."""
 
 
