@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -139,7 +140,8 @@ def _list(commands: list[str]) -> str:
 
 
 def _cell(text: str) -> str:
-    return text.replace("|", "\\|")
+    """A bar ends a cell, but not inside a code span."""
+    return re.sub(r"(`[^`]*`)|\|", lambda found: found[1] or "\\|", text)
 
 
 if __name__ == "__main__":
