@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from tests.distributed.compare import assert_gradients_equal, assert_weights_equal
-from tests.distributed.pool import RankPool
 from tests.distributed.tiny import write_family
+from tests.ranks import RankPool
 
 LR = 1e-3
 BUDGET = 120

@@ -18,7 +18,7 @@ from megarlhf.weights.checkpoint.conversion import MegatronTarget, convert
 from megarlhf.weights.checkpoint.stored_model import open_model
 from tests.distributed import test_rl_layouts, test_sft_layouts
 from tests.distributed.compare import assert_gradients_equal, assert_weights_equal
-from tests.distributed.pool import RankPool
+from tests.ranks import RankPool
 
 ORDER = (0, 2, 1, 3)
 

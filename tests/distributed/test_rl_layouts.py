@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.distributed.compare import assert_gradients_equal, assert_weights_equal
-from tests.distributed.pool import RankPool
+from tests.ranks import RankPool
 
 LR = 1e-3
 

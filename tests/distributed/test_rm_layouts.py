@@ -13,7 +13,7 @@ from megarlhf.data.samples import PairSample, build_pairs
 from megarlhf.data.sources import load_records
 from megarlhf.data.tokenizer import load_tokenizer
 from tests.distributed.compare import assert_gradients_equal, assert_weights_equal
-from tests.distributed.pool import RankPool
+from tests.ranks import RankPool
 
 LR, STEPS, MINI_BATCH = 3e-4, 2, 8
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {

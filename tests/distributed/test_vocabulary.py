@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from tests.distributed.compare import Arrays, assert_gradients_equal
-from tests.distributed.pool import RankPool
 from tests.distributed.test_rl_layouts import config as rl_config
 from tests.distributed.test_sft_layouts import config as sft_config
 from tests.distributed.tiny import write_family
+from tests.ranks import RankPool
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp1": (1, {}),
