@@ -27,8 +27,6 @@ def pytest_configure(config: pytest.Config) -> None:
     # Temporary directories lie in memory where there is room: conversions wait for the disk otherwise.
     if MEMORY.is_dir() and shutil.disk_usage(MEMORY).free >= ROOM:
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
-    # Large tensors, as each engine's cache of 1 GiB, in large pages: a fault for each page of 4 KiB took 2 s an engine.
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     config.stash[POOLS] = []
     for plugin in (Leftovers(config), CpuSeconds(config, config.stash[POOLS]), Lanes()):
         config.pluginmanager.register(plugin)
@@ -93,7 +91,7 @@ def disk_path() -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Tiny Llamas: two sets of weights, untied and tied."""
+    """Tiny Llamas of four layers: two sets of weights, untied and tied."""
     root = tmp_path_factory.mktemp("models")
     return {
         "plain": write_tiny_llama(root / "plain", seed=0),
@@ -101,6 +99,18 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "other": write_tiny_llama(root / "other", seed=1),
         "tied": write_tiny_llama(root / "tied", seed=2, tied=True),
         "tied_other": write_tiny_llama(root / "tied_other", seed=3, tied=True),
+    }
+
+
+@pytest.fixture(scope="session")
+def two_layers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The same with two layers, for tests in which the depth plays no part: ranks mostly wait for collectives."""
+    root = tmp_path_factory.mktemp("two_layers")
+    return {
+        "plain": write_tiny_llama(root / "plain", seed=0, num_layers=2),
+        "other": write_tiny_llama(root / "other", seed=1, num_layers=2),
+        "tied": write_tiny_llama(root / "tied", seed=2, tied=True, num_layers=2),
+        "tied_other": write_tiny_llama(root / "tied_other", seed=3, tied=True, num_layers=2),
     }
 
 

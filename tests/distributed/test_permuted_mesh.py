@@ -23,6 +23,11 @@ from tests.ranks import RankPool
 ORDER = (0, 2, 1, 3)
 
 
+@pytest.fixture(scope="module")
+def models(two_layers: dict[str, Path]) -> dict[str, Path]:
+    return two_layers
+
+
 def test_the_orders_of_these_tests_are_those_that_engines_ask_for() -> None:
     assert engine_order(Layout(tp=4), 2, 4) == engine_order(Layout(tp=2, dp=2), 4, 4) == ORDER
 

@@ -25,6 +25,11 @@ PER_PROMPT = 4
 
 
 @pytest.fixture(scope="module")
+def models(two_layers: dict[str, Path]) -> dict[str, Path]:
+    return two_layers
+
+
+@pytest.fixture(scope="module")
 def scorer(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A reward model with scores that differ from response to response."""
     from transformers import LlamaForSequenceClassification

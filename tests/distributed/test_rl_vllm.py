@@ -30,6 +30,11 @@ LAYOUTS: dict[str, tuple[dict[str, Any], int]] = {
 """The trainer's layout and vLLM's tp: two engines; four; one, whose ranks hold two to a key-value head."""
 
 
+@pytest.fixture(scope="module")
+def models(two_layers: dict[str, Path]) -> dict[str, Path]:
+    return two_layers
+
+
 @pytest.mark.parametrize(
     "layout", [name if name == "tp2pp2_to_tp2" else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS]
 )

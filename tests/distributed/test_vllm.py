@@ -51,6 +51,11 @@ def _check(found: dict[str, Any], first: Path, second: Path) -> None:
     assert found["cuda_untouched"], "the substitution for Megatron-Core leaked out of its scope"
 
 
+@pytest.fixture(scope="module")
+def models(two_layers: dict[str, Path]) -> dict[str, Path]:
+    return two_layers
+
+
 FAULTS = {
     "model.layers.1.mlp.gate_up_proj.weight": "model.layers.1.mlp.gate_proj.weight",
     "model.norm.weight": "model.norm.weight",

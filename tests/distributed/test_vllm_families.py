@@ -39,6 +39,12 @@ DEFAULT = ("llama", "qwen2_tied", "mixtral")
 TRAINER: dict[int, dict[str, Any]] = {1: {}, 2: {"pp": 2}, 4: {"tp": 2, "pp": 2}}
 """The trainer's layout for each tp of vLLM, another one where there are ranks for it."""
 
+
+@pytest.fixture(scope="module")
+def models(two_layers: dict[str, Path]) -> dict[str, Path]:
+    return two_layers
+
+
 # The last is three times the window of the tiny Mistral.
 PROMPTS = [[5, 6, 7, 8], [9, 10, 50, 60, 70], [20 + 7 * n % 79 for n in range(24)]]
 

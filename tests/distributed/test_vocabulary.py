@@ -116,6 +116,8 @@ def test_sft_in_bf16(kind: str, ranks: RankPool, wide: dict[str, Path], data: di
 def ppo(wide: dict[str, Path], kind: str, data: Path, parallel: dict[str, Any]) -> dict[str, Any]:
     cfg = rl_config({"plain": wide[kind], "other": wide["untied"]}, data, parallel, entropy_coef=0.05)
     cfg["rewards"] = [{"kind": "rule", "rule": "exact_match"}]
+    cfg["train"] |= {"prompts_per_step": 2}  # eight samples, of which each of two epochs is one mini-batch
+    cfg["rollout"]["max_response_tokens"] = 4
     return cfg
 
 
