@@ -1,7 +1,7 @@
 """The whole pipeline through the command line, as `make demo` runs it, on two ranks with real vLLM.
 
-PPO is started as a user starts it, in processes of its own; the other commands by their arguments on ranks that are
-there already, as under a launcher.
+SFT is started as a user starts it, in processes of its own; the other commands by their arguments on ranks that are
+there already, as under a launcher. `rl` in processes of its own: tests/distributed/test_rl_failure.py.
 Tiny models and a few steps: what is asserted is that the stages fit together, what they leave behind, and the watch
 on the log-probs. Not covered: that anything is learned (`make demo-seeds`).
 """
@@ -48,33 +48,16 @@ def runs(tmp_path_factory: pytest.TempPathFactory, vllm_ranks: RankPool) -> Path
     root = tmp_path_factory.mktemp("runs")
     write_all(root / "data", RECIPE, seed=0)
     data, actor, scorer = root / "data", root / "sft/checkpoints/latest/actor", root / "rm/checkpoints/latest"
-    vllm_ranks.run(
-        *(
-            2,
-            "command",
-            "sft",
-            "-c",
-            "configs/demo/sft.yaml",
-            f"run.dir={root / 'sft'}",
-            f"actor.model.path={data / 'base'}",
-        ),
+    succeed(
+        *("sft", "-c", "configs/demo/sft.yaml", f"run.dir={root / 'sft'}", f"actor.model.path={data / 'base'}"),
         *(f"data.train={data / 'sft_train.jsonl'}", f"data.heldout={data / 'sft_heldout.jsonl'}"),
         *("actor.parallel.tp=2", "checkpoint.every=2", "checkpoint.keep=1", "actor.optim.warmup_steps=1", *FEW),
     )
-    vllm_ranks.run(
-        *(
-            2,
-            "command",
-            "rm",
-            "-c",
-            "configs/demo/rm.yaml",
-            f"run.dir={root / 'rm'}",
-            f"reward_model.model.path={actor}",
-        ),
-        *(f"data.train={data / 'pairs_train.jsonl'}", f"data.heldout={data / 'pairs_heldout.jsonl'}"),
-        *("reward_model.parallel={pp: 2, layers_per_stage: [2, 1]}", "reward_model.optim.warmup_steps=1", *FEW),
-    )
-    succeed("rl", "-c", "configs/demo/ppo.yaml", f"run.dir={root / 'ppo'}", *rl_overrides(root))
+    rm = ["rm", "-c", "configs/demo/rm.yaml", f"run.dir={root / 'rm'}", f"reward_model.model.path={actor}"]
+    rm += [f"data.train={data / 'pairs_train.jsonl'}", f"data.heldout={data / 'pairs_heldout.jsonl'}"]
+    rm += ["reward_model.parallel={pp: 2, layers_per_stage: [2, 1]}", "reward_model.optim.warmup_steps=1", *FEW]
+    vllm_ranks.run(2, "command", *rm)
+    vllm_ranks.run(2, "command", "rl", "-c", "configs/demo/ppo.yaml", f"run.dir={root / 'ppo'}", *rl_overrides(root))
     assert (scorer / "reward_model/config.json").is_file()
     return root
 

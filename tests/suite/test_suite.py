@@ -13,7 +13,9 @@ from tests.suite.lanes import RANKS, lane
 
 ROOT = Path(__file__).parents[2]
 CONFTEST = """
+from tests.suite import leftovers
 from tests.suite.leftovers import Leftovers
+leftovers.SECONDS = 1
 def pytest_configure(config):
     config.pluginmanager.register(Leftovers(config))
 """
