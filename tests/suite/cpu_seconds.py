@@ -35,7 +35,7 @@ TABLE: dict[str, int] = {
     "tests/distributed/test_vocabulary.py": 44,
     "tests/kernels/test_packed_triton.py": 25,
     "tests/kernels/test_triton.py": 52,
-    "tests/planning/test_reshard.py": 38,
+    "tests/planning/test_weight_traffic.py": 38,
     "tests/test_bench_gpu_logprob.py": 18,
     "tests/test_bench_packing.py": 11,
     "tests/test_convert_cli.py": 11,
