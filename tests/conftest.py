@@ -19,12 +19,12 @@ from tests.suite.cpu_seconds import CpuSeconds
 from tests.suite.lanes import Lanes
 from tests.suite.leftovers import Leftovers
 
-MEMORY, ROOM = Path("/dev/shm"), 4 << 30
+MEMORY, ROOM = Path("/dev/shm"), 1 << 30
 POOLS: pytest.StashKey[list[RankPool]] = pytest.StashKey()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # Temporary directories lie in memory where there is room: conversions wait for the disk otherwise.
+    # Temporary directories, 0.1 GB, lie in memory where there is room: conversions wait for the disk otherwise.
     if MEMORY.is_dir() and shutil.disk_usage(MEMORY).free >= ROOM:
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
     config.stash[POOLS] = []
