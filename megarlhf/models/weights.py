@@ -14,7 +14,7 @@ from megarlhf.models.build import ModelPart, placements_on
 from megarlhf.models.settings import DTYPES
 from megarlhf.placement import RankPlacements
 from megarlhf.weights.checkpoint.export import export
-from megarlhf.weights.checkpoint.stored_model import open_model
+from megarlhf.weights.checkpoint.stored_model import open_model, require_scalar_head
 from megarlhf.weights.transport.local import carry_from_files, check_storages
 from megarlhf.weights.transport.random_init import fill_random
 
@@ -29,10 +29,13 @@ def replica_placements(part: ModelPart) -> list[RankPlacements]:
     return [placements_on(part, rank) for rank in part.mesh.replica_ranks]
 
 
-def load_weights(part: ModelPart, model: ModelConfig, *, seed: int) -> None:
+def load_weights(part: ModelPart, model: ModelConfig, *, seed: int, new_head: bool = False) -> None:
     """Fill every parameter: from a checkpoint of any format and layout, or at random, the same at every layout.
 
-    Each rank reads just its boxes. A scalar role that starts from a language model gets a fresh head.
+    Each rank reads just its boxes. `new_head`: a scalar role may start from a language model, with a random head.
+
+    Raises: ValueError for a scalar role whose checkpoint has no scalar head, where neither `new_head` nor
+    `model.fresh_head` allows a random one.
     """
     mine = placements_on(part, part.mesh.runtime.rank)
     live = part.parameters()
@@ -42,12 +45,14 @@ def load_weights(part: ModelPart, model: ModelConfig, *, seed: int) -> None:
         fill_random(mine, live, seed=seed, std=std, arch=part.arch, head=part.head)
         return
     stored = open_model(model.path, hf=model.hf, head=part.head)
-    held = {tensor for source in stored.weights.parts for tensor in source.tensors}
     score = head_name(part.arch, "scalar")
-    fresh = frozenset({score} & mine.tensors.keys() - held)
+    random_head = part.head == "scalar" and (model.fresh_head or stored.head != "scalar")
+    if random_head and not (new_head or model.fresh_head):
+        require_scalar_head(stored)
+    fresh = frozenset({score} & mine.tensors.keys()) if random_head else frozenset()
     carry_from_files(mine, stored.weights, live, skip=fresh)
-    if part.head == "scalar" and score not in held:
-        log.info("%s has no %s: the scalar head starts fresh", model.path, score)
+    if random_head:
+        log.info("%s: the scalar head starts at random", model.path)
     if fresh:
         fill_random(mine, live, seed=seed, std=std, arch=part.arch, head=part.head, only=fresh)
 

@@ -45,12 +45,12 @@ def run(cfg: RLConfig, runtime: Runtime) -> None:
     """Improve the actor on its own samples."""
     data = load_prompts(cfg.data, cfg.actor.model.described_by(), cfg.eval.max_samples)
     order = ShuffledBatches(len(data.train), cfg.train.prompts_per_step, cfg.run.seed)
+    parts = build(cfg, runtime, data.tokenizer)
+    parts.engine.update_weights(parts.actor.part, version=0)
+    parts.engine.verify_weights(parts.actor.part)
     with open_session(cfg, cfg.run, cfg.checkpoint, runtime, "rl", cfg.train.num_steps, data.notes) as session:
-        parts = build(cfg, runtime, data.tokenizer)
         evaluate = Evaluator(cfg, parts.engine, parts.rewarder, data.tokenizer, data.heldout)
         stop = StopRule(cfg.train.stop)
-        parts.engine.update_weights(parts.actor.part, version=0)
-        parts.engine.verify_weights(parts.actor.part)
         session.log(0, stop.watch(evaluate()))
         for step in range(cfg.train.num_steps):
             clock = Stopwatch()

@@ -37,15 +37,16 @@ def run(cfg: RMConfig, runtime: Runtime) -> None:
     """Train the reward model on preference pairs."""
     train, heldout, notes = load_data(cfg)
     order = ShuffledBatches(len(train), cfg.train.mini_batch_samples, cfg.run.seed)
+    model = build_role(
+        "reward_model",
+        cfg.reward_model,
+        "scalar",
+        GroupCache(runtime),
+        seed=cfg.run.seed,
+        num_optimizer_steps=cfg.train.num_steps,
+        new_head=True,
+    )
     with open_session(cfg, cfg.run, cfg.checkpoint, runtime, "rm", cfg.train.num_steps, notes) as session:
-        model = build_role(
-            "reward_model",
-            cfg.reward_model,
-            "scalar",
-            GroupCache(runtime),
-            seed=cfg.run.seed,
-            num_optimizer_steps=cfg.train.num_steps,
-        )
         session.log(0, evaluate(model, heldout, cfg))
         for step in range(cfg.train.num_steps):
             started = time.perf_counter()
@@ -67,12 +68,12 @@ def load_data(cfg: RMConfig) -> tuple[list[PairSample], list[PairSample], list[s
     tokenizer = load_tokenizer(cfg.reward_model.model.described_by())
     found: list[list[PairSample]] = []
     notes = []
-    for path in (cfg.data.train, cfg.data.heldout):
+    for path, split in ((cfg.data.train, cfg.data.train_split), (cfg.data.heldout, cfg.data.heldout_split)):
         if path is None:
             found.append([])
             continue
         pairs, skipped = build_pairs(
-            load_records(path, fields=("prompt", "chosen", "rejected")),
+            load_records(path, fields=("prompt", "chosen", "rejected"), split=split),
             tokenizer,
             max_prompt_tokens=cfg.data.max_prompt_tokens,
             max_response_tokens=cfg.data.max_response_tokens,

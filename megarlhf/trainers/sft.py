@@ -35,15 +35,10 @@ def run(cfg: SFTConfig, runtime: Runtime) -> None:
     """Train the actor on prompt-response pairs."""
     train, heldout, notes = load_data(cfg)
     order = ShuffledBatches(len(train), cfg.train.mini_batch_samples, cfg.run.seed)
+    actor = build_role(
+        "actor", cfg.actor, "lm", GroupCache(runtime), seed=cfg.run.seed, num_optimizer_steps=cfg.train.num_steps
+    )
     with open_session(cfg, cfg.run, cfg.checkpoint, runtime, "sft", cfg.train.num_steps, notes) as session:
-        actor = build_role(
-            "actor",
-            cfg.actor,
-            "lm",
-            GroupCache(runtime),
-            seed=cfg.run.seed,
-            num_optimizer_steps=cfg.train.num_steps,
-        )
         session.log(0, evaluate(actor, heldout, cfg))
         for step in range(cfg.train.num_steps):
             started = time.perf_counter()
@@ -62,12 +57,14 @@ def load_data(cfg: SFTConfig) -> tuple[list[SFTSample], list[SFTSample], list[st
     tokenizer = load_tokenizer(cfg.actor.model.described_by())
     found: list[list[SFTSample]] = []
     notes = []
-    for path in (cfg.data.train, cfg.data.heldout):
+    for path, split in ((cfg.data.train, cfg.data.train_split), (cfg.data.heldout, cfg.data.heldout_split)):
         if path is None:
             found.append([])
             continue
         samples, skipped = build_sft(
-            load_records(path, fields=("prompt", "response") if cfg.data.template == "plain" else ("messages",)),
+            load_records(
+                path, fields=("prompt", "response") if cfg.data.template == "plain" else ("messages",), split=split
+            ),
             tokenizer,
             max_prompt_tokens=cfg.data.max_prompt_tokens,
             max_response_tokens=cfg.data.max_response_tokens,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.pool import RankPool
-from tests.distributed.tiny import write_data, write_tiny_llama
+from tests.distributed.tiny import write_data, write_reward_model, write_tiny_llama
 
 
 @pytest.fixture(scope="session")
@@ -29,15 +29,16 @@ def fresh_ranks() -> Iterator[RankPool]:
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Tiny Llamas: two sets of weights, untied and tied."""
+    """Tiny Llamas: two sets of weights, untied and tied; a reward model with the trunk of `other`."""
     root = tmp_path_factory.mktemp("models")
-    return {
+    models = {
         "plain": write_tiny_llama(root / "plain", seed=0),
         "rope": write_tiny_llama(root / "rope", seed=4, llama3_rope=True),
         "other": write_tiny_llama(root / "other", seed=1),
         "tied": write_tiny_llama(root / "tied", seed=2, tied=True),
         "tied_other": write_tiny_llama(root / "tied_other", seed=3, tied=True),
     }
+    return models | {"scorer": write_reward_model(root / "scorer", models["other"])}
 
 
 @pytest.fixture(scope="session")

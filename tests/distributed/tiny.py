@@ -53,6 +53,18 @@ def write_tiny_llama(directory: Path, *, seed: int = 0, tied: bool = False, llam
     return directory
 
 
+def write_reward_model(directory: Path, base: Path) -> Path:
+    """The trunk of a tiny Llama with a random scalar head."""
+    from transformers import LlamaForSequenceClassification
+
+    torch.manual_seed(9)
+    model = LlamaForSequenceClassification.from_pretrained(base, num_labels=1, dtype=torch.float32)
+    torch.nn.init.normal_(model.score.weight, std=0.08)
+    model.save_pretrained(directory)
+    (directory / "tokenizer.model").write_bytes((base / "tokenizer.model").read_bytes())
+    return directory
+
+
 COMMON: dict[str, Any] = {
     "vocab_size": 100,
     "hidden_size": 64,

@@ -102,6 +102,16 @@ def open_model(
     return _open_megatron(kind, path, find_description(path, hf))
 
 
+def require_scalar_head(stored: StoredModel) -> None:
+    """Raises ValueError for a language model where the scores of a reward model or the values of a critic are read."""
+    if stored.head != "scalar":
+        raise ValueError(
+            f"{stored.directory} is a language model: it has no scalar head, and a random one would give random "
+            "scores; give a reward model (`megarlhf rm` trains one), or, for a critic only, which learns its head, "
+            "set critic.model.fresh_head to true"
+        )
+
+
 def _open_huggingface(path: Path, wanted: Head | None) -> StoredModel:
     config = read_config(path)
     arch = Architecture.from_hf(config)
