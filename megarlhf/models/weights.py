@@ -10,7 +10,7 @@ import torch
 from megarlhf.architectures.architecture import hf_class, read_config
 from megarlhf.architectures.placements import head_name
 from megarlhf.config import ModelConfig
-from megarlhf.models.build import ModelPart, placements_on
+from megarlhf.models.build import ModelShard, placements_on
 from megarlhf.models.settings import DTYPES
 from megarlhf.placement import RankPlacements
 from megarlhf.weights.checkpoint.export import export
@@ -24,12 +24,12 @@ INITIALIZER_RANGE = 0.02
 """Standard deviation of random weights where config.json has no `initializer_range`; Hugging Face's default."""
 
 
-def replica_placements(part: ModelPart) -> list[RankPlacements]:
+def replica_placements(shard: ModelShard) -> list[RankPlacements]:
     """The ranks of this rank's copy of the model, which together hold it once."""
-    return [placements_on(part, rank) for rank in part.mesh.replica_ranks]
+    return [placements_on(shard, rank) for rank in shard.mesh.replica_ranks]
 
 
-def load_weights(part: ModelPart, model: ModelConfig, *, seed: int, new_head: bool = False) -> None:
+def load_weights(shard: ModelShard, model: ModelConfig, *, seed: int, new_head: bool = False) -> None:
     """Fill every parameter: from a checkpoint of any format and layout, or at random, the same at every layout.
 
     Each rank reads just its boxes. `new_head`: a scalar role may start from a language model, with a random head.
@@ -37,16 +37,16 @@ def load_weights(part: ModelPart, model: ModelConfig, *, seed: int, new_head: bo
     Raises: ValueError for a scalar role whose checkpoint has no scalar head, where neither `new_head` nor
     `model.fresh_head` allows a random one.
     """
-    mine = placements_on(part, part.mesh.runtime.rank)
-    live = part.parameters()
+    mine = placements_on(shard, shard.mesh.runtime.rank)
+    live = shard.parameters()
     check_storages(mine, live)
-    std = float(read_config(model.described_by()).get("initializer_range", INITIALIZER_RANGE))
+    std = float(read_config(model.hf_directory()).get("initializer_range", INITIALIZER_RANGE))
     if model.random_init:
-        fill_random(mine, live, seed=seed, std=std, arch=part.arch, head=part.head)
+        fill_random(mine, live, seed=seed, std=std, arch=shard.arch, head=shard.head)
         return
-    stored = open_model(model.path, hf=model.hf, head=part.head)
-    score = head_name(part.arch, "scalar")
-    random_head = part.head == "scalar" and (model.fresh_head or stored.head != "scalar")
+    stored = open_model(model.path, hf=model.hf, head=shard.head)
+    score = head_name(shard.arch, "scalar")
+    random_head = shard.head == "scalar" and (model.fresh_head or stored.head != "scalar")
     if random_head and not (new_head or model.fresh_head):
         require_scalar_head(stored)
     fresh = frozenset({score} & mine.tensors.keys()) if random_head else frozenset()
@@ -54,33 +54,33 @@ def load_weights(part: ModelPart, model: ModelConfig, *, seed: int, new_head: bo
     if random_head:
         log.info("%s: the scalar head starts at random", model.path)
     if fresh:
-        fill_random(mine, live, seed=seed, std=std, arch=part.arch, head=part.head, only=fresh)
+        fill_random(mine, live, seed=seed, std=std, arch=shard.arch, head=shard.head, only=fresh)
 
 
-def export_hugging_face(part: ModelPart, source: Path, directory: Path) -> None:
+def export_hugging_face(shard: ModelShard, source: Path, directory: Path) -> None:
     """Write the live model as a Hugging Face directory; config and tokenizer come from `source`.
 
     Collective over the first replica's ranks, which are those with data-parallel coordinate 0; the others
     return at once.
     """
-    if part.mesh.at.dp != 0:
+    if shard.mesh.coordinates.dp != 0:
         return
     config = read_config(source)
-    config["architectures"] = [hf_class(part.arch.model_type, part.head)]
-    if part.head == "scalar":
+    config["architectures"] = [hf_class(shard.arch.model_type, shard.head)]
+    if shard.head == "scalar":
         config["num_labels"] = 1
-    replica = replica_placements(part)
+    replica = replica_placements(shard)
     export(
         replica,
-        part.parameters(),
+        shard.parameters(),
         directory,
-        arch=part.arch,
+        arch=shard.arch,
         config=config,
-        dtype=next(iter(part.parameters().values())).dtype,
-        rank=part.mesh.runtime.rank,
-        head=part.head,
+        dtype=next(iter(shard.parameters().values())).dtype,
+        rank=shard.mesh.runtime.rank,
+        head=shard.head,
         writer_rank=replica[0].rank,
-        group=part.mesh.groups.mp,
+        group=shard.mesh.groups.mp,
         copy_from=source,
     )
 

@@ -20,11 +20,11 @@ def check_vocabularies(roles: Mapping[str, RoleConfig]) -> list[str]:
     Returns: what a user should know, in sentences. Raises: ValueError that names the first difference, a vocabulary
     that is too small, or a model without a tokenizer whose vocabulary has another size.
     """
-    writer, described = next((role, section.model.described_by()) for role, section in roles.items())
+    writer, described = next((role, section.model.hf_directory()) for role, section in roles.items())
     tokenizer = load_tokenizer(described)
     notes = []
     for role, section in roles.items():
-        directory = section.model.described_by()
+        directory = section.model.hf_directory()
         vocab_size = Architecture.from_hf(directory).vocab_size
         if tokenizer.vocab_size > vocab_size:
             raise ValueError(
@@ -81,7 +81,7 @@ def check_heads(roles: Mapping[str, RoleConfig], *, trains_reward_model: bool) -
             continue
         if model.fresh_head:
             raise ValueError(f"{role}.model.fresh_head: a language model has no scalar head; leave it out")
-        kinds = read_config(model.described_by()).get("architectures") or []
+        kinds = read_config(model.hf_directory()).get("architectures") or []
         if any(kind.endswith("ForSequenceClassification") for kind in kinds):
             raise ValueError(
                 f"{role}: {model.path} is a reward model or a critic ({kinds[0]}), not a language model; give one "

@@ -20,7 +20,7 @@ from megarlhf.config import (
 from megarlhf.data.sources import require_source
 from megarlhf.observe.progress import make_console, table
 from megarlhf.observe.run_directory import require_usable
-from megarlhf.planning.batch import Fact, rl_facts, schedule_notes, supervised_facts
+from megarlhf.planning.batch import BatchNumber, rl_batch_numbers, schedule_notes, supervised_batch_numbers
 from megarlhf.planning.legality import check_role
 from megarlhf.planning.models import check_heads, check_vocabularies
 from megarlhf.rollout.rewards.rules import load_rule
@@ -32,7 +32,7 @@ class Preflight:
 
     title: str
     config: str
-    facts: tuple[Fact, ...]
+    numbers: tuple[BatchNumber, ...]
     roles: tuple[tuple[str, str, str], ...]
     """Role, model and layout in words."""
     notes: tuple[str, ...] = ()
@@ -43,7 +43,9 @@ class Preflight:
         console = make_console()
         console.print(self.config, highlight=False, markup=False)
         console.print(table(f"{self.title}: roles", self.roles, ("role", "model", "layout")))
-        console.print(table(f"{self.title}: batch arithmetic", [(f.words, f.value) for f in self.facts], ("per", "n")))
+        console.print(
+            table(f"{self.title}: batch arithmetic", [(f.words, f.value) for f in self.numbers], ("per", "n"))
+        )
         for note in self.notes:
             console.print(note, highlight=False, markup=False, soft_wrap=True)
 
@@ -80,15 +82,15 @@ def preflight(command: str, cfg: FrozenModel, world_size: int) -> Preflight:
     notes += _check_outputs(command, cfg)
     if isinstance(cfg, SFTConfig | RMConfig | RLConfig):
         notes += schedule_notes(cfg)
-    facts: list[Fact] = []
+    numbers: list[BatchNumber] = []
     if isinstance(cfg, SFTConfig):
-        facts = supervised_facts(cfg.train, dp, "actor", "sequences")
+        numbers = supervised_batch_numbers(cfg.train, dp, "actor", "sequences")
     elif isinstance(cfg, RMConfig):
-        facts = supervised_facts(cfg.train, dp, "reward_model", "preference pairs (two sequences each)")
+        numbers = supervised_batch_numbers(cfg.train, dp, "reward_model", "preference pairs (two sequences each)")
     elif isinstance(cfg, RLConfig):
-        facts = rl_facts(cfg, world_size)
+        numbers = rl_batch_numbers(cfg, world_size)
     return Preflight(
-        title=command, config=dump_config(cfg), facts=tuple(facts), roles=tuple(described), notes=tuple(notes)
+        title=command, config=dump_config(cfg), numbers=tuple(numbers), roles=tuple(described), notes=tuple(notes)
     )
 
 

@@ -73,12 +73,12 @@ def make_engine(rollout: RolloutConfig, actor: Role, max_prompt_tokens: int, mic
     if rollout.engine == "megatron":
         from megarlhf.rollout.megatron_engine import MegatronEngine
 
-        return MegatronEngine(actor.part, micro_batch_samples)
+        return MegatronEngine(actor.shard, micro_batch_samples)
     from megarlhf.rollout.vllm_engine import VllmEngine
 
     model = actor.section.model
     return VllmEngine(
-        model.described_by(),
+        model.hf_directory(),
         parameter_dtype(model),
         rollout,
         rollout.tp(actor.section),
