@@ -142,7 +142,9 @@ def _say_crash(command: str, failed: int | None, ranks: Sequence[subprocess.Pope
 
 def say_mistake(command: str, message: str, status: int) -> None:
     """Tell the user of a mistake that this process has found: once, whoever started the ranks."""
-    info = runtime.detect_rank(os.environ)
+    info = None
+    with contextlib.suppress(ValueError):  # the mistake may be in the launcher's own variables
+        info = runtime.detect_rank(os.environ)
     if info is not None and MARK in os.environ:
         path = Path(os.environ[MARK]) / f"{info.rank}.json"
         with contextlib.suppress(FileNotFoundError):  # the folder goes with the process that started us

@@ -30,7 +30,7 @@ class _UniqueKeyLoader(yaml.SafeLoader):
     """
 
     def compose_mapping_node(self, anchor: Any) -> Any:
-        node = super().compose_mapping_node(anchor)  # type: ignore[no-untyped-call]
+        node = super().compose_mapping_node(anchor)
         first_lines: dict[str, int] = {}
         for key, _ in node.value:
             line = key.start_mark.line + 1

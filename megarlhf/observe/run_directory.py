@@ -22,7 +22,6 @@ ROLES = ("actor", "critic", "reward_model")
 """Folders of a checkpoint: what a run exports."""
 _FILES = (
     "metrics.jsonl",
-    "metrics.before-*.jsonl",
     "responses.jsonl",
     ".responses.jsonl.partial",
     "wandb_id",

@@ -56,7 +56,7 @@ def reward_of(rule: Rule, sample: int, prompt: str, response: str, fields: Mappi
     """
     where = f"reward rule {name_of(rule)} on sample {sample} (prompt {_short(prompt)}, response {_short(response)})"
     try:
-        value = rule(prompt, response, fields)
+        value: Any = rule(prompt, response, fields)
     except Exception as error:
         line = _line_of(rule, error.__traceback__)
         raise RewardError(f"{where} raised {type(error).__name__}: {error}; {line}") from error
