@@ -50,8 +50,8 @@ def evaluate(cfg: GenerateConfig, runtime: Runtime) -> None:
         prompts, _, rollouts, rewards = _respond(cfg, runtime, engine, data)
         summary = _summary(rollouts, rewards)
         session.log(1, {**summary, "num_prompts": len(prompts)})
-        title = f"{cfg.actor.model.path}: means over {len(prompts)} responses to {cfg.data.train}"
-        session.note(table(title, list(summary.items()), ("metric", "mean")))
+        session.note(f"{cfg.actor.model.path}: means over {len(prompts)} responses to {cfg.data.train}")
+        session.note(table("eval", list(summary.items()), ("metric", "mean")))
         session.note(f"wrote them to {cfg.run.dir / METRICS_FILE}")
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch.distributed as dist
+from rich.console import RenderableType
 
 from megarlhf.config import CheckpointConfig, FrozenModel, RunConfig
 from megarlhf.models.role import Role
@@ -36,9 +37,9 @@ class Session:
         self.observer.log(step, metrics)
         self.progress.step(step, metrics)
 
-    def note(self, text: str) -> None:
-        """Say something on rank 0."""
-        self.progress.note(text)
+    def note(self, message: RenderableType) -> None:
+        """Say something on rank 0: a sentence, or a table."""
+        self.progress.note(message)
 
     def maybe_save(self, step: int, roles: Sequence[Role], *, last: bool) -> None:
         """Export the trained roles when the configuration asks for it, and after the last step."""
