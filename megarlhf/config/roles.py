@@ -101,8 +101,11 @@ class OptimConfig(FrozenModel):
     min_lr: NonNegative = 0.0
     """Learning rate at the end of a `linear` or `cosine` schedule; at most `lr`. `constant` does not read it."""
     beta1: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.9
+    """AdamW's decay of the mean of gradients."""
     beta2: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.95
+    """AdamW's decay of the mean of squared gradients."""
     eps: Positive = 1e-8
+    """AdamW's addend to the root of that mean."""
     weight_decay: NonNegative = 0.0
     """Decoupled; not applied to norms and biases."""
     clip_grad: NonNegative = 1.0
