@@ -43,9 +43,9 @@ class Preflight:
         console = make_console()
         console.print(self.config, highlight=False, markup=False)
         console.print(table(f"{self.title}: roles", self.roles, ("role", "model", "layout")))
-        console.print(
-            table(f"{self.title}: batch arithmetic", [(f.words, f.value) for f in self.numbers], ("per", "n"))
-        )
+        if self.numbers:
+            rows = [(number.words, number.value) for number in self.numbers]
+            console.print(table(f"{self.title}: batch arithmetic", rows, ("per", "n")))
         for note in self.notes:
             console.print(note, highlight=False, markup=False, soft_wrap=True)
 
