@@ -155,7 +155,7 @@ def configuration(options: dict[str, Any], sizes: Sizes, train: dict[str, Any], 
         {
             "run": {"dir": out},
             "actor": role,
-            "critic": role if options["algo"] == "ppo" else None,
+            "critic": role | {"model": {**role["model"], "fresh_head": True}} if options["algo"] == "ppo" else None,
             "rewards": [{"kind": "rule", "rule": "benchmarks.packing_workload:reward"}],
             "data": {"train": "unused", "max_prompt_tokens": high},
             "train": {

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.distributed.tiny import write_data, write_tiny_llama
+from tests.distributed.tiny import write_data, write_reward_model, write_tiny_llama
 from tests.ranks import RankPool
 from tests.suite.cpu_seconds import CpuSeconds
 from tests.suite.lanes import Lanes
@@ -91,27 +91,29 @@ def disk_path() -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Tiny Llamas of four layers: two sets of weights, untied and tied."""
+    """Tiny Llamas of four layers: two sets of weights, untied and tied; a reward model with the trunk of `other`."""
     root = tmp_path_factory.mktemp("models")
-    return {
+    models = {
         "plain": write_tiny_llama(root / "plain", seed=0),
         "rope": write_tiny_llama(root / "rope", seed=4, llama3_rope=True),
         "other": write_tiny_llama(root / "other", seed=1),
         "tied": write_tiny_llama(root / "tied", seed=2, tied=True),
         "tied_other": write_tiny_llama(root / "tied_other", seed=3, tied=True),
     }
+    return models | {"scorer": write_reward_model(root / "scorer", models["other"])}
 
 
 @pytest.fixture(scope="session")
 def two_layers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The same with two layers, for tests in which the depth plays no part: ranks mostly wait for collectives."""
     root = tmp_path_factory.mktemp("two_layers")
-    return {
+    models = {
         "plain": write_tiny_llama(root / "plain", seed=0, num_layers=2),
         "other": write_tiny_llama(root / "other", seed=1, num_layers=2),
         "tied": write_tiny_llama(root / "tied", seed=2, tied=True, num_layers=2),
         "tied_other": write_tiny_llama(root / "tied_other", seed=3, tied=True, num_layers=2),
     }
+    return models | {"scorer": write_reward_model(root / "scorer", models["other"])}
 
 
 @pytest.fixture(scope="session")

@@ -1,21 +1,27 @@
 """The commands as a user types them: dry runs, mistakes that start nothing, and data that turns out to be bad.
 
-Not covered: several ranks (each of them says the mistake, and the launcher's status is torchrun's), and runs to
-their end at length (tests/distributed).
+Not covered: what torchrun and srun say of a rank that has ended, and runs to their end at length (tests/distributed).
 """
 
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from megarlhf.commands import cli, launch
+from megarlhf.config import GenerateConfig, SFTConfig, load_config
+from megarlhf.experience import Ragged, Rollouts
 from megarlhf.observe.metrics import read_metrics
+from megarlhf.observe.run_directory import claim
+from megarlhf.runtime import Runtime
+from megarlhf.trainers import generate
 from tests.ranks import RankPool
 from tools.demo.make_data import base_files
 
@@ -138,6 +144,11 @@ def test_a_launched_rank_joins_with_the_launchers_world(command, started, capsys
         ("rl", ["rollout.max_response_tokens=49"], "= 16 + 49 = 65 tokens, but"),
         ("rl", ["critic="], "algo.advantage = 'gae' needs values: give a critic section"),
         ("sft", ["data.heldout=sft_heldout.jsonl"], "data.heldout: no such data file or directory: sft_heldout.jsonl"),
+        ("sft", ["actor.parallel.tp=2", "actor.parallel={}"], "replaces the whole section, and with it"),
+        ("sft", ["run.on_existing=resume"], "run: on_existing = 'resume': an exact resume does not exist yet"),
+        ("sft", ["actor.optim.min_lr=1"], "actor.optim: min_lr = 1 is above lr = 1e-06"),
+        ("rl", ["critic.model.random_init=false"], "is no checkpoint: it has neither Hugging Face weights"),
+        ("rl", ["rewards=[{kind: rule, rule: no_such_module:f}]"], "reward rule 'no_such_module:f': cannot import"),
         ("sft", ["actor.model.path=absent"], "absent has no config.json; give a Hugging Face directory"),
     ],
 )
@@ -150,6 +161,78 @@ def test_a_mistake_is_said_once_and_starts_nothing(name, overrides, message, com
     assert said.out == ""
     assert started == []
     assert not (tmp_path / "run").exists()
+
+
+def test_options_may_stand_behind_overrides_and_a_repeated_one_is_said(command, started, capsys):
+    name, *config = command("sft")
+    assert cli.main([name, "run.seed=3", *config, "run.seed=4", "--dry-run", "train.num_steps=9"]) == 0
+    output = squeezed(capsys.readouterr().out)
+    assert "optimizer steps of the run 9" in output
+    assert "run.seed is overridden 2 times: run.seed=4, the last, counts" in output
+    assert started == []
+
+
+@pytest.mark.parametrize("option", ["--dry-run", "run.nproc=2"])
+def test_a_used_run_directory_is_refused_before_anything_starts(option, command, started, capsys, tmp_path):
+    cfg = load_config(SFTConfig, command("sft")[2])
+    claim(cfg, cfg.run, "sft")
+    (tmp_path / "run/metrics.jsonl").write_text('{"step": 0}\n')
+    assert cli.main(command("sft", option)) == 2
+    assert "holds an earlier run (config.yaml, metrics.jsonl)" in capsys.readouterr().err
+    assert cli.main(command("sft", option, "run.on_existing=overwrite")) == 0
+    assert "the earlier run's 2 files and folders are removed" in capsys.readouterr().out
+    assert (tmp_path / "run/metrics.jsonl").read_text() == '{"step": 0}\n'
+    assert started == ([] if option == "--dry-run" else [("local_ranks", 2)])
+
+
+@pytest.mark.parametrize(
+    "error, status",
+    [(ValueError("m"), 2), (FloatingPointError("m"), 4), (KeyboardInterrupt(), 130), (RuntimeError("m"), None)],
+)
+def test_errors_that_are_said_in_a_sentence_have_their_status(error, status, command, started, monkeypatch, capsys):
+    """Where our own code raises them: one of a library keeps its traceback, but for Ctrl-C, which is the user's."""
+
+    def fail(info, cfg, entry):
+        raise error
+
+    def fail_in_a_library(info, cfg, entry):
+        json.loads("", object_hook=exec)  # a ValueError that the standard library raises
+
+    monkeypatch.setattr(launch, "as_rank", fail)
+    monkeypatch.setattr(cli, "_raised_here", lambda error: True)
+    if status is None:
+        with pytest.raises(RuntimeError):
+            cli.main(command("sft"))
+    else:
+        assert cli.main(command("sft")) == status
+        assert capsys.readouterr().err == f"megarlhf sft: {'interrupted' if status == 130 else 'm'}\n"
+    monkeypatch.undo()
+    monkeypatch.setattr(launch, "as_rank", fail_in_a_library)
+    with pytest.raises(ValueError, match="Expecting value"):
+        cli.main(command("sft"))
+
+
+def test_eval_prints_its_scores_and_where_they_are(work, tmp_path, monkeypatch, capsys):
+    """The model's part is a stand-in: two responses, of which one is right."""
+    rollouts = Rollouts(
+        responses=Ragged.from_rows([torch.tensor([4, 2]), torch.tensor([5, 6, 2])], torch.int64),
+        logprobs=Ragged.from_rows([torch.zeros(2), torch.zeros(3)], torch.float32),
+        finished_N=torch.tensor([True, True]),
+        weight_version=0,
+    )
+    found = ([None, None], [], rollouts, {"exact_match": torch.tensor([1.0, 0.0])})
+    monkeypatch.setattr(generate, "_engine", lambda cfg, runtime: None)
+    monkeypatch.setattr(generate, "_respond", lambda cfg, runtime, engine, data: found)
+    tree = {"run": {"dir": tmp_path / "run"}, "actor": {"model": {"path": work / "base"}}}
+    tree |= {"data": {"train": work / "prompts.jsonl"}, "rewards": [{"kind": "rule", "rule": "exact_match"}]}
+    alone = Runtime(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"), backend="gloo")
+    generate.evaluate(GenerateConfig.model_validate(tree), alone)
+    output = squeezed(capsys.readouterr().out)
+    for line in ("means over 2 responses to", "eval_exact_match 0.5", "response_length_mean 2.5", "run/metrics.jsonl"):
+        assert line in output, output
+    assert read_metrics(tmp_path / "run") == [
+        {"step": 1, "eval_exact_match": 0.5, "finished_fraction": 1.0, "num_prompts": 2, "response_length_mean": 2.5}
+    ]
 
 
 def test_a_configuration_file_that_is_not_there_names_the_near_one(command, started, capsys, tmp_path):
@@ -179,11 +262,11 @@ def run_really(arguments):
     return subprocess.run(call, env=env, capture_output=True, text=True, timeout=120, check=False)
 
 
-def test_a_malformed_line_of_data_is_said_with_file_and_line(command, tmp_path):
-    """The third line of the held-out data. Data is read before a run directory is made."""
+def test_a_malformed_line_of_data_is_said_with_file_and_line_once(command, tmp_path):
+    """The third line of the held-out data, which both ranks read. Data is read before a run directory is made."""
     good = {"prompt": "1+1=", "response": "2"}
     bad = write(tmp_path / "bad.jsonl", [good, good, '{"prompt": "1+1=", "response": ', good])
-    done = run_really(command("sft", f"data.heldout={bad}"))
+    done = run_really(command("sft", f"data.heldout={bad}", "run.nproc=2"))
     assert done.returncode == 2, done.stderr
     lines = [line for line in done.stderr.splitlines() if line.startswith("megarlhf sft: ")]
     assert len(lines) == 1, done.stderr
@@ -202,6 +285,21 @@ def test_pairs_that_are_all_equal_are_refused_with_their_count(command, tmp_path
     )
     assert "Traceback" not in said
     assert not (tmp_path / "run").exists()
+
+
+def test_a_start_that_is_refused_late_leaves_a_finished_run_as_it_is(command, work, tmp_path):
+    """The weights' file is damaged, which shows when the model is loaded; the earlier run would be overwritten."""
+    cfg = load_config(SFTConfig, command("sft")[2])
+    claim(cfg, cfg.run, "sft")
+    (tmp_path / "run/metrics.jsonl").write_text('{"step": 0}\n')
+    shutil.copytree(work / "base", tmp_path / "damaged")
+    (tmp_path / "damaged/model.safetensors").write_bytes(b"damaged")
+    overrides = ["run.on_existing=overwrite", f"actor.model={{path: {tmp_path / 'damaged'}}}"]
+    done = run_really(command("sft", *overrides))
+    assert done.returncode == 2, done.stderr
+    assert "is truncated or not safetensors" in done.stderr
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["config.yaml", "metrics.jsonl"]
+    assert (tmp_path / "run/metrics.jsonl").read_text() == '{"step": 0}\n'
 
 
 def test_prompts_over_the_limit_are_counted_aloud_and_the_rest_is_trained_on(command, tmp_path, ranks: RankPool):

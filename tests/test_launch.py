@@ -1,12 +1,18 @@
-"""A plain start and its ranks live and die together. Not covered: Ctrl-C in a real terminal."""
+"""A plain start and its ranks live and die together, and what went wrong is said once.
+
+Not covered: Ctrl-C in a real terminal (here SIGINT reaches the command alone: its ranks have sessions of their own).
+"""
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[1]
 
@@ -30,3 +36,132 @@ def test_the_exit_status_is_the_child_s() -> None:
     from megarlhf.commands.launch import call
 
     assert call([sys.executable, "-c", "raise SystemExit(7)"]) == 7
+
+
+RANK = """
+import os, signal, subprocess, sys, time
+rank, what, folder = int(os.environ["RANK"]), sys.argv[1], sys.argv[2]
+
+def say(message, status=2):
+    from megarlhf.commands.launch import say_mistake
+    say_mistake("sft", message, status)
+    raise SystemExit(status)
+
+if what == "all":
+    say("the file is empty")
+if what == "one":
+    say("line 3 is bad", 4) if rank == 1 else time.sleep(60)
+if what == "crash":
+    raise RuntimeError("the cause") if rank == 1 else time.sleep(60)
+if what == "killed":
+    os.kill(os.getpid(), signal.SIGKILL) if rank == 1 else time.sleep(60)
+if what == "sleep":
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    if rank == 1:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    open(os.path.join(folder, f"{os.getpid()} {child.pid}"), "w").close()
+    time.sleep(60)
+"""
+"""A rank that does what its first argument says."""
+
+PARENT = """
+import sys
+from megarlhf.commands import launch
+launch.STOP_SECONDS = 1.0
+sys.exit(launch.local_ranks(2, sys.argv[2:], ["-c", sys.argv[1]]))
+"""
+
+
+def start(tmp_path: Path, what: str) -> subprocess.Popen[str]:
+    names = ("SLURM_", "RANK", "WORLD_SIZE", "MASTER_", "MEGARLHF_LAUNCHED")
+    env = {name: value for name, value in os.environ.items() if not name.startswith(names)}
+    command = [sys.executable, "-c", PARENT, RANK, what, str(tmp_path)]
+    return subprocess.Popen(command, cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.parametrize(
+    "what, status, said",
+    [
+        ("all", 2, "megarlhf all: the file is empty\n"),
+        ("one", 4, "megarlhf one (rank 1): line 3 is bad\n"),
+        ("killed", 137, "megarlhf killed: rank 1 was killed by SIGKILL, as the system does when memory runs out. All"),
+        (
+            "crash",
+            1,
+            "RuntimeError: the cause\nmegarlhf crash: rank 1 ended with exit status 1; its error stands above",
+        ),
+        ("nothing", 0, ""),
+    ],
+)
+def test_what_ranks_find_is_said_once_with_its_status(tmp_path: Path, what: str, status: int, said: str) -> None:
+    """A mistake of all ranks has no rank's name; one rank's has, and the other does not run on."""
+    started = time.monotonic()
+    process = start(tmp_path, what)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == status, stderr
+    assert said in stderr
+    assert stderr.count("megarlhf ") == bool(said), stderr
+    assert ("Traceback" in stderr) == (what == "crash"), stderr
+    assert time.monotonic() - started < 50, "the other rank slept on"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_what_stops_the_command_stops_its_ranks_and_theirs_in_one_line(tmp_path: Path, number: signal.Signals) -> None:
+    """One rank does not listen to SIGTERM, and each has a process of its own."""
+    process = start(tmp_path, "sleep")
+    deadline = time.monotonic() + 60
+    while len(list(tmp_path.iterdir())) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    pids = [pid for path in tmp_path.iterdir() for pid in path.name.split()]
+    assert len(pids) == 4
+    assert all(Path(f"/proc/{pid}").exists() for pid in pids)
+    process.send_signal(number)
+    _, stderr = process.communicate(timeout=30)
+    assert process.returncode == 128 + number
+    assert stderr == f"\nmegarlhf sleep: stopped ({number.name}); all ranks have ended\n"
+    left = [pid for pid in pids if _runs(pid)]
+    assert left == []
+
+
+def test_ranks_end_with_a_command_that_is_killed(tmp_path: Path) -> None:
+    """Nobody is left to stop them, but Linux does: `_end_with_parent`."""
+    rank = "from megarlhf.commands.launch import _end_with_parent as e; import os, time; e(); "
+    rank += f"open({str(tmp_path)!r} + '/' + str(os.getpid()), 'w').close(); time.sleep(60)"
+    code = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {rank!r}]).wait()"
+    parent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
+    deadline = time.monotonic() + 60
+    while not list(tmp_path.iterdir()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    (pid,) = (path.name for path in tmp_path.iterdir())
+    assert _runs(pid)
+    parent.kill()
+    parent.wait()
+    deadline = time.monotonic() + 10
+    while _runs(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not _runs(pid)
+
+
+def _runs(pid: str) -> bool:
+    """Whether the process is there and no zombie that waits for its parent's look."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_under_another_launcher_rank_0_speaks_at_once_and_others_wait(
+    rank: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """torchrun ends the others when rank 0 has failed; what rank 1 alone has found is said after a while."""
+    from megarlhf.commands import launch
+
+    waited: list[float] = []
+    monkeypatch.setattr(time, "sleep", waited.append)
+    monkeypatch.delenv(launch.MARK, raising=False)
+    for name, value in {"RANK": str(rank), "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    launch.say_mistake("sft", "no", 2)
+    assert waited == [launch.SILENCE_SECONDS * rank]
+    assert capsys.readouterr().err == ("megarlhf sft: no\n", "megarlhf sft (rank 1): no\n")[rank]

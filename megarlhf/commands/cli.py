@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megarlhf.config import FrozenModel, GenerateConfig, RLConfig, RMConfig, SFTConfig, load_config
+from megarlhf.config.load import repeated_overrides
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,15 @@ COMMANDS: dict[str, Command] = {
 }
 
 
+EXIT_STATUS: dict[type[BaseException], int] = {
+    KeyboardInterrupt: 130,
+    FloatingPointError: 4,  # numbers that no training can go on with
+    ValueError: 2,  # the user's mistake
+}
+"""Of errors that are said in a sentence, where our own code raised them. Any other error keeps its traceback and
+ends with 1. 3 (watchdog) and 75 (saved, to be queued again) are reserved."""
+
+
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     root = argparse.ArgumentParser(prog="megarlhf", description="Alignment of language models at Megatron scale.")
@@ -48,35 +58,51 @@ def parser() -> argparse.ArgumentParser:
     report.add_argument("--title", default="megarlhf")
     commands.add_parser("plan", help="bytes and time from trainer to rollout: `megarlhf plan -h`")
     commands.add_parser("convert", help="checkpoints between Hugging Face and Megatron: `megarlhf convert -h`")
+    root.set_defaults(commands=commands.choices)
     return root
 
 
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Options may stand anywhere, also behind the overrides; argparse's sub-commands allow that only one by one."""
+    root = parser()
+    if argv and argv[0] in root.get_default("commands"):
+        return root.get_default("commands")[argv[0]].parse_intermixed_args(
+            argv[1:], argparse.Namespace(command=argv[0])
+        )
+    return root.parse_args(argv)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit status. 2: the user's mistake, said without a traceback."""
+    """Entry point; returns the exit status. A mistake of the user's is said without a traceback."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    if argv[:1] == ["convert"]:  # has commands of its own
-        from megarlhf.commands.convert import main as convert
-
-        return convert(argv[1:], prog="megarlhf convert")
-    if argv[:1] == ["plan"]:
-        from megarlhf.commands.plan import main as plan
-
-        return plan(argv[1:])
-    arguments = parser().parse_args(argv)
     try:
-        return _dispatch(arguments, argv)
-    except ValueError as error:
-        if not _raised_here(error):
+        if argv[:1] == ["convert"]:  # has commands of its own
+            from megarlhf.commands.convert import main as convert
+
+            return convert(argv[1:], prog="megarlhf convert")
+        if argv[:1] == ["plan"]:
+            from megarlhf.commands.plan import main as plan
+
+            return plan(argv[1:])
+        return _dispatch(parse(argv), argv)
+    except (Exception, KeyboardInterrupt) as error:
+        from megarlhf.commands import launch
+
+        status = exit_status(error)
+        if status is not None:
+            launch.say_mistake(argv[0], str(error) or "interrupted", status)
+        elif launch.another_rank_has_spoken():
+            status = 1
+        else:
             raise
-        print(f"megarlhf {arguments.command}{_rank_label()}: {error}", file=sys.stderr)
-        return 2
+        return status
 
 
-def _rank_label() -> str:
-    """` (rank 3)` on a rank of several."""
-    rank, world_size = (os.environ.get(name) for name in ("RANK", "WORLD_SIZE"))
-    rank = rank or os.environ.get("SLURM_PROCID" if "SLURM_STEP_ID" in os.environ else "")
-    return f" (rank {rank})" if rank and world_size != "1" else ""
+def exit_status(error: BaseException) -> int | None:
+    """The exit status of an error that is said in a sentence; None for one that keeps its traceback."""
+    if not isinstance(error, KeyboardInterrupt) and not _raised_here(error):
+        return None
+    return next((status for kind, status in EXIT_STATUS.items() if isinstance(error, kind)), None)
 
 
 def _raised_here(error: BaseException) -> bool:
@@ -114,6 +140,8 @@ def _run_on_ranks(arguments: argparse.Namespace, argv: list[str], command: Comma
     plan = preflight(arguments.command, cfg, world_size)
     if info is None or (info.rank == 0 and launch.MARK not in os.environ):
         plan.print()
+        for sentence in repeated_overrides(arguments.overrides):
+            print(sentence)
         if info is not None and info.world_size != cfg.run.nproc:
             print(f"the launcher started {info.world_size} rank(s); run.nproc = {cfg.run.nproc} is not used")
     if arguments.dry_run:

@@ -19,6 +19,36 @@ ConfigT = TypeVar("ConfigT", bound=FrozenModel)
 _EXPONENT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
 
 
+class _DuplicateKeyError(ValueError):
+    """A mapping names a key twice; the message says where."""
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """YAML's safe loader, but a mapping that names a key twice is refused: YAML itself keeps the second in silence.
+
+    Merge keys (`<<: *anchor`) work as ever: a key that one brings may be set again beside it.
+    """
+
+    def compose_mapping_node(self, anchor: Any) -> Any:
+        node = super().compose_mapping_node(anchor)
+        first_lines: dict[str, int] = {}
+        for key, _ in node.value:
+            line = key.start_mark.line + 1
+            if not isinstance(key, yaml.ScalarNode) or key.tag == "tag:yaml.org,2002:merge":
+                continue
+            if key.value in first_lines:
+                raise _DuplicateKeyError(
+                    f"the key {key.value!r} stands in line {first_lines[key.value]} and again in line {line}, and only "
+                    "one of them would count; put what they say into one, or remove one"
+                )
+            first_lines[key.value] = line
+        return node
+
+
+def _read_yaml(text: str) -> Any:
+    return yaml.load(text, Loader=_UniqueKeyLoader)
+
+
 def load_config(kind: type[ConfigT], path: str | Path, overrides: Sequence[str] = ()) -> ConfigT:
     """Read a YAML file, apply `section.key=value` overrides, validate.
 
@@ -29,7 +59,9 @@ def load_config(kind: type[ConfigT], path: str | Path, overrides: Sequence[str] 
         near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.y*ml")], n=1)
         raise ValueError(f"no configuration file {path}" + (f"; did you mean {path.parent / near[0]}?" if near else ""))
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        tree = _read_yaml(path.read_text(encoding="utf-8")) or {}
+    except _DuplicateKeyError as error:
+        raise ValueError(f"{path}: {error}") from None
     except UnicodeDecodeError as error:
         raise ValueError(
             f"{path} is not text in UTF-8 (byte {error.start} is {error.object[error.start]:#04x}); a configuration is "
@@ -40,12 +72,37 @@ def load_config(kind: type[ConfigT], path: str | Path, overrides: Sequence[str] 
     if not isinstance(tree, dict):
         raise ValueError(f"{path} must be a mapping of sections, got {type(tree).__name__}")
     tree = _unshared(tree)
+    _require_order(overrides)
     for override in overrides:
         _apply_override(tree, override)
     try:
         return kind.model_validate(tree)
     except ValidationError as error:
         raise ValueError(_describe(error, kind, path)) from error
+
+
+def repeated_overrides(overrides: Sequence[str]) -> list[str]:
+    """A sentence for each key that is overridden more than once: the last one counts, as on any command line."""
+    values: dict[str, list[str]] = {}
+    for override in overrides:
+        key, _, text = override.partition("=")
+        values.setdefault(key, []).append(text)
+    return [
+        f"{key} is overridden {len(texts)} times: {key}={texts[-1]}, the last, counts"
+        for key, texts in values.items()
+        if len(texts) > 1
+    ]
+
+
+def _require_order(overrides: Sequence[str]) -> None:
+    """Raises ValueError when an override of a whole section would undo an earlier one of a key in it, in silence."""
+    for number, override in enumerate(overrides):
+        section = override.partition("=")[0] + "."
+        if undone := [earlier for earlier in overrides[:number] if earlier.startswith(section)]:
+            raise ValueError(
+                f"override {override!r} replaces the whole section, and with it {undone[0]!r} that stands before it; "
+                "give the section first"
+            )
 
 
 def dump_config(config: FrozenModel) -> str:
@@ -73,7 +130,9 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
             raise ValueError(f"override {override!r}: {section} is a value ({node!r}), not a section")
     # YAML 1.1 reads 1e-3 as a string; a plain number is what people mean.
     try:
-        value = yaml.safe_load(text)
+        value = _read_yaml(text)
+    except _DuplicateKeyError as error:
+        raise ValueError(f"override {override!r}: {error}") from None
     except yaml.YAMLError as error:
         raise ValueError(f"override {override!r}: {text!r} is not valid YAML; quote it") from error
     node[last] = _number(value) if isinstance(value, str) else value

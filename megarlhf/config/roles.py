@@ -29,6 +29,9 @@ class ModelConfig(FrozenModel):
     """A directory with config.json and tokenizer, for a Megatron checkpoint that has none of its own."""
     random_init: bool = False
     """Start from random weights of the architecture in config.json (the same at every layout)."""
+    fresh_head: bool = False
+    """Draw the scalar head at random and read the rest from `path`. For the critic of `rl` only, where `path` is a
+    language model, which has no such head; without it that is refused. `rm` does so by itself."""
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Of parameters and activations. Optimizer state and gradients are fp32."""
     vocab_multiple: PositiveInt = 128
@@ -96,10 +99,10 @@ class OptimConfig(FrozenModel):
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Optimizer steps over which the learning rate rises linearly from 0."""
     min_lr: NonNegative = 0.0
-    """Where `linear` and `cosine` end; `constant` does not read it."""
-    beta1: Fraction = 0.9
+    """Learning rate at the end of a `linear` or `cosine` schedule; at most `lr`. `constant` does not read it."""
+    beta1: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.9
     """AdamW's decay of the mean of gradients."""
-    beta2: Fraction = 0.95
+    beta2: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.95
     """AdamW's decay of the mean of squared gradients."""
     eps: Positive = 1e-8
     """AdamW's addend to the root of that mean."""
@@ -107,6 +110,20 @@ class OptimConfig(FrozenModel):
     """Decoupled; not applied to norms and biases."""
     clip_grad: NonNegative = 1.0
     """Global gradient norm is clipped to this; 0 clips nothing."""
+
+    @model_validator(mode="after")
+    def _check(self) -> OptimConfig:
+        if self.min_lr > self.lr:
+            raise ValueError(
+                f"min_lr = {self.min_lr:g} is above lr = {self.lr:g}, the peak from which the learning rate falls to "
+                "it; lower min_lr or raise lr"
+            )
+        if self.schedule == "constant" and self.min_lr > 0:
+            raise ValueError(
+                f"min_lr = {self.min_lr:g}, but with schedule 'constant' the learning rate does not fall; set schedule "
+                "to 'linear' or 'cosine', or leave min_lr out"
+            )
+        return self
 
 
 class KernelsConfig(FrozenModel):

@@ -17,6 +17,10 @@ from megarlhf.config.roles import Fraction, FrozenModel, NonNegative, Positive, 
 class RunConfig(FrozenModel):
     dir: Path
     """Run directory: resolved config, metrics, TensorBoard events, checkpoints."""
+    on_existing: Literal["refuse", "resume", "overwrite"] = "refuse"
+    """What to do when `dir` holds an earlier run. `overwrite` starts over: it removes what an earlier run of the same
+    command wrote there (config.yaml, metrics, TensorBoard events, exported checkpoints, responses.jsonl) and nothing
+    else. `resume` does not exist yet."""
     nproc: PositiveInt = 1
     """Local ranks that a plain start launches; torchrun and srun decide for themselves."""
     seed: int = 0
@@ -24,12 +28,26 @@ class RunConfig(FrozenModel):
     logger: Literal["tensorboard", "wandb"] = "tensorboard"
     """`wandb` logs to Weights & Biases as well."""
 
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.on_existing == "resume":
+            raise ValueError(
+                "on_existing = 'resume': an exact resume does not exist yet; give another run.dir with model.path = "
+                "the last checkpoint (a new run, with a new optimizer), or 'overwrite' to start over"
+            )
+        return self
+
 
 class DataConfig(FrozenModel):
     train: Path
     """JSON lines, JSON, Parquet, Arrow, or a directory of them, as `datasets` loads them."""
+    train_split: str | None = None
+    """Which split of `train` to read, where it has several: a directory of files named for splits (`train.jsonl`,
+    `test.jsonl`), a saved `DatasetDict`, a name of the Hugging Face hub. Several splits and none named is refused."""
     heldout: Path | None = None
     """Same format; used for evaluation only."""
+    heldout_split: str | None = None
+    """Which split of `heldout` to read, where it has several."""
     template: Literal["plain", "chat"] = "plain"
     """`plain`: the text as it stands. `chat`: the tokenizer's chat template around the prompt."""
     max_prompt_tokens: PositiveInt = 1024
@@ -41,8 +59,13 @@ class DataConfig(FrozenModel):
 class PromptDataConfig(FrozenModel):
     train: Path
     """Prompts; further columns (`answer`, ...) are handed to the rule rewards."""
+    train_split: str | None = None
+    """Which split of `train` to read, where it has several: a directory of files named for splits (`train.jsonl`,
+    `test.jsonl`), a saved `DatasetDict`, a name of the Hugging Face hub. Several splits and none named is refused."""
     heldout: Path | None = None
-    """Prompts of the same form; used for evaluation only."""
+    """Same format; used for evaluation only."""
+    heldout_split: str | None = None
+    """Which split of `heldout` to read, where it has several."""
     template: Literal["plain", "chat"] = "plain"
     """`plain`: the text as it stands. `chat`: the tokenizer's chat template over `messages`."""
     max_prompt_tokens: PositiveInt = 1024
@@ -307,6 +330,12 @@ class RLConfig(FrozenModel):
                 f"algo.advantage = {self.algo.advantage!r} compares the samples of one prompt and needs "
                 f"rollout.num_samples_per_prompt >= 2; got {self.rollout.num_samples_per_prompt}"
             )
+        for name, role in self.roles().items():
+            if name != "critic" and role.model.fresh_head:
+                raise ValueError(
+                    f"{name}.model.fresh_head: only a critic may start from a random head, which it learns; a reward "
+                    "model with one gives random rewards, and other roles have no scalar head. Leave it out"
+                )
         if self.train.stop.heldout_reward_patience and not (self.eval.every and self.data.heldout):
             raise ValueError("train.stop.heldout_reward_patience counts evaluations: set eval.every and data.heldout")
         longest = self.data.max_prompt_tokens + self.rollout.max_response_tokens
@@ -340,4 +369,9 @@ class GenerateConfig(FrozenModel):
     def _check(self) -> GenerateConfig:
         if any(reward.kind == "model" for reward in self.rewards):
             raise ValueError("generate and eval score by rules only; got a reward of kind 'model'")
+        if self.data.heldout is not None:
+            raise ValueError(
+                f"generate and eval read data.train, and would leave data.heldout = {self.data.heldout} unread; set "
+                "data.train to the prompts that are meant, and leave data.heldout out"
+            )
         return self

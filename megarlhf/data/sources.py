@@ -22,6 +22,15 @@ Record = dict[str, Any]
 _DATASETS_BUILDERS = {".parquet": "parquet", ".arrow": "arrow"}
 _JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
 _SUFFIXES = (*_JSON_SUFFIXES, *_DATASETS_BUILDERS)
+_SPLIT_WORDS = {
+    "train": "train", "training": "train",
+    "validation": "validation", "valid": "validation", "dev": "validation", "val": "validation",
+    "heldout": "heldout",
+    "test": "test", "testing": "test", "eval": "test", "evaluation": "test",
+}  # fmt: skip
+"""Words in a file's name that make it a split: those of `datasets`, and ours for held-out data."""
+_SPLIT_WORD = re.compile(rf"(?:^|[-._ 0-9])({'|'.join(_SPLIT_WORDS)})(?=[-._ 0-9])")
+_SHARD = re.compile(r"(\w+(?:\.\w+)*)-\d{5}-of-\d{5}")
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 _FRAGMENT = 80
 
@@ -34,7 +43,7 @@ def load_records(
     *,
     fields: Sequence[str],
     optional: Sequence[str] = (),
-    split: str = "train",
+    split: str | None = None,
 ) -> list[Record]:
     """Every row as a dict, all columns kept, in the order of the files.
 
@@ -42,8 +51,9 @@ def load_records(
               joined; what is not on disk and looks like `owner/name` is loaded from the Hugging Face hub
     fields:   must stand in every row: non-null strings, but for `messages`, a list of {role, content}
     optional: must be strings where they stand
-    split:    of a hub dataset or a saved DatasetDict; files have none
-    Raises:   ValueError that names file, line or row, what was found and what was expected
+    split:    of a directory of files named for splits, a saved DatasetDict or a hub dataset; None: it has one only
+    Raises:   ValueError that names file, line or row, what was found and what was expected, or the splits of a source
+              that has several
     """
     paths = [path] if isinstance(path, str | Path) else list(path)
     records: list[Record] = []
@@ -54,15 +64,35 @@ def load_records(
     return records
 
 
-def require_path(path: str | Path) -> None:
-    """Raises ValueError, naming the nearest neighbour, unless `path` is on disk or may be a hub name."""
+def require_source(path: str | Path, split: str | None = None) -> None:
+    """Raises ValueError, naming the nearest neighbour, unless `path` is on disk or may be a hub name; and, where what
+    is on disk has several splits, unless `split` is one of them. No data is read."""
     found = Path(path).expanduser()
     if not found.exists() and not _is_hub_name(str(path)):
         raise ValueError(_missing(found))
+    if found.is_dir():
+        _chosen(str(found), list(_saved_splits(found) or _files_by_split(found)), split)
+    elif found.exists() and split is not None:
+        raise ValueError(f"{found} is one file and has no split {split!r}; leave the split out")
 
 
-def _read(name: str, split: str) -> _Located:
-    require_path(name)
+def _chosen(name: str, splits: Sequence[str], split: str | None) -> str:
+    """The split to read. Raises: ValueError that lists what there is."""
+    listed = ", ".join(shown or "(no split named)" for shown in splits)
+    if split is None:
+        if len(splits) > 1:
+            raise ValueError(
+                f"{name} has several splits, of which only one is meant: {listed}; name it (data.train_split, "
+                "data.heldout_split), or give the path of the split's own file or directory"
+            )
+        return splits[0]
+    if split not in splits:
+        raise ValueError(f"{name} has no split {split!r}; it has {listed}")
+    return split
+
+
+def _read(name: str, split: str | None) -> _Located:
+    require_source(name, split)
     path = Path(name).expanduser()
     if path.is_dir():
         yield from _read_directory(path, split)
@@ -88,20 +118,47 @@ def _missing(path: Path) -> str:
     return f"no such data file or directory: {path}{hint}"
 
 
-def _read_directory(directory: Path, split: str) -> _Located:
-    if (directory / "state.json").exists() or (directory / "dataset_dict.json").exists():
-        yield from _read_saved(directory, split)
+def _read_directory(directory: Path, split: str | None) -> _Located:
+    if saved := _saved_splits(directory):
+        from datasets import load_from_disk
+
+        within = directory / _chosen(str(directory), saved, split) if saved != [""] else directory
+        yield from _rows(load_from_disk(str(within)), str(within))
         return
+    by_split = _files_by_split(directory)
+    for file in by_split[_chosen(str(directory), list(by_split), split)]:
+        yield from _read_file(file)
+
+
+def _saved_splits(directory: Path) -> list[str]:
+    """The splits of what `save_to_disk` wrote; one without a name for a Dataset, none for any other directory."""
+    if (directory / "dataset_dict.json").exists():
+        return list(json.loads((directory / "dataset_dict.json").read_text(encoding="utf-8"))["splits"])
+    return [""] if (directory / "state.json").exists() else []
+
+
+def _files_by_split(directory: Path) -> dict[str, list[Path]]:
+    """The data files of a directory, in order, by the split that their names say; "" where they say none."""
     entries = sorted(entry for entry in directory.iterdir() if not entry.name.startswith("."))
-    files = [entry for entry in entries if entry.suffix in _SUFFIXES]
-    if not files:
+    by_split: dict[str, list[Path]] = {}
+    for entry in entries:
+        if entry.suffix in _SUFFIXES:
+            by_split.setdefault(_split_of(entry.name), []).append(entry)
+    if not by_split:
         found = ", ".join(entry.name for entry in entries[:8]) or "nothing"
         raise ValueError(
             f"no data files in {directory}: found {found}; expected names that end in "
             f"{', '.join(_SUFFIXES)}, or a directory written by datasets' save_to_disk"
         )
-    for file in files:
-        yield from _read_file(file)
+    return by_split
+
+
+def _split_of(name: str) -> str:
+    """As `datasets` reads names: `train_sft-00000-of-00002.parquet` -> train_sft, `math_test.jsonl` -> test; or ""."""
+    if shard := _SHARD.match(name):
+        return shard[1]
+    word = _SPLIT_WORD.search(name)
+    return _SPLIT_WORDS[word[1]] if word else ""
 
 
 def _read_file(path: Path) -> _Located:
@@ -122,29 +179,21 @@ def _read_file(path: Path) -> _Located:
         yield from _rows(rows, str(path))
 
 
-def _read_saved(directory: Path, split: str) -> _Located:
-    from datasets import DatasetDict, load_from_disk
-
-    saved = load_from_disk(str(directory))
-    if isinstance(saved, DatasetDict):
-        if split not in saved:
-            raise ValueError(f"{directory} has no split {split!r}; it has {', '.join(saved)}")
-        saved = saved[split]
-    yield from _rows(saved, str(directory))
-
-
-def _read_hub(name: str, split: str) -> _Located:
-    from datasets import load_dataset
+def _read_hub(name: str, split: str | None) -> _Located:
+    from datasets import get_dataset_split_names, load_dataset
 
     with tempfile.TemporaryDirectory(prefix="megarlhf-data-") as cache:
         try:
-            rows = load_dataset(name, split=split, cache_dir=cache, keep_in_memory=True)
+            splits = get_dataset_split_names(name) if split is None else [split]
+            rows = None
+            if len(splits) == 1:
+                rows = load_dataset(name, split=splits[0], cache_dir=cache, keep_in_memory=True)
         except Exception as error:  # network, name, split, permission: one message for all
             raise ValueError(
-                f"{name} is not on disk, and loading it from the Hugging Face hub (split {split!r}) failed: "
-                f"{type(error).__name__}: {error}; check the name, or download it where there is a network"
+                f"{name} is not on disk, and loading it from the Hugging Face hub (split {split or 'not named'}) "
+                f"failed: {type(error).__name__}: {error}; check the name, or download it where there is a network"
             ) from error
-        yield from _rows(rows, f"{name}[{split}]")
+        yield from _rows(rows, f"{name}[{_chosen(name, splits, split)}]")
 
 
 def _rows(rows: Any, name: str) -> _Located:
@@ -189,14 +238,32 @@ def _checked(row: Any, where: str, fields: Sequence[str], optional: Sequence[str
         raise ValueError(f"{where}: expected a JSON object with {', '.join(fields)}, got {type(row).__name__}")
     for field in fields:
         if field not in row:
-            nearest = difflib.get_close_matches(field, list(row), n=1, cutoff=0.0)
-            hint = f"; the nearest is {nearest[0]!r}: rename it" if nearest else "; the row is empty"
-            raise ValueError(f"{where}: no field {field!r}, found {', '.join(map(repr, row)) or 'none'}{hint}")
+            raise ValueError(
+                f"{where}: no field {field!r}, found {', '.join(map(repr, row)) or 'none'}{_hint(field, row)}"
+            )
         _check_type(row[field], field, where)
     for field in optional:
         if row.get(field) is not None:
             _check_type(row[field], field, where)
     return dict(row)
+
+
+_FORMS = {
+    "chosen": "preference pairs, which train a reward model (`megarlhf rm`)",
+    "messages": "conversations: set data.template to 'chat'",
+    "response": "prompts with responses (`megarlhf sft`)",
+    "prompt": "prompts, which `megarlhf rl` and `generate` take",
+}
+"""What rows with a field of this name are; the most telling first."""
+
+
+def _hint(missing: str, row: Mapping[str, Any]) -> str:
+    """What may have been meant: a field whose name is nearly right, or another kind of data."""
+    others = [name for name in row if name not in (*_FORMS, "rejected", "answer")]
+    if nearest := difflib.get_close_matches(missing, others, n=1, cutoff=0.6):
+        return f"; is it {nearest[0]!r}? Then rename it"
+    form = next((form for name, form in _FORMS.items() if name in row), "")
+    return f"; these rows look like {form}" if form else f"; rename the one that is meant, or add {missing!r}"
 
 
 def _check_type(value: Any, field: str, where: str) -> None:

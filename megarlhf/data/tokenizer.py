@@ -33,6 +33,10 @@ class Tokenizer(Protocol):
     vocab_size: int
     """Ids are 0..vocab_size - 1; a model's embedding may be padded beyond."""
 
+    def tokens(self) -> list[str]:
+        """What each id stands for, from 0 to vocab_size - 1; "" for an id that stands for nothing."""
+        ...
+
     def encode(self, text: str, *, continuation: bool = False) -> list[int]:
         """Ids of the text, without bos or eos; `continuation` for text that follows other text."""
         ...
@@ -64,6 +68,10 @@ class SentencePieceTokenizer:
         self.eos_id = _required_eos(eos_id if eos_id >= 0 else None, name)
         self.bos_id: int | None = bos_id if bos_id >= 0 else None
         self.pad_id = _pad_or_eos(pad_id if pad_id >= 0 else None, self.eos_id, name)
+
+    def tokens(self) -> list[str]:
+        """See `Tokenizer.tokens`."""
+        return [str(self._start.id_to_piece(token)) for token in range(self.vocab_size)]
 
     def encode(self, text: str, *, continuation: bool = False) -> list[int]:
         """See `Tokenizer.encode`."""
@@ -97,6 +105,11 @@ class HuggingFaceTokenizer:
     def _glued(self, text: str) -> str:
         """The text as it comes out when its ids follow those of another."""
         return self._decode([*self._encode("a"), *self._encode(text)])[1:]
+
+    def tokens(self) -> list[str]:
+        """See `Tokenizer.tokens`."""
+        by_id = {token: text for text, token in self._tokenizer.get_vocab().items()}
+        return [by_id.get(token, "") for token in range(self.vocab_size)]
 
     def encode(self, text: str, *, continuation: bool = False) -> list[int]:
         """See `Tokenizer.encode`."""
@@ -144,6 +157,28 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
         f"no tokenizer in {directory}: expected tokenizer.json or tokenizer.model, found {found}; "
         "copy the tokenizer of the model there"
     )
+
+
+def has_tokenizer(directory: Path) -> bool:
+    """Whether `load_tokenizer` finds one there."""
+    return any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer.model"))
+
+
+def first_difference(writer: Tokenizer, reader: Tokenizer) -> str | None:
+    """Why ids that `writer` made would mean something else to a model that `reader` belongs to; None if they do not.
+
+    The reader may have more tokens than the writer. Padding does not count: it is masked everywhere.
+    """
+    ours, theirs = writer.tokens(), reader.tokens()
+    for token, text in enumerate(ours):
+        if token >= len(theirs):
+            return f"token {token} is {text!r} in the first; the second has {len(theirs)} tokens only"
+        if text != theirs[token]:
+            return f"token {token} is {text!r} in the first, {theirs[token]!r} in the second"
+    for name in ("bos_id", "eos_id"):
+        if (mine := getattr(writer, name)) != (other := getattr(reader, name)):
+            return f"{name} is {mine} in the first, {other} in the second"
+    return None
 
 
 def _required_eos(eos_id: int | None, name: str) -> int:

@@ -61,10 +61,12 @@ def build_role(
     seed: int,
     num_optimizer_steps: int | None = None,
     order: tuple[int, ...] | None = None,
+    new_head: bool = False,
 ) -> Role:
     """Build the model, load its weights, and, given a number of optimizer steps, wrap it for training.
 
     `order` says which rank stands where in the mesh (`layout.engine_order`); None: in the order of their numbers.
+    `new_head`: a scalar role may start from a language model, with a random head.
     Collective: every rank builds the same roles in the same order.
     """
     runtime = cache.runtime
@@ -72,7 +74,7 @@ def build_role(
     layout = replace(section.parallel.layout(runtime.world_size, name), order=order)
     mesh = build_mesh(layout, runtime, cache)
     shard = build_model(section, mesh, arch, head)
-    load_weights(shard, section.model, seed=seed)
+    load_weights(shard, section.model, seed=seed, new_head=new_head)
     trainer = None
     if num_optimizer_steps is None:
         shard.module.requires_grad_(False)

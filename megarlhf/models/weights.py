@@ -14,7 +14,7 @@ from megarlhf.models.build import ModelShard, placements_on
 from megarlhf.models.settings import DTYPES
 from megarlhf.placement import RankPlacements
 from megarlhf.weights.checkpoint.export import export
-from megarlhf.weights.checkpoint.open_checkpoint import open_checkpoint
+from megarlhf.weights.checkpoint.open_checkpoint import open_checkpoint, require_scalar_head
 from megarlhf.weights.transport.random_init import fill_random
 from megarlhf.weights.transport.storages import check_storages, load_from_files
 
@@ -29,10 +29,13 @@ def replica_placements(shard: ModelShard) -> list[RankPlacements]:
     return [placements_on(shard, rank) for rank in shard.mesh.replica_ranks]
 
 
-def load_weights(shard: ModelShard, model: ModelConfig, *, seed: int) -> None:
+def load_weights(shard: ModelShard, model: ModelConfig, *, seed: int, new_head: bool = False) -> None:
     """Fill every parameter: from a checkpoint of any format and layout, or at random, the same at every layout.
 
-    Each rank reads just its boxes. A scalar role that starts from a language model gets a fresh head.
+    Each rank reads just its boxes. `new_head`: a scalar role may start from a language model, with a random head.
+
+    Raises: ValueError for a scalar role whose checkpoint has no scalar head, where neither `new_head` nor
+    `model.fresh_head` allows a random one.
     """
     mine = placements_on(shard, shard.mesh.runtime.rank)
     live = shard.parameters()
@@ -41,13 +44,15 @@ def load_weights(shard: ModelShard, model: ModelConfig, *, seed: int) -> None:
     if model.random_init:
         fill_random(mine, live, seed=seed, std=std, arch=shard.arch, head=shard.head)
         return
-    stored = open_checkpoint(model.path, hf=model.hf, head=shard.head)
-    held = {tensor for source in stored.weights.parts for tensor in source.tensors}
+    checkpoint = open_checkpoint(model.path, hf=model.hf, head=shard.head)
     score = head_name(shard.arch, "scalar")
-    fresh = frozenset({score} & mine.tensors.keys() - held)
-    load_from_files(mine, stored.weights, live, skip=fresh)
-    if shard.head == "scalar" and score not in held:
-        log.info("%s has no %s: the scalar head starts fresh", model.path, score)
+    random_head = shard.head == "scalar" and (model.fresh_head or checkpoint.head != "scalar")
+    if random_head and not (new_head or model.fresh_head):
+        require_scalar_head(checkpoint)
+    fresh = frozenset({score} & mine.tensors.keys()) if random_head else frozenset()
+    load_from_files(mine, checkpoint.weights, live, skip=fresh)
+    if random_head:
+        log.info("%s: the scalar head starts at random", model.path)
     if fresh:
         fill_random(mine, live, seed=seed, std=std, arch=shard.arch, head=shard.head, only=fresh)
 

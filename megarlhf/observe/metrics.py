@@ -51,11 +51,10 @@ class MetricsWriter:
     tensorboard:   also write scalars under `run_dir/tensorboard`
     wandb_project: also log to this Weights & Biases project; None for not at all
     resume_step:   the last step that the resumed checkpoint contains. Lines of later steps are cut, and so is
-                   a last line torn by a crash. None starts a new record; a file that an earlier attempt left
-                   is kept beside it as `metrics.before-N.jsonl`.
+                   a last line torn by a crash. None starts a new record, where there is none yet.
 
-    Raises: ValueError when wandb_project is given and wandb is not installed, or metrics.jsonl is damaged
-    before its last line.
+    Raises: ValueError when wandb_project is given and wandb is not installed, metrics.jsonl is damaged before its
+    last line, or a new record is asked for where one is.
     """
 
     def __init__(
@@ -70,9 +69,9 @@ class MetricsWriter:
         wandb = None if wandb_project is None else _import_wandb(wandb_project)
         run_dir.mkdir(parents=True, exist_ok=True)
         path = run_dir / METRICS_FILE
-        if resume_step is None:
-            _set_aside(path)
-        else:
+        if resume_step is None and path.exists():
+            raise ValueError(f"{path} is the record of an earlier run; give a new run another directory")
+        if resume_step is not None:
             _cut_back(path, resume_step)
         self._last_step = resume_step
         self._file = path.open("a", encoding="utf-8")
@@ -161,20 +160,6 @@ def _plain_number(name: str, value: Any) -> float | int | None:
     raise ValueError(
         f"metric {name} is a {type(value).__name__}, expected float, int or None; give a tensor's `.item()`"
     )
-
-
-def _set_aside(path: Path) -> None:
-    """Rename the record of an earlier attempt: nothing is lost, and nothing is mixed."""
-    if not path.exists():
-        return
-    if path.stat().st_size == 0:
-        path.unlink()
-        return
-    number = 1
-    while (kept := path.with_name(f"metrics.before-{number}.jsonl")).exists():
-        number += 1
-    path.rename(kept)
-    log.warning("%s held an earlier attempt at this run; it is now %s", path, kept.name)
 
 
 def _cut_back(path: Path, resume_step: int) -> None:

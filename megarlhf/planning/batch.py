@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megarlhf.config import RLConfig, RLTrainConfig, TrainConfig
+from megarlhf.config import RLConfig, RLTrainConfig, RMConfig, SFTConfig, TrainConfig
 
 
 @dataclass(frozen=True)
@@ -108,3 +108,28 @@ def rl_batch_numbers(cfg: RLConfig, world_size: int) -> list[BatchNumber]:
     numbers.append(BatchNumber(f"rollout engines of {tp} rank(s)", engines))
     numbers.append(BatchNumber("prompts per rollout engine and step, at most", -(-train.prompts_per_step // engines)))
     return numbers
+
+
+def schedule_notes(cfg: SFTConfig | RMConfig | RLConfig) -> list[str]:
+    """What a learning-rate schedule does that is rarely meant, in sentences."""
+    notes = []
+    if isinstance(cfg, RLConfig):
+        per_step = cfg.train.prompts_per_step * cfg.rollout.num_samples_per_prompt // cfg.train.mini_batch_samples
+        per_step *= cfg.train.epochs_per_step
+        waits = cfg.train.critic_warmup_steps if "critic" in cfg.roles() else 0
+        steps = {"actor": max(0, cfg.train.num_steps - waits) * per_step, "critic": cfg.train.num_steps * per_step}
+        trained = {role: section for role, section in cfg.roles().items() if role in steps}
+        if 0 < cfg.train.num_steps <= waits:
+            notes.append(
+                f"actor: never trained, as train.critic_warmup_steps = {waits} of train.num_steps = "
+                f"{cfg.train.num_steps} train the critic only"
+            )
+    else:
+        role, section = ("actor", cfg.actor) if isinstance(cfg, SFTConfig) else ("reward_model", cfg.reward_model)
+        steps, trained = {role: cfg.train.num_steps}, {role: section}
+    return notes + [
+        f"{role}: {role}.optim.warmup_steps = {section.optim.warmup_steps}, but the run has {steps[role]} optimizer "
+        f"steps: it ends before the learning rate reaches {role}.optim.lr"
+        for role, section in trained.items()
+        if 0 < steps[role] < section.optim.warmup_steps
+    ]

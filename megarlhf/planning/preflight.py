@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from megarlhf.architectures.architecture import Architecture
-from megarlhf.architectures.hf_config import architecture_from_hf
 from megarlhf.architectures.placements import vllm_placements
 from megarlhf.config import (
     FrozenModel,
@@ -18,11 +17,12 @@ from megarlhf.config import (
     SFTConfig,
     dump_config,
 )
-from megarlhf.data.sources import require_path
-from megarlhf.data.tokenizer import load_tokenizer
+from megarlhf.data.sources import require_source
 from megarlhf.observe.progress import make_console, table
-from megarlhf.planning.batch import BatchNumber, rl_batch_numbers, supervised_batch_numbers
+from megarlhf.observe.run_directory import require_usable
+from megarlhf.planning.batch import BatchNumber, rl_batch_numbers, schedule_notes, supervised_batch_numbers
 from megarlhf.planning.legality import check_role
+from megarlhf.planning.models import check_heads, check_vocabularies
 from megarlhf.rollout.rewards.rules import load_rule
 
 
@@ -35,15 +35,19 @@ class Preflight:
     numbers: tuple[BatchNumber, ...]
     roles: tuple[tuple[str, str, str], ...]
     """Role, model and layout in words."""
+    notes: tuple[str, ...] = ()
+    """What else a user should know, in sentences."""
 
     def print(self) -> None:
         """The resolved configuration and numbers, for people."""
         console = make_console()
         console.print(self.config, highlight=False, markup=False)
         console.print(table(f"{self.title}: roles", self.roles, ("role", "model", "layout")))
-        console.print(
-            table(f"{self.title}: batch arithmetic", [(f.words, f.value) for f in self.numbers], ("per", "n"))
-        )
+        if self.numbers:
+            rows = [(number.words, number.value) for number in self.numbers]
+            console.print(table(f"{self.title}: batch arithmetic", rows, ("per", "n")))
+        for note in self.notes:
+            console.print(note, highlight=False, markup=False, soft_wrap=True)
 
 
 def preflight(command: str, cfg: FrozenModel, world_size: int) -> Preflight:
@@ -68,11 +72,16 @@ def preflight(command: str, cfg: FrozenModel, world_size: int) -> Preflight:
         )
         dp = layout.dp
     _check_files(cfg)
-    _check_vocabulary(roles)
+    notes = check_vocabularies(roles) + check_heads(roles, trains_reward_model=isinstance(cfg, RMConfig))
     if isinstance(cfg, RLConfig | GenerateConfig):
         for reward in cfg.rewards:
             if reward.rule is not None:
                 load_rule(reward.rule)
+    if command == "eval" and isinstance(cfg, GenerateConfig) and not cfg.rewards:
+        raise ValueError("rewards is empty: eval scores by rules; name one, such as [{kind: rule, rule: exact_match}]")
+    notes += _check_outputs(command, cfg)
+    if isinstance(cfg, SFTConfig | RMConfig | RLConfig):
+        notes += schedule_notes(cfg)
     numbers: list[BatchNumber] = []
     if isinstance(cfg, SFTConfig):
         numbers = supervised_batch_numbers(cfg.train, dp, "actor", "sequences")
@@ -80,7 +89,9 @@ def preflight(command: str, cfg: FrozenModel, world_size: int) -> Preflight:
         numbers = supervised_batch_numbers(cfg.train, dp, "reward_model", "preference pairs (two sequences each)")
     elif isinstance(cfg, RLConfig):
         numbers = rl_batch_numbers(cfg, world_size)
-    return Preflight(title=command, config=dump_config(cfg), numbers=tuple(numbers), roles=tuple(described))
+    return Preflight(
+        title=command, config=dump_config(cfg), numbers=tuple(numbers), roles=tuple(described), notes=tuple(notes)
+    )
 
 
 def _roles(cfg: FrozenModel) -> dict[str, RoleConfig]:
@@ -92,28 +103,39 @@ def _roles(cfg: FrozenModel) -> dict[str, RoleConfig]:
     return {"actor": cfg.actor}
 
 
-def _check_files(cfg: FrozenModel) -> None:
-    """Data must be there, unless its name may be one of the Hugging Face hub."""
+def _check_outputs(command: str, cfg: FrozenModel) -> list[str]:
+    """Nothing that is there may be lost. Returns what an overwriting run removes, and the like, in sentences."""
     assert isinstance(cfg, SFTConfig | RMConfig | RLConfig | GenerateConfig)
-    for key, path in (("data.train", cfg.data.train), ("data.heldout", cfg.data.heldout)):
+    if cfg.run.logger == "wandb" and find_spec("wandb") is None:
+        raise ValueError("run.logger = 'wandb', but wandb is not installed: pip install wandb, or set tensorboard")
+    if isinstance(cfg, GenerateConfig) and cfg.out is not None and command == "generate" and cfg.out.exists():
+        if cfg.out.resolve() in (path.resolve() for path in (cfg.data.train, cfg.data.heldout) if path is not None):
+            raise ValueError(f"out = {cfg.out} is the data that is read; name another file")
+        if cfg.run.on_existing == "refuse":
+            raise ValueError(
+                f"out = {cfg.out} is there; name another file, or replace it with run.on_existing=overwrite"
+            )
+    notes = []
+    if (cfg.data.train, cfg.data.train_split) == (cfg.data.heldout, cfg.data.heldout_split):
+        notes.append("data.heldout is data.train: what is called held-out figures are those of the training data")
+    if files := require_usable(cfg, cfg.run, command):
+        notes.append(f"run.dir = {cfg.run.dir}: the earlier run's {len(files)} files and folders are removed")
+    return notes
+
+
+def _check_files(cfg: FrozenModel) -> None:
+    """Data must be there, unless its name may be one of the Hugging Face hub; of several splits one must be named."""
+    assert isinstance(cfg, SFTConfig | RMConfig | RLConfig | GenerateConfig)
+    data = cfg.data
+    for key, path, split in (
+        ("data.train", data.train, data.train_split),
+        ("data.heldout", data.heldout, data.heldout_split),
+    ):
         if path is not None:
             try:
-                require_path(path)
+                require_source(path, split)
             except ValueError as error:
                 raise ValueError(f"{key}: {error}; working directory: {Path.cwd()}") from None
-
-
-def _check_vocabulary(roles: Mapping[str, RoleConfig]) -> None:
-    """Every role reads what the first one's tokenizer wrote; a token without an embedding would read padding."""
-    path = next(iter(roles.values())).model.hf_directory()
-    num_tokens = load_tokenizer(path).vocab_size
-    for role, section in roles.items():
-        vocab_size = architecture_from_hf(section.model.hf_directory()).vocab_size
-        if num_tokens > vocab_size:
-            raise ValueError(
-                f"{role}: the tokenizer of {path} has {num_tokens} tokens, {section.model.path} has vocab_size = "
-                f"{vocab_size}; do tokenizer and model belong together?"
-            )
 
 
 def _check_engine(cfg: RLConfig | GenerateConfig, section: RoleConfig, arch: Architecture, world_size: int) -> None:

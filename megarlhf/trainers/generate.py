@@ -15,8 +15,10 @@ from megarlhf.config import CheckpointConfig, GenerateConfig
 from megarlhf.data.samples import PromptSample
 from megarlhf.experience import Rollouts
 from megarlhf.models.role import build_role
+from megarlhf.observe.metrics import METRICS_FILE
+from megarlhf.observe.progress import table
 from megarlhf.parallel.mesh import GroupCache
-from megarlhf.rollout.engine import sample_seed
+from megarlhf.rollout.engine import RolloutEngine, sample_seed
 from megarlhf.rollout.rewards.rules import load_rule
 from megarlhf.rollout.rewards.score import rule_rewards
 from megarlhf.runtime import Runtime
@@ -30,8 +32,9 @@ MICRO_BATCH_SAMPLES = 16
 def run(cfg: GenerateConfig, runtime: Runtime) -> None:
     """Write a JSON line per response: prompt, response, finished, rewards by name, and the record's columns."""
     data = load_prompts(cfg.data, cfg.actor.model.hf_directory())
+    engine = _engine(cfg, runtime)
     with open_session(cfg, cfg.run, CheckpointConfig(), runtime, "generate", 1, data.notes) as session:
-        prompts, responses, rollouts, rewards = _respond(cfg, runtime, data)
+        prompts, responses, rollouts, rewards = _respond(cfg, runtime, engine, data)
         out = cfg.out or cfg.run.dir / "responses.jsonl"
         if runtime.is_main:
             _write_lines(out, _lines(prompts, responses, rollouts, rewards))
@@ -40,22 +43,32 @@ def run(cfg: GenerateConfig, runtime: Runtime) -> None:
 
 
 def evaluate(cfg: GenerateConfig, runtime: Runtime) -> None:
-    """Log the mean of each reward over the prompts."""
+    """Log and print the mean of each reward over the responses."""
     data = load_prompts(cfg.data, cfg.actor.model.hf_directory())
+    engine = _engine(cfg, runtime)
     with open_session(cfg, cfg.run, CheckpointConfig(), runtime, "eval", 1, data.notes) as session:
-        prompts, _, rollouts, rewards = _respond(cfg, runtime, data)
-        session.log(1, {**_summary(rollouts, rewards), "num_prompts": len(prompts)})
+        prompts, _, rollouts, rewards = _respond(cfg, runtime, engine, data)
+        summary = _summary(rollouts, rewards)
+        session.log(1, {**summary, "num_prompts": len(prompts)})
+        session.note(f"{cfg.actor.model.path}: means over {len(prompts)} responses to {cfg.data.train}")
+        session.note(table("eval", list(summary.items()), ("metric", "mean")))
+        session.note(f"wrote them to {cfg.run.dir / METRICS_FILE}")
 
 
-def _respond(
-    cfg: GenerateConfig, runtime: Runtime, data: PromptData
-) -> tuple[list[PromptSample], list[str], Rollouts, dict[str, Tensor]]:
-    prompts = [p for p in data.train[: cfg.max_samples] for _ in range(cfg.rollout.num_samples_per_prompt)]
+def _engine(cfg: GenerateConfig, runtime: Runtime) -> RolloutEngine:
+    """The engine with the model's weights, certified."""
     order = actor_order(cfg.rollout, cfg.actor, runtime)
     actor = build_role("actor", cfg.actor, "lm", GroupCache(runtime), seed=cfg.run.seed, order=order)
     engine = make_engine(cfg.rollout, actor, cfg.data.max_prompt_tokens, MICRO_BATCH_SAMPLES)
     engine.update_weights(actor.shard, version=0)
     engine.verify_weights(actor.shard)
+    return engine
+
+
+def _respond(
+    cfg: GenerateConfig, runtime: Runtime, engine: RolloutEngine, data: PromptData
+) -> tuple[list[PromptSample], list[str], Rollouts, dict[str, Tensor]]:
+    prompts = [p for p in data.train[: cfg.max_samples] for _ in range(cfg.rollout.num_samples_per_prompt)]
     rollouts = engine.generate(
         [torch.tensor(prompt.tokens) for prompt in prompts],
         [sample_seed(cfg.run.seed, 0, n) for n in range(len(prompts))],

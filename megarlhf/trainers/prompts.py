@@ -33,12 +33,12 @@ def load_prompts(data: PromptDataConfig, model_path: Path, max_heldout: int | No
     tokenizer = load_tokenizer(model_path)
     found: list[list[PromptSample]] = []
     notes = []
-    for path in (data.train, data.heldout):
+    for path, split in ((data.train, data.train_split), (data.heldout, data.heldout_split)):
         if path is None:
             found.append([])
             continue
         prompts, skipped = build_prompts(
-            load_records(path, fields=("prompt",) if data.template == "plain" else ("messages",)),
+            load_records(path, fields=("prompt",) if data.template == "plain" else ("messages",), split=split),
             tokenizer,
             max_prompt_tokens=data.max_prompt_tokens,
             template=data.template,

@@ -45,12 +45,12 @@ def run(cfg: RLConfig, runtime: Runtime) -> None:
     """Improve the actor on its own samples."""
     data = load_prompts(cfg.data, cfg.actor.model.hf_directory(), cfg.eval.max_samples)
     order = ShuffledBatches(len(data.train), cfg.train.prompts_per_step, cfg.run.seed)
+    components = build(cfg, runtime, data.tokenizer)
+    components.engine.update_weights(components.actor.shard, version=0)
+    components.engine.verify_weights(components.actor.shard)
     with open_session(cfg, cfg.run, cfg.checkpoint, runtime, "rl", cfg.train.num_steps, data.notes) as session:
-        components = build(cfg, runtime, data.tokenizer)
         evaluate = Evaluator(cfg, components.engine, components.rewarder, data.tokenizer, data.heldout)
         stop = StopRule(cfg.train.stop)
-        components.engine.update_weights(components.actor.shard, version=0)
-        components.engine.verify_weights(components.actor.shard)
         session.log(0, stop.watch(evaluate()))
         for step in range(cfg.train.num_steps):
             clock = Stopwatch()

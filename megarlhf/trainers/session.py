@@ -5,16 +5,18 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch.distributed as dist
+from rich.console import RenderableType
 
-from megarlhf.config import CheckpointConfig, FrozenModel, RunConfig, dump_config
+from megarlhf.config import CheckpointConfig, FrozenModel, RunConfig
 from megarlhf.models.role import Role
 from megarlhf.observe.metrics import Metric, MetricsWriter, NullWriter, Observer
 from megarlhf.observe.progress import Progress
+from megarlhf.observe.run_directory import claim
 from megarlhf.runtime import Runtime
 
 
@@ -35,9 +37,9 @@ class Session:
         self.observer.log(step, metrics)
         self.progress.step(step, metrics)
 
-    def note(self, text: str) -> None:
-        """Say something on rank 0."""
-        self.progress.note(text)
+    def note(self, message: RenderableType) -> None:
+        """Say something on rank 0: a sentence, or a table."""
+        self.progress.note(message)
 
     def maybe_save(self, step: int, roles: Sequence[Role], *, last: bool) -> None:
         """Export the trained roles when the configuration asks for it, and after the last step."""
@@ -62,16 +64,13 @@ def open_session(
 ) -> Iterator[Session]:
     """Make the run directory, write the resolved configuration, open metrics and progress, and say `notes`.
 
-    Data is read before a session is opened, so that bad data leaves no trace of a run.
+    Whatever can be refused is refused before: data is read and models are built first, so that a mistake leaves no
+    trace of a run, and an earlier run in the directory as it is. Collective: rank 0 decides about the directory.
     """
+    _on_main_rank(runtime, lambda: claim(cfg, run, title))
     observer: Observer = NullWriter()
     if runtime.is_main:
-        try:
-            run.dir.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ValueError(f"run.dir = {run.dir} cannot be made ({error}); name a directory you may write") from error
         observer = MetricsWriter(run.dir, wandb_project="megarlhf" if run.logger == "wandb" else None)
-        (run.dir / "config.yaml").write_text(dump_config(cfg))
     try:
         with Progress(title, total, enabled=runtime.is_main) as progress:
             for note in notes:
@@ -79,6 +78,20 @@ def open_session(
             yield Session(runtime=runtime, run_dir=run.dir, observer=observer, progress=progress, checkpoint=checkpoint)
     finally:
         observer.close()
+
+
+def _on_main_rank(runtime: Runtime, action: Callable[[], None]) -> None:
+    """Do it on rank 0; its ValueError is raised on every rank. Collective."""
+    message: list[str | None] = [None]
+    if runtime.is_main:
+        try:
+            action()
+        except ValueError as error:
+            message = [str(error)]
+    if runtime.world_size > 1:
+        dist.broadcast_object_list(message, src=0)
+    if message[0] is not None:
+        raise ValueError(message[0])
 
 
 def _name(step: int) -> str:

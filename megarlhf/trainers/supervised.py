@@ -87,15 +87,16 @@ def run_supervised(objective: Objective[Sample], runtime: Runtime) -> None:
     cfg = objective.cfg
     train, heldout, notes = load_samples(objective)
     order = ShuffledBatches(len(train), cfg.train.mini_batch_samples, cfg.run.seed)
+    role = build_role(
+        objective.role_name,
+        objective.section,
+        objective.head,
+        GroupCache(runtime),
+        seed=cfg.run.seed,
+        num_optimizer_steps=cfg.train.num_steps,
+        new_head=True,
+    )
     with open_session(cfg, cfg.run, cfg.checkpoint, runtime, objective.command, cfg.train.num_steps, notes) as session:
-        role = build_role(
-            objective.role_name,
-            objective.section,
-            objective.head,
-            GroupCache(runtime),
-            seed=cfg.run.seed,
-            num_optimizer_steps=cfg.train.num_steps,
-        )
         session.log(0, evaluate(objective, role, heldout))
         for step in range(cfg.train.num_steps):
             started = time.perf_counter()
@@ -120,12 +121,12 @@ def load_samples(objective: Objective[Sample]) -> tuple[list[Sample], list[Sampl
     max_positions = architecture_from_hf(hf_directory).max_positions
     splits: list[list[Sample]] = []
     notes = []
-    for path in (cfg.data.train, cfg.data.heldout):
+    for path, split in ((cfg.data.train, cfg.data.train_split), (cfg.data.heldout, cfg.data.heldout_split)):
         if path is None:
             splits.append([])
             continue
         samples, skipped = objective.build_samples(
-            load_records(path, fields=objective.fields),
+            load_records(path, fields=objective.fields, split=split),
             tokenizer,
             max_prompt_tokens=cfg.data.max_prompt_tokens,
             max_response_tokens=cfg.data.max_response_tokens,

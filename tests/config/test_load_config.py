@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from megarlhf.config import GenerateConfig, KernelsConfig, RLConfig, RMConfig, SFTConfig, dump_config, load_config
+from megarlhf.config.load import repeated_overrides
 from megarlhf.kernels import Backend
 
 SFT = {
@@ -32,7 +33,7 @@ RL = {
     "data": {"train": "data/prompts.jsonl", "heldout": "data/heldout.jsonl"},
     "train": {"num_steps": 3, "prompts_per_step": 8, "mini_batch_samples": 8, "micro_batch_samples": 2},
 }
-GENERATE = {key: RL[key] for key in ("run", "actor", "data")}
+GENERATE = {"run": RL["run"], "actor": RL["actor"], "data": {"train": "data/prompts.jsonl"}}
 KINDS = {"sft": (SFTConfig, SFT), "rm": (RMConfig, RM), "rl": (RLConfig, RL), "generate": (GenerateConfig, GENERATE)}
 
 
@@ -122,6 +123,37 @@ def test_the_last_override_wins_and_the_rest_of_a_section_stays(load):
     assert (cfg.actor.optim.clip_grad, cfg.actor.optim.lr) == (3.0, 0.001)
 
 
+def test_repeated_overrides_are_said():
+    overrides = ["run.seed=1", "run.seed=2", "actor.optim.lr=1", "run.seed=3"]
+    assert repeated_overrides(overrides) == ["run.seed is overridden 3 times: run.seed=3, the last, counts"]
+
+
+def test_an_override_of_a_section_does_not_undo_an_earlier_one_of_its_keys(load, refusal):
+    key, section = "actor.parallel.tp=2", "actor.parallel={sequence_parallel: true}"
+    assert f"override {section!r} replaces the whole section, and with it {key!r}" in refusal("sft", key, section)
+    assert load("sft", section.replace("}", ", tp: 4}"), key).actor.parallel.tp == 2
+
+
+def test_a_key_that_stands_twice_is_refused_with_both_lines(tmp_path, refusal):
+    """Merge keys may be set again beside what they bring, and anchors may be used twice."""
+    path = tmp_path / "config.yaml"
+    good = yaml.safe_dump({key: value for key, value in RL.items() if key not in ("actor", "critic", "reward_model")})
+    roles = (
+        "actor: &base\n  model: {path: m}\n  optim: &o {lr: 0.25}\ncritic:\n  <<: *base\n  optim: {<<: *o, eps: 1.0}\n"
+    )
+    path.write_text(roles + "reward_model: *base\n" + good)
+    cfg = load_config(RLConfig, path)
+    assert (cfg.critic.model.path, cfg.critic.optim.lr, cfg.critic.optim.eps) == (Path("m"), 0.25, 1.0)
+    for text, words in (
+        (roles + "actor:\n  model: {path: n}\n" + good, "the key 'actor' stands in line 1 and again in line 7"),
+        (roles.replace("eps: 1.0", "eps: 1.0, eps: 2.0") + good, "the key 'eps' stands in line 6 and again in line 6"),
+    ):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=re.escape(f"{path}: {words}, and only one of them would count")):
+            load_config(RLConfig, path)
+    assert "the key 'tp' stands in line 1 and again in line 1" in refusal("sft", "actor.parallel={tp: 1, tp: 2}")
+
+
 def test_an_override_fills_a_section_that_stands_empty_in_the_file(load):
     assert load("sft", "eval.every=2", change=lambda tree: tree.update(eval=None)).eval.every == 2
 
@@ -194,7 +226,9 @@ def test_a_missing_key_is_named(refusal, command, section, key, words):
         ("actor.parallel.sequence_parallel=perhaps", ["actor.parallel.sequence_parallel: ", "got 'perhaps'"]),
         ("actor.parallel.tp=[1]", ["actor.parallel.tp: ", "got [1]"]),
         ("actor.model.dtype=fp8", ["actor.model.dtype: ", "'fp32' or 'bf16'", "got 'fp8'"]),
-        ("actor.optim.beta1=1.5", ["actor.optim.beta1: ", "less than or equal to 1", "got 1.5"]),
+        ("actor.optim.beta1=1.5", ["actor.optim.beta1: ", "less than 1", "got 1.5"]),
+        ("actor.optim.beta2=1", ["actor.optim.beta2: ", "less than 1", "got 1"]),
+        ("run.on_existing=ignore", ["run.on_existing: ", "'refuse', 'resume' or 'overwrite'", "got 'ignore'"]),
         ("actor.optim.lr=.nan", ["actor.optim.lr: ", "finite number", "got nan"]),
         ("actor.optim.lr=.inf", ["actor.optim.lr: ", "finite number", "got inf"]),
         ("train=3", ["train: ", "got 3"]),
@@ -243,6 +277,15 @@ VLLM_TP = ("actor.parallel.tp=2", "rollout.parallel.tp=2")
             ["actor.parallel={pp: 3, layers_per_stage: [2, 2]}"],
             ["actor.parallel: ", "layers_per_stage has 2 numbers for pp = 3 stages; give 3"],
         ),
+        (
+            "sft",
+            ["actor.optim={lr: 1e-5, min_lr: 1e-4, schedule: cosine}"],
+            ["actor.optim: ", "min_lr = 0.0001 is above lr = 1e-05", "lower min_lr or raise lr"],
+        ),
+        ("sft", ["actor.optim.min_lr=1e-4"], ["min_lr = 0.0001, but with schedule 'constant'", "to 'linear' or"]),
+        ("sft", ["run.on_existing=resume"], ["run: ", "an exact resume does not exist yet"]),
+        ("rl", ["reward_model.model.fresh_head=true"], ["reward_model.model.fresh_head: only a critic", "random rew"]),
+        ("rl", ["actor.model.fresh_head=true"], ["actor.model.fresh_head: only a critic may"]),
         ("rm", ["unit_variance=true"], ["unit_variance measures the scores of held-out pairs", "set data.heldout"]),
         ("rl", ["rewards=[{kind: rule}]"], ["rewards.0: ", "'rule' got rule = None", "kind 'rule' needs a rule"]),
         ("rl", ["rewards=[{kind: model, rule: x}]"], ["'model' got rule = 'x'", "kind 'model' takes none"]),
@@ -269,6 +312,7 @@ VLLM_TP = ("actor.parallel.tp=2", "rollout.parallel.tp=2")
             ["train.stop.heldout_reward_patience=2", "eval.every=1", "data.heldout="],
             ["set eval.every and data.heldout"],
         ),
+        ("generate", ["data.heldout=h.jsonl"], ["would leave data.heldout = h.jsonl unread", "set data.train to"]),
         ("generate", ["rewards=[{kind: model}]"], ["score by rules only", "got a reward of kind 'model'"]),
         (
             "sft",
@@ -297,6 +341,8 @@ def test_every_check_across_keys_says_what_to_do(refusal, command, overrides, wo
         ("rl", ["rewards=[{kind: rule, rule: x}]", "reward_model="]),
         ("rl", ["algo.advantage=group_relative", "rollout.num_samples_per_prompt=2", "critic="]),
         ("rl", VLLM_TP),
+        ("rl", ["critic.model.fresh_head=true"]),
+        ("sft", ["actor.optim={lr: 1e-4, min_lr: 1e-4, schedule: linear}"]),
         ("rl", ["rollout.parallel.tp=2", "rollout.engine=megatron"]),
         ("rl", ["train.stop.heldout_reward_patience=2", "eval.every=1"]),
         ("generate", ["rewards=[{kind: rule, rule: exact_match}]"]),

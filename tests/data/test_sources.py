@@ -12,7 +12,7 @@ import sys
 import datasets
 import pytest
 
-from megarlhf.data.sources import load_records
+from megarlhf.data.sources import load_records, require_source
 
 ROWS = [
     {"prompt": "1+1=", "response": "2", "answer": 2, "day": "2024-01-01"},
@@ -47,12 +47,17 @@ def test_every_format_gives_the_same_records(tmp_path):
     for name, new in (("stream", pa.ipc.new_stream), ("file", pa.ipc.new_file)):
         with new(tmp_path / f"{name}.arrow", arrow.schema) as writer:
             writer.write_table(arrow)
-    for name in ("a.jsonl", "a.json", "a.parquet", "saved", "dict", "stream.arrow", "file.arrow"):
+    for name in ("a.jsonl", "a.json", "a.parquet", "saved", "dict/train", "stream.arrow", "file.arrow"):
         assert load_records(tmp_path / name, fields=FIELDS, optional=["day", "hint"]) == ROWS, name
+    assert load_records(tmp_path / "dict", fields=FIELDS, split="train") == ROWS
     assert load_records(tmp_path / "dict", fields=FIELDS, split="test") == ROWS[:1]
     assert not (tmp_path / "cache").exists()
-    with pytest.raises(ValueError, match=r"no split 'dev'; it has train, test"):
-        load_records(tmp_path / "dict", fields=FIELDS, split="dev")
+    for split, message in (
+        ("dev", "no split 'dev'; it has train, test"),
+        (None, r"has several splits, .*: train, test; name it \(data.train_split"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            load_records(tmp_path / "dict", fields=FIELDS, split=split)
 
 
 def test_directories_and_lists_are_joined_in_order(tmp_path):
@@ -63,6 +68,62 @@ def test_directories_and_lists_are_joined_in_order(tmp_path):
     assert load_records(tmp_path, fields=FIELDS) == ROWS
     both = [str(tmp_path / "2.jsonl"), tmp_path / "1.parquet"]
     assert load_records(both, fields=FIELDS) == [*ROWS[1:], ROWS[0]]
+
+
+def test_a_directory_with_several_splits_is_read_only_when_one_is_named(tmp_path):
+    """All of them joined would train on the test set. Shards of one split are one split."""
+    names = {
+        "train": ("train-00000-of-00002.jsonl", "train-00001-of-00002.jsonl"),
+        "validation": ("math_val.jsonl",),
+        "test": ("eval.2.json",),
+        "heldout": ("pairs-heldout.jsonl",),
+        "train_sft": ("train_sft-00000-of-00001.jsonl",),
+        "": ("trains.jsonl", "contest.jsonl"),
+    }
+    for number, name in enumerate(name for files in names.values() for name in files):
+        write_jsonl(tmp_path / name, [{**ROWS[0], "answer": number}])
+    with pytest.raises(ValueError, match="has several splits") as raised:
+        load_records(tmp_path, fields=FIELDS)
+    listed = "(no split named), test, validation, heldout, train, train_sft"
+    assert f": {listed}; name it" in str(raised.value)
+    read = {split: load_records(tmp_path, fields=FIELDS, split=split) for split in names if split}
+    assert {split: [row["answer"] for row in rows] for split, rows in read.items()} == {
+        "train": [0, 1], "validation": [2], "test": [3], "heldout": [4], "train_sft": [5],
+    }  # fmt: skip
+    with pytest.raises(ValueError, match=rf"has no split 'dev'; it has {re.escape(listed)}"):
+        require_source(tmp_path, "dev")
+    with pytest.raises(ValueError, match=r"math_val\.jsonl is one file and has no split 'validation'"):
+        load_records(tmp_path / "math_val.jsonl", fields=FIELDS, split="validation")
+
+
+def test_a_hub_dataset_with_several_splits_is_read_only_when_one_is_named(monkeypatch):
+    """With stand-ins for the two calls that need a network."""
+    several = datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)})
+    monkeypatch.setattr(datasets, "get_dataset_split_names", lambda name: ["train", "test"])
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, split, **_: several[split])
+    with pytest.raises(ValueError, match=r"owner/name has several splits, .*: train, test; name it"):
+        load_records("owner/name", fields=FIELDS)
+    assert load_records("owner/name", fields=FIELDS, split="train") == ROWS
+    monkeypatch.setattr(datasets, "get_dataset_split_names", lambda name: ["train"])
+    assert load_records("owner/name", fields=FIELDS) == ROWS
+
+
+@pytest.mark.parametrize(
+    "fields, row, hint",
+    [
+        (["prompt", "response"], {"prompt": "a", "responce": "b"}, "; is it 'responce'? Then rename it"),
+        (["prompt"], {"rejected": "a", "chosen": "b"}, "; these rows look like preference pairs, which train a reward"),
+        (["prompt", "response"], {"prompt": "a", "answer": "b"}, "; these rows look like prompts, which `megarlhf rl`"),
+        (["prompt", "response"], {"messages": []}, "; these rows look like conversations: set data.template to 'chat'"),
+        (["prompt"], {"question": "a"}, "; rename the one that is meant, or add 'prompt'"),
+    ],
+)
+def test_a_missing_field_is_told_what_may_have_been_meant(tmp_path, fields, row, hint):
+    """A rename is proposed only of a name that is nearly right, never of another field of ours."""
+    with pytest.raises(ValueError, match="no field") as raised:
+        load_records(write_jsonl(tmp_path / "x.jsonl", [row]), fields=fields)
+    assert hint in str(raised.value)
+    assert ("rename it" in str(raised.value)) == ("responce" in row)
 
 
 def test_missing_file_names_the_path_and_its_nearest_sibling(tmp_path):
@@ -87,7 +148,7 @@ def test_hub_failure_says_both_what_was_tried(monkeypatch):
     def fail(*_, **__):
         raise ConnectionError("no route")
 
-    monkeypatch.setattr(datasets, "load_dataset", fail)
+    monkeypatch.setattr(datasets, "get_dataset_split_names", fail)
     with pytest.raises(ValueError, match=r"owner/name is not on disk.*hub.*no route.*network"):
         load_records("owner/name", fields=FIELDS)
 

@@ -151,7 +151,7 @@ def saved_roles(runtime: Runtime, config: dict[str, Any], root: str, order: tupl
     objective, samples = SupervisedFineTuning(cfg), _sft_samples(cfg)
     cache = GroupCache(runtime)
     actor = build_role("actor", cfg.actor, "lm", cache, seed=0, num_optimizer_steps=1, order=order)
-    critic = build_role("critic", cfg.actor, "scalar", cache, seed=0, order=order)
+    critic = build_role("critic", cfg.actor, "scalar", cache, seed=0, order=order, new_head=True)
     save_roles(Path(root), 1, [actor, critic])
     train_on(objective, actor, samples[: cfg.train.mini_batch_samples])
     saved = save_roles(Path(root), 2, [actor, critic])
@@ -218,7 +218,9 @@ def rm_steps(runtime: Runtime, config: dict[str, Any], num_steps: int) -> dict[s
         max_response_tokens=64,
     )
     cache = GroupCache(runtime)
-    model = build_role("reward_model", cfg.reward_model, "scalar", cache, seed=0, num_optimizer_steps=num_steps)
+    model = build_role(
+        "reward_model", cfg.reward_model, "scalar", cache, seed=0, num_optimizer_steps=num_steps, new_head=True
+    )
     gradients: list[Arrays] = []
     record_gradients(model, gradients)
     before = evaluate(objective, model, pairs[:33])  # 33 does not divide: fillers take part
@@ -253,6 +255,8 @@ def rl_step(runtime: Runtime, config: dict[str, Any], order: tuple[int, ...] | N
     actor_order = {"return_value": order} if order else {"wraps": asked.actor_order}
     with (
         mock.patch.object(asked, "actor_order", **actor_order),
+        # Where a test has no reward model, a language model with a random head stands for one.
+        mock.patch.object(rl, "build_role", partial(build_role, new_head=True)),
         mock.patch.object(dist, "new_group", wraps=dist.new_group) as new_group,
     ):
         parts = rl.build(cfg, runtime, tokenizer)

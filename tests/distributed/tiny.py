@@ -55,6 +55,18 @@ def write_tiny_llama(
     return directory
 
 
+def write_reward_model(directory: Path, base: Path) -> Path:
+    """The trunk of a tiny Llama with a random scalar head."""
+    from transformers import LlamaForSequenceClassification
+
+    torch.manual_seed(9)
+    model = LlamaForSequenceClassification.from_pretrained(base, num_labels=1, dtype=torch.float32)
+    torch.nn.init.normal_(model.score.weight, std=0.08)
+    model.save_pretrained(directory)
+    (directory / "tokenizer.model").write_bytes((base / "tokenizer.model").read_bytes())
+    return directory
+
+
 COMMON: dict[str, Any] = {
     "vocab_size": 100,
     "hidden_size": 64,

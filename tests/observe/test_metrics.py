@@ -81,13 +81,13 @@ def test_a_damaged_line_in_the_middle_is_an_error_that_names_it(tmp_path):
         MetricsWriter(tmp_path, tensorboard=False, resume_step=3)
 
 
-def test_a_new_start_sets_the_earlier_record_aside(tmp_path):
+def test_a_new_record_never_touches_an_earlier_one(tmp_path):
     write_steps(tmp_path, [1, 2])
-    write_steps(tmp_path, [1])
-    write_steps(tmp_path, [1, 2, 3])
-    assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2, 3]
-    assert len((tmp_path / "metrics.before-1.jsonl").read_text().splitlines()) == 2
-    assert len((tmp_path / "metrics.before-2.jsonl").read_text().splitlines()) == 1
+    before = lines(tmp_path)
+    with pytest.raises(ValueError, match=r"metrics\.jsonl is the record of an earlier run"):
+        write_steps(tmp_path, [1])
+    assert lines(tmp_path) == before
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
 def test_after_a_resume_steps_continue_behind_it(tmp_path):

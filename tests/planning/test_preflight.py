@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megarlhf.config import GenerateConfig, RLConfig, RMConfig, SFTConfig
-from megarlhf.planning.batch import BatchNumber, rl_batch_numbers, supervised_batch_numbers
+from megarlhf.planning.batch import BatchNumber, rl_batch_numbers, schedule_notes, supervised_batch_numbers
 from megarlhf.planning.legality import check_role
 from megarlhf.planning.preflight import preflight
 from tools.demo.make_data import train_tokenizer
@@ -47,7 +47,8 @@ def paths(tmp_path):
 
 
 def role(paths, model=None, **parallel):
-    return {"model": {"path": model or paths["model"]}, "parallel": parallel}
+    """There are no weights to read, but a configuration."""
+    return {"model": {"path": model or paths["model"], "random_init": True}, "parallel": parallel}
 
 
 def sft(paths, *, parallel=None, **data):
@@ -132,6 +133,23 @@ def test_a_mini_batch_that_does_not_divide_names_both_numbers_and_their_keys(pat
 def test_a_mini_batch_smaller_than_one_forward_of_all_ranks_names_one_number_to_use(paths):
     with pytest.raises(ValueError, match=r"mini_batch_samples = 8 .* = 8 x 2 = 16; use 16, or change"):
         supervised_batch_numbers(sft(paths).train, 8, "actor", "sequences")
+
+
+def test_a_warm_up_longer_than_the_run_is_said(paths):
+    """10 steps of 3 mini-batches and 3 passes: 90 updates of the critic; the actor's begin after the critic's own."""
+    cfg = sft(paths)
+    late = cfg.actor.model_copy(update={"optim": cfg.actor.optim.model_copy(update={"warmup_steps": 11})})
+    assert preflight("sft", cfg, 1).notes == ()
+    (said,) = preflight("sft", cfg.model_copy(update={"actor": late}), 1).notes
+    assert said.startswith("actor: actor.optim.warmup_steps = 11, but the run has 10 optimizer steps: it ends before")
+    slow = {**role(paths), "optim": {"warmup_steps": 90}}
+    assert schedule_notes(rl(paths, actor=slow, critic=slow)) == []
+    said = schedule_notes(rl(paths, actor=slow, critic=slow, train={"critic_warmup_steps": 4}))
+    assert [note.partition(",")[2] for note in said] == [
+        " but the run has 54 optimizer steps: it ends before the learning rate reaches actor.optim.lr"
+    ]
+    (said,) = schedule_notes(rl(paths, train={"critic_warmup_steps": 10}))
+    assert said.startswith("actor: never trained, as train.critic_warmup_steps = 10 of train.num_steps = 10")
 
 
 @pytest.mark.parametrize(

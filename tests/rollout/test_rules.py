@@ -1,10 +1,13 @@
-"""Rule rewards on texts written out, and how a rule is found by name."""
+"""Rule rewards on texts written out, how a rule is found by name, and what is said of one that fails."""
 
 import sys
 
+import numpy as np
 import pytest
+import torch
 
 from megarlhf.rollout.rewards.rules import RULES, exact_match, load_rule, numeric_match
+from megarlhf.rollout.rewards.score import RewardError, reward_of
 
 
 @pytest.mark.parametrize(
@@ -65,3 +68,57 @@ def test_unknown_rules_say_what_there_is():
         load_rule("exact")
     with pytest.raises(ValueError, match=r"cannot import no_such_module_here"):
         load_rule("no_such_module_here:f")
+
+
+MINE = """import json
+
+def score(prompt, response, fields):
+    parsed = json.loads(response)
+    return parsed["score"]
+
+def two(prompt, response):
+    return 1.0
+"""
+
+
+@pytest.fixture
+def mine(tmp_path, monkeypatch):
+    (tmp_path / "my_failing_rules.py").write_text(MINE)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield tmp_path / "my_failing_rules.py"
+    sys.modules.pop("my_failing_rules", None)
+
+
+def test_a_rule_that_fails_is_told_with_rule_sample_and_the_users_line(mine):
+    """The user's line, not the library's below it."""
+    rule = load_rule("my_failing_rules:score")
+    assert reward_of(rule, 0, "p", '{"score": 0.5}', {}) == 0.5
+    for response, words in (
+        ("{" + "x" * 100, f"raised JSONDecodeError: Expecting .*; {mine}:4: parsed = json.loads\\(response\\)$"),
+        ("{}", f"raised KeyError: 'score'; {mine}:5: return parsed"),
+    ):
+        with pytest.raises(RewardError, match=words) as raised:
+            reward_of(rule, 37, "a prompt", response, {})
+        start = "reward rule 'my_failing_rules:score' on sample 37 (prompt 'a prompt', response '{"
+        assert str(raised.value).startswith(start)
+        assert len(str(raised.value)) < 400
+    with pytest.raises(RewardError, match=r"two.* raised TypeError: two\(\) takes 2 positional .*; it takes other arg"):
+        reward_of(load_rule("my_failing_rules:two"), 0, "", "", {})
+
+
+@pytest.mark.parametrize("value", [None, "0.5", b"1", [1.0], {}, float("nan"), float("-inf"), torch.ones(2)])
+def test_a_rule_that_returns_no_number_is_told_what_it_returned(value):
+    with pytest.raises(RewardError, match=r"sample 3 .* returned .*, expected a (finite )?number"):
+        reward_of(lambda prompt, response, fields: value, 3, "", "", {})
+
+
+@pytest.mark.parametrize("value", [1, True, 1.0, np.float32(1), torch.tensor(1.0)])
+def test_whatever_is_a_number_is_taken(value):
+    assert reward_of(lambda prompt, response, fields: value, 0, "", "", {}) == 1.0
+
+
+def test_a_module_that_cannot_be_imported_is_told_with_its_line(tmp_path, monkeypatch):
+    (tmp_path / "my_broken_rules.py").write_text("import json\nlimit = undefined_name\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match=r"my_broken_rules fails when .*NameError.*my_broken_rules\.py:2\)"):
+        load_rule("my_broken_rules:f")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
+import traceback
 from collections.abc import Callable, Mapping
 from decimal import Decimal
 from typing import Any
@@ -56,6 +57,12 @@ def load_rule(name: str) -> Rule:
         module = importlib.import_module(module_name)
     except ImportError as error:
         raise ValueError(f"reward rule {name!r}: cannot import {module_name}: {error}; set PYTHONPATH") from error
+    except Exception as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        raise ValueError(
+            f"reward rule {name!r}: {module_name} fails when it is imported: {type(error).__name__}: {error} "
+            f"({last.filename}:{last.lineno})"
+        ) from error
     rule = getattr(module, function_name, None)
     if not callable(rule):
         raise ValueError(f"reward rule {name!r}: {module.__file__} has no function {function_name!r}")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+import traceback
+from collections.abc import Mapping, Sequence
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -10,10 +13,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarlhf.layout import split_evenly
+from megarlhf.rollout.rewards.rules import RULES, Rule
+
+_SHOWN = 60
+"""Characters of a text in a message."""
+
+
+class RewardError(ValueError):
+    """A rule that failed, or returned what is no number: the user's mistake, with rule, sample and line."""
 
 
 def rule_rewards(
-    rule: Callable[[str, str, Mapping[str, Any]], float],
+    rule: Rule,
     prompts: Sequence[str],
     responses: Sequence[str],
     fields: Sequence[Mapping[str, Any]],
@@ -21,17 +32,60 @@ def rule_rewards(
 ) -> Tensor:
     """The rule's value for each response, [N] fp32, the same on every rank. Each rank computes its share.
 
-    Raises: on every rank, whatever the rule raised on one.
+    Raises: RewardError, on every rank, for the first sample on which the rule fails or returns no finite number.
     """
     share = split_evenly(len(responses), dist.get_world_size())[dist.get_rank()]
-    found: list[float] = []
+    values: list[float] = []
     error = ""
     try:
-        found = [float(rule(prompts[n], responses[n], fields[n])) for n in share]
-    except Exception as failure:  # noqa: BLE001 -- the user's code may raise anything; every rank has to hear of it
-        error = f"reward rule failed on one of samples {share.start}..{share.stop - 1}: {failure!r}"
+        for n in share:
+            values.append(reward_of(rule, n, prompts[n], responses[n], fields[n]))
+    except RewardError as failure:  # every rank has to hear of it
+        error = str(failure)
     parts: list[tuple[list[float], str]] = [([], "")] * dist.get_world_size()
-    dist.all_gather_object(parts, (found, error))
+    dist.all_gather_object(parts, (values, error))
     if errors := [message for _, message in parts if message]:
-        raise RuntimeError(errors[0])
+        raise RewardError(errors[0])
     return torch.tensor([value for values, _ in parts for value in values], dtype=torch.float32, device=device)
+
+
+def reward_of(rule: Rule, sample: int, prompt: str, response: str, fields: Mapping[str, Any]) -> float:
+    """The rule's value for one response.
+
+    Raises: RewardError naming the rule, the sample, and the line of the user's file that failed.
+    """
+    where = f"reward rule {name_of(rule)} on sample {sample} (prompt {_short(prompt)}, response {_short(response)})"
+    try:
+        value: Any = rule(prompt, response, fields)
+    except Exception as error:
+        line = _line_of(rule, error.__traceback__)
+        raise RewardError(f"{where} raised {type(error).__name__}: {error}; {line}") from error
+    if isinstance(value, str | bytes) or value is None:
+        raise RewardError(f"{where} returned {_short(value)}, expected a number; return a float for every response")
+    try:
+        number = float(value)
+    except Exception as error:
+        raise RewardError(f"{where} returned {_short(value)}, expected a number; return a float") from error
+    if not math.isfinite(number):
+        raise RewardError(f"{where} returned {number}, expected a finite number; return a float for every response")
+    return number
+
+
+def name_of(rule: Rule) -> str:
+    """As the configuration names it."""
+    known = next((repr(name) for name, function in RULES.items() if function is rule), None)
+    module, name = getattr(rule, "__module__", "?"), getattr(rule, "__qualname__", type(rule).__name__)
+    return known or repr(f"{module}:{name}")
+
+
+def _line_of(rule: Rule, trace: TracebackType | None) -> str:
+    """The last line of the rule's own file on the way to the error; of any file where none is the rule's."""
+    frames = traceback.extract_tb(trace)[1:]  # the first is ours
+    own = getattr(getattr(rule, "__code__", None), "co_filename", None)
+    last = next((frame for frame in reversed(frames) if frame.filename == own), frames[-1] if frames else None)
+    return "it takes other arguments" if last is None else f"{last.filename}:{last.lineno}: {last.line}"
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."

@@ -103,6 +103,16 @@ def open_checkpoint(
     return _open_megatron(format, path, find_hf_directory(path, hf))
 
 
+def require_scalar_head(checkpoint: Checkpoint) -> None:
+    """Raises ValueError for a language model where the scores of a reward model or the values of a critic are read."""
+    if checkpoint.head != "scalar":
+        raise ValueError(
+            f"{checkpoint.directory} is a language model: it has no scalar head, and a random one would give random "
+            "scores; give a reward model (`megarlhf rm` trains one), or, for a critic only, which learns its head, "
+            "set critic.model.fresh_head to true"
+        )
+
+
 def _open_huggingface(path: Path, wanted_head: Head | None) -> Checkpoint:
     config = read_config(path)
     arch = architecture_from_hf(config)

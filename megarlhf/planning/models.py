@@ -1,0 +1,90 @@
+"""Do the models of a run belong together, and has each the head that its role needs? Headers and small files say."""
+
+from __future__ import annotations
+
+import filecmp
+from collections.abc import Mapping
+from pathlib import Path
+
+from megarlhf.architectures.hf_config import architecture_from_hf, read_config
+from megarlhf.config import RoleConfig
+from megarlhf.data.tokenizer import first_difference, has_tokenizer, load_tokenizer
+from megarlhf.weights.checkpoint.open_checkpoint import open_checkpoint, require_scalar_head
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json")
+
+
+def check_vocabularies(roles: Mapping[str, RoleConfig]) -> list[str]:
+    """Every role reads the token ids that the first one's tokenizer wrote; they must mean the same to all.
+
+    Returns: what a user should know, in sentences. Raises: ValueError that names the first difference, a vocabulary
+    that is too small, or a model without a tokenizer whose vocabulary has another size.
+    """
+    writer, described = next((role, section.model.hf_directory()) for role, section in roles.items())
+    tokenizer = load_tokenizer(described)
+    notes = []
+    for role, section in roles.items():
+        directory = section.model.hf_directory()
+        vocab_size = architecture_from_hf(directory).vocab_size
+        if tokenizer.vocab_size > vocab_size:
+            raise ValueError(
+                f"{role}: the tokenizer of {described} has {tokenizer.vocab_size} tokens, {section.model.path} has "
+                f"vocab_size = {vocab_size}; do tokenizer and model belong together?"
+            )
+        if _same_tokenizer(described, directory):
+            continue
+        if has_tokenizer(directory):
+            if difference := first_difference(tokenizer, load_tokenizer(directory)):
+                raise ValueError(
+                    f"{role}: the tokenizer of {directory} is not that of {described} ({writer}), whose token ids it "
+                    f"would read: {difference}. Give a {role} with the same tokenizer"
+                )
+        elif vocab_size != (expected := architecture_from_hf(described).vocab_size):
+            raise ValueError(
+                f"{role}: {directory} has no tokenizer, and its vocab_size = {vocab_size} is not the {expected} of "
+                f"{described} ({writer}), whose token ids it would read; put the {role}'s tokenizer there"
+            )
+        else:
+            notes.append(
+                f"{role}: {directory} has no tokenizer to compare; its vocab_size is that of {writer}, and its token "
+                "ids are taken to mean the same"
+            )
+    return notes
+
+
+def _same_tokenizer(first: Path, second: Path) -> bool:
+    """Whether the files are the same to the byte, which spares reading them."""
+    present = [name for name in _TOKENIZER_FILES if (first / name).exists() or (second / name).exists()]
+    return bool(present) and len(filecmp.cmpfiles(first, second, present, shallow=False)[0]) == len(present)
+
+
+def check_heads(roles: Mapping[str, RoleConfig], *, trains_reward_model: bool) -> list[str]:
+    """A reward model's scores and a critic's values come from a scalar head, a policy's log-probs from a language head.
+
+    Returns: which heads start at random, in sentences. Raises: ValueError for a model of the other kind, as for one
+    that cannot be opened.
+    """
+    notes = []
+    for role, section in roles.items():
+        model = section.model
+        if model.random_init:
+            continue
+        if role in ("critic", "reward_model"):
+            checkpoint = open_checkpoint(model.path, hf=model.hf, head="scalar")
+            if not (model.fresh_head or trains_reward_model):
+                try:
+                    require_scalar_head(checkpoint)
+                except ValueError as error:
+                    raise ValueError(f"{role}: {error}") from None
+            if model.fresh_head or checkpoint.head != "scalar":
+                notes.append(f"{role}: the scalar head starts at random, the rest is {model.path}")
+            continue
+        if model.fresh_head:
+            raise ValueError(f"{role}.model.fresh_head: a language model has no scalar head; leave it out")
+        kinds = read_config(model.hf_directory()).get("architectures") or []
+        if any(kind.endswith("ForSequenceClassification") for kind in kinds):
+            raise ValueError(
+                f"{role}: {model.path} is a reward model or a critic ({kinds[0]}), not a language model; give one "
+                "that writes responses"
+            )
+    return notes

@@ -1,0 +1,123 @@
+"""Models that do not belong together, or lack the head that their role needs, are refused before a rank starts.
+
+Not covered: Megatron checkpoints (tests/weights opens them), and tokenizers that differ only in how they cut text into
+tokens: the actor's alone does that.
+"""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from megarlhf.architectures.hf_config import architecture_from_hf
+from megarlhf.architectures.placements import logical_tensors
+from megarlhf.config import RoleConfig
+from megarlhf.data.tokenizer import SentencePieceTokenizer, first_difference, load_tokenizer
+from megarlhf.planning.models import check_heads, check_vocabularies
+from tests.planning.test_preflight import MODEL
+from tools.demo.make_data import train_tokenizer
+
+
+def with_pieces(change):
+    """The demo's tokenizer after `change(proto)`."""
+    from sentencepiece import sentencepiece_model_pb2
+
+    proto = sentencepiece_model_pb2.ModelProto()
+    proto.ParseFromString(train_tokenizer())
+    change(proto)
+    return proto.SerializeToString()
+
+
+@pytest.fixture
+def model(tmp_path):
+    """Writes a role's model directory: configuration, tokenizer, and weights with the head that is asked for."""
+
+    def write(name, *, tokenizer=None, head="lm", **changes):
+        directory = tmp_path / name
+        directory.mkdir()
+        config = {
+            **MODEL,
+            "architectures": [{"lm": "LlamaForCausalLM", "scalar": "LlamaForSequenceClassification"}[head]],
+        }
+        (directory / "config.json").write_text(json.dumps(config | changes))
+        if tokenizer != b"":
+            (directory / "tokenizer.model").write_bytes(tokenizer or train_tokenizer())
+        shapes = logical_tensors(architecture_from_hf(directory), head)
+        save_file({key: torch.zeros(shape) for key, shape in shapes.items()}, directory / "model.safetensors")
+        return RoleConfig.model_validate({"model": {"path": directory}})
+
+    return write
+
+
+def swapped(proto):
+    proto.pieces[7].piece, proto.pieces[8].piece = proto.pieces[8].piece, proto.pieces[7].piece
+
+
+def longer(proto):
+    proto.pieces.add(piece="q", score=-99.0)
+
+
+def another_end(proto):
+    proto.pieces[2].piece, proto.trainer_spec.eos_piece = "<end>", "<end>"
+
+
+def test_a_role_that_reads_other_tokens_than_the_actor_writes_is_refused(model):
+    """The sizes are equal: only the meaning of two ids differs."""
+    actor, other = model("actor"), model("other", tokenizer=with_pieces(swapped))
+    mine = load_tokenizer(actor.model.path).tokens()
+    assert (len(set(mine)), mine[1:4]) == (16, ["<s>", "</s>", "<pad>"])
+    expected = f"token 7 is {mine[7]!r} in the first, {mine[8]!r} in the second"
+    for role in ("reference", "critic", "reward_model"):
+        with pytest.raises(ValueError, match=rf"^{role}: the tokenizer of .*other is not that of .*actor") as raised:
+            check_vocabularies({"actor": actor, role: other})
+        assert expected in str(raised.value)
+    assert check_vocabularies({"actor": actor, "critic": model("same")}) == []
+
+
+def test_what_differs_and_what_does_not_count():
+    """A reader may know more tokens; special tokens are tokens, and which of them end a text counts too."""
+    plain = SentencePieceTokenizer(train_tokenizer())
+    more = SentencePieceTokenizer(with_pieces(longer))
+    assert first_difference(plain, more) is None
+    assert first_difference(more, plain) == "token 16 is 'q' in the first; the second has 16 tokens only"
+    ended = SentencePieceTokenizer(with_pieces(another_end))
+    assert first_difference(plain, ended) == "token 2 is '</s>' in the first, '<end>' in the second"
+    ended = SentencePieceTokenizer(train_tokenizer())
+    ended.eos_id, ended.pad_id = 1, 9
+    assert first_difference(plain, ended) == "eos_id is 2 in the first, 1 in the second"
+
+
+def test_a_model_without_a_tokenizer_is_taken_at_its_size_and_that_is_said(model):
+    actor, bare = model("actor"), model("bare", tokenizer=b"")
+    (said,) = check_vocabularies({"actor": actor, "critic": bare})
+    assert said.startswith(f"critic: {bare.model.path} has no tokenizer to compare; its vocab_size is that of actor")
+    with pytest.raises(ValueError, match=r"^critic: .*wide has no tokenizer, and its vocab_size = 101 is not the 100 "):
+        check_vocabularies({"actor": actor, "critic": model("wide", tokenizer=b"", vocab_size=101)})
+
+
+def test_a_language_model_has_no_scores(model):
+    """Only a critic may start with a random head, and says so; `rm` makes one on purpose."""
+    language, scalar = model("language"), model("scalar", head="scalar")
+    fresh = RoleConfig.model_validate({"model": {"path": language.model.path, "fresh_head": True}})
+    for role in ("critic", "reward_model"):
+        with pytest.raises(
+            ValueError, match=rf"^{role}: .*language is a language model: it has no scalar head.*fresh_h"
+        ):
+            check_heads({role: language}, trains_reward_model=False)
+        assert check_heads({role: scalar}, trains_reward_model=False) == []
+    said = f"the scalar head starts at random, the rest is {language.model.path}"
+    assert check_heads({"critic": fresh}, trains_reward_model=False) == [f"critic: {said}"]
+    assert check_heads({"reward_model": language}, trains_reward_model=True) == [f"reward_model: {said}"]
+
+
+def test_a_reward_model_writes_no_responses(model):
+    with pytest.raises(ValueError, match=r"^actor: .*is a reward model or a critic \(LlamaForSequenceClassification\)"):
+        check_heads({"actor": model("scalar", head="scalar")}, trains_reward_model=False)
+
+
+def test_a_model_that_is_not_there_is_told_before_a_rank_starts(model):
+    role = model("empty", head="scalar")
+    (role.model.path / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"is no checkpoint"):
+        check_heads({"critic": role}, trains_reward_model=False)
