@@ -52,7 +52,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit status. 2: the user's mistake, said without a traceback."""
+    """Entry point; returns the exit status. Without a traceback: 2 for the user's mistake, 4 for wrong numbers."""
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv[:1] == ["convert"]:  # has commands of its own
         from megarlhf.commands.convert import main as convert
@@ -65,11 +65,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     try:
         return _dispatch(arguments, argv)
-    except ValueError as error:
+    except (ValueError, FloatingPointError) as error:
         if not _raised_here(error):
             raise
         print(f"megarlhf {arguments.command}{_rank_label()}: {error}", file=sys.stderr)
-        return 2
+        return 2 if isinstance(error, ValueError) else 4
 
 
 def _rank_label() -> str:

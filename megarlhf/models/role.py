@@ -12,7 +12,7 @@ from megarlhf.architectures.architecture import Architecture
 from megarlhf.architectures.placements import Head
 from megarlhf.config import MicroBatchConfig, RoleConfig
 from megarlhf.models.build import ModelPart, build_model
-from megarlhf.models.weights import export_hugging_face, load_weights
+from megarlhf.models.weights import export_hugging_face, load_weights, parameter_dtype
 from megarlhf.parallel.batching import Batching
 from megarlhf.parallel.mesh import GroupCache, Mesh, build_mesh
 from megarlhf.parallel.packing import cost_of
@@ -71,7 +71,7 @@ def build_role(
     arch = Architecture.from_hf(section.model.described_by())
     layout = replace(section.parallel.layout(runtime.world_size, name), order=order)
     mesh = build_mesh(layout, runtime, cache)
-    part = build_model(section, mesh, arch, head)
+    part = build_model(section, mesh, arch, head, parameter_dtype(name, section.model, head))
     load_weights(part, section.model, seed=seed)
     trainer = None
     if num_optimizer_steps is None:

@@ -6,13 +6,16 @@ import logging
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from megarlhf.architectures.architecture import hf_class, read_config
-from megarlhf.architectures.placements import head_name
+from megarlhf.architectures.placements import Head, head_name
 from megarlhf.config import ModelConfig
 from megarlhf.models.build import ModelPart, placements_on
 from megarlhf.models.settings import DTYPES
 from megarlhf.placement import RankPlacements
+from megarlhf.together import FailingTogether
+from megarlhf.weights.checkpoint.dtype import ResolvedDtype, resolve_dtype
 from megarlhf.weights.checkpoint.export import export
 from megarlhf.weights.checkpoint.stored_model import open_model
 from megarlhf.weights.transport.local import carry_from_files, check_storages
@@ -80,6 +83,15 @@ def export_hugging_face(part: ModelPart, source: Path, directory: Path) -> None:
     )
 
 
-def parameter_dtype(model: ModelConfig) -> torch.dtype:
-    """The dtype of a role's parameters."""
-    return DTYPES[model.dtype]
+def parameter_dtype(role: str, model: ModelConfig, head: Head) -> torch.dtype:
+    """The dtype of a role's parameters: one for all ranks, found by rank 0. Collective.
+
+    Raises: ValueError on every rank when it cannot be told.
+    """
+    resolved = [ResolvedDtype("fp32", "")]
+    with FailingTogether(lambda reasons: ValueError("; ".join(reasons))):
+        if dist.get_rank() == 0:
+            resolved = [resolve_dtype(role, model, head)]
+    dist.broadcast_object_list(resolved, src=0)
+    log.info("%s: %s, %s", role, resolved[0].name, resolved[0].why)
+    return DTYPES[resolved[0].name]

@@ -74,7 +74,8 @@ def serve(connection: Connection, find: Callable[[str], Callable[..., Any]]) -> 
     import torch
 
     torch.set_num_threads(1)
-    from megarlhf import launch, runtime
+    from megarlhf import runtime
+    from megarlhf.commands import launch
 
     launch.quieten()
     while True:
