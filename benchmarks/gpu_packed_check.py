@@ -17,9 +17,7 @@ from benchmarks.gpu_check import not_refused
 from benchmarks.gpu_timing import Deadline
 from megarlhf.kernels import (
     PackedBackend,
-    packed_discounted_returns,
     packed_gae,
-    packed_means,
     packed_sums,
     packed_whiten,
 )
@@ -68,17 +66,11 @@ def _gae(kind: Any, columns: list[Tensor], scores_N: Tensor, cu_seqlens: Tensor,
     return list(packed_gae(*columns, scores_N, cu_seqlens, backend=backend, **options))
 
 
-def _returns(columns: list[Tensor], scores_N: Tensor, cu_seqlens: Tensor, backend: Any) -> list[Tensor]:
-    return [packed_discounted_returns(columns[0], cu_seqlens, gamma=gamma, backend=backend) for gamma in (0.97, 1.0)]
-
-
 def _sums(columns: list[Tensor], scores_N: Tensor, cu_seqlens: Tensor, backend: Any) -> list[Tensor]:
     groups_N = torch.arange(len(scores_N), device=scores_N.device) % 3
     found = []
-    for function, mask_T, groups in itertools.product(
-        (packed_sums, packed_means), (None, columns[1] > 0), (None, groups_N)
-    ):
-        found.append(function(columns[0], cu_seqlens, mask_T, groups_N=groups, backend=backend))
+    for mask_T, groups in itertools.product((None, columns[1] > 0), (None, groups_N)):
+        found.append(packed_sums(columns[0], cu_seqlens, mask_T, groups_N=groups, backend=backend))
     return found
 
 
@@ -92,7 +84,7 @@ def _whitened(columns: list[Tensor], scores_N: Tensor, cu_seqlens: Tensor, backe
     ]
 
 
-_OTHERS = {"returns": _returns, "sums and means": _sums, "whitening": _whitened}
+_OTHERS = {"sums": _sums, "whitening": _whitened}
 
 
 def _near_truth(
@@ -142,9 +134,12 @@ def _huge(device: torch.device, backend: PackedBackend) -> str | None:
     if device.type != "cuda" or torch.cuda.mem_get_info()[0] < _HUGE_BYTES:
         return "skipped: needs 40 GiB of free GPU memory"
     cu_seqlens = torch.tensor([0, 2**31 - 5, 2**31 + 100, 2**31 + 1100])
-    rewards_T = torch.zeros(int(cu_seqlens[-1]), dtype=torch.bfloat16, device=device)
-    rewards_T[-2000:] = torch.randn(2000, device=device)
-    found_T = packed_discounted_returns(rewards_T, cu_seqlens, gamma=0.9, backend=backend)
-    alone_T = packed_discounted_returns(rewards_T[-1000:], torch.tensor([0, 1000]), gamma=0.9, backend="torch")
+    values_T = torch.zeros(int(cu_seqlens[-1]), dtype=torch.bfloat16, device=device)
+    values_T[-2000:] = torch.randn(2000, device=device)
+    scores_N = torch.ones(3, device=device)
+    options: dict[str, Any] = {"gamma": 0.9, "lam": 0.9, "kl_coef": 0.0}
+    found_T, _ = packed_gae(values_T, None, values_T, scores_N, cu_seqlens, **options, backend=backend)
+    last_T, cu_alone = values_T[-1000:], torch.tensor([0, 1000])
+    alone_T, _ = packed_gae(last_T, None, last_T, scores_N[2:], cu_alone, **options, backend="torch")
     error = float((found_T[-1000:] - alone_T).abs().max())
     return None if error < 1e-5 else f"the last sequence is off by {error:.3g}"

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu_timing import Clock, Deadline
-from megarlhf.kernels.statistics import Columns, Merged, Statistics
-from megarlhf.kernels.tiles import Reading, Tiles
+from megarlhf.kernels.statistics import Merged, Statistics, VocabRange
+from megarlhf.kernels.tiles import LogprobOptions, Tiles
 from megarlhf.kernels.tiles_torch import TorchTiles
 
 BLOCK_COLUMNS = (1024, 2048, 4096, 8192, 16384)
@@ -44,30 +44,30 @@ def passes(tokens: int, widths: tuple[int, ...], device: torch.device) -> Iterat
         logits_TV = torch.randn(tokens, width, dtype=dtype, device=device, generator=generator).mul_(2.0)
         labels_T = torch.randint(width, (tokens,), device=device, generator=generator)
         by_2T = torch.randn(2, tokens, device=device, generator=generator)
-        columns, how = Columns(0, width), Reading(1.0, -100, width, True)
+        columns, how = VocabRange(0, width), LogprobOptions(1.0, -100, width, True)
         stats = Statistics.of(logits_TV)
-        TorchTiles().observe(stats, logits_TV, labels_T, columns, how, fresh=True)
+        TorchTiles().update(stats, logits_TV, labels_T, columns, how, fresh=True)
         merged = TorchTiles().merge(stats.gathered(None), labels_T, how)
         out_TV = torch.empty_like(logits_TV, dtype=torch.bfloat16)
         name = f"{dtype} [{tokens}, {width}]".removeprefix("torch.")
-        yield Pass(name, "forward", _observe(stats, logits_TV, labels_T, columns, how, fresh))
+        yield Pass(name, "forward", _update(stats, logits_TV, labels_T, columns, how, fresh))
         yield Pass(name, "backward", _gradient(out_TV, logits_TV, labels_T, columns, merged, by_2T, how))
 
 
-def _observe(
-    stats: Statistics, logits_TV: Tensor, labels_T: Tensor, columns: Columns, how: Reading, fresh: bool
+def _update(
+    stats: Statistics, logits_TV: Tensor, labels_T: Tensor, columns: VocabRange, how: LogprobOptions, fresh: bool
 ) -> Callable[[Tiles], None]:
-    return lambda tiles: tiles.observe(stats, logits_TV, labels_T, columns, how, fresh=fresh)
+    return lambda tiles: tiles.update(stats, logits_TV, labels_T, columns, how, fresh=fresh)
 
 
 def _gradient(
     out_TV: Tensor,
     logits_TV: Tensor,
     labels_T: Tensor,
-    columns: Columns,
+    columns: VocabRange,
     merged: Merged,
     by_2T: Tensor,
-    how: Reading,
+    how: LogprobOptions,
 ) -> Callable[[Tiles], None]:
     return lambda tiles: tiles.gradient(out_TV, logits_TV, labels_T, columns, merged, by_2T[0], by_2T[1], how)
 

@@ -79,7 +79,7 @@ class Parent:
         os.dup2(2, 1)
 
     def say(self, answer: Message) -> None:
-        """Answer the command, or, as the first thing that is said, that this process is ready."""
+        """TransferReport the command, or, as the first thing that is said, that this process is ready."""
         self._answers.write(json.dumps(answer) + "\n")
         self._answers.flush()
 
@@ -89,7 +89,7 @@ class Parent:
         return json.loads(line) if line else None
 
     def serve(self, does: dict[str, Callable[..., Message]]) -> None:
-        """Answer commands by these functions until there are no more."""
+        """TransferReport commands by these functions until there are no more."""
         while (message := self.next()) is not None:
             self.say(does[message.pop("command")](**message))
 

@@ -64,14 +64,14 @@ class Run:
         self._cfg, self._workload = cfg, workload
         self._seconds: dict[str, float] = defaultdict(float)
         self._step = 0
-        parts = rl.build(cfg, runtime, load_tokenizer(cfg.actor.model.described_by()))
+        parts = rl.build(cfg, runtime, load_tokenizer(cfg.actor.model.hf_directory()))
         timed = {name: self._timed(getattr(parts, name)) for name in ("actor", "reference", "critic")}
         self._parts = dataclasses.replace(parts, **timed)
         self._prompts = [
             PromptSample(tokens=ids, text=text_of(ids), fields={}, index=n) for n, ids in enumerate(workload.prompts)
         ]
         if cfg.rollout.engine == "vllm":
-            self._parts.engine.update_weights(self._parts.actor.part, version=0)
+            self._parts.engine.update_weights(self._parts.actor.shard, version=0)
 
     def _timed(self, role: Role | None) -> TimedRole | None:
         if role is None:
@@ -98,7 +98,7 @@ class Run:
         experience, dealt = rl.score(cfg, parts, experience, self._prompts, step)
         scored = time.perf_counter()
         if not inject:
-            gap = LogprobGapWatch(LogprobGapConfig(steps=1), parts.actor.part.dtype)
+            gap = LogprobGapWatch(LogprobGapConfig(steps=1), parts.actor.shard.dtype)
             gap.watch(logprob_gap(experience))
             gap.raise_if_failed()
         experience = add_advantages(experience, cfg.algo)
@@ -108,7 +108,7 @@ class Run:
         trained, cpu = time.perf_counter(), time.process_time() - cpu
         if not inject:
             with self._clock("update_weights"):
-                parts.engine.update_weights(parts.actor.part, version=step + 1)
+                parts.engine.update_weights(parts.actor.shard, version=step + 1)
         end = time.perf_counter()
         self._step += 1
         found = dict(self._seconds)

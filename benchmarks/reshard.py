@@ -37,7 +37,7 @@ from benchmarks.random_llama import CONFIG
 from megarlhf.architectures.architecture import Architecture
 from megarlhf.architectures.megatron_layout import MegatronLayout
 from megarlhf.architectures.placements import hf_placements, padded_vocab_size, vllm_placements
-from megarlhf.layout import Layout, engine_order
+from megarlhf.layout import MeshLayout, engine_order
 from megarlhf.placement import Placement, RankPlacements
 from megarlhf.runtime import free_port
 from megarlhf.weights.checks.certificate import certify
@@ -57,7 +57,9 @@ Live = dict[str, torch.Tensor]
 class AllGather:
     """Every parameter to every rank, as the Hugging Face tensors it holds; each rank takes its part."""
 
-    def __init__(self, arch: Architecture, mesh: Layout, src: Sequence[RankPlacements], mine: RankPlacements) -> None:
+    def __init__(
+        self, arch: Architecture, mesh: MeshLayout, src: Sequence[RankPlacements], mine: RankPlacements
+    ) -> None:
         self._at = mesh.coordinates(mine.rank)
         groups = {
             axis: [(r, dist.new_group(list(r), sort_ranks=False)) for r in mesh.groups([axis])] for axis in ("tp", "pp")
@@ -134,8 +136,8 @@ def rank_main(rank: int, port: int, name: str, rounds: int, config: Mapping[str,
     dist.init_process_group("gloo", rank=rank, world_size=RANKS)
     arch = Architecture.from_hf(config)
     tp, pp = LAYOUTS[name]
-    mesh = Layout(tp=tp, pp=pp, dp=RANKS // (tp * pp))
-    mesh = Layout(tp=tp, pp=pp, dp=mesh.dp, order=engine_order(mesh, ENGINE_TP, RANKS))
+    mesh = MeshLayout(tp=tp, pp=pp, dp=RANKS // (tp * pp))
+    mesh = MeshLayout(tp=tp, pp=pp, dp=mesh.dp, order=engine_order(mesh, ENGINE_TP, RANKS))
     src = MegatronLayout(tp=tp, pp=pp, padded_vocab=padded_vocab_size(arch.vocab_size, tp)).on_ranks(arch, mesh)
     dst = [vllm_placements(arch, tp=ENGINE_TP, tp_rank=r % ENGINE_TP, rank=r) for r in range(RANKS)]
     live = random_storages(src[rank])

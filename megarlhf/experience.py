@@ -45,7 +45,7 @@ class Ragged:
         """[N + 1] int64, on the CPU: row n is values_T[cu_seqlens[n] : cu_seqlens[n + 1]]."""
         return torch.cat([self.lengths_N.new_zeros(1), self.lengths_N.cumsum(0)])
 
-    def spread(self, values_N: Tensor) -> Ragged:
+    def repeat_per_token(self, values_N: Tensor) -> Ragged:
         """Rows as long as these, each with one number at all its tokens."""
         lengths_N = self.lengths_N.to(values_N.device)
         return Ragged(values_N.repeat_interleave(lengths_N, output_size=self.num_tokens), self.lengths_N)
@@ -120,10 +120,10 @@ def redistribute(mine: Mapping[int, Tensor], lengths_N: Tensor, like: Tensor) ->
     world = dist.get_world_size()
     order = sorted(mine)
     # Lengths travel along so that every rank sees a mistake: a rank that raised alone would leave the others waiting.
-    held: list[list[tuple[int, int]]] = [[] for _ in range(world)]
-    dist.all_gather_object(held, [(n, mine[n].numel()) for n in order])
-    _check_rows(held, lengths_N)
-    owners = [[n for n, _ in rows] for rows in held]
+    lengths_by_rank: list[list[tuple[int, int]]] = [[] for _ in range(world)]
+    dist.all_gather_object(lengths_by_rank, [(n, mine[n].numel()) for n in order])
+    _check_rows(lengths_by_rank, lengths_N)
+    owners = [[n for n, _ in rows] for rows in lengths_by_rank]
     counts = [int(lengths_N[samples].sum()) for samples in owners]
     send = torch.zeros(max(counts), dtype=like.dtype, device=like.device)
     if order:
@@ -136,19 +136,19 @@ def redistribute(mine: Mapping[int, Tensor], lengths_N: Tensor, like: Tensor) ->
     return Ragged(torch.cat([rows[n] for n in range(len(lengths_N))]), lengths_N)
 
 
-def _check_rows(held: Sequence[Sequence[tuple[int, int]]], lengths_N: Tensor) -> None:
+def _check_rows(lengths_by_rank: Sequence[Sequence[tuple[int, int]]], lengths_N: Tensor) -> None:
     """`held` are (sample, number of values) of each rank."""
-    count = Counter(n for rows in held for n, _ in rows)
+    count = Counter(n for rows in lengths_by_rank for n, _ in rows)
     expected = range(len(lengths_N))
     faults = {
         "missing": [n for n in expected if n not in count],
         "handed in twice": sorted(n for n in count if count[n] > 1),
         "unknown": sorted(n for n in count if n not in expected),
     }
-    found = "; ".join(f"{what}: {rows[:5]}" for what, rows in faults.items() if rows)
-    if found:
-        raise ValueError(f"{count.total()} rows for {len(expected)} samples, expected each once; {found}")
-    for rank, rows in enumerate(held):
+    faulty_rows = "; ".join(f"{what}: {rows[:5]}" for what, rows in faults.items() if rows)
+    if faulty_rows:
+        raise ValueError(f"{count.total()} rows for {len(expected)} samples, expected each once; {faulty_rows}")
+    for rank, rows in enumerate(lengths_by_rank):
         for n, length in rows:
             if length != int(lengths_N[n]):
                 raise ValueError(f"row {n} of rank {rank} has {length} values, the index says {int(lengths_N[n])}")

@@ -28,7 +28,7 @@ class Coordinates:
 
 
 @dataclass(frozen=True)
-class Layout:
+class MeshLayout:
     """The sizes of the axes; their product is the number of ranks."""
 
     tp: int = 1
@@ -64,10 +64,10 @@ class Layout:
         if self.order is not None:
             block, inside = divmod(rank, len(self.order))
             position = block * len(self.order) + self.order.index(inside)
-        found = {}
+        at = {}
         for axis in AXES:
-            position, found[axis] = divmod(position, self.size(axis))
-        return Coordinates(**found)
+            position, at[axis] = divmod(position, self.size(axis))
+        return Coordinates(**at)
 
     def rank_at(self, *, tp: int = 0, cp: int = 0, dp: int = 0, pp: int = 0) -> int:
         """The rank at these coordinates."""
@@ -85,16 +85,16 @@ class Layout:
         """
         assert set(axes) <= set(AXES), f"axes {axes} are not all among {AXES}"
         others = [axis for axis in AXES if axis not in axes]
-        found = []
+        groups = []
         for fixed in itertools.product(*(range(self.size(axis)) for axis in reversed(others))):
             at = dict(zip(reversed(others), fixed, strict=True))
             inner = itertools.product(*(range(self.size(axis)) for axis in reversed(AXES) if axis in axes))
             varying = [axis for axis in reversed(AXES) if axis in axes]
-            found.append(tuple(self.rank_at(**at, **dict(zip(varying, point, strict=True))) for point in inner))
-        return sorted(found)
+            groups.append(tuple(self.rank_at(**at, **dict(zip(varying, point, strict=True))) for point in inner))
+        return sorted(groups)
 
 
-def engine_order(layout: Layout, engine_tp: int, ranks_per_node: int) -> tuple[int, ...] | None:
+def engine_order(layout: MeshLayout, engine_tp: int, ranks_per_node: int) -> tuple[int, ...] | None:
     """The `order` of `layout` under which rollout engines of `engine_tp` ranks find more of their weights in place.
 
     vLLM forms its engines from contiguous global ranks, [e x engine_tp, (e + 1) x engine_tp), and rank v of an engine
@@ -201,6 +201,6 @@ def split_layers(num_layers: int, pp: int, layers_per_stage: Sequence[int] | Non
 
 def split_evenly(count: int, parts: int) -> list[range]:
     """`range(count)` cut into `parts` contiguous pieces whose lengths differ by at most one."""
-    base, rest = divmod(count, parts)
-    ends = list(itertools.accumulate(base + (part < rest) for part in range(parts)))
+    base, remainder = divmod(count, parts)
+    ends = list(itertools.accumulate(base + (part < remainder) for part in range(parts)))
     return [range(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]

@@ -12,7 +12,7 @@ COMPANION = "hf"
 """Folder in a Megatron checkpoint that the converter writes: config.json, tokenizer and the other small files."""
 
 
-def find_description(path: str | PathLike[str], hf: str | PathLike[str] | None = None) -> Path | None:
+def find_hf_directory(path: str | PathLike[str], hf: str | PathLike[str] | None = None) -> Path | None:
     """The directory with the config.json of the model at `path`: `hf` if given, the model's own (a Hugging Face
     directory), or the companion folder of a Megatron checkpoint, named whole or by one of its iterations; None
     when there is none.
@@ -30,13 +30,13 @@ def find_description(path: str | PathLike[str], hf: str | PathLike[str] | None =
     return next((folder for folder in folders if (folder / "config.json").is_file()), None)
 
 
-def require_description(path: str | PathLike[str], hf: str | PathLike[str] | None = None) -> Path:
-    """`find_description`. Raises: ValueError when there is none."""
-    found = find_description(path, hf)
-    if found is None:
+def require_hf_directory(path: str | PathLike[str], hf: str | PathLike[str] | None = None) -> Path:
+    """`find_hf_directory`. Raises: ValueError when there is none."""
+    directory = find_hf_directory(path, hf)
+    if directory is None:
         raise ValueError(
             f"{path} has no config.json; give a Hugging Face directory, a Megatron checkpoint made by the "
             "converter, or, for any other Megatron checkpoint, set model.hf to a directory with config.json and "
             "tokenizer"
         )
-    return found
+    return directory

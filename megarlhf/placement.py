@@ -41,15 +41,15 @@ class Box:
 
     def minus(self, inner: Box) -> list[Box]:
         """Disjoint boxes that cover this one without `inner`, which lies inside it."""
-        rest = []
+        remainder = []
         start, stop = list(self.start), list(self.stop)
         for dim, (a, b) in enumerate(zip(inner.start, inner.stop, strict=True)):
             if start[dim] < a:
-                rest.append(Box(tuple(start), (*stop[:dim], a, *stop[dim + 1 :])))
+                remainder.append(Box(tuple(start), (*stop[:dim], a, *stop[dim + 1 :])))
             if b < stop[dim]:
-                rest.append(Box((*start[:dim], b, *start[dim + 1 :]), tuple(stop)))
+                remainder.append(Box((*start[:dim], b, *start[dim + 1 :]), tuple(stop)))
             start[dim], stop[dim] = a, b
-        return rest
+        return remainder
 
     def shift(self, by: Shape) -> Box:
         return Box(
@@ -81,13 +81,13 @@ def flat_boxes(shape: Shape, start: int, stop: int) -> list[Box]:
         return []
     if not shape:
         return [Box((), ())]
-    rest = shape[1:]
-    inner = math.prod(rest)
+    row_shape = shape[1:]
+    inner = math.prod(row_shape)
     first, head = divmod(start, inner)
     last, tail = divmod(stop, inner)
 
     def within(row: int, a: int, b: int) -> list[Box]:
-        return [Box((row, *box.start), (row + 1, *box.stop)) for box in flat_boxes(rest, a, b)]
+        return [Box((row, *box.start), (row + 1, *box.stop)) for box in flat_boxes(row_shape, a, b)]
 
     if first == last:
         return within(first, head, tail)
@@ -96,7 +96,7 @@ def flat_boxes(shape: Shape, start: int, stop: int) -> list[Box]:
         boxes += within(first, head, inner)
         first += 1
     if first < last:
-        boxes.append(Box((first, *(0 for _ in rest)), (last, *rest)))
+        boxes.append(Box((first, *(0 for _ in row_shape)), (last, *row_shape)))
     return boxes + within(last, 0, tail)
 
 

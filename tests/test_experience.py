@@ -33,10 +33,10 @@ def test_ragged_keeps_the_dtype_asked_for():
 
 def test_one_number_a_row_spread_over_its_tokens():
     table = Ragged.from_rows(ROWS, torch.float32)
-    found = table.spread(torch.tensor([2.0, 7.0, -3.0]))
+    found = table.repeat_per_token(torch.tensor([2.0, 7.0, -3.0]))
     assert found.values_T.tolist() == [2, 2, 2, -3]
     assert found.lengths_N.tolist() == [3, 0, 1]
-    assert ragged([1.0, 1.0], [1.0]).spread(torch.tensor([2.0, -3.0])).values_T.tolist() == [2, 2, -3]
+    assert ragged([1.0, 1.0], [1.0]).repeat_per_token(torch.tensor([2.0, -3.0])).values_T.tolist() == [2, 2, -3]
 
 
 @pytest.mark.parametrize("rows", [[], [torch.tensor([]), torch.tensor([])]], ids=["no rows", "empty rows"])
@@ -44,7 +44,7 @@ def test_a_table_without_tokens(rows):
     table = Ragged.from_rows(rows, torch.float32)
     assert table.num_tokens == 0
     assert table.cu_seqlens.tolist() == [0] * (len(rows) + 1)
-    assert table.spread(torch.ones(len(rows))).values_T.shape == (0,)
+    assert table.repeat_per_token(torch.ones(len(rows))).values_T.shape == (0,)
     assert [len(row) for row in table.rows()] == [0] * len(rows)
 
 

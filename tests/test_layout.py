@@ -7,18 +7,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarlhf.layout import AXES, Coordinates, Layout, split_evenly, split_layers
+from megarlhf.layout import AXES, Coordinates, MeshLayout, split_evenly, split_layers
 
-CUBE = Layout(tp=2, dp=2, pp=2)
+CUBE = MeshLayout(tp=2, dp=2, pp=2)
 
 
 @st.composite
 def layouts(draw):
     """Of up to four along each axis, with an order of one, two or all blocks, or none."""
     sizes = {axis: draw(st.integers(1, 4)) for axis in AXES}
-    world = Layout(**sizes).world_size
+    world = MeshLayout(**sizes).world_size
     block = draw(st.sampled_from([n for n in range(1, world + 1) if world % n == 0]))
-    return Layout(**sizes, order=draw(st.none() | st.permutations(range(block)).map(tuple)))
+    return MeshLayout(**sizes, order=draw(st.none() | st.permutations(range(block)).map(tuple)))
 
 
 @pytest.mark.parametrize(
@@ -42,31 +42,31 @@ def test_groups_of_two_cubed(axes, expected):
 
 def test_an_order_permutes_each_block_alike():
     """Positions 0 1 2 3 are ranks 0 2 1 3, positions 4 5 6 7 ranks 4 6 5 7: groups list them by position."""
-    layout = Layout(tp=2, dp=2, pp=2, order=(0, 2, 1, 3))
+    layout = MeshLayout(tp=2, dp=2, pp=2, order=(0, 2, 1, 3))
     assert layout.groups(["tp"]) == [(0, 2), (1, 3), (4, 6), (5, 7)]
     assert layout.groups(["dp"]) == [(0, 1), (2, 3), (4, 5), (6, 7)]
     assert layout.groups(["pp"]) == [(0, 4), (1, 5), (2, 6), (3, 7)]
     assert layout.groups(["tp", "pp"]) == [(0, 2, 4, 6), (1, 3, 5, 7)]
     assert layout.rank_at(tp=1, pp=1) == 6
     assert layout.coordinates(6) == Coordinates(tp=1, cp=0, dp=0, pp=1)
-    assert Layout(tp=4, order=(2, 0, 3, 1)).groups(["tp"]) == [(2, 0, 3, 1)]
+    assert MeshLayout(tp=4, order=(2, 0, 3, 1)).groups(["tp"]) == [(2, 0, 3, 1)]
 
 
 @pytest.mark.parametrize("order", [(), (0, 0), (1, 2), (0, 1, 2), (-1, 0)])
 def test_an_order_that_is_no_permutation_of_a_block_is_refused(order):
     with pytest.raises(ValueError, match=r"order = .* must hold each of 0\.\..* divide the 8 ranks"):
-        Layout(tp=2, dp=2, pp=2, order=order)
+        MeshLayout(tp=2, dp=2, pp=2, order=order)
 
 
 def test_context_parallel_stands_between_tensor_and_data_parallel():
-    layout = Layout(tp=2, cp=2, dp=2)
+    layout = MeshLayout(tp=2, cp=2, dp=2)
     assert layout.groups(["cp"]) == [(0, 2), (1, 3), (4, 6), (5, 7)]
     assert layout.groups(["dp"]) == [(0, 4), (1, 5), (2, 6), (3, 7)]
     assert layout.groups(["dp", "cp"]) == [(0, 2, 4, 6), (1, 3, 5, 7)]
 
 
 def test_coordinates_by_hand():
-    layout = Layout(tp=2, cp=3, dp=5, pp=7)
+    layout = MeshLayout(tp=2, cp=3, dp=5, pp=7)
     assert layout.world_size == 210
     assert layout.coordinates(0) == Coordinates(tp=0, cp=0, dp=0, pp=0)
     assert layout.coordinates(209) == Coordinates(tp=1, cp=2, dp=4, pp=6)

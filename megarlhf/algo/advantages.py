@@ -1,6 +1,6 @@
 """Advantages of whole responses: from rewards and groups to one number per sample.
 
-Per-token advantages are kernels/packed.py's. Axes: N samples, G groups. Give fp32 or fp64; results have the dtype of
+Advantages of tokens are in gae.py. Axes: N samples, G groups. Give fp32 or fp64; results have the dtype of
 the input.
 """
 

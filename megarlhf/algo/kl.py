@@ -1,4 +1,4 @@
-"""Estimators of the KL divergence from samples, and the controller of its coefficient.
+"""Estimators of the KL divergence from samples.
 
 No axes are assumed: log-probs of the same sampled tokens in any one shape, nats.
 """
@@ -13,11 +13,12 @@ from torch import Tensor
 
 KLKind = Literal["k1", "k2", "k3"]
 
-_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
+KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
     "k1": lambda log_ratio: -log_ratio,
     "k2": lambda log_ratio: log_ratio.square() / 2,
     "k3": lambda log_ratio: torch.expm1(log_ratio) - log_ratio,
 }
+"""From log r = ref_logprob - logprob; `kl_estimate` says what each is."""
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: KLKind) -> Tensor:
@@ -35,28 +36,6 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: KLKind) -> Tensor:
              k3 is that of KL(ref || pi): near to it where pi is near ref, and not the same
     Source:  Schulman, "Approximating KL divergence" (2020); tests/algo/test_kl.py works the gradients out
     """
-    if kind not in _ESTIMATORS:
-        raise ValueError(f"unknown KL estimator {kind!r}; the known ones are {', '.join(_ESTIMATORS)}")
-    return _ESTIMATORS[kind](ref_logprobs - logprobs)
-
-
-def adapt_kl_coef(coef: float, observed: float, target: float, horizon: float, num_samples: int) -> float:
-    """The next KL coefficient: larger where the observed KL is above its target, smaller where below.
-
-    Maths:   coef * (1 + clip(observed / target - 1, -0.2, 0.2) * num_samples / horizon)
-    Units:   observed and target in the same (nats per response, say); horizon in samples, as num_samples
-    Source:  Ziegler et al. 2019, section 2.2
-    Raises:  ValueError if target or horizon is not positive, or one update could turn the sign
-    """
-    if target <= 0 or horizon <= 0:
-        raise ValueError(
-            f"adaptive KL needs a target and a horizon above zero, got {target=} and {horizon=}; "
-            "set both, or use a fixed coefficient"
-        )
-    if 0.2 * num_samples >= horizon:
-        raise ValueError(
-            f"adaptive KL with horizon {horizon} and {num_samples} samples an update could reach a "
-            f"coefficient of zero or below; set a horizon above {0.2 * num_samples:g} samples"
-        )
-    error = min(max(observed / target - 1.0, -0.2), 0.2)
-    return coef * (1.0 + error * num_samples / horizon)
+    if kind not in KL_ESTIMATORS:
+        raise ValueError(f"unknown KL estimator {kind!r}; the known ones are {', '.join(KL_ESTIMATORS)}")
+    return KL_ESTIMATORS[kind](ref_logprobs - logprobs)

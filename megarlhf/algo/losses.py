@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from megarlhf.algo.kl import KLKind, kl_estimate
+from megarlhf.algo.kl import KL_ESTIMATORS, KLKind, kl_estimate
 
 Aggregation = Literal["token", "sequence"]
 Denominator = int | float | Tensor
@@ -106,7 +106,7 @@ def clipped_policy_loss(
             clipped=(clipped_BT > plain_BT).sum(),
             ratio_sum=masked_ratio_BT.sum(),
             ratio_max=masked_ratio_BT.max() if masked_ratio_BT.numel() else masked_ratio_BT.sum(),
-            kl_sum=(torch.expm1(log_ratio_BT) - log_ratio_BT).sum(),
+            kl_sum=KL_ESTIMATORS["k3"](log_ratio_BT).sum(),
         )
 
 

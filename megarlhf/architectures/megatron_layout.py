@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from megarlhf.architectures.architecture import Architecture
 from megarlhf.architectures.placements import Experts, Head, Spec, megatron_placements
-from megarlhf.layout import Layout, split_layers
+from megarlhf.layout import MeshLayout, split_layers
 from megarlhf.placement import RankPlacements, merge_ranks
 
 
@@ -74,7 +74,7 @@ class MegatronLayout:
 
         return [merge_ranks([part(rank, at, v) for v in range(self.vpp)]) for rank, at in enumerate(self.ranks())]
 
-    def on_ranks(self, arch: Architecture, mesh: Layout, head: Head = "lm") -> list[RankPlacements]:
+    def on_ranks(self, arch: Architecture, mesh: MeshLayout, head: Head = "lm") -> list[RankPlacements]:
         """What each global rank of a live mesh holds, data-parallel replicas included, in ascending order.
 
         Expert parallelism is carved out of data parallelism, its rank varying faster.

@@ -12,7 +12,7 @@ from typing import Any
 
 from megarlhf.config import RLConfig, load_config
 from megarlhf.observe.progress import make_console, table
-from megarlhf.planning.weight_traffic import ORDERS, Answer, Question, answer, ask
+from megarlhf.planning.weight_traffic import ORDERS, TransferReport, TransferSetup, plan_transfer, transfer_setup
 
 
 def parser() -> argparse.ArgumentParser:
@@ -66,73 +66,74 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status. 2: the user's mistake, said without a traceback."""
     arguments = parser().parse_intermixed_args(argv)
     try:
-        question = ask(load_config(RLConfig, arguments.config, arguments.overrides), arguments)
-        found = answer(question)
+        setup = transfer_setup(load_config(RLConfig, arguments.config, arguments.overrides), arguments)
+        report = plan_transfer(setup)
     except ValueError as error:
         print(f"{parser().prog}: {error}", file=sys.stderr)
         return 2
     if arguments.json:
-        print(json.dumps(as_json(question, found)))
+        print(json.dumps(as_json(setup, report)))
     else:
-        _print(question, found, per_rank=arguments.per_rank)
+        _print(setup, report, per_rank=arguments.per_rank)
     return 0
 
 
-def as_json(question: Question, found: Answer) -> dict[str, Any]:
+def as_json(setup: TransferSetup, report: TransferReport) -> dict[str, Any]:
     """The answer with what was asked, in plain types; the formula's figures also as averages over ranks."""
-    layout = {key: getattr(question.trainer, key) for key in ("tp", "pp", "vpp", "ep")} | {"dp": question.mesh.dp}
+    layout = {key: getattr(setup.trainer, key) for key in ("tp", "pp", "vpp", "ep")} | {"dp": setup.mesh.dp}
     return {
-        "model_type": question.arch.model_type,
+        "model_type": setup.arch.model_type,
         "layout": layout,
-        "engine_tp": question.engine_tp,
-        "element_bytes": question.element_bytes,
-        "ranks_per_node": question.ranks_per_node,
-        "links": asdict(question.links),
-        "order_rule": question.order,
-        **asdict(found),
-        "formula_least": fmean(found.formula),
-        "formula_all_gather": fmean(found.all_gather),
+        "engine_tp": setup.engine_tp,
+        "element_bytes": setup.element_bytes,
+        "ranks_per_node": setup.ranks_per_node,
+        "links": asdict(setup.links),
+        "order_rule": setup.order,
+        **asdict(report),
+        "formula_least": fmean(report.formula),
+        "formula_all_gather": fmean(report.all_gather),
     }
 
 
-def _print(question: Question, found: Answer, *, per_rank: bool) -> None:
-    console, mesh, trainer = make_console(), question.mesh, question.trainer
+def _print(setup: TransferSetup, report: TransferReport, *, per_rank: bool) -> None:
+    console, mesh, trainer = make_console(), setup.mesh, setup.trainer
     ways = f"tp {mesh.tp} x pp {mesh.pp} x dp {mesh.dp} (vpp {trainer.vpp}, ep {trainer.ep})"
     ranks = "0 1 2 (by number)" if mesh.order is None else " ".join(map(str, mesh.order))
     facts = [
-        ("model", f"{question.arch.model_type}, {_gb(found.model)} GB"),
+        ("model", f"{setup.arch.model_type}, {_gigabytes(report.model)} GB"),
         ("trainer", f"{ways} = {mesh.world_size} ranks"),
-        ("engines", f"{mesh.world_size // question.engine_tp} of tp {question.engine_tp}"),
-        ("order of the ranks", f"--order {question.order}: {ORDERS[question.order]}"),
+        ("engines", f"{mesh.world_size // setup.engine_tp} of tp {setup.engine_tp}"),
+        ("order of the ranks", f"--order {setup.order}: {ORDERS[setup.order]}"),
         ("ranks at the trainer's positions", f"{ranks}, and so on"),
-        ("seconds for placements and the one-tier plan, one core", f"{found.plan_seconds:.1f}"),
+        ("seconds for placements and the one-tier plan, one core", f"{report.plan_seconds:.1f}"),
     ]
     console.print(table("Weights from trainer to rollout", facts, ("what", "value")))
     figures = {
-        "needed": found.need,
-        "received": found.received,
-        "sent": found.sent,
-        "least: needed and not held": found.least,
-        "least by the formula": found.formula,
-        "all-gather by the formula": found.all_gather,
+        "needed": report.need,
+        "received": report.received,
+        "sent": report.sent,
+        "least: needed and not held": report.least,
+        "least by the formula": report.formula,
+        "all-gather by the formula": report.all_gather,
     }
-    lines = [(name, *_spread(by_rank)) for name, by_rank in figures.items()]
-    console.print(table(f"GB a rank (--order {question.order})", lines, ("", "min", "mean", "max")))
-    speeds = f"{question.links.rank_gbps:g} Gb/s a rank inside, {question.links.node_gbps:g} Gb/s a node outside"
+    lines = [(name, *_min_mean_max(by_rank)) for name, by_rank in figures.items()]
+    console.print(table(f"GB a rank (--order {setup.order})", lines, ("", "min", "mean", "max")))
+    speeds = f"{setup.links.rank_gbps:g} Gb/s a rank inside, {setup.links.node_gbps:g} Gb/s a node outside"
     tiers = [
-        (t.name, *_spread(t.entering), _gb(t.inside / len(t.entering)), f"{t.seconds:.3f}") for t in found.tiers
-    ] + [("least", *_spread(found.least_entering), "", "")]
-    title = f"GB into a node of {question.ranks_per_node} ranks, and wire time at {speeds} (estimated)"
+        (t.name, *_min_mean_max(t.entering), _gigabytes(t.inside / len(t.entering)), f"{t.seconds:.3f}")
+        for t in report.tiers
+    ] + [("least", *_min_mean_max(report.least_entering), "", "")]
+    title = f"GB into a node of {setup.ranks_per_node} ranks, and wire time at {speeds} (estimated)"
     console.print(table(title, tiers, ("", "min", "mean", "max", "inside, mean", "seconds")))
     if per_rank:
-        rows = [(rank, *map(_gb, each)) for rank, each in enumerate(zip(*figures.values(), strict=True))]
+        rows = [(rank, *map(_gigabytes, each)) for rank, each in enumerate(zip(*figures.values(), strict=True))]
         names = ("rank", "needed", "received", "sent", "least", "formula", "all-gather")
         console.print(table("GB of each rank", rows, names))
 
 
-def _spread(figures: Sequence[int]) -> tuple[str, str, str]:
-    return _gb(min(figures)), _gb(fmean(figures)), _gb(max(figures))
+def _min_mean_max(figures: Sequence[int]) -> tuple[str, str, str]:
+    return _gigabytes(min(figures)), _gigabytes(fmean(figures)), _gigabytes(max(figures))
 
 
-def _gb(num_bytes: float) -> str:
+def _gigabytes(num_bytes: float) -> str:
     return f"{num_bytes / 1e9:.3f}"

@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
 
-from megarlhf.layout import Layout
-from megarlhf.model_directory import require_description
+from megarlhf.layout import MeshLayout
+from megarlhf.model_directory import require_hf_directory
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 NonNegative = Annotated[float, Field(ge=0.0)]
@@ -36,12 +36,12 @@ class ModelConfig(FrozenModel):
     vocab_multiple: PositiveInt = 128
     """The vocabulary is padded to a multiple of this x tp, as Megatron does; padding is masked."""
 
-    def described_by(self) -> Path:
+    def hf_directory(self) -> Path:
         """The directory with the model's config.json and tokenizer.
 
         Raises: ValueError when there is none.
         """
-        return require_description(self.path, self.hf)
+        return require_hf_directory(self.path, self.hf)
 
 
 class ParallelConfig(FrozenModel):
@@ -73,7 +73,7 @@ class ParallelConfig(FrozenModel):
             )
         return self
 
-    def layout(self, world_size: int, role: str = "actor") -> Layout:
+    def layout(self, world_size: int, role: str = "actor") -> MeshLayout:
         """The layout on `world_size` ranks; dp follows.
 
         Raises: ValueError when tp x pp does not divide the world size.
@@ -87,7 +87,7 @@ class ParallelConfig(FrozenModel):
                 f"= {model}; use {' or '.join(map(str, near))} ranks (run.nproc), "
                 f"or change {role}.parallel"
             )
-        return Layout(tp=self.tp, pp=self.pp, dp=dp)
+        return MeshLayout(tp=self.tp, pp=self.pp, dp=dp)
 
 
 class OptimConfig(FrozenModel):

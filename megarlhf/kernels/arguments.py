@@ -136,8 +136,8 @@ def require_fraction(name: str, value: float) -> None:
         raise ValueError(f"{name} = {value}; give a number from 0 to 1")
 
 
-def require_borders(cu_seqlens: Tensor, x_T: Tensor, *, asserted: bool) -> int:
-    """Borders of sequences that are all of x_T. Returns the longest one's tokens, or all where only a device knows.
+def require_cu_seqlens(cu_seqlens: Tensor, x_T: Tensor, *, asserted: bool) -> int:
+    """CuSeqlens of sequences that are all of x_T. Returns the longest one's tokens, or all where only a device knows.
 
     Raises: ValueError; for numbers on a GPU, where asking would mean waiting for the device, a device assertion, if
             `asserted` here and not by the kernel itself.

@@ -5,9 +5,6 @@ Legend: T tokens, H hidden, V vocabulary columns of this rank.
 
 from __future__ import annotations
 
-import functools
-import importlib.util
-import logging
 from typing import Literal
 
 import torch
@@ -16,19 +13,17 @@ from torch import Tensor
 
 from megarlhf.kernels import reference
 from megarlhf.kernels.arguments import (
-    require_device,
     require_inputs,
     require_labels,
     require_mask,
     require_overwritable,
 )
-from megarlhf.kernels.linear_logprob import LinearTokenLogprobs, Problem
+from megarlhf.kernels.backends import choose_backend
+from megarlhf.kernels.linear_logprob import LinearLogprobOptions, LinearTokenLogprobs
 from megarlhf.kernels.logprob import TokenLogprobs
-from megarlhf.kernels.statistics import shard_columns
-from megarlhf.kernels.tiles import Reading, Tiles
+from megarlhf.kernels.statistics import local_vocab_range
+from megarlhf.kernels.tiles import LogprobOptions, Tiles
 from megarlhf.kernels.tiles_torch import TorchTiles
-
-log = logging.getLogger(__name__)
 
 Backend = Literal["auto", "triton", "chunked", "reference"]
 """`auto`: Triton on a GPU, chunked torch on a CPU and for fp64."""
@@ -62,8 +57,8 @@ def token_logprobs(
     """
     group = _group(group)
     require_inputs(logits_TV, logits_TV.size(0), labels_T, temperature)
-    columns, vocab = shard_columns(logits_TV.size(-1), true_vocab, group)
-    name = _chosen(backend, logits_TV)
+    columns, vocab = local_vocab_range(logits_TV.size(-1), true_vocab, group)
+    name = choose_backend(backend, logits_TV, device=logits_TV.device, kernels="log-prob", fallback="chunked")
     if name != "triton" or labels_T.device.type == "cpu":  # on a GPU Triton's kernel asserts it
         require_labels(labels_T, labels_T != ignore_index, vocab, ignore_index)
     if name == "reference":
@@ -78,12 +73,12 @@ def token_logprobs(
         )
     if inplace_backward:
         require_overwritable(logits_TV)
-    how = Reading(1.0 / temperature, ignore_index, vocab, return_entropy)
+    options = LogprobOptions(1.0 / temperature, ignore_index, vocab, return_entropy)
     tiles = _tiles(name)
-    found: tuple[Tensor, Tensor] = TokenLogprobs.apply(
-        logits_TV, labels_T, columns, how, group, tiles, inplace_backward
+    results: tuple[Tensor, Tensor] = TokenLogprobs.apply(
+        logits_TV, labels_T, columns, options, group, tiles, inplace_backward
     )
-    return found
+    return results
 
 
 def linear_token_logprobs(
@@ -125,13 +120,13 @@ def linear_token_logprobs(
     group = _group(group)
     parts = group.size() if group is not None and sequence_parallel else 1
     require_inputs(hidden_TH, hidden_TH.size(0) * parts, labels_T, temperature)
-    columns, vocab = shard_columns(weight_VH.size(0), true_vocab, group)
+    columns, vocab = local_vocab_range(weight_VH.size(0), true_vocab, group)
     kept_T = labels_T != ignore_index
     if response_mask is not None:
         require_mask(response_mask, len(labels_T))
         kept_T = kept_T & response_mask
     on_cpu = labels_T.device.type == "cpu"
-    name = _chosen(backend, hidden_TH)
+    name = choose_backend(backend, hidden_TH, device=hidden_TH.device, kernels="log-prob", fallback="chunked")
     if name != "triton" or on_cpu:
         require_labels(labels_T, kept_T, vocab, ignore_index)
     if name == "reference":
@@ -146,47 +141,21 @@ def linear_token_logprobs(
             sequence_parallel=sequence_parallel,
             return_entropy=return_entropy,
         )
-    how = Reading(1.0 / temperature, ignore_index, vocab, return_entropy)
+    softmax = LogprobOptions(1.0 / temperature, ignore_index, vocab, return_entropy)
     # Inside an autograd function gradients are always off: whether a backward may follow is known here.
     budget = save_bytes if torch.is_grad_enabled() else 0
-    problem = Problem(columns, how, group, sequence_parallel, budget, _tiles(name))
+    options = LinearLogprobOptions(columns, softmax, group, sequence_parallel, budget, _tiles(name))
     if not on_cpu and response_mask is None:
-        whole: tuple[Tensor, Tensor] = LinearTokenLogprobs.apply(hidden_TH, weight_VH, labels_T, None, problem)
+        whole: tuple[Tensor, Tensor] = LinearTokenLogprobs.apply(hidden_TH, weight_VH, labels_T, None, options)
         return whole
     rows_K = kept_T.nonzero()[:, 0]
-    found = LinearTokenLogprobs.apply(hidden_TH, weight_VH, labels_T[rows_K], rows_K, problem)
-    logprobs_T, entropy_T = (part_K.new_zeros(len(labels_T)).index_copy(0, rows_K, part_K) for part_K in found)
+    results = LinearTokenLogprobs.apply(hidden_TH, weight_VH, labels_T[rows_K], rows_K, options)
+    logprobs_T, entropy_T = (part_K.new_zeros(len(labels_T)).index_copy(0, rows_K, part_K) for part_K in results)
     return logprobs_T, entropy_T
 
 
 def _group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     return None if group is None or group.size() == 1 else group
-
-
-def _chosen(backend: Backend, values: Tensor) -> str:
-    device_type, in_fp64 = values.device.type, values.dtype == torch.float64
-    name = backend
-    if backend == "auto":
-        name = "triton" if device_type == "cuda" and has_triton() and not in_fp64 else "chunked"
-    elif backend == "triton" and in_fp64:
-        raise ValueError("the triton backend computes in fp32, got fp64; use auto, chunked or reference")
-    require_device(name, device_type)
-    _log_once(name, backend, device_type, in_fp64)
-    return name
-
-
-@functools.cache
-def has_triton() -> bool:
-    """Without importing it."""
-    return importlib.util.find_spec("triton") is not None
-
-
-@functools.cache
-def _log_once(name: str, asked: str, device_type: str, in_fp64: bool) -> None:
-    why = "asked for" if name == asked else "the fastest here"
-    if device_type == "cuda" and name == "chunked" and asked == "auto":
-        why = "Triton computes in fp32" if in_fp64 else "Triton is not installed"
-    log.info("log-prob kernels on %s%s: %s (%s)", device_type, ", fp64" if in_fp64 else "", name, why)
 
 
 def _tiles(name: str) -> Tiles:

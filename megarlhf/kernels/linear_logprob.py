@@ -19,17 +19,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megarlhf.kernels.products import as_factor, multiply, multiply_add
-from megarlhf.kernels.statistics import Columns, Merged, Statistics, working_dtype
-from megarlhf.kernels.tiles import Reading, Tiles
+from megarlhf.kernels.matmul import addmm_into, as_matmul_input, matmul_into
+from megarlhf.kernels.statistics import Merged, Statistics, VocabRange, working_dtype
+from megarlhf.kernels.tiles import LogprobOptions, Tiles
 
 
 @dataclass(frozen=True)
-class Problem:
-    """All but the tensors."""
+class LinearLogprobOptions:
+    """What `LinearTokenLogprobs` is told beside the tensors."""
 
-    columns: Columns
-    how: Reading
+    columns: VocabRange
+    softmax: LogprobOptions
     group: dist.ProcessGroup | None
     """Tensor-parallel group; None for one rank."""
     sequence_parallel: bool
@@ -44,19 +44,24 @@ class Problem:
 
 
 class LinearTokenLogprobs(torch.autograd.Function):
-    """apply(hidden_TH, weight_VH, labels_K, rows_K or None, problem) -> (logprobs_K, entropy_K)."""
+    """apply(hidden_TH, weight_VH, labels_K, rows_K or None, options) -> (logprobs_K, entropy_K)."""
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_TH: Tensor, weight_VH: Tensor, labels_K: Tensor, rows_K: Tensor | None, problem: Problem
+        ctx: Any,
+        hidden_TH: Tensor,
+        weight_VH: Tensor,
+        labels_K: Tensor,
+        rows_K: Tensor | None,
+        options: LinearLogprobOptions,
     ) -> tuple[Tensor, Tensor]:
-        chosen_KH = _chosen(hidden_TH, rows_K, problem)
-        head = _Head(chosen_KH, weight_VH, problem)
+        chosen_KH = _select_rows(hidden_TH, rows_K, options)
+        head = _VocabProjection(chosen_KH, weight_VH, options)
         stats = Statistics(torch.empty(len(labels_K), 4, dtype=head.dtype, device=hidden_TH.device))
-        problem.tiles.observe(stats, head.logits_KV[:, :0], labels_K, Columns(0, 0), problem.how, fresh=True)
-        budget = problem.save_bytes if any(ctx.needs_input_grad[:2]) else 0
+        options.tiles.update(stats, head.logits_KV[:, :0], labels_K, VocabRange(0, 0), options.softmax, fresh=True)
+        budget = options.save_bytes if any(ctx.needs_input_grad[:2]) else 0
         # What ranks sent each other is kept first: otherwise the backward asks them again.
-        keeps_rows = problem.gathers and chosen_KH.nbytes <= budget
+        keeps_rows = options.gathers and chosen_KH.nbytes <= budget
         budget -= chosen_KH.nbytes if keeps_rows else 0
         kept: dict[int, Tensor] = {}
         for part in head.slices():
@@ -65,21 +70,21 @@ class LinearTokenLogprobs(torch.autograd.Function):
             if keep:
                 budget -= logits_KV.nbytes
                 logits_KV = kept[part.start] = logits_KV.new_empty(logits_KV.shape)
-            columns = problem.columns.cut(part.start, part.stop)
-            factor_VH = as_factor(weight_VH[part])
+            columns = options.columns.cut(part.start, part.stop)
+            factor_VH = as_matmul_input(weight_VH[part])
             for rows in head.row_blocks():
                 # What is not kept is made in the same rows again and again, which stay in cache.
                 tile_KV = logits_KV[rows] if keep else logits_KV[: rows.stop - rows.start]
-                multiply(tile_KV, head.hidden_KH[rows], factor_VH.t())
+                matmul_into(tile_KV, head.hidden_KH[rows], factor_VH.t())
                 some = stats.rows(rows.start, rows.stop)
-                problem.tiles.observe(some, tile_KV, labels_K[rows], columns, problem.how, fresh=False)
-        merged = problem.tiles.merge(stats.gathered(problem.group), labels_K, problem.how)
+                options.tiles.update(some, tile_KV, labels_K[rows], columns, options.softmax, fresh=False)
+        merged = options.tiles.merge(stats.gathered(options.group), labels_K, options.softmax)
         vectors = (labels_K, rows_K, merged.max_T, merged.sum_T, merged.entropy_T)
         ctx.save_for_backward(hidden_TH, weight_VH, chosen_KH if keeps_rows else None, *vectors)
-        ctx.problem, ctx.kept = problem, kept
+        ctx.options, ctx.kept = options, kept
         ctx.main_grad = getattr(weight_VH, "main_grad", None)
         ctx.set_materialize_grads(False)
-        if not problem.how.entropy:
+        if not options.softmax.entropy:
             ctx.mark_non_differentiable(merged.entropy_T)
         return merged.logprobs_T, merged.entropy_T
 
@@ -89,21 +94,21 @@ class LinearTokenLogprobs(torch.autograd.Function):
         hidden_TH, weight_VH, chosen_KH, labels_K, rows_K, max_K, sum_K, entropy_K = ctx.saved_tensors
         # What was kept becomes the gradient, in place: a second backward finds nothing and makes all again.
         kept, ctx.kept = ctx.kept, {}
-        chosen_KH = _chosen(hidden_TH, rows_K, ctx.problem) if chosen_KH is None else chosen_KH
-        head = _Head(chosen_KH, weight_VH, ctx.problem)
-        wanted = _Wanted(Merged(max_K, sum_K, entropy_K, entropy_K), labels_K, *grads)
+        chosen_KH = _select_rows(hidden_TH, rows_K, ctx.options) if chosen_KH is None else chosen_KH
+        head = _VocabProjection(chosen_KH, weight_VH, ctx.options)
+        output_gradients = _OutputGradients(Merged(max_K, sum_K, entropy_K, entropy_K), labels_K, *grads)
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
-        of_weight = _WeightGradient(head, ctx.main_grad, ctx.problem.columns.count) if needs_weight else None
+        of_weight = _WeightGradient(head, ctx.main_grad, ctx.options.columns.count) if needs_weight else None
         of_hidden_KH = torch.zeros_like(head.hidden_KH, dtype=head.dtype) if needs_hidden else None
         # Slices whose product for the weight waits, to run while the other gradient is summed over the ranks.
         late: list[tuple[slice, Tensor]] = []
         slices = sorted(head.slices(), key=lambda part: part.start in kept)
         for part in slices:
-            waits = ctx.problem.group is not None and (part.start in kept or part is slices[-1])
-            gradient_KV = head.gradient_of(part, wanted, kept.pop(part.start, None), of_hidden_KH)
+            waits = ctx.options.group is not None and (part.start in kept or part is slices[-1])
+            gradient_KV = head.gradient_of(part, output_gradients, kept.pop(part.start, None), of_hidden_KH)
             if of_weight is not None:
                 late.append((part, gradient_KV)) if waits else of_weight.take(part, gradient_KV)
-        summed = None if of_hidden_KH is None else _Summed(of_hidden_KH, hidden_TH, rows_K, ctx.problem)
+        summed = None if of_hidden_KH is None else _HiddenGradient(of_hidden_KH, hidden_TH, rows_K, ctx.options)
         for part, gradient_KV in late:
             assert of_weight is not None
             of_weight.take(part, gradient_KV)
@@ -112,67 +117,69 @@ class LinearTokenLogprobs(torch.autograd.Function):
 
 
 @dataclass(frozen=True)
-class _Wanted:
+class _OutputGradients:
     """What the backward is about: the softmax's summary, and the loss's derivatives by both results."""
 
     merged: Merged
     labels_K: Tensor
-    by_logprob_K: Tensor | None
-    by_entropy_K: Tensor | None
+    grad_logprobs_K: Tensor | None
+    grad_entropy_K: Tensor | None
 
-    def rows(self, rows: slice) -> _Wanted:
-        some = [None if up_K is None else up_K[rows] for up_K in (self.by_logprob_K, self.by_entropy_K)]
-        return _Wanted(self.merged.rows(rows.start, rows.stop), self.labels_K[rows], *some)
+    def rows(self, rows: slice) -> _OutputGradients:
+        some = [None if up_K is None else up_K[rows] for up_K in (self.grad_logprobs_K, self.grad_entropy_K)]
+        return _OutputGradients(self.merged.rows(rows.start, rows.stop), self.labels_K[rows], *some)
 
 
-class _Head:
+class _VocabProjection:
     """The factors, and memory for the logits of one slice."""
 
-    def __init__(self, chosen_KH: Tensor, weight_VH: Tensor, problem: Problem) -> None:
+    def __init__(self, chosen_KH: Tensor, weight_VH: Tensor, options: LinearLogprobOptions) -> None:
         self.dtype = working_dtype(chosen_KH)
-        self.hidden_KH = as_factor(chosen_KH)
+        self.hidden_KH = as_matmul_input(chosen_KH)
         self.weight_VH = weight_VH
-        self._problem = problem
+        self._options = options
         num_rows = max(self.hidden_KH.size(0), 1)
         on_cpu = chosen_KH.device.type == "cpu"
         # CPU: tiles of at most 4 MiB, which stay in cache. GPU: slices of 64 MiB, to keep all multiprocessors busy.
         self._most_rows = 1024 if on_cpu else num_rows
         width = 1024 if on_cpu else max(2**24 // num_rows // 256 * 256, 256)
-        self._width = min(width, max(problem.columns.count, 1))
+        self._width = min(width, max(options.columns.count, 1))
         self.logits_KV = torch.empty(self.hidden_KH.size(0), self._width, dtype=self.dtype, device=chosen_KH.device)
         self._gradient_KV: Tensor | None = None
 
     def slices(self) -> list[slice]:
         """Of this rank's columns, without padding."""
-        count = self._problem.columns.count
+        count = self._options.columns.count
         return [slice(start, min(start + self._width, count)) for start in range(0, count, self._width)]
 
     def row_blocks(self) -> Iterator[slice]:
         for start in range(0, self.hidden_KH.size(0), self._most_rows):
             yield slice(start, min(start + self._most_rows, self.hidden_KH.size(0)))
 
-    def gradient_of(self, part: slice, wanted: _Wanted, kept_KV: Tensor | None, of_hidden_KH: Tensor | None) -> Tensor:
+    def gradient_of(
+        self, part: slice, output_gradients: _OutputGradients, kept_KV: Tensor | None, of_hidden_KH: Tensor | None
+    ) -> Tensor:
         """d loss / d logits of a slice, in the dtype of the factors; adds its part of the hidden states' gradient."""
         logits_KV = self.logits_KV[:, : part.stop - part.start] if kept_KV is None else kept_KV
         gradient_KV = self._memory_for(logits_KV, kept_KV is not None)
-        columns = self._problem.columns.cut(part.start, part.stop)
-        factor_VH = as_factor(self.weight_VH[part])
+        columns = self._options.columns.cut(part.start, part.stop)
+        factor_VH = as_matmul_input(self.weight_VH[part])
         for rows in self.row_blocks():
             if kept_KV is None:
-                multiply(logits_KV[rows], self.hidden_KH[rows], factor_VH.t())
-            some = wanted.rows(rows)
-            self._problem.tiles.gradient(
+                matmul_into(logits_KV[rows], self.hidden_KH[rows], factor_VH.t())
+            some = output_gradients.rows(rows)
+            self._options.tiles.gradient(
                 gradient_KV[rows],
                 logits_KV[rows],
                 some.labels_K,
                 columns,
                 some.merged,
-                some.by_logprob_K,
-                some.by_entropy_K,
-                self._problem.how,
+                some.grad_logprobs_K,
+                some.grad_entropy_K,
+                self._options.softmax,
             )
             if of_hidden_KH is not None:
-                multiply_add(of_hidden_KH[rows], gradient_KV[rows], factor_VH)
+                addmm_into(of_hidden_KH[rows], gradient_KV[rows], factor_VH)
         return gradient_KV
 
     def _memory_for(self, logits_KV: Tensor, kept: bool) -> Tensor:
@@ -189,7 +196,7 @@ class _Head:
 class _WeightGradient:
     """Into Megatron's `main_grad` where there is one; otherwise a tensor like the weight."""
 
-    def __init__(self, head: _Head, main_grad_VH: Tensor | None, num_columns: int) -> None:
+    def __init__(self, head: _VocabProjection, main_grad_VH: Tensor | None, num_columns: int) -> None:
         self._head = head
         self._main_VH = main_grad_VH
         self.result: Tensor | None = None
@@ -201,53 +208,55 @@ class _WeightGradient:
         """The rows of a slice, over all tokens at once."""
         left_VK, right_KH = gradient_KV.t(), self._head.hidden_KH
         if self._main_VH is not None and self._main_VH.dtype == self._head.dtype:
-            multiply_add(self._main_VH[part], left_VK, right_KH)
+            addmm_into(self._main_VH[part], left_VK, right_KH)
         elif self.result is not None and self.result.dtype in (self._head.dtype, left_VK.dtype):
-            multiply(self.result[part], left_VK, right_KH)
+            matmul_into(self.result[part], left_VK, right_KH)
         else:
-            found_VH = torch.empty(left_VK.size(0), right_KH.size(1), dtype=self._head.dtype, device=left_VK.device)
-            multiply(found_VH, left_VK, right_KH)
+            product_VH = torch.empty(left_VK.size(0), right_KH.size(1), dtype=self._head.dtype, device=left_VK.device)
+            matmul_into(product_VH, left_VK, right_KH)
             if self.result is not None:
-                self.result[part] = found_VH
+                self.result[part] = product_VH
             elif self._main_VH is not None:
-                self._main_VH[part] += found_VH
+                self._main_VH[part] += product_VH
 
 
-class _Summed:
+class _HiddenGradient:
     """The hidden states' gradient on its way over the tensor-parallel ranks, in fp32."""
 
-    def __init__(self, part_KH: Tensor, hidden_TH: Tensor, rows_K: Tensor | None, problem: Problem) -> None:
-        self._hidden_TH, self._rows_K, self._problem = hidden_TH, rows_K, problem
+    def __init__(
+        self, part_KH: Tensor, hidden_TH: Tensor, rows_K: Tensor | None, options: LinearLogprobOptions
+    ) -> None:
+        self._hidden_TH, self._rows_K, self._options = hidden_TH, rows_K, options
         self._work: dist.Work | None = None
-        self._found = part_KH
-        if problem.group is None:
+        self._gradient = part_KH
+        if options.group is None:
             return
-        if problem.gathers:
-            whole_TH = self._spread(part_KH, hidden_TH.size(0) * problem.group.size())
-            self._found = torch.empty(hidden_TH.shape, dtype=part_KH.dtype, device=part_KH.device)
-            self._work = dist.reduce_scatter_tensor(self._found, whole_TH, group=problem.group, async_op=True)
+        if options.gathers:
+            whole_TH = self._scatter_rows(part_KH, hidden_TH.size(0) * options.group.size())
+            self._gradient = torch.empty(hidden_TH.shape, dtype=part_KH.dtype, device=part_KH.device)
+            self._work = dist.reduce_scatter_tensor(self._gradient, whole_TH, group=options.group, async_op=True)
         else:
-            self._work = dist.all_reduce(part_KH, group=problem.group, async_op=True)
+            self._work = dist.all_reduce(part_KH, group=options.group, async_op=True)
 
     def wait(self) -> Tensor:
         """In the shape and dtype of the hidden states."""
         if self._work is not None:
             self._work.wait()
-        found = self._found
-        if not self._problem.gathers:
-            found = self._spread(found, self._hidden_TH.size(0))
-        return found.to(self._hidden_TH.dtype)
+        gradient = self._gradient
+        if not self._options.gathers:
+            gradient = self._scatter_rows(gradient, self._hidden_TH.size(0))
+        return gradient.to(self._hidden_TH.dtype)
 
-    def _spread(self, some_KH: Tensor, num_tokens: int) -> Tensor:
+    def _scatter_rows(self, some_KH: Tensor, num_tokens: int) -> Tensor:
         if self._rows_K is None:
             return some_KH
         return some_KH.new_zeros(num_tokens, some_KH.size(1)).index_copy_(0, self._rows_K, some_KH)
 
 
-def _chosen(hidden_TH: Tensor, rows_K: Tensor | None, problem: Problem) -> Tensor:
+def _select_rows(hidden_TH: Tensor, rows_K: Tensor | None, options: LinearLogprobOptions) -> Tensor:
     """The rows that count, of all ranks' tokens."""
-    if problem.group is not None and problem.gathers:
-        whole_TH = hidden_TH.new_empty(hidden_TH.size(0) * problem.group.size(), hidden_TH.size(1))
-        dist.all_gather_into_tensor(whole_TH, hidden_TH.contiguous(), group=problem.group)
+    if options.group is not None and options.gathers:
+        whole_TH = hidden_TH.new_empty(hidden_TH.size(0) * options.group.size(), hidden_TH.size(1))
+        dist.all_gather_into_tensor(whole_TH, hidden_TH.contiguous(), group=options.group)
         hidden_TH = whole_TH
     return hidden_TH if rows_K is None else hidden_TH.index_select(0, rows_K)

@@ -14,38 +14,38 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megarlhf.kernels.statistics import Columns, Merged, Statistics
-from megarlhf.kernels.tiles import Reading, Tiles
+from megarlhf.kernels.statistics import Merged, Statistics, VocabRange
+from megarlhf.kernels.tiles import LogprobOptions, Tiles
 
 
 class TokenLogprobs(torch.autograd.Function):
-    """apply(logits_TV, labels_T, columns, how, group, tiles, inplace_backward) -> (logprobs_T, entropy_T)."""
+    """apply(logits_TV, labels_T, columns, options, group, tiles, inplace_backward) -> (logprobs_T, entropy_T)."""
 
     @staticmethod
     def forward(
         ctx: Any,
         logits_TV: Tensor,
         labels_T: Tensor,
-        columns: Columns,
-        how: Reading,
+        columns: VocabRange,
+        options: LogprobOptions,
         group: dist.ProcessGroup | None,
         tiles: Tiles,
         inplace_backward: bool,
     ) -> tuple[Tensor, Tensor]:
         stats = Statistics.of(logits_TV)
-        tiles.observe(stats, logits_TV, labels_T, columns, how, fresh=True)
-        merged = tiles.merge(stats.gathered(group), labels_T, how)
+        tiles.update(stats, logits_TV, labels_T, columns, options, fresh=True)
+        merged = tiles.merge(stats.gathered(group), labels_T, options)
         ctx.save_for_backward(logits_TV, labels_T, merged.max_T, merged.sum_T, merged.entropy_T)
-        ctx.columns, ctx.how, ctx.tiles, ctx.inplace, ctx.spent = columns, how, tiles, inplace_backward, False
+        ctx.columns, ctx.options, ctx.tiles, ctx.inplace, ctx.spent = columns, options, tiles, inplace_backward, False
         ctx.set_materialize_grads(False)
-        if not how.entropy:
+        if not options.entropy:
             ctx.mark_non_differentiable(merged.entropy_T)
         return merged.logprobs_T, merged.entropy_T
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        by_logprob_T, by_entropy_T = grads
+        grad_logprobs_T, grad_entropy_T = grads
         if ctx.spent:
             raise RuntimeError(
                 "the first backward wrote the gradient over the logits (inplace_backward=True), so there is no "
@@ -54,7 +54,9 @@ class TokenLogprobs(torch.autograd.Function):
         logits_TV, labels_T, max_T, sum_T, entropy_T = ctx.saved_tensors
         out_TV = logits_TV.detach() if ctx.inplace else torch.empty_like(logits_TV)
         merged = Merged(max_T, sum_T, entropy_T, entropy_T)
-        ctx.tiles.gradient(out_TV, logits_TV, labels_T, ctx.columns, merged, by_logprob_T, by_entropy_T, ctx.how)
+        ctx.tiles.gradient(
+            out_TV, logits_TV, labels_T, ctx.columns, merged, grad_logprobs_T, grad_entropy_T, ctx.options
+        )
         if ctx.inplace:
             # Whoever else has saved the logits is told so by autograd: kernels' stores are not counted by themselves.
             ctx.spent = True

@@ -8,30 +8,26 @@ Legend: T tokens of all sequences end to end, N sequences.
 
 from __future__ import annotations
 
-import functools
-import logging
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from megarlhf.algo.kl import KL_ESTIMATORS, KLKind
 from megarlhf.kernels import packed_reference, packed_torch
 from megarlhf.kernels.arguments import (
-    require_borders,
     require_column,
-    require_device,
+    require_cu_seqlens,
     require_fraction,
     require_per_sequence,
     require_token_mask,
 )
-from megarlhf.kernels.dispatch import has_triton
-from megarlhf.kernels.packed_problem import Borders, KLKind, PackedCode, Shaping, wide
-
-log = logging.getLogger(__name__)
+from megarlhf.kernels.backends import choose_backend
+from megarlhf.kernels.packed_interface import CuSeqlens, GAEOptions, PackedKernels
+from megarlhf.kernels.statistics import working_dtype
 
 PackedBackend = Literal["auto", "triton", "torch", "reference"]
 """`auto`: Triton on a GPU, torch on a CPU and for fp64."""
-_KL_KINDS = ("k1", "k2", "k3")
 
 
 class Moments(NamedTuple):
@@ -80,13 +76,13 @@ def packed_gae(
              ref_logprob - logprob, kl is -log r (k1), (log r)^2 / 2 (k2) or (r - 1) - log r (k3).
     Note:    advantages are not whitened, see `packed_whiten`. A sequence of length 0 has nowhere to put its score. With
              kl_coef 0 the log-probs are not read, and the reference's may be None. No gradient flows through.
-    Borders: cu_seqlens may lie on the CPU whatever the tokens' device: it is then looked at before anything runs. On
+    CuSeqlens: cu_seqlens may lie on the CPU whatever the tokens' device: it is then looked at before anything runs. On
              a GPU, where looking would mean waiting, what is wrong with it trips a device assertion.
-    Spec:    packed_reference.py::gae (Ziegler et al. 2019, eq. 2; Schulman et al. 2016, eq. 16)
+    Spec:    algo/gae.py::kl_shaped_rewards and gae (Ziegler et al. 2019, eq. 2; Schulman et al. 2016, eq. 16)
     Raises:  ValueError
     """
-    if kl_kind not in _KL_KINDS:
-        raise ValueError(f"unknown KL estimator {kl_kind!r}; the known ones are {', '.join(_KL_KINDS)}")
+    if kl_kind not in KL_ESTIMATORS:
+        raise ValueError(f"unknown KL estimator {kl_kind!r}; the known ones are {', '.join(KL_ESTIMATORS)}")
     if not 0 <= kl_coef < float("inf"):
         raise ValueError(f"kl_coef = {kl_coef}; give a number of 0 or more")
     if kl_coef > 0 and ref_logprobs_T is None:
@@ -98,26 +94,10 @@ def packed_gae(
     for name, column_T in (("logprobs_T", logprobs_T), ("ref_logprobs_T", ref_logprobs_T)):
         if column_T is not None:
             require_column(name, column_T, values_T)
-    code, borders = _prepared(cu_seqlens, backend, values_T, logprobs_T, ref_logprobs_T, scores_N)
-    require_per_sequence("scores_N", scores_N, borders.num_sequences, values_T)
-    how = Shaping(float(gamma), float(lam), float(kl_coef), kl_kind)
-    return code.gae(logprobs_T, ref_logprobs_T, values_T, scores_N, borders, how)
-
-
-@torch.no_grad()
-def packed_discounted_returns(
-    rewards_T: Tensor, cu_seqlens: Tensor, *, gamma: float, backend: PackedBackend = "auto"
-) -> Tensor:
-    """G_t = r_t + gamma G_{t+1} in each sequence, zero past its last token.
-
-    Shapes:  rewards_T [T], cu_seqlens as `packed_gae` -> [T] fp32 (fp64 for fp64)
-    Spec:    packed_reference.py::discounted_returns
-    Raises:  ValueError, as `packed_gae`
-    """
-    require_fraction("gamma", gamma)
-    require_column("rewards_T", rewards_T)
-    code, borders = _prepared(cu_seqlens, backend, rewards_T)
-    return code.discounted_returns(rewards_T, borders, float(gamma))
+    kernels, sequences = _prepare(cu_seqlens, backend, values_T, logprobs_T, ref_logprobs_T, scores_N)
+    require_per_sequence("scores_N", scores_N, sequences.num_sequences, values_T)
+    options = GAEOptions(float(gamma), float(lam), float(kl_coef), kl_kind)
+    return kernels.gae(logprobs_T, ref_logprobs_T, values_T, scores_N, sequences, options)
 
 
 @torch.no_grad()
@@ -135,11 +115,11 @@ def packed_moments(
              `packed_gae`, groups_N [N] integers, equal for sequences of one group, in any order
              -> 0-d without cu_seqlens, [N] with; of groups, each sequence has its group's
     Maths:   in fp64: a sequence's tokens, then a group's sequences, in a fixed order
-    Spec:    packed_reference.py::moments, add_groups
+    Spec:    algo/whitening.py::moments, group_moments
     Raises:  ValueError, as `packed_gae`; for an x_T that wants a gradient
     """
-    code, borders = _of_tokens(x_T, cu_seqlens, mask_T, groups_N, backend)
-    moments = _moments(code, x_T, mask_T, borders, groups_N)
+    kernels, sequences = _prepare_masked(x_T, cu_seqlens, mask_T, groups_N, backend)
+    moments = _moments(kernels, x_T, mask_T, sequences, groups_N)
     return moments if cu_seqlens is not None else Moments(*(part_N[0] for part_N in moments))
 
 
@@ -152,21 +132,8 @@ def packed_sums(
     backend: PackedBackend = "auto",
 ) -> Tensor:
     """The sum of each sequence's tokens, or of its group's: [N] fp32 (fp64 for fp64). See `packed_moments`."""
-    found = packed_moments(x_T, cu_seqlens, mask_T, groups_N=groups_N, backend=backend)
-    return found.total.to(wide(x_T))
-
-
-def packed_means(
-    x_T: Tensor,
-    cu_seqlens: Tensor,
-    mask_T: Tensor | None = None,
-    *,
-    groups_N: Tensor | None = None,
-    backend: PackedBackend = "auto",
-) -> Tensor:
-    """The mean over each sequence's tokens, or over all tokens of its group; of none 0. As `packed_sums`."""
-    found = packed_moments(x_T, cu_seqlens, mask_T, groups_N=groups_N, backend=backend)
-    return found.mean().to(wide(x_T))
+    moments = packed_moments(x_T, cu_seqlens, mask_T, groups_N=groups_N, backend=backend)
+    return moments.total.to(working_dtype(x_T))
 
 
 @torch.no_grad()
@@ -186,24 +153,24 @@ def packed_whiten(
     Shapes:     as `packed_moments` -> [T] fp32 (fp64 for fp64), zero outside the mask
     shift_mean: False adds the mean back, so that only the scale changes
     moments:    those of the whole batch, where x_T is one rank's part of it; without them x_T is the batch
-    Spec:       packed_reference.py::standardise, with the numbers of `packed_moments`
+    Spec:       algo/whitening.py::whiten, with the numbers of `packed_moments`
     Raises:     ValueError, as `packed_moments`
     """
-    code, borders = _of_tokens(x_T, cu_seqlens, mask_T, groups_N, backend)
+    kernels, sequences = _prepare_masked(x_T, cu_seqlens, mask_T, groups_N, backend)
     if moments is None:
-        moments = _moments(code, x_T, mask_T, borders, groups_N)
+        moments = _moments(kernels, x_T, mask_T, sequences, groups_N)
     mean_N, variance_N = moments.mean().reshape(-1), moments.variance().reshape(-1)
-    if len(mean_N) != borders.num_sequences:
+    if len(mean_N) != sequences.num_sequences:
         raise ValueError(
-            f"moments are of {len(mean_N)} sequences, x_T has {borders.num_sequences}; take them from packed_moments "
+            f"moments are of {len(mean_N)} sequences, x_T has {sequences.num_sequences}; take them from packed_moments "
             "with the same cu_seqlens and groups_N"
         )
-    return code.standardise(x_T, mask_T, borders, mean_N, torch.rsqrt(variance_N + eps), shift_mean)
+    return kernels.whiten(x_T, mask_T, sequences, mean_N, torch.rsqrt(variance_N + eps), shift_mean)
 
 
-def _of_tokens(
+def _prepare_masked(
     x_T: Tensor, cu_seqlens: Tensor | None, mask_T: Tensor | None, groups_N: Tensor | None, backend: PackedBackend
-) -> tuple[PackedCode, Borders]:
+) -> tuple[PackedKernels, CuSeqlens]:
     """What sums and whitening ask of their arguments."""
     require_column("x_T", x_T)
     if x_T.requires_grad:
@@ -214,53 +181,33 @@ def _of_tokens(
         if groups_N is not None:
             raise ValueError("groups_N are groups of sequences, got no cu_seqlens; give both, or neither")
         cu_seqlens = torch.tensor([0, len(x_T)])
-    code, borders = _prepared(cu_seqlens, backend, x_T)
+    kernels, sequences = _prepare(cu_seqlens, backend, x_T)
     if groups_N is not None:
-        require_per_sequence("groups_N", groups_N, borders.num_sequences, x_T, integers=True)
-    return code, borders
+        require_per_sequence("groups_N", groups_N, sequences.num_sequences, x_T, integers=True)
+    return kernels, sequences
 
 
 def _moments(
-    code: PackedCode, x_T: Tensor, mask_T: Tensor | None, borders: Borders, groups_N: Tensor | None
+    kernels: PackedKernels, x_T: Tensor, mask_T: Tensor | None, sequences: CuSeqlens, groups_N: Tensor | None
 ) -> Moments:
-    moments_N3 = code.moments(x_T, mask_T, borders)
+    moments_N3 = kernels.moments(x_T, mask_T, sequences)
     if groups_N is not None:
-        moments_N3 = code.add_groups(moments_N3, groups_N)
+        moments_N3 = kernels.group_moments(moments_N3, groups_N)
     return Moments(*moments_N3.unbind(1))
 
 
-def _prepared(
+def _prepare(
     cu_seqlens: Tensor, backend: PackedBackend, x_T: Tensor, *others: Tensor | None
-) -> tuple[PackedCode, Borders]:
-    """The code, and borders that were looked at; but a kernel looks at those that lie on a GPU by itself."""
-    in_fp64 = any(tensor is not None and tensor.dtype == torch.float64 for tensor in (x_T, *others))
-    name = _chosen(backend, x_T.device.type, in_fp64)
-    longest = require_borders(cu_seqlens, x_T, asserted=name != "triton")
+) -> tuple[PackedKernels, CuSeqlens]:
+    """The kernels, and cu_seqlens that were checked; a kernel checks those that lie on a GPU by itself."""
+    name = choose_backend(backend, x_T, *others, device=x_T.device, kernels="packed", fallback="torch")
+    max_seqlen = require_cu_seqlens(cu_seqlens, x_T, asserted=name != "triton")
     # A tensor of its own dtype, layout and device is not copied.
     on_device = cu_seqlens.to(x_T.device, torch.int64).contiguous()
-    return _code(name), Borders(on_device, len(x_T), longest)
+    return _kernels_of(name), CuSeqlens(on_device, len(x_T), max_seqlen)
 
 
-def _chosen(backend: PackedBackend, device_type: str, in_fp64: bool) -> str:
-    name: str = backend
-    if backend == "auto":
-        name = "triton" if device_type == "cuda" and has_triton() and not in_fp64 else "torch"
-    elif backend == "triton" and in_fp64:
-        raise ValueError("the triton backend computes in fp32, got fp64; use auto, torch or reference")
-    require_device(name, device_type, kernels="packed", instead="torch")
-    _log_once(name, backend, device_type, in_fp64)
-    return name
-
-
-@functools.cache
-def _log_once(name: str, asked: str, device_type: str, in_fp64: bool) -> None:
-    why = "asked for" if name == asked else "the fastest here"
-    if device_type == "cuda" and name == "torch" and asked == "auto":
-        why = "Triton computes in fp32" if in_fp64 else "Triton is not installed"
-    log.info("packed kernels on %s%s: %s (%s)", device_type, ", fp64" if in_fp64 else "", name, why)
-
-
-def _code(name: str) -> PackedCode:
+def _kernels_of(name: str) -> PackedKernels:
     if name == "torch":
         return packed_torch
     if name == "reference":

@@ -11,7 +11,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megarlhf.kernels.packed_problem import Borders, Shaping, wide
+from megarlhf.algo.kl import kl_estimate
+from megarlhf.kernels.packed_interface import CuSeqlens, GAEOptions
+from megarlhf.kernels.statistics import working_dtype
 
 _BLOCK = 64
 """Tokens."""
@@ -22,43 +24,39 @@ def gae(
     ref_logprobs_T: Tensor | None,
     values_T: Tensor,
     scores_N: Tensor,
-    borders: Borders,
-    how: Shaping,
+    sequences: CuSeqlens,
+    options: GAEOptions,
 ) -> tuple[Tensor, Tensor]:
-    """See `packed_reference.gae`."""
-    dtype = wide(logprobs_T, ref_logprobs_T, values_T, scores_N)
+    """See `algo.gae.gae`."""
+    dtype = working_dtype(logprobs_T, ref_logprobs_T, values_T, scores_N)
     values_T = values_T.to(dtype)
-    present_N = borders.cu_seqlens.diff() > 0
-    last_K = borders.cu_seqlens[1:][present_N] - 1
+    present_N = sequences.cu_seqlens.diff() > 0
+    last_K = sequences.cu_seqlens[1:][present_N] - 1
     # The value behind a sequence's last token is another sequence's.
     next_T = torch.cat([values_T[1:], values_T[:1]]).index_fill_(0, last_K, 0.0)
-    terms_T = next_T.mul_(how.gamma).sub_(values_T)
+    terms_T = next_T.mul_(options.gamma).sub_(values_T)
     if ref_logprobs_T is not None:
-        terms_T.sub_(_kl(ref_logprobs_T.to(dtype) - logprobs_T.to(dtype), how.kl_kind), alpha=how.kl_coef)
+        kl_T = kl_estimate(logprobs_T.to(dtype), ref_logprobs_T.to(dtype), options.kl_kind)
+        terms_T.sub_(kl_T, alpha=options.kl_coef)
     terms_T.index_copy_(0, last_K, terms_T[last_K] + scores_N[present_N].to(dtype))
-    advantages_T = _scan(terms_T, borders, how.gamma * how.lam)
+    advantages_T = _scan(terms_T, sequences, options.gamma * options.lam)
     return advantages_T, advantages_T + values_T
 
 
-def discounted_returns(rewards_T: Tensor, borders: Borders, gamma: float) -> Tensor:
-    """See `packed_reference.discounted_returns`."""
-    return _scan(rewards_T.to(wide(rewards_T)), borders, gamma)
-
-
-def moments(x_T: Tensor, mask_T: Tensor | None, borders: Borders) -> Tensor:
-    """See `packed_reference.moments`."""
+def moments(x_T: Tensor, mask_T: Tensor | None, sequences: CuSeqlens) -> Tensor:
+    """See `algo.whitening.moments`."""
     x_T = x_T.double()
     if mask_T is None:
-        counts_N = borders.cu_seqlens.diff().double()
+        counts_N = sequences.cu_seqlens.diff().double()
     else:
         x_T = torch.where(mask_T, x_T, 0.0)
-        counts_N = _segment_sums(mask_T.double(), borders.cu_seqlens)
-    sums = (_segment_sums(part_T, borders.cu_seqlens) for part_T in (x_T, x_T.square()))
+        counts_N = _segment_sums(mask_T.double(), sequences.cu_seqlens)
+    sums = (_segment_sums(part_T, sequences.cu_seqlens) for part_T in (x_T, x_T.square()))
     return torch.stack([*sums, counts_N], 1)
 
 
-def add_groups(moments_N3: Tensor, groups_N: Tensor) -> Tensor:
-    """See `packed_reference.add_groups`. Sequences are sorted by group, stably: sums run in their order.
+def group_moments(moments_N3: Tensor, groups_N: Tensor) -> Tensor:
+    """See `algo.whitening.group_moments`. Sequences are sorted by group, stably: sums run in their order.
 
     The segments are as many as sequences, the last ones empty: how many groups there are only the device knows.
     """
@@ -70,20 +68,20 @@ def add_groups(moments_N3: Tensor, groups_N: Tensor) -> Tensor:
     return torch.empty_like(moments_N3).index_copy_(0, order_N, torch.stack(columns, 1)[segment_N])
 
 
-def standardise(
-    x_T: Tensor, mask_T: Tensor | None, borders: Borders, mean_N: Tensor, scale_N: Tensor, shift_mean: bool
+def whiten(
+    x_T: Tensor, mask_T: Tensor | None, sequences: CuSeqlens, mean_N: Tensor, scale_N: Tensor, shift_mean: bool
 ) -> Tensor:
-    """See `packed_reference.standardise`."""
-    mean_T = borders.spread(mean_N)
-    found_T = (x_T.double() - mean_T) * borders.spread(scale_N)
+    """See `algo.whitening.whiten`."""
+    mean_T = sequences.repeat_per_token(mean_N)
+    out_T = (x_T.double() - mean_T) * sequences.repeat_per_token(scale_N)
     if not shift_mean:
-        found_T += mean_T
+        out_T += mean_T
     if mask_T is not None:
-        found_T = torch.where(mask_T, found_T, 0.0)
-    return found_T.to(wide(x_T))
+        out_T = torch.where(mask_T, out_T, 0.0)
+    return out_T.to(working_dtype(x_T))
 
 
-def _scan(terms_T: Tensor, borders: Borders, factor: float) -> Tensor:
+def _scan(terms_T: Tensor, sequences: CuSeqlens, factor: float) -> Tensor:
     """A_t = x_t + factor A_{t+1} in each sequence, by doubling.
 
     After k steps a token has the terms of 2^k tokens, itself first; each step adds what the token 2^k further on has.
@@ -91,30 +89,30 @@ def _scan(terms_T: Tensor, borders: Borders, factor: float) -> Tensor:
     the blocks' first tokens; then each block takes what follows it. Nothing is added to a token but what stands behind
     it in its own sequence, not even times zero: a NaN reaches the tokens before it alone.
     """
-    if borders.num_tokens == 0:
+    if sequences.num_tokens == 0:
         return terms_T.clone()
-    blocks_N = (borders.cu_seqlens.diff() + (_BLOCK - 1)) // _BLOCK
+    blocks_N = (sequences.cu_seqlens.diff() + (_BLOCK - 1)) // _BLOCK
     ends_N = blocks_N.cumsum(0)
     num_blocks = int(ends_N[-1])
-    at_T = torch.arange(borders.num_tokens, device=terms_T.device)
-    at_T += borders.spread(ends_N * _BLOCK - borders.cu_seqlens[1:])
-    found_BL = terms_T.new_zeros(num_blocks * _BLOCK).index_copy_(0, at_T, terms_T).view(num_blocks, _BLOCK)
+    at_T = torch.arange(sequences.num_tokens, device=terms_T.device)
+    at_T += sequences.repeat_per_token(ends_N * _BLOCK - sequences.cu_seqlens[1:])
+    scanned_BL = terms_T.new_zeros(num_blocks * _BLOCK).index_copy_(0, at_T, terms_T).view(num_blocks, _BLOCK)
     step = 1
     while step < _BLOCK:
-        found_BL[:, :-step] += found_BL[:, step:] * factor**step
+        scanned_BL[:, :-step] += scanned_BL[:, step:] * factor**step
         step *= 2
     behind_B = ends_N.repeat_interleave(blocks_N, output_size=num_blocks) - 1
     behind_B -= torch.arange(num_blocks, device=terms_T.device)
-    first_B = found_BL[:, 0].clone()
+    first_B = scanned_BL[:, 0].clone()
     step = 1
-    while step * _BLOCK < borders.longest:
+    while step * _BLOCK < sequences.max_seqlen:
         further_B = torch.where(behind_B[:-step] >= step, first_B[step:], 0.0)
         first_B[:-step].add_(further_B, alpha=factor ** (step * _BLOCK))
         step *= 2
     following_B = torch.where(behind_B[:-1] > 0, first_B[1:], 0.0)
     powers_L = torch.tensor([factor ** (_BLOCK - i) for i in range(_BLOCK)], dtype=terms_T.dtype)
-    found_BL[:-1].addcmul_(following_B[:, None], powers_L.to(terms_T.device))
-    return found_BL.view(-1).index_select(0, at_T)
+    scanned_BL[:-1].addcmul_(following_B[:, None], powers_L.to(terms_T.device))
+    return scanned_BL.view(-1).index_select(0, at_T)
 
 
 def _segment_sums(x_T: Tensor, offsets: Tensor) -> Tensor:
@@ -122,12 +120,3 @@ def _segment_sums(x_T: Tensor, offsets: Tensor) -> Tensor:
     if len(offsets) == 2:  # a GPU gives a segment to one block of threads
         return x_T.sum()[None]
     return torch.segment_reduce(x_T, "sum", offsets=offsets, axis=0, unsafe=True)
-
-
-def _kl(log_ratio_T: Tensor, kind: str) -> Tensor:
-    """As algo/kl.py, which stands on the same floor of the house."""
-    if kind == "k1":
-        return -log_ratio_T
-    if kind == "k2":
-        return log_ratio_T.square() / 2
-    return torch.expm1(log_ratio_T) - log_ratio_T

@@ -17,7 +17,6 @@ Legend: T tokens of all sequences end to end, N sequences, P parts of each, 2: a
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -25,15 +24,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megarlhf.kernels.packed_problem import Borders, Shaping
-from megarlhf.kernels.packed_torch import add_groups
+from megarlhf.kernels.backends import on_device
+from megarlhf.kernels.packed_interface import CuSeqlens, GAEOptions
+from megarlhf.kernels.packed_torch import group_moments
 
-__all__ = ["Cut", "add_groups", "discounted_returns", "gae", "moments", "standardise"]
+__all__ = ["LaunchConfig", "gae", "group_moments", "moments", "whiten"]
 
 
 @dataclass(frozen=True)
-class Cut:
-    """How packed rows are dealt to programs."""
+class LaunchConfig:
+    """How packed rows are split over programs."""
 
     tokens: int = 512
     """Of a block, a power of two."""
@@ -51,13 +51,13 @@ class Cut:
             return 1
         return min(self.programs // num_sequences, triton.cdiv(num_tokens, self.tokens))
 
-    def fitted(self, borders: Borders) -> tuple[int, int]:
+    def fitted(self, sequences: CuSeqlens) -> tuple[int, int]:
         """(tokens, warps) of a block: no longer than the longest sequence, and four tokens a thread or more."""
-        tokens = min(max(triton.next_power_of_2(borders.longest), 128), self.tokens)
+        tokens = min(max(triton.next_power_of_2(sequences.max_seqlen), 128), self.tokens)
         return tokens, max(min(self.warps, tokens // 128), 1)
 
 
-CUT = Cut()
+DEFAULT_LAUNCH = LaunchConfig()
 """The default; `benchmarks.gpu_packed --sweep` tries others."""
 
 
@@ -100,43 +100,33 @@ def _followed_by(a_behind, b_behind, a, b):
 
 
 @triton.jit
-def _terms(
-    logprobs_ptr, ref_ptr, values_ptr, t, inside, end, score, gamma, kl_coef,
-    KL: tl.constexpr, VALUES: tl.constexpr,
-):  # fmt: skip
-    """(d_t, V_t) of a block; without values the first array is rewards, which are the terms."""
-    first = tl.load(logprobs_ptr + t, mask=inside, other=0.0).to(tl.float32)
-    value = tl.zeros_like(first)
-    if VALUES:
-        value = tl.load(values_ptr + t, mask=inside, other=0.0).to(tl.float32)
-        behind = tl.load(values_ptr + t + 1, mask=inside & (t + 1 < end), other=0.0).to(tl.float32)
-        term = tl.where(t == end - 1, score, 0.0)
-        if KL != "none":
-            log_ratio = tl.load(ref_ptr + t, mask=inside, other=0.0).to(tl.float32) - first
-            if KL == "k1":
-                term += kl_coef * log_ratio
-            elif KL == "k2":
-                term -= kl_coef * (log_ratio * log_ratio * 0.5)
-            else:
-                term -= kl_coef * _k3(log_ratio)
-        term = term + gamma * behind - value
-    else:
-        term = first
-    return term, value
+def _terms(logprobs_ptr, ref_ptr, values_ptr, t, inside, end, score, gamma, kl_coef, KL: tl.constexpr):
+    """(d_t, V_t) of a block; without a KL neither log-prob is read."""
+    value = tl.load(values_ptr + t, mask=inside, other=0.0).to(tl.float32)
+    behind = tl.load(values_ptr + t + 1, mask=inside & (t + 1 < end), other=0.0).to(tl.float32)
+    term = tl.where(t == end - 1, score, 0.0)
+    if KL != "none":
+        log_ratio = tl.load(ref_ptr + t, mask=inside, other=0.0).to(tl.float32)
+        log_ratio -= tl.load(logprobs_ptr + t, mask=inside, other=0.0).to(tl.float32)
+        if KL == "k1":
+            term += kl_coef * log_ratio
+        elif KL == "k2":
+            term -= kl_coef * (log_ratio * log_ratio * 0.5)
+        else:
+            term -= kl_coef * _k3(log_ratio)
+    return term + gamma * behind - value, value
 
 
 @triton.jit(debug=True, do_not_specialize=["num_tokens"])
 def _scan_kernel(
     scanned_ptr, returns_ptr, parts_ptr, logprobs_ptr, ref_ptr, values_ptr, scores_ptr, cu_ptr,
     num_tokens, gamma, decay, kl_coef,
-    KL: tl.constexpr, VALUES: tl.constexpr, REDUCE: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+    KL: tl.constexpr, REDUCE: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A_t = d_t + decay A_{t+1} of one part. REDUCE: writes only the part's two numbers, for the next launch."""
     n, first, stop, end = _part(cu_ptr, num_tokens, BLOCK)
     lanes = tl.arange(0, BLOCK)
-    score = tl.full([], 0.0, tl.float32)
-    if VALUES:
-        score = tl.load(scores_ptr + n).to(tl.float32)
+    score = tl.load(scores_ptr + n).to(tl.float32)
     carry = tl.full([], 0.0, tl.float32)
     product = tl.full([], 1.0, tl.float32)
     if PARTS > 1 and not REDUCE:
@@ -146,9 +136,7 @@ def _scan_kernel(
     for block in range(tl.cdiv(tl.maximum(stop - first, 0), BLOCK)):
         t = stop - 1 - block * BLOCK - lanes
         inside = t >= first
-        term, value = _terms(
-            logprobs_ptr, ref_ptr, values_ptr, t, inside, end, score, gamma, kl_coef, KL=KL, VALUES=VALUES
-        )
+        term, value = _terms(logprobs_ptr, ref_ptr, values_ptr, t, inside, end, score, gamma, kl_coef, KL=KL)
         # Identity before the part's first token: the last lane then has the whole block's two numbers.
         a, b = tl.associative_scan((tl.where(inside, decay, 1.0), tl.where(inside, term, 0.0)), 0, _followed_by)
         scanned = b + a * carry
@@ -157,8 +145,7 @@ def _scan_kernel(
             product *= tl.sum(tl.where(lanes == BLOCK - 1, a, 0.0), 0)
         else:
             tl.store(scanned_ptr + t, scanned, mask=inside)
-            if VALUES:
-                tl.store(returns_ptr + t, scanned + value, mask=inside)
+            tl.store(returns_ptr + t, scanned + value, mask=inside)
     if REDUCE:
         at = parts_ptr + (n * PARTS + tl.program_id(1)) * 2
         tl.store(at, product)
@@ -188,11 +175,11 @@ def _moments_kernel(parts_ptr, x_ptr, mask_ptr, cu_ptr, num_tokens, MASK: tl.con
 
 
 @triton.jit(debug=True, do_not_specialize=["num_tokens"])
-def _standardise_kernel(
+def _whiten_kernel(
     out_ptr, x_ptr, mask_ptr, mean_ptr, scale_ptr, cu_ptr, num_tokens,
     MASK: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """`PackedCode.standardise` of one part."""
+    """`PackedKernels.whiten` of one part."""
     n, first, stop, _ = _part(cu_ptr, num_tokens, BLOCK)
     mean, scale = tl.load(mean_ptr + n), tl.load(scale_ptr + n)
     for block in range(tl.cdiv(tl.maximum(stop - first, 0), BLOCK)):
@@ -202,10 +189,10 @@ def _standardise_kernel(
         if MASK:
             kept = inside & (tl.load(mask_ptr + t, mask=inside, other=0) != 0)
         x = tl.load(x_ptr + t, mask=kept, other=0.0).to(tl.float32).to(tl.float64)
-        found = (x - mean) * scale
+        whitened = (x - mean) * scale
         if not SHIFT:
-            found += mean
-        tl.store(out_ptr + t, tl.where(kept, found, 0.0).to(tl.float32), mask=inside)
+            whitened += mean
+        tl.store(out_ptr + t, tl.where(kept, whitened, 0.0).to(tl.float32), mask=inside)
 
 
 def gae(
@@ -213,101 +200,72 @@ def gae(
     ref_logprobs_T: Tensor | None,
     values_T: Tensor,
     scores_N: Tensor,
-    borders: Borders,
-    how: Shaping,
-    cut: Cut = CUT,
+    sequences: CuSeqlens,
+    options: GAEOptions,
+    launch: LaunchConfig = DEFAULT_LAUNCH,
 ) -> tuple[Tensor, Tensor]:
-    """See `packed_reference.gae`. Where nothing is cut, each array is read or written once."""
-    advantages_T, returns_T = torch.empty(2, borders.num_tokens, device=values_T.device).unbind()
-    # Without a reference there is no KL: a kernel of that kind uses neither array, but reads the first.
-    kind = "none" if ref_logprobs_T is None else how.kl_kind
-    first_T = values_T if ref_logprobs_T is None else logprobs_T
-    ref_T = values_T if ref_logprobs_T is None else ref_logprobs_T
-    inputs = (first_T, ref_T, values_T, scores_N)
-    _scan(advantages_T, returns_T, inputs, borders, (how.gamma, how.gamma * how.lam, how.kl_coef), kind, True, cut)
+    """See `algo.gae`. One launch, or two where sequences are cut; with one, each array is read or written once."""
+    num_sequences, num_tokens = sequences.num_sequences, sequences.num_tokens
+    advantages_T, returns_T = torch.empty(2, num_tokens, device=values_T.device).unbind()
+    if num_tokens == 0:
+        return advantages_T, returns_T
+    # Without a reference there is no KL, and a kernel of that kind reads neither array.
+    kind = "none" if ref_logprobs_T is None else options.kl_kind
+    ref_T = logprobs_T if ref_logprobs_T is None else ref_logprobs_T
+    inputs = [tensor.contiguous() for tensor in (logprobs_T, ref_T, values_T, scores_N)]
+    parts = launch.parts(num_sequences, num_tokens)
+    tokens, warps = launch.fitted(sequences)
+    parts_NP2 = torch.empty(num_sequences, parts, 2, device=values_T.device)
+    with on_device(values_T.device):
+        for reduce in (True, False) if parts > 1 else (False,):
+            _scan_kernel[(num_sequences, parts)](
+                advantages_T, returns_T, parts_NP2, *inputs, sequences.cu_seqlens, num_tokens,
+                options.gamma, options.gamma * options.lam, options.kl_coef,
+                KL=kind, REDUCE=reduce, PARTS=parts, BLOCK=tokens, num_warps=warps, sanitize_overflow=False,
+            )  # fmt: skip
     return advantages_T, returns_T
 
 
-def discounted_returns(rewards_T: Tensor, borders: Borders, gamma: float, cut: Cut = CUT) -> Tensor:
-    """See `packed_reference.discounted_returns`."""
-    returns_T = torch.empty(borders.num_tokens, device=rewards_T.device)
-    inputs = (rewards_T, rewards_T, rewards_T, rewards_T)
-    _scan(returns_T, returns_T, inputs, borders, (gamma, gamma, 0.0), "none", False, cut)
-    return returns_T
-
-
-def _scan(
-    scanned_T: Tensor,
-    returns_T: Tensor,
-    inputs: tuple[Tensor, Tensor, Tensor, Tensor],
-    borders: Borders,
-    numbers: tuple[float, float, float],
-    kind: str,
-    values: bool,
-    cut: Cut,
-) -> None:
-    """One launch, or two where sequences are cut."""
-    num_sequences, num_tokens = borders.num_sequences, borders.num_tokens
-    if num_tokens == 0:
-        return
-    parts = cut.parts(num_sequences, num_tokens)
-    tokens, warps = cut.fitted(borders)
-    inputs_T = tuple(tensor.contiguous() for tensor in inputs)
-    parts_NP2 = torch.empty(num_sequences, parts, 2, device=scanned_T.device)
-    with _on(scanned_T.device):
-        for reduce in (True, False) if parts > 1 else (False,):
-            _scan_kernel[(num_sequences, parts)](
-                scanned_T, returns_T, parts_NP2, *inputs_T, borders.cu_seqlens, num_tokens, *numbers,
-                KL=kind, VALUES=values, REDUCE=reduce, PARTS=parts, BLOCK=tokens, num_warps=warps,
-                sanitize_overflow=False,
-            )  # fmt: skip
-
-
-def moments(x_T: Tensor, mask_T: Tensor | None, borders: Borders, cut: Cut = CUT) -> Tensor:
-    """See `packed_reference.moments`."""
-    num_sequences, num_tokens = borders.num_sequences, borders.num_tokens
+def moments(x_T: Tensor, mask_T: Tensor | None, sequences: CuSeqlens, launch: LaunchConfig = DEFAULT_LAUNCH) -> Tensor:
+    """See `algo.whitening.moments`."""
+    num_sequences, num_tokens = sequences.num_sequences, sequences.num_tokens
     if num_tokens == 0:
         return torch.zeros(num_sequences, 3, dtype=torch.float64, device=x_T.device)
-    parts = cut.parts(num_sequences, num_tokens)
-    tokens, warps = cut.fitted(borders)
+    parts = launch.parts(num_sequences, num_tokens)
+    tokens, warps = launch.fitted(sequences)
     parts_NP3 = torch.empty(num_sequences, parts, 3, dtype=torch.float64, device=x_T.device)
-    with _on(x_T.device):
+    with on_device(x_T.device):
         _moments_kernel[(num_sequences, parts)](
-            parts_NP3, x_T.contiguous(), _bytes(mask_T, x_T), borders.cu_seqlens, num_tokens,
+            parts_NP3, x_T.contiguous(), _bytes(mask_T, x_T), sequences.cu_seqlens, num_tokens,
             MASK=mask_T is not None, BLOCK=tokens, num_warps=warps, sanitize_overflow=False,
         )  # fmt: skip
     return parts_NP3[:, 0] if parts == 1 else parts_NP3.sum(1)
 
 
-def standardise(
+def whiten(
     x_T: Tensor,
     mask_T: Tensor | None,
-    borders: Borders,
+    sequences: CuSeqlens,
     mean_N: Tensor,
     scale_N: Tensor,
     shift_mean: bool,
-    cut: Cut = CUT,
+    launch: LaunchConfig = DEFAULT_LAUNCH,
 ) -> Tensor:
-    """See `packed_reference.standardise`."""
-    num_sequences, num_tokens = borders.num_sequences, borders.num_tokens
-    found_T = torch.empty(num_tokens, device=x_T.device)
+    """See `algo.whitening.whiten`."""
+    num_sequences, num_tokens = sequences.num_sequences, sequences.num_tokens
+    out_T = torch.empty(num_tokens, device=x_T.device)
     if num_tokens == 0:
-        return found_T
-    tokens, warps = cut.fitted(borders)
-    with _on(x_T.device):
-        _standardise_kernel[(num_sequences, cut.parts(num_sequences, num_tokens))](
-            found_T, x_T.contiguous(), _bytes(mask_T, x_T), mean_N.contiguous(), scale_N.contiguous(),
-            borders.cu_seqlens, num_tokens,
+        return out_T
+    tokens, warps = launch.fitted(sequences)
+    with on_device(x_T.device):
+        _whiten_kernel[(num_sequences, launch.parts(num_sequences, num_tokens))](
+            out_T, x_T.contiguous(), _bytes(mask_T, x_T), mean_N.contiguous(), scale_N.contiguous(),
+            sequences.cu_seqlens, num_tokens,
             MASK=mask_T is not None, SHIFT=shift_mean, BLOCK=tokens, num_warps=warps, sanitize_overflow=False,
         )  # fmt: skip
-    return found_T
+    return out_T
 
 
 def _bytes(mask_T: Tensor | None, instead: Tensor) -> Tensor:
     """A mask as Triton reads it; where there is none, something that is not read."""
     return instead if mask_T is None else mask_T.contiguous().view(torch.uint8)
-
-
-def _on(device: torch.device) -> AbstractContextManager[object]:
-    """Triton launches on the current device, whatever the tensors' is."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

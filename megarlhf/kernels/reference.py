@@ -135,13 +135,13 @@ class _TokenLogprobs(torch.autograd.Function):
         shifted_TV = _scaled(logits_TV, ctx.temperature, ctx.num_columns) - max_T[:, None]
         prob_TV = shifted_TV.exp() / sum_T[:, None]
         zero_T = torch.zeros_like(grad_logprobs_T)
-        by_logprob_T = torch.where(kept_T, grad_logprobs_T, zero_T)
-        by_entropy_T = torch.where(kept_T, grad_entropy_T, zero_T)
+        grad_logprobs_T = torch.where(kept_T, grad_logprobs_T, zero_T)
+        grad_entropy_T = torch.where(kept_T, grad_entropy_T, zero_T)
         # d entropy / dz = -p (log p + entropy)
         log_prob_TV = shifted_TV - sum_T.log()[:, None]
-        grad_TV = -prob_TV * by_logprob_T[:, None]
-        grad_TV -= _times(prob_TV, log_prob_TV + entropy_T[:, None]) * by_entropy_T[:, None]
-        owned_T = torch.where(mine_T, by_logprob_T, zero_T)
+        grad_TV = -prob_TV * grad_logprobs_T[:, None]
+        grad_TV -= _times(prob_TV, log_prob_TV + entropy_T[:, None]) * grad_entropy_T[:, None]
+        owned_T = torch.where(mine_T, grad_logprobs_T, zero_T)
         grad_TV.scatter_add_(1, local_T[:, None], owned_T[:, None])
         grad_TV = grad_TV.masked_fill(~kept_T[:, None], 0.0)
         return (grad_TV / ctx.temperature).to(logits_TV.dtype), None, None, None, None, None

@@ -65,7 +65,7 @@ def merge(stats_RT4: Tensor, kept_T: Tensor, entropy: bool) -> Merged:
     """The ranks' tables, in rank order: the same arithmetic everywhere."""
     max_RT, sum_RT, moment_RT, label_RT = stats_RT4.unbind(-1)
     max_T = max_RT.amax(0)
-    shift_RT = (max_RT - max_T).clamp(min=NOTHING)
+    shift_RT = (max_RT - max_T).clamp(min=LOG_ZERO)
     scale_RT = shift_RT.exp()
     # A rank's moment is about its own max; about the common one it gains sum_r (m_r - m).
     sum_T = (sum_RT * scale_RT).sum(0)
@@ -77,14 +77,15 @@ def merge(stats_RT4: Tensor, kept_T: Tensor, entropy: bool) -> Merged:
     return Merged(max_T, sum_T, entropy_T, logprobs_T)
 
 
-NOTHING = -1e3
+LOG_ZERO = -1e3
 """e^-1000 is 0 in fp32 and fp64. Differences of maxima and log p are cut here: a product of it with such a 0 stays 0,
 where that of -inf, or of 1e35 with a large sum, does not."""
 
 
-def working_dtype(values: Tensor) -> torch.dtype:
-    """fp32; fp64 for fp64."""
-    return torch.float64 if values.dtype == torch.float64 else torch.float32
+def working_dtype(*tensors: Tensor | None) -> torch.dtype:
+    """What is computed in, and what results are: fp64 where something is fp64, otherwise fp32."""
+    any_fp64 = any(tensor is not None and tensor.dtype == torch.float64 for tensor in tensors)
+    return torch.float64 if any_fp64 else torch.float32
 
 
 def lowest(dtype: torch.dtype) -> float:
@@ -93,20 +94,20 @@ def lowest(dtype: torch.dtype) -> float:
 
 
 @dataclass(frozen=True)
-class Columns:
+class VocabRange:
     """Which part of the vocabulary a tensor's columns are."""
 
     first: int
     """The first column's place in the global vocabulary."""
     count: int
-    """Columns that are not padding; padding is last."""
+    """VocabRange that are not padding; padding is last."""
 
-    def cut(self, start: int, stop: int) -> Columns:
-        """Columns [start, stop) of these."""
-        return Columns(self.first + start, min(max(self.count - start, 0), stop - start))
+    def cut(self, start: int, stop: int) -> VocabRange:
+        """VocabRange [start, stop) of these."""
+        return VocabRange(self.first + start, min(max(self.count - start, 0), stop - start))
 
 
-def shard_columns(width: int, true_vocab: int | None, group: dist.ProcessGroup | None) -> tuple[Columns, int]:
+def local_vocab_range(width: int, true_vocab: int | None, group: dist.ProcessGroup | None) -> tuple[VocabRange, int]:
     """This rank's columns, and the size of the vocabulary without padding.
 
     Raises: ValueError for a `true_vocab` that is not in the columns of all ranks.
@@ -118,4 +119,4 @@ def shard_columns(width: int, true_vocab: int | None, group: dist.ProcessGroup |
             f"true_vocab = {vocab} is not in [1, {width * tp}], the {width} columns of each of {tp} ranks; "
             "give the tokenizer's vocabulary size, without padding"
         )
-    return Columns(0, vocab).cut(rank * width, (rank + 1) * width), vocab
+    return VocabRange(0, vocab).cut(rank * width, (rank + 1) * width), vocab

@@ -10,11 +10,11 @@ from typing import Protocol
 
 from torch import Tensor
 
-from megarlhf.kernels.statistics import Columns, Merged, Statistics
+from megarlhf.kernels.statistics import Merged, Statistics, VocabRange
 
 
 @dataclass(frozen=True)
-class Reading:
+class LogprobOptions:
     """How logits and labels are to be read."""
 
     scale: float
@@ -22,7 +22,7 @@ class Reading:
     ignore_index: int
     """The label of a token that gives 0 and has no gradient."""
     vocab: int
-    """Columns of the whole vocabulary that are not padding."""
+    """VocabRange of the whole vocabulary that are not padding."""
     entropy: bool
     """The entropy is asked for."""
 
@@ -30,13 +30,20 @@ class Reading:
 class Tiles(Protocol):
     """One backend's passes over a tile of logits. `logits_TV` may have any row stride."""
 
-    def observe(
-        self, stats: Statistics, logits_TV: Tensor, labels_T: Tensor, columns: Columns, how: Reading, *, fresh: bool
+    def update(
+        self,
+        stats: Statistics,
+        logits_TV: Tensor,
+        labels_T: Tensor,
+        columns: VocabRange,
+        options: LogprobOptions,
+        *,
+        fresh: bool,
     ) -> None:
         """Take the tile into the statistics of its rows; `fresh`: they hold nothing yet. Reads logits once."""
         ...
 
-    def merge(self, stats_RT4: Tensor, labels_T: Tensor, how: Reading) -> Merged:
+    def merge(self, stats_RT4: Tensor, labels_T: Tensor, options: LogprobOptions) -> Merged:
         """All ranks' statistics, in rank order."""
         ...
 
@@ -45,11 +52,11 @@ class Tiles(Protocol):
         out_TV: Tensor,
         logits_TV: Tensor,
         labels_T: Tensor,
-        columns: Columns,
+        columns: VocabRange,
         merged: Merged,
-        by_logprob_T: Tensor | None,
-        by_entropy_T: Tensor | None,
-        how: Reading,
+        grad_logprobs_T: Tensor | None,
+        grad_entropy_T: Tensor | None,
+        options: LogprobOptions,
     ) -> None:
         """Write d loss / d logits of every column, padding included, into out_TV, which may be logits_TV.
 

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from megarlhf.kernels.statistics import NOTHING, Columns, Merged, Statistics, lowest, merge
-from megarlhf.kernels.tiles import Reading
+from megarlhf.kernels.statistics import LOG_ZERO, Merged, Statistics, VocabRange, lowest, merge
+from megarlhf.kernels.tiles import LogprobOptions
 
 _BLOCK_ROWS, _BLOCK_COLUMNS = 1024, 1024
 """A block and two like it fit the cache that cores share; smaller ones cost more calls than they save."""
@@ -23,59 +23,66 @@ class TorchTiles:
     def __init__(self) -> None:
         self._kept: Tensor | None = None
 
-    def observe(
-        self, stats: Statistics, logits_TV: Tensor, labels_T: Tensor, columns: Columns, how: Reading, *, fresh: bool
+    def update(
+        self,
+        stats: Statistics,
+        logits_TV: Tensor,
+        labels_T: Tensor,
+        columns: VocabRange,
+        options: LogprobOptions,
+        *,
+        fresh: bool,
     ) -> None:
-        """See `Tiles.observe`."""
+        """See `Tiles.update`."""
         table_T4 = stats.table_T4
         if fresh:
             table_T4.zero_()[:, 0] = lowest(table_T4.dtype)
         for rows, cut in _blocks(logits_TV.size(0), columns.count):
             max_T, sum_T, moment_T, label_T = table_T4[rows].unbind(1)
             shifted_TV, exp_TV = self._pair(logits_TV[rows, cut], table_T4.dtype)
-            z_TV = _scaled(logits_TV[rows, cut], how.scale, exp_TV)
+            z_TV = _scaled(logits_TV[rows, cut], options.scale, exp_TV)
             label_T.add_(_of_label(z_TV, labels_T[rows] - (columns.first + cut.start)))
             new_max_T = torch.maximum(max_T, z_TV.amax(1))
             torch.exp(torch.sub(z_TV, new_max_T[:, None], out=shifted_TV), out=exp_TV)
             block_sum_T = exp_TV.sum(1)
             # What the sums so far are worth about the new maximum.
-            moved_T = (max_T - new_max_T).clamp_(min=NOTHING)
+            moved_T = (max_T - new_max_T).clamp_(min=LOG_ZERO)
             worth_T = moved_T.exp()
-            if how.entropy:
+            if options.entropy:
                 block_moment_T = torch.mul(exp_TV, shifted_TV, out=exp_TV).sum(1)
                 if bool(block_moment_T.isnan().any()):
-                    shifted_TV.clamp_(min=NOTHING)
+                    shifted_TV.clamp_(min=LOG_ZERO)
                     block_moment_T = torch.mul(shifted_TV.exp(), shifted_TV, out=exp_TV).sum(1)
                 moment_T.add_(sum_T * moved_T).mul_(worth_T).add_(block_moment_T)
             sum_T.mul_(worth_T).add_(block_sum_T)
             max_T.copy_(new_max_T)
 
-    def merge(self, stats_RT4: Tensor, labels_T: Tensor, how: Reading) -> Merged:
+    def merge(self, stats_RT4: Tensor, labels_T: Tensor, options: LogprobOptions) -> Merged:
         """See `Tiles.merge`."""
-        return merge(stats_RT4, labels_T != how.ignore_index, how.entropy)
+        return merge(stats_RT4, labels_T != options.ignore_index, options.entropy)
 
     def gradient(
         self,
         out_TV: Tensor,
         logits_TV: Tensor,
         labels_T: Tensor,
-        columns: Columns,
+        columns: VocabRange,
         merged: Merged,
-        by_logprob_T: Tensor | None,
-        by_entropy_T: Tensor | None,
-        how: Reading,
+        grad_logprobs_T: Tensor | None,
+        grad_entropy_T: Tensor | None,
+        options: LogprobOptions,
     ) -> None:
         """See `Tiles.gradient`."""
-        kept_T = labels_T != how.ignore_index
+        kept_T = labels_T != options.ignore_index
         # The chain rule through logits x scale, on the vectors: -p (by_h (log p + entropy) + by).
-        by_T = merged.sum_T.new_zeros(()) if by_logprob_T is None else by_logprob_T
-        by_T = torch.where(kept_T, by_T * how.scale, 0.0)
-        by_h_T = None if by_entropy_T is None else torch.where(kept_T, by_entropy_T * how.scale, 0.0)
+        by_T = merged.sum_T.new_zeros(()) if grad_logprobs_T is None else grad_logprobs_T
+        by_T = torch.where(kept_T, by_T * options.scale, 0.0)
+        by_h_T = None if grad_entropy_T is None else torch.where(kept_T, grad_entropy_T * options.scale, 0.0)
         log_sum_T = merged.sum_T.log()
         minus_T = -by_T / merged.sum_T
         for rows, cut in _blocks(logits_TV.size(0), columns.count):
             shifted_TV, exp_TV = self._pair(logits_TV[rows, cut], merged.sum_T.dtype)
-            z_TV = _scaled(logits_TV[rows, cut], how.scale, exp_TV)
+            z_TV = _scaled(logits_TV[rows, cut], options.scale, exp_TV)
             if out_TV.dtype == exp_TV.dtype:
                 exp_TV = out_TV[rows, cut]
             max_T1 = merged.max_T[rows][:, None]
@@ -83,7 +90,7 @@ class TorchTiles:
                 torch.sub(z_TV, max_T1, out=exp_TV).exp_().mul_(minus_T[rows][:, None])
             else:
                 torch.exp(torch.sub(z_TV, max_T1, out=shifted_TV), out=exp_TV)
-                shifted_TV.clamp_(min=NOTHING).add_((merged.entropy_T - log_sum_T)[rows][:, None])
+                shifted_TV.clamp_(min=LOG_ZERO).add_((merged.entropy_T - log_sum_T)[rows][:, None])
                 shifted_TV.mul_(by_h_T[rows][:, None]).add_(by_T[rows][:, None])
                 exp_TV.mul_(shifted_TV).mul_((-1.0 / merged.sum_T[rows])[:, None])
             _add_to_label(exp_TV, labels_T[rows] - (columns.first + cut.start), by_T[rows])

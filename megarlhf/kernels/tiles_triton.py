@@ -1,14 +1,13 @@
 """The passes over a tile of logits as Triton kernels: one program walks a row, once, one exponential an element.
 
 Logits are bf16, fp16 or fp32 and become fp32 before anything else (Triton's interpreter gets bf16 arithmetic wrong, and
-truncates where a GPU rounds to bf16). A plain forward is two launches, `observe` and `merge`; a backward is one.
+truncates where a GPU rounds to bf16). A plain forward is two launches, `update` and `merge`; a backward is one.
 
 Legend: T rows, V columns, R ranks.
 """
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -16,10 +15,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megarlhf.kernels.statistics import NOTHING, Columns, Merged, Statistics
-from megarlhf.kernels.tiles import Reading
+from megarlhf.kernels.backends import on_device
+from megarlhf.kernels.statistics import LOG_ZERO, Merged, Statistics, VocabRange
+from megarlhf.kernels.tiles import LogprobOptions
 
-_NOTHING = tl.constexpr(NOTHING)
+_LOG_ZERO = tl.constexpr(LOG_ZERO)
 _LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 """The maximum of no columns: see `Statistics`."""
 _MERGED = 256
@@ -31,7 +31,7 @@ class Block:
     """How a kernel is cut."""
 
     columns: int
-    """Columns a step, a power of two."""
+    """VocabRange a step, a power of two."""
     warps: int
 
     def fitted(self, num_columns: int) -> Block:
@@ -47,12 +47,12 @@ BACKWARD = Block(columns=4096, warps=8)
 
 # debug compiles the assertion in. Launches say sanitize_overflow=False, or it would bring one with each integer sum.
 @triton.jit(debug=True, do_not_specialize=["label_stride", "first", "vocab", "ignore_index"])
-def _observe_kernel(
+def _statistics_kernel(
     logits_ptr, labels_ptr, table_ptr,
     stride, label_stride, first, num_columns, vocab, ignore_index, scale,
     FRESH: tl.constexpr, ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """`Tiles.observe` of one row."""
+    """`Tiles.update` of one row."""
     row = tl.program_id(0).to(tl.int64)
     start_ptr = logits_ptr + row * stride
     table_ptr += row * 4
@@ -77,10 +77,10 @@ def _observe_kernel(
         d = z - new_m
         e = tl.exp(d)
         # What the sums so far are worth about the new maximum.
-        moved = tl.maximum(m - new_m, _NOTHING)
+        moved = tl.maximum(m - new_m, _LOG_ZERO)
         worth = tl.exp(moved)
         if ENTROPY:
-            a = (a + s * moved) * worth + e * tl.maximum(d, _NOTHING)
+            a = (a + s * moved) * worth + e * tl.maximum(d, _LOG_ZERO)
         s = s * worth + e
         m = new_m
     total_s = tl.sum(s, 0)
@@ -88,7 +88,7 @@ def _observe_kernel(
     z_label = tl.full([], 0.0, tl.float32)
     if not FRESH:
         old_s = tl.load(table_ptr + 1)
-        moved = tl.maximum(old_m - m, _NOTHING)
+        moved = tl.maximum(old_m - m, _LOG_ZERO)
         total_s += old_s * tl.exp(moved)
         if ENTROPY:
             total_a += (tl.load(table_ptr + 2) + old_s * moved) * tl.exp(moved)
@@ -124,7 +124,7 @@ def _merge_kernel(
         rank_ptr = tables_ptr + rank * num_tokens * 4
         rank_s = tl.load(rank_ptr + 1, mask=kept, other=0.0)
         # e^(m_r - m) is 0 for a rank without a finite column; its sums are 0 too.
-        moved = tl.maximum(tl.load(rank_ptr, mask=kept, other=_LOWEST) - m, _NOTHING)
+        moved = tl.maximum(tl.load(rank_ptr, mask=kept, other=_LOWEST) - m, _LOG_ZERO)
         worth = tl.exp(moved)
         if ENTROPY:
             a += (tl.load(rank_ptr + 2, mask=kept, other=0.0) + rank_s * moved) * worth
@@ -166,7 +166,7 @@ def _gradient_kernel(
         p = tl.exp(d) / s
         gradient -= p * by
         if BY_ENTROPY:
-            gradient -= p * (by_h * (tl.maximum(d, _NOTHING) + (tl.load(entropy_ptr + row) - tl.log(s))))
+            gradient -= p * (by_h * (tl.maximum(d, _LOG_ZERO) + (tl.load(entropy_ptr + row) - tl.log(s))))
         gradient = tl.where(inside & (offsets == label - first), gradient + by, gradient)
     tl.store(out_ptrs, gradient.to(out_ptr.dtype.element_ty), mask=offsets < width)
 
@@ -177,10 +177,17 @@ class TritonTiles:
     def __init__(self, forward: Block = FORWARD, backward: Block = BACKWARD) -> None:
         self._forward, self._backward = forward, backward
 
-    def observe(
-        self, stats: Statistics, logits_TV: Tensor, labels_T: Tensor, columns: Columns, how: Reading, *, fresh: bool
+    def update(
+        self,
+        stats: Statistics,
+        logits_TV: Tensor,
+        labels_T: Tensor,
+        columns: VocabRange,
+        options: LogprobOptions,
+        *,
+        fresh: bool,
     ) -> None:
-        """See `Tiles.observe`. A fresh one also trips a device assertion on a label outside the vocabulary."""
+        """See `Tiles.update`. A fresh one also trips a device assertion on a label outside the vocabulary."""
         logits_TV = _with_rows(logits_TV)
         table_T4 = stats.table_T4
         assert table_T4.is_contiguous()
@@ -188,26 +195,27 @@ class TritonTiles:
         if logits_TV.size(0) == 0 or (columns.count == 0 and not fresh):
             return
         block = self._forward.fitted(columns.count)
-        with _on(logits_TV.device):
-            _observe_kernel[(logits_TV.size(0),)](
+        with on_device(logits_TV.device):
+            _statistics_kernel[(logits_TV.size(0),)](
                 logits_TV, labels_T, table_T4,
-                logits_TV.stride(0), labels_T.stride(0), columns.first, columns.count, how.vocab, how.ignore_index,
-                how.scale,
-                FRESH=fresh, ENTROPY=how.entropy, BLOCK=block.columns, num_warps=block.warps, sanitize_overflow=False,
+                logits_TV.stride(0), labels_T.stride(0), columns.first, columns.count,
+                options.vocab, options.ignore_index, options.scale,
+                FRESH=fresh, ENTROPY=options.entropy, BLOCK=block.columns, num_warps=block.warps,
+                sanitize_overflow=False,
             )  # fmt: skip
 
-    def merge(self, stats_RT4: Tensor, labels_T: Tensor, how: Reading) -> Merged:
+    def merge(self, stats_RT4: Tensor, labels_T: Tensor, options: LogprobOptions) -> Merged:
         """See `Tiles.merge`."""
         num_ranks, num_tokens, _ = stats_RT4.shape
         assert stats_RT4.is_contiguous()
         assert stats_RT4.dtype == torch.float32
         merged = Merged(*(stats_RT4.new_empty(num_tokens) for _ in range(4)))
         if num_tokens:
-            with _on(stats_RT4.device):
+            with on_device(stats_RT4.device):
                 _merge_kernel[(triton.cdiv(num_tokens, _MERGED),)](
                     stats_RT4, labels_T, *merged,
-                    num_tokens, num_ranks, labels_T.stride(0), how.ignore_index,
-                    ENTROPY=how.entropy, BLOCK=_MERGED, num_warps=_MERGED // 64,
+                    num_tokens, num_ranks, labels_T.stride(0), options.ignore_index,
+                    ENTROPY=options.entropy, BLOCK=_MERGED, num_warps=_MERGED // 64,
                 )  # fmt: skip
         return merged
 
@@ -216,11 +224,11 @@ class TritonTiles:
         out_TV: Tensor,
         logits_TV: Tensor,
         labels_T: Tensor,
-        columns: Columns,
+        columns: VocabRange,
         merged: Merged,
-        by_logprob_T: Tensor | None,
-        by_entropy_T: Tensor | None,
-        how: Reading,
+        grad_logprobs_T: Tensor | None,
+        grad_entropy_T: Tensor | None,
+        options: LogprobOptions,
     ) -> None:
         """See `Tiles.gradient`. A row that nothing hangs on is written without being read."""
         num_rows, width = logits_TV.shape
@@ -229,18 +237,18 @@ class TritonTiles:
         logits_TV = _with_rows(logits_TV)
         if out_TV.stride(1) != 1:
             rows_TV = torch.empty(out_TV.shape, dtype=out_TV.dtype, device=out_TV.device)
-            self.gradient(rows_TV, logits_TV, labels_T, columns, merged, by_logprob_T, by_entropy_T, how)
+            self.gradient(rows_TV, logits_TV, labels_T, columns, merged, grad_logprobs_T, grad_entropy_T, options)
             out_TV.copy_(rows_TV)
             return
-        by_T = merged.max_T if by_logprob_T is None else by_logprob_T
-        by_h_T = merged.max_T if by_entropy_T is None else by_entropy_T
+        by_T = merged.max_T if grad_logprobs_T is None else grad_logprobs_T
+        by_h_T = merged.max_T if grad_entropy_T is None else grad_entropy_T
         block = self._backward.fitted(width)
-        with _on(logits_TV.device):
+        with on_device(logits_TV.device):
             _gradient_kernel[(num_rows, triton.cdiv(width, block.columns))](
                 out_TV, logits_TV, labels_T, merged.max_T, merged.sum_T, merged.entropy_T, by_T, by_h_T,
                 out_TV.stride(0), logits_TV.stride(0), labels_T.stride(0), by_T.stride(0), by_h_T.stride(0),
-                columns.first, columns.count, width, how.ignore_index, how.scale,
-                BY_LOGPROB=by_logprob_T is not None, BY_ENTROPY=by_entropy_T is not None,
+                columns.first, columns.count, width, options.ignore_index, options.scale,
+                BY_LOGPROB=grad_logprobs_T is not None, BY_ENTROPY=grad_entropy_T is not None,
                 BLOCK=block.columns, num_warps=block.warps,
             )  # fmt: skip
 
@@ -248,8 +256,3 @@ class TritonTiles:
 def _with_rows(logits_TV: Tensor) -> Tensor:
     """The columns of a row side by side; a copy where they are not."""
     return logits_TV if logits_TV.stride(1) == 1 else logits_TV.contiguous()
-
-
-def _on(device: torch.device) -> AbstractContextManager[object]:
-    """Triton launches on the current device, whatever the tensors' is."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -66,7 +66,7 @@ class CausalAttention(nn.Module):
         assert (attention_mask, attention_bias) == (None, None), "causal attention only"
         if packed_seq_params is not None:
             row = packed_row_of(packed_seq_params, query_SBND)
-            query, key, value = turned_by_position(row, query_SBND, key_SBGD, value_SBGD)
+            query, key, value = apply_rotary(row, query_SBND, key_SBGD, value_SBGD)
             context_TND = packed_attention(query, key, value, row, scale=self.softmax_scale, window=self.window)
             return context_TND.flatten(1).unsqueeze(1)
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query_SBND, key_SBGD, value_SBGD))
@@ -93,11 +93,11 @@ def packed_row_of(packed: PackedSeqParams, query_SBND: Tensor) -> PackedRow:
     return packed
 
 
-def turned_by_position(row: PackedRow, *inputs_T1ND: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def apply_rotary(row: PackedRow, *inputs_T1ND: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Query, key and value of a packed row, [T, 1, heads, D] -> [T, heads, D], query and key turned by position."""
     query_TND, key_TGD, value_TGD = (x.squeeze(1) for x in inputs_T1ND)
-    if row.turn is not None:
-        query_TND, key_TGD = rotate(query_TND, *row.turn), rotate(key_TGD, *row.turn)
+    if row.rotary_cos_sin is not None:
+        query_TND, key_TGD = rotate(query_TND, *row.rotary_cos_sin), rotate(key_TGD, *row.rotary_cos_sin)
     return query_TND, key_TGD, value_TGD
 
 
@@ -107,7 +107,7 @@ def causal_band(length: int, window: int, device: torch.device) -> Tensor:
     return ahead_SS.triu(1 - window)
 
 
-class PackedRows:
+class PackedRowAttention:
     """Before an attention of TransformerEngine's kind in the order of bases: packed rows in the format it knows.
 
     That is `thd`, in which query and output have no batch axis. Upstream turns the causal mask into the
@@ -133,16 +133,16 @@ class PackedRows:
         **named: Any,
     ) -> Tensor:
         """[S, B, N, D], [S, B, G, D] twice -> [S, B, N x D]; of a packed row S = T and B = 1."""
-        rest = {"attn_mask_type": attn_mask_type, "attention_bias": attention_bias, **named}
+        core_options = {"attn_mask_type": attn_mask_type, "attention_bias": attention_bias, **named}
         core = super().forward  # type: ignore[misc]
         if packed_seq_params is None:
-            padded_SBX: Tensor = core(query_SBND, key_SBGD, value_SBGD, attention_mask, **rest)
+            padded_SBX: Tensor = core(query_SBND, key_SBGD, value_SBGD, attention_mask, **core_options)
             return padded_SBX
         row = packed_row_of(packed_seq_params, query_SBND)
         assert attention_mask is None, "causal attention only"
-        query, key, value = turned_by_position(row, query_SBND, key_SBGD, value_SBGD)
+        query, key, value = apply_rotary(row, query_SBND, key_SBGD, value_SBGD)
         if query.dtype in (torch.float16, torch.bfloat16):
-            context_TX: Tensor = core(query, key, value, None, packed_seq_params=row.thd(), **rest)
+            context_TX: Tensor = core(query, key, value, None, packed_seq_params=row.thd(), **core_options)
         else:
             context_TX = packed_attention(query, key, value, row, scale=self.packed_scale, window=self.packed_window)
         return context_TX.reshape(row.num_tokens, 1, -1)
@@ -150,7 +150,7 @@ class PackedRows:
 
 def with_packed_rows(core: type) -> type:
     """An attention of TransformerEngine's kind that takes packed rows too."""
-    return type(f"Packed{core.__name__}", (PackedRows, core), {})
+    return type(f"Packed{core.__name__}", (PackedRowAttention, core), {})
 
 
 class GroupedSelfAttention(SelfAttention):

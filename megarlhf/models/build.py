@@ -42,7 +42,7 @@ SPECS: Mapping[Spec, str] = {
 
 
 @dataclass(frozen=True)
-class ModelPart:
+class ModelShard:
     """What this rank holds of a role's model: one pipeline stage, and where it stands."""
 
     module: GPTModel
@@ -82,7 +82,7 @@ class ModelPart:
         )
 
 
-def build_model(section: RoleConfig, mesh: Mesh, arch: Architecture, head: Head, dtype: torch.dtype) -> ModelPart:
+def build_model(section: RoleConfig, mesh: Mesh, arch: Architecture, head: Head, dtype: torch.dtype) -> ModelShard:
     """A stage of the model on this rank's device, its parameters still unset, in `dtype`.
 
     Raises: ValueError for log-prob kernels that this device does not run.
@@ -93,7 +93,7 @@ def build_model(section: RoleConfig, mesh: Mesh, arch: Architecture, head: Head,
     log.info("layer spec: %s", SPECS[spec])
     model, parallel = section.model, section.parallel
     config = transformer_config(dtype, parallel, mesh, arch, activation_module=gates_by_silu(spec, arch))
-    stage_layers = split_layers(arch.num_layers, parallel.pp, parallel.layers_per_stage)[mesh.at.pp]
+    stage_layers = split_layers(arch.num_layers, parallel.pp, parallel.layers_per_stage)[mesh.coordinates.pp]
     padded_vocab = padded_vocab_size(arch.vocab_size, parallel.tp, model.vocab_multiple)
     with megatron_device(mesh.runtime.device):
         module = GPTModel(
@@ -119,7 +119,7 @@ def build_model(section: RoleConfig, mesh: Mesh, arch: Architecture, head: Head,
         module.to(mesh.runtime.device)
     if spec == "te":
         fuse_weight_gradients(module)
-    part = ModelPart(
+    shard = ModelShard(
         module=module,
         arch=arch,
         mesh=mesh,
@@ -129,8 +129,8 @@ def build_model(section: RoleConfig, mesh: Mesh, arch: Architecture, head: Head,
         spec=spec,
         kernels=section.kernels,
     )
-    _mark_sharded(part)
-    return part
+    _mark_sharded(shard)
+    return shard
 
 
 def fuse_weight_gradients(module: nn.Module) -> None:
@@ -185,37 +185,37 @@ def llama3_frequencies(inverse_frequencies_D: Tensor, rope: Llama3Rope) -> Tenso
     return inverse_frequencies_D * (blend_D + (1.0 - blend_D) / rope.factor)
 
 
-def placements_on(part: ModelPart, rank: int, *, tp_rank: int | None = None) -> RankPlacements:
+def placements_on(shard: ModelShard, rank: int, *, tp_rank: int | None = None) -> RankPlacements:
     """What global rank `rank` (or its neighbour `tp_rank` of the tensor-parallel group) holds of the model."""
-    layout = part.mesh.layout
+    layout = shard.mesh.layout
     at = layout.coordinates(rank)
     return megatron_placements(
-        part.arch,
+        shard.arch,
         tp=layout.tp,
         tp_rank=at.tp if tp_rank is None else tp_rank,
-        layers=split_layers(part.arch.num_layers, layout.pp, part.parallel.layers_per_stage)[at.pp],
+        layers=split_layers(shard.arch.num_layers, layout.pp, shard.parallel.layers_per_stage)[at.pp],
         first_stage=at.pp == 0,
         last_stage=at.pp == layout.pp - 1,
-        padded_vocab=part.padded_vocab,
+        padded_vocab=shard.padded_vocab,
         rank=rank,
-        head=part.head,
-        spec=part.spec,
+        head=shard.head,
+        spec=shard.spec,
     )
 
 
-def _mark_sharded(part: ModelPart) -> None:
+def _mark_sharded(shard: ModelShard) -> None:
     """Tell Megatron which parameters differ between tensor-parallel ranks, from our own table.
 
     Megatron sets these marks only while it initialises weights, which it does not do here; without them the
     gradient norm would count one shard of each sharded parameter instead of all.
     """
-    if part.mesh.layout.tp == 1:
+    if shard.mesh.layout.tp == 1:
         return
     boxes: list[dict[str, list[Placement]]] = []
     for tp_rank in (0, 1):
         by_storage: dict[str, list[Placement]] = {}
-        for placement in placements_on(part, part.mesh.runtime.rank, tp_rank=tp_rank).placements:
+        for placement in placements_on(shard, shard.mesh.runtime.rank, tp_rank=tp_rank).placements:
             by_storage.setdefault(placement.storage, []).append(placement)
         boxes.append(by_storage)
-    for name, parameter in part.parameters().items():
+    for name, parameter in shard.parameters().items():
         parameter.tensor_model_parallel = boxes[0].get(name) != boxes[1].get(name)  # type: ignore[attr-defined]

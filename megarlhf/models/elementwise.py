@@ -29,15 +29,15 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TND: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
         ctx.save_for_backward(cos_T1D, sin_T1D)
-        return _turned(x_TND, cos_T1D, sin_T1D, 1)
+        return _rotated(x_TND, cos_T1D, sin_T1D, 1)
 
     @staticmethod
     def backward(ctx: Any, grad_TND: Tensor) -> tuple[Tensor, None, None]:
         cos_T1D, sin_T1D = ctx.saved_tensors
-        return _turned(grad_TND, cos_T1D, sin_T1D, -1), None, None
+        return _rotated(grad_TND, cos_T1D, sin_T1D, -1), None, None
 
 
-def _turned(x_TND: Tensor, cos_T1D: Tensor, sin_T1D: Tensor, sign: int) -> Tensor:
+def _rotated(x_TND: Tensor, cos_T1D: Tensor, sin_T1D: Tensor, sign: int) -> Tensor:
     found_TND = torch.empty(x_TND.shape, dtype=x_TND.dtype, device=x_TND.device)
     first, second = x_TND.chunk(2, -1)
     for half, itself, other, direction in zip(

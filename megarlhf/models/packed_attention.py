@@ -26,7 +26,7 @@ from megarlhf.parallel.packed_rows import PackedRow
 
 log = logging.getLogger(__name__)
 
-Path = Literal["varlen", "runs"]
+AttentionPath = Literal["varlen", "runs"]
 LEAST_BLOCK = 64
 """Queries of a block. A call for fewer costs about as much."""
 
@@ -50,7 +50,7 @@ def packed_attention(
     return attention_by_runs(query_TND, key_TGD, value_TGD, row, scale=scale, window=window)
 
 
-def attention_path(device: str, dtype: torch.dtype, head_dim: int) -> tuple[Path, str]:
+def attention_path(device: str, dtype: torch.dtype, head_dim: int) -> tuple[AttentionPath, str]:
     """Which way a packed row goes, and why."""
     if device == "cpu":
         return "runs", "varlen_attn has no kernel for a CPU"
@@ -138,30 +138,30 @@ def varlen_attention(
 
     Raises: ValueError for a window that it does not know
     """
-    known = _arguments_of(attend)
+    accepted = _arguments_of(attend)
     named: dict[str, Any] = {}
-    if "window_size" in known:
+    if "window_size" in accepted:
         # (tokens to the left, tokens to the right); -1 is all of them.
         named["window_size"] = (-1 if window is None else window - 1, 0)
-    elif "is_causal" in known and window is None:
+    elif "is_causal" in accepted and window is None:
         named["is_causal"] = True
     else:
         wanted = "a causal mask" if window is None else f"a window of {window} tokens"
         raise ValueError(
-            f"varlen_attn of torch {torch.__version__} takes {', '.join(known)}: packed rows with {wanted} need its "
+            f"varlen_attn of torch {torch.__version__} takes {', '.join(accepted)}: packed rows with {wanted} need its "
             "`window_size`; install torch 2.13, or transformer-engine"
         )
-    if "scale" in known:
+    if "scale" in accepted:
         named["scale"] = scale
     elif scale is not None:
         query_TND = query_TND * (scale * math.sqrt(query_TND.size(2)))
-    if "enable_gqa" in known:
+    if "enable_gqa" in accepted:
         named["enable_gqa"] = query_TND.size(1) != key_TGD.size(1)
     else:
         share = query_TND.size(1) // key_TGD.size(1)
         key_TGD, value_TGD = (x.repeat_interleave(share, 1) for x in (key_TGD, value_TGD))
-    borders_N, longest = row.cu_seqlens_q, row.max_seqlen_q
-    return attend(query_TND, key_TGD, value_TGD, borders_N, borders_N, longest, longest, **named)
+    cu_seqlens, max_seqlen = row.cu_seqlens_q, row.max_seqlen_q
+    return attend(query_TND, key_TGD, value_TGD, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, **named)
 
 
 @cache

@@ -38,10 +38,10 @@ class PackedRotary(RotaryEmbedding):
         """The packed row; otherwise the number of positions of a padded one."""
         if isinstance(packed_seq_params, PackedRow):
             return packed_seq_params
-        found: int = super().get_rotary_seq_len(
+        num_positions: int = super().get_rotary_seq_len(
             inference_context, transformer, transformer_input, transformer_config, packed_seq_params, **named
         )
-        return found
+        return num_positions
 
     def forward(
         self, row: int | PackedRow, offset: int = 0, packed_seq: bool = False, cp_group: Any = None
@@ -54,5 +54,5 @@ class PackedRotary(RotaryEmbedding):
         assert self.seq_len_interpolation_factor is None, "packed rows know no interpolated positions"
         frequencies_D = self.inv_freq.to(row.positions_T.device)
         angles_T1D = torch.outer(row.positions_T.to(frequencies_D.dtype), frequencies_D)[:, None]
-        row.turn = (angles_T1D.cos().to(self.dtype), angles_T1D.sin().to(self.dtype))
+        row.rotary_cos_sin = (angles_T1D.cos().to(self.dtype), angles_T1D.sin().to(self.dtype))
         return None

@@ -11,11 +11,11 @@ from torch import Tensor
 from megarlhf.architectures.architecture import Architecture
 from megarlhf.architectures.placements import Head
 from megarlhf.config import MicroBatchConfig, RoleConfig
-from megarlhf.models.build import ModelPart, build_model
+from megarlhf.models.build import ModelShard, build_model
 from megarlhf.models.weights import export_hugging_face, load_weights, parameter_dtype
 from megarlhf.parallel.batching import Batching
 from megarlhf.parallel.mesh import GroupCache, Mesh, build_mesh
-from megarlhf.parallel.packing import cost_of
+from megarlhf.parallel.packing import forward_cost
 from megarlhf.parallel.step import Loss, MicroBatch, StepResult, Trainer, forward_only
 
 
@@ -25,22 +25,22 @@ class Role:
 
     name: str
     section: RoleConfig
-    part: ModelPart
+    shard: ModelShard
     trainer: Trainer | None
     """None for a role that is not trained."""
 
     @property
     def mesh(self) -> Mesh:
-        return self.part.mesh
+        return self.shard.mesh
 
     def batching(self, micro: MicroBatchConfig) -> Batching:
         """How this role's sequences become micro-batches."""
-        pipelined = self.mesh.layout.pp > 1 and not self.part.module.config.variable_seq_lengths
-        return Batching(mesh=self.mesh, cost=cost_of(self.part.arch), micro=micro, equal_shapes=pipelined)
+        pipelined = self.mesh.layout.pp > 1 and not self.shard.module.config.variable_seq_lengths
+        return Batching(mesh=self.mesh, cost=forward_cost(self.shard.arch), micro=micro, equal_shapes=pipelined)
 
     def forward(self, batches: Sequence[MicroBatch], score: Callable[[Tensor, MicroBatch], Tensor]) -> list[Tensor]:
         """See `parallel.step.forward_only`."""
-        return forward_only(self.part.module, self.mesh, batches, score)
+        return forward_only(self.shard.module, self.mesh, batches, score)
 
     def train_step(self, batches: Sequence[MicroBatch], loss: Loss) -> StepResult:
         """One optimizer step of a trained role."""
@@ -49,7 +49,7 @@ class Role:
 
     def export(self, directory: Path) -> None:
         """Write the live weights as a Hugging Face directory."""
-        export_hugging_face(self.part, self.section.model.described_by(), directory)
+        export_hugging_face(self.shard, self.section.model.hf_directory(), directory)
 
 
 def build_role(
@@ -68,14 +68,14 @@ def build_role(
     Collective: every rank builds the same roles in the same order.
     """
     runtime = cache.runtime
-    arch = Architecture.from_hf(section.model.described_by())
+    arch = Architecture.from_hf(section.model.hf_directory())
     layout = replace(section.parallel.layout(runtime.world_size, name), order=order)
     mesh = build_mesh(layout, runtime, cache)
-    part = build_model(section, mesh, arch, head, parameter_dtype(name, section.model, head))
-    load_weights(part, section.model, seed=seed)
+    shard = build_model(section, mesh, arch, head, parameter_dtype(name, section.model, head))
+    load_weights(shard, section.model, seed=seed)
     trainer = None
     if num_optimizer_steps is None:
-        part.module.requires_grad_(False)
+        shard.module.requires_grad_(False)
     else:
-        trainer = Trainer(part.module, mesh, section.optim, num_optimizer_steps)
-    return Role(name=name, section=section, part=part, trainer=trainer)
+        trainer = Trainer(shard.module, mesh, section.optim, num_optimizer_steps)
+    return Role(name=name, section=section, shard=shard, trainer=trainer)

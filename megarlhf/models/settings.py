@@ -112,7 +112,7 @@ def _stages(parallel: ParallelConfig, mesh: Mesh, arch: Architecture) -> dict[st
         # experts would need for it, also where there are none; with experts rows are filled up instead.
         found |= {"variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall"}
     if parallel.layers_per_stage is not None:
-        found["pipeline_model_parallel_layout"] = StageLayout(parallel.layers_per_stage, mesh.at.pp)
+        found["pipeline_model_parallel_layout"] = StageLayout(parallel.layers_per_stage, mesh.coordinates.pp)
     return found
 
 

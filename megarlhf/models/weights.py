@@ -10,11 +10,11 @@ import torch.distributed as dist
 
 from megarlhf.architectures.architecture import hf_class, read_config
 from megarlhf.architectures.placements import Head, head_name
+from megarlhf.collective_errors import raise_on_all_ranks
 from megarlhf.config import ModelConfig
-from megarlhf.models.build import ModelPart, placements_on
+from megarlhf.models.build import ModelShard, placements_on
 from megarlhf.models.settings import DTYPES
 from megarlhf.placement import RankPlacements
-from megarlhf.together import FailingTogether
 from megarlhf.weights.checkpoint.dtype import ResolvedDtype, resolve_dtype
 from megarlhf.weights.checkpoint.export import export
 from megarlhf.weights.checkpoint.stored_model import open_model
@@ -27,58 +27,58 @@ INITIALIZER_RANGE = 0.02
 """Standard deviation of random weights where config.json has no `initializer_range`; Hugging Face's default."""
 
 
-def replica_placements(part: ModelPart) -> list[RankPlacements]:
+def replica_placements(shard: ModelShard) -> list[RankPlacements]:
     """The ranks of this rank's copy of the model, which together hold it once."""
-    return [placements_on(part, rank) for rank in part.mesh.replica_ranks]
+    return [placements_on(shard, rank) for rank in shard.mesh.replica_ranks]
 
 
-def load_weights(part: ModelPart, model: ModelConfig, *, seed: int) -> None:
+def load_weights(shard: ModelShard, model: ModelConfig, *, seed: int) -> None:
     """Fill every parameter: from a checkpoint of any format and layout, or at random, the same at every layout.
 
     Each rank reads just its boxes. A scalar role that starts from a language model gets a fresh head.
     """
-    mine = placements_on(part, part.mesh.runtime.rank)
-    live = part.parameters()
+    mine = placements_on(shard, shard.mesh.runtime.rank)
+    live = shard.parameters()
     check_storages(mine, live)
-    std = float(read_config(model.described_by()).get("initializer_range", INITIALIZER_RANGE))
+    std = float(read_config(model.hf_directory()).get("initializer_range", INITIALIZER_RANGE))
     if model.random_init:
-        fill_random(mine, live, seed=seed, std=std, arch=part.arch, head=part.head)
+        fill_random(mine, live, seed=seed, std=std, arch=shard.arch, head=shard.head)
         return
-    stored = open_model(model.path, hf=model.hf, head=part.head)
+    stored = open_model(model.path, hf=model.hf, head=shard.head)
     held = {tensor for source in stored.weights.parts for tensor in source.tensors}
-    score = head_name(part.arch, "scalar")
+    score = head_name(shard.arch, "scalar")
     fresh = frozenset({score} & mine.tensors.keys() - held)
     carry_from_files(mine, stored.weights, live, skip=fresh)
-    if part.head == "scalar" and score not in held:
+    if shard.head == "scalar" and score not in held:
         log.info("%s has no %s: the scalar head starts fresh", model.path, score)
     if fresh:
-        fill_random(mine, live, seed=seed, std=std, arch=part.arch, head=part.head, only=fresh)
+        fill_random(mine, live, seed=seed, std=std, arch=shard.arch, head=shard.head, only=fresh)
 
 
-def export_hugging_face(part: ModelPart, source: Path, directory: Path) -> None:
+def export_hugging_face(shard: ModelShard, source: Path, directory: Path) -> None:
     """Write the live model as a Hugging Face directory; config and tokenizer come from `source`.
 
     Collective over the first replica's ranks, which are those with data-parallel coordinate 0; the others
     return at once.
     """
-    if part.mesh.at.dp != 0:
+    if shard.mesh.coordinates.dp != 0:
         return
     config = read_config(source)
-    config["architectures"] = [hf_class(part.arch.model_type, part.head)]
-    if part.head == "scalar":
+    config["architectures"] = [hf_class(shard.arch.model_type, shard.head)]
+    if shard.head == "scalar":
         config["num_labels"] = 1
-    replica = replica_placements(part)
+    replica = replica_placements(shard)
     export(
         replica,
-        part.parameters(),
+        shard.parameters(),
         directory,
-        arch=part.arch,
+        arch=shard.arch,
         config=config,
-        dtype=next(iter(part.parameters().values())).dtype,
-        rank=part.mesh.runtime.rank,
-        head=part.head,
+        dtype=next(iter(shard.parameters().values())).dtype,
+        rank=shard.mesh.runtime.rank,
+        head=shard.head,
         writer_rank=replica[0].rank,
-        group=part.mesh.groups.mp,
+        group=shard.mesh.groups.mp,
         copy_from=source,
     )
 
@@ -89,7 +89,7 @@ def parameter_dtype(role: str, model: ModelConfig, head: Head) -> torch.dtype:
     Raises: ValueError on every rank when it cannot be told.
     """
     resolved = [ResolvedDtype("fp32", "")]
-    with FailingTogether(lambda reasons: ValueError("; ".join(reasons))):
+    with raise_on_all_ranks(lambda reasons: ValueError("; ".join(reasons))):
         if dist.get_rank() == 0:
             resolved = [resolve_dtype(role, model, head)]
     dist.broadcast_object_list(resolved, src=0)

@@ -168,8 +168,8 @@ def _duration(run: Run) -> str:
 def _not_finite(run: Run) -> str:
     """A warning that names the metrics with a null, which is what NaN and infinities are written as."""
     counts = {name: sum(value is None for _, value in run.series(name)) for name in run.metrics()}
-    found = [f"{html.escape(name)} at {count} steps" for name, count in counts.items() if count]
-    return f'<div class="soft warning">not finite: {", ".join(found)}</div>' if found else ""
+    not_finite = [f"{html.escape(name)} at {count} steps" for name, count in counts.items() if count]
+    return f'<div class="soft warning">not finite: {", ".join(not_finite)}</div>' if not_finite else ""
 
 
 def _section(kind: Kind, runs: Sequence[Run], figures: list[dict[str, Any]]) -> str:

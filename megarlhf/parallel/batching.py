@@ -1,4 +1,4 @@
-"""From samples to micro-batches: which sequences go together, where each stands, and columns laid out there.
+"""From samples to micro-batches: which sequences go together, where each stands, and columns scattered there.
 
 A micro-batch is a grid of tokens: rows padded on the right, one sequence each, or a single row in which sequences
 stand end to end (packed). Every rank knows every sequence's length, so all agree on shapes without a message.
@@ -29,7 +29,7 @@ FILLER_LENGTH = 32
 """Tokens of a sequence, at most, with which a packed row is filled up."""
 
 
-def deal(samples: Sequence[int], mesh: Mesh, micro_batch_samples: int) -> list[list[int]]:
+def split_padded(samples: Sequence[int], mesh: Mesh, micro_batch_samples: int) -> list[list[int]]:
     """This data-parallel rank's padded micro-batches of `samples`: a contiguous share, in order.
 
     All ranks get the same number of full micro-batches; a share that falls short is filled with `FILLER`.
@@ -37,19 +37,19 @@ def deal(samples: Sequence[int], mesh: Mesh, micro_batch_samples: int) -> list[l
     dp = mesh.layout.dp
     shares = [[samples[n] for n in share] for share in split_evenly(len(samples), dp)]
     count = -(-max(map(len, shares)) // micro_batch_samples)
-    mine = shares[mesh.at.dp]
+    mine = shares[mesh.coordinates.dp]
     mine = mine + [FILLER] * (count * micro_batch_samples - len(mine))
     return [mine[start : start + micro_batch_samples] for start in range(0, len(mine), micro_batch_samples)]
 
 
-def grid_length(longest: int, mesh: Mesh) -> int:
+def padded_length(longest: int, mesh: Mesh) -> int:
     """Columns of the grid for rows of up to `longest` tokens; sequence parallelism needs a multiple of tp."""
     tp = mesh.layout.tp
     return -(-longest // tp) * tp
 
 
 @dataclass(frozen=True)
-class Sheet:
+class MicroBatchLayout:
     """Where the sequences of a micro-batch stand."""
 
     sequences: tuple[int, ...]
@@ -63,19 +63,19 @@ class Sheet:
     packed: bool
 
     def packed_row(self, device: torch.device) -> PackedRow | None:
-        """The borders of a packed row, None for padded rows. What is left of the row is cut into short sequences of
-        its own, over which attention costs next to nothing."""
+        """Where the sequences of a packed row begin, None for padded rows. What is left of the row is cut into short
+        sequences of its own, over which attention costs next to nothing."""
         if not self.packed:
             return None
-        pieces, rest = divmod(self.columns - sum(self.lengths), FILLER_LENGTH)
-        return packed_row([*self.lengths, *[FILLER_LENGTH] * pieces, *[rest] * (rest > 0)], device)
+        fillers, remainder = divmod(self.columns - sum(self.lengths), FILLER_LENGTH)
+        return packed_row([*self.lengths, *[FILLER_LENGTH] * fillers, *[remainder] * (remainder > 0)], device)
 
     @property
     def ends_K(self) -> Tensor:
         """Where each sequence's last token stands, int64 on the CPU."""
         return torch.tensor(self.starts, dtype=torch.int64) + torch.tensor(self.lengths, dtype=torch.int64) - 1
 
-    def index_R(self, spans: Spans) -> Tensor:
+    def index_R(self, spans: TokenSpans) -> Tensor:
         """Where the values of `spans` stand in the grid read row by row, sequence after sequence, int64, on the CPU."""
         chosen_K = torch.tensor(self.sequences, dtype=torch.int64)
         starts_K = torch.tensor(self.starts, dtype=torch.int64) + spans.first_N[chosen_K]
@@ -83,7 +83,7 @@ class Sheet:
 
 
 @dataclass(frozen=True)
-class Spans:
+class TokenSpans:
     """A stretch of every sequence: `count` values from position `first` on."""
 
     first_N: Tensor
@@ -92,19 +92,19 @@ class Spans:
     """int64, on the CPU."""
 
     @staticmethod
-    def whole(lengths_N: Tensor) -> Spans:
+    def whole(lengths_N: Tensor) -> TokenSpans:
         """All tokens of each sequence."""
-        return Spans(torch.zeros_like(lengths_N), lengths_N)
+        return TokenSpans(torch.zeros_like(lengths_N), lengths_N)
 
     @staticmethod
-    def predicting(prompt_lengths_N: Tensor, response_lengths_N: Tensor) -> Spans:
+    def predicting(prompt_lengths_N: Tensor, response_lengths_N: Tensor) -> TokenSpans:
         """The positions that predict response tokens: response token j of a prompt of p tokens at p - 1 + j, where
         its log-prob and value come out. A prompt has at least one token, or nothing would predict the first."""
         empty = (prompt_lengths_N < 1).nonzero().flatten()
         assert not len(empty), (
             f"sequence {int(empty[0])} has an empty prompt: nothing predicts its first response token"
         )
-        return Spans(prompt_lengths_N - 1, response_lengths_N)
+        return TokenSpans(prompt_lengths_N - 1, response_lengths_N)
 
 
 def ranges(starts_K: Tensor, counts_K: Tensor) -> Tensor:
@@ -113,41 +113,43 @@ def ranges(starts_K: Tensor, counts_K: Tensor) -> Tensor:
     return torch.arange(int(counts_K.sum())) + (starts_K - ends_K + counts_K).repeat_interleave(counts_K)
 
 
-def lay_out(sheet: Sheet, table: Ragged, spans: Spans, fill: float = 0) -> Tensor:
+def scatter_to_micro_batch(layout: MicroBatchLayout, table: Ragged, spans: TokenSpans, fill: float = 0) -> Tensor:
     """[B, S]: each sequence's row of `table` on its span, `fill` elsewhere; on the table's device, in its dtype.
 
     Rows of `table` are by the caller's numbers, each as long as its span.
     """
-    chosen_K = torch.tensor(sheet.sequences, dtype=torch.int64)
+    chosen_K = torch.tensor(layout.sequences, dtype=torch.int64)
     assert torch.equal(table.lengths_N[chosen_K], spans.count_N[chosen_K]), "rows and spans differ in length"
     starts_N = table.lengths_N.cumsum(0) - table.lengths_N
     device = table.values_T.device
     source_R = ranges(starts_N[chosen_K], spans.count_N[chosen_K]).to(device)
-    grid_X = torch.full((sheet.rows * sheet.columns,), fill, dtype=table.values_T.dtype, device=device)
-    grid_X[sheet.index_R(spans).to(device)] = table.values_T[source_R]
-    return grid_X.view(sheet.rows, sheet.columns)
+    grid_X = torch.full((layout.rows * layout.columns,), fill, dtype=table.values_T.dtype, device=device)
+    grid_X[layout.index_R(spans).to(device)] = table.values_T[source_R]
+    return grid_X.view(layout.rows, layout.columns)
 
 
-def mask_of(sheet: Sheet, spans: Spans, device: torch.device) -> Tensor:
+def micro_batch_mask(layout: MicroBatchLayout, spans: TokenSpans, device: torch.device) -> Tensor:
     """[B, S] bool: True on the spans."""
-    mask_X = torch.zeros(sheet.rows * sheet.columns, dtype=torch.bool)
-    mask_X[sheet.index_R(spans)] = True
-    return mask_X.view(sheet.rows, sheet.columns).to(device)
+    mask_X = torch.zeros(layout.rows * layout.columns, dtype=torch.bool)
+    mask_X[layout.index_R(spans)] = True
+    return mask_X.view(layout.rows, layout.columns).to(device)
 
 
-def spread(sheet: Sheet, values_N: Tensor, spans: Spans, device: torch.device) -> Tensor:
+def repeat_on_micro_batch(
+    layout: MicroBatchLayout, values_N: Tensor, spans: TokenSpans, device: torch.device
+) -> Tensor:
     """[B, S]: each sequence's number on every position of its span, 0 elsewhere. values_N is on the CPU."""
-    chosen_K = torch.tensor(sheet.sequences, dtype=torch.int64)
-    grid_X = torch.zeros(sheet.rows * sheet.columns, dtype=values_N.dtype)
-    grid_X[sheet.index_R(spans)] = values_N[chosen_K].repeat_interleave(spans.count_N[chosen_K])
-    return grid_X.view(sheet.rows, sheet.columns).to(device)
+    chosen_K = torch.tensor(layout.sequences, dtype=torch.int64)
+    grid_X = torch.zeros(layout.rows * layout.columns, dtype=values_N.dtype)
+    grid_X[layout.index_R(spans)] = values_N[chosen_K].repeat_interleave(spans.count_N[chosen_K])
+    return grid_X.view(layout.rows, layout.columns).to(device)
 
 
-def pick_up(sheet: Sheet, grid_BS: Tensor, spans: Spans) -> dict[int, Tensor]:
-    """The values on each sequence's span, by the caller's numbers: the way back from `lay_out`."""
-    found_R = grid_BS.flatten()[sheet.index_R(spans).to(grid_BS.device)]
-    counts = spans.count_N[list(sheet.sequences)].tolist()
-    return dict(zip(sheet.sequences, found_R.split(counts), strict=True))
+def gather_from_micro_batch(layout: MicroBatchLayout, grid_BS: Tensor, spans: TokenSpans) -> dict[int, Tensor]:
+    """The values on each sequence's span, by the caller's numbers: the way back from `scatter_to_micro_batch`."""
+    values_R = grid_BS.flatten()[layout.index_R(spans).to(grid_BS.device)]
+    counts = spans.count_N[list(layout.sequences)].tolist()
+    return dict(zip(layout.sequences, values_R.split(counts), strict=True))
 
 
 @dataclass(frozen=True)
@@ -161,7 +163,7 @@ class Batching:
     equal_shapes: bool = False
     """Fill every packed row up to the budget, for a pipeline whose stages know one shape only."""
 
-    def sheets(self, groups: Sequence[Sequence[int]], lengths_N: Tensor) -> list[Sheet]:
+    def layouts(self, groups: Sequence[Sequence[int]], lengths_N: Tensor) -> list[MicroBatchLayout]:
         """This data-parallel rank's micro-batches; every rank gets as many.
 
         `groups` are numbers of sequences that stay together, in one micro-batch, in this order. `lengths_N` are the
@@ -175,16 +177,16 @@ class Batching:
         assert self.micro.micro_batch_samples is not None
         return self._padded(groups, lengths, self.micro.micro_batch_samples)
 
-    def _padded(self, groups: Sequence[Sequence[int]], lengths: list[int], size: int) -> list[Sheet]:
-        columns = grid_length(max(lengths), self.mesh)
-        found = []
-        for dealt in deal(range(len(groups)), self.mesh, size):
-            real = [n for n in dealt if n != FILLER]  # fillers come last
+    def _padded(self, groups: Sequence[Sequence[int]], lengths: list[int], size: int) -> list[MicroBatchLayout]:
+        columns = padded_length(max(lengths), self.mesh)
+        layouts = []
+        for padded in split_padded(range(len(groups)), self.mesh, size):
+            real = [n for n in padded if n != FILLER]  # fillers come last
             sequences = tuple(itertools.chain.from_iterable(groups[n] for n in real))
             # Groups of one micro-batch are alike: a filler takes as many rows as they do.
             rows = size * len(groups[0])
-            found.append(
-                Sheet(
+            layouts.append(
+                MicroBatchLayout(
                     sequences=sequences,
                     lengths=tuple(lengths[n] for n in sequences),
                     starts=tuple(range(0, len(sequences) * columns, columns)),
@@ -193,28 +195,28 @@ class Batching:
                     packed=False,
                 )
             )
-        return found
+        return layouts
 
-    def _packed(self, groups: Sequence[Sequence[int]], lengths: list[int], budget: int) -> list[Sheet]:
-        dealt = pack(
+    def _packed(self, groups: Sequence[Sequence[int]], lengths: list[int], budget: int) -> list[MicroBatchLayout]:
+        micro_batches_by_rank = pack(
             [[lengths[n] for n in group] for group in groups],
             num_ranks=self.mesh.layout.dp,
             max_tokens=budget,
             cost=self.cost,
         )
-        found = []
-        for chosen in dealt[self.mesh.at.dp]:
-            sequences = tuple(itertools.chain.from_iterable(groups[n] for n in chosen))
-            own = tuple(lengths[n] for n in sequences)
-            tokens = budget if self.equal_shapes else max(sum(own), 1)
-            found.append(
-                Sheet(
+        layouts = []
+        for chosen_groups in micro_batches_by_rank[self.mesh.coordinates.dp]:
+            sequences = tuple(itertools.chain.from_iterable(groups[n] for n in chosen_groups))
+            own_lengths = tuple(lengths[n] for n in sequences)
+            tokens = budget if self.equal_shapes else max(sum(own_lengths), 1)
+            layouts.append(
+                MicroBatchLayout(
                     sequences=sequences,
-                    lengths=own,
-                    starts=tuple(itertools.accumulate(own, initial=0))[:-1],
+                    lengths=own_lengths,
+                    starts=tuple(itertools.accumulate(own_lengths, initial=0))[:-1],
                     rows=1,
-                    columns=grid_length(tokens, self.mesh),
+                    columns=padded_length(tokens, self.mesh),
                     packed=True,
                 )
             )
-        return found
+        return layouts

@@ -89,10 +89,10 @@ def megatron_device(device: torch.device) -> Iterator[None]:
     if device.type == "cuda":
         yield
         return
-    found = version_of("megatron-core")
-    if found != TESTED:
+    installed = version_of("megatron-core")
+    if installed != TESTED:
         raise RuntimeError(
-            f"running Megatron-Core on a CPU is checked with version {TESTED}, found {found}; "
+            f"running Megatron-Core on a CPU is checked with version {TESTED}, found {installed}; "
             f"install megatron-core=={TESTED} or extend megarlhf/parallel/megatron_cpu.py"
         )
     saved = {name: getattr(torch.cuda, name) for name in _SUBSTITUTES}

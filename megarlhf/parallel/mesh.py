@@ -14,7 +14,7 @@ from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import initialize_rng_tracker
 
-from megarlhf.layout import AXES, Coordinates, Layout
+from megarlhf.layout import AXES, Coordinates, MeshLayout
 from megarlhf.runtime import Runtime
 
 
@@ -26,45 +26,45 @@ class GroupCache:
     runtime: Runtime
     _made: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
 
-    def mine(self, all_groups: Iterable[tuple[int, ...]]) -> dist.ProcessGroup | None:
+    def my_group(self, all_groups: Iterable[tuple[int, ...]]) -> dist.ProcessGroup | None:
         """Make every group of `all_groups` (on all ranks) and return the one this rank is in, if any."""
-        found = None
+        own = None
         for ranks in all_groups:
             if ranks not in self._made:
                 # Only an `order` has groups that are not ascending, and not every way of making groups takes those.
                 ascending = list(ranks) == sorted(ranks)
                 self._made[ranks] = dist.new_group(list(ranks), backend=self.runtime.backend, sort_ranks=ascending)
             if self.runtime.rank in ranks:
-                found = self._made[ranks]
-        return found
+                own = self._made[ranks]
+        return own
 
 
 @dataclass(frozen=True)
 class Mesh:
     """One role's layout with its process groups, as this rank sees them."""
 
-    layout: Layout
-    at: Coordinates
+    layout: MeshLayout
+    coordinates: Coordinates
     groups: ProcessGroupCollection
     runtime: Runtime
 
     @property
     def is_first_stage(self) -> bool:
-        return self.at.pp == 0
+        return self.coordinates.pp == 0
 
     @property
     def is_last_stage(self) -> bool:
-        return self.at.pp == self.layout.pp - 1
+        return self.coordinates.pp == self.layout.pp - 1
 
     @property
     def owns_outputs(self) -> bool:
         """Of the ranks that compute a data-parallel shard's outputs, this is the one that hands them out."""
-        return self.is_last_stage and self.at.tp == 0 and self.at.cp == 0
+        return self.is_last_stage and self.coordinates.tp == 0 and self.coordinates.cp == 0
 
     @property
     def last_stage_rank(self) -> int:
         """Global rank of the last stage of this rank's pipeline."""
-        at = self.at
+        at = self.coordinates
         return self.layout.rank_at(tp=at.tp, cp=at.cp, dp=at.dp, pp=self.layout.pp - 1)
 
     @property
@@ -73,7 +73,7 @@ class Mesh:
         return next(ranks for ranks in self.layout.groups(["tp", "pp"]) if self.runtime.rank in ranks)
 
 
-def build_mesh(layout: Layout, runtime: Runtime, cache: GroupCache) -> Mesh:
+def build_mesh(layout: MeshLayout, runtime: Runtime, cache: GroupCache) -> Mesh:
     """Make (or reuse) the groups of `layout`, which covers the world.
 
     Raises: ValueError when the layout's size is not the world's.
@@ -83,13 +83,13 @@ def build_mesh(layout: Layout, runtime: Runtime, cache: GroupCache) -> Mesh:
     _initialize_megatron_globals()
     groups = ProcessGroupCollection()
     for name, axes in _AXES_OF.items():
-        setattr(groups, name, cache.mine(layout.groups(axes)))
+        setattr(groups, name, cache.my_group(layout.groups(axes)))
     # First and last stage, which share tied embeddings and sum their gradients.
     lines = layout.groups(["pp"])
-    groups.embd = cache.mine((line[0], line[-1]) if len(line) > 1 else line for line in lines)
-    groups.pos_embd = cache.mine((line[0],) for line in lines)
-    groups.intra_dist_opt = cache.mine(layout.groups(AXES))
-    return Mesh(layout=layout, at=layout.coordinates(runtime.rank), groups=groups, runtime=runtime)
+    groups.embd = cache.my_group((line[0], line[-1]) if len(line) > 1 else line for line in lines)
+    groups.pos_embd = cache.my_group((line[0],) for line in lines)
+    groups.intra_dist_opt = cache.my_group(layout.groups(AXES))
+    return Mesh(layout=layout, coordinates=layout.coordinates(runtime.rank), groups=groups, runtime=runtime)
 
 
 _AXES_OF: dict[str, tuple[str, ...]] = {

@@ -22,7 +22,7 @@ position."""
 
 @dataclass
 class PackedRow(PackedSeqParams):
-    """The borders of the sequences in a row of T tokens. Made by `packed_row`, for one forward of one model.
+    """Where the sequences in a row of T tokens begin and end. Made by `packed_row`, for one forward of one model.
 
     It travels through Megatron's layers as their `packed_seq_params`.
     """
@@ -31,7 +31,7 @@ class PackedRow(PackedSeqParams):
     """Tokens of each sequence, none of them 0: on the host, so that shapes need no wait for the device."""
     positions_T: Tensor | None = None
     """int64: each token's position in its own sequence."""
-    turn: tuple[Tensor, Tensor] | None = None
+    rotary_cos_sin: tuple[Tensor, Tensor] | None = None
     """Cosines and sines [T, 1, D / 2] of a model with rotary positions, which adds them."""
 
     @property
@@ -39,7 +39,7 @@ class PackedRow(PackedSeqParams):
         return sum(self.lengths)
 
     def thd(self) -> PackedSeqParams:
-        """The same borders in the format in which TransformerEngine's attention takes them."""
+        """The same in the format in which TransformerEngine's attention takes them."""
         return PackedSeqParams(
             qkv_format="thd",
             cu_seqlens_q=self.cu_seqlens_q,
@@ -52,11 +52,11 @@ class PackedRow(PackedSeqParams):
 def packed_row(lengths: Sequence[int], device: torch.device) -> PackedRow:
     """A row of sequences of these lengths, which together are the whole row."""
     assert min(lengths, default=0) > 0, f"a packed row holds sequences of one token or more, got lengths {lengths}"
-    borders_N = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+    cu_seqlens = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
     lengths_N = torch.tensor(lengths)
-    starts_T = borders_N[:-1].long().repeat_interleave(lengths_N)
-    positions_T = torch.arange(int(borders_N[-1])) - starts_T
-    borders_N = borders_N.to(device)
-    shared: dict[str, Any] = {"cu_seqlens_q": borders_N, "cu_seqlens_kv": borders_N}
+    starts_T = cu_seqlens[:-1].long().repeat_interleave(lengths_N)
+    positions_T = torch.arange(int(cu_seqlens[-1])) - starts_T
+    cu_seqlens = cu_seqlens.to(device)
+    shared: dict[str, Any] = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_kv": cu_seqlens}
     shared |= {"max_seqlen_q": max(lengths), "max_seqlen_kv": max(lengths)}
     return PackedRow(qkv_format=QKV_FORMAT, lengths=tuple(lengths), positions_T=positions_T.to(device), **shared)

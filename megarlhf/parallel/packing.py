@@ -1,4 +1,4 @@
-"""Dealing ragged sequences into packed micro-batches of bounded tokens, balanced over data-parallel ranks.
+"""Partitioning ragged sequences into packed micro-batches of bounded tokens, balanced over data-parallel ranks.
 
 Pure integers: every rank knows every sample's length and finds the same packing, without a message. Three steps: as
 few micro-batches as first-fit-decreasing needs; within that number, costs as equal as can be (longest processing time
@@ -15,17 +15,17 @@ from dataclasses import dataclass
 
 from megarlhf.architectures.architecture import Architecture
 
-BITS = 40
+COST_BITS = 40
 """Of the costliest group in whole units. Sums of whole numbers do not depend on their order."""
-EVEN = 10_000
-"""Totals within 1/EVEN of each other are left as they are."""
-PARTNERS = 8
+BALANCE_TOLERANCE = 10_000
+"""Totals within 1/BALANCE_TOLERANCE of each other are left as they are."""
+MAX_PARTNERS = 8
 """How many of the lightest a heavy one tries to exchange with before it is left as it is."""
-TRIES = 16
+MAX_CANDIDATES = 16
 """How many of the cheapest micro-batches are asked for room before the first with room is taken."""
-ROUNDS = 4
+MAX_ROUNDS = 4
 """How often ranks exchange micro-batches and then groups, unless nothing changes any more."""
-WORK = 600_000
+MAX_WORK = 600_000
 """Bound on one levelling, in groups looked at: about a second."""
 
 
@@ -33,7 +33,7 @@ WORK = 600_000
 class Cost:
     """What a forward of one sequence costs, linear and quadratic in its length.
 
-    The unit is relative: `pack` compares costs with each other only. `cost_of` counts floating-point operations.
+    The unit is relative: `pack` compares costs with each other only. `forward_cost` counts floating-point operations.
     """
 
     per_token: float
@@ -54,7 +54,7 @@ class Cost:
         return self.per_token * length + self.per_pair * pairs
 
 
-def cost_of(arch: Architecture) -> Cost:
+def forward_cost(arch: Architecture) -> Cost:
     """Floating-point operations of a forward: 2 per weight and token, 4 per head channel and attended pair.
 
     Weights: attention projections and MLP, or the router and the experts that a token goes to. The embedding is a
@@ -102,14 +102,14 @@ def pack(groups: Sequence[Sequence[int]], *, num_ranks: int, max_tokens: int, co
     _check(groups, num_ranks, max_tokens)
     tokens = [sum(map(int, lengths)) for lengths in groups]
     require_fits(tokens, max_tokens)
-    costs = _whole([sum(cost.of(int(length)) for length in lengths) for lengths in groups])
+    costs = _to_integers([sum(cost.of(int(length)) for length in lengths) for lengths in groups])
     fewest = _first_fit_decreasing(tokens, max_tokens)
     num_bins = -(-len(fewest) // num_ranks) * num_ranks
-    even = _cheapest_first(tokens, costs, max_tokens, num_bins)
-    bins = _Bins(tokens, costs, max_tokens, even or _spread(fewest, costs, num_bins))
+    even = _longest_processing_time_first(tokens, costs, max_tokens, num_bins)
+    bins = _Bins(tokens, costs, max_tokens, even or _split_costliest(fewest, costs, num_bins))
     bins.level([[number] for number in range(num_bins)])
     ranks = _to_ranks(bins.costs, num_ranks)
-    for _ in range(ROUNDS):
+    for _ in range(MAX_ROUNDS):
         # Whole micro-batches first: "groups" of one "token" in "bins" that are full can only be swapped.
         whole = _Bins([1] * num_bins, bins.costs, num_bins // num_ranks, ranks)
         if not whole.level([[rank] for rank in range(num_ranks)]) + bins.level(ranks):
@@ -132,13 +132,13 @@ def _check(groups: Sequence[Sequence[int]], num_ranks: int, max_tokens: int) -> 
             )
 
 
-def _whole(costs: list[float]) -> list[int]:
-    """`costs` in whole units, a power of two such that the greatest cost has BITS bits."""
+def _to_integers(costs: list[float]) -> list[int]:
+    """`costs` in whole units, a power of two such that the greatest cost has COST_BITS bits."""
     _, exponent = math.frexp(max(costs, default=1.0))
-    return [round(math.ldexp(cost, BITS - exponent)) for cost in costs]
+    return [round(math.ldexp(cost, COST_BITS - exponent)) for cost in costs]
 
 
-class _Room:
+class _BinCapacities:
     """Tokens that still fit into each of a row of bins: a binary tree of maxima over it."""
 
     def __init__(self, num_bins: int, max_tokens: int) -> None:
@@ -174,7 +174,7 @@ class _Room:
 
 def _first_fit_decreasing(tokens: list[int], max_tokens: int) -> list[list[int]]:
     """At most 11/9 of the fewest bins, plus 6/9 (Dosa 2007)."""
-    room = _Room(len(tokens), max_tokens)
+    room = _BinCapacities(len(tokens), max_tokens)
     bins: list[list[int]] = []
     for group in sorted(range(len(tokens)), key=lambda group: -tokens[group]):
         number = room.first(tokens[group])
@@ -186,19 +186,21 @@ def _first_fit_decreasing(tokens: list[int], max_tokens: int) -> list[list[int]]
     return bins
 
 
-def _cheapest_first(tokens: list[int], costs: list[int], max_tokens: int, num_bins: int) -> list[list[int]] | None:
+def _longest_processing_time_first(
+    tokens: list[int], costs: list[int], max_tokens: int, num_bins: int
+) -> list[list[int]] | None:
     """Longest processing time first, under the budget: the costliest group to the cheapest bin that has room.
 
     None when a group finds no room: packed by cost, a tight budget may not do.
     """
-    room = _Room(num_bins, max_tokens)
+    room = _BinCapacities(num_bins, max_tokens)
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     at = [0] * num_bins
     queue = [(0, 0, number) for number in range(num_bins)]  # (cost, groups, bin); those of an old cost are stale
     for group in sorted(range(len(costs)), key=lambda group: (-costs[group], -tokens[group])):
         passed: list[tuple[int, int, int]] = []
         chosen = None
-        while queue and chosen is None and len(passed) < TRIES:
+        while queue and chosen is None and len(passed) < MAX_CANDIDATES:
             entry = heapq.heappop(queue)
             if entry[1] != len(bins[entry[2]]):
                 continue
@@ -219,7 +221,7 @@ def _cheapest_first(tokens: list[int], costs: list[int], max_tokens: int, num_bi
     return bins
 
 
-def _spread(bins: list[list[int]], costs: list[int], num_bins: int) -> list[list[int]]:
+def _split_costliest(bins: list[list[int]], costs: list[int], num_bins: int) -> list[list[int]]:
     """`num_bins` bins: the costliest that hold two groups or more are cut in halves of like cost."""
     bins = [list(groups) for groups in bins]
     queue = [(-sum(costs[g] for g in groups), number) for number, groups in enumerate(bins) if len(groups) > 1]
@@ -278,20 +280,20 @@ class _Bins:
         One that cannot exchange with any of the lightest is left as it is. Returns the number of exchanges.
         """
         order = sorted((sum(self.costs[number] for number in team), place) for place, team in enumerate(teams))
-        work, exchanges = WORK, 0
-        while len(order) > 1 and work > 0 and (order[-1][0] - order[0][0]) * EVEN > order[-1][0]:
+        work, exchanges = MAX_WORK, 0
+        while len(order) > 1 and work > 0 and (order[-1][0] - order[0][0]) * BALANCE_TOLERANCE > order[-1][0]:
             total, place = order.pop()
             if sum(len(self.members[number]) for number in teams[place]) == 1:
                 continue
-            for other, (least, partner) in enumerate(order[:PARTNERS]):
+            for other, (least, partner) in enumerate(order[:MAX_PARTNERS]):
                 work -= sum(len(self.members[number]) for number in teams[place] + teams[partner])
-                found = self.find(teams[place], teams[partner], total - least)
-                if found is not None:
-                    self.apply(found)
+                exchange = self.find(teams[place], teams[partner], total - least)
+                if exchange is not None:
+                    self.apply(exchange)
                     exchanges += 1
                     del order[other]
-                    insort(order, (total - found.amount, place))
-                    insort(order, (least + found.amount, partner))
+                    insort(order, (total - exchange.amount, place))
+                    insort(order, (least + exchange.amount, partner))
                     break
         return exchanges
 
@@ -299,7 +301,7 @@ class _Bins:
         """The move or swap that brings two teams `gap` apart closest to each other; None: none brings them closer."""
         wanted = gap // 2
         best = min(wanted, gap - wanted)  # how far off the best is; at `wanted` nothing or everything would be moved
-        found = None
+        exchange = None
         prices, sizes = self.prices, self.sizes
         takers = sorted((prices[group], group, number) for number in light for group in self.members[number])
         hosts = sorted(light, key=lambda number: (self.costs[number], number))
@@ -309,21 +311,21 @@ class _Bins:
                     target = self.host(hosts, sizes[given])
                     if target is not None:
                         best = abs(prices[given] - wanted)
-                        found = _Exchange(prices[given], given, source, target, None)
+                        exchange = _Exchange(prices[given], given, source, target, None)
                 middle = bisect_left(takers, (prices[given] - wanted,))
                 for near in (range(middle, len(takers)), range(middle - 1, -1, -1)):
-                    for place in near[:PARTNERS]:
+                    for place in near[:MAX_PARTNERS]:
                         price, taken, target = takers[place]
                         off = abs(prices[given] - price - wanted)
                         if off >= best:
                             break
                         if self.swappable(given, source, taken, target):
                             best = off
-                            found = _Exchange(prices[given] - price, given, source, target, taken)
+                            exchange = _Exchange(prices[given] - price, given, source, target, taken)
                             break
-                if best * 16 <= gap and found is not None:
-                    return found
-        return found
+                if best * 16 <= gap and exchange is not None:
+                    return exchange
+        return exchange
 
     def host(self, numbers: list[int], size: int) -> int | None:
         """The first of the bins with room for `size` tokens more."""

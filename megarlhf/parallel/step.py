@@ -32,7 +32,7 @@ from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from torch import Tensor
 
 from megarlhf.config import OptimConfig
-from megarlhf.parallel.batching import Sheet
+from megarlhf.parallel.batching import MicroBatchLayout
 from megarlhf.parallel.megatron_cpu import megatron_device
 from megarlhf.parallel.mesh import Mesh
 
@@ -45,7 +45,7 @@ class MicroBatch:
     """int64: rows padded on the right, or one packed row."""
     columns: Mapping[str, Tensor]
     """Whatever the loss needs."""
-    sheet: Sheet | None = None
+    layout: MicroBatchLayout | None = None
     """Where the sequences stand; None: each row is one, from its first column on."""
 
 
@@ -105,7 +105,7 @@ def _run(
     def step(batches_left: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
         batch = next(batches_left)
         tokens_BS = batch.tokens_BS
-        row = None if batch.sheet is None else batch.sheet.packed_row(tokens_BS.device)
+        row = None if batch.layout is None else batch.layout.packed_row(tokens_BS.device)
         positions_S = torch.arange(tokens_BS.size(1), device=tokens_BS.device) if row is None else row.positions_T
         assert positions_S is not None
         output = model(tokens_BS, positions_S.expand(tokens_BS.shape), None, packed_seq_params=row)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarlhf.kernels import Backend, linear_token_logprobs
-from megarlhf.kernels.products import as_factor, multiply
+from megarlhf.kernels.matmul import as_matmul_input, matmul_into
 from megarlhf.kernels.statistics import working_dtype
 
 
@@ -64,7 +64,7 @@ def next_token_logprobs(
     """
     num_rows, length = tokens_BS.shape
     labels_BS = tokens_BS.roll(-1, dims=1)
-    found = linear_token_logprobs(
+    results = linear_token_logprobs(
         hidden_SBH.flatten(0, 1),
         vocabulary.weight(),
         labels_BS.t().reshape(-1),
@@ -77,7 +77,7 @@ def next_token_logprobs(
         return_entropy=return_entropy,
         backend=vocabulary.backend,
     )
-    logprobs_BS, entropy_BS = (column_T.view(length, num_rows).t() for column_T in found)
+    logprobs_BS, entropy_BS = (column_T.view(length, num_rows).t() for column_T in results)
     return logprobs_BS, entropy_BS
 
 
@@ -94,7 +94,7 @@ def logits_at(vocabulary: Vocabulary, hidden_SBH: Tensor, rows_K: Tensor, positi
         local_KV = torch.empty(
             len(rows_K), weight_VH.size(0), dtype=working_dtype(hidden_SBH), device=hidden_SBH.device
         )
-        multiply(local_KV, as_factor(hidden_KH), as_factor(weight_VH).t())
+        matmul_into(local_KV, as_matmul_input(hidden_KH), as_matmul_input(weight_VH).t())
         if vocabulary.tp > 1:
             parts = [torch.empty_like(local_KV) for _ in range(vocabulary.tp)]
             dist.all_gather(parts, local_KV, group=vocabulary.group)

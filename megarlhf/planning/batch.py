@@ -8,7 +8,7 @@ from megarlhf.config import RLConfig, RLTrainConfig, TrainConfig
 
 
 @dataclass(frozen=True)
-class Fact:
+class BatchNumber:
     """One derived number and what it counts."""
 
     words: str
@@ -16,8 +16,8 @@ class Fact:
 
 
 def _divided(total: int, by: int, what: str, per: str, advice: str) -> int:
-    quotient, rest = divmod(total, by)
-    if rest or not quotient:
+    quotient, remainder = divmod(total, by)
+    if remainder or not quotient:
         near = sorted({max(total // by, 1) * by, -(-total // by) * by})
         raise ValueError(
             f"{what} = {total} is not a multiple of {per} = {by}; use {' or '.join(str(n) for n in near)}, or {advice}"
@@ -25,7 +25,7 @@ def _divided(total: int, by: int, what: str, per: str, advice: str) -> int:
     return quotient
 
 
-def micro_batches(train: TrainConfig | RLTrainConfig, dp: int, role: str) -> int | None:
+def micro_batches_per_rank(train: TrainConfig | RLTrainConfig, dp: int, role: str) -> int | None:
     """Padded micro-batches per mini-batch of one data-parallel rank of `role`; None: packed, as many as it takes.
 
     Raises: ValueError when the mini-batch does not divide.
@@ -42,34 +42,34 @@ def micro_batches(train: TrainConfig | RLTrainConfig, dp: int, role: str) -> int
     )
 
 
-def _size(train: TrainConfig | RLTrainConfig, sample: str) -> Fact:
+def _micro_batch_size(train: TrainConfig | RLTrainConfig, sample: str) -> BatchNumber:
     """Of one forward."""
     if train.max_tokens_per_micro_batch is not None:
         words = "tokens per forward (packed micro-batch) of one data-parallel rank, at most"
-        return Fact(words, train.max_tokens_per_micro_batch)
+        return BatchNumber(words, train.max_tokens_per_micro_batch)
     assert train.micro_batch_samples is not None
-    return Fact(f"{sample} per forward (micro-batch) of one data-parallel rank", train.micro_batch_samples)
+    return BatchNumber(f"{sample} per forward (micro-batch) of one data-parallel rank", train.micro_batch_samples)
 
 
-def supervised_facts(train: TrainConfig, dp: int, role: str, sample: str) -> list[Fact]:
+def supervised_batch_numbers(train: TrainConfig, dp: int, role: str, sample: str) -> list[BatchNumber]:
     """The arithmetic of sft and rm. `sample` is what one sample is."""
-    facts = [
-        Fact("optimizer steps of the run", train.num_steps),
-        Fact(f"{sample} per optimizer step (mini-batch), over all ranks", train.mini_batch_samples),
-        Fact(f"data-parallel ranks of {role}", dp),
+    numbers = [
+        BatchNumber("optimizer steps of the run", train.num_steps),
+        BatchNumber(f"{sample} per optimizer step (mini-batch), over all ranks", train.mini_batch_samples),
+        BatchNumber(f"data-parallel ranks of {role}", dp),
     ]
-    per_rank = micro_batches(train, dp, role)
+    per_rank = micro_batches_per_rank(train, dp, role)
     if per_rank is None:
-        return [*facts, _size(train, sample)]
+        return [*numbers, _micro_batch_size(train, sample)]
     return [
-        *facts,
-        Fact(f"{sample} per optimizer step on one data-parallel rank", train.mini_batch_samples // dp),
-        _size(train, sample),
-        Fact("micro-batches per optimizer step on one data-parallel rank", per_rank),
+        *numbers,
+        BatchNumber(f"{sample} per optimizer step on one data-parallel rank", train.mini_batch_samples // dp),
+        _micro_batch_size(train, sample),
+        BatchNumber("micro-batches per optimizer step on one data-parallel rank", per_rank),
     ]
 
 
-def rl_facts(cfg: RLConfig, world_size: int) -> list[Fact]:
+def rl_batch_numbers(cfg: RLConfig, world_size: int) -> list[BatchNumber]:
     """The arithmetic of a rollout-and-train cycle.
 
     Raises: ValueError when samples, mini-batches or micro-batches do not divide, naming the keys.
@@ -84,25 +84,27 @@ def rl_facts(cfg: RLConfig, world_size: int) -> list[Fact]:
         "train.mini_batch_samples",
         "change train.mini_batch_samples",
     )
-    facts = [
-        Fact("rollout-and-train steps of the run", train.num_steps),
-        Fact("prompts per step, over all ranks", train.prompts_per_step),
-        Fact("samples per prompt", rollout.num_samples_per_prompt),
-        Fact("samples (sequences) per step, over all ranks", samples),
-        Fact("passes over the samples of a step", train.epochs_per_step),
-        Fact("samples per optimizer step (mini-batch), over all ranks", train.mini_batch_samples),
-        Fact("optimizer steps per rollout-and-train step", mini_batches * train.epochs_per_step),
-        _size(train, "samples"),
+    numbers = [
+        BatchNumber("rollout-and-train steps of the run", train.num_steps),
+        BatchNumber("prompts per step, over all ranks", train.prompts_per_step),
+        BatchNumber("samples per prompt", rollout.num_samples_per_prompt),
+        BatchNumber("samples (sequences) per step, over all ranks", samples),
+        BatchNumber("passes over the samples of a step", train.epochs_per_step),
+        BatchNumber("samples per optimizer step (mini-batch), over all ranks", train.mini_batch_samples),
+        BatchNumber("optimizer steps per rollout-and-train step", mini_batches * train.epochs_per_step),
+        _micro_batch_size(train, "samples"),
     ]
     for role, section in cfg.roles().items():
         dp = section.parallel.layout(world_size, role).dp
-        per_rank = micro_batches(train, dp, role)
+        per_rank = micro_batches_per_rank(train, dp, role)
         if per_rank is not None:
-            facts.append(Fact(f"micro-batches per mini-batch on one of {role}'s {dp} data-parallel ranks", per_rank))
+            numbers.append(
+                BatchNumber(f"micro-batches per mini-batch on one of {role}'s {dp} data-parallel ranks", per_rank)
+            )
     tp = rollout.tp(cfg.actor)
-    engines, rest = divmod(world_size, tp)
-    if rest:
+    engines, remainder = divmod(world_size, tp)
+    if remainder:
         raise ValueError(f"{world_size} ranks do not divide into engines of rollout.parallel.tp = {tp} ranks")
-    facts.append(Fact(f"rollout engines of {tp} rank(s)", engines))
-    facts.append(Fact("prompts per rollout engine and step, at most", -(-train.prompts_per_step // engines)))
-    return facts
+    numbers.append(BatchNumber(f"rollout engines of {tp} rank(s)", engines))
+    numbers.append(BatchNumber("prompts per rollout engine and step, at most", -(-train.prompts_per_step // engines)))
+    return numbers

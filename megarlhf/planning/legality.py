@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from megarlhf.architectures.architecture import Architecture
 from megarlhf.config import ParallelConfig, RoleConfig
-from megarlhf.layout import Layout, split_layers
+from megarlhf.layout import MeshLayout, split_layers
 
 
-def check_role(role: str, section: RoleConfig, world_size: int) -> tuple[Architecture, Layout]:
+def check_role(role: str, section: RoleConfig, world_size: int) -> tuple[Architecture, MeshLayout]:
     """The role's architecture and layout.
 
     Raises: ValueError naming the numbers when tp does not divide heads or the MLP, or fits neither way with the KV
     heads, when the layers do not divide by pp, when the world does not divide by tp x pp, or when Megatron-Core
     cannot compute the architecture.
     """
-    arch = Architecture.from_hf(section.model.described_by())
+    arch = Architecture.from_hf(section.model.hf_directory())
     layout = section.parallel.layout(world_size, role)
     _check_architecture(arch, f"{role}: {section.model.path}")
     _check_tensor_parallel(arch, role, section)

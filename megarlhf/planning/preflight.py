@@ -20,7 +20,7 @@ from megarlhf.config import (
 from megarlhf.data.sources import require_path
 from megarlhf.data.tokenizer import load_tokenizer
 from megarlhf.observe.progress import make_console, table
-from megarlhf.planning.batch import Fact, rl_facts, supervised_facts
+from megarlhf.planning.batch import BatchNumber, rl_batch_numbers, supervised_batch_numbers
 from megarlhf.planning.legality import check_role
 from megarlhf.rollout.rewards.rules import load_rule
 from megarlhf.rollout.vllm_arguments import unknown_arguments
@@ -33,7 +33,7 @@ class Preflight:
 
     title: str
     config: str
-    facts: tuple[Fact, ...]
+    numbers: tuple[BatchNumber, ...]
     roles: tuple[tuple[str, str, str], ...]
     """Role, model and layout in words."""
 
@@ -42,7 +42,9 @@ class Preflight:
         console = make_console()
         console.print(self.config, highlight=False, markup=False)
         console.print(table(f"{self.title}: roles", self.roles, ("role", "model", "layout")))
-        console.print(table(f"{self.title}: batch arithmetic", [(f.words, f.value) for f in self.facts], ("per", "n")))
+        console.print(
+            table(f"{self.title}: batch arithmetic", [(f.words, f.value) for f in self.numbers], ("per", "n"))
+        )
 
 
 def preflight(command: str, cfg: FrozenModel, world_size: int) -> Preflight:
@@ -69,14 +71,14 @@ def preflight(command: str, cfg: FrozenModel, world_size: int) -> Preflight:
         for reward in cfg.rewards:
             if reward.rule is not None:
                 load_rule(reward.rule)
-    facts: list[Fact] = []
+    numbers: list[BatchNumber] = []
     if isinstance(cfg, SFTConfig):
-        facts = supervised_facts(cfg.train, dp, "actor", "sequences")
+        numbers = supervised_batch_numbers(cfg.train, dp, "actor", "sequences")
     elif isinstance(cfg, RMConfig):
-        facts = supervised_facts(cfg.train, dp, "reward_model", "preference pairs (two sequences each)")
+        numbers = supervised_batch_numbers(cfg.train, dp, "reward_model", "preference pairs (two sequences each)")
     elif isinstance(cfg, RLConfig):
-        facts = rl_facts(cfg, world_size)
-    return Preflight(title=command, config=dump_config(cfg), facts=tuple(facts), roles=tuple(described))
+        numbers = rl_batch_numbers(cfg, world_size)
+    return Preflight(title=command, config=dump_config(cfg), numbers=tuple(numbers), roles=tuple(described))
 
 
 def _roles(cfg: FrozenModel) -> dict[str, RoleConfig]:
@@ -101,10 +103,10 @@ def _check_files(cfg: FrozenModel) -> None:
 
 def _check_vocabulary(roles: Mapping[str, RoleConfig]) -> None:
     """Every role reads what the first one's tokenizer wrote; a token without an embedding would read padding."""
-    path = next(iter(roles.values())).model.described_by()
+    path = next(iter(roles.values())).model.hf_directory()
     num_tokens = load_tokenizer(path).vocab_size
     for role, section in roles.items():
-        vocab_size = Architecture.from_hf(section.model.described_by()).vocab_size
+        vocab_size = Architecture.from_hf(section.model.hf_directory()).vocab_size
         if num_tokens > vocab_size:
             raise ValueError(
                 f"{role}: the tokenizer of {path} has {num_tokens} tokens, {section.model.path} has vocab_size = "

@@ -18,7 +18,7 @@ from megarlhf.architectures.architecture import Architecture
 from megarlhf.architectures.megatron_layout import MegatronLayout
 from megarlhf.architectures.placements import padded_vocab_size, vllm_placements
 from megarlhf.config import RLConfig
-from megarlhf.layout import Layout, engine_order
+from megarlhf.layout import MeshLayout, engine_order
 from megarlhf.placement import RankPlacements
 from megarlhf.planning.legality import check_role
 from megarlhf.weights.checkpoint.dtype import resolve_dtype
@@ -36,18 +36,18 @@ ORDERS: dict[Order, str] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Question:
+class TransferSetup:
     """A transfer, and the cluster it runs on."""
 
     arch: Architecture
-    mesh: Layout
+    mesh: MeshLayout
     order: Order
     """The rule by which `mesh.order` was made."""
     trainer: MegatronLayout
-    trainer_said: str
+    trainer_source: str
     """Where `trainer` stands in the configuration or on the command line, for messages."""
     engine_tp: int
-    engine_said: str
+    engine_source: str
     """The same of `engine_tp`."""
     element_bytes: int
     ranks_per_node: int
@@ -61,10 +61,10 @@ class Question:
 
         Raises: ValueError when the model does not fit either layout; it names the side.
         """
-        with _said(self.engine_said):
+        with _named_in_errors(self.engine_source):
             shards = [vllm_placements(self.arch, tp=self.engine_tp, tp_rank=v, rank=v) for v in range(self.engine_tp)]
         wanted = [shards[rank % self.engine_tp].on_rank(rank) for rank in range(self.mesh.world_size)]
-        with _said(self.trainer_said):
+        with _named_in_errors(self.trainer_source):
             return self.trainer.on_ranks(self.arch, self.mesh), wanted
 
 
@@ -81,7 +81,7 @@ class Tier:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
+class TransferReport:
     """Bytes by rank, but where another is said."""
 
     model: int
@@ -101,7 +101,7 @@ class Answer:
     order: tuple[int, ...] | None
 
 
-def ask(cfg: RLConfig, arguments: argparse.Namespace) -> Question:
+def transfer_setup(cfg: RLConfig, arguments: argparse.Namespace) -> TransferSetup:
     """The question that the configuration and the command's options put.
 
     Raises: ValueError when model, layout and ranks do not fit.
@@ -111,9 +111,9 @@ def ask(cfg: RLConfig, arguments: argparse.Namespace) -> Question:
     parallel, model = cfg.actor.parallel, cfg.actor.model
     engine_tp = arguments.engine_tp or cfg.rollout.tp(cfg.actor)
     key = "rollout.parallel.tp" if cfg.rollout.parallel.tp else "actor.parallel.tp"
-    engine_said = f"the engines ({'--engine-tp' if arguments.engine_tp else key} = {engine_tp})"
+    engine_source = f"the engines ({'--engine-tp' if arguments.engine_tp else key} = {engine_tp})"
     options = [f"--{name} = {value}" for name in ("vpp", "ep") if (value := getattr(arguments, name))]
-    with _said(engine_said):
+    with _named_in_errors(engine_source):
         order = engine_order(mesh, engine_tp, arguments.ranks_per_node)
     trainer = MegatronLayout(
         tp=mesh.tp,
@@ -123,14 +123,14 @@ def ask(cfg: RLConfig, arguments: argparse.Namespace) -> Question:
         layers_per_stage=parallel.layers_per_stage,
         padded_vocab=padded_vocab_size(arch.vocab_size, mesh.tp, model.vocab_multiple),
     )
-    return Question(
+    return TransferSetup(
         arch=arch,
         mesh=replace(mesh, order=order if arguments.order == "engine" else None),
         order=arguments.order,
         trainer=trainer,
-        trainer_said=f"the trainer ({', '.join(['actor.parallel', *options])})",
+        trainer_source=f"the trainer ({', '.join(['actor.parallel', *options])})",
         engine_tp=engine_tp,
-        engine_said=engine_said,
+        engine_source=engine_source,
         element_bytes=ELEMENT_BYTES[resolve_dtype("actor", model, "lm").name],
         ranks_per_node=arguments.ranks_per_node,
         links=Links(rank_gbps=arguments.rank_gbps, node_gbps=arguments.node_gbps),
@@ -138,7 +138,7 @@ def ask(cfg: RLConfig, arguments: argparse.Namespace) -> Question:
 
 
 @contextlib.contextmanager
-def _said(where: str) -> Iterator[None]:
+def _named_in_errors(where: str) -> Iterator[None]:
     """A ValueError says which of the two sides does not fit, and what set it: both have a tp."""
     try:
         yield
@@ -146,19 +146,19 @@ def _said(where: str) -> Iterator[None]:
         raise ValueError(f"{where}: {error}") from None
 
 
-def answer(question: Question) -> Answer:
+def plan_transfer(setup: TransferSetup) -> TransferReport:
     """Makes the plan, in one tier and in two, and counts."""
-    size, node_of = question.element_bytes, question.node_of()
+    size, node_of = setup.element_bytes, setup.node_of()
     ranks, nodes = range(len(node_of)), node_of[-1] + 1
     start = time.process_time()
-    sources, destinations = question.placements()
+    sources, destinations = setup.placements()
     plan = make_plan(sources, destinations, only_rank=0)
     seconds = time.process_time() - start
     tiered = make_tiers(sources, destinations, node_of, only_rank=0)
     least, least_in = least_receive(sources, destinations), node_needs(sources, destinations, node_of)
-    by_sizes = formula(question.arch, question.mesh, question.trainer, question.engine_tp)
-    return Answer(
-        model=size * model_elements(question.arch),
+    by_sizes = formula(setup.arch, setup.mesh, setup.trainer, setup.engine_tp)
+    return TransferReport(
+        model=size * model_elements(setup.arch),
         need=[size * sum(placement.box.numel for placement in part.placements) for part in destinations],
         received=[size * plan.elements_received(rank) for rank in ranks],
         sent=[size * plan.elements_sent(rank) for rank in ranks],
@@ -166,14 +166,14 @@ def answer(question: Question) -> Answer:
         formula=[size * numel for numel in by_sizes.least],
         all_gather=[size * numel for numel in by_sizes.all_gather],
         least_entering=[size * least_in[node] for node in range(nodes)],
-        tiers=_tiers(question, plan, tiered, nodes),
+        tiers=_tiers(setup, plan, tiered, nodes),
         plan_seconds=seconds,
-        order=question.mesh.order,
+        order=setup.mesh.order,
     )
 
 
-def _tiers(question: Question, plan: CopyPlan, tiered: TieredPlan, nodes: int) -> list[Tier]:
-    node_of, size = question.node_of(), question.element_bytes
+def _tiers(setup: TransferSetup, plan: CopyPlan, tiered: TieredPlan, nodes: int) -> list[Tier]:
+    node_of, size = setup.node_of(), setup.element_bytes
 
     def tier(name: str, *plans: CopyPlan) -> Tier:
         came_in = [sum(into) for into in zip(*(entering(crossing(p, node_of), nodes) for p in plans), strict=True)]
@@ -182,7 +182,7 @@ def _tiers(question: Question, plan: CopyPlan, tiered: TieredPlan, nodes: int) -
             name=name,
             entering=[size * numel for numel in came_in],
             inside=size * (moved - sum(came_in)),
-            seconds=sum(wire_seconds(p, node_of, question.links, size) for p in plans),
+            seconds=sum(wire_seconds(p, node_of, setup.links, size) for p in plans),
         )
 
     return [tier("one tier", plan), tier("two tiers", tiered.arrive, tiered.fan_out)]

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarlhf.experience import Rollouts, redistribute
-from megarlhf.models.build import ModelPart
+from megarlhf.models.build import ModelShard
 from megarlhf.weights.checks.certificate import Certificate
 
 
@@ -48,11 +48,11 @@ class RolloutEngine(Protocol):
         """Of the weights it holds; -1 before the first update."""
         ...
 
-    def update_weights(self, actor: ModelPart, version: int) -> None:
+    def update_weights(self, actor: ModelShard, version: int) -> None:
         """Take over the actor's weights."""
         ...
 
-    def verify_weights(self, actor: ModelPart) -> Certificate | None:
+    def verify_weights(self, actor: ModelShard) -> Certificate | None:
         """Check that the engine holds the actor's present weights, bit for bit; None when they are the actor's own.
 
         Raises: CertificateError naming tensors, ranks and boxes that differ.
@@ -83,16 +83,16 @@ def gather_rollouts(
     """Bring the responses that each rank answers for (by row) to every rank."""
     index: list[dict[int, tuple[int, bool]]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(index, {n: (len(r.tokens), r.finished) for n, r in mine.items()})
-    known = {n: entry for part in index for n, entry in part.items()}
-    if sorted(known) != list(range(num_samples)):
-        missing = sorted(set(range(num_samples)) - set(known))[:5]
-        raise RuntimeError(f"{len(known)} responses came back for {num_samples} prompts; missing rows {missing}")
-    lengths_N = torch.tensor([known[n][0] for n in range(num_samples)], dtype=torch.int64)
+    index_by_row = {n: entry for rank_index in index for n, entry in rank_index.items()}
+    if sorted(index_by_row) != list(range(num_samples)):
+        missing = sorted(set(range(num_samples)) - set(index_by_row))[:5]
+        raise RuntimeError(f"{len(index_by_row)} responses came back for {num_samples} prompts; missing rows {missing}")
+    lengths_N = torch.tensor([index_by_row[n][0] for n in range(num_samples)], dtype=torch.int64)
     tokens = {n: torch.tensor(r.tokens, dtype=torch.int64) for n, r in mine.items()}
     logprobs = {n: torch.tensor(r.logprobs, dtype=torch.float32) for n, r in mine.items()}
     return Rollouts(
         responses=redistribute(tokens, lengths_N, torch.empty(0, dtype=torch.int64, device=device)),
         logprobs=redistribute(logprobs, lengths_N, torch.empty(0, dtype=torch.float32, device=device)),
-        finished_N=torch.tensor([known[n][1] for n in range(num_samples)]),
+        finished_N=torch.tensor([index_by_row[n][1] for n in range(num_samples)]),
         weight_version=weight_version,
     )

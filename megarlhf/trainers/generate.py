@@ -29,7 +29,7 @@ MICRO_BATCH_SAMPLES = 16
 
 def run(cfg: GenerateConfig, runtime: Runtime) -> None:
     """Write a JSON line per response: prompt, response, finished, rewards by name, and the record's columns."""
-    data = load_prompts(cfg.data, cfg.actor.model.described_by())
+    data = load_prompts(cfg.data, cfg.actor.model.hf_directory())
     with open_session(cfg, cfg.run, CheckpointConfig(), runtime, "generate", 1, data.notes) as session:
         prompts, responses, rollouts, rewards = _respond(cfg, runtime, data)
         out = cfg.out or cfg.run.dir / "responses.jsonl"
@@ -41,7 +41,7 @@ def run(cfg: GenerateConfig, runtime: Runtime) -> None:
 
 def evaluate(cfg: GenerateConfig, runtime: Runtime) -> None:
     """Log the mean of each reward over the prompts."""
-    data = load_prompts(cfg.data, cfg.actor.model.described_by())
+    data = load_prompts(cfg.data, cfg.actor.model.hf_directory())
     with open_session(cfg, cfg.run, CheckpointConfig(), runtime, "eval", 1, data.notes) as session:
         prompts, _, rollouts, rewards = _respond(cfg, runtime, data)
         session.log(1, {**_summary(rollouts, rewards), "num_prompts": len(prompts)})
@@ -54,8 +54,8 @@ def _respond(
     order = actor_order(cfg.rollout, cfg.actor, runtime)
     actor = build_role("actor", cfg.actor, "lm", GroupCache(runtime), seed=cfg.run.seed, order=order)
     engine = make_engine(cfg.rollout, actor, cfg.data.max_prompt_tokens, MICRO_BATCH_SAMPLES)
-    engine.update_weights(actor.part, version=0)
-    engine.verify_weights(actor.part)
+    engine.update_weights(actor.shard, version=0)
+    engine.verify_weights(actor.shard)
     rollouts = engine.generate(
         [torch.tensor(prompt.tokens) for prompt in prompts],
         [sample_seed(cfg.run.seed, 0, n) for n in range(len(prompts))],

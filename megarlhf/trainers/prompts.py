@@ -72,12 +72,12 @@ def make_engine(rollout: RolloutConfig, actor: Role, max_prompt_tokens: int, mic
     if rollout.engine == "megatron":
         from megarlhf.rollout.megatron_engine import MegatronEngine
 
-        return MegatronEngine(actor.part, micro_batch_samples)
+        return MegatronEngine(actor.shard, micro_batch_samples)
     from megarlhf.rollout.vllm_engine import VllmEngine
 
     return VllmEngine(
-        actor.section.model.described_by(),
-        actor.part.dtype,
+        actor.section.model.hf_directory(),
+        actor.shard.dtype,
         rollout,
         rollout.tp(actor.section),
         max_prompt_tokens + rollout.max_response_tokens,

@@ -25,7 +25,7 @@ from megarlhf.parallel.mesh import GroupCache
 from megarlhf.rollout.engine import RolloutEngine, Sampling, sample_seed
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.prompts import load_prompts, make_engine, mesh_orders, sampling_of
-from megarlhf.trainers.rl_batches import micro_batches, mini_batches
+from megarlhf.trainers.rl_batches import micro_batches, split_into_mini_batches
 from megarlhf.trainers.rl_eval import Evaluator, StopRule
 from megarlhf.trainers.rl_gap import LogprobGapWatch, logprob_gap
 from megarlhf.trainers.rl_losses import PolicyLoss, ValueLoss
@@ -43,31 +43,31 @@ Metrics = dict[str, float]
 
 def run(cfg: RLConfig, runtime: Runtime) -> None:
     """Improve the actor on its own samples."""
-    data = load_prompts(cfg.data, cfg.actor.model.described_by(), cfg.eval.max_samples)
+    data = load_prompts(cfg.data, cfg.actor.model.hf_directory(), cfg.eval.max_samples)
     order = ShuffledBatches(len(data.train), cfg.train.prompts_per_step, cfg.run.seed)
     with open_session(cfg, cfg.run, cfg.checkpoint, runtime, "rl", cfg.train.num_steps, data.notes) as session:
-        parts = build(cfg, runtime, data.tokenizer)
-        evaluate = Evaluator(cfg, parts.engine, parts.rewarder, data.tokenizer, data.heldout)
+        components = build(cfg, runtime, data.tokenizer)
+        evaluate = Evaluator(cfg, components.engine, components.rewarder, data.tokenizer, data.heldout)
         stop = StopRule(cfg.train.stop)
-        gap = LogprobGapWatch(cfg.rollout.logprob_gap, parts.actor.part.dtype)
-        parts.engine.update_weights(parts.actor.part, version=0)
-        parts.engine.verify_weights(parts.actor.part)
+        gap = LogprobGapWatch(cfg.rollout.logprob_gap, components.actor.shard.dtype)
+        components.engine.update_weights(components.actor.shard, version=0)
+        components.engine.verify_weights(components.actor.shard)
         session.log(0, stop.watch(evaluate()))
         for step in range(cfg.train.num_steps):
             clock = Stopwatch()
             prompts = [data.train[n] for n in order.indices(step)]
-            experience = sample(cfg, parts.engine, prompts, parts.sampling, step)
+            experience = sample(cfg, components.engine, prompts, components.sampling, step)
             clock.lap("seconds_rollout")
-            experience, dealt = score(cfg, parts, experience, prompts, step)
+            experience, mini_batches = score(cfg, components, experience, prompts, step)
             metrics = gap.watch(logprob_gap(experience))
             experience = add_advantages(experience, cfg.algo)
             clock.lap("seconds_experience")
-            metrics |= describe(experience, cfg) | train_on(cfg, parts, experience, dealt, step)
+            metrics |= describe(experience, cfg) | train_on(cfg, components, experience, mini_batches, step)
             clock.lap("seconds_train")
-            parts.engine.update_weights(parts.actor.part, version=step + 1)
+            components.engine.update_weights(components.actor.shard, version=step + 1)
             clock.lap("seconds_reshard")
             if step == 0 or is_due(step + 1, cfg.rollout.verify_weights_every):
-                parts.engine.verify_weights(parts.actor.part)
+                components.engine.verify_weights(components.actor.shard)
                 clock.lap("seconds_certificate")
             metrics |= clock.laps
             last = step + 1 == cfg.train.num_steps or stop.over(metrics["kl"])
@@ -75,16 +75,16 @@ def run(cfg: RLConfig, runtime: Runtime) -> None:
                 metrics |= stop.watch(evaluate())
                 last = last or stop.over(metrics["kl"])
             session.log(step + 1, metrics)
-            session.maybe_save(step + 1, parts.trained, last=last or gap.failed)
+            session.maybe_save(step + 1, components.trained, last=last or gap.failed)
             gap.raise_if_failed()
             if last:
                 session.note(stop.reason or f"all {cfg.train.num_steps} steps done")
                 break
-    parts.engine.close()
+    components.engine.close()
 
 
 @dataclass(frozen=True)
-class Parts:
+class Components:
     """What a run is made of."""
 
     actor: Role
@@ -99,7 +99,7 @@ class Parts:
         return [role for role in (self.actor, self.critic) if role is not None]
 
 
-def build(cfg: RLConfig, runtime: Runtime, tokenizer: Tokenizer) -> Parts:
+def build(cfg: RLConfig, runtime: Runtime, tokenizer: Tokenizer) -> Components:
     """The roles that this configuration needs, and the engine."""
     cache, sections, seed = GroupCache(runtime), cfg.roles(), cfg.run.seed
     orders = mesh_orders(cfg.rollout, sections, runtime)
@@ -114,7 +114,7 @@ def build(cfg: RLConfig, runtime: Runtime, tokenizer: Tokenizer) -> Parts:
     rows = cfg.train.rows(cfg.data.max_prompt_tokens + cfg.rollout.max_response_tokens)
     engine = make_engine(cfg.rollout, actor, cfg.data.max_prompt_tokens, rows)
     rewarder = Rewarder(cfg.rewards, reward_model, tokenizer, cfg.train, runtime.device)
-    return Parts(actor, reference, critic, engine, rewarder, sampling_of(cfg.rollout, tokenizer))
+    return Components(actor, reference, critic, engine, rewarder, sampling_of(cfg.rollout, tokenizer))
 
 
 def sample(
@@ -130,31 +130,31 @@ def sample(
 
 
 def score(
-    cfg: RLConfig, parts: Parts, experience: Experience, prompts: Sequence[PromptSample], step: int
+    cfg: RLConfig, components: Components, experience: Experience, prompts: Sequence[PromptSample], step: int
 ) -> tuple[Experience, list[list[int]]]:
     """Old and reference log-probs, values and rewards; and the mini-batches of the first pass.
 
     The forwards run on the micro-batches that the first pass will train on, so that its first ratio is 1.
     """
     micro, temperature = cfg.train, cfg.rollout.temperature
-    dealt = deal_pass(cfg, experience, step, 0)
+    mini_batches = mini_batches_of_pass(cfg, experience, step, 0)
     columns = {
-        "old_logprobs": policy_logprobs(parts.actor, experience, dealt, micro, temperature=temperature),
-        "ref_logprobs": policy_logprobs(parts.reference, experience, dealt, micro, temperature=temperature),
+        "old_logprobs": policy_logprobs(components.actor, experience, mini_batches, micro, temperature=temperature),
+        "ref_logprobs": policy_logprobs(components.reference, experience, mini_batches, micro, temperature=temperature),
     }
-    if parts.critic is not None:
-        columns["values"] = values_of(parts.critic, experience, dealt, micro)
+    if components.critic is not None:
+        columns["values"] = values_of(components.critic, experience, mini_batches, micro)
     per_prompt = cfg.rollout.num_samples_per_prompt
-    rewards_N = parts.rewarder(experience, [prompt for prompt in prompts for _ in range(per_prompt)])
+    rewards_N = components.rewarder(experience, [prompt for prompt in prompts for _ in range(per_prompt)])
     if cfg.algo.shuffle_rewards:
         generator = torch.Generator().manual_seed(sample_seed(cfg.run.seed, step, -1))
         rewards_N = rewards_N[torch.randperm(len(rewards_N), generator=generator).to(rewards_N.device)]
-    return experience.with_columns(columns).with_per_sample({"rewards": rewards_N}), dealt
+    return experience.with_columns(columns).with_per_sample({"rewards": rewards_N}), mini_batches
 
 
-def deal_pass(cfg: RLConfig, experience: Experience, step: int, number: int) -> list[list[int]]:
+def mini_batches_of_pass(cfg: RLConfig, experience: Experience, step: int, number: int) -> list[list[int]]:
     """The mini-batches of one pass over the step's samples."""
-    return mini_batches(
+    return split_into_mini_batches(
         experience.num_samples,
         cfg.train.mini_batch_samples,
         shuffle=cfg.train.shuffle,
@@ -162,32 +162,37 @@ def deal_pass(cfg: RLConfig, experience: Experience, step: int, number: int) -> 
     )
 
 
-def train_on(cfg: RLConfig, parts: Parts, experience: Experience, first_pass: list[list[int]], step: int) -> Metrics:
+def train_on(
+    cfg: RLConfig, components: Components, experience: Experience, first_pass: list[list[int]], step: int
+) -> Metrics:
     """Every pass over the step's samples, one optimizer step per mini-batch. Means over mini-batches."""
     found: dict[str, list[float]] = defaultdict(list)
-    passes = [first_pass, *(deal_pass(cfg, experience, step, n) for n in range(1, cfg.train.epochs_per_step))]
+    passes = [
+        first_pass,
+        *(mini_batches_of_pass(cfg, experience, step, n) for n in range(1, cfg.train.epochs_per_step)),
+    ]
     policy_columns = ("old_logprobs", "ref_logprobs", "advantages")
     for samples in itertools.chain.from_iterable(passes):
         tokens = int(experience.response_lengths_N[samples].sum())
-        if step >= cfg.train.critic_warmup_steps or parts.critic is None:
+        if step >= cfg.train.critic_warmup_steps or components.critic is None:
             loss = PolicyLoss(
                 algo=cfg.algo,
                 temperature=cfg.rollout.temperature,
                 response_tokens=tokens,
                 sequences=len(samples),
-                vocabulary=parts.actor.part.vocabulary(),
+                vocabulary=components.actor.shard.vocabulary(),
             )
-            batches = micro_batches(parts.actor, experience, samples, cfg.train, policy_columns)
-            result = parts.actor.train_step(batches, loss)
+            batches = micro_batches(components.actor, experience, samples, cfg.train, policy_columns)
+            result = components.actor.train_step(batches, loss)
             found["policy_loss"].append(result.sums["policy_loss"])
             found["loss"].append(result.sums["loss"])
             found["clip_fraction"].append(result.sums["clipped"] / tokens)
             found["entropy"].append(result.sums["entropy"] / tokens)
             found["ratio_deviation"].append(result.sums["ratio_deviation"] / tokens)
             found["actor_grad_norm"].append(result.grad_norm)
-        if parts.critic is not None:
-            batches = micro_batches(parts.critic, experience, samples, cfg.train, ("values", "returns"))
-            result = parts.critic.train_step(batches, ValueLoss(clip=cfg.algo.value_clip, response_tokens=tokens))
+        if components.critic is not None:
+            batches = micro_batches(components.critic, experience, samples, cfg.train, ("values", "returns"))
+            result = components.critic.train_step(batches, ValueLoss(clip=cfg.algo.value_clip, response_tokens=tokens))
             found["value_loss"].append(result.sums["loss"])
             found["critic_grad_norm"].append(result.grad_norm)
     metrics = {name: sum(values) / len(values) for name, values in found.items()}

@@ -38,13 +38,13 @@ class Evaluator:
         prompts = [torch.tensor(prompt.tokens) for prompt in self._heldout]
         rollouts = self._engine.generate(prompts, [0] * len(prompts), self._sampling)
         experience = make_experience(self._heldout, rollouts, 1)
-        found = {"eval_reward_mean": float(self._rewarder(experience, self._heldout).mean())}
+        metrics = {"eval_reward_mean": float(self._rewarder(experience, self._heldout).mean())}
         if all(prompt.fields.get("answer") is not None for prompt in self._heldout):
             responses = [self._tokenizer.decode(row.tolist(), continuation=True) for row in rollouts.responses.rows()]
             texts, fields = [p.text for p in self._heldout], [p.fields for p in self._heldout]
             matches_N = rule_rewards(RULES["exact_match"], texts, responses, fields, self._rewarder.device)
-            found["eval_accuracy"] = float(matches_N.mean())
-        return found
+            metrics["eval_accuracy"] = float(matches_N.mean())
+        return metrics
 
 
 class StopRule:

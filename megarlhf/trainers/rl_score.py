@@ -24,7 +24,7 @@ from megarlhf.parallel.step import MicroBatch
 from megarlhf.parallel.vocab import next_token_logprobs
 from megarlhf.rollout.rewards.rules import load_rule
 from megarlhf.rollout.rewards.score import rule_rewards
-from megarlhf.trainers.rl_batches import per_sample, per_token
+from megarlhf.trainers.rl_batches import forward_per_sample, forward_per_token
 
 
 def make_experience(prompts: Sequence[PromptSample], rollouts: Rollouts, num_samples_per_prompt: int) -> Experience:
@@ -40,14 +40,14 @@ def make_experience(prompts: Sequence[PromptSample], rollouts: Rollouts, num_sam
 def policy_logprobs(
     role: Role,
     experience: Experience,
-    dealt: Sequence[Sequence[int]],
+    mini_batches: Sequence[Sequence[int]],
     micro: MicroBatchConfig,
     *,
     temperature: float,
 ) -> Ragged:
     """Log-probs of the sampled tokens under actor or reference, at the sampling temperature."""
 
-    vocabulary = role.part.vocabulary()
+    vocabulary = role.shard.vocabulary()
 
     def score(hidden_SBH: Tensor, batch: MicroBatch) -> Tensor:
         logprobs_BS, _ = next_token_logprobs(
@@ -60,22 +60,24 @@ def policy_logprobs(
         )
         return logprobs_BS
 
-    return per_token(role, experience, dealt, micro, score)
+    return forward_per_token(role, experience, mini_batches, micro, score)
 
 
-def values_of(critic: Role, experience: Experience, dealt: Sequence[Sequence[int]], micro: MicroBatchConfig) -> Ragged:
+def values_of(
+    critic: Role, experience: Experience, mini_batches: Sequence[Sequence[int]], micro: MicroBatchConfig
+) -> Ragged:
     """The critic's value of the state before each response token."""
-    return per_token(critic, experience, dealt, micro, lambda values_BS1, batch: values_BS1[..., 0])
+    return forward_per_token(critic, experience, mini_batches, micro, lambda values_BS1, batch: values_BS1[..., 0])
 
 
 def model_scores(reward_model: Role, experience: Experience, micro: MicroBatchConfig) -> Tensor:
     """The reward model's score on the last token of each response, [N]."""
 
     def score(scores_BS1: Tensor, batch: MicroBatch) -> Tensor:
-        assert batch.sheet is not None
-        return scores_BS1.flatten()[batch.sheet.ends_K.to(scores_BS1.device)]
+        assert batch.layout is not None
+        return scores_BS1.flatten()[batch.layout.ends_K.to(scores_BS1.device)]
 
-    return per_sample(reward_model, experience, micro, score)
+    return forward_per_sample(reward_model, experience, micro, score)
 
 
 @dataclass(frozen=True)
@@ -150,4 +152,4 @@ def add_advantages(experience: Experience, algo: AlgoConfig) -> Experience:
         advantages_N = group_relative(rewards_N, groups_N, scale_by_std=algo.scale_by_group_std)
     else:
         advantages_N = leave_one_out(rewards_N, groups_N)
-    return experience.with_columns({"advantages": like.spread(advantages_N)})
+    return experience.with_columns({"advantages": like.repeat_per_token(advantages_N)})

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from megarlhf.algo.kl import adapt_kl_coef, kl_estimate
+from megarlhf.algo.kl import kl_estimate
 
 
 def test_estimates_by_hand():
@@ -54,18 +54,3 @@ def test_which_gradient_is_right():
 def test_unknown_kind_lists_the_known():
     with pytest.raises(ValueError, match=r"'k4'.*k1, k2, k3"):
         kl_estimate(torch.zeros(1), torch.zeros(1), "k4")  # type: ignore[arg-type]
-
-
-def test_adaptive_coefficient_by_hand():
-    """Error clipped to +-0.2, times 100 samples over a horizon of 1000."""
-    assert adapt_kl_coef(0.5, 6.0, 6.0, 1000, 100) == 0.5
-    assert adapt_kl_coef(0.5, 6.6, 6.0, 1000, 100) == pytest.approx(0.5 * 1.01)
-    assert adapt_kl_coef(0.5, 60.0, 6.0, 1000, 100) == pytest.approx(0.5 * 1.02)
-    assert adapt_kl_coef(0.5, -1.0, 6.0, 1000, 100) == pytest.approx(0.5 * 0.98)
-
-
-def test_adaptive_coefficient_refuses_what_would_turn_its_sign():
-    with pytest.raises(ValueError, match="horizon above 200 samples"):
-        adapt_kl_coef(0.5, 0.0, 6.0, 200, 1000)
-    with pytest.raises(ValueError, match="above zero"):
-        adapt_kl_coef(0.5, 1.0, 0.0, 1000, 100)

@@ -46,19 +46,20 @@ def _forward(layer: Any, x: Tensor, weight: Tensor | None = None, **unused: Any)
 def fused_gradients(runtime: Runtime, config: dict[str, Any], fused: bool) -> list[tuple[float, float]]:
     """By linear layer after one accumulation over several micro-batches: the largest gradient, and the largest
     difference between `main_grad` and the sum of the products in fp32."""
-    from megarlhf.trainers.sft import train_on
+    from megarlhf.trainers.sft import SupervisedFineTuning
+    from megarlhf.trainers.supervised import train_on
     from tests.distributed import jobs
 
     cfg = SFTConfig.model_validate(config)
     role = build_role("actor", cfg.actor, "lm", GroupCache(runtime), seed=0, num_optimizer_steps=1)
     layers: list[Any] = [
-        layer for layer in role.part.module.modules() if isinstance(layer, ColumnParallelLinear | RowParallelLinear)
+        layer for layer in role.shard.module.modules() if isinstance(layer, ColumnParallelLinear | RowParallelLinear)
     ]
     for layer in layers:
         setattr(layer, FUSED, False)
         layer.products, layer.forward = [], MethodType(_forward, layer)
     if fused:
-        fuse_weight_gradients(role.part.module)
+        fuse_weight_gradients(role.shard.module)
     found: list[tuple[float, float]] = []
 
     def step() -> float:
@@ -70,5 +71,5 @@ def fused_gradients(runtime: Runtime, config: dict[str, Any], fused: bool) -> li
 
     assert role.trainer is not None
     role.trainer.step = step  # type: ignore[method-assign]
-    train_on(role, jobs._sft_samples(cfg)[: cfg.train.mini_batch_samples], cfg.train)
+    train_on(SupervisedFineTuning(cfg), role, jobs._sft_samples(cfg)[: cfg.train.mini_batch_samples])
     return found

@@ -18,11 +18,11 @@ from megarlhf.config import RLConfig, RoleConfig, SFTConfig
 from megarlhf.data.samples import build_sft
 from megarlhf.data.sources import load_records
 from megarlhf.data.tokenizer import load_tokenizer
-from megarlhf.models.build import ModelPart, placements_on
+from megarlhf.models.build import ModelShard, placements_on
 from megarlhf.models.role import Role, build_role
 from megarlhf.models.settings import DTYPES
 from megarlhf.models.weights import load_weights
-from megarlhf.parallel.batching import grid_length
+from megarlhf.parallel.batching import padded_length
 from megarlhf.parallel.mesh import GroupCache
 from megarlhf.parallel.step import MicroBatch
 from megarlhf.parallel.vocab import logits_at
@@ -45,7 +45,7 @@ from tests.distributed.vllm_jobs import (  # noqa: F401
 Arrays = dict[str, np.ndarray]
 
 
-def gather(part: ModelPart, storages: Mapping[str, Tensor]) -> Arrays:
+def gather(part: ModelShard, storages: Mapping[str, Tensor]) -> Arrays:
     """Logical tensors out of every rank's storages, on rank 0; empty elsewhere."""
     wanted = hf_placements(part.arch, part.head, rank=0)
     plan = make_plan([placements_on(part, rank) for rank in range(dist.get_world_size())], [wanted])
@@ -63,9 +63,9 @@ def gather_gradients(role: Role) -> Arrays:
         for bucket in buffer.buckets:
             shards = list(bucket.grad_data.chunk(role.mesh.layout.dp))
             whole = [torch.empty_like(shard) for shard in shards]
-            dist.all_gather(whole, shards[role.mesh.at.dp].clone(), group=role.mesh.groups.dp)
+            dist.all_gather(whole, shards[role.mesh.coordinates.dp].clone(), group=role.mesh.groups.dp)
             bucket.grad_data.copy_(torch.cat(whole))
-    return gather(role.part, {name: p.main_grad for name, p in role.part.module.named_parameters()})
+    return gather(role.shard, {name: p.main_grad for name, p in role.shard.module.named_parameters()})
 
 
 def record_gradients(role: Role, into: list[Arrays]) -> None:
@@ -84,31 +84,32 @@ def sft_steps(
     runtime: Runtime, config: dict[str, Any], num_steps: int, order: tuple[int, ...] | None = None
 ) -> dict[str, Any]:
     """Losses, gradient norms and gradients of the first steps, and the weights after them."""
-    from megarlhf.trainers.sft import train_on
+    from megarlhf.trainers.sft import SupervisedFineTuning
+    from megarlhf.trainers.supervised import train_on
 
     cfg = SFTConfig.model_validate(config)
-    samples = _sft_samples(cfg)
+    objective, samples = SupervisedFineTuning(cfg), _sft_samples(cfg)
     actor = build_role(
         "actor", cfg.actor, "lm", GroupCache(runtime), seed=0, num_optimizer_steps=num_steps, order=order
     )
     gradients: list[Arrays] = []
     record_gradients(actor, gradients)
     size = cfg.train.mini_batch_samples
-    steps = [train_on(actor, samples[n * size : (n + 1) * size], cfg.train) for n in range(num_steps)]
+    steps = [train_on(objective, actor, samples[n * size : (n + 1) * size]) for n in range(num_steps)]
     return {
-        "coordinates": (actor.mesh.at.tp, actor.mesh.at.dp, actor.mesh.at.pp),
+        "coordinates": (actor.mesh.coordinates.tp, actor.mesh.coordinates.dp, actor.mesh.coordinates.pp),
         "places": tuple(dist.get_rank(getattr(actor.mesh.groups, axis)) for axis in ("tp", "dp", "pp")),
         "loss": [step["loss"] for step in steps],
         "grad_norm": [step["grad_norm"] for step in steps],
         "gradients": gradients,
-        "weights": gather(actor.part, actor.part.parameters()),
+        "weights": gather(actor.shard, actor.shard.parameters()),
     }
 
 
 def _sft_samples(cfg: SFTConfig) -> list[Any]:
     samples, _ = build_sft(
         load_records(cfg.data.train, fields=("prompt", "response")),
-        load_tokenizer(cfg.actor.model.described_by()),
+        load_tokenizer(cfg.actor.model.hf_directory()),
         max_prompt_tokens=64,
         max_response_tokens=64,
     )
@@ -118,18 +119,19 @@ def _sft_samples(cfg: SFTConfig) -> list[Any]:
 def saved_roles(runtime: Runtime, config: dict[str, Any], root: str, order: tuple[int, ...] | None) -> None:
     """Checkpoints of actor and critic: as loaded, after a step of SFT, and of the last one loaded again."""
     from megarlhf.trainers.session import save_roles
-    from megarlhf.trainers.sft import train_on
+    from megarlhf.trainers.sft import SupervisedFineTuning
+    from megarlhf.trainers.supervised import train_on
 
     cfg = SFTConfig.model_validate(config)
-    samples = _sft_samples(cfg)
+    objective, samples = SupervisedFineTuning(cfg), _sft_samples(cfg)
     cache = GroupCache(runtime)
     actor = build_role("actor", cfg.actor, "lm", cache, seed=0, num_optimizer_steps=1, order=order)
     critic = build_role("critic", cfg.actor, "scalar", cache, seed=0, order=order)
     save_roles(Path(root), 1, [actor, critic])
-    train_on(actor, samples[: cfg.train.mini_batch_samples], cfg.train)
+    train_on(objective, actor, samples[: cfg.train.mini_batch_samples])
     saved = save_roles(Path(root), 2, [actor, critic])
     for role in (actor, critic):
-        load_weights(role.part, role.section.model.model_copy(update={"path": saved / role.name}), seed=1)
+        load_weights(role.shard, role.section.model.model_copy(update={"path": saved / role.name}), seed=1)
     save_roles(Path(root), 3, [actor, critic])
 
 
@@ -151,8 +153,8 @@ def outputs_and_greedy(
     for model in models:
         section = RoleConfig.model_validate({"model": {"path": model, "dtype": dtype}, "parallel": parallel})
         role = build_role("actor", section, head, cache, seed=0)
-        assert {p.dtype for p in role.part.module.parameters()} == {DTYPES[dtype]}
-        tokens = torch.zeros(len(rows), grid_length(max(map(len, rows)), role.mesh), dtype=torch.int64)
+        assert {p.dtype for p in role.shard.module.parameters()} == {DTYPES[dtype]}
+        tokens = torch.zeros(len(rows), padded_length(max(map(len, rows)), role.mesh), dtype=torch.int64)
         for tokens_S, row in zip(tokens, rows, strict=True):
             tokens_S[: len(row)] = torch.tensor(row)
         (outputs,) = role.forward([MicroBatch(tokens, {})], partial(_whole_vocabulary, role)) or [torch.empty(0)]
@@ -160,7 +162,7 @@ def outputs_and_greedy(
         if new_tokens:
             sampling = Sampling(max_tokens=new_tokens, greedy=True, eos_id=-1)
             prompts = [torch.tensor(row) for row in rows]
-            rollouts = MegatronEngine(role.part, 2).generate(prompts, [0] * len(rows), sampling)
+            rollouts = MegatronEngine(role.shard, 2).generate(prompts, [0] * len(rows), sampling)
             said = [row.tolist() for row in rollouts.responses.rows()]
         found.append((outputs.float().numpy(), said) if role.mesh.owns_outputs else None)
     return found
@@ -168,23 +170,25 @@ def outputs_and_greedy(
 
 def _whole_vocabulary(role: Role, output: Tensor, batch: MicroBatch) -> Tensor:
     """[B, S, V] logits, or [B, S, 1] scores."""
-    if role.part.head == "scalar":
+    if role.shard.head == "scalar":
         return output
     rows, length = batch.tokens_BS.shape
     rows_K, positions_K = torch.arange(rows).repeat_interleave(length), torch.arange(length).repeat(rows)
-    return logits_at(role.part.vocabulary(), output, rows_K, positions_K).view(rows, length, -1)
+    return logits_at(role.shard.vocabulary(), output, rows_K, positions_K).view(rows, length, -1)
 
 
 def rm_steps(runtime: Runtime, config: dict[str, Any], num_steps: int) -> dict[str, Any]:
     """The same for the reward model, with its held-out evaluation before training."""
     from megarlhf.config import RMConfig
     from megarlhf.data.samples import build_pairs
-    from megarlhf.trainers.rm import evaluate, scale_to_unit_variance, train_on
+    from megarlhf.trainers.rm import RewardModelling, scale_to_unit_variance
+    from megarlhf.trainers.supervised import evaluate, train_on
 
     cfg = RMConfig.model_validate(config)
+    objective = RewardModelling(cfg)
     pairs, _ = build_pairs(
         load_records(cfg.data.train, fields=("prompt", "chosen", "rejected")),
-        load_tokenizer(cfg.reward_model.model.described_by()),
+        load_tokenizer(cfg.reward_model.model.hf_directory()),
         max_prompt_tokens=64,
         max_response_tokens=64,
     )
@@ -192,15 +196,15 @@ def rm_steps(runtime: Runtime, config: dict[str, Any], num_steps: int) -> dict[s
     model = build_role("reward_model", cfg.reward_model, "scalar", cache, seed=0, num_optimizer_steps=num_steps)
     gradients: list[Arrays] = []
     record_gradients(model, gradients)
-    before = evaluate(model, pairs[:33], cfg)  # 33 does not divide: fillers take part
+    before = evaluate(objective, model, pairs[:33])  # 33 does not divide: fillers take part
     size = cfg.train.mini_batch_samples
-    steps = [train_on(model, pairs[n * size : (n + 1) * size], cfg) for n in range(num_steps)]
-    weights = gather(model.part, model.part.parameters())
-    ranked = evaluate(model, pairs[:33], cfg)
-    deviation = scale_to_unit_variance(model, pairs[:33], cfg)
-    again = evaluate(model, pairs[:33], cfg)
+    steps = [train_on(objective, model, pairs[n * size : (n + 1) * size]) for n in range(num_steps)]
+    weights = gather(model.shard, model.shard.parameters())
+    ranked = evaluate(objective, model, pairs[:33])
+    deviation = scale_to_unit_variance(objective, model, pairs[:33])
+    again = evaluate(objective, model, pairs[:33])
     return {
-        "scaling": (deviation, ranked, again, scale_to_unit_variance(model, pairs[:33], cfg)),
+        "scaling": (deviation, ranked, again, scale_to_unit_variance(objective, model, pairs[:33])),
         "evaluation": before,
         "loss": [step["loss"] for step in steps],
         "grad_norm": [step["grad_norm"] for step in steps],
@@ -220,7 +224,7 @@ def rl_step(runtime: Runtime, config: dict[str, Any], order: tuple[int, ...] | N
     from megarlhf.trainers.rl_score import add_advantages
 
     cfg = RLConfig.model_validate(config)
-    tokenizer = load_tokenizer(cfg.actor.model.described_by())
+    tokenizer = load_tokenizer(cfg.actor.model.hf_directory())
     prompts = _prompts(cfg, tokenizer)[: cfg.train.prompts_per_step]
     actor_order = {"return_value": order} if order else {"wraps": asked.actor_order}
     with (
@@ -232,7 +236,7 @@ def rl_step(runtime: Runtime, config: dict[str, Any], order: tuple[int, ...] | N
     gradients: dict[str, list[Arrays]] = {role.name: [] for role in parts.trained}
     for role in parts.trained:
         record_gradients(role, gradients[role.name])
-    parts.engine.update_weights(parts.actor.part, version=0)
+    parts.engine.update_weights(parts.actor.shard, version=0)
     experience = rl.sample(cfg, parts.engine, prompts, parts.sampling, 0)
     experience, dealt = rl.score(cfg, parts, experience, prompts, 0)
     metrics = logprob_gap(experience)
@@ -246,7 +250,7 @@ def rl_step(runtime: Runtime, config: dict[str, Any], order: tuple[int, ...] | N
         "columns": {name: column.values_T.numpy() for name, column in experience.columns.items()},
         "rewards": experience.per_sample["rewards"].numpy(),
         "gradients": gradients,
-        "weights": {role.name: gather(role.part, role.part.parameters()) for role in parts.trained},
+        "weights": {role.name: gather(role.shard, role.shard.parameters()) for role in parts.trained},
     }
     parts.engine.close()  # last: vLLM destroys the default group
     return found
@@ -275,17 +279,17 @@ def vllm_session(runtime: Runtime, first: str, second: str, tp: int, prompts: li
     warm = Sampling(max_tokens=8, temperature=0.7, eos_id=2)
     said: dict[str, Any] = {}
     for version, path in enumerate((first, second, first)):
-        load_weights(actor.part, section.model.model_copy(update={"path": Path(path)}), seed=0)
-        engine.update_weights(actor.part, version)
-        engine.verify_weights(actor.part)
+        load_weights(actor.shard, section.model.model_copy(update={"path": Path(path)}), seed=0)
+        engine.update_weights(actor.shard, version)
+        engine.verify_weights(actor.shard)
         for name, sampling in (("greedy", greedy), ("sampled", warm)):
             rollouts = engine.generate(rows, seeds, sampling)
             said[f"{name}{version}"] = [
                 (tokens.tolist(), logprobs.tolist())
                 for tokens, logprobs in zip(rollouts.responses.rows(), rollouts.logprobs.rows(), strict=True)
             ]
-    oracle = MegatronEngine(actor.part, 2)
-    oracle.update_weights(actor.part, 2)
+    oracle = MegatronEngine(actor.shard, 2)
+    oracle.update_weights(actor.shard, 2)
     said["oracle"] = [row.tolist() for row in oracle.generate(rows, seeds, greedy).responses.rows()]
     said["faults"] = _planted_faults(runtime, actor, engine)
     said["cuda_untouched"] = torch.cuda.current_device.__module__ == "torch.cuda"
@@ -305,14 +309,14 @@ def _planted_faults(runtime: Runtime, actor: Role, engine: Any) -> dict[str, str
             with torch.no_grad():
                 live.view(-1)[0].add_(1e-3) if storage == "model.norm.weight" else live[0].mul_(1.5)
         try:
-            engine.verify_weights(actor.part)
+            engine.verify_weights(actor.shard)
             messages[storage] = ""
         except RuntimeError as error:
             messages[storage] = str(error)
         with torch.no_grad():
             live.copy_(kept)
     messages["lm_head.weight"] = _head_of_its_own(runtime, actor, engine)
-    engine.verify_weights(actor.part)
+    engine.verify_weights(actor.shard)
     return messages
 
 
@@ -323,7 +327,7 @@ def _head_of_its_own(runtime: Runtime, actor: Role, engine: Any) -> str:
     if runtime.rank == runtime.world_size - 1:
         head.weight = torch.nn.Parameter(kept.detach().clone(), requires_grad=False)
     try:
-        engine.verify_weights(actor.part)
+        engine.verify_weights(actor.shard)
     except RuntimeError as error:
         return str(error)
     finally:
@@ -341,7 +345,7 @@ def forward_without_the_cpu_scope(runtime: Runtime, model: str) -> str:
         get_forward_backward_func(pp_size=1, vp_size=None)(
             forward_step_func=lambda batches, module: (module(*next(batches)), None),
             data_iterator=iter([(torch.ones(1, 4, dtype=torch.int64), torch.arange(4)[None], None)]),
-            model=actor.part.module,
+            model=actor.shard.module,
             num_microbatches=1,
             seq_length=4,
             micro_batch_size=1,

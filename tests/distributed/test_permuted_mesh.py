@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from megarlhf.layout import Layout, engine_order
+from megarlhf.layout import MeshLayout, engine_order
 from megarlhf.weights.checkpoint.conversion import MegatronTarget, convert
 from megarlhf.weights.checkpoint.stored_model import open_model
 from tests.distributed import test_rl_layouts, test_sft_layouts
@@ -24,7 +24,7 @@ ORDER = (0, 2, 1, 3)
 
 
 def test_the_orders_of_these_tests_are_those_that_engines_ask_for() -> None:
-    assert engine_order(Layout(tp=4), 2, 4) == engine_order(Layout(tp=2, dp=2), 4, 4) == ORDER
+    assert engine_order(MeshLayout(tp=4), 2, 4) == engine_order(MeshLayout(tp=2, dp=2), 4, 4) == ORDER
 
 
 def rl_config(models: dict[str, Path], data: Path, **parallel: dict[str, Any]) -> dict[str, Any]:

@@ -42,8 +42,8 @@ class _Session:
         self.engine = VllmEngine(Path(model), DTYPES[dtype], settings, tp, MAX_LENGTH, runtime)
 
     def update(self, model: str, version: int) -> None:
-        load_weights(self.actor.part, self.section.model.model_copy(update={"path": Path(model)}), seed=0)
-        self.engine.update_weights(self.actor.part, version)
+        load_weights(self.actor.shard, self.section.model.model_copy(update={"path": Path(model)}), seed=0)
+        self.engine.update_weights(self.actor.shard, version)
 
     def greedy(self, prompts: list[list[int]]) -> list[list[int]]:
         sampling = Sampling(max_tokens=NEW_TOKENS, greedy=True, eos_id=EOS)
@@ -84,7 +84,7 @@ def vllm_family(
     said, held = [], []
     for version, path in enumerate((first, second)):
         session.update(path, version)
-        session.engine.verify_weights(session.actor.part)
+        session.engine.verify_weights(session.actor.shard)
         said.append(session.greedy(prompts))
         held.append(session.weights())
     changed = [name for name, value in held[0].items() if not torch.equal(value, held[1][name])]
@@ -111,7 +111,7 @@ def vllm_head(runtime: Runtime, model: str, dtype: str) -> dict[str, Any]:
     """Logits of an engine with certified weights, from made-up hidden states; and the same product in fp64."""
     session = _Session(runtime, model, 1, {}, dtype)
     session.update(model, 0)
-    session.engine.verify_weights(session.actor.part)
+    session.engine.verify_weights(session.actor.shard)
     weight_VH = session.weights()["model.embed_tokens.weight"]
     hidden_TH = 4 * torch.randn(8, weight_VH.size(1), generator=torch.Generator().manual_seed(0))
     hidden_TH = hidden_TH.to(weight_VH.dtype)
@@ -137,7 +137,7 @@ def vllm_tables(runtime: Runtime, model: str) -> dict[str, str]:
         assert "no weights to generate with" in _error(lambda: session.greedy([[5, 6]]))
     engine._destinations = right
     said["none"] = _error(lambda: session.update(model, 0))
-    engine.verify_weights(session.actor.part)
+    engine.verify_weights(session.actor.shard)
     engine.close()
     return said
 
@@ -239,7 +239,7 @@ def vllm_failing_steps(runtime: Runtime, model: str, prompts: list[list[int]]) -
     from megarlhf.weights.checks import certificate
 
     session = _Session(runtime, model, 2, {"pp": 2}, poison_weights=True)
-    engine, part, found = session.engine, session.actor.part, {}
+    engine, part, found = session.engine, session.actor.shard, {}
 
     def tried(action: Callable[[], Any]) -> tuple[str, str]:
         return _error(action), _error(lambda: session.greedy(prompts))

@@ -19,19 +19,19 @@ from megarlhf.kernels import (
     packed_triton,
     packed_whiten,
 )
-from megarlhf.kernels.packed_problem import Borders, Shaping
-from megarlhf.kernels.packed_triton import Cut
-from tests.kernels.packed_cases import assert_no_worse, borders, columns
+from megarlhf.kernels.packed_interface import CuSeqlens, GAEOptions
+from megarlhf.kernels.packed_triton import LaunchConfig
+from tests.kernels.packed_cases import assert_no_worse, columns, cu_seqlens_of
 
-HOW = Shaping(gamma=0.99, lam=0.95, kl_coef=0.1, kl_kind="k3")
+HOW = GAEOptions(gamma=0.99, lam=0.95, kl_coef=0.1, kl_kind="k3")
 LENGTHS = [700, 0, 128, 1, 129]
-SMALL = Cut(tokens=128, warps=1, programs=64, blocks=1)
+SMALL = LaunchConfig(tokens=128, warps=1, programs=64, blocks=1)
 """Blocks of 128 tokens, eight parts a sequence, most of them empty."""
 
 
 def made(lengths=LENGTHS):
-    cu_seqlens = borders(lengths)
-    return Borders(cu_seqlens, sum(lengths), max(lengths)), columns(lengths)
+    cu_seqlens = cu_seqlens_of(lengths)
+    return CuSeqlens(cu_seqlens, sum(lengths), max(lengths)), columns(lengths)
 
 
 def launches(monkeypatch, kernel):
@@ -53,18 +53,10 @@ def test_cut_sequences_are_as_exact_as_whole_ones(monkeypatch):
     truth = packed_reference.gae(*(one.double() for one in inputs), where, HOW)
     loop = packed_reference.gae(*inputs, where, HOW)
     assert SMALL.parts(len(LENGTHS), sum(LENGTHS)) == 8
-    for cut, grids in ((SMALL, [((5, 8), True), ((5, 8), False)]), (Cut(tokens=128), [((5, 1), False)])):
+    for launch, grids in ((SMALL, [((5, 8), True), ((5, 8), False)]), (LaunchConfig(tokens=128), [((5, 1), False)])):
         noted.clear()
-        assert_no_worse(packed_triton.gae(*inputs, where, HOW, cut), loop, truth)
+        assert_no_worse(packed_triton.gae(*inputs, where, HOW, launch), loop, truth)
         assert noted == grids
-
-
-@pytest.mark.parametrize("gamma", [0.0, 0.97, 1.0])
-def test_returns_of_cut_sequences(gamma):
-    where, (_, _, rewards_T, _) = made()
-    loop = packed_reference.discounted_returns(rewards_T, where, gamma)
-    truth = packed_reference.discounted_returns(rewards_T.double(), where, gamma)
-    assert_no_worse([packed_triton.discounted_returns(rewards_T, where, gamma, SMALL)], [loop], [truth])
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -74,23 +66,23 @@ def test_moments_and_whitening_of_cut_sequences(masked):
     found_N3 = packed_triton.moments(x_T, mask_T, where, SMALL)
     torch.testing.assert_close(found_N3, packed_torch.moments(x_T, mask_T, where), rtol=1e-13, atol=1e-13)
     numbers = (where, found_N3[:, 0], found_N3[:, 1], False)
-    expected_T = packed_torch.standardise(x_T, mask_T, *numbers)
-    assert torch.equal(packed_triton.standardise(x_T, mask_T, *numbers, SMALL), expected_T)
+    expected_T = packed_torch.whiten(x_T, mask_T, *numbers)
+    assert torch.equal(packed_triton.whiten(x_T, mask_T, *numbers, SMALL), expected_T)
     assert torch.count_nonzero(expected_T) > 300
 
 
 def test_when_sequences_are_cut():
     """1024 of 8192 tokens: no. 16 of them: into 64 parts, of which 16 have a block. Short ones: no."""
-    cut = Cut()
-    assert cut.parts(1024, 1024 * 8192) == cut.parts(256, 256 * 8192) == 1
-    assert cut.parts(16, 16 * 8192) == 64
-    assert cut.parts(1, 8192) == 16
-    assert cut.parts(16, 16 * 2048) == cut.parts(1, 0) == cut.parts(1, 1) == 1
+    launch = LaunchConfig()
+    assert launch.parts(1024, 1024 * 8192) == launch.parts(256, 256 * 8192) == 1
+    assert launch.parts(16, 16 * 8192) == 64
+    assert launch.parts(1, 8192) == 16
+    assert launch.parts(16, 16 * 2048) == launch.parts(1, 0) == launch.parts(1, 1) == 1
 
 
 def test_blocks_fit_short_sequences():
     """As long as the longest sequence, 128 at least; four tokens a thread or more."""
-    found = [Cut().fitted(Borders(borders([size]), size, size)) for size in (0, 129, 300, 9999)]
+    found = [LaunchConfig().fitted(CuSeqlens(cu_seqlens_of([size]), size, size)) for size in (0, 129, 300, 9999)]
     assert found == [(128, 1), (256, 2), (512, 4), (512, 4)]
 
 
@@ -107,7 +99,7 @@ def test_bad_borders_trip_the_kernels_assertions(monkeypatch, cu_seqlens, messag
     """The interpreter leaves out device assertions unless told otherwise; with them it also checks for overflow."""
     options = dataclasses.replace(interpreter.interpreter_builder.options, debug=True)
     monkeypatch.setattr(interpreter.interpreter_builder, "options", options)
-    monkeypatch.setattr(packed, "require_borders", lambda cu, x_T, asserted: len(x_T))
+    monkeypatch.setattr(packed, "require_cu_seqlens", lambda cu, x_T, asserted: len(x_T))
     x_T = torch.arange(8.0)[:5]
     scores_N = torch.ones(len(cu_seqlens) - 1)
 
@@ -130,6 +122,6 @@ def test_bad_borders_trip_the_kernels_assertions(monkeypatch, cu_seqlens, messag
 def test_other_blocks_give_the_same_values(tokens, warps):
     where, inputs = made()
     usual = packed_triton.gae(*inputs, where, HOW)
-    other = packed_triton.gae(*inputs, where, HOW, Cut(tokens=tokens, warps=warps))
+    other = packed_triton.gae(*inputs, where, HOW, LaunchConfig(tokens=tokens, warps=warps))
     for one, two in zip(usual, other, strict=True):
         torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-5)

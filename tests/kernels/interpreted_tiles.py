@@ -13,13 +13,13 @@ from triton.runtime import interpreter
 from triton.runtime.errors import InterpreterError
 
 from megarlhf.kernels import dispatch, linear_token_logprobs, tiles_triton, token_logprobs
-from megarlhf.kernels.statistics import Columns, Statistics
-from megarlhf.kernels.tiles import Reading
+from megarlhf.kernels.statistics import Statistics, VocabRange
+from megarlhf.kernels.tiles import LogprobOptions
 from megarlhf.kernels.tiles_torch import TorchTiles
 from megarlhf.kernels.tiles_triton import Block, TritonTiles
 from tests.kernels.cases import IGNORE, Recorded, far_apart, made, run_backend
 
-HOW = Reading(scale=1 / 0.7, ignore_index=IGNORE, vocab=600, entropy=True)
+HOW = LogprobOptions(scale=1 / 0.7, ignore_index=IGNORE, vocab=600, entropy=True)
 
 
 @pytest.fixture
@@ -98,9 +98,9 @@ def test_a_forward_is_two_launches_and_a_backward_one(launched, monkeypatch, ret
 def tables(tiles, logits_TV, labels_T, cuts, how=HOW):
     """One table from these consecutive parts of the columns, of which the first `how.vocab` are not padding."""
     stats = Statistics.of(logits_TV)
-    whole = Columns(0, how.vocab)
+    whole = VocabRange(0, how.vocab)
     for number, (start, stop) in enumerate(cuts):
-        tiles.observe(stats, logits_TV[:, start:stop], labels_T, whole.cut(start, stop), how, fresh=number == 0)
+        tiles.update(stats, logits_TV[:, start:stop], labels_T, whole.cut(start, stop), how, fresh=number == 0)
     return stats.table_T4
 
 
@@ -134,8 +134,8 @@ def test_merged_ranks(tp):
         found = []
         for rank, shard_TV in enumerate(shards):
             stats = Statistics.of(shard_TV.to(dtype))
-            columns = Columns(0, 480).cut(rank * 640 // tp, (rank + 1) * 640 // tp)
-            tiles.observe(stats, shard_TV.to(dtype), labels_T, columns, how, fresh=True)
+            columns = VocabRange(0, 480).cut(rank * 640 // tp, (rank + 1) * 640 // tp)
+            tiles.update(stats, shard_TV.to(dtype), labels_T, columns, how, fresh=True)
             found.append(stats.table_T4)
         merged.append(tiles.merge(torch.stack(found), labels_T, how))
     kept_T = labels_T != IGNORE
@@ -149,7 +149,7 @@ def test_merged_ranks(tp):
 
 
 def gradients(tiles, out_TV, logits_TV, labels_T, by_logprob_T, by_entropy_T):
-    columns = Columns(0, HOW.vocab)
+    columns = VocabRange(0, HOW.vocab)
     table_T4 = tables(tiles, logits_TV, labels_T, [(0, logits_TV.size(1))])
     merged = tiles.merge(table_T4[None], labels_T, HOW)
     tiles.gradient(out_TV, logits_TV, labels_T, columns, merged, by_logprob_T, by_entropy_T, HOW)
@@ -184,7 +184,7 @@ def test_a_shards_gradient_is_that_part_of_the_wholes():
     whole_TV = gradients(TritonTiles(), torch.empty(9, 640), logits_TV, labels_T, *weights_2T)
     merged = TritonTiles().merge(tables(TritonTiles(), logits_TV, labels_T, [(0, 640)])[None], labels_T, HOW)
     for start, stop in ((0, 200), (200, 610), (610, 640)):
-        part_TV, columns = torch.full((9, stop - start), torch.nan), Columns(0, 600).cut(start, stop)
+        part_TV, columns = torch.full((9, stop - start), torch.nan), VocabRange(0, 600).cut(start, stop)
         TritonTiles().gradient(
             part_TV, logits_TV[:, start:stop], labels_T, columns, merged, weights_2T[0], weights_2T[1], HOW
         )

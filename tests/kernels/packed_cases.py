@@ -5,7 +5,7 @@ backends; Triton's kernels run in the interpreter (test_packed_triton.py starts 
 import torch
 from hypothesis import strategies as st
 
-from megarlhf.kernels import packed_discounted_returns, packed_gae
+from megarlhf.kernels import packed_gae
 from tests.kernels.cases import _ON_GPU, INTERPRETING, device_of
 
 BACKENDS = ["triton"] if INTERPRETING else ["reference", "torch", _ON_GPU]
@@ -24,7 +24,7 @@ def tensor(*values):
     return torch.tensor(values)
 
 
-def borders(lengths, dtype=torch.int64):
+def cu_seqlens_of(lengths, dtype=torch.int64):
     return torch.tensor([0, *torch.tensor(lengths, dtype=torch.int64).cumsum(0).tolist()], dtype=dtype)
 
 
@@ -48,10 +48,6 @@ def gae_of(backend, *arguments, **options):
     return tuple(one.cpu() for one in packed_gae(*on_device(backend, arguments), backend=backend, **options))
 
 
-def returns_of(backend, *arguments, **options):
-    return packed_discounted_returns(*on_device(backend, arguments), backend=backend, **options).cpu()
-
-
 def called(function, backend, *arguments, **options):
     device = device_of(backend)
     arguments = [one.to(device) if isinstance(one, torch.Tensor) else one for one in arguments]
@@ -67,9 +63,15 @@ def worst(found, truth):
 def magnitude(advantages_T, lengths, decay):
     """The largest that a token's terms add up to where none cancel: sum_k decay^k |d_{t+k}|."""
     following_T = torch.cat([advantages_T[1:], advantages_T[:1]]).clone()
-    following_T[[end - 1 for end in borders(lengths)[1:].tolist() if end]] = 0
+    following_T[[end - 1 for end in cu_seqlens_of(lengths)[1:].tolist() if end]] = 0
     terms_T = (advantages_T - decay * following_T).abs()
-    return float(returns_of("torch", terms_T, borders(lengths), gamma=decay).max()) if len(terms_T) else 0.0
+    if not len(terms_T):
+        return 0.0
+    # With k1, a coefficient of 1 and log-probs of 0 the reference's are the rewards; without values GAE sums them up.
+    zeros_T, zeros_N = torch.zeros_like(terms_T), terms_T.new_zeros(len(lengths))
+    options = {"gamma": decay, "lam": 1.0, "kl_coef": 1.0, "backend": "torch"}
+    sums_T, _ = packed_gae(zeros_T, terms_T, zeros_T, zeros_N, cu_seqlens_of(lengths), **options)
+    return float(sums_T.max())
 
 
 def assert_no_worse(found, loop, truth, least=0.0):

@@ -13,7 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megarlhf.kernels import (
     packed_gae,
-    packed_means,
     packed_moments,
     packed_sums,
     packed_whiten,
@@ -25,12 +24,11 @@ from tests.kernels.packed_cases import (
     OURS,
     RAGGED,
     assert_no_worse,
-    borders,
     called,
     columns,
+    cu_seqlens_of,
     gae_of,
     magnitude,
-    returns_of,
     tensor,
 )
 
@@ -108,10 +106,10 @@ def test_gae_is_no_worse_than_the_loop(backend, lengths, kind):
     inputs = columns(lengths)
     inputs = (inputs[0], inputs[1] if kind else None, *inputs[2:])
     wide = [one if one is None else one.double() for one in inputs]
-    truth = packed_gae(*wide, borders(lengths), backend="torch", **options)
+    truth = packed_gae(*wide, cu_seqlens_of(lengths), backend="torch", **options)
     assert all(one.dtype == torch.float64 for one in truth)
-    loop = packed_gae(*inputs, borders(lengths), backend="reference", **options)
-    found = gae_of(backend, *inputs, borders(lengths, torch.int32), **options)
+    loop = packed_gae(*inputs, cu_seqlens_of(lengths), backend="reference", **options)
+    found = gae_of(backend, *inputs, cu_seqlens_of(lengths, torch.int32), **options)
     assert_no_worse(found, loop, truth)
     assert sum(lengths) == 0 or torch.count_nonzero(found[0]) > 0
 
@@ -145,7 +143,7 @@ def test_gae_equals_its_definition(backend, rows, score, gamma, lam):
         expected += found
         returned += [advantage + value for advantage, value in zip(found, values, strict=True)]
     scores_N = torch.full((len(rows),), score, dtype=torch.float64)
-    cu_seqlens = borders([len(row) for row in rows])
+    cu_seqlens = cu_seqlens_of([len(row) for row in rows])
     advantages_T, returns_T = packed_gae(
         torch.zeros_like(rewards_T), rewards_T, values_T, scores_N, cu_seqlens, gamma=gamma, lam=lam, kl_coef=1.0,
         backend=backend,
@@ -163,11 +161,11 @@ FACTORS = st.sampled_from([0.0, 0.5, 0.99, 1.0])
 def test_gae_of_any_lengths(backend, lengths, gamma, lam, kind, seed):
     options = {"gamma": gamma, "lam": lam, "kl_coef": 0.2, "kl_kind": kind}
     inputs = columns(lengths, seed)
-    truth = packed_gae(*(one.double() for one in inputs), borders(lengths), backend="reference", **options)
-    loop = packed_gae(*inputs, borders(lengths), backend="reference", **options)
+    truth = packed_gae(*(one.double() for one in inputs), cu_seqlens_of(lengths), backend="reference", **options)
+    loop = packed_gae(*inputs, cu_seqlens_of(lengths), backend="reference", **options)
     # In small problems the loop may happen to be exact: half a unit in the last place of what may have cancelled.
     least = 2**-24 * magnitude(truth[0], lengths, gamma * lam)
-    assert_no_worse(gae_of(backend, *inputs, borders(lengths), **options), loop, truth, least)
+    assert_no_worse(gae_of(backend, *inputs, cu_seqlens_of(lengths), **options), loop, truth, least)
 
 
 @several
@@ -177,8 +175,8 @@ def test_half_precision_is_computed_in_fp32(backend, dtype):
     lengths = [140, 3]
     options = {"gamma": 0.99, "lam": 0.95, "kl_coef": 0.1}
     inputs = columns(lengths, dtype=dtype)
-    found = gae_of(backend, *inputs, borders(lengths), **options)
-    wide = gae_of(backend, *(one.float() for one in inputs), borders(lengths), **options)
+    found = gae_of(backend, *inputs, cu_seqlens_of(lengths), **options)
+    wide = gae_of(backend, *(one.float() for one in inputs), cu_seqlens_of(lengths), **options)
     assert all(torch.equal(one, other) for one, other in zip(found, wide, strict=True))
     assert found[0].dtype == torch.float32
 
@@ -199,9 +197,9 @@ def test_a_nan_reaches_only_the_tokens_before_it(backend):
     lengths = [300, 20]
     logprobs_T, ref_T, values_T, scores_N = columns(lengths)
     options = {"gamma": 0.9, "lam": 0.9, "kl_coef": 0.1}
-    clean = gae_of(backend, logprobs_T, ref_T, values_T, scores_N, borders(lengths), **options)
+    clean = gae_of(backend, logprobs_T, ref_T, values_T, scores_N, cu_seqlens_of(lengths), **options)
     ref_T[200] = NAN
-    found = gae_of(backend, logprobs_T, ref_T, values_T, scores_N, borders(lengths), **options)
+    found = gae_of(backend, logprobs_T, ref_T, values_T, scores_N, cu_seqlens_of(lengths), **options)
     for one, other in zip(found, clean, strict=True):
         assert one[:201].isnan().all()
         assert torch.equal(one[201:], other[201:])
@@ -212,33 +210,11 @@ def test_columns_that_are_views(backend):
     """Every second number of a longer row, and one row of several."""
     inputs = columns([140, 3])
     options = {"gamma": 0.99, "lam": 0.95, "kl_coef": 0.1}
-    plain = gae_of(backend, *inputs, borders([140, 3]), **options)
+    plain = gae_of(backend, *inputs, cu_seqlens_of([140, 3]), **options)
     views = [torch.stack([one, one.neg()], 1)[:, 0] for one in inputs]
     assert not any(one.is_contiguous() for one in views)
-    found = gae_of(backend, *views, torch.stack([borders([140, 3])] * 2, 1)[:, 0], **options)
+    found = gae_of(backend, *views, torch.stack([cu_seqlens_of([140, 3])] * 2, 1)[:, 0], **options)
     assert all(torch.equal(one, other) for one, other in zip(found, plain, strict=True))
-
-
-# --- discounted returns ---------------------------------------------------------------------------
-
-
-@several
-def test_discounted_returns_by_hand(backend):
-    """gamma .5: 4, 2+.5*4 = 4, 1+.5*4 = 3; the next sequence 8."""
-    found = returns_of(backend, tensor(1.0, 2.0, 4.0, 8.0), tensor(0, 3, 3, 4), gamma=0.5)
-    assert found.tolist() == [3.0, 4.0, 4.0, 8.0]
-
-
-@several
-@pytest.mark.parametrize("lengths", LENGTHS)
-@pytest.mark.parametrize("gamma", [0.97, 1.0])
-def test_discounted_returns_are_no_worse_than_the_loop(backend, lengths, gamma):
-    rewards_T = columns(lengths)[2]
-    kept_T = rewards_T.clone()
-    truth = returns_of("reference", rewards_T.double(), borders(lengths), gamma=gamma)
-    loop = returns_of("reference", rewards_T, borders(lengths), gamma=gamma)
-    assert_no_worse([returns_of(backend, rewards_T, borders(lengths), gamma=gamma)], [loop], [truth])
-    assert torch.equal(rewards_T, kept_T), "not written over"
 
 
 # --- nothing, twice, and dtypes -------------------------------------------------------------------
@@ -248,15 +224,15 @@ def test_discounted_returns_are_no_worse_than_the_loop(backend, lengths, gamma):
 @pytest.mark.parametrize("lengths", [[], [0], [0, 0, 0]], ids=["no sequence", "an empty one", "three empty ones"])
 def test_a_rank_without_tokens(backend, lengths):
     """Also one without a sequence."""
-    none_T, cu_seqlens = torch.zeros(0), borders(lengths)
+    none_T, cu_seqlens = torch.zeros(0), cu_seqlens_of(lengths)
     options = {"gamma": 1.0, "lam": 1.0, "kl_coef": 0.1}
     found = gae_of(backend, none_T, none_T, none_T, torch.ones(len(lengths)), cu_seqlens, **options)
     assert [one.shape for one in found] == [(0,), (0,)]
-    assert returns_of(backend, none_T, cu_seqlens, gamma=1.0).shape == (0,)
     groups_N = torch.zeros(len(lengths), dtype=torch.int32)
     for groups in (None, groups_N):
-        for function in (packed_sums, packed_means):
-            assert called(function, backend, none_T, cu_seqlens, groups_N=groups).tolist() == [0.0] * len(lengths)
+        assert called(packed_sums, backend, none_T, cu_seqlens, groups_N=groups).tolist() == [0.0] * len(lengths)
+        means_N = called(packed_moments, backend, none_T, cu_seqlens, groups_N=groups).mean()
+        assert means_N.tolist() == [0.0] * len(lengths)
         assert called(packed_whiten, backend, none_T, cu_seqlens=cu_seqlens, groups_N=groups).shape == (0,)
     assert called(packed_whiten, backend, none_T, none_T.bool()).shape == (0,)
     assert [float(one) for one in called(packed_moments, backend, none_T)] == [0.0, 0.0, 0.0]
@@ -272,10 +248,10 @@ def test_runs_repeat_bit_for_bit(backend):
 
     def results():
         x_T = inputs[2]
-        found = [*gae_of(backend, *inputs, borders(lengths), **options)]
-        found += called(packed_moments, backend, x_T, borders(lengths), groups_N=groups_N)
-        found.append(called(packed_whiten, backend, x_T, cu_seqlens=borders(lengths), groups_N=groups_N))
-        return [*found, called(packed_whiten, backend, x_T), returns_of(backend, x_T, borders(lengths), gamma=0.9)]
+        found = [*gae_of(backend, *inputs, cu_seqlens_of(lengths), **options)]
+        found += called(packed_moments, backend, x_T, cu_seqlens_of(lengths), groups_N=groups_N)
+        found.append(called(packed_whiten, backend, x_T, cu_seqlens=cu_seqlens_of(lengths), groups_N=groups_N))
+        return [*found, called(packed_whiten, backend, x_T)]
 
     first = results()
     for _ in range(2):
@@ -299,7 +275,7 @@ class Operators(TorchDispatchMode):
 @pytest.mark.skipif(INTERPRETING, reason="Triton's kernels have no atomics")
 def test_nothing_is_added_by_index():
     """On a GPU torch does that with atomics, in an order that changes from run to run."""
-    inputs, cu_seqlens, groups_N = columns([5, 0, 9]), borders([5, 0, 9]), tensor(1, 0, 1)
+    inputs, cu_seqlens, groups_N = columns([5, 0, 9]), cu_seqlens_of([5, 0, 9]), tensor(1, 0, 1)
     with Operators() as noted:
         packed_gae(*inputs, cu_seqlens, gamma=0.9, lam=0.9, kl_coef=0.1, backend="torch")
         packed_whiten(inputs[2], inputs[2] > 0, cu_seqlens=cu_seqlens, groups_N=groups_N, backend="torch")
@@ -314,9 +290,9 @@ def test_a_sequence_has_the_same_bits_whatever_stands_beside_it(backend):
     lengths = [300, 1, 129, 0, 128, 127]
     inputs = columns(lengths, seed=5)
     options = {"gamma": 0.99, "lam": 0.95, "kl_coef": 0.1}
-    whole = gae_of(backend, *inputs, borders(lengths), **options)
+    whole = gae_of(backend, *inputs, cu_seqlens_of(lengths), **options)
     first = [one[:300] if len(one) > 6 else one[:1] for one in inputs]
-    alone = gae_of(backend, *first, borders(lengths[:1]), **options)
+    alone = gae_of(backend, *first, cu_seqlens_of(lengths[:1]), **options)
     assert all(torch.equal(one, other[:300]) for one, other in zip(alone, whole, strict=True))
 
 
@@ -324,7 +300,7 @@ def test_a_sequence_has_the_same_bits_whatever_stands_beside_it(backend):
 def test_fp64_stays_fp64():
     lengths = [40, 3]
     wide = [one.double() for one in columns(lengths)]
-    cu_seqlens = borders(lengths)
+    cu_seqlens = cu_seqlens_of(lengths)
     for backend in ("auto", "torch", "reference"):
         found = [*packed_gae(*wide, cu_seqlens, gamma=0.9, lam=0.9, kl_coef=0.1, backend=backend)]
         found += [packed_sums(wide[2], cu_seqlens, backend=backend), packed_whiten(wide[2], backend=backend)]

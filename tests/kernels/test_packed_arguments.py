@@ -9,7 +9,7 @@ import logging
 import pytest
 import torch
 
-from megarlhf.kernels import packed, packed_discounted_returns, packed_gae, packed_means, packed_moments, packed_sums
+from megarlhf.kernels import backends, packed_gae, packed_moments, packed_sums
 from megarlhf.kernels import packed_whiten as whiten
 
 X_T = torch.arange(5.0)
@@ -40,9 +40,7 @@ def test_borders(cu_seqlens, message, backend):
     cu_seqlens = torch.tensor(cu_seqlens)
     calls = [
         lambda: gae(cu_seqlens, backend=backend),
-        lambda: packed_discounted_returns(X_T, cu_seqlens, gamma=1.0, backend=backend),
         lambda: packed_sums(X_T, cu_seqlens, backend=backend),
-        lambda: packed_means(X_T, cu_seqlens, backend=backend),
         lambda: packed_moments(X_T, cu_seqlens, backend=backend),
         lambda: whiten(X_T, cu_seqlens=cu_seqlens, backend=backend),
     ]
@@ -120,7 +118,7 @@ def test_moments_of_something_else():
 
 def test_gradients_are_not_lost_silently():
     leaf_T = X_T.clone().requires_grad_()
-    for call in (lambda: packed_sums(leaf_T, CU), lambda: packed_means(leaf_T, CU), lambda: whiten(leaf_T)):
+    for call in (lambda: packed_sums(leaf_T, CU), lambda: packed_moments(leaf_T, CU), lambda: whiten(leaf_T)):
         with pytest.raises(ValueError, match=r"x_T wants a gradient, .* give none; detach\(\) it"):
             call()
 
@@ -134,8 +132,8 @@ def test_triton_on_a_cpu_and_in_fp64(monkeypatch):
 
 
 def test_the_choice_is_logged_once(caplog):
-    packed._log_once.cache_clear()
-    with caplog.at_level(logging.INFO, logger="megarlhf.kernels.packed"):
+    backends._log_once.cache_clear()
+    with caplog.at_level(logging.INFO, logger="megarlhf.kernels.backends"):
         for _ in range(2):
             gae()
             packed_sums(X_T.double(), CU)

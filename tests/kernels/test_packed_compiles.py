@@ -18,14 +18,14 @@ SCAN = dict.fromkeys(("scanned_ptr", "returns_ptr", "parts_ptr", "logprobs_ptr",
 SCAN |= {"scores_ptr": COLUMN, "cu_ptr": "*i64", "num_tokens": "i64"}
 SCAN |= dict.fromkeys(("gamma", "decay", "kl_coef"), "fp32")
 MOMENTS = {"parts_ptr": "*fp64", "x_ptr": "*bf16", "mask_ptr": "*u8", "cu_ptr": "*i64", "num_tokens": "i64"}
-STANDARDISE = {"out_ptr": COLUMN, "x_ptr": "*bf16", "mask_ptr": "*u8", "mean_ptr": "*fp64", "scale_ptr": "*fp64"}
-STANDARDISE |= {"cu_ptr": "*i64", "num_tokens": "i64"}
+WHITEN = {"out_ptr": COLUMN, "x_ptr": "*bf16", "mask_ptr": "*u8", "mean_ptr": "*fp64", "scale_ptr": "*fp64"}
+WHITEN |= {"cu_ptr": "*i64", "num_tokens": "i64"}
 KERNELS = [
-    ("_scan_kernel", SCAN, {"KL": "k3", "VALUES": True, "REDUCE": False, "PARTS": 1, "BLOCK": 512}),
-    ("_scan_kernel", SCAN, {"KL": "k1", "VALUES": True, "REDUCE": True, "PARTS": 8, "BLOCK": 512}),
-    ("_scan_kernel", SCAN, {"KL": "none", "VALUES": False, "REDUCE": False, "PARTS": 8, "BLOCK": 512}),
+    ("_scan_kernel", SCAN, {"KL": "k3", "REDUCE": False, "PARTS": 1, "BLOCK": 512}),
+    ("_scan_kernel", SCAN, {"KL": "k1", "REDUCE": True, "PARTS": 8, "BLOCK": 512}),
+    ("_scan_kernel", SCAN, {"KL": "none", "REDUCE": False, "PARTS": 8, "BLOCK": 512}),
     ("_moments_kernel", MOMENTS, {"MASK": True, "BLOCK": 512}),
-    ("_standardise_kernel", STANDARDISE, {"MASK": True, "SHIFT": False, "BLOCK": 512}),
+    ("_whiten_kernel", WHITEN, {"MASK": True, "SHIFT": False, "BLOCK": 512}),
 ]
 
 

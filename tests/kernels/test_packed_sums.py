@@ -11,9 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarlhf.kernels import Moments, packed_means, packed_moments, packed_sums, packed_whiten
+from megarlhf.kernels import Moments, packed_moments, packed_sums, packed_whiten
 from tests.kernels.cases import INTERPRETING, device_of
-from tests.kernels.packed_cases import BACKENDS, LENGTHS, RAGGED, borders, called, columns, tensor
+from tests.kernels.packed_cases import BACKENDS, LENGTHS, RAGGED, called, columns, cu_seqlens_of, tensor
 
 NAN = math.nan
 several = pytest.mark.parametrize("backend", BACKENDS)
@@ -30,23 +30,23 @@ CU = tensor(0, 3, 3, 6)
 def test_sums_and_means_by_hand(backend):
     """A masked NaN reaches nothing; a sequence without a token has the sum 0 and the mean 0."""
     assert called(packed_sums, backend, X_T, CU, MASK_T).tolist() == [4.0, 0.0, 12.0]
-    assert called(packed_means, backend, X_T, CU, MASK_T).tolist() == [2.0, 0.0, 6.0]
+    assert called(packed_moments, backend, X_T, CU, MASK_T).mean().tolist() == [2.0, 0.0, 6.0]
     sums_N = called(packed_sums, backend, X_T, CU)
     assert sums_N[0].isnan()
     assert sums_N[1:].tolist() == [0.0, 3.0], "a NaN that counts stays in its sequence"
-    assert called(packed_means, backend, X_T, CU)[2] == 1.0
+    assert called(packed_moments, backend, X_T, CU).mean()[2] == 1.0
 
 
 @several
 def test_sums_and_means_of_groups_by_hand(backend):
     """Group 7: 1 + 2 + 16; group -3: 4 + 8. A mean is over tokens: 19 / 3, 12 / 2; group 5 has no token."""
     x_T = tensor(1.0, 2.0, 4.0, 8.0, 16.0)
-    cu_seqlens, groups_N = borders([2, 1, 0, 1, 1]), tensor(7, -3, 5, -3, 7)
+    cu_seqlens, groups_N = cu_seqlens_of([2, 1, 0, 1, 1]), tensor(7, -3, 5, -3, 7)
     assert called(packed_sums, backend, x_T, cu_seqlens, groups_N=groups_N).tolist() == [19, 12, 0, 12, 19]
-    means_N = called(packed_means, backend, x_T, cu_seqlens, groups_N=groups_N)
+    means_N = called(packed_moments, backend, x_T, cu_seqlens, groups_N=groups_N).mean().float()
     torch.testing.assert_close(means_N, tensor(19 / 3, 6.0, 0.0, 6.0, 19 / 3))
     mask_T = tensor(True, False, True, True, True)
-    masked_N = called(packed_means, backend, x_T, cu_seqlens, mask_T, groups_N=groups_N)
+    masked_N = called(packed_moments, backend, x_T, cu_seqlens, mask_T, groups_N=groups_N).mean()
     assert masked_N.tolist() == [8.5, 6, 0, 6, 8.5]
 
 
@@ -56,7 +56,7 @@ def test_a_nan_stays_in_its_group(backend, bad):
     """Whichever group comes first by number, or by place."""
     for groups in itertools.permutations([1, 2, 3]):
         x_T = tensor(bad, 2.0, 3.0, 4.0)
-        found = called(packed_sums, backend, x_T, borders([1, 1, 1, 1]), groups_N=tensor(*groups, groups[2]))
+        found = called(packed_sums, backend, x_T, cu_seqlens_of([1, 1, 1, 1]), groups_N=tensor(*groups, groups[2]))
         assert not found[0].isfinite()
         assert found[1:].tolist() == [2, 7, 7]
 
@@ -70,7 +70,7 @@ def test_moments_of_any_lengths(backend, lengths, seed, masked, grouped):
     x_T = torch.randn(sum(lengths), generator=generator) * 100 + 7
     mask_T = torch.rand(sum(lengths), generator=generator) < 0.7 if masked else None
     groups_N = torch.randint(-2, 2, (len(lengths),), generator=generator) if grouped else None
-    found = called(packed_moments, backend, x_T, borders(lengths), mask_T, groups_N=groups_N)
+    found = called(packed_moments, backend, x_T, cu_seqlens_of(lengths), mask_T, groups_N=groups_N)
     expected = []
     for n in range(len(lengths)):
         rows = [m for m in range(len(lengths)) if m == n or (grouped and groups_N[m] == groups_N[n])]
@@ -134,8 +134,8 @@ def test_moments_add_up_over_ranks(backend):
 @pytest.mark.parametrize("lengths", LENGTHS)
 def test_whitened_sequences_have_mean_0_and_variance_1(backend, lengths):
     x_T = columns(lengths)[2] * 3 + 50
-    found_T = called(packed_whiten, backend, x_T, cu_seqlens=borders(lengths))
-    moments = packed_moments(found_T, borders(lengths), backend="torch")
+    found_T = called(packed_whiten, backend, x_T, cu_seqlens=cu_seqlens_of(lengths))
+    moments = packed_moments(found_T, cu_seqlens_of(lengths), backend="torch")
     several_N = torch.tensor(lengths) > 1
     torch.testing.assert_close(moments.mean(), torch.zeros(len(lengths)).double(), atol=1e-5, rtol=0)
     torch.testing.assert_close(moments.variance(), several_N.double(), atol=1e-5, rtol=0)

@@ -16,7 +16,7 @@ from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from megarlhf.models.attention import CausalAttention, turned_by_position, with_packed_rows
+from megarlhf.models.attention import CausalAttention, apply_rotary, with_packed_rows
 from megarlhf.models.packed_attention import attention_path, packed_attention, varlen_attention
 from megarlhf.models.packed_rotary import PackedRotary
 from megarlhf.models.positions import PositionTable
@@ -274,11 +274,11 @@ def test_a_packed_row_is_turned_as_padded_rows_are():
             assert rotary(rotary.get_rotary_seq_len(None, None, torch.empty(0), None, row)) is None
             angles_T11D = torch.cat([padded_S11D[:length] for length in lengths])
             half_T1D = angles_T11D[:, 0, :, :16]
-            assert torch.equal(row.turn[0], half_T1D.cos())
-            assert torch.equal(row.turn[1], half_T1D.sin())
+            assert torch.equal(row.rotary_cos_sin[0], half_T1D.cos())
+            assert torch.equal(row.rotary_cos_sin[1], half_T1D.sin())
             query_T1ND = torch.randn(len(angles_T11D), 1, 3, 32)
             expected_T1ND = _apply_rotary_pos_emb_bshd(query_T1ND, angles_T11D)
-            found_TND, _, value_TND = turned_by_position(row, query_T1ND, query_T1ND, query_T1ND)
+            found_TND, _, value_TND = apply_rotary(row, query_T1ND, query_T1ND, query_T1ND)
             torch.testing.assert_close(found_TND[:, None], expected_T1ND, rtol=0, atol=1e-6)
             assert torch.equal(value_TND, query_T1ND[:, 0])
         assert rotary.get_rotary_seq_len(None, None, torch.empty(6, 2, 4), config, None) == 12

@@ -13,19 +13,19 @@ from hypothesis import strategies as st
 
 from megarlhf.config import MicroBatchConfig
 from megarlhf.experience import Ragged
-from megarlhf.layout import Layout
+from megarlhf.layout import MeshLayout
 from megarlhf.parallel.batching import (
     FILLER,
     FILLER_LENGTH,
     Batching,
-    Sheet,
-    Spans,
-    deal,
-    grid_length,
-    lay_out,
-    mask_of,
-    pick_up,
-    spread,
+    MicroBatchLayout,
+    TokenSpans,
+    gather_from_micro_batch,
+    micro_batch_mask,
+    padded_length,
+    repeat_on_micro_batch,
+    scatter_to_micro_batch,
+    split_padded,
 )
 from megarlhf.parallel.packing import Cost
 
@@ -33,14 +33,14 @@ CPU = torch.device("cpu")
 
 
 def mesh(rank=0, **sizes):
-    layout = Layout(**sizes)
-    return SimpleNamespace(layout=layout, at=layout.coordinates(rank))
+    layout = MeshLayout(**sizes)
+    return SimpleNamespace(layout=layout, coordinates=layout.coordinates(rank))
 
 
 def test_deal_fills_short_shares_up():
     """Ten samples on four ranks are 3, 3, 2, 2; micro-batches of two make two of them everywhere."""
     samples = list(range(10, 20))
-    dealt = [deal(samples, mesh(rank, dp=4), 2) for rank in range(4)]
+    dealt = [split_padded(samples, mesh(rank, dp=4), 2) for rank in range(4)]
     assert dealt == [
         [[10, 11], [12, FILLER]],
         [[13, 14], [15, FILLER]],
@@ -51,19 +51,19 @@ def test_deal_fills_short_shares_up():
 
 def test_ranks_of_one_model_replica_get_the_same_samples():
     """tp 2 x dp 2 x pp 2: ranks 0, 1, 4, 5 are data-parallel rank 0."""
-    dealt = [deal([7, 8, 9], mesh(rank, tp=2, dp=2, pp=2), 4) for rank in range(8)]
+    dealt = [split_padded([7, 8, 9], mesh(rank, tp=2, dp=2, pp=2), 4) for rank in range(8)]
     first, second = [[7, 8, FILLER, FILLER]], [[9, FILLER, FILLER, FILLER]]
     assert dealt == [first, first, second, second, first, first, second, second]
 
 
 def test_nothing_to_deal():
-    assert deal([], mesh(dp=1), 2) == []
-    assert deal([5], mesh(1, dp=2), 2) == [[FILLER, FILLER]]
+    assert split_padded([], mesh(dp=1), 2) == []
+    assert split_padded([5], mesh(1, dp=2), 2) == [[FILLER, FILLER]]
 
 
 @given(st.integers(0, 40), st.integers(1, 6), st.integers(1, 5))
 def test_deal_loses_nothing_and_all_ranks_run_the_same_forwards(num_samples, dp, micro_batch_samples):
-    dealt = [deal(range(num_samples), mesh(rank, dp=dp), micro_batch_samples) for rank in range(dp)]
+    dealt = [split_padded(range(num_samples), mesh(rank, dp=dp), micro_batch_samples) for rank in range(dp)]
     assert len({len(batches) for batches in dealt}) == 1
     rows = [row for batches in dealt for batch in batches for row in batch]
     assert [row for row in rows if row != FILLER] == list(range(num_samples))
@@ -72,7 +72,7 @@ def test_deal_loses_nothing_and_all_ranks_run_the_same_forwards(num_samples, dp,
 
 @pytest.mark.parametrize("longest, tp, expected", [(5, 1, 5), (5, 4, 8), (8, 4, 8), (1, 2, 2)])
 def test_grid_length_is_a_multiple_of_tp(longest, tp, expected):
-    assert grid_length(longest, mesh(tp=tp)) == expected
+    assert padded_length(longest, mesh(tp=tp)) == expected
 
 
 def batching(rank=0, *, samples=None, tokens=None, equal_shapes=False, **sizes):
@@ -80,8 +80,8 @@ def batching(rank=0, *, samples=None, tokens=None, equal_shapes=False, **sizes):
     return Batching(mesh=mesh(rank, **sizes), cost=Cost(1.0, 0.0), micro=micro, equal_shapes=equal_shapes)
 
 
-PADDED = Sheet(sequences=(2, 0), lengths=(3, 2), starts=(0, 4), rows=3, columns=4, packed=False)
-PACKED = Sheet(sequences=(2, 0), lengths=(3, 2), starts=(0, 3), rows=1, columns=6, packed=True)
+PADDED = MicroBatchLayout(sequences=(2, 0), lengths=(3, 2), starts=(0, 4), rows=3, columns=4, packed=False)
+PACKED = MicroBatchLayout(sequences=(2, 0), lengths=(3, 2), starts=(0, 3), rows=1, columns=6, packed=True)
 LENGTHS = torch.tensor([2, 9, 3])
 
 
@@ -92,52 +92,52 @@ def ragged(*rows, dtype=torch.float32):
 def test_padded_sheets_by_hand():
     """Three sequences on two ranks, two to a micro-batch: rows as long as the longest of the step, a filler row."""
     groups, lengths = [(2,), (0,), (1,)], torch.tensor([2, 4, 3])
-    first, second = (batching(rank, samples=2, dp=2).sheets(groups, lengths) for rank in (0, 1))
-    assert first == [Sheet((2, 0), (3, 2), (0, 4), rows=2, columns=4, packed=False)]
-    assert second == [Sheet((1,), (4,), (0,), rows=2, columns=4, packed=False)]
+    first, second = (batching(rank, samples=2, dp=2).layouts(groups, lengths) for rank in (0, 1))
+    assert first == [MicroBatchLayout((2, 0), (3, 2), (0, 4), rows=2, columns=4, packed=False)]
+    assert second == [MicroBatchLayout((1,), (4,), (0,), rows=2, columns=4, packed=False)]
     assert first[0].packed_row(CPU) is None
 
 
 def test_packed_sheets_by_hand():
     """Six tokens fit: 4 + 2 and 3 + 3. Longest first, no padding; on tp 4 rows are filled up to a multiple of four."""
     groups, lengths = [(0,), (1,), (2,), (3,)], torch.tensor([2, 3, 4, 3])
-    assert batching(tokens=6).sheets(groups, lengths) == [
-        Sheet((2, 0), (4, 2), (0, 4), rows=1, columns=6, packed=True),
-        Sheet((1, 3), (3, 3), (0, 3), rows=1, columns=6, packed=True),
+    assert batching(tokens=6).layouts(groups, lengths) == [
+        MicroBatchLayout((2, 0), (4, 2), (0, 4), rows=1, columns=6, packed=True),
+        MicroBatchLayout((1, 3), (3, 3), (0, 3), rows=1, columns=6, packed=True),
     ]
-    (sheet, _) = batching(tokens=6, tp=4).sheets(groups, lengths)
-    assert (sheet.lengths, sheet.columns, sheet.packed_row(CPU).lengths) == ((4, 2), 8, (4, 2, 2))
+    (layout, _) = batching(tokens=6, tp=4).layouts(groups, lengths)
+    assert (layout.lengths, layout.columns, layout.packed_row(CPU).lengths) == ((4, 2), 8, (4, 2, 2))
 
 
 def test_groups_stay_together_and_in_order():
     """Pairs: a chosen and a rejected sequence each."""
     groups, lengths = [(0, 1), (2, 3)], torch.tensor([1, 5, 4, 3])
-    assert [sheet.sequences for sheet in batching(tokens=7).sheets(groups, lengths)] == [(2, 3), (0, 1)]
-    assert [sheet.sequences for sheet in batching(tokens=13).sheets(groups, lengths)] == [(2, 3, 0, 1)]
-    assert [sheet.sequences for sheet in batching(samples=2).sheets(groups, lengths)] == [(0, 1, 2, 3)]
+    assert [layout.sequences for layout in batching(tokens=7).layouts(groups, lengths)] == [(2, 3), (0, 1)]
+    assert [layout.sequences for layout in batching(tokens=13).layouts(groups, lengths)] == [(2, 3, 0, 1)]
+    assert [layout.sequences for layout in batching(samples=2).layouts(groups, lengths)] == [(0, 1, 2, 3)]
     with pytest.raises(ValueError, match=r"7 tokens.*6.*not split"):
-        batching(tokens=6).sheets(groups, lengths)
+        batching(tokens=6).layouts(groups, lengths)
 
 
 def test_a_rank_without_a_sequence_has_a_row_all_the_same():
     """One sequence on two ranks: the other runs as many forwards, over fillers, and owns nothing."""
-    sheets = [batching(rank, tokens=9, tp=2, dp=2).sheets([(0,)], torch.tensor([5])) for rank in range(4)]
-    assert sheets[0] == sheets[1] == [Sheet((0,), (5,), (0,), rows=1, columns=6, packed=True)]
-    assert sheets[2] == sheets[3] == [Sheet((), (), (), rows=1, columns=2, packed=True)]
-    (empty,) = sheets[2]
+    layouts = [batching(rank, tokens=9, tp=2, dp=2).layouts([(0,)], torch.tensor([5])) for rank in range(4)]
+    assert layouts[0] == layouts[1] == [MicroBatchLayout((0,), (5,), (0,), rows=1, columns=6, packed=True)]
+    assert layouts[2] == layouts[3] == [MicroBatchLayout((), (), (), rows=1, columns=2, packed=True)]
+    (empty,) = layouts[2]
     assert empty.packed_row(CPU).lengths == (2,)
     assert empty.ends_K.tolist() == []
-    spans = Spans.whole(torch.tensor([5]))
-    assert lay_out(empty, ragged([1, 2, 3, 4, 5]), spans).tolist() == [[0, 0]]
-    assert mask_of(empty, spans, CPU).tolist() == [[False, False]]
-    assert pick_up(empty, torch.zeros(1, 2), spans) == {}
-    assert batching(tokens=9, dp=2).sheets([], torch.tensor([5])) == []
+    spans = TokenSpans.whole(torch.tensor([5]))
+    assert scatter_to_micro_batch(empty, ragged([1, 2, 3, 4, 5]), spans).tolist() == [[0, 0]]
+    assert micro_batch_mask(empty, spans, CPU).tolist() == [[False, False]]
+    assert gather_from_micro_batch(empty, torch.zeros(1, 2), spans) == {}
+    assert batching(tokens=9, dp=2).layouts([], torch.tensor([5])) == []
 
 
 def test_equal_shapes_fill_every_row_up_with_short_sequences():
-    (sheet,) = batching(tokens=3 * FILLER_LENGTH, equal_shapes=True).sheets([(0,)], torch.tensor([7]))
-    assert sheet.columns == 3 * FILLER_LENGTH
-    assert sheet.packed_row(CPU).lengths == (7, FILLER_LENGTH, FILLER_LENGTH, FILLER_LENGTH - 7)
+    (layout,) = batching(tokens=3 * FILLER_LENGTH, equal_shapes=True).layouts([(0,)], torch.tensor([7]))
+    assert layout.columns == 3 * FILLER_LENGTH
+    assert layout.packed_row(CPU).lengths == (7, FILLER_LENGTH, FILLER_LENGTH, FILLER_LENGTH - 7)
 
 
 def test_positions_restart_at_every_border():
@@ -148,44 +148,46 @@ def test_positions_restart_at_every_border():
     assert row.max_seqlen_q == 3
 
 
-@pytest.mark.parametrize("sheet", [PADDED, PACKED])
-def test_columns_stand_where_their_tokens_are_predicted(sheet):
+@pytest.mark.parametrize("layout", [PADDED, PACKED])
+def test_columns_stand_where_their_tokens_are_predicted(layout):
     """Sequence 2 is a prompt of one token and a response of two, sequence 0 one of each."""
-    spans = Spans.predicting(torch.tensor([1, 5, 1]), torch.tensor([1, 4, 2]))
-    tokens = lay_out(sheet, ragged([7, 8], range(9), [4, 5, 6], dtype=torch.int64), Spans.whole(LENGTHS))
-    values = lay_out(sheet, ragged([0.5], [9, 9, 9, 9], [1.5, 2.5]), spans, fill=-1)
-    lengths = spread(sheet, torch.tensor([1, 4, 2]), spans, CPU)
-    if sheet.packed:
+    spans = TokenSpans.predicting(torch.tensor([1, 5, 1]), torch.tensor([1, 4, 2]))
+    tokens = scatter_to_micro_batch(
+        layout, ragged([7, 8], range(9), [4, 5, 6], dtype=torch.int64), TokenSpans.whole(LENGTHS)
+    )
+    values = scatter_to_micro_batch(layout, ragged([0.5], [9, 9, 9, 9], [1.5, 2.5]), spans, fill=-1)
+    lengths = repeat_on_micro_batch(layout, torch.tensor([1, 4, 2]), spans, CPU)
+    if layout.packed:
         assert tokens.tolist() == [[4, 5, 6, 7, 8, 0]]
         assert values.tolist() == [[1.5, 2.5, -1, 0.5, -1, -1]]
-        assert mask_of(sheet, spans, CPU).int().tolist() == [[1, 1, 0, 1, 0, 0]]
+        assert micro_batch_mask(layout, spans, CPU).int().tolist() == [[1, 1, 0, 1, 0, 0]]
         assert lengths.tolist() == [[2, 2, 0, 1, 0, 0]]
-        assert sheet.ends_K.tolist() == [2, 4]
+        assert layout.ends_K.tolist() == [2, 4]
     else:
         assert tokens.tolist() == [[4, 5, 6, 0], [7, 8, 0, 0], [0, 0, 0, 0]]
         assert values.tolist() == [[1.5, 2.5, -1, -1], [0.5, -1, -1, -1], [-1, -1, -1, -1]]
-        assert mask_of(sheet, spans, CPU).int().tolist() == [[1, 1, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]]
+        assert micro_batch_mask(layout, spans, CPU).int().tolist() == [[1, 1, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]]
         assert lengths.tolist() == [[2, 2, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]]
-        assert sheet.ends_K.tolist() == [2, 5]
-    found = pick_up(sheet, values, spans)
+        assert layout.ends_K.tolist() == [2, 5]
+    found = gather_from_micro_batch(layout, values, spans)
     assert {n: row.tolist() for n, row in found.items()} == {2: [1.5, 2.5], 0: [0.5]}
 
 
 def test_a_response_of_no_tokens_takes_no_place():
-    spans = Spans.predicting(torch.tensor([2, 5, 1]), torch.tensor([0, 4, 2]))
-    assert mask_of(PACKED, spans, CPU).int().tolist() == [[1, 1, 0, 0, 0, 0]]
-    found = pick_up(PACKED, torch.arange(6.0)[None], spans)
+    spans = TokenSpans.predicting(torch.tensor([2, 5, 1]), torch.tensor([0, 4, 2]))
+    assert micro_batch_mask(PACKED, spans, CPU).int().tolist() == [[1, 1, 0, 0, 0, 0]]
+    found = gather_from_micro_batch(PACKED, torch.arange(6.0)[None], spans)
     assert {n: row.tolist() for n, row in found.items()} == {2: [0, 1], 0: []}
 
 
 def test_an_empty_prompt_is_our_mistake():
     with pytest.raises(AssertionError, match="sequence 1 has an empty prompt"):
-        Spans.predicting(torch.tensor([1, 0]), torch.tensor([2, 2]))
+        TokenSpans.predicting(torch.tensor([1, 0]), torch.tensor([2, 2]))
 
 
 def test_rows_that_are_not_as_long_as_their_spans_are_our_mistake():
     with pytest.raises(AssertionError, match="differ in length"):
-        lay_out(PACKED, ragged([7, 8], range(9), [4, 5]), Spans.whole(LENGTHS))
+        scatter_to_micro_batch(PACKED, ragged([7, 8], range(9), [4, 5]), TokenSpans.whole(LENGTHS))
 
 
 @settings(deadline=None, max_examples=50, derandomize=True)
@@ -194,16 +196,16 @@ def test_what_is_laid_out_is_picked_up_again(lengths, dp, tp, packed):
     """On all ranks together every sequence once, whatever the dealing; columns are a multiple of tp."""
     micro = {"tokens": 15} if packed else {"samples": 2}
     table = ragged(*(torch.rand(length).tolist() for length in lengths))
-    spans = Spans.whole(table.lengths_N)
+    spans = TokenSpans.whole(table.lengths_N)
     found = {}
     counts = set()
     for rank in range(0, dp * tp, tp):
-        sheets = batching(rank, tp=tp, dp=dp, **micro).sheets([(n,) for n in range(len(lengths))], table.lengths_N)
-        counts.add(len(sheets))
-        for sheet in sheets:
-            assert sheet.columns % tp == 0
-            assert not packed or sum(sheet.lengths) <= 15
-            picked = pick_up(sheet, lay_out(sheet, table, spans), spans)
+        layouts = batching(rank, tp=tp, dp=dp, **micro).layouts([(n,) for n in range(len(lengths))], table.lengths_N)
+        counts.add(len(layouts))
+        for layout in layouts:
+            assert layout.columns % tp == 0
+            assert not packed or sum(layout.lengths) <= 15
+            picked = gather_from_micro_batch(layout, scatter_to_micro_batch(layout, table, spans), spans)
             assert not picked.keys() & found.keys()
             found |= picked
     assert len(counts) == 1

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megarlhf.config import GenerateConfig, RLConfig, RMConfig, SFTConfig
-from megarlhf.planning.batch import Fact, rl_facts, supervised_facts
+from megarlhf.planning.batch import BatchNumber, rl_batch_numbers, supervised_batch_numbers
 from megarlhf.planning.legality import check_role
 from megarlhf.planning.preflight import preflight
 from tools.demo.make_data import train_tokenizer
@@ -70,20 +70,20 @@ def rl(paths, *, train=None, rollout=None, actor=None, critic=None, data=None, *
     return RLConfig.model_validate(tree)
 
 
-def numbers(facts):
-    return {fact.words: fact.value for fact in facts}
+def by_words(numbers):
+    return {number.words: number.value for number in numbers}
 
 
 def test_the_arithmetic_of_sft_by_hand(paths):
     """8 sequences on 2 data-parallel ranks are 4 each, in 2 micro-batches of 2."""
     plan = preflight("sft", sft(paths, parallel={"tp": 2}), 4)
-    assert plan.facts == (
-        Fact("optimizer steps of the run", 10),
-        Fact("sequences per optimizer step (mini-batch), over all ranks", 8),
-        Fact("data-parallel ranks of actor", 2),
-        Fact("sequences per optimizer step on one data-parallel rank", 4),
-        Fact("sequences per forward (micro-batch) of one data-parallel rank", 2),
-        Fact("micro-batches per optimizer step on one data-parallel rank", 2),
+    assert plan.numbers == (
+        BatchNumber("optimizer steps of the run", 10),
+        BatchNumber("sequences per optimizer step (mini-batch), over all ranks", 8),
+        BatchNumber("data-parallel ranks of actor", 2),
+        BatchNumber("sequences per optimizer step on one data-parallel rank", 4),
+        BatchNumber("sequences per forward (micro-batch) of one data-parallel rank", 2),
+        BatchNumber("micro-batches per optimizer step on one data-parallel rank", 2),
     )
     model = f"{paths['model']} (llama, 6 layers of 96, fp32 by default)"
     assert plan.roles == (("actor", model, "tp 2 x pp 1 x dp 2 = 4 ranks"),)
@@ -112,7 +112,7 @@ def test_an_argument_that_vllm_does_not_know_is_refused_before_anything_starts(p
 def test_the_arithmetic_of_rm_counts_pairs(paths):
     tree = {"run": {"dir": "r"}, "reward_model": role(paths, pp=2), "data": {"train": paths["train"]}, "train": TRAIN}
     plan = preflight("rm", RMConfig.model_validate(tree), 4)
-    found = numbers(plan.facts)
+    found = by_words(plan.numbers)
     assert found["data-parallel ranks of reward_model"] == 2
     assert found["preference pairs (two sequences each) per optimizer step on one data-parallel rank"] == 4
     assert found["micro-batches per optimizer step on one data-parallel rank"] == 2
@@ -121,22 +121,22 @@ def test_the_arithmetic_of_rm_counts_pairs(paths):
 def test_the_arithmetic_of_rl_by_hand_with_a_layout_of_each_role(paths):
     """6 prompts x 4 samples = 24 samples = 3 mini-batches of 8; actor and reference dp 2, critic dp 4."""
     cfg = rl(paths, actor=role(paths, tp=2), critic=role(paths), rollout={"parallel": {"tp": 2}})
-    assert rl_facts(cfg, 4) == [
-        Fact("rollout-and-train steps of the run", 10),
-        Fact("prompts per step, over all ranks", 6),
-        Fact("samples per prompt", 4),
-        Fact("samples (sequences) per step, over all ranks", 24),
-        Fact("passes over the samples of a step", 3),
-        Fact("samples per optimizer step (mini-batch), over all ranks", 8),
-        Fact("optimizer steps per rollout-and-train step", 9),
-        Fact("samples per forward (micro-batch) of one data-parallel rank", 2),
-        Fact("micro-batches per mini-batch on one of actor's 2 data-parallel ranks", 2),
-        Fact("micro-batches per mini-batch on one of reference's 2 data-parallel ranks", 2),
-        Fact("micro-batches per mini-batch on one of critic's 4 data-parallel ranks", 1),
-        Fact("rollout engines of 2 rank(s)", 2),
-        Fact("prompts per rollout engine and step, at most", 3),
+    assert rl_batch_numbers(cfg, 4) == [
+        BatchNumber("rollout-and-train steps of the run", 10),
+        BatchNumber("prompts per step, over all ranks", 6),
+        BatchNumber("samples per prompt", 4),
+        BatchNumber("samples (sequences) per step, over all ranks", 24),
+        BatchNumber("passes over the samples of a step", 3),
+        BatchNumber("samples per optimizer step (mini-batch), over all ranks", 8),
+        BatchNumber("optimizer steps per rollout-and-train step", 9),
+        BatchNumber("samples per forward (micro-batch) of one data-parallel rank", 2),
+        BatchNumber("micro-batches per mini-batch on one of actor's 2 data-parallel ranks", 2),
+        BatchNumber("micro-batches per mini-batch on one of reference's 2 data-parallel ranks", 2),
+        BatchNumber("micro-batches per mini-batch on one of critic's 4 data-parallel ranks", 1),
+        BatchNumber("rollout engines of 2 rank(s)", 2),
+        BatchNumber("prompts per rollout engine and step, at most", 3),
     ]
-    assert preflight("rl", cfg, 4).facts == tuple(rl_facts(cfg, 4))
+    assert preflight("rl", cfg, 4).numbers == tuple(rl_batch_numbers(cfg, 4))
 
 
 def test_a_mini_batch_that_does_not_divide_names_both_numbers_and_their_keys(paths):
@@ -146,13 +146,13 @@ def test_a_mini_batch_that_does_not_divide_names_both_numbers_and_their_keys(pat
         "= 3 x 2 = 6; use 6 or 12, or change train.micro_batch_samples or actor.parallel"
     )
     with pytest.raises(ValueError, match=r"^train\.mini_batch_samples = 8 ") as raised:
-        supervised_facts(train, 3, "actor", "sequences")
+        supervised_batch_numbers(train, 3, "actor", "sequences")
     assert str(raised.value) == expected
 
 
 def test_a_mini_batch_smaller_than_one_forward_of_all_ranks_names_one_number_to_use(paths):
     with pytest.raises(ValueError, match=r"mini_batch_samples = 8 .* = 8 x 2 = 16; use 16, or change"):
-        supervised_facts(sft(paths).train, 8, "actor", "sequences")
+        supervised_batch_numbers(sft(paths).train, 8, "actor", "sequences")
 
 
 @pytest.mark.parametrize(
@@ -195,7 +195,7 @@ def test_what_does_not_divide_in_rl_names_numbers_and_keys(paths, change, world,
     if "actor" in change:
         change = {**change, "actor": role(paths, **change["actor"])}
     with pytest.raises(ValueError, match=r"rollout\.parallel|train\.") as raised:
-        rl_facts(rl(paths, **change), world)
+        rl_batch_numbers(rl(paths, **change), world)
     assert str(raised.value) == " ".join(expected)
 
 
@@ -302,7 +302,7 @@ def test_stages_and_worlds_that_do_not_fit(paths, parallel, world, words):
 def test_uneven_stages_that_add_up_are_legal(paths):
     """The stages in the middle may differ too."""
     for layers in ([1, 2, 2, 1], [1, 3, 1, 1]):
-        assert preflight("sft", sft(paths, parallel={"pp": 4, "layers_per_stage": layers}), 4).facts
+        assert preflight("sft", sft(paths, parallel={"pp": 4, "layers_per_stage": layers}), 4).numbers
 
 
 def test_each_role_is_checked(paths):
@@ -328,12 +328,12 @@ def test_data_that_is_not_there_is_refused_and_names_its_neighbour(paths, key, n
 def test_a_name_of_the_hub_is_left_to_the_loader(paths):
     """Also one with a dot, which is no file's suffix."""
     for name in ("owner/name", "owner/name-v1.5"):
-        assert preflight("sft", sft(paths, heldout=Path(name)), 1).facts
+        assert preflight("sft", sft(paths, heldout=Path(name)), 1).numbers
 
 
 def test_rl_that_would_outgrow_the_positions_of_any_role_is_refused(paths):
     """40 + 24 = 64 tokens just fit the actor's 64 positions; one more does not, and the critic has only 48."""
-    assert preflight("rl", rl(paths), 1).facts
+    assert preflight("rl", rl(paths), 1).numbers
     with pytest.raises(ValueError, match="max_position_embeddings") as raised:
         preflight("rl", rl(paths, rollout={"max_response_tokens": 25}), 1)
     assert str(raised.value) == (
@@ -346,7 +346,7 @@ def test_rl_that_would_outgrow_the_positions_of_any_role_is_refused(paths):
 
 
 def test_sft_may_have_limits_beyond_the_positions_because_its_data_may_be_shorter(paths):
-    assert preflight("sft", sft(paths, max_prompt_tokens=500, max_response_tokens=500), 1).facts
+    assert preflight("sft", sft(paths, max_prompt_tokens=500, max_response_tokens=500), 1).numbers
 
 
 def test_generate_has_no_batch_arithmetic_and_is_checked_all_the_same(paths):
@@ -357,7 +357,7 @@ def test_generate_has_no_batch_arithmetic_and_is_checked_all_the_same(paths):
     with pytest.raises(ValueError, match=r"1024 \+ 8 = 1032 tokens"):
         preflight("generate", GenerateConfig.model_validate(tree), 2)
     tree["data"]["max_prompt_tokens"] = 8
-    assert preflight("generate", GenerateConfig.model_validate(tree), 2).facts == ()
+    assert preflight("generate", GenerateConfig.model_validate(tree), 2).numbers == ()
 
 
 def test_a_tokenizer_larger_than_a_role_s_vocabulary_is_refused(paths):
@@ -376,7 +376,7 @@ def test_experts_are_rolled_out_by_vllm(paths):
     mixture = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
     actor = role(paths, model=paths["make"]("mixture", **mixture))
     for engine in ("vllm", "megatron"):
-        assert preflight("rl", rl(paths, actor=actor, rollout={"engine": engine}), 1).facts
+        assert preflight("rl", rl(paths, actor=actor, rollout={"engine": engine}), 1).numbers
 
 
 def test_what_vllm_cannot_hold_is_refused(paths):
@@ -390,6 +390,6 @@ def test_what_vllm_cannot_hold_is_refused(paths):
     ]
     for actor, rollout, world_size, message in cases:
         train = {"mini_batch_samples": 12, "prompts_per_step": 6} if world_size == 3 else None
-        assert preflight("rl", rl(paths, actor=actor, train=train), world_size).facts
+        assert preflight("rl", rl(paths, actor=actor, train=train), world_size).numbers
         with pytest.raises(ValueError, match=message):
             preflight("rl", rl(paths, actor=actor, train=train, rollout={"engine": "vllm", **rollout}), world_size)

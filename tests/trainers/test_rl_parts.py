@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megarlhf.config import AlgoConfig, StopConfig
 from megarlhf.experience import Experience, Ragged, Rollouts
-from megarlhf.trainers.rl_batches import mini_batches
+from megarlhf.trainers.rl_batches import split_into_mini_batches
 from megarlhf.trainers.rl_eval import StopRule
 from megarlhf.trainers.rl_score import add_advantages
 
@@ -133,15 +133,15 @@ def test_without_a_rule_or_an_evaluation_nothing_stops():
 
 @given(st.integers(1, 60), st.integers(1, 60), st.booleans(), st.integers(0, 2**60))
 def test_mini_batches_deal_every_sample_once(num_samples, size, shuffle, seed):
-    dealt = mini_batches(num_samples, size, shuffle=shuffle, seed=seed)
+    dealt = split_into_mini_batches(num_samples, size, shuffle=shuffle, seed=seed)
     assert sorted(sample for samples in dealt for sample in samples) == list(range(num_samples))
     assert {len(samples) for samples in dealt[:-1]} <= {size}
-    assert dealt == mini_batches(num_samples, size, shuffle=shuffle, seed=seed)
+    assert dealt == split_into_mini_batches(num_samples, size, shuffle=shuffle, seed=seed)
 
 
 def test_mini_batches_in_order_and_shuffled():
-    assert mini_batches(5, 2, shuffle=False, seed=1) == [[0, 1], [2, 3], [4]]
-    shuffled = [mini_batches(32, 32, shuffle=True, seed=seed)[0] for seed in range(3)]
+    assert split_into_mini_batches(5, 2, shuffle=False, seed=1) == [[0, 1], [2, 3], [4]]
+    shuffled = [split_into_mini_batches(32, 32, shuffle=True, seed=seed)[0] for seed in range(3)]
     assert len({tuple(order) for order in [*shuffled, list(range(32))]}) == 4
 
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarlhf.architectures.megatron_layout import MegatronLayout
-from megarlhf.layout import Layout, engine_order
+from megarlhf.layout import MeshLayout, engine_order
 from megarlhf.weights.plan.traffic import formula, least_receive, model_elements
 from tests.weights.cases import tiny
 from tests.weights.transfers import Transfer, transfer, with_order
@@ -36,23 +36,23 @@ from tests.weights.transfers import Transfer, transfer, with_order
 )
 def test_orders_by_hand(tp, dp, engine_tp, node, expected):
     """Ranks by position. tp 8 -> 4: trainer's share 1 goes to rank 4, which is rank 0 of the second engine."""
-    assert engine_order(Layout(tp=tp, dp=dp), engine_tp, node) == expected
+    assert engine_order(MeshLayout(tp=tp, dp=dp), engine_tp, node) == expected
 
 
 def test_an_engine_over_two_nodes_keeps_tensor_parallel_groups_in_one():
     """tp 8 -> 16 on nodes of 8: half of each node's ranks can find their share in place; interleaving all 16 ranks
     would serve every rank and spread each group over both nodes."""
-    order = engine_order(Layout(tp=8, dp=4), 16, 8)
+    order = engine_order(MeshLayout(tp=8, dp=4), 16, 8)
     assert order == (0, 2, 4, 6, 1, 3, 5, 7, 9, 11, 13, 15, 8, 10, 12, 14)
     assert [t for t in range(8) if order[t] // 2 == t] == [0, 1, 2, 3]
     assert [t for t in range(8) if order[8 + t] // 2 == t] == [4, 5, 6, 7]
-    whole = engine_order(Layout(tp=8, dp=4), 16, 32)
+    whole = engine_order(MeshLayout(tp=8, dp=4), 16, 32)
     assert whole == tuple(2 * t + c for c in range(2) for t in range(8))
 
 
 def test_ranks_that_form_no_engines():
     with pytest.raises(ValueError, match=r"12 ranks do not divide into engines of 8 ranks; choose"):
-        engine_order(Layout(tp=4, dp=3), 8, 8)
+        engine_order(MeshLayout(tp=4, dp=3), 8, 8)
 
 
 def overlap(tp, engine_tp, position, rank):
@@ -91,7 +91,7 @@ def best_sum(gains):
 
 def overlaps(tp, engine_tp, world, node):
     """Sum over ranks of the overlap under `engine_order`, and under the best permutation inside nodes."""
-    order = engine_order(Layout(tp=tp, dp=world // tp), engine_tp, node) or range(world)
+    order = engine_order(MeshLayout(tp=tp, dp=world // tp), engine_tp, node) or range(world)
     whole = [start + rank for start in range(0, world, len(order)) for rank in order]
     chosen = sum(overlap(tp, engine_tp, position, rank) for position, rank in enumerate(whole))
     nodes = [range(start, start + node) for start in range(0, world, node)]
@@ -120,7 +120,7 @@ def test_powers_of_two_have_the_best_overlap():
     for mesh in meshes([1, 2, 4, 8, 16]):
         chosen, best = overlaps(*mesh)
         assert chosen == best, mesh
-        gained += engine_order(Layout(tp=mesh[0], dp=mesh[2] // mesh[0]), mesh[1], mesh[3]) is not None
+        gained += engine_order(MeshLayout(tp=mesh[0], dp=mesh[2] // mesh[0]), mesh[1], mesh[3]) is not None
     assert gained > 10
 
 
@@ -141,13 +141,13 @@ sizes = st.integers(1, 9)
 def test_an_order_permutes_whole_groups_inside_nodes(tp, engine_tp, pp, dp, groups_per_node):
     """A permutation that leaves rank 0 in front, in which no group that fits in a node leaves it."""
     dp *= engine_tp
-    layout = Layout(tp=tp, pp=pp, dp=dp)
+    layout = MeshLayout(tp=tp, pp=pp, dp=dp)
     for node in (groups_per_node * tp, layout.world_size):
         order = engine_order(layout, engine_tp, node)
         if order is None:
             continue
         assert order[0] == 0
-        permuted = Layout(tp=tp, pp=pp, dp=dp, order=order)
+        permuted = MeshLayout(tp=tp, pp=pp, dp=dp, order=order)
         assert sorted(r for ranks in permuted.groups(["tp"]) for r in ranks) == list(range(layout.world_size))
         for ranks in permuted.groups(["tp"]):
             assert len({rank // node for rank in ranks}) == 1

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from megarlhf.architectures.architecture import Architecture
 from megarlhf.architectures.megatron_layout import MegatronLayout
 from megarlhf.architectures.placements import TABLES, padded_vocab_size
-from megarlhf.layout import Layout, engine_order
+from megarlhf.layout import MeshLayout, engine_order
 from megarlhf.weights.plan.traffic import formula, least_receive, model_elements
 from tests.weights.cases import LLAMA_70B, tiny
 from tests.weights.families import architecture
@@ -22,7 +22,7 @@ from tests.weights.transfers import FAMILIES, Transfer, transfer
 
 def sizes(arch: Architecture, tp: int, engine_tp: int, *, pp: int = 1, dp: int = 1, padded_vocab: int | None = None):
     trainer = MegatronLayout(tp=tp, pp=pp, padded_vocab=padded_vocab or padded_vocab_size(arch.vocab_size, tp))
-    return formula(arch, Layout(tp=tp, pp=pp, dp=dp), trainer, engine_tp)
+    return formula(arch, MeshLayout(tp=tp, pp=pp, dp=dp), trainer, engine_tp)
 
 
 def test_rows_of_the_vocabulary_by_hand():
@@ -101,7 +101,7 @@ def cases(draw, family: str) -> Transfer:
         layers_per_stage=tuple(stage * vpp for stage in stages),
         padded_vocab=padded_vocab_size(arch.vocab_size, tp, draw(st.sampled_from([1, 16, 128]))),
     )
-    mesh = Layout(tp=tp, pp=len(stages), dp=dp)
+    mesh = MeshLayout(tp=tp, pp=len(stages), dp=dp)
     order = draw(st.sampled_from([None, engine_order(mesh, engine_tp, 8), tuple(reversed(range(mesh.world_size)))]))
     return transfer(arch, trainer, dp, engine_tp, order=order)
 

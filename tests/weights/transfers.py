@@ -12,7 +12,7 @@ import torch
 from megarlhf.architectures.architecture import Architecture
 from megarlhf.architectures.megatron_layout import MegatronLayout
 from megarlhf.architectures.placements import logical_tensors, padded_vocab_size, vllm_placements
-from megarlhf.layout import Layout, engine_order
+from megarlhf.layout import MeshLayout, engine_order
 from megarlhf.placement import Box, RankPlacements
 from tests.weights.cases import Live, fill_from_logical, random_logical
 from tests.weights.families import CONFIGS, architecture
@@ -27,7 +27,7 @@ class Transfer:
     """Four layers of a family on at most 16 ranks; vocabularies of 100, padded to 128 x tp and to 64 x 2."""
 
     arch: Architecture
-    mesh: Layout
+    mesh: MeshLayout
     trainer: MegatronLayout
     engine_tp: int
     ranks_per_node: int
@@ -59,7 +59,7 @@ class Transfer:
 def transfer(
     arch: Architecture, trainer: MegatronLayout, dp: int, engine_tp: int, *, order=None, ranks_per_node: int = 8
 ) -> Transfer:
-    mesh = Layout(tp=trainer.tp, pp=trainer.pp, dp=dp, order=order)
+    mesh = MeshLayout(tp=trainer.tp, pp=trainer.pp, dp=dp, order=order)
     shards = [vllm_placements(arch, tp=engine_tp, tp_rank=v, rank=v) for v in range(engine_tp)]
     wanted = [shards[rank % engine_tp].on_rank(rank) for rank in range(mesh.world_size)]
     return Transfer(arch, mesh, trainer, engine_tp, ranks_per_node, trainer.on_ranks(arch, mesh), wanted)
@@ -82,7 +82,7 @@ def draw_transfer(random: stdlib_random.Random, *, family: str | None = None) ->
     order = random.choice(
         [
             None,
-            engine_order(Layout(tp=tp, pp=pp, dp=dp), engine_tp, ranks_per_node),
+            engine_order(MeshLayout(tp=tp, pp=pp, dp=dp), engine_tp, ranks_per_node),
             tuple(random.sample(range(world), world)),
         ]
     )

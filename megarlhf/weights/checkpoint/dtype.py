@@ -35,7 +35,7 @@ def resolve_dtype(role: str, model: ModelConfig, head: Head) -> ResolvedDtype:
     if model.dtype != "auto":
         return ResolvedDtype(model.dtype, "as configured")
     if model.random_init or not _has_weights(model):
-        path = model.described_by() / "config.json"
+        path = model.hf_directory() / "config.json"
         config = read_config(path.parent)
         said = config.get("dtype") or config.get("torch_dtype")
         if said is None:

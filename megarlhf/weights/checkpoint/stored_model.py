@@ -11,7 +11,7 @@ from typing import Any, Literal
 from megarlhf.architectures.architecture import Architecture, hf_config, read_config
 from megarlhf.architectures.megatron_layout import MegatronLayout
 from megarlhf.architectures.placements import Head, head_name, table_of
-from megarlhf.model_directory import find_description
+from megarlhf.model_directory import find_hf_directory
 from megarlhf.placement import contiguous_strides
 from megarlhf.weights.checkpoint.formats.huggingface.read import HFFiles, is_huggingface
 from megarlhf.weights.checkpoint.formats.megatron.args import arch_of, contradictions
@@ -99,7 +99,7 @@ def open_model(
     kind = recognise(path)
     if kind == "huggingface":
         return _open_huggingface(path, head)
-    return _open_megatron(kind, path, find_description(path, hf))
+    return _open_megatron(kind, path, find_hf_directory(path, hf))
 
 
 def _open_huggingface(path: Path, wanted: Head | None) -> StoredModel:

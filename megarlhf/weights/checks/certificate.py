@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from megarlhf.collective_errors import raise_on_all_ranks
 from megarlhf.placement import Box, Placement, RankPlacements
-from megarlhf.together import FailingTogether
 from megarlhf.weights.checks.digest import compare, digest_boxes, replica_digests, summed, times_held, whole_digest
 from megarlhf.weights.plan.copy_plan import CopyPlan
 from megarlhf.weights.transport.local import Storages
@@ -75,7 +75,7 @@ def certify(
     def refused(reasons: Sequence[str]) -> CertificateError:
         return CertificateError(f"weight version {version}: {'; '.join(reasons)}")
 
-    with FailingTogether(refused, group) as found:
+    with raise_on_all_ranks(refused, group) as found:
         device = next(tensor.device for tensor in (*src.values(), *dst.values()))
         times = times_held(destinations)
         held = replica_digests(rank, sources, src, dtype=dtype)
@@ -86,7 +86,7 @@ def certify(
     different = compare({name: digest * times[name] % 2**64 for name, digest in once.items()}, received)
     divided = compare(once, agreed)
     if different or divided:
-        with FailingTogether(refused, group):
+        with raise_on_all_ranks(refused, group):
             own = next(part.placements for part in sources if part.rank == rank)
             boxes = _digests_by_box(plan, own, src, dst, rank, dtype, {*different, *divided})
         raise refused(_differences(boxes, different, divided, group))

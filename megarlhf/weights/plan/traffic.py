@@ -11,7 +11,7 @@ from megarlhf.architectures.architecture import Architecture
 from megarlhf.architectures.megatron_layout import MegatronLayout
 from megarlhf.architectures.placements import VLLM_VOCAB_MULTIPLE, logical_tensors, padded_vocab_size, table_of
 from megarlhf.architectures.table import Entry, dimensions
-from megarlhf.layout import Layout, split_layers
+from megarlhf.layout import MeshLayout, split_layers
 from megarlhf.placement import Box, RankPlacements
 from megarlhf.weights.plan.copy_plan import CopyPlan
 from megarlhf.weights.plan.cuts import NodeOf, cut_box
@@ -56,7 +56,7 @@ class Formula:
     """W less what it holds: where peers gather, every rank makes every Hugging Face tensor."""
 
 
-def formula(arch: Architecture, mesh: Layout, trainer: MegatronLayout, engine_tp: int) -> Formula:
+def formula(arch: Architecture, mesh: MeshLayout, trainer: MegatronLayout, engine_tp: int) -> Formula:
     """`least_receive` made a second way, to the element: from the shapes in the model's table and intervals of indices.
 
     Placements, boxes and plans have no part in it, so that each is a check of the other.
@@ -72,7 +72,7 @@ def formula(arch: Architecture, mesh: Layout, trainer: MegatronLayout, engine_tp
     return Formula(_lacking(arch, mesh, trainer, engine_tp), _lacking(arch, mesh, trainer, 1))
 
 
-def _lacking(arch: Architecture, mesh: Layout, trainer: MegatronLayout, engine_tp: int) -> list[int]:
+def _lacking(arch: Architecture, mesh: MeshLayout, trainer: MegatronLayout, engine_tp: int) -> list[int]:
     vocab = padded_vocab_size(arch.vocab_size, 1, VLLM_VOCAB_MULTIPLE)
     places = [(mesh.coordinates(rank), rank % engine_tp) for rank in range(mesh.world_size)]
     lacking = [0] * mesh.world_size

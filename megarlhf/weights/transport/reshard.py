@@ -14,7 +14,7 @@ from itertools import islice
 import torch
 import torch.distributed as dist
 
-from megarlhf.together import FailingTogether
+from megarlhf.collective_errors import raise_on_all_ranks
 from megarlhf.weights.plan.copy_plan import CopyPlan
 from megarlhf.weights.transport.local import Storages
 from megarlhf.weights.transport.rounds import Message, RankTraffic, Round, bucket_size
@@ -109,10 +109,10 @@ class Resharder:
         (no memory, a storage that is missing), nothing is written; else the destinations are a mixture. When a process
         or the network is gone, the RuntimeError of the backend, which need not name it.
         """
-        with self._failing_together():
+        with self._raise_on_all_ranks():
             free = None if self._free_bytes is None else self._free_bytes() + self._kept_bytes()
         capacity = self._capacity(self._least(free))
-        with self._failing_together():
+        with self._raise_on_all_ranks():
             ready = self._prepare(src, dst, capacity)
         failure = _Failure()
         try:
@@ -120,12 +120,12 @@ class Resharder:
         except RuntimeError as error:  # of the network, over which nothing more can be told: the rest is guarded
             reason = failure.error or error
             raise TransferError(f"rank {self._rank}: {type(reason).__name__}: {reason}") from reason
-        with self._failing_together():
+        with self._raise_on_all_ranks():
             if failure.error is not None:
                 raise failure.error
 
-    def _failing_together(self) -> FailingTogether:
-        return FailingTogether(lambda reasons: TransferError("; ".join(reasons)), self._group)
+    def _raise_on_all_ranks(self) -> raise_on_all_ranks:
+        return raise_on_all_ranks(lambda reasons: TransferError("; ".join(reasons)), self._group)
 
     def _kept_bytes(self) -> int:
         return 0 if self._kept is None else sum(share.nbytes for share in self._kept.buckets)

@@ -16,7 +16,7 @@ import pytest
 
 from megarlhf.commands.plan import main, parser
 from megarlhf.config import RLConfig, load_config
-from megarlhf.planning.weight_traffic import answer, ask
+from megarlhf.planning.weight_traffic import plan_transfer, transfer_setup
 from megarlhf.weights.plan.copy_plan import make_plan
 from megarlhf.weights.plan.traffic import formula, least_receive, model_elements
 
@@ -76,7 +76,7 @@ def test_the_dtype_is_config_json_s_unless_one_is_given():
     """There are no weights to look at."""
     for overrides, size in (((), 2), (("actor.model.dtype=fp32",), 4)):
         cfg = load_config(RLConfig, "configs/plan/llama-3-70b.yaml", overrides)
-        assert ask(cfg, parser().parse_args(["-c", "unused"])).element_bytes == size
+        assert transfer_setup(cfg, parser().parse_args(["-c", "unused"])).element_bytes == size
 
 
 def test_links_inside_and_between_nodes_are_charged_apart(capsys):
@@ -125,12 +125,12 @@ def test_the_formula_is_the_count_in_either_order(name, engine_tp, order):
 
 def question(name, *options):
     arguments = parser().parse_intermixed_args(["-c", f"configs/plan/{name}.yaml", *options])
-    return ask(load_config(RLConfig, arguments.config, arguments.overrides), arguments)
+    return transfer_setup(load_config(RLConfig, arguments.config, arguments.overrides), arguments)
 
 
 def test_llama_405b():
     """126 layers in stages of 32, 32, 31, 31; 811.7 GB, of which a rank needs an eighth and holds a quarter of it."""
-    found = answer(question("llama-3.1-405b"))
+    found = plan_transfer(question("llama-3.1-405b"))
     assert found.model / 1e9 == pytest.approx(811.7, abs=0.05)
     assert found.received == found.least == found.formula
     assert sum(found.received) / 64e9 == pytest.approx(811.7 / 8 * 3 / 4, rel=0.001)
@@ -153,7 +153,7 @@ def test_qwen3_30b_a3b_is_planned_in_seconds(ep):
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [[], ["--engine-tp=4"], ["--ep=2"]])
 def test_qwen3_30b_a3b_in_both_tiers(options):
-    found = answer(question("qwen3-30b-a3b", *options))
+    found = plan_transfer(question("qwen3-30b-a3b", *options))
     assert found.received == found.least == found.formula
     assert found.tiers[1].entering == found.least_entering
 

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 
-def as_factor(values: Tensor) -> Tensor:
+def as_matmul_input(values: Tensor) -> Tensor:
     """In the dtype in which these are multiplied; themselves where that is theirs."""
     if values.dtype in (torch.float32, torch.float64) or (values.dtype == torch.bfloat16 and values.is_cuda):
         return values
     return values.float()
 
 
-def multiply(out: Tensor, left: Tensor, right: Tensor) -> None:
+def matmul_into(out: Tensor, left: Tensor, right: Tensor) -> None:
     """out = left @ right."""
     if left.dtype == out.dtype:
         torch.mm(left, right, out=out)
@@ -26,7 +26,7 @@ def multiply(out: Tensor, left: Tensor, right: Tensor) -> None:
         torch.mm(left, right, out_dtype=out.dtype, out=out)
 
 
-def multiply_add(out: Tensor, left: Tensor, right: Tensor) -> None:
+def addmm_into(out: Tensor, left: Tensor, right: Tensor) -> None:
     """out += left @ right."""
     if left.dtype == out.dtype:
         torch.addmm(out, left, right, out=out)

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megarlhf.together import FailingTogether
+from megarlhf.collective_errors import raise_on_all_ranks
 from tests.gloo import run_ranks
 
 
@@ -24,14 +24,14 @@ def _sum(rank):
 
 
 def _whole(rank):
-    with FailingTogether(stopped) as found:
+    with raise_on_all_ranks(stopped) as found:
         value = rank + 1
     assert found == []
     return value, _sum(rank)
 
 
 def _one_raises(rank):
-    with pytest.raises(Stopped) as raised, FailingTogether(stopped):
+    with pytest.raises(Stopped) as raised, raise_on_all_ranks(stopped):
         {0: "a", 2: "b"}[rank]
     cause = raised.value.__cause__
     return str(raised.value), type(cause).__name__, _sum(rank)
@@ -39,7 +39,7 @@ def _one_raises(rank):
 
 def _find(rank):
     """Rank 1 raises too, after it has found something; 0 and 2 find the same."""
-    with FailingTogether(stopped) as found:
+    with raise_on_all_ranks(stopped) as found:
         found.append("no room" if rank != 1 else "no light")
         if rank == 1:
             raise StopIteration("late")
@@ -56,7 +56,7 @@ def _in_a_group(rank):
     group = dist.new_group([1, 2])
     said = ""
     if rank:
-        with pytest.raises(Stopped) as raised, FailingTogether(stopped, group):
+        with pytest.raises(Stopped) as raised, raise_on_all_ranks(stopped, group):
             assert rank == 1, "wrong rank"
         said = str(raised.value)
     return said, _sum(rank)

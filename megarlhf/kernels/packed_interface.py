@@ -6,35 +6,34 @@ Legend: T tokens of all sequences end to end, N sequences, 3: sum, sum of square
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
-import torch
 from torch import Tensor
 
-KLKind = Literal["k1", "k2", "k3"]
+from megarlhf.algo.kl import KLKind
 
 
 @dataclass(frozen=True)
-class Borders:
+class CuSeqlens:
     """Where sequences begin and end."""
 
     cu_seqlens: Tensor
     """[N + 1] int64, contiguous, on the tokens' device: sequence n is tokens cu[n] up to cu[n + 1]."""
     num_tokens: int
-    longest: int
+    max_seqlen: int
     """Tokens of the longest sequence; where only the device knows, all of them. Asking it would mean waiting."""
 
     @property
     def num_sequences(self) -> int:
         return len(self.cu_seqlens) - 1
 
-    def spread(self, values_N: Tensor) -> Tensor:
+    def repeat_per_token(self, values_N: Tensor) -> Tensor:
         """A sequence's value at each of its tokens, [T]."""
         return values_N.repeat_interleave(self.cu_seqlens.diff(), output_size=self.num_tokens)
 
 
 @dataclass(frozen=True)
-class Shaping:
+class GAEOptions:
     """How a reward is made of log-probs and scores, and discounted."""
 
     gamma: float
@@ -43,7 +42,7 @@ class Shaping:
     kl_kind: KLKind
 
 
-class PackedCode(Protocol):
+class PackedKernels(Protocol):
     """A backend's module. All arguments were looked at by packed.py, and lie on one device."""
 
     def gae(
@@ -52,32 +51,28 @@ class PackedCode(Protocol):
         ref_logprobs_T: Tensor | None,
         values_T: Tensor,
         scores_N: Tensor,
-        borders: Borders,
-        how: Shaping,
+        sequences: CuSeqlens,
+        options: GAEOptions,
     ) -> tuple[Tensor, Tensor]:
         """Advantages and returns, [T] each. Without a reference there is no KL in the reward."""
         ...
 
-    def discounted_returns(self, rewards_T: Tensor, borders: Borders, gamma: float) -> Tensor:
-        """[T]: r_t + gamma r_{t+1} + ... to the end of the sequence."""
-        ...
-
-    def moments(self, x_T: Tensor, mask_T: Tensor | None, borders: Borders) -> Tensor:
+    def moments(self, x_T: Tensor, mask_T: Tensor | None, sequences: CuSeqlens) -> Tensor:
         """[N, 3] fp64 of each sequence's tokens, of those in the mask."""
         ...
 
-    def add_groups(self, moments_N3: Tensor, groups_N: Tensor) -> Tensor:
+    def group_moments(self, moments_N3: Tensor, groups_N: Tensor) -> Tensor:
         """[N, 3]: at each sequence the sum over all sequences of its group."""
         ...
 
-    def standardise(
-        self, x_T: Tensor, mask_T: Tensor | None, borders: Borders, mean_N: Tensor, scale_N: Tensor, shift_mean: bool
+    def whiten(
+        self,
+        x_T: Tensor,
+        mask_T: Tensor | None,
+        sequences: CuSeqlens,
+        mean_N: Tensor,
+        scale_N: Tensor,
+        shift_mean: bool,
     ) -> Tensor:
         """[T]: (x - mean) * scale of its sequence, plus the mean unless `shift_mean`; 0 outside the mask."""
         ...
-
-
-def wide(*tensors: Tensor | None) -> torch.dtype:
-    """fp64 where something is fp64, fp32 otherwise: what is computed in, and what results are."""
-    any_fp64 = any(tensor is not None and tensor.dtype == torch.float64 for tensor in tensors)
-    return torch.float64 if any_fp64 else torch.float32

@@ -1,0 +1,46 @@
+"""What fails on one rank is raised on all of them, so that nobody is left waiting in the next collective."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import TracebackType
+
+import torch.distributed as dist
+
+
+class raise_on_all_ranks:
+    """A local step between collectives: when it fails on any rank of the group, it fails on every one.
+
+        with raise_on_all_ranks(lambda reasons: TransferError("; ".join(reasons)), group) as problems:
+            problems += problems_of(parameters)
+
+    A failure is whatever the block raises, and whatever it adds to `problems` in words. `error` makes an exception of
+    all reasons, each of the form `rank 0, 2: what`. Collective, at the end of the block; nothing inside it may
+    communicate, since a rank that has failed would not be there.
+    """
+
+    # Not a generator under contextlib.contextmanager, which takes a RuntimeError from a StopIteration for its own.
+
+    def __init__(self, error: Callable[[Sequence[str]], Exception], group: dist.ProcessGroup | None = None) -> None:
+        self._error, self._group = error, group
+        self._problems: list[str] = []
+
+    def __enter__(self) -> list[str]:
+        return self._problems
+
+    def __exit__(
+        self, kind: type[BaseException] | None, failure: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if failure is not None:
+            if not isinstance(failure, Exception):
+                return  # this process has been told to end, and whoever started the ranks ends the others
+            self._problems.append(f"{type(failure).__name__}: {failure}")
+        problems_by_rank: list[list[str]] = [[]] * dist.get_world_size(self._group)
+        dist.all_gather_object(problems_by_rank, self._problems, group=self._group)
+        ranks_by_reason: dict[str, list[int]] = {}
+        for rank, problems in zip(dist.get_process_group_ranks(self._group), problems_by_rank, strict=True):
+            for problem in problems:
+                ranks_by_reason.setdefault(problem, []).append(rank)
+        if ranks_by_reason:
+            reasons = [f"rank {', '.join(map(str, ranks))}: {reason}" for reason, ranks in ranks_by_reason.items()]
+            raise self._error(reasons) from failure

@@ -1,0 +1,51 @@
+"""Which backend computes: Triton on a GPU, torch elsewhere and for fp64. The choice is logged once."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import logging
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+from megarlhf.kernels.arguments import require_device
+from megarlhf.kernels.statistics import working_dtype
+
+log = logging.getLogger(__name__)
+
+
+def choose_backend(asked: str, *tensors: Tensor | None, device: torch.device, kernels: str, fallback: str) -> str:
+    """The backend of the kernels called `kernels`: what was asked for, or for `auto` Triton or else `fallback`.
+
+    Raises: ValueError where Triton was asked for and cannot run.
+    """
+    in_fp64, device_type = working_dtype(*tensors) == torch.float64, device.type
+    backend = asked
+    if asked == "auto":
+        backend = "triton" if device_type == "cuda" and has_triton() and not in_fp64 else fallback
+    elif asked == "triton" and in_fp64:
+        raise ValueError(f"the triton backend computes in fp32, got fp64; use auto, {fallback} or reference")
+    require_device(backend, device_type, kernels=kernels, instead=fallback)
+    why = "asked for" if backend == asked else "the fastest here"
+    if device_type == "cuda" and backend == fallback and asked == "auto":
+        why = "Triton computes in fp32" if in_fp64 else "Triton is not installed"
+    _log_once(f"{kernels} kernels on {device_type}{', fp64' if in_fp64 else ''}: {backend} ({why})")
+    return backend
+
+
+@functools.cache
+def has_triton() -> bool:
+    """Without importing it."""
+    return importlib.util.find_spec("triton") is not None
+
+
+@functools.cache
+def _log_once(message: str) -> None:
+    log.info(message)
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Triton launches on the current device, whatever the tensors' is."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -1,0 +1,179 @@
+"""The supervised loop: read samples, then train on a mini-batch, evaluate, log and save, step after step.
+
+What a command brings to it is an `Objective`: `sft.py` and `rm.py`.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megarlhf.architectures.architecture import Architecture
+from megarlhf.architectures.placements import Head
+from megarlhf.config import RMConfig, RoleConfig, SFTConfig
+from megarlhf.data.loader import ShuffledBatches
+from megarlhf.data.samples import Records, Skipped, require_budget, require_positions
+from megarlhf.data.sources import load_records
+from megarlhf.data.tokenizer import Tokenizer, load_tokenizer
+from megarlhf.models.role import Role, build_role
+from megarlhf.observe.metrics import Metric
+from megarlhf.parallel.mesh import GroupCache
+from megarlhf.parallel.step import Loss, MicroBatch
+from megarlhf.runtime import Runtime
+from megarlhf.trainers.session import is_due, open_session
+
+Sample = TypeVar("Sample")
+Metrics = dict[str, Metric]
+
+
+class Objective(ABC, Generic[Sample]):
+    """What is learned, from which samples: the part of a supervised command that is not the loop."""
+
+    command: str
+    role_name: str
+    head: Head
+    sample_words: str
+    """What `num_tokens` counts, for messages."""
+
+    def __init__(self, cfg: SFTConfig | RMConfig, section: RoleConfig) -> None:
+        self.cfg, self.section = cfg, section
+
+    @property
+    @abstractmethod
+    def fields(self) -> tuple[str, ...]:
+        """What a record must have."""
+
+    @abstractmethod
+    def build_samples(self, records: Records, tokenizer: Tokenizer, **options: Any) -> tuple[list[Sample], Skipped]:
+        """The usable samples of the records, and what was skipped. The options are limits and template."""
+
+    @abstractmethod
+    def sequence_lengths(self, sample: Sample) -> Sequence[int]:
+        """Tokens of each of the sample's sequences, which stay in one micro-batch."""
+
+    @abstractmethod
+    def micro_batches(self, role: Role, samples: Sequence[Sample]) -> list[MicroBatch]:
+        """This data-parallel rank's micro-batches of the samples."""
+
+    @abstractmethod
+    def training_loss(self, role: Role, samples: Sequence[Sample]) -> Loss:
+        """The loss of a mini-batch, divided by a denominator of the whole mini-batch."""
+
+    def heldout_loss(self, role: Role, samples: Sequence[Sample]) -> Loss:
+        """The loss that held-out samples are measured by."""
+        return self.training_loss(role, samples)
+
+    def training_metrics(self, sums: Mapping[str, float], samples: Sequence[Sample]) -> Metrics:
+        """Metrics of a step beside loss, gradient norm, learning rate and tokens, from the loss's sums."""
+        return {}
+
+    @abstractmethod
+    def heldout_metrics(self, sums: Mapping[str, float], samples: Sequence[Sample]) -> Metrics:
+        """Metrics of an evaluation, from the loss's sums; `loss` is among them."""
+
+    def finish(self, role: Role, heldout: Sequence[Sample]) -> str | None:
+        """Collective. Called after the last step and before the last checkpoint; returns what to tell the user."""
+        return None
+
+
+def run_supervised(objective: Objective[Sample], runtime: Runtime) -> None:
+    """Train the objective's role on its samples."""
+    cfg = objective.cfg
+    train, heldout, notes = load_samples(objective)
+    order = ShuffledBatches(len(train), cfg.train.mini_batch_samples, cfg.run.seed)
+    with open_session(cfg, cfg.run, cfg.checkpoint, runtime, objective.command, cfg.train.num_steps, notes) as session:
+        role = build_role(
+            objective.role_name,
+            objective.section,
+            objective.head,
+            GroupCache(runtime),
+            seed=cfg.run.seed,
+            num_optimizer_steps=cfg.train.num_steps,
+        )
+        session.log(0, evaluate(objective, role, heldout))
+        for step in range(cfg.train.num_steps):
+            started = time.perf_counter()
+            metrics = train_on(objective, role, [train[n] for n in order.indices(step)])
+            metrics["seconds"] = time.perf_counter() - started
+            last = step + 1 == cfg.train.num_steps
+            if last or is_due(step + 1, cfg.eval.every):
+                metrics |= evaluate(objective, role, heldout)
+            session.log(step + 1, metrics)
+            if last and (note := objective.finish(role, heldout)) is not None:
+                session.note(note)
+            session.maybe_save(step + 1, [role], last=last)
+
+
+def load_samples(objective: Objective[Sample]) -> tuple[list[Sample], list[Sample], list[str]]:
+    """Training and held-out samples, on every rank, and what was skipped in words.
+
+    Raises: ValueError when a sample does not fit the model's positions or a micro-batch.
+    """
+    cfg, hf_directory = objective.cfg, objective.section.model.hf_directory()
+    tokenizer = load_tokenizer(hf_directory)
+    max_positions = Architecture.from_hf(hf_directory).max_positions
+    splits: list[list[Sample]] = []
+    notes = []
+    for path in (cfg.data.train, cfg.data.heldout):
+        if path is None:
+            splits.append([])
+            continue
+        samples, skipped = objective.build_samples(
+            load_records(path, fields=objective.fields),
+            tokenizer,
+            max_prompt_tokens=cfg.data.max_prompt_tokens,
+            max_response_tokens=cfg.data.max_response_tokens,
+            template=cfg.data.template,
+        )
+        lengths = [objective.sequence_lengths(sample) for sample in samples]
+        require_positions(max(map(max, lengths)), max_positions, str(objective.section.model.path))
+        require_budget(
+            [sum(each) for each in lengths], cfg.train.max_tokens_per_micro_batch, str(path), objective.sample_words
+        )
+        notes.append(f"{path}: {skipped.describe()}")
+        splits.append(samples)
+    return splits[0], splits[1][: cfg.eval.max_samples], notes
+
+
+def train_on(objective: Objective[Sample], role: Role, samples: Sequence[Sample]) -> Metrics:
+    """One optimizer step on one mini-batch, the same list on every rank."""
+    assert role.trainer is not None
+    learning_rate = role.trainer.learning_rate
+    loss = objective.training_loss(role, samples)
+    result = role.train_step(objective.micro_batches(role, samples), loss)
+    return {
+        "loss": result.sums["loss"],
+        "grad_norm": result.grad_norm,
+        "learning_rate": learning_rate,
+        "tokens": sum(sum(objective.sequence_lengths(sample)) for sample in samples),
+        **objective.training_metrics(result.sums, samples),
+    }
+
+
+def evaluate(objective: Objective[Sample], role: Role, samples: Sequence[Sample]) -> Metrics:
+    """Metrics of held-out samples; nothing without held-out data. Collective."""
+    if not samples:
+        return {}
+    return objective.heldout_metrics(heldout_sums(objective, role, samples), samples)
+
+
+def heldout_sums(objective: Objective[Sample], role: Role, samples: Sequence[Sample]) -> dict[str, float]:
+    """The held-out loss, called `loss`, and its sums over the samples, on every rank. Collective."""
+    loss = objective.heldout_loss(role, samples)
+
+    def score(output: Tensor, batch: MicroBatch) -> Tensor:
+        value, sums = loss(output, batch)
+        return torch.cat([value.reshape(1).double(), sums.double()])
+
+    per_micro_batch = role.forward(objective.micro_batches(role, samples), score)
+    total = torch.zeros(1 + len(loss.names), dtype=torch.float64, device=role.mesh.runtime.device)
+    if role.mesh.owns_outputs:
+        total += torch.stack(per_micro_batch).sum(0)
+    dist.all_reduce(total)
+    return dict(zip(("loss", *loss.names), total.tolist(), strict=True))
