@@ -23,7 +23,7 @@ EXTRAS = {
     # builds are CUDA builds that break `import transformers` beside a CPU torch. No resolver can get this
     # right; requirements/cpu.txt is the list that works, installed with --no-deps (`make venv`).
     "cpu": ["megatron-core==0.16.1"],
-    "gpu": ["megatron-core==0.16.1", "vllm==0.32.0", "transformer-engine[pytorch]"],
+    "gpu": ["megatron-core==0.16.1", "vllm==0.32.0", "transformer-engine[pytorch]>=2.9,<2.12"],
     "test": ["pytest", "pytest-timeout", "hypothesis", "ruff", "mypy", "types-PyYAML"],
 }
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from benchmarks.packing_children import Parent
 from benchmarks.packing_workload import Sizes, Workload, make_workload, text_of
-from megarlhf.config import RLConfig
+from megarlhf.config import LogprobGapConfig, RLConfig
 from megarlhf.data.samples import PromptSample
 from megarlhf.data.tokenizer import load_tokenizer
 from megarlhf.experience import Experience, Ragged, Rollouts
@@ -33,7 +33,8 @@ from megarlhf.models.role import Role
 from megarlhf.parallel.step import Loss, MicroBatch, StepResult
 from megarlhf.runtime import RankInfo, Runtime, initialize
 from megarlhf.trainers import rl
-from megarlhf.trainers.rl_score import add_advantages, logprob_gap, make_experience
+from megarlhf.trainers.rl_gap import LogprobGapWatch, logprob_gap
+from megarlhf.trainers.rl_score import add_advantages, make_experience
 
 Clock = Callable[[str], Any]
 
@@ -97,7 +98,9 @@ class Run:
         experience, dealt = rl.score(cfg, parts, experience, self._prompts, step)
         scored = time.perf_counter()
         if not inject:
-            logprob_gap(experience, cfg.rollout.logprob_gap_limit(cfg.actor))
+            gap = LogprobGapWatch(LogprobGapConfig(steps=1), parts.actor.shard.dtype)
+            gap.watch(logprob_gap(experience))
+            gap.raise_if_failed()
         experience = add_advantages(experience, cfg.algo)
         metrics = rl.describe(experience, cfg)
         prepared = time.perf_counter()

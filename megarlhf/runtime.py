@@ -168,7 +168,7 @@ def initialize(info: RankInfo, *, seed: int, timeout_seconds: int = 1800) -> Run
     torch.manual_seed(seed)
     backend = "nccl" if on_gpu else "gloo"
     if not dist.is_initialized():
-        _default_rendezvous(info)
+        _default_rendezvous(info, device_index if on_gpu else info.local_rank)
         dist.init_process_group(
             backend,
             rank=info.rank,
@@ -194,8 +194,11 @@ def _ranks_per_block(info: RankInfo) -> int:
     return math.gcd(*sizes)
 
 
-def _default_rendezvous(info: RankInfo) -> None:
-    """Give libraries that read torchrun's variables (vLLM's external launcher) what they expect."""
+def _default_rendezvous(info: RankInfo, device_index: int) -> None:
+    """Give libraries that read torchrun's variables (vLLM's external launcher) what they expect.
+
+    LOCAL_RANK is to them the number of this rank's device among those it sees: 0 where each task sees its own only.
+    """
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     if "MASTER_PORT" not in os.environ:
         if info.world_size > 1:
@@ -205,7 +208,7 @@ def _default_rendezvous(info: RankInfo) -> None:
             )
         os.environ["MASTER_PORT"] = str(free_port())
     os.environ["RANK"] = str(info.rank)
-    os.environ["LOCAL_RANK"] = str(info.local_rank)
+    os.environ["LOCAL_RANK"] = str(device_index)
     os.environ["WORLD_SIZE"] = str(info.world_size)
     os.environ["LOCAL_WORLD_SIZE"] = str(info.local_world_size)
 

@@ -86,6 +86,31 @@ def test_a_rank_of_several_without_a_port_is_told_how_to_start():
     assert not torch.distributed.is_initialized()
 
 
+@pytest.mark.parametrize(("visible", "local_rank", "exported"), [(1, 3, "0"), (8, 3, "3"), (2, 3, "1"), (0, 3, "3")])
+def test_the_exported_local_rank_is_the_number_of_the_visible_device(visible, local_rank, exported):
+    """With --gpus-per-task=1 each task sees one device, number 0, and vLLM refuses a number beyond what it sees.
+    Without a GPU it is the rank's own. Not covered: a GPU."""
+    taken = {}
+    fake = mock.Mock(wraps=torch, device=torch.device)
+    fake.cuda.set_device.return_value = None
+    fake.cuda.is_available.return_value, fake.cuda.device_count.return_value = visible > 0, visible
+    with (
+        mock.patch.dict(os.environ, {"MASTER_PORT": "1", "MASTER_ADDR": "127.0.0.1"}),
+        mock.patch.object(runtime, "torch", fake),
+        mock.patch.object(runtime.dist, "init_process_group", lambda backend, **options: taken.update(options)),
+        mock.patch.object(runtime, "_ranks_per_block", return_value=4),
+        mock.patch.object(torch._dynamo.config, "disable", torch._dynamo.config.disable),
+    ):
+        joined = initialize(RankInfo(rank=3, local_rank=local_rank, world_size=4, local_world_size=4), seed=0)
+        assert os.environ["LOCAL_RANK"] == exported
+        assert os.environ["RANK"] == "3"
+    assert joined.local_rank == local_rank
+    device = torch.device("cuda", int(exported)) if visible else None
+    assert taken["device_id"] == device
+    assert joined.device == (device or torch.device("cpu"))
+    assert fake.cuda.set_device.call_args_list == ([mock.call(int(exported))] if visible else [])
+
+
 def _blocks(joined):
     """As if the four ranks stood on machines of the given sizes."""
     found = []

@@ -87,6 +87,25 @@ def test_a_rendezvous_left_over_from_the_login_node_is_not_used(submit):
     assert (env["MASTER_ADDR"], env["MASTER_PORT"]) == ("node07", "22345")
 
 
+def test_what_the_job_asks_for_unless_told_otherwise():
+    """Whole nodes, cores beside each GPU, and no start anew from step 0 after a failed node: Slurm's own default may be
+    to queue a job again. Not covered: a Slurm that reads it."""
+    lines = [line.split() for line in SCRIPT.read_text().splitlines() if line.startswith("#SBATCH")]
+    asked = dict(option.partition("=")[::2] for _, option in lines)
+    assert asked == {
+        "--job-name": "megarlhf",
+        "--nodes": "1",
+        "--ntasks-per-node": "8",
+        "--gpus-per-node": "8",
+        "--cpus-per-task": "8",
+        "--mem": "0",
+        "--exclusive": "",
+        "--output": "%x-%j.out",
+        "--open-mode": "append",
+        "--no-requeue": "",
+    }
+
+
 def test_cores_per_task_reach_srun_and_openmp(submit):
     """srun no longer takes --cpus-per-task over from sbatch by itself."""
     done, record = submit("sft", SLURM_CPUS_PER_TASK="6")

@@ -73,7 +73,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit status. A mistake of the user's is said without a traceback."""
+    """Entry point; returns the exit status. What is said in a sentence has no traceback: `EXIT_STATUS`."""
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
         if argv[:1] == ["convert"]:  # has commands of its own

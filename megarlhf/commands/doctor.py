@@ -12,11 +12,14 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import Literal, Protocol
 
 import psutil
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
 from packaging.version import Version
 from rich.console import Console
 from rich.table import Table
@@ -167,8 +170,25 @@ def _triton(found: str | None, on_gpu: bool) -> Finding:
     return Finding(part="triton", found="missing", verdict="note", meaning=meaning)
 
 
+def transformer_engine_range() -> SpecifierSet | None:
+    """The versions that the installed Megatron-Core takes, as its metadata says; None where that says nothing."""
+    try:
+        wanted = [Requirement(text) for text in requires("megatron-core") or ()]
+    except PackageNotFoundError:
+        return None
+    ranges = [one.specifier for one in wanted if canonicalize_name(one.name) == "transformer-engine"]
+    return ranges[0] if ranges else None
+
+
 def _transformer_engine(found: str | None, on_gpu: bool) -> Finding:
     part = "transformer-engine"
+    taken = transformer_engine_range()
+    if found is not None and taken is not None and not taken.contains(found, prereleases=True):
+        meaning = (
+            f"Megatron-Core {version('megatron-core')} takes {taken} and imports names that others may lack: "
+            "install the one of requirements/gpu.txt"
+        )
+        return Finding(part=part, found=found, verdict="problem" if on_gpu else "note", meaning=meaning)
     if found is not None:
         meaning = "fused layers are used" if on_gpu else "not used: it needs a GPU; local layer spec instead"
         return Finding(part=part, found=found, verdict="ok", meaning=meaning)

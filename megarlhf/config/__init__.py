@@ -1,7 +1,8 @@
-"""Typed configuration. `sections.py` and `roles.py` say what may be said, `load.py` reads it."""
+"""Typed configuration. `sections.py`, `roles.py` and `rollout.py` say what may be said, `load.py` reads it."""
 
 from megarlhf.config.load import dump_config, load_config
 from megarlhf.config.roles import FrozenModel, KernelsConfig, ModelConfig, OptimConfig, ParallelConfig, RoleConfig
+from megarlhf.config.rollout import Dtype, LogprobGapConfig, RolloutConfig, RolloutParallelConfig
 from megarlhf.config.sections import (
     AlgoConfig,
     CheckpointConfig,
@@ -15,8 +16,6 @@ from megarlhf.config.sections import (
     RLConfig,
     RLTrainConfig,
     RMConfig,
-    RolloutConfig,
-    RolloutParallelConfig,
     RunConfig,
     SFTConfig,
     StopConfig,
@@ -27,11 +26,13 @@ __all__ = [
     "AlgoConfig",
     "CheckpointConfig",
     "DataConfig",
+    "Dtype",
     "EvalConfig",
     "FrozenModel",
     "GenerateConfig",
     "KLConfig",
     "KernelsConfig",
+    "LogprobGapConfig",
     "MicroBatchConfig",
     "ModelConfig",
     "OptimConfig",

@@ -32,8 +32,10 @@ class ModelConfig(FrozenModel):
     fresh_head: bool = False
     """Draw the scalar head at random and read the rest from `path`. For the critic of `rl` only, where `path` is a
     language model, which has no such head; without it that is refused. `rm` does so by itself."""
-    dtype: Literal["fp32", "bf16"] = "fp32"
-    """Of parameters and activations. Optimizer state and gradients are fp32."""
+    dtype: Literal["auto", "fp32", "bf16"] = "auto"
+    """Of parameters and activations. `auto`: that of the tensors stored at `path`; with `random_init` what config.json
+    says, otherwise fp32. A checkpoint in fp16 or in several dtypes needs one named here. The table that a start prints
+    says which dtype it is. Sums of gradients, the optimizer's copy of the weights and its moments are fp32 always."""
     vocab_multiple: PositiveInt = 128
     """The vocabulary is padded to a multiple of this x tp, as Megatron does; padding is masked."""
 
@@ -97,7 +99,8 @@ class OptimConfig(FrozenModel):
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Course of the learning rate after warm-up, over all optimizer steps of the run, down to `min_lr`."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
-    """Optimizer steps over which the learning rate rises linearly from 0."""
+    """Optimizer steps over which the learning rate rises linearly: step k of n (k = 1 ... n) has rate lr x k / n. The
+    schedule begins after them: after n warm-up steps of N, step k > n is (k - n) / (N - n + 1) of the way down."""
     min_lr: NonNegative = 0.0
     """Learning rate at the end of a `linear` or `cosine` schedule; at most `lr`. `constant` does not read it."""
     beta1: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.9

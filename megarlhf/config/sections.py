@@ -12,6 +12,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, PositiveInt, model_validator
 
 from megarlhf.config.roles import Fraction, FrozenModel, NonNegative, Positive, RoleConfig
+from megarlhf.config.rollout import RolloutConfig
 
 
 class RunConfig(FrozenModel):
@@ -120,7 +121,11 @@ class TrainConfig(MicroBatchConfig):
 
 
 class StopConfig(FrozenModel):
-    """Rules that end a run early. None of them looks at a held-out accuracy."""
+    """Rules that end a run early.
+
+    `heldout_reward_patience` looks at the held-out reward: where a rule that compares with the answer is the reward,
+    that is the held-out accuracy, and choosing the end of the run by it makes it a validation figure, no test figure.
+    """
 
     max_kl: Positive | None = None
     """Stop after a step whose `kl` (mean per response token, against the reference) exceeds this."""
@@ -140,47 +145,9 @@ class RLTrainConfig(MicroBatchConfig):
     shuffle: bool = True
     """Deal the samples into mini-batches anew for each pass; false keeps the order of sampling."""
     critic_warmup_steps: Annotated[int, Field(ge=0)] = 0
-    """First steps in which only the critic is trained."""
+    """First steps in which only the critic is trained; without a critic they do not exist. The actor's learning-rate
+    schedule begins after them."""
     stop: StopConfig = StopConfig()
-
-
-class RolloutParallelConfig(FrozenModel):
-    tp: PositiveInt | None = None
-    """Tensor-parallel size of one engine; default: the actor's."""
-
-
-class RolloutConfig(FrozenModel):
-    engine: Literal["vllm", "megatron"] = "vllm"
-    """`megatron` generates with the actor itself: slow, the oracle in tests."""
-    parallel: RolloutParallelConfig = RolloutParallelConfig()
-    num_samples_per_prompt: PositiveInt = 1
-    """Responses drawn for each prompt of a step."""
-    max_response_tokens: PositiveInt = 1024
-    """A response that has not ended by then is truncated, and counted."""
-    temperature: Positive = 1.0
-    """Divides logits in sampling and in every log-prob, on both sides."""
-    gpu_memory_utilization: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.4
-    """Share of GPU memory for vLLM's weights and cache. CPU: the cache is `cpu_cache_gib`."""
-    cpu_cache_gib: PositiveInt = 1
-    """Memory of vLLM's cache on each rank when it runs on a CPU."""
-    verify_weights_every: Annotated[int, Field(ge=0)] = 10
-    """Steps between digest checks that vLLM holds the actor's weights; also at start and after the
-    first step. 0: only there."""
-    reshard_bucket_mib: PositiveInt = 256
-    """Memory in which a rank gathers weights to send, and as much for what it receives; less where less is free."""
-    poison_weights: bool = False
-    """Debug: fill vLLM's weights with NaN before each update and name what is left of it."""
-    max_logprob_gap: Positive | None = None
-    """Stop when trainer and rollout differ by more on any response token (nats). Default: 0.01 for an actor in fp32,
-    3 in bf16, where single tokens differ by tenths and only a gross mistake should end a run."""
-
-    def logprob_gap_limit(self, actor: RoleConfig) -> float:
-        """The limit in force."""
-        return self.max_logprob_gap or {"fp32": 0.01, "bf16": 3.0}[actor.model.dtype]
-
-    def tp(self, actor: RoleConfig) -> int:
-        """Tensor-parallel size of one engine."""
-        return self.parallel.tp or actor.parallel.tp
 
 
 class KLConfig(FrozenModel):
@@ -226,7 +193,10 @@ class AlgoConfig(FrozenModel):
     """Mean over response tokens of the mini-batch, or over sequences of their token means."""
     kl: KLConfig = KLConfig()
     shuffle_rewards: bool = False
-    """Control experiment: permute the rewards over the step's samples. Nothing can be learned."""
+    """Control experiment: permute the rewards over the step's samples, so that they say nothing about the responses.
+    The policy should then learn nothing, with one exception: with `gae` at lam < 1 the critic's values enter the
+    advantages, and a critic that was made from the reward model knows good responses without any reward. A clean
+    control takes lam = 1, a fresh critic, or an estimator without a critic. The KL term acts as ever."""
 
     @property
     def needs_critic(self) -> bool:
@@ -307,6 +277,13 @@ class RLConfig(FrozenModel):
     @property
     def uses_reward_model(self) -> bool:
         return any(reward.kind == "model" for reward in self.rewards)
+
+    def optimizer_steps(self, role: str) -> int:
+        """How often the run updates `role`, actor or critic: the horizon of its learning rate."""
+        samples = self.train.prompts_per_step * self.rollout.num_samples_per_prompt
+        waits = role == "actor" and "critic" in self.roles()
+        steps = self.train.num_steps - (self.train.critic_warmup_steps if waits else 0)
+        return max(0, steps) * self.train.epochs_per_step * (samples // self.train.mini_batch_samples)
 
     def roles(self) -> dict[str, RoleConfig]:
         """The roles that this run builds."""

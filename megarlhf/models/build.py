@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import Tensor
+from torch import Tensor, nn
 
 from megarlhf.architectures.architecture import Architecture, Llama3Rope
 from megarlhf.architectures.placements import Head, Spec, megatron_placements, padded_vocab_size
@@ -32,6 +34,12 @@ from megarlhf.runtime import has_transformer_engine
 
 log = logging.getLogger(__name__)
 
+SPECS: Mapping[Spec, str] = {
+    "te": "transformer-engine; the products that make the weights' gradients add to them in fp32",
+    "local": "local (Megatron-Core parts, torch attention); the weights' gradient of a micro-batch is rounded to the "
+    "model's dtype, and summed over micro-batches in fp32",
+}
+
 
 @dataclass(frozen=True)
 class ModelShard:
@@ -49,6 +57,12 @@ class ModelShard:
     def parameters(self) -> dict[str, Tensor]:
         """Megatron name -> live parameter."""
         return dict(self.module.named_parameters())
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the parameters."""
+        found: torch.dtype = self.module.config.params_dtype
+        return found
 
     def vocabulary(self) -> Vocabulary:
         """What log-probs and logits of a language model are made with, beside the module's output."""
@@ -68,20 +82,17 @@ class ModelShard:
         )
 
 
-def build_model(section: RoleConfig, mesh: Mesh, arch: Architecture, head: Head) -> ModelShard:
-    """A stage of the model on this rank's device, its parameters still unset.
+def build_model(section: RoleConfig, mesh: Mesh, arch: Architecture, head: Head, dtype: torch.dtype) -> ModelShard:
+    """A stage of the model on this rank's device, its parameters still unset, in `dtype`.
 
     Raises: ValueError for log-prob kernels that this device does not run.
     """
     if head == "lm":
         require_device(section.kernels.logprobs, mesh.runtime.device.type)
     spec: Spec = "te" if has_transformer_engine() else "local"
-    log.info(
-        "layer spec: %s",
-        "transformer-engine" if spec == "te" else "local (Megatron-Core parts, torch attention)",
-    )
+    log.info("layer spec: %s", SPECS[spec])
     model, parallel = section.model, section.parallel
-    config = transformer_config(model, parallel, mesh, arch, activation_module=gates_by_silu(spec, arch))
+    config = transformer_config(dtype, parallel, mesh, arch, activation_module=gates_by_silu(spec, arch))
     stage_layers = split_layers(arch.num_layers, parallel.pp, parallel.layers_per_stage)[mesh.coordinates.pp]
     padded_vocab = padded_vocab_size(arch.vocab_size, parallel.tp, model.vocab_multiple)
     with megatron_device(mesh.runtime.device):
@@ -106,6 +117,8 @@ def build_model(section: RoleConfig, mesh: Mesh, arch: Architecture, head: Head)
             weight_VH = module.output_layer.weight
             module.output_layer = ScalarHead(config, mesh.groups) if head == "scalar" else LanguageHead(weight_VH)
         module.to(mesh.runtime.device)
+    if spec == "te":
+        fuse_weight_gradients(module)
     shard = ModelShard(
         module=module,
         arch=arch,
@@ -118,6 +131,30 @@ def build_model(section: RoleConfig, mesh: Mesh, arch: Architecture, head: Head)
     )
     _mark_sharded(shard)
     return shard
+
+
+def fuse_weight_gradients(module: nn.Module) -> None:
+    """Make TransformerEngine's linear layers add each micro-batch's weight gradient to Megatron's fp32 `main_grad`
+    inside the product. Otherwise the product is rounded to bf16 before it is added.
+
+    Megatron's switch for it, `gradient_accumulation_fusion`, also reaches the vocabulary's layer, which is Megatron's
+    own and refuses it without apex; TransformerEngine reads its attribute in every forward. The vocabulary's matrix has
+    log-prob kernels that add to `main_grad` by themselves. Norms, biases, embeddings and the router go on being rounded
+    once a micro-batch, as in Megatron-LM.
+
+    Raises: RuntimeError when no layer has the attribute.
+    """
+    layers = [layer for layer in module.modules() if hasattr(layer, FUSED)]
+    if not layers:
+        raise RuntimeError(
+            f"no layer of the model has TransformerEngine's attribute {FUSED}; install the transformer-engine of "
+            "requirements/gpu.txt"
+        )
+    for layer in layers:
+        setattr(layer, FUSED, True)
+
+
+FUSED = "fuse_wgrad_accumulation"
 
 
 def _rotary(arch: Architecture, config: TransformerConfig, mesh: Mesh) -> PackedRotary:

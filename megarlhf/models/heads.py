@@ -36,6 +36,9 @@ class ScalarHead(nn.Module):
 
     The weight [1, H] is on every tensor-parallel rank. Under sequence parallelism the hidden states are
     gathered first, so each rank sees every token and computes the same gradient.
+
+    The product is made in fp32, whatever the model's dtype: in bf16 the scores of two responses that differ by less
+    than one part in 256 would be equal or a whole step apart, which an advantage relative to the group then blows up.
     """
 
     def __init__(self, config: TransformerConfig, groups: ProcessGroupCollection) -> None:
@@ -52,4 +55,4 @@ class ScalarHead(nn.Module):
             hidden_SBH = gather_from_sequence_parallel_region(
                 hidden_SBH, tensor_parallel_output_grad=False, group=self.tp_group
             )
-        return nn.functional.linear(hidden_SBH, self.weight).float(), None
+        return nn.functional.linear(hidden_SBH.float(), self.weight.float()), None

@@ -12,7 +12,7 @@ from megarlhf.architectures.hf_config import architecture_from_hf
 from megarlhf.architectures.placements import Head
 from megarlhf.config import MicroBatchConfig, RoleConfig
 from megarlhf.models.build import ModelShard, build_model
-from megarlhf.models.weights import export_hugging_face, load_weights
+from megarlhf.models.weights import export_hugging_face, load_weights, parameter_dtype
 from megarlhf.parallel.batching import Batching
 from megarlhf.parallel.mesh import GroupCache, Mesh, build_mesh
 from megarlhf.parallel.packing import forward_cost
@@ -73,7 +73,7 @@ def build_role(
     arch = architecture_from_hf(section.model.hf_directory())
     layout = replace(section.parallel.layout(runtime.world_size, name), order=order)
     mesh = build_mesh(layout, runtime, cache)
-    shard = build_model(section, mesh, arch, head)
+    shard = build_model(section, mesh, arch, head, parameter_dtype(name, section.model, head))
     load_weights(shard, section.model, seed=seed, new_head=new_head)
     trainer = None
     if num_optimizer_steps is None:

@@ -12,10 +12,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from megarlhf.architectures.architecture import Architecture
-from megarlhf.config import ModelConfig, ParallelConfig
+from megarlhf.config import Dtype, ParallelConfig
 from megarlhf.parallel.mesh import Mesh
 
-DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES: Mapping[Dtype, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
@@ -34,14 +34,13 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 
 def transformer_config(
-    model: ModelConfig, parallel: ParallelConfig, mesh: Mesh, arch: Architecture, *, activation_module: bool
+    dtype: torch.dtype, parallel: ParallelConfig, mesh: Mesh, arch: Architecture, *, activation_module: bool
 ) -> TransformerConfig:
     """Megatron-Core's configuration of this architecture. Dropout is 0: log-probs must be functions.
 
     `activation_module`: the layer spec brings a module for the activation. The bias of the attention's output is not in
     here: `models/attention.py`.
     """
-    dtype = DTYPES[model.dtype]
     return TransformerConfig(
         num_layers=arch.num_layers,
         hidden_size=arch.hidden_size,
@@ -72,6 +71,7 @@ def transformer_config(
         use_cpu_initialization=mesh.runtime.device.type == "cpu",
         # The loss is a sum over a denominator of the whole mini-batch; nothing may divide it again.
         calculate_per_token_loss=True,
+        # Megatron's own linear layers need apex's kernel for it; `fuse_weight_gradients` sees to TransformerEngine's.
         gradient_accumulation_fusion=False,
         bias_activation_fusion=False,
         bias_dropout_fusion=False,

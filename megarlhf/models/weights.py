@@ -6,13 +6,16 @@ import logging
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from megarlhf.architectures.hf_config import hf_class, read_config
-from megarlhf.architectures.placements import head_name
+from megarlhf.architectures.placements import Head, head_name
+from megarlhf.collective_errors import raise_on_all_ranks
 from megarlhf.config import ModelConfig
 from megarlhf.models.build import ModelShard, placements_on
 from megarlhf.models.settings import DTYPES
 from megarlhf.placement import RankPlacements
+from megarlhf.weights.checkpoint.dtype import ResolvedDtype, resolve_dtype
 from megarlhf.weights.checkpoint.export import export
 from megarlhf.weights.checkpoint.open_checkpoint import open_checkpoint, require_scalar_head
 from megarlhf.weights.transport.random_init import fill_random
@@ -85,6 +88,15 @@ def export_hugging_face(shard: ModelShard, source: Path, directory: Path) -> Non
     )
 
 
-def parameter_dtype(model: ModelConfig) -> torch.dtype:
-    """The dtype of a role's parameters."""
-    return DTYPES[model.dtype]
+def parameter_dtype(role: str, model: ModelConfig, head: Head) -> torch.dtype:
+    """The dtype of a role's parameters: one for all ranks, found by rank 0. Collective.
+
+    Raises: ValueError on every rank when it cannot be told.
+    """
+    resolved = [ResolvedDtype("fp32", "")]
+    with raise_on_all_ranks(lambda reasons: ValueError("; ".join(reasons))):
+        if dist.get_rank() == 0:
+            resolved = [resolve_dtype(role, model, head)]
+    dist.broadcast_object_list(resolved, src=0)
+    log.info("%s: %s, %s", role, resolved[0].name, resolved[0].why)
+    return DTYPES[resolved[0].name]

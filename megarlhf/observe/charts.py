@@ -94,7 +94,7 @@ CHARTS: dict[Kind, tuple[Chart, ...]] = {
         Chart(title="Clip fraction", metrics=("clip_fraction",)),
         Chart(
             title="Log-prob gap, trainer against rollout engine",
-            metrics=("rollout_logprob_gap_mean", "rollout_logprob_gap_max"),
+            metrics=("rollout_logprob_gap_mean", "rollout_logprob_gap_p999", "rollout_logprob_gap_max"),
             axis="nats",
             hint="Jumps when the engine's weights are not the actor's.",
             log_if_positive=True,

@@ -239,13 +239,15 @@ def _optimizer_config(optim: OptimConfig, bf16: bool, shard: bool) -> OptimizerC
 
 
 def _lr_scheduler(optimizer: MegatronOptimizer, optim: OptimConfig, num_steps: int) -> OptimizerParamScheduler:
+    """The rates that `OptimConfig` states. Megatron counts the steps that are done, so it would begin at rate 0."""
+    first = max(1, optim.warmup_steps)
     return OptimizerParamScheduler(
         optimizer,
-        init_lr=0.0,
+        init_lr=optim.lr / first,
         max_lr=optim.lr,
         min_lr=optim.lr if optim.schedule == "constant" else optim.min_lr,
-        lr_warmup_steps=optim.warmup_steps,
-        lr_decay_steps=max(num_steps, optim.warmup_steps + 1),
+        lr_warmup_steps=first - 1,
+        lr_decay_steps=max(num_steps, first),
         lr_decay_style=optim.schedule,
         start_wd=optim.weight_decay,
         end_wd=optim.weight_decay,

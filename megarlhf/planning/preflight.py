@@ -24,6 +24,8 @@ from megarlhf.planning.batch import BatchNumber, rl_batch_numbers, schedule_note
 from megarlhf.planning.legality import check_role
 from megarlhf.planning.models import check_heads, check_vocabularies
 from megarlhf.rollout.rewards.rules import load_rule
+from megarlhf.rollout.vllm_arguments import unknown_arguments
+from megarlhf.weights.checkpoint.dtype import resolve_dtype
 
 
 @dataclass(frozen=True)
@@ -59,17 +61,14 @@ def preflight(command: str, cfg: FrozenModel, world_size: int) -> Preflight:
     described, dp = [], 1
     for name, section in roles.items():
         arch, layout = check_role(name, section, world_size)
+        dtype = resolve_dtype(name, section.model, "scalar" if name in ("critic", "reward_model") else "lm")
         if isinstance(cfg, RLConfig | GenerateConfig):
             _check_positions(cfg, name, section, arch)
             if name == "actor":
                 _check_engine(cfg, section, arch, world_size)
-        described.append(
-            (
-                name,
-                f"{section.model.path} ({arch.model_type}, {arch.num_layers} layers of {arch.hidden_size})",
-                f"tp {layout.tp} x pp {layout.pp} x dp {layout.dp} = {world_size} ranks",
-            )
-        )
+        size = f"{arch.num_layers} layers of {arch.hidden_size}"
+        model = f"{section.model.path} ({arch.model_type}, {size}, {dtype.name} {dtype.why})"
+        described.append((name, model, f"tp {layout.tp} x pp {layout.pp} x dp {layout.dp} = {world_size} ranks"))
         dp = layout.dp
     _check_files(cfg)
     notes = check_vocabularies(roles) + check_heads(roles, trains_reward_model=isinstance(cfg, RMConfig))
@@ -145,6 +144,9 @@ def _check_engine(cfg: RLConfig | GenerateConfig, section: RoleConfig, arch: Arc
     tp = cfg.rollout.tp(section)
     if world_size % tp:
         raise ValueError(f"rollout.parallel.tp = {tp} does not divide the {world_size} ranks of the run")
+    unknown = unknown_arguments(cfg.rollout.engine_args)
+    if unknown:
+        raise ValueError(f"rollout.engine_args: {'; '.join(unknown)}")
     try:
         vllm_placements(arch, tp=tp, tp_rank=0, rank=0)
     except ValueError as error:

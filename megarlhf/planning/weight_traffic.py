@@ -21,6 +21,7 @@ from megarlhf.config import RLConfig
 from megarlhf.layout import MeshLayout, engine_order
 from megarlhf.placement import RankPlacements
 from megarlhf.planning.legality import check_role
+from megarlhf.weights.checkpoint.dtype import resolve_dtype
 from megarlhf.weights.plan.copy_plan import CopyPlan, make_plan
 from megarlhf.weights.plan.tiers import TieredPlan, crossing, make_tiers, node_needs
 from megarlhf.weights.plan.traffic import Links, entering, formula, least_receive, model_elements, wire_seconds
@@ -140,7 +141,7 @@ def transfer_setup(
         trainer_source=f"the trainer ({', '.join(['actor.parallel', *options])})",
         engine_tp=engine_tp,
         engine_source=engine_source,
-        element_bytes=ELEMENT_BYTES[model.dtype],
+        element_bytes=ELEMENT_BYTES[resolve_dtype("actor", model, "lm").name],
         ranks_per_node=ranks_per_node,
         links=links,
     )

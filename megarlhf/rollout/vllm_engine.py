@@ -286,25 +286,32 @@ def _build(
 
     if runtime.world_size % tp:
         raise ValueError(f"rollout.parallel.tp = {tp} does not divide the {runtime.world_size} ranks of the run")
+    on_cpu = runtime.device.type == "cpu"
+    ours = {
+        "load_format": "dummy",
+        "dtype": str(dtype).removeprefix("torch."),
+        # Logits in fp32, as the trainer's: those of bf16 are 1/8 apart between 16 and 32. The weight stays as it is.
+        "hf_overrides": {"head_dtype": "float32"},
+        "skip_tokenizer_init": True,
+        "tensor_parallel_size": tp,
+        "distributed_executor_backend": "external_launcher",
+        "gpu_memory_utilization": rollout.gpu_memory_utilization,
+        "max_model_len": max_model_len,
+        # Log-probs of the distribution that was sampled from: after the temperature.
+        "logprobs_mode": "processed_logprobs",
+        "seed": 0,
+    }
+    if has_experts and not on_cpu:
+        # Other kernels of experts swap, permute or shuffle the weights after loading, at unchanged shape.
+        ours["moe_backend"] = "triton"
+    # Small batches on a CPU gain nothing from compilation, and it costs 10 s at the first sample.
+    defaults: dict[str, Any] = {"enforce_eager": on_cpu, "disable_log_stats": True}
+    if not on_cpu and torch.cuda.device_count() < min(tp, runtime.local_world_size):
+        # vLLM's own all-reduce asks by number whether two devices reach each other, and a task that sees one of them
+        # only has no second number; NCCL's takes its place.
+        defaults["disable_custom_all_reduce"] = True
     with cpu_patches(runtime.device):
-        return LLM(
-            model=str(model_path),
-            load_format="dummy",
-            dtype=str(dtype).removeprefix("torch."),
-            skip_tokenizer_init=True,
-            tensor_parallel_size=tp,
-            distributed_executor_backend="external_launcher",
-            # Small batches on a CPU gain nothing from compilation, and it costs 10 s at the first sample.
-            enforce_eager=runtime.device.type == "cpu",
-            gpu_memory_utilization=rollout.gpu_memory_utilization,
-            max_model_len=max_model_len,
-            # Log-probs of the distribution that was sampled from: after the temperature.
-            logprobs_mode="processed_logprobs",
-            seed=0,
-            disable_log_stats=True,
-            # Other kernels of experts swap, permute or shuffle the weights after loading, at unchanged shape.
-            **({"moe_backend": "triton"} if has_experts and runtime.device.type != "cpu" else {}),
-        )
+        return LLM(str(model_path), **{**defaults, **rollout.engine_args, **ours})
 
 
 def _set_environment(rollout: RolloutConfig, runtime: Runtime) -> None:

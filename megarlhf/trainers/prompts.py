@@ -12,7 +12,6 @@ from megarlhf.data.sources import load_records
 from megarlhf.data.tokenizer import Tokenizer, load_tokenizer
 from megarlhf.layout import engine_order
 from megarlhf.models.role import Role
-from megarlhf.models.weights import parameter_dtype
 from megarlhf.rollout.engine import RolloutEngine, Sampling
 from megarlhf.runtime import Runtime
 
@@ -76,10 +75,9 @@ def make_engine(rollout: RolloutConfig, actor: Role, max_prompt_tokens: int, mic
         return MegatronEngine(actor.shard, micro_batch_samples)
     from megarlhf.rollout.vllm_engine import VllmEngine
 
-    model = actor.section.model
     return VllmEngine(
-        model.hf_directory(),
-        parameter_dtype(model),
+        actor.section.model.hf_directory(),
+        actor.shard.dtype,
         rollout,
         rollout.tp(actor.section),
         max_prompt_tokens + rollout.max_response_tokens,

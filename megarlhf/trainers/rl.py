@@ -27,11 +27,11 @@ from megarlhf.runtime import Runtime
 from megarlhf.trainers.prompts import load_prompts, make_engine, mesh_orders, sampling_of
 from megarlhf.trainers.rl_batches import micro_batches, split_into_mini_batches
 from megarlhf.trainers.rl_eval import Evaluator, StopRule
+from megarlhf.trainers.rl_gap import LogprobGapWatch, logprob_gap
 from megarlhf.trainers.rl_losses import PolicyLoss, ValueLoss
 from megarlhf.trainers.rl_score import (
     Rewarder,
     add_advantages,
-    logprob_gap,
     make_experience,
     policy_logprobs,
     values_of,
@@ -51,6 +51,7 @@ def run(cfg: RLConfig, runtime: Runtime) -> None:
     with open_session(cfg, cfg.run, cfg.checkpoint, runtime, "rl", cfg.train.num_steps, data.notes) as session:
         evaluate = Evaluator(cfg, components.engine, components.rewarder, data.tokenizer, data.heldout)
         stop = StopRule(cfg.train.stop)
+        gap = LogprobGapWatch(cfg.rollout.logprob_gap, components.actor.shard.dtype)
         session.log(0, stop.watch(evaluate()))
         for step in range(cfg.train.num_steps):
             clock = Stopwatch()
@@ -58,7 +59,7 @@ def run(cfg: RLConfig, runtime: Runtime) -> None:
             experience = sample(cfg, components.engine, prompts, components.sampling, step)
             clock.lap("seconds_rollout")
             experience, mini_batches = score(cfg, components, experience, prompts, step)
-            metrics = logprob_gap(experience, cfg.rollout.logprob_gap_limit(cfg.actor))
+            metrics = gap.watch(logprob_gap(experience))
             experience = add_advantages(experience, cfg.algo)
             clock.lap("seconds_experience")
             metrics |= describe(experience, cfg) | train_on(cfg, components, experience, mini_batches, step)
@@ -74,7 +75,8 @@ def run(cfg: RLConfig, runtime: Runtime) -> None:
                 metrics |= stop.watch(evaluate())
                 last = last or stop.over(metrics["kl"])
             session.log(step + 1, metrics)
-            session.maybe_save(step + 1, components.trained, last=last)
+            session.maybe_save(step + 1, components.trained, last=last or gap.failed)
+            gap.raise_if_failed()
             if last:
                 session.note(stop.reason or f"all {cfg.train.num_steps} steps done")
                 break
@@ -100,15 +102,14 @@ class Components:
 def build(cfg: RLConfig, runtime: Runtime, tokenizer: Tokenizer) -> Components:
     """The roles that this configuration needs, and the engine."""
     cache, sections, seed = GroupCache(runtime), cfg.roles(), cfg.run.seed
-    samples = cfg.train.prompts_per_step * cfg.rollout.num_samples_per_prompt
-    updates = cfg.train.num_steps * cfg.train.epochs_per_step * (samples // cfg.train.mini_batch_samples)
     orders = mesh_orders(cfg.rollout, sections, runtime)
 
-    def role(name: str, head: Head, steps: int | None = None) -> Role:
+    def role(name: str, head: Head, *, trained: bool = False) -> Role:
+        steps = cfg.optimizer_steps(name) if trained else None
         return build_role(name, sections[name], head, cache, seed=seed, num_optimizer_steps=steps, order=orders[name])
 
-    actor, reference = role("actor", "lm", updates), role("reference", "lm")
-    critic = role("critic", "scalar", updates) if "critic" in sections else None
+    actor, reference = role("actor", "lm", trained=True), role("reference", "lm")
+    critic = role("critic", "scalar", trained=True) if "critic" in sections else None
     reward_model = role("reward_model", "scalar") if "reward_model" in sections else None
     rows = cfg.train.rows(cfg.data.max_prompt_tokens + cfg.rollout.max_response_tokens)
     engine = make_engine(cfg.rollout, actor, cfg.data.max_prompt_tokens, rows)

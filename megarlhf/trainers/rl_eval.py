@@ -1,4 +1,7 @@
-"""Held-out evaluation in the loop, and the rules that end a run. The rules never see an accuracy."""
+"""Held-out evaluation in the loop, and the rules that end a run.
+
+The rules see the held-out reward, which is an accuracy where the reward is a rule that compares with the answer.
+"""
 
 from __future__ import annotations
 

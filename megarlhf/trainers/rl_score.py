@@ -1,4 +1,4 @@
-"""Rollouts become experience: log-probs of both policies, values, rewards, and the watch on the gap.
+"""Rollouts become experience: log-probs of both policies, values, rewards and advantages.
 
 Legend: B rows, S positions, N samples of the step, T response tokens of all of them.
 """
@@ -120,23 +120,6 @@ class Rewarder:
             self.tokenizer.decode(row.tolist(), continuation=True) for row in experience.rollouts.responses.rows()
         ]
         return rule_rewards(rule, [p.text for p in prompts], responses, [p.fields for p in prompts], self.device)
-
-
-def logprob_gap(experience: Experience, limit: float) -> dict[str, float]:
-    """How far rollout and trainer are apart on the tokens that were sampled, at the same weights (nats).
-
-    Raises: RuntimeError above `limit`, naming the likely causes.
-    """
-    gap_T = (experience.rollouts.logprobs.values_T - experience.columns["old_logprobs"].values_T).abs()
-    worst = float(gap_T.max())
-    if not worst <= limit:
-        raise RuntimeError(
-            f"rollout and trainer disagree by {worst:.3g} nats on a response token (limit rollout.max_logprob_gap = "
-            f"{limit}; mean {float(gap_T.mean()):.3g}). Likely causes: the engine holds other weights than the actor "
-            f"(its version is {experience.rollouts.weight_version}); log-probs at another temperature or before it; "
-            "top-p or top-k truncation on one side only; a lower precision on one side"
-        )
-    return {"rollout_logprob_gap_mean": float(gap_T.mean()), "rollout_logprob_gap_max": worst}
 
 
 def add_advantages(experience: Experience, algo: AlgoConfig) -> Experience:

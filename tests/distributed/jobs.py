@@ -34,11 +34,13 @@ from megarlhf.rollout.megatron_engine import MegatronEngine
 from megarlhf.runtime import Runtime
 from megarlhf.weights.plan.copy_plan import make_plan
 from megarlhf.weights.transport.reshard import reshard_once
+from tests.distributed.fused_jobs import fused_gradients  # noqa: F401
 from tests.distributed.kernel_jobs import largest_tensor, with_calls_of_the_reference  # noqa: F401
 from tests.distributed.vllm_jobs import (  # noqa: F401
     vllm_broken,
     vllm_failing_steps,
     vllm_family,
+    vllm_head,
     vllm_packed_experts,
     vllm_tables,
 )
@@ -247,7 +249,8 @@ def rl_step(runtime: Runtime, config: dict[str, Any], order: tuple[int, ...] | N
     """
     from megarlhf.trainers import prompts as asked
     from megarlhf.trainers import rl
-    from megarlhf.trainers.rl_score import add_advantages, logprob_gap
+    from megarlhf.trainers.rl_gap import logprob_gap
+    from megarlhf.trainers.rl_score import add_advantages
 
     cfg = RLConfig.model_validate(config)
     tokenizer = load_tokenizer(cfg.actor.model.hf_directory())
@@ -267,7 +270,7 @@ def rl_step(runtime: Runtime, config: dict[str, Any], order: tuple[int, ...] | N
     parts.engine.update_weights(parts.actor.shard, version=0)
     experience = rl.sample(cfg, parts.engine, prompts, parts.sampling, 0)
     experience, dealt = rl.score(cfg, parts, experience, prompts, 0)
-    metrics = logprob_gap(experience, cfg.rollout.logprob_gap_limit(cfg.actor))
+    metrics = logprob_gap(experience)
     experience = add_advantages(experience, cfg.algo)
     metrics |= rl.describe(experience, cfg) | rl.train_on(cfg, parts, experience, dealt, 0)
     found = {

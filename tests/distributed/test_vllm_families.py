@@ -130,6 +130,16 @@ def test_a_step_of_rl_samples_with_the_actor_s_weights(
         assert found["orders"] == dict.fromkeys(("actor", "reference", "critic", "reward_model"), order)
 
 
+def test_in_bf16_weights_stay_bf16_and_logits_are_fp32(vllm_ranks: RankPool, models: dict[str, Path]) -> None:
+    """Tied embeddings, after an update whose weights are certified. Not covered: a GPU, whose product is another."""
+    (found,) = vllm_ranks.run(1, "vllm_head", str(models["tied"]), "bf16")
+    assert found["weights"] == {torch.bfloat16}
+    assert found["logits"].dtype == torch.float32
+    torch.testing.assert_close(found["logits"], found["exact"].float(), atol=1e-6, rtol=1e-6)
+    rounded = found["logits"].bfloat16().float()
+    assert (rounded - found["logits"]).abs().max() > 1e-3, "bf16 would have held these logits"
+
+
 NAMED = {
     "stale rank": (
         r"rank 1: model\.layers\.0\.self_attn\.qkv_proj\.weight\[0, 0\]: the table says "

@@ -78,6 +78,8 @@ def vllm_family(
 
     session = _Session(runtime, first, tp, parallel, dtype)
     assert {tensor.dtype for tensor in session.engine._parameters.values()} == {DTYPES[dtype]}
+    head = session.engine._llm.llm_engine.vllm_config.model_config
+    assert (head.hf_config.head_dtype, head.head_dtype) == ("float32", torch.float32), "logits are rounded"
     early = _error(lambda: session.greedy(prompts))
     said, held = [], []
     for version, path in enumerate((first, second)):
@@ -103,6 +105,23 @@ def vllm_family(
         different[how.__name__] = [name for name, value in live.items() if not torch.equal(value, expected[name])]
     session.engine.close()
     return {"early": early, "said": said, "different": different, "changed": changed, "all": list(held[0])}
+
+
+def vllm_head(runtime: Runtime, model: str, dtype: str) -> dict[str, Any]:
+    """Logits of an engine with certified weights, from made-up hidden states; and the same product in fp64."""
+    session = _Session(runtime, model, 1, {}, dtype)
+    session.update(model, 0)
+    session.engine.verify_weights(session.actor.shard)
+    weight_VH = session.weights()["model.embed_tokens.weight"]
+    hidden_TH = 4 * torch.randn(8, weight_VH.size(1), generator=torch.Generator().manual_seed(0))
+    hidden_TH = hidden_TH.to(weight_VH.dtype)
+    logits_TV = session.engine._llm.apply_model(lambda live: live.compute_logits(hidden_TH))[0]
+    session.engine.close()
+    return {
+        "weights": {tensor.dtype for tensor in session.engine._parameters.values()},
+        "logits": logits_TV,
+        "exact": hidden_TH.double() @ weight_VH.double().T[:, : logits_TV.size(1)],
+    }
 
 
 def vllm_tables(runtime: Runtime, model: str) -> dict[str, str]:

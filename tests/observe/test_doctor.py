@@ -1,14 +1,19 @@
 """What doctor says of made-up machines. Not covered: what a real GPU machine reports of itself."""
 
 import io
+import re
 import subprocess
 import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 from rich.console import Console
 
-from megarlhf.commands.doctor import apex_kind, examine, print_doctor, report
+from megarlhf.commands.doctor import apex_kind, examine, print_doctor, report, transformer_engine_range
+
+ROOT = Path(__file__).parents[2]
 
 CPU_VERSIONS = {
     "torch": "2.13.0+cpu",
@@ -53,6 +58,34 @@ def test_on_a_gpu_machine_missing_kernels_are_noted_and_missing_nccl_is_a_proble
     assert findings["transformer-engine"].verdict == "note"
     assert findings["distributed backends"].verdict == "problem"
     assert "without nccl" in findings["distributed backends"].meaning
+
+
+@pytest.mark.parametrize(
+    ("version", "device", "verdict"),
+    [("2.11.0", "cuda", "ok"), ("2.20.2", "cuda", "problem"), ("2.8.0", "cuda", "problem"), ("2.20.2", "cpu", "note")],
+)
+def test_a_transformer_engine_outside_megatron_core_s_range_is_said(version, device, verdict):
+    """Where there is no GPU it is not used."""
+    found = findings_of(Machine(device_type=device, versions={**CPU_VERSIONS, "transformer-engine": version}))
+    assert found["transformer-engine"].verdict == verdict
+    said = "Megatron-Core 0.16.1 takes <2.12.0,>=2.9.0a0" in found["transformer-engine"].meaning
+    assert said is (verdict != "ok")
+
+
+def test_what_is_pinned_for_gpus_is_inside_megatron_core_s_range():
+    """requirements/gpu.txt names one version, setup.py's extra a range that lies inside."""
+    taken = transformer_engine_range()
+    assert taken is not None
+    lines = (ROOT / "requirements/gpu.txt").read_text().splitlines()
+    (pinned,) = (Requirement(line) for line in lines if line.startswith("transformer-engine"))
+    (exact,) = pinned.specifier
+    assert exact.operator == "=="
+    assert taken.contains(exact.version)
+    (extra,) = re.findall(r'"(transformer-engine\[[^"]*)"', (ROOT / "setup.py").read_text())
+    asked = Requirement(extra).specifier
+    assert asked.contains(exact.version)
+    releases = [f"{major}.{minor}.{patch}" for major in (1, 2, 3) for minor in range(30) for patch in (0, 1)]
+    assert {release for release in releases if asked.contains(release)} == set(taken.filter(releases))
 
 
 def test_an_untested_version_is_noted_and_a_missing_core_is_a_problem():

@@ -86,7 +86,28 @@ def test_the_arithmetic_of_sft_by_hand(paths):
         BatchNumber("sequences per forward (micro-batch) of one data-parallel rank", 2),
         BatchNumber("micro-batches per optimizer step on one data-parallel rank", 2),
     )
-    assert plan.roles == (("actor", f"{paths['model']} (llama, 6 layers of 96)", "tp 2 x pp 1 x dp 2 = 4 ranks"),)
+    model = f"{paths['model']} (llama, 6 layers of 96, fp32 by default)"
+    assert plan.roles == (("actor", model, "tp 2 x pp 1 x dp 2 = 4 ranks"),)
+
+
+def test_a_dtype_that_cannot_be_followed_is_refused_for_the_role_that_has_it(paths):
+    critic = role(paths, paths["make"]("half", dtype="float16"))
+    with pytest.raises(
+        ValueError, match=r"critic\.model\.dtype = auto, but .*half/config.json says float16; set critic"
+    ):
+        preflight("rl", rl(paths, critic=critic), 1)
+    critic["model"]["dtype"] = "bf16"
+    plan = preflight("rl", rl(paths, critic=critic), 1)
+    assert [model.split(", ")[-1] for _, model, _ in plan.roles] == ["fp32 by default)"] * 2 + ["bf16 as configured)"]
+
+
+def test_an_argument_that_vllm_does_not_know_is_refused_before_anything_starts(paths):
+    rollout = {"engine_args": {"max_num_seq": 8}}
+    with pytest.raises(
+        ValueError, match=r"rollout\.engine_args: vLLM has no .*'max_num_seq'; did you mean 'max_num_seqs'"
+    ):
+        preflight("rl", rl(paths, rollout={**rollout, "engine": "vllm"}), 1)
+    preflight("rl", rl(paths, rollout=rollout), 1)  # sampled by the actor itself: not read
 
 
 def test_the_arithmetic_of_rm_counts_pairs(paths):

@@ -76,6 +76,13 @@ def test_llama_3_70b(capsys, options, need, least, largest, all_gather):
     assert report["plan_seconds"] < 60
 
 
+def test_the_dtype_is_config_json_s_unless_one_is_given():
+    """There are no weights to look at."""
+    for overrides, size in (((), 2), (("actor.model.dtype=fp32",), 4)):
+        cfg = load_config(RLConfig, "configs/plan/llama-3-70b.yaml", overrides)
+        assert transfer_setup(cfg, parser().parse_args(["-c", "unused"])).element_bytes == size
+
+
 def test_links_inside_and_between_nodes_are_charged_apart(capsys):
     """At 400 Gb/s, 50 GB/s, a node sends a little more than the busiest receives, whatever --rank-gbps; without pp
     nothing enters a node, and its ranks' links alone count."""

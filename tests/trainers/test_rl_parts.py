@@ -1,4 +1,4 @@
-"""The parts of the rl loop that need no model: advantages, the watch on the gap, stop rules, mini-batches.
+"""The parts of the rl loop that need no model: advantages, stop rules, mini-batches.
 
 Not covered: the formulas at large (tests/algo), the loop itself (tests/distributed).
 """
@@ -14,7 +14,7 @@ from megarlhf.config import AlgoConfig, StopConfig
 from megarlhf.experience import Experience, Ragged, Rollouts
 from megarlhf.trainers.rl_batches import split_into_mini_batches
 from megarlhf.trainers.rl_eval import StopRule
-from megarlhf.trainers.rl_score import add_advantages, logprob_gap
+from megarlhf.trainers.rl_score import add_advantages
 
 
 def ragged(*rows, dtype=torch.float32):
@@ -101,22 +101,6 @@ def test_leave_one_out_with_kl_in_the_reward_by_hand():
 def test_samples_of_different_prompts_are_not_compared():
     found = add_advantages(experience(groups=(0, 1)), algo(advantage="leave_one_out"))
     assert values(found, "advantages") == [0, 0, 0]
-
-
-def test_a_gap_below_the_limit_is_measured():
-    table = experience(rollout_logprobs=((-1.03, -2.0), (-0.44,)))
-    found = logprob_gap(table, 0.07)
-    assert found["rollout_logprob_gap_mean"] == pytest.approx((0.03 + 0.06) / 3, rel=1e-4)
-    assert found["rollout_logprob_gap_max"] == pytest.approx(0.06, rel=1e-4)
-
-
-@pytest.mark.parametrize("worst", [-0.44, -0.56, float("nan")])
-def test_a_gap_above_the_limit_stops_the_run_and_names_the_causes(worst):
-    """In either direction, and a NaN is no agreement."""
-    with pytest.raises(RuntimeError, match="rollout and trainer disagree") as raised:
-        logprob_gap(experience(rollout_logprobs=((-1.0, -2.0), (worst,))), 0.05)
-    causes = ["rollout.max_logprob_gap = 0.05", "other weights", "version is 7", "temperature", "top-p", "precision"]
-    assert [cause for cause in causes if cause not in str(raised.value)] == []
 
 
 def test_stop_on_kl():

@@ -1,7 +1,9 @@
-"""`make demo-seeds`: the whole demo for several seeds, and the control in which nothing can be learned.
+"""`make demo-seeds`: the whole demo for several seeds, and a control.
 
-The control is PPO and GRPO with the rewards permuted over the samples of each step. Writes
-benchmarks/results/demo.json, the figures that the README states.
+The control is PPO and GRPO with the rewards permuted over the samples of each step, so that they say nothing about the
+responses. GRPO then has nothing to learn from. PPO's critic starts from the reward model, and at lam < 1 its values
+enter the advantages, so that some of what the reward model knows is left. Writes benchmarks/results/demo.json, the
+figures that the README states.
 """
 
 from __future__ import annotations

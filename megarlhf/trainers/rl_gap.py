@@ -1,0 +1,76 @@
+"""The watch over the gap between rollout and trainer.
+
+At the same weights and temperature both should give a sampled token the same log-prob. What is left is rounding, unless
+something is wrong. The gradient does not use the rollout's log-probs: the policy's ratio is made from the trainer's own
+(`old_logprobs`), so that this watch is the only place where the engine's numbers end.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from megarlhf.config import LogprobGapConfig
+from megarlhf.experience import Experience
+from megarlhf.models.settings import DTYPES
+
+log = logging.getLogger(__name__)
+
+
+class LogprobGapError(FloatingPointError):
+    """Rollout and trainer have been too far apart for too many steps."""
+
+
+def logprob_gap(experience: Experience) -> dict[str, float]:
+    """|rollout's log-prob - trainer's| over the response tokens of a step, of all ranks, in nats.
+
+    Mean, 99.9th percentile and largest, exact and the same on every rank. The percentile is a gap that occurred: the
+    smallest that at least 999 of 1000 tokens do not exceed. NaN on either side makes the mean NaN.
+    """
+    gap_T = (experience.rollouts.logprobs.values_T - experience.columns["old_logprobs"].values_T).abs()
+    num_tokens = gap_T.numel()
+    return {
+        "rollout_logprob_gap_mean": float(gap_T.mean()),
+        "rollout_logprob_gap_p999": float(gap_T.kthvalue(num_tokens - num_tokens // 1000).values),
+        "rollout_logprob_gap_max": float(gap_T.max()),
+    }
+
+
+class LogprobGapWatch:
+    """Counts consecutive steps in which a limit is exceeded. Nothing is raised before `raise_if_failed` is called."""
+
+    def __init__(self, cfg: LogprobGapConfig, dtype: torch.dtype) -> None:
+        self._limits = next(cfg.limits(name) for name in DTYPES if DTYPES[name] == dtype)
+        self._steps_allowed, self._steps = cfg.steps, 0
+        self._exceeded = ""
+
+    @property
+    def failed(self) -> bool:
+        return self._steps >= self._steps_allowed
+
+    def watch(self, gap: dict[str, float]) -> dict[str, float]:
+        """Take note of a step's gap; returns it as it is. A limit is exceeded by NaN too."""
+        values = {name: gap[f"rollout_logprob_gap_{name}"] for name in self._limits}
+        over = [
+            f"rollout_logprob_gap_{name} = {value:.3g} nats, above rollout.logprob_gap.{name} = {self._limits[name]:g}"
+            for name, value in values.items()
+            if not value <= self._limits[name]
+        ]
+        self._steps = self._steps + 1 if over else 0
+        self._exceeded = " and ".join(over)
+        if over:
+            log.info(  # the same on every rank, and said by the first
+                "%s: step %d of the %d in a row that end the run", self._exceeded, self._steps, self._steps_allowed
+            )
+        return gap
+
+    def raise_if_failed(self) -> None:
+        """Raises: LogprobGapError, naming the likely causes, when too many steps in a row were above a limit."""
+        if self.failed:
+            raise LogprobGapError(
+                f"rollout and trainer disagree: {self._exceeded}, for {self._steps} step(s) in a row. A checkpoint "
+                "has been written. Likely causes: the engine holds other weights than the actor; log-probs at another "
+                "temperature or before it; top-p or top-k truncation on one side only; a lower precision on one side. "
+                "Where the gap is rounding and nothing else (a large mixture of experts in bf16), raise the limit"
+            )

@@ -1,0 +1,100 @@
+"""What the rollout section takes and refuses. Not covered: that vLLM does with an argument what it says."""
+
+import pytest
+import yaml
+
+from megarlhf.config import GenerateConfig, LogprobGapConfig, RLConfig, RolloutConfig, load_config
+from megarlhf.config.rollout import RESERVED_ENGINE_ARGS
+from megarlhf.rollout.vllm_arguments import known_arguments, unknown_arguments
+
+
+def load(tmp_path, *overrides):
+    tree = {"run": {"dir": "r"}, "actor": {"model": {"path": "m"}}, "data": {"train": "d"}}
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(tree))
+    return load_config(GenerateConfig, tmp_path / "c.yaml", overrides)
+
+
+def test_engine_arguments_come_from_file_and_command_line(tmp_path):
+    cfg = load(tmp_path, "rollout.engine_args.max_num_seqs=64", "rollout.engine_args.compilation_config={mode: 0}")
+    assert cfg.rollout.engine_args == {"max_num_seqs": 64, "compilation_config": {"mode": 0}}
+    assert RolloutConfig().engine_args == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("dtype", "the actor's dtype"),
+        ("seed", "run.seed"),
+        ("hf_overrides", "config.json"),
+        ("tensor_parallel_size", "rollout.parallel.tp"),
+        ("load_format", "come from the actor"),
+        ("logprobs_mode", "distribution that was sampled from"),
+        ("enable_lora", "rename the weights"),
+    ],
+)
+def test_arguments_that_megarlhf_sets_are_refused_with_the_reason(tmp_path, name, reason):
+    with pytest.raises(ValueError, match=r"rollout\.engine_args: megarlhf sets these itself") as raised:
+        load(tmp_path, f"rollout.engine_args.{name}=1", "rollout.engine_args.max_num_seqs=8")
+    assert f"{name}: " in str(raised.value)
+    assert reason in str(raised.value)
+    assert "max_num_seqs" not in str(raised.value)
+
+
+def test_every_reserved_argument_is_one_of_vllm_and_so_are_those_that_the_engine_gives():
+    """A name that vLLM has dropped would protect nothing."""
+    known = known_arguments()
+    assert len(known) > 100
+    assert RESERVED_ENGINE_ARGS.keys() - known == set()
+    assert {"max_num_seqs", "enforce_eager", "disable_custom_all_reduce"} <= known - RESERVED_ENGINE_ARGS.keys()
+
+
+def test_an_argument_that_vllm_does_not_know_is_told_with_the_nearest():
+    assert unknown_arguments(["max_num_seqs", "max_num_seq", "zzz"]) == [
+        "vLLM has no argument 'max_num_seq'; did you mean 'max_num_seqs'?",
+        "vLLM has no argument 'zzz'",
+    ]
+
+
+def test_without_vllm_or_with_another_source_nothing_is_known(tmp_path):
+    """Building the engine refuses the name then."""
+    assert known_arguments([str(tmp_path)]) == frozenset()
+    (tmp_path / "vllm/engine").mkdir(parents=True)
+    (tmp_path / "vllm/__init__.py").write_text("raise RuntimeError('must not be imported')")
+    assert known_arguments([str(tmp_path)]) == frozenset()
+    (tmp_path / "vllm/engine/arg_utils.py").write_text("class EngineArgs:\n    model: str = ''\n    _own: int = 0\n")
+    assert known_arguments([str(tmp_path)]) == {"model"}
+
+
+def test_the_key_of_old_is_told_what_to_write_instead(tmp_path):
+    with pytest.raises(ValueError, match=r"rollout: max_logprob_gap = 0.5 .* logprob_gap: \{mean: ..., p999: ...\}"):
+        load(tmp_path, "rollout.max_logprob_gap=0.5")
+
+
+def test_limits_of_the_gap_follow_the_dtype_unless_they_are_given():
+    assert LogprobGapConfig().limits("fp32") == {"mean": 1e-3, "p999": 1e-2}
+    assert LogprobGapConfig(p999=5.0).limits("bf16") == {"mean": 0.1, "p999": 5.0}
+
+
+@pytest.mark.parametrize(("advantage", "actor"), [("gae", 30), ("group_relative", 40)])
+def test_the_actor_s_learning_rate_counts_the_steps_in_which_it_is_trained(advantage, actor):
+    """20 steps of 2 mini-batches; the first 5 train the critic alone, where there is one."""
+    role = {"model": {"path": "m"}}
+    cfg = RLConfig.model_validate(
+        {
+            "run": {"dir": "r"},
+            "actor": role,
+            "critic": role,
+            "rewards": [{"kind": "rule", "rule": "exact_match"}],
+            "data": {"train": "d", "max_prompt_tokens": 8},
+            "train": {
+                "num_steps": 20,
+                "prompts_per_step": 4,
+                "mini_batch_samples": 4,
+                "micro_batch_samples": 1,
+                "critic_warmup_steps": 5,
+            },
+            "rollout": {"num_samples_per_prompt": 2},
+            "algo": {"advantage": advantage},
+        }
+    )
+    assert (cfg.optimizer_steps("actor"), cfg.optimizer_steps("critic")) == (actor, 40)

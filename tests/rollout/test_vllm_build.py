@@ -1,0 +1,62 @@
+"""What vLLM is asked for. A stand-in takes the arguments; tests/distributed start the real one.
+
+Not covered: GPUs. The device is only named, nothing is put there.
+"""
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+
+from megarlhf.config import RolloutConfig
+from megarlhf.rollout.vllm_engine import _build
+from megarlhf.runtime import Runtime
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """Builds an engine of tp 2 on a machine of four ranks; returns what vLLM's `LLM` was called with."""
+
+    def build(visible_devices=4, has_experts=False, **rollout):
+        taken = {}
+        fake = SimpleNamespace(LLM=lambda model, **arguments: taken.update(arguments, model=model))
+        monkeypatch.setitem(sys.modules, "vllm", fake)
+        runtime = Runtime(
+            rank=0, local_rank=0, world_size=4, local_world_size=4, device=torch.device("cuda", 0), backend="nccl"
+        )
+        with (
+            mock.patch.object(torch.cuda, "device_count", return_value=visible_devices),
+            mock.patch.dict("os.environ"),
+        ):
+            settings = RolloutConfig.model_validate(rollout)
+            _build(Path("model"), torch.bfloat16, settings, 2, 128, runtime, has_experts)
+        return taken
+
+    return build
+
+
+def test_logits_are_asked_for_in_fp32_and_weights_in_the_actor_s_dtype(asked):
+    found = asked()
+    assert (found["hf_overrides"], found["dtype"]) == ({"head_dtype": "float32"}, "bfloat16")
+    assert (found["load_format"], found["logprobs_mode"], found["max_model_len"]) == (
+        "dummy",
+        "processed_logprobs",
+        128,
+    )
+    assert "moe_backend" not in found
+    assert asked(has_experts=True)["moe_backend"] == "triton"
+
+
+def test_further_arguments_are_handed_on_and_may_replace_defaults(asked):
+    found = asked(engine_args={"max_num_seqs": 7, "enforce_eager": True})
+    assert (found["max_num_seqs"], found["enforce_eager"], found["seed"]) == (7, True, 0)
+    assert asked()["enforce_eager"] is False
+
+
+@pytest.mark.parametrize(("visible", "disabled"), [(1, True), (4, None)])
+def test_with_one_visible_device_per_task_vllm_s_own_all_reduce_is_off(asked, visible, disabled):
+    """It asks whether device 0 reaches device 1, and a task that sees device 0 alone has no such pair."""
+    assert asked(visible_devices=visible).get("disable_custom_all_reduce") is disabled

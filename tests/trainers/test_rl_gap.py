@@ -1,0 +1,86 @@
+"""The watch over the gap between rollout and trainer. Not covered: the gap of real engines (tests/distributed)."""
+
+import logging
+
+import pytest
+import torch
+
+from megarlhf.config import LogprobGapConfig
+from megarlhf.experience import Experience, Rollouts
+from megarlhf.trainers.rl_gap import LogprobGapError, LogprobGapWatch, logprob_gap
+from tests.trainers.test_rl_parts import experience, ragged
+
+NAMES = ("mean", "p999", "max")
+
+
+def gap(mean, p999=0.0, largest=0.0):
+    return dict(zip((f"rollout_logprob_gap_{name}" for name in NAMES), (mean, p999, largest), strict=True))
+
+
+def watch(**limits):
+    return LogprobGapWatch(LogprobGapConfig(**limits), torch.float32)
+
+
+def test_mean_percentile_and_largest_by_hand():
+    """Gaps .03, 0 and .06; of three tokens the 99.9th percentile is the largest."""
+    found = logprob_gap(experience(rollout_logprobs=((-1.03, -2.0), (-0.44,))))
+    assert found == pytest.approx(gap(0.03, 0.06, 0.06), rel=1e-4)
+
+
+@pytest.mark.parametrize(("tokens", "rank"), [(999, 999), (1000, 999), (2999, 2997), (3000, 2997)])
+def test_the_percentile_is_the_smallest_gap_that_999_of_1000_do_not_exceed(tokens, rank):
+    """Gaps 1 ... n in any order: the percentile is the number that as many do not exceed."""
+    gaps = torch.randperm(tokens, generator=torch.Generator().manual_seed(0)) + 1.0
+    rollouts = Rollouts(
+        responses=ragged([4] * tokens, dtype=torch.int64),
+        logprobs=ragged(gaps.tolist()),
+        finished_N=torch.tensor([True]),
+        weight_version=0,
+    )
+    table = Experience(
+        prompts=(torch.tensor([1]),),
+        groups_N=torch.tensor([0]),
+        rollouts=rollouts,
+        columns={"old_logprobs": ragged([0.0] * tokens)},
+    )
+    found = logprob_gap(table)
+    assert found["rollout_logprob_gap_p999"] == rank
+    assert (found["rollout_logprob_gap_p999"] >= gaps).sum() / tokens >= 0.999
+    assert found["rollout_logprob_gap_max"] == tokens
+
+
+def test_only_consecutive_steps_above_a_limit_end_the_run(caplog):
+    """Either limit counts, and a step within both starts anew. The largest gap ends nothing."""
+    caplog.set_level(logging.INFO)
+    rule = watch(mean=0.1, p999=1.0, steps=2)
+    for step in (gap(0.2), gap(0.1, 1.0, 50.0), gap(0.0, 1.1)):
+        assert rule.watch(step) is step
+        assert not rule.failed
+        rule.raise_if_failed()
+    rule.watch(gap(0.2))
+    assert rule.failed
+    with pytest.raises(LogprobGapError) as raised:
+        rule.raise_if_failed()
+    named = ["rollout.logprob_gap.mean = 0.1", "2 step(s)", "other weights", "temperature", "top-p", "precision"]
+    assert [part for part in named if part not in str(raised.value)] == []
+    assert isinstance(raised.value, FloatingPointError), "the command ends with status 4"
+    assert [record.message.split(": ")[1] for record in caplog.records] == [
+        "step 1 of the 2 in a row that end the run",
+        "step 1 of the 2 in a row that end the run",
+        "step 2 of the 2 in a row that end the run",
+    ]
+
+
+@pytest.mark.parametrize("worst", [float("nan"), -float("inf")])
+def test_a_log_prob_that_is_no_number_is_above_every_limit(worst):
+    rule = watch(mean=1e30, p999=1e30, steps=1)
+    rule.watch(logprob_gap(experience(rollout_logprobs=((-1.0, -2.0), (worst,)))))
+    assert rule.failed
+
+
+def test_limits_follow_the_actor_s_dtype():
+    step = gap(0.05, 1.0)
+    for dtype, failed in ((torch.float32, True), (torch.bfloat16, False)):
+        rule = LogprobGapWatch(LogprobGapConfig(steps=1), dtype)
+        rule.watch(step)
+        assert rule.failed is failed

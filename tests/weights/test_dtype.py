@@ -1,0 +1,124 @@
+"""`model.dtype: auto`. Not covered: that training in the dtype is good."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megarlhf.commands.convert import main as convert
+from megarlhf.config import ModelConfig
+from megarlhf.models import weights
+from megarlhf.weights.checkpoint.dtype import resolve_dtype
+from tests.gloo import run_ranks
+from tests.weights.models import write_model
+
+
+def resolved(path, head="lm", **model):
+    found = resolve_dtype("actor", ModelConfig(path=path, **model), head)
+    return found.name, found.why
+
+
+def say(path, **changes):
+    """Changes config.json."""
+    file = path / "config.json"
+    config = json.loads(file.read_text()) | changes
+    file.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+
+
+def cast(path, *names, to):
+    """Stores some tensors in another dtype."""
+    tensors = load_file(path / "model.safetensors")
+    assert set(names) <= tensors.keys()
+    save_file({name: t.to(to) if name in names else t for name, t in tensors.items()}, path / "model.safetensors")
+
+
+@pytest.mark.parametrize(("dtype", "name"), [(torch.bfloat16, "bf16"), (torch.float32, "fp32")])
+def test_the_stored_tensors_decide_and_not_config_json(tmp_path, dtype, name):
+    path = write_model("llama", tmp_path / "m", dtype=dtype)
+    say(path, dtype="float16")
+    assert resolved(path) == (name, "as stored")
+    assert resolved(path, dtype="fp32") == ("fp32", "as configured")
+
+
+@pytest.mark.parametrize("form", ["torch_dist", "mp_rank"])
+def test_a_megatron_checkpoint_decides_too(tmp_path, form):
+    source = write_model("llama", tmp_path / "m", dtype=torch.bfloat16)
+    arguments = ["--hf", str(source), "--out", str(tmp_path / "megatron"), "--format", form, "--tp", "2"]
+    assert convert(["hf-to-megatron", *arguments]) == 0
+    say(source, dtype="float32")
+    assert resolved(tmp_path / "megatron", hf=source) == ("bf16", "as stored")
+
+
+def test_fp16_is_refused_unless_a_dtype_is_given(tmp_path):
+    path = write_model("llama", tmp_path / "m", dtype=torch.float16)
+    with pytest.raises(
+        ValueError, match=r"actor.model.dtype = auto, but .*m is stored in float16 \(\d+ bytes\); set actor.model"
+    ):
+        resolved(path)
+    assert resolved(path, dtype="bf16") == ("bf16", "as configured")
+
+
+def test_tensors_of_several_dtypes_are_refused_with_what_each_takes(tmp_path):
+    path = write_model("llama", tmp_path / "m", dtype=torch.bfloat16)
+    cast(path, "model.norm.weight", to=torch.float32)
+    with pytest.raises(ValueError, match=r"stored in bfloat16 \(\d+ bytes\), float32 \(\d+ bytes\); set actor"):
+        resolved(path)
+
+
+def test_a_head_that_the_role_does_not_use_has_no_say(tmp_path):
+    """A critic from a language model leaves its head where it is."""
+    path = write_model("llama", tmp_path / "m", dtype=torch.bfloat16)
+    cast(path, "lm_head.weight", to=torch.float32)
+    assert resolved(path, head="scalar") == ("bf16", "as stored")
+    with pytest.raises(ValueError, match=r"stored in bfloat16 .*float32"):
+        resolved(path)
+
+
+@pytest.mark.parametrize(
+    ("said", "found"),
+    [
+        ({"dtype": "bfloat16"}, ("bf16", "as config.json says")),
+        ({"torch_dtype": "float32", "dtype": None}, ("fp32", "as config.json says")),
+        ({"dtype": None}, ("fp32", "by default")),
+    ],
+)
+def test_without_weights_config_json_decides(tmp_path, said, found):
+    """Random weights, and a directory for a plan, which has none; the files of the first are not looked at."""
+    path = write_model("llama", tmp_path / "m", dtype=torch.float16)
+    say(path, **said)
+    assert resolved(path, random_init=True) == found
+    (path / "model.safetensors").unlink()
+    assert resolved(path) == found
+
+
+def test_random_weights_of_a_model_in_fp16_are_refused(tmp_path):
+    path = write_model("llama", tmp_path / "m")
+    say(path, dtype="float16")
+    with pytest.raises(ValueError, match=r"auto, but .*config.json says float16; set"):
+        resolved(path, random_init=True)
+
+
+def _on_ranks(rank, good, bad):
+    """Rank 1 is not asked: it sees another file system."""
+    real = weights.resolve_dtype
+
+    def resolve(role, model, head):
+        assert rank == 0, "another rank read the checkpoint"
+        return real(role, model, head)
+
+    weights.resolve_dtype = resolve
+    found = weights.parameter_dtype("actor", ModelConfig(path=good), "lm")
+    try:
+        weights.parameter_dtype("actor", ModelConfig(path=bad), "lm")
+    except ValueError as error:
+        return found, str(error)
+    return found, ""
+
+
+def test_all_ranks_take_what_rank_0_finds(tmp_path):
+    good = write_model("llama", tmp_path / "good", dtype=torch.bfloat16)
+    bad = write_model("llama", tmp_path / "bad", dtype=torch.float16)
+    for dtype, error in run_ranks(2, tmp_path, _on_ranks, good, bad):
+        assert dtype == torch.bfloat16
+        assert "is stored in float16" in error
