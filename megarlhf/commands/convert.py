@@ -222,15 +222,15 @@ def _check(model: StoredModel) -> int:
 def _verify(arguments: argparse.Namespace) -> int:
     a, b = (open_model(path, hf=_reference(path, arguments.reference_hf)) for path in (arguments.a, arguments.b))
     dtype = None if arguments.dtype is None else DTYPES[arguments.dtype]
-    found: list[Digests] = []
+    both_digests: list[Digests] = []
     for model in (a, b):
         with _count_bar(f"reading {model.directory}", len(logical_tensors(model.arch, model.head))) as progress:
-            found.append(digests(model, dtype=dtype, progress=progress))
-    difference = differences(a, b, found[0], found[1], dtype)
+            both_digests.append(digests(model, dtype=dtype, progress=progress))
+    difference = differences(a, b, both_digests[0], both_digests[1], dtype)
     if difference:
         print(f"not the same model:\n{difference}")
         return 1
-    print(f"the same model: {len(found[0].tensors)} tensors, digest {found[0].whole()}")
+    print(f"the same model: {len(both_digests[0].tensors)} tensors, digest {both_digests[0].whole()}")
     return 0
 
 
@@ -283,7 +283,7 @@ class _PlainLines:
     def __init__(self, what: str) -> None:
         import time
 
-        self.what, self.total, self._done, self._said = what, 0, 0, 0
+        self.what, self.total, self._done, self._reported = what, 0, 0, 0
         self._clock, self._start = time.monotonic, time.monotonic()
         self._lock = threading.Lock()
 
@@ -296,8 +296,8 @@ class _PlainLines:
         with self._lock:
             self._done += count
             tenth = 10 * self._done // self.total if self.total else 0
-            if tenth > self._said:
-                self._said = tenth
+            if tenth > self._reported:
+                self._reported = tenth
                 seconds = self._clock() - self._start
                 left = seconds * (self.total - self._done) / self._done
                 print(
