@@ -35,7 +35,7 @@ export VLLM_NO_USAGE_STATS ?= 1
 export TORCH_CPP_LOG_LEVEL ?= ERROR
 
 .PHONY: help venv demo demo-3d demo-seeds bench-convert bench-reshard bench-kernels bench-packing bench-gpu-logprob \
-	bench-gpu-packed test test-slow lint doctor lock clean
+	bench-gpu-packed test test-slow lint docs doctor lock clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -97,6 +97,17 @@ lint: venv ## ruff (lint and format) and mypy
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(PY) -m mypy
+
+# An environment of its own: the site needs neither torch nor anything else of $(VENV).
+DOCS_VENV ?= build/docs-venv
+docs: $(DOCS_VENV)/.installed ## the documentation as a site in build/site; fails on a broken link
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/python -m mkdocs build --strict --quiet
+	@echo "build/site/index.html"
+
+$(DOCS_VENV)/.installed: requirements/docs.txt
+	$(PYTHON) -m venv --clear $(DOCS_VENV)
+	$(DOCS_VENV)/bin/python -m pip install --disable-pip-version-check -qq --no-deps -r requirements/docs.txt
+	@touch $@
 
 doctor: venv ## what this machine has, what is missing and what that means
 	$(PY) -m megarlhf doctor

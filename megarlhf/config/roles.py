@@ -96,9 +96,13 @@ class OptimConfig(FrozenModel):
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Optimizer steps over which the learning rate rises linearly from 0."""
     min_lr: NonNegative = 0.0
+    """Where `linear` and `cosine` end; `constant` does not read it."""
     beta1: Fraction = 0.9
+    """AdamW's decay of the mean of gradients."""
     beta2: Fraction = 0.95
+    """AdamW's decay of the mean of squared gradients."""
     eps: Positive = 1e-8
+    """AdamW's addend to the root of that mean."""
     weight_decay: NonNegative = 0.0
     """Decoupled; not applied to norms and biases."""
     clip_grad: NonNegative = 1.0

@@ -42,7 +42,9 @@ class PromptDataConfig(FrozenModel):
     train: Path
     """Prompts; further columns (`answer`, ...) are handed to the rule rewards."""
     heldout: Path | None = None
+    """Prompts of the same form; used for evaluation only."""
     template: Literal["plain", "chat"] = "plain"
+    """`plain`: the text as it stands. `chat`: the tokenizer's chat template over `messages`."""
     max_prompt_tokens: PositiveInt = 1024
     """Longer prompts are skipped, counted and reported; nothing is cut."""
 
@@ -129,6 +131,7 @@ class RolloutConfig(FrozenModel):
     """`megatron` generates with the actor itself: slow, the oracle in tests."""
     parallel: RolloutParallelConfig = RolloutParallelConfig()
     num_samples_per_prompt: PositiveInt = 1
+    """Responses drawn for each prompt of a step."""
     max_response_tokens: PositiveInt = 1024
     """A response that has not ended by then is truncated, and counted."""
     temperature: Positive = 1.0
@@ -136,6 +139,7 @@ class RolloutConfig(FrozenModel):
     gpu_memory_utilization: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.4
     """Share of GPU memory for vLLM's weights and cache. CPU: the cache is `cpu_cache_gib`."""
     cpu_cache_gib: PositiveInt = 1
+    """Memory of vLLM's cache on each rank when it runs on a CPU."""
     verify_weights_every: Annotated[int, Field(ge=0)] = 10
     """Steps between digest checks that vLLM holds the actor's weights; also at start and after the
     first step. 0: only there."""
@@ -178,16 +182,23 @@ class AlgoConfig(FrozenModel):
     advantage: Literal["gae", "group_relative", "leave_one_out"] = "gae"
     """`gae` builds a critic; the others compare the samples of one prompt and do not."""
     policy_loss: Literal["clip"] = "clip"
+    """PPO's clipped surrogate."""
     gamma: Fraction = 1.0
+    """Discount of later rewards; `gae` only."""
     lam: Fraction = 0.95
+    """GAE's lambda: 1 trusts the rewards, 0 the critic; `gae` only."""
     whiten_advantages: bool = True
     """Over all response tokens of the step; `gae` only."""
     scale_by_group_std: bool = True
     """`group_relative` only: divide by the group's standard deviation."""
     clip_low: Positive = 0.2
+    """The ratio of new to old probability is clipped at 1 - clip_low from below."""
     clip_high: Positive = 0.2
+    """The ratio is clipped at 1 + clip_high from above."""
     value_clip: Positive = 0.2
+    """The critic gains nothing from moving a value further than this from its old one."""
     entropy_coef: NonNegative = 0.0
+    """Weight of the entropy that is subtracted from the policy loss."""
     loss_average: Literal["token", "sequence"] = "token"
     """Mean over response tokens of the mini-batch, or over sequences of their token means."""
     kl: KLConfig = KLConfig()
@@ -205,6 +216,7 @@ class RewardConfig(FrozenModel):
     rule: str | None = None
     """A name from the rule registry, or `package.module:function`."""
     weight: float = 1.0
+    """Multiplies what comes out of `shift` and `clip`; may be negative."""
     shift: float = 0.0
     """Subtracted first."""
     clip: Positive | None = None

@@ -1,0 +1,89 @@
+"""Links, the navigation, the README's size, and what the built site would load.
+
+Not covered: the build itself (`make docs`, strict, which CI runs).
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+from markdown.extensions.toc import slugify
+
+from tests.docs.repository import PAGES, ROOT, folder, path_of, text
+from tools.docs import pages
+from tools.docs.configuration import reference
+
+
+@cache
+def anchors(page: Path) -> set[str]:
+    """Where a link may lead on a page."""
+    markdown = text(page).replace(pages.MARKER, reference())
+    outside = re.sub(r"^```.*?^```$", "", markdown, flags=re.MULTILINE | re.DOTALL)
+    return {slugify(title.replace("`", ""), "-") for title in re.findall(r"^#+ (.*)$", outside, re.MULTILINE)}
+
+
+def broken_links(markdown: str, page: Path) -> list[str]:
+    found = []
+    for target in pages.links(markdown):
+        if pages.is_external(target):
+            continue
+        path, anchor = pages.place(target, folder(page))
+        there = ROOT / path if path else page
+        if not there.is_file() or (anchor and anchor not in anchors(there)):
+            found.append(target)
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=path_of)
+def test_links_lead_somewhere(page):
+    assert broken_links(text(page), page) == []
+
+
+def test_a_broken_link_is_found():
+    page = ROOT / "docs" / "data.md"
+    markdown = "[a](nowhere.md) [b](packing.md#nowhere) `[c](code.md)` [d](../README.md) [e](#rewards) [f](#nowhere)"
+    assert broken_links(markdown, page) == ["nowhere.md", "packing.md#nowhere", "#nowhere"]
+
+
+def test_every_page_is_in_the_navigation():
+    """And nothing else is, but for the first page, which is README.md."""
+    listed = re.findall(r": ([\w/-]+\.md)$", text(ROOT / "mkdocs.yml"), re.MULTILINE)
+    assert len(listed) == len(set(listed))
+    assert {"index.md", *(page.relative_to(ROOT / "docs").as_posix() for page in PAGES[1:])} == set(listed)
+
+
+def test_links_out_of_docs_become_pages_of_the_site():
+    markdown = "[a](../megarlhf/layout.py) [b](data.md#rewards) [c](../README.md) [d](https://x.y) `[e](../README.md)`"
+    assert pages.sources(markdown, "docs") == {"megarlhf/layout.py", "README.md"}
+    assert pages.for_the_site(markdown, "docs", "x/page.md") == (
+        "[a](../source/megarlhf/layout.py.md) [b](../data.md#rewards) [c](../index.md) [d](https://x.y) "
+        "`[e](../README.md)`"
+    )
+    assert pages.for_the_site("[a](docs/data.md)", "", "index.md") == "[a](data.md)"
+    assert "def split_layers" in pages.source_page("megarlhf/layout.py")
+
+
+def test_the_readme_is_short_and_leads_to_what_people_ask():
+    """Under 750 words; never run on a GPU stands near the top."""
+    readme = text(ROOT / "README.md")
+    assert len(readme.split()) < 750
+    assert "never run" in "\n".join(readme.splitlines()[:12])
+    targets = pages.links(readme)
+    for page in ("follow-one-token", "new-architecture", "new-advantage", "refusals", "configuration", "glossary"):
+        assert f"docs/{page}.md" in targets
+
+
+def test_resources_of_other_hosts_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="has no pages"):
+        pages.check_site(tmp_path)
+    page, style = tmp_path / "index.html", tmp_path / "site.css"
+    page.write_text('<a href="https://x.y">x</a><script src="assets/a.js"></script><img src="a.png">')
+    style.write_text("body { background: url(a.png) }")
+    pages.check_site(tmp_path)
+    page.write_text('<script async src="https://cdn.z/a.js"></script><link rel=stylesheet href=//fonts.z/b.css>')
+    style.write_text("@import 'https://c.z/c.css'; body { background: url(\"http://d.z/d.png\") }")
+    with pytest.raises(ValueError, match=r"4 resources .*cdn\.z.*fonts\.z.*c\.z.*d\.z"):
+        pages.check_site(tmp_path)

@@ -1,0 +1,126 @@
+"""The configuration reference has every key of every command, and pages name no key that there is not."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import types
+from typing import Union, get_args, get_origin
+
+import pytest
+import yaml
+from pydantic import BaseModel
+
+from megarlhf.commands import cli
+from megarlhf.config import RLConfig, RMConfig, SFTConfig, load_config
+from tests.docs.repository import PRESENT, ROOT, code, path_of
+from tools.docs.configuration import reference
+
+ROLES = {"actor", "critic", "reference", "reward_model"}
+
+
+def models_in(annotation: object) -> tuple[type[BaseModel] | None, str]:
+    """The section that a field's annotation holds, and `[]` for a list of it. Read apart from the JSON schema."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation, ""
+    inside = [models_in(part)[0] for part in get_args(annotation)]
+    many = "" if get_origin(annotation) in (Union, types.UnionType) else "[]"
+    return next(((model, many) for model in inside if model is not None), (None, ""))
+
+
+def keys_of(model: type[BaseModel]) -> set[str]:
+    found = set()
+    for name, field in model.model_fields.items():
+        inner, many = models_in(field.annotation)
+        found |= {f"{name}{many}.{key}" for key in keys_of(inner)} if inner is not None else {name}
+    return found
+
+
+def as_role(key: str) -> str:
+    first, _, rest = key.partition(".")
+    return f"ROLE.{rest}" if first in ROLES else key
+
+
+def all_keys() -> set[str]:
+    return {as_role(key) for command in cli.COMMANDS.values() for key in keys_of(command.config)}
+
+
+def rows() -> dict[str, list[tuple[str, str]]]:
+    """(heading, row) of the reference by key."""
+    found: dict[str, list[tuple[str, str]]] = {}
+    heading = ""
+    for line in reference().splitlines():
+        if line.startswith("## "):
+            heading = line
+        elif line.startswith("| `"):
+            found.setdefault(line.split("`")[1], []).append((heading, line))
+    return found
+
+
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_the_reference_has_every_key_of_every_command(command):
+    given = rows()
+    keys = keys_of(cli.COMMANDS[command].config)
+    assert {"run.dir", "run.seed"} < keys
+    headings = {key: [heading for heading, _ in given.get(as_role(key), [])] for key in keys}
+    missing = {key for key, of in headings.items() if not any(command in head or head == "## ROLE" for head in of)}
+    assert missing == set()
+
+
+def test_the_reference_has_no_other_keys_and_says_type_and_default():
+    given = rows()
+    assert set(given) == all_keys()
+    ((_, tp),) = given["ROLE.parallel.tp"]
+    assert "| whole number, above 0 | `1` |" in tp
+    ((_, directory),) = given["run.dir"]
+    assert directory.startswith("| `run.dir` | path | required | Run directory")
+    ((_, engine),) = given["rollout.engine"]
+    assert "| `vllm` or `megatron` | `vllm` |" in engine
+    cells = {len(re.split(r"(?<!\\)\|", re.sub("`[^`]*`", "", line))) for lines in given.values() for _, line in lines}
+    assert cells == {6}, "a bar in a description breaks a row"
+    lines = [line for of in given.values() for _, line in of]
+    assert [line for line in lines if "| anything |" in line or line.endswith("|  |")] == [], "no type, or no docstring"
+
+
+_KEY = re.compile(r"(?<![\w./=-])((?:[a-z_]+|ROLE)(?:\[\])?(?:\.[a-z_]+(?:\[\])?)+)(?=[^\w(:/]|$)")
+
+
+def unknown_keys(spans: list[str]) -> list[str]:
+    """Configuration keys in code that no command knows; a section's own name is known."""
+    known = all_keys()
+    tops = {key.split(".")[0] for key in known if "." in key} | ROLES
+    prefixes = {key[:n] for key in known for n in range(len(key) + 1) if key[n : n + 1] in ("", ".")}
+    found = []
+    for span in spans:
+        for key in _KEY.findall(re.sub(r"\{[^}]*\}", "", span)):
+            if (
+                key.split(".")[0] in tops
+                and as_role(key) not in prefixes
+                and not re.search(r"\.(py|md|yaml|jsonl?|ya?ml|html|sh)$", key)
+            ):
+                found.append(key)
+    return found
+
+
+@pytest.mark.parametrize("page", PRESENT, ids=path_of)
+def test_configuration_keys_exist(page):
+    assert unknown_keys(code(page)) == []
+
+
+def test_an_unknown_key_is_found():
+    spans = ["rollout.temperature", "rollout.max_gap=3", "actor.parallel.tp=2 actor.paralel.tp=2", "ROLE.model.hf"]
+    assert unknown_keys([*spans, "data.jsonl", "train.stop"]) == ["rollout.max_gap", "actor.paralel.tp"]
+
+
+@pytest.mark.parametrize("name, kind", [("sft", SFTConfig), ("rm", RMConfig), ("ppo", RLConfig)])
+def test_the_example_configurations_load(name, kind):
+    assert load_config(kind, ROOT / "configs" / "example" / f"{name}.yaml").run.nproc == 8
+    block = next(b for b in code(ROOT / "docs" / "configuration.md") if b.startswith("yaml\n# sft.yaml"))
+    SFTConfig.model_validate(yaml.safe_load(block.removeprefix("yaml\n")))
+
+
+def test_the_reference_is_printed():
+    command = [sys.executable, "-m", "tools.docs.configuration"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout == reference()

@@ -1,0 +1,103 @@
+"""Text of the site: links that leave docs/, pages of source files, and what a built page would fetch from elsewhere.
+
+Pages are written for two readers: of the repository, where `../megarlhf/layout.py` is a file, and of the site,
+which then has a page of that file.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+MARKER = "<!-- configuration reference -->"
+
+# What stands in code is left alone: a fence, an indented block's line, a span.
+_LINK = re.compile(
+    r"(?P<code>^(`{3,}|~{3,}).*?^\2|^    .*?$|`[^`\n]*`(?!\]))|\[(?P<text>[^\]]*)\]\((?P<target>[^)\s]+)\)", re.M | re.S
+)
+
+
+def links(markdown: str) -> list[str]:
+    """Targets of the links of a page, in order."""
+    return [found["target"] for found in _LINK.finditer(markdown) if found["target"]]
+
+
+def place(target: str, folder: str) -> tuple[str, str]:
+    """(path from the repository's root, anchor) of a link in a page that lies in `folder`."""
+    path, _, anchor = target.partition("#")
+    return posixpath.normpath(posixpath.join(folder, path)) if path else "", anchor
+
+
+def is_external(target: str) -> bool:
+    """Whether a link leads to another site."""
+    return bool(re.match(r"[a-z]+:", target))
+
+
+def sources(markdown: str, folder: str) -> set[str]:
+    """Files outside docs/ to which a page links, as paths from the root."""
+    paths = {place(target, folder)[0] for target in links(markdown) if not is_external(target)}
+    return {path for path in paths if path and not path.startswith("docs/") and (ROOT / path).is_file()}
+
+
+def for_the_site(markdown: str, folder: str, uri: str) -> str:
+    """The page with every link as the site has it.
+
+    folder: where the page lies in the repository; uri: where it lies in the site, below docs/.
+    """
+
+    def link(path: str) -> str:
+        inside = path.removeprefix("docs/") if path.startswith("docs/") else source_uri(path)
+        return posixpath.relpath(inside, posixpath.dirname(uri) or ".")
+
+    def replaced(found: re.Match[str]) -> str:
+        target = found["target"]
+        if target is None or is_external(target) or target.startswith("#"):
+            return found[0]
+        path, anchor = place(target, folder)
+        if not path.startswith("docs/") and not (ROOT / path).is_file():
+            return found[0]  # MkDocs reports it
+        return f"[{found['text']}]({link(path)}{'#' * bool(anchor)}{anchor})"
+
+    return _LINK.sub(replaced, markdown)
+
+
+def source_uri(path: str) -> str:
+    """Where the site has the page of a source file."""
+    return "index.md" if path == "README.md" else f"source/{path}.md"
+
+
+def source_page(path: str) -> str:
+    """A page that shows a source file."""
+    language = {".py": "python", ".yaml": "yaml", ".sbatch": "bash"}.get(Path(path).suffix, "text")
+    text = (ROOT / path).read_text(encoding="utf-8")
+    fence = "~" * 12
+    return f'---\nsearch: {{exclude: true}}\n---\n# {path}\n\n{fence}{language} linenums="1"\n{text}{fence}\n'
+
+
+_FETCHED = re.compile(
+    r"<(?:script|link|img|iframe|source|video|audio|embed|object)\b[^>]*?"
+    r"\b(?:src|href|data|srcset)=[\"']?((?:https?:)?//[^\"'\s>]+)|(?:url\(|@import\s)\s*[\"']?((?:https?:)?//[^\"')\s]+)",
+    re.I,
+)
+
+
+def fetched_from_elsewhere(text: str) -> list[str]:
+    """What a browser would load from another host when it shows this page or style sheet. Plain links are none."""
+    canonical = re.compile(r"<link[^>]*rel=[\"']?canonical", re.I)
+    return [found[1] or found[2] for found in _FETCHED.finditer(text) if not canonical.match(found[0])]
+
+
+def check_site(directory: Path, read: Callable[[Path], str] = lambda path: path.read_text(encoding="utf-8")) -> None:
+    """Raises: ValueError when a page of the built site would load something from another host."""
+    files = [path for path in sorted(directory.rglob("*")) if path.suffix in (".html", ".css")]
+    if not files:
+        raise ValueError(f"{directory} has no pages; expected a built site")
+    wrong = [f"{path.relative_to(directory)}: {url}" for path in files for url in fetched_from_elsewhere(read(path))]
+    if wrong:
+        raise ValueError(
+            f"{len(wrong)} resources come from other hosts, and the site has to work without a network: "
+            f"{', '.join(wrong[:5])}; keep a copy under docs/"
+        )
