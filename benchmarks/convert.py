@@ -29,8 +29,8 @@ from benchmarks import peers
 from benchmarks.machine import ROOT, machine
 from benchmarks.random_llama import write_random_llama
 from megarlhf.weights.checkpoint.conversion import HuggingFaceTarget, MegatronTarget, Target, convert
+from megarlhf.weights.checkpoint.open_checkpoint import open_checkpoint
 from megarlhf.weights.checkpoint.staging import sync
-from megarlhf.weights.checkpoint.stored_model import open_model
 from megarlhf.weights.checkpoint.verify import digests
 
 RESULT = ROOT / "benchmarks" / "results" / "convert.json"
@@ -69,7 +69,7 @@ def copy(source: Path, target: Path) -> None:
 
 
 def run(source: Path, out: Path, target: Target) -> None:
-    convert(open_model(source), out, target)
+    convert(open_checkpoint(source), out, target)
 
 
 def one_round(hf: Path, work: Path, num_bytes: int) -> dict[str, float]:
@@ -132,12 +132,12 @@ def memory(hf: Path, work: Path) -> dict[str, int]:
 
 def check_exact(hf: Path, work: Path) -> None:
     """Before anything is timed: there and back is the same model."""
-    expected = digests(open_model(hf))
+    expected = digests(open_checkpoint(hf))
     for form in FORMATS:
         run(hf, work / "there", megatron(form))
         run(work / "there", work / "back", HuggingFaceTarget())
         for path in (work / "there", work / "back"):
-            if digests(open_model(path)) != expected:
+            if digests(open_checkpoint(path)) != expected:
                 raise RuntimeError(f"{form}: {path.name} is not the model that went in")
             shutil.rmtree(path)
 

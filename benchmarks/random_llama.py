@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from megarlhf.architectures.architecture import Architecture
+from megarlhf.architectures.hf_config import architecture_from_hf
 from megarlhf.architectures.placements import logical_tensors
-from megarlhf.weights.checkpoint.formats.huggingface.write import HFWriter
+from megarlhf.weights.checkpoint.hf_writer import HFWriter
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -33,7 +33,7 @@ CONFIG: dict[str, Any] = {
 def write_random_llama(directory: Path, *, config: dict[str, Any] | None = None, seed: int = 0) -> int:
     """Writes the model in four shards; returns its parameters."""
     config = config or CONFIG
-    tensors = logical_tensors(Architecture.from_hf(config))
+    tensors = logical_tensors(architecture_from_hf(config))
     total = sum(torch.Size(shape).numel() for shape in tensors.values())
     generator = torch.Generator().manual_seed(seed)
     specs = {name: (shape, torch.bfloat16) for name, shape in tensors.items()}

@@ -35,6 +35,7 @@ from benchmarks.machine import ROOT, machine
 from benchmarks.peers import AnonymousPeak
 from benchmarks.random_llama import CONFIG
 from megarlhf.architectures.architecture import Architecture
+from megarlhf.architectures.hf_config import architecture_from_hf
 from megarlhf.architectures.megatron_layout import MegatronLayout
 from megarlhf.architectures.placements import hf_placements, padded_vocab_size, vllm_placements
 from megarlhf.layout import MeshLayout, engine_order
@@ -43,8 +44,8 @@ from megarlhf.runtime import free_port
 from megarlhf.weights.checks.certificate import certify
 from megarlhf.weights.plan.copy_plan import Copy, CopyPlan, make_plan
 from megarlhf.weights.plan.traffic import least_receive
-from megarlhf.weights.transport.local import copy_local
 from megarlhf.weights.transport.reshard import Resharder
+from megarlhf.weights.transport.storages import copy_local
 
 RESULT = ROOT / "benchmarks" / "results" / "reshard.json"
 RANKS, ENGINE_TP, DTYPE, BUCKET_BYTES = 4, 2, torch.bfloat16, 32 << 20
@@ -134,7 +135,7 @@ def rank_main(rank: int, port: int, name: str, rounds: int, config: Mapping[str,
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     dist.init_process_group("gloo", rank=rank, world_size=RANKS)
-    arch = Architecture.from_hf(config)
+    arch = architecture_from_hf(config)
     tp, pp = LAYOUTS[name]
     mesh = MeshLayout(tp=tp, pp=pp, dp=RANKS // (tp * pp))
     mesh = MeshLayout(tp=tp, pp=pp, dp=mesh.dp, order=engine_order(mesh, ENGINE_TP, RANKS))

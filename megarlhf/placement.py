@@ -112,6 +112,8 @@ class Placement:
 
     def part(self, box: Box) -> Placement:
         """The placement of `box`, a box of the logical tensor that lies inside this one."""
+        if box == self.box:
+            return self
         ahead = sum((a - b) * s for a, b, s in zip(box.start, self.box.start, self.strides, strict=True))
         return Placement(self.tensor, box, self.storage, self.offset + ahead, self.strides)
 
@@ -124,14 +126,6 @@ class Placement:
         for index in product(*(range(n) for _, n in reversed(dims))):
             start = self.offset + sum(i * s for i, (s, _) in zip(index, reversed(dims), strict=True))
             yield start, start + length
-
-
-def place_slice(tensor: str, box: Box, storage: str, storage_shape: Shape, at: Shape) -> Placement:
-    """The placement of `box` in the slice of a storage that starts at `at` and has the box's shape."""
-    inside = all(a >= 0 and a + n <= size for a, n, size in zip(at, box.shape, storage_shape, strict=True))
-    assert inside, f"{tensor}: {box.shape} at {at} leaves {storage} of shape {storage_shape}"
-    strides = contiguous_strides(storage_shape)
-    return Placement(tensor, box, storage, sum(a * s for a, s in zip(at, strides, strict=True)), strides)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from megarlhf.architectures.placements import logical_tensors
 from megarlhf.commands import cli
 from megarlhf.commands.convert import main
 from megarlhf.weights.checkpoint.conversion import HuggingFaceTarget, convert
-from megarlhf.weights.checkpoint.stored_model import open_model
+from megarlhf.weights.checkpoint.open_checkpoint import open_checkpoint
 from megarlhf.weights.checkpoint.verify import digests
 from tests.weights.models import write_model
 
@@ -153,8 +153,8 @@ def test_more_files_than_descriptors(tmp_path):
     source = tmp_path / "source"
     write_model("qwen3_moe", source, dtype=torch.bfloat16, num_experts=32)
     shards, megatron, back = (tmp_path / name for name in ("shards", "megatron", "back"))
-    convert(open_model(source), shards, HuggingFaceTarget(max_shard_bytes=1))
-    assert len(list(shards.glob("*.safetensors"))) == len(logical_tensors(open_model(source).arch)) > 400
+    convert(open_checkpoint(source), shards, HuggingFaceTarget(max_shard_bytes=1))
+    assert len(list(shards.glob("*.safetensors"))) == len(logical_tensors(open_checkpoint(source).arch)) > 400
     limits = {"preexec_fn": lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))}
     layout = ["--tp", "2", "--ep", "8", "--format", "mp_rank"]
     there = converter("hf-to-megatron", "--hf", shards, "--out", megatron, *layout, **limits)
@@ -176,7 +176,7 @@ def test_two_writers_of_one_directory(model, tmp_path):
             _, said = process.communicate(timeout=120)
             statuses.append(process.returncode)
             assert process.returncode == 0 or "another process is writing" in said, said
-        assert digests(open_model(out)) == digests(open_model(model))
+        assert digests(open_checkpoint(out)) == digests(open_checkpoint(model))
         assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert statuses.count(0) >= 3
 

@@ -28,6 +28,14 @@ HOUSE: tuple[dict[str, str], ...] = (
     {"models": "parts of Megatron-Core put together on a mesh, filled by copy plans"},
     {"parallel": "meshes, schedules, optimizer: run any model that they are handed"},
     {"weights.checkpoint": "models on disk: opened, converted, exported, compared"},
+    {
+        "weights.checkpoint.formats.huggingface": "safetensors, and older .bin files",
+        "weights.checkpoint.formats.mp_rank": "Megatron's file a rank",
+        "weights.checkpoint.formats.torch_dist": "Megatron's distributed checkpoints",
+    },
+    {"weights.checkpoint.formats.megatron": "what Megatron's formats share: arguments, tracker"},
+    {"weights.checkpoint.formats.torch_file": "files of torch.save, which the other formats consist of"},
+    {"weights.checkpoint.staging": "a directory that appears whole or not at all"},
     {"weights.checks": "is what arrived right: digests, certificates, comparisons"},
     {"weights.transport": "how elements move: inside a rank, between ranks, from files to files"},
     {"weights.plan": "what moves: copy plans, pure data"},
@@ -37,6 +45,16 @@ HOUSE: tuple[dict[str, str], ...] = (
         "data": "records to samples; knows tokenizers, no model",
         "observe": "metrics and progress: is told numbers",
     },
+    {"architectures.families": "a file for each model_type: its config.json and its table"},
+    {"architectures.moe": "entries of experts"},
+    {"architectures.entries": "entries that families share"},
+    {"architectures.rules": "how a system puts an entry's tensors into one storage"},
+    {"architectures.table": "what a table consists of, and placements from it"},
+    {
+        "architectures.config_spec": "how a config.json states an architecture",
+        "architectures.shards": "one rank's storage put together from boxes",
+    },
+    {"architectures.architecture": "sizes and switches of a model; knows no file and no system"},
     {
         "config": "what may be said; derived numbers are made above",
         "experience": "the table that rollouts, trainers and losses share; knows none of them",
@@ -84,15 +102,15 @@ def is_in(file: str, places: tuple[str, ...]) -> bool:
 
 
 def room_of(module: str) -> str:
-    """`megarlhf.weights.plan.cuts` -> weights.plan; the package itself is `__init__`.
+    """`megarlhf.weights.plan.overlaps` -> weights.plan, the longest name in the table; the package is `__init__`.
 
     What `python -m` runs is a command wherever it lies: it stands on the roof, and nobody may import it.
     """
     parts = module.split(".")
-    if parts[-1] == "__main__":
+    if "__main__" in parts:
         return "__main__"
-    inner = ".".join(parts[1:3])
-    return inner if inner in FLOOR else parts[1] if len(parts) > 1 else "__init__"
+    names = (".".join(parts[1:end]) for end in range(len(parts), 1, -1))
+    return next((name for name in names if name in FLOOR), parts[1] if len(parts) > 1 else "__init__")
 
 
 # --- what a module imports ------------------------------------------------------------------------
@@ -109,10 +127,8 @@ def imports(file: str, text: str) -> Iterator[tuple[int, str]]:
         elif isinstance(node, ast.ImportFrom):
             above = package[: len(package) - node.level + 1] if node.level else []
             module = ".".join([*above, *filter(None, [node.module])])
-            # `from megarlhf import launch` names a module by its last part.
-            yield from (
-                (node.lineno, f"{module}.{alias.name}" if module == "megarlhf" else module) for alias in node.names
-            )
+            # With the name: `from megarlhf.weights.transport import reshard` imports a module by its last part.
+            yield from ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
         elif isinstance(node, ast.Constant) and (named := _ENTRY.fullmatch(str(node.value))):
             yield node.lineno, named[1]
 
@@ -130,6 +146,39 @@ def upward_arrows(files: dict[str, str]) -> list[str]:
             if there != here and (there not in FLOOR or here not in FLOOR or FLOOR[there] >= FLOOR[here]):
                 found.append(f"{file}:{line} ({here}) imports {module} ({there}), which is not below it")
     return found
+
+
+def import_graph(files: dict[str, str]) -> dict[str, set[str]]:
+    """Which modules of the package each of them imports, anywhere in its file; a package stands for its `__init__`."""
+    module_of = {
+        file: "megarlhf." + file.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for file in files
+    }
+    modules = set(module_of.values())
+    graph: dict[str, set[str]] = {}
+    for file, text in files.items():
+        names = {name for _, name in imports(file, text)}
+        targets = {name if name in modules else name.rpartition(".")[0] for name in names}
+        graph[module_of[file]] = targets & modules - {module_of[file]}
+    return graph
+
+
+def cycles(files: dict[str, str]) -> list[str]:
+    """Groups of modules each of which imports all others of the group, over any number of steps."""
+    graph = import_graph(files)
+    reachable: dict[str, set[str]] = {}
+    for module in graph:
+        reachable[module] = set()
+        pending = [module]
+        while pending:
+            new = graph[pending.pop()] - reachable[module]
+            reachable[module] |= new
+            pending += new
+    groups = {
+        tuple(sorted(other for other in reachable[module] if module in reachable[other]))
+        for module in graph
+        if module in reachable[module]
+    }
+    return [f"a cycle of imports: {', '.join(group)}" for group in sorted(groups)]
 
 
 def strangers(files: dict[str, str]) -> list[str]:
@@ -241,6 +290,7 @@ def _set_on(node: ast.AST) -> list[ast.expr]:
 
 CHECKS = {
     "upward arrows": upward_arrows,
+    "cycles": cycles,
     "strangers": strangers,
     "impure mathematics": impure_mathematics,
     "names of CUDA": cuda_names,
@@ -286,19 +336,28 @@ PLANTED = [
     ("upward arrows", "rollout/engine.py", "from megarlhf.planning.batch import BatchNumber"),
     ("upward arrows", "parallel/mesh.py", "from megarlhf import models"),
     ("upward arrows", "parallel/mesh.py", "from ..models import build"),
-    ("upward arrows", "weights/plan/cuts.py", "from ...parallel.mesh import Mesh"),
+    ("upward arrows", "weights/plan/overlaps.py", "from ...parallel.mesh import Mesh"),
     ("upward arrows", "runtime.py", "from megarlhf.layout import MeshLayout"),
     ("upward arrows", "runtime.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import megarlhf.config"),
     ("upward arrows", "trainers/rl.py", "import importlib\nimportlib.import_module('megarlhf.commands.cli')"),
     ("upward arrows", "trainers/rl.py", "ENTRY = 'megarlhf.commands.launch:as_rank'"),
     ("upward arrows", "trainers/rl.py", "from megarlhf.cellar.barrel import wine"),
     ("upward arrows", "trainers/rl.py", "from tools.demo.make_data import base_files"),
-    ("upward arrows", "weights/plan/cuts.py", "from megarlhf.planning.weight_traffic import main"),
-    ("upward arrows", "weights/plan/cuts.py", "from megarlhf.weights.transport.schedule import Span"),
+    ("upward arrows", "weights/plan/overlaps.py", "from megarlhf.planning.weight_traffic import main"),
+    ("upward arrows", "weights/plan/overlaps.py", "from megarlhf.weights.transport.schedule import Span"),
     ("upward arrows", "architectures/table.py", "from megarlhf.weights.plan.copy_plan import Copy"),
     ("upward arrows", "commands/cli.py", "from megarlhf.weights.plan.__main__ import main"),
+    ("upward arrows", "architectures/architecture.py", "def f():\n    from megarlhf.architectures import hf_config"),
+    ("upward arrows", "architectures/table.py", "from megarlhf.architectures.families import FAMILIES"),
+    ("upward arrows", "architectures/families/llama.py", "from megarlhf.architectures.placements import table_of"),
+    ("upward arrows", "weights/checkpoint/staging.py", "from megarlhf.weights.checkpoint.export import export"),
+    (
+        "upward arrows",
+        "weights/checkpoint/formats/mp_rank/read.py",
+        "from megarlhf.weights.checkpoint.formats.torch_dist import keys",
+    ),
     ("strangers", "trainers/rl.py", "from megatron.core import parallel_state"),
-    ("strangers", "weights/plan/cuts.py", "def f():\n    import megatron.core"),
+    ("strangers", "weights/plan/overlaps.py", "def f():\n    import megatron.core"),
     ("strangers", "rollout/engine.py", "from vllm import LLM"),
     ("strangers", "models/norm.py", "import triton.language as tl"),
     ("impure mathematics", "algo/kl.py", "import numpy as np"),
@@ -323,6 +382,19 @@ PLANTED = [
 ]
 
 
+def test_a_planted_cycle_is_found():
+    """Over three modules, one import inside a function, one of a package by its name; a diamond is no cycle."""
+    files = {
+        "a/__init__.py": "from megarlhf.b import f",
+        "b.py": "def f():\n    import megarlhf.a.c",
+        "a/c.py": "from megarlhf import a",
+        "d.py": "from megarlhf.b import f\nfrom megarlhf.a.c import g",
+    }
+    assert import_graph(files)["megarlhf.d"] == {"megarlhf.b", "megarlhf.a.c"}
+    assert cycles(files) == ["a cycle of imports: megarlhf.a, megarlhf.a.c, megarlhf.b"]
+    assert cycles(files | {"a/c.py": ""}) == []
+
+
 @pytest.mark.parametrize("name, file, text", PLANTED)
 def test_a_planted_violation_is_found(name, file, text):
     assert len(CHECKS[name]({file: text})) == 1
@@ -330,7 +402,7 @@ def test_a_planted_violation_is_found(name, file, text):
 
 PERMITTED = [
     ("upward arrows", "trainers/rl.py", "from megarlhf.rollout.engine import Sampling\nimport megarlhf.algo.kl"),
-    ("upward arrows", "weights/plan/cuts.py", "from megarlhf.weights.plan.box import Box\nfrom .box import Box"),
+    ("upward arrows", "weights/plan/overlaps.py", "from megarlhf.weights.plan.box import Box\nfrom .box import Box"),
     ("upward arrows", "commands/cli.py", "ENTRY = 'megarlhf.trainers.sft:run'\nfrom megarlhf.commands import launch"),
     ("upward arrows", "weights/plan/__main__.py", "from megarlhf.commands.plan import main"),
     ("upward arrows", "observe/x.py", "import logging\nlogging.getLogger('megarlhf')\nimport torch"),

@@ -6,18 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megarlhf.architectures.architecture import Llama3Rope
+
 ROPE_TYPES = ("default", "llama3")
 REQUIRED: Any = object()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Llama3Rope:
-    """The frequency-dependent rotary scaling of Llama 3.1 (`rope_type: llama3`)."""
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_positions: int
 
 
 Facts = Mapping[str, Any]
@@ -129,13 +121,13 @@ def flag(key: str, value: Any) -> bool:
     return value
 
 
-def one_of(*known: str) -> Callable[[str, Any], str]:
+def one_of(*supported: str) -> Callable[[str, Any], str]:
     """A name of which the model code computes these."""
 
     def read(key: str, value: Any) -> str:
-        if value not in known:
+        if value not in supported:
             raise ValueError(
-                f"config.json has {key} {value!r}; supported for this model_type: {', '.join(known)}. "
+                f"config.json has {key} {value!r}; supported for this model_type: {', '.join(supported)}. "
                 "Use a model with one of these"
             )
         return value

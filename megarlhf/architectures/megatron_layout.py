@@ -11,7 +11,7 @@ from megarlhf.placement import RankPlacements, merge_ranks
 
 
 @dataclass(frozen=True, order=True, slots=True)
-class At:
+class ModelRank:
     """Coordinates of one model-parallel rank."""
 
     pp: int
@@ -34,9 +34,9 @@ class MegatronLayout:
     spec: Spec = "local"
     experts: Experts = "each"
 
-    def ranks(self) -> list[At]:
+    def ranks(self) -> list[ModelRank]:
         """Every model-parallel rank; the position in this list is its number in `parts`."""
-        return [At(pp, ep, tp) for pp in range(self.pp) for ep in range(self.ep) for tp in range(self.tp)]
+        return [ModelRank(pp, ep, tp) for pp in range(self.pp) for ep in range(self.ep) for tp in range(self.tp)]
 
     def chunk_layers(self, num_layers: int) -> list[list[range]]:
         """Global layer indices of each pipeline rank's chunks: [pp][vpp].
@@ -68,7 +68,7 @@ class MegatronLayout:
         """
         chunks = self.chunk_layers(arch.num_layers)
 
-        def part(rank: int, at: At, v: int) -> RankPlacements:
+        def part(rank: int, at: ModelRank, v: int) -> RankPlacements:
             placed = self.chunk(arch, head, at, v, chunks[at.pp][v], rank)
             return placed.prefixed(f"model{v}.") if self.vpp > 1 else placed
 
@@ -88,9 +88,11 @@ class MegatronLayout:
             )
         parts = dict(zip(self.ranks(), self.parts(arch, head), strict=True))
         at = [mesh.coordinates(rank) for rank in range(mesh.world_size)]
-        return [parts[At(pp=c.pp, ep=c.dp % self.ep, tp=c.tp)].on_rank(rank) for rank, c in enumerate(at)]
+        return [parts[ModelRank(pp=c.pp, ep=c.dp % self.ep, tp=c.tp)].on_rank(rank) for rank, c in enumerate(at)]
 
-    def chunk(self, arch: Architecture, head: Head, at: At, v: int, layers: range, rank: int = 0) -> RankPlacements:
+    def chunk(
+        self, arch: Architecture, head: Head, at: ModelRank, v: int, layers: range, rank: int = 0
+    ) -> RankPlacements:
         """What the rank at `at`, numbered `rank`, holds of its model chunk `v` with these layers.
 
         Raises: ValueError when the layout does not fit the model.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megarlhf.architectures.entries import entry
 from megarlhf.architectures.rules import (
     split_columns,
     split_rows,
@@ -21,20 +22,10 @@ def experts(block: str, *, gate: str, up: str, down: str) -> tuple[Entry, ...]:
     """
     expert = block + ".experts.{expert}."
     fused = block + ".experts.routed_experts."
-    each = "mlp.experts.local_experts.{expert}."
+    local_expert = "mlp.experts.local_experts.{expert}."
     return (
-        Entry(
-            tensors=(("post_attention_layernorm.weight", ("hidden",)),),
-            init="ones",
-            megatron=Place("pre_mlp_layernorm.weight", whole),
-            vllm=Place("post_attention_layernorm.weight", whole),
-        ),
-        Entry(
-            tensors=((f"{block}.gate.weight", ("experts", "hidden")),),
-            init="normal",
-            megatron=Place("mlp.router.weight", whole),
-            vllm=Place(f"{block}.gate.weight", whole),
-        ),
+        entry("post_attention_layernorm.weight", ("hidden",), "ones", "pre_mlp_layernorm.weight", whole),
+        entry(f"{block}.gate.weight", ("experts", "hidden"), "normal", "mlp.router.weight", whole),
         Entry(
             tensors=(
                 (f"{expert}{gate}.weight", ("expert_ffn", "hidden")),
@@ -42,7 +33,7 @@ def experts(block: str, *, gate: str, up: str, down: str) -> tuple[Entry, ...]:
             ),
             init="normal",
             per_expert=True,
-            megatron=Place(each + "linear_fc1.weight", split_rows),
+            megatron=Place(local_expert + "linear_fc1.weight", split_rows),
             grouped={
                 "te": Place("mlp.experts.linear_fc1.weight{expert}", split_rows),
                 "local": Place("mlp.experts.weight1", split_rows, stack_as_columns),
@@ -53,7 +44,7 @@ def experts(block: str, *, gate: str, up: str, down: str) -> tuple[Entry, ...]:
             tensors=((f"{expert}{down}.weight", ("hidden", "expert_ffn")),),
             init="residual",
             per_expert=True,
-            megatron=Place(each + "linear_fc2.weight", split_columns),
+            megatron=Place(local_expert + "linear_fc2.weight", split_columns),
             grouped={
                 "te": Place("mlp.experts.linear_fc2.weight{expert}", split_columns),
                 "local": Place("mlp.experts.weight2", split_columns, stack_as_rows),

@@ -6,26 +6,26 @@ from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from megarlhf.architectures.architecture import Architecture
-from megarlhf.architectures.config_spec import ConfigSpec
-from megarlhf.architectures.families import FAMILIES
-from megarlhf.architectures.table import Experts, Gather, Head, Init, Slot, Spec, Table, walk
+from megarlhf.architectures.families import family_of
+from megarlhf.architectures.table import (
+    Experts,
+    Head,
+    Init,
+    PlacementBuilder,
+    Spec,
+    Table,
+    TPRank,
+    iter_tensors,
+)
 from megarlhf.placement import Box, Placement, RankPlacements, Shape, contiguous_strides
 
 VLLM_VOCAB_MULTIPLE = 64
-
-TABLES: dict[str, Table] = {name: family.table for name, family in FAMILIES.items()}
-"""The table of each `model_type`."""
-
-MODEL_TYPES: dict[str, ConfigSpec] = {name: family.config for name, family in FAMILIES.items()}
-"""How each `model_type` states itself in config.json."""
 
 VocabRule = Literal["times_tp", "multiple", "none"]
 
 
 def table_of(arch: Architecture) -> Table:
-    if arch.model_type not in TABLES:
-        raise ValueError(f"no table for model_type {arch.model_type!r}; known: {', '.join(sorted(TABLES))}")
-    return TABLES[arch.model_type]
+    return family_of(arch.model_type).table
 
 
 def padded_vocab_size(
@@ -53,7 +53,7 @@ def logical_tensors(arch: Architecture, head: Head = "lm") -> dict[str, Shape]:
 
     A tied model has no `lm_head.weight`; a scalar head has `score.weight` [1, hidden] instead.
     """
-    return {tensor.name: tensor.shape for tensor, _ in walk(table_of(arch), arch, head)}
+    return {tensor.name: tensor.shape for tensor, _ in iter_tensors(table_of(arch), arch, head)}
 
 
 def head_name(arch: Architecture, head: Head) -> str:
@@ -65,7 +65,7 @@ def head_name(arch: Architecture, head: Head) -> str:
 
 def tensor_inits(arch: Architecture, head: Head = "lm") -> dict[str, Init]:
     """How each logical tensor starts when drawn at random."""
-    return {tensor.name: entry.init for tensor, entry in walk(table_of(arch), arch, head)}
+    return {tensor.name: entry.init for tensor, entry in iter_tensors(table_of(arch), arch, head)}
 
 
 def identity_placements(tensors: dict[str, Shape], rank: int = 0) -> RankPlacements:
@@ -109,22 +109,22 @@ def megatron_placements(
     """
     table = table_of(arch)
     _check_layers(arch, layers)
-    gather = Gather(_slot(arch, tp, tp_rank, padded_vocab, ep, ep_rank))
+    builder = PlacementBuilder(_tensor_parallel_rank(arch, tp, tp_rank, padded_vocab, ep, ep_rank))
     if first_stage:
         for entry in table.embedding:
-            gather.add(entry, entry.megatron)
+            builder.add(entry, entry.megatron)
     for local, layer in enumerate(layers):
         prefix, hf_prefix = table.megatron_layer.format(layer=local), table.hf_layer.format(layer=layer)
         for entry in table.layer:
-            gather.add(entry, entry.megatron_place(spec, experts), prefix, hf_prefix)
+            builder.add(entry, entry.megatron_place(spec, experts), prefix, hf_prefix)
     if last_stage:
         for entry in table.final:
-            gather.add(entry, entry.megatron)
+            builder.add(entry, entry.megatron)
         shared = first_stage and arch.tied_embeddings and head == "lm"
         if not shared:
             entry = table.head(arch, head)
-            gather.add(entry, entry.megatron)
-    return gather.finish(rank)
+            builder.add(entry, entry.megatron)
+    return builder.build(rank)
 
 
 def vllm_placements(
@@ -141,7 +141,7 @@ def vllm_placements(
     table = table_of(arch)
     if padded_vocab is None:
         padded_vocab = padded_vocab_size(arch.vocab_size, 1, VLLM_VOCAB_MULTIPLE)
-    gather = Gather(_slot(arch, tp, tp_rank, padded_vocab))
+    builder = PlacementBuilder(_tensor_parallel_rank(arch, tp, tp_rank, padded_vocab))
     heads = () if arch.tied_embeddings else (table.lm_head,)
     blocks = [("", "", table.embedding)]
     for layer in range(arch.num_layers):
@@ -150,17 +150,17 @@ def vllm_placements(
     for prefix, hf_prefix, entries in blocks:
         for entry in entries:
             if entry.vllm is not None:
-                gather.add(entry, entry.vllm, prefix, hf_prefix)
+                builder.add(entry, entry.vllm, prefix, hf_prefix)
             elif entry.when(arch):
                 raise ValueError(
                     f"vLLM's {arch.model_type} has no parameter for {hf_prefix}{entry.tensors[0][0]}; sample with "
                     "the Megatron engine"
                 )
-    return gather.finish(rank)
+    return builder.build(rank)
 
 
-def canonical_names(stored: Iterable[str], arch: Architecture, head: Head = "lm") -> dict[str, str]:
-    """Logical name -> the name under which a Hugging Face file stores it.
+def canonical_names(file_names: Iterable[str], arch: Architecture, head: Head = "lm") -> dict[str, str]:
+    """LogicalTensor name -> the name under which a Hugging Face file stores it.
 
     Files may leave out the table's prefix (`h.0.ln_1.weight` for `transformer.h.0.ln_1.weight`). Names that are no
     tensor of the model stand for themselves, so that the caller sees them; buffers that old files store are left out.
@@ -170,7 +170,7 @@ def canonical_names(stored: Iterable[str], arch: Architecture, head: Head = "lm"
     table = table_of(arch)
     logical = logical_tensors(arch, head).keys()
     names: dict[str, str] = {}
-    for name in stored:
+    for name in file_names:
         canonical = next((n for n in (name, table.hf_prefix + name) if n in logical), None)
         if canonical is None:
             if name.endswith(table.hf_ignored):
@@ -184,18 +184,20 @@ def canonical_names(stored: Iterable[str], arch: Architecture, head: Head = "lm"
     return names
 
 
-def _slot(arch: Architecture, tp: int, tp_rank: int, padded_vocab: int, ep: int = 1, ep_rank: int = 0) -> Slot:
-    for what, rank, size in (("tp", tp_rank, tp), ("ep", ep_rank, ep)):
+def _tensor_parallel_rank(
+    arch: Architecture, tp: int, tp_rank: int, padded_vocab: int, ep: int = 1, ep_rank: int = 0
+) -> TPRank:
+    for axis, rank, size in (("tp", tp_rank, tp), ("ep", ep_rank, ep)):
         if not 0 <= rank < size:
             raise ValueError(
-                f"{what}_rank = {rank} is outside 0..{size - 1} ({what} = {size}); pass the rank inside its group"
+                f"{axis}_rank = {rank} is outside 0..{size - 1} ({axis} = {size}); pass the rank inside its group"
             )
     if ep > 1 and not arch.num_experts:
         raise ValueError(f"ep = {ep} on a {arch.model_type} without experts; leave ep at 1")
     if arch.num_experts % ep:
         raise ValueError(f"ep = {ep} does not divide the {arch.num_experts} experts; choose a divisor of them")
     share = arch.num_experts // ep
-    return Slot(
+    return TPRank(
         arch=arch,
         tp=tp,
         tp_rank=tp_rank,
@@ -205,8 +207,8 @@ def _slot(arch: Architecture, tp: int, tp_rank: int, padded_vocab: int, ep: int 
 
 
 def _check_layers(arch: Architecture, layers: Sequence[int]) -> None:
-    wrong = [layer for layer in layers if not 0 <= layer < arch.num_layers]
-    if wrong or len(set(layers)) < len(layers):
+    outside = [layer for layer in layers if not 0 <= layer < arch.num_layers]
+    if outside or len(set(layers)) < len(layers):
         raise ValueError(
             f"layers = {list(layers)}: expected distinct indices in 0..{arch.num_layers - 1}; "
             "pass global layer indices (layer_number - 1)"

@@ -1,4 +1,4 @@
-"""What a table of an architecture consists of, and the one walk that turns a table into placements."""
+"""What a table of an architecture consists of, and how a table becomes placements."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 from megarlhf.architectures.architecture import Architecture
 from megarlhf.architectures.config_spec import ConfigSpec
-from megarlhf.architectures.layouts import Layout, Logical
+from megarlhf.architectures.shards import LogicalTensor, Shard
 from megarlhf.placement import Placement, RankPlacements, Shape
 
 Head = Literal["lm", "scalar"]
@@ -21,7 +21,7 @@ Init = Literal["normal", "residual", "ones", "zeros", "score"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Slot:
+class TPRank:
     """One tensor-parallel rank of a model."""
 
     arch: Architecture
@@ -32,7 +32,7 @@ class Slot:
     """Experts that the rank holds."""
 
 
-Rule = Callable[[Sequence[Logical], Slot], Layout]
+Rule = Callable[[Sequence[LogicalTensor], TPRank], Shard]
 """How a system puts the tensors of an entry into its one storage on one rank."""
 
 
@@ -42,8 +42,8 @@ class Place(NamedTuple):
     name: str
     """Of an entry per expert, with `{expert}`, the index among the experts of the rank, or with `stack`."""
     rule: Rule
-    stack: Callable[[Sequence[Layout]], Layout] | None = None
-    """Puts the layouts of all experts of the rank into one storage."""
+    stack: Callable[[Sequence[Shard]], Shard] | None = None
+    """Puts the shards of all experts of the rank into one storage."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,15 +125,19 @@ def dimensions(arch: Architecture) -> dict[str, int]:
     }
 
 
-def logicals(entry: Entry, dims: Mapping[str, int], prefix: str = "", expert: int | None = None) -> tuple[Logical, ...]:
+def logical_tensors_of(
+    entry: Entry, dims: Mapping[str, int], prefix: str = "", expert: int | None = None
+) -> tuple[LogicalTensor, ...]:
     """The entry's tensors, those of one expert if it is an entry per expert; `dims` as `dimensions` says."""
     return tuple(
-        Logical(prefix + (name if expert is None else name.format(expert=expert)), tuple(dims[word] for word in shape))
+        LogicalTensor(
+            prefix + (name if expert is None else name.format(expert=expert)), tuple(dims[word] for word in shape)
+        )
         for name, shape in entry.tensors
     )
 
 
-def walk(table: Table, arch: Architecture, head: Head) -> Iterator[tuple[Logical, Entry]]:
+def iter_tensors(table: Table, arch: Architecture, head: Head) -> Iterator[tuple[LogicalTensor, Entry]]:
     """Every logical tensor once, with its entry, in the model's order; a tied head adds none."""
     dims = dimensions(arch)
     heads = () if head == "lm" and arch.tied_embeddings else (table.head(arch, head),)
@@ -144,12 +148,12 @@ def walk(table: Table, arch: Architecture, head: Head) -> Iterator[tuple[Logical
         for entry in entries:
             if entry.when(arch):
                 for expert in range(arch.num_experts) if entry.per_expert else (None,):
-                    for tensor in logicals(entry, dims, prefix, expert):
+                    for tensor in logical_tensors_of(entry, dims, prefix, expert):
                         yield tensor, entry
 
 
 @dataclass(frozen=True, slots=True)
-class _Stored:
+class _EntryStorage:
     """One storage of an entry, without the names of its layer."""
 
     name: str
@@ -158,55 +162,56 @@ class _Stored:
     tensors: dict[str, Shape]
 
 
-class Gather:
+class PlacementBuilder:
     """Collects one rank's storages; the only mutable thing here."""
 
-    def __init__(self, slot: Slot) -> None:
-        self.slot = slot
-        self.dims = dimensions(slot.arch)
+    def __init__(self, rank: TPRank) -> None:
+        self.rank = rank
+        self.dims = dimensions(rank.arch)
         self.storages: dict[str, Shape] = {}
         self.tensors: dict[str, Shape] = {}
         self.placements: list[Placement] = []
-        self._known: dict[int, tuple[Entry, Place, list[_Stored]]] = {}
+        self._cache: dict[int, tuple[Entry, Place, list[_EntryStorage]]] = {}
 
     def add(self, entry: Entry, place: Place, prefix: str = "", hf_prefix: str = "") -> None:
         """Adds the entry's storage, or one per expert, if this model has it."""
-        if not entry.when(self.slot.arch):
+        if not entry.when(self.rank.arch):
             return
-        for stored in self._stored(entry, place):
-            storage = prefix + stored.name
+        for part in self._storages_of(entry, place):
+            storage = prefix + part.name
             assert storage not in self.storages, f"{storage} stands twice in the table"
-            self.storages[storage] = stored.shape
+            self.storages[storage] = part.shape
             self.placements += [
-                Placement(hf_prefix + p.tensor, p.box, storage, p.offset, p.strides) for p in stored.placements
+                Placement(hf_prefix + p.tensor, p.box, storage, p.offset, p.strides) for p in part.placements
             ]
-            self.tensors.update({hf_prefix + name: shape for name, shape in stored.tensors.items()})
+            self.tensors.update({hf_prefix + name: shape for name, shape in part.tensors.items()})
 
-    def finish(self, rank: int) -> RankPlacements:
+    def build(self, rank: int) -> RankPlacements:
         return RankPlacements(rank, self.storages, tuple(self.placements), self.tensors)
 
-    def _stored(self, entry: Entry, place: Place) -> list[_Stored]:
+    def _storages_of(self, entry: Entry, place: Place) -> list[_EntryStorage]:
         """The entry's storages: the same in every layer, hence made once."""
-        known = self._known.get(id(entry))
-        if known is None or known[1] is not place:
-            self._known[id(entry)] = known = (entry, place, list(self._make(entry, place)))
-        return known[2]
+        cached = self._cache.get(id(entry))
+        if cached is None or cached[1] is not place:
+            self._cache[id(entry)] = cached = (entry, place, list(self._make(entry, place)))
+        return cached[2]
 
-    def _make(self, entry: Entry, place: Place) -> Iterator[_Stored]:
+    def _make(self, entry: Entry, place: Place) -> Iterator[_EntryStorage]:
         if not entry.per_expert:
-            tensors = logicals(entry, self.dims)
-            yield _as_stored(place.name, place.rule(tensors, self.slot), tensors)
+            tensors = logical_tensors_of(entry, self.dims)
+            yield _entry_storage(place.name, place.rule(tensors, self.rank), tensors)
             return
-        tensors_of = [logicals(entry, self.dims, expert=expert) for expert in self.slot.experts]
-        layouts = [place.rule(tensors, self.slot) for tensors in tensors_of]
+        tensors_of = [logical_tensors_of(entry, self.dims, expert=expert) for expert in self.rank.experts]
+        shards = [place.rule(tensors, self.rank) for tensors in tensors_of]
         if place.stack is not None:
-            yield _as_stored(place.name, place.stack(layouts), [one for tensors in tensors_of for one in tensors])
+            all_tensors = [tensor for tensors in tensors_of for tensor in tensors]
+            yield _entry_storage(place.name, place.stack(shards), all_tensors)
             return
-        for index, (layout, tensors) in enumerate(zip(layouts, tensors_of, strict=True)):
-            yield _as_stored(place.name.format(expert=index), layout, tensors)
+        for index, (shard, tensors) in enumerate(zip(shards, tensors_of, strict=True)):
+            yield _entry_storage(place.name.format(expert=index), shard, tensors)
 
 
-def _as_stored(name: str, layout: Layout, tensors: Sequence[Logical]) -> _Stored:
-    held = {segment.tensor for segment in layout.segments}
-    shapes = {tensor.name: tensor.shape for tensor in tensors if tensor.name in held}
-    return _Stored(name, layout.declared, layout.placements(name), shapes)
+def _entry_storage(name: str, shard: Shard, tensors: Sequence[LogicalTensor]) -> _EntryStorage:
+    names = {segment.tensor for segment in shard.segments}
+    shapes = {tensor.name: tensor.shape for tensor in tensors if tensor.name in names}
+    return _EntryStorage(name, shard.declared, shard.placements(name), shapes)

@@ -7,23 +7,21 @@ from __future__ import annotations
 
 import argparse
 import sys
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from megarlhf.architectures.placements import logical_tensors
+from megarlhf.commands.arguments import num_bytes, positive, positives
+from megarlhf.observe.copy_progress import bytes_bar, count_bar
 from megarlhf.observe.progress import make_console, table
 from megarlhf.weights.checkpoint.checksums import check_checksums, has_checksums
 from megarlhf.weights.checkpoint.conversion import DTYPES, HuggingFaceTarget, MegatronTarget, Target, convert
+from megarlhf.weights.checkpoint.describe import describe
+from megarlhf.weights.checkpoint.open_checkpoint import Checkpoint, open_checkpoint
 from megarlhf.weights.checkpoint.staging import Staging
-from megarlhf.weights.checkpoint.stored_model import StoredModel, open_model
 from megarlhf.weights.checkpoint.verify import Digests, differences, digests
-
-UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 def parser(prog: str = "python -m tools.checkpoint_convert") -> argparse.ArgumentParser:
@@ -39,7 +37,9 @@ def parser(prog: str = "python -m tools.checkpoint_convert") -> argparse.Argumen
     to_hf = commands.add_parser("megatron-to-hf", help="a Megatron checkpoint to a Hugging Face directory")
     _add_megatron(to_hf)
     _add_output(to_hf)
-    to_hf.add_argument("--max-shard-size", type=_size, default=5 * 10**9, metavar="5GB", help="of one safetensors file")
+    to_hf.add_argument(
+        "--max-shard-size", type=num_bytes, default=5 * 10**9, metavar="5GB", help="of one safetensors file"
+    )
     relayout = commands.add_parser("relayout", help="a Megatron checkpoint to another layout, format or spec")
     _add_megatron(relayout)
     _add_output(relayout)
@@ -75,23 +75,23 @@ def _add_output(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--out", type=Path, required=True, metavar="DIR")
     sub.add_argument("--dtype", choices=sorted(DTYPES), help="default: that of the source")
     sub.add_argument("--force", action="store_true", help="replace an existing checkpoint, once the new one is whole")
-    sub.add_argument("--workers", type=_positive, metavar="N", help="threads; default: all cores")
+    sub.add_argument("--workers", type=positive, metavar="N", help="threads; default: all cores")
 
 
 def _add_layout(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--checksums", action="store_true", help="write the CRC-32 of every tensor, for `inspect --check`")
-    sub.add_argument("--tp", type=_positive, default=1, help="tensor-parallel size")
-    sub.add_argument("--pp", type=_positive, default=1, help="pipeline-parallel size")
-    sub.add_argument("--vpp", type=_positive, default=1, help="model chunks of each pipeline stage")
-    sub.add_argument("--ep", type=_positive, default=1, help="expert-parallel size")
-    sub.add_argument("--layers-per-stage", type=_numbers, metavar="10,11,11", help="uneven pipeline stages")
+    sub.add_argument("--tp", type=positive, default=1, help="tensor-parallel size")
+    sub.add_argument("--pp", type=positive, default=1, help="pipeline-parallel size")
+    sub.add_argument("--vpp", type=positive, default=1, help="model chunks of each pipeline stage")
+    sub.add_argument("--ep", type=positive, default=1, help="expert-parallel size")
+    sub.add_argument("--layers-per-stage", type=positives, metavar="10,11,11", help="uneven pipeline stages")
     sub.add_argument("--format", choices=("torch_dist", "mp_rank"), default="torch_dist")
     sub.add_argument("--spec", choices=("local", "te"), default="te", help="whose names norms and experts get")
     sub.add_argument("--experts", choices=("each", "grouped"), default="each", help="how experts are stored")
     sub.add_argument(
-        "--vocab-pad", type=_positive, metavar="N", help="pad the vocabulary to a multiple of N x tp; default 128"
+        "--vocab-pad", type=positive, metavar="N", help="pad the vocabulary to a multiple of N x tp; default 128"
     )
-    sub.add_argument("--padded-vocab-size", type=_positive, metavar="N", help="rows in all; wins over --vocab-pad")
+    sub.add_argument("--padded-vocab-size", type=positive, metavar="N", help="rows in all; wins over --vocab-pad")
 
 
 def main(argv: Sequence[str] | None = None, *, prog: str = "python -m tools.checkpoint_convert") -> int:
@@ -109,7 +109,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "python -m tools.chec
 
 
 def _to_megatron(arguments: argparse.Namespace) -> int:
-    return _convert(arguments, open_model(arguments.hf), _megatron_target(arguments))
+    return _convert(arguments, open_checkpoint(arguments.hf), _megatron_target(arguments))
 
 
 def _to_huggingface(arguments: argparse.Namespace) -> int:
@@ -121,11 +121,11 @@ def _relayout(arguments: argparse.Namespace) -> int:
     return _convert(arguments, _open_megatron(arguments), _megatron_target(arguments))
 
 
-def _open_megatron(arguments: argparse.Namespace) -> StoredModel:
+def _open_megatron(arguments: argparse.Namespace) -> Checkpoint:
     """The source; when it is the output too, as a killed replacement of it may have left it."""
     if arguments.megatron.resolve() == arguments.out.resolve():
         Staging.bring_back(arguments.out)
-    return open_model(arguments.megatron, hf=arguments.reference_hf)
+    return open_checkpoint(arguments.megatron, hf=arguments.reference_hf)
 
 
 def _megatron_target(arguments: argparse.Namespace) -> MegatronTarget:
@@ -143,8 +143,8 @@ def _megatron_target(arguments: argparse.Namespace) -> MegatronTarget:
     )
 
 
-def _convert(arguments: argparse.Namespace, source: StoredModel, target: Target) -> int:
-    with _bytes_bar("converting") as (started, progress):
+def _convert(arguments: argparse.Namespace, source: Checkpoint, target: Target) -> int:
+    with bytes_bar("converting") as (started, progress):
         written = convert(
             source,
             arguments.out,
@@ -161,9 +161,9 @@ def _convert(arguments: argparse.Namespace, source: StoredModel, target: Target)
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
-    model = open_model(arguments.directory, hf=arguments.reference_hf)
+    model = open_checkpoint(arguments.directory, hf=arguments.reference_hf)
     console = make_console()
-    console.print(table(str(arguments.directory), list(_facts(model).items()), ("", "")))
+    console.print(table(str(arguments.directory), list(describe(model).items()), ("", "")))
     if arguments.tensors:
         rows = [
             (number, name, list(extent.shape), str(extent.dtype).removeprefix("torch."), extent.num_bytes)
@@ -176,157 +176,32 @@ def _inspect(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _facts(model: StoredModel) -> dict[str, object]:
-    arch, layout = model.arch, model.layout
-    tensors = logical_tensors(arch, model.head)
-    parameters = sum(torch.Size(shape).numel() for shape in tensors.values())
-    files = {extent.path for extents in model.weights.extents for extent in extents.values()}
-    facts: dict[str, object] = {"format": model.kind}
-    if layout is not None:
-        facts["layout"] = f"tp {layout.tp}, pp {layout.pp}, vpp {layout.vpp}, ep {layout.ep}"
-        if layout.layers_per_stage is not None:
-            facts["layers per stage"] = ", ".join(map(str, layout.layers_per_stage))
-        facts["spec"] = layout.spec if not arch.num_experts else f"{layout.spec}, experts {layout.experts}"
-        facts["padded vocabulary"] = layout.padded_vocab
-    if model.iteration is not None:
-        facts["iteration"] = model.iteration
-    facts |= {
-        "architecture": f"{arch.model_type}, {'language model' if model.head == 'lm' else 'scalar head'}",
-        "layers": arch.num_layers,
-        "hidden": arch.hidden_size,
-        "heads": f"{arch.num_heads} of {arch.head_dim}, {arch.num_kv_heads} KV",
-        "MLP": arch.ffn_size if not arch.num_experts else f"{arch.num_experts} experts of {arch.expert_ffn_size}",
-        "vocabulary": f"{arch.vocab_size}{', tied' if arch.tied_embeddings else ''}",
-        "positions": f"{arch.max_positions}, {arch.positions}",
-        "parameters": parameters,
-        "dtype": ", ".join(str(dtype).removeprefix("torch.") for dtype in model.weights.dtypes()),
-        "tensors": f"{len(tensors)} logical, {sum(map(len, model.weights.extents))} stored",
-        "files": f"{len(files)}, {sum(path.stat().st_size for path in files) / 1e9:.3f} GB",
-        "config and tokenizer": model.companion or "none; from the arguments",
-    }
-    return facts
-
-
-def _check(model: StoredModel) -> int:
+def _check(model: Checkpoint) -> int:
     """Reads every byte; compares the CRCs of formats that have them."""
-    if model.kind == "huggingface" and not has_checksums(model.directory):
+    if model.format == "huggingface" and not has_checksums(model.directory):
         print("safetensors stores no checksums: nothing to compare; every tensor will be read")
     else:
-        count, silent = check_checksums(model.directory)
-        print(f"the CRC-32 of {count - silent} of {count} stored tensors or files is right; {silent} state none")
-    with _count_bar("reading", len(logical_tensors(model.arch, model.head))) as progress:
-        print(f"digest of the model: {digests(model, progress=progress).whole()}")
+        count, unstated = check_checksums(model.directory)
+        print(f"the CRC-32 of {count - unstated} of {count} stored tensors or files is right; {unstated} state none")
+    print(f"digest of the model: {_digests(model).whole()}")
     return 0
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    a, b = (open_model(path, hf=_reference(path, arguments.reference_hf)) for path in (arguments.a, arguments.b))
+    a, b = (open_checkpoint(path, hf=arguments.reference_hf) for path in (arguments.a, arguments.b))
     dtype = None if arguments.dtype is None else DTYPES[arguments.dtype]
-    both_digests: list[Digests] = []
-    for model in (a, b):
-        with _count_bar(f"reading {model.directory}", len(logical_tensors(model.arch, model.head))) as progress:
-            both_digests.append(digests(model, dtype=dtype, progress=progress))
-    difference = differences(a, b, both_digests[0], both_digests[1], dtype)
+    digests_a, digests_b = (_digests(model, dtype) for model in (a, b))
+    difference = differences(a, b, digests_a, digests_b, dtype)
     if difference:
         print(f"not the same model:\n{difference}")
         return 1
-    print(f"the same model: {len(both_digests[0].tensors)} tensors, digest {both_digests[0].whole()}")
+    print(f"the same model: {len(digests_a.tensors)} tensors, digest {digests_a.whole()}")
     return 0
 
 
-def _reference(path: Path, reference: Path | None) -> Path | None:
-    """--reference-hf describes Megatron checkpoints; a Hugging Face directory describes itself."""
-    return None if (path / "config.json").is_file() else reference
-
-
-@contextmanager
-def _bytes_bar(what: str) -> Iterator[tuple[Callable[[int], None], Callable[[int], None]]]:
-    """Bytes, speed and time left, on stderr."""
-    from rich.console import Console
-
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar:
-        task = bar.add_task("planning", total=None)
-        plain = None if sys.stderr.isatty() else _PlainLines(what)
-
-        def started(total: int) -> None:
-            bar.update(task, total=total, description=what)
-            if plain is not None:
-                plain.start(total)
-
-        def progress(count: int) -> None:
-            bar.advance(task, count)
-            if plain is not None:
-                plain.advance(count)
-
-        yield started, progress
-
-
-@contextmanager
-def _count_bar(what: str, total: int) -> Iterator[Callable[[str], None]]:
-    from rich.console import Console
-
-    with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar:
-        task = bar.add_task(what, total=total)
-        yield lambda name: bar.advance(task)
-
-
-class _PlainLines:
-    """Where stderr is a file: a line when the plan is made, and for every tenth."""
-
-    def __init__(self, what: str) -> None:
-        import time
-
-        self.what, self.total, self._done, self._reported = what, 0, 0, 0
-        self._clock, self._start = time.monotonic, time.monotonic()
-        self._lock = threading.Lock()
-
-    def start(self, total: int) -> None:
-        self.total = total
-        print(f"{self.what}: {total / 1e9:.3f} GB, planned in {self._clock() - self._start:.1f} s", file=sys.stderr)
-        self._start = self._clock()
-
-    def advance(self, count: int) -> None:
-        with self._lock:
-            self._done += count
-            tenth = 10 * self._done // self.total if self.total else 0
-            if tenth > self._reported:
-                self._reported = tenth
-                seconds = self._clock() - self._start
-                left = seconds * (self.total - self._done) / self._done
-                print(
-                    f"{self.what}: {self._done / 1e9:.3f} of {self.total / 1e9:.3f} GB, {left:.0f} s left",
-                    file=sys.stderr,
-                )
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
-    return int(text)
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(_positive(part) for part in text.split(","))
-
-
-def _size(text: str) -> int:
-    """`5GB`, `500MB`, `2GiB`, or bytes."""
-    digits = text.rstrip("BbKkMmGgTtIi ")
-    unit = text[len(digits) :].strip().upper() or "B"
-    try:
-        size = int(float(digits) * UNITS[unit])
-    except (ValueError, KeyError, OverflowError) as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 5GB") from error
-    if size < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size that holds anything; give one such as 5GB")
-    return size
+def _digests(model: Checkpoint, dtype: torch.dtype | None = None) -> Digests:
+    with count_bar(f"reading {model.directory}", len(logical_tensors(model.arch, model.head))) as progress:
+        return digests(model, dtype=dtype, progress=progress)
 
 
 _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {

@@ -6,13 +6,20 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from statistics import fmean
-from typing import Any
 
+from megarlhf.commands.arguments import gigabits, positive
 from megarlhf.config import RLConfig, load_config
 from megarlhf.observe.progress import make_console, table
-from megarlhf.planning.weight_traffic import ORDERS, TransferReport, TransferSetup, plan_transfer, transfer_setup
+from megarlhf.planning.weight_traffic import (
+    ORDERS,
+    TransferReport,
+    TransferSetup,
+    as_json,
+    plan_transfer,
+    transfer_setup,
+)
+from megarlhf.weights.plan.traffic import Links
 
 
 def parser() -> argparse.ArgumentParser:
@@ -23,50 +30,39 @@ def parser() -> argparse.ArgumentParser:
     )
     root.add_argument("-c", "--config", required=True, metavar="FILE", help="YAML configuration of an rl run")
     root.add_argument("overrides", nargs="*", metavar="section.key=value", help="override configured values")
-    root.add_argument("--world-size", type=_positive, metavar="N", help="ranks of the run (default: run.nproc)")
-    root.add_argument("--engine-tp", type=_positive, metavar="N", help="plan as if rollout.parallel.tp were N")
-    root.add_argument("--ep", type=_positive, metavar="N", help="plan as if actor.parallel.ep were N")
-    root.add_argument("--vpp", type=_positive, metavar="N", help="plan as if actor.parallel.vpp were N")
+    root.add_argument("--world-size", type=positive, metavar="N", help="ranks of the run (default: run.nproc)")
+    root.add_argument("--engine-tp", type=positive, metavar="N", help="plan as if rollout.parallel.tp were N")
+    root.add_argument("--ep", type=positive, metavar="N", help="plan as if actor.parallel.ep were N")
+    root.add_argument("--vpp", type=positive, metavar="N", help="plan as if actor.parallel.vpp were N")
     words = (
         "how ranks stand in the trainer's mesh: permuted inside nodes as suits the engines, as a run with vLLM does "
         "(engine, the default), or by number (rank)"
     )
     root.add_argument("--order", choices=tuple(ORDERS), default="engine", help=words)
-    root.add_argument("--ranks-per-node", type=_positive, default=8, metavar="N", help="default: %(default)s")
+    root.add_argument("--ranks-per-node", type=positive, default=8, metavar="N", help="default: %(default)s")
     words = "gigabits per second and direction between a rank and the others of its node (default: %(default)g)"
-    root.add_argument("--rank-gbps", type=_speed, default=3600.0, metavar="X", help=words)
+    root.add_argument("--rank-gbps", type=gigabits, default=3600.0, metavar="X", help=words)
     words = "gigabits per second and direction between a whole node and the others (default: %(default)g)"
-    root.add_argument("--node-gbps", type=_speed, default=3200.0, metavar="X", help=words)
+    root.add_argument("--node-gbps", type=gigabits, default=3200.0, metavar="X", help=words)
     root.add_argument("--per-rank", action="store_true", help="a line for each rank")
     root.add_argument("--json", action="store_true", help="everything as one JSON object, in bytes and seconds")
     return root
-
-
-def _positive(text: str) -> int:
-    try:
-        number = int(text)
-    except ValueError:
-        number = 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
-    return number
-
-
-def _speed(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not 0 < number < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive, finite number of gigabits per second")
-    return number
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status. 2: the user's mistake, said without a traceback."""
     arguments = parser().parse_intermixed_args(argv)
     try:
-        setup = transfer_setup(load_config(RLConfig, arguments.config, arguments.overrides), arguments)
+        setup = transfer_setup(
+            load_config(RLConfig, arguments.config, arguments.overrides),
+            world_size=arguments.world_size,
+            engine_tp=arguments.engine_tp,
+            ep=arguments.ep,
+            vpp=arguments.vpp,
+            order=arguments.order,
+            ranks_per_node=arguments.ranks_per_node,
+            links=Links(rank_gbps=arguments.rank_gbps, node_gbps=arguments.node_gbps),
+        )
         report = plan_transfer(setup)
     except ValueError as error:
         print(f"{parser().prog}: {error}", file=sys.stderr)
@@ -76,23 +72,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         _print(setup, report, per_rank=arguments.per_rank)
     return 0
-
-
-def as_json(setup: TransferSetup, report: TransferReport) -> dict[str, Any]:
-    """The answer with what was asked, in plain types; the formula's figures also as averages over ranks."""
-    layout = {key: getattr(setup.trainer, key) for key in ("tp", "pp", "vpp", "ep")} | {"dp": setup.mesh.dp}
-    return {
-        "model_type": setup.arch.model_type,
-        "layout": layout,
-        "engine_tp": setup.engine_tp,
-        "element_bytes": setup.element_bytes,
-        "ranks_per_node": setup.ranks_per_node,
-        "links": asdict(setup.links),
-        "order_rule": setup.order,
-        **asdict(report),
-        "formula_least": fmean(report.formula),
-        "formula_all_gather": fmean(report.all_gather),
-    }
 
 
 def _print(setup: TransferSetup, report: TransferReport, *, per_rank: bool) -> None:
@@ -126,7 +105,7 @@ def _print(setup: TransferSetup, report: TransferReport, *, per_rank: bool) -> N
     title = f"GB into a node of {setup.ranks_per_node} ranks, and wire time at {speeds} (estimated)"
     console.print(table(title, tiers, ("", "min", "mean", "max", "inside, mean", "seconds")))
     if per_rank:
-        rows = [(rank, *map(_gigabytes, each)) for rank, each in enumerate(zip(*figures.values(), strict=True))]
+        rows = [(rank, *map(_gigabytes, of_rank)) for rank, of_rank in enumerate(zip(*figures.values(), strict=True))]
         names = ("rank", "needed", "received", "sent", "least", "formula", "all-gather")
         console.print(table("GB of each rank", rows, names))
 

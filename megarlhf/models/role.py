@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from megarlhf.architectures.architecture import Architecture
+from megarlhf.architectures.hf_config import architecture_from_hf
 from megarlhf.architectures.placements import Head
 from megarlhf.config import MicroBatchConfig, RoleConfig
 from megarlhf.models.build import ModelShard, build_model
@@ -68,7 +68,7 @@ def build_role(
     Collective: every rank builds the same roles in the same order.
     """
     runtime = cache.runtime
-    arch = Architecture.from_hf(section.model.hf_directory())
+    arch = architecture_from_hf(section.model.hf_directory())
     layout = replace(section.parallel.layout(runtime.world_size, name), order=order)
     mesh = build_mesh(layout, runtime, cache)
     shard = build_model(section, mesh, arch, head)

@@ -7,16 +7,16 @@ from pathlib import Path
 
 import torch
 
-from megarlhf.architectures.architecture import hf_class, read_config
+from megarlhf.architectures.hf_config import hf_class, read_config
 from megarlhf.architectures.placements import head_name
 from megarlhf.config import ModelConfig
 from megarlhf.models.build import ModelShard, placements_on
 from megarlhf.models.settings import DTYPES
 from megarlhf.placement import RankPlacements
 from megarlhf.weights.checkpoint.export import export
-from megarlhf.weights.checkpoint.stored_model import open_model
-from megarlhf.weights.transport.local import carry_from_files, check_storages
+from megarlhf.weights.checkpoint.open_checkpoint import open_checkpoint
 from megarlhf.weights.transport.random_init import fill_random
+from megarlhf.weights.transport.storages import check_storages, load_from_files
 
 log = logging.getLogger(__name__)
 
@@ -41,11 +41,11 @@ def load_weights(shard: ModelShard, model: ModelConfig, *, seed: int) -> None:
     if model.random_init:
         fill_random(mine, live, seed=seed, std=std, arch=shard.arch, head=shard.head)
         return
-    stored = open_model(model.path, hf=model.hf, head=shard.head)
+    stored = open_checkpoint(model.path, hf=model.hf, head=shard.head)
     held = {tensor for source in stored.weights.parts for tensor in source.tensors}
     score = head_name(shard.arch, "scalar")
     fresh = frozenset({score} & mine.tensors.keys() - held)
-    carry_from_files(mine, stored.weights, live, skip=fresh)
+    load_from_files(mine, stored.weights, live, skip=fresh)
     if shard.head == "scalar" and score not in held:
         log.info("%s has no %s: the scalar head starts fresh", model.path, score)
     if fresh:

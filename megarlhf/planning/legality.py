@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megarlhf.architectures.architecture import Architecture
+from megarlhf.architectures.hf_config import architecture_from_hf
 from megarlhf.config import ParallelConfig, RoleConfig
 from megarlhf.layout import MeshLayout, split_layers
 
@@ -14,7 +15,7 @@ def check_role(role: str, section: RoleConfig, world_size: int) -> tuple[Archite
     heads, when the layers do not divide by pp, when the world does not divide by tp x pp, or when Megatron-Core
     cannot compute the architecture.
     """
-    arch = Architecture.from_hf(section.model.hf_directory())
+    arch = architecture_from_hf(section.model.hf_directory())
     layout = section.parallel.layout(world_size, role)
     _check_architecture(arch, f"{role}: {section.model.path}")
     _check_tensor_parallel(arch, role, section)

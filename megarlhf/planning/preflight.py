@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megarlhf.architectures.architecture import Architecture
+from megarlhf.architectures.hf_config import architecture_from_hf
 from megarlhf.architectures.placements import vllm_placements
 from megarlhf.config import (
     FrozenModel,
@@ -107,7 +108,7 @@ def _check_vocabulary(roles: Mapping[str, RoleConfig]) -> None:
     path = next(iter(roles.values())).model.hf_directory()
     num_tokens = load_tokenizer(path).vocab_size
     for role, section in roles.items():
-        vocab_size = Architecture.from_hf(section.model.hf_directory()).vocab_size
+        vocab_size = architecture_from_hf(section.model.hf_directory()).vocab_size
         if num_tokens > vocab_size:
             raise ValueError(
                 f"{role}: the tokenizer of {path} has {num_tokens} tokens, {section.model.path} has vocab_size = "

@@ -1,4 +1,4 @@
-"""What carrying the actor's weights into the rollout engine will cost: `megarlhf plan -c FILE`.
+"""What moving the actor's weights into the rollout engines will cost: `megarlhf plan -c FILE`.
 
 Reads the configuration and the actor's config.json; no weights, no GPU, no process group. Three numbers for what a
 rank must receive are made apart from each other and shall be equal: what the plan sends it (received), what it wants
@@ -7,12 +7,12 @@ and does not hold, counted from both layouts (least), and arithmetic on the size
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import asdict, dataclass, replace
+from statistics import fmean
+from typing import Any, Literal
 
 from megarlhf.architectures.architecture import Architecture
 from megarlhf.architectures.megatron_layout import MegatronLayout
@@ -62,9 +62,9 @@ class TransferSetup:
         """
         with _named_in_errors(self.engine_source):
             shards = [vllm_placements(self.arch, tp=self.engine_tp, tp_rank=v, rank=v) for v in range(self.engine_tp)]
-        wanted = [shards[rank % self.engine_tp].on_rank(rank) for rank in range(self.mesh.world_size)]
+        engine_parts = [shards[rank % self.engine_tp].on_rank(rank) for rank in range(self.mesh.world_size)]
         with _named_in_errors(self.trainer_source):
-            return self.trainer.on_ranks(self.arch, self.mesh), wanted
+            return self.trainer.on_ranks(self.arch, self.mesh), engine_parts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,49 +100,59 @@ class TransferReport:
     order: tuple[int, ...] | None
 
 
-def transfer_setup(cfg: RLConfig, arguments: argparse.Namespace) -> TransferSetup:
-    """The question that the configuration and the command's options put.
+def transfer_setup(
+    cfg: RLConfig,
+    *,
+    links: Links,
+    order: Order,
+    ranks_per_node: int,
+    world_size: int | None = None,
+    engine_tp: int | None = None,
+    ep: int | None = None,
+    vpp: int | None = None,
+) -> TransferSetup:
+    """The transfer that the configuration describes; what is given besides wins over it.
 
     Raises: ValueError when model, layout and ranks do not fit.
     """
-    world_size = arguments.world_size or cfg.run.nproc
-    arch, mesh = check_role("actor", cfg.actor, world_size)
+    arch, mesh = check_role("actor", cfg.actor, world_size or cfg.run.nproc)
     parallel, model = cfg.actor.parallel, cfg.actor.model
-    engine_tp = arguments.engine_tp or cfg.rollout.tp(cfg.actor)
     key = "rollout.parallel.tp" if cfg.rollout.parallel.tp else "actor.parallel.tp"
-    engine_source = f"the engines ({'--engine-tp' if arguments.engine_tp else key} = {engine_tp})"
-    options = [f"--{name} = {value}" for name in ("vpp", "ep") if (value := getattr(arguments, name))]
+    key = "--engine-tp" if engine_tp else key
+    engine_tp = engine_tp or cfg.rollout.tp(cfg.actor)
+    engine_source = f"the engines ({key} = {engine_tp})"
+    options = [f"--{name} = {value}" for name, value in (("vpp", vpp), ("ep", ep)) if value]
     with _named_in_errors(engine_source):
-        order = engine_order(mesh, engine_tp, arguments.ranks_per_node)
+        best_order = engine_order(mesh, engine_tp, ranks_per_node)
     trainer = MegatronLayout(
         tp=mesh.tp,
         pp=mesh.pp,
-        vpp=arguments.vpp or parallel.vpp,
-        ep=arguments.ep or parallel.ep,
+        vpp=vpp or parallel.vpp,
+        ep=ep or parallel.ep,
         layers_per_stage=parallel.layers_per_stage,
         padded_vocab=padded_vocab_size(arch.vocab_size, mesh.tp, model.vocab_multiple),
     )
     return TransferSetup(
         arch=arch,
-        mesh=replace(mesh, order=order if arguments.order == "engine" else None),
-        order=arguments.order,
+        mesh=replace(mesh, order=best_order if order == "engine" else None),
+        order=order,
         trainer=trainer,
         trainer_source=f"the trainer ({', '.join(['actor.parallel', *options])})",
         engine_tp=engine_tp,
         engine_source=engine_source,
         element_bytes=ELEMENT_BYTES[model.dtype],
-        ranks_per_node=arguments.ranks_per_node,
-        links=Links(rank_gbps=arguments.rank_gbps, node_gbps=arguments.node_gbps),
+        ranks_per_node=ranks_per_node,
+        links=links,
     )
 
 
 @contextlib.contextmanager
-def _named_in_errors(where: str) -> Iterator[None]:
+def _named_in_errors(side: str) -> Iterator[None]:
     """A ValueError says which of the two sides does not fit, and what set it: both have a tp."""
     try:
         yield
     except ValueError as error:
-        raise ValueError(f"{where}: {error}") from None
+        raise ValueError(f"{side}: {error}") from None
 
 
 def plan_transfer(setup: TransferSetup) -> TransferReport:
@@ -175,13 +185,32 @@ def _tiers(setup: TransferSetup, plan: CopyPlan, tiered: TieredPlan, nodes: int)
     node_of, size = setup.node_of(), setup.element_bytes
 
     def tier(name: str, *plans: CopyPlan) -> Tier:
-        came_in = [sum(into) for into in zip(*(entering(crossing(p, node_of), nodes) for p in plans), strict=True)]
+        into_nodes = [
+            sum(of_node) for of_node in zip(*(entering(crossing(p, node_of), nodes) for p in plans), strict=True)
+        ]
         moved = sum(numel for p in plans for (src, dst), numel in p.traffic.items() if src != dst)
         return Tier(
             name=name,
-            entering=[size * numel for numel in came_in],
-            inside=size * (moved - sum(came_in)),
+            entering=[size * numel for numel in into_nodes],
+            inside=size * (moved - sum(into_nodes)),
             seconds=sum(wire_seconds(p, node_of, setup.links, size) for p in plans),
         )
 
     return [tier("one tier", plan), tier("two tiers", tiered.arrive, tiered.fan_out)]
+
+
+def as_json(setup: TransferSetup, report: TransferReport) -> dict[str, Any]:
+    """The report and what it is of, in plain types; the formula's figures also as averages over ranks."""
+    layout = {key: getattr(setup.trainer, key) for key in ("tp", "pp", "vpp", "ep")} | {"dp": setup.mesh.dp}
+    return {
+        "model_type": setup.arch.model_type,
+        "layout": layout,
+        "engine_tp": setup.engine_tp,
+        "element_bytes": setup.element_bytes,
+        "ranks_per_node": setup.ranks_per_node,
+        "links": asdict(setup.links),
+        "order_rule": setup.order,
+        **asdict(report),
+        "formula_least": fmean(report.formula),
+        "formula_all_gather": fmean(report.all_gather),
+    }

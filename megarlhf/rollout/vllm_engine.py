@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megarlhf.architectures.architecture import Architecture
+from megarlhf.architectures.hf_config import architecture_from_hf
 from megarlhf.architectures.placements import vllm_placements
 from megarlhf.collective_errors import raise_on_all_ranks
 from megarlhf.config import RolloutConfig
@@ -32,8 +32,8 @@ from megarlhf.weights.checks.certificate import Certificate, CertificateError, c
 from megarlhf.weights.checks.loader_check import check_loader, sample_tensors
 from megarlhf.weights.checks.poison import left_poisoned, poison
 from megarlhf.weights.plan.copy_plan import CopyPlan, make_plan
-from megarlhf.weights.transport.local import check_storages, zero_padding
 from megarlhf.weights.transport.reshard import Resharder
+from megarlhf.weights.transport.storages import check_storages, zero_padding
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class VllmEngine:
     ) -> None:
         self._runtime = runtime
         self._tp = tp
-        self._arch = Architecture.from_hf(model_path)
+        self._arch = architecture_from_hf(model_path)
         self._dtype = dtype
         self._rollout = rollout
         self._version = -1

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarlhf.architectures.architecture import Architecture
+from megarlhf.architectures.hf_config import architecture_from_hf
 from megarlhf.architectures.placements import Head
 from megarlhf.config import RMConfig, RoleConfig, SFTConfig
 from megarlhf.data.loader import ShuffledBatches
@@ -117,7 +117,7 @@ def load_samples(objective: Objective[Sample]) -> tuple[list[Sample], list[Sampl
     """
     cfg, hf_directory = objective.cfg, objective.section.model.hf_directory()
     tokenizer = load_tokenizer(hf_directory)
-    max_positions = Architecture.from_hf(hf_directory).max_positions
+    max_positions = architecture_from_hf(hf_directory).max_positions
     splits: list[list[Sample]] = []
     notes = []
     for path in (cfg.data.train, cfg.data.heldout):

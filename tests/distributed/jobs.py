@@ -30,7 +30,7 @@ from megarlhf.rollout.engine import Sampling
 from megarlhf.rollout.megatron_engine import MegatronEngine
 from megarlhf.runtime import Runtime
 from megarlhf.weights.plan.copy_plan import make_plan
-from megarlhf.weights.transport.reshard import carry_over_group
+from megarlhf.weights.transport.reshard import reshard_once
 from tests.distributed.kernel_jobs import largest_tensor, with_calls_of_the_reference  # noqa: F401
 from tests.distributed.vllm_jobs import (  # noqa: F401
     vllm_broken,
@@ -49,7 +49,7 @@ def gather(part: ModelShard, storages: Mapping[str, Tensor]) -> Arrays:
     plan = make_plan([placements_on(part, rank) for rank in range(dist.get_world_size())], [wanted])
     whole = {name: torch.zeros(shape) for name, shape in wanted.storages.items()} if dist.get_rank() == 0 else {}
     live = {name: tensor.detach().contiguous() for name, tensor in storages.items()}
-    carry_over_group(plan, live, whole, rank=dist.get_rank(), dtype=torch.float32, device=torch.device("cpu"))
+    reshard_once(plan, live, whole, rank=dist.get_rank(), dtype=torch.float32, device=torch.device("cpu"))
     return {name: tensor.numpy() for name, tensor in whole.items()}
 
 

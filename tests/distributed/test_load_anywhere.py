@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megarlhf.weights.checkpoint.conversion import MegatronTarget, convert
-from megarlhf.weights.checkpoint.stored_model import open_model, recognise
+from megarlhf.weights.checkpoint.open_checkpoint import detect_format, open_checkpoint
 from tests.distributed.pool import RankPool
 from tests.distributed.test_sft_layouts import config
 
@@ -20,7 +20,7 @@ LIVE: dict[str, tuple[int, dict[str, Any]]] = {"tp1": (1, {}), "tp2pp2": (4, {"t
 def stored(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The same model in all three formats, at layouts that no test runs."""
     root = tmp_path_factory.mktemp("stored")
-    source = open_model(models["plain"])
+    source = open_checkpoint(models["plain"])
     convert(source, root / "torch_dist", MegatronTarget(tp=2, pp=3, layers_per_stage=(2, 1, 1)))
     convert(source, root / "mp_rank", MegatronTarget(tp=4, pp=2, vpp=2, format="mp_rank", spec="local"))
     return {"huggingface": models["plain"], "torch_dist": root / "torch_dist", "mp_rank": root / "mp_rank"}
@@ -32,7 +32,7 @@ def test_the_first_loss_is_the_same(ranks: RankPool, stored: dict[str, Path], da
     world_size, parallel = LIVE[live]
     losses = {}
     for kind, path in stored.items():
-        assert recognise(path) == kind
+        assert detect_format(path) == kind
         losses[kind] = ranks.run(world_size, "sft_steps", config(path, data["sft"], parallel), 1)[-1]["loss"][0]
     assert losses["torch_dist"] == losses["huggingface"]
     assert losses["mp_rank"] == losses["huggingface"]

@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 
 from megarlhf.layout import MeshLayout, engine_order
 from megarlhf.weights.checkpoint.conversion import MegatronTarget, convert
-from megarlhf.weights.checkpoint.stored_model import open_model
+from megarlhf.weights.checkpoint.open_checkpoint import open_checkpoint
 from tests.distributed import test_rl_layouts, test_sft_layouts
 from tests.distributed.compare import assert_gradients_equal, assert_weights_equal
 from tests.distributed.pool import RankPool
@@ -109,7 +109,7 @@ def test_the_first_loss_from_megatron_s_formats(
     ranks: RankPool, models: dict[str, Path], data: dict[str, Path], tmp_path: Path
 ) -> None:
     """Loaded into a permuted TP4 from torch_dist of TP2 x PP2: to the last bit the loss of the natural mesh."""
-    convert(open_model(models["plain"]), tmp_path / "torch_dist", MegatronTarget(tp=2, pp=2))
+    convert(open_checkpoint(models["plain"]), tmp_path / "torch_dist", MegatronTarget(tp=2, pp=2))
     cfg = test_sft_layouts.config(tmp_path / "torch_dist", data["sft"], {"tp": 4})
     natural, permuted = (ranks.run(4, "sft_steps", cfg, 1, order)[0] for order in (None, ORDER))
     assert natural["loss"][0] > 1.0

@@ -18,7 +18,7 @@ from megarlhf.commands.plan import main, parser
 from megarlhf.config import RLConfig, load_config
 from megarlhf.planning.weight_traffic import plan_transfer, transfer_setup
 from megarlhf.weights.plan.copy_plan import make_plan
-from megarlhf.weights.plan.traffic import formula, least_receive, model_elements
+from megarlhf.weights.plan.traffic import Links, formula, least_receive, model_elements
 
 REPOSITORY = Path(__file__).parents[2]
 CONFIGS = ("llama-3-70b", "llama-3.1-405b", "qwen3-30b-a3b")
@@ -34,8 +34,8 @@ def figures(capsys, name, *options):
     return json.loads(capsys.readouterr().out)
 
 
-def mean_gb(found, key):
-    return sum(found[key]) / len(found[key]) / 1e9
+def mean_gb(report, key):
+    return sum(report[key]) / len(report[key]) / 1e9
 
 
 @pytest.mark.parametrize(
@@ -54,22 +54,26 @@ def test_llama_3_70b(capsys, options, need, least, largest, all_gather):
 
     Published for pp 1 is 0.01, vocabulary rows only: 96 v rows of two matrices 8192 wide on rank v, 336 on average.
     """
-    found = figures(capsys, "llama-3-70b", *options)
-    assert found["model"] / 1e9 == pytest.approx(141.1, abs=0.05)
-    assert found["received"] == found["least"] == found["formula"]
-    assert mean_gb(found, "need") == pytest.approx(need, rel=0.001)
-    assert mean_gb(found, "received") == pytest.approx(least, rel=0.001)
-    assert found["formula_least"] / 1e9 == pytest.approx(least, rel=0.001)
+    report = figures(capsys, "llama-3-70b", *options)
+    assert report["model"] / 1e9 == pytest.approx(141.1, abs=0.05)
+    assert report["received"] == report["least"] == report["formula"]
+    assert mean_gb(report, "need") == pytest.approx(need, rel=0.001)
+    assert mean_gb(report, "received") == pytest.approx(least, rel=0.001)
+    assert report["formula_least"] / 1e9 == pytest.approx(least, rel=0.001)
     if largest is not None:
-        assert max(found["received"]) / 1e9 == pytest.approx(largest, rel=0.001)
-    assert found["formula_all_gather"] / 1e9 == pytest.approx(all_gather, rel=0.001)
-    assert found["formula_all_gather"] == pytest.approx(sum(found["all_gather"]) / len(found["all_gather"]))
-    assert sum(found["sent"]) == sum(found["received"])
-    one, two = found["tiers"]
-    assert two["entering"] == found["least_entering"]
-    assert sum(two["entering"]) <= sum(one["entering"])
-    assert two["inside"] + sum(two["entering"]) == one["inside"] + sum(one["entering"]) == sum(found["received"])
-    assert found["plan_seconds"] < 60
+        assert max(report["received"]) / 1e9 == pytest.approx(largest, rel=0.001)
+    assert report["formula_all_gather"] / 1e9 == pytest.approx(all_gather, rel=0.001)
+    assert report["formula_all_gather"] == pytest.approx(sum(report["all_gather"]) / len(report["all_gather"]))
+    assert sum(report["sent"]) == sum(report["received"])
+    one_tier, two_tiers = report["tiers"]
+    assert two_tiers["entering"] == report["least_entering"]
+    assert sum(two_tiers["entering"]) <= sum(one_tier["entering"])
+    assert (
+        two_tiers["inside"] + sum(two_tiers["entering"])
+        == one_tier["inside"] + sum(one_tier["entering"])
+        == sum(report["received"])
+    )
+    assert report["plan_seconds"] < 60
 
 
 def test_links_inside_and_between_nodes_are_charged_apart(capsys):
@@ -77,10 +81,10 @@ def test_links_inside_and_between_nodes_are_charged_apart(capsys):
     nothing enters a node, and its ranks' links alone count."""
     seconds = set()
     for rank_gbps in ("450", "3600"):
-        found = figures(capsys, "llama-3-70b", "--engine-tp=4", "--node-gbps=400", f"--rank-gbps={rank_gbps}")
-        one = found["tiers"][0]
-        seconds.add(one["seconds"])
-        assert 1 <= one["seconds"] / (max(one["entering"]) / 50e9) < 1.03
+        report = figures(capsys, "llama-3-70b", "--engine-tp=4", "--node-gbps=400", f"--rank-gbps={rank_gbps}")
+        one_tier = report["tiers"][0]
+        seconds.add(one_tier["seconds"])
+        assert 1 <= one_tier["seconds"] / (max(one_tier["entering"]) / 50e9) < 1.03
     assert len(seconds) == 1
     inside = figures(capsys, "llama-3-70b", "actor.parallel.pp=1", "--node-gbps=1e-6")
     assert sum(inside["tiers"][0]["entering"]) == 0
@@ -89,10 +93,10 @@ def test_links_inside_and_between_nodes_are_charged_apart(capsys):
 
 def test_two_tiers_halve_what_enters_a_node_of_two_engines(capsys):
     """tp 4 on nodes of 8: 105.83 GB a node (three quarters of the model) instead of twice that and more."""
-    one, two = figures(capsys, "llama-3-70b", "--engine-tp=4")["tiers"]
-    assert sum(two["entering"]) / 8e9 == pytest.approx(105.83, abs=0.005)
-    assert sum(one["entering"]) > 2.1 * sum(two["entering"])
-    assert two["seconds"] < one["seconds"] / 2
+    one_tier, two_tiers = figures(capsys, "llama-3-70b", "--engine-tp=4")["tiers"]
+    assert sum(two_tiers["entering"]) / 8e9 == pytest.approx(105.83, abs=0.005)
+    assert sum(one_tier["entering"]) > 2.1 * sum(two_tiers["entering"])
+    assert two_tiers["seconds"] < one_tier["seconds"] / 2
 
 
 @pytest.mark.parametrize("order", ["engine", "rank"])
@@ -107,38 +111,43 @@ def test_two_tiers_halve_what_enters_a_node_of_two_engines(capsys):
 )
 def test_the_formula_is_the_count_in_either_order(name, engine_tp, order):
     """Rank by rank. The order that suits engines is permuted, and moves less, just where the tp of both differ."""
-    asked = question(name, f"--engine-tp={engine_tp}", f"--order={order}")
-    found = formula(asked.arch, asked.mesh, asked.trainer, engine_tp)
-    assert found.least == list(least_receive(*asked.placements()).values())
-    assert (asked.mesh.order is None) == (order == "rank" or engine_tp == 8)
-    if asked.mesh.order is not None:
-        by_number = formula(asked.arch, replace(asked.mesh, order=None), asked.trainer, engine_tp)
-        assert sum(found.least) < sum(by_number.least)
+    setup = setup_for(name, f"--engine-tp={engine_tp}", f"--order={order}")
+    report = formula(setup.arch, setup.mesh, setup.trainer, engine_tp)
+    assert report.least == list(least_receive(*setup.placements()).values())
+    assert (setup.mesh.order is None) == (order == "rank" or engine_tp == 8)
+    if setup.mesh.order is not None:
+        by_number = formula(setup.arch, replace(setup.mesh, order=None), setup.trainer, engine_tp)
+        assert sum(report.least) < sum(by_number.least)
 
 
-def question(name, *options):
+def setup_for(name, *options):
     arguments = parser().parse_intermixed_args(["-c", f"configs/plan/{name}.yaml", *options])
-    return transfer_setup(load_config(RLConfig, arguments.config, arguments.overrides), arguments)
+    names = ("world_size", "engine_tp", "ep", "vpp", "order", "ranks_per_node")
+    return transfer_setup(
+        load_config(RLConfig, arguments.config, arguments.overrides),
+        links=Links(rank_gbps=arguments.rank_gbps, node_gbps=arguments.node_gbps),
+        **{name: getattr(arguments, name) for name in names},
+    )
 
 
 def test_llama_405b():
     """126 layers in stages of 32, 32, 31, 31; 811.7 GB, of which a rank needs an eighth and holds a quarter of it."""
-    found = plan_transfer(question("llama-3.1-405b"))
-    assert found.model / 1e9 == pytest.approx(811.7, abs=0.05)
-    assert found.received == found.least == found.formula
-    assert sum(found.received) / 64e9 == pytest.approx(811.7 / 8 * 3 / 4, rel=0.001)
-    assert found.plan_seconds < 60
+    report = plan_transfer(setup_for("llama-3.1-405b"))
+    assert report.model / 1e9 == pytest.approx(811.7, abs=0.05)
+    assert report.received == report.least == report.formula
+    assert sum(report.received) / 64e9 == pytest.approx(811.7 / 8 * 3 / 4, rel=0.001)
+    assert report.plan_seconds < 60
 
 
 @pytest.mark.parametrize("ep", [1, 2])
 def test_qwen3_30b_a3b_is_planned_in_seconds(ep):
     """18 thousand expert matrices on 64 ranks. The time is this process's own, placements included."""
     start = time.process_time()
-    asked = question("qwen3-30b-a3b", f"--ep={ep}")
-    plan = make_plan(*asked.placements(), only_rank=0)
+    setup = setup_for("qwen3-30b-a3b", f"--ep={ep}")
+    plan = make_plan(*setup.placements(), only_rank=0)
     assert time.process_time() - start < 60
     received = [plan.elements_received(rank) for rank in range(64)]
-    assert formula(asked.arch, asked.mesh, asked.trainer, asked.engine_tp).least == received
+    assert formula(setup.arch, setup.mesh, setup.trainer, setup.engine_tp).least == received
     # KV heads are fewer than ranks and whole on each: 0.05 GB more than W / 8 x 3 / 4, or 7 / 8 of the experts.
     assert sum(received) * 2 / 64e9 == pytest.approx({1: 5.77, 2: 6.68}[ep], rel=0.001)
 
@@ -146,9 +155,9 @@ def test_qwen3_30b_a3b_is_planned_in_seconds(ep):
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [[], ["--engine-tp=4"], ["--ep=2"]])
 def test_qwen3_30b_a3b_in_both_tiers(options):
-    found = plan_transfer(question("qwen3-30b-a3b", *options))
-    assert found.received == found.least == found.formula
-    assert found.tiers[1].entering == found.least_entering
+    report = plan_transfer(setup_for("qwen3-30b-a3b", *options))
+    assert report.received == report.least == report.formula
+    assert report.tiers[1].entering == report.least_entering
 
 
 def printed(*options):
@@ -245,7 +254,7 @@ def test_a_configuration_that_is_no_text(capsys, tmp_path):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_examples_are_what_they_say(name):
     """Parameters in billions, from the models' cards."""
-    found = question(name)
+    report = setup_for(name)
     total = {"llama-3-70b": 70.6, "llama-3.1-405b": 405.9, "qwen3-30b-a3b": 30.5}[name]
-    assert model_elements(found.arch) / 1e9 == pytest.approx(total, abs=0.05)
-    assert found.mesh.world_size == 64
+    assert model_elements(report.arch) / 1e9 == pytest.approx(total, abs=0.05)
+    assert report.mesh.world_size == 64

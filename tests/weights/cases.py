@@ -1,4 +1,4 @@
-"""Small models, layouts and an in-memory carrier for the tests of `megarlhf.weights`."""
+"""Small models, layouts and copies in memory for the tests of `megarlhf.weights`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from megarlhf.architectures.architecture import Architecture
+from megarlhf.architectures.hf_config import architecture_from_hf
 from megarlhf.architectures.placements import (
     hf_placements,
     logical_tensors,
@@ -15,9 +16,9 @@ from megarlhf.architectures.placements import (
     padded_vocab_size,
     vllm_placements,
 )
-from megarlhf.placement import RankPlacements
+from megarlhf.placement import Box, Placement, RankPlacements, Shape, contiguous_strides
 from megarlhf.weights.plan.copy_plan import CopyPlan
-from megarlhf.weights.transport.local import view
+from megarlhf.weights.transport.storages import view
 
 TINY: dict[str, Any] = {
     "model_type": "llama",
@@ -42,11 +43,20 @@ LLAMA_70B: dict[str, Any] = {
     "max_position_embeddings": 8192,
 }
 
+
+def place_slice(tensor: str, box: Box, storage: str, storage_shape: Shape, at: Shape) -> Placement:
+    """The placement of `box` in the slice of a storage that starts at `at` and has the box's shape."""
+    inside = all(a >= 0 and a + n <= size for a, n, size in zip(at, box.shape, storage_shape, strict=True))
+    assert inside, f"{tensor}: {box.shape} at {at} leaves {storage} of shape {storage_shape}"
+    strides = contiguous_strides(storage_shape)
+    return Placement(tensor, box, storage, sum(a * s for a, s in zip(at, strides, strict=True)), strides)
+
+
 Live = dict[int, dict[str, torch.Tensor]]
 
 
 def tiny(**changes: Any) -> Architecture:
-    return Architecture.from_hf({**TINY, **changes})
+    return architecture_from_hf({**TINY, **changes})
 
 
 def transformers_config(**changes: Any) -> Any:
@@ -112,9 +122,9 @@ def empty(ranks: Sequence[RankPlacements], dtype: torch.dtype = torch.float64, f
     }
 
 
-def carry_in_memory(plan: CopyPlan, src: Live, dst: Live) -> None:
+def copy_in_memory(plan: CopyPlan, src: Live, dst: Live) -> None:
     for copy in plan.copies:
-        view(copy.destination, dst[copy.dst_rank]).copy_(view(copy.source, src[copy.src_rank]))
+        view(copy.dst, dst[copy.dst_rank]).copy_(view(copy.src, src[copy.src_rank]))
 
 
 def fill_from_logical(part: RankPlacements, live: dict[str, torch.Tensor], logical: dict) -> None:

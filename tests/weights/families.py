@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megarlhf.architectures.architecture import Architecture
+from megarlhf.architectures.hf_config import architecture_from_hf
 
 _SMALL = {
     "num_hidden_layers": 4,
@@ -78,4 +79,4 @@ def config(name: str, **changes: Any) -> Any:
 
 def architecture(name: str, **changes: Any) -> Architecture:
     """Read from what transformers would write."""
-    return Architecture.from_hf(config(name, **changes).to_dict())
+    return architecture_from_hf(config(name, **changes).to_dict())

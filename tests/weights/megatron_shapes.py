@@ -41,14 +41,14 @@ def _rank(arch: Architecture, layout: dict[str, Any], world: int, rank: int, sta
             expert_tensor_parallel_size=layout.get("tp", 1),
             create_gloo_process_groups=False,
         )
-        found: dict[str, list[int]] = {}
+        shapes_by_name: dict[str, list[int]] = {}
         for chunk in range(vpp):
             first = stage == 0 and chunk == 0
             last = stage == layout.get("pp", 1) - 1 and chunk == vpp - 1
             model = _model(arch, layout, first, last, chunk if vpp > 1 else None)
             prefix = f"model{chunk}." if vpp > 1 else ""
-            found |= {prefix + name: list(p.shape) for name, p in model.named_parameters()}
-        return found
+            shapes_by_name |= {prefix + name: list(p.shape) for name, p in model.named_parameters()}
+        return shapes_by_name
     finally:
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
@@ -126,5 +126,5 @@ if __name__ == "__main__":
         from megarlhf.parallel.megatron_cpu import megatron_device
 
         with megatron_device(torch.device("cpu")):
-            found = [shapes(architecture(name), layout) for name, layout in json.load(sys.stdin)]
-    json.dump(found, answer)
+            shapes_by_name = [shapes(architecture(name), layout) for name, layout in json.load(sys.stdin)]
+    json.dump(shapes_by_name, answer)

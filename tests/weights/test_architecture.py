@@ -5,7 +5,8 @@ import json
 import pytest
 
 from megarlhf.architectures.architecture import Architecture, Llama3Rope
-from megarlhf.architectures.placements import MODEL_TYPES, TABLES
+from megarlhf.architectures.families import FAMILIES
+from megarlhf.architectures.hf_config import architecture_from_hf
 from tests.weights.cases import TINY, tiny, transformers_config
 from tests.weights.families import CONFIGS, architecture, config
 
@@ -24,7 +25,7 @@ def test_a_directory_written_by_transformers(tmp_path):
     transformers_config(
         head_dim=24, rms_norm_eps=1e-5, tie_word_embeddings=True, attention_bias=True, mlp_bias=True
     ).save_pretrained(tmp_path)
-    assert Architecture.from_hf(tmp_path) == Architecture(
+    assert architecture_from_hf(tmp_path) == Architecture(
         model_type="llama",
         num_layers=3,
         hidden_size=64,
@@ -57,7 +58,7 @@ def test_old_and_new_rotary_styles_agree():
 def test_defaults_of_old_configs():
     """Before num_key_value_heads and head_dim existed: as many KV heads as heads, hidden / heads channels."""
     config = {key: value for key, value in TINY.items() if key not in ("num_key_value_heads", "hidden_act")}
-    arch = Architecture.from_hf(config)
+    arch = architecture_from_hf(config)
     assert (arch.num_kv_heads, arch.head_dim, arch.activation) == (4, 16, "silu")
     assert (arch.tied_embeddings, arch.qkv_bias, arch.mlp_bias) == (False, False, False)
 
@@ -115,15 +116,15 @@ REFUSED = [
 def test_what_a_family_does_not_support_is_refused(name, changes, message):
     """The same file without the change is read."""
     stated = config(name).to_dict()
-    assert Architecture.from_hf(stated) == architecture(name)
+    assert architecture_from_hf(stated) == architecture(name)
     with pytest.raises(ValueError, match=message):
-        Architecture.from_hf({**stated, **changes})
+        architecture_from_hf({**stated, **changes})
 
 
 def test_every_family_refuses_quantized_weights():
     for name in CONFIGS:
         with pytest.raises(ValueError, match="quantization_config"):
-            Architecture.from_hf({**config(name).to_dict(), "quantization_config": {"quant_method": "gptq"}})
+            architecture_from_hf({**config(name).to_dict(), "quantization_config": {"quant_method": "gptq"}})
 
 
 GPT2_FILE = {
@@ -164,9 +165,9 @@ def test_a_gpt2_file():
         norm="layer",
         positions="learned",
     )
-    assert Architecture.from_hf(GPT2_FILE) == expected
-    assert Architecture.from_hf({**GPT2_FILE, "n_inner": None}) == expected
-    assert Architecture.from_hf({**GPT2_FILE, "n_inner": 100}).ffn_size == 100
+    assert architecture_from_hf(GPT2_FILE) == expected
+    assert architecture_from_hf({**GPT2_FILE, "n_inner": None}) == expected
+    assert architecture_from_hf({**GPT2_FILE, "n_inner": 100}).ffn_size == 100
 
 
 def test_switches_of_the_families():
@@ -196,28 +197,29 @@ def test_switches_of_the_families():
 def test_keys_that_files_may_lack():
     """Defaults are those of transformers; the older name of Qwen3-MoE's number of experts is read too."""
     mistral = {k: v for k, v in config("mistral").to_dict().items() if k != "sliding_window"}
-    assert Architecture.from_hf(mistral).sliding_window == 4096
+    assert architecture_from_hf(mistral).sliding_window == 4096
     qwen3 = {k: v for k, v in config("qwen3").to_dict().items() if k != "head_dim"}
-    assert Architecture.from_hf(qwen3).head_dim == 128
+    assert architecture_from_hf(qwen3).head_dim == 128
     moe = config("qwen3_moe").to_dict()
     count = moe.pop("num_local_experts")
-    assert Architecture.from_hf({**moe, "num_experts": count}) == architecture("qwen3_moe")
+    assert architecture_from_hf({**moe, "num_experts": count}) == architecture("qwen3_moe")
 
 
 def test_directory_errors(tmp_path):
     with pytest.raises(ValueError, match=r"config\.json does not exist"):
-        Architecture.from_hf(tmp_path)
+        architecture_from_hf(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match="is not JSON"):
-        Architecture.from_hf(tmp_path)
+        architecture_from_hf(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps([1]))
     with pytest.raises(ValueError, match="holds a list"):
-        Architecture.from_hf(tmp_path)
+        architecture_from_hf(tmp_path)
 
 
 def test_the_known_types():
     known = {"llama", "mistral", "qwen2", "qwen3", "gpt2", "opt", "mixtral", "qwen3_moe"}
-    assert TABLES.keys() == MODEL_TYPES.keys() >= known
+    assert FAMILIES.keys() >= known
+    assert all(family.model_type == name for name, family in FAMILIES.items())
 
 
 def test_a_rope_scaling_beside_rope_parameters_replaces_them():
@@ -226,9 +228,9 @@ def test_a_rope_scaling_beside_rope_parameters_replaces_them():
 
     config = {**TINY, "rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}
     with pytest.raises(ValueError, match="rope type 'yarn'"):
-        Architecture.from_hf({**config, "rope_scaling": {"type": "yarn", "factor": 4.0}})
+        architecture_from_hf({**config, "rope_scaling": {"type": "yarn", "factor": 4.0}})
     both = {**config, "rope_scaling": {**LLAMA3, "rope_theta": 500.0}}
     read = LlamaConfig(**{key: value for key, value in both.items() if key != "model_type"}).rope_parameters
-    found = Architecture.from_hf(both)
-    assert (found.rope_scaling, found.rope_theta) == (EXPECTED_ROPE, 500.0)
+    arch = architecture_from_hf(both)
+    assert (arch.rope_scaling, arch.rope_theta) == (EXPECTED_ROPE, 500.0)
     assert (read["rope_type"], read["rope_theta"]) == ("llama3", 500.0)

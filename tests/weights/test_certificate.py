@@ -13,9 +13,9 @@ from megarlhf.weights.checks import certificate as module
 from megarlhf.weights.checks.certificate import CertificateError, certify, spoilt_padding
 from megarlhf.weights.checks.digest import whole_digest
 from megarlhf.weights.plan.copy_plan import make_plan
-from megarlhf.weights.transport.local import zero_padding
 from megarlhf.weights.transport.random_init import fill_random
-from megarlhf.weights.transport.reshard import carry_over_group
+from megarlhf.weights.transport.reshard import reshard_once
+from megarlhf.weights.transport.storages import zero_padding
 from tests.gloo import run_ranks
 from tests.weights.cases import empty, megatron_ranks, tiny, vllm_ranks
 from tests.weights.test_reshard import on_four_ranks
@@ -66,15 +66,15 @@ def _prove(rank, stages):
     old = {name: value.clone() for name, value in dst.items()}
     fill_random(sources[rank], src, seed=5, std=0.1, arch=arch)
     plan = make_plan(sources, ranks, only_rank=rank)
-    carry_over_group(plan, src, dst, rank=rank, dtype=torch.bfloat16, device=CPU)
+    reshard_once(plan, src, dst, rank=rank, dtype=torch.bfloat16, device=CPU)
     options = {"rank": rank, "dtype": torch.bfloat16, "version": 7}
 
     def proof():
         return certify(plan, sources, ranks, src, dst, **options)
 
-    found = proof()
-    assert found.version == 7
-    assert found.seconds > 0
+    certificate = proof()
+    assert certificate.version == 7
+    assert certificate.seconds > 0
     right = {name: value.clone() for name, value in dst.items()}
     for plant, messages in FAULTS.items():
         if rank == 3:
@@ -104,8 +104,8 @@ def _prove(rank, stages):
     for _ in range(2):
         with pytest.raises(CertificateError, match=apart):
             proof()
-        carry_over_group(plan, src, dst, rank=rank, dtype=torch.bfloat16, device=CPU)
-    return found.digest
+        reshard_once(plan, src, dst, rank=rank, dtype=torch.bfloat16, device=CPU)
+    return certificate.digest
 
 
 def _body(rank):
@@ -127,7 +127,7 @@ def _failing(rank):
     src, dst = empty([sources[rank]], torch.bfloat16)[rank], empty([ranks[rank]], torch.bfloat16, 0.0)[rank]
     fill_random(sources[rank], src, seed=5, std=0.1, arch=arch)
     plan = make_plan(sources, ranks, only_rank=rank)
-    carry_over_group(plan, src, dst, rank=rank, dtype=torch.bfloat16, device=CPU)
+    reshard_once(plan, src, dst, rank=rank, dtype=torch.bfloat16, device=CPU)
 
     def said(src, dst):
         with pytest.raises(CertificateError) as error:
@@ -138,7 +138,7 @@ def _failing(rank):
         assert rank != 1 or name in storages
         return {key: value for key, value in storages.items() if rank != 1 or key != name}
 
-    found = [
+    messages = [
         said(lost(src, "decoder.layers.0.mlp.linear_fc2.weight"), dst),
         said(src, lost(dst, "model.norm.weight")),
         said({}, {}) if rank == 1 else said(src, dst),
@@ -149,10 +149,10 @@ def _failing(rank):
     kept = module._digests_by_box
     if rank == 1:
         module._digests_by_box = lambda *arguments, **options: torch.empty(1 << 60)
-    found.append(said(src, dst))
+    messages.append(said(src, dst))
     module._digests_by_box = kept
-    found.append(said(src, dst))
-    return found
+    messages.append(said(src, dst))
+    return messages
 
 
 def test_a_rank_that_fails_stops_all_with_its_reason(tmp_path):

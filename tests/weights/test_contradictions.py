@@ -9,12 +9,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megarlhf.architectures.architecture import Architecture
-from megarlhf.architectures.config_spec import Llama3Rope
+from megarlhf.architectures.architecture import Architecture, Llama3Rope
 from megarlhf.architectures.megatron_layout import MegatronLayout
 from megarlhf.weights.checkpoint.conversion import MegatronTarget, convert
 from megarlhf.weights.checkpoint.formats.megatron.args import OWN_KEY, args_of, contradictions
-from megarlhf.weights.checkpoint.stored_model import open_model
+from megarlhf.weights.checkpoint.open_checkpoint import open_checkpoint
 from tests.weights.families import CONFIGS, architecture
 from tests.weights.models import write_model
 
@@ -49,7 +48,7 @@ def write(models, out, family, form, monkeypatch, drop=(), **changes):
 
     with monkeypatch.context() as patch:
         patch.setattr(module, "args_of", changed)
-        convert(open_model(models(family)), out, MegatronTarget(tp=2, format=form))
+        convert(open_checkpoint(models(family)), out, MegatronTarget(tp=2, format=form))
     return out
 
 
@@ -58,8 +57,8 @@ def write(models, out, family, form, monkeypatch, drop=(), **changes):
 @pytest.mark.parametrize("family", CONFIGS)
 def test_the_right_companion_passes(models, tmp_path, monkeypatch, family, form, own):
     out = write(models, tmp_path / "out", family, form, monkeypatch, drop=() if own else (OWN_KEY,))
-    assert (OWN_KEY in open_model(out).args) == own
-    assert open_model(out).arch == open_model(out, hf=models(family)).arch == architecture(family)
+    assert (OWN_KEY in open_checkpoint(out).args) == own
+    assert open_checkpoint(out).arch == open_checkpoint(out, hf=models(family)).arch == architecture(family)
 
 
 @pytest.mark.parametrize("own", [True, False])
@@ -72,7 +71,7 @@ def test_a_wrong_companion_is_refused_with_everything_that_is_wrong(models, tmp_
     config |= {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}, "max_position_embeddings": 4096}
     (out / "hf" / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match="in 5 points: ") as error:
-        open_model(out)
+        open_checkpoint(out)
     said = str(error.value)
     assert said.startswith(f"config.json of {out / 'hf'} describes another model than the args of {out}")
     for part in (
@@ -84,14 +83,14 @@ def test_a_wrong_companion_is_refused_with_everything_that_is_wrong(models, tmp_
     ):
         assert part in said
     assert said.endswith("(--reference-hf, in a run model.hf), or correct that config.json")
-    assert open_model(out, hf=models("llama")).arch == architecture("llama"), "a right one, named, wins"
+    assert open_checkpoint(out, hf=models("llama")).arch == architecture("llama"), "a right one, named, wins"
 
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_arguments_that_no_family_computes_are_not_outvoted(models, tmp_path, monkeypatch, form):
     out = write(models, tmp_path / "out", "llama", form, monkeypatch, drop=(OWN_KEY,), qk_l2_norm=True)
     with pytest.raises(ValueError, match="in 1 points: args say qk_l2_norm = True, which no family computes"):
-        open_model(out)
+        open_checkpoint(out)
 
 
 LLAMA3 = Llama3Rope(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=8192)
@@ -153,8 +152,8 @@ def test_what_is_no_contradiction(family, changes, with_own):
     arch = architecture(family)
     other = replace(arch, **changes)
     assert contradictions(other, args_for(arch, own=False)) == []
-    found = contradictions(other, args_for(arch, own=True))
-    assert {line.split(":")[0] for line in found} == (changes.keys() if with_own else set())
+    lines = contradictions(other, args_for(arch, own=True))
+    assert {line.split(":")[0] for line in lines} == (changes.keys() if with_own else set())
 
 
 def test_megatrons_defaults_and_what_is_not_stated():
@@ -187,13 +186,13 @@ def test_a_key_of_ours_that_is_contradicted_or_unreadable_says_nothing():
 @pytest.mark.parametrize("form", FORMATS)
 def test_relayouts_keep_the_multiple_of_the_vocabulary(models, tmp_path, form):
     """Rows stated once do not grow at the next layout; a stated multiple is kept."""
-    source = open_model(models("llama"))
+    source = open_checkpoint(models("llama"))
     convert(source, tmp_path / "a", MegatronTarget(padded_vocab=102, format=form))
-    convert(open_model(tmp_path / "a"), tmp_path / "b", MegatronTarget(tp=2, format=form))
-    assert open_model(tmp_path / "b").layout.padded_vocab == 102
+    convert(open_checkpoint(tmp_path / "a"), tmp_path / "b", MegatronTarget(tp=2, format=form))
+    assert open_checkpoint(tmp_path / "b").layout.padded_vocab == 102
     convert(source, tmp_path / "c", MegatronTarget(vocab_multiple=64, format=form))
-    stored = open_model(tmp_path / "c")
+    stored = open_checkpoint(tmp_path / "c")
     assert (stored.layout.padded_vocab, stored.args["make_vocab_size_divisible_by"]) == (128, 64)
     convert(stored, tmp_path / "d", MegatronTarget(tp=2, format=form))
-    again = open_model(tmp_path / "d")
+    again = open_checkpoint(tmp_path / "d")
     assert (again.layout.padded_vocab, again.args["make_vocab_size_divisible_by"]) == (128, 64)

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megarlhf.weights.checkpoint.conversion import HuggingFaceTarget, MegatronTarget, convert
-from megarlhf.weights.checkpoint.stored_model import open_model, recognise
+from megarlhf.weights.checkpoint.open_checkpoint import detect_format, open_checkpoint
 from megarlhf.weights.checkpoint.verify import differences, digests
 from tests.weights.families import CONFIGS
 from tests.weights.models import write_model
@@ -55,8 +55,8 @@ def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
     return {name: value for path in directory.glob("*.safetensors") for name, value in load_file(path).items()}
 
 
-def assert_same_files(found: Path, expected: Path) -> None:
-    a, b = tensors_of(found), tensors_of(expected)
+def assert_same_files(actual: Path, expected: Path) -> None:
+    a, b = tensors_of(actual), tensors_of(expected)
     assert a.keys() == b.keys()
     for name, value in b.items():
         assert a[name].dtype == value.dtype
@@ -66,13 +66,13 @@ def assert_same_files(found: Path, expected: Path) -> None:
 @pytest.mark.parametrize("family", sorted(CONFIGS))
 def test_there_and_back_at_every_layout(models, tmp_path, family):
     """Bit for bit, config and tokenizer kept; the copy is what transformers loads."""
-    source = open_model(models(family))
+    source = open_checkpoint(models(family))
     layouts = LAYOUTS | (EXPERT_LAYOUTS if source.arch.num_experts else {})
     for number, (name, target) in enumerate(layouts.items()):
         there, back = tmp_path / f"megatron{number}", tmp_path / f"hf{number}"
         convert(source, there, target)
-        assert recognise(there) == target.format
-        stored = open_model(there)
+        assert detect_format(there) == target.format
+        stored = open_checkpoint(there)
         assert stored.layout is not None
         assert (stored.layout.tp, stored.layout.pp, stored.layout.ep) == (target.tp, target.pp, target.ep), name
         assert stored.arch == source.arch
@@ -90,7 +90,7 @@ def assert_loads(family: str, directory: Path) -> None:
     model, info = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16, output_loading_info=True)
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
-    assert model.config.model_type == open_model(directory).arch.model_type
+    assert model.config.model_type == open_checkpoint(directory).arch.model_type
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral"])
@@ -107,24 +107,24 @@ def test_a_chain_of_five_layouts_ends_where_it_began(models, tmp_path, family):
         MegatronTarget(tp=2, pp=3, layers_per_stage=(2, 1, 1), format="mp_rank"),
         first,
     ]
-    source = open_model(models(family))
+    source = open_checkpoint(models(family))
     for number, target in enumerate(chain):
         convert(source, tmp_path / str(number), target)
-        source = open_model(tmp_path / str(number))
+        source = open_checkpoint(tmp_path / str(number))
     assert_same_tree(tmp_path / "5", tmp_path / "0")
 
 
-def assert_same_tree(found: Path, expected: Path) -> None:
+def assert_same_tree(actual: Path, expected: Path) -> None:
     """Same files; same tensors in every mp_rank file."""
     names = {path.relative_to(expected) for path in expected.rglob("*") if path.is_file()}
-    assert {path.relative_to(found) for path in found.rglob("*") if path.is_file()} == names
+    assert {path.relative_to(actual) for path in actual.rglob("*") if path.is_file()} == names
     compared = 0
     for name in names:
         if name.suffix == ".pt":
             import argparse
 
             with torch.serialization.safe_globals([argparse.Namespace]):
-                a, b = (torch.load(root / name, weights_only=True)["model"] for root in (found, expected))
+                a, b = (torch.load(root / name, weights_only=True)["model"] for root in (actual, expected))
             assert a.keys() == b.keys()
             compared += len(a)
             assert all(torch.equal(a[key].view(torch.int16), value.view(torch.int16)) for key, value in b.items())
@@ -136,11 +136,11 @@ def test_tied_models_and_scalar_heads(tmp_path):
     tied = write_model("qwen2_tied", tmp_path / "tied")
     scored = write_model("llama", tmp_path / "scored", scalar=True)
     for directory in (tied, scored):
-        source = open_model(directory)
+        source = open_checkpoint(directory)
         for number, target in enumerate((LAYOUTS["tp2 pp2 mp_rank local"], LAYOUTS["tp2 uneven pp3 torch_dist"])):
             there, back = tmp_path / f"{directory.name}{number}", tmp_path / f"{directory.name}{number}.hf"
             convert(source, there, target)
-            stored = open_model(there)
+            stored = open_checkpoint(there)
             assert stored.head == source.head == ("scalar" if directory == scored else "lm")
             convert(stored, back, HuggingFaceTarget())
             a, b = tensors_of(back), tensors_of(directory)
@@ -157,18 +157,18 @@ def test_without_a_companion_the_arguments_say_what_the_model_is(models, tmp_pat
     for family in ("llama", "qwen3", "mixtral"):
         for target in (LAYOUTS["tp2 pp2 mp_rank local"], LAYOUTS["tp1 torch_dist te"]):
             there, back = tmp_path / f"{family}{target.format}", tmp_path / f"{family}{target.format}.hf"
-            convert(open_model(models(family)), there, target)
+            convert(open_checkpoint(models(family)), there, target)
             shutil.rmtree(there / "hf")
-            convert(open_model(there), back, HuggingFaceTarget())
+            convert(open_checkpoint(there), back, HuggingFaceTarget())
             assert_same_files(back, models(family))
             assert_loads(family, back)
 
 
 def test_dtypes(models, tmp_path):
     """bf16 to fp32 and back is exact; a source of two dtypes is not guessed at."""
-    source = open_model(models("llama"))
+    source = open_checkpoint(models("llama"))
     convert(source, tmp_path / "wide", MegatronTarget(tp=2, format="mp_rank"), dtype=torch.float32)
-    wide = open_model(tmp_path / "wide")
+    wide = open_checkpoint(tmp_path / "wide")
     assert list(wide.weights.dtypes()) == [torch.float32]
     convert(wide, tmp_path / "narrow", HuggingFaceTarget(), dtype=torch.bfloat16)
     assert_same_files(tmp_path / "narrow", models("llama"))
@@ -178,13 +178,13 @@ def test_dtypes(models, tmp_path):
     save_file(mixed, tmp_path / "mixed" / "model.safetensors")
     (tmp_path / "mixed" / "config.json").write_text((models("llama") / "config.json").read_text())
     with pytest.raises(ValueError, match=r"mixes dtypes: bfloat16 \(\d+.\d%\), float32 .* say which to write: --dtype"):
-        convert(open_model(tmp_path / "mixed"), tmp_path / "out", MegatronTarget())
-    convert(open_model(tmp_path / "mixed"), tmp_path / "out", MegatronTarget(), dtype=torch.bfloat16)
+        convert(open_checkpoint(tmp_path / "mixed"), tmp_path / "out", MegatronTarget())
+    convert(open_checkpoint(tmp_path / "mixed"), tmp_path / "out", MegatronTarget(), dtype=torch.bfloat16)
 
 
 def test_verify_names_the_first_difference(models, tmp_path):
     """One bit of one element, in another format and layout."""
-    source = open_model(models("llama"))
+    source = open_checkpoint(models("llama"))
     convert(source, tmp_path / "a", LAYOUTS["tp2 pp2 mp_rank local"])
     changed = tensors_of(models("llama"))
     name = "model.layers.2.mlp.down_proj.weight"
@@ -194,12 +194,12 @@ def test_verify_names_the_first_difference(models, tmp_path):
     (tmp_path / "b").mkdir()
     save_file(changed, tmp_path / "b" / "model.safetensors")
     (tmp_path / "b" / "config.json").write_text((models("llama") / "config.json").read_text())
-    a, b = open_model(tmp_path / "a"), open_model(tmp_path / "b")
-    found = digests(source), digests(a), digests(b)
-    assert found[0] == found[1]
-    assert found[0].whole() == found[1].whole() != found[2].whole()
-    assert differences(source, a, found[0], found[1], None) == ""
-    said = differences(a, b, found[1], found[2], None)
+    a, b = open_checkpoint(tmp_path / "a"), open_checkpoint(tmp_path / "b")
+    actual = digests(source), digests(a), digests(b)
+    assert actual[0] == actual[1]
+    assert actual[0].whole() == actual[1].whole() != actual[2].whole()
+    assert differences(source, a, actual[0], actual[1], None) == ""
+    said = differences(a, b, actual[1], actual[2], None)
     assert said.startswith("1 of ")
     assert said.endswith(f"the first: {name}[7, 11] is {before!r} and {after!r}")
 
@@ -219,17 +219,17 @@ def test_verify_names_the_first_difference(models, tmp_path):
 )
 def test_layouts_that_do_not_fit(models, tmp_path, target, message):
     with pytest.raises(ValueError, match=message):
-        convert(open_model(models("llama")), tmp_path / "out", target)
+        convert(open_checkpoint(models("llama")), tmp_path / "out", target)
     assert not list(tmp_path.iterdir())
 
 
 def test_force_replaces_checkpoints_only(models, tmp_path):
-    source = open_model(models("llama"))
+    source = open_checkpoint(models("llama"))
     convert(source, tmp_path / "out", MegatronTarget())
     with pytest.raises(ValueError, match="exists already"):
         convert(source, tmp_path / "out", MegatronTarget(tp=2))
     convert(source, tmp_path / "out", MegatronTarget(tp=2, format="mp_rank"), force=True)
-    assert recognise(tmp_path / "out") == "mp_rank"
+    assert detect_format(tmp_path / "out") == "mp_rank"
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "thesis.tex").write_text("42")
     with pytest.raises(ValueError, match="--force replaces checkpoints only"):
@@ -239,7 +239,7 @@ def test_force_replaces_checkpoints_only(models, tmp_path):
 
 def test_force_spares_other_iterations(models, tmp_path):
     """A run's root holds more than the checkpoint that its tracker names."""
-    source = open_model(models("llama"))
+    source = open_checkpoint(models("llama"))
     convert(source, tmp_path / "run", MegatronTarget())
     (tmp_path / "run" / "iter_0000100").mkdir()
     with pytest.raises(ValueError, match=r"--force would delete more of .*run than the checkpoint: iter_0000100"):
@@ -251,15 +251,15 @@ def test_a_folder_hf_beside_a_checkpoint_is_somebody_else_s(models, tmp_path):
     """It describes an iteration named on its own, and nothing else; a wrong --reference-hf is an error."""
     import shutil
 
-    convert(open_model(models("llama")), tmp_path / "run", LAYOUTS["tp2 pp2 mp_rank local"])
-    assert open_model(tmp_path / "run" / "release").companion == tmp_path / "run" / "hf"
+    convert(open_checkpoint(models("llama")), tmp_path / "run", LAYOUTS["tp2 pp2 mp_rank local"])
+    assert open_checkpoint(tmp_path / "run" / "release").companion == tmp_path / "run" / "hf"
     shutil.rmtree(tmp_path / "run" / "hf")
     shutil.copytree(models("qwen3"), tmp_path / "hf")
-    found = open_model(tmp_path / "run")
-    assert found.companion is None
-    assert found.arch.model_type == "llama"
+    actual = open_checkpoint(tmp_path / "run")
+    assert actual.companion is None
+    assert actual.arch.model_type == "llama"
     with pytest.raises(ValueError, match=r"nowhere has no config.json"):
-        open_model(tmp_path / "run", hf=tmp_path / "nowhere")
+        open_checkpoint(tmp_path / "run", hf=tmp_path / "nowhere")
 
 
 def test_a_transposed_bin_tensor_and_one_file_beside_a_stale_index(models, tmp_path):
@@ -270,11 +270,11 @@ def test_a_transposed_bin_tensor_and_one_file_beside_a_stale_index(models, tmp_p
     (tmp_path / "bin").mkdir()
     torch.save(state, tmp_path / "bin" / "pytorch_model.bin")
     (tmp_path / "bin" / "config.json").write_text((models("llama") / "config.json").read_text())
-    source = open_model(tmp_path / "bin")
+    source = open_checkpoint(tmp_path / "bin")
     convert(source, tmp_path / "out", MegatronTarget(tp=2))
-    assert digests(open_model(tmp_path / "out")) == digests(source) == digests(open_model(models("llama")))
+    assert digests(open_checkpoint(tmp_path / "out")) == digests(source) == digests(open_checkpoint(models("llama")))
     (tmp_path / "bin" / "pytorch_model.bin.index.json").write_text('{"weight_map": {"x": "gone.bin"}}')
-    assert digests(open_model(tmp_path / "bin")) == digests(source)
+    assert digests(open_checkpoint(tmp_path / "bin")) == digests(source)
 
 
 def test_integers_are_refused(models, tmp_path):
@@ -283,7 +283,7 @@ def test_integers_are_refused(models, tmp_path):
     save_file(state, tmp_path / "in" / "model.safetensors")
     (tmp_path / "in" / "config.json").write_text((models("llama") / "config.json").read_text())
     with pytest.raises(ValueError, match="tensors of int8: quantized values are not the model's"):
-        convert(open_model(tmp_path / "in"), tmp_path / "out", MegatronTarget(), dtype=torch.bfloat16)
+        convert(open_checkpoint(tmp_path / "in"), tmp_path / "out", MegatronTarget(), dtype=torch.bfloat16)
 
 
 def test_a_tied_model_with_another_head_stored_is_not_tied(tmp_path):
@@ -293,28 +293,28 @@ def test_a_tied_model_with_another_head_stored_is_not_tied(tmp_path):
     state["lm_head.weight"] = state["model.embed_tokens.weight"].clone()
     (path,) = tied.glob("*.safetensors")
     save_file(state, path)
-    source = open_model(tied)
+    source = open_checkpoint(tied)
     convert(source, tmp_path / "megatron", LAYOUTS["tp2 pp2 mp_rank local"])
-    stored = open_model(tmp_path / "megatron")
+    stored = open_checkpoint(tmp_path / "megatron")
     (extent,) = [e for name, e in stored.weights.extents[2].items() if name.endswith("output_layer.weight")]
     with extent.path.open("r+b") as file:
         file.seek(extent.offset)
         file.write(b"\x01\x02\x03\x04")
     with pytest.raises(ValueError, match=r"the copy stored as output_layer.weight has other values: .* not tied"):
-        open_model(tmp_path / "megatron")
+        open_checkpoint(tmp_path / "megatron")
     state["lm_head.weight"][3, 4] += 1
     save_file(state, path)
     with pytest.raises(ValueError, match=r"stored as the stored head has other values"):
-        open_model(tied)
+        open_checkpoint(tied)
 
 
 def test_files_of_two_runs_are_not_mixed(models, tmp_path):
     import shutil
 
-    source = open_model(models("llama"))
+    source = open_checkpoint(models("llama"))
     convert(source, tmp_path / "a", MegatronTarget(tp=2, format="mp_rank"))
     convert(source, tmp_path / "b", MegatronTarget(tp=2, format="mp_rank", padded_vocab=512))
     name = "release/mp_rank_01/model_optim_rng.pt"
     shutil.copyfile(tmp_path / "b" / name, tmp_path / "a" / name)
     with pytest.raises(ValueError, match=r"mixes files of two checkpoints: mp_rank_01 has padded_vocab_size = 512"):
-        open_model(tmp_path / "a")
+        open_checkpoint(tmp_path / "a")

@@ -17,7 +17,7 @@ import torch
 from megarlhf.weights.checkpoint import staging
 from megarlhf.weights.checkpoint.checksums import check_checksums
 from megarlhf.weights.checkpoint.conversion import HuggingFaceTarget, MegatronTarget, convert
-from megarlhf.weights.checkpoint.stored_model import open_model, recognise
+from megarlhf.weights.checkpoint.open_checkpoint import detect_format, open_checkpoint
 from megarlhf.weights.checkpoint.verify import Digests, digests
 from tests.weights.models import write_model
 
@@ -29,8 +29,8 @@ def inputs(tmp_path_factory):
     """The same model in every kind of input."""
     root = tmp_path_factory.mktemp("inputs")
     hf = write_model("llama", root / "safetensors", dtype=torch.bfloat16, max_shard_size="100KB")
-    convert(open_model(hf), root / "torch_dist", MegatronTarget(tp=2))
-    convert(open_model(hf), root / "mp_rank", MegatronTarget(tp=2, pp=2, format="mp_rank"))
+    convert(open_checkpoint(hf), root / "torch_dist", MegatronTarget(tp=2))
+    convert(open_checkpoint(hf), root / "mp_rank", MegatronTarget(tp=2, pp=2, format="mp_rank"))
     from safetensors.torch import load_file
 
     (root / "bin").mkdir()
@@ -47,7 +47,7 @@ def target_for(kind: str):
 def convert_damaged(source: Path, out: Path, kind: str, expected: Digests | None = None) -> str:
     """`found`, or `survived` with a result that opens, and holds what is `expected`, if known."""
     try:
-        convert(open_model(source), out, target_for(kind))
+        convert(open_checkpoint(source), out, target_for(kind))
     except (ValueError, OSError) as error:
         said = str(error)
     else:
@@ -56,8 +56,8 @@ def convert_damaged(source: Path, out: Path, kind: str, expected: Digests | None
         assert not out.exists(), f"{said} left a directory"
         assert len(said) > 30, "says what to do"
         return "found"
-    assert expected in (None, digests(open_model(out))), "survived with other numbers"
-    open_model(out)
+    assert expected in (None, digests(open_checkpoint(out))), "survived with other numbers"
+    open_checkpoint(out)
     shutil.rmtree(out)
     return "survived"
 
@@ -102,7 +102,7 @@ def test_flipped_bytes(inputs, tmp_path, kind):
     unless the bit is one of a number."""
     generator = random.Random(5)
     outcomes, compared = [], 0
-    original = open_model(inputs / kind)
+    original = open_checkpoint(inputs / kind)
     numbers = [extent for extents in original.weights.extents for extent in extents.values()]
     right = digests(original)
     for name in files_of(inputs / kind):
@@ -127,7 +127,7 @@ def test_flipped_bytes(inputs, tmp_path, kind):
 def test_a_file_name_flipped_into_another(inputs, tmp_path):
     """`__1_0.distcp` and `__3_0.distcp` differ in one bit and have the same layout: every bit of every name."""
     source, outcomes = tmp_path / "in", []
-    convert(open_model(inputs / "safetensors"), source, MegatronTarget(tp=4))
+    convert(open_checkpoint(inputs / "safetensors"), source, MegatronTarget(tp=4))
     metadata = source / "release" / ".metadata"
     raw = metadata.read_bytes()
     for rank in range(4):
@@ -139,11 +139,11 @@ def test_a_file_name_flipped_into_another(inputs, tmp_path):
                 damaged[place] ^= 1 << bit
                 metadata.write_bytes(bytes(damaged))
                 with pytest.raises(ValueError) as error:  # noqa: PT011 -- many kinds; that it is found is the point
-                    open_model(source)
+                    open_checkpoint(source)
                 outcomes.append("two chunks stand at" in str(error.value))
     assert outcomes.count(True) >= 4
     metadata.write_bytes(raw)
-    assert digests(open_model(source)) == digests(open_model(inputs / "safetensors"))
+    assert digests(open_checkpoint(source)) == digests(open_checkpoint(inputs / "safetensors"))
 
 
 def test_a_flipped_bit_in_a_number_is_seen_by_verify(inputs, tmp_path):
@@ -152,21 +152,21 @@ def test_a_flipped_bit_in_a_number_is_seen_by_verify(inputs, tmp_path):
     raw = bytearray(path.read_bytes())
     raw[-1] ^= 1
     path.write_bytes(bytes(raw))
-    assert digests(open_model(tmp_path / "in")) != digests(open_model(inputs / "safetensors"))
+    assert digests(open_checkpoint(tmp_path / "in")) != digests(open_checkpoint(inputs / "safetensors"))
 
 
 KILLED = """
 import os, signal, sys
 import torch
 from pathlib import Path
-from megarlhf.weights.transport import files as transfer
+from megarlhf.weights.transport import file_copy as transfer
 from megarlhf.weights.checkpoint.checksums import check_checksums
 from megarlhf.weights.checkpoint.conversion import HuggingFaceTarget, MegatronTarget, convert
 from megarlhf.weights.checkpoint import staging
-from megarlhf.weights.checkpoint.stored_model import open_model
+from megarlhf.weights.checkpoint.open_checkpoint import open_checkpoint
 
 torch.set_num_threads(1)
-transfer.PIECE_BYTES = 2000
+transfer.ITEM_BYTES = 2000
 source, out = Path(sys.argv[1]), Path(sys.argv[2])
 
 def die():
@@ -188,7 +188,7 @@ def run(moment):
             die()
         setattr(staging.os, name, dying)
     target = HuggingFaceTarget() if "mp_rank" in str(source) else MegatronTarget(tp=2, pp=2, format="mp_rank")
-    convert(open_model(source), out, target, progress=progress, force=True)
+    convert(open_checkpoint(source), out, target, progress=progress, force=True)
 
 for moment in [1, 2, 10, 50, 100, "fsync before", "fsync after", "rename before", "rename after", 150]:
     child = os.fork()
@@ -226,13 +226,13 @@ def test_sigkill_at_ten_moments(inputs, tmp_path, kind):
         whole = "rename after" in line or line.startswith("150 ")
         assert f" 9 {whole} " in line, line
     assert lines[10] == "last 0 True ['out']"
-    assert digests(open_model(out)) == digests(open_model(inputs / "safetensors"))
+    assert digests(open_checkpoint(out)) == digests(open_checkpoint(inputs / "safetensors"))
 
 
 def test_a_full_disk_is_found_before_writing(inputs, tmp_path, monkeypatch):
     monkeypatch.setattr(staging.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**6, 10**6 - 1000, 1000))
     with pytest.raises(OSError, match=r"GB are needed beside .*out, 0.000 GB are free; make room"):
-        convert(open_model(inputs / "safetensors"), tmp_path / "out", MegatronTarget())
+        convert(open_checkpoint(inputs / "safetensors"), tmp_path / "out", MegatronTarget())
     assert not list(tmp_path.iterdir())
 
 
@@ -278,14 +278,14 @@ def test_a_small_tmpfs(inputs, tmp_path, how):
 @pytest.mark.parametrize("form", ["torch_dist", "mp_rank"])
 def test_checksums_find_a_flipped_bit_in_a_number(inputs, tmp_path, form):
     """Written on demand; without them `check_checksums` says that there is nothing to compare."""
-    source = open_model(inputs / "safetensors")
+    source = open_checkpoint(inputs / "safetensors")
     convert(source, tmp_path / "silent", MegatronTarget(tp=2, format=form))
     count, silent = check_checksums(tmp_path / "silent")
     assert count == silent >= 2
     convert(source, tmp_path / "stated", MegatronTarget(tp=2, format=form), checksums=True)
     assert check_checksums(tmp_path / "stated") == (count, 0)
-    assert digests(open_model(tmp_path / "stated")) == digests(source)
-    (extent,) = list(open_model(tmp_path / "stated").weights.extents[0].values())[3:4]
+    assert digests(open_checkpoint(tmp_path / "stated")) == digests(source)
+    (extent,) = list(open_checkpoint(tmp_path / "stated").weights.extents[0].values())[3:4]
     with extent.path.open("r+b") as file:
         file.seek(extent.offset + 5)
         byte = file.read(1)
@@ -300,7 +300,7 @@ def test_checksums_of_bin_files_find_a_flipped_bit(inputs, tmp_path):
     shutil.copytree(inputs / "bin", tmp_path / "bin")
     count, silent = check_checksums(tmp_path / "bin")
     assert count > silent == 0
-    extent = open_model(tmp_path / "bin").weights.extents[0]["model.norm.weight"]
+    extent = open_checkpoint(tmp_path / "bin").weights.extents[0]["model.norm.weight"]
     with extent.path.open("r+b") as file:
         file.seek(extent.offset)
         byte = file.read(1)
@@ -312,6 +312,6 @@ def test_checksums_of_bin_files_find_a_flipped_bit(inputs, tmp_path):
 
 def test_recognise_says_what_it_looked_for(tmp_path):
     with pytest.raises(ValueError, match="is not a directory"):
-        recognise(tmp_path / "nowhere")
+        detect_format(tmp_path / "nowhere")
     with pytest.raises(ValueError, match="is no checkpoint: it has neither Hugging Face weights"):
-        recognise(tmp_path)
+        detect_format(tmp_path)

@@ -1,7 +1,7 @@
 """Every family's table, against what transformers writes, Megatron-Core builds and plain torch makes.
 
 Not covered here: names under the transformer-engine spec against the library itself, which needs a GPU; they are
-compared with the specs in Megatron-Core's source as written out in `by_hand.py`.
+compared with the specs in Megatron-Core's source as written out in `megatron_reference.py`.
 """
 
 import json
@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from megarlhf.architectures.architecture import Architecture, hf_class, hf_config
+from megarlhf.architectures.families import FAMILIES
+from megarlhf.architectures.hf_config import architecture_from_hf, hf_class, hf_config
 from megarlhf.architectures.megatron_layout import MegatronLayout
 from megarlhf.architectures.placements import (
-    FAMILIES,
     canonical_names,
     hf_placements,
     logical_tensors,
@@ -25,9 +25,9 @@ from megarlhf.architectures.placements import (
 )
 from megarlhf.placement import Box
 from megarlhf.weights.plan.copy_plan import make_plan
-from tests.weights.by_hand import EMBEDDINGS, LLAMA_NORMS, NORMS, megatron_layer
-from tests.weights.cases import carry_in_memory, empty, random_logical
+from tests.weights.cases import copy_in_memory, empty, random_logical
 from tests.weights.families import CONFIGS, architecture, config
+from tests.weights.megatron_reference import EMBEDDINGS, LLAMA_NORMS, NORMS, megatron_layer
 
 MOE = ("mixtral", "qwen3_moe")
 
@@ -55,7 +55,7 @@ def test_logical_tensors_are_what_transformers_writes(name, head, tmp_path):
     model = getattr(transformers, hf_class(arch.model_type, head))(config(name, num_labels=1))
     model.save_pretrained(tmp_path)
     assert logical_tensors(arch, head) == header(tmp_path / "model.safetensors")
-    assert Architecture.from_hf(tmp_path) == arch
+    assert architecture_from_hf(tmp_path) == arch
 
 
 @pytest.mark.parametrize("head", ["lm", "scalar"])
@@ -66,15 +66,15 @@ def test_a_written_config_says_the_same(name, head, tmp_path):
 
     arch = architecture(name)
     written = hf_config(arch, head)
-    assert Architecture.from_hf(written) == arch
+    assert architecture_from_hf(written) == arch
     (tmp_path / "config.json").write_text(json.dumps(written))
     theirs = AutoConfig.from_pretrained(tmp_path)
     assert type(theirs).__name__ == CONFIGS[name][0]
-    assert Architecture.from_hf(theirs.to_dict()) == arch
+    assert architecture_from_hf(theirs.to_dict()) == arch
     assert theirs.architectures == [hf_class(arch.model_type, head)]
     assert theirs.num_labels == (1 if head == "scalar" else 2)
     theirs.save_pretrained(tmp_path / "again")
-    assert Architecture.from_hf(tmp_path / "again") == arch
+    assert architecture_from_hf(tmp_path / "again") == arch
 
 
 def test_an_architecture_that_a_config_cannot_state_is_refused():
@@ -176,17 +176,17 @@ def test_to_megatron_and_back(name, settings, head):
     parts = layout.parts(arch, head)
     hf = hf_placements(arch, head, rank=99)
     live = empty(parts)
-    carry_in_memory(make_plan([hf], parts), {99: logical}, live)
+    copy_in_memory(make_plan([hf], parts), {99: logical}, live)
     for at, part in zip(layout.ranks(), parts, strict=True):
         expected = by_hand(arch, logical, layout, at, head)
         assert live[part.rank].keys() == expected.keys()
         for storage, value in expected.items():
             assert torch.equal(live[part.rank][storage], value), (storage, part.rank)
         untouched = {n: int((value == -1).sum()) for n, value in live[part.rank].items() if bool((value == -1).any())}
-        gaps = {n: sum(b - a for a, b in found) for n, found in part.padding().items()}
+        gaps = {n: sum(b - a for a, b in boxes) for n, boxes in part.padding().items()}
         assert untouched == gaps
     back = empty([hf])
-    carry_in_memory(make_plan(parts, [hf]), live, back)
+    copy_in_memory(make_plan(parts, [hf]), live, back)
     assert all(torch.equal(back[99][n], value) for n, value in logical.items())
 
 
@@ -209,7 +209,7 @@ def by_hand(arch, logical, layout, at, head):
             for name in positions:
                 out[prefix + "embedding.position_embeddings.weight"] = logical[name]
         for local, layer in enumerate(layers):
-            held = megatron_layer(
+            layer_storages = megatron_layer(
                 arch,
                 logical,
                 layer,
@@ -220,7 +220,7 @@ def by_hand(arch, logical, layout, at, head):
                 spec=layout.spec,
                 experts=layout.experts,
             )
-            out |= {f"{prefix}decoder.layers.{local}.{n}": value for n, value in held.items()}
+            out |= {f"{prefix}decoder.layers.{local}.{n}": value for n, value in layer_storages.items()}
         if at.pp == layout.pp - 1 and chunk == layout.vpp - 1:
             for kind in ("weight", "bias") if arch.norm == "layer" else ("weight",):
                 out[f"{prefix}decoder.final_layernorm.{kind}"] = logical[f"{final_norm}.{kind}"]
@@ -237,10 +237,10 @@ def test_gpt2_rows_and_columns_written_out():
     part = MegatronLayout(tp=2, padded_vocab=256).parts(arch)[1]
     storage = "decoder.layers.1.self_attention.linear_qkv.weight"
     assert part.storages[storage] == (96, 64)
-    found = [(p.box, p.offset // 64, p.strides) for p in part.placements if p.storage == storage]
+    boxes = [(p.box, p.offset // 64, p.strides) for p in part.placements if p.storage == storage]
     columns = [32, 64 + 32, 128 + 32, 48, 64 + 48, 128 + 48]
     expected = [(Box((0, c), (64, c + 16)), 16 * n, (1, 64)) for n, c in enumerate(columns)]
-    assert found == expected
+    assert boxes == expected
     (fc2,) = [p for p in part.placements if p.storage == "decoder.layers.1.mlp.linear_fc2.weight"]
     assert (fc2.tensor, fc2.box) == ("transformer.h.1.mlp.c_proj.weight", Box((128, 0), (256, 64)))
     assert (fc2.offset, fc2.strides) == (0, (1, 128))
@@ -250,11 +250,11 @@ def test_qkv_rows_above_the_kv_groups_written_out():
     """4 heads, 2 groups, 16 channels: group 0 is [q0 q1 k0 v0]. TP4 gives rank 0 q0 and q1, rank 1 k0 and v0."""
     parts = MegatronLayout(tp=4, padded_vocab=512).parts(architecture("llama"))
     storage = "decoder.layers.0.self_attention.linear_qkv.weight"
-    found = [
+    boxes = [
         [(p.tensor.split(".")[-2][0], p.box.start[0], p.box.stop[0]) for p in part.placements if p.storage == storage]
         for part in parts
     ]
-    assert found == [
+    assert boxes == [
         [("q", 0, 32)],
         [("k", 0, 16), ("v", 0, 16)],
         [("q", 32, 64)],
@@ -266,11 +266,13 @@ def test_qkv_shares_may_cut_inside_a_head():
     """6 heads, 2 groups, 6 channels: a group is 18 rows of q, 6 of k, 6 of v; TP6 gives each rank 10 of them."""
     arch = architecture("llama", hidden_size=60, num_attention_heads=6, head_dim=6)
     storage = "decoder.layers.0.self_attention.linear_qkv.weight"
-    found = []
+    boxes = []
     for part in MegatronLayout(tp=6, padded_vocab=768).parts(arch)[3:]:
-        held = [p for p in part.placements if p.storage == storage]
-        found.append([(p.tensor.split(".")[-2][0], p.box.start[0], p.box.stop[0], p.offset // 60) for p in held])
-    assert found == [
+        layer_storages = [p for p in part.placements if p.storage == storage]
+        boxes.append(
+            [(p.tensor.split(".")[-2][0], p.box.start[0], p.box.stop[0], p.offset // 60) for p in layer_storages]
+        )
+    assert boxes == [
         [("q", 18, 28, 0)],
         [("q", 28, 36, 0), ("k", 6, 8, 8)],
         [("k", 8, 12, 0), ("v", 6, 12, 4)],
@@ -291,8 +293,8 @@ def test_grouped_experts_written_out():
     part = MegatronLayout(ep=2, padded_vocab=128, experts="grouped").parts(architecture("mixtral"))[1]
     storage = "decoder.layers.0.mlp.experts.weight1"
     assert part.storages[storage] == (64, 384)
-    found = {p.tensor.split("moe.experts.")[1]: (p.offset, p.strides) for p in part.placements if p.storage == storage}
-    assert found == {
+    boxes = {p.tensor.split("moe.experts.")[1]: (p.offset, p.strides) for p in part.placements if p.storage == storage}
+    assert boxes == {
         "2.w1.weight": (0, (1, 192)),
         "2.w3.weight": (96, (1, 192)),
         "3.w1.weight": (64 * 192, (1, 192)),

@@ -11,8 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarlhf.architectures.architecture import Architecture
+from megarlhf.architectures.families import FAMILIES as MODEL_TYPES
+from megarlhf.architectures.hf_config import architecture_from_hf
 from megarlhf.architectures.megatron_layout import MegatronLayout
-from megarlhf.architectures.placements import TABLES, padded_vocab_size
+from megarlhf.architectures.placements import padded_vocab_size
 from megarlhf.layout import MeshLayout, engine_order
 from megarlhf.weights.plan.traffic import formula, least_receive, model_elements
 from tests.weights.cases import LLAMA_70B, tiny
@@ -28,7 +30,7 @@ def sizes(arch: Architecture, tp: int, engine_tp: int, *, pp: int = 1, dp: int =
 def test_rows_of_the_vocabulary_by_hand():
     """128256 rows: Megatron pads to 8 x 16128, vLLM cuts 8 x 16032, so that rank v lacks the 96 v rows behind its
     own, of two matrices 8192 wide. That is all there is between equal layouts: 336 rows, 11 MB of bf16, on average."""
-    least = sizes(Architecture.from_hf(LLAMA_70B), 8, 8).least
+    least = sizes(architecture_from_hf(LLAMA_70B), 8, 8).least
     assert least == [96 * v * 8192 * 2 for v in range(8)]
     assert sum(least) / 8 * 2 == 11_010_048
 
@@ -112,11 +114,11 @@ def test_the_formula_is_the_count_rank_by_rank():
 
     def check(case: Transfer) -> None:
         arch, trainer = case.arch, case.trainer
-        found = formula(arch, case.mesh, trainer, case.engine_tp)
-        assert found.least == list(least_receive(case.sources, case.destinations).values())
+        elements = formula(arch, case.mesh, trainer, case.engine_tp)
+        assert elements.least == list(least_receive(case.sources, case.destinations).values())
         whole = transfer(arch, trainer, case.mesh.dp, 1, order=case.mesh.order).destinations
-        assert found.all_gather == list(least_receive(case.sources, whole).values())
-        assert 0 <= min(found.all_gather) <= max(found.all_gather) < model_elements(arch)
+        assert elements.all_gather == list(least_receive(case.sources, whole).values())
+        assert 0 <= min(elements.all_gather) <= max(elements.all_gather) < model_elements(arch)
         seen.update(
             {
                 arch.model_type: 1,
@@ -126,13 +128,16 @@ def test_the_formula_is_the_count_rank_by_rank():
                 "virtual stages": trainer.vpp > 1,
                 "expert parallel": trainer.ep > 1,
                 "permuted": case.mesh.order is not None,
-                "something to receive": sum(found.least) > 0,
+                "something to receive": sum(elements.least) > 0,
             }
         )
 
     for family in FAMILIES:
         settings(max_examples=6, deadline=None, derandomize=True)(given(cases(family))(check))()
-    asked = {*TABLES, "KV replicas", "groups cut by the trainer", "tied over stages", "virtual stages"}
+    one_group = replace(architecture("llama"), num_heads=24, num_kv_heads=1, head_dim=12, ffn_size=24)
+    for tp in (2, 3, 4):  # groups that the trainer cuts are drawn seldom
+        check(transfer(one_group, MegatronLayout(tp=tp, padded_vocab=768), 1, 1))
+    asked = {*MODEL_TYPES, "KV replicas", "groups cut by the trainer", "tied over stages", "virtual stages"}
     asked |= {"expert parallel", "permuted", "something to receive"}
     assert min(seen[what] for what in asked) >= 3, seen
 

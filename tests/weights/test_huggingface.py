@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from megarlhf.architectures.placements import logical_tensors
 from megarlhf.weights.checkpoint.formats.huggingface.read import INDEX, HFFiles
-from megarlhf.weights.checkpoint.formats.huggingface.write import HFWriter
+from megarlhf.weights.checkpoint.hf_writer import HFWriter
 from megarlhf.weights.transport.extent import MappedFiles
 from tests.weights.cases import TINY, random_logical, tiny
 
@@ -131,15 +131,15 @@ def test_the_model_and_the_files_are_compared_in_full(tmp_path):
     stored["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
     save_file(stored, tmp_path / "model.safetensors")
     files = HFFiles(tmp_path)
-    found = files.stored(arch, "lm", extra=("lm_head.weight",))
-    assert found.extents[0].keys() == logical_tensors(arch).keys()
+    weights = files.weights(arch, "lm", extra=("lm_head.weight",))
+    assert weights.extents[0].keys() == logical_tensors(arch).keys()
     with pytest.raises(ValueError, match=r"lm_head.weight is not part of the model"):
-        files.stored(arch, "lm")
+        files.weights(arch, "lm")
     with pytest.raises(ValueError, match=r"score.weight is missing"):
-        files.stored(arch, "scalar", extra=("lm_head.weight",))
+        files.weights(arch, "scalar", extra=("lm_head.weight",))
     other = tiny(tie_word_embeddings=True, num_hidden_layers=2, vocab_size=101, attention_bias=True)
     with pytest.raises(ValueError, match=r"differs from what its config.json describes in 18 tensors") as error:
-        files.stored(other, "lm", extra=("lm_head.weight",))
+        files.weights(other, "lm", extra=("lm_head.weight",))
     for text in (
         "model.layers.1.self_attn.o_proj.bias is missing",
         "model.layers.2.mlp.up_proj.weight is not part of the model",
@@ -155,11 +155,11 @@ def test_older_bin_files_and_names_without_prefix(tmp_path):
     state = {name.removeprefix("model."): value for name, value in logical.items()}
     state["layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
     torch.save(state, tmp_path / "pytorch_model.bin")
-    found = HFFiles(tmp_path).stored(arch, "lm")
+    weights = HFFiles(tmp_path).weights(arch, "lm")
     maps = MappedFiles()
-    assert len(found.parts[0].placements) == len(logical)
-    for placement in found.parts[0].placements:
-        assert torch.equal(maps.tensor(found.extents[0][placement.storage]), logical[placement.tensor])
+    assert len(weights.parts[0].placements) == len(logical)
+    for placement in weights.parts[0].placements:
+        assert torch.equal(maps.tensor(weights.extents[0][placement.storage]), logical[placement.tensor])
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,11 @@ import torch
 from megarlhf.architectures.placements import hf_placements, logical_tensors
 from megarlhf.placement import Box, Placement, contiguous_strides
 from megarlhf.weights.checks import digest as digest_module
-from megarlhf.weights.checks.digest import compare, digest_boxes, replica_digests, times_held
+from megarlhf.weights.checks.digest import compare, digest_boxes, replica_counts, replica_digests
 from megarlhf.weights.plan.copy_plan import make_plan
 from megarlhf.weights.transport import random_init
 from megarlhf.weights.transport.random_init import fill_random
-from tests.weights.cases import carry_in_memory, empty, megatron_ranks, tiny, vllm_ranks
+from tests.weights.cases import copy_in_memory, empty, megatron_ranks, tiny, vllm_ranks
 
 BF16 = torch.bfloat16
 
@@ -45,7 +45,7 @@ def test_random_weights_are_the_same_at_every_layout(head, block, monkeypatch):
         ranks = megatron_ranks(arch, tp, stages, head=head)
         live = filled(arch, ranks, head=head)
         expected = empty(ranks, torch.float32, 0.0)
-        carry_in_memory(make_plan([hf], ranks), whole, expected)
+        copy_in_memory(make_plan([hf], ranks), whole, expected)
         for part in ranks:
             assert all(torch.equal(live[part.rank][n], v) for n, v in expected[part.rank].items())
 
@@ -172,24 +172,24 @@ def test_every_exchange_of_two_elements_and_every_bit_shows(dtype, shape):
     flat[1::2] = -flat[::2]
     part = Placement("t", Box.whole(shape), "s", 0, contiguous_strides(shape))
 
-    def found():
+    def digest_now():
         return digest_boxes([part], {"s": values}, dtype)["t"]
 
-    before = found()
+    before = digest_now()
     for a in range(flat.numel()):
         for b in range(a):
             flat[[a, b]] = flat[[b, a]]
-            assert found() != before, (a, b)
+            assert digest_now() != before, (a, b)
             flat[[a, b]] = flat[[b, a]]
     words = flat.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize])
     for bit in range(dtype.itemsize * 8 - 1):
         words[-1] ^= 1 << bit
-        assert found() != before, bit
+        assert digest_now() != before, bit
         words[-1] ^= 1 << bit
     words[-1] = ~words[-1]
-    assert found() != before, "every bit at once"
+    assert digest_now() != before, "every bit at once"
     words[-1] = ~words[-1]
-    assert found() == before
+    assert digest_now() == before
 
 
 def test_how_often_ranks_hold_the_model():
@@ -197,13 +197,13 @@ def test_how_often_ranks_hold_the_model():
     arch = tiny()
     for tp, engines in ((1, 3), (2, 2), (4, 1)):
         ranks = vllm_ranks(arch, tp, engines)
-        times = times_held(ranks)
+        times = replica_counts(ranks)
         assert times.keys() == logical_tensors(arch).keys()
         assert times["model.norm.weight"] == tp * engines
         assert times["model.layers.0.self_attn.k_proj.weight"] == engines * max(1, tp // 2)
         assert times["model.layers.0.mlp.down_proj.weight"] == engines
     with pytest.raises(ValueError, match=r"ranks hold .* expected every element equally often"):
-        times_held(vllm_ranks(arch, 2, 2)[:3])
+        replica_counts(vllm_ranks(arch, 2, 2)[:3])
 
 
 def test_compare_names_what_one_side_lacks():

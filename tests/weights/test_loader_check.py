@@ -11,7 +11,7 @@ import torch
 from megarlhf.architectures.placements import logical_tensors, vllm_placements
 from megarlhf.placement import Box
 from megarlhf.weights.checks.loader_check import _Numbers, check_loader, sample_tensors
-from megarlhf.weights.transport.local import view
+from megarlhf.weights.transport.storages import view
 from tests.weights.cases import empty, tiny
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -99,8 +99,8 @@ def test_an_element_that_differs_in_the_second_digit_only_is_named():
     wrong = replace(right, box=Box((3 + (1 << 14), 0), (103 + (1 << 14), 1)))
     live = {"s": torch.zeros(shape, dtype=torch.bfloat16)}
     load = Loader(replace(placements, placements=(right,)), live)
-    found = check_loader(replace(placements, placements=(wrong,)), live, load, tensors, torch.bfloat16)
-    assert found == [
+    problems = check_loader(replace(placements, placements=(wrong,)), live, load, tensors, torch.bfloat16)
+    assert problems == [
         "s[0, 0]: the table says t[16387, 0], the engine's loader put t[3, 0] there (100 of 100 elements differ)"
     ]
 
@@ -109,8 +109,8 @@ def test_what_the_loader_does_not_fill_is_nothing():
     arch, placements, live = setup()
     norm = "model.norm.weight"
     load = Loader(replace(placements, placements=tuple(p for p in placements.placements if p.tensor != norm)), live)
-    (found,) = check_loader(placements, live, load, sample_tensors(arch), torch.bfloat16)
-    assert found.startswith(f"{norm}[0]: the table says {norm}[0], the engine's loader put nothing there (")
+    (problems,) = check_loader(placements, live, load, sample_tensors(arch), torch.bfloat16)
+    assert problems.startswith(f"{norm}[0]: the table says {norm}[0], the engine's loader put nothing there (")
 
 
 def test_values_that_were_not_given_are_told():
@@ -122,10 +122,10 @@ def test_values_that_were_not_given_are_told():
         load(tensors)
         live["model.norm.weight"].neg_()
 
-    (found,) = check_loader(placements, live, computes, sample_tensors(arch), torch.float32)
-    assert "model.norm.weight[0]: " in found
-    assert "put the value -" in found
-    assert ", which it was not given, there (" in found
+    (problems,) = check_loader(placements, live, computes, sample_tensors(arch), torch.float32)
+    assert "model.norm.weight[0]: " in problems
+    assert "put the value -" in problems
+    assert ", which it was not given, there (" in problems
 
 
 def test_tables_that_contradict_themselves_or_the_model_are_told_without_loading():
@@ -133,16 +133,16 @@ def test_tables_that_contradict_themselves_or_the_model_are_told_without_loading
     load = Loader(placements, live)
     tensors = sample_tensors(arch)
     twice = altered(placements, "model.layers.0.self_attn.k_proj.weight", offset=0)
-    (found,) = check_loader(twice, live, load, tensors, torch.bfloat16)
-    assert "storage model.layers.0.self_attn.qkv_proj.weight" in found
-    assert "is placed twice" in found
+    (problems,) = check_loader(twice, live, load, tensors, torch.bfloat16)
+    assert "storage model.layers.0.self_attn.qkv_proj.weight" in problems
+    assert "is placed twice" in problems
     lost = {name: value for name, value in live.items() if name != "lm_head.weight"}
-    (found,) = check_loader(placements, lost, load, tensors, torch.bfloat16)
-    assert "lm_head.weight is missing" in found
+    (problems,) = check_loader(placements, lost, load, tensors, torch.bfloat16)
+    assert "lm_head.weight is missing" in problems
     whole = {name: value.to(torch.int8) if "norm" in name else value for name, value in live.items()}
-    found = check_loader(placements, whole, load, tensors, torch.bfloat16)
-    assert len(found) == sum("norm" in name for name in placements.select(tensors).storages)
-    assert "model.norm.weight holds torch.int8, expected floating point" in "".join(found)
+    problems = check_loader(placements, whole, load, tensors, torch.bfloat16)
+    assert len(problems) == sum("norm" in name for name in placements.select(tensors).storages)
+    assert "model.norm.weight holds torch.int8, expected floating point" in "".join(problems)
     assert load.seen == []
 
 
@@ -152,8 +152,8 @@ def test_a_loader_that_raises_is_told():
     def fails(tensors):
         raise KeyError("model.layers.0.self_attn.q_proj.weight")
 
-    (found,) = check_loader(placements, live, fails, sample_tensors(arch), torch.bfloat16)
-    assert "loader failed on the tensors of the table: KeyError: 'model.layers.0.self_attn.q_proj.weight'" in found
+    (problems,) = check_loader(placements, live, fails, sample_tensors(arch), torch.bfloat16)
+    assert "loader failed on the tensors of the table: KeyError: 'model.layers.0.self_attn.q_proj.weight'" in problems
 
 
 def test_three_layers_and_all_else_are_sampled():

@@ -12,16 +12,17 @@ from dataclasses import MISSING, fields, replace
 import pytest
 import torch
 
-from megarlhf.architectures.architecture import Architecture
-from megarlhf.architectures.config_spec import ConfigSpec, Llama3Rope
+from megarlhf.architectures.architecture import Architecture, Llama3Rope
+from megarlhf.architectures.config_spec import ConfigSpec
+from megarlhf.architectures.entries import ATTENTION, GATED_MLP, INPUT_NORM, OUTPUT, QK_NORMS
+from megarlhf.architectures.families import FAMILIES
 from megarlhf.architectures.families.llama import FACTS, decoder
 from megarlhf.architectures.families.llama import FAMILY as LLAMA
 from megarlhf.architectures.megatron_layout import MegatronLayout
-from megarlhf.architectures.pieces import ATTENTION, GATED_MLP, INPUT_NORM, OUTPUT, QK_NORMS
-from megarlhf.architectures.placements import FAMILIES, TABLES, logical_tensors, padded_vocab_size
+from megarlhf.architectures.placements import logical_tensors, padded_vocab_size
 from megarlhf.architectures.table import Family
 from megarlhf.weights.checkpoint.formats.megatron.args import OWN_KEY, arch_of, args_of
-from megarlhf.weights.checkpoint.formats.megatron.unknown import _UNDERSTOOD, refuse_unknown
+from megarlhf.weights.checkpoint.formats.megatron.unsupported import _SUPPORTED, refuse_unsupported
 from tests.weights.families import CONFIGS, architecture
 
 LAYOUT = MegatronLayout(tp=2, pp=2, padded_vocab=256)
@@ -80,7 +81,7 @@ LLAMA_3_1_8B = Architecture(
 
 def register(monkeypatch, families: dict[str, Family]) -> None:
     """These families, in this order, in place of all."""
-    for module in ("architectures.families", "weights.checkpoint.formats.megatron.family"):
+    for module in ("architectures.families", "weights.checkpoint.formats.megatron.infer"):
         monkeypatch.setattr(f"megarlhf.{module}.FAMILIES", families)
 
 
@@ -190,7 +191,6 @@ def test_a_registered_family_is_recognised_without_further_code(monkeypatch, cap
     with pytest.raises(ValueError, match="no known family"):
         arch_of(args)
     register(monkeypatch, {**FAMILIES, "made_up": made_up})
-    monkeypatch.setitem(TABLES, "made_up", made_up.table)
     caplog.clear()
     arch = arch_of(args)
     assert arch == replace(LLAMA_3_1_8B, model_type="made_up", qk_norm=True, qkv_bias=True)
@@ -283,8 +283,8 @@ def test_defaults_of_megatron_core_are_understood():
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     defaults = {f.name: f.default for f in fields(TransformerConfig) if f.default is not MISSING}
-    assert len(defaults.keys() & _UNDERSTOOD.keys()) > 25
-    refuse_unknown(defaults)
+    assert len(defaults.keys() & _SUPPORTED.keys()) > 25
+    refuse_unsupported(defaults)
 
 
 @pytest.mark.parametrize(

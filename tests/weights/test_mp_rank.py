@@ -18,12 +18,13 @@ import pytest
 import torch
 
 from megarlhf.architectures.architecture import Architecture
-from megarlhf.architectures.megatron_layout import At, MegatronLayout
+from megarlhf.architectures.megatron_layout import MegatronLayout, ModelRank
 from megarlhf.weights.checkpoint.formats.megatron.args import args_of
-from megarlhf.weights.checkpoint.formats.mp_rank.read_write import MpRankCheckpoint, plan_mp_rank, read_mp_rank
+from megarlhf.weights.checkpoint.formats.mp_rank.read import MpRankCheckpoint, read_mp_rank
+from megarlhf.weights.checkpoint.formats.mp_rank.write import preallocate_mp_rank
 from megarlhf.weights.checkpoint.formats.torch_file.archive import check_crc, seal
 from megarlhf.weights.transport.extent import MappedFiles
-from megarlhf.weights.transport.local import view
+from megarlhf.weights.transport.storages import view
 from tests.weights.cases import fill_from_logical, random_logical
 from tests.weights.families import CONFIGS, architecture
 
@@ -46,14 +47,16 @@ def layout_of(arch: Architecture, **settings: Any) -> MegatronLayout:
     return MegatronLayout(padded_vocab=128 * settings.get("tp", 1), **settings)
 
 
-def state_dicts(arch: Architecture, layout: MegatronLayout, head: str = "lm") -> dict[At, dict[str, torch.Tensor]]:
+def state_dicts(
+    arch: Architecture, layout: MegatronLayout, head: str = "lm"
+) -> dict[ModelRank, dict[str, torch.Tensor]]:
     """What every rank's parameters would be, filled from distinct values."""
-    logical, found = random_logical(arch, head), {}
+    logical, storages_by_rank = random_logical(arch, head), {}
     for at, part in zip(layout.ranks(), layout.parts(arch, head), strict=True):
         live = {name: torch.full(shape, -1.0, dtype=torch.float64) for name, shape in part.storages.items()}
         fill_from_logical(part, live, logical)
-        found[at] = live
-    return found
+        storages_by_rank[at] = live
+    return storages_by_rank
 
 
 def junk(arch: Architecture, layout: MegatronLayout) -> dict[str, Any]:
@@ -87,7 +90,11 @@ def junk(arch: Architecture, layout: MegatronLayout) -> dict[str, Any]:
 
 
 def save_tree(
-    root: Path, arch: Architecture, layout: MegatronLayout, ranks: dict[At, dict[str, torch.Tensor]], **changes: Any
+    root: Path,
+    arch: Architecture,
+    layout: MegatronLayout,
+    ranks: dict[ModelRank, dict[str, torch.Tensor]],
+    **changes: Any,
 ) -> Path:
     """Writes the files with torch.save; returns iteration 123's directory."""
     folder = root / "iter_0000123"
@@ -106,7 +113,7 @@ def save_tree(
     return folder
 
 
-def same_tensors(read: MpRankCheckpoint, ranks: dict[At, dict[str, torch.Tensor]]) -> int:
+def same_tensors(read: MpRankCheckpoint, ranks: dict[ModelRank, dict[str, torch.Tensor]]) -> int:
     """Compares each extent's values with the storage; returns how many were compared."""
     maps, compared = MappedFiles(), 0
     for at, part, extents in zip(read.layout.ranks(), read.parts, read.extents, strict=True):
@@ -125,7 +132,7 @@ def cases() -> list[Any]:
 
 @pytest.mark.parametrize("family, name", cases())
 def test_every_family_and_layout_is_read_by_value_and_written_for_torch(family, name, tmp_path):
-    """torch.save -> read_mp_rank; plan_mp_rank -> bytes through the extents -> torch.load, read_mp_rank."""
+    """torch.save -> read_mp_rank; preallocate_mp_rank -> bytes through the extents -> torch.load, read_mp_rank."""
     arch = architecture(family)
     layout = layout_of(arch, **(LAYOUTS | EXPERT_LAYOUTS)[name])
     ranks = state_dicts(arch, layout)
@@ -138,10 +145,10 @@ def test_every_family_and_layout_is_read_by_value_and_written_for_torch(family, 
     assert same_tensors(read, ranks) == sum(len(part.storages) for part in read.parts) > 10
 
     args = args_of(arch, layout, torch.float64)
-    parts, extents = plan_mp_rank(tmp_path / "out", arch, layout, "lm", torch.float64, args, 123)
+    parts, extents = preallocate_mp_rank(tmp_path / "out", arch, layout, "lm", torch.float64, args, 123)
     assert parts == read.parts
-    for at, held in zip(layout.ranks(), extents, strict=True):
-        for storage, extent in held.items():
+    for at, storages in zip(layout.ranks(), extents, strict=True):
+        for storage, extent in storages.items():
             raw = ranks[at][storage].contiguous().view(-1).numpy()
             np.memmap(extent.path, np.float64, "r+", extent.offset, raw.shape)[:] = raw
     again = read_mp_rank(tmp_path / "out" / "iter_0000123")
@@ -188,7 +195,7 @@ def test_directory_forms(tmp_path):
 def test_release_is_written(tmp_path):
     arch = architecture("llama")
     layout = layout_of(arch)
-    plan_mp_rank(tmp_path, arch, layout, "lm", torch.bfloat16, args_of(arch, layout, torch.bfloat16), "release")
+    preallocate_mp_rank(tmp_path, arch, layout, "lm", torch.bfloat16, args_of(arch, layout, torch.bfloat16), "release")
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "release"
     assert (tmp_path / "release" / "mp_rank_00" / "model_optim_rng.pt").is_file()
     assert read_mp_rank(tmp_path).iteration == "release"
@@ -227,7 +234,7 @@ def test_older_orders_and_names(family, version, legacy, tmp_path):
     arch = architecture(family, **({"num_key_value_heads": 4} if family == "llama" else {}))
     layout = layout_of(arch, tp=2)
     ranks = state_dicts(arch, layout)
-    stored = {at: {n: old_order(n, t, 2, version) for n, t in held.items()} for at, held in ranks.items()}
+    stored = {at: {n: old_order(n, t, 2, version) for n, t in storages.items()} for at, storages in ranks.items()}
     save_tree(tmp_path, arch, layout, stored, checkpoint_version=version)
     if legacy:
         for path in tmp_path.glob("*/*/*.pt"):

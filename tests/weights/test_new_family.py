@@ -13,7 +13,7 @@ from megarlhf.architectures.families.llama import FAMILY as LLAMA
 from megarlhf.architectures.placements import logical_tensors
 from megarlhf.architectures.table import Entry, Family
 from megarlhf.weights.checkpoint.conversion import HuggingFaceTarget, MegatronTarget, convert
-from megarlhf.weights.checkpoint.stored_model import open_model
+from megarlhf.weights.checkpoint.open_checkpoint import open_checkpoint
 from tests.weights.cases import TINY, random_logical
 
 RENAMED = {"lm_head.weight": "unembed.weight", "score.weight": "value.weight", "model.norm.weight": "trunk.last.weight"}
@@ -35,10 +35,6 @@ def zebra(monkeypatch) -> Family:
     )
     family = replace(LLAMA, model_type="zebra", table=table)
     monkeypatch.setitem(families.FAMILIES, "zebra", family)
-    import megarlhf.architectures.placements as placements
-
-    monkeypatch.setitem(placements.TABLES, "zebra", table)
-    monkeypatch.setitem(placements.MODEL_TYPES, "zebra", family.config)
     return family
 
 
@@ -47,10 +43,10 @@ def test_both_heads_there_and_back(zebra, tmp_path, head, tied):
     """A tied model's files may repeat the embedding under the head's name, whatever that is."""
     import json
 
-    from megarlhf.architectures.architecture import Architecture
+    from megarlhf.architectures.hf_config import architecture_from_hf
 
     config = {**TINY, "model_type": "zebra", "tie_word_embeddings": tied}
-    arch = Architecture.from_hf(config)
+    arch = architecture_from_hf(config)
     logical = {name: value.float() for name, value in random_logical(arch, head).items()}
     assert ("value.weight" in logical) == (head == "scalar")
     stored = dict(logical)
@@ -59,11 +55,11 @@ def test_both_heads_there_and_back(zebra, tmp_path, head, tied):
     (tmp_path / "hf").mkdir()
     save_file(stored, tmp_path / "hf" / "model.safetensors")
     (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
-    source = open_model(tmp_path / "hf")
+    source = open_checkpoint(tmp_path / "hf")
     assert source.head == head
     for number, form in enumerate(("torch_dist", "mp_rank")):
         convert(source, tmp_path / f"m{number}", MegatronTarget(tp=2, pp=3, format=form))
-        convert(open_model(tmp_path / f"m{number}"), tmp_path / f"b{number}", HuggingFaceTarget())
+        convert(open_checkpoint(tmp_path / f"m{number}"), tmp_path / f"b{number}", HuggingFaceTarget())
         back = load_file(tmp_path / f"b{number}" / "model.safetensors")
         assert back.keys() == logical_tensors(arch, head).keys()
         assert all(torch.equal(back[name], value) for name, value in logical.items())

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarlhf.architectures.placements import identity_placements
-from megarlhf.placement import Box, RankPlacements, place_slice
+from megarlhf.placement import Box, RankPlacements
 from megarlhf.weights.plan.copy_plan import make_plan
 from megarlhf.weights.plan.tiers import crossing, make_tiers, node_needs
 from megarlhf.weights.plan.traffic import Links, entering, wire_seconds
-from tests.weights.cases import carry_in_memory, empty
+from tests.weights.cases import copy_in_memory, empty, place_slice
 from tests.weights.transfers import FAMILIES, Masks, Transfer, draw_transfer, filled, logical_of
 
 
@@ -24,15 +24,15 @@ def check(case: Transfer, node_of) -> int:
     logical = logical_of(case)
     tiers = make_tiers(case.sources, case.destinations, node_of)
     live = empty(case.destinations)
-    carry_in_memory(tiers.arrive, case.live_sources(logical), live)
-    carry_in_memory(tiers.fan_out, live, live)
+    copy_in_memory(tiers.arrive, case.live_sources(logical), live)
+    copy_in_memory(tiers.fan_out, live, live)
     for rank, storages in filled(case.destinations, logical).items():
         assert all(torch.equal(live[rank][name], value) for name, value in storages.items())
     written = sum(copy.numel for plan in (tiers.arrive, tiers.fan_out) for copy in plan.copies)
     assert written == sum(placement.box.numel for part in case.destinations for placement in part.placements)
 
     assert crossing(tiers.fan_out, node_of) == {}
-    came_in = entering(tiers.crossing(node_of), max(node_of) + 1)
+    came_in = entering(crossing(tiers.arrive, node_of), max(node_of) + 1)
     least = node_needs(case.sources, case.destinations, node_of)
     for node in set(node_of):
         holding = Masks(case.arch, [part for part in case.sources if node_of[part.rank] == node])
@@ -70,7 +70,7 @@ def test_the_receivers_of_a_node_share_alike():
     tiers = make_tiers([part], wanting, node_of)
     assert tiers.arrive.traffic == {(0, rank): 8 for rank in (1, 2, 3, 4)}
     assert tiers.fan_out.traffic == {(src, dst): 8 for src in range(1, 5) for dst in range(1, 5) if src != dst}
-    assert tiers.crossing(node_of) == {(0, 1): 32}
+    assert crossing(tiers.arrive, node_of) == {(0, 1): 32}
 
 
 def test_one_ranks_tiers_are_those_of_the_whole():
@@ -136,17 +136,17 @@ def test_overlapping_boxes_on_any_nodes(data):
     wanted = [part(rank, False) for rank in ranks]
     live, expected = filled(sources, {"w": value}), filled(wanted, {"w": value})
     tiers = make_tiers(sources, wanted, node_of)
-    found = empty(wanted)
-    carry_in_memory(tiers.arrive, live, found)
-    carry_in_memory(tiers.fan_out, found, found)
-    assert all(torch.equal(found[rank]["t"], expected[rank]["t"]) for rank in ranks)
+    filled_storages = empty(wanted)
+    copy_in_memory(tiers.arrive, live, filled_storages)
+    copy_in_memory(tiers.fan_out, filled_storages, filled_storages)
+    assert all(torch.equal(filled_storages[rank]["t"], expected[rank]["t"]) for rank in ranks)
     plans = (tiers.arrive, tiers.fan_out)
     assert sum(c.numel for p in plans for c in p.copies) == sum(part.placements[0].box.numel for part in wanted)
     assert crossing(tiers.fan_out, node_of) == {}
-    came_in = entering(tiers.crossing(node_of), 2)
+    came_in = entering(crossing(tiers.arrive, node_of), 2)
     for node in set(node_of):
         flags = torch.zeros(2, *shape, dtype=torch.bool)
-        for held, parts in enumerate((wanted, sources)):
+        for side, parts in enumerate((wanted, sources)):
             for box in (p.placements[0].box for p in parts if node_of[p.rank] == node):
-                flags[held][box.start[0] : box.stop[0], box.start[1] : box.stop[1]] = True
+                flags[side][box.start[0] : box.stop[0], box.start[1] : box.stop[1]] = True
         assert came_in[node] == int((flags[0] & ~flags[1]).sum())

@@ -8,16 +8,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megarlhf.architectures.hf_config import architecture_from_hf
 from megarlhf.architectures.placements import hf_placements, identity_placements
-from megarlhf.placement import Box, Placement, RankPlacements, flat_boxes, place_slice
+from megarlhf.placement import Box, Placement, RankPlacements, flat_boxes
 from megarlhf.weights.plan.copy_plan import make_plan
 from megarlhf.weights.transport.schedule import rank_rounds
+from megarlhf.weights.transport.storages import view as placement_view
 from tests.weights.cases import (
     LLAMA_70B,
-    Architecture,
-    carry_in_memory,
+    copy_in_memory,
     empty,
     megatron_ranks,
+    place_slice,
     random_logical,
     tiny,
     vllm_ranks,
@@ -52,16 +54,16 @@ def test_any_layout_to_any_other(data):
     sources = draw_ranks(arch, data.draw(kinds), random)
     destinations = draw_ranks(arch, data.draw(kinds), random)
     src = empty(sources)
-    carry_in_memory(make_plan([hf_placements(arch, rank=77)], sources), {77: logical}, src)
+    copy_in_memory(make_plan([hf_placements(arch, rank=77)], sources), {77: logical}, src)
     plan = make_plan(sources, destinations)
 
     writes = empty(destinations, fill=0.0)
-    held = {part.rank: part for part in sources}
+    source_by_rank = {part.rank: part for part in sources}
     for copy in plan.copies:
-        view = torch.as_strided(writes[copy.dst_rank][copy.dst_storage], copy.shape, copy.dst_strides, copy.dst_offset)
+        view = placement_view(copy.dst, writes[copy.dst_rank])
         view += 1
-        if copy.src_rank != copy.dst_rank and copy.dst_rank in held:
-            own = (p.box for p in held[copy.dst_rank].placements if p.tensor == copy.tensor)
+        if copy.src_rank != copy.dst_rank and copy.dst_rank in source_by_rank:
+            own = (p.box for p in source_by_rank[copy.dst_rank].placements if p.tensor == copy.tensor)
             assert all(box.intersect(copy.box) is None for box in own)
     for part in destinations:
         expected = empty([part], fill=1.0)[part.rank]
@@ -72,9 +74,9 @@ def test_any_layout_to_any_other(data):
             assert torch.equal(count, expected[name]), name
 
     dst = empty(destinations)
-    carry_in_memory(plan, src, dst)
+    copy_in_memory(plan, src, dst)
     back = empty([hf_placements(arch, rank=77)])
-    carry_in_memory(make_plan(destinations, [hf_placements(arch, rank=77)]), dst, back)
+    copy_in_memory(make_plan(destinations, [hf_placements(arch, rank=77)]), dst, back)
     assert all(torch.equal(back[77][name], value) for name, value in logical.items())
 
 
@@ -97,7 +99,7 @@ def test_overlapping_transposed_fragments(data):
     wanted = identity_placements({"w": shape}, rank)
     plan = make_plan(parts, [wanted])
     dst = empty([wanted], torch.float32)
-    carry_in_memory(plan, live, dst)
+    copy_in_memory(plan, live, dst)
     assert torch.equal(dst[rank]["w"], value)
     assert sum(copy.numel for copy in plan.copies) == 30
     own = sum(p.box.numel for part in parts if part.rank == rank for p in part.placements)
@@ -115,7 +117,7 @@ def test_overlapping_transposed_fragments(data):
 )
 def test_least_traffic_of_a_70b_model(tp, pp, dp, engine_tp, average, largest):
     """GB received per rank (bf16) equals need minus what is held; senders are balanced; seconds to plan."""
-    arch = Architecture.from_hf(LLAMA_70B)
+    arch = architecture_from_hf(LLAMA_70B)
     layers = 80 // pp
     sources = megatron_ranks(arch, tp, [range(p * layers, (p + 1) * layers) for p in range(pp)], dp)
     ranks = len(sources)
@@ -181,12 +183,12 @@ def test_double_placement_is_found():
 def test_flat_boxes_hold_exactly_the_range_in_order(shape, data):
     index = torch.arange(torch.Size(shape).numel()).view(shape)
     start, stop = sorted(data.draw(st.tuples(*[st.integers(0, index.numel())] * 2)))
-    found = [
+    pieces = [
         index[tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))].reshape(-1)
         for box in flat_boxes(tuple(shape), start, stop)
     ]
-    assert torch.cat([torch.empty(0, dtype=torch.int64), *found]).tolist() == list(range(start, stop))
-    assert len(found) <= 2 * len(shape) - 1
+    assert torch.cat([torch.empty(0, dtype=torch.int64), *pieces]).tolist() == list(range(start, stop))
+    assert len(pieces) <= 2 * len(shape) - 1
 
 
 @given(

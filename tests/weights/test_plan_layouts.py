@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarlhf.weights.plan.copy_plan import make_plan
-from megarlhf.weights.plan.shares import fill, share_streams
+from megarlhf.weights.plan.load_balance import balance_senders, water_fill
 from megarlhf.weights.plan.traffic import least_receive
-from tests.weights.cases import carry_in_memory, empty
+from tests.weights.cases import copy_in_memory, empty
 from tests.weights.transfers import FAMILIES, Masks, Transfer, draw_transfer, filled, logical_of
 
 
@@ -47,7 +47,7 @@ def _check(case: Transfer) -> int:
     logical = logical_of(case)
     plan = make_plan(case.sources, case.destinations)
     live = empty(case.destinations)
-    carry_in_memory(plan, case.live_sources(logical), live)
+    copy_in_memory(plan, case.live_sources(logical), live)
     expected = filled(case.destinations, logical)
     for rank, storages in expected.items():
         assert all(torch.equal(live[rank][name], value) for name, value in storages.items())
@@ -91,7 +91,7 @@ def test_a_destination_has_few_peers():
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=6), st.integers(1, 200))
 def test_filling_levels_the_loads(loads, total):
     """All is dealt out, nothing is taken away, and nobody who got something ends more than 1 above another."""
-    parts = fill(loads, total)
+    parts = water_fill(loads, total)
     assert sum(parts) == total
     assert min(parts) >= 0
     after = [load + part for load, part in zip(loads, parts, strict=True)]
@@ -100,5 +100,5 @@ def test_filling_levels_the_loads(loads, total):
 
 def test_who_carries_more_already_gets_less():
     """Rank 0 alone has 10; of 20 that 0 and 1 share it takes 5, so that both send 15; rank 3 meets rank 1 only."""
-    windows = share_streams({(0, 1): {2: 10, 3: 10}, (0,): {3: 10}}, lambda ranks, key, position: position)
+    windows = balance_senders({(0, 1): {2: 10, 3: 10}, (0,): {3: 10}}, lambda ranks, key, position: position)
     assert windows == {((0,), 3): [(0, 10)], ((0, 1), 2): [(0, 5), (1, 10)], ((0, 1), 3): [(1, 10)]}

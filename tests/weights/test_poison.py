@@ -5,7 +5,7 @@ import torch
 from megarlhf.architectures.placements import hf_placements, vllm_placements
 from megarlhf.weights.checks.poison import left_poisoned, poison
 from megarlhf.weights.plan.copy_plan import make_plan
-from tests.weights.cases import carry_in_memory, empty, random_logical, tiny
+from tests.weights.cases import copy_in_memory, empty, random_logical, tiny
 
 
 def test_what_is_left_is_named_and_padding_is_zero():
@@ -14,7 +14,7 @@ def test_what_is_left_is_named_and_padding_is_zero():
     live = empty(ranks, torch.float32, 0.0)
     poison(live[0])
     assert all(value.isnan().all() for value in live[0].values())
-    carry_in_memory(make_plan([hf_placements(arch, rank=9)], ranks), {9: random_logical(arch)}, live)
+    copy_in_memory(make_plan([hf_placements(arch, rank=9)], ranks), {9: random_logical(arch)}, live)
     padding = ranks[0].padding()["lm_head.weight"]
     assert sum(stop - start for start, stop in padding) == int(live[0]["lm_head.weight"].isnan().sum()) > 0
     assert left_poisoned(ranks[0], live[0]) == []

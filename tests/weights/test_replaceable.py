@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megarlhf.commands.convert import main
-from megarlhf.weights.checkpoint.stored_model import open_model
+from megarlhf.weights.checkpoint.open_checkpoint import open_checkpoint
 from megarlhf.weights.checkpoint.verify import digests
 from tests.weights.models import write_model
 
@@ -60,8 +60,8 @@ def test_the_source_inside_the_output(model, tmp_path, capsys):
 def test_one_iteration_of_a_run_is_not_a_root(model, tmp_path, capsys, form):
     assert run("hf-to-megatron", "--hf", model, "--out", tmp_path / "run", "--format", form) == 0
     before = contents(tmp_path / "run")
-    one = tmp_path / "run" / "release"
-    assert run("relayout", "--megatron", one, "--out", one, "--tp", "2", "--force") == 2
+    iteration = tmp_path / "run" / "release"
+    assert run("relayout", "--megatron", iteration, "--out", iteration, "--tp", "2", "--force") == 2
     assert "is one iteration of a run" in capsys.readouterr().err
     assert contents(tmp_path / "run") == before
 
@@ -91,7 +91,7 @@ def test_relayout_in_place_killed_between_its_renames(model, tmp_path, capsys):
     assert ".m.megarlhf-replaced; run that conversion again, or rename it back" in capsys.readouterr().err
     assert run(*command) == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "m"]
-    stored = open_model(where)
+    stored = open_checkpoint(where)
     assert stored.layout is not None
     assert stored.layout.tp == 2
-    assert digests(stored) == digests(open_model(model))
+    assert digests(stored) == digests(open_checkpoint(model))

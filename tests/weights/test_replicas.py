@@ -5,7 +5,7 @@ import torch
 
 from megarlhf.commands.convert import main
 from megarlhf.weights.checkpoint.conversion import HuggingFaceTarget, MegatronTarget, convert
-from megarlhf.weights.checkpoint.stored_model import open_model
+from megarlhf.weights.checkpoint.open_checkpoint import open_checkpoint
 from megarlhf.weights.checks import replicas as copies
 from megarlhf.weights.checks.replicas import require_equal_replicas
 from tests.weights.models import write_model
@@ -19,7 +19,7 @@ def checkpoints(tmp_path_factory):
         ("llama", MegatronTarget(tp=2, format="mp_rank")),
         ("mixtral", MegatronTarget(ep=2, format="mp_rank")),
     ):
-        source = open_model(write_model(family, root / f"{family}.hf", dtype=torch.bfloat16))
+        source = open_checkpoint(write_model(family, root / f"{family}.hf", dtype=torch.bfloat16))
         convert(source, root / family, target)
     return root
 
@@ -37,7 +37,7 @@ def flip(extent, element):
 def test_one_bit_of_one_replica(checkpoints, tmp_path, family):
     """Of every tensor that both ranks hold, in either rank: found, named with both files. What one rank alone holds
     cannot be known."""
-    stored = open_model(checkpoints / family).weights
+    stored = open_checkpoint(checkpoints / family).weights
     require_equal_replicas(stored)
     first, second = ({(p.tensor, p.box) for p in part.placements} for part in stored.parts)
     both = first & second
@@ -64,7 +64,7 @@ def test_one_bit_of_one_replica(checkpoints, tmp_path, family):
 def test_on_threads(checkpoints, monkeypatch):
     """As the comparison of a large model runs."""
     monkeypatch.setattr(copies, "_WORTH_THREADS", 0)
-    stored = open_model(checkpoints / "mixtral").weights
+    stored = open_checkpoint(checkpoints / "mixtral").weights
     require_equal_replicas(stored)
     extent = stored.extents[1]["decoder.final_layernorm.weight"]
     flip(extent, 3)
@@ -76,7 +76,7 @@ def test_on_threads(checkpoints, monkeypatch):
 def test_every_command_that_reads_a_whole_model_refuses(checkpoints, tmp_path, capsys):
     """Conversion, relayout, verify and inspect --check; nothing is left behind."""
     source = checkpoints / "mixtral"
-    stored = open_model(source).weights
+    stored = open_checkpoint(source).weights
     flip(stored.extents[1]["embedding.word_embeddings.weight"], 7)
     out = tmp_path / "out"
     try:
@@ -91,13 +91,13 @@ def test_every_command_that_reads_a_whole_model_refuses(checkpoints, tmp_path, c
     finally:
         flip(stored.extents[1]["embedding.word_embeddings.weight"], 7)
     assert not list(tmp_path.iterdir())
-    convert(open_model(source), out, HuggingFaceTarget())
+    convert(open_checkpoint(source), out, HuggingFaceTarget())
 
 
 def test_ranks_saved_in_two_dtypes_are_compared_in_the_narrower(tmp_path):
     """Not covered: what a run that keeps its norms in fp32 on one rank only would mean by that."""
     from megarlhf.architectures.placements import identity_placements
-    from megarlhf.weights.transport.extent import Extent, StoredWeights
+    from megarlhf.weights.transport.extent import CheckpointWeights, Extent
 
     values = torch.tensor([1.0, 1.0 + 2**-12, -0.0])
     (tmp_path / "a").write_bytes(values.numpy().tobytes())
@@ -107,7 +107,7 @@ def test_ranks_saved_in_two_dtypes_are_compared_in_the_narrower(tmp_path):
         {"w": Extent(tmp_path / "a", 0, (3,), torch.float32)},
         {"w": Extent(tmp_path / "b", 0, (3,), torch.bfloat16)},
     )
-    require_equal_replicas(StoredWeights(tmp_path, parts, extents))
+    require_equal_replicas(CheckpointWeights(tmp_path, parts, extents))
     (tmp_path / "b").write_bytes(torch.tensor([1.0, 1.0, 0.0]).bfloat16().view(torch.int16).numpy().tobytes())
     with pytest.raises(ValueError, match=r"w is -0.0 in a and 0.0 in b at one place"):
-        require_equal_replicas(StoredWeights(tmp_path, parts, extents))
+        require_equal_replicas(CheckpointWeights(tmp_path, parts, extents))

@@ -41,8 +41,8 @@ def model(rank, tp, seed, dtype=torch.bfloat16):
     return make_plan(sources, ranks, only_rank=rank), src, dst, expected
 
 
-def assert_equal(found, expected):
-    different = [name for name in expected if not torch.equal(found[name], expected[name])]
+def assert_equal(actual, expected):
+    different = [name for name in expected if not torch.equal(actual[name], expected[name])]
     assert not different, different
 
 
@@ -50,7 +50,7 @@ def messages(resharder, op):
     """Of the last run: those that travel in place, those that need a bucket."""
     kept = resharder._kept
     buckets = {share.untyped_storage().data_ptr() for share in kept.buckets}
-    tensors = [one.tensor for ready in kept.rounds for one in ready.ops if one.op is op]
+    tensors = [op_.tensor for ready in kept.rounds for op_ in ready.ops if op_.op is op]
     staged = [tensor for tensor in tensors if tensor.untyped_storage().data_ptr() in buckets]
     return len(tensors) - len(staged), len(staged)
 

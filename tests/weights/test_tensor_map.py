@@ -15,7 +15,7 @@ from megarlhf.architectures.placements import (
 )
 from megarlhf.placement import Box, Placement, merge_ranks
 from megarlhf.weights.plan.copy_plan import make_plan
-from tests.weights.cases import carry_in_memory, empty, megatron_ranks, random_logical, tiny, vllm_ranks
+from tests.weights.cases import copy_in_memory, empty, megatron_ranks, random_logical, tiny, vllm_ranks
 
 L0 = "model.layers.0.self_attn."
 QKV = "decoder.layers.0.self_attention.linear_qkv.weight"
@@ -48,10 +48,10 @@ def test_qkv_rows_by_hand():
     def v(*heads):
         return [("v_proj", 2 * h + c) for h in heads for c in (0, 1)]
 
-    one, two = megatron_ranks(arch, 1, [range(3)]), megatron_ranks(arch, 2, [range(3)])
-    assert row_sources(one[0], QKV, 64) == q(0, 1) + kv(0) + q(2, 3) + kv(1)
-    assert row_sources(two[0], QKV, 64) == q(0, 1) + kv(0)
-    assert row_sources(two[1], QKV, 64) == q(2, 3) + kv(1)
+    tp1, tp2 = megatron_ranks(arch, 1, [range(3)]), megatron_ranks(arch, 2, [range(3)])
+    assert row_sources(tp1[0], QKV, 64) == q(0, 1) + kv(0) + q(2, 3) + kv(1)
+    assert row_sources(tp2[0], QKV, 64) == q(0, 1) + kv(0)
+    assert row_sources(tp2[1], QKV, 64) == q(2, 3) + kv(1)
     name = L0 + "qkv_proj.weight"
     assert row_sources(vllm_ranks(arch, 1)[0], name, 64) == q(0, 1, 2, 3) + k(0, 1) + v(0, 1)
     assert row_sources(vllm_ranks(arch, 2)[1], name, 64) == q(2, 3) + k(1) + v(1)
@@ -84,9 +84,9 @@ def test_gate_up_and_vocabulary_rows():
 def test_row_parallel_columns():
     """linear_proj on rank 1 of 2 holds columns 32..64, as one view of a [64, 32] storage."""
     part = megatron_ranks(tiny(), 2, [range(3)])[1]
-    (found,) = [p for p in part.placements if p.storage == "decoder.layers.2.self_attention.linear_proj.weight"]
-    assert found == Placement(
-        "model.layers.2.self_attn.o_proj.weight", Box((0, 32), (64, 64)), found.storage, 0, (32, 1)
+    (placed,) = [p for p in part.placements if p.storage == "decoder.layers.2.self_attention.linear_proj.weight"]
+    assert placed == Placement(
+        "model.layers.2.self_attn.o_proj.weight", Box((0, 32), (64, 64)), placed.storage, 0, (32, 1)
     )
 
 
@@ -196,11 +196,11 @@ def test_vllm_gets_the_model_from_megatron(tp, stages, tied):
     megatron = megatron_ranks(arch, tp, stages)
     trained = empty(megatron)
     hf = hf_placements(arch, rank=99)
-    carry_in_memory(make_plan([hf], megatron), {99: logical}, trained)
+    copy_in_memory(make_plan([hf], megatron), {99: logical}, trained)
     for engine_tp in (1, 2, 4):
         ranks = vllm_ranks(arch, engine_tp)
         live = empty(ranks, fill=0.0)
-        carry_in_memory(make_plan(megatron, ranks), trained, live)
+        copy_in_memory(make_plan(megatron, ranks), trained, live)
         for rank in range(engine_tp):
             for name, value in vllm_by_hand(arch, logical, engine_tp, rank).items():
                 assert torch.equal(live[rank].pop(name), value), name

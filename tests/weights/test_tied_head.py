@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from megarlhf.architectures.placements import vllm_placements
 from megarlhf.runtime import free_port
 from megarlhf.weights.checkpoint.conversion import HuggingFaceTarget, convert
-from megarlhf.weights.checkpoint.stored_model import open_model
-from megarlhf.weights.transport.local import carry_from_files
+from megarlhf.weights.checkpoint.open_checkpoint import open_checkpoint
+from megarlhf.weights.transport.storages import load_from_files
 from tests.weights.cases import empty
 from tests.weights.models import write_model
 
@@ -49,10 +49,10 @@ def test_an_equal_head_is_the_embedding_everywhere(tmp_path):
     tied, head = transformers_head(tmp_path / "model")
     assert tied
     assert torch.equal(head, state[EMBEDDING])
-    stored = open_model(tmp_path / "model")
+    stored = open_checkpoint(tmp_path / "model")
     part = vllm_placements(stored.arch, tp=1, tp_rank=0, rank=0)
     live = empty([part], torch.float32)[0]
-    carry_from_files(part, stored.weights, live)
+    load_from_files(part, stored.weights, live)
     assert HEAD not in live
     assert torch.equal(live[EMBEDDING][: len(head)], head)
     convert(stored, tmp_path / "out", HuggingFaceTarget())
@@ -71,7 +71,7 @@ def test_another_head_is_refused(tmp_path, caplog):
     assert torch.equal(head, state[HEAD])
     assert not torch.equal(head, state[EMBEDDING])
     with pytest.raises(ValueError, match=r"other values: the model is not tied\. Say so in its config\.json"):
-        open_model(tmp_path / "model")
+        open_checkpoint(tmp_path / "model")
 
 
 @pytest.mark.slow
@@ -81,6 +81,6 @@ def test_vllm_s_own_loader_does_not_tie_another_head_either(tmp_path):
     command = [sys.executable, "-m", "tests.weights.vllm_loader", "1", "0", str(free_port()), str(tmp_path / "model")]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     subprocess.run(command, check=True, cwd=Path(__file__).parents[2], env=env, timeout=280)
-    held = torch.load(tmp_path / "model" / "vllm-1-0.pt")
+    parameters = torch.load(tmp_path / "model" / "vllm-1-0.pt")
     for name in (EMBEDDING, HEAD):
-        assert torch.equal(held[name][: len(state[name])], state[name])
+        assert torch.equal(parameters[name][: len(state[name])], state[name])

@@ -18,12 +18,13 @@ from megarlhf.architectures.placements import hf_placements
 from megarlhf.placement import Box, Placement, contiguous_strides
 from megarlhf.weights.checkpoint.checksums import check_checksums
 from megarlhf.weights.checkpoint.formats.megatron.tracker import checkpoint_directory, find_checkpoint, write_tracker
+from megarlhf.weights.checkpoint.formats.torch_dist.keys import StorageName, cut, key_form
 from megarlhf.weights.checkpoint.formats.torch_dist.metadata import BlobReader, read_common, read_tensors
-from megarlhf.weights.checkpoint.formats.torch_dist.names import StorageName, cut, key_form
-from megarlhf.weights.checkpoint.formats.torch_dist.read import plan_torch_dist, read_torch_dist
+from megarlhf.weights.checkpoint.formats.torch_dist.read import read_torch_dist
+from megarlhf.weights.checkpoint.formats.torch_dist.write import preallocate_torch_dist
 from megarlhf.weights.plan.copy_plan import make_plan
 from megarlhf.weights.transport.extent import MappedFiles
-from megarlhf.weights.transport.local import view
+from megarlhf.weights.transport.storages import view
 from tests.weights.cases import LLAMA_70B, random_logical, tiny
 from tests.weights.families import architecture
 
@@ -45,14 +46,14 @@ EXPERT_LAYOUTS = {
 def write(root, arch, layout, logical, *, head="lm", form="stacked", dtype=torch.float32):
     """A checkpoint filled through its extents; the directory of the iteration."""
     root.mkdir(exist_ok=True)
-    parts, extents = plan_torch_dist(root, arch, layout, head, dtype, {"lr": 0.5}, 12, form=form)
+    parts, extents = preallocate_torch_dist(root, arch, layout, head, dtype, {"lr": 0.5}, 12, form=form)
     source = hf_placements(arch, head).on_rank(len(parts))
     for copy in make_plan([source], parts).copies:
-        extent = extents[copy.dst_rank][copy.dst_storage]
+        extent = extents[copy.dst_rank][copy.dst.storage]
         assert extent.offset % 64 == 0
         raw = np.memmap(extent.path, np.uint8, "r+", extent.offset, (extent.num_bytes,))
-        values = view(copy.source, {copy.src_storage: logical[copy.tensor]})
-        view(copy.destination, {copy.dst_storage: torch.from_numpy(raw).view(dtype)}).copy_(values)
+        values = view(copy.src, {copy.src.storage: logical[copy.tensor]})
+        view(copy.dst, {copy.dst.storage: torch.from_numpy(raw).view(dtype)}).copy_(values)
         raw.flush()
     return checkpoint_directory(root, 12)
 
@@ -64,8 +65,8 @@ def read(directory, arch):
     maps = MappedFiles()
     got = {name: torch.full(shape, torch.nan, dtype=torch.float64) for name, shape in wanted.storages.items()}
     for copy in make_plan(checkpoint.parts, [wanted]).copies:
-        stored = {copy.src_storage: maps.tensor(checkpoint.extents[0][copy.src_storage])}
-        view(copy.destination, got).copy_(view(copy.source, stored))
+        stored = {copy.src.storage: maps.tensor(checkpoint.extents[0][copy.src.storage])}
+        view(copy.dst, got).copy_(view(copy.src, stored))
     return got
 
 
@@ -173,8 +174,8 @@ def test_blobs_load_with_torch(written):
 def test_a_chunk_may_hold_several_layers_and_experts():
     """[2 layers, 2 experts, 4, 3] of a chunk; a transposed placement; by hand."""
     placement = Placement("w", Box((0, 4), (3, 8)), "s", 0, (1, 3))  # w[0:3, 4:8] transposed in s [4, 3]
-    found = cut(placement, (4, 3), Box((1, 0), (3, 2)), storage="c", offset=12 + 100, strides=(3, 1))
-    assert found == Placement("w", Box((0, 5), (2, 7)), "c", 112, (1, 3))
+    num_refused = cut(placement, (4, 3), Box((1, 0), (3, 2)), storage="c", offset=12 + 100, strides=(3, 1))
+    assert num_refused == Placement("w", Box((0, 5), (2, 7)), "c", 112, (1, 3))
     assert cut(placement, (4, 3), Box((0, 3), (4, 4)), storage="c", offset=0, strides=(3, 1)) is None
     row = Placement("n", Box((0, 0), (1, 4)), "s", 8, (4, 1))  # one row of [3, 4]: its stride says nothing
     assert cut(row, (3, 4), Box((2, 1), (3, 3)), storage="c", offset=7, strides=(2, 1)) == Placement(
@@ -282,7 +283,7 @@ def test_flipped_bits_of_the_metadata_are_found_or_harmless(written):
     arch, logical, directory = written
     path = directory / ".metadata"
     good = path.read_bytes()
-    found = 0
+    num_refused = 0
     for at in range(0, len(good), 29):
         bad = bytearray(good)
         bad[at] ^= 1 << at % 8
@@ -290,10 +291,10 @@ def test_flipped_bits_of_the_metadata_are_found_or_harmless(written):
         try:
             got = read(directory, arch)
         except ValueError:
-            found += 1
+            num_refused += 1
         else:
             assert_same(got, logical)
-    assert found > len(good) // 29 // 4
+    assert num_refused > len(good) // 29 // 4
 
 
 class Evil:
@@ -357,7 +358,7 @@ def test_a_large_checkpoint_opens_in_seconds(tmp_path):
     """Llama-70B at TP8 x PP4 as holes: 5 s for planning it and for opening it, each, on two cores."""
     arch = tiny(**LLAMA_70B)
     start = time.perf_counter()
-    plan_torch_dist(tmp_path, arch, MegatronLayout(tp=8, pp=4, padded_vocab=128256), "lm", torch.bfloat16, {}, 1)
+    preallocate_torch_dist(tmp_path, arch, MegatronLayout(tp=8, pp=4, padded_vocab=128256), "lm", torch.bfloat16, {}, 1)
     planned = time.perf_counter()
     checkpoint = read_torch_dist(tmp_path / "iter_0000001", arch)
     assert len(checkpoint.extents[0]) == 2 * 8 + 1 + 80 * (5 * 8 + 2)
@@ -390,7 +391,7 @@ def test_planning_needs_no_torch_distributed():
     import sys
 
     code = (
-        "import sys, megarlhf.weights.checkpoint.formats.torch_dist.read;"
+        "import sys; from megarlhf.weights.checkpoint.formats.torch_dist import read, write;"
         "print([m for m in ('torch.distributed.checkpoint', 'megatron') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path.cwd())

@@ -15,12 +15,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from megarlhf.architectures.architecture import hf_class
-from megarlhf.architectures.placements import FAMILIES, hf_placements, vllm_placements
+from megarlhf.architectures.families import FAMILIES
+from megarlhf.architectures.hf_config import hf_class
+from megarlhf.architectures.placements import hf_placements, vllm_placements
 from megarlhf.weights.plan.copy_plan import make_plan
-from tests.weights.by_hand import EMBEDDINGS, attention, fc1, mlp
-from tests.weights.cases import carry_in_memory, empty, random_logical
+from tests.weights.cases import copy_in_memory, empty, random_logical
 from tests.weights.families import CONFIGS, architecture, config
+from tests.weights.megatron_reference import EMBEDDINGS, attention, fc1, mlp
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
@@ -31,7 +32,7 @@ def test_vllm_gets_the_model(name, tp):
     logical = random_logical(arch)
     ranks = [vllm_placements(arch, tp=tp, tp_rank=r, rank=r) for r in range(tp)]
     live = empty(ranks)
-    carry_in_memory(make_plan([hf_placements(arch, rank=99)], ranks), {99: logical}, live)
+    copy_in_memory(make_plan([hf_placements(arch, rank=99)], ranks), {99: logical}, live)
     prefix = FAMILIES[arch.model_type].table.vllm_layer
     for rank in range(tp):
         for layer in range(arch.num_layers):
@@ -64,7 +65,7 @@ def vllm_layer_by_hand(arch, logical, layer, tp, rank):
     if arch.num_experts:
         block = "block_sparse_moe" if arch.model_type == "mixtral" else "mlp"
         experts = f"{block}.experts.routed_experts."
-        out[experts + "w13_weight"] = torch.stack([fc1(arch, one, "weight", tp, rank) for one in first])
+        out[experts + "w13_weight"] = torch.stack([fc1(arch, expert, "weight", tp, rank) for expert in first])
         out[experts + "w2_weight"] = torch.stack([two["weight"].chunk(tp, dim=1)[rank] for two in second])
     else:
         up, down = {"gpt2": ("mlp.c_fc", "mlp.c_proj"), "opt": ("fc1", "fc2")}.get(
@@ -114,7 +115,7 @@ def test_every_storage_equals_what_vllm_loads(tp: int, tmp_path: Path) -> None:
         arch = architecture(name.removesuffix("_one_kv_head"), **changes)
         ranks = [vllm_placements(arch, tp=tp, tp_rank=rank, rank=rank) for rank in range(tp)]
         live = empty(ranks, torch.float32)
-        carry_in_memory(make_plan([hf_placements(arch, rank=99)], ranks), {99: logical[name]}, live)
+        copy_in_memory(make_plan([hf_placements(arch, rank=99)], ranks), {99: logical[name]}, live)
         for rank in range(tp):
             theirs = torch.load(tmp_path / name / f"vllm-{tp}-{rank}.pt")
             assert theirs.keys() == live[rank].keys(), name

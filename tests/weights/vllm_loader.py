@@ -52,8 +52,8 @@ def main(tp: int, tp_rank: int, port: int, directories: list[Path]) -> None:
                 for parameter in model.parameters():
                     parameter.fill_(-1.0)  # what no loader fills is padding
             model.load_weights(iter(load_file(directory / "model.safetensors").items()))
-        held = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-        torch.save(held, directory / f"vllm-{tp}-{tp_rank}.pt")
+        parameters = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        torch.save(parameters, directory / f"vllm-{tp}-{tp_rank}.pt")
 
 
 if __name__ == "__main__":

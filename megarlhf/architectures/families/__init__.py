@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
+from typing import Any
 
 from megarlhf.architectures.table import Family
 
@@ -26,3 +27,13 @@ def _family(file: str) -> Family:
 
 FAMILIES: dict[str, Family] = {family.model_type: family for family in map(_family, _FILES)}
 """By `model_type`."""
+
+
+def family_of(model_type: Any) -> Family:
+    """Raises: ValueError that lists the known ones."""
+    if model_type not in FAMILIES:
+        raise ValueError(
+            f"config.json has model_type {model_type!r}; known: {', '.join(sorted(FAMILIES))}. "
+            "Use a model of a known type, or add a family (docs/new-architecture.md)"
+        )
+    return FAMILIES[model_type]

@@ -12,7 +12,7 @@ from megarlhf.architectures.config_spec import (
     one_of,
     positive,
 )
-from megarlhf.architectures.pieces import LM_HEAD, SCALAR_HEAD, layer_norm
+from megarlhf.architectures.entries import LM_HEAD, SCALAR_HEAD, entry, layer_norm
 from megarlhf.architectures.rules import (
     qkv_by_group,
     qkv_by_kind,
@@ -37,60 +37,26 @@ _ATTENTION = (
         megatron=Place("self_attention.linear_qkv.bias", qkv_by_group),
         vllm=Place("attn.c_attn.bias", qkv_by_kind),
     ),
-    Entry(
-        tensors=(("attn.c_proj.weight", ("q", "hidden")),),
-        init="residual",
-        megatron=Place("self_attention.linear_proj.weight", transposed(split_columns)),
-        vllm=Place("attn.c_proj.weight", transposed(split_columns)),
+    entry(
+        "attn.c_proj.weight",
+        ("q", "hidden"),
+        "residual",
+        "self_attention.linear_proj.weight",
+        transposed(split_columns),
     ),
-    Entry(
-        tensors=(("attn.c_proj.bias", ("hidden",)),),
-        init="zeros",
-        megatron=Place("self_attention.linear_proj.bias", whole),
-        vllm=Place("attn.c_proj.bias", whole),
-    ),
+    entry("attn.c_proj.bias", ("hidden",), "zeros", "self_attention.linear_proj.bias", whole),
 )
 
 _MLP = (
-    Entry(
-        tensors=(("mlp.c_fc.weight", ("hidden", "ffn")),),
-        init="normal",
-        megatron=Place("mlp.linear_fc1.weight", transposed(split_rows)),
-        vllm=Place("mlp.c_fc.weight", transposed(split_rows)),
-    ),
-    Entry(
-        tensors=(("mlp.c_fc.bias", ("ffn",)),),
-        init="zeros",
-        megatron=Place("mlp.linear_fc1.bias", split_rows),
-        vllm=Place("mlp.c_fc.bias", split_rows),
-    ),
-    Entry(
-        tensors=(("mlp.c_proj.weight", ("ffn", "hidden")),),
-        init="residual",
-        megatron=Place("mlp.linear_fc2.weight", transposed(split_columns)),
-        vllm=Place("mlp.c_proj.weight", transposed(split_columns)),
-    ),
-    Entry(
-        tensors=(("mlp.c_proj.bias", ("hidden",)),),
-        init="zeros",
-        megatron=Place("mlp.linear_fc2.bias", whole),
-        vllm=Place("mlp.c_proj.bias", whole),
-    ),
+    entry("mlp.c_fc.weight", ("hidden", "ffn"), "normal", "mlp.linear_fc1.weight", transposed(split_rows)),
+    entry("mlp.c_fc.bias", ("ffn",), "zeros", "mlp.linear_fc1.bias", split_rows),
+    entry("mlp.c_proj.weight", ("ffn", "hidden"), "residual", "mlp.linear_fc2.weight", transposed(split_columns)),
+    entry("mlp.c_proj.bias", ("hidden",), "zeros", "mlp.linear_fc2.bias", whole),
 )
 
 _EMBEDDING = (
-    Entry(
-        tensors=(("transformer.wte.weight", ("vocab", "hidden")),),
-        init="normal",
-        megatron=Place("embedding.word_embeddings.weight", split_vocab),
-        vllm=Place("transformer.wte.weight", split_vocab),
-    ),
-    Entry(
-        tensors=(("transformer.wpe.weight", ("positions", "hidden")),),
-        init="normal",
-        megatron=Place("embedding.position_embeddings.weight", whole),
-        vllm=Place("transformer.wpe.weight", whole),
-    ),
+    entry("transformer.wte.weight", ("vocab", "hidden"), "normal", "embedding.word_embeddings.weight", split_vocab),
+    entry("transformer.wpe.weight", ("positions", "hidden"), "normal", "embedding.position_embeddings.weight", whole),
 )
 
 _REFUSALS = (

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megarlhf.architectures.config_spec import ConfigSpec, Key, equal_heads, flag, number, one_of, positive
-from megarlhf.architectures.pieces import (
+from megarlhf.architectures.entries import (
     ATTENTION,
     EMBEDDING,
     FINAL_NORM,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from megarlhf.architectures.config_spec import ConfigSpec, Key, Refusal, positive
+from megarlhf.architectures.entries import ATTENTION, GATED_MLP, INPUT_NORM, OUTPUT
 from megarlhf.architectures.families.llama import RELATIVES_FACTS, decoder
-from megarlhf.architectures.pieces import ATTENTION, GATED_MLP, INPUT_NORM, OUTPUT
 from megarlhf.architectures.table import Family
 
 FAMILY = Family(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from megarlhf.architectures.config_spec import ConfigSpec, Key, number, positive
+from megarlhf.architectures.entries import ATTENTION, INPUT_NORM, OUTPUT
 from megarlhf.architectures.families.llama import RELATIVES_FACTS, decoder
 from megarlhf.architectures.moe import experts
-from megarlhf.architectures.pieces import ATTENTION, INPUT_NORM, OUTPUT
 from megarlhf.architectures.table import Family
 
 FAMILY = Family(

@@ -3,71 +3,43 @@
 from __future__ import annotations
 
 from megarlhf.architectures.config_spec import ConfigSpec, Key, Refusal, equal_heads, flag, one_of, positive
-from megarlhf.architectures.pieces import ATTENTION, LM_HEAD, SCALAR_HEAD, layer_norm
+from megarlhf.architectures.entries import ATTENTION, LM_HEAD, SCALAR_HEAD, entry, layer_norm
 from megarlhf.architectures.rules import split_columns, split_rows, split_vocab, whole
-from megarlhf.architectures.table import Entry, Family, Place, Table
+from megarlhf.architectures.table import Family, Table
 
 _EMBEDDING = (
-    Entry(
-        tensors=(("model.decoder.embed_tokens.weight", ("vocab", "hidden")),),
-        init="normal",
-        megatron=Place("embedding.word_embeddings.weight", split_vocab),
-        vllm=Place("model.decoder.embed_tokens.weight", split_vocab),
+    entry(
+        "model.decoder.embed_tokens.weight",
+        ("vocab", "hidden"),
+        "normal",
+        "embedding.word_embeddings.weight",
+        split_vocab,
     ),
-    Entry(
-        # All rows, those of the offset too, in every system: position p stands in row p + 2.
-        tensors=(("model.decoder.embed_positions.weight", ("positions", "hidden")),),
-        init="normal",
-        megatron=Place("embedding.position_embeddings.weight", whole),
-        vllm=Place("model.decoder.embed_positions.weight", whole),
+    # All rows, those of the offset too, in every system: position p stands in row p + 2.
+    entry(
+        "model.decoder.embed_positions.weight",
+        ("positions", "hidden"),
+        "normal",
+        "embedding.position_embeddings.weight",
+        whole,
     ),
 )
 
 _OUTPUT = (
-    Entry(
-        tensors=(("self_attn.out_proj.weight", ("hidden", "q")),),
-        init="residual",
-        megatron=Place("self_attention.linear_proj.weight", split_columns),
-        vllm=Place("self_attn.out_proj.weight", split_columns),
-    ),
-    Entry(
-        tensors=(("self_attn.out_proj.bias", ("hidden",)),),
-        init="zeros",
-        megatron=Place("self_attention.linear_proj.bias", whole),
-        vllm=Place("self_attn.out_proj.bias", whole),
-    ),
+    entry("self_attn.out_proj.weight", ("hidden", "q"), "residual", "self_attention.linear_proj.weight", split_columns),
+    entry("self_attn.out_proj.bias", ("hidden",), "zeros", "self_attention.linear_proj.bias", whole),
 )
 
 _MLP = (
-    Entry(
-        tensors=(("fc1.weight", ("ffn", "hidden")),),
-        init="normal",
-        megatron=Place("mlp.linear_fc1.weight", split_rows),
-        vllm=Place("fc1.weight", split_rows),
-    ),
-    Entry(
-        tensors=(("fc1.bias", ("ffn",)),),
-        init="zeros",
-        megatron=Place("mlp.linear_fc1.bias", split_rows),
-        vllm=Place("fc1.bias", split_rows),
-    ),
-    Entry(
-        tensors=(("fc2.weight", ("hidden", "ffn")),),
-        init="residual",
-        megatron=Place("mlp.linear_fc2.weight", split_columns),
-        vllm=Place("fc2.weight", split_columns),
-    ),
-    Entry(
-        tensors=(("fc2.bias", ("hidden",)),),
-        init="zeros",
-        megatron=Place("mlp.linear_fc2.bias", whole),
-        vllm=Place("fc2.bias", whole),
-    ),
+    entry("fc1.weight", ("ffn", "hidden"), "normal", "mlp.linear_fc1.weight", split_rows),
+    entry("fc1.bias", ("ffn",), "zeros", "mlp.linear_fc1.bias", split_rows),
+    entry("fc2.weight", ("hidden", "ffn"), "residual", "mlp.linear_fc2.weight", split_columns),
+    entry("fc2.bias", ("hidden",), "zeros", "mlp.linear_fc2.bias", whole),
 )
 
 
 def _only(key: str, value: bool, advice: str) -> Refusal:
-    return Refusal(key=key, wrong=lambda found, facts: found is not value, advice=advice)
+    return Refusal(key=key, wrong=lambda stated, facts: stated is not value, advice=advice)
 
 
 _REFUSALS = (

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megarlhf.architectures.config_spec import ConfigSpec, Key, positive
+from megarlhf.architectures.entries import ATTENTION, GATED_MLP, INPUT_NORM, OUTPUT, OUTPUT_BIAS, QK_NORMS
 from megarlhf.architectures.families.llama import RELATIVES_FACTS, decoder
 from megarlhf.architectures.families.qwen2 import WHOLE_ATTENTION
-from megarlhf.architectures.pieces import ATTENTION, GATED_MLP, INPUT_NORM, OUTPUT, OUTPUT_BIAS, QK_NORMS
 from megarlhf.architectures.table import Family
 
 # vLLM's Qwen3 has no such bias, whatever attention_bias says (0.32).

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from megarlhf.architectures.config_spec import ConfigSpec, Key, Refusal, flag, positive
+from megarlhf.architectures.entries import INPUT_NORM
 from megarlhf.architectures.families.llama import RELATIVES_FACTS, decoder
 from megarlhf.architectures.families.qwen2 import WHOLE_ATTENTION
 from megarlhf.architectures.families.qwen3 import QWEN3_ATTENTION
 from megarlhf.architectures.moe import experts
-from megarlhf.architectures.pieces import INPUT_NORM
 from megarlhf.architectures.table import Family
 
 _ALIKE = (

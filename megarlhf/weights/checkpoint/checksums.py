@@ -30,10 +30,10 @@ def check_checksums(directory: Path) -> tuple[int, int]:
     of them do not state every CRC. Raises: ValueError at one that differs.
     """
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        silent = list(
+        unstated = list(
             pool.map(lambda blob: bool(check_crc(blob.path, offset=blob.offset, length=blob.length)), _blobs(directory))
         )
-    return len(silent), sum(silent)
+    return len(unstated), sum(unstated)
 
 
 def has_checksums(directory: Path) -> bool:

@@ -11,28 +11,24 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from megarlhf.architectures.architecture import hf_config
+from megarlhf.architectures.hf_config import hf_config
 from megarlhf.architectures.megatron_layout import MegatronLayout
 from megarlhf.architectures.placements import Experts, Spec, hf_placements, logical_tensors, padded_vocab_size
 from megarlhf.model_directory import COMPANION
 from megarlhf.placement import RankPlacements
 from megarlhf.weights.checkpoint.checksums import write_checksums
-from megarlhf.weights.checkpoint.formats.huggingface.write import (
-    MAX_SHARD_BYTES,
-    copy_other_files,
-    other_files,
-    plan_huggingface,
-)
+from megarlhf.weights.checkpoint.formats.huggingface.write import MAX_SHARD_BYTES, preallocate_huggingface
 from megarlhf.weights.checkpoint.formats.megatron.args import args_of
-from megarlhf.weights.checkpoint.formats.mp_rank.read_write import plan_mp_rank
-from megarlhf.weights.checkpoint.formats.torch_dist.write import plan_torch_dist
+from megarlhf.weights.checkpoint.formats.mp_rank.write import preallocate_mp_rank
+from megarlhf.weights.checkpoint.formats.torch_dist.write import preallocate_torch_dist
+from megarlhf.weights.checkpoint.hf_writer import copy_other_files, other_files
+from megarlhf.weights.checkpoint.open_checkpoint import Checkpoint
 from megarlhf.weights.checkpoint.replaceable import require_replaceable
 from megarlhf.weights.checkpoint.staging import Staging
-from megarlhf.weights.checkpoint.stored_model import StoredModel
 from megarlhf.weights.checks.replicas import require_equal_replicas
 from megarlhf.weights.plan.copy_plan import make_plan
 from megarlhf.weights.transport.extent import Extent
-from megarlhf.weights.transport.files import transfer
+from megarlhf.weights.transport.file_copy import transfer
 
 Planned = tuple[Sequence[RankPlacements], Sequence[Mapping[str, Extent]]]
 
@@ -42,9 +38,9 @@ DTYPES: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float
 class Target(Protocol):
     """What to write: placements first, then the files they stand in."""
 
-    def parts(self, source: StoredModel) -> Sequence[RankPlacements]: ...
+    def parts(self, source: Checkpoint) -> Sequence[RankPlacements]: ...
 
-    def plan(self, directory: Path, source: StoredModel, dtype: torch.dtype) -> Planned: ...
+    def plan(self, directory: Path, source: Checkpoint, dtype: torch.dtype) -> Planned: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,16 +49,16 @@ class HuggingFaceTarget:
 
     max_shard_bytes: int = MAX_SHARD_BYTES
 
-    def parts(self, source: StoredModel) -> Sequence[RankPlacements]:
+    def parts(self, source: Checkpoint) -> Sequence[RankPlacements]:
         return [hf_placements(source.arch, source.head)]
 
-    def plan(self, directory: Path, source: StoredModel, dtype: torch.dtype) -> Planned:
+    def plan(self, directory: Path, source: Checkpoint, dtype: torch.dtype) -> Planned:
         (part,) = self.parts(source)
         if source.companion is not None:
             copy_other_files(source.companion, directory)
         specs = {name: (shape, dtype) for name, shape in part.storages.items()}
         config = stated_config(source, dtype)
-        return [part], [plan_huggingface(directory, specs, config, max_shard_bytes=self.max_shard_bytes)]
+        return [part], [preallocate_huggingface(directory, specs, config, max_shard_bytes=self.max_shard_bytes)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +78,7 @@ class MegatronTarget:
     padded_vocab: int | None = None
     """Rows in all, if stated; wins."""
 
-    def layout(self, source: StoredModel) -> MegatronLayout:
+    def layout(self, source: Checkpoint) -> MegatronLayout:
         """Raises: ValueError when a stated vocabulary is too small or does not divide by tp."""
         vocab, multiple = source.arch.vocab_size, self._multiple(source)
         padded = self.padded_vocab or padded_vocab_size(vocab, self.tp, multiple)
@@ -102,13 +98,13 @@ class MegatronTarget:
             experts=self.experts if source.arch.num_experts else "each",
         )
 
-    def _multiple(self, source: StoredModel) -> int:
+    def _multiple(self, source: Checkpoint) -> int:
         return int(self.vocab_multiple or (source.args or {}).get("make_vocab_size_divisible_by") or 128)
 
-    def parts(self, source: StoredModel) -> Sequence[RankPlacements]:
+    def parts(self, source: Checkpoint) -> Sequence[RankPlacements]:
         return self.layout(source).parts(source.arch, source.head)
 
-    def plan(self, directory: Path, source: StoredModel, dtype: torch.dtype) -> Planned:
+    def plan(self, directory: Path, source: Checkpoint, dtype: torch.dtype) -> Planned:
         layout = self.layout(source)
         args = args_of(source.arch, layout, dtype)
         if self.padded_vocab is None:
@@ -119,13 +115,13 @@ class MegatronTarget:
             copy_other_files(source.companion, folder)
         config = stated_config(source, dtype)
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        write = plan_torch_dist if self.format == "torch_dist" else plan_mp_rank
+        write = preallocate_torch_dist if self.format == "torch_dist" else preallocate_mp_rank
         iteration = "release" if source.iteration is None else source.iteration
         return write(directory, source.arch, layout, source.head, dtype, args, iteration)
 
 
 def convert(
-    source: StoredModel,
+    source: Checkpoint,
     out: str | PathLike[str],
     target: Target,
     *,
@@ -154,7 +150,7 @@ def convert(
     with Staging(out, force=force) as staging:
         staging.reserve(at_least + _bytes_beside(source))
         planned, extents = target.plan(staging.path, source, dtype)
-        total = sum(extent.num_bytes for held in extents for extent in held.values())
+        total = sum(extent.num_bytes for of_part in extents for extent in of_part.values())
         staging.reserve(total)  # what stands beside the tensors is written already
         first = len(source.weights.parts)
         destinations = [part.on_rank(first + number) for number, part in enumerate(planned)]
@@ -166,34 +162,34 @@ def convert(
     return total
 
 
-def _bytes_beside(source: StoredModel) -> int:
+def _bytes_beside(source: Checkpoint) -> int:
     return sum(path.stat().st_size for path in other_files(source.companion)) if source.companion is not None else 0
 
 
-def _written_dtype(source: StoredModel, wanted: torch.dtype | None) -> torch.dtype:
-    """`wanted`, or the one dtype of the source's tensors.
+def _written_dtype(source: Checkpoint, requested: torch.dtype | None) -> torch.dtype:
+    """`requested`, or the one dtype of the source's tensors.
 
-    Raises: ValueError when there are several and none is wanted, or when they are not numbers of a model.
+    Raises: ValueError when there are several and none is requested, or when they are not numbers of a model.
     """
     dtypes = source.weights.dtypes()
-    said = [str(dtype).removeprefix("torch.") for dtype in dtypes]
+    names = [str(dtype).removeprefix("torch.") for dtype in dtypes]
     if not all(dtype.is_floating_point and dtype.itemsize > 1 for dtype in dtypes):
         raise ValueError(
-            f"{source.directory} has tensors of {', '.join(said)}: quantized values are not the model's; use it in "
+            f"{source.directory} has tensors of {', '.join(names)}: quantized values are not the model's; use it in "
             "bf16, fp16 or fp32"
         )
-    if wanted is None and len(dtypes) > 1:
+    if requested is None and len(dtypes) > 1:
         total = sum(dtypes.values())
-        shares = ", ".join(f"{name} ({n / total:.1%})" for name, n in zip(said, dtypes.values(), strict=True))
+        shares = ", ".join(f"{name} ({n / total:.1%})" for name, n in zip(names, dtypes.values(), strict=True))
         raise ValueError(f"{source.directory} mixes dtypes: {shares} of its bytes; say which to write: --dtype")
-    return wanted or next(iter(dtypes))
+    return requested or next(iter(dtypes))
 
 
-def stated_config(source: StoredModel, dtype: torch.dtype) -> dict[str, Any]:
+def stated_config(source: Checkpoint, dtype: torch.dtype) -> dict[str, Any]:
     """config.json for the source's model with weights of this dtype and the head that they have."""
     config = dict(source.config)
-    made = hf_config(source.arch, source.head)
+    derived = hf_config(source.arch, source.head)
     if source.head == "scalar" or "architectures" not in config:
-        config.update({key: made[key] for key in ("architectures", "num_labels") if key in made})
+        config.update({key: derived[key] for key in ("architectures", "num_labels") if key in derived})
     key = "torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"
     return {**config, key: str(dtype).removeprefix("torch.")}

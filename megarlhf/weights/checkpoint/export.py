@@ -13,10 +13,10 @@ import torch.distributed as dist
 from megarlhf.architectures.architecture import Architecture
 from megarlhf.architectures.placements import Head, identity_placements, logical_tensors
 from megarlhf.placement import RankPlacements, Shape
-from megarlhf.weights.checkpoint.formats.huggingface.write import HFWriter
+from megarlhf.weights.checkpoint.hf_writer import HFWriter
 from megarlhf.weights.plan.copy_plan import make_plan
-from megarlhf.weights.transport.local import Storages, copy_local
-from megarlhf.weights.transport.reshard import carry_over_group
+from megarlhf.weights.transport.reshard import reshard_once
+from megarlhf.weights.transport.storages import Storages, copy_local
 
 
 def export(
@@ -65,8 +65,8 @@ def export(
             "dtype" if "dtype" in config else "torch_dtype": str(dtype).removeprefix("torch."),
         }
         specs = {name: (shape, dtype) for name, shape in tensors.items()}
-        made = HFWriter(directory, specs, stated, copy_from=copy_from, max_shard_bytes=max_shard_bytes)
-        writer.append(stack.enter_context(made))
+        hf_writer = HFWriter(directory, specs, stated, copy_from=copy_from, max_shard_bytes=max_shard_bytes)
+        writer.append(stack.enter_context(hf_writer))
 
     writer: list[HFWriter] = []
     with ExitStack() as stack:
@@ -94,7 +94,7 @@ def _gather(
     if rank == writer_rank:
         whole = {name: torch.empty(shape, dtype=dtype, device=device) for name, shape in tensors.items()}
     if len(sources) > 1:
-        carry_over_group(plan, live, whole, rank=rank, dtype=dtype, device=device, group=group)
+        reshard_once(plan, live, whole, rank=rank, dtype=dtype, device=device, group=group)
     else:
         copy_local(plan.local(rank), live, whole, dtype)
     return whole

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from megarlhf.model_directory import COMPANION
-from megarlhf.weights.checkpoint.formats.huggingface.write import TEMPLATES
 from megarlhf.weights.checkpoint.formats.megatron.tracker import TRACKER, find_checkpoint
-from megarlhf.weights.checkpoint.stored_model import recognise
+from megarlhf.weights.checkpoint.hf_writer import TEMPLATES
+from megarlhf.weights.checkpoint.open_checkpoint import detect_format
 
 _OF_A_MODEL = {"", ".safetensors", ".bin", ".json", ".txt", ".model", ".jinja", ".md", ".py", ".tiktoken"}
 """Suffixes of the files in a Hugging Face directory."""
@@ -18,12 +18,12 @@ def require_replaceable(out: Path, source: Path) -> None:
     if not out.is_dir() or not any(out.iterdir()):
         return
     try:
-        kind = recognise(out)
+        format = detect_format(out)
     except ValueError as error:
         raise ValueError(f"--force replaces checkpoints only, and {out} is none; remove it yourself") from error
     if out.resolve() in source.resolve().parents:
         raise ValueError(f"--force would delete {out} and in it the source {source}; write to another directory")
-    others = _others(out) if kind == "huggingface" else _others_of_a_root(out)
+    others = _others(out) if format == "huggingface" else _others_of_a_root(out)
     if others:
         raise ValueError(
             f"--force would delete more of {out} than the checkpoint: {', '.join(others[:5])}"

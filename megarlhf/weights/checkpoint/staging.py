@@ -35,8 +35,8 @@ class Staging:
         self._lock: int | None = None
         self._check_free()
 
-    def _beside(self, what: str) -> Path:
-        return _hidden(self.directory, what)
+    def _beside(self, suffix: str) -> Path:
+        return _hidden(self.directory, suffix)
 
     def __enter__(self) -> Staging:
         self.directory.parent.mkdir(parents=True, exist_ok=True)
@@ -160,8 +160,8 @@ def replaced_by(directory: Path) -> Path:
     return _hidden(Path(os.path.realpath(directory)), "replaced")
 
 
-def _hidden(directory: Path, what: str) -> Path:
-    return directory.parent / f".{directory.name}.megarlhf-{what}"
+def _hidden(directory: Path, suffix: str) -> Path:
+    return directory.parent / f".{directory.name}.megarlhf-{suffix}"
 
 
 def sync(path: Path) -> None:

@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from megarlhf.collective_errors import raise_on_all_ranks
 from megarlhf.placement import Box, Placement, RankPlacements
-from megarlhf.weights.checks.digest import compare, digest_boxes, replica_digests, summed, times_held, whole_digest
+from megarlhf.weights.checks.digest import compare, digest_boxes, replica_counts, replica_digests, summed, whole_digest
 from megarlhf.weights.plan.copy_plan import CopyPlan
-from megarlhf.weights.transport.local import Storages
+from megarlhf.weights.transport.storages import Storages
 
 _MAX_LISTED = 5
 
@@ -30,7 +30,7 @@ class _ByBox:
 
     sent: dict[_At, int]
     received: dict[_At, int]
-    held: dict[_At, int]
+    trainer: dict[_At, int]
 
 
 class CertificateError(RuntimeError):
@@ -75,27 +75,27 @@ def certify(
     def refused(reasons: Sequence[str]) -> CertificateError:
         return CertificateError(f"weight version {version}: {'; '.join(reasons)}")
 
-    with raise_on_all_ranks(refused, group) as found:
+    with raise_on_all_ranks(refused, group) as problems:
         device = next(tensor.device for tensor in (*src.values(), *dst.values()))
-        times = times_held(destinations)
-        held = replica_digests(rank, sources, src, dtype=dtype)
-        mine = next((part.placements for part in destinations if part.rank == rank), ())
-        carried = digest_boxes(mine, dst, dtype)
-        found += _beyond(dst, dtype)
-    once, agreed, received = summed([*held, carried], sorted(times), device, group)
+        times = replica_counts(destinations)
+        src_digests = replica_digests(rank, sources, src, dtype=dtype)
+        dst_placements = next((part.placements for part in destinations if part.rank == rank), ())
+        dst_digests = digest_boxes(dst_placements, dst, dtype)
+        problems += _beyond(dst, dtype)
+    once, agreed, received = summed([*src_digests, dst_digests], sorted(times), device, group)
     different = compare({name: digest * times[name] % 2**64 for name, digest in once.items()}, received)
     divided = compare(once, agreed)
     if different or divided:
         with raise_on_all_ranks(refused, group):
-            own = next(part.placements for part in sources if part.rank == rank)
-            boxes = _digests_by_box(plan, own, src, dst, rank, dtype, {*different, *divided})
+            src_placements = next(part.placements for part in sources if part.rank == rank)
+            boxes = _digests_by_box(plan, src_placements, src, dst, rank, dtype, {*different, *divided})
         raise refused(_differences(boxes, different, divided, group))
     return Certificate(version, whole_digest(once), time.perf_counter() - start)
 
 
 def _digests_by_box(
     plan: CopyPlan,
-    own: Sequence[Placement],
+    src_placements: Sequence[Placement],
     src: Storages,
     dst: Storages,
     rank: int,
@@ -107,34 +107,34 @@ def _digests_by_box(
 
     copies = [copy for copy in plan.copies if copy.tensor in tensors]
     return _ByBox(
-        sent={(c.tensor, c.dst_rank, c.box): digest(c.source, src) for c in copies if c.src_rank == rank},
-        received={(c.tensor, c.dst_rank, c.box): digest(c.destination, dst) for c in copies if c.dst_rank == rank},
-        held={(p.tensor, rank, p.box): digest(p, src) for p in own if p.tensor in tensors},
+        sent={(c.tensor, c.dst_rank, c.box): digest(c.src, src) for c in copies if c.src_rank == rank},
+        received={(c.tensor, c.dst_rank, c.box): digest(c.dst, dst) for c in copies if c.dst_rank == rank},
+        trainer={(p.tensor, rank, p.box): digest(p, src) for p in src_placements if p.tensor in tensors},
     )
 
 
 def _differences(
-    mine: _ByBox, different: Sequence[str], divided: Sequence[str], group: dist.ProcessGroup | None
+    boxes_here: _ByBox, different: Sequence[str], divided: Sequence[str], group: dist.ProcessGroup | None
 ) -> list[str]:
     """In words, from all ranks' digests by box. Collective."""
-    told = [mine] * dist.get_world_size(group)
-    dist.all_gather_object(told, mine, group=group)
-    sent = {at: digest for each in told for at, digest in each.sent.items()}
-    arrived = sorted(at for each in told for at, digest in each.received.items() if sent.get(at) != digest)
+    by_rank = [boxes_here] * dist.get_world_size(group)
+    dist.all_gather_object(by_rank, boxes_here, group=group)
+    sent = {at: digest for boxes in by_rank for at, digest in boxes.sent.items()}
+    wrong_boxes = sorted(at for boxes in by_rank for at, digest in boxes.received.items() if sent.get(at) != digest)
     first: dict[tuple[str, Box], tuple[int, int]] = {}
-    apart = []
-    for each in told:
-        for (tensor, rank, box), digest in each.held.items():
-            where, expected = first.setdefault((tensor, box), (rank, digest))
+    unlike = []
+    for boxes in by_rank:
+        for (tensor, rank, box), digest in boxes.trainer.items():
+            first_rank, expected = first.setdefault((tensor, box), (rank, digest))
             if digest != expected:
-                apart.append(f"{_name(tensor, rank, box)}, unlike rank {where}")
-    said = []
-    if arrived:
-        number = len({tensor for tensor, _, _ in arrived})
-        said.append(f"{number} tensors differ: {_listed([_name(*at) for at in arrived])}")
+                unlike.append(f"{_name(tensor, rank, box)}, unlike rank {first_rank}")
+    reasons = []
+    if wrong_boxes:
+        number = len({tensor for tensor, _, _ in wrong_boxes})
+        reasons.append(f"{number} tensors differ: {_listed([_name(*at) for at in wrong_boxes])}")
     if divided:
-        said.append(f"the trainer's own ranks disagree on {len(divided)} tensors: {_listed(apart)}")
-    return said or [f"{len(different)} tensors hold something else, in no box of the plan: {_listed(different)}"]
+        reasons.append(f"the trainer's own ranks disagree on {len(divided)} tensors: {_listed(unlike)}")
+    return reasons or [f"{len(different)} tensors hold something else, in no box of the plan: {_listed(different)}"]
 
 
 def _name(tensor: str, rank: int, box: Box) -> str:
@@ -155,9 +155,9 @@ def _beyond(storages: Storages, dtype: torch.dtype) -> list[str]:
 
 def spoilt_padding(placements: RankPlacements, storages: Storages) -> list[str]:
     """Storages whose padding, which no transfer writes and everybody leaves at zero, holds something else."""
-    found = []
+    problems = []
     for name, gaps in placements.padding().items():
         flat = storages[name].detach().view(-1)
         if count := sum(int((flat[start:stop] != 0).sum()) for start, stop in gaps):
-            found.append(f"{name}: {count} of {sum(b - a for a, b in gaps)} elements of its padding are not zero")
-    return found
+            problems.append(f"{name}: {count} of {sum(b - a for a, b in gaps)} elements of its padding are not zero")
+    return problems

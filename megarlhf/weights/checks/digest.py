@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megarlhf.placement import Box, Placement, RankPlacements
-from megarlhf.weights.transport.local import Storages, view
+from megarlhf.weights.transport.storages import Storages, view
 
 _CHUNK_ELEMENTS = 1 << 22
 _CHUNK_ELEMENTS_CPU = 1 << 17  # fits the cache: five times as fast as 4 M on one core
@@ -91,11 +91,11 @@ def replica_digests(
     for part in sources:
         for placement in part.placements:
             holders.setdefault((placement.tensor, placement.box), []).append(part.rank)
-    mine = next(part for part in sources if part.rank == rank)
+    on_rank = next(part for part in sources if part.rank == rank)
     keys = _Keys()
     first: dict[str, int] = {}
     agreed: dict[str, int] = {}
-    for placement in mine.placements:
+    for placement in on_rank.placements:
         at, name = holders[placement.tensor, placement.box], placement.tensor
         digest = int(_digest_box(placement, storages, dtype, keys))
         if at[0] == rank:
@@ -106,7 +106,7 @@ def replica_digests(
     return first, agreed
 
 
-def times_held(parts: Sequence[RankPlacements]) -> dict[str, int]:
+def replica_counts(parts: Sequence[RankPlacements]) -> dict[str, int]:
     """How often the ranks together hold each logical tensor.
 
     Raises: ValueError unless they hold every element of a tensor equally often.
@@ -114,9 +114,9 @@ def times_held(parts: Sequence[RankPlacements]) -> dict[str, int]:
     shared = {id(part.placements): part for part in parts}  # replicas share the data
     ranks = Counter(id(part.placements) for part in parts)
     boxes: Counter[tuple[str, Box]] = Counter()
-    for each, part in shared.items():
+    for key, part in shared.items():
         for placement in part.placements:
-            boxes[placement.tensor, placement.box] += ranks[each]
+            boxes[placement.tensor, placement.box] += ranks[key]
     times: dict[str, set[int]] = {}
     distinct: Counter[str] = Counter()
     for (name, box), number in boxes.items():

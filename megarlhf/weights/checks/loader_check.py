@@ -16,7 +16,7 @@ import torch
 from megarlhf.architectures.architecture import Architecture
 from megarlhf.architectures.placements import logical_tensors, table_of
 from megarlhf.placement import Box, Placement, RankPlacements, Shape, contiguous_strides
-from megarlhf.weights.transport.local import Storages, check_storages, view
+from megarlhf.weights.transport.storages import Storages, check_storages, view
 
 Load = Callable[[Iterator[tuple[str, torch.Tensor]]], object]
 """The engine's own loader: takes (Hugging Face name, whole tensor) and fills the live parameters of this rank."""
@@ -114,8 +114,8 @@ class _Numbers:
 
     def digit(self, value: torch.Tensor) -> int | None:
         """The digit that a value means, None if it is none."""
-        found = int(value.to(self.dtype).view(self._word)) - self._lowest
-        return found if 0 <= found < 1 << self.digit_bits else None
+        number = int(value.to(self.dtype).view(self._word)) - self._lowest
+        return number if 0 <= number < 1 << self.digit_bits else None
 
     def digit_of(self, number: int, digit: int) -> int:
         return number >> (digit * self.digit_bits) & ((1 << self.digit_bits) - 1)
@@ -143,7 +143,7 @@ class _Difference:
     """The first digit that differs."""
     count: int
     size: int
-    found: list[torch.Tensor] = field(default_factory=list)
+    values: list[torch.Tensor] = field(default_factory=list)
     """Values, from digit `since` on."""
 
 
@@ -159,28 +159,28 @@ class _Check:
         self._differences: dict[str, _Difference] = {}
 
     def compare(self, digit: int) -> None:
-        for name, held in self._placements.items():
+        for name, placements in self._placements.items():
             if name not in self._differences:
-                self._first_difference(name, held, digit)
+                self._first_difference(name, placements, digit)
             if name in self._differences:
                 difference = self._differences[name]
-                difference.found.append(self._live[name].detach().view(-1)[difference.element].cpu().clone())
+                difference.values.append(self._live[name].detach().view(-1)[difference.element].cpu().clone())
 
     def problems(self) -> list[str]:
         return [self._describe(name, difference) for name, difference in self._differences.items()]
 
-    def _first_difference(self, name: str, held: Sequence[Placement], digit: int) -> None:
+    def _first_difference(self, name: str, placements: Sequence[Placement], digit: int) -> None:
         live = self._live[name].detach()
         first: tuple[int, int | None] | None = None
         count = 0
-        for placement in held:
+        for placement in placements:
             for box in placement.box.chunks(_chunk_elements(live.device)):
                 part = placement.part(box)
                 expected = self._numbers.of_box(part.tensor, box, digit, live.device).to(live.dtype)
-                wrong = view(part, self._live) != expected
-                if count_here := int(wrong.sum()):
+                differs = view(part, self._live) != expected
+                if count_here := int(differs.sum()):
                     count += count_here
-                    inside = _unravel(int(wrong.view(-1).int().argmax()), box.shape)
+                    inside = _unravel(int(differs.view(-1).int().argmax()), box.shape)
                     index = tuple(a + b for a, b in zip(box.start, inside, strict=True))
                     element = part.offset + sum(i * s for i, s in zip(inside, part.strides, strict=True))
                     if first is None or element < first[0]:
@@ -188,34 +188,34 @@ class _Check:
         for start, stop in self._padding.get(name, []):
             # A loader may leave its padding alone, or set it to zero.
             gap = live.view(-1)[start:stop]
-            wrong = ~(gap.isnan() | (gap == 0))
-            if count_here := int(wrong.sum()):
+            differs = ~(gap.isnan() | (gap == 0))
+            if count_here := int(differs.sum()):
                 count += count_here
-                element = start + int(wrong.int().argmax())
+                element = start + int(differs.int().argmax())
                 if first is None or element < first[0]:
                     first = (element, None)
         if first is not None:
             self._differences[name] = _Difference(*first, since=digit, count=count, size=live.numel())
 
     def _describe(self, name: str, difference: _Difference) -> str:
-        where = f"{name}{list(_unravel(difference.element, tuple(self._live[name].shape)))}"
+        place = f"{name}{list(_unravel(difference.element, tuple(self._live[name].shape)))}"
         table = "padding" if difference.expected is None else self._numbers.element(difference.expected)
         return (
-            f"{where}: the table says {table}, the engine's loader put {self._found(difference)} there "
+            f"{place}: the table says {table}, the engine's loader put {self._put_there(difference)} there "
             f"({difference.count} of {difference.size} elements differ)"
         )
 
-    def _found(self, difference: _Difference) -> str:
-        if any(value.isnan() for value in difference.found):
+    def _put_there(self, difference: _Difference) -> str:
+        if any(value.isnan() for value in difference.values):
             return "nothing"
-        digits = [self._numbers.digit(value) for value in difference.found]
+        digits = [self._numbers.digit(value) for value in difference.values]
         before = [self._numbers.digit_of(difference.expected or 0, k) for k in range(difference.since)]
         if None not in digits:
-            known = [*before, *(digit for digit in digits if digit is not None)]
-            number = sum(digit << (k * self._numbers.digit_bits) for k, digit in enumerate(known))
+            all_digits = [*before, *(digit for digit in digits if digit is not None)]
+            number = sum(digit << (k * self._numbers.digit_bits) for k, digit in enumerate(all_digits))
             if element := self._numbers.element(number):
                 return element
-        return f"the value {difference.found[0].item()}, which it was not given,"
+        return f"the value {difference.values[0].item()}, which it was not given,"
 
 
 def _chunk_elements(device: torch.device) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from megarlhf.placement import RankPlacements
-from megarlhf.weights.transport.local import Storages, zero_padding
+from megarlhf.weights.transport.storages import Storages, zero_padding
 
 
 @torch.no_grad()

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import torch
 
-from megarlhf.placement import Box, Placement, RankPlacements, flat_boxes
+from megarlhf.placement import Box, Placement, RankPlacements
 from megarlhf.weights.checks.digest import BITS
 from megarlhf.weights.plan.copy_plan import make_plan
-from megarlhf.weights.transport.extent import Extent, MappedFiles, StoredWeights
+from megarlhf.weights.transport.extent import CheckpointWeights, Extent, MappedFiles
 
 
 def require_equal_copies(
-    where: Path,
+    directory: Path,
     parts: Sequence[RankPlacements],
     extents: Sequence[Mapping[str, Extent]],
     is_copy: Callable[[Placement], bool],
@@ -35,43 +35,41 @@ def require_equal_copies(
     shifted = [part.on_rank(len(parts) + part.rank) for part in copies]
     maps = MappedFiles()
     for copy in make_plan(originals, shifted).copies:
-        a = maps.tensor(extents[copy.src_rank][copy.src_storage])
-        b = maps.tensor(extents[copy.dst_rank - len(parts)][copy.dst_storage])
-        first = torch.as_strided(a, copy.shape, copy.src_strides, a.storage_offset() + copy.src_offset)
-        second = torch.as_strided(b, copy.shape, copy.dst_strides, b.storage_offset() + copy.dst_offset)
-        if not torch.equal(first, second):
+        original = maps.view(copy.src, extents[copy.src_rank])
+        repeated = maps.view(copy.dst, extents[copy.dst_rank - len(parts)])
+        if not torch.equal(original, repeated):
             raise ValueError(
-                f"{where}: the description ties the head to {copy.tensor}, but the copy stored as {copy.dst_storage} "
-                "has other values: the model is not tied. Say so in its config.json (tie_word_embeddings: false) or "
-                "its args (untie_embeddings_and_output_weights), or remove the copy"
+                f"{directory}: the description ties the head to {copy.tensor}, but the copy stored as "
+                f"{copy.dst.storage} has other values: the model is not tied. Say so in its config.json "
+                "(tie_word_embeddings: false) or its args (untie_embeddings_and_output_weights), or remove the copy"
             )
 
 
-def _only(part: RankPlacements, wanted: Callable[[Placement], bool]) -> RankPlacements:
-    return replace(part, placements=tuple(p for p in part.placements if wanted(p)))
+def _only(part: RankPlacements, keep: Callable[[Placement], bool]) -> RankPlacements:
+    return replace(part, placements=tuple(p for p in part.placements if keep(p)))
 
 
-_PIECE_ELEMENTS = 1 << 20
+_CHUNK_ELEMENTS = 1 << 20
 _WORTH_THREADS = 16 << 20
 """Elements; norms alone are fewer."""
-_Held = tuple[int, Placement]
-"""(part, what it holds)."""
+_Replica = tuple[int, Placement]
+"""(part, one of its placements)."""
 
 
-def require_equal_replicas(weights: StoredWeights) -> None:
+def require_equal_replicas(weights: CheckpointWeights) -> None:
     """Compares, bit for bit, every box that several parts hold: norms under tensor parallelism, all but the experts
     under expert parallelism. Whoever reads the checkpoint takes one of them; Megatron gives each rank its own.
 
     Raises: ValueError at the first difference: the files are of two runs, or one is damaged.
     """
-    held: dict[tuple[str, Box], list[_Held]] = defaultdict(list)
+    replicas: dict[tuple[str, Box], list[_Replica]] = defaultdict(list)
     for number, part in enumerate(weights.parts):
         for placement in part.placements:
-            held[placement.tensor, placement.box].append((number, placement))
-    pairs = [(same[0], other) for same in held.values() for other in same[1:]]
+            replicas[placement.tensor, placement.box].append((number, placement))
+    pairs = [(same[0], other) for same in replicas.values() for other in same[1:]]
     maps = MappedFiles()
 
-    def compare(pair: tuple[_Held, _Held]) -> str | None:
+    def compare(pair: tuple[_Replica, _Replica]) -> str | None:
         return _first_difference(weights, maps, *pair)
 
     if sum(other.box.numel for _, (_, other) in pairs) < _WORTH_THREADS:
@@ -81,31 +79,27 @@ def require_equal_replicas(weights: StoredWeights) -> None:
         _raise_first(weights, pool.map(compare, pairs))
 
 
-def _raise_first(weights: StoredWeights, found: Iterable[str | None]) -> None:
-    for difference in found:
+def _raise_first(weights: CheckpointWeights, differences: Iterable[str | None]) -> None:
+    for difference in differences:
         if difference is not None:
             raise ValueError(
-                f"{weights.where}: {difference}. The ranks of a checkpoint hold the same values; these files are of "
-                "two runs, or one is damaged: copy it again from its source"
+                f"{weights.directory}: {difference}. The ranks of a checkpoint hold the same values; these files are "
+                "of two runs, or one is damaged: copy it again from its source"
             )
 
 
-def _first_difference(weights: StoredWeights, maps: MappedFiles, a: _Held, b: _Held) -> str | None:
+def _first_difference(weights: CheckpointWeights, maps: MappedFiles, a: _Replica, b: _Replica) -> str | None:
     """Compared in the narrower dtype, when two ranks were saved in different ones."""
     extents = [weights.extents[part][placement.storage] for part, placement in (a, b)]
     dtype = min((extent.dtype for extent in extents), key=lambda dtype: dtype.itemsize)
-    box = a[1].box
-    for start in range(0, box.numel, _PIECE_ELEMENTS):
-        for piece in flat_boxes(box.shape, start, min(start + _PIECE_ELEMENTS, box.numel)):
-            values = []
-            for (_, placement), extent in zip((a, b), extents, strict=True):
-                part, stored = placement.part(piece.shift(box.start)), maps.tensor(extent)
-                offset = stored.storage_offset() + part.offset
-                values.append(torch.as_strided(stored, piece.shape, part.strides, offset).to(dtype).contiguous())
-            wrong = values[0].view(BITS[dtype.itemsize]) != values[1].view(BITS[dtype.itemsize])
-            if bool(wrong.any()):
-                at = int(wrong.reshape(-1).to(torch.uint8).argmax())
-                said = [value.reshape(-1)[at].item() for value in values]
-                names = [extent.path.relative_to(weights.where) for extent in extents]
-                return f"{a[1].tensor} is {said[0]!r} in {names[0]} and {said[1]!r} in {names[1]} at one place"
+    for chunk in a[1].box.chunks(_CHUNK_ELEMENTS):
+        values = [
+            maps.view(placement.part(chunk), weights.extents[part]).to(dtype).contiguous() for part, placement in (a, b)
+        ]
+        different = values[0].view(BITS[dtype.itemsize]) != values[1].view(BITS[dtype.itemsize])
+        if bool(different.any()):
+            index = int(different.reshape(-1).to(torch.uint8).argmax())
+            numbers = [value.reshape(-1)[index].item() for value in values]
+            names = [extent.path.relative_to(weights.directory) for extent in extents]
+            return f"{a[1].tensor} is {numbers[0]!r} in {names[0]} and {numbers[1]!r} in {names[1]} at one place"
     return None

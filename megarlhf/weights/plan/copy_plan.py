@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megarlhf.placement import Box, Placement, RankPlacements, Shape
-from megarlhf.weights.plan.cuts import NodeOf, Piece, Ranks, Stream, TensorCuts, cut_all
-from megarlhf.weights.plan.shares import Window, share_streams
+from megarlhf.weights.plan.load_balance import Window, balance_senders
+from megarlhf.weights.plan.overlaps import NodeOf, Overlap, Ranks, Stream, TensorOverlaps, find_overlaps
 
 Pair = tuple[int, int]
 """(source rank, destination rank)."""
@@ -22,34 +22,29 @@ _MAX_LISTED = 20
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """A box of a logical tensor, from a strided view of one storage to one of another."""
+    """A box of a logical tensor, from where one rank holds it to where another wants it."""
 
-    tensor: str
-    box: Box
     src_rank: int
-    src_storage: str
-    src_offset: int
-    src_strides: Shape
+    src: Placement
     dst_rank: int
-    dst_storage: str
-    dst_offset: int
-    dst_strides: Shape
+    dst: Placement
+    """Of the same box of the same tensor."""
 
     @property
-    def shape(self) -> Shape:
-        return self.box.shape
+    def tensor(self) -> str:
+        return self.src.tensor
+
+    @property
+    def box(self) -> Box:
+        return self.src.box
 
     @property
     def numel(self) -> int:
-        return self.box.numel
+        return self.src.box.numel
 
-    @property
-    def source(self) -> Placement:
-        return Placement(self.tensor, self.box, self.src_storage, self.src_offset, self.src_strides)
-
-    @property
-    def destination(self) -> Placement:
-        return Placement(self.tensor, self.box, self.dst_storage, self.dst_offset, self.dst_strides)
+    def part(self, box: Box) -> Copy:
+        """The copy of `box`, which lies inside this one's."""
+        return Copy(self.src_rank, self.src.part(box), self.dst_rank, self.dst.part(box))
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,24 +113,24 @@ def make_plan(
     sources = _by_rank(sources, "sources")
     destinations = _by_rank(destinations, "destinations")
     _check_shapes((*sources, *destinations))
-    tensors = cut_all(sources, destinations, node_of)
-    missing = [f"{tensor.name}{_slices(box)}" for tensor in tensors for box in tensor.cuts.missing]
+    tensors = find_overlaps(sources, destinations, node_of)
+    missing = [f"{tensor.name}{_slices(box)}" for tensor in tensors for box in tensor.pattern.missing]
     if missing:
         _raise_missing(missing)
     needs, traffic = _needs(tensors)
-    windows = share_streams(needs, lambda ranks, rank, position: _row_near(tensors, (ranks, rank), position))
+    windows = balance_senders(needs, lambda ranks, rank, position: _row_near(tensors, (ranks, rank), position))
     for (_, dst), parts in windows.items():
         for (src, stop), start in zip(parts, [0, *(end for _, end in parts)], strict=False):
             traffic[src, dst] += stop - start
     return CopyPlan(tuple(_copies(tensors, windows, only_rank)), dict(traffic), only_rank)
 
 
-def _needs(tensors: Sequence[TensorCuts]) -> tuple[dict[Ranks, dict[int, int]], Counter[Pair]]:
+def _needs(tensors: Sequence[TensorOverlaps]) -> tuple[dict[Ranks, dict[int, int]], Counter[Pair]]:
     """Elements that each rank needs of each set of holders, ranks ascending, and what ranks have themselves."""
     streams: Counter[Stream] = Counter()
     traffic: Counter[Pair] = Counter()
-    patterns = {id(tensor.cuts): tensor.cuts for tensor in tensors}
-    for pattern, count in Counter(id(tensor.cuts) for tensor in tensors).items():
+    patterns = {id(tensor.pattern): tensor.pattern for tensor in tensors}
+    for pattern, count in Counter(id(tensor.pattern) for tensor in tensors).items():
         for stream, numel in patterns[pattern].needs.items():
             streams[stream] += numel * count
         for rank, numel in patterns[pattern].local.items():
@@ -146,77 +141,62 @@ def _needs(tensors: Sequence[TensorCuts]) -> tuple[dict[Ranks, dict[int, int]], 
     return dict(needs), traffic
 
 
-def _row_near(tensors: Sequence[TensorCuts], stream: Stream, position: int) -> int:
+def _row_near(tensors: Sequence[TensorOverlaps], stream: Stream, position: int) -> int:
     """Where a row of the stream ends (or starts) nearest to `position`."""
     at = 0
     for tensor in tensors:
-        size = tensor.cuts.needs.get(stream, 0)
+        size = tensor.pattern.needs.get(stream, 0)
         if at + size < position:
             at += size
             continue
-        for piece in tensor.cuts.of_stream.get(stream, ()):
-            if at + piece.numel >= position:
-                return at + (position - at + piece.row // 2) // piece.row * piece.row
-            at += piece.numel
+        for overlap in tensor.pattern.of_stream.get(stream, ()):
+            if at + overlap.numel >= position:
+                return at + (position - at + overlap.row // 2) // overlap.row * overlap.row
+            at += overlap.numel
     raise AssertionError(f"position {position} lies behind the end {at} of stream {stream}")
 
 
 def _copies(
-    tensors: Sequence[TensorCuts], windows: Mapping[Stream, Sequence[Window]], only_rank: int | None
+    tensors: Sequence[TensorOverlaps], windows: Mapping[Stream, Sequence[Window]], only_rank: int | None
 ) -> Iterator[Copy]:
     """Tensor by tensor, then by destination: the order of every pair's stream on both its ends."""
     at: dict[Stream, int] = defaultdict(int)
-    relevant: dict[int, tuple[Piece, ...]] = {}
+    relevant: dict[int, tuple[Overlap, ...]] = {}
     for tensor in tensors:
-        pattern = id(tensor.cuts)
+        pattern = id(tensor.pattern)
         if pattern not in relevant:
-            relevant[pattern] = tensor.cuts.of_rank(only_rank)
-        for piece in relevant[pattern]:
+            relevant[pattern] = tensor.pattern.of_rank(only_rank)
+        for overlap in relevant[pattern]:
             start = 0
-            for src, stop in _cut_at(piece, windows, at):
-                if start < stop and only_rank in (None, src, piece.dst_rank):
-                    box = piece.box if stop - start == piece.numel else _rows(piece, start, stop)
-                    held, wanted = tensor.held[piece.holders[src]], tensor.wanted[piece.wanted]
-                    yield _copy(src, held.part(box), piece.dst_rank, wanted.part(box))
+            for sender, stop in _senders(overlap, windows, at):
+                if start < stop and only_rank in (None, sender, overlap.dst_rank):
+                    box = overlap.box if stop - start == overlap.numel else _rows(overlap, start, stop)
+                    src, dst = tensor.sources[overlap.holders[sender]], tensor.destinations[overlap.wanted]
+                    yield Copy(sender, src.part(box), overlap.dst_rank, dst.part(box))
                 start = max(start, stop)
 
 
-def _cut_at(piece: Piece, windows: Mapping[Stream, Sequence[Window]], at: dict[Stream, int]) -> list[Window]:
-    """Who sends the piece, up to which of its elements; moves its stream on."""
-    if piece.stream is None:
-        return [(piece.dst_rank, piece.numel)]
-    start = at[piece.stream]
-    at[piece.stream] += piece.numel
-    return [(src, min(stop - start, piece.numel)) for src, stop in windows[piece.stream]]
+def _senders(overlap: Overlap, windows: Mapping[Stream, Sequence[Window]], at: dict[Stream, int]) -> list[Window]:
+    """Who sends the overlap, up to which of its elements; moves its stream on."""
+    if overlap.stream is None:
+        return [(overlap.dst_rank, overlap.numel)]
+    start = at[overlap.stream]
+    at[overlap.stream] += overlap.numel
+    return [(src, min(stop - start, overlap.numel)) for src, stop in windows[overlap.stream]]
 
 
-def _rows(piece: Piece, start: int, stop: int) -> Box:
-    """The elements [start, stop) of a piece, whole rows of it."""
-    first = piece.box.start[0]
-    a, b = start // piece.row, stop // piece.row
-    return Box((first + a, *piece.box.start[1:]), (first + b, *piece.box.stop[1:]))
+def _rows(overlap: Overlap, start: int, stop: int) -> Box:
+    """The elements [start, stop) of an overlap, whole rows of it."""
+    first = overlap.box.start[0]
+    a, b = start // overlap.row, stop // overlap.row
+    return Box((first + a, *overlap.box.start[1:]), (first + b, *overlap.box.stop[1:]))
 
 
-def _copy(src_rank: int, src: Placement, dst_rank: int, dst: Placement) -> Copy:
-    return Copy(
-        src.tensor,
-        src.box,
-        src_rank,
-        src.storage,
-        src.offset,
-        src.strides,
-        dst_rank,
-        dst.storage,
-        dst.offset,
-        dst.strides,
-    )
-
-
-def _by_rank(parts: Sequence[RankPlacements], what: str) -> list[RankPlacements]:
+def _by_rank(parts: Sequence[RankPlacements], side: str) -> list[RankPlacements]:
     ranks = [part.rank for part in parts]
     if len(set(ranks)) < len(ranks):
         twice = sorted({rank for rank in ranks if ranks.count(rank) > 1})
-        raise ValueError(f"{what} name ranks {twice} more than once; merge the parts of a rank with merge_ranks")
+        raise ValueError(f"{side} name ranks {twice} more than once; merge the parts of a rank with merge_ranks")
     return sorted(parts, key=lambda part: part.rank)
 
 
@@ -224,11 +204,11 @@ def _check_shapes(parts: Sequence[RankPlacements]) -> None:
     shapes: dict[str, tuple[int, Shape]] = {}
     for part in parts:
         for tensor, shape in part.tensors.items():
-            rank, known = shapes.setdefault(tensor, (part.rank, shape))
-            if known != shape:
+            first_rank, first_shape = shapes.setdefault(tensor, (part.rank, shape))
+            if first_shape != shape:
                 raise ValueError(
-                    f"{tensor} has shape {known} on rank {rank} and {shape} on rank {part.rank}; source and "
-                    "destination must be the same model: compare their config.json"
+                    f"{tensor} has shape {first_shape} on rank {first_rank} and {shape} on rank {part.rank}; source "
+                    "and destination must be the same model: compare their config.json"
                 )
 
 

@@ -1,5 +1,8 @@
 """A plan in two tiers: what a node lacks comes into it once, then it is fanned out inside the node.
 
+Status: made and counted by `megarlhf plan`, and executed in memory by tests. Runs execute the one-tier plan of
+`copy_plan.py`; they will use this one when there is more than one node to measure it on.
+
 Several ranks of a node often want the same box: engines of fewer ranks than a node has, replicated norms and
 routers, KV heads that tensor-parallel ranks share. Between nodes the link is the narrowest, so that such a box
 crosses once, to one of them, who hands it on.
@@ -13,8 +16,8 @@ from dataclasses import dataclass, replace
 
 from megarlhf.placement import Box, Placement, RankPlacements
 from megarlhf.weights.plan.copy_plan import CopyPlan, make_plan
-from megarlhf.weights.plan.cuts import NodeOf, Ranks, by_tensor, cut_box
-from megarlhf.weights.plan.shares import Window, share_streams
+from megarlhf.weights.plan.load_balance import Window, balance_senders
+from megarlhf.weights.plan.overlaps import NodeOf, Ranks, by_tensor, split_box
 
 Owner = tuple[int, int]
 """(rank, position among the tensor's wanted placements in the node)."""
@@ -30,18 +33,14 @@ class TieredPlan:
     fan_out: CopyPlan
     """Reads the destination storages, writes the destination storages, inside nodes: what came in for others too."""
 
-    def crossing(self, node_of: NodeOf) -> dict[tuple[int, int], int]:
-        """Elements by (source node, destination node), of different nodes."""
-        return crossing(self.arrive, node_of)
-
 
 def crossing(plan: CopyPlan, node_of: NodeOf) -> dict[tuple[int, int], int]:
     """Elements by (source node, destination node), of different nodes."""
-    found: Counter[tuple[int, int]] = Counter()
+    elements: Counter[tuple[int, int]] = Counter()
     for (src, dst), numel in plan.traffic.items():
         if node_of[src] != node_of[dst]:
-            found[node_of[src], node_of[dst]] += numel
-    return dict(found)
+            elements[node_of[src], node_of[dst]] += numel
+    return dict(elements)
 
 
 def make_tiers(
@@ -64,10 +63,10 @@ def make_tiers(
         _split_node(node, [part for part in sources if node_of[part.rank] == node], wanting, split)
     first = [_only(part, split.first[part.rank]) for part in destinations]
     arrived = [_only(part, split.arrived[part.rank]) for part in destinations if split.arrived[part.rank]]
-    rest = [_only(part, split.rest[part.rank]) for part in destinations if split.rest[part.rank]]
+    fanned_out = [_only(part, split.fanned_out[part.rank]) for part in destinations if split.fanned_out[part.rank]]
     return TieredPlan(
         make_plan(sources, first, only_rank=only_rank, node_of=node_of),
-        make_plan(arrived, rest, only_rank=only_rank, node_of=node_of),
+        make_plan(arrived, fanned_out, only_rank=only_rank, node_of=node_of),
     )
 
 
@@ -77,11 +76,11 @@ class _Split:
     def __init__(self) -> None:
         self.first: dict[int, list[Placement]] = defaultdict(list)
         self.arrived: dict[int, list[Placement]] = defaultdict(list)
-        self.rest: dict[int, list[Placement]] = defaultdict(list)
+        self.fanned_out: dict[int, list[Placement]] = defaultdict(list)
 
 
 @dataclass(frozen=True, slots=True)
-class _Atom:
+class _Region:
     """A box that is wanted by the same owners, and either held in the node or not, everywhere."""
 
     box: Box
@@ -102,101 +101,97 @@ def _only(part: RankPlacements, placements: list[Placement]) -> RankPlacements:
 
 
 def _split_node(node: int, holding: Sequence[RankPlacements], wanting: Sequence[RankPlacements], split: _Split) -> None:
-    tensors = list(_node_atoms(holding, wanting))
+    tensors = list(_node_regions(holding, wanting))
     needs: Counter[Ranks] = Counter()
-    for _, atoms in tensors:
-        for atom in atoms:
-            if atom.is_shared:
-                needs[atom.ranks] += atom.numel
+    for _, regions in tensors:
+        for region in regions:
+            if region.is_shared:
+                needs[region.ranks] += region.numel
 
     def snap(ranks: Ranks, _node: int, position: int) -> int:
         at = 0
-        for _, atoms in tensors:
-            for atom in atoms:
-                if atom.is_shared and atom.ranks == ranks:
-                    if at + atom.numel >= position:
-                        return at + (position - at + atom.row // 2) // atom.row * atom.row
-                    at += atom.numel
+        for _, regions in tensors:
+            for region in regions:
+                if region.is_shared and region.ranks == ranks:
+                    if at + region.numel >= position:
+                        return at + (position - at + region.row // 2) // region.row * region.row
+                    at += region.numel
         raise AssertionError(f"position {position} lies behind the end {at} of what ranks {ranks} share")
 
-    windows = share_streams({ranks: {node: numel} for ranks, numel in needs.items()}, snap)
+    windows = balance_senders({ranks: {node: numel} for ranks, numel in needs.items()}, snap)
     passed: Counter[Ranks] = Counter()
-    for placements, atoms in tensors:
-        for atom in atoms:
-            if atom.is_shared:
-                start = passed[atom.ranks]
-                passed[atom.ranks] += atom.numel
-                _hand_on(placements, atom, start, windows[atom.ranks, node], split)
+    for placements, regions in tensors:
+        for region in regions:
+            if region.is_shared:
+                start = passed[region.ranks]
+                passed[region.ranks] += region.numel
+                _hand_on(placements, region, start, windows[region.ranks, node], split)
             else:
-                for rank, index in atom.owners:
-                    split.first[rank].append(_part(placements[index], atom.box))
+                for rank, index in region.owners:
+                    split.first[rank].append(placements[index].part(region.box))
 
 
 def _hand_on(
-    placements: Sequence[Placement], atom: _Atom, start: int, windows: Sequence[Window], split: _Split
+    placements: Sequence[Placement], region: _Region, start: int, windows: Sequence[Window], split: _Split
 ) -> None:
-    """Each window's rank gets its rows of the atom in the first tier, the other owners in the second."""
+    """Each window's rank gets its rows of the region in the first tier, the other owners in the second."""
     begin = 0
     for receiver, stop in windows:
-        end = min(stop - start, atom.numel)
+        end = min(stop - start, region.numel)
         if begin >= end:
             continue
-        first = atom.box.start[0] if atom.box.start else 0
-        box = atom.box
-        if end - begin < atom.numel:
-            box = Box((first + begin // atom.row, *box.start[1:]), (first + end // atom.row, *box.stop[1:]))
+        first = region.box.start[0] if region.box.start else 0
+        box = region.box
+        if end - begin < region.numel:
+            box = Box((first + begin // region.row, *box.start[1:]), (first + end // region.row, *box.stop[1:]))
         begin = end
-        chosen = next(owner for owner in atom.owners if owner[0] == receiver)
-        for owner in atom.owners:
+        chosen = next(owner for owner in region.owners if owner[0] == receiver)
+        for owner in region.owners:
             rank, index = owner
-            part = _part(placements[index], box)
+            part = placements[index].part(box)
             if owner == chosen:
                 split.first[rank].append(part)
                 split.arrived[rank].append(part)
             else:
-                split.rest[rank].append(part)
+                split.fanned_out[rank].append(part)
 
 
-def _part(placement: Placement, box: Box) -> Placement:
-    return placement if box == placement.box else placement.part(box)
-
-
-def _node_atoms(
+def _node_regions(
     holding: Sequence[RankPlacements], wanting: Sequence[RankPlacements]
-) -> Iterator[tuple[list[Placement], tuple[_Atom, ...]]]:
-    """The wanted placements of each tensor and their atoms; tensors that are cut alike share the atoms."""
-    held = by_tensor(holding)
-    known: dict[object, tuple[_Atom, ...]] = {}
+) -> Iterator[tuple[list[Placement], tuple[_Region, ...]]]:
+    """The wanted placements of each tensor and their regions; tensors that are cut alike share the regions."""
+    in_node = by_tensor(holding)
+    patterns: dict[object, tuple[_Region, ...]] = {}
     for name, (ranks, placements) in by_tensor(wanting).items():
         boxes = tuple([p.box for p in placements])
-        in_node = tuple([p.box for p in held[name][1]]) if name in held else ()
-        key = (tuple(ranks), boxes, in_node)
-        if key not in known:
-            known[key] = tuple(_atoms(ranks, boxes, in_node))
-        yield placements, known[key]
+        node_boxes = tuple([p.box for p in in_node[name][1]]) if name in in_node else ()
+        key = (tuple(ranks), boxes, node_boxes)
+        if key not in patterns:
+            patterns[key] = tuple(_regions(ranks, boxes, node_boxes))
+        yield placements, patterns[key]
 
 
-def _atoms(ranks: Sequence[int], boxes: Sequence[Box], in_node: Sequence[Box]) -> Iterator[_Atom]:
-    wanted: dict[Box, list[Owner]] = {}
+def _regions(ranks: Sequence[int], boxes: Sequence[Box], node_boxes: Sequence[Box]) -> Iterator[_Region]:
+    owners_of: dict[Box, list[Owner]] = {}
     for index, (rank, box) in enumerate(zip(ranks, boxes, strict=True)):
         owner = (rank, index)
-        _, fresh = cut_box(box, sorted(wanted))
+        _, new_boxes = split_box(box, sorted(owners_of))
         refined: dict[Box, list[Owner]] = {}
-        for known, owners in wanted.items():
-            common = known.intersect(box)
+        for earlier, owners in owners_of.items():
+            common = earlier.intersect(box)
             if common is None:
-                refined[known] = owners
+                refined[earlier] = owners
                 continue
             refined[common] = [*owners, owner]
-            refined.update(dict.fromkeys(known.minus(common), owners))
-        refined.update({new: [owner] for new in fresh})
-        wanted = refined
-    for box, owners in wanted.items():
-        inside, outside = cut_box(box, sorted(set(in_node)))
-        for part, comes_in in (*((hit, False) for hit, _ in inside), *((rest, True) for rest in outside)):
+            refined.update(dict.fromkeys(earlier.minus(common), owners))
+        refined.update({new: [owner] for new in new_boxes})
+        owners_of = refined
+    for box, owners in owners_of.items():
+        inside, outside = split_box(box, sorted(set(node_boxes)))
+        for part, comes_in in (*((part, False) for part, _ in inside), *((part, True) for part in outside)):
             numel = part.numel
             row = numel // part.shape[0] if len(part.shape) > 1 else numel
-            yield _Atom(part, tuple(owners), tuple(sorted({rank for rank, _ in owners})), comes_in, numel, row)
+            yield _Region(part, tuple(owners), tuple(sorted({rank for rank, _ in owners})), comes_in, numel, row)
 
 
 def node_needs(
@@ -209,5 +204,6 @@ def node_needs(
     for node in sorted({node_of[part.rank] for part in destinations}):
         holding = [part for part in sources if node_of[part.rank] == node]
         wanting = [part for part in destinations if node_of[part.rank] == node]
-        needs[node] = sum(atom.numel for _, atoms in _node_atoms(holding, wanting) for atom in atoms if atom.comes_in)
+        lacking = (region for _, regions in _node_regions(holding, wanting) for region in regions if region.comes_in)
+        needs[node] = sum(region.numel for region in lacking)
     return needs

@@ -14,7 +14,7 @@ from megarlhf.architectures.table import Entry, dimensions
 from megarlhf.layout import MeshLayout, split_layers
 from megarlhf.placement import Box, RankPlacements
 from megarlhf.weights.plan.copy_plan import CopyPlan
-from megarlhf.weights.plan.cuts import NodeOf, cut_box
+from megarlhf.weights.plan.overlaps import NodeOf, split_box
 
 
 def least_receive(sources: Sequence[RankPlacements], destinations: Sequence[RankPlacements]) -> dict[int, int]:
@@ -22,27 +22,27 @@ def least_receive(sources: Sequence[RankPlacements], destinations: Sequence[Rank
 
     Counted from the placements of the rank alone: other ranks and the plan play no part.
     """
-    held: dict[int, dict[str, list[Box]]] = {}
+    source_boxes: dict[int, dict[str, list[Box]]] = {}
     for part in sources:
         boxes: dict[str, list[Box]] = defaultdict(list)
         for placement in part.placements:
             boxes[placement.tensor].append(placement.box)
-        held[part.rank] = boxes
-    known: dict[tuple[Box, tuple[Box, ...]], int] = {}
+        source_boxes[part.rank] = boxes
+    lacking: dict[tuple[Box, tuple[Box, ...]], int] = {}
     least = {}
     for part in destinations:
         count = 0
-        own = held.get(part.rank, {})
+        own_boxes = source_boxes.get(part.rank, {})
         for placement in part.placements:
-            key = (placement.box, tuple(own.get(placement.tensor, ())))
-            if key not in known:
-                known[key] = sum(rest.numel for rest in cut_box(*key)[1])
-            count += known[key]
+            key = (placement.box, tuple(own_boxes.get(placement.tensor, ())))
+            if key not in lacking:
+                lacking[key] = sum(box.numel for box in split_box(*key)[1])
+            count += lacking[key]
         least[part.rank] = count
     return least
 
 
-Run = tuple[int, int]
+Interval = tuple[int, int]
 """Indices [start, stop) of the one dim along which a tensor is cut."""
 
 
@@ -80,10 +80,12 @@ def _lacking(arch: Architecture, mesh: MeshLayout, trainer: MegatronLayout, engi
         num, num_held = (arch.num_experts, arch.num_experts // trainer.ep) if entry.per_expert else (1, 1)
         cut, size, width = _cut(entry, dimensions(arch))
         for rank, (at, v) in enumerate(places):
-            held = _share(cut, size, trainer.tp, at.tp, trainer.padded_vocab)
-            wanted = _query_key_value(arch, engine_tp, v) if cut == "qkv" else [_share(cut, size, engine_tp, v, vocab)]
-            need = num * in_model * _common(wanted, (0, size))
-            lacking[rank] += width * (need - num_held * in_stage[at.pp] * _common(wanted, held))
+            trainer_rows = _share(cut, size, trainer.tp, at.tp, trainer.padded_vocab)
+            engine_rows = [_share(cut, size, engine_tp, v, vocab)]
+            if cut == "qkv":
+                engine_rows = _query_key_value(arch, engine_tp, v)
+            need = num * in_model * _common(engine_rows, (0, size))
+            lacking[rank] += width * (need - num_held * in_stage[at.pp] * _common(engine_rows, trainer_rows))
     return lacking
 
 
@@ -110,7 +112,7 @@ def _cut(entry: Entry, dims: Mapping[str, int]) -> tuple[str, int, int]:
     return cut, dims[cut], numel // dims[cut]
 
 
-def _share(cut: str, size: int, tp: int, index: int, padded_vocab: int) -> Run:
+def _share(cut: str, size: int, tp: int, index: int, padded_vocab: int) -> Interval:
     """An equal share; of a vocabulary, with the padding that stands behind it; of a tensor on every rank, all."""
     if cut == "one":
         return 0, 1
@@ -118,7 +120,7 @@ def _share(cut: str, size: int, tp: int, index: int, padded_vocab: int) -> Run:
     return min(size, rows * index // tp), min(size, rows * (index + 1) // tp)
 
 
-def _query_key_value(arch: Architecture, tp: int, index: int) -> list[Run]:
+def _query_key_value(arch: Architecture, tp: int, index: int) -> list[Interval]:
     """An engine's query heads and their KV heads in the trainer's rows, which are [q; k; v] of one group after another.
 
     With more ranks than KV heads, tp / num_kv_heads ranks have the same one.
@@ -128,13 +130,13 @@ def _query_key_value(arch: Architecture, tp: int, index: int) -> list[Run]:
     starts = [group * (queries + 2 * width) for group in range(groups)]
     first, stop = (groups * queries * share // tp for share in (index, index + 1))
     parts = [(max(0, first - group * queries), min(queries, stop - group * queries)) for group in range(groups)]
-    runs = [(start + a, start + b) for start, (a, b) in zip(starts, parts, strict=True) if a < b]
+    query_rows = [(start + a, start + b) for start, (a, b) in zip(starts, parts, strict=True) if a < b]
     kv_heads = starts[groups * index // tp : -(-groups * (index + 1) // tp)]
-    return runs + [(start + queries, start + queries + 2 * width) for start in kv_heads]
+    return query_rows + [(start + queries, start + queries + 2 * width) for start in kv_heads]
 
 
-def _common(runs: Sequence[Run], other: Run) -> int:
-    return sum(max(0, min(stop, other[1]) - max(start, other[0])) for start, stop in runs)
+def _common(intervals: Sequence[Interval], other: Interval) -> int:
+    return sum(max(0, min(stop, other[1]) - max(start, other[0])) for start, stop in intervals)
 
 
 def model_elements(arch: Architecture) -> int:

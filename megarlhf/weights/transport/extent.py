@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from megarlhf.placement import RankPlacements, Shape, contiguous_strides
+from megarlhf.placement import Placement, RankPlacements, Shape, contiguous_strides
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +23,10 @@ class Extent:
     dtype: torch.dtype
     strides: Shape | None = None
     """In elements; None: row-major without gaps."""
+
+    def __setstate__(self, state: object) -> None:
+        """Never called by us: else a pickle that is read could make an extent of any file."""
+        raise TypeError("an Extent takes no state from a pickle")
 
     @property
     def numel(self) -> int:
@@ -78,12 +82,18 @@ class MappedFiles(Mapping[Path, memoryview]):
         strides = contiguous_strides(extent.shape) if extent.strides is None else extent.strides
         return flat.as_strided(extent.shape, strides)
 
+    def view(self, placement: Placement, extents: Mapping[str, Extent]) -> torch.Tensor:
+        """The placement's box in its storage's extent. Never write to it."""
+        stored = self.tensor(extents[placement.storage])
+        offset = stored.storage_offset() + placement.offset
+        return torch.as_strided(stored, placement.box.shape, placement.strides, offset)
+
 
 @dataclass(frozen=True)
-class StoredWeights:
+class CheckpointWeights:
     """A model on disk: what each part (a file, a rank's share) holds of it, and where."""
 
-    where: Path
+    directory: Path
     parts: tuple[RankPlacements, ...]
     """Numbered 0, 1, ... by their `rank`."""
     extents: tuple[Mapping[str, Extent], ...]

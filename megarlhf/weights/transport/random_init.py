@@ -13,7 +13,7 @@ import torch
 from megarlhf.architectures.architecture import Architecture
 from megarlhf.architectures.placements import Head, Init, tensor_inits
 from megarlhf.placement import Box, Placement, RankPlacements, Shape
-from megarlhf.weights.transport.local import Storages, view, zero_padding
+from megarlhf.weights.transport.storages import Storages, view, zero_padding
 
 _BLOCK_ELEMENTS = 1 << 20
 
@@ -43,21 +43,21 @@ def fill_random(
     for placement in placements.placements:
         if only is None or placement.tensor in only:
             parts[placement.tensor].append(placement)
-    for tensor, held in parts.items():
+    for tensor, tensor_placements in parts.items():
         init = inits[tensor]
         scale = _scale(init, std, arch, score)
         if scale == 0.0 or init == "ones":
-            for placement in held:
+            for placement in tensor_placements:
                 view(placement, dst).fill_(1.0 if init == "ones" else 0.0)
             continue
-        for block, values in _blocks(tensor, placements.tensors[tensor], held, seed):
+        for block, values in _blocks(tensor, placements.tensors[tensor], tensor_placements, seed):
             values *= scale
-            for placement in held:
-                hit = placement.box.intersect(block)
-                if hit is not None:
-                    inside = hit.shift(tuple(-a for a in block.start))
+            for placement in tensor_placements:
+                common = placement.box.intersect(block)
+                if common is not None:
+                    inside = common.shift(tuple(-a for a in block.start))
                     index = tuple(slice(a, b) for a, b in zip(inside.start, inside.stop, strict=True))
-                    view(placement.part(hit), dst).copy_(values[index])
+                    view(placement.part(common), dst).copy_(values[index])
     if only is None:
         zero_padding(placements, dst)
 
@@ -73,14 +73,14 @@ def _scale(init: Init, std: float, arch: Architecture, score: Literal["normal", 
     return scales[init]
 
 
-def _blocks(tensor: str, shape: Shape, held: list[Placement], seed: int) -> Iterator[tuple[Box, torch.Tensor]]:
+def _blocks(tensor: str, shape: Shape, placements: list[Placement], seed: int) -> Iterator[tuple[Box, torch.Tensor]]:
     """The blocks of rows that the placements touch, with their standard normal values."""
     inner = math.prod(shape[1:])
     rows = max(1, _BLOCK_ELEMENTS // inner)
     zeros = (0,) * (len(shape) - 1)
     for number, start in enumerate(range(0, shape[0], rows)):
         block = Box((start, *zeros), (min(start + rows, shape[0]), *shape[1:]))
-        if any(placement.box.intersect(block) for placement in held):
+        if any(placement.box.intersect(block) for placement in placements):
             generator = torch.Generator().manual_seed(_seed(seed, tensor, number))
             yield block, torch.randn(block.shape, generator=generator, dtype=torch.float32)
 

@@ -1,7 +1,7 @@
-"""The resharder: carries a copy plan over a process group into live memory, again and again.
+"""The resharder: executes a copy plan over a process group into live memory, again and again.
 
-Everything travels in rounds, several of them under way at a time: `rounds.py` says what is gathered into a bucket and
-scattered from another, and what travels from and to where it lies.
+Everything travels in rounds, several of them in flight at a time: `messages.py` says what is gathered into a bucket
+and scattered from another, and what travels from and to where it lies.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ import torch.distributed as dist
 
 from megarlhf.collective_errors import raise_on_all_ranks
 from megarlhf.weights.plan.copy_plan import CopyPlan
-from megarlhf.weights.transport.local import Storages
-from megarlhf.weights.transport.rounds import Message, RankTraffic, Round, bucket_size
+from megarlhf.weights.transport.messages import Message, RankMessages, Round, bucket_size
+from megarlhf.weights.transport.storages import Storages
 
 BUCKET_BYTES = 256 << 20
 DIRECT_BYTES = 1 << 20
-"""What a stretch must have to be a message of its own. Not measured over NCCL; it bounds a full bucket to 256."""
+"""What a contiguous range needs to be a message of its own. Not measured over NCCL; it bounds a full bucket to 256."""
 DIRECT_BYTES_CPU = 128 << 10  # over gloo a message costs some 50 us, twice as long as so many bytes take
 
 _MIN_BUCKET_BYTES = 1 << 20
 _CAST_ELEMENTS = 1 << 20
-_SLOTS = 8
-"""Rounds under way at a time, each with its share of the buckets: gathering, wire and scattering overlap, and a share
-stays in the cache on a CPU."""
+_ROUNDS_IN_FLIGHT = 8
+"""Rounds at a time, each with its share of the buckets: gathering, wire and scattering overlap, and a share stays in
+the cache on a CPU."""
 
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 """(into, from)."""
@@ -98,12 +98,12 @@ class Resharder:
         self._bucket_bytes, self._free_bytes = bucket_bytes, free_bytes
         if direct_bytes is None:
             direct_bytes = DIRECT_BYTES_CPU if device.type == "cpu" else DIRECT_BYTES
-        self._traffic = RankTraffic(plan, rank, max(1, direct_bytes // dtype.itemsize))
+        self._messages = RankMessages(plan, rank, max(1, direct_bytes // dtype.itemsize))
         self._kept: _Prepared | None = None
 
     @torch.no_grad()
     def run(self, src: Storages, dst: Storages) -> None:
-        """Carries everything once. Afterwards every destination box holds its source's present values. Collective.
+        """Copies everything once. Afterwards every destination box holds its source's present values. Collective.
 
         Raises: TransferError on every rank when any rank failed, with the reason. If it failed before the first message
         (no memory, a storage that is missing), nothing is written; else the destinations are a mixture. When a process
@@ -146,7 +146,7 @@ class Resharder:
         size = self._bucket_bytes
         while free is not None and size > max(free // 4, _MIN_BUCKET_BYTES):
             size //= 2
-        return max(1, size // _SLOTS // self._dtype.itemsize)
+        return max(1, size // _ROUNDS_IN_FLIGHT // self._dtype.itemsize)
 
     def _prepare(self, src: Storages, dst: Storages, capacity: int) -> _Prepared:
         live = tuple((name, tensor.data_ptr(), tensor.dtype) for side in (src, dst) for name, tensor in side.items())
@@ -154,17 +154,17 @@ class Resharder:
         # allocator has them at hand.
         if self._kept is not None and self._kept.memory == (capacity, *live):
             return self._kept
-        if missing := self._traffic.missing(src, dst):
+        if missing := self._messages.missing(src, dst):
             raise ValueError(f"{len(missing)} storages of the plan are missing: {', '.join(missing[:5])}")
         self._kept = None
-        rounds = self._traffic.rounds(capacity, src, dst, self._dtype)
-        outgoing = self._bucket([one.sends for one in rounds])
-        incoming = self._bucket([one.receives for one in rounds])
+        rounds = self._messages.rounds(capacity, src, dst, self._dtype)
+        outgoing = self._bucket([round.sends for round in rounds])
+        incoming = self._bucket([round.receives for round in rounds])
         bound = [
-            self._bind(one, src, dst, outgoing[number % _SLOTS], incoming[number % _SLOTS])
-            for number, one in enumerate(rounds)
+            self._bind(round, outgoing[number % _ROUNDS_IN_FLIGHT], incoming[number % _ROUNDS_IN_FLIGHT])
+            for number, round in enumerate(rounds)
         ]
-        prepared = _Prepared((capacity, *live), self._traffic.local(src, dst), bound, [*outgoing, *incoming])
+        prepared = _Prepared((capacity, *live), self._messages.local(src, dst), bound, [*outgoing, *incoming])
         if self._device.type == "cpu":
             self._kept = prepared
         return prepared
@@ -172,41 +172,37 @@ class Resharder:
     def _bucket(self, rounds: Sequence[Sequence[Message]]) -> list[torch.Tensor]:
         """Shares, each large enough for every round that uses it."""
         sizes = [bucket_size(messages) for messages in rounds]
-        slots = range(min(_SLOTS, len(sizes)))
-        return [torch.empty(max(sizes[k::_SLOTS]), dtype=self._dtype, device=self._device) for k in slots]
+        slots = range(min(_ROUNDS_IN_FLIGHT, len(sizes)))
+        return [torch.empty(max(sizes[k::_ROUNDS_IN_FLIGHT]), dtype=self._dtype, device=self._device) for k in slots]
 
-    def _bind(
-        self, one: Round, src: Storages, dst: Storages, outgoing: torch.Tensor, incoming: torch.Tensor
-    ) -> _LiveRound:
+    def _bind(self, round: Round, outgoing: torch.Tensor, incoming: torch.Tensor) -> _LiveRound:
         gather: Pairs = []
         scatter: Pairs = []
         ops = []
-        for message in one.receives:
-            views = message.views(dst)
-            if message.stretch is not None:
-                scatter += zip(views, _split_like(incoming[message.stretch], views), strict=True)
-            buffer = views[0] if message.stretch is None else incoming[message.stretch]
+        for message in round.receives:
+            buffer = message.views[0] if message.bucket_range is None else incoming[message.bucket_range]
+            if message.bucket_range is not None:
+                scatter += zip(message.views, _split_like(buffer, message.views), strict=True)
             ops.append(dist.P2POp(dist.irecv, buffer, message.peer, self._group))
-        for message in one.sends:
-            views = message.views(src)
-            if message.stretch is not None:
-                gather += zip(_split_like(outgoing[message.stretch], views), views, strict=True)
-            buffer = views[0] if message.stretch is None else outgoing[message.stretch]
+        for message in round.sends:
+            buffer = message.views[0] if message.bucket_range is None else outgoing[message.bucket_range]
+            if message.bucket_range is not None:
+                gather += zip(_split_like(buffer, message.views), message.views, strict=True)
             ops.append(dist.P2POp(dist.isend, buffer, message.peer, self._group))
         return _LiveRound(_fused(gather), ops, _fused(scatter))
 
     def _rounds(self, ready: _Prepared, failure: _Failure) -> None:
         rounds = iter(ready.rounds)
-        under_way = deque(_post(one, failure) for one in islice(rounds, _SLOTS))
+        in_flight = deque(_post(round, failure) for round in islice(rounds, _ROUNDS_IN_FLIGHT))
         failure.guard(lambda: _copy_inside(ready.local, self._dtype))
-        for one in rounds:
-            _finish(*under_way.popleft(), failure)
-            under_way.append(_post(one, failure))
-        while under_way:
-            _finish(*under_way.popleft(), failure)
+        for round in rounds:
+            _finish(*in_flight.popleft(), failure)
+            in_flight.append(_post(round, failure))
+        while in_flight:
+            _finish(*in_flight.popleft(), failure)
 
 
-def carry_over_group(
+def reshard_once(
     plan: CopyPlan,
     src: Storages,
     dst: Storages,
@@ -217,19 +213,19 @@ def carry_over_group(
     group: dist.ProcessGroup | None = None,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> None:
-    """Carries a plan once; see `Resharder`. Every rank of the group calls it."""
+    """Executes a plan once; see `Resharder`. Every rank of the group calls it."""
     Resharder(plan, rank=rank, dtype=dtype, device=device, group=group, bucket_bytes=bucket_bytes).run(src, dst)
 
 
-def _post(one: _LiveRound, failure: _Failure) -> tuple[_LiveRound, list[dist.Work]]:
-    failure.guard(lambda: _copy_all(one.gather))
-    return one, dist.batch_isend_irecv(one.ops)
+def _post(round: _LiveRound, failure: _Failure) -> tuple[_LiveRound, list[dist.Work]]:
+    failure.guard(lambda: _copy_all(round.gather))
+    return round, dist.batch_isend_irecv(round.ops)
 
 
-def _finish(one: _LiveRound, works: list[dist.Work], failure: _Failure) -> None:
+def _finish(round: _LiveRound, works: list[dist.Work], failure: _Failure) -> None:
     for work in works:
         work.wait()
-    failure.guard(lambda: _copy_all(one.scatter))
+    failure.guard(lambda: _copy_all(round.scatter))
 
 
 def _copy_inside(pairs: Pairs, dtype: torch.dtype) -> None:
@@ -243,9 +239,9 @@ def _copy_inside(pairs: Pairs, dtype: torch.dtype) -> None:
             part.copy_(cast.to(dtype))
 
 
-def _split_like(message: torch.Tensor, views: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    stretches = message.split([view.numel() for view in views])
-    return [stretch.view(view.shape) for stretch, view in zip(stretches, views, strict=True)]
+def _split_like(buffer: torch.Tensor, views: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    parts = buffer.split([view.numel() for view in views])
+    return [part.view(view.shape) for part, view in zip(parts, views, strict=True)]
 
 
 def _fused(pairs: Pairs) -> list[Pairs]:

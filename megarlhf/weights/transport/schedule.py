@@ -45,7 +45,7 @@ def rank_rounds(traffic: Mapping[Pair, int], rank: int, capacity: int) -> list[R
         for number in sorted(sends.keys() | receives.keys())
         for cut in range(cuts)
     ]
-    return [one for one in rounds if one.sends or one.receives]
+    return [round for round in rounds if round.sends or round.receives]
 
 
 def _coarsened(traffic: Mapping[Pair, int], capacity: int) -> tuple[int, int]:
@@ -93,12 +93,12 @@ def _first_fit(traffic: Mapping[Pair, int], capacity: int) -> list[tuple[Pair, i
 
 def _cut(peers: Mapping[int, Sequence[Span]], cut: int, cuts: int) -> dict[int, tuple[Span, ...]]:
     """The given one of equal parts of each peer's spans, adjacent spans as one; peers ascending."""
-    found = {}
+    parts = {}
     for peer in sorted(peers):
         numel = sum(stop - start for start, stop in peers[peer])
         if spans := _between(peers[peer], numel * cut // cuts, numel * (cut + 1) // cuts):
-            found[peer] = spans
-    return found
+            parts[peer] = spans
+    return parts
 
 
 def _between(spans: Sequence[Span], first: int, last: int) -> tuple[Span, ...]:

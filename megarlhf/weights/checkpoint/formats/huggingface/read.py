@@ -17,7 +17,7 @@ from megarlhf.architectures.architecture import Architecture
 from megarlhf.architectures.placements import Head, canonical_names, logical_tensors
 from megarlhf.placement import Box, Placement, RankPlacements, Shape, contiguous_strides
 from megarlhf.weights.checkpoint.formats.torch_file.archive import read_torch_file
-from megarlhf.weights.transport.extent import Extent, StoredWeights
+from megarlhf.weights.transport.extent import CheckpointWeights, Extent
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -65,7 +65,7 @@ class HFFiles:
             "model directory"
         )
 
-    def stored(self, arch: Architecture, head: Head, *, extra: Collection[str] = ()) -> StoredWeights:
+    def weights(self, arch: Architecture, head: Head, *, extra: Collection[str] = ()) -> CheckpointWeights:
         """The logical tensors of the model as placements in these files.
 
         `extra` may be there unused (a tied model's `lm_head.weight`, say).
@@ -82,7 +82,7 @@ class HFFiles:
         )
         storages = {name: extent.shape for name, extent in extents.items()}
         part = RankPlacements(0, storages, placements, dict(expected))
-        return StoredWeights(self.directory, (part,), (extents,))
+        return CheckpointWeights(self.directory, (part,), (extents,))
 
     def _check(self, expected: Mapping[str, Shape], names: Mapping[str, str], extra: Collection[str]) -> None:
         problems = [f"{name} is missing" for name in expected if name not in names]
@@ -119,30 +119,30 @@ def _strides(extent: Extent) -> Shape:
 
 def _read_index(index: Path, read: Any) -> dict[str, Extent]:
     try:
-        where: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        files = sorted(set(where.values()))
-        lost = [name for name in files if not (index.parent / name).is_file()]
+        file_of: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        files = sorted(set(file_of.values()))
+        missing_files = [name for name in files if not (index.parent / name).is_file()]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{index} is damaged ({error!r}); copy it again from its source") from error
-    if lost:
+    if missing_files:
         raise ValueError(
-            f"{index.parent} lacks {len(lost)} of {len(files)} shards named in {index.name}: "
-            f"{', '.join(lost)}; copy them from the source"
+            f"{index.parent} lacks {len(missing_files)} of {len(files)} shards named in {index.name}: "
+            f"{', '.join(missing_files)}; copy them from the source"
         )
     headers = {name: read(index.parent / name) for name in files}
-    vain = [f"{tensor} (in {name})" for tensor, name in where.items() if tensor not in headers[name]]
-    if vain:
+    missing_tensors = [f"{tensor} (in {name})" for tensor, name in file_of.items() if tensor not in headers[name]]
+    if missing_tensors:
         raise ValueError(
-            f"{index} promises {len(vain)} tensors that its shards lack: {', '.join(vain)}; the "
+            f"{index} promises {len(missing_tensors)} tensors that its shards lack: {', '.join(missing_tensors)}; the "
             "directory mixes two checkpoints or is damaged: copy it again"
         )
-    forgotten = [f"{tensor} (in {name})" for name in files for tensor in headers[name] if tensor not in where]
-    if forgotten:
+    unlisted = [f"{tensor} (in {name})" for name in files for tensor in headers[name] if tensor not in file_of]
+    if unlisted:
         raise ValueError(
-            f"{index} does not list {len(forgotten)} tensors that its shards hold: {', '.join(forgotten)}; the "
+            f"{index} does not list {len(unlisted)} tensors that its shards hold: {', '.join(unlisted)}; the "
             "directory mixes two checkpoints or is damaged: copy it again"
         )
-    return {tensor: headers[name][tensor] for tensor, name in where.items()}
+    return {tensor: headers[name][tensor] for tensor, name in file_of.items()}
 
 
 def _read_bin(path: Path) -> dict[str, Extent]:

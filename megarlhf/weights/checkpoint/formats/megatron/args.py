@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-from megarlhf.architectures.architecture import Architecture
-from megarlhf.architectures.config_spec import Llama3Rope
+from megarlhf.architectures.architecture import Architecture, Llama3Rope
+from megarlhf.architectures.families import FAMILIES
 from megarlhf.architectures.megatron_layout import MegatronLayout
-from megarlhf.architectures.placements import TABLES, logical_tensors, padded_vocab_size
-from megarlhf.weights.checkpoint.formats.megatron.family import disagreements, infer, recognise, same
-from megarlhf.weights.checkpoint.formats.megatron.unknown import Args, refuse_unknown
+from megarlhf.architectures.placements import logical_tensors, padded_vocab_size
+from megarlhf.weights.checkpoint.formats.megatron.infer import disagreements, infer, match_family, same
+from megarlhf.weights.checkpoint.formats.megatron.unsupported import Args, refuse_unsupported
 
 OWN_KEY = "megarlhf_architecture"
 
@@ -32,14 +32,14 @@ def args_of(arch: Architecture, layout: MegatronLayout, dtype: torch.dtype) -> d
     """The arguments that a checkpoint's `args` state, by Megatron-LM's names; all that its
     `--use-checkpoint-args` and `--use-mp-args-from-checkpoint-args` read, and ours under `OWN_KEY`."""
     args = model_args(arch) | _layout_args(arch, layout) | _run_args(layout, dtype)
-    again = infer(args, arch.model_type)
-    lost = [f.name for f in fields(arch) if getattr(again, f.name) != getattr(arch, f.name)]
-    if lost:
+    inferred = infer(args, arch.model_type)
+    unstated = [f.name for f in fields(arch) if getattr(inferred, f.name) != getattr(arch, f.name)]
+    if unstated:
         _log.warning(
             "Megatron's arguments cannot state this model's %s: only megarlhf reads it back, Megatron would compute "
             "with %s",
-            ", ".join(f"{name} = {getattr(arch, name)!r}" for name in lost),
-            ", ".join(repr(getattr(again, name)) for name in lost),
+            ", ".join(f"{name} = {getattr(arch, name)!r}" for name in unstated),
+            ", ".join(repr(getattr(inferred, name)) for name in unstated),
         )
     return args | {OWN_KEY: asdict(arch)}
 
@@ -173,15 +173,15 @@ def arch_of(args: Args) -> Architecture:
 
     Raises: ValueError that names every argument which no family has, or which is missing.
     """
-    refuse_unknown(args)
-    own = args.get(OWN_KEY)
-    if own is not None:
-        arch = _own(own)
+    refuse_unsupported(args)
+    own_fields = args.get(OWN_KEY)
+    if own_fields is not None:
+        arch = _stored_architecture(own_fields)
         changed = _changed(arch, args)
         if not changed:
             return arch
         _log.warning("%s contradicts the arguments beside it and is ignored: %s", OWN_KEY, "; ".join(changed))
-    return recognise(args)
+    return match_family(args)
 
 
 def contradictions(arch: Architecture, args: Args) -> list[str]:
@@ -189,52 +189,53 @@ def contradictions(arch: Architecture, args: Args) -> list[str]:
 
     Our own key says it whole if it agrees with the arguments beside it; otherwise only what they state counts.
     """
-    wrong = disagreements(arch, args)
+    problems = disagreements(arch, args)
     try:
-        own = None if args.get(OWN_KEY) is None else _own(args[OWN_KEY])
+        stored_arch = None if args.get(OWN_KEY) is None else _stored_architecture(args[OWN_KEY])
     except ValueError:
-        own = None
-    if own is None or _changed(own, args):
-        return wrong
-    known = {line.split(":")[0] for line in wrong}
-    ignored = _meaningless(arch, own) | known
-    return wrong + [
-        f"{f.name}: config.json says {getattr(arch, f.name)!r}, args say {getattr(own, f.name)!r} ({OWN_KEY})"
+        stored_arch = None
+    if stored_arch is None or _changed(stored_arch, args):
+        return problems
+    named = {line.split(":")[0] for line in problems}
+    ignored = _meaningless(arch, stored_arch) | named
+    return problems + [
+        f"{f.name}: config.json says {getattr(arch, f.name)!r}, args say {getattr(stored_arch, f.name)!r} ({OWN_KEY})"
         for f in fields(arch)
-        if f.name not in ignored and not same(getattr(arch, f.name), getattr(own, f.name))
+        if f.name not in ignored and not same(getattr(arch, f.name), getattr(stored_arch, f.name))
     ]
 
 
-def _meaningless(arch: Architecture, own: Architecture) -> set[str]:
+def _meaningless(arch: Architecture, stored_arch: Architecture) -> set[str]:
     """Fields whose difference makes no other model."""
     ignored = set()
-    if own.model_type in TABLES and logical_tensors(arch) == logical_tensors(replace(arch, model_type=own.model_type)):
+    same_type = replace(arch, model_type=stored_arch.model_type)
+    if stored_arch.model_type in FAMILIES and logical_tensors(arch) == logical_tensors(same_type):
         ignored.add("model_type")  # Mistral without a window is a Llama
-    if arch.positions == own.positions == "rope":
+    if arch.positions == stored_arch.positions == "rope":
         ignored.add("max_positions")
-    if arch.num_experts and own.num_experts:
+    if arch.num_experts and stored_arch.num_experts:
         ignored.add("ffn_size")
-    if arch.activation in _TANH_GELU and own.activation in _TANH_GELU:
+    if arch.activation in _TANH_GELU and stored_arch.activation in _TANH_GELU:
         ignored.add("activation")
     return ignored
 
 
 def _changed(arch: Architecture, args: Args) -> list[str]:
-    told = model_args(arch)
-    return [f"{key} = {args[key]!r} (there {told[key]!r})" for key in told if not _agrees(args, told, key)]
+    expected = model_args(arch)
+    return [f"{key} = {args[key]!r} (there {expected[key]!r})" for key in expected if not _agrees(args, expected, key)]
 
 
-def _agrees(args: Args, told: Args, key: str) -> bool:
-    value = args.get(key, told[key])
+def _agrees(args: Args, expected: Args, key: str) -> bool:
+    value = args.get(key, expected[key])
     if isinstance(value, list | tuple):
-        return told[key] is not None and tuple(value) == tuple(told[key])
-    return value == told[key] or (value is None and key == "vocab_size")
+        return expected[key] is not None and tuple(value) == tuple(expected[key])
+    return value == expected[key] or (value is None and key == "vocab_size")
 
 
-def _own(own: Any) -> Architecture:
+def _stored_architecture(own_fields: Any) -> Architecture:
     try:
-        rope = own["rope_scaling"]
-        return Architecture(**{**own, "rope_scaling": None if rope is None else Llama3Rope(**rope)})
+        rope = own_fields["rope_scaling"]
+        return Architecture(**{**own_fields, "rope_scaling": None if rope is None else Llama3Rope(**rope)})
     except (TypeError, KeyError, ValueError) as error:
         raise ValueError(
             f"the checkpoint's {OWN_KEY} is not readable ({error}); it was edited or written by another version: "

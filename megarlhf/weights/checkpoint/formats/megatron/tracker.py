@@ -57,5 +57,5 @@ def find_checkpoint(path: str | PathLike[str]) -> tuple[Path | None, Iteration |
 
 def _iteration_of(directory: Path) -> Iteration | None:
     name = directory.absolute().name
-    found = _FOLDER.fullmatch(name)
-    return int(found[1]) if found else RELEASE if name == RELEASE else None
+    match = _FOLDER.fullmatch(name)
+    return int(match[1]) if match else RELEASE if name == RELEASE else None

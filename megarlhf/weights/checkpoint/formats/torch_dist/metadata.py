@@ -20,17 +20,14 @@ import torch
 
 from megarlhf.placement import Box, Shape
 from megarlhf.weights.checkpoint.formats.torch_file.archive import read_torch_file
-from megarlhf.weights.checkpoint.formats.torch_file.unpickle import ALLOWED, Global, Record, unpickle
+from megarlhf.weights.checkpoint.formats.torch_file.unpickle import ALLOWED, INERT, Record, unpickle
 from megarlhf.weights.transport.extent import Extent
 
 METADATA = ".metadata"
 CONFIG = "metadata.json"
 COMMON = "common.pt"
 
-_ALLOWED = {
-    **ALLOWED,
-    ("torch.serialization", "_get_layout"): Global("torch.serialization", "_get_layout"),
-}
+_ALLOWED = {**ALLOWED, ("torch.serialization", "_get_layout"): INERT}
 _INERT = (
     "torch.distributed.checkpoint",
     "torch.distributed._shard",  # TensorProperties, before torch 2.3
@@ -73,9 +70,6 @@ class Common:
     args: dict[str, Any]
     """Of the training run, as `vars()` gives them; empty when it saved none."""
     iteration: int | None
-    checkpoint_version: float | None
-    content: dict[str, Any]
-    """Megatron's `content_metadata`, which says how keys are formed."""
 
 
 def is_torch_dist(directory: Path) -> bool:
@@ -83,7 +77,7 @@ def is_torch_dist(directory: Path) -> bool:
     return (directory / METADATA).is_file() or (directory / CONFIG).is_file()
 
 
-def read_config(directory: Path) -> None:
+def check_config(directory: Path) -> None:
     """Raises ValueError unless `metadata.json`, which Megatron writes last, names the torch_dist format."""
     path = directory / CONFIG
     if not path.is_file():
@@ -109,12 +103,10 @@ def read_common(directory: Path) -> Common:
     args = saved.get("args")
     if not isinstance(args, (SimpleNamespace, dict, type(None))):
         raise ValueError(f"{path} has args of type {type(args).__name__}, expected a Namespace; copy it again")
-    iteration, version, content = (saved.get(k) for k in ("iteration", "checkpoint_version", "content_metadata"))
+    iteration = saved.get("iteration")
     return Common(
         dict(vars(args) if isinstance(args, SimpleNamespace) else args or {}),
         iteration if isinstance(iteration, int) else None,
-        float(version) if isinstance(version, (int, float)) else None,
-        content if isinstance(content, dict) else {},
     )
 
 
@@ -131,8 +123,8 @@ def read_tensors(directory: Path) -> dict[str, GlobalTensor]:
         raise ValueError(f"{path} cannot be read ({error.strerror}), expected a torch_dist checkpoint") from error
     pickled = unpickle(raw, allowed=_ALLOWED, inert=_INERT, source=str(path))
     try:
-        described, where = _describe(pickled)
-        blobs = {index: _blob(directory, info) for index, info in where.items()}
+        described, places = _describe(pickled)
+        blobs = {index: _blob(directory, info) for index, info in places.items()}
         tensors = {key: _tensor(key, record, blobs) for key, record in described.items()}
     except (AttributeError, KeyError, TypeError, IndexError, AssertionError) as error:
         raise ValueError(
@@ -153,11 +145,11 @@ def _describe(pickled: Any) -> tuple[dict[str, Record], dict[tuple[str, Shape], 
         for key, record in fields["state_dict_metadata"].items()
         if _kind(record) == "TensorStorageMetadata"
     }
-    where = {}
+    places = {}
     for record, info in fields["storage_data"].items():
         index = _state(record, "MetadataIndex")
-        where[index["fqn"], _shape(index.get("offset") or ())] = info
-    return described, where
+        places[index["fqn"], _shape(index.get("offset") or ())] = info
+    return described, places
 
 
 def _blob(directory: Path, record: Record) -> Blob:
@@ -185,9 +177,9 @@ def _tensor(key: str, record: Record, blobs: Mapping[tuple[str, Shape], Blob]) -
         if (key, offsets) not in blobs:
             raise ValueError(f"does not say where the chunk of {key} at {offsets} is")
         chunks.append(Chunk(box, blobs[key, offsets]))
-    held, wanted = sum(chunk.box.numel for chunk in chunks), math.prod(shape)
-    if held != wanted or len({chunk.box.start for chunk in chunks}) != len(chunks):
-        raise ValueError(f"has chunks of {key} with {held} elements, expected {wanted}, each once")
+    numel, expected = sum(chunk.box.numel for chunk in chunks), math.prod(shape)
+    if numel != expected or len({chunk.box.start for chunk in chunks}) != len(chunks):
+        raise ValueError(f"has chunks of {key} with {numel} elements, expected {expected}, each once")
     return GlobalTensor(shape, dtype, tuple(chunks))
 
 
@@ -195,11 +187,11 @@ def _check_files(metadata: Path, blobs: Iterable[Blob]) -> None:
     ends: dict[Path, int] = {}
     for blob in blobs:
         ends[blob.path] = max(ends.get(blob.path, 0), blob.offset + blob.length)
-    lost = sorted(path.name for path in ends if not path.is_file())
-    if lost:
+    missing = sorted(path.name for path in ends if not path.is_file())
+    if missing:
         raise ValueError(
-            f"{metadata.parent} lacks {len(lost)} of {len(ends)} files named in {metadata.name}: {', '.join(lost)}; "
-            "copy them from the source"
+            f"{metadata.parent} lacks {len(missing)} of {len(ends)} files named in {metadata.name}: "
+            f"{', '.join(missing)}; copy them from the source"
         )
     for path, end in ends.items():
         if path.stat().st_size < end:
@@ -222,7 +214,7 @@ def require_apart(directory: Path, tensors: Iterable[GlobalTensor]) -> None:
 
 
 def _kind(record: Any) -> str:
-    return record.type.name if isinstance(record, Record) else type(record).__name__
+    return type(record).__qualname__
 
 
 def _state(record: Any, kind: str) -> dict[str, Any]:
@@ -252,20 +244,20 @@ class BlobReader:
     def __init__(self) -> None:
         self._headers: dict[tuple[torch.dtype, Shape, int], bytes] = {}
 
-    def extents(self, wanted: Mapping[str, tuple[Chunk, torch.dtype]]) -> dict[str, Extent]:
+    def extents(self, chunks: Mapping[str, tuple[Chunk, torch.dtype]]) -> dict[str, Extent]:
         """The extent of each named chunk, of the chunk's shape.
 
         Raises: ValueError when a blob is damaged, or holds something else than the metadata says.
         """
-        found: dict[str, Extent] = {}
+        extents: dict[str, Extent] = {}
         by_path: dict[Path, list[str]] = {}
-        for name, (chunk, _) in wanted.items():
+        for name, (chunk, _) in chunks.items():
             by_path.setdefault(chunk.blob.path, []).append(name)
         for path, names in by_path.items():
             with path.open("rb") as file:
                 for name in names:
-                    found[name] = self._extent(file.fileno(), *wanted[name])
-        return {name: found[name] for name in wanted}
+                    extents[name] = self._extent(file.fileno(), *chunks[name])
+        return {name: extents[name] for name in chunks}
 
     def _extent(self, descriptor: int, chunk: Chunk, dtype: torch.dtype) -> Extent:
         blob, shape = chunk.blob, chunk.box.shape

@@ -63,23 +63,23 @@ _CLASSES = (
 def pickle_metadata(tensors: Mapping[str, GlobalTensor], objects: Mapping[str, Blob]) -> bytes:
     """The content of `.metadata` for these tensors, and objects that each are one blob."""
     described: dict[str, Any] = {}
-    where: dict[Any, Any] = {}
+    places: dict[Any, Any] = {}
     for key, tensor in tensors.items():
         chunks = []
         for chunk in tensor.chunks:
             offset = torch.Size(chunk.box.start)
             chunks.append(_ChunkStorageMetadata(offsets=offset, sizes=torch.Size(chunk.box.shape)))
-            where[_MetadataIndex(fqn=key, index=None, offset=offset)] = _info(chunk.blob)
+            places[_MetadataIndex(fqn=key, index=None, offset=offset)] = _info(chunk.blob)
         described[key] = _TensorStorageMetadata(
             properties=_TensorProperties(dtype=tensor.dtype), size=torch.Size(tensor.shape), chunks=chunks
         )
     for key, blob in objects.items():
         described[key] = _BytesStorageMetadata()
-        where[_MetadataIndex(fqn=key, index=None)] = _info(blob)
+        places[_MetadataIndex(fqn=key, index=None)] = _info(blob)
     metadata = _Metadata(
         state_dict_metadata=described,
         planner_data=None,
-        storage_data=where,
+        storage_data=places,
         storage_meta=_StorageMeta(checkpoint_id=None, save_id=None, load_id=None, modules=[]),
         version=_VERSION,
     )

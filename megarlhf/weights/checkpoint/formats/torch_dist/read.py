@@ -3,7 +3,7 @@
 Of a checkpoint saved at any layout, in any form of keys and with either spec's norm names, the reader makes one
 part: each chunk that some rank saved is a storage, and the tensor map, cut along the chunks, says which boxes
 of the logical tensors are in it. Optimizer state, `_extra_state` and random states are passed over. Tensors'
-bytes are never read. `torch_dist_write` is the other direction.
+bytes are never read. `write.py` is the other direction.
 """
 
 from __future__ import annotations
@@ -17,30 +17,26 @@ from typing import Any
 from megarlhf.architectures.architecture import Architecture
 from megarlhf.architectures.placements import Head, megatron_placements
 from megarlhf.placement import Box, Placement, RankPlacements, Shape, contiguous_strides
-from megarlhf.weights.checkpoint.formats.torch_dist.metadata import (
-    BlobReader,
-    Chunk,
-    Common,
-    GlobalTensor,
-    read_common,
-    read_config,
-    read_tensors,
-    require_apart,
-)
-from megarlhf.weights.checkpoint.formats.torch_dist.names import (
+from megarlhf.weights.checkpoint.formats.torch_dist.keys import (
+    GlobalSlice,
     KeyForm,
-    Slot,
     StorageName,
     chunk_name,
     cut,
+    global_slices,
     is_gated,
     key_form,
-    slots,
 )
-from megarlhf.weights.checkpoint.formats.torch_dist.write import plan_torch_dist
-from megarlhf.weights.transport.extent import StoredWeights
-
-__all__ = ["TorchDistCheckpoint", "plan_torch_dist", "read_torch_dist"]
+from megarlhf.weights.checkpoint.formats.torch_dist.metadata import (
+    BlobReader,
+    Chunk,
+    GlobalTensor,
+    check_config,
+    read_common,
+    read_tensors,
+    require_apart,
+)
+from megarlhf.weights.transport.extent import CheckpointWeights
 
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT = "output_layer.weight"
@@ -48,23 +44,16 @@ _OPTIMIZER = ("optimizer.", "chained_")
 
 
 @dataclass(frozen=True)
-class TorchDistCheckpoint(StoredWeights):
+class TorchDistCheckpoint(CheckpointWeights):
     """An opened checkpoint: one part, whose storages are the chunks of the model's tensors."""
 
-    common: Common
+    args: dict[str, Any]
+    """Of the saving run."""
+    iteration: int | None
     padded_vocab: int
     """Rows of the word embedding, whatever its layout padded them for."""
     head: Head
     form: KeyForm
-
-    @property
-    def args(self) -> dict[str, Any]:
-        """The saving run's arguments."""
-        return self.common.args
-
-    @property
-    def iteration(self) -> int | None:
-        return self.common.iteration
 
 
 def model_tensors(tensors: Mapping[str, GlobalTensor]) -> dict[str, GlobalTensor]:
@@ -81,7 +70,7 @@ def read_torch_dist(directory: str | PathLike[str], arch: Architecture) -> Torch
     truncated, damaged, or names a class that is not on the allow-list.
     """
     directory = Path(directory)
-    read_config(directory)
+    check_config(directory)
     common = read_common(directory)
     tensors = model_tensors(read_tensors(directory))
     require_apart(directory, tensors.values())
@@ -104,29 +93,28 @@ def read_torch_dist(directory: str | PathLike[str], arch: Architecture) -> Torch
         head=head,
         spec="te",
     )
-    found = _find(directory, whole, tensors, form, arch)
-    part, chunks = _cut(whole, found, tensors)
-    wanted = {name: (chunk, tensors[key].dtype) for name, (key, chunk) in chunks.items()}
-    extents = BlobReader().extents(wanted)
-    return TorchDistCheckpoint(directory, (part,), (extents,), common, padded_vocab, head, form)
+    slices = _slices_by_storage(directory, whole, tensors, form, arch)
+    part, chunks = _cut_along_chunks(whole, slices, tensors)
+    extents = BlobReader().extents({name: (chunk, tensors[key].dtype) for name, (key, chunk) in chunks.items()})
+    return TorchDistCheckpoint(directory, (part,), (extents,), common.args, common.iteration, padded_vocab, head, form)
 
 
-def _find(
+def _slices_by_storage(
     directory: Path, whole: RankPlacements, tensors: Mapping[str, GlobalTensor], form: KeyForm, arch: Architecture
-) -> dict[str, list[Slot]]:
+) -> dict[str, list[GlobalSlice]]:
     """Where each storage of the whole model stands.
 
     Raises: ValueError that lists all that differs.
     """
-    found: dict[str, list[Slot]] = {}
+    slices_of: dict[str, list[GlobalSlice]] = {}
     used: set[str] = set()
     missing: dict[str, None] = {}
-    wrong: dict[str, str] = {}
+    misshapen: dict[str, str] = {}
     for storage, shape in whole.storages.items():
         name = StorageName.parse(storage)
         other = name.other_norm()
         candidates = [
-            slots(
+            global_slices(
                 candidate,
                 shape,
                 form,
@@ -136,27 +124,27 @@ def _find(
             )
             for candidate in ([name] if other is None else [name, other])
         ]
-        stands = next((c for c in candidates if all(slot.key in tensors for slot in c)), None)
-        if stands is None:
-            missing |= {slot.key: None for slot in candidates[0] if slot.key not in tensors}
+        slices = next((c for c in candidates if all(part.key in tensors for part in c)), None)
+        if slices is None:
+            missing |= {part.key: None for part in candidates[0] if part.key not in tensors}
             continue
-        found[storage] = stands
-        for slot in stands:
-            used.add(slot.key)
-            if tensors[slot.key].shape != slot.shape:
-                wrong[slot.key] = f"{slot.key} has shape {tensors[slot.key].shape}, expected {slot.shape}"
-    problems = [f"{key} is missing" for key in missing] + list(wrong.values())
+        slices_of[storage] = slices
+        for part in slices:
+            used.add(part.key)
+            if tensors[part.key].shape != part.shape:
+                misshapen[part.key] = f"{part.key} has shape {tensors[part.key].shape}, expected {part.shape}"
+    problems = [f"{key} is missing" for key in missing] + list(misshapen.values())
     problems += [f"{key} is not part of the model" for key in tensors if key not in used]
     if problems:
         raise ValueError(
             f"{directory} differs from the model's config.json in {len(problems)} tensors: {'; '.join(problems)}. "
             "Check that config.json and the checkpoint belong together"
         )
-    return found
+    return slices_of
 
 
-def _cut(
-    whole: RankPlacements, found: Mapping[str, list[Slot]], tensors: Mapping[str, GlobalTensor]
+def _cut_along_chunks(
+    whole: RankPlacements, slices_of: Mapping[str, list[GlobalSlice]], tensors: Mapping[str, GlobalTensor]
 ) -> tuple[RankPlacements, dict[str, tuple[str, Chunk]]]:
     """The placements of the whole model cut along the chunks; and each chunk, with its key, by its storage's name."""
     by_storage: dict[str, list[Placement]] = {name: [] for name in whole.storages}
@@ -165,31 +153,32 @@ def _cut(
     indices: dict[str, dict[Shape, list[Chunk]]] = {}
     chunks: dict[str, tuple[str, Chunk]] = {}
     placements: list[Placement] = []
-    for storage, stands in found.items():
+    for storage, slices in slices_of.items():
         shape = whole.storages[storage]
-        for slot in stands:
-            key, num_lead = slot.key, len(slot.lead)
-            if key not in indices:
-                indices[key] = _by_lead(tensors[key], num_lead)
-            for chunk in indices[key].get(slot.lead, ()):
-                name = chunk_name(key, chunk.box.start)
-                chunks[name] = (key, chunk)
-                placements += _pieces(by_storage[storage], shape, slot, chunk.box, name)
+        for part in slices:
+            if part.key not in indices:
+                indices[part.key] = _by_lead(tensors[part.key], len(part.lead))
+            for chunk in indices[part.key].get(part.lead, ()):
+                name = chunk_name(part.key, chunk.box.start)
+                chunks[name] = (part.key, chunk)
+                placements += _placements_in_chunk(by_storage[storage], shape, part, chunk.box, name)
     storages = {name: chunk.box.shape for name, (_, chunk) in chunks.items()}
     return RankPlacements(0, storages, tuple(placements), whole.tensors), chunks
 
 
-def _pieces(placed: list[Placement], shape: Shape, slot: Slot, box: Box, name: str) -> Iterator[Placement]:
-    """What a chunk, `box` of the slot's tensor, holds of a storage's placements."""
-    num_lead = len(slot.lead)
+def _placements_in_chunk(
+    placements: list[Placement], shape: Shape, part: GlobalSlice, box: Box, name: str
+) -> Iterator[Placement]:
+    """What a chunk, `box` of the slice's tensor, holds of a storage's placements."""
+    num_lead = len(part.lead)
     strides = contiguous_strides(box.shape)
-    offset = sum((i - a) * s for i, a, s in zip(slot.lead, box.start, strides, strict=False))
-    shift = (slot.start, *(0 for _ in shape[1:]))
-    held = Box(box.start[num_lead:], box.stop[num_lead:]).shift(shift)
-    for placement in placed:
-        piece = cut(placement, shape, held, storage=name, offset=offset, strides=strides[num_lead:])
-        if piece is not None:
-            yield piece
+    offset = sum((i - a) * s for i, a, s in zip(part.lead, box.start, strides, strict=False))
+    shift = (part.start, *(0 for _ in shape[1:]))
+    local_box = Box(box.start[num_lead:], box.stop[num_lead:]).shift(shift)
+    for placement in placements:
+        in_chunk = cut(placement, shape, local_box, storage=name, offset=offset, strides=strides[num_lead:])
+        if in_chunk is not None:
+            yield in_chunk
 
 
 def _by_lead(tensor: GlobalTensor, num_lead: int) -> dict[Shape, list[Chunk]]:

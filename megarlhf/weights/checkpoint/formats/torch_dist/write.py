@@ -18,21 +18,21 @@ from typing import Any
 import torch
 
 from megarlhf.architectures.architecture import Architecture
-from megarlhf.architectures.megatron_layout import At, MegatronLayout
+from megarlhf.architectures.megatron_layout import MegatronLayout, ModelRank
 from megarlhf.architectures.placements import Head, Spec
 from megarlhf.placement import Box, Placement, RankPlacements, Shape, contiguous_strides
 from megarlhf.weights.checkpoint.formats.megatron.tracker import RELEASE, Iteration, checkpoint_directory, write_tracker
-from megarlhf.weights.checkpoint.formats.torch_dist.metadata import COMMON, CONFIG, METADATA, Blob, Chunk, GlobalTensor
-from megarlhf.weights.checkpoint.formats.torch_dist.metadata_pickle import pickle_metadata
-from megarlhf.weights.checkpoint.formats.torch_dist.names import (
+from megarlhf.weights.checkpoint.formats.torch_dist.keys import (
+    GlobalSlice,
     KeyForm,
-    Slot,
     StorageName,
     chunk_name,
     cut,
+    global_slices,
     is_gated,
-    slots,
 )
+from megarlhf.weights.checkpoint.formats.torch_dist.metadata import COMMON, CONFIG, METADATA, Blob, Chunk, GlobalTensor
+from megarlhf.weights.checkpoint.formats.torch_dist.metadata_pickle import pickle_metadata
 from megarlhf.weights.checkpoint.formats.torch_file.archive import TensorSpec, write_skeleton
 from megarlhf.weights.checkpoint.formats.torch_file.zip_archive import ALIGNMENT
 from megarlhf.weights.transport.extent import Extent
@@ -71,7 +71,7 @@ miss and leave alone what they do not ask for, so they get all."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class _SavedChunk:
     """A box of one rank's storage that is one chunk of a global tensor."""
 
     local: Box
@@ -84,32 +84,34 @@ class _Piece:
 
 
 @dataclass
-class _Rank:
+class _RankChunks:
     """What one rank saves."""
 
     rank: int
     storages: dict[str, Shape] = field(default_factory=dict)
     placements: list[Placement] = field(default_factory=list)
     tensors: dict[str, Shape] = field(default_factory=dict)
-    pieces: dict[str, _Piece] = field(default_factory=dict)
+    chunks: dict[str, _SavedChunk] = field(default_factory=dict)
 
-    def add(self, piece: _Piece, shape: Shape, placed: Sequence[Placement], tensors: Mapping[str, Shape]) -> None:
+    def add(
+        self, chunk: _SavedChunk, shape: Shape, placements: Sequence[Placement], tensors: Mapping[str, Shape]
+    ) -> None:
         """A chunk of a storage of `shape` with these placements."""
-        name = chunk_name(piece.key, piece.box.start)
-        self.storages[name] = piece.box.shape
-        self.pieces[name] = piece
-        strides = contiguous_strides(piece.local.shape)
-        for placement in placed:
-            part = cut(placement, shape, piece.local, storage=name, offset=0, strides=strides)
+        name = chunk_name(chunk.key, chunk.box.start)
+        self.storages[name] = chunk.box.shape
+        self.chunks[name] = chunk
+        strides = contiguous_strides(chunk.local.shape)
+        for placement in placements:
+            part = cut(placement, shape, chunk.local, storage=name, offset=0, strides=strides)
             if part is not None:
                 self.placements.append(part)
                 self.tensors[part.tensor] = tensors[part.tensor]
 
-    def finish(self) -> RankPlacements:
+    def build(self) -> RankPlacements:
         return RankPlacements(self.rank, self.storages, tuple(self.placements), self.tensors)
 
 
-def plan_torch_dist(
+def preallocate_torch_dist(
     root: Path,
     arch: Architecture,
     layout: MegatronLayout,
@@ -120,18 +122,18 @@ def plan_torch_dist(
     *,
     form: KeyForm = "stacked",
 ) -> tuple[list[RankPlacements], list[dict[str, Extent]]]:
-    """Lays out a checkpoint, all but the tensors' bytes, as the latest of `root`, which exists.
+    """Writes a checkpoint, all but the tensors' bytes, as the latest of `root`, which exists.
 
     Returns what each rank of `layout.ranks()` saves, and the extents of its chunks. Padding stays zero.
     `layout.spec` makes a difference for the norm ahead of experts only, which Megatron names by it; experts stand
-    the same, each or grouped. `args`: see `megatron_args`.
+    the same, each or grouped. `args`: see `megatron/args.py`.
 
     Raises: ValueError when the layout does not fit the model.
     """
     ranks = _ranks(arch, layout, head, form)
     directory = checkpoint_directory(root, iteration)
     directory.mkdir()
-    files = _Files(directory, dtype)
+    files = _BlobFiles(directory, dtype)
     extents = [files.write(rank) for rank in ranks]
     objects = dict.fromkeys(_extra_states(arch, form), files.write_nothing())
     tensors = _global_tensors(ranks, dtype, files.blobs)
@@ -145,43 +147,43 @@ def plan_torch_dist(
     write_skeleton(directory / COMMON, common)
     (directory / CONFIG).write_text(json.dumps(_CONFIG), encoding="ascii")
     write_tracker(root, iteration)
-    return [rank.finish() for rank in ranks], extents
+    return [rank.build() for rank in ranks], extents
 
 
-def _ranks(arch: Architecture, layout: MegatronLayout, head: Head, form: KeyForm) -> list[_Rank]:
+def _ranks(arch: Architecture, layout: MegatronLayout, head: Head, form: KeyForm) -> list[_RankChunks]:
     chunks = layout.chunk_layers(arch.num_layers)
     split = replace(layout, spec="te", experts="each")
     undivided = replace(split, tp=1)
     whole: dict[tuple[int, int], Mapping[str, Shape]] = {}
     ranks = []
     for number, at in enumerate(layout.ranks()):
-        rank = _Rank(number)
+        rank = _RankChunks(number)
         for v, layers in enumerate(chunks[at.pp]):
             if (at.pp, v) not in whole:
                 whole[at.pp, v] = undivided.chunk(arch, head, replace(at, tp=0), v, layers).storages
-            mine = split.chunk(arch, head, at, v, layers)
-            _add_chunk(rank, arch, layout, head, form, at, layers, mine, whole[at.pp, v])
+            on_rank = split.chunk(arch, head, at, v, layers)
+            _add_chunk(rank, arch, layout, head, form, at, layers, on_rank, whole[at.pp, v])
         ranks.append(rank)
     return ranks
 
 
 def _add_chunk(
-    rank: _Rank,
+    rank: _RankChunks,
     arch: Architecture,
     layout: MegatronLayout,
     head: Head,
     form: KeyForm,
-    at: At,
+    at: ModelRank,
     layers: range,
-    mine: RankPlacements,
+    on_rank: RankPlacements,
     whole: Mapping[str, Shape],
 ) -> None:
-    """What the rank saves of a model chunk: `mine` by its parameters, whose shapes without tp are `whole`."""
-    by_storage: dict[str, list[Placement]] = {name: [] for name in mine.storages}
-    for placement in mine.placements:
+    """What the rank saves of a model chunk: `on_rank` by its parameters, whose shapes without tp are `whole`."""
+    by_storage: dict[str, list[Placement]] = {name: [] for name in on_rank.storages}
+    for placement in on_rank.placements:
         by_storage[placement.storage].append(placement)
     per_rank = arch.num_experts // layout.ep
-    for storage, shape in mine.storages.items():
+    for storage, shape in on_rank.storages.items():
         name = _checkpoint_name(storage, layout.spec)
         tied = arch.tied_embeddings and head == "lm" and storage == "output_layer.weight"
         sharded = shape != whole[storage]
@@ -189,7 +191,7 @@ def _add_chunk(
         if tied or not first:
             continue
         gated = is_gated(storage, arch.gated_mlp)
-        stands = slots(
+        slices = global_slices(
             name.globally(layers, at.ep * per_rank),
             whole[storage],
             form,
@@ -197,8 +199,8 @@ def _add_chunk(
             num_experts=arch.num_experts,
             gated=gated,
         )
-        for piece in _pieces(shape, whole[storage], stands, at.tp, halves=2 if gated else 1):
-            rank.add(piece, shape, by_storage[storage], mine.tensors)
+        for chunk in _chunks_of(shape, whole[storage], slices, at.tp, halves=2 if gated else 1):
+            rank.add(chunk, shape, by_storage[storage], on_rank.tensors)
 
 
 def _checkpoint_name(storage: str, spec: Spec) -> StorageName:
@@ -211,7 +213,9 @@ def _checkpoint_name(storage: str, spec: Spec) -> StorageName:
     return other or name
 
 
-def _pieces(shape: Shape, whole: Shape, stands: Sequence[Slot], tp_rank: int, *, halves: int) -> Iterator[_Piece]:
+def _chunks_of(
+    shape: Shape, whole: Shape, slices: Sequence[GlobalSlice], tp_rank: int, *, halves: int
+) -> Iterator[_SavedChunk]:
     """A rank's storage of `shape` as chunks of a storage of shape `whole` without tensor parallelism."""
     axis = next((dim for dim, (a, b) in enumerate(zip(shape, whole, strict=True)) if a != b), None)
     rows, all_rows = shape[0] // halves, whole[0] // halves
@@ -220,11 +224,11 @@ def _pieces(shape: Shape, whole: Shape, stands: Sequence[Slot], tp_rank: int, *,
         start = [half * all_rows, *(0 for _ in shape[1:])]
         if axis is not None:
             start[axis] += tp_rank * local.shape[axis]
-        slot = next(slot for slot in stands if slot.start <= start[0] < slot.stop)
-        offset = (*slot.lead, start[0] - slot.start, *start[1:])
-        sizes = (*(1 for _ in slot.lead), *local.shape)
+        part = next(part for part in slices if part.start <= start[0] < part.stop)
+        offset = (*part.lead, start[0] - part.start, *start[1:])
+        sizes = (*(1 for _ in part.lead), *local.shape)
         box = Box(offset, tuple(a + n for a, n in zip(offset, sizes, strict=True)))
-        yield _Piece(local, slot.key, slot.shape, box)
+        yield _SavedChunk(local, part.key, part.shape, box)
 
 
 def _extra_states(arch: Architecture, form: KeyForm) -> Iterator[str]:
@@ -240,17 +244,19 @@ def _extra_states(arch: Architecture, form: KeyForm) -> Iterator[str]:
         yield f"{name.key(form)}._extra_state/shard_{'.'.join(map(str, index))}_{'.'.join(map(str, shape))}"
 
 
-def _global_tensors(ranks: Sequence[_Rank], dtype: torch.dtype, blobs: Mapping[str, Blob]) -> dict[str, GlobalTensor]:
+def _global_tensors(
+    ranks: Sequence[_RankChunks], dtype: torch.dtype, blobs: Mapping[str, Blob]
+) -> dict[str, GlobalTensor]:
     shapes: dict[str, Shape] = {}
     chunks: dict[str, list[Chunk]] = {}
     for rank in ranks:
-        for name, piece in rank.pieces.items():
-            shapes[piece.key] = piece.tensor
-            chunks.setdefault(piece.key, []).append(Chunk(piece.box, blobs[name]))
+        for name, chunk in rank.chunks.items():
+            shapes[chunk.key] = chunk.tensor
+            chunks.setdefault(chunk.key, []).append(Chunk(chunk.box, blobs[name]))
     return {key: GlobalTensor(shape, dtype, tuple(chunks[key])) for key, shape in shapes.items()}
 
 
-class _Files:
+class _BlobFiles:
     """Writes the `.distcp` files: blobs one after the other, each aligned so that its tensor is."""
 
     def __init__(self, directory: Path, dtype: torch.dtype) -> None:
@@ -259,7 +265,7 @@ class _Files:
         self.blobs: dict[str, Blob] = {}
         """By the name of the chunk's storage."""
 
-    def write(self, rank: _Rank) -> dict[str, Extent]:
+    def write(self, rank: _RankChunks) -> dict[str, Extent]:
         """The rank's chunks; a rank that saves nothing has no file."""
         path = self._directory / f"__{rank.rank}_0.distcp"
         extents: dict[str, Extent] = {}

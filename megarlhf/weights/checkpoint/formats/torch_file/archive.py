@@ -2,6 +2,9 @@
 
 The format is a zip archive: record `data.pkl` has the structure, `data/<key>` the bytes of each storage, and a
 few small ones state versions. No tensor is made in either direction.
+
+torch can write such holes and tell such offsets too, by fake tensors. That takes 20 to 60 times as long, and torch does
+not notice some damage that moves a tensor (docs/log.md, `python -m benchmarks.torch_files`).
 """
 
 from __future__ import annotations
@@ -16,12 +19,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from megarlhf.placement import Shape, contiguous_strides
-from megarlhf.weights.checkpoint.formats.torch_file.unpickle import ALLOWED, Global, Name, StorageType, unpickle
+from megarlhf.weights.checkpoint.formats.torch_file.unpickle import (
+    ALLOWED,
+    INERT,
+    STORAGE_DTYPES,
+    UNTYPED,
+    Name,
+    unpickle,
+)
 from megarlhf.weights.checkpoint.formats.torch_file.zip_archive import (
     ALIGNMENT,
     FileRange,
@@ -35,12 +45,11 @@ from megarlhf.weights.checkpoint.formats.torch_file.zip_archive import (
 from megarlhf.weights.transport.extent import Extent
 
 
-@dataclass(frozen=True, slots=True)
-class _Storage:
-    """A storage in the file, as the pickle refers to it."""
+class _Storage(NamedTuple):
+    """A storage in the file, as the pickle refers to it. A tuple: a pickle cannot give it another state."""
 
     record: ZipRecord
-    dtype: torch.dtype | None
+    dtype: torch.dtype | str
 
 
 class _Archive:
@@ -69,12 +78,12 @@ class _Archive:
         return raw
 
     def storage(self, pid: Any) -> _Storage:
-        kind, storage_type, key, _, numel = pid
+        kind, dtype, key, _, numel = pid
         record = self.records[f"data/{key}"]
-        itemsize = storage_type.dtype.itemsize if storage_type.dtype else 1
+        itemsize = 1 if dtype == UNTYPED else dtype.itemsize
         if kind != "storage" or record.size != numel * itemsize:
             raise ValueError(f"storage {key} has {record.size} bytes, expected {numel} x {itemsize}")
-        return _Storage(record, storage_type.dtype)
+        return _Storage(record, dtype)
 
     def tensor(self, storage: _Storage, offset: int, shape: Shape, strides: Shape, *_: Any) -> Extent:
         return self._extent(storage, offset, shape, strides, storage.dtype)
@@ -86,12 +95,12 @@ class _Archive:
 
     def _extent(self, storage: _Storage, offset: int, shape: Shape, strides: Shape, dtype: Any) -> Extent:
         numbers = (offset, *shape, *strides)
-        sound = isinstance(dtype, torch.dtype) and len(shape) == len(strides)
+        sound = isinstance(storage, _Storage) and isinstance(dtype, torch.dtype) and len(shape) == len(strides)
         if not sound or any(not isinstance(n, int) or n < 0 for n in numbers):
             raise ValueError(f"a tensor has offset {offset}, shape {shape}, strides {strides} and dtype {dtype}")
         record = storage.record
-        kept = None if _is_contiguous(shape, strides) else tuple(strides)
-        extent = Extent(self.part.path, record.start + offset * dtype.itemsize, tuple(shape), dtype, kept)
+        gaps = None if _is_contiguous(shape, strides) else tuple(strides)
+        extent = Extent(self.part.path, record.start + offset * dtype.itemsize, tuple(shape), dtype, gaps)
         if extent.end > record.start + record.size:
             raise ValueError(f"a tensor of shape {shape} and strides {strides} leaves its storage {record.name}")
         return extent
@@ -105,21 +114,21 @@ class _Archive:
             "_rebuild_parameter_with_state": lambda data, *_: data,
         }
 
-        def with_attributes(function: Global, _: Any, args: tuple[Any, ...], state: Any) -> Any:
+        def with_attributes(function: Callable[..., Any], _: Any, args: tuple[Any, ...], state: Any) -> Any:
             """A tensor or parameter with attributes of its own, which are dropped."""
-            return rebuild[function.name](*args)
+            return function(*args)
 
         table: dict[Name, Any] = {("torch._utils", name): function for name, function in rebuild.items()}
         table["torch._tensor", "_rebuild_from_type_v2"] = with_attributes
         for name in (("torch", "Tensor"), ("torch.nn.parameter", "Parameter"), ("torch.nn", "Parameter")):
-            table[name] = Global(*name)
+            table[name] = INERT
         return table
 
 
 def _is_contiguous(shape: Shape, strides: Shape) -> bool:
     """Row-major without gaps; strides of sizes 0 and 1 do not matter."""
-    wanted = contiguous_strides(tuple(shape))
-    return 0 in shape or all(n == 1 or a == b for n, a, b in zip(shape, strides, wanted, strict=True))
+    row_major = contiguous_strides(tuple(shape))
+    return 0 in shape or all(n == 1 or a == b for n, a, b in zip(shape, strides, row_major, strict=True))
 
 
 def read_torch_file(
@@ -149,15 +158,17 @@ def check_crc(path: str | PathLike[str], *, offset: int = 0, length: int | None 
     with open_binary(path) as file:
         part = FileRange(file, path, offset, length)
         records = zip_records(part)
-        silent = [record.name for record in records if record.size and not record.crc]
-        wrong = [
+        unstated = [record.name for record in records if record.size and not record.crc]
+        damaged_records = [
             record.name
             for record in records
             if record.crc and part.crc(record.start - offset, record.size) != record.crc
         ]
-    if wrong:
-        raise ValueError(f"{path} has {len(wrong)} damaged records (CRC-32): {', '.join(wrong)}; copy it again")
-    return silent
+    if damaged_records:
+        raise ValueError(
+            f"{path} has {len(damaged_records)} damaged records (CRC-32): {', '.join(damaged_records)}; copy it again"
+        )
+    return unstated
 
 
 def seal(path: str | PathLike[str], *, offset: int = 0, length: int | None = None) -> None:
@@ -249,11 +260,7 @@ class _Pickler(pickle.Pickler):
         return torch._utils._rebuild_tensor_v3, (*view, obj.dtype)
 
 
-_STORAGE_CLASSES = {
-    kind.dtype: getattr(torch, name)
-    for (module, name), kind in ALLOWED.items()
-    if module == "torch" and isinstance(kind, StorageType) and kind.dtype
-}
+_STORAGE_CLASSES = {dtype: getattr(torch, name) for name, dtype in STORAGE_DTYPES.items()}
 
 
 def _with_extents(obj: Any, extents: Mapping[int, Extent]) -> Any:

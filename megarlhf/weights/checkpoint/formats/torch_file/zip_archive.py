@@ -38,8 +38,8 @@ class ZipRecord:
     """Of the entry in the central directory."""
 
 
-def damaged(path: Path, what: str) -> ValueError:
-    return ValueError(f"{path} is truncated or damaged: {what}; copy it again from its source")
+def damaged(path: Path, problem: str) -> ValueError:
+    return ValueError(f"{path} is truncated or damaged: {problem}; copy it again from its source")
 
 
 class FileRange:
@@ -58,10 +58,10 @@ class FileRange:
         self.file.seek(self.offset + at)
         return self.file.read(size)
 
-    def fields(self, kind: struct.Struct, at: int, signature: bytes, what: str) -> tuple[Any, ...]:
+    def fields(self, kind: struct.Struct, at: int, signature: bytes, name: str) -> tuple[Any, ...]:
         values = kind.unpack(self.read(at, kind.size))
         if values[0] != signature:
-            raise damaged(self.path, f"no {what} at byte {self.offset + at}")
+            raise damaged(self.path, f"no {name} at byte {self.offset + at}")
         return values[1:]
 
     def chunks(self, at: int, size: int) -> Iterator[memoryview]:
@@ -157,16 +157,16 @@ def _zip_record(part: FileRange, at: int) -> tuple[ZipRecord, int]:
 
 def _extra_fields(part: FileRange, at: int, size: int) -> dict[int, bytes]:
     """A header's extra fields by id; they must fill their space exactly."""
-    raw, found = part.read(at, size), {}
+    raw, fields = part.read(at, size), {}
     while raw:
         if len(raw) < 4:
             raise damaged(part.path, f"bytes left in an extra field at {part.offset + at}")
         kind, length = struct.unpack_from("<HH", raw)
         if len(raw) < 4 + length:
             raise damaged(part.path, f"an extra field at {part.offset + at} is too long")
-        found[kind] = raw[4 : 4 + length]
+        fields[kind] = raw[4 : 4 + length]
         raw = raw[4 + length :]
-    return found
+    return fields
 
 
 def open_binary(path: Path) -> BinaryIO:

@@ -8,7 +8,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
 
-from megarlhf.architectures.architecture import Architecture, hf_config, read_config
+from megarlhf.architectures.architecture import Architecture
+from megarlhf.architectures.hf_config import architecture_from_hf, hf_config, read_config
 from megarlhf.architectures.megatron_layout import MegatronLayout
 from megarlhf.architectures.placements import Head, head_name, table_of
 from megarlhf.model_directory import find_hf_directory
@@ -16,25 +17,25 @@ from megarlhf.placement import contiguous_strides
 from megarlhf.weights.checkpoint.formats.huggingface.read import HFFiles, is_huggingface
 from megarlhf.weights.checkpoint.formats.megatron.args import arch_of, contradictions
 from megarlhf.weights.checkpoint.formats.megatron.tracker import TRACKER, Iteration, find_checkpoint
-from megarlhf.weights.checkpoint.formats.mp_rank.read_write import MODEL_FILES, read_mp_rank
+from megarlhf.weights.checkpoint.formats.mp_rank.read import MODEL_FILES, read_mp_rank
 from megarlhf.weights.checkpoint.formats.torch_dist.metadata import is_torch_dist, read_common
 from megarlhf.weights.checkpoint.formats.torch_dist.read import read_torch_dist
 from megarlhf.weights.checkpoint.formats.torch_file.archive import read_torch_file
 from megarlhf.weights.checkpoint.staging import replaced_by
 from megarlhf.weights.checks.replicas import require_equal_copies
-from megarlhf.weights.transport.extent import Extent, StoredWeights
+from megarlhf.weights.transport.extent import CheckpointWeights, Extent
 
-Kind = Literal["huggingface", "torch_dist", "mp_rank"]
+Format = Literal["huggingface", "torch_dist", "mp_rank"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class StoredModel:
+class Checkpoint:
     """A model on disk, opened: nothing but headers has been read."""
 
-    kind: Kind
+    format: Format
     directory: Path
     """As named by the user."""
-    weights: StoredWeights
+    weights: CheckpointWeights
     arch: Architecture
     head: Head
     config: Mapping[str, Any]
@@ -48,16 +49,16 @@ class StoredModel:
     """Megatron-LM's arguments."""
 
 
-def recognise(path: str | PathLike[str]) -> Kind:
+def detect_format(path: str | PathLike[str]) -> Format:
     """The format of a directory, by its content.
 
     Raises: ValueError when it is none of the three.
     """
     path = Path(path)
-    kept = replaced_by(path)
-    if not path.is_dir() and kept.is_dir():
+    replaced = replaced_by(path)
+    if not path.is_dir() and replaced.is_dir():
         raise ValueError(
-            f"{path} is not there: a conversion that was to replace it was killed, and left it as {kept}; run that "
+            f"{path} is not there: a conversion that was to replace it was killed, and left it as {replaced}; run that "
             "conversion again, or rename it back"
         )
     if not path.is_dir():
@@ -80,12 +81,12 @@ def recognise(path: str | PathLike[str]) -> Kind:
     return "torch_dist" if is_torch_dist(folder) else "mp_rank"
 
 
-def open_model(
+def open_checkpoint(
     path: str | PathLike[str],
     *,
     hf: str | PathLike[str] | None = None,
     head: Head | None = None,
-) -> StoredModel:
+) -> Checkpoint:
     """Opens the model at `path`.
 
     `hf`: a Hugging Face directory whose config.json describes the model, for Megatron checkpoints that do not
@@ -96,72 +97,74 @@ def open_model(
     tensors are not exactly the architecture's (all differences listed).
     """
     path = Path(path)
-    kind = recognise(path)
-    if kind == "huggingface":
+    format = detect_format(path)
+    if format == "huggingface":
         return _open_huggingface(path, head)
-    return _open_megatron(kind, path, find_hf_directory(path, hf))
+    return _open_megatron(format, path, find_hf_directory(path, hf))
 
 
-def _open_huggingface(path: Path, wanted: Head | None) -> StoredModel:
+def _open_huggingface(path: Path, wanted_head: Head | None) -> Checkpoint:
     config = read_config(path)
-    arch = Architecture.from_hf(config)
+    arch = architecture_from_hf(config)
     files = HFFiles(path)
     lm_head, score = head_name(arch, "lm"), head_name(arch, "scalar")
-    head: Head = "scalar" if score in files.tensors and wanted != "lm" else "lm"
+    head: Head = "scalar" if score in files.tensors and wanted_head != "lm" else "lm"
     # A tied model's files may repeat the embedding as head; a loader may leave the head that it does not want.
-    unused = {lm_head} if arch.tied_embeddings or wanted == "scalar" else set()
-    if wanted == "lm":
+    unused = {lm_head} if arch.tied_embeddings or wanted_head == "scalar" else set()
+    if wanted_head == "lm":
         unused.add(score)
-    weights = files.stored(arch, head, extra=unused)
+    weights = files.weights(arch, head, extra=unused)
     if arch.tied_embeddings and head == "lm" and lm_head in files.tensors:
         _require_tied(path, weights, arch, files.tensors[lm_head])
-    return StoredModel(
-        kind="huggingface", directory=path, weights=weights, arch=arch, head=head, config=config, companion=path
+    return Checkpoint(
+        format="huggingface", directory=path, weights=weights, arch=arch, head=head, config=config, companion=path
     )
 
 
-def _require_tied(path: Path, weights: StoredWeights, arch: Architecture, lm_head: Extent) -> None:
+def _require_tied(path: Path, weights: CheckpointWeights, arch: Architecture, lm_head: Extent) -> None:
     """transformers does not tie a model whose files hold two different tensors, whatever config.json says."""
     embedding = table_of(arch).embedding[0].tensors[0][0]
-    (placed,) = (p for p in weights.parts[0].placements if p.tensor == embedding)
     (part,) = weights.parts
-    again = replace(placed, storage=_COPY, strides=contiguous_strides(lm_head.shape))
-    if lm_head.shape != placed.box.shape or lm_head.strides is not None:
+    (original,) = (p for p in part.placements if p.tensor == embedding)
+    repeated = replace(original, storage=_STORED_HEAD, strides=contiguous_strides(lm_head.shape))
+    if lm_head.shape != original.box.shape or lm_head.strides is not None:
         raise ValueError(f"{path} stores a head of shape {lm_head.shape} beside the embedding that it is tied to")
-    both = replace(part, placements=(placed, again))
-    require_equal_copies(path, [both], [{**weights.extents[0], _COPY: lm_head}], lambda p: p.storage == _COPY)
+    both = replace(part, placements=(original, repeated))
+    require_equal_copies(
+        path, [both], [{**weights.extents[0], _STORED_HEAD: lm_head}], lambda p: p.storage == _STORED_HEAD
+    )
 
 
-_COPY = "the stored head"
+_STORED_HEAD = "the stored head"
 
 
-def _open_megatron(kind: Kind, path: Path, companion: Path | None) -> StoredModel:
+def _open_megatron(format: Format, path: Path, companion: Path | None) -> Checkpoint:
     folder, iteration = find_checkpoint(path)
     assert folder is not None
-    arch = None if companion is None else Architecture.from_hf(companion)
+    arch = None if companion is None else architecture_from_hf(companion)
     if arch is not None:
-        wrong = contradictions(arch, _stored_args(kind, folder))
-        if wrong:
+        problems = contradictions(arch, _stored_args(format, folder))
+        if problems:
             raise ValueError(
-                f"config.json of {companion} describes another model than the args of {folder}, in {len(wrong)} "
-                f"points: {'; '.join(wrong)}. Name the Hugging Face directory that belongs to the checkpoint "
+                f"config.json of {companion} describes another model than the args of {folder}, in {len(problems)} "
+                f"points: {'; '.join(problems)}. Name the Hugging Face directory that belongs to the checkpoint "
                 "(--reference-hf, in a run model.hf), or correct that config.json"
             )
-    if kind == "torch_dist":
+    if format == "torch_dist":
         dist = read_torch_dist(folder, arch or arch_of(read_common(folder).args))
-        weights, head, args = StoredWeights(path, dist.parts, dist.extents), dist.head, dist.args
+        weights, head, args = CheckpointWeights(path, dist.parts, dist.extents), dist.head, dist.args
         layout = _stated_layout(args, dist.padded_vocab)
     else:
         ranks = read_mp_rank(folder, arch)
-        weights = StoredWeights(path, tuple(ranks.parts), tuple(ranks.extents))
+        weights = CheckpointWeights(path, tuple(ranks.parts), tuple(ranks.extents))
         head, args, layout = ranks.head, dict(ranks.args), ranks.layout
         if head == "lm" and (arch or arch_of(args)).tied_embeddings:
             require_equal_copies(
                 folder, ranks.parts, ranks.extents, lambda p: p.storage.endswith("output_layer.weight")
             )
     arch = arch or arch_of(args)
-    return StoredModel(
-        kind=kind,
+    return Checkpoint(
+        format=format,
         directory=path,
         weights=weights,
         arch=arch,
@@ -174,9 +177,9 @@ def _open_megatron(kind: Kind, path: Path, companion: Path | None) -> StoredMode
     )
 
 
-def _stored_args(kind: Kind, folder: Path) -> Mapping[str, Any]:
+def _stored_args(format: Format, folder: Path) -> Mapping[str, Any]:
     """Megatron's arguments, before anything is compared with an architecture; of mp_rank files the first one's."""
-    if kind == "torch_dist":
+    if format == "torch_dist":
         return read_common(folder).args
     first = min((path for name in MODEL_FILES for path in folder.glob(f"mp_rank_*/{name}")), default=None)
     content = None if first is None else read_torch_file(first)

@@ -9,7 +9,7 @@ from megarlhf.placement import Box, Placement, Shape, contiguous_strides
 
 
 @dataclass(frozen=True, slots=True)
-class Logical:
+class LogicalTensor:
     """A logical tensor: its Hugging Face name and full shape."""
 
     name: str
@@ -28,12 +28,12 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class Shard:
     """The shape of a storage and the segments in it; what no segment covers is padding."""
 
     shape: Shape
     segments: tuple[Segment, ...]
-    stored: Shape | None = None
+    declared_shape: Shape | None = None
     """Shape under which the system declares the storage, where it reads its memory as `shape`."""
 
     def placements(self, storage: str) -> tuple[Placement, ...]:
@@ -41,7 +41,7 @@ class Layout:
 
     @property
     def declared(self) -> Shape:
-        return self.shape if self.stored is None else self.stored
+        return self.shape if self.declared_shape is None else self.declared_shape
 
 
 def _placement(segment: Segment, storage: str, shape: Shape) -> Placement:
@@ -55,28 +55,28 @@ def _placement(segment: Segment, storage: str, shape: Shape) -> Placement:
     return Placement(segment.tensor, segment.box, storage, offset, tuple(strides[dim] for dim in segment.dims))
 
 
-def _straight(tensor: Logical, box: Box) -> Segment:
+def _straight(tensor: LogicalTensor, box: Box) -> Segment:
     """A box that starts the storage and runs as the tensor does."""
     rank = len(tensor.shape)
     return Segment(tensor.name, box, (0,) * rank, tuple(range(rank)))
 
 
-def replicated(tensor: Logical) -> Layout:
+def replicated(tensor: LogicalTensor) -> Shard:
     """The whole tensor on every rank."""
-    return Layout(tensor.shape, (_straight(tensor, Box.whole(tensor.shape)),))
+    return Shard(tensor.shape, (_straight(tensor, Box.whole(tensor.shape)),))
 
 
-def rows(tensor: Logical, start: int, stop: int) -> Layout:
+def rows(tensor: LogicalTensor, start: int, stop: int) -> Shard:
     """Rows [start, stop) of the tensor, as far as it has them; the rest is padding."""
     shape = (stop - start, *tensor.shape[1:])
     real = min(stop, tensor.shape[0])
     if real <= start:
-        return Layout(shape, ())
+        return Shard(shape, ())
     zeros = (0,) * (len(shape) - 1)
-    return Layout(shape, (_straight(tensor, Box((start, *zeros), (real, *tensor.shape[1:]))),))
+    return Shard(shape, (_straight(tensor, Box((start, *zeros), (real, *tensor.shape[1:]))),))
 
 
-def column_parallel(tensor: Logical, tp: int, tp_rank: int, *, padded_rows: int | None = None) -> Layout:
+def column_parallel(tensor: LogicalTensor, tp: int, tp_rank: int, *, padded_rows: int | None = None) -> Shard:
     """Rank's equal share of the rows (output features), of `padded_rows` rows if given."""
     total = tensor.shape[0] if padded_rows is None else padded_rows
     if total < tensor.shape[0]:
@@ -87,68 +87,68 @@ def column_parallel(tensor: Logical, tp: int, tp_rank: int, *, padded_rows: int 
     return rows(tensor, tp_rank * share, (tp_rank + 1) * share)
 
 
-def row_parallel(tensor: Logical, tp: int, tp_rank: int) -> Layout:
+def row_parallel(tensor: LogicalTensor, tp: int, tp_rank: int) -> Shard:
     """Rank's equal share of the columns (input features)."""
     num_rows, num_columns = tensor.shape
     share = divide(num_columns, tp, f"columns of {tensor.name}")
     box = Box((0, tp_rank * share), (num_rows, (tp_rank + 1) * share))
-    return Layout((num_rows, share), (_straight(tensor, box),))
+    return Shard((num_rows, share), (_straight(tensor, box),))
 
 
-def fused_rows(*layouts: Layout) -> Layout:
-    """The layouts stacked in dim 0 of the storage."""
+def fused_rows(*shards: Shard) -> Shard:
+    """The shards stacked in dim 0 of the storage."""
     segments = []
     end = 0
-    for layout in layouts:
-        segments += [replace(s, at=(s.at[0] + end, *s.at[1:])) for s in layout.segments]
-        end += layout.shape[0]
-    return Layout((end, *layouts[0].shape[1:]), tuple(segments))
+    for shard in shards:
+        segments += [replace(s, at=(s.at[0] + end, *s.at[1:])) for s in shard.segments]
+        end += shard.shape[0]
+    return Shard((end, *shards[0].shape[1:]), tuple(segments))
 
 
-def cut_rows(layout: Layout, start: int, stop: int) -> Layout:
-    """Rows [start, stop) of a layout whose segments run along the storage's dim 0 with their own."""
+def cut_rows(shard: Shard, start: int, stop: int) -> Shard:
+    """Rows [start, stop) of a shard whose segments run along the storage's dim 0 with their own."""
     segments = []
-    for s in layout.segments:
+    for s in shard.segments:
         assert s.dims[0] == 0, f"{s.tensor} does not run along the rows of its storage"
         first, last = max(start, s.at[0]), min(stop, s.at[0] + s.box.shape[0])
         if first < last:
             ahead, behind = first - s.at[0], last - s.at[0]
             box = Box((s.box.start[0] + ahead, *s.box.start[1:]), (s.box.start[0] + behind, *s.box.stop[1:]))
             segments.append(replace(s, box=box, at=(first - start, *s.at[1:])))
-    return Layout((stop - start, *layout.shape[1:]), tuple(segments))
+    return Shard((stop - start, *shard.shape[1:]), tuple(segments))
 
 
-def transposed_tensors(layout: Layout) -> Layout:
-    """A layout made for the transposes of its tensors, said of the tensors themselves."""
+def transposed_tensors(shard: Shard) -> Shard:
+    """A shard made for the transposes of its tensors, said of the tensors themselves."""
     return replace(
-        layout,
+        shard,
         segments=tuple(
-            replace(s, box=Box(s.box.start[::-1], s.box.stop[::-1]), dims=s.dims[::-1]) for s in layout.segments
+            replace(s, box=Box(s.box.start[::-1], s.box.stop[::-1]), dims=s.dims[::-1]) for s in shard.segments
         ),
     )
 
 
-def transposed_storage(layout: Layout) -> Layout:
-    """The layout with its two storage dims exchanged."""
-    assert len(layout.shape) == 2, f"a storage of shape {layout.shape} has no transpose"
-    flipped = (replace(s, at=s.at[::-1], dims=tuple(1 - dim for dim in s.dims)) for s in layout.segments)
-    return Layout(layout.shape[::-1], tuple(flipped))
+def transposed_storage(shard: Shard) -> Shard:
+    """The shard with its two storage dims exchanged."""
+    assert len(shard.shape) == 2, f"a storage of shape {shard.shape} has no transpose"
+    flipped = (replace(s, at=s.at[::-1], dims=tuple(1 - dim for dim in s.dims)) for s in shard.segments)
+    return Shard(shard.shape[::-1], tuple(flipped))
 
 
-def stacked(layouts: Sequence[Layout], stored: Shape | None = None) -> Layout:
+def stacked(shards: Sequence[Shard], declared_shape: Shape | None = None) -> Shard:
     """Equal shapes along a new first dim of the storage."""
-    shape = layouts[0].shape
-    assert all(layout.shape == shape for layout in layouts), "only equal shapes stack"
+    shape = shards[0].shape
+    assert all(shard.shape == shape for shard in shards), "only equal shapes stack"
     segments = tuple(
         replace(s, at=(index, *s.at), dims=tuple(dim + 1 for dim in s.dims))
-        for index, layout in enumerate(layouts)
-        for s in layout.segments
+        for index, shard in enumerate(shards)
+        for s in shard.segments
     )
-    return Layout((len(layouts), *shape), segments, stored)
+    return Shard((len(shards), *shape), segments, declared_shape)
 
 
-def divide(total: int, tp: int, what: str) -> int:
-    share, rest = divmod(total, tp)
-    if rest:
-        raise ValueError(f"{total} {what} do not divide by tp = {tp}; choose a tp that divides {total}")
+def divide(total: int, tp: int, unit: str) -> int:
+    share, remainder = divmod(total, tp)
+    if remainder:
+        raise ValueError(f"{total} {unit} do not divide by tp = {tp}; choose a tp that divides {total}")
     return share

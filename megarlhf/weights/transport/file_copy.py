@@ -1,6 +1,6 @@
-"""Executes a copy plan from files to files: in pieces, on several threads, with a piece of memory for each.
+"""Executes a copy plan from files to files, on several threads, each with a small buffer.
 
-A piece is a range of rows of one destination tensor: it is put together in memory from views of the mapped
+A write item is a range of rows of one destination tensor: it is put together in a buffer from views of the mapped
 sources, cast on the way, and written in one go. What no copy covers (vocabulary padding) is zero.
 """
 
@@ -11,7 +11,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -20,18 +20,18 @@ from megarlhf.placement import Box
 from megarlhf.weights.plan.copy_plan import Copy, CopyPlan
 from megarlhf.weights.transport.extent import Extent, MappedFiles
 
-PIECE_BYTES = 4 << 20
+ITEM_BYTES = 4 << 20
 """Of a destination tensor at a time and thread: fits the cache, and is long enough for a disk."""
 
-ALL_PIECES_BYTES = 64 << 20
-"""Of all threads together; beyond 16 threads pieces get smaller."""
+ALL_ITEMS_BYTES = 64 << 20
+"""Of all threads together; beyond 16 threads items get smaller."""
 
 Extents = Sequence[Mapping[str, Extent]]
 """By rank, then by storage."""
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class WriteItem:
     """Rows [start, stop) of a destination, seen as a matrix of `row` elements a row."""
 
     extent: Extent
@@ -57,168 +57,165 @@ def transfer(
     """Fills every destination extent; its files exist at full length, and are synced when complete.
 
     Destination ranks of the plan are numbered from `first_destination` on. `progress` is told the bytes written,
-    from any thread. Memory: `workers` (default: the cores of this process) x `PIECE_BYTES`, or a row if longer.
+    from any thread. Memory: `workers` (default: the cores of this process) x `ITEM_BYTES`, or a row if longer.
 
     Raises: ValueError on a source shorter than it says, or a number that float16 cannot hold; OSError of the file
     system. The destinations are then incomplete.
     """
     count = workers or len(os.sched_getaffinity(0))
-    piece_bytes = min(PIECE_BYTES, ALL_PIECES_BYTES // count)
-    work = _Work(_by_place(plan, destinations, first_destination), sources, piece_bytes, progress)
+    item_bytes = min(ITEM_BYTES, ALL_ITEMS_BYTES // count)
+    queue = _WriteQueue(_by_destination(plan, destinations, first_destination), sources, item_bytes, progress)
     with ThreadPoolExecutor(count, thread_name_prefix="transfer") as pool:
-        threads = [pool.submit(work.run) for _ in range(count)]
+        threads = [pool.submit(queue.run) for _ in range(count)]
         try:
             wait(threads)
-        except BaseException:  # Ctrl-C: the threads stop at their next piece
-            work.stop()
+        except BaseException:  # Ctrl-C: the threads stop at their next item
+            queue.stop()
             raise
-    work.close()
+    queue.close()
     for thread in threads:
         thread.result()
 
 
-class _Work:
-    """The pieces still to be done, and what the threads share."""
+class _WriteQueue:
+    """The items still to be written, and what the threads share."""
 
     def __init__(
         self,
-        places: Sequence[Place],
+        destinations: Sequence[Destination],
         sources: Extents,
-        piece_bytes: int,
+        item_bytes: int,
         progress: Callable[[int], None],
     ) -> None:
-        self._pieces = _pieces(places, piece_bytes)
-        self._files = _Files(places, piece_bytes)
-        self._piece_bytes = piece_bytes
+        self._items = _write_items(destinations, item_bytes)
+        self._files = _OutputFiles(destinations, item_bytes)
+        self._item_bytes = item_bytes
         self._sources, self._maps, self._progress = sources, MappedFiles(), progress
         self._lock = threading.Lock()
         self._stopped = False
 
     def run(self) -> None:
-        """Takes pieces until there are none, or some thread failed."""
-        buffer = torch.empty(self._piece_bytes, dtype=torch.uint8)
+        """Takes items until there are none, or some thread failed."""
+        buffer = torch.empty(self._item_bytes, dtype=torch.uint8)
         try:
-            while (piece := self._next()) is not None:
-                if buffer.numel() < piece.num_bytes:
-                    buffer = torch.empty(piece.num_bytes, dtype=torch.uint8)
-                values = buffer[: piece.num_bytes]
-                _assemble(piece, values, self._sources, self._maps)
-                self._files.write(piece, values)
-                self._progress(piece.num_bytes)
+            while (item := self._next()) is not None:
+                if buffer.numel() < item.num_bytes:
+                    buffer = torch.empty(item.num_bytes, dtype=torch.uint8)
+                values = buffer[: item.num_bytes]
+                _assemble(item, values, self._sources, self._maps)
+                self._files.write(item, values)
+                self._progress(item.num_bytes)
         except BaseException:
             self.stop()
             raise
 
     def stop(self) -> None:
-        """No further pieces are handed out."""
+        """No further items are handed out."""
         self._stopped = True
 
-    def _next(self) -> Piece | None:
+    def _next(self) -> WriteItem | None:
         with self._lock:
-            return None if self._stopped else next(self._pieces, None)
+            return None if self._stopped else next(self._items, None)
 
     def close(self) -> None:
         self._files.close()
 
 
-Place = tuple[Extent, Sequence[Copy]]
+Destination = tuple[Extent, Sequence[Copy]]
 """A destination and the copies into it."""
 
 
-def _by_place(plan: CopyPlan, destinations: Extents, first: int) -> list[Place]:
+def _by_destination(plan: CopyPlan, destinations: Extents, first: int) -> list[Destination]:
     """Every destination, in the order of files and bytes."""
     copies: dict[tuple[int, str], list[Copy]] = defaultdict(list)
     for copy in plan.copies:
-        copies[copy.dst_rank - first, copy.dst_storage].append(copy)
-    found = [
+        copies[copy.dst_rank - first, copy.dst.storage].append(copy)
+    pairs = [
         (extent, copies[rank, storage])
         for rank, extents in enumerate(destinations)
         for storage, extent in extents.items()
     ]
-    return sorted(found, key=lambda place: (place[0].path, place[0].offset))
+    return sorted(pairs, key=lambda destination: (destination[0].path, destination[0].offset))
 
 
-def _pieces(places: Iterable[Place], piece_bytes: int) -> Iterator[Piece]:
-    for place in places:
-        extent, copies = place
-        row, rows, step = _cut(place, piece_bytes)
+def _write_items(destinations: Iterable[Destination], item_bytes: int) -> Iterator[WriteItem]:
+    for destination in destinations:
+        extent, copies = destination
+        row, rows, step = _cut(destination, item_bytes)
         for start in range(0, rows, step):
             stop = min(start + step, rows)
             parts = (_rows_of(copy, row, start, stop) for copy in copies)
-            yield Piece(extent, tuple(part for part in parts if part is not None), row, start, stop)
+            yield WriteItem(extent, tuple(part for part in parts if part is not None), row, start, stop)
 
 
-def _cut(place: Place, piece_bytes: int) -> tuple[int, int, int]:
-    """(elements of a row, rows, rows of a piece) of a destination.
+def _cut(destination: Destination, item_bytes: int) -> tuple[int, int, int]:
+    """(elements of a row, rows, rows of an item) of a destination.
 
     A row is as long as the longest stride of the copies: the declared shape may hide it (Megatron's legacy grouped
     experts are stacked behind one another in a storage that says they stand side by side).
     """
-    extent, copies = place
-    strides = [s for copy in copies for s, n in zip(copy.dst_strides, copy.shape, strict=True) if n > 1]
+    extent, copies = destination
+    strides = [s for copy in copies for s, n in zip(copy.dst.strides, copy.box.shape, strict=True) if n > 1]
     row = max(strides, default=extent.shape[-1] if extent.shape else 1) or 1
     assert extent.numel % row == 0, f"{extent.path}: {extent.numel} elements in rows of {row}"
-    return row, extent.numel // row, max(1, piece_bytes // (row * extent.dtype.itemsize))
+    return row, extent.numel // row, max(1, item_bytes // (row * extent.dtype.itemsize))
 
 
 def _rows_of(copy: Copy, row: int, start: int, stop: int) -> Copy | None:
     """The part of a copy that lands in rows [start, stop) of its destination."""
-    first = copy.dst_offset // row
-    along = [d for d, n in enumerate(copy.shape) if n > 1 and copy.dst_strides[d] >= row]
-    assert len(along) <= 1, f"{copy.dst_storage}: a view of more than one row dim"
+    view, shape = copy.dst, copy.box.shape
+    first = view.offset // row
+    along = [d for d, n in enumerate(shape) if n > 1 and view.strides[d] >= row]
+    assert len(along) <= 1, f"{view.storage}: a view of more than one row dim"
     if not along:
-        last = copy.dst_offset + sum((n - 1) * s for n, s in zip(copy.shape, copy.dst_strides, strict=True))
-        assert last // row == first, f"{copy.dst_storage}: a view that leaves its row"
+        last = view.offset + sum((n - 1) * s for n, s in zip(shape, view.strides, strict=True))
+        assert last // row == first, f"{view.storage}: a view that leaves its row"
         return copy if start <= first < stop else None
     (dim,) = along
-    assert copy.dst_strides[dim] == row, f"{copy.dst_storage}: rows {copy.dst_strides[dim]} apart, expected {row}"
-    a, b = max(start - first, 0), min(stop - first, copy.shape[dim])
+    assert view.strides[dim] == row, f"{view.storage}: rows {view.strides[dim]} apart, expected {row}"
+    a, b = max(start - first, 0), min(stop - first, shape[dim])
     if a >= b:
         return None
     low, high = list(copy.box.start), list(copy.box.stop)
     low[dim], high[dim] = copy.box.start[dim] + a, copy.box.start[dim] + b
-    box = Box(tuple(low), tuple(high))
-    source, destination = copy.source.part(box), copy.destination.part(box)
-    return replace(copy, box=box, src_offset=source.offset, dst_offset=destination.offset)
+    return copy.part(Box(tuple(low), tuple(high)))
 
 
-def _assemble(piece: Piece, raw: torch.Tensor, sources: Extents, maps: MappedFiles) -> None:
-    """Fills `raw`, the piece's bytes."""
-    values = raw.view(piece.extent.dtype)
-    if sum(copy.numel for copy in piece.copies) < values.numel():
+def _assemble(item: WriteItem, raw: torch.Tensor, sources: Extents, maps: MappedFiles) -> None:
+    """Fills `raw`, the item's bytes."""
+    values = raw.view(item.extent.dtype)
+    if sum(copy.numel for copy in item.copies) < values.numel():
         values.zero_()
-    for copy in piece.copies:
-        source = maps.tensor(sources[copy.src_rank][copy.src_storage])
-        offset = source.storage_offset() + copy.src_offset
-        taken = torch.as_strided(source, copy.shape, copy.src_strides, offset)
-        given = torch.as_strided(values, copy.shape, copy.dst_strides, copy.dst_offset - piece.start * piece.row)
-        given.copy_(taken)
-        if given.dtype == torch.float16 != taken.dtype and not torch.equal(given.isinf(), taken.isinf()):
+    for copy in item.copies:
+        src = maps.view(copy.src, sources[copy.src_rank])
+        dst = torch.as_strided(values, copy.box.shape, copy.dst.strides, copy.dst.offset - item.start * item.row)
+        dst.copy_(src)
+        if dst.dtype == torch.float16 != src.dtype and not torch.equal(dst.isinf(), src.isinf()):
             raise ValueError(
                 f"{copy.tensor} has numbers above {torch.finfo(torch.float16).max:.0f}, the largest of float16; write "
                 "bf16 or fp32"
             )
 
 
-class _Files:
-    """The destination files: opened once, synced and closed by whoever writes the last piece."""
+class _OutputFiles:
+    """The destination files: opened once, synced and closed by whoever writes the last item."""
 
-    def __init__(self, places: Iterable[Place], piece_bytes: int) -> None:
+    def __init__(self, destinations: Iterable[Destination], item_bytes: int) -> None:
         self._lock = threading.Lock()
         self._left: dict[Path, int] = defaultdict(int)
         self._open: dict[Path, int] = {}
-        for place in places:
-            _, rows, step = _cut(place, piece_bytes)
-            self._left[place[0].path] += -(-rows // step)
+        for destination in destinations:
+            _, rows, step = _cut(destination, item_bytes)
+            self._left[destination[0].path] += -(-rows // step)
 
-    def write(self, piece: Piece, values: torch.Tensor) -> None:
-        path = piece.extent.path
+    def write(self, item: WriteItem, values: torch.Tensor) -> None:
+        path = item.extent.path
         with self._lock:
             if path not in self._open:
                 self._open[path] = os.open(path, os.O_RDWR)
             descriptor = self._open[path]
-        row_bytes = piece.row * piece.extent.dtype.itemsize
-        at, data = piece.extent.offset + piece.start * row_bytes, memoryview(values.numpy().data)
+        row_bytes = item.row * item.extent.dtype.itemsize
+        at, data = item.extent.offset + item.start * row_bytes, memoryview(values.numpy().data)
         while data:
             try:
                 written = os.pwrite(descriptor, data, at)

@@ -86,8 +86,8 @@ class StorageName:
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
-    """Rows [start, stop) of a storage (all of it: start 0), as they stand in a global tensor."""
+class GlobalSlice:
+    """Where rows [start, stop) of a storage (all of it: start 0) stand in a global tensor."""
 
     key: str
     lead: tuple[int, ...]
@@ -97,17 +97,17 @@ class Slot:
     stop: int
 
 
-def slots(
+def global_slices(
     name: StorageName, shape: Shape, form: KeyForm, *, num_layers: int, num_experts: int, gated: bool
-) -> list[Slot]:
-    """Where a storage of the whole model stands; two slots for a gated fc1 in the single form."""
+) -> list[GlobalSlice]:
+    """Where a storage of the whole model stands; two for a gated fc1 in the single form."""
     key, lead = name.key(form), name.lead(form)
     before = name.lead_shape(form, num_layers, num_experts)
     if form != "single" or not gated:
-        return [Slot(key, lead, (*before, *shape), 0, shape[0])]
+        return [GlobalSlice(key, lead, (*before, *shape), 0, shape[0])]
     half = shape[0] // 2
     tensor = (*before, half, *shape[1:])
-    return [Slot(f"{key}_w", lead, tensor, 0, half), Slot(f"{key}_v", lead, tensor, half, shape[0])]
+    return [GlobalSlice(f"{key}_w", lead, tensor, 0, half), GlobalSlice(f"{key}_v", lead, tensor, half, shape[0])]
 
 
 def is_gated(storage: str, gated_mlp: bool) -> bool:
@@ -117,13 +117,13 @@ def is_gated(storage: str, gated_mlp: bool) -> bool:
 
 def key_form(keys: Iterable[str]) -> KeyForm:
     """The form of a checkpoint, by the keys of its tensors. Without experts or gates, single is per_layer."""
-    found: KeyForm = "stacked"
+    form: KeyForm = "stacked"
     for key in keys:
         if _SINGLE.match(key):
             return "single"
         if _LAYER.fullmatch(key):
-            found = "per_layer"
-    return found
+            form = "per_layer"
+    return form
 
 
 def chunk_name(key: str, offset: Shape) -> str:
@@ -141,25 +141,25 @@ def cut(placement: Placement, shape: Shape, box: Box, *, storage: str, offset: i
     for dim, size in zip(dims, placement.box.shape, strict=True):
         if dim is not None:
             extent[dim] = size
-    hit = Box(at, tuple(a + n for a, n in zip(at, extent, strict=True))).intersect(box)
-    if hit is None:
+    common = Box(at, tuple(a + n for a, n in zip(at, extent, strict=True))).intersect(box)
+    if common is None:
         return None
     start, stop, steps = list(placement.box.start), list(placement.box.stop), []
     for k, dim in enumerate(dims):
         steps.append(1 if dim is None else strides[dim])
         if dim is not None:
             first = placement.box.start[k] - at[dim]
-            start[k], stop[k] = first + hit.start[dim], first + hit.stop[dim]
-    ahead = sum((a - b) * s for a, b, s in zip(hit.start, box.start, strides, strict=True))
+            start[k], stop[k] = first + common.start[dim], first + common.stop[dim]
+    ahead = sum((a - b) * s for a, b, s in zip(common.start, box.start, strides, strict=True))
     return Placement(placement.tensor, Box(tuple(start), tuple(stop)), storage, offset + ahead, tuple(steps))
 
 
 def _where(placement: Placement, shape: Shape) -> tuple[Shape, list[int | None]]:
     """Where a placement starts in its storage, and the storage's dim of each dim (None for those of size 1)."""
     steps = contiguous_strides(shape)
-    at, rest = [], placement.offset
+    at, offset = [], placement.offset
     for step in steps:
-        index, rest = divmod(rest, step)
+        index, offset = divmod(offset, step)
         at.append(index)
     # Dims of size 1 share their stride with a neighbour; nothing can run along them.
     dim_of = {step: dim for dim, (step, size) in enumerate(zip(steps, shape, strict=True)) if size > 1}

@@ -30,19 +30,20 @@ _SAME_ARGS = (
 def require_one_run(contents: Mapping[Path, Mapping[str, Any]]) -> None:
     """Raises ValueError that names the files which say something else than the first one."""
     first, *others = sorted(contents)
-    told = _said(contents[first])
-    wrong = []
+    expected = _run_of(contents[first])
+    different = []
     for path in others:
-        for key, value in _said(contents[path]).items():
-            if value != told[key]:
-                wrong.append(f"{path.parent.name} has {key} = {value!r}, {first.parent.name} {told[key]!r}")
-    if wrong:
+        for key, value in _run_of(contents[path]).items():
+            if value != expected[key]:
+                different.append(f"{path.parent.name} has {key} = {value!r}, {first.parent.name} {expected[key]!r}")
+    if different:
         raise ValueError(
-            f"{first.parent.parent} mixes files of two checkpoints: {'; '.join(wrong)}; copy it again from its source"
+            f"{first.parent.parent} mixes files of two checkpoints: {'; '.join(different)}; copy it again from "
+            "its source"
         )
 
 
-def _said(content: Mapping[str, Any]) -> dict[str, Any]:
+def _run_of(content: Mapping[str, Any]) -> dict[str, Any]:
     args = content.get("args")
     stated: Mapping[str, Any] = {} if args is None else args if isinstance(args, dict) else vars(args)
     return {key: content.get(key) for key in _SAME} | {key: stated.get(key) for key in _SAME_ARGS}

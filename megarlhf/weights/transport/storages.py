@@ -1,4 +1,7 @@
-"""Executes copy plans in memory and from files. The only arithmetic is a stated cast. Over a group: `reshard.py`."""
+"""Live storages of a rank: views of them, copies inside the rank, loading from files.
+
+The only arithmetic is a stated cast.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import torch
 
 from megarlhf.placement import Placement, RankPlacements, Shape
 from megarlhf.weights.plan.copy_plan import Copy, make_plan
-from megarlhf.weights.transport.extent import MappedFiles, StoredWeights
+from megarlhf.weights.transport.extent import CheckpointWeights, MappedFiles
 
 Storages = Mapping[str, torch.Tensor]
 
@@ -49,13 +52,13 @@ def copy_local(copies: Iterable[Copy], src: Storages, dst: Storages, dtype: torc
     `dtype` makes a local copy give the same bits as one that travelled in that dtype.
     """
     for copy in copies:
-        values = view(copy.source, src)
-        view(copy.destination, dst).copy_(values if dtype is None else values.to(dtype))
+        values = view(copy.src, src)
+        view(copy.dst, dst).copy_(values if dtype is None else values.to(dtype))
 
 
 @torch.no_grad()
-def carry_from_files(
-    placements: RankPlacements, stored: StoredWeights, dst: Storages, *, skip: Collection[str] = ()
+def load_from_files(
+    placements: RankPlacements, weights: CheckpointWeights, dst: Storages, *, skip: Collection[str] = ()
 ) -> None:
     """Fills a rank's storages from files of any format and layout, reading only its boxes, cast to each
     storage's dtype.
@@ -65,19 +68,18 @@ def carry_from_files(
     Raises: ValueError when a logical tensor's shape differs, when the files lack a box, or when they are short.
     """
     wanted = placements.select([tensor for tensor in placements.tensors if tensor not in skip])
-    held = {tensor for part in stored.parts for tensor in part.tensors}
-    lost = [tensor for tensor in wanted.tensors if tensor not in held]
-    if lost:
+    in_files = {tensor for part in weights.parts for tensor in part.tensors}
+    missing = [tensor for tensor in wanted.tensors if tensor not in in_files]
+    if missing:
         raise ValueError(
-            f"{stored.where} lacks {len(lost)} tensors of the model: {', '.join(lost)}; is this the checkpoint of the "
-            "configured model, with the head that its role needs?"
+            f"{weights.directory} lacks {len(missing)} tensors of the model: {', '.join(missing)}; is this the "
+            "checkpoint of the configured model, with the head that its role needs?"
         )
-    rank = len(stored.parts)
-    plan = make_plan(stored.parts, [wanted.on_rank(rank)], only_rank=rank)
+    rank = len(weights.parts)
+    plan = make_plan(weights.parts, [wanted.on_rank(rank)], only_rank=rank)
     maps = MappedFiles()
     for copy in plan.copies:
-        source = maps.tensor(stored.extents[copy.src_rank][copy.src_storage])
-        view(copy.destination, dst).copy_(view(copy.source, {copy.src_storage: source}))
+        view(copy.dst, dst).copy_(maps.view(copy.src, weights.extents[copy.src_rank]))
     zero_padding(placements, dst)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from itertools import accumulate
 from typing import TypeVar
 
-from megarlhf.weights.plan.cuts import Ranks
+from megarlhf.weights.plan.overlaps import Ranks
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -16,7 +16,7 @@ Window = tuple[int, int]
 """(rank, where its part of the stream ends); parts follow each other."""
 
 
-def share_streams(
+def balance_senders(
     needs: Mapping[Ranks, Mapping[Key, int]], snap: Callable[[Ranks, Key, int], int]
 ) -> dict[tuple[Ranks, Key], list[Window]]:
     """Windows of the stream of each (set of ranks, key), one after the other.
@@ -31,7 +31,7 @@ def share_streams(
     for ranks in sorted(needs, key=lambda r: (len(r), r)):
         keys = list(needs[ranks])
         ends = list(accumulate(needs[ranks][key] for key in keys))
-        parts = fill([load[rank] for rank in ranks], ends[-1])
+        parts = water_fill([load[rank] for rank in ranks], ends[-1])
         cuts = []
         for position in list(accumulate(parts))[:-1]:
             index = min(bisect_right(ends, position), len(keys) - 1)
@@ -46,8 +46,8 @@ def share_streams(
     return windows
 
 
-def fill(loads: Sequence[int], total: int) -> list[int]:
-    """`total` dealt out so that the largest of `loads` plus what they get is as small as can be."""
+def water_fill(loads: Sequence[int], total: int) -> list[int]:
+    """`total` in integer parts such that the largest of `loads` plus parts is as small as can be."""
     order = sorted(range(len(loads)), key=lambda i: (loads[i], i))
     below = 0
     for count, index in enumerate(order, start=1):

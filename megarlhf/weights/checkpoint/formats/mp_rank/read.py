@@ -1,4 +1,4 @@
-"""Megatron-LM's older checkpoints: `iter_XXXXXXX/mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt`, a file per rank.
+"""Reads Megatron-LM's older checkpoints: `iter_XXXXXXX/mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt`, a file per rank.
 
 The layout is taken from what the files hold (which names, how many layers, which shapes), and the stored args
 have to agree with it.
@@ -7,30 +7,21 @@ have to agree with it.
 from __future__ import annotations
 
 import re
-from argparse import Namespace
-from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from megarlhf.architectures.architecture import Architecture
-from megarlhf.architectures.megatron_layout import At, MegatronLayout
+from megarlhf.architectures.megatron_layout import MegatronLayout, ModelRank
 from megarlhf.architectures.placements import Experts, Head, Spec
 from megarlhf.placement import RankPlacements
 from megarlhf.weights.checkpoint.formats.megatron.args import arch_of
-from megarlhf.weights.checkpoint.formats.megatron.tracker import (
-    Iteration,
-    checkpoint_directory,
-    find_checkpoint,
-    write_tracker,
-)
-from megarlhf.weights.checkpoint.formats.mp_rank.names import core_names, reorder_qkv
-from megarlhf.weights.checkpoint.formats.mp_rank.run import require_one_run
-from megarlhf.weights.checkpoint.formats.torch_file.archive import TensorSpec, read_torch_file, write_skeleton
+from megarlhf.weights.checkpoint.formats.megatron.tracker import Iteration, find_checkpoint
+from megarlhf.weights.checkpoint.formats.mp_rank.legacy import core_names, reorder_qkv
+from megarlhf.weights.checkpoint.formats.mp_rank.same_run import require_one_run
+from megarlhf.weights.checkpoint.formats.torch_file.archive import read_torch_file
 from megarlhf.weights.transport.extent import Extent
 
 MODEL_FILES = ("model_optim_rng.pt", "model_rng.pt")
@@ -45,7 +36,7 @@ _EXPERT_BIAS = ".router.expert_bias"
 _EMBEDDING = "embedding.word_embeddings.weight"
 _HEAD = "output_layer.weight"
 
-Chunk = dict[str, Extent]
+ModelChunk = dict[str, Extent]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +45,7 @@ class MpRankCheckpoint:
 
     directory: Path
     """With the mp_rank folders in it."""
-    files: Mapping[At, Path]
+    files: Mapping[ModelRank, Path]
     args: Mapping[str, Any]
     """Megatron-LM's, as far as they are plain data; empty when none are stored."""
     iteration: Iteration | None
@@ -73,7 +64,7 @@ class _File:
     """What one file says."""
 
     path: Path
-    chunks: list[Chunk]
+    chunks: list[ModelChunk]
     content: Mapping[str, Any]
     legacy: bool
     """Names from before Megatron-Core."""
@@ -86,13 +77,13 @@ def read_mp_rank(directory: str | PathLike[str], arch: Architecture | None = Non
     tensors are not exactly those of the architecture (every difference listed).
     """
     folder, iteration = find_checkpoint(directory)
-    found = {} if folder is None else _find_files(folder)
-    if folder is None or not found:
+    paths = {} if folder is None else _find_files(folder)
+    if folder is None or not paths:
         raise ValueError(
             f"{directory} has no mp_rank_* folders with {' or '.join(MODEL_FILES)}; give a run's root with its "
             "latest_checkpointed_iteration.txt, or one iteration's directory"
         )
-    files = {index: _read_file(path) for index, path in found.items()}
+    files = {index: _read_file(path) for index, path in paths.items()}
     require_one_run({file.path: file.content for file in files.values()})
     first = files[min(files)]
     args = _args(first)
@@ -107,9 +98,9 @@ def read_mp_rank(directory: str | PathLike[str], arch: Architecture | None = Non
     layout = _with_equal_stages(layout, arch)
     version = _version(first)
     parts = [reorder_qkv(part, arch, layout.tp, version, folder) for part in layout.parts(arch, head)]
-    held = [_storages(grid[at], layout.vpp) for at in layout.ranks()]
+    stored = [_storages(grid[at], layout.vpp) for at in layout.ranks()]
     biased = bool(args.get("moe_router_enable_expert_bias", not args))
-    _check(folder, [grid[at].path for at in layout.ranks()], parts, held, biased)
+    _check(folder, [grid[at].path for at in layout.ranks()], parts, stored, biased)
     return MpRankCheckpoint(
         directory=folder,
         files={at: file.path for at, file in grid.items()},
@@ -119,7 +110,7 @@ def read_mp_rank(directory: str | PathLike[str], arch: Architecture | None = Non
         layout=layout,
         head=head,
         parts=parts,
-        extents=[{name: extents[name] for name in part.storages} for part, extents in zip(parts, held, strict=True)],
+        extents=[{name: extents[name] for name in part.storages} for part, extents in zip(parts, stored, strict=True)],
     )
 
 
@@ -128,21 +119,21 @@ def read_mp_rank(directory: str | PathLike[str], arch: Architecture | None = Non
 
 def _find_files(folder: Path) -> dict[tuple[int, ...], Path]:
     """The model's file by the numbers in its folder's name; folders of optimizer files alone are left out."""
-    found, empty = {}, []
+    paths, empty = {}, []
     for path in sorted(folder.glob("mp_rank_*")):
         numbers = _FOLDER.fullmatch(path.name)
         if numbers is None or not path.is_dir():
             continue
         models = [path / name for name in MODEL_FILES if (path / name).is_file()]
         if models:
-            found[tuple(int(n) for n in numbers.groups() if n is not None)] = models[0]
+            paths[tuple(int(n) for n in numbers.groups() if n is not None)] = models[0]
         elif not any(path.glob("*optim*.pt")):
             empty.append(path.name)
     if empty:
         raise ValueError(
             f"{folder} has no {MODEL_FILES[0]} in {', '.join(empty)}; copy the missing files from the source"
         )
-    return found
+    return paths
 
 
 def _read_file(path: Path) -> _File:
@@ -184,7 +175,7 @@ def _version(file: _File) -> float:
 # --- layout -----------------------------------------------------------------------------------------
 
 
-def _grid(folder: Path, files: Mapping[tuple[int, ...], _File], args: Mapping[str, Any]) -> dict[At, _File]:
+def _grid(folder: Path, files: Mapping[tuple[int, ...], _File], args: Mapping[str, Any]) -> dict[ModelRank, _File]:
     """The files by coordinates.
 
     Raises: ValueError when names are of several forms, or files are missing.
@@ -194,10 +185,10 @@ def _grid(folder: Path, files: Mapping[tuple[int, ...], _File], args: Mapping[st
         raise ValueError(f"{folder} mixes mp_rank_TT, mp_rank_TT_PPP and mp_rank_TT_PPP_EEE; keep those of one run")
     (length,) = lengths
     experts = length == 2 and _second_is_expert(files)
-    grid: dict[At, _File] = {}
+    grid: dict[ModelRank, _File] = {}
     for index, file in files.items():
         tp, second, third = (*index, 0, 0)[:3]
-        grid[At(0, second, tp) if experts else At(second, third, tp)] = file
+        grid[ModelRank(0, second, tp) if experts else ModelRank(second, third, tp)] = file
     tensor = _int(args, "tensor_model_parallel_size") or _int(args, "model_parallel_size")
     sizes = {
         "pipeline": (max(at.pp for at in grid) + 1, _int(args, "pipeline_model_parallel_size")),
@@ -206,19 +197,21 @@ def _grid(folder: Path, files: Mapping[tuple[int, ...], _File], args: Mapping[st
     }
     pp, ep, tp = (max(count, stated or 1) for count, stated in sizes.values())
     ranks = MegatronLayout(tp=tp, pp=pp, ep=ep, padded_vocab=tp).ranks()
-    missing = [_folder_name(at, pp, ep) for at in ranks if at not in grid]
+    missing = [folder_name(at, pp, ep) for at in ranks if at not in grid]
     if missing:
         raise ValueError(
             f"{folder} lacks {len(missing)} of {len(ranks)} files (tensor {tp} x pipeline {pp} x expert {ep}): "
             f"{', '.join(missing)}; copy them from the source"
         )
-    wrong = [
+    contradictions = [
         f"{kind} size {count}, args say {stated}"
         for kind, (count, stated) in sizes.items()
         if stated not in (None, count)
     ]
-    if wrong:
-        raise ValueError(f"{folder} has folders of {'; '.join(wrong)}; it mixes two runs: copy one of them again")
+    if contradictions:
+        raise ValueError(
+            f"{folder} has folders of {'; '.join(contradictions)}; it mixes two runs: copy one of them again"
+        )
     return grid
 
 
@@ -227,14 +220,14 @@ def _second_is_expert(files: Mapping[tuple[int, ...], _File]) -> bool:
     return all(any(_EMBEDDING in chunk for chunk in file.chunks) for file in files.values()) and len(files) > 1
 
 
-def _folder_name(at: At, pp: int, ep: int) -> str:
+def folder_name(at: ModelRank, pp: int, ep: int) -> str:
     return f"mp_rank_{at.tp:02d}" + (f"_{at.pp:03d}" if pp > 1 else "") + (f"_{at.ep:03d}" if ep > 1 else "")
 
 
-def _layout(folder: Path, grid: Mapping[At, _File], args: Mapping[str, Any]) -> tuple[MegatronLayout, Head]:
+def _layout(folder: Path, grid: Mapping[ModelRank, _File], args: Mapping[str, Any]) -> tuple[MegatronLayout, Head]:
     """The layout that the files hold, with layers_per_stage always stated, and the head."""
     pp, ep, tp = (max(getattr(at, axis) for at in grid) + 1 for axis in ("pp", "ep", "tp"))
-    first, last = grid[At(0, 0, 0)], grid[At(pp - 1, 0, 0)]
+    first, last = grid[ModelRank(0, 0, 0)], grid[ModelRank(pp - 1, 0, 0)]
     vpp = len(first.chunks)
     embedding = first.chunks[0].get(_EMBEDDING)
     if embedding is None:
@@ -265,10 +258,10 @@ def _layout(folder: Path, grid: Mapping[At, _File], args: Mapping[str, Any]) -> 
     return layout, head
 
 
-def _layers_per_stage(grid: Mapping[At, _File], pp: int, vpp: int) -> tuple[int, ...]:
+def _layers_per_stage(grid: Mapping[ModelRank, _File], pp: int, vpp: int) -> tuple[int, ...]:
     stages = []
     for stage in range(pp):
-        file = grid[At(stage, 0, 0)]
+        file = grid[ModelRank(stage, 0, 0)]
         counts = [_num_layers(chunk) for chunk in file.chunks]
         if len(counts) != vpp or len(set(counts)) != 1 or not counts[0]:
             raise ValueError(
@@ -279,8 +272,8 @@ def _layers_per_stage(grid: Mapping[At, _File], pp: int, vpp: int) -> tuple[int,
     return tuple(stages)
 
 
-def _num_layers(chunk: Chunk) -> int:
-    return max((int(found[1]) + 1 for name in chunk if (found := _LAYER.match(name))), default=0)
+def _num_layers(chunk: ModelChunk) -> int:
+    return max((int(match[1]) + 1 for name in chunk if (match := _LAYER.match(name))), default=0)
 
 
 def _spec(names: list[str]) -> Spec:
@@ -317,22 +310,22 @@ def _check(
     """Raises ValueError that lists every tensor which is missing, not the model's, or of another shape."""
     problems = []
     harmless = _HARMLESS if biased else (*_HARMLESS, _EXPERT_BIAS)
-    for path, part, held in zip(paths, parts, extents, strict=True):
-        where = path.parent.name
-        problems += [f"{where}: {name} is missing" for name in part.storages if name not in held]
+    for path, part, stored in zip(paths, parts, extents, strict=True):
+        folder_of_rank = path.parent.name
+        problems += [f"{folder_of_rank}: {name} is missing" for name in part.storages if name not in stored]
         problems += [
-            f"{where}: {name} has shape {held[name].shape}, expected {shape}"
+            f"{folder_of_rank}: {name} has shape {stored[name].shape}, expected {shape}"
             for name, shape in part.storages.items()
-            if name in held and held[name].shape != shape
+            if name in stored and stored[name].shape != shape
         ]
         problems += [
-            f"{where}: {name} is stored with strides {held[name].strides}, expected without gaps"
+            f"{folder_of_rank}: {name} is stored with strides {stored[name].strides}, expected without gaps"
             for name in part.storages
-            if name in held and held[name].strides is not None
+            if name in stored and stored[name].strides is not None
         ]
         problems += [
-            f"{where}: {name} is not part of the model"
-            for name in held
+            f"{folder_of_rank}: {name} is not part of the model"
+            for name in stored
             if name not in part.storages and not name.endswith(harmless)
         ]
     if problems:
@@ -340,53 +333,3 @@ def _check(
             f"{folder} differs from the model it is described as in {len(problems)} tensors: {'; '.join(problems)}. "
             "Check that the description (args, or the Hugging Face directory) belongs to the checkpoint"
         )
-
-
-# --- writing ----------------------------------------------------------------------------------------
-
-
-def plan_mp_rank(
-    directory: Path,
-    arch: Architecture,
-    layout: MegatronLayout,
-    head: Head,
-    dtype: torch.dtype,
-    args: Mapping[str, Any],
-    iteration: Iteration,
-) -> tuple[list[RankPlacements], list[dict[str, Extent]]]:
-    """Creates a run's root with one checkpoint whose tensors are holes: what each file holds, and where.
-
-    `args`: `megatron_args.args_of`, with more if wished; they become the checkpoint's Namespace.
-
-    Raises: ValueError when the layout does not fit the model.
-    """
-    parts = layout.parts(arch, head)
-    folder = checkpoint_directory(directory, iteration)
-    number = 0 if iteration == "release" else iteration
-    stated = Namespace(**{**args, "ckpt_format": "torch", "use_dist_ckpt": False, "iteration": number})
-    extents = []
-    for at, part in zip(layout.ranks(), parts, strict=True):
-        path = folder / _folder_name(at, layout.pp, layout.ep) / MODEL_FILES[0]
-        path.parent.mkdir(parents=True)
-        models = _model_specs(part, layout.vpp, dtype)
-        content = {"args": stated, "checkpoint_version": VERSION, "iteration": number, **models}
-        written, _ = write_skeleton(path, content)
-        held = {key: written[key] for key in models}
-        if layout.vpp > 1:
-            extents.append({f"{key}.{name}": extent for key, model in held.items() for name, extent in model.items()})
-        else:
-            extents.append(dict(held["model"]))
-    write_tracker(directory, iteration)
-    return parts, extents
-
-
-def _model_specs(part: RankPlacements, vpp: int, dtype: torch.dtype) -> dict[str, OrderedDict[str, TensorSpec]]:
-    """The state dict of each model chunk, by its key in the file."""
-    specs = {name: TensorSpec(shape, dtype) for name, shape in part.storages.items()}
-    if vpp == 1:
-        return {"model": OrderedDict(specs)}
-    keys = [f"model{v}" for v in range(vpp)]
-    return {
-        key: OrderedDict((n.removeprefix(key + "."), s) for n, s in specs.items() if n.startswith(key + "."))
-        for key in keys
-    }

@@ -130,17 +130,17 @@ def megatron_layer(
     out["mlp.router.weight"] = logical[f"model.layers.{layer}.{block}.gate.weight"]
     per_rank = arch.num_experts // ep
     mine = range(ep_rank * per_rank, (ep_rank + 1) * per_rank)
-    ones = [fc1(arch, first[j], "weight", tp, tp_rank) for j in mine]
-    twos = [second[j]["weight"].chunk(tp, dim=1)[tp_rank] for j in mine]
+    fc1_weights = [fc1(arch, first[j], "weight", tp, tp_rank) for j in mine]
+    fc2_weights = [second[j]["weight"].chunk(tp, dim=1)[tp_rank] for j in mine]
     if experts == "each":
         names = [f"mlp.experts.local_experts.{n}.linear_fc{{}}.weight" for n in range(per_rank)]
     else:
         names = [f"mlp.experts.linear_fc{{}}.weight{n}" for n in range(per_rank)]
     if experts == "grouped" and not te:
         # GroupedMLP's forward: w1 = weight1.view(E, hidden, -1), w2 = weight2.view(E, -1, hidden), x @ w1, y @ w2.
-        out["mlp.experts.weight1"] = torch.stack([one.T for one in ones]).reshape(arch.hidden_size, -1)
-        out["mlp.experts.weight2"] = torch.stack([two.T for two in twos]).reshape(-1, arch.hidden_size)
+        out["mlp.experts.weight1"] = torch.stack([w.T for w in fc1_weights]).reshape(arch.hidden_size, -1)
+        out["mlp.experts.weight2"] = torch.stack([w.T for w in fc2_weights]).reshape(-1, arch.hidden_size)
     else:
-        for name, one, two in zip(names, ones, twos, strict=True):
-            out[name.format(1)], out[name.format(2)] = one, two
+        for name, fc1_weight, fc2_weight in zip(names, fc1_weights, fc2_weights, strict=True):
+            out[name.format(1)], out[name.format(2)] = fc1_weight, fc2_weight
     return out

@@ -1,4 +1,4 @@
-"""Carriers: memory, files and a gloo group of four processes, with casts."""
+"""Live storages: filled in memory, from files, and over a gloo group of four processes, with casts."""
 
 import socket
 from pathlib import Path
@@ -13,10 +13,10 @@ from megarlhf.weights.checkpoint.export import export
 from megarlhf.weights.checkpoint.formats.huggingface.read import HFFiles
 from megarlhf.weights.checks.digest import compare, replica_digests, summed
 from megarlhf.weights.plan.copy_plan import make_plan
-from megarlhf.weights.transport.local import carry_from_files, check_storages, copy_local
 from megarlhf.weights.transport.random_init import fill_random
-from megarlhf.weights.transport.reshard import carry_over_group
+from megarlhf.weights.transport.reshard import reshard_once
 from megarlhf.weights.transport.schedule import rank_rounds
+from megarlhf.weights.transport.storages import check_storages, copy_local, load_from_files, view
 from tests.weights.cases import (
     TINY,
     empty,
@@ -88,22 +88,20 @@ def test_files_to_megatron_and_back_bit_exact(tmp_path, tp, stages):
     model.save_pretrained(tmp_path / "in", max_shard_size="100KB")
     assert len(list((tmp_path / "in").glob("*.safetensors"))) > 2
     arch = tiny()
-    reader = HFFiles(tmp_path / "in").stored(arch, "lm")
+    reader = HFFiles(tmp_path / "in").weights(arch, "lm")
     live = {}
     megatron = megatron_ranks(arch, tp, stages)
     for part in megatron:
         live[part.rank] = empty([part], torch.bfloat16)[part.rank]
-        carry_from_files(part, reader, live[part.rank])
+        load_from_files(part, reader, live[part.rank])
         for name, gaps in part.padding().items():
             assert not any(live[part.rank][name].view(-1)[a:b].any() for a, b in gaps)
     merged = {f"{rank}/{name}": value for rank, storages in live.items() for name, value in storages.items()}
     hf = hf_placements(arch)
     back = empty([hf], torch.bfloat16)[0]
     for copy in make_plan(megatron, [hf]).copies:
-        source = torch.as_strided(
-            merged[f"{copy.src_rank}/{copy.src_storage}"], copy.shape, copy.src_strides, copy.src_offset
-        )
-        torch.as_strided(back[copy.dst_storage], copy.shape, copy.dst_strides, copy.dst_offset).copy_(source)
+        source = merged[f"{copy.src_rank}/{copy.src.storage}"]
+        view(copy.dst, back).copy_(view(copy.src, {copy.src.storage: source}))
     export(
         [hf],
         back,
@@ -124,16 +122,16 @@ def test_loading_names_what_does_not_fit(tmp_path):
     from transformers import LlamaForCausalLM
 
     LlamaForCausalLM(transformers_config()).save_pretrained(tmp_path)
-    reader = HFFiles(tmp_path).stored(tiny(), "lm")
+    reader = HFFiles(tmp_path).weights(tiny(), "lm")
     (part,) = megatron_ranks(tiny(), 1, [range(3)], head="scalar")
     live = empty([part])[0]
     with pytest.raises(ValueError, match=r"lacks 1 tensors of the model: score.weight; is this"):
-        carry_from_files(part, reader, live)
-    carry_from_files(part, reader, live, skip=("score.weight",))
+        load_from_files(part, reader, live)
+    load_from_files(part, reader, live, skip=("score.weight",))
     assert bool((live["output_layer.weight"] == -1).all())
     (wide,) = megatron_ranks(tiny(intermediate_size=128), 1, [range(3)])
     with pytest.raises(ValueError, match=r"gate_proj.weight has shape \(96, 64\) on rank 0 and \(128, 64\)"):
-        carry_from_files(wide, reader, empty([wide])[0])
+        load_from_files(wide, reader, empty([wide])[0])
 
 
 def _group_main(rank: int, port: int, directory: Path) -> None:
@@ -156,7 +154,7 @@ def _group_body(rank: int, directory: str) -> str:
         rounds = len(rank_rounds(plan.traffic, rank, bucket // 2))
         assert rounds == 1 if tp == 4 else rounds > 3, rounds
         device = torch.device("cpu")
-        carry_over_group(plan, src, dst, rank=rank, dtype=torch.bfloat16, device=device, bucket_bytes=bucket)
+        reshard_once(plan, src, dst, rank=rank, dtype=torch.bfloat16, device=device, bucket_bytes=bucket)
         expected = empty([ranks[rank]], torch.bfloat16)[rank]
         fill_random(ranks[rank], expected, seed=5, std=0.1, arch=arch)
         different = [name for name in dst if not torch.equal(dst[name], expected[name])]
@@ -188,7 +186,7 @@ def test_over_a_gloo_group_of_four(tmp_path):
     arch = tiny(tie_word_embeddings=True)
     hf = hf_placements(arch)
     loaded, expected = empty([hf], torch.float32)[0], empty([hf], torch.float32)[0]
-    carry_from_files(hf, HFFiles(tmp_path / "out").stored(arch, "lm"), loaded)
+    load_from_files(hf, HFFiles(tmp_path / "out").weights(arch, "lm"), loaded)
     fill_random(hf, expected, seed=5, std=0.1, arch=arch)
     assert all(torch.equal(loaded[name], value) for name, value in expected.items())
     assert {path.name for path in tmp_path.iterdir()} == {"out", *(f"result{rank}" for rank in range(4))}

@@ -13,22 +13,22 @@ def _off(value: Any) -> bool:
     return not value
 
 
-def _one(value: Any) -> bool:
+def _none_or_one(value: Any) -> bool:
     """Nothing, 1, or 1 for each layer."""
     return value is None or value == 1 or (isinstance(value, list) and set(value) == {1})
 
 
-def _among(*known: Any) -> Callable[[Any], bool]:
-    return lambda value: value in known
+def _among(*values: Any) -> Callable[[Any], bool]:
+    return lambda value: value in values
 
 
-_UNDERSTOOD: Mapping[str, Callable[[Any], bool]] = MappingProxyType(
+_SUPPORTED: Mapping[str, Callable[[Any], bool]] = MappingProxyType(
     {
         "position_embedding_type": _among(None, "rope", "learned_absolute"),
         "normalization": _among(None, "RMSNorm", "LayerNorm"),
-        "rotary_percent": _one,
+        "rotary_percent": _none_or_one,
         "rotary_interleaved": _off,
-        "rotary_seq_len_interpolation_factor": _one,
+        "rotary_seq_len_interpolation_factor": _none_or_one,
         "no_rope_freq": _off,
         "window_attn_skip_freq": _off,
         "window_size": lambda value: value is None or (value[1] == 0 and value[0] >= 0),
@@ -57,11 +57,11 @@ _UNDERSTOOD: Mapping[str, Callable[[Any], bool]] = MappingProxyType(
         "heterogeneous_block_specs": _off,
         "heterogeneous_layers_config_path": _off,
         "heterogeneous_layers_config_encoded_json": _off,
-        "moe_layer_freq": _one,
+        "moe_layer_freq": _none_or_one,
         "moe_shared_expert_intermediate_size": _off,
         "moe_router_score_function": _among(None, "softmax"),
         "moe_router_enable_expert_bias": _off,
-        "moe_router_topk_scaling_factor": _one,
+        "moe_router_topk_scaling_factor": _none_or_one,
         "moe_router_num_groups": _off,
         "moe_router_group_topk": _off,
         "moe_router_topk_limited_devices": _off,
@@ -77,15 +77,15 @@ _UNDERSTOOD: Mapping[str, Callable[[Any], bool]] = MappingProxyType(
 and what is meant for training (dropout, the router's jitter, the capacity of experts)."""
 
 
-def unknown(args: Args) -> list[str]:
-    return [key for key, fits in _UNDERSTOOD.items() if key in args and not fits(args[key])]
+def unsupported_args(args: Args) -> list[str]:
+    return [key for key, fits in _SUPPORTED.items() if key in args and not fits(args[key])]
 
 
-def refuse_unknown(args: Args) -> None:
+def refuse_unsupported(args: Args) -> None:
     """Raises: ValueError that names every argument with which Megatron computes what no family does."""
-    wrong = unknown(args)
-    if wrong:
-        shown = ", ".join(f"{key} = {args[key]!r}" for key in wrong)
+    names = unsupported_args(args)
+    if names:
+        shown = ", ".join(f"{key} = {args[key]!r}" for key in names)
         raise ValueError(
             f"the checkpoint's args describe a model of no known family: {shown}. Use a checkpoint without "
             "these, or add a family (docs/new-architecture.md)"

@@ -13,10 +13,11 @@ from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 from typing import Any
 
-from megarlhf.architectures.architecture import Architecture, hf_config
-from megarlhf.architectures.config_spec import ConfigSpec, Key, Llama3Rope, write_facts
+from megarlhf.architectures.architecture import Architecture, Llama3Rope
+from megarlhf.architectures.config_spec import ConfigSpec, Key, write_facts
 from megarlhf.architectures.families import FAMILIES
-from megarlhf.weights.checkpoint.formats.megatron.unknown import Args, refuse_unknown, unknown
+from megarlhf.architectures.hf_config import hf_config
+from megarlhf.weights.checkpoint.formats.megatron.unsupported import Args, refuse_unsupported, unsupported_args
 
 _log = logging.getLogger(__name__)
 
@@ -194,11 +195,11 @@ Without `activation` (no word for ReLU, and the fusion that decides between the 
 """
 
 
-def same(one: Any, other: Any) -> bool:
+def same(a: Any, b: Any) -> bool:
     """Equal, floats but for their last digits (an epsilon that went through float32)."""
-    if isinstance(one, float) and isinstance(other, float):
-        return math.isclose(one, other, rel_tol=1e-6)
-    return bool(one == other)
+    if isinstance(a, float) and isinstance(b, float):
+        return math.isclose(a, b, rel_tol=1e-6)
+    return bool(a == b)
 
 
 def disagreements(arch: Architecture, args: Args) -> list[str]:
@@ -206,11 +207,11 @@ def disagreements(arch: Architecture, args: Args) -> list[str]:
 
     The family is not compared: several have the same switches.
     """
-    strange = unknown(args)
-    wrong = [f"args say {key} = {args[key]!r}, which no family computes" for key in strange]
+    unsupported = unsupported_args(args)
+    problems = [f"args say {key} = {args[key]!r}, which no family computes" for key in unsupported]
     padded = args.get("padded_vocab_size")
     if not args.get("vocab_size") and isinstance(padded, int) and arch.vocab_size > padded:
-        wrong.append(f"vocab_size: config.json says {arch.vocab_size}, args say padded_vocab_size = {padded}, less")
+        problems.append(f"vocab_size: config.json says {arch.vocab_size}, args say padded_vocab_size = {padded}, less")
     stated = {key: value for key, value in args.items() if value is not None and key != "padded_vocab_size"}
     required = {
         "num_layers": arch.num_layers,
@@ -220,33 +221,33 @@ def disagreements(arch: Architecture, args: Args) -> list[str]:
         "vocab_size": arch.vocab_size,
     }
     try:
-        told = infer({**required, **stated}, arch.model_type)
+        inferred = infer({**required, **stated}, arch.model_type)
     except (ValueError, TypeError):
-        return wrong  # damaged: they state nothing
+        return problems  # damaged: they state nothing
     for field, keys in _TELLING.items():
-        says = [key for key in keys if key in stated]
-        if not says or not set(keys).isdisjoint(strange) or not _comparable(field, arch, told):
+        stating = [key for key in keys if key in stated]
+        if not stating or not set(keys).isdisjoint(unsupported) or not _comparable(field, arch, inferred):
             continue
-        mine, theirs = _compared(field, arch), _compared(field, told)
-        if not same(mine, theirs):
-            shown = ", ".join(f"{key} = {stated[key]!r}" for key in _ARGUMENTS.get(field, says) if key in stated)
-            wrong.append(f"{field}: config.json says {mine!r}, args say {theirs!r} ({shown})")
-    return wrong
+        of_config, of_args = _compared(field, arch), _compared(field, inferred)
+        if not same(of_config, of_args):
+            shown = ", ".join(f"{key} = {stated[key]!r}" for key in _ARGUMENTS.get(field, stating) if key in stated)
+            problems.append(f"{field}: config.json says {of_config!r}, args say {of_args!r} ({shown})")
+    return problems
 
 
-def _comparable(field: str, arch: Architecture, told: Architecture) -> bool:
+def _comparable(field: str, arch: Architecture, inferred: Architecture) -> bool:
     """Whether the field means something in both, and Megatron has a word for what `arch` has."""
-    rope, experts = (arch.positions, told.positions) == ("rope", "rope"), arch.num_experts and told.num_experts
+    rope, experts = (arch.positions, inferred.positions) == ("rope", "rope"), arch.num_experts and inferred.num_experts
     if field in ("rope_theta", "rope_scaling"):
         return rope
     if field == "max_positions":
-        return (arch.positions, told.positions) == ("learned", "learned")  # a rotary model's are extended at will
+        return (arch.positions, inferred.positions) == ("learned", "learned")  # a rotary model's are extended at will
     if field in ("experts_per_token", "expert_ffn_size", "renormalize_experts"):
         return bool(experts)
     if field == "ffn_size":
         return not experts
     if field == "qkv_bias":
-        return not (arch.mlp_bias and told.mlp_bias)  # add_bias_linear: all or none
+        return not (arch.mlp_bias and inferred.mlp_bias)  # add_bias_linear: all or none
     return True
 
 
@@ -266,7 +267,7 @@ class _Refused:
     why: ValueError
 
 
-def recognise(args: Args) -> Architecture:
+def match_family(args: Args) -> Architecture:
     """The architecture that the arguments describe: of the first registered family whose config.json can state it.
 
     Every layer has experts or none has, so beside experts the size of a dense MLP means nothing: a family that
@@ -274,7 +275,7 @@ def recognise(args: Args) -> Architecture:
 
     Raises: ValueError that names every argument concerned, and the nearest family.
     """
-    refuse_unknown(args)
+    refuse_unsupported(args)
     described = infer(args, "")
     ffn_sizes = (described.ffn_size, described.expert_ffn_size) if described.num_experts else (described.ffn_size,)
     refused = []
@@ -294,7 +295,7 @@ def _misfits(arch: Architecture, spec: ConfigSpec) -> list[str]:
     """Fields that a config.json of this family cannot state as they are. Rotary numbers are left to `positions`."""
     facts, config = vars(arch), write_facts(vars(arch), spec)
 
-    def said(fact: Any, value: Any) -> bool:
+    def can_state(fact: Any, value: Any) -> bool:
         if not isinstance(fact, Key):
             return bool(value == (fact(facts) if callable(fact) else fact))
         if value is None:
@@ -302,26 +303,26 @@ def _misfits(arch: Architecture, spec: ConfigSpec) -> list[str]:
         # Two fields may share a key, which then says the value of one.
         return bool(config[fact.name] == value == fact.read(fact.name, value))
 
-    wrong = []
+    misfits = []
     for field in fields(arch):
         if field.name in ("model_type", "rope_theta", "rope_scaling"):
             continue
         try:
-            fits = said(spec.facts.get(field.name, field.default), facts[field.name])
+            fits = can_state(spec.facts.get(field.name, field.default), facts[field.name])
         except ValueError:
             fits = False
         if not fits:
-            wrong.append(field.name)
-    return wrong
+            misfits.append(field.name)
+    return misfits
 
 
 def _of_no_family(args: Args, refused: list[_Refused]) -> ValueError:
     def names(misfits: Iterable[str]) -> list[str]:
-        told = [[key for key in _ARGUMENTS[field] if key in args] or [_ARGUMENTS[field][0]] for field in misfits]
-        return list(dict.fromkeys(key for keys in told for key in keys))
+        candidates = [[key for key in _ARGUMENTS[field] if key in args] or [_ARGUMENTS[field][0]] for field in misfits]
+        return list(dict.fromkeys(key for keys in candidates for key in keys))
 
-    nearest = min(refused, key=lambda one: len(one.misfits))
-    anywhere = {field for one in refused for field in one.misfits}
+    nearest = min(refused, key=lambda family: len(family.misfits))
+    anywhere = {field for family in refused for field in family.misfits}
     shown = [f"{key} = {args.get(key)!r}" for key in names(field for field in _ARGUMENTS if field in anywhere)]
     differs = f"which differs in {', '.join(names(nearest.misfits))}"
     if not nearest.misfits:

@@ -1,6 +1,6 @@
-"""Moves: the same elements as the copies they are made of, in fewer and longer runs.
+"""Strided copies: the same elements as the copies they are made of, in fewer and longer ranges.
 
-Not covered: messages (`test_reshard.py`).
+Not covered: messages over a group (`test_reshard.py`).
 """
 
 import itertools
@@ -10,23 +10,24 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarlhf.placement import Box
+from megarlhf.placement import Box, Placement
 from megarlhf.weights.plan.copy_plan import Copy, make_plan
-from megarlhf.weights.transport.moves import End, Move, MoveStream, Part, moves_of
+from megarlhf.weights.transport.messages import PairStream, StridedCopy, StridedView, coalesce
 from megarlhf.weights.transport.random_init import fill_random
 from tests.weights.cases import empty, megatron_ranks, tiny, vllm_ranks
 
 
 def copy(shape, src, dst, src_strides=None, dst_strides=None):
-    """From `src` to `dst`, (storage, offset) each; in one run where no strides are given."""
+    """From `src` to `dst`, (storage, offset) each; contiguous where no strides are given."""
     packed = tuple(math.prod(shape[n + 1 :]) for n in range(len(shape)))
     box = Box((0,) * len(shape), tuple(shape))
-    return Copy("t", box, 0, *src, src_strides or packed, 1, *dst, dst_strides or packed)
+    placed = (Placement("t", box, *src, src_strides or packed), Placement("t", box, *dst, dst_strides or packed))
+    return Copy(0, placed[0], 1, placed[1])
 
 
 def test_neighbours_at_both_ends_are_one_run():
     gate, up = copy((2, 8), ("fc1", 16), ("w13", 0)), copy((3, 8), ("fc1", 32), ("w13", 16))
-    assert moves_of([gate, up]) == [Move((40,), End("fc1", 16, (1,)), End("w13", 0, (1,)))]
+    assert coalesce([gate, up]) == [StridedCopy((40,), StridedView("fc1", 16, (1,)), StridedView("w13", 0, (1,)))]
 
 
 def test_neighbours_at_one_end_only_stay_apart():
@@ -37,21 +38,21 @@ def test_neighbours_at_one_end_only_stay_apart():
         copy((2, 8), ("a", 24), ("d", 16)),
         copy((2, 8), ("a", 16), ("d", 16), dst_strides=(9, 1)),
     ):
-        assert len(moves_of([first, second])) == 2
+        assert len(coalesce([first, second])) == 2
 
 
 def test_dimensions_collapse_only_where_both_ends_allow():
-    (move,) = moves_of([copy((4, 1, 6), ("a", 0), ("d", 5), dst_strides=(12, 99, 1))])
-    assert move == Move((4, 6), End("a", 0, (6, 1)), End("d", 5, (12, 1)))
-    assert move.in_one_run(move.src)
-    assert not move.in_one_run(move.dst)
-    (one,) = moves_of([copy((1, 1), ("a", 3), ("d", 5), (7, 7), (9, 9))])
-    assert one.shape == (1,)
-    assert one.in_one_run(one.src)
+    (merged,) = coalesce([copy((4, 1, 6), ("a", 0), ("d", 5), dst_strides=(12, 99, 1))])
+    assert merged == StridedCopy((4, 6), StridedView("a", 0, (6, 1)), StridedView("d", 5, (12, 1)))
+    assert merged.is_contiguous(merged.src)
+    assert not merged.is_contiguous(merged.dst)
+    (single,) = coalesce([copy((1, 1), ("a", 3), ("d", 5), (7, 7), (9, 9))])
+    assert single.shape == (1,)
+    assert single.is_contiguous(single.src)
     live = {"a": torch.arange(24), "d": torch.arange(60)}
-    (whole,) = Part(move, 3, 15).views(move.src, live)
-    assert whole.tolist() == list(range(3, 15))
-    assert [view.tolist() for view in Part(move, 3, 15).views(move.dst, live)] == [
+    (flat,) = merged.views(merged.src, live, 3, 15)
+    assert flat.tolist() == list(range(3, 15))
+    assert [view.tolist() for view in merged.views(merged.dst, live, 3, 15)] == [
         [[8, 9, 10]],
         [[17, 18, 19, 20, 21, 22]],
         [[29, 30, 31]],
@@ -77,13 +78,14 @@ def test_any_cuts_of_the_streams_carry_every_element(layout, tied, cuts):
     plan, merged = make_plan(sources, ranks), 0
     for (a, b), numel in plan.traffic.items():
         copies = [c for c in plan.copies if (c.src_rank, c.dst_rank) == (a, b)]
-        stream = MoveStream(copies)
-        assert sum(move.numel for move in stream.moves) == numel
-        merged += len(copies) - len(stream.moves)
+        stream = PairStream(copies)
+        assert sum(copy.numel for copy in stream.copies) == numel
+        merged += len(copies) - len(stream.copies)
         at = sorted({0, numel, *(int(cut * numel) for cut in cuts)})
         for span in itertools.pairwise(at):
-            sent = [view.reshape(-1) for p in stream.parts([span]) for view in p.views(p.move.src, src[a])]
-            into = [view for p in stream.parts([span]) for view in p.views(p.move.dst, dst[b])]
+            slices = list(stream.slices([span]))
+            sent = [view.reshape(-1) for c, *range_ in slices for view in c.views(c.src, src[a], *range_)]
+            into = [view for c, *range_ in slices for view in c.views(c.dst, dst[b], *range_)]
             message = torch.cat(sent)
             assert message.numel() == span[1] - span[0]
             for view, stretch in zip(into, message.split([view.numel() for view in into]), strict=True):

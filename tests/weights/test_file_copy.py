@@ -1,4 +1,4 @@
-"""Files to files: the pieces, the threads, the cast; against the same plan carried in memory."""
+"""Files to files: the items, the threads, the cast; against the same plan carried in memory."""
 
 import threading
 
@@ -10,35 +10,35 @@ from megarlhf.architectures.megatron_layout import MegatronLayout
 from megarlhf.architectures.placements import identity_placements
 from megarlhf.weights.checkpoint.formats.huggingface.read import HFFiles
 from megarlhf.weights.plan.copy_plan import make_plan
-from megarlhf.weights.transport import files as module
+from megarlhf.weights.transport import file_copy as module
 from megarlhf.weights.transport.extent import Extent, MappedFiles
-from megarlhf.weights.transport.files import transfer
-from tests.weights.cases import LLAMA_70B, carry_in_memory, empty, random_logical, tiny
+from megarlhf.weights.transport.file_copy import transfer
+from tests.weights.cases import LLAMA_70B, copy_in_memory, empty, random_logical, tiny
 from tests.weights.families import CONFIGS, architecture
 
 
 def raw_files(parts, directory, dtype):
     """A file per part: its storages one after the other, 3 bytes off any alignment."""
-    found = []
+    extents_by_rank = []
     for part in parts:
         path, at, extents = directory / f"part{part.rank}", 3, {}
         for name, shape in part.storages.items():
             extents[name] = Extent(path, at, shape, dtype)
             at = extents[name].end
         path.write_bytes(b"\xff" * at)
-        found.append(extents)
-    return found
+        extents_by_rank.append(extents)
+    return extents_by_rank
 
 
 @pytest.mark.parametrize("family", sorted(CONFIGS))
-@pytest.mark.parametrize("piece_bytes", [200, 1 << 20])
-def test_every_family_there_and_back(tmp_path, monkeypatch, family, piece_bytes):
+@pytest.mark.parametrize("item_bytes", [200, 1 << 20])
+def test_every_family_there_and_back(tmp_path, monkeypatch, family, item_bytes):
     """fp32 files -> uneven PP2 x TP2 in raw files -> back: equal to the plan in memory, padding zero."""
-    monkeypatch.setattr(module, "PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr(module, "ITEM_BYTES", item_bytes)
     arch = architecture(family)
     logical = {name: value.to(torch.float32).contiguous() for name, value in random_logical(arch).items()}
     save_file(logical, tmp_path / "model.safetensors")
-    hf = HFFiles(tmp_path).stored(arch, "lm")
+    hf = HFFiles(tmp_path).weights(arch, "lm")
     layout = MegatronLayout(tp=2, pp=2, layers_per_stage=(1, arch.num_layers - 1), padded_vocab=256)
     parts = [part.on_rank(1 + part.rank) for part in layout.parts(arch)]
     extents = raw_files(parts, tmp_path, torch.float32)
@@ -46,15 +46,15 @@ def test_every_family_there_and_back(tmp_path, monkeypatch, family, piece_bytes)
     told = []
     transfer(plan, hf.extents, extents, first_destination=1, workers=2, progress=told.append)
     expected = empty(parts, torch.float32, 0.0)
-    carry_in_memory(plan, {0: logical}, expected)
+    copy_in_memory(plan, {0: logical}, expected)
     maps = MappedFiles()
     compared = 0
-    for part, held in zip(parts, extents, strict=True):
-        for name, extent in held.items():
+    for part, by_name in zip(parts, extents, strict=True):
+        for name, extent in by_name.items():
             assert torch.equal(maps.tensor(extent), expected[part.rank][name]), name
             compared += extent.num_bytes
     assert sum(told) == compared > 4 * arch.num_layers * arch.hidden_size**2
-    assert (len(told) > 500) == (piece_bytes == 200)
+    assert (len(told) > 500) == (item_bytes == 200)
     back = [part.on_rank(5) for part in hf.parts]
     returned = raw_files(back, tmp_path, torch.float32)
     sources = [part.on_rank(part.rank - 1) for part in parts]
@@ -65,14 +65,14 @@ def test_every_family_there_and_back(tmp_path, monkeypatch, family, piece_bytes)
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
 @pytest.mark.parametrize("spec", ["local", "te"])
-@pytest.mark.parametrize("piece_bytes", [300, 1500, 20_000])
-def test_grouped_experts_in_small_pieces(tmp_path, monkeypatch, family, spec, piece_bytes):
+@pytest.mark.parametrize("item_bytes", [300, 1500, 20_000])
+def test_grouped_experts_in_small_pieces(tmp_path, monkeypatch, family, spec, item_bytes):
     """Experts of a legacy grouped storage lie behind one another, whatever its shape says."""
-    monkeypatch.setattr(module, "PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr(module, "ITEM_BYTES", item_bytes)
     arch = architecture(family)
     logical = {name: value.to(torch.float32).contiguous() for name, value in random_logical(arch).items()}
     save_file(logical, tmp_path / "model.safetensors")
-    hf = HFFiles(tmp_path).stored(arch, "lm")
+    hf = HFFiles(tmp_path).weights(arch, "lm")
     layout = MegatronLayout(tp=2, ep=2, padded_vocab=128, spec=spec, experts="grouped")
     parts = [part.on_rank(1 + part.rank) for part in layout.parts(arch)]
     assert any(name.endswith("experts.weight1") for name in parts[0].storages) == (spec == "local")
@@ -80,10 +80,10 @@ def test_grouped_experts_in_small_pieces(tmp_path, monkeypatch, family, spec, pi
     plan = make_plan(hf.parts, parts)
     transfer(plan, hf.extents, extents, first_destination=1, workers=2)
     expected = empty(parts, torch.float32, 0.0)
-    carry_in_memory(plan, {0: logical}, expected)
+    copy_in_memory(plan, {0: logical}, expected)
     maps = MappedFiles()
-    for part, held in zip(parts, extents, strict=True):
-        for name, extent in held.items():
+    for part, by_name in zip(parts, extents, strict=True):
+        for name, extent in by_name.items():
             assert torch.equal(maps.tensor(extent), expected[part.rank][name]), name
 
 
@@ -91,7 +91,7 @@ def test_the_cast_is_the_destination_s(tmp_path):
     arch = tiny()
     logical = {name: torch.randn(value.shape) for name, value in random_logical(arch).items()}
     save_file(logical, tmp_path / "model.safetensors")
-    hf = HFFiles(tmp_path).stored(arch, "lm")
+    hf = HFFiles(tmp_path).weights(arch, "lm")
     parts = [part.on_rank(1) for part in hf.parts]
     extents = raw_files(parts, tmp_path, torch.bfloat16)
     transfer(make_plan(hf.parts, parts), hf.extents, extents, first_destination=1)
@@ -121,7 +121,7 @@ def test_numbers_beyond_float16_are_refused(tmp_path):
 
 
 def test_memory_does_not_grow_with_the_model(monkeypatch):
-    """The pieces of a 70B layout: none above the limit or one row; together, every byte."""
+    """The items of a 70B layout: none above the limit or one row; together, every byte."""
     arch = tiny(**{key: value for key, value in LLAMA_70B.items() if key != "model_type"})
     layout = MegatronLayout(tp=8, pp=4, padded_vocab=129024)
     (part,) = [part for part in layout.parts(arch) if part.rank == 0]
@@ -129,10 +129,10 @@ def test_memory_does_not_grow_with_the_model(monkeypatch):
     from megarlhf.architectures.placements import hf_placements
 
     plan = make_plan([hf_placements(arch)], [part.on_rank(1)])
-    pieces = list(module._pieces(module._by_place(plan, [extents], 1), module.PIECE_BYTES))
-    assert max(piece.num_bytes for piece in pieces) <= module.PIECE_BYTES
-    assert sum(piece.num_bytes for piece in pieces) == sum(extent.num_bytes for extent in extents.values())
-    copied = sum(copy.numel for piece in pieces for copy in piece.copies)
+    items = list(module._write_items(module._by_destination(plan, [extents], 1), module.ITEM_BYTES))
+    assert max(item.num_bytes for item in items) <= module.ITEM_BYTES
+    assert sum(item.num_bytes for item in items) == sum(extent.num_bytes for extent in extents.values())
+    copied = sum(copy.numel for item in items for copy in item.copies)
     assert copied == sum(copy.numel for copy in plan.copies)
 
 
@@ -147,7 +147,7 @@ def test_an_error_in_a_thread_stops_the_transfer(tmp_path):
     arch = tiny()
     logical = {name: value.to(torch.float32) for name, value in random_logical(arch).items()}
     save_file(logical, tmp_path / "model.safetensors")
-    hf = HFFiles(tmp_path).stored(arch, "lm")
+    hf = HFFiles(tmp_path).weights(arch, "lm")
     path = tmp_path / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-5000])
     parts = [part.on_rank(1) for part in hf.parts]
