@@ -20,7 +20,10 @@ TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 # Their builds are CUDA builds that break transformers beside a CPU torch: see requirements/README.md.
 UNWANTED := torchvision torchaudio torchcodec
 
+# Given arguments (a file, -k, --pdb), pytest runs in one process; without, in two: files that start ranks in one of
+# them, the others in the other.
 PYTEST_ARGS ?=
+WHOLE_SUITE := -n 2 --dist loadscope --durations=25
 DEFAULT_TESTS := not gpu and not multigpu and not slow and not slurm
 
 # The environment of every command below. Nothing here needs a network; ranks share few cores, and OpenMP
@@ -88,7 +91,7 @@ bench-gpu-packed: ## packed rows against padded ones on one GPU (7 minutes); wri
 	$(PY) -m benchmarks.gpu_packed
 
 test: venv ## the default tests: no GPU, no network, minutes
-	$(PY) -m pytest -m "$(DEFAULT_TESTS)" $(PYTEST_ARGS)
+	$(PY) -m pytest -m "$(DEFAULT_TESTS)" $(or $(PYTEST_ARGS),$(WHOLE_SUITE))
 
 test-slow: venv ## the slow tests that need no GPU and no Slurm
 	$(PY) -m pytest -m "slow and not gpu and not multigpu and not slurm" $(PYTEST_ARGS)

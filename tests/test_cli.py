@@ -16,6 +16,7 @@ import yaml
 
 from megarlhf.commands import cli, launch
 from megarlhf.observe.metrics import read_metrics
+from tests.ranks import RankPool
 from tools.demo.make_data import base_files
 
 ROOT = Path(__file__).parents[1]
@@ -171,7 +172,7 @@ def test_a_report_of_a_directory_that_is_no_run_is_a_mistake(tmp_path, capsys):
 
 
 def run_really(arguments):
-    """The command in a process of its own: a rank leaves its process group and variables behind."""
+    """The command in a process of its own."""
     env = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "RANK", "MASTER_"))}
     env = {**env, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
     call = [sys.executable, "-m", "megarlhf", *arguments]
@@ -191,27 +192,27 @@ def test_a_malformed_line_of_data_is_said_with_file_and_line(command, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_pairs_that_are_all_equal_are_refused_with_their_count(command, tmp_path):
+def test_pairs_that_are_all_equal_are_refused_with_their_count(command, tmp_path, ranks: RankPool):
     pairs = [{"prompt": "1+1=", "chosen": "2", "rejected": "2"}] * 5
     bad = write(tmp_path / "equal.jsonl", [*pairs, {"prompt": "1+1=", "chosen": "2", "rejected": " "}])
-    done = run_really(command("rm", f"data.train={bad}"))
-    assert done.returncode == 2, done.stderr
+    ((status, said),) = ranks.run(1, "command_status", *command("rm", f"data.train={bad}"))
+    assert status == 2, said
     assert (
-        "megarlhf rm: no usable records: skipped 6 of 6 records (chosen equals rejected: 5, empty response: 1)"
-        in done.stderr
+        "megarlhf rm: no usable records: skipped 6 of 6 records (chosen equals rejected: 5, empty response: 1)" in said
     )
-    assert "Traceback" not in done.stderr
+    assert "Traceback" not in said
     assert not (tmp_path / "run").exists()
 
 
-def test_prompts_over_the_limit_are_counted_aloud_and_the_rest_is_trained_on(command, tmp_path):
+def test_prompts_over_the_limit_are_counted_aloud_and_the_rest_is_trained_on(command, tmp_path, ranks: RankPool):
     """Ten good records and three long ones: two steps run, and a checkpoint is complete."""
     rows = [{"prompt": f"{n}+1=", "response": str(n + 1)} for n in range(10, 20)]
     long = [{"prompt": "1234567+1234567=", "response": "2469134"}] * 3
     data = write(tmp_path / "mixed.jsonl", [*long, *rows])
-    done = run_really(command("sft", f"data.train={data}", "data.max_prompt_tokens=8", "train.num_steps=2"))
-    assert done.returncode == 0, done.stderr
-    said = (done.stdout + done.stderr).replace("\n", "")
+    arguments = command("sft", f"data.train={data}", "data.max_prompt_tokens=8", "train.num_steps=2")
+    ((status, said),) = ranks.run(1, "command_status", *arguments)
+    assert status == 0, said
+    said = said.replace("\n", "")
     assert "mixed.jsonl: skipped 3 of 13 records (prompt longer than 8 tokens: 3)" in said, said
     assert [row["step"] for row in read_metrics(tmp_path / "run")] == [0, 1, 2]
     checkpoints = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from megarlhf.collective_errors import raise_on_all_ranks
-from tests.gloo import run_ranks
+from tests.ranks import RankPool
 
 
 class Stopped(RuntimeError):
@@ -23,14 +23,16 @@ def _sum(rank):
     return int(total)
 
 
-def _whole(rank):
+def _whole(runtime):
+    rank = runtime.rank
     with raise_on_all_ranks(stopped) as found:
         value = rank + 1
     assert found == []
     return value, _sum(rank)
 
 
-def _one_raises(rank):
+def _one_raises(runtime):
+    rank = runtime.rank
     with pytest.raises(Stopped) as raised, raise_on_all_ranks(stopped):
         {0: "a", 2: "b"}[rank]
     cause = raised.value.__cause__
@@ -45,14 +47,16 @@ def _find(rank):
             raise StopIteration("late")
 
 
-def _several_find(rank):
+def _several_find(runtime):
+    rank = runtime.rank
     with pytest.raises(Stopped) as raised:
         _find(rank)
     return str(raised.value), _sum(rank)
 
 
-def _in_a_group(rank):
+def _in_a_group(runtime):
     """The group is ranks 2 and 1; rank 0 goes on."""
+    rank = runtime.rank
     group = dist.new_group([1, 2])
     said = ""
     if rank:
@@ -62,24 +66,24 @@ def _in_a_group(rank):
     return said, _sum(rank)
 
 
-def test_nothing_fails(tmp_path):
-    assert run_ranks(3, tmp_path, _whole) == [(1, 3), (2, 3), (3, 3)]
+def test_nothing_fails(ranks: RankPool):
+    assert ranks.run(3, _whole) == [(1, 3), (2, 3), (3, 3)]
 
 
-def test_one_rank_raises(tmp_path):
+def test_one_rank_raises(ranks: RankPool):
     """The same reason everywhere; the traceback of the cause where it happened."""
     said = "rank 1: KeyError: 1"
-    found = run_ranks(3, tmp_path, _one_raises)
+    found = ranks.run(3, _one_raises)
     assert found == [(said, "NoneType", 3), (said, "KeyError", 3), (said, "NoneType", 3)]
 
 
-def test_equal_reasons_are_told_once(tmp_path):
+def test_equal_reasons_are_told_once(ranks: RankPool):
     said = "rank 0, 2: no room | rank 1: no light | rank 1: StopIteration: late"
-    assert run_ranks(3, tmp_path, _several_find) == [(said, 3)] * 3
+    assert ranks.run(3, _several_find) == [(said, 3)] * 3
 
 
-def test_ranks_of_a_group_bear_their_global_numbers(tmp_path):
-    found = run_ranks(3, tmp_path, _in_a_group)
+def test_ranks_of_a_group_bear_their_global_numbers(ranks: RankPool):
+    found = ranks.run(3, _in_a_group)
     assert found[0] == ("", 3)
     assert found[1] == found[2]
     assert found[1][0].startswith("rank 2: AssertionError: wrong rank")

@@ -1,5 +1,7 @@
 """The converter as a user types it. Values are compared in tests/weights; here: commands, messages, exit statuses."""
 
+import contextlib
+import io
 import os
 import resource
 import shutil
@@ -9,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megarlhf.architectures.placements import logical_tensors
 from megarlhf.commands import cli
@@ -16,6 +19,7 @@ from megarlhf.commands.convert import main
 from megarlhf.weights.checkpoint.conversion import HuggingFaceTarget, convert
 from megarlhf.weights.checkpoint.open_checkpoint import open_checkpoint
 from megarlhf.weights.checkpoint.verify import digests
+from tests.ranks import RankPool
 from tests.weights.models import write_model
 
 ROOT = Path(__file__).parents[1]
@@ -166,16 +170,22 @@ def test_more_files_than_descriptors(tmp_path):
     assert main(["verify", str(source), str(back)]) == 0
 
 
-def test_two_writers_of_one_directory(model, tmp_path):
+def _convert_at_once(runtime, *command):
+    """(exit status, what was said) of the command, begun by all ranks together."""
+    dist.barrier()
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        return main(command), said.getvalue()
+
+
+def test_two_writers_of_one_directory(model, tmp_path, ranks: RankPool):
     """Both with --force, at once, three times: each finishes or says that the other is at work; the result is whole."""
     out = tmp_path / "out"
     statuses = []
     for _ in range(3):
-        command = ["hf-to-megatron", "--hf", model, "--out", out, "--tp", "2", "--force"]
-        for process in [converter(*command), converter(*command)]:
-            _, said = process.communicate(timeout=120)
-            statuses.append(process.returncode)
-            assert process.returncode == 0 or "another process is writing" in said, said
+        command = ["hf-to-megatron", "--hf", str(model), "--out", str(out), "--tp", "2", "--force"]
+        for status, said in ranks.run(2, _convert_at_once, *command):
+            statuses.append(status)
+            assert status == 0 or "another process is writing" in said, said
         assert digests(open_checkpoint(out)) == digests(open_checkpoint(model))
         assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert statuses.count(0) >= 3

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megarlhf.experience import Experience, Ragged, Rollouts, redistribute
-from tests.gloo import run_ranks
+from tests.ranks import RankPool
 
 ROWS = [torch.tensor([1.0, 2.0, 3.0]), torch.tensor([]), torch.tensor([4.0])]
 
@@ -73,25 +73,25 @@ FAULTS = {
 }
 
 
-def two_ranks(rank):
+def two_ranks(runtime):
     """Rank 0 owns rows 3 and 0, rank 1 rows 2 and 1; then each fault in turn, in the same world."""
     lengths_N = torch.tensor(LENGTHS)
     rows = {0: torch.tensor([0, 1]), 1: torch.tensor([]), 2: torch.tensor([20, 21, 22]), 3: torch.tensor([30])}
-    owned = [{3: rows[3], 0: rows[0]}, {2: rows[2], 1: rows[1]}][rank]
+    owned = [{3: rows[3], 0: rows[0]}, {2: rows[2], 1: rows[1]}][runtime.rank]
     found = redistribute(owned, lengths_N, torch.empty(0, dtype=torch.float64))
     faults = {}
     for name, lengths in FAULTS.items():
         try:
-            redistribute({n: torch.zeros(size) for n, size in lengths[rank].items()}, lengths_N, torch.empty(0))
+            redistribute({n: torch.zeros(size) for n, size in lengths[runtime.rank].items()}, lengths_N, torch.empty(0))
         except ValueError as error:
             faults[name] = str(error)
         dist.barrier()
     return found.values_T.tolist(), str(found.values_T.dtype), found.lengths_N.tolist(), faults
 
 
-def test_every_rank_receives_all_rows_and_every_rank_sees_a_fault(tmp_path):
+def test_every_rank_receives_all_rows_and_every_rank_sees_a_fault(ranks: RankPool):
     """A fault that only one rank saw would leave the other in the next collective until its timeout."""
-    first, second = run_ranks(2, tmp_path, two_ranks)
+    first, second = ranks.run(2, two_ranks)
     assert first == second
     values, dtype, lengths, faults = first
     assert (values, dtype, lengths) == ([0, 1, 20, 21, 22, 30], "torch.float64", LENGTHS)
@@ -103,13 +103,13 @@ def test_every_rank_receives_all_rows_and_every_rank_sees_a_fault(tmp_path):
     }
 
 
-def three_ranks(rank):
+def three_ranks(runtime):
     """Rank 1 owns nothing."""
-    owned = [{1: torch.tensor([0.1, 0.2])}, {}, {0: torch.tensor([0.3])}][rank]
+    owned = [{1: torch.tensor([0.1, 0.2])}, {}, {0: torch.tensor([0.3])}][runtime.rank]
     return redistribute(owned, torch.tensor([1, 2]), torch.empty(0)).values_T.tolist()
 
 
-def test_a_rank_may_own_nothing(tmp_path):
-    results = run_ranks(3, tmp_path, three_ranks)
+def test_a_rank_may_own_nothing(ranks: RankPool):
+    results = ranks.run(3, three_ranks)
     assert results[0] == pytest.approx([0.3, 0.1, 0.2])
     assert results[0] == results[1] == results[2]

@@ -1,5 +1,7 @@
 """The whole pipeline through the command line, as `make demo` runs it, on two ranks with real vLLM.
 
+SFT is started as a user starts it, in processes of its own; the other commands by their arguments on ranks that are
+there already, as under a launcher. `rl` in processes of its own: tests/distributed/test_rl_failure.py.
 Tiny models and a few steps: what is asserted is that the stages fit together, what they leave behind, and the watch
 on the log-probs. Not covered: that anything is learned (`make demo-seeds`).
 """
@@ -13,8 +15,10 @@ from typing import Any
 import pytest
 import yaml
 
+from megarlhf.commands.cli import main
 from megarlhf.observe.metrics import read_metrics
-from tests.command import megarlhf, succeed
+from tests.command import succeed
+from tests.ranks import RankPool
 from tools.demo.make_data import Recipe, write_all
 
 RECIPE = Recipe(heldout=20, sft_train=200, pairs_train=200, prompts_train=60)
@@ -39,7 +43,7 @@ RL_METRICS = {
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def runs(tmp_path_factory: pytest.TempPathFactory, vllm_ranks: RankPool) -> Path:
     """Data, SFT at TP2, reward model at PP2, PPO at DP2."""
     root = tmp_path_factory.mktemp("runs")
     write_all(root / "data", RECIPE, seed=0)
@@ -49,12 +53,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         *(f"data.train={data / 'sft_train.jsonl'}", f"data.heldout={data / 'sft_heldout.jsonl'}"),
         *("actor.parallel.tp=2", "checkpoint.every=2", "checkpoint.keep=1", "actor.optim.warmup_steps=1", *FEW),
     )
-    succeed(
-        *("rm", "-c", "configs/demo/rm.yaml", f"run.dir={root / 'rm'}", f"reward_model.model.path={actor}"),
-        *(f"data.train={data / 'pairs_train.jsonl'}", f"data.heldout={data / 'pairs_heldout.jsonl'}"),
-        *("reward_model.parallel={pp: 2, layers_per_stage: [2, 1]}", "reward_model.optim.warmup_steps=1", *FEW),
-    )
-    succeed("rl", "-c", "configs/demo/ppo.yaml", f"run.dir={root / 'ppo'}", *rl_overrides(root))
+    rm = ["rm", "-c", "configs/demo/rm.yaml", f"run.dir={root / 'rm'}", f"reward_model.model.path={actor}"]
+    rm += [f"data.train={data / 'pairs_train.jsonl'}", f"data.heldout={data / 'pairs_heldout.jsonl'}"]
+    rm += ["reward_model.parallel={pp: 2, layers_per_stage: [2, 1]}", "reward_model.optim.warmup_steps=1", *FEW]
+    vllm_ranks.run(2, "command", *rm)
+    vllm_ranks.run(2, "command", "rl", "-c", "configs/demo/ppo.yaml", f"run.dir={root / 'ppo'}", *rl_overrides(root))
     assert (scorer / "reward_model/config.json").is_file()
     return root
 
@@ -110,10 +113,11 @@ def test_ppo_logs_every_metric_and_the_gap_is_within_rounding(runs: Path) -> Non
     assert sorted(p.name for p in (runs / "ppo/checkpoints/latest/").iterdir()) == ["actor", "critic"]
 
 
-def test_grpo_is_the_same_command_without_a_critic_at_tp2(runs: Path, tmp_path: Path) -> None:
+def test_grpo_is_the_same_command_without_a_critic_at_tp2(runs: Path, tmp_path: Path, vllm_ranks: RankPool) -> None:
     """TP2 for trainer and vLLM; afterwards `eval` and `generate` on what it saved, and one report of all runs."""
     layout = ["actor.parallel.tp=2"]
-    succeed("rl", "-c", "configs/demo/grpo.yaml", f"run.dir={tmp_path / 'grpo'}", *rl_overrides(runs), *layout)
+    grpo = ["rl", "-c", "configs/demo/grpo.yaml", f"run.dir={tmp_path / 'grpo'}", *rl_overrides(runs), *layout]
+    vllm_ranks.run(2, "command", *grpo)
     rows = rows_of(tmp_path / "grpo")
     for row in rows[1:]:
         assert row.keys() >= RL_METRICS
@@ -131,27 +135,27 @@ def test_grpo_is_the_same_command_without_a_critic_at_tp2(runs: Path, tmp_path: 
             }
         )
     )
-    succeed("generate", "-c", str(config), "max_samples=7")
+    vllm_ranks.run(2, "command", "generate", "-c", str(config), "max_samples=7")
     lines = [json.loads(line) for line in (tmp_path / "generate/responses.jsonl").read_text().splitlines()]
     assert len(lines) == 7
     for line in lines:
         assert line.keys() == {"prompt", "answer", "response", "finished", "rewards"}
         assert line["rewards"] == {"exact_match": float(line["response"] == line["answer"])}
     run_dirs = [str(runs / name) for name in ("sft", "rm", "ppo")] + [str(tmp_path / "grpo")]
-    succeed("report", *run_dirs, "-o", str(tmp_path / "report.html"))
+    assert main(["report", *run_dirs, "-o", str(tmp_path / "report.html")]) == 0
     page = (tmp_path / "report.html").read_text()
     assert "http" not in page.split("<script", 1)[0]
     assert "eval_accuracy" in page
 
 
-def test_a_gap_above_the_limit_stops_the_run_with_the_likely_causes(runs: Path, tmp_path: Path) -> None:
+def test_a_gap_above_the_limit_stops_the_run_with_the_likely_causes(
+    runs: Path, tmp_path: Path, fresh_ranks: RankPool
+) -> None:
     """A limit below rounding stands for a real disagreement."""
-    done = megarlhf(
-        *("rl", "-c", "configs/demo/grpo.yaml", f"run.dir={tmp_path / 'gap'}", *rl_overrides(runs)),
-        *("run.nproc=1", "rollout.max_logprob_gap=1e-12"),
-    )
-    assert done.returncode != 0
+    grpo = ["rl", "-c", "configs/demo/grpo.yaml", f"run.dir={tmp_path / 'gap'}", *rl_overrides(runs)]
+    with pytest.raises(AssertionError, match="RuntimeError") as error:
+        fresh_ranks.run(1, "command", *grpo, "run.nproc=1", "rollout.max_logprob_gap=1e-12")
     for cause in ("weights", "temperature", "truncation", "rollout.max_logprob_gap"):
-        assert cause in done.stderr
+        assert cause in str(error.value).splitlines()[-1]
     assert [row["step"] for row in read_metrics(tmp_path / "gap")] == [0]
     assert not (tmp_path / "gap/checkpoints").exists()

@@ -11,7 +11,7 @@ import torch
 
 from megarlhf import runtime
 from megarlhf.runtime import RankInfo, capabilities, detect_rank, initialize
-from tests.gloo import run_ranks
+from tests.ranks import RankPool
 
 SRUN = {
     "SLURM_PROCID": "26",
@@ -86,18 +86,18 @@ def test_a_rank_of_several_without_a_port_is_told_how_to_start():
     assert not torch.distributed.is_initialized()
 
 
-def _blocks(rank):
+def _blocks(joined):
     """As if the four ranks stood on machines of the given sizes."""
     found = []
     for sizes in ([4, 4, 4, 4], [2, 2, 2, 2], [3, 3, 3, 1]):
-        info = RankInfo(rank=rank, world_size=4, local_world_size=sizes[rank])
+        info = RankInfo(rank=joined.rank, world_size=4, local_world_size=sizes[joined.rank])
         found.append(initialize(info, seed=0).ranks_per_block)
     return found
 
 
-def test_all_ranks_know_the_block_that_fits_into_every_machine(tmp_path):
+def test_all_ranks_know_the_block_that_fits_into_every_machine(ranks: RankPool):
     """Also where machines differ in size: the mesh's order depends on it."""
-    assert run_ranks(4, tmp_path, _blocks) == [[4, 2, 1]] * 4
+    assert ranks.run(4, _blocks) == [[4, 2, 1]] * 4
 
 
 def test_capabilities_of_this_machine():

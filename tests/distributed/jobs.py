@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import logging
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -41,6 +44,30 @@ from tests.distributed.vllm_jobs import (  # noqa: F401
 )
 
 Arrays = dict[str, np.ndarray]
+
+
+def command(runtime: Runtime, *argv: str) -> str:
+    """A command of `megarlhf` that has to succeed, on ranks that are there already, as under a launcher.
+
+    Returns: what this rank wrote to stdout and stderr.
+    """
+    status, written = command_status(runtime, *argv)
+    assert status == 0, f"exit status {status}\n{written}"
+    return written
+
+
+def command_status(runtime: Runtime, *argv: str) -> tuple[int, str]:
+    """The same of one that may fail: its exit status, and what it wrote."""
+    from megarlhf.commands.cli import main
+
+    written, root = io.StringIO(), logging.getLogger()
+    handlers, root.handlers = root.handlers, []  # so that the command sets up logging as in a process of its own
+    try:
+        with contextlib.redirect_stdout(written), contextlib.redirect_stderr(written):
+            status = main(argv)
+    finally:
+        root.handlers = handlers
+    return status, written.getvalue()
 
 
 def gather(part: ModelShard, storages: Mapping[str, Tensor]) -> Arrays:

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import multiprocessing as mp
 from collections.abc import Iterator
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +25,7 @@ from megarlhf.runtime import Runtime
 from megarlhf.weights.checkpoint.checksums import check_checksums
 from megarlhf.weights.checkpoint.formats.torch_dist.metadata import read_tensors
 from megarlhf.weights.checkpoint.formats.torch_dist.read import read_torch_dist
-from tests.distributed.pool import RankPool, serve
+from tests.ranks import RankPool
 from tests.weights import megatron_shapes
 from tests.weights.cases import fill_from_logical
 from tests.weights.families import architecture
@@ -35,31 +33,6 @@ from tests.weights.test_torch_dist import assert_same, read, write
 
 PER_LAYER = {"non_homogeneous_layers": True}
 SINGLE = {"singleton_local_shards": True}
-
-
-class CheckpointRanks(RankPool):
-    """Ranks that may have children, as Megatron's writers are; they run the jobs of this file."""
-
-    def _start(self) -> None:
-        context = mp.get_context("forkserver")  # Megatron is imported once
-        context.set_forkserver_preload([__name__, "megatron.core.models.gpt.gpt_layer_specs", "transformers"])
-        for _ in range(self._size):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_worker, args=(theirs,), daemon=False)
-            process.start()
-            theirs.close()
-            self._workers.append((process, ours))
-
-
-def _worker(connection: Connection) -> None:
-    serve(connection, {"save": save, "load": load}.__getitem__)
-
-
-@pytest.fixture(scope="module")
-def writers() -> Iterator[CheckpointRanks]:
-    pool = CheckpointRanks(4)
-    yield pool
-    pool.close()
 
 
 def values(family: str, changes: dict[str, Any], dtype: torch.dtype) -> dict[str, Tensor]:
@@ -242,25 +215,25 @@ WRITTEN: dict[str, tuple[str, dict[str, Any], MegatronLayout, str, list[dict[str
 
 
 @pytest.mark.parametrize("case", WRITTEN)
-def test_megatron_loads_what_we_write(writers: CheckpointRanks, tmp_path: Path, case: str) -> None:
+def test_megatron_loads_what_we_write(ranks: RankPool, tmp_path: Path, case: str) -> None:
     """Every parameter of every rank, padding included, from a checkpoint written at another layout."""
     family, changes, layout, form, targets = WRITTEN[case]
     dtype = torch.float32 if case == "llama" else torch.bfloat16
     arch = architecture(family, **changes)
     directory = write(tmp_path / "run", arch, layout, values(family, changes, dtype), form=form, dtype=dtype)
     for target in targets:
-        results = writers.run(world(target), "load", family, changes, target, str(directory), dtype)
+        results = ranks.run(world(target), load, family, changes, target, str(directory), dtype)
         for result in results:
             assert result["wrong"] == [], target
             assert (result["iteration"], result["args"]) == (12, {"lr": 0.5})
         assert sum(result["compared"] for result in results) >= 6 * arch.num_layers + 2
 
 
-def test_megatron_misses_a_key(writers: CheckpointRanks, tmp_path: Path) -> None:
+def test_megatron_misses_a_key(ranks: RankPool, tmp_path: Path) -> None:
     """The loads above are strict: a model with a bias more than the checkpoint does not load."""
     arch = architecture("llama")
     directory = write(tmp_path / "run", arch, MegatronLayout(padded_vocab=104), values("llama", {}, torch.float32))
-    (result,) = writers.run(1, "load", "qwen2", {}, {"padded_vocab": 104}, str(directory), torch.float32)
+    (result,) = ranks.run(1, load, "qwen2", {}, {"padded_vocab": 104}, str(directory), torch.float32)
     assert "linear_qkv.bias from model not in state dict" in result["refused"]
 
 
@@ -282,10 +255,10 @@ SAVED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("family", "layout", "metadata"), SAVED)
 def test_what_megatron_saves_is_read_bit_for_bit(
-    writers: CheckpointRanks, tmp_path: Path, family: str, layout: dict[str, Any], metadata: dict[str, Any]
+    ranks: RankPool, tmp_path: Path, family: str, layout: dict[str, Any], metadata: dict[str, Any]
 ) -> None:
     """All layouts, key forms and kinds of experts; optimizer state and random states are passed over."""
-    writers.run(world(layout), "save", family, {}, layout, str(tmp_path), metadata)
+    ranks.run(world(layout), save, family, {}, layout, str(tmp_path), metadata)
     arch = architecture(family)
     checkpoint = read_torch_dist(tmp_path, arch)
     form = "single" if metadata is SINGLE else "per_layer" if metadata is PER_LAYER else "stacked"
@@ -297,10 +270,10 @@ def test_what_megatron_saves_is_read_bit_for_bit(
     assert_same(got, {name: value.double() for name, value in values(family, {}, torch.bfloat16).items()})
 
 
-def test_a_flipped_byte_and_a_cut_are_found(writers: CheckpointRanks, tmp_path: Path) -> None:
+def test_a_flipped_byte_and_a_cut_are_found(ranks: RankPool, tmp_path: Path) -> None:
     """In files of Megatron's: the CRC of a tensor's bytes, when asked for; a cut already by opening."""
     layout = {"padded_vocab": 104}
-    writers.run(1, "save", "llama", {}, layout, str(tmp_path), {})
+    ranks.run(1, save, "llama", {}, layout, str(tmp_path), {})
     arch = architecture("llama")
     extent = read_torch_dist(tmp_path, arch).extents[0]["decoder.final_layernorm.weight[0]"]
     count, silent = check_checksums(tmp_path)

@@ -20,8 +20,8 @@ from megarlhf.data.tokenizer import load_tokenizer
 from megarlhf.models.attention import causal_band
 from megarlhf.models.positions import PositionTable
 from tests.distributed.compare import assert_gradients_equal
-from tests.distributed.pool import RankPool
 from tests.distributed.tiny import FAMILIES, write_family
+from tests.ranks import RankPool
 
 TOLERANCE = 2e-5
 """Measured: 2e-6. The wrong kind of GELU shows at 3e-4."""

@@ -10,8 +10,8 @@ import pytest
 
 from megarlhf.weights.checkpoint.conversion import MegatronTarget, convert
 from megarlhf.weights.checkpoint.open_checkpoint import detect_format, open_checkpoint
-from tests.distributed.pool import RankPool
 from tests.distributed.test_sft_layouts import config
+from tests.ranks import RankPool
 
 LIVE: dict[str, tuple[int, dict[str, Any]]] = {"tp1": (1, {}), "tp2pp2": (4, {"tp": 2, "pp": 2})}
 

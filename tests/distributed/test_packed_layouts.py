@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from tests.distributed.compare import assert_gradients_equal, assert_weights_equal
-from tests.distributed.pool import RankPool
 from tests.distributed.tiny import write_family
+from tests.ranks import RankPool
 
 LR = 1e-3
 BUDGET = 120
@@ -32,6 +32,11 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 PADDED = {"micro_batch_samples": 2}
 PACKED = {"max_tokens_per_micro_batch": BUDGET}
+
+
+@pytest.fixture(scope="module")
+def models(two_layers: dict[str, Path]) -> dict[str, Path]:
+    return two_layers
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +95,7 @@ def rl(models: dict[str, Path], data: Path, parallel: dict[str, Any], micro: dic
         "rewards": [{"kind": "model", "shift": 0.5}],
         "data": {"train": str(data), "max_prompt_tokens": 48},
         "train": {"num_steps": 1, "prompts_per_step": 4, "mini_batch_samples": 8, "epochs_per_step": 1, **micro},
-        "rollout": {"engine": "megatron", "num_samples_per_prompt": 2, "max_response_tokens": 8},
+        "rollout": {"engine": "megatron", "num_samples_per_prompt": 2, "max_response_tokens": 4},
         "algo": {"entropy_coef": 0.01, "loss_average": "sequence", "kl": {"coef": 0.1}} | algo,
     }
 

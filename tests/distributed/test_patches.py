@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed.pool import RankPool
 from tests.distributed.tiny import write_family
+from tests.ranks import RankPool
 
 
 def test_megatron_core_still_names_cuda(ranks: RankPool, models: dict[str, Path]) -> None:

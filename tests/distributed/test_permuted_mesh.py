@@ -18,9 +18,14 @@ from megarlhf.weights.checkpoint.conversion import MegatronTarget, convert
 from megarlhf.weights.checkpoint.open_checkpoint import open_checkpoint
 from tests.distributed import test_rl_layouts, test_sft_layouts
 from tests.distributed.compare import assert_gradients_equal, assert_weights_equal
-from tests.distributed.pool import RankPool
+from tests.ranks import RankPool
 
 ORDER = (0, 2, 1, 3)
+
+
+@pytest.fixture(scope="module")
+def models(two_layers: dict[str, Path]) -> dict[str, Path]:
+    return two_layers
 
 
 def test_the_orders_of_these_tests_are_those_that_engines_ask_for() -> None:

@@ -37,12 +37,12 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "rl": (
         "rl",
         {"room": "transport", "module": "reshard", "name": "_copy_inside", "method": "update_weights", "after": 0},
-        "reshard.TransferError: rank 1: IndexError: list index out of range",
+        "transport.reshard.TransferError: rank 1: IndexError: list index out of range",
     ),
     "generate": (
         "generate",
         {"room": "checks", "module": "certificate", "name": "replica_digests", "method": "verify_weights", "after": 0},
-        "certificate.CertificateError: vLLM's weights are not certified: weight version 0: rank 1: IndexError: ",
+        "checks.certificate.CertificateError: vLLM's weights are not certified: weight version 0: rank 1: IndexError: ",
     ),
 }
 

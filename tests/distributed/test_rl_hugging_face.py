@@ -17,11 +17,16 @@ import torch
 
 from megarlhf.data.tokenizer import load_tokenizer
 from tests.distributed.compare import assert_gradients_equal
-from tests.distributed.pool import RankPool
 from tests.distributed.test_rl_layouts import config
+from tests.ranks import RankPool
 
 GAMMA, LAM, TEMPERATURE, KL, VALUE_CLIP, CLIP, ENTROPY = 0.97, 0.9, 0.9, 0.1, 0.05, 0.2, 0.01
 PER_PROMPT = 4
+
+
+@pytest.fixture(scope="module")
+def models(two_layers: dict[str, Path]) -> dict[str, Path]:
+    return two_layers
 
 
 @pytest.fixture(scope="module")

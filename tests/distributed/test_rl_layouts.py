@@ -9,9 +9,14 @@ import numpy as np
 import pytest
 
 from tests.distributed.compare import assert_gradients_equal, assert_weights_equal
-from tests.distributed.pool import RankPool
+from tests.ranks import RankPool
 
 LR = 1e-3
+
+
+@pytest.fixture(scope="module")
+def models(two_layers: dict[str, Path]) -> dict[str, Path]:
+    return two_layers
 
 
 def config(models: dict[str, Path], data: Path, parallel: dict[str, Any], **algo: Any) -> dict[str, Any]:
@@ -47,7 +52,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def single(ranks: RankPool, models: dict[str, Path], data: dict[str, Path]) -> dict[str, Any]:
     return ranks.run(1, "rl_step", config(models, data["prompts"], {}))[0]
 

@@ -15,8 +15,8 @@ import yaml
 from safetensors.torch import load_file
 
 from megarlhf.observe.metrics import read_metrics
-from tests.command import succeed
 from tests.distributed.test_rl_layouts import config
+from tests.ranks import RankPool
 
 LIMIT = 1e-4
 """Nats by which trainer and vLLM may differ on a token in fp32."""
@@ -30,11 +30,16 @@ LAYOUTS: dict[str, tuple[dict[str, Any], int]] = {
 """The trainer's layout and vLLM's tp: two engines; four; one, whose ranks hold two to a key-value head."""
 
 
+@pytest.fixture(scope="module")
+def models(two_layers: dict[str, Path]) -> dict[str, Path]:
+    return two_layers
+
+
 @pytest.mark.parametrize(
     "layout", [name if name == "tp2pp2_to_tp2" else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS]
 )
 def test_rl_samples_with_what_it_has_trained(
-    layout: str, models: dict[str, Path], data: dict[str, Path], tmp_path: Path
+    layout: str, vllm_ranks: RankPool, models: dict[str, Path], data: dict[str, Path], tmp_path: Path
 ) -> None:
     """The gap stays within rounding in every step, and the weights of the start would not pass: from the second step
     on, the mean difference to them is above the limit. Certificates at the start, after the first step, every N."""
@@ -44,7 +49,7 @@ def test_rl_samples_with_what_it_has_trained(
     cfg["train"] |= {"num_steps": 3, "epochs_per_step": 1}
     cfg["rollout"] |= {"engine": "vllm", "parallel": {"tp": tp}, "verify_weights_every": 3}
     (tmp_path / "cfg.yaml").write_text(yaml.safe_dump(cfg))
-    done = succeed("rl", "-c", str(tmp_path / "cfg.yaml"))
+    written = vllm_ranks.run(4, "command", "rl", "-c", str(tmp_path / "cfg.yaml"))
 
     rows = read_metrics(tmp_path / "run")
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
@@ -55,7 +60,7 @@ def test_rl_samples_with_what_it_has_trained(
     assert rows[1]["kl"] == 0.0
     assert min(abs(row["kl"]) for row in rows[2:]) > 10 * LIMIT, "the weights of the start could pass"
     assert [row["step"] for row in rows if "seconds_certificate" in row] == [1, 3]
-    certified = CERTIFIED.findall(done.stdout + done.stderr)
+    certified = CERTIFIED.findall("".join(written))
     assert [int(version) for version, _ in certified] == [0, 1, 3], "of the steps, and said by rank 0 alone"
     assert len({digest for _, digest in certified}) == 3, "the weights were the same twice"
 

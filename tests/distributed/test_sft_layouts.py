@@ -13,7 +13,7 @@ from megarlhf.data.samples import build_sft
 from megarlhf.data.sources import load_records
 from megarlhf.data.tokenizer import load_tokenizer
 from tests.distributed.compare import assert_gradients_equal, assert_weights_equal
-from tests.distributed.pool import RankPool
+from tests.ranks import RankPool
 
 LR, STEPS, MINI_BATCH = 1e-3, 3, 8
 

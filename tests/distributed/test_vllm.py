@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.distributed.pool import RankPool
+from tests.ranks import RankPool
 
 PROMPTS = [[1, 5, 9, 14, 7, 15], [1, 4, 14, 12, 13, 15], [1, 8, 8, 14, 6, 15], [1, 13, 14, 13, 15], [1, 6, 15]]
 # Longer than a block of vLLM's prefix cache (128 tokens on a CPU): stale blocks would show after an update.
@@ -51,6 +51,11 @@ def _check(found: dict[str, Any], first: Path, second: Path) -> None:
     assert found["cuda_untouched"], "the substitution for Megatron-Core leaked out of its scope"
 
 
+@pytest.fixture(scope="module")
+def models(two_layers: dict[str, Path]) -> dict[str, Path]:
+    return two_layers
+
+
 FAULTS = {
     "model.layers.1.mlp.gate_up_proj.weight": "model.layers.1.mlp.gate_proj.weight",
     "model.norm.weight": "model.norm.weight",
@@ -61,7 +66,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("kind", ["plain", "tied"])
 def test_greedy_output_after_an_update_equals_hugging_face(
-    kind: str, fresh_ranks: RankPool, models: dict[str, Path]
+    kind: str, vllm_ranks: RankPool, models: dict[str, Path]
 ) -> None:
     """Three updates, at TP1 and TP2: greedy tokens and sampled log-probs (processed, T = 0.7) are those of the new
     weights; equal seeds draw equal tokens at TP1 and TP2; a fault planted on one rank is named on all.
@@ -69,10 +74,9 @@ def test_greedy_output_after_an_update_equals_hugging_face(
     Not covered: bf16, GPUs, KV heads that are replicated (tp > 2 here).
     """
     first, second = models["plain" if kind == "plain" else "tied"], models["other" if kind == "plain" else "tied_other"]
-    single = fresh_ranks.run(1, "vllm_session", str(first), str(second), 1, PROMPTS)[0]
+    single = vllm_ranks.run(1, "vllm_session", str(first), str(second), 1, PROMPTS)[0]
     _check(single, first, second)
-    fresh_ranks.close()
-    both = fresh_ranks.run(2, "vllm_session", str(first), str(second), 2, PROMPTS)
+    both = vllm_ranks.run(2, "vllm_session", str(first), str(second), 2, PROMPTS)
     for found in both:
         _check(found, first, second)
         assert [tokens for tokens, _ in found["sampled0"]] == [tokens for tokens, _ in single["sampled0"]]

@@ -6,17 +6,16 @@ weights, expert parallelism inside vLLM.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.distributed.pool import RankPool
 from tests.distributed.test_rl_layouts import config
 from tests.distributed.tiny import write_family
 from tests.distributed.vllm_jobs import EOS, FAULTS, NEW_TOKENS
+from tests.ranks import RankPool
 
 # vLLM's attention on a CPU has heads of 32; four of them and two of keys: at tp = 4 two ranks hold each of these.
 WIDE: dict[str, Any] = {"hidden_size": 128}
@@ -40,16 +39,14 @@ DEFAULT = ("llama", "qwen2_tied", "mixtral")
 TRAINER: dict[int, dict[str, Any]] = {1: {}, 2: {"pp": 2}, 4: {"tp": 2, "pp": 2}}
 """The trainer's layout for each tp of vLLM, another one where there are ranks for it."""
 
-# The last is three times the window of the tiny Mistral.
-PROMPTS = [[5, 6, 7, 8], [9, 10, 50, 60, 70], [20 + 7 * n % 79 for n in range(24)]]
-
 
 @pytest.fixture(scope="module")
-def vllm_ranks() -> Iterator[RankPool]:
-    """Ranks that no other file's tests use: vLLM keeps state of its own in a process."""
-    pool = RankPool(4)
-    yield pool
-    pool.close()
+def models(two_layers: dict[str, Path]) -> dict[str, Path]:
+    return two_layers
+
+
+# The last is three times the window of the tiny Mistral.
+PROMPTS = [[5, 6, 7, 8], [9, 10, 50, 60, 70], [20 + 7 * n % 79 for n in range(24)]]
 
 
 @pytest.fixture(scope="module")

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from tests.distributed.compare import Arrays, assert_gradients_equal
-from tests.distributed.pool import RankPool
 from tests.distributed.test_rl_layouts import config as rl_config
 from tests.distributed.test_sft_layouts import config as sft_config
 from tests.distributed.tiny import write_family
+from tests.ranks import RankPool
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp1": (1, {}),
@@ -116,6 +116,8 @@ def test_sft_in_bf16(kind: str, ranks: RankPool, wide: dict[str, Path], data: di
 def ppo(wide: dict[str, Path], kind: str, data: Path, parallel: dict[str, Any]) -> dict[str, Any]:
     cfg = rl_config({"plain": wide[kind], "other": wide["untied"]}, data, parallel, entropy_coef=0.05)
     cfg["rewards"] = [{"kind": "rule", "rule": "exact_match"}]
+    cfg["train"] |= {"prompts_per_step": 2}  # eight samples, of which each of two epochs is one mini-batch
+    cfg["rollout"]["max_response_tokens"] = 4
     return cfg
 
 

@@ -21,7 +21,9 @@ LLAMA3_ROPE: dict[str, Any] = {
 """Numbers that bite within ten positions, and none of them Llama 3.1's own."""
 
 
-def write_tiny_llama(directory: Path, *, seed: int = 0, tied: bool = False, llama3_rope: bool = False) -> Path:
+def write_tiny_llama(
+    directory: Path, *, seed: int = 0, tied: bool = False, llama3_rope: bool = False, num_layers: int = 4
+) -> Path:
     """Random weights: log-probs far from uniform, rounding not amplified. vLLM on a CPU has head_dim 32."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -33,7 +35,7 @@ def write_tiny_llama(directory: Path, *, seed: int = 0, tied: bool = False, llam
         hidden_size=64,
         head_dim=32,
         intermediate_size=96,
-        num_hidden_layers=4,
+        num_hidden_layers=num_layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=512,

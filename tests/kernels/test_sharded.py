@@ -4,16 +4,11 @@ many collectives there are and when they start.
 Not covered: NCCL. How much of the collective the products hide.
 """
 
-import functools
-import tempfile
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
 
 from megarlhf.kernels import linear_token_logprobs, token_logprobs
-from tests.gloo import run_ranks
 from tests.kernels.cases import (
     IGNORE,
     INTERPRETING,
@@ -24,6 +19,7 @@ from tests.kernels.cases import (
     made_linear,
     run_backend,
 )
+from tests.ranks import RankPool
 
 CASES = [
     # vocabulary, true vocabulary, temperature, offset; the last: at tp 4 rank 3 holds padding only. Offset None: the
@@ -77,16 +73,21 @@ def logits_on_a_rank(rank, tp, backend):
     return results, forward.events, backward.events
 
 
-@functools.cache
-def in_a_world(backend, tp):
-    """Both of what the ranks say; started once for all tests."""
-    with tempfile.TemporaryDirectory() as directory:
-        ranks = run_ranks(tp, Path(directory), on_a_rank, tp, backend)
-    return [logits for logits, _, _ in ranks], [linear for _, linear, _ in ranks], [events for _, _, events in ranks]
+@pytest.fixture(scope="module")
+def in_a_world(ranks: RankPool):
+    """What the ranks say of logits, of the linear kernel and of its collectives; asked once for all tests."""
+    answers = {}
+
+    def ask(backend, tp):
+        if (backend, tp) not in answers:
+            answers[backend, tp] = list(zip(*ranks.run(tp, on_a_rank, tp, backend), strict=True))
+        return answers[backend, tp]
+
+    return ask
 
 
-def on_a_rank(rank, tp, backend):
-    events = {}
+def on_a_rank(runtime, tp, backend):
+    rank, events = runtime.rank, {}
     if backend == "chunked":
         events = {
             (sequence_parallel, save_bytes): events_on_a_rank(rank, tp, backend, sequence_parallel, save_bytes)
@@ -102,7 +103,7 @@ def assert_same_bits_everywhere(parts, names):
 
 
 @over_worlds
-def test_sharded_logits(backend, tp):
+def test_sharded_logits(backend, tp, in_a_world):
     """One all-gather forward, of four numbers a token; nothing backward."""
     ranks, _, _ = in_a_world(backend, tp)
     assert any(true_vocab <= vocab // 4 * 3 for vocab, true_vocab, _, _ in CASES), "no rank holds padding only"
@@ -145,7 +146,7 @@ def linear_on_a_rank(rank, tp, backend):
 
 
 @over_worlds
-def test_sharded_linear(backend, tp):
+def test_sharded_linear(backend, tp, in_a_world):
     """With hidden states that all ranks have, and under sequence parallelism; with and without a mask."""
     _, ranks, _ = in_a_world(backend, tp)
     for case, (vocab, true_vocab, sequence_parallel, masked) in enumerate(LINEAR_CASES):
@@ -183,7 +184,7 @@ def events_on_a_rank(rank, tp, backend, sequence_parallel, save_bytes):
 @pytest.mark.parametrize("save_bytes", [0, 2**28])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("tp", [2, 4])
-def test_collectives_of_the_linear_kernel(tp, sequence_parallel, save_bytes):
+def test_collectives_of_the_linear_kernel(tp, sequence_parallel, save_bytes, in_a_world):
     """Backward: one of sums, when the hidden states' gradient is done, before the last products for the weight.
     Hidden states of other ranks are asked for again only where there was no memory to keep them."""
     _, _, ranks = in_a_world("chunked", tp)

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megarlhf.parallel.vocab import Vocabulary, logits_at, next_token_logprobs
-from tests.gloo import run_ranks
+from tests.ranks import RankPool
 
 B, S, H, PADDED, TRUE = 3, 4, 8, 12, 11
 
@@ -62,13 +62,13 @@ def test_a_stage_without_outputs_has_no_matrix():
         Vocabulary(None, TRUE, None).weight()
 
 
-def two_ranks(rank, sequence_parallel, backend):
+def two_ranks(runtime, sequence_parallel, backend):
     """This rank's log-probs, entropy, logits at all positions, and gradients of its hidden states and its matrix."""
     hidden_SBH, weight_VH, tokens_BS, mask_BS = problem()
     if sequence_parallel:
-        hidden_SBH = hidden_SBH.chunk(2)[rank].clone()
+        hidden_SBH = hidden_SBH.chunk(2)[runtime.rank].clone()
     hidden_SBH.requires_grad_()
-    weight_VH = weight_VH.chunk(2)[rank].clone().requires_grad_()
+    weight_VH = weight_VH.chunk(2)[runtime.rank].clone().requires_grad_()
     vocabulary = Vocabulary(weight_VH, TRUE, dist.group.WORLD, sequence_parallel, backend)
     logprobs_BS, entropy_BS = next_token_logprobs(vocabulary, hidden_SBH, tokens_BS, mask_BS, temperature=0.7)
     (logprobs_BS.sum() + 2 * entropy_BS.sum()).backward()
@@ -80,9 +80,9 @@ def two_ranks(rank, sequence_parallel, backend):
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("backend", ["chunked", "reference"])
-def test_two_ranks_are_one(backend, sequence_parallel, tmp_path):
+def test_two_ranks_are_one(backend, sequence_parallel, ranks: RankPool):
     """Results are the same bits on both ranks; under sequence parallelism a rank has the gradient of its positions."""
-    first, second = run_ranks(2, tmp_path, two_ranks, sequence_parallel, backend)
+    first, second = ranks.run(2, two_ranks, sequence_parallel, backend)
     for ours, theirs in zip(first[:3], second[:3], strict=True):
         assert ours.tobytes() == theirs.tobytes()
     hidden_SBH, weight_VH, tokens_BS, mask_BS = problem()

@@ -160,22 +160,26 @@ def test_qwen3_30b_a3b_in_both_tiers(options):
     assert report.tiers[1].entering == report.least_entering
 
 
-def printed(*options):
-    """The command's words, and its rows by their first cell, the first of a name; as a user starts it."""
+def as_a_user(*options):
+    """What the command prints in a process of its own."""
     command = [sys.executable, "-m", "megarlhf", "plan", "-c", "configs/plan/llama-3-70b.yaml", *options]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=REPOSITORY)
+    return subprocess.run(command, capture_output=True, text=True, check=True, cwd=REPOSITORY).stdout
+
+
+def words_and_rows(printed):
+    """The words, and the tables' rows by their first cell, the first of a name."""
     rows: dict[str, list[str]] = {}
-    for line in done.stdout.splitlines():
+    for line in printed.splitlines():
         if "│" in line:
             name, *cells = (cell.strip() for cell in line.split("│")[1:-1])
             rows.setdefault(name, cells)
-    return " ".join(done.stdout.split()), rows
+    return " ".join(printed.split()), rows
 
 
 def test_the_command_prints_tables_and_ranks():
     """Other node sizes and link speeds change the estimate; 11 MB are said with three digits."""
     options = ["actor.parallel.pp=1", "--world-size=16", "--ranks-per-node=4", "--node-gbps=400", "--per-rank"]
-    words, rows = printed(*options)
+    words, rows = words_and_rows(as_a_user(*options))
     assert rows["trainer"] == ["tp 8 x pp 1 x dp 2 (vpp 1, ep 1) = 16 ranks"]
     assert "3600 Gb/s a rank inside, 400 Gb/s a node outside" in words
     assert "seconds for placements and the one-tier plan, one core" in rows
@@ -201,8 +205,9 @@ def test_the_command_prints_tables_and_ranks():
         ([], "--order engine: as suits the engines", "0 1 2 (by number), and so on", "13.233"),
     ],
 )
-def test_the_command_says_for_which_order_its_figures_are(options, order, ranks, received):
-    words, rows = printed(*options)
+def test_the_command_says_for_which_order_its_figures_are(options, order, ranks, received, capsys):
+    assert main(["-c", "configs/plan/llama-3-70b.yaml", *options]) == 0
+    words, rows = words_and_rows(capsys.readouterr().out)
     assert rows["order of the ranks"][0].startswith(order)
     assert rows["ranks at the trainer's positions"] == [ranks]
     assert f"GB a rank ({order.split(':')[0]})" in words

@@ -11,6 +11,7 @@ import contextlib
 import json
 import sys
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -61,8 +62,6 @@ def _model(arch: Architecture, layout: dict[str, Any], first: bool, last: bool, 
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     grouped = layout.get("experts") == "grouped"
-    # The library behind it is a CUDA one, asked for in the constructor, used in forward only.
-    experts.gg.assert_grouped_gemm_is_available = lambda: None
     stages = layout.get("layers_per_stage")
     uneven = {}
     if stages:
@@ -101,23 +100,25 @@ def _model(arch: Architecture, layout: dict[str, Any], first: bool, last: bool, 
         **uneven,
         **moe,
     )
-    return GPTModel(
-        config=config,
-        transformer_layer_spec=get_gpt_layer_local_spec(
-            num_experts=arch.num_experts or None,
-            moe_grouped_gemm=grouped,
-            moe_use_legacy_grouped_gemm=grouped,
-            qk_layernorm=arch.qk_norm,
-            normalization=norm,
-        ),
-        vocab_size=layout["padded_vocab"],
-        max_sequence_length=arch.max_positions + arch.position_offset,
-        pre_process=first,
-        post_process=last,
-        share_embeddings_and_output_weights=arch.tied_embeddings,
-        position_embedding_type="rope" if arch.positions == "rope" else "learned_absolute",
-        vp_stage=chunk,
-    )
+    # The library behind grouped experts is a CUDA one, asked for in the constructor, used in forward only.
+    with mock.patch.object(experts.gg, "assert_grouped_gemm_is_available"):
+        return GPTModel(
+            config=config,
+            transformer_layer_spec=get_gpt_layer_local_spec(
+                num_experts=arch.num_experts or None,
+                moe_grouped_gemm=grouped,
+                moe_use_legacy_grouped_gemm=grouped,
+                qk_layernorm=arch.qk_norm,
+                normalization=norm,
+            ),
+            vocab_size=layout["padded_vocab"],
+            max_sequence_length=arch.max_positions + arch.position_offset,
+            pre_process=first,
+            post_process=last,
+            share_embeddings_and_output_weights=arch.tied_embeddings,
+            position_embedding_type="rope" if arch.positions == "rope" else "learned_absolute",
+            vp_stage=chunk,
+        )
 
 
 if __name__ == "__main__":

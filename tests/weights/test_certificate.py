@@ -16,9 +16,8 @@ from megarlhf.weights.plan.copy_plan import make_plan
 from megarlhf.weights.transport.random_init import fill_random
 from megarlhf.weights.transport.reshard import reshard_once
 from megarlhf.weights.transport.storages import zero_padding
-from tests.gloo import run_ranks
+from tests.ranks import RankPool
 from tests.weights.cases import empty, megatron_ranks, tiny, vllm_ranks
-from tests.weights.test_reshard import on_four_ranks
 
 CPU = torch.device("cpu")
 LAYER = "model.layers.1."
@@ -108,7 +107,8 @@ def _prove(rank, stages):
     return certificate.digest
 
 
-def _body(rank):
+def _body(runtime):
+    rank = runtime.rank
     digests = {_prove(rank, stages) for stages in ([[0], [1, 2]], [[0, 1], [2]])}
     assert len(digests) == 1, "the digest depends on the layout"
     everywhere = [None] * 4
@@ -116,12 +116,13 @@ def _body(rank):
     assert everywhere == [digests] * 4
 
 
-def test_what_is_proven_and_five_faults():
-    on_four_ranks(_body)
+def test_what_is_proven_and_five_faults(ranks: RankPool):
+    ranks.run(4, _body)
 
 
-def _failing(rank):
+def _failing(runtime):
     """Errors, as each local step fails on rank 1 alone: all ranks have them, and the next certificate is whole."""
+    rank = runtime.rank
     arch = tiny()
     sources, ranks = megatron_ranks(arch, 2, [[0], [1, 2]]), vllm_ranks(arch, 2, 2)
     src, dst = empty([sources[rank]], torch.bfloat16)[rank], empty([ranks[rank]], torch.bfloat16, 0.0)[rank]
@@ -155,9 +156,9 @@ def _failing(rank):
     return messages
 
 
-def test_a_rank_that_fails_stops_all_with_its_reason(tmp_path):
+def test_a_rank_that_fails_stops_all_with_its_reason(ranks: RankPool):
     """A source or a destination that is missing, nothing at all, and no memory for the digests by box."""
-    first, *others = run_ranks(4, tmp_path, _failing)
+    first, *others = ranks.run(4, _failing)
     assert others == [first] * 3
     for text, expected in zip(
         first,

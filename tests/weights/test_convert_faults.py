@@ -206,11 +206,11 @@ print("last", status, out.exists(), sorted(p.name for p in out.parent.iterdir())
 """
 
 
-@pytest.mark.parametrize("kind", ["safetensors", "mp_rank"])
-def test_sigkill_at_ten_moments(inputs, tmp_path, kind):
+@pytest.mark.parametrize("kind, place", [("safetensors", "disk_path"), ("mp_rank", "tmp_path")])
+def test_sigkill_at_ten_moments(inputs, kind, place, request):
     """After each kill there is no directory under the final name, unless the rename was the last thing done; the run
-    after the last kill finishes, and nothing else is left."""
-    out = tmp_path / "results" / "out"
+    after the last kill finishes, and nothing else is left. Once on a disk, whatever lies in memory otherwise."""
+    out = request.getfixturevalue(place) / "results" / "out"
     out.parent.mkdir()
     done = subprocess.run(
         [sys.executable, "-c", KILLED, str(inputs / kind), str(out)],

@@ -6,27 +6,15 @@ Not covered: NCCL; a process that dies (its launcher stops the others).
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
-from megarlhf.runtime import free_port
 from megarlhf.weights.plan.copy_plan import make_plan
 from megarlhf.weights.transport import reshard as module
 from megarlhf.weights.transport.random_init import fill_random
 from megarlhf.weights.transport.reshard import Resharder, TransferError
+from tests.ranks import RankPool
 from tests.weights.cases import empty, megatron_ranks, tiny, vllm_ranks
 
 CPU = torch.device("cpu")
-
-
-def _main(rank, port, body):
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=4)
-    torch.set_num_threads(1)
-    body(rank)
-    dist.destroy_process_group()
-
-
-def on_four_ranks(body):
-    mp.spawn(_main, args=(free_port(), body), nprocs=4)  # raises as soon as one rank does
 
 
 def model(rank, tp, seed, dtype=torch.bfloat16):
@@ -55,7 +43,8 @@ def messages(resharder, op):
     return len(tensors) - len(staged), len(staged)
 
 
-def _values(rank):
+def _values(runtime):
+    rank = runtime.rank
     for tp in (1, 2, 4):
         for dtype, direct_bytes in ((torch.bfloat16, 64), (torch.bfloat16, 1 << 30), (torch.float32, 64)):
             plan, src, dst, expected = model(rank, tp, 5, dtype)
@@ -80,12 +69,13 @@ def _values(rank):
             assert_equal(dst, expected)
 
 
-def test_values_cast_in_place_and_again():
+def test_values_cast_in_place_and_again(ranks: RankPool):
     """What is large and in one run travels from or to where it lies, unless the rank has to cast."""
-    on_four_ranks(_values)
+    ranks.run(4, _values)
 
 
-def _failing(rank):
+def _failing(runtime):
+    rank = runtime.rank
     plan, src, dst, expected = model(rank, 2, 5)
     for direct_bytes in (64, 1 << 30):
         resharder = Resharder(
@@ -116,8 +106,9 @@ def _failing(rank):
         assert_equal(dst, expected)
 
 
-def _short_of_memory(rank):
+def _short_of_memory(runtime):
     """Nothing has been written when it is told; the next run, with memory, is whole."""
+    rank = runtime.rank
     plan, src, dst, expected = model(rank, 2, 5)
 
     def free():
@@ -141,21 +132,22 @@ def _short_of_memory(rank):
     assert_equal(dst, expected)
 
 
-def test_a_rank_without_memory_is_told_of_before_anything_is_written():
-    on_four_ranks(_short_of_memory)
+def test_a_rank_without_memory_is_told_of_before_anything_is_written(ranks: RankPool):
+    ranks.run(4, _short_of_memory)
 
 
-def test_a_rank_that_fails_stops_all_with_its_reason():
+def test_a_rank_that_fails_stops_all_with_its_reason(ranks: RankPool):
     """At the first direct message, or in a round; nobody hangs, and the next run is whole."""
-    on_four_ranks(_failing)
+    ranks.run(4, _failing)
 
 
-def _memory(rank):
+def _memory(runtime):
+    rank = runtime.rank
     plan, src, dst, expected = model(rank, 2, 5, torch.float32)
     made = []
-    real = torch.empty
+    real, least = torch.empty, module._MIN_BUCKET_BYTES
+    module._MIN_BUCKET_BYTES = 512
     for free, buckets in ((None, 8192), (10**9, 8192), (8192 + rank, 2048)):
-        module._MIN_BUCKET_BYTES = 512
         resharder = Resharder(
             plan,
             rank=rank,
@@ -174,8 +166,9 @@ def _memory(rank):
         assert len(made) >= 4
         total = sum(t.numel() * t.element_size() for t in made)
         assert buckets < total <= 2 * buckets, (free, total)
+    module._MIN_BUCKET_BYTES = least
 
 
-def test_buckets_keep_to_their_size_and_to_the_free_memory():
+def test_buckets_keep_to_their_size_and_to_the_free_memory(ranks: RankPool):
     """Both together: two buckets; where memory is short, half of what is free on the poorest rank."""
-    on_four_ranks(_memory)
+    ranks.run(4, _memory)

@@ -1,14 +1,10 @@
 """Live storages: filled in memory, from files, and over a gloo group of four processes, with casts."""
 
-import socket
-from pathlib import Path
-
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from megarlhf.architectures.placements import hf_placements, logical_tensors
+from megarlhf.runtime import Runtime
 from megarlhf.weights.checkpoint.export import export
 from megarlhf.weights.checkpoint.formats.huggingface.read import HFFiles
 from megarlhf.weights.checks.digest import compare, replica_digests, summed
@@ -17,6 +13,7 @@ from megarlhf.weights.transport.random_init import fill_random
 from megarlhf.weights.transport.reshard import reshard_once
 from megarlhf.weights.transport.schedule import rank_rounds
 from megarlhf.weights.transport.storages import check_storages, copy_local, load_from_files, view
+from tests.ranks import RankPool
 from tests.weights.cases import (
     TINY,
     empty,
@@ -134,15 +131,9 @@ def test_loading_names_what_does_not_fit(tmp_path):
         load_from_files(wide, reader, empty([wide])[0])
 
 
-def _group_main(rank: int, port: int, directory: Path) -> None:
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=4)
-    torch.set_num_threads(1)
-    (directory / f"result{rank}").write_text(_group_body(rank, str(directory / "out")))
-    dist.destroy_process_group()
-
-
-def _group_body(rank: int, directory: str) -> str:
+def _group_body(runtime: Runtime, directory: str) -> str:
     """fp32 masters on TP2 x PP2 -> bf16 engines TP4, TP2 (two engines), TP1 (four), and the digests."""
+    rank = runtime.rank
     arch = tiny(tie_word_embeddings=True)
     sources = megatron_ranks(arch, 2, [[0], [1, 2]])
     src = empty(sources[rank : rank + 1], torch.float32)[rank]
@@ -175,13 +166,9 @@ def _group_body(rank: int, directory: str) -> str:
     return "second export did not fail"
 
 
-def test_over_a_gloo_group_of_four(tmp_path):
+def test_over_a_gloo_group_of_four(ranks: RankPool, tmp_path):
     """Not covered: NCCL. The second export into the same directory fails on every rank; none hangs."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = sock.getsockname()[1]
-    mp.spawn(_group_main, args=(port, tmp_path), nprocs=4)  # raises as soon as one rank dies
-    results = [(tmp_path / f"result{rank}").read_text() for rank in range(4)]
+    results = ranks.run(4, _group_body, str(tmp_path / "out"))
     assert results == ["ok ValueError", *["ok RuntimeError"] * 3]
     arch = tiny(tie_word_embeddings=True)
     hf = hf_placements(arch)
@@ -189,4 +176,4 @@ def test_over_a_gloo_group_of_four(tmp_path):
     load_from_files(hf, HFFiles(tmp_path / "out").weights(arch, "lm"), loaded)
     fill_random(hf, expected, seed=5, std=0.1, arch=arch)
     assert all(torch.equal(loaded[name], value) for name, value in expected.items())
-    assert {path.name for path in tmp_path.iterdir()} == {"out", *(f"result{rank}" for rank in range(4))}
+    assert {path.name for path in tmp_path.iterdir()} == {"out"}

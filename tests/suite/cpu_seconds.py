@@ -1,0 +1,111 @@
+"""A file of tests may use the CPU for as long as the table says, more or less: the suite stays within ten minutes.
+
+Counted are CPU seconds: of the process that runs the tests, of what it started and has waited for, and of rank
+processes at work for it. They depend on the machine, and a little on what else it does. So the table's figures are
+scaled by the median of measured / table over its files, and a file may take twice its figure and ten seconds more.
+Compared are sessions that ran every file of the table. A file above its share is named at the end; with
+TESTS_CPU_SHARE=fail, as in CI, the session fails. Whoever adds tests that are worth their time enters the new figure.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from tests.ranks import RankPool
+from tests.suite.leftovers import count_as_error
+
+TABLE: dict[str, int] = {
+    "tests/distributed/test_dist_checkpointing.py": 13,
+    "tests/distributed/test_families.py": 37,
+    "tests/distributed/test_packed_layouts.py": 69,
+    "tests/distributed/test_permuted_mesh.py": 18,
+    "tests/distributed/test_rl_failure.py": 37,
+    "tests/distributed/test_rl_layouts.py": 35,
+    "tests/distributed/test_rl_vllm.py": 17,
+    "tests/distributed/test_rm_layouts.py": 24,
+    "tests/distributed/test_sft_layouts.py": 29,
+    "tests/distributed/test_vllm.py": 25,
+    "tests/distributed/test_vllm_families.py": 65,
+    "tests/distributed/test_vocabulary.py": 44,
+    "tests/kernels/test_packed_triton.py": 25,
+    "tests/kernels/test_triton.py": 52,
+    "tests/planning/test_weight_traffic.py": 38,
+    "tests/test_bench_gpu_logprob.py": 18,
+    "tests/test_bench_packing.py": 11,
+    "tests/test_convert_cli.py": 11,
+    "tests/test_pipeline.py": 55,
+    "tests/weights/test_convert.py": 11,
+    "tests/weights/test_convert_faults.py": 27,
+    "tests/weights/test_families.py": 17,
+    "tests/weights/test_transfer.py": 17,
+}
+"""CPU seconds of the files that take ten or more, on two cores of a server of 2026."""
+FACTOR, SLACK = 2.0, 10.0
+
+
+def over_their_share(measured: Mapping[str, float], table: Mapping[str, float]) -> list[str]:
+    """A line for each file; none where files of the table were not run."""
+    if not table or not table.keys() <= measured.keys():
+        return []
+    scale = statistics.median(measured[file] / seconds for file, seconds in table.items())
+    limits = {file: FACTOR * scale * table.get(file, 0.0) + SLACK * max(1.0, scale) for file in measured}
+    return [
+        f"{file}: {seconds:.0f} CPU seconds, allowed {limits[file]:.0f} (its figure in tests/suite/cpu_seconds.py is "
+        f"{table.get(file, 0):.0f}, this machine takes {scale:.2f} of such seconds)"
+        for file, seconds in sorted(measured.items(), key=lambda entry: -entry[1])
+        if seconds > limits[file]
+    ]
+
+
+class CpuSeconds:
+    """Measures each test where it runs, and adds up by file where the session is reported."""
+
+    def __init__(self, config: pytest.Config, pools: Sequence[RankPool]) -> None:
+        self._reports = not hasattr(config, "workerinput")
+        self._fails = self._reports and os.environ.get("TESTS_CPU_SHARE") == "fail"
+        self._pools = pools
+        self._last = 0.0
+        self._by_file: dict[str, float] = defaultdict(float)
+
+    def _now(self) -> float:
+        return sum(os.times()[:4]) + sum(pool.cpu_seconds for pool in self._pools)
+
+    def pytest_runtest_logstart(self) -> None:
+        self._last = self._now()
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self) -> Any:
+        report = yield
+        now = self._now()
+        report.cpu_seconds, self._last = now - self._last, now
+        return report
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if self._reports:
+            self._by_file[report.nodeid.split("::")[0]] += getattr(report, "cpu_seconds", 0.0)
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if self._fails and over_their_share(self._by_file, TABLE) and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if terminalreporter.config.getoption("durations") is not None:
+            terminalreporter.section("CPU seconds of files")
+            for file, seconds in sorted(self._by_file.items(), key=lambda entry: -entry[1]):
+                if seconds >= SLACK:
+                    terminalreporter.line(f"{seconds:6.0f} {file}")
+            terminalreporter.line(f"{sum(self._by_file.values()):6.0f} all {len(self._by_file)} files")
+        over = over_their_share(self._by_file, TABLE)
+        if over:
+            terminalreporter.section("files above their share of CPU time", yellow=True)
+            for line in over:
+                terminalreporter.line(line)
+            if self._fails:
+                count_as_error(terminalreporter, "files above their share of CPU time")

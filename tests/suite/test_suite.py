@@ -1,0 +1,71 @@
+"""What is asked of the suite as a whole: no process is left, and files keep to their share of the time."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.suite.cpu_seconds import TABLE, over_their_share
+from tests.suite.lanes import RANKS, lane
+
+ROOT = Path(__file__).parents[2]
+CONFTEST = """
+from tests.suite import leftovers
+from tests.suite.leftovers import Leftovers
+leftovers.SECONDS = 1
+def pytest_configure(config):
+    config.pluginmanager.register(Leftovers(config))
+"""
+ORPHAN = """
+import subprocess
+def test_passes():
+    subprocess.run(["sh", "-c", "setsid sleep 71 >/dev/null 2>&1 &"], check=True)
+"""
+WAITED_FOR = """
+import subprocess
+def test_passes():
+    subprocess.run(["sleep", "0.01"], check=True)
+"""
+
+
+@pytest.mark.parametrize("body, status", [(ORPHAN, 1), (WAITED_FOR, 0)])
+def test_a_session_that_leaves_a_process_fails_and_names_it(body: str, status: int, tmp_path: Path) -> None:
+    """An orphan in a session of its own, whose parent has ended. It does not live on."""
+    (tmp_path / "conftest.py").write_text(CONFTEST)
+    (tmp_path / "test_inner.py").write_text(body)
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"--rootdir={tmp_path}", str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == status, done.stdout + done.stderr
+    closing = done.stdout.splitlines()[-1]
+    assert "1 passed" in closing
+    assert ("1 error" in closing) == bool(status)
+    assert (": sleep 71" in done.stdout) == bool(status)
+    living = [process.info["cmdline"] for process in psutil.process_iter(["cmdline"])]
+    assert ["sleep", "71"] not in living
+
+
+def test_a_file_above_its_share_is_named() -> None:
+    """On a machine of half the speed: b takes 100 of the 2 x 2 x 20 + 2 x 10 seconds that are allowed, c, which is in
+    no table, 21 of 20."""
+    table = {"a": 40.0, "b": 20.0, "d": 10.0}
+    measured = {"a": 80.0, "b": 101.0, "c": 21.0, "d": 20.0, "e": 19.0}
+    lines = over_their_share(measured, table)
+    assert [line.split(":")[0] for line in lines] == ["b", "c"]
+    assert "b: 101 CPU seconds, allowed 100 (its figure in tests/suite/cpu_seconds.py is 20" in lines[0]
+    assert over_their_share({**measured, "b": 99.0, "c": 20.0}, table) == []
+    assert over_their_share({"b": 101.0}, table) == [], "a part of the suite is compared with nothing"
+
+
+def test_the_table_names_files() -> None:
+    assert [file for file in TABLE if not (ROOT / file).is_file()] == []
+
+
+def test_files_with_ranks_share_a_lane() -> None:
+    assert lane("tests/test_ranks.py") == lane("tests/distributed/test_sft_layouts.py") == RANKS
+    assert lane("tests/test_memory.py") == "tests/test_memory.py"

@@ -1,0 +1,93 @@
+"""The pool of rank processes that tests share: which failures end it, and that it leaves nothing behind."""
+
+import os
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests import ranks as module
+from tests.ranks import RankPool
+
+
+@pytest.fixture
+def pool() -> Iterator[RankPool]:
+    pool = RankPool(2)
+    yield pool
+    pool.close()
+
+
+def _pid(runtime):
+    return os.getpid()
+
+
+def _sum(runtime):
+    total = torch.tensor(runtime.rank)
+    dist.all_reduce(total)
+    return int(total)
+
+
+def _one_raises(runtime):
+    """Rank 0 is in a collective that rank 1 does not come to."""
+    if runtime.rank == 1:
+        raise ValueError("planted")
+    _sum(runtime)
+
+
+def _one_dies(runtime):
+    if runtime.rank == 1:
+        os._exit(3)
+    _sum(runtime)
+
+
+def _one_hangs(runtime):
+    time.sleep(60 * runtime.rank)
+
+
+def _with_a_child(runtime):
+    return os.getpid(), subprocess.Popen(["sleep", "67"]).pid
+
+
+def test_ranks_outlive_a_failure_that_all_of_them_have_told(pool: RankPool):
+    """What is said is the first failure; the other rank's, that its collective was broken, follows from it."""
+    pids = pool.run(2, _pid)
+    with pytest.raises(AssertionError, match=r"(?s)_one_raises failed on rank 1 of 2:.*ValueError: planted"):
+        pool.run(2, _one_raises)
+    assert pool.run(2, _sum) == [1, 1]
+    assert pool.run(2, _pid) == pids
+
+
+def test_a_rank_that_dies_ends_the_others(pool: RankPool):
+    pids = pool.run(2, _pid)
+    with pytest.raises(AssertionError, match=r"_one_dies: rank 1 of 2 died|_one_dies failed on rank 0"):
+        pool.run(2, _one_dies)
+    assert not set(pids) & set(pool.run(2, _pid))
+
+
+def test_a_rank_that_hangs_is_named_and_ended(pool: RankPool, monkeypatch: pytest.MonkeyPatch):
+    pids = pool.run(2, _pid)
+    monkeypatch.setattr(module, "JOB_SECONDS", 1)
+    with pytest.raises(TimeoutError, match=r"_one_hangs: ranks \[1\] did not answer in 1 s"):
+        pool.run(2, _one_hangs)
+    assert not any(_lives(pid) for pid in pids)
+
+
+def test_children_of_ranks_end_with_them(pool: RankPool):
+    pids = [pid for pair in pool.run(2, _with_a_child) for pid in pair]
+    assert all(_lives(pid) for pid in pids)
+    pool.close()
+    deadline = time.monotonic() + 10
+    while any(_lives(pid) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(_lives(pid) for pid in pids)
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
