@@ -18,8 +18,8 @@ _TEMPLATES = ("plain", "chat")
 def text_field(record: Mapping[str, Any], name: str) -> str:
     """A field that has to be there, for records that `load_records` did not check."""
     if not isinstance(record.get(name), str):
-        found = ", ".join(map(repr, record)) or "none"
-        raise ValueError(f"a record has no field {name!r}, found {found}; name its text {name!r}")
+        field_names = ", ".join(map(repr, record)) or "none"
+        raise ValueError(f"a record has no field {name!r}, found {field_names}; name its text {name!r}")
     return str(record[name])
 
 
