@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.distributed.pool import RankPool
 from tests.distributed.test_sft_layouts import config
+from tests.ranks import RankPool
 
 
 def test_fused_weight_gradients_are_sums_in_fp32_counted_once(
