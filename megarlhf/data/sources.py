@@ -57,8 +57,8 @@ def load_records(
     """
     paths = [path] if isinstance(path, str | Path) else list(path)
     records: list[Record] = []
-    for one in paths:
-        records.extend(_checked(row, where, fields, optional) for where, row in _read(str(one), split))
+    for source in paths:
+        records.extend(_checked(row, where, fields, optional) for where, row in _read(str(source), split))
     if not records:
         raise ValueError(f"no rows in {', '.join(map(str, paths)) or 'an empty list of paths'}; give data")
     return records
