@@ -176,7 +176,9 @@ def transformer_engine_range() -> SpecifierSet | None:
         wanted = [Requirement(text) for text in requires("megatron-core") or ()]
     except PackageNotFoundError:
         return None
-    ranges = [one.specifier for one in wanted if canonicalize_name(one.name) == "transformer-engine"]
+    ranges = [
+        requirement.specifier for requirement in wanted if canonicalize_name(requirement.name) == "transformer-engine"
+    ]
     return ranges[0] if ranges else None
 
 
