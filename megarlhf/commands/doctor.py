@@ -67,7 +67,7 @@ class Finding:
     """One line of the table."""
 
     part: str
-    found: str
+    value: str
     verdict: Verdict
     meaning: str = ""
 
@@ -103,7 +103,7 @@ def report(findings: Sequence[Finding], *, console: Console | None = None) -> in
     table.add_column("what it means", overflow="fold")
     for finding in findings:
         verdict = Text(finding.verdict, style=STYLES[finding.verdict])
-        table.add_row(Text(finding.part), Text(finding.found), verdict, Text(finding.meaning))
+        table.add_row(Text(finding.part), Text(finding.value), verdict, Text(finding.meaning))
     console.print(table)
     problems = sum(finding.verdict == "problem" for finding in findings)
     console.print(f"{problems} problem(s)" if problems else "no problem found")
@@ -132,42 +132,42 @@ def apex_kind(search_path: Sequence[str] | None = None) -> ApexKind:
 
 
 def _python() -> Finding:
-    found = platform.python_version()
-    supported = Version("3.10") <= Version(found) < Version("3.13")
+    value = platform.python_version()
+    supported = Version("3.10") <= Version(value) < Version("3.13")
     meaning = "" if supported else "megarlhf supports 3.10 to 3.12: make the environment with one of those"
-    return Finding(part="python", found=found, verdict="ok" if supported else "problem", meaning=meaning)
+    return Finding(part="python", value=value, verdict="ok" if supported else "problem", meaning=meaning)
 
 
-def _package(name: str, found: str | None) -> Finding:
-    if found is None:
+def _package(name: str, value: str | None) -> Finding:
+    if value is None:
         required = name in REQUIRED
         meaning = f"not installed: {REQUIRED[name] if required else OPTIONAL[name]}"
-        return Finding(part=name, found="missing", verdict="problem" if required else "note", meaning=meaning)
-    return _tested(name, found)
+        return Finding(part=name, value="missing", verdict="problem" if required else "note", meaning=meaning)
+    return _tested(name, value)
 
 
-def _tested(name: str, found: str) -> Finding:
+def _tested(name: str, value: str) -> Finding:
     """An installed package, compared with the version that the tests ran with."""
     tested = TESTED.get(name)
-    if tested is not None and Version(found).public != tested:
+    if tested is not None and Version(value).public != tested:
         meaning = f"the tests ran with {tested}: run `make test` with yours before you trust a long job to it"
-        return Finding(part=name, found=found, verdict="note", meaning=meaning)
-    return Finding(part=name, found=found, verdict="ok")
+        return Finding(part=name, value=value, verdict="note", meaning=meaning)
+    return Finding(part=name, value=value, verdict="ok")
 
 
-def _vllm(found: str | None) -> Finding:
-    if found is None:
+def _vllm(value: str | None) -> Finding:
+    if value is None:
         meaning = "not installed: rl cannot use rollout.engine=vllm; sft, rm, dpo and convert are not touched by it"
-        return Finding(part="vllm", found="missing", verdict="note", meaning=meaning)
-    return _tested("vllm", found)
+        return Finding(part="vllm", value="missing", verdict="note", meaning=meaning)
+    return _tested("vllm", value)
 
 
-def _triton(found: str | None, on_gpu: bool) -> Finding:
-    if found is not None:
+def _triton(value: str | None, on_gpu: bool) -> Finding:
+    if value is not None:
         meaning = "" if on_gpu else "kernels run in its interpreter (tests only); plain torch is used on a CPU"
-        return Finding(part="triton", found=found, verdict="ok", meaning=meaning)
+        return Finding(part="triton", value=value, verdict="ok", meaning=meaning)
     meaning = "not installed: plain torch kernels are used; fine on CPU, more memory and time on GPU"
-    return Finding(part="triton", found="missing", verdict="note", meaning=meaning)
+    return Finding(part="triton", value="missing", verdict="note", meaning=meaning)
 
 
 def transformer_engine_range() -> SpecifierSet | None:
@@ -176,103 +176,105 @@ def transformer_engine_range() -> SpecifierSet | None:
         wanted = [Requirement(text) for text in requires("megatron-core") or ()]
     except PackageNotFoundError:
         return None
-    ranges = [one.specifier for one in wanted if canonicalize_name(one.name) == "transformer-engine"]
+    ranges = [
+        requirement.specifier for requirement in wanted if canonicalize_name(requirement.name) == "transformer-engine"
+    ]
     return ranges[0] if ranges else None
 
 
-def _transformer_engine(found: str | None, on_gpu: bool) -> Finding:
+def _transformer_engine(value: str | None, on_gpu: bool) -> Finding:
     part = "transformer-engine"
     taken = transformer_engine_range()
-    if found is not None and taken is not None and not taken.contains(found, prereleases=True):
+    if value is not None and taken is not None and not taken.contains(value, prereleases=True):
         meaning = (
             f"Megatron-Core {version('megatron-core')} takes {taken} and imports names that others may lack: "
             "install the one of requirements/gpu.txt"
         )
-        return Finding(part=part, found=found, verdict="problem" if on_gpu else "note", meaning=meaning)
-    if found is not None:
+        return Finding(part=part, value=value, verdict="problem" if on_gpu else "note", meaning=meaning)
+    if value is not None:
         meaning = "fused layers are used" if on_gpu else "not used: it needs a GPU; local layer spec instead"
-        return Finding(part=part, found=found, verdict="ok", meaning=meaning)
+        return Finding(part=part, value=value, verdict="ok", meaning=meaning)
     meaning = "not installed: local layer spec is used; fine on CPU, slower on GPU"
-    return Finding(part=part, found="missing", verdict="note" if on_gpu else "ok", meaning=meaning)
+    return Finding(part=part, value="missing", verdict="note" if on_gpu else "ok", meaning=meaning)
 
 
-def _apex(found: str | None, kind: ApexKind, on_gpu: bool) -> Finding:
-    shown = found or "no version"
+def _apex(value: str | None, kind: ApexKind, on_gpu: bool) -> Finding:
+    shown = value or "no version"
     missing: Verdict = "note" if on_gpu else "ok"
     if kind == "nvidia":
-        return Finding(part="apex", found=f"{shown} (NVIDIA's)", verdict="ok", meaning="fused kernels are used")
+        return Finding(part="apex", value=f"{shown} (NVIDIA's)", verdict="ok", meaning="fused kernels are used")
     if kind == "unrelated":
         meaning = (
             "this is the registry's unrelated project, not NVIDIA's apex: `pip uninstall apex`, then build "
             "NVIDIA's from source if you want its kernels (requirements/gpu.txt)"
         )
-        return Finding(part="apex", found=f"{shown} (unrelated)", verdict="problem", meaning=meaning)
+        return Finding(part="apex", value=f"{shown} (unrelated)", verdict="problem", meaning=meaning)
     if kind == "nvidia without its kernels":
         meaning = "built without its extensions: torch's own norms and optimizer are used"
-        return Finding(part="apex", found=f"{shown} (NVIDIA's)", verdict=missing, meaning=meaning)
+        return Finding(part="apex", value=f"{shown} (NVIDIA's)", verdict=missing, meaning=meaning)
     meaning = "not installed: torch's own norms and optimizer are used; fine on CPU, slightly slower on GPU"
-    return Finding(part="apex", found="missing", verdict=missing, meaning=meaning)
+    return Finding(part="apex", value="missing", verdict=missing, meaning=meaning)
 
 
 def _device(capabilities: CapabilitiesLike) -> Finding:
     count, kind, name = capabilities.device_count, capabilities.device_type, capabilities.device_name
-    found = f"{count} x {name}" if kind != "cpu" else name or kind
+    value = f"{count} x {name}" if kind != "cpu" else name or kind
     meaning = "" if kind != "cpu" else "no GPU seen: everything runs over gloo, at the size of a test"
-    return Finding(part="devices", found=found, verdict="ok" if kind != "cpu" else "note", meaning=meaning)
+    return Finding(part="devices", value=value, verdict="ok" if kind != "cpu" else "note", meaning=meaning)
 
 
 def _backends(backends: Sequence[str], on_gpu: bool) -> Finding:
-    found, part = ", ".join(backends) or "none", "distributed backends"
+    value, part = ", ".join(backends) or "none", "distributed backends"
     wanted = {"gloo"} | ({"nccl"} if on_gpu else set())
     absent = sorted(wanted - set(backends))
     if not absent:
-        return Finding(part=part, found=found, verdict="ok")
+        return Finding(part=part, value=value, verdict="ok")
     meaning = f"torch was built without {' and '.join(absent)}: install a build for this machine"
-    return Finding(part=part, found=found, verdict="problem", meaning=meaning)
+    return Finding(part=part, value=value, verdict="problem", meaning=meaning)
 
 
 def _attention(transformer_engine: str | None, on_gpu: bool) -> Finding:
     """Attention over packed sequences: transformer-engine, flash-attn, torch's varlen."""
     flash = {name: _version(name) for name in ("flash-attn", "flash-attn-3")}
-    kinds = [f"{name} {found}" for name, found in flash.items() if found is not None]
+    kinds = [f"{name} {value}" for name, value in flash.items() if value is not None]
     if transformer_engine is not None:
         kinds.append("transformer-engine")
     spec = PathFinder.find_spec("torch")
     folders = [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec else []
     if any((folder / "nn" / "attention" / "varlen.py").is_file() for folder in folders):
         kinds.append("torch varlen")
-    found, part = ", ".join(kinds) or "none", "flash/varlen attention"
+    value, part = ", ".join(kinds) or "none", "flash/varlen attention"
     if not on_gpu:
         meaning = "these are GPU kernels; on a CPU packed sequences go through torch's own attention"
-        return Finding(part=part, found=found, verdict="ok", meaning=meaning)
+        return Finding(part=part, value=value, verdict="ok", meaning=meaning)
     if kinds:
-        return Finding(part=part, found=found, verdict="ok")
+        return Finding(part=part, value=value, verdict="ok")
     meaning = "packed sequences go through torch's own attention: slower, and memory grows with length squared"
-    return Finding(part=part, found=found, verdict="note", meaning=meaning)
+    return Finding(part=part, value=value, verdict="note", meaning=meaning)
 
 
 def _memory() -> Finding:
     memory = psutil.virtual_memory()
-    found = f"{memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB free"
-    return Finding(part="host memory", found=found, verdict="ok")
+    value = f"{memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB free"
+    return Finding(part="host memory", value=value, verdict="ok")
 
 
 def _shared_memory() -> Finding:
     part, folder = "shared memory", "/dev/shm"
     if not Path(folder).is_dir():
-        return Finding(part=part, found="no /dev/shm", verdict="note", meaning="vLLM's and NCCL's workers use it")
+        return Finding(part=part, value="no /dev/shm", verdict="note", meaning="vLLM's and NCCL's workers use it")
     free = shutil.disk_usage(folder).free / GIB
-    found = f"{free:.1f} GiB free"
+    value = f"{free:.1f} GiB free"
     if free >= MIN_SHM_GIB:
-        return Finding(part=part, found=found, verdict="ok")
+        return Finding(part=part, value=value, verdict="ok")
     meaning = "workers pass tensors through it and die when it is full: start the container with more (--shm-size)"
-    return Finding(part=part, found=found, verdict="note", meaning=meaning)
+    return Finding(part=part, value=value, verdict="note", meaning=meaning)
 
 
 def _cores() -> Finding:
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
-    found = f"{usable} usable of {os.cpu_count()}"
-    return Finding(part="CPU cores", found=found, verdict="ok")
+    value = f"{usable} usable of {os.cpu_count()}"
+    return Finding(part="CPU cores", value=value, verdict="ok")
 
 
 def _slurm(environ: Mapping[str, str]) -> list[Finding]:
@@ -281,7 +283,7 @@ def _slurm(environ: Mapping[str, str]) -> list[Finding]:
     if not names:
         client = shutil.which("sbatch") is not None
         meaning = "not inside a job; " + ("sbatch is on PATH" if client else "no sbatch on PATH either")
-        return [Finding(part="Slurm", found="no SLURM_ variables", verdict="ok", meaning=meaning)]
+        return [Finding(part="Slurm", value="no SLURM_ variables", verdict="ok", meaning=meaning)]
     shown = (
         "JOB_ID",
         "JOB_NODELIST",
@@ -292,13 +294,13 @@ def _slurm(environ: Mapping[str, str]) -> list[Finding]:
         "CPUS_PER_TASK",
         "RESTART_COUNT",
     )
-    found = ", ".join(f"{name}={environ[f'SLURM_{name}']}" for name in shown if f"SLURM_{name}" in environ)
+    value = ", ".join(f"{name}={environ[f'SLURM_{name}']}" for name in shown if f"SLURM_{name}" in environ)
     meaning = f"{len(names)} SLURM_ variables"
     if "SLURM_STEP_ID" in environ:
-        return [Finding(part="Slurm", found=found, verdict="ok", meaning=meaning)]
+        return [Finding(part="Slurm", value=value, verdict="ok", meaning=meaning)]
     # The shell of an sbatch script sees SLURM_PROCID=0 too, but belongs to no step.
     meaning += "; no SLURM_STEP_ID: not under srun, so this process is no rank"
-    return [Finding(part="Slurm", found=found, verdict="note", meaning=meaning)]
+    return [Finding(part="Slurm", value=value, verdict="note", meaning=meaning)]
 
 
 def _version(name: str) -> str | None:

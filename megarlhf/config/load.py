@@ -152,9 +152,9 @@ def _describe(error: ValidationError, kind: type[FrozenModel], path: Path) -> st
     for item in error.errors():
         where = ".".join(str(part) for part in item["loc"])
         if item["type"] == "extra_forbidden":
-            known = sorted(_fields_at(kind, item["loc"][:-1]))
-            near = difflib.get_close_matches(str(item["loc"][-1]), known, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]!r}?" if near else f"known here: {', '.join(known)}"
+            known_keys = sorted(_fields_at(kind, item["loc"][:-1]))
+            near = difflib.get_close_matches(str(item["loc"][-1]), known_keys, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]!r}?" if near else f"known here: {', '.join(known_keys)}"
             lines.append(f"unknown key {where!r}; {hint}")
         elif item["type"] == "missing":
             lines.append(f"missing key {where!r}")
@@ -182,6 +182,6 @@ def _model_in(annotation: Any) -> type[BaseModel] | None:
         return annotation
     if get_origin(annotation) in (Union, types.UnionType, tuple):
         for argument in get_args(annotation):
-            if (found := _model_in(argument)) is not None:
-                return found
+            if (nested_model := _model_in(argument)) is not None:
+                return nested_model
     return None

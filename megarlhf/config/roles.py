@@ -82,8 +82,8 @@ class ParallelConfig(FrozenModel):
         Raises: ValueError when tp x pp does not divide the world size.
         """
         model = self.tp * self.pp
-        dp, rest = divmod(world_size, model)
-        if rest or not dp:
+        dp, remainder = divmod(world_size, model)
+        if remainder or not dp:
             near = sorted({max(dp, 1) * model, (dp + 1) * model})
             raise ValueError(
                 f"{role}.parallel: world size {world_size} is not a multiple of tp x pp = {self.tp} x {self.pp} "

@@ -287,12 +287,12 @@ class RLConfig(FrozenModel):
 
     def roles(self) -> dict[str, RoleConfig]:
         """The roles that this run builds."""
-        found: dict[str, RoleConfig] = {"actor": self.actor, "reference": self.reference or self.actor}
+        roles: dict[str, RoleConfig] = {"actor": self.actor, "reference": self.reference or self.actor}
         if self.algo.needs_critic and self.critic is not None:
-            found["critic"] = self.critic
+            roles["critic"] = self.critic
         if self.uses_reward_model and self.reward_model is not None:
-            found["reward_model"] = self.reward_model
-        return found
+            roles["reward_model"] = self.reward_model
+        return roles
 
     @model_validator(mode="after")
     def _check(self) -> RLConfig:

@@ -57,8 +57,8 @@ def load_records(
     """
     paths = [path] if isinstance(path, str | Path) else list(path)
     records: list[Record] = []
-    for one in paths:
-        records.extend(_checked(row, where, fields, optional) for where, row in _read(str(one), split))
+    for source in paths:
+        records.extend(_checked(row, where, fields, optional) for where, row in _read(str(source), split))
     if not records:
         raise ValueError(f"no rows in {', '.join(map(str, paths)) or 'an empty list of paths'}; give data")
     return records
@@ -67,13 +67,13 @@ def load_records(
 def require_source(path: str | Path, split: str | None = None) -> None:
     """Raises ValueError, naming the nearest neighbour, unless `path` is on disk or may be a hub name; and, where what
     is on disk has several splits, unless `split` is one of them. No data is read."""
-    found = Path(path).expanduser()
-    if not found.exists() and not _is_hub_name(str(path)):
-        raise ValueError(_missing(found))
-    if found.is_dir():
-        _chosen(str(found), list(_saved_splits(found) or _files_by_split(found)), split)
-    elif found.exists() and split is not None:
-        raise ValueError(f"{found} is one file and has no split {split!r}; leave the split out")
+    source = Path(path).expanduser()
+    if not source.exists() and not _is_hub_name(str(path)):
+        raise ValueError(_missing(source))
+    if source.is_dir():
+        _chosen(str(source), list(_saved_splits(source) or _files_by_split(source)), split)
+    elif source.exists() and split is not None:
+        raise ValueError(f"{source} is one file and has no split {split!r}; leave the split out")
 
 
 def _chosen(name: str, splits: Sequence[str], split: str | None) -> str:
@@ -145,9 +145,9 @@ def _files_by_split(directory: Path) -> dict[str, list[Path]]:
         if entry.suffix in _SUFFIXES:
             by_split.setdefault(_split_of(entry.name), []).append(entry)
     if not by_split:
-        found = ", ".join(entry.name for entry in entries[:8]) or "nothing"
+        file_names = ", ".join(entry.name for entry in entries[:8]) or "nothing"
         raise ValueError(
-            f"no data files in {directory}: found {found}; expected names that end in "
+            f"no data files in {directory}: found {file_names}; expected names that end in "
             f"{', '.join(_SUFFIXES)}, or a directory written by datasets' save_to_disk"
         )
     return by_split

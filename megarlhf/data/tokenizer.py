@@ -79,8 +79,8 @@ class SentencePieceTokenizer:
 
     def decode(self, ids: Sequence[int], *, continuation: bool = False) -> str:
         """See `Tokenizer.decode`."""
-        known = [token for token in ids if token < self.vocab_size]  # a model's vocabulary may be larger
-        return str((self._continued if continuation else self._start).decode(known))
+        known_tokens = [token for token in ids if token < self.vocab_size]  # a model's vocabulary may be larger
+        return str((self._continued if continuation else self._start).decode(known_tokens))
 
 
 class HuggingFaceTokenizer:
@@ -152,9 +152,9 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
         return SentencePieceTokenizer(model.read_bytes(), str(model))
     if not directory.is_dir():
         raise ValueError(f"no such tokenizer directory: {directory}; give one that holds a tokenizer")
-    found = ", ".join(sorted(entry.name for entry in directory.iterdir())[:8]) or "nothing"
+    file_names = ", ".join(sorted(entry.name for entry in directory.iterdir())[:8]) or "nothing"
     raise ValueError(
-        f"no tokenizer in {directory}: expected tokenizer.json or tokenizer.model, found {found}; "
+        f"no tokenizer in {directory}: expected tokenizer.json or tokenizer.model, found {file_names}; "
         "copy the tokenizer of the model there"
     )
 

@@ -61,8 +61,8 @@ class ModelShard:
     @property
     def dtype(self) -> torch.dtype:
         """Of the parameters."""
-        found: torch.dtype = self.module.config.params_dtype
-        return found
+        dtype: torch.dtype = self.module.config.params_dtype
+        return dtype
 
     def vocabulary(self) -> Vocabulary:
         """What log-probs and logits of a language model are made with, beside the module's output."""

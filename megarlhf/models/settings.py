@@ -106,14 +106,14 @@ def _experts(arch: Architecture) -> dict[str, Any]:
 
 
 def _stages(parallel: ParallelConfig, mesh: Mesh, arch: Architecture) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     if parallel.pp > 1 and not arch.num_experts:
         # Packed micro-batches differ in length, and stages tell each other. Megatron wants to see the dispatcher that
         # experts would need for it, also where there are none; with experts rows are filled up instead.
-        found |= {"variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall"}
+        options |= {"variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall"}
     if parallel.layers_per_stage is not None:
-        found["pipeline_model_parallel_layout"] = StageLayout(parallel.layers_per_stage, mesh.coordinates.pp)
-    return found
+        options["pipeline_model_parallel_layout"] = StageLayout(parallel.layers_per_stage, mesh.coordinates.pp)
+    return options
 
 
 class StageLayout(PipelineParallelLayerLayout):
@@ -133,5 +133,5 @@ class StageLayout(PipelineParallelLayerLayout):
         self, layer_type: LayerType = LayerType.decoder, vp_stage: int | None = None, pp_rank: int | None = None
     ) -> int:
         """Layers of the stages before."""
-        found: int = super().get_layer_offset(layer_type, vp_stage, self._stage if pp_rank is None else pp_rank)
-        return found
+        layers_before: int = super().get_layer_offset(layer_type, vp_stage, self._stage if pp_rank is None else pp_rank)
+        return layers_before

@@ -35,8 +35,8 @@ _FILES = (
 
 def files_of_a_run(directory: Path) -> list[Path]:
     """What a run has left in `directory`; config.yaml, if any, stands last."""
-    found = [path for pattern in _FILES for path in sorted(directory.glob(pattern))]
-    return [path for path in found if path.name != "latest" or path.is_symlink()]
+    products = [path for pattern in _FILES for path in sorted(directory.glob(pattern))]
+    return [path for path in products if path.name != "latest" or path.is_symlink()]
 
 
 def require_usable(cfg: FrozenModel, run: RunConfig, command: str) -> list[Path]:

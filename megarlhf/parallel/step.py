@@ -84,8 +84,8 @@ def forward_only(
         return score(output, batch)
 
     with torch.no_grad():
-        found = _run(module, mesh, batches, collect, forward_only=True)
-    return found if mesh.is_last_stage else []
+        outputs = _run(module, mesh, batches, collect, forward_only=True)
+    return outputs if mesh.is_last_stage else []
 
 
 def _run(

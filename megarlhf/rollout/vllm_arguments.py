@@ -15,15 +15,15 @@ def unknown_arguments(names: Iterable[str]) -> list[str]:
     Nothing where vLLM's source cannot be found or is laid out differently: building the engine then refuses them.
     """
     names = list(names)
-    known = known_arguments() if names else frozenset()
-    if not known:
+    vllm_names = known_arguments() if names else frozenset()
+    if not vllm_names:
         return []
-    said = []
+    mistakes = []
     for name in names:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            said.append(f"vLLM has no argument {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
-    return said
+        if name not in vllm_names:
+            near = difflib.get_close_matches(name, vllm_names, n=1)
+            mistakes.append(f"vLLM has no argument {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+    return mistakes
 
 
 def known_arguments(search_path: list[str] | None = None) -> frozenset[str]:

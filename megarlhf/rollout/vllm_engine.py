@@ -96,8 +96,8 @@ class VllmEngine:
                 "patches on a CPU; is another backend forced by the environment? rollout.engine=megatron samples "
                 "without vLLM",
             )
-        ) as found:
-            found += _repacked(self._parameters)
+        ) as problems:
+            problems += _repacked(self._parameters)
 
     def _resharder_from(self, actor: ModelShard) -> Resharder:
         """Made at the first update, and before it the proof that the table says what vLLM's own loader does."""
@@ -123,10 +123,10 @@ class VllmEngine:
                 "Weights copied by it could be wrong. If vLLM has changed, correct megarlhf/architectures/families/ or "
                 "install the vLLM of requirements/; rollout.engine=megatron samples without vLLM",
             )
-        ) as found:
+        ) as problems:
             placements = self._destinations[self._runtime.rank]
-            found += check_loader(placements, self._parameters, self._load, sample_tensors(self._arch), self._dtype)
-            if not found:
+            problems += check_loader(placements, self._parameters, self._load, sample_tensors(self._arch), self._dtype)
+            if not problems:
                 zero_padding(placements, self._parameters)
 
     def _load(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
@@ -150,27 +150,27 @@ class VllmEngine:
                     f"the update to version {version} failed",
                     "NaN is poison: no copy of the plan wrote there, or the actor's own weights are NaN",
                 )
-            ) as found:
-                found += left_poisoned(self._destinations[self._runtime.rank], self._parameters)
+            ) as problems:
+                problems += left_poisoned(self._destinations[self._runtime.rank], self._parameters)
         self._refusal = f"the cache of the weights before version {version} could not be forgotten"
         with raise_on_all_ranks(
             _error(
                 f"the update to version {version} is not complete",
                 "Responses would mix old and new weights; are requests still running?",
             )
-        ) as found:
+        ) as problems:
             if not self._llm.reset_prefix_cache():
-                found.append("vLLM did not reset its prefix cache")
+                problems.append("vLLM did not reset its prefix cache")
         self._version, self._refusal = version, ""
 
     def verify_weights(self, actor: ModelShard) -> Certificate:
         """Of what lies in vLLM's live parameters now, every replica and all padding included, against the actor's."""
         kept, self._refusal = self._refusal, f"they were not found to be those of version {self._version}"
         try:
-            with raise_on_all_ranks(lambda reasons: CertificateError("; ".join(reasons))) as found:
+            with raise_on_all_ranks(lambda reasons: CertificateError("; ".join(reasons))) as problems:
                 plan = self._plan_from(actor)
-                found += self._replaced()
-                found += spoilt_padding(self._destinations[self._runtime.rank], self._parameters)
+                problems += self._replaced()
+                problems += spoilt_padding(self._destinations[self._runtime.rank], self._parameters)
             proof = certify(
                 plan,
                 self._sources,
@@ -194,16 +194,20 @@ class VllmEngine:
         """Parameters of the live model that are no longer the memory that updates write to; tied heads under their
         own name too."""
         live = self._llm.apply_model(lambda model: dict(model.named_parameters(remove_duplicate=False)))[0]
-        known, shapes = set(self._places.values()), self._destinations[self._runtime.rank].storages
-        found = [f"{name} is no longer in the model" for name in sorted(self._places.keys() - live.keys())]
+        known_addresses, shapes = set(self._places.values()), self._destinations[self._runtime.rank].storages
+        problems = [f"{name} is no longer in the model" for name in sorted(self._places.keys() - live.keys())]
         for name, tensor in live.items():
             mine = self._parameters.get(name, tensor)
             other = (tensor.stride(), tensor.dtype) != (mine.stride(), mine.dtype)
-            if other or tensor.data_ptr() not in known or (name in shapes and tuple(tensor.shape) != shapes[name]):
-                found.append(f"{name} has memory of its own, which no update writes")
+            if (
+                other
+                or tensor.data_ptr() not in known_addresses
+                or (name in shapes and tuple(tensor.shape) != shapes[name])
+            ):
+                problems.append(f"{name} has memory of its own, which no update writes")
             elif tensor.data_ptr() != self._places.get(name, tensor.data_ptr()):
-                found.append(f"{name} has the memory of another parameter")
-        return found
+                problems.append(f"{name} has the memory of another parameter")
+        return problems
 
     def generate(self, prompts: Sequence[Tensor], seeds: Sequence[int], sampling: Sampling) -> Rollouts:
         """Rows are split over the engines; within an engine every rank draws the same.

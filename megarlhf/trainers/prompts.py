@@ -30,11 +30,11 @@ class PromptData:
 def load_prompts(data: PromptDataConfig, model_path: Path, max_heldout: int | None = None) -> PromptData:
     """Read and tokenize the prompts."""
     tokenizer = load_tokenizer(model_path)
-    found: list[list[PromptSample]] = []
+    splits: list[list[PromptSample]] = []
     notes = []
     for path, split in ((data.train, data.train_split), (data.heldout, data.heldout_split)):
         if path is None:
-            found.append([])
+            splits.append([])
             continue
         prompts, skipped = build_prompts(
             load_records(path, fields=("prompt",) if data.template == "plain" else ("messages",), split=split),
@@ -43,8 +43,8 @@ def load_prompts(data: PromptDataConfig, model_path: Path, max_heldout: int | No
             template=data.template,
         )
         notes.append(f"{path}: {skipped.describe()}")
-        found.append(prompts)
-    return PromptData(found[0], found[1][:max_heldout], tokenizer, notes)
+        splits.append(prompts)
+    return PromptData(splits[0], splits[1][:max_heldout], tokenizer, notes)
 
 
 def actor_order(rollout: RolloutConfig, actor: RoleConfig, runtime: Runtime) -> tuple[int, ...] | None:

@@ -166,7 +166,7 @@ def train_on(
     cfg: RLConfig, components: Components, experience: Experience, first_pass: list[list[int]], step: int
 ) -> Metrics:
     """Every pass over the step's samples, one optimizer step per mini-batch. Means over mini-batches."""
-    found: dict[str, list[float]] = defaultdict(list)
+    per_mini_batch: dict[str, list[float]] = defaultdict(list)
     passes = [
         first_pass,
         *(mini_batches_of_pass(cfg, experience, step, n) for n in range(1, cfg.train.epochs_per_step)),
@@ -184,20 +184,20 @@ def train_on(
             )
             batches = micro_batches(components.actor, experience, samples, cfg.train, policy_columns)
             result = components.actor.train_step(batches, loss)
-            found["policy_loss"].append(result.sums["policy_loss"])
-            found["loss"].append(result.sums["loss"])
-            found["clip_fraction"].append(result.sums["clipped"] / tokens)
-            found["entropy"].append(result.sums["entropy"] / tokens)
-            found["ratio_deviation"].append(result.sums["ratio_deviation"] / tokens)
-            found["actor_grad_norm"].append(result.grad_norm)
+            per_mini_batch["policy_loss"].append(result.sums["policy_loss"])
+            per_mini_batch["loss"].append(result.sums["loss"])
+            per_mini_batch["clip_fraction"].append(result.sums["clipped"] / tokens)
+            per_mini_batch["entropy"].append(result.sums["entropy"] / tokens)
+            per_mini_batch["ratio_deviation"].append(result.sums["ratio_deviation"] / tokens)
+            per_mini_batch["actor_grad_norm"].append(result.grad_norm)
         if components.critic is not None:
             batches = micro_batches(components.critic, experience, samples, cfg.train, ("values", "returns"))
             result = components.critic.train_step(batches, ValueLoss(clip=cfg.algo.value_clip, response_tokens=tokens))
-            found["value_loss"].append(result.sums["loss"])
-            found["critic_grad_norm"].append(result.grad_norm)
-    metrics = {name: sum(values) / len(values) for name, values in found.items()}
-    if found["ratio_deviation"]:
-        metrics["first_ratio_deviation"] = found["ratio_deviation"][0]
+            per_mini_batch["value_loss"].append(result.sums["loss"])
+            per_mini_batch["critic_grad_norm"].append(result.grad_norm)
+    metrics = {name: sum(values) / len(values) for name, values in per_mini_batch.items()}
+    if per_mini_batch["ratio_deviation"]:
+        metrics["first_ratio_deviation"] = per_mini_batch["ratio_deviation"][0]
     return metrics
 
 

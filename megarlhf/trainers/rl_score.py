@@ -96,13 +96,13 @@ class Rewarder:
         for reward in self.rewards:
             if reward.kind == "model":
                 assert self.reward_model is not None
-                found_N = model_scores(self.reward_model, experience, self.micro)
+                reward_N = model_scores(self.reward_model, experience, self.micro)
             else:
-                found_N = self._by_rule(load_rule(str(reward.rule)), experience, prompts)
-            found_N = found_N - reward.shift
+                reward_N = self._by_rule(load_rule(str(reward.rule)), experience, prompts)
+            reward_N = reward_N - reward.shift
             if reward.clip is not None:
-                found_N = found_N.clamp(-reward.clip, reward.clip)
-            total_N += reward.weight * found_N
+                reward_N = reward_N.clamp(-reward.clip, reward.clip)
+            total_N += reward.weight * reward_N
         if not bool(total_N.isfinite().all()):
             worst = int((~total_N.isfinite()).nonzero()[0])
             raise FloatingPointError(
@@ -142,8 +142,8 @@ def add_advantages(experience: Experience, algo: AlgoConfig) -> Experience:
         )
         if algo.whiten_advantages:
             advantages_T = packed_whiten(advantages_T)
-        found = {"advantages": advantages_T, "returns": returns_T}
-        return experience.with_columns({name: Ragged(x_T, like.lengths_N) for name, x_T in found.items()})
+        columns = {"advantages": advantages_T, "returns": returns_T}
+        return experience.with_columns({name: Ragged(x_T, like.lengths_N) for name, x_T in columns.items()})
     if ref_T is not None:
         kl_T = kl_estimate(like.values_T, ref_T, algo.kl.estimator)
         rewards_N = rewards_N - coef * packed_sums(kl_T, like.cu_seqlens)

@@ -57,7 +57,7 @@ def launched(monkeypatch):
 
         return noted
 
-    for name in ("_observe_kernel", "_merge_kernel", "_gradient_kernel"):
+    for name in ("_statistics_kernel", "_merge_kernel", "_gradient_kernel"):
         kernel = getattr(tiles_triton, name)
         monkeypatch.setattr(kernel, "run", noting(kernel), raising=False)
     return names
@@ -84,7 +84,7 @@ def test_a_forward_is_two_launches_and_a_backward_one(launched, monkeypatch, ret
     leaf_TV = logits_TV.requires_grad_()
     with Operators() as forward:
         found = token_logprobs(leaf_TV, labels_T, true_vocab=600, return_entropy=return_entropy, backend="triton")
-    assert launched == ["_observe_kernel", "_merge_kernel"]
+    assert launched == ["_statistics_kernel", "_merge_kernel"]
     assert forward.events == ["ne"]
     launched.clear()
     by_T = torch.ones(5)

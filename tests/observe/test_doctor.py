@@ -45,16 +45,16 @@ def test_the_ci_machine_has_no_problem_and_missing_parts_are_explained():
     findings = findings_of(Machine())
     assert [finding for finding in findings.values() if finding.verdict == "problem"] == []
     engine = findings["transformer-engine"]
-    assert (engine.found, engine.verdict) == ("missing", "ok")
+    assert (engine.value, engine.verdict) == ("missing", "ok")
     assert engine.meaning == "not installed: local layer spec is used; fine on CPU, slower on GPU"
     assert findings["torch"].verdict == "ok"
-    assert findings["devices"].found == "x86_64 CPU"
+    assert findings["devices"].value == "x86_64 CPU"
 
 
 def test_on_a_gpu_machine_missing_kernels_are_noted_and_missing_nccl_is_a_problem():
     machine = Machine(device_type="cuda", device_count=8, device_name="H200")
     findings = findings_of(machine)
-    assert findings["devices"].found == "8 x H200"
+    assert findings["devices"].value == "8 x H200"
     assert findings["transformer-engine"].verdict == "note"
     assert findings["distributed backends"].verdict == "problem"
     assert "without nccl" in findings["distributed backends"].meaning
@@ -66,9 +66,9 @@ def test_on_a_gpu_machine_missing_kernels_are_noted_and_missing_nccl_is_a_proble
 )
 def test_a_transformer_engine_outside_megatron_core_s_range_is_said(version, device, verdict):
     """Where there is no GPU it is not used."""
-    found = findings_of(Machine(device_type=device, versions={**CPU_VERSIONS, "transformer-engine": version}))
-    assert found["transformer-engine"].verdict == verdict
-    said = "Megatron-Core 0.16.1 takes <2.12.0,>=2.9.0a0" in found["transformer-engine"].meaning
+    findings = findings_of(Machine(device_type=device, versions={**CPU_VERSIONS, "transformer-engine": version}))
+    assert findings["transformer-engine"].verdict == verdict
+    said = "Megatron-Core 0.16.1 takes <2.12.0,>=2.9.0a0" in findings["transformer-engine"].meaning
     assert said is (verdict != "ok")
 
 
@@ -92,7 +92,7 @@ def test_an_untested_version_is_noted_and_a_missing_core_is_a_problem():
     findings = findings_of(Machine(versions={**CPU_VERSIONS, "torch": "2.12.1", "megatron-core": None}))
     assert findings["torch"].verdict == "note"
     assert "the tests ran with 2.13.0" in findings["torch"].meaning
-    assert (findings["megatron-core"].found, findings["megatron-core"].verdict) == ("missing", "problem")
+    assert (findings["megatron-core"].value, findings["megatron-core"].verdict) == ("missing", "problem")
 
 
 def test_apex_of_nvidia_and_of_the_registry_are_told_apart(tmp_path):
@@ -129,7 +129,7 @@ def test_slurm_variables(environ, verdict, words):
     finding = findings_of(Machine(), environ)["Slurm"]
     assert finding.verdict == verdict
     assert words in finding.meaning
-    assert ("JOB_ID=7" in finding.found) == bool(environ)
+    assert ("JOB_ID=7" in finding.value) == bool(environ)
 
 
 def test_the_table_shows_every_finding_and_the_status_counts_problems():

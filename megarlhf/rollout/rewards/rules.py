@@ -71,6 +71,6 @@ def load_rule(name: str) -> Rule:
 
 def _answer(fields: Mapping[str, Any]) -> Any:
     if fields.get("answer") is None:
-        found = ", ".join(map(repr, fields)) or "none"
-        raise ValueError(f"this reward rule needs the field 'answer', found {found}; add it to the prompts")
+        field_names = ", ".join(map(repr, fields)) or "none"
+        raise ValueError(f"this reward rule needs the field 'answer', found {field_names}; add it to the prompts")
     return fields["answer"]

@@ -73,9 +73,9 @@ def reward_of(rule: Rule, sample: int, prompt: str, response: str, fields: Mappi
 
 def name_of(rule: Rule) -> str:
     """As the configuration names it."""
-    known = next((repr(name) for name, function in RULES.items() if function is rule), None)
+    registered_name = next((repr(name) for name, function in RULES.items() if function is rule), None)
     module, name = getattr(rule, "__module__", "?"), getattr(rule, "__qualname__", type(rule).__name__)
-    return known or repr(f"{module}:{name}")
+    return registered_name or repr(f"{module}:{name}")
 
 
 def _line_of(rule: Rule, trace: TracebackType | None) -> str:
