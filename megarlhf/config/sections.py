@@ -346,6 +346,21 @@ class GenerateConfig(FrozenModel):
     def _check(self) -> GenerateConfig:
         if any(reward.kind == "model" for reward in self.rewards):
             raise ValueError("generate and eval score by rules only; got a reward of kind 'model'")
+        plain = RewardConfig.model_fields
+        changed = [
+            f"rewards[{n}].{name} = {getattr(reward, name)}"
+            for n, reward in enumerate(self.rewards)
+            for name in ("weight", "shift", "clip")
+            if getattr(reward, name) != plain[name].default
+        ]
+        if changed:
+            raise ValueError(f"generate and eval write what a rule says, unchanged; remove {', '.join(changed)}")
+        samples = self.rollout.num_samples_per_prompt
+        if self.greedy and samples > 1:
+            raise ValueError(
+                f"rollout.num_samples_per_prompt = {samples} with greedy = true would write {samples} equal responses "
+                "for each prompt; set greedy to false, or the number to 1"
+            )
         if self.data.heldout is not None:
             raise ValueError(
                 f"generate and eval read data.train, and would leave data.heldout = {self.data.heldout} unread; set "

@@ -315,6 +315,12 @@ VLLM_TP = ("actor.parallel.tp=2", "rollout.parallel.tp=2")
         ("generate", ["data.heldout=h.jsonl"], ["would leave data.heldout = h.jsonl unread", "set data.train to"]),
         ("generate", ["rewards=[{kind: model}]"], ["score by rules only", "got a reward of kind 'model'"]),
         (
+            "generate",
+            ["rewards=[{kind: rule, rule: exact_match, weight: 2, clip: 1}]"],
+            ["what a rule says, unchanged; remove rewards[0].weight = 2.0, rewards[0].clip = 1.0"],
+        ),
+        ("generate", ["rollout.num_samples_per_prompt=4"], ["would write 4 equal responses", "set greedy to false"]),
+        (
             "sft",
             ["train.max_tokens_per_micro_batch=64"],
             ["train: ", "max_tokens_per_micro_batch = 64 and micro_batch_samples = 2; give one of them"],
