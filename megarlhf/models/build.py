@@ -35,9 +35,12 @@ from megarlhf.runtime import has_transformer_engine
 log = logging.getLogger(__name__)
 
 SPECS: Mapping[Spec, str] = {
-    "te": "transformer-engine; the products that make the weights' gradients add to them in fp32",
-    "local": "local (Megatron-Core parts, torch attention); the weights' gradient of a micro-batch is rounded to the "
-    "model's dtype, and summed over micro-batches in fp32",
+    "te": "transformer-engine",
+    "local": "local (Megatron-Core parts, torch attention)",
+}
+BF16_GRADIENTS: Mapping[Spec, str] = {
+    "te": "the products that make the weights' gradients add to them in fp32",
+    "local": "each micro-batch's gradient of the weights is rounded to bf16, the sum over micro-batches is fp32",
 }
 
 

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from megarlhf.architectures.hf_config import architecture_from_hf
 from megarlhf.architectures.placements import Head
 from megarlhf.config import MicroBatchConfig, RoleConfig
-from megarlhf.models.build import ModelShard, build_model
+from megarlhf.models.build import BF16_GRADIENTS, ModelShard, build_model
 from megarlhf.models.weights import export_hugging_face, load_weights, parameter_dtype
 from megarlhf.parallel.batching import Batching
 from megarlhf.parallel.mesh import GroupCache, Mesh, build_mesh
 from megarlhf.parallel.packing import forward_cost
 from megarlhf.parallel.step import Loss, MicroBatch, StepResult, Trainer, forward_only
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -80,4 +84,6 @@ def build_role(
         shard.module.requires_grad_(False)
     else:
         trainer = Trainer(shard.module, mesh, section.optim, num_optimizer_steps)
+        if shard.dtype == torch.bfloat16:
+            log.info("%s: %s", name, BF16_GRADIENTS[shard.spec])
     return Role(name=name, section=section, shard=shard, trainer=trainer)
