@@ -11,10 +11,10 @@ from megarlhf.config import SFTConfig
 from megarlhf.observe.metrics import read_metrics
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.session import open_session
-from tests.gloo import run_ranks
+from tests.ranks import RankPool
 
 
-def _open_twice(rank: int, directory: str) -> tuple[str, int]:
+def _open_twice(runtime: Runtime, directory: str) -> tuple[str, int]:
     """What each rank is told of a second run in the directory of the first; and a sum that takes both ranks."""
     cfg = SFTConfig.model_validate(
         {
@@ -24,7 +24,6 @@ def _open_twice(rank: int, directory: str) -> tuple[str, int]:
             "train": {"num_steps": 1, "mini_batch_samples": 1, "micro_batch_samples": 1},
         }
     )
-    runtime = Runtime(rank=rank, local_rank=rank, world_size=2, device=torch.device("cpu"), backend="gloo")
     told = ""
     with open_session(cfg, cfg.run, cfg.checkpoint, runtime, "sft", 1) as session:
         session.log(1, {"loss": 0.5})
@@ -38,8 +37,8 @@ def _open_twice(rank: int, directory: str) -> tuple[str, int]:
     return told, int(total)
 
 
-def test_a_used_directory_is_refused_on_every_rank_alike(tmp_path: Path) -> None:
-    first, second = run_ranks(2, tmp_path, _open_twice, str(tmp_path))
+def test_a_used_directory_is_refused_on_every_rank_alike(tmp_path: Path, ranks: RankPool) -> None:
+    first, second = ranks.run(2, _open_twice, str(tmp_path))
     assert first == second
     assert first[0].startswith(f"run.dir = {tmp_path}/run holds an earlier run (config.yaml, metrics.jsonl, tensorboar")
     assert first[1] == 2

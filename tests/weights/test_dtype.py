@@ -1,6 +1,7 @@
 """`model.dtype: auto`. Not covered: that training in the dtype is good."""
 
 import json
+from unittest import mock
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from megarlhf.commands.convert import main as convert
 from megarlhf.config import ModelConfig
 from megarlhf.models import weights
 from megarlhf.weights.checkpoint.dtype import resolve_dtype
-from tests.gloo import run_ranks
+from tests.ranks import RankPool
 from tests.weights.models import write_model
 
 
@@ -99,26 +100,26 @@ def test_random_weights_of_a_model_in_fp16_are_refused(tmp_path):
         resolved(path, random_init=True)
 
 
-def _on_ranks(rank, good, bad):
+def _on_ranks(runtime, good, bad):
     """Rank 1 is not asked: it sees another file system."""
     real = weights.resolve_dtype
 
     def resolve(role, model, head):
-        assert rank == 0, "another rank read the checkpoint"
+        assert runtime.rank == 0, "another rank read the checkpoint"
         return real(role, model, head)
 
-    weights.resolve_dtype = resolve
-    found = weights.parameter_dtype("actor", ModelConfig(path=good), "lm")
-    try:
-        weights.parameter_dtype("actor", ModelConfig(path=bad), "lm")
-    except ValueError as error:
-        return found, str(error)
-    return found, ""
+    with mock.patch.object(weights, "resolve_dtype", resolve):
+        dtype = weights.parameter_dtype("actor", ModelConfig(path=good), "lm")
+        try:
+            weights.parameter_dtype("actor", ModelConfig(path=bad), "lm")
+        except ValueError as error:
+            return dtype, str(error)
+    return dtype, ""
 
 
-def test_all_ranks_take_what_rank_0_finds(tmp_path):
+def test_all_ranks_take_what_rank_0_finds(tmp_path, ranks: RankPool):
     good = write_model("llama", tmp_path / "good", dtype=torch.bfloat16)
     bad = write_model("llama", tmp_path / "bad", dtype=torch.float16)
-    for dtype, error in run_ranks(2, tmp_path, _on_ranks, good, bad):
+    for dtype, error in ranks.run(2, _on_ranks, good, bad):
         assert dtype == torch.bfloat16
         assert "is stored in float16" in error
