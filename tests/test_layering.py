@@ -17,7 +17,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "megarlhf"
 
 HOUSE: tuple[dict[str, str], ...] = (
-    {"__main__": "`python -m megarlhf` and `python -m megarlhf.weights.plan`: call a command"},
+    {"__main__": "`python -m megarlhf`: calls a command"},
     {"commands": "load a configuration, check it, start ranks; call all below and are called by nobody"},
     {"trainers": "the loops: they join every room below in the order in which data flows"},
     {"planning": "decides about a run from configuration, config.json and the names of rules; builds nothing"},
@@ -346,7 +346,7 @@ PLANTED = [
     ("upward arrows", "weights/plan/overlaps.py", "from megarlhf.planning.weight_traffic import main"),
     ("upward arrows", "weights/plan/overlaps.py", "from megarlhf.weights.transport.schedule import Span"),
     ("upward arrows", "architectures/table.py", "from megarlhf.weights.plan.copy_plan import Copy"),
-    ("upward arrows", "commands/cli.py", "from megarlhf.weights.plan.__main__ import main"),
+    ("upward arrows", "commands/cli.py", "from megarlhf.__main__ import main"),
     ("upward arrows", "architectures/architecture.py", "def f():\n    from megarlhf.architectures import hf_config"),
     ("upward arrows", "architectures/table.py", "from megarlhf.architectures.families import FAMILIES"),
     ("upward arrows", "architectures/families/llama.py", "from megarlhf.architectures.placements import table_of"),
@@ -404,7 +404,7 @@ PERMITTED = [
     ("upward arrows", "trainers/rl.py", "from megarlhf.rollout.engine import Sampling\nimport megarlhf.algo.kl"),
     ("upward arrows", "weights/plan/overlaps.py", "from megarlhf.weights.plan.box import Box\nfrom .box import Box"),
     ("upward arrows", "commands/cli.py", "ENTRY = 'megarlhf.trainers.sft:run'\nfrom megarlhf.commands import launch"),
-    ("upward arrows", "weights/plan/__main__.py", "from megarlhf.commands.plan import main"),
+    ("upward arrows", "__main__.py", "from megarlhf.commands.plan import main"),
     ("upward arrows", "observe/x.py", "import logging\nlogging.getLogger('megarlhf')\nimport torch"),
     ("strangers", "checkpoint/save.py", "from megatron.core import dist_checkpointing"),
     ("strangers", "kernels/logprob.py", "import triton"),

@@ -80,7 +80,8 @@ def test_the_dtype_is_config_json_s_unless_one_is_given():
     """There are no weights to look at."""
     for overrides, size in (((), 2), (("actor.model.dtype=fp32",), 4)):
         cfg = load_config(RLConfig, "configs/plan/llama-3-70b.yaml", overrides)
-        assert transfer_setup(cfg, parser().parse_args(["-c", "unused"])).element_bytes == size
+        setup = transfer_setup(cfg, links=Links(rank_gbps=1.0, node_gbps=1.0), order="engine", ranks_per_node=8)
+        assert setup.element_bytes == size
 
 
 def test_links_inside_and_between_nodes_are_charged_apart(capsys):
