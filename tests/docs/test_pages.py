@@ -64,6 +64,7 @@ def test_links_out_of_docs_become_pages_of_the_site():
     )
     assert pages.for_the_site("[a](docs/data.md)", "", "index.md") == "[a](data.md)"
     assert "def split_layers" in pages.source_page("megarlhf/layout.py")
+    assert pages.source_page("megarlhf/weights/README.md").startswith("# Weights")
 
 
 def test_the_readme_is_short_and_leads_to_what_people_ask():

@@ -70,9 +70,11 @@ def source_uri(path: str) -> str:
 
 
 def source_page(path: str) -> str:
-    """A page that shows a source file."""
+    """A page that shows a source file; one in Markdown is shown as a page."""
     language = {".py": "python", ".yaml": "yaml", ".sbatch": "bash"}.get(Path(path).suffix, "text")
     text = (ROOT / path).read_text(encoding="utf-8")
+    if path.endswith(".md"):
+        return for_the_site(text, posixpath.dirname(path), source_uri(path))
     fence = "~" * 12
     return f'---\nsearch: {{exclude: true}}\n---\n# {path}\n\n{fence}{language} linenums="1"\n{text}{fence}\n'
 
