@@ -72,11 +72,11 @@ def gap_with_head(head: str, model: Path, prompts: Path) -> dict[str, Any]:
             "run": {"dir": str(model.parent / "run")},
             "actor": role,
             "reference": role,
-            "data": {"train": str(prompts), "max_prompt_tokens": 64},
+            "data": {"train": str(prompts), "max_prompt_tokens": 16},
             "rewards": [{"kind": "rule", "rule": "exact_match"}],
             "algo": {"advantage": "leave_one_out"},
             "train": {"num_steps": 1, "prompts_per_step": 32, "mini_batch_samples": 128, "micro_batch_samples": 32},
-            "rollout": {"num_samples_per_prompt": 4, "max_response_tokens": 64},
+            "rollout": {"num_samples_per_prompt": 4, "max_response_tokens": 32},
         }
     )
     llm = vllm.LLM
