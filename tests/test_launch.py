@@ -124,10 +124,11 @@ def test_what_stops_the_command_stops_its_ranks_and_theirs_in_one_line(tmp_path:
 
 
 def test_ranks_end_with_a_command_that_is_killed(tmp_path: Path) -> None:
-    """Nobody is left to stop them, but Linux does: `_end_with_parent`."""
-    rank = "from megarlhf.commands.launch import _end_with_parent as e; import os, time; e(); "
+    """Nobody is left to stop them, but Linux does: `end_with_parent`."""
+    rank = "from megarlhf.commands.launch import end_with_parent as e; import os, time; e(); "
     rank += f"open({str(tmp_path)!r} + '/' + str(os.getpid()), 'w').close(); time.sleep(60)"
-    code = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {rank!r}]).wait()"
+    code = "import os, subprocess, sys; os.environ['MEGARLHF_PARENT'] = str(os.getpid()); "
+    code += f"subprocess.Popen([sys.executable, '-c', {rank!r}]).wait()"
     parent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
     deadline = time.monotonic() + 60
     while not list(tmp_path.iterdir()) and time.monotonic() < deadline:
@@ -140,6 +141,14 @@ def test_ranks_end_with_a_command_that_is_killed(tmp_path: Path) -> None:
     while _runs(pid) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not _runs(pid)
+
+
+def test_a_rank_ends_whose_command_was_killed_before_it_looked() -> None:
+    """The process that started it is not its parent any more when it gets so far."""
+    code = "from megarlhf.commands.cli import main; main(['doctor']); print('went on')"
+    environment = {**os.environ, "MEGARLHF_PARENT": "1"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (143, ""), done.stderr
 
 
 def _runs(pid: str) -> bool:

@@ -160,7 +160,7 @@ def vllm_placements(
 
 
 def canonical_names(file_names: Iterable[str], arch: Architecture, head: Head = "lm") -> dict[str, str]:
-    """LogicalTensor name -> the name under which a Hugging Face file stores it.
+    """Logical tensor's name -> the name under which a Hugging Face file stores it.
 
     Files may leave out the table's prefix (`h.0.ln_1.weight` for `transformer.h.0.ln_1.weight`). Names that are no
     tensor of the model stand for themselves, so that the caller sees them; buffers that old files store are left out.

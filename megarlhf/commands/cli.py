@@ -76,6 +76,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status. What is said in a sentence has no traceback: `EXIT_STATUS`."""
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
+        if "MEGARLHF_PARENT" in os.environ:
+            from megarlhf.commands.launch import end_with_parent
+
+            end_with_parent()
         if argv[:1] == ["convert"]:  # has commands of its own
             from megarlhf.commands.convert import main as convert
 

@@ -29,6 +29,8 @@ from megarlhf.runtime import RankInfo
 
 MARK = "MEGARLHF_LAUNCHED"
 """Set in ranks that a plain start launched, to the folder in which they leave their mistakes."""
+PARENT = "MEGARLHF_PARENT"
+"""Set beside it, to the number of the process that started them."""
 
 POLL_SECONDS = 0.05
 GRACE_SECONDS = 2.0
@@ -44,7 +46,7 @@ def local_ranks(nproc: int, argv: Sequence[str], program: Sequence[str] = ("-m",
     what stops this process (Ctrl-C, SIGTERM, SIGHUP) stops the ranks and what they have started."""
     threads = str(max(1, (os.cpu_count() or 1) // nproc))
     with tempfile.TemporaryDirectory(prefix="megarlhf-ranks-") as reports:
-        environment = {"OMP_NUM_THREADS": threads, **os.environ, MARK: reports}
+        environment = {"OMP_NUM_THREADS": threads, **os.environ, MARK: reports, PARENT: str(os.getpid())}
         environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(runtime.free_port())}
         environment |= {"WORLD_SIZE": str(nproc), "LOCAL_WORLD_SIZE": str(nproc)}
         with _received_signals() as received:
@@ -183,8 +185,6 @@ def call(command: Sequence[str], environment: Mapping[str, str] | None = None) -
 
 def as_rank(info: RankInfo, cfg: Any, entry: str) -> int:
     """Join the run as this rank and call `entry`, a `module:function`, with (cfg, runtime)."""
-    if MARK in os.environ:
-        _end_with_parent()
     logging.basicConfig(
         level=os.environ.get("MEGARLHF_LOG_LEVEL", "INFO" if info.rank == 0 else "WARNING"),
         format=f"[rank {info.rank}] %(levelname)s %(name)s: %(message)s",
@@ -198,10 +198,12 @@ def as_rank(info: RankInfo, cfg: Any, entry: str) -> int:
     return 0
 
 
-def _end_with_parent() -> None:
-    """Ask Linux to end this process when the one that started it dies, be it by SIGKILL."""
-    if sys.platform == "linux":
+def end_with_parent() -> None:
+    """In a rank of a plain start: end when the process that started it dies, be it by SIGKILL, or has died already."""
+    if PARENT in os.environ and sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+        if os.getppid() != int(os.environ[PARENT]):
+            os._exit(128 + signal.SIGTERM)
 
 
 def quieten() -> None:

@@ -100,7 +100,8 @@ class OptimConfig(FrozenModel):
     """Course of the learning rate after warm-up, over all optimizer steps of the run, down to `min_lr`."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Optimizer steps over which the learning rate rises linearly: step k of n (k = 1 ... n) has rate lr x k / n. The
-    schedule begins after them: after n warm-up steps of N, step k > n is (k - n) / (N - n + 1) of the way down."""
+    schedule begins with the last of them: of N steps, step k >= n is (k - n) / (N - n + 1) of the way down. No warm-up
+    is the same as one step of it."""
     min_lr: NonNegative = 0.0
     """Learning rate at the end of a `linear` or `cosine` schedule; at most `lr`. `constant` does not read it."""
     beta1: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.9

@@ -16,7 +16,8 @@ GAP_LIMITS: Mapping[Dtype, tuple[float, float]] = {"fp32": (1e-3, 1e-2), "bf16":
 
 _SET_BY_US = {
     "trainer and engine run one model, as actor.model and its config.json describe it": (
-        "model model_weights model_impl model_class_overrides hf_config_path hf_overrides config_format runner convert"
+        "model model_weights model_impl model_class_overrides hf_config_path hf_overrides config_format runner convert "
+        "revision code_revision disable_sliding_window diffusion_config"
     ),
     "the engine computes in the actor's dtype: actor.model.dtype": "dtype",
     "the actor's weights are copied into the engine's as they are": "quantization quantization_config",
@@ -28,7 +29,7 @@ _SET_BY_US = {
         "offload_prefetch_step enable_sleep_mode"
     ),
     "other kernels of experts reorder the weights in memory, and an update would write wrongly": (
-        "moe_backend kernel_config"
+        "moe_backend kernel_config linear_backend"
     ),
     "experts are cut by rollout.parallel.tp over the ranks of an engine, and stay where they are": (
         "enable_expert_parallel enable_eplb eplb_config expert_placement_strategy enable_elastic_ep"
@@ -45,12 +46,16 @@ _SET_BY_US = {
     ),
     "an engine is rollout.parallel.tp contiguous ranks, cut by tensor parallelism alone": (
         "pipeline_parallel_size prefill_context_parallel_size data_parallel_size data_parallel_size_local "
-        "data_parallel_rank data_parallel_backend"
+        "data_parallel_rank data_parallel_backend data_parallel_start_rank data_parallel_external_lb "
+        "data_parallel_hybrid_lb data_parallel_multi_port_external_lb data_parallel_address data_parallel_rpc_port "
+        "decode_context_parallel_size scheduler_cls"
     ),
     "whoever starts the ranks decides it": "nnodes node_rank master_addr master_port",
     "each sample has a seed of its own, which follows from run.seed": "seed",
     "log-probs must be those of the distribution that was sampled from, which the trainer makes from the logits and "
-    "rollout.temperature alone": "logprobs_mode logits_processors generation_config override_generation_config",
+    "rollout.temperature alone": (
+        "logprobs_mode logits_processors generation_config override_generation_config watermark_config"
+    ),
     "the engine takes and returns tokens; the tokenizer is the actor's": (
         "tokenizer tokenizer_mode tokenizer_revision skip_tokenizer_init"
     ),

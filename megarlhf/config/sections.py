@@ -143,7 +143,7 @@ class RLTrainConfig(MicroBatchConfig):
     epochs_per_step: PositiveInt = 1
     """Passes over the samples of a step."""
     shuffle: bool = True
-    """Deal the samples into mini-batches anew for each pass; false keeps the order of sampling."""
+    """Shuffle the samples into mini-batches anew for each pass; false keeps the order of sampling."""
     critic_warmup_steps: Annotated[int, Field(ge=0)] = 0
     """First steps in which only the critic is trained; without a critic they do not exist. The actor's learning-rate
     schedule begins after them."""

@@ -100,7 +100,7 @@ class VocabRange:
     first: int
     """The first column's place in the global vocabulary."""
     count: int
-    """VocabRange that are not padding; padding is last."""
+    """Columns that are not padding; padding is last."""
 
     def cut(self, start: int, stop: int) -> VocabRange:
         """VocabRange [start, stop) of these."""

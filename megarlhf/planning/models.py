@@ -68,6 +68,13 @@ def check_heads(roles: Mapping[str, RoleConfig], *, trains_reward_model: bool) -
     for role, section in roles.items():
         model = section.model
         if model.random_init:
+            if role == "reward_model" and not trains_reward_model:
+                raise ValueError(
+                    "reward_model.model.random_init = true: its scores would be random; give a reward model that "
+                    "`megarlhf rm` has trained, and leave random_init out"
+                )
+            if role == "critic":
+                notes.append(f"critic: all weights start at random, in the shape of {model.path}")
             continue
         if role in ("critic", "reward_model"):
             checkpoint = open_checkpoint(model.path, hf=model.hf, head="scalar")

@@ -59,8 +59,10 @@ def preflight(command: str, cfg: FrozenModel, world_size: int) -> Preflight:
     """
     roles = _roles(cfg)
     described, dp = [], 1
+    checked = {name: check_role(name, section, world_size) for name, section in roles.items()}
+    notes = check_vocabularies(roles) + check_heads(roles, trains_reward_model=isinstance(cfg, RMConfig))
     for name, section in roles.items():
-        arch, layout = check_role(name, section, world_size)
+        arch, layout = checked[name]
         dtype = resolve_dtype(name, section.model, "scalar" if name in ("critic", "reward_model") else "lm")
         if isinstance(cfg, RLConfig | GenerateConfig):
             _check_positions(cfg, name, section, arch)
@@ -71,7 +73,6 @@ def preflight(command: str, cfg: FrozenModel, world_size: int) -> Preflight:
         described.append((name, model, f"tp {layout.tp} x pp {layout.pp} x dp {layout.dp} = {world_size} ranks"))
         dp = layout.dp
     _check_files(cfg)
-    notes = check_vocabularies(roles) + check_heads(roles, trains_reward_model=isinstance(cfg, RMConfig))
     if isinstance(cfg, RLConfig | GenerateConfig):
         for reward in cfg.rewards:
             if reward.rule is not None:

@@ -314,8 +314,16 @@ def _build(
         # vLLM's own all-reduce asks by number whether two devices reach each other, and a task that sees one of them
         # only has no second number; NCCL's takes its place.
         defaults["disable_custom_all_reduce"] = True
-    with cpu_patches(runtime.device):
-        return LLM(str(model_path), **{**defaults, **rollout.engine_args, **ours})
+    try:
+        with cpu_patches(runtime.device):
+            return LLM(str(model_path), **{**defaults, **rollout.engine_args, **ours})
+    except (ValueError, TypeError, ImportError) as error:
+        if not rollout.engine_args:
+            raise
+        raise ValueError(
+            f"vLLM does not start with rollout.engine_args = {dict(rollout.engine_args)}: {type(error).__name__}: "
+            f"{error}. Correct them, or leave them out"
+        ) from error
 
 
 def _set_environment(rollout: RolloutConfig, runtime: Runtime) -> None:

@@ -27,10 +27,10 @@ def rates(num_steps, **optim):
 
 def stated(step, num_steps, warmup, shape):
     """The formula of `OptimConfig.warmup_steps`; steps count from 1."""
-    if step <= warmup:
+    warmup = max(1, warmup)
+    if step < warmup:
         return LR * step / warmup
-    first = max(1, warmup)
-    return MIN_LR + (LR - MIN_LR) * shape((step - first) / (num_steps - first + 1))
+    return MIN_LR + (LR - MIN_LR) * shape((step - warmup) / (num_steps - warmup + 1))
 
 
 SHAPES = {"linear": lambda way: 1 - way, "cosine": lambda way: (1 + math.cos(math.pi * way)) / 2}

@@ -29,6 +29,9 @@ def with_pieces(change):
     return proto.SerializeToString()
 
 
+ROLES = ("critic", "reward_model")
+
+
 @pytest.fixture
 def model(tmp_path):
     """Writes a role's model directory: configuration, tokenizer, and weights with the head that is asked for."""
@@ -109,6 +112,16 @@ def test_a_language_model_has_no_scores(model):
     said = f"the scalar head starts at random, the rest is {language.model.path}"
     assert check_heads({"critic": fresh}, trains_reward_model=False) == [f"critic: {said}"]
     assert check_heads({"reward_model": language}, trains_reward_model=True) == [f"reward_model: {said}"]
+
+
+def test_random_weights_give_no_rewards(model):
+    roles = {name: RoleConfig.model_validate({"model": {"path": str(MODEL), "random_init": True}}) for name in ROLES}
+    with pytest.raises(ValueError, match="random_init = true: its scores would be random"):
+        check_heads(roles, trains_reward_model=False)
+    assert check_heads({"critic": roles["critic"]}, trains_reward_model=False) == [
+        f"critic: all weights start at random, in the shape of {MODEL}"
+    ]
+    assert check_heads({"reward_model": roles["reward_model"]}, trains_reward_model=True) == []
 
 
 def test_a_reward_model_writes_no_responses(model):

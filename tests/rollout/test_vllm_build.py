@@ -20,9 +20,9 @@ from megarlhf.runtime import Runtime
 def asked(monkeypatch):
     """Builds an engine of tp 2 on a machine of four ranks; returns what vLLM's `LLM` was called with."""
 
-    def build(visible_devices=4, has_experts=False, **rollout):
+    def build(visible_devices=4, has_experts=False, llm=None, **rollout):
         taken = {}
-        fake = SimpleNamespace(LLM=lambda model, **arguments: taken.update(arguments, model=model))
+        fake = SimpleNamespace(LLM=llm or (lambda model, **arguments: taken.update(arguments, model=model)))
         monkeypatch.setitem(sys.modules, "vllm", fake)
         runtime = Runtime(
             rank=0, local_rank=0, world_size=4, local_world_size=4, device=torch.device("cuda", 0), backend="nccl"
@@ -54,6 +54,16 @@ def test_further_arguments_are_handed_on_and_may_replace_defaults(asked):
     found = asked(engine_args={"max_num_seqs": 7, "enforce_eager": True})
     assert (found["max_num_seqs"], found["enforce_eager"], found["seed"]) == (7, True, 0)
     assert asked()["enforce_eager"] is False
+
+
+def test_what_vllm_refuses_is_said_with_the_arguments_that_it_got(asked):
+    def refuse(model, **arguments):
+        raise TypeError("max_num_seqs must be a number")
+
+    with pytest.raises(ValueError, match=r"rollout.engine_args = .*'many'.*: TypeError: max_num_seqs must be"):
+        asked(llm=refuse, engine_args={"max_num_seqs": "many"})
+    with pytest.raises(TypeError):  # not the user's arguments: the traceback stays
+        asked(llm=refuse)
 
 
 @pytest.mark.parametrize(("visible", "disabled"), [(1, True), (4, None)])
