@@ -28,9 +28,9 @@ class Ragged:
     """int64, on the CPU."""
 
     @staticmethod
-    def from_rows(rows: Sequence[Tensor], dtype: torch.dtype, device: torch.device | None = None) -> Ragged:
+    def from_rows(rows: Sequence[Tensor], dtype: torch.dtype) -> Ragged:
         values = torch.cat([row.to(dtype) for row in rows]) if rows else torch.empty(0, dtype=dtype)
-        return Ragged(values.to(device or values.device), torch.tensor([len(row) for row in rows], dtype=torch.int64))
+        return Ragged(values, torch.tensor([len(row) for row in rows], dtype=torch.int64))
 
     @property
     def num_tokens(self) -> int:

@@ -12,7 +12,7 @@ class ShuffledBatches:
     `indices(step)` depends on the arguments only, so the step number is all that a resume needs.
     """
 
-    def __init__(self, num_samples: int, batch_size: int, seed: int, shuffle: bool = True) -> None:
+    def __init__(self, num_samples: int, batch_size: int, seed: int) -> None:
         if num_samples < 1 or batch_size < 1:
             raise ValueError(f"expected at least one sample and one a batch, got {num_samples=}, {batch_size=}")
         if batch_size > num_samples:
@@ -23,7 +23,6 @@ class ShuffledBatches:
         self.num_samples = num_samples
         self.batch_size = batch_size
         self.seed = seed
-        self.shuffle = shuffle
         self._recent: dict[int, list[int]] = {}
 
     def indices(self, step: int) -> list[int]:
@@ -36,8 +35,7 @@ class ShuffledBatches:
         """The epoch's permutation; the last two are kept, as a batch may need both."""
         if epoch not in self._recent:
             order = list(range(self.num_samples))
-            if self.shuffle:
-                # A string, not seed + epoch: the second epoch of seed 0 is not the first of seed 1.
-                random.Random(f"{self.seed}/{epoch}").shuffle(order)
+            # A string, not seed + epoch: the second epoch of seed 0 is not the first of seed 1.
+            random.Random(f"{self.seed}/{epoch}").shuffle(order)
             self._recent = {e: o for e, o in self._recent.items() if e == epoch - 1} | {epoch: order}
         return self._recent[epoch]

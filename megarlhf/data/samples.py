@@ -7,14 +7,15 @@ eos, as in rollout.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from megarlhf.data.templates import Template, prompt_and_response, prompt_text, text_field
 from megarlhf.data.tokenizer import Tokenizer
 
 Records = Sequence[Mapping[str, Any]]
+Sample = TypeVar("Sample")
 
 
 @dataclass(frozen=True)
@@ -79,22 +80,15 @@ def build_sft(
     max_prompt_tokens: int,
     max_response_tokens: int,
     template: Template = "plain",
-    add_bos: bool = True,
 ) -> tuple[list[SFTSample], Skipped]:
     """Samples of records with `prompt` and `response` (or `messages`). ValueError if none can be used."""
-    samples: list[SFTSample] = []
-    skipped = Skipped(len(records))
-    for record in records:
+
+    def sample(index: int, record: Mapping[str, Any]) -> SFTSample:
         prompt, response = prompt_and_response(record, template, tokenizer)
-        try:
-            prompt_tokens = _prompt_tokens(prompt, tokenizer, max_prompt_tokens, add_bos)
-            response_tokens = _response_tokens(response, tokenizer, max_response_tokens)
-        except _Unusable as reason:
-            skipped.reasons[str(reason)] += 1
-            continue
-        samples.append(SFTSample(prompt_tokens + response_tokens, len(prompt_tokens)))
-    _require_some(samples, skipped)
-    return samples, skipped
+        prompt_tokens = _prompt_tokens(prompt, tokenizer, max_prompt_tokens)
+        return SFTSample(prompt_tokens + _response_tokens(response, tokenizer, max_response_tokens), len(prompt_tokens))
+
+    return _usable(records, sample)
 
 
 def build_pairs(
@@ -104,55 +98,57 @@ def build_pairs(
     max_prompt_tokens: int,
     max_response_tokens: int,
     template: Template = "plain",
-    add_bos: bool = True,
 ) -> tuple[list[PairSample], Skipped]:
     """Samples of records with `prompt`, `chosen` and `rejected`. ValueError if none can be used."""
-    samples: list[PairSample] = []
-    skipped = Skipped(len(records))
-    for record in records:
-        prompt = prompt_text(record, template, tokenizer)
-        try:
-            prompt_tokens = _prompt_tokens(prompt, tokenizer, max_prompt_tokens, add_bos)
-            chosen_tokens = _response_tokens(text_field(record, "chosen"), tokenizer, max_response_tokens)
-            rejected_tokens = _response_tokens(text_field(record, "rejected"), tokenizer, max_response_tokens)
-            if chosen_tokens == rejected_tokens:
-                raise _Unusable("chosen equals rejected")
-        except _Unusable as reason:
-            skipped.reasons[str(reason)] += 1
-            continue
-        samples.append(PairSample(prompt_tokens, chosen_tokens, rejected_tokens))
-    _require_some(samples, skipped)
-    return samples, skipped
+
+    def sample(index: int, record: Mapping[str, Any]) -> PairSample:
+        prompt_tokens = _prompt_tokens(prompt_text(record, template, tokenizer), tokenizer, max_prompt_tokens)
+        chosen_tokens, rejected_tokens = (
+            _response_tokens(text_field(record, name), tokenizer, max_response_tokens)
+            for name in ("chosen", "rejected")
+        )
+        if chosen_tokens == rejected_tokens:
+            raise _Unusable("chosen equals rejected")
+        return PairSample(prompt_tokens, chosen_tokens, rejected_tokens)
+
+    return _usable(records, sample)
 
 
 def build_prompts(
-    records: Records,
-    tokenizer: Tokenizer,
-    *,
-    max_prompt_tokens: int,
-    template: Template = "plain",
-    add_bos: bool = True,
+    records: Records, tokenizer: Tokenizer, *, max_prompt_tokens: int, template: Template = "plain"
 ) -> tuple[list[PromptSample], Skipped]:
     """Samples of records with `prompt` (or `messages`). ValueError if none can be used."""
-    samples: list[PromptSample] = []
+
+    def sample(index: int, record: Mapping[str, Any]) -> PromptSample:
+        text = prompt_text(record, template, tokenizer)
+        others = {key: value for key, value in record.items() if key not in ("prompt", "messages")}
+        return PromptSample(_prompt_tokens(text, tokenizer, max_prompt_tokens), text, others, index)
+
+    return _usable(records, sample)
+
+
+def _usable(records: Records, sample: Callable[[int, Mapping[str, Any]], Sample]) -> tuple[list[Sample], Skipped]:
+    """`sample(index, record)` of every record that it does not refuse as `_Unusable`."""
+    samples: list[Sample] = []
     skipped = Skipped(len(records))
     for index, record in enumerate(records):
-        text = prompt_text(record, template, tokenizer)
         try:
-            tokens = _prompt_tokens(text, tokenizer, max_prompt_tokens, add_bos)
+            samples.append(sample(index, record))
         except _Unusable as reason:
             skipped.reasons[str(reason)] += 1
-            continue
-        others = {key: value for key, value in record.items() if key not in ("prompt", "messages")}
-        samples.append(PromptSample(tokens, text, others, index))
-    _require_some(samples, skipped)
+    if not samples:
+        raise ValueError(
+            f"no usable records: {skipped.describe()}; raise the limits or give other data"
+            if skipped.total
+            else "no records; give data"
+        )
     return samples, skipped
 
 
-def _prompt_tokens(text: str, tokenizer: Tokenizer, limit: int, add_bos: bool) -> list[int]:
+def _prompt_tokens(text: str, tokenizer: Tokenizer, limit: int) -> list[int]:
     tokens = tokenizer.encode(text)
     # A chat template may write bos itself.
-    if add_bos and tokenizer.bos_id is not None and tokens[:1] != [tokenizer.bos_id]:
+    if tokenizer.bos_id is not None and tokens[:1] != [tokenizer.bos_id]:
         tokens = [tokenizer.bos_id, *tokens]
     if not tokens:
         raise _Unusable("empty prompt")
@@ -187,13 +183,4 @@ def require_budget(tokens: Sequence[int], budget: int | None, path: str, sample:
             f"{path}: usable record {longest} has {tokens[longest]} tokens ({sample}), but "
             f"train.max_tokens_per_micro_batch = {budget}, and no sequence is split; raise it to {tokens[longest]} or "
             "more, or lower data.max_prompt_tokens or data.max_response_tokens: what is longer is skipped and counted"
-        )
-
-
-def _require_some(samples: Sequence[Any], skipped: Skipped) -> None:
-    if not samples:
-        raise ValueError(
-            f"no usable records: {skipped.describe()}; raise the limits or give other data"
-            if skipped.total
-            else "no records; give data"
         )

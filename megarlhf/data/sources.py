@@ -38,29 +38,19 @@ _Located = Iterator[tuple[str, Any]]
 """A row, with the words that say where it stands: 'data.jsonl, line 3'."""
 
 
-def load_records(
-    path: str | Path | Sequence[str | Path],
-    *,
-    fields: Sequence[str],
-    optional: Sequence[str] = (),
-    split: str | None = None,
-) -> list[Record]:
+def load_records(path: str | Path, *, fields: Sequence[str], split: str | None = None) -> list[Record]:
     """Every row as a dict, all columns kept, in the order of the files.
 
-    path:     a file, a directory of files (by name), a directory of `save_to_disk`, or a list of these,
-              joined; what is not on disk and looks like `owner/name` is loaded from the Hugging Face hub
+    path:     a file, a directory of files (by name), or a directory of `save_to_disk`; what is not on disk and looks
+              like `owner/name` is loaded from the Hugging Face hub
     fields:   must stand in every row: non-null strings, but for `messages`, a list of {role, content}
-    optional: must be strings where they stand
     split:    of a directory of files named for splits, a saved DatasetDict or a hub dataset; None: it has one only
     Raises:   ValueError that names file, line or row, what was found and what was expected, or the splits of a source
               that has several
     """
-    paths = [path] if isinstance(path, str | Path) else list(path)
-    records: list[Record] = []
-    for source in paths:
-        records.extend(_checked(row, where, fields, optional) for where, row in _read(str(source), split))
+    records = [_checked(row, where, fields) for where, row in _read(str(path), split)]
     if not records:
-        raise ValueError(f"no rows in {', '.join(map(str, paths)) or 'an empty list of paths'}; give data")
+        raise ValueError(f"no rows in {path}; give data")
     return records
 
 
@@ -233,7 +223,7 @@ def _parse(raw: bytes, path: Path, first_line: int) -> Any:
         ) from error
 
 
-def _checked(row: Any, where: str, fields: Sequence[str], optional: Sequence[str]) -> Record:
+def _checked(row: Any, where: str, fields: Sequence[str]) -> Record:
     if not isinstance(row, Mapping):
         raise ValueError(f"{where}: expected a JSON object with {', '.join(fields)}, got {type(row).__name__}")
     for field in fields:
@@ -242,9 +232,6 @@ def _checked(row: Any, where: str, fields: Sequence[str], optional: Sequence[str
                 f"{where}: no field {field!r}, found {', '.join(map(repr, row)) or 'none'}{_hint(field, row)}"
             )
         _check_type(row[field], field, where)
-    for field in optional:
-        if row.get(field) is not None:
-            _check_type(row[field], field, where)
     return dict(row)
 
 

@@ -29,6 +29,8 @@ class CharTokenizer:
 
 
 TOKENIZER = CharTokenizer()
+WITHOUT_BOS = CharTokenizer()
+WITHOUT_BOS.bos_id = None
 
 
 def test_sft_samples_and_what_is_skipped():
@@ -70,7 +72,7 @@ def test_prompts_keep_other_columns_and_their_place():
         {"prompt": "123456=", "answer": "7"},
         {"prompt": "1=", "answer": 1, "source": "x"},
     ]
-    samples, skipped = build_prompts(records, TOKENIZER, max_prompt_tokens=5, add_bos=False)
+    samples, skipped = build_prompts(records, WITHOUT_BOS, max_prompt_tokens=5)
     assert samples == [PromptSample([11, 21], "1=", {"answer": 1, "source": "x"}, index=1)]
     assert skipped.describe() == "skipped 1 of 2 records (prompt longer than 5 tokens: 1)"
 
@@ -85,7 +87,7 @@ def test_nothing_usable_is_an_error_with_the_reasons():
     with pytest.raises(ValueError, match=r"\(prompt longer than 1 tokens: 2\)"):
         build_prompts(records, TOKENIZER, max_prompt_tokens=1)
     with pytest.raises(ValueError, match=r"\(empty prompt: 1\)"):
-        build_prompts([{"prompt": ""}], TOKENIZER, max_prompt_tokens=1, add_bos=False)
+        build_prompts([{"prompt": ""}], WITHOUT_BOS, max_prompt_tokens=1)
     with pytest.raises(ValueError, match="no records"):
         build_prompts([], TOKENIZER, max_prompt_tokens=1)
 

@@ -48,7 +48,7 @@ def test_every_format_gives_the_same_records(tmp_path):
         with new(tmp_path / f"{name}.arrow", arrow.schema) as writer:
             writer.write_table(arrow)
     for name in ("a.jsonl", "a.json", "a.parquet", "saved", "dict/train", "stream.arrow", "file.arrow"):
-        assert load_records(tmp_path / name, fields=FIELDS, optional=["day", "hint"]) == ROWS, name
+        assert load_records(tmp_path / name, fields=FIELDS) == ROWS, name
     assert load_records(tmp_path / "dict", fields=FIELDS, split="train") == ROWS
     assert load_records(tmp_path / "dict", fields=FIELDS, split="test") == ROWS[:1]
     assert not (tmp_path / "cache").exists()
@@ -60,14 +60,12 @@ def test_every_format_gives_the_same_records(tmp_path):
             load_records(tmp_path / "dict", fields=FIELDS, split=split)
 
 
-def test_directories_and_lists_are_joined_in_order(tmp_path):
+def test_the_files_of_a_directory_are_joined_in_order(tmp_path):
     write_jsonl(tmp_path / "2.jsonl", ROWS[1:])
     datasets.Dataset.from_list(ROWS[:1]).to_parquet(tmp_path / "1.parquet")
     (tmp_path / "README.md").write_text("not data")
     (tmp_path / ".hidden.jsonl").write_text("broken")
     assert load_records(tmp_path, fields=FIELDS) == ROWS
-    both = [str(tmp_path / "2.jsonl"), tmp_path / "1.parquet"]
-    assert load_records(both, fields=FIELDS) == [*ROWS[1:], ROWS[0]]
 
 
 def test_a_directory_with_several_splits_is_read_only_when_one_is_named(tmp_path):
@@ -187,11 +185,7 @@ def test_wrong_type_names_row_field_and_value(tmp_path, value, shown):
     path = write_jsonl(tmp_path / "x.jsonl", [ROWS[0], {"prompt": "a", "response": value}])
     with pytest.raises(ValueError, match=rf"line 2: field 'response' is {re.escape(shown)}, expected a string"):
         load_records(path, fields=FIELDS)
-    if value is None:
-        assert len(load_records(path, fields=["prompt"], optional=["response"])) == 2
-    else:
-        with pytest.raises(ValueError, match="line 2: field 'response'"):
-            load_records(path, fields=["prompt"], optional=["response"])
+    assert len(load_records(path, fields=["prompt"])) == 2
 
 
 def test_messages_are_checked(tmp_path):
