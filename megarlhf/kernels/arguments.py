@@ -56,25 +56,6 @@ def require_labels(labels_T: Tensor, kept_T: Tensor, vocab: int, ignore_index: i
         )
 
 
-def require_overwritable(logits_TV: Tensor) -> None:
-    """Each number has a place of its own, and none of them belongs to a leaf.
-
-    Raises: ValueError
-    """
-    base = logits_TV._base if logits_TV._is_view() else logits_TV
-    if logits_TV.requires_grad and base is not None and base.is_leaf:
-        raise ValueError(
-            "inplace_backward would write the gradient over a leaf's own values; give it the result of an operation "
-            "other than a view"
-        )
-    (low, few), (high, many) = sorted(zip(logits_TV.stride(), logits_TV.shape, strict=True))
-    if min(few, many) > 0 and ((few > 1 and low == 0) or (many > 1 and high <= (few - 1) * low)):
-        raise ValueError(
-            f"inplace_backward needs a place for each number, got logits {list(logits_TV.shape)} expanded from fewer "
-            f"(strides {logits_TV.stride()}); leave it out, or give contiguous logits"
-        )
-
-
 def require_device(backend: str, device_type: str, *, kernels: str = "log-prob", instead: str = "chunked") -> None:
     """Triton has a GPU, or its interpreter.
 

@@ -16,7 +16,6 @@ from megarlhf.kernels.arguments import (
     require_inputs,
     require_labels,
     require_mask,
-    require_overwritable,
 )
 from megarlhf.kernels.backends import choose_backend
 from megarlhf.kernels.linear_logprob import LinearLogprobOptions, LinearTokenLogprobs
@@ -38,7 +37,6 @@ def token_logprobs(
     ignore_index: int = -100,
     group: dist.ProcessGroup | None = None,
     return_entropy: bool = True,
-    inplace_backward: bool = False,
     backend: Backend = "auto",
 ) -> tuple[Tensor, Tensor]:
     """log softmax(logits / temperature)[label] and the entropy of that softmax, without a softmax in memory.
@@ -49,9 +47,7 @@ def token_logprobs(
              ranks; columns at or past `true_vocab` are padding and left out. Without `return_entropy`: zeros.
     Group:   tensor-parallel group; rank r owns columns [r V, (r + 1) V). One all-gather of four numbers a token,
              merged in rank order: the same bits on every rank. The backward needs no communication.
-    Memory:  four numbers a token beside the logits; in the backward the gradient, once. With `inplace_backward` it
-             is written over the logits, which must not be a leaf or a view of one; a second backward then raises
-             RuntimeError.
+    Memory:  four numbers a token beside the logits; in the backward the gradient, once.
     Spec:    reference.py::token_logprobs
     Raises:  ValueError for a label outside [0, true_vocab) that is not `ignore_index`; on a GPU a device assertion.
     """
@@ -71,13 +67,8 @@ def token_logprobs(
             group=group,
             return_entropy=return_entropy,
         )
-    if inplace_backward:
-        require_overwritable(logits_TV)
     options = LogprobOptions(1.0 / temperature, ignore_index, vocab, return_entropy)
-    tiles = _tiles(name)
-    results: tuple[Tensor, Tensor] = TokenLogprobs.apply(
-        logits_TV, labels_T, columns, options, group, tiles, inplace_backward
-    )
+    results: tuple[Tensor, Tensor] = TokenLogprobs.apply(logits_TV, labels_T, columns, options, group, _tiles(name))
     return results
 
 

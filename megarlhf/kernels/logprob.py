@@ -19,7 +19,7 @@ from megarlhf.kernels.tiles import LogprobOptions, Tiles
 
 
 class TokenLogprobs(torch.autograd.Function):
-    """apply(logits_TV, labels_T, columns, options, group, tiles, inplace_backward) -> (logprobs_T, entropy_T)."""
+    """apply(logits_TV, labels_T, columns, options, group, tiles) -> (logprobs_T, entropy_T)."""
 
     @staticmethod
     def forward(
@@ -30,13 +30,12 @@ class TokenLogprobs(torch.autograd.Function):
         options: LogprobOptions,
         group: dist.ProcessGroup | None,
         tiles: Tiles,
-        inplace_backward: bool,
     ) -> tuple[Tensor, Tensor]:
         stats = Statistics.of(logits_TV)
         tiles.update(stats, logits_TV, labels_T, columns, options, fresh=True)
         merged = tiles.merge(stats.gathered(group), labels_T, options)
         ctx.save_for_backward(logits_TV, labels_T, merged.max_T, merged.sum_T, merged.entropy_T)
-        ctx.columns, ctx.options, ctx.tiles, ctx.inplace, ctx.spent = columns, options, tiles, inplace_backward, False
+        ctx.columns, ctx.options, ctx.tiles = columns, options, tiles
         ctx.set_materialize_grads(False)
         if not options.entropy:
             ctx.mark_non_differentiable(merged.entropy_T)
@@ -46,19 +45,10 @@ class TokenLogprobs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         grad_logprobs_T, grad_entropy_T = grads
-        if ctx.spent:
-            raise RuntimeError(
-                "the first backward wrote the gradient over the logits (inplace_backward=True), so there is no "
-                "second one; leave inplace_backward out where a graph is used twice"
-            )
         logits_TV, labels_T, max_T, sum_T, entropy_T = ctx.saved_tensors
-        out_TV = logits_TV.detach() if ctx.inplace else torch.empty_like(logits_TV)
+        out_TV = torch.empty_like(logits_TV)
         merged = Merged(max_T, sum_T, entropy_T, entropy_T)
         ctx.tiles.gradient(
             out_TV, logits_TV, labels_T, ctx.columns, merged, grad_logprobs_T, grad_entropy_T, ctx.options
         )
-        if ctx.inplace:
-            # Whoever else has saved the logits is told so by autograd: kernels' stores are not counted by themselves.
-            ctx.spent = True
-            torch.autograd.graph.increment_version(logits_TV)
-        return (out_TV, *[None] * 6)
+        return (out_TV, *[None] * 5)

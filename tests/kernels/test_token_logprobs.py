@@ -1,7 +1,7 @@
 """`token_logprobs` of every backend against torch's log_softmax in fp64: values, both gradients, and odd inputs.
 
 Not covered: gradients of gradients, rows whose logits are all -inf (there is no distribution). Several ranks:
-test_sharded.py. Memory and `inplace_backward`: test_memory.py.
+test_sharded.py. Memory: test_memory.py.
 """
 
 import pytest
