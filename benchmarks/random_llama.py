@@ -9,7 +9,7 @@ import torch
 
 from megarlhf.architectures.hf_config import architecture_from_hf
 from megarlhf.architectures.placements import logical_tensors
-from megarlhf.weights.checkpoint.hf_writer import HFWriter
+from megarlhf.weights.checkpoint.hf_writer import open_hf_writer
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -37,7 +37,7 @@ def write_random_llama(directory: Path, *, config: dict[str, Any] | None = None,
     total = sum(torch.Size(shape).numel() for shape in tensors.values())
     generator = torch.Generator().manual_seed(seed)
     specs = {name: (shape, torch.bfloat16) for name, shape in tensors.items()}
-    with HFWriter(directory, specs, config, max_shard_bytes=2 * total // 4 + (64 << 20)) as writer:
+    with open_hf_writer(directory, specs, config, max_shard_bytes=2 * total // 4 + (64 << 20)) as writer:
         for name, shape in tensors.items():
             writer.write(name, (torch.randn(shape, generator=generator) * 0.02).to(torch.bfloat16))
     return total

@@ -74,7 +74,7 @@ class MegatronLayout:
 
         return [merge_ranks([part(rank, at, v) for v in range(self.vpp)]) for rank, at in enumerate(self.ranks())]
 
-    def on_ranks(self, arch: Architecture, mesh: MeshLayout, head: Head = "lm") -> list[RankPlacements]:
+    def on_ranks(self, arch: Architecture, mesh: MeshLayout) -> list[RankPlacements]:
         """What each global rank of a live mesh holds, data-parallel replicas included, in ascending order.
 
         Expert parallelism is carved out of data parallelism, its rank varying faster.
@@ -86,7 +86,7 @@ class MegatronLayout:
                 f"a mesh of tp {mesh.tp}, pp {mesh.pp}, dp {mesh.dp} does not carry tp {self.tp}, pp {self.pp}, "
                 f"ep {self.ep}; tp and pp must be equal, and ep divide dp"
             )
-        parts = dict(zip(self.ranks(), self.parts(arch, head), strict=True))
+        parts = dict(zip(self.ranks(), self.parts(arch), strict=True))
         at = [mesh.coordinates(rank) for rank in range(mesh.world_size)]
         return [parts[ModelRank(pp=c.pp, ep=c.dp % self.ep, tp=c.tp)].on_rank(rank) for rank, c in enumerate(at)]
 

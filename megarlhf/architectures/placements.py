@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Literal
 
 from megarlhf.architectures.architecture import Architecture
 from megarlhf.architectures.families import family_of
@@ -21,31 +20,14 @@ from megarlhf.placement import Box, Placement, RankPlacements, Shape, contiguous
 
 VLLM_VOCAB_MULTIPLE = 64
 
-VocabRule = Literal["times_tp", "multiple", "none"]
-
 
 def table_of(arch: Architecture) -> Table:
     return family_of(arch.model_type).table
 
 
-def padded_vocab_size(
-    vocab_size: int, tp: int, multiple: int = 128, *, rule: VocabRule = "times_tp", stated: int | None = None
-) -> int:
-    """Rows of the embedding in a Megatron layout. A stated size always wins.
-
-    `times_tp` is Megatron-LM's rule, the vocabulary rounded up to a multiple of `multiple` x tp; `multiple` leaves
-    tp out; `none` pads nothing.
-
-    Raises: ValueError when the size is smaller than the vocabulary or does not divide by tp.
-    """
-    step = {"times_tp": multiple * tp, "multiple": multiple, "none": 1}[rule]
-    padded = -(-vocab_size // step) * step if stated is None else stated
-    if padded < vocab_size or padded % tp:
-        raise ValueError(
-            f"a vocabulary of {padded} rows for {vocab_size} tokens at tp = {tp}: expected at least {vocab_size}, "
-            f"divisible by {tp}; {padded_vocab_size(vocab_size, tp, multiple)} would do"
-        )
-    return padded
+def padded_vocab_size(vocab_size: int, tp: int, multiple: int = 128) -> int:
+    """Rows of the embedding by Megatron-LM's rule: the vocabulary rounded up to a multiple of `multiple` x tp."""
+    return -(-vocab_size // (multiple * tp)) * multiple * tp
 
 
 def logical_tensors(arch: Architecture, head: Head = "lm") -> dict[str, Shape]:

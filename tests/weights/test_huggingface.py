@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from megarlhf.architectures.placements import logical_tensors
 from megarlhf.weights.checkpoint.formats.huggingface.read import INDEX, HFFiles
-from megarlhf.weights.checkpoint.hf_writer import HFWriter
+from megarlhf.weights.checkpoint.hf_writer import open_hf_writer
 from megarlhf.weights.transport.extent import MappedFiles
 from tests.weights.cases import TINY, random_logical, tiny
 
@@ -21,7 +21,7 @@ VALUES = {name: torch.arange(torch.Size(s).numel()).view(s).to(t) - 2.5 for name
 
 
 def write(directory, **options):
-    with HFWriter(directory, SPECS, TINY, **options) as writer:
+    with open_hf_writer(directory, SPECS, TINY, **options) as writer:
         for name in ("c", "a", "b"):
             writer.write(name, VALUES[name])
 
@@ -69,7 +69,7 @@ def test_other_files_are_copied(tmp_path):
 
 
 def write_and_fail(directory):
-    with HFWriter(directory, SPECS, TINY) as writer:
+    with open_hf_writer(directory, SPECS, TINY) as writer:
         writer.write("a", VALUES["a"])
         assert all(path.name.startswith(".m.") for path in directory.parent.iterdir()), "under its temporary name"
         assert not directory.exists()
@@ -77,7 +77,7 @@ def write_and_fail(directory):
 
 
 def write_only(directory, **values):
-    with HFWriter(directory, SPECS, TINY) as writer:
+    with open_hf_writer(directory, SPECS, TINY) as writer:
         for name, value in values.items():
             writer.write(name, value)
 

@@ -90,22 +90,12 @@ def test_row_parallel_columns():
     )
 
 
-@pytest.mark.parametrize(("vocab", "tp", "expected"), [(128256, 8, 129024), (100, 1, 128), (256, 2, 256)])
+@pytest.mark.parametrize(
+    ("vocab", "tp", "expected"), [(128256, 8, 129024), (50257, 8, 51200), (100, 1, 128), (256, 2, 256)]
+)
 def test_padded_vocab(vocab, tp, expected):
     """Llama 3 at TP8: 16128 rows a rank."""
     assert padded_vocab_size(vocab, tp) == expected
-
-
-def test_the_other_rules_of_padding_and_a_stated_size():
-    """GPT-2's 50257 at TP8: 51200 by Megatron-LM, 50304 without tp; a stated size is taken as it is."""
-    assert padded_vocab_size(50257, 8) == 51200
-    assert padded_vocab_size(50257, 8, rule="multiple") == 50304
-    assert padded_vocab_size(50257, 1, rule="none") == 50257
-    assert padded_vocab_size(50257, 8, stated=50264) == 50264
-    with pytest.raises(ValueError, match=r"vocabulary of 50257 rows for 50257 tokens at tp = 2: .* 50432 would do"):
-        padded_vocab_size(50257, 2, rule="none")
-    with pytest.raises(ValueError, match="expected at least 50257"):
-        padded_vocab_size(50257, 2, stated=50256)
 
 
 def test_megatron_names_and_shapes():

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megarlhf.architectures.architecture import Architecture
 from megarlhf.architectures.placements import Head, identity_placements, logical_tensors
 from megarlhf.placement import RankPlacements, Shape
-from megarlhf.weights.checkpoint.hf_writer import HFWriter
+from megarlhf.weights.checkpoint.hf_writer import HFWriter, open_hf_writer
 from megarlhf.weights.plan.copy_plan import make_plan
 from megarlhf.weights.transport.reshard import reshard_once
 from megarlhf.weights.transport.storages import Storages, copy_local
@@ -32,7 +32,6 @@ def export(
     writer_rank: int = 0,
     group: dist.ProcessGroup | None = None,
     copy_from: str | PathLike[str] | None = None,
-    max_shard_bytes: int = 5 << 30,
     gather_bytes: int = 1 << 30,
 ) -> None:
     """Gathers the model to `writer_rank`, cast to `dtype`, and writes it there.
@@ -41,7 +40,7 @@ def export(
     write (its dtype is corrected). Tensors are gathered in order, about `gather_bytes` at a time, and
     written at once: the writer never holds the model.
 
-    Raises: ValueError or OSError as `HFWriter` and `make_plan`; when the writer failed, RuntimeError on the
+    Raises: ValueError or OSError as `open_hf_writer` and `make_plan`; when the writer failed, RuntimeError on the
     other ranks, so that none waits for ever.
     """
     tensors = logical_tensors(arch, head)
@@ -65,8 +64,7 @@ def export(
             "dtype" if "dtype" in config else "torch_dtype": str(dtype).removeprefix("torch."),
         }
         specs = {name: (shape, dtype) for name, shape in tensors.items()}
-        hf_writer = HFWriter(directory, specs, stated, copy_from=copy_from, max_shard_bytes=max_shard_bytes)
-        writer.append(stack.enter_context(hf_writer))
+        writer.append(stack.enter_context(open_hf_writer(directory, specs, stated, copy_from=copy_from)))
 
     writer: list[HFWriter] = []
     with ExitStack() as stack:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from megarlhf.weights.checkpoint.formats.huggingface.write import (
 from megarlhf.weights.checkpoint.formats.megatron.tracker import TRACKER
 from megarlhf.weights.checkpoint.formats.torch_dist.metadata import CONFIG
 from megarlhf.weights.checkpoint.staging import Staging
+from megarlhf.weights.transport.extent import Extent
 
 WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".distcp"}
 WEIGHT_SUFFIXES |= {".ot", ".tflite", ".npz", ".pb", ".mlmodel", ".pdparams", ".nemo", ".tar", ".zip", ".gz"}
@@ -30,41 +31,10 @@ TEMPLATES = "additional_chat_templates"
 
 
 class HFWriter:
-    """Writes a Hugging Face directory tensor by tensor, in any order; appears whole or not at all."""
+    """Writes the tensors of a preallocated Hugging Face directory in any order; made by `open_hf_writer`."""
 
-    def __init__(
-        self,
-        directory: str | PathLike[str],
-        tensors: Specs,
-        config: Mapping[str, Any],
-        *,
-        copy_from: str | PathLike[str] | None = None,
-        max_shard_bytes: int = MAX_SHARD_BYTES,
-    ) -> None:
-        """`tensors`: shape and dtype of all that will be written. `copy_from`: a directory whose other files
-        (tokenizer, generation config, licence) are copied.
-
-        Raises: ValueError when the directory exists and is not empty.
-        """
-        self._staging = Staging(directory)
-        self._tensors, self._config = dict(tensors), dict(config)
-        self._copy_from = None if copy_from is None else Path(copy_from)
-        self._max_shard_bytes = max_shard_bytes
-        self._missing = set(tensors)
-
-    def __enter__(self) -> HFWriter:
-        self._staging.__enter__()
-        try:
-            self._staging.reserve(sum(num_bytes_of(spec) for spec in self._tensors.values()))
-            if self._copy_from is not None:
-                copy_other_files(self._copy_from, self._staging.path)
-            self._places = preallocate_huggingface(
-                self._staging.path, self._tensors, self._config, max_shard_bytes=self._max_shard_bytes
-            )
-        except BaseException as error:
-            self._staging.__exit__(type(error), error, None)
-            raise
-        return self
+    def __init__(self, places: Mapping[str, Extent]) -> None:
+        self._places, self._missing = places, set(places)
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
         """Writes one tensor, of the dtype and shape promised."""
@@ -79,17 +49,38 @@ class HFWriter:
             file.write(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
         self._missing.discard(name)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is None and self._missing:
-            error_of_missing = ValueError(
+    def require_complete(self) -> None:
+        """Raises ValueError that names every tensor that was not written."""
+        if self._missing:
+            raise ValueError(
                 f"{len(self._missing)} tensors were promised and not written: "
                 f"{', '.join(sorted(self._missing))}; write them before the block ends"
             )
-            self._staging.__exit__(ValueError, error_of_missing, None)
-            raise error_of_missing
-        self._staging.__exit__(kind, error, trace)
+
+
+@contextmanager
+def open_hf_writer(
+    directory: str | PathLike[str],
+    tensors: Specs,
+    config: Mapping[str, Any],
+    *,
+    copy_from: str | PathLike[str] | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> Iterator[HFWriter]:
+    """A Hugging Face directory that is written tensor by tensor, and appears whole or not at all.
+
+    `tensors`: shape and dtype of all that will be written. `copy_from`: a directory whose other files (tokenizer,
+    generation config, licence) are copied.
+
+    Raises: ValueError when the directory exists and is not empty, or when a tensor was not written.
+    """
+    with Staging(directory) as staging:
+        staging.reserve(sum(num_bytes_of(spec) for spec in tensors.values()))
+        if copy_from is not None:
+            copy_other_files(Path(copy_from), staging.path)
+        writer = HFWriter(preallocate_huggingface(staging.path, tensors, config, max_shard_bytes=max_shard_bytes))
+        yield writer
+        writer.require_complete()
 
 
 def copy_other_files(source: Path, destination: Path) -> None:

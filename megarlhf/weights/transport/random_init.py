@@ -6,7 +6,6 @@ import hashlib
 import math
 from collections import defaultdict
 from collections.abc import Iterator
-from typing import Literal
 
 import torch
 
@@ -27,12 +26,11 @@ def fill_random(
     std: float,
     arch: Architecture,
     head: Head = "lm",
-    score: Literal["normal", "zeros"] = "normal",
     only: frozenset[str] | None = None,
 ) -> None:
     """Fills a rank's storages: matrices normal(0, std), the projections that write into the residual stream
     (o_proj, down_proj) normal(0, std / sqrt(2 num_layers)), norms one, biases and padding zero, a score head
-    normal(0, 1 / sqrt(hidden + 1)) or zero.
+    normal(0, 1 / sqrt(hidden + 1)).
 
     A tensor is drawn in fp32 in blocks of whole rows, each from a CPU generator seeded by (seed, name,
     block); a rank draws only the blocks it holds rows of. `only` limits it to some logical tensors (a
@@ -45,7 +43,7 @@ def fill_random(
             parts[placement.tensor].append(placement)
     for tensor, tensor_placements in parts.items():
         init = inits[tensor]
-        scale = _scale(init, std, arch, score)
+        scale = _scale(init, std, arch)
         if scale == 0.0 or init == "ones":
             for placement in tensor_placements:
                 view(placement, dst).fill_(1.0 if init == "ones" else 0.0)
@@ -62,13 +60,13 @@ def fill_random(
         zero_padding(placements, dst)
 
 
-def _scale(init: Init, std: float, arch: Architecture, score: Literal["normal", "zeros"]) -> float:
+def _scale(init: Init, std: float, arch: Architecture) -> float:
     scales: dict[Init, float] = {
         "normal": std,
         "residual": std / math.sqrt(2 * arch.num_layers),
         "ones": 1.0,
         "zeros": 0.0,
-        "score": 1 / math.sqrt(arch.hidden_size + 1) if score == "normal" else 0.0,
+        "score": 1 / math.sqrt(arch.hidden_size + 1),
     }
     return scales[init]
 
