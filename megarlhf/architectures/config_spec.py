@@ -40,6 +40,11 @@ class Refusal:
     advice: str
 
 
+def only(key: str, value: bool, advice: str) -> Refusal:
+    """Any other value than this one is refused."""
+    return Refusal(key=key, wrong=lambda stated, facts: stated is not value, advice=advice)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ConfigSpec:
     """What a model type's config.json says."""

@@ -2,16 +2,7 @@
 
 from __future__ import annotations
 
-from megarlhf.architectures.config_spec import (
-    ConfigSpec,
-    Key,
-    Refusal,
-    equal_heads,
-    flag,
-    number,
-    one_of,
-    positive,
-)
+from megarlhf.architectures.config_spec import ConfigSpec, Key, equal_heads, flag, number, one_of, only, positive
 from megarlhf.architectures.entries import LM_HEAD, SCALAR_HEAD, entry, layer_norm
 from megarlhf.architectures.rules import (
     qkv_by_group,
@@ -60,21 +51,17 @@ _EMBEDDING = (
 )
 
 _REFUSALS = (
-    Refusal(
-        key="scale_attn_by_inverse_layer_idx",
-        wrong=lambda value, facts: value is not False,
-        advice="attention scores are not divided by the layer's number here; use a model trained without it",
+    only(
+        "scale_attn_by_inverse_layer_idx",
+        False,
+        "attention scores are not divided by the layer's number here; use a model trained without it",
     ),
-    Refusal(
-        key="scale_attn_weights",
-        wrong=lambda value, facts: value is not True,
-        advice="attention scores are always divided by sqrt(head_dim) here; use a model trained with it",
+    only(
+        "scale_attn_weights",
+        True,
+        "attention scores are always divided by sqrt(head_dim) here; use a model trained with it",
     ),
-    Refusal(
-        key="add_cross_attention",
-        wrong=lambda value, facts: value is not False,
-        advice="there is no cross attention here; use a model without an encoder",
-    ),
+    only("add_cross_attention", False, "there is no cross attention here; use a model without an encoder"),
 )
 
 FAMILY = Family(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megarlhf.architectures.config_spec import ConfigSpec, Key, Refusal, equal_heads, flag, one_of, positive
+from megarlhf.architectures.config_spec import ConfigSpec, Key, Refusal, equal_heads, flag, one_of, only, positive
 from megarlhf.architectures.entries import ATTENTION, LM_HEAD, SCALAR_HEAD, entry, layer_norm
 from megarlhf.architectures.rules import split_columns, split_rows, split_vocab, whole
 from megarlhf.architectures.table import Family, Table
@@ -38,17 +38,13 @@ _MLP = (
 )
 
 
-def _only(key: str, value: bool, advice: str) -> Refusal:
-    return Refusal(key=key, wrong=lambda stated, facts: stated is not value, advice=advice)
-
-
 _REFUSALS = (
-    _only(
+    only(
         "do_layer_norm_before", True, "norms after attention and MLP (opt-350m) are not implemented; use another size"
     ),
-    _only("_remove_final_layer_norm", False, "the final norm is always computed here; use a model that has one"),
-    _only("enable_bias", True, "biases are always there; use a model with them"),
-    _only("layer_norm_elementwise_affine", True, "norms have weights here; use a model whose norms have"),
+    only("_remove_final_layer_norm", False, "the final norm is always computed here; use a model that has one"),
+    only("enable_bias", True, "biases are always there; use a model with them"),
+    only("layer_norm_elementwise_affine", True, "norms have weights here; use a model whose norms have"),
     Refusal(
         key="word_embed_proj_dim",
         wrong=lambda value, facts: value != facts["hidden_size"],

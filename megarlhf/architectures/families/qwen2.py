@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from megarlhf.architectures.config_spec import ConfigSpec, Refusal
+from megarlhf.architectures.config_spec import ConfigSpec, Refusal, only
 from megarlhf.architectures.entries import ATTENTION, GATED_MLP, INPUT_NORM, OUTPUT
 from megarlhf.architectures.families.llama import RELATIVES_FACTS, decoder
 from megarlhf.architectures.table import Family
 
 WHOLE_ATTENTION = (
-    Refusal(
-        key="use_sliding_window",
-        wrong=lambda value, facts: value is not False,
-        advice="a window on the upper layers only is not implemented; use a model without one",
-    ),
+    only("use_sliding_window", False, "a window on the upper layers only is not implemented; use a model without one"),
     Refusal(
         key="layer_types",
         wrong=lambda value, facts: set(value) != {"full_attention"},
