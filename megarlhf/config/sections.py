@@ -39,24 +39,6 @@ class RunConfig(FrozenModel):
         return self
 
 
-class DataConfig(FrozenModel):
-    train: Path
-    """JSON lines, JSON, Parquet, Arrow, or a directory of them, as `datasets` loads them."""
-    train_split: str | None = None
-    """Which split of `train` to read, where it has several: a directory of files named for splits (`train.jsonl`,
-    `test.jsonl`), a saved `DatasetDict`, a name of the Hugging Face hub. Several splits and none named is refused."""
-    heldout: Path | None = None
-    """Same format; used for evaluation only."""
-    heldout_split: str | None = None
-    """Which split of `heldout` to read, where it has several."""
-    template: Literal["plain", "chat"] = "plain"
-    """`plain`: the text as it stands. `chat`: the tokenizer's chat template around the prompt."""
-    max_prompt_tokens: PositiveInt = 1024
-    """Longer prompts are skipped, counted and reported; nothing is cut."""
-    max_response_tokens: PositiveInt = 1024
-    """Longer responses (with end-of-sequence) are skipped, counted and reported. Not used by rl."""
-
-
 class PromptDataConfig(FrozenModel):
     train: Path
     """Prompts; further columns (`answer`, ...) are handed to the rule rewards."""
@@ -71,6 +53,15 @@ class PromptDataConfig(FrozenModel):
     """`plain`: the text as it stands. `chat`: the tokenizer's chat template over `messages`."""
     max_prompt_tokens: PositiveInt = 1024
     """Longer prompts are skipped, counted and reported; nothing is cut."""
+
+
+class DataConfig(PromptDataConfig):
+    train: Path
+    """JSON lines, JSON, Parquet, Arrow, or a directory of them, as `datasets` loads them."""
+    template: Literal["plain", "chat"] = "plain"
+    """`plain`: the text as it stands. `chat`: the tokenizer's chat template around the prompt."""
+    max_response_tokens: PositiveInt = 1024
+    """Longer responses (with end-of-sequence) are skipped, counted and reported. Not used by rl."""
 
 
 class EvalConfig(FrozenModel):
