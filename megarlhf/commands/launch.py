@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -164,23 +164,6 @@ def say_mistake(command: str, message: str, status: int) -> None:
 def another_rank_has_spoken() -> bool:
     """Whether a rank of a plain start has left a mistake: what fails here now fails because that rank has gone."""
     return MARK in os.environ and any(Path(os.environ[MARK]).glob("*.json"))
-
-
-def call(command: Sequence[str], environment: Mapping[str, str] | None = None) -> int:
-    """Run a command in the foreground; returns its exit status. What asks us to stop is passed on to it."""
-    child = subprocess.Popen(command, env=environment)
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
-    for number in handlers:
-        signal.signal(number, lambda received, frame: child.send_signal(received))
-    try:
-        while True:
-            try:
-                return child.wait()
-            except KeyboardInterrupt:
-                continue  # the terminal has told the child too; wait for it to end
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
 
 
 def as_rank(info: RankInfo, cfg: Any, entry: str) -> int:

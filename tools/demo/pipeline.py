@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -12,7 +14,6 @@ from typing import Any
 
 from rich.console import Console
 
-from megarlhf.commands.launch import call
 from megarlhf.observe.metrics import read_metrics
 
 DEFAULT_ROOT = Path("runs/demo")
@@ -76,6 +77,23 @@ def stage_command(stage: Stage, root: Path, overrides: Sequence[str] = (), run: 
     if root != DEFAULT_ROOT:
         moved += [f"{key}={root / path}" for key, path in stage.paths.items()]
     return [sys.executable, "-m", "megarlhf", stage.command, "-c", stage.config, *moved, *overrides]
+
+
+def call(command: Sequence[str]) -> int:
+    """Run a command in the foreground; returns its exit status. What asks us to stop is passed on to it."""
+    child = subprocess.Popen(command)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    for number in handlers:
+        signal.signal(number, lambda received, frame: child.send_signal(received))
+    try:
+        while True:
+            try:
+                return child.wait()
+            except KeyboardInterrupt:
+                continue  # the terminal has told the child too; wait for it to end
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def run_timed(console: Console, name: str, command: Sequence[str]) -> float:
