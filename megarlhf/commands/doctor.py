@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 import psutil
 from packaging.requirements import Requirement
@@ -26,6 +26,9 @@ from rich.table import Table
 from rich.text import Text
 
 from megarlhf.observe.progress import make_console
+
+if TYPE_CHECKING:
+    from megarlhf.runtime import Capabilities  # it imports torch
 
 TESTED = {"torch": "2.13.0", "megatron-core": "0.16.1", "vllm": "0.32.0"}
 GIB = 1024**3
@@ -47,21 +50,6 @@ OPTIONAL = {
 }
 
 
-class CapabilitiesLike(Protocol):
-    """What doctor reads of `runtime.Capabilities`."""
-
-    @property
-    def device_type(self) -> str: ...
-    @property
-    def device_count(self) -> int: ...
-    @property
-    def device_name(self) -> str | None: ...
-    @property
-    def backends(self) -> tuple[str, ...]: ...
-    @property
-    def versions(self) -> Mapping[str, str | None]: ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class Finding:
     """One line of the table."""
@@ -72,7 +60,7 @@ class Finding:
     meaning: str = ""
 
 
-def examine(capabilities: CapabilitiesLike, *, environ: Mapping[str, str] = os.environ) -> list[Finding]:
+def examine(capabilities: Capabilities, *, environ: Mapping[str, str] = os.environ) -> list[Finding]:
     """Every finding, in the order of the table."""
     versions, on_gpu = capabilities.versions, capabilities.device_type != "cpu"
     return [
@@ -110,7 +98,7 @@ def report(findings: Sequence[Finding], *, console: Console | None = None) -> in
     return 1 if problems else 0
 
 
-def print_doctor(capabilities: CapabilitiesLike) -> int:
+def print_doctor(capabilities: Capabilities) -> int:
     """The command: examine this machine, print the table, return the exit status."""
     return report(examine(capabilities))
 
@@ -176,10 +164,7 @@ def transformer_engine_range() -> SpecifierSet | None:
         wanted = [Requirement(text) for text in requires("megatron-core") or ()]
     except PackageNotFoundError:
         return None
-    ranges = [
-        requirement.specifier for requirement in wanted if canonicalize_name(requirement.name) == "transformer-engine"
-    ]
-    return ranges[0] if ranges else None
+    return next((item.specifier for item in wanted if canonicalize_name(item.name) == "transformer-engine"), None)
 
 
 def _transformer_engine(value: str | None, on_gpu: bool) -> Finding:
@@ -216,7 +201,7 @@ def _apex(value: str | None, kind: ApexKind, on_gpu: bool) -> Finding:
     return Finding(part="apex", value="missing", verdict=missing, meaning=meaning)
 
 
-def _device(capabilities: CapabilitiesLike) -> Finding:
+def _device(capabilities: Capabilities) -> Finding:
     count, kind, name = capabilities.device_count, capabilities.device_type, capabilities.device_name
     value = f"{count} x {name}" if kind != "cpu" else name or kind
     meaning = "" if kind != "cpu" else "no GPU seen: everything runs over gloo, at the size of a test"
@@ -284,16 +269,7 @@ def _slurm(environ: Mapping[str, str]) -> list[Finding]:
         client = shutil.which("sbatch") is not None
         meaning = "not inside a job; " + ("sbatch is on PATH" if client else "no sbatch on PATH either")
         return [Finding(part="Slurm", value="no SLURM_ variables", verdict="ok", meaning=meaning)]
-    shown = (
-        "JOB_ID",
-        "JOB_NODELIST",
-        "NTASKS",
-        "PROCID",
-        "LOCALID",
-        "NODEID",
-        "CPUS_PER_TASK",
-        "RESTART_COUNT",
-    )
+    shown = ["JOB_ID", "JOB_NODELIST", "NTASKS", "PROCID", "LOCALID", "NODEID", "CPUS_PER_TASK", "RESTART_COUNT"]
     value = ", ".join(f"{name}={environ[f'SLURM_{name}']}" for name in shown if f"SLURM_{name}" in environ)
     meaning = f"{len(names)} SLURM_ variables"
     if "SLURM_STEP_ID" in environ:
