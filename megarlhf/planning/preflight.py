@@ -19,7 +19,7 @@ from megarlhf.config import (
 )
 from megarlhf.data.sources import require_source
 from megarlhf.observe.progress import make_console, table
-from megarlhf.observe.run_directory import require_usable
+from megarlhf.observe.run_directory import require_usable, require_writable_output
 from megarlhf.planning.batch import BatchNumber, rl_batch_numbers, schedule_notes, supervised_batch_numbers
 from megarlhf.planning.legality import check_role
 from megarlhf.planning.models import check_heads, check_vocabularies
@@ -108,13 +108,12 @@ def _check_outputs(command: str, cfg: FrozenModel) -> list[str]:
     assert isinstance(cfg, SFTConfig | RMConfig | RLConfig | GenerateConfig)
     if cfg.run.logger == "wandb" and find_spec("wandb") is None:
         raise ValueError("run.logger = 'wandb', but wandb is not installed: pip install wandb, or set tensorboard")
-    if isinstance(cfg, GenerateConfig) and cfg.out is not None and command == "generate" and cfg.out.exists():
-        if cfg.out.resolve() in (path.resolve() for path in (cfg.data.train, cfg.data.heldout) if path is not None):
-            raise ValueError(f"out = {cfg.out} is the data that is read; name another file")
-        if cfg.run.on_existing == "refuse":
+    if isinstance(cfg, GenerateConfig) and cfg.out is not None:
+        if command == "eval":
             raise ValueError(
-                f"out = {cfg.out} is there; name another file, or replace it with run.on_existing=overwrite"
+                f"out = {cfg.out}: eval writes metrics and no responses; leave out away, or use megarlhf generate"
             )
+        require_writable_output(cfg, cfg.run, cfg.out)
     notes = []
     if (cfg.data.train, cfg.data.train_split) == (cfg.data.heldout, cfg.data.heldout_split):
         notes.append("data.heldout is data.train: what is called held-out figures are those of the training data")

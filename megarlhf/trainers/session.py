@@ -67,7 +67,7 @@ def open_session(
     Whatever can be refused is refused before: data is read and models are built first, so that a mistake leaves no
     trace of a run, and an earlier run in the directory as it is. Collective: rank 0 decides about the directory.
     """
-    _on_main_rank(runtime, lambda: claim(cfg, run, title))
+    _on_main_rank(runtime.rank, runtime.world_size, lambda: claim(cfg, run, title))
     observer: Observer = NullWriter()
     if runtime.is_main:
         observer = MetricsWriter(run.dir, wandb_project="megarlhf" if run.logger == "wandb" else None)
@@ -80,15 +80,15 @@ def open_session(
         observer.close()
 
 
-def _on_main_rank(runtime: Runtime, action: Callable[[], None]) -> None:
+def _on_main_rank(rank: int, world_size: int, action: Callable[[], None]) -> None:
     """Do it on rank 0; its ValueError is raised on every rank. Collective."""
     message: list[str | None] = [None]
-    if runtime.is_main:
+    if rank == 0:
         try:
             action()
         except ValueError as error:
             message = [str(error)]
-    if runtime.world_size > 1:
+    if world_size > 1:
         dist.broadcast_object_list(message, src=0)
     if message[0] is not None:
         raise ValueError(message[0])
@@ -101,23 +101,31 @@ def _name(step: int) -> str:
 def save_roles(root: Path, step: int, roles: Sequence[Role]) -> Path:
     """Export each role to `root/step_NNNNNN/ROLE`, complete or not at all, and point `root/latest` at it.
 
-    Collective. The step's directory appears by a rename after every role is written; one that an earlier run left
-    under the same name is replaced. Returns it.
+    Collective. The step's directory appears by a rename after every role is written. Returns it.
+
+    Raises: ValueError, on every rank and before anything is written, when something stands under that name.
     """
     final, partial = root / _name(step), root / f".{_name(step)}.partial"
-    if dist.get_rank() == 0:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    dist.barrier()
+    _on_main_rank(dist.get_rank(), dist.get_world_size(), lambda: _make_room(final, partial))
     for role in roles:
         role.export(partial / role.name)
     dist.barrier()
     if dist.get_rank() == 0:
-        shutil.rmtree(final, ignore_errors=True)
-        partial.rename(final)
+        partial.rename(final)  # fails on a directory that holds anything
         _point_latest(root, final)
     dist.barrier()
     return final
+
+
+def _make_room(final: Path, partial: Path) -> None:
+    """Make the folder to export to. Raises: ValueError when one of the two names is in use."""
+    for path in (final, partial):
+        if path.is_symlink() or path.is_file() or (path.is_dir() and any(path.iterdir())):
+            raise ValueError(
+                f"{path} is there, and this run did not write it: another run saves here, or somebody put it there; "
+                "nothing is replaced. Move it away, or give this run a run.dir of its own"
+            )
+    partial.mkdir(parents=True, exist_ok=True)
 
 
 def _point_latest(root: Path, target: Path) -> None:

@@ -8,9 +8,9 @@ import os
 import pytest
 import yaml
 
-from megarlhf.config import SFTConfig, load_config
+from megarlhf.config import GenerateConfig, SFTConfig, load_config
 from megarlhf.observe.metrics import MetricsWriter
-from megarlhf.observe.run_directory import claim, files_of_a_run, require_usable
+from megarlhf.observe.run_directory import claim, files_of_a_run, require_usable, require_writable_output
 
 
 @pytest.fixture
@@ -114,7 +114,7 @@ def test_overwrite_keeps_its_hands_off_what_may_not_be_the_runs(cfg, tmp_path):
     config.write_text(written)
     refused(own, latest)
     mine.write_text("mine")
-    refused(new, rf"would remove {mine}, which no run wrote")
+    refused(new, rf"holds {mine}, which no run wrote")
     mine.unlink()
     claim(new, new.run, "sft")
 
@@ -124,7 +124,7 @@ def test_a_directory_that_cannot_be_made_is_told(cfg, tmp_path):
     with pytest.raises(ValueError, match=r"run.dir = .*run is a file; name a directory"):
         claim(cfg(), cfg().run, "sft")
     nested = cfg(dir=tmp_path / "run/deeper")
-    with pytest.raises(ValueError, match=r"deeper cannot be written \(.*Not a directory"):
+    with pytest.raises(ValueError, match=r"deeper lies below .*/run, which is a file; name a directory"):
         claim(nested, nested.run, "sft")
 
 
@@ -136,3 +136,94 @@ def test_of_two_starts_at_once_one_gets_the_directory(cfg, monkeypatch):
     with pytest.raises(ValueError, match="another run has just started there"):
         claim(cfg(seed=1), cfg().run, "sft")
     assert content(cfg().run.dir) == before
+
+
+@pytest.mark.parametrize("on_existing", ["refuse", "overwrite"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "checkpoints/step_000002/model.safetensors",
+        "checkpoints/.step_000002.partial/model.safetensors",
+        "checkpoints/step_000002",
+        "checkpoints/latest/model.safetensors",
+        "checkpoints/.latest.partial/mine",
+        "checkpoints",
+        "tensorboard",
+    ],
+)
+def test_what_stands_where_the_run_would_save_is_refused(name, on_existing, cfg):
+    """The user's own, with no run beside it."""
+    new = cfg(on_existing=on_existing)
+    mine = new.run.dir / name
+    mine.parent.mkdir(parents=True)
+    mine.write_text("mine")
+    with pytest.raises(ValueError, match=r"run.dir = .* holds .*, which no run wrote, where this run would write; mov"):
+        claim(new, new.run, "sft")
+    assert content(new.run.dir) == {name: b"mine"}
+
+
+def test_overwrite_goes_through_a_link_to_checkpoints_and_spares_shared_events(cfg, tmp_path):
+    new = cfg(on_existing="overwrite")
+    claim(new, new.run, "sft")
+    role = tmp_path / "scratch/step_000001/actor"
+    role.mkdir(parents=True)
+    events = tmp_path / "board/events.out.tfevents.1.host"
+    events.parent.mkdir()
+    events.write_text("another run's")
+    (new.run.dir / "checkpoints").symlink_to(tmp_path / "scratch")
+    (new.run.dir / "tensorboard").symlink_to(tmp_path / "board")
+    claim(new, new.run, "sft")
+    assert list((tmp_path / "scratch").iterdir()) == []
+    assert (new.run.dir / "checkpoints").is_symlink()
+    assert (new.run.dir / "tensorboard" / events.name).read_text() == "another run's"
+
+
+@pytest.mark.parametrize("section", ["data", "model"])
+def test_overwrite_removes_nothing_from_a_directory_that_is_read(section, cfg, tmp_path):
+    """The run's directory is that of the data, or of a model with weights; one without weights loses nothing."""
+    new = cfg("run" if section == "model" else "model", on_existing="overwrite")
+    if section == "data":
+        new = new.model_copy(update={"data": new.data.model_copy(update={"train": tmp_path / "run"})})
+    claim(cfg(), cfg().run, "sft")
+    (new.run.dir / "responses.jsonl").write_text("{}\n")
+    if section == "model":
+        assert len(require_usable(new, new.run, "sft")) == 2
+        (new.run.dir / "model.safetensors").write_text("weights")
+    before = content(new.run.dir)
+    with pytest.raises(ValueError, match=r"would remove .*responses.jsonl.* from .*run, which this run reads; name"):
+        claim(new, new.run, "sft")
+    assert content(new.run.dir) == before
+
+
+def test_responses_replace_no_input_and_nothing_of_the_runs_own(tmp_path):
+    """With `overwrite`; `run.dir/responses.jsonl` and any other file are free."""
+    for name in ("model/model.safetensors", "hf/tokenizer.json", "data/train.jsonl", "old.jsonl", "run/config.yaml"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("{}")
+    (tmp_path / "link.jsonl").symlink_to(tmp_path / "data/train.jsonl")
+    (tmp_path / "model/link").symlink_to(tmp_path / "old.jsonl")
+    tree = {
+        "run": {"dir": tmp_path / "run", "on_existing": "overwrite"},
+        "actor": {"model": {"path": tmp_path / "model", "hf": tmp_path / "hf"}},
+        "data": {"train": tmp_path / "data"},
+    }
+    cfg = GenerateConfig.model_validate(tree)
+    for out, words in {
+        "data/train.jsonl": "lies below data.train",
+        "data/new.jsonl": "lies below data.train",
+        "link.jsonl": "lies below data.train",
+        "model/model.safetensors": "lies below actor.model.path",
+        "model/link": "lies below actor.model.path",
+        "hf/tokenizer.json": "lies below actor.model.hf",
+        "run/config.yaml": "which the run itself writes",
+        "run/metrics.jsonl": "which the run itself writes",
+        "run/.responses.jsonl.partial": "which the run itself writes",
+        "run/checkpoints/a.jsonl": "which the run itself writes",
+        "run": "is a directory; name a file",
+    }.items():
+        with pytest.raises(ValueError, match=words):
+            require_writable_output(cfg, cfg.run, tmp_path / out)
+    for out in ("old.jsonl", "run/responses.jsonl", "new/responses.jsonl"):
+        require_writable_output(cfg, cfg.run, tmp_path / out)
+    with pytest.raises(ValueError, match=r"old.jsonl is there; name another file"):
+        require_writable_output(cfg, cfg.run.model_copy(update={"on_existing": "refuse"}), tmp_path / "old.jsonl")

@@ -411,3 +411,27 @@ def test_what_vllm_cannot_hold_is_refused(paths):
         assert preflight("rl", rl(paths, actor=actor, train=train), world_size).numbers
         with pytest.raises(ValueError, match=message):
             preflight("rl", rl(paths, actor=actor, train=train, rollout={"engine": "vllm", **rollout}), world_size)
+
+
+def test_an_output_that_cannot_be_written_is_refused_before_the_start(paths, tmp_path):
+    """A directory, data, what eval would ignore, and a run directory below a file. Not covered: permissions."""
+    out = tmp_path / "out.jsonl"
+    tree = {
+        "run": {"dir": tmp_path / "run", "on_existing": "overwrite"},
+        "actor": role(paths),
+        "data": {"train": paths["train"], "max_prompt_tokens": 8},
+        "rollout": {"engine": "megatron", "max_response_tokens": 8},
+        "rewards": [{"kind": "rule", "rule": "exact_match"}],
+    }
+    cfg = GenerateConfig.model_validate(tree)
+    out.write_text("{}")
+    for command, changed, words in (
+        ("generate", {"out": tmp_path}, "is a directory; name a file"),
+        ("generate", {"out": paths["train"]}, "out = .* is data.train = .*, which this run reads; name another file"),
+        ("eval", {"out": out}, "eval writes metrics and no responses; leave out away"),
+        ("eval", {"run": cfg.run.model_copy(update={"dir": out / "run"})}, "lies below .*out.jsonl, which is a file"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            preflight(command, cfg.model_copy(update=changed), 1)
+    assert preflight("generate", cfg.model_copy(update={"out": out}), 1).title == "generate"
+    assert preflight("eval", cfg, 1).title == "eval"

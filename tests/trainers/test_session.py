@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megarlhf.config import SFTConfig
 from megarlhf.observe.metrics import read_metrics
 from megarlhf.runtime import Runtime
-from megarlhf.trainers.session import open_session
+from megarlhf.trainers.session import open_session, save_roles
 from tests.ranks import RankPool
 
 
@@ -43,3 +43,29 @@ def test_a_used_directory_is_refused_on_every_rank_alike(tmp_path: Path, ranks: 
     assert first[0].startswith(f"run.dir = {tmp_path}/run holds an earlier run (config.yaml, metrics.jsonl, tensorboar")
     assert first[1] == 2
     assert read_metrics(tmp_path / "run") == [{"step": 1, "loss": 0.5}]
+
+
+def _save_where_something_is(runtime: Runtime, root: str) -> tuple[str, int]:
+    """What each rank is told; and a sum that takes both ranks."""
+    try:
+        save_roles(Path(root), 2, [])
+        told = "saved"
+    except ValueError as error:
+        told = str(error)
+    total = torch.ones(())
+    dist.all_reduce(total)
+    return told, int(total)
+
+
+def test_a_checkpoint_replaces_nothing_and_every_rank_says_so(tmp_path: Path, ranks: RankPool) -> None:
+    """What came after the start; an empty folder is no loss. Not covered: what appears during the export."""
+    mine = tmp_path / "step_000002/model.safetensors"
+    mine.parent.mkdir()
+    assert ranks.run(2, _save_where_something_is, str(tmp_path)) == [("saved", 2)] * 2
+    mine.write_text("mine")
+    first, second = ranks.run(2, _save_where_something_is, str(tmp_path))
+    assert first == second
+    assert first[0].startswith(f"{mine.parent} is there, and this run did not write it")
+    assert first[1] == 2
+    assert mine.read_text() == "mine"
+    assert (tmp_path / "latest").readlink() == Path("step_000002")
