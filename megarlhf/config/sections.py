@@ -34,7 +34,8 @@ class RunConfig(FrozenModel):
         if self.on_existing == "resume":
             raise ValueError(
                 "on_existing = 'resume': an exact resume does not exist yet; give another run.dir with model.path = "
-                "the last checkpoint (a new run, with a new optimizer), or 'overwrite' to start over"
+                "the last checkpoint (a new run, with a new optimizer; in rl set reference.model.path as well, to the "
+                "earlier run's reference, or the KL is taken to the checkpoint), or 'overwrite' to start over"
             )
         return self
 

@@ -25,11 +25,13 @@ _SUFFIXES = (*_JSON_SUFFIXES, *_DATASETS_BUILDERS)
 _SPLIT_WORDS = {
     "train": "train", "training": "train",
     "validation": "validation", "valid": "validation", "dev": "validation", "val": "validation",
-    "heldout": "heldout",
-    "test": "test", "testing": "test", "eval": "test", "evaluation": "test",
+    "heldout": "heldout", "held_out": "heldout", "held-out": "heldout", "holdout": "heldout",
+    "test": "test", "testing": "test", "eval": "test", "evals": "test", "evaluation": "test",
 }  # fmt: skip
-"""Words in a file's name that make it a split: those of `datasets`, and ours for held-out data."""
-_SPLIT_WORD = re.compile(rf"(?:^|[-._ 0-9])({'|'.join(_SPLIT_WORDS)})(?=[-._ 0-9])")
+"""Words in a file's name, in either case, that make it a split: those of `datasets`, and ours for held-out data."""
+_SPLIT_WORD = re.compile(rf"(?:^|(?<=[-._ 0-9]))({'|'.join(_SPLIT_WORDS)})(?=[-._ 0-9])")
+_MAY_BE_A_SPLIT = re.compile(r"train|test|valid|dev|eval|hold[-_]?out|held[-_]?out")
+"""Where one of these is only a part of a word (`mathtrain`, `contest`), nobody can say whether it means a split."""
 _SHARD = re.compile(r"(\w+(?:\.\w+)*)-\d{5}-of-\d{5}")
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 _FRAGMENT = 80
@@ -64,6 +66,24 @@ def require_source(path: str | Path, split: str | None = None) -> None:
         _chosen(str(source), list(_saved_splits(source) or _files_by_split(source)), split)
     elif source.exists() and split is not None:
         raise ValueError(f"{source} is one file and has no split {split!r}; leave the split out")
+
+
+def source_files(path: str | Path, split: str | None = None) -> set[Path]:
+    """What is read of a source on disk: its files, or the directory of a saved dataset, without links and `..`. Empty
+    for a hub name. Raises: ValueError as `require_source`."""
+    require_source(path, split)
+    source = Path(path).expanduser()
+    if not source.is_dir():
+        return {source.resolve()} if source.exists() else set()
+    if saved := _saved_splits(source):
+        return {(source / _chosen(str(source), saved, split)).resolve()}
+    by_split = _files_by_split(source)
+    return {file.resolve() for file in by_split[_chosen(str(source), list(by_split), split)]}
+
+
+def source_words(path: str | Path, split: str | None) -> str:
+    """A source in a message: two splits of one directory are told apart."""
+    return str(path) if split is None else f"{path}, split {split}"
 
 
 def _chosen(name: str, splits: Sequence[str], split: str | None) -> str:
@@ -140,15 +160,32 @@ def _files_by_split(directory: Path) -> dict[str, list[Path]]:
             f"no data files in {directory}: found {file_names}; expected names that end in "
             f"{', '.join(_SUFFIXES)}, or a directory written by datasets' save_to_disk"
         )
+    if list(by_split) == [""]:
+        _require_one_kind(directory, by_split[""])
     return by_split
 
 
+def _require_one_kind(directory: Path, files: Sequence[Path]) -> None:
+    """Files without a split are joined, but not where their names leave open whether they are several splits. Names
+    that differ in numbers only (`latest_1`, `latest_2`) are parts of one thing."""
+    doubtful = [file.name for file in files if _MAY_BE_A_SPLIT.search(file.stem.lower())]
+    if doubtful and len({re.sub(r"[-._ 0-9]", "", file.stem.lower()) for file in files}) > 1:
+        shown = ", ".join(doubtful[:8]) + (f" and {len(doubtful) - 8} more" if len(doubtful) > 8 else "")
+        raise ValueError(
+            f"{directory} has {len(files)} data files, and may mix splits such as train and test; these names do "
+            f"not say clearly: {shown}. Give the path of the one file that is meant. Or rename the files so that the "
+            "split is a word of its own (math_train.jsonl, math_test.jsonl) and name it (data.train_split, "
+            "data.heldout_split). Or, if all are meant, move them to a directory as part_1, part_2 and so on"
+        )
+
+
 def _split_of(name: str) -> str:
-    """As `datasets` reads names: `train_sft-00000-of-00002.parquet` -> train_sft, `math_test.jsonl` -> test; or ""."""
+    """As `datasets` reads names: `train_sft-00000-of-00002.parquet` -> train_sft, `math_Test.jsonl` -> test; "" where
+    a name says no split, or more than one (`train_heldout.jsonl`)."""
     if shard := _SHARD.match(name):
         return shard[1]
-    word = _SPLIT_WORD.search(name)
-    return _SPLIT_WORDS[word[1]] if word else ""
+    splits = {_SPLIT_WORDS[word] for word in _SPLIT_WORD.findall(name.lower())}
+    return splits.pop() if len(splits) == 1 else ""
 
 
 def _read_file(path: Path) -> _Located:

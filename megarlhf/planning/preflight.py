@@ -17,12 +17,12 @@ from megarlhf.config import (
     SFTConfig,
     dump_config,
 )
-from megarlhf.data.sources import require_source
+from megarlhf.data.sources import require_source, source_files
 from megarlhf.observe.progress import make_console, table
 from megarlhf.observe.run_directory import require_usable, require_writable_output
 from megarlhf.planning.batch import BatchNumber, rl_batch_numbers, schedule_notes, supervised_batch_numbers
 from megarlhf.planning.legality import check_role
-from megarlhf.planning.models import check_heads, check_vocabularies
+from megarlhf.planning.models import check_anchor, check_heads, check_vocabularies
 from megarlhf.rollout.rewards.rules import load_rule
 from megarlhf.rollout.vllm_arguments import unknown_arguments
 from megarlhf.weights.checkpoint.dtype import resolve_dtype
@@ -73,6 +73,8 @@ def preflight(command: str, cfg: FrozenModel, world_size: int) -> Preflight:
         described.append((name, model, f"tp {layout.tp} x pp {layout.pp} x dp {layout.dp} = {world_size} ranks"))
         dp = layout.dp
     _check_files(cfg)
+    if isinstance(cfg, RLConfig):
+        check_anchor(cfg)
     if isinstance(cfg, RLConfig | GenerateConfig):
         for reward in cfg.rewards:
             if reward.rule is not None:
@@ -115,7 +117,7 @@ def _check_outputs(command: str, cfg: FrozenModel) -> list[str]:
             )
         require_writable_output(cfg, cfg.run, cfg.out)
     notes = []
-    if (cfg.data.train, cfg.data.train_split) == (cfg.data.heldout, cfg.data.heldout_split):
+    if _same_data(cfg):
         notes.append("data.heldout is data.train: what is called held-out figures are those of the training data")
     if files := require_usable(cfg, cfg.run, command):
         notes.append(f"run.dir = {cfg.run.dir}: the earlier run's {len(files)} files and folders are removed")
@@ -135,6 +137,31 @@ def _check_files(cfg: FrozenModel) -> None:
                 require_source(path, split)
             except ValueError as error:
                 raise ValueError(f"{key}: {error}; working directory: {Path.cwd()}") from None
+
+
+def _same_data(cfg: SFTConfig | RMConfig | RLConfig | GenerateConfig) -> bool:
+    """Whether held-out and training data are the same, on purpose it seems.
+
+    Raises: ValueError where they share some files only, which nobody means.
+    """
+    data = cfg.data
+    if data.heldout is None:
+        return False
+    train, heldout = source_files(data.train, data.train_split), source_files(data.heldout, data.heldout_split)
+    if not (train and heldout):  # hub names: compared as they are spelt
+        return (data.train, data.train_split) == (data.heldout, data.heldout_split)
+    if train == heldout:
+        return True
+    shared = {a for a in train for b in heldout if a.is_relative_to(b)}
+    shared |= {b for a in train for b in heldout if b.is_relative_to(a)}
+    if shared:
+        shown = ", ".join(sorted(map(str, shared))[:5])
+        raise ValueError(
+            f"data.train = {data.train} (split {data.train_split or 'not named'}) and data.heldout = {data.heldout} "
+            f"(split {data.heldout_split or 'not named'}) both read {shown}: held-out data would be trained on. Name "
+            "other files, or a split of each (data.train_split, data.heldout_split)"
+        )
+    return False
 
 
 def _check_engine(cfg: RLConfig | GenerateConfig, section: RoleConfig, arch: Architecture, world_size: int) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megarlhf.config import PromptDataConfig, RoleConfig, RolloutConfig
 from megarlhf.data.samples import PromptSample, build_prompts
-from megarlhf.data.sources import load_records
+from megarlhf.data.sources import load_records, source_words
 from megarlhf.data.tokenizer import Tokenizer, load_tokenizer
 from megarlhf.layout import engine_order
 from megarlhf.models.role import Role
@@ -42,7 +42,7 @@ def load_prompts(data: PromptDataConfig, model_path: Path, max_heldout: int | No
             max_prompt_tokens=data.max_prompt_tokens,
             template=data.template,
         )
-        notes.append(f"{path}: {skipped.describe()}")
+        notes.append(f"{source_words(path, split)}: {skipped.describe()}")
         splits.append(prompts)
     return PromptData(splits[0], splits[1][:max_heldout], tokenizer, notes)
 

@@ -19,7 +19,7 @@ from megarlhf.architectures.placements import Head
 from megarlhf.config import RMConfig, RoleConfig, SFTConfig
 from megarlhf.data.loader import ShuffledBatches
 from megarlhf.data.samples import Records, Skipped, require_budget, require_positions
-from megarlhf.data.sources import load_records
+from megarlhf.data.sources import load_records, source_words
 from megarlhf.data.tokenizer import Tokenizer, load_tokenizer
 from megarlhf.models.role import Role, build_role
 from megarlhf.observe.metrics import Metric
@@ -135,9 +135,12 @@ def load_samples(objective: Objective[Sample]) -> tuple[list[Sample], list[Sampl
         lengths = [objective.sequence_lengths(sample) for sample in samples]
         require_positions(max(map(max, lengths)), max_positions, str(objective.section.model.path))
         require_budget(
-            [sum(each) for each in lengths], cfg.train.max_tokens_per_micro_batch, str(path), objective.sample_words
+            [sum(each) for each in lengths],
+            cfg.train.max_tokens_per_micro_batch,
+            source_words(path, split),
+            objective.sample_words,
         )
-        notes.append(f"{path}: {skipped.describe()}")
+        notes.append(f"{source_words(path, split)}: {skipped.describe()}")
         splits.append(samples)
     return splits[0], splits[1][: cfg.eval.max_samples], notes
 

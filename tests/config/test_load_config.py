@@ -283,7 +283,11 @@ VLLM_TP = ("actor.parallel.tp=2", "rollout.parallel.tp=2")
             ["actor.optim: ", "min_lr = 0.0001 is above lr = 1e-05", "lower min_lr or raise lr"],
         ),
         ("sft", ["actor.optim.min_lr=1e-4"], ["min_lr = 0.0001, but with schedule 'constant'", "to 'linear' or"]),
-        ("sft", ["run.on_existing=resume"], ["run: ", "an exact resume does not exist yet"]),
+        (
+            "sft",
+            ["run.on_existing=resume"],
+            ["run: ", "an exact resume does not exist yet", "in rl set reference.model.path as well"],
+        ),
         ("rl", ["reward_model.model.fresh_head=true"], ["reward_model.model.fresh_head: only a critic", "random rew"]),
         ("rl", ["actor.model.fresh_head=true"], ["actor.model.fresh_head: only a critic may"]),
         ("rm", ["unit_variance=true"], ["unit_variance measures the scores of held-out pairs", "set data.heldout"]),

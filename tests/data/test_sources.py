@@ -12,7 +12,7 @@ import sys
 import datasets
 import pytest
 
-from megarlhf.data.sources import load_records, require_source
+from megarlhf.data.sources import load_records, require_source, source_files
 
 ROWS = [
     {"prompt": "1+1=", "response": "2", "answer": 2, "day": "2024-01-01"},
@@ -92,6 +92,65 @@ def test_a_directory_with_several_splits_is_read_only_when_one_is_named(tmp_path
         require_source(tmp_path, "dev")
     with pytest.raises(ValueError, match=r"math_val\.jsonl is one file and has no split 'validation'"):
         load_records(tmp_path / "math_val.jsonl", fields=FIELDS, split="validation")
+
+
+@pytest.mark.parametrize(
+    "names, splits",
+    [
+        (("Train.jsonl", "Test.jsonl"), "test, train"),
+        (("holdout.jsonl", "a.jsonl"), "(no split named), heldout"),
+        (("held_out.jsonl", "a.jsonl"), "(no split named), heldout"),
+        (("sums-held-out.jsonl", "a.jsonl"), "(no split named), heldout"),
+        (("evals.jsonl", "part1.jsonl"), "test, (no split named)"),
+        (("train.jsonl", "train_heldout.jsonl"), "train, (no split named)"),
+    ],
+)
+def test_splits_are_found_in_either_case_and_under_every_name(tmp_path, names, splits):
+    for name in names:
+        write_jsonl(tmp_path / name, ROWS)
+    with pytest.raises(ValueError, match="has several splits") as raised:
+        require_source(tmp_path)
+    assert f": {splits}; name it" in str(raised.value)
+    for split in splits.replace("(no split named)", "").strip(" ,").split(", "):
+        assert load_records(tmp_path, fields=FIELDS, split=split) == ROWS
+
+
+@pytest.mark.parametrize(
+    "names",
+    ["trainset testset", "traindata testdata", "mathtrain mathtest", "gsm8kTrain gsm8kTest", "devices contest",
+     "mathheldout a", "train_heldout b"],
+)  # fmt: skip
+def test_files_that_may_be_splits_are_not_mixed(tmp_path, names):
+    """Whatever split is named: none of them is it. Each file by itself is read."""
+    for name in names.split():
+        write_jsonl(tmp_path / f"{name}.jsonl", ROWS)
+    for split in (None, "train"):
+        with pytest.raises(ValueError, match="has 2 data files, and may mix splits such as train and test") as raised:
+            require_source(tmp_path, split)
+        assert f"{names.split()[0]}.jsonl" in str(raised.value)
+        assert "Give the path of the one file" in str(raised.value)
+    for name in names.split():
+        assert load_records(tmp_path / f"{name}.jsonl", fields=FIELDS) == ROWS
+
+
+@pytest.mark.parametrize("names", ["contest", "latest_1 latest_2", "trainset1 Trainset-10", "a b", "values intervals"])
+def test_files_that_are_no_splits_are_joined(tmp_path, names):
+    for name in names.split():
+        write_jsonl(tmp_path / f"{name}.jsonl", ROWS)
+    assert load_records(tmp_path, fields=FIELDS) == ROWS * len(names.split())
+
+
+def test_the_files_of_a_source_are_those_that_are_read(tmp_path):
+    """By the split that is named, with links followed."""
+    train, test = (write_jsonl(tmp_path / f"{name}.jsonl", ROWS) for name in ("train", "test"))
+    assert source_files(tmp_path, "test") == {test}
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "linked" / "a.jsonl").symlink_to(train)
+    assert source_files(tmp_path / "linked" / ".." / "linked") == {train}
+    table = datasets.Dataset.from_list(ROWS)
+    datasets.DatasetDict({"train": table, "test": table}).save_to_disk(tmp_path / "dict")
+    assert source_files(tmp_path / "dict", "test") == {tmp_path / "dict" / "test"}
+    assert source_files("owner/name") == set()
 
 
 def test_a_hub_dataset_with_several_splits_is_read_only_when_one_is_named(monkeypatch):

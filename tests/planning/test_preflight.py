@@ -343,6 +343,39 @@ def test_data_that_is_not_there_is_refused_and_names_its_neighbour(paths, key, n
         preflight("rl", rl(paths, data={key: missing}), 1)
 
 
+def test_data_that_is_held_out_is_not_trained_on(paths, monkeypatch):
+    """However the paths are spelt. The same data twice is taken as meant, and said."""
+    root, said = paths["root"], "data.heldout is data.train: what is called held-out figures are those of the training"
+    both, splits = root / "both", root / "splits"
+    for folder, names in ((both, "ab"), (splits, ("train", "heldout", "validation"))):
+        folder.mkdir()
+        for name in names:
+            (folder / f"{name}.jsonl").write_text("{}\n")
+    (root / "link.jsonl").symlink_to(both / "b.jsonl")
+    monkeypatch.chdir(both)
+    for train, heldout in (
+        (both, both / "b.jsonl"),
+        (both, "../both/b.jsonl"),
+        (both, root / "link.jsonl"),
+        ("b.jsonl", both),
+        ("../both", "b.jsonl"),
+    ):
+        with pytest.raises(ValueError, match="held-out data would be trained on") as raised:
+            preflight("sft", sft(paths, train=train, heldout=heldout), 1)
+        assert f"both read {both / 'b.jsonl'}:" in str(raised.value)
+    (both / "c.jsonl").symlink_to(splits / "train.jsonl")
+    with pytest.raises(ValueError, match=r"\(split train\) .* \(split not named\) both read .*train\.jsonl: held-out"):
+        preflight("rl", rl(paths, data={"train": splits, "train_split": "train", "heldout": both}), 1)
+    for heldout in ({"heldout": splits, "heldout_split": "validation"}, {"heldout": splits / "heldout.jsonl"}):
+        assert preflight("sft", sft(paths, train=splits, train_split="train", **heldout), 1).notes == ()
+    for train, heldout in (("b.jsonl", "../both/b.jsonl"), (both, "."), ("b.jsonl", root / "link.jsonl")):
+        (note,) = preflight("sft", sft(paths, train=train, heldout=heldout), 1).notes
+        assert note.startswith(said)
+    hub = Path("owner/name")
+    assert preflight("sft", sft(paths, train=hub, heldout=hub), 1).notes[0].startswith(said)
+    assert preflight("sft", sft(paths, train=hub, heldout=hub, heldout_split="test"), 1).notes == ()
+
+
 def test_a_name_of_the_hub_is_left_to_the_loader(paths):
     """Also one with a dot, which is no file's suffix."""
     for name in ("owner/name", "owner/name-v1.5"):
