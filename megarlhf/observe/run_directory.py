@@ -77,7 +77,7 @@ def _require_overwritable(cfg: FrozenModel, run: RunConfig, command: str, files:
             f"run.dir = {run.dir} holds an earlier run ({shown}), and the two would be mixed; name another directory, "
             "or start over with run.on_existing=overwrite, which removes these files of that run and nothing else"
         )
-    writer = _written_by(run.dir / CONFIG_FILE)
+    writer = written_by(run.dir / CONFIG_FILE)
     if writer != command:
         whose = f"of `megarlhf {writer}`" if writer else f"that cannot be told: its {CONFIG_FILE} is none of megarlhf's"
         raise ValueError(
@@ -142,7 +142,7 @@ def require_writable_output(cfg: FrozenModel, run: RunConfig, out: Path) -> None
         raise ValueError(f"out = {out} is there; name another file, or replace it with run.on_existing=overwrite")
 
 
-def _written_by(config: Path) -> str | None:
+def written_by(config: Path) -> str | None:
     """The command whose resolved configuration the file is; None for any other file."""
     if not config.is_file():
         return None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import filecmp
-import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -12,12 +11,10 @@ import yaml
 from megarlhf.architectures.hf_config import architecture_from_hf, read_config
 from megarlhf.config import RLConfig, RoleConfig
 from megarlhf.data.tokenizer import first_difference, has_tokenizer, load_tokenizer
-from megarlhf.observe.run_directory import CONFIG_FILE
+from megarlhf.observe.run_directory import CONFIG_FILE, written_by
 from megarlhf.weights.checkpoint.open_checkpoint import open_checkpoint, require_scalar_head
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json")
-_RUN_HEADER = re.compile(r"# megarlhf (\w+): ")
-"""How a run's config.yaml begins, and the command that wrote it."""
 
 
 def check_vocabularies(roles: Mapping[str, RoleConfig]) -> list[str]:
@@ -130,12 +127,8 @@ def _rl_run_of(place: Path) -> Path | None:
     """The directory of the rl run among whose checkpoints `place` is; the nearest run counts."""
     for parent in place.parents:
         config = parent / CONFIG_FILE
-        if place.relative_to(parent).parts[0] != "checkpoints" or not config.is_file():
-            continue
-        with config.open(encoding="utf-8", errors="replace") as file:
-            header = _RUN_HEADER.match(file.readline())
-        if header:
-            return parent if header[1] == "rl" else None
+        if place.relative_to(parent).parts[0] == "checkpoints" and (command := written_by(config)):
+            return parent if command == "rl" else None
     return None
 
 
