@@ -40,15 +40,15 @@ def resolve_dtype(role: str, model: ModelConfig, head: Head) -> ResolvedDtype:
         said = config.get("dtype") or config.get("torch_dtype")
         if said is None:
             return ResolvedDtype("fp32", "by default")
-        found, where, why = {str(said).removeprefix("torch."): ""}, f"{path} says", "as config.json says"
+        note_by_dtype, where, why = {str(said).removeprefix("torch."): ""}, f"{path} says", "as config.json says"
     else:
         sizes = _bytes_by_dtype(open_checkpoint(model.path, hf=model.hf, head=head), head)
-        found = {name: f" ({size} bytes)" for name, size in sizes.items()}
+        note_by_dtype = {name: f" ({size} bytes)" for name, size in sizes.items()}
         where, why = f"{model.path} is stored in", "as stored"
-    if len(found) == 1 and (only := next(iter(found))) in _NAMES:
+    if len(note_by_dtype) == 1 and (only := next(iter(note_by_dtype))) in _NAMES:
         return ResolvedDtype(_NAMES[only], why)
     raise ValueError(
-        f"{role}.model.dtype = auto, but {where} {', '.join(name + size for name, size in found.items())}; set "
+        f"{role}.model.dtype = auto, but {where} {', '.join(name + size for name, size in note_by_dtype.items())}; set "
         f"{role}.model.dtype to {' or '.join(get_args(Dtype))}: fp32 keeps the values of fp16 and bf16, bf16 rounds "
         "those of fp16 and fp32"
     )
