@@ -61,11 +61,6 @@ def _straight(tensor: LogicalTensor, box: Box) -> Segment:
     return Segment(tensor.name, box, (0,) * rank, tuple(range(rank)))
 
 
-def replicated(tensor: LogicalTensor) -> Shard:
-    """The whole tensor on every rank."""
-    return Shard(tensor.shape, (_straight(tensor, Box.whole(tensor.shape)),))
-
-
 def rows(tensor: LogicalTensor, start: int, stop: int) -> Shard:
     """Rows [start, stop) of the tensor, as far as it has them; the rest is padding."""
     shape = (stop - start, *tensor.shape[1:])

@@ -33,7 +33,7 @@ from megarlhf.rollout.engine import Sampling
 from megarlhf.rollout.megatron_engine import MegatronEngine
 from megarlhf.runtime import Runtime
 from megarlhf.weights.plan.copy_plan import make_plan
-from megarlhf.weights.transport.reshard import reshard_once
+from megarlhf.weights.transport.reshard import Resharder
 from tests.distributed.fused_jobs import fused_gradients  # noqa: F401
 from tests.distributed.kernel_jobs import largest_tensor, with_calls_of_the_reference  # noqa: F401
 from tests.distributed.vllm_jobs import (  # noqa: F401
@@ -78,7 +78,7 @@ def gather(part: ModelShard, storages: Mapping[str, Tensor]) -> Arrays:
     plan = make_plan([placements_on(part, rank) for rank in range(dist.get_world_size())], [wanted])
     whole = {name: torch.zeros(shape) for name, shape in wanted.storages.items()} if dist.get_rank() == 0 else {}
     live = {name: tensor.detach().contiguous() for name, tensor in storages.items()}
-    reshard_once(plan, live, whole, rank=dist.get_rank(), dtype=torch.float32, device=torch.device("cpu"))
+    Resharder(plan, rank=dist.get_rank(), dtype=torch.float32, device=torch.device("cpu")).run(live, whole)
     return {name: tensor.numpy() for name, tensor in whole.items()}
 
 

@@ -14,7 +14,7 @@ from megarlhf.weights.checks.certificate import CertificateError, certify, spoil
 from megarlhf.weights.checks.digest import whole_digest
 from megarlhf.weights.plan.copy_plan import make_plan
 from megarlhf.weights.transport.random_init import fill_random
-from megarlhf.weights.transport.reshard import reshard_once
+from megarlhf.weights.transport.reshard import Resharder
 from megarlhf.weights.transport.storages import zero_padding
 from tests.ranks import RankPool
 from tests.weights.cases import empty, megatron_ranks, tiny, vllm_ranks
@@ -65,7 +65,7 @@ def _prove(rank, stages):
     old = {name: value.clone() for name, value in dst.items()}
     fill_random(sources[rank], src, seed=5, std=0.1, arch=arch)
     plan = make_plan(sources, ranks, only_rank=rank)
-    reshard_once(plan, src, dst, rank=rank, dtype=torch.bfloat16, device=CPU)
+    Resharder(plan, rank=rank, dtype=torch.bfloat16, device=CPU).run(src, dst)
     options = {"rank": rank, "dtype": torch.bfloat16, "version": 7}
 
     def proof():
@@ -103,7 +103,7 @@ def _prove(rank, stages):
     for _ in range(2):
         with pytest.raises(CertificateError, match=apart):
             proof()
-        reshard_once(plan, src, dst, rank=rank, dtype=torch.bfloat16, device=CPU)
+        Resharder(plan, rank=rank, dtype=torch.bfloat16, device=CPU).run(src, dst)
     return certificate.digest
 
 
@@ -128,7 +128,7 @@ def _failing(runtime):
     src, dst = empty([sources[rank]], torch.bfloat16)[rank], empty([ranks[rank]], torch.bfloat16, 0.0)[rank]
     fill_random(sources[rank], src, seed=5, std=0.1, arch=arch)
     plan = make_plan(sources, ranks, only_rank=rank)
-    reshard_once(plan, src, dst, rank=rank, dtype=torch.bfloat16, device=CPU)
+    Resharder(plan, rank=rank, dtype=torch.bfloat16, device=CPU).run(src, dst)
 
     def said(src, dst):
         with pytest.raises(CertificateError) as error:

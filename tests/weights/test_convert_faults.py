@@ -18,7 +18,7 @@ from megarlhf.weights.checkpoint import staging
 from megarlhf.weights.checkpoint.checksums import check_checksums
 from megarlhf.weights.checkpoint.conversion import HuggingFaceTarget, MegatronTarget, convert
 from megarlhf.weights.checkpoint.open_checkpoint import detect_format, open_checkpoint
-from megarlhf.weights.checkpoint.verify import Digests, digests
+from megarlhf.weights.checkpoint.verify import digests
 from tests.weights.models import write_model
 
 ROOT = Path(__file__).parents[2]
@@ -44,7 +44,7 @@ def target_for(kind: str):
     return MegatronTarget(tp=2, format="mp_rank") if kind in ("safetensors", "bin") else HuggingFaceTarget()
 
 
-def convert_damaged(source: Path, out: Path, kind: str, expected: Digests | None = None) -> str:
+def convert_damaged(source: Path, out: Path, kind: str, expected: dict[str, int] | None = None) -> str:
     """`found`, or `survived` with a result that opens, and holds what is `expected`, if known."""
     try:
         convert(open_checkpoint(source), out, target_for(kind))

@@ -138,7 +138,7 @@ def _differences(
 
 
 def _name(tensor: str, rank: int, box: Box) -> str:
-    return f"{tensor}[{', '.join(f'{a}:{b}' for a, b in zip(box.start, box.stop, strict=True))}] on rank {rank}"
+    return f"{tensor}{box} on rank {rank}"
 
 
 def _listed(names: Sequence[str]) -> str:

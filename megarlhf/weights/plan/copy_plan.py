@@ -114,7 +114,7 @@ def make_plan(
     destinations = _by_rank(destinations, "destinations")
     _check_shapes((*sources, *destinations))
     tensors = find_overlaps(sources, destinations, node_of)
-    missing = [f"{tensor.name}{_slices(box)}" for tensor in tensors for box in tensor.pattern.missing]
+    missing = [f"{tensor.name}{box}" for tensor in tensors for box in tensor.pattern.missing]
     if missing:
         _raise_missing(missing)
     needs, traffic = _needs(tensors)
@@ -210,10 +210,6 @@ def _check_shapes(parts: Sequence[RankPlacements]) -> None:
                     f"{tensor} has shape {first_shape} on rank {first_rank} and {shape} on rank {part.rank}; source "
                     "and destination must be the same model: compare their config.json"
                 )
-
-
-def _slices(box: Box) -> str:
-    return "[" + ", ".join(f"{a}:{b}" for a, b in zip(box.start, box.stop, strict=True)) + "]"
 
 
 def _raise_missing(missing: Sequence[str]) -> None:

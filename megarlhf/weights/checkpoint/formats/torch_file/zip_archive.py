@@ -5,13 +5,12 @@ from __future__ import annotations
 import io
 import struct
 import zlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 ALIGNMENT = 64
-CHUNK = 16 << 20
+BUFFER_BYTES = 16 << 20
 _LOCAL = struct.Struct("<4s5HIIIHH")
 _CENTRAL = struct.Struct("<4s6HIIIHHHHHII")
 _CENTRAL_CRC = 16
@@ -64,21 +63,15 @@ class FileRange:
             raise damaged(self.path, f"no {name} at byte {self.offset + at}")
         return values[1:]
 
-    def chunks(self, at: int, size: int) -> Iterator[memoryview]:
-        """`size` bytes from `at`, CHUNK at a time; a view is valid until the next."""
-        buffer = memoryview(bytearray(min(CHUNK, size)))
+    def crc(self, at: int, size: int) -> int:
+        value, buffer = 0, memoryview(bytearray(min(BUFFER_BYTES, size)))
         self.file.seek(self.offset + at)
         while size > 0:
-            got = self.file.readinto(buffer[: min(CHUNK, size)])  # type: ignore[attr-defined]
+            got = self.file.readinto(buffer[: min(BUFFER_BYTES, size)])  # type: ignore[attr-defined]
             if not got:
                 raise damaged(self.path, f"{size} bytes are missing at its end")
-            yield buffer[:got]
+            value = zlib.crc32(buffer[:got], value)
             size -= got
-
-    def crc(self, at: int, size: int) -> int:
-        value = 0
-        for chunk in self.chunks(at, size):
-            value = zlib.crc32(chunk, value)
         return value
 
 
