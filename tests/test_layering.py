@@ -344,7 +344,7 @@ PLANTED = [
     ("upward arrows", "trainers/rl.py", "from megarlhf.cellar.barrel import wine"),
     ("upward arrows", "trainers/rl.py", "from tools.demo.make_data import base_files"),
     ("upward arrows", "weights/plan/overlaps.py", "from megarlhf.planning.weight_traffic import main"),
-    ("upward arrows", "weights/plan/overlaps.py", "from megarlhf.weights.transport.schedule import Span"),
+    ("upward arrows", "weights/plan/overlaps.py", "from megarlhf.weights.transport.schedule import ElementRange"),
     ("upward arrows", "architectures/table.py", "from megarlhf.weights.plan.copy_plan import Copy"),
     ("upward arrows", "commands/cli.py", "from megarlhf.__main__ import main"),
     ("upward arrows", "architectures/architecture.py", "def f():\n    from megarlhf.architectures import hf_config"),

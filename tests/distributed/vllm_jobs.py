@@ -259,14 +259,14 @@ def vllm_failing_steps(runtime: Runtime, model: str, prompts: list[list[int]]) -
         (engine, "_load"),
         (vllm_engine, "make_plan"),
         (vllm_engine, "poison"),
-        (vllm_engine, "left_poisoned"),
+        (vllm_engine, "storages_with_nan"),
         (engine._llm, "reset_prefix_cache"),
     ):
         without_memory(owner, name, lambda: session.update(model, 0))
     assert engine.weight_version == -1
     for owner, name in (
         (engine, "_replaced"),
-        (vllm_engine, "spoilt_padding"),
+        (vllm_engine, "nonzero_padding"),
         (certificate, "digest_boxes"),
         (certificate, "replica_digests"),
     ):

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megarlhf.weights.checks import certificate as module
-from megarlhf.weights.checks.certificate import CertificateError, certify, spoilt_padding
+from megarlhf.weights.checks.certificate import CertificateError, certify, nonzero_padding
 from megarlhf.weights.checks.digest import whole_digest
 from megarlhf.weights.plan.copy_plan import make_plan
 from megarlhf.weights.transport.random_init import fill_random
@@ -180,12 +180,12 @@ def test_padding_that_somebody_wrote_to_is_counted():
     (part,) = vllm_ranks(arch, 1, 1)
     live = empty([part], torch.bfloat16, 1.0)[0]
     zero_padding(part, live)
-    assert spoilt_padding(part, live) == []
+    assert nonzero_padding(part, live) == []
     ((start, stop),) = part.padding()["lm_head.weight"]
     live["lm_head.weight"].view(-1)[start] = 0.5
     live["lm_head.weight"].view(-1)[stop - 1] = torch.nan
     live["model.embed_tokens.weight"].view(-1)[stop - 1] = torch.inf
-    assert spoilt_padding(part, live) == [
+    assert nonzero_padding(part, live) == [
         f"model.embed_tokens.weight: 1 of {stop - start} elements of its padding are not zero",
         f"lm_head.weight: 2 of {stop - start} elements of its padding are not zero",
     ]
