@@ -61,6 +61,10 @@ class Box:
             tuple(b + d for b, d in zip(self.stop, by, strict=True)),
         )
 
+    def rows(self, start: int, stop: int) -> Box:
+        """The rows [start, stop) of the box, counted from its first."""
+        return Box((self.start[0] + start, *self.start[1:]), (self.start[0] + stop, *self.stop[1:]))
+
     def blocks(self, limit: int) -> Iterator[Box]:
         """The box in boxes of at most `limit` elements, of whole rows where a row is no longer than that."""
         row = math.prod(self.shape[1:])

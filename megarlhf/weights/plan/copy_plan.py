@@ -170,7 +170,9 @@ def _copies(
             start = 0
             for sender, stop in _senders(overlap, shares, at):
                 if start < stop and only_rank in (None, sender, overlap.dst_rank):
-                    box = overlap.box if stop - start == overlap.numel else _rows(overlap, start, stop)
+                    box = overlap.box
+                    if stop - start < overlap.numel:
+                        box = box.rows(start // overlap.row, stop // overlap.row)
                     src, dst = tensor.sources[overlap.holders[sender]], tensor.destinations[overlap.wanted]
                     yield Copy(sender, src.part(box), overlap.dst_rank, dst.part(box))
                 start = max(start, stop)
@@ -185,13 +187,6 @@ def _senders(
     start = at[overlap.route]
     at[overlap.route] += overlap.numel
     return [(src, min(stop - start, overlap.numel)) for src, stop in shares[overlap.route]]
-
-
-def _rows(overlap: Overlap, start: int, stop: int) -> Box:
-    """The elements [start, stop) of an overlap, whole rows of it."""
-    first = overlap.box.start[0]
-    a, b = start // overlap.row, stop // overlap.row
-    return Box((first + a, *overlap.box.start[1:]), (first + b, *overlap.box.stop[1:]))
 
 
 def _by_rank(parts: Sequence[RankPlacements], side: str) -> list[RankPlacements]:

@@ -140,10 +140,9 @@ def _hand_on(
         end = min(stop - start, region.numel)
         if begin >= end:
             continue
-        first = region.box.start[0] if region.box.start else 0
         box = region.box
         if end - begin < region.numel:
-            box = Box((first + begin // region.row, *box.start[1:]), (first + end // region.row, *box.stop[1:]))
+            box = box.rows(begin // region.row, end // region.row)
         begin = end
         chosen = next(owner for owner in region.owners if owner[0] == receiver)
         for owner in region.owners:

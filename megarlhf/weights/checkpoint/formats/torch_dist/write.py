@@ -212,7 +212,7 @@ def _shards_of(shape: Shape, whole: Shape, part: GlobalSlice, tp_rank: int, halv
     axis = next((dim for dim, (a, b) in enumerate(zip(shape, whole, strict=True)) if a != b), None)
     rows, all_rows = shape[0] // halves, whole[0] // halves
     for half in range(halves):
-        local = Box((half * rows, *(0 for _ in shape[1:])), ((half + 1) * rows, *shape[1:]))
+        local = Box.whole(shape).rows(half * rows, (half + 1) * rows)
         start = [half * all_rows, *(0 for _ in shape[1:])]
         if axis is not None:
             start[axis] += tp_rank * local.shape[axis]

@@ -99,7 +99,12 @@ def _directory(part: FileRange) -> tuple[int, int, int, int]:
     """(records, bytes, position, position of what follows) of the central directory."""
     head = part.read(0, min(4, part.length))
     if not head.startswith(b"PK\x03\x04"):
-        _refuse_other_formats(part, head)
+        if head.startswith(b"\x80"):
+            raise ValueError(
+                f"{part.path} is a pickle, expected the zip format that torch.save writes since torch 1.6. If you "
+                "trust the file, read it with torch.load and write it again with torch.save"
+            )
+        raise damaged(part.path, f"it starts with {head!r}, expected the zip format of torch.save")
     at = part.length - _END.size
     *_, count, size, begin, comment = part.fields(_END, at, b"PK\x05\x06", "end of the zip archive")
     if comment:
@@ -111,15 +116,6 @@ def _directory(part: FileRange) -> tuple[int, int, int, int]:
     if count > part.length // _CENTRAL.size:
         raise damaged(part.path, f"its directory claims {count} records")
     return count, size, begin, at
-
-
-def _refuse_other_formats(part: FileRange, head: bytes) -> None:
-    if head.startswith(b"\x80"):
-        raise ValueError(
-            f"{part.path} is a pickle, expected the zip format that torch.save writes since torch 1.6. If you trust "
-            "the file, read it with torch.load and write it again with torch.save"
-        )
-    raise damaged(part.path, f"it starts with {head!r}, expected the zip format of torch.save")
 
 
 def _zip_record(part: FileRange, at: int) -> tuple[ZipRecord, int]:
