@@ -98,13 +98,13 @@ class _Archive:
         return extent
 
     def allowed(self) -> dict[Name, Any]:
-        def tensor(storage: _Storage, *view: Any) -> Extent:
-            return self.extent(storage, *view[:3], storage.dtype)
+        def tensor(storage: _Storage, offset: int, shape: Shape, strides: Shape, *_: Any) -> Extent:
+            return self.extent(storage, offset, shape, strides, storage.dtype)
 
         rebuild: dict[str, Callable[..., Any]] = {
             "_rebuild_tensor": tensor,
             "_rebuild_tensor_v2": tensor,
-            "_rebuild_tensor_v3": lambda *args: self.extent(*args[:4], args[6]),
+            "_rebuild_tensor_v3": lambda *args: self.extent(args[0], args[1], args[2], args[3], args[6]),
             "_rebuild_parameter": lambda data, *_: data,
             "_rebuild_parameter_with_state": lambda data, *_: data,
         }
