@@ -16,7 +16,7 @@ from megarlhf.config import RLConfig, RMConfig, RoleConfig
 from megarlhf.data.tokenizer import SentencePieceTokenizer, first_difference, load_tokenizer
 from megarlhf.observe.run_directory import claim
 from megarlhf.planning.models import check_anchor, check_heads, check_vocabularies
-from tests.planning.test_preflight import MODEL
+from tests.planning.configs import MODEL
 from tools.demo.make_data import train_tokenizer
 
 
