@@ -41,21 +41,21 @@ def markdown(result: dict[str, Any]) -> str:
     if result["goals"]:
         lines += ["## Goals", "", "| goal | shape | candidate | wanted | got | met |", "|---|---|---|---|---|---|"]
         lines += [f"| {' | '.join(_goal_cells(goal))} |" for goal in result["goals"]] + [""]
-    for title, found in (("Not timed", _not_timed(result)), ("Notes", _notes(result))):
-        lines += [f"## {title}", "", *(sorted(set(found)) or ["Nothing."]), ""]
+    for title, notes in (("Not timed", _not_timed(result)), ("Notes", _notes(result))):
+        lines += [f"## {title}", "", *(sorted(set(notes)) or ["Nothing."]), ""]
     return "\n".join(lines)
 
 
 def goals(shapes: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """What our rows were meant to reach, and what they did: share of the floor, memory, and the best peer's time."""
-    found: list[dict[str, Any]] = []
+    entries: list[dict[str, Any]] = []
     for shape in shapes:
         for mode, rows in shape["modes"].items():
             for name, row in rows.items():
                 if name.startswith(OURS) and row["status"] == "timed":
                     about = {"shape": f"{shape['kind']} {shape['name']} {mode}", "candidate": name}
-                    found += [about | goal for goal in _goals_of(shape, mode, name, row)]
-    return found
+                    entries += [about | goal for goal in _goals_of(shape, mode, name, row)]
+    return entries
 
 
 def _goals_of(shape: dict[str, Any], mode: str, name: str, row: dict[str, Any]) -> Iterable[dict[str, Any]]:
@@ -71,7 +71,7 @@ def _goals_of(shape: dict[str, Any], mode: str, name: str, row: dict[str, Any]) 
         yield _goal("extra MB, at most", most / 1e6, extra / 1e6, extra <= most)
     # On logits at least as fast as anybody, on linear 1.5 times as fast as the peers that bring kernels of their own.
     ratio, names = (1.0, ("",)) if shape["kind"] == "logits" else (1.5, ("liger", "cut-cross-entropy", "trl", "verl"))
-    rivals = {other: one for other, one in shape["modes"][mode].items() if any(part in other for part in names)}
+    rivals = {other: theirs for other, theirs in shape["modes"][mode].items() if any(part in other for part in names)}
     if (best := best_peers(rivals | {name: row}).get(name)) is not None:
         got = best["peer_over_ours"]
         yield _goal(f"{best['peer']} over ours", ratio, got, got >= ratio)

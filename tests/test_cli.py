@@ -220,9 +220,9 @@ def test_eval_prints_its_scores_and_where_they_are(work, tmp_path, monkeypatch, 
         finished_N=torch.tensor([True, True]),
         weight_version=0,
     )
-    found = ([None, None], [], rollouts, {"exact_match": torch.tensor([1.0, 0.0])})
+    answer = ([None, None], [], rollouts, {"exact_match": torch.tensor([1.0, 0.0])})
     monkeypatch.setattr(generate, "_engine", lambda cfg, runtime: None)
-    monkeypatch.setattr(generate, "_respond", lambda cfg, runtime, engine, data: found)
+    monkeypatch.setattr(generate, "_respond", lambda cfg, runtime, engine, data: answer)
     tree = {"run": {"dir": tmp_path / "run"}, "actor": {"model": {"path": work / "base"}}}
     tree |= {"data": {"train": work / "prompts.jsonl"}, "rewards": [{"kind": "rule", "rule": "exact_match"}]}
     alone = Runtime(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"), backend="gloo")

@@ -25,9 +25,9 @@ def _sum(rank):
 
 def _whole(runtime):
     rank = runtime.rank
-    with raise_on_all_ranks(stopped) as found:
+    with raise_on_all_ranks(stopped) as reasons:
         value = rank + 1
-    assert found == []
+    assert reasons == []
     return value, _sum(rank)
 
 
@@ -41,8 +41,8 @@ def _one_raises(runtime):
 
 def _find(rank):
     """Rank 1 raises too, after it has found something; 0 and 2 find the same."""
-    with raise_on_all_ranks(stopped) as found:
-        found.append("no room" if rank != 1 else "no light")
+    with raise_on_all_ranks(stopped) as reasons:
+        reasons.append("no room" if rank != 1 else "no light")
         if rank == 1:
             raise StopIteration("late")
 
@@ -73,8 +73,8 @@ def test_nothing_fails(ranks: RankPool):
 def test_one_rank_raises(ranks: RankPool):
     """The same reason everywhere; the traceback of the cause where it happened."""
     said = "rank 1: KeyError: 1"
-    found = ranks.run(3, _one_raises)
-    assert found == [(said, "NoneType", 3), (said, "KeyError", 3), (said, "NoneType", 3)]
+    errors = ranks.run(3, _one_raises)
+    assert errors == [(said, "NoneType", 3), (said, "KeyError", 3), (said, "NoneType", 3)]
 
 
 def test_equal_reasons_are_told_once(ranks: RankPool):
@@ -83,8 +83,8 @@ def test_equal_reasons_are_told_once(ranks: RankPool):
 
 
 def test_ranks_of_a_group_bear_their_global_numbers(ranks: RankPool):
-    found = ranks.run(3, _in_a_group)
-    assert found[0] == ("", 3)
-    assert found[1] == found[2]
-    assert found[1][0].startswith("rank 2: AssertionError: wrong rank")
-    assert found[1][1] == 3
+    by_rank = ranks.run(3, _in_a_group)
+    assert by_rank[0] == ("", 3)
+    assert by_rank[1] == by_rank[2]
+    assert by_rank[1][0].startswith("rank 2: AssertionError: wrong rank")
+    assert by_rank[1][1] == 3

@@ -66,6 +66,6 @@ def test_no_sample_and_repeated_runs(function):
 def test_a_nan_stays_in_its_group(bad):
     rewards_N = REWARDS_N.clone()
     rewards_N[0] = bad
-    found_N = leave_one_out(rewards_N, GROUPS_N)
-    assert not found_N[GROUPS_N == 7].isfinite().any()
-    assert torch.equal(found_N[GROUPS_N != 7], leave_one_out(REWARDS_N, GROUPS_N)[GROUPS_N != 7])
+    advantages_N = leave_one_out(rewards_N, GROUPS_N)
+    assert not advantages_N[GROUPS_N == 7].isfinite().any()
+    assert torch.equal(advantages_N[GROUPS_N != 7], leave_one_out(REWARDS_N, GROUPS_N)[GROUPS_N != 7])

@@ -176,7 +176,7 @@ def outputs_and_greedy(
     Returns: None on ranks that do not own outputs. A scalar head is asked for no tokens.
     """
     cache = GroupCache(runtime)
-    found: list[tuple[np.ndarray, list[list[int]]] | None] = []
+    answers: list[tuple[np.ndarray, list[list[int]]] | None] = []
     for model in models:
         section = RoleConfig.model_validate({"model": {"path": model, "dtype": dtype}, "parallel": parallel})
         role = build_role("actor", section, head, cache, seed=0)
@@ -191,8 +191,8 @@ def outputs_and_greedy(
             prompts = [torch.tensor(row) for row in rows]
             rollouts = MegatronEngine(role.shard, 2).generate(prompts, [0] * len(rows), sampling)
             said = [row.tolist() for row in rollouts.responses.rows()]
-        found.append((outputs.float().numpy(), said) if role.mesh.owns_outputs else None)
-    return found
+        answers.append((outputs.float().numpy(), said) if role.mesh.owns_outputs else None)
+    return answers
 
 
 def _whole_vocabulary(role: Role, output: Tensor, batch: MicroBatch) -> Tensor:
@@ -269,11 +269,11 @@ def rl_step(runtime: Runtime, config: dict[str, Any], order: tuple[int, ...] | N
         record_gradients(role, gradients[role.name])
     parts.engine.update_weights(parts.actor.shard, version=0)
     experience = rl.sample(cfg, parts.engine, prompts, parts.sampling, 0)
-    experience, dealt = rl.score(cfg, parts, experience, prompts, 0)
+    experience, mini_batches = rl.score(cfg, parts, experience, prompts, 0)
     metrics = logprob_gap(experience)
     experience = add_advantages(experience, cfg.algo)
-    metrics |= rl.describe(experience, cfg) | rl.train_on(cfg, parts, experience, dealt, 0)
-    found = {
+    metrics |= rl.describe(experience, cfg) | rl.train_on(cfg, parts, experience, mini_batches, 0)
+    step = {
         "num_groups": new_group.call_count,
         "orders": {role.name: role.mesh.layout.order for role in roles},
         "metrics": metrics,
@@ -284,7 +284,7 @@ def rl_step(runtime: Runtime, config: dict[str, Any], order: tuple[int, ...] | N
         "weights": {role.name: gather(role.shard, role.shard.parameters()) for role in parts.trained},
     }
     parts.engine.close()  # last: vLLM destroys the default group
-    return found
+    return step
 
 
 def _prompts(cfg: RLConfig, tokenizer: Any) -> list[Any]:

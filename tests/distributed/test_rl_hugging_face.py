@@ -73,8 +73,8 @@ def test_a_ppo_step_equals_the_equations(
     cfg["reference"]["model"]["path"] = str(models["tied"])
     cfg["train"] |= {"epochs_per_step": 1, "mini_batch_samples": 16}
     cfg["rollout"]["max_response_tokens"] = 4
-    found = ranks.run(2, "rl_step", cfg)[0]
-    responses = found["responses"]
+    step = ranks.run(2, "rl_step", cfg)[0]
+    responses = step["responses"]
     assert len({len(response) for response in responses}) > 1, "all responses have one length"
     assert any(response[-1] != 2 for response in responses), "no response was truncated"
 
@@ -102,7 +102,7 @@ def test_a_ppo_step_equals_the_equations(
     every = torch.cat(advantages)
     advantages = [(a - every.mean()) / (every.var(unbiased=False) + 1e-8).sqrt() for a in advantages]
 
-    np.testing.assert_allclose(found["rewards"], rewards, atol=2e-5)
+    np.testing.assert_allclose(step["rewards"], rewards, atol=2e-5)
     expected = {
         "old_logprobs": old,
         "ref_logprobs": ref,
@@ -111,7 +111,7 @@ def test_a_ppo_step_equals_the_equations(
         "returns": returns,
     }
     for name, column in expected.items():
-        np.testing.assert_allclose(found["columns"][name], torch.cat(column), atol=2e-5, err_msg=name)
+        np.testing.assert_allclose(step["columns"][name], torch.cat(column), atol=2e-5, err_msg=name)
 
     num_tokens = sum(map(len, responses))
     policy, entropy, value_loss = torch.tensor(0.0), torch.tensor(0.0), torch.tensor(0.0)
@@ -125,10 +125,10 @@ def test_a_ppo_step_equals_the_equations(
         value_loss = value_loss + 0.5 * torch.maximum((new - target) ** 2, (held - target) ** 2).sum() / num_tokens
     (policy - ENTROPY * entropy).backward()
     value_loss.backward()
-    metrics = found["metrics"]
+    metrics = step["metrics"]
     np.testing.assert_allclose(metrics["entropy"], entropy.item(), rtol=1e-5)
     np.testing.assert_allclose(metrics["value_loss"], value_loss.item(), rtol=1e-5)
     np.testing.assert_allclose(metrics["policy_loss"], policy.item(), atol=1e-6)  # near zero: the ratio is one
     for name, model in (("actor", actor), ("critic", critic)):
         gradients = {n: p.grad.numpy() for n, p in model.named_parameters() if p.grad is not None}
-        assert_gradients_equal(found["gradients"][name][0], gradients, what=name)
+        assert_gradients_equal(step["gradients"][name][0], gradients, what=name)

@@ -211,26 +211,26 @@ def vllm_broken(runtime: Runtime, first: str, second: str, prompts: list[list[in
     """Two updates; between them one whose transfer fails on rank 1, and after them one whose plan lacks a copy."""
     session = _Session(runtime, first, 2, {"pp": 2}, poison_weights=True, reshard_bucket_mib=1)
     engine = session.engine
-    found: dict[str, Any] = {}
+    observed: dict[str, Any] = {}
     session.update(first, 0)
-    found["first"] = session.greedy(prompts)
+    observed["first"] = session.greedy(prompts)
     kept = reshard._copy_inside
     if runtime.rank == 1:
         reshard._copy_inside = _no_memory
-    found["fault"] = _error(lambda: session.update(second, 1))
+    observed["fault"] = _error(lambda: session.update(second, 1))
     reshard._copy_inside = kept
-    found["version"] = engine.weight_version
-    found["refused"] = _error(lambda: session.greedy(prompts))
+    observed["version"] = engine.weight_version
+    observed["refused"] = _error(lambda: session.greedy(prompts))
     session.update(second, 2)
-    found["second"] = session.greedy(prompts)
-    found["second_version"] = engine.weight_version
+    observed["second"] = session.greedy(prompts)
+    observed["second_version"] = engine.weight_version
     with _a_copy_less(engine, runtime, "model.norm.weight"):
-        found["poison"] = _error(lambda: session.update(first, 3))
-    found["still_refused"] = _error(lambda: session.greedy(prompts))
+        observed["poison"] = _error(lambda: session.update(first, 3))
+    observed["still_refused"] = _error(lambda: session.greedy(prompts))
     session.update(first, 4)
-    found["last"] = session.greedy(prompts)
+    observed["last"] = session.greedy(prompts)
     engine.close()
-    return found
+    return observed
 
 
 def vllm_failing_steps(runtime: Runtime, model: str, prompts: list[list[int]]) -> dict[str, tuple[str, str]]:
@@ -239,7 +239,7 @@ def vllm_failing_steps(runtime: Runtime, model: str, prompts: list[list[int]]) -
     from megarlhf.weights.checks import certificate
 
     session = _Session(runtime, model, 2, {"pp": 2}, poison_weights=True)
-    engine, part, found = session.engine, session.actor.shard, {}
+    engine, part, errors = session.engine, session.actor.shard, {}
 
     def tried(action: Callable[[], Any]) -> tuple[str, str]:
         return _error(action), _error(lambda: session.greedy(prompts))
@@ -248,7 +248,7 @@ def vllm_failing_steps(runtime: Runtime, model: str, prompts: list[list[int]]) -
         kept = getattr(owner, name)
         if runtime.rank == 1:
             setattr(owner, name, _no_memory)
-        found[name] = tried(action)
+        errors[name] = tried(action)
         setattr(owner, name, kept)
 
     without_memory(vllm_engine, "_repacked", engine._check_memory)
@@ -276,12 +276,12 @@ def vllm_failing_steps(runtime: Runtime, model: str, prompts: list[list[int]]) -
     session.update(model, 1)
     padding = engine._parameters["lm_head.weight"].detach()[-1, :2] if runtime.rank == 1 else torch.zeros(2)
     padding.copy_(torch.tensor([torch.nan, 1e-3]))
-    found["padding"] = tried(lambda: engine.verify_weights(part))
+    errors["padding"] = tried(lambda: engine.verify_weights(part))
     padding.zero_()
     session.update(model, 2)
-    found["none"] = tried(lambda: engine.verify_weights(part))
+    errors["none"] = tried(lambda: engine.verify_weights(part))
     engine.close()
-    return found
+    return errors
 
 
 def _no_memory(*arguments: Any, **options: Any) -> Any:
