@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -33,8 +33,14 @@ _HUGE_BYTES = 50 * 2**30
 def run_checks(device: torch.device, deadline: Deadline) -> list[dict[str, Any]]:
     """Name, passed and reason of each; a check that raises has failed."""
     backend: Backend = "triton" if device.type == "cuda" else "chunked"
+    checks = (*_logits_checks(device, backend), *_linear_checks(device, backend), *_others(device, backend))
+    return results_of(checks, deadline)
+
+
+def results_of(checks: Iterable[tuple[str, Check]], deadline: Deadline) -> list[dict[str, Any]]:
+    """Each check's, told as it comes."""
     results = []
-    for name, check in (*_logits_checks(device, backend), *_linear_checks(device, backend), *_others(device, backend)):
+    for name, check in checks:
         if deadline.left() < 5.0:
             reason: str | None = "skipped: no time left"
         else:

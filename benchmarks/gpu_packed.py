@@ -39,10 +39,10 @@ from benchmarks.gpu_packed_work import (
     Rows,
     Work,
     attention_works,
+    first_line,
     gae_work,
     lengths_of,
     packing_works,
-    said,
     whiten_work,
 )
 from benchmarks.gpu_timing import Ceilings, Clock, Deadline, measure_ceilings, spread
@@ -80,7 +80,7 @@ def timed(work: Work, clock: Clock, ceilings: Ceilings, rounds: int, deadline: D
         try:
             reason = candidate.wrong(candidate.call())
         except Exception as error:  # noqa: BLE001 -- a candidate may raise anything; the reason is listed
-            rows[candidate.name] |= {"status": "failed", "reason": said(error)}
+            rows[candidate.name] |= {"status": "failed", "reason": first_line(error)}
             continue
         if reason is not None:
             rows[candidate.name] |= {"status": "refused", "reason": reason}

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.gpu_check import not_refused
+from benchmarks.gpu_check import Check, not_refused, results_of
 from benchmarks.gpu_timing import Deadline
 from megarlhf.kernels import (
     PackedBackend,
@@ -22,7 +22,6 @@ from megarlhf.kernels import (
     packed_whiten,
 )
 
-Check = Callable[[], str | None]
 FACTOR = 4.0
 LENGTHS = ([], [0], [1], [5, 0, 1], [511, 512, 513, 0, 1], [20000, 3], [64] * 300)
 _HUGE_BYTES = 40 * 2**30
@@ -31,21 +30,7 @@ _HUGE_BYTES = 40 * 2**30
 def run_checks(device: torch.device, deadline: Deadline) -> list[dict[str, Any]]:
     """Name, passed and reason of each; a check that raises has failed."""
     backend: PackedBackend = "triton" if device.type == "cuda" else "torch"
-    results = []
-    for name, check in _checks(device, backend):
-        if deadline.left() < 5.0:
-            reason: str | None = "skipped: no time left"
-        else:
-            try:
-                reason = check()
-            except Exception as error:  # noqa: BLE001 -- any exception is a failed check, and the others still run
-                reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        skipped = reason is not None and reason.startswith("skipped: ")
-        results.append({"check": name, "passed": None if skipped else reason is None, "reason": reason})
-        if reason is not None:
-            print(f"check {name}: {reason}", flush=True)
-    print(f"checks: {sum(result['passed'] is True for result in results)} of {len(results)} passed", flush=True)
-    return results
+    return results_of(_checks(device, backend), deadline)
 
 
 def _checks(device: torch.device, backend: PackedBackend) -> Iterator[tuple[str, Check]]:

@@ -76,7 +76,7 @@ class Rows:
         return padded_NR
 
 
-def said(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     """One line of it, of which the first words tell."""
     return f"{type(error).__name__}: {error}".splitlines()[0][:160]
 
@@ -183,12 +183,12 @@ def _gae_peers(
         call = partial(gae, rewards_NR, values_NR, mask_NR.float(), GAMMA, LAM)
         peers["verl"] = (call, "GAE of shaped rewards, padded; advantages whitened: gate by returns")
     except Exception as error:  # noqa: BLE001 -- a peer's import may raise anything; the reason is listed
-        missing["verl"] = said(error)
+        missing["verl"] = first_line(error)
     try:
         chunked = importlib.import_module("slime.utils.ppo_utils").chunked_gae
         peers["slime, chunked"] = (partial(chunked, rewards_NR, values_NR, GAMMA, LAM), "GAE of shaped rewards, padded")
     except Exception as error:  # noqa: BLE001 -- as above
-        missing["slime"] = said(error)
+        missing["slime"] = first_line(error)
     return peers, missing
 
 
@@ -294,7 +294,7 @@ def attention_works(name: str, rows: Rows, heads: int, size: int) -> Iterator[Wo
         call(*packed)
         forwards["packed: varlen_attn"] = (call, packed, lambda out: out[last])
     except Exception as error:  # noqa: BLE001 -- whatever it lacks here is listed
-        missing["packed: varlen_attn"] = said(error)
+        missing["packed: varlen_attn"] = first_line(error)
     for mode in ("forward", "forward+backward"):
         candidates = []
         for label, (call, inputs, part) in forwards.items():

@@ -26,14 +26,14 @@ def markdown(result: dict[str, Any]) -> str:
         lines += ["**The run ended early: what is here was measured, the rest was not.**", ""]
     packages = ", ".join(f"{name} {number}" for name, number in result["packages"].items() if number)
     ceilings = result["ceilings"]
-    said = (
+    conditions = (
         f"Ceilings in this run: {ceilings['copy_bytes_per_s'] / 1e12:.3g} TB/s copy, "
         f"{ceilings['matmul_flops_per_s'] / 1e12:.4g} TFLOP/s bf16 product. "
         f"T = {shapes[0]['tokens'] if shapes else '-'}, bf16. A cell: milliseconds (median of the rounds), share of "
         "the floor, memory beside inputs and results. V/8 is the shard of one rank of eight: "
         "**the collective between ranks is left out**, for everyone."
     )
-    lines += [f"{about['device']}, commit {about['commit']}, {packages}. `{about['command']}`", "", said, ""]
+    lines += [f"{about['device']}, commit {about['commit']}, {packages}. `{about['command']}`", "", conditions, ""]
     for (kind, mode), title in _TITLES.items():
         chosen = [shape for shape in shapes if shape["kind"] == kind and mode in shape["modes"]]
         if chosen:
@@ -114,10 +114,10 @@ def _not_timed(result: dict[str, Any]) -> Iterable[str]:
     where: dict[str, list[str]] = {}
     for shape, mode, name, row in _rows(result):
         if row["status"] != "timed":
-            said = f"- {name}: {row['status']}, {row['reason']}"
-            where.setdefault(said, []).append(f"{shape['name']} {mode}")
-    for said, places in where.items():
-        yield f"{said} ({len(places)} times; first {places[0]})"
+            line = f"- {name}: {row['status']}, {row['reason']}"
+            where.setdefault(line, []).append(f"{shape['name']} {mode}")
+    for line, places in where.items():
+        yield f"{line} ({len(places)} times; first {places[0]})"
 
 
 def _notes(result: dict[str, Any]) -> Iterable[str]:

@@ -93,8 +93,8 @@ class AllGather:
 
 
 def _only(part: RankPlacements, storage: str) -> RankPlacements:
-    held: tuple[Placement, ...] = tuple(p for p in part.placements if p.storage == storage)
-    return RankPlacements(part.rank, {storage: part.storages[storage]}, held, part.tensors)
+    placements: tuple[Placement, ...] = tuple(p for p in part.placements if p.storage == storage)
+    return RankPlacements(part.rank, {storage: part.storages[storage]}, placements, part.tensors)
 
 
 class Floor:
@@ -164,12 +164,12 @@ def rank_main(rank: int, port: int, name: str, rounds: int, config: Mapping[str,
     seconds = [{way: timed(ways[way]) for way in orders[number % 2]} for number in range(rounds)]
     prove = partial(certify, plan, src, dst, live, into, rank=rank, dtype=DTYPE, version=0)
     certificates = [timed(prove) for _ in range(rounds)]
-    said: list[Any] = [None] * RANKS
+    reports: list[Any] = [None] * RANKS
     least = least_receive(src, dst)[rank]
-    dist.all_gather_object(said, {"peak": peaks, "received": plan.elements_received(rank), "least": least})
+    dist.all_gather_object(reports, {"peak": peaks, "received": plan.elements_received(rank), "least": least})
     if rank == 0:
         out.write_text(
-            json.dumps({"rounds": seconds, "ranks": said, "order": mesh.order, "certificates": certificates})
+            json.dumps({"rounds": seconds, "ranks": reports, "order": mesh.order, "certificates": certificates})
         )
     dist.destroy_process_group()
 

@@ -58,12 +58,12 @@ def _in_a_group(runtime):
     """The group is ranks 2 and 1; rank 0 goes on."""
     rank = runtime.rank
     group = dist.new_group([1, 2])
-    said = ""
+    message = ""
     if rank:
         with pytest.raises(Stopped) as raised, raise_on_all_ranks(stopped, group):
             assert rank == 1, "wrong rank"
-        said = str(raised.value)
-    return said, _sum(rank)
+        message = str(raised.value)
+    return message, _sum(rank)
 
 
 def test_nothing_fails(ranks: RankPool):
@@ -72,14 +72,14 @@ def test_nothing_fails(ranks: RankPool):
 
 def test_one_rank_raises(ranks: RankPool):
     """The same reason everywhere; the traceback of the cause where it happened."""
-    said = "rank 1: KeyError: 1"
+    message = "rank 1: KeyError: 1"
     errors = ranks.run(3, _one_raises)
-    assert errors == [(said, "NoneType", 3), (said, "KeyError", 3), (said, "NoneType", 3)]
+    assert errors == [(message, "NoneType", 3), (message, "KeyError", 3), (message, "NoneType", 3)]
 
 
 def test_equal_reasons_are_told_once(ranks: RankPool):
-    said = "rank 0, 2: no room | rank 1: no light | rank 1: StopIteration: late"
-    assert ranks.run(3, _several_find) == [(said, 3)] * 3
+    message = "rank 0, 2: no room | rank 1: no light | rank 1: StopIteration: late"
+    assert ranks.run(3, _several_find) == [(message, 3)] * 3
 
 
 def test_ranks_of_a_group_bear_their_global_numbers(ranks: RankPool):

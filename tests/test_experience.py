@@ -9,12 +9,9 @@ import torch.distributed as dist
 
 from megarlhf.experience import Experience, Ragged, Rollouts, redistribute
 from tests.ranks import RankPool
+from tests.tables import ragged
 
 ROWS = [torch.tensor([1.0, 2.0, 3.0]), torch.tensor([]), torch.tensor([4.0])]
-
-
-def ragged(*rows, dtype=torch.float32):
-    return Ragged.from_rows([torch.tensor(row) for row in rows], dtype)
 
 
 def test_rows_end_to_end_with_an_empty_row():

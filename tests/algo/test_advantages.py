@@ -7,9 +7,9 @@ import math
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megarlhf.algo.advantages import group_relative, leave_one_out
+from tests.operators import Operators
 
 GROUPS_N = torch.tensor([7, 3, 7, 9, 7, 3])
 REWARDS_N = torch.tensor([1.0, 10.0, 2.0, 4.0, 3.0, 30.0])
@@ -36,18 +36,6 @@ def test_leave_one_out_by_hand():
     """Group 7: 1-2.5, 2-2, 3-1.5. Group 3: 10-30, 30-10. Group 9: no baseline."""
     advantages_N = leave_one_out(REWARDS_N, GROUPS_N)
     torch.testing.assert_close(advantages_N, torch.tensor([-1.5, -20.0, 0.0, 0.0, 1.5, 20.0]))
-
-
-class Operators(TorchDispatchMode):
-    """Notes the names of torch's operators."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = set()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.names.add(str(function).split(".")[1])
-        return function(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("function", [group_relative, leave_one_out])

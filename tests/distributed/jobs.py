@@ -185,13 +185,13 @@ def outputs_and_greedy(
         for tokens_S, row in zip(tokens, rows, strict=True):
             tokens_S[: len(row)] = torch.tensor(row)
         (outputs,) = role.forward([MicroBatch(tokens, {})], partial(_whole_vocabulary, role)) or [torch.empty(0)]
-        said: list[list[int]] = []
+        greedy: list[list[int]] = []
         if new_tokens:
             sampling = Sampling(max_tokens=new_tokens, greedy=True, eos_id=-1)
             prompts = [torch.tensor(row) for row in rows]
             rollouts = MegatronEngine(role.shard, 2).generate(prompts, [0] * len(rows), sampling)
-            said = [row.tolist() for row in rollouts.responses.rows()]
-        answers.append((outputs.float().numpy(), said) if role.mesh.owns_outputs else None)
+            greedy = [row.tolist() for row in rollouts.responses.rows()]
+        answers.append((outputs.float().numpy(), greedy) if role.mesh.owns_outputs else None)
     return answers
 
 
@@ -308,24 +308,24 @@ def vllm_session(runtime: Runtime, first: str, second: str, tp: int, prompts: li
     rows, seeds = [torch.tensor(p) for p in prompts], list(range(len(prompts)))
     greedy = Sampling(max_tokens=8, greedy=True, eos_id=2)
     warm = Sampling(max_tokens=8, temperature=0.7, eos_id=2)
-    said: dict[str, Any] = {}
+    responses: dict[str, Any] = {}
     for version, path in enumerate((first, second, first)):
         load_weights(actor.shard, section.model.model_copy(update={"path": Path(path)}), seed=0)
         engine.update_weights(actor.shard, version)
         engine.verify_weights(actor.shard)
         for name, sampling in (("greedy", greedy), ("sampled", warm)):
             rollouts = engine.generate(rows, seeds, sampling)
-            said[f"{name}{version}"] = [
+            responses[f"{name}{version}"] = [
                 (tokens.tolist(), logprobs.tolist())
                 for tokens, logprobs in zip(rollouts.responses.rows(), rollouts.logprobs.rows(), strict=True)
             ]
     oracle = MegatronEngine(actor.shard, 2)
     oracle.update_weights(actor.shard, 2)
-    said["oracle"] = [row.tolist() for row in oracle.generate(rows, seeds, greedy).responses.rows()]
-    said["faults"] = _planted_faults(runtime, actor, engine)
-    said["cuda_untouched"] = torch.cuda.current_device.__module__ == "torch.cuda"
+    responses["oracle"] = [row.tolist() for row in oracle.generate(rows, seeds, greedy).responses.rows()]
+    responses["faults"] = _planted_faults(runtime, actor, engine)
+    responses["cuda_untouched"] = torch.cuda.current_device.__module__ == "torch.cuda"
     engine.close()
-    return said
+    return responses
 
 
 def _planted_faults(runtime: Runtime, actor: Role, engine: Any) -> dict[str, str]:

@@ -76,14 +76,14 @@ def _ask_hugging_face(path: Path, head: str) -> tuple[list[np.ndarray], list[lis
             return model(tokens).logits[0]
         return model.score(model.base_model(tokens).last_hidden_state)[0]
 
-    outputs, said = [], []
+    outputs, continuations = [], []
     for row in rows():
         outputs.append(ask(row).numpy())
         spoken: list[int] = []
         for _ in range(NEW_TOKENS if head == "lm" else 0):
             spoken.append(int(ask(row + spoken)[-1].argmax()))
-        said.append(spoken)
-    return outputs, said if head == "lm" else []
+        continuations.append(spoken)
+    return outputs, continuations if head == "lm" else []
 
 
 SOME: dict[str, tuple[str, ...]] = {
@@ -113,13 +113,13 @@ def test_outputs_equal_hugging_face(
 
 
 def _assert_equal(what: str, actual: tuple[np.ndarray, list[list[int]]], expected: tuple[Any, Any]) -> None:
-    outputs_BSV, said = actual
+    outputs_BSV, continuations = actual
     for row, wanted_SV in enumerate(expected[0]):
         assert np.abs(wanted_SV).mean() > 0.03, f"{what}: outputs next to nothing would agree anyhow"
         error = np.abs(outputs_BSV[row, : len(wanted_SV)] - wanted_SV).max()
         print(f"{what} row {row}: largest difference {error:.1e}")
         assert error <= TOLERANCE, f"{what} row {row}: outputs differ by {error:.1e}, allowed {TOLERANCE}"
-    assert said == expected[1], f"{what}: other tokens than Hugging Face's"
+    assert continuations == expected[1], f"{what}: other tokens than Hugging Face's"
 
 
 def test_bf16_is_near_fp32(head: str, ranks: RankPool, written: dict[str, Path], hugging_face: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ from megarlhf.data.samples import PairSample, build_pairs
 from megarlhf.data.sources import load_records
 from megarlhf.data.tokenizer import load_tokenizer
 from tests.distributed.compare import assert_gradients_equal, assert_weights_equal
+from tests.distributed.tiny import write_reward_model
 from tests.ranks import RankPool
 
 LR, STEPS, MINI_BATCH = 3e-4, 2, 8
@@ -27,16 +28,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 @pytest.fixture(scope="session")
 def classifier(two_layers: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A LlamaForSequenceClassification as Hugging Face writes it: one label, `score.weight`."""
-    from transformers import LlamaForSequenceClassification
-
-    path = tmp_path_factory.mktemp("classifier")
-    torch.manual_seed(7)
-    model = LlamaForSequenceClassification.from_pretrained(two_layers["plain"], num_labels=1, dtype=torch.float32)
-    torch.nn.init.normal_(model.score.weight, std=0.2)
-    model.save_pretrained(path)
-    (path / "tokenizer.model").write_bytes((two_layers["plain"] / "tokenizer.model").read_bytes())
-    return path
+    return write_reward_model(tmp_path_factory.mktemp("classifier"), two_layers["plain"], seed=7, std=0.2)
 
 
 def config(model: Path, data: Path, parallel: dict[str, Any], loss: str) -> dict[str, Any]:

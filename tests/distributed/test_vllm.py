@@ -44,8 +44,8 @@ def _check(session: dict[str, Any], first: Path, second: Path) -> None:
         logprobs, _ = _hugging_face(path, 0.7)
         for prompt, (tokens, _) in zip(PROMPTS, session[f"greedy{version}"], strict=True):
             assert tokens == greedy(prompt)
-        for prompt, (tokens, said) in zip(PROMPTS, session[f"sampled{version}"], strict=True):
-            np.testing.assert_allclose(said, logprobs(prompt, tokens), atol=1e-4)
+        for prompt, (tokens, sampled_logprobs) in zip(PROMPTS, session[f"sampled{version}"], strict=True):
+            np.testing.assert_allclose(sampled_logprobs, logprobs(prompt, tokens), atol=1e-4)
     assert session["greedy0"] != session["greedy1"], "the two models say the same: an update would go unnoticed"
     assert session["oracle"] == [tokens for tokens, _ in session["greedy2"]]
     assert session["cuda_untouched"], "the substitution for Megatron-Core leaked out of its scope"

@@ -71,13 +71,13 @@ def hugging_face(path: Path) -> list[list[int]]:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
-    said = []
+    continuations = []
     for prompt in PROMPTS:
         spoken: list[int] = []
         while len(spoken) < NEW_TOKENS and EOS not in spoken:
             spoken.append(int(model(torch.tensor([prompt + spoken])).logits[0, -1].argmax()))
-        said.append(spoken)
-    return said
+        continuations.append(spoken)
+    return continuations
 
 
 CASES = [
@@ -178,13 +178,13 @@ def test_a_fault_in_the_table_is_named_before_the_first_write(vllm_ranks: RankPo
     assert NAMED.keys() == FAULTS.keys()
     for errors in vllm_ranks.run(2, "vllm_tables", str(written("llama")[0])):
         assert errors.pop("none") == ""
-        for name, said in errors.items():
-            assert said.startswith("RuntimeError: megarlhf's table of llama cannot be trusted with this vLLM:"), said
-            assert re.search(NAMED[name], said), f"{name}: {said}"
+        for name, error in errors.items():
+            assert error.startswith("RuntimeError: megarlhf's table of llama cannot be trusted with this vLLM:"), error
+            assert re.search(NAMED[name], error), f"{name}: {error}"
             # No rank but the faulty one, and in the small faults no parameter but the one.
-            others = [line for line in said.splitlines() if line.startswith("  rank ")]
-            assert len({line.split(":")[0] for line in others}) == 1, said
-            assert len(others) == 1 or name == "stale rank", said
+            lines = [line for line in error.splitlines() if line.startswith("  rank ")]
+            assert len({line.split(":")[0] for line in lines}) == 1, error
+            assert len(lines) == 1 or name == "stale rank", error
 
 
 def test_a_step_that_fails_on_one_rank_stops_all_with_its_reason(vllm_ranks: RankPool, written: Any) -> None:

@@ -81,13 +81,13 @@ def vllm_family(
     head = session.engine._llm.llm_engine.vllm_config.model_config
     assert (head.hf_config.head_dtype, head.head_dtype) == ("float32", torch.float32), "logits are rounded"
     early = _error(lambda: session.greedy(prompts))
-    said, held = [], []
+    continuations, weights = [], []
     for version, path in enumerate((first, second)):
         session.update(path, version)
         session.engine.verify_weights(session.actor.shard)
-        said.append(session.greedy(prompts))
-        held.append(session.weights())
-    changed = [name for name, value in held[0].items() if not torch.equal(value, held[1][name])]
+        continuations.append(session.greedy(prompts))
+        weights.append(session.weights())
+    changed = [name for name, value in weights[0].items() if not torch.equal(value, weights[1][name])]
 
     def by_reload(path: str) -> None:
         tensors = iter(load_file(Path(path) / "model.safetensors").items())
@@ -98,13 +98,13 @@ def vllm_family(
         session.engine._load(iter(load_file(Path(path) / "model.safetensors").items()))
 
     different = {}
-    for how, path, expected in ((by_reload, first, held[0]), (by_load, second, held[1])):
+    for how, path, expected in ((by_reload, first, weights[0]), (by_load, second, weights[1])):
         how(path)
         live = session.engine._llm.apply_model(lambda model: dict(model.named_parameters()))[0]
         assert live.keys() == expected.keys()
         different[how.__name__] = [name for name, value in live.items() if not torch.equal(value, expected[name])]
     session.engine.close()
-    return {"early": early, "said": said, "different": different, "changed": changed, "all": list(held[0])}
+    return {"early": early, "said": continuations, "different": different, "changed": changed, "all": list(weights[0])}
 
 
 def vllm_head(runtime: Runtime, model: str, dtype: str) -> dict[str, Any]:
@@ -127,19 +127,19 @@ def vllm_head(runtime: Runtime, model: str, dtype: str) -> dict[str, Any]:
 def vllm_tables(runtime: Runtime, model: str) -> dict[str, str]:
     """The error of the first update, for each fault in the table of one rank; at last without a fault."""
     session = _Session(runtime, model, 2, {"tp": 2})
-    engine, said = session.engine, {}
+    engine, errors = session.engine, {}
     right = engine._destinations
     for name, (rank, change) in FAULTS.items():
         engine._destinations = [change(part, engine._arch) if part.rank == rank else part for part in right]
         assert engine._destinations != right, name
-        said[name] = _error(lambda: session.update(model, 0))
+        errors[name] = _error(lambda: session.update(model, 0))
         assert engine.weight_version == -1
         assert "no weights to generate with" in _error(lambda: session.greedy([[5, 6]]))
     engine._destinations = right
-    said["none"] = _error(lambda: session.update(model, 0))
+    errors["none"] = _error(lambda: session.update(model, 0))
     engine.verify_weights(session.actor.shard)
     engine.close()
-    return said
+    return errors
 
 
 def _changed(part: RankPlacements, change: Callable[[Placement], Placement | None]) -> RankPlacements:

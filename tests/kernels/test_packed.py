@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megarlhf.kernels import (
     packed_gae,
@@ -31,6 +30,7 @@ from tests.kernels.packed_cases import (
     magnitude,
     tensor,
 )
+from tests.operators import Operators
 
 NAN = math.nan
 KINDS = ("k1", "k2", "k3")
@@ -260,18 +260,6 @@ def test_runs_repeat_bit_for_bit(backend):
         for output, other in zip(results(), first, strict=True):
             assert torch.equal(output, other)
     assert all(torch.count_nonzero(output) > 0 for output in first)
-
-
-class Operators(TorchDispatchMode):
-    """Notes the names of torch's operators."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = set()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.names.add(str(function).split(".")[1])
-        return function(*args, **(kwargs or {}))
 
 
 @pytest.mark.skipif(INTERPRETING, reason="Triton's kernels have no atomics")

@@ -45,8 +45,8 @@ def test_a_kernel_compiles_without_atomics_and_with_its_assertions(name, signatu
     code = compiled.asm["ptx"]
     assert len(re.findall(r"\bst\.global", code)) > 0
     assert re.findall(r"\b(?:atom|red)\.", code) == []
-    for said in ("does not begin with 0", "falls", "past the last token", "does not end with"):
-        assert any(said in text for text in texts(code)), said
+    for message in ("does not begin with 0", "falls", "past the last token", "does not end with"):
+        assert any(message in text for text in texts(code)), message
 
 
 def texts(code):

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarlhf.config import MicroBatchConfig
-from megarlhf.experience import Ragged
 from megarlhf.layout import MeshLayout
 from megarlhf.parallel.batching import (
     FILLER,
@@ -28,6 +27,7 @@ from megarlhf.parallel.batching import (
     split_padded,
 )
 from megarlhf.parallel.packing import Cost
+from tests.tables import ragged
 
 CPU = torch.device("cpu")
 
@@ -83,10 +83,6 @@ def batching(rank=0, *, samples=None, tokens=None, equal_shapes=False, **sizes):
 PADDED = MicroBatchLayout(sequences=(2, 0), lengths=(3, 2), starts=(0, 4), rows=3, columns=4, packed=False)
 PACKED = MicroBatchLayout(sequences=(2, 0), lengths=(3, 2), starts=(0, 3), rows=1, columns=6, packed=True)
 LENGTHS = torch.tensor([2, 9, 3])
-
-
-def ragged(*rows, dtype=torch.float32):
-    return Ragged.from_rows([torch.tensor(row) for row in rows], dtype)
 
 
 def test_padded_sheets_by_hand():

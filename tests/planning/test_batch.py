@@ -77,16 +77,16 @@ def test_a_warm_up_longer_than_the_run_is_said(paths):
     cfg = sft(paths)
     late = cfg.actor.model_copy(update={"optim": cfg.actor.optim.model_copy(update={"warmup_steps": 11})})
     assert preflight("sft", cfg, 1).notes == ()
-    (said,) = preflight("sft", cfg.model_copy(update={"actor": late}), 1).notes
-    assert said.startswith("actor: actor.optim.warmup_steps = 11, but the run has 10 optimizer steps: it ends before")
+    (note,) = preflight("sft", cfg.model_copy(update={"actor": late}), 1).notes
+    assert note.startswith("actor: actor.optim.warmup_steps = 11, but the run has 10 optimizer steps: it ends before")
     slow = {**role(paths), "optim": {"warmup_steps": 90}}
     assert schedule_notes(rl(paths, actor=slow, critic=slow)) == []
-    said = schedule_notes(rl(paths, actor=slow, critic=slow, train={"critic_warmup_steps": 4}))
-    assert [note.partition(",")[2] for note in said] == [
+    notes = schedule_notes(rl(paths, actor=slow, critic=slow, train={"critic_warmup_steps": 4}))
+    assert [note.partition(",")[2] for note in notes] == [
         " but the run has 54 optimizer steps: it ends before the learning rate reaches actor.optim.lr"
     ]
-    (said,) = schedule_notes(rl(paths, train={"critic_warmup_steps": 10}))
-    assert said.startswith("actor: never trained, as train.critic_warmup_steps = 10 of train.num_steps = 10")
+    (note,) = schedule_notes(rl(paths, train={"critic_warmup_steps": 10}))
+    assert note.startswith("actor: never trained, as train.critic_warmup_steps = 10 of train.num_steps = 10")
 
 
 @pytest.mark.parametrize(

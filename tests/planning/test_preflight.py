@@ -47,7 +47,8 @@ def test_data_that_is_not_there_is_refused_and_names_its_neighbour(paths, key, n
 
 def test_data_that_is_held_out_is_not_trained_on(paths, monkeypatch):
     """However the paths are spelt. The same data twice is taken as meant, and said."""
-    root, said = paths["root"], "data.heldout is data.train: what is called held-out figures are those of the training"
+    root = paths["root"]
+    same_data = "data.heldout is data.train: what is called held-out figures are those of the training"
     both, splits = root / "both", root / "splits"
     for folder, names in ((both, "ab"), (splits, ("train", "heldout", "validation"))):
         folder.mkdir()
@@ -72,9 +73,9 @@ def test_data_that_is_held_out_is_not_trained_on(paths, monkeypatch):
         assert preflight("sft", sft(paths, train=splits, train_split="train", **heldout), 1).notes == ()
     for train, heldout in (("b.jsonl", "../both/b.jsonl"), (both, "."), ("b.jsonl", root / "link.jsonl")):
         (note,) = preflight("sft", sft(paths, train=train, heldout=heldout), 1).notes
-        assert note.startswith(said)
+        assert note.startswith(same_data)
     hub = Path("owner/name")
-    assert preflight("sft", sft(paths, train=hub, heldout=hub), 1).notes[0].startswith(said)
+    assert preflight("sft", sft(paths, train=hub, heldout=hub), 1).notes[0].startswith(same_data)
     assert preflight("sft", sft(paths, train=hub, heldout=hub, heldout_split="test"), 1).notes == ()
 
 

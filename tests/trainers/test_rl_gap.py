@@ -8,7 +8,8 @@ import torch
 from megarlhf.config import LogprobGapConfig
 from megarlhf.experience import Experience, Rollouts
 from megarlhf.trainers.rl_gap import LogprobGapError, LogprobGapWatch, logprob_gap
-from tests.trainers.test_rl_parts import experience, ragged
+from tests.tables import ragged
+from tests.trainers.test_rl_parts import experience
 
 NAMES = ("mean", "p999", "max")
 

@@ -11,14 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarlhf.config import AlgoConfig, StopConfig
-from megarlhf.experience import Experience, Ragged, Rollouts
+from megarlhf.experience import Experience, Rollouts
 from megarlhf.trainers.rl_batches import split_into_mini_batches
 from megarlhf.trainers.rl_eval import StopRule
 from megarlhf.trainers.rl_score import add_advantages
-
-
-def ragged(*rows, dtype=torch.float32):
-    return Ragged.from_rows([torch.tensor(row) for row in rows], dtype)
+from tests.tables import ragged
 
 
 def experience(*, rollout_logprobs=((-1.0, -2.0), (-0.5,)), rewards=(1.0, 3.0), groups=(0, 0)):
