@@ -130,7 +130,7 @@ def _failing(runtime):
     plan = make_plan(sources, ranks, only_rank=rank)
     Resharder(plan, rank=rank, dtype=torch.bfloat16, device=CPU).run(src, dst)
 
-    def said(src, dst):
+    def refusal(src, dst):
         with pytest.raises(CertificateError) as error:
             certify(plan, sources, ranks, src, dst, rank=rank, dtype=torch.bfloat16, version=3)
         return str(error.value)
@@ -140,9 +140,9 @@ def _failing(runtime):
         return {key: value for key, value in storages.items() if rank != 1 or key != name}
 
     messages = [
-        said(lost(src, "decoder.layers.0.mlp.linear_fc2.weight"), dst),
-        said(src, lost(dst, "model.norm.weight")),
-        said({}, {}) if rank == 1 else said(src, dst),
+        refusal(lost(src, "decoder.layers.0.mlp.linear_fc2.weight"), dst),
+        refusal(src, lost(dst, "model.norm.weight")),
+        refusal({}, {}) if rank == 1 else refusal(src, dst),
     ]
     # The second pass, by box, runs only after a difference.
     if rank == 3:
@@ -150,9 +150,9 @@ def _failing(runtime):
     kept = module._digests_by_box
     if rank == 1:
         module._digests_by_box = lambda *arguments, **options: torch.empty(1 << 60)
-    messages.append(said(src, dst))
+    messages.append(refusal(src, dst))
     module._digests_by_box = kept
-    messages.append(said(src, dst))
+    messages.append(refusal(src, dst))
     return messages
 
 

@@ -200,9 +200,9 @@ def test_verify_names_the_first_difference(models, tmp_path):
     assert actual[0] == actual[1]
     assert whole_digest(actual[0]) == whole_digest(actual[1]) != whole_digest(actual[2])
     assert differences(source, a, actual[0], actual[1], None) == ""
-    said = differences(a, b, actual[1], actual[2], None)
-    assert said.startswith("1 of ")
-    assert said.endswith(f"the first: {name}[7, 11] is {before!r} and {after!r}")
+    message = differences(a, b, actual[1], actual[2], None)
+    assert message.startswith("1 of ")
+    assert message.endswith(f"the first: {name}[7, 11] is {before!r} and {after!r}")
 
 
 @pytest.mark.parametrize(

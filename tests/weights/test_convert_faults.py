@@ -49,12 +49,12 @@ def convert_damaged(source: Path, out: Path, kind: str, expected: dict[str, int]
     try:
         convert(open_checkpoint(source), out, target_for(kind))
     except (ValueError, OSError) as error:
-        said = str(error)
+        message = str(error)
     else:
-        said = ""
-    if said:
-        assert not out.exists(), f"{said} left a directory"
-        assert len(said) > 30, "says what to do"
+        message = ""
+    if message:
+        assert not out.exists(), f"{message} left a directory"
+        assert len(message) > 30, "says what to do"
         return "found"
     assert expected in (None, digests(open_checkpoint(out))), "survived with other numbers"
     open_checkpoint(out)
