@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch.distributed as dist
 from rich.console import RenderableType
 
+from megarlhf.collective_errors import on_first_rank
 from megarlhf.config import CheckpointConfig, FrozenModel, RunConfig
 from megarlhf.models.role import Role
 from megarlhf.observe.metrics import Metric, MetricsWriter, NullWriter, Observer
@@ -67,7 +68,7 @@ def open_session(
     Whatever can be refused is refused before: data is read and models are built first, so that a mistake leaves no
     trace of a run, and an earlier run in the directory as it is. Collective: rank 0 decides about the directory.
     """
-    _on_main_rank(runtime.rank, runtime.world_size, lambda: claim(cfg, run, title))
+    on_first_rank(lambda: claim(cfg, run, title))
     observer: Observer = NullWriter()
     if runtime.is_main:
         observer = MetricsWriter(run.dir, wandb_project="megarlhf" if run.logger == "wandb" else None)
@@ -78,20 +79,6 @@ def open_session(
             yield Session(runtime=runtime, run_dir=run.dir, observer=observer, progress=progress, checkpoint=checkpoint)
     finally:
         observer.close()
-
-
-def _on_main_rank(rank: int, world_size: int, action: Callable[[], None]) -> None:
-    """Do it on rank 0; its ValueError is raised on every rank. Collective."""
-    message: list[str | None] = [None]
-    if rank == 0:
-        try:
-            action()
-        except ValueError as error:
-            message = [str(error)]
-    if world_size > 1:
-        dist.broadcast_object_list(message, src=0)
-    if message[0] is not None:
-        raise ValueError(message[0])
 
 
 def _name(step: int) -> str:
@@ -106,7 +93,7 @@ def save_roles(root: Path, step: int, roles: Sequence[Role]) -> Path:
     Raises: ValueError, on every rank and before anything is written, when something stands under that name.
     """
     final, partial = root / _name(step), root / f".{_name(step)}.partial"
-    _on_main_rank(dist.get_rank(), dist.get_world_size(), lambda: _make_room(final, partial))
+    on_first_rank(lambda: _make_room(final, partial))
     for role in roles:
         role.export(partial / role.name)
     dist.barrier()
