@@ -99,6 +99,8 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "python -m tools.chec
     arguments = parser(prog).parse_args(argv)
     torch.set_num_threads(1)  # pieces are copied side by side; threads inside a copy would only compete
     try:
+        if "out" in arguments:
+            _require_possible(arguments.out)
         return _COMMANDS[arguments.command](arguments)
     except (ValueError, OSError) as error:
         print(f"{prog} {arguments.command}: {error}", file=sys.stderr)
@@ -106,6 +108,14 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "python -m tools.chec
     except KeyboardInterrupt:
         print(f"{prog} {arguments.command}: interrupted; nothing is left behind", file=sys.stderr)
         return 130
+
+
+def _require_possible(out: Path) -> None:
+    """Raises ValueError where a file stands in the way of a directory `out`, before anything is read."""
+    nearest = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
+    if not nearest.is_dir():
+        which = "is a file" if nearest == out.absolute() else f"lies below {nearest}, which is a file"
+        raise ValueError(f"--out {out} {which}; name a directory")
 
 
 def _to_megatron(arguments: argparse.Namespace) -> int:
