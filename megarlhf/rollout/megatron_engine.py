@@ -122,7 +122,7 @@ class _Decoding:
                 self.tokens_BS[i, self.lengths_B[i]] = int(token)
                 self.lengths_B[i] += 1
                 self._sampled[i].append((int(token), logprob))
-                self._finished[i] = int(token) == sampling.eos_id
+                self._finished[i] = int(token) in sampling.end_ids
                 self._open_B[i] = not self._finished[i]
 
     def responses(self) -> dict[int, Response]:

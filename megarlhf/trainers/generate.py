@@ -72,7 +72,7 @@ def _respond(
     rollouts = engine.generate(
         [torch.tensor(prompt.tokens) for prompt in prompts],
         [sample_seed(cfg.run.seed, 0, n) for n in range(len(prompts))],
-        sampling_of(cfg.rollout, data.tokenizer, greedy=cfg.greedy),
+        sampling_of(cfg.rollout, cfg.actor, data.tokenizer, greedy=cfg.greedy),
     )
     responses = [data.tokenizer.decode(row.tolist(), continuation=True) for row in rollouts.responses.rows()]
     texts, fields = [p.text for p in prompts], [p.fields for p in prompts]

@@ -11,6 +11,7 @@ from megarlhf.data.samples import PromptSample, build_prompts
 from megarlhf.data.sources import load_records, source_words
 from megarlhf.data.tokenizer import Tokenizer, load_tokenizer
 from megarlhf.layout import engine_order
+from megarlhf.model_directory import end_tokens
 from megarlhf.models.role import Role
 from megarlhf.rollout.engine import RolloutEngine, Sampling
 from megarlhf.runtime import Runtime
@@ -85,11 +86,11 @@ def make_engine(rollout: RolloutConfig, actor: Role, max_prompt_tokens: int, mic
     )
 
 
-def sampling_of(rollout: RolloutConfig, tokenizer: Tokenizer, *, greedy: bool = False) -> Sampling:
+def sampling_of(rollout: RolloutConfig, actor: RoleConfig, tokenizer: Tokenizer, *, greedy: bool = False) -> Sampling:
     """How this configuration draws responses."""
     return Sampling(
         max_tokens=rollout.max_response_tokens,
         temperature=rollout.temperature,
         greedy=greedy,
-        eos_id=tokenizer.eos_id,
+        end_ids=end_tokens(actor.model.hf_directory(), tokenizer.eos_id),
     )

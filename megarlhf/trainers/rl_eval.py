@@ -12,9 +12,10 @@ import torch
 from megarlhf.config import RLConfig, StopConfig
 from megarlhf.data.samples import PromptSample
 from megarlhf.data.tokenizer import Tokenizer
-from megarlhf.rollout.engine import RolloutEngine, Sampling
+from megarlhf.rollout.engine import RolloutEngine
 from megarlhf.rollout.rewards.rules import RULES
 from megarlhf.rollout.rewards.score import rule_rewards
+from megarlhf.trainers.prompts import sampling_of
 from megarlhf.trainers.rl_score import Rewarder, make_experience
 
 
@@ -30,7 +31,7 @@ class Evaluator:
         heldout: Sequence[PromptSample],
     ) -> None:
         self._engine, self._rewarder, self._tokenizer, self._heldout = engine, rewarder, tokenizer, heldout
-        self._sampling = Sampling(max_tokens=cfg.rollout.max_response_tokens, eos_id=tokenizer.eos_id, greedy=True)
+        self._sampling = sampling_of(cfg.rollout, cfg.actor, tokenizer, greedy=True)
 
     def __call__(self) -> dict[str, float]:
         if not self._heldout:
