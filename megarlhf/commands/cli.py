@@ -119,10 +119,10 @@ def _raised_here(error: Exception) -> bool:
 
 def _dispatch(arguments: argparse.Namespace, argv: list[str]) -> int:
     if arguments.command == "doctor":
-        from megarlhf.commands.doctor import print_doctor
+        from megarlhf.commands.doctor import examine, report
         from megarlhf.runtime import capabilities
 
-        return print_doctor(capabilities())
+        return report(examine(capabilities()))
     if arguments.command == "report":
         from megarlhf.observe.report import write_report
 
