@@ -234,6 +234,7 @@ class Interrupt:
         if name == {module!r}:
             sys.meta_path.remove(self)
             os.kill(os.getpid(), signal.SIGINT)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a process in the background ignores it
 sys.meta_path.insert(0, Interrupt())
 sys.argv = ["megarlhf", "doctor"]
 runpy.run_module("megarlhf", run_name="__main__")
@@ -278,7 +279,7 @@ def test_a_configuration_file_that_is_not_there_names_the_near_one(command, star
 
 @pytest.mark.parametrize("status", [0, 1])
 def test_doctor_hands_on_its_exit_status(status, monkeypatch):
-    monkeypatch.setattr("megarlhf.commands.doctor.print_doctor", lambda capabilities: status)
+    monkeypatch.setattr("megarlhf.commands.doctor.report", lambda findings: status)
     assert cli.main(["doctor"]) == status
 
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megarlhf.config import PromptDataConfig, RoleConfig, RolloutConfig
-from megarlhf.data.samples import PromptSample, build_prompts
-from megarlhf.data.sources import load_records, source_words
+from megarlhf.data.samples import PromptSample, Records, Skipped, build_prompts, load_splits
 from megarlhf.data.tokenizer import Tokenizer, load_tokenizer
 from megarlhf.layout import engine_order
 from megarlhf.model_directory import end_tokens
@@ -31,21 +30,12 @@ class PromptData:
 def load_prompts(data: PromptDataConfig, model_path: Path, max_heldout: int | None = None) -> PromptData:
     """Read and tokenize the prompts."""
     tokenizer = load_tokenizer(model_path)
-    splits: list[list[PromptSample]] = []
-    notes = []
-    for path, split in ((data.train, data.train_split), (data.heldout, data.heldout_split)):
-        if path is None:
-            splits.append([])
-            continue
-        prompts, skipped = build_prompts(
-            load_records(path, fields=("prompt",) if data.template == "plain" else ("messages",), split=split),
-            tokenizer,
-            max_prompt_tokens=data.max_prompt_tokens,
-            template=data.template,
-        )
-        notes.append(f"{source_words(path, split)}: {skipped.describe()}")
-        splits.append(prompts)
-    return PromptData(splits[0], splits[1][:max_heldout], tokenizer, notes)
+
+    def build(records: Records, source: str) -> tuple[list[PromptSample], Skipped]:
+        return build_prompts(records, tokenizer, max_prompt_tokens=data.max_prompt_tokens, template=data.template)
+
+    train, heldout, notes = load_splits(data, ("prompt",) if data.template == "plain" else ("messages",), build)
+    return PromptData(train, heldout[:max_heldout], tokenizer, notes)
 
 
 def actor_order(rollout: RolloutConfig, actor: RoleConfig, runtime: Runtime) -> tuple[int, ...] | None:

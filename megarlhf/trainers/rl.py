@@ -49,7 +49,7 @@ def run(cfg: RLConfig, runtime: Runtime) -> None:
     components.engine.update_weights(components.actor.shard, version=0)
     components.engine.verify_weights(components.actor.shard)
     with open_session(cfg, cfg.run, cfg.checkpoint, runtime, "rl", cfg.train.num_steps, data.notes) as session:
-        evaluate = Evaluator(cfg, components.engine, components.rewarder, data.tokenizer, data.heldout)
+        evaluate = Evaluator(cfg, components.engine, components.rewarder, data.heldout)
         stop = StopRule(cfg.train.stop)
         gap = LogprobGapWatch(cfg.rollout.logprob_gap, components.actor.shard.dtype)
         session.log(0, stop.watch(evaluate()))

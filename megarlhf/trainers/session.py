@@ -15,7 +15,7 @@ from rich.console import RenderableType
 from megarlhf.collective_errors import on_first_rank
 from megarlhf.config import CheckpointConfig, FrozenModel, RunConfig
 from megarlhf.models.role import Role
-from megarlhf.observe.metrics import Metric, MetricsWriter, NullWriter, Observer
+from megarlhf.observe.metrics import Metric, MetricsWriter
 from megarlhf.observe.progress import Progress
 from megarlhf.observe.run_directory import claim
 from megarlhf.runtime import Runtime
@@ -27,7 +27,8 @@ class Session:
 
     runtime: Runtime
     run_dir: Path
-    observer: Observer
+    metrics: MetricsWriter | None
+    """On rank 0."""
     progress: Progress
     checkpoint: CheckpointConfig
     written: list[Path] = field(default_factory=list)
@@ -35,7 +36,8 @@ class Session:
 
     def log(self, step: int, metrics: Mapping[str, Metric]) -> None:
         """Record the metrics of step `step` (1 is the first; 0 is before training)."""
-        self.observer.log(step, metrics)
+        if self.metrics is not None:
+            self.metrics.log(step, metrics)
         self.progress.step(step, metrics)
 
     def note(self, message: RenderableType) -> None:
@@ -69,16 +71,13 @@ def open_session(
     trace of a run, and an earlier run in the directory as it is. Collective: rank 0 decides about the directory.
     """
     on_first_rank(lambda: claim(cfg, run, title))
-    observer: Observer = NullWriter()
-    if runtime.is_main:
-        observer = MetricsWriter(run.dir, wandb_project="megarlhf" if run.logger == "wandb" else None)
-    try:
-        with Progress(title, total, enabled=runtime.is_main) as progress:
-            for note in notes:
-                progress.note(note)
-            yield Session(runtime=runtime, run_dir=run.dir, observer=observer, progress=progress, checkpoint=checkpoint)
-    finally:
-        observer.close()
+    project = "megarlhf" if run.logger == "wandb" else None
+    with contextlib.ExitStack() as stack:
+        metrics = stack.enter_context(MetricsWriter(run.dir, wandb_project=project)) if runtime.is_main else None
+        progress = stack.enter_context(Progress(title, total, enabled=runtime.is_main))
+        for note in notes:
+            progress.note(note)
+        yield Session(runtime=runtime, run_dir=run.dir, metrics=metrics, progress=progress, checkpoint=checkpoint)
 
 
 def _name(step: int) -> str:
