@@ -35,5 +35,5 @@ setup(
     packages=find_packages(include=["megarlhf", "megarlhf.*"]),
     install_requires=CORE,
     extras_require=EXTRAS,
-    entry_points={"console_scripts": ["megarlhf=megarlhf.commands.cli:main"]},
+    entry_points={"console_scripts": ["megarlhf=megarlhf.__main__:main"]},
 )

@@ -100,7 +100,7 @@ class Run:
         if not inject:
             gap = LogprobGapWatch(LogprobGapConfig(steps=1), parts.actor.shard.dtype)
             gap.watch(logprob_gap(experience))
-            gap.raise_if_failed()
+            gap.raise_if_failed(last=False)
         experience = add_advantages(experience, cfg.algo)
         metrics = rl.describe(experience, cfg)
         prepared = time.perf_counter()

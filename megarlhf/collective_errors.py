@@ -44,3 +44,17 @@ class raise_on_all_ranks:
         if ranks_by_reason:
             reasons = [f"rank {', '.join(map(str, ranks))}: {reason}" for reason, ranks in ranks_by_reason.items()]
             raise self._error(reasons) from failure
+
+
+def on_first_rank(action: Callable[[], object]) -> None:
+    """Do it on rank 0 only; a ValueError that it raises there is raised on every rank. Collective."""
+    message: list[str | None] = [None]
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        try:
+            action()
+        except ValueError as error:
+            message = [str(error)]
+    if dist.is_initialized():
+        dist.broadcast_object_list(message, src=0)
+    if message[0] is not None:
+        raise ValueError(message[0])

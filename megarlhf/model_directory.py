@@ -1,7 +1,9 @@
-"""Where a model's config.json and tokenizer stand: beside its weights, or in a directory named for them."""
+"""Where a model's config.json and tokenizer stand: beside its weights, or in a directory named for them; and which
+tokens end its responses."""
 
 from __future__ import annotations
 
+import json
 import re
 from os import PathLike
 from pathlib import Path
@@ -40,3 +42,25 @@ def require_hf_directory(path: str | PathLike[str], hf: str | PathLike[str] | No
             "tokenizer"
         )
     return directory
+
+
+def end_tokens(directory: str | PathLike[str], tokenizer_eos_id: int) -> tuple[int, ...]:
+    """The token ids that end a response of the model in a Hugging Face directory: the tokenizer's end-of-sequence
+    token, and those that generation_config.json names (`eos_token_id`, a number or a list of them); without that
+    file, those of config.json. transformers ends at the same.
+
+    Raises: ValueError when the file cannot be read, or names something else than numbers.
+    """
+    files = (Path(directory) / name for name in ("generation_config.json", "config.json"))
+    path = next((path for path in files if path.is_file()), None)
+    if path is None:
+        return (tokenizer_eos_id,)
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON ({error}); copy the file again from its source") from error
+    ids = config.get("eos_token_id") if isinstance(config, dict) else config
+    ids = [] if ids is None else ids if isinstance(ids, list) else [ids]
+    if not (isinstance(config, dict) and all(type(token) is int for token in ids)):
+        raise ValueError(f"{path}: expected eos_token_id as a token id or a list of them, got {ids}; correct the file")
+    return tuple(dict.fromkeys([tokenizer_eos_id, *ids]))

@@ -6,9 +6,9 @@ Nothing here may start a thread or join a process group: neither survives a fork
 # ruff: noqa: E402, F401
 import gc
 
-from megarlhf.commands.launch import quieten
+from megarlhf.commands.launch import silence_libraries
 
-quieten()
+silence_libraries()
 
 import megatron.core.models.gpt.gpt_layer_specs
 from megatron.core import dist_checkpointing

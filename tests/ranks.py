@@ -116,7 +116,7 @@ def _serve(connection: Connection) -> None:
     from megarlhf.commands import launch
     from megarlhf.runtime import shutdown
 
-    launch.quieten()
+    launch.silence_libraries()
     while True:
         try:
             message = connection.recv()

@@ -76,7 +76,7 @@ def started(monkeypatch):
     """What would have been started. The environment is that of a plain start."""
     calls = []
     monkeypatch.setattr(launch, "local_ranks", lambda nproc, argv: calls.append(("local_ranks", nproc)) or 0)
-    monkeypatch.setattr(launch, "as_rank", lambda info, cfg, entry: calls.append(("as_rank", entry)) or 0)
+    monkeypatch.setattr(launch, "as_rank", lambda info, cfg, entry, check: calls.append(("as_rank", entry)) or 0)
     for name in [name for name in os.environ if name.startswith("SLURM_")] + ["RANK", "WORLD_SIZE", launch.MARK]:
         monkeypatch.delenv(name, raising=False)
     return calls
@@ -119,12 +119,24 @@ def test_without_dry_run_a_plain_start_launches_ranks_and_a_single_rank_joins(co
 
 
 def test_a_launched_rank_joins_with_the_launchers_world(command, started, capsys, monkeypatch):
-    """run.nproc is for plain starts; under torchrun the world is torchrun's, and rank 1 prints nothing."""
+    """run.nproc is for plain starts; under torchrun the world is torchrun's. No rank reads a checkpoint before it has
+    joined: then the first one checks the run, but not where the process that started the ranks has done so."""
     for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
+    checks = []
+    monkeypatch.setattr(launch, "as_rank", lambda info, cfg, entry, check: checks.append(check) or 0)
+    assert cli.main(command("sft", "run.nproc=4", "train.mini_batch_samples=7")) == 0
     assert cli.main(command("sft", "run.nproc=4")) == 0
-    assert started == [("as_rank", "megarlhf.trainers.sft:run")]
     assert capsys.readouterr().out == ""
+    with pytest.raises(ValueError, match=r"train.mini_batch_samples = 7 is not a multiple of"):
+        checks[0]()
+    checks[1]()
+    said = capsys.readouterr().out
+    assert "data-parallel ranks of actor 2" in squeezed(said)
+    assert "the launcher started 2 rank(s); run.nproc = 4 is not used" in said
+    monkeypatch.setenv(launch.MARK, "somewhere")
+    assert cli.main(command("sft", "run.nproc=4")) == 0
+    assert checks[2] is None
 
 
 @pytest.mark.parametrize(
@@ -184,15 +196,15 @@ def test_a_used_run_directory_is_refused_before_anything_starts(option, command,
 
 @pytest.mark.parametrize(
     "error, status",
-    [(ValueError("m"), 2), (FloatingPointError("m"), 4), (KeyboardInterrupt(), 130), (RuntimeError("m"), None)],
+    [(ValueError("m"), 2), (FloatingPointError("m"), 4), (RuntimeError("m"), None)],
 )
 def test_errors_that_are_said_in_a_sentence_have_their_status(error, status, command, started, monkeypatch, capsys):
-    """Where our own code raises them: one of a library keeps its traceback, but for Ctrl-C, which is the user's."""
+    """Where our own code raises them: one of a library keeps its traceback."""
 
-    def fail(info, cfg, entry):
+    def fail(info, cfg, entry, check):
         raise error
 
-    def fail_in_a_library(info, cfg, entry):
+    def fail_in_a_library(info, cfg, entry, check):
         json.loads("", object_hook=exec)  # a ValueError that the standard library raises
 
     monkeypatch.setattr(launch, "as_rank", fail)
@@ -202,11 +214,34 @@ def test_errors_that_are_said_in_a_sentence_have_their_status(error, status, com
             cli.main(command("sft"))
     else:
         assert cli.main(command("sft")) == status
-        assert capsys.readouterr().err == f"megarlhf sft: {'interrupted' if status == 130 else 'm'}\n"
+        assert capsys.readouterr().err == "megarlhf sft: m\n"
     monkeypatch.undo()
     monkeypatch.setattr(launch, "as_rank", fail_in_a_library)
     with pytest.raises(ValueError, match="Expecting value"):
         cli.main(command("sft"))
+
+
+@pytest.mark.parametrize("module", ["yaml", "torch.nn"])
+def test_ctrl_c_is_one_line_also_while_modules_are_imported(module):
+    """SIGINT when the named module is about to be imported: early by the command line, late by the command."""
+    code = f"""
+import os, runpy, signal, sys
+class Interrupt:
+    def find_spec(self, name, path=None, target=None):
+        if name == {module!r}:
+            sys.meta_path.remove(self)
+            os.kill(os.getpid(), signal.SIGINT)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a process in the background ignores it
+sys.meta_path.insert(0, Interrupt())
+sys.argv = ["megarlhf", "doctor"]
+runpy.run_module("megarlhf", run_name="__main__")
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "megarlhf doctor: interrupted\n")
+
+
+def test_the_console_script_is_the_guarded_entry_point():
+    assert '"megarlhf=megarlhf.__main__:main"' in (ROOT / "setup.py").read_text()
 
 
 def test_eval_prints_its_scores_and_where_they_are(work, tmp_path, monkeypatch, capsys):
@@ -241,7 +276,7 @@ def test_a_configuration_file_that_is_not_there_names_the_near_one(command, star
 
 @pytest.mark.parametrize("status", [0, 1])
 def test_doctor_hands_on_its_exit_status(status, monkeypatch):
-    monkeypatch.setattr("megarlhf.commands.doctor.print_doctor", lambda capabilities: status)
+    monkeypatch.setattr("megarlhf.commands.doctor.report", lambda findings: status)
     assert cli.main(["doctor"]) == status
 
 

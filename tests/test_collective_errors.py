@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megarlhf.collective_errors import raise_on_all_ranks
+from megarlhf.collective_errors import on_first_rank, raise_on_all_ranks
 from tests.ranks import RankPool
 
 
@@ -64,6 +64,24 @@ def _in_a_group(runtime):
             assert rank == 1, "wrong rank"
         message = str(raised.value)
     return message, _sum(rank)
+
+
+def _only_first(runtime):
+    """The first call is refused, the second is not; which ranks have made them."""
+    calls = []
+
+    def refuse():
+        calls.append("refused")
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match=r"^no$"):
+        on_first_rank(refuse)
+    on_first_rank(lambda: calls.append("done"))
+    return calls, _sum(runtime.rank)
+
+
+def test_what_the_first_rank_alone_does_is_refused_on_all(ranks: RankPool):
+    assert ranks.run(2, _only_first) == [(["refused", "done"], 1), ([], 1)]
 
 
 def test_nothing_fails(ranks: RankPool):

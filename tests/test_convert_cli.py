@@ -3,6 +3,7 @@
 import contextlib
 import io
 import os
+import re
 import resource
 import shutil
 import subprocess
@@ -108,6 +109,17 @@ def test_mistakes_are_said_in_one_line(model, tmp_path, capsys, monkeypatch, arg
     assert message in stderr
     assert stderr.startswith("python -m tools.checkpoint_convert")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("out", "why"), [("file/x/y", "lies below .*/file, which is a file"), ("file", "is a file")])
+def test_an_output_that_cannot_be_a_directory_is_refused_before_anything_is_read(tmp_path, capsys, out, why):
+    """The source is not there either: it would have been said if it had been looked at."""
+    (tmp_path / "file").write_text("mine")
+    for command in (["hf-to-megatron", "--hf"], ["megatron-to-hf", "--megatron"], ["relayout", "--megatron"]):
+        assert main([*command, str(tmp_path / "absent"), "--out", str(tmp_path / out), "--force"]) == 2
+        assert re.search(f": --out {tmp_path}/{out} {why}; name a directory\n$", capsys.readouterr().err)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    assert (tmp_path / "file").read_text() == "mine"
 
 
 def test_megarlhf_convert_is_the_same_code(model, capsys):

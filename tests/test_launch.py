@@ -43,8 +43,8 @@ import os, signal, subprocess, sys, time
 rank, what, folder = int(os.environ["RANK"]), sys.argv[1], sys.argv[2]
 
 def say(message, status=2):
-    from megarlhf.commands.launch import say_mistake
-    say_mistake("sft", message, status)
+    from megarlhf.commands.launch import print_error
+    print_error("sft", message, status)
     raise SystemExit(status)
 
 if what == "all":
@@ -163,6 +163,6 @@ def test_under_another_launcher_rank_0_speaks_at_once_and_others_wait(
     monkeypatch.delenv(launch.MARK, raising=False)
     for name, value in {"RANK": str(rank), "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
-    launch.say_mistake("sft", "no", 2)
+    launch.print_error("sft", "no", 2)
     assert waited == [launch.SILENCE_SECONDS * rank]
     assert capsys.readouterr().err == ("megarlhf sft: no\n", "megarlhf sft (rank 1): no\n")[rank]

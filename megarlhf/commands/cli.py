@@ -33,13 +33,13 @@ COMMANDS: dict[str, Command] = {
 }
 
 
-EXIT_STATUS: dict[type[BaseException], int] = {
-    KeyboardInterrupt: 130,
+EXIT_STATUS: dict[type[Exception], int] = {
     FloatingPointError: 4,  # numbers that no training can go on with
     ValueError: 2,  # the user's mistake
 }
-"""Of errors that are said in a sentence, where our own code raised them. Any other error keeps its traceback and
-ends with 1. 3 (watchdog) and 75 (saved, to be queued again) are reserved."""
+"""Of errors that are printed as a sentence, where our own code raised them. Any other error keeps its traceback and
+ends with 1; Ctrl-C ends with 130 (`megarlhf/__main__.py`). 3 (watchdog) and 75 (saved, to be queued again) are
+reserved."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -73,7 +73,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit status. What is said in a sentence has no traceback: `EXIT_STATUS`."""
+    """Run a command; returns the exit status. An error of `EXIT_STATUS` is printed without a traceback."""
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
         if "MEGARLHF_PARENT" in os.environ:
@@ -89,27 +89,27 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             return plan(argv[1:])
         return _dispatch(parse(argv), argv)
-    except (Exception, KeyboardInterrupt) as error:
+    except Exception as error:
         from megarlhf.commands import launch
 
         status = exit_status(error)
         if status is not None:
-            launch.say_mistake(argv[0], str(error) or "interrupted", status)
-        elif launch.another_rank_has_spoken():
+            launch.print_error(argv[0], str(error), status)
+        elif launch.another_rank_has_failed():
             status = 1
         else:
             raise
         return status
 
 
-def exit_status(error: BaseException) -> int | None:
-    """The exit status of an error that is said in a sentence; None for one that keeps its traceback."""
-    if not isinstance(error, KeyboardInterrupt) and not _raised_here(error):
+def exit_status(error: Exception) -> int | None:
+    """The exit status of an error that is printed as a sentence; None for one that keeps its traceback."""
+    if not _raised_here(error):
         return None
     return next((status for kind, status in EXIT_STATUS.items() if isinstance(error, kind)), None)
 
 
-def _raised_here(error: BaseException) -> bool:
+def _raised_here(error: Exception) -> bool:
     """Whether our own code raised it, and so wrote its message for people; torch's ValueErrors keep their traceback."""
     frame = error.__traceback__
     while frame is not None and frame.tb_next is not None:
@@ -119,10 +119,10 @@ def _raised_here(error: BaseException) -> bool:
 
 def _dispatch(arguments: argparse.Namespace, argv: list[str]) -> int:
     if arguments.command == "doctor":
-        from megarlhf.commands.doctor import print_doctor
+        from megarlhf.commands.doctor import examine, report
         from megarlhf.runtime import capabilities
 
-        return print_doctor(capabilities())
+        return report(examine(capabilities()))
     if arguments.command == "report":
         from megarlhf.observe.report import write_report
 
@@ -135,21 +135,25 @@ def _dispatch(arguments: argparse.Namespace, argv: list[str]) -> int:
 
 
 def _run_on_ranks(arguments: argparse.Namespace, argv: list[str], command: Command, cfg: Any) -> int:
+    """Check the run once, in the process that starts the ranks or on the first of them, and run it."""
     from megarlhf.commands import launch
     from megarlhf.planning.preflight import preflight
     from megarlhf.runtime import RankInfo, detect_rank
 
     info = detect_rank(os.environ)
-    world_size = info.world_size if info else cfg.run.nproc
-    plan = preflight(arguments.command, cfg, world_size)
-    if info is None or (info.rank == 0 and launch.MARK not in os.environ):
-        plan.print()
+
+    def check() -> None:
+        preflight(arguments.command, cfg, info.world_size if info else cfg.run.nproc).print()
         for sentence in repeated_overrides(arguments.overrides):
             print(sentence)
         if info is not None and info.world_size != cfg.run.nproc:
             print(f"the launcher started {info.world_size} rank(s); run.nproc = {cfg.run.nproc} is not used")
+
+    if info is None or (arguments.dry_run and info.rank == 0):
+        check()
     if arguments.dry_run:
         return 0
     if info is None and cfg.run.nproc > 1:
         return launch.local_ranks(cfg.run.nproc, argv)
-    return launch.as_rank(info or RankInfo(), cfg, command.entry)
+    checked = info is None or launch.MARK in os.environ
+    return launch.as_rank(info or RankInfo(), cfg, command.entry, check=None if checked else check)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from pathlib import Path
 
 import torch
@@ -38,8 +39,9 @@ def parser(prog: str = "python -m tools.checkpoint_convert") -> argparse.Argumen
     to_hf = commands.add_parser("megatron-to-hf", help="a Megatron checkpoint to a Hugging Face directory")
     _add_megatron(to_hf)
     _add_output(to_hf)
+    words, size = "of one safetensors file", 5 * 10**9
     to_hf.add_argument(
-        "--max-shard-size", type=num_bytes, default=5 * 10**9, metavar="5GB", help="of one safetensors file"
+        "--max-shard-size", dest="max_shard_bytes", type=num_bytes, default=size, metavar="5GB", help=words
     )
     relayout = commands.add_parser("relayout", help="a Megatron checkpoint to another layout, format or spec")
     _add_megatron(relayout)
@@ -89,10 +91,10 @@ def _add_layout(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--format", choices=("torch_dist", "mp_rank"), default="torch_dist")
     sub.add_argument("--spec", choices=("local", "te"), default="te", help="whose names norms and experts get")
     sub.add_argument("--experts", choices=("each", "grouped"), default="each", help="how experts are stored")
-    sub.add_argument(
-        "--vocab-pad", type=positive, metavar="N", help="pad the vocabulary to a multiple of N x tp; default 128"
-    )
-    sub.add_argument("--padded-vocab-size", type=positive, metavar="N", help="rows in all; wins over --vocab-pad")
+    words = "pad the vocabulary to a multiple of N x tp; default 128"
+    sub.add_argument("--vocab-pad", dest="vocab_multiple", type=positive, metavar="N", help=words)
+    words = "rows in all; wins over --vocab-pad"
+    sub.add_argument("--padded-vocab-size", dest="padded_vocab", type=positive, metavar="N", help=words)
 
 
 def main(argv: Sequence[str] | None = None, *, prog: str = "python -m tools.checkpoint_convert") -> int:
@@ -109,48 +111,38 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "python -m tools.chec
         return 130
 
 
-def _to_megatron(arguments: argparse.Namespace) -> int:
-    return _convert(arguments, open_checkpoint(arguments.hf), _megatron_target(arguments))
+def _require_possible(out: Path) -> None:
+    """Raises ValueError where a file stands in the way of a directory `out`, before anything is read."""
+    nearest = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
+    if not nearest.is_dir():
+        which = "is a file" if nearest == out.absolute() else f"lies below {nearest}, which is a file"
+        raise ValueError(f"--out {out} {which}; name a directory")
 
 
-def _to_huggingface(arguments: argparse.Namespace) -> int:
-    source = _open_megatron(arguments)
-    return _convert(arguments, source, HuggingFaceTarget(max_shard_bytes=arguments.max_shard_size))
-
-
-def _relayout(arguments: argparse.Namespace) -> int:
-    return _convert(arguments, _open_megatron(arguments), _megatron_target(arguments))
-
-
-def _open_megatron(arguments: argparse.Namespace) -> Checkpoint:
+def _open_source(arguments: argparse.Namespace) -> Checkpoint:
     """The source; when it is the output too, as a killed replacement of it may have left it."""
+    if "hf" in arguments:
+        return open_checkpoint(arguments.hf)
     if arguments.megatron.resolve() == arguments.out.resolve():
         Staging.bring_back(arguments.out)
     return open_checkpoint(arguments.megatron, hf=arguments.reference_hf)
 
 
-def _megatron_target(arguments: argparse.Namespace) -> MegatronTarget:
-    return MegatronTarget(
-        tp=arguments.tp,
-        pp=arguments.pp,
-        vpp=arguments.vpp,
-        ep=arguments.ep,
-        layers_per_stage=arguments.layers_per_stage,
-        format=arguments.format,
-        spec=arguments.spec,
-        experts=arguments.experts,
-        vocab_multiple=arguments.vocab_pad,
-        padded_vocab=arguments.padded_vocab_size,
-    )
+def _target(arguments: argparse.Namespace) -> Target:
+    if "max_shard_bytes" in arguments:
+        return HuggingFaceTarget(max_shard_bytes=arguments.max_shard_bytes)
+    return MegatronTarget(**{field.name: getattr(arguments, field.name) for field in fields(MegatronTarget)})
 
 
-def _convert(arguments: argparse.Namespace, source: Checkpoint, target: Target) -> int:
+def _convert(arguments: argparse.Namespace) -> int:
+    _require_possible(arguments.out)
+    source = _open_source(arguments)
     with bytes_bar("converting") as (started, progress):
         written = convert(
             source,
             arguments.out,
-            target,
-            dtype=None if arguments.dtype is None else DTYPES[arguments.dtype],
+            _target(arguments),
+            dtype=DTYPES.get(arguments.dtype),
             force=arguments.force,
             workers=arguments.workers,
             checksums=getattr(arguments, "checksums", False),
@@ -190,7 +182,7 @@ def _check(model: Checkpoint) -> int:
 
 def _verify(arguments: argparse.Namespace) -> int:
     a, b = (open_checkpoint(path, hf=arguments.reference_hf) for path in (arguments.a, arguments.b))
-    dtype = None if arguments.dtype is None else DTYPES[arguments.dtype]
+    dtype = DTYPES.get(arguments.dtype)
     digests_a, digests_b = (_digests(model, dtype) for model in (a, b))
     difference = differences(a, b, digests_a, digests_b, dtype)
     if difference:
@@ -206,9 +198,9 @@ def _digests(model: Checkpoint, dtype: torch.dtype | None = None) -> dict[str, i
 
 
 _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
-    "hf-to-megatron": _to_megatron,
-    "megatron-to-hf": _to_huggingface,
-    "relayout": _relayout,
+    "hf-to-megatron": _convert,
+    "megatron-to-hf": _convert,
+    "relayout": _convert,
     "inspect": _inspect,
     "verify": _verify,
 }

@@ -22,10 +22,9 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
-from megarlhf.observe.progress import make_console
+from megarlhf.observe.progress import make_console, table
 
 if TYPE_CHECKING:
     from megarlhf.runtime import Capabilities  # it imports torch
@@ -47,16 +46,17 @@ REQUIRED = {
 }
 OPTIONAL = {
     "sentencepiece": "SentencePiece tokenizers cannot be read; Hugging Face tokenizers can",
+    "vllm": "rl cannot use rollout.engine=vllm; sft, rm, dpo and convert are not touched by it",
 }
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Finding:
     """One line of the table."""
 
     part: str
     value: str
-    verdict: Verdict
+    verdict: Verdict = "ok"
     meaning: str = ""
 
 
@@ -65,9 +65,7 @@ def examine(capabilities: Capabilities, *, environ: Mapping[str, str] = os.envir
     versions, on_gpu = capabilities.versions, capabilities.device_type != "cpu"
     return [
         _python(),
-        *(_package(name, versions.get(name)) for name in REQUIRED),
-        *(_package(name, versions.get(name)) for name in OPTIONAL),
-        _vllm(versions.get("vllm")),
+        *(_package(name, versions.get(name)) for name in REQUIRED | OPTIONAL),
         _triton(versions.get("triton"), on_gpu),
         _transformer_engine(versions.get("transformer-engine"), on_gpu),
         _apex(versions.get("apex"), apex_kind(), on_gpu),
@@ -77,30 +75,18 @@ def examine(capabilities: Capabilities, *, environ: Mapping[str, str] = os.envir
         _memory(),
         _shared_memory(),
         _cores(),
-        *_slurm(environ),
+        _slurm(environ),
     ]
 
 
 def report(findings: Sequence[Finding], *, console: Console | None = None) -> int:
     """Print the table; return the exit status: 1 if a finding is a problem."""
     console = console or make_console()
-    table = Table(title="megarlhf doctor", title_justify="left", title_style="bold")
-    table.add_column("part", no_wrap=True)
-    table.add_column("found", overflow="fold")
-    table.add_column("", no_wrap=True)
-    table.add_column("what it means", overflow="fold")
-    for finding in findings:
-        verdict = Text(finding.verdict, style=STYLES[finding.verdict])
-        table.add_row(Text(finding.part), Text(finding.value), verdict, Text(finding.meaning))
-    console.print(table)
+    rows = [(f.part, f.value, Text(f.verdict, style=STYLES[f.verdict]), f.meaning) for f in findings]
+    console.print(table("megarlhf doctor", rows, ("part", "found", "", "what it means")))
     problems = sum(finding.verdict == "problem" for finding in findings)
     console.print(f"{problems} problem(s)" if problems else "no problem found")
     return 1 if problems else 0
-
-
-def print_doctor(capabilities: Capabilities) -> int:
-    """The command: examine this machine, print the table, return the exit status."""
-    return report(examine(capabilities))
 
 
 def apex_kind(search_path: Sequence[str] | None = None) -> ApexKind:
@@ -109,10 +95,9 @@ def apex_kind(search_path: Sequence[str] | None = None) -> ApexKind:
     The registry's package of that name is an unrelated project. NVIDIA's has `apex/optimizers/fused_adam.py`,
     and the extension module `amp_C` when its kernels were compiled.
     """
-    spec = PathFinder.find_spec("apex", search_path)
-    if spec is None:
+    if PathFinder.find_spec("apex", search_path) is None:
         return "missing"
-    folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
+    folders = _folders("apex", search_path)
     if not any((folder / "optimizers" / "fused_adam.py").is_file() for folder in folders):
         return "unrelated"
     compiled = PathFinder.find_spec("amp_C", search_path) is not None
@@ -121,41 +106,30 @@ def apex_kind(search_path: Sequence[str] | None = None) -> ApexKind:
 
 def _python() -> Finding:
     value = platform.python_version()
-    supported = Version("3.10") <= Version(value) < Version("3.13")
-    meaning = "" if supported else "megarlhf supports 3.10 to 3.12: make the environment with one of those"
-    return Finding(part="python", value=value, verdict="ok" if supported else "problem", meaning=meaning)
+    if Version("3.10") <= Version(value) < Version("3.13"):
+        return Finding("python", value)
+    meaning = "megarlhf supports 3.10 to 3.12: make the environment with one of those"
+    return Finding("python", value, "problem", meaning)
 
 
 def _package(name: str, value: str | None) -> Finding:
+    """An installed package is compared with the version that the tests ran with."""
     if value is None:
-        required = name in REQUIRED
-        meaning = f"not installed: {REQUIRED[name] if required else OPTIONAL[name]}"
-        return Finding(part=name, value="missing", verdict="problem" if required else "note", meaning=meaning)
-    return _tested(name, value)
-
-
-def _tested(name: str, value: str) -> Finding:
-    """An installed package, compared with the version that the tests ran with."""
+        verdict: Verdict = "problem" if name in REQUIRED else "note"
+        return Finding(name, "missing", verdict, f"not installed: {(REQUIRED | OPTIONAL)[name]}")
     tested = TESTED.get(name)
-    if tested is not None and Version(value).public != tested:
-        meaning = f"the tests ran with {tested}: run `make test` with yours before you trust a long job to it"
-        return Finding(part=name, value=value, verdict="note", meaning=meaning)
-    return Finding(part=name, value=value, verdict="ok")
-
-
-def _vllm(value: str | None) -> Finding:
-    if value is None:
-        meaning = "not installed: rl cannot use rollout.engine=vllm; sft, rm, dpo and convert are not touched by it"
-        return Finding(part="vllm", value="missing", verdict="note", meaning=meaning)
-    return _tested("vllm", value)
+    if tested is None or Version(value).public == tested:
+        return Finding(name, value)
+    meaning = f"the tests ran with {tested}: run `make test` with yours before you trust a long job to it"
+    return Finding(name, value, "note", meaning)
 
 
 def _triton(value: str | None, on_gpu: bool) -> Finding:
-    if value is not None:
-        meaning = "" if on_gpu else "kernels run in its interpreter (tests only); plain torch is used on a CPU"
-        return Finding(part="triton", value=value, verdict="ok", meaning=meaning)
-    meaning = "not installed: plain torch kernels are used; fine on CPU, more memory and time on GPU"
-    return Finding(part="triton", value="missing", verdict="note", meaning=meaning)
+    if value is None:
+        meaning = "not installed: plain torch kernels are used; fine on CPU, more memory and time on GPU"
+        return Finding("triton", "missing", "note", meaning)
+    meaning = "kernels run in its interpreter (tests only); plain torch is used on a CPU"
+    return Finding("triton", value, "ok", "" if on_gpu else meaning)
 
 
 def transformer_engine_range() -> SpecifierSet | None:
@@ -168,115 +142,111 @@ def transformer_engine_range() -> SpecifierSet | None:
 
 
 def _transformer_engine(value: str | None, on_gpu: bool) -> Finding:
-    part = "transformer-engine"
-    taken = transformer_engine_range()
-    if value is not None and taken is not None and not taken.contains(value, prereleases=True):
+    part, taken = "transformer-engine", transformer_engine_range()
+    if value is None:
+        meaning = "not installed: local layer spec is used; fine on CPU, slower on GPU"
+        return Finding(part, "missing", "note" if on_gpu else "ok", meaning)
+    if taken is not None and not taken.contains(value, prereleases=True):
         meaning = (
             f"Megatron-Core {version('megatron-core')} takes {taken} and imports names that others may lack: "
             "install the one of requirements/gpu.txt"
         )
-        return Finding(part=part, value=value, verdict="problem" if on_gpu else "note", meaning=meaning)
-    if value is not None:
-        meaning = "fused layers are used" if on_gpu else "not used: it needs a GPU; local layer spec instead"
-        return Finding(part=part, value=value, verdict="ok", meaning=meaning)
-    meaning = "not installed: local layer spec is used; fine on CPU, slower on GPU"
-    return Finding(part=part, value="missing", verdict="note" if on_gpu else "ok", meaning=meaning)
+        return Finding(part, value, "problem" if on_gpu else "note", meaning)
+    meaning = "fused layers are used" if on_gpu else "not used: it needs a GPU; local layer spec instead"
+    return Finding(part, value, "ok", meaning)
 
 
 def _apex(value: str | None, kind: ApexKind, on_gpu: bool) -> Finding:
-    shown = value or "no version"
-    missing: Verdict = "note" if on_gpu else "ok"
-    if kind == "nvidia":
-        return Finding(part="apex", value=f"{shown} (NVIDIA's)", verdict="ok", meaning="fused kernels are used")
+    absent: Verdict = "note" if on_gpu else "ok"
+    if kind == "missing":
+        meaning = "not installed: torch's own norms and optimizer are used; fine on CPU, slightly slower on GPU"
+        return Finding("apex", "missing", absent, meaning)
     if kind == "unrelated":
         meaning = (
             "this is the registry's unrelated project, not NVIDIA's apex: `pip uninstall apex`, then build "
             "NVIDIA's from source if you want its kernels (requirements/gpu.txt)"
         )
-        return Finding(part="apex", value=f"{shown} (unrelated)", verdict="problem", meaning=meaning)
-    if kind == "nvidia without its kernels":
-        meaning = "built without its extensions: torch's own norms and optimizer are used"
-        return Finding(part="apex", value=f"{shown} (NVIDIA's)", verdict=missing, meaning=meaning)
-    meaning = "not installed: torch's own norms and optimizer are used; fine on CPU, slightly slower on GPU"
-    return Finding(part="apex", value="missing", verdict=missing, meaning=meaning)
+        return Finding("apex", f"{value or 'no version'} (unrelated)", "problem", meaning)
+    shown = f"{value or 'no version'} (NVIDIA's)"
+    if kind == "nvidia":
+        return Finding("apex", shown, "ok", "fused kernels are used")
+    return Finding("apex", shown, absent, "built without its extensions: torch's own norms and optimizer are used")
 
 
 def _device(capabilities: Capabilities) -> Finding:
-    count, kind, name = capabilities.device_count, capabilities.device_type, capabilities.device_name
-    value = f"{count} x {name}" if kind != "cpu" else name or kind
-    meaning = "" if kind != "cpu" else "no GPU seen: everything runs over gloo, at the size of a test"
-    return Finding(part="devices", value=value, verdict="ok" if kind != "cpu" else "note", meaning=meaning)
+    kind, name = capabilities.device_type, capabilities.device_name
+    if kind != "cpu":
+        return Finding("devices", f"{capabilities.device_count} x {name}")
+    return Finding("devices", name or kind, "note", "no GPU seen: everything runs over gloo, at the size of a test")
 
 
 def _backends(backends: Sequence[str], on_gpu: bool) -> Finding:
     value, part = ", ".join(backends) or "none", "distributed backends"
-    wanted = {"gloo"} | ({"nccl"} if on_gpu else set())
-    absent = sorted(wanted - set(backends))
+    absent = [name for name in ("gloo", *["nccl"] * on_gpu) if name not in backends]
     if not absent:
-        return Finding(part=part, value=value, verdict="ok")
+        return Finding(part, value)
     meaning = f"torch was built without {' and '.join(absent)}: install a build for this machine"
-    return Finding(part=part, value=value, verdict="problem", meaning=meaning)
+    return Finding(part, value, "problem", meaning)
 
 
 def _attention(transformer_engine: str | None, on_gpu: bool) -> Finding:
     """Attention over packed sequences: transformer-engine, flash-attn, torch's varlen."""
-    flash = {name: _version(name) for name in ("flash-attn", "flash-attn-3")}
-    kinds = [f"{name} {value}" for name, value in flash.items() if value is not None]
+    kinds = [f"{name} {value}" for name in ("flash-attn", "flash-attn-3") if (value := _version(name)) is not None]
     if transformer_engine is not None:
         kinds.append("transformer-engine")
-    spec = PathFinder.find_spec("torch")
-    folders = [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec else []
-    if any((folder / "nn" / "attention" / "varlen.py").is_file() for folder in folders):
+    if any((folder / "nn" / "attention" / "varlen.py").is_file() for folder in _folders("torch")):
         kinds.append("torch varlen")
     value, part = ", ".join(kinds) or "none", "flash/varlen attention"
     if not on_gpu:
         meaning = "these are GPU kernels; on a CPU packed sequences go through torch's own attention"
-        return Finding(part=part, value=value, verdict="ok", meaning=meaning)
+        return Finding(part, value, "ok", meaning)
     if kinds:
-        return Finding(part=part, value=value, verdict="ok")
+        return Finding(part, value)
     meaning = "packed sequences go through torch's own attention: slower, and memory grows with length squared"
-    return Finding(part=part, value=value, verdict="note", meaning=meaning)
+    return Finding(part, value, "note", meaning)
 
 
 def _memory() -> Finding:
     memory = psutil.virtual_memory()
-    value = f"{memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB free"
-    return Finding(part="host memory", value=value, verdict="ok")
+    return Finding("host memory", f"{memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB free")
 
 
 def _shared_memory() -> Finding:
-    part, folder = "shared memory", "/dev/shm"
-    if not Path(folder).is_dir():
-        return Finding(part=part, value="no /dev/shm", verdict="note", meaning="vLLM's and NCCL's workers use it")
+    part, folder = "shared memory", Path("/dev/shm")
+    if not folder.is_dir():
+        return Finding(part, "no /dev/shm", "note", "vLLM's and NCCL's workers use it")
     free = shutil.disk_usage(folder).free / GIB
-    value = f"{free:.1f} GiB free"
     if free >= MIN_SHM_GIB:
-        return Finding(part=part, value=value, verdict="ok")
+        return Finding(part, f"{free:.1f} GiB free")
     meaning = "workers pass tensors through it and die when it is full: start the container with more (--shm-size)"
-    return Finding(part=part, value=value, verdict="note", meaning=meaning)
+    return Finding(part, f"{free:.1f} GiB free", "note", meaning)
 
 
 def _cores() -> Finding:
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
-    value = f"{usable} usable of {os.cpu_count()}"
-    return Finding(part="CPU cores", value=value, verdict="ok")
+    return Finding("CPU cores", f"{usable} usable of {os.cpu_count()}")
 
 
-def _slurm(environ: Mapping[str, str]) -> list[Finding]:
+def _slurm(environ: Mapping[str, str]) -> Finding:
     """The scheduler's variables, as this process sees them."""
-    names = sorted(name for name in environ if name.startswith("SLURM_"))
+    names = [name for name in environ if name.startswith("SLURM_")]
     if not names:
-        client = shutil.which("sbatch") is not None
-        meaning = "not inside a job; " + ("sbatch is on PATH" if client else "no sbatch on PATH either")
-        return [Finding(part="Slurm", value="no SLURM_ variables", verdict="ok", meaning=meaning)]
+        on_path = "sbatch is on PATH" if shutil.which("sbatch") else "no sbatch on PATH either"
+        return Finding("Slurm", "no SLURM_ variables", "ok", f"not inside a job; {on_path}")
     shown = ["JOB_ID", "JOB_NODELIST", "NTASKS", "PROCID", "LOCALID", "NODEID", "CPUS_PER_TASK", "RESTART_COUNT"]
     value = ", ".join(f"{name}={environ[f'SLURM_{name}']}" for name in shown if f"SLURM_{name}" in environ)
     meaning = f"{len(names)} SLURM_ variables"
     if "SLURM_STEP_ID" in environ:
-        return [Finding(part="Slurm", value=value, verdict="ok", meaning=meaning)]
+        return Finding("Slurm", value, "ok", meaning)
     # The shell of an sbatch script sees SLURM_PROCID=0 too, but belongs to no step.
     meaning += "; no SLURM_STEP_ID: not under srun, so this process is no rank"
-    return [Finding(part="Slurm", value=value, verdict="note", meaning=meaning)]
+    return Finding("Slurm", value, "note", meaning)
+
+
+def _folders(package: str, search_path: Sequence[str] | None = None) -> list[Path]:
+    """Where a package lies; nowhere if it is not installed. Nothing is imported."""
+    spec = PathFinder.find_spec(package, search_path)
+    return [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec else []
 
 
 def _version(name: str) -> str | None:

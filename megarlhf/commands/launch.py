@@ -1,9 +1,9 @@
 """Becoming ranks: a plain start starts the local ranks and ends with them; a launched process joins its run.
 
-A rank that a plain start has started does not print its user's mistakes: it leaves them in a file for the process
-that started it, which says each once and ends with their status. Under torchrun or srun there is no such process of
-ours. There rank 0 speaks at once, and another rank only when rank 0 has kept silent for a while: a launcher ends
-all ranks when one has failed.
+A rank that a plain start has started does not print its errors: it writes them to a file for the process that started
+it, which prints each once and ends with their status. Under torchrun or srun there is no such process of ours. There
+rank 0 prints at once, and another rank only when rank 0 has printed nothing for a while: a launcher ends all ranks
+when one has failed.
 """
 
 from __future__ import annotations
@@ -20,25 +20,26 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from megarlhf import runtime
+from megarlhf.collective_errors import on_first_rank
 from megarlhf.runtime import RankInfo
 
 MARK = "MEGARLHF_LAUNCHED"
-"""Set in ranks that a plain start launched, to the folder in which they leave their mistakes."""
+"""Set in ranks that a plain start launched, to the folder to which they write their errors."""
 PARENT = "MEGARLHF_PARENT"
 """Set beside it, to the number of the process that started them."""
 
 POLL_SECONDS = 0.05
 GRACE_SECONDS = 2.0
-"""From the first rank's failure until the others are stopped: they may fail with the same mistake, or say more."""
+"""From the first rank's failure until the others are stopped: they may fail with the same error, or with another."""
 STOP_SECONDS = 10.0
 """From the signal that stops a rank until it is killed."""
 SILENCE_SECONDS = 3.0
-"""After which another rank than 0 says its mistake under a launcher that is not ours."""
+"""After which another rank than 0 prints its error under a launcher that is not ours."""
 
 
 def local_ranks(nproc: int, argv: Sequence[str], program: Sequence[str] = ("-m", "megarlhf")) -> int:
@@ -66,7 +67,7 @@ def local_ranks(nproc: int, argv: Sequence[str], program: Sequence[str] = ("-m",
         if received:
             print(f"\nmegarlhf {argv[0]}: stopped ({received[0].name}); all ranks have ended", file=sys.stderr)
             return 128 + received[0]
-        return _say_mistakes(argv[0], Path(reports), nproc) or _say_crash(argv[0], failed, ranks)
+        return _print_errors(argv[0], Path(reports), nproc) or _print_crash(argv[0], failed, ranks)
 
 
 @contextlib.contextmanager
@@ -115,8 +116,8 @@ def _signal_group(rank: subprocess.Popen[bytes], number: signal.Signals) -> None
         os.killpg(rank.pid, number)
 
 
-def _say_mistakes(command: str, reports: Path, nproc: int) -> int:
-    """Print what the ranks have left, each message once; returns its exit status, 0 when there is none."""
+def _print_errors(command: str, reports: Path, nproc: int) -> int:
+    """Print what the ranks have reported, each message once; returns its exit status, 0 when there is none."""
     ranks: dict[str, list[int]] = {}
     status = 0
     for path in sorted(reports.glob("*.json"), key=lambda path: int(path.stem)):
@@ -129,7 +130,7 @@ def _say_mistakes(command: str, reports: Path, nproc: int) -> int:
     return status
 
 
-def _say_crash(command: str, failed: int | None, ranks: Sequence[subprocess.Popen[bytes]]) -> int:
+def _print_crash(command: str, failed: int | None, ranks: Sequence[subprocess.Popen[bytes]]) -> int:
     if failed is None:
         return 0
     status = ranks[failed].returncode
@@ -142,10 +143,10 @@ def _say_crash(command: str, failed: int | None, ranks: Sequence[subprocess.Pope
     return status if status > 0 else 128 - status
 
 
-def say_mistake(command: str, message: str, status: int) -> None:
-    """Tell the user of a mistake that this process has found: once, whoever started the ranks."""
+def print_error(command: str, message: str, status: int) -> None:
+    """Print the error that ends this process: once for all ranks, whoever started them."""
     info = None
-    with contextlib.suppress(ValueError):  # the mistake may be in the launcher's own variables
+    with contextlib.suppress(ValueError):  # the error may be in the launcher's own variables
         info = runtime.detect_rank(os.environ)
     if info is not None and MARK in os.environ:
         path = Path(os.environ[MARK]) / f"{info.rank}.json"
@@ -161,19 +162,22 @@ def say_mistake(command: str, message: str, status: int) -> None:
     print(f"megarlhf {command}{label}: {message}", file=sys.stderr, flush=True)
 
 
-def another_rank_has_spoken() -> bool:
-    """Whether a rank of a plain start has left a mistake: what fails here now fails because that rank has gone."""
+def another_rank_has_failed() -> bool:
+    """Whether a rank of a plain start has reported an error: what fails here now fails because that rank has gone."""
     return MARK in os.environ and any(Path(os.environ[MARK]).glob("*.json"))
 
 
-def as_rank(info: RankInfo, cfg: Any, entry: str) -> int:
-    """Join the run as this rank and call `entry`, a `module:function`, with (cfg, runtime)."""
+def as_rank(info: RankInfo, cfg: Any, entry: str, check: Callable[[], None] | None = None) -> int:
+    """Join the run as this rank, `check` it on the first rank only, and call `entry`, a `module:function`, with
+    (cfg, runtime). What `check` refuses is refused on every rank."""
     logging.basicConfig(
         level=os.environ.get("MEGARLHF_LOG_LEVEL", "INFO" if info.rank == 0 else "WARNING"),
         format=f"[rank {info.rank}] %(levelname)s %(name)s: %(message)s",
     )
-    quieten()
+    silence_libraries()
     joined = runtime.initialize(info, seed=cfg.run.seed)
+    if check is not None:
+        on_first_rank(check)
     module, _, function = entry.partition(":")
     getattr(importlib.import_module(module), function)(cfg, joined)
     # Not after a failure: leaving the group may wait for ranks that are stuck in a collective; the launcher ends them.
@@ -189,7 +193,7 @@ def end_with_parent() -> None:
             os._exit(128 + signal.SIGTERM)
 
 
-def quieten() -> None:
+def silence_libraries() -> None:
     """Keep other projects' routine announcements out of the log; their errors stay."""
     for name in ("megatron", "torch.distributed", "absl"):
         logging.getLogger(name).setLevel(logging.WARNING)

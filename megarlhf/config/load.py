@@ -125,7 +125,9 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
     node: Any = tree
     for section in sections:
         # A YAML section that is empty reads as None, and an absent one may have defaults.
-        node = node.setdefault(section, {}) if node.get(section) is not None else _fresh(node, section)
+        if node.get(section) is None:
+            node[section] = {}
+        node = node[section]
         if not isinstance(node, dict):
             raise ValueError(f"override {override!r}: {section} is a value ({node!r}), not a section")
     # YAML 1.1 reads 1e-3 as a string; a plain number is what people mean.
@@ -136,11 +138,6 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
     except yaml.YAMLError as error:
         raise ValueError(f"override {override!r}: {text!r} is not valid YAML; quote it") from error
     node[last] = _number(value) if isinstance(value, str) else value
-
-
-def _fresh(node: dict[str, Any], section: str) -> dict[str, Any]:
-    node[section] = {}
-    return node[section]
 
 
 def _number(text: str) -> str | float:

@@ -87,7 +87,7 @@ class LogprobGapConfig(FrozenModel):
     less than 1000 tokens the largest). Default: 0.01 in fp32, 2 in bf16. It finds what is wrong for few tokens only,
     such as one rank of several."""
     steps: PositiveInt = 3
-    """Consecutive steps above a limit that end the run."""
+    """Consecutive steps above a limit that end the run. A run of fewer steps fails at its end if all of them were."""
 
     def limits(self, dtype: Dtype) -> dict[str, float]:
         """The limits in force for an actor of this dtype."""

@@ -55,6 +55,11 @@ class PromptDataConfig(FrozenModel):
     max_prompt_tokens: PositiveInt = 1024
     """Longer prompts are skipped, counted and reported; nothing is cut."""
 
+    def sources(self) -> dict[str, tuple[Path, str | None]]:
+        """Path and split of the training data and, where there is any, of the held-out data, by key."""
+        sources = {"data.train": (self.train, self.train_split)}
+        return sources if self.heldout is None else {**sources, "data.heldout": (self.heldout, self.heldout_split)}
+
 
 class DataConfig(PromptDataConfig):
     train: Path

@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from megarlhf.config import PromptDataConfig
+from megarlhf.data.sources import load_records, source_words
 from megarlhf.data.templates import Template, prompt_and_response, prompt_text, text_field
 from megarlhf.data.tokenizer import Tokenizer
 
@@ -71,6 +73,24 @@ class Skipped:
 
 class _Unusable(Exception):
     """A record that has to be skipped; its text is the reason."""
+
+
+def load_splits(
+    data: PromptDataConfig,
+    fields: Sequence[str],
+    build: Callable[[Records, str], tuple[list[Sample], Skipped]],
+) -> tuple[list[Sample], list[Sample], list[str]]:
+    """Training and held-out samples (none without held-out data), and what was skipped in words.
+
+    `build` makes the samples of a source's records, which have `fields`; it is told the source for its messages.
+    """
+    samples: dict[str, list[Sample]] = {"data.heldout": []}
+    notes = []
+    for key, (path, split) in data.sources().items():
+        source = source_words(path, split)
+        samples[key], skipped = build(load_records(path, fields=fields, split=split), source)
+        notes.append(f"{source}: {skipped.describe()}")
+    return samples["data.train"], samples["data.heldout"], notes
 
 
 def build_sft(

@@ -115,7 +115,7 @@ def _read(name: str, split: str | None) -> _Located:
 def _is_hub_name(name: str) -> bool:
     """`data/trian` beside a directory `data` is a misspelt path and must not go to the network."""
     first = name.split("/")[0]
-    return bool(_HUB_NAME.fullmatch(name)) and not name.endswith(_SUFFIXES) and not Path(first).exists()
+    return bool(_HUB_NAME.fullmatch(name)) and not name.lower().endswith(_SUFFIXES) and not Path(first).exists()
 
 
 def _missing(path: Path) -> str:
@@ -152,7 +152,7 @@ def _files_by_split(directory: Path) -> dict[str, list[Path]]:
     entries = sorted(entry for entry in directory.iterdir() if not entry.name.startswith("."))
     by_split: dict[str, list[Path]] = {}
     for entry in entries:
-        if entry.suffix in _SUFFIXES:
+        if entry.suffix.lower() in _SUFFIXES:
             by_split.setdefault(_split_of(entry.name), []).append(entry)
     if not by_split:
         file_names = ", ".join(entry.name for entry in entries[:8]) or "nothing"
@@ -189,10 +189,10 @@ def _split_of(name: str) -> str:
 
 
 def _read_file(path: Path) -> _Located:
-    if path.suffix in _JSON_SUFFIXES:
+    if path.suffix.lower() in _JSON_SUFFIXES:
         yield from _read_json(path)
         return
-    builder = _DATASETS_BUILDERS.get(path.suffix)
+    builder = _DATASETS_BUILDERS.get(path.suffix.lower())
     if builder is None:
         raise ValueError(f"{path}: cannot tell its format; expected a name that ends in {', '.join(_SUFFIXES)}")
     from datasets import load_dataset

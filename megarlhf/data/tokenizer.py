@@ -139,13 +139,20 @@ class HuggingFaceTokenizer:
 def load_tokenizer(directory: str | Path) -> Tokenizer:
     """The tokenizer of a model directory: `tokenizer.json` through transformers, else `tokenizer.model`.
 
-    Raises: ValueError where the directory holds neither, or the tokenizer defines no eos
+    Raises: ValueError where the directory holds neither, a file is damaged, or the tokenizer defines no eos
     """
     directory = Path(directory).expanduser()
     if (directory / "tokenizer.json").is_file():
         from transformers import AutoTokenizer
 
-        tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+        except Exception as error:  # what the readers below it raise: JSON, keys, values
+            raise ValueError(
+                f"{directory / 'tokenizer.json'}, or a file that belongs to it (tokenizer_config.json), cannot be read "
+                f"as a Hugging Face tokenizer: {type(error).__name__}: {str(error).partition(chr(10))[0]}; copy the "
+                "tokenizer of the model there again"
+            ) from error
         return HuggingFaceTokenizer(tokenizer, str(directory))
     model = directory / "tokenizer.model"
     if model.is_file():

@@ -20,7 +20,27 @@ KIND_TITLES: dict[Kind, str] = {
 
 PALETTE = ("#2563eb", "#d97706", "#059669", "#b91c1c", "#7c3aed", "#0e7490", "#be185d", "#4d7c0f")
 DASHES = ("solid", "dot", "dash", "longdash", "dashdot")
-GRID, LINE, TEXT = "#e7e9ee", "#c9ced8", "#3c4351"
+TEXT = "#3c4351"
+_AXIS = {"gridcolor": "#e7e9ee", "linecolor": "#c9ced8", "showline": True, "zeroline": False}
+_AXIS |= {"automargin": True, "exponentformat": "power"}
+TEMPLATE: dict[str, Any] = {
+    "layout": {
+        "font": {"family": "system-ui, 'Segoe UI', Helvetica, Arial, sans-serif", "size": 12, "color": TEXT},
+        "paper_bgcolor": "white",
+        "plot_bgcolor": "white",
+        "margin": {"l": 56, "r": 20, "t": 8, "b": 40},
+        "showlegend": True,
+        "legend": {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"},
+        "hovermode": "x unified",
+        "xaxis": _AXIS,
+        "yaxis": _AXIS,
+    },
+    "data": {
+        "scatter": [{"line": {"width": 2}, "marker": {"size": 7}, "hovertemplate": "%{y:.4~g}"}],
+        "bar": [{"orientation": "h", "hovertemplate": "%{x:.4~g} s"}],
+    },
+}
+"""How every chart looks where it does not say otherwise."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,34 +130,21 @@ CHARTS: dict[Kind, tuple[Chart, ...]] = {
     ),
 }
 
-SUMMARY: dict[Kind, tuple[str, ...]] = {
-    "sft": ("loss", "eval_loss", "eval_perplexity"),
-    "rm": ("loss", "pair_accuracy", "eval_pair_accuracy"),
-    "rl": (
-        "reward_mean",
-        "eval_reward_mean",
-        "eval_accuracy",
-        "kl",
-        "response_length_mean",
-        "entropy",
-        "rollout_logprob_gap_max",
-    ),
+SUMMARY: dict[Kind, dict[str, Literal["highest", "lowest", "worst", "neither"]]] = {
+    "sft": {"loss": "lowest", "eval_loss": "lowest", "eval_perplexity": "lowest"},
+    "rm": {"loss": "lowest", "pair_accuracy": "highest", "eval_pair_accuracy": "highest"},
+    "rl": {
+        "reward_mean": "highest",
+        "eval_reward_mean": "highest",
+        "eval_accuracy": "highest",
+        "kl": "neither",
+        "response_length_mean": "neither",
+        "entropy": "neither",
+        "rollout_logprob_gap_max": "worst",
+    },
 }
-
-HIGHER_IS_BETTER = {
-    "reward_mean": True,
-    "eval_reward_mean": True,
-    "eval_accuracy": True,
-    "pair_accuracy": True,
-    "eval_pair_accuracy": True,
-    "loss": False,
-    "eval_loss": False,
-    "eval_perplexity": False,
-}
-"""For these the summary names the best value; the others have no better and worse."""
-
-WORST = ("rollout_logprob_gap_max",)
-"""For these it names the highest value, which is the worst: a single jump is what matters."""
+"""The metrics of the summary, and which value of each it names as the best: the highest, the lowest or none. Of
+"worst" it names the highest as the worst: a single jump is what matters."""
 
 
 def kind_of(rows: Iterable[dict[str, Any]]) -> Kind:
@@ -161,127 +168,81 @@ def charts_of(kind: Kind, runs: Sequence[Run]) -> tuple[list[Chart], list[Chart]
 def figure(chart: Chart, runs: Sequence[Run]) -> dict[str, Any]:
     """The plotly figure of a chart: `{"data": [...], "layout": {...}}`, ready for JSON."""
     if chart.stacked and len(runs) > 1:
-        data = _phase_totals(chart, runs)
-        return {"data": data, "layout": {**_layout(chart, runs, has_right=False), "barmode": "stack"}}
-    data, has_right = [], False
+        return _phase_totals(chart, runs)
+    data = []
     for run_index, run in enumerate(runs):
         for metric_index, metric in enumerate(chart.metrics + chart.right):
-            if not run.series(metric):
-                continue
-            on_right = metric in chart.right
-            has_right = has_right or on_right
-            colour, dash = (metric_index, 0) if len(runs) == 1 else (run_index, metric_index)
-            name = metric if len(runs) == 1 else f"{run.name} · {metric}"
-            trace = _trace(run, metric, name, PALETTE[colour % len(PALETTE)], DASHES[dash % len(DASHES)])
-            if on_right:
-                trace["yaxis"] = "y2"
-            if chart.stacked:
-                trace.update(stackgroup="phases", mode="none", fillcolor=PALETTE[colour % len(PALETTE)])
-            data.append(trace)
-    return {"data": data, "layout": _layout(chart, runs, has_right=has_right)}
+            if run.series(metric):
+                colour, dash = (metric_index, 0) if len(runs) == 1 else (run_index, metric_index)
+                trace = _trace(chart, run, metric, PALETTE[colour % len(PALETTE)], DASHES[dash % len(DASHES)])
+                data.append({**trace, "name": metric if len(runs) == 1 else f"{run.name} · {metric}"})
+    return {"data": data, "layout": _layout(chart, runs, has_right=any("yaxis" in trace for trace in data))}
 
 
-def _trace(run: Run, metric: str, name: str, colour: str, dash: str) -> dict[str, Any]:
+def _trace(chart: Chart, run: Run, metric: str, colour: str, dash: str) -> dict[str, Any]:
     points = run.series(metric)
     sparse = len(points) * 2 <= len(run.rows) or len(points) < 3
-    return {
+    trace: dict[str, Any] = {
         "type": "scatter",
-        "name": name,
         "x": [step for step, _ in points],
         "y": [value for _, value in points],
         "mode": "lines+markers" if sparse else "lines",
-        "line": {"color": colour, "width": 2, "dash": dash},
-        "marker": {"size": 7, "color": colour},
-        "hovertemplate": "%{y:.4~g}",
+        "line": {"color": colour, "dash": dash},
+        "marker": {"color": colour},
     }
+    if chart.stacked:
+        trace |= {"stackgroup": "phases", "mode": "none", "fillcolor": colour}
+    return {**trace, "yaxis": "y2"} if metric in chart.right else trace
 
 
-def _phase_totals(chart: Chart, runs: Sequence[Run]) -> list[dict[str, Any]]:
+def _phase_totals(chart: Chart, runs: Sequence[Run]) -> dict[str, Any]:
     """Several runs side by side: mean seconds per step of each phase, as stacked bars."""
     data = []
     for index, metric in enumerate(chart.metrics):
-        means = []
-        for run in runs:
-            values = [value for _, value in run.finite(metric)]
-            means.append(sum(values) / len(values) if values else None)
-        data.append(
-            {
-                "type": "bar",
-                "orientation": "h",
-                "name": metric,
-                "y": [run.name for run in runs],
-                "x": means,
-                "marker": {"color": PALETTE[index % len(PALETTE)]},
-                "hovertemplate": "%{x:.4~g} s",
-            }
-        )
-    return data
+        values = [[value for _, value in run.finite(metric)] for run in runs]
+        means = [sum(of_run) / len(of_run) if of_run else None for of_run in values]
+        marker = {"color": PALETTE[index % len(PALETTE)]}
+        data.append({"type": "bar", "name": metric, "y": [run.name for run in runs], "x": means, "marker": marker})
+    layout = _layout(chart, runs, has_right=False) | {"barmode": "stack", "hovermode": "closest", "yaxis": {}}
+    return {"data": data, "layout": layout | {"xaxis": {"title": {"text": "mean seconds per step"}}}}
 
 
 def _layout(chart: Chart, runs: Sequence[Run], *, has_right: bool) -> dict[str, Any]:
-    bars = chart.stacked and len(runs) > 1
-    axis = {
-        "gridcolor": GRID,
-        "linecolor": LINE,
-        "zeroline": False,
-        "automargin": True,
-        "exponentformat": "power",
-    }
-    layout: dict[str, Any] = {
-        "font": {"family": "system-ui, 'Segoe UI', Helvetica, Arial, sans-serif", "size": 12, "color": TEXT},
-        "paper_bgcolor": "white",
-        "plot_bgcolor": "white",
-        "margin": {"l": 56, "r": 64 if has_right else 20, "t": 8, "b": 40},
-        "height": 340 if chart.wide else 270,
-        "showlegend": True,
-        "legend": {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"},
-        "hovermode": "closest" if bars else "x unified",
-        "xaxis": {**axis, "title": {"text": "mean seconds per step" if bars else "step"}, "showline": True},
-        "yaxis": {**axis, "title": {"text": "" if bars else chart.axis}},
-        "shapes": [],
-        "annotations": [],
-    }
+    yaxis: dict[str, Any] = {"title": {"text": chart.axis}}
     values = [value for run in runs for metric in chart.metrics for _, value in run.finite(metric)]
     if chart.log_if_positive and values and min(values) > 0:
-        layout["yaxis"].update(type="log", dtick=1)
-    elif values and not bars and min(values) == max(values) != 0:
+        yaxis |= {"type": "log", "dtick": 1}
+    elif values and min(values) == max(values) != 0:
         # Around a constant plotly would show +-1, where a learning rate of 1e-4 reads as 0.
-        layout["yaxis"]["range"] = sorted((0.0, 2.0 * values[0]))
+        yaxis["range"] = sorted((0.0, 2.0 * values[0]))
+    layout = {
+        "template": TEMPLATE,
+        "height": 340 if chart.wide else 270,
+        "xaxis": {"title": {"text": "step"}},
+        "yaxis": yaxis,
+        **_mark_of_best(chart, runs),
+    }
     if has_right:
-        layout["yaxis2"] = {
-            **axis,
-            "title": {"text": chart.right_axis},
-            "overlaying": "y",
-            "tickmode": "auto",
-            "side": "right",
-            "showgrid": False,
-        }
-    if len(runs) == 1 and chart.mark_best is not None:
-        _mark_best(layout, runs[0].finite(chart.mark_best), chart.mark_best)
+        title = {"text": chart.right_axis}
+        right = {"title": title, "overlaying": "y", "tickmode": "auto", "side": "right", "showgrid": False}
+        layout |= {"yaxis2": right, "margin": {"r": 64}}
     return layout
 
 
-def _mark_best(layout: dict[str, Any], points: Sequence[tuple[int, float]], metric: str) -> None:
-    """A dotted line where the metric was highest, unless it was at the run's end."""
-    if not points:
-        return
-    step, value = max(points, key=lambda point: point[1])
-    if value == points[-1][1]:
-        return
+def _mark_of_best(chart: Chart, runs: Sequence[Run]) -> dict[str, Any]:
+    """A dotted line where the metric was highest, unless it was at the run's end; for one run."""
+    metric = chart.mark_best
+    points = runs[0].finite(metric) if len(runs) == 1 and metric is not None else []
+    step, value = max(points, key=lambda point: point[1], default=(0, 0.0))
+    if not points or value == points[-1][1]:
+        return {}
     line = {"color": TEXT, "width": 1, "dash": "dot"}
-    layout["shapes"].append({"type": "line", "x0": step, "x1": step, "yref": "paper", "y0": 0, "y1": 1, "line": line})
-    layout["annotations"].append(
-        {
-            "x": step,
-            "yref": "paper",
-            "y": 0.02,
-            "yanchor": "bottom",
-            "xanchor": "left",
-            "xshift": 4,
-            "showarrow": False,
-            "text": f"best {metric} {value:.4g}, step {step}",
-        }
-    )
+    text = {"text": f"best {metric} {value:.4g}, step {step}", "showarrow": False}
+    place = {"x": step, "xanchor": "left", "xshift": 4, "yref": "paper", "y": 0.02, "yanchor": "bottom"}
+    return {
+        "shapes": [{"type": "line", "x0": step, "x1": step, "yref": "paper", "y0": 0, "y1": 1, "line": line}],
+        "annotations": [{**text, **place}],
+    }
 
 
 def _plottable(value: object) -> bool:

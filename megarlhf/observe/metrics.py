@@ -1,8 +1,4 @@
-"""A run's metrics: `metrics.jsonl` (one JSON object a step), TensorBoard; Weights & Biases when asked for.
-
-Rank 0 holds a `MetricsWriter`, every other rank a `NullWriter`; both are an `Observer`, so the training loop
-does not ask which rank it is.
-"""
+"""A run's metrics: `metrics.jsonl` (one JSON object a step), TensorBoard; Weights & Biases when asked for."""
 
 from __future__ import annotations
 
@@ -14,7 +10,7 @@ import os
 from collections.abc import Mapping
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -22,26 +18,6 @@ Metric = float | int | None
 """What a step may log under a name; None (like NaN and infinities) is written as null."""
 
 log = logging.getLogger(__name__)
-
-
-class Observer(Protocol):
-    """What the training loop tells about a step."""
-
-    def log(self, step: int, metrics: Mapping[str, Metric]) -> None:
-        """Record one step; steps rise strictly."""
-
-    def close(self) -> None:
-        """Flush and release; `log` must not be called afterwards."""
-
-
-class NullWriter:
-    """The observer of every rank but 0: does nothing."""
-
-    def log(self, step: int, metrics: Mapping[str, Metric]) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 class MetricsWriter:

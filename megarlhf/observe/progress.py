@@ -44,22 +44,21 @@ def make_console() -> Console:
 
 
 def table(title: str, rows: Sequence[Sequence[object]], columns: Sequence[str]) -> Table:
-    """A table to print (`Progress.note` or a console takes it); numbers stand to the right.
+    """A table to print (`Progress.note` or a console takes it); columns of numbers stand to the right.
 
-    Used for the resolved configuration and for figures before and after. Floats are shortened by
-    `format_number`, None is shown as a dash. Raises: ValueError for a row of another length than `columns`.
+    Floats are shortened by `format_number`, None is shown as a dash. Raises: ValueError for a row of another length
+    than `columns`.
     """
+    result = Table(title=title, title_justify="left", title_style="bold")
     for row in rows:
         if len(row) != len(columns):
             raise ValueError(f"table {title!r}: row {list(row)} has {len(row)} cells, expected {len(columns)}")
-    result = Table(title=title, title_justify="left", title_style="bold")
     for index, column in enumerate(columns):
-        numeric = any(_is_number(row[index]) for row in rows) and all(
-            row[index] is None or _is_number(row[index]) for row in rows
-        )
-        result.add_column(column, justify="right" if numeric else "left", overflow="fold")
+        values = [row[index] for row in rows if row[index] is not None]
+        right = bool(values) and all(_is_number(value) for value in values)
+        result.add_column(column, justify="right" if right else "left", overflow="fold")
     for row in rows:
-        result.add_row(*(Text(_cell(value)) for value in row))
+        result.add_row(*map(_cell, row))
     return result
 
 
@@ -114,36 +113,23 @@ class Progress:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._title, self._total, self._start, self._done = title, total, start, start
-        self._headline = headline
-        self._interval_seconds = interval_seconds
-        self._clock = clock
+        self._headline, self._interval_seconds, self._clock = headline, interval_seconds, clock
         self._console = (console or make_console()) if enabled else None
         self._latest: dict[str, Metric] = {}
-        self._begin = self._last_line = clock()
+        self._begin, self._last_line = clock(), -math.inf
+        self._bar = RichProgress(
+            TextColumn("[bold]{task.description}"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TaskProgressColumn(),
+            TextColumn("{task.fields[times]}"),
+            expand=True,
+        )
+        self._bar.add_task(title, total=total)
         self._live: Live | None = None
-        self._bar: RichProgress | None = None
 
     def __enter__(self) -> Progress:
-        self._begin = self._clock()
-        self._last_line = -math.inf
         if self._console is not None and self._console.is_terminal:
-            self._bar = RichProgress(
-                TextColumn("[bold]{task.description}"),
-                BarColumn(bar_width=None),
-                MofNCompleteColumn(),
-                TaskProgressColumn(),
-                TextColumn("elapsed {task.fields[elapsed_text]}"),
-                TextColumn("left {task.fields[left_text]}"),
-                console=self._console,
-                expand=True,
-            )
-            self._bar.add_task(
-                self._title,
-                total=self._total,
-                completed=self._start,
-                elapsed_text=format_duration(0),
-                left_text=format_duration(None),
-            )
             self._live = Live(console=self._console, refresh_per_second=4, get_renderable=self._renderable)
             self._live.start()
         return self
@@ -151,7 +137,6 @@ class Progress:
     def __exit__(self, *exc_info: object) -> None:
         if self._live is not None:
             self._live.stop()
-            self._live = None
 
     def step(self, n: int, metrics: Mapping[str, Metric]) -> None:
         """Say that `n` of the total steps are done, and what the last one measured."""
@@ -162,44 +147,28 @@ class Progress:
         now = self._clock()
         if n >= self._total or now - self._last_line >= self._interval_seconds:
             self._last_line = now
-            self._console.print(self._plain_line(), markup=False, highlight=False, soft_wrap=True)
+            percent = 100 * n // self._total if self._total else 100
+            line = "  ".join([f"{self._title} {n}/{self._total} {percent}%", self._times(), *self._shown()])
+            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def note(self, message: RenderableType) -> None:
         """Print a message or a `table` above the bar; text is taken as it is, without rich's markup."""
-        if self._console is None:
-            return
-        if isinstance(message, str):
-            self._console.print(Text(message), soft_wrap=True)
-        else:
-            self._console.print(message)
+        if self._console is not None:
+            text = isinstance(message, str)
+            self._console.print(Text(str(message)) if text else message, soft_wrap=text)
 
-    def _seconds(self) -> tuple[float, float | None]:
-        """Elapsed in this process, and left at its pace (None before its first step)."""
-        elapsed = self._clock() - self._begin
-        done_here = self._done - self._start
-        return elapsed, elapsed / done_here * max(self._total - self._done, 0) if done_here > 0 else None
+    def _times(self) -> str:
+        """Elapsed in this process, and left at its pace, which is not known before its first step."""
+        elapsed, done_here = self._clock() - self._begin, self._done - self._start
+        left = elapsed / done_here * max(self._total - self._done, 0) if done_here > 0 else None
+        return f"elapsed {format_duration(elapsed)}  left {format_duration(left)}"
 
     def _shown(self) -> list[str]:
         names = [name for name in self._headline if name in self._latest][:MAX_SHOWN]
         return [f"{name} {format_number(self._latest[name])}" for name in names]
 
-    def _plain_line(self) -> str:
-        elapsed, left = self._seconds()
-        percent = 100 * self._done // self._total if self._total else 100
-        head = f"{self._title} {self._done}/{self._total} {percent}%"
-        times = [f"elapsed {format_duration(elapsed)}", f"left {format_duration(left)}"]
-        return "  ".join([head, *times, *self._shown()])
-
     def _renderable(self) -> RenderableType:
-        assert self._bar is not None
-        elapsed, left = self._seconds()
-        task_id = self._bar.task_ids[0]
-        self._bar.update(
-            task_id,
-            completed=self._done,
-            elapsed_text=format_duration(elapsed),
-            left_text=format_duration(left),
-        )
+        self._bar.update(self._bar.task_ids[0], completed=self._done, times=self._times())
         return Group(self._bar.get_renderable(), Text("   ".join(self._shown()), style="cyan"))
 
 
@@ -207,5 +176,7 @@ def _is_number(value: object) -> TypeGuard[float | int]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _cell(value: object) -> str:
-    return format_number(value) if value is None or _is_number(value) else str(value)
+def _cell(value: object) -> Text:
+    if isinstance(value, Text):
+        return value
+    return Text(format_number(value) if value is None or _is_number(value) else str(value))

@@ -10,22 +10,11 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from megarlhf.observe.charts import (
-    HIGHER_IS_BETTER,
-    KIND_TITLES,
-    SUMMARY,
-    WORST,
-    Chart,
-    Kind,
-    Run,
-    charts_of,
-    figure,
-    kind_of,
-)
+from megarlhf.observe.charts import KIND_TITLES, SUMMARY, Chart, Kind, Run, charts_of, figure, kind_of
 from megarlhf.observe.metrics import read_metrics
 from megarlhf.observe.progress import format_duration, format_number
+from megarlhf.observe.run_directory import CONFIG_FILE
 
-CONFIG_FILE = "config.yaml"
 HOW_TO_READ = "Drag in a chart to zoom, double-click to go back; click a name to hide its curve."
 
 STYLE = """
@@ -148,12 +137,9 @@ def _summary(runs: Sequence[Run]) -> str:
 def _summary_cells(run: Run, metric: str) -> str:
     points = run.finite(metric)
     cells = [format_number(points[0][1]), f"<b>{format_number(points[-1][1])}</b>"]
-    if metric in HIGHER_IS_BETTER or metric in WORST:
-        choose = max if HIGHER_IS_BETTER.get(metric, True) else min
-        step, value = choose(points, key=lambda point: point[1])
-        cells += [("worst " if metric in WORST else "") + format_number(value), str(step)]
-    else:
-        cells += ["-", "-"]
+    best = SUMMARY[run.kind][metric]
+    step, value = (min if best == "lowest" else max)(points, key=lambda point: point[1])
+    cells += ["-", "-"] if best == "neither" else ["worst " * (best == "worst") + format_number(value), str(step)]
     return f"<td>{html.escape(metric)}</td>" + "".join(f'<td class="n">{cell}</td>' for cell in cells)
 
 

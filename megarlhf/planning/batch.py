@@ -114,11 +114,9 @@ def schedule_notes(cfg: SFTConfig | RMConfig | RLConfig) -> list[str]:
     """What a learning-rate schedule does that is rarely meant, in sentences."""
     notes = []
     if isinstance(cfg, RLConfig):
-        per_step = cfg.train.prompts_per_step * cfg.rollout.num_samples_per_prompt // cfg.train.mini_batch_samples
-        per_step *= cfg.train.epochs_per_step
-        waits = cfg.train.critic_warmup_steps if "critic" in cfg.roles() else 0
-        steps = {"actor": max(0, cfg.train.num_steps - waits) * per_step, "critic": cfg.train.num_steps * per_step}
-        trained = {role: section for role, section in cfg.roles().items() if role in steps}
+        trained = {role: section for role, section in cfg.roles().items() if role in ("actor", "critic")}
+        steps = {role: cfg.optimizer_steps(role) for role in trained}
+        waits = cfg.train.critic_warmup_steps if "critic" in trained else 0
         if 0 < cfg.train.num_steps <= waits:
             notes.append(
                 f"actor: never trained, as train.critic_warmup_steps = {waits} of train.num_steps = "

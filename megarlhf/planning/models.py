@@ -11,6 +11,7 @@ import yaml
 from megarlhf.architectures.hf_config import architecture_from_hf, read_config
 from megarlhf.config import RLConfig, RoleConfig
 from megarlhf.data.tokenizer import first_difference, has_tokenizer, load_tokenizer
+from megarlhf.model_directory import end_tokens
 from megarlhf.observe.run_directory import CONFIG_FILE, written_by
 from megarlhf.weights.checkpoint.open_checkpoint import open_checkpoint, require_scalar_head
 
@@ -25,6 +26,7 @@ def check_vocabularies(roles: Mapping[str, RoleConfig]) -> list[str]:
     """
     writer, described = next((role, section.model.hf_directory()) for role, section in roles.items())
     tokenizer = load_tokenizer(described)
+    end_tokens(described, tokenizer.eos_id)  # a damaged file is refused here
     notes = []
     for role, section in roles.items():
         directory = section.model.hf_directory()

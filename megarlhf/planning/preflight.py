@@ -8,15 +8,7 @@ from pathlib import Path
 
 from megarlhf.architectures.architecture import Architecture
 from megarlhf.architectures.placements import vllm_placements
-from megarlhf.config import (
-    FrozenModel,
-    GenerateConfig,
-    RLConfig,
-    RMConfig,
-    RoleConfig,
-    SFTConfig,
-    dump_config,
-)
+from megarlhf.config import GenerateConfig, RLConfig, RMConfig, RoleConfig, SFTConfig, dump_config
 from megarlhf.data.sources import require_source, source_files
 from megarlhf.observe.progress import make_console, table
 from megarlhf.observe.run_directory import require_usable, require_writable_output
@@ -26,6 +18,8 @@ from megarlhf.planning.models import check_anchor, check_heads, check_vocabulari
 from megarlhf.rollout.rewards.rules import load_rule
 from megarlhf.rollout.vllm_arguments import unknown_arguments
 from megarlhf.weights.checkpoint.dtype import resolve_dtype
+
+AnyConfig = SFTConfig | RMConfig | RLConfig | GenerateConfig
 
 
 @dataclass(frozen=True)
@@ -52,7 +46,7 @@ class Preflight:
             console.print(note, highlight=False, markup=False, soft_wrap=True)
 
 
-def preflight(command: str, cfg: FrozenModel, world_size: int) -> Preflight:
+def preflight(command: str, cfg: AnyConfig, world_size: int) -> Preflight:
     """Check the whole run.
 
     Raises: ValueError, saying what does not fit and what to change.
@@ -82,9 +76,9 @@ def preflight(command: str, cfg: FrozenModel, world_size: int) -> Preflight:
     if command == "eval" and isinstance(cfg, GenerateConfig) and not cfg.rewards:
         raise ValueError("rewards is empty: eval scores by rules; name one, such as [{kind: rule, rule: exact_match}]")
     notes += _check_outputs(command, cfg)
-    if isinstance(cfg, SFTConfig | RMConfig | RLConfig):
-        notes += schedule_notes(cfg)
     numbers: list[BatchNumber] = []
+    if not isinstance(cfg, GenerateConfig):
+        notes += schedule_notes(cfg)
     if isinstance(cfg, SFTConfig):
         numbers = supervised_batch_numbers(cfg.train, dp, "actor", "sequences")
     elif isinstance(cfg, RMConfig):
@@ -96,18 +90,14 @@ def preflight(command: str, cfg: FrozenModel, world_size: int) -> Preflight:
     )
 
 
-def _roles(cfg: FrozenModel) -> dict[str, RoleConfig]:
+def _roles(cfg: AnyConfig) -> dict[str, RoleConfig]:
     if isinstance(cfg, RLConfig):
         return cfg.roles()
-    if isinstance(cfg, RMConfig):
-        return {"reward_model": cfg.reward_model}
-    assert isinstance(cfg, SFTConfig | GenerateConfig)
-    return {"actor": cfg.actor}
+    return {"reward_model": cfg.reward_model} if isinstance(cfg, RMConfig) else {"actor": cfg.actor}
 
 
-def _check_outputs(command: str, cfg: FrozenModel) -> list[str]:
+def _check_outputs(command: str, cfg: AnyConfig) -> list[str]:
     """Nothing that is there may be lost. Returns what an overwriting run removes, and the like, in sentences."""
-    assert isinstance(cfg, SFTConfig | RMConfig | RLConfig | GenerateConfig)
     if cfg.run.logger == "wandb" and find_spec("wandb") is None:
         raise ValueError("run.logger = 'wandb', but wandb is not installed: pip install wandb, or set tensorboard")
     if isinstance(cfg, GenerateConfig) and cfg.out is not None:
@@ -124,22 +114,16 @@ def _check_outputs(command: str, cfg: FrozenModel) -> list[str]:
     return notes
 
 
-def _check_files(cfg: FrozenModel) -> None:
+def _check_files(cfg: AnyConfig) -> None:
     """Data must be there, unless its name may be one of the Hugging Face hub; of several splits one must be named."""
-    assert isinstance(cfg, SFTConfig | RMConfig | RLConfig | GenerateConfig)
-    data = cfg.data
-    for key, path, split in (
-        ("data.train", data.train, data.train_split),
-        ("data.heldout", data.heldout, data.heldout_split),
-    ):
-        if path is not None:
-            try:
-                require_source(path, split)
-            except ValueError as error:
-                raise ValueError(f"{key}: {error}; working directory: {Path.cwd()}") from None
+    for key, (path, split) in cfg.data.sources().items():
+        try:
+            require_source(path, split)
+        except ValueError as error:
+            raise ValueError(f"{key}: {error}; working directory: {Path.cwd()}") from None
 
 
-def _same_data(cfg: SFTConfig | RMConfig | RLConfig | GenerateConfig) -> bool:
+def _same_data(cfg: AnyConfig) -> bool:
     """Whether held-out and training data are the same, on purpose it seems.
 
     Raises: ValueError where they share some files only, which nobody means.

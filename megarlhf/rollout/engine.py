@@ -28,7 +28,8 @@ class Sampling:
     temperature: float = 1.0
     greedy: bool = False
     """Take the likeliest token; log-probs are then those at temperature 1."""
-    eos_id: int
+    end_ids: tuple[int, ...]
+    """A response ends with the first of these tokens, which is part of it: `model_directory.end_tokens`."""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ from megarlhf.experience import Rollouts
 from megarlhf.kernels import token_logprobs
 from megarlhf.models.build import ModelShard
 from megarlhf.parallel.batching import FILLER, padded_length, split_padded
-from megarlhf.parallel.mesh import Mesh
 from megarlhf.parallel.step import MicroBatch, forward_only
 from megarlhf.parallel.vocab import logits_at
 from megarlhf.rollout.engine import Response, Sampling, gather_rollouts
@@ -47,7 +46,9 @@ class MegatronEngine:
         """Rows are split over data-parallel ranks."""
         mesh = self._actor.mesh
         rows = [n for batch in split_padded(range(len(prompts)), mesh, self._micro_batch_samples) for n in batch]
-        state = _Decoding.start(rows, prompts, sampling, mesh)
+        longest = max(len(prompt) for prompt in prompts) + sampling.max_tokens
+        filled = [prompts[0] if row == FILLER else prompts[row] for row in rows]
+        state = _Decoding(rows, filled, padded_length(longest, mesh), mesh.runtime.device)
         for _ in range(sampling.max_tokens):
             state.extend(self._next_tokens(state, seeds, sampling), sampling)
         mine = state.responses() if mesh.owns_outputs else {}
@@ -110,19 +111,13 @@ class _Decoding:
         self._sampled: list[list[tuple[int, float]]] = [[] for _ in rows]
         self._finished = [False] * len(rows)
 
-    @staticmethod
-    def start(rows: list[int], prompts: Sequence[Tensor], sampling: Sampling, mesh: Mesh) -> _Decoding:
-        longest = max(len(prompt) for prompt in prompts) + sampling.max_tokens
-        filled = [prompts[0] if row == FILLER else prompts[row] for row in rows]
-        return _Decoding(rows, filled, padded_length(longest, mesh), mesh.runtime.device)
-
     def extend(self, picked_B2: Tensor, sampling: Sampling) -> None:
         for i, (token, logprob) in enumerate(picked_B2.tolist()):
             if self._open_B[i]:
                 self.tokens_BS[i, self.lengths_B[i]] = int(token)
                 self.lengths_B[i] += 1
                 self._sampled[i].append((int(token), logprob))
-                self._finished[i] = int(token) == sampling.eos_id
+                self._finished[i] = int(token) in sampling.end_ids
                 self._open_B[i] = not self._finished[i]
 
     def responses(self) -> dict[int, Response]:

@@ -16,11 +16,9 @@ def unknown_arguments(names: Iterable[str]) -> list[str]:
     """
     names = list(names)
     vllm_names = known_arguments() if names else frozenset()
-    if not vllm_names:
-        return []
     mistakes = []
     for name in names:
-        if name not in vllm_names:
+        if vllm_names and name not in vllm_names:
             near = difflib.get_close_matches(name, vllm_names, n=1)
             mistakes.append(f"vLLM has no argument {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
     return mistakes
@@ -29,13 +27,11 @@ def unknown_arguments(names: Iterable[str]) -> list[str]:
 def known_arguments(search_path: list[str] | None = None) -> frozenset[str]:
     """The public fields of vLLM's `EngineArgs`, read from its source; empty if there is none."""
     spec = PathFinder.find_spec("vllm", search_path)
-    for folder in (spec.submodule_search_locations or ()) if spec else ():
-        source = Path(folder) / "engine" / "arg_utils.py"
-        if not source.is_file():
-            continue
-        for node in ast.parse(source.read_text(encoding="utf-8")).body:
-            if isinstance(node, ast.ClassDef) and node.name == "EngineArgs":
-                fields = (field.target for field in node.body if isinstance(field, ast.AnnAssign))
-                names = (field.id for field in fields if isinstance(field, ast.Name))
-                return frozenset(name for name in names if not name.startswith("_"))
+    folders = (spec.submodule_search_locations or ()) if spec else ()
+    sources = [path for folder in folders if (path := Path(folder) / "engine" / "arg_utils.py").is_file()]
+    for node in [node for source in sources for node in ast.parse(source.read_text(encoding="utf-8")).body]:
+        if isinstance(node, ast.ClassDef) and node.name == "EngineArgs":
+            fields = (field.target for field in node.body if isinstance(field, ast.AnnAssign))
+            names = (field.id for field in fields if isinstance(field, ast.Name))
+            return frozenset(name for name in names if not name.startswith("_"))
     return frozenset()

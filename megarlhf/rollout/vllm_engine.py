@@ -231,7 +231,8 @@ class VllmEngine:
                 seed=None if sampling.greedy else seeds[n],
                 logprobs=0,
                 detokenize=False,
-                stop_token_ids=[sampling.eos_id],
+                stop_token_ids=list(sampling.end_ids),
+                ignore_eos=True,  # those that vLLM itself reads from the model's directory: these are all
             )
             for n in rows
         ]

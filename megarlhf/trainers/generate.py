@@ -20,7 +20,7 @@ from megarlhf.observe.progress import table
 from megarlhf.parallel.mesh import GroupCache
 from megarlhf.rollout.engine import RolloutEngine, sample_seed
 from megarlhf.rollout.rewards.rules import load_rule
-from megarlhf.rollout.rewards.score import rule_rewards
+from megarlhf.rollout.rewards.score import response_texts, rule_rewards
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.prompts import PromptData, actor_order, load_prompts, make_engine, sampling_of
 from megarlhf.trainers.session import open_session
@@ -72,14 +72,11 @@ def _respond(
     rollouts = engine.generate(
         [torch.tensor(prompt.tokens) for prompt in prompts],
         [sample_seed(cfg.run.seed, 0, n) for n in range(len(prompts))],
-        sampling_of(cfg.rollout, data.tokenizer, greedy=cfg.greedy),
+        sampling_of(cfg.rollout, cfg.actor, data.tokenizer, greedy=cfg.greedy),
     )
-    responses = [data.tokenizer.decode(row.tolist(), continuation=True) for row in rollouts.responses.rows()]
-    texts, fields = [p.text for p in prompts], [p.fields for p in prompts]
-    rewards = {
-        str(reward.rule): rule_rewards(load_rule(str(reward.rule)), texts, responses, fields, runtime.device)
-        for reward in cfg.rewards
-    }
+    responses = response_texts(rollouts, data.tokenizer)
+    rules = [str(reward.rule) for reward in cfg.rewards]
+    rewards = {rule: rule_rewards(load_rule(rule), prompts, responses, runtime.device) for rule in rules}
     engine.close()
     return prompts, responses, rollouts, rewards
 

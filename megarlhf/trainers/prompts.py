@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megarlhf.config import PromptDataConfig, RoleConfig, RolloutConfig
-from megarlhf.data.samples import PromptSample, build_prompts
-from megarlhf.data.sources import load_records, source_words
+from megarlhf.data.samples import PromptSample, Records, Skipped, build_prompts, load_splits
 from megarlhf.data.tokenizer import Tokenizer, load_tokenizer
 from megarlhf.layout import engine_order
+from megarlhf.model_directory import end_tokens
 from megarlhf.models.role import Role
 from megarlhf.rollout.engine import RolloutEngine, Sampling
 from megarlhf.runtime import Runtime
@@ -30,21 +30,12 @@ class PromptData:
 def load_prompts(data: PromptDataConfig, model_path: Path, max_heldout: int | None = None) -> PromptData:
     """Read and tokenize the prompts."""
     tokenizer = load_tokenizer(model_path)
-    splits: list[list[PromptSample]] = []
-    notes = []
-    for path, split in ((data.train, data.train_split), (data.heldout, data.heldout_split)):
-        if path is None:
-            splits.append([])
-            continue
-        prompts, skipped = build_prompts(
-            load_records(path, fields=("prompt",) if data.template == "plain" else ("messages",), split=split),
-            tokenizer,
-            max_prompt_tokens=data.max_prompt_tokens,
-            template=data.template,
-        )
-        notes.append(f"{source_words(path, split)}: {skipped.describe()}")
-        splits.append(prompts)
-    return PromptData(splits[0], splits[1][:max_heldout], tokenizer, notes)
+
+    def build(records: Records, source: str) -> tuple[list[PromptSample], Skipped]:
+        return build_prompts(records, tokenizer, max_prompt_tokens=data.max_prompt_tokens, template=data.template)
+
+    train, heldout, notes = load_splits(data, ("prompt",) if data.template == "plain" else ("messages",), build)
+    return PromptData(train, heldout[:max_heldout], tokenizer, notes)
 
 
 def actor_order(rollout: RolloutConfig, actor: RoleConfig, runtime: Runtime) -> tuple[int, ...] | None:
@@ -85,11 +76,11 @@ def make_engine(rollout: RolloutConfig, actor: Role, max_prompt_tokens: int, mic
     )
 
 
-def sampling_of(rollout: RolloutConfig, tokenizer: Tokenizer, *, greedy: bool = False) -> Sampling:
+def sampling_of(rollout: RolloutConfig, actor: RoleConfig, tokenizer: Tokenizer, *, greedy: bool = False) -> Sampling:
     """How this configuration draws responses."""
     return Sampling(
         max_tokens=rollout.max_response_tokens,
         temperature=rollout.temperature,
         greedy=greedy,
-        eos_id=tokenizer.eos_id,
+        end_ids=end_tokens(actor.model.hf_directory(), tokenizer.eos_id),
     )

@@ -49,7 +49,7 @@ def run(cfg: RLConfig, runtime: Runtime) -> None:
     components.engine.update_weights(components.actor.shard, version=0)
     components.engine.verify_weights(components.actor.shard)
     with open_session(cfg, cfg.run, cfg.checkpoint, runtime, "rl", cfg.train.num_steps, data.notes) as session:
-        evaluate = Evaluator(cfg, components.engine, components.rewarder, data.tokenizer, data.heldout)
+        evaluate = Evaluator(cfg, components.engine, components.rewarder, data.heldout)
         stop = StopRule(cfg.train.stop)
         gap = LogprobGapWatch(cfg.rollout.logprob_gap, components.actor.shard.dtype)
         session.log(0, stop.watch(evaluate()))
@@ -75,8 +75,8 @@ def run(cfg: RLConfig, runtime: Runtime) -> None:
                 metrics |= stop.watch(evaluate())
                 last = last or stop.over(metrics["kl"])
             session.log(step + 1, metrics)
-            session.maybe_save(step + 1, components.trained, last=last or gap.failed)
-            gap.raise_if_failed()
+            session.maybe_save(step + 1, components.trained, last=last or gap.failed(last=last))
+            gap.raise_if_failed(last=last)
             if last:
                 session.note(stop.reason or f"all {cfg.train.num_steps} steps done")
                 break
@@ -114,7 +114,7 @@ def build(cfg: RLConfig, runtime: Runtime, tokenizer: Tokenizer) -> Components:
     rows = cfg.train.rows(cfg.data.max_prompt_tokens + cfg.rollout.max_response_tokens)
     engine = make_engine(cfg.rollout, actor, cfg.data.max_prompt_tokens, rows)
     rewarder = Rewarder(cfg.rewards, reward_model, tokenizer, cfg.train, runtime.device)
-    return Components(actor, reference, critic, engine, rewarder, sampling_of(cfg.rollout, tokenizer))
+    return Components(actor, reference, critic, engine, rewarder, sampling_of(cfg.rollout, cfg.actor, tokenizer))
 
 
 def sample(

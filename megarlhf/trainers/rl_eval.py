@@ -11,10 +11,10 @@ import torch
 
 from megarlhf.config import RLConfig, StopConfig
 from megarlhf.data.samples import PromptSample
-from megarlhf.data.tokenizer import Tokenizer
-from megarlhf.rollout.engine import RolloutEngine, Sampling
+from megarlhf.rollout.engine import RolloutEngine
 from megarlhf.rollout.rewards.rules import RULES
-from megarlhf.rollout.rewards.score import rule_rewards
+from megarlhf.rollout.rewards.score import response_texts, rule_rewards
+from megarlhf.trainers.prompts import sampling_of
 from megarlhf.trainers.rl_score import Rewarder, make_experience
 
 
@@ -22,15 +22,10 @@ class Evaluator:
     """Greedy responses to the held-out prompts: mean reward, and exact match where prompts have answers."""
 
     def __init__(
-        self,
-        cfg: RLConfig,
-        engine: RolloutEngine,
-        rewarder: Rewarder,
-        tokenizer: Tokenizer,
-        heldout: Sequence[PromptSample],
+        self, cfg: RLConfig, engine: RolloutEngine, rewarder: Rewarder, heldout: Sequence[PromptSample]
     ) -> None:
-        self._engine, self._rewarder, self._tokenizer, self._heldout = engine, rewarder, tokenizer, heldout
-        self._sampling = Sampling(max_tokens=cfg.rollout.max_response_tokens, eos_id=tokenizer.eos_id, greedy=True)
+        self._engine, self._rewarder, self._heldout = engine, rewarder, heldout
+        self._sampling = sampling_of(cfg.rollout, cfg.actor, rewarder.tokenizer, greedy=True)
 
     def __call__(self) -> dict[str, float]:
         if not self._heldout:
@@ -40,9 +35,8 @@ class Evaluator:
         experience = make_experience(self._heldout, rollouts, 1)
         metrics = {"eval_reward_mean": float(self._rewarder(experience, self._heldout).mean())}
         if all(prompt.fields.get("answer") is not None for prompt in self._heldout):
-            responses = [self._tokenizer.decode(row.tolist(), continuation=True) for row in rollouts.responses.rows()]
-            texts, fields = [p.text for p in self._heldout], [p.fields for p in self._heldout]
-            matches_N = rule_rewards(RULES["exact_match"], texts, responses, fields, self._rewarder.device)
+            responses = response_texts(rollouts, self._rewarder.tokenizer)
+            matches_N = rule_rewards(RULES["exact_match"], self._heldout, responses, self._rewarder.device)
             metrics["eval_accuracy"] = float(matches_N.mean())
         return metrics
 

@@ -42,12 +42,12 @@ class LogprobGapWatch:
 
     def __init__(self, cfg: LogprobGapConfig, dtype: torch.dtype) -> None:
         self._limits = next(cfg.limits(name) for name in DTYPES if DTYPES[name] == dtype)
-        self._steps_allowed, self._steps = cfg.steps, 0
+        self._steps_allowed, self._steps, self._all_steps = cfg.steps, 0, 0
         self._exceeded = ""
 
-    @property
-    def failed(self) -> bool:
-        return self._steps >= self._steps_allowed
+    def failed(self, *, last: bool) -> bool:
+        """Whether the run ends here: too many steps in a row, or after its `last` step all of a shorter run."""
+        return self._steps >= self._steps_allowed or (last and 0 < self._steps == self._all_steps)
 
     def watch(self, gap: dict[str, float]) -> dict[str, float]:
         """Take note of a step's gap; returns it as it is. A limit is exceeded by NaN too."""
@@ -57,6 +57,7 @@ class LogprobGapWatch:
             for name, value in values.items()
             if not value <= self._limits[name]
         ]
+        self._all_steps += 1
         self._steps = self._steps + 1 if over else 0
         self._exceeded = " and ".join(over)
         if over:
@@ -65,11 +66,12 @@ class LogprobGapWatch:
             )
         return gap
 
-    def raise_if_failed(self) -> None:
-        """Raises: LogprobGapError, naming the likely causes, when too many steps in a row were above a limit."""
-        if self.failed:
+    def raise_if_failed(self, *, last: bool) -> None:
+        """Raises: LogprobGapError, naming the likely causes, when the run has `failed`."""
+        if self.failed(last=last):
+            which = f"{self._steps} step(s) in a row" + ", all of this run" * (self._steps == self._all_steps)
             raise LogprobGapError(
-                f"rollout and trainer disagree: {self._exceeded}, for {self._steps} step(s) in a row. A checkpoint "
+                f"rollout and trainer disagree: {self._exceeded}, for {which}. A checkpoint "
                 "has been written. Likely causes: the engine holds other weights than the actor; log-probs at another "
                 "temperature or before it; top-p or top-k truncation on one side only; a lower precision on one side. "
                 "Where the gap is rounding and nothing else (a large mixture of experts in bf16), raise the limit"

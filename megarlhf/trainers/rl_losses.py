@@ -6,6 +6,7 @@ Legend: B rows, S positions, H hidden.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,36 +38,19 @@ class PolicyLoss:
             self.vocabulary, hidden_SBH, batch.tokens_BS, mask_BS, temperature=self.temperature
         )
         average = self.algo.loss_average
-        denominator = self.response_tokens if average == "token" else self.sequences
-        lengths_BS = batch.columns["response_lengths"]
-        policy = clipped_policy_loss(
-            logprobs_BS,
-            old_BS,
-            batch.columns["advantages"],
-            mask_BS,
-            clip_low=self.algo.clip_low,
-            clip_high=self.algo.clip_high,
-            denominator=denominator,
-            aggregation=average,
-            lengths_BT=lengths_BS,
-        )
+        over: dict[str, Any] = {
+            "denominator": self.response_tokens if average == "token" else self.sequences,
+            "aggregation": average,
+            "lengths_BT": batch.columns["response_lengths"],
+        }
+        advantages_BS, low, high = batch.columns["advantages"], self.algo.clip_low, self.algo.clip_high
+        policy = clipped_policy_loss(logprobs_BS, old_BS, advantages_BS, mask_BS, clip_low=low, clip_high=high, **over)
         loss = policy.loss
         if self.algo.kl.placement == "loss" and self.algo.kl.coef > 0:
-            penalty = kl_penalty(
-                logprobs_BS,
-                batch.columns["ref_logprobs"],
-                mask_BS,
-                kind=self.algo.kl.estimator,
-                denominator=denominator,
-                aggregation=average,
-                lengths_BT=lengths_BS,
-            )
-            loss = loss + self.algo.kl.coef * penalty
+            ref_BS, kind = batch.columns["ref_logprobs"], self.algo.kl.estimator
+            loss = loss + self.algo.kl.coef * kl_penalty(logprobs_BS, ref_BS, mask_BS, kind=kind, **over)
         if self.algo.entropy_coef > 0:
-            bonus = entropy_bonus(
-                entropy_BS, mask_BS, denominator=denominator, aggregation=average, lengths_BT=lengths_BS
-            )
-            loss = loss - self.algo.entropy_coef * bonus
+            loss = loss - self.algo.entropy_coef * entropy_bonus(entropy_BS, mask_BS, **over)
         with torch.no_grad():
             deviation = ((logprobs_BS - old_BS).exp() - 1).abs()[mask_BS].sum()
             sums = [policy.loss, policy.clipped, entropy_BS[mask_BS].sum(), deviation]

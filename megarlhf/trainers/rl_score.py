@@ -5,9 +5,8 @@ Legend: B rows, S positions, N samples of the step, T response tokens of all of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +22,7 @@ from megarlhf.models.role import Role
 from megarlhf.parallel.step import MicroBatch
 from megarlhf.parallel.vocab import next_token_logprobs
 from megarlhf.rollout.rewards.rules import load_rule
-from megarlhf.rollout.rewards.score import rule_rewards
+from megarlhf.rollout.rewards.score import response_texts, rule_rewards
 from megarlhf.trainers.rl_batches import forward_per_sample, forward_per_token
 
 
@@ -98,7 +97,8 @@ class Rewarder:
                 assert self.reward_model is not None
                 reward_N = model_scores(self.reward_model, experience, self.micro)
             else:
-                reward_N = self._by_rule(load_rule(str(reward.rule)), experience, prompts)
+                responses = response_texts(experience.rollouts, self.tokenizer)
+                reward_N = rule_rewards(load_rule(str(reward.rule)), prompts, responses, self.device)
             reward_N = reward_N - reward.shift
             if reward.clip is not None:
                 reward_N = reward_N.clamp(-reward.clip, reward.clip)
@@ -109,17 +109,6 @@ class Rewarder:
                 f"the reward of sample {worst} is {float(total_N[worst])}; look at the reward model or the rules"
             )
         return total_N
-
-    def _by_rule(
-        self,
-        rule: Callable[[str, str, Mapping[str, Any]], float],
-        experience: Experience,
-        prompts: Sequence[PromptSample],
-    ) -> Tensor:
-        responses = [
-            self.tokenizer.decode(row.tolist(), continuation=True) for row in experience.rollouts.responses.rows()
-        ]
-        return rule_rewards(rule, [p.text for p in prompts], responses, [p.fields for p in prompts], self.device)
 
 
 def add_advantages(experience: Experience, algo: AlgoConfig) -> Experience:

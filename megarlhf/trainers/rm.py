@@ -19,9 +19,8 @@ from megarlhf.algo.losses import centering, pairwise_aligned_span, pairwise_last
 from megarlhf.config import RMConfig
 from megarlhf.data.samples import PairSample, Records, Skipped, build_pairs
 from megarlhf.data.tokenizer import Tokenizer
-from megarlhf.experience import Ragged
 from megarlhf.models.role import Role
-from megarlhf.parallel.batching import MicroBatchLayout, TokenSpans, scatter_to_micro_batch
+from megarlhf.parallel.batching import MicroBatchLayout
 from megarlhf.parallel.step import MicroBatch
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.supervised import Metrics, Objective, heldout_sums, run_supervised
@@ -85,11 +84,9 @@ class RewardModelling(Objective[PairSample]):
     def build_samples(self, records: Records, tokenizer: Tokenizer, **options: Any) -> tuple[list[PairSample], Skipped]:
         return build_pairs(records, tokenizer, **options)
 
-    def sequence_lengths(self, sample: PairSample) -> Sequence[int]:
-        """Of both sequences, each with the prompt."""
-        return [
-            len(sample.prompt_tokens) + len(response) for response in (sample.chosen_tokens, sample.rejected_tokens)
-        ]
+    def sequences(self, sample: PairSample) -> list[list[int]]:
+        """Both with the prompt, the chosen one first."""
+        return [sample.prompt_tokens + response for response in (sample.chosen_tokens, sample.rejected_tokens)]
 
     def training_loss(self, role: Role, samples: Sequence[PairSample]) -> PairwiseLoss:
         return PairwiseLoss(kind=self.rm.loss, denominator=len(samples), center_coef=self.rm.center_coef)
@@ -117,23 +114,6 @@ class RewardModelling(Objective[PairSample]):
             return None
         deviation = scale_to_unit_variance(self, role, heldout)
         return f"divided the head by {deviation:.4g}, the standard deviation of the held-out scores"
-
-    def micro_batches(self, role: Role, samples: Sequence[PairSample]) -> list[MicroBatch]:
-        """Two sequences a pair, the chosen one first."""
-        device = role.mesh.runtime.device
-        rows = [
-            torch.tensor(pair.prompt_tokens + response)
-            for pair in samples
-            for response in (pair.chosen_tokens, pair.rejected_tokens)
-        ]
-        tokens = Ragged.from_rows(rows, torch.int64)
-        groups = [(2 * n, 2 * n + 1) for n in range(len(samples))]
-        return [
-            MicroBatch(
-                scatter_to_micro_batch(layout, tokens, TokenSpans.whole(tokens.lengths_N)).to(device), {}, layout
-            )
-            for layout in role.batching(self.cfg.train).layouts(groups, tokens.lengths_N)
-        ]
 
 
 def scale_to_unit_variance(objective: RewardModelling, role: Role, pairs: Sequence[PairSample]) -> float:

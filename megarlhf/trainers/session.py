@@ -5,16 +5,17 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch.distributed as dist
 from rich.console import RenderableType
 
+from megarlhf.collective_errors import on_first_rank
 from megarlhf.config import CheckpointConfig, FrozenModel, RunConfig
 from megarlhf.models.role import Role
-from megarlhf.observe.metrics import Metric, MetricsWriter, NullWriter, Observer
+from megarlhf.observe.metrics import Metric, MetricsWriter
 from megarlhf.observe.progress import Progress
 from megarlhf.observe.run_directory import claim
 from megarlhf.runtime import Runtime
@@ -26,7 +27,8 @@ class Session:
 
     runtime: Runtime
     run_dir: Path
-    observer: Observer
+    metrics: MetricsWriter | None
+    """On rank 0."""
     progress: Progress
     checkpoint: CheckpointConfig
     written: list[Path] = field(default_factory=list)
@@ -34,7 +36,8 @@ class Session:
 
     def log(self, step: int, metrics: Mapping[str, Metric]) -> None:
         """Record the metrics of step `step` (1 is the first; 0 is before training)."""
-        self.observer.log(step, metrics)
+        if self.metrics is not None:
+            self.metrics.log(step, metrics)
         self.progress.step(step, metrics)
 
     def note(self, message: RenderableType) -> None:
@@ -67,31 +70,14 @@ def open_session(
     Whatever can be refused is refused before: data is read and models are built first, so that a mistake leaves no
     trace of a run, and an earlier run in the directory as it is. Collective: rank 0 decides about the directory.
     """
-    _on_main_rank(runtime.rank, runtime.world_size, lambda: claim(cfg, run, title))
-    observer: Observer = NullWriter()
-    if runtime.is_main:
-        observer = MetricsWriter(run.dir, wandb_project="megarlhf" if run.logger == "wandb" else None)
-    try:
-        with Progress(title, total, enabled=runtime.is_main) as progress:
-            for note in notes:
-                progress.note(note)
-            yield Session(runtime=runtime, run_dir=run.dir, observer=observer, progress=progress, checkpoint=checkpoint)
-    finally:
-        observer.close()
-
-
-def _on_main_rank(rank: int, world_size: int, action: Callable[[], None]) -> None:
-    """Do it on rank 0; its ValueError is raised on every rank. Collective."""
-    message: list[str | None] = [None]
-    if rank == 0:
-        try:
-            action()
-        except ValueError as error:
-            message = [str(error)]
-    if world_size > 1:
-        dist.broadcast_object_list(message, src=0)
-    if message[0] is not None:
-        raise ValueError(message[0])
+    on_first_rank(lambda: claim(cfg, run, title))
+    project = "megarlhf" if run.logger == "wandb" else None
+    with contextlib.ExitStack() as stack:
+        metrics = stack.enter_context(MetricsWriter(run.dir, wandb_project=project)) if runtime.is_main else None
+        progress = stack.enter_context(Progress(title, total, enabled=runtime.is_main))
+        for note in notes:
+            progress.note(note)
+        yield Session(runtime=runtime, run_dir=run.dir, metrics=metrics, progress=progress, checkpoint=checkpoint)
 
 
 def _name(step: int) -> str:
@@ -106,7 +92,7 @@ def save_roles(root: Path, step: int, roles: Sequence[Role]) -> Path:
     Raises: ValueError, on every rank and before anything is written, when something stands under that name.
     """
     final, partial = root / _name(step), root / f".{_name(step)}.partial"
-    _on_main_rank(dist.get_rank(), dist.get_world_size(), lambda: _make_room(final, partial))
+    on_first_rank(lambda: _make_room(final, partial))
     for role in roles:
         role.export(partial / role.name)
     dist.barrier()

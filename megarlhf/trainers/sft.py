@@ -17,9 +17,8 @@ from megarlhf.algo.losses import token_nll
 from megarlhf.config import SFTConfig
 from megarlhf.data.samples import Records, SFTSample, Skipped, build_sft
 from megarlhf.data.tokenizer import Tokenizer
-from megarlhf.experience import Ragged
 from megarlhf.models.role import Role
-from megarlhf.parallel.batching import TokenSpans, micro_batch_mask, scatter_to_micro_batch
+from megarlhf.parallel.batching import MicroBatchLayout, TokenSpans, micro_batch_mask
 from megarlhf.parallel.step import MicroBatch
 from megarlhf.parallel.vocab import Vocabulary, next_token_logprobs
 from megarlhf.runtime import Runtime
@@ -64,8 +63,8 @@ class SupervisedFineTuning(Objective[SFTSample]):
     def build_samples(self, records: Records, tokenizer: Tokenizer, **options: Any) -> tuple[list[SFTSample], Skipped]:
         return build_sft(records, tokenizer, **options)
 
-    def sequence_lengths(self, sample: SFTSample) -> Sequence[int]:
-        return (len(sample.tokens),)
+    def sequences(self, sample: SFTSample) -> list[list[int]]:
+        return [sample.tokens]
 
     def training_loss(self, role: Role, samples: Sequence[SFTSample]) -> NextTokenLoss:
         response_tokens = sum(len(sample.tokens) - sample.prompt_length for sample in samples)
@@ -75,16 +74,10 @@ class SupervisedFineTuning(Objective[SFTSample]):
         """Held-out loss (mean over response tokens, nats) and perplexity."""
         return {"eval_loss": sums["loss"], "eval_perplexity": math.exp(min(sums["loss"], 700.0))}
 
-    def micro_batches(self, role: Role, samples: Sequence[SFTSample]) -> list[MicroBatch]:
-        device = role.mesh.runtime.device
-        tokens = Ragged.from_rows([torch.tensor(sample.tokens) for sample in samples], torch.int64)
+    def columns(
+        self, samples: Sequence[SFTSample], layout: MicroBatchLayout, device: torch.device
+    ) -> dict[str, Tensor]:
+        lengths_N = torch.tensor([len(sample.tokens) for sample in samples])
         prompts_N = torch.tensor([sample.prompt_length for sample in samples])
-        responses = TokenSpans.predicting(prompts_N, tokens.lengths_N - prompts_N)
-        return [
-            MicroBatch(
-                tokens_BS=scatter_to_micro_batch(layout, tokens, TokenSpans.whole(tokens.lengths_N)).to(device),
-                columns={"response_mask": micro_batch_mask(layout, responses, device)},
-                layout=layout,
-            )
-            for layout in role.batching(self.cfg.train).layouts([(n,) for n in range(len(samples))], tokens.lengths_N)
-        ]
+        responses = TokenSpans.predicting(prompts_N, lengths_N - prompts_N)
+        return {"response_mask": micro_batch_mask(layout, responses, device)}

@@ -18,11 +18,12 @@ from megarlhf.architectures.hf_config import architecture_from_hf
 from megarlhf.architectures.placements import Head
 from megarlhf.config import RMConfig, RoleConfig, SFTConfig
 from megarlhf.data.loader import ShuffledBatches
-from megarlhf.data.samples import Records, Skipped, require_budget, require_positions
-from megarlhf.data.sources import load_records, source_words
+from megarlhf.data.samples import Records, Skipped, load_splits, require_budget, require_positions
 from megarlhf.data.tokenizer import Tokenizer, load_tokenizer
+from megarlhf.experience import Ragged
 from megarlhf.models.role import Role, build_role
 from megarlhf.observe.metrics import Metric
+from megarlhf.parallel.batching import MicroBatchLayout, TokenSpans, scatter_to_micro_batch
 from megarlhf.parallel.mesh import GroupCache
 from megarlhf.parallel.step import Loss, MicroBatch
 from megarlhf.runtime import Runtime
@@ -54,12 +55,36 @@ class Objective(ABC, Generic[Sample]):
         """The usable samples of the records, and what was skipped. The options are limits and template."""
 
     @abstractmethod
-    def sequence_lengths(self, sample: Sample) -> Sequence[int]:
-        """Tokens of each of the sample's sequences, which stay in one micro-batch."""
+    def sequences(self, sample: Sample) -> list[list[int]]:
+        """The sample's sequences as token ids; they stay in one micro-batch, in this order."""
 
-    @abstractmethod
+    def sequence_lengths(self, sample: Sample) -> list[int]:
+        """Tokens of each of the sample's sequences."""
+        return [len(tokens) for tokens in self.sequences(sample)]
+
+    def columns(self, samples: Sequence[Sample], layout: MicroBatchLayout, device: torch.device) -> dict[str, Tensor]:
+        """What the loss reads of a micro-batch beside its tokens."""
+        return {}
+
     def micro_batches(self, role: Role, samples: Sequence[Sample]) -> list[MicroBatch]:
         """This data-parallel rank's micro-batches of the samples."""
+        device = role.mesh.runtime.device
+        rows: list[Tensor] = []
+        groups: list[tuple[int, ...]] = []
+        for sample in samples:
+            sequences = [torch.tensor(tokens) for tokens in self.sequences(sample)]
+            groups.append(tuple(range(len(rows), len(rows) + len(sequences))))
+            rows += sequences
+        tokens = Ragged.from_rows(rows, torch.int64)
+        whole = TokenSpans.whole(tokens.lengths_N)
+        return [
+            MicroBatch(
+                tokens_BS=scatter_to_micro_batch(layout, tokens, whole).to(device),
+                columns=self.columns(samples, layout, device),
+                layout=layout,
+            )
+            for layout in role.batching(self.cfg.train).layouts(groups, tokens.lengths_N)
+        ]
 
     @abstractmethod
     def training_loss(self, role: Role, samples: Sequence[Sample]) -> Loss:
@@ -119,14 +144,10 @@ def load_samples(objective: Objective[Sample]) -> tuple[list[Sample], list[Sampl
     cfg, hf_directory = objective.cfg, objective.section.model.hf_directory()
     tokenizer = load_tokenizer(hf_directory)
     max_positions = architecture_from_hf(hf_directory).max_positions
-    splits: list[list[Sample]] = []
-    notes = []
-    for path, split in ((cfg.data.train, cfg.data.train_split), (cfg.data.heldout, cfg.data.heldout_split)):
-        if path is None:
-            splits.append([])
-            continue
+
+    def build(records: Records, source: str) -> tuple[list[Sample], Skipped]:
         samples, skipped = objective.build_samples(
-            load_records(path, fields=objective.fields, split=split),
+            records,
             tokenizer,
             max_prompt_tokens=cfg.data.max_prompt_tokens,
             max_response_tokens=cfg.data.max_response_tokens,
@@ -134,15 +155,12 @@ def load_samples(objective: Objective[Sample]) -> tuple[list[Sample], list[Sampl
         )
         lengths = [objective.sequence_lengths(sample) for sample in samples]
         require_positions(max(map(max, lengths)), max_positions, str(objective.section.model.path))
-        require_budget(
-            [sum(each) for each in lengths],
-            cfg.train.max_tokens_per_micro_batch,
-            source_words(path, split),
-            objective.sample_words,
-        )
-        notes.append(f"{source_words(path, split)}: {skipped.describe()}")
-        splits.append(samples)
-    return splits[0], splits[1][: cfg.eval.max_samples], notes
+        tokens = [sum(each) for each in lengths]
+        require_budget(tokens, cfg.train.max_tokens_per_micro_batch, source, objective.sample_words)
+        return samples, skipped
+
+    train, heldout, notes = load_splits(cfg.data, objective.fields, build)
+    return train, heldout[: cfg.eval.max_samples], notes
 
 
 def train_on(objective: Objective[Sample], role: Role, samples: Sequence[Sample]) -> Metrics:

@@ -68,6 +68,15 @@ def test_the_files_of_a_directory_are_joined_in_order(tmp_path):
     assert load_records(tmp_path, fields=FIELDS) == ROWS
 
 
+def test_names_end_in_upper_case_too(tmp_path):
+    """Of a directory, where `train.JSONL` was once passed over in silence, and as one file."""
+    write_jsonl(tmp_path / "train.JSONL", ROWS[:1])
+    datasets.Dataset.from_list(ROWS[1:]).to_parquet(tmp_path / "Train_2.Parquet")
+    assert load_records(tmp_path, fields=FIELDS) == [*ROWS[1:], *ROWS[:1]]
+    assert {path.name for path in source_files(tmp_path)} == {"train.JSONL", "Train_2.Parquet"}
+    assert load_records(tmp_path / "train.JSONL", fields=FIELDS) == ROWS[:1]
+
+
 def test_a_directory_with_several_splits_is_read_only_when_one_is_named(tmp_path):
     """All of them joined would train on the test set. Shards of one split are one split."""
     names = {

@@ -101,3 +101,15 @@ def test_directories_without_a_tokenizer(tmp_path):
     (tmp_path / "tokenizer.model").write_bytes(b"version https://git-lfs.github.com/spec/v1")
     with pytest.raises(ValueError, match=r"tokenizer\.model is not a SentencePiece model"):
         load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("text", ["junk", "{", "[]"])
+def test_a_damaged_file_is_told_in_one_line(tmp_path, fast_tokenizer, name, text):
+    save_fast(tmp_path, fast_tokenizer, prefix=False, eos_token="</s>")
+    (tmp_path / name).write_text(text)
+    with pytest.raises(
+        ValueError, match=rf"^{tmp_path}/tokenizer\.json, or .* copy the tokenizer of .*again$"
+    ) as raised:
+        load_tokenizer(tmp_path)
+    assert "\n" not in str(raised.value)

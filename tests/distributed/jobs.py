@@ -187,7 +187,7 @@ def outputs_and_greedy(
         (outputs,) = role.forward([MicroBatch(tokens, {})], partial(_whole_vocabulary, role)) or [torch.empty(0)]
         greedy: list[list[int]] = []
         if new_tokens:
-            sampling = Sampling(max_tokens=new_tokens, greedy=True, eos_id=-1)
+            sampling = Sampling(max_tokens=new_tokens, greedy=True, end_ids=())
             prompts = [torch.tensor(row) for row in rows]
             rollouts = MegatronEngine(role.shard, 2).generate(prompts, [0] * len(rows), sampling)
             greedy = [row.tolist() for row in rollouts.responses.rows()]
@@ -306,8 +306,8 @@ def vllm_session(runtime: Runtime, first: str, second: str, tp: int, prompts: li
     rollout = RolloutConfig.model_validate({"max_response_tokens": 8})
     engine = VllmEngine(Path(first), torch.float32, rollout, tp, 400, runtime)
     rows, seeds = [torch.tensor(p) for p in prompts], list(range(len(prompts)))
-    greedy = Sampling(max_tokens=8, greedy=True, eos_id=2)
-    warm = Sampling(max_tokens=8, temperature=0.7, eos_id=2)
+    greedy = Sampling(max_tokens=8, greedy=True, end_ids=(2,))
+    warm = Sampling(max_tokens=8, temperature=0.7, end_ids=(2,))
     responses: dict[str, Any] = {}
     for version, path in enumerate((first, second, first)):
         load_weights(actor.shard, section.model.model_copy(update={"path": Path(path)}), seed=0)

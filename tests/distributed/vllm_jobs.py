@@ -46,7 +46,7 @@ class _Session:
         self.engine.update_weights(self.actor.shard, version)
 
     def greedy(self, prompts: list[list[int]]) -> list[list[int]]:
-        sampling = Sampling(max_tokens=NEW_TOKENS, greedy=True, eos_id=EOS)
+        sampling = Sampling(max_tokens=NEW_TOKENS, greedy=True, end_ids=(EOS,))
         rollouts = self.engine.generate([torch.tensor(p) for p in prompts], [0] * len(prompts), sampling)
         return [row.tolist() for row in rollouts.responses.rows()]
 

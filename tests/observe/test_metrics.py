@@ -9,7 +9,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megarlhf.observe.metrics import MetricsWriter, NullWriter, Observer, read_metrics
+from megarlhf.observe.metrics import MetricsWriter, read_metrics
 
 
 def lines(run_dir):
@@ -147,14 +147,6 @@ def test_wandb_when_asked_for_continues_the_same_run(tmp_path, monkeypatch):
     MetricsWriter(tmp_path, tensorboard=False, wandb_project="mine", resume_step=1).close()
     assert logged == [(1, {"loss": 0.5}), "finished", "finished"]
     assert [(options["project"], options["id"]) for options in inits] == [("mine", None), ("mine", "abc")]
-
-
-def test_null_writer_writes_nothing(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    observer: Observer = NullWriter()
-    observer.log(1, {"loss": 0.5})
-    observer.close()
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_reading_a_directory_without_metrics_says_so(tmp_path):

@@ -79,7 +79,7 @@ def test_reward_and_accuracy_on_two_axes_with_the_peak_marked():
 
 
 def test_a_peak_at_the_end_is_not_marked():
-    assert figure(REWARD, [run_of(RL_ROWS[:2])])["layout"]["shapes"] == []
+    assert figure(REWARD, [run_of(RL_ROWS[:2])])["layout"].get("shapes", []) == []
 
 
 def test_what_was_not_finite_is_a_gap_and_what_was_not_logged_is_none():

@@ -56,12 +56,12 @@ def test_only_consecutive_steps_above_a_limit_end_the_run(caplog):
     rule = watch(mean=0.1, p999=1.0, steps=2)
     for step in (gap(0.2), gap(0.1, 1.0, 50.0), gap(0.0, 1.1)):
         assert rule.watch(step) is step
-        assert not rule.failed
-        rule.raise_if_failed()
+        assert not rule.failed(last=False)
+        rule.raise_if_failed(last=False)
     rule.watch(gap(0.2))
-    assert rule.failed
+    assert rule.failed(last=False)
     with pytest.raises(LogprobGapError) as raised:
-        rule.raise_if_failed()
+        rule.raise_if_failed(last=False)
     named = ["rollout.logprob_gap.mean = 0.1", "2 step(s)", "other weights", "temperature", "top-p", "precision"]
     assert [part for part in named if part not in str(raised.value)] == []
     assert isinstance(raised.value, FloatingPointError), "the command ends with status 4"
@@ -72,11 +72,28 @@ def test_only_consecutive_steps_above_a_limit_end_the_run(caplog):
     ]
 
 
+@pytest.mark.parametrize(
+    ("gaps", "fails"), [((0.2,), True), ((0.2, 0.3), True), ((0.2, 0.0), False), ((0.0, 0.2), False), ((), False)]
+)
+def test_a_run_shorter_than_the_limit_of_steps_fails_at_its_end(gaps, fails):
+    """When every one of its steps was above a limit; not before its last."""
+    rule = watch(mean=0.1, steps=3)
+    for mean in gaps:
+        rule.watch(gap(mean))
+        rule.raise_if_failed(last=False)
+    assert rule.failed(last=True) is fails
+    if fails:
+        with pytest.raises(
+            LogprobGapError, match=rf"for {len(gaps)} step\(s\) in a row, all of this run. A checkpoint"
+        ):
+            rule.raise_if_failed(last=True)
+
+
 @pytest.mark.parametrize("worst", [float("nan"), -float("inf")])
 def test_a_log_prob_that_is_no_number_is_above_every_limit(worst):
     rule = watch(mean=1e30, p999=1e30, steps=1)
     rule.watch(logprob_gap(experience(rollout_logprobs=((-1.0, -2.0), (worst,)))))
-    assert rule.failed
+    assert rule.failed(last=False)
 
 
 def test_limits_follow_the_actor_s_dtype():
@@ -84,4 +101,4 @@ def test_limits_follow_the_actor_s_dtype():
     for dtype, failed in ((torch.float32, True), (torch.bfloat16, False)):
         rule = LogprobGapWatch(LogprobGapConfig(steps=1), dtype)
         rule.watch(step)
-        assert rule.failed is failed
+        assert rule.failed(last=False) is failed

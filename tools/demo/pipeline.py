@@ -22,46 +22,29 @@ DEFAULT_ROOT = Path("runs/demo")
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage's command and configuration; `paths` are the configured paths, relative to the root."""
+    """A stage's command and its configured paths, relative to the root."""
 
     name: str
     command: str
-    config: str
     paths: dict[str, str]
+
+    @property
+    def config(self) -> str:
+        return f"configs/demo/{self.name}.yaml"
+
+
+def _data(name: str) -> dict[str, str]:
+    return {"data.train": f"data/{name}_train.jsonl", "data.heldout": f"data/{name}_heldout.jsonl"}
 
 
 ACTOR = "sft/checkpoints/latest/actor"
 REWARD_MODEL = "rm/checkpoints/latest/reward_model"
-PROMPTS = {
-    "actor.model.path": ACTOR,
-    "critic.model.path": REWARD_MODEL,
-    "reward_model.model.path": REWARD_MODEL,
-    "data.train": "data/prompts_train.jsonl",
-    "data.heldout": "data/prompts_heldout.jsonl",
-}
+MODELS = {"actor.model.path": ACTOR, "critic.model.path": REWARD_MODEL, "reward_model.model.path": REWARD_MODEL}
 STAGES = (
-    Stage(
-        "sft",
-        "sft",
-        "configs/demo/sft.yaml",
-        {
-            "actor.model.path": "data/base",
-            "data.train": "data/sft_train.jsonl",
-            "data.heldout": "data/sft_heldout.jsonl",
-        },
-    ),
-    Stage(
-        "rm",
-        "rm",
-        "configs/demo/rm.yaml",
-        {
-            "reward_model.model.path": ACTOR,
-            "data.train": "data/pairs_train.jsonl",
-            "data.heldout": "data/pairs_heldout.jsonl",
-        },
-    ),
-    Stage("ppo", "rl", "configs/demo/ppo.yaml", PROMPTS),
-    Stage("grpo", "rl", "configs/demo/grpo.yaml", PROMPTS),
+    Stage("sft", "sft", {"actor.model.path": "data/base", **_data("sft")}),
+    Stage("rm", "rm", {"reward_model.model.path": ACTOR, **_data("pairs")}),
+    Stage("ppo", "rl", MODELS | _data("prompts")),
+    Stage("grpo", "rl", MODELS | _data("prompts")),
 )
 BY_NAME = {stage.name: stage for stage in STAGES}
 
@@ -118,7 +101,7 @@ def figures(root: Path, seconds: dict[str, float]) -> dict[str, Any]:
     """What the pipeline under `root` reached. Accuracies are held-out, 0 to 1."""
     last = {stage.name: evaluations(root / stage.name)[-1] for stage in STAGES}
     rows = {name: read_metrics(root / name) for name in ("ppo", "grpo")}
-    gaps = [row.get("rollout_logprob_gap_max", 0.0) for found in rows.values() for row in found]
+    gaps = [row.get("rollout_logprob_gap_max", 0.0) for rows_of_run in rows.values() for row in rows_of_run]
     return {
         # PPO starts from the SFT model: its first evaluation, before any training, is SFT's accuracy.
         "sft_accuracy": evaluations(root / "ppo")[0]["eval_accuracy"],

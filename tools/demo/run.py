@@ -53,8 +53,8 @@ def before_and_after(root: Path) -> list[tuple[str, str, float, float]]:
         ("ppo", "eval_accuracy", "sums that are right"),
         ("grpo", "eval_accuracy", "sums that are right"),
     ):
-        found = evaluations(root / run)
-        rows.append((run, words, found[0][metric], found[-1][metric]))
+        history = evaluations(root / run)
+        rows.append((run, words, history[0][metric], history[-1][metric]))
     return rows
 
 

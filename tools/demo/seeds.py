@@ -30,16 +30,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--root", type=Path, default=Path("runs/demo-seeds"))
     options = parser.parse_args(argv)
-    found = {str(seed): one_seed(options.root / str(seed), seed) for seed in options.seeds}
-    write_json(RESULTS, {"about": about(), "seeds": found})
+    figures_by_seed = {str(seed): run_seed(options.root / str(seed), seed) for seed in options.seeds}
+    write_json(RESULTS, {"about": about(), "seeds": figures_by_seed})
     console = make_console()
     columns = ("sft_accuracy", "reward_model_accuracy", "ppo_accuracy", "ppo_kl", "grpo_accuracy", *CONTROLS)
-    rows = [[seed, *(figure[column] for column in columns)] for seed, figure in found.items()]
+    rows = [[seed, *(figure[column] for column in columns)] for seed, figure in figures_by_seed.items()]
     console.print(table("held-out figures by seed", rows, ("seed", *columns)))
     return 0
 
 
-def one_seed(root: Path, seed: int) -> dict[str, Any]:
+def run_seed(root: Path, seed: int) -> dict[str, Any]:
     """The pipeline and its controls; the figures they reached."""
     console = make_console()
     overrides = [f"run.seed={seed}"]

@@ -42,16 +42,16 @@ class Section:
 def sections(model: type[FrozenModel]) -> list[Section]:
     """The sections of a command's configuration in their order."""
     schema = model.model_json_schema()
-    found = []
+    result = []
     for name, field in schema["properties"].items():
         required = name in schema.get("required", ())
         inner, suffix = _section(field, schema["$defs"])
         if inner is None:
-            found.append(Section(name, "", (_key("", field, required),)))
+            result.append(Section(name, "", (_key("", field, required),)))
         else:
             words = _sentence(field) or _sentence(inner)
-            found.append(Section(name + suffix, words, tuple(_keys(inner, schema["$defs"]))))
-    return found
+            result.append(Section(name + suffix, words, tuple(_keys(inner, schema["$defs"]))))
+    return result
 
 
 def _section(field: Schema, definitions: Mapping[str, Schema]) -> tuple[Schema | None, str]:
@@ -141,7 +141,7 @@ def _list(commands: list[str]) -> str:
 
 def _cell(text: str) -> str:
     """A bar ends a cell, but not inside a code span."""
-    return re.sub(r"(`[^`]*`)|\|", lambda found: found[1] or "\\|", text)
+    return re.sub(r"(`[^`]*`)|\|", lambda match: match[1] or "\\|", text)
 
 
 if __name__ == "__main__":

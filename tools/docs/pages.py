@@ -22,7 +22,7 @@ _LINK = re.compile(
 
 def links(markdown: str) -> list[str]:
     """Targets of the links of a page, in order."""
-    return [found["target"] for found in _LINK.finditer(markdown) if found["target"]]
+    return [match["target"] for match in _LINK.finditer(markdown) if match["target"]]
 
 
 def place(target: str, folder: str) -> tuple[str, str]:
@@ -52,14 +52,14 @@ def for_the_site(markdown: str, folder: str, uri: str) -> str:
         inside = path.removeprefix("docs/") if path.startswith("docs/") else source_uri(path)
         return posixpath.relpath(inside, posixpath.dirname(uri) or ".")
 
-    def replaced(found: re.Match[str]) -> str:
-        target = found["target"]
+    def replaced(match: re.Match[str]) -> str:
+        target = match["target"]
         if target is None or is_external(target) or target.startswith("#"):
-            return found[0]
+            return match[0]
         path, anchor = place(target, folder)
         if not path.startswith("docs/") and not (ROOT / path).is_file():
-            return found[0]  # MkDocs reports it
-        return f"[{found['text']}]({link(path)}{'#' * bool(anchor)}{anchor})"
+            return match[0]  # MkDocs reports it
+        return f"[{match['text']}]({link(path)}{'#' * bool(anchor)}{anchor})"
 
     return _LINK.sub(replaced, markdown)
 
@@ -89,7 +89,7 @@ _FETCHED = re.compile(
 def fetched_from_elsewhere(text: str) -> list[str]:
     """What a browser would load from another host when it shows this page or style sheet. Plain links are none."""
     canonical = re.compile(r"<link[^>]*rel=[\"']?canonical", re.I)
-    return [found[1] or found[2] for found in _FETCHED.finditer(text) if not canonical.match(found[0])]
+    return [match[1] or match[2] for match in _FETCHED.finditer(text) if not canonical.match(match[0])]
 
 
 def check_site(directory: Path, read: Callable[[Path], str] = lambda path: path.read_text(encoding="utf-8")) -> None:

@@ -12,6 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megarlhf.data.samples import PromptSample
+from megarlhf.data.tokenizer import Tokenizer
+from megarlhf.experience import Rollouts
 from megarlhf.layout import split_evenly
 from megarlhf.rollout.rewards.rules import RULES, Rule
 
@@ -23,13 +26,12 @@ class RewardError(ValueError):
     """A rule that failed, or returned what is no number: the user's mistake, with rule, sample and line."""
 
 
-def rule_rewards(
-    rule: Rule,
-    prompts: Sequence[str],
-    responses: Sequence[str],
-    fields: Sequence[Mapping[str, Any]],
-    device: torch.device,
-) -> Tensor:
+def response_texts(rollouts: Rollouts, tokenizer: Tokenizer) -> list[str]:
+    """The responses as rules read them."""
+    return [tokenizer.decode(row.tolist(), continuation=True) for row in rollouts.responses.rows()]
+
+
+def rule_rewards(rule: Rule, prompts: Sequence[PromptSample], responses: Sequence[str], device: torch.device) -> Tensor:
     """The rule's value for each response, [N] fp32, the same on every rank. Each rank computes its share.
 
     Raises: RewardError, on every rank, for the first sample on which the rule fails or returns no finite number.
@@ -39,7 +41,7 @@ def rule_rewards(
     error = ""
     try:
         for n in share:
-            values.append(reward_of(rule, n, prompts[n], responses[n], fields[n]))
+            values.append(reward_of(rule, n, prompts[n].text, responses[n], prompts[n].fields))
     except RewardError as failure:  # every rank has to hear of it
         error = str(failure)
     parts: list[tuple[list[float], str]] = [([], "")] * dist.get_world_size()
