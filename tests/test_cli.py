@@ -19,7 +19,7 @@ from megarlhf.observe.metrics import read_metrics
 from megarlhf.observe.run_directory import claim
 from megarlhf.runtime import Runtime
 from megarlhf.trainers import generate
-from tests.command import megarlhf
+from tests.command import ROOT, megarlhf, python
 from tests.ranks import RankPool
 from tools.demo.make_data import base_files
 
@@ -236,7 +236,7 @@ sys.meta_path.insert(0, Interrupt())
 sys.argv = ["megarlhf", "doctor"]
 runpy.run_module("megarlhf", run_name="__main__")
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = python("-c", code)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "megarlhf doctor: interrupted\n")
 
 
