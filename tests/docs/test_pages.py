@@ -14,13 +14,12 @@ from markdown.extensions.toc import slugify
 
 from tests.docs.repository import PAGES, ROOT, folder, path_of, text
 from tools.docs import pages
-from tools.docs.configuration import reference
 
 
 @cache
 def anchors(page: Path) -> set[str]:
     """Where a link may lead on a page."""
-    markdown = text(page).replace(pages.MARKER, reference())
+    markdown = text(page)
     outside = re.sub(r"^```.*?^```$", "", markdown, flags=re.MULTILINE | re.DOTALL)
     return {slugify(title.replace("`", ""), "-") for title in re.findall(r"^#+ (.*)$", outside, re.MULTILINE)}
 

@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from megarlhf.commands import cli
 from megarlhf.config import RLConfig, RMConfig, SFTConfig, load_config
 from tests.docs.repository import PRESENT, ROOT, code, path_of
-from tools.docs.configuration import reference
+from tools.docs.configuration import PAGE, page_with_reference, reference
 
 ROLES = {"actor", "critic", "reference", "reward_model"}
 
@@ -118,6 +118,11 @@ def test_the_example_configurations_load(name, kind):
     assert load_config(kind, ROOT / "configs" / "example" / f"{name}.yaml").run.nproc == 8
     block = next(b for b in code(ROOT / "docs" / "configuration.md") if b.startswith("yaml\n# sft.yaml"))
     SFTConfig.model_validate(yaml.safe_load(block.removeprefix("yaml\n")))
+
+
+def test_the_page_has_the_reference_of_this_code():
+    page = PAGE.read_text(encoding="utf-8")
+    assert page == page_with_reference(page), "run `python -m tools.docs.configuration --write`"
 
 
 def test_the_reference_is_printed():

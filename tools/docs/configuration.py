@@ -1,20 +1,27 @@
 """The configuration reference, made from the models in megarlhf/config: section, key, type, default, description.
 
-`python -m tools.docs.configuration` prints it; `make docs` puts it into docs/configuration.md.
+`python -m tools.docs.configuration` prints it; with `--write` it replaces that of docs/configuration.md, which a test
+compares.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from megarlhf.commands.cli import COMMANDS
 from megarlhf.config import FrozenModel
 
 Schema = Mapping[str, Any]
+
+PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
+MARKER = "<!-- made by `python -m tools.docs.configuration --write` -->\n\n"
+"""In the page, ahead of the reference."""
 
 
 @dataclass(frozen=True)
@@ -144,5 +151,15 @@ def _cell(text: str) -> str:
     return re.sub(r"(`[^`]*`)|\|", lambda match: match[1] or "\\|", text)
 
 
+def page_with_reference(page: str) -> str:
+    """The page with the reference behind its marker, in place of what stands there."""
+    introduction, marker, _ = page.partition(MARKER)
+    assert marker, f"no line {MARKER.strip()} in the page"
+    return introduction + marker + reference()
+
+
 if __name__ == "__main__":
-    print(reference(), end="")
+    if sys.argv[1:] == ["--write"]:
+        PAGE.write_text(page_with_reference(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    else:
+        print(reference(), end="")

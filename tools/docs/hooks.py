@@ -1,5 +1,5 @@
-"""MkDocs hooks: README.md is the first page, source files that pages link to get pages, the configuration reference
-is made, and a page that would load something from another host fails the build."""
+"""MkDocs hooks: README.md is the first page, source files that pages link to get pages, and a page that would load
+something from another host fails the build."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from mkdocs.structure.pages import Page
 sys.path.insert(0, str(Path(__file__).parents[2]))  # MkDocs loads this file by its path
 
 from tools.docs import pages
-from tools.docs.configuration import reference
 
 
 def _folder(uri: str) -> str:
@@ -35,11 +34,11 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Turn links to files into links to their pages, and the marker into the configuration reference."""
+    """Turn links to files into links to their pages."""
     uri = page.file.src_uri
     if uri.startswith("source/"):
         return markdown
-    return pages.for_the_site(markdown, _folder(uri), uri).replace(pages.MARKER, reference())
+    return pages.for_the_site(markdown, _folder(uri), uri)
 
 
 def on_post_build(config: MkDocsConfig) -> None:

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-MARKER = "<!-- configuration reference -->"
 
 # What stands in code is left alone: a fence, an indented block's line, a span.
 _LINK = re.compile(
