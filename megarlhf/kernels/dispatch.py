@@ -102,7 +102,7 @@ def linear_token_logprobs(
     columns, vocab = local_vocab_range(weight_VH.size(0), true_vocab, group)
     kept_T = labels_T != ignore_index
     if response_mask is not None:
-        require_mask(response_mask, len(labels_T))
+        require_mask("response_mask", response_mask, labels_T)
         kept_T = kept_T & response_mask
     on_cpu = labels_T.device.type == "cpu"
     name = choose_backend(backend, hidden_TH, device=hidden_TH.device, kernels="log-prob", fallback="chunked")

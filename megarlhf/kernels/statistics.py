@@ -73,11 +73,6 @@ def working_dtype(*tensors: Tensor | None) -> torch.dtype:
     return torch.float64 if any_fp64 else torch.float32
 
 
-def lowest(dtype: torch.dtype) -> float:
-    """The maximum of no columns."""
-    return torch.finfo(dtype).min
-
-
 @dataclass(frozen=True)
 class VocabRange:
     """Which part of the vocabulary a tensor's columns are."""

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from megarlhf.kernels.statistics import LOG_ZERO, Merged, VocabRange, lowest, merge
+from megarlhf.kernels.statistics import LOG_ZERO, Merged, VocabRange, merge
 from megarlhf.kernels.tiles import LogprobOptions, OutputGradients
 
 _BLOCK_ROWS, _BLOCK_COLUMNS = 1024, 1024
@@ -29,7 +29,7 @@ class TorchTiles:
     ) -> None:
         """See `Tiles.update`."""
         if fresh:
-            table_T4.zero_()[:, 0] = lowest(table_T4.dtype)
+            table_T4.zero_()[:, 0] = torch.finfo(table_T4.dtype).min
         for rows, cut in _blocks(logits_TV.size(0), columns.count):
             max_T, sum_T, moment_T, label_T = table_T4[rows].unbind(1)
             shifted_TV, exp_TV = self._pair(logits_TV[rows, cut], table_T4.dtype)

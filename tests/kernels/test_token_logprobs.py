@@ -247,7 +247,7 @@ def test_a_vocabulary_larger_than_the_columns_is_refused(backend):
 
 def test_the_choice_of_a_backend(backend, caplog):
     """`auto` takes chunked torch on a CPU; the choice is logged once; an unknown name lists those that are known."""
-    backends._log_once.cache_clear()
+    backends.log_once.cache_clear()
     logits_TV, labels_T = torch.zeros(3, 16), torch.zeros(3, dtype=torch.int64)
     with caplog.at_level("INFO", "megarlhf.kernels.backends"):
         for _ in range(3):
