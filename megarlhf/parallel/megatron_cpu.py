@@ -58,25 +58,13 @@ def _is_cuda(device: Any) -> bool:
     return isinstance(device, torch.device) and device.type == "cuda"
 
 
-class _NoStream:
-    """Stands for a stream where there are none."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-
-    def wait_stream(self, other: Any) -> None: ...
-
-    def wait_event(self, event: Any) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-
 _SUBSTITUTES: dict[str, Any] = {
     "current_device": lambda: torch.device("cpu"),
-    "synchronize": lambda device=None: None,
-    "set_device": lambda device: None,
-    "current_stream": lambda device=None: _NoStream(),
-    "default_stream": lambda device=None: _NoStream(),
-    "Stream": _NoStream,
+    "synchronize": torch.cpu.synchronize,
+    "set_device": torch.cpu.set_device,
+    "current_stream": torch.cpu.current_stream,
+    "default_stream": torch.cpu.current_stream,
+    "Stream": torch.cpu.Stream,
 }
 
 
