@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import all_gather_last_dim_from_tensor_parallel_region
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
@@ -33,17 +32,7 @@ class CausalAttention(nn.Module):
     Without a stored [S, S] matrix where torch has a kernel for it; a window that bites needs the mask.
     """
 
-    def __init__(
-        self,
-        config: TransformerConfig,
-        layer_number: int,
-        attn_mask_type: AttnMaskType,
-        attention_type: str,
-        softmax_scale: float | None = None,
-        cp_comm_type: str | None = None,
-        pg_collection: ProcessGroupCollection | None = None,
-        **_: Any,
-    ) -> None:
+    def __init__(self, config: TransformerConfig, *_: Any, softmax_scale: float | None = None, **__: Any) -> None:
         super().__init__()
         if config.context_parallel_size != 1:
             raise ValueError("CausalAttention has no context parallelism; set cp to 1 or use the TE spec")

@@ -48,18 +48,11 @@ def _rotated(x_TND: Tensor, cos_T1D: Tensor, sin_T1D: Tensor, sign: int) -> Tens
     return found_TND
 
 
-def silu_gate(x_TF: Tensor) -> Tensor:
-    """silu(gate) x up, where the last axis of x is [gate, up].
+class SiluGate(nn.Module):
+    """The activation of Megatron-Core's MLP: silu(gate) x up. Its own also adds an offset of 0 to one half.
 
-    Shapes:  [..., 2 F] -> [..., F]
     Source:  Shazeer 2020, SwiGLU
     """
-    gated: Tensor = _SiluGate.apply(x_TF)
-    return gated
-
-
-class SiluGate(nn.Module):
-    """`silu_gate` as the activation of Megatron-Core's MLP, whose own also adds an offset of 0 to one half."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -67,8 +60,9 @@ class SiluGate(nn.Module):
         assert config.activation_func_clamp_value is None, "SiluGate clamps nothing"
 
     def forward(self, x_TF: Tensor) -> Tensor:
-        """[..., 2 F] -> [..., F]."""
-        return silu_gate(x_TF)
+        """[..., 2 F] -> [..., F], where the last axis of x is [gate, up]."""
+        gated: Tensor = _SiluGate.apply(x_TF)
+        return gated
 
 
 class _SiluGate(torch.autograd.Function):
