@@ -56,8 +56,7 @@ def token_logprobs(
     options = LogprobOptions(temperature, ignore_index, vocab, return_entropy)
     if name == "reference":
         return reference.token_logprobs(logits_TV, labels_T, options, group)
-    results: tuple[Tensor, Tensor] = TokenLogprobs.apply(logits_TV, labels_T, columns, group, _tiles(name, options))
-    return results
+    return TokenLogprobs.apply(logits_TV, labels_T, columns, group, _tiles(name, options))
 
 
 def linear_token_logprobs(
@@ -116,8 +115,7 @@ def linear_token_logprobs(
     budget = save_bytes if torch.is_grad_enabled() else 0
     options = LinearLogprobOptions(columns, group, sequence_parallel, budget, _tiles(name, softmax))
     if not on_cpu and response_mask is None:
-        whole: tuple[Tensor, Tensor] = LinearTokenLogprobs.apply(hidden_TH, weight_VH, labels_T, None, options)
-        return whole
+        return LinearTokenLogprobs.apply(hidden_TH, weight_VH, labels_T, None, options)
     rows_K = kept_T.nonzero()[:, 0]
     results = LinearTokenLogprobs.apply(hidden_TH, weight_VH, labels_T[rows_K], rows_K, options)
     logprobs_T, entropy_T = (part_K.new_zeros(len(labels_T)).index_copy(0, rows_K, part_K) for part_K in results)

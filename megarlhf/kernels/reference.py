@@ -105,14 +105,13 @@ class _TokenLogprobs(torch.autograd.Function):
         logits_TV, local_T, mine_T, kept_T, max_T, sum_T, entropy_T = ctx.saved_tensors
         shifted_TV = _scaled(logits_TV, ctx.temperature, ctx.num_columns) - max_T[:, None]
         prob_TV = shifted_TV.exp() / sum_T[:, None]
-        zero_T = torch.zeros_like(grad_logprobs_T)
-        grad_logprobs_T = torch.where(kept_T, grad_logprobs_T, zero_T)
-        grad_entropy_T = torch.where(kept_T, grad_entropy_T, zero_T)
+        grad_logprobs_T = torch.where(kept_T, grad_logprobs_T, 0.0)
+        grad_entropy_T = torch.where(kept_T, grad_entropy_T, 0.0)
         # d entropy / dz = -p (log p + entropy)
         log_prob_TV = shifted_TV - sum_T.log()[:, None]
         grad_TV = -prob_TV * grad_logprobs_T[:, None]
         grad_TV -= _times(prob_TV, log_prob_TV + entropy_T[:, None]) * grad_entropy_T[:, None]
-        owned_T = torch.where(mine_T, grad_logprobs_T, zero_T)
+        owned_T = torch.where(mine_T, grad_logprobs_T, 0.0)
         grad_TV.scatter_add_(1, local_T[:, None], owned_T[:, None])
         grad_TV = grad_TV.masked_fill(~kept_T[:, None], 0.0)
         return (grad_TV / ctx.temperature).to(logits_TV.dtype), None, None, None
@@ -142,7 +141,6 @@ def _merge(tables_RT4: Tensor, kept_T: Tensor) -> tuple[Tensor, Tensor, Tensor, 
     shift_RT = torch.where(scale_RT > 0, max_RT - max_T, torch.zeros_like(max_RT))
     sum_T = (sum_RT * scale_RT).sum(0)
     moment_T = ((moment_RT + sum_RT * shift_RT) * scale_RT).sum(0)
-    zero_T = torch.zeros_like(sum_T)
-    entropy_T = torch.where(kept_T, sum_T.log() - moment_T / sum_T, zero_T)
-    logprobs_T = torch.where(kept_T, (label_RT.sum(0) - max_T) - sum_T.log(), zero_T)
+    entropy_T = torch.where(kept_T, sum_T.log() - moment_T / sum_T, 0.0)
+    logprobs_T = torch.where(kept_T, (label_RT.sum(0) - max_T) - sum_T.log(), 0.0)
     return max_T, sum_T, entropy_T, logprobs_T

@@ -64,8 +64,7 @@ class ModelShard:
     @property
     def dtype(self) -> torch.dtype:
         """Of the parameters."""
-        dtype: torch.dtype = self.module.config.params_dtype
-        return dtype
+        return self.module.config.params_dtype
 
     def vocabulary(self) -> Vocabulary:
         """What log-probs and logits of a language model are made with, beside the module's output."""

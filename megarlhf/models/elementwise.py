@@ -21,8 +21,7 @@ def rotate(x_TND: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
     Shapes:  x_TND [T, N, D], cos_T1D and sin_T1D [T, 1, D / 2] in x's dtype -> [T, N, D]
     Source:  Su et al. 2021, in the order of pairs of GPT-NeoX, as Hugging Face and Megatron-Core have it
     """
-    turned: Tensor = _Rotate.apply(x_TND, cos_T1D, sin_T1D)
-    return turned
+    return _Rotate.apply(x_TND, cos_T1D, sin_T1D)
 
 
 class _Rotate(torch.autograd.Function):
@@ -61,8 +60,7 @@ class SiluGate(nn.Module):
 
     def forward(self, x_TF: Tensor) -> Tensor:
         """[..., 2 F] -> [..., F], where the last axis of x is [gate, up]."""
-        gated: Tensor = _SiluGate.apply(x_TF)
-        return gated
+        return _SiluGate.apply(x_TF)
 
 
 class _SiluGate(torch.autograd.Function):

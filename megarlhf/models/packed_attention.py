@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable, Iterator
 from functools import cache
 from importlib.util import find_spec
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -148,4 +148,4 @@ def _varlen_attn() -> Callable[..., Tensor]:
             f"torch {torch.__version__} has no varlen_attn that takes {', '.join(sorted(wanted))}, which packed rows "
             "need on a GPU; install torch 2.13, or transformer-engine"
         )
-    return cast(Callable[..., Tensor], varlen.varlen_attn)
+    return varlen.varlen_attn

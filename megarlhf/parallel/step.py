@@ -75,8 +75,7 @@ def forward_only(
     """
     module.eval()
 
-    def collect(output: Tensor, batch: MicroBatch, non_loss_data: bool = True) -> Tensor:
-        assert non_loss_data
+    def collect(output: Tensor, batch: MicroBatch, non_loss_data: bool) -> Tensor:
         return score(output, batch)
 
     with torch.no_grad():

@@ -67,7 +67,7 @@ def test_unlikely_labels_keep_their_digits(backend):
 
 
 def test_padding_columns_are_neither_read_nor_given_a_gradient(backend):
-    """VocabRange from `true_vocab` on may hold anything, NaN too."""
+    """Columns from `true_vocab` on may hold anything, NaN too."""
     logits_TV, *targets = made(11, 517, true_vocab=500)
     spoilt_TV = logits_TV.clone()
     spoilt_TV[:, 500:] = torch.tensor([float("nan"), 1e30, float("inf")] * 5 + [float("nan")] * 2)

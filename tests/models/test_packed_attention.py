@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.attention import varlen
 from torch.nn.functional import scaled_dot_product_attention
 
-from megarlhf.models.attention import CausalAttention, apply_rotary, with_packed_rows
+from megarlhf.models.attention import CausalAttention, open_packed_row, with_packed_rows
 from megarlhf.models.packed_attention import _varlen_attn, attention_path, packed_attention, varlen_attention
 from megarlhf.models.packed_rotary import PackedRotary
 from megarlhf.models.positions import PositionTable
@@ -279,7 +279,7 @@ def test_a_packed_row_is_turned_as_padded_rows_are():
             assert torch.equal(row.rotary_cos_sin[1], half_T1D.sin())
             query_T1ND = torch.randn(len(angles_T11D), 1, 3, 32)
             expected_T1ND = _apply_rotary_pos_emb_bshd(query_T1ND, angles_T11D)
-            found_TND, _, value_TND = apply_rotary(row, query_T1ND, query_T1ND, query_T1ND)
+            _, found_TND, _, value_TND = open_packed_row(row, query_T1ND, query_T1ND, query_T1ND)
             torch.testing.assert_close(found_TND[:, None], expected_T1ND, rtol=0, atol=1e-6)
             assert torch.equal(value_TND, query_T1ND[:, 0])
         assert rotary.get_rotary_seq_len(None, None, torch.empty(6, 2, 4), config, None) == 12
