@@ -18,12 +18,12 @@ __all__ = ["gae", "group_moments", "moments", "whiten"]
 
 def gae(inputs: GAEInputs, sequences: CuSeqlens) -> tuple[Tensor, Tensor]:
     """`algo.gae.gae` of `algo.gae.kl_shaped_rewards`."""
-    cu_seqlens, columns = sequences.cu_seqlens, (inputs.logprobs_T, inputs.ref_logprobs_T, inputs.scores_N)
-    logprobs_T, ref_T, scores_N = (None if column is None else column.to(inputs.dtype) for column in columns)
+    dtype, cu_seqlens = inputs.dtype, sequences.cu_seqlens
+    logprobs_T, scores_N, values_T = (x.to(dtype) for x in (inputs.logprobs_T, inputs.scores_N, inputs.values_T))
+    ref_T = None if inputs.ref_logprobs_T is None else inputs.ref_logprobs_T.to(dtype)
     rewards_T = specification.kl_shaped_rewards(
         logprobs_T, ref_T, scores_N, cu_seqlens, kl_coef=inputs.kl_coef, kl_kind=inputs.kl_kind
     )
-    values_T = inputs.values_T.to(inputs.dtype)
     return specification.gae(rewards_T, values_T, cu_seqlens, gamma=inputs.gamma, lam=inputs.lam)
 
 
