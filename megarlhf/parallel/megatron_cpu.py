@@ -58,13 +58,22 @@ def _is_cuda(device: Any) -> bool:
     return isinstance(device, torch.device) and device.type == "cuda"
 
 
+class _NoStream(torch.cpu.Stream):
+    """torch's own stand-in for a stream, made of any arguments."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+# Not torch.cpu's functions themselves: torch.compile refuses an object that it finds under two names.
 _SUBSTITUTES: dict[str, Any] = {
     "current_device": lambda: torch.device("cpu"),
-    "synchronize": torch.cpu.synchronize,
-    "set_device": torch.cpu.set_device,
-    "current_stream": torch.cpu.current_stream,
-    "default_stream": torch.cpu.current_stream,
-    "Stream": torch.cpu.Stream,
+    "synchronize": lambda device=None: None,
+    "set_device": lambda device: None,
+    "current_stream": lambda device=None: _NoStream(),
+    "default_stream": lambda device=None: _NoStream(),
+    "Stream": _NoStream,
 }
 
 
