@@ -113,7 +113,7 @@ print(there.peak_bytes, back.peak_bytes)
 
 
 def memory(hf: Path, work: Path) -> dict[str, int]:
-    found = {}
+    peaks = {}
     for form in FORMATS:
         shutil.rmtree(work, ignore_errors=True)
         work.mkdir()
@@ -125,9 +125,9 @@ def memory(hf: Path, work: Path) -> dict[str, int]:
             text=True,
         )
         there, back = map(int, done.stdout.split())
-        found |= {f"hf_to_megatron_{form}": there, f"megatron_to_hf_{form}": back}
+        peaks |= {f"hf_to_megatron_{form}": there, f"megatron_to_hf_{form}": back}
     shutil.rmtree(work)
-    return found
+    return peaks
 
 
 def check_exact(hf: Path, work: Path) -> None:
@@ -147,7 +147,7 @@ def summary(rounds: list[dict[str, float]]) -> dict[str, Any]:
     spread = {
         name: {"median": statistics.median(values), "min": min(values), "max": max(values)}
         for name in rounds[0]
-        if (values := [one[name] for one in rounds])
+        if (values := [seconds[name] for seconds in rounds])
     }
     over = {name: spread[name]["median"] / spread["cp"]["median"] for name in spread if name != "cp"}
     return {

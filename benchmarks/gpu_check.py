@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -33,8 +33,14 @@ _HUGE_BYTES = 50 * 2**30
 def run_checks(device: torch.device, deadline: Deadline) -> list[dict[str, Any]]:
     """Name, passed and reason of each; a check that raises has failed."""
     backend: Backend = "triton" if device.type == "cuda" else "chunked"
-    found = []
-    for name, check in (*_logits_checks(device, backend), *_linear_checks(device, backend), *_others(device, backend)):
+    checks = (*_logits_checks(device, backend), *_linear_checks(device, backend), *_others(device, backend))
+    return results_of(checks, deadline)
+
+
+def results_of(checks: Iterable[tuple[str, Check]], deadline: Deadline) -> list[dict[str, Any]]:
+    """Each check's, told as it comes."""
+    results = []
+    for name, check in checks:
         if deadline.left() < 5.0:
             reason: str | None = "skipped: no time left"
         else:
@@ -43,11 +49,11 @@ def run_checks(device: torch.device, deadline: Deadline) -> list[dict[str, Any]]
             except Exception as error:  # noqa: BLE001 -- any exception is a failed check, and the others still run
                 reason = f"{type(error).__name__}: {error}".splitlines()[0]
         skipped = reason is not None and reason.startswith("skipped: ")
-        found.append({"check": name, "passed": None if skipped else reason is None, "reason": reason})
+        results.append({"check": name, "passed": None if skipped else reason is None, "reason": reason})
         if reason is not None:
             print(f"check {name}: {reason}", flush=True)
-    print(f"checks: {sum(one['passed'] is True for one in found)} of {len(found)} passed", flush=True)
-    return found
+    print(f"checks: {sum(result['passed'] is True for result in results)} of {len(results)} passed", flush=True)
+    return results
 
 
 def _logits_checks(device: torch.device, backend: Backend) -> Iterator[tuple[str, Check]]:

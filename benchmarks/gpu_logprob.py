@@ -153,7 +153,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         bench(run, arguments, argv, result)
     result["finished"] = True
     write(result, arguments)
-    if not all(one["passed"] is not False for one in result.get("checks", [])):
+    if not all(check["passed"] is not False for check in result.get("checks", [])):
         sys.exit("some checks failed")
 
 
@@ -164,24 +164,24 @@ def bench(run: Run, arguments: argparse.Namespace, argv: Sequence[str], result: 
         if (shape.kind, shape.name) in done:
             continue
         try:
-            found = run_shape(run, shape)
+            measured = run_shape(run, shape)
         except DeviceLostError as lost:
             result["lost"].append({"candidate": str(lost), "shape": shape.name, "kind": shape.kind})
             write(result, arguments)
             again = [*argv, "--resume", "--exclude", f"={lost}", "--limit", str(run.deadline.left())]
             os.execv(sys.executable, [sys.executable, "-m", "benchmarks.gpu_logprob", *again])
-        result["shapes"].append(found)
+        result["shapes"].append(measured)
         result["missing"] = run.missing
         # They were set for a GPU.
         result["goals"] = [] if arguments.rehearse else goals(result["shapes"])
         write(result, arguments)
         print(f"{shape.kind} {shape.name}: {run.deadline.left():.0f} s left", flush=True)
-        for mode, best in found["best_peer"].items():
-            for name, one in best.items():
-                row = found["modes"][mode][name]
+        for mode, best in measured["best_peer"].items():
+            for name, rival in best.items():
+                row = measured["modes"][mode][name]
                 print(
                     f"  {mode}: {name} {row['ms']['median']:.3f} ms, {row['share_of_floor']:.0%} of the floor, "
-                    f"{one['peer_over_ours']:.2f}x {one['peer']}",
+                    f"{rival['peer_over_ours']:.2f}x {rival['peer']}",
                     flush=True,
                 )
 

@@ -39,10 +39,10 @@ from benchmarks.gpu_packed_work import (
     Rows,
     Work,
     attention_works,
+    first_line,
     gae_work,
     lengths_of,
     packing_works,
-    said,
     whiten_work,
 )
 from benchmarks.gpu_timing import Ceilings, Clock, Deadline, measure_ceilings, spread
@@ -73,24 +73,24 @@ def timed(work: Work, clock: Clock, ceilings: Ceilings, rounds: int, deadline: D
     """One row a candidate, and whether the goal was met is another's question."""
     rows: dict[str, dict[str, Any]] = {}
     alive: list[Candidate] = []
-    for one in work.candidates:
-        rows[one.name] = {"status": "no time left", "note": one.note}
+    for candidate in work.candidates:
+        rows[candidate.name] = {"status": "no time left", "note": candidate.note}
         if deadline.left() < 10.0:
             continue
         try:
-            reason = one.wrong(one.call())
+            reason = candidate.wrong(candidate.call())
         except Exception as error:  # noqa: BLE001 -- a candidate may raise anything; the reason is listed
-            rows[one.name] |= {"status": "failed", "reason": said(error)}
+            rows[candidate.name] |= {"status": "failed", "reason": first_line(error)}
             continue
         if reason is not None:
-            rows[one.name] |= {"status": "refused", "reason": reason}
+            rows[candidate.name] |= {"status": "refused", "reason": reason}
             continue
-        alive.append(one)
-    taken: dict[str, list[float]] = {one.name: [] for one in alive}
+        alive.append(candidate)
+    taken: dict[str, list[float]] = {candidate.name: [] for candidate in alive}
     for number in range(rounds):
-        for one in alive if number % 2 == 0 else reversed(alive):
-            if deadline.left() > 2.0 or not taken[one.name]:
-                taken[one.name].append(clock(one.call))
+        for candidate in alive if number % 2 == 0 else reversed(alive):
+            if deadline.left() > 2.0 or not taken[candidate.name]:
+                taken[candidate.name].append(clock(candidate.call))
     floor_ms = 1e3 * work.num_bytes / ceilings.copy_bytes_per_s
     for name, times in taken.items():
         rows[name] |= {"status": "timed", "ms": spread(times), "rounds": times}
@@ -100,9 +100,9 @@ def timed(work: Work, clock: Clock, ceilings: Ceilings, rounds: int, deadline: D
     return {**about, "floor_ms": floor_ms or None, "missing": work.missing, "rows": rows}
 
 
-def goals(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def goals(timings: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """GAE of the first shape, many long sequences, within GOAL times its floor."""
-    first = next((one for one in found if one["kind"] == "GAE"), None)
+    first = next((timing for timing in timings if timing["kind"] == "GAE"), None)
     if first is None or first["rows"][OURS]["status"] != "timed":
         return []
     got = first["rows"][OURS]["over_floor"]
@@ -119,7 +119,7 @@ def sweep(clock: Clock, rows: Rows, calls: int) -> list[dict[str, Any]]:
     tokens, cu_seqlens = int(rows.lengths_N.sum()), rows.cu_seqlens
     where = CuSeqlens(cu_seqlens, tokens, int(rows.lengths_N.max()))
     columns = (*torch.randn(3, tokens, device=clock.device).unbind(), torch.randn(len(rows.lengths_N)).to(clock.device))
-    inputs, found = GAEInputs(*columns, GAMMA, LAM, KL_COEF, "k1"), []
+    inputs, timings = GAEInputs(*columns, GAMMA, LAM, KL_COEF, "k1"), []
     for block, warps in ((256, 1), (256, 2), (512, 1), (512, 2), (512, 4), (1024, 2), (1024, 4), (1024, 8), (2048, 8)):
         for programs in (1, 512, 1024, 2048, 4096):
             launch = packed_triton.LaunchConfig(tokens=block, warps=warps, programs=programs)
@@ -127,8 +127,8 @@ def sweep(clock: Clock, rows: Rows, calls: int) -> list[dict[str, Any]]:
             if programs > 1 and parts == 1:
                 continue  # not cut: timed already
             ms = clock.median(partial(packed_triton.gae, inputs, where, launch), calls)
-            found.append({"tokens": block, "warps": warps, "parts": parts, "ms": ms})
-    return sorted(found, key=lambda one: one["ms"])
+            timings.append({"tokens": block, "warps": warps, "parts": parts, "ms": ms})
+    return sorted(timings, key=lambda timing: timing["ms"])
 
 
 def parsed(argv: Sequence[str]) -> argparse.Namespace:
@@ -206,18 +206,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     for goal in result["goals"]:
         met = "met" if goal["met"] else "NOT met"
         print(f"goal: {goal['goal']}: {goal['got']:.2f}, wanted {goal['wanted']:g}: {met}", flush=True)
-    if any(one["passed"] is False for one in result.get("checks", [])):
+    if any(check["passed"] is False for check in result.get("checks", [])):
         sys.exit("some checks failed")
 
 
-def say(found: dict[str, Any]) -> None:
-    floor = f", floor {found['floor_ms']:.4f} ms" if found["floor_ms"] else ""
-    print(f"{found['kind']} {found['name']}: {found['tokens']} of {found['padded_tokens']} tokens{floor}", flush=True)
-    for name, row in found["rows"].items():
+def say(work: dict[str, Any]) -> None:
+    floor = f", floor {work['floor_ms']:.4f} ms" if work["floor_ms"] else ""
+    print(f"{work['kind']} {work['name']}: {work['tokens']} of {work['padded_tokens']} tokens{floor}", flush=True)
+    for name, row in work["rows"].items():
         over = f", {row['over_floor']:.2f} x the floor" if "over_floor" in row else ""
         line = f"{row['ms']['median']:.4f} ms{over}" if "ms" in row else f"{row['status']}: {row.get('reason', '')}"
         print(f"  {name}: {line}", flush=True)
-    for name, reason in found["missing"].items():
+    for name, reason in work["missing"].items():
         print(f"  {name}: not here: {reason}", flush=True)
 
 

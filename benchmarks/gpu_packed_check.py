@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.gpu_check import not_refused
+from benchmarks.gpu_check import Check, not_refused, results_of
 from benchmarks.gpu_timing import Deadline
 from megarlhf.kernels import (
     PackedBackend,
@@ -22,7 +22,6 @@ from megarlhf.kernels import (
     packed_whiten,
 )
 
-Check = Callable[[], str | None]
 FACTOR = 4.0
 LENGTHS = ([], [0], [1], [5, 0, 1], [511, 512, 513, 0, 1], [20000, 3], [64] * 300)
 _HUGE_BYTES = 40 * 2**30
@@ -31,21 +30,7 @@ _HUGE_BYTES = 40 * 2**30
 def run_checks(device: torch.device, deadline: Deadline) -> list[dict[str, Any]]:
     """Name, passed and reason of each; a check that raises has failed."""
     backend: PackedBackend = "triton" if device.type == "cuda" else "torch"
-    found = []
-    for name, check in _checks(device, backend):
-        if deadline.left() < 5.0:
-            reason: str | None = "skipped: no time left"
-        else:
-            try:
-                reason = check()
-            except Exception as error:  # noqa: BLE001 -- any exception is a failed check, and the others still run
-                reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        skipped = reason is not None and reason.startswith("skipped: ")
-        found.append({"check": name, "passed": None if skipped else reason is None, "reason": reason})
-        if reason is not None:
-            print(f"check {name}: {reason}", flush=True)
-    print(f"checks: {sum(one['passed'] is True for one in found)} of {len(found)} passed", flush=True)
-    return found
+    return results_of(_checks(device, backend), deadline)
 
 
 def _checks(device: torch.device, backend: PackedBackend) -> Iterator[tuple[str, Check]]:
@@ -68,10 +53,10 @@ def _gae(kind: Any, columns: list[Tensor], scores_N: Tensor, cu_seqlens: Tensor,
 
 def _sums(columns: list[Tensor], scores_N: Tensor, cu_seqlens: Tensor, backend: Any) -> list[Tensor]:
     groups_N = torch.arange(len(scores_N), device=scores_N.device) % 3
-    found = []
+    sums = []
     for mask_T, groups in itertools.product((None, columns[1] > 0), (None, groups_N)):
-        found.append(packed_sums(columns[0], cu_seqlens, mask_T, groups_N=groups, backend=backend))
-    return found
+        sums.append(packed_sums(columns[0], cu_seqlens, mask_T, groups_N=groups, backend=backend))
+    return sums
 
 
 def _whitened(columns: list[Tensor], scores_N: Tensor, cu_seqlens: Tensor, backend: Any) -> list[Tensor]:
@@ -99,21 +84,21 @@ def _near_truth(
     columns = [torch.randn(sum(lengths), generator=generator).to(dtype) for _ in range(3)]
     scores_N = torch.randn(len(lengths), generator=generator)
     cu_seqlens = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
-    truth = function([one.double() for one in columns], scores_N.double(), cu_seqlens, "torch")
-    their = function([one.float() for one in columns], scores_N, cu_seqlens, "torch")
-    there = [one.to(device) for one in columns], scores_N.to(device)
+    truth = function([column.double() for column in columns], scores_N.double(), cu_seqlens, "torch")
+    their = function([column.float() for column in columns], scores_N, cu_seqlens, "torch")
+    there = [column.to(device) for column in columns], scores_N.to(device)
     # Where only the device knows the lengths, blocks may be longer: other bits, and as near.
     first, second, by_device = (
         function(*there, borders, backend) for borders in (cu_seqlens, cu_seqlens, cu_seqlens.to(device))
     )
-    for number, (want, other, one) in enumerate(zip(truth, their, first, strict=True)):
-        if not torch.equal(one, second[number]):
+    for number, (want, other, ours) in enumerate(zip(truth, their, first, strict=True)):
+        if not torch.equal(ours, second[number]):
             return f"two runs differ in result {number}"
         if want.numel() == 0:
             continue
         allowed = max(float((other.double() - want).abs().max()), 4e-7 * float(want.abs().max()), 1e-9)
-        for found in (one, by_device[number]):
-            error = float((found.cpu().double() - want).abs().max())
+        for result in (ours, by_device[number]):
+            error = float((result.cpu().double() - want).abs().max())
             if not error <= FACTOR * allowed:
                 return f"result {number} is off by {error:.3g}, torch in fp32 by {allowed:.3g}"
     return None
@@ -138,8 +123,8 @@ def _huge(device: torch.device, backend: PackedBackend) -> str | None:
     values_T[-2000:] = torch.randn(2000, device=device)
     scores_N = torch.ones(3, device=device)
     options: dict[str, Any] = {"gamma": 0.9, "lam": 0.9, "kl_coef": 0.0}
-    found_T, _ = packed_gae(values_T, None, values_T, scores_N, cu_seqlens, **options, backend=backend)
+    advantages_T, _ = packed_gae(values_T, None, values_T, scores_N, cu_seqlens, **options, backend=backend)
     last_T, cu_alone = values_T[-1000:], torch.tensor([0, 1000])
     alone_T, _ = packed_gae(last_T, None, last_T, scores_N[2:], cu_alone, **options, backend="torch")
-    error = float((found_T[-1000:] - alone_T).abs().max())
+    error = float((advantages_T[-1000:] - alone_T).abs().max())
     return None if error < 1e-5 else f"the last sequence is off by {error:.3g}"

@@ -76,14 +76,14 @@ class Rows:
         return padded_NR
 
 
-def said(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     """One line of it, of which the first words tell."""
     return f"{type(error).__name__}: {error}".splitlines()[0][:160]
 
 
-def close(found: Tensor, truth: Tensor, allowed: float) -> str | None:
+def close(actual: Tensor, truth: Tensor, allowed: float) -> str | None:
     """Largest error over the largest number."""
-    error = float((found.double() - truth.double()).abs().max() / truth.double().abs().max().clamp(min=1e-3))
+    error = float((actual.double() - truth.double()).abs().max() / truth.double().abs().max().clamp(min=1e-3))
     return None if error <= allowed else f"off by {error:.3g} of the largest number, more than {allowed:g}"
 
 
@@ -97,15 +97,15 @@ def gae_work(name: str, rows: Rows) -> Work:
     columns = torch.randn(3, tokens, generator=generator).to(rows.device)
     inputs = (*columns.unbind(), torch.randn(number, generator=generator).to(rows.device))
     cu_seqlens, options = rows.cu_seqlens, {"gamma": GAMMA, "lam": LAM, "kl_coef": KL_COEF}
-    wide = [one.double() for one in inputs]
+    wide = [column.double() for column in inputs]
     truth = packed_gae(*wide, cu_seqlens, backend="torch", **options)
-    mask_NR, padded = rows.mask_NR, [rows.padded(one) for one in inputs[:3]]
+    mask_NR, padded = rows.mask_NR, [rows.padded(column) for column in inputs[:3]]
 
-    def packed_wrong(found: Any) -> str | None:
-        return close(found[0], truth[0], 1e-5) or close(found[1], truth[1], 1e-5)
+    def packed_wrong(outputs: Any) -> str | None:
+        return close(outputs[0], truth[0], 1e-5) or close(outputs[1], truth[1], 1e-5)
 
-    def padded_wrong(found: Any) -> str | None:
-        return close(found[1][mask_NR], truth[1], 1e-5)
+    def padded_wrong(outputs: Any) -> str | None:
+        return close(outputs[1][mask_NR], truth[1], 1e-5)
 
     note = "padded inputs made before, results left padded"
     scans = {"torch, padded scan by doubling": _doubling, "torch, padded, a Python loop": _loop}
@@ -118,15 +118,15 @@ def gae_work(name: str, rows: Rows) -> Work:
         ),
         *(
             Candidate(
-                name=one, call=partial(_padded_gae, *padded, inputs[3], mask_NR, scan), wrong=padded_wrong, note=note
+                name=way, call=partial(_padded_gae, *padded, inputs[3], mask_NR, scan), wrong=padded_wrong, note=note
             )
-            for one, scan in scans.items()
+            for way, scan in scans.items()
         ),
     ]
     rewards_NR = _shaped(*padded[:2], inputs[3], mask_NR)
     peers, missing = _gae_peers(rewards_NR, padded[2], mask_NR)
     candidates += [
-        Candidate(name=one, call=call, wrong=padded_wrong, note=about) for one, (call, about) in peers.items()
+        Candidate(name=peer, call=call, wrong=padded_wrong, note=about) for peer, (call, about) in peers.items()
     ]
     return Work(
         kind="GAE", name=name, num_bytes=4 * (5 * tokens + number), candidates=candidates, missing=missing,
@@ -162,11 +162,11 @@ def _loop(deltas_NR: Tensor) -> Tensor:
 
 
 def _doubling(deltas_NR: Tensor) -> Tensor:
-    found_NR, step = deltas_NR.clone(), 1
+    sums_NR, step = deltas_NR.clone(), 1
     while step < deltas_NR.shape[1]:
-        found_NR[:, :-step] += (GAMMA * LAM) ** step * found_NR[:, step:]
+        sums_NR[:, :-step] += (GAMMA * LAM) ** step * sums_NR[:, step:]
         step *= 2
-    return found_NR
+    return sums_NR
 
 
 def _gae_peers(
@@ -177,19 +177,19 @@ def _gae_peers(
         "trl": "its GAE is a part of the trainer's loop, no function",
         "openrlhf": "its GAE is a method of a class that starts Ray, no function",
     }
-    found: dict[str, tuple[Callable[[], Any], str]] = {}
+    peers: dict[str, tuple[Callable[[], Any], str]] = {}
     try:
         gae = importlib.import_module("verl.trainer.ppo.core_algos").compute_gae_advantage_return
         call = partial(gae, rewards_NR, values_NR, mask_NR.float(), GAMMA, LAM)
-        found["verl"] = (call, "GAE of shaped rewards, padded; advantages whitened: gate by returns")
+        peers["verl"] = (call, "GAE of shaped rewards, padded; advantages whitened: gate by returns")
     except Exception as error:  # noqa: BLE001 -- a peer's import may raise anything; the reason is listed
-        missing["verl"] = said(error)
+        missing["verl"] = first_line(error)
     try:
         chunked = importlib.import_module("slime.utils.ppo_utils").chunked_gae
-        found["slime, chunked"] = (partial(chunked, rewards_NR, values_NR, GAMMA, LAM), "GAE of shaped rewards, padded")
+        peers["slime, chunked"] = (partial(chunked, rewards_NR, values_NR, GAMMA, LAM), "GAE of shaped rewards, padded")
     except Exception as error:  # noqa: BLE001 -- as above
-        missing["slime"] = said(error)
-    return found, missing
+        missing["slime"] = first_line(error)
+    return peers, missing
 
 
 # --- whitening ------------------------------------------------------------------------------------
@@ -208,13 +208,13 @@ def whiten_work(name: str, rows: Rows) -> Work:
         variance = ((padded_NR - mean).square() * mask_NR).sum() / count
         return (padded_NR - mean) * torch.rsqrt(variance + 1e-8) * mask_NR
 
-    def wrong(found: Any) -> str | None:
-        return close(found, truth, 1e-5)
+    def wrong(actual: Any) -> str | None:
+        return close(actual, truth, 1e-5)
 
     candidates = [
         Candidate(name=OURS, call=partial(packed_whiten, x_T), wrong=wrong),
         Candidate(name=f"{OURS}, torch", call=partial(packed_whiten, x_T, backend="torch"), wrong=wrong),
-        Candidate(name="torch, padded, masked", call=masked, wrong=lambda found: wrong(found[mask_NR]), note="fp32"),
+        Candidate(name="torch, padded, masked", call=masked, wrong=lambda actual: wrong(actual[mask_NR]), note="fp32"),
     ]
     return Work(
         kind="whitening", name=name, num_bytes=12 * tokens, candidates=candidates, tokens=tokens,
@@ -232,9 +232,9 @@ def packing_works(name: str, rows: Rows) -> Iterator[Work]:
     padded_NR, cu_seqlens, index_T = rows.padded(x_T), rows.cu_seqlens, rows.mask_NR.reshape(-1).nonzero()[:, 0]
 
     def by_mask() -> Tensor:
-        found_NR = torch.zeros_like(padded_NR)
-        found_NR[mask_NR] = x_T
-        return found_NR
+        copy_NR = torch.zeros_like(padded_NR)
+        copy_NR[mask_NR] = x_T
+        return copy_NR
 
     def by_index() -> Tensor:
         return torch.zeros_like(padded_NR).view(-1).index_copy_(0, index_T, x_T).view_as(padded_NR)
@@ -256,8 +256,8 @@ def packing_works(name: str, rows: Rows) -> Iterator[Work]:
         ("pack", pack, x_T, 2 * tokens),
         ("unpack", unpack, padded_NR, tokens + padded_NR.numel()),
     ):
-        wrong = partial(lambda want, found: None if torch.equal(found, want) else "other numbers", want)
-        candidates = [Candidate(name=one, call=call, wrong=wrong) for one, call in calls.items()]
+        wrong = partial(lambda want, got: None if torch.equal(got, want) else "other numbers", want)
+        candidates = [Candidate(name=label, call=call, wrong=wrong) for label, call in calls.items()]
         yield Work(
             kind=kind, name=name, num_bytes=4 * moved, candidates=candidates, missing=missing, tokens=tokens,
             padded_tokens=padded_NR.numel(),
@@ -280,7 +280,7 @@ def attention_works(name: str, rows: Rows, heads: int, size: int) -> Iterator[Wo
         x_NRHD[mask_NR] = x_THD
         padded.append(x_NRHD.transpose(1, 2).contiguous())
     last = slice(int(borders[-2]), tokens)
-    truth = _plain_attention(*(one[last].double() for one in packed))
+    truth = _plain_attention(*(tensor[last].double() for tensor in packed))
     forwards: dict[str, tuple[Callable[..., Tensor], list[Tensor], Callable[[Tensor], Tensor]]] = {}
     forwards["padded: scaled_dot_product_attention"] = (
         partial(F.scaled_dot_product_attention, is_causal=True),
@@ -294,13 +294,13 @@ def attention_works(name: str, rows: Rows, heads: int, size: int) -> Iterator[Wo
         call(*packed)
         forwards["packed: varlen_attn"] = (call, packed, lambda out: out[last])
     except Exception as error:  # noqa: BLE001 -- whatever it lacks here is listed
-        missing["packed: varlen_attn"] = said(error)
+        missing["packed: varlen_attn"] = first_line(error)
     for mode in ("forward", "forward+backward"):
         candidates = []
-        for one, (call, inputs, part) in forwards.items():
+        for label, (call, inputs, part) in forwards.items():
             run = partial(call, *inputs) if mode == "forward" else partial(_both, call, inputs)
             wrong = partial(_attention_wrong, part, truth, 2e-2 if dtype == torch.bfloat16 else 1e-4)
-            candidates.append(Candidate(name=one, call=run, wrong=wrong))
+            candidates.append(Candidate(name=label, call=run, wrong=wrong))
         yield Work(
             kind=f"attention, {mode}", name=name, num_bytes=0, candidates=candidates, missing=missing,
             tokens=tokens, padded_tokens=mask_NR.numel(),
@@ -308,18 +308,18 @@ def attention_works(name: str, rows: Rows, heads: int, size: int) -> Iterator[Wo
 
 
 def _varlen(varlen: Callable[..., Any], borders: Tensor, longest: int, *qkv: Tensor) -> Tensor:
-    found = varlen(*qkv, borders, borders, longest, longest, window_size=(-1, 0))
-    return found if isinstance(found, Tensor) else found[0]
+    output = varlen(*qkv, borders, borders, longest, longest, window_size=(-1, 0))
+    return output if isinstance(output, Tensor) else output[0]
 
 
 def _both(call: Callable[..., Tensor], inputs: list[Tensor]) -> tuple[Tensor, ...]:
-    leaves = [one.detach().requires_grad_() for one in inputs]
+    leaves = [tensor.detach().requires_grad_() for tensor in inputs]
     out = call(*leaves)
     return (out.detach(), *torch.autograd.grad(out, leaves, torch.ones_like(out)))
 
 
-def _attention_wrong(part: Callable[[Tensor], Tensor], truth: Tensor, allowed: float, found: Any) -> str | None:
-    out = found if isinstance(found, Tensor) else found[0]
+def _attention_wrong(part: Callable[[Tensor], Tensor], truth: Tensor, allowed: float, result: Any) -> str | None:
+    out = result if isinstance(result, Tensor) else result[0]
     return close(part(out), truth, allowed)
 
 

@@ -100,9 +100,9 @@ def _both(
     leaves = [tensor.detach().requires_grad_() for tensor in tensors]
     outputs = candidate.call(*leaves, labels_T)
     gradients = torch.autograd.grad(
-        outputs, leaves, [up.to(one.dtype) for up, one in zip(upstream, outputs, strict=True)]
+        outputs, leaves, [up.to(output.dtype) for up, output in zip(upstream, outputs, strict=True)]
     )
-    return tuple(one.detach() for one in outputs), gradients
+    return tuple(output.detach() for output in outputs), gradients
 
 
 def gate(run: Run, candidate: Candidate, inputs: Inputs, truth: Truth, mode: str) -> Row:
@@ -168,7 +168,7 @@ def time_all(run: Run, passed: dict[str, Candidate], rows: dict[str, Row], input
     """Rounds over all that passed, to and fro; the figures go into their rows."""
     calls = {name: call_of(candidate, inputs, mode) for name, candidate in passed.items()}
     once: dict[str, float] = {}
-    found: dict[str, list[float]] = {name: [] for name in calls}
+    medians: dict[str, list[float]] = {name: [] for name in calls}
     # Round 0 warms up and says how long a call takes.
     for number in range(run.rounds + 1):
         for name in list(calls) if number % 2 == 0 else list(reversed(calls)):
@@ -182,12 +182,12 @@ def time_all(run: Run, passed: dict[str, Candidate], rows: dict[str, Row], input
                     median = spread(run.clock(call.run, call.prepare) for _ in range(several))["median"]
             except Exception as error:  # noqa: BLE001 -- out of memory beside the others' caches, say: listed
                 rows[name] |= raised(error)
-                del calls[name], found[name]
+                del calls[name], medians[name]
                 _tidy(run.clock.device, name, failed=True)
                 continue
-            found[name].append(median)
+            medians[name].append(median)
             once.setdefault(name, median)
-    for name, values in found.items():
+    for name, values in medians.items():
         if len(values) < 2:
             rows[name] |= {"status": "skipped", "reason": rows[name]["stopped"]}
             continue
@@ -217,11 +217,12 @@ def run_shape(run: Run, shape: Shape) -> dict[str, Any]:
         here += planted(shape, run.clock.device)
     modes: dict[str, dict[str, Row]] = {}
     for mode in MODES:
-        able = {one.name: one for one in here if mode in one.modes}
-        rows = {name: gate(run, one, inputs, truth, mode) for name, one in able.items()}
+        able = {candidate.name: candidate for candidate in here if mode in candidate.modes}
+        rows = {name: gate(run, candidate, inputs, truth, mode) for name, candidate in able.items()}
         for name, row in rows.items():
             row["floor_ms"] = floor_ms(shape, able[name], mode, run.ceilings)
-        time_all(run, {n: one for n, one in able.items() if rows[n]["status"] == "passed"}, rows, inputs, mode)
+        passed = {name: able[name] for name, row in rows.items() if row["status"] == "passed"}
+        time_all(run, passed, rows, inputs, mode)
         modes[mode] = rows
     bare = None
     if shape.kind == "linear":
@@ -240,11 +241,11 @@ def run_shape(run: Run, shape: Shape) -> dict[str, Any]:
 def best_peers(rows: dict[str, Row]) -> dict[str, dict[str, Any]]:
     """For each of our rows the fastest peer that gives as much, and its time over ours."""
     timed = {name: row for name, row in rows.items() if row["status"] == "timed"}
-    found = {}
+    fastest = {}
     for name, row in timed.items():
         gives = (row["gives"],) if row["gives"] == "logprob+entropy" else ("logprob+entropy", "logprob", "mean loss")
         peers = {n: r["ms"]["median"] for n, r in timed.items() if OURS not in n and r["gives"] in gives}
         if OURS in name and peers:
             best = min(peers, key=lambda peer: peers[peer])
-            found[name] = {"peer": best, "peer_over_ours": peers[best] / row["ms"]["median"]}
-    return found
+            fastest[name] = {"peer": best, "peer_over_ours": peers[best] / row["ms"]["median"]}
+    return fastest

@@ -69,23 +69,23 @@ def _gradient(
 
 def sweep(clock: Clock, tokens: int, widths: tuple[int, ...], calls: int, deadline: Deadline) -> list[dict[str, Any]]:
     """For each pass the milliseconds of every way that compiles, the fastest first. On a CPU: the torch tiles alone."""
-    found = []
-    for one in passes(tokens, widths, clock.device):
+    results = []
+    for work in passes(tokens, widths, clock.device):
         tried: list[dict[str, Any]] = []
-        for about, make in _ways(one.direction, clock.device):
+        for about, make in _ways(work.direction, clock.device):
             if deadline.left() < 5.0:
                 break
             try:
-                tiles = make(one.options)
-                tried.append({**about, "ms": clock.median(partial(one.run, tiles), calls)})
+                tiles = make(work.options)
+                tried.append({**about, "ms": clock.median(partial(work.run, tiles), calls)})
             except Exception as error:  # noqa: BLE001 -- too many registers or too wide a block: not a way, then
                 tried.append({**about, "ms": None, "reason": f"{type(error).__name__}: {error}".splitlines()[0]})
         tried.sort(key=lambda way: (way["ms"] is None, way["ms"]))
-        found.append(
-            {"pass": one.name, "direction": one.direction, "tried": tried, "best": tried[0] if tried else None}
+        results.append(
+            {"pass": work.name, "direction": work.direction, "tried": tried, "best": tried[0] if tried else None}
         )
-        print(f"sweep {one.name} {one.direction}: best {found[-1]['best']}", flush=True)
-    return found
+        print(f"sweep {work.name} {work.direction}: best {results[-1]['best']}", flush=True)
+    return results
 
 
 def _ways(direction: str, device: torch.device) -> Iterator[tuple[dict[str, int], Callable[[LogprobOptions], Tiles]]]:

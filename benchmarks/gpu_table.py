@@ -26,14 +26,14 @@ def markdown(result: dict[str, Any]) -> str:
         lines += ["**The run ended early: what is here was measured, the rest was not.**", ""]
     packages = ", ".join(f"{name} {number}" for name, number in result["packages"].items() if number)
     ceilings = result["ceilings"]
-    said = (
+    conditions = (
         f"Ceilings in this run: {ceilings['copy_bytes_per_s'] / 1e12:.3g} TB/s copy, "
         f"{ceilings['matmul_flops_per_s'] / 1e12:.4g} TFLOP/s bf16 product. "
         f"T = {shapes[0]['tokens'] if shapes else '-'}, bf16. A cell: milliseconds (median of the rounds), share of "
         "the floor, memory beside inputs and results. V/8 is the shard of one rank of eight: "
         "**the collective between ranks is left out**, for everyone."
     )
-    lines += [f"{about['device']}, commit {about['commit']}, {packages}. `{about['command']}`", "", said, ""]
+    lines += [f"{about['device']}, commit {about['commit']}, {packages}. `{about['command']}`", "", conditions, ""]
     for (kind, mode), title in _TITLES.items():
         chosen = [shape for shape in shapes if shape["kind"] == kind and mode in shape["modes"]]
         if chosen:
@@ -41,21 +41,21 @@ def markdown(result: dict[str, Any]) -> str:
     if result["goals"]:
         lines += ["## Goals", "", "| goal | shape | candidate | wanted | got | met |", "|---|---|---|---|---|---|"]
         lines += [f"| {' | '.join(_goal_cells(goal))} |" for goal in result["goals"]] + [""]
-    for title, found in (("Not timed", _not_timed(result)), ("Notes", _notes(result))):
-        lines += [f"## {title}", "", *(sorted(set(found)) or ["Nothing."]), ""]
+    for title, notes in (("Not timed", _not_timed(result)), ("Notes", _notes(result))):
+        lines += [f"## {title}", "", *(sorted(set(notes)) or ["Nothing."]), ""]
     return "\n".join(lines)
 
 
 def goals(shapes: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """What our rows were meant to reach, and what they did: share of the floor, memory, and the best peer's time."""
-    found: list[dict[str, Any]] = []
+    entries: list[dict[str, Any]] = []
     for shape in shapes:
         for mode, rows in shape["modes"].items():
             for name, row in rows.items():
                 if name.startswith(OURS) and row["status"] == "timed":
                     about = {"shape": f"{shape['kind']} {shape['name']} {mode}", "candidate": name}
-                    found += [about | goal for goal in _goals_of(shape, mode, name, row)]
-    return found
+                    entries += [about | goal for goal in _goals_of(shape, mode, name, row)]
+    return entries
 
 
 def _goals_of(shape: dict[str, Any], mode: str, name: str, row: dict[str, Any]) -> Iterable[dict[str, Any]]:
@@ -71,7 +71,7 @@ def _goals_of(shape: dict[str, Any], mode: str, name: str, row: dict[str, Any]) 
         yield _goal("extra MB, at most", most / 1e6, extra / 1e6, extra <= most)
     # On logits at least as fast as anybody, on linear 1.5 times as fast as the peers that bring kernels of their own.
     ratio, names = (1.0, ("",)) if shape["kind"] == "logits" else (1.5, ("liger", "cut-cross-entropy", "trl", "verl"))
-    rivals = {other: one for other, one in shape["modes"][mode].items() if any(part in other for part in names)}
+    rivals = {other: theirs for other, theirs in shape["modes"][mode].items() if any(part in other for part in names)}
     if (best := best_peers(rivals | {name: row}).get(name)) is not None:
         got = best["peer_over_ours"]
         yield _goal(f"{best['peer']} over ours", ratio, got, got >= ratio)
@@ -114,10 +114,10 @@ def _not_timed(result: dict[str, Any]) -> Iterable[str]:
     where: dict[str, list[str]] = {}
     for shape, mode, name, row in _rows(result):
         if row["status"] != "timed":
-            said = f"- {name}: {row['status']}, {row['reason']}"
-            where.setdefault(said, []).append(f"{shape['name']} {mode}")
-    for said, places in where.items():
-        yield f"{said} ({len(places)} times; first {places[0]})"
+            line = f"- {name}: {row['status']}, {row['reason']}"
+            where.setdefault(line, []).append(f"{shape['name']} {mode}")
+    for line, places in where.items():
+        yield f"{line} ({len(places)} times; first {places[0]})"
 
 
 def _notes(result: dict[str, Any]) -> Iterable[str]:

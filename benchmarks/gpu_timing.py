@@ -95,8 +95,8 @@ def flat(results: Any) -> Iterable[Tensor]:
     if isinstance(results, Tensor):
         yield results
     elif isinstance(results, (tuple, list)):
-        for one in results:
-            yield from flat(one)
+        for result in results:
+            yield from flat(result)
 
 
 @dataclass(frozen=True)

@@ -121,7 +121,7 @@ def make_truth(inputs: Inputs, num_rows: int = 32) -> Truth:
         for way in ways:
             by_T, by_h_T = _upstream64(inputs, way, rows)
             some = (log_TV, entropy_T, labels_T[rows], by_T, by_h_T)
-            chosen = [one[chosen_S] for one in some]
+            chosen = [tensor[chosen_S] for tensor in some]
             of_rows[way].append(_gradient(*chosen, columns_C=torch.arange(shape.columns, device=device)))
             if shape.kind == "linear":
                 of_columns[way].append(_gradient(*some, columns_C))
@@ -180,8 +180,8 @@ def judge_values(truth: Truth, gives: Gives, sign: int, outputs: tuple[Tensor, .
         want.append(truth.entropy_T)
         got.append(outputs[1].double())
     errors = {
-        name: float((one - other).abs().max())
-        for name, one, other in zip(("value", "entropy"), got, want, strict=False)
+        name: float((actual - true).abs().max())
+        for name, actual, true in zip(("value", "entropy"), got, want, strict=False)
     }
     # Results that are stored in bf16 are as right as that allows; the row says so.
     stored = 2.0**-8 * float(want[0].abs().max()) if outputs[0].dtype == torch.bfloat16 else 0.0

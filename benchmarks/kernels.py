@@ -102,8 +102,8 @@ class Task:
         wanted = list(naive(hidden_TH, self.weight_VH.double(), self.labels_T[rows]))
         wanted.append(torch.autograd.grad(wanted[0], hidden_TH, self.by_logprob_T[rows].double())[0])
         for name, way in WAYS.items():
-            found = self.forward_backward(way)
-            for got, want in zip(found, wanted, strict=False):
+            outputs = self.forward_backward(way)
+            for got, want in zip(outputs, wanted, strict=False):
                 off = float((got[rows].double() - want.detach()).abs().max())
                 if not off < 1e-4:
                     raise AssertionError(f"{name} is off by {off:.3g} against fp64")
@@ -126,15 +126,15 @@ def seconds(task: Task, rounds: int) -> dict[str, dict[str, list[float]]]:
         name: (lambda way=way: task.forward(way)) for name, way in WAYS.items() if name not in ("fifth", "kept")
     }
     both = {name: (lambda way=way: task.forward_backward(way)) for name, way in WAYS.items()}
-    found = {}
+    taken = {}
     for label, ways in (("forward", forward), ("forward_backward", both)):
         orders = [list(ways), list(reversed(ways))]
-        found[label] = {name: [] for name in ways}
+        taken[label] = {name: [] for name in ways}
         for number in range(rounds + 1):
             for name in orders[number % 2]:
-                found[label][name].append(timed(ways[name]))
-        found[label] = {name: values[1:] for name, values in found[label].items()}
-    return found
+                taken[label][name].append(timed(ways[name]))
+        taken[label] = {name: values[1:] for name, values in taken[label].items()}
+    return taken
 
 
 def peak_of(tokens: int, vocab: int, hidden: int, label: str, name: str) -> int:
@@ -155,16 +155,16 @@ def print_peak(tokens: int, vocab: int, hidden: int, label: str, name: str) -> N
     print(max(peak.peak_bytes - sum(tensor.nbytes for tensor in outputs), 1))
 
 
-def summary(found: dict[str, dict[str, list[float]]], peaks: dict[str, dict[str, int]]) -> dict[str, Any]:
+def summary(taken: dict[str, dict[str, list[float]]], peaks: dict[str, dict[str, int]]) -> dict[str, Any]:
     """Of one shape."""
     spread = {
         label: {
             name: {"median": statistics.median(values), "min": min(values), "max": max(values)}
             for name, values in ways.items()
         }
-        for label, ways in found.items()
+        for label, ways in taken.items()
     }
-    forward, both = ({name: one["median"] for name, one in ways.items()} for ways in spread.values())
+    forward, both = ({name: quantiles["median"] for name, quantiles in ways.items()} for ways in spread.values())
     return {
         "linear_forward_over_matmul": forward["ours"] / forward["matmul"],
         "naive_over_ours": forward["naive"] / forward["ours"],
@@ -204,23 +204,23 @@ def main() -> None:
     for tokens, vocab in SHAPES:
         task = Task(tokens, vocab, HIDDEN)
         task.check()
-        found = seconds(task, arguments.rounds)
+        taken = seconds(task, arguments.rounds)
         peaks = {
             label: {name: peak_of(tokens, vocab, HIDDEN, label, name) for name in ways if name in WAYS}
-            for label, ways in found.items()
+            for label, ways in taken.items()
         }
-        one = shapes[f"T{tokens}_H{HIDDEN}_V{vocab}"] = summary(found, peaks)
+        shape = shapes[f"T{tokens}_H{HIDDEN}_V{vocab}"] = summary(taken, peaks)
         print(
             tokens,
             vocab,
-            rounded({key: one[key] for key in list(one)[:4]}),
-            rounded(one["forward_backward"]),
+            rounded({key: shape[key] for key in list(shape)[:4]}),
+            rounded(shape["forward_backward"]),
             flush=True,
         )
     result = {
-        "linear_forward_over_matmul": max(one["linear_forward_over_matmul"] for one in shapes.values()),
-        "naive_over_ours": min(one["naive_over_ours"] for one in shapes.values()),
-        "naive_memory_over_ours": min(one["naive_memory_over_ours"] for one in shapes.values()),
+        "linear_forward_over_matmul": max(shape["linear_forward_over_matmul"] for shape in shapes.values()),
+        "naive_over_ours": min(shape["naive_over_ours"] for shape in shapes.values()),
+        "naive_memory_over_ours": min(shape["naive_memory_over_ours"] for shape in shapes.values()),
         "shapes": shapes,
         "rounds": arguments.rounds,
         "threads": torch.get_num_threads(),

@@ -117,7 +117,7 @@ Ask = Callable[[], Message]
 
 def start(comparison: Comparison, setting: Setting, stack: contextlib.ExitStack) -> tuple[dict[str, Ask], Message]:
     """The children of a comparison: name of each way -> how to have it run a round; and what they say of themselves."""
-    sizes, found = setting.sizes_of(comparison), setting.candidates[comparison.workload]
+    sizes, candidates = setting.sizes_of(comparison), setting.candidates[comparison.workload]
     common = {
         "model": str(setting.model),
         "sizes": dataclasses.asdict(sizes),
@@ -133,23 +133,23 @@ def start(comparison: Comparison, setting: Setting, stack: contextlib.ExitStack)
         return made
 
     ways: dict[str, dict[str, int]]
-    ways = {f"packed {size}": {"max_tokens_per_micro_batch": size} for size in found.packed}
+    ways = {f"packed {size}": {"max_tokens_per_micro_batch": size} for size in candidates.packed}
     if comparison.padded:
-        ways |= {f"padded {size}": {"micro_batch_samples": size} for size in found.padded}
+        ways |= {f"padded {size}": {"micro_batch_samples": size} for size in candidates.padded}
     ours = {"algo": comparison.algo, "engine": "megatron" if comparison.inject else "vllm"}
     asks: dict[str, Ask] = {}
     facts: Message = {}
     # vLLM is one to a process.
     for group in [ways] if comparison.inject else [{name: train} for name, train in list(ways.items())[-1:]]:
-        one = child(OURS, environment(setting.threads), ways=group, **ours)
-        facts |= dict.fromkeys(group, one.facts)
-        asks |= {name: _asking(one, way=name, inject=comparison.inject) for name in group}
+        process = child(OURS, environment(setting.threads), ways=group, **ours)
+        facts |= dict.fromkeys(group, process.facts)
+        asks |= {name: _asking(process, way=name, inject=comparison.inject) for name in group}
     if comparison.trl and setting.trl is not None:
-        for size in found.trl:
+        for size in candidates.trl:
             peer = {"attention": "sdpa", "compile": False, "continuous_batching": False, "micro_batch_samples": size}
-            one = child(TRL, setting.trl, **peer)
-            asks[f"trl {size}"] = _asking(one, inject=comparison.inject)
-            facts[f"trl {size}"] = one.facts | {"settings": peer}
+            process = child(TRL, setting.trl, **peer)
+            asks[f"trl {size}"] = _asking(process, inject=comparison.inject)
+            facts[f"trl {size}"] = process.facts | {"settings": peer}
     return asks, facts
 
 
@@ -225,8 +225,8 @@ def summary(comparison: Comparison, answers: Sequence[Message], tokens: int) -> 
 
 def floor(parts: dict[str, float]) -> dict[str, float]:
     """Seconds of generation alone, and of the trained models' forwards and backwards alone."""
-    found = {"forward_backward": sum(s for name, s in parts.items() if name.endswith(("forward", "backward")))}
-    return found | ({"generation": parts["generate"]} if "generate" in parts else {})
+    seconds = {"forward_backward": sum(s for name, s in parts.items() if name.endswith(("forward", "backward")))}
+    return seconds | ({"generation": parts["generate"]} if "generate" in parts else {})
 
 
 def fastest(ways: dict[str, Message], kind: str) -> str | None:
@@ -242,12 +242,12 @@ def ratio(comparison: Message | None, slow: str, fast: str) -> float | None:
     return float(above / below)
 
 
-def ratios(found: dict[str, Message]) -> dict[str, float | None]:
+def ratios(comparisons: dict[str, Message]) -> dict[str, float | None]:
     """What the goals are about; None where a side was left out."""
-    trl = {name: ratio(found.get(name), "trl", "packed") for name in COMPARISONS if name != "ppo_long_tailed"}
+    trl = {name: ratio(comparisons.get(name), "trl", "packed") for name in COMPARISONS if name != "ppo_long_tailed"}
     equal = [trl["grpo_equal"], trl["grpo_equal_step"]]
     return {
-        "padded_over_packed": ratio(found.get("ppo_long_tailed"), "padded", "packed"),
+        "padded_over_packed": ratio(comparisons.get("ppo_long_tailed"), "padded", "packed"),
         "trl_over_ours_long_tailed": trl["grpo_long_tailed"],
         "trl_over_ours_equal": None if None in equal else min(value for value in equal if value is not None),
         "trl_over_ours_equal_phase": trl["grpo_equal"],
@@ -272,21 +272,21 @@ def run(arguments: argparse.Namespace) -> Message:
     for what, why in left_out.items():
         print(f"left out: {what}: {why}", flush=True)
     sizes, candidates = (REHEARSAL, SMALL) if arguments.rehearse else (Sizes(), CANDIDATES)
-    found: dict[str, Message] = {}
+    comparisons: dict[str, Message] = {}
     with tempfile.TemporaryDirectory() as directory:
         model = write_model(Path(directory) / "model", sizes)
         setting = Setting(model, sizes, candidates, arguments.threads, arguments.rounds, trl)
         for name in arguments.only or COMPARISONS:
             if name in left_out:
                 continue
-            one = found[name] = compare(COMPARISONS[name], setting)
-            medians = {way: round(about["seconds"]["median"], 3) for way, about in one["ways"].items()}
-            print(name, medians, "gradient norms differ by", one["grad_norms_differ_by"], flush=True)
+            comparison = comparisons[name] = compare(COMPARISONS[name], setting)
+            medians = {way: round(about["seconds"]["median"], 3) for way, about in comparison["ways"].items()}
+            print(name, medians, "gradient norms differ by", comparison["grad_norms_differ_by"], flush=True)
     return {
-        **ratios(found),
+        **ratios(comparisons),
         "rehearsal": arguments.rehearse,
         "left_out": left_out,
-        "comparisons": found,
+        "comparisons": comparisons,
         "workloads": {kind: make_workload(kind, sizes).facts() for kind in CANDIDATES},
         "sizes": dataclasses.asdict(sizes),
         "rounds": arguments.rounds,

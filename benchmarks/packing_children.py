@@ -96,10 +96,10 @@ class Parent:
 
 def environment(threads: int, paths: Sequence[str | os.PathLike[str]] = ()) -> dict[str, str]:
     """Of a child that computes with so many threads; `paths` come before everything else that it imports."""
-    found = [*map(str, paths), *filter(None, [os.environ.get("PYTHONPATH")])]
+    python_path = [*map(str, paths), *filter(None, [os.environ.get("PYTHONPATH")])]
     return os.environ | {
         "OMP_NUM_THREADS": str(threads),
-        "PYTHONPATH": os.pathsep.join(found),
+        "PYTHONPATH": os.pathsep.join(python_path),
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "TRL_EXPERIMENTAL_SILENCE": "1",

@@ -76,7 +76,7 @@ class Run:
     def _timed(self, role: Role | None) -> TimedRole | None:
         if role is None:
             return None
-        return TimedRole(**{one.name: getattr(role, one.name) for one in dataclasses.fields(role)}, clock=self._clock)
+        return TimedRole(**{f.name: getattr(role, f.name) for f in dataclasses.fields(role)}, clock=self._clock)
 
     @contextmanager
     def _clock(self, name: str) -> Iterator[None]:
@@ -95,7 +95,7 @@ class Run:
             with self._clock("generate"):
                 experience = rl.sample(cfg, parts.engine, self._prompts, parts.sampling, step)
         start, cpu = time.perf_counter(), time.process_time()
-        experience, dealt = rl.score(cfg, parts, experience, self._prompts, step)
+        experience, mini_batches = rl.score(cfg, parts, experience, self._prompts, step)
         scored = time.perf_counter()
         if not inject:
             gap = LogprobGapWatch(LogprobGapConfig(steps=1), parts.actor.shard.dtype)
@@ -104,17 +104,17 @@ class Run:
         experience = add_advantages(experience, cfg.algo)
         metrics = rl.describe(experience, cfg)
         prepared = time.perf_counter()
-        metrics |= rl.train_on(cfg, parts, experience, dealt, step)
+        metrics |= rl.train_on(cfg, parts, experience, mini_batches, step)
         trained, cpu = time.perf_counter(), time.process_time() - cpu
         if not inject:
             with self._clock("update_weights"):
                 parts.engine.update_weights(parts.actor.shard, version=step + 1)
         end = time.perf_counter()
         self._step += 1
-        found = dict(self._seconds)
-        scoring = sum(found.get(name, 0.0) for name in ("old_logprobs", "reference_logprobs", "values"))
-        training = sum(seconds for name, seconds in found.items() if name.endswith(("_backward", "_optimizer")))
-        found |= {
+        part_seconds = dict(self._seconds)
+        scoring = sum(part_seconds.get(name, 0.0) for name in ("old_logprobs", "reference_logprobs", "values"))
+        training = sum(seconds for name, seconds in part_seconds.items() if name.endswith(("_backward", "_optimizer")))
+        part_seconds |= {
             "other_until_scored": scored - start - scoring,
             "advantages": prepared - scored,
             "other_in_training": trained - prepared - training,
@@ -123,7 +123,7 @@ class Run:
             "phase_seconds": trained - start,
             "step_seconds": end - begin,
             "phase_cpu_seconds": cpu,
-            "parts": found,
+            "parts": part_seconds,
             "metrics": metrics,
             "generated_tokens": None if inject else int(experience.response_lengths_N.sum()),
             "threads": torch.get_num_threads(),

@@ -241,10 +241,10 @@ def same_tensors(left: Path, right: Path) -> bool:
     if places[0].keys() != places[1].keys():
         return False
     for name in places[0]:
-        one, other = (_read(place[name], name) for place in places)
-        if one.dtype != other.dtype or one.shape != other.shape:
+        left_tensor, right_tensor = (_read(place[name], name) for place in places)
+        if left_tensor.dtype != right_tensor.dtype or left_tensor.shape != right_tensor.shape:
             return False
-        if not torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8)):
+        if not torch.equal(left_tensor.contiguous().view(torch.uint8), right_tensor.contiguous().view(torch.uint8)):
             return False
     return bool(places[0])
 

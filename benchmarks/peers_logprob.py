@@ -18,7 +18,7 @@ import shutil
 import sys
 import types
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -62,16 +62,16 @@ def candidates(
     shape: Shape, device: torch.device, exclude: Sequence[str] = ()
 ) -> tuple[list[Candidate], dict[str, str]]:
     """All for this kind of problem, ours first; and the packages that are missing, with the reason."""
-    found, missing = [], {}
+    here, missing = [], {}
     for package, loader in LOADERS.items():
         if excluded(package, exclude):
             missing[package] = "excluded by --exclude"
             continue
         try:
-            found += loader(shape, device)
+            here += loader(shape, device)
         except Exception as error:  # noqa: BLE001 -- a peer's import may raise anything; the reason is listed
             missing[package] = f"{type(error).__name__}: {error}".splitlines()[0]
-    return found, missing
+    return here, missing
 
 
 def excluded(name: str, parts: Sequence[str]) -> bool:
@@ -81,13 +81,13 @@ def excluded(name: str, parts: Sequence[str]) -> bool:
 
 def versions() -> dict[str, str | None]:
     """Of every package that could be here; None: not installed."""
-    found: dict[str, str | None] = {}
+    version_of: dict[str, str | None] = {}
     for name in ("torch", "triton", "transformers", *DISTRIBUTIONS.values()):
         try:
-            found[name] = importlib.metadata.version(name)
+            version_of[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            found[name] = None
-    return found
+            version_of[name] = None
+    return version_of
 
 
 def ours(shape: Shape, device: torch.device) -> list[Candidate]:
@@ -103,9 +103,9 @@ def ours(shape: Shape, device: torch.device) -> list[Candidate]:
             continue
         for name, save, products in (("nothing kept", 0, 4), ("all kept", _ALL, 3)):
             call = partial(_first, linear_token_logprobs, entropy, options | {"save_bytes": save})
-            one = Candidate(name=f"{OURS}, {name}{suffix}", gives=gives, call=call, products=products)
+            candidate = Candidate(name=f"{OURS}, {name}{suffix}", gives=gives, call=call, products=products)
             # Without a backward nothing is ever kept.
-            made.append(one if save == 0 else _only_both(one))
+            made.append(candidate if save == 0 else _only_both(candidate))
     if shape.kind == "linear":
         call = partial(_after_product, partial(_first, token_logprobs, True, {"backend": backend}))
         note = "bf16 logits are made by one product and kept"
@@ -113,13 +113,13 @@ def ours(shape: Shape, device: torch.device) -> list[Candidate]:
     return made
 
 
-def _only_both(one: Candidate) -> Candidate:
-    return Candidate(**{**one.__dict__, "modes": MODES[1:]})
+def _only_both(candidate: Candidate) -> Candidate:
+    return replace(candidate, modes=MODES[1:])
 
 
 def _first(function: Callable[..., Any], both: bool, options: dict[str, Any], *inputs: Tensor) -> tuple[Tensor, ...]:
-    found: tuple[Tensor, Tensor] = function(*inputs, **options)
-    return found if both else found[:1]
+    outputs: tuple[Tensor, Tensor] = function(*inputs, **options)
+    return outputs if both else outputs[:1]
 
 
 def _after_product(then: Callable[..., Any], hidden_TH: Tensor, weight_VH: Tensor, labels_T: Tensor) -> Any:
@@ -135,10 +135,7 @@ def of_torch(shape: Shape, device: torch.device) -> list[Candidate]:
     ]
     if shape.kind == "logits":
         return naive
-    made = [
-        Candidate(**{**one.__dict__, "name": f"product, then {one.name}", "call": partial(_after_product, one.call)})
-        for one in naive
-    ]
+    made = [replace(peer, name=f"product, then {peer.name}", call=partial(_after_product, peer.call)) for peer in naive]
     # torch 2.13 and later; its chunked path makes the gradient again for reduction="none".
     if (options := getattr(torch.nn, "LinearCrossEntropyOptions", None)) is not None:
         call = partial(_torch_linear, options())

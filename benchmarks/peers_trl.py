@@ -61,21 +61,21 @@ class Timed(GRPOTrainer):
         self.seconds.clear()
         self._norms.clear()
         self._start = time.perf_counter()
-        found = super()._generate_and_score_completions(inputs)
+        completions = super()._generate_and_score_completions(inputs)
         self.seconds["until_scored"] += time.perf_counter() - self._injected
-        return found
+        return completions
 
     def _generate_single_turn(self, prompt_ids: Any, *args: Any, **kwargs: Any) -> Any:
         if self._inject:
             per_prompt = self.num_generations
             assert [list(ids) for ids in prompt_ids[::per_prompt]] == self._workload.prompts, "the prompts differ"
-            found = [list(row) for row in self._workload.responses], None
+            generated = [list(row) for row in self._workload.responses], None
         else:
             with self._clock("generate"):
-                found = super()._generate_single_turn(prompt_ids, *args, **kwargs)
-            self.seconds["generated_tokens"] = float(sum(map(len, found[0])))
+                generated = super()._generate_single_turn(prompt_ids, *args, **kwargs)
+            self.seconds["generated_tokens"] = float(sum(map(len, generated[0])))
         self._injected, self._cpu = time.perf_counter(), time.process_time()
-        return found
+        return generated
 
     def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled():
@@ -111,24 +111,24 @@ class Timed(GRPOTrainer):
     def answer(self) -> None:
         """After the step's last optimizer step."""
         end, cpu = time.perf_counter(), time.process_time()
-        found = dict(self.seconds)
-        loss = found.pop("loss")
-        generated = found.pop("generated_tokens", None)
+        parts = dict(self.seconds)
+        loss = parts.pop("loss")
+        generated = parts.pop("generated_tokens", None)
         # The first training_step of a step has generation and scoring inside.
-        scored = found.pop("until_scored")
-        found["backward"] = found.pop("training_step") - found["compute_loss"] - (self._injected - self._start) - scored
-        found["loss_after_logprobs"] = found.pop("compute_loss") - found["forward"]
-        found["other_until_scored"] = scored - sum(
-            found.get(name, 0.0) for name in ("old_logprobs", "reference_logprobs", "rewards")
+        scored = parts.pop("until_scored")
+        parts["backward"] = parts.pop("training_step") - parts["compute_loss"] - (self._injected - self._start) - scored
+        parts["loss_after_logprobs"] = parts.pop("compute_loss") - parts["forward"]
+        parts["other_until_scored"] = scored - sum(
+            parts.get(name, 0.0) for name in ("old_logprobs", "reference_logprobs", "rewards")
         )
         phase = end - self._injected
-        inside = sum(seconds for name, seconds in found.items() if name != "generate")
+        inside = sum(seconds for name, seconds in parts.items() if name != "generate")
         self._parent.say(
             {
                 "phase_seconds": phase,
                 "step_seconds": end - self._start,
                 "phase_cpu_seconds": cpu - self._cpu,
-                "parts": found | {"other": phase - inside},
+                "parts": parts | {"other": phase - inside},
                 "loss": loss,
                 "grad_norms": list(self._norms),
                 "generated_tokens": generated,

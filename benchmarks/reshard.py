@@ -93,8 +93,8 @@ class AllGather:
 
 
 def _only(part: RankPlacements, storage: str) -> RankPlacements:
-    held: tuple[Placement, ...] = tuple(p for p in part.placements if p.storage == storage)
-    return RankPlacements(part.rank, {storage: part.storages[storage]}, held, part.tensors)
+    placements: tuple[Placement, ...] = tuple(p for p in part.placements if p.storage == storage)
+    return RankPlacements(part.rank, {storage: part.storages[storage]}, placements, part.tensors)
 
 
 class Floor:
@@ -164,37 +164,37 @@ def rank_main(rank: int, port: int, name: str, rounds: int, config: Mapping[str,
     seconds = [{way: timed(ways[way]) for way in orders[number % 2]} for number in range(rounds)]
     prove = partial(certify, plan, src, dst, live, into, rank=rank, dtype=DTYPE, version=0)
     certificates = [timed(prove) for _ in range(rounds)]
-    said: list[Any] = [None] * RANKS
+    reports: list[Any] = [None] * RANKS
     least = least_receive(src, dst)[rank]
-    dist.all_gather_object(said, {"peak": peaks, "received": plan.elements_received(rank), "least": least})
+    dist.all_gather_object(reports, {"peak": peaks, "received": plan.elements_received(rank), "least": least})
     if rank == 0:
         out.write_text(
-            json.dumps({"rounds": seconds, "ranks": said, "order": mesh.order, "certificates": certificates})
+            json.dumps({"rounds": seconds, "ranks": reports, "order": mesh.order, "certificates": certificates})
         )
     dist.destroy_process_group()
 
 
-def summary(found: Mapping[str, Any]) -> dict[str, Any]:
+def summary(measured: Mapping[str, Any]) -> dict[str, Any]:
     """Of one layout."""
     spread = {
         way: {"median": statistics.median(values), "min": min(values), "max": max(values)}
         for way in WAYS
-        if (values := [one[way] for one in found["rounds"]])
+        if (values := [seconds[way] for seconds in measured["rounds"]])
     }
     ours = spread["ours"]["median"]
-    received, least = (sum(rank[key] for rank in found["ranks"]) for key in ("received", "least"))
+    received, least = (sum(rank[key] for rank in measured["ranks"]) for key in ("received", "least"))
     return {
         "allgather_over_ours": spread["allgather"]["median"] / ours,
         "ours_over_floor": ours / spread["floor"]["median"],
         "received_over_minimum": received / least,
         "ours_over_floor_and_local": ours / (spread["floor"]["median"] + spread["local"]["median"]),
-        "peak_extra_bytes": max(rank["peak"]["ours"] for rank in found["ranks"]),
-        "peak_extra_bytes_allgather": max(rank["peak"]["allgather"] for rank in found["ranks"]),
-        "received_bytes": [rank["received"] * DTYPE.itemsize for rank in found["ranks"]],
-        "order": found["order"],
-        "seconds_certificate": statistics.median(found["certificates"]),
+        "peak_extra_bytes": max(rank["peak"]["ours"] for rank in measured["ranks"]),
+        "peak_extra_bytes_allgather": max(rank["peak"]["allgather"] for rank in measured["ranks"]),
+        "received_bytes": [rank["received"] * DTYPE.itemsize for rank in measured["ranks"]],
+        "order": measured["order"],
+        "seconds_certificate": statistics.median(measured["certificates"]),
         "seconds": spread,
-        "rounds": found["rounds"],
+        "rounds": measured["rounds"],
     }
 
 
@@ -206,21 +206,21 @@ def main() -> None:
     layouts = {}
     with tempfile.TemporaryDirectory() as folder:
         for name in LAYOUTS:
-            found = Path(folder) / name
-            mp.spawn(rank_main, (free_port(), name, arguments.rounds, CONFIG, found), nprocs=RANKS)
-            layouts[name] = summary(json.loads(found.read_text()))
+            result_file = Path(folder) / name
+            mp.spawn(rank_main, (free_port(), name, arguments.rounds, CONFIG, result_file), nprocs=RANKS)
+            layouts[name] = summary(json.loads(result_file.read_text()))
     result = {
-        "allgather_over_ours": min(one["allgather_over_ours"] for one in layouts.values()),
-        "ours_over_floor": max(one["ours_over_floor"] for one in layouts.values()),
-        "received_over_minimum": max(one["received_over_minimum"] for one in layouts.values()),
-        "peak_extra_bytes": max(one["peak_extra_bytes"] for one in layouts.values()),
+        "allgather_over_ours": min(layout["allgather_over_ours"] for layout in layouts.values()),
+        "ours_over_floor": max(layout["ours_over_floor"] for layout in layouts.values()),
+        "received_over_minimum": max(layout["received_over_minimum"] for layout in layouts.values()),
+        "peak_extra_bytes": max(layout["peak_extra_bytes"] for layout in layouts.values()),
         "bucket_bytes": BUCKET_BYTES,
         "layouts": layouts,
         "machine": machine("make bench-reshard"),
     }
     arguments.out.write_text(json.dumps(result, indent=2) + "\n")
-    for name, one in layouts.items():
-        print(name, {key: round(one[key], 3) for key in list(one)[:5]})
+    for name, layout in layouts.items():
+        print(name, {key: round(layout[key], 3) for key in list(layout)[:5]})
 
 
 if __name__ == "__main__":

@@ -25,6 +25,10 @@ class Box:
     def whole(cls, shape: Shape) -> Box:
         return cls((0,) * len(shape), tuple(shape))
 
+    def __str__(self) -> str:
+        """`[0:4, 2:3]`."""
+        return f"[{', '.join(f'{a}:{b}' for a, b in zip(self.start, self.stop, strict=True))}]"
+
     @property
     def shape(self) -> Shape:
         return tuple(b - a for a, b in zip(self.start, self.stop, strict=True))
@@ -57,7 +61,11 @@ class Box:
             tuple(b + d for b, d in zip(self.stop, by, strict=True)),
         )
 
-    def chunks(self, limit: int) -> Iterator[Box]:
+    def rows(self, start: int, stop: int) -> Box:
+        """The rows [start, stop) of the box, counted from its first."""
+        return Box((self.start[0] + start, *self.start[1:]), (self.start[0] + stop, *self.stop[1:]))
+
+    def blocks(self, limit: int) -> Iterator[Box]:
         """The box in boxes of at most `limit` elements, of whole rows where a row is no longer than that."""
         row = math.prod(self.shape[1:])
         step = limit // row * row or limit
@@ -73,6 +81,15 @@ def contiguous_strides(shape: Shape) -> Shape:
         strides.append(step)
         step *= size
     return tuple(reversed(strides))
+
+
+def unravel(element: int, shape: Shape) -> Shape:
+    """The index of an element counted row-major."""
+    index = []
+    for stride in contiguous_strides(shape):
+        at, element = divmod(element, stride)
+        index.append(at)
+    return tuple(index)
 
 
 def flat_boxes(shape: Shape, start: int, stop: int) -> list[Box]:
@@ -164,19 +181,24 @@ class RankPlacements:
             tensors={name: shape for name, shape in self.tensors.items() if name in wanted},
         )
 
+    def by_storage(self) -> dict[str, list[Placement]]:
+        """The placements of every storage."""
+        placements: dict[str, list[Placement]] = {name: [] for name in self.storages}
+        for placement in self.placements:
+            placements[placement.storage].append(placement)
+        return placements
+
     def padding(self) -> dict[str, list[tuple[int, int]]]:
         """Flat element ranges of each storage that no placement covers; storages without any are left out.
 
         Raises: ValueError when two placements cover the same element.
         """
-        runs: dict[str, list[tuple[int, int]]] = {name: [] for name in self.storages}
-        for placement in self.placements:
-            runs[placement.storage].extend(placement.runs())
         gaps: dict[str, list[tuple[int, int]]] = {}
-        for name, covered in runs.items():
+        for name, placements in self.by_storage().items():
             size = math.prod(self.storages[name])
             end = 0
-            for start, stop in chain(sorted(covered), [(size, size)]):
+            covered = chain(*(placement.runs() for placement in placements))
+            for start, stop in [*sorted(covered), (size, size)]:
                 if start < end:
                     raise ValueError(
                         f"rank {self.rank}: element {start} of storage {name} ({size} elements) is placed "

@@ -23,6 +23,14 @@ def megarlhf(*arguments: str) -> subprocess.CompletedProcess[str]:
     return python("-m", "megarlhf", *arguments)
 
 
+def is_running(pid: int | str) -> bool:
+    """Whether the process is there and no zombie that waits for its parent's look."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
 def succeed(*arguments: str) -> subprocess.CompletedProcess[str]:
     """The same, which must not fail."""
     done = megarlhf(*arguments)

@@ -104,8 +104,8 @@ def test_the_page_is_a_table_per_kernel_and_mode(rehearsal):
     timed = {name for shape in result["shapes"] for name, row in shape["modes"]["forward"].items() if "ms" in row}
     listed = {line.split("|")[1].strip() for table in tables[::2] for line in table[2:]}
     assert listed == timed | {"the product alone, bf16"}
-    one = result["shapes"][0]["modes"]["forward"]["megarlhf"]
-    assert f"| megarlhf | logprob+entropy | {one['ms']['median']:.3f}, {100 * one['share_of_floor']:.0f}% |" in page
+    row = result["shapes"][0]["modes"]["forward"]["megarlhf"]
+    assert f"| megarlhf | logprob+entropy | {row['ms']['median']:.3f}, {100 * row['share_of_floor']:.0f}% |" in page
     assert "ended early" not in page
     assert "ended early" in markdown({**result, "finished": False})
 
@@ -115,12 +115,13 @@ def test_checks_and_sweep_are_rehearsed(tmp_path):
     run("--check", "--sweep", "--out", str(tmp_path / "result.json"))
     result = json.loads((tmp_path / "result.json").read_text())
     assert result["shapes"] == []
-    failed = [one for one in result["checks"] if one["passed"] is False]
+    failed = [check for check in result["checks"] if check["passed"] is False]
     assert failed == []
-    assert [one["check"] for one in result["checks"] if one["passed"] is None] == ["offsets past 2^31: 40000 x 128256"]
+    skipped = [check["check"] for check in result["checks"] if check["passed"] is None]
+    assert skipped == ["offsets past 2^31: 40000 x 128256"]
     assert len(result["checks"]) > 100
-    assert all(one["best"]["ms"] > 0 for one in result["sweep"])
-    assert {one["direction"] for one in result["sweep"]} == {"forward", "backward"}
+    assert all(entry["best"]["ms"] > 0 for entry in result["sweep"])
+    assert {entry["direction"] for entry in result["sweep"]} == {"forward", "backward"}
 
 
 def test_nothing_of_ours_but_the_kernels_is_imported():
@@ -166,8 +167,8 @@ def test_floors_of_the_linear_kernel(vocab, hidden, whole, shard):
     """8192 tokens at 790 TFLOP/s, to three digits: one product, three, four."""
     for parts, expected in ((1, whole), (8, shard)):
         columns = Shape("linear", 8192, vocab, parts, hidden).columns
-        found = [linear_floor_ms(8192, hidden, columns, products, H200) for products in (1, 3, 4)]
-        assert found == pytest.approx(expected, rel=5e-3)
+        floors = [linear_floor_ms(8192, hidden, columns, products, H200) for products in (1, 3, 4)]
+        assert floors == pytest.approx(expected, rel=5e-3)
 
 
 @pytest.mark.parametrize("shape", [Shape("logits", 20, 300, 1), Shape("linear", 20, 2400, 8, 16)])
@@ -192,9 +193,9 @@ def test_the_gate_takes_autograd_in_fp64_and_refuses_a_slip(shape, gives, sign):
     assert max(*values.errors.values(), *slopes.errors.values()) < 1e-12
     assert len(slopes.errors) == len(leaves)
     slip = 1 + 2 * GRADIENT_TOLERANCE
-    assert "gradient off by 0.04" in judge_gradients(truth, gives, tuple(slip * one for one in gradients)).reason
+    assert "gradient off by 0.04" in judge_gradients(truth, gives, tuple(slip * x for x in gradients)).reason
     assert judge_values(truth, gives, -sign, tuple(outputs)).reason is not None
-    assert judge_values(truth, gives, sign, tuple(one * torch.nan for one in outputs)).reason is not None
+    assert judge_values(truth, gives, sign, tuple(output * torch.nan for output in outputs)).reason is not None
 
 
 def timed_row(gives, ms, **more):
@@ -221,7 +222,7 @@ def test_goals_by_hand():
     ours = timed_row("logprob", 1.0, share_of_floor=0.8, peak_extra_bytes=99e6)
     rows = {"megarlhf": ours, "torch": timed_row("logprob", 0.9)}
     shape = {"kind": "logits", "name": "V=8/8", "parts": 8, "tokens": 4, "columns": 1, "modes": {"forward": rows}}
-    assert [(one["goal"], one["wanted"], one["met"]) for one in goals([shape])] == [
+    assert [(goal["goal"], goal["wanted"], goal["met"]) for goal in goals([shape])] == [
         ("share of the floor", 0.75, True),
         ("extra MB, at most", 100.0, True),
         ("torch over ours", 1.0, False),

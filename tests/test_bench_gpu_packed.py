@@ -55,8 +55,8 @@ def test_the_floor_and_the_goal_by_hand():
     """1000 bytes at 1 MB/s are 1 ms; 1.9 ms meet a goal of 2, 2.1 do not."""
     works = []
     for ms in (1.9, 2.1):
-        one = Candidate(name="megarlhf", call=lambda: None, wrong=lambda found: None)
-        work = Work(kind="GAE", name="1 x 1", num_bytes=1000, candidates=[one])
+        candidate = Candidate(name="megarlhf", call=lambda: None, wrong=lambda output: None)
+        work = Work(kind="GAE", name="1 x 1", num_bytes=1000, candidates=[candidate])
         works.append(gpu_packed.timed(work, lambda call, ms=ms: ms, Ceilings(1e6, 1.0), 3, Deadline(60.0)))
         assert works[-1]["floor_ms"] == pytest.approx(1.0)
     assert [gpu_packed.goals([work])[0]["met"] for work in works] == [True, False]
@@ -76,7 +76,7 @@ def test_wrong_and_failing_candidates_are_not_timed():
         raise RuntimeError("no such kernel")
 
     right = gae_work("", Rows(torch.tensor([30, 2]), CPU)).candidates[0]
-    slipped = Candidate(name="slip", call=lambda: [1.0001 * one for one in right.call()], wrong=right.wrong)
+    slipped = Candidate(name="slip", call=lambda: [1.0001 * output for output in right.call()], wrong=right.wrong)
     failing = Candidate(name="fails", call=fails, wrong=right.wrong)
     work = Work(kind="GAE", name="", num_bytes=1, candidates=[right, slipped, failing])
     rows = gpu_packed.timed(work, Clock(CPU), Ceilings(1.0, 1.0), 1, Deadline(60.0))["rows"]
@@ -95,10 +95,10 @@ def test_the_checks_pass_here(monkeypatch):
     assert len(refusals) == 4
     wanted = [(name, check) for name, check in checks.items() if name not in refusals[1:]]
     monkeypatch.setattr(gpu_packed_check, "_checks", lambda *_: wanted)
-    found = gpu_packed_check.run_checks(CPU, Deadline(60.0))
-    assert len(found) >= 100
-    assert [one["check"] for one in found if one["passed"] is False] == []
-    assert [one["check"] for one in found if one["passed"] is None] == ["more than 2^31 tokens"]
+    results = gpu_packed_check.run_checks(CPU, Deadline(60.0))
+    assert len(results) >= 100
+    assert [check["check"] for check in results if check["passed"] is False] == []
+    assert [check["check"] for check in results if check["passed"] is None] == ["more than 2^31 tokens"]
 
 
 def test_lengths():

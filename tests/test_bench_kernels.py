@@ -40,12 +40,12 @@ def test_the_benchmark_runs(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["kernels", "--rounds", "1", "--out", str(out)])
     bench.main()
     result = json.loads(out.read_text())
-    (one,) = result["shapes"].values()
-    forward = {name: values["median"] for name, values in one["seconds"]["forward"].items()}
+    (shape,) = result["shapes"].values()
+    forward = {name: values["median"] for name, values in shape["seconds"]["forward"].items()}
     assert result["linear_forward_over_matmul"] == pytest.approx(forward["ours"] / forward["matmul"])
     assert result["naive_over_ours"] == pytest.approx(forward["naive"] / forward["ours"])
-    assert one["seconds"]["forward_backward"].keys() == bench.WAYS.keys()
-    peaks = one["peak_bytes"]
+    assert shape["seconds"]["forward_backward"].keys() == bench.WAYS.keys()
+    peaks = shape["peak_bytes"]
     assert 0 < as_by_make < 600 * 20000 * 4
     assert result["naive_memory_over_ours"] == peaks["forward"]["naive"] / peaks["forward"]["ours"] > 1
     # All logits, 48 MB, are what naive torch makes at least.

@@ -18,10 +18,10 @@ def test_the_benchmark_runs(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["packing", *arguments, "--only", "ppo_long_tailed"])
     bench.main()
     result = json.loads(out.read_text())
-    one = result["comparisons"]["ppo_long_tailed"]
-    packed, padded = (one["ways"][name] for name in ("packed 64", "padded 4"))
+    comparison = result["comparisons"]["ppo_long_tailed"]
+    packed, padded = (comparison["ways"][name] for name in ("packed 64", "padded 4"))
     assert result["padded_over_packed"] == padded["seconds"]["median"] / packed["seconds"]["median"]
-    assert one["grad_norms_differ_by"] < 1e-4
+    assert comparison["grad_norms_differ_by"] < 1e-4
     assert packed["part_seconds"].keys() == padded["part_seconds"].keys() >= {"old_logprobs", "values"}
     assert 0.9 < sum(packed["share"].values()) < 1.1
     assert 0 < packed["floor"]["forward_backward"] < packed["seconds"]["median"]
@@ -68,9 +68,9 @@ def test_both_sides_read_the_same_ids_and_rewards(tmp_path):
     for ids in (*workload.prompts, *workload.responses):
         assert theirs(text_of(ids))["input_ids"] == ours.encode(text_of(ids)) == ids
     texts = [theirs.batch_decode([ids], skip_special_tokens=True)[0] for ids in workload.responses]
-    found = [reward("", text, {}) for text in texts]
-    assert found == [reward("", ours.decode(ids, continuation=True), {}) for ids in workload.responses]
-    assert len(set(found)) == len(found)
+    rewards = [reward("", text, {}) for text in texts]
+    assert rewards == [reward("", ours.decode(ids, continuation=True), {}) for ids in workload.responses]
+    assert len(set(rewards)) == len(rewards)
 
 
 def test_the_model_does_not_end(tmp_path):

@@ -27,9 +27,9 @@ def test_the_benchmark_runs(tmp_path, monkeypatch):
     assert result["received_over_minimum"] == 1.0
     assert result["peak_extra_bytes"] < 64e6
     assert result["layouts"].keys() == bench.LAYOUTS.keys()
-    for one in result["layouts"].values():
-        seconds = {way: one["seconds"][way]["median"] for way in bench.WAYS}
-        assert one["allgather_over_ours"] == pytest.approx(seconds["allgather"] / seconds["ours"])
-        assert one["ours_over_floor"] == pytest.approx(seconds["ours"] / seconds["floor"])
-        assert min(one["received_bytes"]) > 0
-        assert one["seconds_certificate"] > 0
+    for layout in result["layouts"].values():
+        seconds = {way: layout["seconds"][way]["median"] for way in bench.WAYS}
+        assert layout["allgather_over_ours"] == pytest.approx(seconds["allgather"] / seconds["ours"])
+        assert layout["ours_over_floor"] == pytest.approx(seconds["ours"] / seconds["floor"])
+        assert min(layout["received_bytes"]) > 0
+        assert layout["seconds_certificate"] > 0

@@ -7,9 +7,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,10 +19,10 @@ from megarlhf.observe.metrics import read_metrics
 from megarlhf.observe.run_directory import claim
 from megarlhf.runtime import Runtime
 from megarlhf.trainers import generate
+from tests.command import megarlhf
 from tests.ranks import RankPool
 from tools.demo.make_data import base_files
 
-ROOT = Path(__file__).parents[1]
 TRAIN = {"num_steps": 1, "mini_batch_samples": 8, "micro_batch_samples": 2}
 
 
@@ -154,11 +151,11 @@ def test_a_launched_rank_joins_with_the_launchers_world(command, started, capsys
 )
 def test_a_mistake_is_said_once_and_starts_nothing(name, overrides, message, command, started, capsys, tmp_path):
     assert cli.main(command(name, *overrides)) == 2
-    said = capsys.readouterr()
-    assert message in said.err
-    assert said.err.startswith(f"megarlhf {name}: ")
-    assert said.err.count("\n") == 1, said.err
-    assert said.out == ""
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert captured.err.startswith(f"megarlhf {name}: ")
+    assert captured.err.count("\n") == 1, captured.err
+    assert captured.out == ""
     assert started == []
     assert not (tmp_path / "run").exists()
 
@@ -220,9 +217,9 @@ def test_eval_prints_its_scores_and_where_they_are(work, tmp_path, monkeypatch, 
         finished_N=torch.tensor([True, True]),
         weight_version=0,
     )
-    found = ([None, None], [], rollouts, {"exact_match": torch.tensor([1.0, 0.0])})
+    answer = ([None, None], [], rollouts, {"exact_match": torch.tensor([1.0, 0.0])})
     monkeypatch.setattr(generate, "_engine", lambda cfg, runtime: None)
-    monkeypatch.setattr(generate, "_respond", lambda cfg, runtime, engine, data: found)
+    monkeypatch.setattr(generate, "_respond", lambda cfg, runtime, engine, data: answer)
     tree = {"run": {"dir": tmp_path / "run"}, "actor": {"model": {"path": work / "base"}}}
     tree |= {"data": {"train": work / "prompts.jsonl"}, "rewards": [{"kind": "rule", "rule": "exact_match"}]}
     alone = Runtime(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"), backend="gloo")
@@ -254,19 +251,11 @@ def test_a_report_of_a_directory_that_is_no_run_is_a_mistake(tmp_path, capsys):
     assert not (tmp_path / "r.html").exists()
 
 
-def run_really(arguments):
-    """The command in a process of its own."""
-    env = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "RANK", "MASTER_"))}
-    env = {**env, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
-    call = [sys.executable, "-m", "megarlhf", *arguments]
-    return subprocess.run(call, env=env, capture_output=True, text=True, timeout=120, check=False)
-
-
 def test_a_malformed_line_of_data_is_said_with_file_and_line_once(command, tmp_path):
     """The third line of the held-out data, which both ranks read. Data is read before a run directory is made."""
     good = {"prompt": "1+1=", "response": "2"}
     bad = write(tmp_path / "bad.jsonl", [good, good, '{"prompt": "1+1=", "response": ', good])
-    done = run_really(command("sft", f"data.heldout={bad}", "run.nproc=2"))
+    done = megarlhf(*command("sft", f"data.heldout={bad}", "run.nproc=2"))
     assert done.returncode == 2, done.stderr
     lines = [line for line in done.stderr.splitlines() if line.startswith("megarlhf sft: ")]
     assert len(lines) == 1, done.stderr
@@ -278,12 +267,13 @@ def test_a_malformed_line_of_data_is_said_with_file_and_line_once(command, tmp_p
 def test_pairs_that_are_all_equal_are_refused_with_their_count(command, tmp_path, ranks: RankPool):
     pairs = [{"prompt": "1+1=", "chosen": "2", "rejected": "2"}] * 5
     bad = write(tmp_path / "equal.jsonl", [*pairs, {"prompt": "1+1=", "chosen": "2", "rejected": " "}])
-    ((status, said),) = ranks.run(1, "command_status", *command("rm", f"data.train={bad}"))
-    assert status == 2, said
+    ((status, written),) = ranks.run(1, "command_status", *command("rm", f"data.train={bad}"))
+    assert status == 2, written
     assert (
-        "megarlhf rm: no usable records: skipped 6 of 6 records (chosen equals rejected: 5, empty response: 1)" in said
+        "megarlhf rm: no usable records: skipped 6 of 6 records (chosen equals rejected: 5, empty response: 1)"
+        in written
     )
-    assert "Traceback" not in said
+    assert "Traceback" not in written
     assert not (tmp_path / "run").exists()
 
 
@@ -295,7 +285,7 @@ def test_a_start_that_is_refused_late_leaves_a_finished_run_as_it_is(command, wo
     shutil.copytree(work / "base", tmp_path / "damaged")
     (tmp_path / "damaged/model.safetensors").write_bytes(b"damaged")
     overrides = ["run.on_existing=overwrite", f"actor.model={{path: {tmp_path / 'damaged'}}}"]
-    done = run_really(command("sft", *overrides))
+    done = megarlhf(*command("sft", *overrides))
     assert done.returncode == 2, done.stderr
     assert "is truncated or not safetensors" in done.stderr
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["config.yaml", "metrics.jsonl"]
@@ -308,10 +298,10 @@ def test_prompts_over_the_limit_are_counted_aloud_and_the_rest_is_trained_on(com
     long = [{"prompt": "1234567+1234567=", "response": "2469134"}] * 3
     data = write(tmp_path / "mixed.jsonl", [*long, *rows])
     arguments = command("sft", f"data.train={data}", "data.max_prompt_tokens=8", "train.num_steps=2")
-    ((status, said),) = ranks.run(1, "command_status", *arguments)
-    assert status == 0, said
-    said = said.replace("\n", "")
-    assert "mixed.jsonl: skipped 3 of 13 records (prompt longer than 8 tokens: 3)" in said, said
+    ((status, written),) = ranks.run(1, "command_status", *arguments)
+    assert status == 0, written
+    written = written.replace("\n", "")
+    assert "mixed.jsonl: skipped 3 of 13 records (prompt longer than 8 tokens: 3)" in written, written
     assert [row["step"] for row in read_metrics(tmp_path / "run")] == [0, 1, 2]
     checkpoints = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
     assert checkpoints == ["latest", "step_000002"]

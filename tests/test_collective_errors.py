@@ -25,9 +25,9 @@ def _sum(rank):
 
 def _whole(runtime):
     rank = runtime.rank
-    with raise_on_all_ranks(stopped) as found:
+    with raise_on_all_ranks(stopped) as reasons:
         value = rank + 1
-    assert found == []
+    assert reasons == []
     return value, _sum(rank)
 
 
@@ -41,8 +41,8 @@ def _one_raises(runtime):
 
 def _find(rank):
     """Rank 1 raises too, after it has found something; 0 and 2 find the same."""
-    with raise_on_all_ranks(stopped) as found:
-        found.append("no room" if rank != 1 else "no light")
+    with raise_on_all_ranks(stopped) as reasons:
+        reasons.append("no room" if rank != 1 else "no light")
         if rank == 1:
             raise StopIteration("late")
 
@@ -58,12 +58,12 @@ def _in_a_group(runtime):
     """The group is ranks 2 and 1; rank 0 goes on."""
     rank = runtime.rank
     group = dist.new_group([1, 2])
-    said = ""
+    message = ""
     if rank:
         with pytest.raises(Stopped) as raised, raise_on_all_ranks(stopped, group):
             assert rank == 1, "wrong rank"
-        said = str(raised.value)
-    return said, _sum(rank)
+        message = str(raised.value)
+    return message, _sum(rank)
 
 
 def test_nothing_fails(ranks: RankPool):
@@ -72,19 +72,19 @@ def test_nothing_fails(ranks: RankPool):
 
 def test_one_rank_raises(ranks: RankPool):
     """The same reason everywhere; the traceback of the cause where it happened."""
-    said = "rank 1: KeyError: 1"
-    found = ranks.run(3, _one_raises)
-    assert found == [(said, "NoneType", 3), (said, "KeyError", 3), (said, "NoneType", 3)]
+    message = "rank 1: KeyError: 1"
+    errors = ranks.run(3, _one_raises)
+    assert errors == [(message, "NoneType", 3), (message, "KeyError", 3), (message, "NoneType", 3)]
 
 
 def test_equal_reasons_are_told_once(ranks: RankPool):
-    said = "rank 0, 2: no room | rank 1: no light | rank 1: StopIteration: late"
-    assert ranks.run(3, _several_find) == [(said, 3)] * 3
+    message = "rank 0, 2: no room | rank 1: no light | rank 1: StopIteration: late"
+    assert ranks.run(3, _several_find) == [(message, 3)] * 3
 
 
 def test_ranks_of_a_group_bear_their_global_numbers(ranks: RankPool):
-    found = ranks.run(3, _in_a_group)
-    assert found[0] == ("", 3)
-    assert found[1] == found[2]
-    assert found[1][0].startswith("rank 2: AssertionError: wrong rank")
-    assert found[1][1] == 3
+    by_rank = ranks.run(3, _in_a_group)
+    assert by_rank[0] == ("", 3)
+    assert by_rank[1] == by_rank[2]
+    assert by_rank[1][0].startswith("rank 2: AssertionError: wrong rank")
+    assert by_rank[1][1] == 3

@@ -71,10 +71,10 @@ def test_inspect_says_what_it_is(model, tmp_path, capsys):
     main(["hf-to-megatron", "--hf", str(model), "--out", out, "--tp", "2", "--pp", "2", "--format", "mp_rank"])
     capsys.readouterr()
     assert main(["inspect", out, "--tensors"]) == 0
-    said = capsys.readouterr().out
+    printed = capsys.readouterr().out
     for text in ("mp_rank", "tp 2, pp 2, vpp 1, ep 1", "llama, language model", "release", "4 of 16, 2 KV", "bfloat16"):
-        assert text in said, said
-    assert "decoder.layers.1.self_attention.linear_qkv.weight" in said
+        assert text in printed, printed
+    assert "decoder.layers.1.self_attention.linear_qkv.weight" in printed
     for form in ("torch_dist", "mp_rank"):
         for stages in ("1,2,1", "1,1,2", "2,1,1"):
             there = str(tmp_path / f"{form}{stages}")
@@ -87,9 +87,9 @@ def test_inspect_says_what_it_is(model, tmp_path, capsys):
     assert "digest of the model: " in capsys.readouterr().out
 
 
-def flat(said):
+def flat(printed):
     """A printed table as `name: value` lines."""
-    rows = ([cell.strip() for cell in line.strip("│┃ ").replace("┃", "│").split("│")] for line in said.splitlines())
+    rows = ([cell.strip() for cell in line.strip("│┃ ").replace("┃", "│").split("│")] for line in printed.splitlines())
     return "\n".join(": ".join(row) for row in rows)
 
 
@@ -104,9 +104,9 @@ def flat(said):
 def test_mistakes_are_said_in_one_line(model, tmp_path, capsys, monkeypatch, arguments, message):
     monkeypatch.chdir(tmp_path)
     assert main([str(model) if argument == "MODEL" else argument for argument in arguments]) == 2
-    said = capsys.readouterr().err
-    assert message in said
-    assert said.startswith("python -m tools.checkpoint_convert")
+    stderr = capsys.readouterr().err
+    assert message in stderr
+    assert stderr.startswith("python -m tools.checkpoint_convert")
     assert not list(tmp_path.iterdir())
 
 
@@ -173,8 +173,8 @@ def test_more_files_than_descriptors(tmp_path):
 def _convert_at_once(runtime, *command):
     """(exit status, what was said) of the command, begun by all ranks together."""
     dist.barrier()
-    with contextlib.redirect_stderr(io.StringIO()) as said:
-        return main(command), said.getvalue()
+    with contextlib.redirect_stderr(io.StringIO()) as stderr:
+        return main(command), stderr.getvalue()
 
 
 def test_two_writers_of_one_directory(model, tmp_path, ranks: RankPool):
@@ -183,9 +183,9 @@ def test_two_writers_of_one_directory(model, tmp_path, ranks: RankPool):
     statuses = []
     for _ in range(3):
         command = ["hf-to-megatron", "--hf", str(model), "--out", str(out), "--tp", "2", "--force"]
-        for status, said in ranks.run(2, _convert_at_once, *command):
+        for status, stderr in ranks.run(2, _convert_at_once, *command):
             statuses.append(status)
-            assert status == 0 or "another process is writing" in said, said
+            assert status == 0 or "another process is writing" in stderr, stderr
         assert digests(open_checkpoint(out)) == digests(open_checkpoint(model))
         assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert statuses.count(0) >= 3

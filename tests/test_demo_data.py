@@ -109,7 +109,7 @@ def test_every_problem_has_only_wrong_misses():
     for problem in all_problems():
         misses = near_misses(problem)
         kinds |= misses.keys()
-        texts = {text for found in misses.values() for text in found}
+        texts = {text for texts_of_kind in misses.values() for text in texts_of_kind}
         assert texts
         assert problem.answer() not in texts
         assert "" not in texts

@@ -9,12 +9,9 @@ import torch.distributed as dist
 
 from megarlhf.experience import Experience, Ragged, Rollouts, redistribute
 from tests.ranks import RankPool
+from tests.tables import ragged
 
 ROWS = [torch.tensor([1.0, 2.0, 3.0]), torch.tensor([]), torch.tensor([4.0])]
-
-
-def ragged(*rows, dtype=torch.float32):
-    return Ragged.from_rows([torch.tensor(row) for row in rows], dtype)
 
 
 def test_rows_end_to_end_with_an_empty_row():
@@ -33,9 +30,9 @@ def test_ragged_keeps_the_dtype_asked_for():
 
 def test_one_number_a_row_spread_over_its_tokens():
     table = Ragged.from_rows(ROWS, torch.float32)
-    found = table.repeat_per_token(torch.tensor([2.0, 7.0, -3.0]))
-    assert found.values_T.tolist() == [2, 2, 2, -3]
-    assert found.lengths_N.tolist() == [3, 0, 1]
+    spread = table.repeat_per_token(torch.tensor([2.0, 7.0, -3.0]))
+    assert spread.values_T.tolist() == [2, 2, 2, -3]
+    assert spread.lengths_N.tolist() == [3, 0, 1]
     assert ragged([1.0, 1.0], [1.0]).repeat_per_token(torch.tensor([2.0, -3.0])).values_T.tolist() == [2, 2, -3]
 
 
@@ -78,7 +75,7 @@ def two_ranks(runtime):
     lengths_N = torch.tensor(LENGTHS)
     rows = {0: torch.tensor([0, 1]), 1: torch.tensor([]), 2: torch.tensor([20, 21, 22]), 3: torch.tensor([30])}
     owned = [{3: rows[3], 0: rows[0]}, {2: rows[2], 1: rows[1]}][runtime.rank]
-    found = redistribute(owned, lengths_N, torch.empty(0, dtype=torch.float64))
+    table = redistribute(owned, lengths_N, torch.empty(0, dtype=torch.float64))
     faults = {}
     for name, lengths in FAULTS.items():
         try:
@@ -86,7 +83,7 @@ def two_ranks(runtime):
         except ValueError as error:
             faults[name] = str(error)
         dist.barrier()
-    return found.values_T.tolist(), str(found.values_T.dtype), found.lengths_N.tolist(), faults
+    return table.values_T.tolist(), str(table.values_T.dtype), table.lengths_N.tolist(), faults
 
 
 def test_every_rank_receives_all_rows_and_every_rank_sees_a_fault(ranks: RankPool):

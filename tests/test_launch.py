@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from tests.command import ROOT, is_running
 
 
 def test_a_stop_signal_reaches_the_ranks(tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ def start(tmp_path: Path, what: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.parametrize(
-    "what, status, said",
+    "what, status, message",
     [
         ("all", 2, "megarlhf all: the file is empty\n"),
         ("one", 4, "megarlhf one (rank 1): line 3 is bad\n"),
@@ -93,14 +93,14 @@ def start(tmp_path: Path, what: str) -> subprocess.Popen[str]:
         ("nothing", 0, ""),
     ],
 )
-def test_what_ranks_find_is_said_once_with_its_status(tmp_path: Path, what: str, status: int, said: str) -> None:
+def test_what_ranks_find_is_said_once_with_its_status(tmp_path: Path, what: str, status: int, message: str) -> None:
     """A mistake of all ranks has no rank's name; one rank's has, and the other does not run on."""
     started = time.monotonic()
     process = start(tmp_path, what)
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == status, stderr
-    assert said in stderr
-    assert stderr.count("megarlhf ") == bool(said), stderr
+    assert message in stderr
+    assert stderr.count("megarlhf ") == bool(message), stderr
     assert ("Traceback" in stderr) == (what == "crash"), stderr
     assert time.monotonic() - started < 50, "the other rank slept on"
 
@@ -119,7 +119,7 @@ def test_what_stops_the_command_stops_its_ranks_and_theirs_in_one_line(tmp_path:
     _, stderr = process.communicate(timeout=30)
     assert process.returncode == 128 + number
     assert stderr == f"\nmegarlhf sleep: stopped ({number.name}); all ranks have ended\n"
-    left = [pid for pid in pids if _runs(pid)]
+    left = [pid for pid in pids if is_running(pid)]
     assert left == []
 
 
@@ -134,13 +134,13 @@ def test_ranks_end_with_a_command_that_is_killed(tmp_path: Path) -> None:
     while not list(tmp_path.iterdir()) and time.monotonic() < deadline:
         time.sleep(0.05)
     (pid,) = (path.name for path in tmp_path.iterdir())
-    assert _runs(pid)
+    assert is_running(pid)
     parent.kill()
     parent.wait()
     deadline = time.monotonic() + 10
-    while _runs(pid) and time.monotonic() < deadline:
+    while is_running(pid) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not _runs(pid)
+    assert not is_running(pid)
 
 
 def test_a_rank_ends_whose_command_was_killed_before_it_looked() -> None:
@@ -149,14 +149,6 @@ def test_a_rank_ends_whose_command_was_killed_before_it_looked() -> None:
     environment = {**os.environ, "MEGARLHF_PARENT": "1"}
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (143, ""), done.stderr
-
-
-def _runs(pid: str) -> bool:
-    """Whether the process is there and no zombie that waits for its parent's look."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -4,13 +4,13 @@ import os
 import subprocess
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from tests import ranks as module
+from tests.command import is_running
 from tests.ranks import RankPool
 
 
@@ -73,21 +73,14 @@ def test_a_rank_that_hangs_is_named_and_ended(pool: RankPool, monkeypatch: pytes
     monkeypatch.setattr(module, "JOB_SECONDS", 1)
     with pytest.raises(TimeoutError, match=r"_one_hangs: ranks \[1\] did not answer in 1 s"):
         pool.run(2, _one_hangs)
-    assert not any(_lives(pid) for pid in pids)
+    assert not any(is_running(pid) for pid in pids)
 
 
 def test_children_of_ranks_end_with_them(pool: RankPool):
     pids = [pid for pair in pool.run(2, _with_a_child) for pid in pair]
-    assert all(_lives(pid) for pid in pids)
+    assert all(is_running(pid) for pid in pids)
     pool.close()
     deadline = time.monotonic() + 10
-    while any(_lives(pid) for pid in pids) and time.monotonic() < deadline:
+    while any(is_running(pid) for pid in pids) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not any(_lives(pid) for pid in pids)
-
-
-def _lives(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
+    assert not any(is_running(pid) for pid in pids)

@@ -46,8 +46,8 @@ def test_torchrun():
 
 @pytest.mark.parametrize("node, tasks", [(0, 8), (2, 8), (3, 4)])
 def test_srun(node, tasks):
-    found = detect_rank({**SRUN, "SLURM_NODEID": str(node)})
-    assert found == RankInfo(rank=26, local_rank=2, world_size=28, local_world_size=tasks)
+    rank_info = detect_rank({**SRUN, "SLURM_NODEID": str(node)})
+    assert rank_info == RankInfo(rank=26, local_rank=2, world_size=28, local_world_size=tasks)
 
 
 def test_srun_of_an_older_slurm_has_the_jobs_numbers_only():
@@ -60,11 +60,11 @@ def test_srun_of_an_older_slurm_has_the_jobs_numbers_only():
     [("1", [1]), ("4,2", [4, 2]), ("8(x3),4", [8, 8, 8, 4]), ("2(x2),1(x2)", [2, 2, 1, 1])],
 )
 def test_tasks_per_node_as_slurm_writes_it(written, expected):
-    found = [
+    infos = [
         detect_rank({**SRUN, "SLURM_STEP_TASKS_PER_NODE": written, "SLURM_NODEID": str(node)})
         for node in range(len(expected))
     ]
-    assert [info.local_world_size for info in found] == expected
+    assert [info.local_world_size for info in infos] == expected
 
 
 @pytest.mark.parametrize("name", ["SLURM_STEP_ID", "SLURM_PROCID"])
@@ -113,11 +113,11 @@ def test_the_exported_local_rank_is_the_number_of_the_visible_device(visible, lo
 
 def _blocks(joined):
     """As if the four ranks stood on machines of the given sizes."""
-    found = []
+    blocks = []
     for sizes in ([4, 4, 4, 4], [2, 2, 2, 2], [3, 3, 3, 1]):
         info = RankInfo(rank=joined.rank, world_size=4, local_world_size=sizes[joined.rank])
-        found.append(initialize(info, seed=0).ranks_per_block)
-    return found
+        blocks.append(initialize(info, seed=0).ranks_per_block)
+    return blocks
 
 
 def test_all_ranks_know_the_block_that_fits_into_every_machine(ranks: RankPool):
@@ -127,13 +127,13 @@ def test_all_ranks_know_the_block_that_fits_into_every_machine(ranks: RankPool):
 
 def test_capabilities_of_this_machine():
     """Versions are the installed ones; a missing package is None, not an error."""
-    found = capabilities()
-    assert found.versions["torch"] == torch.__version__
-    assert set(found.versions) == set(runtime.PACKAGES)
-    assert "gloo" in found.backends
-    assert found.device_type == ("cuda" if torch.cuda.is_available() else "cpu")
-    if found.device_type == "cpu":
-        assert (found.device_count, found.device_name) == (0, f"{os.uname().machine} CPU")
+    machine = capabilities()
+    assert machine.versions["torch"] == torch.__version__
+    assert set(machine.versions) == set(runtime.PACKAGES)
+    assert "gloo" in machine.backends
+    assert machine.device_type == ("cuda" if torch.cuda.is_available() else "cpu")
+    if machine.device_type == "cpu":
+        assert (machine.device_count, machine.device_name) == (0, f"{os.uname().machine} CPU")
 
 
 def test_a_gpus_name_comes_from_the_driver_and_no_context_is_made():
@@ -143,11 +143,11 @@ def test_a_gpus_name_comes_from_the_driver_and_no_context_is_made():
         mock.patch.object(torch.cuda, "device_count", return_value=2),
         mock.patch.object(torch.cuda, "_lazy_init", side_effect=AssertionError("a context was made")),
     ):
-        found = capabilities()
+        machine = capabilities()
         with pytest.raises(AssertionError, match="a context was made"):
             torch.cuda.get_device_name(0)
-    assert (found.device_type, found.device_count) == ("cuda", 2)
-    assert found.device_name
+    assert (machine.device_type, machine.device_count) == ("cuda", 2)
+    assert machine.device_name
 
 
 def test_names_that_the_driver_lists(tmp_path):
@@ -161,8 +161,8 @@ def test_names_that_the_driver_lists(tmp_path):
 
 @pytest.mark.parametrize("package", ["transformer-engine", "apex"])
 def test_version_of_a_package_that_may_be_missing_imports_nothing(package):
-    found = runtime.version_of(package)
-    assert found is None or found[0].isdigit()
+    version = runtime.version_of(package)
+    assert version is None or version[0].isdigit()
     assert runtime.version_of("torch") == torch.__version__
 
 

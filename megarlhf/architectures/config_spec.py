@@ -31,7 +31,7 @@ class Key:
     """null is a value of its own (None), not absence."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Refusal:
     """A key whose values change what the model computes in ways that the model code does not follow."""
 
@@ -42,7 +42,7 @@ class Refusal:
 
 def only(key: str, value: bool, advice: str) -> Refusal:
     """Any other value than this one is refused."""
-    return Refusal(key=key, wrong=lambda stated, facts: stated is not value, advice=advice)
+    return Refusal(key, lambda stated, facts: stated is not value, advice)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -37,24 +37,28 @@ def entry(
     )
 
 
+def rms_norm(name: str, megatron: str, fused: str | None = None) -> Entry:
+    """The weight of a norm; transformer-engine keeps it in the linear layer `fused` after it."""
+    te_name = f"{fused}.layer_norm_weight" if fused else None
+    return entry(f"{name}.weight", ("hidden",), "ones", f"{megatron}.weight", whole, te_name=te_name)
+
+
 def layer_norm(name: str, megatron: str, fused: str | None = None) -> tuple[Entry, Entry]:
-    """Weight and bias of a LayerNorm; transformer-engine keeps both in the linear layer `fused` after it."""
-
-    def part(kind: str, init: Init) -> Entry:
-        te_name = f"{fused}.layer_norm_{kind}" if fused else None
-        return entry(f"{name}.{kind}", ("hidden",), init, f"{megatron}.{kind}", whole, te_name=te_name)
-
-    return part("weight", "ones"), part("bias", "zeros")
+    """Weight and bias, as `rms_norm`."""
+    te_name = f"{fused}.layer_norm_bias" if fused else None
+    bias = entry(f"{name}.bias", ("hidden",), "zeros", f"{megatron}.bias", whole, te_name=te_name)
+    return rms_norm(name, megatron, fused), bias
 
 
-INPUT_NORM = entry(
-    "input_layernorm.weight",
-    ("hidden",),
-    "ones",
-    "input_layernorm.weight",
-    whole,
-    te_name="self_attention.linear_qkv.layer_norm_weight",
-)
+def word_embedding(name: str) -> Entry:
+    return entry(name, ("vocab", "hidden"), "normal", "embedding.word_embeddings.weight", split_vocab)
+
+
+def learned_positions(name: str) -> Entry:
+    return entry(name, ("positions", "hidden"), "normal", "embedding.position_embeddings.weight", whole)
+
+
+INPUT_NORM = rms_norm("input_layernorm", "input_layernorm", fused="self_attention.linear_qkv")
 
 ATTENTION = (
     Entry(
@@ -99,14 +103,7 @@ QK_NORMS = (
 )
 
 GATED_MLP = (
-    entry(
-        "post_attention_layernorm.weight",
-        ("hidden",),
-        "ones",
-        "pre_mlp_layernorm.weight",
-        whole,
-        te_name="mlp.linear_fc1.layer_norm_weight",
-    ),
+    rms_norm("post_attention_layernorm", "pre_mlp_layernorm", fused="mlp.linear_fc1"),
     Entry(
         tensors=(("mlp.gate_proj.weight", ("ffn", "hidden")), ("mlp.up_proj.weight", ("ffn", "hidden"))),
         init="normal",
@@ -128,9 +125,7 @@ MLP_BIASES = (
     entry("mlp.down_proj.bias", ("hidden",), "zeros", "mlp.linear_fc2.bias", whole, when=lambda arch: arch.mlp_bias),
 )
 
-EMBEDDING = entry(
-    "model.embed_tokens.weight", ("vocab", "hidden"), "normal", "embedding.word_embeddings.weight", split_vocab
-)
-FINAL_NORM = entry("model.norm.weight", ("hidden",), "ones", "decoder.final_layernorm.weight", whole)
+EMBEDDING = word_embedding("model.embed_tokens.weight")
+FINAL_NORM = rms_norm("model.norm", "decoder.final_layernorm")
 LM_HEAD = entry("lm_head.weight", ("vocab", "hidden"), "normal", "output_layer.weight", split_vocab)
 SCALAR_HEAD = entry("score.weight", ("one", "hidden"), "score", "output_layer.weight", whole)

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from megarlhf.architectures.entries import entry
-from megarlhf.architectures.rules import (
-    split_columns,
-    split_rows,
-    stack_as_columns,
-    stack_as_rows,
-    stack_experts,
-    whole,
-)
-from megarlhf.architectures.table import Entry, Place
+from megarlhf.architectures.entries import entry, rms_norm
+from megarlhf.architectures.rules import split_columns, split_rows, stack_as_columns, stack_as_rows, whole
+from megarlhf.architectures.shards import stacked
+from megarlhf.architectures.table import Entry, Init, Place, Rule, Stack, Tensors
 
 
 def experts(block: str, *, gate: str, up: str, down: str) -> tuple[Entry, ...]:
@@ -21,34 +15,25 @@ def experts(block: str, *, gate: str, up: str, down: str) -> tuple[Entry, ...]:
     tensors.
     """
     expert = block + ".experts.{expert}."
-    fused = block + ".experts.routed_experts."
-    local_expert = "mlp.experts.local_experts.{expert}."
+
+    def projection(number: int, rule: Rule, *, init: Init, vllm: str, stack: Stack, tensors: Tensors) -> Entry:
+        return Entry(
+            tensors=tensors,
+            init=init,
+            per_expert=True,
+            megatron=Place(f"mlp.experts.local_experts.{{expert}}.linear_fc{number}.weight", rule),
+            grouped={
+                "te": Place(f"mlp.experts.linear_fc{number}.weight{{expert}}", rule),
+                "local": Place(f"mlp.experts.weight{number}", rule, stack),
+            },
+            vllm=Place(f"{block}.experts.routed_experts.{vllm}", rule, stacked),
+        )
+
+    gate_up = tuple((f"{expert}{name}.weight", ("expert_ffn", "hidden")) for name in (gate, up))
+    down_only = ((f"{expert}{down}.weight", ("hidden", "expert_ffn")),)
     return (
-        entry("post_attention_layernorm.weight", ("hidden",), "ones", "pre_mlp_layernorm.weight", whole),
+        rms_norm("post_attention_layernorm", "pre_mlp_layernorm"),
         entry(f"{block}.gate.weight", ("experts", "hidden"), "normal", "mlp.router.weight", whole),
-        Entry(
-            tensors=(
-                (f"{expert}{gate}.weight", ("expert_ffn", "hidden")),
-                (f"{expert}{up}.weight", ("expert_ffn", "hidden")),
-            ),
-            init="normal",
-            per_expert=True,
-            megatron=Place(local_expert + "linear_fc1.weight", split_rows),
-            grouped={
-                "te": Place("mlp.experts.linear_fc1.weight{expert}", split_rows),
-                "local": Place("mlp.experts.weight1", split_rows, stack_as_columns),
-            },
-            vllm=Place(fused + "w13_weight", split_rows, stack_experts),
-        ),
-        Entry(
-            tensors=((f"{expert}{down}.weight", ("hidden", "expert_ffn")),),
-            init="residual",
-            per_expert=True,
-            megatron=Place(local_expert + "linear_fc2.weight", split_columns),
-            grouped={
-                "te": Place("mlp.experts.linear_fc2.weight{expert}", split_columns),
-                "local": Place("mlp.experts.weight2", split_columns, stack_as_rows),
-            },
-            vllm=Place(fused + "w2_weight", split_columns, stack_experts),
-        ),
+        projection(1, split_rows, init="normal", vllm="w13_weight", stack=stack_as_columns, tensors=gate_up),
+        projection(2, split_columns, init="residual", vllm="w2_weight", stack=stack_as_rows, tensors=down_only),
     )

@@ -11,7 +11,6 @@ from megarlhf.architectures.shards import (
     cut_rows,
     divide,
     fused_rows,
-    replicated,
     row_parallel,
     rows,
     stacked,
@@ -24,7 +23,7 @@ from megarlhf.architectures.table import Rule, TPRank
 def whole(tensors: Sequence[LogicalTensor], rank: TPRank) -> Shard:
     """Replicated on every tensor-parallel rank."""
     (tensor,) = tensors
-    return replicated(tensor)
+    return rows(tensor, 0, tensor.shape[0])
 
 
 def split_rows(tensors: Sequence[LogicalTensor], rank: TPRank) -> Shard:
@@ -97,11 +96,6 @@ def qkv_by_kind(tensors: Sequence[LogicalTensor], rank: TPRank) -> Shard:
     return fused_rows(
         _part(q, rank.tp_rank, heads * width), _part(k, index, per_rank * width), _part(v, index, per_rank * width)
     )
-
-
-def stack_experts(shards: Sequence[Shard]) -> Shard:
-    """[experts, ...]: every expert of the rank in one storage."""
-    return stacked(shards)
 
 
 def stack_as_rows(shards: Sequence[Shard]) -> Shard:

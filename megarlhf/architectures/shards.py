@@ -61,19 +61,13 @@ def _straight(tensor: LogicalTensor, box: Box) -> Segment:
     return Segment(tensor.name, box, (0,) * rank, tuple(range(rank)))
 
 
-def replicated(tensor: LogicalTensor) -> Shard:
-    """The whole tensor on every rank."""
-    return Shard(tensor.shape, (_straight(tensor, Box.whole(tensor.shape)),))
-
-
 def rows(tensor: LogicalTensor, start: int, stop: int) -> Shard:
     """Rows [start, stop) of the tensor, as far as it has them; the rest is padding."""
     shape = (stop - start, *tensor.shape[1:])
     real = min(stop, tensor.shape[0])
     if real <= start:
         return Shard(shape, ())
-    zeros = (0,) * (len(shape) - 1)
-    return Shard(shape, (_straight(tensor, Box((start, *zeros), (real, *tensor.shape[1:]))),))
+    return Shard(shape, (_straight(tensor, Box.whole(tensor.shape).rows(start, real)),))
 
 
 def column_parallel(tensor: LogicalTensor, tp: int, tp_rank: int, *, padded_rows: int | None = None) -> Shard:
@@ -112,8 +106,7 @@ def cut_rows(shard: Shard, start: int, stop: int) -> Shard:
         assert s.dims[0] == 0, f"{s.tensor} does not run along the rows of its storage"
         first, last = max(start, s.at[0]), min(stop, s.at[0] + s.box.shape[0])
         if first < last:
-            ahead, behind = first - s.at[0], last - s.at[0]
-            box = Box((s.box.start[0] + ahead, *s.box.start[1:]), (s.box.start[0] + behind, *s.box.stop[1:]))
+            box = s.box.rows(first - s.at[0], last - s.at[0])
             segments.append(replace(s, box=box, at=(first - start, *s.at[1:])))
     return Shard((stop - start, *shard.shape[1:]), tuple(segments))
 

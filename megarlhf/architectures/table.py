@@ -36,14 +36,19 @@ Rule = Callable[[Sequence[LogicalTensor], TPRank], Shard]
 """How a system puts the tensors of an entry into its one storage on one rank."""
 
 
+Stack = Callable[[Sequence[Shard]], Shard]
+"""How it puts the shards of all experts of a rank into one storage."""
+Tensors = tuple[tuple[str, tuple[str, ...]], ...]
+"""(Hugging Face name, shape in the words of `dimensions`)."""
+
+
 class Place(NamedTuple):
     """A system's storage of an entry. In a layer's entry the name is relative to the layer."""
 
     name: str
     """Of an entry per expert, with `{expert}`, the index among the experts of the rank, or with `stack`."""
     rule: Rule
-    stack: Callable[[Sequence[Shard]], Shard] | None = None
-    """Puts the shards of all experts of the rank into one storage."""
+    stack: Stack | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +58,7 @@ class Entry:
     Names in a layer's entry are relative to the layer.
     """
 
-    tensors: tuple[tuple[str, tuple[str, ...]], ...]
-    """(Hugging Face name, shape in the words of `dimensions`)."""
+    tensors: Tensors
     init: Init
     megatron: Place
     vllm: Place | None

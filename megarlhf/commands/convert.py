@@ -21,7 +21,8 @@ from megarlhf.weights.checkpoint.conversion import DTYPES, HuggingFaceTarget, Me
 from megarlhf.weights.checkpoint.describe import describe
 from megarlhf.weights.checkpoint.open_checkpoint import Checkpoint, open_checkpoint
 from megarlhf.weights.checkpoint.staging import Staging
-from megarlhf.weights.checkpoint.verify import Digests, differences, digests
+from megarlhf.weights.checkpoint.verify import differences, digests
+from megarlhf.weights.checks.digest import whole_digest
 
 
 def parser(prog: str = "python -m tools.checkpoint_convert") -> argparse.ArgumentParser:
@@ -183,7 +184,7 @@ def _check(model: Checkpoint) -> int:
     else:
         count, unstated = check_checksums(model.directory)
         print(f"the CRC-32 of {count - unstated} of {count} stored tensors or files is right; {unstated} state none")
-    print(f"digest of the model: {_digests(model).whole()}")
+    print(f"digest of the model: {whole_digest(_digests(model))}")
     return 0
 
 
@@ -195,11 +196,11 @@ def _verify(arguments: argparse.Namespace) -> int:
     if difference:
         print(f"not the same model:\n{difference}")
         return 1
-    print(f"the same model: {len(digests_a.tensors)} tensors, digest {digests_a.whole()}")
+    print(f"the same model: {len(digests_a)} tensors, digest {whole_digest(digests_a)}")
     return 0
 
 
-def _digests(model: Checkpoint, dtype: torch.dtype | None = None) -> Digests:
+def _digests(model: Checkpoint, dtype: torch.dtype | None = None) -> dict[str, int]:
     with count_bar(f"reading {model.directory}", len(logical_tensors(model.arch, model.head))) as progress:
         return digests(model, dtype=dtype, progress=progress)
 

@@ -23,8 +23,8 @@ from megarlhf.placement import RankPlacements
 from megarlhf.planning.legality import check_role
 from megarlhf.weights.checkpoint.dtype import resolve_dtype
 from megarlhf.weights.plan.copy_plan import CopyPlan, make_plan
-from megarlhf.weights.plan.tiers import TieredPlan, crossing, make_tiers, node_needs
-from megarlhf.weights.plan.traffic import Links, entering, formula, least_receive, model_elements, wire_seconds
+from megarlhf.weights.plan.tiers import TieredPlan, least_received_by_node, make_tiers, traffic_between_nodes
+from megarlhf.weights.plan.traffic import Links, formula, least_receive, model_elements, received_by_node, wire_seconds
 
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2}
 Order = Literal["engine", "rank"]
@@ -165,7 +165,7 @@ def plan_transfer(setup: TransferSetup) -> TransferReport:
     plan = make_plan(sources, destinations, only_rank=0)
     seconds = time.process_time() - start
     tiered = make_tiers(sources, destinations, node_of, only_rank=0)
-    least, least_in = least_receive(sources, destinations), node_needs(sources, destinations, node_of)
+    least, least_in = least_receive(sources, destinations), least_received_by_node(sources, destinations, node_of)
     by_sizes = formula(setup.arch, setup.mesh, setup.trainer, setup.engine_tp)
     return TransferReport(
         model=size * model_elements(setup.arch),
@@ -187,7 +187,10 @@ def _tiers(setup: TransferSetup, plan: CopyPlan, tiered: TieredPlan, nodes: int)
 
     def tier(name: str, *plans: CopyPlan) -> Tier:
         into_nodes = [
-            sum(of_node) for of_node in zip(*(entering(crossing(p, node_of), nodes) for p in plans), strict=True)
+            sum(of_node)
+            for of_node in zip(
+                *(received_by_node(traffic_between_nodes(p, node_of), nodes) for p in plans), strict=True
+            )
         ]
         moved = sum(numel for p in plans for (src, dst), numel in p.traffic.items() if src != dst)
         return Tier(

@@ -28,9 +28,9 @@ from megarlhf.placement import RankPlacements
 from megarlhf.rollout.engine import Response, Sampling, gather_rollouts
 from megarlhf.rollout.vllm_patches import cpu_patches
 from megarlhf.runtime import Runtime, free_bytes
-from megarlhf.weights.checks.certificate import Certificate, CertificateError, certify, spoilt_padding
+from megarlhf.weights.checks.certificate import Certificate, CertificateError, certify, nonzero_padding
 from megarlhf.weights.checks.loader_check import check_loader, sample_tensors
-from megarlhf.weights.checks.poison import left_poisoned, poison
+from megarlhf.weights.checks.poison import poison, storages_with_nan
 from megarlhf.weights.plan.copy_plan import CopyPlan, make_plan
 from megarlhf.weights.transport.reshard import Resharder
 from megarlhf.weights.transport.storages import check_storages, zero_padding
@@ -151,7 +151,7 @@ class VllmEngine:
                     "NaN is poison: no copy of the plan wrote there, or the actor's own weights are NaN",
                 )
             ) as problems:
-                problems += left_poisoned(self._destinations[self._runtime.rank], self._parameters)
+                problems += storages_with_nan(self._destinations[self._runtime.rank], self._parameters)
         self._refusal = f"the cache of the weights before version {version} could not be forgotten"
         with raise_on_all_ranks(
             _error(
@@ -170,7 +170,7 @@ class VllmEngine:
             with raise_on_all_ranks(lambda reasons: CertificateError("; ".join(reasons))) as problems:
                 plan = self._plan_from(actor)
                 problems += self._replaced()
-                problems += spoilt_padding(self._destinations[self._runtime.rank], self._parameters)
+                problems += nonzero_padding(self._destinations[self._runtime.rank], self._parameters)
             proof = certify(
                 plan,
                 self._sources,

@@ -7,9 +7,9 @@ import math
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megarlhf.algo.advantages import group_relative, leave_one_out
+from tests.operators import Operators
 
 GROUPS_N = torch.tensor([7, 3, 7, 9, 7, 3])
 REWARDS_N = torch.tensor([1.0, 10.0, 2.0, 4.0, 3.0, 30.0])
@@ -38,18 +38,6 @@ def test_leave_one_out_by_hand():
     torch.testing.assert_close(advantages_N, torch.tensor([-1.5, -20.0, 0.0, 0.0, 1.5, 20.0]))
 
 
-class Operators(TorchDispatchMode):
-    """Notes the names of torch's operators."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = set()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.names.add(str(function).split(".")[1])
-        return function(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("function", [group_relative, leave_one_out])
 def test_no_sample_and_repeated_runs(function):
     """Of nothing nothing; the same bits twice; nothing adds by index, whose order on a GPU changes."""
@@ -66,6 +54,6 @@ def test_no_sample_and_repeated_runs(function):
 def test_a_nan_stays_in_its_group(bad):
     rewards_N = REWARDS_N.clone()
     rewards_N[0] = bad
-    found_N = leave_one_out(rewards_N, GROUPS_N)
-    assert not found_N[GROUPS_N == 7].isfinite().any()
-    assert torch.equal(found_N[GROUPS_N != 7], leave_one_out(REWARDS_N, GROUPS_N)[GROUPS_N != 7])
+    advantages_N = leave_one_out(rewards_N, GROUPS_N)
+    assert not advantages_N[GROUPS_N == 7].isfinite().any()
+    assert torch.equal(advantages_N[GROUPS_N != 7], leave_one_out(REWARDS_N, GROUPS_N)[GROUPS_N != 7])

@@ -60,16 +60,16 @@ def fused_gradients(runtime: Runtime, config: dict[str, Any], fused: bool) -> li
         layer.products, layer.forward = [], MethodType(_forward, layer)
     if fused:
         fuse_weight_gradients(role.shard.module)
-    found: list[tuple[float, float]] = []
+    gradients: list[tuple[float, float]] = []
 
     def step() -> float:
         for layer in layers:
             total = torch.stack(layer.products).sum(0)
             assert len(layer.products) == cfg.train.mini_batch_samples // (cfg.train.micro_batch_samples or 1) > 1
-            found.append((float(total.abs().max()), float((layer.weight.main_grad - total).abs().max())))
+            gradients.append((float(total.abs().max()), float((layer.weight.main_grad - total).abs().max())))
         return 0.0
 
     assert role.trainer is not None
     role.trainer.step = step  # type: ignore[method-assign]
     train_on(SupervisedFineTuning(cfg), role, jobs._sft_samples(cfg)[: cfg.train.mini_batch_samples])
-    return found
+    return gradients

@@ -33,7 +33,7 @@ from megarlhf.rollout.engine import Sampling
 from megarlhf.rollout.megatron_engine import MegatronEngine
 from megarlhf.runtime import Runtime
 from megarlhf.weights.plan.copy_plan import make_plan
-from megarlhf.weights.transport.reshard import reshard_once
+from megarlhf.weights.transport.reshard import Resharder
 from tests.distributed.fused_jobs import fused_gradients  # noqa: F401
 from tests.distributed.kernel_jobs import largest_tensor, with_calls_of_the_reference  # noqa: F401
 from tests.distributed.vllm_jobs import (  # noqa: F401
@@ -78,7 +78,7 @@ def gather(part: ModelShard, storages: Mapping[str, Tensor]) -> Arrays:
     plan = make_plan([placements_on(part, rank) for rank in range(dist.get_world_size())], [wanted])
     whole = {name: torch.zeros(shape) for name, shape in wanted.storages.items()} if dist.get_rank() == 0 else {}
     live = {name: tensor.detach().contiguous() for name, tensor in storages.items()}
-    reshard_once(plan, live, whole, rank=dist.get_rank(), dtype=torch.float32, device=torch.device("cpu"))
+    Resharder(plan, rank=dist.get_rank(), dtype=torch.float32, device=torch.device("cpu")).run(live, whole)
     return {name: tensor.numpy() for name, tensor in whole.items()}
 
 
@@ -176,7 +176,7 @@ def outputs_and_greedy(
     Returns: None on ranks that do not own outputs. A scalar head is asked for no tokens.
     """
     cache = GroupCache(runtime)
-    found: list[tuple[np.ndarray, list[list[int]]] | None] = []
+    answers: list[tuple[np.ndarray, list[list[int]]] | None] = []
     for model in models:
         section = RoleConfig.model_validate({"model": {"path": model, "dtype": dtype}, "parallel": parallel})
         role = build_role("actor", section, head, cache, seed=0)
@@ -185,14 +185,14 @@ def outputs_and_greedy(
         for tokens_S, row in zip(tokens, rows, strict=True):
             tokens_S[: len(row)] = torch.tensor(row)
         (outputs,) = role.forward([MicroBatch(tokens, {})], partial(_whole_vocabulary, role)) or [torch.empty(0)]
-        said: list[list[int]] = []
+        greedy: list[list[int]] = []
         if new_tokens:
             sampling = Sampling(max_tokens=new_tokens, greedy=True, eos_id=-1)
             prompts = [torch.tensor(row) for row in rows]
             rollouts = MegatronEngine(role.shard, 2).generate(prompts, [0] * len(rows), sampling)
-            said = [row.tolist() for row in rollouts.responses.rows()]
-        found.append((outputs.float().numpy(), said) if role.mesh.owns_outputs else None)
-    return found
+            greedy = [row.tolist() for row in rollouts.responses.rows()]
+        answers.append((outputs.float().numpy(), greedy) if role.mesh.owns_outputs else None)
+    return answers
 
 
 def _whole_vocabulary(role: Role, output: Tensor, batch: MicroBatch) -> Tensor:
@@ -269,11 +269,11 @@ def rl_step(runtime: Runtime, config: dict[str, Any], order: tuple[int, ...] | N
         record_gradients(role, gradients[role.name])
     parts.engine.update_weights(parts.actor.shard, version=0)
     experience = rl.sample(cfg, parts.engine, prompts, parts.sampling, 0)
-    experience, dealt = rl.score(cfg, parts, experience, prompts, 0)
+    experience, mini_batches = rl.score(cfg, parts, experience, prompts, 0)
     metrics = logprob_gap(experience)
     experience = add_advantages(experience, cfg.algo)
-    metrics |= rl.describe(experience, cfg) | rl.train_on(cfg, parts, experience, dealt, 0)
-    found = {
+    metrics |= rl.describe(experience, cfg) | rl.train_on(cfg, parts, experience, mini_batches, 0)
+    step = {
         "num_groups": new_group.call_count,
         "orders": {role.name: role.mesh.layout.order for role in roles},
         "metrics": metrics,
@@ -284,7 +284,7 @@ def rl_step(runtime: Runtime, config: dict[str, Any], order: tuple[int, ...] | N
         "weights": {role.name: gather(role.shard, role.shard.parameters()) for role in parts.trained},
     }
     parts.engine.close()  # last: vLLM destroys the default group
-    return found
+    return step
 
 
 def _prompts(cfg: RLConfig, tokenizer: Any) -> list[Any]:
@@ -308,24 +308,24 @@ def vllm_session(runtime: Runtime, first: str, second: str, tp: int, prompts: li
     rows, seeds = [torch.tensor(p) for p in prompts], list(range(len(prompts)))
     greedy = Sampling(max_tokens=8, greedy=True, eos_id=2)
     warm = Sampling(max_tokens=8, temperature=0.7, eos_id=2)
-    said: dict[str, Any] = {}
+    responses: dict[str, Any] = {}
     for version, path in enumerate((first, second, first)):
         load_weights(actor.shard, section.model.model_copy(update={"path": Path(path)}), seed=0)
         engine.update_weights(actor.shard, version)
         engine.verify_weights(actor.shard)
         for name, sampling in (("greedy", greedy), ("sampled", warm)):
             rollouts = engine.generate(rows, seeds, sampling)
-            said[f"{name}{version}"] = [
+            responses[f"{name}{version}"] = [
                 (tokens.tolist(), logprobs.tolist())
                 for tokens, logprobs in zip(rollouts.responses.rows(), rollouts.logprobs.rows(), strict=True)
             ]
     oracle = MegatronEngine(actor.shard, 2)
     oracle.update_weights(actor.shard, 2)
-    said["oracle"] = [row.tolist() for row in oracle.generate(rows, seeds, greedy).responses.rows()]
-    said["faults"] = _planted_faults(runtime, actor, engine)
-    said["cuda_untouched"] = torch.cuda.current_device.__module__ == "torch.cuda"
+    responses["oracle"] = [row.tolist() for row in oracle.generate(rows, seeds, greedy).responses.rows()]
+    responses["faults"] = _planted_faults(runtime, actor, engine)
+    responses["cuda_untouched"] = torch.cuda.current_device.__module__ == "torch.cuda"
     engine.close()
-    return said
+    return responses
 
 
 def _planted_faults(runtime: Runtime, actor: Role, engine: Any) -> dict[str, str]:

@@ -29,12 +29,12 @@ class LargestTensor(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        found = func(*args, **(kwargs or {}))
+        results = func(*args, **(kwargs or {}))
         given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
-        for tensor in tree_leaves(found):
+        for tensor in tree_leaves(results):
             if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in given:
                 self.elements = max(self.elements, tensor.untyped_storage().nbytes() // tensor.element_size())
-        return found
+        return results
 
 
 def with_calls_of_the_reference(runtime: Runtime, job: str, *args: Any) -> tuple[Any, int]:
@@ -42,8 +42,8 @@ def with_calls_of_the_reference(runtime: Runtime, job: str, *args: Any) -> tuple
     from tests.distributed import jobs
 
     with mock.patch.object(reference, "linear_token_logprobs", wraps=reference.linear_token_logprobs) as spy:
-        found = getattr(jobs, job)(runtime, *args)
-    return found, spy.call_count
+        result = getattr(jobs, job)(runtime, *args)
+    return result, spy.call_count
 
 
 def largest_tensor(runtime: Runtime, job: str, columns: int, *args: Any) -> float:

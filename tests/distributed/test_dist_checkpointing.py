@@ -23,6 +23,7 @@ from megarlhf.architectures.megatron_layout import MegatronLayout
 from megarlhf.architectures.placements import logical_tensors
 from megarlhf.runtime import Runtime
 from megarlhf.weights.checkpoint.checksums import check_checksums
+from megarlhf.weights.checkpoint.formats.torch_dist.keys import key_form
 from megarlhf.weights.checkpoint.formats.torch_dist.metadata import read_tensors
 from megarlhf.weights.checkpoint.formats.torch_dist.read import read_torch_dist
 from tests.ranks import RankPool
@@ -162,20 +163,18 @@ def world(layout: dict[str, Any]) -> int:
     return int(layout.get("tp", 1) * layout.get("pp", 1) * layout.get("ep", 1))
 
 
-WRITTEN: dict[str, tuple[str, dict[str, Any], MegatronLayout, str, list[dict[str, Any]]]] = {
+WRITTEN: dict[str, tuple[str, dict[str, Any], MegatronLayout, list[dict[str, Any]]]] = {
     # Another tp pads the vocabulary to other rows.
     "llama": (
         "llama_biases",
         {},
         MegatronLayout(tp=2, pp=2, padded_vocab=104),
-        "stacked",
         [{"padded_vocab": 128}, {"tp": 2, "padded_vocab": 256}, {"pp": 2, "vpp": 2, "padded_vocab": 100}],
     ),
     "qwen3 tied": (
         "qwen3_tied",
         {},
         MegatronLayout(pp=3, layers_per_stage=(1, 2, 1), padded_vocab=128),
-        "per_layer",
         [{"tp": 2, "padded_vocab": 104}, {"pp": 2, "padded_vocab": 128}],
     ),
     # Four ranks share two KV groups, so QKV is cut inside of groups.
@@ -183,21 +182,18 @@ WRITTEN: dict[str, tuple[str, dict[str, Any], MegatronLayout, str, list[dict[str
         "llama",
         {},
         MegatronLayout(tp=4, padded_vocab=512),
-        "single",
         [{"tp": 2, "padded_vocab": 128}, {"tp": 4, "padded_vocab": 512}],
     ),
     "gpt2": (
         "gpt2",
         {},
         MegatronLayout(tp=2, pp=2, vpp=2, padded_vocab=104),
-        "stacked",
         [{"padded_vocab": 128}, {"tp": 2, "pp": 2, "padded_vocab": 104}],
     ),
     "mixtral": (
         "mixtral",
         {},
         MegatronLayout(tp=2, ep=2, padded_vocab=104, spec="local"),
-        "stacked",
         [
             {"padded_vocab": 104},
             {"ep": 2, "pp": 2, "padded_vocab": 104},
@@ -208,7 +204,6 @@ WRITTEN: dict[str, tuple[str, dict[str, Any], MegatronLayout, str, list[dict[str
         "qwen3_moe",
         {},
         MegatronLayout(ep=4, padded_vocab=104, spec="local"),
-        "single",
         [{"tp": 2, "ep": 2, "padded_vocab": 104}, {"ep": 2, "padded_vocab": 104, "experts": "grouped"}],
     ),
 }
@@ -217,10 +212,10 @@ WRITTEN: dict[str, tuple[str, dict[str, Any], MegatronLayout, str, list[dict[str
 @pytest.mark.parametrize("case", WRITTEN)
 def test_megatron_loads_what_we_write(ranks: RankPool, tmp_path: Path, case: str) -> None:
     """Every parameter of every rank, padding included, from a checkpoint written at another layout."""
-    family, changes, layout, form, targets = WRITTEN[case]
+    family, changes, layout, targets = WRITTEN[case]
     dtype = torch.float32 if case == "llama" else torch.bfloat16
     arch = architecture(family, **changes)
-    directory = write(tmp_path / "run", arch, layout, values(family, changes, dtype), form=form, dtype=dtype)
+    directory = write(tmp_path / "run", arch, layout, values(family, changes, dtype), dtype=dtype)
     for target in targets:
         results = ranks.run(world(target), load, family, changes, target, str(directory), dtype)
         for result in results:
@@ -261,11 +256,14 @@ def test_what_megatron_saves_is_read_bit_for_bit(
     ranks.run(world(layout), save, family, {}, layout, str(tmp_path), metadata)
     arch = architecture(family)
     checkpoint = read_torch_dist(tmp_path, arch)
-    form = "single" if metadata is SINGLE else "per_layer" if metadata is PER_LAYER else "stacked"
-    assert (checkpoint.form, checkpoint.padded_vocab, checkpoint.head) == (form, layout["padded_vocab"], "lm")
-    assert (checkpoint.iteration, checkpoint.args["tensor_model_parallel_size"]) == (7, layout.get("tp", 1))
+    tensors = read_tensors(tmp_path)
+    assert key_form(tensors) == (
+        "single" if metadata is SINGLE else "per_layer" if metadata is PER_LAYER else "stacked"
+    )
+    assert (checkpoint.layout.padded_vocab, checkpoint.head) == (layout["padded_vocab"], "lm")
+    assert checkpoint.args["tensor_model_parallel_size"] == layout.get("tp", 1)
     assert checkpoint.args["params_dtype"] == torch.bfloat16
-    assert "chained_1.optimizer.state.x" in read_tensors(tmp_path)
+    assert "chained_1.optimizer.state.x" in tensors
     got = read(tmp_path, arch)
     assert_same(got, {name: value.double() for name, value in values(family, {}, torch.bfloat16).items()})
 

@@ -76,14 +76,14 @@ def _ask_hugging_face(path: Path, head: str) -> tuple[list[np.ndarray], list[lis
             return model(tokens).logits[0]
         return model.score(model.base_model(tokens).last_hidden_state)[0]
 
-    outputs, said = [], []
+    outputs, continuations = [], []
     for row in rows():
         outputs.append(ask(row).numpy())
         spoken: list[int] = []
         for _ in range(NEW_TOKENS if head == "lm" else 0):
             spoken.append(int(ask(row + spoken)[-1].argmax()))
-        said.append(spoken)
-    return outputs, said if head == "lm" else []
+        continuations.append(spoken)
+    return outputs, continuations if head == "lm" else []
 
 
 SOME: dict[str, tuple[str, ...]] = {
@@ -104,22 +104,22 @@ def test_outputs_equal_hugging_face(
     new_tokens = NEW_TOKENS if head == "lm" else 0
     by_rank = ranks.run(world_size, "outputs_and_greedy", models, parallel, head, rows(), new_tokens)
     compared = 0
-    for found in by_rank:
-        for name, answer in zip(names, found, strict=True):
+    for answers in by_rank:
+        for name, answer in zip(names, answers, strict=True):
             if answer is not None:
                 _assert_equal(f"{name} {layout}", answer, hugging_face[name])
                 compared += 1
     assert compared == len(names)
 
 
-def _assert_equal(what: str, found: tuple[np.ndarray, list[list[int]]], expected: tuple[Any, Any]) -> None:
-    outputs_BSV, said = found
+def _assert_equal(what: str, actual: tuple[np.ndarray, list[list[int]]], expected: tuple[Any, Any]) -> None:
+    outputs_BSV, continuations = actual
     for row, wanted_SV in enumerate(expected[0]):
         assert np.abs(wanted_SV).mean() > 0.03, f"{what}: outputs next to nothing would agree anyhow"
         error = np.abs(outputs_BSV[row, : len(wanted_SV)] - wanted_SV).max()
         print(f"{what} row {row}: largest difference {error:.1e}")
         assert error <= TOLERANCE, f"{what} row {row}: outputs differ by {error:.1e}, allowed {TOLERANCE}"
-    assert said == expected[1], f"{what}: other tokens than Hugging Face's"
+    assert continuations == expected[1], f"{what}: other tokens than Hugging Face's"
 
 
 def test_bf16_is_near_fp32(head: str, ranks: RankPool, written: dict[str, Path], hugging_face: dict[str, Any]) -> None:
@@ -127,8 +127,8 @@ def test_bf16_is_near_fp32(head: str, ranks: RankPool, written: dict[str, Path],
     otherwise, so the mean is compared; it is coarse, and would miss a small mistake."""
     models = [str(path) for path in written.values()]
     parallel = {"tp": 2, "sequence_parallel": True}
-    found = ranks.run(2, "outputs_and_greedy", models, parallel, head, rows(), 0, "bf16")[0]
-    for name, answer in zip(written, found, strict=True):
+    answers = ranks.run(2, "outputs_and_greedy", models, parallel, head, rows(), 0, "bf16")[0]
+    for name, answer in zip(written, answers, strict=True):
         errors = [
             np.abs(answer[0][row, : len(wanted_SV)] - wanted_SV).mean()
             for row, wanted_SV in enumerate(hugging_face[name][0])
@@ -215,11 +215,11 @@ def test_the_first_step_is_the_same_at_every_layout(
     """Loss and gradient norm are Hugging Face's, and each gradient is that of one rank."""
     reference, alone = first_steps[name]
     world_size, parallel = TRAINING_LAYOUTS[layout]
-    found = ranks.run(world_size, "sft_steps", sft(language_models[name], data["sft"], parallel), 1)[0]
-    for result in (alone, found):
+    at_layout = ranks.run(world_size, "sft_steps", sft(language_models[name], data["sft"], parallel), 1)[0]
+    for result in (alone, at_layout):
         np.testing.assert_allclose(result["loss"], [reference["loss"]], rtol=1e-5)
         np.testing.assert_allclose(result["grad_norm"], [reference["grad_norm"]], rtol=1e-5)
-    compared, expected = (_compared(result["gradients"][0], reference["grad_norm"]) for result in (found, alone))
+    compared, expected = (_compared(result["gradients"][0], reference["grad_norm"]) for result in (at_layout, alone))
     assert_gradients_equal(compared, expected, what=f"{name} {layout}")
 
 
@@ -239,9 +239,9 @@ def test_stages_of_any_sizes(ranks: RankPool, data: dict[str, Path], tmp_path: P
     path = write_family(tmp_path / "model", "qwen2", num_hidden_layers=5)
     expected = _step_of_hugging_face(path, data["sft"])
     parallel = {"pp": 4, "layers_per_stage": [1, 2, 1, 1]}
-    for found in ranks.run(4, "sft_steps", sft(path, data["sft"], parallel), 1):
-        np.testing.assert_allclose(found["loss"], [expected["loss"]], rtol=1e-5)
-        np.testing.assert_allclose(found["grad_norm"], [expected["grad_norm"]], rtol=1e-5)
+    for trained in ranks.run(4, "sft_steps", sft(path, data["sft"], parallel), 1):
+        np.testing.assert_allclose(trained["loss"], [expected["loss"]], rtol=1e-5)
+        np.testing.assert_allclose(trained["grad_norm"], [expected["grad_norm"]], rtol=1e-5)
 
 
 def test_the_window_counts_the_token_itself() -> None:

@@ -52,5 +52,5 @@ def test_a_checkpoint_without_config_or_tokenizer_takes_them_from_model_hf(
     with pytest.raises(AssertionError, match=r"has no config.json; .* set model.hf to a directory"):
         ranks.run(1, "sft_steps", section, 1)
     section["actor"]["model"]["hf"] = str(models["plain"])
-    found = ranks.run(1, "sft_steps", section, 1)[0]["loss"][0]
-    assert found == ranks.run(1, "sft_steps", config(models["plain"], data["sft"], {}), 1)[0]["loss"][0]
+    loss = ranks.run(1, "sft_steps", section, 1)[0]["loss"][0]
+    assert loss == ranks.run(1, "sft_steps", config(models["plain"], data["sft"], {}), 1)[0]["loss"][0]

@@ -131,26 +131,26 @@ def run(ranks: RankPool, models: dict[str, Path], ragged: dict[str, Path]) -> An
     return call
 
 
-def assert_same_training(found: dict[str, Any], expected: dict[str, Any]) -> None:
+def assert_same_training(actual: dict[str, Any], expected: dict[str, Any]) -> None:
     """Losses and norms, each gradient of the first mini-batch, weights after a step."""
-    if "metrics" not in found:
-        np.testing.assert_allclose(found["loss"], expected["loss"], rtol=1e-5, atol=1e-7)
-        np.testing.assert_allclose(found["grad_norm"], expected["grad_norm"], rtol=1e-5)
-        assert_gradients_equal(found["gradients"][0], expected["gradients"][0])
-        assert_weights_equal(found["weights"], expected["weights"])
+    if "metrics" not in actual:
+        np.testing.assert_allclose(actual["loss"], expected["loss"], rtol=1e-5, atol=1e-7)
+        np.testing.assert_allclose(actual["grad_norm"], expected["grad_norm"], rtol=1e-5)
+        assert_gradients_equal(actual["gradients"][0], expected["gradients"][0])
+        assert_weights_equal(actual["weights"], expected["weights"])
         return
-    assert found["responses"] == expected["responses"]
-    np.testing.assert_allclose(found["rewards"], expected["rewards"], atol=1e-5)
+    assert actual["responses"] == expected["responses"]
+    np.testing.assert_allclose(actual["rewards"], expected["rewards"], atol=1e-5)
     for name, column in expected["columns"].items():
-        np.testing.assert_allclose(found["columns"][name], column, atol=1e-5, rtol=1e-5, err_msg=name)
+        np.testing.assert_allclose(actual["columns"][name], column, atol=1e-5, rtol=1e-5, err_msg=name)
     for name in {"value_loss", "entropy", "actor_grad_norm", "critic_grad_norm"} & expected["metrics"].keys():
-        np.testing.assert_allclose(found["metrics"][name], expected["metrics"][name], rtol=1e-5, err_msg=name)
+        np.testing.assert_allclose(actual["metrics"][name], expected["metrics"][name], rtol=1e-5, err_msg=name)
     for name in ("policy_loss", "loss"):
-        np.testing.assert_allclose(found["metrics"][name], expected["metrics"][name], rtol=1e-5, atol=1e-7)
-    assert found["metrics"]["first_ratio_deviation"] == 0.0
+        np.testing.assert_allclose(actual["metrics"][name], expected["metrics"][name], rtol=1e-5, atol=1e-7)
+    assert actual["metrics"]["first_ratio_deviation"] == 0.0
     for name in expected["weights"]:
-        assert_gradients_equal(found["gradients"][name][0], expected["gradients"][name][0], what=name)
-        assert_weights_equal(found["weights"][name], expected["weights"][name], what=name)
+        assert_gradients_equal(actual["gradients"][name][0], expected["gradients"][name][0], what=name)
+        assert_weights_equal(actual["weights"][name], expected["weights"][name], what=name)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -236,9 +236,9 @@ def test_families_packed_equal_padded(what: str, ranks: RankPool, tmp_path: Path
     results = []
     for micro in (PADDED, PACKED):
         cfg = supervised("actor", model, ragged["sft"], parallel, micro)
-        found = ranks.run(world_size, "sft_steps", cfg, 1)[0]
-        for part in (found["gradients"][0], found["weights"]):
+        trained = ranks.run(world_size, "sft_steps", cfg, 1)[0]
+        for part in (trained["gradients"][0], trained["weights"]):
             for name in [name for name in part if name.endswith("k_proj.bias") or "c_attn.bias" in name]:
                 del part[name]
-        results.append(found)
+        results.append(trained)
     assert_same_training(results[1], results[0])

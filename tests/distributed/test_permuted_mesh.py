@@ -65,21 +65,21 @@ def test_a_ppo_step_is_that_of_the_natural_mesh(
     cfg = rl_config(models, data["prompts"], **parallel)
     natural = ranks.run(4, "rl_step", cfg)[0]
     everyone = ranks.run(4, "rl_step", cfg, ORDER)
-    found = everyone[0]
+    actual = everyone[0]
     assert natural["orders"] == dict.fromkeys(parallel)
-    assert found["orders"] == {role: ORDER if role in permuted else None for role in parallel}
-    assert found["num_groups"] == natural["num_groups"] + more_groups
-    assert all(rank["metrics"] == found["metrics"] and rank["responses"] == found["responses"] for rank in everyone)
-    assert found["responses"] == natural["responses"]
-    assert found["columns"].keys() == natural["columns"].keys()
+    assert actual["orders"] == {role: ORDER if role in permuted else None for role in parallel}
+    assert actual["num_groups"] == natural["num_groups"] + more_groups
+    assert all(rank["metrics"] == actual["metrics"] and rank["responses"] == actual["responses"] for rank in everyone)
+    assert actual["responses"] == natural["responses"]
+    assert actual["columns"].keys() == natural["columns"].keys()
     for name, column in natural["columns"].items():
-        np.testing.assert_allclose(found["columns"][name], column, atol=1e-5, rtol=1e-5, err_msg=name)
-    assert found["metrics"].keys() == natural["metrics"].keys()
+        np.testing.assert_allclose(actual["columns"][name], column, atol=1e-5, rtol=1e-5, err_msg=name)
+    assert actual["metrics"].keys() == natural["metrics"].keys()
     for name, value in natural["metrics"].items():
-        np.testing.assert_allclose(found["metrics"][name], value, rtol=1e-5, atol=1e-6, err_msg=name)
+        np.testing.assert_allclose(actual["metrics"][name], value, rtol=1e-5, atol=1e-6, err_msg=name)
     for role in ("actor", "critic"):
-        assert_gradients_equal(found["gradients"][role][0], natural["gradients"][role][0], what=role)
-        assert_weights_equal(found["weights"][role], natural["weights"][role], what=role)
+        assert_gradients_equal(actual["gradients"][role][0], natural["gradients"][role][0], what=role)
+        assert_weights_equal(actual["weights"][role], natural["weights"][role], what=role)
 
 
 def files(directory: Path) -> dict[str, bytes]:

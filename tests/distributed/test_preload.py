@@ -13,5 +13,5 @@ def _imported(runtime: Runtime) -> set[str]:
 
 
 def test_what_ranks_need_is_imported_before_they_start(fresh_ranks: RankPool) -> None:
-    found = fresh_ranks.run(1, _imported)
-    assert found == [{"tests.preload", "tests.preload_vllm", "megatron.core", "vllm", "transformers"}]
+    modules = fresh_ranks.run(1, _imported)
+    assert modules == [{"tests.preload", "tests.preload_vllm", "megatron.core", "vllm", "transformers"}]

@@ -18,6 +18,7 @@ import torch
 from megarlhf.data.tokenizer import load_tokenizer
 from tests.distributed.compare import assert_gradients_equal
 from tests.distributed.test_rl_layouts import config
+from tests.distributed.tiny import write_reward_model
 from tests.ranks import RankPool
 
 GAMMA, LAM, TEMPERATURE, KL, VALUE_CLIP, CLIP, ENTROPY = 0.97, 0.9, 0.9, 0.1, 0.05, 0.2, 0.01
@@ -32,15 +33,7 @@ def models(two_layers: dict[str, Path]) -> dict[str, Path]:
 @pytest.fixture(scope="module")
 def scorer(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A reward model with scores that differ from response to response."""
-    from transformers import LlamaForSequenceClassification
-
-    path = tmp_path_factory.mktemp("scorer")
-    torch.manual_seed(9)
-    model = LlamaForSequenceClassification.from_pretrained(models["other"], num_labels=1, dtype=torch.float32)
-    torch.nn.init.normal_(model.score.weight, std=0.3)
-    model.save_pretrained(path)
-    (path / "tokenizer.model").write_bytes((models["other"] / "tokenizer.model").read_bytes())
-    return path
+    return write_reward_model(tmp_path_factory.mktemp("scorer"), models["other"], std=0.3)
 
 
 def _logprobs(model: Any, prompt: list[int], response: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -63,6 +56,29 @@ def _advantages(reward: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     return advantages
 
 
+def _losses(
+    actor: Any,
+    critic: Any,
+    pairs: list[tuple[list[int], list[int]]],
+    old: list[torch.Tensor],
+    advantages: list[torch.Tensor],
+    values: list[torch.Tensor],
+    returns: list[torch.Tensor],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Policy loss, entropy and value loss, each over the response tokens of the mini-batch."""
+    num_tokens = sum(len(response) for _, response in pairs)
+    policy, entropy, value_loss = torch.tensor(0.0), torch.tensor(0.0), torch.tensor(0.0)
+    for pair, o, a, v, target in zip(pairs, old, advantages, values, returns, strict=True):
+        logprobs, entropies = _logprobs(actor, *pair)
+        ratio = (logprobs - o).exp()
+        policy = policy - torch.minimum(ratio * a, ratio.clamp(1 - CLIP, 1 + CLIP) * a).sum() / num_tokens
+        entropy = entropy + entropies.sum() / num_tokens
+        new = _scores(critic, *pair)[len(pair[0]) - 1 : -1]
+        clipped = v + (new - v).clamp(-VALUE_CLIP, VALUE_CLIP)
+        value_loss = value_loss + 0.5 * torch.maximum((new - target) ** 2, (clipped - target) ** 2).sum() / num_tokens
+    return policy, entropy, value_loss
+
+
 def test_a_ppo_step_equals_the_equations(
     ranks: RankPool, models: dict[str, Path], scorer: Path, data: dict[str, Path]
 ) -> None:
@@ -73,8 +89,8 @@ def test_a_ppo_step_equals_the_equations(
     cfg["reference"]["model"]["path"] = str(models["tied"])
     cfg["train"] |= {"epochs_per_step": 1, "mini_batch_samples": 16}
     cfg["rollout"]["max_response_tokens"] = 4
-    found = ranks.run(2, "rl_step", cfg)[0]
-    responses = found["responses"]
+    step = ranks.run(2, "rl_step", cfg)[0]
+    responses = step["responses"]
     assert len({len(response) for response in responses}) > 1, "all responses have one length"
     assert any(response[-1] != 2 for response in responses), "no response was truncated"
 
@@ -102,7 +118,7 @@ def test_a_ppo_step_equals_the_equations(
     every = torch.cat(advantages)
     advantages = [(a - every.mean()) / (every.var(unbiased=False) + 1e-8).sqrt() for a in advantages]
 
-    np.testing.assert_allclose(found["rewards"], rewards, atol=2e-5)
+    np.testing.assert_allclose(step["rewards"], rewards, atol=2e-5)
     expected = {
         "old_logprobs": old,
         "ref_logprobs": ref,
@@ -111,24 +127,15 @@ def test_a_ppo_step_equals_the_equations(
         "returns": returns,
     }
     for name, column in expected.items():
-        np.testing.assert_allclose(found["columns"][name], torch.cat(column), atol=2e-5, err_msg=name)
+        np.testing.assert_allclose(step["columns"][name], torch.cat(column), atol=2e-5, err_msg=name)
 
-    num_tokens = sum(map(len, responses))
-    policy, entropy, value_loss = torch.tensor(0.0), torch.tensor(0.0), torch.tensor(0.0)
-    for pair, o, a, v, target in zip(pairs, old, advantages, values, returns, strict=True):
-        logprobs, entropies = _logprobs(actor, *pair)
-        ratio = (logprobs - o).exp()
-        policy = policy - torch.minimum(ratio * a, ratio.clamp(1 - CLIP, 1 + CLIP) * a).sum() / num_tokens
-        entropy = entropy + entropies.sum() / num_tokens
-        new = _scores(critic, *pair)[len(pair[0]) - 1 : -1]
-        held = v + (new - v).clamp(-VALUE_CLIP, VALUE_CLIP)
-        value_loss = value_loss + 0.5 * torch.maximum((new - target) ** 2, (held - target) ** 2).sum() / num_tokens
+    policy, entropy, value_loss = _losses(actor, critic, pairs, old, advantages, values, returns)
     (policy - ENTROPY * entropy).backward()
     value_loss.backward()
-    metrics = found["metrics"]
+    metrics = step["metrics"]
     np.testing.assert_allclose(metrics["entropy"], entropy.item(), rtol=1e-5)
     np.testing.assert_allclose(metrics["value_loss"], value_loss.item(), rtol=1e-5)
     np.testing.assert_allclose(metrics["policy_loss"], policy.item(), atol=1e-6)  # near zero: the ratio is one
     for name, model in (("actor", actor), ("critic", critic)):
         gradients = {n: p.grad.numpy() for n, p in model.named_parameters() if p.grad is not None}
-        assert_gradients_equal(found["gradients"][name][0], gradients, what=name)
+        assert_gradients_equal(step["gradients"][name][0], gradients, what=name)

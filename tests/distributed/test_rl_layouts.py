@@ -67,21 +67,21 @@ def test_one_ppo_step_is_the_same_at_every_layout(
     their own, which Adam's first steps (a division by the gradient's own size) carry on.
     """
     world_size, parallel = LAYOUTS[layout]
-    found = ranks.run(world_size, "rl_step", config(models, data["prompts"], parallel))[0]
-    assert found["responses"] == single["responses"]
-    np.testing.assert_allclose(found["rewards"], single["rewards"], atol=1e-5)
+    actual = ranks.run(world_size, "rl_step", config(models, data["prompts"], parallel))[0]
+    assert actual["responses"] == single["responses"]
+    np.testing.assert_allclose(actual["rewards"], single["rewards"], atol=1e-5)
     for name, column in single["columns"].items():
-        np.testing.assert_allclose(found["columns"][name], column, atol=1e-5, rtol=1e-5, err_msg=name)
+        np.testing.assert_allclose(actual["columns"][name], column, atol=1e-5, rtol=1e-5, err_msg=name)
     for name in ("value_loss", "entropy", "clip_fraction", "reward_mean"):
-        np.testing.assert_allclose(found["metrics"][name], single["metrics"][name], rtol=1e-5, atol=1e-7, err_msg=name)
+        np.testing.assert_allclose(actual["metrics"][name], single["metrics"][name], rtol=1e-5, atol=1e-7, err_msg=name)
     for name in ("policy_loss", "loss", "kl"):  # sums of both signs that nearly cancel: their rounding is absolute
-        np.testing.assert_allclose(found["metrics"][name], single["metrics"][name], rtol=1e-5, atol=1e-6, err_msg=name)
+        np.testing.assert_allclose(actual["metrics"][name], single["metrics"][name], rtol=1e-5, atol=1e-6, err_msg=name)
     for name in ("actor_grad_norm", "critic_grad_norm"):
-        np.testing.assert_allclose(found["metrics"][name], single["metrics"][name], rtol=1e-5, err_msg=name)
+        np.testing.assert_allclose(actual["metrics"][name], single["metrics"][name], rtol=1e-5, err_msg=name)
     for role in ("actor", "critic"):
-        assert len(found["gradients"][role]) == len(single["gradients"][role]) == 4
-        assert_gradients_equal(found["gradients"][role][0], single["gradients"][role][0], what=role)
-        assert_weights_equal(found["weights"][role], single["weights"][role], what=role)
+        assert len(actual["gradients"][role]) == len(single["gradients"][role]) == 4
+        assert_gradients_equal(actual["gradients"][role][0], single["gradients"][role][0], what=role)
+        assert_weights_equal(actual["weights"][role], single["weights"][role], what=role)
 
 
 def test_old_logprobs_equal_reference_and_the_first_ratio_is_exactly_one(single: dict[str, Any]) -> None:
@@ -100,12 +100,12 @@ def test_other_micro_batches_keep_the_first_ratio_within_rounding(
     """Micro-batches of four instead of two: other matrix shapes, the same numbers to 1e-5."""
     cfg = config(models, data["prompts"], {})
     cfg["train"]["micro_batch_samples"] = 4
-    found = ranks.run(1, "rl_step", cfg)[0]
+    actual = ranks.run(1, "rl_step", cfg)[0]
     np.testing.assert_allclose(
-        np.exp(found["columns"]["old_logprobs"] - single["columns"]["old_logprobs"]), 1.0, atol=1e-5
+        np.exp(actual["columns"]["old_logprobs"] - single["columns"]["old_logprobs"]), 1.0, atol=1e-5
     )
     for name in ("policy_loss", "value_loss"):
-        np.testing.assert_allclose(found["metrics"][name], single["metrics"][name], rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(actual["metrics"][name], single["metrics"][name], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("layout", ["tp2", "dp2"])
@@ -116,12 +116,12 @@ def test_grpo_builds_no_critic_and_is_the_same_at_every_layout(
     algo = {"advantage": "group_relative", "kl": {"coef": 0.05, "placement": "loss", "estimator": "k3"}}
     expected = ranks.run(1, "rl_step", config(models, data["prompts"], {}, **algo))[0]
     world_size, parallel = LAYOUTS[layout]
-    found = ranks.run(world_size, "rl_step", config(models, data["prompts"], parallel, **algo))[0]
-    assert set(found["gradients"]) == {"actor"}
-    assert "values" not in found["columns"]
+    actual = ranks.run(world_size, "rl_step", config(models, data["prompts"], parallel, **algo))[0]
+    assert set(actual["gradients"]) == {"actor"}
+    assert "values" not in actual["columns"]
     for name in ("policy_loss", "loss", "entropy"):
-        np.testing.assert_allclose(found["metrics"][name], expected["metrics"][name], rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(found["metrics"]["actor_grad_norm"], expected["metrics"]["actor_grad_norm"], rtol=1e-5)
+        np.testing.assert_allclose(actual["metrics"][name], expected["metrics"][name], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(actual["metrics"]["actor_grad_norm"], expected["metrics"]["actor_grad_norm"], rtol=1e-5)
 
 
 def test_roles_may_have_layouts_of_their_own(
@@ -131,6 +131,6 @@ def test_roles_may_have_layouts_of_their_own(
     cfg = config(models, data["prompts"], {})
     for role, parallel in (("actor", {"tp": 2}), ("critic", {"pp": 2}), ("reward_model", {"tp": 2})):
         cfg[role]["parallel"] = parallel
-    found = ranks.run(2, "rl_step", cfg)[0]
+    actual = ranks.run(2, "rl_step", cfg)[0]
     for name in ("policy_loss", "value_loss", "actor_grad_norm", "critic_grad_norm"):
-        np.testing.assert_allclose(found["metrics"][name], single["metrics"][name], rtol=1e-5, atol=1e-6, err_msg=name)
+        np.testing.assert_allclose(actual["metrics"][name], single["metrics"][name], rtol=1e-5, atol=1e-6, err_msg=name)

@@ -13,6 +13,7 @@ from megarlhf.data.samples import PairSample, build_pairs
 from megarlhf.data.sources import load_records
 from megarlhf.data.tokenizer import load_tokenizer
 from tests.distributed.compare import assert_gradients_equal, assert_weights_equal
+from tests.distributed.tiny import write_reward_model
 from tests.ranks import RankPool
 
 LR, STEPS, MINI_BATCH = 3e-4, 2, 8
@@ -27,16 +28,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 @pytest.fixture(scope="session")
 def classifier(two_layers: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A LlamaForSequenceClassification as Hugging Face writes it: one label, `score.weight`."""
-    from transformers import LlamaForSequenceClassification
-
-    path = tmp_path_factory.mktemp("classifier")
-    torch.manual_seed(7)
-    model = LlamaForSequenceClassification.from_pretrained(two_layers["plain"], num_labels=1, dtype=torch.float32)
-    torch.nn.init.normal_(model.score.weight, std=0.2)
-    model.save_pretrained(path)
-    (path / "tokenizer.model").write_bytes((two_layers["plain"] / "tokenizer.model").read_bytes())
-    return path
+    return write_reward_model(tmp_path_factory.mktemp("classifier"), two_layers["plain"], seed=7, std=0.2)
 
 
 def config(model: Path, data: Path, parallel: dict[str, Any], loss: str) -> dict[str, Any]:
@@ -80,20 +72,20 @@ def expected(request: pytest.FixtureRequest, classifier: Path, data: dict[str, P
     )
     model = LlamaForSequenceClassification.from_pretrained(classifier, dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
-    found: dict[str, Any] = {"kind": request.param, "loss": [], "grad_norm": [], "gradients": []}
+    trace: dict[str, Any] = {"kind": request.param, "loss": [], "grad_norm": [], "gradients": []}
     with torch.no_grad():
-        found["eval_loss"] = np.mean([_loss_by_hand(model, pair, request.param).item() for pair in pairs[:33]])
+        trace["eval_loss"] = np.mean([_loss_by_hand(model, pair, request.param).item() for pair in pairs[:33]])
     for step in range(STEPS):
         optimizer.zero_grad()
         batch = pairs[step * MINI_BATCH : (step + 1) * MINI_BATCH]
         loss = torch.stack([_loss_by_hand(model, pair, request.param) for pair in batch]).mean()
         loss.backward()
-        found["loss"].append(loss.item())
-        found["gradients"].append({n: p.grad.numpy().copy() for n, p in model.named_parameters() if p.grad is not None})
-        found["grad_norm"].append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
+        trace["loss"].append(loss.item())
+        trace["gradients"].append({n: p.grad.numpy().copy() for n, p in model.named_parameters() if p.grad is not None})
+        trace["grad_norm"].append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
         optimizer.step()
-    found["weights"] = {name: p.detach().numpy().copy() for name, p in model.named_parameters()}
-    return found
+    trace["weights"] = {name: p.detach().numpy().copy() for name, p in model.named_parameters()}
+    return trace
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -103,13 +95,13 @@ def test_both_losses_equal_hugging_face_at_every_layout(
     """Losses, gradient norms, each gradient of the first step, weights; evaluation over an odd number of pairs."""
     world_size, parallel = LAYOUTS[layout]
     cfg = config(classifier, data["pairs"], parallel, expected["kind"])
-    found = ranks.run(world_size, "rm_steps", cfg, STEPS)[0]
-    np.testing.assert_allclose(found["evaluation"]["eval_loss"], expected["eval_loss"], rtol=1e-5)
-    np.testing.assert_allclose(found["loss"], expected["loss"], rtol=1e-5, atol=1e-7)
-    np.testing.assert_allclose(found["grad_norm"], expected["grad_norm"], rtol=1e-5)
-    assert_gradients_equal(found["gradients"][0], expected["gradients"][0])
-    assert_weights_equal(found["weights"], expected["weights"])
-    deviation, ranked, again, twice = found["scaling"]
+    actual = ranks.run(world_size, "rm_steps", cfg, STEPS)[0]
+    np.testing.assert_allclose(actual["evaluation"]["eval_loss"], expected["eval_loss"], rtol=1e-5)
+    np.testing.assert_allclose(actual["loss"], expected["loss"], rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(actual["grad_norm"], expected["grad_norm"], rtol=1e-5)
+    assert_gradients_equal(actual["gradients"][0], expected["gradients"][0])
+    assert_weights_equal(actual["weights"], expected["weights"])
+    deviation, ranked, again, twice = actual["scaling"]
     assert deviation != pytest.approx(1.0, abs=1e-3)
     assert twice == pytest.approx(1.0, rel=1e-5), "the scores have unit variance now"
     assert again["eval_pair_accuracy"] == ranked["eval_pair_accuracy"]

@@ -60,7 +60,7 @@ def _train_hugging_face(model_path: Path, data: Path) -> dict[str, Any]:
     vectors = [p for p in model.parameters() if p.ndim == 1]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), eps=1e-8)
-    found: dict[str, Any] = {"loss": [], "grad_norm": [], "gradients": []}
+    trace: dict[str, Any] = {"loss": [], "grad_norm": [], "gradients": []}
     for step in range(STEPS):
         batch = samples[step * MINI_BATCH : (step + 1) * MINI_BATCH]
         denominator = sum(len(s.tokens) - s.prompt_length for s in batch)
@@ -73,25 +73,25 @@ def _train_hugging_face(model_path: Path, data: Path) -> dict[str, Any]:
             loss = nll[sample.prompt_length - 1 :].sum() / denominator
             loss.backward()
             total += loss.item()
-        found["loss"].append(total)
-        found["gradients"].append({n: p.grad.numpy().copy() for n, p in model.named_parameters() if p.grad is not None})
-        found["grad_norm"].append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
+        trace["loss"].append(total)
+        trace["gradients"].append({n: p.grad.numpy().copy() for n, p in model.named_parameters() if p.grad is not None})
+        trace["grad_norm"].append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
         optimizer.step()
-    found["weights"] = {name: p.detach().numpy().copy() for name, p in model.named_parameters()}
-    return found
+    trace["weights"] = {name: p.detach().numpy().copy() for name, p in model.named_parameters()}
+    return trace
 
 
-def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    np.testing.assert_allclose(found["loss"], expected["loss"], rtol=1e-5, atol=1e-7)
-    np.testing.assert_allclose(found["grad_norm"], expected["grad_norm"], rtol=1e-5)
-    assert len(found["gradients"]) == len(expected["gradients"]) == STEPS
+def assert_same(actual: dict[str, Any], expected: dict[str, Any]) -> None:
+    np.testing.assert_allclose(actual["loss"], expected["loss"], rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(actual["grad_norm"], expected["grad_norm"], rtol=1e-5)
+    assert len(actual["gradients"]) == len(expected["gradients"]) == STEPS
     for step in range(STEPS):
         # From the second step on each run's weights carry rounding of their own.
         relative = 1e-5 if step == 0 else 1e-4
         assert_gradients_equal(
-            found["gradients"][step], expected["gradients"][step], relative=relative, what=f"step {step}"
+            actual["gradients"][step], expected["gradients"][step], relative=relative, what=f"step {step}"
         )
-    assert_weights_equal(found["weights"], expected["weights"])
+    assert_weights_equal(actual["weights"], expected["weights"])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -100,9 +100,9 @@ def test_every_layout_equals_hugging_face(
 ) -> None:
     """Losses 1e-5, gradient norms 1e-5, each gradient, and weights 1e-4 after three steps. fp32, no dropout."""
     world_size, parallel = LAYOUTS[layout]
-    found = ranks.run(world_size, "sft_steps", config(models["plain"], data["sft"], parallel), STEPS)
-    assert_same(found[0], hugging_face["plain"])
-    assert all(rank["loss"] == found[0]["loss"] and rank["grad_norm"] == found[0]["grad_norm"] for rank in found)
+    by_rank = ranks.run(world_size, "sft_steps", config(models["plain"], data["sft"], parallel), STEPS)
+    assert_same(by_rank[0], hugging_face["plain"])
+    assert all(rank["loss"] == by_rank[0]["loss"] and rank["grad_norm"] == by_rank[0]["grad_norm"] for rank in by_rank)
 
 
 @pytest.mark.parametrize("layout", ["tp1", "tp2", "pp2", "tp2pp2"])
@@ -111,8 +111,8 @@ def test_tied_embeddings_equal_hugging_face(
 ) -> None:
     """With pp = 2 the last stage holds a copy of the embedding; both must get the summed gradient."""
     world_size, parallel = LAYOUTS[layout]
-    found = ranks.run(world_size, "sft_steps", config(models["tied"], data["sft"], parallel), STEPS)
-    assert_same(found[0], hugging_face["tied"])
+    by_rank = ranks.run(world_size, "sft_steps", config(models["tied"], data["sft"], parallel), STEPS)
+    assert_same(by_rank[0], hugging_face["tied"])
 
 
 @pytest.mark.parametrize("layout", ["tp1", "tp2pp2"])
@@ -121,8 +121,8 @@ def test_llama3_rope_scaling_equals_hugging_face(
 ) -> None:
     """All four numbers of the scaling count; without it the first loss is another one."""
     world_size, parallel = LAYOUTS[layout]
-    found = ranks.run(world_size, "sft_steps", config(models["rope"], data["sft"], parallel), STEPS)
-    assert_same(found[0], hugging_face["rope"])
+    by_rank = ranks.run(world_size, "sft_steps", config(models["rope"], data["sft"], parallel), STEPS)
+    assert_same(by_rank[0], hugging_face["rope"])
 
 
 def test_the_split_into_micro_batches_changes_nothing(
@@ -130,8 +130,8 @@ def test_the_split_into_micro_batches_changes_nothing(
 ) -> None:
     """The denominator is the mini-batch's: one micro-batch of eight, or eight of one."""
     for micro_batch in (1, 8):
-        found = ranks.run(1, "sft_steps", config(models["plain"], data["sft"], {}, micro_batch), STEPS)
-        assert_same(found[0], hugging_face["plain"])
+        by_rank = ranks.run(1, "sft_steps", config(models["plain"], data["sft"], {}, micro_batch), STEPS)
+        assert_same(by_rank[0], hugging_face["plain"])
 
 
 @pytest.mark.parametrize(
@@ -147,9 +147,9 @@ def test_ranks_in_another_order_equal_hugging_face(
 ) -> None:
     """A permuted mesh trains the same, tied embeddings too; a rank's place in its groups is its coordinate."""
     for model in ("plain", "tied"):
-        found = ranks.run(4, "sft_steps", config(models[model], data["sft"], parallel), STEPS, order)
-        assert_same(found[0], hugging_face[model])
-        assert [rank["places"] for rank in found] == [rank["coordinates"] for rank in found]
+        by_rank = ranks.run(4, "sft_steps", config(models[model], data["sft"], parallel), STEPS, order)
+        assert_same(by_rank[0], hugging_face[model])
+        assert [rank["places"] for rank in by_rank] == [rank["coordinates"] for rank in by_rank]
     tp, pp = parallel.get("tp", 1), parallel.get("pp", 1)
-    assert [found[rank]["coordinates"][0] for rank in order] == [position % tp for position in range(4)]
-    assert [found[rank]["coordinates"][2] for rank in order] == [position // (4 // pp) for position in range(4)]
+    assert [by_rank[rank]["coordinates"][0] for rank in order] == [position % tp for position in range(4)]
+    assert [by_rank[rank]["coordinates"][2] for rank in order] == [position // (4 // pp) for position in range(4)]

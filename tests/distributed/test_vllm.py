@@ -38,17 +38,17 @@ def _hugging_face(path: Path, temperature: float) -> Any:
     return logprobs, greedy
 
 
-def _check(found: dict[str, Any], first: Path, second: Path) -> None:
+def _check(session: dict[str, Any], first: Path, second: Path) -> None:
     for version, path in enumerate((first, second, first)):
         _, greedy = _hugging_face(path, 1.0)
         logprobs, _ = _hugging_face(path, 0.7)
-        for prompt, (tokens, _) in zip(PROMPTS, found[f"greedy{version}"], strict=True):
+        for prompt, (tokens, _) in zip(PROMPTS, session[f"greedy{version}"], strict=True):
             assert tokens == greedy(prompt)
-        for prompt, (tokens, said) in zip(PROMPTS, found[f"sampled{version}"], strict=True):
-            np.testing.assert_allclose(said, logprobs(prompt, tokens), atol=1e-4)
-    assert found["greedy0"] != found["greedy1"], "the two models say the same: an update would go unnoticed"
-    assert found["oracle"] == [tokens for tokens, _ in found["greedy2"]]
-    assert found["cuda_untouched"], "the substitution for Megatron-Core leaked out of its scope"
+        for prompt, (tokens, sampled_logprobs) in zip(PROMPTS, session[f"sampled{version}"], strict=True):
+            np.testing.assert_allclose(sampled_logprobs, logprobs(prompt, tokens), atol=1e-4)
+    assert session["greedy0"] != session["greedy1"], "the two models say the same: an update would go unnoticed"
+    assert session["oracle"] == [tokens for tokens, _ in session["greedy2"]]
+    assert session["cuda_untouched"], "the substitution for Megatron-Core leaked out of its scope"
 
 
 @pytest.fixture(scope="module")
@@ -77,9 +77,9 @@ def test_greedy_output_after_an_update_equals_hugging_face(
     single = vllm_ranks.run(1, "vllm_session", str(first), str(second), 1, PROMPTS)[0]
     _check(single, first, second)
     both = vllm_ranks.run(2, "vllm_session", str(first), str(second), 2, PROMPTS)
-    for found in both:
-        _check(found, first, second)
-        assert [tokens for tokens, _ in found["sampled0"]] == [tokens for tokens, _ in single["sampled0"]]
-        assert found["faults"].keys() == FAULTS.keys()
-        for storage, message in found["faults"].items():
+    for session in both:
+        _check(session, first, second)
+        assert [tokens for tokens, _ in session["sampled0"]] == [tokens for tokens, _ in single["sampled0"]]
+        assert session["faults"].keys() == FAULTS.keys()
+        for storage, message in session["faults"].items():
             assert FAULTS[storage] in message, storage

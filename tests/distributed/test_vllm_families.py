@@ -71,13 +71,13 @@ def hugging_face(path: Path) -> list[list[int]]:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
-    said = []
+    continuations = []
     for prompt in PROMPTS:
         spoken: list[int] = []
         while len(spoken) < NEW_TOKENS and EOS not in spoken:
             spoken.append(int(model(torch.tensor([prompt + spoken])).logits[0, -1].argmax()))
-        said.append(spoken)
-    return said
+        continuations.append(spoken)
+    return continuations
 
 
 CASES = [
@@ -92,11 +92,11 @@ def test_an_engine_says_what_hugging_face_says(name: str, tp: int, vllm_ranks: R
     paths = written(name)
     expected = [hugging_face(path) for path in paths]
     assert expected[0] != expected[1], "the two models say the same: an update would go unnoticed"
-    for found in vllm_ranks.run(tp, "vllm_family", *map(str, paths), tp, TRAINER[tp], PROMPTS):
-        assert found["said"] == expected
-        assert found["different"] == {"by_reload": [], "by_load": []}
-        assert found["changed"] == found["all"] != [], "a parameter had the same values twice: nothing was compared"
-        assert "vLLM has no weights to generate with: it has not been given any" in found["early"]
+    for report in vllm_ranks.run(tp, "vllm_family", *map(str, paths), tp, TRAINER[tp], PROMPTS):
+        assert report["said"] == expected
+        assert report["different"] == {"by_reload": [], "by_load": []}
+        assert report["changed"] == report["all"] != [], "a parameter had the same values twice: nothing was compared"
+        assert "vLLM has no weights to generate with: it has not been given any" in report["early"]
 
 
 @pytest.mark.slow
@@ -104,10 +104,10 @@ def test_weights_in_bf16_are_vllm_s_own(vllm_ranks: RankPool, written: Any) -> N
     """Bit for bit, experts too; the comparison with the loader needs two digits here. What it says is not compared:
     a near choice may turn out otherwise."""
     first, second = written("mixtral")
-    for found in vllm_ranks.run(2, "vllm_family", str(first), str(second), 2, {"pp": 2}, PROMPTS, "bf16"):
-        assert found["different"] == {"by_reload": [], "by_load": []}
-        assert found["changed"] == found["all"] != []
-        assert found["said"][0] != found["said"][1]
+    for report in vllm_ranks.run(2, "vllm_family", str(first), str(second), 2, {"pp": 2}, PROMPTS, "bf16"):
+        assert report["different"] == {"by_reload": [], "by_load": []}
+        assert report["changed"] == report["all"] != []
+        assert report["said"][0] != report["said"][1]
 
 
 LAYOUTS = [({"tp": 2, "pp": 2}, 2), ({}, 1), ({}, 4), ({"tp": 4}, 2)]
@@ -122,22 +122,22 @@ def test_a_step_of_rl_samples_with_the_actor_s_weights(
     """The trainer's log-probs of vLLM's samples are vLLM's, whatever the two layouts; the samples are trained on."""
     cfg = config(models, data["prompts"], parallel)
     cfg["rollout"] |= {"engine": "vllm", "parallel": {"tp": tp}}
-    for found in vllm_ranks.run(4, "rl_step", cfg):
-        assert 0 < found["metrics"]["rollout_logprob_gap_max"] < 1e-4
-        assert found["metrics"]["actor_grad_norm"] > 0
-        assert len(found["responses"]) == 16
+    for step in vllm_ranks.run(4, "rl_step", cfg):
+        assert 0 < step["metrics"]["rollout_logprob_gap_max"] < 1e-4
+        assert step["metrics"]["actor_grad_norm"] > 0
+        assert len(step["responses"]) == 16
         order = (0, 2, 1, 3) if (parallel, tp) == LAYOUTS[-1] else None
-        assert found["orders"] == dict.fromkeys(("actor", "reference", "critic", "reward_model"), order)
+        assert step["orders"] == dict.fromkeys(("actor", "reference", "critic", "reward_model"), order)
 
 
 def test_in_bf16_weights_stay_bf16_and_logits_are_fp32(vllm_ranks: RankPool, models: dict[str, Path]) -> None:
     """Tied embeddings, after an update whose weights are certified. Not covered: a GPU, whose product is another."""
-    (found,) = vllm_ranks.run(1, "vllm_head", str(models["tied"]), "bf16")
-    assert found["weights"] == {torch.bfloat16}
-    assert found["logits"].dtype == torch.float32
-    torch.testing.assert_close(found["logits"], found["exact"].float(), atol=1e-6, rtol=1e-6)
-    rounded = found["logits"].bfloat16().float()
-    assert (rounded - found["logits"]).abs().max() > 1e-3, "bf16 would have held these logits"
+    (head,) = vllm_ranks.run(1, "vllm_head", str(models["tied"]), "bf16")
+    assert head["weights"] == {torch.bfloat16}
+    assert head["logits"].dtype == torch.float32
+    torch.testing.assert_close(head["logits"], head["exact"].float(), atol=1e-6, rtol=1e-6)
+    rounded = head["logits"].bfloat16().float()
+    assert (rounded - head["logits"]).abs().max() > 1e-3, "bf16 would have held these logits"
 
 
 NAMED = {
@@ -176,24 +176,24 @@ def test_a_fault_in_the_table_is_named_before_the_first_write(vllm_ranks: RankPo
     import re
 
     assert NAMED.keys() == FAULTS.keys()
-    for found in vllm_ranks.run(2, "vllm_tables", str(written("llama")[0])):
-        assert found.pop("none") == ""
-        for name, said in found.items():
-            assert said.startswith("RuntimeError: megarlhf's table of llama cannot be trusted with this vLLM:"), said
-            assert re.search(NAMED[name], said), f"{name}: {said}"
+    for errors in vllm_ranks.run(2, "vllm_tables", str(written("llama")[0])):
+        assert errors.pop("none") == ""
+        for name, error in errors.items():
+            assert error.startswith("RuntimeError: megarlhf's table of llama cannot be trusted with this vLLM:"), error
+            assert re.search(NAMED[name], error), f"{name}: {error}"
             # No rank but the faulty one, and in the small faults no parameter but the one.
-            others = [line for line in said.splitlines() if line.startswith("  rank ")]
-            assert len({line.split(":")[0] for line in others}) == 1, said
-            assert len(others) == 1 or name == "stale rank", said
+            lines = [line for line in error.splitlines() if line.startswith("  rank ")]
+            assert len({line.split(":")[0] for line in lines}) == 1, error
+            assert len(lines) == 1 or name == "stale rank", error
 
 
 def test_a_step_that_fails_on_one_rank_stops_all_with_its_reason(vllm_ranks: RankPool, written: Any) -> None:
     """Out of memory on rank 1 in every local step of an update and of a certificate: the same error on both ranks,
     and nothing is generated. Padding that somebody wrote to is such a failure too. Not covered: the same among vLLM's
     own collectives (while the engine is built, or generates)."""
-    found, other = vllm_ranks.run(2, "vllm_failing_steps", str(written("llama")[0]), PROMPTS)
-    assert found == other
-    assert found.pop("none") == ("", "")
+    errors, other = vllm_ranks.run(2, "vllm_failing_steps", str(written("llama")[0]), PROMPTS)
+    assert errors == other
+    assert errors.pop("none") == ("", "")
     planted, refused = "rank 1: OutOfMemoryError: planted", "vLLM has no weights to generate with: "
     certified = "CertificateError: vLLM's weights are not certified: "
     table = "RuntimeError: megarlhf's table of llama cannot be trusted with this vLLM:\n  "
@@ -205,16 +205,16 @@ def test_a_step_that_fails_on_one_rank_stops_all_with_its_reason(vllm_ranks: Ran
         "_load": table + loader,
         "make_plan": f"RuntimeError: the transfer cannot be planned:\n  {planted}\n",
         "poison": f"RuntimeError: the update to version 0 failed:\n  {planted}\n",
-        "left_poisoned": f"RuntimeError: the update to version 0 failed:\n  {planted}\n",
+        "storages_with_nan": f"RuntimeError: the update to version 0 failed:\n  {planted}\n",
         "reset_prefix_cache": f"RuntimeError: the update to version 0 is not complete:\n  {planted}\n",
         "_replaced": certified + planted,
-        "spoilt_padding": certified + planted,
+        "nonzero_padding": certified + planted,
         "digest_boxes": f"{certified}weight version 0: {planted}",
         "replica_digests": f"{certified}weight version 0: {planted}",
         "padding": certified + "rank 1: lm_head.weight: 2 of 3584 elements of its padding are not zero",
     }
-    assert found.keys() == expected.keys()
-    for name, (error, then) in found.items():
+    assert errors.keys() == expected.keys()
+    for name, (error, then) in errors.items():
         assert error.startswith(expected[name]), (name, error)
         assert refused in then, (name, then)
 
@@ -223,14 +223,14 @@ def test_a_failed_update_stops_the_engine_until_one_succeeds(vllm_ranks: RankPoo
     """A transfer that breaks on one rank, and a copy that the plan lacks, found by poison: on both ranks an error with
     the reason, the version stays, nothing is generated. Poison changes nothing else, nor do buckets of 1 MiB."""
     first, second = written("llama")
-    for found in vllm_ranks.run(2, "vllm_broken", str(first), str(second), PROMPTS):
-        assert found["fault"] == "TransferError: rank 1: OutOfMemoryError: planted"
-        assert found["version"] == 0
-        assert "update to version 1 failed half way, what it holds is a mixture" in found["refused"]
-        assert found["second_version"] == 2
-        assert "RuntimeError: the update to version 3 failed:" in found["poison"]
-        poisoned = [line for line in found["poison"].splitlines() if line.startswith("  rank ")]
+    for report in vllm_ranks.run(2, "vllm_broken", str(first), str(second), PROMPTS):
+        assert report["fault"] == "TransferError: rank 1: OutOfMemoryError: planted"
+        assert report["version"] == 0
+        assert "update to version 1 failed half way, what it holds is a mixture" in report["refused"]
+        assert report["second_version"] == 2
+        assert "RuntimeError: the update to version 3 failed:" in report["poison"]
+        poisoned = [line for line in report["poison"].splitlines() if line.startswith("  rank ")]
         assert poisoned == ["  rank 1: model.norm.weight: 128 of 128 elements are NaN"]
-        assert "update to version 3 failed" in found["still_refused"]
-        assert found["first"] == found["last"] == hugging_face(first)
-        assert found["second"] == hugging_face(second)
+        assert "update to version 3 failed" in report["still_refused"]
+        assert report["first"] == report["last"] == hugging_face(first)
+        assert report["second"] == hugging_face(second)

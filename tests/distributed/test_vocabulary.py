@@ -64,10 +64,10 @@ def in_both_ways(ranks: RankPool, world_size: int, job: str, cfg: dict[str, Any]
     return results
 
 
-def assert_steps_equal(found: list[Arrays], expected: list[Arrays], head: str) -> None:
-    assert len(found) == len(expected) > 0
+def assert_steps_equal(actual: list[Arrays], expected: list[Arrays], head: str) -> None:
+    assert len(actual) == len(expected) > 0
     assert head in expected[0], f"the head's gradient is not among {sorted(expected[0])}"
-    for number, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+    for number, (ours, theirs) in enumerate(zip(actual, expected, strict=True)):
         compared = _without_keys_of_attention(ours), _without_keys_of_attention(theirs)
         # From the second step on each run's weights carry rounding of their own.
         assert_gradients_equal(*compared, relative=1e-5 if number == 0 else 1e-3, what=f"step {number}")
@@ -90,10 +90,10 @@ def test_sft_by_slices_equals_sft_by_whole_logits(
     """Losses, norms and each gradient of two steps of four micro-batches."""
     world_size, parallel = LAYOUTS[layout]
     cfg = sft_config(wide[kind], data["sft"], parallel)
-    expected, found = in_both_ways(ranks, world_size, "sft_steps", cfg, KEPT[kind], 2)
-    np.testing.assert_allclose(found["loss"], expected["loss"], rtol=1e-5)
-    np.testing.assert_allclose(found["grad_norm"], expected["grad_norm"], rtol=1e-5)
-    assert_steps_equal(found["gradients"], expected["gradients"], head_of(kind))
+    expected, sliced = in_both_ways(ranks, world_size, "sft_steps", cfg, KEPT[kind], 2)
+    np.testing.assert_allclose(sliced["loss"], expected["loss"], rtol=1e-5)
+    np.testing.assert_allclose(sliced["grad_norm"], expected["grad_norm"], rtol=1e-5)
+    assert_steps_equal(sliced["gradients"], expected["gradients"], head_of(kind))
 
 
 @pytest.mark.parametrize("kind", KEPT)
@@ -104,9 +104,9 @@ def test_sft_in_bf16(kind: str, ranks: RankPool, wide: dict[str, Path], data: di
     world_size, parallel = LAYOUTS["tp2_sequence_parallel"]
     cfg = sft_config(wide[kind], data["sft"], parallel)
     cfg["actor"]["model"]["dtype"] = "bf16"
-    expected, found = in_both_ways(ranks, world_size, "sft_steps", cfg, KEPT[kind], 1)
-    np.testing.assert_allclose(found["loss"], expected["loss"], rtol=1e-5)
-    compared = [_without_keys_of_attention(result["gradients"][0]) for result in (found, expected)]
+    expected, sliced = in_both_ways(ranks, world_size, "sft_steps", cfg, KEPT[kind], 1)
+    np.testing.assert_allclose(sliced["loss"], expected["loss"], rtol=1e-5)
+    compared = [_without_keys_of_attention(result["gradients"][0]) for result in (sliced, expected)]
     assert_gradients_equal(*compared, relative=1.5e-2, what="bf16")
     if kind == "untied":
         heads = ({"head": gradients["lm_head.weight"]} for gradients in compared)
@@ -131,16 +131,16 @@ def test_ppo_by_slices_equals_ppo_by_whole_logits(
     although the training forward asks for the entropy and keeps logits, and the old log-probs' forward does not."""
     world_size, parallel = LAYOUTS[layout]
     cfg = ppo(wide, kind, data["prompts"], parallel)
-    expected, found = in_both_ways(ranks, world_size, "rl_step", cfg, KEPT[kind])
-    assert found["responses"] == expected["responses"]
+    expected, sliced = in_both_ways(ranks, world_size, "rl_step", cfg, KEPT[kind])
+    assert sliced["responses"] == expected["responses"]
     for name in ("old_logprobs", "ref_logprobs"):
-        np.testing.assert_allclose(found["columns"][name], expected["columns"][name], atol=1e-5, err_msg=name)
+        np.testing.assert_allclose(sliced["columns"][name], expected["columns"][name], atol=1e-5, err_msg=name)
     for name in ("entropy", "actor_grad_norm"):
-        np.testing.assert_allclose(found["metrics"][name], expected["metrics"][name], rtol=1e-5, err_msg=name)
-    np.testing.assert_allclose(found["metrics"]["loss"], expected["metrics"]["loss"], atol=1e-6, rtol=1e-5)
-    assert found["metrics"]["first_ratio_deviation"] == 0.0
-    assert found["metrics"]["ratio_deviation"] > 0.0
-    assert_steps_equal(found["gradients"]["actor"][:1], expected["gradients"]["actor"][:1], head_of(kind))
+        np.testing.assert_allclose(sliced["metrics"][name], expected["metrics"][name], rtol=1e-5, err_msg=name)
+    np.testing.assert_allclose(sliced["metrics"]["loss"], expected["metrics"]["loss"], atol=1e-6, rtol=1e-5)
+    assert sliced["metrics"]["first_ratio_deviation"] == 0.0
+    assert sliced["metrics"]["ratio_deviation"] > 0.0
+    assert_steps_equal(sliced["gradients"]["actor"][:1], expected["gradients"]["actor"][:1], head_of(kind))
 
 
 COLUMNS = {"tp1": 12000, "tp2": 12000 - 6016}

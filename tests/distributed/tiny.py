@@ -55,13 +55,13 @@ def write_tiny_llama(
     return directory
 
 
-def write_reward_model(directory: Path, base: Path) -> Path:
-    """The trunk of a tiny Llama with a random scalar head."""
+def write_reward_model(directory: Path, base: Path, *, seed: int = 9, std: float = 0.08) -> Path:
+    """The trunk of a tiny Llama with a random scalar head, as Hugging Face writes it: one label, `score.weight`."""
     from transformers import LlamaForSequenceClassification
 
-    torch.manual_seed(9)
+    torch.manual_seed(seed)
     model = LlamaForSequenceClassification.from_pretrained(base, num_labels=1, dtype=torch.float32)
-    torch.nn.init.normal_(model.score.weight, std=0.08)
+    torch.nn.init.normal_(model.score.weight, std=std)
     model.save_pretrained(directory)
     (directory / "tokenizer.model").write_bytes((base / "tokenizer.model").read_bytes())
     return directory

@@ -81,13 +81,13 @@ def vllm_family(
     head = session.engine._llm.llm_engine.vllm_config.model_config
     assert (head.hf_config.head_dtype, head.head_dtype) == ("float32", torch.float32), "logits are rounded"
     early = _error(lambda: session.greedy(prompts))
-    said, held = [], []
+    continuations, weights = [], []
     for version, path in enumerate((first, second)):
         session.update(path, version)
         session.engine.verify_weights(session.actor.shard)
-        said.append(session.greedy(prompts))
-        held.append(session.weights())
-    changed = [name for name, value in held[0].items() if not torch.equal(value, held[1][name])]
+        continuations.append(session.greedy(prompts))
+        weights.append(session.weights())
+    changed = [name for name, value in weights[0].items() if not torch.equal(value, weights[1][name])]
 
     def by_reload(path: str) -> None:
         tensors = iter(load_file(Path(path) / "model.safetensors").items())
@@ -98,13 +98,13 @@ def vllm_family(
         session.engine._load(iter(load_file(Path(path) / "model.safetensors").items()))
 
     different = {}
-    for how, path, expected in ((by_reload, first, held[0]), (by_load, second, held[1])):
+    for how, path, expected in ((by_reload, first, weights[0]), (by_load, second, weights[1])):
         how(path)
         live = session.engine._llm.apply_model(lambda model: dict(model.named_parameters()))[0]
         assert live.keys() == expected.keys()
         different[how.__name__] = [name for name, value in live.items() if not torch.equal(value, expected[name])]
     session.engine.close()
-    return {"early": early, "said": said, "different": different, "changed": changed, "all": list(held[0])}
+    return {"early": early, "said": continuations, "different": different, "changed": changed, "all": list(weights[0])}
 
 
 def vllm_head(runtime: Runtime, model: str, dtype: str) -> dict[str, Any]:
@@ -127,19 +127,19 @@ def vllm_head(runtime: Runtime, model: str, dtype: str) -> dict[str, Any]:
 def vllm_tables(runtime: Runtime, model: str) -> dict[str, str]:
     """The error of the first update, for each fault in the table of one rank; at last without a fault."""
     session = _Session(runtime, model, 2, {"tp": 2})
-    engine, said = session.engine, {}
+    engine, errors = session.engine, {}
     right = engine._destinations
     for name, (rank, change) in FAULTS.items():
         engine._destinations = [change(part, engine._arch) if part.rank == rank else part for part in right]
         assert engine._destinations != right, name
-        said[name] = _error(lambda: session.update(model, 0))
+        errors[name] = _error(lambda: session.update(model, 0))
         assert engine.weight_version == -1
         assert "no weights to generate with" in _error(lambda: session.greedy([[5, 6]]))
     engine._destinations = right
-    said["none"] = _error(lambda: session.update(model, 0))
+    errors["none"] = _error(lambda: session.update(model, 0))
     engine.verify_weights(session.actor.shard)
     engine.close()
-    return said
+    return errors
 
 
 def _changed(part: RankPlacements, change: Callable[[Placement], Placement | None]) -> RankPlacements:
@@ -211,26 +211,26 @@ def vllm_broken(runtime: Runtime, first: str, second: str, prompts: list[list[in
     """Two updates; between them one whose transfer fails on rank 1, and after them one whose plan lacks a copy."""
     session = _Session(runtime, first, 2, {"pp": 2}, poison_weights=True, reshard_bucket_mib=1)
     engine = session.engine
-    found: dict[str, Any] = {}
+    observed: dict[str, Any] = {}
     session.update(first, 0)
-    found["first"] = session.greedy(prompts)
+    observed["first"] = session.greedy(prompts)
     kept = reshard._copy_inside
     if runtime.rank == 1:
         reshard._copy_inside = _no_memory
-    found["fault"] = _error(lambda: session.update(second, 1))
+    observed["fault"] = _error(lambda: session.update(second, 1))
     reshard._copy_inside = kept
-    found["version"] = engine.weight_version
-    found["refused"] = _error(lambda: session.greedy(prompts))
+    observed["version"] = engine.weight_version
+    observed["refused"] = _error(lambda: session.greedy(prompts))
     session.update(second, 2)
-    found["second"] = session.greedy(prompts)
-    found["second_version"] = engine.weight_version
+    observed["second"] = session.greedy(prompts)
+    observed["second_version"] = engine.weight_version
     with _a_copy_less(engine, runtime, "model.norm.weight"):
-        found["poison"] = _error(lambda: session.update(first, 3))
-    found["still_refused"] = _error(lambda: session.greedy(prompts))
+        observed["poison"] = _error(lambda: session.update(first, 3))
+    observed["still_refused"] = _error(lambda: session.greedy(prompts))
     session.update(first, 4)
-    found["last"] = session.greedy(prompts)
+    observed["last"] = session.greedy(prompts)
     engine.close()
-    return found
+    return observed
 
 
 def vllm_failing_steps(runtime: Runtime, model: str, prompts: list[list[int]]) -> dict[str, tuple[str, str]]:
@@ -239,7 +239,7 @@ def vllm_failing_steps(runtime: Runtime, model: str, prompts: list[list[int]]) -
     from megarlhf.weights.checks import certificate
 
     session = _Session(runtime, model, 2, {"pp": 2}, poison_weights=True)
-    engine, part, found = session.engine, session.actor.shard, {}
+    engine, part, errors = session.engine, session.actor.shard, {}
 
     def tried(action: Callable[[], Any]) -> tuple[str, str]:
         return _error(action), _error(lambda: session.greedy(prompts))
@@ -248,7 +248,7 @@ def vllm_failing_steps(runtime: Runtime, model: str, prompts: list[list[int]]) -
         kept = getattr(owner, name)
         if runtime.rank == 1:
             setattr(owner, name, _no_memory)
-        found[name] = tried(action)
+        errors[name] = tried(action)
         setattr(owner, name, kept)
 
     without_memory(vllm_engine, "_repacked", engine._check_memory)
@@ -259,14 +259,14 @@ def vllm_failing_steps(runtime: Runtime, model: str, prompts: list[list[int]]) -
         (engine, "_load"),
         (vllm_engine, "make_plan"),
         (vllm_engine, "poison"),
-        (vllm_engine, "left_poisoned"),
+        (vllm_engine, "storages_with_nan"),
         (engine._llm, "reset_prefix_cache"),
     ):
         without_memory(owner, name, lambda: session.update(model, 0))
     assert engine.weight_version == -1
     for owner, name in (
         (engine, "_replaced"),
-        (vllm_engine, "spoilt_padding"),
+        (vllm_engine, "nonzero_padding"),
         (certificate, "digest_boxes"),
         (certificate, "replica_digests"),
     ):
@@ -276,12 +276,12 @@ def vllm_failing_steps(runtime: Runtime, model: str, prompts: list[list[int]]) -
     session.update(model, 1)
     padding = engine._parameters["lm_head.weight"].detach()[-1, :2] if runtime.rank == 1 else torch.zeros(2)
     padding.copy_(torch.tensor([torch.nan, 1e-3]))
-    found["padding"] = tried(lambda: engine.verify_weights(part))
+    errors["padding"] = tried(lambda: engine.verify_weights(part))
     padding.zero_()
     session.update(model, 2)
-    found["none"] = tried(lambda: engine.verify_weights(part))
+    errors["none"] = tried(lambda: engine.verify_weights(part))
     engine.close()
-    return found
+    return errors
 
 
 def _no_memory(*arguments: Any, **options: Any) -> Any:

@@ -21,7 +21,7 @@ def text(page: Path) -> str:
 
 def code(page: Path) -> list[str]:
     """Code spans and blocks of a page, without their marks."""
-    return [found.strip("`\n") for found in CODE.findall(text(page))]
+    return [span.strip("`\n") for span in CODE.findall(text(page))]
 
 
 def folder(page: Path) -> str:
@@ -35,9 +35,9 @@ def files() -> list[str]:
         ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT, capture_output=True, text=True, check=True,
     )  # fmt: skip
-    found = [f"/{name}" for name in names.stdout.splitlines() if (ROOT / name).is_file()]
-    assert len(found) > 300, "the repository was not read"
-    return found
+    paths = [f"/{name}" for name in names.stdout.splitlines() if (ROOT / name).is_file()]
+    assert len(paths) > 300, "the repository was not read"
+    return paths
 
 
 def path_of(page: Path) -> str:

@@ -35,7 +35,7 @@ NOT_OURS = {
 
 def unknown_names(spans: list[str]) -> list[str]:
     """Paths of ours that do not exist, and `file.py::name` whose file has no such name."""
-    found = []
+    unknown = []
     for span in spans:
         for path, name in _PATH.findall(span):
             if path in NOT_OURS or path.startswith(("runs/", "/", "checkpoints/", "build/")):
@@ -43,8 +43,8 @@ def unknown_names(spans: list[str]) -> list[str]:
             ends = f"/{path.removeprefix('./')}"
             hits = [file for file in files() if (ends in file if path.endswith("/") else file.endswith(ends))]
             if not hits or (name and not any(defines(ROOT / file[1:], name) for file in hits)):
-                found.append(f"{path}::{name}" if name else path)
-    return found
+                unknown.append(f"{path}::{name}" if name else path)
+    return unknown
 
 
 def defines(file: Path, name: str) -> bool:
@@ -91,18 +91,20 @@ def words() -> set[str]:
 @cache
 def members() -> dict[str, set[str]]:
     """The methods and fields of each class of the package."""
-    found: dict[str, set[str]] = {}
+    members_of: dict[str, set[str]] = {}
     for file in (ROOT / "megarlhf").rglob("*.py"):
         for node in ast.walk(ast.parse(text(file))):
             if isinstance(node, ast.ClassDef):
                 bound = [getattr(inner, "name", None) or getattr(inner, "target", None) for inner in node.body]
-                found.setdefault(node.name, set()).update(getattr(one, "id", one) for one in bound if one)
-    return found
+                members_of.setdefault(node.name, set()).update(
+                    getattr(member, "id", member) for member in bound if member
+                )
+    return members_of
 
 
 def unknown_words(spans: list[str]) -> list[str]:
     """Names in the style of code that the code does not have, and `Class.member` without that class or member."""
-    found = []
+    unknown = []
     for span in spans:
         if not re.fullmatch(r"[A-Za-z_][\w.]*\w", span) or span.endswith((".py", ".md")):
             continue
@@ -110,8 +112,8 @@ def unknown_words(spans: list[str]) -> list[str]:
         unheard = any(("_" in part or re.search(r"[A-Z].*[a-z]", part)) and part not in words() for part in parts)
         is_member = len(parts) == 2 and re.match(r"[A-Z][a-z]", span)
         if unheard or (is_member and parts[1] not in members().get(parts[0], ())):
-            found.append(span)
-    return [span for span in found if span not in OTHERS_WORDS]
+            unknown.append(span)
+    return [span for span in unknown if span not in OTHERS_WORDS]
 
 
 OTHERS_WORDS = {"account_for_embedding_in_pipeline_split", "scatter_add", "mp_rank_TT_EEE", "ChildFailedError"}
@@ -139,13 +141,13 @@ def test_commands_exist():
     """`megarlhf COMMAND`, `megarlhf convert COMMAND` and `make TARGET`."""
     spans = list(itertools.chain.from_iterable(map(code, PRESENT)))
     lines = [line.split("#")[0] for span in spans for line in span.splitlines()]
-    named = {found for line in lines for found in re.findall(r"(?:^|-m |&& )megarlhf ([a-z][a-z-]*)", line.strip())}
+    named = {command for line in lines for command in re.findall(r"(?:^|-m |&& )megarlhf ([a-z][a-z-]*)", line.strip())}
     assert named >= {"sft", "rm", "rl", "generate", "eval", "plan", "report", "doctor", "convert"}, "not read"
     assert named <= commands()
     conversions = {f for line in lines for f in re.findall(r"(?:megarlhf convert|checkpoint_convert) ([a-z-]+)", line)}
     assert conversions >= {"hf-to-megatron", "inspect"}
     assert conversions <= set(convert_parser("x")._subparsers._group_actions[0].choices)  # type: ignore[union-attr]
-    targets = {found for line in lines for found in re.findall(r"(?:^|\s)make ([a-z0-9-]+)", line)}
+    targets = {target for line in lines for target in re.findall(r"(?:^|\s)make ([a-z0-9-]+)", line)}
     assert targets >= {"demo", "test", "docs"}
     assert targets <= set(re.findall(r"^([a-z0-9-]+):", text(ROOT / "Makefile"), re.MULTILINE))
 
@@ -156,14 +158,14 @@ def test_commands_exist():
 @cache
 def messages() -> str:
     """Every text of the package and the Makefile; where a value goes into one, a gap."""
-    found = [text(ROOT / "Makefile").replace('" \\\n\t\t"', "")]
+    texts = [text(ROOT / "Makefile").replace('" \\\n\t\t"', "")]
     for file in (ROOT / "megarlhf").rglob("*.py"):
         for node in ast.walk(ast.parse(text(file))):
             if isinstance(node, ast.JoinedStr):
-                found.append("".join(str(v.value) if isinstance(v, ast.Constant) else "\0" for v in node.values))
+                texts.append("".join(str(v.value) if isinstance(v, ast.Constant) else "\0" for v in node.values))
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                found.append(node.value)
-    return "\n".join(found)
+                texts.append(node.value)
+    return "\n".join(texts)
 
 
 def test_quoted_messages_are_said():

@@ -26,15 +26,15 @@ def anchors(page: Path) -> set[str]:
 
 
 def broken_links(markdown: str, page: Path) -> list[str]:
-    found = []
+    broken = []
     for target in pages.links(markdown):
         if pages.is_external(target):
             continue
         path, anchor = pages.place(target, folder(page))
         there = ROOT / path if path else page
         if not there.is_file() or (anchor and anchor not in anchors(there)):
-            found.append(target)
-    return found
+            broken.append(target)
+    return broken
 
 
 @pytest.mark.parametrize("page", PAGES, ids=path_of)

@@ -30,11 +30,11 @@ def models_in(annotation: object) -> tuple[type[BaseModel] | None, str]:
 
 
 def keys_of(model: type[BaseModel]) -> set[str]:
-    found = set()
+    keys = set()
     for name, field in model.model_fields.items():
         inner, many = models_in(field.annotation)
-        found |= {f"{name}{many}.{key}" for key in keys_of(inner)} if inner is not None else {name}
-    return found
+        keys |= {f"{name}{many}.{key}" for key in keys_of(inner)} if inner is not None else {name}
+    return keys
 
 
 def as_role(key: str) -> str:
@@ -48,14 +48,14 @@ def all_keys() -> set[str]:
 
 def rows() -> dict[str, list[tuple[str, str]]]:
     """(heading, row) of the reference by key."""
-    found: dict[str, list[tuple[str, str]]] = {}
+    rows_of: dict[str, list[tuple[str, str]]] = {}
     heading = ""
     for line in reference().splitlines():
         if line.startswith("## "):
             heading = line
         elif line.startswith("| `"):
-            found.setdefault(line.split("`")[1], []).append((heading, line))
-    return found
+            rows_of.setdefault(line.split("`")[1], []).append((heading, line))
+    return rows_of
 
 
 @pytest.mark.parametrize("command", cli.COMMANDS)
@@ -91,7 +91,7 @@ def unknown_keys(spans: list[str]) -> list[str]:
     known = all_keys()
     tops = {key.split(".")[0] for key in known if "." in key} | ROLES
     prefixes = {key[:n] for key in known for n in range(len(key) + 1) if key[n : n + 1] in ("", ".")}
-    found = []
+    unknown = []
     for span in spans:
         for key in _KEY.findall(re.sub(r"\{[^}]*\}", "", span)):
             if (
@@ -99,8 +99,8 @@ def unknown_keys(spans: list[str]) -> list[str]:
                 and as_role(key) not in prefixes
                 and not re.search(r"\.(py|md|yaml|jsonl?|ya?ml|html|sh)$", key)
             ):
-                found.append(key)
-    return found
+                unknown.append(key)
+    return unknown
 
 
 @pytest.mark.parametrize("page", PRESENT, ids=path_of)

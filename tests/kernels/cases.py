@@ -35,9 +35,9 @@ def truth(logits_TV, labels_T, *, temperature=1.0, true_vocab=None, ignore_index
     wide_TV = logits_TV if logits_TV.dtype == torch.float64 else logits_TV.float()
     log_TV = torch.log_softmax(wide_TV[:, :true_vocab] / temperature, -1)
     kept_T = labels_T != ignore_index
-    found_T = log_TV.gather(1, labels_T.clamp(min=0)[:, None])[:, 0]
+    logprobs_T = log_TV.gather(1, labels_T.clamp(min=0)[:, None])[:, 0]
     terms_TV = torch.where(log_TV.isfinite(), log_TV.exp() * log_TV.clamp(min=-1e30), 0.0)
-    return torch.where(kept_T, found_T, 0.0), torch.where(kept_T, -terms_TV.sum(-1), 0.0)
+    return torch.where(kept_T, logprobs_T, 0.0), torch.where(kept_T, -terms_TV.sum(-1), 0.0)
 
 
 def linear_truth(hidden_TH, weight_VH, labels_T, *, response_mask=None, **options):
@@ -78,12 +78,12 @@ def run(function, inputs, labels_T, weights_2T, device="cpu", **options):
     options = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in options.items()}
     outputs = function(*leaves, labels_T.to(device), **options)
     weights_2T = weights_2T.to(device, outputs[0].dtype)
-    found = dict(zip(OUTPUTS, outputs, strict=True))
-    for upstream, (one, other) in zip(UPSTREAM, ((1, 0), (0, 1), (1, 1)), strict=True):
-        total = (one * weights_2T[0] * outputs[0] + other * weights_2T[1] * outputs[1]).sum()
+    results = dict(zip(OUTPUTS, outputs, strict=True))
+    for upstream, (by_logprob, by_entropy) in zip(UPSTREAM, ((1, 0), (0, 1), (1, 1)), strict=True):
+        total = (by_logprob * weights_2T[0] * outputs[0] + by_entropy * weights_2T[1] * outputs[1]).sum()
         for index, gradient in enumerate(torch.autograd.grad(total, leaves, retain_graph=True)):
-            found[f"gradient {index} by {upstream}"] = gradient
-    return {name: tensor.detach().cpu() for name, tensor in found.items()}
+            results[f"gradient {index} by {upstream}"] = gradient
+    return {name: tensor.detach().cpu() for name, tensor in results.items()}
 
 
 def run_backend(backend, inputs, labels_T, weights_2T, **options):
@@ -160,7 +160,7 @@ class Recorded(TorchDispatchMode):
         self.events = []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        found = function(*args, **(kwargs or {}))
+        output = function(*args, **(kwargs or {}))
         space, _, name = str(function).partition(".")
         if space == "c10d":
             first = args[0]
@@ -169,8 +169,8 @@ class Recorded(TorchDispatchMode):
             self.events.append((name.partition(".")[0], tuple(first.shape), None))
         elif name.partition(".")[0] in ("mm", "addmm"):
             left = args[-2]
-            self.events.append(("product", tuple(found.shape), left.shape[1]))
-        return found
+            self.events.append(("product", tuple(output.shape), left.shape[1]))
+        return output
 
     def products(self):
         return [shape for shape, _ in self.products_and_inner()]

@@ -50,7 +50,7 @@ def test_cut_sequences_are_as_exact_as_whole_ones(monkeypatch):
     """Two launches where sequences are few, one where they are many; parts without a token change nothing."""
     noted = launches(monkeypatch, packed_triton._scan_kernel)
     where, inputs = made()
-    truth = packed_reference.gae(GAEInputs(*(one.double() for one in inputs), **HOW), where)
+    truth = packed_reference.gae(GAEInputs(*(column.double() for column in inputs), **HOW), where)
     loop = packed_reference.gae(GAEInputs(*inputs, **HOW), where)
     assert SMALL.parts(len(LENGTHS), sum(LENGTHS)) == 8
     for launch, grids in ((SMALL, [((5, 8), True), ((5, 8), False)]), (LaunchConfig(tokens=128), [((5, 1), False)])):
@@ -63,9 +63,9 @@ def test_cut_sequences_are_as_exact_as_whole_ones(monkeypatch):
 def test_moments_and_whitening_of_cut_sequences(masked):
     where, (_, _, x_T, _) = made()
     mask_T = x_T > 0 if masked else None
-    found_N3 = packed_triton.moments(x_T, mask_T, where, SMALL)
-    torch.testing.assert_close(found_N3, packed_torch.moments(x_T, mask_T, where), rtol=1e-13, atol=1e-13)
-    numbers = (where, found_N3[:, 0], found_N3[:, 1], False)
+    moments_N3 = packed_triton.moments(x_T, mask_T, where, SMALL)
+    torch.testing.assert_close(moments_N3, packed_torch.moments(x_T, mask_T, where), rtol=1e-13, atol=1e-13)
+    numbers = (where, moments_N3[:, 0], moments_N3[:, 1], False)
     expected_T = packed_torch.whiten(x_T, mask_T, *numbers)
     assert torch.equal(packed_triton.whiten(x_T, mask_T, *numbers, SMALL), expected_T)
     assert torch.count_nonzero(expected_T) > 300
@@ -82,8 +82,8 @@ def test_when_sequences_are_cut():
 
 def test_blocks_fit_short_sequences():
     """As long as the longest sequence, 128 at least; four tokens a thread or more."""
-    found = [LaunchConfig().fitted(CuSeqlens(cu_seqlens_of([size]), size, size)) for size in (0, 129, 300, 9999)]
-    assert found == [(128, 1), (256, 2), (512, 4), (512, 4)]
+    blocks = [LaunchConfig().fitted(CuSeqlens(cu_seqlens_of([size]), size, size)) for size in (0, 129, 300, 9999)]
+    assert blocks == [(128, 1), (256, 2), (512, 4), (512, 4)]
 
 
 @pytest.mark.parametrize(
@@ -123,5 +123,5 @@ def test_other_blocks_give_the_same_values(tokens, warps):
     where, inputs = made()
     usual = packed_triton.gae(GAEInputs(*inputs, **HOW), where)
     other = packed_triton.gae(GAEInputs(*inputs, **HOW), where, LaunchConfig(tokens=tokens, warps=warps))
-    for one, two in zip(usual, other, strict=True):
-        torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-5)
+    for output, expected in zip(usual, other, strict=True):
+        torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)

@@ -83,13 +83,13 @@ def test_a_forward_is_two_launches_and_a_backward_one(launched, monkeypatch, ret
     labels_T[0] = IGNORE
     leaf_TV = logits_TV.requires_grad_()
     with Operators() as forward:
-        found = token_logprobs(leaf_TV, labels_T, true_vocab=600, return_entropy=return_entropy, backend="triton")
+        outputs = token_logprobs(leaf_TV, labels_T, true_vocab=600, return_entropy=return_entropy, backend="triton")
     assert launched == ["_statistics_kernel", "_merge_kernel"]
     assert forward.events == ["ne"]
     launched.clear()
     by_T = torch.ones(5)
     with Operators() as backward:
-        gradient = torch.autograd.grad(found[0], leaf_TV, by_T)[0]
+        gradient = torch.autograd.grad(outputs[0], leaf_TV, by_T)[0]
     assert launched == ["_gradient_kernel"]
     assert backward.events == []
     assert torch.count_nonzero(gradient) > 0
@@ -113,12 +113,12 @@ def test_statistics_of_columns_in_parts(cuts):
     logits_TV[3, :599] = -torch.inf
     labels_T[3] = 599
     expected_T4 = tables(TorchTiles(HOW), logits_TV.double(), labels_T, [(0, 640)])
-    found_T4 = tables(TritonTiles(HOW), logits_TV, labels_T, cuts)
+    actual_T4 = tables(TritonTiles(HOW), logits_TV, labels_T, cuts)
     kept_T = labels_T != IGNORE
-    torch.testing.assert_close(found_T4[kept_T].double(), expected_T4[kept_T], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(actual_T4[kept_T].double(), expected_T4[kept_T], rtol=1e-5, atol=1e-5)
     # An ignored row is not read: nothing in it but what a fresh table holds.
     assert (~kept_T).any()
-    assert found_T4[~kept_T].unique(dim=0).tolist() == [[torch.finfo(torch.float32).min, 0.0, 0.0, 0.0]]
+    assert actual_T4[~kept_T].unique(dim=0).tolist() == [[torch.finfo(torch.float32).min, 0.0, 0.0, 0.0]]
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
@@ -131,12 +131,12 @@ def test_merged_ranks(tp):
     shards = [logits_TV[:, rank * 640 // tp : (rank + 1) * 640 // tp] for rank in range(tp)]
     merged = []
     for tiles, dtype in ((TritonTiles(how), torch.float32), (TorchTiles(how), torch.float64)):
-        found = []
+        table_by_rank = []
         for rank, shard_TV in enumerate(shards):
-            found.append(empty_table(shard_TV.to(dtype)))
+            table_by_rank.append(empty_table(shard_TV.to(dtype)))
             columns = VocabRange(0, 480).cut(rank * 640 // tp, (rank + 1) * 640 // tp)
-            tiles.update(found[-1], shard_TV.to(dtype), labels_T, columns, fresh=True)
-        merged.append(tiles.merge(torch.stack(found), labels_T))
+            tiles.update(table_by_rank[-1], shard_TV.to(dtype), labels_T, columns, fresh=True)
+        merged.append(tiles.merge(torch.stack(table_by_rank), labels_T))
     kept_T = labels_T != IGNORE
     for ours_T, want_T in zip(*merged, strict=True):
         assert ours_T.isfinite().all()
@@ -169,12 +169,12 @@ def test_gradients_wherever_they_go(given, where):
         "bf16": torch.full((9, 640), torch.nan, dtype=torch.bfloat16),
         "transposed": torch.full((640, 9), torch.nan).t(),
     }[where]
-    found_TV = gradients(TritonTiles(HOW), out_TV, logits_TV, labels_T, by_logprob_T, by_entropy_T)
-    assert found_TV.data_ptr() == out_TV.data_ptr()
+    gradient_TV = gradients(TritonTiles(HOW), out_TV, logits_TV, labels_T, by_logprob_T, by_entropy_T)
+    assert gradient_TV.data_ptr() == out_TV.data_ptr()
     rtol = 2**-7 if where == "bf16" else 1e-5  # the interpreter truncates
-    torch.testing.assert_close(found_TV.double(), want_TV, rtol=rtol, atol=1e-6)
-    assert torch.count_nonzero(found_TV[:, 600:]) == 0
-    assert torch.count_nonzero(found_TV) == (0 if given == "neither" else (labels_T != IGNORE).sum() * 600)
+    torch.testing.assert_close(gradient_TV.double(), want_TV, rtol=rtol, atol=1e-6)
+    assert torch.count_nonzero(gradient_TV[:, 600:]) == 0
+    assert torch.count_nonzero(gradient_TV) == (0 if given == "neither" else (labels_T != IGNORE).sum() * 600)
 
 
 def test_a_shards_gradient_is_that_part_of_the_wholes():
@@ -199,9 +199,11 @@ def test_rows_that_nothing_hangs_on_are_not_read():
     labels_T = torch.arange(9)
     by_T = weights_2T[0] * torch.tensor([1, 0, 1, 1, 0, 1, 1, 1, 0])
     logits_TV[by_T == 0] = torch.nan
-    found_TV = gradients(TritonTiles(HOW), torch.full((9, 640), torch.nan), logits_TV, labels_T, by_T, torch.zeros(9))
-    assert torch.count_nonzero(found_TV[by_T == 0]) == 0
-    assert torch.count_nonzero(found_TV[by_T != 0]) == 6 * 600
+    gradient_TV = gradients(
+        TritonTiles(HOW), torch.full((9, 640), torch.nan), logits_TV, labels_T, by_T, torch.zeros(9)
+    )
+    assert torch.count_nonzero(gradient_TV[by_T == 0]) == 0
+    assert torch.count_nonzero(gradient_TV[by_T != 0]) == 6 * 600
 
 
 def test_a_gradient_past_two_to_the_31(asserting, tmp_path, monkeypatch):
@@ -237,7 +239,7 @@ def test_a_wide_row_is_walked_in_several_blocks():
     """5000 columns: a full block of 4096 and a part of one."""
     logits_TV, labels_T, weights_2T = made(5, 5000)
     logits_TV[:, 4999] = 20.0
-    found = run_backend("triton", logits_TV, labels_T, weights_2T)
+    results = run_backend("triton", logits_TV, labels_T, weights_2T)
     expected = run_backend("reference", logits_TV.double(), labels_T, weights_2T)
     for name, want in expected.items():
-        torch.testing.assert_close(found[name].double(), want, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(results[name].double(), want, rtol=1e-5, atol=1e-6)

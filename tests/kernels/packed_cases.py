@@ -40,24 +40,23 @@ def columns(lengths, seed=0, dtype=torch.float32):
 
 
 def on_device(backend, arguments):
-    return [one.to(device_of(backend)) if isinstance(one, torch.Tensor) else one for one in arguments]
+    device = device_of(backend)
+    return [x.to(device) if isinstance(x, torch.Tensor) else x for x in arguments]
 
 
 def gae_of(backend, *arguments, **options):
     """(advantages, returns) on the CPU."""
-    return tuple(one.cpu() for one in packed_gae(*on_device(backend, arguments), backend=backend, **options))
+    return tuple(output.cpu() for output in packed_gae(*on_device(backend, arguments), backend=backend, **options))
 
 
 def called(function, backend, *arguments, **options):
-    device = device_of(backend)
-    arguments = [one.to(device) if isinstance(one, torch.Tensor) else one for one in arguments]
-    options = {name: one.to(device) if isinstance(one, torch.Tensor) else one for name, one in options.items()}
-    found = function(*arguments, backend=backend, **options)
-    return found.cpu() if isinstance(found, torch.Tensor) else type(found)(*(one.cpu() for one in found))
+    options = dict(zip(options, on_device(backend, options.values()), strict=True))
+    result = function(*on_device(backend, arguments), backend=backend, **options)
+    return result.cpu() if isinstance(result, torch.Tensor) else type(result)(*(part.cpu() for part in result))
 
 
-def worst(found, truth):
-    return float((found.double() - truth.double()).abs().max()) if truth.numel() else 0.0
+def worst(actual, truth):
+    return float((actual.double() - truth.double()).abs().max()) if truth.numel() else 0.0
 
 
 def magnitude(advantages_T, lengths, decay):
@@ -74,10 +73,10 @@ def magnitude(advantages_T, lengths, decay):
     return float(sums_T.max())
 
 
-def assert_no_worse(found, loop, truth, least=0.0):
+def assert_no_worse(outputs, loop, truth, least=0.0):
     """Than FACTOR times the loop in fp32, or than a rounding of the largest number on the way, or than `least`."""
     rounding = 1.2e-7 * max([1e-3, *(float(true.abs().max()) for true in truth if true.numel())])
-    for one, other, true in zip(found, loop, truth, strict=True):
-        assert one.dtype == torch.float32
-        assert one.shape == true.shape
-        assert worst(one, true) <= FACTOR * max(worst(other, true), rounding, least)
+    for output, other, true in zip(outputs, loop, truth, strict=True):
+        assert output.dtype == torch.float32
+        assert output.shape == true.shape
+        assert worst(output, true) <= FACTOR * max(worst(other, true), rounding, least)

@@ -74,9 +74,9 @@ def test_hidden_states_of_tokens_that_do_not_count_may_be_anything(backend):
     hidden_TH[~mask_T] = torch.nan
     hidden_TH.requires_grad_()
     weight_VH = torch.randn(40, 8, requires_grad=True)
-    found = linear_token_logprobs(hidden_TH, weight_VH, torch.arange(5), response_mask=mask_T, backend=backend)
-    (found[0] + found[1]).sum().backward()
-    assert found[0][~mask_T].tolist() == found[1][~mask_T].tolist() == [0, 0]
+    outputs = linear_token_logprobs(hidden_TH, weight_VH, torch.arange(5), response_mask=mask_T, backend=backend)
+    (outputs[0] + outputs[1]).sum().backward()
+    assert outputs[0][~mask_T].tolist() == outputs[1][~mask_T].tolist() == [0, 0]
     assert torch.count_nonzero(hidden_TH.grad[~mask_T]) == 0
     assert torch.count_nonzero(hidden_TH.grad[mask_T]) == 3 * 8
     assert weight_VH.grad.isfinite().all()

@@ -101,11 +101,11 @@ def test_tokens_outside_the_mask(backend):
     mask_T = torch.arange(21) % 3 == 1
     labels_T[::3] = -7777  # outside the vocabulary, but also outside the mask
     assert_near_truth(backend, inputs, labels_T.masked_fill(~mask_T, 5), weights_2T, response_mask=mask_T)
-    found = run_backend(backend, inputs, labels_T, weights_2T, response_mask=mask_T)
+    results = run_backend(backend, inputs, labels_T, weights_2T, response_mask=mask_T)
     for name in OUTPUTS:
-        assert torch.count_nonzero(found[name][~mask_T]) == 0
-        assert torch.count_nonzero(found[name]) == (mask_T & (labels_T != IGNORE)).sum()
-    of_hidden_TH = found["gradient 0 by both"]
+        assert torch.count_nonzero(results[name][~mask_T]) == 0
+        assert torch.count_nonzero(results[name]) == (mask_T & (labels_T != IGNORE)).sum()
+    of_hidden_TH = results["gradient 0 by both"]
     assert torch.count_nonzero(of_hidden_TH[~mask_T]) == 0
     assert (of_hidden_TH != 0).any(1).sum() == (mask_T & (labels_T != IGNORE)).sum()
 
@@ -120,8 +120,10 @@ def test_tokens_outside_the_mask_cost_nothing(backend):
     leaves = [hidden_TH.to(device).requires_grad_(), weight_VH.to(device).requires_grad_()]
     labels_T = torch.arange(40, device=device)
     with Recorded() as recorded:
-        found = linear_token_logprobs(*leaves, labels_T, response_mask=mask_T.to(device), save_bytes=0, backend=backend)
-        (found[0] + found[1]).sum().backward()
+        outputs = linear_token_logprobs(
+            *leaves, labels_T, response_mask=mask_T.to(device), save_bytes=0, backend=backend
+        )
+        (outputs[0] + outputs[1]).sum().backward()
     assert len(recorded.products()) >= 4
     assert not any(40 in (*shape, inner) for shape, inner in recorded.products_and_inner())
     assert any(10 in shape for shape in recorded.products())
@@ -137,10 +139,10 @@ def test_no_token_that_counts(backend, num_tokens):
     labels_T = torch.full((num_tokens,), 5)
     mask_T = torch.zeros(num_tokens, dtype=torch.bool)
     for options in ({"response_mask": mask_T}, {"ignore_index": 5}):
-        found = run_backend(backend, inputs, labels_T, weights_2T, **options)
-        assert found["gradient 0 by both"].shape == (num_tokens, 24)
-        assert found["gradient 1 by both"].shape == (517, 24)
-        assert all(torch.count_nonzero(tensor) == 0 for tensor in found.values())
+        results = run_backend(backend, inputs, labels_T, weights_2T, **options)
+        assert results["gradient 0 by both"].shape == (num_tokens, 24)
+        assert results["gradient 1 by both"].shape == (517, 24)
+        assert all(torch.count_nonzero(tensor) == 0 for tensor in results.values())
 
 
 @everywhere
@@ -158,9 +160,9 @@ def test_a_frozen_input_gets_no_gradient_and_costs_no_product(backend, frozen):
     hidden_TH, weight_VH = hidden_TH.to(device), weight_VH.to(device)
     hidden_TH.requires_grad_(frozen != "hidden")
     weight_VH.requires_grad_(frozen != "weight")
-    found = linear_token_logprobs(hidden_TH, weight_VH, labels_T.to(device), backend=backend)
+    outputs = linear_token_logprobs(hidden_TH, weight_VH, labels_T.to(device), backend=backend)
     with Recorded() as recorded:
-        (weights_2T[0].to(device) * found[0] + weights_2T[1].to(device) * found[1]).sum().backward()
+        (weights_2T[0].to(device) * outputs[0] + weights_2T[1].to(device) * outputs[1]).sum().backward()
     index, (frozen_tensor, other) = (0, (weight_VH, hidden_TH)) if frozen == "weight" else (1, (hidden_TH, weight_VH))
     assert frozen_tensor.grad is None
     torch.testing.assert_close(other.grad.cpu(), expected[f"gradient {index} by both"], rtol=1e-6, atol=1e-7)
@@ -218,8 +220,8 @@ def test_main_grad_takes_the_weights_gradient(backend, dtype, main_dtype):
     weight_VH.main_grad = torch.full((1100, 24), 0.5, dtype=main_dtype, device=device)
     buffer = weight_VH.main_grad
     for _ in range(2):
-        found = linear_token_logprobs(hidden_TH, weight_VH, labels_T.to(device), true_vocab=1030, backend=backend)
-        (weights_2T[0].to(device) * found[0]).sum().backward()
+        outputs = linear_token_logprobs(hidden_TH, weight_VH, labels_T.to(device), true_vocab=1030, backend=backend)
+        (weights_2T[0].to(device) * outputs[0]).sum().backward()
     assert weight_VH.grad is None
     assert weight_VH.main_grad is buffer
     assert hidden_TH.grad is not None
@@ -240,8 +242,8 @@ def test_a_tied_embedding_gets_both_parts(backend):
 
     def of_tied(leaf_VH):
         hidden_TH = torch.nn.functional.embedding(tokens_T, leaf_VH).tanh()
-        found = linear_token_logprobs(hidden_TH, leaf_VH, labels_T, backend=backend)
-        (weights_2T * torch.stack(found)).sum().backward()
+        outputs = linear_token_logprobs(hidden_TH, leaf_VH, labels_T, backend=backend)
+        (weights_2T * torch.stack(outputs)).sum().backward()
         return leaf_VH.grad
 
     plain_VH = of_tied(weight_VH.clone().requires_grad_())
@@ -267,5 +269,5 @@ def test_a_label_outside_the_vocabulary_is_refused(backend):
         linear_token_logprobs(*inputs, labels_T[:2], true_vocab=12, backend=backend)
     if device_of(backend) == "cpu":
         mask_T = labels_T == 3
-        found_T, _ = linear_token_logprobs(*inputs, labels_T, true_vocab=12, response_mask=mask_T, backend=backend)
-        assert (found_T != 0).tolist() == [True, False, False]
+        logprobs_T, _ = linear_token_logprobs(*inputs, labels_T, true_vocab=12, response_mask=mask_T, backend=backend)
+        assert (logprobs_T != 0).tolist() == [True, False, False]

@@ -17,10 +17,10 @@ def extra_peak(work):
         results = work()
     events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
     assert events
-    held = peak = 0
+    allocated = peak = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
-        held += event.nbytes()
-        peak = max(peak, held)
+        allocated += event.nbytes()
+        peak = max(peak, allocated)
     return peak - sum(tensor.nbytes for tensor in results)
 
 

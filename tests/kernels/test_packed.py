@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megarlhf.kernels import (
     packed_gae,
@@ -31,6 +30,7 @@ from tests.kernels.packed_cases import (
     magnitude,
     tensor,
 )
+from tests.operators import Operators
 
 NAN = math.nan
 KINDS = ("k1", "k2", "k3")
@@ -56,10 +56,12 @@ def test_gae_discounts_and_sequences_do_not_mix(backend):
     """gamma=.5, lam=.5. d1 = 4-2 = 2, d0 = .5*2-1 = 0, A0 = .25*2 = .5; the second: one token, 3-1; the third NaN."""
     values_T = tensor(1.0, 2.0, 1.0, NAN)
     options = {"gamma": 0.5, "lam": 0.5, "kl_coef": 0.0}
-    found = gae_of(backend, values_T, None, values_T, tensor(4.0, 3.0, 1.0), tensor(0, 2, 3, 4), **options)
-    assert found[0][:3].tolist() == [0.5, 2.0, 2.0]
-    assert found[1][:3].tolist() == [1.5, 4.0, 3.0]
-    assert found[0][3:].isnan().all()
+    advantages_T, returns_T = gae_of(
+        backend, values_T, None, values_T, tensor(4.0, 3.0, 1.0), tensor(0, 2, 3, 4), **options
+    )
+    assert advantages_T[:3].tolist() == [0.5, 2.0, 2.0]
+    assert returns_T[:3].tolist() == [1.5, 4.0, 3.0]
+    assert advantages_T[3:].isnan().all()
 
 
 @several
@@ -80,9 +82,9 @@ def test_shaped_rewards_by_hand(backend):
 @pytest.mark.parametrize("kind, expected", [("k1", 0.5), ("k2", 0.125), ("k3", math.expm1(-0.5) + 0.5)])
 def test_kl_estimators_by_hand(backend, kind, expected):
     """log r = -.5: .5, .125, e^-.5 - 1 + .5."""
-    found = gae_of(backend, tensor(-1.0), tensor(-1.5), tensor(0.0), tensor(0.0), tensor(0, 1), gamma=1.0, lam=1.0,
-                   kl_coef=1.0, kl_kind=kind)  # fmt: skip
-    assert float(found[0]) == pytest.approx(-expected, rel=1e-6)
+    advantage_T, _ = gae_of(backend, tensor(-1.0), tensor(-1.5), tensor(0.0), tensor(0.0), tensor(0, 1), gamma=1.0,
+                            lam=1.0, kl_coef=1.0, kl_kind=kind)  # fmt: skip
+    assert float(advantage_T) == pytest.approx(-expected, rel=1e-6)
 
 
 @several
@@ -93,9 +95,9 @@ def test_k3_where_its_terms_cancel(backend, log_ratio):
     true = float(torch.expm1(x_T.double()) - x_T.double())
     usual = float(torch.expm1(x_T) - x_T)
     zero_T = torch.zeros(1)
-    found, _ = gae_of(backend, zero_T, x_T, zero_T, zero_T, tensor(0, 1), gamma=1.0, lam=1.0, kl_coef=1.0,
+    advantage_T, _ = gae_of(backend, zero_T, x_T, zero_T, zero_T, tensor(0, 1), gamma=1.0, lam=1.0, kl_coef=1.0,
                       kl_kind="k3")  # fmt: skip
-    assert abs(-float(found) - true) <= 2 * max(abs(usual - true), 2e-7 * true)
+    assert abs(-float(advantage_T) - true) <= 2 * max(abs(usual - true), 2e-7 * true)
 
 
 @several
@@ -105,13 +107,13 @@ def test_gae_is_no_worse_than_the_loop(backend, lengths, kind):
     options = {"gamma": 0.99, "lam": 0.95, "kl_coef": 0.1 if kind else 0.0, "kl_kind": kind or "k1"}
     inputs = columns(lengths)
     inputs = (inputs[0], inputs[1] if kind else None, *inputs[2:])
-    wide = [one if one is None else one.double() for one in inputs]
+    wide = [column if column is None else column.double() for column in inputs]
     truth = packed_gae(*wide, cu_seqlens_of(lengths), backend="torch", **options)
-    assert all(one.dtype == torch.float64 for one in truth)
+    assert all(output.dtype == torch.float64 for output in truth)
     loop = packed_gae(*inputs, cu_seqlens_of(lengths), backend="reference", **options)
-    found = gae_of(backend, *inputs, cu_seqlens_of(lengths, torch.int32), **options)
-    assert_no_worse(found, loop, truth)
-    assert sum(lengths) == 0 or torch.count_nonzero(found[0]) > 0
+    outputs = gae_of(backend, *inputs, cu_seqlens_of(lengths, torch.int32), **options)
+    assert_no_worse(outputs, loop, truth)
+    assert sum(lengths) == 0 or torch.count_nonzero(outputs[0]) > 0
 
 
 def gae_by_definition(rewards, values, gamma, lam):
@@ -139,9 +141,9 @@ def test_gae_equals_its_definition(backend, rows, score, gamma, lam):
         rewards, values = zip(*row, strict=True) if row else ((), ())
         if row:
             rewards = (*rewards[:-1], rewards[-1] + score)
-        found = gae_by_definition(rewards, values, gamma, lam)
-        expected += found
-        returned += [advantage + value for advantage, value in zip(found, values, strict=True)]
+        advantages = gae_by_definition(rewards, values, gamma, lam)
+        expected += advantages
+        returned += [advantage + value for advantage, value in zip(advantages, values, strict=True)]
     scores_N = torch.full((len(rows),), score, dtype=torch.float64)
     cu_seqlens = cu_seqlens_of([len(row) for row in rows])
     advantages_T, returns_T = packed_gae(
@@ -161,7 +163,7 @@ FACTORS = st.sampled_from([0.0, 0.5, 0.99, 1.0])
 def test_gae_of_any_lengths(backend, lengths, gamma, lam, kind, seed):
     options = {"gamma": gamma, "lam": lam, "kl_coef": 0.2, "kl_kind": kind}
     inputs = columns(lengths, seed)
-    truth = packed_gae(*(one.double() for one in inputs), cu_seqlens_of(lengths), backend="reference", **options)
+    truth = packed_gae(*(column.double() for column in inputs), cu_seqlens_of(lengths), backend="reference", **options)
     loop = packed_gae(*inputs, cu_seqlens_of(lengths), backend="reference", **options)
     # In small problems the loop may happen to be exact: half a unit in the last place of what may have cancelled.
     least = 2**-24 * magnitude(truth[0], lengths, gamma * lam)
@@ -175,10 +177,10 @@ def test_half_precision_is_computed_in_fp32(backend, dtype):
     lengths = [140, 3]
     options = {"gamma": 0.99, "lam": 0.95, "kl_coef": 0.1}
     inputs = columns(lengths, dtype=dtype)
-    found = gae_of(backend, *inputs, cu_seqlens_of(lengths), **options)
-    wide = gae_of(backend, *(one.float() for one in inputs), cu_seqlens_of(lengths), **options)
-    assert all(torch.equal(one, other) for one, other in zip(found, wide, strict=True))
-    assert found[0].dtype == torch.float32
+    outputs = gae_of(backend, *inputs, cu_seqlens_of(lengths), **options)
+    wide = gae_of(backend, *(column.float() for column in inputs), cu_seqlens_of(lengths), **options)
+    assert all(torch.equal(output, other) for output, other in zip(outputs, wide, strict=True))
+    assert outputs[0].dtype == torch.float32
 
 
 @several
@@ -186,9 +188,9 @@ def test_gae_gives_no_gradient_and_does_not_read_what_it_does_not_need(backend):
     """With kl_coef 0 neither log-prob counts, whatever stands there."""
     values_T = torch.ones(3, requires_grad=True)
     nothing_T = torch.full((3,), NAN)
-    found = gae_of(backend, nothing_T, nothing_T, values_T, tensor(1.0), tensor(0, 3), **PLAIN)
-    assert not any(one.requires_grad for one in found)
-    assert found[0].isfinite().all()
+    outputs = gae_of(backend, nothing_T, nothing_T, values_T, tensor(1.0), tensor(0, 3), **PLAIN)
+    assert not any(output.requires_grad for output in outputs)
+    assert outputs[0].isfinite().all()
 
 
 @several
@@ -199,10 +201,10 @@ def test_a_nan_reaches_only_the_tokens_before_it(backend):
     options = {"gamma": 0.9, "lam": 0.9, "kl_coef": 0.1}
     clean = gae_of(backend, logprobs_T, ref_T, values_T, scores_N, cu_seqlens_of(lengths), **options)
     ref_T[200] = NAN
-    found = gae_of(backend, logprobs_T, ref_T, values_T, scores_N, cu_seqlens_of(lengths), **options)
-    for one, other in zip(found, clean, strict=True):
-        assert one[:201].isnan().all()
-        assert torch.equal(one[201:], other[201:])
+    tainted = gae_of(backend, logprobs_T, ref_T, values_T, scores_N, cu_seqlens_of(lengths), **options)
+    for output, other in zip(tainted, clean, strict=True):
+        assert output[:201].isnan().all()
+        assert torch.equal(output[201:], other[201:])
 
 
 @several
@@ -211,10 +213,10 @@ def test_columns_that_are_views(backend):
     inputs = columns([140, 3])
     options = {"gamma": 0.99, "lam": 0.95, "kl_coef": 0.1}
     plain = gae_of(backend, *inputs, cu_seqlens_of([140, 3]), **options)
-    views = [torch.stack([one, one.neg()], 1)[:, 0] for one in inputs]
-    assert not any(one.is_contiguous() for one in views)
-    found = gae_of(backend, *views, torch.stack([cu_seqlens_of([140, 3])] * 2, 1)[:, 0], **options)
-    assert all(torch.equal(one, other) for one, other in zip(found, plain, strict=True))
+    views = [torch.stack([column, column.neg()], 1)[:, 0] for column in inputs]
+    assert not any(column.is_contiguous() for column in views)
+    outputs = gae_of(backend, *views, torch.stack([cu_seqlens_of([140, 3])] * 2, 1)[:, 0], **options)
+    assert all(torch.equal(output, other) for output, other in zip(outputs, plain, strict=True))
 
 
 # --- nothing, twice, and dtypes -------------------------------------------------------------------
@@ -226,8 +228,8 @@ def test_a_rank_without_tokens(backend, lengths):
     """Also one without a sequence."""
     none_T, cu_seqlens = torch.zeros(0), cu_seqlens_of(lengths)
     options = {"gamma": 1.0, "lam": 1.0, "kl_coef": 0.1}
-    found = gae_of(backend, none_T, none_T, none_T, torch.ones(len(lengths)), cu_seqlens, **options)
-    assert [one.shape for one in found] == [(0,), (0,)]
+    outputs = gae_of(backend, none_T, none_T, none_T, torch.ones(len(lengths)), cu_seqlens, **options)
+    assert [output.shape for output in outputs] == [(0,), (0,)]
     groups_N = torch.zeros(len(lengths), dtype=torch.int32)
     for groups in (None, groups_N):
         assert called(packed_sums, backend, none_T, cu_seqlens, groups_N=groups).tolist() == [0.0] * len(lengths)
@@ -235,7 +237,7 @@ def test_a_rank_without_tokens(backend, lengths):
         assert means_N.tolist() == [0.0] * len(lengths)
         assert called(packed_whiten, backend, none_T, cu_seqlens=cu_seqlens, groups_N=groups).shape == (0,)
     assert called(packed_whiten, backend, none_T, none_T.bool()).shape == (0,)
-    assert [float(one) for one in called(packed_moments, backend, none_T)] == [0.0, 0.0, 0.0]
+    assert [float(moment) for moment in called(packed_moments, backend, none_T)] == [0.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("backend", OURS)
@@ -248,28 +250,16 @@ def test_runs_repeat_bit_for_bit(backend):
 
     def results():
         x_T = inputs[2]
-        found = [*gae_of(backend, *inputs, cu_seqlens_of(lengths), **options)]
-        found += called(packed_moments, backend, x_T, cu_seqlens_of(lengths), groups_N=groups_N)
-        found.append(called(packed_whiten, backend, x_T, cu_seqlens=cu_seqlens_of(lengths), groups_N=groups_N))
-        return [*found, called(packed_whiten, backend, x_T)]
+        outputs = [*gae_of(backend, *inputs, cu_seqlens_of(lengths), **options)]
+        outputs += called(packed_moments, backend, x_T, cu_seqlens_of(lengths), groups_N=groups_N)
+        outputs.append(called(packed_whiten, backend, x_T, cu_seqlens=cu_seqlens_of(lengths), groups_N=groups_N))
+        return [*outputs, called(packed_whiten, backend, x_T)]
 
     first = results()
     for _ in range(2):
-        for one, other in zip(results(), first, strict=True):
-            assert torch.equal(one, other)
-    assert all(torch.count_nonzero(one) > 0 for one in first)
-
-
-class Operators(TorchDispatchMode):
-    """Notes the names of torch's operators."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = set()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.names.add(str(function).split(".")[1])
-        return function(*args, **(kwargs or {}))
+        for output, other in zip(results(), first, strict=True):
+            assert torch.equal(output, other)
+    assert all(torch.count_nonzero(output) > 0 for output in first)
 
 
 @pytest.mark.skipif(INTERPRETING, reason="Triton's kernels have no atomics")
@@ -291,19 +281,19 @@ def test_a_sequence_has_the_same_bits_whatever_stands_beside_it(backend):
     inputs = columns(lengths, seed=5)
     options = {"gamma": 0.99, "lam": 0.95, "kl_coef": 0.1}
     whole = gae_of(backend, *inputs, cu_seqlens_of(lengths), **options)
-    first = [one[:300] if len(one) > 6 else one[:1] for one in inputs]
+    first = [column[:300] if len(column) > 6 else column[:1] for column in inputs]
     alone = gae_of(backend, *first, cu_seqlens_of(lengths[:1]), **options)
-    assert all(torch.equal(one, other[:300]) for one, other in zip(alone, whole, strict=True))
+    assert all(torch.equal(output, other[:300]) for output, other in zip(alone, whole, strict=True))
 
 
 @pytest.mark.skipif(INTERPRETING, reason="fp64 is not Triton's")
 def test_fp64_stays_fp64():
     lengths = [40, 3]
-    wide = [one.double() for one in columns(lengths)]
+    wide = [column.double() for column in columns(lengths)]
     cu_seqlens = cu_seqlens_of(lengths)
     for backend in ("auto", "torch", "reference"):
-        found = [*packed_gae(*wide, cu_seqlens, gamma=0.9, lam=0.9, kl_coef=0.1, backend=backend)]
-        found += [packed_sums(wide[2], cu_seqlens, backend=backend), packed_whiten(wide[2], backend=backend)]
-        assert all(one.dtype == torch.float64 for one in found)
+        outputs = [*packed_gae(*wide, cu_seqlens, gamma=0.9, lam=0.9, kl_coef=0.1, backend=backend)]
+        outputs += [packed_sums(wide[2], cu_seqlens, backend=backend), packed_whiten(wide[2], backend=backend)]
+        assert all(output.dtype == torch.float64 for output in outputs)
     narrow = packed_gae(*columns(lengths), cu_seqlens, gamma=0.9, lam=0.9, kl_coef=0.1)
-    assert 0 < float((narrow[0].double() - found[0]).abs().max()) < 1e-5
+    assert 0 < float((narrow[0].double() - outputs[0]).abs().max()) < 1e-5

@@ -37,7 +37,7 @@ def test_a_kernel_compiles_without_atomics_and_with_its_assertions(name, signatu
     from megarlhf.kernels import packed_triton
 
     kernel = getattr(packed_triton, name)
-    at = {(kernel.arg_names.index(one),): value for one, value in constants.items()}
+    at = {(kernel.arg_names.index(constant),): value for constant, value in constants.items()}
     source = ASTSource(fn=kernel, signature=signature | dict.fromkeys(constants, "constexpr"), constexprs=at)
     options = {"num_warps": 4, "debug": kernel.debug, "sanitize_overflow": False, "enable_fp_fusion": True}
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
@@ -45,8 +45,8 @@ def test_a_kernel_compiles_without_atomics_and_with_its_assertions(name, signatu
     code = compiled.asm["ptx"]
     assert len(re.findall(r"\bst\.global", code)) > 0
     assert re.findall(r"\b(?:atom|red)\.", code) == []
-    for said in ("does not begin with 0", "falls", "past the last token", "does not end with"):
-        assert any(said in text for text in texts(code)), said
+    for message in ("does not begin with 0", "falls", "past the last token", "does not end with"):
+        assert any(message in text for text in texts(code)), message
 
 
 def texts(code):

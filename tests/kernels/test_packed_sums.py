@@ -56,9 +56,9 @@ def test_a_nan_stays_in_its_group(backend, bad):
     """Whichever group comes first by number, or by place."""
     for groups in itertools.permutations([1, 2, 3]):
         x_T = tensor(bad, 2.0, 3.0, 4.0)
-        found = called(packed_sums, backend, x_T, cu_seqlens_of([1, 1, 1, 1]), groups_N=tensor(*groups, groups[2]))
-        assert not found[0].isfinite()
-        assert found[1:].tolist() == [2, 7, 7]
+        sums = called(packed_sums, backend, x_T, cu_seqlens_of([1, 1, 1, 1]), groups_N=tensor(*groups, groups[2]))
+        assert not sums[0].isfinite()
+        assert sums[1:].tolist() == [2, 7, 7]
 
 
 @several
@@ -70,7 +70,7 @@ def test_moments_of_any_lengths(backend, lengths, seed, masked, grouped):
     x_T = torch.randn(sum(lengths), generator=generator) * 100 + 7
     mask_T = torch.rand(sum(lengths), generator=generator) < 0.7 if masked else None
     groups_N = torch.randint(-2, 2, (len(lengths),), generator=generator) if grouped else None
-    found = called(packed_moments, backend, x_T, cu_seqlens_of(lengths), mask_T, groups_N=groups_N)
+    moments = called(packed_moments, backend, x_T, cu_seqlens_of(lengths), mask_T, groups_N=groups_N)
     expected = []
     for n in range(len(lengths)):
         rows = [m for m in range(len(lengths)) if m == n or (grouped and groups_N[m] == groups_N[n])]
@@ -78,7 +78,7 @@ def test_moments_of_any_lengths(backend, lengths, seed, masked, grouped):
         kept = [float(x_T[t]) for row in kept for t in row.tolist() if mask_T is None or mask_T[t]]
         expected.append((math.fsum(kept), math.fsum(x * x for x in kept), len(kept)))
     expected_N3 = torch.tensor(expected, dtype=torch.float64).reshape(-1, 3)
-    torch.testing.assert_close(torch.stack(found, 1), expected_N3, rtol=1e-13, atol=1e-10)
+    torch.testing.assert_close(torch.stack(moments, 1), expected_N3, rtol=1e-13, atol=1e-10)
 
 
 @several
@@ -125,8 +125,8 @@ def test_moments_add_up_over_ranks(backend):
     summed = Moments(*(sum(part).to(device_of(backend)) for part in zip(*parts, strict=True)))
     whole_T = called(packed_whiten, backend, X_T, MASK_T)
     for rank, part_T in enumerate((whole_T[:3], whole_T[3:], whole_T[:0])):
-        found_T = called(packed_whiten, backend, *ranks[rank], moments=summed)
-        torch.testing.assert_close(found_T, part_T)
+        whitened_T = called(packed_whiten, backend, *ranks[rank], moments=summed)
+        torch.testing.assert_close(whitened_T, part_T)
     assert not torch.allclose(called(packed_whiten, backend, *ranks[0]), whole_T[:3])
 
 
@@ -134,8 +134,8 @@ def test_moments_add_up_over_ranks(backend):
 @pytest.mark.parametrize("lengths", LENGTHS)
 def test_whitened_sequences_have_mean_0_and_variance_1(backend, lengths):
     x_T = columns(lengths)[2] * 3 + 50
-    found_T = called(packed_whiten, backend, x_T, cu_seqlens=cu_seqlens_of(lengths))
-    moments = packed_moments(found_T, cu_seqlens_of(lengths), backend="torch")
+    whitened_T = called(packed_whiten, backend, x_T, cu_seqlens=cu_seqlens_of(lengths))
+    moments = packed_moments(whitened_T, cu_seqlens_of(lengths), backend="torch")
     several_N = torch.tensor(lengths) > 1
     torch.testing.assert_close(moments.mean(), torch.zeros(len(lengths)).double(), atol=1e-5, rtol=0)
     torch.testing.assert_close(moments.variance(), several_N.double(), atol=1e-5, rtol=0)

@@ -45,8 +45,8 @@ else:
 over_worlds = pytest.mark.parametrize("backend, tp", WORLDS)
 
 
-def as_arrays(found):
-    return {name: tensor.numpy() for name, tensor in found.items()}
+def as_arrays(tensors):
+    return {name: tensor.numpy() for name, tensor in tensors.items()}
 
 
 def moved(logits_TV, offset):

@@ -61,9 +61,9 @@ def test_unlikely_labels_keep_their_digits(backend):
     """A label 120 nats below the likeliest: e^-120 is 0 in fp32, its log-prob is not -inf."""
     logits_TV = torch.zeros(3, 517)
     logits_TV[:, 5] = torch.tensor([120.0, 60.0, 30.0])
-    found = run_backend(backend, logits_TV, torch.tensor([9, 9, 9]), torch.ones(2, 3))
+    results = run_backend(backend, logits_TV, torch.tensor([9, 9, 9]), torch.ones(2, 3))
     expected_T = torch.log_softmax(logits_TV.double(), -1)[:, 9]
-    torch.testing.assert_close(found["logprob"].double(), expected_T, rtol=2e-7, atol=0)
+    torch.testing.assert_close(results["logprob"].double(), expected_T, rtol=2e-7, atol=0)
 
 
 def test_padding_columns_are_neither_read_nor_given_a_gradient(backend):
@@ -88,9 +88,9 @@ def test_masked_logits_give_finite_entropy_and_gradients(backend, masked):
     shrunk_T = torch.where(labels_T == IGNORE, IGNORE, labels_T % len(places_N))
     labels_T = torch.where(labels_T == IGNORE, IGNORE, places_N[shrunk_T.clamp(min=0)])
     logits_TV[:, ~kept_V] = -torch.inf
-    found = run_backend(backend, logits_TV, labels_T, weights_2T, temperature=0.7)
+    results = run_backend(backend, logits_TV, labels_T, weights_2T, temperature=0.7)
     expected = run(truth, logits_TV[:, kept_V].double(), shrunk_T, weights_2T, temperature=0.7)
-    for name, ours in found.items():
+    for name, ours in results.items():
         assert ours.isfinite().all(), name
         if ours.ndim == 2:
             assert torch.count_nonzero(ours[:, ~kept_V]) == 0, name
@@ -106,11 +106,11 @@ def test_whole_blocks_of_masked_logits(backend, lowest):
     masked_V = torch.ones(9000, dtype=torch.bool)
     masked_V[8200:8700] = False
     logits_TV[:, masked_V] = lowest
-    found = run_backend(backend, logits_TV, labels_T, weights_2T)
+    results = run_backend(backend, logits_TV, labels_T, weights_2T)
     shrunk_T = torch.where(labels_T == IGNORE, IGNORE, labels_T - 8200)
     expected = run(truth, logits_TV[:, ~masked_V].double(), shrunk_T, weights_2T)
     assert (expected["entropy"] > 1).any()
-    for name, ours in found.items():
+    for name, ours in results.items():
         ours = ours[:, ~masked_V] if ours.ndim == 2 else ours
         torch.testing.assert_close(ours.double(), expected[name], rtol=1e-5, atol=1e-6)
 
@@ -118,10 +118,10 @@ def test_whole_blocks_of_masked_logits(backend, lowest):
 def test_a_label_of_probability_zero_is_minus_infinity_and_the_rest_stays_finite(backend):
     logits_TV = torch.zeros(1, 8)
     logits_TV[0, 3:] = -torch.inf
-    found = run_backend(backend, logits_TV, torch.tensor([5]), torch.tensor([[1.0], [0.0]]))
-    assert found["logprob"].tolist() == [-float("inf")]
-    torch.testing.assert_close(found["entropy"], torch.tensor([3.0]).log())
-    assert found["gradient 0 by entropy"].isfinite().all()
+    results = run_backend(backend, logits_TV, torch.tensor([5]), torch.tensor([[1.0], [0.0]]))
+    assert results["logprob"].tolist() == [-float("inf")]
+    torch.testing.assert_close(results["entropy"], torch.tensor([3.0]).log())
+    assert results["gradient 0 by entropy"].isfinite().all()
 
 
 @pytest.mark.parametrize("ignore_index", [IGNORE, 0, 63])
@@ -132,12 +132,12 @@ def test_ignored_rows_are_zero_without_gradient(backend, ignore_index):
     ignored_T = labels_T == ignore_index
     assert_near_truth(backend, logits_TV, labels_T, weights_2T, ignore_index=ignore_index)
     logits_TV[ignored_T] = torch.nan
-    found = run_backend(backend, logits_TV, labels_T, weights_2T, ignore_index=ignore_index)
+    results = run_backend(backend, logits_TV, labels_T, weights_2T, ignore_index=ignore_index)
     for name in OUTPUTS:
-        assert found[name][ignored_T].tolist() == [0, 0, 0]
-        assert found[name][~ignored_T].isfinite().all()
-        assert torch.count_nonzero(found[name]) == 2
-    gradient_TV = found["gradient 0 by both"]
+        assert results[name][ignored_T].tolist() == [0, 0, 0]
+        assert results[name][~ignored_T].isfinite().all()
+        assert torch.count_nonzero(results[name]) == 2
+    gradient_TV = results["gradient 0 by both"]
     assert torch.count_nonzero(gradient_TV[~ignored_T]) == 2 * 64
     assert torch.count_nonzero(gradient_TV[ignored_T]) == 0
 
@@ -145,14 +145,14 @@ def test_ignored_rows_are_zero_without_gradient(backend, ignore_index):
 @pytest.mark.parametrize("num_tokens", [0, 1])
 def test_none_and_one_token(backend, num_tokens):
     logits_TV = torch.arange(3.0).repeat(num_tokens, 1)
-    found = run_backend(backend, logits_TV, torch.full((num_tokens,), 1), torch.ones(2, num_tokens))
+    results = run_backend(backend, logits_TV, torch.full((num_tokens,), 1), torch.ones(2, num_tokens))
     # log softmax of (0, 1, 2) at 1; its entropy.
-    assert found["logprob"].tolist() == pytest.approx([-1.4076059644443804] * num_tokens)
-    assert found["entropy"].tolist() == pytest.approx([0.8323955] * num_tokens)
-    assert {found[name].shape for name in found if name not in OUTPUTS} == {(num_tokens, 3)}
+    assert results["logprob"].tolist() == pytest.approx([-1.4076059644443804] * num_tokens)
+    assert results["entropy"].tolist() == pytest.approx([0.8323955] * num_tokens)
+    assert {results[name].shape for name in results if name not in OUTPUTS} == {(num_tokens, 3)}
     # p = (0.0900, 0.2447, 0.6652) by hand.
     expected = [[-0.09003057, 1 - 0.24472848, -0.66524094]] * num_tokens
-    torch.testing.assert_close(found["gradient 0 by logprob"], torch.tensor(expected).reshape(num_tokens, 3))
+    torch.testing.assert_close(results["gradient 0 by logprob"], torch.tensor(expected).reshape(num_tokens, 3))
 
 
 def test_gradcheck_through_both_outputs(backend):
@@ -268,5 +268,5 @@ def test_offsets_past_two_to_the_31(backend, monkeypatch, tmp_path):
     small_TV, labels_T, weights_2T = made(17, 130)
     small_TV = small_TV.bfloat16()
     logits_TV = far_apart(small_TV, tmp_path / "logits", monkeypatch)
-    found = run_backend(backend, logits_TV, labels_T, weights_2T)
-    assert_same_bits(found, run_backend(backend, small_TV, labels_T, weights_2T))
+    results = run_backend(backend, logits_TV, labels_T, weights_2T)
+    assert_same_bits(results, run_backend(backend, small_TV, labels_T, weights_2T))

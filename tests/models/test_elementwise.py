@@ -42,16 +42,16 @@ def test_equal_to_plain_torch(dtype):
         (rotate, rotate_plainly, (cos_T1D, sin_T1D)),
         (silu_gate, silu_gate_plainly, ()),
     ):
-        found = []
+        results = []
         for function in (ours, plainly):
             leaf = x_TND.clone().requires_grad_()
             out = function(leaf, *others)
             weights = torch.linspace(-1, 2, out.numel(), dtype=dtype).view(out.shape)
             (gradient,) = torch.autograd.grad((out * weights).sum(), leaf)
             assert out.dtype == gradient.dtype == dtype
-            found.append((out, gradient))
-        torch.testing.assert_close(found[0], found[1], rtol=tolerance, atol=tolerance)
-        assert float(found[0][1].abs().min()) > 0
+            results.append((out, gradient))
+        torch.testing.assert_close(results[0], results[1], rtol=tolerance, atol=tolerance)
+        assert float(results[0][1].abs().min()) > 0
 
 
 def test_gradients_against_differences():

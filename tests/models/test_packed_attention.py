@@ -82,11 +82,11 @@ def test_each_sequence_by_itself_as_by_hand(lengths, groups, window):
     scale = 0.3 if groups == 2 else None
     given = inputs(sum(lengths), 4, groups)
     row = packed_row(lengths, CPU)
-    found = with_gradients(lambda *x: packed_attention(*x, row, scale=scale, window=window), *given)
+    actual = with_gradients(lambda *x: packed_attention(*x, row, scale=scale, window=window), *given)
     expected = with_gradients(lambda *x: by_hand(*x, lengths, scale, window), *given)
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-11)
-    assert found[0].is_contiguous()
+    for ours, theirs in zip(actual, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-11)
+    assert actual[0].is_contiguous()
 
 
 @pytest.mark.parametrize("window", [None, 8])
@@ -97,9 +97,9 @@ def test_fp32_errs_no_more_than_torch_does_on_each_sequence(window):
     row = packed_row(lengths, CPU)
     truth = with_gradients(lambda *x: by_hand(*x, lengths, None, window), *given)
     rounded = tuple(x.float() for x in given)
-    found = with_gradients(lambda *x: packed_attention(*x, row, scale=None, window=window), *rounded)
+    actual = with_gradients(lambda *x: packed_attention(*x, row, scale=None, window=window), *rounded)
     usual = with_gradients(lambda *x: one_by_one(*x, lengths, None, window), *rounded)
-    for ours, torchs, exact in zip(found, usual, truth, strict=True):
+    for ours, torchs, exact in zip(actual, usual, truth, strict=True):
         error, bound = (ours - exact).abs().max(), (torchs - exact).abs().max()
         assert 0 < error <= 2 * bound
 
@@ -116,22 +116,22 @@ def test_nothing_crosses_a_border(window):
         x[90:180] = 1e4 * torch.randn(x[90:180].shape)
     changed[2][100] = math.inf
     after = with_gradients(lambda *x: packed_attention(*x, row, scale=None, window=window), *changed)
-    for one, other in zip(before, after, strict=True):
-        assert torch.equal(one[:90], other[:90])
-        assert torch.equal(one[180:], other[180:])
-        assert not torch.equal(one[90:180], other[90:180])
+    for old, new in zip(before, after, strict=True):
+        assert torch.equal(old[:90], new[:90])
+        assert torch.equal(old[180:], new[180:])
+        assert not torch.equal(old[90:180], new[90:180])
 
 
 @pytest.mark.parametrize("window", [None, 6])
 def test_the_order_of_the_sequences_does_not_matter(window):
     lengths, order = (40, 3, 17, 3, 70), (2, 4, 1, 0, 3)
     given = inputs(sum(lengths), 4, 2)
-    found = with_gradients(lambda *x: packed_attention(*x, packed_row(lengths, CPU), scale=None, window=window), *given)
+    plain = with_gradients(lambda *x: packed_attention(*x, packed_row(lengths, CPU), scale=None, window=window), *given)
     turned = [torch.cat([x.split(lengths)[n] for n in order]) for x in given]
     row = packed_row([lengths[n] for n in order], CPU)
     other = with_gradients(lambda *x: packed_attention(*x, row, scale=None, window=window), *turned)
-    for one, two in zip(found, other, strict=True):
-        torch.testing.assert_close(torch.cat([one.split(lengths)[n] for n in order]), two, rtol=1e-12, atol=1e-13)
+    for out, permuted in zip(plain, other, strict=True):
+        torch.testing.assert_close(torch.cat([out.split(lengths)[n] for n in order]), permuted, rtol=1e-12, atol=1e-13)
 
 
 def test_a_row_of_other_length_is_refused():
@@ -191,8 +191,8 @@ def test_varlen_attn_is_called_as_it_wants_it(installed, scale, window):
     lengths = (4, 9, 1)
     query, key, value, _ = inputs(sum(lengths), 4, 2)
     installed(newest)
-    found = varlen_attention(query, key, value, packed_row(lengths, CPU), scale=scale, window=window)
-    torch.testing.assert_close(found, by_hand(query, key, value, lengths, scale, window), rtol=1e-12, atol=1e-12)
+    output = varlen_attention(query, key, value, packed_row(lengths, CPU), scale=scale, window=window)
+    torch.testing.assert_close(output, by_hand(query, key, value, lengths, scale, window), rtol=1e-12, atol=1e-12)
 
 
 def test_a_varlen_attn_without_query_groups_is_refused(installed):
@@ -243,17 +243,17 @@ def test_a_layers_attention_takes_packed_rows_as_a_batch_of_one(make, window_siz
     query, key, value, _ = inputs(sum(lengths), 4, 2)
     module, row = make(window_size), packed_row(lengths, CPU)
     batch = [x[:, None] for x in (query, key, value)]
-    found = module.forward(*batch, None, attn_mask_type="causal", attention_bias=None, packed_seq_params=row)
+    output = module.forward(*batch, None, attn_mask_type="causal", attention_bias=None, packed_seq_params=row)
     expected = by_hand(query, key, value, lengths, None, window).flatten(1)[:, None]
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-12)
     twice = [x.expand(-1, 2, -1, -1) for x in batch]
     with pytest.raises(AssertionError, match="stands alone in its batch, got 2 rows"):
         module.forward(*twice, None, attn_mask_type="causal", attention_bias=None, packed_seq_params=row)
     if isinstance(module, ThdAttention) and window is None:
         assert module.given is None
         short = [x.bfloat16() for x in batch]
-        found = module.forward(*short, None, attn_mask_type="causal", attention_bias=None, packed_seq_params=row)
-        torch.testing.assert_close(found.double(), expected, rtol=0, atol=0.05)
+        output = module.forward(*short, None, attn_mask_type="causal", attention_bias=None, packed_seq_params=row)
+        torch.testing.assert_close(output.double(), expected, rtol=0, atol=0.05)
         assert module.given.qkv_format == "thd"
         assert module.given.cu_seqlens_q.tolist() == [0, 4, 13, 22, 23]
         assert (module.given.max_seqlen_q, module.given.max_seqlen_kv) == (9, 9)
@@ -279,8 +279,8 @@ def test_a_packed_row_is_turned_as_padded_rows_are():
             assert torch.equal(row.rotary_cos_sin[1], half_T1D.sin())
             query_T1ND = torch.randn(len(angles_T11D), 1, 3, 32)
             expected_T1ND = _apply_rotary_pos_emb_bshd(query_T1ND, angles_T11D)
-            _, found_TND, _, value_TND = open_packed_row(row, query_T1ND, query_T1ND, query_T1ND)
-            torch.testing.assert_close(found_TND[:, None], expected_T1ND, rtol=0, atol=1e-6)
+            _, rotated_TND, _, value_TND = open_packed_row(row, query_T1ND, query_T1ND, query_T1ND)
+            torch.testing.assert_close(rotated_TND[:, None], expected_T1ND, rtol=0, atol=1e-6)
             assert torch.equal(value_TND, query_T1ND[:, 0])
         assert rotary.get_rotary_seq_len(None, None, torch.empty(6, 2, 4), config, None) == 12
 

@@ -68,8 +68,8 @@ def test_a_transformer_engine_outside_megatron_core_s_range_is_said(version, dev
     """Where there is no GPU it is not used."""
     findings = findings_of(Machine(device_type=device, versions={**CPU_VERSIONS, "transformer-engine": version}))
     assert findings["transformer-engine"].verdict == verdict
-    said = "Megatron-Core 0.16.1 takes <2.12.0,>=2.9.0a0" in findings["transformer-engine"].meaning
-    assert said is (verdict != "ok")
+    is_told = "Megatron-Core 0.16.1 takes <2.12.0,>=2.9.0a0" in findings["transformer-engine"].meaning
+    assert is_told is (verdict != "ok")
 
 
 def test_what_is_pinned_for_gpus_is_inside_megatron_core_s_range():

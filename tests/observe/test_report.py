@@ -51,7 +51,7 @@ def figures_of(page):
 
 
 def traces(page):
-    return [trace["name"] for found in figures_of(page) for trace in found["data"]]
+    return [trace["name"] for figure in figures_of(page) for trace in figure["data"]]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarlhf.config import MicroBatchConfig
-from megarlhf.experience import Ragged
 from megarlhf.layout import MeshLayout
 from megarlhf.parallel.batching import (
     FILLER,
@@ -28,6 +27,7 @@ from megarlhf.parallel.batching import (
     split_padded,
 )
 from megarlhf.parallel.packing import Cost
+from tests.tables import ragged
 
 CPU = torch.device("cpu")
 
@@ -40,8 +40,8 @@ def mesh(rank=0, **sizes):
 def test_deal_fills_short_shares_up():
     """Ten samples on four ranks are 3, 3, 2, 2; micro-batches of two make two of them everywhere."""
     samples = list(range(10, 20))
-    dealt = [split_padded(samples, mesh(rank, dp=4), 2) for rank in range(4)]
-    assert dealt == [
+    shares = [split_padded(samples, mesh(rank, dp=4), 2) for rank in range(4)]
+    assert shares == [
         [[10, 11], [12, FILLER]],
         [[13, 14], [15, FILLER]],
         [[16, 17], [FILLER, FILLER]],
@@ -51,9 +51,9 @@ def test_deal_fills_short_shares_up():
 
 def test_ranks_of_one_model_replica_get_the_same_samples():
     """tp 2 x dp 2 x pp 2: ranks 0, 1, 4, 5 are data-parallel rank 0."""
-    dealt = [split_padded([7, 8, 9], mesh(rank, tp=2, dp=2, pp=2), 4) for rank in range(8)]
+    shares = [split_padded([7, 8, 9], mesh(rank, tp=2, dp=2, pp=2), 4) for rank in range(8)]
     first, second = [[7, 8, FILLER, FILLER]], [[9, FILLER, FILLER, FILLER]]
-    assert dealt == [first, first, second, second, first, first, second, second]
+    assert shares == [first, first, second, second, first, first, second, second]
 
 
 def test_nothing_to_deal():
@@ -63,11 +63,11 @@ def test_nothing_to_deal():
 
 @given(st.integers(0, 40), st.integers(1, 6), st.integers(1, 5))
 def test_deal_loses_nothing_and_all_ranks_run_the_same_forwards(num_samples, dp, micro_batch_samples):
-    dealt = [split_padded(range(num_samples), mesh(rank, dp=dp), micro_batch_samples) for rank in range(dp)]
-    assert len({len(batches) for batches in dealt}) == 1
-    rows = [row for batches in dealt for batch in batches for row in batch]
+    shares = [split_padded(range(num_samples), mesh(rank, dp=dp), micro_batch_samples) for rank in range(dp)]
+    assert len({len(batches) for batches in shares}) == 1
+    rows = [row for batches in shares for batch in batches for row in batch]
     assert [row for row in rows if row != FILLER] == list(range(num_samples))
-    assert {len(batch) for batches in dealt for batch in batches} <= {micro_batch_samples}
+    assert {len(batch) for batches in shares for batch in batches} <= {micro_batch_samples}
 
 
 @pytest.mark.parametrize("longest, tp, expected", [(5, 1, 5), (5, 4, 8), (8, 4, 8), (1, 2, 2)])
@@ -83,10 +83,6 @@ def batching(rank=0, *, samples=None, tokens=None, equal_shapes=False, **sizes):
 PADDED = MicroBatchLayout(sequences=(2, 0), lengths=(3, 2), starts=(0, 4), rows=3, columns=4, packed=False)
 PACKED = MicroBatchLayout(sequences=(2, 0), lengths=(3, 2), starts=(0, 3), rows=1, columns=6, packed=True)
 LENGTHS = torch.tensor([2, 9, 3])
-
-
-def ragged(*rows, dtype=torch.float32):
-    return Ragged.from_rows([torch.tensor(row) for row in rows], dtype)
 
 
 def test_padded_sheets_by_hand():
@@ -169,15 +165,15 @@ def test_columns_stand_where_their_tokens_are_predicted(layout):
         assert micro_batch_mask(layout, spans, CPU).int().tolist() == [[1, 1, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]]
         assert lengths.tolist() == [[2, 2, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]]
         assert layout.ends_K.tolist() == [2, 5]
-    found = gather_from_micro_batch(layout, values, spans)
-    assert {n: row.tolist() for n, row in found.items()} == {2: [1.5, 2.5], 0: [0.5]}
+    row_of = gather_from_micro_batch(layout, values, spans)
+    assert {n: row.tolist() for n, row in row_of.items()} == {2: [1.5, 2.5], 0: [0.5]}
 
 
 def test_a_response_of_no_tokens_takes_no_place():
     spans = TokenSpans.predicting(torch.tensor([2, 5, 1]), torch.tensor([0, 4, 2]))
     assert micro_batch_mask(PACKED, spans, CPU).int().tolist() == [[1, 1, 0, 0, 0, 0]]
-    found = gather_from_micro_batch(PACKED, torch.arange(6.0)[None], spans)
-    assert {n: row.tolist() for n, row in found.items()} == {2: [0, 1], 0: []}
+    row_of = gather_from_micro_batch(PACKED, torch.arange(6.0)[None], spans)
+    assert {n: row.tolist() for n, row in row_of.items()} == {2: [0, 1], 0: []}
 
 
 def test_an_empty_prompt_is_our_mistake():
@@ -197,7 +193,7 @@ def test_what_is_laid_out_is_picked_up_again(lengths, dp, tp, packed):
     micro = {"tokens": 15} if packed else {"samples": 2}
     table = ragged(*(torch.rand(length).tolist() for length in lengths))
     spans = TokenSpans.whole(table.lengths_N)
-    found = {}
+    row_of = {}
     counts = set()
     for rank in range(0, dp * tp, tp):
         layouts = batching(rank, tp=tp, dp=dp, **micro).layouts([(n,) for n in range(len(lengths))], table.lengths_N)
@@ -206,8 +202,8 @@ def test_what_is_laid_out_is_picked_up_again(lengths, dp, tp, packed):
             assert layout.columns % tp == 0
             assert not packed or sum(layout.lengths) <= 15
             picked = gather_from_micro_batch(layout, scatter_to_micro_batch(layout, table, spans), spans)
-            assert not picked.keys() & found.keys()
-            found |= picked
+            assert not picked.keys() & row_of.keys()
+            row_of |= picked
     assert len(counts) == 1
-    assert all(torch.equal(found[n], row) for n, row in enumerate(table.rows()))
-    assert found.keys() == set(range(len(lengths)))
+    assert all(torch.equal(row_of[n], row) for n, row in enumerate(table.rows()))
+    assert row_of.keys() == set(range(len(lengths)))

@@ -18,11 +18,11 @@ def rates(num_steps, **optim):
     group["min_lr"] = LR if cfg.schedule == "constant" else cfg.min_lr
     optimizer = SimpleNamespace(param_groups=[group])
     scheduler = _lr_scheduler(optimizer, cfg, num_steps)
-    found = []
+    lrs = []
     for _ in range(num_steps):
-        found.append(group["lr"])
+        lrs.append(group["lr"])
         scheduler.step(increment=1)
-    return found
+    return lrs
 
 
 def stated(step, num_steps, warmup, shape):

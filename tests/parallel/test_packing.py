@@ -279,16 +279,16 @@ def test_pairs_of_causal_attention_by_hand():
 
 def test_operations_of_a_dense_llama_by_hand():
     """Llama 3 8B: a layer has q and o of 16,777,216 each, k and v of 4,194,304, three of 58,720,256 in the MLP."""
-    found = forward_cost(Architecture(**LLAMA_3_8B))
-    assert found == Cost(per_token=2 * 32 * 218_103_808, per_pair=4 * 32 * 128 * 32, window=None)
+    cost = forward_cost(Architecture(**LLAMA_3_8B))
+    assert cost == Cost(per_token=2 * 32 * 218_103_808, per_pair=4 * 32 * 128 * 32, window=None)
     assert forward_cost(Architecture(**LLAMA_3_8B, sliding_window=4096)).window == 4096
     ungated = forward_cost(Architecture(**LLAMA_3_8B, gated_mlp=False))
-    assert found.per_token - ungated.per_token == 2 * 32 * 58_720_256
+    assert cost.per_token - ungated.per_token == 2 * 32 * 58_720_256
 
 
 def test_operations_of_a_mixture_of_experts_by_hand():
     """Mixtral 8x7B: two of eight experts and a router of 4096 x 8; the dense MLP's width does not count."""
     experts = {"num_experts": 8, "experts_per_token": 2, "expert_ffn_size": 14336}
-    found = forward_cost(Architecture(**{**LLAMA_3_8B, "model_type": "mixtral", "ffn_size": 1}, **experts))
-    assert found.per_token == 2 * 32 * (41_943_040 + 2 * 176_160_768 + 32_768)
-    assert found.per_pair == 524_288
+    cost = forward_cost(Architecture(**{**LLAMA_3_8B, "model_type": "mixtral", "ffn_size": 1}, **experts))
+    assert cost.per_token == 2 * 32 * (41_943_040 + 2 * 176_160_768 + 32_768)
+    assert cost.per_pair == 524_288

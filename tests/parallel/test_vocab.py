@@ -38,10 +38,10 @@ def by_hand(hidden_SBH, weight_VH, tokens_BS, mask_BS, temperature):
 def test_each_masked_position_predicts_the_next_token(backend):
     hidden_SBH, weight_VH, tokens_BS, mask_BS = problem()
     vocabulary = Vocabulary(weight_VH, TRUE, None, backend=backend)
-    found = next_token_logprobs(vocabulary, hidden_SBH, tokens_BS, mask_BS, temperature=0.7)
+    actual = next_token_logprobs(vocabulary, hidden_SBH, tokens_BS, mask_BS, temperature=0.7)
     expected = by_hand(hidden_SBH, weight_VH, tokens_BS, mask_BS, 0.7)
     assert int((expected[0] != 0).sum()) == 3
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
     alone, nothing = next_token_logprobs(
         vocabulary, hidden_SBH, tokens_BS, mask_BS, temperature=0.7, return_entropy=False
     )
@@ -52,9 +52,9 @@ def test_each_masked_position_predicts_the_next_token(backend):
 def test_logits_of_chosen_positions():
     """In any order, twice too; padding is cut off."""
     hidden_SBH, weight_VH, _, _ = problem()
-    found = logits_at(Vocabulary(weight_VH, TRUE, None), hidden_SBH, torch.tensor([2, 0, 2]), torch.tensor([1, 3, 1]))
+    logits = logits_at(Vocabulary(weight_VH, TRUE, None), hidden_SBH, torch.tensor([2, 0, 2]), torch.tensor([1, 3, 1]))
     expected = torch.stack([weight_VH[:TRUE] @ hidden_SBH[s, b] for b, s in ((2, 1), (0, 3), (2, 1))])
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(logits, expected)
 
 
 def test_a_stage_without_outputs_has_no_matrix():
@@ -92,9 +92,9 @@ def test_two_ranks_are_one(backend, sequence_parallel, ranks: RankPool):
     (logprobs_BS.sum() + 2 * entropy_BS.sum()).backward()
     logits_BSV = (hidden_SBH @ weight_VH[:TRUE].t()).transpose(0, 1)
     whole = [logprobs_BS, entropy_BS, logits_BSV.reshape(B * S, TRUE)]
-    found = [torch.from_numpy(part) for part in first]
-    other = [torch.from_numpy(part) for part in second]
-    torch.testing.assert_close(found[:3], [tensor.detach() for tensor in whole], rtol=1e-12, atol=1e-12)
-    hidden = torch.cat([found[3], other[3]]) if sequence_parallel else found[3]
+    parts = [torch.from_numpy(part) for part in first]
+    others = [torch.from_numpy(part) for part in second]
+    torch.testing.assert_close(parts[:3], [tensor.detach() for tensor in whole], rtol=1e-12, atol=1e-12)
+    hidden = torch.cat([parts[3], others[3]]) if sequence_parallel else parts[3]
     torch.testing.assert_close(hidden, hidden_SBH.grad, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(torch.cat([found[4], other[4]]), weight_VH.grad, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(torch.cat([parts[4], others[4]]), weight_VH.grad, rtol=1e-12, atol=1e-12)

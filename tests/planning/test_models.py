@@ -16,7 +16,7 @@ from megarlhf.config import RLConfig, RMConfig, RoleConfig
 from megarlhf.data.tokenizer import SentencePieceTokenizer, first_difference, load_tokenizer
 from megarlhf.observe.run_directory import claim
 from megarlhf.planning.models import check_anchor, check_heads, check_vocabularies
-from tests.planning.test_preflight import MODEL
+from tests.planning.configs import MODEL
 from tools.demo.make_data import train_tokenizer
 
 
@@ -94,8 +94,8 @@ def test_what_differs_and_what_does_not_count():
 
 def test_a_model_without_a_tokenizer_is_taken_at_its_size_and_that_is_said(model):
     actor, bare = model("actor"), model("bare", tokenizer=b"")
-    (said,) = check_vocabularies({"actor": actor, "critic": bare})
-    assert said.startswith(f"critic: {bare.model.path} has no tokenizer to compare; its vocab_size is that of actor")
+    (note,) = check_vocabularies({"actor": actor, "critic": bare})
+    assert note.startswith(f"critic: {bare.model.path} has no tokenizer to compare; its vocab_size is that of actor")
     with pytest.raises(ValueError, match=r"^critic: .*wide has no tokenizer, and its vocab_size = 101 is not the 100 "):
         check_vocabularies({"actor": actor, "critic": model("wide", tokenizer=b"", vocab_size=101)})
 
@@ -110,9 +110,9 @@ def test_a_language_model_has_no_scores(model):
         ):
             check_heads({role: language}, trains_reward_model=False)
         assert check_heads({role: scalar}, trains_reward_model=False) == []
-    said = f"the scalar head starts at random, the rest is {language.model.path}"
-    assert check_heads({"critic": fresh}, trains_reward_model=False) == [f"critic: {said}"]
-    assert check_heads({"reward_model": language}, trains_reward_model=True) == [f"reward_model: {said}"]
+    note = f"the scalar head starts at random, the rest is {language.model.path}"
+    assert check_heads({"critic": fresh}, trains_reward_model=False) == [f"critic: {note}"]
+    assert check_heads({"reward_model": language}, trains_reward_model=True) == [f"reward_model: {note}"]
 
 
 def test_random_weights_give_no_rewards(model):

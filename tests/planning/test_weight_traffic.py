@@ -223,7 +223,7 @@ def test_the_command_says_for_which_order_its_figures_are(options, order, ranks,
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (["actor.parallel.tp=7"], "world size 64 is not a multiple of tp x pp = 7 x 4"),
         (["--engine-tp=24"], "the engines (--engine-tp = 24): 64 ranks do not divide into engines of 24 ranks"),
@@ -237,9 +237,9 @@ def test_the_command_says_for_which_order_its_figures_are(options, order, ranks,
         (["--world-size=60"], "world size 60 is not a multiple"),
     ],
 )
-def test_what_does_not_fit_is_said(capsys, options, said):
+def test_what_does_not_fit_is_said(capsys, options, message):
     assert main(["-c", "configs/plan/llama-3-70b.yaml", *options]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", ["gbps", "size"])
@@ -253,8 +253,8 @@ def test_options_that_are_no_sizes(capsys, text, kind):
     for option in options[kind]:
         with pytest.raises(SystemExit, match="2"):
             main(["-c", "configs/plan/llama-3-70b.yaml", f"{option}={text}"])
-        said = capsys.readouterr().err.splitlines()[-1]
-        assert said.endswith(f"argument {option}: {text!r} is not a {what[kind]}")
+        message = capsys.readouterr().err.splitlines()[-1]
+        assert message.endswith(f"argument {option}: {text!r} is not a {what[kind]}")
 
 
 def test_a_configuration_that_is_no_text(capsys, tmp_path):

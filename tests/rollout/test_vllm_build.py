@@ -39,20 +39,20 @@ def asked(monkeypatch):
 
 
 def test_logits_are_asked_for_in_fp32_and_weights_in_the_actor_s_dtype(asked):
-    found = asked()
-    assert (found["hf_overrides"], found["dtype"]) == ({"head_dtype": "float32"}, "bfloat16")
-    assert (found["load_format"], found["logprobs_mode"], found["max_model_len"]) == (
+    arguments = asked()
+    assert (arguments["hf_overrides"], arguments["dtype"]) == ({"head_dtype": "float32"}, "bfloat16")
+    assert (arguments["load_format"], arguments["logprobs_mode"], arguments["max_model_len"]) == (
         "dummy",
         "processed_logprobs",
         128,
     )
-    assert "moe_backend" not in found
+    assert "moe_backend" not in arguments
     assert asked(has_experts=True)["moe_backend"] == "triton"
 
 
 def test_further_arguments_are_handed_on_and_may_replace_defaults(asked):
-    found = asked(engine_args={"max_num_seqs": 7, "enforce_eager": True})
-    assert (found["max_num_seqs"], found["enforce_eager"], found["seed"]) == (7, True, 0)
+    arguments = asked(engine_args={"max_num_seqs": 7, "enforce_eager": True})
+    assert (arguments["max_num_seqs"], arguments["enforce_eager"], arguments["seed"]) == (7, True, 0)
     assert asked()["enforce_eager"] is False
 
 

@@ -8,7 +8,8 @@ import torch
 from megarlhf.config import LogprobGapConfig
 from megarlhf.experience import Experience, Rollouts
 from megarlhf.trainers.rl_gap import LogprobGapError, LogprobGapWatch, logprob_gap
-from tests.trainers.test_rl_parts import experience, ragged
+from tests.tables import ragged
+from tests.trainers.test_rl_parts import experience
 
 NAMES = ("mean", "p999", "max")
 
@@ -23,8 +24,8 @@ def watch(**limits):
 
 def test_mean_percentile_and_largest_by_hand():
     """Gaps .03, 0 and .06; of three tokens the 99.9th percentile is the largest."""
-    found = logprob_gap(experience(rollout_logprobs=((-1.03, -2.0), (-0.44,))))
-    assert found == pytest.approx(gap(0.03, 0.06, 0.06), rel=1e-4)
+    metrics = logprob_gap(experience(rollout_logprobs=((-1.03, -2.0), (-0.44,))))
+    assert metrics == pytest.approx(gap(0.03, 0.06, 0.06), rel=1e-4)
 
 
 @pytest.mark.parametrize(("tokens", "rank"), [(999, 999), (1000, 999), (2999, 2997), (3000, 2997)])
@@ -43,10 +44,10 @@ def test_the_percentile_is_the_smallest_gap_that_999_of_1000_do_not_exceed(token
         rollouts=rollouts,
         columns={"old_logprobs": ragged([0.0] * tokens)},
     )
-    found = logprob_gap(table)
-    assert found["rollout_logprob_gap_p999"] == rank
-    assert (found["rollout_logprob_gap_p999"] >= gaps).sum() / tokens >= 0.999
-    assert found["rollout_logprob_gap_max"] == tokens
+    metrics = logprob_gap(table)
+    assert metrics["rollout_logprob_gap_p999"] == rank
+    assert (metrics["rollout_logprob_gap_p999"] >= gaps).sum() / tokens >= 0.999
+    assert metrics["rollout_logprob_gap_max"] == tokens
 
 
 def test_only_consecutive_steps_above_a_limit_end_the_run(caplog):

@@ -11,14 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarlhf.config import AlgoConfig, StopConfig
-from megarlhf.experience import Experience, Ragged, Rollouts
+from megarlhf.experience import Experience, Rollouts
 from megarlhf.trainers.rl_batches import split_into_mini_batches
 from megarlhf.trainers.rl_eval import StopRule
 from megarlhf.trainers.rl_score import add_advantages
-
-
-def ragged(*rows, dtype=torch.float32):
-    return Ragged.from_rows([torch.tensor(row) for row in rows], dtype)
+from tests.tables import ragged
 
 
 def experience(*, rollout_logprobs=((-1.0, -2.0), (-0.5,)), rewards=(1.0, 3.0), groups=(0, 0)):
@@ -52,10 +49,10 @@ def test_gae_with_kl_in_the_reward_by_hand():
 
     A1 = .975 - .25 = .725; A0 = -.05 + .25 - .5 + .5 x .725 = .0625; the other sample: 3 - 1 = 2.
     """
-    found = add_advantages(experience(), algo(kl={"coef": 0.1, "placement": "reward"}))
-    assert values(found, "advantages") == pytest.approx([0.0625, 0.725, 2.0])
-    assert values(found, "returns") == pytest.approx([0.5625, 0.975, 3.0])
-    assert found.columns["advantages"].lengths_N.tolist() == [2, 1]
+    table = add_advantages(experience(), algo(kl={"coef": 0.1, "placement": "reward"}))
+    assert values(table, "advantages") == pytest.approx([0.0625, 0.725, 2.0])
+    assert values(table, "returns") == pytest.approx([0.5625, 0.975, 3.0])
+    assert table.columns["advantages"].lengths_N.tolist() == [2, 1]
 
 
 @pytest.mark.parametrize(
@@ -68,17 +65,17 @@ def test_gae_without_kl_in_the_reward(kl):
 
 def test_gae_takes_the_configured_estimator():
     """k2 = d^2 / 2: .125 and .03125 where k1 is .5 and .25. lam = gamma = 1: advantages are sums less values."""
-    found = add_advantages(experience(), algo(lam=1.0, kl={"coef": 2.0, "placement": "reward", "estimator": "k2"}))
-    assert values(found, "returns") == pytest.approx([1 - 0.25 - 0.0625, 1 - 0.0625, 3.0])
+    table = add_advantages(experience(), algo(lam=1.0, kl={"coef": 2.0, "placement": "reward", "estimator": "k2"}))
+    assert values(table, "returns") == pytest.approx([1 - 0.25 - 0.0625, 1 - 0.0625, 3.0])
 
 
 def test_whitening_is_over_the_response_tokens_of_the_step():
     """Of -.05 + ..., plainly (.125, .75, 2): mean 2.875 / 3, biased variance; padding does not count."""
     plain = torch.tensor([0.125, 0.75, 2.0], dtype=torch.float64)
-    found = add_advantages(experience(), algo(whiten_advantages=True))
+    table = add_advantages(experience(), algo(whiten_advantages=True))
     expected = (plain - plain.mean()) / plain.var(unbiased=False).sqrt()
-    assert values(found, "advantages") == pytest.approx(expected.tolist(), rel=1e-5)
-    assert values(found, "returns") == pytest.approx([0.625, 1.0, 3.0]), "returns are not whitened"
+    assert values(table, "advantages") == pytest.approx(expected.tolist(), rel=1e-5)
+    assert values(table, "returns") == pytest.approx([0.625, 1.0, 3.0]), "returns are not whitened"
 
 
 @pytest.mark.parametrize("scale, expected", [(False, 1.0), (True, 1 / (2**0.5 + 1e-6))])
@@ -87,20 +84,20 @@ def test_group_relative_by_hand(scale, expected):
     cfg = algo(
         advantage="group_relative", scale_by_group_std=scale, kl={"coef": 0.1, "placement": "loss", "estimator": "k3"}
     )
-    found = add_advantages(experience(), cfg)
-    assert values(found, "advantages") == pytest.approx([-expected, -expected, expected])
-    assert "returns" not in found.columns
+    table = add_advantages(experience(), cfg)
+    assert values(table, "advantages") == pytest.approx([-expected, -expected, expected])
+    assert "returns" not in table.columns
 
 
 def test_leave_one_out_with_kl_in_the_reward_by_hand():
     """A response's KL is the sum over its tokens: .75; rewards 1 - .1 x .75 = .925 and 3, each less the other."""
-    found = add_advantages(experience(), algo(advantage="leave_one_out", kl={"coef": 0.1, "placement": "reward"}))
-    assert values(found, "advantages") == pytest.approx([-2.075, -2.075, 2.075])
+    table = add_advantages(experience(), algo(advantage="leave_one_out", kl={"coef": 0.1, "placement": "reward"}))
+    assert values(table, "advantages") == pytest.approx([-2.075, -2.075, 2.075])
 
 
 def test_samples_of_different_prompts_are_not_compared():
-    found = add_advantages(experience(groups=(0, 1)), algo(advantage="leave_one_out"))
-    assert values(found, "advantages") == [0, 0, 0]
+    table = add_advantages(experience(groups=(0, 1)), algo(advantage="leave_one_out"))
+    assert values(table, "advantages") == [0, 0, 0]
 
 
 def test_stop_on_kl():
@@ -133,10 +130,10 @@ def test_without_a_rule_or_an_evaluation_nothing_stops():
 
 @given(st.integers(1, 60), st.integers(1, 60), st.booleans(), st.integers(0, 2**60))
 def test_mini_batches_deal_every_sample_once(num_samples, size, shuffle, seed):
-    dealt = split_into_mini_batches(num_samples, size, shuffle=shuffle, seed=seed)
-    assert sorted(sample for samples in dealt for sample in samples) == list(range(num_samples))
-    assert {len(samples) for samples in dealt[:-1]} <= {size}
-    assert dealt == split_into_mini_batches(num_samples, size, shuffle=shuffle, seed=seed)
+    mini_batches = split_into_mini_batches(num_samples, size, shuffle=shuffle, seed=seed)
+    assert sorted(sample for samples in mini_batches for sample in samples) == list(range(num_samples))
+    assert {len(samples) for samples in mini_batches[:-1]} <= {size}
+    assert mini_batches == split_into_mini_batches(num_samples, size, shuffle=shuffle, seed=seed)
 
 
 def test_mini_batches_in_order_and_shuffled():

@@ -24,17 +24,17 @@ def _open_twice(runtime: Runtime, directory: str) -> tuple[str, int]:
             "train": {"num_steps": 1, "mini_batch_samples": 1, "micro_batch_samples": 1},
         }
     )
-    told = ""
+    outcome = ""
     with open_session(cfg, cfg.run, cfg.checkpoint, runtime, "sft", 1) as session:
         session.log(1, {"loss": 0.5})
     try:
         with open_session(cfg, cfg.run, cfg.checkpoint, runtime, "sft", 1):
-            told = "opened"
+            outcome = "opened"
     except ValueError as error:
-        told = str(error)
+        outcome = str(error)
     total = torch.ones(())
     dist.all_reduce(total)
-    return told, int(total)
+    return outcome, int(total)
 
 
 def test_a_used_directory_is_refused_on_every_rank_alike(tmp_path: Path, ranks: RankPool) -> None:
@@ -49,12 +49,12 @@ def _save_where_something_is(runtime: Runtime, root: str) -> tuple[str, int]:
     """What each rank is told; and a sum that takes both ranks."""
     try:
         save_roles(Path(root), 2, [])
-        told = "saved"
+        outcome = "saved"
     except ValueError as error:
-        told = str(error)
+        outcome = str(error)
     total = torch.ones(())
     dist.all_reduce(total)
-    return told, int(total)
+    return outcome, int(total)
 
 
 def test_a_checkpoint_replaces_nothing_and_every_rank_says_so(tmp_path: Path, ranks: RankPool) -> None:

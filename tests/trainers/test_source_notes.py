@@ -9,7 +9,7 @@ from megarlhf.config import PromptDataConfig, SFTConfig
 from megarlhf.trainers.prompts import load_prompts
 from megarlhf.trainers.sft import SupervisedFineTuning
 from megarlhf.trainers.supervised import load_samples
-from tests.planning.test_preflight import MODEL
+from tests.planning.configs import MODEL
 from tools.demo.make_data import train_tokenizer
 
 

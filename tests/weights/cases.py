@@ -10,7 +10,6 @@ import torch
 from megarlhf.architectures.architecture import Architecture
 from megarlhf.architectures.hf_config import architecture_from_hf
 from megarlhf.architectures.placements import (
-    hf_placements,
     logical_tensors,
     megatron_placements,
     padded_vocab_size,
@@ -132,7 +131,3 @@ def fill_from_logical(part: RankPlacements, live: dict[str, torch.Tensor], logic
     for placement in part.placements:
         index = tuple(slice(a, b) for a, b in zip(placement.box.start, placement.box.stop, strict=True))
         view(placement, live).copy_(logical[placement.tensor][index])
-
-
-def hf_rank(arch: Architecture, head: str = "lm", rank: int = 0) -> RankPlacements:
-    return hf_placements(arch, head, rank)

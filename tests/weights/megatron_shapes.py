@@ -55,13 +55,9 @@ def _rank(arch: Architecture, layout: dict[str, Any], world: int, rank: int, sta
         dist.destroy_process_group()
 
 
-def _model(arch: Architecture, layout: dict[str, Any], first: bool, last: bool, chunk: int | None) -> torch.nn.Module:
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.models.gpt.gpt_model import GPTModel
-    from megatron.core.transformer.moe import experts
+def _config(arch: Architecture, layout: dict[str, Any], chunk: int | None) -> Any:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    grouped = layout.get("experts") == "grouped"
     stages = layout.get("layers_per_stage")
     uneven = {}
     if stages:
@@ -72,17 +68,16 @@ def _model(arch: Architecture, layout: dict[str, Any], first: bool, last: bool, 
             "num_moe_experts": arch.num_experts,
             "moe_ffn_hidden_size": arch.expert_ffn_size,
             "expert_model_parallel_size": layout.get("ep", 1),
-            "moe_grouped_gemm": grouped,
+            "moe_grouped_gemm": layout.get("experts") == "grouped",
         }
-    norm = "RMSNorm" if arch.norm == "rms" else "LayerNorm"
-    config = TransformerConfig(
+    return TransformerConfig(
         num_layers=arch.num_layers,
         hidden_size=arch.hidden_size,
         num_attention_heads=arch.num_heads,
         num_query_groups=arch.num_kv_heads,
         kv_channels=arch.head_dim,
         ffn_hidden_size=arch.ffn_size,
-        normalization=norm,
+        normalization="RMSNorm" if arch.norm == "rms" else "LayerNorm",
         qk_layernorm=arch.qk_norm,
         gated_linear_unit=arch.gated_mlp,
         activation_func=torch.nn.functional.silu,
@@ -100,6 +95,14 @@ def _model(arch: Architecture, layout: dict[str, Any], first: bool, last: bool, 
         **uneven,
         **moe,
     )
+
+
+def _model(arch: Architecture, layout: dict[str, Any], first: bool, last: bool, chunk: int | None) -> torch.nn.Module:
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.transformer.moe import experts
+
+    config, grouped = _config(arch, layout, chunk), layout.get("experts") == "grouped"
     # The library behind grouped experts is a CUDA one, asked for in the constructor, used in forward only.
     with mock.patch.object(experts.gg, "assert_grouped_gemm_is_available"):
         return GPTModel(
@@ -109,7 +112,7 @@ def _model(arch: Architecture, layout: dict[str, Any], first: bool, last: bool, 
                 moe_grouped_gemm=grouped,
                 moe_use_legacy_grouped_gemm=grouped,
                 qk_layernorm=arch.qk_norm,
-                normalization=norm,
+                normalization=config.normalization,
             ),
             vocab_size=layout["padded_vocab"],
             max_sequence_length=arch.max_positions + arch.position_offset,

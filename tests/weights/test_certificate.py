@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 
 from megarlhf.weights.checks import certificate as module
-from megarlhf.weights.checks.certificate import CertificateError, certify, spoilt_padding
+from megarlhf.weights.checks.certificate import CertificateError, certify, nonzero_padding
 from megarlhf.weights.checks.digest import whole_digest
 from megarlhf.weights.plan.copy_plan import make_plan
 from megarlhf.weights.transport.random_init import fill_random
-from megarlhf.weights.transport.reshard import reshard_once
+from megarlhf.weights.transport.reshard import Resharder
 from megarlhf.weights.transport.storages import zero_padding
 from tests.ranks import RankPool
 from tests.weights.cases import empty, megatron_ranks, tiny, vllm_ranks
@@ -65,7 +65,7 @@ def _prove(rank, stages):
     old = {name: value.clone() for name, value in dst.items()}
     fill_random(sources[rank], src, seed=5, std=0.1, arch=arch)
     plan = make_plan(sources, ranks, only_rank=rank)
-    reshard_once(plan, src, dst, rank=rank, dtype=torch.bfloat16, device=CPU)
+    Resharder(plan, rank=rank, dtype=torch.bfloat16, device=CPU).run(src, dst)
     options = {"rank": rank, "dtype": torch.bfloat16, "version": 7}
 
     def proof():
@@ -103,7 +103,7 @@ def _prove(rank, stages):
     for _ in range(2):
         with pytest.raises(CertificateError, match=apart):
             proof()
-        reshard_once(plan, src, dst, rank=rank, dtype=torch.bfloat16, device=CPU)
+        Resharder(plan, rank=rank, dtype=torch.bfloat16, device=CPU).run(src, dst)
     return certificate.digest
 
 
@@ -128,9 +128,9 @@ def _failing(runtime):
     src, dst = empty([sources[rank]], torch.bfloat16)[rank], empty([ranks[rank]], torch.bfloat16, 0.0)[rank]
     fill_random(sources[rank], src, seed=5, std=0.1, arch=arch)
     plan = make_plan(sources, ranks, only_rank=rank)
-    reshard_once(plan, src, dst, rank=rank, dtype=torch.bfloat16, device=CPU)
+    Resharder(plan, rank=rank, dtype=torch.bfloat16, device=CPU).run(src, dst)
 
-    def said(src, dst):
+    def refusal(src, dst):
         with pytest.raises(CertificateError) as error:
             certify(plan, sources, ranks, src, dst, rank=rank, dtype=torch.bfloat16, version=3)
         return str(error.value)
@@ -140,9 +140,9 @@ def _failing(runtime):
         return {key: value for key, value in storages.items() if rank != 1 or key != name}
 
     messages = [
-        said(lost(src, "decoder.layers.0.mlp.linear_fc2.weight"), dst),
-        said(src, lost(dst, "model.norm.weight")),
-        said({}, {}) if rank == 1 else said(src, dst),
+        refusal(lost(src, "decoder.layers.0.mlp.linear_fc2.weight"), dst),
+        refusal(src, lost(dst, "model.norm.weight")),
+        refusal({}, {}) if rank == 1 else refusal(src, dst),
     ]
     # The second pass, by box, runs only after a difference.
     if rank == 3:
@@ -150,9 +150,9 @@ def _failing(runtime):
     kept = module._digests_by_box
     if rank == 1:
         module._digests_by_box = lambda *arguments, **options: torch.empty(1 << 60)
-    messages.append(said(src, dst))
+    messages.append(refusal(src, dst))
     module._digests_by_box = kept
-    messages.append(said(src, dst))
+    messages.append(refusal(src, dst))
     return messages
 
 
@@ -180,12 +180,12 @@ def test_padding_that_somebody_wrote_to_is_counted():
     (part,) = vllm_ranks(arch, 1, 1)
     live = empty([part], torch.bfloat16, 1.0)[0]
     zero_padding(part, live)
-    assert spoilt_padding(part, live) == []
+    assert nonzero_padding(part, live) == []
     ((start, stop),) = part.padding()["lm_head.weight"]
     live["lm_head.weight"].view(-1)[start] = 0.5
     live["lm_head.weight"].view(-1)[stop - 1] = torch.nan
     live["model.embed_tokens.weight"].view(-1)[stop - 1] = torch.inf
-    assert spoilt_padding(part, live) == [
+    assert nonzero_padding(part, live) == [
         f"model.embed_tokens.weight: 1 of {stop - start} elements of its padding are not zero",
         f"lm_head.weight: 2 of {stop - start} elements of its padding are not zero",
     ]

@@ -72,8 +72,8 @@ def test_a_wrong_companion_is_refused_with_everything_that_is_wrong(models, tmp_
     (out / "hf" / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match="in 5 points: ") as error:
         open_checkpoint(out)
-    said = str(error.value)
-    assert said.startswith(f"config.json of {out / 'hf'} describes another model than the args of {out}")
+    message = str(error.value)
+    assert message.startswith(f"config.json of {out / 'hf'} describes another model than the args of {out}")
     for part in (
         "num_heads: config.json says 8, args say 4 (num_attention_heads = 4)",
         "num_kv_heads: config.json says 4, args say 2 (num_query_groups = 2, group_query_attention = True)",
@@ -81,8 +81,8 @@ def test_a_wrong_companion_is_refused_with_everything_that_is_wrong(models, tmp_
         "vocab_size: config.json says 90, args say 100 (vocab_size = 100",
         "rope_theta: config.json says 500000.0, args say 10000.0 (rotary_base = 10000)",
     ):
-        assert part in said
-    assert said.endswith("(--reference-hf, in a run model.hf), or correct that config.json")
+        assert part in message
+    assert message.endswith("(--reference-hf, in a run model.hf), or correct that config.json")
     assert open_checkpoint(out, hf=models("llama")).arch == architecture("llama"), "a right one, named, wins"
 
 
@@ -128,8 +128,8 @@ def test_each_field(family, changes, own):
     arch = architecture(family)
     wrong = contradictions(replace(arch, **changes), args_for(arch, own=own))
     ((field, value),) = changes.items()
-    said = value.factor if isinstance(value, Llama3Rope) and not wrong[0].endswith(f"({OWN_KEY})") else value
-    assert [line.split(", args say")[0] for line in wrong] == [f"{field}: config.json says {said!r}"]
+    printed = value.factor if isinstance(value, Llama3Rope) and not wrong[0].endswith(f"({OWN_KEY})") else value
+    assert [line.split(", args say")[0] for line in wrong] == [f"{field}: config.json says {printed!r}"]
 
 
 @pytest.mark.parametrize(

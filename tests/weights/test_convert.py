@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from megarlhf.weights.checkpoint.conversion import HuggingFaceTarget, MegatronTarget, convert
 from megarlhf.weights.checkpoint.open_checkpoint import detect_format, open_checkpoint
 from megarlhf.weights.checkpoint.verify import differences, digests
+from megarlhf.weights.checks.digest import whole_digest
 from tests.weights.families import CONFIGS
 from tests.weights.models import write_model
 
@@ -197,11 +198,11 @@ def test_verify_names_the_first_difference(models, tmp_path):
     a, b = open_checkpoint(tmp_path / "a"), open_checkpoint(tmp_path / "b")
     actual = digests(source), digests(a), digests(b)
     assert actual[0] == actual[1]
-    assert actual[0].whole() == actual[1].whole() != actual[2].whole()
+    assert whole_digest(actual[0]) == whole_digest(actual[1]) != whole_digest(actual[2])
     assert differences(source, a, actual[0], actual[1], None) == ""
-    said = differences(a, b, actual[1], actual[2], None)
-    assert said.startswith("1 of ")
-    assert said.endswith(f"the first: {name}[7, 11] is {before!r} and {after!r}")
+    message = differences(a, b, actual[1], actual[2], None)
+    assert message.startswith("1 of ")
+    assert message.endswith(f"the first: {name}[7, 11] is {before!r} and {after!r}")
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from megarlhf.weights.checkpoint import staging
 from megarlhf.weights.checkpoint.checksums import check_checksums
 from megarlhf.weights.checkpoint.conversion import HuggingFaceTarget, MegatronTarget, convert
 from megarlhf.weights.checkpoint.open_checkpoint import detect_format, open_checkpoint
-from megarlhf.weights.checkpoint.verify import Digests, digests
+from megarlhf.weights.checkpoint.verify import digests
 from tests.weights.models import write_model
 
 ROOT = Path(__file__).parents[2]
@@ -44,17 +44,17 @@ def target_for(kind: str):
     return MegatronTarget(tp=2, format="mp_rank") if kind in ("safetensors", "bin") else HuggingFaceTarget()
 
 
-def convert_damaged(source: Path, out: Path, kind: str, expected: Digests | None = None) -> str:
+def convert_damaged(source: Path, out: Path, kind: str, expected: dict[str, int] | None = None) -> str:
     """`found`, or `survived` with a result that opens, and holds what is `expected`, if known."""
     try:
         convert(open_checkpoint(source), out, target_for(kind))
     except (ValueError, OSError) as error:
-        said = str(error)
+        message = str(error)
     else:
-        said = ""
-    if said:
-        assert not out.exists(), f"{said} left a directory"
-        assert len(said) > 30, "says what to do"
+        message = ""
+    if message:
+        assert not out.exists(), f"{message} left a directory"
+        assert len(message) > 30, "says what to do"
         return "found"
     assert expected in (None, digests(open_checkpoint(out))), "survived with other numbers"
     open_checkpoint(out)

@@ -16,8 +16,8 @@ from tests.weights.models import write_model
 
 
 def resolved(path, head="lm", **model):
-    found = resolve_dtype("actor", ModelConfig(path=path, **model), head)
-    return found.name, found.why
+    dtype = resolve_dtype("actor", ModelConfig(path=path, **model), head)
+    return dtype.name, dtype.why
 
 
 def say(path, **changes):
@@ -77,20 +77,20 @@ def test_a_head_that_the_role_does_not_use_has_no_say(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("said", "found"),
+    ("dtypes", "expected"),
     [
         ({"dtype": "bfloat16"}, ("bf16", "as config.json says")),
         ({"torch_dtype": "float32", "dtype": None}, ("fp32", "as config.json says")),
         ({"dtype": None}, ("fp32", "by default")),
     ],
 )
-def test_without_weights_config_json_decides(tmp_path, said, found):
+def test_without_weights_config_json_decides(tmp_path, dtypes, expected):
     """Random weights, and a directory for a plan, which has none; the files of the first are not looked at."""
     path = write_model("llama", tmp_path / "m", dtype=torch.float16)
-    say(path, **said)
-    assert resolved(path, random_init=True) == found
+    say(path, **dtypes)
+    assert resolved(path, random_init=True) == expected
     (path / "model.safetensors").unlink()
-    assert resolved(path) == found
+    assert resolved(path) == expected
 
 
 def test_random_weights_of_a_model_in_fp16_are_refused(tmp_path):

@@ -43,8 +43,8 @@ def test_every_family_there_and_back(tmp_path, monkeypatch, family, item_bytes):
     parts = [part.on_rank(1 + part.rank) for part in layout.parts(arch)]
     extents = raw_files(parts, tmp_path, torch.float32)
     plan = make_plan(hf.parts, parts)
-    told = []
-    transfer(plan, hf.extents, extents, first_destination=1, workers=2, progress=told.append)
+    reported_bytes = []
+    transfer(plan, hf.extents, extents, first_destination=1, workers=2, progress=reported_bytes.append)
     expected = empty(parts, torch.float32, 0.0)
     copy_in_memory(plan, {0: logical}, expected)
     maps = MappedFiles()
@@ -53,8 +53,8 @@ def test_every_family_there_and_back(tmp_path, monkeypatch, family, item_bytes):
         for name, extent in by_name.items():
             assert torch.equal(maps.tensor(extent), expected[part.rank][name]), name
             compared += extent.num_bytes
-    assert sum(told) == compared > 4 * arch.num_layers * arch.hidden_size**2
-    assert (len(told) > 500) == (item_bytes == 200)
+    assert sum(reported_bytes) == compared > 4 * arch.num_layers * arch.hidden_size**2
+    assert (len(reported_bytes) > 500) == (item_bytes == 200)
     back = [part.on_rank(5) for part in hf.parts]
     returned = raw_files(back, tmp_path, torch.float32)
     sources = [part.on_rank(part.rank - 1) for part in parts]

@@ -96,12 +96,12 @@ def test_digests_do_not_know_the_layout():
     assert compare(fp32, expected) == sorted(expected)
 
 
-def test_chunks_do_not_change_a_digest(monkeypatch):
+def test_blocks_do_not_change_a_digest(monkeypatch):
     arch = tiny()
     ranks = vllm_ranks(arch, 2)
     live = filled(arch, ranks)
     expected = digest(ranks, live)
-    monkeypatch.setattr(digest_module, "_CHUNK_ELEMENTS_CPU", 37)
+    monkeypatch.setattr(digest_module, "block_elements", lambda device: 37)
     assert digest(ranks, live) == expected
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megarlhf.placement import Box, Placement
 from megarlhf.weights.plan.copy_plan import Copy, make_plan
-from megarlhf.weights.transport.messages import PairStream, StridedCopy, StridedView, coalesce
+from megarlhf.weights.transport.messages import PairTransfer, StridedCopy, StridedView, coalesce
 from megarlhf.weights.transport.random_init import fill_random
 from tests.weights.cases import empty, megatron_ranks, tiny, vllm_ranks
 
@@ -78,16 +78,16 @@ def test_any_cuts_of_the_streams_carry_every_element(layout, tied, cuts):
     plan, merged = make_plan(sources, ranks), 0
     for (a, b), numel in plan.traffic.items():
         copies = [c for c in plan.copies if (c.src_rank, c.dst_rank) == (a, b)]
-        stream = PairStream(copies)
+        stream = PairTransfer(copies)
         assert sum(copy.numel for copy in stream.copies) == numel
         merged += len(copies) - len(stream.copies)
         at = sorted({0, numel, *(int(cut * numel) for cut in cuts)})
-        for span in itertools.pairwise(at):
-            slices = list(stream.slices([span]))
+        for elements in itertools.pairwise(at):
+            slices = list(stream.slices([elements]))
             sent = [view.reshape(-1) for c, *range_ in slices for view in c.views(c.src, src[a], *range_)]
             into = [view for c, *range_ in slices for view in c.views(c.dst, dst[b], *range_)]
             message = torch.cat(sent)
-            assert message.numel() == span[1] - span[0]
+            assert message.numel() == elements[1] - elements[0]
             for view, stretch in zip(into, message.split([view.numel() for view in into]), strict=True):
                 view.copy_(stretch.view(view.shape))
     assert merged > 0 or tp != v

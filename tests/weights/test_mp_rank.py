@@ -19,8 +19,8 @@ import torch
 
 from megarlhf.architectures.architecture import Architecture
 from megarlhf.architectures.megatron_layout import MegatronLayout, ModelRank
-from megarlhf.weights.checkpoint.formats.megatron.args import args_of
-from megarlhf.weights.checkpoint.formats.mp_rank.read import MpRankCheckpoint, read_mp_rank
+from megarlhf.weights.checkpoint.formats.megatron.args import MegatronWeights, args_of
+from megarlhf.weights.checkpoint.formats.mp_rank.read import read_mp_rank
 from megarlhf.weights.checkpoint.formats.mp_rank.write import preallocate_mp_rank
 from megarlhf.weights.checkpoint.formats.torch_file.archive import check_crc, seal
 from megarlhf.weights.transport.extent import MappedFiles
@@ -113,7 +113,7 @@ def save_tree(
     return folder
 
 
-def same_tensors(read: MpRankCheckpoint, ranks: dict[ModelRank, dict[str, torch.Tensor]]) -> int:
+def same_tensors(read: MegatronWeights, ranks: dict[ModelRank, dict[str, torch.Tensor]]) -> int:
     """Compares each extent's values with the storage; returns how many were compared."""
     maps, compared = MappedFiles(), 0
     for at, part, extents in zip(read.layout.ranks(), read.parts, read.extents, strict=True):
@@ -138,24 +138,24 @@ def test_every_family_and_layout_is_read_by_value_and_written_for_torch(family, 
     ranks = state_dicts(arch, layout)
     save_tree(tmp_path / "saved", arch, layout, ranks)
     read = read_mp_rank(tmp_path / "saved")
-    assert (read.layout, read.head, read.iteration, read.checkpoint_version) == (layout, "lm", 123, 3.0)
-    assert set(read.files) == set(layout.ranks())
+    assert (read.arch, read.layout, read.head) == (arch, layout, "lm")
     assert read.args["lr"] == 1e-4
-    assert read.parts == layout.parts(arch)
+    assert list(read.parts) == layout.parts(arch)
     assert same_tensors(read, ranks) == sum(len(part.storages) for part in read.parts) > 10
 
     args = args_of(arch, layout, torch.float64)
     parts, extents = preallocate_mp_rank(tmp_path / "out", arch, layout, "lm", torch.float64, args, 123)
-    assert parts == read.parts
+    assert parts == list(read.parts)
     for at, storages in zip(layout.ranks(), extents, strict=True):
         for storage, extent in storages.items():
             raw = ranks[at][storage].contiguous().view(-1).numpy()
             np.memmap(extent.path, np.float64, "r+", extent.offset, raw.shape)[:] = raw
     again = read_mp_rank(tmp_path / "out" / "iter_0000123")
     assert again.layout == layout
-    assert again.extents == extents
-    for at, path in again.files.items():
-        assert path.relative_to(tmp_path / "out") == read.files[at].relative_to(tmp_path / "saved")
+    assert list(again.extents) == extents
+    for at, before, after in zip(layout.ranks(), read.extents, again.extents, strict=True):
+        (saved,), (path,) = ({extent.path for extent in extents.values()} for extents in (before, after))
+        assert path.relative_to(tmp_path / "out") == saved.relative_to(tmp_path / "saved")
         seal(path)
         assert check_crc(path) == []
         with torch.serialization.safe_globals([Namespace]):
@@ -174,11 +174,10 @@ def test_directory_forms(tmp_path):
     layout = layout_of(arch, tp=2, pp=2)
     ranks = state_dicts(arch, layout)
     folder = save_tree(tmp_path, arch, layout, ranks)
-    assert read_mp_rank(tmp_path).iteration == read_mp_rank(folder).iteration == 123
+    assert read_mp_rank(tmp_path).directory == read_mp_rank(folder).directory == folder
     shutil.copytree(folder, tmp_path / "release")
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("release\n")
-    read = read_mp_rank(tmp_path)
-    assert (read.directory, read.iteration) == (tmp_path / "release", "release")
+    assert read_mp_rank(tmp_path).directory == tmp_path / "release"
     for path in sorted(folder.glob("*/model_optim_rng.pt")):
         path.rename(path.with_name("model_rng.pt"))
         (folder / (path.parent.name + "_000")).mkdir()
@@ -198,7 +197,7 @@ def test_release_is_written(tmp_path):
     preallocate_mp_rank(tmp_path, arch, layout, "lm", torch.bfloat16, args_of(arch, layout, torch.bfloat16), "release")
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "release"
     assert (tmp_path / "release" / "mp_rank_00" / "model_optim_rng.pt").is_file()
-    assert read_mp_rank(tmp_path).iteration == "release"
+    assert read_mp_rank(tmp_path).directory == tmp_path / "release"
 
 
 def test_a_scalar_head(tmp_path):
@@ -208,7 +207,7 @@ def test_a_scalar_head(tmp_path):
     save_tree(tmp_path, arch, layout, ranks)
     read = read_mp_rank(tmp_path)
     assert read.head == "scalar"
-    assert read.parts == layout.parts(arch, "scalar")
+    assert list(read.parts) == layout.parts(arch, "scalar")
     assert same_tensors(read, ranks) > 10
 
 
@@ -241,7 +240,7 @@ def test_older_orders_and_names(family, version, legacy, tmp_path):
             content = torch.load(path, weights_only=False)
             torch.save({**content, "model": old_names(content["model"])}, path)
     read = read_mp_rank(tmp_path)
-    assert read.checkpoint_version == version
+    assert (list(read.parts) == layout.parts(arch)) == (version >= 2)
     logical, maps, covered = random_logical(arch), MappedFiles(), 0
     for part, extents in zip(read.parts, read.extents, strict=True):
         live = {name: maps.tensor(extent) for name, extent in extents.items()}
@@ -290,9 +289,12 @@ def test_missing_versions(tmp_path):
     content = torch.load(path, weights_only=False)
     del content["checkpoint_version"]
     torch.save(content, path)
-    assert read_mp_rank(tmp_path).checkpoint_version == 3.0
+    assert list(read_mp_rank(tmp_path).parts) == layout.parts(arch)
     torch.save({**content, "model": old_names(content["model"])}, path)
-    assert read_mp_rank(tmp_path).checkpoint_version == 0
+    oldest = read_mp_rank(tmp_path).parts
+    assert list(oldest) != layout.parts(arch)
+    torch.save({**content, "model": old_names(content["model"]), "checkpoint_version": 0}, path)
+    assert read_mp_rank(tmp_path).parts == oldest
     torch.save({**content, "checkpoint_version": 4.0}, path)
     with pytest.raises(ValueError, match=r"checkpoint_version 4\.0, expected 0, 1\.0, 2\.0 or 3\.0"):
         read_mp_rank(tmp_path)

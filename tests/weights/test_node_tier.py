@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from megarlhf.architectures.placements import identity_placements
 from megarlhf.placement import Box, RankPlacements
 from megarlhf.weights.plan.copy_plan import make_plan
-from megarlhf.weights.plan.tiers import crossing, make_tiers, node_needs
-from megarlhf.weights.plan.traffic import Links, entering, wire_seconds
+from megarlhf.weights.plan.tiers import least_received_by_node, make_tiers, traffic_between_nodes
+from megarlhf.weights.plan.traffic import Links, received_by_node, wire_seconds
 from tests.weights.cases import copy_in_memory, empty, place_slice
 from tests.weights.transfers import FAMILIES, Masks, Transfer, draw_transfer, filled, logical_of
 
@@ -31,14 +31,16 @@ def check(case: Transfer, node_of) -> int:
     written = sum(copy.numel for plan in (tiers.arrive, tiers.fan_out) for copy in plan.copies)
     assert written == sum(placement.box.numel for part in case.destinations for placement in part.placements)
 
-    assert crossing(tiers.fan_out, node_of) == {}
-    came_in = entering(crossing(tiers.arrive, node_of), max(node_of) + 1)
-    least = node_needs(case.sources, case.destinations, node_of)
+    assert traffic_between_nodes(tiers.fan_out, node_of) == {}
+    came_in = received_by_node(traffic_between_nodes(tiers.arrive, node_of), max(node_of) + 1)
+    least = least_received_by_node(case.sources, case.destinations, node_of)
     for node in set(node_of):
         holding = Masks(case.arch, [part for part in case.sources if node_of[part.rank] == node])
         wanting = Masks(case.arch, [part for part in case.destinations if node_of[part.rank] == node])
         assert came_in[node] == least[node] == holding.lacking(wanting)
-    whole = sum(entering(crossing(make_plan(case.sources, case.destinations), node_of), max(node_of) + 1))
+    whole = sum(
+        received_by_node(traffic_between_nodes(make_plan(case.sources, case.destinations), node_of), max(node_of) + 1)
+    )
     assert sum(came_in) <= whole
     return sum(came_in)
 
@@ -70,7 +72,7 @@ def test_the_receivers_of_a_node_share_alike():
     tiers = make_tiers([part], wanting, node_of)
     assert tiers.arrive.traffic == {(0, rank): 8 for rank in (1, 2, 3, 4)}
     assert tiers.fan_out.traffic == {(src, dst): 8 for src in range(1, 5) for dst in range(1, 5) if src != dst}
-    assert crossing(tiers.arrive, node_of) == {(0, 1): 32}
+    assert traffic_between_nodes(tiers.arrive, node_of) == {(0, 1): 32}
 
 
 def test_one_ranks_tiers_are_those_of_the_whole():
@@ -142,8 +144,8 @@ def test_overlapping_boxes_on_any_nodes(data):
     assert all(torch.equal(filled_storages[rank]["t"], expected[rank]["t"]) for rank in ranks)
     plans = (tiers.arrive, tiers.fan_out)
     assert sum(c.numel for p in plans for c in p.copies) == sum(part.placements[0].box.numel for part in wanted)
-    assert crossing(tiers.fan_out, node_of) == {}
-    came_in = entering(crossing(tiers.arrive, node_of), 2)
+    assert traffic_between_nodes(tiers.fan_out, node_of) == {}
+    came_in = received_by_node(traffic_between_nodes(tiers.arrive, node_of), 2)
     for node in set(node_of):
         flags = torch.zeros(2, *shape, dtype=torch.bool)
         for side, parts in enumerate((wanted, sources)):

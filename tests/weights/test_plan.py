@@ -202,14 +202,14 @@ def test_rounds_carry_everything_within_the_bucket(traffic, capacity):
     for rank in range(6):
         for number in rank_rounds(traffic, rank, capacity):
             for peers in (number.sends, number.receives):
-                assert sum(b - a for spans in peers.values() for a, b in spans) <= capacity
+                assert sum(b - a for ranges in peers.values() for a, b in ranges) <= capacity
                 assert list(peers) == sorted(peers)
-            for peer, spans in number.sends.items():
-                seen[rank, peer] += spans
+            for peer, ranges in number.sends.items():
+                seen[rank, peer] += ranges
     ends = {
         pair: [s for n in rank_rounds(traffic, pair[1], capacity) for s in n.receives.get(pair[0], ())] for pair in seen
     }
     assert seen == ends
-    for pair, spans in seen.items():
-        covered = [i for a, b in spans for i in range(a, b)]
+    for pair, ranges in seen.items():
+        covered = [i for a, b in ranges for i in range(a, b)]
         assert covered == list(range(traffic[pair]))

@@ -100,5 +100,5 @@ def test_filling_levels_the_loads(loads, total):
 
 def test_who_carries_more_already_gets_less():
     """Rank 0 alone has 10; of 20 that 0 and 1 share it takes 5, so that both send 15; rank 3 meets rank 1 only."""
-    windows = balance_senders({(0, 1): {2: 10, 3: 10}, (0,): {3: 10}}, lambda ranks, key, position: position)
-    assert windows == {((0,), 3): [(0, 10)], ((0, 1), 2): [(0, 5), (1, 10)], ((0, 1), 3): [(1, 10)]}
+    shares = balance_senders({(0, 1): {2: 10, 3: 10}, (0,): {3: 10}}, lambda ranks, key, position: position)
+    assert shares == {((0,), 3): [(0, 10)], ((0, 1), 2): [(0, 5), (1, 10)], ((0, 1), 3): [(1, 10)]}

@@ -3,7 +3,7 @@
 import torch
 
 from megarlhf.architectures.placements import hf_placements, vllm_placements
-from megarlhf.weights.checks.poison import left_poisoned, poison
+from megarlhf.weights.checks.poison import poison, storages_with_nan
 from megarlhf.weights.plan.copy_plan import make_plan
 from tests.weights.cases import copy_in_memory, empty, random_logical, tiny
 
@@ -17,8 +17,8 @@ def test_what_is_left_is_named_and_padding_is_zero():
     copy_in_memory(make_plan([hf_placements(arch, rank=9)], ranks), {9: random_logical(arch)}, live)
     padding = ranks[0].padding()["lm_head.weight"]
     assert sum(stop - start for start, stop in padding) == int(live[0]["lm_head.weight"].isnan().sum()) > 0
-    assert left_poisoned(ranks[0], live[0]) == []
+    assert storages_with_nan(ranks[0], live[0]) == []
     assert all((live[0]["lm_head.weight"].view(-1)[start:stop] == 0).all() for start, stop in padding)
     live[0]["model.norm.weight"][1:3] = torch.nan
     size = live[0]["model.norm.weight"].numel()
-    assert left_poisoned(ranks[0], live[0]) == [f"model.norm.weight: 2 of {size} elements are NaN"]
+    assert storages_with_nan(ranks[0], live[0]) == [f"model.norm.weight: 2 of {size} elements are NaN"]

@@ -10,7 +10,7 @@ from megarlhf.weights.checkpoint.formats.huggingface.read import HFFiles
 from megarlhf.weights.checks.digest import compare, replica_digests, summed
 from megarlhf.weights.plan.copy_plan import make_plan
 from megarlhf.weights.transport.random_init import fill_random
-from megarlhf.weights.transport.reshard import reshard_once
+from megarlhf.weights.transport.reshard import Resharder
 from megarlhf.weights.transport.schedule import rank_rounds
 from megarlhf.weights.transport.storages import check_storages, copy_local, load_from_files, view
 from tests.ranks import RankPool
@@ -145,7 +145,7 @@ def _group_body(runtime: Runtime, directory: str) -> str:
         rounds = len(rank_rounds(plan.traffic, rank, bucket // 2))
         assert rounds == 1 if tp == 4 else rounds > 3, rounds
         device = torch.device("cpu")
-        reshard_once(plan, src, dst, rank=rank, dtype=torch.bfloat16, device=device, bucket_bytes=bucket)
+        Resharder(plan, rank=rank, dtype=torch.bfloat16, device=device, bucket_bytes=bucket).run(src, dst)
         expected = empty([ranks[rank]], torch.bfloat16)[rank]
         fill_random(ranks[rank], expected, seed=5, std=0.1, arch=arch)
         different = [name for name in dst if not torch.equal(dst[name], expected[name])]

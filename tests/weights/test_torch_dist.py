@@ -1,7 +1,7 @@
 """`torch_dist` checkpoints written by us and read by us, and what is found in damaged ones.
 
 What Megatron-Core makes of them, and we of its own, is in tests/distributed/test_dist_checkpointing.py.
-Not covered: chunks over 4 GiB, metadata of torch before 2.13 (its module names are allowed, no file was at hand).
+Not covered: shards over 4 GiB, metadata of torch before 2.13 (its module names are allowed, no file was at hand).
 """
 
 import pickle
@@ -19,7 +19,7 @@ from megarlhf.placement import Box, Placement, contiguous_strides
 from megarlhf.weights.checkpoint.checksums import check_checksums
 from megarlhf.weights.checkpoint.formats.megatron.tracker import checkpoint_directory, find_checkpoint, write_tracker
 from megarlhf.weights.checkpoint.formats.torch_dist.keys import StorageName, cut, key_form
-from megarlhf.weights.checkpoint.formats.torch_dist.metadata import BlobReader, read_common, read_tensors
+from megarlhf.weights.checkpoint.formats.torch_dist.metadata import read_args, read_extents, read_tensors
 from megarlhf.weights.checkpoint.formats.torch_dist.read import read_torch_dist
 from megarlhf.weights.checkpoint.formats.torch_dist.write import preallocate_torch_dist
 from megarlhf.weights.plan.copy_plan import make_plan
@@ -29,7 +29,6 @@ from tests.weights.cases import LLAMA_70B, random_logical, tiny
 from tests.weights.families import architecture
 
 VOCAB = 104
-FORMS = ("stacked", "per_layer", "single")
 LAYOUTS = {
     "tp1": MegatronLayout(padded_vocab=100),
     "tp2": MegatronLayout(tp=2, padded_vocab=VOCAB),
@@ -43,10 +42,10 @@ EXPERT_LAYOUTS = {
 }
 
 
-def write(root, arch, layout, logical, *, head="lm", form="stacked", dtype=torch.float32):
+def write(root, arch, layout, logical, *, head="lm", dtype=torch.float32):
     """A checkpoint filled through its extents; the directory of the iteration."""
     root.mkdir(exist_ok=True)
-    parts, extents = preallocate_torch_dist(root, arch, layout, head, dtype, {"lr": 0.5}, 12, form=form)
+    parts, extents = preallocate_torch_dist(root, arch, layout, head, dtype, {"lr": 0.5}, 12)
     source = hf_placements(arch, head).on_rank(len(parts))
     for copy in make_plan([source], parts).copies:
         extent = extents[copy.dst_rank][copy.dst.storage]
@@ -85,26 +84,23 @@ def assert_same(got, expected):
 
 
 @pytest.mark.parametrize("family", ["llama_biases", "qwen3_tied", "gpt2", "opt", "mixtral", "qwen3_moe"])
-def test_what_was_written_is_read_at_every_layout_in_every_form(tmp_path, family):
-    """Chunks of different ranks do not overlap, padding aside they are filled, and the bits come back."""
+def test_what_was_written_is_read_at_every_layout(tmp_path, family):
+    """Shards of different ranks do not overlap, padding aside they are filled, and the bits come back.
+
+    Not covered: the other forms of keys, which Megatron alone writes (tests/distributed/test_dist_checkpointing.py).
+    """
     arch = architecture(family)
     logical = random_logical(arch)
     layouts = LAYOUTS | (EXPERT_LAYOUTS if arch.num_experts else {})
     for number, (name, layout) in enumerate(layouts.items()):
         if layout.padded_vocab < arch.vocab_size:
             continue
-        form = FORMS[number % 3]
-        directory = write(tmp_path / f"{number}", arch, layout, logical, form=form)
+        directory = write(tmp_path / f"{number}", arch, layout, logical)
         checkpoint = read_torch_dist(directory, arch)
-        assert checkpoint.form == ("per_layer" if form == "single" and not _has_singles(arch) else form), name
-        assert checkpoint.padded_vocab == layout.padded_vocab
+        assert checkpoint.layout.padded_vocab == layout.padded_vocab, name
         padded = {key for key in checkpoint.parts[0].padding() if "word_embeddings" not in key}
         assert not {key for key in padded if not key.startswith("output_layer")}, name
         assert_same(read(directory, arch), logical)
-
-
-def _has_singles(arch):
-    return arch.gated_mlp or arch.num_experts > 0
 
 
 def test_scalar_head_and_release(tmp_path):
@@ -154,12 +150,12 @@ def test_blobs_load_with_torch(written):
     tensors = read_tensors(directory)
     count = 0
     for tensor in tensors.values():
-        for chunk in tensor.chunks:
-            raw = chunk.blob.path.read_bytes()[chunk.blob.offset :][: chunk.blob.length]
+        for shard in tensor.shards:
+            raw = shard.blob.path.read_bytes()[shard.blob.offset :][: shard.blob.length]
             piece = directory / "piece"
             piece.write_bytes(raw)
             loaded = torch.load(piece, weights_only=True)
-            assert (loaded.shape, loaded.dtype) == (chunk.box.shape, torch.float32)
+            assert (loaded.shape, loaded.dtype) == (shard.box.shape, torch.float32)
             count += 1
             if tensor is tensors["decoder.final_layernorm.weight"]:
                 assert torch.equal(loaded.double(), logical["model.norm.weight"])
@@ -168,11 +164,11 @@ def test_blobs_load_with_torch(written):
     assert common["args"].lr == 0.5
     assert common["iteration"] == 12
     assert common["checkpoint_version"] == 3.0
-    assert read_common(directory).args == {"lr": 0.5}
+    assert read_args(directory) == {"lr": 0.5}
 
 
-def test_a_chunk_may_hold_several_layers_and_experts():
-    """[2 layers, 2 experts, 4, 3] of a chunk; a transposed placement; by hand."""
+def test_a_shard_may_hold_several_layers_and_experts():
+    """[2 layers, 2 experts, 4, 3] of a shard; a transposed placement; by hand."""
     placement = Placement("w", Box((0, 4), (3, 8)), "s", 0, (1, 3))  # w[0:3, 4:8] transposed in s [4, 3]
     num_refused = cut(placement, (4, 3), Box((1, 0), (3, 2)), storage="c", offset=12 + 100, strides=(3, 1))
     assert num_refused == Placement("w", Box((0, 5), (2, 7)), "c", 112, (1, 3))
@@ -189,7 +185,7 @@ def test_names():
     assert name.key("stacked") == "decoder.layers.mlp.experts.experts.linear_fc1.weight"
     assert name.key("per_layer") == "decoder.layers.7.mlp.experts.experts.linear_fc1.weight"
     assert name.key("single") == "decoder.layers.7.mlp.experts.experts.3.linear_fc1.weight"
-    assert [name.lead(form) for form in FORMS] == [(7, 3), (3,), ()]
+    assert [name.lead(form) for form in ("stacked", "per_layer", "single")] == [(7, 3), (3,), ()]
     norm = StorageName.parse("decoder.layers.0.mlp.linear_fc1.layer_norm_weight")
     assert norm.other_norm() == StorageName("pre_mlp_layernorm.weight", 0)
     assert norm.other_norm().other_norm() == norm
@@ -329,7 +325,7 @@ def test_blobs_of_other_writers_are_read_one_by_one(written, monkeypatch):
     """A blob whose header differs from its kin's is read in full; a damaged one is found."""
     arch, logical, directory = written
     tensors = read_tensors(directory)
-    first, second = (chunk.blob for chunk in tensors["decoder.layers.mlp.linear_fc2.weight"].chunks[:2])
+    first, second = (shard.blob for shard in tensors["decoder.layers.mlp.linear_fc2.weight"].shards[:2])
     assert first.length == second.length
     raw = bytearray(first.path.read_bytes())
     at = raw.index(b"archive/version", second.offset)
@@ -349,7 +345,7 @@ def test_crc_of_every_blob(tmp_path):
     """Blobs of torch.save state their CRC, ours leave out those of tensors: counted."""
     arch = tiny()
     directory = write(tmp_path / "run", arch, MegatronLayout(padded_vocab=VOCAB), random_logical(arch))
-    blobs = [chunk.blob for tensor in read_tensors(directory).values() for chunk in tensor.chunks]
+    blobs = [shard.blob for tensor in read_tensors(directory).values() for shard in tensor.shards]
     assert check_checksums(directory) == (len(blobs), len(blobs))
 
 
@@ -366,7 +362,7 @@ def test_a_large_checkpoint_opens_in_seconds(tmp_path):
     assert time.perf_counter() - planned < 20
 
 
-def test_blob_reader_reads_few_headers(written, monkeypatch):
+def test_few_headers_are_read_in_full(written, monkeypatch):
     """One full read per dtype, shape and length."""
     from megarlhf.weights.checkpoint.formats.torch_dist import metadata as torch_dist_metadata
 
@@ -377,12 +373,12 @@ def test_blob_reader_reads_few_headers(written, monkeypatch):
     )
     _, _, directory = written
     wanted = {
-        f"{key}{chunk.box.start}": (chunk, tensor.dtype)
+        f"{key}{shard.box.start}": (shard, tensor.dtype)
         for key, tensor in read_tensors(directory).items()
-        for chunk in tensor.chunks
+        for shard in tensor.shards
     }
-    assert len(BlobReader().extents(wanted)) == len(wanted)
-    assert len(calls) == len({(dtype, chunk.box.shape) for chunk, dtype in wanted.values()}) < len(wanted) / 4
+    assert len(read_extents(wanted)) == len(wanted)
+    assert len(calls) == len({(dtype, shard.box.shape) for shard, dtype in wanted.values()}) < len(wanted) / 4
 
 
 def test_planning_needs_no_torch_distributed():

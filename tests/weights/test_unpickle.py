@@ -138,8 +138,8 @@ def test_every_class_on_the_list_is_built_in_and_nothing_outlives_a_load():
     function = b"ccollections\ndeque\n"
     assert unpickle(function + slots).__defaults__ == (7, ())
     assert unpickle(function + b".").__defaults__ is None
-    thing = b"cmegatron.core\nThing\n"
-    assert unpickle(thing + b".") is not unpickle(thing + b".")
+    stand_in = b"cmegatron.core\nThing\n"
+    assert unpickle(stand_in + b".") is not unpickle(stand_in + b".")
     assert unpickle(b"ccollections\ndeque\n)R.") == []
 
 

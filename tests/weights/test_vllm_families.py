@@ -66,7 +66,7 @@ def vllm_layer_by_hand(arch, logical, layer, tp, rank):
         block = "block_sparse_moe" if arch.model_type == "mixtral" else "mlp"
         experts = f"{block}.experts.routed_experts."
         out[experts + "w13_weight"] = torch.stack([fc1(arch, expert, "weight", tp, rank) for expert in first])
-        out[experts + "w2_weight"] = torch.stack([two["weight"].chunk(tp, dim=1)[rank] for two in second])
+        out[experts + "w2_weight"] = torch.stack([expert["weight"].chunk(tp, dim=1)[rank] for expert in second])
     else:
         up, down = {"gpt2": ("mlp.c_fc", "mlp.c_proj"), "opt": ("fc1", "fc2")}.get(
             arch.model_type, ("mlp.gate_up_proj", "mlp.down_proj")

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from megarlhf.architectures.config_spec import ConfigSpec, Key, equal_heads, flag, number, one_of, only, positive
-from megarlhf.architectures.entries import LM_HEAD, SCALAR_HEAD, entry, layer_norm
-from megarlhf.architectures.rules import (
-    qkv_by_group,
-    qkv_by_kind,
-    split_columns,
-    split_rows,
-    split_vocab,
-    transposed,
-    whole,
-)
+from megarlhf.architectures.entries import LM_HEAD, SCALAR_HEAD, entry, layer_norm, learned_positions, word_embedding
+from megarlhf.architectures.rules import qkv_by_group, qkv_by_kind, split_columns, split_rows, transposed, whole
 from megarlhf.architectures.table import Entry, Family, Place, Table
+
+GPT_FACTS: Mapping[str, Any] = {
+    "num_kv_heads": lambda facts: facts["num_heads"],
+    "head_dim": equal_heads,
+    "qkv_bias": True,
+    "output_bias": True,
+    "mlp_bias": True,
+    "gated_mlp": False,
+    "norm": "layer",
+    "positions": "learned",
+}
+"""What holds for every GPT-2 and OPT, and stands in no config.json of theirs."""
 
 _ATTENTION = (
     Entry(
@@ -45,11 +52,6 @@ _MLP = (
     entry("mlp.c_proj.bias", ("hidden",), "zeros", "mlp.linear_fc2.bias", whole),
 )
 
-_EMBEDDING = (
-    entry("transformer.wte.weight", ("vocab", "hidden"), "normal", "embedding.word_embeddings.weight", split_vocab),
-    entry("transformer.wpe.weight", ("positions", "hidden"), "normal", "embedding.position_embeddings.weight", whole),
-)
-
 _REFUSALS = (
     only(
         "scale_attn_by_inverse_layer_idx",
@@ -73,30 +75,23 @@ FAMILY = Family(
             "num_layers": Key(name="n_layer", read=positive),
             "hidden_size": Key(name="n_embd", read=positive),
             "num_heads": Key(name="n_head", read=positive),
-            "num_kv_heads": lambda facts: facts["num_heads"],
-            "head_dim": equal_heads,
             "ffn_size": Key(name="n_inner", read=positive, default=lambda facts: 4 * facts["hidden_size"]),
             "vocab_size": Key(name="vocab_size", read=positive),
             "max_positions": Key(name="n_positions", read=positive, alias="n_ctx"),
             "norm_eps": Key(name="layer_norm_epsilon", read=number, default=1e-5),
             "tied_embeddings": Key(name="tie_word_embeddings", read=flag, default=True),
-            "qkv_bias": True,
-            "output_bias": True,
-            "mlp_bias": True,
             "activation": Key(
                 name="activation_function",
                 read=one_of("gelu_new", "gelu_pytorch_tanh", "gelu", "relu"),
                 default="gelu_new",
             ),
-            "gated_mlp": False,
-            "norm": "layer",
-            "positions": "learned",
+            **GPT_FACTS,
         },
         rope_theta=None,
         refusals=_REFUSALS,
     ),
     table=Table(
-        embedding=_EMBEDDING,
+        embedding=(word_embedding("transformer.wte.weight"), learned_positions("transformer.wpe.weight")),
         layer=(
             *layer_norm("ln_1", "input_layernorm", fused="self_attention.linear_qkv"),
             *_ATTENTION,

@@ -22,9 +22,9 @@ FAMILY = Family(
         },
         refusals=(
             Refusal(
-                key="layer_types",
-                wrong=lambda value, facts: True,
-                advice="a window on some layers only is not implemented; use a model with one kind of layer",
+                "layer_types",
+                lambda value, facts: True,
+                "a window on some layers only is not implemented; use a model with one kind of layer",
             ),
         ),
     ),

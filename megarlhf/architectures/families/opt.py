@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-from megarlhf.architectures.config_spec import ConfigSpec, Key, Refusal, equal_heads, flag, one_of, only, positive
-from megarlhf.architectures.entries import ATTENTION, LM_HEAD, SCALAR_HEAD, entry, layer_norm
-from megarlhf.architectures.rules import split_columns, split_rows, split_vocab, whole
-from megarlhf.architectures.table import Family, Table
-
-_EMBEDDING = (
-    entry(
-        "model.decoder.embed_tokens.weight",
-        ("vocab", "hidden"),
-        "normal",
-        "embedding.word_embeddings.weight",
-        split_vocab,
-    ),
-    # All rows, those of the offset too, in every system: position p stands in row p + 2.
-    entry(
-        "model.decoder.embed_positions.weight",
-        ("positions", "hidden"),
-        "normal",
-        "embedding.position_embeddings.weight",
-        whole,
-    ),
+from megarlhf.architectures.config_spec import ConfigSpec, Key, Refusal, flag, one_of, only, positive
+from megarlhf.architectures.entries import (
+    ATTENTION,
+    LM_HEAD,
+    SCALAR_HEAD,
+    entry,
+    layer_norm,
+    learned_positions,
+    word_embedding,
 )
+from megarlhf.architectures.families.gpt2 import GPT_FACTS
+from megarlhf.architectures.rules import split_columns, split_rows, whole
+from megarlhf.architectures.table import Family, Table
 
 _OUTPUT = (
     entry("self_attn.out_proj.weight", ("hidden", "q"), "residual", "self_attention.linear_proj.weight", split_columns),
@@ -46,9 +37,9 @@ _REFUSALS = (
     only("enable_bias", True, "biases are always there; use a model with them"),
     only("layer_norm_elementwise_affine", True, "norms have weights here; use a model whose norms have"),
     Refusal(
-        key="word_embed_proj_dim",
-        wrong=lambda value, facts: value != facts["hidden_size"],
-        advice="embeddings as wide as hidden_size are implemented, no projections (opt-350m); use another size",
+        "word_embed_proj_dim",
+        lambda value, facts: value != facts["hidden_size"],
+        "embeddings as wide as hidden_size are implemented, no projections (opt-350m); use another size",
     ),
 )
 
@@ -61,27 +52,24 @@ FAMILY = Family(
             "num_layers": Key(name="num_hidden_layers", read=positive),
             "hidden_size": Key(name="hidden_size", read=positive),
             "num_heads": Key(name="num_attention_heads", read=positive),
-            "num_kv_heads": lambda facts: facts["num_heads"],
-            "head_dim": equal_heads,
             "ffn_size": Key(name="ffn_dim", read=positive),
             "vocab_size": Key(name="vocab_size", read=positive),
             "max_positions": Key(name="max_position_embeddings", read=positive),
             "norm_eps": 1e-5,
             "tied_embeddings": Key(name="tie_word_embeddings", read=flag, default=True),
-            "qkv_bias": True,
-            "output_bias": True,
-            "mlp_bias": True,
             "activation": Key(name="activation_function", read=one_of("relu", "gelu"), default="relu"),
-            "gated_mlp": False,
-            "norm": "layer",
-            "positions": "learned",
+            **GPT_FACTS,
             "position_offset": 2,
         },
         rope_theta=None,
         refusals=_REFUSALS,
     ),
     table=Table(
-        embedding=_EMBEDDING,
+        # All rows, those of the offset too, in every system: position p stands in row p + 2.
+        embedding=(
+            word_embedding("model.decoder.embed_tokens.weight"),
+            learned_positions("model.decoder.embed_positions.weight"),
+        ),
         layer=(
             *layer_norm("self_attn_layer_norm", "input_layernorm", fused="self_attention.linear_qkv"),
             *ATTENTION,

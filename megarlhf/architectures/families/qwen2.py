@@ -10,14 +10,14 @@ from megarlhf.architectures.table import Family
 WHOLE_ATTENTION = (
     only("use_sliding_window", False, "a window on the upper layers only is not implemented; use a model without one"),
     Refusal(
-        key="layer_types",
-        wrong=lambda value, facts: set(value) != {"full_attention"},
-        advice="only layers of full_attention are implemented; use a model of these",
+        "layer_types",
+        lambda value, facts: set(value) != {"full_attention"},
+        "only layers of full_attention are implemented; use a model of these",
     ),
     Refusal(
-        key="dual_chunk_attention_config",
-        wrong=lambda value, facts: True,
-        advice="attention in chunks is not implemented; use a model without it",
+        "dual_chunk_attention_config",
+        lambda value, facts: True,
+        "attention in chunks is not implemented; use a model without it",
     ),
 )
 """Ways in which a Qwen attends to less than all; `sliding_window` alone says nothing there."""

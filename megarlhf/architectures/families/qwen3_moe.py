@@ -12,19 +12,19 @@ from megarlhf.architectures.table import Family
 
 _ALIKE = (
     Refusal(
-        key="mlp_only_layers",
-        wrong=lambda value, facts: bool(value),
-        advice="every layer has experts here; use a model without dense layers",
+        "mlp_only_layers",
+        lambda value, facts: bool(value),
+        "every layer has experts here; use a model without dense layers",
     ),
     Refusal(
-        key="decoder_sparse_step",
-        wrong=lambda value, facts: value != 1,
-        advice="every layer has experts here; use a model with decoder_sparse_step 1",
+        "decoder_sparse_step",
+        lambda value, facts: value != 1,
+        "every layer has experts here; use a model with decoder_sparse_step 1",
     ),
     Refusal(
-        key="shared_expert_intermediate_size",
-        wrong=lambda value, facts: bool(value),
-        advice="there are no shared experts here; use a model without them",
+        "shared_expert_intermediate_size",
+        lambda value, facts: bool(value),
+        "there are no shared experts here; use a model without them",
     ),
 )
 

@@ -48,5 +48,5 @@ def _blobs(directory: Path) -> list[Blob]:
     folder, _ = find_checkpoint(directory)
     assert folder is not None, f"{directory} was recognised as a Megatron checkpoint"
     if is_torch_dist(folder):
-        return list({chunk.blob: None for tensor in read_tensors(folder).values() for chunk in tensor.chunks})
+        return list({shard.blob: None for tensor in read_tensors(folder).values() for shard in tensor.shards})
     return [Blob(path, 0, path.stat().st_size) for path in sorted(folder.glob("mp_rank_*/*.pt"))]

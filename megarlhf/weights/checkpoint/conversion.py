@@ -147,8 +147,9 @@ def convert(
     require_equal_replicas(source.weights)
     tensors = logical_tensors(source.arch, source.head)
     at_least = sum(torch.Size(shape).numel() for shape in tensors.values()) * dtype.itemsize
+    beside = [] if source.companion is None else other_files(source.companion)
     with Staging(out, force=force) as staging:
-        staging.reserve(at_least + _bytes_beside(source))
+        staging.reserve(at_least + sum(path.stat().st_size for path in beside))
         planned, extents = target.plan(staging.path, source, dtype)
         total = sum(extent.num_bytes for of_part in extents for extent in of_part.values())
         staging.reserve(total)  # what stands beside the tensors is written already
@@ -160,10 +161,6 @@ def convert(
         if checksums:
             write_checksums(staging.path, workers=workers)
     return total
-
-
-def _bytes_beside(source: Checkpoint) -> int:
-    return sum(path.stat().st_size for path in other_files(source.companion)) if source.companion is not None else 0
 
 
 def _written_dtype(source: Checkpoint, requested: torch.dtype | None) -> torch.dtype:

@@ -13,9 +13,10 @@ import torch.distributed as dist
 from megarlhf.architectures.architecture import Architecture
 from megarlhf.architectures.placements import Head, identity_placements, logical_tensors
 from megarlhf.placement import RankPlacements, Shape
+from megarlhf.weights.checkpoint.formats.huggingface.write import split_by_bytes
 from megarlhf.weights.checkpoint.hf_writer import HFWriter, open_hf_writer
 from megarlhf.weights.plan.copy_plan import make_plan
-from megarlhf.weights.transport.reshard import reshard_once
+from megarlhf.weights.transport.reshard import Resharder
 from megarlhf.weights.transport.storages import Storages, copy_local
 
 
@@ -46,12 +47,16 @@ def export(
     tensors = logical_tensors(arch, head)
     make_plan(sources, [identity_placements(tensors, writer_rank)], only_rank=rank)  # all or nothing
     device = next(iter(live.values())).device
-    together = len(sources) > 1
 
     def on_writer(action: Callable[[], None]) -> None:
-        error = _attempt(action) if rank == writer_rank else None
+        error: Exception | None = None
+        if rank == writer_rank:
+            try:
+                action()
+            except (OSError, ValueError, RuntimeError, MemoryError) as failure:
+                error = failure  # raised once the other ranks know
         failed = torch.tensor(int(error is not None), dtype=torch.int32, device=device)
-        if together:
+        if len(sources) > 1:
             dist.all_reduce(failed, group=group)
         if error is not None:
             raise error
@@ -63,13 +68,13 @@ def export(
             **config,
             "dtype" if "dtype" in config else "torch_dtype": str(dtype).removeprefix("torch."),
         }
-        specs = {name: (shape, dtype) for name, shape in tensors.items()}
         writer.append(stack.enter_context(open_hf_writer(directory, specs, stated, copy_from=copy_from)))
 
+    specs = {name: (shape, dtype) for name, shape in tensors.items()}
     writer: list[HFWriter] = []
     with ExitStack() as stack:
         on_writer(open_writer)
-        for names in _batches(tensors, dtype, gather_bytes):
+        for names in split_by_bytes(specs, gather_bytes):
             whole = _gather(sources, live, {n: tensors[n] for n in names}, rank, writer_rank, dtype, group)
             on_writer(lambda whole=whole: _write(writer[0], whole))  # type: ignore[misc]
         on_writer(stack.close)
@@ -92,7 +97,7 @@ def _gather(
     if rank == writer_rank:
         whole = {name: torch.empty(shape, dtype=dtype, device=device) for name, shape in tensors.items()}
     if len(sources) > 1:
-        reshard_once(plan, live, whole, rank=rank, dtype=dtype, device=device, group=group)
+        Resharder(plan, rank=rank, dtype=dtype, device=device, group=group).run(live, whole)
     else:
         copy_local(plan.local(rank), live, whole, dtype)
     return whole
@@ -101,26 +106,3 @@ def _gather(
 def _write(writer: HFWriter, whole: Mapping[str, torch.Tensor]) -> None:
     for name, tensor in whole.items():
         writer.write(name, tensor)
-
-
-def _attempt(action: Callable[[], None]) -> Exception | None:
-    """The error is raised by the caller, once the other ranks know."""
-    try:
-        action()
-    except (OSError, ValueError, RuntimeError, MemoryError) as error:
-        return error
-    return None
-
-
-def _batches(tensors: Mapping[str, Shape], dtype: torch.dtype, limit: int) -> list[list[str]]:
-    """Names in order, in batches of at most `limit` bytes, or of one tensor."""
-    batches: list[list[str]] = [[]]
-    size = 0
-    for name, shape in tensors.items():
-        num_bytes = dtype.itemsize * torch.Size(shape).numel()
-        if batches[-1] and size + num_bytes > limit:
-            batches.append([])
-            size = 0
-        batches[-1].append(name)
-        size += num_bytes
-    return batches

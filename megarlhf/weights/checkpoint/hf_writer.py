@@ -34,7 +34,7 @@ class HFWriter:
     """Writes the tensors of a preallocated Hugging Face directory in any order; made by `open_hf_writer`."""
 
     def __init__(self, places: Mapping[str, Extent]) -> None:
-        self._places, self._missing = places, set(places)
+        self._places, self.missing = places, set(places)
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
         """Writes one tensor, of the dtype and shape promised."""
@@ -47,15 +47,7 @@ class HFWriter:
         with place.path.open("r+b") as file:
             file.seek(place.offset)
             file.write(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
-        self._missing.discard(name)
-
-    def require_complete(self) -> None:
-        """Raises ValueError that names every tensor that was not written."""
-        if self._missing:
-            raise ValueError(
-                f"{len(self._missing)} tensors were promised and not written: "
-                f"{', '.join(sorted(self._missing))}; write them before the block ends"
-            )
+        self.missing.discard(name)
 
 
 @contextmanager
@@ -80,7 +72,11 @@ def open_hf_writer(
             copy_other_files(Path(copy_from), staging.path)
         writer = HFWriter(preallocate_huggingface(staging.path, tensors, config, max_shard_bytes=max_shard_bytes))
         yield writer
-        writer.require_complete()
+        if writer.missing:
+            raise ValueError(
+                f"{len(writer.missing)} tensors were promised and not written: "
+                f"{', '.join(sorted(writer.missing))}; write them before the block ends"
+            )
 
 
 def copy_other_files(source: Path, destination: Path) -> None:

@@ -15,10 +15,10 @@ from megarlhf.architectures.placements import Head, head_name, table_of
 from megarlhf.model_directory import find_hf_directory
 from megarlhf.placement import contiguous_strides
 from megarlhf.weights.checkpoint.formats.huggingface.read import HFFiles, is_huggingface
-from megarlhf.weights.checkpoint.formats.megatron.args import arch_of, contradictions
+from megarlhf.weights.checkpoint.formats.megatron.args import contradictions, stored_args
 from megarlhf.weights.checkpoint.formats.megatron.tracker import TRACKER, Iteration, find_checkpoint
 from megarlhf.weights.checkpoint.formats.mp_rank.read import MODEL_FILES, read_mp_rank
-from megarlhf.weights.checkpoint.formats.torch_dist.metadata import is_torch_dist, read_common
+from megarlhf.weights.checkpoint.formats.torch_dist.metadata import is_torch_dist, read_args
 from megarlhf.weights.checkpoint.formats.torch_dist.read import read_torch_dist
 from megarlhf.weights.checkpoint.formats.torch_file.archive import read_torch_file
 from megarlhf.weights.checkpoint.staging import replaced_by
@@ -160,71 +160,27 @@ def _open_megatron(format: Format, path: Path, companion: Path | None) -> Checkp
                 f"points: {'; '.join(problems)}. Name the Hugging Face directory that belongs to the checkpoint "
                 "(--reference-hf, in a run model.hf), or correct that config.json"
             )
-    if format == "torch_dist":
-        dist = read_torch_dist(folder, arch or arch_of(read_common(folder).args))
-        weights, head, args = CheckpointWeights(path, dist.parts, dist.extents), dist.head, dist.args
-        layout = _stated_layout(args, dist.padded_vocab)
-    else:
-        ranks = read_mp_rank(folder, arch)
-        weights = CheckpointWeights(path, tuple(ranks.parts), tuple(ranks.extents))
-        head, args, layout = ranks.head, dict(ranks.args), ranks.layout
-        if head == "lm" and (arch or arch_of(args)).tied_embeddings:
-            require_equal_copies(
-                folder, ranks.parts, ranks.extents, lambda p: p.storage.endswith("output_layer.weight")
-            )
-    arch = arch or arch_of(args)
+    opened = read_torch_dist(folder, arch) if format == "torch_dist" else read_mp_rank(folder, arch)
+    if format == "mp_rank" and opened.head == "lm" and opened.arch.tied_embeddings:
+        require_equal_copies(folder, opened.parts, opened.extents, lambda p: p.storage.endswith("output_layer.weight"))
     return Checkpoint(
         format=format,
         directory=path,
-        weights=weights,
-        arch=arch,
-        head=head,
-        config=hf_config(arch, head) if companion is None else read_config(companion),
+        weights=CheckpointWeights(path, opened.parts, opened.extents),
+        arch=opened.arch,
+        head=opened.head,
+        config=hf_config(opened.arch, opened.head) if companion is None else read_config(companion),
         companion=companion,
-        layout=layout,
+        layout=opened.layout,
         iteration=iteration,
-        args=args,
+        args=opened.args,
     )
 
 
 def _stored_args(format: Format, folder: Path) -> Mapping[str, Any]:
     """Megatron's arguments, before anything is compared with an architecture; of mp_rank files the first one's."""
     if format == "torch_dist":
-        return read_common(folder).args
+        return read_args(folder)
     first = min((path for name in MODEL_FILES for path in folder.glob(f"mp_rank_*/{name}")), default=None)
     content = None if first is None else read_torch_file(first)
-    args = content.get("args") if isinstance(content, dict) else None
-    return {} if args is None else args if isinstance(args, dict) else vars(args)
-
-
-def _stated_layout(args: Mapping[str, Any], padded_vocab: int) -> MegatronLayout:
-    """The layout that saved a torch_dist checkpoint, from its arguments; the files themselves know none."""
-
-    def stated(name: str) -> int:
-        return int(args.get(name) or 1)
-
-    return MegatronLayout(
-        tp=stated("tensor_model_parallel_size"),
-        pp=stated("pipeline_model_parallel_size"),
-        vpp=stated("virtual_pipeline_model_parallel_size"),
-        ep=stated("expert_model_parallel_size"),
-        layers_per_stage=_stages(args, stated("pipeline_model_parallel_size")),
-        padded_vocab=padded_vocab,
-        spec="local" if args.get("transformer_impl") == "local" else "te",
-        experts="grouped" if args.get("moe_grouped_gemm") else "each",
-    )
-
-
-def _stages(args: Mapping[str, Any], pp: int) -> tuple[int, ...] | None:
-    """Layers of each stage where the arguments state uneven ones: a first or a last, or a whole layout."""
-    spelled = args.get("pipeline_model_parallel_layout")
-    if isinstance(spelled, str) and pp > 1 and set(spelled) <= set("EtmL|"):
-        chunks = [chunk.count("t") for chunk in spelled.split("|")]
-        return tuple(sum(chunks[rank::pp]) for rank in range(pp))
-    first, last = (args.get(f"decoder_{end}_pipeline_num_layers") for end in ("first", "last"))
-    num_layers = int(args.get("num_layers") or 0)
-    if pp < 2 or not num_layers or not (first or last):
-        return None
-    even = pp - bool(first) - bool(last)
-    middle = (num_layers - (first or 0) - (last or 0)) // max(1, even)
-    return (*([first] if first else []), *[middle] * even, *([last] if last else []))
+    return stored_args(content) if isinstance(content, dict) else {}

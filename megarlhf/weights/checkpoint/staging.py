@@ -29,14 +29,11 @@ class Staging:
         """
         self.directory = Path(os.path.realpath(directory))
         self._force = force
-        self.path = self._beside("partial")
-        self._old, self._doomed = self._beside("replaced"), self._beside("deleted")
-        self._lock_file = self._beside("lock")
+        self.path = _hidden(self.directory, "partial")
+        self._old, self._doomed = _hidden(self.directory, "replaced"), _hidden(self.directory, "deleted")
+        self._lock_file = _hidden(self.directory, "lock")
         self._lock: int | None = None
         self._check_free()
-
-    def _beside(self, suffix: str) -> Path:
-        return _hidden(self.directory, suffix)
 
     def __enter__(self) -> Staging:
         self.directory.parent.mkdir(parents=True, exist_ok=True)

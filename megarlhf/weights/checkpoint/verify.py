@@ -6,31 +6,18 @@ import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 
 import torch
 
 from megarlhf.architectures.placements import identity_placements, logical_tensors
-from megarlhf.placement import Box, Shape, contiguous_strides
+from megarlhf.placement import Box, unravel
 from megarlhf.weights.checkpoint.open_checkpoint import Checkpoint
-from megarlhf.weights.checks.digest import BITS, digest_boxes, whole_digest
+from megarlhf.weights.checks.digest import digest_boxes, first_difference
 from megarlhf.weights.checks.replicas import require_equal_replicas
 from megarlhf.weights.plan.copy_plan import Copy, make_plan
 from megarlhf.weights.transport.extent import MappedFiles
 
-_CHUNK_ELEMENTS = 1 << 20
-
-
-@dataclass(frozen=True)
-class Digests:
-    """A model's logical tensors by name."""
-
-    tensors: Mapping[str, int]
-    """64-bit digests, the same in every format and layout."""
-
-    def whole(self) -> str:
-        """One number for the model, as 16 hex digits."""
-        return whole_digest(self.tensors)
+_BLOCK_ELEMENTS = 1 << 20
 
 
 class TensorReader:
@@ -58,9 +45,9 @@ class TensorReader:
         copy = self._copies[tensor][0]
         return self._extents[copy.src_rank][copy.src.storage].dtype
 
-    def chunks(self, tensor: str) -> Iterator[tuple[Box, torch.Tensor]]:
+    def blocks(self, tensor: str) -> Iterator[tuple[Box, torch.Tensor]]:
         """The tensor in row-major boxes of at most a million elements."""
-        for box in Box.whole(self.tensors[tensor]).chunks(_CHUNK_ELEMENTS):
+        for box in Box.whole(self.tensors[tensor]).blocks(_BLOCK_ELEMENTS):
             yield box, self._read(tensor, box)
 
     def _read(self, tensor: str, box: Box) -> torch.Tensor:
@@ -75,8 +62,8 @@ class TensorReader:
 
 def digests(
     model: Checkpoint, *, dtype: torch.dtype | None = None, progress: Callable[[str], None] = lambda tensor: None
-) -> Digests:
-    """The digests of all logical tensors, on all cores.
+) -> dict[str, int]:
+    """The 64-bit digests of all logical tensors by name, on all cores: the same in every format and layout.
 
     Raises: ValueError when ranks of the checkpoint hold different values of the same box.
     """
@@ -89,10 +76,12 @@ def digests(
         return number
 
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        return Digests(dict(zip(reader.tensors, pool.map(digest, reader.tensors), strict=True)))
+        return dict(zip(reader.tensors, pool.map(digest, reader.tensors), strict=True))
 
 
-def differences(a: Checkpoint, b: Checkpoint, digests_a: Digests, digests_b: Digests, dtype: torch.dtype | None) -> str:
+def differences(
+    a: Checkpoint, b: Checkpoint, digests_a: Mapping[str, int], digests_b: Mapping[str, int], dtype: torch.dtype | None
+) -> str:
     """What differs, in a few lines: tensors that one side lacks, shapes, and the first differing element of the
     first tensor whose digests differ. Empty when the models are the same."""
     first, second = TensorReader(a), TensorReader(b)
@@ -105,7 +94,7 @@ def differences(a: Checkpoint, b: Checkpoint, digests_a: Digests, digests_b: Dig
     both = [name for name in first.tensors if name in second.tensors]
     shapes = [name for name in both if first.tensors[name] != second.tensors[name]]
     lines += [f"{name} has shape {first.tensors[name]} and {second.tensors[name]}" for name in shapes]
-    different = [name for name in both if name not in shapes and digests_a.tensors[name] != digests_b.tensors[name]]
+    different = [name for name in both if name not in shapes and digests_a[name] != digests_b[name]]
     if different:
         example = _first(first, second, different[0], dtype)
         lines.append(f"{len(different)} of {len(both)} tensors differ; the first: {example}")
@@ -115,25 +104,10 @@ def differences(a: Checkpoint, b: Checkpoint, digests_a: Digests, digests_b: Dig
 def _first(a: TensorReader, b: TensorReader, tensor: str, dtype: torch.dtype | None) -> str:
     if dtype is None and a.dtype(tensor) != b.dtype(tensor):
         return f"{tensor} is {a.dtype(tensor)} and {b.dtype(tensor)}; --dtype compares after a cast"
-    for (box, left), (_, right) in zip(a.chunks(tensor), b.chunks(tensor), strict=True):
+    for (box, left), (_, right) in zip(a.blocks(tensor), b.blocks(tensor), strict=True):
         cast = dtype or left.dtype
-        left, right = left.to(cast), right.to(cast)
-        different = _bits(left) != _bits(right)
-        if bool(different.any()):
-            flat = int(different.reshape(-1).to(torch.uint8).argmax())
-            index = _index(box, flat)
-            values = left.reshape(-1)[flat].item(), right.reshape(-1)[flat].item()
-            return f"{tensor}[{', '.join(map(str, index))}] is {values[0]!r} and {values[1]!r}"
+        if difference := first_difference(left.to(cast), right.to(cast)):
+            element, *values = difference
+            index = [start + at for start, at in zip(box.start, unravel(element, box.shape), strict=True)]
+            return f"{tensor}{index} is {values[0]!r} and {values[1]!r}"
     raise AssertionError(f"{tensor}: digests differ, elements do not")
-
-
-def _bits(values: torch.Tensor) -> torch.Tensor:
-    return values.contiguous().view(BITS[values.element_size()])
-
-
-def _index(box: Box, flat: int) -> Shape:
-    index = []
-    for start, step in zip(box.start, contiguous_strides(box.shape), strict=True):
-        along, flat = divmod(flat, step)
-        index.append(start + along)
-    return tuple(index)

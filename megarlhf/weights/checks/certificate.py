@@ -66,7 +66,7 @@ def certify(
     The digest of a tensor, by the first rank of the trainer that holds each box, is compared with what all others of
     the trainer hold, and, as often as the destinations hold it, with what they hold. `sources` and `destinations` are
     the placements of all ranks, `plan` the one between them; it plays a part only in naming what differs. Padding is
-    left to `spoilt_padding`.
+    left to `nonzero_padding`.
 
     Raises: CertificateError naming tensor, rank and box of what differs, or what failed on which rank.
     """
@@ -138,7 +138,7 @@ def _differences(
 
 
 def _name(tensor: str, rank: int, box: Box) -> str:
-    return f"{tensor}[{', '.join(f'{a}:{b}' for a, b in zip(box.start, box.stop, strict=True))}] on rank {rank}"
+    return f"{tensor}{box} on rank {rank}"
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -153,7 +153,7 @@ def _beyond(storages: Storages, dtype: torch.dtype) -> list[str]:
     return [f"{name}: {n} elements are no values of {dtype}" for name, n in counts.items() if n]
 
 
-def spoilt_padding(placements: RankPlacements, storages: Storages) -> list[str]:
+def nonzero_padding(placements: RankPlacements, storages: Storages) -> list[str]:
     """Storages whose padding, which no transfer writes and everybody leaves at zero, holds something else."""
     problems = []
     for name, gaps in placements.padding().items():

@@ -15,7 +15,7 @@ def poison(storages: Storages) -> None:
         tensor.detach().fill_(torch.nan)
 
 
-def left_poisoned(placements: RankPlacements, storages: Storages) -> list[str]:
+def storages_with_nan(placements: RankPlacements, storages: Storages) -> list[str]:
     """Storages that still hold NaN, in words. Padding, which no transfer fills, is set to zero first."""
     zero_padding(placements, storages)
     counts = {name: int(tensor.detach().isnan().sum()) for name, tensor in storages.items()}

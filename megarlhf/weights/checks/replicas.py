@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from megarlhf.placement import Box, Placement, RankPlacements
-from megarlhf.weights.checks.digest import BITS
+from megarlhf.weights.checks.digest import first_difference
 from megarlhf.weights.plan.copy_plan import make_plan
 from megarlhf.weights.transport.extent import CheckpointWeights, Extent, MappedFiles
 
@@ -27,17 +27,17 @@ def require_equal_copies(
 
     Raises: ValueError when an element differs: the model is not tied, whatever its description says.
     """
-    copies = [_only(part, is_copy) for part in parts]
-    tensors = {p.tensor for part in copies for p in part.placements}
-    if not tensors:
-        return
-    originals = [_only(part, lambda p: p.tensor in tensors and not is_copy(p)) for part in parts]
-    shifted = [part.on_rank(len(parts) + part.rank) for part in copies]
+    tensors = {p.tensor for part in parts for p in part.placements if is_copy(p)}
+    originals, copies = [], []
+    for part in parts:
+        of_tensors = [p for p in part.placements if p.tensor in tensors]
+        originals.append(replace(part, placements=tuple(p for p in of_tensors if not is_copy(p))))
+        repeated = tuple(p for p in of_tensors if is_copy(p))
+        copies.append(replace(part, rank=len(parts) + part.rank, placements=repeated))
     maps = MappedFiles()
-    for copy in make_plan(originals, shifted).copies:
+    for copy in make_plan(originals, copies).copies:
         original = maps.view(copy.src, extents[copy.src_rank])
-        repeated = maps.view(copy.dst, extents[copy.dst_rank - len(parts)])
-        if not torch.equal(original, repeated):
+        if not torch.equal(original, maps.view(copy.dst, extents[copy.dst_rank - len(parts)])):
             raise ValueError(
                 f"{directory}: the description ties the head to {copy.tensor}, but the copy stored as "
                 f"{copy.dst.storage} has other values: the model is not tied. Say so in its config.json "
@@ -45,11 +45,7 @@ def require_equal_copies(
             )
 
 
-def _only(part: RankPlacements, keep: Callable[[Placement], bool]) -> RankPlacements:
-    return replace(part, placements=tuple(p for p in part.placements if keep(p)))
-
-
-_CHUNK_ELEMENTS = 1 << 20
+_BLOCK_ELEMENTS = 1 << 20
 _WORTH_THREADS = 16 << 20
 """Elements; norms alone are fewer."""
 _Replica = tuple[int, Placement]
@@ -72,16 +68,10 @@ def require_equal_replicas(weights: CheckpointWeights) -> None:
     def compare(pair: tuple[_Replica, _Replica]) -> str | None:
         return _first_difference(weights, maps, *pair)
 
-    if sum(other.box.numel for _, (_, other) in pairs) < _WORTH_THREADS:
-        _raise_first(weights, map(compare, pairs))
-        return
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        _raise_first(weights, pool.map(compare, pairs))
-
-
-def _raise_first(weights: CheckpointWeights, differences: Iterable[str | None]) -> None:
-    for difference in differences:
-        if difference is not None:
+    large = sum(other.box.numel for _, (_, other) in pairs) >= _WORTH_THREADS
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:  # starts no thread before it is given work
+        differences = pool.map(compare, pairs) if large else map(compare, pairs)
+        if difference := next(filter(None, differences), None):
             raise ValueError(
                 f"{weights.directory}: {difference}. The ranks of a checkpoint hold the same values; these files are "
                 "of two runs, or one is damaged: copy it again from its source"
@@ -92,14 +82,10 @@ def _first_difference(weights: CheckpointWeights, maps: MappedFiles, a: _Replica
     """Compared in the narrower dtype, when two ranks were saved in different ones."""
     extents = [weights.extents[part][placement.storage] for part, placement in (a, b)]
     dtype = min((extent.dtype for extent in extents), key=lambda dtype: dtype.itemsize)
-    for chunk in a[1].box.chunks(_CHUNK_ELEMENTS):
-        values = [
-            maps.view(placement.part(chunk), weights.extents[part]).to(dtype).contiguous() for part, placement in (a, b)
-        ]
-        different = values[0].view(BITS[dtype.itemsize]) != values[1].view(BITS[dtype.itemsize])
-        if bool(different.any()):
-            index = int(different.reshape(-1).to(torch.uint8).argmax())
-            numbers = [value.reshape(-1)[index].item() for value in values]
+    for box in a[1].box.blocks(_BLOCK_ELEMENTS):
+        blocks = [maps.view(placement.part(box), weights.extents[part]).to(dtype) for part, placement in (a, b)]
+        if difference := first_difference(*blocks):
+            _, *values = difference
             names = [extent.path.relative_to(weights.directory) for extent in extents]
-            return f"{a[1].tensor} is {numbers[0]!r} in {names[0]} and {numbers[1]!r} in {names[1]} at one place"
+            return f"{a[1].tensor} is {values[0]!r} in {names[0]} and {values[1]!r} in {names[1]} at one place"
     return None

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megarlhf.placement import Box, Placement, RankPlacements, Shape
-from megarlhf.weights.plan.load_balance import Window, balance_senders
-from megarlhf.weights.plan.overlaps import NodeOf, Overlap, Ranks, Stream, TensorOverlaps, find_overlaps
+from megarlhf.weights.plan.load_balance import SenderShare, balance_senders
+from megarlhf.weights.plan.overlaps import NodeOf, Overlap, Ranks, Route, TensorOverlaps, find_overlaps
 
 Pair = tuple[int, int]
 """(source rank, destination rank)."""
@@ -101,9 +101,9 @@ def make_plan(
 ) -> CopyPlan:
     """The plan that fills every placement of `destinations` from `sources`, each element exactly once.
 
-    What a rank holds it takes from itself. For the rest, all that strangers need of what the same set of ranks holds
-    is one stream, destination by destination, cut into one contiguous part per holder: senders are balanced to a
-    row, and a destination has few peers. With `node_of` (rank -> node) a rank of the same node sends what one holds.
+    What a rank holds it takes from itself. For the rest, all that other ranks need of what the same set of ranks
+    holds, destination by destination, is cut into one contiguous share per holder: senders are balanced to a row,
+    and a destination has few peers. With `node_of` (rank -> node) a rank of the same node sends what one holds.
     All ranks must pass the same placements; `only_rank` keeps one rank's copies (but everybody's traffic),
     for large jobs.
 
@@ -114,53 +114,53 @@ def make_plan(
     destinations = _by_rank(destinations, "destinations")
     _check_shapes((*sources, *destinations))
     tensors = find_overlaps(sources, destinations, node_of)
-    missing = [f"{tensor.name}{_slices(box)}" for tensor in tensors for box in tensor.pattern.missing]
+    missing = [f"{tensor.name}{box}" for tensor in tensors for box in tensor.pattern.missing]
     if missing:
         _raise_missing(missing)
     needs, traffic = _needs(tensors)
-    windows = balance_senders(needs, lambda ranks, rank, position: _row_near(tensors, (ranks, rank), position))
-    for (_, dst), parts in windows.items():
+    shares = balance_senders(needs, lambda ranks, rank, position: _row_near(tensors, (ranks, rank), position))
+    for (_, dst), parts in shares.items():
         for (src, stop), start in zip(parts, [0, *(end for _, end in parts)], strict=False):
             traffic[src, dst] += stop - start
-    return CopyPlan(tuple(_copies(tensors, windows, only_rank)), dict(traffic), only_rank)
+    return CopyPlan(tuple(_copies(tensors, shares, only_rank)), dict(traffic), only_rank)
 
 
 def _needs(tensors: Sequence[TensorOverlaps]) -> tuple[dict[Ranks, dict[int, int]], Counter[Pair]]:
     """Elements that each rank needs of each set of holders, ranks ascending, and what ranks have themselves."""
-    streams: Counter[Stream] = Counter()
+    routes: Counter[Route] = Counter()
     traffic: Counter[Pair] = Counter()
     patterns = {id(tensor.pattern): tensor.pattern for tensor in tensors}
     for pattern, count in Counter(id(tensor.pattern) for tensor in tensors).items():
-        for stream, numel in patterns[pattern].needs.items():
-            streams[stream] += numel * count
+        for route, numel in patterns[pattern].needs.items():
+            routes[route] += numel * count
         for rank, numel in patterns[pattern].local.items():
             traffic[rank, rank] += numel * count
     needs: dict[Ranks, dict[int, int]] = defaultdict(dict)
-    for ranks, rank in sorted(streams):
-        needs[ranks][rank] = streams[ranks, rank]
+    for ranks, rank in sorted(routes):
+        needs[ranks][rank] = routes[ranks, rank]
     return dict(needs), traffic
 
 
-def _row_near(tensors: Sequence[TensorOverlaps], stream: Stream, position: int) -> int:
-    """Where a row of the stream ends (or starts) nearest to `position`."""
+def _row_near(tensors: Sequence[TensorOverlaps], route: Route, position: int) -> int:
+    """Where a row of the route ends (or starts) nearest to `position`."""
     at = 0
     for tensor in tensors:
-        size = tensor.pattern.needs.get(stream, 0)
+        size = tensor.pattern.needs.get(route, 0)
         if at + size < position:
             at += size
             continue
-        for overlap in tensor.pattern.of_stream.get(stream, ()):
+        for overlap in tensor.pattern.of_route.get(route, ()):
             if at + overlap.numel >= position:
                 return at + (position - at + overlap.row // 2) // overlap.row * overlap.row
             at += overlap.numel
-    raise AssertionError(f"position {position} lies behind the end {at} of stream {stream}")
+    raise AssertionError(f"position {position} lies behind the end {at} of route {route}")
 
 
 def _copies(
-    tensors: Sequence[TensorOverlaps], windows: Mapping[Stream, Sequence[Window]], only_rank: int | None
+    tensors: Sequence[TensorOverlaps], shares: Mapping[Route, Sequence[SenderShare]], only_rank: int | None
 ) -> Iterator[Copy]:
-    """Tensor by tensor, then by destination: the order of every pair's stream on both its ends."""
-    at: dict[Stream, int] = defaultdict(int)
+    """Tensor by tensor, then by destination: the order of every pair's route on both its ends."""
+    at: dict[Route, int] = defaultdict(int)
     relevant: dict[int, tuple[Overlap, ...]] = {}
     for tensor in tensors:
         pattern = id(tensor.pattern)
@@ -168,28 +168,25 @@ def _copies(
             relevant[pattern] = tensor.pattern.of_rank(only_rank)
         for overlap in relevant[pattern]:
             start = 0
-            for sender, stop in _senders(overlap, windows, at):
+            for sender, stop in _senders(overlap, shares, at):
                 if start < stop and only_rank in (None, sender, overlap.dst_rank):
-                    box = overlap.box if stop - start == overlap.numel else _rows(overlap, start, stop)
+                    box = overlap.box
+                    if stop - start < overlap.numel:
+                        box = box.rows(start // overlap.row, stop // overlap.row)
                     src, dst = tensor.sources[overlap.holders[sender]], tensor.destinations[overlap.wanted]
                     yield Copy(sender, src.part(box), overlap.dst_rank, dst.part(box))
                 start = max(start, stop)
 
 
-def _senders(overlap: Overlap, windows: Mapping[Stream, Sequence[Window]], at: dict[Stream, int]) -> list[Window]:
-    """Who sends the overlap, up to which of its elements; moves its stream on."""
-    if overlap.stream is None:
+def _senders(
+    overlap: Overlap, shares: Mapping[Route, Sequence[SenderShare]], at: dict[Route, int]
+) -> list[SenderShare]:
+    """Who sends the overlap, up to which of its elements; moves its route on."""
+    if overlap.route is None:
         return [(overlap.dst_rank, overlap.numel)]
-    start = at[overlap.stream]
-    at[overlap.stream] += overlap.numel
-    return [(src, min(stop - start, overlap.numel)) for src, stop in windows[overlap.stream]]
-
-
-def _rows(overlap: Overlap, start: int, stop: int) -> Box:
-    """The elements [start, stop) of an overlap, whole rows of it."""
-    first = overlap.box.start[0]
-    a, b = start // overlap.row, stop // overlap.row
-    return Box((first + a, *overlap.box.start[1:]), (first + b, *overlap.box.stop[1:]))
+    start = at[overlap.route]
+    at[overlap.route] += overlap.numel
+    return [(src, min(stop - start, overlap.numel)) for src, stop in shares[overlap.route]]
 
 
 def _by_rank(parts: Sequence[RankPlacements], side: str) -> list[RankPlacements]:
@@ -210,10 +207,6 @@ def _check_shapes(parts: Sequence[RankPlacements]) -> None:
                     f"{tensor} has shape {first_shape} on rank {first_rank} and {shape} on rank {part.rank}; source "
                     "and destination must be the same model: compare their config.json"
                 )
-
-
-def _slices(box: Box) -> str:
-    return "[" + ", ".join(f"{a}:{b}" for a, b in zip(box.start, box.stop, strict=True)) + "]"
 
 
 def _raise_missing(missing: Sequence[str]) -> None:

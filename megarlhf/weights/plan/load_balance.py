@@ -1,4 +1,4 @@
-"""Who of several equal ranks takes which part of a stream: loads made equal, in contiguous parts."""
+"""Who of several equal ranks takes which part of what they all hold: loads made equal, in contiguous parts."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from megarlhf.weights.plan.overlaps import Ranks
 
 Key = TypeVar("Key", bound=Hashable)
 
-Window = tuple[int, int]
-"""(rank, where its part of the stream ends); parts follow each other."""
+SenderShare = tuple[int, int]
+"""(rank, where its part of the route ends); parts follow each other."""
 
 
 def balance_senders(
     needs: Mapping[Ranks, Mapping[Key, int]], snap: Callable[[Ranks, Key, int], int]
-) -> dict[tuple[Ranks, Key], list[Window]]:
-    """Windows of the stream of each (set of ranks, key), one after the other.
+) -> dict[tuple[Ranks, Key], list[SenderShare]]:
+    """The shares of the route of each (set of ranks, key), one after the other.
 
-    The streams of a set, keys in the order given, are cut into one contiguous part per rank, so that a key meets
+    The routes of a set, keys in the order given, are cut into one contiguous part per rank, so that a key meets
     few ranks. Sets with the fewest ranks have the least choice and come first; a rank that already carries more gets
-    less. `snap(ranks, key, position)` is the position nearest to `position` at which the stream may be cut; what
+    less. `snap(ranks, key, position)` is the position nearest to `position` at which the route may be cut; what
     that costs in balance, the next set of the same ranks makes good.
     """
     load: dict[int, int] = defaultdict(int)
-    windows: dict[tuple[Ranks, Key], list[Window]] = {}
+    shares: dict[tuple[Ranks, Key], list[SenderShare]] = {}
     for ranks in sorted(needs, key=lambda r: (len(r), r)):
         keys = list(needs[ranks])
         ends = list(accumulate(needs[ranks][key] for key in keys))
@@ -42,8 +42,8 @@ def balance_senders(
             for key, end in zip(keys, ends, strict=True):
                 begin = end - needs[ranks][key]
                 if max(start, begin) < min(stop, end):
-                    windows.setdefault((ranks, key), []).append((rank, min(stop, end) - begin))
-    return windows
+                    shares.setdefault((ranks, key), []).append((rank, min(stop, end) - begin))
+    return shares
 
 
 def water_fill(loads: Sequence[int], total: int) -> list[int]:

@@ -15,8 +15,8 @@ from megarlhf.placement import Box, Placement, RankPlacements
 
 Ranks = tuple[int, ...]
 """Ascending."""
-Stream = tuple[Ranks, int]
-"""(the ranks that may send, the rank that receives): all overlaps of such a pair, tensor by tensor, are one stream."""
+Route = tuple[Ranks, int]
+"""(the ranks that may send, the rank that receives): all overlaps of a route follow each other, tensor by tensor."""
 
 NodeOf = Sequence[int] | Mapping[int, int]
 """Rank -> node."""
@@ -35,7 +35,7 @@ class Overlap:
     """Position among the tensor's destination placements."""
     holders: Mapping[int, int]
     """Rank -> position among the tensor's source placements, of all ranks that hold the source box."""
-    stream: Stream | None
+    route: Route | None
     """None when the destination holds the overlap itself."""
 
 
@@ -47,12 +47,12 @@ class OverlapPattern:
     missing: tuple[Box, ...]
 
     @cached_property
-    def needs(self) -> Counter[Stream]:
-        """Elements of each stream."""
-        count: Counter[Stream] = Counter()
+    def needs(self) -> Counter[Route]:
+        """Elements of each route."""
+        count: Counter[Route] = Counter()
         for overlap in self.overlaps:
-            if overlap.stream is not None:
-                count[overlap.stream] += overlap.numel
+            if overlap.route is not None:
+                count[overlap.route] += overlap.numel
         return count
 
     @cached_property
@@ -60,23 +60,23 @@ class OverlapPattern:
         """Elements that a rank takes from itself."""
         count: Counter[int] = Counter()
         for overlap in self.overlaps:
-            if overlap.stream is None:
+            if overlap.route is None:
                 count[overlap.dst_rank] += overlap.numel
         return count
 
     @cached_property
-    def of_stream(self) -> dict[Stream, list[Overlap]]:
-        streams: dict[Stream, list[Overlap]] = defaultdict(list)
+    def of_route(self) -> dict[Route, list[Overlap]]:
+        routes: dict[Route, list[Overlap]] = defaultdict(list)
         for overlap in self.overlaps:
-            if overlap.stream is not None:
-                streams[overlap.stream].append(overlap)
-        return dict(streams)
+            if overlap.route is not None:
+                routes[overlap.route].append(overlap)
+        return dict(routes)
 
     def of_rank(self, rank: int | None) -> tuple[Overlap, ...]:
         """Those that `rank` receives, has or may send; None: all of them."""
         if rank is None:
             return self.overlaps
-        return tuple(p for p in self.overlaps if p.dst_rank == rank or (p.stream is not None and rank in p.stream[0]))
+        return tuple(p for p in self.overlaps if p.dst_rank == rank or (p.route is not None and rank in p.route[0]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,8 +146,8 @@ def _find_pattern(
         for box, src_box in covered:
             numel = box.numel
             row = numel // box.shape[0] if len(box.shape) > 1 else numel
-            stream = None if rank in holders[src_box] else (_senders(holders[src_box], rank, node_of), rank)
-            overlaps.append(Overlap(box, numel, row, rank, index, holders[src_box], stream))
+            route = None if rank in holders[src_box] else (_senders(holders[src_box], rank, node_of), rank)
+            overlaps.append(Overlap(box, numel, row, rank, index, holders[src_box], route))
     return OverlapPattern(tuple(overlaps), tuple(missing))
 
 

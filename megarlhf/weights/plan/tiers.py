@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from megarlhf.placement import Box, Placement, RankPlacements
 from megarlhf.weights.plan.copy_plan import CopyPlan, make_plan
-from megarlhf.weights.plan.load_balance import Window, balance_senders
+from megarlhf.weights.plan.load_balance import SenderShare, balance_senders
 from megarlhf.weights.plan.overlaps import NodeOf, Ranks, by_tensor, split_box
 
 Owner = tuple[int, int]
@@ -34,7 +34,7 @@ class TieredPlan:
     """Reads the destination storages, writes the destination storages, inside nodes: what came in for others too."""
 
 
-def crossing(plan: CopyPlan, node_of: NodeOf) -> dict[tuple[int, int], int]:
+def traffic_between_nodes(plan: CopyPlan, node_of: NodeOf) -> dict[tuple[int, int], int]:
     """Elements by (source node, destination node), of different nodes."""
     elements: Counter[tuple[int, int]] = Counter()
     for (src, dst), numel in plan.traffic.items():
@@ -118,32 +118,31 @@ def _split_node(node: int, holding: Sequence[RankPlacements], wanting: Sequence[
                     at += region.numel
         raise AssertionError(f"position {position} lies behind the end {at} of what ranks {ranks} share")
 
-    windows = balance_senders({ranks: {node: numel} for ranks, numel in needs.items()}, snap)
+    shares = balance_senders({ranks: {node: numel} for ranks, numel in needs.items()}, snap)
     passed: Counter[Ranks] = Counter()
     for placements, regions in tensors:
         for region in regions:
             if region.is_shared:
                 start = passed[region.ranks]
                 passed[region.ranks] += region.numel
-                _hand_on(placements, region, start, windows[region.ranks, node], split)
+                _hand_on(placements, region, start, shares[region.ranks, node], split)
             else:
                 for rank, index in region.owners:
                     split.first[rank].append(placements[index].part(region.box))
 
 
 def _hand_on(
-    placements: Sequence[Placement], region: _Region, start: int, windows: Sequence[Window], split: _Split
+    placements: Sequence[Placement], region: _Region, start: int, shares: Sequence[SenderShare], split: _Split
 ) -> None:
-    """Each window's rank gets its rows of the region in the first tier, the other owners in the second."""
+    """Each share's rank gets its rows of the region in the first tier, the other owners in the second."""
     begin = 0
-    for receiver, stop in windows:
+    for receiver, stop in shares:
         end = min(stop - start, region.numel)
         if begin >= end:
             continue
-        first = region.box.start[0] if region.box.start else 0
         box = region.box
         if end - begin < region.numel:
-            box = Box((first + begin // region.row, *box.start[1:]), (first + end // region.row, *box.stop[1:]))
+            box = box.rows(begin // region.row, end // region.row)
         begin = end
         chosen = next(owner for owner in region.owners if owner[0] == receiver)
         for owner in region.owners:
@@ -194,7 +193,7 @@ def _regions(ranks: Sequence[int], boxes: Sequence[Box], node_boxes: Sequence[Bo
             yield _Region(part, tuple(owners), tuple(sorted({rank for rank, _ in owners})), comes_in, numel, row)
 
 
-def node_needs(
+def least_received_by_node(
     sources: Sequence[RankPlacements],
     destinations: Sequence[RankPlacements],
     node_of: NodeOf,

@@ -173,6 +173,6 @@ def wire_seconds(plan: CopyPlan, node_of: NodeOf, links: Links, element_bytes: i
     return max((8e-9 * element_bytes * numel / speed[kind] for (kind, _, _), numel in through.items()), default=0.0)
 
 
-def entering(crossing: Mapping[tuple[int, int], int], nodes: int) -> list[int]:
+def received_by_node(traffic: Mapping[tuple[int, int], int], nodes: int) -> list[int]:
     """Elements that come into each node, of elements by (source node, destination node)."""
-    return [sum(numel for (_, dst), numel in crossing.items() if dst == node) for node in range(nodes)]
+    return [sum(numel for (_, dst), numel in traffic.items() if dst == node) for node in range(nodes)]

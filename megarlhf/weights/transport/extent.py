@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,13 +46,13 @@ class Extent:
         return self.offset + (last + 1) * self.dtype.itemsize
 
 
-class MappedFiles(Mapping[Path, memoryview]):
+class MappedFiles:
     """Private maps of files, made on demand: their pages are the kernel's cache, not this process's memory."""
 
     def __init__(self) -> None:
         self._maps: dict[Path, memoryview] = {}
 
-    def __getitem__(self, path: Path) -> memoryview:
+    def _bytes(self, path: Path) -> memoryview:
         if path not in self._maps:
             size = path.stat().st_size
             # torch's map, for Python's keeps a descriptor open for each file. Private: nothing is written back.
@@ -62,20 +62,15 @@ class MappedFiles(Mapping[Path, memoryview]):
             self._maps[path] = memoryview(raw)
         return self._maps[path]
 
-    def __iter__(self) -> Iterator[Path]:
-        return iter(self._maps)
-
-    def __len__(self) -> int:
-        return len(self._maps)
-
     def tensor(self, extent: Extent) -> torch.Tensor:
         """The extent as a tensor on the mapped bytes. Never write to it."""
         if not extent.numel:
             return torch.empty(extent.shape, dtype=extent.dtype)
-        raw = self[extent.path][extent.offset : extent.end]
+        file = self._bytes(extent.path)
+        raw = file[extent.offset : extent.end]
         if len(raw) != extent.end - extent.offset:
             raise ValueError(
-                f"{extent.path} ends at byte {len(self[extent.path])}, expected {extent.end} for a tensor of shape "
+                f"{extent.path} ends at byte {len(file)}, expected {extent.end} for a tensor of shape "
                 f"{extent.shape}; the file is truncated: copy it again"
             )
         flat = torch.frombuffer(raw, dtype=extent.dtype)

@@ -18,7 +18,7 @@ import torch
 
 from megarlhf.placement import Shape, contiguous_strides, flat_boxes
 from megarlhf.weights.plan.copy_plan import Copy, CopyPlan
-from megarlhf.weights.transport.schedule import Span, rank_rounds
+from megarlhf.weights.transport.schedule import ElementRange, rank_rounds
 from megarlhf.weights.transport.storages import Storages, strided
 
 
@@ -100,16 +100,16 @@ Slice = tuple[StridedCopy, int, int]
 """The elements [start, stop) of a strided copy."""
 
 
-class PairStream:
-    """All that a pair of ranks exchanges, as one stream of elements from which spans are cut."""
+class PairTransfer:
+    """All that a pair of ranks exchanges, as one row of elements from which ranges are cut."""
 
     def __init__(self, copies: Iterable[Copy]) -> None:
         self.copies = coalesce(copies)
         self._starts = list(accumulate((copy.numel for copy in self.copies), initial=0))
 
-    def slices(self, spans: Sequence[Span]) -> Iterator[Slice]:
-        """What lies in the spans, in the stream's order."""
-        for start, stop in spans:
+    def slices(self, ranges: Sequence[ElementRange]) -> Iterator[Slice]:
+        """What lies in the ranges, in the transfer's order."""
+        for start, stop in ranges:
             number = bisect_right(self._starts, start) - 1
             while number < len(self.copies) and (first := self._starts[number]) < stop:
                 yield self.copies[number], max(start - first, 0), min(stop, self._starts[number + 1]) - first
@@ -142,13 +142,13 @@ class RankMessages:
         """`min_direct`: elements that make a message of their own worth while; the same on all ranks."""
         self._traffic, self._rank, self._min_direct = plan.traffic, rank, min_direct
         self._local = coalesce(plan.local(rank))
-        self._outgoing = {peer: PairStream(copies) for peer, copies in plan.sends(rank).items()}
-        self._incoming = {peer: PairStream(copies) for peer, copies in plan.receives(rank).items()}
+        self._outgoing = {peer: PairTransfer(copies) for peer, copies in plan.sends(rank).items()}
+        self._incoming = {peer: PairTransfer(copies) for peer, copies in plan.receives(rank).items()}
 
     def missing(self, src: Storages, dst: Storages) -> list[str]:
         """Storages that the plan uses and the rank does not have, in words."""
-        sources = {copy.src.storage for stream in self._outgoing.values() for copy in stream.copies}
-        destinations = {copy.dst.storage for stream in self._incoming.values() for copy in stream.copies}
+        sources = {copy.src.storage for transfer in self._outgoing.values() for copy in transfer.copies}
+        destinations = {copy.dst.storage for transfer in self._incoming.values() for copy in transfer.copies}
         sources.update(copy.src.storage for copy in self._local)
         destinations.update(copy.dst.storage for copy in self._local)
         return [f"source {name}" for name in sorted(sources - src.keys())] + [
@@ -170,24 +170,24 @@ class RankMessages:
         """
         return [
             Round(
-                self._messages(self._outgoing, spans.sends, src, dtype, sending=True),
-                self._messages(self._incoming, spans.receives, dst, dtype, sending=False),
+                self._messages(self._outgoing, ranges.sends, src, dtype, sending=True),
+                self._messages(self._incoming, ranges.receives, dst, dtype, sending=False),
             )
-            for spans in rank_rounds(self._traffic, self._rank, capacity)
+            for ranges in rank_rounds(self._traffic, self._rank, capacity)
         ]
 
     def _messages(
         self,
-        streams: Mapping[int, PairStream],
-        spans: Mapping[int, Sequence[Span]],
+        transfers: Mapping[int, PairTransfer],
+        ranges: Mapping[int, Sequence[ElementRange]],
         storages: Storages,
         dtype: torch.dtype,
         *,
         sending: bool,
     ) -> list[Message]:
         messages, bucket_end = [], 0
-        for peer in spans:
-            for slices in _framed(streams[peer].slices(spans[peer]), self._min_direct):
+        for peer in ranges:
+            for slices in _framed(transfers[peer].slices(ranges[peer]), self._min_direct):
                 ends = [copy.src if sending else copy.dst for copy, _, _ in slices]
                 views = [
                     view

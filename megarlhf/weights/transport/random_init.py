@@ -37,13 +37,20 @@ def fill_random(
     fresh head on a loaded trunk) and then leaves padding alone.
     """
     inits = tensor_inits(arch, head)
+    scales: dict[Init, float] = {
+        "normal": std,
+        "residual": std / math.sqrt(2 * arch.num_layers),
+        "ones": 1.0,
+        "zeros": 0.0,
+        "score": 1 / math.sqrt(arch.hidden_size + 1),
+    }
     parts: dict[str, list[Placement]] = defaultdict(list)
     for placement in placements.placements:
         if only is None or placement.tensor in only:
             parts[placement.tensor].append(placement)
     for tensor, tensor_placements in parts.items():
         init = inits[tensor]
-        scale = _scale(init, std, arch)
+        scale = scales[init]
         if scale == 0.0 or init == "ones":
             for placement in tensor_placements:
                 view(placement, dst).fill_(1.0 if init == "ones" else 0.0)
@@ -60,24 +67,12 @@ def fill_random(
         zero_padding(placements, dst)
 
 
-def _scale(init: Init, std: float, arch: Architecture) -> float:
-    scales: dict[Init, float] = {
-        "normal": std,
-        "residual": std / math.sqrt(2 * arch.num_layers),
-        "ones": 1.0,
-        "zeros": 0.0,
-        "score": 1 / math.sqrt(arch.hidden_size + 1),
-    }
-    return scales[init]
-
-
 def _blocks(tensor: str, shape: Shape, placements: list[Placement], seed: int) -> Iterator[tuple[Box, torch.Tensor]]:
     """The blocks of rows that the placements touch, with their standard normal values."""
     inner = math.prod(shape[1:])
     rows = max(1, _BLOCK_ELEMENTS // inner)
-    zeros = (0,) * (len(shape) - 1)
     for number, start in enumerate(range(0, shape[0], rows)):
-        block = Box((start, *zeros), (min(start + rows, shape[0]), *shape[1:]))
+        block = Box.whole(shape).rows(start, min(start + rows, shape[0]))
         if any(placement.box.intersect(block) for placement in placements):
             generator = torch.Generator().manual_seed(_seed(seed, tensor, number))
             yield block, torch.randn(block.shape, generator=generator, dtype=torch.float32)

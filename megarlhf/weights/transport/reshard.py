@@ -110,7 +110,8 @@ class Resharder:
         or the network is gone, the RuntimeError of the backend, which need not name it.
         """
         with self._raise_on_all_ranks():
-            free = None if self._free_bytes is None else self._free_bytes() + self._kept_bytes()
+            kept = 0 if self._kept is None else sum(share.nbytes for share in self._kept.buckets)
+            free = None if self._free_bytes is None else self._free_bytes() + kept
         capacity = self._capacity(self._least(free))
         with self._raise_on_all_ranks():
             ready = self._prepare(src, dst, capacity)
@@ -126,9 +127,6 @@ class Resharder:
 
     def _raise_on_all_ranks(self) -> raise_on_all_ranks:
         return raise_on_all_ranks(lambda reasons: TransferError("; ".join(reasons)), self._group)
-
-    def _kept_bytes(self) -> int:
-        return 0 if self._kept is None else sum(share.nbytes for share in self._kept.buckets)
 
     def _least(self, free: int | None) -> int | None:
         """Of the poorest rank. Collective."""
@@ -200,21 +198,6 @@ class Resharder:
             in_flight.append(_post(round, failure))
         while in_flight:
             _finish(*in_flight.popleft(), failure)
-
-
-def reshard_once(
-    plan: CopyPlan,
-    src: Storages,
-    dst: Storages,
-    *,
-    rank: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    group: dist.ProcessGroup | None = None,
-    bucket_bytes: int = BUCKET_BYTES,
-) -> None:
-    """Executes a plan once; see `Resharder`. Every rank of the group calls it."""
-    Resharder(plan, rank=rank, dtype=dtype, device=device, group=group, bucket_bytes=bucket_bytes).run(src, dst)
 
 
 def _post(round: _LiveRound, failure: _Failure) -> tuple[_LiveRound, list[dist.Work]]:

@@ -8,38 +8,38 @@ from dataclasses import dataclass
 
 from megarlhf.weights.plan.copy_plan import Pair
 
-Span = tuple[int, int]
-"""A range [start, stop) of a pair's stream: all elements it exchanges, in the plan's order."""
+ElementRange = tuple[int, int]
+"""A range [start, stop) of the elements that a pair of ranks exchanges, in the plan's order."""
 
-_CHUNKS_PER_BUCKET = 8
+_PIECES_PER_BUCKET = 8
 _COARSE_ROUNDS = 64
-"""Chunks are fitted one by one in Python: of every rank some 512, however small the bucket."""
+"""Pieces are fitted one by one in Python: of every rank some 512, however small the bucket."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankRound:
     """What one rank exchanges in one round, by peer in ascending order."""
 
-    sends: dict[int, tuple[Span, ...]]
-    receives: dict[int, tuple[Span, ...]]
+    sends: dict[int, tuple[ElementRange, ...]]
+    receives: dict[int, tuple[ElementRange, ...]]
 
 
 def rank_rounds(traffic: Mapping[Pair, int], rank: int, capacity: int) -> list[RankRound]:
     """The rounds of `rank`, in order, without those in which it has nothing to do.
 
     Every rank computes the same schedule from the same traffic (elements per pair) and walks its rounds in
-    ascending order; both ends of a pair name the same spans in the same round, so nothing can deadlock. Each
-    chunk takes the first round with room at both ends. Where that would be very many rounds, rounds of several
+    ascending order; both ends of a pair name the same ranges in the same round, so nothing can deadlock. Each
+    piece takes the first round with room at both ends. Where that would be very many rounds, rounds of several
     times the capacity are filled in this way, and each is cut into as many equal ones.
     """
     cuts, large = _coarsened(traffic, capacity)
-    sends: dict[int, dict[int, list[Span]]] = defaultdict(lambda: defaultdict(list))
-    receives: dict[int, dict[int, list[Span]]] = defaultdict(lambda: defaultdict(list))
-    for (src, dst), number, span in _first_fit(traffic, large):
+    sends: dict[int, dict[int, list[ElementRange]]] = defaultdict(lambda: defaultdict(list))
+    receives: dict[int, dict[int, list[ElementRange]]] = defaultdict(lambda: defaultdict(list))
+    for (src, dst), number, elements in _first_fit(traffic, large):
         if src == rank:
-            sends[number][dst].append(span)
+            sends[number][dst].append(elements)
         elif dst == rank:
-            receives[number][src].append(span)
+            receives[number][src].append(elements)
     rounds = [
         RankRound(_cut(sends.get(number, {}), cut, cuts), _cut(receives.get(number, {}), cut, cuts))
         for number in sorted(sends.keys() | receives.keys())
@@ -66,8 +66,8 @@ def _coarsened(traffic: Mapping[Pair, int], capacity: int) -> tuple[int, int]:
     return (cuts, cuts * room) if cuts > 1 else (1, capacity)
 
 
-def _first_fit(traffic: Mapping[Pair, int], capacity: int) -> list[tuple[Pair, int, Span]]:
-    chunk = max(1, capacity // _CHUNKS_PER_BUCKET)
+def _first_fit(traffic: Mapping[Pair, int], capacity: int) -> list[tuple[Pair, int, ElementRange]]:
+    piece = max(1, capacity // _PIECES_PER_BUCKET)
     ranks = 1 + max((max(pair) for pair in traffic), default=0)
     sent: dict[int, list[int]] = defaultdict(list)
     received: dict[int, list[int]] = defaultdict(list)
@@ -76,8 +76,8 @@ def _first_fit(traffic: Mapping[Pair, int], capacity: int) -> list[tuple[Pair, i
     for pair in sorted((p for p in traffic if p[0] != p[1]), key=lambda p: ((p[1] - p[0]) % ranks, p)):
         src, dst = sent[pair[0]], received[pair[1]]
         number = 0
-        for start in range(0, traffic[pair], chunk):
-            stop = min(start + chunk, traffic[pair])
+        for start in range(0, traffic[pair], piece):
+            stop = min(start + piece, traffic[pair])
             size = stop - start
             while True:
                 for used in (src, dst):
@@ -91,21 +91,21 @@ def _first_fit(traffic: Mapping[Pair, int], capacity: int) -> list[tuple[Pair, i
     return out
 
 
-def _cut(peers: Mapping[int, Sequence[Span]], cut: int, cuts: int) -> dict[int, tuple[Span, ...]]:
-    """The given one of equal parts of each peer's spans, adjacent spans as one; peers ascending."""
+def _cut(peers: Mapping[int, Sequence[ElementRange]], cut: int, cuts: int) -> dict[int, tuple[ElementRange, ...]]:
+    """The given one of equal parts of each peer's ranges, adjacent ranges as one; peers ascending."""
     parts = {}
     for peer in sorted(peers):
         numel = sum(stop - start for start, stop in peers[peer])
-        if spans := _between(peers[peer], numel * cut // cuts, numel * (cut + 1) // cuts):
-            parts[peer] = spans
+        if ranges := _between(peers[peer], numel * cut // cuts, numel * (cut + 1) // cuts):
+            parts[peer] = ranges
     return parts
 
 
-def _between(spans: Sequence[Span], first: int, last: int) -> tuple[Span, ...]:
-    """Elements [first, last) of those in the spans."""
-    out: list[Span] = []
+def _between(ranges: Sequence[ElementRange], first: int, last: int) -> tuple[ElementRange, ...]:
+    """Elements [first, last) of those in the ranges."""
+    out: list[ElementRange] = []
     at = 0
-    for start, stop in spans:
+    for start, stop in ranges:
         a, b = start + max(first - at, 0), start + min(last - at, stop - start)
         if a < b:
             if out and out[-1][1] == a:

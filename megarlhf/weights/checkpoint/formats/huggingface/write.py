@@ -27,7 +27,7 @@ def preallocate_huggingface(
 ) -> dict[str, Extent]:
     """config.json, the index, and shards at full length in which every tensor is still a hole; where each stands."""
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    shards = _shards(tensors, max_shard_bytes)
+    shards = split_by_bytes(tensors, max_shard_bytes)
     names = [SINGLE]
     if len(shards) > 1:
         names = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
@@ -65,14 +65,14 @@ def num_bytes_of(spec: tuple[Shape, torch.dtype]) -> int:
     return math.prod(spec[0]) * spec[1].itemsize
 
 
-def _shards(tensors: Specs, limit: int) -> list[list[str]]:
-    """Names by shard, in order; a tensor above the limit has a shard of its own."""
-    shards: list[list[str]] = [[]]
+def split_by_bytes(tensors: Specs, limit: int) -> list[list[str]]:
+    """Names in order, in lists of at most `limit` bytes; a tensor above the limit has a list of its own."""
+    lists: list[list[str]] = [[]]
     size = 0
     for name, spec in tensors.items():
-        if shards[-1] and size + num_bytes_of(spec) > limit:
-            shards.append([])
+        if lists[-1] and size + num_bytes_of(spec) > limit:
+            lists.append([])
             size = 0
-        shards[-1].append(name)
+        lists[-1].append(name)
         size += num_bytes_of(spec)
-    return shards
+    return lists

@@ -9,7 +9,8 @@ Megatron-LM knows switches, not families: Mistral without a window is its Llama.
 from __future__ import annotations
 
 import logging
-from dataclasses import asdict, fields, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -17,15 +18,33 @@ import torch
 from megarlhf.architectures.architecture import Architecture, Llama3Rope
 from megarlhf.architectures.families import FAMILIES
 from megarlhf.architectures.megatron_layout import MegatronLayout
-from megarlhf.architectures.placements import logical_tensors, padded_vocab_size
+from megarlhf.architectures.placements import Head, logical_tensors, padded_vocab_size
 from megarlhf.weights.checkpoint.formats.megatron.infer import disagreements, infer, match_family, same
 from megarlhf.weights.checkpoint.formats.megatron.unsupported import Args, refuse_unsupported
+from megarlhf.weights.transport.extent import CheckpointWeights
 
 OWN_KEY = "megarlhf_architecture"
 
 _TANH_GELU = ("gelu_new", "gelu_pytorch_tanh")
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MegatronWeights(CheckpointWeights):
+    """A Megatron checkpoint, opened: nothing but headers has been read."""
+
+    args: dict[str, Any]
+    """Of the run that saved it, as far as they are plain data; empty when none are stored."""
+    arch: Architecture
+    head: Head
+    layout: MegatronLayout
+
+
+def stored_args(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Megatron's arguments in what a rank saved, a dict or a Namespace; empty when it saved none."""
+    args = content.get("args")
+    return {} if args is None else dict(args if isinstance(args, dict) else vars(args))
 
 
 def args_of(arch: Architecture, layout: MegatronLayout, dtype: torch.dtype) -> dict[str, Any]:
@@ -149,6 +168,39 @@ def _stage_string(chunks: list[list[range]]) -> str:
     """`Ett|ttt|tL`: Megatron's spelling of any split, the virtual stages of all ranks one after another."""
     ordered = [chunks[rank][v] for v in range(len(chunks[0])) for rank in range(len(chunks))]
     return "E" + "|".join("t" * len(chunk) for chunk in ordered) + "L"
+
+
+def layout_of(args: Args, padded_vocab: int) -> MegatronLayout:
+    """The layout that arguments state; the files of a torch_dist checkpoint know none."""
+
+    def stated(name: str) -> int:
+        return int(args.get(name) or 1)
+
+    return MegatronLayout(
+        tp=stated("tensor_model_parallel_size"),
+        pp=stated("pipeline_model_parallel_size"),
+        vpp=stated("virtual_pipeline_model_parallel_size"),
+        ep=stated("expert_model_parallel_size"),
+        layers_per_stage=_stages(args, stated("pipeline_model_parallel_size")),
+        padded_vocab=padded_vocab,
+        spec="local" if args.get("transformer_impl") == "local" else "te",
+        experts="grouped" if args.get("moe_grouped_gemm") else "each",
+    )
+
+
+def _stages(args: Args, pp: int) -> tuple[int, ...] | None:
+    """Layers of each stage where the arguments state uneven ones: a first or a last, or a whole layout."""
+    spelled = args.get("pipeline_model_parallel_layout")
+    if isinstance(spelled, str) and pp > 1 and set(spelled) <= set("EtmL|"):
+        chunks = [chunk.count("t") for chunk in spelled.split("|")]
+        return tuple(sum(chunks[rank::pp]) for rank in range(pp))
+    first, last = (args.get(f"decoder_{end}_pipeline_num_layers") for end in ("first", "last"))
+    num_layers = int(args.get("num_layers") or 0)
+    if pp < 2 or not num_layers or not (first or last):
+        return None
+    even = pp - bool(first) - bool(last)
+    middle = (num_layers - (first or 0) - (last or 0)) // max(1, even)
+    return (*([first] if first else []), *[middle] * even, *([last] if last else []))
 
 
 def _run_args(layout: MegatronLayout, dtype: torch.dtype) -> dict[str, Any]:

@@ -139,17 +139,19 @@ _ARGUMENTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "ffn_size": ("ffn_hidden_size",),
         "vocab_size": ("vocab_size", "padded_vocab_size"),
         "max_positions": ("max_position_embeddings",),
+        "norm": ("normalization",),
         "norm_eps": ("norm_epsilon", "layernorm_epsilon"),
+        "positions": ("position_embedding_type", "use_rotary_position_embeddings"),
+        "position_offset": ("max_position_embeddings",),
+        "rope_theta": ("rotary_base",),
+        "rope_scaling": ("use_rope_scaling",),
         "tied_embeddings": ("untie_embeddings_and_output_weights",),
         "qkv_bias": ("add_qkv_bias", "add_bias_linear", "disable_bias_linear"),
         "output_bias": ("add_bias_linear", "disable_bias_linear"),
         "mlp_bias": ("add_bias_linear", "disable_bias_linear"),
         "activation": ("swiglu", "bias_gelu_fusion", "openai_gelu"),
         "gated_mlp": ("swiglu",),
-        "norm": ("normalization",),
         "qk_norm": ("qk_layernorm",),
-        "positions": ("position_embedding_type", "use_rotary_position_embeddings"),
-        "position_offset": ("max_position_embeddings",),
         "sliding_window": ("window_size",),
         "num_experts": ("num_experts",),
         "experts_per_token": ("moe_router_topk",),
@@ -157,42 +159,22 @@ _ARGUMENTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "renormalize_experts": ("moe_router_pre_softmax",),
     }
 )
-"""The arguments that decide each field of an `Architecture` that `_misfits` may name, the one of today first."""
+"""The arguments that decide each field of an `Architecture`, the one of today first."""
 
+_UNCOMPARED = ("activation", "position_offset", "output_bias")
+"""Fields that no argument can contradict: there is no word for ReLU, and the fusion that decides between the two GELUs
+is switched for speed too; the two others Megatron has not by itself."""
 
 _TELLING: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "num_layers": ("num_layers",),
-        "hidden_size": ("hidden_size",),
-        "num_heads": ("num_attention_heads",),
-        # Off, num_query_groups is Megatron's default of 1 and means nothing.
-        "num_kv_heads": ("group_query_attention",),
-        "head_dim": ("kv_channels",),
-        "ffn_size": ("ffn_hidden_size",),
+    {field: keys for field, keys in _ARGUMENTS.items() if field not in _UNCOMPARED}
+    | {
+        "num_kv_heads": ("group_query_attention",),  # off, num_query_groups is Megatron's default of 1: it says nothing
         "vocab_size": ("vocab_size",),
-        "max_positions": ("max_position_embeddings",),
-        "norm": ("normalization",),
-        "norm_eps": ("norm_epsilon", "layernorm_epsilon"),
-        "positions": ("position_embedding_type", "use_rotary_position_embeddings"),
-        "rope_theta": ("rotary_base",),
-        "rope_scaling": ("use_rope_scaling",),
-        "tied_embeddings": ("untie_embeddings_and_output_weights",),
         "qkv_bias": ("add_bias_linear", "disable_bias_linear"),
-        "mlp_bias": ("add_bias_linear", "disable_bias_linear"),
-        "gated_mlp": ("swiglu",),
-        "qk_norm": ("qk_layernorm",),
-        "sliding_window": ("window_size",),
-        "num_experts": ("num_experts",),
-        "experts_per_token": ("moe_router_topk",),
         "expert_ffn_size": ("moe_ffn_hidden_size", "ffn_hidden_size"),
-        "renormalize_experts": ("moe_router_pre_softmax",),
     }
 )
-"""Fields of an `Architecture` that arguments can contradict, and those of which one must be stated for that.
-
-Without `activation` (no word for ReLU, and the fusion that decides between the two GELUs is switched for speed too),
-`position_offset` and `output_bias`, which Megatron has not by itself.
-"""
+"""Fields that arguments can contradict, and the arguments of which one must be stated for that."""
 
 
 def same(a: Any, b: Any) -> bool:
@@ -230,7 +212,7 @@ def disagreements(arch: Architecture, args: Args) -> list[str]:
             continue
         of_config, of_args = _compared(field, arch), _compared(field, inferred)
         if not same(of_config, of_args):
-            shown = ", ".join(f"{key} = {stated[key]!r}" for key in _ARGUMENTS.get(field, stating) if key in stated)
+            shown = ", ".join(f"{key} = {stated[key]!r}" for key in _ARGUMENTS[field] if key in stated)
             problems.append(f"{field}: config.json says {of_config!r}, args say {of_args!r} ({shown})")
     return problems
 

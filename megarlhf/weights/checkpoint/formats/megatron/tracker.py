@@ -51,11 +51,7 @@ def find_checkpoint(path: str | PathLike[str]) -> tuple[Path | None, Iteration |
             )
         return directory, iteration
     if (path / ".metadata").is_file() or any(path.glob("mp_rank_*")):
-        return path, _iteration_of(path)
+        name = path.absolute().name
+        number = _FOLDER.fullmatch(name)
+        return path, int(number[1]) if number else RELEASE if name == RELEASE else None
     return None, None
-
-
-def _iteration_of(directory: Path) -> Iteration | None:
-    name = directory.absolute().name
-    match = _FOLDER.fullmatch(name)
-    return int(match[1]) if match else RELEASE if name == RELEASE else None

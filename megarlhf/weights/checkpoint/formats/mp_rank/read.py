@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 from megarlhf.architectures.architecture import Architecture
 from megarlhf.architectures.megatron_layout import MegatronLayout, ModelRank
-from megarlhf.architectures.placements import Experts, Head, Spec
+from megarlhf.architectures.placements import Head
 from megarlhf.placement import RankPlacements
-from megarlhf.weights.checkpoint.formats.megatron.args import arch_of
-from megarlhf.weights.checkpoint.formats.megatron.tracker import Iteration, find_checkpoint
+from megarlhf.weights.checkpoint.formats.megatron.args import MegatronWeights, arch_of, stored_args
+from megarlhf.weights.checkpoint.formats.megatron.tracker import find_checkpoint
 from megarlhf.weights.checkpoint.formats.mp_rank.legacy import core_names, reorder_qkv
 from megarlhf.weights.checkpoint.formats.mp_rank.same_run import require_one_run
 from megarlhf.weights.checkpoint.formats.torch_file.archive import read_torch_file
@@ -30,6 +30,7 @@ VERSION = 3.0
 
 _FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
+_GROUPED = re.compile(r"\.mlp\.experts\.(weight1|linear_fc1\.weight\d+)$")
 _HARMLESS = ("_extra_state", ".inv_freq", ".local_tokens_per_expert")
 """Ends of names of what is no parameter: quantization state, computed buffers, counters."""
 _EXPERT_BIAS = ".router.expert_bias"
@@ -37,26 +38,6 @@ _EMBEDDING = "embedding.word_embeddings.weight"
 _HEAD = "output_layer.weight"
 
 ModelChunk = dict[str, Extent]
-
-
-@dataclass(frozen=True, kw_only=True)
-class MpRankCheckpoint:
-    """An `mp_rank` checkpoint, opened: nothing of its tensors has been read."""
-
-    directory: Path
-    """With the mp_rank folders in it."""
-    files: Mapping[ModelRank, Path]
-    args: Mapping[str, Any]
-    """Megatron-LM's, as far as they are plain data; empty when none are stored."""
-    iteration: Iteration | None
-    checkpoint_version: float
-    """As stored; 3.0 where none is stored and the names are Megatron-Core's."""
-    layout: MegatronLayout
-    head: Head
-    parts: list[RankPlacements]
-    """In the order of `layout.ranks()`."""
-    extents: list[dict[str, Extent]]
-    """Of the storages of each part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +51,14 @@ class _File:
     """Names from before Megatron-Core."""
 
 
-def read_mp_rank(directory: str | PathLike[str], arch: Architecture | None = None) -> MpRankCheckpoint:
+def read_mp_rank(directory: str | PathLike[str], arch: Architecture | None = None) -> MegatronWeights:
     """Opens a checkpoint: a run's root, one `iter_XXXXXXX` or `release` in it. `arch` defaults to what args say.
+    The parts are in the order of `layout.ranks()`.
 
     Raises: ValueError when files are missing or damaged, the layout cannot be told or contradicts args, or the
     tensors are not exactly those of the architecture (every difference listed).
     """
-    folder, iteration = find_checkpoint(directory)
+    folder, _ = find_checkpoint(directory)
     paths = {} if folder is None else _find_files(folder)
     if folder is None or not paths:
         raise ValueError(
@@ -86,32 +68,24 @@ def read_mp_rank(directory: str | PathLike[str], arch: Architecture | None = Non
     files = {index: _read_file(path) for index, path in paths.items()}
     require_one_run({file.path: file.content for file in files.values()})
     first = files[min(files)]
-    args = _args(first)
+    args = stored_args(first.content)
     grid = _grid(folder, files, args)
-    layout, head = _layout(folder, grid, args)
+    layout, head, num_layers = _layout(folder, grid, args)
     arch = arch or arch_of(args)
-    if arch.num_layers != sum(layout.layers_per_stage or ()):
+    if arch.num_layers != num_layers:
         raise ValueError(
-            f"{folder} has {sum(layout.layers_per_stage or ())} layers, expected {arch.num_layers} of its description; "
+            f"{folder} has {num_layers} layers, expected {arch.num_layers} of its description; "
             "name the Hugging Face directory that belongs to the checkpoint"
         )
-    layout = _with_equal_stages(layout, arch)
     version = _version(first)
     parts = [reorder_qkv(part, arch, layout.tp, version, folder) for part in layout.parts(arch, head)]
     stored = [_storages(grid[at], layout.vpp) for at in layout.ranks()]
     biased = bool(args.get("moe_router_enable_expert_bias", not args))
     _check(folder, [grid[at].path for at in layout.ranks()], parts, stored, biased)
-    return MpRankCheckpoint(
-        directory=folder,
-        files={at: file.path for at, file in grid.items()},
-        args=args,
-        iteration=first.content.get("iteration") if iteration is None else iteration,
-        checkpoint_version=version,
-        layout=layout,
-        head=head,
-        parts=parts,
-        extents=[{name: extents[name] for name in part.storages} for part, extents in zip(parts, stored, strict=True)],
+    extents = tuple(
+        {name: of_rank[name] for name in part.storages} for part, of_rank in zip(parts, stored, strict=True)
     )
+    return MegatronWeights(folder, tuple(parts), extents, args=args, arch=arch, head=head, layout=layout)
 
 
 # --- files ------------------------------------------------------------------------------------------
@@ -148,13 +122,6 @@ def _read_file(path: Path) -> _File:
         )
     named = [core_names(content[key], path) for key in keys]
     return _File(path, [chunk for chunk, _ in named], content, any(legacy for _, legacy in named))
-
-
-def _args(file: _File) -> dict[str, Any]:
-    args = file.content.get("args")
-    if args is None:
-        return {}
-    return dict(args) if isinstance(args, dict) else dict(vars(args))
 
 
 def _int(args: Mapping[str, Any], key: str) -> int | None:
@@ -224,8 +191,8 @@ def folder_name(at: ModelRank, pp: int, ep: int) -> str:
     return f"mp_rank_{at.tp:02d}" + (f"_{at.pp:03d}" if pp > 1 else "") + (f"_{at.ep:03d}" if ep > 1 else "")
 
 
-def _layout(folder: Path, grid: Mapping[ModelRank, _File], args: Mapping[str, Any]) -> tuple[MegatronLayout, Head]:
-    """The layout that the files hold, with layers_per_stage always stated, and the head."""
+def _layout(folder: Path, grid: Mapping[ModelRank, _File], args: Mapping[str, Any]) -> tuple[MegatronLayout, Head, int]:
+    """The layout, the head and the number of layers that the files hold."""
     pp, ep, tp = (max(getattr(at, axis) for at in grid) + 1 for axis in ("pp", "ep", "tp"))
     first, last = grid[ModelRank(0, 0, 0)], grid[ModelRank(pp - 1, 0, 0)]
     vpp = len(first.chunks)
@@ -244,25 +211,34 @@ def _layout(folder: Path, grid: Mapping[ModelRank, _File], args: Mapping[str, An
     output = last.chunks[-1].get(_HEAD)
     if output is not None and output.shape[0] == 1 and embedding.shape[0] > 1:
         head = "scalar"
+    layers_per_stage = _layers_per_stage(grid, pp, vpp)
+    stated_vpp = _int(args, "virtual_pipeline_model_parallel_size")
+    if args and vpp != (stated_vpp or 1):
+        raise ValueError(
+            f"{folder} holds {vpp} model chunks a rank and its args state virtual_pipeline_model_parallel_size = "
+            f"{stated_vpp}; files of two checkpoints are mixed: copy one again"
+        )
     layout = MegatronLayout(
         tp=tp,
         pp=pp,
         vpp=vpp,
         ep=ep,
-        layers_per_stage=_layers_per_stage(grid, pp, vpp),
+        layers_per_stage=None if len(set(layers_per_stage)) == 1 else layers_per_stage,
         padded_vocab=padded,
-        spec=_spec(names),
-        experts=_experts(names),
+        spec="te" if any(name.endswith("linear_qkv.layer_norm_weight") for name in names) else "local",
+        experts="grouped" if any(_GROUPED.search(name) for name in names) else "each",
     )
-    _check_vpp(folder, vpp, args)
-    return layout, head
+    return layout, head, sum(layers_per_stage)
 
 
 def _layers_per_stage(grid: Mapping[ModelRank, _File], pp: int, vpp: int) -> tuple[int, ...]:
     stages = []
     for stage in range(pp):
         file = grid[ModelRank(stage, 0, 0)]
-        counts = [_num_layers(chunk) for chunk in file.chunks]
+        counts = [
+            max((int(match[1]) + 1 for name in chunk if (match := _LAYER.match(name))), default=0)
+            for chunk in file.chunks
+        ]
         if len(counts) != vpp or len(set(counts)) != 1 or not counts[0]:
             raise ValueError(
                 f"{file.path} holds model chunks of {counts} layers, expected {vpp} of the same length; chunks of "
@@ -270,33 +246,6 @@ def _layers_per_stage(grid: Mapping[ModelRank, _File], pp: int, vpp: int) -> tup
             )
         stages.append(sum(counts))
     return tuple(stages)
-
-
-def _num_layers(chunk: ModelChunk) -> int:
-    return max((int(match[1]) + 1 for name in chunk if (match := _LAYER.match(name))), default=0)
-
-
-def _spec(names: list[str]) -> Spec:
-    return "te" if any(name.endswith("linear_qkv.layer_norm_weight") for name in names) else "local"
-
-
-def _experts(names: list[str]) -> Experts:
-    grouped = re.compile(r"\.mlp\.experts\.(weight1|linear_fc1\.weight\d+)$")
-    return "grouped" if any(grouped.search(name) for name in names) else "each"
-
-
-def _check_vpp(folder: Path, vpp: int, args: Mapping[str, Any]) -> None:
-    stated = _int(args, "virtual_pipeline_model_parallel_size")
-    if args and vpp != (stated or 1):
-        raise ValueError(
-            f"{folder} holds {vpp} model chunks a rank and its args state virtual_pipeline_model_parallel_size = "
-            f"{stated}; files of two checkpoints are mixed: copy one again"
-        )
-
-
-def _with_equal_stages(layout: MegatronLayout, arch: Architecture) -> MegatronLayout:
-    equal = len(set(layout.layers_per_stage or ())) == 1
-    return replace(layout, layers_per_stage=None) if equal else layout
 
 
 def _storages(file: _File, vpp: int) -> dict[str, Extent]:

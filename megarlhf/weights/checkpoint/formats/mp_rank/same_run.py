@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megarlhf.weights.checkpoint.formats.megatron.args import stored_args
+
 _SAME = ("iteration", "checkpoint_version")
 _SAME_ARGS = (
     "num_layers",
@@ -44,6 +46,5 @@ def require_one_run(contents: Mapping[Path, Mapping[str, Any]]) -> None:
 
 
 def _run_of(content: Mapping[str, Any]) -> dict[str, Any]:
-    args = content.get("args")
-    stated: Mapping[str, Any] = {} if args is None else args if isinstance(args, dict) else vars(args)
+    stated = stored_args(content)
     return {key: content.get(key) for key in _SAME} | {key: stated.get(key) for key in _SAME_ARGS}

@@ -43,25 +43,14 @@ def preallocate_mp_rank(
     for at, part in zip(layout.ranks(), parts, strict=True):
         path = folder / folder_name(at, layout.pp, layout.ep) / MODEL_FILES[0]
         path.parent.mkdir(parents=True)
-        models = _model_specs(part, layout.vpp, dtype)
+        models: dict[str, OrderedDict[str, TensorSpec]] = {}  # the state dict of each model chunk, by its key
+        key_and_name = {
+            storage: tuple(storage.split(".", 1)) if layout.vpp > 1 else ("model", storage) for storage in part.storages
+        }
+        for storage, (key, name) in key_and_name.items():
+            models.setdefault(key, OrderedDict())[name] = TensorSpec(part.storages[storage], dtype)
         content = {"args": stated, "checkpoint_version": VERSION, "iteration": number, **models}
         written, _ = write_skeleton(path, content)
-        chunks = {key: written[key] for key in models}
-        if layout.vpp > 1:
-            extents.append({f"{key}.{name}": extent for key, model in chunks.items() for name, extent in model.items()})
-        else:
-            extents.append(dict(chunks["model"]))
+        extents.append({storage: written[key][name] for storage, (key, name) in key_and_name.items()})
     write_tracker(directory, iteration)
     return parts, extents
-
-
-def _model_specs(part: RankPlacements, vpp: int, dtype: torch.dtype) -> dict[str, OrderedDict[str, TensorSpec]]:
-    """The state dict of each model chunk, by its key in the file."""
-    specs = {name: TensorSpec(shape, dtype) for name, shape in part.storages.items()}
-    if vpp == 1:
-        return {"model": OrderedDict(specs)}
-    keys = [f"model{v}" for v in range(vpp)]
-    return {
-        key: OrderedDict((n.removeprefix(key + "."), s) for n, s in specs.items() if n.startswith(key + "."))
-        for key in keys
-    }

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from megarlhf.placement import Box, Placement, Shape, contiguous_strides
+from megarlhf.placement import Box, Placement, Shape, contiguous_strides, unravel
 
 KeyForm = Literal["stacked", "per_layer", "single"]
 
@@ -87,14 +87,13 @@ class StorageName:
 
 @dataclass(frozen=True, slots=True)
 class GlobalSlice:
-    """Where rows [start, stop) of a storage (all of it: start 0) stand in a global tensor."""
+    """Where the rows of a storage from `start` on (all of it: 0) stand in a global tensor."""
 
     key: str
     lead: tuple[int, ...]
     shape: Shape
     """Of the global tensor, leading axes included."""
     start: int
-    stop: int
 
 
 def global_slices(
@@ -104,10 +103,10 @@ def global_slices(
     key, lead = name.key(form), name.lead(form)
     before = name.lead_shape(form, num_layers, num_experts)
     if form != "single" or not gated:
-        return [GlobalSlice(key, lead, (*before, *shape), 0, shape[0])]
+        return [GlobalSlice(key, lead, (*before, *shape), 0)]
     half = shape[0] // 2
     tensor = (*before, half, *shape[1:])
-    return [GlobalSlice(f"{key}_w", lead, tensor, 0, half), GlobalSlice(f"{key}_v", lead, tensor, half, shape[0])]
+    return [GlobalSlice(f"{key}_w", lead, tensor, 0), GlobalSlice(f"{key}_v", lead, tensor, half)]
 
 
 def is_gated(storage: str, gated_mlp: bool) -> bool:
@@ -126,8 +125,8 @@ def key_form(keys: Iterable[str]) -> KeyForm:
     return form
 
 
-def chunk_name(key: str, offset: Shape) -> str:
-    """The name of the storage that is the chunk of a global tensor at `offset`."""
+def shard_name(key: str, offset: Shape) -> str:
+    """The name of the storage that is the shard of a global tensor at `offset`."""
     return f"{key}[{','.join(map(str, offset))}]"
 
 
@@ -157,14 +156,10 @@ def cut(placement: Placement, shape: Shape, box: Box, *, storage: str, offset: i
 def _where(placement: Placement, shape: Shape) -> tuple[Shape, list[int | None]]:
     """Where a placement starts in its storage, and the storage's dim of each dim (None for those of size 1)."""
     steps = contiguous_strides(shape)
-    at, offset = [], placement.offset
-    for step in steps:
-        index, offset = divmod(offset, step)
-        at.append(index)
     # Dims of size 1 share their stride with a neighbour; nothing can run along them.
     dim_of = {step: dim for dim, (step, size) in enumerate(zip(steps, shape, strict=True)) if size > 1}
     dims: list[int | None] = []
     for size, step in zip(placement.box.shape, placement.strides, strict=True):
         assert size == 1 or step in dim_of, f"{placement} runs across the dims of {shape}"
         dims.append(dim_of[step] if size > 1 else None)
-    return tuple(at), dims
+    return unravel(placement.offset, shape), dims

@@ -1,6 +1,6 @@
-"""What a `torch_dist` checkpoint says of itself: global tensors, their chunks, and the blob of each chunk.
+"""What a `torch_dist` checkpoint says of itself: global tensors, their shards, and the blob of each shard.
 
-`.metadata` pickles a `torch.distributed.checkpoint.metadata.Metadata`. Each chunk of a tensor is a blob, a file
+`.metadata` pickles a `torch.distributed.checkpoint.metadata.Metadata`. Each shard of a tensor is a blob, a file
 of torch.save inside a `.distcp` file. Read here without torch.distributed, Megatron or any tensor's bytes.
 """
 
@@ -49,8 +49,8 @@ class Blob:
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
-    """A box of a global tensor, and its blob."""
+class SavedShard:
+    """A box of a global tensor, which torch calls a chunk, and its blob."""
 
     box: Box
     blob: Blob
@@ -60,16 +60,7 @@ class Chunk:
 class GlobalTensor:
     shape: Shape
     dtype: torch.dtype
-    chunks: tuple[Chunk, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Common:
-    """What `common.pt` holds: everything that is the same on all ranks."""
-
-    args: dict[str, Any]
-    """Of the training run, as `vars()` gives them; empty when it saved none."""
-    iteration: int | None
+    shards: tuple[SavedShard, ...]
 
 
 def is_torch_dist(directory: Path) -> bool:
@@ -94,8 +85,11 @@ def check_config(directory: Path) -> None:
         )
 
 
-def read_common(directory: Path) -> Common:
-    """Raises: ValueError when `common.pt` is missing, damaged, or names a class that is not allowed."""
+def read_args(directory: Path) -> dict[str, Any]:
+    """The training run's arguments in `common.pt`, as `vars()` gives them; empty when it saved none.
+
+    Raises: ValueError when the file is missing, damaged, or names a class that is not allowed.
+    """
     path = directory / COMMON
     saved = read_torch_file(path)
     if not isinstance(saved, dict):
@@ -103,18 +97,14 @@ def read_common(directory: Path) -> Common:
     args = saved.get("args")
     if not isinstance(args, (SimpleNamespace, dict, type(None))):
         raise ValueError(f"{path} has args of type {type(args).__name__}, expected a Namespace; copy it again")
-    iteration = saved.get("iteration")
-    return Common(
-        dict(vars(args) if isinstance(args, SimpleNamespace) else args or {}),
-        iteration if isinstance(iteration, int) else None,
-    )
+    return dict(vars(args) if isinstance(args, SimpleNamespace) else args or {})
 
 
 def read_tensors(directory: Path) -> dict[str, GlobalTensor]:
-    """Every tensor of the checkpoint by key, optimizer state included, with its chunks.
+    """Every tensor of the checkpoint by key, optimizer state included, with its shards.
 
     Raises: ValueError when `.metadata` is missing, damaged or names another class, or a file is missing or too
-    short, or chunks do not fill a tensor.
+    short, or shards do not fill a tensor.
     """
     path = directory / METADATA
     try:
@@ -123,9 +113,16 @@ def read_tensors(directory: Path) -> dict[str, GlobalTensor]:
         raise ValueError(f"{path} cannot be read ({error.strerror}), expected a torch_dist checkpoint") from error
     pickled = unpickle(raw, allowed=_ALLOWED, inert=_INERT, source=str(path))
     try:
-        described, places = _describe(pickled)
-        blobs = {index: _blob(directory, info) for index, info in places.items()}
-        tensors = {key: _tensor(key, record, blobs) for key, record in described.items()}
+        fields = _state(pickled, "Metadata")
+        blobs = {}
+        for record, info in fields["storage_data"].items():  # of tensors and of other objects
+            index = _state(record, "MetadataIndex")
+            blobs[index["fqn"], _shape(index.get("offset") or ())] = _blob(directory, info)
+        tensors = {
+            _is(str, key): _tensor(key, record, blobs)
+            for key, record in fields["state_dict_metadata"].items()
+            if _kind(record) == "TensorStorageMetadata"
+        }
     except (AttributeError, KeyError, TypeError, IndexError, AssertionError) as error:
         raise ValueError(
             f"{path} is damaged ({type(error).__name__}: {error}), expected the metadata of "
@@ -135,21 +132,6 @@ def read_tensors(directory: Path) -> dict[str, GlobalTensor]:
         raise ValueError(f"{path} {error}; the directory is damaged or incomplete: copy it again") from error
     _check_files(path, set(blobs.values()))
     return tensors
-
-
-def _describe(pickled: Any) -> tuple[dict[str, Record], dict[tuple[str, Shape], Record]]:
-    """Tensors by key, and where the chunk of (key, offset) is; other objects' places too."""
-    fields = _state(pickled, "Metadata")
-    described = {
-        _is(str, key): record
-        for key, record in fields["state_dict_metadata"].items()
-        if _kind(record) == "TensorStorageMetadata"
-    }
-    places = {}
-    for record, info in fields["storage_data"].items():
-        index = _state(record, "MetadataIndex")
-        places[index["fqn"], _shape(index.get("offset") or ())] = info
-    return described, places
 
 
 def _blob(directory: Path, record: Record) -> Blob:
@@ -168,7 +150,7 @@ def _tensor(key: str, record: Record, blobs: Mapping[tuple[str, Shape], Blob]) -
     shape = _shape(fields["size"])
     properties = fields["properties"].state
     dtype = _is(torch.dtype, properties["dtype"] if isinstance(properties, dict) else properties[0])
-    chunks = []
+    shards = []
     for chunk in fields["chunks"]:
         offsets, sizes = (_shape(_state(chunk, "ChunkStorageMetadata")[name]) for name in ("offsets", "sizes"))
         box = Box(offsets, tuple(a + n for a, n in zip(offsets, sizes, strict=True)))
@@ -176,11 +158,11 @@ def _tensor(key: str, record: Record, blobs: Mapping[tuple[str, Shape], Blob]) -
             raise ValueError(f"has a chunk of {key} at {offsets} of shape {sizes}, outside the tensor's {shape}")
         if (key, offsets) not in blobs:
             raise ValueError(f"does not say where the chunk of {key} at {offsets} is")
-        chunks.append(Chunk(box, blobs[key, offsets]))
-    numel, expected = sum(chunk.box.numel for chunk in chunks), math.prod(shape)
-    if numel != expected or len({chunk.box.start for chunk in chunks}) != len(chunks):
+        shards.append(SavedShard(box, blobs[key, offsets]))
+    numel, expected = sum(shard.box.numel for shard in shards), math.prod(shape)
+    if numel != expected or len({shard.box.start for shard in shards}) != len(shards):
         raise ValueError(f"has chunks of {key} with {numel} elements, expected {expected}, each once")
-    return GlobalTensor(shape, dtype, tuple(chunks))
+    return GlobalTensor(shape, dtype, tuple(shards))
 
 
 def _check_files(metadata: Path, blobs: Iterable[Blob]) -> None:
@@ -199,11 +181,11 @@ def _check_files(metadata: Path, blobs: Iterable[Blob]) -> None:
 
 
 def require_apart(directory: Path, tensors: Iterable[GlobalTensor]) -> None:
-    """Two chunks never share bytes: a damaged file name or offset may point at another chunk's blob.
+    """Two shards never share bytes: a damaged file name or offset may point at another shard's blob.
 
     Raises: ValueError when two do.
     """
-    blobs = (chunk.blob for tensor in tensors for chunk in tensor.chunks)
+    blobs = (shard.blob for tensor in tensors for shard in tensor.shards)
     ordered = sorted(blobs, key=lambda blob: (blob.path, blob.offset))
     for first, second in pairwise(ordered):
         if first.path == second.path and first.offset + first.length > second.offset:
@@ -236,49 +218,46 @@ def _shape(sizes: Any) -> Shape:
     return shape
 
 
-class BlobReader:
-    """Finds the tensor in each blob. Blobs of one dtype, shape and length mostly have the same header: the first
-    is read in full, the others are compared with it and read in full only when they differ.
+def read_extents(shards: Mapping[str, tuple[SavedShard, torch.dtype]]) -> dict[str, Extent]:
+    """Where the tensor of each named shard stands.
+
+    Blobs of one dtype, shape and length mostly have the same header: the first is read in full, the others are
+    compared with it and read in full only when they differ.
+
+    Raises: ValueError when a blob is damaged, or holds something else than the metadata says.
     """
+    extents: dict[str, Extent] = {}
+    headers: dict[tuple[torch.dtype, Shape, int], bytes] = {}
+    by_path: dict[Path, list[str]] = {}
+    for name, (shard, _) in shards.items():
+        by_path.setdefault(shard.blob.path, []).append(name)
+    for path, names in by_path.items():
+        with path.open("rb") as file:
+            for name in names:
+                (shard, dtype), offset = shards[name], shards[name][0].blob.offset
+                kind = (dtype, shard.box.shape, shard.blob.length)
+                header = headers.get(kind)
+                if header is not None and _without_crc(os.pread(file.fileno(), len(header), offset)) == header:
+                    extents[name] = Extent(path, offset + len(header), shard.box.shape, dtype)
+                    continue
+                extents[name] = _read_extent(shard.blob, shard.box.shape, dtype)
+                headers[kind] = _without_crc(os.pread(file.fileno(), extents[name].offset - offset, offset))
+    return {name: extents[name] for name in shards}
 
-    def __init__(self) -> None:
-        self._headers: dict[tuple[torch.dtype, Shape, int], bytes] = {}
 
-    def extents(self, chunks: Mapping[str, tuple[Chunk, torch.dtype]]) -> dict[str, Extent]:
-        """The extent of each named chunk, of the chunk's shape.
-
-        Raises: ValueError when a blob is damaged, or holds something else than the metadata says.
-        """
-        extents: dict[str, Extent] = {}
-        by_path: dict[Path, list[str]] = {}
-        for name, (chunk, _) in chunks.items():
-            by_path.setdefault(chunk.blob.path, []).append(name)
-        for path, names in by_path.items():
-            with path.open("rb") as file:
-                for name in names:
-                    extents[name] = self._extent(file.fileno(), *chunks[name])
-        return {name: extents[name] for name in chunks}
-
-    def _extent(self, descriptor: int, chunk: Chunk, dtype: torch.dtype) -> Extent:
-        blob, shape = chunk.blob, chunk.box.shape
-        kind = (dtype, shape, blob.length)
-        header = self._headers.get(kind)
-        if header is not None and _without_crc(os.pread(descriptor, len(header), blob.offset)) == header:
-            return Extent(blob.path, blob.offset + len(header), shape, dtype)
-        extent = read_torch_file(blob.path, offset=blob.offset, length=blob.length)
-        if not isinstance(extent, Extent) or (extent.shape, extent.dtype) != (shape, dtype):
-            raise ValueError(
-                f"{blob.path} holds {extent} at byte {blob.offset}, expected a tensor of shape {shape} and {dtype} "
-                f"by {METADATA}; the files do not belong together: copy the checkpoint again"
-            )
-        if extent.strides is not None:
-            raise ValueError(
-                f"{blob.path} holds a tensor with strides {extent.strides} at byte {blob.offset}, expected row-major "
-                "as Megatron saves; save the checkpoint again with contiguous tensors"
-            )
-        size = extent.offset - blob.offset
-        self._headers[kind] = _without_crc(os.pread(descriptor, size, blob.offset))
-        return extent
+def _read_extent(blob: Blob, shape: Shape, dtype: torch.dtype) -> Extent:
+    extent = read_torch_file(blob.path, offset=blob.offset, length=blob.length)
+    if not isinstance(extent, Extent) or (extent.shape, extent.dtype) != (shape, dtype):
+        raise ValueError(
+            f"{blob.path} holds {extent} at byte {blob.offset}, expected a tensor of shape {shape} and {dtype} "
+            f"by {METADATA}; the files do not belong together: copy the checkpoint again"
+        )
+    if extent.strides is not None:
+        raise ValueError(
+            f"{blob.path} holds a tensor with strides {extent.strides} at byte {blob.offset}, expected row-major "
+            "as Megatron saves; save the checkpoint again with contiguous tensors"
+        )
+    return extent
 
 
 def _without_crc(header: bytes) -> bytes:

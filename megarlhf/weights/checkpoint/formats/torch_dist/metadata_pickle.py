@@ -47,17 +47,7 @@ _TensorProperties = _stand_in("TensorProperties", __getstate__=_properties_state
 # An enum; its first member is the contiguous format.
 _MemoryFormat = _stand_in("_MEM_FORMAT_ENCODING", __reduce__=lambda self: (type(self), (0,)))
 
-_CLASSES = (
-    _Metadata,
-    _MetadataIndex,
-    _TensorStorageMetadata,
-    _ChunkStorageMetadata,
-    _BytesStorageMetadata,
-    _StorageMeta,
-    _StorageInfo,
-    _TensorProperties,
-    _MemoryFormat,
-)
+_CLASSES = tuple(_StandIn.__subclasses__())
 
 
 def pickle_metadata(tensors: Mapping[str, GlobalTensor], objects: Mapping[str, Blob]) -> bytes:
@@ -66,10 +56,10 @@ def pickle_metadata(tensors: Mapping[str, GlobalTensor], objects: Mapping[str, B
     places: dict[Any, Any] = {}
     for key, tensor in tensors.items():
         chunks = []
-        for chunk in tensor.chunks:
-            offset = torch.Size(chunk.box.start)
-            chunks.append(_ChunkStorageMetadata(offsets=offset, sizes=torch.Size(chunk.box.shape)))
-            places[_MetadataIndex(fqn=key, index=None, offset=offset)] = _info(chunk.blob)
+        for shard in tensor.shards:
+            offset = torch.Size(shard.box.start)
+            chunks.append(_ChunkStorageMetadata(offsets=offset, sizes=torch.Size(shard.box.shape)))
+            places[_MetadataIndex(fqn=key, index=None, offset=offset)] = _info(shard.blob)
         described[key] = _TensorStorageMetadata(
             properties=_TensorProperties(dtype=tensor.dtype), size=torch.Size(tensor.shape), chunks=chunks
         )

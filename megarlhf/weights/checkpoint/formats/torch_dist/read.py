@@ -1,7 +1,7 @@
 """Megatron-Core's `torch_dist` distributed checkpoints, read without Megatron and without a process group.
 
 Of a checkpoint saved at any layout, in any form of keys and with either spec's norm names, the reader makes one
-part: each chunk that some rank saved is a storage, and the tensor map, cut along the chunks, says which boxes
+part: each shard that some rank saved is a storage, and the tensor map, cut along the shards, says which boxes
 of the logical tensors are in it. Optimizer state, `_extra_state` and random states are passed over. Tensors'
 bytes are never read. `write.py` is the other direction.
 """
@@ -9,70 +9,54 @@ bytes are never read. `write.py` is the other direction.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from itertools import product
 from os import PathLike
 from pathlib import Path
-from typing import Any
 
 from megarlhf.architectures.architecture import Architecture
-from megarlhf.architectures.placements import Head, megatron_placements
+from megarlhf.architectures.megatron_layout import MegatronLayout
+from megarlhf.architectures.placements import Head
 from megarlhf.placement import Box, Placement, RankPlacements, Shape, contiguous_strides
+from megarlhf.weights.checkpoint.formats.megatron.args import MegatronWeights, arch_of, layout_of
 from megarlhf.weights.checkpoint.formats.torch_dist.keys import (
     GlobalSlice,
     KeyForm,
     StorageName,
-    chunk_name,
     cut,
     global_slices,
     is_gated,
     key_form,
+    shard_name,
 )
 from megarlhf.weights.checkpoint.formats.torch_dist.metadata import (
-    BlobReader,
-    Chunk,
     GlobalTensor,
+    SavedShard,
     check_config,
-    read_common,
+    read_args,
+    read_extents,
     read_tensors,
     require_apart,
 )
-from megarlhf.weights.transport.extent import CheckpointWeights
 
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT = "output_layer.weight"
 _OPTIMIZER = ("optimizer.", "chained_")
 
 
-@dataclass(frozen=True)
-class TorchDistCheckpoint(CheckpointWeights):
-    """An opened checkpoint: one part, whose storages are the chunks of the model's tensors."""
+def read_torch_dist(directory: str | PathLike[str], arch: Architecture | None = None) -> MegatronWeights:
+    """Opens one iteration's directory, headers only: one part, whose storages are the shards of the model's tensors.
 
-    args: dict[str, Any]
-    """Of the saving run."""
-    iteration: int | None
-    padded_vocab: int
-    """Rows of the word embedding, whatever its layout padded them for."""
-    head: Head
-    form: KeyForm
-
-
-def model_tensors(tensors: Mapping[str, GlobalTensor]) -> dict[str, GlobalTensor]:
-    """Those that are not optimizer state."""
-    return {key: tensor for key, tensor in tensors.items() if not key.startswith(_OPTIMIZER)}
-
-
-def read_torch_dist(directory: str | PathLike[str], arch: Architecture) -> TorchDistCheckpoint:
-    """Opens one iteration's directory: headers only.
-
-    A model without a scalar head whose last layer is `output_layer.weight` [1, hidden] is taken for one with it.
+    `arch` defaults to what args say, and so does the layout of the run that saved it. A model without a scalar head
+    whose last layer is `output_layer.weight` [1, hidden] is taken for one with it.
 
     Raises: ValueError that lists every missing, extra or wrongly shaped tensor; or says that a file is missing,
     truncated, damaged, or names a class that is not on the allow-list.
     """
     directory = Path(directory)
     check_config(directory)
-    common = read_common(directory)
-    tensors = model_tensors(read_tensors(directory))
+    args = read_args(directory)
+    arch = arch or arch_of(args)
+    tensors = {key: tensor for key, tensor in read_tensors(directory).items() if not key.startswith(_OPTIMIZER)}
     require_apart(directory, tensors.values())
     if EMBEDDING not in tensors:
         raise ValueError(
@@ -80,23 +64,13 @@ def read_torch_dist(directory: str | PathLike[str], arch: Architecture) -> Torch
         )
     padded_vocab = tensors[EMBEDDING].shape[0]
     head: Head = "scalar" if OUTPUT in tensors and tensors[OUTPUT].shape[0] == 1 else "lm"
-    form = key_form(tensors)
-    whole = megatron_placements(
-        arch,
-        tp=1,
-        tp_rank=0,
-        layers=range(arch.num_layers),
-        first_stage=True,
-        last_stage=True,
-        padded_vocab=padded_vocab,
-        rank=0,
-        head=head,
-        spec="te",
+    (whole,) = MegatronLayout(padded_vocab=padded_vocab, spec="te").parts(arch, head)
+    slices = _slices_by_storage(directory, whole, tensors, key_form(tensors), arch)
+    part, shards = _cut_along_shards(whole, slices, tensors)
+    extents = read_extents({name: (shard, tensors[key].dtype) for name, (key, shard) in shards.items()})
+    return MegatronWeights(
+        directory, (part,), (extents,), args=args, arch=arch, head=head, layout=layout_of(args, padded_vocab)
     )
-    slices = _slices_by_storage(directory, whole, tensors, form, arch)
-    part, chunks = _cut_along_chunks(whole, slices, tensors)
-    extents = BlobReader().extents({name: (chunk, tensors[key].dtype) for name, (key, chunk) in chunks.items()})
-    return TorchDistCheckpoint(directory, (part,), (extents,), common.args, common.iteration, padded_vocab, head, form)
 
 
 def _slices_by_storage(
@@ -143,51 +117,46 @@ def _slices_by_storage(
     return slices_of
 
 
-def _cut_along_chunks(
+def _cut_along_shards(
     whole: RankPlacements, slices_of: Mapping[str, list[GlobalSlice]], tensors: Mapping[str, GlobalTensor]
-) -> tuple[RankPlacements, dict[str, tuple[str, Chunk]]]:
-    """The placements of the whole model cut along the chunks; and each chunk, with its key, by its storage's name."""
-    by_storage: dict[str, list[Placement]] = {name: [] for name in whole.storages}
-    for placement in whole.placements:
-        by_storage[placement.storage].append(placement)
-    indices: dict[str, dict[Shape, list[Chunk]]] = {}
-    chunks: dict[str, tuple[str, Chunk]] = {}
+) -> tuple[RankPlacements, dict[str, tuple[str, SavedShard]]]:
+    """The placements of the whole model cut along the shards; and each shard, with its key, by its storage's name."""
+    by_storage = whole.by_storage()
+    indices: dict[str, dict[Shape, list[SavedShard]]] = {}
+    shards: dict[str, tuple[str, SavedShard]] = {}
     placements: list[Placement] = []
     for storage, slices in slices_of.items():
         shape = whole.storages[storage]
         for part in slices:
             if part.key not in indices:
                 indices[part.key] = _by_lead(tensors[part.key], len(part.lead))
-            for chunk in indices[part.key].get(part.lead, ()):
-                name = chunk_name(part.key, chunk.box.start)
-                chunks[name] = (part.key, chunk)
-                placements += _placements_in_chunk(by_storage[storage], shape, part, chunk.box, name)
-    storages = {name: chunk.box.shape for name, (_, chunk) in chunks.items()}
-    return RankPlacements(0, storages, tuple(placements), whole.tensors), chunks
+            for shard in indices[part.key].get(part.lead, ()):
+                name = shard_name(part.key, shard.box.start)
+                shards[name] = (part.key, shard)
+                placements += _placements_in_shard(by_storage[storage], shape, part, shard.box, name)
+    storages = {name: shard.box.shape for name, (_, shard) in shards.items()}
+    return RankPlacements(0, storages, tuple(placements), whole.tensors), shards
 
 
-def _placements_in_chunk(
+def _placements_in_shard(
     placements: list[Placement], shape: Shape, part: GlobalSlice, box: Box, name: str
 ) -> Iterator[Placement]:
-    """What a chunk, `box` of the slice's tensor, holds of a storage's placements."""
+    """What a shard, `box` of the slice's tensor, holds of a storage's placements."""
     num_lead = len(part.lead)
     strides = contiguous_strides(box.shape)
     offset = sum((i - a) * s for i, a, s in zip(part.lead, box.start, strides, strict=False))
     shift = (part.start, *(0 for _ in shape[1:]))
     local_box = Box(box.start[num_lead:], box.stop[num_lead:]).shift(shift)
     for placement in placements:
-        in_chunk = cut(placement, shape, local_box, storage=name, offset=offset, strides=strides[num_lead:])
-        if in_chunk is not None:
-            yield in_chunk
+        in_shard = cut(placement, shape, local_box, storage=name, offset=offset, strides=strides[num_lead:])
+        if in_shard is not None:
+            yield in_shard
 
 
-def _by_lead(tensor: GlobalTensor, num_lead: int) -> dict[Shape, list[Chunk]]:
-    """A tensor's chunks by each index along its first `num_lead` dims that they hold."""
-    index: dict[Shape, list[Chunk]] = {}
-    for chunk in tensor.chunks:
-        leads: list[Shape] = [()]
-        for a, b in zip(chunk.box.start[:num_lead], chunk.box.stop[:num_lead], strict=True):
-            leads = [(*lead, i) for lead in leads for i in range(a, b)]
-        for lead in leads:
-            index.setdefault(lead, []).append(chunk)
+def _by_lead(tensor: GlobalTensor, num_lead: int) -> dict[Shape, list[SavedShard]]:
+    """A tensor's shards by each index along its first `num_lead` dims that they hold."""
+    index: dict[Shape, list[SavedShard]] = {}
+    for shard in tensor.shards:
+        for lead in product(*map(range, shard.box.start[:num_lead], shard.box.stop[:num_lead])):
+            index.setdefault(lead, []).append(shard)
     return index

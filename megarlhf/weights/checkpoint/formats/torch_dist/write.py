@@ -1,6 +1,6 @@
 """Megatron-Core's `torch_dist` distributed checkpoints, written without Megatron and without a process group.
 
-Each rank of a layout gets a `.distcp` file with the chunks that it would save: a tensor that several ranks hold
+Each rank of a layout gets a `.distcp` file with the shards that it would save: a tensor that several ranks hold
 is saved by the first of them. Tensors' bytes are holes, to be filled through the extents.
 """
 
@@ -10,7 +10,7 @@ import json
 import math
 import os
 from argparse import Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,19 +19,25 @@ import torch
 
 from megarlhf.architectures.architecture import Architecture
 from megarlhf.architectures.megatron_layout import MegatronLayout, ModelRank
-from megarlhf.architectures.placements import Head, Spec
+from megarlhf.architectures.placements import Head
 from megarlhf.placement import Box, Placement, RankPlacements, Shape, contiguous_strides
 from megarlhf.weights.checkpoint.formats.megatron.tracker import RELEASE, Iteration, checkpoint_directory, write_tracker
 from megarlhf.weights.checkpoint.formats.torch_dist.keys import (
     GlobalSlice,
-    KeyForm,
     StorageName,
-    chunk_name,
     cut,
     global_slices,
     is_gated,
+    shard_name,
 )
-from megarlhf.weights.checkpoint.formats.torch_dist.metadata import COMMON, CONFIG, METADATA, Blob, Chunk, GlobalTensor
+from megarlhf.weights.checkpoint.formats.torch_dist.metadata import (
+    COMMON,
+    CONFIG,
+    METADATA,
+    Blob,
+    GlobalTensor,
+    SavedShard,
+)
 from megarlhf.weights.checkpoint.formats.torch_dist.metadata_pickle import pickle_metadata
 from megarlhf.weights.checkpoint.formats.torch_file.archive import TensorSpec, write_skeleton
 from megarlhf.weights.checkpoint.formats.torch_file.zip_archive import ALIGNMENT
@@ -44,12 +50,8 @@ _CONFIG = {
     "common_backend": "torch",
     "common_backend_version": 1,
 }
-_CONTENT: dict[KeyForm, dict[str, bool]] = {
-    "stacked": {"singleton_local_shards": False, "non_homogeneous_layers": False},
-    "per_layer": {"singleton_local_shards": False, "non_homogeneous_layers": True},
-    "single": {"singleton_local_shards": True, "non_homogeneous_layers": True},
-}
-"""What a loader passes to `sharded_state_dict` to ask for the same keys."""
+_CONTENT = {"singleton_local_shards": False, "non_homogeneous_layers": False}
+"""What a loader passes to `sharded_state_dict` to ask for the same keys: Megatron-Core's default, all layers in one."""
 
 _EXTRA_STATES = {
     "": ("decoder.final_layernorm",),
@@ -71,8 +73,8 @@ miss and leave alone what they do not ask for, so they get all."""
 
 
 @dataclass(frozen=True, slots=True)
-class _SavedChunk:
-    """A box of one rank's storage that is one chunk of a global tensor."""
+class _LocalShard:
+    """A box of one rank's storage that is one shard of a global tensor."""
 
     local: Box
     """In the rank's storage."""
@@ -84,25 +86,23 @@ class _SavedChunk:
 
 
 @dataclass
-class _RankChunks:
+class _RankShards:
     """What one rank saves."""
 
     rank: int
     storages: dict[str, Shape] = field(default_factory=dict)
     placements: list[Placement] = field(default_factory=list)
     tensors: dict[str, Shape] = field(default_factory=dict)
-    chunks: dict[str, _SavedChunk] = field(default_factory=dict)
+    shards: dict[str, _LocalShard] = field(default_factory=dict)
 
-    def add(
-        self, chunk: _SavedChunk, shape: Shape, placements: Sequence[Placement], tensors: Mapping[str, Shape]
-    ) -> None:
-        """A chunk of a storage of `shape` with these placements."""
-        name = chunk_name(chunk.key, chunk.box.start)
-        self.storages[name] = chunk.box.shape
-        self.chunks[name] = chunk
-        strides = contiguous_strides(chunk.local.shape)
+    def add(self, shard: _LocalShard, shape: Shape, placements: list[Placement], tensors: Mapping[str, Shape]) -> None:
+        """A shard of a storage of `shape` with these placements."""
+        name = shard_name(shard.key, shard.box.start)
+        self.storages[name] = shard.box.shape
+        self.shards[name] = shard
+        strides = contiguous_strides(shard.local.shape)
         for placement in placements:
-            part = cut(placement, shape, chunk.local, storage=name, offset=0, strides=strides)
+            part = cut(placement, shape, shard.local, storage=name, offset=0, strides=strides)
             if part is not None:
                 self.placements.append(part)
                 self.tensors[part.tensor] = tensors[part.tensor]
@@ -119,30 +119,34 @@ def preallocate_torch_dist(
     dtype: torch.dtype,
     args: Mapping[str, Any],
     iteration: Iteration,
-    *,
-    form: KeyForm = "stacked",
 ) -> tuple[list[RankPlacements], list[dict[str, Extent]]]:
     """Writes a checkpoint, all but the tensors' bytes, as the latest of `root`, which exists.
 
-    Returns what each rank of `layout.ranks()` saves, and the extents of its chunks. Padding stays zero.
+    Returns what each rank of `layout.ranks()` saves, and the extents of its shards. Padding stays zero.
     `layout.spec` makes a difference for the norm ahead of experts only, which Megatron names by it; experts stand
     the same, each or grouped. `args`: see `megatron/args.py`.
 
     Raises: ValueError when the layout does not fit the model.
     """
-    ranks = _ranks(arch, layout, head, form)
+    ranks = _ranks(arch, layout, head)
     directory = checkpoint_directory(root, iteration)
     directory.mkdir()
     files = _BlobFiles(directory, dtype)
     extents = [files.write(rank) for rank in ranks]
-    objects = dict.fromkeys(_extra_states(arch, form), files.write_nothing())
-    tensors = _global_tensors(ranks, dtype, files.blobs)
+    objects = dict.fromkeys(_extra_states(arch), files.write_nothing())
+    shapes: dict[str, Shape] = {}
+    shards: dict[str, list[SavedShard]] = {}
+    for rank in ranks:
+        for name, shard in rank.shards.items():
+            shapes[shard.key] = shard.tensor
+            shards.setdefault(shard.key, []).append(SavedShard(shard.box, files.blobs[name]))
+    tensors = {key: GlobalTensor(shape, dtype, tuple(shards[key])) for key, shape in shapes.items()}
     (directory / METADATA).write_bytes(pickle_metadata(tensors, objects))
     common = {
         "args": Namespace(**args),
         "checkpoint_version": CHECKPOINT_VERSION,
         "iteration": 0 if iteration == RELEASE else iteration,
-        "content_metadata": _CONTENT[form],
+        "content_metadata": _CONTENT,
     }
     write_skeleton(directory / COMMON, common)
     (directory / CONFIG).write_text(json.dumps(_CONFIG), encoding="ascii")
@@ -150,88 +154,75 @@ def preallocate_torch_dist(
     return [rank.build() for rank in ranks], extents
 
 
-def _ranks(arch: Architecture, layout: MegatronLayout, head: Head, form: KeyForm) -> list[_RankChunks]:
+def _ranks(arch: Architecture, layout: MegatronLayout, head: Head) -> list[_RankShards]:
     chunks = layout.chunk_layers(arch.num_layers)
     split = replace(layout, spec="te", experts="each")
     undivided = replace(split, tp=1)
     whole: dict[tuple[int, int], Mapping[str, Shape]] = {}
     ranks = []
     for number, at in enumerate(layout.ranks()):
-        rank = _RankChunks(number)
+        rank = _RankShards(number)
         for v, layers in enumerate(chunks[at.pp]):
             if (at.pp, v) not in whole:
                 whole[at.pp, v] = undivided.chunk(arch, head, replace(at, tp=0), v, layers).storages
             on_rank = split.chunk(arch, head, at, v, layers)
-            _add_chunk(rank, arch, layout, head, form, at, layers, on_rank, whole[at.pp, v])
+            _add_model_chunk(rank, arch, layout, head, at, layers, on_rank, whole[at.pp, v])
         ranks.append(rank)
     return ranks
 
 
-def _add_chunk(
-    rank: _RankChunks,
+def _add_model_chunk(
+    rank: _RankShards,
     arch: Architecture,
     layout: MegatronLayout,
     head: Head,
-    form: KeyForm,
     at: ModelRank,
     layers: range,
     on_rank: RankPlacements,
     whole: Mapping[str, Shape],
 ) -> None:
     """What the rank saves of a model chunk: `on_rank` by its parameters, whose shapes without tp are `whole`."""
-    by_storage: dict[str, list[Placement]] = {name: [] for name in on_rank.storages}
-    for placement in on_rank.placements:
-        by_storage[placement.storage].append(placement)
+    by_storage = on_rank.by_storage()
     per_rank = arch.num_experts // layout.ep
     for storage, shape in on_rank.storages.items():
-        name = _checkpoint_name(storage, layout.spec)
+        name = StorageName.parse(storage)
+        if layout.spec == "local" and name.tail.startswith("pre_mlp_layernorm."):
+            # The local spec saves every norm under the name of a fused one, also that ahead of experts.
+            name = name.other_norm() or name
         tied = arch.tied_embeddings and head == "lm" and storage == "output_layer.weight"
         sharded = shape != whole[storage]
         first = (sharded or at.tp == 0) and (name.expert is not None or at.ep == 0)
         if tied or not first:
             continue
-        gated = is_gated(storage, arch.gated_mlp)
-        slices = global_slices(
+        (part,) = global_slices(
             name.globally(layers, at.ep * per_rank),
             whole[storage],
-            form,
+            "stacked",
             num_layers=arch.num_layers,
             num_experts=arch.num_experts,
-            gated=gated,
+            gated=False,
         )
-        for chunk in _chunks_of(shape, whole[storage], slices, at.tp, halves=2 if gated else 1):
-            rank.add(chunk, shape, by_storage[storage], on_rank.tensors)
+        halves = 2 if is_gated(storage, arch.gated_mlp) else 1
+        for shard in _shards_of(shape, whole[storage], part, at.tp, halves):
+            rank.add(shard, shape, by_storage[storage], on_rank.tensors)
 
 
-def _checkpoint_name(storage: str, spec: Spec) -> StorageName:
-    """Of a storage named as the transformer-engine spec does.
-
-    The local spec saves every norm under the name of a fused one, also that ahead of experts.
-    """
-    name = StorageName.parse(storage)
-    other = name.other_norm() if spec == "local" and name.tail.startswith("pre_mlp_layernorm.") else None
-    return other or name
-
-
-def _chunks_of(
-    shape: Shape, whole: Shape, slices: Sequence[GlobalSlice], tp_rank: int, *, halves: int
-) -> Iterator[_SavedChunk]:
-    """A rank's storage of `shape` as chunks of a storage of shape `whole` without tensor parallelism."""
+def _shards_of(shape: Shape, whole: Shape, part: GlobalSlice, tp_rank: int, halves: int) -> Iterator[_LocalShard]:
+    """A rank's storage of `shape` as shards of a storage of shape `whole` without tensor parallelism."""
     axis = next((dim for dim, (a, b) in enumerate(zip(shape, whole, strict=True)) if a != b), None)
     rows, all_rows = shape[0] // halves, whole[0] // halves
     for half in range(halves):
-        local = Box((half * rows, *(0 for _ in shape[1:])), ((half + 1) * rows, *shape[1:]))
+        local = Box.whole(shape).rows(half * rows, (half + 1) * rows)
         start = [half * all_rows, *(0 for _ in shape[1:])]
         if axis is not None:
             start[axis] += tp_rank * local.shape[axis]
-        part = next(part for part in slices if part.start <= start[0] < part.stop)
-        offset = (*part.lead, start[0] - part.start, *start[1:])
+        offset = (*part.lead, *start)
         sizes = (*(1 for _ in part.lead), *local.shape)
         box = Box(offset, tuple(a + n for a, n in zip(offset, sizes, strict=True)))
-        yield _SavedChunk(local, part.key, part.shape, box)
+        yield _LocalShard(local, part.key, part.shape, box)
 
 
-def _extra_states(arch: Architecture, form: KeyForm) -> Iterator[str]:
+def _extra_states(arch: Architecture) -> Iterator[str]:
     """Keys of the objects that stand beside the tensors: module, index and shape along its leading axes."""
     names = [StorageName(module) for module in _EXTRA_STATES[""]]
     for layer in range(arch.num_layers):
@@ -239,21 +230,9 @@ def _extra_states(arch: Architecture, form: KeyForm) -> Iterator[str]:
         for expert in range(arch.num_experts):
             names += [StorageName(module, layer, expert) for module in _EXTRA_STATES["expert"]]
     for name in names:
-        index = name.lead(form) or (0,)
-        shape = name.lead_shape(form, arch.num_layers, arch.num_experts) or (1,)
-        yield f"{name.key(form)}._extra_state/shard_{'.'.join(map(str, index))}_{'.'.join(map(str, shape))}"
-
-
-def _global_tensors(
-    ranks: Sequence[_RankChunks], dtype: torch.dtype, blobs: Mapping[str, Blob]
-) -> dict[str, GlobalTensor]:
-    shapes: dict[str, Shape] = {}
-    chunks: dict[str, list[Chunk]] = {}
-    for rank in ranks:
-        for name, chunk in rank.chunks.items():
-            shapes[chunk.key] = chunk.tensor
-            chunks.setdefault(chunk.key, []).append(Chunk(chunk.box, blobs[name]))
-    return {key: GlobalTensor(shape, dtype, tuple(chunks[key])) for key, shape in shapes.items()}
+        index = name.lead("stacked") or (0,)
+        shape = name.lead_shape("stacked", arch.num_layers, arch.num_experts) or (1,)
+        yield f"{name.key('stacked')}._extra_state/shard_{'.'.join(map(str, index))}_{'.'.join(map(str, shape))}"
 
 
 class _BlobFiles:
@@ -263,10 +242,10 @@ class _BlobFiles:
         self._directory, self._dtype = directory, dtype
         self._templates: dict[Shape, tuple[bytes, bytes]] = {}
         self.blobs: dict[str, Blob] = {}
-        """By the name of the chunk's storage."""
+        """By the name of the shard's storage."""
 
-    def write(self, rank: _RankChunks) -> dict[str, Extent]:
-        """The rank's chunks; a rank that saves nothing has no file."""
+    def write(self, rank: _RankShards) -> dict[str, Extent]:
+        """The rank's shards; a rank that saves nothing has no file."""
         path = self._directory / f"__{rank.rank}_0.distcp"
         extents: dict[str, Extent] = {}
         if not rank.storages:
@@ -285,7 +264,7 @@ class _BlobFiles:
         return extents
 
     def write_nothing(self) -> Blob:
-        """One blob for all `_extra_state`s, [None], behind the first rank's chunks."""
+        """One blob for all `_extra_state`s, [None], behind the first rank's shards."""
         path = self._directory / "__0_0.distcp"
         at = -(-path.stat().st_size // ALIGNMENT) * ALIGNMENT
         _, end = write_skeleton(path, [None], offset=at)

@@ -85,15 +85,7 @@ class _Archive:
             raise ValueError(f"storage {key} has {record.size} bytes, expected {numel} x {itemsize}")
         return _Storage(record, dtype)
 
-    def tensor(self, storage: _Storage, offset: int, shape: Shape, strides: Shape, *_: Any) -> Extent:
-        return self._extent(storage, offset, shape, strides, storage.dtype)
-
-    def typed_tensor(
-        self, storage: _Storage, offset: int, shape: Shape, strides: Shape, grad: Any, hooks: Any, dtype: Any, *_: Any
-    ) -> Extent:
-        return self._extent(storage, offset, shape, strides, dtype)
-
-    def _extent(self, storage: _Storage, offset: int, shape: Shape, strides: Shape, dtype: Any) -> Extent:
+    def extent(self, storage: _Storage, offset: int, shape: Shape, strides: Shape, dtype: Any) -> Extent:
         numbers = (offset, *shape, *strides)
         sound = isinstance(storage, _Storage) and isinstance(dtype, torch.dtype) and len(shape) == len(strides)
         if not sound or any(not isinstance(n, int) or n < 0 for n in numbers):
@@ -106,10 +98,13 @@ class _Archive:
         return extent
 
     def allowed(self) -> dict[Name, Any]:
+        def tensor(storage: _Storage, offset: int, shape: Shape, strides: Shape, *_: Any) -> Extent:
+            return self.extent(storage, offset, shape, strides, storage.dtype)
+
         rebuild: dict[str, Callable[..., Any]] = {
-            "_rebuild_tensor": self.tensor,
-            "_rebuild_tensor_v2": self.tensor,
-            "_rebuild_tensor_v3": self.typed_tensor,
+            "_rebuild_tensor": tensor,
+            "_rebuild_tensor_v2": tensor,
+            "_rebuild_tensor_v3": lambda *args: self.extent(args[0], args[1], args[2], args[3], args[6]),
             "_rebuild_parameter": lambda data, *_: data,
             "_rebuild_parameter_with_state": lambda data, *_: data,
         }

@@ -5,13 +5,12 @@ from __future__ import annotations
 import io
 import struct
 import zlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 ALIGNMENT = 64
-CHUNK = 16 << 20
+BUFFER_BYTES = 16 << 20
 _LOCAL = struct.Struct("<4s5HIIIHH")
 _CENTRAL = struct.Struct("<4s6HIIIHHHHHII")
 _CENTRAL_CRC = 16
@@ -64,21 +63,15 @@ class FileRange:
             raise damaged(self.path, f"no {name} at byte {self.offset + at}")
         return values[1:]
 
-    def chunks(self, at: int, size: int) -> Iterator[memoryview]:
-        """`size` bytes from `at`, CHUNK at a time; a view is valid until the next."""
-        buffer = memoryview(bytearray(min(CHUNK, size)))
+    def crc(self, at: int, size: int) -> int:
+        value, buffer = 0, memoryview(bytearray(min(BUFFER_BYTES, size)))
         self.file.seek(self.offset + at)
         while size > 0:
-            got = self.file.readinto(buffer[: min(CHUNK, size)])  # type: ignore[attr-defined]
+            got = self.file.readinto(buffer[: min(BUFFER_BYTES, size)])  # type: ignore[attr-defined]
             if not got:
                 raise damaged(self.path, f"{size} bytes are missing at its end")
-            yield buffer[:got]
+            value = zlib.crc32(buffer[:got], value)
             size -= got
-
-    def crc(self, at: int, size: int) -> int:
-        value = 0
-        for chunk in self.chunks(at, size):
-            value = zlib.crc32(chunk, value)
         return value
 
 
@@ -106,7 +99,12 @@ def _directory(part: FileRange) -> tuple[int, int, int, int]:
     """(records, bytes, position, position of what follows) of the central directory."""
     head = part.read(0, min(4, part.length))
     if not head.startswith(b"PK\x03\x04"):
-        _refuse_other_formats(part, head)
+        if head.startswith(b"\x80"):
+            raise ValueError(
+                f"{part.path} is a pickle, expected the zip format that torch.save writes since torch 1.6. If you "
+                "trust the file, read it with torch.load and write it again with torch.save"
+            )
+        raise damaged(part.path, f"it starts with {head!r}, expected the zip format of torch.save")
     at = part.length - _END.size
     *_, count, size, begin, comment = part.fields(_END, at, b"PK\x05\x06", "end of the zip archive")
     if comment:
@@ -118,15 +116,6 @@ def _directory(part: FileRange) -> tuple[int, int, int, int]:
     if count > part.length // _CENTRAL.size:
         raise damaged(part.path, f"its directory claims {count} records")
     return count, size, begin, at
-
-
-def _refuse_other_formats(part: FileRange, head: bytes) -> None:
-    if head.startswith(b"\x80"):
-        raise ValueError(
-            f"{part.path} is a pickle, expected the zip format that torch.save writes since torch 1.6. If you trust "
-            "the file, read it with torch.load and write it again with torch.save"
-        )
-    raise damaged(part.path, f"it starts with {head!r}, expected the zip format of torch.save")
 
 
 def _zip_record(part: FileRange, at: int) -> tuple[ZipRecord, int]:

@@ -1,0 +1,133 @@
+"""How many samples, micro-batches and steps a configuration means on so many ranks; what does not divide is refused.
+
+Not covered: memory and time (no such plan yet).
+"""
+
+import pytest
+
+from megarlhf.config import RMConfig
+from megarlhf.planning.batch import BatchNumber, rl_batch_numbers, schedule_notes, supervised_batch_numbers
+from megarlhf.planning.preflight import preflight
+from tests.planning.configs import TRAIN, rl, role, sft
+
+
+def test_the_arithmetic_of_sft_by_hand(paths):
+    """8 sequences on 2 data-parallel ranks are 4 each, in 2 micro-batches of 2."""
+    plan = preflight("sft", sft(paths, parallel={"tp": 2}), 4)
+    assert plan.numbers == (
+        BatchNumber("optimizer steps of the run", 10),
+        BatchNumber("sequences per optimizer step (mini-batch), over all ranks", 8),
+        BatchNumber("data-parallel ranks of actor", 2),
+        BatchNumber("sequences per optimizer step on one data-parallel rank", 4),
+        BatchNumber("sequences per forward (micro-batch) of one data-parallel rank", 2),
+        BatchNumber("micro-batches per optimizer step on one data-parallel rank", 2),
+    )
+    model = f"{paths['model']} (llama, 6 layers of 96, fp32 by default)"
+    assert plan.roles == (("actor", model, "tp 2 x pp 1 x dp 2 = 4 ranks"),)
+
+
+def test_the_arithmetic_of_rm_counts_pairs(paths):
+    tree = {"run": {"dir": "r"}, "reward_model": role(paths, pp=2), "data": {"train": paths["train"]}, "train": TRAIN}
+    plan = preflight("rm", RMConfig.model_validate(tree), 4)
+    numbers = {number.words: number.value for number in plan.numbers}
+    assert numbers["data-parallel ranks of reward_model"] == 2
+    assert numbers["preference pairs (two sequences each) per optimizer step on one data-parallel rank"] == 4
+    assert numbers["micro-batches per optimizer step on one data-parallel rank"] == 2
+
+
+def test_the_arithmetic_of_rl_by_hand_with_a_layout_of_each_role(paths):
+    """6 prompts x 4 samples = 24 samples = 3 mini-batches of 8; actor and reference dp 2, critic dp 4."""
+    cfg = rl(paths, actor=role(paths, tp=2), critic=role(paths), rollout={"parallel": {"tp": 2}})
+    assert rl_batch_numbers(cfg, 4) == [
+        BatchNumber("rollout-and-train steps of the run", 10),
+        BatchNumber("prompts per step, over all ranks", 6),
+        BatchNumber("samples per prompt", 4),
+        BatchNumber("samples (sequences) per step, over all ranks", 24),
+        BatchNumber("passes over the samples of a step", 3),
+        BatchNumber("samples per optimizer step (mini-batch), over all ranks", 8),
+        BatchNumber("optimizer steps per rollout-and-train step", 9),
+        BatchNumber("samples per forward (micro-batch) of one data-parallel rank", 2),
+        BatchNumber("micro-batches per mini-batch on one of actor's 2 data-parallel ranks", 2),
+        BatchNumber("micro-batches per mini-batch on one of reference's 2 data-parallel ranks", 2),
+        BatchNumber("micro-batches per mini-batch on one of critic's 4 data-parallel ranks", 1),
+        BatchNumber("rollout engines of 2 rank(s)", 2),
+        BatchNumber("prompts per rollout engine and step, at most", 3),
+    ]
+    assert preflight("rl", cfg, 4).numbers == tuple(rl_batch_numbers(cfg, 4))
+
+
+def test_a_mini_batch_that_does_not_divide_names_both_numbers_and_their_keys(paths):
+    train = sft(paths).train
+    expected = (
+        "train.mini_batch_samples = 8 is not a multiple of data-parallel ranks of actor x train.micro_batch_samples "
+        "= 3 x 2 = 6; use 6 or 12, or change train.micro_batch_samples or actor.parallel"
+    )
+    with pytest.raises(ValueError, match=r"^train\.mini_batch_samples = 8 ") as raised:
+        supervised_batch_numbers(train, 3, "actor", "sequences")
+    assert str(raised.value) == expected
+
+
+def test_a_mini_batch_smaller_than_one_forward_of_all_ranks_names_one_number_to_use(paths):
+    with pytest.raises(ValueError, match=r"mini_batch_samples = 8 .* = 8 x 2 = 16; use 16, or change"):
+        supervised_batch_numbers(sft(paths).train, 8, "actor", "sequences")
+
+
+def test_a_warm_up_longer_than_the_run_is_said(paths):
+    """10 steps of 3 mini-batches and 3 passes: 90 updates of the critic; the actor's begin after the critic's own."""
+    cfg = sft(paths)
+    late = cfg.actor.model_copy(update={"optim": cfg.actor.optim.model_copy(update={"warmup_steps": 11})})
+    assert preflight("sft", cfg, 1).notes == ()
+    (note,) = preflight("sft", cfg.model_copy(update={"actor": late}), 1).notes
+    assert note.startswith("actor: actor.optim.warmup_steps = 11, but the run has 10 optimizer steps: it ends before")
+    slow = {**role(paths), "optim": {"warmup_steps": 90}}
+    assert schedule_notes(rl(paths, actor=slow, critic=slow)) == []
+    notes = schedule_notes(rl(paths, actor=slow, critic=slow, train={"critic_warmup_steps": 4}))
+    assert [note.partition(",")[2] for note in notes] == [
+        " but the run has 54 optimizer steps: it ends before the learning rate reaches actor.optim.lr"
+    ]
+    (note,) = schedule_notes(rl(paths, train={"critic_warmup_steps": 10}))
+    assert note.startswith("actor: never trained, as train.critic_warmup_steps = 10 of train.num_steps = 10")
+
+
+@pytest.mark.parametrize(
+    "change, world, expected",
+    [
+        (
+            {"train": {"mini_batch_samples": 10}},
+            1,
+            [
+                "samples per step = train.prompts_per_step x rollout.num_samples_per_prompt = 6 x 4 = 24 is not",
+                "a multiple of train.mini_batch_samples = 10; use 20 or 30, or change train.mini_batch_samples",
+            ],
+        ),
+        (
+            {"train": {"mini_batch_samples": 6, "micro_batch_samples": 2}},
+            2,
+            [
+                "train.mini_batch_samples = 6 is not a multiple of data-parallel ranks of actor x",
+                "train.micro_batch_samples = 2 x 2 = 4; use 4 or 8, or change train.micro_batch_samples or",
+                "actor.parallel",
+            ],
+        ),
+        (
+            {"actor": {"tp": 4}, "train": {"micro_batch_samples": 4}},
+            4,
+            [
+                "train.mini_batch_samples = 8 is not a multiple of data-parallel ranks of critic x",
+                "train.micro_batch_samples = 4 x 4 = 16; use 16, or change train.micro_batch_samples or",
+                "critic.parallel",
+            ],
+        ),
+        (
+            {"rollout": {"parallel": {"tp": 3}}},
+            4,
+            ["4 ranks do not divide into engines of rollout.parallel.tp = 3 ranks"],
+        ),
+    ],
+)
+def test_what_does_not_divide_in_rl_names_numbers_and_keys(paths, change, world, expected):
+    if "actor" in change:
+        change = {**change, "actor": role(paths, **change["actor"])}
+    with pytest.raises(ValueError, match=r"rollout\.parallel|train\.") as raised:
+        rl_batch_numbers(rl(paths, **change), world)
+    assert str(raised.value) == " ".join(expected)
