@@ -155,7 +155,7 @@ def _pair(backend: Backend) -> tuple[Backend, Backend]:
 
 
 def _masked(backend: Backend, logits_TV: Tensor, labels_T: Tensor, by_2T: Tensor) -> str | None:
-    """VocabRange [100, 300) at -inf: the same as without them, and nothing flows back into them."""
+    """Columns [100, 300) at -inf: the same as without them, and nothing flows back into them."""
     labels_T = torch.where(labels_T > 0, labels_T % 100, labels_T)
     masked_TV = logits_TV.clone()
     masked_TV[:, 100:300] = -torch.inf

@@ -114,19 +114,19 @@ def sweep(clock: Clock, rows: Rows, calls: int) -> list[dict[str, Any]]:
     if clock.device.type != "cuda":
         return []
     from megarlhf.kernels import packed_triton
-    from megarlhf.kernels.packed_interface import CuSeqlens, GAEOptions
+    from megarlhf.kernels.packed_inputs import CuSeqlens, GAEInputs
 
     tokens, cu_seqlens = int(rows.lengths_N.sum()), rows.cu_seqlens
     where = CuSeqlens(cu_seqlens, tokens, int(rows.lengths_N.max()))
-    inputs = (*torch.randn(3, tokens, device=clock.device).unbind(), torch.randn(len(rows.lengths_N)).to(clock.device))
-    how, timings = GAEOptions(GAMMA, LAM, KL_COEF, "k1"), []
+    columns = (*torch.randn(3, tokens, device=clock.device).unbind(), torch.randn(len(rows.lengths_N)).to(clock.device))
+    inputs, timings = GAEInputs(*columns, GAMMA, LAM, KL_COEF, "k1"), []
     for block, warps in ((256, 1), (256, 2), (512, 1), (512, 2), (512, 4), (1024, 2), (1024, 4), (1024, 8), (2048, 8)):
         for programs in (1, 512, 1024, 2048, 4096):
             launch = packed_triton.LaunchConfig(tokens=block, warps=warps, programs=programs)
             parts = launch.parts(where.num_sequences, tokens)
             if programs > 1 and parts == 1:
                 continue  # not cut: timed already
-            ms = clock.median(partial(packed_triton.gae, *inputs, where, how, launch), calls)
+            ms = clock.median(partial(packed_triton.gae, inputs, where, launch), calls)
             timings.append({"tokens": block, "warps": warps, "parts": parts, "ms": ms})
     return sorted(timings, key=lambda timing: timing["ms"])
 

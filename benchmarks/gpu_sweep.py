@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu_timing import Clock, Deadline
-from megarlhf.kernels.statistics import Merged, Statistics, VocabRange
-from megarlhf.kernels.tiles import LogprobOptions, Tiles
+from megarlhf.kernels.statistics import VocabRange, empty_table
+from megarlhf.kernels.tiles import LogprobOptions, OutputGradients, Tiles
 from megarlhf.kernels.tiles_torch import TorchTiles
 
 BLOCK_COLUMNS = (1024, 2048, 4096, 8192, 16384)
@@ -33,6 +33,7 @@ class Pass:
 
     name: str
     direction: str
+    options: LogprobOptions
     run: Callable[[Tiles], None]
 
 
@@ -44,32 +45,26 @@ def passes(tokens: int, widths: tuple[int, ...], device: torch.device) -> Iterat
         logits_TV = torch.randn(tokens, width, dtype=dtype, device=device, generator=generator).mul_(2.0)
         labels_T = torch.randint(width, (tokens,), device=device, generator=generator)
         by_2T = torch.randn(2, tokens, device=device, generator=generator)
-        columns, how = VocabRange(0, width), LogprobOptions(1.0, -100, width, True)
-        stats = Statistics.of(logits_TV)
-        TorchTiles().update(stats, logits_TV, labels_T, columns, how, fresh=True)
-        merged = TorchTiles().merge(stats.gathered(None), labels_T, how)
+        columns, options = VocabRange(0, width), LogprobOptions(1.0, -100, width, True)
+        table_T4, tiles = empty_table(logits_TV), TorchTiles(options)
+        tiles.update(table_T4, logits_TV, labels_T, columns, fresh=True)
+        outputs = OutputGradients(tiles.merge(table_T4[None], labels_T), labels_T, *by_2T)
         out_TV = torch.empty_like(logits_TV, dtype=torch.bfloat16)
         name = f"{dtype} [{tokens}, {width}]".removeprefix("torch.")
-        yield Pass(name, "forward", _update(stats, logits_TV, labels_T, columns, how, fresh))
-        yield Pass(name, "backward", _gradient(out_TV, logits_TV, labels_T, columns, merged, by_2T, how))
+        yield Pass(name, "forward", options, _update(table_T4, logits_TV, labels_T, columns, fresh))
+        yield Pass(name, "backward", options, _gradient(out_TV, logits_TV, columns, outputs))
 
 
 def _update(
-    stats: Statistics, logits_TV: Tensor, labels_T: Tensor, columns: VocabRange, how: LogprobOptions, fresh: bool
+    table_T4: Tensor, logits_TV: Tensor, labels_T: Tensor, columns: VocabRange, fresh: bool
 ) -> Callable[[Tiles], None]:
-    return lambda tiles: tiles.update(stats, logits_TV, labels_T, columns, how, fresh=fresh)
+    return lambda tiles: tiles.update(table_T4, logits_TV, labels_T, columns, fresh=fresh)
 
 
 def _gradient(
-    out_TV: Tensor,
-    logits_TV: Tensor,
-    labels_T: Tensor,
-    columns: VocabRange,
-    merged: Merged,
-    by_2T: Tensor,
-    how: LogprobOptions,
+    out_TV: Tensor, logits_TV: Tensor, columns: VocabRange, outputs: OutputGradients
 ) -> Callable[[Tiles], None]:
-    return lambda tiles: tiles.gradient(out_TV, logits_TV, labels_T, columns, merged, by_2T[0], by_2T[1], how)
+    return lambda tiles: tiles.gradient(out_TV, logits_TV, columns, outputs)
 
 
 def sweep(clock: Clock, tokens: int, widths: tuple[int, ...], calls: int, deadline: Deadline) -> list[dict[str, Any]]:
@@ -81,7 +76,7 @@ def sweep(clock: Clock, tokens: int, widths: tuple[int, ...], calls: int, deadli
             if deadline.left() < 5.0:
                 break
             try:
-                tiles = make()
+                tiles = make(work.options)
                 tried.append({**about, "ms": clock.median(partial(work.run, tiles), calls)})
             except Exception as error:  # noqa: BLE001 -- too many registers or too wide a block: not a way, then
                 tried.append({**about, "ms": None, "reason": f"{type(error).__name__}: {error}".splitlines()[0]})
@@ -93,7 +88,7 @@ def sweep(clock: Clock, tokens: int, widths: tuple[int, ...], calls: int, deadli
     return results
 
 
-def _ways(direction: str, device: torch.device) -> Iterator[tuple[dict[str, int], Callable[[], Tiles]]]:
+def _ways(direction: str, device: torch.device) -> Iterator[tuple[dict[str, int], Callable[[LogprobOptions], Tiles]]]:
     if device.type != "cuda":
         yield {}, TorchTiles
         return

@@ -137,7 +137,7 @@ def redistribute(mine: Mapping[int, Tensor], lengths_N: Tensor, like: Tensor) ->
 
 
 def _check_rows(lengths_by_rank: Sequence[Sequence[tuple[int, int]]], lengths_N: Tensor) -> None:
-    """`held` are (sample, number of values) of each rank."""
+    """`lengths_by_rank` are (sample, number of values) of each rank."""
     count = Counter(n for rows in lengths_by_rank for n, _ in rows)
     expected = range(len(lengths_N))
     faults = {

@@ -9,6 +9,7 @@ import importlib.metadata
 import math
 import os
 import random
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -53,17 +54,13 @@ class RankInfo:
     local_rank: int = 0
     world_size: int = 1
     local_world_size: int = 1
+    """Ranks on this machine."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Runtime:
+class Runtime(RankInfo):
     """A process that has joined its run: rank, device and communication backend."""
 
-    rank: int
-    local_rank: int
-    world_size: int
-    local_world_size: int = 1
-    """Ranks on this machine."""
     ranks_per_block: int = 1
     """The same on all ranks: the greatest number that divides the ranks of every machine."""
     device: torch.device
@@ -155,18 +152,18 @@ def initialize(info: RankInfo, *, seed: int, timeout_seconds: int = 1800) -> Run
     device_index = info.local_rank % max(1, torch.cuda.device_count())
     if on_gpu:
         torch.cuda.set_device(device_index)
-    elif info.local_world_size >= (os.cpu_count() or 1):
-        # With more runnable threads than cores OpenMP spins: up to ten times slower.
-        torch.set_num_threads(1)
-        os.environ["OMP_NUM_THREADS"] = "1"
-    if not on_gpu:
+    else:
+        if info.local_world_size >= (os.cpu_count() or 1):
+            # With more runnable threads than cores OpenMP spins: up to ten times slower.
+            torch.set_num_threads(1)
+            os.environ["OMP_NUM_THREADS"] = "1"
         # Compiling small CPU functions (Megatron's fusions, vLLM's sampler) costs more than it saves: 10 s
         # at the first sample against nothing measurable later.
         torch._dynamo.config.disable = True
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
-    backend = "nccl" if on_gpu else "gloo"
+    backend, device = ("nccl", torch.device("cuda", device_index)) if on_gpu else ("gloo", torch.device("cpu"))
     if not dist.is_initialized():
         _default_rendezvous(info, device_index if on_gpu else info.local_rank)
         dist.init_process_group(
@@ -174,17 +171,9 @@ def initialize(info: RankInfo, *, seed: int, timeout_seconds: int = 1800) -> Run
             rank=info.rank,
             world_size=info.world_size,
             timeout=timedelta(seconds=timeout_seconds),
-            device_id=torch.device("cuda", device_index) if on_gpu else None,
+            device_id=device if on_gpu else None,
         )
-    return Runtime(
-        rank=info.rank,
-        local_rank=info.local_rank,
-        world_size=info.world_size,
-        local_world_size=info.local_world_size,
-        ranks_per_block=_ranks_per_block(info),
-        device=torch.device("cuda", device_index) if on_gpu else torch.device("cpu"),
-        backend=backend,
-    )
+    return Runtime(**vars(info), ranks_per_block=_ranks_per_block(info), device=device, backend=backend)
 
 
 def _ranks_per_block(info: RankInfo) -> int:
@@ -215,8 +204,6 @@ def _default_rendezvous(info: RankInfo, device_index: int) -> None:
 
 def free_port() -> int:
     """A TCP port of this machine that nobody listens on now."""
-    import socket
-
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -30,12 +30,15 @@ def require_inputs(values: Tensor, num_tokens: int, labels_T: Tensor, temperatur
         raise ValueError(f"temperature = {temperature}; give a number above 0 (greedy sampling has log-probs at 1)")
 
 
-def require_mask(mask_T: Tensor, num_tokens: int) -> None:
-    """Raises: ValueError"""
-    if mask_T.shape != (num_tokens,) or mask_T.dtype != torch.bool:
-        raise ValueError(
-            f"response_mask is {mask_T.dtype} {list(mask_T.shape)} for {num_tokens} tokens; give bool [{num_tokens}]"
-        )
+def require_mask(name: str, mask_T: Tensor, like_T: Tensor) -> None:
+    """One bool a token, on the tokens' device.
+
+    Raises: ValueError
+    """
+    if mask_T.shape != like_T.shape or mask_T.dtype != torch.bool:
+        tokens = len(like_T)
+        raise ValueError(f"{name} is {mask_T.dtype} {list(mask_T.shape)} for {tokens} tokens; give bool [{tokens}]")
+    _require_same_device(name, mask_T, like_T)
 
 
 def require_labels(labels_T: Tensor, kept_T: Tensor, vocab: int, ignore_index: int) -> None:
@@ -79,17 +82,10 @@ def require_column(name: str, x_T: Tensor, like_T: Tensor | None = None) -> None
             f"{name} is {x_T.dtype} {list(x_T.shape)}; give bf16, fp16, fp32 or fp64 of one dimension: the tokens of "
             "all sequences end to end"
         )
-    if like_T is not None and len(x_T) != len(like_T):
-        raise ValueError(f"{name} has {len(x_T)} tokens, the values {len(like_T)}; give one number a token in each")
     if like_T is not None:
+        if len(x_T) != len(like_T):
+            raise ValueError(f"{name} has {len(x_T)} tokens, the values {len(like_T)}; give one number a token in each")
         _require_same_device(name, x_T, like_T)
-
-
-def require_token_mask(mask_T: Tensor, x_T: Tensor) -> None:
-    """Raises: ValueError"""
-    if mask_T.shape != x_T.shape or mask_T.dtype != torch.bool:
-        raise ValueError(f"mask_T is {mask_T.dtype} {list(mask_T.shape)} for {len(x_T)} tokens; give bool [{len(x_T)}]")
-    _require_same_device("mask_T", mask_T, x_T)
 
 
 def require_per_sequence(
@@ -118,7 +114,7 @@ def require_fraction(name: str, value: float) -> None:
 
 
 def require_cu_seqlens(cu_seqlens: Tensor, x_T: Tensor, *, asserted: bool) -> int:
-    """CuSeqlens of sequences that are all of x_T. Returns the longest one's tokens, or all where only a device knows.
+    """`cu_seqlens` of sequences that are all of x_T. Returns the longest's tokens, or all where only a device knows.
 
     Raises: ValueError; for numbers on a GPU, where asking would mean waiting for the device, a device assertion, if
             `asserted` here and not by the kernel itself.

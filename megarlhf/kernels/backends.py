@@ -31,7 +31,7 @@ def choose_backend(asked: str, *tensors: Tensor | None, device: torch.device, ke
     why = "asked for" if backend == asked else "the fastest here"
     if device_type == "cuda" and backend == fallback and asked == "auto":
         why = "Triton computes in fp32" if in_fp64 else "Triton is not installed"
-    _log_once(f"{kernels} kernels on {device_type}{', fp64' if in_fp64 else ''}: {backend} ({why})")
+    log_once(log, f"{kernels} kernels on {device_type}{', fp64' if in_fp64 else ''}: {backend} ({why})")
     return backend
 
 
@@ -42,8 +42,9 @@ def has_triton() -> bool:
 
 
 @functools.cache
-def _log_once(message: str) -> None:
-    log.info(message)
+def log_once(logger: logging.Logger, message: str) -> None:
+    """At level info, once a process."""
+    logger.info(message)
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:

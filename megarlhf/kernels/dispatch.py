@@ -12,11 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarlhf.kernels import reference
-from megarlhf.kernels.arguments import (
-    require_inputs,
-    require_labels,
-    require_mask,
-)
+from megarlhf.kernels.arguments import require_inputs, require_labels, require_mask
 from megarlhf.kernels.backends import choose_backend
 from megarlhf.kernels.linear_logprob import LinearLogprobOptions, LinearTokenLogprobs
 from megarlhf.kernels.logprob import TokenLogprobs
@@ -57,19 +53,10 @@ def token_logprobs(
     name = choose_backend(backend, logits_TV, device=logits_TV.device, kernels="log-prob", fallback="chunked")
     if name != "triton" or labels_T.device.type == "cpu":  # on a GPU Triton's kernel asserts it
         require_labels(labels_T, labels_T != ignore_index, vocab, ignore_index)
+    options = LogprobOptions(temperature, ignore_index, vocab, return_entropy)
     if name == "reference":
-        return reference.token_logprobs(
-            logits_TV,
-            labels_T,
-            temperature=temperature,
-            true_vocab=true_vocab,
-            ignore_index=ignore_index,
-            group=group,
-            return_entropy=return_entropy,
-        )
-    options = LogprobOptions(1.0 / temperature, ignore_index, vocab, return_entropy)
-    results: tuple[Tensor, Tensor] = TokenLogprobs.apply(logits_TV, labels_T, columns, options, group, _tiles(name))
-    return results
+        return reference.token_logprobs(logits_TV, labels_T, options, group)
+    return TokenLogprobs.apply(logits_TV, labels_T, columns, group, _tiles(name, options))
 
 
 def linear_token_logprobs(
@@ -114,31 +101,21 @@ def linear_token_logprobs(
     columns, vocab = local_vocab_range(weight_VH.size(0), true_vocab, group)
     kept_T = labels_T != ignore_index
     if response_mask is not None:
-        require_mask(response_mask, len(labels_T))
+        require_mask("response_mask", response_mask, labels_T)
         kept_T = kept_T & response_mask
     on_cpu = labels_T.device.type == "cpu"
     name = choose_backend(backend, hidden_TH, device=hidden_TH.device, kernels="log-prob", fallback="chunked")
     if name != "triton" or on_cpu:
         require_labels(labels_T, kept_T, vocab, ignore_index)
+    softmax = LogprobOptions(temperature, ignore_index, vocab, return_entropy)
     if name == "reference":
-        return reference.linear_token_logprobs(
-            hidden_TH,
-            weight_VH,
-            labels_T.masked_fill(~kept_T, ignore_index),
-            temperature=temperature,
-            true_vocab=true_vocab,
-            ignore_index=ignore_index,
-            group=group,
-            sequence_parallel=sequence_parallel,
-            return_entropy=return_entropy,
-        )
-    softmax = LogprobOptions(1.0 / temperature, ignore_index, vocab, return_entropy)
+        labels_T = labels_T.masked_fill(~kept_T, ignore_index)
+        return reference.linear_token_logprobs(hidden_TH, weight_VH, labels_T, softmax, group, sequence_parallel)
     # Inside an autograd function gradients are always off: whether a backward may follow is known here.
     budget = save_bytes if torch.is_grad_enabled() else 0
-    options = LinearLogprobOptions(columns, softmax, group, sequence_parallel, budget, _tiles(name))
+    options = LinearLogprobOptions(columns, group, sequence_parallel, budget, _tiles(name, softmax))
     if not on_cpu and response_mask is None:
-        whole: tuple[Tensor, Tensor] = LinearTokenLogprobs.apply(hidden_TH, weight_VH, labels_T, None, options)
-        return whole
+        return LinearTokenLogprobs.apply(hidden_TH, weight_VH, labels_T, None, options)
     rows_K = kept_T.nonzero()[:, 0]
     results = LinearTokenLogprobs.apply(hidden_TH, weight_VH, labels_T[rows_K], rows_K, options)
     logprobs_T, entropy_T = (part_K.new_zeros(len(labels_T)).index_copy(0, rows_K, part_K) for part_K in results)
@@ -149,11 +126,11 @@ def _group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     return None if group is None or group.size() == 1 else group
 
 
-def _tiles(name: str) -> Tiles:
+def _tiles(name: str, options: LogprobOptions) -> Tiles:
     if name == "chunked":
-        return TorchTiles()
+        return TorchTiles(options)
     if name == "triton":
         from megarlhf.kernels.tiles_triton import TritonTiles
 
-        return TritonTiles()
+        return TritonTiles(options)
     raise ValueError(f"backend {name!r} is not known; use auto, triton, chunked or reference")

@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megarlhf.kernels.matmul import addmm_into, as_matmul_input, matmul_into
-from megarlhf.kernels.statistics import Merged, Statistics, VocabRange, working_dtype
-from megarlhf.kernels.tiles import LogprobOptions, Tiles
+from megarlhf.kernels.statistics import Merged, VocabRange, empty_table, gather_tables, working_dtype
+from megarlhf.kernels.tiles import OutputGradients, Tiles
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,6 @@ class LinearLogprobOptions:
     """What `LinearTokenLogprobs` is told beside the tensors."""
 
     columns: VocabRange
-    softmax: LogprobOptions
     group: dist.ProcessGroup | None
     """Tensor-parallel group; None for one rank."""
     sequence_parallel: bool
@@ -57,8 +56,8 @@ class LinearTokenLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         chosen_KH = _select_rows(hidden_TH, rows_K, options)
         head = _VocabProjection(chosen_KH, weight_VH, options)
-        stats = Statistics(torch.empty(len(labels_K), 4, dtype=head.dtype, device=hidden_TH.device))
-        options.tiles.update(stats, head.logits_KV[:, :0], labels_K, VocabRange(0, 0), options.softmax, fresh=True)
+        table_K4 = empty_table(head.logits_KV)
+        options.tiles.update(table_K4, head.logits_KV[:, :0], labels_K, VocabRange(0, 0), fresh=True)
         budget = options.save_bytes if any(ctx.needs_input_grad[:2]) else 0
         # What ranks sent each other is kept first: otherwise the backward asks them again.
         keeps_rows = options.gathers and chosen_KH.nbytes <= budget
@@ -76,15 +75,14 @@ class LinearTokenLogprobs(torch.autograd.Function):
                 # What is not kept is made in the same rows again and again, which stay in cache.
                 tile_KV = logits_KV[rows] if keep else logits_KV[: rows.stop - rows.start]
                 matmul_into(tile_KV, head.hidden_KH[rows], factor_VH.t())
-                some = stats.rows(rows.start, rows.stop)
-                options.tiles.update(some, tile_KV, labels_K[rows], columns, options.softmax, fresh=False)
-        merged = options.tiles.merge(stats.gathered(options.group), labels_K, options.softmax)
+                options.tiles.update(table_K4[rows], tile_KV, labels_K[rows], columns, fresh=False)
+        merged = options.tiles.merge(gather_tables(table_K4, options.group), labels_K)
         vectors = (labels_K, rows_K, merged.max_T, merged.sum_T, merged.entropy_T)
         ctx.save_for_backward(hidden_TH, weight_VH, chosen_KH if keeps_rows else None, *vectors)
         ctx.options, ctx.kept = options, kept
         ctx.main_grad = getattr(weight_VH, "main_grad", None)
         ctx.set_materialize_grads(False)
-        if not options.softmax.entropy:
+        if not options.tiles.options.entropy:
             ctx.mark_non_differentiable(merged.entropy_T)
         return merged.logprobs_T, merged.entropy_T
 
@@ -96,7 +94,7 @@ class LinearTokenLogprobs(torch.autograd.Function):
         kept, ctx.kept = ctx.kept, {}
         chosen_KH = _select_rows(hidden_TH, rows_K, ctx.options) if chosen_KH is None else chosen_KH
         head = _VocabProjection(chosen_KH, weight_VH, ctx.options)
-        output_gradients = _OutputGradients(Merged(max_K, sum_K, entropy_K, entropy_K), labels_K, *grads)
+        outputs = OutputGradients(Merged(max_K, sum_K, entropy_K, entropy_K), labels_K, *grads)
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         of_weight = _WeightGradient(head, ctx.main_grad, ctx.options.columns.count) if needs_weight else None
         of_hidden_KH = torch.zeros_like(head.hidden_KH, dtype=head.dtype) if needs_hidden else None
@@ -105,7 +103,7 @@ class LinearTokenLogprobs(torch.autograd.Function):
         slices = sorted(head.slices(), key=lambda part: part.start in kept)
         for part in slices:
             waits = ctx.options.group is not None and (part.start in kept or part is slices[-1])
-            gradient_KV = head.gradient_of(part, output_gradients, kept.pop(part.start, None), of_hidden_KH)
+            gradient_KV = head.gradient_of(part, outputs, kept.pop(part.start, None), of_hidden_KH)
             if of_weight is not None:
                 late.append((part, gradient_KV)) if waits else of_weight.take(part, gradient_KV)
         summed = None if of_hidden_KH is None else _HiddenGradient(of_hidden_KH, hidden_TH, rows_K, ctx.options)
@@ -114,20 +112,6 @@ class LinearTokenLogprobs(torch.autograd.Function):
             of_weight.take(part, gradient_KV)
         grad_hidden_TH = None if summed is None else summed.wait()
         return grad_hidden_TH, None if of_weight is None else of_weight.result, None, None, None
-
-
-@dataclass(frozen=True)
-class _OutputGradients:
-    """What the backward is about: the softmax's summary, and the loss's derivatives by both results."""
-
-    merged: Merged
-    labels_K: Tensor
-    grad_logprobs_K: Tensor | None
-    grad_entropy_K: Tensor | None
-
-    def rows(self, rows: slice) -> _OutputGradients:
-        some = [None if up_K is None else up_K[rows] for up_K in (self.grad_logprobs_K, self.grad_entropy_K)]
-        return _OutputGradients(self.merged.rows(rows.start, rows.stop), self.labels_K[rows], *some)
 
 
 class _VocabProjection:
@@ -157,7 +141,7 @@ class _VocabProjection:
             yield slice(start, min(start + self._most_rows, self.hidden_KH.size(0)))
 
     def gradient_of(
-        self, part: slice, output_gradients: _OutputGradients, kept_KV: Tensor | None, of_hidden_KH: Tensor | None
+        self, part: slice, outputs: OutputGradients, kept_KV: Tensor | None, of_hidden_KH: Tensor | None
     ) -> Tensor:
         """d loss / d logits of a slice, in the dtype of the factors; adds its part of the hidden states' gradient."""
         logits_KV = self.logits_KV[:, : part.stop - part.start] if kept_KV is None else kept_KV
@@ -167,17 +151,7 @@ class _VocabProjection:
         for rows in self.row_blocks():
             if kept_KV is None:
                 matmul_into(logits_KV[rows], self.hidden_KH[rows], factor_VH.t())
-            some = output_gradients.rows(rows)
-            self._options.tiles.gradient(
-                gradient_KV[rows],
-                logits_KV[rows],
-                some.labels_K,
-                columns,
-                some.merged,
-                some.grad_logprobs_K,
-                some.grad_entropy_K,
-                self._options.softmax,
-            )
+            self._options.tiles.gradient(gradient_KV[rows], logits_KV[rows], columns, outputs.rows(rows))
             if of_hidden_KH is not None:
                 addmm_into(of_hidden_KH[rows], gradient_KV[rows], factor_VH)
         return gradient_KV

@@ -14,12 +14,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megarlhf.kernels.statistics import Merged, Statistics, VocabRange
-from megarlhf.kernels.tiles import LogprobOptions, Tiles
+from megarlhf.kernels.statistics import Merged, VocabRange, empty_table, gather_tables
+from megarlhf.kernels.tiles import OutputGradients, Tiles
 
 
 class TokenLogprobs(torch.autograd.Function):
-    """apply(logits_TV, labels_T, columns, options, group, tiles) -> (logprobs_T, entropy_T)."""
+    """apply(logits_TV, labels_T, columns, group, tiles) -> (logprobs_T, entropy_T)."""
 
     @staticmethod
     def forward(
@@ -27,28 +27,24 @@ class TokenLogprobs(torch.autograd.Function):
         logits_TV: Tensor,
         labels_T: Tensor,
         columns: VocabRange,
-        options: LogprobOptions,
         group: dist.ProcessGroup | None,
         tiles: Tiles,
     ) -> tuple[Tensor, Tensor]:
-        stats = Statistics.of(logits_TV)
-        tiles.update(stats, logits_TV, labels_T, columns, options, fresh=True)
-        merged = tiles.merge(stats.gathered(group), labels_T, options)
+        table_T4 = empty_table(logits_TV)
+        tiles.update(table_T4, logits_TV, labels_T, columns, fresh=True)
+        merged = tiles.merge(gather_tables(table_T4, group), labels_T)
         ctx.save_for_backward(logits_TV, labels_T, merged.max_T, merged.sum_T, merged.entropy_T)
-        ctx.columns, ctx.options, ctx.tiles = columns, options, tiles
+        ctx.columns, ctx.tiles = columns, tiles
         ctx.set_materialize_grads(False)
-        if not options.entropy:
+        if not tiles.options.entropy:
             ctx.mark_non_differentiable(merged.entropy_T)
         return merged.logprobs_T, merged.entropy_T
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        grad_logprobs_T, grad_entropy_T = grads
         logits_TV, labels_T, max_T, sum_T, entropy_T = ctx.saved_tensors
         out_TV = torch.empty_like(logits_TV)
-        merged = Merged(max_T, sum_T, entropy_T, entropy_T)
-        ctx.tiles.gradient(
-            out_TV, logits_TV, labels_T, ctx.columns, merged, grad_logprobs_T, grad_entropy_T, ctx.options
-        )
-        return (out_TV, *[None] * 5)
+        outputs = OutputGradients(Merged(max_T, sum_T, entropy_T, entropy_T), labels_T, *grads)
+        ctx.tiles.gradient(out_TV, logits_TV, ctx.columns, outputs)
+        return (out_TV, *[None] * 4)

@@ -8,6 +8,7 @@ Legend: T tokens of all sequences end to end, N sequences.
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Literal, NamedTuple
 
 import torch
@@ -19,11 +20,11 @@ from megarlhf.kernels.arguments import (
     require_column,
     require_cu_seqlens,
     require_fraction,
+    require_mask,
     require_per_sequence,
-    require_token_mask,
 )
 from megarlhf.kernels.backends import choose_backend
-from megarlhf.kernels.packed_interface import CuSeqlens, GAEOptions, PackedKernels
+from megarlhf.kernels.packed_inputs import CuSeqlens, GAEInputs
 from megarlhf.kernels.statistics import working_dtype
 
 PackedBackend = Literal["auto", "triton", "torch", "reference"]
@@ -71,14 +72,11 @@ def packed_gae(
 
     Shapes:  logprobs_T, ref_logprobs_T, values_T [T] bf16, fp16, fp32 or fp64; scores_N [N]; cu_seqlens [N + 1] int32
              or int64, 0 first and T last -> advantages_T, returns_T [T] fp32 (fp64 where anything is fp64)
-    Maths:   r_t = -kl_coef kl_t, plus the sequence's score at its last token; d_t = r_t + gamma V_{t+1} - V_t;
-             A_t = d_t + gamma lam A_{t+1}; return_t = A_t + V_t; V and A past the last token are zero. With log r =
-             ref_logprob - logprob, kl is -log r (k1), (log r)^2 / 2 (k2) or (r - 1) - log r (k3).
+    Maths:   algo/gae.py::gae of kl_shaped_rewards (Ziegler et al. 2019, eq. 2; Schulman et al. 2016, eq. 16)
     Note:    advantages are not whitened, see `packed_whiten`. A sequence of length 0 has nowhere to put its score. With
              kl_coef 0 the log-probs are not read, and the reference's may be None. No gradient flows through.
-    CuSeqlens: cu_seqlens may lie on the CPU whatever the tokens' device: it is then looked at before anything runs. On
+    Borders: cu_seqlens may lie on the CPU whatever the tokens' device: it is then looked at before anything runs. On
              a GPU, where looking would mean waiting, what is wrong with it trips a device assertion.
-    Spec:    algo/gae.py::kl_shaped_rewards and gae (Ziegler et al. 2019, eq. 2; Schulman et al. 2016, eq. 16)
     Raises:  ValueError
     """
     if kl_kind not in KL_ESTIMATORS:
@@ -96,8 +94,8 @@ def packed_gae(
             require_column(name, column_T, values_T)
     kernels, sequences = _prepare(cu_seqlens, backend, values_T, logprobs_T, ref_logprobs_T, scores_N)
     require_per_sequence("scores_N", scores_N, sequences.num_sequences, values_T)
-    options = GAEOptions(float(gamma), float(lam), float(kl_coef), kl_kind)
-    return kernels.gae(logprobs_T, ref_logprobs_T, values_T, scores_N, sequences, options)
+    numbers = (float(gamma), float(lam), float(kl_coef), kl_kind)
+    return kernels.gae(GAEInputs(logprobs_T, ref_logprobs_T, values_T, scores_N, *numbers), sequences)
 
 
 @torch.no_grad()
@@ -170,13 +168,13 @@ def packed_whiten(
 
 def _prepare_masked(
     x_T: Tensor, cu_seqlens: Tensor | None, mask_T: Tensor | None, groups_N: Tensor | None, backend: PackedBackend
-) -> tuple[PackedKernels, CuSeqlens]:
+) -> tuple[ModuleType, CuSeqlens]:
     """What sums and whitening ask of their arguments."""
     require_column("x_T", x_T)
     if x_T.requires_grad:
         raise ValueError("x_T wants a gradient, and packed sums, means and whitening give none; detach() it")
     if mask_T is not None:
-        require_token_mask(mask_T, x_T)
+        require_mask("mask_T", mask_T, x_T)
     if cu_seqlens is None:
         if groups_N is not None:
             raise ValueError("groups_N are groups of sequences, got no cu_seqlens; give both, or neither")
@@ -188,7 +186,7 @@ def _prepare_masked(
 
 
 def _moments(
-    kernels: PackedKernels, x_T: Tensor, mask_T: Tensor | None, sequences: CuSeqlens, groups_N: Tensor | None
+    kernels: ModuleType, x_T: Tensor, mask_T: Tensor | None, sequences: CuSeqlens, groups_N: Tensor | None
 ) -> Moments:
     moments_N3 = kernels.moments(x_T, mask_T, sequences)
     if groups_N is not None:
@@ -198,7 +196,7 @@ def _moments(
 
 def _prepare(
     cu_seqlens: Tensor, backend: PackedBackend, x_T: Tensor, *others: Tensor | None
-) -> tuple[PackedKernels, CuSeqlens]:
+) -> tuple[ModuleType, CuSeqlens]:
     """The kernels, and cu_seqlens that were checked; a kernel checks those that lie on a GPU by itself."""
     name = choose_backend(backend, x_T, *others, device=x_T.device, kernels="packed", fallback="torch")
     max_seqlen = require_cu_seqlens(cu_seqlens, x_T, asserted=name != "triton")
@@ -207,7 +205,8 @@ def _prepare(
     return _kernels_of(name), CuSeqlens(on_device, len(x_T), max_seqlen)
 
 
-def _kernels_of(name: str) -> PackedKernels:
+def _kernels_of(name: str) -> ModuleType:
+    """The modules have the same functions, whose arguments were looked at here and lie on one device."""
     if name == "torch":
         return packed_torch
     if name == "reference":

@@ -10,32 +10,21 @@ from torch import Tensor
 from megarlhf.algo import gae as specification
 from megarlhf.algo import whitening
 from megarlhf.algo.whitening import group_moments
-from megarlhf.kernels.packed_interface import CuSeqlens, GAEOptions
+from megarlhf.kernels.packed_inputs import CuSeqlens, GAEInputs
 from megarlhf.kernels.statistics import working_dtype
 
 __all__ = ["gae", "group_moments", "moments", "whiten"]
 
 
-def gae(
-    logprobs_T: Tensor,
-    ref_logprobs_T: Tensor | None,
-    values_T: Tensor,
-    scores_N: Tensor,
-    sequences: CuSeqlens,
-    options: GAEOptions,
-) -> tuple[Tensor, Tensor]:
+def gae(inputs: GAEInputs, sequences: CuSeqlens) -> tuple[Tensor, Tensor]:
     """`algo.gae.gae` of `algo.gae.kl_shaped_rewards`."""
-    dtype, cu_seqlens = working_dtype(logprobs_T, ref_logprobs_T, values_T, scores_N), sequences.cu_seqlens
-    ref_T = None if ref_logprobs_T is None else ref_logprobs_T.to(dtype)
+    dtype, cu_seqlens = inputs.dtype, sequences.cu_seqlens
+    logprobs_T, scores_N, values_T = (x.to(dtype) for x in (inputs.logprobs_T, inputs.scores_N, inputs.values_T))
+    ref_T = None if inputs.ref_logprobs_T is None else inputs.ref_logprobs_T.to(dtype)
     rewards_T = specification.kl_shaped_rewards(
-        logprobs_T.to(dtype),
-        ref_T,
-        scores_N.to(dtype),
-        cu_seqlens,
-        kl_coef=options.kl_coef,
-        kl_kind=options.kl_kind,
+        logprobs_T, ref_T, scores_N, cu_seqlens, kl_coef=inputs.kl_coef, kl_kind=inputs.kl_kind
     )
-    return specification.gae(rewards_T, values_T.to(dtype), cu_seqlens, gamma=options.gamma, lam=options.lam)
+    return specification.gae(rewards_T, values_T, cu_seqlens, gamma=inputs.gamma, lam=inputs.lam)
 
 
 def moments(x_T: Tensor, mask_T: Tensor | None, sequences: CuSeqlens) -> Tensor:

@@ -12,34 +12,27 @@ import torch
 from torch import Tensor
 
 from megarlhf.algo.kl import kl_estimate
-from megarlhf.kernels.packed_interface import CuSeqlens, GAEOptions
+from megarlhf.kernels.packed_inputs import CuSeqlens, GAEInputs
 from megarlhf.kernels.statistics import working_dtype
 
 _BLOCK = 64
 """Tokens."""
 
 
-def gae(
-    logprobs_T: Tensor,
-    ref_logprobs_T: Tensor | None,
-    values_T: Tensor,
-    scores_N: Tensor,
-    sequences: CuSeqlens,
-    options: GAEOptions,
-) -> tuple[Tensor, Tensor]:
+def gae(inputs: GAEInputs, sequences: CuSeqlens) -> tuple[Tensor, Tensor]:
     """See `algo.gae.gae`."""
-    dtype = working_dtype(logprobs_T, ref_logprobs_T, values_T, scores_N)
-    values_T = values_T.to(dtype)
+    dtype, gamma, ref_logprobs_T = inputs.dtype, inputs.gamma, inputs.ref_logprobs_T
+    values_T = inputs.values_T.to(dtype)
     present_N = sequences.cu_seqlens.diff() > 0
     last_K = sequences.cu_seqlens[1:][present_N] - 1
     # The value behind a sequence's last token is another sequence's.
     next_T = torch.cat([values_T[1:], values_T[:1]]).index_fill_(0, last_K, 0.0)
-    terms_T = next_T.mul_(options.gamma).sub_(values_T)
+    terms_T = next_T.mul_(gamma).sub_(values_T)
     if ref_logprobs_T is not None:
-        kl_T = kl_estimate(logprobs_T.to(dtype), ref_logprobs_T.to(dtype), options.kl_kind)
-        terms_T.sub_(kl_T, alpha=options.kl_coef)
-    terms_T.index_copy_(0, last_K, terms_T[last_K] + scores_N[present_N].to(dtype))
-    advantages_T = _scan(terms_T, sequences, options.gamma * options.lam)
+        kl_T = kl_estimate(inputs.logprobs_T.to(dtype), ref_logprobs_T.to(dtype), inputs.kl_kind)
+        terms_T.sub_(kl_T, alpha=inputs.kl_coef)
+    terms_T.index_copy_(0, last_K, terms_T[last_K] + inputs.scores_N[present_N].to(dtype))
+    advantages_T = _scan(terms_T, sequences, gamma * inputs.lam)
     return advantages_T, advantages_T + values_T
 
 

@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megarlhf.kernels.backends import on_device
-from megarlhf.kernels.packed_interface import CuSeqlens, GAEOptions
+from megarlhf.kernels.packed_inputs import CuSeqlens, GAEInputs
 from megarlhf.kernels.packed_torch import group_moments
 
 __all__ = ["LaunchConfig", "gae", "group_moments", "moments", "whiten"]
@@ -179,7 +179,7 @@ def _whiten_kernel(
     out_ptr, x_ptr, mask_ptr, mean_ptr, scale_ptr, cu_ptr, num_tokens,
     MASK: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """`PackedKernels.whiten` of one part."""
+    """`whiten` of one part."""
     n, first, stop, _ = _part(cu_ptr, num_tokens, BLOCK)
     mean, scale = tl.load(mean_ptr + n), tl.load(scale_ptr + n)
     for block in range(tl.cdiv(tl.maximum(stop - first, 0), BLOCK)):
@@ -195,32 +195,24 @@ def _whiten_kernel(
         tl.store(out_ptr + t, tl.where(kept, whitened, 0.0).to(tl.float32), mask=inside)
 
 
-def gae(
-    logprobs_T: Tensor,
-    ref_logprobs_T: Tensor | None,
-    values_T: Tensor,
-    scores_N: Tensor,
-    sequences: CuSeqlens,
-    options: GAEOptions,
-    launch: LaunchConfig = DEFAULT_LAUNCH,
-) -> tuple[Tensor, Tensor]:
+def gae(inputs: GAEInputs, sequences: CuSeqlens, launch: LaunchConfig = DEFAULT_LAUNCH) -> tuple[Tensor, Tensor]:
     """See `algo.gae`. One launch, or two where sequences are cut; with one, each array is read or written once."""
-    num_sequences, num_tokens = sequences.num_sequences, sequences.num_tokens
-    advantages_T, returns_T = torch.empty(2, num_tokens, device=values_T.device).unbind()
+    num_sequences, num_tokens, device = sequences.num_sequences, sequences.num_tokens, inputs.values_T.device
+    advantages_T, returns_T = torch.empty(2, num_tokens, device=device).unbind()
     if num_tokens == 0:
         return advantages_T, returns_T
     # Without a reference there is no KL, and a kernel of that kind reads neither array.
-    kind = "none" if ref_logprobs_T is None else options.kl_kind
-    ref_T = logprobs_T if ref_logprobs_T is None else ref_logprobs_T
-    inputs = [tensor.contiguous() for tensor in (logprobs_T, ref_T, values_T, scores_N)]
+    kind = "none" if inputs.ref_logprobs_T is None else inputs.kl_kind
+    ref_T = inputs.logprobs_T if inputs.ref_logprobs_T is None else inputs.ref_logprobs_T
+    read = [tensor.contiguous() for tensor in (inputs.logprobs_T, ref_T, inputs.values_T, inputs.scores_N)]
     parts = launch.parts(num_sequences, num_tokens)
     tokens, warps = launch.fitted(sequences)
-    parts_NP2 = torch.empty(num_sequences, parts, 2, device=values_T.device)
-    with on_device(values_T.device):
+    parts_NP2 = torch.empty(num_sequences, parts, 2, device=device)
+    with on_device(device):
         for reduce in (True, False) if parts > 1 else (False,):
             _scan_kernel[(num_sequences, parts)](
-                advantages_T, returns_T, parts_NP2, *inputs, sequences.cu_seqlens, num_tokens,
-                options.gamma, options.gamma * options.lam, options.kl_coef,
+                advantages_T, returns_T, parts_NP2, *read, sequences.cu_seqlens, num_tokens,
+                inputs.gamma, inputs.gamma * inputs.lam, inputs.kl_coef,
                 KL=kind, REDUCE=reduce, PARTS=parts, BLOCK=tokens, num_warps=warps, sanitize_overflow=False,
             )  # fmt: skip
     return advantages_T, returns_T

@@ -11,44 +11,30 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megarlhf.kernels.statistics import gather_tables, working_dtype
+from megarlhf.kernels.tiles import LogprobOptions
+
 
 def token_logprobs(
-    logits_TV: Tensor,
-    labels_T: Tensor,
-    *,
-    temperature: float = 1.0,
-    true_vocab: int | None = None,
-    ignore_index: int = -100,
-    group: dist.ProcessGroup | None = None,
-    return_entropy: bool = True,
+    logits_TV: Tensor, labels_T: Tensor, options: LogprobOptions, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor]:
-    """log softmax(logits / temperature)[label] and the entropy of that softmax, over a sharded vocabulary.
+    """`dispatch.token_logprobs` with a whole softmax in memory.
 
-    Shapes:  logits_TV [T, V] any float dtype, labels_T [T] int64 in the global vocabulary
-             -> ([T], [T]) fp32 (fp64 for fp64 logits), nats. Ignored rows give 0 and no gradient.
     Maths:   logprob = (z_y - m) - log s;  entropy = log s - sum e^(z - m) (z - m) / s, with m = max z and
-             s = sum e^(z - m) over all ranks; columns at or past `true_vocab` (padding) are left out.
-    Group:   tensor-parallel group; rank r owns columns [r V, (r + 1) V). One all-gather of four numbers a
-             token, merged in rank order: the same bits on every rank. The gradient needs no communication.
-    Labels:  in [0, true_vocab) or `ignore_index`; dispatch.py sees to that.
+             s = sum e^(z - m) over all ranks; columns at or past `options.vocab` (padding) are left out.
+    Labels:  in [0, options.vocab) or `ignore_index`; dispatch.py sees to that.
     """
-    tp = 1 if group is None else group.size()
-    vocab = logits_TV.size(-1) * tp if true_vocab is None else true_vocab
-    logprobs_T, entropy_T = _TokenLogprobs.apply(logits_TV, labels_T, temperature, vocab, ignore_index, group)
-    return logprobs_T, entropy_T if return_entropy else torch.zeros_like(logprobs_T)
+    logprobs_T, entropy_T = _TokenLogprobs.apply(logits_TV, labels_T, options, group)
+    return logprobs_T, entropy_T if options.entropy else torch.zeros_like(logprobs_T)
 
 
 def linear_token_logprobs(
     hidden_TH: Tensor,
     weight_VH: Tensor,
     labels_T: Tensor,
-    *,
-    temperature: float = 1.0,
-    true_vocab: int | None = None,
-    ignore_index: int = -100,
-    group: dist.ProcessGroup | None = None,
-    sequence_parallel: bool = False,
-    return_entropy: bool = True,
+    options: LogprobOptions,
+    group: dist.ProcessGroup | None,
+    sequence_parallel: bool,
 ) -> tuple[Tensor, Tensor]:
     """`token_logprobs` of all logits hidden @ weight^T, made at once, in fp32 (fp64 for fp64).
 
@@ -60,17 +46,9 @@ def linear_token_logprobs(
     if group is not None:
         hidden_TH = _ToColumns.apply(hidden_TH, group, sequence_parallel)
     # Whatever stands in the hidden states of ignored tokens: 0 x NaN would reach the weight's gradient.
-    hidden_TH = hidden_TH.masked_fill((labels_T == ignore_index)[:, None], 0.0)
-    wide = torch.float64 if hidden_TH.dtype == torch.float64 else torch.float32
-    return token_logprobs(
-        hidden_TH.to(wide) @ weight_VH.to(wide).t(),
-        labels_T,
-        temperature=temperature,
-        true_vocab=true_vocab,
-        ignore_index=ignore_index,
-        group=group,
-        return_entropy=return_entropy,
-    )
+    hidden_TH = hidden_TH.masked_fill((labels_T == options.ignore_index)[:, None], 0.0)
+    dtype = working_dtype(hidden_TH)
+    return token_logprobs(hidden_TH.to(dtype) @ weight_VH.to(dtype).t(), labels_T, options, group)
 
 
 class _ToColumns(torch.autograd.Function):
@@ -99,19 +77,12 @@ class _TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        logits_TV: Tensor,
-        labels_T: Tensor,
-        temperature: float,
-        vocab: int,
-        ignore_index: int,
-        group: dist.ProcessGroup | None,
+        ctx: Any, logits_TV: Tensor, labels_T: Tensor, options: LogprobOptions, group: dist.ProcessGroup | None
     ) -> tuple[Tensor, Tensor]:
-        tp, rank = (1, 0) if group is None else (group.size(), group.rank())
         width = logits_TV.size(-1)
-        first = rank * width
-        z_TV = _scaled(logits_TV, temperature, vocab - first)
-        kept_T = labels_T != ignore_index
+        first = 0 if group is None else group.rank() * width
+        z_TV = _scaled(logits_TV, options.temperature, options.vocab - first)
+        kept_T = labels_T != options.ignore_index
         local_T = labels_T - first
         mine_T = kept_T & (local_T >= 0) & (local_T < width)
         local_T = local_T.clamp(0, width - 1)
@@ -122,10 +93,10 @@ class _TokenLogprobs(torch.autograd.Function):
         sum_T = weight_TV.sum(-1)
         moment_T = _times(weight_TV, z_TV - shift_T[:, None]).sum(-1)
         label_T = torch.where(mine_T, z_TV.gather(1, local_T[:, None])[:, 0], torch.zeros_like(sum_T))
-        stats_RT4 = _gather(torch.stack([max_T, sum_T, moment_T, label_T], -1), tp, group)
-        max_T, sum_T, entropy_T, logprobs_T = _merge(stats_RT4, kept_T)
+        table_T4 = torch.stack([max_T, sum_T, moment_T, label_T], -1)
+        max_T, sum_T, entropy_T, logprobs_T = _merge(gather_tables(table_T4, group), kept_T)
         ctx.save_for_backward(logits_TV, local_T, mine_T, kept_T, max_T, sum_T, entropy_T)
-        ctx.temperature, ctx.num_columns = temperature, vocab - first
+        ctx.temperature, ctx.num_columns = options.temperature, options.vocab - first
         return logprobs_T, entropy_T
 
     @staticmethod
@@ -134,25 +105,22 @@ class _TokenLogprobs(torch.autograd.Function):
         logits_TV, local_T, mine_T, kept_T, max_T, sum_T, entropy_T = ctx.saved_tensors
         shifted_TV = _scaled(logits_TV, ctx.temperature, ctx.num_columns) - max_T[:, None]
         prob_TV = shifted_TV.exp() / sum_T[:, None]
-        zero_T = torch.zeros_like(grad_logprobs_T)
-        grad_logprobs_T = torch.where(kept_T, grad_logprobs_T, zero_T)
-        grad_entropy_T = torch.where(kept_T, grad_entropy_T, zero_T)
+        grad_logprobs_T = torch.where(kept_T, grad_logprobs_T, 0.0)
+        grad_entropy_T = torch.where(kept_T, grad_entropy_T, 0.0)
         # d entropy / dz = -p (log p + entropy)
         log_prob_TV = shifted_TV - sum_T.log()[:, None]
         grad_TV = -prob_TV * grad_logprobs_T[:, None]
         grad_TV -= _times(prob_TV, log_prob_TV + entropy_T[:, None]) * grad_entropy_T[:, None]
-        owned_T = torch.where(mine_T, grad_logprobs_T, zero_T)
+        owned_T = torch.where(mine_T, grad_logprobs_T, 0.0)
         grad_TV.scatter_add_(1, local_T[:, None], owned_T[:, None])
         grad_TV = grad_TV.masked_fill(~kept_T[:, None], 0.0)
-        return (grad_TV / ctx.temperature).to(logits_TV.dtype), None, None, None, None, None
+        return (grad_TV / ctx.temperature).to(logits_TV.dtype), None, None, None
 
 
 def _scaled(logits_TV: Tensor, temperature: float, num_columns: int) -> Tensor:
     """logits / temperature in fp32 (fp64 stays), -inf from column `num_columns` on."""
-    wide_TV = logits_TV if logits_TV.dtype == torch.float64 else logits_TV.float()
-    z_TV = wide_TV / temperature
+    z_TV = logits_TV.to(working_dtype(logits_TV)) / temperature
     if num_columns < z_TV.size(-1):
-        z_TV = z_TV.clone() if z_TV is logits_TV else z_TV
         z_TV[:, max(num_columns, 0) :] = -torch.inf
     return z_TV
 
@@ -162,17 +130,9 @@ def _times(weight_TV: Tensor, value_TV: Tensor) -> Tensor:
     return weight_TV * torch.where(weight_TV > 0, value_TV, torch.zeros_like(value_TV))
 
 
-def _gather(stats_T4: Tensor, tp: int, group: dist.ProcessGroup | None) -> Tensor:
-    if tp == 1:
-        return stats_T4[None]
-    gathered = [torch.empty_like(stats_T4) for _ in range(tp)]
-    dist.all_gather(gathered, stats_T4.contiguous(), group=group)
-    return torch.stack(gathered)
-
-
-def _merge(stats_RT4: Tensor, kept_T: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _merge(tables_RT4: Tensor, kept_T: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Ranks' (max, sum, moment, label's logit) -> global max, sum, entropy and log-prob."""
-    max_RT, sum_RT, moment_RT, label_RT = stats_RT4.unbind(-1)
+    max_RT, sum_RT, moment_RT, label_RT = tables_RT4.unbind(-1)
     max_T = max_RT.amax(0)
     max_T = torch.where(max_T.isfinite(), max_T, torch.zeros_like(max_T))
     # e^(m_r - m); 0 for a rank without a finite column.
@@ -181,7 +141,6 @@ def _merge(stats_RT4: Tensor, kept_T: Tensor) -> tuple[Tensor, Tensor, Tensor, T
     shift_RT = torch.where(scale_RT > 0, max_RT - max_T, torch.zeros_like(max_RT))
     sum_T = (sum_RT * scale_RT).sum(0)
     moment_T = ((moment_RT + sum_RT * shift_RT) * scale_RT).sum(0)
-    zero_T = torch.zeros_like(sum_T)
-    entropy_T = torch.where(kept_T, sum_T.log() - moment_T / sum_T, zero_T)
-    logprobs_T = torch.where(kept_T, (label_RT.sum(0) - max_T) - sum_T.log(), zero_T)
+    entropy_T = torch.where(kept_T, sum_T.log() - moment_T / sum_T, 0.0)
+    logprobs_T = torch.where(kept_T, (label_RT.sum(0) - max_T) - sum_T.log(), 0.0)
     return max_T, sum_T, entropy_T, logprobs_T

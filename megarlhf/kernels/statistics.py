@@ -13,37 +13,26 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-@dataclass(frozen=True)
-class Statistics:
-    """Over some columns z of each row, in fp32 (fp64 for fp64 logits); taken in column block by column block.
+def empty_table(logits_TV: Tensor) -> Tensor:
+    """Memory for statistics of these rows over some columns z, which are taken in block by block. Not filled yet.
 
-    table_T4 holds, for each token,
+    [T, 4] fp32 (fp64 for fp64 logits). For each token
       0  m = max z; the lowest finite number before the first column and where every column is padding, so that
          differences stay numbers
       1  sum e^(z - m)
       2  sum e^(z - m) (z - m); stays 0 where nobody asked for the entropy
       3  z of the label's column; 0 where another rank has it
     """
+    return torch.empty(logits_TV.size(0), 4, dtype=working_dtype(logits_TV), device=logits_TV.device)
 
-    table_T4: Tensor
 
-    @staticmethod
-    def of(logits_TV: Tensor) -> Statistics:
-        """Memory for the statistics of these rows, not yet filled."""
-        return Statistics(torch.empty(logits_TV.size(0), 4, dtype=working_dtype(logits_TV), device=logits_TV.device))
-
-    def rows(self, start: int, stop: int) -> Statistics:
-        """The same of tokens [start, stop), as a view."""
-        return Statistics(self.table_T4[start:stop])
-
-    def gathered(self, group: dist.ProcessGroup | None) -> Tensor:
-        """Every rank's table, [R, T, 4]: the one collective of a forward."""
-        if group is None or group.size() == 1:
-            return self.table_T4[None]
-        num_tokens = self.table_T4.size(0)
-        flat = self.table_T4.new_empty(group.size() * num_tokens, 4)
-        dist.all_gather_into_tensor(flat, self.table_T4, group=group)
-        return flat.view(group.size(), num_tokens, 4)
+def gather_tables(table_T4: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Every rank's table, [R, T, 4]: the one collective of a forward."""
+    if group is None or group.size() == 1:
+        return table_T4[None]
+    flat = table_T4.new_empty(group.size() * table_T4.size(0), 4)
+    dist.all_gather_into_tensor(flat, table_T4, group=group)
+    return flat.view(group.size(), *table_T4.shape)
 
 
 class Merged(NamedTuple):
@@ -56,14 +45,10 @@ class Merged(NamedTuple):
     logprobs_T: Tensor
     """0 for ignored tokens."""
 
-    def rows(self, start: int, stop: int) -> Merged:
-        """The same of tokens [start, stop), as views."""
-        return Merged(*(column_T[start:stop] for column_T in self))
 
-
-def merge(stats_RT4: Tensor, kept_T: Tensor, entropy: bool) -> Merged:
+def merge(tables_RT4: Tensor, kept_T: Tensor, entropy: bool) -> Merged:
     """The ranks' tables, in rank order: the same arithmetic everywhere."""
-    max_RT, sum_RT, moment_RT, label_RT = stats_RT4.unbind(-1)
+    max_RT, sum_RT, moment_RT, label_RT = tables_RT4.unbind(-1)
     max_T = max_RT.amax(0)
     shift_RT = (max_RT - max_T).clamp(min=LOG_ZERO)
     scale_RT = shift_RT.exp()
@@ -88,11 +73,6 @@ def working_dtype(*tensors: Tensor | None) -> torch.dtype:
     return torch.float64 if any_fp64 else torch.float32
 
 
-def lowest(dtype: torch.dtype) -> float:
-    """The maximum of no columns."""
-    return torch.finfo(dtype).min
-
-
 @dataclass(frozen=True)
 class VocabRange:
     """Which part of the vocabulary a tensor's columns are."""
@@ -103,7 +83,7 @@ class VocabRange:
     """Columns that are not padding; padding is last."""
 
     def cut(self, start: int, stop: int) -> VocabRange:
-        """VocabRange [start, stop) of these."""
+        """Columns [start, stop) of these."""
         return VocabRange(self.first + start, min(max(self.count - start, 0), stop - start))
 
 

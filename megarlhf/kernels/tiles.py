@@ -10,54 +10,59 @@ from typing import Protocol
 
 from torch import Tensor
 
-from megarlhf.kernels.statistics import Merged, Statistics, VocabRange
+from megarlhf.kernels.statistics import Merged, VocabRange
 
 
 @dataclass(frozen=True)
 class LogprobOptions:
     """How logits and labels are to be read."""
 
-    scale: float
-    """1 / temperature; multiplies logits before everything."""
+    temperature: float
+    """Logits are divided by it before everything."""
     ignore_index: int
     """The label of a token that gives 0 and has no gradient."""
     vocab: int
-    """VocabRange of the whole vocabulary that are not padding."""
+    """Columns of the whole vocabulary that are not padding."""
     entropy: bool
     """The entropy is asked for."""
+
+    @property
+    def scale(self) -> float:
+        """What logits are multiplied by."""
+        return 1.0 / self.temperature
+
+
+@dataclass(frozen=True)
+class OutputGradients:
+    """What the backward starts from: the softmax's summary, and the loss's derivatives by both results."""
+
+    merged: Merged
+    labels_T: Tensor
+    grad_logprobs_T: Tensor | None
+    grad_entropy_T: Tensor | None
+
+    def rows(self, rows: slice) -> OutputGradients:
+        """The same of some tokens, as views."""
+        grads = [None if grad_T is None else grad_T[rows] for grad_T in (self.grad_logprobs_T, self.grad_entropy_T)]
+        return OutputGradients(Merged(*(column_T[rows] for column_T in self.merged)), self.labels_T[rows], *grads)
 
 
 class Tiles(Protocol):
     """One backend's passes over a tile of logits. `logits_TV` may have any row stride."""
 
+    options: LogprobOptions
+
     def update(
-        self,
-        stats: Statistics,
-        logits_TV: Tensor,
-        labels_T: Tensor,
-        columns: VocabRange,
-        options: LogprobOptions,
-        *,
-        fresh: bool,
+        self, table_T4: Tensor, logits_TV: Tensor, labels_T: Tensor, columns: VocabRange, *, fresh: bool
     ) -> None:
         """Take the tile into the statistics of its rows; `fresh`: they hold nothing yet. Reads logits once."""
         ...
 
-    def merge(self, stats_RT4: Tensor, labels_T: Tensor, options: LogprobOptions) -> Merged:
+    def merge(self, tables_RT4: Tensor, labels_T: Tensor) -> Merged:
         """All ranks' statistics, in rank order."""
         ...
 
-    def gradient(
-        self,
-        out_TV: Tensor,
-        logits_TV: Tensor,
-        labels_T: Tensor,
-        columns: VocabRange,
-        merged: Merged,
-        grad_logprobs_T: Tensor | None,
-        grad_entropy_T: Tensor | None,
-        options: LogprobOptions,
-    ) -> None:
+    def gradient(self, out_TV: Tensor, logits_TV: Tensor, columns: VocabRange, outputs: OutputGradients) -> None:
         """Write d loss / d logits of every column, padding included, into out_TV, which may be logits_TV.
 
         d logprob / dz = [z is the label's] - p and d entropy / dz = -p (log p + entropy), p the softmax.

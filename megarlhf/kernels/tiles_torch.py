@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from megarlhf.kernels.statistics import LOG_ZERO, Merged, Statistics, VocabRange, lowest, merge
-from megarlhf.kernels.tiles import LogprobOptions
+from megarlhf.kernels.statistics import LOG_ZERO, Merged, VocabRange, merge
+from megarlhf.kernels.tiles import LogprobOptions, OutputGradients
 
 _BLOCK_ROWS, _BLOCK_COLUMNS = 1024, 1024
 """A block and two like it fit the cache that cores share; smaller ones cost more calls than they save."""
@@ -20,27 +20,20 @@ _BLOCK_ROWS, _BLOCK_COLUMNS = 1024, 1024
 class TorchTiles:
     """`tiles.Tiles` on any device. Keeps two blocks of memory for as long as it lives."""
 
-    def __init__(self) -> None:
+    def __init__(self, options: LogprobOptions) -> None:
+        self.options = options
         self._kept: Tensor | None = None
 
     def update(
-        self,
-        stats: Statistics,
-        logits_TV: Tensor,
-        labels_T: Tensor,
-        columns: VocabRange,
-        options: LogprobOptions,
-        *,
-        fresh: bool,
+        self, table_T4: Tensor, logits_TV: Tensor, labels_T: Tensor, columns: VocabRange, *, fresh: bool
     ) -> None:
         """See `Tiles.update`."""
-        table_T4 = stats.table_T4
         if fresh:
-            table_T4.zero_()[:, 0] = lowest(table_T4.dtype)
+            table_T4.zero_()[:, 0] = torch.finfo(table_T4.dtype).min
         for rows, cut in _blocks(logits_TV.size(0), columns.count):
             max_T, sum_T, moment_T, label_T = table_T4[rows].unbind(1)
             shifted_TV, exp_TV = self._pair(logits_TV[rows, cut], table_T4.dtype)
-            z_TV = _scaled(logits_TV[rows, cut], options.scale, exp_TV)
+            z_TV = _scaled(logits_TV[rows, cut], self.options.scale, exp_TV)
             label_T.add_(_of_label(z_TV, labels_T[rows] - (columns.first + cut.start)))
             new_max_T = torch.maximum(max_T, z_TV.amax(1))
             torch.exp(torch.sub(z_TV, new_max_T[:, None], out=shifted_TV), out=exp_TV)
@@ -48,7 +41,7 @@ class TorchTiles:
             # What the sums so far are worth about the new maximum.
             moved_T = (max_T - new_max_T).clamp_(min=LOG_ZERO)
             worth_T = moved_T.exp()
-            if options.entropy:
+            if self.options.entropy:
                 block_moment_T = torch.mul(exp_TV, shifted_TV, out=exp_TV).sum(1)
                 if bool(block_moment_T.isnan().any()):
                     shifted_TV.clamp_(min=LOG_ZERO)
@@ -57,32 +50,24 @@ class TorchTiles:
             sum_T.mul_(worth_T).add_(block_sum_T)
             max_T.copy_(new_max_T)
 
-    def merge(self, stats_RT4: Tensor, labels_T: Tensor, options: LogprobOptions) -> Merged:
+    def merge(self, tables_RT4: Tensor, labels_T: Tensor) -> Merged:
         """See `Tiles.merge`."""
-        return merge(stats_RT4, labels_T != options.ignore_index, options.entropy)
+        return merge(tables_RT4, labels_T != self.options.ignore_index, self.options.entropy)
 
-    def gradient(
-        self,
-        out_TV: Tensor,
-        logits_TV: Tensor,
-        labels_T: Tensor,
-        columns: VocabRange,
-        merged: Merged,
-        grad_logprobs_T: Tensor | None,
-        grad_entropy_T: Tensor | None,
-        options: LogprobOptions,
-    ) -> None:
+    def gradient(self, out_TV: Tensor, logits_TV: Tensor, columns: VocabRange, outputs: OutputGradients) -> None:
         """See `Tiles.gradient`."""
-        kept_T = labels_T != options.ignore_index
+        merged, labels_T, scale = outputs.merged, outputs.labels_T, self.options.scale
+        kept_T = labels_T != self.options.ignore_index
         # The chain rule through logits x scale, on the vectors: -p (by_h (log p + entropy) + by).
-        by_T = merged.sum_T.new_zeros(()) if grad_logprobs_T is None else grad_logprobs_T
-        by_T = torch.where(kept_T, by_T * options.scale, 0.0)
-        by_h_T = None if grad_entropy_T is None else torch.where(kept_T, grad_entropy_T * options.scale, 0.0)
+        by_T = merged.sum_T.new_zeros(()) if outputs.grad_logprobs_T is None else outputs.grad_logprobs_T
+        by_T = torch.where(kept_T, by_T * scale, 0.0)
+        by_h_T = outputs.grad_entropy_T
+        by_h_T = None if by_h_T is None else torch.where(kept_T, by_h_T * scale, 0.0)
         log_sum_T = merged.sum_T.log()
         minus_T = -by_T / merged.sum_T
         for rows, cut in _blocks(logits_TV.size(0), columns.count):
             shifted_TV, exp_TV = self._pair(logits_TV[rows, cut], merged.sum_T.dtype)
-            z_TV = _scaled(logits_TV[rows, cut], options.scale, exp_TV)
+            z_TV = _scaled(logits_TV[rows, cut], scale, exp_TV)
             if out_TV.dtype == exp_TV.dtype:
                 exp_TV = out_TV[rows, cut]
             max_T1 = merged.max_T[rows][:, None]

@@ -16,12 +16,12 @@ import triton.language as tl
 from torch import Tensor
 
 from megarlhf.kernels.backends import on_device
-from megarlhf.kernels.statistics import LOG_ZERO, Merged, Statistics, VocabRange
-from megarlhf.kernels.tiles import LogprobOptions
+from megarlhf.kernels.statistics import LOG_ZERO, Merged, VocabRange
+from megarlhf.kernels.tiles import LogprobOptions, OutputGradients
 
 _LOG_ZERO = tl.constexpr(LOG_ZERO)
 _LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
-"""The maximum of no columns: see `Statistics`."""
+"""The maximum of no columns: see `empty_table`."""
 _MERGED = 256
 """Tokens a program merges."""
 
@@ -31,7 +31,7 @@ class Block:
     """How a kernel is cut."""
 
     columns: int
-    """VocabRange a step, a power of two."""
+    """Of a step, a power of two."""
     warps: int
 
     def fitted(self, num_columns: int) -> Block:
@@ -174,22 +174,14 @@ def _gradient_kernel(
 class TritonTiles:
     """`tiles.Tiles` on a GPU, and on a CPU where TRITON_INTERPRET was set before Triton was imported."""
 
-    def __init__(self, forward: Block = FORWARD, backward: Block = BACKWARD) -> None:
-        self._forward, self._backward = forward, backward
+    def __init__(self, options: LogprobOptions, forward: Block = FORWARD, backward: Block = BACKWARD) -> None:
+        self.options, self._forward, self._backward = options, forward, backward
 
     def update(
-        self,
-        stats: Statistics,
-        logits_TV: Tensor,
-        labels_T: Tensor,
-        columns: VocabRange,
-        options: LogprobOptions,
-        *,
-        fresh: bool,
+        self, table_T4: Tensor, logits_TV: Tensor, labels_T: Tensor, columns: VocabRange, *, fresh: bool
     ) -> None:
         """See `Tiles.update`. A fresh one also trips a device assertion on a label outside the vocabulary."""
-        logits_TV = _with_rows(logits_TV)
-        table_T4 = stats.table_T4
+        logits_TV, options = _with_rows(logits_TV), self.options
         assert table_T4.is_contiguous()
         assert table_T4.dtype == torch.float32
         if logits_TV.size(0) == 0 or (columns.count == 0 and not fresh):
@@ -204,32 +196,22 @@ class TritonTiles:
                 sanitize_overflow=False,
             )  # fmt: skip
 
-    def merge(self, stats_RT4: Tensor, labels_T: Tensor, options: LogprobOptions) -> Merged:
+    def merge(self, tables_RT4: Tensor, labels_T: Tensor) -> Merged:
         """See `Tiles.merge`."""
-        num_ranks, num_tokens, _ = stats_RT4.shape
-        assert stats_RT4.is_contiguous()
-        assert stats_RT4.dtype == torch.float32
-        merged = Merged(*(stats_RT4.new_empty(num_tokens) for _ in range(4)))
+        num_ranks, num_tokens, _ = tables_RT4.shape
+        assert tables_RT4.is_contiguous()
+        assert tables_RT4.dtype == torch.float32
+        merged = Merged(*(tables_RT4.new_empty(num_tokens) for _ in range(4)))
         if num_tokens:
-            with on_device(stats_RT4.device):
+            with on_device(tables_RT4.device):
                 _merge_kernel[(triton.cdiv(num_tokens, _MERGED),)](
-                    stats_RT4, labels_T, *merged,
-                    num_tokens, num_ranks, labels_T.stride(0), options.ignore_index,
-                    ENTROPY=options.entropy, BLOCK=_MERGED, num_warps=_MERGED // 64,
+                    tables_RT4, labels_T, *merged,
+                    num_tokens, num_ranks, labels_T.stride(0), self.options.ignore_index,
+                    ENTROPY=self.options.entropy, BLOCK=_MERGED, num_warps=_MERGED // 64,
                 )  # fmt: skip
         return merged
 
-    def gradient(
-        self,
-        out_TV: Tensor,
-        logits_TV: Tensor,
-        labels_T: Tensor,
-        columns: VocabRange,
-        merged: Merged,
-        grad_logprobs_T: Tensor | None,
-        grad_entropy_T: Tensor | None,
-        options: LogprobOptions,
-    ) -> None:
+    def gradient(self, out_TV: Tensor, logits_TV: Tensor, columns: VocabRange, outputs: OutputGradients) -> None:
         """See `Tiles.gradient`. A row that nothing hangs on is written without being read."""
         num_rows, width = logits_TV.shape
         if num_rows == 0 or width == 0:
@@ -237,18 +219,19 @@ class TritonTiles:
         logits_TV = _with_rows(logits_TV)
         if out_TV.stride(1) != 1:
             rows_TV = torch.empty(out_TV.shape, dtype=out_TV.dtype, device=out_TV.device)
-            self.gradient(rows_TV, logits_TV, labels_T, columns, merged, grad_logprobs_T, grad_entropy_T, options)
+            self.gradient(rows_TV, logits_TV, columns, outputs)
             out_TV.copy_(rows_TV)
             return
-        by_T = merged.max_T if grad_logprobs_T is None else grad_logprobs_T
-        by_h_T = merged.max_T if grad_entropy_T is None else grad_entropy_T
+        merged, labels_T = outputs.merged, outputs.labels_T
+        by_T = merged.max_T if outputs.grad_logprobs_T is None else outputs.grad_logprobs_T
+        by_h_T = merged.max_T if outputs.grad_entropy_T is None else outputs.grad_entropy_T
         block = self._backward.fitted(width)
         with on_device(logits_TV.device):
             _gradient_kernel[(num_rows, triton.cdiv(width, block.columns))](
                 out_TV, logits_TV, labels_T, merged.max_T, merged.sum_T, merged.entropy_T, by_T, by_h_T,
                 out_TV.stride(0), logits_TV.stride(0), labels_T.stride(0), by_T.stride(0), by_h_T.stride(0),
-                columns.first, columns.count, width, options.ignore_index, options.scale,
-                BY_LOGPROB=grad_logprobs_T is not None, BY_ENTROPY=grad_entropy_T is not None,
+                columns.first, columns.count, width, self.options.ignore_index, self.options.scale,
+                BY_LOGPROB=outputs.grad_logprobs_T is not None, BY_ENTROPY=outputs.grad_entropy_T is not None,
                 BLOCK=block.columns, num_warps=block.warps,
             )  # fmt: skip
 

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import all_gather_last_dim_from_tensor_parallel_region
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
@@ -33,17 +32,7 @@ class CausalAttention(nn.Module):
     Without a stored [S, S] matrix where torch has a kernel for it; a window that bites needs the mask.
     """
 
-    def __init__(
-        self,
-        config: TransformerConfig,
-        layer_number: int,
-        attn_mask_type: AttnMaskType,
-        attention_type: str,
-        softmax_scale: float | None = None,
-        cp_comm_type: str | None = None,
-        pg_collection: ProcessGroupCollection | None = None,
-        **_: Any,
-    ) -> None:
+    def __init__(self, config: TransformerConfig, *_: Any, softmax_scale: float | None = None, **__: Any) -> None:
         super().__init__()
         if config.context_parallel_size != 1:
             raise ValueError("CausalAttention has no context parallelism; set cp to 1 or use the TE spec")
@@ -65,8 +54,7 @@ class CausalAttention(nn.Module):
         """[S, B, N, D], [S, B, G, D] twice -> [S, B, N x D]; of a packed row S = T and B = 1."""
         assert (attention_mask, attention_bias) == (None, None), "causal attention only"
         if packed_seq_params is not None:
-            row = packed_row_of(packed_seq_params, query_SBND)
-            query, key, value = apply_rotary(row, query_SBND, key_SBGD, value_SBGD)
+            row, query, key, value = open_packed_row(packed_seq_params, query_SBND, key_SBGD, value_SBGD)
             context_TND = packed_attention(query, key, value, row, scale=self.softmax_scale, window=self.window)
             return context_TND.flatten(1).unsqueeze(1)
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query_SBND, key_SBGD, value_SBGD))
@@ -86,19 +74,15 @@ class CausalAttention(nn.Module):
         return context_BNSD.permute(2, 0, 1, 3).flatten(2).contiguous()
 
 
-def packed_row_of(packed: PackedSeqParams, query_SBND: Tensor) -> PackedRow:
-    """The packed row that came with a query [T, 1, N, D]."""
-    assert isinstance(packed, PackedRow), f"packed rows come as PackedRow, got {type(packed).__name__}"
-    assert query_SBND.size(1) == 1, f"a packed row stands alone in its batch, got {query_SBND.size(1)} rows"
-    return packed
-
-
-def apply_rotary(row: PackedRow, *inputs_T1ND: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Query, key and value of a packed row, [T, 1, heads, D] -> [T, heads, D], query and key turned by position."""
+def open_packed_row(row: PackedSeqParams, *inputs_T1ND: Tensor) -> tuple[PackedRow, Tensor, Tensor, Tensor]:
+    """The row and its query, key and value, [T, 1, heads, D] -> [T, heads, D], query and key turned by position."""
+    assert isinstance(row, PackedRow), f"packed rows come as PackedRow, got {type(row).__name__}"
+    rows = inputs_T1ND[0].size(1)
+    assert rows == 1, f"a packed row stands alone in its batch, got {rows} rows"
     query_TND, key_TGD, value_TGD = (x.squeeze(1) for x in inputs_T1ND)
     if row.rotary_cos_sin is not None:
         query_TND, key_TGD = rotate(query_TND, *row.rotary_cos_sin), rotate(key_TGD, *row.rotary_cos_sin)
-    return query_TND, key_TGD, value_TGD
+    return row, query_TND, key_TGD, value_TGD
 
 
 def causal_band(length: int, window: int, device: torch.device) -> Tensor:
@@ -136,11 +120,9 @@ class PackedRowAttention:
         core_options = {"attn_mask_type": attn_mask_type, "attention_bias": attention_bias, **named}
         core = super().forward  # type: ignore[misc]
         if packed_seq_params is None:
-            padded_SBX: Tensor = core(query_SBND, key_SBGD, value_SBGD, attention_mask, **core_options)
-            return padded_SBX
-        row = packed_row_of(packed_seq_params, query_SBND)
+            return core(query_SBND, key_SBGD, value_SBGD, attention_mask, **core_options)
         assert attention_mask is None, "causal attention only"
-        query, key, value = apply_rotary(row, query_SBND, key_SBGD, value_SBGD)
+        row, query, key, value = open_packed_row(packed_seq_params, query_SBND, key_SBGD, value_SBGD)
         if query.dtype in (torch.float16, torch.bfloat16):
             context_TX: Tensor = core(query, key, value, None, packed_seq_params=row.thd(), **core_options)
         else:

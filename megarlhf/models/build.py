@@ -29,7 +29,7 @@ from megarlhf.models.specs import block_spec, gates_by_silu
 from megarlhf.parallel.megatron_cpu import megatron_device
 from megarlhf.parallel.mesh import Mesh
 from megarlhf.parallel.vocab import Vocabulary
-from megarlhf.placement import Placement, RankPlacements
+from megarlhf.placement import RankPlacements
 from megarlhf.runtime import has_transformer_engine
 
 log = logging.getLogger(__name__)
@@ -64,8 +64,7 @@ class ModelShard:
     @property
     def dtype(self) -> torch.dtype:
         """Of the parameters."""
-        dtype: torch.dtype = self.module.config.params_dtype
-        return dtype
+        return self.module.config.params_dtype
 
     def vocabulary(self) -> Vocabulary:
         """What log-probs and logits of a language model are made with, beside the module's output."""
@@ -214,11 +213,8 @@ def _mark_sharded(shard: ModelShard) -> None:
     """
     if shard.mesh.layout.tp == 1:
         return
-    boxes: list[dict[str, list[Placement]]] = []
-    for tp_rank in (0, 1):
-        by_storage: dict[str, list[Placement]] = {}
-        for placement in placements_on(shard, shard.mesh.runtime.rank, tp_rank=tp_rank).placements:
-            by_storage.setdefault(placement.storage, []).append(placement)
-        boxes.append(by_storage)
+    rank = shard.mesh.runtime.rank
+    first, second = (set(placements_on(shard, rank, tp_rank=tp_rank).placements) for tp_rank in (0, 1))
+    sharded = {placement.storage for placement in first ^ second}
     for name, parameter in shard.parameters().items():
-        parameter.tensor_model_parallel = boxes[0].get(name) != boxes[1].get(name)  # type: ignore[attr-defined]
+        parameter.tensor_model_parallel = name in sharded  # type: ignore[attr-defined]

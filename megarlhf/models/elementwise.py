@@ -21,8 +21,7 @@ def rotate(x_TND: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
     Shapes:  x_TND [T, N, D], cos_T1D and sin_T1D [T, 1, D / 2] in x's dtype -> [T, N, D]
     Source:  Su et al. 2021, in the order of pairs of GPT-NeoX, as Hugging Face and Megatron-Core have it
     """
-    turned: Tensor = _Rotate.apply(x_TND, cos_T1D, sin_T1D)
-    return turned
+    return _Rotate.apply(x_TND, cos_T1D, sin_T1D)
 
 
 class _Rotate(torch.autograd.Function):
@@ -48,18 +47,11 @@ def _rotated(x_TND: Tensor, cos_T1D: Tensor, sin_T1D: Tensor, sign: int) -> Tens
     return found_TND
 
 
-def silu_gate(x_TF: Tensor) -> Tensor:
-    """silu(gate) x up, where the last axis of x is [gate, up].
+class SiluGate(nn.Module):
+    """The activation of Megatron-Core's MLP: silu(gate) x up. Its own also adds an offset of 0 to one half.
 
-    Shapes:  [..., 2 F] -> [..., F]
     Source:  Shazeer 2020, SwiGLU
     """
-    gated: Tensor = _SiluGate.apply(x_TF)
-    return gated
-
-
-class SiluGate(nn.Module):
-    """`silu_gate` as the activation of Megatron-Core's MLP, whose own also adds an offset of 0 to one half."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -67,8 +59,8 @@ class SiluGate(nn.Module):
         assert config.activation_func_clamp_value is None, "SiluGate clamps nothing"
 
     def forward(self, x_TF: Tensor) -> Tensor:
-        """[..., 2 F] -> [..., F]."""
-        return silu_gate(x_TF)
+        """[..., 2 F] -> [..., F], where the last axis of x is [gate, up]."""
+        return _SiluGate.apply(x_TF)
 
 
 class _SiluGate(torch.autograd.Function):

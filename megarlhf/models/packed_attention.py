@@ -10,18 +10,21 @@ length, L their length.
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import itertools
 import logging
 import math
 from collections.abc import Callable, Iterator
 from functools import cache
-from typing import Any, Literal, cast
+from importlib.util import find_spec
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from megarlhf.kernels.backends import log_once
 from megarlhf.parallel.packed_rows import PackedRow
 
 log = logging.getLogger(__name__)
@@ -44,9 +47,9 @@ def packed_attention(
     sizes = {x.size(0) for x in (query_TND, key_TGD, value_TGD)}
     assert sizes == {row.num_tokens}, f"the row's sequences have {row.num_tokens} tokens in all, got {sizes}"
     path, why = attention_path(query_TND.device.type, query_TND.dtype, query_TND.size(2))
-    _log_once(f"attention over packed rows: {path} ({why})")
+    log_once(log, f"attention over packed rows: {path} ({why})")
     if path == "varlen":
-        return varlen_attention(query_TND, key_TGD, value_TGD, row, scale=scale, window=window, attend=_varlen_attn())
+        return varlen_attention(query_TND, key_TGD, value_TGD, row, scale=scale, window=window)
     return attention_by_runs(query_TND, key_TGD, value_TGD, row, scale=scale, window=window)
 
 
@@ -122,65 +125,27 @@ def _with_before(blocks: tuple[Tensor, ...], number: int, before: int) -> Tensor
 
 
 def varlen_attention(
-    query_TND: Tensor,
-    key_TGD: Tensor,
-    value_TGD: Tensor,
-    row: PackedRow,
-    *,
-    scale: float | None,
-    window: int | None,
-    attend: Callable[..., Tensor],
+    query_TND: Tensor, key_TGD: Tensor, value_TGD: Tensor, row: PackedRow, *, scale: float | None, window: int | None
 ) -> Tensor:
-    """As `packed_attention`, by one call of `attend`, which is `torch.nn.attention.varlen_attn` of any version.
-
-    Its first one says `is_causal` and knows no scale, window or query groups; they came later, and `window_size`
-    took the place of `is_causal`.
-
-    Raises: ValueError for a window that it does not know
-    """
-    accepted = _arguments_of(attend)
-    named: dict[str, Any] = {}
-    if "window_size" in accepted:
-        # (tokens to the left, tokens to the right); -1 is all of them.
-        named["window_size"] = (-1 if window is None else window - 1, 0)
-    elif "is_causal" in accepted and window is None:
-        named["is_causal"] = True
-    else:
-        wanted = "a causal mask" if window is None else f"a window of {window} tokens"
-        raise ValueError(
-            f"varlen_attn of torch {torch.__version__} takes {', '.join(accepted)}: packed rows with {wanted} need its "
-            "`window_size`; install torch 2.13, or transformer-engine"
-        )
-    if "scale" in accepted:
-        named["scale"] = scale
-    elif scale is not None:
-        query_TND = query_TND * (scale * math.sqrt(query_TND.size(2)))
-    if "enable_gqa" in accepted:
-        named["enable_gqa"] = query_TND.size(1) != key_TGD.size(1)
-    else:
-        share = query_TND.size(1) // key_TGD.size(1)
-        key_TGD, value_TGD = (x.repeat_interleave(share, 1) for x in (key_TGD, value_TGD))
+    """As `packed_attention`, by one call of `torch.nn.attention.varlen_attn`."""
     cu_seqlens, max_seqlen = row.cu_seqlens_q, row.max_seqlen_q
-    return attend(query_TND, key_TGD, value_TGD, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, **named)
-
-
-@cache
-def _arguments_of(function: Callable[..., Any]) -> tuple[str, ...]:
-    return tuple(inspect.signature(function).parameters)
+    return _varlen_attn()(
+        *(query_TND, key_TGD, value_TGD, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen),
+        # (tokens to the left, tokens to the right); -1 is all of them.
+        window_size=(-1 if window is None else window - 1, 0),
+        scale=scale,
+        enable_gqa=query_TND.size(1) != key_TGD.size(1),
+    )
 
 
 @cache
 def _varlen_attn() -> Callable[..., Tensor]:
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError as absent:
+    """torch's own; older versions of it know no window, scale or query groups."""
+    wanted = {"window_size", "scale", "enable_gqa"}
+    varlen = importlib.import_module("torch.nn.attention.varlen") if find_spec("torch.nn.attention.varlen") else None
+    if varlen is None or not wanted <= inspect.signature(varlen.varlen_attn).parameters.keys():
         raise ValueError(
-            f"torch {torch.__version__} has no varlen_attn, which packed rows need on a GPU; install torch 2.13, or "
-            "transformer-engine"
-        ) from absent
-    return cast(Callable[..., Tensor], varlen_attn)
-
-
-@cache
-def _log_once(message: str) -> None:
-    log.info(message)
+            f"torch {torch.__version__} has no varlen_attn that takes {', '.join(sorted(wanted))}, which packed rows "
+            "need on a GPU; install torch 2.13, or transformer-engine"
+        )
+    return varlen.varlen_attn

@@ -26,30 +26,16 @@ class PackedRotary(RotaryEmbedding):
         super().__init__(**named)
         self.dtype = dtype
 
-    def get_rotary_seq_len(
-        self,
-        inference_context: Any,
-        transformer: Any,
-        transformer_input: Tensor,
-        transformer_config: Any,
-        packed_seq_params: Any = None,
-        **named: Any,
-    ) -> int | PackedRow:
-        """The packed row; otherwise the number of positions of a padded one."""
-        if isinstance(packed_seq_params, PackedRow):
-            return packed_seq_params
-        num_positions: int = super().get_rotary_seq_len(
-            inference_context, transformer, transformer_input, transformer_config, packed_seq_params, **named
-        )
-        return num_positions
+    def get_rotary_seq_len(self, *inputs: Any) -> int | PackedRow:
+        """The packed row, which a GPTModel gives last; otherwise the number of positions of a padded one."""
+        return inputs[-1] if isinstance(inputs[-1], PackedRow) else super().get_rotary_seq_len(*inputs)
 
     def forward(
         self, row: int | PackedRow, offset: int = 0, packed_seq: bool = False, cp_group: Any = None
     ) -> Tensor | None:
         """How many positions count from 0 -> their angles [S, 1, 1, D], radians. A packed row is given its own."""
         if not isinstance(row, PackedRow):
-            angles: Tensor = super().forward(row, offset, packed_seq, cp_group)
-            return angles
+            return super().forward(row, offset, packed_seq, cp_group)
         assert row.positions_T is not None, "a packed row comes from packed_row()"
         assert self.seq_len_interpolation_factor is None, "packed rows know no interpolated positions"
         frequencies_D = self.inv_freq.to(row.positions_T.device)

@@ -133,5 +133,4 @@ class StageLayout(PipelineParallelLayerLayout):
         self, layer_type: LayerType = LayerType.decoder, vp_stage: int | None = None, pp_rank: int | None = None
     ) -> int:
         """Layers of the stages before."""
-        layers_before: int = super().get_layer_offset(layer_type, vp_stage, self._stage if pp_rank is None else pp_rank)
-        return layers_before
+        return super().get_layer_offset(layer_type, vp_stage, self._stage if pp_rank is None else pp_rank)

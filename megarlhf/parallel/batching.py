@@ -75,11 +75,21 @@ class MicroBatchLayout:
         """Where each sequence's last token stands, int64 on the CPU."""
         return torch.tensor(self.starts, dtype=torch.int64) + torch.tensor(self.lengths, dtype=torch.int64) - 1
 
+    @property
+    def sequences_K(self) -> Tensor:
+        """`sequences`, int64 on the CPU."""
+        return torch.tensor(self.sequences, dtype=torch.int64)
+
     def index_R(self, spans: TokenSpans) -> Tensor:
         """Where the values of `spans` stand in the grid read row by row, sequence after sequence, int64, on the CPU."""
-        chosen_K = torch.tensor(self.sequences, dtype=torch.int64)
-        starts_K = torch.tensor(self.starts, dtype=torch.int64) + spans.first_N[chosen_K]
-        return ranges(starts_K, spans.count_N[chosen_K])
+        starts_K = torch.tensor(self.starts, dtype=torch.int64) + spans.first_N[self.sequences_K]
+        return ranges(starts_K, spans.count_N[self.sequences_K])
+
+    def grid_BS(self, values_R: Tensor, spans: TokenSpans, fill: float = 0) -> Tensor:
+        """The values on `spans`, sequence after sequence, and `fill` elsewhere; on their device, in their dtype."""
+        grid_X = values_R.new_full((self.rows * self.columns,), fill)
+        grid_X[self.index_R(spans).to(values_R.device)] = values_R
+        return grid_X.view(self.rows, self.columns)
 
 
 @dataclass(frozen=True)
@@ -118,31 +128,24 @@ def scatter_to_micro_batch(layout: MicroBatchLayout, table: Ragged, spans: Token
 
     Rows of `table` are by the caller's numbers, each as long as its span.
     """
-    chosen_K = torch.tensor(layout.sequences, dtype=torch.int64)
+    chosen_K = layout.sequences_K
     assert torch.equal(table.lengths_N[chosen_K], spans.count_N[chosen_K]), "rows and spans differ in length"
     starts_N = table.lengths_N.cumsum(0) - table.lengths_N
-    device = table.values_T.device
-    source_R = ranges(starts_N[chosen_K], spans.count_N[chosen_K]).to(device)
-    grid_X = torch.full((layout.rows * layout.columns,), fill, dtype=table.values_T.dtype, device=device)
-    grid_X[layout.index_R(spans).to(device)] = table.values_T[source_R]
-    return grid_X.view(layout.rows, layout.columns)
+    source_R = ranges(starts_N[chosen_K], spans.count_N[chosen_K]).to(table.values_T.device)
+    return layout.grid_BS(table.values_T[source_R], spans, fill)
 
 
 def micro_batch_mask(layout: MicroBatchLayout, spans: TokenSpans, device: torch.device) -> Tensor:
     """[B, S] bool: True on the spans."""
-    mask_X = torch.zeros(layout.rows * layout.columns, dtype=torch.bool)
-    mask_X[layout.index_R(spans)] = True
-    return mask_X.view(layout.rows, layout.columns).to(device)
+    return repeat_on_micro_batch(layout, torch.ones_like(spans.count_N, dtype=torch.bool), spans, device)
 
 
 def repeat_on_micro_batch(
     layout: MicroBatchLayout, values_N: Tensor, spans: TokenSpans, device: torch.device
 ) -> Tensor:
     """[B, S]: each sequence's number on every position of its span, 0 elsewhere. values_N is on the CPU."""
-    chosen_K = torch.tensor(layout.sequences, dtype=torch.int64)
-    grid_X = torch.zeros(layout.rows * layout.columns, dtype=values_N.dtype)
-    grid_X[layout.index_R(spans)] = values_N[chosen_K].repeat_interleave(spans.count_N[chosen_K])
-    return grid_X.view(layout.rows, layout.columns).to(device)
+    chosen_K = layout.sequences_K
+    return layout.grid_BS(values_N[chosen_K].repeat_interleave(spans.count_N[chosen_K]), spans).to(device)
 
 
 def gather_from_micro_batch(layout: MicroBatchLayout, grid_BS: Tensor, spans: TokenSpans) -> dict[int, Tensor]:
@@ -183,14 +186,13 @@ class Batching:
         for padded in split_padded(range(len(groups)), self.mesh, size):
             real = [n for n in padded if n != FILLER]  # fillers come last
             sequences = tuple(itertools.chain.from_iterable(groups[n] for n in real))
-            # Groups of one micro-batch are alike: a filler takes as many rows as they do.
-            rows = size * len(groups[0])
             layouts.append(
                 MicroBatchLayout(
                     sequences=sequences,
                     lengths=tuple(lengths[n] for n in sequences),
                     starts=tuple(range(0, len(sequences) * columns, columns)),
-                    rows=rows,
+                    # Groups of one micro-batch are alike: a filler takes as many rows as they do.
+                    rows=size * len(groups[0]),
                     columns=columns,
                     packed=False,
                 )

@@ -58,18 +58,15 @@ def _is_cuda(device: Any) -> bool:
     return isinstance(device, torch.device) and device.type == "cuda"
 
 
-class _NoStream:
-    """Stands for a stream where there are none."""
+class _NoStream(torch.cpu.Stream):
+    """torch's own stand-in for a stream, made of any arguments."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-
-    def wait_stream(self, other: Any) -> None: ...
-
-    def wait_event(self, event: Any) -> None: ...
 
     def synchronize(self) -> None: ...
 
 
+# Not torch.cpu's functions themselves: torch.compile refuses an object that it finds under two names.
 _SUBSTITUTES: dict[str, Any] = {
     "current_device": lambda: torch.device("cpu"),
     "synchronize": lambda device=None: None,

@@ -308,7 +308,7 @@ class _Bins:
         for source in heavy:
             for given in self.members[source]:
                 if abs(prices[given] - wanted) < best and len(self.members[source]) > 1:  # or it would be left empty
-                    target = self.host(hosts, sizes[given])
+                    target = next((n for n in hosts if self.tokens[n] + sizes[given] <= self.max_tokens), None)
                     if target is not None:
                         best = abs(prices[given] - wanted)
                         exchange = _Exchange(prices[given], given, source, target, None)
@@ -326,10 +326,6 @@ class _Bins:
                 if best * 16 <= gap and exchange is not None:
                     return exchange
         return exchange
-
-    def host(self, numbers: list[int], size: int) -> int | None:
-        """The first of the bins with room for `size` tokens more."""
-        return next((number for number in numbers if self.tokens[number] + size <= self.max_tokens), None)
 
     def swappable(self, given: int, source: int, taken: int, target: int) -> bool:
         growth = self.sizes[given] - self.sizes[taken]

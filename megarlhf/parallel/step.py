@@ -17,11 +17,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
@@ -79,8 +75,7 @@ def forward_only(
     """
     module.eval()
 
-    def collect(output: Tensor, batch: MicroBatch, non_loss_data: bool = True) -> Tensor:
-        assert non_loss_data
+    def collect(output: Tensor, batch: MicroBatch, non_loss_data: bool) -> Tensor:
         return score(output, batch)
 
     with torch.no_grad():
@@ -89,7 +84,7 @@ def forward_only(
 
 
 def _run(
-    module: torch.nn.Module,
+    module: GPTModel | DistributedDataParallel,
     mesh: Mesh,
     batches: Sequence[MicroBatch],
     on_output: Callable[..., Any],
@@ -100,7 +95,7 @@ def _run(
     assert batches, "a schedule needs at least one micro-batch on every rank"
     rows, length = batches[0].tokens_BS.shape
     one_shape = all(batch.tokens_BS.shape == (rows, length) for batch in batches)
-    assert one_shape or mesh.layout.pp == 1 or _config(module).variable_seq_lengths, "micro-batches differ in shape"
+    assert one_shape or mesh.layout.pp == 1 or module.config.variable_seq_lengths, "micro-batches differ in shape"
 
     def step(batches_left: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
         batch = next(batches_left)
@@ -114,7 +109,7 @@ def _run(
     pipelined: dict[str, Any] = {}
     with megatron_device(mesh.runtime.device):
         if mesh.layout.pp > 1:
-            pipelined["p2p_communicator"] = P2PCommunicator(pp_group=mesh.groups.pp, config=_config(module))
+            pipelined["p2p_communicator"] = P2PCommunicator(pp_group=mesh.groups.pp, config=module.config)
         return get_forward_backward_func(pp_size=mesh.layout.pp, vp_size=None)(
             forward_step_func=step,
             data_iterator=iter(batches),
@@ -127,10 +122,6 @@ def _run(
             pg_collection=mesh.groups,
             **pipelined,
         )
-
-
-def _config(module: torch.nn.Module) -> Any:
-    return module.module.config if isinstance(module, DistributedDataParallel) else module.config
 
 
 class Trainer:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megarlhf.kernels import linear_token_logprobs, reference, token_logprobs
+from megarlhf.kernels import linear_token_logprobs, token_logprobs
 
 IGNORE = -100
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
@@ -101,7 +101,8 @@ def assert_near_truth(backend, inputs, labels_T, weights_2T, *, least=0.0, **opt
     linear = not isinstance(inputs, torch.Tensor)
     several = inputs if linear else (inputs,)
     dtype = several[0].dtype
-    true_function, spec = (linear_truth, linear_spec) if linear else (truth, reference.token_logprobs)
+    true_function, function = (linear_truth, linear_token_logprobs) if linear else (truth, token_logprobs)
+    spec = partial(function, backend="reference")
     shared = {name: value for name, value in options.items() if name != "save_bytes"}
     wide = tuple(tensor.double() for tensor in several)
     expected = run(true_function, wide, labels_T, weights_2T, **shared)
@@ -124,12 +125,6 @@ def assert_near_truth(backend, inputs, labels_T, weights_2T, *, least=0.0, **opt
 def largest(values, free=0.0):
     """The largest magnitude, above what is free; of no values 0."""
     return float((values.abs() - free).max()) if values.numel() else 0.0
-
-
-def linear_spec(hidden_TH, weight_VH, labels_T, *, response_mask=None, **options):
-    if response_mask is not None:
-        labels_T = labels_T.masked_fill(~response_mask, IGNORE)
-    return reference.linear_token_logprobs(hidden_TH, weight_VH, labels_T, **options)
 
 
 def assert_same_bits(some, other):

@@ -19,11 +19,11 @@ from megarlhf.kernels import (
     packed_triton,
     packed_whiten,
 )
-from megarlhf.kernels.packed_interface import CuSeqlens, GAEOptions
+from megarlhf.kernels.packed_inputs import CuSeqlens, GAEInputs
 from megarlhf.kernels.packed_triton import LaunchConfig
 from tests.kernels.packed_cases import assert_no_worse, columns, cu_seqlens_of
 
-HOW = GAEOptions(gamma=0.99, lam=0.95, kl_coef=0.1, kl_kind="k3")
+HOW = {"gamma": 0.99, "lam": 0.95, "kl_coef": 0.1, "kl_kind": "k3"}
 LENGTHS = [700, 0, 128, 1, 129]
 SMALL = LaunchConfig(tokens=128, warps=1, programs=64, blocks=1)
 """Blocks of 128 tokens, eight parts a sequence, most of them empty."""
@@ -50,12 +50,12 @@ def test_cut_sequences_are_as_exact_as_whole_ones(monkeypatch):
     """Two launches where sequences are few, one where they are many; parts without a token change nothing."""
     noted = launches(monkeypatch, packed_triton._scan_kernel)
     where, inputs = made()
-    truth = packed_reference.gae(*(column.double() for column in inputs), where, HOW)
-    loop = packed_reference.gae(*inputs, where, HOW)
+    truth = packed_reference.gae(GAEInputs(*(column.double() for column in inputs), **HOW), where)
+    loop = packed_reference.gae(GAEInputs(*inputs, **HOW), where)
     assert SMALL.parts(len(LENGTHS), sum(LENGTHS)) == 8
     for launch, grids in ((SMALL, [((5, 8), True), ((5, 8), False)]), (LaunchConfig(tokens=128), [((5, 1), False)])):
         noted.clear()
-        assert_no_worse(packed_triton.gae(*inputs, where, HOW, launch), loop, truth)
+        assert_no_worse(packed_triton.gae(GAEInputs(*inputs, **HOW), where, launch), loop, truth)
         assert noted == grids
 
 
@@ -121,7 +121,7 @@ def test_bad_borders_trip_the_kernels_assertions(monkeypatch, cu_seqlens, messag
 @pytest.mark.parametrize("tokens, warps", [(128, 1), (1024, 2)])
 def test_other_blocks_give_the_same_values(tokens, warps):
     where, inputs = made()
-    usual = packed_triton.gae(*inputs, where, HOW)
-    other = packed_triton.gae(*inputs, where, HOW, LaunchConfig(tokens=tokens, warps=warps))
+    usual = packed_triton.gae(GAEInputs(*inputs, **HOW), where)
+    other = packed_triton.gae(GAEInputs(*inputs, **HOW), where, LaunchConfig(tokens=tokens, warps=warps))
     for output, expected in zip(usual, other, strict=True):
         torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)

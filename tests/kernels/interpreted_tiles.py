@@ -13,13 +13,13 @@ from triton.runtime import interpreter
 from triton.runtime.errors import InterpreterError
 
 from megarlhf.kernels import dispatch, linear_token_logprobs, tiles_triton, token_logprobs
-from megarlhf.kernels.statistics import Statistics, VocabRange
-from megarlhf.kernels.tiles import LogprobOptions
+from megarlhf.kernels.statistics import VocabRange, empty_table
+from megarlhf.kernels.tiles import LogprobOptions, OutputGradients
 from megarlhf.kernels.tiles_torch import TorchTiles
 from megarlhf.kernels.tiles_triton import Block, TritonTiles
 from tests.kernels.cases import IGNORE, Recorded, far_apart, made, run_backend
 
-HOW = LogprobOptions(scale=1 / 0.7, ignore_index=IGNORE, vocab=600, entropy=True)
+HOW = LogprobOptions(temperature=0.7, ignore_index=IGNORE, vocab=600, entropy=True)
 
 
 @pytest.fixture
@@ -95,13 +95,13 @@ def test_a_forward_is_two_launches_and_a_backward_one(launched, monkeypatch, ret
     assert torch.count_nonzero(gradient) > 0
 
 
-def tables(tiles, logits_TV, labels_T, cuts, how=HOW):
-    """One table from these consecutive parts of the columns, of which the first `how.vocab` are not padding."""
-    stats = Statistics.of(logits_TV)
-    whole = VocabRange(0, how.vocab)
+def tables(tiles, logits_TV, labels_T, cuts):
+    """One table from these consecutive parts of the columns, of which the first HOW.vocab are not padding."""
+    table_T4 = empty_table(logits_TV)
+    whole = VocabRange(0, HOW.vocab)
     for number, (start, stop) in enumerate(cuts):
-        tiles.update(stats, logits_TV[:, start:stop], labels_T, whole.cut(start, stop), how, fresh=number == 0)
-    return stats.table_T4
+        tiles.update(table_T4, logits_TV[:, start:stop], labels_T, whole.cut(start, stop), fresh=number == 0)
+    return table_T4
 
 
 @pytest.mark.parametrize(
@@ -112,8 +112,8 @@ def test_statistics_of_columns_in_parts(cuts):
     logits_TV, labels_T, _ = made(9, 640, true_vocab=600)
     logits_TV[3, :599] = -torch.inf
     labels_T[3] = 599
-    expected_T4 = tables(TorchTiles(), logits_TV.double(), labels_T, [(0, 640)])
-    actual_T4 = tables(TritonTiles(), logits_TV, labels_T, cuts)
+    expected_T4 = tables(TorchTiles(HOW), logits_TV.double(), labels_T, [(0, 640)])
+    actual_T4 = tables(TritonTiles(HOW), logits_TV, labels_T, cuts)
     kept_T = labels_T != IGNORE
     torch.testing.assert_close(actual_T4[kept_T].double(), expected_T4[kept_T], rtol=1e-5, atol=1e-5)
     # An ignored row is not read: nothing in it but what a fresh table holds.
@@ -130,14 +130,13 @@ def test_merged_ranks(tp):
     labels_T[3] = 100
     shards = [logits_TV[:, rank * 640 // tp : (rank + 1) * 640 // tp] for rank in range(tp)]
     merged = []
-    for tiles, dtype in ((TritonTiles(), torch.float32), (TorchTiles(), torch.float64)):
+    for tiles, dtype in ((TritonTiles(how), torch.float32), (TorchTiles(how), torch.float64)):
         table_by_rank = []
         for rank, shard_TV in enumerate(shards):
-            stats = Statistics.of(shard_TV.to(dtype))
+            table_by_rank.append(empty_table(shard_TV.to(dtype)))
             columns = VocabRange(0, 480).cut(rank * 640 // tp, (rank + 1) * 640 // tp)
-            tiles.update(stats, shard_TV.to(dtype), labels_T, columns, how, fresh=True)
-            table_by_rank.append(stats.table_T4)
-        merged.append(tiles.merge(torch.stack(table_by_rank), labels_T, how))
+            tiles.update(table_by_rank[-1], shard_TV.to(dtype), labels_T, columns, fresh=True)
+        merged.append(tiles.merge(torch.stack(table_by_rank), labels_T))
     kept_T = labels_T != IGNORE
     for ours_T, want_T in zip(*merged, strict=True):
         assert ours_T.isfinite().all()
@@ -151,8 +150,8 @@ def test_merged_ranks(tp):
 def gradients(tiles, out_TV, logits_TV, labels_T, by_logprob_T, by_entropy_T):
     columns = VocabRange(0, HOW.vocab)
     table_T4 = tables(tiles, logits_TV, labels_T, [(0, logits_TV.size(1))])
-    merged = tiles.merge(table_T4[None], labels_T, HOW)
-    tiles.gradient(out_TV, logits_TV, labels_T, columns, merged, by_logprob_T, by_entropy_T, HOW)
+    outputs = OutputGradients(tiles.merge(table_T4[None], labels_T), labels_T, by_logprob_T, by_entropy_T)
+    tiles.gradient(out_TV, logits_TV, columns, outputs)
     return out_TV
 
 
@@ -164,13 +163,13 @@ def test_gradients_wherever_they_go(given, where):
     by_logprob_T = weights_2T[0] if given in ("both", "logprob") else None
     by_entropy_T = weights_2T[1] if given in ("both", "entropy") else None
     ups = [None if up_T is None else up_T.double() for up_T in (by_logprob_T, by_entropy_T)]
-    want_TV = gradients(TorchTiles(), torch.empty(9, 640).double(), logits_TV.double(), labels_T, *ups)
+    want_TV = gradients(TorchTiles(HOW), torch.empty(9, 640).double(), logits_TV.double(), labels_T, *ups)
     out_TV = {
         "in place": logits_TV,
         "bf16": torch.full((9, 640), torch.nan, dtype=torch.bfloat16),
         "transposed": torch.full((640, 9), torch.nan).t(),
     }[where]
-    gradient_TV = gradients(TritonTiles(), out_TV, logits_TV, labels_T, by_logprob_T, by_entropy_T)
+    gradient_TV = gradients(TritonTiles(HOW), out_TV, logits_TV, labels_T, by_logprob_T, by_entropy_T)
     assert gradient_TV.data_ptr() == out_TV.data_ptr()
     rtol = 2**-7 if where == "bf16" else 1e-5  # the interpreter truncates
     torch.testing.assert_close(gradient_TV.double(), want_TV, rtol=rtol, atol=1e-6)
@@ -181,13 +180,13 @@ def test_gradients_wherever_they_go(given, where):
 def test_a_shards_gradient_is_that_part_of_the_wholes():
     """The same bits: only the label's column has to be found again."""
     logits_TV, labels_T, weights_2T = made(9, 640, true_vocab=600)
-    whole_TV = gradients(TritonTiles(), torch.empty(9, 640), logits_TV, labels_T, *weights_2T)
-    merged = TritonTiles().merge(tables(TritonTiles(), logits_TV, labels_T, [(0, 640)])[None], labels_T, HOW)
+    whole_TV = gradients(TritonTiles(HOW), torch.empty(9, 640), logits_TV, labels_T, *weights_2T)
+    tiles = TritonTiles(HOW)
+    merged = tiles.merge(tables(tiles, logits_TV, labels_T, [(0, 640)])[None], labels_T)
+    outputs = OutputGradients(merged, labels_T, *weights_2T)
     for start, stop in ((0, 200), (200, 610), (610, 640)):
         part_TV, columns = torch.full((9, stop - start), torch.nan), VocabRange(0, 600).cut(start, stop)
-        TritonTiles().gradient(
-            part_TV, logits_TV[:, start:stop], labels_T, columns, merged, weights_2T[0], weights_2T[1], HOW
-        )
+        tiles.gradient(part_TV, logits_TV[:, start:stop], columns, outputs)
         assert torch.equal(part_TV, whole_TV[:, start:stop])
     kept_T = labels_T[labels_T != IGNORE]
     assert (kept_T < 200).any()
@@ -200,7 +199,9 @@ def test_rows_that_nothing_hangs_on_are_not_read():
     labels_T = torch.arange(9)
     by_T = weights_2T[0] * torch.tensor([1, 0, 1, 1, 0, 1, 1, 1, 0])
     logits_TV[by_T == 0] = torch.nan
-    gradient_TV = gradients(TritonTiles(), torch.full((9, 640), torch.nan), logits_TV, labels_T, by_T, torch.zeros(9))
+    gradient_TV = gradients(
+        TritonTiles(HOW), torch.full((9, 640), torch.nan), logits_TV, labels_T, by_T, torch.zeros(9)
+    )
     assert torch.count_nonzero(gradient_TV[by_T == 0]) == 0
     assert torch.count_nonzero(gradient_TV[by_T != 0]) == 6 * 600
 
@@ -209,9 +210,9 @@ def test_a_gradient_past_two_to_the_31(asserting, tmp_path, monkeypatch):
     """Written over logits as far apart as those of 40000 x 128256. An overflow of 32 bits would be an assertion."""
     small_TV, labels_T, weights_2T = made(17, 640, true_vocab=600)
     small_TV = small_TV.bfloat16()
-    expected_TV = gradients(TritonTiles(), small_TV.clone(), small_TV, labels_T, *weights_2T)
+    expected_TV = gradients(TritonTiles(HOW), small_TV.clone(), small_TV, labels_T, *weights_2T)
     far_TV = far_apart(small_TV, tmp_path / "logits", monkeypatch)
-    gradients(TritonTiles(), far_TV, far_TV, labels_T, *weights_2T)
+    gradients(TritonTiles(HOW), far_TV, far_TV, labels_T, *weights_2T)
     assert torch.equal(far_TV, expected_TV)
     assert torch.count_nonzero(far_TV[16]) == 600
 
@@ -220,8 +221,8 @@ def test_a_gradient_past_two_to_the_31(asserting, tmp_path, monkeypatch):
 def test_other_blocks_give_the_same_values(columns):
     logits_TV, labels_T, weights_2T = made(5, 640)
     block = Block(columns=columns, warps=2)
-    usual_TV = gradients(TritonTiles(), torch.empty(5, 640), logits_TV, labels_T, *weights_2T)
-    other = TritonTiles(forward=block, backward=block)
+    usual_TV = gradients(TritonTiles(HOW), torch.empty(5, 640), logits_TV, labels_T, *weights_2T)
+    other = TritonTiles(HOW, forward=block, backward=block)
     other_TV = gradients(other, torch.empty(5, 640), logits_TV, labels_T, *weights_2T)
     torch.testing.assert_close(other_TV, usual_TV, rtol=1e-5, atol=1e-6)
     assert torch.count_nonzero(other_TV) > 0

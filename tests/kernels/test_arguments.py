@@ -48,6 +48,12 @@ def test_response_mask(mask, backend):
         linear_token_logprobs(LOGITS, torch.zeros(20, 16), LABELS, response_mask=mask, backend=backend)
 
 
+def test_a_response_mask_on_another_device():
+    mask_T = torch.ones(3, dtype=torch.bool, device="meta")
+    with pytest.raises(ValueError, match="response_mask is on meta, the tokens on cpu; move it there"):
+        linear_token_logprobs(LOGITS, torch.zeros(20, 16), LABELS, response_mask=mask_T)
+
+
 @pytest.mark.parametrize("true_vocab", [0, 17])
 def test_true_vocab(true_vocab):
     with pytest.raises(ValueError, match=rf"true_vocab = {true_vocab} is not in \[1, 16\]"):

@@ -132,7 +132,7 @@ def test_triton_on_a_cpu_and_in_fp64(monkeypatch):
 
 
 def test_the_choice_is_logged_once(caplog):
-    backends._log_once.cache_clear()
+    backends.log_once.cache_clear()
     with caplog.at_level(logging.INFO, logger="megarlhf.kernels.backends"):
         for _ in range(2):
             gae()

@@ -67,7 +67,7 @@ def test_unlikely_labels_keep_their_digits(backend):
 
 
 def test_padding_columns_are_neither_read_nor_given_a_gradient(backend):
-    """VocabRange from `true_vocab` on may hold anything, NaN too."""
+    """Columns from `true_vocab` on may hold anything, NaN too."""
     logits_TV, *targets = made(11, 517, true_vocab=500)
     spoilt_TV = logits_TV.clone()
     spoilt_TV[:, 500:] = torch.tensor([float("nan"), 1e30, float("inf")] * 5 + [float("nan")] * 2)
@@ -247,7 +247,7 @@ def test_a_vocabulary_larger_than_the_columns_is_refused(backend):
 
 def test_the_choice_of_a_backend(backend, caplog):
     """`auto` takes chunked torch on a CPU; the choice is logged once; an unknown name lists those that are known."""
-    backends._log_once.cache_clear()
+    backends.log_once.cache_clear()
     logits_TV, labels_T = torch.zeros(3, 16), torch.zeros(3, dtype=torch.int64)
     with caplog.at_level("INFO", "megarlhf.kernels.backends"):
         for _ in range(3):

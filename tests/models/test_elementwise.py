@@ -3,16 +3,21 @@
 Not covered: a GPU, where the same operations run.
 """
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.nn.functional import silu
 
-from megarlhf.models.elementwise import rotate, silu_gate
+from megarlhf.models.elementwise import SiluGate, rotate
 
 
 def rotate_plainly(x_TND, cos_T1D, sin_T1D):
     first, second = x_TND.chunk(2, -1)
     return torch.cat([first * cos_T1D - second * sin_T1D, second * cos_T1D + first * sin_T1D], -1)
+
+
+silu_gate = SiluGate(SimpleNamespace(glu_linear_offset=0, activation_func_clamp_value=None))
 
 
 def silu_gate_plainly(x_TF):

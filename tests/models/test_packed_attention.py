@@ -14,10 +14,11 @@ import pytest
 import torch
 from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
 from torch import Tensor
+from torch.nn.attention import varlen
 from torch.nn.functional import scaled_dot_product_attention
 
-from megarlhf.models.attention import CausalAttention, apply_rotary, with_packed_rows
-from megarlhf.models.packed_attention import attention_path, packed_attention, varlen_attention
+from megarlhf.models.attention import CausalAttention, open_packed_row, with_packed_rows
+from megarlhf.models.packed_attention import _varlen_attn, attention_path, packed_attention, varlen_attention
 from megarlhf.models.packed_rotary import PackedRotary
 from megarlhf.models.positions import PositionTable
 from megarlhf.parallel.megatron_cpu import megatron_device
@@ -162,15 +163,7 @@ def newest(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, w
 
 
 def without_groups(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1)):
-    assert query.size(1) == key.size(1)
-    return newest(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale=scale, window_size=window_size)
-
-
-def oldest(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False, return_aux=None):
-    assert is_causal is True
-    assert return_aux is None
-    assert query.size(1) == key.size(1)
-    return as_called(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, None, None)
+    raise AssertionError("must not be called")
 
 
 def as_called(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale, window):
@@ -183,26 +176,34 @@ def as_called(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale, window
     return by_hand(query, key, value, lengths, scale, window)
 
 
+@pytest.fixture
+def installed(monkeypatch):
+    """Puts a function in varlen_attn's place."""
+    _varlen_attn.cache_clear()
+    yield lambda attend: monkeypatch.setattr(varlen, "varlen_attn", attend)
+    _varlen_attn.cache_clear()
+
+
 @pytest.mark.parametrize("window", [None, 1, 4])
 @pytest.mark.parametrize("scale", [None, 0.3])
-@pytest.mark.parametrize("attend", [newest, without_groups, oldest])
-def test_varlen_attn_is_called_as_each_version_wants_it(attend, scale, window):
-    """A stand-in with the arguments of a version, which does what that version's documentation says."""
+def test_varlen_attn_is_called_as_it_wants_it(installed, scale, window):
+    """A stand-in with its arguments, which does what its documentation says."""
     lengths = (4, 9, 1)
     query, key, value, _ = inputs(sum(lengths), 4, 2)
-    row = packed_row(lengths, CPU)
-    if attend is oldest and window:
-        with pytest.raises(ValueError, match=r"takes query, .*, is_causal, return_aux: packed rows with a window"):
-            varlen_attention(query, key, value, row, scale=scale, window=window, attend=attend)
-        return
-    output = varlen_attention(query, key, value, row, scale=scale, window=window, attend=attend)
+    installed(newest)
+    output = varlen_attention(query, key, value, packed_row(lengths, CPU), scale=scale, window=window)
     torch.testing.assert_close(output, by_hand(query, key, value, lengths, scale, window), rtol=1e-12, atol=1e-12)
 
 
-def test_the_installed_varlen_attn_has_the_arguments_of_the_newest_stand_in():
-    from torch.nn.attention.varlen import varlen_attn
+def test_a_varlen_attn_without_query_groups_is_refused(installed):
+    query, key, value, _ = inputs(3, 4, 2)
+    installed(without_groups)
+    with pytest.raises(ValueError, match=r"no varlen_attn that takes enable_gqa, scale, window_size, .*torch 2\.13"):
+        varlen_attention(query, key, value, packed_row([3], CPU), scale=None, window=None)
 
-    installed = inspect.signature(varlen_attn).parameters
+
+def test_the_installed_varlen_attn_has_the_arguments_of_the_newest_stand_in():
+    installed = inspect.signature(varlen.varlen_attn).parameters
     for name, argument in inspect.signature(newest).parameters.items():
         assert installed[name].kind == argument.kind
         assert installed[name].default == argument.default
@@ -278,7 +279,7 @@ def test_a_packed_row_is_turned_as_padded_rows_are():
             assert torch.equal(row.rotary_cos_sin[1], half_T1D.sin())
             query_T1ND = torch.randn(len(angles_T11D), 1, 3, 32)
             expected_T1ND = _apply_rotary_pos_emb_bshd(query_T1ND, angles_T11D)
-            rotated_TND, _, value_TND = apply_rotary(row, query_T1ND, query_T1ND, query_T1ND)
+            _, rotated_TND, _, value_TND = open_packed_row(row, query_T1ND, query_T1ND, query_T1ND)
             torch.testing.assert_close(rotated_TND[:, None], expected_T1ND, rtol=0, atol=1e-6)
             assert torch.equal(value_TND, query_T1ND[:, 0])
         assert rotary.get_rotary_seq_len(None, None, torch.empty(6, 2, 4), config, None) == 12
