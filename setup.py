@@ -3,7 +3,7 @@
 from setuptools import find_packages, setup
 
 CORE = [
-    "torch>=2.9",
+    "torch>=2.13",
     "pydantic>=2",
     "pyyaml",
     "rich",
