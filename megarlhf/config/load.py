@@ -16,7 +16,14 @@ from megarlhf.config.roles import FrozenModel
 
 ConfigT = TypeVar("ConfigT", bound=FrozenModel)
 
-_EXPONENT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
+_YAML = "tag:yaml.org,2002:"
+_PLAIN_WORDS = (
+    (_YAML + "bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
+    (_YAML + "int", r"[-+]?\d+|0o[0-7]+|0x[\da-fA-F]+", "-+0123456789"),
+    (_YAML + "float", r"[-+]?(\.\d+|\d+(\.\d*)?)([eE][-+]?\d+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)", "-+.0123456789"),
+)
+"""What a word without quotes stands for in YAML 1.2, and how it begins. PyYAML follows YAML 1.1, where 010 is eight,
+1:30 is ninety, `on` is a boolean and 1e-3 is a text. Here 010 is ten, and the others are what they look like."""
 
 
 class _DuplicateKeyError(ValueError):
@@ -43,6 +50,24 @@ class _UniqueKeyLoader(yaml.SafeLoader):
                 )
             first_lines[key.value] = line
         return node
+
+    def construct_yaml_int(self, node: Any) -> int:
+        text = str(self.construct_scalar(node))
+        return int(text, {"0o": 8, "0x": 16}.get(text[:2], 10))
+
+
+class _Dumper(yaml.SafeDumper):
+    """Puts quotes around a text that YAML 1.1 or 1.2 would read as something else."""
+
+
+_UniqueKeyLoader.add_constructor(_YAML + "int", _UniqueKeyLoader.construct_yaml_int)
+_UniqueKeyLoader.yaml_implicit_resolvers = {
+    first: [(tag, form) for tag, form in forms if tag in (_YAML + "null", _YAML + "merge")]
+    for first, forms in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+for _tag, _form, _first in _PLAIN_WORDS:
+    for _class in (_UniqueKeyLoader, _Dumper):
+        _class.add_implicit_resolver(_tag, re.compile(rf"(?:{_form})\Z"), list(_first))
 
 
 def _read_yaml(text: str) -> Any:
@@ -78,7 +103,7 @@ def load_config(kind: type[ConfigT], path: str | Path, overrides: Sequence[str] 
     try:
         return kind.model_validate(tree)
     except ValidationError as error:
-        raise ValueError(_describe(error, kind, path)) from error
+        raise ValueError(_describe(error, kind, path, overrides)) from error
 
 
 def repeated_overrides(overrides: Sequence[str]) -> list[str]:
@@ -107,7 +132,7 @@ def _require_order(overrides: Sequence[str]) -> None:
 
 def dump_config(config: FrozenModel) -> str:
     """The resolved configuration as YAML; loading it again gives the same object."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+    return yaml.dump(config.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False)
 
 
 def _unshared(node: Any) -> Any:
@@ -130,36 +155,56 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
         node = node[section]
         if not isinstance(node, dict):
             raise ValueError(f"override {override!r}: {section} is a value ({node!r}), not a section")
-    # YAML 1.1 reads 1e-3 as a string; a plain number is what people mean.
     try:
-        value = _read_yaml(text)
+        node[last] = _read_yaml(text)
     except _DuplicateKeyError as error:
         raise ValueError(f"override {override!r}: {error}") from None
     except yaml.YAMLError as error:
         raise ValueError(f"override {override!r}: {text!r} is not valid YAML; quote it") from error
-    node[last] = _number(value) if isinstance(value, str) else value
 
 
-def _number(text: str) -> str | float:
-    return float(text) if _EXPONENT.fullmatch(text) else text
-
-
-def _describe(error: ValidationError, kind: type[FrozenModel], path: Path) -> str:
-    lines = []
+def _describe(error: ValidationError, kind: type[FrozenModel], path: Path, overrides: Sequence[str]) -> str:
+    """One line for each mistake; those of the file first."""
+    of_file, of_overrides = [], []
     for item in error.errors():
         where = ".".join(str(part) for part in item["loc"])
         if item["type"] == "extra_forbidden":
-            known_keys = sorted(_fields_at(kind, item["loc"][:-1]))
-            near = difflib.get_close_matches(str(item["loc"][-1]), known_keys, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]!r}?" if near else f"known here: {', '.join(known_keys)}"
-            lines.append(f"unknown key {where!r}; {hint}")
+            text = f"unknown key {where!r}; {_hint(kind, item['loc'])}"
         elif item["type"] == "missing":
-            lines.append(f"missing key {where!r}")
+            text = f"missing key {where!r}"
         else:
-            text = item["msg"].removeprefix("Value error, ")
             got = "" if item["type"] == "value_error" else f", got {item['input']!r}"
-            lines.append(f"{where}: {text}{got}" if where else text)
-    return f"{path}: " + "\n".join(lines)
+            text = (f"{where}: " if where else "") + item["msg"].removeprefix("Value error, ") + got
+        unknown = item["type"] == "extra_forbidden"
+        override = next((o for o in reversed(overrides) if _concerns(o.partition("=")[0], where, unknown)), None)
+        if override is None:
+            of_file.append(text)
+        else:
+            of_overrides.append(f"override {override!r}: {text}")
+    return "\n".join([f"{path}: " + "\n".join(of_file)] * bool(of_file) + of_overrides)
+
+
+def _concerns(key: str, where: str, unknown: bool) -> bool:
+    """Whether what an override sets at `key` holds `where`, or, for an unknown section, made it."""
+    return (where + ".").startswith(key + ".") or (unknown and key.startswith(where + "."))
+
+
+def _hint(kind: type[FrozenModel], location: Sequence[int | str]) -> str:
+    """The key that was meant: of the same name in another section, or the nearest one of this section."""
+    name, known_keys = str(location[-1]), sorted(_fields_at(kind, location[:-1]))
+    if elsewhere := sorted((key for key in _all_keys(kind) if key.split(".")[-1] == name), key=len):
+        return f"did you mean {' or '.join(map(repr, elsewhere[:3]))}?"
+    near = difflib.get_close_matches(name, known_keys, n=1, cutoff=0.5)
+    return f"did you mean {near[0]!r}?" if near else f"known here: {', '.join(known_keys)}"
+
+
+def _all_keys(kind: type[BaseModel]) -> list[str]:
+    """Every key of a configuration, with its sections."""
+    keys = []
+    for name, field in kind.model_fields.items():
+        section = _model_in(field.annotation)
+        keys += [name, *(f"{name}.{key}" for key in (_all_keys(section) if section else ()))]
+    return keys
 
 
 def _fields_at(kind: type[BaseModel], location: Sequence[int | str]) -> set[str]:

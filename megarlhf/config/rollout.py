@@ -141,6 +141,8 @@ class RolloutConfig(FrozenModel):
         refused = [f"{name}: {RESERVED_ENGINE_ARGS[name]}" for name in arguments if name in RESERVED_ENGINE_ARGS]
         if refused:
             raise ValueError(f"megarlhf sets these itself, remove them: {'; '.join(refused)}")
+        if words := [name for name, value in arguments.items() if str(value).lower() in ("yes", "no", "on", "off")]:
+            raise ValueError(f"{', '.join(words)}: write true or false; vLLM would get a text, which counts as true")
         return arguments
 
     def tp(self, actor: RoleConfig) -> int:

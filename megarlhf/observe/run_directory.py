@@ -86,7 +86,7 @@ def _require_overwritable(cfg: FrozenModel, run: RunConfig, command: str, files:
         )
     removed = [place for path in files for place in _places(path)]
     for key, path in _inputs(cfg.model_dump()):
-        source = path.expanduser().resolve()
+        source = path.resolve()
         if any(source.is_relative_to(gone) for gone in removed):
             raise ValueError(
                 f"run.on_existing = overwrite would remove {key} = {path}, which this run reads; name another run.dir"
@@ -129,7 +129,7 @@ def require_writable_output(cfg: FrozenModel, run: RunConfig, out: Path) -> None
     if out.is_dir() or any(run.dir.resolve().is_relative_to(place) for place in _places(out)):
         raise ValueError(f"out = {out} is a directory; name a file, such as {out / 'responses.jsonl'}")
     for key, path in _inputs(cfg.model_dump()):
-        source = path.expanduser().resolve()
+        source = path.resolve()
         if any(place.is_relative_to(source) for place in _places(out)):
             place = "is" if out.resolve() == source else "lies below"
             raise ValueError(f"out = {out} {place} {key} = {path}, which this run reads; name another file")

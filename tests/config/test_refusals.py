@@ -28,6 +28,9 @@ from tests.config.examples import KINDS
         ("rl", "critic.parallel.tpp=3", "critic.parallel.tpp", "did you mean 'tp'?"),
         ("rl", "rewards=[{kind: rule, rule: x, wieght: 2}]", "rewards.0.wieght", "did you mean 'weight'?"),
         ("generate", "gredy=true", "gredy", "did you mean 'greedy'?"),
+        ("rl", "data.max_response_tokens=3", "data.max_response_tokens", "did you mean 'rollout.max_response_tokens'?"),
+        ("rl", "weight=3", "weight", "did you mean 'rewards.weight'?"),
+        ("rl", "train.every=3", "train.every", "did you mean 'eval.every' or 'checkpoint.every'?"),
     ],
 )
 def test_an_unknown_key_names_the_nearest_known_one_of_its_section(refusal, command, override, unknown, hint):
@@ -64,6 +67,11 @@ def test_a_missing_key_is_named(refusal, command, section, key, words):
         ("run.on_existing=ignore", ["run.on_existing: ", "'refuse', 'resume' or 'overwrite'", "got 'ignore'"]),
         ("actor.optim.lr=.nan", ["actor.optim.lr: ", "finite number", "got nan"]),
         ("actor.optim.lr=.inf", ["actor.optim.lr: ", "finite number", "got inf"]),
+        ("actor.optim.lr=yes", ["actor.optim.lr: ", "valid number", "got 'yes'"]),
+        ("train.num_steps=true", ["train.num_steps: ", "valid integer", "got 'true'"]),
+        ("train.num_steps=1:30", ["train.num_steps: ", "valid integer", "got '1:30'"]),
+        ("actor.parallel={pp: 2, layers_per_stage: [true, 1]}", ["layers_per_stage.0: ", "valid integer", "'true'"]),
+        ("run.dir=~nobody-of-this-name/x", ["run.dir: ", "write the whole path"]),
         ("train=3", ["train: ", "got 3"]),
         ("run=", ["run: ", "got None"]),
     ],
@@ -77,6 +85,17 @@ def test_every_mistake_is_said_at_once_one_a_line(refusal):
     lines = refusal("sft", "trian.x=1", "train.num_steps=many", "actor.optim.lr=0").splitlines()
     assert len(lines) == 3
     assert sum("unknown key 'trian'" in line for line in lines) == 1
+
+
+def test_a_mistake_is_told_of_the_file_or_of_the_override_that_makes_it(refusal):
+    message = refusal("sft", "trian.x=1", "actor.model={pth: x}", change=lambda tree: tree["run"].update(sed=1))
+    of_file, *of_overrides = sorted(message.splitlines(), key=lambda line: "override" in line)
+    assert "config.yaml: unknown key 'run.sed'; did you mean 'seed'?" in of_file
+    assert sorted(of_overrides) == [
+        "override 'actor.model={pth: x}': missing key 'actor.model.path'",
+        "override 'actor.model={pth: x}': unknown key 'actor.model.pth'; did you mean 'path'?",
+        "override 'trian.x=1': unknown key 'trian'; did you mean 'train'?",
+    ]
 
 
 PACKED = ("train.micro_batch_samples=", "train.max_tokens_per_micro_batch=128")

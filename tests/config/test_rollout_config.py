@@ -91,3 +91,7 @@ def test_the_actor_s_learning_rate_counts_the_steps_in_which_it_is_trained(advan
         }
     )
     assert (cfg.optimizer_steps("actor"), cfg.optimizer_steps("critic")) == (actor, 40)
+
+
+def test_a_word_that_was_a_boolean_in_yaml_1_1_does_not_reach_vllm_as_a_text(refusal):
+    assert "enforce_eager: write true or false" in refusal("generate", "rollout.engine_args={enforce_eager: off}")
