@@ -257,13 +257,15 @@ def test_eval_prints_its_scores_and_where_they_are(work, tmp_path, monkeypatch, 
     monkeypatch.setattr(generate, "_respond", lambda cfg, runtime, engine, data: answer)
     tree = {"run": {"dir": tmp_path / "run"}, "actor": {"model": {"path": work / "base"}}}
     tree |= {"data": {"train": work / "prompts.jsonl"}, "rewards": [{"kind": "rule", "rule": "exact_match"}]}
+    tree |= {"rollout": {"num_samples_per_prompt": 2}, "greedy": False}
     alone = Runtime(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"), backend="gloo")
     generate.evaluate(GenerateConfig.model_validate(tree), alone)
     output = squeezed(capsys.readouterr().out)
     for line in ("means over 2 responses to", "eval_exact_match 0.5", "response_length_mean 2.5", "run/metrics.jsonl"):
         assert line in output, output
     assert read_metrics(tmp_path / "run") == [
-        {"step": 1, "eval_exact_match": 0.5, "finished_fraction": 1.0, "num_prompts": 2, "response_length_mean": 2.5}
+        {"step": 1, "eval_exact_match": 0.5, "finished_fraction": 1.0, "num_prompts": 1, "num_samples": 2}
+        | {"response_length_mean": 2.5}
     ]
 
 
