@@ -13,12 +13,12 @@ import torch
 import yaml
 
 from megarlhf.commands import cli, launch
-from megarlhf.config import GenerateConfig, SFTConfig, load_config
+from megarlhf.config import GenerateConfig, RLConfig, SFTConfig, load_config
 from megarlhf.experience import Ragged, Rollouts
 from megarlhf.observe.metrics import read_metrics
 from megarlhf.observe.run_directory import claim
 from megarlhf.runtime import Runtime
-from megarlhf.trainers import generate
+from megarlhf.trainers import generate, rl
 from tests.command import ROOT, megarlhf, python
 from tests.ranks import RankPool
 from tools.demo.make_data import base_files
@@ -257,14 +257,32 @@ def test_eval_prints_its_scores_and_where_they_are(work, tmp_path, monkeypatch, 
     monkeypatch.setattr(generate, "_respond", lambda cfg, runtime, engine, data: answer)
     tree = {"run": {"dir": tmp_path / "run"}, "actor": {"model": {"path": work / "base"}}}
     tree |= {"data": {"train": work / "prompts.jsonl"}, "rewards": [{"kind": "rule", "rule": "exact_match"}]}
+    tree |= {"rollout": {"num_samples_per_prompt": 2}, "greedy": False}
     alone = Runtime(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"), backend="gloo")
     generate.evaluate(GenerateConfig.model_validate(tree), alone)
     output = squeezed(capsys.readouterr().out)
     for line in ("means over 2 responses to", "eval_exact_match 0.5", "response_length_mean 2.5", "run/metrics.jsonl"):
         assert line in output, output
     assert read_metrics(tmp_path / "run") == [
-        {"step": 1, "eval_exact_match": 0.5, "finished_fraction": 1.0, "num_prompts": 2, "response_length_mean": 2.5}
+        {"step": 1, "eval_exact_match": 0.5, "finished_fraction": 1.0, "num_prompts": 1, "num_samples": 2}
+        | {"response_length_mean": 2.5}
     ]
+
+
+@pytest.mark.parametrize("start", [generate.evaluate, generate.run, rl.run])
+def test_a_prompt_without_what_a_rule_needs_leaves_no_run_directory(start, work, tmp_path):
+    """Told before a model is built: no device, no engine."""
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "1+1="}\n')
+    tree = {"run": {"dir": tmp_path / "run"}, "actor": {"model": {"path": work / "base"}}}
+    tree |= {"data": {"train": tmp_path / "prompts.jsonl"}, "rewards": [{"kind": "rule", "rule": "exact_match"}]}
+    config = GenerateConfig.model_validate(tree)
+    if start is rl.run:
+        limits = {"num_steps": 1, "prompts_per_step": 1, "mini_batch_samples": 2, "micro_batch_samples": 1}
+        tree |= {"algo": {"advantage": "leave_one_out"}, "rollout": {"num_samples_per_prompt": 2}, "train": limits}
+        config = RLConfig.model_validate(tree)
+    with pytest.raises(ValueError, match=r"prompts\.jsonl, line 1: reward rule 'exact_match': it needs the field"):
+        start(config, None)
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_configuration_file_that_is_not_there_names_the_near_one(command, started, capsys, tmp_path):

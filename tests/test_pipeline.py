@@ -13,9 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from megarlhf.commands.cli import main
+from megarlhf.data.samples import build_pairs
+from megarlhf.data.sources import load_records
+from megarlhf.data.tokenizer import load_tokenizer
 from megarlhf.observe.metrics import read_metrics
 from tests.command import succeed
 from tests.ranks import RankPool
@@ -99,6 +103,26 @@ def test_supervised_stages_leave_what_the_next_one_needs(runs: Path) -> None:
     )
     assert tuple(scorer.score.weight.shape) == (1, 128)
     assert not info["missing_keys"]
+    _assert_last_row_is_of_the_saved_model(runs, scorer)
+
+
+def _assert_last_row_is_of_the_saved_model(runs: Path, scorer: Any) -> None:
+    """`unit_variance` divides the head before the last evaluation: scores by Hugging Face have its mean, variance 1."""
+    path = runs / "data/pairs_heldout.jsonl"
+    pairs, _ = build_pairs(
+        load_records(path, fields=("prompt", "chosen", "rejected")),
+        load_tokenizer(runs / "rm/checkpoints/latest/reward_model"),
+        max_prompt_tokens=64,
+        max_response_tokens=64,
+    )
+    sequences = [p.prompt_tokens + side for p in pairs[:15] for side in (p.chosen_tokens, p.rejected_tokens)]
+    with torch.no_grad():
+        hidden = [scorer.model(torch.tensor([tokens])).last_hidden_state[0, -1] for tokens in sequences]
+        scores_K = torch.stack([scorer.score(last)[0].double() for last in hidden])
+    assert float(scores_K.var(unbiased=False)) == pytest.approx(1.0, rel=1e-3)
+    last = rows_of(runs / "rm")[-1]
+    assert last["eval_chosen_score"] == pytest.approx(float(scores_K[0::2].mean()), rel=1e-3, abs=1e-4)
+    assert last["eval_rejected_score"] == pytest.approx(float(scores_K[1::2].mean()), rel=1e-3, abs=1e-4)
 
 
 def test_ppo_logs_every_metric_and_the_gap_is_within_rounding(runs: Path) -> None:

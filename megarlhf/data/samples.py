@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from megarlhf.config import PromptDataConfig
-from megarlhf.data.sources import load_records, source_words
-from megarlhf.data.templates import Template, prompt_and_response, prompt_text, text_field
+from megarlhf.data.sources import Record, files_in_words, load_records, source_words
+from megarlhf.data.templates import Template, prompt_and_response, prompt_text, question, require_template
 from megarlhf.data.tokenizer import Tokenizer
 
 Records = Sequence[Mapping[str, Any]]
@@ -89,7 +89,7 @@ def load_splits(
     for key, (path, split) in data.sources().items():
         source = source_words(path, split)
         samples[key], skipped = build(load_records(path, fields=fields, split=split), source)
-        notes.append(f"{source}: {skipped.describe()}")
+        notes.append(f"{source}: {skipped.describe()}{files_in_words(path, split)}")
     return samples["data.train"], samples["data.heldout"], notes
 
 
@@ -108,7 +108,7 @@ def build_sft(
         prompt_tokens = _prompt_tokens(prompt, tokenizer, max_prompt_tokens)
         return SFTSample(prompt_tokens + _response_tokens(response, tokenizer, max_response_tokens), len(prompt_tokens))
 
-    return _usable(records, sample)
+    return _usable(records, sample, template, tokenizer)
 
 
 def build_pairs(
@@ -122,33 +122,48 @@ def build_pairs(
     """Samples of records with `prompt`, `chosen` and `rejected`. ValueError if none can be used."""
 
     def sample(index: int, record: Mapping[str, Any]) -> PairSample:
-        prompt_tokens = _prompt_tokens(prompt_text(record, template, tokenizer), tokenizer, max_prompt_tokens)
+        if not record["prompt"].strip():  # of which a chat template would make a text
+            raise _Unusable("empty prompt")
+        prompt_tokens = _prompt_tokens(question(record, template, tokenizer), tokenizer, max_prompt_tokens)
         chosen_tokens, rejected_tokens = (
-            _response_tokens(text_field(record, name), tokenizer, max_response_tokens)
-            for name in ("chosen", "rejected")
+            _response_tokens(record[name], tokenizer, max_response_tokens) for name in ("chosen", "rejected")
         )
         if chosen_tokens == rejected_tokens:
             raise _Unusable("chosen equals rejected")
         return PairSample(prompt_tokens, chosen_tokens, rejected_tokens)
 
-    return _usable(records, sample)
+    return _usable(records, sample, template, tokenizer)
 
 
 def build_prompts(
-    records: Records, tokenizer: Tokenizer, *, max_prompt_tokens: int, template: Template = "plain"
+    records: Records,
+    tokenizer: Tokenizer,
+    *,
+    max_prompt_tokens: int,
+    template: Template = "plain",
+    check_fields: Callable[[Mapping[str, Any]], None] = lambda fields: None,
 ) -> tuple[list[PromptSample], Skipped]:
-    """Samples of records with `prompt` (or `messages`). ValueError if none can be used."""
+    """Samples of records with `prompt` (or `messages`). ValueError if none can be used, and where `check_fields`
+    raises one for the fields of a sample."""
 
     def sample(index: int, record: Mapping[str, Any]) -> PromptSample:
         text = prompt_text(record, template, tokenizer)
         others = {key: value for key, value in record.items() if key not in ("prompt", "messages")}
-        return PromptSample(_prompt_tokens(text, tokenizer, max_prompt_tokens), text, others, index)
+        tokens = _prompt_tokens(text, tokenizer, max_prompt_tokens)
+        check_fields(others)
+        return PromptSample(tokens, text, others, index)
 
-    return _usable(records, sample)
+    return _usable(records, sample, template, tokenizer)
 
 
-def _usable(records: Records, sample: Callable[[int, Mapping[str, Any]], Sample]) -> tuple[list[Sample], Skipped]:
-    """`sample(index, record)` of every record that it does not refuse as `_Unusable`."""
+def _usable(
+    records: Records,
+    sample: Callable[[int, Mapping[str, Any]], Sample],
+    template: Template,
+    tokenizer: Tokenizer,
+) -> tuple[list[Sample], Skipped]:
+    """`sample(index, record)` of every record that it does not refuse as `_Unusable`; other errors name the record."""
+    require_template(template, tokenizer)
     samples: list[Sample] = []
     skipped = Skipped(len(records))
     for index, record in enumerate(records):
@@ -156,6 +171,9 @@ def _usable(records: Records, sample: Callable[[int, Mapping[str, Any]], Sample]
             samples.append(sample(index, record))
         except _Unusable as reason:
             skipped.reasons[str(reason)] += 1
+        except ValueError as error:
+            where = record.where if isinstance(record, Record) else f"record {index + 1}"
+            raise ValueError(f"{where}: {error}") from error
     if not samples:
         raise ValueError(
             f"no usable records: {skipped.describe()}; raise the limits or give other data"
@@ -167,11 +185,11 @@ def _usable(records: Records, sample: Callable[[int, Mapping[str, Any]], Sample]
 
 def _prompt_tokens(text: str, tokenizer: Tokenizer, limit: int) -> list[int]:
     tokens = tokenizer.encode(text)
+    if not text.strip() or not tokens:
+        raise _Unusable("empty prompt")
     # A chat template may write bos itself.
     if tokenizer.bos_id is not None and tokens[:1] != [tokenizer.bos_id]:
         tokens = [tokenizer.bos_id, *tokens]
-    if not tokens:
-        raise _Unusable("empty prompt")
     if len(tokens) > limit:
         raise _Unusable(f"prompt longer than {limit} tokens")
     return tokens

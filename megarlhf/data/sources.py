@@ -17,11 +17,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-Record = dict[str, Any]
+
+class Record(dict[str, Any]):
+    """A row of the data."""
+
+    __slots__ = ("where",)
+    where: str
+    """Words that say where it stands: 'data.jsonl, line 3'."""
+
 
 _DATASETS_BUILDERS = {".parquet": "parquet", ".arrow": "arrow"}
 _JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
 _SUFFIXES = (*_JSON_SUFFIXES, *_DATASETS_BUILDERS)
+_COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip")
 _SPLIT_WORDS = {
     "train": "train", "training": "train",
     "validation": "validation", "valid": "validation", "dev": "validation", "val": "validation",
@@ -37,7 +45,7 @@ _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 _FRAGMENT = 80
 
 _Located = Iterator[tuple[str, Any]]
-"""A row, with the words that say where it stands: 'data.jsonl, line 3'."""
+"""A row, with the words that say where it stands."""
 
 
 def load_records(path: str | Path, *, fields: Sequence[str], split: str | None = None) -> list[Record]:
@@ -45,7 +53,7 @@ def load_records(path: str | Path, *, fields: Sequence[str], split: str | None =
 
     path:     a file, a directory of files (by name), or a directory of `save_to_disk`; what is not on disk and looks
               like `owner/name` is loaded from the Hugging Face hub
-    fields:   must stand in every row: non-null strings, but for `messages`, a list of {role, content}
+    fields:   must stand in every row: non-null strings, but for `messages`, a list of {role, content}, not empty
     split:    of a directory of files named for splits, a saved DatasetDict or a hub dataset; None: it has one only
     Raises:   ValueError that names file, line or row, what was found and what was expected, or the splits of a source
               that has several
@@ -136,8 +144,37 @@ def _read_directory(directory: Path, split: str | None) -> _Located:
         yield from _rows(load_from_disk(str(within)), str(within))
         return
     by_split = _files_by_split(directory)
+    forms: dict[str, str] = {}
     for file in by_split[_chosen(str(directory), list(by_split), split)]:
-        yield from _read_file(file)
+        for number, (where, row) in enumerate(_read_file(file)):
+            if number == 0 and isinstance(row, Mapping):
+                forms.setdefault(_form(row), file.name)
+                if len(forms) > 1:
+                    listed = "; ".join(
+                        f"{name} looks like {form or 'none that is known'}" for form, name in forms.items()
+                    )
+                    raise ValueError(
+                        f"{directory} mixes different kinds of data, which are not joined: {listed}. Give the path of "
+                        "the one file that is meant, or of a directory with files of one kind"
+                    )
+            yield where, row
+
+
+def files_in_words(path: str | Path, split: str | None) -> str:
+    """Which files of a directory are read and which entries are not, and why, for a note; empty for other sources."""
+    directory = Path(path).expanduser()
+    if not directory.is_dir() or _saved_splits(directory):
+        return ""
+    by_split = _files_by_split(directory)
+    files = by_split[_chosen(str(directory), list(by_split), split)]
+    entries = sorted(set(directory.iterdir()) - {file for files in by_split.values() for file in files})
+    others = [entry.name + "/" * entry.is_dir() for entry in entries if not entry.name.startswith(".")]
+    words = f"; read {len(files)} file{'s' * (len(files) > 1)}: {_listed([file.name for file in files])}"
+    return words + (f"; passed over, as folders and other kinds of files are: {_listed(others)}" if others else "")
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
 def _saved_splits(directory: Path) -> list[str]:
@@ -152,10 +189,11 @@ def _files_by_split(directory: Path) -> dict[str, list[Path]]:
     entries = sorted(entry for entry in directory.iterdir() if not entry.name.startswith("."))
     by_split: dict[str, list[Path]] = {}
     for entry in entries:
-        if entry.suffix.lower() in _SUFFIXES:
+        _require_unpacked(entry)
+        if entry.suffix.lower() in _SUFFIXES and entry.is_file():
             by_split.setdefault(_split_of(entry.name), []).append(entry)
     if not by_split:
-        file_names = ", ".join(entry.name for entry in entries[:8]) or "nothing"
+        file_names = _listed([entry.name for entry in entries]) or "nothing"
         raise ValueError(
             f"no data files in {directory}: found {file_names}; expected names that end in "
             f"{', '.join(_SUFFIXES)}, or a directory written by datasets' save_to_disk"
@@ -165,16 +203,21 @@ def _files_by_split(directory: Path) -> dict[str, list[Path]]:
     return by_split
 
 
+def _require_unpacked(path: Path) -> None:
+    """Raises: ValueError for a compressed data file, which nobody means to leave out."""
+    if path.suffix.lower() in _COMPRESSED and Path(path.stem).suffix.lower() in _SUFFIXES:
+        raise ValueError(f"{path} is compressed, which is not read; unpack it to {path.stem}, or move it away")
+
+
 def _require_one_kind(directory: Path, files: Sequence[Path]) -> None:
     """Files without a split are joined, but not where their names leave open whether they are several splits. Names
     that differ in numbers only (`latest_1`, `latest_2`) are parts of one thing."""
     doubtful = [file.name for file in files if _MAY_BE_A_SPLIT.search(file.stem.lower())]
     if doubtful and len({re.sub(r"[-._ 0-9]", "", file.stem.lower()) for file in files}) > 1:
-        shown = ", ".join(doubtful[:8]) + (f" and {len(doubtful) - 8} more" if len(doubtful) > 8 else "")
         raise ValueError(
             f"{directory} has {len(files)} data files, and may mix splits such as train and test; these names do "
-            f"not say clearly: {shown}. Give the path of the one file that is meant. Or rename the files so that the "
-            "split is a word of its own (math_train.jsonl, math_test.jsonl) and name it (data.train_split, "
+            f"not say clearly: {_listed(doubtful)}. Give the path of the one file that is meant. Or rename the files "
+            "so that the split is a word of its own (math_train.jsonl, math_test.jsonl) and name it (data.train_split, "
             "data.heldout_split). Or, if all are meant, move them to a directory as part_1, part_2 and so on"
         )
 
@@ -192,6 +235,7 @@ def _read_file(path: Path) -> _Located:
     if path.suffix.lower() in _JSON_SUFFIXES:
         yield from _read_json(path)
         return
+    _require_unpacked(path)
     builder = _DATASETS_BUILDERS.get(path.suffix.lower())
     if builder is None:
         raise ValueError(f"{path}: cannot tell its format; expected a name that ends in {', '.join(_SUFFIXES)}")
@@ -251,13 +295,35 @@ def _parse(raw: bytes, path: Path, first_line: int) -> Any:
         raise ValueError(f"{path}, line {line}: not UTF-8 ({error.reason}); convert the file") from error
     text = text.rstrip()  # or a value that is cut off at the end would be reported on the line after it
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=_object)
+    except _DuplicateKey as error:
+        where = f"{path}, in one of its rows" if text.startswith("[") else f"{path}, line {first_line}"
+        raise ValueError(f"{where}: {error}; expected each key once: remove or rename one") from error
     except json.JSONDecodeError as error:
         fragment = text[max(error.pos - _FRAGMENT // 2, 0) : error.pos + _FRAGMENT // 2].strip()
         raise ValueError(
             f"{path}, line {first_line + error.lineno - 1}: malformed JSON ({error.msg}, column "
             f"{error.colno}) near {fragment!r}; expected one JSON object a line"
         ) from error
+
+
+class _DuplicateKey(Exception):
+    """Of which a parser would keep the last value, in silence."""
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    row = dict(pairs)
+    if len(row) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in row if keys.count(key) > 1)
+        values = ", ".join(_shown(value) for key, value in pairs if key == twice)
+        raise _DuplicateKey(f"the key {twice!r} stands {keys.count(twice)} times in one object, with {values}")
+    return row
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _FRAGMENT else text[:_FRAGMENT] + "..."
 
 
 def _checked(row: Any, where: str, fields: Sequence[str]) -> Record:
@@ -269,7 +335,9 @@ def _checked(row: Any, where: str, fields: Sequence[str]) -> Record:
                 f"{where}: no field {field!r}, found {', '.join(map(repr, row)) or 'none'}{_hint(field, row)}"
             )
         _check_type(row[field], field, where)
-    return dict(row)
+    record = Record(row)
+    record.where = where
+    return record
 
 
 _FORMS = {
@@ -286,24 +354,24 @@ def _hint(missing: str, row: Mapping[str, Any]) -> str:
     others = [name for name in row if name not in (*_FORMS, "rejected", "answer")]
     if nearest := difflib.get_close_matches(missing, others, n=1, cutoff=0.6):
         return f"; is it {nearest[0]!r}? Then rename it"
-    form = next((form for name, form in _FORMS.items() if name in row), "")
+    form = _form(row)
     return f"; these rows look like {form}" if form else f"; rename the one that is meant, or add {missing!r}"
+
+
+def _form(row: Mapping[str, Any]) -> str:
+    """What the row is, in words; "" where no field tells it."""
+    return next((form for name, form in _FORMS.items() if name in row), "")
 
 
 def _check_type(value: Any, field: str, where: str) -> None:
     if field == "messages":
         good = isinstance(value, list) and all(
-            isinstance(message, Mapping)
-            and isinstance(message.get("role"), str)
-            and isinstance(message.get("content"), str)
-            for message in value
+            isinstance(message, Mapping) and all(isinstance(message.get(key), str) for key in ("role", "content"))
+            for message in value or [{}]
         )
-        expected = "a list of {role, content} of strings"
+        expected = "a list of {role, content} of strings, with one message at least"
     else:
         good, expected = isinstance(value, str), "a string"
     if not good:
-        shown = repr(value)
-        shown = shown if len(shown) <= _FRAGMENT else shown[:_FRAGMENT] + "..."
-        raise ValueError(
-            f"{where}: field {field!r} is {type(value).__name__} {shown}, expected {expected}; convert the data"
-        )
+        got = f"{type(value).__name__} {_shown(value)}"
+        raise ValueError(f"{where}: field {field!r} is {got}, expected {expected}; convert the data")

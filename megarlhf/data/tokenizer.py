@@ -130,10 +130,23 @@ class HuggingFaceTokenizer:
         return self._decode([*self._lead, *ids])[len(self._decode(self._lead)) :]
 
     def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """The messages in the model's chat template, ready for the assistant's answer."""
+        """The messages in the model's chat template, ready for the assistant's answer.
+
+        Raises: ValueError for messages that the template refuses
+        """
+        try:
+            return str(self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True))
+        except Exception as error:  # a template is a program: what it raises itself, and what fails in it
+            roles = ", ".join(message["role"] for message in messages) or "none"
+            raise ValueError(
+                f"the chat template of {self._name} refuses the messages (roles: {roles}): {type(error).__name__}: "
+                f"{str(error).partition(chr(10))[0]}; change the messages to what the template expects, or the template"
+            ) from error
+
+    def require_chat_template(self) -> None:
+        """Raises: ValueError where the tokenizer has none."""
         if self._tokenizer.chat_template is None:
             raise ValueError(f"{self._name} has no chat template; use the template 'plain', or add one")
-        return str(self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True))
 
 
 def load_tokenizer(directory: str | Path) -> Tokenizer:

@@ -31,7 +31,7 @@ MICRO_BATCH_SAMPLES = 16
 
 def run(cfg: GenerateConfig, runtime: Runtime) -> None:
     """Write a JSON line per response: prompt, response, finished, rewards by name, and the record's columns."""
-    data = load_prompts(cfg.data, cfg.actor.model.hf_directory())
+    data = load_prompts(cfg.data, cfg.actor.model.hf_directory(), cfg.rewards)
     engine = _engine(cfg, runtime)
     with open_session(cfg, cfg.run, CheckpointConfig(), runtime, "generate", 1, data.notes) as session:
         prompts, responses, rollouts, rewards = _respond(cfg, runtime, engine, data)
@@ -44,12 +44,13 @@ def run(cfg: GenerateConfig, runtime: Runtime) -> None:
 
 def evaluate(cfg: GenerateConfig, runtime: Runtime) -> None:
     """Log and print the mean of each reward over the responses."""
-    data = load_prompts(cfg.data, cfg.actor.model.hf_directory())
+    data = load_prompts(cfg.data, cfg.actor.model.hf_directory(), cfg.rewards)
     engine = _engine(cfg, runtime)
     with open_session(cfg, cfg.run, CheckpointConfig(), runtime, "eval", 1, data.notes) as session:
         prompts, _, rollouts, rewards = _respond(cfg, runtime, engine, data)
         summary = _summary(rollouts, rewards)
-        session.log(1, {**summary, "num_prompts": len(prompts)})
+        counts = {"num_prompts": len(prompts) // cfg.rollout.num_samples_per_prompt, "num_samples": len(prompts)}
+        session.log(1, {**summary, **counts})
         session.note(f"{cfg.actor.model.path}: means over {len(prompts)} responses to {cfg.data.train}")
         session.note(table("eval", list(summary.items()), ("metric", "mean")))
         session.note(f"wrote them to {cfg.run.dir / METRICS_FILE}")

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from megarlhf.config import PromptDataConfig, RoleConfig, RolloutConfig
+from megarlhf.config import PromptDataConfig, RewardConfig, RoleConfig, RolloutConfig
 from megarlhf.data.samples import PromptSample, Records, Skipped, build_prompts, load_splits
 from megarlhf.data.tokenizer import Tokenizer, load_tokenizer
 from megarlhf.layout import engine_order
 from megarlhf.model_directory import end_tokens
 from megarlhf.models.role import Role
 from megarlhf.rollout.engine import RolloutEngine, Sampling
+from megarlhf.rollout.rewards.rules import field_check
 from megarlhf.runtime import Runtime
 
 
@@ -27,15 +29,35 @@ class PromptData:
     """What was skipped, in words."""
 
 
-def load_prompts(data: PromptDataConfig, model_path: Path, max_heldout: int | None = None) -> PromptData:
-    """Read and tokenize the prompts."""
+def load_prompts(
+    data: PromptDataConfig, model_path: Path, rewards: Sequence[RewardConfig] = (), max_heldout: int | None = None
+) -> PromptData:
+    """Read and tokenize the prompts. Raises: ValueError for a record without what the rules of `rewards` need."""
     tokenizer = load_tokenizer(model_path)
+    checks = [field_check(reward.rule) for reward in rewards if reward.rule is not None]
+
+    def check_fields(fields: Mapping[str, Any]) -> None:
+        for check in checks:
+            check(fields)
 
     def build(records: Records, source: str) -> tuple[list[PromptSample], Skipped]:
-        return build_prompts(records, tokenizer, max_prompt_tokens=data.max_prompt_tokens, template=data.template)
+        return build_prompts(
+            records,
+            tokenizer,
+            max_prompt_tokens=data.max_prompt_tokens,
+            template=data.template,
+            check_fields=check_fields,
+        )
 
     train, heldout, notes = load_splits(data, ("prompt",) if data.template == "plain" else ("messages",), build)
-    return PromptData(train, heldout[:max_heldout], tokenizer, notes)
+    heldout = heldout[:max_heldout]
+    without = [prompt.index + 1 for prompt in heldout if prompt.fields.get("answer") is None]
+    if 0 < len(without) < len(heldout):
+        notes.append(
+            f"{data.heldout}: {len(without)} of {len(heldout)} held-out prompts have no 'answer' (the first is record "
+            f"{without[0]}), so that there is no eval_accuracy"
+        )
+    return PromptData(train, heldout, tokenizer, notes)
 
 
 def actor_order(rollout: RolloutConfig, actor: RoleConfig, runtime: Runtime) -> tuple[int, ...] | None:

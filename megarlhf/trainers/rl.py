@@ -43,7 +43,7 @@ Metrics = dict[str, float]
 
 def run(cfg: RLConfig, runtime: Runtime) -> None:
     """Improve the actor on its own samples."""
-    data = load_prompts(cfg.data, cfg.actor.model.hf_directory(), cfg.eval.max_samples)
+    data = load_prompts(cfg.data, cfg.actor.model.hf_directory(), cfg.rewards, cfg.eval.max_samples)
     order = ShuffledBatches(len(data.train), cfg.train.prompts_per_step, cfg.run.seed)
     components = build(cfg, runtime, data.tokenizer)
     components.engine.update_weights(components.actor.shard, version=0)

@@ -5,7 +5,7 @@ Legend: B rows, S positions, N samples of the step, T response tokens of all of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -111,8 +111,18 @@ class Rewarder:
         return total_N
 
 
+_GROUP_ADVANTAGES: dict[str, Callable[[Tensor, Tensor, AlgoConfig], Tensor]] = {
+    "group_relative": lambda rewards_N, groups_N, algo: group_relative(
+        rewards_N, groups_N, scale_by_std=algo.scale_by_group_std
+    ),
+    "leave_one_out": lambda rewards_N, groups_N, algo: leave_one_out(rewards_N, groups_N),
+}
+
+
 def add_advantages(experience: Experience, algo: AlgoConfig) -> Experience:
     """Advantages (and, with a critic, returns) for every response token. The same on every rank."""
+    if algo.advantage not in (known := ("gae", *_GROUP_ADVANTAGES)):
+        raise ValueError(f"algo.advantage = {algo.advantage!r} is not computed here; the known ones are {known}")
     rewards_N = experience.per_sample["rewards"]
     like = experience.columns["old_logprobs"]
     coef = algo.kl.coef if algo.kl.placement == "reward" else 0.0
@@ -137,8 +147,5 @@ def add_advantages(experience: Experience, algo: AlgoConfig) -> Experience:
         kl_T = kl_estimate(like.values_T, ref_T, algo.kl.estimator)
         rewards_N = rewards_N - coef * packed_sums(kl_T, like.cu_seqlens)
     groups_N = experience.groups_N.to(rewards_N.device)
-    if algo.advantage == "group_relative":
-        advantages_N = group_relative(rewards_N, groups_N, scale_by_std=algo.scale_by_group_std)
-    else:
-        advantages_N = leave_one_out(rewards_N, groups_N)
+    advantages_N = _GROUP_ADVANTAGES[algo.advantage](rewards_N, groups_N, algo)
     return experience.with_columns({"advantages": like.repeat_per_token(advantages_N)})

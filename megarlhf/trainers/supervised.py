@@ -103,7 +103,8 @@ class Objective(ABC, Generic[Sample]):
         """Metrics of an evaluation, from the loss's sums; `loss` is among them."""
 
     def finish(self, role: Role, heldout: Sequence[Sample]) -> str | None:
-        """Collective. Called after the last step and before the last checkpoint; returns what to tell the user."""
+        """Collective. Called after the last step, before the last evaluation and the last checkpoint, which are of the
+        same model; returns what to tell the user."""
         return None
 
 
@@ -128,11 +129,11 @@ def run_supervised(objective: Objective[Sample], runtime: Runtime) -> None:
             metrics = train_on(objective, role, [train[n] for n in order.indices(step)])
             metrics["seconds"] = time.perf_counter() - started
             last = step + 1 == cfg.train.num_steps
+            if last and (note := objective.finish(role, heldout)) is not None:
+                session.note(note)
             if last or is_due(step + 1, cfg.eval.every):
                 metrics |= evaluate(objective, role, heldout)
             session.log(step + 1, metrics)
-            if last and (note := objective.finish(role, heldout)) is not None:
-                session.note(note)
             session.maybe_save(step + 1, [role], last=last)
 
 

@@ -1,5 +1,7 @@
 """Samples from records, by a tokenizer of one id a character, so that every expected id is written out."""
 
+import json
+
 import pytest
 
 from megarlhf.data.samples import (
@@ -11,6 +13,7 @@ from megarlhf.data.samples import (
     build_prompts,
     build_sft,
 )
+from megarlhf.data.sources import load_records
 from megarlhf.data.tokenizer import HuggingFaceTokenizer
 
 BOS, EOS, PAD = 1, 2, 0
@@ -86,10 +89,19 @@ def test_nothing_usable_is_an_error_with_the_reasons():
         build_pairs(records, TOKENIZER, **limits)
     with pytest.raises(ValueError, match=r"\(prompt longer than 1 tokens: 2\)"):
         build_prompts(records, TOKENIZER, max_prompt_tokens=1)
-    with pytest.raises(ValueError, match=r"\(empty prompt: 1\)"):
-        build_prompts([{"prompt": ""}], WITHOUT_BOS, max_prompt_tokens=1)
     with pytest.raises(ValueError, match="no records"):
         build_prompts([], TOKENIZER, max_prompt_tokens=1)
+
+
+@pytest.mark.parametrize("tokenizer", [TOKENIZER, WITHOUT_BOS])
+def test_empty_prompts_are_skipped_with_and_without_bos(tokenizer):
+    """By every command; white space alone is empty, as in a response."""
+    records = [{"prompt": text, "response": "2", "chosen": "2", "rejected": "3"} for text in ("", " \n", "1=")]
+    limits = {"max_prompt_tokens": 5, "max_response_tokens": 5}
+    for build, options in ((build_sft, limits), (build_pairs, limits), (build_prompts, {"max_prompt_tokens": 5})):
+        samples, skipped = build(records, tokenizer, **options)
+        assert len(samples) == 1
+        assert dict(skipped.reasons) == {"empty prompt": 2}
 
 
 def chat_tokenizer(fast_tokenizer, template=None):
@@ -107,19 +119,73 @@ def test_chat_template(fast_tokenizer):
     prompt = [tokenizer.bos_id, *tokenizer.encode("<user>37+48=<bot>")]
     assert sample.tokens == [*prompt, *tokenizer.encode("85"), tokenizer.eos_id]
     assert sample.prompt_length == len(prompt)
-    [from_prompt], _ = build_sft([{"prompt": "37+48=", "response": "85"}], tokenizer, **limits)
-    assert from_prompt == sample
     [asked], _ = build_prompts(
         [{"messages": messages[:1], "answer": "85"}], tokenizer, max_prompt_tokens=50, template="chat"
     )
     assert (asked.tokens, asked.text, asked.fields) == (prompt, "<user>37+48=<bot>", {"answer": "85"})
-    with pytest.raises(ValueError, match="expects the last one from 'assistant', got 'user'"):
-        build_sft([{"messages": messages[:1]}], tokenizer, **limits)
+    with pytest.raises(ValueError, match=r"record 2: .* expects the last one from 'assistant', got 'user'"):
+        build_sft([{"messages": messages}, {"messages": messages[:1]}], tokenizer, **limits)
+
+
+def test_pairs_take_their_prompt_from_prompt_whatever_else_a_record_has(fast_tokenizer):
+    """`messages` with the chosen answer, as published preference data has them, is not read."""
+    tokenizer = chat_tokenizer(fast_tokenizer)
+    limits = {"max_prompt_tokens": 50, "max_response_tokens": 50, "template": "chat"}
+    pair = {"prompt": "37+48=", "chosen": "85", "rejected": "75"}
+    messages = [{"role": "user", "content": "37+48="}, {"role": "assistant", "content": "85"}]
+    [sample], _ = build_pairs([{**pair, "messages": messages}], tokenizer, **limits)
+    assert sample.prompt_tokens == [tokenizer.bos_id, *tokenizer.encode("<user>37+48=<bot>")]
+    assert [sample] == build_pairs([pair], tokenizer, **limits)[0]
+    _, skipped = build_pairs([pair, {**pair, "prompt": " "}], tokenizer, **limits)
+    assert dict(skipped.reasons) == {"empty prompt": 1}
+
+
+def load_chat(tmp_path, *conversations):
+    (tmp_path / "chat.jsonl").write_text("".join(json.dumps({"messages": each}) + "\n" for each in conversations))
+    return load_records(tmp_path / "chat.jsonl", fields=["messages"])
+
+
+def test_a_conversation_that_ends_with_the_assistant_is_no_prompt(tmp_path, fast_tokenizer):
+    """Refused with file and line; a system message or a tool's result may be the last."""
+    tokenizer = chat_tokenizer(fast_tokenizer)
+    roles = [("user",), ("user", "assistant", "tool"), ("user", "system"), ("user", "assistant")]
+    records = load_chat(tmp_path, *([{"role": role, "content": "1"} for role in each] for each in roles))
+    options = {"max_prompt_tokens": 50, "template": "chat"}
+    samples, _ = build_prompts(records[:3], tokenizer, **options)
+    assert [sample.text for sample in samples][1:] == ["<user>1<assistant>1<tool>1<bot>", "<user>1<system>1<bot>"]
+    words = rf"{tmp_path}/chat\.jsonl, line 4: .*ends with a message of 'assistant'.*expected.*drop the last message"
+    with pytest.raises(ValueError, match=words):
+        build_prompts(records, tokenizer, **options)
+
+
+@pytest.mark.parametrize(
+    "template, words",
+    [
+        ("{{ raise_exception('System role not supported') }}", "TemplateError: System role not supported; change"),
+        ("{{ messages[5].content.strip() }}", "UndefinedError: .*; change"),
+        ("{{ 1 + 'a' }}", "TypeError: .*; change"),
+        ("{% if %}", "TemplateSyntaxError: .*; change"),
+    ],
+)
+def test_an_error_inside_a_chat_template_names_file_and_line(tmp_path, fast_tokenizer, template, words):
+    """One line, for prompts and fine-tuning."""
+    system = "{% if messages[0].role == 'system' %}" + template + "{% endif %}1" if "raise" in template else template
+    tokenizer = chat_tokenizer(fast_tokenizer, system)
+    good = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "1"}]
+    bad = [{"role": "system", "content": "1"}, *good]
+    records = load_chat(tmp_path, good, bad)
+    line = 2 if "raise" in template else 1
+    limits = {"max_prompt_tokens": 50, "max_response_tokens": 50, "template": "chat"}
+    with pytest.raises(ValueError, match=rf"chat\.jsonl, line {line}: the chat template of here .*{words}") as raised:
+        build_sft(records, tokenizer, **limits)
+    assert "\n" not in str(raised.value)
 
 
 def test_chat_template_that_writes_bos_gets_no_second_one(fast_tokenizer):
     tokenizer = chat_tokenizer(fast_tokenizer, "{{ bos_token }}{{ messages[0].content }}")
-    [sample], _ = build_prompts([{"prompt": "37"}], tokenizer, max_prompt_tokens=9, template="chat")
+    [sample], _ = build_prompts(
+        [{"messages": [{"role": "user", "content": "37"}]}], tokenizer, max_prompt_tokens=9, template="chat"
+    )
     assert sample.text == "<s>37"
     assert sample.tokens == [tokenizer.bos_id, *tokenizer.encode("37")]
 
@@ -129,11 +195,6 @@ def test_template_errors(fast_tokenizer):
         build_prompts([{"prompt": "1"}], TOKENIZER, max_prompt_tokens=9, template="chat")
     with pytest.raises(ValueError, match=r"unknown template 'alpaca'; the known ones are plain, chat"):
         build_prompts([{"prompt": "1"}], TOKENIZER, max_prompt_tokens=9, template="alpaca")
-    with pytest.raises(ValueError, match=r"no field 'response', found 'prompt', 'answer'"):
-        build_sft([{"prompt": "1", "answer": "2"}], TOKENIZER, max_prompt_tokens=9, max_response_tokens=9)
-    chat = chat_tokenizer(fast_tokenizer)
-    with pytest.raises(ValueError, match=r"no field 'prompt', found 'question'"):
-        build_prompts([{"question": "1"}], chat, max_prompt_tokens=9, template="chat")
     without = HuggingFaceTokenizer(fast_tokenizer(prefix=False, chat=False, eos_token="</s>"), "here")
     with pytest.raises(ValueError, match="here has no chat template"):
         build_prompts([{"prompt": "1"}], without, max_prompt_tokens=9, template="chat")

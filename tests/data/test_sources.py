@@ -12,7 +12,7 @@ import sys
 import datasets
 import pytest
 
-from megarlhf.data.sources import load_records, require_source, source_files
+from megarlhf.data.sources import files_in_words, load_records, require_source, source_files
 
 ROWS = [
     {"prompt": "1+1=", "response": "2", "answer": 2, "day": "2024-01-01"},
@@ -66,6 +66,56 @@ def test_the_files_of_a_directory_are_joined_in_order(tmp_path):
     (tmp_path / "README.md").write_text("not data")
     (tmp_path / ".hidden.jsonl").write_text("broken")
     assert load_records(tmp_path, fields=FIELDS) == ROWS
+
+
+def test_a_directory_of_different_kinds_is_not_joined(tmp_path):
+    """Prompts and preference pairs, which `rl` would both take as prompts. Not covered: kinds mixed in one file."""
+    write_jsonl(tmp_path / "pairs.jsonl", [{"prompt": "a", "chosen": "b", "rejected": "c"}])
+    write_jsonl(tmp_path / "prompts.jsonl", [{"prompt": "a", "answer": "b"}])
+    words = r"mixes different kinds.*pairs\.jsonl looks like preference pairs.*prompts\.jsonl looks like prompts.*Give"
+    with pytest.raises(ValueError, match=words):
+        load_records(tmp_path, fields=["prompt"])
+    assert len(load_records(tmp_path / "pairs.jsonl", fields=["prompt"])) == 1
+
+
+def test_a_note_says_what_of_a_directory_is_read_and_what_is_not(tmp_path):
+    for n in range(10):
+        write_jsonl(tmp_path / f"part_{n}.jsonl", ROWS)
+    (tmp_path / "part_x.txt").write_text("x")
+    (tmp_path / ".hidden.jsonl").write_text("broken")
+    (tmp_path / "sub").mkdir()
+    names = ", ".join(f"part_{n}.jsonl" for n in range(8))
+    expected = f"; read 10 files: {names} and 2 more; passed over, as folders and other kinds of files are: "
+    assert files_in_words(tmp_path, None) == expected + "part_x.txt, sub/"
+    assert files_in_words(tmp_path / "part_0.jsonl", None) == ""
+    datasets.Dataset.from_list(ROWS).save_to_disk(tmp_path / "sub")
+    assert files_in_words(tmp_path / "sub", None) == ""
+
+
+@pytest.mark.parametrize("name", ["part_2.jsonl.gz", "part_2.JSON.XZ", "part_2.parquet.zst"])
+def test_a_compressed_file_is_never_passed_over(tmp_path, name):
+    write_jsonl(tmp_path / "part_1.jsonl", ROWS)
+    (tmp_path / "archive.tar.gz").write_bytes(b"not data")
+    assert files_in_words(tmp_path, None).endswith("are: archive.tar.gz")
+    (tmp_path / name).write_bytes(b"x")
+    for path in (tmp_path, tmp_path / name):
+        with pytest.raises(ValueError, match=rf"{name} is compressed.*unpack it to {name[:-4]}"):
+            load_records(path, fields=FIELDS)
+    with pytest.raises(ValueError, match="is compressed"):
+        require_source(tmp_path)
+
+
+def test_a_key_that_stands_twice_is_refused(tmp_path):
+    """At any depth; the last value would win in silence."""
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"prompt": "a"}\n{"prompt": "a", "answer": "1", "answer": "2"}\n')
+    with pytest.raises(
+        ValueError, match=r"x\.jsonl, line 2: the key 'answer' stands 2 times .*with '1', '2'; expected"
+    ):
+        load_records(path, fields=["prompt"])
+    path.write_text('[{"prompt": "a"}, {"prompt": "a", "extra": {"b": 1, "b": 1}}]')
+    with pytest.raises(ValueError, match=r"x\.jsonl, in one of its rows: the key 'b' stands 2 times"):
+        load_records(path, fields=["prompt"])
 
 
 def test_names_end_in_upper_case_too(tmp_path):
@@ -258,9 +308,11 @@ def test_wrong_type_names_row_field_and_value(tmp_path, value, shown):
 
 def test_messages_are_checked(tmp_path):
     good = {"messages": [{"role": "user", "content": "hi"}]}
-    path = write_jsonl(tmp_path / "m.jsonl", [good, {"messages": [{"role": "user"}]}])
-    with pytest.raises(ValueError, match=r"line 2: field 'messages'.*list of \{role, content\}"):
-        load_records(path, fields=["messages"])
+    path = tmp_path / "m.jsonl"
+    for bad in ([{"role": "user"}], [{"content": "hi"}], [{"role": "user", "content": None}], []):
+        write_jsonl(path, [good, {"messages": bad}])
+        with pytest.raises(ValueError, match=r"line 2: field 'messages'.*list of \{role, content\}.*one message"):
+            load_records(path, fields=["messages"])
     assert load_records(write_jsonl(path, [good]), fields=["messages"]) == [good]
 
 

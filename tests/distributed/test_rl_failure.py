@@ -60,6 +60,7 @@ def test_the_command_ends_at_once_with_the_reason(
     if command == "generate":
         cfg = {name: cfg[name] for name in ("run", "actor", "data", "rollout")}
         del cfg["actor"]["optim"]
+        cfg["rollout"]["num_samples_per_prompt"] = 1  # greedy ones would be equal
     (tmp_path / "cfg.yaml").write_text(yaml.safe_dump(cfg))
     (tmp_path / "faulty.py").write_text(FAULTY.format(**fault))
     call = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(tmp_path / "faulty.py")]

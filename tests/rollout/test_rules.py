@@ -40,6 +40,20 @@ def test_exact_match(response, answer, expected):
         ("0.1", "0.10", 1.0),
         ("no number", "0", 0.0),
         ("", "0", 0.0),
+        (".5", "0.5", 1.0),
+        ("0.5", ".5", 1.0),
+        ("it is -.5", "-0.5", 1.0),
+        ("37-.5", ".5", 1.0),
+        ("it is $.50.", "0.5", 1.0),
+        ("3.5", ".5", 0.0),
+        ("so...5", "5", 1.0),
+        ("section.5", "5", 1.0),
+        (".5e1", "5", 1.0),
+        ("1e3", "1000", 1.0),
+        ("1000", "1e3", 1.0),
+        ("+5", "5", 1.0),
+        ("5", "+5", 1.0),
+        ("1000", "1,000", 1.0),
     ],
 )
 def test_numeric_match(response, answer, expected):
@@ -51,6 +65,15 @@ def test_bad_answers_are_errors_and_not_zeros():
         numeric_match("", "80", {"answer": "eighty"})
     with pytest.raises(ValueError, match=r"needs the field 'answer', found 'solution'"):
         exact_match("", "80", {"solution": "80"})
+
+
+def test_a_built_in_rule_s_error_is_told_once_and_without_our_own_line():
+    with pytest.raises(RewardError) as raised:
+        reward_of(numeric_match, 3, "p", "", {"answer": "x"})
+    assert str(raised.value) == (
+        "reward rule 'numeric_match' on sample 3 (prompt 'p', response ''): the record's answer is 'x', expected a "
+        "number; clean the data or use exact_match"
+    )
 
 
 def test_load_rule_by_name_and_by_path(tmp_path, monkeypatch):

@@ -95,6 +95,12 @@ def test_leave_one_out_with_kl_in_the_reward_by_hand():
     assert values(table, "advantages") == pytest.approx([-2.075, -2.075, 2.075])
 
 
+def test_an_advantage_without_a_branch_is_refused_and_not_another_one():
+    unknown = AlgoConfig.model_construct(**{**dict(algo()), "advantage": "new"})
+    with pytest.raises(ValueError, match=r"'new' is not computed here.*'gae', 'group_relative', 'leave_one_out'"):
+        add_advantages(experience(), unknown)
+
+
 def test_samples_of_different_prompts_are_not_compared():
     table = add_advantages(experience(groups=(0, 1)), algo(advantage="leave_one_out"))
     assert values(table, "advantages") == [0, 0, 0]

@@ -1,11 +1,13 @@
-"""What a start says of its data: two splits of one directory are told apart.
+"""What a start says of its data: two splits of one directory are told apart, and what a rule needs is there.
 
 Not covered: what is skipped and why (tests/data/test_samples.py).
 """
 
 import json
 
-from megarlhf.config import PromptDataConfig, SFTConfig
+import pytest
+
+from megarlhf.config import PromptDataConfig, RewardConfig, SFTConfig
 from megarlhf.trainers.prompts import load_prompts
 from megarlhf.trainers.sft import SupervisedFineTuning
 from megarlhf.trainers.supervised import load_samples
@@ -24,7 +26,10 @@ def test_the_notes_name_the_split(tmp_path):
         (data / f"{split}.jsonl").write_text(json.dumps({"prompt": "1+1=", "response": "2"}) + "\n")
         (data / f"{split}.jsonl").write_text((data / f"{split}.jsonl").read_text() * count)
     section = {"train": data, "train_split": "train", "heldout": data, "heldout_split": "test"}
-    expected = [f"{data}, split train: used all 2 records", f"{data}, split test: used all 1 records"]
+    expected = [
+        f"{data}, split {split}: used all {count} records; read 1 file: {split}.jsonl"
+        for split, count in (("train", 2), ("test", 1))
+    ]
     assert load_prompts(PromptDataConfig.model_validate(section), model).notes == expected
     cfg = SFTConfig.model_validate(
         {
@@ -37,3 +42,51 @@ def test_the_notes_name_the_split(tmp_path):
     assert load_samples(SupervisedFineTuning(cfg))[2] == expected
     whole = PromptDataConfig(train=data / "train.jsonl")
     assert load_prompts(whole, model).notes == [f"{data / 'train.jsonl'}: used all 2 records"]
+
+
+MINE = """def by_unit(prompt, response, fields):
+    return 1.0
+
+by_unit.required_fields = ("answer", "unit")
+"""
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    """Three prompts, the second without an answer, the third's is no number; and a model directory."""
+    (tmp_path / "tokenizer.model").write_bytes(train_tokenizer())
+    rows = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "1+2="}, {"prompt": "1+3=", "answer": "four"}]
+    for n, row in enumerate(rows):
+        (tmp_path / f"{n}.jsonl").write_text(json.dumps(rows[0]) + "\n" + json.dumps(row) + "\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "file, rule, words",
+    [
+        (1, "exact_match", r"reward rule 'exact_match': it needs the field 'answer', found none; add it"),
+        (1, "numeric_match", r"reward rule 'numeric_match': it needs the field 'answer'"),
+        (2, "numeric_match", r"reward rule 'numeric_match': the record's answer is 'four', expected a number"),
+        (0, "my_unit_rules:by_unit", r"reward rule 'my_unit_rules:by_unit': it needs the field 'unit', found 'answer'"),
+    ],
+)
+def test_what_a_rule_needs_is_looked_for_when_prompts_are_read(prompts, monkeypatch, file, rule, words):
+    """With file and line, in training and in held-out data; before there is a run directory, since `rl`, `generate`
+    and `eval` read prompts first."""
+    (prompts / "my_unit_rules.py").write_text(MINE)
+    monkeypatch.syspath_prepend(prompts)
+    rewards = [RewardConfig(kind="model"), RewardConfig(kind="rule", rule=rule)]
+    bad = prompts / f"{file}.jsonl"
+    line = 1 if rule.startswith("my_") else 2
+    good = prompts / "0.jsonl"
+    for data in (PromptDataConfig(train=bad), PromptDataConfig(train=good, heldout=bad)):
+        with pytest.raises(ValueError, match=rf"{file}\.jsonl, line {line}: {words}"):
+            load_prompts(data, prompts, rewards)
+    assert len(load_prompts(PromptDataConfig(train=bad), prompts).train) == 2, "without the rule"
+
+
+def test_held_out_prompts_of_which_some_have_no_answer_are_told(prompts):
+    """Then eval_accuracy is not computed; without the note it would only be missing."""
+    data = PromptDataConfig(train=prompts / "0.jsonl", heldout=prompts / "1.jsonl")
+    assert "1 of 2 held-out prompts have no 'answer' (the first is record 2)" in load_prompts(data, prompts).notes[-1]
+    assert len(load_prompts(data, prompts, max_heldout=1).notes) == 2, "the first has one"

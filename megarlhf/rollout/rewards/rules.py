@@ -13,12 +13,15 @@ Rule = Callable[[str, str, Mapping[str, Any]], float]
 """(prompt text, response text without eos, other columns of the record) -> reward."""
 
 # The sign belongs to the number only where no number or word stands before it: 37-5 ends in 5.
-_NUMBER = re.compile(r"(?:(?<![\w.)])[-+])?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:[eE][-+]?\d{1,4})?")
+# So does a point that no digit precedes: .5 is a half, and what follows the points of "so...5" is 5.
+_NUMBER = re.compile(
+    r"(?:(?<![\w.)])[-+])?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<![\w.)])\.\d+)(?:[eE][-+]?\d{1,4})?"
+)
 
 
 def exact_match(prompt_text: str, response_text: str, fields: Mapping[str, Any]) -> float:
     """1 if the response is the record's `answer`, white space around both aside; else 0."""
-    return float(response_text.strip() == str(_answer(fields)).strip())
+    return float(response_text.strip() == _answer(fields))
 
 
 def numeric_match(prompt_text: str, response_text: str, fields: Mapping[str, Any]) -> float:
@@ -26,14 +29,28 @@ def numeric_match(prompt_text: str, response_text: str, fields: Mapping[str, Any
 
     Thousands may have commas; 85, 85.0 and 8.5e1 are equal. Raises ValueError if the answer is no number.
     """
-    answer = str(_answer(fields)).strip()
+    answer, numbers = _numeric_answer(fields), _NUMBER.findall(response_text)
+    return float(bool(numbers) and _number(numbers[-1]) == answer)
+
+
+def _answer(fields: Mapping[str, Any]) -> str:
+    return str(_field(fields, "answer")).strip()
+
+
+def _numeric_answer(fields: Mapping[str, Any]) -> Decimal:
+    answer = _answer(fields)
     if not _NUMBER.fullmatch(answer):
         raise ValueError(
-            f"numeric_match: the record's answer is {answer[:80]!r}, expected a number; "
-            "clean the data or use exact_match"
+            f"the record's answer is {answer[:80]!r}, expected a number; clean the data or use exact_match"
         )
-    numbers = _NUMBER.findall(response_text)
-    return float(bool(numbers) and _number(numbers[-1]) == _number(answer))
+    return _number(answer)
+
+
+def _field(fields: Mapping[str, Any], name: str) -> Any:
+    if fields.get(name) is None:
+        field_names = ", ".join(map(repr, fields)) or "none"
+        raise ValueError(f"it needs the field {name!r}, found {field_names}; add it to the prompts")
+    return fields[name]
 
 
 def _number(text: str) -> Decimal:
@@ -41,6 +58,11 @@ def _number(text: str) -> Decimal:
 
 
 RULES: dict[str, Rule] = {"exact_match": exact_match, "numeric_match": numeric_match}
+_ANSWERS: dict[str, Callable[[Mapping[str, Any]], object]] = {
+    "exact_match": _answer,
+    "numeric_match": _numeric_answer,
+}
+"""What a rule reads of the fields; raises ValueError where it cannot."""
 
 
 def load_rule(name: str) -> Rule:
@@ -69,8 +91,19 @@ def load_rule(name: str) -> Rule:
     return rule
 
 
-def _answer(fields: Mapping[str, Any]) -> Any:
-    if fields.get("answer") is None:
-        field_names = ", ".join(map(repr, fields)) or "none"
-        raise ValueError(f"this reward rule needs the field 'answer', found {field_names}; add it to the prompts")
-    return fields["answer"]
+def field_check(name: str) -> Callable[[Mapping[str, Any]], None]:
+    """A function that raises ValueError for a record's fields with which the rule cannot work, so that nothing is
+    generated first. The user's own rule names what it needs in an attribute, `required_fields`."""
+    rule = load_rule(name)
+    needed = getattr(rule, "required_fields", ())
+    needed = (needed,) if isinstance(needed, str) else needed
+
+    def check(fields: Mapping[str, Any]) -> None:
+        try:
+            for field in needed:
+                _field(fields, field)
+            _ANSWERS.get(name, lambda fields: None)(fields)
+        except ValueError as error:
+            raise ValueError(f"reward rule {name!r}: {error}") from error
+
+    return check

@@ -60,6 +60,8 @@ def reward_of(rule: Rule, sample: int, prompt: str, response: str, fields: Mappi
     try:
         value: Any = rule(prompt, response, fields)
     except Exception as error:
+        if rule in RULES.values():  # the message says all; the line would be one of ours
+            raise RewardError(f"{where}: {error}") from error
         line = _line_of(rule, error.__traceback__)
         raise RewardError(f"{where} raised {type(error).__name__}: {error}; {line}") from error
     if isinstance(value, str | bytes) or value is None:
