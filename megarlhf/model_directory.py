@@ -19,9 +19,18 @@ def find_hf_directory(path: str | PathLike[str], hf: str | PathLike[str] | None 
     directory), or the companion folder of a Megatron checkpoint, named whole or by one of its iterations; None
     when there is none.
 
-    Raises: ValueError when `hf` is given and has no config.json.
+    Raises: ValueError when a path does not exist, when `hf` has no config.json, or when `hf` would replace the
+    config.json and tokenizer of a Hugging Face directory.
     """
+    for given in (path,) if hf is None else (path, hf):
+        if not Path(given).exists():
+            raise ValueError(f"{given} does not exist (working directory: {Path.cwd()}); correct the path")
     if hf is not None:
+        if (Path(path) / "config.json").is_file() and not Path(path).samefile(hf):
+            raise ValueError(
+                f"{path} has a config.json of its own, and {hf} would take the place of it and of the tokenizer; leave "
+                "model.hf out: it is for Megatron checkpoints, which have neither"
+            )
         if not (Path(hf) / "config.json").is_file():
             raise ValueError(f"{hf} has no config.json; name a Hugging Face directory that describes {path}")
         return Path(hf)

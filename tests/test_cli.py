@@ -158,7 +158,7 @@ def test_a_launched_rank_joins_with_the_launchers_world(command, started, capsys
         ("sft", ["actor.optim.min_lr=1"], "actor.optim: min_lr = 1 is above lr = 1e-06"),
         ("rl", ["critic.model.random_init=false"], "is no checkpoint: it has neither Hugging Face weights"),
         ("rl", ["rewards=[{kind: rule, rule: no_such_module:f}]"], "reward rule 'no_such_module:f': cannot import"),
-        ("sft", ["actor.model.path=absent"], "absent has no config.json; give a Hugging Face directory"),
+        ("sft", ["actor.model.path=absent"], "absent does not exist (working directory: "),
     ],
 )
 def test_a_mistake_is_said_once_and_starts_nothing(name, overrides, message, command, started, capsys, tmp_path):
@@ -178,6 +178,15 @@ def test_options_may_stand_behind_overrides_and_a_repeated_one_is_said(command, 
     output = squeezed(capsys.readouterr().out)
     assert "optimizer steps of the run 9" in output
     assert "run.seed is overridden 2 times: run.seed=4, the last, counts" in output
+    assert started == []
+
+
+@pytest.mark.parametrize("name", ["sft", "plan"])
+def test_a_second_file_is_refused(name, command, started, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main([name, *command("sft")[1:], "-c", "other.yaml"])
+    assert ended.value.code == 2
+    assert "-c is given twice" in capsys.readouterr().err
     assert started == []
 
 

@@ -93,8 +93,11 @@ def start(tmp_path: Path, what: str) -> subprocess.Popen[str]:
         ("nothing", 0, ""),
     ],
 )
-def test_what_ranks_find_is_said_once_with_its_status(tmp_path: Path, what: str, status: int, message: str) -> None:
-    """A mistake of all ranks has no rank's name; one rank's has, and the other does not run on."""
+def test_what_ranks_find_is_said_once_with_its_status(
+    tmp_path: Path, what: str, status: int, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mistake of all ranks has no rank's name; one rank's has, and the other does not run on. Nothing is left."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     started = time.monotonic()
     process = start(tmp_path, what)
     _, stderr = process.communicate(timeout=60)
@@ -103,11 +106,16 @@ def test_what_ranks_find_is_said_once_with_its_status(tmp_path: Path, what: str,
     assert stderr.count("megarlhf ") == bool(message), stderr
     assert ("Traceback" in stderr) == (what == "crash"), stderr
     assert time.monotonic() - started < 50, "the other rank slept on"
+    assert list(tmp_path.glob("megarlhf-ranks-*")) == []
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_what_stops_the_command_stops_its_ranks_and_theirs_in_one_line(tmp_path: Path, number: signal.Signals) -> None:
-    """One rank does not listen to SIGTERM, and each has a process of its own."""
+def test_what_stops_the_command_stops_its_ranks_and_theirs_in_one_line(
+    tmp_path: Path, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One rank does not listen to SIGTERM, and each has a process of its own. While there is no mistake to report,
+    there is no folder for it either, which a SIGKILL of the command would leave behind."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     process = start(tmp_path, "sleep")
     deadline = time.monotonic() + 60
     while len(list(tmp_path.iterdir())) < 2 and time.monotonic() < deadline:

@@ -4,8 +4,18 @@ from __future__ import annotations
 
 import argparse
 import math
+from typing import Any
 
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+class Once(argparse.Action):
+    """An option that may be given once: argparse keeps the last and drops the others in silence."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        if (before := getattr(namespace, self.dest)) != self.default:
+            parser.error(f"{option_string} is given twice ({before} and {values}), and only one would count; give one")
+        setattr(namespace, self.dest, values)
 
 
 def positive(text: str) -> int:

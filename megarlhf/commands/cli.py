@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megarlhf.commands.arguments import Once
 from megarlhf.config import FrozenModel, GenerateConfig, RLConfig, RMConfig, SFTConfig, load_config
 from megarlhf.config.load import repeated_overrides
 
@@ -48,13 +49,13 @@ def parser() -> argparse.ArgumentParser:
     commands = root.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, command in COMMANDS.items():
         sub = commands.add_parser(name, help=command.help)
-        sub.add_argument("-c", "--config", required=True, metavar="FILE", help="YAML configuration")
+        sub.add_argument("-c", "--config", required=True, action=Once, metavar="FILE", help="YAML configuration")
         sub.add_argument("overrides", nargs="*", metavar="section.key=value", help="override configured values")
         sub.add_argument("--dry-run", action="store_true", help="check and print what would run, then stop")
     commands.add_parser("doctor", help="what this machine has, and what each missing part means")
     report = commands.add_parser("report", help="one self-contained HTML page of one or more runs")
     report.add_argument("run_dirs", nargs="+", metavar="RUN_DIR")
-    report.add_argument("-o", "--out", default="report.html", metavar="FILE")
+    report.add_argument("-o", "--out", default="report.html", action=Once, metavar="FILE")
     report.add_argument("--title", default="megarlhf")
     commands.add_parser("plan", help="bytes and time from trainer to rollout: `megarlhf plan -h`")
     commands.add_parser("convert", help="checkpoints between Hugging Face and Megatron: `megarlhf convert -h`")

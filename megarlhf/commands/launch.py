@@ -14,11 +14,13 @@ import importlib
 import json
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+import uuid
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -46,7 +48,10 @@ def local_ranks(nproc: int, argv: Sequence[str], program: Sequence[str] = ("-m",
     """Run `megarlhf ARGV` again as `nproc` ranks of this machine; returns the exit status. Nothing outlives the call:
     what stops this process (Ctrl-C, SIGTERM, SIGHUP) stops the ranks and what they have started."""
     threads = str(max(1, (os.cpu_count() or 1) // nproc))
-    with tempfile.TemporaryDirectory(prefix="megarlhf-ranks-") as reports:
+    # The first rank that has something to report makes it: where this process is killed, none is left over.
+    reports = str(Path(tempfile.gettempdir()) / f"megarlhf-ranks-{uuid.uuid4().hex}")
+    with contextlib.ExitStack() as stack:
+        stack.callback(shutil.rmtree, reports, ignore_errors=True)
         environment = {"OMP_NUM_THREADS": threads, **os.environ, MARK: reports, PARENT: str(os.getpid())}
         environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(runtime.free_port())}
         environment |= {"WORLD_SIZE": str(nproc), "LOCAL_WORLD_SIZE": str(nproc)}
@@ -150,7 +155,8 @@ def print_error(command: str, message: str, status: int) -> None:
         info = runtime.detect_rank(os.environ)
     if info is not None and MARK in os.environ:
         path = Path(os.environ[MARK]) / f"{info.rank}.json"
-        with contextlib.suppress(FileNotFoundError):  # the folder goes with the process that started us
+        if os.environ.get(PARENT) in (None, str(os.getppid())):  # who started us is there to read it
+            path.parent.mkdir(mode=0o700, exist_ok=True)
             partial = path.with_suffix(".partial")
             partial.write_text(json.dumps({"status": status, "message": message}), encoding="utf-8")
             partial.rename(path)

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from statistics import fmean
 
-from megarlhf.commands.arguments import gigabits, positive
+from megarlhf.commands.arguments import Once, gigabits, positive
 from megarlhf.config import RLConfig, load_config
 from megarlhf.observe.progress import make_console, table
 from megarlhf.planning.weight_traffic import (
@@ -28,7 +28,7 @@ def parser() -> argparse.ArgumentParser:
         prog="megarlhf plan",
         description="Bytes and time of carrying the actor's weights into the rollout engines.",
     )
-    root.add_argument("-c", "--config", required=True, metavar="FILE", help="YAML configuration of an rl run")
+    root.add_argument("-c", "--config", required=True, action=Once, metavar="FILE", help="configuration of an rl run")
     root.add_argument("overrides", nargs="*", metavar="section.key=value", help="override configured values")
     root.add_argument("--world-size", type=positive, metavar="N", help="ranks of the run (default: run.nproc)")
     root.add_argument("--engine-tp", type=positive, metavar="N", help="plan as if rollout.parallel.tp were N")
@@ -77,13 +77,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _print(setup: TransferSetup, report: TransferReport, *, per_rank: bool) -> None:
     console, mesh, trainer = make_console(), setup.mesh, setup.trainer
     ways = f"tp {mesh.tp} x pp {mesh.pp} x dp {mesh.dp} (vpp {trainer.vpp}, ep {trainer.ep})"
-    ranks = "0 1 2 (by number)" if mesh.order is None else " ".join(map(str, mesh.order))
+    ranks = "by number" if mesh.order is None else " ".join(map(str, mesh.order))
+    if mesh.order is not None and len(mesh.order) < mesh.world_size:
+        ranks += ", and so on"
     facts = [
         ("model", f"{setup.arch.model_type}, {_gigabytes(report.model)} GB"),
         ("trainer", f"{ways} = {mesh.world_size} ranks"),
         ("engines", f"{mesh.world_size // setup.engine_tp} of tp {setup.engine_tp}"),
         ("order of the ranks", f"--order {setup.order}: {ORDERS[setup.order]}"),
-        ("ranks at the trainer's positions", f"{ranks}, and so on"),
+        ("ranks at the trainer's positions", ranks),
         ("seconds for placements and the one-tier plan, one core", f"{report.plan_seconds:.1f}"),
     ]
     console.print(table("Weights from trainer to rollout", facts, ("what", "value")))

@@ -145,6 +145,16 @@ class RolloutConfig(FrozenModel):
             raise ValueError(f"{', '.join(words)}: write true or false; vLLM would get a text, which counts as true")
         return arguments
 
+    @model_validator(mode="after")
+    def _only_of_vllm(self) -> RolloutConfig:
+        given = [("engine_args", self.engine_args), ("parallel.tp", self.parallel.tp)]
+        if self.engine == "megatron" and (unread := [key for key, value in given if value]):
+            raise ValueError(
+                f"{' and '.join(unread)} would have no effect: engine = 'megatron' samples with the actor itself, in "
+                "its layout; leave that out (on the command line: rollout.parallel.tp= rollout.engine_args={})"
+            )
+        return self
+
     def tp(self, actor: RoleConfig) -> int:
         """Tensor-parallel size of one engine."""
         return self.parallel.tp or actor.parallel.tp

@@ -55,6 +55,12 @@ class PromptDataConfig(FrozenModel):
     max_prompt_tokens: PositiveInt = 1024
     """Longer prompts are skipped, counted and reported; nothing is cut."""
 
+    @model_validator(mode="after")
+    def _split_of_something(self) -> Self:
+        if self.heldout is None and self.heldout_split is not None:
+            raise ValueError(f"heldout_split = {self.heldout_split!r} without heldout, whose split it names; set both")
+        return self
+
     def sources(self) -> dict[str, tuple[Path, str | None]]:
         """Path and split of the training data and, where there is any, of the held-out data, by key."""
         sources = {"data.train": (self.train, self.train_split)}
@@ -67,7 +73,7 @@ class DataConfig(PromptDataConfig):
     template: Literal["plain", "chat"] = "plain"
     """`plain`: the text as it stands. `chat`: the tokenizer's chat template around the prompt."""
     max_response_tokens: PositiveInt = 1024
-    """Longer responses (with end-of-sequence) are skipped, counted and reported. Not used by rl."""
+    """Longer responses (with end-of-sequence) are skipped, counted and reported."""
 
 
 class EvalConfig(FrozenModel):
@@ -111,7 +117,7 @@ class MicroBatchConfig(FrozenModel):
 
 
 class TrainConfig(MicroBatchConfig):
-    num_steps: Annotated[int, Field(ge=0)]
+    num_steps: PositiveInt
     """Optimizer steps."""
     mini_batch_samples: PositiveInt
     """Samples per optimizer step, over all ranks. A sample of `rm` is a pair of responses."""
@@ -352,6 +358,11 @@ class GenerateConfig(FrozenModel):
         ]
         if changed:
             raise ValueError(f"generate and eval write what a rule says, unchanged; remove {', '.join(changed)}")
+        rules = [str(reward.rule) for reward in self.rewards]
+        if repeated := sorted({rule for rule in rules if rules.count(rule) > 1}):
+            raise ValueError(
+                f"rewards names {', '.join(repeated)} more than once, for one and the same figure; once will do"
+            )
         samples = self.rollout.num_samples_per_prompt
         if self.greedy and samples > 1:
             raise ValueError(

@@ -12,13 +12,13 @@ class ShuffledBatches:
     `indices(step)` depends on the arguments only, so the step number is all that a resume needs.
     """
 
-    def __init__(self, num_samples: int, batch_size: int, seed: int) -> None:
+    def __init__(self, num_samples: int, batch_size: int, seed: int, key: str = "batch_size") -> None:
         if num_samples < 1 or batch_size < 1:
             raise ValueError(f"expected at least one sample and one a batch, got {num_samples=}, {batch_size=}")
         if batch_size > num_samples:
             raise ValueError(
-                f"a batch of {batch_size} would hold some of the {num_samples} samples twice; "
-                f"use a batch of at most {num_samples}, or more data"
+                f"{key} = {batch_size}: a batch would hold some of the {num_samples} samples of data.train twice; "
+                f"set {key} to at most {num_samples}, or give more data"
             )
         self.num_samples = num_samples
         self.batch_size = batch_size

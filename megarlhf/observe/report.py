@@ -43,6 +43,9 @@ details { margin-top: 16px; } summary { cursor: pointer; font-weight: 600; }
 pre { overflow-x: auto; margin: 12px 0 0; font-size: 13px; line-height: 1.45; }
 """
 
+_WRITTEN_BY_US = '<p class="soft">megarlhf report, written '
+"""In every report: only what holds this is replaced."""
+
 DRAW = """
 for (const element of document.querySelectorAll('.chart')) {
   const figure = FIGURES[Number(element.dataset.figure)];
@@ -63,6 +66,10 @@ def write_report(run_dirs: Sequence[Path], out: Path, *, title: str) -> None:
     """
     if not run_dirs:
         raise ValueError("a report of no run; give at least one run directory (run.dir of a finished or live run)")
+    if out.exists() and not (out.is_file() and _WRITTEN_BY_US in out.read_text(encoding="utf-8", errors="replace")):
+        raise ValueError(
+            f"{out} is there and is no report of megarlhf; nothing is replaced: name another file (-o FILE)"
+        )
     page = render(_distinct([read_run(Path(run_dir)) for run_dir in run_dirs]), title=title)
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(page, encoding="utf-8")
@@ -105,7 +112,7 @@ def render(runs: Sequence[Run], *, title: str) -> str:
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             f"<title>{html.escape(title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n<main>",
             f"<h1>{html.escape(title)}</h1>",
-            f'<p class="soft">megarlhf report, written {now}. {HOW_TO_READ}</p>',
+            f"{_WRITTEN_BY_US}{now}. {HOW_TO_READ}</p>",
             _summary(runs),
             *sections,
             _configs(runs),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,8 +16,10 @@ from megarlhf.observe.run_directory import require_usable, require_writable_outp
 from megarlhf.planning.batch import BatchNumber, rl_batch_numbers, schedule_notes, supervised_batch_numbers
 from megarlhf.planning.legality import check_role
 from megarlhf.planning.models import check_anchor, check_heads, check_vocabularies
+from megarlhf.planning.without_effect import without_effect
 from megarlhf.rollout.rewards.rules import load_rule
-from megarlhf.rollout.vllm_arguments import unknown_arguments
+from megarlhf.rollout.vllm_arguments import cpu_head_sizes, unknown_arguments
+from megarlhf.runtime import capabilities
 from megarlhf.weights.checkpoint.dtype import resolve_dtype
 
 AnyConfig = SFTConfig | RMConfig | RLConfig | GenerateConfig
@@ -54,7 +57,11 @@ def preflight(command: str, cfg: AnyConfig, world_size: int) -> Preflight:
     roles = _roles(cfg)
     described, dp = [], 1
     checked = {name: check_role(name, section, world_size) for name, section in roles.items()}
-    notes = check_vocabularies(roles) + check_heads(roles, trains_reward_model=isinstance(cfg, RMConfig))
+    notes = (
+        without_effect(cfg)
+        + check_vocabularies(roles)
+        + check_heads(roles, trains_reward_model=isinstance(cfg, RMConfig))
+    )
     for name, section in roles.items():
         arch, layout = checked[name]
         dtype = resolve_dtype(name, section.model, "scalar" if name in ("critic", "reward_model") else "lm")
@@ -66,7 +73,7 @@ def preflight(command: str, cfg: AnyConfig, world_size: int) -> Preflight:
         model = f"{section.model.path} ({arch.model_type}, {size}, {dtype.name} {dtype.why})"
         described.append((name, model, f"tp {layout.tp} x pp {layout.pp} x dp {layout.dp} = {world_size} ranks"))
         dp = layout.dp
-    _check_files(cfg)
+    notes += _check_files(cfg)
     if isinstance(cfg, RLConfig):
         check_anchor(cfg)
     if isinstance(cfg, RLConfig | GenerateConfig):
@@ -114,13 +121,24 @@ def _check_outputs(command: str, cfg: AnyConfig) -> list[str]:
     return notes
 
 
-def _check_files(cfg: AnyConfig) -> None:
-    """Data must be there, unless its name may be one of the Hugging Face hub; of several splits one must be named."""
+def _check_files(cfg: AnyConfig) -> list[str]:
+    """Data must be there, unless its name may be one of the Hugging Face hub; of several splits one must be named.
+    Returns what is taken for such a name, in sentences."""
+    notes = []
     for key, (path, split) in cfg.data.sources().items():
         try:
             require_source(path, split)
         except ValueError as error:
             raise ValueError(f"{key}: {error}; working directory: {Path.cwd()}") from None
+        if not path.exists():
+            notes.append(f"{key} = {path}: no such file here, so it is taken for a name on the Hugging Face hub")
+            for variable in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
+                if os.environ.get(variable, "").upper() in ("1", "ON", "YES", "TRUE"):
+                    raise ValueError(
+                        f"{key} = {path} does not exist (working directory: {Path.cwd()}), and {variable} = "
+                        f"{os.environ[variable]} forbids to look for it on the Hugging Face hub; correct the path"
+                    )
+    return notes
 
 
 def _same_data(cfg: AnyConfig) -> bool:
@@ -164,6 +182,12 @@ def _check_engine(cfg: RLConfig | GenerateConfig, section: RoleConfig, arch: Arc
         raise ValueError(
             f"rollout.parallel.tp = {tp} of vLLM and {section.model.path}: {error}; or use rollout.engine=megatron"
         ) from None
+    sizes = cpu_head_sizes()
+    if capabilities().device_type == "cpu" and sizes and arch.head_dim not in sizes:
+        raise ValueError(
+            f"{section.model.path} has heads of {arch.head_dim} (head_dim), and vLLM's attention on a CPU takes "
+            f"{', '.join(map(str, sizes))} only; use another model, a GPU, or rollout.engine=megatron"
+        )
 
 
 def _check_positions(cfg: RLConfig | GenerateConfig, role: str, section: RoleConfig, arch: Architecture) -> None:

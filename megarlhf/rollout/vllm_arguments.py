@@ -1,4 +1,4 @@
-"""The arguments that the installed vLLM knows, without importing it: an import takes seconds and touches devices."""
+"""What the installed vLLM takes, without importing it: an import takes seconds and touches devices."""
 
 from __future__ import annotations
 
@@ -26,12 +26,28 @@ def unknown_arguments(names: Iterable[str]) -> list[str]:
 
 def known_arguments(search_path: list[str] | None = None) -> frozenset[str]:
     """The public fields of vLLM's `EngineArgs`, read from its source; empty if there is none."""
-    spec = PathFinder.find_spec("vllm", search_path)
-    folders = (spec.submodule_search_locations or ()) if spec else ()
-    sources = [path for folder in folders if (path := Path(folder) / "engine" / "arg_utils.py").is_file()]
-    for node in [node for source in sources for node in ast.parse(source.read_text(encoding="utf-8")).body]:
+    for node in _statements("engine/arg_utils.py", search_path):
         if isinstance(node, ast.ClassDef) and node.name == "EngineArgs":
             fields = (field.target for field in node.body if isinstance(field, ast.AnnAssign))
             names = (field.id for field in fields if isinstance(field, ast.Name))
             return frozenset(name for name in names if not name.startswith("_"))
     return frozenset()
+
+
+def cpu_head_sizes(search_path: list[str] | None = None) -> tuple[int, ...]:
+    """The sizes of an attention head that vLLM computes on a CPU, read from its source; empty if there are none."""
+    for statement in _statements("v1/attention/backends/cpu_attn.py", search_path):
+        for node in ast.walk(statement):
+            if isinstance(node, ast.FunctionDef) and node.name == "get_supported_head_sizes":
+                returned = node.body[-1]
+                if isinstance(returned, ast.Return) and isinstance(returned.value, ast.List):
+                    return tuple(ast.literal_eval(returned.value))
+    return ()
+
+
+def _statements(file: str, search_path: list[str] | None) -> list[ast.stmt]:
+    """Of a file of the installed vLLM; none where it is not there."""
+    spec = PathFinder.find_spec("vllm", search_path)
+    folders = (spec.submodule_search_locations or ()) if spec else ()
+    sources = [path for folder in folders if (path := Path(folder) / file).is_file()]
+    return [node for source in sources for node in ast.parse(source.read_text(encoding="utf-8")).body]

@@ -44,7 +44,7 @@ Metrics = dict[str, float]
 def run(cfg: RLConfig, runtime: Runtime) -> None:
     """Improve the actor on its own samples."""
     data = load_prompts(cfg.data, cfg.actor.model.hf_directory(), cfg.rewards, cfg.eval.max_samples)
-    order = ShuffledBatches(len(data.train), cfg.train.prompts_per_step, cfg.run.seed)
+    order = ShuffledBatches(len(data.train), cfg.train.prompts_per_step, cfg.run.seed, "train.prompts_per_step")
     components = build(cfg, runtime, data.tokenizer)
     components.engine.update_weights(components.actor.shard, version=0)
     components.engine.verify_weights(components.actor.shard)

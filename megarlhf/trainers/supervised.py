@@ -112,7 +112,7 @@ def run_supervised(objective: Objective[Sample], runtime: Runtime) -> None:
     """Train the objective's role on its samples."""
     cfg = objective.cfg
     train, heldout, notes = load_samples(objective)
-    order = ShuffledBatches(len(train), cfg.train.mini_batch_samples, cfg.run.seed)
+    order = ShuffledBatches(len(train), cfg.train.mini_batch_samples, cfg.run.seed, "train.mini_batch_samples")
     role = build_role(
         objective.role_name,
         objective.section,

@@ -98,6 +98,21 @@ def test_a_mistake_is_told_of_the_file_or_of_the_override_that_makes_it(refusal)
     ]
 
 
+@pytest.mark.parametrize(
+    ("command", "overrides", "words"),
+    [
+        ("sft", ["data.heldout_split=test"], "data: heldout_split = 'test' without heldout"),
+        ("rl", ["rollout.engine=megatron", "rollout.parallel.tp=2"], "rollout: parallel.tp would have no effect"),
+        ("generate", ["rollout={engine: megatron, engine_args: {a: 1}}"], "engine_args would have no effect"),
+        ("sft", ["train.num_steps=0"], "train.num_steps: Input should be greater than 0, got 0"),
+        ("rm", ["train.num_steps=0"], "train.num_steps: Input should be greater than 0, got 0"),
+        ("generate", ["rewards=[{kind: rule, rule: x}, {kind: rule, rule: x}]"], "rewards names x more than once"),
+    ],
+)
+def test_what_could_have_no_effect_and_is_certainly_a_mistake_is_refused(refusal, command, overrides, words):
+    assert words in refusal(command, *overrides)
+
+
 PACKED = ("train.micro_batch_samples=", "train.max_tokens_per_micro_batch=128")
 VLLM_TP = ("actor.parallel.tp=2", "rollout.parallel.tp=2")
 
@@ -191,7 +206,8 @@ def test_every_check_across_keys_says_what_to_do(refusal, command, overrides, wo
         ("rl", VLLM_TP),
         ("rl", ["critic.model.fresh_head=true"]),
         ("sft", ["actor.optim={lr: 1e-4, min_lr: 1e-4, schedule: linear}"]),
-        ("rl", ["rollout.parallel.tp=2", "rollout.engine=megatron"]),
+        ("rl", ["rollout.parallel.tp=", "rollout.engine_args={}", "rollout.engine=megatron"]),
+        ("sft", ["data.heldout_split=test", "data.heldout=data"]),
         ("rl", ["train.stop.heldout_reward_patience=2", "eval.every=1"]),
         ("generate", ["rewards=[{kind: rule, rule: exact_match}]"]),
         ("sft", PACKED),

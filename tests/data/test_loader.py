@@ -43,7 +43,7 @@ def test_seeds_and_epochs_differ():
 
 
 def test_impossible_sizes():
-    with pytest.raises(ValueError, match=r"batch of 6 .* 5 samples twice; use a batch of at most 5"):
-        ShuffledBatches(5, 6, seed=0)
+    with pytest.raises(ValueError, match=r"train.x = 6: .* 5 samples of .* twice; set train.x to at most 5"):
+        ShuffledBatches(5, 6, seed=0, key="train.x")
     with pytest.raises(ValueError, match="at least one"):
         ShuffledBatches(0, 0, seed=0)

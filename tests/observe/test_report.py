@@ -54,6 +54,18 @@ def traces(page):
     return [trace["name"] for figure in figures_of(page) for trace in figure["data"]]
 
 
+def test_only_a_report_is_replaced(tmp_path):
+    run, notes, out = make_run_dir(tmp_path / "run", RL_ROWS), tmp_path / "notes.txt", tmp_path / "report.html"
+    notes.write_text("mine")
+    for taken in (notes, tmp_path / "run"):
+        with pytest.raises(ValueError, match="is there and is no report of megarlhf; nothing is replaced"):
+            write_report([run], taken, title="first")
+    assert notes.read_text() == "mine"
+    write_report([run], out, title="first")
+    write_report([run], out, title="second")
+    assert "<h1>second</h1>" in out.read_text()
+
+
 @pytest.mark.parametrize(
     ("row", "kind"),
     [

@@ -37,7 +37,8 @@ def test_the_arithmetic_of_rm_counts_pairs(paths):
 
 def test_the_arithmetic_of_rl_by_hand_with_a_layout_of_each_role(paths):
     """6 prompts x 4 samples = 24 samples = 3 mini-batches of 8; actor and reference dp 2, critic dp 4."""
-    cfg = rl(paths, actor=role(paths, tp=2), critic=role(paths), rollout={"parallel": {"tp": 2}})
+    actor = role(paths, model=paths["make"]("wide", head_dim=32), tp=2)
+    cfg = rl(paths, actor=actor, critic=role(paths), rollout={"engine": "vllm", "parallel": {"tp": 2}})
     assert rl_batch_numbers(cfg, 4) == [
         BatchNumber("rollout-and-train steps of the run", 10),
         BatchNumber("prompts per step, over all ranks", 6),
@@ -119,7 +120,7 @@ def test_a_warm_up_longer_than_the_run_is_said(paths):
             ],
         ),
         (
-            {"rollout": {"parallel": {"tp": 3}}},
+            {"rollout": {"engine": "vllm", "parallel": {"tp": 3}}},
             4,
             ["4 ranks do not divide into engines of rollout.parallel.tp = 3 ranks"],
         ),

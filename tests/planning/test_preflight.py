@@ -5,11 +5,13 @@ Not covered: data of a format that cannot be read (it shows at load).
 """
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from megarlhf.config import GenerateConfig
+from megarlhf.config import GenerateConfig, SFTConfig
 from megarlhf.planning.preflight import preflight
+from megarlhf.rollout.vllm_arguments import cpu_head_sizes
 from tests.planning.configs import rl, role, sft
 
 
@@ -25,12 +27,10 @@ def test_a_dtype_that_cannot_be_followed_is_refused_for_the_role_that_has_it(pat
 
 
 def test_an_argument_that_vllm_does_not_know_is_refused_before_anything_starts(paths):
-    rollout = {"engine_args": {"max_num_seq": 8}}
     with pytest.raises(
         ValueError, match=r"rollout\.engine_args: vLLM has no .*'max_num_seq'; did you mean 'max_num_seqs'"
     ):
-        preflight("rl", rl(paths, rollout={**rollout, "engine": "vllm"}), 1)
-    preflight("rl", rl(paths, rollout=rollout), 1)  # sampled by the actor itself: not read
+        preflight("rl", rl(paths, rollout={"engine_args": {"max_num_seq": 8}, "engine": "vllm"}), 1)
 
 
 @pytest.mark.parametrize("key", ["train", "heldout"])
@@ -74,15 +74,92 @@ def test_data_that_is_held_out_is_not_trained_on(paths, monkeypatch):
     for train, heldout in (("b.jsonl", "../both/b.jsonl"), (both, "."), ("b.jsonl", root / "link.jsonl")):
         (note,) = preflight("sft", sft(paths, train=train, heldout=heldout), 1).notes
         assert note.startswith(same_data)
+    with_network(monkeypatch)
     hub = Path("owner/name")
-    assert preflight("sft", sft(paths, train=hub, heldout=hub), 1).notes[0].startswith(same_data)
-    assert preflight("sft", sft(paths, train=hub, heldout=hub, heldout_split="test"), 1).notes == ()
+    assert preflight("sft", sft(paths, train=hub, heldout=hub), 1).notes[-1].startswith(same_data)
+    notes = preflight("sft", sft(paths, train=hub, heldout=hub, heldout_split="test"), 1).notes
+    assert [note.partition(":")[0] for note in notes] == ["data.train = owner/name", "data.heldout = owner/name"]
 
 
-def test_a_name_of_the_hub_is_left_to_the_loader(paths):
-    """Also one with a dot, which is no file's suffix."""
+def with_network(monkeypatch):
+    for variable in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
+        monkeypatch.delenv(variable, raising=False)
+
+
+def test_a_name_of_the_hub_is_left_to_the_loader_and_said(paths, monkeypatch):
+    """Also one with a dot, which is no file's suffix. Where the network is switched off it is refused."""
     for name in ("owner/name", "owner/name-v1.5"):
-        assert preflight("sft", sft(paths, heldout=Path(name)), 1).numbers
+        with_network(monkeypatch)
+        (note,) = preflight("sft", sft(paths, heldout=Path(name)), 1).notes
+        assert note.startswith(f"data.heldout = {name}: no such file here, so it is taken for a name on the Hugging")
+        monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+        with pytest.raises(ValueError, match=rf"data.heldout = {name} does not exist .*HF_HUB_OFFLINE = 1 forbids"):
+            preflight("sft", sft(paths, heldout=Path(name)), 1)
+
+
+def test_another_config_beside_a_hugging_face_directory_is_refused(paths):
+    """The directory itself is the same thing said twice."""
+    other = paths["make"]("other")
+    actor = role(paths)
+    actor["model"]["hf"] = other
+    with pytest.raises(ValueError, match=r"model has a config.json of its own, and .*other would take .* leave model"):
+        preflight("rl", rl(paths, actor=actor), 1)
+    actor["model"]["hf"] = paths["model"]
+    assert preflight("rl", rl(paths, actor=actor), 1).numbers
+
+
+def test_a_path_that_does_not_exist_is_said_to_not_exist(paths):
+    with pytest.raises(ValueError, match=r"^m/lama does not exist \(working directory: "):
+        preflight("rl", rl(paths, critic=role(paths, "m/lama")), 1)
+
+
+def test_heads_that_vllm_s_attention_on_a_cpu_does_not_take_are_refused(paths, monkeypatch):
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    assert cpu_head_sizes() == tuple(CPUAttentionBackend.get_supported_head_sizes())
+    assert cpu_head_sizes([str(paths["root"])]) == (), "without vLLM nothing is known"
+    cfg = rl(paths, rollout={"engine": "vllm"})
+    with pytest.raises(
+        ValueError, match=r"model has heads of 8 \(head_dim\), and vLLM's attention on a CPU takes 32, "
+    ):
+        preflight("rl", cfg, 1)
+    assert preflight("rl", rl(paths), 1).numbers
+    monkeypatch.setattr("megarlhf.planning.preflight.capabilities", lambda: SimpleNamespace(device_type="cuda"))
+    assert preflight("rl", cfg, 1).numbers
+
+
+def test_what_is_set_and_has_no_effect_is_said(paths):
+    """By key, each with the reason; a value that is the default is not set to anything."""
+
+    def keys(command, cfg):
+        start = "set, but without effect here: "
+        notes = [note for note in preflight(command, cfg, 1).notes if note.startswith(start)]
+        assert all("(" in note for note in notes)
+        return {note.removeprefix(start).split(" (")[0] for note in notes}
+
+    tree = sft(paths).model_dump() | {"eval": {"every": 2, "max_samples": 3}, "checkpoint": {"keep": 2}}
+    assert keys("sft", SFTConfig.model_validate(tree)) == {"eval.every", "eval.max_samples", "checkpoint.keep"}
+    tree = tree | {"data": {"train": paths["train"], "heldout": paths["train"]}, "checkpoint": {"keep": 2, "every": 1}}
+    assert keys("sft", SFTConfig.model_validate(tree)) == set()
+    grpo = {"advantage": "group_relative", "gamma": 0.9, "lam": 0.95, "value_clip": 0.1, "whiten_advantages": False}
+    assert keys("rl", rl(paths, algo=grpo, rollout={"poison_weights": True})) == {
+        "algo.gamma",
+        "algo.value_clip",
+        "algo.whiten_advantages",
+        "critic",
+        "rollout.poison_weights",
+    }
+    gae = {**grpo, "advantage": "gae", "scale_by_group_std": False}
+    others = {"reward_model": role(paths), "critic": role(paths) | {"kernels": {"save_mib": 1}}}
+    assert keys("rl", rl(paths, algo=gae, **others)) == {"algo.scale_by_group_std", "reward_model", "critic.kernels"}
+    tree = {
+        "run": {"dir": "r"},
+        "actor": role(paths) | {"optim": {"lr": 0.5}},
+        "data": {"train": paths["train"], "max_prompt_tokens": 8},
+        "rollout": {"engine": "megatron", "max_response_tokens": 8, "temperature": 0.5},
+    }
+    assert keys("generate", GenerateConfig.model_validate(tree)) == {"actor.optim", "rollout.temperature"}
+    assert keys("generate", GenerateConfig.model_validate(tree | {"greedy": False})) == {"actor.optim"}
 
 
 def test_rl_that_would_outgrow_the_positions_of_any_role_is_refused(paths):
@@ -111,6 +188,7 @@ def test_generate_has_no_batch_arithmetic_and_is_checked_all_the_same(paths):
     with pytest.raises(ValueError, match=r"1024 \+ 8 = 1032 tokens"):
         preflight("generate", GenerateConfig.model_validate(tree), 2)
     tree["data"]["max_prompt_tokens"] = 8
+    tree["rollout"]["engine"] = "megatron"
     assert preflight("generate", GenerateConfig.model_validate(tree), 2).numbers == ()
 
 
@@ -127,7 +205,7 @@ def test_a_misspelt_rule_is_refused_before_a_rank_starts(paths):
 
 
 def test_experts_are_rolled_out_by_vllm(paths):
-    mixture = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+    mixture = {"model_type": "mixtral", "head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2}
     actor = role(paths, model=paths["make"]("mixture", **mixture))
     for engine in ("vllm", "megatron"):
         assert preflight("rl", rl(paths, actor=actor, rollout={"engine": engine}), 1).numbers

@@ -259,7 +259,7 @@ def test_a_folder_hf_beside_a_checkpoint_is_somebody_else_s(models, tmp_path):
     actual = open_checkpoint(tmp_path / "run")
     assert actual.companion is None
     assert actual.arch.model_type == "llama"
-    with pytest.raises(ValueError, match=r"nowhere has no config.json"):
+    with pytest.raises(ValueError, match=r"nowhere does not exist"):
         open_checkpoint(tmp_path / "run", hf=tmp_path / "nowhere")
 
 

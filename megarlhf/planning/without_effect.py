@@ -1,0 +1,74 @@
+"""What a configuration sets and the run does not read, in sentences. What is certainly a mistake is refused when the
+configuration is loaded; what stands here may be a line that several files share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megarlhf.config import FrozenModel, GenerateConfig, RLConfig, RMConfig, SFTConfig
+
+_VLLM_ONLY = "gpu_memory_utilization cpu_cache_gib reshard_bucket_mib poison_weights"
+
+
+def without_effect(cfg: SFTConfig | RMConfig | RLConfig | GenerateConfig) -> list[str]:
+    """A sentence for each key that has another value than its default, which nothing reads."""
+    rows = _of_generate(cfg) if isinstance(cfg, GenerateConfig) else _of_training(cfg)
+    if isinstance(cfg, RLConfig):
+        rows += _of_rl(cfg)
+    if isinstance(cfg, RLConfig | GenerateConfig):
+        keys = " ".join(f"rollout.{name}" for name in _VLLM_ONLY.split())
+        rows.append((keys, cfg.rollout.engine != "vllm", "of the engine vllm only"))
+    unread = [(key, why) for keys, holds, why in rows if holds for key in keys.split()]
+    return [f"set, but without effect here: {key} ({why})" for key, why in unread if _is_set(cfg, key)]
+
+
+_Row = tuple[str, bool, str]
+"""Keys, whether nothing reads them, and why."""
+
+
+def _of_training(cfg: SFTConfig | RMConfig | RLConfig) -> list[_Row]:
+    return [
+        ("eval.every eval.max_samples", cfg.data.heldout is None, "there is no data.heldout to evaluate on"),
+        (
+            "checkpoint.keep",
+            cfg.checkpoint.every == 0,
+            "checkpoint.every = 0 saves one checkpoint, after the last step",
+        ),
+        ("reward_model.kernels", isinstance(cfg, RMConfig), "log-probs are of language models"),
+    ]
+
+
+def _of_rl(cfg: RLConfig) -> list[_Row]:
+    advantage = cfg.algo.advantage
+    without_critic = f"algo.advantage = {advantage} has no critic"
+    return [
+        ("algo.gamma algo.lam algo.whiten_advantages", advantage != "gae", f"algo.advantage = {advantage} reads none"),
+        ("algo.value_clip train.critic_warmup_steps critic", not cfg.algo.needs_critic, without_critic),
+        ("algo.scale_by_group_std", advantage != "group_relative", f"algo.advantage = {advantage} scales by no group"),
+        ("algo.kl.placement", cfg.algo.kl.coef == 0, "algo.kl.coef = 0"),
+        ("reward_model", not cfg.uses_reward_model, "no entry of rewards has kind: model"),
+        ("rollout.verify_weights_every", cfg.rollout.engine != "vllm", "of the engine vllm only"),
+        ("reference.optim", True, "the reference is not trained"),
+        ("reward_model.optim", cfg.uses_reward_model, "rl does not train the reward model"),
+        ("critic.kernels", cfg.algo.needs_critic, "log-probs are of language models"),
+        ("reward_model.kernels", cfg.uses_reward_model, "log-probs are of language models"),
+    ]
+
+
+def _of_generate(cfg: GenerateConfig) -> list[_Row]:
+    return [
+        ("rollout.temperature", cfg.greedy, "greedy = true takes the likeliest token"),
+        ("rollout.logprob_gap rollout.verify_weights_every", True, "no step follows the first samples"),
+        ("actor.optim actor.kernels", True, "nothing is trained"),
+    ]
+
+
+def _is_set(cfg: FrozenModel, key: str) -> bool:
+    """Whether a key was set, to another value than its default: in a resolved file every key is set."""
+    *sections, last = key.split(".")
+    section: Any = cfg
+    for name in sections:
+        section = getattr(section, name)
+        if section is None:
+            return False
+    return last in section.model_fields_set and getattr(section, last) != type(section).model_fields[last].default
