@@ -33,7 +33,7 @@ def test_a_role_of_the_actor_s_layout_stands_as_the_actor_does():
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(("engine", "tp"), [("vllm", 8), ("megatron", 4)])
+@pytest.mark.parametrize(("engine", "tp"), [("vllm", 8), ("megatron", None)])
 def test_where_no_order_is_wanted_all_stand_by_number(engine, tp):
     assert mesh_orders(rollout(engine, tp), sections(actor={"tp": 8}, critic={"tp": 8}), NODE) == {
         "actor": None, "critic": None
