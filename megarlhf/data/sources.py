@@ -67,7 +67,7 @@ def load_records(path: str | Path, *, fields: Sequence[str], split: str | None =
 def require_source(path: str | Path, split: str | None = None) -> None:
     """Raises ValueError, naming the nearest neighbour, unless `path` is on disk or may be a hub name; and, where what
     is on disk has several splits, unless `split` is one of them. No data is read."""
-    source = Path(path).expanduser()
+    source = Path(path)
     if not source.exists() and not _is_hub_name(str(path)):
         raise ValueError(_missing(source))
     if source.is_dir():
@@ -80,7 +80,7 @@ def source_files(path: str | Path, split: str | None = None) -> set[Path]:
     """What is read of a source on disk: its files, or the directory of a saved dataset, without links and `..`. Empty
     for a hub name. Raises: ValueError as `require_source`."""
     require_source(path, split)
-    source = Path(path).expanduser()
+    source = Path(path)
     if not source.is_dir():
         return {source.resolve()} if source.exists() else set()
     if saved := _saved_splits(source):
@@ -111,7 +111,7 @@ def _chosen(name: str, splits: Sequence[str], split: str | None) -> str:
 
 def _read(name: str, split: str | None) -> _Located:
     require_source(name, split)
-    path = Path(name).expanduser()
+    path = Path(name)
     if path.is_dir():
         yield from _read_directory(path, split)
     elif path.exists():
@@ -162,7 +162,7 @@ def _read_directory(directory: Path, split: str | None) -> _Located:
 
 def files_in_words(path: str | Path, split: str | None) -> str:
     """Which files of a directory are read and which entries are not, and why, for a note; empty for other sources."""
-    directory = Path(path).expanduser()
+    directory = Path(path)
     if not directory.is_dir() or _saved_splits(directory):
         return ""
     by_split = _files_by_split(directory)

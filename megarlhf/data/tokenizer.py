@@ -154,7 +154,7 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
 
     Raises: ValueError where the directory holds neither, a file is damaged, or the tokenizer defines no eos
     """
-    directory = Path(directory).expanduser()
+    directory = Path(directory)
     if (directory / "tokenizer.json").is_file():
         from transformers import AutoTokenizer
 

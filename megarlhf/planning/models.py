@@ -26,8 +26,13 @@ def check_vocabularies(roles: Mapping[str, RoleConfig]) -> list[str]:
     """
     writer, described = next((role, section.model.hf_directory()) for role, section in roles.items())
     tokenizer = load_tokenizer(described)
-    end_tokens(described, tokenizer.eos_id)  # a damaged file is refused here
     notes = []
+    if further := end_tokens(described, tokenizer.eos_id)[1:]:
+        notes.append(
+            f"{writer}: generated responses end at token {tokenizer.eos_id}, the tokenizer's end-of-sequence, and at "
+            f"{', '.join(map(str, further))}, which eos_token_id in {described} names; training data ends with the "
+            "first only"
+        )
     for role, section in roles.items():
         directory = section.model.hf_directory()
         vocab_size = architecture_from_hf(directory).vocab_size

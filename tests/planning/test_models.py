@@ -100,6 +100,13 @@ def test_a_model_without_a_tokenizer_is_taken_at_its_size_and_that_is_said(model
         check_vocabularies({"actor": actor, "critic": model("wide", tokenizer=b"", vocab_size=101)})
 
 
+def test_further_end_tokens_are_said(model):
+    """The demo's tokenizer ends with token 2; the first model's file alone counts, since it writes the responses."""
+    actor = model("actor", eos_token_id=[2, 5])
+    (note,) = check_vocabularies({"actor": actor, "critic": model("critic", eos_token_id=7)})
+    assert "actor: generated responses end at token 2, the tokenizer's end-of-sequence, and at 5, which" in note
+
+
 def test_a_language_model_has_no_scores(model):
     """Only a critic may start with a random head, and says so; `rm` makes one on purpose."""
     language, scalar = model("language"), model("scalar", head="scalar")
