@@ -24,20 +24,12 @@ class RunConfig(FrozenModel):
     else. `resume` does not exist yet."""
     nproc: PositiveInt = 1
     """Local ranks that a plain start launches; torchrun and srun decide for themselves."""
+    allow_changes: bool = False
+    """Go on although configuration, data or reference have changed in what is computed."""
     seed: int = 0
     """Everything random follows from it: weights, data order, samples."""
     logger: Literal["tensorboard", "wandb"] = "tensorboard"
     """`wandb` logs to Weights & Biases as well."""
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.on_existing == "resume":
-            raise ValueError(
-                "on_existing = 'resume': an exact resume does not exist yet; give another run.dir with model.path = "
-                "the last checkpoint (a new run, with a new optimizer; in rl set reference.model.path as well, to the "
-                "earlier run's reference, or the KL is taken to the checkpoint), or 'overwrite' to start over"
-            )
-        return self
 
 
 class PromptDataConfig(FrozenModel):
@@ -84,10 +76,35 @@ class EvalConfig(FrozenModel):
 
 
 class CheckpointConfig(FrozenModel):
+    """Two kinds of checkpoint. A *resume point* holds all that a run needs to go on exactly, sharded, and is written
+    while training goes on. An *export* is a Hugging Face directory for people to use; the last step always gets one."""
+
     every: Annotated[int, Field(ge=0)] = 0
-    """Steps between checkpoints; 0: after the last step only."""
-    keep: PositiveInt | None = None
-    """Keep only the newest so many."""
+    """Steps between resume points; 0: not by steps. With all three cadences 0 a resume point is written only when the
+    run is asked to stop."""
+    every_updates: Annotated[int, Field(ge=0)] = 0
+    """Optimizer updates between resume points, also inside a step of `rl`, together with the step's samples; 0: not by
+    updates. 1 loses at most one update."""
+    every_minutes: NonNegative = 15.0
+    """Minutes between resume points; 0: not by time."""
+    keep: PositiveInt = 2
+    """Keep the newest so many resume points."""
+    keep_every: Annotated[int, Field(ge=0)] = 0
+    """Keep also the resume points of all steps that are a multiple of this; 0: none."""
+    background: bool = True
+    """Write resume points while training goes on; false: training waits until a point is complete."""
+    seconds_before_end: NonNegative = 60.0
+    """A run in a Slurm job saves and ends, to be queued again, when the time left in the job is shorter than the
+    longest step, the longest save and these seconds together."""
+    export_every: Annotated[int, Field(ge=0)] = 0
+    """Steps between exports; 0: after the last step only."""
+    export_keep: PositiveInt | None = None
+    """Keep only the newest so many exports."""
+
+    @property
+    def by_cadence(self) -> bool:
+        """Whether resume points are written without being asked for."""
+        return bool(self.every or self.every_updates or self.every_minutes)
 
 
 class MicroBatchConfig(FrozenModel):

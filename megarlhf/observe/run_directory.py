@@ -62,6 +62,8 @@ def require_usable(cfg: FrozenModel, run: RunConfig, command: str) -> list[Path]
     if not nearest.is_dir():
         which = "is a file" if nearest == wanted else f"lies below {nearest}, which is a file"
         raise ValueError(f"run.dir = {run.dir} {which}; name a directory")
+    if run.on_existing == "resume":
+        return []
     files = files_of_a_run(run.dir)
     if files:
         _require_overwritable(cfg, run, command, files)

@@ -16,7 +16,7 @@ from megarlhf.observe.run_directory import require_usable, require_writable_outp
 from megarlhf.planning.batch import BatchNumber, rl_batch_numbers, schedule_notes, supervised_batch_numbers
 from megarlhf.planning.legality import check_role
 from megarlhf.planning.models import check_anchor, check_heads, check_vocabularies
-from megarlhf.planning.without_effect import without_effect
+from megarlhf.planning.without_effect import changed_meanings, without_effect
 from megarlhf.rollout.rewards.rules import load_rule
 from megarlhf.rollout.vllm_arguments import cpu_head_sizes, unknown_arguments
 from megarlhf.runtime import capabilities
@@ -85,7 +85,7 @@ def preflight(command: str, cfg: AnyConfig, world_size: int) -> Preflight:
     notes += _check_outputs(command, cfg)
     numbers: list[BatchNumber] = []
     if not isinstance(cfg, GenerateConfig):
-        notes += schedule_notes(cfg)
+        notes += schedule_notes(cfg) + changed_meanings(cfg)
     if isinstance(cfg, SFTConfig):
         numbers = supervised_batch_numbers(cfg.train, dp, "actor", "sequences")
     elif isinstance(cfg, RMConfig):

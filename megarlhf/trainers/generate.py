@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megarlhf.config import CheckpointConfig, GenerateConfig
+from megarlhf.config import GenerateConfig
 from megarlhf.data.samples import PromptSample
 from megarlhf.experience import Rollouts
 from megarlhf.models.role import build_role
@@ -33,7 +33,7 @@ def run(cfg: GenerateConfig, runtime: Runtime) -> None:
     """Write a JSON line per response: prompt, response, finished, rewards by name, and the record's columns."""
     data = load_prompts(cfg.data, cfg.actor.model.hf_directory(), cfg.rewards)
     engine = _engine(cfg, runtime)
-    with open_session(cfg, cfg.run, CheckpointConfig(), runtime, "generate", 1, data.notes) as session:
+    with open_session(cfg, cfg.run, runtime, "generate", 1, data.notes) as session:
         prompts, responses, rollouts, rewards = _respond(cfg, runtime, engine, data)
         out = cfg.out or cfg.run.dir / "responses.jsonl"
         if runtime.is_main:
@@ -46,7 +46,7 @@ def evaluate(cfg: GenerateConfig, runtime: Runtime) -> None:
     """Log and print the mean of each reward over the responses."""
     data = load_prompts(cfg.data, cfg.actor.model.hf_directory(), cfg.rewards)
     engine = _engine(cfg, runtime)
-    with open_session(cfg, cfg.run, CheckpointConfig(), runtime, "eval", 1, data.notes) as session:
+    with open_session(cfg, cfg.run, runtime, "eval", 1, data.notes) as session:
         prompts, _, rollouts, rewards = _respond(cfg, runtime, engine, data)
         summary = _summary(rollouts, rewards)
         counts = {"num_prompts": len(prompts) // cfg.rollout.num_samples_per_prompt, "num_samples": len(prompts)}

@@ -1,125 +1,188 @@
-"""What every command's run has besides its loop: run directory, metrics, progress, checkpoints."""
+"""What every command's run has besides its loop: run directory, metrics, progress, resume points, exports."""
 
 from __future__ import annotations
 
 import contextlib
-import os
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch.distributed as dist
 from rich.console import RenderableType
 
-from megarlhf.collective_errors import on_first_rank
 from megarlhf.config import CheckpointConfig, FrozenModel, RunConfig
 from megarlhf.models.role import Role
 from megarlhf.observe.metrics import Metric, MetricsWriter
 from megarlhf.observe.progress import Progress
-from megarlhf.observe.run_directory import claim
+from megarlhf.resume.checkpointer import Checkpointer
+from megarlhf.resume.claiming import Claim, changes_since, claimed, finish
+from megarlhf.resume.identity import History
+from megarlhf.resume.point import Position
+from megarlhf.resume.restore import Identity, Table, restore
+from megarlhf.resume.signals import StopRequest
+from megarlhf.resume.state import Stateful
 from megarlhf.runtime import Runtime
+from megarlhf.trainers.exports import Exports
 
 
 @dataclass(frozen=True)
+class Training:
+    """What a run that trains hands in, so that it can be resumed."""
+
+    checkpoint: CheckpointConfig
+    roles: Sequence[Role]
+    """The trained ones."""
+    data: str
+    """Digest of the training samples."""
+    states: Mapping[str, Stateful] = field(default_factory=dict)
+    """Whatever keeps state over steps, by name."""
+    reference: str | None = None
+    """Digest of the reference's weights."""
+
+
+@dataclass
 class Session:
     """An open run. Only rank 0 writes; the others go through the same calls."""
 
     runtime: Runtime
     run_dir: Path
-    metrics: MetricsWriter | None
+    metrics: MetricsWriter | None = None
     """On rank 0."""
-    progress: Progress
-    checkpoint: CheckpointConfig
-    written: list[Path] = field(default_factory=list)
-    """Checkpoints of this run, oldest first; `checkpoint.keep` counts and removes only these."""
+    progress: Progress | None = None
+    early_notes: list[str] = field(default_factory=list)
+    """What was to be said before there was a progress bar."""
+    history: History = field(default_factory=History)
+    resumed: bool = False
+    start: Position = field(default_factory=lambda: Position(0))
+    """How far the run was when it was resumed."""
+    checkpointer: Checkpointer | None = None
+    """Of a run that trains."""
+    exports: Exports | None = None
+    _table: Table | None = None
+
+    def take_table(self) -> Table | None:
+        """What describes the step in which `start` lies, if it lies in one; asked again, nothing."""
+        table, self._table = self._table, None
+        return table
 
     def log(self, step: int, metrics: Mapping[str, Metric]) -> None:
         """Record the metrics of step `step` (1 is the first; 0 is before training)."""
+        if self.checkpointer is not None and self.checkpointer.seconds_standing:
+            metrics = {**metrics, "seconds_checkpoint": self.checkpointer.seconds_standing}
+            self.checkpointer.seconds_standing = 0.0
+        self.history.add(step, metrics)
         if self.metrics is not None:
             self.metrics.log(step, metrics)
+        assert self.progress is not None
         self.progress.step(step, metrics)
 
     def note(self, message: RenderableType) -> None:
         """Say something on rank 0: a sentence, or a table."""
-        self.progress.note(message)
+        if self.progress is None:
+            self.early_notes.append(str(message))
+        else:
+            self.progress.note(message)
 
-    def maybe_save(self, step: int, roles: Sequence[Role], *, last: bool) -> None:
-        """Export the trained roles when the configuration asks for it, and after the last step."""
-        if last or (self.checkpoint.every and step % self.checkpoint.every == 0):
-            self.written.append(save_roles(self.run_dir / "checkpoints", step, roles))
-            self.note(f"saved {self.written[-1]}")
-            while self.checkpoint.keep and len(self.written) > self.checkpoint.keep:
-                oldest = self.written.pop(0)
-                if self.runtime.is_main:
-                    shutil.rmtree(oldest)
+    def border(self, step: int, update: int = 0, table: Table | None = None) -> None:
+        """`step` steps are done, and `update` optimizer updates of the next one, which `table` describes. Collective.
+
+        Raises: StopRun when the run has been asked to stop, once its state is saved.
+        """
+        assert self.checkpointer is not None
+        self.checkpointer.border(Position(step, update), table)
+
+    def export(self, step: int, roles: Sequence[Role], *, last: bool) -> None:
+        """Write Hugging Face directories of the roles when the configuration asks for it, and after the last step."""
+        assert self.exports is not None
+        self.exports.maybe_write(step, roles, last=last)
+
+    def finish(self, step: int, reason: str, *, keep_state: bool = True) -> None:
+        """The run is finished; its last border is kept as a resume point, from which it can be prolonged."""
+        assert self.checkpointer is not None
+        self.checkpointer.finish(last_border=keep_state)
+        if self.runtime.is_main:
+            finish(self.run_dir, step, reason)
+        self.note(reason)
 
 
 @contextlib.contextmanager
 def open_session(
     cfg: FrozenModel,
     run: RunConfig,
-    checkpoint: CheckpointConfig,
     runtime: Runtime,
-    title: str,
+    command: str,
     total: int,
     notes: Sequence[str] = (),
+    training: Training | None = None,
 ) -> Iterator[Session]:
-    """Make the run directory, write the resolved configuration, open metrics and progress, and say `notes`.
+    """Take the run directory, go on from its newest good resume point, open metrics and progress, and say `notes`.
 
-    Whatever can be refused is refused before: data is read and models are built first, so that a mistake leaves no
-    trace of a run, and an earlier run in the directory as it is. Collective: rank 0 decides about the directory.
+    Whatever can be refused is refused before anything is written: data is read and models are built first, and resume
+    points are examined, so that a mistake leaves an earlier run in the directory as it is. Collective.
     """
-    on_first_rank(lambda: claim(cfg, run, title))
-    project = "megarlhf" if run.logger == "wandb" else None
     with contextlib.ExitStack() as stack:
-        metrics = stack.enter_context(MetricsWriter(run.dir, wandb_project=project)) if runtime.is_main else None
-        progress = stack.enter_context(Progress(title, total, enabled=runtime.is_main))
-        for note in notes:
-            progress.note(note)
-        yield Session(runtime=runtime, run_dir=run.dir, metrics=metrics, progress=progress, checkpoint=checkpoint)
+        claim = stack.enter_context(claimed(cfg, run, command))
+        session = Session(runtime, run.dir)
+        resumed_at = None
+        if training is not None:
+            resumed_at = _train(session, cfg, run, command, training, claim, stack.enter_context(StopRequest()))
+        claim.commit()
+        if runtime.is_main:
+            # A run that had no resume point yet begins again: nothing of its record is kept.
+            resume_step = None if not claim.resumes else -1 if resumed_at is None else resumed_at
+            project = "megarlhf" if run.logger == "wandb" else None
+            writer = MetricsWriter(run.dir, wandb_project=project, resume_step=resume_step)
+            session.metrics = stack.enter_context(writer)
+        bar = Progress(command, total, enabled=runtime.is_main, start=session.start.step)
+        session.progress = stack.enter_context(bar)
+        for note in (*notes, *claim.notes):
+            session.note(note)
+        for early in session.early_notes:
+            session.note(early)
+        yield session
 
 
-def _name(step: int) -> str:
-    return f"step_{step:06d}"
-
-
-def save_roles(root: Path, step: int, roles: Sequence[Role]) -> Path:
-    """Export each role to `root/step_NNNNNN/ROLE`, complete or not at all, and point `root/latest` at it.
-
-    Collective. The step's directory appears by a rename after every role is written. Returns it.
-
-    Raises: ValueError, on every rank and before anything is written, when something stands under that name.
-    """
-    final, partial = root / _name(step), root / f".{_name(step)}.partial"
-    on_first_rank(lambda: _make_room(final, partial))
-    for role in roles:
-        role.export(partial / role.name)
-    dist.barrier()
-    if dist.get_rank() == 0:
-        partial.rename(final)  # fails on a directory that holds anything
-        _point_latest(root, final)
-    dist.barrier()
-    return final
-
-
-def _make_room(final: Path, partial: Path) -> None:
-    """Make the folder to export to. Raises: ValueError when one of the two names is in use."""
-    for path in (final, partial):
-        if path.is_symlink() or path.is_file() or (path.is_dir() and any(path.iterdir())):
-            raise ValueError(
-                f"{path} is there, and this run did not write it: another run saves here, or somebody put it there; "
-                "nothing is replaced. Move it away, or give this run a run.dir of its own"
-            )
-    partial.mkdir(parents=True, exist_ok=True)
-
-
-def _point_latest(root: Path, target: Path) -> None:
-    """`root/latest` names the newest checkpoint; replaced in one rename."""
-    link = root / ".latest.partial"
-    link.unlink(missing_ok=True)
-    link.symlink_to(target.name)
-    os.replace(link, root / "latest")
+def _train(
+    session: Session,
+    cfg: FrozenModel,
+    run: RunConfig,
+    command: str,
+    training: Training,
+    claim: Claim,
+    stop: StopRequest,
+) -> int | None:
+    """Make what writes resume points and exports, and go on from the newest good one; returns the step, if any."""
+    states: dict[str, Stateful] = {"history": session.history, **training.states}
+    identity = Identity(
+        command=command,
+        data=training.data,
+        reference=training.reference,
+        config=cfg.model_dump(mode="json"),
+        changed=lambda before: changes_since(before, cfg),
+        allow_changes=run.allow_changes,
+    )
+    session.checkpointer = Checkpointer(
+        session.runtime,
+        run.dir,
+        training.checkpoint,
+        training.roles,
+        states,
+        identity,
+        stop,
+        note=session.note,
+        still_ours=claim.require_held,
+    )
+    restored = restore(session.runtime, run.dir, training.roles, states, identity) if claim.resumes else None
+    if restored is not None:
+        session.resumed, session.start, session._table = True, restored.position, restored.table
+        session.checkpointer.began_at(restored.position)
+        session.note(f"goes on from resume point {restored.position.name}")
+        for note in restored.notes:
+            session.note(note)
+    elif claim.resumes:
+        session.note("the earlier start wrote no resume point: the run begins at step 0")
+    resumed_at = session.start.step if claim.resumes else None
+    session.exports = Exports(run.dir, training.checkpoint, session.note, resumed_at)
+    return session.start.step if restored is not None else None
 
 
 def is_due(step: int, every: int) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -70,3 +71,35 @@ def save_and_load(
     assert outcome.error is None, outcome.error
     assert role.trainer is not None
     return {**role_state.counters(role), "rate": role.trainer.learning_rate, "bytes": outcome.bytes}
+
+
+class Killed(Exception):
+    """Stands for a process that ends in the middle, wherever it is."""
+
+
+def command_until(runtime: Runtime, calls: int, owner: str, method: str, *argv: str) -> str:
+    """A command that is cut off at the call numbered `calls` of a method (`module:Class`), before it does anything.
+
+    Returns: `killed`, or `ended` where there were fewer calls.
+    """
+    import importlib
+
+    from tests.distributed.jobs import command_status
+
+    module, _, name = owner.partition(":")
+    place = getattr(importlib.import_module(module), name) if name else importlib.import_module(module)
+    real, made = getattr(place, method), []
+
+    def until(*arguments: Any, **options: Any) -> Any:
+        made.append(1)
+        if len(made) == calls:
+            raise Killed
+        return real(*arguments, **options)
+
+    with mock.patch.object(place, method, until):
+        try:
+            status, written = command_status(runtime, *argv)
+        except Killed:
+            return "killed"
+    assert status == 0, written
+    return "ended"

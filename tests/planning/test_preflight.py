@@ -139,7 +139,10 @@ def test_what_is_set_and_has_no_effect_is_said(paths):
 
     tree = sft(paths).model_dump() | {"eval": {"every": 2, "max_samples": 3}, "checkpoint": {"keep": 2}}
     assert keys("sft", SFTConfig.model_validate(tree)) == {"eval.every", "eval.max_samples", "checkpoint.keep"}
-    tree = tree | {"data": {"train": paths["train"], "heldout": paths["train"]}, "checkpoint": {"keep": 2, "every": 1}}
+    tree = tree | {
+        "data": {"train": paths["train"], "heldout": paths["train"]},
+        "checkpoint": {"export_keep": 2, "export_every": 1},
+    }
     assert keys("sft", SFTConfig.model_validate(tree)) == set()
     grpo = {"advantage": "group_relative", "gamma": 0.9, "lam": 0.95, "value_clip": 0.1, "whiten_advantages": False}
     assert keys("rl", rl(paths, algo=grpo, rollout={"poison_weights": True})) == {
