@@ -17,7 +17,7 @@ from megarlhf.config import CheckpointConfig, FrozenModel, RunConfig
 from megarlhf.models.role import Role
 from megarlhf.observe.metrics import Metric, MetricsWriter
 from megarlhf.observe.progress import Progress
-from megarlhf.observe.run_directory import claim
+from megarlhf.resume.claim import Claim, claim
 from megarlhf.runtime import Runtime
 
 
@@ -70,14 +70,29 @@ def open_session(
     Whatever can be refused is refused before: data is read and models are built first, so that a mistake leaves no
     trace of a run, and an earlier run in the directory as it is. Collective: rank 0 decides about the directory.
     """
-    on_first_rank(lambda: claim(cfg, run, title))
+    claims: list[Claim] = []
+    on_first_rank(lambda: claims.append(_start(cfg, run, title)))
     project = "megarlhf" if run.logger == "wandb" else None
     with contextlib.ExitStack() as stack:
+        for claimed in claims:
+            stack.callback(claimed.lock.release)
         metrics = stack.enter_context(MetricsWriter(run.dir, wandb_project=project)) if runtime.is_main else None
         progress = stack.enter_context(Progress(title, total, enabled=runtime.is_main))
-        for note in notes:
+        for note in [*notes, *(note for claimed in claims for note in claimed.notes)]:
             progress.note(note)
         yield Session(runtime=runtime, run_dir=run.dir, metrics=metrics, progress=progress, checkpoint=checkpoint)
+
+
+def _start(cfg: FrozenModel, run: RunConfig, command: str) -> Claim:
+    claimed = claim(cfg, run, command)
+    try:
+        if claimed.resumes:  # until resume points exist
+            raise ValueError(f"run.dir = {run.dir} holds an earlier run, and there is no resume yet; name another one")
+        claimed.start()
+    except BaseException:
+        claimed.lock.release()
+        raise
+    return claimed
 
 
 def _name(step: int) -> str:
