@@ -17,15 +17,22 @@ from megarlhf.config.rollout import RolloutConfig
 
 class RunConfig(FrozenModel):
     dir: Path
-    """Run directory: resolved config, metrics, TensorBoard events, checkpoints."""
-    on_existing: Literal["refuse", "resume", "overwrite"] = "refuse"
-    """What to do when `dir` holds an earlier run. `overwrite` starts over: it removes what an earlier run of the same
-    command wrote there (config.yaml, metrics, TensorBoard events, exported checkpoints, responses.jsonl) and nothing
-    else. `resume` does not exist yet."""
+    """Run directory: resolved config, metrics, TensorBoard events, checkpoints. It belongs to one run at a time, which
+    holds `lock` there while it runs."""
+    on_existing: Literal["resume", "refuse", "overwrite"] = "resume"
+    """What to do when `dir` holds an earlier run. `resume`: an earlier run of the same command goes on where it was
+    last saved (a new run begins where there is none). A run that has finished is refused, unless `train.num_steps` has
+    grown since; so is one of another command, and one whose configuration computes something else (see
+    `allow_changes`). `generate` and `eval` have nothing to go on with: for them it means `refuse`. `refuse`: any
+    earlier run is refused. `overwrite` starts over: it removes what an earlier run of the same command wrote there
+    (configuration, metrics, TensorBoard events, checkpoints, resume points, rollout bank, responses.jsonl) and nothing
+    else. It is refused when Slurm has queued the job again, because it would remove what the first attempt wrote."""
+    allow_changes: bool = False
+    """Go on with an earlier run although the configuration has changed in what is computed, such as a learning rate, a
+    loss or the data. The changes are listed at the start. Without it such a start is refused. Changes of layout, of
+    memory and of the checkpoints' cadence need no permission."""
     nproc: PositiveInt = 1
     """Local ranks that a plain start launches; torchrun and srun decide for themselves."""
-    allow_changes: bool = False
-    """Go on although configuration, data or reference have changed in what is computed."""
     seed: int = 0
     """Everything random follows from it: weights, data order, samples."""
     logger: Literal["tensorboard", "wandb"] = "tensorboard"

@@ -66,8 +66,9 @@ class Checkpointer:
         stop: StopRequest,
         *,
         note: Callable[[str], None] = log.info,
-        still_ours: Callable[[], None] = lambda: None,
+        still_ours: Callable[[], object] = lambda: None,
         on_saved: Callable[[Position], None] = lambda position: None,
+        newest: Position | None = None,
     ) -> None:
         self._runtime, self._run_dir, self._cfg = runtime, run_dir, cfg
         self._roles, self._states, self._identity, self._stop = roles, states, identity, stop
@@ -76,14 +77,10 @@ class Checkpointer:
         self._border: _Border | None = None
         self._writing: tuple[Position, dict[str, Any]] | None = None
         """The point in work and what its manifest will say."""
-        self._newest: Position | None = None
+        self._newest = newest
         """The newest point that this process has written or begun with."""
         self.seconds_standing = 0.0
         """How long training has stood still for points; the caller sets it back."""
-
-    def began_at(self, position: Position) -> None:
-        """The run goes on from a point."""
-        self._newest = position
 
     def border(self, position: Position, table: Table | None = None) -> None:
         """A border has been reached; a point of it is written when one is due.

@@ -77,10 +77,7 @@ def restore(
 
     Raises: ValueError when there are points and none of them is good and of this run.
     """
-    points: list[Any] = [None]
-    if runtime.is_main:
-        point.remove_leftovers(run_dir)
-        points = [point.find_points(run_dir)]
+    points: list[Any] = [point.find_points(run_dir) if runtime.is_main else None]
     dist.broadcast_object_list(points, src=0)
     passed_over: list[str] = []
     for candidate in reversed(points[0]):

@@ -18,6 +18,7 @@ from megarlhf.models.role import build_role
 from megarlhf.observe.metrics import METRICS_FILE
 from megarlhf.observe.progress import table
 from megarlhf.parallel.mesh import GroupCache
+from megarlhf.resume.claim import NO_STEPS_LEFT, finish
 from megarlhf.rollout.engine import RolloutEngine, sample_seed
 from megarlhf.rollout.rewards.rules import load_rule
 from megarlhf.rollout.rewards.score import response_texts, rule_rewards
@@ -40,6 +41,8 @@ def run(cfg: GenerateConfig, runtime: Runtime) -> None:
             _write_lines(out, _lines(prompts, responses, rollouts, rewards))
         session.log(1, _summary(rollouts, rewards))
         session.note(f"wrote {len(prompts)} responses to {out}")
+        if runtime.is_main:
+            finish(cfg.run.dir, 1, NO_STEPS_LEFT)
 
 
 def evaluate(cfg: GenerateConfig, runtime: Runtime) -> None:
@@ -54,6 +57,8 @@ def evaluate(cfg: GenerateConfig, runtime: Runtime) -> None:
         session.note(f"{cfg.actor.model.path}: means over {len(prompts)} responses to {cfg.data.train}")
         session.note(table("eval", list(summary.items()), ("metric", "mean")))
         session.note(f"wrote them to {cfg.run.dir / METRICS_FILE}")
+        if runtime.is_main:
+            finish(cfg.run.dir, 1, NO_STEPS_LEFT)
 
 
 def _engine(cfg: GenerateConfig, runtime: Runtime) -> RolloutEngine:

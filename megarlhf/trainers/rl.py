@@ -23,6 +23,7 @@ from megarlhf.data.tokenizer import Tokenizer
 from megarlhf.experience import Experience
 from megarlhf.models.role import Role, build_role
 from megarlhf.parallel.mesh import GroupCache
+from megarlhf.resume.claim import NO_STEPS_LEFT
 from megarlhf.resume.identity import digest_of_samples, digest_of_weights
 from megarlhf.rollout.engine import RolloutEngine, Sampling, sample_seed
 from megarlhf.runtime import Runtime
@@ -92,7 +93,7 @@ def run(cfg: RLConfig, runtime: Runtime) -> None:
             session.export(step, components.trained, last=last or gap.failed(last=last))
             session.border(step)
             gap.raise_if_failed(last=last)
-        session.finish(step, stop.reason or f"all {cfg.train.num_steps} steps done")
+        session.finish(step, stop.reason or NO_STEPS_LEFT, stop.reason or f"all {cfg.train.num_steps} steps done")
     components.engine.close()
 
 

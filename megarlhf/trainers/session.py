@@ -6,15 +6,20 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+import torch.distributed as dist
 from rich.console import RenderableType
 
-from megarlhf.config import CheckpointConfig, FrozenModel, RunConfig
+from megarlhf.collective_errors import on_first_rank
+from megarlhf.config import CheckpointConfig, FrozenModel, RLConfig, RMConfig, RunConfig, SFTConfig
 from megarlhf.models.role import Role
 from megarlhf.observe.metrics import Metric, MetricsWriter
 from megarlhf.observe.progress import Progress
+from megarlhf.resume import point
+from megarlhf.resume.changes import compare
 from megarlhf.resume.checkpointer import Checkpointer
-from megarlhf.resume.claiming import Claim, changes_since, claimed, finish
+from megarlhf.resume.claim import Claim, claim, finish
 from megarlhf.resume.identity import History
 from megarlhf.resume.point import Position
 from megarlhf.resume.restore import Identity, Table, restore
@@ -48,8 +53,7 @@ class Session:
     metrics: MetricsWriter | None = None
     """On rank 0."""
     progress: Progress | None = None
-    early_notes: list[str] = field(default_factory=list)
-    """What was to be said before there was a progress bar."""
+    """Before it is opened, notes are kept."""
     history: History = field(default_factory=History)
     resumed: bool = False
     start: Position = field(default_factory=lambda: Position(0))
@@ -77,10 +81,8 @@ class Session:
 
     def note(self, message: RenderableType) -> None:
         """Say something on rank 0: a sentence, or a table."""
-        if self.progress is None:
-            self.early_notes.append(str(message))
-        else:
-            self.progress.note(message)
+        assert self.progress is not None
+        self.progress.note(message)
 
     def border(self, step: int, update: int = 0, table: Table | None = None) -> None:
         """`step` steps are done, and `update` optimizer updates of the next one, which `table` describes. Collective.
@@ -95,13 +97,49 @@ class Session:
         assert self.exports is not None
         self.exports.maybe_write(step, roles, last=last)
 
-    def finish(self, step: int, reason: str, *, keep_state: bool = True) -> None:
-        """The run is finished; its last border is kept as a resume point, from which it can be prolonged."""
+    def finish(self, step: int, reason: str, words: str, *, keep_state: bool = True) -> None:
+        """The run is finished; its last border is kept as a resume point, from which it can be prolonged. Collective.
+
+        `reason`: `NO_STEPS_LEFT`, or the rule that has ended it.
+        """
         assert self.checkpointer is not None
         self.checkpointer.finish(last_border=keep_state)
         if self.runtime.is_main:
             finish(self.run_dir, step, reason)
-        self.note(reason)
+        self.note(words)
+
+    def prepare_training(
+        self, training: Training, identity: Identity, stop: StopRequest, claims: Sequence[Claim], *, resumes: bool
+    ) -> list[str]:
+        """Go on from the newest good resume point, if the run `resumes`, and make what will write points and exports;
+        returns what to tell the user. Collective.
+
+        Raises: ValueError when there are points and none can be used; nothing has been touched then.
+        """
+        states: dict[str, Stateful] = {"history": self.history, **training.states}
+        notes: list[str] = []
+        restored = None
+        if resumes:
+            restored = restore(self.runtime, self.run_dir, training.roles, states, identity)
+            notes.append("there is no resume point yet: the run begins at step 0")
+        if restored is not None:
+            self.resumed, self.start, self._table = True, restored.position, restored.table
+            notes = [f"resumed at {restored.position}, from resume/{restored.position.name}", *restored.notes]
+        self.checkpointer = Checkpointer(
+            self.runtime,
+            self.run_dir,
+            training.checkpoint,
+            training.roles,
+            states,
+            identity,
+            stop,
+            note=self.note,
+            still_ours=lambda: [claimed.lock.require_held() for claimed in claims],
+            newest=self.start if self.resumed else None,
+        )
+        resumed_at = self.start.step if resumes else None
+        self.exports = Exports(self.run_dir, training.checkpoint, self.note, resumed_at)
+        return notes
 
 
 @contextlib.contextmanager
@@ -120,69 +158,49 @@ def open_session(
     points are examined, so that a mistake leaves an earlier run in the directory as it is. Collective.
     """
     with contextlib.ExitStack() as stack:
-        claim = stack.enter_context(claimed(cfg, run, command))
+        claims: list[Claim] = []  # of rank 0
+        on_first_rank(lambda: claims.append(claim(cfg, run, command)))
+        for claimed in claims:
+            stack.callback(claimed.lock.release)
+        resumes = [any(claimed.resumes for claimed in claims)]
+        dist.broadcast_object_list(resumes, src=0)
         session = Session(runtime, run.dir)
-        resumed_at = None
+        notes = [*notes, *(note for claimed in claims for note in claimed.notes)]
         if training is not None:
-            resumed_at = _train(session, cfg, run, command, training, claim, stack.enter_context(StopRequest()))
-        claim.commit()
+            stop = stack.enter_context(StopRequest(device=runtime.device, speaks=runtime.is_main))
+            identity = _identity(cfg, run, command, training)
+            notes += session.prepare_training(training, identity, stop, claims, resumes=resumes[0])
+        on_first_rank(lambda: [claimed.start() for claimed in claims])
         if runtime.is_main:
-            # A run that had no resume point yet begins again: nothing of its record is kept.
-            resume_step = None if not claim.resumes else -1 if resumed_at is None else resumed_at
+            # A run that had no resume point begins again: nothing of its record is kept.
+            resume_step = (session.start.step if session.resumed else -1) if resumes[0] else None
             project = "megarlhf" if run.logger == "wandb" else None
             writer = MetricsWriter(run.dir, wandb_project=project, resume_step=resume_step)
             session.metrics = stack.enter_context(writer)
+            point.remove_leftovers(run.dir)
         bar = Progress(command, total, enabled=runtime.is_main, start=session.start.step)
         session.progress = stack.enter_context(bar)
-        for note in (*notes, *claim.notes):
+        for note in notes:
             session.note(note)
-        for early in session.early_notes:
-            session.note(early)
         yield session
 
 
-def _train(
-    session: Session,
-    cfg: FrozenModel,
-    run: RunConfig,
-    command: str,
-    training: Training,
-    claim: Claim,
-    stop: StopRequest,
-) -> int | None:
-    """Make what writes resume points and exports, and go on from the newest good one; returns the step, if any."""
-    states: dict[str, Stateful] = {"history": session.history, **training.states}
-    identity = Identity(
+def _identity(cfg: FrozenModel, run: RunConfig, command: str, training: Training) -> Identity:
+    def changed(before: Mapping[str, Any]) -> list[str]:
+        assert isinstance(cfg, SFTConfig | RMConfig | RLConfig)
+        try:
+            return [str(change) for change in compare(type(cfg).model_validate(before), cfg).mathematics]
+        except ValueError as error:
+            return [f"it cannot be read by this version ({error})"]
+
+    return Identity(
         command=command,
         data=training.data,
         reference=training.reference,
         config=cfg.model_dump(mode="json"),
-        changed=lambda before: changes_since(before, cfg),
+        changed=changed,
         allow_changes=run.allow_changes,
     )
-    session.checkpointer = Checkpointer(
-        session.runtime,
-        run.dir,
-        training.checkpoint,
-        training.roles,
-        states,
-        identity,
-        stop,
-        note=session.note,
-        still_ours=claim.require_held,
-    )
-    restored = restore(session.runtime, run.dir, training.roles, states, identity) if claim.resumes else None
-    if restored is not None:
-        session.resumed, session.start, session._table = True, restored.position, restored.table
-        session.checkpointer.began_at(restored.position)
-        session.note(f"goes on from resume point {restored.position.name}")
-        for note in restored.notes:
-            session.note(note)
-    elif claim.resumes:
-        session.note("the earlier start wrote no resume point: the run begins at step 0")
-    resumed_at = session.start.step if claim.resumes else None
-    session.exports = Exports(run.dir, training.checkpoint, session.note, resumed_at)
-    return session.start.step if restored is not None else None
 
 
 def is_due(step: int, every: int) -> bool:

@@ -26,6 +26,7 @@ from megarlhf.observe.metrics import Metric
 from megarlhf.parallel.batching import MicroBatchLayout, TokenSpans, scatter_to_micro_batch
 from megarlhf.parallel.mesh import GroupCache
 from megarlhf.parallel.step import Loss, MicroBatch
+from megarlhf.resume.claim import NO_STEPS_LEFT
 from megarlhf.resume.identity import digest_of_samples
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.session import Training, is_due, open_session
@@ -143,7 +144,8 @@ def run_supervised(objective: Objective[Sample], runtime: Runtime) -> None:
             session.export(step + 1, [role], last=last)
             if as_trained:
                 session.border(step + 1)
-        session.finish(cfg.train.num_steps, f"all {cfg.train.num_steps} steps done", keep_state=as_trained)
+        done = f"all {cfg.train.num_steps} steps done"
+        session.finish(cfg.train.num_steps, NO_STEPS_LEFT, done, keep_state=as_trained)
 
 
 def load_samples(objective: Objective[Sample]) -> tuple[list[Sample], list[Sample], list[str]]:
