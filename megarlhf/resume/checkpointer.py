@@ -79,6 +79,7 @@ class Checkpointer:
         """The point in work and what its manifest will say."""
         self._newest = newest
         """The newest point that this process has written or begun with."""
+        self._announced = False
         self.seconds_standing = 0.0
         """How long training has stood still for points; the caller sets it back."""
 
@@ -114,6 +115,10 @@ class Checkpointer:
         self._poll(wait=True)
         if last_border and self._cfg.by_cadence:
             self.save_last_border()
+
+    def abandon(self) -> None:
+        """End what is being written and not complete; it is not a point. Not collective."""
+        self._writer.abandon()
 
     def save_last_border(self) -> str:
         """Write a point of the last border and wait for it; returns what has become of it, in a sentence."""
@@ -227,7 +232,10 @@ class Checkpointer:
             self._say_failed(position, outcome.error)
             return
         self._newest = position
-        self._note(f"resume point {position.name}: {outcome.bytes / 1e6:,.1f} MB in {outcome.seconds:.1f} s")
+        if not self._announced:  # there may be one at every update
+            size = f"{outcome.bytes / 1e6:,.1f} MB"
+            self._note(f"resume point {position.name}: {size}, complete after {outcome.seconds:.1f} s")
+            self._announced = True
         if self._runtime.is_main:
             points = point.find_points(self._run_dir)
             for old in point.superfluous(points, keep=self._cfg.keep, keep_every=self._cfg.keep_every):
@@ -235,6 +243,7 @@ class Checkpointer:
             self._on_saved(point.find_points(self._run_dir)[0].position)
 
     def _say_failed(self, position: Position, reason: str) -> None:
+        self._announced = False
         self._note(
             f"WARNING: no resume point of {position}: {reason}. The run goes on; the newest resume point is "
             f"{self._name_of_newest()}, and the next one is tried when it is due"

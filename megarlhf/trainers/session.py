@@ -116,6 +116,11 @@ class Session:
 
         Raises: ValueError when there are points and none can be used; nothing has been touched then.
         """
+
+        def still_ours() -> None:
+            for claimed in claims:
+                claimed.lock.require_held()
+
         states: dict[str, Stateful] = {"history": self.history, **training.states}
         notes: list[str] = []
         restored = None
@@ -134,7 +139,7 @@ class Session:
             identity,
             stop,
             note=self.note,
-            still_ours=lambda: [claimed.lock.require_held() for claimed in claims],
+            still_ours=still_ours,
             newest=self.start if self.resumed else None,
         )
         resumed_at = self.start.step if resumes else None
@@ -170,7 +175,9 @@ def open_session(
             stop = stack.enter_context(StopRequest(device=runtime.device, speaks=runtime.is_main))
             identity = _identity(cfg, run, command, training)
             notes += session.prepare_training(training, identity, stop, claims, resumes=resumes[0])
-        on_first_rank(lambda: [claimed.start() for claimed in claims])
+        on_first_rank(claims[0].start if claims else _nothing)
+        if session.checkpointer is not None:
+            stack.callback(session.checkpointer.abandon)
         if runtime.is_main:
             # A run that had no resume point begins again: nothing of its record is kept.
             resume_step = (session.start.step if session.resumed else -1) if resumes[0] else None
@@ -183,6 +190,10 @@ def open_session(
         for note in notes:
             session.note(note)
         yield session
+
+
+def _nothing() -> None:
+    """Of the other ranks."""
 
 
 def _identity(cfg: FrozenModel, run: RunConfig, command: str, training: Training) -> Identity:
