@@ -1,4 +1,4 @@
-"""The one file that patches vLLM. All patches are for the CPU and hold while an engine is built (vLLM 0.32):
+"""The one file that patches vLLM (0.32). Three patches are for the CPU and hold while an engine is built:
 
   dispatch_cpu_unquantized_gemm
       packs each linear weight after loading and empties the parameter, so that nothing can be written in place.
@@ -11,6 +11,12 @@
       gives every run that was started by an external launcher the same shared-memory name. Two runs on one
       machine would write into each other's tensors, and a killed one blocks the next. Ours adds a token of
       the run.
+
+One holds while an engine is closed, on any device:
+
+  destroy_distributed_environment
+      destroys vLLM's group of all ranks, and then the default group of torch.distributed, which is the trainer's.
+      Ours destroys vLLM's only, so that training goes on and another engine can be built.
 
 Legend: T tokens, K chosen experts of each, E experts, H hidden, F expert width of this rank.
 """
@@ -70,6 +76,25 @@ def cpu_patches(device: torch.device) -> Iterator[None]:
         layers.dispatch_cpu_unquantized_gemm = dispatch
         Experts.process_weights_after_loading = pack_experts
         SharedMemory.make_group_name = staticmethod(name_of)
+
+
+@contextlib.contextmanager
+def keep_default_group() -> Iterator[None]:
+    """Scope of the last patch above, in which an engine is shut down."""
+    from vllm.distributed import parallel_state
+
+    kept = parallel_state.destroy_distributed_environment
+
+    def destroy_own_groups() -> None:
+        if parallel_state._WORLD is not None:
+            parallel_state._WORLD.destroy()
+        parallel_state._WORLD = parallel_state._NODE_COUNT = None
+
+    parallel_state.destroy_distributed_environment = destroy_own_groups
+    try:
+        yield
+    finally:
+        parallel_state.destroy_distributed_environment = kept
 
 
 def _keep_weight(layer: torch.nn.Module, remove_weight: bool) -> None:
