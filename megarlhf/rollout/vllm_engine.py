@@ -375,6 +375,8 @@ def _set_environment(rollout: RolloutConfig, runtime: Runtime) -> None:
         defaults |= {
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "VLLM_CPU_KVCACHE_SPACE": str(rollout.cpu_cache_gib),
+            # Where it splits a sequence depends on the others in the batch, and so would the bits.
+            "VLLM_CPU_ATTN_SPLIT_KV": "0",
         }
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
