@@ -23,9 +23,11 @@ from megarlhf.data.tokenizer import Tokenizer
 from megarlhf.experience import Experience
 from megarlhf.models.role import Role, build_role
 from megarlhf.parallel.mesh import GroupCache
+from megarlhf.resume.changes import mathematics_of
 from megarlhf.resume.claim import NO_STEPS_LEFT
 from megarlhf.resume.identity import digest_of_samples, digest_of_weights
-from megarlhf.rollout.engine import RolloutEngine, Sampling, sample_seed
+from megarlhf.rollout.bank import Bank
+from megarlhf.rollout.engine import RolloutEngine, RolloutInterrupted, Sampling, sample_seed
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.prompts import load_prompts, make_engine, mesh_orders, sampling_of
 from megarlhf.trainers.rl_batches import micro_batches, split_into_mini_batches
@@ -52,12 +54,14 @@ def run(cfg: RLConfig, runtime: Runtime) -> None:
     evaluate = Evaluator(cfg, components.engine, components.rewarder, data.heldout)
     stop = StopRule(cfg.train.stop)
     gap = LogprobGapWatch(cfg.rollout.logprob_gap, components.actor.shard.dtype)
+    bank = Bank(cfg.run.dir / "bank")
     training = Training(
         cfg.checkpoint,
         components.trained,
         data=digest_of_samples(data.train),
         states={"stop": stop, "logprob_gap": gap},
         reference=digest_of_weights(components.reference),
+        on_saved=lambda oldest: bank.forget_before(oldest.step),
     )
     with open_session(cfg, cfg.run, runtime, "rl", cfg.train.num_steps, data.notes, training) as session:
         components.engine.update_weights(components.actor.shard, version=session.start.step)
@@ -67,11 +71,11 @@ def run(cfg: RLConfig, runtime: Runtime) -> None:
             session.border(0)
         step = session.start.step
         while step < cfg.train.num_steps and stop.reason is None:
-            clock = Stopwatch()
+            clock, rebuilds_before = Stopwatch(), components.engine.rebuilds
             work = StepInProgress.restored(session.take_table())
             if work is None:
                 prompts = [data.train[n] for n in order.indices(step)]
-                experience = sample(cfg, components.engine, prompts, components.sampling, step)
+                experience = sample(cfg, components, prompts, step, bank, session)
                 clock.lap("seconds_rollout")
                 experience = score(cfg, components, experience, prompts, step)
                 found = gap.watch(logprob_gap(experience))
@@ -84,6 +88,8 @@ def run(cfg: RLConfig, runtime: Runtime) -> None:
             if step == 0 or is_due(step + 1, cfg.rollout.verify_weights_every):
                 components.engine.verify_weights(components.actor.shard)
                 clock.lap("seconds_certificate")
+            if rebuilds := components.engine.rebuilds - rebuilds_before:
+                metrics["engine_rebuilds"] = rebuilds
             step, metrics = step + 1, metrics | clock.laps
             last = stop.over(metrics["kl"]) or step == cfg.train.num_steps
             if last or is_due(step, cfg.eval.every):
@@ -93,6 +99,7 @@ def run(cfg: RLConfig, runtime: Runtime) -> None:
             session.export(step, components.trained, last=last or gap.failed(last=last))
             session.border(step)
             gap.raise_if_failed(last=last)
+        bank.forget_before(step)
         session.finish(step, stop.reason or NO_STEPS_LEFT, stop.reason or f"all {cfg.train.num_steps} steps done")
     components.engine.close()
 
@@ -132,13 +139,25 @@ def build(cfg: RLConfig, runtime: Runtime, tokenizer: Tokenizer) -> Components:
 
 
 def sample(
-    cfg: RLConfig, engine: RolloutEngine, prompts: Sequence[PromptSample], sampling: Sampling, step: int
+    cfg: RLConfig, components: Components, prompts: Sequence[PromptSample], step: int, bank: Bank, session: Session
 ) -> Experience:
-    """Draw num_samples_per_prompt responses to each prompt."""
+    """Draw num_samples_per_prompt responses to each prompt; those that the bank has are not drawn again.
+
+    Raises: StopRun when the run is asked to stop meanwhile; what is finished stays in the bank.
+    """
     per_prompt = cfg.rollout.num_samples_per_prompt
     rows = [torch.tensor(prompt.tokens) for prompt in prompts for _ in range(per_prompt)]
     seeds = [sample_seed(cfg.run.seed, step, n) for n in range(len(rows))]
-    rollouts = engine.generate(rows, seeds, sampling)
+    fingerprint = session.history.fingerprint(mathematics_of(cfg))
+    with bank.open(step, fingerprint=fingerprint, sampling=components.sampling, prompts=rows, seeds=seeds) as kept:
+        if kept.num_taken_over:
+            session.note(f"step {step + 1}: {kept.num_taken_over} of {len(rows)} responses are in the rollout bank")
+        try:
+            rollouts = components.engine.generate(
+                rows, seeds, components.sampling, bank=kept, should_stop=session.asked_to_stop
+            )
+        except RolloutInterrupted as interrupted:
+            session.stop_now(interrupted)
     assert rollouts.weight_version == step, "the engine sampled with other weights than this step's"
     return make_experience(prompts, rollouts, per_prompt)
 
