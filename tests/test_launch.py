@@ -39,7 +39,7 @@ def test_the_exit_status_is_the_child_s() -> None:
 
 
 RANK = """
-import os, signal, subprocess, sys, time
+import json, os, signal, subprocess, sys, time
 rank, what, folder = int(os.environ["RANK"]), sys.argv[1], sys.argv[2]
 
 def say(message, status=2):
@@ -80,7 +80,10 @@ if what in ("saves", "saves-badly", "hangs"):
     if what == "saves-badly" and rank == 1:
         raise RuntimeError("the disk is full")
     error = StopRun("saved at step 3; the same command goes on", stop.requested())
-    say(str(error), error.status)
+    reports = os.environ["MEGARLHF_LAUNCHED"]  # as print_error does, which takes seconds to import
+    os.makedirs(reports, exist_ok=True)
+    open(f"{reports}/{rank}.json", "w").write(json.dumps({"status": error.status, "message": str(error)}))
+    raise SystemExit(error.status)
 """
 """A rank that does what its first argument says."""
 
@@ -91,10 +94,10 @@ sys.exit(launch.local_ranks(2, sys.argv[2:], ["-c", sys.argv[1]]))
 """
 
 
-def start(tmp_path: Path, what: str) -> subprocess.Popen[str]:
+def start(tmp_path: Path, what: str, rank: str = RANK) -> subprocess.Popen[str]:
     names = ("SLURM_", "RANK", "WORLD_SIZE", "MASTER_", "MEGARLHF_LAUNCHED")
     env = {name: value for name, value in os.environ.items() if not name.startswith(names)}
-    command = [sys.executable, "-c", PARENT, RANK, what, str(tmp_path)]
+    command = [sys.executable, "-c", PARENT, rank, what, str(tmp_path)]
     return subprocess.Popen(command, cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True)
 
 
@@ -181,6 +184,37 @@ def test_the_first_signal_lets_the_ranks_save(tmp_path: Path, number: signal.Sig
     )
     assert stderr == f"{said}\nmegarlhf saves: saved at step 3; the same command goes on\n"
     assert not any(map(is_running, pids))
+
+
+SAVING_RANK = """
+import os, sys, time, types
+from megarlhf.commands import launch
+from megarlhf.resume.signals import StopRequest, StopRun
+from megarlhf.runtime import detect_rank
+
+def run(cfg, runtime):
+    with StopRequest(device=runtime.device, speaks=runtime.is_main) as stop:
+        open(os.path.join(sys.argv[1], f"{runtime.rank} {os.getpid()}"), "w").close()
+        while (number := stop.agreed()) is None:
+            time.sleep(0.01)
+        raise StopRun("saved", number)
+
+sys.modules["toy"] = types.SimpleNamespace(run=run)
+try:
+    launch.as_rank(detect_rank(os.environ), types.SimpleNamespace(run=types.SimpleNamespace(seed=0)), "toy:run")
+except StopRun as error:
+    launch.print_error("sft", str(error), error.status)
+    raise SystemExit(error.status)
+"""
+
+
+def test_ranks_that_save_leave_together_and_without_a_word_of_gloo(tmp_path: Path) -> None:
+    """One rank alone has received the signal, as when Slurm takes back one of the nodes."""
+    process = start(tmp_path, str(tmp_path), SAVING_RANK)
+    pids = dict(path.name.split() for path in files(tmp_path, 2))
+    os.kill(int(pids["1"]), signal.SIGUSR1)
+    _, stderr = process.communicate(timeout=60)
+    assert (process.returncode, stderr) == (75, f"megarlhf {tmp_path}: saved\n")
 
 
 def test_a_rank_that_fails_while_others_save_is_the_status(tmp_path: Path) -> None:
