@@ -186,7 +186,8 @@ def open_session(
         resumes = [any(claimed.resumes for claimed in claims)]
         dist.broadcast_object_list(resumes, src=0)
         session = Session(runtime, run.dir)
-        notes = [*notes, *(note for claimed in claims for note in claimed.notes)]
+        # What goes on and what has changed has been said by the check before the start.
+        notes = [*notes, *(claimed.lock.note for claimed in claims if claimed.lock.note)]
         if training is not None:
             stop = stack.enter_context(StopRequest(device=runtime.device, speaks=runtime.is_main))
             identity = _identity(cfg, run, command, training)
