@@ -79,9 +79,11 @@ def test_a_role_of_a_point_is_an_ordinary_checkpoint(ranks: RankPool, models: di
     assert checkpoint.head == "lm"
     from megarlhf.commands.convert import main as convert
 
-    assert convert(["megatron-to-hf", str(point / "actor"), str(tmp_path / "converted"), "--hf", str(exported)]) == 0
+    converted = tmp_path / "converted"
+    source = ["--megatron", str(point / "actor"), "--reference-hf", str(exported)]
+    assert convert(["megatron-to-hf", *source, "--out", str(converted)], prog="megarlhf convert") == 0
     from safetensors.torch import load_file
 
-    ours, role = (load_file(folder / "model.safetensors") for folder in (tmp_path / "converted", exported))
+    ours, role = (load_file(folder / "model.safetensors") for folder in (converted, exported))
     assert ours.keys() == role.keys()
     assert all(torch.equal(ours[name], tensor) for name, tensor in role.items())
