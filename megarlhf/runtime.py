@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -226,6 +227,35 @@ def free_bytes(runtime: Runtime) -> int:
         kept = torch.cuda.memory_reserved(runtime.device) - torch.cuda.memory_allocated(runtime.device)
         return torch.cuda.mem_get_info(runtime.device)[0] + kept
     return available_bytes() // runtime.local_world_size
+
+
+def random_state(device: torch.device) -> dict[str, Any]:
+    """Of Python's, numpy's and torch's generators in this process, as texts and numbers."""
+    version, keys, gauss = random.getstate()
+    kind, key, *position = np.random.get_state(legacy=True)
+    state = {
+        "python": [version, list(keys), gauss],
+        "numpy": [kind, np.asarray(key).tolist(), *position],
+        "torch": torch.get_rng_state().numpy().tobytes().hex(),
+    }
+    if device.type == "cuda":
+        state["device"] = torch.cuda.get_rng_state(device).numpy().tobytes().hex()
+    return state
+
+
+def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
+    """What `random_state` returned, on a device of the same kind."""
+
+    def tensor(text: str) -> torch.Tensor:
+        return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
+
+    version, keys, gauss = state["python"]
+    kind, key, *position = state["numpy"]
+    random.setstate((version, tuple(keys), gauss))
+    np.random.set_state((kind, np.array(key, dtype=np.uint32), *position))
+    torch.set_rng_state(tensor(state["torch"]))
+    if device.type == "cuda" and "device" in state:
+        torch.cuda.set_rng_state(tensor(state["device"]), device)
 
 
 def shutdown() -> None:

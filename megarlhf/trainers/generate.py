@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megarlhf.config import CheckpointConfig, GenerateConfig
+from megarlhf.config import GenerateConfig
 from megarlhf.data.samples import PromptSample
 from megarlhf.experience import Rollouts
 from megarlhf.models.role import build_role
 from megarlhf.observe.metrics import METRICS_FILE
 from megarlhf.observe.progress import table
 from megarlhf.parallel.mesh import GroupCache
+from megarlhf.resume.claim import NO_STEPS_LEFT, finish
 from megarlhf.rollout.engine import RolloutEngine, sample_seed
 from megarlhf.rollout.rewards.rules import load_rule
 from megarlhf.rollout.rewards.score import response_texts, rule_rewards
@@ -33,20 +34,22 @@ def run(cfg: GenerateConfig, runtime: Runtime) -> None:
     """Write a JSON line per response: prompt, response, finished, rewards by name, and the record's columns."""
     data = load_prompts(cfg.data, cfg.actor.model.hf_directory(), cfg.rewards)
     engine = _engine(cfg, runtime)
-    with open_session(cfg, cfg.run, CheckpointConfig(), runtime, "generate", 1, data.notes) as session:
+    with open_session(cfg, cfg.run, runtime, "generate", 1, data.notes) as session:
         prompts, responses, rollouts, rewards = _respond(cfg, runtime, engine, data)
         out = cfg.out or cfg.run.dir / "responses.jsonl"
         if runtime.is_main:
             _write_lines(out, _lines(prompts, responses, rollouts, rewards))
         session.log(1, _summary(rollouts, rewards))
         session.note(f"wrote {len(prompts)} responses to {out}")
+        if runtime.is_main:
+            finish(cfg.run.dir, 1, NO_STEPS_LEFT)
 
 
 def evaluate(cfg: GenerateConfig, runtime: Runtime) -> None:
     """Log and print the mean of each reward over the responses."""
     data = load_prompts(cfg.data, cfg.actor.model.hf_directory(), cfg.rewards)
     engine = _engine(cfg, runtime)
-    with open_session(cfg, cfg.run, CheckpointConfig(), runtime, "eval", 1, data.notes) as session:
+    with open_session(cfg, cfg.run, runtime, "eval", 1, data.notes) as session:
         prompts, _, rollouts, rewards = _respond(cfg, runtime, engine, data)
         summary = _summary(rollouts, rewards)
         counts = {"num_prompts": len(prompts) // cfg.rollout.num_samples_per_prompt, "num_samples": len(prompts)}
@@ -54,6 +57,8 @@ def evaluate(cfg: GenerateConfig, runtime: Runtime) -> None:
         session.note(f"{cfg.actor.model.path}: means over {len(prompts)} responses to {cfg.data.train}")
         session.note(table("eval", list(summary.items()), ("metric", "mean")))
         session.note(f"wrote them to {cfg.run.dir / METRICS_FILE}")
+        if runtime.is_main:
+            finish(cfg.run.dir, 1, NO_STEPS_LEFT)
 
 
 def _engine(cfg: GenerateConfig, runtime: Runtime) -> RolloutEngine:

@@ -8,8 +8,9 @@ from __future__ import annotations
 import itertools
 import time
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -22,6 +23,8 @@ from megarlhf.data.tokenizer import Tokenizer
 from megarlhf.experience import Experience
 from megarlhf.models.role import Role, build_role
 from megarlhf.parallel.mesh import GroupCache
+from megarlhf.resume.claim import NO_STEPS_LEFT
+from megarlhf.resume.identity import digest_of_samples, digest_of_weights
 from megarlhf.rollout.engine import RolloutEngine, Sampling, sample_seed
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.prompts import load_prompts, make_engine, mesh_orders, sampling_of
@@ -36,7 +39,7 @@ from megarlhf.trainers.rl_score import (
     policy_logprobs,
     values_of,
 )
-from megarlhf.trainers.session import is_due, open_session
+from megarlhf.trainers.session import Session, Training, is_due, open_session
 
 Metrics = dict[str, float]
 
@@ -46,40 +49,51 @@ def run(cfg: RLConfig, runtime: Runtime) -> None:
     data = load_prompts(cfg.data, cfg.actor.model.hf_directory(), cfg.rewards, cfg.eval.max_samples)
     order = ShuffledBatches(len(data.train), cfg.train.prompts_per_step, cfg.run.seed, "train.prompts_per_step")
     components = build(cfg, runtime, data.tokenizer)
-    components.engine.update_weights(components.actor.shard, version=0)
-    components.engine.verify_weights(components.actor.shard)
-    with open_session(cfg, cfg.run, cfg.checkpoint, runtime, "rl", cfg.train.num_steps, data.notes) as session:
-        evaluate = Evaluator(cfg, components.engine, components.rewarder, data.heldout)
-        stop = StopRule(cfg.train.stop)
-        gap = LogprobGapWatch(cfg.rollout.logprob_gap, components.actor.shard.dtype)
-        session.log(0, stop.watch(evaluate()))
-        for step in range(cfg.train.num_steps):
+    evaluate = Evaluator(cfg, components.engine, components.rewarder, data.heldout)
+    stop = StopRule(cfg.train.stop)
+    gap = LogprobGapWatch(cfg.rollout.logprob_gap, components.actor.shard.dtype)
+    training = Training(
+        cfg.checkpoint,
+        components.trained,
+        data=digest_of_samples(data.train),
+        states={"stop": stop, "logprob_gap": gap},
+        reference=digest_of_weights(components.reference),
+    )
+    with open_session(cfg, cfg.run, runtime, "rl", cfg.train.num_steps, data.notes, training) as session:
+        components.engine.update_weights(components.actor.shard, version=session.start.step)
+        components.engine.verify_weights(components.actor.shard)
+        if not session.resumed:
+            session.log(0, stop.watch(evaluate()))
+            session.border(0)
+        step = session.start.step
+        while step < cfg.train.num_steps and stop.reason is None:
             clock = Stopwatch()
-            prompts = [data.train[n] for n in order.indices(step)]
-            experience = sample(cfg, components.engine, prompts, components.sampling, step)
-            clock.lap("seconds_rollout")
-            experience, mini_batches = score(cfg, components, experience, prompts, step)
-            metrics = gap.watch(logprob_gap(experience))
-            experience = add_advantages(experience, cfg.algo)
-            clock.lap("seconds_experience")
-            metrics |= describe(experience, cfg) | train_on(cfg, components, experience, mini_batches, step)
+            work = StepInProgress.restored(session.take_table())
+            if work is None:
+                prompts = [data.train[n] for n in order.indices(step)]
+                experience = sample(cfg, components.engine, prompts, components.sampling, step)
+                clock.lap("seconds_rollout")
+                experience = score(cfg, components, experience, prompts, step)
+                found = gap.watch(logprob_gap(experience))
+                work = StepInProgress(add_advantages(experience, cfg.algo), found)
+                clock.lap("seconds_experience")
+            metrics = work.found | describe(work.experience, cfg) | train_on(cfg, components, work, step, session)
             clock.lap("seconds_train")
             components.engine.update_weights(components.actor.shard, version=step + 1)
             clock.lap("seconds_reshard")
             if step == 0 or is_due(step + 1, cfg.rollout.verify_weights_every):
                 components.engine.verify_weights(components.actor.shard)
                 clock.lap("seconds_certificate")
-            metrics |= clock.laps
-            last = step + 1 == cfg.train.num_steps or stop.over(metrics["kl"])
-            if last or is_due(step + 1, cfg.eval.every):
+            step, metrics = step + 1, metrics | clock.laps
+            last = stop.over(metrics["kl"]) or step == cfg.train.num_steps
+            if last or is_due(step, cfg.eval.every):
                 metrics |= stop.watch(evaluate())
-                last = last or stop.over(metrics["kl"])
-            session.log(step + 1, metrics)
-            session.maybe_save(step + 1, components.trained, last=last or gap.failed(last=last))
+                last = stop.over(metrics["kl"]) or last
+            session.log(step, metrics)
+            session.export(step, components.trained, last=last or gap.failed(last=last))
+            session.border(step)
             gap.raise_if_failed(last=last)
-            if last:
-                session.note(stop.reason or f"all {cfg.train.num_steps} steps done")
-                break
+        session.finish(step, stop.reason or NO_STEPS_LEFT, stop.reason or f"all {cfg.train.num_steps} steps done")
     components.engine.close()
 
 
@@ -131,8 +145,8 @@ def sample(
 
 def score(
     cfg: RLConfig, components: Components, experience: Experience, prompts: Sequence[PromptSample], step: int
-) -> tuple[Experience, list[list[int]]]:
-    """Old and reference log-probs, values and rewards; and the mini-batches of the first pass.
+) -> Experience:
+    """Old and reference log-probs, values and rewards.
 
     The forwards run on the micro-batches that the first pass will train on, so that its first ratio is 1.
     """
@@ -149,7 +163,7 @@ def score(
     if cfg.algo.shuffle_rewards:
         generator = torch.Generator().manual_seed(sample_seed(cfg.run.seed, step, -1))
         rewards_N = rewards_N[torch.randperm(len(rewards_N), generator=generator).to(rewards_N.device)]
-    return experience.with_columns(columns).with_per_sample({"rewards": rewards_N}), mini_batches
+    return experience.with_columns(columns).with_per_sample({"rewards": rewards_N})
 
 
 def mini_batches_of_pass(cfg: RLConfig, experience: Experience, step: int, number: int) -> list[list[int]]:
@@ -162,17 +176,44 @@ def mini_batches_of_pass(cfg: RLConfig, experience: Experience, step: int, numbe
     )
 
 
-def train_on(
-    cfg: RLConfig, components: Components, experience: Experience, first_pass: list[list[int]], step: int
-) -> Metrics:
-    """Every pass over the step's samples, one optimizer step per mini-batch. Means over mini-batches."""
-    per_mini_batch: dict[str, list[float]] = defaultdict(list)
-    passes = [
-        first_pass,
-        *(mini_batches_of_pass(cfg, experience, step, n) for n in range(1, cfg.train.epochs_per_step)),
-    ]
+@dataclass
+class StepInProgress:
+    """A step whose samples are ready to be trained on: what a resume point inside a step holds."""
+
+    experience: Experience
+    found: Metrics
+    """Metrics of the step so far."""
+    per_update: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    """Metrics of the updates made."""
+    updates: int = 0
+
+    def table(self) -> dict[str, Any]:
+        """For a resume point."""
+        per_update = {name: list(values) for name, values in self.per_update.items()}
+        return {
+            "experience": self.experience.state_dict(),
+            "found": dict(self.found),
+            "per_update": per_update,
+            "updates": self.updates,
+        }
+
+    @classmethod
+    def restored(cls, table: Mapping[str, Any] | None) -> StepInProgress | None:
+        """From what `table` returned; None from nothing."""
+        if table is None:
+            return None
+        per_update: dict[str, list[float]] = defaultdict(list, table["per_update"])
+        return cls(Experience.from_state_dict(table["experience"]), table["found"], per_update, table["updates"])
+
+
+def train_on(cfg: RLConfig, components: Components, work: StepInProgress, step: int, session: Session) -> Metrics:
+    """Every pass over the step's samples, one optimizer step per mini-batch; those that a resumed step has made are not
+    made again. Means over mini-batches."""
+    experience, per_update = work.experience, work.per_update
+    passes = [mini_batches_of_pass(cfg, experience, step, number) for number in range(cfg.train.epochs_per_step)]
+    updates = list(itertools.chain.from_iterable(passes))
     policy_columns = ("old_logprobs", "ref_logprobs", "advantages")
-    for samples in itertools.chain.from_iterable(passes):
+    for samples in updates[work.updates :]:
         tokens = int(experience.response_lengths_N[samples].sum())
         if step >= cfg.train.critic_warmup_steps or components.critic is None:
             loss = PolicyLoss(
@@ -184,20 +225,23 @@ def train_on(
             )
             batches = micro_batches(components.actor, experience, samples, cfg.train, policy_columns)
             result = components.actor.train_step(batches, loss)
-            per_mini_batch["policy_loss"].append(result.sums["policy_loss"])
-            per_mini_batch["loss"].append(result.sums["loss"])
-            per_mini_batch["clip_fraction"].append(result.sums["clipped"] / tokens)
-            per_mini_batch["entropy"].append(result.sums["entropy"] / tokens)
-            per_mini_batch["ratio_deviation"].append(result.sums["ratio_deviation"] / tokens)
-            per_mini_batch["actor_grad_norm"].append(result.grad_norm)
+            per_update["policy_loss"].append(result.sums["policy_loss"])
+            per_update["loss"].append(result.sums["loss"])
+            per_update["clip_fraction"].append(result.sums["clipped"] / tokens)
+            per_update["entropy"].append(result.sums["entropy"] / tokens)
+            per_update["ratio_deviation"].append(result.sums["ratio_deviation"] / tokens)
+            per_update["actor_grad_norm"].append(result.grad_norm)
         if components.critic is not None:
             batches = micro_batches(components.critic, experience, samples, cfg.train, ("values", "returns"))
             result = components.critic.train_step(batches, ValueLoss(clip=cfg.algo.value_clip, response_tokens=tokens))
-            per_mini_batch["value_loss"].append(result.sums["loss"])
-            per_mini_batch["critic_grad_norm"].append(result.grad_norm)
-    metrics = {name: sum(values) / len(values) for name, values in per_mini_batch.items()}
-    if per_mini_batch["ratio_deviation"]:
-        metrics["first_ratio_deviation"] = per_mini_batch["ratio_deviation"][0]
+            per_update["value_loss"].append(result.sums["loss"])
+            per_update["critic_grad_norm"].append(result.grad_norm)
+        work.updates += 1
+        if work.updates < len(updates):
+            session.border(step, work.updates, work.table())
+    metrics = {name: sum(values) / len(values) for name, values in per_update.items()}
+    if per_update["ratio_deviation"]:
+        metrics["first_ratio_deviation"] = per_update["ratio_deviation"][0]
     return metrics
 
 

@@ -26,8 +26,10 @@ from megarlhf.observe.metrics import Metric
 from megarlhf.parallel.batching import MicroBatchLayout, TokenSpans, scatter_to_micro_batch
 from megarlhf.parallel.mesh import GroupCache
 from megarlhf.parallel.step import Loss, MicroBatch
+from megarlhf.resume.claim import NO_STEPS_LEFT
+from megarlhf.resume.identity import digest_of_samples
 from megarlhf.runtime import Runtime
-from megarlhf.trainers.session import is_due, open_session
+from megarlhf.trainers.session import Training, is_due, open_session
 
 Sample = TypeVar("Sample")
 Metrics = dict[str, Metric]
@@ -122,19 +124,28 @@ def run_supervised(objective: Objective[Sample], runtime: Runtime) -> None:
         num_optimizer_steps=cfg.train.num_steps,
         new_head=True,
     )
-    with open_session(cfg, cfg.run, cfg.checkpoint, runtime, objective.command, cfg.train.num_steps, notes) as session:
-        session.log(0, evaluate(objective, role, heldout))
-        for step in range(cfg.train.num_steps):
+    training = Training(cfg.checkpoint, [role], data=digest_of_samples(train))
+    with open_session(cfg, cfg.run, runtime, objective.command, cfg.train.num_steps, notes, training) as session:
+        if not session.resumed:
+            session.log(0, evaluate(objective, role, heldout))
+            session.border(0)
+        as_trained = True
+        for step in range(session.start.step, cfg.train.num_steps):
             started = time.perf_counter()
             metrics = train_on(objective, role, [train[n] for n in order.indices(step)])
             metrics["seconds"] = time.perf_counter() - started
             last = step + 1 == cfg.train.num_steps
             if last and (note := objective.finish(role, heldout)) is not None:
                 session.note(note)
+                as_trained = False
             if last or is_due(step + 1, cfg.eval.every):
                 metrics |= evaluate(objective, role, heldout)
             session.log(step + 1, metrics)
-            session.maybe_save(step + 1, [role], last=last)
+            session.export(step + 1, [role], last=last)
+            if as_trained:
+                session.border(step + 1)
+        done = f"all {cfg.train.num_steps} steps done"
+        session.finish(cfg.train.num_steps, NO_STEPS_LEFT, done, keep_state=as_trained)
 
 
 def load_samples(objective: Objective[Sample]) -> tuple[list[Sample], list[Sample], list[str]]:

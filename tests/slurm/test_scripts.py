@@ -38,7 +38,8 @@ done
 MEGARLHF = """#!/usr/bin/env bash
 printf '%s\\0' "$@" >"$RECORD/argv.$SLURM_PROCID"
 env -0 >"$RECORD/env.$SLURM_PROCID"
-if [[ -n ${TASK_SAYS:-} ]]; then printf '%s\\nwhat is wrong\\n' "$TASK_SAYS" >"$MEGARLHF_JOB_STATE/exit.$SLURM_PROCID"; fi
+said=$MEGARLHF_JOB_STATE/exit.$SLURM_PROCID
+[[ -z ${TASK_SAYS:-} ]] || printf '%s\\nwhat is wrong\\n' "$TASK_SAYS" >"$said"
 exit "${TASK_STATUS:-0}"
 """
 

@@ -18,7 +18,7 @@ def _open_twice(runtime: Runtime, directory: str) -> tuple[str, int]:
     """What each rank is told of a second run in the directory of the first; and a sum that takes both ranks."""
     cfg = SFTConfig.model_validate(
         {
-            "run": {"dir": Path(directory) / "run"},
+            "run": {"dir": Path(directory) / "run", "on_existing": "refuse"},
             "actor": {"model": {"path": "model"}},
             "data": {"train": "train.jsonl"},
             "train": {"num_steps": 1, "mini_batch_samples": 1, "micro_batch_samples": 1},

@@ -10,7 +10,7 @@ import json
 import math
 import os
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,9 @@ import torch
 from megarlhf.architectures.architecture import Architecture
 from megarlhf.architectures.megatron_layout import MegatronLayout, ModelRank
 from megarlhf.architectures.placements import Head
-from megarlhf.placement import Box, Placement, RankPlacements, Shape, contiguous_strides
+from megarlhf.placement import Placement, RankPlacements, Shape, contiguous_strides
 from megarlhf.weights.checkpoint.formats.megatron.tracker import RELEASE, Iteration, checkpoint_directory, write_tracker
 from megarlhf.weights.checkpoint.formats.torch_dist.keys import (
-    GlobalSlice,
     StorageName,
     cut,
     global_slices,
@@ -39,50 +38,21 @@ from megarlhf.weights.checkpoint.formats.torch_dist.metadata import (
     SavedShard,
 )
 from megarlhf.weights.checkpoint.formats.torch_dist.metadata_pickle import pickle_metadata
+from megarlhf.weights.checkpoint.formats.torch_dist.shards import LocalShard, extra_states, shards_of
 from megarlhf.weights.checkpoint.formats.torch_file.archive import TensorSpec, write_skeleton
 from megarlhf.weights.checkpoint.formats.torch_file.zip_archive import ALIGNMENT
 from megarlhf.weights.transport.extent import Extent
 
 CHECKPOINT_VERSION = 3.0
-_CONFIG = {
+BACKENDS = {
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,
     "common_backend": "torch",
     "common_backend_version": 1,
 }
+"""What `metadata.json` says."""
 _CONTENT = {"singleton_local_shards": False, "non_homogeneous_layers": False}
 """What a loader passes to `sharded_state_dict` to ask for the same keys: Megatron-Core's default, all layers in one."""
-
-_EXTRA_STATES = {
-    "": ("decoder.final_layernorm",),
-    "layer": (
-        "self_attention.linear_qkv",
-        "self_attention.linear_proj",
-        "self_attention.core_attention",  # before Megatron-Core 0.16
-        "self_attention.q_layernorm",
-        "self_attention.k_layernorm",
-        "input_layernorm",
-        "pre_mlp_layernorm",
-        "mlp.linear_fc1",
-        "mlp.linear_fc2",
-    ),
-    "expert": ("linear_fc1", "linear_fc2"),
-}
-"""Modules for which one spec or the other asks for an `_extra_state` (of fp8; here None). Loaders fail on what they
-miss and leave alone what they do not ask for, so they get all."""
-
-
-@dataclass(frozen=True, slots=True)
-class _LocalShard:
-    """A box of one rank's storage that is one shard of a global tensor."""
-
-    local: Box
-    """In the rank's storage."""
-    key: str
-    tensor: Shape
-    """Shape of the global tensor."""
-    box: Box
-    """In the global tensor, leading axes included."""
 
 
 @dataclass
@@ -93,9 +63,9 @@ class _RankShards:
     storages: dict[str, Shape] = field(default_factory=dict)
     placements: list[Placement] = field(default_factory=list)
     tensors: dict[str, Shape] = field(default_factory=dict)
-    shards: dict[str, _LocalShard] = field(default_factory=dict)
+    shards: dict[str, LocalShard] = field(default_factory=dict)
 
-    def add(self, shard: _LocalShard, shape: Shape, placements: list[Placement], tensors: Mapping[str, Shape]) -> None:
+    def add(self, shard: LocalShard, shape: Shape, placements: list[Placement], tensors: Mapping[str, Shape]) -> None:
         """A shard of a storage of `shape` with these placements."""
         name = shard_name(shard.key, shard.box.start)
         self.storages[name] = shard.box.shape
@@ -133,7 +103,7 @@ def preallocate_torch_dist(
     directory.mkdir()
     files = _BlobFiles(directory, dtype)
     extents = [files.write(rank) for rank in ranks]
-    objects = dict.fromkeys(_extra_states(arch), files.write_nothing())
+    objects = dict.fromkeys((state.unique_key for state in extra_states(arch)), files.write_nothing())
     shapes: dict[str, Shape] = {}
     shards: dict[str, list[SavedShard]] = {}
     for rank in ranks:
@@ -142,16 +112,20 @@ def preallocate_torch_dist(
             shards.setdefault(shard.key, []).append(SavedShard(shard.box, files.blobs[name]))
     tensors = {key: GlobalTensor(shape, dtype, tuple(shards[key])) for key, shape in shapes.items()}
     (directory / METADATA).write_bytes(pickle_metadata(tensors, objects))
-    common = {
-        "args": Namespace(**args),
-        "checkpoint_version": CHECKPOINT_VERSION,
-        "iteration": 0 if iteration == RELEASE else iteration,
-        "content_metadata": _CONTENT,
-    }
-    write_skeleton(directory / COMMON, common)
-    (directory / CONFIG).write_text(json.dumps(_CONFIG), encoding="ascii")
+    write_skeleton(directory / COMMON, common_state(args, 0 if iteration == RELEASE else iteration))
+    (directory / CONFIG).write_text(json.dumps(BACKENDS), encoding="ascii")
     write_tracker(root, iteration)
     return [rank.build() for rank in ranks], extents
+
+
+def common_state(args: Mapping[str, Any], iteration: int) -> dict[str, Any]:
+    """What `common.pt` holds: that which belongs to no rank. `args`: see `megatron/args.py`."""
+    return {
+        "args": Namespace(**args),
+        "checkpoint_version": CHECKPOINT_VERSION,
+        "iteration": iteration,
+        "content_metadata": _CONTENT,
+    }
 
 
 def _ranks(arch: Architecture, layout: MegatronLayout, head: Head) -> list[_RankShards]:
@@ -203,36 +177,8 @@ def _add_model_chunk(
             gated=False,
         )
         halves = 2 if is_gated(storage, arch.gated_mlp) else 1
-        for shard in _shards_of(shape, whole[storage], part, at.tp, halves):
+        for shard in shards_of(shape, whole[storage], part, at.tp, halves):
             rank.add(shard, shape, by_storage[storage], on_rank.tensors)
-
-
-def _shards_of(shape: Shape, whole: Shape, part: GlobalSlice, tp_rank: int, halves: int) -> Iterator[_LocalShard]:
-    """A rank's storage of `shape` as shards of a storage of shape `whole` without tensor parallelism."""
-    axis = next((dim for dim, (a, b) in enumerate(zip(shape, whole, strict=True)) if a != b), None)
-    rows, all_rows = shape[0] // halves, whole[0] // halves
-    for half in range(halves):
-        local = Box.whole(shape).rows(half * rows, (half + 1) * rows)
-        start = [half * all_rows, *(0 for _ in shape[1:])]
-        if axis is not None:
-            start[axis] += tp_rank * local.shape[axis]
-        offset = (*part.lead, *start)
-        sizes = (*(1 for _ in part.lead), *local.shape)
-        box = Box(offset, tuple(a + n for a, n in zip(offset, sizes, strict=True)))
-        yield _LocalShard(local, part.key, part.shape, box)
-
-
-def _extra_states(arch: Architecture) -> Iterator[str]:
-    """Keys of the objects that stand beside the tensors: module, index and shape along its leading axes."""
-    names = [StorageName(module) for module in _EXTRA_STATES[""]]
-    for layer in range(arch.num_layers):
-        names += [StorageName(module, layer) for module in _EXTRA_STATES["layer"]]
-        for expert in range(arch.num_experts):
-            names += [StorageName(module, layer, expert) for module in _EXTRA_STATES["expert"]]
-    for name in names:
-        index = name.lead("stacked") or (0,)
-        shape = name.lead_shape("stacked", arch.num_layers, arch.num_experts) or (1,)
-        yield f"{name.key('stacked')}._extra_state/shard_{'.'.join(map(str, index))}_{'.'.join(map(str, shape))}"
 
 
 class _BlobFiles:

@@ -1,0 +1,262 @@
+"""A trained role as Megatron-Core's sharded tensors: parameters, their fp32 copies and the optimizer's moments.
+
+Each rank describes the boxes that it holds of global tensors, under the keys of Megatron-Core's own checkpoints
+(`weights/checkpoint/formats/torch_dist/keys.py`); optimizer state stands under `optimizer.state.NAME.KEY`. A part of a
+distributed optimizer is a flat range of a parameter, which is a few boxes. So nothing is gathered to be saved, and a
+state saved at one layout is loaded at any other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.mapping import is_main_replica
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+from torch import Tensor, nn
+
+from megarlhf.architectures.megatron_layout import MegatronLayout, ModelRank
+from megarlhf.models.build import ModelShard
+from megarlhf.models.role import Role
+from megarlhf.parallel.megatron_cpu import megatron_device
+from megarlhf.parallel.step import Trainer
+from megarlhf.placement import Shape, flat_boxes
+from megarlhf.weights.checkpoint.formats.megatron.args import args_of
+from megarlhf.weights.checkpoint.formats.torch_dist.keys import StorageName, global_slices, is_gated
+from megarlhf.weights.checkpoint.formats.torch_dist.shards import LocalShard, extra_states, shards_of
+from megarlhf.weights.checkpoint.formats.torch_dist.write import common_state
+
+EMBEDDING = "embedding.word_embeddings.weight"
+_OUTPUT = "output_layer.weight"
+_UNFUSED_NORMS = ("input_layernorm.", "pre_mlp_layernorm.")
+
+ShardedState = dict[str, ShardedTensor | ShardedObject]
+
+
+@dataclass(frozen=True)
+class _OptimizerPart:
+    """The elements [start, stop) of a parameter, row-major, and the optimizer's flat tensors over them."""
+
+    start: int
+    stop: int
+    tensors: Mapping[str, Tensor]
+    owned: bool
+    """No other data-parallel rank has them."""
+
+
+def sharded_state(role: Role) -> ShardedState:
+    """What this rank saves of a trained role, or reads into: views of live tensors, by names that mean nothing."""
+    assert role.trainer is not None, f"{role.name} is not trained"
+    allocate_optimizer_state(role.trainer)
+    shard, at = role.shard, role.mesh.coordinates
+    parts = _optimizer_parts(role.trainer)
+    whole = _whole_shapes(shard)
+    state: ShardedState = {}
+
+    def add(key: str, shard_of: LocalShard, view: Tensor, replica: tuple[int, int, int]) -> None:
+        lead = len(shard_of.tensor) - view.ndim
+        view = view.detach().view((1,) * lead + tuple(view.shape))
+        state[str(len(state))] = ShardedTensor(
+            key=key,
+            data=view,
+            dtype=view.dtype,
+            local_shape=tuple(view.shape),
+            global_shape=shard_of.tensor,
+            global_offset=shard_of.box.start,
+            axis_fragmentations=None,
+            replica_id=replica,
+            # The vocabulary is padded to a multiple of tp.
+            allow_shape_mismatch=shard_of.key in (EMBEDDING, _OUTPUT),
+        )
+
+    for name, parameter in shard.module.named_parameters():
+        tied = int(_is_tied_copy(shard, name))
+        duplicate = at.tp if tuple(parameter.shape) == whole[name] else 0
+        for piece in _pieces(shard, name, tuple(parameter.shape), whole[name]):
+            rows = parameter[piece.local.start[0] : piece.local.stop[0]]
+            add(piece.key, piece, rows, (tied, duplicate, at.dp))
+            part = parts.get(parameter)
+            if part is not None:
+                replica = (tied, duplicate, 0 if part.owned else at.dp)
+                for key, box, view in _optimizer_boxes(piece, part, tuple(parameter.shape)):
+                    add(key, box, view, replica)
+    if role.mesh.runtime.is_main:
+        for extra in extra_states(shard.arch):
+            state[extra.unique_key] = ShardedObject(extra.key, None, extra.shape, extra.index)
+    return state
+
+
+def bytes_to_write(state: ShardedState) -> int:
+    """Of what this rank, and no other, writes."""
+    mine = [
+        item.data for item in state.values() if isinstance(item, ShardedTensor) and is_main_replica(item.replica_id)
+    ]
+    return sum(tensor.numel() * tensor.element_size() for tensor in mine if tensor is not None)
+
+
+def load_state(role: Role, directory: Path) -> None:
+    """Fill a role that has just been built, parameters and optimizer, from a folder of any layout. Collective."""
+    tensors = {name: item for name, item in sharded_state(role).items() if isinstance(item, ShardedTensor)}
+    with megatron_device(role.mesh.runtime.device):
+        dist_checkpointing.load(tensors, str(directory), validate_access_integrity=False)
+
+
+def common(role: Role, iteration: int) -> dict[str, Any]:
+    """What `common.pt` holds: Megatron-LM's arguments of the model."""
+    shard, layout = role.shard, role.mesh.layout
+    megatron = MegatronLayout(
+        tp=layout.tp,
+        pp=layout.pp,
+        layers_per_stage=shard.parallel.layers_per_stage,
+        padded_vocab=shard.padded_vocab,
+        spec=shard.spec,
+    )
+    return common_state(args_of(shard.arch, megatron, shard.dtype), iteration)
+
+
+def counters(role: Role) -> dict[str, Any]:
+    """How many steps optimizer and learning-rate schedule have made."""
+    assert role.trainer is not None
+    return {
+        "optimizer_steps": _optimizer_steps(role.trainer.optimizer),
+        "scheduler_steps": int(role.trainer.scheduler.num_steps),
+    }
+
+
+def set_counters(role: Role, values: Mapping[str, Any]) -> None:
+    """Of a role that has just been built."""
+    assert role.trainer is not None
+    _set_optimizer_steps(role.trainer.optimizer, values["optimizer_steps"])
+    role.trainer.scheduler.num_steps = 0
+    role.trainer.scheduler.step(increment=values["scheduler_steps"])
+
+
+def allocate_optimizer_state(trainer: Trainer) -> None:
+    """Make the moments that the first optimizer step would make, as zeros."""
+    for inner in _inner(trainer.optimizer):
+        with megatron_device(trainer.mesh.runtime.device):
+            inner.init_state_fn(inner.optimizer, inner.config)
+        if _counts_per_parameter(inner.optimizer):
+            for state in inner.optimizer.state.values():
+                state.setdefault("step", torch.tensor(0.0, dtype=torch.float32))
+
+
+def _pieces(shard: ModelShard, name: str, shape: Shape, whole: Shape) -> list[LocalShard]:
+    """Where a live parameter stands in the checkpoint's global tensors."""
+    arch, mesh = shard.arch, shard.mesh
+    layers = _layers(shard)
+    storage = StorageName.parse(EMBEDDING if _is_tied_copy(shard, name) else name)
+    if shard.spec == "local" and storage.tail.startswith(_UNFUSED_NORMS):
+        storage = storage.other_norm() or storage
+    gated = is_gated(name, arch.gated_mlp)
+    (part,) = global_slices(
+        storage.globally(layers, 0),
+        whole,
+        "stacked",
+        num_layers=arch.num_layers,
+        num_experts=arch.num_experts,
+        gated=gated,
+    )
+    return list(shards_of(shape, whole, part, mesh.coordinates.tp, 2 if gated else 1))
+
+
+def _optimizer_boxes(piece: LocalShard, part: _OptimizerPart, shape: Shape) -> Iterator[tuple[str, LocalShard, Tensor]]:
+    """Of each box of an optimizer's tensors in a piece of a parameter: key, place in the global tensor, view."""
+    row = math.prod(shape[1:])
+    first, last = piece.local.start[0] * row, piece.local.stop[0] * row
+    lead = len(piece.tensor) - len(shape)
+    into = (*piece.box.start[:lead], *(g - a for g, a in zip(piece.box.start[lead:], piece.local.start, strict=True)))
+    at = max(part.start, first)
+    for box in flat_boxes(shape, at, min(part.stop, last)):
+        placed = replace(box, start=(0,) * lead + box.start, stop=(1,) * lead + box.stop).shift(into)
+        for name, tensor in part.tensors.items():
+            view = tensor.detach().view(-1)[at - part.start : at - part.start + box.numel].view(box.shape)
+            yield f"optimizer.state.{name}.{piece.key}", replace(piece, local=box, box=placed), view
+        at += box.numel
+
+
+def _optimizer_parts(trainer: Trainer) -> dict[nn.Parameter, _OptimizerPart]:
+    """Of the parameters of which this rank has optimizer state."""
+    parts: dict[nn.Parameter, _OptimizerPart] = {}
+    for inner in _inner(trainer.optimizer):
+        for parameter in trainer.module.parameters():
+            if isinstance(inner, DistributedOptimizer):
+                try:
+                    owned = inner._get_model_param_range_map(parameter)["param"]
+                except KeyError:
+                    continue  # other data-parallel ranks have it
+                tensors = dict(inner._get_main_param_and_optimizer_states(parameter))
+                main = tensors.pop("param")
+                start, stop = owned.start, owned.end
+            else:
+                main = getattr(parameter, "main_param", parameter)
+                if main not in inner.optimizer.state:
+                    continue
+                tensors = dict(inner.optimizer.state[main])
+                start, stop = 0, parameter.numel()
+            tensors.pop("step", None)
+            if parameter.dtype != torch.float32:  # otherwise the parameter is its own main parameter
+                tensors["fp32_param"] = main
+            parts[parameter] = _OptimizerPart(start, stop, tensors, isinstance(inner, DistributedOptimizer))
+    return parts
+
+
+def _inner(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
+    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
+
+
+def _counts_per_parameter(optimizer: torch.optim.Optimizer) -> bool:
+    """torch's AdamW counts its steps for each parameter, the fused ones for each group."""
+    return isinstance(optimizer, torch.optim.Adam)
+
+
+def _optimizer_steps(optimizer: MegatronOptimizer) -> int:
+    counts: set[int] = set()
+    for inner in _inner(optimizer):
+        if _counts_per_parameter(inner.optimizer):
+            counts |= {int(state["step"]) for state in inner.optimizer.state.values() if "step" in state}
+        else:
+            counts |= {int(group["step"]) for group in inner.optimizer.param_groups if "step" in group}
+    assert len(counts) <= 1, f"parameters have made different numbers of steps: {sorted(counts)}"
+    return counts.pop() if counts else 0
+
+
+def _set_optimizer_steps(optimizer: MegatronOptimizer, steps: int) -> None:
+    for inner in _inner(optimizer):
+        if _counts_per_parameter(inner.optimizer):
+            for state in inner.optimizer.state.values():
+                state["step"].fill_(float(steps))
+        elif steps:
+            for group in inner.optimizer.param_groups:
+                group["step"] = steps
+
+
+def _is_tied_copy(shard: ModelShard, name: str) -> bool:
+    """Whether the parameter is the last stage's copy of the embedding."""
+    return name == _OUTPUT and shard.head == "lm" and shard.arch.tied_embeddings
+
+
+def _layers(shard: ModelShard) -> range:
+    layout = MegatronLayout(
+        pp=shard.mesh.layout.pp, layers_per_stage=shard.parallel.layers_per_stage, padded_vocab=shard.padded_vocab
+    )
+    return layout.chunk_layers(shard.arch.num_layers)[shard.mesh.coordinates.pp][0]
+
+
+def _whole_shapes(shard: ModelShard) -> Mapping[str, Shape]:
+    """Of this stage's parameters, as they would be without tensor parallelism."""
+    layout = MegatronLayout(
+        pp=shard.mesh.layout.pp,
+        layers_per_stage=shard.parallel.layers_per_stage,
+        padded_vocab=shard.padded_vocab,
+        spec=shard.spec,
+    )
+    at = ModelRank(pp=shard.mesh.coordinates.pp, ep=0, tp=0)
+    return layout.chunk(shard.arch, shard.head, at, 0, _layers(shard)).storages

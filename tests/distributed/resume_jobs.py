@@ -1,0 +1,105 @@
+"""What ranks do in the tests of resume points."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from megarlhf.architectures.placements import Head
+from megarlhf.config import RoleConfig
+from megarlhf.models.role import Role, build_role
+from megarlhf.parallel.mesh import GroupCache
+from megarlhf.resume import role_state
+from megarlhf.resume.writer import Content, Outcome, Writer
+from megarlhf.runtime import Runtime
+
+
+def build(runtime: Runtime, model: str, parallel: dict[str, Any], dtype: str, head: Head) -> Role:
+    section = RoleConfig.model_validate(
+        {"model": {"path": model, "dtype": dtype, "fresh_head": head == "scalar"}, "parallel": parallel}
+    )
+    return build_role("actor", section, head, GroupCache(runtime), seed=0, num_optimizer_steps=50)
+
+
+def train(role: Role, steps: int) -> None:
+    """Optimizer steps with made-up gradients, the same wherever replicas of a parameter stand."""
+    trainer, at = role.trainer, role.mesh.coordinates
+    assert trainer is not None
+    for step in range(steps):
+        trainer.ddp.zero_grad_buffer()
+        for name, parameter in sorted(role.shard.module.named_parameters()):
+            seed = hashlib.sha256(f"{name}/{step}/{at.tp}/{at.pp}".encode()).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(seed[:6], "little"))
+            parameter.main_grad.copy_(torch.randn(parameter.shape, generator=generator))
+        trainer.step()
+
+
+def write(writer: Writer, directory: Path, role: Role, **files: Any) -> Outcome:
+    if writer._runtime.is_main:
+        directory.mkdir(parents=True)
+    dist.barrier()
+    content = Content({"actor": role_state.sharded_state(role)}, {"actor": role_state.common(role, 3)}, files)
+    writer.start(directory, content)
+    outcome = writer.poll(lambda files: None, wait=True)
+    while outcome is None:
+        outcome = writer.poll(lambda files: None, wait=True)
+    return outcome
+
+
+def save_and_load(
+    runtime: Runtime,
+    model: str,
+    parallel: dict[str, Any],
+    dtype: str,
+    head: Head,
+    source: str | None,
+    target: str,
+) -> dict[str, Any]:
+    """Start from `source` or train three steps, and write `target`; returns counters and the learning rate."""
+    role = build(runtime, model, parallel, dtype, head)
+    if source is None:
+        train(role, 3)
+    else:
+        role_state.load_state(role, Path(source) / "actor")
+        role_state.set_counters(role, {"optimizer_steps": 3, "scheduler_steps": 3})
+    outcome = write(Writer(runtime), Path(target), role)
+    assert outcome.error is None, outcome.error
+    assert role.trainer is not None
+    return {**role_state.counters(role), "rate": role.trainer.learning_rate, "bytes": outcome.bytes}
+
+
+class Killed(Exception):
+    """Stands for a process that ends in the middle, wherever it is."""
+
+
+def command_until(runtime: Runtime, calls: int, owner: str, method: str, *argv: str) -> str:
+    """A command that is cut off at the call numbered `calls` of a method (`module:Class`), before it does anything.
+
+    Returns: `killed`, or `ended` where there were fewer calls.
+    """
+    import importlib
+
+    from tests.distributed.jobs import command_status
+
+    module, _, name = owner.partition(":")
+    place = getattr(importlib.import_module(module), name) if name else importlib.import_module(module)
+    real, made = getattr(place, method), []
+
+    def until(*arguments: Any, **options: Any) -> Any:
+        made.append(1)
+        if len(made) == calls:
+            raise Killed
+        return real(*arguments, **options)
+
+    with mock.patch.object(place, method, until):
+        try:
+            status, written = command_status(runtime, *argv)
+        except Killed:
+            return "killed"
+    assert status == 0, written
+    return "ended"

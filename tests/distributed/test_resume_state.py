@@ -1,0 +1,72 @@
+"""A role's state in a resume point: the same logical tensors at every layout, and an ordinary Megatron checkpoint.
+
+Not covered here: transformer-engine's layers and fused optimizers (a GPU).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megarlhf.weights.checkpoint.open_checkpoint import open_checkpoint
+from tests.distributed.resume_jobs import save_and_load
+from tests.ranks import RankPool
+
+CHAIN: tuple[tuple[str, int, dict[str, Any]], ...] = (
+    ("dp2", 2, {}),
+    ("tp2_pp2", 4, {"tp": 2, "pp": 2}),
+    ("tp1", 1, {}),
+    ("dp4", 4, {}),
+    ("pp2_uneven", 2, {"pp": 2, "layers_per_stage": [3, 1]}),
+)
+VOCABULARY = 16
+
+
+def whole(directory: Path) -> dict[str, Tensor]:
+    """All tensors of a checkpoint, read by torch."""
+    from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+    state: dict[str, Any] = {}
+    _load_state_dict(
+        state, storage_reader=FileSystemReader(directory), planner=_EmptyStateDictLoadPlanner(), no_dist=True
+    )
+    return {key: value for key, value in state.items() if isinstance(value, Tensor)}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head", "model"), [("fp32", "lm", "plain"), ("bf16", "lm", "tied"), ("fp32", "scalar", "plain")]
+)
+def test_state_is_bit_equal_at_every_layout(
+    ranks: RankPool, models: dict[str, Path], tmp_path: Path, dtype: str, head: str, model: str
+) -> None:
+    """Trained at dp 2 and carried on through four layouts: every tensor, moments and fp32 copies included."""
+    source, states = None, []
+    for name, world_size, parallel in CHAIN:
+        target = tmp_path / name
+        reports = ranks.run(world_size, save_and_load, str(models[model]), parallel, dtype, head, source, str(target))
+        assert all(report["optimizer_steps"] == 3 == report["scheduler_steps"] for report in reports)
+        assert len({report["rate"] for report in reports}) == 1
+        states.append(whole(target / "actor"))
+        source = str(target)
+    first = states[0]
+    kinds = {key.split(".")[2] for key in first if key.startswith("optimizer.state.")}
+    assert kinds == {"exp_avg", "exp_avg_sq"} | ({"fp32_param"} if dtype == "bf16" else set())
+    assert all(bool(first[key].any()) for key in first if ".exp_avg." in key)
+    for state in states[1:]:
+        assert state.keys() == first.keys()
+        for key, tensor in state.items():
+            rows = slice(VOCABULARY) if "embeddings" in key or "output_layer" in key else slice(None)
+            assert torch.equal(tensor[rows], first[key][rows]), key
+
+
+def test_role_is_an_ordinary_checkpoint(ranks: RankPool, models: dict[str, Path], tmp_path: Path) -> None:
+    """Our own reader takes the model out of it."""
+    ranks.run(2, save_and_load, str(models["plain"]), {"tp": 2}, "fp32", "lm", None, str(tmp_path / "point"))
+    checkpoint = open_checkpoint(tmp_path / "point" / "actor", hf=models["plain"])
+    assert checkpoint.head == "lm"
