@@ -27,6 +27,11 @@ PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "sque
 KILL_WAIT = 15
 """Seconds between SIGTERM and SIGKILL, the cluster's KillWait."""
 
+CPU = ("--gpus-per-node=0", "--ntasks-per-node=1", "--cpus-per-task=1", "--mem=100")
+"""Options of sbatch for a job that fits beside another one."""
+ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+"""States from which a job does not go on."""
+
 _CONF = """\
 ClusterName={name}
 SlurmctldHost={host}(127.0.0.1)
@@ -157,6 +162,11 @@ class Cluster:
             return False
         log = self.root / f"slurmd.{node}.log"  # it writes to the log of the slurmd that has started it
         return any(os.readlink(fd) == str(log) for fd in (path / "fd").iterdir())
+
+
+def output(folder: Path, job: int) -> str:
+    """What the job has printed so far, in every attempt."""
+    return "".join(path.read_text() for path in folder.glob(f"*-{job}.out"))
 
 
 @contextlib.contextmanager

@@ -13,11 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.slurm.cluster import KILL_WAIT, Cluster, missing, running_cluster
+from tests.slurm.cluster import CPU, ENDED, KILL_WAIT, Cluster, missing, output, running_cluster
 
 ROOT = Path(__file__).parents[2]
 SLURM = ROOT / "slurm"
-CPU = ("--gpus-per-node=0", "--ntasks-per-node=1", "--cpus-per-task=1", "--mem=100")
 
 pytestmark = [pytest.mark.slurm, pytest.mark.skipif(missing() is not None, reason=str(missing()))]
 
@@ -29,7 +28,7 @@ def cluster() -> Iterator[Cluster]:
 
 
 @pytest.fixture
-def work(tmp_path: Path) -> Path:
+def work(cluster: Cluster, tmp_path: Path) -> Iterator[Path]:
     """The directory that jobs are submitted from; `bin/megarlhf` is the stand-in."""
     program = tmp_path / "bin" / "megarlhf"
     program.parent.mkdir()
@@ -38,7 +37,8 @@ def work(tmp_path: Path) -> Path:
     program.chmod(0o755)
     site = f"export PATH={program.parent}:$PATH MASTER_ADDR=127.0.0.1\nsrun_args+=(--wait=4)\n"
     (tmp_path / "site.sh").write_text(site)
-    return tmp_path
+    yield tmp_path
+    cluster.call("scancel", "--user=root")  # also after a failure: the next test gets free nodes
 
 
 def submit(cluster: Cluster, work: Path, *arguments: str, script: str = "sft", nodes: int = 2, **environ: str) -> int:
@@ -55,10 +55,6 @@ def log(work: Path, run: str = "run") -> list[str]:
     return sorted(path.read_text().splitlines()) if path.exists() else []
 
 
-def output(work: Path, job: int) -> str:
-    return "".join(path.read_text() for path in work.glob(f"*-{job}.out"))
-
-
 def state(work: Path, job: int) -> list[Path]:
     return list(work.glob(f"*-{job}.state"))
 
@@ -69,9 +65,6 @@ def until(condition: str, work: Path, seconds: float = 30) -> None:
     while not any(condition in line for line in log(work)):
         assert time.monotonic() < deadline, f"no {condition!r} in {log(work)}"
         time.sleep(0.1)
-
-
-ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 
 
 def test_a_job_on_two_nodes_ends_and_leaves_nothing_behind(cluster: Cluster, work: Path) -> None:
@@ -93,11 +86,9 @@ def test_a_time_limit_saves_and_queues_the_job_again(cluster: Cluster, work: Pat
     until("restart 1 rank 1: sft begins", work)
     saved = next(line for line in log(work) if "rank 0: sft saved" in line)
     assert "after SIGUSR1" in saved
-    step = saved.split()[6]
+    step = saved.split()[7]
     assert any(f"restart 1 rank 0: sft begins at step {step} " in line for line in log(work)), log(work)
     assert "srun ended with 75, SIGTERM received: 0" in output(work, job)
-    cluster.call("scancel", str(job))
-    assert cluster.wait(job, ENDED, 60) == "CANCELLED"
 
 
 @pytest.mark.parametrize("how", [(), ("--batch", "--signal=TERM")], ids=["scancel", "scancel --batch"])
@@ -173,8 +164,6 @@ def test_a_drained_node_is_left_at_the_next_start(cluster: Cluster, work: Path) 
         until("restart 1 rank 0: sft begins", work)
     finally:
         cluster.call("scontrol", "update", f"NodeName={node}", "State=RESUME")
-        cluster.call("scancel", str(job))
-    assert cluster.wait(job, ENDED, 60) == "CANCELLED"
 
 
 def test_three_stages_run_one_after_the_other(cluster: Cluster, work: Path) -> None:
@@ -242,10 +231,9 @@ def test_a_lost_node_is_not_used_again(cluster: Cluster, work: Path) -> None:
     until("restart 1 rank 0: sft begins", work)
     (memory,) = state(work, job)
     assert (memory / "excluded").read_text().split() == [node]
-    assert (memory / "attempts").read_text().startswith("0 lost step_")
+    assert (memory / "attempts").read_text().startswith("0 lost ")
     cluster.call("scancel", "--signal=USR1", str(job))
     deadline = time.monotonic() + 30
     while cluster.job(job)["ExcNodeList"] != node and time.monotonic() < deadline:
         time.sleep(0.3)
     assert cluster.job(job)["ExcNodeList"] == node
-    cluster.call("scancel", str(job))
