@@ -120,20 +120,25 @@ def _received_signals() -> Iterator[_Received]:
 
 
 def _wait(ranks: Sequence[subprocess.Popen[bytes]], received: _Received, reports: Path) -> int | None:
-    """Until all ranks have ended, one has failed, or they are to stop at once; returns the rank that ended first of
-    those that did not end well. Hands signals on."""
-    failed, deadline, num_sent = None, float("inf"), 0
-    while not received.at_once and time.monotonic() < deadline and any(rank.poll() is None for rank in ranks):
+    """Until all ranks have ended, one has failed, or they are to stop at once. Hands signals on.
+
+    Returns: the rank that ended first of those that failed; where none has, of those that have saved and left.
+    """
+    failed, saved, deadline, num_sent = None, False, float("inf"), 0
+    while True:
         for number in received.forwarded[num_sent:]:
             num_sent += 1
             for rank in ranks:
                 rank.send_signal(number)
-        if failed is None and (ended := [n for n, rank in enumerate(ranks) if rank.poll()]):
-            failed = ended[0]
-            saved = ranks[failed].returncode in SAVED and (reports / f"{failed}.json").exists()
-            deadline = time.monotonic() + (SAVE_SECONDS if saved else GRACE_SECONDS)
+        statuses = [rank.poll() for rank in ranks]
+        for n, status in enumerate(statuses):
+            leaves = status in SAVED and (reports / f"{n}.json").exists()
+            if status and (failed is None or (saved and not leaves)):
+                failed, saved = n, leaves
+                deadline = time.monotonic() + (SAVE_SECONDS if saved else GRACE_SECONDS)
+        if received.at_once or time.monotonic() > deadline or None not in statuses:
+            return failed
         time.sleep(POLL_SECONDS)
-    return failed if failed is not None else next((n for n, rank in enumerate(ranks) if rank.returncode), None)
 
 
 def _died_of(numbers: Sequence[signal.Signals], status: int, reports: str) -> bool:

@@ -51,6 +51,11 @@ class Cadence:
         left = self.time_left()
         return left is not None and left < self.longest_border + self.longest_save + self.cfg.seconds_before_end
 
+    def save_at_once(self) -> bool:
+        """Whether there is hardly time for a save any more, in the middle of a step."""
+        left = self.time_left()
+        return left is not None and left < self.longest_save + self.cfg.seconds_before_end
+
     def saving(self) -> None:
         """A save begins."""
         self._saved_at, self._updates = self.clock(), 0

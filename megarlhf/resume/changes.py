@@ -31,7 +31,7 @@ _NEUTRAL = {
     ),
     "memory": "rollout.gpu_memory_utilization rollout.cpu_cache_gib rollout.reshard_bucket_mib",
     "checks, which end a run or let it be": (
-        "rollout.verify_weights_every rollout.poison_weights rollout.logprob_gap.*"
+        "rollout.verify_weights_every rollout.poison_weights rollout.logprob_gap.* rollout.max_engine_rebuilds"
     ),
 }
 _FIGURES = "data.heldout data.heldout_split eval.every eval.max_samples"
@@ -117,6 +117,11 @@ def kind_of(key: str, old: TrainingConfig, new: TrainingConfig) -> Kind:
     sections = general.split(".")
     names = [general, *(".".join([*sections[:end], "*"]) for end in range(len(sections) - 1, 0, -1))]
     return KINDS[next((name for name in names if name in KINDS), key)]
+
+
+def mathematics_of(cfg: TrainingConfig) -> dict[str, Any]:
+    """All that is part of what is computed, by dotted key."""
+    return {key: value for key, value in _flat(cfg).items() if kind_of(key, cfg, cfg) == "mathematics"}
 
 
 def _horizon_counts(cfg: TrainingConfig) -> bool:

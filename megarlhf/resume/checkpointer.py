@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -103,12 +103,16 @@ class Checkpointer:
             self._poll(wait=True)
         self.seconds_standing += time.perf_counter() - started
 
-    def stop_now(self) -> None:
+    def asked_to_stop(self) -> bool:
+        """Whether this rank knows of a reason to stop before the next border. Not collective."""
+        return self._stop.requested() is not None or (self._runtime.is_main and self._cadence.save_at_once())
+
+    def stop_now(self, reason: Exception) -> NoReturn:
         """End the run between two borders, where nothing has been updated since the last one.
 
         Raises: StopRun, once the state is saved.
         """
-        self._end(max(self._agree(None), _TIME_IS_UP))
+        self._end(max(self._agree(None), _TIME_IS_UP), f"; {reason}")
 
     def finish(self, *, last_border: bool) -> None:
         """Wait for what is being written; with `last_border` keep that too, where points are written by any cadence."""
@@ -148,10 +152,10 @@ class Checkpointer:
         dist.all_reduce(codes, op=dist.ReduceOp.MAX)
         return int(codes)
 
-    def _end(self, code: int) -> None:
+    def _end(self, code: int, more: str = "") -> NoReturn:
         number = STOP_SIGNALS[code - _TIME_IS_UP - 1] if code > _TIME_IS_UP else None
         why = number.name if number is not None else "the job's time is nearly over"
-        raise StopRun(f"stopped ({why}): {self.save_last_border()}", number)
+        raise StopRun(f"stopped ({why}): {self.save_last_border()}{more}", number)
 
     def _updates_made(self) -> int:
         return sum(role.trainer.updates for role in self._roles if role.trainer is not None)

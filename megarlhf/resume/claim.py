@@ -101,8 +101,8 @@ def claim(cfg: FrozenModel, run: RunConfig, command: str) -> Claim:
     except BaseException:
         lock.release()
         raise
-    # What `require_usable` says has been said by the check before the start.
-    return Claim(lock, usable.resumes, [lock.note] if lock.note else [], cfg, run, command, usable.removed)
+    notes = [*usable.notes, *([lock.note] if lock.note else [])]
+    return Claim(lock, usable.resumes, notes, cfg, run, command, usable.removed)
 
 
 def require_usable(cfg: FrozenModel, run: RunConfig, command: str) -> Usable:

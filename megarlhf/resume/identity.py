@@ -37,6 +37,10 @@ def digest_of_weights(role: Role) -> str:
     return whole_digest(summed([mine], names, mesh.runtime.device, mesh.groups.mp)[0])
 
 
+_NOT_COUNTED = ("seconds", "engine_rebuilds")
+"""How long something took, and what was done again without a trace in the numbers."""
+
+
 class History:
     """A digest of all that the run has measured so far.
 
@@ -48,10 +52,14 @@ class History:
         self.digest = ""
 
     def add(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Take note of a step's metrics; how long something took does not count."""
-        counted = {name: value for name, value in metrics.items() if not name.startswith("seconds")}
+        """Take note of a step's metrics; `_NOT_COUNTED` does not."""
+        counted = {name: value for name, value in metrics.items() if not name.startswith(_NOT_COUNTED)}
         text = json.dumps([self.digest, step, counted], sort_keys=True)
         self.digest = hashlib.sha256(text.encode()).hexdigest()
+
+    def fingerprint(self, mathematics: Mapping[str, Any]) -> str:
+        """Of weights, as far as can be seen, and of what is computed with them."""
+        return hashlib.sha256(json.dumps([self.digest, mathematics], sort_keys=True).encode()).hexdigest()
 
     def state_dict(self) -> dict[str, Any]:
         return {"digest": self.digest}

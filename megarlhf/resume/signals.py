@@ -89,6 +89,7 @@ class StopRequest:
         self._thread: threading.Thread | None = None
         self._ends_now = False
         self._left = threading.Event()
+        self._forking = threading.local()
 
     def __enter__(self) -> StopRequest:
         assert self._pipe is None, "entered twice"
@@ -97,7 +98,7 @@ class StopRequest:
         self._wakeup_before = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
         self._handlers = {number: signal.signal(number, self._in_main_thread) for number in STOP_SIGNALS}
         # A child by fork has the pipe too: a signal that ends a worker would count as one to this process.
-        os.register_at_fork(after_in_child=self._leave_to_default)
+        os.register_at_fork(before=self._hold, after_in_parent=self._let_go, after_in_child=self._leave_to_default)
         self._thread = threading.Thread(target=self._listen, args=(self._pipe[0],), name="megarlhf-stop", daemon=True)
         self._thread.start()
         return self
@@ -169,11 +170,21 @@ class StopRequest:
             self._ends_now = False
             raise KeyboardInterrupt
 
+    def _hold(self) -> None:
+        """Before a fork: what reaches the child comes after its handlers are back to the default."""
+        if self._pipe is not None:
+            self._forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+
+    def _let_go(self) -> None:
+        if (mask := self._forking.__dict__.pop("mask", None)) is not None:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
     def _leave_to_default(self) -> None:
         if self._pipe is not None:
             signal.set_wakeup_fd(-1)
             for number in self._handlers:
                 signal.signal(number, signal.SIG_DFL)
+        self._let_go()
 
 
 def ignore_stop_signals() -> None:

@@ -5,12 +5,10 @@ Generate, score, advantages, train, update weights. Every rank runs every line.
 
 from __future__ import annotations
 
-import itertools
 import time
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -25,23 +23,21 @@ from megarlhf.models.role import Role, build_role
 from megarlhf.parallel.mesh import GroupCache
 from megarlhf.resume.claim import NO_STEPS_LEFT
 from megarlhf.resume.identity import digest_of_samples, digest_of_weights
+from megarlhf.rollout.bank import Bank
 from megarlhf.rollout.engine import RolloutEngine, Sampling, sample_seed
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.prompts import load_prompts, make_engine, mesh_orders, sampling_of
-from megarlhf.trainers.rl_batches import micro_batches, split_into_mini_batches
 from megarlhf.trainers.rl_eval import Evaluator, StopRule
 from megarlhf.trainers.rl_gap import LogprobGapWatch, logprob_gap
-from megarlhf.trainers.rl_losses import PolicyLoss, ValueLoss
+from megarlhf.trainers.rl_rollout import sample_or_stop
 from megarlhf.trainers.rl_score import (
     Rewarder,
     add_advantages,
-    make_experience,
     policy_logprobs,
     values_of,
 )
+from megarlhf.trainers.rl_updates import Metrics, StepInProgress, mini_batches_of_pass, train_on
 from megarlhf.trainers.session import Session, Training, is_due, open_session
-
-Metrics = dict[str, float]
 
 
 def run(cfg: RLConfig, runtime: Runtime) -> None:
@@ -52,12 +48,14 @@ def run(cfg: RLConfig, runtime: Runtime) -> None:
     evaluate = Evaluator(cfg, components.engine, components.rewarder, data.heldout)
     stop = StopRule(cfg.train.stop)
     gap = LogprobGapWatch(cfg.rollout.logprob_gap, components.actor.shard.dtype)
+    bank = Bank(cfg.run.dir / "bank")
     training = Training(
         cfg.checkpoint,
         components.trained,
         data=digest_of_samples(data.train),
         states={"stop": stop, "logprob_gap": gap},
         reference=digest_of_weights(components.reference),
+        on_saved=lambda oldest: bank.forget_before(oldest.step),
     )
     with open_session(cfg, cfg.run, runtime, "rl", cfg.train.num_steps, data.notes, training) as session:
         components.engine.update_weights(components.actor.shard, version=session.start.step)
@@ -67,23 +65,29 @@ def run(cfg: RLConfig, runtime: Runtime) -> None:
             session.border(0)
         step = session.start.step
         while step < cfg.train.num_steps and stop.reason is None:
-            clock = Stopwatch()
+            clock, rebuilds_before = Stopwatch(), components.engine.rebuilds
             work = StepInProgress.restored(session.take_table())
             if work is None:
                 prompts = [data.train[n] for n in order.indices(step)]
-                experience = sample(cfg, components.engine, prompts, components.sampling, step)
+                experience = sample_or_stop(cfg, components.engine, prompts, components.sampling, step, bank, session)
                 clock.lap("seconds_rollout")
                 experience = score(cfg, components, experience, prompts, step)
                 found = gap.watch(logprob_gap(experience))
                 work = StepInProgress(add_advantages(experience, cfg.algo), found)
                 clock.lap("seconds_experience")
-            metrics = work.found | describe(work.experience, cfg) | train_on(cfg, components, work, step, session)
+            metrics = (
+                work.found
+                | describe(work.experience, cfg)
+                | train_on(cfg, components.actor, components.critic, work, step, partial(at_border, session, step))
+            )
             clock.lap("seconds_train")
             components.engine.update_weights(components.actor.shard, version=step + 1)
             clock.lap("seconds_reshard")
             if step == 0 or is_due(step + 1, cfg.rollout.verify_weights_every):
                 components.engine.verify_weights(components.actor.shard)
                 clock.lap("seconds_certificate")
+            if rebuilds := components.engine.rebuilds - rebuilds_before:
+                metrics["engine_rebuilds"] = rebuilds
             step, metrics = step + 1, metrics | clock.laps
             last = stop.over(metrics["kl"]) or step == cfg.train.num_steps
             if last or is_due(step, cfg.eval.every):
@@ -93,8 +97,14 @@ def run(cfg: RLConfig, runtime: Runtime) -> None:
             session.export(step, components.trained, last=last or gap.failed(last=last))
             session.border(step)
             gap.raise_if_failed(last=last)
+        bank.forget_before(step)
         session.finish(step, stop.reason or NO_STEPS_LEFT, stop.reason or f"all {cfg.train.num_steps} steps done")
     components.engine.close()
+
+
+def at_border(session: Session, step: int, work: StepInProgress) -> None:
+    """Between two updates of a step."""
+    session.border(step, work.updates, work.table())
 
 
 @dataclass(frozen=True)
@@ -131,18 +141,6 @@ def build(cfg: RLConfig, runtime: Runtime, tokenizer: Tokenizer) -> Components:
     return Components(actor, reference, critic, engine, rewarder, sampling_of(cfg.rollout, cfg.actor, tokenizer))
 
 
-def sample(
-    cfg: RLConfig, engine: RolloutEngine, prompts: Sequence[PromptSample], sampling: Sampling, step: int
-) -> Experience:
-    """Draw num_samples_per_prompt responses to each prompt."""
-    per_prompt = cfg.rollout.num_samples_per_prompt
-    rows = [torch.tensor(prompt.tokens) for prompt in prompts for _ in range(per_prompt)]
-    seeds = [sample_seed(cfg.run.seed, step, n) for n in range(len(rows))]
-    rollouts = engine.generate(rows, seeds, sampling)
-    assert rollouts.weight_version == step, "the engine sampled with other weights than this step's"
-    return make_experience(prompts, rollouts, per_prompt)
-
-
 def score(
     cfg: RLConfig, components: Components, experience: Experience, prompts: Sequence[PromptSample], step: int
 ) -> Experience:
@@ -164,85 +162,6 @@ def score(
         generator = torch.Generator().manual_seed(sample_seed(cfg.run.seed, step, -1))
         rewards_N = rewards_N[torch.randperm(len(rewards_N), generator=generator).to(rewards_N.device)]
     return experience.with_columns(columns).with_per_sample({"rewards": rewards_N})
-
-
-def mini_batches_of_pass(cfg: RLConfig, experience: Experience, step: int, number: int) -> list[list[int]]:
-    """The mini-batches of one pass over the step's samples."""
-    return split_into_mini_batches(
-        experience.num_samples,
-        cfg.train.mini_batch_samples,
-        shuffle=cfg.train.shuffle,
-        seed=sample_seed(cfg.run.seed, step, -2 - number),
-    )
-
-
-@dataclass
-class StepInProgress:
-    """A step whose samples are ready to be trained on: what a resume point inside a step holds."""
-
-    experience: Experience
-    found: Metrics
-    """Metrics of the step so far."""
-    per_update: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    """Metrics of the updates made."""
-    updates: int = 0
-
-    def table(self) -> dict[str, Any]:
-        """For a resume point."""
-        per_update = {name: list(values) for name, values in self.per_update.items()}
-        return {
-            "experience": self.experience.state_dict(),
-            "found": dict(self.found),
-            "per_update": per_update,
-            "updates": self.updates,
-        }
-
-    @classmethod
-    def restored(cls, table: Mapping[str, Any] | None) -> StepInProgress | None:
-        """From what `table` returned; None from nothing."""
-        if table is None:
-            return None
-        per_update: dict[str, list[float]] = defaultdict(list, table["per_update"])
-        return cls(Experience.from_state_dict(table["experience"]), table["found"], per_update, table["updates"])
-
-
-def train_on(cfg: RLConfig, components: Components, work: StepInProgress, step: int, session: Session) -> Metrics:
-    """Every pass over the step's samples, one optimizer step per mini-batch; those that a resumed step has made are not
-    made again. Means over mini-batches."""
-    experience, per_update = work.experience, work.per_update
-    passes = [mini_batches_of_pass(cfg, experience, step, number) for number in range(cfg.train.epochs_per_step)]
-    updates = list(itertools.chain.from_iterable(passes))
-    policy_columns = ("old_logprobs", "ref_logprobs", "advantages")
-    for samples in updates[work.updates :]:
-        tokens = int(experience.response_lengths_N[samples].sum())
-        if step >= cfg.train.critic_warmup_steps or components.critic is None:
-            loss = PolicyLoss(
-                algo=cfg.algo,
-                temperature=cfg.rollout.temperature,
-                response_tokens=tokens,
-                sequences=len(samples),
-                vocabulary=components.actor.shard.vocabulary(),
-            )
-            batches = micro_batches(components.actor, experience, samples, cfg.train, policy_columns)
-            result = components.actor.train_step(batches, loss)
-            per_update["policy_loss"].append(result.sums["policy_loss"])
-            per_update["loss"].append(result.sums["loss"])
-            per_update["clip_fraction"].append(result.sums["clipped"] / tokens)
-            per_update["entropy"].append(result.sums["entropy"] / tokens)
-            per_update["ratio_deviation"].append(result.sums["ratio_deviation"] / tokens)
-            per_update["actor_grad_norm"].append(result.grad_norm)
-        if components.critic is not None:
-            batches = micro_batches(components.critic, experience, samples, cfg.train, ("values", "returns"))
-            result = components.critic.train_step(batches, ValueLoss(clip=cfg.algo.value_clip, response_tokens=tokens))
-            per_update["value_loss"].append(result.sums["loss"])
-            per_update["critic_grad_norm"].append(result.grad_norm)
-        work.updates += 1
-        if work.updates < len(updates):
-            session.border(step, work.updates, work.table())
-    metrics = {name: sum(values) / len(values) for name, values in per_update.items()}
-    if per_update["ratio_deviation"]:
-        metrics["first_ratio_deviation"] = per_update["ratio_deviation"][0]
-    return metrics
 
 
 def describe(experience: Experience, cfg: RLConfig) -> Metrics:

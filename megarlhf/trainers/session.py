@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 from rich.console import RenderableType
@@ -42,6 +42,8 @@ class Training:
     """Whatever keeps state over steps, by name."""
     reference: str | None = None
     """Digest of the reference's weights."""
+    on_saved: Callable[[Position], None] = lambda position: None
+    """Called on rank 0 after a resume point was written, with the position of the oldest that is kept."""
 
 
 @dataclass
@@ -92,6 +94,19 @@ class Session:
         assert self.checkpointer is not None
         self.checkpointer.border(Position(step, update), table)
 
+    def asked_to_stop(self) -> bool:
+        """Whether this rank knows of a reason to stop before the next border. Not collective."""
+        assert self.checkpointer is not None
+        return self.checkpointer.asked_to_stop()
+
+    def stop_now(self, reason: Exception) -> NoReturn:
+        """Save the last border, after which nothing has been updated, and end the run. Collective.
+
+        Raises: StopRun.
+        """
+        assert self.checkpointer is not None
+        self.checkpointer.stop_now(reason)
+
     def export(self, step: int, roles: Sequence[Role], *, last: bool) -> None:
         """Write Hugging Face directories of the roles when the configuration asks for it, and after the last step."""
         assert self.exports is not None
@@ -140,6 +155,7 @@ class Session:
             stop,
             note=self.note,
             still_ours=still_ours,
+            on_saved=training.on_saved,
             newest=self.start if self.resumed else None,
         )
         resumed_at = self.start.step if resumes else None
@@ -170,7 +186,8 @@ def open_session(
         resumes = [any(claimed.resumes for claimed in claims)]
         dist.broadcast_object_list(resumes, src=0)
         session = Session(runtime, run.dir)
-        notes = [*notes, *(note for claimed in claims for note in claimed.notes)]
+        # What goes on and what has changed has been said by the check before the start.
+        notes = [*notes, *(claimed.lock.note for claimed in claims if claimed.lock.note)]
         if training is not None:
             stop = stack.enter_context(StopRequest(device=runtime.device, speaks=runtime.is_main))
             identity = _identity(cfg, run, command, training)

@@ -103,3 +103,25 @@ def command_until(runtime: Runtime, calls: int, owner: str, method: str, *argv: 
             return "killed"
     assert status == 0, written
     return "ended"
+
+
+def command_with_signal(runtime: Runtime, calls: int, owner: str, method: str, *argv: str) -> tuple[int, str]:
+    """A command that receives SIGTERM at the call numbered `calls` of a method; its status and what it wrote."""
+    import importlib
+    import os
+    import signal
+
+    from tests.distributed.jobs import command_status
+
+    module, _, name = owner.partition(":")
+    place = getattr(importlib.import_module(module), name)
+    real, made = getattr(place, method), []
+
+    def with_signal(*arguments: Any, **options: Any) -> Any:
+        made.append(1)
+        if len(made) == calls:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(*arguments, **options)
+
+    with mock.patch.object(place, method, with_signal):
+        return command_status(runtime, *argv)

@@ -17,7 +17,7 @@ import torch
 import yaml
 
 from megarlhf.resume.point import find_points
-from tests.distributed.resume_jobs import command_until
+from tests.distributed.resume_jobs import command_until, command_with_signal
 from tests.distributed.test_rl_layouts import config as rl_config
 from tests.ranks import RankPool
 
@@ -39,7 +39,7 @@ CUTS: dict[str, list[Cut]] = {
         (TRAIN, "step", 5),
         (TRAIN, "accumulate", 8),
         (BORDER, "border", 9),
-        ("megarlhf.trainers.rl", "add_advantages", 4),
+        ("megarlhf.trainers.rl", "add_advantages", 3),
     ],
     "grpo": [(TRAIN, "step", 6), (ENGINE, "generate", 4)],
 }
@@ -228,3 +228,59 @@ def test_other_data_and_another_reference_are_refused(
     assert before == {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file()}
     said = ranks.run(1, "command", *argv, "run.allow_changes=true")[0]
     assert why in said
+
+
+def test_what_the_bank_holds_is_not_generated_again(
+    ranks: RankPool, two_layers: dict[str, Path], data: dict[str, Path], tmp_path: Path
+) -> None:
+    """Cut off while the second step's responses are drawn, and resumed from before the first: both steps' responses
+    come out of the bank, where they are there, and the run is the same. A changed file of the bank is not used."""
+    grpo = Case("rl", tree("grpo", two_layers, data), Path())
+    grpo.config["checkpoint"] = {"every_minutes": 1000}
+    whole = tmp_path / "whole"
+    ranks.run(1, "command", *command_line(grpo, whole))
+    for name, spoilt in (("kept", False), ("spoilt", True)):
+        run = tmp_path / name
+        argv = command_line(grpo, run)
+        assert "killed" in ranks.run(1, command_until, 16 + 6, "megarlhf.rollout.bank:StepBank", "add", *argv)
+        assert not find_points(run)
+        if spoilt:
+            for file in sorted(run.glob("bank/step_*/*.jsonl")):
+                flip_a_byte(file)
+        said = ranks.run(1, "command", *argv)[0]
+        assert ("step 1: 16 of 16 responses are in the rollout bank" in said) is not spoilt
+        assert ("step 2: 5 of 16 responses are in the rollout bank" in said) is not spoilt
+        assert rows(run) == rows(whole)
+        assert not list((run / "bank").glob("step_*")), "all steps are covered by the last resume point"
+
+
+@pytest.mark.parametrize(
+    ("owner", "method", "calls", "position"),
+    [(TRAIN, "step", 3, "step_000001"), ("megarlhf.rollout.bank:StepBank", "add", 17, "step_000001")],
+)
+def test_a_signal_saves_and_ends_the_run(
+    owner: str,
+    method: str,
+    calls: int,
+    position: str,
+    ranks: RankPool,
+    two_layers: dict[str, Path],
+    data: dict[str, Path],
+    tmp_path: Path,
+) -> None:
+    """SIGTERM in the middle of an optimizer update or of a rollout: status 75, a resume point of the last border, and
+    the same run in the end."""
+    name = "sft" if owner == TRAIN else "grpo"
+    made = Case("sft" if name == "sft" else "rl", tree(name, two_layers, data), Path())
+    made.config["checkpoint"] = {"every_minutes": 1000}
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    ranks.run(1, "command", *command_line(made, whole))
+    argv = command_line(made, run)
+    status, said = ranks.run(1, command_with_signal, calls, owner, method, *argv)[0]
+    assert status == 75, said
+    point = find_points(run)[-1].position.name
+    assert f"stopped (SIGTERM): saved {run}/resume/{point}" in said
+    assert point == ("step_000003" if name == "sft" else position)
+    said = ranks.run(1, "command", *argv)[0]
+    assert f"from resume/{point}" in said
+    assert rows(run) == rows(whole)

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from megarlhf.config import SFTConfig
 from megarlhf.observe.metrics import read_metrics
 from megarlhf.runtime import Runtime
-from megarlhf.trainers.session import open_session, save_roles
+from megarlhf.trainers.exports import save_roles
+from megarlhf.trainers.session import open_session
 from tests.ranks import RankPool
 
 

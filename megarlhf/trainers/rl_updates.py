@@ -1,0 +1,104 @@
+"""The updates of a step of rl: actor and critic trained on the samples of a finished experience."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from megarlhf.config import RLConfig
+from megarlhf.experience import Experience
+from megarlhf.models.role import Role
+from megarlhf.rollout.engine import sample_seed
+from megarlhf.trainers.rl_batches import micro_batches, split_into_mini_batches
+from megarlhf.trainers.rl_losses import PolicyLoss, ValueLoss
+
+Metrics = dict[str, float]
+
+
+def mini_batches_of_pass(cfg: RLConfig, experience: Experience, step: int, number: int) -> list[list[int]]:
+    """The mini-batches of one pass over the step's samples."""
+    return split_into_mini_batches(
+        experience.num_samples,
+        cfg.train.mini_batch_samples,
+        shuffle=cfg.train.shuffle,
+        seed=sample_seed(cfg.run.seed, step, -2 - number),
+    )
+
+
+@dataclass
+class StepInProgress:
+    """A step whose samples are ready to be trained on: what a resume point inside a step holds."""
+
+    experience: Experience
+    found: Metrics
+    """Metrics of the step so far."""
+    per_update: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    """Metrics of the updates made."""
+    updates: int = 0
+
+    def table(self) -> dict[str, Any]:
+        """For a resume point."""
+        per_update = {name: list(values) for name, values in self.per_update.items()}
+        return {
+            "experience": self.experience.state_dict(),
+            "found": dict(self.found),
+            "per_update": per_update,
+            "updates": self.updates,
+        }
+
+    @classmethod
+    def restored(cls, table: Mapping[str, Any] | None) -> StepInProgress | None:
+        """From what `table` returned; None from nothing."""
+        if table is None:
+            return None
+        per_update: dict[str, list[float]] = defaultdict(list, table["per_update"])
+        return cls(Experience.from_state_dict(table["experience"]), table["found"], per_update, table["updates"])
+
+
+def train_on(
+    cfg: RLConfig,
+    actor: Role,
+    critic: Role | None,
+    work: StepInProgress,
+    step: int,
+    at_border: Callable[[StepInProgress], None] = lambda work: None,
+) -> Metrics:
+    """Every pass over the step's samples, one optimizer step per mini-batch; those that a resumed step has made are not
+    made again. `at_border` is called between two of them. Means over mini-batches."""
+    experience, per_update = work.experience, work.per_update
+    passes = [mini_batches_of_pass(cfg, experience, step, number) for number in range(cfg.train.epochs_per_step)]
+    updates = list(itertools.chain.from_iterable(passes))
+    policy_columns = ("old_logprobs", "ref_logprobs", "advantages")
+    for samples in updates[work.updates :]:
+        tokens = int(experience.response_lengths_N[samples].sum())
+        if step >= cfg.train.critic_warmup_steps or critic is None:
+            loss = PolicyLoss(
+                algo=cfg.algo,
+                temperature=cfg.rollout.temperature,
+                response_tokens=tokens,
+                sequences=len(samples),
+                vocabulary=actor.shard.vocabulary(),
+            )
+            batches = micro_batches(actor, experience, samples, cfg.train, policy_columns)
+            result = actor.train_step(batches, loss)
+            per_update["policy_loss"].append(result.sums["policy_loss"])
+            per_update["loss"].append(result.sums["loss"])
+            per_update["clip_fraction"].append(result.sums["clipped"] / tokens)
+            per_update["entropy"].append(result.sums["entropy"] / tokens)
+            per_update["ratio_deviation"].append(result.sums["ratio_deviation"] / tokens)
+            per_update["actor_grad_norm"].append(result.grad_norm)
+        if critic is not None:
+            batches = micro_batches(critic, experience, samples, cfg.train, ("values", "returns"))
+            result = critic.train_step(batches, ValueLoss(clip=cfg.algo.value_clip, response_tokens=tokens))
+            per_update["value_loss"].append(result.sums["loss"])
+            per_update["critic_grad_norm"].append(result.grad_norm)
+        work.updates += 1
+        if work.updates < len(updates):
+            at_border(work)
+    metrics = {name: sum(values) / len(values) for name, values in per_update.items()}
+    if per_update["ratio_deviation"]:
+        metrics["first_ratio_deviation"] = per_update["ratio_deviation"][0]
+    return metrics
