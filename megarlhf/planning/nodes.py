@@ -12,7 +12,6 @@ import hashlib
 import math
 import os
 import platform
-import re
 import resource
 import shutil
 import socket
@@ -31,7 +30,7 @@ import megarlhf
 from megarlhf.architectures.hf_config import architecture_from_hf
 from megarlhf.architectures.placements import Head, logical_tensors
 from megarlhf.config import RLConfig, RMConfig, RoleConfig, SFTConfig
-from megarlhf.runtime import PACKAGES, Runtime, version_of
+from megarlhf.runtime import PACKAGES, Runtime, gpu_in_use, gpu_versions, sees_gpus, version_of
 from megarlhf.weights.checkpoint.dtype import resolve_dtype
 
 GB = 10**9
@@ -73,10 +72,10 @@ def require_gpus(rank: int, environ: Mapping[str, str] = os.environ) -> None:
     Raises: ValueError when Slurm has given this node GPUs and torch sees none.
     """
     promised = environ.get("SLURM_GPUS_ON_NODE", "0")
-    if promised.isdecimal() and int(promised) and not torch.cuda.is_available():
+    if promised.isdecimal() and int(promised) and not sees_gpus():
         raise ValueError(
             f"{_node(environ)} (rank {rank}): Slurm has given this node {promised} GPU(s), but torch sees none; check "
-            "the driver there (nvidia-smi), that torch is a CUDA build, and that the container is started with its "
+            "the driver there (nvidia-smi), that torch is built for it, and that the container is started with its "
             "GPUs (--nv); or ask for no GPUs (--gpus-per-node=0)"
         )
 
@@ -104,11 +103,7 @@ def check_nodes(cfg: Any, runtime: Runtime) -> list[str]:
 
 def examine(run_dir: Path, runtime: Runtime) -> RankFacts:
     """What this rank finds. Collective, for the clocks and the directory."""
-    gpu, used, total = None, 0, 0
-    if runtime.device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(runtime.device)
-        used = total - free
-        gpu = str(torch.cuda.get_device_properties(runtime.device).uuid)
+    gpu, used, total = gpu_in_use(runtime) or (None, 0, 0)
     return RankFacts(
         node=_node(os.environ),
         rank=runtime.rank,
@@ -206,12 +201,7 @@ def _versions() -> dict[str, str]:
     versions = {name: version_of(name) or "missing" for name in PACKAGES}
     versions |= {"python": platform.python_version(), "megarlhf": megarlhf.__version__}
     versions["sources of megarlhf"] = _source_digest(Path(megarlhf.__file__).parent)
-    if torch.version.cuda is not None:
-        versions["CUDA of torch"] = str(torch.version.cuda)
-    with contextlib.suppress(OSError, AttributeError):
-        text = Path("/proc/driver/nvidia/version").read_text()
-        versions["NVIDIA driver"] = re.search(r"\d+\.\d+(\.\d+)?", text)[0]  # type: ignore[index]
-    return versions
+    return versions | gpu_versions()
 
 
 def _source_digest(package: Path) -> str:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors import safe_open
 
 from megarlhf.config import SFTConfig
@@ -36,7 +35,8 @@ def facts(rank: int, **changes: Any) -> RankFacts:
 def job(**changes_by_rank: Any) -> list[RankFacts]:
     """Sixteen ranks; `rank_9={...}` changes one."""
     changes = {int(name.removeprefix("rank_")): change for name, change in changes_by_rank.items()}
-    return [facts(rank, gpu=f"GPU-{rank}", gpu_bytes=80 * GB, **changes.get(rank, {})) for rank in range(16)]
+    usual = [{"gpu": f"GPU-{rank}", "gpu_bytes": 80 * GB} for rank in range(16)]
+    return [facts(rank, **(usual[rank] | changes.get(rank, {}))) for rank in range(16)]
 
 
 def test_equal_nodes_have_no_problem() -> None:
@@ -84,7 +84,7 @@ def test_many_nodes_are_counted() -> None:
 def test_a_node_whose_gpus_are_not_seen_is_named(
     gpus: str, sees: bool, refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: sees)
+    monkeypatch.setattr(nodes, "sees_gpus", lambda: sees)
     environ = {"SLURM_GPUS_ON_NODE": gpus, "SLURMD_NODENAME": "n7"}
     if not refused:
         return require_gpus(3, environ)
