@@ -5,10 +5,12 @@ The one place that asks for a device. Everything above is told: device, backend 
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import math
 import os
 import random
+import re
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -194,7 +196,7 @@ def _default_rendezvous(info: RankInfo, device_index: int) -> None:
         if info.world_size > 1:
             raise ValueError(
                 f"rank {info.rank} of {info.world_size} has no MASTER_PORT; start ranks with torchrun, with "
-                "slurm/train.sbatch (which sets MASTER_ADDR and MASTER_PORT), or plainly with run.nproc"
+                "slurm/rl.sbatch and its like (which set MASTER_ADDR and MASTER_PORT), or plainly with run.nproc"
             )
         os.environ["MASTER_PORT"] = str(free_port())
     os.environ["RANK"] = str(info.rank)
@@ -256,6 +258,28 @@ def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
     torch.set_rng_state(tensor(state["torch"]))
     if device.type == "cuda" and "device" in state:
         torch.cuda.set_rng_state(tensor(state["device"]), device)
+
+
+def sees_gpus() -> bool:
+    """Whether torch can use a GPU here."""
+    return torch.cuda.is_available()
+
+
+def gpu_versions() -> dict[str, str]:
+    """Of what comes between torch and a GPU, as far as it is there."""
+    versions = {} if torch.version.cuda is None else {"CUDA of torch": str(torch.version.cuda)}
+    with contextlib.suppress(OSError):
+        found = re.search(r"\d+\.\d+(\.\d+)?", Path("/proc/driver/nvidia/version").read_text())
+        versions |= {"NVIDIA driver": found[0]} if found else {}
+    return versions
+
+
+def gpu_in_use(runtime: Runtime) -> tuple[str, int, int] | None:
+    """Identity of this rank's GPU, bytes of its memory that are in use, and all its bytes; None without one."""
+    if runtime.device.type != "cuda":
+        return None
+    free, total = torch.cuda.mem_get_info(runtime.device)
+    return str(torch.cuda.get_device_properties(runtime.device).uuid), total - free, total
 
 
 def shutdown() -> None:

@@ -32,11 +32,14 @@ import torch.distributed as dist
 from megarlhf import runtime
 from megarlhf.collective_errors import on_first_rank
 from megarlhf.commands.process_tree import PARENT
+from megarlhf.planning.nodes import check_nodes, require_gpus
 from megarlhf.resume.signals import INTERRUPTED, TO_BE_QUEUED_AGAIN, Repeats, StopRun, ignore_stop_signals
 from megarlhf.runtime import RankInfo
 
 MARK = "MEGARLHF_LAUNCHED"
 """Set in ranks that a plain start launched, to the folder to which they write their errors."""
+JOB_STATE = "MEGARLHF_JOB_STATE"
+"""Set by the batch scripts in slurm/, to the folder in which a job remembers things from one attempt to the next."""
 SAVED = (TO_BE_QUEUED_AGAIN, INTERRUPTED)
 """Exit statuses of a run that was asked to stop, and has saved."""
 
@@ -200,11 +203,30 @@ def print_error(command: str, message: str, status: int) -> None:
         return
     if status in SAVED and info is not None and info.rank:
         return  # every rank has saved and says the same
+    if info is not None:
+        _tell_job(f"exit.{info.rank}", f"{status}\n{message}")
     label = ""
     if info is not None and info.world_size > 1:
         label = f" (rank {info.rank})" if info.rank else ""
         time.sleep(SILENCE_SECONDS if info.rank else 0)
+        if info.rank and _heard_from_job("exit.0") == f"{status}\n{message}\n":
+            return  # rank 0 has said it, and is not followed at once by the end of all ranks
     print(f"megarlhf {command}{label}: {message}", file=sys.stderr, flush=True)
+
+
+def _tell_job(name: str, text: str) -> None:
+    """Leave a line for the batch script, which runs outside a container and reads no configuration. Where it cannot be
+    written the script goes by what it sees itself."""
+    if JOB_STATE in os.environ:
+        with contextlib.suppress(OSError):
+            (Path(os.environ[JOB_STATE]) / name).write_text(f"{text}\n", encoding="utf-8")
+
+
+def _heard_from_job(name: str) -> str | None:
+    """What another rank has left there."""
+    with contextlib.suppress(OSError):
+        return (Path(os.environ[JOB_STATE]) / name).read_text(encoding="utf-8") if JOB_STATE in os.environ else None
+    return None
 
 
 def another_rank_has_failed() -> bool:
@@ -213,16 +235,21 @@ def another_rank_has_failed() -> bool:
 
 
 def as_rank(info: RankInfo, cfg: Any, entry: str, check: Callable[[], None] | None = None) -> int:
-    """Join the run as this rank, `check` it on the first rank only, and call `entry`, a `module:function`, with
-    (cfg, runtime). What `check` refuses is refused on every rank."""
+    """Join the run as this rank, `check` it on the first rank only, look at all nodes, and call `entry`, a
+    `module:function`, with (cfg, runtime). What is refused on one rank is refused on every one."""
     logging.basicConfig(
         level=os.environ.get("MEGARLHF_LOG_LEVEL", "INFO" if info.rank == 0 else "WARNING"),
         format=f"[rank {info.rank}] %(levelname)s %(name)s: %(message)s",
     )
     silence_libraries()
+    require_gpus(info.rank)
     joined = runtime.initialize(info, seed=cfg.run.seed)
     if check is not None:
         on_first_rank(check)
+    for note in check_nodes(cfg, joined):
+        logging.getLogger(__name__).warning(note)
+    if info.rank == 0:
+        _tell_job("run_dir", str(cfg.run.dir.absolute()))
     module, _, function = entry.partition(":")
     try:
         getattr(importlib.import_module(module), function)(cfg, joined)
