@@ -30,6 +30,7 @@ from megarlhf.data.samples import PromptSample
 from megarlhf.data.tokenizer import load_tokenizer
 from megarlhf.experience import Experience, Ragged, Rollouts
 from megarlhf.models.role import Role
+from megarlhf.observe.phases import Phases
 from megarlhf.parallel.step import Loss, MicroBatch, StepResult
 from megarlhf.runtime import RankInfo, Runtime, initialize
 from megarlhf.trainers import rl
@@ -49,12 +50,13 @@ class TimedRole(Role):
         with self.clock({"actor": "old_logprobs", "reference": "reference_logprobs", "critic": "values"}[self.name]):
             return super().forward(batches, score)
 
-    def train_step(self, batches: Sequence[MicroBatch], loss: Loss) -> StepResult:
-        assert self.trainer is not None
+    def accumulate(self, batches: Sequence[MicroBatch], loss: Loss) -> dict[str, float]:
         with self.clock(f"{self.name}_forward_backward"):
-            sums = self.trainer.accumulate(batches, loss)
+            return super().accumulate(batches, loss)
+
+    def optimizer_step(self, sums: dict[str, float]) -> StepResult:
         with self.clock(f"{self.name}_optimizer"):
-            return StepResult(sums=sums, grad_norm=self.trainer.step())
+            return super().optimizer_step(sums)
 
 
 class Run:
@@ -64,7 +66,7 @@ class Run:
         self._cfg, self._workload = cfg, workload
         self._seconds: dict[str, float] = defaultdict(float)
         self._step = 0
-        parts = rl.build(cfg, runtime, load_tokenizer(cfg.actor.model.hf_directory()))
+        parts = rl.build(cfg, runtime, load_tokenizer(cfg.actor.model.hf_directory()), Phases())
         timed = {name: self._timed(getattr(parts, name)) for name in ("actor", "reference", "critic")}
         self._parts = dataclasses.replace(parts, **timed)
         self._prompts = [

@@ -13,6 +13,7 @@ from typing import Any
 from megarlhf.commands.arguments import Once
 from megarlhf.config import FrozenModel, GenerateConfig, RLConfig, RMConfig, SFTConfig, load_config
 from megarlhf.config.load import repeated_overrides
+from megarlhf.errors import WatchdogTimeout
 
 
 @dataclass(frozen=True)
@@ -35,12 +36,12 @@ COMMANDS: dict[str, Command] = {
 
 
 EXIT_STATUS: dict[type[Exception], int] = {
+    WatchdogTimeout: 3,  # a phase has passed its limit
     FloatingPointError: 4,  # numbers that no training can go on with
     ValueError: 2,  # the user's mistake
 }
 """Of errors that are printed as a sentence, where our own code raised them. Any other error keeps its traceback and
-ends with 1; Ctrl-C ends with 130 (`megarlhf/__main__.py`). 3 (watchdog) and 75 (saved, to be queued again) are
-reserved."""
+ends with 1; Ctrl-C ends with 130 (`megarlhf/__main__.py`). 75 (saved, to be queued again) is reserved."""
 
 
 def parser() -> argparse.ArgumentParser:

@@ -35,6 +35,8 @@ MARK = "MEGARLHF_LAUNCHED"
 PARENT = "MEGARLHF_PARENT"
 """Set beside it, to the number of the process that started them."""
 
+WATCHDOG = 3
+"""Exit status of a rank that the watchdog has ended."""
 POLL_SECONDS = 0.05
 GRACE_SECONDS = 2.0
 """From the first rank's failure until the others are stopped: they may fail with the same error, or with another."""
@@ -138,8 +140,12 @@ def _print_errors(command: str, reports: Path, nproc: int) -> int:
 def _print_crash(command: str, failed: int | None, ranks: Sequence[subprocess.Popen[bytes]]) -> int:
     if failed is None:
         return 0
+    # A rank that its watchdog has ended takes others with it, whose collectives break: it says why the run ended.
+    failed = next((n for n, rank in enumerate(ranks) if rank.returncode == WATCHDOG), failed)
     status = ranks[failed].returncode
-    if status > 0:
+    if status == WATCHDOG:
+        how = f"was ended by the watchdog (exit status {status}); its report stands above"
+    elif status > 0:
         how = f"ended with exit status {status}; its error stands above"
     else:
         how = f"was killed by {signal.Signals(-status).name}"
@@ -181,7 +187,7 @@ def as_rank(info: RankInfo, cfg: Any, entry: str, check: Callable[[], None] | No
         format=f"[rank {info.rank}] %(levelname)s %(name)s: %(message)s",
     )
     silence_libraries()
-    joined = runtime.initialize(info, seed=cfg.run.seed)
+    joined = runtime.initialize(info, seed=cfg.run.seed, timeout_seconds=cfg.watchdog.collective_timeout())
     if check is not None:
         on_first_rank(check)
     module, _, function = entry.partition(":")

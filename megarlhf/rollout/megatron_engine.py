@@ -5,6 +5,7 @@ Legend: B rows of a micro-batch, S positions, H hidden, V vocabulary columns.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import torch
@@ -27,6 +28,7 @@ class MegatronEngine:
         self._actor = actor
         self._micro_batch_samples = micro_batch_samples
         self._version = -1
+        self.local_seconds = 0.0
 
     @property
     def weight_version(self) -> int:
@@ -44,6 +46,7 @@ class MegatronEngine:
 
     def generate(self, prompts: Sequence[Tensor], seeds: Sequence[int], sampling: Sampling) -> Rollouts:
         """Rows are split over data-parallel ranks."""
+        began = time.monotonic()
         mesh = self._actor.mesh
         rows = [n for batch in split_padded(range(len(prompts)), mesh, self._micro_batch_samples) for n in batch]
         longest = max(len(prompt) for prompt in prompts) + sampling.max_tokens
@@ -52,6 +55,7 @@ class MegatronEngine:
         for _ in range(sampling.max_tokens):
             state.extend(self._next_tokens(state, seeds, sampling), sampling)
         mine = state.responses() if mesh.owns_outputs else {}
+        self.local_seconds = time.monotonic() - began
         return gather_rollouts(mine, len(prompts), self._version, mesh.runtime.device)
 
     def _next_tokens(self, state: _Decoding, seeds: Sequence[int], sampling: Sampling) -> Tensor:

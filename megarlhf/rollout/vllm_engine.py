@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -56,6 +57,7 @@ class VllmEngine:
         self._dtype = dtype
         self._rollout = rollout
         self._version = -1
+        self.local_seconds = 0.0
         self._refusal = "it has not been given any"
         """Why there are no weights to generate with; empty when there are."""
         self._sources: list[RankPlacements] = []
@@ -221,6 +223,7 @@ class VllmEngine:
                 f"vLLM has no weights to generate with: {self._refusal}; call update_weights until it succeeds"
             )
 
+        began = time.monotonic()
         engines = self._runtime.world_size // self._tp
         rows = split_evenly(len(prompts), engines)[self._runtime.rank // self._tp]
         requests: list[Any] = [{"prompt_token_ids": prompts[n].tolist()} for n in rows]
@@ -240,6 +243,7 @@ class VllmEngine:
         mine = {}
         if self._runtime.rank % self._tp == 0:
             mine = {n: _response(output) for n, output in zip(rows, outputs, strict=True)}
+        self.local_seconds = time.monotonic() - began
         return gather_rollouts(mine, len(prompts), self._version, self._runtime.device)
 
     def close(self) -> None:

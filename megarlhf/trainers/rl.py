@@ -6,7 +6,6 @@ Generate, score, advantages, train, update weights. Every rank runs every line.
 from __future__ import annotations
 
 import itertools
-import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,8 +18,10 @@ from megarlhf.config import RLConfig
 from megarlhf.data.loader import ShuffledBatches
 from megarlhf.data.samples import PromptSample
 from megarlhf.data.tokenizer import Tokenizer
-from megarlhf.experience import Experience
+from megarlhf.experience import Experience, Ragged
 from megarlhf.models.role import Role, build_role
+from megarlhf.observe.phases import Phases, seconds_of
+from megarlhf.observe.watchdog import watched_phases
 from megarlhf.parallel.mesh import GroupCache
 from megarlhf.rollout.engine import RolloutEngine, Sampling, sample_seed
 from megarlhf.runtime import Runtime
@@ -43,39 +44,49 @@ Metrics = dict[str, float]
 
 def run(cfg: RLConfig, runtime: Runtime) -> None:
     """Improve the actor on its own samples."""
-    data = load_prompts(cfg.data, cfg.actor.model.hf_directory(), cfg.rewards, cfg.eval.max_samples)
-    order = ShuffledBatches(len(data.train), cfg.train.prompts_per_step, cfg.run.seed, "train.prompts_per_step")
-    components = build(cfg, runtime, data.tokenizer)
-    components.engine.update_weights(components.actor.shard, version=0)
-    components.engine.verify_weights(components.actor.shard)
+    with watched_phases(cfg.watchdog, cfg.run.dir, runtime) as phases:
+        run_in(phases, cfg, runtime)
+
+
+def run_in(phases: Phases, cfg: RLConfig, runtime: Runtime) -> None:
+    """The loop."""
+    with phases("build"):
+        data = load_prompts(cfg.data, cfg.actor.model.hf_directory(), cfg.rewards, cfg.eval.max_samples)
+        order = ShuffledBatches(len(data.train), cfg.train.prompts_per_step, cfg.run.seed, "train.prompts_per_step")
+        components = build(cfg, runtime, data.tokenizer, phases)
+        components.engine.update_weights(components.actor.shard, version=0)
+        components.engine.verify_weights(components.actor.shard)
     with open_session(cfg, cfg.run, cfg.checkpoint, runtime, "rl", cfg.train.num_steps, data.notes) as session:
         evaluate = Evaluator(cfg, components.engine, components.rewarder, data.heldout)
         stop = StopRule(cfg.train.stop)
         gap = LogprobGapWatch(cfg.rollout.logprob_gap, components.actor.shard.dtype)
-        session.log(0, stop.watch(evaluate()))
+        with phases("eval"):
+            evaluation = stop.watch(evaluate())
+        session.log(0, evaluation)
+        phases.lap()
         for step in range(cfg.train.num_steps):
-            clock = Stopwatch()
             prompts = [data.train[n] for n in order.indices(step)]
-            experience = sample(cfg, components.engine, prompts, components.sampling, step)
-            clock.lap("seconds_rollout")
+            with phases("rollout"):
+                experience = sample(cfg, components.engine, prompts, components.sampling, step)
+                phases.add_local(components.engine.local_seconds)
             experience, mini_batches = score(cfg, components, experience, prompts, step)
-            metrics = gap.watch(logprob_gap(experience))
-            experience = add_advantages(experience, cfg.algo)
-            clock.lap("seconds_experience")
+            with phases("advantages"), phases.local():
+                metrics = gap.watch(logprob_gap(experience))
+                experience = add_advantages(experience, cfg.algo)
             metrics |= describe(experience, cfg) | train_on(cfg, components, experience, mini_batches, step)
-            clock.lap("seconds_train")
-            components.engine.update_weights(components.actor.shard, version=step + 1)
-            clock.lap("seconds_reshard")
+            with phases("reshard"):
+                components.engine.update_weights(components.actor.shard, version=step + 1)
             if step == 0 or is_due(step + 1, cfg.rollout.verify_weights_every):
-                components.engine.verify_weights(components.actor.shard)
-                clock.lap("seconds_certificate")
-            metrics |= clock.laps
+                with phases("certificate"):
+                    components.engine.verify_weights(components.actor.shard)
             last = step + 1 == cfg.train.num_steps or stop.over(metrics["kl"])
             if last or is_due(step + 1, cfg.eval.every):
-                metrics |= stop.watch(evaluate())
+                with phases("eval"):
+                    metrics |= stop.watch(evaluate())
                 last = last or stop.over(metrics["kl"])
-            session.log(step + 1, metrics)
-            session.maybe_save(step + 1, components.trained, last=last or gap.failed(last=last))
+            session.log(step + 1, metrics | seconds_of(phases.end_step(step + 1)))
+            with phases("checkpoint"):
+                session.maybe_save(step + 1, components.trained, last=last or gap.failed(last=last))
             gap.raise_if_failed(last=last)
             if last:
                 session.note(stop.reason or f"all {cfg.train.num_steps} steps done")
@@ -93,13 +104,14 @@ class Components:
     engine: RolloutEngine
     rewarder: Rewarder
     sampling: Sampling
+    phases: Phases
 
     @property
     def trained(self) -> list[Role]:
         return [role for role in (self.actor, self.critic) if role is not None]
 
 
-def build(cfg: RLConfig, runtime: Runtime, tokenizer: Tokenizer) -> Components:
+def build(cfg: RLConfig, runtime: Runtime, tokenizer: Tokenizer, phases: Phases) -> Components:
     """The roles that this configuration needs, and the engine."""
     cache, sections, seed = GroupCache(runtime), cfg.roles(), cfg.run.seed
     orders = mesh_orders(cfg.rollout, sections, runtime)
@@ -113,8 +125,9 @@ def build(cfg: RLConfig, runtime: Runtime, tokenizer: Tokenizer) -> Components:
     reward_model = role("reward_model", "scalar") if "reward_model" in sections else None
     rows = cfg.train.rows(cfg.data.max_prompt_tokens + cfg.rollout.max_response_tokens)
     engine = make_engine(cfg.rollout, actor, cfg.data.max_prompt_tokens, rows)
-    rewarder = Rewarder(cfg.rewards, reward_model, tokenizer, cfg.train, runtime.device)
-    return Components(actor, reference, critic, engine, rewarder, sampling_of(cfg.rollout, cfg.actor, tokenizer))
+    rewarder = Rewarder(cfg.rewards, reward_model, tokenizer, cfg.train, runtime.device, phases)
+    sampling = sampling_of(cfg.rollout, cfg.actor, tokenizer)
+    return Components(actor, reference, critic, engine, rewarder, sampling, phases)
 
 
 def sample(
@@ -136,16 +149,18 @@ def score(
 
     The forwards run on the micro-batches that the first pass will train on, so that its first ratio is 1.
     """
-    micro, temperature = cfg.train, cfg.rollout.temperature
+    micro, temperature, phases = cfg.train, cfg.rollout.temperature, components.phases
     mini_batches = mini_batches_of_pass(cfg, experience, step, 0)
-    columns = {
-        "old_logprobs": policy_logprobs(components.actor, experience, mini_batches, micro, temperature=temperature),
-        "ref_logprobs": policy_logprobs(components.reference, experience, mini_batches, micro, temperature=temperature),
-    }
+    columns: dict[str, Ragged] = {}
+    for name, role in (("old_logprobs", components.actor), ("ref_logprobs", components.reference)):
+        with phases(f"score/{role.name}"):
+            columns[name] = policy_logprobs(role, experience, mini_batches, micro, temperature=temperature)
     if components.critic is not None:
-        columns["values"] = values_of(components.critic, experience, mini_batches, micro)
+        with phases("score/critic"):
+            columns["values"] = values_of(components.critic, experience, mini_batches, micro)
     per_prompt = cfg.rollout.num_samples_per_prompt
-    rewards_N = components.rewarder(experience, [prompt for prompt in prompts for _ in range(per_prompt)])
+    with phases("reward"):
+        rewards_N = components.rewarder(experience, [prompt for prompt in prompts for _ in range(per_prompt)])
     if cfg.algo.shuffle_rewards:
         generator = torch.Generator().manual_seed(sample_seed(cfg.run.seed, step, -1))
         rewards_N = rewards_N[torch.randperm(len(rewards_N), generator=generator).to(rewards_N.device)]
@@ -167,6 +182,7 @@ def train_on(
 ) -> Metrics:
     """Every pass over the step's samples, one optimizer step per mini-batch. Means over mini-batches."""
     per_mini_batch: dict[str, list[float]] = defaultdict(list)
+    phases = components.phases
     passes = [
         first_pass,
         *(mini_batches_of_pass(cfg, experience, step, n) for n in range(1, cfg.train.epochs_per_step)),
@@ -182,8 +198,11 @@ def train_on(
                 sequences=len(samples),
                 vocabulary=components.actor.shard.vocabulary(),
             )
-            batches = micro_batches(components.actor, experience, samples, cfg.train, policy_columns)
-            result = components.actor.train_step(batches, loss)
+            with phases("train/actor"):
+                batches = micro_batches(components.actor, experience, samples, cfg.train, policy_columns)
+                sums = components.actor.accumulate(batches, loss)
+            with phases("optimizer/actor"):
+                result = components.actor.optimizer_step(sums)
             per_mini_batch["policy_loss"].append(result.sums["policy_loss"])
             per_mini_batch["loss"].append(result.sums["loss"])
             per_mini_batch["clip_fraction"].append(result.sums["clipped"] / tokens)
@@ -191,8 +210,12 @@ def train_on(
             per_mini_batch["ratio_deviation"].append(result.sums["ratio_deviation"] / tokens)
             per_mini_batch["actor_grad_norm"].append(result.grad_norm)
         if components.critic is not None:
-            batches = micro_batches(components.critic, experience, samples, cfg.train, ("values", "returns"))
-            result = components.critic.train_step(batches, ValueLoss(clip=cfg.algo.value_clip, response_tokens=tokens))
+            with phases("train/critic"):
+                batches = micro_batches(components.critic, experience, samples, cfg.train, ("values", "returns"))
+                value_loss = ValueLoss(clip=cfg.algo.value_clip, response_tokens=tokens)
+                sums = components.critic.accumulate(batches, value_loss)
+            with phases("optimizer/critic"):
+                result = components.critic.optimizer_step(sums)
             per_mini_batch["value_loss"].append(result.sums["loss"])
             per_mini_batch["critic_grad_norm"].append(result.grad_norm)
     metrics = {name: sum(values) / len(values) for name, values in per_mini_batch.items()}
@@ -215,15 +238,3 @@ def describe(experience: Experience, cfg: RLConfig) -> Metrics:
     if "returns" in experience.columns:
         metrics["value_mean"] = float(experience.columns["values"].values_T.mean())
     return metrics
-
-
-class Stopwatch:
-    """Seconds between laps."""
-
-    def __init__(self) -> None:
-        self._last = time.perf_counter()
-        self.laps: Metrics = {}
-
-    def lap(self, name: str) -> None:
-        now = time.perf_counter()
-        self.laps[name], self._last = now - self._last, now
