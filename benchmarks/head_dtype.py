@@ -61,6 +61,7 @@ def gap_with_head(head: str, model: Path, prompts: Path) -> dict[str, Any]:
 
     from megarlhf.config import RLConfig
     from megarlhf.data.tokenizer import load_tokenizer
+    from megarlhf.observe.phases import Phases
     from megarlhf.runtime import RankInfo, initialize
     from megarlhf.trainers import rl
     from megarlhf.trainers.prompts import load_prompts
@@ -88,7 +89,7 @@ def gap_with_head(head: str, model: Path, prompts: Path) -> dict[str, Any]:
 
     runtime, data = initialize(RankInfo(), seed=0), load_prompts(cfg.data, model)
     with mock.patch.object(vllm, "LLM", by_itself if head == "bf16" else llm):
-        components = rl.build(cfg, runtime, load_tokenizer(model))
+        components = rl.build(cfg, runtime, load_tokenizer(model), Phases())
     components.engine.update_weights(components.actor.shard, version=0)
     components.engine.verify_weights(components.actor.shard)
     chosen = data.train[:32]

@@ -30,6 +30,7 @@ from megarlhf.data.samples import PromptSample
 from megarlhf.data.tokenizer import load_tokenizer
 from megarlhf.experience import Experience, Ragged, Rollouts
 from megarlhf.models.role import Role
+from megarlhf.observe.phases import Phases
 from megarlhf.parallel.step import Loss, MicroBatch, StepResult
 from megarlhf.runtime import RankInfo, Runtime, initialize
 from megarlhf.trainers import rl
@@ -51,12 +52,13 @@ class TimedRole(Role):
         with self.clock({"actor": "old_logprobs", "reference": "reference_logprobs", "critic": "values"}[self.name]):
             return super().forward(batches, score)
 
-    def train_step(self, batches: Sequence[MicroBatch], loss: Loss) -> StepResult:
-        assert self.trainer is not None
+    def accumulate(self, batches: Sequence[MicroBatch], loss: Loss) -> dict[str, float]:
         with self.clock(f"{self.name}_forward_backward"):
-            sums = self.trainer.accumulate(batches, loss)
+            return super().accumulate(batches, loss)
+
+    def optimizer_step(self, sums: dict[str, float]) -> StepResult:
         with self.clock(f"{self.name}_optimizer"):
-            return StepResult(sums=sums, grad_norm=self.trainer.step())
+            return super().optimizer_step(sums)
 
 
 class Run:
@@ -66,7 +68,7 @@ class Run:
         self._cfg, self._workload = cfg, workload
         self._seconds: dict[str, float] = defaultdict(float)
         self._step = 0
-        parts = rl.build(cfg, runtime, load_tokenizer(cfg.actor.model.hf_directory()))
+        parts = rl.build(cfg, runtime, load_tokenizer(cfg.actor.model.hf_directory()), Phases())
         timed = {name: self._timed(getattr(parts, name)) for name in ("actor", "reference", "critic")}
         self._parts = dataclasses.replace(parts, **timed)
         self._prompts = [
@@ -106,7 +108,7 @@ class Run:
         experience = add_advantages(experience, cfg.algo)
         metrics = rl.describe(experience, cfg)
         prepared = time.perf_counter()
-        metrics |= train_on(cfg, parts.actor, parts.critic, StepInProgress(experience, {}), step)
+        metrics |= train_on(cfg, parts, StepInProgress(experience, {}), step)
         trained, cpu = time.perf_counter(), time.process_time() - cpu
         if not inject:
             with self._clock("update_weights"):

@@ -7,6 +7,8 @@ from types import TracebackType
 
 import torch.distributed as dist
 
+from megarlhf.errors import WatchdogInterrupt, WatchdogTimeout
+
 
 class raise_on_all_ranks:
     """A local step between collectives: when it fails on any rank of the group, it fails on every one.
@@ -17,6 +19,8 @@ class raise_on_all_ranks:
     A failure is whatever the block raises, and whatever it adds to `problems` in words. `error` makes an exception of
     all reasons, each of the form `rank 0, 2: what`. Collective, at the end of the block; nothing inside it may
     communicate, since a rank that has failed would not be there.
+
+    Where the watchdog has interrupted the block on any rank, it is a `WatchdogTimeout` on every one.
     """
 
     # Not a generator under contextlib.contextmanager, which takes a RuntimeError from a StopIteration for its own.
@@ -31,18 +35,22 @@ class raise_on_all_ranks:
     def __exit__(
         self, kind: type[BaseException] | None, failure: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        interrupted = isinstance(failure, WatchdogInterrupt)
         if failure is not None:
-            if not isinstance(failure, Exception):
+            if not isinstance(failure, Exception | WatchdogInterrupt):
                 return  # this process has been told to end, and whoever started the ranks ends the others
-            self._problems.append(f"{type(failure).__name__}: {failure}")
-        problems_by_rank: list[list[str]] = [[]] * dist.get_world_size(self._group)
-        dist.all_gather_object(problems_by_rank, self._problems, group=self._group)
+            self._problems.append(str(failure) if interrupted else f"{type(failure).__name__}: {failure}")
+        by_rank: list[tuple[list[str], bool]] = [([], False)] * dist.get_world_size(self._group)
+        dist.all_gather_object(by_rank, (self._problems, interrupted), group=self._group)
+        any_interrupted = any(stopped for _, stopped in by_rank)
         ranks_by_reason: dict[str, list[int]] = {}
-        for rank, problems in zip(dist.get_process_group_ranks(self._group), problems_by_rank, strict=True):
-            for problem in problems:
+        for rank, (problems, stopped) in zip(dist.get_process_group_ranks(self._group), by_rank, strict=True):
+            for problem in problems if stopped or not any_interrupted else []:
                 ranks_by_reason.setdefault(problem, []).append(rank)
         if ranks_by_reason:
             reasons = [f"rank {', '.join(map(str, ranks))}: {reason}" for reason, ranks in ranks_by_reason.items()]
+            if any_interrupted:
+                raise WatchdogTimeout("; ".join(reasons), agreed=self._group is None) from failure
             raise self._error(reasons) from failure
 
 

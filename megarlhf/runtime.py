@@ -68,6 +68,8 @@ class Runtime(RankInfo):
     """The same on all ranks: the greatest number that divides the ranks of every machine."""
     device: torch.device
     backend: str
+    timeout_seconds: float = 1800.0
+    """After which a collective that not all ranks have joined fails."""
 
     @property
     def is_main(self) -> bool:
@@ -148,7 +150,7 @@ def _tasks_of_node(tasks_per_node: str, node: int) -> int:
     return counts[min(node, len(counts) - 1)]
 
 
-def initialize(info: RankInfo, *, seed: int, timeout_seconds: int = 1800) -> Runtime:
+def initialize(info: RankInfo, *, seed: int, timeout_seconds: float = 1800.0) -> Runtime:
     """Join the run: device, threads, seeds and the default process group (NCCL on GPUs, else gloo)."""
     on_gpu = torch.cuda.is_available()
     # With --gpus-per-task each rank sees one device, its own, as number 0.
@@ -176,7 +178,13 @@ def initialize(info: RankInfo, *, seed: int, timeout_seconds: int = 1800) -> Run
             timeout=timedelta(seconds=timeout_seconds),
             device_id=device if on_gpu else None,
         )
-    return Runtime(**vars(info), ranks_per_block=_ranks_per_block(info), device=device, backend=backend)
+    return Runtime(
+        **vars(info),
+        ranks_per_block=_ranks_per_block(info),
+        device=device,
+        backend=backend,
+        timeout_seconds=timeout_seconds,
+    )
 
 
 def _ranks_per_block(info: RankInfo) -> int:

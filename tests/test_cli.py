@@ -15,6 +15,7 @@ import yaml
 
 from megarlhf.commands import cli, launch
 from megarlhf.config import GenerateConfig, RLConfig, SFTConfig, load_config
+from megarlhf.errors import WatchdogTimeout
 from megarlhf.experience import Ragged, Rollouts
 from megarlhf.observe.metrics import read_metrics
 from megarlhf.resume.lock import Lock
@@ -219,6 +220,7 @@ def test_a_used_run_directory_is_refused_before_anything_starts(option, command,
     "error, status",
     [
         (ValueError("m"), 2),
+        (WatchdogTimeout("m", agreed=True), 3),
         (FloatingPointError("m"), 4),
         (StopRun("m"), 75),
         (StopRun("m", signal.SIGUSR1), 75),
@@ -282,7 +284,7 @@ def test_eval_prints_its_scores_and_where_they_are(work, tmp_path, monkeypatch, 
     )
     answer = ([None, None], [], rollouts, {"exact_match": torch.tensor([1.0, 0.0])})
     monkeypatch.setattr(generate, "_engine", lambda cfg, runtime: None)
-    monkeypatch.setattr(generate, "_respond", lambda cfg, runtime, engine, data: answer)
+    monkeypatch.setattr(generate, "_respond", lambda cfg, runtime, engine, data, phases: answer)
     tree = {"run": {"dir": tmp_path / "run"}, "actor": {"model": {"path": work / "base"}}}
     tree |= {"data": {"train": work / "prompts.jsonl"}, "rewards": [{"kind": "rule", "rule": "exact_match"}]}
     tree |= {"rollout": {"num_samples_per_prompt": 2}, "greedy": False}
@@ -309,7 +311,7 @@ def test_a_prompt_without_what_a_rule_needs_leaves_no_run_directory(start, work,
         tree |= {"algo": {"advantage": "leave_one_out"}, "rollout": {"num_samples_per_prompt": 2}, "train": limits}
         config = RLConfig.model_validate(tree)
     with pytest.raises(ValueError, match=r"prompts\.jsonl, line 1: reward rule 'exact_match': it needs the field"):
-        start(config, None)
+        start(config, Runtime(device=torch.device("cpu"), backend="gloo"))
     assert not (tmp_path / "run").exists()
 
 

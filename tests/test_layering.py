@@ -67,7 +67,10 @@ HOUSE: tuple[dict[str, str], ...] = (
         "weights": "the package's name",
         "__init__": "the version",
     },
-    {"memory": "what the machine and its control groups leave: files of /proc and /sys"},
+    {
+        "memory": "what the machine and its control groups leave: files of /proc and /sys",
+        "errors": "exceptions that several rooms share",
+    },
 )
 """From the roof to the ground. A room may import rooms of lower floors, and none of its own floor."""
 

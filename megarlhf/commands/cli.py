@@ -14,6 +14,7 @@ from megarlhf.commands.arguments import Once
 from megarlhf.commands.process_tree import end_with_parent
 from megarlhf.config import FrozenModel, GenerateConfig, RLConfig, RMConfig, SFTConfig, load_config
 from megarlhf.config.load import repeated_overrides
+from megarlhf.errors import WatchdogTimeout
 from megarlhf.resume.signals import TO_BE_QUEUED_AGAIN, StopRun
 
 
@@ -38,11 +39,12 @@ COMMANDS: dict[str, Command] = {
 
 EXIT_STATUS: dict[type[Exception], int] = {
     StopRun: TO_BE_QUEUED_AGAIN,  # saved; 130 after Ctrl-C
+    WatchdogTimeout: 3,  # a phase has passed its limit
     FloatingPointError: 4,  # numbers that no training can go on with
     ValueError: 2,  # the user's mistake
 }
 """Of errors that are printed as a sentence, where our own code raised them. Any other error keeps its traceback and
-ends with 1; Ctrl-C ends with 130, be it saved or not (`megarlhf/__main__.py`). 3 (watchdog) is reserved."""
+ends with 1; Ctrl-C ends with 130, be it saved or not (`megarlhf/__main__.py`)."""
 
 
 def parser() -> argparse.ArgumentParser:

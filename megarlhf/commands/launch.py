@@ -43,6 +43,8 @@ JOB_STATE = "MEGARLHF_JOB_STATE"
 SAVED = (TO_BE_QUEUED_AGAIN, INTERRUPTED)
 """Exit statuses of a run that was asked to stop, and has saved."""
 
+WATCHDOG = 3
+"""Exit status of a rank that the watchdog has ended."""
 POLL_SECONDS = 0.05
 GRACE_SECONDS = 2.0
 """From the first rank's failure until the others are stopped: they may fail with the same error, or with another."""
@@ -174,12 +176,16 @@ def _print_errors(command: str, reports: Path, failed: int | None, ranks: Sequen
     if errors := [status for status in statuses if status not in SAVED]:
         return errors[0]
     if failed is not None and not (statuses and ranks[failed].returncode in SAVED):
+        # A rank that its watchdog has ended takes others with it, whose collectives break: it says why the run ended.
+        failed = next((n for n, rank in enumerate(ranks) if rank.returncode == WATCHDOG), failed)
         return _print_crash(command, failed, ranks[failed].returncode)
     return statuses[0] if statuses else 0
 
 
 def _print_crash(command: str, failed: int, status: int) -> int:
-    if status > 0:
+    if status == WATCHDOG:
+        how = f"was ended by the watchdog (exit status {status}); its report stands above"
+    elif status > 0:
         how = f"ended with exit status {status}; its error stands above"
     else:
         how = f"was killed by {signal.Signals(-status).name}"
@@ -243,7 +249,7 @@ def as_rank(info: RankInfo, cfg: Any, entry: str, check: Callable[[], None] | No
     )
     silence_libraries()
     require_gpus(info.rank)
-    joined = runtime.initialize(info, seed=cfg.run.seed)
+    joined = runtime.initialize(info, seed=cfg.run.seed, timeout_seconds=cfg.watchdog.collective_timeout())
     if check is not None:
         on_first_rank(check)
     for note in check_nodes(cfg, joined):

@@ -21,3 +21,4 @@ from megarlhf.config.sections import (
     StopConfig,
     TrainConfig,
 )
+from megarlhf.config.watchdog import StragglersConfig, WatchdogConfig

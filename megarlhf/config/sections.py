@@ -13,6 +13,7 @@ from pydantic import Field, PositiveInt, model_validator
 
 from megarlhf.config.roles import Fraction, FrozenModel, NonNegative, Positive, RoleConfig
 from megarlhf.config.rollout import RolloutConfig
+from megarlhf.config.watchdog import WatchdogConfig
 
 
 class RunConfig(FrozenModel):
@@ -259,6 +260,7 @@ class SFTConfig(FrozenModel):
     train: TrainConfig
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    watchdog: WatchdogConfig = WatchdogConfig()
 
 
 class RMConfig(FrozenModel):
@@ -275,6 +277,7 @@ class RMConfig(FrozenModel):
     """Before the last checkpoint divide the head by the standard deviation of the held-out scores."""
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    watchdog: WatchdogConfig = WatchdogConfig()
 
     @model_validator(mode="after")
     def _check(self) -> RMConfig:
@@ -300,6 +303,7 @@ class RLConfig(FrozenModel):
     algo: AlgoConfig = AlgoConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    watchdog: WatchdogConfig = WatchdogConfig()
 
     @property
     def uses_reward_model(self) -> bool:
@@ -360,6 +364,7 @@ class GenerateConfig(FrozenModel):
     actor: RoleConfig
     data: PromptDataConfig
     rollout: RolloutConfig = RolloutConfig()
+    watchdog: WatchdogConfig = WatchdogConfig()
     greedy: bool = True
     """Take the likeliest token; otherwise sample at `rollout.temperature`."""
     rewards: tuple[RewardConfig, ...] = ()

@@ -46,10 +46,15 @@ class Role:
         """See `parallel.step.forward_only`."""
         return forward_only(self.shard.module, self.mesh, batches, score)
 
-    def train_step(self, batches: Sequence[MicroBatch], loss: Loss) -> StepResult:
-        """One optimizer step of a trained role."""
+    def accumulate(self, batches: Sequence[MicroBatch], loss: Loss) -> dict[str, float]:
+        """See `parallel.step.Trainer.accumulate`."""
         assert self.trainer is not None, f"{self.name} is not trained"
-        return self.trainer.train_step(batches, loss)
+        return self.trainer.accumulate(batches, loss)
+
+    def optimizer_step(self, sums: dict[str, float]) -> StepResult:
+        """Apply the accumulated gradients; `sums` are what `accumulate` has returned for them."""
+        assert self.trainer is not None, f"{self.name} is not trained"
+        return StepResult(sums=sums, grad_norm=self.trainer.step())
 
     def export(self, directory: Path) -> None:
         """Write the live weights as a Hugging Face directory."""

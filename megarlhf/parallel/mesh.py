@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from datetime import timedelta
 
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -33,7 +34,13 @@ class GroupCache:
             if ranks not in self._made:
                 # Only an `order` has groups that are not ascending, and not every way of making groups takes those.
                 ascending = list(ranks) == sorted(ranks)
-                self._made[ranks] = dist.new_group(list(ranks), backend=self.runtime.backend, sort_ranks=ascending)
+                self._made[ranks] = dist.new_group(
+                    list(ranks),
+                    # Else torch's own default, which is 10 minutes with NCCL, whatever the default group has.
+                    timeout=timedelta(seconds=self.runtime.timeout_seconds),
+                    backend=self.runtime.backend,
+                    sort_ranks=ascending,
+                )
             if self.runtime.rank in ranks:
                 own = self._made[ranks]
         return own

@@ -205,11 +205,6 @@ class Trainer:
         self.scheduler.step(increment=1)
         return norm
 
-    def train_step(self, batches: Sequence[MicroBatch], loss: Loss) -> StepResult:
-        """One optimizer step on one mini-batch."""
-        sums = self.accumulate(batches, loss)
-        return StepResult(sums=sums, grad_norm=self.step())
-
 
 def _finalize_grads(model: list[torch.nn.Module], num_tokens: Tensor | None = None, **kwargs: Any) -> None:
     """Megatron's gradient reductions, without its division by a token count."""

@@ -25,6 +25,7 @@ _NEUTRAL = {
         "run.dir run.on_existing run.allow_changes run.nproc run.logger"
     ),
     "when it is saved": "checkpoint.*",
+    "when it ends because something hangs, and who is named as slow": "watchdog.*",
     "a model cut over other ranks is the same model": "ROLE.parallel.* ROLE.model.vocab_multiple rollout.parallel.*",
     "the same sums in another order": (
         "ROLE.kernels.* train.micro_batch_samples train.max_tokens_per_micro_batch rollout.engine_args.*"

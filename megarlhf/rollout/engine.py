@@ -77,6 +77,11 @@ class RolloutEngine(Protocol):
         """Of the weights it holds; -1 before the first update."""
         ...
 
+    @property
+    def local_seconds(self) -> float:
+        """Of the last `generate`: what this rank's engine took, before it waited for the others."""
+        ...
+
     def update_weights(self, actor: ModelShard, version: int) -> None:
         """Take over the actor's weights."""
         ...

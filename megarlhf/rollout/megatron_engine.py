@@ -5,6 +5,7 @@ Legend: B rows of a micro-batch, S positions, H hidden, V vocabulary columns.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -30,6 +31,7 @@ class MegatronEngine:
         self._actor = actor
         self._micro_batch_samples = micro_batch_samples
         self._version = -1
+        self.local_seconds = 0.0
 
     @property
     def weight_version(self) -> int:
@@ -57,7 +59,9 @@ class MegatronEngine:
         """Rows are split over data-parallel ranks; all ranks stop at the same token."""
         bank = KeptResponses() if bank is None else bank
         rows = missing_rows(bank, len(prompts))
+        began = time.monotonic()
         stopped = self._draw(rows, prompts, seeds, sampling, bank, should_stop) if rows else False
+        self.local_seconds = time.monotonic() - began
         device = self._actor.mesh.runtime.device
         return gather_rollouts(bank.held, len(prompts), self._version, device, stopped=stopped)
 

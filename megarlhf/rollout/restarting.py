@@ -52,6 +52,10 @@ class RestartingEngine:
     def weight_version(self) -> int:
         return self.engine.weight_version
 
+    @property
+    def local_seconds(self) -> float:
+        return self.engine.local_seconds
+
     def update_weights(self, actor: ModelShard, version: int) -> None:
         self.engine.update_weights(actor, version=version)
         self._actor = actor

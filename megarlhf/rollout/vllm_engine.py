@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -61,6 +62,7 @@ class VllmEngine:
         self._rollout = rollout
         self._max_model_len = max_model_len
         self._version = -1
+        self.local_seconds = 0.0
         self._refusal = "it has not been given any"
         """Why there are no weights to generate with; empty when there are."""
         self._sources: list[RankPlacements] = []
@@ -243,6 +245,7 @@ class VllmEngine:
         share = split_evenly(len(missing), self._runtime.world_size // self._tp)[self._runtime.rank // self._tp]
         rows = [missing[n] for n in share]
         self._refusal = "it failed while it drew responses, and may be in any state"
+        began = time.monotonic()
         with raise_on_all_ranks(_error("vLLM failed while it drew responses", "", EngineFailure)):
             stopped = bool(rows) and draw(
                 self._llm.llm_engine,
@@ -253,6 +256,7 @@ class VllmEngine:
                 should_stop,
                 self._lockstep_group(),
             )
+            self.local_seconds = time.monotonic() - began
         self._refusal = ""
         return gather_rollouts(bank.held, len(prompts), self._version, self._runtime.device, stopped=stopped)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Iterable
@@ -16,7 +17,9 @@ from megarlhf.data.samples import PromptSample
 from megarlhf.experience import Rollouts
 from megarlhf.models.role import build_role
 from megarlhf.observe.metrics import METRICS_FILE
+from megarlhf.observe.phases import Phases
 from megarlhf.observe.progress import table
+from megarlhf.observe.watchdog import watched_phases
 from megarlhf.parallel.mesh import GroupCache
 from megarlhf.resume.claim import NO_STEPS_LEFT, finish
 from megarlhf.rollout.engine import RolloutEngine, sample_seed
@@ -32,10 +35,13 @@ MICRO_BATCH_SAMPLES = 16
 
 def run(cfg: GenerateConfig, runtime: Runtime) -> None:
     """Write a JSON line per response: prompt, response, finished, rewards by name, and the record's columns."""
-    data = load_prompts(cfg.data, cfg.actor.model.hf_directory(), cfg.rewards)
-    engine = _engine(cfg, runtime)
-    with open_session(cfg, cfg.run, runtime, "generate", 1, data.notes) as session:
-        prompts, responses, rollouts, rewards = _respond(cfg, runtime, engine, data)
+    with contextlib.ExitStack() as stack:
+        phases = stack.enter_context(watched_phases(cfg.watchdog, cfg.run.dir, runtime))
+        with phases("build"):
+            data = load_prompts(cfg.data, cfg.actor.model.hf_directory(), cfg.rewards)
+            engine = _engine(cfg, runtime)
+        session = stack.enter_context(open_session(cfg, cfg.run, runtime, "generate", 1, data.notes))
+        prompts, responses, rollouts, rewards = _respond(cfg, runtime, engine, data, phases)
         out = cfg.out or cfg.run.dir / "responses.jsonl"
         if runtime.is_main:
             _write_lines(out, _lines(prompts, responses, rollouts, rewards))
@@ -47,10 +53,13 @@ def run(cfg: GenerateConfig, runtime: Runtime) -> None:
 
 def evaluate(cfg: GenerateConfig, runtime: Runtime) -> None:
     """Log and print the mean of each reward over the responses."""
-    data = load_prompts(cfg.data, cfg.actor.model.hf_directory(), cfg.rewards)
-    engine = _engine(cfg, runtime)
-    with open_session(cfg, cfg.run, runtime, "eval", 1, data.notes) as session:
-        prompts, _, rollouts, rewards = _respond(cfg, runtime, engine, data)
+    with contextlib.ExitStack() as stack:
+        phases = stack.enter_context(watched_phases(cfg.watchdog, cfg.run.dir, runtime))
+        with phases("build"):
+            data = load_prompts(cfg.data, cfg.actor.model.hf_directory(), cfg.rewards)
+            engine = _engine(cfg, runtime)
+        session = stack.enter_context(open_session(cfg, cfg.run, runtime, "eval", 1, data.notes))
+        prompts, _, rollouts, rewards = _respond(cfg, runtime, engine, data, phases)
         summary = _summary(rollouts, rewards)
         counts = {"num_prompts": len(prompts) // cfg.rollout.num_samples_per_prompt, "num_samples": len(prompts)}
         session.log(1, {**summary, **counts})
@@ -72,17 +81,19 @@ def _engine(cfg: GenerateConfig, runtime: Runtime) -> RolloutEngine:
 
 
 def _respond(
-    cfg: GenerateConfig, runtime: Runtime, engine: RolloutEngine, data: PromptData
+    cfg: GenerateConfig, runtime: Runtime, engine: RolloutEngine, data: PromptData, phases: Phases
 ) -> tuple[list[PromptSample], list[str], Rollouts, dict[str, Tensor]]:
     prompts = [p for p in data.train[: cfg.max_samples] for _ in range(cfg.rollout.num_samples_per_prompt)]
-    rollouts = engine.generate(
-        [torch.tensor(prompt.tokens) for prompt in prompts],
-        [sample_seed(cfg.run.seed, 0, n) for n in range(len(prompts))],
-        sampling_of(cfg.rollout, cfg.actor, data.tokenizer, greedy=cfg.greedy),
-    )
+    with phases("rollout"):
+        rollouts = engine.generate(
+            [torch.tensor(prompt.tokens) for prompt in prompts],
+            [sample_seed(cfg.run.seed, 0, n) for n in range(len(prompts))],
+            sampling_of(cfg.rollout, cfg.actor, data.tokenizer, greedy=cfg.greedy),
+        )
     responses = response_texts(rollouts, data.tokenizer)
     rules = [str(reward.rule) for reward in cfg.rewards]
-    rewards = {rule: rule_rewards(load_rule(rule), prompts, responses, runtime.device) for rule in rules}
+    with phases("reward"):
+        rewards = {rule: rule_rewards(load_rule(rule), prompts, responses, runtime.device) for rule in rules}
     engine.close()
     return prompts, responses, rollouts, rewards
 

@@ -6,7 +6,7 @@ Legend: B rows, S positions, N samples of the step, T response tokens of all of 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from megarlhf.data.tokenizer import Tokenizer
 from megarlhf.experience import Experience, Ragged, Rollouts
 from megarlhf.kernels import packed_gae, packed_sums, packed_whiten
 from megarlhf.models.role import Role
+from megarlhf.observe.phases import Phases
 from megarlhf.parallel.step import MicroBatch
 from megarlhf.parallel.vocab import next_token_logprobs
 from megarlhf.rollout.rewards.rules import load_rule
@@ -88,6 +89,7 @@ class Rewarder:
     tokenizer: Tokenizer
     micro: MicroBatchConfig
     device: torch.device
+    phases: Phases = field(default_factory=Phases)
 
     def __call__(self, experience: Experience, prompts: Sequence[PromptSample]) -> Tensor:
         """Rewards [N] fp32; `prompts` are one per sample."""
@@ -98,7 +100,9 @@ class Rewarder:
                 reward_N = model_scores(self.reward_model, experience, self.micro)
             else:
                 responses = response_texts(experience.rollouts, self.tokenizer)
-                reward_N = rule_rewards(load_rule(str(reward.rule)), prompts, responses, self.device)
+                reward_N = rule_rewards(
+                    load_rule(str(reward.rule)), prompts, responses, self.device, local=self.phases.local
+                )
             reward_N = reward_N - reward.shift
             if reward.clip is not None:
                 reward_N = reward_N.clamp(-reward.clip, reward.clip)

@@ -10,9 +10,9 @@ from typing import Any
 
 from megarlhf.config import RLConfig
 from megarlhf.experience import Experience
-from megarlhf.models.role import Role
 from megarlhf.rollout.engine import sample_seed
 from megarlhf.trainers.rl_batches import micro_batches, split_into_mini_batches
+from megarlhf.trainers.rl_components import Components
 from megarlhf.trainers.rl_losses import PolicyLoss, ValueLoss
 
 Metrics = dict[str, float]
@@ -60,14 +60,14 @@ class StepInProgress:
 
 def train_on(
     cfg: RLConfig,
-    actor: Role,
-    critic: Role | None,
+    components: Components,
     work: StepInProgress,
     step: int,
     at_border: Callable[[StepInProgress], None] = lambda work: None,
 ) -> Metrics:
     """Every pass over the step's samples, one optimizer step per mini-batch; those that a resumed step has made are not
     made again. `at_border` is called between two of them. Means over mini-batches."""
+    actor, critic, phases = components.actor, components.critic, components.phases
     experience, per_update = work.experience, work.per_update
     passes = [mini_batches_of_pass(cfg, experience, step, number) for number in range(cfg.train.epochs_per_step)]
     updates = list(itertools.chain.from_iterable(passes))
@@ -82,8 +82,10 @@ def train_on(
                 sequences=len(samples),
                 vocabulary=actor.shard.vocabulary(),
             )
-            batches = micro_batches(actor, experience, samples, cfg.train, policy_columns)
-            result = actor.train_step(batches, loss)
+            with phases("train/actor"):
+                sums = actor.accumulate(micro_batches(actor, experience, samples, cfg.train, policy_columns), loss)
+            with phases("optimizer/actor"):
+                result = actor.optimizer_step(sums)
             per_update["policy_loss"].append(result.sums["policy_loss"])
             per_update["loss"].append(result.sums["loss"])
             per_update["clip_fraction"].append(result.sums["clipped"] / tokens)
@@ -91,8 +93,12 @@ def train_on(
             per_update["ratio_deviation"].append(result.sums["ratio_deviation"] / tokens)
             per_update["actor_grad_norm"].append(result.grad_norm)
         if critic is not None:
-            batches = micro_batches(critic, experience, samples, cfg.train, ("values", "returns"))
-            result = critic.train_step(batches, ValueLoss(clip=cfg.algo.value_clip, response_tokens=tokens))
+            value_loss = ValueLoss(clip=cfg.algo.value_clip, response_tokens=tokens)
+            with phases("train/critic"):
+                batches = micro_batches(critic, experience, samples, cfg.train, ("values", "returns"))
+                sums = critic.accumulate(batches, value_loss)
+            with phases("optimizer/critic"):
+                result = critic.optimizer_step(sums)
             per_update["value_loss"].append(result.sums["loss"])
             per_update["critic_grad_norm"].append(result.grad_norm)
         work.updates += 1

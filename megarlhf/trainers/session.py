@@ -13,8 +13,10 @@ from rich.console import RenderableType
 
 from megarlhf.collective_errors import on_first_rank
 from megarlhf.config import CheckpointConfig, FrozenModel, RLConfig, RMConfig, RunConfig, SFTConfig
+from megarlhf.errors import WatchdogTimeout
 from megarlhf.models.role import Role
 from megarlhf.observe.metrics import Metric, MetricsWriter
+from megarlhf.observe.phases import Phases
 from megarlhf.observe.progress import Progress
 from megarlhf.resume import point
 from megarlhf.resume.changes import compare
@@ -36,6 +38,7 @@ class Training:
     checkpoint: CheckpointConfig
     roles: Sequence[Role]
     """The trained ones."""
+    phases: Phases
     data: str
     """Digest of the training samples."""
     states: Mapping[str, Stateful] = field(default_factory=dict)
@@ -63,6 +66,7 @@ class Session:
     checkpointer: Checkpointer | None = None
     """Of a run that trains."""
     exports: Exports | None = None
+    phases: Phases = field(default_factory=Phases)
     _table: Table | None = None
 
     def take_table(self) -> Table | None:
@@ -92,7 +96,8 @@ class Session:
         Raises: StopRun when the run has been asked to stop, once its state is saved.
         """
         assert self.checkpointer is not None
-        self.checkpointer.border(Position(step, update), table)
+        with self.phases("checkpoint"):
+            self.checkpointer.border(Position(step, update), table)
 
     def asked_to_stop(self) -> bool:
         """Whether this rank knows of a reason to stop before the next border. Not collective."""
@@ -105,12 +110,14 @@ class Session:
         Raises: StopRun.
         """
         assert self.checkpointer is not None
-        self.checkpointer.stop_now(reason)
+        with self.phases("checkpoint"):
+            self.checkpointer.stop_now(reason)
 
     def export(self, step: int, roles: Sequence[Role], *, last: bool) -> None:
         """Write Hugging Face directories of the roles when the configuration asks for it, and after the last step."""
         assert self.exports is not None
-        self.exports.maybe_write(step, roles, last=last)
+        with self.phases("checkpoint"):
+            self.exports.maybe_write(step, roles, last=last)
 
     def finish(self, step: int, reason: str, words: str, *, keep_state: bool = True) -> None:
         """The run is finished; its last border is kept as a resume point, from which it can be prolonged. Collective.
@@ -118,7 +125,8 @@ class Session:
         `reason`: `NO_STEPS_LEFT`, or the rule that has ended it.
         """
         assert self.checkpointer is not None
-        self.checkpointer.finish(last_border=keep_state)
+        with self.phases("checkpoint"):
+            self.checkpointer.finish(last_border=keep_state)
         if self.runtime.is_main:
             finish(self.run_dir, step, reason)
         self.note(words)
@@ -186,6 +194,8 @@ def open_session(
         resumes = [any(claimed.resumes for claimed in claims)]
         dist.broadcast_object_list(resumes, src=0)
         session = Session(runtime, run.dir)
+        if training is not None:
+            session.phases = training.phases
         # What goes on and what has changed has been said by the check before the start.
         notes = [*notes, *(claimed.lock.note for claimed in claims if claimed.lock.note)]
         if training is not None:
@@ -206,7 +216,12 @@ def open_session(
         session.progress = stack.enter_context(bar)
         for note in notes:
             session.note(note)
-        yield session
+        try:
+            yield session
+        except WatchdogTimeout as late:
+            if session.checkpointer is not None and late.agreed:  # all ranks are here
+                session.note(session.checkpointer.save_last_border())
+            raise
 
 
 def _nothing() -> None:

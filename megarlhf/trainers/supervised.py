@@ -5,7 +5,6 @@ What a command brings to it is an `Objective`: `sft.py` and `rm.py`.
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, Generic, TypeVar
@@ -23,6 +22,8 @@ from megarlhf.data.tokenizer import Tokenizer, load_tokenizer
 from megarlhf.experience import Ragged
 from megarlhf.models.role import Role, build_role
 from megarlhf.observe.metrics import Metric
+from megarlhf.observe.phases import Phases, seconds_of
+from megarlhf.observe.watchdog import watched_phases
 from megarlhf.parallel.batching import MicroBatchLayout, TokenSpans, scatter_to_micro_batch
 from megarlhf.parallel.mesh import GroupCache
 from megarlhf.parallel.step import Loss, MicroBatch
@@ -112,35 +113,44 @@ class Objective(ABC, Generic[Sample]):
 
 def run_supervised(objective: Objective[Sample], runtime: Runtime) -> None:
     """Train the objective's role on its samples."""
+    with watched_phases(objective.cfg.watchdog, objective.cfg.run.dir, runtime) as phases:
+        run_in(phases, objective, runtime)
+
+
+def run_in(phases: Phases, objective: Objective[Sample], runtime: Runtime) -> None:
+    """The loop."""
     cfg = objective.cfg
-    train, heldout, notes = load_samples(objective)
-    order = ShuffledBatches(len(train), cfg.train.mini_batch_samples, cfg.run.seed, "train.mini_batch_samples")
-    role = build_role(
-        objective.role_name,
-        objective.section,
-        objective.head,
-        GroupCache(runtime),
-        seed=cfg.run.seed,
-        num_optimizer_steps=cfg.train.num_steps,
-        new_head=True,
-    )
-    training = Training(cfg.checkpoint, [role], data=digest_of_samples(train))
+    with phases("build"):
+        train, heldout, notes = load_samples(objective)
+        order = ShuffledBatches(len(train), cfg.train.mini_batch_samples, cfg.run.seed, "train.mini_batch_samples")
+        role = build_role(
+            objective.role_name,
+            objective.section,
+            objective.head,
+            GroupCache(runtime),
+            seed=cfg.run.seed,
+            num_optimizer_steps=cfg.train.num_steps,
+            new_head=True,
+        )
+        training = Training(cfg.checkpoint, [role], phases, data=digest_of_samples(train))
     with open_session(cfg, cfg.run, runtime, objective.command, cfg.train.num_steps, notes, training) as session:
         if not session.resumed:
-            session.log(0, evaluate(objective, role, heldout))
+            with phases("eval"):
+                evaluation = evaluate(objective, role, heldout)
+            session.log(0, evaluation)
             session.border(0)
+        phases.lap()
         as_trained = True
         for step in range(session.start.step, cfg.train.num_steps):
-            started = time.perf_counter()
-            metrics = train_on(objective, role, [train[n] for n in order.indices(step)])
-            metrics["seconds"] = time.perf_counter() - started
+            metrics = train_on(objective, role, [train[n] for n in order.indices(step)], phases)
             last = step + 1 == cfg.train.num_steps
             if last and (note := objective.finish(role, heldout)) is not None:
                 session.note(note)
                 as_trained = False
             if last or is_due(step + 1, cfg.eval.every):
-                metrics |= evaluate(objective, role, heldout)
-            session.log(step + 1, metrics)
+                with phases("eval"):
+                    metrics |= evaluate(objective, role, heldout)
+            session.log(step + 1, metrics | {"seconds": seconds_of(phases.end_step(step + 1))["seconds_train"]})
             session.export(step + 1, [role], last=last)
             if as_trained:
                 session.border(step + 1)
@@ -175,12 +185,15 @@ def load_samples(objective: Objective[Sample]) -> tuple[list[Sample], list[Sampl
     return train, heldout[: cfg.eval.max_samples], notes
 
 
-def train_on(objective: Objective[Sample], role: Role, samples: Sequence[Sample]) -> Metrics:
+def train_on(objective: Objective[Sample], role: Role, samples: Sequence[Sample], phases: Phases) -> Metrics:
     """One optimizer step on one mini-batch, the same list on every rank."""
     assert role.trainer is not None
     learning_rate = role.trainer.learning_rate
-    loss = objective.training_loss(role, samples)
-    result = role.train_step(objective.micro_batches(role, samples), loss)
+    with phases(f"train/{role.name}"):
+        loss = objective.training_loss(role, samples)
+        sums = role.accumulate(objective.micro_batches(role, samples), loss)
+    with phases(f"optimizer/{role.name}"):
+        result = role.optimizer_step(sums)
     return {
         "loss": result.sums["loss"],
         "grad_norm": result.grad_norm,

@@ -13,6 +13,7 @@ from torch import Tensor
 from megarlhf.config import SFTConfig
 from megarlhf.models.build import FUSED, fuse_weight_gradients
 from megarlhf.models.role import build_role
+from megarlhf.observe.phases import Phases
 from megarlhf.parallel.mesh import GroupCache
 from megarlhf.runtime import Runtime
 
@@ -71,5 +72,5 @@ def fused_gradients(runtime: Runtime, config: dict[str, Any], fused: bool) -> li
 
     assert role.trainer is not None
     role.trainer.step = step  # type: ignore[method-assign]
-    train_on(SupervisedFineTuning(cfg), role, jobs._sft_samples(cfg)[: cfg.train.mini_batch_samples])
+    train_on(SupervisedFineTuning(cfg), role, jobs._sft_samples(cfg)[: cfg.train.mini_batch_samples], Phases())
     return gradients

@@ -25,6 +25,7 @@ from megarlhf.models.build import ModelShard, placements_on
 from megarlhf.models.role import Role, build_role
 from megarlhf.models.settings import DTYPES
 from megarlhf.models.weights import load_weights
+from megarlhf.observe.phases import Phases
 from megarlhf.parallel.batching import padded_length
 from megarlhf.parallel.mesh import GroupCache
 from megarlhf.parallel.step import MicroBatch
@@ -122,7 +123,7 @@ def sft_steps(
     gradients: list[Arrays] = []
     record_gradients(actor, gradients)
     size = cfg.train.mini_batch_samples
-    steps = [train_on(objective, actor, samples[n * size : (n + 1) * size]) for n in range(num_steps)]
+    steps = [train_on(objective, actor, samples[n * size : (n + 1) * size], Phases()) for n in range(num_steps)]
     return {
         "coordinates": (actor.mesh.coordinates.tp, actor.mesh.coordinates.dp, actor.mesh.coordinates.pp),
         "places": tuple(dist.get_rank(getattr(actor.mesh.groups, axis)) for axis in ("tp", "dp", "pp")),
@@ -155,7 +156,7 @@ def saved_roles(runtime: Runtime, config: dict[str, Any], root: str, order: tupl
     actor = build_role("actor", cfg.actor, "lm", cache, seed=0, num_optimizer_steps=1, order=order)
     critic = build_role("critic", cfg.actor, "scalar", cache, seed=0, order=order, new_head=True)
     save_roles(Path(root), 1, [actor, critic])
-    train_on(objective, actor, samples[: cfg.train.mini_batch_samples])
+    train_on(objective, actor, samples[: cfg.train.mini_batch_samples], Phases())
     saved = save_roles(Path(root), 2, [actor, critic])
     for role in (actor, critic):
         load_weights(role.shard, role.section.model.model_copy(update={"path": saved / role.name}), seed=1)
@@ -227,7 +228,7 @@ def rm_steps(runtime: Runtime, config: dict[str, Any], num_steps: int) -> dict[s
     record_gradients(model, gradients)
     before = evaluate(objective, model, pairs[:33])  # 33 does not divide: fillers take part
     size = cfg.train.mini_batch_samples
-    steps = [train_on(objective, model, pairs[n * size : (n + 1) * size]) for n in range(num_steps)]
+    steps = [train_on(objective, model, pairs[n * size : (n + 1) * size], Phases()) for n in range(num_steps)]
     weights = gather(model.shard, model.shard.parameters())
     ranked = evaluate(objective, model, pairs[:33])
     deviation = scale_to_unit_variance(objective, model, pairs[:33])
@@ -264,7 +265,7 @@ def rl_step(runtime: Runtime, config: dict[str, Any], order: tuple[int, ...] | N
         mock.patch.object(rl, "build_role", partial(build_role, new_head=True)),
         mock.patch.object(dist, "new_group", wraps=dist.new_group) as new_group,
     ):
-        parts = rl.build(cfg, runtime, tokenizer)
+        parts = rl.build(cfg, runtime, tokenizer, Phases())
     roles = [role for role in (parts.actor, parts.reference, parts.critic, parts.rewarder.reward_model) if role]
     gradients: dict[str, list[Arrays]] = {role.name: [] for role in parts.trained}
     for role in parts.trained:
@@ -275,7 +276,7 @@ def rl_step(runtime: Runtime, config: dict[str, Any], order: tuple[int, ...] | N
     metrics = logprob_gap(experience)
     experience = add_advantages(experience, cfg.algo)
     work = StepInProgress(experience, metrics)
-    metrics |= rl.describe(experience, cfg) | train_on(cfg, parts.actor, parts.critic, work, 0)
+    metrics |= rl.describe(experience, cfg) | train_on(cfg, parts, work, 0)
     step = {
         "num_groups": new_group.call_count,
         "orders": {role.name: role.mesh.layout.order for role in roles},

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megarlhf.collective_errors import raise_on_all_ranks
 from megarlhf.data.samples import PromptSample
 from megarlhf.data.tokenizer import Tokenizer
 from megarlhf.experience import Rollouts
@@ -31,24 +33,32 @@ def response_texts(rollouts: Rollouts, tokenizer: Tokenizer) -> list[str]:
     return [tokenizer.decode(row.tolist(), continuation=True) for row in rollouts.responses.rows()]
 
 
-def rule_rewards(rule: Rule, prompts: Sequence[PromptSample], responses: Sequence[str], device: torch.device) -> Tensor:
+def rule_rewards(
+    rule: Rule,
+    prompts: Sequence[PromptSample],
+    responses: Sequence[str],
+    device: torch.device,
+    *,
+    local: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> Tensor:
     """The rule's value for each response, [N] fp32, the same on every rank. Each rank computes its share.
 
-    Raises: RewardError, on every rank, for the first sample on which the rule fails or returns no finite number.
+    local: entered around this rank's share, in which it waits for nobody (`Phases.local`)
+
+    Raises: RewardError, on every rank, for the first sample on which the rule fails or returns no finite number;
+    WatchdogTimeout, on every rank, where the rule hangs on one.
     """
     share = split_evenly(len(responses), dist.get_world_size())[dist.get_rank()]
     values: list[float] = []
-    error = ""
-    try:
-        for n in share:
-            values.append(reward_of(rule, n, prompts[n].text, responses[n], prompts[n].fields))
-    except RewardError as failure:  # every rank has to hear of it
-        error = str(failure)
-    parts: list[tuple[list[float], str]] = [([], "")] * dist.get_world_size()
-    dist.all_gather_object(parts, (values, error))
-    if errors := [message for _, message in parts if message]:
-        raise RewardError(errors[0])
-    return torch.tensor([value for values, _ in parts for value in values], dtype=torch.float32, device=device)
+    with raise_on_all_ranks(lambda reasons: RewardError(reasons[0])) as problems, local():
+        try:
+            for n in share:
+                values.append(reward_of(rule, n, prompts[n].text, responses[n], prompts[n].fields))
+        except RewardError as failure:
+            problems.append(str(failure))
+    parts: list[list[float]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(parts, values)
+    return torch.tensor([value for part in parts for value in part], dtype=torch.float32, device=device)
 
 
 def reward_of(rule: Rule, sample: int, prompt: str, response: str, fields: Mapping[str, Any]) -> float:

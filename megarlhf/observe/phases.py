@@ -1,0 +1,139 @@
+"""Phases of a run: how long each took, which is open now, and what a rank did of it without waiting for others.
+
+One list of phases (`config.watchdog.PHASES`) serves metrics, watchdog and, later, the profiler.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from megarlhf.config.watchdog import PHASES
+
+SUMS: dict[str, tuple[str, ...]] = {
+    "seconds_rollout": ("rollout",),
+    "seconds_experience": ("reward", "score", "advantages"),
+    "seconds_train": ("train", "optimizer"),
+    "seconds_reshard": ("reshard",),
+    "seconds_certificate": ("certificate",),
+}
+"""The metrics of `rl` that are sums over phases, of all roles."""
+
+
+@dataclass(frozen=True)
+class OpenPhase:
+    """A phase that has been entered and not yet left."""
+
+    name: str
+    since: float
+    """On the clock of `Phases`."""
+    serial: int
+    """Tells two entries into the same phase apart."""
+
+
+class Observer(Protocol):
+    """What is told when a phase begins and ends. Called in the main thread."""
+
+    def entered(self, phase: OpenPhase) -> None: ...
+
+    def left(self, phase: OpenPhase, failure: BaseException | None) -> None:
+        """May raise in place of `failure`."""
+        ...
+
+
+class Sharing(Protocol):
+    """What all ranks tell each other once a step."""
+
+    def end_step(self, step: int, local_seconds: Mapping[str, float]) -> None:
+        """Collective. May raise on all ranks."""
+        ...
+
+
+class Phases:
+    """Measures phases, which may stand inside each other.
+
+        with phases("rollout"):
+            rollouts = engine.generate(...)
+        metrics |= seconds_of(phases.end_step(step))
+
+    The seconds of an inner phase are not counted in the outer one, so that the seconds of a step add up.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.clock = clock
+        self.open: tuple[OpenPhase, ...] = ()
+        """Outermost first. Replaced, never changed: another thread may read it."""
+        self.observer: Observer | None = None
+        self.sharing: Sharing | None = None
+        self._serials = itertools.count()
+        self._inner: list[float] = []
+        self._seconds: dict[str, float] = defaultdict(float)
+        self._local: dict[str, float] = defaultdict(float)
+
+    @contextlib.contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """Inside is the phase `name`; a phase of a role is written `score/actor`."""
+        if (kind := name.partition("/")[0]) not in PHASES:
+            raise ValueError(f"unknown phase {kind!r}; the known ones are {', '.join(PHASES)}")
+        phase = OpenPhase(name, self.clock(), next(self._serials))
+        self.open = (*self.open, phase)
+        self._inner.append(0.0)
+        failure: BaseException | None = None
+        try:
+            if self.observer is not None:
+                self.observer.entered(phase)
+            yield
+        except BaseException as error:
+            failure = error
+            raise
+        finally:
+            self.open = self.open[:-1]
+            seconds = self.clock() - phase.since
+            self._seconds[name] += seconds - self._inner.pop()
+            if self._inner:
+                self._inner[-1] += seconds
+            if self.observer is not None:
+                self.observer.left(phase, failure)
+
+    @contextlib.contextmanager
+    def local(self) -> Iterator[None]:
+        """Inside, this rank works without waiting for another; its seconds are compared with the other ranks'."""
+        began = self.clock()
+        try:
+            yield
+        finally:
+            self.add_local(self.clock() - began)
+
+    def add_local(self, seconds: float) -> None:
+        """The same of work that was timed elsewhere. Counts for the innermost open phase."""
+        if self.open:
+            self._local[self.open[-1].name] += seconds
+
+    def lap(self) -> dict[str, float]:
+        """Seconds of each phase that has ended since the last call."""
+        seconds, self._seconds = dict(self._seconds), defaultdict(float)
+        self._local.clear()
+        return seconds
+
+    def end_step(self, step: int) -> dict[str, float]:
+        """`lap`, and what the ranks have to tell each other after a step. Collective."""
+        if self.sharing is not None:
+            self.sharing.end_step(step, dict(self._local))
+        return self.lap()
+
+
+def seconds_of(lap: Mapping[str, float]) -> dict[str, float]:
+    """The metrics `seconds_*` of `rl` from a step's seconds by phase; a sum is left out where no phase was entered."""
+    kinds: dict[str, float] = defaultdict(float)
+    for name, seconds in lap.items():
+        kinds[name.partition("/")[0]] += seconds
+    return {
+        metric: sum(kinds[kind] for kind in parts if kind in kinds)
+        for metric, parts in SUMS.items()
+        if any(kind in kinds for kind in parts)
+    }
