@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from types import TracebackType
+from typing import TypeVar
 
 import torch.distributed as dist
+
+Value = TypeVar("Value")
 
 from megarlhf.errors import WatchdogInterrupt, WatchdogTimeout
 
@@ -66,3 +69,11 @@ def on_first_rank(action: Callable[[], object]) -> None:
         dist.broadcast_object_list(message, src=0)
     if message[0] is not None:
         raise ValueError(message[0])
+
+
+def from_first_rank(value: Value) -> Value:
+    """Rank 0's value, on every rank. Collective."""
+    values = [value]
+    if dist.is_initialized():
+        dist.broadcast_object_list(values, src=0)
+    return values[0]

@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-import torch.distributed as dist
 from rich.console import RenderableType
 
-from megarlhf.collective_errors import on_first_rank
+from megarlhf.collective_errors import from_first_rank, on_first_rank
 from megarlhf.config import CheckpointConfig, FrozenModel, RLConfig, RMConfig, RunConfig, SFTConfig
 from megarlhf.errors import WatchdogTimeout
 from megarlhf.models.role import Role
@@ -191,8 +190,7 @@ def open_session(
         on_first_rank(lambda: claims.append(claim(cfg, run, command)))
         for claimed in claims:
             stack.callback(claimed.lock.release)
-        resumes = [any(claimed.resumes for claimed in claims)]
-        dist.broadcast_object_list(resumes, src=0)
+        resumes = from_first_rank(any(claimed.resumes for claimed in claims))
         session = Session(runtime, run.dir)
         if training is not None:
             session.phases = training.phases
@@ -201,13 +199,13 @@ def open_session(
         if training is not None:
             stop = stack.enter_context(StopRequest(device=runtime.device, speaks=runtime.is_main))
             identity = _identity(cfg, run, command, training)
-            notes += session.prepare_training(training, identity, stop, claims, resumes=resumes[0])
+            notes += session.prepare_training(training, identity, stop, claims, resumes=resumes)
         on_first_rank(claims[0].start if claims else _nothing)
         if session.checkpointer is not None:
             stack.callback(session.checkpointer.abandon)
         if runtime.is_main:
             # A run that had no resume point begins again: nothing of its record is kept.
-            resume_step = (session.start.step if session.resumed else -1) if resumes[0] else None
+            resume_step = (session.start.step if session.resumed else -1) if resumes else None
             project = "megarlhf" if run.logger == "wandb" else None
             writer = MetricsWriter(run.dir, wandb_project=project, resume_step=resume_step)
             session.metrics = stack.enter_context(writer)
