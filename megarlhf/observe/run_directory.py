@@ -29,11 +29,22 @@ _FILES = (
     "tensorboard/events.out.tfevents.*",
     "checkpoints/latest",
     "checkpoints/.latest.partial",
+    "failures/watchdog",
+    "failures/step_[0-9]*_*",
     *(f"{step}/{role}" for step in _STEPS for role in ROLES),
     CONFIG_FILE,  # the last to be removed: what is left half-way is still a run's
 )
 _LINKS = ("latest", ".latest.partial")
-_OWN = (CONFIG_FILE, "metrics.jsonl", ".responses.jsonl.partial", "wandb_id", "wandb", "tensorboard", "checkpoints")
+_OWN = (
+    CONFIG_FILE,
+    "metrics.jsonl",
+    ".responses.jsonl.partial",
+    "wandb_id",
+    "wandb",
+    "tensorboard",
+    "checkpoints",
+    "failures",
+)
 """What a run keeps to itself in its directory: nothing else may be written there."""
 
 
@@ -43,7 +54,9 @@ def files_of_a_run(directory: Path) -> list[Path]:
     Behind a link, as of `tensorboard` to a folder that runs share, event files may be another run's: they do not count.
     """
     products = [path for pattern in _FILES for path in sorted(directory.glob(pattern))]
-    shared = directory / "tensorboard"
+    shared, failures = directory / "tensorboard", directory / "failures"
+    if all(path.parent == failures for path in products):
+        return []  # a start that the watchdog has ended before it became a run
     return [
         path
         for path in products

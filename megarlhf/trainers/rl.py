@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,11 +20,14 @@ from megarlhf.data.samples import PromptSample
 from megarlhf.data.tokenizer import Tokenizer
 from megarlhf.experience import Experience, Ragged
 from megarlhf.models.role import Role, build_role
+from megarlhf.observe.metrics import Metric
 from megarlhf.observe.phases import Phases, seconds_of
 from megarlhf.observe.watchdog import watched_phases
 from megarlhf.parallel.mesh import GroupCache
+from megarlhf.parallel.step import StepResult
 from megarlhf.rollout.engine import RolloutEngine, Sampling, sample_seed
 from megarlhf.runtime import Runtime
+from megarlhf.trainers.bad_steps import BadSteps, Update
 from megarlhf.trainers.prompts import load_prompts, make_engine, mesh_orders, sampling_of
 from megarlhf.trainers.rl_batches import micro_batches, split_into_mini_batches
 from megarlhf.trainers.rl_eval import Evaluator, StopRule
@@ -39,7 +42,7 @@ from megarlhf.trainers.rl_score import (
 )
 from megarlhf.trainers.session import is_due, open_session
 
-Metrics = dict[str, float]
+Metrics = dict[str, Metric]
 
 
 def run(cfg: RLConfig, runtime: Runtime) -> None:
@@ -71,19 +74,20 @@ def run_in(phases: Phases, cfg: RLConfig, runtime: Runtime) -> None:
                 phases.add_local(components.engine.local_seconds)
             experience, mini_batches = score(cfg, components, experience, prompts, step)
             with phases("advantages"), phases.local():
-                metrics = gap.watch(logprob_gap(experience))
+                metrics: Metrics = {**gap.watch(logprob_gap(experience))}
                 experience = add_advantages(experience, cfg.algo)
-            metrics |= describe(experience, cfg) | train_on(cfg, components, experience, mini_batches, step)
+            described = describe(experience, cfg)
+            metrics |= {**described, **train_on(cfg, components, experience, mini_batches, step)}
             with phases("reshard"):
                 components.engine.update_weights(components.actor.shard, version=step + 1)
             if step == 0 or is_due(step + 1, cfg.rollout.verify_weights_every):
                 with phases("certificate"):
                     components.engine.verify_weights(components.actor.shard)
-            last = step + 1 == cfg.train.num_steps or stop.over(metrics["kl"])
+            last = step + 1 == cfg.train.num_steps or stop.over(described["kl"])
             if last or is_due(step + 1, cfg.eval.every):
                 with phases("eval"):
                     metrics |= stop.watch(evaluate())
-                last = last or stop.over(metrics["kl"])
+                last = last or stop.over(described["kl"])
             session.log(step + 1, metrics | seconds_of(phases.end_step(step + 1)))
             with phases("checkpoint"):
                 session.maybe_save(step + 1, components.trained, last=last or gap.failed(last=last))
@@ -105,6 +109,8 @@ class Components:
     rewarder: Rewarder
     sampling: Sampling
     phases: Phases
+    bad_steps: Mapping[str, BadSteps]
+    """By trained role."""
 
     @property
     def trained(self) -> list[Role]:
@@ -127,7 +133,9 @@ def build(cfg: RLConfig, runtime: Runtime, tokenizer: Tokenizer, phases: Phases)
     engine = make_engine(cfg.rollout, actor, cfg.data.max_prompt_tokens, rows)
     rewarder = Rewarder(cfg.rewards, reward_model, tokenizer, cfg.train, runtime.device, phases)
     sampling = sampling_of(cfg.rollout, cfg.actor, tokenizer)
-    return Components(actor, reference, critic, engine, rewarder, sampling, phases)
+    trained = [each for each in (actor, critic) if each is not None]
+    bad_steps = {each.name: BadSteps(cfg.train, cfg.run.dir / "failures") for each in trained}
+    return Components(actor, reference, critic, engine, rewarder, sampling, phases, bad_steps)
 
 
 def sample(
@@ -181,14 +189,21 @@ def train_on(
     cfg: RLConfig, components: Components, experience: Experience, first_pass: list[list[int]], step: int
 ) -> Metrics:
     """Every pass over the step's samples, one optimizer step per mini-batch. Means over mini-batches."""
-    per_mini_batch: dict[str, list[float]] = defaultdict(list)
-    phases = components.phases
+    per_mini_batch: dict[str, list[float | None]] = defaultdict(list)
+    phases, bad_steps, skipped = components.phases, components.bad_steps, 0
+
+    def note(result: StepResult, values: Metrics) -> int:
+        for name, value in values.items():
+            per_mini_batch[name].append(None if result.skipped else value)
+        return int(bool(result.skipped))
+
     passes = [
         first_pass,
         *(mini_batches_of_pass(cfg, experience, step, n) for n in range(1, cfg.train.epochs_per_step)),
     ]
     policy_columns = ("old_logprobs", "ref_logprobs", "advantages")
-    for samples in itertools.chain.from_iterable(passes):
+    for number, samples in enumerate(itertools.chain.from_iterable(passes)):
+        update = Update(step + 1, number, samples)
         tokens = int(experience.response_lengths_N[samples].sum())
         if step >= cfg.train.critic_warmup_steps or components.critic is None:
             loss = PolicyLoss(
@@ -202,29 +217,32 @@ def train_on(
                 batches = micro_batches(components.actor, experience, samples, cfg.train, policy_columns)
                 sums = components.actor.accumulate(batches, loss)
             with phases("optimizer/actor"):
-                result = components.actor.optimizer_step(sums)
-            per_mini_batch["policy_loss"].append(result.sums["policy_loss"])
-            per_mini_batch["loss"].append(result.sums["loss"])
-            per_mini_batch["clip_fraction"].append(result.sums["clipped"] / tokens)
-            per_mini_batch["entropy"].append(result.sums["entropy"] / tokens)
-            per_mini_batch["ratio_deviation"].append(result.sums["ratio_deviation"] / tokens)
-            per_mini_batch["actor_grad_norm"].append(result.grad_norm)
+                result = bad_steps["actor"].apply(components.actor, sums, update, batches)
+            values: Metrics = {name: sums[name] for name in ("policy_loss", "loss")}
+            values |= {"clip_fraction": sums["clipped"] / tokens, "actor_grad_norm": result.grad_norm}
+            values |= {name: sums[name] / tokens for name in ("entropy", "ratio_deviation")}
+            skipped += note(result, values)
         if components.critic is not None:
             with phases("train/critic"):
                 batches = micro_batches(components.critic, experience, samples, cfg.train, ("values", "returns"))
                 value_loss = ValueLoss(clip=cfg.algo.value_clip, response_tokens=tokens)
                 sums = components.critic.accumulate(batches, value_loss)
             with phases("optimizer/critic"):
-                result = components.critic.optimizer_step(sums)
-            per_mini_batch["value_loss"].append(result.sums["loss"])
-            per_mini_batch["critic_grad_norm"].append(result.grad_norm)
-    metrics = {name: sum(values) / len(values) for name, values in per_mini_batch.items()}
+                result = bad_steps["critic"].apply(components.critic, sums, update, batches)
+            skipped += note(result, {"value_loss": sums["loss"], "critic_grad_norm": result.grad_norm})
+    metrics: Metrics = {name: mean_of(values) for name, values in per_mini_batch.items()}
     if per_mini_batch["ratio_deviation"]:
         metrics["first_ratio_deviation"] = per_mini_batch["ratio_deviation"][0]
-    return metrics
+    return metrics | {"skipped_steps": skipped}
 
 
-def describe(experience: Experience, cfg: RLConfig) -> Metrics:
+def mean_of(values: Sequence[float | None]) -> float | None:
+    """Of those that there are; None where there are none."""
+    present = [value for value in values if value is not None]
+    return sum(present) / len(present) if present else None
+
+
+def describe(experience: Experience, cfg: RLConfig) -> dict[str, float]:
     """What the step's samples were like."""
     old, ref = experience.columns["old_logprobs"], experience.columns["ref_logprobs"]
     lengths_N = experience.response_lengths_N

@@ -28,6 +28,7 @@ from megarlhf.parallel.batching import MicroBatchLayout, TokenSpans, scatter_to_
 from megarlhf.parallel.mesh import GroupCache
 from megarlhf.parallel.step import Loss, MicroBatch
 from megarlhf.runtime import Runtime
+from megarlhf.trainers.bad_steps import BadSteps, Update
 from megarlhf.trainers.session import is_due, open_session
 
 Sample = TypeVar("Sample")
@@ -130,13 +131,15 @@ def run_in(phases: Phases, objective: Objective[Sample], runtime: Runtime) -> No
             num_optimizer_steps=cfg.train.num_steps,
             new_head=True,
         )
+        bad_steps = BadSteps(cfg.train, cfg.run.dir / "failures")
     with open_session(cfg, cfg.run, cfg.checkpoint, runtime, objective.command, cfg.train.num_steps, notes) as session:
         with phases("eval"):
             evaluation = evaluate(objective, role, heldout)
         session.log(0, evaluation)
         phases.lap()
         for step in range(cfg.train.num_steps):
-            metrics = train_on(objective, role, [train[n] for n in order.indices(step)], phases)
+            update = Update(step + 1, None, order.indices(step))
+            metrics = train_on(objective, role, [train[n] for n in update.samples], update, bad_steps, phases)
             last = step + 1 == cfg.train.num_steps
             if last and (note := objective.finish(role, heldout)) is not None:
                 session.note(note)
@@ -175,21 +178,30 @@ def load_samples(objective: Objective[Sample]) -> tuple[list[Sample], list[Sampl
     return train, heldout[: cfg.eval.max_samples], notes
 
 
-def train_on(objective: Objective[Sample], role: Role, samples: Sequence[Sample], phases: Phases) -> Metrics:
+def train_on(
+    objective: Objective[Sample],
+    role: Role,
+    samples: Sequence[Sample],
+    update: Update,
+    bad_steps: BadSteps,
+    phases: Phases,
+) -> Metrics:
     """One optimizer step on one mini-batch, the same list on every rank."""
     assert role.trainer is not None
     learning_rate = role.trainer.learning_rate
     with phases(f"train/{role.name}"):
         loss = objective.training_loss(role, samples)
-        sums = role.accumulate(objective.micro_batches(role, samples), loss)
+        batches = objective.micro_batches(role, samples)
+        sums = role.accumulate(batches, loss)
     with phases(f"optimizer/{role.name}"):
-        result = role.optimizer_step(sums)
+        result = bad_steps.apply(role, sums, update, batches)
+    learned: Metrics = {"loss": sums["loss"], "grad_norm": result.grad_norm}
+    learned |= objective.training_metrics(sums, samples)
     return {
-        "loss": result.sums["loss"],
-        "grad_norm": result.grad_norm,
+        **(dict.fromkeys(learned) if result.skipped else learned),
         "learning_rate": learning_rate,
+        "skipped_steps": int(bool(result.skipped)),
         "tokens": sum(sum(objective.sequence_lengths(sample)) for sample in samples),
-        **objective.training_metrics(result.sums, samples),
     }
 
 

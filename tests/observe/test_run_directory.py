@@ -41,6 +41,9 @@ def leave_a_run(cfg, command="sft"):
         (run / f"checkpoints/step_{step:06d}/actor/config.json").write_text("{}")
     os.symlink("step_000002", run / "checkpoints/latest")
     (run / "checkpoints/.step_000003.partial/actor").mkdir(parents=True)
+    for name in ("watchdog/20261122T120000/rank_00000.json", "step_000002_actor/rank_00000.pt"):
+        (run / "failures" / name).parent.mkdir(parents=True)
+        (run / "failures" / name).write_text("{}")
     (run / "responses.jsonl").write_text("{}\n")
     (run / "wandb_id").write_text("abc")
     mine = {"notes.txt", "plots/loss.png", "checkpoints/best/config.json", "tensorboard/mine.txt"}
@@ -75,7 +78,7 @@ def test_overwrite_removes_what_the_run_wrote_and_nothing_else(cfg):
     mine = leave_a_run(cfg())
     new = cfg(on_existing="overwrite", seed=7)
     doomed = require_usable(new, new.run, "sft")
-    assert (len(doomed), doomed[-1].name) == (9, "config.yaml")
+    assert (len(doomed), doomed[-1].name) == (11, "config.yaml")
     claim(new, new.run, "sft")
     assert set(content(new.run.dir)) == mine | {"config.yaml"}
     assert not (new.run.dir / "checkpoints/step_000001").exists()
@@ -87,6 +90,7 @@ def test_a_directory_with_the_users_files_only_is_free(cfg):
     run = cfg().run.dir
     (run / "checkpoints/best").mkdir(parents=True)
     (run / "notes.txt").write_text("mine")
+    (run / "failures/watchdog/20261122T120000").mkdir(parents=True)  # of a start that hung while it built its models
     assert files_of_a_run(run) == []
     claim(cfg(), cfg().run, "sft")
     assert set(content(run)) == {"notes.txt", "config.yaml"}
