@@ -67,7 +67,7 @@ def test_a_used_directory_is_refused_and_stays_as_it_is(cfg):
     before = content(cfg().run.dir)
     for action in (require_usable, claim):
         with pytest.raises(
-            ValueError, match=r"holds an earlier run \(checkpoints, config.yaml, metrics.jsonl"
+            ValueError, match=r"holds an earlier run \(checkpoints, config.yaml, failures, metrics.jsonl"
         ) as raised:
             action(cfg(), cfg().run, "sft")
         assert "run.on_existing=overwrite" in str(raised.value)
