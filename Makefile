@@ -38,7 +38,7 @@ export VLLM_NO_USAGE_STATS ?= 1
 export TORCH_CPP_LOG_LEVEL ?= ERROR
 
 .PHONY: help venv demo demo-3d demo-seeds bench-convert bench-reshard bench-kernels bench-packing bench-gpu-logprob \
-	bench-gpu-packed test test-slow lint docs doctor lock clean
+	bench-gpu-packed test test-slow test-slurm slurm-scripts lint docs doctor lock clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -95,6 +95,18 @@ test: venv ## the default tests: no GPU, no network, minutes
 
 test-slow: venv ## the slow tests that need no GPU and no Slurm
 	$(PY) -m pytest -m "slow and not gpu and not multigpu and not slurm" $(PYTEST_ARGS)
+
+# The cluster lives in a temporary directory and ends with the tests: tests/slurm/cluster.py.
+SLURM_PACKAGES := slurmctld slurmd slurm-client munge
+test-slurm: venv ## the batch scripts on a real Slurm of two nodes (10 minutes); installs Debian's where it may
+	@command -v slurmctld >/dev/null || [ -x /usr/sbin/slurmctld ] || { \
+		if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+			{ apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends \
+				$(SLURM_PACKAGES) >/dev/null; } || true; fi; }
+	$(PY) -m pytest -m slurm --durations=25 $(or $(PYTEST_ARGS),tests/slurm)
+
+slurm-scripts: ## write slurm/*.sbatch anew from slurm/parts/
+	$(or $(wildcard $(PY)),python3) -m tools.slurm_scripts
 
 lint: venv ## ruff (lint and format) and mypy
 	$(VENV)/bin/ruff check .

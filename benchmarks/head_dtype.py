@@ -66,6 +66,7 @@ def gap_with_head(head: str, model: Path, prompts: Path) -> dict[str, Any]:
     from megarlhf.trainers import rl
     from megarlhf.trainers.prompts import load_prompts
     from megarlhf.trainers.rl_gap import logprob_gap
+    from megarlhf.trainers.rl_rollout import sample
 
     role = {"model": {"path": str(model), "dtype": "bf16"}}
     cfg = RLConfig.model_validate(
@@ -92,8 +93,8 @@ def gap_with_head(head: str, model: Path, prompts: Path) -> dict[str, Any]:
     components.engine.update_weights(components.actor.shard, version=0)
     components.engine.verify_weights(components.actor.shard)
     chosen = data.train[:32]
-    experience = rl.sample(cfg, components.engine, chosen, components.sampling, 0)
-    experience, _ = rl.score(cfg, components, experience, chosen, 0)
+    experience = sample(cfg, components.engine, chosen, components.sampling, 0)
+    experience = rl.score(cfg, components, experience, chosen, 0)
     gap = {name.removeprefix("rollout_logprob_gap_"): value for name, value in logprob_gap(experience).items()}
     components.engine.close()
     return {"head": head, "tokens": experience.columns["old_logprobs"].values_T.numel(), **gap}

@@ -35,7 +35,9 @@ from megarlhf.parallel.step import Loss, MicroBatch, StepResult
 from megarlhf.runtime import RankInfo, Runtime, initialize
 from megarlhf.trainers import rl
 from megarlhf.trainers.rl_gap import LogprobGapWatch, logprob_gap
+from megarlhf.trainers.rl_rollout import sample
 from megarlhf.trainers.rl_score import add_advantages, make_experience
+from megarlhf.trainers.rl_updates import StepInProgress, train_on
 
 Clock = Callable[[str], Any]
 
@@ -95,9 +97,9 @@ class Run:
             experience = self._injected()
         else:
             with self._clock("generate"):
-                experience = rl.sample(cfg, parts.engine, self._prompts, parts.sampling, step)
+                experience = sample(cfg, parts.engine, self._prompts, parts.sampling, step)
         start, cpu = time.perf_counter(), time.process_time()
-        experience, mini_batches = rl.score(cfg, parts, experience, self._prompts, step)
+        experience = rl.score(cfg, parts, experience, self._prompts, step)
         scored = time.perf_counter()
         if not inject:
             gap = LogprobGapWatch(LogprobGapConfig(steps=1), parts.actor.shard.dtype)
@@ -106,7 +108,7 @@ class Run:
         experience = add_advantages(experience, cfg.algo)
         metrics = rl.describe(experience, cfg)
         prepared = time.perf_counter()
-        metrics |= rl.train_on(cfg, parts, experience, mini_batches, step)
+        metrics |= train_on(cfg, parts, StepInProgress(experience, {}), step)
         trained, cpu = time.perf_counter(), time.process_time() - cpu
         if not inject:
             with self._clock("update_weights"):

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -105,6 +106,39 @@ class Experience:
 
     def with_per_sample(self, columns: Mapping[str, Tensor]) -> Experience:
         return replace(self, per_sample={**self.per_sample, **columns})
+
+    def state_dict(self) -> dict[str, Any]:
+        """All of it as tensors, numbers, lists and mappings."""
+        rollouts = self.rollouts
+        return {
+            "prompts": list(self.prompts),
+            "groups": self.groups_N,
+            "lengths": rollouts.responses.lengths_N,
+            "responses": rollouts.responses.values_T,
+            "logprobs": rollouts.logprobs.values_T,
+            "finished": rollouts.finished_N,
+            "weight_version": rollouts.weight_version,
+            "columns": {name: column.values_T for name, column in self.columns.items()},
+            "per_sample": dict(self.per_sample),
+        }
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Any]) -> Experience:
+        """From what `state_dict` returned."""
+        lengths_N = state["lengths"].cpu()
+        rollouts = Rollouts(
+            responses=Ragged(state["responses"], lengths_N),
+            logprobs=Ragged(state["logprobs"], lengths_N),
+            finished_N=state["finished"].cpu(),
+            weight_version=state["weight_version"],
+        )
+        return cls(
+            prompts=tuple(prompt.cpu() for prompt in state["prompts"]),
+            groups_N=state["groups"].cpu(),
+            rollouts=rollouts,
+            columns={name: Ragged(values_T, lengths_N) for name, values_T in state["columns"].items()},
+            per_sample=state["per_sample"],
+        )
 
 
 def redistribute(mine: Mapping[int, Tensor], lengths_N: Tensor, like: Tensor) -> Ragged:

@@ -5,15 +5,18 @@ The one place that asks for a device. Everything above is told: device, backend 
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import math
 import os
 import random
+import re
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -201,7 +204,7 @@ def _default_rendezvous(info: RankInfo, device_index: int) -> None:
         if info.world_size > 1:
             raise ValueError(
                 f"rank {info.rank} of {info.world_size} has no MASTER_PORT; start ranks with torchrun, with "
-                "slurm/train.sbatch (which sets MASTER_ADDR and MASTER_PORT), or plainly with run.nproc"
+                "slurm/rl.sbatch and its like (which set MASTER_ADDR and MASTER_PORT), or plainly with run.nproc"
             )
         os.environ["MASTER_PORT"] = str(free_port())
     os.environ["RANK"] = str(info.rank)
@@ -234,6 +237,57 @@ def free_bytes(runtime: Runtime) -> int:
         kept = torch.cuda.memory_reserved(runtime.device) - torch.cuda.memory_allocated(runtime.device)
         return torch.cuda.mem_get_info(runtime.device)[0] + kept
     return available_bytes() // runtime.local_world_size
+
+
+def random_state(device: torch.device) -> dict[str, Any]:
+    """Of Python's, numpy's and torch's generators in this process, as texts and numbers."""
+    version, keys, gauss = random.getstate()
+    kind, key, *position = np.random.get_state(legacy=True)
+    state = {
+        "python": [version, list(keys), gauss],
+        "numpy": [kind, np.asarray(key).tolist(), *position],
+        "torch": torch.get_rng_state().numpy().tobytes().hex(),
+    }
+    if device.type == "cuda":
+        state["device"] = torch.cuda.get_rng_state(device).numpy().tobytes().hex()
+    return state
+
+
+def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
+    """What `random_state` returned, on a device of the same kind."""
+
+    def tensor(text: str) -> torch.Tensor:
+        return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
+
+    version, keys, gauss = state["python"]
+    kind, key, *position = state["numpy"]
+    random.setstate((version, tuple(keys), gauss))
+    np.random.set_state((kind, np.array(key, dtype=np.uint32), *position))
+    torch.set_rng_state(tensor(state["torch"]))
+    if device.type == "cuda" and "device" in state:
+        torch.cuda.set_rng_state(tensor(state["device"]), device)
+
+
+def sees_gpus() -> bool:
+    """Whether torch can use a GPU here."""
+    return torch.cuda.is_available()
+
+
+def gpu_versions() -> dict[str, str]:
+    """Of what comes between torch and a GPU, as far as it is there."""
+    versions = {} if torch.version.cuda is None else {"CUDA of torch": str(torch.version.cuda)}
+    with contextlib.suppress(OSError):
+        found = re.search(r"\d+\.\d+(\.\d+)?", Path("/proc/driver/nvidia/version").read_text())
+        versions |= {"NVIDIA driver": found[0]} if found else {}
+    return versions
+
+
+def gpu_in_use(runtime: Runtime) -> tuple[str, int, int] | None:
+    """Identity of this rank's GPU, bytes of its memory that are in use, and all its bytes; None without one."""
+    if runtime.device.type != "cuda":
+        return None
+    free, total = torch.cuda.mem_get_info(runtime.device)
+    return str(torch.cuda.get_device_properties(runtime.device).uuid), total - free, total
 
 
 def shutdown() -> None:

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import signal
 
 import pytest
 import torch
@@ -17,11 +18,13 @@ from megarlhf.config import GenerateConfig, RLConfig, SFTConfig, load_config
 from megarlhf.errors import WatchdogTimeout
 from megarlhf.experience import Ragged, Rollouts
 from megarlhf.observe.metrics import read_metrics
-from megarlhf.observe.run_directory import claim
+from megarlhf.resume.lock import Lock
+from megarlhf.resume.signals import StopRun
 from megarlhf.runtime import Runtime
 from megarlhf.trainers import generate, rl
 from tests.command import ROOT, megarlhf, python
 from tests.ranks import RankPool
+from tests.resume.earlier_run import begin
 from tools.demo.make_data import base_files
 
 TRAIN = {"num_steps": 1, "mini_batch_samples": 8, "micro_batch_samples": 2}
@@ -155,7 +158,6 @@ def test_a_launched_rank_joins_with_the_launchers_world(command, started, capsys
         ("rl", ["critic="], "algo.advantage = 'gae' needs values: give a critic section"),
         ("sft", ["data.heldout=sft_heldout.jsonl"], "data.heldout: no such data file or directory: sft_heldout.jsonl"),
         ("sft", ["actor.parallel.tp=2", "actor.parallel={}"], "replaces the whole section, and with it"),
-        ("sft", ["run.on_existing=resume"], "run: on_existing = 'resume': an exact resume does not exist yet"),
         ("sft", ["actor.optim.min_lr=1"], "actor.optim: min_lr = 1 is above lr = 1e-06"),
         ("rl", ["critic.model.random_init=false"], "is no checkpoint: it has neither Hugging Face weights"),
         ("rl", ["rewards=[{kind: rule, rule: no_such_module:f}]"], "reward rule 'no_such_module:f': cannot import"),
@@ -193,11 +195,21 @@ def test_a_second_file_is_refused(name, command, started, capsys):
 
 @pytest.mark.parametrize("option", ["--dry-run", "run.nproc=2"])
 def test_a_used_run_directory_is_refused_before_anything_starts(option, command, started, capsys, tmp_path):
+    """By `refuse`, by another computation, and by a run that is running; started again it goes on, and says so."""
     cfg = load_config(SFTConfig, command("sft")[2])
-    claim(cfg, cfg.run, "sft")
+    begin(cfg, "sft")
     (tmp_path / "run/metrics.jsonl").write_text('{"step": 0}\n')
-    assert cli.main(command("sft", option)) == 2
+    assert cli.main(command("sft", option, "run.on_existing=refuse")) == 2
     assert "holds an earlier run (config.yaml, metrics.jsonl)" in capsys.readouterr().err
+    assert cli.main(command("sft", option, "run.seed=5")) == 2
+    assert "the configuration has changed in what is computed: run.seed: 0 -> 5" in capsys.readouterr().err
+    with Lock.take(tmp_path / "run"):
+        assert cli.main(command("sft", option, "run.on_existing=overwrite")) == 2
+    assert f"belongs to a run that is running: pid {os.getpid()} on " in capsys.readouterr().err
+    assert started == []
+    assert cli.main(command("sft", option)) == 0
+    assert "holds an earlier run of `megarlhf sft`, which goes on" in capsys.readouterr().out
+    started.clear()
     assert cli.main(command("sft", option, "run.on_existing=overwrite")) == 0
     assert "the earlier run's 2 files and folders are removed" in capsys.readouterr().out
     assert (tmp_path / "run/metrics.jsonl").read_text() == '{"step": 0}\n'
@@ -210,6 +222,9 @@ def test_a_used_run_directory_is_refused_before_anything_starts(option, command,
         (ValueError("m"), 2),
         (WatchdogTimeout("m", agreed=True), 3),
         (FloatingPointError("m"), 4),
+        (StopRun("m"), 75),
+        (StopRun("m", signal.SIGUSR1), 75),
+        (StopRun("m", signal.SIGINT), 130),
         (RuntimeError("m"), None),
     ],
 )
@@ -348,7 +363,7 @@ def test_pairs_that_are_all_equal_are_refused_with_their_count(command, tmp_path
 def test_a_start_that_is_refused_late_leaves_a_finished_run_as_it_is(command, work, tmp_path):
     """The weights' file is damaged, which shows when the model is loaded; the earlier run would be overwritten."""
     cfg = load_config(SFTConfig, command("sft")[2])
-    claim(cfg, cfg.run, "sft")
+    begin(cfg, "sft")
     (tmp_path / "run/metrics.jsonl").write_text('{"step": 0}\n')
     shutil.copytree(work / "base", tmp_path / "damaged")
     (tmp_path / "damaged/model.safetensors").write_bytes(b"damaged")

@@ -39,7 +39,7 @@ def test_the_exit_status_is_the_child_s() -> None:
 
 
 RANK = """
-import os, signal, subprocess, sys, time
+import json, os, signal, subprocess, sys, time
 rank, what, folder = int(os.environ["RANK"]), sys.argv[1], sys.argv[2]
 
 def say(message, status=2):
@@ -55,27 +55,49 @@ if what == "crash":
     raise RuntimeError("the cause") if rank == 1 else time.sleep(60)
 if what == "killed":
     os.kill(os.getpid(), signal.SIGKILL) if rank == 1 else time.sleep(60)
-if what == "sleep":
+if what in ("sleep", "tree"):
+    from megarlhf.commands.process_tree import end_with_parent
+    end_with_parent()
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    if rank == 1:
+    forked = os.fork()
+    if not forked:
+        time.sleep(60)
+        os._exit(0)
+    if rank == 1 and what == "sleep":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    open(os.path.join(folder, f"{os.getpid()} {child.pid}"), "w").close()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    open(os.path.join(folder, f"{os.getpid()} {child.pid} {forked}"), "w").close()
     time.sleep(60)
+if what in ("saves", "saves-badly", "hangs"):
+    from megarlhf.resume.signals import StopRequest, StopRun, ignore_stop_signals
+    with StopRequest(speaks=rank == 0) as stop:
+        open(os.path.join(folder, str(os.getpid())), "w").close()
+        while what == "hangs" or not stop.requested():
+            time.sleep(0.01)
+    ignore_stop_signals()
+    if rank == 1:
+        time.sleep(3)  # longer than others are given when a rank has failed
+    if what == "saves-badly" and rank == 1:
+        raise RuntimeError("the disk is full")
+    error = StopRun("saved at step 3; the same command goes on", stop.requested())
+    reports = os.environ["MEGARLHF_LAUNCHED"]  # as print_error does, which takes seconds to import
+    os.makedirs(reports, exist_ok=True)
+    open(f"{reports}/{rank}.json", "w").write(json.dumps({"status": error.status, "message": str(error)}))
+    raise SystemExit(error.status)
 """
 """A rank that does what its first argument says."""
 
 PARENT = """
 import sys
 from megarlhf.commands import launch
-launch.STOP_SECONDS = 1.0
 sys.exit(launch.local_ranks(2, sys.argv[2:], ["-c", sys.argv[1]]))
 """
 
 
-def start(tmp_path: Path, what: str) -> subprocess.Popen[str]:
+def start(tmp_path: Path, what: str, rank: str = RANK) -> subprocess.Popen[str]:
     names = ("SLURM_", "RANK", "WORLD_SIZE", "MASTER_", "MEGARLHF_LAUNCHED")
     env = {name: value for name, value in os.environ.items() if not name.startswith(names)}
-    command = [sys.executable, "-c", PARENT, RANK, what, str(tmp_path)]
+    command = [sys.executable, "-c", PARENT, rank, what, str(tmp_path)]
     return subprocess.Popen(command, cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True)
 
 
@@ -109,20 +131,35 @@ def test_what_ranks_find_is_said_once_with_its_status(
     assert list(tmp_path.glob("megarlhf-ranks-*")) == []
 
 
+def files(folder: Path, number: int) -> list[Path]:
+    """The first `number` files that appear there."""
+    deadline = time.monotonic() + 60
+    while len(list(folder.iterdir())) < number and time.monotonic() < deadline:
+        time.sleep(0.05)
+    paths = sorted(folder.iterdir())
+    assert len(paths) == number
+    return paths
+
+
+def running(pids: list[str]) -> list[str]:
+    """Those that are still there after a while."""
+    deadline = time.monotonic() + 10
+    while any(map(is_running, pids)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return [pid for pid in pids if is_running(pid)]
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_what_stops_the_command_stops_its_ranks_and_theirs_in_one_line(
     tmp_path: Path, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One rank does not listen to SIGTERM, and each has a process of its own. While there is no mistake to report,
-    there is no folder for it either, which a SIGKILL of the command would leave behind."""
+    """Ranks that are not ready to save; one does not listen, and each has processes of its own. While there
+    is no mistake to report, there is no folder for it either, which a SIGKILL of the command would leave behind."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     process = start(tmp_path, "sleep")
-    deadline = time.monotonic() + 60
-    while len(list(tmp_path.iterdir())) < 2 and time.monotonic() < deadline:
-        time.sleep(0.05)
-    pids = [pid for path in tmp_path.iterdir() for pid in path.name.split()]
-    assert len(pids) == 4
-    assert all(Path(f"/proc/{pid}").exists() for pid in pids)
+    pids = [pid for path in files(tmp_path, 2) for pid in path.name.split()]
+    assert len(pids) == 6
+    assert all(map(is_running, pids))
     process.send_signal(number)
     _, stderr = process.communicate(timeout=30)
     assert process.returncode == 128 + number
@@ -131,24 +168,135 @@ def test_what_stops_the_command_stops_its_ranks_and_theirs_in_one_line(
     assert left == []
 
 
-def test_ranks_end_with_a_command_that_is_killed(tmp_path: Path) -> None:
-    """Nobody is left to stop them, but Linux does: `end_with_parent`."""
-    rank = "from megarlhf.commands.launch import end_with_parent as e; import os, time; e(); "
-    rank += f"open({str(tmp_path)!r} + '/' + str(os.getpid()), 'w').close(); time.sleep(60)"
-    code = "import os, subprocess, sys; os.environ['MEGARLHF_PARENT'] = str(os.getpid()); "
-    code += f"subprocess.Popen([sys.executable, '-c', {rank!r}]).wait()"
-    parent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
-    deadline = time.monotonic() + 60
-    while not list(tmp_path.iterdir()) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    (pid,) = (path.name for path in tmp_path.iterdir())
-    assert is_running(pid)
-    parent.kill()
-    parent.wait()
-    deadline = time.monotonic() + 10
-    while is_running(pid) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not is_running(pid)
+@pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
+def test_the_first_signal_lets_the_ranks_save(tmp_path: Path, number: signal.Signals, status: int) -> None:
+    """They end by themselves, one of them late, and what they have saved is said once. The command is told twice, as
+    Ctrl-C may be."""
+    process = start(tmp_path, "saves")
+    pids = [path.name for path in files(tmp_path, 2)]
+    process.send_signal(number)
+    time.sleep(0.1)
+    process.send_signal(number)
+    _, stderr = process.communicate(timeout=30)
+    assert process.returncode == status, stderr
+    said = (
+        f"\nmegarlhf: {number.name}: saving at the next moment between two updates, then this run ends. Again: at once"
+    )
+    assert stderr == f"{said}\nmegarlhf saves: saved at step 3; the same command goes on\n"
+    assert not any(map(is_running, pids))
+
+
+SAVING_RANK = """
+import os, pathlib, sys, time, types
+from megarlhf.commands import launch
+from megarlhf.resume.signals import StopRequest, StopRun
+from megarlhf.runtime import detect_rank
+
+def run(cfg, runtime):
+    with StopRequest(device=runtime.device, speaks=runtime.is_main) as stop:
+        open(os.path.join(sys.argv[1], f"{runtime.rank} {os.getpid()}"), "w").close()
+        while (number := stop.agreed()) is None:
+            time.sleep(0.01)
+        raise StopRun("saved", number)
+
+sys.modules["toy"] = types.SimpleNamespace(run=run)
+try:
+    here = types.SimpleNamespace(seed=0, dir=pathlib.Path(sys.argv[1]) / "run")
+    launch.as_rank(detect_rank(os.environ), types.SimpleNamespace(run=here), "toy:run")
+except StopRun as error:
+    launch.print_error("sft", str(error), error.status)
+    raise SystemExit(error.status)
+"""
+
+
+def test_ranks_that_save_leave_together_and_without_a_word_of_gloo(tmp_path: Path) -> None:
+    """One rank alone has received the signal, as when Slurm takes back one of the nodes."""
+    process = start(tmp_path, str(tmp_path), SAVING_RANK)
+    pids = dict(path.name.split() for path in files(tmp_path, 2))
+    os.kill(int(pids["1"]), signal.SIGUSR1)
+    _, stderr = process.communicate(timeout=60)
+    assert (process.returncode, stderr) == (75, f"megarlhf {tmp_path}: saved\n")
+
+
+def test_a_rank_that_fails_while_others_save_is_the_status(tmp_path: Path) -> None:
+    process = start(tmp_path, "saves-badly")
+    files(tmp_path, 2)
+    process.send_signal(signal.SIGTERM)
+    _, stderr = process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert "RuntimeError: the disk is full" in stderr
+    assert "megarlhf saves-badly (rank 0): saved at step 3" in stderr
+    assert stderr.endswith("rank 1 ended with exit status 1; its error stands above. All ranks have been ended\n")
+
+
+@pytest.mark.parametrize("first, second", [(signal.SIGINT, signal.SIGINT), (signal.SIGTERM, signal.SIGHUP)])
+def test_the_second_signal_stops_ranks_that_do_not_come_to_save(
+    tmp_path: Path, first: signal.Signals, second: signal.Signals
+) -> None:
+    """The terminal that goes away does so too."""
+    process = start(tmp_path, "hangs")
+    pids = [path.name for path in files(tmp_path, 2)]
+    process.send_signal(first)
+    time.sleep(1.3)
+    assert process.poll() is None
+    assert all(map(is_running, pids))
+    process.send_signal(second)
+    _, stderr = process.communicate(timeout=30)
+    assert process.returncode == 128 + second
+    assert stderr.endswith(f"\nmegarlhf hangs: stopped ({second.name}); all ranks have ended\n")
+    assert not any(map(is_running, pids))
+
+
+def test_hanging_up_does_not_stop_a_command_under_nohup(tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        process = start(tmp_path, "saves")
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    files(tmp_path, 2)
+    process.send_signal(signal.SIGHUP)
+    time.sleep(0.5)
+    assert process.poll() is None
+    process.send_signal(signal.SIGUSR1)
+    _, stderr = process.communicate(timeout=30)
+    assert process.returncode == 75
+    assert "SIGUSR1: saving at" in stderr
+
+
+@pytest.mark.parametrize("launcher", ["plain", "torchrun"])
+def test_ranks_and_theirs_end_with_a_command_that_is_killed(tmp_path: Path, launcher: str) -> None:
+    """Nobody is left to stop them, but Linux and a guard of each rank. torchrun is played by a process that starts a
+    rank as it does."""
+    if launcher == "plain":
+        process = start(tmp_path, "tree")
+    else:
+        rank = [sys.executable, "-c", RANK, "tree", str(tmp_path)]
+        code = f"import subprocess; subprocess.Popen({rank!r}, start_new_session=True).wait()"
+        environment = {**os.environ, "TORCHELASTIC_RUN_ID": "none", "RANK": "0"}
+        process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=environment, text=True)
+    num_ranks = 2 if launcher == "plain" else 1
+    trees = [path.name.split() for path in files(tmp_path, num_ranks)]
+    pids = [pid for tree in trees for pid in tree]
+    children = {tree[0]: Path(f"/proc/{tree[0]}/task/{tree[0]}/children").read_text().split() for tree in trees}
+    guards = [pid for rank, pids in children.items() for pid in pids if pid not in (*trees[0], *trees[-1])]
+    assert (len(pids), len(guards)) == (3 * num_ranks, num_ranks)
+    assert [Path(f"/proc/{pid}/comm").read_text() for pid in guards] == ["megarlhf-guard\n"] * num_ranks
+    assert all(map(is_running, pids))
+    process.kill()
+    process.wait()
+    assert running([*pids, *guards]) == []
+    if process.stderr:
+        process.stderr.close()
+
+
+def test_what_a_killed_rank_has_started_ends_with_it(tmp_path: Path) -> None:
+    process = start(tmp_path, "tree")
+    trees = [path.name.split() for path in files(tmp_path, 2)]
+    os.kill(int(trees[0][0]), signal.SIGKILL)
+    assert running(trees[0]) == []
+    _, stderr = process.communicate(timeout=30)
+    assert (process.returncode, stderr.count("was killed by SIGKILL")) == (137, 1)
+    assert running(trees[1]) == []
 
 
 def test_a_rank_ends_whose_command_was_killed_before_it_looked() -> None:

@@ -56,7 +56,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory, vllm_ranks: RankPool) -> Path
     succeed(
         *("sft", "-c", "configs/demo/sft.yaml", f"run.dir={root / 'sft'}", f"actor.model.path={data / 'base'}"),
         *(f"data.train={data / 'sft_train.jsonl'}", f"data.heldout={data / 'sft_heldout.jsonl'}"),
-        *("actor.parallel.tp=2", "checkpoint.every=2", "checkpoint.keep=1", "actor.optim.warmup_steps=1", *FEW),
+        *(
+            "actor.parallel.tp=2",
+            "checkpoint.export_every=2",
+            "checkpoint.export_keep=1",
+            "actor.optim.warmup_steps=1",
+            *FEW,
+        ),
     )
     rm = ["rm", "-c", "configs/demo/rm.yaml", f"run.dir={root / 'rm'}", f"reward_model.model.path={actor}"]
     rm += [f"data.train={data / 'pairs_train.jsonl'}", f"data.heldout={data / 'pairs_heldout.jsonl'}"]

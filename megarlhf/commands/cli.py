@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from megarlhf.commands.arguments import Once
+from megarlhf.commands.process_tree import end_with_parent
 from megarlhf.config import FrozenModel, GenerateConfig, RLConfig, RMConfig, SFTConfig, load_config
 from megarlhf.config.load import repeated_overrides
 from megarlhf.errors import WatchdogTimeout
+from megarlhf.resume.signals import TO_BE_QUEUED_AGAIN, StopRun
 
 
 @dataclass(frozen=True)
@@ -36,12 +38,13 @@ COMMANDS: dict[str, Command] = {
 
 
 EXIT_STATUS: dict[type[Exception], int] = {
+    StopRun: TO_BE_QUEUED_AGAIN,  # saved; 130 after Ctrl-C
     WatchdogTimeout: 3,  # a phase has passed its limit
     FloatingPointError: 4,  # numbers that no training can go on with
     ValueError: 2,  # the user's mistake
 }
 """Of errors that are printed as a sentence, where our own code raised them. Any other error keeps its traceback and
-ends with 1; Ctrl-C ends with 130 (`megarlhf/__main__.py`). 75 (saved, to be queued again) is reserved."""
+ends with 1; Ctrl-C ends with 130, be it saved or not (`megarlhf/__main__.py`)."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -78,10 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status. An error of `EXIT_STATUS` is printed without a traceback."""
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
-        if "MEGARLHF_PARENT" in os.environ:
-            from megarlhf.commands.launch import end_with_parent
-
-            end_with_parent()
+        end_with_parent()
         if argv[:1] == ["convert"]:  # has commands of its own
             from megarlhf.commands.convert import main as convert
 
@@ -106,6 +106,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def exit_status(error: Exception) -> int | None:
     """The exit status of an error that is printed as a sentence; None for one that keeps its traceback."""
+    if isinstance(error, StopRun):
+        return error.status
     if not _raised_here(error):
         return None
     return next((status for kind, status in EXIT_STATUS.items() if isinstance(error, kind)), None)

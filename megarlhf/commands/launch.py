@@ -4,12 +4,13 @@ A rank that a plain start has started does not print its errors: it writes them 
 it, which prints each once and ends with their status. Under torchrun or srun there is no such process of ours. There
 rank 0 prints at once, and another rank only when rank 0 has printed nothing for a while: a launcher ends all ranks
 when one has failed.
+
+A signal that asks a plain start to stop is handed on to its ranks, which save and end by themselves.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import importlib
 import json
 import logging
@@ -26,29 +27,38 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from megarlhf import runtime
 from megarlhf.collective_errors import on_first_rank
+from megarlhf.commands.process_tree import PARENT
+from megarlhf.planning.nodes import check_nodes, require_gpus
+from megarlhf.resume.signals import INTERRUPTED, TO_BE_QUEUED_AGAIN, Repeats, StopRun, ignore_stop_signals
 from megarlhf.runtime import RankInfo
 
 MARK = "MEGARLHF_LAUNCHED"
 """Set in ranks that a plain start launched, to the folder to which they write their errors."""
-PARENT = "MEGARLHF_PARENT"
-"""Set beside it, to the number of the process that started them."""
+JOB_STATE = "MEGARLHF_JOB_STATE"
+"""Set by the batch scripts in slurm/, to the folder in which a job remembers things from one attempt to the next."""
+SAVED = (TO_BE_QUEUED_AGAIN, INTERRUPTED)
+"""Exit statuses of a run that was asked to stop, and has saved."""
 
 WATCHDOG = 3
 """Exit status of a rank that the watchdog has ended."""
 POLL_SECONDS = 0.05
 GRACE_SECONDS = 2.0
 """From the first rank's failure until the others are stopped: they may fail with the same error, or with another."""
-STOP_SECONDS = 10.0
-"""From the signal that stops a rank until it is killed."""
+SAVE_SECONDS = 60.0
+"""The same after a rank that has saved and left as it was asked: the others leave too."""
 SILENCE_SECONDS = 3.0
 """After which another rank than 0 prints its error under a launcher that is not ours."""
 
 
 def local_ranks(nproc: int, argv: Sequence[str], program: Sequence[str] = ("-m", "megarlhf")) -> int:
-    """Run `megarlhf ARGV` again as `nproc` ranks of this machine; returns the exit status. Nothing outlives the call:
-    what stops this process (Ctrl-C, SIGTERM, SIGHUP) stops the ranks and what they have started."""
+    """Run `megarlhf ARGV` again as `nproc` ranks of this machine; returns the exit status. Nothing outlives the call.
+
+    The first SIGINT, SIGTERM or SIGUSR1 asks the ranks to save and stop, and their status is returned. A second one,
+    and SIGHUP, stops the ranks at once, with what they have started."""
     threads = str(max(1, (os.cpu_count() or 1) // nproc))
     # The first rank that has something to report makes it: where this process is killed, none is left over.
     reports = str(Path(tempfile.gettempdir()) / f"megarlhf-ranks-{uuid.uuid4().hex}")
@@ -68,23 +78,42 @@ def local_ranks(nproc: int, argv: Sequence[str], program: Sequence[str] = ("-m",
                 for rank in range(nproc)
             ]
             try:
-                failed = _wait(ranks, received)
+                failed = _wait(ranks, received, Path(reports))
             finally:
                 _stop(ranks)
-        if received:
-            print(f"\nmegarlhf {argv[0]}: stopped ({received[0].name}); all ranks have ended", file=sys.stderr)
-            return 128 + received[0]
-        return _print_errors(argv[0], Path(reports), nproc) or _print_crash(argv[0], failed, ranks)
+        if received.at_once or (failed is not None and _died_of(received.forwarded, ranks[failed].returncode, reports)):
+            print(f"\nmegarlhf {argv[0]}: stopped ({received.last.name}); all ranks have ended", file=sys.stderr)
+            return 128 + received.last
+        return _print_errors(argv[0], Path(reports), failed, ranks)
+
+
+class _Received:
+    """The signals that have asked this process to stop; it goes on, to end its ranks in order."""
+
+    def __init__(self) -> None:
+        self.at_once = False
+        self.forwarded: list[signal.Signals] = []
+        """Those that the ranks get, in order."""
+        self.last = signal.SIGTERM
+        self._repeats = Repeats()
+
+    def receive(self, signum: int, frame: Any) -> None:
+        number = signal.Signals(signum)
+        kind = self._repeats.kind(number, time.monotonic())
+        if kind == "second" or number == signal.SIGHUP:
+            self.at_once, self.last = True, number
+        elif kind == "first":
+            self.forwarded.append(number)
+            self.last = number
 
 
 @contextlib.contextmanager
-def _received_signals() -> Iterator[list[signal.Signals]]:
-    """The signals that have asked this process to stop; it goes on, to stop its ranks in order."""
-    received: list[signal.Signals] = []
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.getsignal(number) for number in numbers}
-    for number in numbers:
-        signal.signal(number, lambda signum, frame: received.append(signal.Signals(signum)))
+def _received_signals() -> Iterator[_Received]:
+    received = _Received()
+    numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as under nohup
+        numbers.append(signal.SIGHUP)
+    before = {number: signal.signal(number, received.receive) for number in numbers}
     try:
         yield received
     finally:
@@ -92,57 +121,68 @@ def _received_signals() -> Iterator[list[signal.Signals]]:
             signal.signal(number, handler)
 
 
-def _wait(ranks: Sequence[subprocess.Popen[bytes]], received: Sequence[signal.Signals]) -> int | None:
-    """Until all ranks have ended, one has failed, or a signal has come; returns the rank that failed first."""
-    failed, deadline = None, float("inf")
-    while not received and time.monotonic() < deadline and any(rank.poll() is None for rank in ranks):
-        if failed is None and (ended := [n for n, rank in enumerate(ranks) if rank.poll()]):
-            failed, deadline = ended[0], time.monotonic() + GRACE_SECONDS
+def _wait(ranks: Sequence[subprocess.Popen[bytes]], received: _Received, reports: Path) -> int | None:
+    """Until all ranks have ended, one has failed, or they are to stop at once. Hands signals on.
+
+    Returns: the rank that ended first of those that failed; where none has, of those that have saved and left.
+    """
+    failed, saved, deadline, num_sent = None, False, float("inf"), 0
+    while True:
+        for number in received.forwarded[num_sent:]:
+            num_sent += 1
+            for rank in ranks:
+                rank.send_signal(number)
+        statuses = [rank.poll() for rank in ranks]
+        for n, status in enumerate(statuses):
+            leaves = status in SAVED and (reports / f"{n}.json").exists()
+            if status and (failed is None or (saved and not leaves)):
+                failed, saved = n, leaves
+                deadline = time.monotonic() + (SAVE_SECONDS if saved else GRACE_SECONDS)
+        if received.at_once or time.monotonic() > deadline or None not in statuses:
+            return failed
         time.sleep(POLL_SECONDS)
-    return failed if failed is not None else next((n for n, rank in enumerate(ranks) if rank.returncode), None)
+
+
+def _died_of(numbers: Sequence[signal.Signals], status: int, reports: str) -> bool:
+    """Whether a signal that was handed on has ended a rank, which was not ready to save and has reported nothing."""
+    return status in [code for number in numbers for code in (-number, 128 + number)] and not Path(reports).exists()
 
 
 def _stop(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
-    """End every rank and its own processes: SIGTERM, and SIGKILL for what does not listen."""
+    """End every rank and its own processes at once. Not by SIGTERM, which asks a rank to save."""
     running = [rank for rank in ranks if rank.poll() is None]
     for rank in ranks:
-        _signal_group(rank, signal.SIGTERM)
-    deadline = time.monotonic() + STOP_SECONDS
-    for rank in running:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            rank.wait(max(0.0, deadline - time.monotonic()))
-    for rank in ranks:
-        _signal_group(rank, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(rank.pid, signal.SIGKILL)
         rank.wait()
     if running and sys.stdout.isatty():
         print("\x1b[?25h", end="", flush=True)  # the cursor, which a progress bar hides
 
 
-def _signal_group(rank: subprocess.Popen[bytes], number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(rank.pid, number)
+def _print_errors(command: str, reports: Path, failed: int | None, ranks: Sequence[subprocess.Popen[bytes]]) -> int:
+    """Print what the ranks have reported, each message once, or how the first of them ended; returns the exit status.
 
-
-def _print_errors(command: str, reports: Path, nproc: int) -> int:
-    """Print what the ranks have reported, each message once; returns its exit status, 0 when there is none."""
-    ranks: dict[str, list[int]] = {}
-    status = 0
+    That a run has saved counts for less than an error: it is the status only when nothing else went wrong.
+    """
+    where: dict[str, list[int]] = {}
+    statuses: list[int] = []
     for path in sorted(reports.glob("*.json"), key=lambda path: int(path.stem)):
         report = json.loads(path.read_text(encoding="utf-8"))
-        ranks.setdefault(report["message"], []).append(int(path.stem))
-        status = status or int(report["status"])
-    for message, where in ranks.items():
-        label = "" if len(where) == nproc else f" (rank {', '.join(map(str, where))})"
+        where.setdefault(report["message"], []).append(int(path.stem))
+        statuses.append(int(report["status"]))
+    for message, numbers in where.items():
+        label = "" if len(numbers) == len(ranks) else f" (rank {', '.join(map(str, numbers))})"
         print(f"megarlhf {command}{label}: {message}", file=sys.stderr)
-    return status
+    if errors := [status for status in statuses if status not in SAVED]:
+        return errors[0]
+    if failed is not None and not (statuses and ranks[failed].returncode in SAVED):
+        # A rank that its watchdog has ended takes others with it, whose collectives break: it says why the run ended.
+        failed = next((n for n, rank in enumerate(ranks) if rank.returncode == WATCHDOG), failed)
+        return _print_crash(command, failed, ranks[failed].returncode)
+    return statuses[0] if statuses else 0
 
 
-def _print_crash(command: str, failed: int | None, ranks: Sequence[subprocess.Popen[bytes]]) -> int:
-    if failed is None:
-        return 0
-    # A rank that its watchdog has ended takes others with it, whose collectives break: it says why the run ended.
-    failed = next((n for n, rank in enumerate(ranks) if rank.returncode == WATCHDOG), failed)
-    status = ranks[failed].returncode
+def _print_crash(command: str, failed: int, status: int) -> int:
     if status == WATCHDOG:
         how = f"was ended by the watchdog (exit status {status}); its report stands above"
     elif status > 0:
@@ -167,11 +207,32 @@ def print_error(command: str, message: str, status: int) -> None:
             partial.write_text(json.dumps({"status": status, "message": message}), encoding="utf-8")
             partial.rename(path)
         return
+    if status in SAVED and info is not None and info.rank:
+        return  # every rank has saved and says the same
+    if info is not None:
+        _tell_job(f"exit.{info.rank}", f"{status}\n{message}")
     label = ""
     if info is not None and info.world_size > 1:
         label = f" (rank {info.rank})" if info.rank else ""
         time.sleep(SILENCE_SECONDS if info.rank else 0)
+        if info.rank and _heard_from_job("exit.0") == f"{status}\n{message}\n":
+            return  # rank 0 has said it, and is not followed at once by the end of all ranks
     print(f"megarlhf {command}{label}: {message}", file=sys.stderr, flush=True)
+
+
+def _tell_job(name: str, text: str) -> None:
+    """Leave a line for the batch script, which runs outside a container and reads no configuration. Where it cannot be
+    written the script goes by what it sees itself."""
+    if JOB_STATE in os.environ:
+        with contextlib.suppress(OSError):
+            (Path(os.environ[JOB_STATE]) / name).write_text(f"{text}\n", encoding="utf-8")
+
+
+def _heard_from_job(name: str) -> str | None:
+    """What another rank has left there."""
+    with contextlib.suppress(OSError):
+        return (Path(os.environ[JOB_STATE]) / name).read_text(encoding="utf-8") if JOB_STATE in os.environ else None
+    return None
 
 
 def another_rank_has_failed() -> bool:
@@ -180,29 +241,33 @@ def another_rank_has_failed() -> bool:
 
 
 def as_rank(info: RankInfo, cfg: Any, entry: str, check: Callable[[], None] | None = None) -> int:
-    """Join the run as this rank, `check` it on the first rank only, and call `entry`, a `module:function`, with
-    (cfg, runtime). What `check` refuses is refused on every rank."""
+    """Join the run as this rank, `check` it on the first rank only, look at all nodes, and call `entry`, a
+    `module:function`, with (cfg, runtime). What is refused on one rank is refused on every one."""
     logging.basicConfig(
         level=os.environ.get("MEGARLHF_LOG_LEVEL", "INFO" if info.rank == 0 else "WARNING"),
         format=f"[rank {info.rank}] %(levelname)s %(name)s: %(message)s",
     )
     silence_libraries()
+    require_gpus(info.rank)
     joined = runtime.initialize(info, seed=cfg.run.seed, timeout_seconds=cfg.watchdog.collective_timeout())
     if check is not None:
         on_first_rank(check)
+    for note in check_nodes(cfg, joined):
+        logging.getLogger(__name__).warning(note)
+    if info.rank == 0:
+        _tell_job("run_dir", str(cfg.run.dir.absolute()))
     module, _, function = entry.partition(":")
-    getattr(importlib.import_module(module), function)(cfg, joined)
+    try:
+        getattr(importlib.import_module(module), function)(cfg, joined)
+    except StopRun:  # all ranks have saved; they leave together
+        ignore_stop_signals()
+        if dist.is_initialized():
+            dist.barrier()
+        runtime.shutdown()
+        raise
     # Not after a failure: leaving the group may wait for ranks that are stuck in a collective; the launcher ends them.
     runtime.shutdown()
     return 0
-
-
-def end_with_parent() -> None:
-    """In a rank of a plain start: end when the process that started it dies, be it by SIGKILL, or has died already."""
-    if PARENT in os.environ and sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
-        if os.getppid() != int(os.environ[PARENT]):
-            os._exit(128 + signal.SIGTERM)
 
 
 def silence_libraries() -> None:

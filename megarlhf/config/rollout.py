@@ -116,6 +116,10 @@ class RolloutConfig(FrozenModel):
     """Memory in which a rank gathers weights to send, and as much for what it receives; less where less is free."""
     poison_weights: bool = False
     """Debug: fill vLLM's weights with NaN before each update and name what is left of it."""
+    max_engine_rebuilds: Annotated[int, Field(ge=0)] = 2
+    """How often vLLM may be built anew in one rollout when it fails: it gets the actor's weights again, they are
+    certified, and the responses that are missing are drawn. One failure more ends the run; so does the first with 0.
+    Read for the engine `vllm`."""
     logprob_gap: LogprobGapConfig = LogprobGapConfig()
     """When the difference between rollout and trainer ends the run."""
     engine_args: Mapping[str, Any] = {}

@@ -50,7 +50,8 @@ class MetricsWriter:
         if resume_step is not None:
             _cut_back(path, resume_step)
         self._last_step = resume_step
-        self._file = path.open("a", encoding="utf-8")
+        self._file = path.open("ab")
+        self._pending = bytearray()
         self._tensorboard = _open_tensorboard(run_dir, resume_step) if tensorboard else None
         self._wandb_run = None if wandb is None else _open_wandb(wandb, run_dir, wandb_project)
 
@@ -65,18 +66,31 @@ class MetricsWriter:
                 "one mapping a step, and after a resume continue with the step that follows resume_step"
             )
         row = {name: _plain_number(name, metrics[name]) for name in sorted(metrics)}
-        self._file.write(json.dumps({"step": int(step), **row}, allow_nan=False) + "\n")
-        self._file.flush()
+        self._pending += (json.dumps({"step": int(step), **row}, allow_nan=False) + "\n").encode()
+        self._write_pending()
         self._last_step = step
         finite = {name: value for name, value in row.items() if value is not None}
         if self._tensorboard is not None:
-            for name, value in finite.items():
-                self._tensorboard.add_scalar(name, value, step)
-            self._tensorboard.flush()
+            try:
+                for name, value in finite.items():
+                    self._tensorboard.add_scalar(name, value, step)
+                self._tensorboard.flush()
+            except OSError as error:  # a full disk: metrics.jsonl will have these steps
+                log.warning("TensorBoard's events of step %d could not be written: %s", step, error)
+                self._tensorboard = None
         if self._wandb_run is not None:
             self._wandb_run.log(finite, step=step)
 
+    def _write_pending(self) -> None:
+        """Lines that a full disk did not take are kept, and written as soon as there is room."""
+        try:
+            while self._pending:
+                del self._pending[: os.write(self._file.fileno(), self._pending)]
+        except OSError as error:
+            log.warning("%s: %d bytes could not be written yet: %s", self._file.name, len(self._pending), error)
+
     def close(self) -> None:
+        self._write_pending()
         self._file.close()
         if self._tensorboard is not None:
             self._tensorboard.close()

@@ -136,6 +136,8 @@ class Trainer:
     def __init__(self, module: GPTModel, mesh: Mesh, optim: OptimConfig, num_steps: int) -> None:
         self.mesh = mesh
         self.module = module
+        self.updates = 0
+        """How often this process has begun to change the weights."""
         # On one data-parallel rank there is nothing to shard, and its collectives would be copies.
         shard = mesh.layout.dp > 1
         with megatron_device(mesh.runtime.device):
@@ -209,6 +211,7 @@ class Trainer:
             # The parts of optimizer.step(), of which `gradient_norm` has made the first.
             if optimizer.config.clip_grad > 0.0:
                 clip_grad_by_total_norm_fp32(optimizer.get_parameters(), optimizer.config.clip_grad, norm)
+            self.updates += 1
             optimizer.step_with_ready_grads()
         self.scheduler.step(increment=1)
 

@@ -12,11 +12,12 @@ from megarlhf.architectures.placements import vllm_placements
 from megarlhf.config import GenerateConfig, RLConfig, RMConfig, RoleConfig, SFTConfig, dump_config
 from megarlhf.data.sources import require_source, source_files
 from megarlhf.observe.progress import make_console, table
-from megarlhf.observe.run_directory import require_usable, require_writable_output
+from megarlhf.observe.run_directory import require_writable_output
 from megarlhf.planning.batch import BatchNumber, rl_batch_numbers, schedule_notes, supervised_batch_numbers
 from megarlhf.planning.legality import check_role
 from megarlhf.planning.models import check_anchor, check_heads, check_vocabularies
-from megarlhf.planning.without_effect import without_effect
+from megarlhf.planning.without_effect import changed_meanings, without_effect
+from megarlhf.resume.claim import require_usable
 from megarlhf.rollout.rewards.rules import load_rule
 from megarlhf.rollout.vllm_arguments import cpu_head_sizes, unknown_arguments
 from megarlhf.runtime import capabilities
@@ -85,7 +86,7 @@ def preflight(command: str, cfg: AnyConfig, world_size: int) -> Preflight:
     notes += _check_outputs(command, cfg)
     numbers: list[BatchNumber] = []
     if not isinstance(cfg, GenerateConfig):
-        notes += schedule_notes(cfg)
+        notes += schedule_notes(cfg) + changed_meanings(cfg)
     if isinstance(cfg, SFTConfig):
         numbers = supervised_batch_numbers(cfg.train, dp, "actor", "sequences")
     elif isinstance(cfg, RMConfig):
@@ -116,9 +117,10 @@ def _check_outputs(command: str, cfg: AnyConfig) -> list[str]:
     notes = []
     if _same_data(cfg):
         notes.append("data.heldout is data.train: what is called held-out figures are those of the training data")
-    if files := require_usable(cfg, cfg.run, command):
-        notes.append(f"run.dir = {cfg.run.dir}: the earlier run's {len(files)} files and folders are removed")
-    return notes
+    usable = require_usable(cfg, cfg.run, command)
+    if usable.removed:
+        notes.append(f"run.dir = {cfg.run.dir}: the earlier run's {len(usable.removed)} files and folders are removed")
+    return notes + usable.notes
 
 
 def _check_files(cfg: AnyConfig) -> list[str]:

@@ -22,6 +22,18 @@ def without_effect(cfg: SFTConfig | RMConfig | RLConfig | GenerateConfig) -> lis
     return [f"set, but without effect here: {key} ({why})" for key, why in unread if _is_set(cfg, key)]
 
 
+def changed_meanings(cfg: SFTConfig | RMConfig | RLConfig) -> list[str]:
+    """A sentence for each key that is set and once meant something else."""
+    given, notes = cfg.checkpoint.model_fields_set, []
+    for key in ("every", "keep"):
+        if key in given and f"export_{key}" not in given:
+            notes.append(
+                f"checkpoint.{key} is about resume points, from which a run goes on; for exports (Hugging Face "
+                f"directories) there is checkpoint.export_{key}, which is not set"
+            )
+    return notes
+
+
 _Row = tuple[str, bool, str]
 """Keys, whether nothing reads them, and why."""
 
@@ -30,9 +42,9 @@ def _of_training(cfg: SFTConfig | RMConfig | RLConfig) -> list[_Row]:
     return [
         ("eval.every eval.max_samples", cfg.data.heldout is None, "there is no data.heldout to evaluate on"),
         (
-            "checkpoint.keep",
-            cfg.checkpoint.every == 0,
-            "checkpoint.every = 0 saves one checkpoint, after the last step",
+            "checkpoint.export_keep",
+            cfg.checkpoint.export_every == 0,
+            "checkpoint.export_every = 0 writes one export, after the last step",
         ),
         ("reward_model.kernels", isinstance(cfg, RMConfig), "log-probs are of language models"),
     ]

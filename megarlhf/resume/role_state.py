@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.mapping import is_main_replica
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from torch import Tensor, nn
@@ -92,6 +93,14 @@ def sharded_state(role: Role) -> ShardedState:
     return state
 
 
+def bytes_to_write(state: ShardedState) -> int:
+    """Of what this rank, and no other, writes."""
+    mine = [
+        item.data for item in state.values() if isinstance(item, ShardedTensor) and is_main_replica(item.replica_id)
+    ]
+    return sum(tensor.numel() * tensor.element_size() for tensor in mine if tensor is not None)
+
+
 def load_state(role: Role, directory: Path) -> None:
     """Fill a role that has just been built, parameters and optimizer, from a folder of any layout. Collective."""
     tensors = {name: item for name, item in sharded_state(role).items() if isinstance(item, ShardedTensor)}
@@ -112,7 +121,7 @@ def common(role: Role, iteration: int) -> dict[str, Any]:
     return common_state(args_of(shard.arch, megatron, shard.dtype), iteration)
 
 
-def counters(role: Role) -> dict[str, int]:
+def counters(role: Role) -> dict[str, Any]:
     """How many steps optimizer and learning-rate schedule have made."""
     assert role.trainer is not None
     return {
@@ -121,7 +130,7 @@ def counters(role: Role) -> dict[str, int]:
     }
 
 
-def set_counters(role: Role, values: Mapping[str, int]) -> None:
+def set_counters(role: Role, values: Mapping[str, Any]) -> None:
     """Of a role that has just been built."""
     assert role.trainer is not None
     _set_optimizer_steps(role.trainer.optimizer, values["optimizer_steps"])

@@ -200,7 +200,7 @@ class Writer:
                     results = [answer[1]["results"][name] for answer in answers]
                     files |= _finish(job.directory, name, metadata, results, job.commons[name])
                 complete(files)
-            except OSError as failure:
+            except (OSError, ValueError) as failure:
                 error = str(failure)
         if error is not None:
             shutil.rmtree(job.directory, ignore_errors=True)
@@ -250,7 +250,7 @@ def _write(directory: Path, jobs: list[Any], files: Mapping[str, Any], answer: A
     status = 0
     try:
         answer.send((None, _write_files(directory, jobs, files)))
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 -- the rank reports it
         status = 1
         with contextlib.suppress(Exception):
             answer.send((f"{type(error).__name__}: {error}", None))

@@ -6,7 +6,7 @@ Every call is collective: all ranks call it with the same arguments and get the 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -41,8 +41,36 @@ class Response:
     finished: bool
 
 
+class KeptResponses:
+    """Finished responses of a rollout in progress: what is here is not drawn again. Each row is on one rank only."""
+
+    def __init__(self, held: Mapping[int, Response] | None = None) -> None:
+        self.held: dict[int, Response] = dict(held or {})
+        """By row: those of this rank."""
+
+    def add(self, row: int, response: Response) -> None:
+        self.held[row] = response
+
+
+class EngineFailure(RuntimeError):
+    """The engine failed while it drew responses; it has to be built anew. Raised on every rank."""
+
+
+class RolloutInterrupted(Exception):
+    """The rollout was asked to stop before all responses were there. Raised on every rank; the engine can go on."""
+
+    def __init__(self, num_finished: int, num_samples: int) -> None:
+        super().__init__(f"the rollout was asked to stop with {num_finished} of {num_samples} responses finished")
+        self.num_finished, self.num_samples = num_finished, num_samples
+
+
 class RolloutEngine(Protocol):
     """Samples responses with weights that it is given."""
+
+    @property
+    def rebuilds(self) -> int:
+        """How often it was built anew after a failure, since the process started."""
+        ...
 
     @property
     def weight_version(self) -> int:
@@ -65,8 +93,24 @@ class RolloutEngine(Protocol):
         """
         ...
 
-    def generate(self, prompts: Sequence[Tensor], seeds: Sequence[int], sampling: Sampling) -> Rollouts:
-        """One response for each prompt; row n is drawn with seeds[n] wherever it is drawn."""
+    def generate(
+        self,
+        prompts: Sequence[Tensor],
+        seeds: Sequence[int],
+        sampling: Sampling,
+        *,
+        bank: KeptResponses | None = None,
+        should_stop: Callable[[], bool] | None = None,
+    ) -> Rollouts:
+        """One response for each prompt; row n is drawn with seeds[n] wherever it is drawn.
+
+        Rows that `bank` holds on any rank are not drawn again; each of the others is added to it, on one rank, when
+        it is finished. `should_stop` is asked on every rank between two tokens; one rank that says yes stops at least
+        the engine that it belongs to.
+
+        Raises: on every rank, RolloutInterrupted when rows are missing because of `should_stop`, EngineFailure when
+        the engine failed.
+        """
         ...
 
     def close(self) -> None:
@@ -83,14 +127,39 @@ def sample_seed(run_seed: int, step: int, sample: int) -> int:
     return int.from_bytes(digest, "little") >> 2
 
 
+def missing_rows(bank: KeptResponses, num_samples: int) -> list[int]:
+    """The rows that no rank holds. Collective."""
+    held_by_rank: list[list[int]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(held_by_rank, list(bank.held))
+    held = {row for rows in held_by_rank for row in rows}
+    return [row for row in range(num_samples) if row not in held]
+
+
+def any_rank(flag: bool) -> bool:
+    """Whether it is true on any rank of the run. Collective."""
+    flags = [False] * dist.get_world_size()
+    dist.all_gather_object(flags, flag)
+    return any(flags)
+
+
 def gather_rollouts(
-    mine: Mapping[int, Response], num_samples: int, weight_version: int, device: torch.device
+    mine: Mapping[int, Response],
+    num_samples: int,
+    weight_version: int,
+    device: torch.device,
+    *,
+    stopped: bool = False,
 ) -> Rollouts:
-    """Bring the responses that each rank answers for (by row) to every rank."""
-    index: list[dict[int, tuple[int, bool]]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(index, {n: (len(r.tokens), r.finished) for n, r in mine.items()})
-    index_by_row = {n: entry for rank_index in index for n, entry in rank_index.items()}
+    """Bring the responses that each rank answers for (by row) to every rank.
+
+    Raises: RolloutInterrupted when rows are missing and any rank was `stopped`.
+    """
+    index: list[tuple[dict[int, tuple[int, bool]], bool]] = [({}, False)] * dist.get_world_size()
+    dist.all_gather_object(index, ({n: (len(r.tokens), r.finished) for n, r in mine.items()}, stopped))
+    index_by_row = {n: entry for rank_index, _ in index for n, entry in rank_index.items()}
     if sorted(index_by_row) != list(range(num_samples)):
+        if any(stopped for _, stopped in index):
+            raise RolloutInterrupted(len(index_by_row), num_samples)
         missing = sorted(set(range(num_samples)) - set(index_by_row))[:5]
         raise RuntimeError(f"{len(index_by_row)} responses came back for {num_samples} prompts; missing rows {missing}")
     lengths_N = torch.tensor([index_by_row[n][0] for n in range(num_samples)], dtype=torch.int64)

@@ -6,7 +6,7 @@ Legend: B rows of a micro-batch, S positions, H hidden, V vocabulary columns.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -18,11 +18,14 @@ from megarlhf.models.build import ModelShard
 from megarlhf.parallel.batching import FILLER, padded_length, split_padded
 from megarlhf.parallel.step import MicroBatch, forward_only
 from megarlhf.parallel.vocab import logits_at
-from megarlhf.rollout.engine import Response, Sampling, gather_rollouts
+from megarlhf.rollout.engine import KeptResponses, Response, Sampling, any_rank, gather_rollouts, missing_rows
 
 
 class MegatronEngine:
     """Holds no weights of its own: what it samples with are the actor's live parameters."""
+
+    rebuilds = 0
+    """What fails here are the actor's own modules; there is nothing to build anew."""
 
     def __init__(self, actor: ModelShard, micro_batch_samples: int) -> None:
         self._actor = actor
@@ -44,19 +47,49 @@ class MegatronEngine:
     def close(self) -> None:
         pass
 
-    def generate(self, prompts: Sequence[Tensor], seeds: Sequence[int], sampling: Sampling) -> Rollouts:
-        """Rows are split over data-parallel ranks."""
+    def generate(
+        self,
+        prompts: Sequence[Tensor],
+        seeds: Sequence[int],
+        sampling: Sampling,
+        *,
+        bank: KeptResponses | None = None,
+        should_stop: Callable[[], bool] | None = None,
+    ) -> Rollouts:
+        """Rows are split over data-parallel ranks; all ranks stop at the same token."""
+        bank = KeptResponses() if bank is None else bank
+        rows = missing_rows(bank, len(prompts))
         began = time.monotonic()
+        stopped = self._draw(rows, prompts, seeds, sampling, bank, should_stop) if rows else False
+        self.local_seconds = time.monotonic() - began
+        device = self._actor.mesh.runtime.device
+        return gather_rollouts(bank.held, len(prompts), self._version, device, stopped=stopped)
+
+    def _draw(
+        self,
+        missing: Sequence[int],
+        prompts: Sequence[Tensor],
+        seeds: Sequence[int],
+        sampling: Sampling,
+        bank: KeptResponses,
+        should_stop: Callable[[], bool] | None,
+    ) -> bool:
+        """Whether it was stopped."""
         mesh = self._actor.mesh
-        rows = [n for batch in split_padded(range(len(prompts)), mesh, self._micro_batch_samples) for n in batch]
+        rows = [n for batch in split_padded(missing, mesh, self._micro_batch_samples) for n in batch]
+        # As wide as for all prompts, whatever is missing: the same shapes give the same bits.
         longest = max(len(prompt) for prompt in prompts) + sampling.max_tokens
         filled = [prompts[0] if row == FILLER else prompts[row] for row in rows]
         state = _Decoding(rows, filled, padded_length(longest, mesh), mesh.runtime.device)
-        for _ in range(sampling.max_tokens):
+        for number in range(1, sampling.max_tokens + 1):
             state.extend(self._next_tokens(state, seeds, sampling), sampling)
-        mine = state.responses() if mesh.owns_outputs else {}
-        self.local_seconds = time.monotonic() - began
-        return gather_rollouts(mine, len(prompts), self._version, mesh.runtime.device)
+            if mesh.owns_outputs:
+                for row, response in state.responses().items():
+                    if row not in bank.held and (response.finished or number == sampling.max_tokens):
+                        bank.add(row, response)
+            if should_stop is not None and any_rank(should_stop()):
+                return True
+        return False
 
     def _next_tokens(self, state: _Decoding, seeds: Sequence[int], sampling: Sampling) -> Tensor:
         """[rows, 2]: the next token of each row and its log-prob, on every rank of the model."""

@@ -26,8 +26,9 @@ from megarlhf.experience import Rollouts
 from megarlhf.layout import split_evenly
 from megarlhf.models.build import ModelShard, placements_on
 from megarlhf.placement import RankPlacements
-from megarlhf.rollout.engine import Response, Sampling, gather_rollouts
-from megarlhf.rollout.vllm_patches import cpu_patches
+from megarlhf.rollout.engine import EngineFailure, KeptResponses, Sampling, gather_rollouts, missing_rows
+from megarlhf.rollout.requests import draw
+from megarlhf.rollout.vllm_patches import cpu_patches, keep_default_group
 from megarlhf.runtime import Runtime, free_bytes
 from megarlhf.weights.checks.certificate import Certificate, CertificateError, certify, nonzero_padding
 from megarlhf.weights.checks.loader_check import check_loader, sample_tensors
@@ -41,6 +42,9 @@ log = logging.getLogger(__name__)
 
 class VllmEngine:
     """A vLLM `LLM` per `tp` contiguous ranks, all fed by one trainer."""
+
+    rebuilds = 0
+    """It does not build itself anew; `RestartingEngine` does."""
 
     def __init__(
         self,
@@ -56,6 +60,7 @@ class VllmEngine:
         self._arch = architecture_from_hf(model_path)
         self._dtype = dtype
         self._rollout = rollout
+        self._max_model_len = max_model_len
         self._version = -1
         self.local_seconds = 0.0
         self._refusal = "it has not been given any"
@@ -211,21 +216,64 @@ class VllmEngine:
                 problems.append(f"{name} has the memory of another parameter")
         return problems
 
-    def generate(self, prompts: Sequence[Tensor], seeds: Sequence[int], sampling: Sampling) -> Rollouts:
+    def generate(
+        self,
+        prompts: Sequence[Tensor],
+        seeds: Sequence[int],
+        sampling: Sampling,
+        *,
+        bank: KeptResponses | None = None,
+        should_stop: Callable[[], bool] | None = None,
+    ) -> Rollouts:
         """Rows are split over the engines; within an engine every rank draws the same.
 
-        Raises: RuntimeError unless the last update succeeded.
+        Raises: RuntimeError unless the last update succeeded; ValueError for prompts that are too long.
         """
-        from vllm import SamplingParams
-
         if self._refusal:
             raise RuntimeError(
                 f"vLLM has no weights to generate with: {self._refusal}; call update_weights until it succeeds"
             )
-
+        longest = max(map(len, prompts), default=0)
+        if longest + sampling.max_tokens > self._max_model_len:
+            raise ValueError(
+                f"a prompt of {longest} tokens and a response of up to {sampling.max_tokens} do not fit into the "
+                f"{self._max_model_len} tokens that the engine was built for; raise data.max_prompt_tokens or lower "
+                "rollout.max_response_tokens"
+            )
+        bank = KeptResponses() if bank is None else bank
+        missing = missing_rows(bank, len(prompts))
+        share = split_evenly(len(missing), self._runtime.world_size // self._tp)[self._runtime.rank // self._tp]
+        rows = [missing[n] for n in share]
+        self._refusal = "it failed while it drew responses, and may be in any state"
         began = time.monotonic()
-        engines = self._runtime.world_size // self._tp
-        rows = split_evenly(len(prompts), engines)[self._runtime.rank // self._tp]
+        with raise_on_all_ranks(_error("vLLM failed while it drew responses", "", EngineFailure)):
+            stopped = bool(rows) and draw(
+                self._llm.llm_engine,
+                partial(self._enqueue, rows, prompts, seeds, sampling),
+                rows,
+                sampling,
+                bank if self._runtime.rank % self._tp == 0 else KeptResponses(),
+                should_stop,
+                self._lockstep_group(),
+            )
+            self.local_seconds = time.monotonic() - began
+        self._refusal = ""
+        return gather_rollouts(bank.held, len(prompts), self._version, self._runtime.device, stopped=stopped)
+
+    def _lockstep_group(self) -> Any:
+        """The ranks of this engine, on the CPU; None for an engine of one rank."""
+        if self._tp == 1:
+            return None
+        from vllm.distributed.parallel_state import get_tp_group
+
+        return get_tp_group().cpu_group
+
+    def _enqueue(
+        self, rows: Sequence[int], prompts: Sequence[Tensor], seeds: Sequence[int], sampling: Sampling
+    ) -> list[str]:
+        """The names of the requests."""
+        from vllm import SamplingParams
+
         requests: list[Any] = [{"prompt_token_ids": prompts[n].tolist()} for n in rows]
         parameters = [
             SamplingParams(
@@ -239,28 +287,17 @@ class VllmEngine:
             )
             for n in rows
         ]
-        outputs = self._llm.generate(requests, parameters, use_tqdm=False) if requests else []
-        mine = {}
-        if self._runtime.rank % self._tp == 0:
-            mine = {n: _response(output) for n, output in zip(rows, outputs, strict=True)}
-        self.local_seconds = time.monotonic() - began
-        return gather_rollouts(mine, len(prompts), self._version, self._runtime.device)
+        return list(self._llm.enqueue(requests, parameters, use_tqdm=False))
 
     def close(self) -> None:
-        """Shut the engine down while the process group still lives: vLLM destroys its groups, and the default one."""
-        self._llm.llm_engine.engine_core.shutdown()
+        """Shut the engine down. The run's own process groups stay."""
+        with keep_default_group():
+            self._llm.llm_engine.engine_core.shutdown()
 
 
-def _response(output: Any) -> Response:
-    sampled = output.outputs[0]
-    tokens = list(sampled.token_ids)
-    logprobs = [entry[token].logprob for token, entry in zip(tokens, sampled.logprobs, strict=True)]
-    return Response(tokens=tokens, logprobs=logprobs, finished=sampled.finish_reason == "stop")
-
-
-def _error(what: str, advice: str) -> Callable[[Sequence[str]], RuntimeError]:
+def _error(what: str, advice: str, kind: type[RuntimeError] = RuntimeError) -> Callable[[Sequence[str]], RuntimeError]:
     """For `raise_on_all_ranks`: a line for each reason."""
-    return lambda reasons: RuntimeError("\n  ".join([f"{what}:", *reasons]) + f"\n{advice}")
+    return lambda reasons: kind("\n".join(["\n  ".join([f"{what}:", *reasons]), *filter(None, [advice])]))
 
 
 def _repacked(parameters: Mapping[str, Tensor]) -> list[str]:
@@ -342,6 +379,8 @@ def _set_environment(rollout: RolloutConfig, runtime: Runtime) -> None:
         defaults |= {
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "VLLM_CPU_KVCACHE_SPACE": str(rollout.cpu_cache_gib),
+            # Where it splits a sequence depends on the others in the batch, and so would the bits.
+            "VLLM_CPU_ATTN_SPLIT_KV": "0",
         }
     for name, value in defaults.items():
         os.environ.setdefault(name, value)

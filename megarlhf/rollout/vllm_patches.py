@@ -1,16 +1,25 @@
-"""The one file that patches vLLM. All patches are for the CPU and hold while an engine is built (vLLM 0.32):
+"""The one file that patches vLLM (0.32). Four patches are for the CPU and hold while an engine is built:
 
   dispatch_cpu_unquantized_gemm
       packs each linear weight after loading and empties the parameter, so that nothing can be written in place.
-      Ours keeps the weight: CPU and GPU then share one code path.
+      Ours keeps the weight: CPU and GPU then share one code path. Its product is the same for any number of rows.
   CPUUnquantizedExperts.process_weights_after_loading
       pads and packs the experts' weights, at unchanged shape where nothing has to be padded: a copy into them
       succeeds and is wrong. `reload_weights` does not help, since it packs the first time only. Ours keeps the
       weights, and gives the layer a product that reads them as they are; that outlives the scope.
+  LogitsProcessor._apply_head
+      multiplies by a head in fp32 on its own where the model is in bf16, and its bits depend on the number of rows.
+      Ours do not; that outlives the scope.
   _CPUSHMDistributed.make_group_name
       gives every run that was started by an external launcher the same shared-memory name. Two runs on one
       machine would write into each other's tensors, and a killed one blocks the next. Ours adds a token of
       the run.
+
+One holds while an engine is closed, on any device:
+
+  destroy_distributed_environment
+      destroys vLLM's group of all ranks, and then the default group of torch.distributed, which is the trainer's.
+      Ours destroys vLLM's only, so that training goes on and another engine can be built.
 
 Legend: T tokens, K chosen experts of each, E experts, H hidden, F expert width of this rank.
 """
@@ -20,7 +29,8 @@ from __future__ import annotations
 import contextlib
 import types
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +42,8 @@ from torch import Tensor
 from megarlhf.runtime import version_of
 
 TESTED = "0.32.0"
+ROWS_PER_THREAD = 8
+"""Rows of a product on a CPU are filled up with zeros to a multiple of this."""
 
 
 @contextlib.contextmanager
@@ -52,13 +64,20 @@ def cpu_patches(device: torch.device) -> Iterator[None]:
     import vllm.model_executor.layers.utils as layers
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed as SharedMemory
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts as Experts
+    from vllm.model_executor.layers.logits_processor import LogitsProcessor
 
     token = [uuid.uuid4().hex[:12]]
     dist.broadcast_object_list(token, src=0)
     dispatch, name_of = layers.dispatch_cpu_unquantized_gemm, SharedMemory.make_group_name
-    pack_experts = Experts.process_weights_after_loading
+    pack_experts, init_logits = Experts.process_weights_after_loading, LogitsProcessor.__init__
+
+    def init_with_our_head(processor: Any, *arguments: Any, **options: Any) -> None:
+        init_logits(processor, *arguments, **options)
+        processor._apply_head = partial(_apply_head, processor, LogitsProcessor._apply_head)
+
     layers.dispatch_cpu_unquantized_gemm = _keep_weight
     Experts.process_weights_after_loading = _keep_experts
+    LogitsProcessor.__init__ = init_with_our_head
     SharedMemory.make_group_name = staticmethod(lambda c: f"/megarlhf-{token[0]}{name_of(c).lstrip('/')}")
     try:
         yield
@@ -69,11 +88,49 @@ def cpu_patches(device: torch.device) -> Iterator[None]:
     finally:
         layers.dispatch_cpu_unquantized_gemm = dispatch
         Experts.process_weights_after_loading = pack_experts
+        LogitsProcessor.__init__ = init_logits
         SharedMemory.make_group_name = staticmethod(name_of)
 
 
+@contextlib.contextmanager
+def keep_default_group() -> Iterator[None]:
+    """Scope of the last patch above, in which an engine is shut down."""
+    from vllm.distributed import parallel_state
+
+    kept = parallel_state.destroy_distributed_environment
+
+    def destroy_own_groups() -> None:
+        if parallel_state._WORLD is not None:
+            parallel_state._WORLD.destroy()
+        parallel_state._WORLD = parallel_state._NODE_COUNT = None
+
+    parallel_state.destroy_distributed_environment = destroy_own_groups
+    try:
+        yield
+    finally:
+        parallel_state.destroy_distributed_environment = kept
+
+
 def _keep_weight(layer: torch.nn.Module, remove_weight: bool) -> None:
-    layer.cpu_linear = F.linear  # type: ignore[assignment]
+    layer.cpu_linear = linear  # type: ignore[assignment]
+
+
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`F.linear` of rows whose bits do not depend on how many rows there are.
+
+    A response then has the same bits whichever requests run beside it, also when a rollout goes on after a stop. MKL
+    has kernels of their own for the last few rows of a thread, which round otherwise: with AVX2 for one to three.
+    """
+    return F.linear(_filled_up(input), weight, bias)[: input.size(0)]
+
+
+def _filled_up(rows: Tensor) -> Tensor:
+    missing = -rows.size(0) % (ROWS_PER_THREAD * torch.get_num_threads())
+    return F.pad(rows, (0, 0) * (rows.dim() - 1) + (0, missing)) if missing else rows
+
+
+def _apply_head(processor: Any, apply: Callable[..., Tensor], head: Any, hidden: Tensor, bias: Any = None) -> Tensor:
+    return apply(processor, head, _filled_up(hidden), bias)[: hidden.size(0)]
 
 
 def _keep_experts(experts: Any, layer: torch.nn.Module) -> None:
@@ -104,8 +161,8 @@ def _apply_experts(
     output.zero_()
     for expert in topk_ids.unique().tolist():
         rows, slots = (topk_ids == expert).nonzero(as_tuple=True)
-        gate, up = F.linear(hidden_states[rows], w1[expert]).chunk(2, -1)
-        out = F.linear(F.silu(gate) * up, w2[expert])
+        gate, up = linear(hidden_states[rows], w1[expert]).chunk(2, -1)
+        out = linear(F.silu(gate) * up, w2[expert])
         if not apply_router_weight_on_input:
             out = out * topk_weights[rows, slots, None].to(out.dtype)
         output.index_add_(0, rows, out)

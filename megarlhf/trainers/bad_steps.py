@@ -11,7 +11,7 @@ import logging
 import math
 import shutil
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -65,7 +65,7 @@ class BadSteps:
     def state_dict(self) -> dict[str, Any]:
         return {"in_a_row": self._in_a_row, "norms": list(self._norms)}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._in_a_row, self._norms = int(state["in_a_row"]), deque(state["norms"], maxlen=WINDOW)
 
     def reason_to_skip(self, sums: dict[str, float], norm: float) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megarlhf.config import CheckpointConfig, GenerateConfig
+from megarlhf.config import GenerateConfig
 from megarlhf.data.samples import PromptSample
 from megarlhf.experience import Rollouts
 from megarlhf.models.role import build_role
@@ -21,6 +21,7 @@ from megarlhf.observe.phases import Phases
 from megarlhf.observe.progress import table
 from megarlhf.observe.watchdog import watched_phases
 from megarlhf.parallel.mesh import GroupCache
+from megarlhf.resume.claim import NO_STEPS_LEFT, finish
 from megarlhf.rollout.engine import RolloutEngine, sample_seed
 from megarlhf.rollout.rewards.rules import load_rule
 from megarlhf.rollout.rewards.score import response_texts, rule_rewards
@@ -39,15 +40,15 @@ def run(cfg: GenerateConfig, runtime: Runtime) -> None:
         with phases("build"):
             data = load_prompts(cfg.data, cfg.actor.model.hf_directory(), cfg.rewards)
             engine = _engine(cfg, runtime)
-        session = stack.enter_context(
-            open_session(cfg, cfg.run, CheckpointConfig(), runtime, "generate", 1, data.notes)
-        )
+        session = stack.enter_context(open_session(cfg, cfg.run, runtime, "generate", 1, data.notes))
         prompts, responses, rollouts, rewards = _respond(cfg, runtime, engine, data, phases)
         out = cfg.out or cfg.run.dir / "responses.jsonl"
         if runtime.is_main:
             _write_lines(out, _lines(prompts, responses, rollouts, rewards))
         session.log(1, _summary(rollouts, rewards))
         session.note(f"wrote {len(prompts)} responses to {out}")
+        if runtime.is_main:
+            finish(cfg.run.dir, 1, NO_STEPS_LEFT)
 
 
 def evaluate(cfg: GenerateConfig, runtime: Runtime) -> None:
@@ -57,7 +58,7 @@ def evaluate(cfg: GenerateConfig, runtime: Runtime) -> None:
         with phases("build"):
             data = load_prompts(cfg.data, cfg.actor.model.hf_directory(), cfg.rewards)
             engine = _engine(cfg, runtime)
-        session = stack.enter_context(open_session(cfg, cfg.run, CheckpointConfig(), runtime, "eval", 1, data.notes))
+        session = stack.enter_context(open_session(cfg, cfg.run, runtime, "eval", 1, data.notes))
         prompts, _, rollouts, rewards = _respond(cfg, runtime, engine, data, phases)
         summary = _summary(rollouts, rewards)
         counts = {"num_prompts": len(prompts) // cfg.rollout.num_samples_per_prompt, "num_samples": len(prompts)}
@@ -65,6 +66,8 @@ def evaluate(cfg: GenerateConfig, runtime: Runtime) -> None:
         session.note(f"{cfg.actor.model.path}: means over {len(prompts)} responses to {cfg.data.train}")
         session.note(table("eval", list(summary.items()), ("metric", "mean")))
         session.note(f"wrote them to {cfg.run.dir / METRICS_FILE}")
+        if runtime.is_main:
+            finish(cfg.run.dir, 1, NO_STEPS_LEFT)
 
 
 def _engine(cfg: GenerateConfig, runtime: Runtime) -> RolloutEngine:

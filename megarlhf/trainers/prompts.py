@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -86,9 +87,11 @@ def make_engine(rollout: RolloutConfig, actor: Role, max_prompt_tokens: int, mic
         from megarlhf.rollout.megatron_engine import MegatronEngine
 
         return MegatronEngine(actor.shard, micro_batch_samples)
+    from megarlhf.rollout.restarting import RestartingEngine
     from megarlhf.rollout.vllm_engine import VllmEngine
 
-    return VllmEngine(
+    build = partial(
+        VllmEngine,
         actor.section.model.hf_directory(),
         actor.shard.dtype,
         rollout,
@@ -96,6 +99,7 @@ def make_engine(rollout: RolloutConfig, actor: Role, max_prompt_tokens: int, mic
         max_prompt_tokens + rollout.max_response_tokens,
         actor.mesh.runtime,
     )
+    return RestartingEngine(build, rollout.max_engine_rebuilds)
 
 
 def sampling_of(rollout: RolloutConfig, actor: RoleConfig, tokenizer: Tokenizer, *, greedy: bool = False) -> Sampling:

@@ -5,7 +5,8 @@ The rules see the held-out reward, which is an accuracy where the reward is a ru
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -49,6 +50,13 @@ class StopRule:
         self._best = -float("inf")
         self._evaluations_since = 0
         self.reason: str | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": self._best, "evaluations_since": self._evaluations_since, "reason": self.reason}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._best, self._evaluations_since = state["best"], state["evaluations_since"]
+        self.reason = state["reason"]
 
     def watch(self, evaluation: dict[str, float]) -> dict[str, float]:
         """Take note of an evaluation; returns it as it is."""

@@ -8,6 +8,8 @@ something is wrong. The gradient does not use the rollout's log-probs: the polic
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -44,6 +46,13 @@ class LogprobGapWatch:
         self._limits = next(cfg.limits(name) for name in DTYPES if DTYPES[name] == dtype)
         self._steps_allowed, self._steps, self._all_steps = cfg.steps, 0, 0
         self._exceeded = ""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self._steps, "all_steps": self._all_steps, "exceeded": self._exceeded}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._steps, self._all_steps = state["steps"], state["all_steps"]
+        self._exceeded = state["exceeded"]
 
     def failed(self, *, last: bool) -> bool:
         """Whether the run ends here: too many steps in a row, or after its `last` step all of a shorter run."""

@@ -1,125 +1,249 @@
-"""What every command's run has besides its loop: run directory, metrics, progress, checkpoints."""
+"""What every command's run has besides its loop: run directory, metrics, progress, resume points, exports."""
 
 from __future__ import annotations
 
 import contextlib
-import os
-import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 from rich.console import RenderableType
 
 from megarlhf.collective_errors import on_first_rank
-from megarlhf.config import CheckpointConfig, FrozenModel, RunConfig
+from megarlhf.config import CheckpointConfig, FrozenModel, RLConfig, RMConfig, RunConfig, SFTConfig
+from megarlhf.errors import WatchdogTimeout
 from megarlhf.models.role import Role
 from megarlhf.observe.metrics import Metric, MetricsWriter
+from megarlhf.observe.phases import Phases
 from megarlhf.observe.progress import Progress
-from megarlhf.observe.run_directory import claim
+from megarlhf.resume import point
+from megarlhf.resume.changes import compare
+from megarlhf.resume.checkpointer import Checkpointer
+from megarlhf.resume.claim import Claim, claim, finish
+from megarlhf.resume.identity import History
+from megarlhf.resume.point import Position
+from megarlhf.resume.restore import Identity, Table, restore
+from megarlhf.resume.signals import StopRequest
+from megarlhf.resume.state import Stateful
 from megarlhf.runtime import Runtime
+from megarlhf.trainers.exports import Exports
 
 
 @dataclass(frozen=True)
+class Training:
+    """What a run that trains hands in, so that it can be resumed."""
+
+    checkpoint: CheckpointConfig
+    roles: Sequence[Role]
+    """The trained ones."""
+    phases: Phases
+    data: str
+    """Digest of the training samples."""
+    states: Mapping[str, Stateful] = field(default_factory=dict)
+    """Whatever keeps state over steps, by name."""
+    reference: str | None = None
+    """Digest of the reference's weights."""
+    on_saved: Callable[[Position], None] = lambda position: None
+    """Called on rank 0 after a resume point was written, with the position of the oldest that is kept."""
+
+
+@dataclass
 class Session:
     """An open run. Only rank 0 writes; the others go through the same calls."""
 
     runtime: Runtime
     run_dir: Path
-    metrics: MetricsWriter | None
+    metrics: MetricsWriter | None = None
     """On rank 0."""
-    progress: Progress
-    checkpoint: CheckpointConfig
-    written: list[Path] = field(default_factory=list)
-    """Checkpoints of this run, oldest first; `checkpoint.keep` counts and removes only these."""
+    progress: Progress | None = None
+    """Before it is opened, notes are kept."""
+    history: History = field(default_factory=History)
+    resumed: bool = False
+    start: Position = field(default_factory=lambda: Position(0))
+    """How far the run was when it was resumed."""
+    checkpointer: Checkpointer | None = None
+    """Of a run that trains."""
+    exports: Exports | None = None
+    phases: Phases = field(default_factory=Phases)
+    _table: Table | None = None
+
+    def take_table(self) -> Table | None:
+        """What describes the step in which `start` lies, if it lies in one; asked again, nothing."""
+        table, self._table = self._table, None
+        return table
 
     def log(self, step: int, metrics: Mapping[str, Metric]) -> None:
         """Record the metrics of step `step` (1 is the first; 0 is before training)."""
+        if self.checkpointer is not None and self.checkpointer.seconds_standing:
+            metrics = {**metrics, "seconds_checkpoint": self.checkpointer.seconds_standing}
+            self.checkpointer.seconds_standing = 0.0
+        self.history.add(step, metrics)
         if self.metrics is not None:
             self.metrics.log(step, metrics)
+        assert self.progress is not None
         self.progress.step(step, metrics)
 
     def note(self, message: RenderableType) -> None:
         """Say something on rank 0: a sentence, or a table."""
+        assert self.progress is not None
         self.progress.note(message)
 
-    def maybe_save(self, step: int, roles: Sequence[Role], *, last: bool) -> None:
-        """Export the trained roles when the configuration asks for it, and after the last step."""
-        if last or (self.checkpoint.every and step % self.checkpoint.every == 0):
-            self.written.append(save_roles(self.run_dir / "checkpoints", step, roles))
-            self.note(f"saved {self.written[-1]}")
-            while self.checkpoint.keep and len(self.written) > self.checkpoint.keep:
-                oldest = self.written.pop(0)
-                if self.runtime.is_main:
-                    shutil.rmtree(oldest)
+    def border(self, step: int, update: int = 0, table: Table | None = None) -> None:
+        """`step` steps are done, and `update` optimizer updates of the next one, which `table` describes. Collective.
+
+        Raises: StopRun when the run has been asked to stop, once its state is saved.
+        """
+        assert self.checkpointer is not None
+        with self.phases("checkpoint"):
+            self.checkpointer.border(Position(step, update), table)
+
+    def asked_to_stop(self) -> bool:
+        """Whether this rank knows of a reason to stop before the next border. Not collective."""
+        assert self.checkpointer is not None
+        return self.checkpointer.asked_to_stop()
+
+    def stop_now(self, reason: Exception) -> NoReturn:
+        """Save the last border, after which nothing has been updated, and end the run. Collective.
+
+        Raises: StopRun.
+        """
+        assert self.checkpointer is not None
+        with self.phases("checkpoint"):
+            self.checkpointer.stop_now(reason)
+
+    def export(self, step: int, roles: Sequence[Role], *, last: bool) -> None:
+        """Write Hugging Face directories of the roles when the configuration asks for it, and after the last step."""
+        assert self.exports is not None
+        with self.phases("checkpoint"):
+            self.exports.maybe_write(step, roles, last=last)
+
+    def finish(self, step: int, reason: str, words: str, *, keep_state: bool = True) -> None:
+        """The run is finished; its last border is kept as a resume point, from which it can be prolonged. Collective.
+
+        `reason`: `NO_STEPS_LEFT`, or the rule that has ended it.
+        """
+        assert self.checkpointer is not None
+        with self.phases("checkpoint"):
+            self.checkpointer.finish(last_border=keep_state)
+        if self.runtime.is_main:
+            finish(self.run_dir, step, reason)
+        self.note(words)
+
+    def prepare_training(
+        self, training: Training, identity: Identity, stop: StopRequest, claims: Sequence[Claim], *, resumes: bool
+    ) -> list[str]:
+        """Go on from the newest good resume point, if the run `resumes`, and make what will write points and exports;
+        returns what to tell the user. Collective.
+
+        Raises: ValueError when there are points and none can be used; nothing has been touched then.
+        """
+
+        def still_ours() -> None:
+            for claimed in claims:
+                claimed.lock.require_held()
+
+        states: dict[str, Stateful] = {"history": self.history, **training.states}
+        notes: list[str] = []
+        restored = None
+        if resumes:
+            restored = restore(self.runtime, self.run_dir, training.roles, states, identity)
+            notes.append("there is no resume point yet: the run begins at step 0")
+        if restored is not None:
+            self.resumed, self.start, self._table = True, restored.position, restored.table
+            notes = [f"resumed at {restored.position}, from resume/{restored.position.name}", *restored.notes]
+        self.checkpointer = Checkpointer(
+            self.runtime,
+            self.run_dir,
+            training.checkpoint,
+            training.roles,
+            states,
+            identity,
+            stop,
+            note=self.note,
+            still_ours=still_ours,
+            on_saved=training.on_saved,
+            newest=self.start if self.resumed else None,
+        )
+        resumed_at = self.start.step if resumes else None
+        self.exports = Exports(self.run_dir, training.checkpoint, self.note, resumed_at)
+        return notes
 
 
 @contextlib.contextmanager
 def open_session(
     cfg: FrozenModel,
     run: RunConfig,
-    checkpoint: CheckpointConfig,
     runtime: Runtime,
-    title: str,
+    command: str,
     total: int,
     notes: Sequence[str] = (),
+    training: Training | None = None,
 ) -> Iterator[Session]:
-    """Make the run directory, write the resolved configuration, open metrics and progress, and say `notes`.
+    """Take the run directory, go on from its newest good resume point, open metrics and progress, and say `notes`.
 
-    Whatever can be refused is refused before: data is read and models are built first, so that a mistake leaves no
-    trace of a run, and an earlier run in the directory as it is. Collective: rank 0 decides about the directory.
+    Whatever can be refused is refused before anything is written: data is read and models are built first, and resume
+    points are examined, so that a mistake leaves an earlier run in the directory as it is. Collective.
     """
-    on_first_rank(lambda: claim(cfg, run, title))
-    project = "megarlhf" if run.logger == "wandb" else None
     with contextlib.ExitStack() as stack:
-        metrics = stack.enter_context(MetricsWriter(run.dir, wandb_project=project)) if runtime.is_main else None
-        progress = stack.enter_context(Progress(title, total, enabled=runtime.is_main))
+        claims: list[Claim] = []  # of rank 0
+        on_first_rank(lambda: claims.append(claim(cfg, run, command)))
+        for claimed in claims:
+            stack.callback(claimed.lock.release)
+        resumes = [any(claimed.resumes for claimed in claims)]
+        dist.broadcast_object_list(resumes, src=0)
+        session = Session(runtime, run.dir)
+        if training is not None:
+            session.phases = training.phases
+        # What goes on and what has changed has been said by the check before the start.
+        notes = [*notes, *(claimed.lock.note for claimed in claims if claimed.lock.note)]
+        if training is not None:
+            stop = stack.enter_context(StopRequest(device=runtime.device, speaks=runtime.is_main))
+            identity = _identity(cfg, run, command, training)
+            notes += session.prepare_training(training, identity, stop, claims, resumes=resumes[0])
+        on_first_rank(claims[0].start if claims else _nothing)
+        if session.checkpointer is not None:
+            stack.callback(session.checkpointer.abandon)
+        if runtime.is_main:
+            # A run that had no resume point begins again: nothing of its record is kept.
+            resume_step = (session.start.step if session.resumed else -1) if resumes[0] else None
+            project = "megarlhf" if run.logger == "wandb" else None
+            writer = MetricsWriter(run.dir, wandb_project=project, resume_step=resume_step)
+            session.metrics = stack.enter_context(writer)
+            point.remove_leftovers(run.dir)
+        bar = Progress(command, total, enabled=runtime.is_main, start=session.start.step)
+        session.progress = stack.enter_context(bar)
         for note in notes:
-            progress.note(note)
-        yield Session(runtime=runtime, run_dir=run.dir, metrics=metrics, progress=progress, checkpoint=checkpoint)
+            session.note(note)
+        try:
+            yield session
+        except WatchdogTimeout as late:
+            if session.checkpointer is not None and late.agreed:  # all ranks are here
+                session.note(session.checkpointer.save_last_border())
+            raise
 
 
-def _name(step: int) -> str:
-    return f"step_{step:06d}"
+def _nothing() -> None:
+    """Of the other ranks."""
 
 
-def save_roles(root: Path, step: int, roles: Sequence[Role]) -> Path:
-    """Export each role to `root/step_NNNNNN/ROLE`, complete or not at all, and point `root/latest` at it.
+def _identity(cfg: FrozenModel, run: RunConfig, command: str, training: Training) -> Identity:
+    def changed(before: Mapping[str, Any]) -> list[str]:
+        assert isinstance(cfg, SFTConfig | RMConfig | RLConfig)
+        try:
+            return [str(change) for change in compare(type(cfg).model_validate(before), cfg).mathematics]
+        except ValueError as error:
+            return [f"it cannot be read by this version ({error})"]
 
-    Collective. The step's directory appears by a rename after every role is written. Returns it.
-
-    Raises: ValueError, on every rank and before anything is written, when something stands under that name.
-    """
-    final, partial = root / _name(step), root / f".{_name(step)}.partial"
-    on_first_rank(lambda: _make_room(final, partial))
-    for role in roles:
-        role.export(partial / role.name)
-    dist.barrier()
-    if dist.get_rank() == 0:
-        partial.rename(final)  # fails on a directory that holds anything
-        _point_latest(root, final)
-    dist.barrier()
-    return final
-
-
-def _make_room(final: Path, partial: Path) -> None:
-    """Make the folder to export to. Raises: ValueError when one of the two names is in use."""
-    for path in (final, partial):
-        if path.is_symlink() or path.is_file() or (path.is_dir() and any(path.iterdir())):
-            raise ValueError(
-                f"{path} is there, and this run did not write it: another run saves here, or somebody put it there; "
-                "nothing is replaced. Move it away, or give this run a run.dir of its own"
-            )
-    partial.mkdir(parents=True, exist_ok=True)
-
-
-def _point_latest(root: Path, target: Path) -> None:
-    """`root/latest` names the newest checkpoint; replaced in one rename."""
-    link = root / ".latest.partial"
-    link.unlink(missing_ok=True)
-    link.symlink_to(target.name)
-    os.replace(link, root / "latest")
+    return Identity(
+        command=command,
+        data=training.data,
+        reference=training.reference,
+        config=cfg.model_dump(mode="json"),
+        changed=changed,
+        allow_changes=run.allow_changes,
+    )
 
 
 def is_due(step: int, every: int) -> bool:

@@ -27,9 +27,11 @@ from megarlhf.observe.watchdog import watched_phases
 from megarlhf.parallel.batching import MicroBatchLayout, TokenSpans, scatter_to_micro_batch
 from megarlhf.parallel.mesh import GroupCache
 from megarlhf.parallel.step import Loss, MicroBatch
+from megarlhf.resume.claim import NO_STEPS_LEFT
+from megarlhf.resume.identity import digest_of_samples
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.bad_steps import BadSteps, Update
-from megarlhf.trainers.session import is_due, open_session
+from megarlhf.trainers.session import Training, is_due, open_session
 
 Sample = TypeVar("Sample")
 Metrics = dict[str, Metric]
@@ -132,23 +134,32 @@ def run_in(phases: Phases, objective: Objective[Sample], runtime: Runtime) -> No
             new_head=True,
         )
         bad_steps = BadSteps(cfg.train, cfg.run.dir / "failures")
-    with open_session(cfg, cfg.run, cfg.checkpoint, runtime, objective.command, cfg.train.num_steps, notes) as session:
-        with phases("eval"):
-            evaluation = evaluate(objective, role, heldout)
-        session.log(0, evaluation)
+        states = {f"bad_steps/{role.name}": bad_steps}
+        training = Training(cfg.checkpoint, [role], phases, data=digest_of_samples(train), states=states)
+    with open_session(cfg, cfg.run, runtime, objective.command, cfg.train.num_steps, notes, training) as session:
+        if not session.resumed:
+            with phases("eval"):
+                evaluation = evaluate(objective, role, heldout)
+            session.log(0, evaluation)
+            session.border(0)
         phases.lap()
-        for step in range(cfg.train.num_steps):
+        as_trained = True
+        for step in range(session.start.step, cfg.train.num_steps):
             update = Update(step + 1, None, order.indices(step))
             metrics = train_on(objective, role, [train[n] for n in update.samples], update, bad_steps, phases)
             last = step + 1 == cfg.train.num_steps
             if last and (note := objective.finish(role, heldout)) is not None:
                 session.note(note)
+                as_trained = False
             if last or is_due(step + 1, cfg.eval.every):
                 with phases("eval"):
                     metrics |= evaluate(objective, role, heldout)
             session.log(step + 1, metrics | {"seconds": seconds_of(phases.end_step(step + 1))["seconds_train"]})
-            with phases("checkpoint"):
-                session.maybe_save(step + 1, [role], last=last)
+            session.export(step + 1, [role], last=last)
+            if as_trained:
+                session.border(step + 1)
+        done = f"all {cfg.train.num_steps} steps done"
+        session.finish(cfg.train.num_steps, NO_STEPS_LEFT, done, keep_state=as_trained)
 
 
 def load_samples(objective: Objective[Sample]) -> tuple[list[Sample], list[Sample], list[str]]:

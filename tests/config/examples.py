@@ -7,7 +7,7 @@ SFT = {
     "actor": {"model": {"path": "models/base", "random_init": True}, "optim": {"lr": 0.001}},
     "data": {"train": "data/train.jsonl"},
     "train": {"num_steps": 3, "mini_batch_samples": 8, "micro_batch_samples": 2},
-    "checkpoint": {"keep": 5},
+    "checkpoint": {"export_keep": 5},
 }
 RM = {"reward_model" if key == "actor" else key: value for key, value in SFT.items()}
 RL = {

@@ -54,7 +54,7 @@ def test_roles_that_nothing_needs_are_not_built(load):
         ("actor.parallel={tp: 2, sequence_parallel: true}", lambda c: c.actor.parallel.sequence_parallel, True),
         ("actor.parallel={pp: 2, layers_per_stage: [3, 1]}", lambda c: c.actor.parallel.layers_per_stage, (3, 1)),
         ("eval.every=5", lambda c: c.eval.every, 5),
-        ("checkpoint.keep=", lambda c: c.checkpoint.keep, None),
+        ("checkpoint.export_keep=", lambda c: c.checkpoint.export_keep, None),
         ("data.heldout=a=b.jsonl", lambda c: c.data.heldout, Path("a=b.jsonl")),
         ("run.dir=nan", lambda c: c.run.dir, Path("nan")),
         ("run.dir=2026-01-31", lambda c: c.run.dir, Path("2026-01-31")),

@@ -154,7 +154,7 @@ def _sft_samples(cfg: SFTConfig) -> list[Any]:
 
 def saved_roles(runtime: Runtime, config: dict[str, Any], root: str, order: tuple[int, ...] | None) -> None:
     """Checkpoints of actor and critic: as loaded, after a step of SFT, and of the last one loaded again."""
-    from megarlhf.trainers.session import save_roles
+    from megarlhf.trainers.exports import save_roles
     from megarlhf.trainers.sft import SupervisedFineTuning
 
     cfg = SFTConfig.model_validate(config)
@@ -258,7 +258,9 @@ def rl_step(runtime: Runtime, config: dict[str, Any], order: tuple[int, ...] | N
     from megarlhf.trainers import prompts as asked
     from megarlhf.trainers import rl
     from megarlhf.trainers.rl_gap import logprob_gap
+    from megarlhf.trainers.rl_rollout import sample
     from megarlhf.trainers.rl_score import add_advantages
+    from megarlhf.trainers.rl_updates import StepInProgress, train_on
 
     cfg = RLConfig.model_validate(config)
     tokenizer = load_tokenizer(cfg.actor.model.hf_directory())
@@ -276,11 +278,12 @@ def rl_step(runtime: Runtime, config: dict[str, Any], order: tuple[int, ...] | N
     for role in parts.trained:
         record_gradients(role, gradients[role.name])
     parts.engine.update_weights(parts.actor.shard, version=0)
-    experience = rl.sample(cfg, parts.engine, prompts, parts.sampling, 0)
-    experience, mini_batches = rl.score(cfg, parts, experience, prompts, 0)
+    experience = sample(cfg, parts.engine, prompts, parts.sampling, 0)
+    experience = rl.score(cfg, parts, experience, prompts, 0)
     metrics = logprob_gap(experience)
     experience = add_advantages(experience, cfg.algo)
-    metrics |= rl.describe(experience, cfg) | rl.train_on(cfg, parts, experience, mini_batches, 0)
+    work = StepInProgress(experience, metrics)
+    metrics |= rl.describe(experience, cfg) | train_on(cfg, parts, work, 0)
     step = {
         "num_groups": new_group.call_count,
         "orders": {role.name: role.mesh.layout.order for role in roles},

@@ -104,3 +104,41 @@ def test_vllm_still_packs_experts_at_unchanged_shape(fresh_ranks: RankPool, tmp_
     w2 = [f"{experts.format(layer)}w2_weight [4, 128, 96] {changed}" for layer in range(4)]
     assert sorted(named) == sorted(w13 + w2)
     assert "moe_backend 'triton' on a GPU" in message
+
+
+def test_vllm_still_destroys_the_default_process_group() -> None:
+    """`keep_default_group`: an engine that is closed would take the trainer's group with it."""
+    from vllm.distributed import parallel_state
+
+    source = inspect.getsource(parallel_state.destroy_distributed_environment)
+    assert "torch.distributed.destroy_process_group()" in source
+    assert "destroy_distributed_environment()" in inspect.getsource(parallel_state.cleanup_dist_env_and_memory)
+
+
+def test_vllm_still_multiplies_by_a_head_of_another_dtype_on_its_own() -> None:
+    """`_apply_head`: this product goes past the linear layers, whose product is ours."""
+    from vllm.model_executor.layers.logits_processor import LogitsProcessor
+
+    assert "return F.linear(" in inspect.getsource(LogitsProcessor._apply_head)
+
+
+def test_a_product_on_a_cpu_still_depends_on_the_number_of_rows_and_ours_does_not() -> None:
+    """`vllm_patches.linear`, for as many rows as requests may be in a batch; the product as it is where it differs."""
+    from megarlhf.rollout.vllm_patches import linear
+
+    differs, kept = [], torch.get_num_threads()
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            for inner, outer in ((64, 16), (64, 192), (512, 256)):
+                input_TH, weight_VH = torch.randn(64, inner), torch.randn(outer, inner)
+                whole_TV = linear(input_TH, weight_VH)
+                for rows in range(1, 64):
+                    for start in (0, 64 - rows):
+                        part, expected = input_TH[start : start + rows], whole_TV[start : start + rows]
+                        assert torch.equal(linear(part, weight_VH), expected), (threads, inner, outer, rows)
+                        differs.append(not torch.equal(torch.nn.functional.linear(part, weight_VH), expected))
+    finally:
+        torch.set_num_threads(kept)
+    if not any(differs):
+        pytest.skip("on this CPU the products of few rows have the bits of those of many")

@@ -14,9 +14,9 @@ from megarlhf.architectures.hf_config import architecture_from_hf
 from megarlhf.architectures.placements import logical_tensors
 from megarlhf.config import RLConfig, RMConfig, RoleConfig
 from megarlhf.data.tokenizer import SentencePieceTokenizer, first_difference, load_tokenizer
-from megarlhf.observe.run_directory import claim
 from megarlhf.planning.models import check_anchor, check_heads, check_vocabularies
 from tests.planning.configs import MODEL
+from tests.resume.earlier_run import begin
 from tools.demo.make_data import train_tokenizer
 
 
@@ -159,7 +159,7 @@ def rl_from(path, directory, **others):
 
 def checkpoint_of(cfg, command="rl"):
     """The directory of a run that has written a checkpoint of its actor."""
-    claim(cfg, cfg.run, command)
+    begin(cfg, command)
     actor = cfg.run.dir / "checkpoints" / "step_000001" / "actor"
     actor.mkdir(parents=True)
     (cfg.run.dir / "checkpoints" / "latest").symlink_to("step_000001")

@@ -137,9 +137,12 @@ def test_what_is_set_and_has_no_effect_is_said(paths):
         assert all("(" in note for note in notes)
         return {note.removeprefix(start).split(" (")[0] for note in notes}
 
-    tree = sft(paths).model_dump() | {"eval": {"every": 2, "max_samples": 3}, "checkpoint": {"keep": 2}}
-    assert keys("sft", SFTConfig.model_validate(tree)) == {"eval.every", "eval.max_samples", "checkpoint.keep"}
-    tree = tree | {"data": {"train": paths["train"], "heldout": paths["train"]}, "checkpoint": {"keep": 2, "every": 1}}
+    tree = sft(paths).model_dump() | {"eval": {"every": 2, "max_samples": 3}, "checkpoint": {"export_keep": 2}}
+    assert keys("sft", SFTConfig.model_validate(tree)) == {"eval.every", "eval.max_samples", "checkpoint.export_keep"}
+    tree = tree | {
+        "data": {"train": paths["train"], "heldout": paths["train"]},
+        "checkpoint": {"export_keep": 2, "export_every": 1},
+    }
     assert keys("sft", SFTConfig.model_validate(tree)) == set()
     grpo = {"advantage": "group_relative", "gamma": 0.9, "lam": 0.95, "value_clip": 0.1, "whiten_advantages": False}
     assert keys("rl", rl(paths, algo=grpo, rollout={"poison_weights": True})) == {

@@ -71,21 +71,33 @@ def test_the_megatron_engine_ends_at_each_of_them(sampling):
     }
 
 
-def test_vllm_is_asked_to_end_at_exactly_these(sampling, monkeypatch):
+def test_vllm_is_asked_to_end_at_exactly_these(sampling, monkeypatch, one_rank):
     """`ignore_eos` is about what vLLM reads from the directory by itself, not about `stop_token_ids`."""
     asked = []
 
-    def generate(requests, parameters, use_tqdm):
-        asked.extend(parameters)
-        output = SimpleNamespace(token_ids=[9], logprobs=[{9: SimpleNamespace(logprob=-0.5)}], finish_reason="stop")
-        return [SimpleNamespace(outputs=[output])] * len(requests)
+    class Engine:
+        def enqueue(self, requests, parameters, use_tqdm):
+            asked.extend(parameters)
+            self.unfinished = len(requests)
+            return ["0-a"]
+
+        def get_num_unfinished_requests(self):
+            return self.unfinished
+
+        def step(self):
+            self.unfinished = 0
+            output = SimpleNamespace(token_ids=[9], logprobs=[{9: SimpleNamespace(logprob=-0.5)}], finish_reason="stop")
+            return [SimpleNamespace(outputs=[output], finished=True, request_id="0")]
 
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=lambda **options: options))
-    monkeypatch.setattr(vllm_engine, "gather_rollouts", lambda mine, *_: mine)
+    monkeypatch.setattr(vllm_engine, "gather_rollouts", lambda mine, *_, **__: mine)
     engine = vllm_engine.VllmEngine.__new__(vllm_engine.VllmEngine)
-    engine._refusal, engine._tp, engine._version = "", 1, 0
+    engine._refusal, engine._tp, engine._version, engine._max_model_len = "", 1, 0, 4
     engine._runtime = Runtime(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"), backend="gloo")
-    engine._llm = SimpleNamespace(generate=generate)
+    engine._llm = Engine()
+    engine._llm.llm_engine = engine._llm
     assert engine.generate([torch.tensor([1])], [3], sampling) == {0: Response([9], [-0.5], True)}
     (parameters,) = asked
     assert (parameters["stop_token_ids"], parameters["ignore_eos"], parameters["seed"]) == ([2, 9], True, 3)
+    with pytest.raises(ValueError, match=r"a prompt of 2 tokens and a response of up to 3 .* the 4 tokens"):
+        engine.generate([torch.tensor([1, 1])], [3], sampling)

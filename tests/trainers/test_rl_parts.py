@@ -159,20 +159,20 @@ def test_every_sample_of_every_step_has_a_seed_of_its_own() -> None:
 
 
 def test_the_rows_of_a_group_are_drawn_with_different_seeds() -> None:
-    """What rl.sample hands to the engine: prompts repeated, one seed a row, another set the next step."""
+    """What `sample` hands to the engine: prompts repeated, one seed a row, another set the next step."""
     from types import SimpleNamespace
 
-    from megarlhf.trainers import rl
+    from megarlhf.trainers.rl_rollout import sample
 
     asked: list[tuple[list[list[int]], list[int]]] = []
 
-    def generate(rows, seeds, sampling):
+    def generate(rows, seeds, sampling, **keeping):
         asked.append(([row.tolist() for row in rows], list(seeds)))
         return SimpleNamespace(weight_version=len(asked) - 1, responses=None)
 
     cfg = SimpleNamespace(rollout=SimpleNamespace(num_samples_per_prompt=3), run=SimpleNamespace(seed=5))
     prompts = [SimpleNamespace(tokens=[1, 7]), SimpleNamespace(tokens=[1, 8])]
     for step in (0, 1):
-        rl.sample(cfg, SimpleNamespace(generate=generate), prompts, None, step)
+        sample(cfg, SimpleNamespace(generate=generate), prompts, None, step)
     assert asked[0][0] == [[1, 7]] * 3 + [[1, 8]] * 3
     assert len(set(asked[0][1] + asked[1][1])) == 12

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from megarlhf.config import SFTConfig
 from megarlhf.observe.metrics import read_metrics
 from megarlhf.runtime import Runtime
-from megarlhf.trainers.session import open_session, save_roles
+from megarlhf.trainers.exports import save_roles
+from megarlhf.trainers.session import open_session
 from tests.ranks import RankPool
 
 
@@ -18,17 +19,17 @@ def _open_twice(runtime: Runtime, directory: str) -> tuple[str, int]:
     """What each rank is told of a second run in the directory of the first; and a sum that takes both ranks."""
     cfg = SFTConfig.model_validate(
         {
-            "run": {"dir": Path(directory) / "run"},
+            "run": {"dir": Path(directory) / "run", "on_existing": "refuse"},
             "actor": {"model": {"path": "model"}},
             "data": {"train": "train.jsonl"},
             "train": {"num_steps": 1, "mini_batch_samples": 1, "micro_batch_samples": 1},
         }
     )
     outcome = ""
-    with open_session(cfg, cfg.run, cfg.checkpoint, runtime, "sft", 1) as session:
+    with open_session(cfg, cfg.run, runtime, "sft", 1) as session:
         session.log(1, {"loss": 0.5})
     try:
-        with open_session(cfg, cfg.run, cfg.checkpoint, runtime, "sft", 1):
+        with open_session(cfg, cfg.run, runtime, "sft", 1):
             outcome = "opened"
     except ValueError as error:
         outcome = str(error)

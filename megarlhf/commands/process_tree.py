@@ -1,0 +1,63 @@
+"""A rank ends with the process that started it, and what the rank has started ends with the rank, whatever kills them.
+
+For ranks of a plain start and of torchrun; under srun Slurm does it. Imports nothing that takes time: until it has
+run, a rank can be left over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+
+PARENT = "MEGARLHF_PARENT"
+"""Set in ranks that a plain start launched, to the number of the process that started them."""
+
+_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
+_LOOK_SECONDS = 5.0
+
+
+def end_with_parent() -> None:
+    """In a rank of a plain start or of torchrun: end when the process that started it dies, be it by SIGKILL, or has
+    died already. Nothing is lost by ending at once: what a run writes appears under its name when it is complete.
+
+    Ctrl-C ends a rank of a plain start without a traceback, until `StopRequest` takes it.
+    """
+    parent = os.environ.get(PARENT)
+    if sys.platform != "linux" or (parent is None and "TORCHELASTIC_RUN_ID" not in os.environ):
+        return
+    _when_parent_dies(signal.SIGKILL)
+    if parent is not None:
+        if os.getppid() != int(parent):
+            os._exit(128 + signal.SIGTERM)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if os.getpgrp() == os.getpid():  # then everything in the group is this rank's
+        _guard()
+
+
+def _when_parent_dies(number: signal.Signals) -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+
+
+def _guard() -> None:
+    """Start a small process that outlives this one and then ends what is left of its process group.
+
+    The kernel's signal at a parent's death does not reach grandchildren, nor children that were started by a library.
+    """
+    leader = os.getpid()
+    if os.fork():
+        return
+    try:
+        os.setsid()
+        os.closerange(0, 1024)  # whoever reads our output waits for its end
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        _when_parent_dies(signal.SIGTERM)
+        ctypes.CDLL(None).prctl(_PR_SET_NAME, b"megarlhf-guard")
+        while os.getppid() == leader:
+            signal.sigtimedwait({signal.SIGTERM}, _LOOK_SECONDS)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(leader, signal.SIGKILL)
+    finally:
+        os._exit(0)

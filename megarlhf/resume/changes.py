@@ -1,0 +1,182 @@
+"""What has changed in the configuration between an earlier run and the start that goes on with it.
+
+Every key is said to be neutral, or part of the mathematics: what is computed, from which data. A neutral key changes
+how a run is carried out: its numbers stay the same up to rounding, which follows from the order of sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from megarlhf.config import RLConfig, RMConfig, RoleConfig, SFTConfig
+
+TrainingConfig = SFTConfig | RMConfig | RLConfig
+"""Configurations of the commands that resume."""
+
+Kind = Literal["neutral", "mathematics"]
+
+ROLES = ("actor", "critic", "reference", "reward_model")
+
+_NEUTRAL = {
+    "where a run stands, what starts it, where it is logged": (
+        "run.dir run.on_existing run.allow_changes run.nproc run.logger"
+    ),
+    "when it is saved": "checkpoint.*",
+    "when it ends because something hangs, and who is named as slow": "watchdog.*",
+    "a model cut over other ranks is the same model": "ROLE.parallel.* ROLE.model.vocab_multiple rollout.parallel.*",
+    "the same sums in another order": (
+        "ROLE.kernels.* train.micro_batch_samples train.max_tokens_per_micro_batch rollout.engine_args.*"
+    ),
+    "memory": "rollout.gpu_memory_utilization rollout.cpu_cache_gib rollout.reshard_bucket_mib",
+    "checks, which end a run or let it be": (
+        "rollout.verify_weights_every rollout.poison_weights rollout.logprob_gap.* rollout.max_engine_rebuilds"
+    ),
+}
+_FIGURES = "data.heldout data.heldout_split eval.every eval.max_samples"
+"""Neutral where held-out figures are only looked at: see `_heldout_decides`."""
+_MATHEMATICS = {
+    "everything random follows from it": "run.seed",
+    "the model, its weights and its tokenizer": (
+        "ROLE.model.path ROLE.model.hf ROLE.model.random_init ROLE.model.fresh_head ROLE.model.dtype"
+    ),
+    "the optimizer": "ROLE.optim.*",
+    "the data": (
+        "data.train data.train_split data.template data.max_prompt_tokens data.max_response_tokens "
+        "train.mini_batch_samples train.prompts_per_step train.shuffle"
+    ),
+    "the loss": "loss center_coef unit_variance algo.* rewards train.epochs_per_step train.critic_warmup_steps",
+    "how responses are drawn": (
+        "rollout.engine rollout.num_samples_per_prompt rollout.max_response_tokens rollout.temperature "
+        "rollout.engine_args.kv_cache_dtype"
+    ),
+    "when the run ends": "train.stop.*",
+}
+_HORIZON = "train.num_steps"
+"""Neutral where nothing is computed from it but the end of the run: see `_horizon_counts`."""
+
+
+def _table() -> dict[str, Kind]:
+    table: dict[str, Kind] = {key: "neutral" for keys in _NEUTRAL.values() for key in keys.split()}
+    return table | {key: "mathematics" for keys in _MATHEMATICS.values() for key in keys.split()}
+
+
+KINDS: Mapping[str, Kind] = _table()
+"""Kind of each key, of each section (`section.*`) where all of its keys are alike; ROLE stands for every role."""
+CONDITIONAL = (_HORIZON, *_FIGURES.split())
+"""Keys whose kind depends on the rest of the configuration."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """A key whose value has changed."""
+
+    key: str
+    old: Any
+    new: Any
+
+    def __str__(self) -> str:
+        return f"{self.key}: {_shown(self.old)} -> {_shown(self.new)}"
+
+
+@dataclass(frozen=True)
+class Changes:
+    """What has changed, by what it means for the numbers of the run."""
+
+    neutral: list[Change]
+    mathematics: list[Change]
+
+
+def compare(old: TrainingConfig, new: TrainingConfig) -> Changes:
+    """The changes from the configuration of an earlier run to that of this start, of the same command."""
+    before, after = _flat(old), _flat(new)
+    changes = [
+        Change(key, before.get(key), after.get(key))
+        for key in dict.fromkeys([*before, *after])
+        if before.get(key) != after.get(key)
+    ]
+    result = Changes([], [])
+    for change in changes:
+        neutral = _same_place(change) or kind_of(change.key, old, new) == "neutral"
+        (result.neutral if neutral else result.mathematics).append(change)
+    return result
+
+
+def kind_of(key: str, old: TrainingConfig, new: TrainingConfig) -> Kind:
+    """Whether another value of `key` changes what is computed, between these two configurations.
+
+    Raises: KeyError for a key without an entry in the tables above.
+    """
+    if key == _HORIZON:
+        return "mathematics" if _horizon_counts(old) or _horizon_counts(new) else "neutral"
+    if key in CONDITIONAL:
+        return "mathematics" if _heldout_decides(key, old) or _heldout_decides(key, new) else "neutral"
+    first, _, rest = key.partition(".")
+    general = f"ROLE.{rest}" if first in ROLES else key
+    sections = general.split(".")
+    names = [general, *(".".join([*sections[:end], "*"]) for end in range(len(sections) - 1, 0, -1))]
+    return KINDS[next((name for name in names if name in KINDS), key)]
+
+
+def mathematics_of(cfg: TrainingConfig) -> dict[str, Any]:
+    """All that is part of what is computed, by dotted key."""
+    return {key: value for key, value in _flat(cfg).items() if kind_of(key, cfg, cfg) == "mathematics"}
+
+
+def _horizon_counts(cfg: TrainingConfig) -> bool:
+    """Whether the number of steps is part of what a step computes: a learning rate that falls towards the end, and a
+    head that is rescaled there."""
+    rescales = isinstance(cfg, RMConfig) and cfg.unit_variance
+    return rescales or any(role.optim.schedule != "constant" for role in _trained(cfg).values())
+
+
+def _heldout_decides(key: str, cfg: TrainingConfig) -> bool:
+    """Whether held-out figures decide about the model that results."""
+    if isinstance(cfg, RLConfig):
+        return cfg.train.stop.heldout_reward_patience is not None
+    return isinstance(cfg, RMConfig) and cfg.unit_variance and key != "eval.every"
+
+
+def _roles(cfg: TrainingConfig) -> dict[str, RoleConfig]:
+    """The roles that the run builds."""
+    if isinstance(cfg, RLConfig):
+        return cfg.roles()
+    return {"reward_model": cfg.reward_model} if isinstance(cfg, RMConfig) else {"actor": cfg.actor}
+
+
+def _trained(cfg: TrainingConfig) -> dict[str, RoleConfig]:
+    frozen = ("reference", "reward_model") if isinstance(cfg, RLConfig) else ()
+    return {name: role for name, role in _roles(cfg).items() if name not in frozen}
+
+
+def _flat(cfg: TrainingConfig) -> dict[str, Any]:
+    """Values by dotted key. Of the roles those that are built, and of a frozen one no optimizer: the rest is unread."""
+    tree = cfg.model_dump(mode="json", exclude=set(ROLES))
+    for name, role in _roles(cfg).items():
+        tree[name] = role.model_dump(mode="json", exclude=None if name in _trained(cfg) else {"optim"})
+    values: dict[str, Any] = {}
+
+    def walk(node: Mapping[str, Any], prefix: str) -> None:
+        for name, value in node.items():
+            if isinstance(value, Mapping):
+                walk(value, f"{prefix}{name}.")
+            else:
+                values[prefix + name] = value
+
+    walk(tree, "")
+    return values
+
+
+def _same_place(change: Change) -> bool:
+    """Whether a path is only written in another way."""
+    if not (change.key.endswith((".path", ".hf")) or change.key in ("data.train", "data.heldout")):
+        return False
+    if change.old is None or change.new is None:
+        return False
+    return Path(change.old).resolve() == Path(change.new).resolve()
+
+
+def _shown(value: Any) -> str:
+    return "not set" if value is None else str(value)

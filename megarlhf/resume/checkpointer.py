@@ -1,0 +1,277 @@
+"""The resume points that a run writes: asked at every border, written while training goes on.
+
+A border is a moment between two optimizer updates. A point holds the state at a border: of the roles as they are, for
+nothing but an update changes them, and of everything else as it was then.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from megarlhf.collective_errors import on_first_rank
+from megarlhf.config import CheckpointConfig
+from megarlhf.models.role import Role
+from megarlhf.resume import point, role_state
+from megarlhf.resume.cadence import Cadence
+from megarlhf.resume.point import Position
+from megarlhf.resume.restore import RANDOM, TABLE, Identity, Table, layout_in_words
+from megarlhf.resume.signals import STOP_SIGNALS, StopRequest, StopRun, time_left
+from megarlhf.resume.state import Stateful
+from megarlhf.resume.writer import Content, FileDigest, Outcome, Writer
+from megarlhf.runtime import Runtime, random_state
+
+log = logging.getLogger(__name__)
+
+_NOTHING, _WHEN_FREE, _NOW, _TIME_IS_UP = range(4)
+"""What ranks agree on at a border: the greatest that one says. Above them stand the signals that ask to stop."""
+
+
+@dataclass(frozen=True)
+class _Border:
+    """What is to be saved of a border beside the roles."""
+
+    position: Position
+    state: Mapping[str, Any]
+    random: Mapping[str, Any]
+    """Of this rank."""
+    table: Table | None
+    updates: int
+    """Optimizer updates that this process had made."""
+
+
+class Checkpointer:
+    """Of one run. Every public method is collective.
+
+    `still_ours` is called on rank 0 before anything is written, and raises when the run directory has been taken over.
+    `on_saved` is called on rank 0 after a point has been written, with the position of the oldest that is kept.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        run_dir: Path,
+        cfg: CheckpointConfig,
+        roles: Sequence[Role],
+        states: Mapping[str, Stateful],
+        identity: Identity,
+        stop: StopRequest,
+        *,
+        note: Callable[[str], None] = log.info,
+        still_ours: Callable[[], object] = lambda: None,
+        on_saved: Callable[[Position], None] = lambda position: None,
+        newest: Position | None = None,
+    ) -> None:
+        self._runtime, self._run_dir, self._cfg = runtime, run_dir, cfg
+        self._roles, self._states, self._identity, self._stop = roles, states, identity, stop
+        self._note, self._still_ours, self._on_saved = note, still_ours, on_saved
+        self._writer, self._cadence = Writer(runtime), Cadence(cfg, _time_left_everywhere())
+        self._border: _Border | None = None
+        self._writing: tuple[Position, dict[str, Any]] | None = None
+        """The point in work and what its manifest will say."""
+        self._newest = newest
+        """The newest point that this process has written or begun with."""
+        self._announced = False
+        self.seconds_standing = 0.0
+        """How long training has stood still for points; the caller sets it back."""
+
+    def border(self, position: Position, table: Table | None = None) -> None:
+        """A border has been reached; a point of it is written when one is due.
+
+        Raises: StopRun, when the run has been asked to stop or its time is nearly over, once the state is saved.
+        """
+        started = time.perf_counter()
+        updates = self._updates_made()
+        self._cadence.at_border(updates - (self._border.updates if self._border else 0))
+        state = {name: each.state_dict() for name, each in self._states.items()}
+        self._border = _Border(position, state, random_state(self._runtime.device), table, updates)
+        self._poll()
+        code = self._agree(position)
+        if code >= _TIME_IS_UP:
+            self._end(code)
+        if code == _NOW:
+            self._poll(wait=True)
+        if code and not self._writer.busy and self._start() and not self._cfg.background:
+            self._poll(wait=True)
+        self.seconds_standing += time.perf_counter() - started
+
+    def asked_to_stop(self) -> bool:
+        """Whether this rank knows of a reason to stop before the next border. Not collective."""
+        return self._stop.requested() is not None or self._cadence.save_at_once()
+
+    def stop_now(self, reason: Exception) -> NoReturn:
+        """End the run between two borders, where nothing has been updated since the last one.
+
+        Raises: StopRun, once the state is saved.
+        """
+        self._end(max(self._agree(None), _TIME_IS_UP), f"; {reason}")
+
+    def finish(self, *, last_border: bool) -> None:
+        """Wait for what is being written; with `last_border` keep that too, where points are written by any cadence."""
+        self._poll(wait=True)
+        if last_border and self._cfg.by_cadence:
+            self.save_last_border()
+
+    def abandon(self) -> None:
+        """End what is being written and not complete; it is not a point. Not collective."""
+        self._writer.abandon()
+
+    def save_last_border(self) -> str:
+        """Write a point of the last border and wait for it; returns what has become of it, in a sentence."""
+        border = self._border
+        if border is None:
+            return "nothing had been done yet that could be saved"
+        self._poll(wait=True)
+        if self._updates_made() != border.updates:
+            return f"an update was not complete, so the newest resume point is {self._name_of_newest()}"
+        if self._newest != border.position and self._start():
+            self._poll(wait=True)
+        if self._newest != border.position:
+            return f"{border.position} could not be saved, so the newest resume point is {self._name_of_newest()}"
+        return f"saved {self._path(border.position)}; the same command goes on from there"
+
+    def _agree(self, position: Position | None) -> int:
+        asked = self._stop.requested()
+        code = _NOTHING if asked is None else _TIME_IS_UP + 1 + STOP_SIGNALS.index(asked)
+        if self._runtime.is_main and code == _NOTHING:
+            if self._cadence.time_is_up():
+                code = _TIME_IS_UP
+            elif position is not None and self._cadence.due(position):
+                code = _NOW
+            elif position is not None and self._cadence.overdue():
+                code = _WHEN_FREE
+        codes = torch.tensor(code, device=self._runtime.device)
+        dist.all_reduce(codes, op=dist.ReduceOp.MAX)
+        return int(codes)
+
+    def _end(self, code: int, more: str = "") -> NoReturn:
+        number = STOP_SIGNALS[code - _TIME_IS_UP - 1] if code > _TIME_IS_UP else None
+        why = number.name if number is not None else "the job's time is nearly over"
+        raise StopRun(f"stopped ({why}): {self.save_last_border()}{more}", number)
+
+    def _updates_made(self) -> int:
+        return sum(role.trainer.updates for role in self._roles if role.trainer is not None)
+
+    def _path(self, position: Position) -> Path:
+        return point.resume_directory(self._run_dir) / position.name
+
+    def _name_of_newest(self) -> str:
+        return self._newest.name if self._newest else "none of this start"
+
+    def _start(self) -> bool:
+        """Begin to write the last border, for which training stands still; False, and said, where it cannot be."""
+        border = self._border
+        assert border is not None
+        self._cadence.saving()
+        content, size = self._content(border)
+        directory = point.partial_path(self._run_dir, border.position)
+        reason: list[str | None] = [None]
+        on_first_rank(self._still_ours)
+        if self._runtime.is_main:
+            reason = [_make_room(directory, size)]
+        dist.broadcast_object_list(reason, src=0)
+        if reason[0] is not None:
+            self._say_failed(border.position, reason[0])
+            return False
+        roles = {role.name: {**role_state.counters(role), "layout": layout_in_words(role)} for role in self._roles}
+        body = {
+            **self._identity.stated(),
+            "step": border.position.step,
+            "update": border.position.update,
+            "world_size": self._runtime.world_size,
+            "roles": roles,
+            "state": border.state,
+        }
+        self._writing = (border.position, body)
+        self._writer.start(directory, content)
+        return True
+
+    def _content(self, border: _Border) -> tuple[Content, int]:
+        """What is to be written, and on rank 0 how many bytes that will be on all ranks together."""
+        roles = {role.name: role_state.sharded_state(role) for role in self._roles}
+        commons = {role.name: role_state.common(role, border.position.step) for role in self._roles}
+        mine = (border.random, sum(role_state.bytes_to_write(state) for state in roles.values()))
+        everyones: list[Any] | None = [None] * self._runtime.world_size if self._runtime.is_main else None
+        dist.gather_object(mine, everyones, dst=0)
+        files: dict[str, Any] = {}
+        size = 0
+        if everyones is not None:
+            files[RANDOM] = [random for random, _ in everyones]
+            size = sum(each for _, each in everyones)
+            if border.table is not None:
+                files[TABLE] = border.table
+        return Content(roles, commons, files), size + size // 50 + (1 << 20)
+
+    def _poll(self, *, wait: bool = False) -> None:
+        """See what has become of the point in work; with `wait`, until that is known."""
+        while self._writer.busy:
+            outcome = self._writer.poll(self._complete, wait=wait)
+            if outcome is not None:
+                self._done(outcome)
+            elif not wait:
+                return
+
+    def _complete(self, files: Mapping[str, FileDigest]) -> None:
+        """On rank 0: all files of the point lie there."""
+        assert self._writing is not None
+        position, body = self._writing
+        self._still_ours()
+        directory = point.partial_path(self._run_dir, position)
+        point.write_manifest(directory, body, files)
+        point.commit(directory, self._path(position))
+
+    def _done(self, outcome: Outcome) -> None:
+        assert self._writing is not None
+        position, self._writing = self._writing[0], None
+        self._cadence.saved(outcome.seconds)
+        if outcome.error is not None:
+            self._say_failed(position, outcome.error)
+            return
+        self._newest = position
+        if not self._announced:  # there may be one at every update
+            size = f"{outcome.bytes / 1e6:,.1f} MB"
+            self._note(f"resume point {position.name}: {size}, complete after {outcome.seconds:.1f} s")
+            self._announced = True
+        if self._runtime.is_main:
+            points = point.find_points(self._run_dir)
+            for old in point.superfluous(points, keep=self._cfg.keep, keep_every=self._cfg.keep_every):
+                point.remove(old)
+            self._on_saved(point.find_points(self._run_dir)[0].position)
+
+    def _say_failed(self, position: Position, reason: str) -> None:
+        self._announced = False
+        self._note(
+            f"WARNING: no resume point of {position}: {reason}. The run goes on; the newest resume point is "
+            f"{self._name_of_newest()}, and the next one is tried when it is due"
+        )
+
+
+def _time_left_everywhere() -> Callable[[], float | None]:
+    """The time that rank 0 finds is left in the job, for every rank: a rank that draws responses by itself has to know
+    it too. Collective."""
+    left: list[float | None] = [time_left() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(left, src=0)
+    end = None if left[0] is None else time.monotonic() + left[0]
+    return lambda: None if end is None else end - time.monotonic()
+
+
+def _make_room(directory: Path, size: int) -> str | None:
+    """An empty folder, and room for what will stand in it; otherwise why not."""
+    try:
+        shutil.rmtree(directory, ignore_errors=True)
+        directory.mkdir(parents=True)
+        free = shutil.disk_usage(directory).free
+        if free < size:
+            directory.rmdir()
+            return f"it takes {size / 1e9:.3f} GB, and {free / 1e9:.3f} GB are free at {directory.parent}"
+    except OSError as error:
+        return str(error)
+    return None

@@ -1,0 +1,68 @@
+"""What makes a run this run: digests of its data, of its reference's weights, and of what it has computed so far."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+from megarlhf.architectures.placements import logical_tensors
+from megarlhf.models.role import Role
+from megarlhf.models.weights import replica_placements
+from megarlhf.weights.checks.digest import replica_digests, summed, whole_digest
+
+
+def digest_of_samples(samples: Sequence[Any]) -> str:
+    """SHA-256 of samples (dataclasses of token ids, texts, numbers and mappings) in their order."""
+    digest = hashlib.sha256()
+    for sample in samples:
+        for field in fields(sample):
+            value = getattr(sample, field.name)
+            if isinstance(value, list) and all(isinstance(each, int) for each in value):
+                content = array("q", value).tobytes()
+            else:
+                content = json.dumps(value, sort_keys=True, default=str).encode()
+            digest.update(f"{field.name}:{len(content)}:".encode() + content)
+    return digest.hexdigest()
+
+
+def digest_of_weights(role: Role) -> str:
+    """Of a role's live parameters, the same at every layout. Collective."""
+    shard, mesh = role.shard, role.mesh
+    mine, _ = replica_digests(mesh.runtime.rank, replica_placements(shard), shard.parameters(), dtype=shard.dtype)
+    names = list(logical_tensors(shard.arch, shard.head))
+    return whole_digest(summed([mine], names, mesh.runtime.device, mesh.groups.mp)[0])
+
+
+_NOT_COUNTED = ("seconds", "engine_rebuilds")
+"""How long something took, and what was done again without a trace in the numbers."""
+
+
+class History:
+    """A digest of all that the run has measured so far.
+
+    Two runs that agree in it have, for all that can be seen, the same weights: what one has generated with them (the
+    rollout bank), the other may use.
+    """
+
+    def __init__(self) -> None:
+        self.digest = ""
+
+    def add(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Take note of a step's metrics; `_NOT_COUNTED` does not."""
+        counted = {name: value for name, value in metrics.items() if not name.startswith(_NOT_COUNTED)}
+        text = json.dumps([self.digest, step, counted], sort_keys=True)
+        self.digest = hashlib.sha256(text.encode()).hexdigest()
+
+    def fingerprint(self, mathematics: Mapping[str, Any]) -> str:
+        """Of weights, as far as can be seen, and of what is computed with them."""
+        return hashlib.sha256(json.dumps([self.digest, mathematics], sort_keys=True).encode()).hexdigest()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"digest": self.digest}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.digest = state["digest"]

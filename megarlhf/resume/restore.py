@@ -1,0 +1,155 @@
+"""Going on: the newest good resume point of this very run is found, and loaded into roles and registered state.
+
+Nothing is touched before every digest has been compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megarlhf.models.role import Role
+from megarlhf.resume import point, role_state
+from megarlhf.resume.point import Point, Position
+from megarlhf.resume.state import Stateful
+from megarlhf.runtime import Runtime, set_random_state
+
+RANDOM, TABLE = "state/random.pt", "state/table.pt"
+
+Table = Mapping[str, Any]
+"""What a step in progress has found so far: tensors, numbers, texts, lists and mappings."""
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What a run must have in common with a resume point to go on from it exactly."""
+
+    command: str
+    data: str
+    """Digest of the training samples."""
+    reference: str | None
+    """Digest of the reference's weights, to which the KL is measured."""
+    config: Mapping[str, Any]
+    """The resolved configuration."""
+    changed: Callable[[Mapping[str, Any]], Sequence[str]]
+    """What another configuration computes otherwise, in words."""
+    allow_changes: bool = False
+    """Whether a run may go on although that, the data or the reference have changed."""
+
+    def stated(self) -> dict[str, Any]:
+        """What a manifest says of it."""
+        return {
+            "command": self.command,
+            "data": self.data,
+            "reference": self.reference,
+            "config": dict(self.config),
+        }
+
+    def differences(self, manifest: Mapping[str, Any]) -> list[str]:
+        """What the run of a manifest computed otherwise, in words."""
+        problems = [f"configuration: {change}" for change in self.changed(manifest["config"])]
+        if manifest["data"] != self.data:
+            problems.append("data.train (or what makes samples of it) gives other samples")
+        if manifest["reference"] != self.reference:
+            problems.append("the reference has other weights, so the KL would be measured to another model")
+        return problems
+
+
+@dataclass(frozen=True)
+class Restored:
+    """Where a run goes on."""
+
+    position: Position
+    table: Table | None
+    """Of the step in which the point lies, where it lies in one."""
+    notes: list[str] = field(default_factory=list)
+
+
+def restore(
+    runtime: Runtime, run_dir: Path, roles: Sequence[Role], states: Mapping[str, Stateful], identity: Identity
+) -> Restored | None:
+    """Load the newest good point; None where there is no point. Collective.
+
+    Raises: ValueError when there are points and none of them is good and of this run.
+    """
+    points: list[Any] = [point.find_points(run_dir) if runtime.is_main else None]
+    dist.broadcast_object_list(points, src=0)
+    passed_over: list[str] = []
+    for candidate in reversed(points[0]):
+        manifest, problems, notes = _examine(runtime, candidate, roles, states, identity)
+        if not problems:
+            table = _load(runtime, candidate, manifest, roles, states)
+            notes += passed_over + _other_layouts(roles, manifest)
+            return Restored(candidate.position, table, notes)
+        passed_over.append(f"resume point {candidate.path.name} is passed over: {'; '.join(problems[:5])}")
+    if passed_over:
+        raise ValueError(
+            "\n  ".join([f"no resume point in {point.resume_directory(run_dir)} can be used:", *passed_over])
+            + "\nBring back what has changed, or go on with it by run.allow_changes=true, or begin again: "
+            "run.on_existing=overwrite, or another run.dir"
+        )
+    return None
+
+
+def _examine(
+    runtime: Runtime, candidate: Point, roles: Sequence[Role], states: Mapping[str, Stateful], identity: Identity
+) -> tuple[dict[str, Any], list[str], list[str]]:
+    """Manifest, why the point cannot be used, and what to say of it if it can; the same on every rank."""
+    first: list[Any] = [{}, [], []]
+    if runtime.is_main:
+        try:
+            manifest = first[0] = point.read_manifest(candidate)
+            if manifest["command"] != identity.command:
+                first[1] = [f"it is of `megarlhf {manifest['command']}`"]
+            else:
+                differences = identity.differences(manifest)
+                first[2 if identity.allow_changes else 1] = differences
+                needed = [role.name for role in roles if role.name not in manifest["roles"]]
+                needed += [name for name in states if name not in manifest["state"]]
+                first[1] += [f"it has no state of {name}" for name in needed]
+        except (ValueError, KeyError) as error:
+            first[1] = [str(error)]
+    dist.broadcast_object_list(first, src=0)
+    manifest, problems, notes = first
+    if not problems:
+        mine = point.damaged_files(candidate, manifest, part=runtime.rank, parts=runtime.world_size)
+        everyones: list[list[str]] = [[]] * runtime.world_size
+        dist.all_gather_object(everyones, mine)
+        problems = [problem for problems_of_rank in everyones for problem in problems_of_rank]
+    return manifest, problems, [f"going on with run.allow_changes: {note}" for note in notes]
+
+
+def _load(
+    runtime: Runtime, good: Point, manifest: Mapping[str, Any], roles: Sequence[Role], states: Mapping[str, Stateful]
+) -> Table | None:
+    for role in roles:
+        role_state.load_state(role, good.path / role.name)
+        role_state.set_counters(role, manifest["roles"][role.name])
+    for name, state in states.items():
+        state.load_state_dict(manifest["state"][name])
+    generators = torch.load(good.path / RANDOM, weights_only=True)
+    if len(generators) == runtime.world_size:
+        set_random_state(generators[runtime.rank], runtime.device)
+    if TABLE not in manifest["files"]:
+        return None
+    table: Table = torch.load(good.path / TABLE, weights_only=True, map_location=runtime.device)
+    return table
+
+
+def layout_in_words(role: Role) -> str:
+    """Such as `tp 2 x pp 2 x dp 1`."""
+    layout = role.mesh.layout
+    return f"tp {layout.tp} x pp {layout.pp} x dp {layout.dp}"
+
+
+def _other_layouts(roles: Sequence[Role], manifest: Mapping[str, Any]) -> list[str]:
+    return [
+        f"{role.name}: saved at {before}, goes on at {now}: the same state, further steps agree up to rounding"
+        for role in roles
+        if (before := manifest["roles"][role.name]["layout"]) != (now := layout_in_words(role))
+    ]

@@ -1,0 +1,295 @@
+"""The rollout bank: finished responses of a rollout in progress, on disk, so that a kill throws none of them away.
+
+    bank = Bank(run_dir / "bank")
+    with bank.open(step, fingerprint=..., sampling=sampling, prompts=prompts, seeds=seeds) as kept:
+        rollouts = engine.generate(prompts, seeds, sampling, bank=kept)
+    ...                           # train, write a resume point after the step
+    bank.forget_before(step + 1)
+
+`bank/step_000007/0001_rank_00000.jsonl` has the responses that rank 0 put there after the bank was opened for the
+first time in step 7; nothing is ever written into a file of an earlier process. Each line is a JSON object `record`
+with its `digest`. The first is the header: what all responses of the file were drawn with. A response is used only
+if the header, its prompt and its seed are those of the rollout that is to go on.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import dataclasses
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+from torch import Tensor
+
+from megarlhf.collective_errors import raise_on_all_ranks
+from megarlhf.rollout.engine import KeptResponses, Response, Sampling
+
+log = logging.getLogger(__name__)
+
+FORMAT = 1
+FSYNC_SECONDS, FSYNC_SHARE = 1.0, 0.05
+"""Between two fsyncs at least, and the largest part of the time that they may take."""
+UNUSABLE = ".unusable"
+"""Appended to the name of a file that does not belong to the rollout that is to go on."""
+_NAME = re.compile(rf"(\d+)_rank_\d+\.jsonl({re.escape(UNUSABLE)})?")
+
+Record = Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Expected:
+    """What a file has to say to be of use."""
+
+    header: Record
+    rows: Sequence[Record]
+    """By row, what identifies its response: row, digest of the prompt, seed."""
+    sampling: Sampling
+
+
+class Bank:
+    """The responses of the steps since the last resume point. All ranks make one, with the same directory."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._not_kept = False
+        """Whether it has been said that responses cannot be written."""
+
+    def open(
+        self, step: int, *, fingerprint: str, sampling: Sampling, prompts: Sequence[Tensor], seeds: Sequence[int]
+    ) -> StepBank:
+        """The bank of a step, with all its usable responses spread over the ranks. Collective.
+
+        `fingerprint` identifies weights and mathematics that the step's samples are drawn with. Layout and number of
+        engines may be other ones than when the responses were drawn.
+        """
+        rows = [
+            {"row": row, "prompt": _digest(prompt.cpu().numpy().astype("<i8").tobytes()), "seed": seed}
+            for row, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))
+        ]
+        header = {
+            "format": FORMAT,
+            "step": step,
+            "fingerprint": fingerprint,
+            "sampling": json.loads(json.dumps(dataclasses.asdict(sampling))),
+            "num_samples": len(rows),
+        }
+        expected, folder = _Expected(header, rows, sampling), self._directory / f"step_{step:06d}"
+        shares: list[Any] = [None] * dist.get_world_size()
+        with raise_on_all_ranks(lambda reasons: RuntimeError(f"rollout bank {folder}: {'; '.join(reasons)}")):
+            if dist.get_rank() == 0:
+                opening, records = _read(folder, expected)
+                shares = [(opening, len(records), records[rank :: len(shares)]) for rank in range(len(shares))]
+        share: list[Any] = [None]
+        dist.scatter_object_list(share, shares)
+        opening, num_taken_over, records = share[0]
+        path = folder / f"{opening:04d}_rank_{dist.get_rank():05d}.jsonl"
+        return StepBank(self, path, expected, {record["row"]: _response(record) for record in records}, num_taken_over)
+
+    def forget_before(self, step: int) -> None:
+        """Remove the responses of earlier steps: a resume point covers them. Rank 0 does it."""
+        if dist.get_rank() != 0:
+            return
+        for folder in self._directory.glob("step_*"):
+            name = re.fullmatch(r"step_(\d+)", folder.name)
+            if name and int(name[1]) < step:
+                try:
+                    shutil.rmtree(folder)
+                except OSError as error:
+                    log.warning("the rollout bank's %s is no longer needed and cannot be removed: %s", folder, error)
+
+    def give_up(self, error: OSError, path: Path) -> None:
+        """Say, the first time, that responses are not kept."""
+        if not self._not_kept:
+            log.warning("the rollout bank is not kept, a kill would lose the responses since then: %s: %s", path, error)
+        self._not_kept = True
+
+
+class StepBank(KeptResponses):
+    """The bank of one step. What is added is handed to the operating system at once."""
+
+    def __init__(
+        self, bank: Bank, path: Path, expected: _Expected, held: Mapping[int, Response], num_taken_over: int
+    ) -> None:
+        super().__init__(held)
+        self.num_taken_over = num_taken_over
+        """Responses of earlier processes, on all ranks."""
+        self._bank, self._path, self._expected = bank, path, expected
+        self._file: int | None = None
+        self._gave_up = False
+        self._next_fsync = 0.0
+
+    def add(self, row: int, response: Response) -> None:
+        super().add(row, response)
+        record = {
+            **self._expected.rows[row],
+            "finished": response.finished,
+            "tokens": _encode(np.array(response.tokens, dtype="<i4")),
+            "logprobs": _encode(np.array(response.logprobs, dtype="<f4")),
+        }
+        if not self._gave_up:
+            try:
+                if self._file is None:
+                    self._file = _create(self._path)
+                    _write(self._file, _line(self._expected.header))
+                _write(self._file, _line(record))
+                self._fsync()
+            except OSError as error:
+                self._bank.give_up(error, self._path)
+                self._gave_up = True
+
+    def _fsync(self) -> None:
+        start = time.monotonic()
+        if self._file is not None and start >= self._next_fsync:
+            os.fsync(self._file)
+            now = time.monotonic()
+            self._next_fsync = now + max(FSYNC_SECONDS, (now - start) / FSYNC_SHARE)
+
+    def close(self) -> None:
+        """Wait until all is on the disk."""
+        if self._file is not None:
+            self._next_fsync = 0.0
+            try:
+                if not self._gave_up:
+                    self._fsync()
+                os.close(self._file)
+            except OSError as error:
+                self._bank.give_up(error, self._path)
+            self._file = None
+
+    def __enter__(self) -> StepBank:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+# --- lines ----------------------------------------------------------------------------------------
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=8).hexdigest()
+
+
+def _encode(values: np.ndarray) -> str:
+    return base64.b64encode(values.tobytes()).decode()
+
+
+def _decode(text: str, dtype: str) -> list[Any]:
+    return list(np.frombuffer(base64.b64decode(text, validate=True), dtype=dtype).tolist())
+
+
+def _text(record: Record) -> str:
+    return json.dumps(record, sort_keys=True)
+
+
+def _line(record: Record) -> bytes:
+    return (json.dumps({"digest": _digest(_text(record).encode()), "record": record}) + "\n").encode()
+
+
+def _record(line: bytes) -> Record | None:
+    """None for a line that is torn or corrupt."""
+    try:
+        content = json.loads(line)
+        record, digest = content["record"], content["digest"]
+    except (ValueError, KeyError, TypeError):
+        return None
+    return record if isinstance(record, dict) and digest == _digest(_text(record).encode()) else None
+
+
+def _response(record: Record) -> Response:
+    return Response(_decode(record["tokens"], "<i4"), _decode(record["logprobs"], "<f4"), record["finished"])
+
+
+# --- files ----------------------------------------------------------------------------------------
+
+
+def _create(path: Path) -> int:
+    """A new file, which is found after a crash of the machine too."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644)
+    for folder in (path.parent, path.parent.parent):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    return file
+
+
+def _write(file: int, content: bytes) -> None:
+    while content:
+        content = content[os.write(file, content) :]
+
+
+def _read(folder: Path, expected: _Expected) -> tuple[int, list[Record]]:
+    """(number of this opening, usable records by row); what was not usable is said, and its files put aside."""
+    named = [(path, _NAME.fullmatch(path.name)) for path in sorted(folder.glob("*_rank_*"))]
+    opening = 1 + max((int(name[1]) for _, name in named if name), default=0)
+    records: dict[int, Record] = {}
+    dropped: Counter[str] = Counter()
+    for path in (path for path, name in named if name and not name[2]):
+        fault = _read_file(path, expected, records, dropped)
+        if fault:
+            log.warning("rollout bank: %s is not used and renamed to *%s: %s", path, UNUSABLE, fault)
+            with contextlib.suppress(OSError):
+                path.rename(path.with_name(path.name + UNUSABLE))
+    if records or dropped:
+        log.info("rollout bank: %d responses of %s are used again", len(records), folder)
+    if dropped:
+        faults = ", ".join(f"{count} {fault}" for fault, count in dropped.items())
+        log.warning("rollout bank: dropped in %s: %s", folder, faults)
+    return opening, [records[row] for row in sorted(records)]
+
+
+def _read_file(path: Path, expected: _Expected, records: dict[int, Record], dropped: Counter[str]) -> str:
+    """Adds the usable records, the first of each row; returns why the whole file cannot be used, if so."""
+    try:
+        first, *lines = path.read_bytes().splitlines() or [b""]
+    except OSError as error:
+        return str(error)
+    header = _record(first)
+    if header is None:
+        return "its first line is torn or corrupt"
+    different = [key for key in {**expected.header, **header} if header.get(key) != expected.header.get(key)]
+    if different:
+        return "; ".join(f"{key} = {header.get(key)}, now {expected.header.get(key)}" for key in sorted(different))
+    for line in lines:
+        record = _record(line)
+        fault = "torn or corrupt lines" if record is None else _fault(record, expected)
+        if fault:
+            dropped[fault] += 1
+        elif record is not None:
+            if record["row"] in records:
+                dropped["doubled rows"] += 1
+            records.setdefault(record["row"], record)
+    return ""
+
+
+def _fault(record: Record, expected: _Expected) -> str:
+    """Why a response cannot be used; empty if it can."""
+    row = record.get("row")
+    if not isinstance(row, int) or not 0 <= row < len(expected.rows):
+        return "unknown rows"
+    if any(record.get(key) != value for key, value in expected.rows[row].items()):
+        return "rows of another prompt or seed"
+    try:
+        response = _response(record)
+    except (ValueError, KeyError, TypeError):
+        return "rows that are no response"
+    ended = bool(response.tokens) and response.tokens[-1] in expected.sampling.end_ids
+    complete = ended or len(response.tokens) == expected.sampling.max_tokens
+    if not complete or ended != response.finished or len(response.logprobs) != len(response.tokens):
+        return "rows that are no finished response"
+    return ""

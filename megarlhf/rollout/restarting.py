@@ -1,0 +1,118 @@
+"""An engine that is built anew when it fails, so that a failure costs the unfinished responses and not the run."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable, Sequence
+
+import torch.distributed as dist
+from torch import Tensor
+
+from megarlhf.collective_errors import raise_on_all_ranks
+from megarlhf.experience import Rollouts
+from megarlhf.models.build import ModelShard
+from megarlhf.rollout.engine import (
+    EngineFailure,
+    KeptResponses,
+    RolloutEngine,
+    RolloutInterrupted,
+    Sampling,
+    any_rank,
+    missing_rows,
+)
+from megarlhf.weights.checks.certificate import Certificate, CertificateError
+
+log = logging.getLogger(__name__)
+
+
+class RestartingEngine:
+    """A rollout engine around another one, which `build` makes. Every call is collective.
+
+    When drawing responses fails, the engine is closed and built anew, gets the actor's weights and is certified; then
+    the responses that are missing are drawn. The actor has to hold the weights of the last update until the next.
+    """
+
+    def __init__(self, build: Callable[[], RolloutEngine], max_rebuilds: int) -> None:
+        """At most `max_rebuilds` in one rollout; with 0 the first failure is raised."""
+        self._build, self._max_rebuilds = build, max_rebuilds
+        self._engine: RolloutEngine | None = build()
+        self._actor: ModelShard | None = None
+        self._certificate: Certificate | None = None
+        self.rebuilds = 0
+
+    @property
+    def engine(self) -> RolloutEngine:
+        """The one that is alive."""
+        if self._engine is None:
+            raise EngineFailure("the rollout engine failed and could not be built anew; start the run again")
+        return self._engine
+
+    @property
+    def weight_version(self) -> int:
+        return self.engine.weight_version
+
+    @property
+    def local_seconds(self) -> float:
+        return self.engine.local_seconds
+
+    def update_weights(self, actor: ModelShard, version: int) -> None:
+        self.engine.update_weights(actor, version=version)
+        self._actor = actor
+
+    def verify_weights(self, actor: ModelShard) -> Certificate | None:
+        self._certificate = self.engine.verify_weights(actor)
+        return self._certificate
+
+    def generate(
+        self,
+        prompts: Sequence[Tensor],
+        seeds: Sequence[int],
+        sampling: Sampling,
+        *,
+        bank: KeptResponses | None = None,
+        should_stop: Callable[[], bool] | None = None,
+    ) -> Rollouts:
+        """As the engine's; what is finished when it fails is kept, in `bank` or in memory.
+
+        Raises: EngineFailure on every rank when it fails once more than may be.
+        """
+        bank = KeptResponses() if bank is None else bank
+        for rebuilds in range(self._max_rebuilds + 1):
+            try:
+                return self.engine.generate(prompts, seeds, sampling, bank=bank, should_stop=should_stop)
+            except EngineFailure as failure:
+                # As text: the traceback refers to the engine, whose memory the next one needs.
+                reason = str(failure)
+            if should_stop is not None and any_rank(should_stop()):
+                raise RolloutInterrupted(len(prompts) - len(missing_rows(bank, len(prompts))), len(prompts))
+            if rebuilds < self._max_rebuilds:
+                self._rebuild(reason)
+        raise EngineFailure(
+            f"{reason}\nThis was failure {self._max_rebuilds + 1} in one rollout, and rollout.max_engine_rebuilds = "
+            f"{self._max_rebuilds}. Responses that were finished are in the rollout bank, if there is one"
+        )
+
+    def _rebuild(self, reason: str) -> None:
+        engine, actor, version = self.engine, self._actor, self.weight_version
+        assert actor is not None, "an engine without weights has drawn responses"
+        if dist.get_rank() == 0:
+            log.warning("%s\nThe rollout engine is built anew; finished responses are kept", reason)
+        self._engine = None
+        with raise_on_all_ranks(lambda reasons: EngineFailure(f"{reason}\nIt cannot be closed: {'; '.join(reasons)}")):
+            engine.close()
+        del engine
+        gc.collect()
+        engine = self._build()
+        engine.update_weights(actor, version=version)
+        known, proof = self._certificate, engine.verify_weights(actor)
+        if known is not None and proof is not None and known.version == version and known.digest != proof.digest:
+            raise CertificateError(
+                f"the actor's weights have digest {proof.digest}, and had {known.digest} when they were version "
+                f"{version}: they have changed since the engine got them, and its responses would be of two models"
+            )
+        self._engine = engine
+        self.rebuilds += 1
+
+    def close(self) -> None:
+        self.engine.close()

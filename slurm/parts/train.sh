@@ -1,0 +1,154 @@
+
+# Runs that must have finished before this one starts: names of their directories, separated by colons.
+IFS=: read -ra earlier_runs <<<"${MEGARLHF_AFTER:-}"
+for run in "${earlier_runs[@]}"; do
+    if [[ ! -f $run/FINISHED ]]; then
+        die "MEGARLHF_AFTER names $run, but $run/FINISHED is not there: that run has not finished. Its checkpoints" \
+            "may be of any step; let it end first"
+    fi
+done
+
+# ---- the life of a job -------------------------------------------------------------------------------------
+# What this job has to remember from one attempt to the next, beside its output; removed when the run has ended well.
+#   run_dir     written by the first rank: the run's directory
+#   exit.RANK   status and message of a rank that ended with 2 or 4, which srun hides behind that of a killed rank
+#   attempts    RESTART STATUS NEWEST_RESUME_POINT, a line for each attempt that has ended
+#   nodes       nodes of the attempt that runs;   excluded   nodes that failed
+attempt=${SLURM_RESTART_COUNT:-0}
+memory=${SLURM_SUBMIT_DIR:-$PWD}/${SLURM_JOB_NAME:-@NAME@}-$SLURM_JOB_ID.state
+mkdir -p "$memory"
+export MEGARLHF_JOB_STATE=$memory
+touch "$memory/attempts" "$memory/excluded"
+rm -f "$memory"/exit.*
+max_attempts=${MEGARLHF_MAX_ATTEMPTS:-3}
+
+newest_resume_point() { # only what is complete has a manifest
+    local run_dir newest=none point
+    run_dir=$(cat "$memory/run_dir" 2>/dev/null) || run_dir=/nonexistent
+    for point in "$run_dir"/resume/step_*/MANIFEST.json; do # in the order of their names, which is that of the steps
+        if [[ -f $point ]]; then newest=$(basename "$(dirname "$point")"); fi
+    done
+    echo "$newest"
+}
+
+record() { # of an attempt: its status, and how far the run has come
+    echo "$1 $2 $(newest_resume_point)" >>"$memory/attempts"
+}
+
+attempts_without_progress() { # in a row, up to the last; those that were stopped from outside say nothing
+    awk 'BEGIN { newest = "none" } $2 != "stopped" { count = $3 == newest ? count + 1 : 0; newest = $3 }
+        END { print count + 0 }' "$memory/attempts"
+}
+
+failed_nodes() { # of the nodes $1: those that are down, fail or do not answer, and those started after the time $2
+    local node state boot
+    while read -r node; do
+        state=$(scontrol --oneliner show node "$node" 2>/dev/null) || continue
+        boot=$(date -d "$(grep -o 'BootTime=[^ ]*' <<<"$state" | cut -d= -f2)" +%s 2>/dev/null) || boot=0
+        if grep -Eq 'State=[A-Z+_]*(DOWN|FAIL|NOT_RESPONDING|\*)' <<<"$state" || ((boot > $2)); then
+            echo "$node"
+        fi
+    done < <(scontrol show hostnames "$1")
+}
+
+exclude() { # add the nodes of standard input to those that this job is not to be given again
+    sort -u "$memory/excluded" - >"$memory/excluded.new"
+    mv "$memory/excluded.new" "$memory/excluded"
+}
+
+requeue() { # Slurm ends this script while it runs the loop: SIGTERM is caught, SIGKILL comes KillWait later
+    if [[ ${1:-} != already ]] && ! scontrol requeue "$SLURM_JOB_ID"; then
+        echo "@NAME@.sbatch: Slurm did not queue job $SLURM_JOB_ID again; submit it by the same command" >&2
+        exit "$status"
+    fi
+    local nodes try
+    nodes=$(paste -sd, "$memory/excluded")
+    if [[ -z $nodes ]]; then return; fi
+    for ((try = 0; try < 5; try++)); do # what runs here is ended with the attempt, this command too
+        if scontrol update "JobId=$SLURM_JOB_ID" "ExcNodeList=$nodes"; then
+            echo "queued again without $nodes"
+            return
+        fi
+        sleep 1
+    done
+    echo "@NAME@.sbatch: could not exclude $nodes: scontrol update JobId=$SLURM_JOB_ID ExcNodeList=$nodes" >&2
+}
+
+# A cancelled job, a job at its time limit and one that Slurm queues again by itself get SIGTERM, here and in the
+# tasks. `scancel --batch --signal=TERM` comes here alone: it cancels without KillWait, in the time that saving takes.
+stopped=0
+trap stop TERM
+# shellcheck disable=SC2317 # called by the trap
+stop() {
+    stopped=$((stopped + 1))
+    if [[ $(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T) == RUNNING ]]; then
+        scancel --signal=TERM "$SLURM_JOB_ID"
+    fi
+}
+
+if ((attempt)); then
+    last=$(tail -n 1 "$memory/attempts" | cut -d' ' -f1)
+    if [[ -f $memory/nodes && $last != $((attempt - 1)) ]]; then # the attempt before has not written how it ended
+        failed_nodes "$(cat "$memory/nodes")" "$(stat -c %Y "$memory/nodes")" | exclude
+        record $((attempt - 1)) lost
+    fi
+fi
+status=75
+if grep -qxFf "$memory/excluded" <(echo "$hosts"); then
+    echo "got nodes that failed before: $(grep -xFf "$memory/excluded" <(echo "$hosts") | paste -sd,)"
+    requeue
+    exit 0
+fi
+echo "$SLURM_JOB_NODELIST" >"$memory/nodes"
+
+if [[ -z ${SLURM_JOB_END_TIME:-} ]]; then # so that ranks in a container know too how much time is left
+    if ends=$(date -d "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%e)" +%s 2>/dev/null); then
+        export SLURM_JOB_END_TIME=$ends
+    fi
+fi
+
+echo "job $SLURM_JOB_ID (restart $attempt) on $SLURM_JOB_NODELIST, ${SLURM_NTASKS:-?} tasks," \
+    "rendezvous $MASTER_ADDR:$MASTER_PORT: megarlhf @COMMAND@ $*"
+
+srun "${srun_args[@]}" "${launcher[@]}" megarlhf @COMMAND@ "$@" &
+step=$!
+status=0
+while :; do # a signal interrupts wait, not srun; 127: that status has been handed out before
+    before=$stopped result=0
+    wait "$step" || result=$?
+    if ((result != 127)); then status=$result; fi
+    if [[ $stopped == "$before" ]]; then break; fi
+done
+for decided in 2 4; do
+    if ((status)) && head -qn 1 "$memory"/exit.* 2>/dev/null | grep -qx "$decided"; then
+        status=$decided
+        break
+    fi
+done
+
+reason=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%r) || reason=
+echo "job $SLURM_JOB_ID (restart $attempt): srun ended with $status, SIGTERM received: $stopped"
+case $status in
+0)
+    rm -rf "$memory"
+    exit 0
+    ;;
+2 | 4 | 130) exit "$status" ;; # another attempt would end in the same way
+esac
+if ((stopped)) && [[ $reason != TimeLimit ]]; then # cancelled: stays so. Or Slurm has queued it again
+    record "$attempt" stopped
+    failed_nodes "$SLURM_JOB_NODELIST" "$EPOCHSECONDS" | exclude
+    if [[ -s $memory/excluded ]]; then requeue already; fi
+    exit "$status"
+fi
+record "$attempt" "$status"
+failures=$(attempts_without_progress)
+if ((failures >= max_attempts)); then
+    echo "@NAME@.sbatch: $failures attempts in a row ended without a newer resume point (newest:" \
+        "$(newest_resume_point)), the last with status $status: not queued again. $memory/attempts lists them;" \
+        "when the cause is removed, submit the job again by the same command" >&2
+    exit "$status"
+fi
+if ((status != 75)); then failed_nodes "$SLURM_JOB_NODELIST" "$EPOCHSECONDS" | exclude; fi
+requeue
+exit 0

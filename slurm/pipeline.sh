@@ -1,0 +1,39 @@
+#!/usr/bin/env bash
+# SFT, then a reward model, then PPO, as three jobs that wait for each other:
+#
+#     slurm/pipeline.sh runs/math configs/sft.yaml configs/rm.yaml configs/ppo.yaml --nodes=2 --time=8:00:00
+#
+# The runs go to runs/math/sft, runs/math/rm and runs/math/rl, whatever the files say, and a stage starts from the
+# models of those before it. What follows the three files is given to every sbatch. A stage begins when the job
+# before it has ended with 0 (a job that is queued again has not ended) and when that run has written FINISHED.
+set -euo pipefail
+
+if (($# < 4)); then
+    echo "pipeline.sh: got $# arguments; expected: slurm/pipeline.sh DIRECTORY SFT_FILE RM_FILE RL_FILE [sbatch's options]" >&2
+    exit 2
+fi
+out=$1 sft=$2 rm=$3 rl=$4
+options=("${@:5}")
+scripts=$(dirname "${BASH_SOURCE[0]}")
+for file in "$sft" "$rm" "$rl"; do
+    if [[ ! -f $file ]]; then
+        echo "pipeline.sh: $file is not there; name a configuration" >&2
+        exit 2
+    fi
+done
+
+submit() { # SCRIPT CONFIGURATION OVERRIDES...; $after: the job to wait for, $MEGARLHF_AFTER: the runs
+    local wait=()
+    if [[ -n ${after:-} ]]; then wait=("--dependency=afterok:$after" --kill-on-invalid-dep=yes); fi
+    sbatch --parsable "${wait[@]}" "${options[@]}" "$scripts/$1.sbatch" -c "$2" "run.dir=$out/$1" "${@:3}"
+}
+
+actor=$out/sft/checkpoints/latest/actor
+reward_model=$out/rm/checkpoints/latest/reward_model
+job=$(submit sft "$sft")
+echo "sft: job $job"
+job=$(after=$job MEGARLHF_AFTER=$out/sft submit rm "$rm" "reward_model.model.path=$actor")
+echo "rm: job $job, after it"
+job=$(after=$job MEGARLHF_AFTER=$out/sft:$out/rm submit rl "$rl" "actor.model.path=$actor" \
+    "critic.model.path=$reward_model" "reward_model.model.path=$reward_model")
+echo "rl: job $job, after both"

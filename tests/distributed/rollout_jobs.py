@@ -1,0 +1,214 @@
+"""What the rank processes do with rollouts that are cut off, go on, or lose their engine."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megarlhf.config import RoleConfig, RolloutConfig
+from megarlhf.experience import Rollouts
+from megarlhf.models.role import build_role
+from megarlhf.models.settings import DTYPES
+from megarlhf.parallel.mesh import GroupCache
+from megarlhf.rollout import vllm_engine
+from megarlhf.rollout.bank import Bank, StepBank
+from megarlhf.rollout.engine import KeptResponses, Response, RolloutInterrupted, Sampling, sample_seed
+from megarlhf.rollout.restarting import RestartingEngine
+from megarlhf.runtime import Runtime
+
+EOS, STEP = 2, 7
+SAMPLING = Sampling(max_tokens=12, temperature=1.0, end_ids=(EOS, 3))
+PROMPTS = [torch.tensor([1] + [6 + (7 * n * n + 3 * k) % 10 for k in range(3 + n % 5)]) for n in range(12)]
+# Longer than two blocks of vLLM's prefix cache (128 tokens on a CPU).
+PROMPTS[5] = torch.tensor([1] + [6 + (7 * k * k + 3 * k) % 10 for k in range(290)])
+SEEDS = [sample_seed(0, STEP, n) for n in range(len(PROMPTS))]
+
+Rows = list[tuple[list[int], list[float], bool]]
+
+
+def _rows(rollouts: Rollouts) -> Rows:
+    """Tokens, log-probs and whether it ended; equal only if all bits are."""
+    columns = zip(rollouts.responses.rows(), rollouts.logprobs.rows(), rollouts.finished_N.tolist(), strict=True)
+    return [(tokens.tolist(), logprobs.tolist(), ended) for tokens, logprobs, ended in columns]
+
+
+class _Session:
+    """An actor, and an engine with its weights that is built anew when it fails."""
+
+    def __init__(
+        self, runtime: Runtime, model: str, engine: str, tp: int, parallel: dict[str, int], dtype: str = "fp32"
+    ) -> None:
+        from megarlhf.rollout.megatron_engine import MegatronEngine
+
+        section = RoleConfig.model_validate({"model": {"path": model, "dtype": dtype}, "parallel": parallel})
+        self.runtime, self.actor = runtime, build_role("actor", section, "lm", GroupCache(runtime), seed=0).shard
+        settings = RolloutConfig.model_validate({"max_response_tokens": SAMPLING.max_tokens})
+        self.built: list[weakref.ref[Any]] = []
+
+        def build() -> Any:
+            if engine == "megatron":
+                return MegatronEngine(self.actor, 2)
+            assert all(memory() is None for memory in self.built), "the failed engine still holds its memory"
+            made = vllm_engine.VllmEngine(Path(model), DTYPES[dtype], settings, tp, 320, runtime)
+            runner = made._llm.llm_engine.model_executor.driver_worker.worker.model_runner
+            self.built = [weakref.ref(runner.kv_caches[0]), weakref.ref(next(iter(made._parameters.values())))]
+            return made
+
+        self.engine = RestartingEngine(build, 2)
+        self.engine.update_weights(self.actor, STEP)
+        self.engine.verify_weights(self.actor)
+
+    def draw(self, **options: Any) -> Rows:
+        return _rows(self.engine.generate(PROMPTS, SEEDS, SAMPLING, **options))
+
+
+class _Counting(StepBank):
+    """Counts, on all ranks, what is added to a bank; asks to stop when `limit` responses were added on this rank."""
+
+    limit: float = float("inf")
+    added: list[int]
+
+    @staticmethod
+    def of(kept: StepBank, limit: float = float("inf")) -> _Counting:
+        kept.__class__ = _Counting
+        assert isinstance(kept, _Counting)
+        kept.limit, kept.added = limit, []
+        return kept
+
+    def add(self, row: int, response: Any) -> None:
+        super().add(row, response)
+        self.added.append(row)
+
+    def full(self) -> bool:
+        return len(self.added) >= self.limit
+
+    def of_all_ranks(self) -> list[int]:
+        rows: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(rows, self.added)
+        return sorted(row for part in rows for row in part)
+
+
+def _opened(folder: str, limit: float = float("inf"), fingerprint: str = "weights 7") -> _Counting:
+    bank = Bank(Path(folder))
+    return _Counting.of(
+        bank.open(STEP, fingerprint=fingerprint, sampling=SAMPLING, prompts=PROMPTS, seeds=SEEDS), limit
+    )
+
+
+def cut_off_and_continued(
+    runtime: Runtime,
+    model: str,
+    engine: str,
+    tp: int,
+    parallel: dict[str, int],
+    dtype: str,
+    folder: str,
+    limits: list[int],
+) -> dict[str, Any]:
+    """A rollout without interruption; and one that is cut off once for each limit, and then goes to its end.
+
+    A limit is a number of responses of a rank in that opening, after which it asks to stop: with vLLM rank 0 alone.
+    """
+    session = _Session(runtime, model, engine, tp, parallel, dtype)
+    seen: dict[str, Any] = {"whole": session.draw(), "again": session.draw(), "added": [], "interrupted": []}
+    for limit in limits:
+        with _opened(folder, limit) as kept:
+            try:
+                asks = runtime.rank == 0 or engine == "megatron"
+                session.draw(bank=kept, should_stop=kept.full if asks else lambda: False)
+            except RolloutInterrupted as interruption:
+                seen["interrupted"].append((interruption.num_finished, interruption.num_samples))
+            seen["added"].append((kept.num_taken_over, kept.of_all_ranks()))
+    seen["alone"] = session.draw(bank=_all_but_the_longest(runtime, seen["whole"]))
+    seen["clean"] = session.draw()  # the engine that was interrupted is as good as before
+    session.engine.update_weights(session.actor, STEP)
+    with _opened(folder) as kept:
+        seen["continued"] = session.draw(bank=kept)
+        seen["added"].append((kept.num_taken_over, kept.of_all_ranks()))
+    with _opened(folder) as kept:
+        seen["from_bank"] = session.draw(bank=kept)
+        seen["added"].append((kept.num_taken_over, kept.of_all_ranks()))
+    session.engine.close()
+    seen["group"] = dist.is_initialized()
+    return seen
+
+
+def _all_but_the_longest(runtime: Runtime, whole: Rows) -> KeptResponses:
+    """Holds all rows but for one for each of two engines, which then computes with a single row at a time."""
+    rows = sorted(range(len(whole)), key=lambda row: len(whole[row][0]))[:-2]
+    return KeptResponses({row: Response(*whole[row]) for row in rows} if runtime.is_main else {})
+
+
+def continued(runtime: Runtime, model: str, engine: str, tp: int, parallel: dict[str, int], folder: str) -> Any:
+    """What another run, perhaps of another layout, makes of a bank."""
+    session = _Session(runtime, model, engine, tp, parallel)
+    with _opened(folder) as kept:
+        seen = session.draw(bank=kept), kept.num_taken_over, kept.of_all_ranks()
+    session.engine.close()
+    return seen
+
+
+@contextmanager
+def _failing(runtime: Runtime, session: _Session, where: str, ranks: tuple[int, ...], call: int) -> Iterator[list[int]]:
+    """The engine raises in one call on these ranks, after what it does there; yields the calls so far of this rank."""
+    from vllm.v1.engine.llm_engine import LLMEngine
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+    owner, name = {"step": (LLMEngine, "step"), "forward": (CPUModelRunner, "_model_forward")}[where]
+    real, calls = getattr(owner, name), [0]
+
+    def fail(*arguments: Any, **options: Any) -> Any:
+        calls[0] += 1
+        result = real(*arguments, **options)
+        if calls[0] == call and runtime.rank in ranks:
+            raise RuntimeError(f"planted in {where}")
+        return result
+
+    setattr(owner, name, fail)
+    try:
+        yield calls
+    finally:
+        setattr(owner, name, real)
+
+
+@contextmanager
+def _counted_rows() -> Iterator[list[int]]:
+    """The number of rows of each attempt of this rank's engine."""
+    real, drawn = vllm_engine.draw, list[int]()
+
+    def counting(engine: Any, enqueue: Callable[[], list[str]], rows: Sequence[int], *rest: Any) -> bool:
+        drawn.append(len(rows))
+        return real(engine, enqueue, rows, *rest)
+
+    vllm_engine.draw = counting
+    try:
+        yield drawn
+    finally:
+        vllm_engine.draw = real
+
+
+def engine_failures(
+    runtime: Runtime, model: str, tp: int, parallel: dict[str, int], faults: list[tuple[str, tuple[int, ...], int]]
+) -> dict[str, Any]:
+    """An undisturbed rollout; and one for each fault, with what was drawn anew after it and how often."""
+    session = _Session(runtime, model, "vllm", tp, parallel)
+    seen: dict[str, Any] = {"whole": session.draw(), "rows": [], "drawn": [], "rebuilds": []}
+    for where, ranks, call in faults:
+        with _counted_rows() as drawn, _failing(runtime, session, where, ranks, call) as calls:
+            seen["rows"].append(session.draw())
+            assert calls[0] >= call
+        seen["drawn"].append(drawn)
+        seen["rebuilds"].append(session.engine.rebuilds)
+    gc.collect()
+    session.engine.close()
+    numbers = torch.ones(1)
+    dist.all_reduce(numbers)  # the run's own group outlives its engines
+    seen["sum"] = float(numbers)
+    return seen

@@ -1,0 +1,286 @@
+"""A run that is cut off anywhere and started again by the same command gives the run that was never cut off.
+
+Runs are cut off by an exception at a chosen call, on ranks that are there already; by SIGKILL, in processes of their
+own, in tests/test_resume_killed.py and `make test-faults`. Equal means: every metric but seconds, bit for bit, and
+every byte of the exported weights. Not covered: GPUs, whose kernels need `run.deterministic`.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from megarlhf.resume.point import find_points
+from tests.distributed.resume_jobs import command_until, command_with_signal
+from tests.distributed.test_rl_layouts import config as rl_config
+from tests.ranks import RankPool
+
+STEPS = 5
+TRAIN = "megarlhf.parallel.step:Trainer"
+BORDER = "megarlhf.resume.checkpointer:Checkpointer"
+ENGINE = "megarlhf.rollout.megatron_engine:MegatronEngine"
+EXPORTS = "megarlhf.trainers.exports:Exports"
+
+ROLES = ("actor", "reference", "critic", "reward_model")
+
+Cut = tuple[str, str, int]
+"""Class, method, and the number of the call that does not happen."""
+CUTS: dict[str, list[Cut]] = {
+    "sft": [(BORDER, "border", 1), (TRAIN, "step", 3), (BORDER, "border", 5), (EXPORTS, "maybe_write", 5)],
+    "rm": [(TRAIN, "accumulate", 4), (EXPORTS, "maybe_write", 5)],
+    "ppo": [
+        (ENGINE, "generate", 3),
+        (TRAIN, "step", 5),
+        (TRAIN, "accumulate", 8),
+        (BORDER, "border", 9),
+        ("megarlhf.trainers.rl", "add_advantages", 3),
+    ],
+    "grpo": [(TRAIN, "step", 6), (ENGINE, "generate", 4)],
+}
+
+
+@dataclass
+class Case:
+    """A command, its configuration, and what it gives when nothing happens."""
+
+    command: str
+    config: dict[str, Any]
+    reference: Path
+
+
+def tree(name: str, models: dict[str, Path], data: dict[str, Path]) -> dict[str, Any]:
+    if name in ("sft", "rm"):
+        role, model = ("actor", "plain") if name == "sft" else ("reward_model", "plain")
+        optim = {"lr": 1e-3, "schedule": "cosine", "warmup_steps": 2}
+        return {
+            role: {"model": {"path": str(models[model])}, "optim": optim},
+            # 64 records are not a multiple of the batch: the second epoch begins inside a batch.
+            "data": {"train": str(data["sft" if name == "sft" else "pairs"])},
+            "train": {"num_steps": STEPS, "mini_batch_samples": 24, "micro_batch_samples": 4},
+            "checkpoint": {"every": 2, "every_minutes": 0, "export_every": 2},
+        }
+    algo = {} if name == "ppo" else {"advantage": "group_relative"}
+    made = rl_config({**models, "other": models["scorer"]}, data["prompts"], {}, **algo)
+    made["train"] |= {"num_steps": 3, "prompts_per_step": 4, "stop": {"heldout_reward_patience": 50}}
+    made["data"]["heldout"], made["eval"] = str(data["prompts"]), {"every": 1, "max_samples": 6}
+    made["checkpoint"] = {"every_updates": 1, "every_minutes": 0, "keep": 3, "export_every": 1}
+    return made
+
+
+def command_line(case: Case, run: Path, *overrides: str) -> list[str]:
+    file = run.with_suffix(".yaml")
+    file.write_text(yaml.safe_dump({**case.config, "run": {"dir": str(run)}}))
+    return [case.command, "-c", str(file), *overrides]
+
+
+def rows(run: Path) -> list[dict[str, Any]]:
+    """Metrics without those that say how long something took."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in row.items() if not name.startswith("seconds")} for row in lines]
+
+
+def weights(run: Path) -> dict[str, bytes]:
+    """Every exported file of weights, by step and role."""
+    files = sorted((run / "checkpoints").glob("step_*/*/*.safetensors"))
+    return {str(file.relative_to(run)): file.read_bytes() for file in files}
+
+
+@pytest.fixture(scope="module", params=CUTS)
+def case(
+    request: pytest.FixtureRequest,
+    ranks: RankPool,
+    two_layers: dict[str, Path],
+    data: dict[str, Path],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Case:
+    name = request.param
+    made = Case("rl" if name in ("ppo", "grpo") else name, tree(name, two_layers, data), Path())
+    made.reference = tmp_path_factory.mktemp(name) / "whole"
+    ranks.run(2, "command", *command_line(made, made.reference))
+    return made
+
+
+def test_a_run_that_is_cut_off_goes_on_exactly(
+    case: Case, ranks: RankPool, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    name = request.node.callspec.params["case"]
+    for number, (owner, method, calls) in enumerate(CUTS[name]):
+        run = tmp_path / f"run{number}"
+        argv = command_line(case, run)
+        cut = ranks.run(2, command_until, calls, owner, method, *argv)
+        assert "killed" in cut, f"{owner}.{method} was called less than {calls} times"
+        before = {point.position.name for point in find_points(run)}
+        said = ranks.run(2, "command", *argv)[0]
+        if before:
+            assert f"from resume/{max(before)}" in said
+        else:
+            assert "the run begins at step 0" in said
+        assert rows(run) == rows(case.reference), (owner, method, calls)
+        assert weights(run) == weights(case.reference)
+        assert json.loads((run / "FINISHED").read_text())["reason"] == "num_steps"
+        assert not [path for path in (run / "resume").iterdir() if path.name.startswith(".")]
+
+
+def test_another_layout_goes_on_with_the_same_state(
+    ranks: RankPool, two_layers: dict[str, Path], data: dict[str, Path], tmp_path: Path
+) -> None:
+    """PPO cut off inside a step at tp 1, gone on with at tp 2 x pp 2 and at dp 4 on the same responses: the updates
+    that are left agree up to the rounding of their sums, as tests/distributed/test_rl_layouts.py allows."""
+    ppo = Case("rl", tree("ppo", two_layers, data), Path())
+    ppo.config["checkpoint"]["background"] = False
+    finals = []
+    for name, world_size, parallel in (("same", 1, {}), ("tp2pp2", 4, {"tp": 2, "pp": 2}), ("dp4", 4, {})):
+        run = tmp_path / name
+        argv = command_line(ppo, run, "train.num_steps=1")
+        assert "killed" in ranks.run(1, command_until, 5, TRAIN, "step", *argv)
+        layout = [
+            f"{role}.parallel={json.dumps(parallel)}" for role in ("actor", "reference", "critic", "reward_model")
+        ]
+        said = ranks.run(world_size, "command", *argv, *layout, "train.num_steps=1")[0]
+        assert "from resume/step_000000_update_0002" in said
+        if name != "same":
+            assert f"goes on at tp {parallel.get('tp', 1)}" in said
+        finals.append(rows(run)[-1])
+    for final in finals[1:]:
+        assert final["response_length_mean"] == finals[0]["response_length_mean"]
+        for metric in ("value_loss", "entropy", "actor_grad_norm", "critic_grad_norm", "kl"):
+            assert final[metric] == pytest.approx(finals[0][metric], rel=1e-4, abs=1e-6), metric
+
+
+def flip_a_byte(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 0x10
+    path.write_bytes(bytes(content))
+
+
+def test_damaged_points_are_passed_over_before_anything_is_touched(
+    ranks: RankPool, two_layers: dict[str, Path], data: dict[str, Path], tmp_path: Path
+) -> None:
+    """The newest point has a flipped byte, the next one is cut short: the third is used, and the end is the same. When
+    all are damaged the start is refused, and nothing has changed in the directory."""
+    sft = Case("sft", tree("sft", two_layers, data), Path())
+    sft.config["checkpoint"] = {"every": 1, "every_minutes": 0, "keep": 4}
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    ranks.run(1, "command", *command_line(sft, whole))
+    argv = command_line(sft, run)
+    ranks.run(1, command_until, 6, BORDER, "border", *argv)
+    points = find_points(run)
+    assert len(points) >= 3
+    flip_a_byte(next((points[-1].path / "actor").glob("*.distcp")))
+    (points[-2].path / "state/random.pt").write_bytes((points[-2].path / "state/random.pt").read_bytes()[:-1])
+    said = ranks.run(1, "command", *argv)[0]
+    assert f"from resume/{points[-3].position.name}" in said
+    assert f"{points[-1].position.name} is passed over: actor/" in said
+    assert f"{points[-2].position.name} is passed over: state/random.pt has" in said
+    assert rows(run) == rows(whole)
+
+    other = tmp_path / "other"
+    argv = command_line(sft, other)
+    ranks.run(1, command_until, 5, BORDER, "border", *argv)
+    for point in find_points(other):
+        flip_a_byte(point.path / "MANIFEST.json")
+    before = {path: path.stat().st_mtime_ns for path in other.rglob("*") if path.is_file()}
+    status, said = ranks.run(1, "command_status", *argv)[0]
+    assert status == 2
+    assert "no resume point in" in said
+    assert "is damaged" in said
+    assert before == {path: path.stat().st_mtime_ns for path in other.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("changed", ["data", "reference"])
+def test_other_data_and_another_reference_are_refused(
+    changed: str, ranks: RankPool, two_layers: dict[str, Path], data: dict[str, Path], tmp_path: Path
+) -> None:
+    """Under the same names: files whose content has changed since. `run.allow_changes` lets the run go on, and it is
+    said."""
+    from safetensors.torch import load_file, save_file
+
+    from tests.distributed.tiny import write_tiny_llama
+
+    made = tree("grpo", two_layers, data)
+    prompts, reference = tmp_path / "prompts.jsonl", tmp_path / "reference"
+    prompts.write_text(data["prompts"].read_text())
+    write_tiny_llama(reference, seed=0, num_layers=2)
+    made["data"]["train"], made["reference"]["model"]["path"] = str(prompts), str(reference)
+    grpo = Case("rl", made, Path())
+    run = tmp_path / "run"
+    argv = command_line(grpo, run)
+    ranks.run(1, command_until, 6, TRAIN, "step", *argv)
+    if changed == "data":
+        lines = prompts.read_text().splitlines(keepends=True)
+        prompts.write_text("".join([lines[1], lines[0], *lines[2:]]))
+        why = "gives other samples"
+    else:
+        file = reference / "model.safetensors"
+        tensors = load_file(file)
+        tensors["model.norm.weight"][3] += torch.finfo(torch.float32).eps
+        save_file(tensors, file, metadata={"format": "pt"})
+        why = "the reference has other weights"
+    before = {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file()}
+    status, said = ranks.run(1, "command_status", *argv)[0]
+    assert (status, why in said) == (2, True), said
+    assert before == {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file()}
+    said = ranks.run(1, "command", *argv, "run.allow_changes=true")[0]
+    assert why in said
+
+
+def test_what_the_bank_holds_is_not_generated_again(
+    ranks: RankPool, two_layers: dict[str, Path], data: dict[str, Path], tmp_path: Path
+) -> None:
+    """Cut off while the second step's responses are drawn, and resumed from before the first: both steps' responses
+    come out of the bank, where they are there, and the run is the same. A changed file of the bank is not used."""
+    grpo = Case("rl", tree("grpo", two_layers, data), Path())
+    grpo.config["checkpoint"] = {"every_minutes": 1000}
+    whole = tmp_path / "whole"
+    ranks.run(1, "command", *command_line(grpo, whole))
+    for name, spoilt in (("kept", False), ("spoilt", True)):
+        run = tmp_path / name
+        argv = command_line(grpo, run)
+        assert "killed" in ranks.run(1, command_until, 16 + 6, "megarlhf.rollout.bank:StepBank", "add", *argv)
+        assert not find_points(run)
+        if spoilt:
+            for file in sorted(run.glob("bank/step_*/*.jsonl")):
+                flip_a_byte(file)
+        said = ranks.run(1, "command", *argv)[0]
+        assert ("step 1: 16 of 16 responses are in the rollout bank" in said) is not spoilt
+        assert ("step 2: 5 of 16 responses are in the rollout bank" in said) is not spoilt
+        assert rows(run) == rows(whole)
+        assert not list((run / "bank").glob("step_*")), "all steps are covered by the last resume point"
+
+
+@pytest.mark.parametrize(
+    ("owner", "method", "calls", "position"),
+    [(TRAIN, "step", 3, "step_000001"), ("megarlhf.rollout.bank:StepBank", "add", 17, "step_000001")],
+)
+def test_a_signal_saves_and_ends_the_run(
+    owner: str,
+    method: str,
+    calls: int,
+    position: str,
+    ranks: RankPool,
+    two_layers: dict[str, Path],
+    data: dict[str, Path],
+    tmp_path: Path,
+) -> None:
+    """SIGTERM in the middle of an optimizer update or of a rollout: status 75, a resume point of the last border, and
+    the same run in the end."""
+    name = "sft" if owner == TRAIN else "grpo"
+    made = Case("sft" if name == "sft" else "rl", tree(name, two_layers, data), Path())
+    made.config["checkpoint"] = {"every_minutes": 1000}
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    ranks.run(1, "command", *command_line(made, whole))
+    argv = command_line(made, run)
+    status, said = ranks.run(1, command_with_signal, calls, owner, method, *argv)[0]
+    assert status == 75, said
+    point = find_points(run)[-1].position.name
+    assert f"stopped (SIGTERM): saved {run}/resume/{point}" in said
+    assert point == ("step_000003" if name == "sft" else position)
+    said = ranks.run(1, "command", *argv)[0]
+    assert f"from resume/{point}" in said
+    assert rows(run) == rows(whole)

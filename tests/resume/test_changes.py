@@ -1,0 +1,107 @@
+"""Each key is neutral or mathematics, and each change of a configuration is told as one of the two.
+
+Not covered: that what is called neutral leaves the numbers alone, which the tests of the layouts show.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from copy import deepcopy
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+from megarlhf.config import RLConfig, RMConfig, SFTConfig
+from megarlhf.config.load import _apply_override, _model_in
+from megarlhf.resume.changes import CONDITIONAL, KINDS, ROLES, compare, kind_of
+from tests.config.examples import KINDS as EXAMPLES
+
+TRAINING = {name: EXAMPLES[name] for name in ("sft", "rm", "rl")}
+
+
+def keys_of(model: type[BaseModel]) -> Iterator[str]:
+    """Every key of a configuration by its sections; a list of sections is one key, and a mapping has any."""
+    for name, field in model.model_fields.items():
+        if "Mapping" in str(field.annotation):
+            yield f"{name}.any"
+            continue
+        section = None if "tuple" in str(field.annotation) else _model_in(field.annotation)
+        yield from [name] if section is None else (f"{name}.{key}" for key in keys_of(section))
+
+
+def loaded(name: str, *overrides: str) -> Any:
+    kind, tree = TRAINING[name]
+    tree = deepcopy(tree)
+    for override in overrides:
+        _apply_override(tree, override)
+    return kind.model_validate(tree)
+
+
+@pytest.mark.parametrize("name", TRAINING)
+def test_every_key_is_classified(name: str) -> None:
+    cfg = loaded(name)
+    unclassified = []
+    for key in keys_of(type(cfg)):
+        try:
+            kind_of(key, cfg, cfg)
+        except KeyError:
+            unclassified.append(key)
+    assert unclassified == [], "say in resume/changes.py whether another value changes what is computed"
+
+
+def test_no_entry_is_about_a_key_that_there_is_not() -> None:
+    """But vLLM's own arguments, which are free."""
+    keys = {key for kind in (SFTConfig, RMConfig, RLConfig) for key in keys_of(kind)}
+    general = {f"ROLE.{key.partition('.')[2]}" if key.partition(".")[0] in ROLES else key for key in keys}
+    free = {"rollout.engine_args.*", "rollout.engine_args.kv_cache_dtype"}
+    for entry in {*KINDS, *CONDITIONAL} - free:
+        section = entry.removesuffix("*")
+        assert any(key == entry or (section != entry and key.startswith(section)) for key in general), entry
+
+
+CASES = [
+    ("sft", [], [], [], []),
+    ("sft", [], ["run.dir=y", "run.nproc=2", "actor.parallel.tp=2"], ["run.dir", "run.nproc", "actor.parallel.tp"], []),
+    ("sft", [], ["actor.optim.lr=0.5"], [], ["actor.optim.lr: 0.001 -> 0.5"]),
+    ("sft", [], ["train.num_steps=9"], ["train.num_steps: 3 -> 9"], []),
+    ("sft", ["actor.optim.schedule=cosine"], ["train.num_steps=9"], [], ["train.num_steps: 3 -> 9"]),
+    ("sft", [], ["data.heldout=h.jsonl", "eval.every=2"], ["data.heldout: not set -> h.jsonl", "eval.every"], []),
+    ("sft", [], ["data.train=data/../data/train.jsonl"], ["data.train"], []),
+    ("sft", [], ["data.train=other.jsonl"], [], ["data.train: data/train.jsonl -> other.jsonl"]),
+    ("rm", ["data.heldout=h", "unit_variance=true"], ["eval.max_samples=2"], [], ["eval.max_samples: not set -> 2"]),
+    ("rm", ["data.heldout=h", "unit_variance=true"], ["eval.every=2"], ["eval.every: 0 -> 2"], []),
+    ("rm", ["data.heldout=h", "unit_variance=true"], ["train.num_steps=9"], [], ["train.num_steps"]),
+    ("rl", [], ["data.heldout=h", "eval.every=1"], ["data.heldout", "eval.every"], []),
+    (
+        "rl",
+        ["train.stop.heldout_reward_patience=2", "eval.every=1"],
+        ["eval.every=2"],
+        [],
+        ["eval.every: 1 -> 2"],
+    ),
+    ("rl", [], ["reference.model.path=models/sft"], [], []),
+    ("rl", [], ["reference.model.path=models/x"], [], ["reference.model.path: models/sft -> models/x"]),
+    ("rl", [], ["actor.optim.lr=0.5"], [], ["actor.optim.lr"]),
+    ("rl", [], ["reward_model.optim.lr=0.5"], [], []),
+    ("rl", [], ["critic.optim.schedule=linear"], [], ["critic.optim.schedule"]),
+    ("rl", ["critic.optim.schedule=linear"], ["train.num_steps=9"], [], ["train.num_steps"]),
+    ("rl", ["reward_model.optim.schedule=linear"], ["train.num_steps=9"], ["train.num_steps"], []),
+    ("rl", [], ["rollout.engine_args={max_num_seqs: 4}"], ["rollout.engine_args.max_num_seqs: not set -> 4"], []),
+    ("rl", [], ["rollout.engine_args={kv_cache_dtype: fp8}"], [], ["rollout.engine_args.kv_cache_dtype"]),
+    ("rl", [], ["rollout.temperature=0.5", "algo.kl.coef=0.1"], [], ["rollout.temperature", "algo.kl.coef"]),
+    ("rl", [], ["rewards=[{kind: model}]"], [], ["rewards: "]),
+]
+
+
+@pytest.mark.parametrize("name, both, changed, neutral, mathematics", CASES)
+def test_changes_are_told(
+    name: str, both: list[str], changed: list[str], neutral: list[str], mathematics: list[str]
+) -> None:
+    """The start of each line in words; the order is that of the sections."""
+    changes = compare(loaded(name, *both), loaded(name, *both, *changed))
+    for found, expected in ((changes.neutral, neutral), (changes.mathematics, mathematics)):
+        lines = [str(change) for change in found]
+        assert len(lines) == len(expected), lines
+        for start in expected:
+            assert any(line.startswith(start) for line in lines), (start, lines)

@@ -1,0 +1,189 @@
+"""A signal asks a run to save; the second one stops it at once, also where the main thread does not come back.
+
+Each process that gets a signal is a small one. Not covered: what a run saves; NCCL.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from signal import SIGINT, SIGTERM, SIGUSR1, Signals
+from typing import Any
+
+import pytest
+
+from megarlhf.resume import signals
+from megarlhf.resume.signals import Repeats, StopRequest, StopRun, seconds_of, time_left
+from megarlhf.runtime import Runtime
+from tests.command import ROOT
+from tests.ranks import RankPool
+
+TOY = """
+import ctypes, os, signal, sys, time
+from megarlhf.resume import signals
+signals.REPEAT_SECONDS = 0.3
+signals.END_SECONDS = 0.5
+what = sys.argv[1]
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a process in the background ignores it
+with signals.StopRequest(speaks=what != "silent") as stop:
+    print("ready", flush=True)
+    if what == "stuck":
+        mutex = ctypes.create_string_buffer(64)
+        ctypes.CDLL(None).pthread_mutex_lock(mutex), ctypes.CDLL(None).pthread_mutex_lock(mutex)  # for ever
+    deadline = time.monotonic() + 60
+    while not stop.requested() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    print(stop.requested().name, stop.seconds_ago < 5, flush=True)
+    if what == "waits":
+        time.sleep(60)
+print("left", flush=True)
+"""
+
+
+def start(what: str) -> subprocess.Popen[str]:
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen([sys.executable, "-c", TOY, what], cwd=ROOT, **pipes)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+@pytest.mark.parametrize("number", [SIGTERM, SIGUSR1, SIGINT])
+@pytest.mark.parametrize("what", ["speaks", "silent"])
+def test_the_first_signal_is_noted_and_said_once(what: str, number: Signals) -> None:
+    """And its echo within the second is no second one."""
+    process = start(what)
+    process.send_signal(number)
+    time.sleep(0.05)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=30)
+    assert (process.returncode, out) == (0, f"{number.name} True\nleft\n"), err
+    said = "saving at the next moment between two updates, then this run ends. Again: at once"
+    assert err == (f"\nmegarlhf: {number.name}: {said}\n" if what == "speaks" else "")
+
+
+@pytest.mark.parametrize("what", ["waits", "stuck"])
+@pytest.mark.parametrize(
+    "first, second, status", [(SIGTERM, SIGTERM, 143), (SIGINT, SIGINT, 130), (SIGINT, SIGTERM, 143)]
+)
+def test_the_second_signal_ends_the_process(what: str, first: Signals, second: Signals, status: int) -> None:
+    """In Python's sleep, which KeyboardInterrupt ends, and in a call of C that no signal ends."""
+    process = start(what)
+    process.send_signal(first)
+    time.sleep(0.5)
+    assert process.poll() is None
+    started = time.monotonic()
+    process.send_signal(second)
+    out, err = process.communicate(timeout=30)
+    assert time.monotonic() - started < 20
+    interrupted = (first, second, what) == (SIGINT, SIGINT, "waits")  # an uncaught KeyboardInterrupt, as everywhere
+    assert process.returncode == (-SIGINT if interrupted else status), err
+    assert ("KeyboardInterrupt" in err) == interrupted
+    assert ("SIGTERM again: stopped at once" in err) == (second == SIGTERM)
+    assert "left" not in out
+
+
+def test_sigterm_after_sigusr1_is_the_first() -> None:
+    """Slurm's warning, and then the end of the time: the run may still be saving."""
+    repeats = Repeats()
+    kinds = [repeats.kind(*each) for each in ((SIGUSR1, 0.0), (SIGUSR1, 5.0), (SIGTERM, 9.0), (SIGTERM, 9.5))]
+    assert kinds == ["first", "first", "first", "echo"]
+    assert [repeats.kind(SIGINT, 10.5), repeats.kind(SIGTERM, 11.0), repeats.kind(SIGTERM, 12.0)] == [
+        "second",
+        "echo",
+        "second",
+    ]
+
+
+def test_signals_in_this_process_and_handlers_afterwards(capfd: pytest.CaptureFixture[str]) -> None:
+    """The more urgent counts; a forked child's own signals do not, and end it as ever."""
+    before = {number: signal.getsignal(number) for number in signals.STOP_SIGNALS}
+    with StopRequest(speaks=False) as stop:
+        assert stop.requested() is None
+        assert stop.agreed() is None
+        if not (child := os.fork()):
+            time.sleep(60)
+            os._exit(0)
+        os.kill(child, SIGTERM)
+        assert os.waitpid(child, 0)[1] == SIGTERM
+        assert stop.requested() is None
+        for number in (SIGUSR1, SIGTERM, SIGUSR1):
+            os.kill(os.getpid(), number)
+            deadline = time.monotonic() + 10
+            while stop.requested() is None and time.monotonic() < deadline:
+                time.sleep(0.01)
+            time.sleep(0.05)
+        assert stop.requested() == stop.agreed() == SIGTERM
+    assert {number: signal.getsignal(number) for number in signals.STOP_SIGNALS} == before
+    assert capfd.readouterr().err == ""
+
+
+def _agree(runtime: Runtime) -> list[str | None]:
+    """What each rank is told when none, and when the second has received a signal."""
+    with StopRequest(device=runtime.device, speaks=False) as stop:
+        answers = [stop.agreed()]
+        if runtime.rank == 1:
+            os.kill(os.getpid(), SIGTERM)
+            while stop.requested() is None:
+                time.sleep(0.01)
+        answers.append(stop.agreed())
+        assert (stop.requested() is None) == (runtime.rank == 0)
+    return [None if answer is None else answer.name for answer in answers]
+
+
+def test_all_ranks_get_the_same_answer(ranks: RankPool) -> None:
+    assert ranks.run(2, _agree) == [[None, "SIGTERM"]] * 2
+
+
+def test_the_status_of_a_run_that_has_saved() -> None:
+    assert [StopRun("saved", number).status for number in (None, SIGUSR1, SIGTERM, SIGINT)] == [75, 75, 75, 130]
+    assert str(StopRun("saved in x", SIGTERM)) == "saved in x"
+
+
+@pytest.mark.parametrize(
+    "text, seconds",
+    [
+        ("1-02:03:04", 93784.0),
+        ("2:00:00", 7200.0),
+        ("4:05", 245.0),
+        ("UNLIMITED", None),
+        ("NOT_SET", None),
+        ("", None),
+        ("x-1:00", None),
+    ],
+)
+def test_how_slurm_writes_a_time(text: str, seconds: float | None) -> None:
+    assert seconds_of(text) == seconds
+
+
+def test_the_time_left_is_asked_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("SLURM_JOB_ID", "SLURM_JOB_END_TIME"):
+        monkeypatch.delenv(name, raising=False)
+    assert time_left() is None
+    squeue = tmp_path / "squeue"
+    squeue.write_text(f'#!/bin/sh\necho "$*" >> {tmp_path}/asked\necho 1:00\n')
+    squeue.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    first = time_left()
+    assert first is not None
+    assert 50 < first <= 60
+    second = time_left()
+    assert second is not None
+    assert 50 < second <= first
+    assert (tmp_path / "asked").read_text() == "-h -j 77 -o %L\n"
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 500))
+    told = time_left()
+    assert told is not None
+    assert 490 < told <= 500
+    monkeypatch.delenv("SLURM_JOB_END_TIME")
+    monkeypatch.setenv("SLURM_JOB_ID", "78")
+    squeue.write_text("#!/bin/sh\nexit 1\n")
+    assert time_left() is None
+    monkeypatch.setenv("SLURM_JOB_ID", "79")
+    monkeypatch.setenv("PATH", str(tmp_path / "nowhere"))
+    assert time_left() is None

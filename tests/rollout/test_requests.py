@@ -1,0 +1,105 @@
+"""Stepping an engine of vLLM's: what counts as a response, and what ranks agree on. A stand-in takes the steps.
+
+Not covered here: the real vLLM, and ranks that fail alone (tests/distributed/test_rollout_resume.py).
+"""
+
+from types import SimpleNamespace
+
+import pytest
+
+from megarlhf.rollout.engine import EngineFailure, KeptResponses, Response, Sampling
+from megarlhf.rollout.requests import draw, response_of, run_in_lockstep
+
+SAMPLING = Sampling(max_tokens=3, end_ids=(2, 9))
+
+
+def output(tokens, reason, request_id="0"):
+    logprobs = [{token: SimpleNamespace(logprob=-0.5)} for token in tokens]
+    sampled = SimpleNamespace(token_ids=tokens, logprobs=logprobs, finish_reason=reason)
+    return SimpleNamespace(outputs=[sampled], finished=reason is not None, request_id=request_id)
+
+
+class Engine:
+    """Finishes one request in each step, the last first; outputs that are not finished are in between."""
+
+    def __init__(self):
+        self.open: list[str] = []
+        self.aborted: list[str] = []
+        self.steps = 0
+
+    def enqueue(self):
+        self.open = ["10-a1", "11-b2", "12-c3"]
+        return list(self.open)
+
+    def get_num_unfinished_requests(self):
+        return len(self.open)
+
+    def step(self):
+        self.steps += 1
+        return [output([5], None, self.open[0].split("-")[0]), output([2], "stop", self.open.pop().split("-")[0])]
+
+    def abort_request(self, requests, internal):
+        assert internal
+        self.aborted, self.open = list(requests), []
+
+
+def test_each_row_gets_its_own_response_as_it_finishes():
+    engine, seen = Engine(), []
+    bank = KeptResponses()
+    bank.add = lambda row, response: seen.append((engine.steps, row, response))
+    assert draw(engine, engine.enqueue, [4, 7, 6], SAMPLING, bank, None, None) is False
+    expected = Response([2], [-0.5], True)
+    assert seen == [(1, 6, expected), (2, 7, expected), (3, 4, expected)]
+
+
+@pytest.mark.parametrize("after", [0, 1, 2])
+def test_a_stop_keeps_what_is_finished_and_aborts_the_rest(after):
+    engine, bank = Engine(), KeptResponses()
+    stopped = draw(engine, engine.enqueue, [0, 1, 2], SAMPLING, bank, lambda: engine.steps == after, None)
+    assert (stopped, sorted(bank.held), engine.steps) == (True, [2, 1, 0][:after][::-1], after)
+    assert engine.aborted == ["10-a1", "11-b2", "12-c3"]
+
+
+def test_a_stop_after_the_last_response_is_none():
+    engine, bank = Engine(), KeptResponses()
+    assert draw(engine, engine.enqueue, [0, 1, 2], SAMPLING, bank, lambda: engine.steps == 3, None) is False
+    assert sorted(bank.held) == [0, 1, 2]
+    assert engine.aborted == []
+
+
+def test_a_failure_is_raised_and_logged_with_its_traceback(one_rank, caplog):
+    def steps():
+        yield 3
+        raise MemoryError("planted")
+
+    with pytest.raises(MemoryError, match="planted"):
+        run_in_lockstep(steps())
+    assert "failed on rank 0" in caplog.text
+    assert "in steps" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "tokens, reason, finished",
+    [([5, 2], "stop", True), ([9], "stop", True), ([5, 5, 2], "stop", True), ([5, 5, 5], "length", False)],
+)
+def test_a_response_ends_with_an_end_token_or_at_its_limit(tokens, reason, finished):
+    assert response_of(output(tokens, reason), SAMPLING) == Response(tokens, [-0.5] * len(tokens), finished)
+
+
+@pytest.mark.parametrize(
+    "tokens, reason",
+    [
+        ([5], "length"),  # the engine's own limit, before the sampling's
+        ([], "length"),  # a prompt that the engine ignored
+        ([5], "abort"),
+        ([5, 5, 5], "abort"),
+        ([5], "error"),
+        ([5, 5], "repetition"),
+        ([5, 5, 5], "stop"),
+        ([5, 2], "length"),
+        ([5, 2], "abort"),
+    ],
+)
+def test_no_other_end_is_taken_for_a_response(tokens, reason):
+    with pytest.raises(EngineFailure, match=f"for the reason '{reason}' after {len(tokens)} of at most 3 tokens"):
+        response_of(output(tokens, reason), SAMPLING)

@@ -1,0 +1,295 @@
+"""The batch scripts with stand-ins for Slurm's programs: what reaches the tasks, and what a job is submitted with.
+
+Not covered: Slurm itself (`test_life_cycle.py`), and the clusters' own scripts.
+"""
+
+import os
+import shutil
+import subprocess
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+
+from tools import slurm_scripts
+
+ROOT = Path(__file__).parents[2]
+SLURM = ROOT / "slurm"
+
+SQUEUE = """#!/usr/bin/env bash
+echo "${*: -1}" | sed 's/.*%e/2026-11-22T23:00:00/; s/.*%r/None/'
+"""
+
+SCONTROL = """#!/usr/bin/env bash
+[[ "$*" == "requeue 412345" ]] && { echo yes >"$RECORD/requeued"; exit; }
+[[ "$*" == "--oneliner show node"* ]] && { echo "State=IDLE BootTime=None"; exit; }
+[[ "$*" == "show hostnames node[07-08]" ]] || { echo "unexpected: scontrol $*" >&2; exit 1; }
+printf '%s\\n' node07 node08
+"""
+
+# Writes down its own options, then starts the command once for each task, as srun does.
+SRUN = """#!/usr/bin/env bash
+while [[ ${1:-} == -* ]]; do printf '%s\\0' "$1" >>"$RECORD/srun"; shift; done
+for ((task = 0; task < SLURM_NTASKS; task++)); do
+    SLURM_PROCID=$task SLURM_STEP_ID=0 "$@" || exit
+done
+"""
+
+MEGARLHF = """#!/usr/bin/env bash
+printf '%s\\0' "$@" >"$RECORD/argv.$SLURM_PROCID"
+env -0 >"$RECORD/env.$SLURM_PROCID"
+said=$MEGARLHF_JOB_STATE/exit.$SLURM_PROCID
+[[ -z ${TASK_SAYS:-} ]] || printf '%s\\nwhat is wrong\\n' "$TASK_SAYS" >"$said"
+exit "${TASK_STATUS:-0}"
+"""
+
+JOB = {
+    "SLURM_JOB_ID": "412345",
+    "SLURM_JOB_NODELIST": "node[07-08]",
+    "SLURM_NTASKS": "2",
+}
+
+
+@pytest.fixture
+def submit(tmp_path):
+    """Run the script as Slurm would; returns (the finished process, the folder of records)."""
+    folder, record = tmp_path / "bin", tmp_path / "record"
+    folder.mkdir()
+    record.mkdir()
+    for name, text in (("scontrol", SCONTROL), ("squeue", SQUEUE), ("srun", SRUN), ("megarlhf", MEGARLHF)):
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    base = {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}", "RECORD": str(record), "HOME": str(tmp_path)}
+    base |= {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_NAME": "job"}
+
+    def run(*arguments, script="sft", **environ):
+        command = ["bash", str(SLURM / f"{script}.sbatch"), *arguments]
+        return subprocess.run(command, env=base | JOB | environ, capture_output=True, text=True), record
+
+    return run
+
+
+def words(path):
+    return path.read_bytes().decode().split("\0")[:-1]
+
+
+def environment(path):
+    return dict(entry.split("=", 1) for entry in words(path))
+
+
+@pytest.mark.parametrize("script", ["sft", "rm", "rl", "eval"])
+def test_every_task_gets_the_command_line_and_the_rendezvous(submit, script):
+    """The port: 10000 + 412345 mod 20000 = 22345. An argument with a space stays one argument."""
+    arguments = ["-c", "configs/x.yaml", "run.dir=/data/my runs", "train.num_steps=3"]
+    done, record = submit(*arguments, script=script)
+    assert done.returncode == 0, done.stderr
+    for task in ("0", "1"):
+        assert words(record / f"argv.{task}") == [script, *arguments]
+        env = environment(record / f"env.{task}")
+        assert (env["MASTER_ADDR"], env["MASTER_PORT"]) == ("node07", "22345")
+        assert (env["SLURM_PROCID"], env["SLURM_NTASKS"]) == (task, "2")
+        assert env["OMP_NUM_THREADS"] == "1"
+        if script != "eval":
+            assert env["SLURM_JOB_END_TIME"] == str(int(datetime(2026, 11, 22, 23).timestamp()))
+    assert words(record / "srun") == ["--kill-on-bad-exit=0", "--wait=60", "--label"]
+    assert f"megarlhf {script} -c configs/x.yaml" in done.stdout
+
+
+def test_a_rendezvous_left_over_from_the_login_node_is_not_used(submit):
+    done, record = submit("sft", MASTER_ADDR="login1", MASTER_PORT="1")
+    assert done.returncode == 0, done.stderr
+    env = environment(record / "env.0")
+    assert (env["MASTER_ADDR"], env["MASTER_PORT"]) == ("node07", "22345")
+
+
+def asked(script):
+    lines = [line.split() for line in (SLURM / f"{script}.sbatch").read_text().splitlines()]
+    return dict(line[1].partition("=")[::2] for line in lines if line[:1] == ["#SBATCH"])
+
+
+@pytest.mark.parametrize("script, nodes", [("sft", "1"), ("rm", "1"), ("rl", "4"), ("eval", "1")])
+def test_what_a_job_asks_for_unless_told_otherwise(script, nodes):
+    """Whole nodes and cores beside each GPU; training is told before its time ends and may be queued again. Not
+    covered: a Slurm that reads it."""
+    trains = {"--open-mode": "append", "--signal": "USR1@600", "--requeue": ""}
+    assert asked(script) == {
+        "--job-name": f"megarlhf-{script}",
+        "--nodes": nodes,
+        "--ntasks-per-node": "8",
+        "--gpus-per-node": "8",
+        "--cpus-per-task": "8",
+        "--mem": "0",
+        "--exclusive": "",
+        "--output": "%x-%j.out",
+        **({"--no-requeue": ""} if script == "eval" else trains),
+    }
+
+
+@pytest.mark.parametrize("script", sorted(slurm_scripts.SCRIPTS))
+def test_the_scripts_are_what_their_parts_make(script):
+    """A change belongs into slurm/parts/ or tools/slurm_scripts.py; then `make slurm-scripts`."""
+    assert (SLURM / f"{script}.sbatch").read_text() == slurm_scripts.text(script)
+    assert "@" not in {line.strip()[:1] for line in slurm_scripts.text(script).splitlines()}
+
+
+def test_there_are_no_other_scripts():
+    assert {path.stem for path in SLURM.glob("*.sbatch")} == set(slurm_scripts.SCRIPTS)
+
+
+def test_cores_per_task_reach_srun_and_openmp(submit):
+    """srun no longer takes --cpus-per-task over from sbatch by itself."""
+    done, record = submit("sft", SLURM_CPUS_PER_TASK="6")
+    assert done.returncode == 0, done.stderr
+    env = environment(record / "env.1")
+    assert (env["SRUN_CPUS_PER_TASK"], env["OMP_NUM_THREADS"]) == ("6", "6")
+
+
+def test_the_clusters_script_changes_environment_options_and_launcher(submit, tmp_path):
+    script = tmp_path / "cluster.sh"
+    script.write_text(
+        'echo "$UNSET_BY_ANYONE"\nexport NCCL_SOCKET_IFNAME=ib0 MASTER_ADDR="$MASTER_ADDR-ib"\n'
+        "srun_args+=(--container-image=image.sqsh)\nlauncher=(env WRAPPED=yes)\n"
+    )
+    done, record = submit("-c", "x.yaml", script="rm", MEGARLHF_ENV=str(script))
+    assert done.returncode == 0, done.stderr
+    env = environment(record / "env.1")
+    assert (env["NCCL_SOCKET_IFNAME"], env["MASTER_ADDR"], env["WRAPPED"]) == ("ib0", "node07-ib", "yes")
+    assert words(record / "srun")[-1] == "--container-image=image.sqsh"
+    assert words(record / "argv.1") == ["rm", "-c", "x.yaml"]
+
+
+@pytest.mark.parametrize(
+    "status, ends, requeued",
+    [
+        ("2", 2, False),
+        ("4", 4, False),
+        ("130", 130, False),
+        ("75", 0, True),
+        ("1", 0, True),
+        ("3", 0, True),
+        ("137", 0, True),
+        ("0", 0, False),
+    ],
+)
+def test_what_follows_from_the_status_of_a_run(submit, status, ends, requeued):
+    """What is queued again has not failed. Not covered: what Slurm makes of it."""
+    done, record = submit("-c", "x", TASK_STATUS=status)
+    assert (record / "argv.0").exists()
+    assert done.returncode == ends, done.stderr
+    assert (record / "requeued").exists() == requeued
+
+
+@pytest.mark.parametrize(
+    "lines, restart, ends",
+    [
+        ("", "0", 0),
+        ("0 1 none\n1 1 none\n", "2", 1),  # the third in a row
+        ("0 1 none\n1 1 step_000001\n2 1 step_000001\n", "3", 0),  # the second after progress
+        ("0 1 none\n1 stopped none\n", "2", 0),  # what came from outside counts for nothing
+        ("0 75 none\n1 75 none\n", "2", 1),  # saved, and yet no step further
+        ("0 1 step_000003\n1 lost step_000003\n", "2", 0),
+    ],
+)
+def test_attempts_without_a_newer_resume_point_are_counted(submit, tmp_path, lines, restart, ends):
+    """Three in a row; the run's newest resume point is step_000001 where there are lines of it."""
+    memory = tmp_path / "job-412345.state"
+    memory.mkdir()
+    (memory / "attempts").write_text(lines)
+    (memory / "run_dir").write_text(f"{tmp_path}/run\n")
+    newest = lines.split()[-1] if lines else "none"
+    for point in ("step_000000", newest):
+        if newest != "none":
+            (tmp_path / "run" / "resume" / point).mkdir(parents=True)
+            (tmp_path / "run" / "resume" / point / "MANIFEST.json").touch()
+    (tmp_path / "run" / "resume" / "step_000009").mkdir(parents=True)  # without a manifest: half-written
+    done, record = submit("-c", "x", TASK_STATUS="1", SLURM_RESTART_COUNT=restart)
+    assert done.returncode == ends, done.stderr
+    assert (record / "requeued").exists() == (ends == 0)
+    assert (memory / "attempts").read_text() == f"{lines}{restart} 1 {newest}\n"
+    if ends:
+        assert "3 attempts in a row ended without a newer resume point" in done.stderr
+
+
+def test_a_newer_resume_point_is_progress(submit, tmp_path):
+    """With a limit of one attempt."""
+    memory = tmp_path / "job-412345.state"
+    memory.mkdir()
+    (memory / "attempts").write_text("0 1 step_000010\n")
+    (memory / "run_dir").write_text(f"{tmp_path}/run\n")
+    for point in ("step_000010", "step_000010_update_0002"):
+        (tmp_path / "run" / "resume" / point).mkdir(parents=True)
+        (tmp_path / "run" / "resume" / point / "MANIFEST.json").touch()
+    done, record = submit("-c", "x", TASK_STATUS="1", SLURM_RESTART_COUNT="1", MEGARLHF_MAX_ATTEMPTS="1")
+    assert done.returncode == 0, done.stderr
+    assert (record / "requeued").exists()
+
+
+def test_an_attempt_that_has_not_written_its_end_counts_as_lost(submit, tmp_path):
+    memory = tmp_path / "job-412345.state"
+    memory.mkdir()
+    (memory / "attempts").touch()
+    (memory / "nodes").write_text("node[07-08]\n")
+    done, _ = submit("-c", "x", TASK_STATUS="75", SLURM_RESTART_COUNT="1")
+    assert done.returncode == 0, done.stderr
+    assert (memory / "attempts").read_text() == "0 lost none\n1 75 none\n"
+
+
+@pytest.mark.parametrize("says, ends", [("2", 2), ("4", 4), ("1", 0), ("22", 0)])
+def test_what_a_rank_says_goes_before_the_status_of_those_killed_after_it(submit, says, ends):
+    """srun says 137. What was left by an attempt before does not count: the file is that of this one."""
+    done, record = submit("-c", "x", TASK_STATUS="137", TASK_SAYS=says)
+    assert done.returncode == ends, done.stderr
+    assert (record / "requeued").exists() == (ends == 0)
+    if ends:
+        done, _ = submit("-c", "x", TASK_STATUS="137")
+        assert done.returncode == 0
+
+
+def test_a_run_that_has_to_come_first_must_have_finished(submit, tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "FINISHED").touch()
+    (tmp_path / "b" / "checkpoints" / "latest").mkdir(parents=True)
+    done, record = submit("-c", "x", MEGARLHF_AFTER=f"{tmp_path}/a")
+    assert done.returncode == 0, done.stderr
+    assert (record / "argv.0").exists()
+    done, _ = submit("-c", "x", MEGARLHF_AFTER=f"{tmp_path}/a:{tmp_path}/b")
+    assert done.returncode == 2
+    assert f"MEGARLHF_AFTER names {tmp_path}/b, but {tmp_path}/b/FINISHED is not there" in done.stderr
+
+
+def test_a_line_of_the_file_of_conversions_is_a_command(submit, tmp_path):
+    (tmp_path / "list").write_text("verify a b\nrelayout --out 'c d' --megatron $HOME\n")
+    done, record = submit(str(tmp_path / "list"), script="convert", SLURM_ARRAY_TASK_ID="2")
+    assert done.returncode == 0, done.stderr
+    assert words(record / "argv.0") == ["convert", "relayout", "--out", "c d", "--megatron", "$HOME"]
+    done, _ = submit(str(tmp_path / "list"), script="convert", SLURM_ARRAY_TASK_ID="3")
+    assert (done.returncode, "has no line 3; submit with --array=1-2" in done.stderr) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environ", "message"),
+    [
+        ((), {}, "sft.sbatch: got no arguments; expected: sbatch slurm/sft.sbatch -c FILE [key=value ...]"),
+        (("sft",), {"SLURM_JOB_ID": ""}, "start it with sbatch"),
+        (("sft",), {"SLURM_JOB_NODELIST": "other"}, "unexpected: scontrol show hostnames other"),
+        (("sft",), {"MEGARLHF_ENV": "/does/not/exist"}, "/does/not/exist"),
+    ],
+)
+def test_a_wrong_start_fails_before_any_task(submit, arguments, environ, message):
+    done, record = submit(*arguments, **environ)
+    assert done.returncode != 0
+    assert message in done.stderr
+    assert list(record.iterdir()) == []
+
+
+@pytest.mark.parametrize("path", [*SLURM.glob("*.sbatch"), *SLURM.glob("*.sh")], ids=lambda path: path.name)
+def test_syntax(path):
+    subprocess.run(["bash", "-n", str(path)], check=True)
+
+
+@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
+def test_shellcheck():
+    scripts = [*map(str, [*SLURM.glob("*.sbatch"), *SLURM.glob("*.sh")]), str(ROOT / ".ci" / "run")]
+    done = subprocess.run(["shellcheck", *scripts], capture_output=True, text=True)
+    assert done.stdout == ""
+    assert done.returncode == 0
