@@ -56,9 +56,9 @@ class TimedRole(Role):
         with self.clock(f"{self.name}_forward_backward"):
             return super().accumulate(batches, loss)
 
-    def optimizer_step(self, sums: dict[str, float]) -> StepResult:
+    def optimizer_step(self, sums: dict[str, float], reason_to_skip: Callable[..., str]) -> StepResult:
         with self.clock(f"{self.name}_optimizer"):
-            return super().optimizer_step(sums)
+            return super().optimizer_step(sums, reason_to_skip)
 
 
 class Run:

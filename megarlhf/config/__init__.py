@@ -1,6 +1,7 @@
 """Typed configuration. `sections.py`, `roles.py` and `rollout.py` say what may be said, `load.py` reads it."""
 
 from megarlhf.config.load import dump_config, load_config
+from megarlhf.config.numbers import SkipConfig
 from megarlhf.config.roles import FrozenModel, KernelsConfig, ModelConfig, OptimConfig, ParallelConfig, RoleConfig
 from megarlhf.config.rollout import Dtype, LogprobGapConfig, RolloutConfig, RolloutParallelConfig
 from megarlhf.config.sections import (

@@ -11,6 +11,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, PositiveInt, model_validator
 
+from megarlhf.config.numbers import SkipConfig
 from megarlhf.config.roles import Fraction, FrozenModel, NonNegative, Positive, RoleConfig
 from megarlhf.config.rollout import RolloutConfig
 from megarlhf.config.watchdog import WatchdogConfig
@@ -141,7 +142,7 @@ class MicroBatchConfig(FrozenModel):
         return self.micro_batch_samples or max(1, (budget or 0) // longest)
 
 
-class TrainConfig(MicroBatchConfig):
+class TrainConfig(MicroBatchConfig, SkipConfig):
     num_steps: PositiveInt
     """Optimizer steps."""
     mini_batch_samples: PositiveInt
@@ -161,7 +162,7 @@ class StopConfig(FrozenModel):
     """Stop when the held-out reward has not risen for so many evaluations."""
 
 
-class RLTrainConfig(MicroBatchConfig):
+class RLTrainConfig(MicroBatchConfig, SkipConfig):
     num_steps: Annotated[int, Field(ge=0)]
     """Rollout-and-train cycles."""
     prompts_per_step: PositiveInt

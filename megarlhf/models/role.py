@@ -51,10 +51,16 @@ class Role:
         assert self.trainer is not None, f"{self.name} is not trained"
         return self.trainer.accumulate(batches, loss)
 
-    def optimizer_step(self, sums: dict[str, float]) -> StepResult:
-        """Apply the accumulated gradients; `sums` are what `accumulate` has returned for them."""
+    def optimizer_step(self, sums: dict[str, float], reason_to_skip: Callable[..., str]) -> StepResult:
+        """Apply the accumulated gradients; `sums` are what `accumulate` has returned for them.
+
+        Nothing is changed when `reason_to_skip(sums, gradient norm)` has words; both are the same on every rank.
+        """
         assert self.trainer is not None, f"{self.name} is not trained"
-        return StepResult(sums=sums, grad_norm=self.trainer.step())
+        norm = self.trainer.gradient_norm()
+        if not (reason := reason_to_skip(sums, norm)):
+            self.trainer.step(norm)
+        return StepResult(sums=sums, grad_norm=norm, skipped=reason)
 
     def export(self, directory: Path) -> None:
         """Write the live weights as a Hugging Face directory."""

@@ -53,7 +53,9 @@ def files_of_a_run(directory: Path) -> list[Path]:
     Behind a link, as of `tensorboard` to a folder that runs share, event files may be another run's: they do not count.
     """
     products = [path for pattern in _FILES for path in sorted(directory.glob(pattern))]
-    shared = directory / "tensorboard"
+    shared, failures = directory / "tensorboard", directory / "failures"
+    if all(path.parent == failures for path in products):
+        return []  # of a start that the watchdog has ended before it became a run
     return [
         path
         for path in products

@@ -64,6 +64,9 @@ class StepResult:
 
     sums: dict[str, float]
     grad_norm: float
+    """Before clipping; infinite when the gradient is not finite."""
+    skipped: str = ""
+    """Why nothing was changed; empty: the step was made."""
 
 
 def forward_only(
@@ -183,27 +186,34 @@ class Trainer:
         dist.all_reduce(total)
         return dict(zip(("loss", *loss.names), total.tolist(), strict=True))
 
-    def step(self) -> float:
-        """Clip and apply the accumulated gradients; returns their global norm before clipping.
+    def gradient_norm(self) -> float:
+        """The global norm of the accumulated gradients, before clipping, the same on every rank; infinite when any
+        element on any rank is NaN or infinite.
 
-        Raises: FloatingPointError when the gradient is not finite; no weight has been changed then.
+        Megatron's norm leaves out what another rank holds too, so that a replica that has gone wrong alone does not
+        show in it: therefore every rank looks at all of its buffers.
         """
+        with megatron_device(self.mesh.runtime.device):
+            overflow = self.optimizer.prepare_grads()
+            norm = float(self.optimizer.get_grad_norm())
+        buffers = [*self.ddp.buffers, *self.ddp.expert_parallel_buffers]
+        largest = [torch.linalg.vector_norm(buffer.grad_data, ord=math.inf) for buffer in buffers]
+        finite = not overflow and math.isfinite(norm) and all(math.isfinite(float(value)) for value in largest)
+        # Not NaN, which a maximum may lose.
+        agreed = torch.tensor(norm if finite else math.inf, dtype=torch.float64, device=self.mesh.runtime.device)
+        dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
+        return float(agreed)
+
+    def step(self, norm: float) -> None:
+        """Clip and apply the accumulated gradients, whose `gradient_norm` has been asked for."""
         optimizer = self.optimizer
         with megatron_device(self.mesh.runtime.device):
-            # The parts of optimizer.step(), with a look at the norm before anything is written.
-            overflow = optimizer.prepare_grads()
-            norm = float(optimizer.get_grad_norm())
-            if overflow or not math.isfinite(norm):
-                raise FloatingPointError(
-                    f"gradient norm is {norm}; the weights are unchanged. Look at the last losses, lower the "
-                    "learning rate, or check the data of this step"
-                )
+            # The parts of optimizer.step(), of which `gradient_norm` has made the first.
             if optimizer.config.clip_grad > 0.0:
                 clip_grad_by_total_norm_fp32(optimizer.get_parameters(), optimizer.config.clip_grad, norm)
             self.updates += 1
             optimizer.step_with_ready_grads()
         self.scheduler.step(increment=1)
-        return norm
 
 
 def _finalize_grads(model: list[torch.nn.Module], num_tokens: Tensor | None = None, **kwargs: Any) -> None:

@@ -28,6 +28,7 @@ from megarlhf.resume.signals import StopRun
 from megarlhf.rollout.bank import Bank
 from megarlhf.rollout.engine import RolloutEngine, sample_seed
 from megarlhf.runtime import Runtime
+from megarlhf.trainers.bad_steps import BadSteps
 from megarlhf.trainers.prompts import load_prompts, make_engine, mesh_orders, sampling_of
 from megarlhf.trainers.rl_components import Components
 from megarlhf.trainers.rl_eval import Evaluator, StopRule
@@ -64,7 +65,11 @@ def run_in(phases: Phases, cfg: RLConfig, runtime: Runtime) -> None:
             components.trained,
             phases,
             data=digest_of_samples(data.train),
-            states={"stop": stop, "logprob_gap": gap},
+            states={
+                "stop": stop,
+                "logprob_gap": gap,
+                **{f"bad_steps/{name}": bad_steps for name, bad_steps in components.bad_steps.items()},
+            },
             reference=digest_of_weights(components.reference),
             on_saved=lambda oldest: bank.forget_before(oldest.step),
         )
@@ -91,15 +96,16 @@ def run_in(phases: Phases, cfg: RLConfig, runtime: Runtime) -> None:
                 with phases("advantages"), phases.local():
                     found = gap.watch(logprob_gap(experience))
                     work = StepInProgress(add_advantages(experience, cfg.algo), found)
-            metrics = work.found | describe(work.experience, cfg)
+            described = describe(work.experience, cfg)
+            metrics: Metrics = {**work.found, **described}
             metrics |= train_on(cfg, components, work, step, partial(at_border, session, step))
             step += 1
             update_weights(components, step, certify=step == 1 or is_due(step, cfg.rollout.verify_weights_every))
-            last = stop.over(metrics["kl"]) or step == cfg.train.num_steps
+            last = stop.over(described["kl"]) or step == cfg.train.num_steps
             if last or is_due(step, cfg.eval.every):
                 with phases("eval"):
                     metrics |= stop.watch(evaluate())
-                last = stop.over(metrics["kl"]) or last
+                last = stop.over(described["kl"]) or last
             if components.engine.rebuilds > rebuilds:
                 metrics["engine_rebuilds"] = components.engine.rebuilds - rebuilds
             session.log(step, metrics | seconds_of(phases.end_step(step)))
@@ -152,7 +158,8 @@ def build(cfg: RLConfig, runtime: Runtime, tokenizer: Tokenizer, phases: Phases)
     engine = make_engine(cfg.rollout, actor, cfg.data.max_prompt_tokens, rows)
     rewarder = Rewarder(cfg.rewards, reward_model, tokenizer, cfg.train, runtime.device, phases)
     sampling = sampling_of(cfg.rollout, cfg.actor, tokenizer)
-    return Components(actor, reference, critic, engine, rewarder, sampling, phases)
+    bad_steps = {each.name: BadSteps(cfg.train, cfg.run.dir / "failures") for each in (actor, critic) if each}
+    return Components(actor, reference, critic, engine, rewarder, sampling, phases, bad_steps)
 
 
 def score(
@@ -180,7 +187,7 @@ def score(
     return experience.with_columns(columns).with_per_sample({"rewards": rewards_N})
 
 
-def describe(experience: Experience, cfg: RLConfig) -> Metrics:
+def describe(experience: Experience, cfg: RLConfig) -> dict[str, float]:
     """What the step's samples were like."""
     old, ref = experience.columns["old_logprobs"], experience.columns["ref_logprobs"]
     lengths_N = experience.response_lengths_N

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megarlhf.models.role import Role
 from megarlhf.observe.phases import Phases
 from megarlhf.rollout.engine import RolloutEngine, Sampling
+from megarlhf.trainers.bad_steps import BadSteps
 from megarlhf.trainers.rl_score import Rewarder
 
 
@@ -21,6 +23,8 @@ class Components:
     rewarder: Rewarder
     sampling: Sampling
     phases: Phases
+    bad_steps: Mapping[str, BadSteps]
+    """By trained role."""
 
     @property
     def trained(self) -> list[Role]:

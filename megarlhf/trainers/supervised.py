@@ -30,6 +30,7 @@ from megarlhf.parallel.step import Loss, MicroBatch
 from megarlhf.resume.claim import NO_STEPS_LEFT
 from megarlhf.resume.identity import digest_of_samples
 from megarlhf.runtime import Runtime
+from megarlhf.trainers.bad_steps import BadSteps, Update
 from megarlhf.trainers.session import Training, is_due, open_session
 
 Sample = TypeVar("Sample")
@@ -132,7 +133,9 @@ def run_in(phases: Phases, objective: Objective[Sample], runtime: Runtime) -> No
             num_optimizer_steps=cfg.train.num_steps,
             new_head=True,
         )
-        training = Training(cfg.checkpoint, [role], phases, data=digest_of_samples(train))
+        bad_steps = BadSteps(cfg.train, cfg.run.dir / "failures")
+        states = {f"bad_steps/{role.name}": bad_steps}
+        training = Training(cfg.checkpoint, [role], phases, data=digest_of_samples(train), states=states)
     with open_session(cfg, cfg.run, runtime, objective.command, cfg.train.num_steps, notes, training) as session:
         if not session.resumed:
             with phases("eval"):
@@ -142,7 +145,8 @@ def run_in(phases: Phases, objective: Objective[Sample], runtime: Runtime) -> No
         phases.lap()
         as_trained = True
         for step in range(session.start.step, cfg.train.num_steps):
-            metrics = train_on(objective, role, [train[n] for n in order.indices(step)], phases)
+            update = Update(step + 1, None, order.indices(step))
+            metrics = train_on(objective, role, [train[n] for n in update.samples], update, bad_steps, phases)
             last = step + 1 == cfg.train.num_steps
             if last and (note := objective.finish(role, heldout)) is not None:
                 session.note(note)
@@ -185,21 +189,30 @@ def load_samples(objective: Objective[Sample]) -> tuple[list[Sample], list[Sampl
     return train, heldout[: cfg.eval.max_samples], notes
 
 
-def train_on(objective: Objective[Sample], role: Role, samples: Sequence[Sample], phases: Phases) -> Metrics:
+def train_on(
+    objective: Objective[Sample],
+    role: Role,
+    samples: Sequence[Sample],
+    update: Update,
+    bad_steps: BadSteps,
+    phases: Phases,
+) -> Metrics:
     """One optimizer step on one mini-batch, the same list on every rank."""
     assert role.trainer is not None
     learning_rate = role.trainer.learning_rate
     with phases(f"train/{role.name}"):
         loss = objective.training_loss(role, samples)
-        sums = role.accumulate(objective.micro_batches(role, samples), loss)
+        batches = objective.micro_batches(role, samples)
+        sums = role.accumulate(batches, loss)
     with phases(f"optimizer/{role.name}"):
-        result = role.optimizer_step(sums)
+        result = bad_steps.apply(role, sums, update, batches)
+    learned: Metrics = {"loss": sums["loss"], "grad_norm": result.grad_norm}
+    learned |= objective.training_metrics(sums, samples)
     return {
-        "loss": result.sums["loss"],
-        "grad_norm": result.grad_norm,
+        **(dict.fromkeys(learned) if result.skipped else learned),
         "learning_rate": learning_rate,
+        "skipped_steps": int(bool(result.skipped)),
         "tokens": sum(sum(objective.sequence_lengths(sample)) for sample in samples),
-        **objective.training_metrics(result.sums, samples),
     }
 
 

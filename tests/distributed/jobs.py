@@ -99,13 +99,22 @@ def gather_gradients(role: Role) -> Arrays:
 def record_gradients(role: Role, into: list[Arrays]) -> None:
     """From now on keep the gradients of every step of `role`."""
     assert role.trainer is not None
-    original = role.trainer.step
+    original = role.trainer.gradient_norm
 
-    def step() -> float:
+    def gradient_norm() -> float:
         into.append(gather_gradients(role))
         return original()
 
-    role.trainer.step = step  # type: ignore[method-assign]
+    role.trainer.gradient_norm = gradient_norm  # type: ignore[method-assign]
+
+
+def train_once(objective: Any, role: Role, samples: Any) -> Any:
+    """One optimizer step outside of a run: its metrics."""
+    from megarlhf.trainers.bad_steps import BadSteps, Update
+    from megarlhf.trainers.supervised import train_on
+
+    bad_steps = BadSteps(objective.cfg.train, Path("/nonexistent"))
+    return train_on(objective, role, samples, Update(1, None, ()), bad_steps, Phases())
 
 
 def sft_steps(
@@ -113,7 +122,6 @@ def sft_steps(
 ) -> dict[str, Any]:
     """Losses, gradient norms and gradients of the first steps, and the weights after them."""
     from megarlhf.trainers.sft import SupervisedFineTuning
-    from megarlhf.trainers.supervised import train_on
 
     cfg = SFTConfig.model_validate(config)
     objective, samples = SupervisedFineTuning(cfg), _sft_samples(cfg)
@@ -123,7 +131,7 @@ def sft_steps(
     gradients: list[Arrays] = []
     record_gradients(actor, gradients)
     size = cfg.train.mini_batch_samples
-    steps = [train_on(objective, actor, samples[n * size : (n + 1) * size], Phases()) for n in range(num_steps)]
+    steps = [train_once(objective, actor, samples[n * size : (n + 1) * size]) for n in range(num_steps)]
     return {
         "coordinates": (actor.mesh.coordinates.tp, actor.mesh.coordinates.dp, actor.mesh.coordinates.pp),
         "places": tuple(dist.get_rank(getattr(actor.mesh.groups, axis)) for axis in ("tp", "dp", "pp")),
@@ -148,7 +156,6 @@ def saved_roles(runtime: Runtime, config: dict[str, Any], root: str, order: tupl
     """Checkpoints of actor and critic: as loaded, after a step of SFT, and of the last one loaded again."""
     from megarlhf.trainers.exports import save_roles
     from megarlhf.trainers.sft import SupervisedFineTuning
-    from megarlhf.trainers.supervised import train_on
 
     cfg = SFTConfig.model_validate(config)
     objective, samples = SupervisedFineTuning(cfg), _sft_samples(cfg)
@@ -156,7 +163,7 @@ def saved_roles(runtime: Runtime, config: dict[str, Any], root: str, order: tupl
     actor = build_role("actor", cfg.actor, "lm", cache, seed=0, num_optimizer_steps=1, order=order)
     critic = build_role("critic", cfg.actor, "scalar", cache, seed=0, order=order, new_head=True)
     save_roles(Path(root), 1, [actor, critic])
-    train_on(objective, actor, samples[: cfg.train.mini_batch_samples], Phases())
+    train_once(objective, actor, samples[: cfg.train.mini_batch_samples])
     saved = save_roles(Path(root), 2, [actor, critic])
     for role in (actor, critic):
         load_weights(role.shard, role.section.model.model_copy(update={"path": saved / role.name}), seed=1)
@@ -210,7 +217,7 @@ def rm_steps(runtime: Runtime, config: dict[str, Any], num_steps: int) -> dict[s
     from megarlhf.config import RMConfig
     from megarlhf.data.samples import build_pairs
     from megarlhf.trainers.rm import RewardModelling, scale_to_unit_variance
-    from megarlhf.trainers.supervised import evaluate, train_on
+    from megarlhf.trainers.supervised import evaluate
 
     cfg = RMConfig.model_validate(config)
     objective = RewardModelling(cfg)
@@ -228,7 +235,7 @@ def rm_steps(runtime: Runtime, config: dict[str, Any], num_steps: int) -> dict[s
     record_gradients(model, gradients)
     before = evaluate(objective, model, pairs[:33])  # 33 does not divide: fillers take part
     size = cfg.train.mini_batch_samples
-    steps = [train_on(objective, model, pairs[n * size : (n + 1) * size], Phases()) for n in range(num_steps)]
+    steps = [train_once(objective, model, pairs[n * size : (n + 1) * size]) for n in range(num_steps)]
     weights = gather(model.shard, model.shard.parameters())
     ranked = evaluate(objective, model, pairs[:33])
     deviation = scale_to_unit_variance(objective, model, pairs[:33])

@@ -43,7 +43,7 @@ def train(role: Role, steps: int) -> None:
             seed = hashlib.sha256(f"{name}/{step}/{part}/{at.pp}".encode()).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(seed[:6], "little"))
             parameter.main_grad.copy_(torch.randn(parameter.shape, generator=generator))
-        trainer.step()
+        trainer.step(trainer.gradient_norm())
 
 
 def write(writer: Writer, directory: Path, role: Role, **files: Any) -> Outcome:

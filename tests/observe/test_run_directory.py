@@ -6,7 +6,15 @@ Not covered: Weights & Biases' own folder, which stays. What a start does where 
 import pytest
 
 from megarlhf.config import GenerateConfig
-from megarlhf.observe.run_directory import require_writable_output
+from megarlhf.observe.run_directory import files_of_a_run, require_writable_output
+
+
+def test_a_report_of_a_start_that_hung_is_no_run_by_itself(tmp_path):
+    """Beside the record of a run it is part of it, and goes with it."""
+    (tmp_path / "failures/watchdog/20261122T120000").mkdir(parents=True)
+    assert files_of_a_run(tmp_path) == []
+    (tmp_path / "config.yaml").write_text("")
+    assert [path.name for path in files_of_a_run(tmp_path)] == ["watchdog", "config.yaml"]
 
 
 def test_responses_replace_no_input_and_nothing_of_the_runs_own(tmp_path):
