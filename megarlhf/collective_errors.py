@@ -8,9 +8,9 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-Value = TypeVar("Value")
-
 from megarlhf.errors import WatchdogInterrupt, WatchdogTimeout
+
+Value = TypeVar("Value")
 
 
 class raise_on_all_ranks:
