@@ -73,7 +73,7 @@ class Checkpointer:
         self._runtime, self._run_dir, self._cfg = runtime, run_dir, cfg
         self._roles, self._states, self._identity, self._stop = roles, states, identity, stop
         self._note, self._still_ours, self._on_saved = note, still_ours, on_saved
-        self._writer, self._cadence = Writer(runtime), Cadence(cfg, time_left)
+        self._writer, self._cadence = Writer(runtime), Cadence(cfg, _time_left_everywhere())
         self._border: _Border | None = None
         self._writing: tuple[Position, dict[str, Any]] | None = None
         """The point in work and what its manifest will say."""
@@ -105,7 +105,7 @@ class Checkpointer:
 
     def asked_to_stop(self) -> bool:
         """Whether this rank knows of a reason to stop before the next border. Not collective."""
-        return self._stop.requested() is not None or (self._runtime.is_main and self._cadence.save_at_once())
+        return self._stop.requested() is not None or self._cadence.save_at_once()
 
     def stop_now(self, reason: Exception) -> NoReturn:
         """End the run between two borders, where nothing has been updated since the last one.
@@ -252,6 +252,15 @@ class Checkpointer:
             f"WARNING: no resume point of {position}: {reason}. The run goes on; the newest resume point is "
             f"{self._name_of_newest()}, and the next one is tried when it is due"
         )
+
+
+def _time_left_everywhere() -> Callable[[], float | None]:
+    """The time that rank 0 finds is left in the job, for every rank: a rank that draws responses by itself has to know
+    it too. Collective."""
+    left: list[float | None] = [time_left() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(left, src=0)
+    end = None if left[0] is None else time.monotonic() + left[0]
+    return lambda: None if end is None else end - time.monotonic()
 
 
 def _make_room(directory: Path, size: int) -> str | None:

@@ -53,7 +53,7 @@ class RestartingEngine:
         return self.engine.weight_version
 
     def update_weights(self, actor: ModelShard, version: int) -> None:
-        self.engine.update_weights(actor, version)
+        self.engine.update_weights(actor, version=version)
         self._actor = actor
 
     def verify_weights(self, actor: ModelShard) -> Certificate | None:
@@ -100,7 +100,7 @@ class RestartingEngine:
         del engine
         gc.collect()
         engine = self._build()
-        engine.update_weights(actor, version)
+        engine.update_weights(actor, version=version)
         known, proof = self._certificate, engine.verify_weights(actor)
         if known is not None and proof is not None and known.version == version and known.digest != proof.digest:
             raise CertificateError(

@@ -42,8 +42,8 @@ from torch import Tensor
 from megarlhf.runtime import version_of
 
 TESTED = "0.32.0"
-MIN_ROWS = 8
-"""Of a product on a CPU: fewer are filled up with zeros."""
+ROWS_PER_THREAD = 8
+"""Rows of a product on a CPU are filled up with zeros to a multiple of this."""
 
 
 @contextlib.contextmanager
@@ -118,15 +118,15 @@ def _keep_weight(layer: torch.nn.Module, remove_weight: bool) -> None:
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`F.linear` of rows whose bits do not depend on how many rows there are.
 
-    A response then has the same bits whichever requests run beside it, also when a rollout goes on after a stop. For
-    one to three rows of fp32 MKL has other kernels than for more, which round otherwise (seen with AVX2).
+    A response then has the same bits whichever requests run beside it, also when a rollout goes on after a stop. MKL
+    has kernels of their own for the last few rows of a thread, which round otherwise: with AVX2 for one to three.
     """
     return F.linear(_filled_up(input), weight, bias)[: input.size(0)]
 
 
 def _filled_up(rows: Tensor) -> Tensor:
-    missing = MIN_ROWS - rows.size(0)
-    return F.pad(rows, (0, 0) * (rows.dim() - 1) + (0, missing)) if missing > 0 else rows
+    missing = -rows.size(0) % (ROWS_PER_THREAD * torch.get_num_threads())
+    return F.pad(rows, (0, 0) * (rows.dim() - 1) + (0, missing)) if missing else rows
 
 
 def _apply_head(processor: Any, apply: Callable[..., Tensor], head: Any, hidden: Tensor, bias: Any = None) -> Tensor:

@@ -5,8 +5,9 @@ Generate, score, advantages, train, update weights. Every rank runs every line.
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -23,6 +24,7 @@ from megarlhf.models.role import Role, build_role
 from megarlhf.parallel.mesh import GroupCache
 from megarlhf.resume.claim import NO_STEPS_LEFT
 from megarlhf.resume.identity import digest_of_samples, digest_of_weights
+from megarlhf.resume.signals import StopRun
 from megarlhf.rollout.bank import Bank
 from megarlhf.rollout.engine import RolloutEngine, Sampling, sample_seed
 from megarlhf.runtime import Runtime
@@ -57,7 +59,10 @@ def run(cfg: RLConfig, runtime: Runtime) -> None:
         reference=digest_of_weights(components.reference),
         on_saved=lambda oldest: bank.forget_before(oldest.step),
     )
-    with open_session(cfg, cfg.run, runtime, "rl", cfg.train.num_steps, data.notes, training) as session:
+    with (
+        closed_at_the_end(components.engine),
+        open_session(cfg, cfg.run, runtime, "rl", cfg.train.num_steps, data.notes, training) as session,
+    ):
         components.engine.update_weights(components.actor.shard, version=session.start.step)
         components.engine.verify_weights(components.actor.shard)
         if not session.resumed:
@@ -99,7 +104,17 @@ def run(cfg: RLConfig, runtime: Runtime) -> None:
             gap.raise_if_failed(last=last)
         bank.forget_before(step)
         session.finish(step, stop.reason or NO_STEPS_LEFT, stop.reason or f"all {cfg.train.num_steps} steps done")
-    components.engine.close()
+
+
+@contextlib.contextmanager
+def closed_at_the_end(engine: RolloutEngine) -> Iterator[None]:
+    """Close the engine when the run ends in order, all ranks alike; not after a failure (`RolloutEngine.close`)."""
+    try:
+        yield
+    except StopRun:
+        engine.close()
+        raise
+    engine.close()
 
 
 def at_border(session: Session, step: int, work: StepInProgress) -> None:

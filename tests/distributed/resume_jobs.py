@@ -10,13 +10,19 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from megarlhf.architectures.hf_config import architecture_from_hf
+from megarlhf.architectures.megatron_layout import MegatronLayout
 from megarlhf.architectures.placements import Head
 from megarlhf.config import RoleConfig
 from megarlhf.models.role import Role, build_role
+from megarlhf.parallel.megatron_cpu import megatron_device
 from megarlhf.parallel.mesh import GroupCache
 from megarlhf.resume import role_state
 from megarlhf.resume.writer import Content, Outcome, Writer
 from megarlhf.runtime import Runtime
+from megarlhf.weights.checkpoint.open_checkpoint import open_checkpoint
+from megarlhf.weights.transport.storages import load_from_files
+from tests.weights import megatron_shapes
 
 
 def build(runtime: Runtime, model: str, parallel: dict[str, Any], dtype: str, head: Head) -> Role:
@@ -33,7 +39,8 @@ def train(role: Role, steps: int) -> None:
     for step in range(steps):
         trainer.ddp.zero_grad_buffer()
         for name, parameter in sorted(role.shard.module.named_parameters()):
-            seed = hashlib.sha256(f"{name}/{step}/{at.tp}/{at.pp}".encode()).digest()
+            part = at.tp if getattr(parameter, "tensor_model_parallel", False) else 0
+            seed = hashlib.sha256(f"{name}/{step}/{part}/{at.pp}".encode()).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(seed[:6], "little"))
             parameter.main_grad.copy_(torch.randn(parameter.shape, generator=generator))
         trainer.step()
@@ -71,6 +78,52 @@ def save_and_load(
     assert outcome.error is None, outcome.error
     assert role.trainer is not None
     return {**role_state.counters(role), "rate": role.trainer.learning_rate, "bytes": outcome.bytes}
+
+
+def save_and_export(runtime: Runtime, model: str, parallel: dict[str, Any], target: str, exported: str) -> None:
+    """A role after three steps, as a resume point has it and as a Hugging Face directory."""
+    role = build(runtime, model, parallel, "fp32", "lm")
+    train(role, 3)
+    assert write(Writer(runtime), Path(target), role).error is None
+    role.export(Path(exported))
+
+
+def load_with_megatron(runtime: Runtime, path: str, exported: str) -> dict[str, Any]:
+    """Megatron-Core loads the checkpoint into a model full of NaN, which is then compared with the exported weights."""
+    from megatron.core import dist_checkpointing, parallel_state
+    from megatron.core.safe_globals import register_safe_globals
+
+    register_safe_globals()
+    arch = architecture_from_hf(Path(exported))
+    (part,) = MegatronLayout(padded_vocab=128, spec="local").parts(arch)
+    wanted = {name: torch.zeros(shape) for name, shape in part.storages.items()}
+    load_from_files(part, open_checkpoint(Path(exported), hf=None, head="lm").weights, wanted)
+    with megatron_device(runtime.device):
+        parallel_state.destroy_model_parallel()  # what our own meshes have left in this process
+        parallel_state.initialize_model_parallel()
+        try:
+            model = megatron_shapes._model(arch, {"padded_vocab": 128}, True, True, None)
+            for parameter in model.parameters():
+                parameter.data.fill_(torch.nan)
+            content = dist_checkpointing.load_content_metadata(path) or {}
+            content = {**content, "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+            state = dist_checkpointing.load({"model": model.sharded_state_dict(metadata=content)}, path)
+            model.load_state_dict(state["model"], strict=True)
+        finally:
+            parallel_state.destroy_model_parallel()
+    parameters = dict(model.named_parameters())
+    return {
+        # The rows that pad the vocabulary have been trained here, and are no part of the model.
+        "wrong": [
+            name
+            for name, value in wanted.items()
+            for rows in [arch.vocab_size if name.startswith(("embedding.word", "output_layer")) else None]
+            if not torch.equal(parameters[name].detach()[:rows], value[:rows])
+        ],
+        "compared": len(wanted),
+        "parameters": len(parameters),
+        "iteration": state["iteration"],
+    }
 
 
 class Killed(Exception):

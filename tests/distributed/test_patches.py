@@ -126,14 +126,19 @@ def test_a_product_on_a_cpu_still_depends_on_the_number_of_rows_and_ours_does_no
     """`vllm_patches.linear`, for as many rows as requests may be in a batch; the product as it is where it differs."""
     from megarlhf.rollout.vllm_patches import linear
 
-    differs = []
-    for inner, outer in ((64, 16), (64, 192), (512, 256)):
-        input_TH, weight_VH = torch.randn(64, inner), torch.randn(outer, inner)
-        whole_TV = linear(input_TH, weight_VH)
-        for rows in range(1, 64):
-            for start in (0, 64 - rows):
-                part, expected = slice(start, start + rows), whole_TV[start : start + rows]
-                assert torch.equal(linear(input_TH[part], weight_VH), expected), (inner, outer, rows)
-                differs.append(not torch.equal(torch.nn.functional.linear(input_TH[part], weight_VH), expected))
+    differs, kept = [], torch.get_num_threads()
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            for inner, outer in ((64, 16), (64, 192), (512, 256)):
+                input_TH, weight_VH = torch.randn(64, inner), torch.randn(outer, inner)
+                whole_TV = linear(input_TH, weight_VH)
+                for rows in range(1, 64):
+                    for start in (0, 64 - rows):
+                        part, expected = input_TH[start : start + rows], whole_TV[start : start + rows]
+                        assert torch.equal(linear(part, weight_VH), expected), (threads, inner, outer, rows)
+                        differs.append(not torch.equal(torch.nn.functional.linear(part, weight_VH), expected))
+    finally:
+        torch.set_num_threads(kept)
     if not any(differs):
         pytest.skip("on this CPU the products of few rows have the bits of those of many")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megarlhf.weights.checkpoint.open_checkpoint import open_checkpoint
-from tests.distributed.resume_jobs import save_and_load
+from tests.distributed.resume_jobs import load_with_megatron, save_and_export, save_and_load
 from tests.ranks import RankPool
 
 CHAIN: tuple[tuple[str, int, dict[str, Any]], ...] = (
@@ -65,8 +65,25 @@ def test_state_is_bit_equal_at_every_layout(
             assert torch.equal(tensor[rows], first[key][rows]), key
 
 
-def test_role_is_an_ordinary_checkpoint(ranks: RankPool, models: dict[str, Path], tmp_path: Path) -> None:
-    """Our own reader takes the model out of it."""
-    ranks.run(2, save_and_load, str(models["plain"]), {"tp": 2}, "fp32", "lm", None, str(tmp_path / "point"))
-    checkpoint = open_checkpoint(tmp_path / "point" / "actor", hf=models["plain"])
+def test_a_role_of_a_point_is_an_ordinary_checkpoint(ranks: RankPool, models: dict[str, Path], tmp_path: Path) -> None:
+    """Megatron-Core's own description of the model finds every tensor that it asks for; our reader, and with it
+    `convert` and `model.path`, takes the same weights out of it as the role exports."""
+    point, exported = tmp_path / "point", tmp_path / "exported"
+    parallel = {"tp": 2, "pp": 2}
+    ranks.run(4, save_and_export, str(models["plain"]), parallel, str(point), str(exported))
+    found = ranks.run(1, load_with_megatron, str(point / "actor"), str(exported))[0]
+    assert found["wrong"] == []
+    assert found["compared"] == found["parameters"] > 10
+    assert found["iteration"] == 3
+    checkpoint = open_checkpoint(point / "actor", hf=models["plain"])
     assert checkpoint.head == "lm"
+    from megarlhf.commands.convert import main as convert
+
+    converted = tmp_path / "converted"
+    source = ["--megatron", str(point / "actor"), "--reference-hf", str(exported)]
+    assert convert(["megatron-to-hf", *source, "--out", str(converted)], prog="megarlhf convert") == 0
+    from safetensors.torch import load_file
+
+    ours, role = (load_file(folder / "model.safetensors") for folder in (converted, exported))
+    assert ours.keys() == role.keys()
+    assert all(torch.equal(ours[name], tensor) for name, tensor in role.items())

@@ -26,10 +26,10 @@ def _open_twice(runtime: Runtime, directory: str) -> tuple[str, int]:
         }
     )
     outcome = ""
-    with open_session(cfg, cfg.run, cfg.checkpoint, runtime, "sft", 1) as session:
+    with open_session(cfg, cfg.run, runtime, "sft", 1) as session:
         session.log(1, {"loss": 0.5})
     try:
-        with open_session(cfg, cfg.run, cfg.checkpoint, runtime, "sft", 1):
+        with open_session(cfg, cfg.run, runtime, "sft", 1):
             outcome = "opened"
     except ValueError as error:
         outcome = str(error)
