@@ -319,6 +319,25 @@ def test_under_another_launcher_rank_0_speaks_at_once_and_others_wait(
     monkeypatch.delenv(launch.MARK, raising=False)
     for name, value in {"RANK": str(rank), "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.delenv(launch.JOB_STATE, raising=False)
     launch.print_error("sft", "no", 2)
     assert waited == [launch.SILENCE_SECONDS * rank]
     assert capsys.readouterr().err == ("megarlhf sft: no\n", "megarlhf sft (rank 1): no\n")[rank]
+
+
+def test_in_a_batch_job_the_script_is_told_and_what_rank_0_has_said_is_not_said_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """srun lets the other ranks be for a minute. What rank 1 alone has found it says."""
+    from megarlhf.commands import launch
+
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    monkeypatch.delenv(launch.MARK, raising=False)
+    for name, value in {"WORLD_SIZE": "2", launch.JOB_STATE: str(tmp_path)}.items():
+        monkeypatch.setenv(name, value)
+    for rank, message in (("0", "no"), ("1", "no"), ("1", "neither")):
+        monkeypatch.setenv("RANK", rank)
+        launch.print_error("sft", message, 2)
+    assert capsys.readouterr().err == "megarlhf sft: no\nmegarlhf sft (rank 1): neither\n"
+    assert (tmp_path / "exit.0").read_text() == "2\nno\n"
+    assert (tmp_path / "exit.1").read_text() == "2\nneither\n"

@@ -18,7 +18,7 @@ HOUSE: tuple[dict[str, str], ...] = (
     {"__main__": "`python -m megarlhf`: calls a command"},
     {"commands": "load a configuration, check it, start ranks; call all below and are called by nobody"},
     {"trainers": "the loops: they join every room below in the order in which data flows"},
-    {"planning": "decides about a run from configuration, config.json and the names of rules; builds nothing"},
+    {"planning": "decides about a run from configuration, config.json, rules and nodes; builds nothing"},
     {
         "rollout": "engines and rewards: read a model, fill experience",
         "resume": "resume points, locks, signals: what a run needs to go on",

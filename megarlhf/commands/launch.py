@@ -259,15 +259,21 @@ def as_rank(info: RankInfo, cfg: Any, entry: str, check: Callable[[], None] | No
     module, _, function = entry.partition(":")
     try:
         getattr(importlib.import_module(module), function)(cfg, joined)
-    except StopRun:  # all ranks have saved; they leave together
+    except StopRun:  # all ranks have saved
         ignore_stop_signals()
-        if dist.is_initialized():
-            dist.barrier()
-        runtime.shutdown()
+        _leave_together()
         raise
     # Not after a failure: leaving the group may wait for ranks that are stuck in a collective; the launcher ends them.
-    runtime.shutdown()
+    _leave_together()
     return 0
+
+
+def _leave_together() -> None:
+    """A launcher ends the other ranks some time after the first has left: srun does, by the option --wait, and one of
+    them may still be writing."""
+    if dist.is_initialized():
+        dist.barrier()
+    runtime.shutdown()
 
 
 def silence_libraries() -> None:
