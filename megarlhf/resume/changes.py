@@ -32,7 +32,8 @@ _NEUTRAL = {
     ),
     "memory": "rollout.gpu_memory_utilization rollout.cpu_cache_gib rollout.reshard_bucket_mib",
     "checks, which end a run or let it be": (
-        "rollout.verify_weights_every rollout.poison_weights rollout.logprob_gap.* rollout.max_engine_rebuilds"
+        "rollout.verify_weights_every rollout.poison_weights rollout.logprob_gap.* rollout.max_engine_rebuilds "
+        "train.max_skipped_in_a_row"
     ),
 }
 _FIGURES = "data.heldout data.heldout_split eval.every eval.max_samples"
@@ -42,7 +43,7 @@ _MATHEMATICS = {
     "the model, its weights and its tokenizer": (
         "ROLE.model.path ROLE.model.hf ROLE.model.random_init ROLE.model.fresh_head ROLE.model.dtype"
     ),
-    "the optimizer": "ROLE.optim.*",
+    "the optimizer": "ROLE.optim.* train.skip_grad_norm_above train.skip_grad_norm_factor",
     "the data": (
         "data.train data.train_split data.template data.max_prompt_tokens data.max_response_tokens "
         "train.mini_batch_samples train.prompts_per_step train.shuffle"

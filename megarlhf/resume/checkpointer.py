@@ -11,6 +11,7 @@ import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -75,8 +76,8 @@ class Checkpointer:
         self._note, self._still_ours, self._on_saved = note, still_ours, on_saved
         self._writer, self._cadence = Writer(runtime), Cadence(cfg, _time_left_everywhere())
         self._border: _Border | None = None
-        self._writing: tuple[Position, dict[str, Any]] | None = None
-        """The point in work and what its manifest will say."""
+        self._writing: Position | None = None
+        """The point in work."""
         self._newest = newest
         """The newest point that this process has written or begun with."""
         self._announced = False
@@ -190,8 +191,8 @@ class Checkpointer:
             "roles": roles,
             "state": border.state,
         }
-        self._writing = (border.position, body)
-        self._writer.start(directory, content)
+        self._writing = border.position
+        self._writer.start(directory, content, partial(self._complete, border.position, body))
         return True
 
     def _content(self, border: _Border) -> tuple[Content, int]:
@@ -213,16 +214,14 @@ class Checkpointer:
     def _poll(self, *, wait: bool = False) -> None:
         """See what has become of the point in work; with `wait`, until that is known."""
         while self._writer.busy:
-            outcome = self._writer.poll(self._complete, wait=wait)
+            outcome = self._writer.poll(wait=wait)
             if outcome is not None:
                 self._done(outcome)
             elif not wait:
                 return
 
-    def _complete(self, files: Mapping[str, FileDigest]) -> None:
-        """On rank 0: all files of the point lie there."""
-        assert self._writing is not None
-        position, body = self._writing
+    def _complete(self, position: Position, body: Mapping[str, Any], files: Mapping[str, FileDigest]) -> None:
+        """In the process that writes for rank 0: all files of the point lie there."""
         self._still_ours()
         directory = point.partial_path(self._run_dir, position)
         point.write_manifest(directory, body, files)
@@ -230,7 +229,7 @@ class Checkpointer:
 
     def _done(self, outcome: Outcome) -> None:
         assert self._writing is not None
-        position, self._writing = self._writing[0], None
+        position, self._writing = self._writing, None
         self._cadence.saved(outcome.seconds)
         if outcome.error is not None:
             self._say_failed(position, outcome.error)

@@ -2,8 +2,10 @@
 
 `start` makes Megatron-Core's save plan, brings what lies on a GPU to the host, and forks a process of each rank; the
 fork is the snapshot, as memory that training changes afterwards is copied page by page. The process writes with torch's
-own writer, syncs and digests its files. `poll` asks all ranks whether they are through, and then rank 0 completes the
-directory. What fails on one rank fails on all, and leaves nothing behind.
+own writer, syncs and digests its files, and leaves a note of them in the directory. The process of rank 0 waits for the
+notes of all, completes the directory and gives it its name: that takes no collective, so a point is complete as soon as
+its bytes are there, however long the step takes that training is in. `poll` asks what has become of it. What fails on
+one rank fails on all, and leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -16,13 +18,14 @@ import json
 import logging
 import multiprocessing
 import os
+import pickle
 import shutil
 import signal
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +46,9 @@ from megarlhf.weights.checkpoint.staging import sync
 log = logging.getLogger(__name__)
 
 CHUNK = 1 << 22
+NOTES = ".notes"
+"""Folder in which each rank's process says what it has written; gone when the directory is complete."""
+POLL_SECONDS = 0.02
 WRITE_SECONDS = 3600.0
 """After which a writer that has not answered is taken for hanging."""
 
@@ -73,23 +79,39 @@ class Outcome:
 
     error: str | None
     seconds: float
-    """From start to end."""
+    """From start to end, as far as `poll` was asked."""
     bytes: int = 0
-    files: Mapping[str, FileDigest] = field(default_factory=dict)
-    """On rank 0."""
+    """Of all files."""
 
 
 @dataclass
 class _Job:
     directory: Path
-    metadata: dict[str, Metadata]
-    """On rank 0, by folder."""
-    commons: Mapping[str, Mapping[str, Any]]
     process: Any
     connection: Any
     started: float
-    answer: tuple[str | None, Any] | None = None
-    """(error, what was written)."""
+    answer: tuple[str | None, int] | None = None
+    """(error, bytes written by all ranks: of rank 0)."""
+
+
+@dataclass(frozen=True)
+class _Note:
+    """What the process of a rank has written."""
+
+    results: dict[str, list[WriteResult]]
+    """By folder."""
+    files: dict[str, FileDigest]
+
+
+@dataclass(frozen=True)
+class _Completion:
+    """What the process of rank 0 does when all ranks' notes are there."""
+
+    ranks: int
+    metadata: Mapping[str, Metadata]
+    """By folder."""
+    commons: Mapping[str, Mapping[str, Any]]
+    complete: Callable[[Mapping[str, FileDigest]], None]
 
 
 class Writer:
@@ -104,8 +126,12 @@ class Writer:
         """The same on every rank."""
         return self._job is not None
 
-    def start(self, directory: Path, content: Content) -> None:
-        """Collective. `directory` exists on rank 0 and is empty; what it will hold is fixed by the return."""
+    def start(self, directory: Path, content: Content, complete: Callable[[Mapping[str, FileDigest]], None]) -> None:
+        """Collective. `directory` exists on rank 0 and is empty; what it will hold is fixed by the return.
+
+        `complete` is called in the process of rank 0, with the digests of all files, and makes the directory valid;
+        an OSError or ValueError that it raises fails the write.
+        """
         assert self._job is None, "the last directory is not complete yet"
         started = time.monotonic()
         jobs: list[tuple[Path, SavePlan, MCoreSavePlanner]] = []
@@ -117,15 +143,19 @@ class Writer:
             if whole is not None:
                 metadata[name] = whole
         synchronize(self._runtime.device)
-        files = content.files if self._runtime.is_main else {}
+        completion, files = None, {}
+        if self._runtime.is_main:
+            completion = _Completion(self._runtime.world_size, metadata, content.commons, complete)
+            files = dict(content.files)
         context = multiprocessing.get_context("fork")
         ours, theirs = context.Pipe(duplex=False)
         sys.stdout.flush()
         sys.stderr.flush()
-        process = context.Process(target=_write, args=(directory, jobs, files, theirs, os.getpid()))
+        arguments = (directory, self._runtime.rank, jobs, files, completion, theirs, os.getpid())
+        process = context.Process(target=_write, args=arguments, name="megarlhf-writer")
         process.start()
         theirs.close()
-        self._job = _Job(directory, metadata, content.commons, process, ours, started)
+        self._job = _Job(directory, process, ours, started)
 
     def _plan(self, state: ShardedState) -> tuple[SavePlan, MCoreSavePlanner, Metadata | None]:
         """This rank's part of the plan, and on rank 0 what all ranks write. Collective."""
@@ -147,9 +177,8 @@ class Writer:
         mine = FileSystemWriter("unused").prepare_global_plan(numbered)[self._runtime.rank]
         return planner.finish_plan(mine), planner, metadata
 
-    def poll(self, complete: Callable[[Mapping[str, FileDigest]], None], *, wait: bool = False) -> Outcome | None:
-        """Collective. None while a rank is still writing. When all are through, rank 0 calls `complete` with the
-        digests of all files, which makes the directory valid; what it raises fails the write on every rank."""
+    def poll(self, *, wait: bool = False) -> Outcome | None:
+        """What has become of the directory, the same on every rank; None while it is in work. Collective."""
         job = self._job
         if job is None:
             return None
@@ -161,51 +190,34 @@ class Writer:
             return None
         self._job = None
         _end(job)
-        outcome: list[Outcome | None] = [None]
         answers: list[Any] | None = [None] * self._runtime.world_size if self._runtime.is_main else None
         dist.gather_object(job.answer, answers, dst=0)
+        outcome: list[Outcome | None] = [None]
         if answers is not None:
-            outcome = [self._complete(job, answers, complete)]
+            errors: dict[str, list[int]] = defaultdict(list)
+            for rank, answer in enumerate(answers):
+                if answer is not None and answer[0]:
+                    errors[answer[0]].append(rank)
+            reasons = [f"rank {', '.join(map(str, ranks))}: {reason}" for reason, ranks in errors.items()]
+            if reasons:
+                shutil.rmtree(job.directory, ignore_errors=True)
+            size = answers[0][1] if answers[0] else 0
+            outcome = [Outcome("; ".join(reasons) or None, time.monotonic() - job.started, size)]
         dist.broadcast_object_list(outcome, src=0)
         return outcome[0]
 
     def _receive(self, job: _Job, *, wait: bool) -> bool:
         """Whether this rank's process has answered."""
         left = max(0.0, job.started + WRITE_SECONDS - time.monotonic())
-        if job.answer is None and job.connection.poll(left if wait else 0):
+        if job.answer is None and job.connection.poll(left if wait and self._runtime.world_size == 1 else 0.2 * wait):
             try:
                 job.answer = job.connection.recv()
             except EOFError:
                 job.process.join()
-                job.answer = (f"the writing process died with status {job.process.exitcode}", None)
+                job.answer = (f"the writing process died with status {job.process.exitcode}", 0)
         if job.answer is None and time.monotonic() - job.started >= WRITE_SECONDS:
-            job.answer = (f"nothing was heard of the writing process for {WRITE_SECONDS:.0f} s", None)
+            job.answer = (f"nothing was heard of the writing process for {WRITE_SECONDS:.0f} s", 0)
         return job.answer is not None
-
-    def _complete(self, job: _Job, answers: list[Any], complete: Callable[[Mapping[str, FileDigest]], None]) -> Outcome:
-        """On rank 0."""
-        errors: dict[str, list[int]] = defaultdict(list)
-        for rank, answer in enumerate(answers):
-            if answer is not None and answer[0]:
-                errors[answer[0]].append(rank)
-        files: dict[str, FileDigest] = {}
-        error = None
-        if errors:
-            error = "; ".join(f"rank {', '.join(map(str, ranks))}: {reason}" for reason, ranks in errors.items())
-        else:
-            try:
-                for written in (answer[1] for answer in answers):
-                    files |= written["files"]
-                for name, metadata in job.metadata.items():
-                    results = [answer[1]["results"][name] for answer in answers]
-                    files |= _finish(job.directory, name, metadata, results, job.commons[name])
-                complete(files)
-            except (OSError, ValueError) as failure:
-                error = str(failure)
-        if error is not None:
-            shutil.rmtree(job.directory, ignore_errors=True)
-        size = sum(file.bytes for file in files.values())
-        return Outcome(error=error, seconds=time.monotonic() - job.started, bytes=size, files=files)
 
     def abandon(self) -> None:
         """End what is in work; the directory stays incomplete. Not collective."""
@@ -235,7 +247,15 @@ def _finish(
     return {f"{name}/{file}": digest_of(folder / file) for file in (".metadata", COMMON, CONFIG)}
 
 
-def _write(directory: Path, jobs: list[Any], files: Mapping[str, Any], answer: Any, parent: int) -> None:
+def _write(
+    directory: Path,
+    rank: int,
+    jobs: list[Any],
+    files: Mapping[str, Any],
+    completion: _Completion | None,
+    answer: Any,
+    parent: int,
+) -> None:
     """The life of the writing process."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: nothing goes on writing when the rank has died
@@ -249,16 +269,17 @@ def _write(directory: Path, jobs: list[Any], files: Mapping[str, Any], answer: A
         os.nice(5)
     status = 0
     try:
-        answer.send((None, _write_files(directory, jobs, files)))
+        _leave_note(directory, rank, _write_files(directory, jobs, files))
+        answer.send((None, _complete(directory, completion) if completion is not None else 0))
     except Exception as error:  # noqa: BLE001 -- the rank reports it
         status = 1
         with contextlib.suppress(Exception):
-            answer.send((f"{type(error).__name__}: {error}", None))
+            answer.send((f"{type(error).__name__}: {error}", 0))
     answer.close()
     os._exit(status)  # nothing that the rank has registered for its end is to run here
 
 
-def _write_files(directory: Path, jobs: list[Any], files: Mapping[str, Any]) -> dict[str, Any]:
+def _write_files(directory: Path, jobs: list[Any], files: Mapping[str, Any]) -> _Note:
     results: dict[str, list[WriteResult]] = {}
     written: list[Path] = []
     for folder, plan, planner in jobs:
@@ -273,8 +294,35 @@ def _write_files(directory: Path, jobs: list[Any], files: Mapping[str, Any]) -> 
         torch.save(value, path)
         sync(path)
         written.append(path)
-    digests = {str(path.relative_to(directory)): digest_of(path) for path in written}
-    return {"results": results, "files": digests}
+    return _Note(results, {str(path.relative_to(directory)): digest_of(path) for path in written})
+
+
+def _leave_note(directory: Path, rank: int, note: _Note) -> None:
+    notes = directory / NOTES
+    notes.mkdir(exist_ok=True)
+    partial = notes / f".{rank}"
+    partial.write_bytes(pickle.dumps(note))
+    partial.rename(notes / str(rank))
+
+
+def _complete(directory: Path, completion: _Completion) -> int:
+    """In the process of rank 0: wait for all ranks, make a point of the directory; returns its bytes."""
+    notes, deadline = directory / NOTES, time.monotonic() + WRITE_SECONDS
+    while missing := [rank for rank in range(completion.ranks) if not (notes / str(rank)).exists()]:
+        if time.monotonic() > deadline:
+            raise OSError(f"nothing was heard of ranks {missing[:5]} for {WRITE_SECONDS:.0f} s")
+        os.listdir(notes)  # a network file system asks its server again
+        time.sleep(POLL_SECONDS)
+    ranks: list[_Note] = [pickle.loads((notes / str(rank)).read_bytes()) for rank in range(completion.ranks)]
+    shutil.rmtree(notes)
+    files: dict[str, FileDigest] = {}
+    for note in ranks:
+        files |= note.files
+    for name, metadata in completion.metadata.items():
+        results = [note.results[name] for note in ranks]
+        files |= _finish(directory, name, metadata, results, completion.commons[name])
+    completion.complete(files)
+    return sum(file.bytes for file in files.values())
 
 
 def digest_of(path: Path) -> FileDigest:

@@ -200,6 +200,11 @@ def open_session(
             stop = stack.enter_context(StopRequest(device=runtime.device, speaks=runtime.is_main))
             identity = _identity(cfg, run, command, training)
             notes += session.prepare_training(training, identity, stop, claims, resumes=resumes)
+            if session.start.step > total:
+                raise ValueError(
+                    f"run.dir = {run.dir} holds a run that has made {session.start.step} steps, more than "
+                    f"train.num_steps = {total}; raise train.num_steps, or name another run.dir"
+                )
         on_first_rank(claims[0].start if claims else _nothing)
         if session.checkpointer is not None:
             stack.callback(session.checkpointer.abandon)

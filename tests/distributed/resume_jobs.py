@@ -51,10 +51,10 @@ def write(writer: Writer, directory: Path, role: Role, **files: Any) -> Outcome:
         directory.mkdir(parents=True)
     dist.barrier()
     content = Content({"actor": role_state.sharded_state(role)}, {"actor": role_state.common(role, 3)}, files)
-    writer.start(directory, content)
-    outcome = writer.poll(lambda files: None, wait=True)
+    writer.start(directory, content, lambda files: None)
+    outcome = writer.poll(wait=True)
     while outcome is None:
-        outcome = writer.poll(lambda files: None, wait=True)
+        outcome = writer.poll(wait=True)
     return outcome
 
 
