@@ -189,6 +189,7 @@ def test_the_first_signal_lets_the_ranks_save(tmp_path: Path, number: signal.Sig
 SAVING_RANK = """
 import os, pathlib, sys, time, types
 from megarlhf.commands import launch
+from megarlhf.config import WatchdogConfig
 from megarlhf.resume.signals import StopRequest, StopRun
 from megarlhf.runtime import detect_rank
 
@@ -202,7 +203,8 @@ def run(cfg, runtime):
 sys.modules["toy"] = types.SimpleNamespace(run=run)
 try:
     here = types.SimpleNamespace(seed=0, dir=pathlib.Path(sys.argv[1]) / "run")
-    launch.as_rank(detect_rank(os.environ), types.SimpleNamespace(run=here), "toy:run")
+    cfg = types.SimpleNamespace(run=here, watchdog=WatchdogConfig())
+    launch.as_rank(detect_rank(os.environ), cfg, "toy:run")
 except StopRun as error:
     launch.print_error("sft", str(error), error.status)
     raise SystemExit(error.status)

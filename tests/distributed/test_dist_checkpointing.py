@@ -54,6 +54,7 @@ def megatron_models(
 
     with megatron_device(joined.device):
         vpp = layout.get("vpp", 1)
+        parallel_state.destroy_model_parallel()  # what our own meshes have left in this process
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=layout.get("tp", 1),
             pipeline_model_parallel_size=layout.get("pp", 1),
