@@ -200,11 +200,11 @@ def _versions() -> dict[str, str]:
     """What has to be the same everywhere."""
     versions = {name: version_of(name) or "missing" for name in PACKAGES}
     versions |= {"python": platform.python_version(), "megarlhf": megarlhf.__version__}
-    versions["sources of megarlhf"] = _source_digest(Path(megarlhf.__file__).parent)
+    versions["sources of megarlhf"] = source_digest(Path(megarlhf.__file__).parent)
     return versions | gpu_versions()
 
 
-def _source_digest(package: Path) -> str:
+def source_digest(package: Path) -> str:
     """Of all Python files: a commit does not show what was changed after it, and an installation has none."""
     digest = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):

@@ -1,0 +1,239 @@
+"""The runs that are hurt: small models, their data and configurations, and what a run gives that nothing happens to."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from benchmarks.faults.processes import Command
+from tools.demo.make_data import Recipe, write_all
+
+NOT_COMPARED = ("seconds", "engine_rebuilds")
+"""Beginnings of metrics that say how long something took, or that an engine was built anew."""
+STEPS = {"sft": 24, "rl": 5}
+Difference = str
+"""What is not equal, in words; empty when all is."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A command with its configuration, but for the run directory."""
+
+    name: str
+    command: str
+    ranks: int
+    tree: Mapping[str, Any]
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def steps(self) -> int:
+        return int(self.tree["train"]["num_steps"])
+
+    def argv(self, run: Path, file: Path) -> list[str]:
+        """The command line; the configuration is written to `file`."""
+        tree = {**self.tree, "run": {"dir": str(run), "nproc": self.ranks}}
+        file.write_text(yaml.safe_dump(tree), encoding="utf-8")
+        return [self.command, "-c", str(file)]
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The run that nothing happens to."""
+
+    results: Mapping[str, Any]
+    seconds_to_first_row: float
+    """From the lock to the first line of metrics."""
+    seconds_of_a_step: float
+
+
+@dataclass(frozen=True)
+class Site:
+    """Models and data, and the runs made of them."""
+
+    root: Path
+
+    def prepare(self) -> None:
+        """Data, a supervised model and a reward model, by the commands that users give; once."""
+        models = self.root / "models"
+        if (models / "rm/FINISHED").exists():
+            return
+        recipe = Recipe(heldout=24, sft_train=400, pairs_train=200, prompts_train=120)
+        write_all(self.root / "data", recipe, seed=0)
+        base = self.root / "data/base"
+        for name, tree in {
+            "sft": {**self._data("sft"), "actor": {"model": {"path": str(base), "random_init": True}}},
+            "rm": {**self._data("pairs"), "reward_model": {"model": {"path": str(self._model("sft", "actor"))}}},
+        }.items():
+            tree["train"] = {"num_steps": 12, "mini_batch_samples": 64, "max_tokens_per_micro_batch": 1024}
+            case = Case(name, name, 1, tree)
+            models.mkdir(exist_ok=True)
+            command = Command(case.argv(models / name, models / f"{name}.yaml"), models / f"{name}.log")
+            assert command.wait() == 0, command.said[-3000:]
+
+    def _model(self, stage: str, role: str) -> Path:
+        return self.root / "models" / stage / "checkpoints/latest" / role
+
+    def _data(self, name: str) -> dict[str, Any]:
+        files = {part: str(self.root / "data" / f"{name}_{part}.jsonl") for part in ("train", "heldout")}
+        return {"data": {**files, "max_prompt_tokens": 16, **({} if name == "prompts" else {"max_response_tokens": 8})}}
+
+    def case(self, name: str) -> Case:
+        """`sft`, `sft_tp2`, `sft_keep`, `sft_nan`, `ppo`, `ppo_vllm` or `grpo`."""
+        return getattr(self, f"_{name.partition('_')[0]}")(name)
+
+    def _sft(self, name: str) -> Case:
+        optim = {"lr": 1e-3, "schedule": "cosine", "warmup_steps": 3}
+        parallel = {"tp": 2} if name == "sft_tp2" else {}
+        often = {"every": 2, "keep": 4} if name == "sft_keep" else {"every": 3}
+        tree = {
+            **self._data("sft"),
+            "actor": {"model": {"path": str(self._model("sft", "actor"))}, "parallel": parallel, "optim": optim},
+            # 400 records are not a multiple of the batch: epochs end inside a batch.
+            "train": {"num_steps": STEPS["sft"], "mini_batch_samples": 64, "max_tokens_per_micro_batch": 256},
+            "checkpoint": {**often, "every_minutes": 0, "export_every": 8},
+            "eval": {"every": 6},
+            "watchdog": {"train": 12, "optimizer": 12, "checkpoint": 12, "eval": 12, "grace": 6},
+        }
+        nan = plant("megarlhf.parallel.step:Trainer.gradient_norm:6:nan:0") if name == "sft_nan" else {}
+        return Case(name, "sft", 2 if name == "sft_tp2" else 1, tree, nan)
+
+    def _rl(self, name: str, roles: Mapping[str, Any], **more: Any) -> Case:
+        tree = {
+            **self._data("prompts"),
+            "actor": {"model": {"path": str(self._model("sft", "actor"))}, "optim": {"lr": 1e-4}},
+            **roles,
+            "train": {
+                "num_steps": STEPS["rl"],
+                "prompts_per_step": 16,
+                "mini_batch_samples": 16,
+                "epochs_per_step": 2,
+                "max_tokens_per_micro_batch": 256,
+            },
+            "rollout": {"engine": "megatron", "num_samples_per_prompt": 2, "max_response_tokens": 6},
+            "algo": {"kl": {"coef": 0.1}},
+            "eval": {"every": 2},
+        }
+        for section, values in more.items():
+            tree[section] = {**tree.get(section, {}), **values} if isinstance(values, dict) else values
+        return Case(name, "rl", 2 if name == "ppo" else 1, tree)
+
+    def _ppo(self, name: str) -> Case:
+        scorer = {"model": {"path": str(self._model("rm", "reward_model"))}}
+        roles = {"critic": {**scorer, "optim": {"lr": 5e-4}}, "reward_model": scorer}
+        vllm = name == "ppo_vllm"
+        often = {"every": 2} if vllm else {"every_updates": 1, "keep": 3}
+        checkpoint = {**often, "every_minutes": 0, "export_every": 2}
+        rewards = [{"kind": "model", "clip": 1.0}]
+        return self._rl(name, roles, rewards=rewards, checkpoint=checkpoint, rollout={"engine": "vllm"} if vllm else {})
+
+    def _grpo(self, name: str) -> Case:
+        return self._rl(
+            name,
+            {},
+            rewards=[{"kind": "rule", "rule": "benchmarks.faults.rules:hang_once"}],
+            algo={"advantage": "group_relative", "kl": {"coef": 0.05, "placement": "loss", "estimator": "k3"}},
+            checkpoint={"every": 1, "every_minutes": 0, "export_every": 2},
+            watchdog={"reward": 10, "grace": 6},
+        )
+
+    def reference(self, case: Case) -> Reference:
+        """The run without a fault; made twice, which has to give the same, and then kept."""
+        file = self.root / "references" / f"{case.name}.json"
+        if not file.exists():
+            file.parent.mkdir(exist_ok=True)
+            made = [self._run_undisturbed(case, file.with_name(f"{case.name}{time}")) for time in (1, 2)]
+            if problem := differences(made[0].results, made[1].results):
+                raise RuntimeError(f"{case.name}: two undisturbed runs differ, nothing can be compared: {problem}")
+            file.write_text(json.dumps(vars(made[0])), encoding="utf-8")
+        return Reference(**json.loads(file.read_text(encoding="utf-8")))
+
+    def _run_undisturbed(self, case: Case, run: Path) -> Reference:
+        planted = {**case.environment, "FAULTS_PLANTED": str(run.with_suffix(".planted"))}
+        command = Command(case.argv(run, run.with_suffix(".yaml")), run.with_suffix(".log"), planted)
+        command.wait_until((run / "lock").exists)
+        locked = time.monotonic()
+        command.wait_until(partial(has_rows, run, 1))
+        first = time.monotonic()
+        assert command.wait() == 0, command.said[-3000:]
+        return Reference(results(run), first - locked, (time.monotonic() - first) / case.steps)
+
+
+def plant(fault: str) -> dict[str, str]:
+    """The environment that plants a fault: benchmarks/faults/inject."""
+    return {"FAULTS_PLANT": fault, "PYTHONPATH": str(Path(__file__).parent / "inject")}
+
+
+def rows(run: Path) -> list[dict[str, Any]]:
+    """All complete lines of metrics, without those that are not compared."""
+    file = run / "metrics.jsonl"
+    lines = file.read_text(encoding="utf-8").split("\n")[:-1] if file.exists() else []
+    return [{name: value for name, value in json.loads(line).items() if compared(name)} for line in lines]
+
+
+def compared(name: str) -> bool:
+    """Whether a metric is the same in every run."""
+    return not name.rpartition("/")[2].startswith(NOT_COMPARED)
+
+
+def has_rows(run: Path, number: int) -> bool:
+    """Whether so many steps have been written down."""
+    file = run / "metrics.jsonl"
+    return number == 0 or (file.exists() and file.read_bytes().count(b"\n") >= number)
+
+
+def results(run: Path) -> dict[str, Any]:
+    """What two equal runs agree in: metrics, TensorBoard's scalars, every exported file of weights, how it ended."""
+    weights = sorted((run / "checkpoints").glob("step_*/*/*.safetensors"))
+    finished = run / "FINISHED"
+    return {
+        "metrics": rows(run),
+        "scalars": _scalars(run / "tensorboard"),
+        "weights": {str(path.relative_to(run)): hashlib.sha256(path.read_bytes()).hexdigest() for path in weights},
+        "finished": {k: v for k, v in json.loads(finished.read_text()).items() if k in ("step", "reason")}
+        if finished.exists()
+        else None,
+    }
+
+
+def _scalars(folder: Path) -> dict[str, list[list[float]]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    board.Reload()
+    names = sorted(name for name in board.Tags()["scalars"] if compared(name))
+    return {name: [[event.step, event.value] for event in board.Scalars(name)] for name in names}
+
+
+def differences(got: Mapping[str, Any], expected: Mapping[str, Any]) -> Difference:
+    """Of two results. Numbers are compared bit for bit, as JSON writes them."""
+    got, expected = json.loads(json.dumps(got)), json.loads(json.dumps(expected))
+    for number, (mine, theirs) in enumerate(zip(got["metrics"], expected["metrics"], strict=False)):
+        if mine != theirs:
+            names = [name for name in {*mine, *theirs} if mine.get(name) != theirs.get(name)]
+            return f"line {number + 1} of metrics.jsonl: {sorted(names)}"
+    if len(got["metrics"]) != len(expected["metrics"]):
+        return f"{len(got['metrics'])} lines of metrics, expected {len(expected['metrics'])}"
+    for what in ("scalars", "weights", "finished"):
+        if got[what] != expected[what]:
+            return f"{what} differ"
+    return ""
+
+
+def contents(run: Path) -> dict[str, str]:
+    """Every file with its digest: what a refused start must leave as it was."""
+    files = [path for path in sorted(run.rglob("*")) if path.is_file() and not path.is_symlink()]
+    return {str(path.relative_to(run)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def generator(fault: str, number: int, attempt: int) -> random.Random:
+    """The random choices of a trial."""
+    return random.Random(f"{fault}/{number}/{attempt}")
