@@ -51,7 +51,7 @@ FAULTS = {
         20,
         ("sft_keep",),
         RESUMED,
-        "damaged points are passed over, the newest good one is used",
+        "damaged points are passed over, the newest good is used",
     ),
     "signal_sft": Fault(random_faults.stop_signal, 10, ("sft", "sft_tp2"), RESUMED, "at most one optimizer step"),
     "signal_ppo": Fault(random_faults.stop_signal, 10, _PPO, RESUMED, "at most one optimizer step"),
@@ -69,7 +69,7 @@ FAULTS = {
         planted_faults.nan_gradient,
         3,
         ("sft_nan",),
-        "the step is skipped and kept; equal to a run with the same NaN",
+        "the step is skipped; equal to a run with the same NaN",
         "nothing",
     ),
     "time_limit": Fault(planted_faults.time_limit, 3, ("sft", "grpo"), RESUMED, "at most one optimizer step"),
@@ -107,7 +107,7 @@ def trial(site: Site, name: str, number: int) -> Result | str:
             continue
         except CannotHappen as reason:
             return str(reason)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 -- a trial that breaks is a trial that failed
             result = Result("", recovered=False, problem=f"{type(error).__name__}: {error}")
         finally:
             made.end()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from benchmarks.faults.record import Result
 from benchmarks.faults.trial import NotHappened, Trial
 from megarlhf.resume.point import find_points
 
+_making = threading.Lock()
 WRITING_SECONDS = 0.12
 """About as long as a resume point of these models is written."""
 
@@ -98,8 +100,6 @@ def corrupted(trial: Trial) -> Result:
     for point in damaged:
         file = trial.random.choice(sorted(path for path in point.path.rglob("*") if path.is_file()))
         happened.append(f"{_damage(trial, file)} {file.relative_to(trial.run)}")
-        (point.path.parent / f"{point.path.name}.set-aside").mkdir()  # only to see below that nothing touches it
-        (point.path.parent / f"{point.path.name}.set-aside").rmdir()
     good = points[-1 - len(damaged)].position
     result = trial.goes_on("; ".join(happened))
     said = " ".join(trial.commands[-1].said.split())
@@ -115,7 +115,9 @@ def corrupted(trial: Trial) -> Result:
 def _killed_run(trial: Trial) -> Path:
     """A run that was killed late and has four resume points; made once, then copied."""
     made = trial.site.root / "killed" / trial.case.name
-    if not made.exists():
+    with _making:
+        if made.exists():
+            return made
         maker = Trial(trial.site, trial.case, trial.random, trial.site.root / "killed" / "work")
         command = maker.start()
         if not command.wait_until(lambda: len(find_points(maker.run)) >= 4):

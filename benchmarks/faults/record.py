@@ -19,7 +19,7 @@ class Result:
     """How that was seen."""
     recovered: bool
     metrics_equal: bool | None = None
-    """With the run that nothing happened to, also in weights and TensorBoard; None where there is nothing to compare."""
+    """With the run that nothing happened to, also in weights and TensorBoard; None: nothing was compared."""
     steps_lost: int = 0
     """Optimizer steps that were done again."""
     beyond_promise: int = 0

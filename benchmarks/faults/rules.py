@@ -1,4 +1,4 @@
-"""A reward that hangs once, as a rule that calls a service may: named in a configuration as benchmarks.faults.rules:hang_once."""
+"""A reward that hangs once, as a rule that calls a service may: `rule: benchmarks.faults.rules:hang_once`."""
 
 from __future__ import annotations
 

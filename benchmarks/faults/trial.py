@@ -51,6 +51,7 @@ class Trial:
     random: random.Random
     folder: Path
     environment: dict[str, str] = field(default_factory=dict)
+    overrides: tuple[str, ...] = ()
     run: Path = Path()
     commands: list[Command] = field(default_factory=list)
 
@@ -65,7 +66,7 @@ class Trial:
 
     def start(self, *overrides: str, environment: Mapping[str, str] | None = None) -> Command:
         """The command, the same each time but for what is given here."""
-        argv = [*self.case.argv(self.run, self.folder / "run.yaml"), *overrides]
+        argv = [*self.case.argv(self.run, self.folder / "run.yaml"), *self.overrides, *overrides]
         output = self.folder / f"output{len(self.commands)}.txt"
         planted = {**self.environment, "FAULTS_PLANTED": str(self.folder / "planted"), **(environment or {})}
         self.commands.append(Command(argv, output, planted))
@@ -158,7 +159,8 @@ class Trial:
             return f"status {status} instead of 2: {command.said[-600:]}"
         if why not in " ".join(command.said.split()):
             return f"the message does not say {why!r}: {command.said[-600:]}"
-        return "" if contents(self.run) == before else "the refused start has changed files"
+        changed = sorted(dict(contents(self.run).items() ^ before.items()))
+        return f"the refused start has changed {changed}" if changed else ""
 
     def went_on(self, command: Command, happened: str, expected: Reference | None = None) -> Result:
         """The command, to its end, which has to be that of the run that nothing happened to."""
