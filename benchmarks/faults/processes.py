@@ -96,10 +96,10 @@ class Command:
                 found[int(rank)] = pid
         return [found[rank] for rank in sorted(found)]
 
-    def writers(self) -> list[int]:
-        """The processes that ranks have forked to write a resume point. Guards have another name."""
-        ranks = set(self.ranks())
-        return [pid for pid, parent in self.processes().items() if parent in ranks and _name(pid) != "megarlhf-guard"]
+    @staticmethod
+    def writers(ranks: Sequence[int]) -> list[int]:
+        """The processes that these ranks have forked to write a resume point. Guards have another name."""
+        return [pid for rank in ranks for pid in _children(rank) if _name(pid) != "megarlhf-guard"]
 
     def kill(self, pids: Sequence[int] | None = None, number: int = signal.SIGKILL) -> None:
         """A signal to some processes, or to all of them as when a machine is lost: guards too."""
@@ -143,6 +143,20 @@ def _parent(pid: int) -> int:
     with contextlib.suppress(OSError):
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
     return 0
+
+
+def _children(pid: int) -> list[int]:
+    with contextlib.suppress(OSError):
+        return [
+            int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in _read(task / "children").split()
+        ]
+    return []
+
+
+def _read(file: Path) -> str:
+    with contextlib.suppress(OSError):
+        return file.read_text()
+    return ""
 
 
 def _name(pid: int) -> str:

@@ -41,9 +41,10 @@ def writer_killed(trial: Trial) -> Result:
     """The process that writes a resume point is killed: no such point, and the run goes on."""
     command = trial.start()
     trial.wait_for_moment(command)
-    _wait_for_writer(trial, command)
-    if not (writers := command.writers()):
-        raise NotHappened("the resume point was complete")
+    ranks = command.ranks()
+    writers: list[int] = []
+    if not command.wait_until(lambda: writers.extend(command.writers(ranks)) or writers):
+        raise NotHappened("no further resume point was written")
     command.kill([trial.random.choice(writers)])
     result = trial.went_on(command, "")
     said = " ".join(command.said.split())
