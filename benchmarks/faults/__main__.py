@@ -93,7 +93,7 @@ class Cores:
             self._changed.notify_all()
 
 
-def trial(site: Site, name: str, number: int) -> Result | str:
+def trial(site: Site, name: str, number: int, keep: bool) -> Result | str:
     """One trial, at another moment when the fault came too late; or why there is none on this machine."""
     fault = FAULTS[name]
     case = site.case(fault.cases[number % len(fault.cases)])
@@ -112,7 +112,7 @@ def trial(site: Site, name: str, number: int) -> Result | str:
         finally:
             made.end()
         result.seconds = round(time.monotonic() - started, 1)
-        if result.recovered:
+        if result.recovered and not keep:
             shutil.rmtree(folder, ignore_errors=True)
         return result
     return Result("", recovered=False, problem=f"the fault did not happen in {ATTEMPTS} attempts")
@@ -126,6 +126,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/faults.json")
     parser.add_argument("--only", nargs="*", choices=FAULTS, default=list(FAULTS), help="these faults")
     parser.add_argument("--trials", type=int, help="of each fault at most so many")
+    parser.add_argument("--keep", action="store_true", help="also keep the directories of trials that went well")
     parser.add_argument("--fresh", action="store_true", help="forget the trials that were done")
     arguments = parser.parse_args()
     if arguments.fresh:
@@ -148,7 +149,7 @@ def main() -> None:
         ranks = site.case(FAULTS[name].cases[number % len(FAULTS[name].cases)]).ranks
         cores.take(ranks)
         try:
-            result = trial(site, name, number) if name not in skipped else skipped[name]
+            result = trial(site, name, number, arguments.keep) if name not in skipped else skipped[name]
         finally:
             cores.give_back(ranks)
         with writing:

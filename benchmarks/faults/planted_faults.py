@@ -23,6 +23,8 @@ def launcher_killed(trial: Trial) -> Result:
     ranks = command.ranks()
     command.kill([command.pid])
     command.wait()
+    if command.pid in ranks:
+        raise NotHappened("the ranks had not been started")
     happened = f"the launcher of {len(ranks)} ranks was killed {moment}"
     if left_over := command.left_over(20):
         return Result(happened, recovered=False, problem=f"processes were left running: {left_over}")
@@ -147,7 +149,7 @@ def nan_gradient(trial: Trial) -> Result:
         result = _with_problem(result, f"skipped_steps {trial.metric('skipped_steps')}, kept {kept}")
     plain = trial.site.reference(trial.site.case("sft")).results["metrics"]
     mine = trial.reference.results["metrics"]
-    if mine[:5] != plain[:5] or mine[5] == plain[5]:
+    if mine[:6] != plain[:6] or mine[6] == plain[6]:
         result = _with_problem(result, "the steps before are not those of the undisturbed run")
     return result
 

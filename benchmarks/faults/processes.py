@@ -88,13 +88,13 @@ class Command:
         return {pid: _parent(pid) for pid in _marked(self._name)}
 
     def ranks(self) -> list[int]:
-        """The processes of the ranks, in their order."""
+        """The processes of the ranks, in their order; a run of one rank is the launcher itself."""
         found = {}
         for pid, parent in self.processes().items():
             rank = _environ(pid).get("RANK")
             if parent == self.pid and rank is not None:
                 found[int(rank)] = pid
-        return [found[rank] for rank in sorted(found)]
+        return [found[rank] for rank in sorted(found)] or [self.pid]
 
     @staticmethod
     def writers(ranks: Sequence[int]) -> list[int]:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from benchmarks.faults.processes import Command
 from benchmarks.faults.record import Result
-from benchmarks.faults.runs import Case, Reference, Site, contents, differences, has_rows, results, rows
+from benchmarks.faults.runs import Case, Reference, Site, contents, differences, has_step, results, rows
 from megarlhf.resume.point import Position, find_points
 
 _PARTIAL = re.compile(r"\.step_(\d+)(?:_update_(\d+))?\.partial")
@@ -80,10 +80,10 @@ class Trial:
         steps, part = self.random.randrange(first, self.case.steps), self.random.random()
         reference = self.reference
         there = command.wait_until((self.run / "lock").exists) and command.wait_until(
-            partial(has_rows, self.run, steps)
+            partial(has_step, self.run, steps)
         )
         if there:
-            time.sleep(part * (reference.seconds_of_a_step if steps else reference.seconds_to_first_row))
+            time.sleep(part * (reference.seconds_of_a_step if steps else reference.seconds_to_first_step))
         if not there or command.status is not None or (self.run / "FINISHED").exists():
             raise NotHappened("the command had ended")
         return f"{part:.2f} of a step after {steps} steps"
@@ -104,7 +104,17 @@ class Trial:
             lines = file.read_text(encoding="utf-8").count("\n") - 1  # the first is a header
             step = int(file.parent.name.removeprefix("step_")) + 1
             bank[step] = bank.get(step, 0) + max(lines, 0)
-        return Left(newest, max([Position(len(rows(self.run))), *begun, *([newest] if newest else [])]), bank)
+        return Left(
+            newest,
+            max(
+                [
+                    Position(max([row["step"] for row in rows(self.run)], default=0)),
+                    *begun,
+                    *([newest] if newest else []),
+                ]
+            ),
+            bank,
+        )
 
     def updates(self, position: Position | None) -> int:
         """Optimizer updates of the whole run up to there."""

@@ -48,6 +48,6 @@ class _WhenImported(MetaPathFinder):
 
 if "FAULTS_PLANT" in os.environ:
     _module, _place, _call, _kind, _rank = os.environ["FAULTS_PLANT"].split(":")
-    if os.environ.get("RANK") == _rank:
+    if os.environ.get("RANK", "0") == _rank:
         _owner, _method = _place.split(".")
         sys.meta_path.insert(0, _WhenImported(_module, _owner, _method, int(_call), _kind))
