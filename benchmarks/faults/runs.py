@@ -229,7 +229,7 @@ def differences(got: Mapping[str, Any], expected: Mapping[str, Any]) -> Differen
 
 
 def contents(run: Path) -> dict[str, str]:
-    """Every file with its digest, but for the lock of a process that died: what a refused start must leave as it was."""
+    """Every file with its digest, but for a lock that was left behind: what a refused start must leave as it was."""
     files = [
         path for path in sorted(run.rglob("*")) if path.is_file() and not path.is_symlink() and path.name != "lock"
     ]
