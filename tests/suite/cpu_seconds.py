@@ -3,8 +3,9 @@
 Counted are CPU seconds: of the process that runs the tests, of what it started and has waited for, and of rank
 processes at work for it. They depend on the machine, and a little on what else it does. So the table's figures are
 scaled by the median of measured / table over its files, and a file may take twice its figure and twenty seconds more.
-Compared are sessions that ran every file of the table. A file above its share is named at the end; with
-TESTS_CPU_SHARE=fail, as in CI, the session fails. Whoever adds tests that are worth their time enters the new figure.
+Compared are sessions that ran every file of the table. A file above its share is named at the end, and the session
+passes all the same: on a machine with other work a file may take three times as long. Whoever adds tests that are
+worth their time enters the new figure.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from typing import Any
 import pytest
 
 from tests.ranks import RankPool
-from tests.suite.leftovers import count_as_error
 
 TABLE: dict[str, int] = {
     "tests/distributed/test_dist_checkpointing.py": 13,
@@ -73,7 +73,6 @@ class CpuSeconds:
 
     def __init__(self, config: pytest.Config, pools: Sequence[RankPool]) -> None:
         self._reports = not hasattr(config, "workerinput")
-        self._fails = self._reports and os.environ.get("TESTS_CPU_SHARE") == "fail"
         self._pools = pools
         self._last = 0.0
         self._by_file: dict[str, float] = defaultdict(float)
@@ -95,11 +94,6 @@ class CpuSeconds:
         if self._reports:
             self._by_file[report.nodeid.split("::")[0]] += getattr(report, "cpu_seconds", 0.0)
 
-    @pytest.hookimpl(trylast=True)
-    def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        if self._fails and over_their_share(self._by_file, TABLE) and session.exitstatus == pytest.ExitCode.OK:
-            session.exitstatus = pytest.ExitCode.TESTS_FAILED
-
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         if terminalreporter.config.getoption("durations") is not None:
             terminalreporter.section("CPU seconds of files")
@@ -112,5 +106,3 @@ class CpuSeconds:
             terminalreporter.section("files above their share of CPU time", yellow=True)
             for line in over:
                 terminalreporter.line(line)
-            if self._fails:
-                count_as_error(terminalreporter, "files above their share of CPU time")
