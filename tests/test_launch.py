@@ -78,7 +78,7 @@ if what in ("saves", "saves-badly", "hangs"):
             time.sleep(0.01)
     ignore_stop_signals()
     if rank == 1:
-        time.sleep(3)  # longer than others are given when a rank has failed
+        time.sleep(2.5)  # longer than others are given when a rank has failed
     if what == "saves-badly" and rank == 1:
         raise RuntimeError("the disk is full")
     error = StopRun("saved at step 3; the same command goes on", stop.requested())

@@ -130,18 +130,19 @@ class Killed(Exception):
     """Stands for a process that ends in the middle, wherever it is."""
 
 
-def command_until(runtime: Runtime, calls: int, owner: str, method: str, *argv: str) -> str:
+def command_until(runtime: Runtime, calls: int, owner: str, method: str, *argv: str) -> tuple[str, str]:
     """A command that is cut off at the call numbered `calls` of a method (`module:Class`), before it does anything.
 
-    Returns: `killed`, or `ended` where there were fewer calls.
+    Returns: `killed`, or `ended` where there were fewer calls; and what this rank wrote.
     """
     import importlib
 
+    from megarlhf.commands import cli
     from tests.distributed.jobs import command_status
 
     module, _, name = owner.partition(":")
     place = getattr(importlib.import_module(module), name) if name else importlib.import_module(module)
-    real, made = getattr(place, method), []
+    real, main, made, killed = getattr(place, method), cli.main, [], -1
 
     def until(*arguments: Any, **options: Any) -> Any:
         made.append(1)
@@ -149,13 +150,16 @@ def command_until(runtime: Runtime, calls: int, owner: str, method: str, *argv: 
             raise Killed
         return real(*arguments, **options)
 
-    with mock.patch.object(place, method, until):
+    def main_until(*arguments: Any) -> int:
         try:
-            status, written = command_status(runtime, *argv)
+            return main(*arguments)
         except Killed:
-            return "killed"
-    assert status == 0, written
-    return "ended"
+            return killed
+
+    with mock.patch.object(place, method, until), mock.patch.object(cli, "main", main_until):
+        status, written = command_status(runtime, *argv)
+    assert status in (0, killed), written
+    return ("killed" if status == killed else "ended"), written
 
 
 def command_with_signal(runtime: Runtime, calls: int, owner: str, method: str, *argv: str) -> tuple[int, str]:
