@@ -8,6 +8,7 @@ every byte of the exported weights. Not covered: GPUs, whose kernels need `run.d
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -135,15 +136,17 @@ def test_another_layout_goes_on_with_the_same_state(
     that are left agree up to the rounding of their sums, as tests/distributed/test_rl_layouts.py allows."""
     ppo = Case("rl", tree("ppo", two_layers, data), Path())
     ppo.config["checkpoint"]["background"] = False
-    finals = []
+    finals, overrides = [], ("train.num_steps=1", "train.micro_batch_samples=2")
+    cut = command_line(ppo, tmp_path / "cut", *overrides)
+    assert ranks.run(1, command_until, 5, TRAIN, "step", *cut)[0][0] == "killed"
     for name, world_size, parallel in (("same", 1, {}), ("tp2pp2", 4, {"tp": 2, "pp": 2}), ("dp4", 4, {})):
         run = tmp_path / name
-        argv = command_line(ppo, run, "train.num_steps=1", "train.micro_batch_samples=2")
-        assert ranks.run(1, command_until, 5, TRAIN, "step", *argv)[0][0] == "killed"
+        shutil.copytree(tmp_path / "cut", run)
+        argv = command_line(ppo, run, *overrides)
         layout = [
             f"{role}.parallel={json.dumps(parallel)}" for role in ("actor", "reference", "critic", "reward_model")
         ]
-        said = ranks.run(world_size, "command", *argv, *layout, "train.num_steps=1")[0]
+        said = ranks.run(world_size, "command", *argv, *layout)[0]
         assert "from resume/step_000000_update_0002" in said
         if name != "same":
             assert f"goes on at tp {parallel.get('tp', 1)}" in said
@@ -240,12 +243,13 @@ def test_what_the_bank_holds_is_not_generated_again(
     grpo.config["checkpoint"] = {"every_minutes": 1000}
     whole = tmp_path / "whole"
     ranks.run(1, "command", *command_line(grpo, whole))
+    argv = command_line(grpo, tmp_path / "cut")
+    assert ranks.run(1, command_until, 16 + 6, "megarlhf.rollout.bank:StepBank", "add", *argv)[0][0] == "killed"
+    assert not find_points(tmp_path / "cut")
     for name, spoilt in (("kept", False), ("spoilt", True)):
         run = tmp_path / name
+        shutil.copytree(tmp_path / "cut", run)
         argv = command_line(grpo, run)
-        cut = ranks.run(1, command_until, 16 + 6, "megarlhf.rollout.bank:StepBank", "add", *argv)[0]
-        assert cut[0] == "killed"
-        assert not find_points(run)
         if spoilt:
             for file in sorted(run.glob("bank/step_*/*.jsonl")):
                 flip_a_byte(file)
