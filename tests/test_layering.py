@@ -102,7 +102,7 @@ def room_of(module: str) -> str:
 
 # --- what a module imports ------------------------------------------------------------------------
 
-_ENTRY = re.compile(r"(megarlhf(?:\.\w+)+)(?::\w+)?")
+_ENTRY = re.compile(r"(?!megarlhf\.json$)(megarlhf(?:\.\w+)+)(?::\w+)?")
 
 
 def imports(file: str, text: str) -> Iterator[tuple[int, str]]:
