@@ -27,6 +27,10 @@ NOT_OURS = {
     "data/",
     "tensorboard/",
     "checkpoints/",
+    "bank/",
+    "failures/",
+    "config.1.yaml",
+    "config.2.yaml",
     "release/",
     "docs/benchmarks/gpu-logprob.md",
 }
@@ -130,16 +134,13 @@ def unknown_words(spans: list[str]) -> list[str]:
 
 
 OTHERS_WORDS = {"account_for_embedding_in_pipeline_split", "scatter_add", "mp_rank_TT_EEE", "ChildFailedError"}
-OTHERS_WORDS |= {"NCCL_TOPO_FILE", "ProcessGroupNCCL.cpp", "VocabParallelEmbedding.forward", "num_splits"}
-OTHERS_WORDS |= {
-    "_flash_attention_backward",
-    "_efficient_attention_backward",
-    "num_splits_key",
-    "get_attention_backend",
-}
-OTHERS_WORDS |= {"check_cudnn_deterministic", "alertNotDeterministic", "put_", "index_put_"}
+OTHERS_WORDS |= {"FileSystemWriterAsync", "rank_RRRRR", "KillWait"}
+OTHERS_WORDS |= {"_flash_attention_backward", "_efficient_attention_backward", "num_splits_key", "num_splits"}
+OTHERS_WORDS |= {"check_cudnn_deterministic", "alertNotDeterministic", "put_", "index_put_", "get_attention_backend"}
+OTHERS_WORDS |= {"NCCL_TOPO_FILE", "ProcessGroupNCCL.cpp", "VocabParallelEmbedding.forward"}
 OTHERS_WORDS |= {"topk_routing_with_score_function"}
-"""Of Megatron-LM, torch, NCCL, TransformerEngine and vLLM, said in the documentation only."""
+"""Of Megatron-LM, torch, NCCL, TransformerEngine, vLLM and Slurm, and patterns of names, said in the documentation
+only."""
 
 
 @pytest.mark.parametrize("page", PRESENT, ids=path_of)
