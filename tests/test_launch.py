@@ -202,7 +202,7 @@ def run(cfg, runtime):
 
 sys.modules["toy"] = types.SimpleNamespace(run=run)
 try:
-    here = types.SimpleNamespace(seed=0, dir=pathlib.Path(sys.argv[1]) / "run")
+    here = types.SimpleNamespace(seed=0, deterministic=False, dir=pathlib.Path(sys.argv[1]) / "run")
     cfg = types.SimpleNamespace(run=here, watchdog=WatchdogConfig())
     launch.as_rank(detect_rank(os.environ), cfg, "toy:run")
 except StopRun as error:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from megarlhf.collective_errors import on_first_rank
 from megarlhf.config import CheckpointConfig
 from megarlhf.models.role import Role
+from megarlhf.provenance import FILE, Provenance
 from megarlhf.resume import point, role_state
 from megarlhf.resume.cadence import Cadence
 from megarlhf.resume.point import Position
@@ -54,6 +55,7 @@ class Checkpointer:
 
     `still_ours` is called on rank 0 before anything is written, and raises when the run directory has been taken over.
     `on_saved` is called on rank 0 after a point has been written, with the position of the oldest that is kept.
+    `provenance` says where a role's weights come from at a position.
     """
 
     def __init__(
@@ -69,11 +71,13 @@ class Checkpointer:
         note: Callable[[str], None] = log.info,
         still_ours: Callable[[], object] = lambda: None,
         on_saved: Callable[[Position], None] = lambda position: None,
+        provenance: Callable[[str, Position], Provenance] | None = None,
         newest: Position | None = None,
     ) -> None:
         self._runtime, self._run_dir, self._cfg = runtime, run_dir, cfg
         self._roles, self._states, self._identity, self._stop = roles, states, identity, stop
         self._note, self._still_ours, self._on_saved = note, still_ours, on_saved
+        self._provenance = provenance
         self._writer, self._cadence = Writer(runtime), Cadence(cfg, _time_left_everywhere())
         self._border: _Border | None = None
         self._writing: Position | None = None
@@ -206,6 +210,8 @@ class Checkpointer:
         size = 0
         if everyones is not None:
             files[RANDOM] = [random for random, _ in everyones]
+            if self._provenance is not None:
+                files |= {f"{name}/{FILE}": self._provenance(name, border.position).to_json() for name in roles}
             size = sum(each for _, each in everyones)
             if border.table is not None:
                 files[TABLE] = border.table

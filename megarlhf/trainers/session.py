@@ -17,6 +17,7 @@ from megarlhf.models.role import Role
 from megarlhf.observe.metrics import Metric, MetricsWriter
 from megarlhf.observe.phases import Phases
 from megarlhf.observe.progress import Progress
+from megarlhf.provenance import Provenance, Weights
 from megarlhf.resume import point
 from megarlhf.resume.changes import compare
 from megarlhf.resume.checkpointer import Checkpointer
@@ -42,8 +43,10 @@ class Training:
     """Digest of the training samples."""
     states: Mapping[str, Stateful] = field(default_factory=dict)
     """Whatever keeps state over steps, by name."""
-    reference: str | None = None
-    """Digest of the reference's weights."""
+    base: Mapping[str, Weights] = field(default_factory=dict)
+    """What each trained role began with."""
+    reference: Weights | None = None
+    """Of `rl`."""
     on_saved: Callable[[Position], None] = lambda position: None
     """Called on rank 0 after a resume point was written, with the position of the oldest that is kept."""
 
@@ -143,6 +146,17 @@ class Session:
             for claimed in claims:
                 claimed.lock.require_held()
 
+        def provenance(role: str, at: Position) -> Provenance:
+            return Provenance(
+                command=identity.command,
+                role=role,
+                run=str(self.run_dir.absolute()),
+                step=at.step,
+                update=at.update,
+                base=training.base[role],
+                reference=training.reference,
+            )
+
         states: dict[str, Stateful] = {"history": self.history, **training.states}
         notes: list[str] = []
         restored = None
@@ -163,10 +177,11 @@ class Session:
             note=self.note,
             still_ours=still_ours,
             on_saved=training.on_saved,
+            provenance=provenance,
             newest=self.start if self.resumed else None,
         )
         resumed_at = self.start.step if resumes else None
-        self.exports = Exports(self.run_dir, training.checkpoint, self.note, resumed_at)
+        self.exports = Exports(self.run_dir, training.checkpoint, self.note, provenance, resumed_at)
         return notes
 
 
@@ -242,7 +257,7 @@ def _identity(cfg: FrozenModel, run: RunConfig, command: str, training: Training
     return Identity(
         command=command,
         data=training.data,
-        reference=training.reference,
+        reference=None if training.reference is None else training.reference.digest,
         config=cfg.model_dump(mode="json"),
         changed=changed,
         allow_changes=run.allow_changes,

@@ -28,7 +28,7 @@ from megarlhf.parallel.batching import MicroBatchLayout, TokenSpans, scatter_to_
 from megarlhf.parallel.mesh import GroupCache
 from megarlhf.parallel.step import Loss, MicroBatch
 from megarlhf.resume.claim import NO_STEPS_LEFT
-from megarlhf.resume.identity import digest_of_samples
+from megarlhf.resume.identity import digest_of_samples, identity_of_weights
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.bad_steps import BadSteps, Update
 from megarlhf.trainers.session import Training, is_due, open_session
@@ -135,7 +135,14 @@ def run_in(phases: Phases, objective: Objective[Sample], runtime: Runtime) -> No
         )
         bad_steps = BadSteps(cfg.train, cfg.run.dir / "failures")
         states = {f"bad_steps/{role.name}": bad_steps}
-        training = Training(cfg.checkpoint, [role], phases, data=digest_of_samples(train), states=states)
+        training = Training(
+            cfg.checkpoint,
+            [role],
+            phases,
+            data=digest_of_samples(train),
+            states=states,
+            base={role.name: identity_of_weights(role)},
+        )
     with open_session(cfg, cfg.run, runtime, objective.command, cfg.train.num_steps, notes, training) as session:
         if not session.resumed:
             with phases("eval"):
