@@ -24,7 +24,7 @@ from megarlhf.observe.watchdog import watched_phases
 from megarlhf.parallel.mesh import GroupCache
 from megarlhf.resume.claim import NO_STEPS_LEFT
 from megarlhf.resume.identity import digest_of_samples, digest_of_weights
-from megarlhf.resume.signals import StopRun
+from megarlhf.resume.signals import StopRequest, StopRun
 from megarlhf.rollout.bank import Bank
 from megarlhf.rollout.engine import RolloutEngine, sample_seed
 from megarlhf.runtime import Runtime
@@ -46,11 +46,14 @@ from megarlhf.trainers.session import Session, Training, is_due, open_session
 
 def run(cfg: RLConfig, runtime: Runtime) -> None:
     """Improve the actor on its own samples."""
-    with watched_phases(cfg.watchdog, cfg.run.dir, runtime) as phases:
-        run_in(phases, cfg, runtime)
+    with (
+        StopRequest(device=runtime.device, speaks=runtime.is_main) as stop,
+        watched_phases(cfg.watchdog, cfg.run.dir, runtime) as phases,
+    ):
+        run_in(phases, stop, cfg, runtime)
 
 
-def run_in(phases: Phases, cfg: RLConfig, runtime: Runtime) -> None:
+def run_in(phases: Phases, stop_request: StopRequest, cfg: RLConfig, runtime: Runtime) -> None:
     """The loop, from where the run is to its last step."""
     with phases("build"):
         data = load_prompts(cfg.data, cfg.actor.model.hf_directory(), cfg.rewards, cfg.eval.max_samples)
@@ -64,6 +67,7 @@ def run_in(phases: Phases, cfg: RLConfig, runtime: Runtime) -> None:
             cfg.checkpoint,
             components.trained,
             phases,
+            stop_request,
             data=digest_of_samples(data.train),
             states={
                 "stop": stop,

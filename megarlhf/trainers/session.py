@@ -24,7 +24,7 @@ from megarlhf.resume.claim import Claim, claim, finish
 from megarlhf.resume.identity import History
 from megarlhf.resume.point import Position
 from megarlhf.resume.restore import Identity, Table, restore
-from megarlhf.resume.signals import StopRequest
+from megarlhf.resume.signals import StopRequest, StopRun
 from megarlhf.resume.state import Stateful
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.exports import Exports
@@ -38,6 +38,8 @@ class Training:
     roles: Sequence[Role]
     """The trained ones."""
     phases: Phases
+    stop: StopRequest
+    """Entered before the models are built, so that a signal in the meantime is not lost."""
     data: str
     """Digest of the training samples."""
     states: Mapping[str, Stateful] = field(default_factory=dict)
@@ -131,7 +133,7 @@ class Session:
         self.note(words)
 
     def prepare_training(
-        self, training: Training, identity: Identity, stop: StopRequest, claims: Sequence[Claim], *, resumes: bool
+        self, training: Training, identity: Identity, claims: Sequence[Claim], *, resumes: bool
     ) -> list[str]:
         """Go on from the newest good resume point, if the run `resumes`, and make what will write points and exports;
         returns what to tell the user. Collective.
@@ -159,7 +161,7 @@ class Session:
             training.roles,
             states,
             identity,
-            stop,
+            training.stop,
             note=self.note,
             still_ours=still_ours,
             on_saved=training.on_saved,
@@ -197,9 +199,10 @@ def open_session(
         # What goes on and what has changed has been said by the check before the start.
         notes = [*notes, *(claimed.lock.note for claimed in claims if claimed.lock.note)]
         if training is not None:
-            stop = stack.enter_context(StopRequest(device=runtime.device, speaks=runtime.is_main))
+            if (number := training.stop.agreed()) is not None:
+                raise StopRun(f"stopped ({number.name}) before anything was done; the same command begins", number)
             identity = _identity(cfg, run, command, training)
-            notes += session.prepare_training(training, identity, stop, claims, resumes=resumes)
+            notes += session.prepare_training(training, identity, claims, resumes=resumes)
             if session.start.step > total:
                 raise ValueError(
                     f"run.dir = {run.dir} holds a run that has made {session.start.step} steps, more than "
