@@ -27,6 +27,10 @@ NOT_OURS = {
     "data/",
     "tensorboard/",
     "checkpoints/",
+    "bank/",
+    "failures/",
+    "config.1.yaml",
+    "config.2.yaml",
     "release/",
     "docs/benchmarks/gpu-logprob.md",
 }
@@ -117,7 +121,8 @@ def unknown_words(spans: list[str]) -> list[str]:
 
 
 OTHERS_WORDS = {"account_for_embedding_in_pipeline_split", "scatter_add", "mp_rank_TT_EEE", "ChildFailedError"}
-"""Of Megatron-LM and torch, said here only."""
+OTHERS_WORDS |= {"FileSystemWriterAsync", "rank_RRRRR", "KillWait"}
+"""Of Megatron-LM, torch and Slurm, and patterns of names, said here only."""
 
 
 @pytest.mark.parametrize("page", PRESENT, ids=path_of)
