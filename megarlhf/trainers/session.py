@@ -200,7 +200,8 @@ def open_session(
         notes = [*notes, *(claimed.lock.note for claimed in claims if claimed.lock.note)]
         if training is not None:
             if (number := training.stop.agreed()) is not None:
-                raise StopRun(f"stopped ({number.name}) before anything was done; the same command begins", number)
+                does = "goes on with the earlier run" if resumes else "begins"
+                raise StopRun(f"stopped ({number.name}) before anything was done; the same command {does}", number)
             identity = _identity(cfg, run, command, training)
             notes += session.prepare_training(training, identity, claims, resumes=resumes)
             if session.start.step > total:

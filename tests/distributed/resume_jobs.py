@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import importlib
+import os
+import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,6 +27,7 @@ from megarlhf.resume.writer import Content, Outcome, Writer
 from megarlhf.runtime import Runtime
 from megarlhf.weights.checkpoint.open_checkpoint import open_checkpoint
 from megarlhf.weights.transport.storages import load_from_files
+from tests.distributed.jobs import command_status
 from tests.weights import megatron_shapes
 
 
@@ -130,26 +136,35 @@ class Killed(Exception):
     """Stands for a process that ends in the middle, wherever it is."""
 
 
+@contextlib.contextmanager
+def at_call(calls: int, owner: str, name: str, action: Callable[[], None]) -> Iterator[list[int]]:
+    """`action` happens at the call numbered `calls` of a method (`module:Class`) or function (`module`), before it does
+    anything. Yields a list with one item for each call so far."""
+    module, _, kind = owner.partition(":")
+    place: Any = importlib.import_module(module)
+    place = getattr(place, kind) if kind else place
+    real, made = getattr(place, name), list[int]()
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        made.append(1)
+        if len(made) == calls:
+            action()
+        return real(*arguments, **options)
+
+    with mock.patch.object(place, name, counted):
+        yield made
+
+
+def _kill() -> None:
+    raise Killed
+
+
 def command_until(runtime: Runtime, calls: int, owner: str, method: str, *argv: str) -> str:
     """A command that is cut off at the call numbered `calls` of a method (`module:Class`), before it does anything.
 
     Returns: `killed`, or `ended` where there were fewer calls.
     """
-    import importlib
-
-    from tests.distributed.jobs import command_status
-
-    module, _, name = owner.partition(":")
-    place = getattr(importlib.import_module(module), name) if name else importlib.import_module(module)
-    real, made = getattr(place, method), []
-
-    def until(*arguments: Any, **options: Any) -> Any:
-        made.append(1)
-        if len(made) == calls:
-            raise Killed
-        return real(*arguments, **options)
-
-    with mock.patch.object(place, method, until):
+    with at_call(calls, owner, method, _kill):
         try:
             status, written = command_status(runtime, *argv)
         except Killed:
@@ -160,21 +175,19 @@ def command_until(runtime: Runtime, calls: int, owner: str, method: str, *argv: 
 
 def command_with_signal(runtime: Runtime, calls: int, owner: str, method: str, *argv: str) -> tuple[int, str]:
     """A command that receives SIGTERM at the call numbered `calls` of a method; its status and what it wrote."""
-    import importlib
-    import os
-    import signal
+    return command_with(runtime, signal.SIGTERM, 0, calls, owner, method, *argv)
 
-    from tests.distributed.jobs import command_status
 
-    module, _, name = owner.partition(":")
-    place = getattr(importlib.import_module(module), name)
-    real, made = getattr(place, method), []
+def command_with(
+    runtime: Runtime, number: int, rank: int, calls: int, owner: str, method: str, *argv: str
+) -> tuple[int, str]:
+    """The same of any signal, that one rank receives."""
 
-    def with_signal(*arguments: Any, **options: Any) -> Any:
-        made.append(1)
-        if len(made) == calls:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return real(*arguments, **options)
+    def receive() -> None:
+        if runtime.rank == rank:
+            os.kill(os.getpid(), number)
 
-    with mock.patch.object(place, method, with_signal):
-        return command_status(runtime, *argv)
+    with at_call(calls, owner, method, receive) as made:
+        result = command_status(runtime, *argv)
+    assert len(made) >= calls, f"{owner}.{method} was called {len(made)} times only"
+    return result
