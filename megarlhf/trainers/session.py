@@ -94,11 +94,14 @@ class Session:
     def border(self, step: int, update: int = 0, table: Table | None = None) -> None:
         """`step` steps are done, and `update` optimizer updates of the next one, which `table` describes. Collective.
 
-        Raises: StopRun when the run has been asked to stop, once its state is saved.
+        Raises: StopRun when the run has been asked to stop, once its state is saved; WatchdogTimeout when the step that
+        is done was late.
         """
         assert self.checkpointer is not None
         with self.phases("checkpoint"):
             self.checkpointer.border(Position(step, update), table)
+        if not update:
+            self.phases.raise_if_late()
 
     def asked_to_stop(self) -> bool:
         """Whether this rank knows of a reason to stop before the next border. Not collective."""
@@ -133,11 +136,12 @@ class Session:
         self.note(words)
 
     def prepare_training(
-        self, training: Training, identity: Identity, claims: Sequence[Claim], *, resumes: bool
-    ) -> list[str]:
-        """Go on from the newest good resume point, if the run `resumes`, and make what will write points and exports;
-        returns what to tell the user. Collective.
+        self, training: Training, identity: Identity, claims: Sequence[Claim], notes: list[str], *, resumes: bool
+    ) -> int | None:
+        """Go on from the newest good resume point, if the run `resumes`, and make what will write points and exports.
+        Adds to `notes` what to tell the user. Collective.
 
+        Returns: the train.num_steps of the run that wrote the point.
         Raises: ValueError when there are points and none can be used; nothing has been touched then.
         """
 
@@ -146,14 +150,14 @@ class Session:
                 claimed.lock.require_held()
 
         states: dict[str, Stateful] = {"history": self.history, **training.states}
-        notes: list[str] = []
         restored = None
         if resumes:
             restored = restore(self.runtime, self.run_dir, training.roles, states, identity)
-            notes.append("there is no resume point yet: the run begins at step 0")
         if restored is not None:
             self.resumed, self.start, self._table = True, restored.position, restored.table
-            notes = [f"resumed at {restored.position}, from resume/{restored.position.name}", *restored.notes]
+            notes += [f"resumed at {restored.position}, from resume/{restored.position.name}", *restored.notes]
+        elif resumes:
+            notes.append("there is no resume point yet: the run begins at step 0")
         self.checkpointer = Checkpointer(
             self.runtime,
             self.run_dir,
@@ -169,7 +173,7 @@ class Session:
         )
         resumed_at = self.start.step if resumes else None
         self.exports = Exports(self.run_dir, training.checkpoint, self.note, resumed_at)
-        return notes
+        return restored.num_steps if restored else None
 
 
 @contextlib.contextmanager
@@ -203,12 +207,8 @@ def open_session(
                 does = "goes on with the earlier run" if resumes else "begins"
                 raise StopRun(f"stopped ({number.name}) before anything was done; the same command {does}", number)
             identity = _identity(cfg, run, command, training)
-            notes += session.prepare_training(training, identity, claims, resumes=resumes)
-            if session.start.step > total:
-                raise ValueError(
-                    f"run.dir = {run.dir} holds a run that has made {session.start.step} steps, more than "
-                    f"train.num_steps = {total}; raise train.num_steps, or name another run.dir"
-                )
+            planned = session.prepare_training(training, identity, claims, notes, resumes=resumes)
+            _require_steps_left(session.start, planned, total, run.dir)
         on_first_rank(claims[0].start if claims else _nothing)
         if session.checkpointer is not None:
             stack.callback(session.checkpointer.abandon)
@@ -227,8 +227,24 @@ def open_session(
             yield session
         except WatchdogTimeout as late:
             if session.checkpointer is not None and late.agreed:  # all ranks are here
-                session.note(session.checkpointer.save_last_border())
+                with session.phases("checkpoint"):
+                    session.note(session.checkpointer.save_last_border())
             raise
+
+
+def _require_steps_left(start: Position, planned: int | None, total: int, run_dir: Path) -> None:
+    """Raises: ValueError when a run whose steps were `planned` is to end where it has been already.
+
+    Its last export, and what else is done after the last step, would be of other steps or missing. A run that was
+    killed after its last step, with the same number, has nothing left to do and ends in order.
+    """
+    if start > Position(total) or (start == Position(total) and planned != total):
+        raise ValueError(
+            f"run.dir = {run_dir} holds a run that has made {start.step} steps"
+            + (f" and {start.update} updates of the next one" if start.update else "")
+            + f", and train.num_steps = {total} leaves nothing to do; raise train.num_steps above {start.step}, or "
+            "name another run.dir"
+        )
 
 
 def _nothing() -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import importlib
 import os
+import resource
 import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -191,3 +194,77 @@ def command_with(
         result = command_status(runtime, *argv)
     assert len(made) >= calls, f"{owner}.{method} was called {len(made)} times only"
     return result
+
+
+def command_that_is_late(runtime: Runtime, kind: str, calls: int, *argv: str) -> tuple[int, str]:
+    """A command whose rule reward, at a call of rank 0, hangs, or takes longer than its limit where nothing can
+    interrupt it."""
+    from tests.distributed.faulty_rules import as_in_a_collective
+
+    def wait() -> None:
+        if runtime.is_main:
+            time.sleep(1000) if kind == "hangs" else as_in_a_collective(lambda: time.sleep(3))
+
+    with at_call(calls, "megarlhf.rollout.rewards.score", "reward_of", wait) as made:
+        result = command_status(runtime, *argv)
+    assert len(made) >= calls
+    return result
+
+
+def stopped_rollout(runtime: Runtime, run: str, *argv: str) -> tuple[int, str, list[tuple[list[str], bool, bool]]]:
+    """SIGTERM to rank 1 when the second rollout begins; status, words, and how things stand when the engine is closed:
+    the resume points, whether the run is locked, whether the ranks can still talk."""
+    from megarlhf.resume.point import find_points
+
+    engine, seen = "megarlhf.rollout.megatron_engine:MegatronEngine", []
+
+    def look() -> None:
+        points = [point.path.name for point in find_points(Path(run))]
+        seen.append((points, (Path(run) / "lock").exists(), dist.is_initialized()))
+
+    with at_call(1, engine, "close", look):
+        return *command_with(runtime, signal.SIGTERM, 1, 2, engine, "generate", *argv), seen
+
+
+def command_that_skips(runtime: Runtime, calls: int, *argv: str) -> tuple[int, str] | str:
+    """A command in which every step counts as a spike once three gradient norms are known; cut off at a call of
+    `Trainer.accumulate`, or not (0)."""
+    from megarlhf.trainers import bad_steps
+
+    trainer = "megarlhf.parallel.step:Trainer"
+    with mock.patch.object(bad_steps, "MIN_NORMS", 3), mock.patch.object(bad_steps, "median", return_value=0.0):
+        if calls:
+            return command_until(runtime, calls, trainer, "accumulate", *argv)
+        return command_status(runtime, *argv)
+
+
+def command_on_a_full_disk(runtime: Runtime, rank: int, first: int, last: int, *argv: str) -> str:
+    """A command during whose updates `first` to `last` a rank can write no file beyond 300 bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    trainer = "megarlhf.parallel.step:Trainer"
+
+    def fill() -> None:
+        if runtime.rank == rank:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (300, before[1]))
+
+    def free() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+    try:
+        with at_call(first, trainer, "step", fill), at_call(last + 1, trainer, "step", free):
+            status, written = command_status(runtime, *argv)
+    finally:
+        free()
+    assert status == 0, written
+    return written
+
+
+def command_on_a_read_only_disk(runtime: Runtime, patched: bool, *argv: str) -> tuple[int, str, int]:
+    """Status, words, and how many roles were built; `patched`: no file can be written."""
+
+    def refuse(path: Path, *arguments: Any, **options: Any) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    refused = mock.patch.object(Path, "write_text", refuse) if patched else contextlib.nullcontext()
+    with refused, at_call(0, "megarlhf.trainers.supervised", "build_role", _kill) as made:
+        return *command_status(runtime, *argv), len(made)
