@@ -23,6 +23,7 @@ from tests.suite.leftovers import count_as_error
 TABLE: dict[str, int] = {
     "tests/distributed/test_dist_checkpointing.py": 13,
     "tests/distributed/test_families.py": 37,
+    "tests/distributed/test_faults.py": 50,
     "tests/distributed/test_packed_layouts.py": 65,
     "tests/distributed/test_patches.py": 14,
     "tests/distributed/test_permuted_mesh.py": 16,
