@@ -133,7 +133,8 @@ class Checkpointer:
         """Write a point of the last border and wait for it; returns what has become of it, in a sentence."""
         border = self._border
         if border is None:
-            return "nothing had been done yet that could be saved"
+            goes_on = f"; the same command goes on from {self._name_of_newest()}" if self._newest else ""
+            return f"nothing had been done yet that could be saved{goes_on}"
         self._poll(wait=True)
         if self._updates_made() != border.updates:
             return f"an update was not complete, so the newest resume point is {self._name_of_newest()}"

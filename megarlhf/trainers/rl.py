@@ -25,7 +25,7 @@ from megarlhf.parallel.mesh import GroupCache
 from megarlhf.planning.anchor import anchor_notes
 from megarlhf.resume.claim import NO_STEPS_LEFT
 from megarlhf.resume.identity import digest_of_samples, identity_of_weights
-from megarlhf.resume.signals import StopRun
+from megarlhf.resume.signals import StopRequest, StopRun
 from megarlhf.resume.state import Stateful
 from megarlhf.rollout.bank import Bank
 from megarlhf.rollout.engine import RolloutEngine, sample_seed
@@ -48,11 +48,14 @@ from megarlhf.trainers.session import Session, Training, is_due, open_session
 
 def run(cfg: RLConfig, runtime: Runtime) -> None:
     """Improve the actor on its own samples."""
-    with watched_phases(cfg.watchdog, cfg.run.dir, runtime) as phases:
-        run_in(phases, cfg, runtime)
+    with (
+        StopRequest(device=runtime.device, speaks=runtime.is_main) as stop,
+        watched_phases(cfg.watchdog, cfg.run.dir, runtime) as phases,
+    ):
+        run_in(phases, stop, cfg, runtime)
 
 
-def run_in(phases: Phases, cfg: RLConfig, runtime: Runtime) -> None:
+def run_in(phases: Phases, stop_request: StopRequest, cfg: RLConfig, runtime: Runtime) -> None:
     """The loop, from where the run is to its last step."""
     with phases("build"):
         data = load_prompts(cfg.data, cfg.actor.model.hf_directory(), cfg.rewards, cfg.eval.max_samples)
@@ -62,7 +65,8 @@ def run_in(phases: Phases, cfg: RLConfig, runtime: Runtime) -> None:
         stop = StopRule(cfg.train.stop)
         gap = LogprobGapWatch(cfg.rollout.logprob_gap, components.actor.shard.dtype)
         bank = Bank(cfg.run.dir / "bank")
-        training = training_of(cfg, components, data.train, {"stop": stop, "logprob_gap": gap}, bank)
+        states = {"stop": stop, "logprob_gap": gap}
+        training = training_of(cfg, components, data.train, states, bank, stop_request)
         assert training.reference is not None
         notes = [*data.notes, *anchor_notes(cfg, training.reference)]
     with (
@@ -109,7 +113,12 @@ def run_in(phases: Phases, cfg: RLConfig, runtime: Runtime) -> None:
 
 
 def training_of(
-    cfg: RLConfig, components: Components, samples: Sequence[PromptSample], states: Mapping[str, Stateful], bank: Bank
+    cfg: RLConfig,
+    components: Components,
+    samples: Sequence[PromptSample],
+    states: Mapping[str, Stateful],
+    bank: Bank,
+    stop: StopRequest,
 ) -> Training:
     """What is saved of the run, and what it is recognised by. Collective."""
     skipped = {f"bad_steps/{name}": bad_steps for name, bad_steps in components.bad_steps.items()}
@@ -117,6 +126,7 @@ def training_of(
         cfg.checkpoint,
         components.trained,
         components.phases,
+        stop,
         data=digest_of_samples(samples),
         states={**states, **skipped},
         base={role.name: identity_of_weights(role) for role in components.trained},

@@ -24,6 +24,7 @@ from tests.ranks import RankPool
 TABLE: dict[str, int] = {
     "tests/distributed/test_dist_checkpointing.py": 18,
     "tests/distributed/test_families.py": 44,
+    "tests/distributed/test_faults.py": 50,
     "tests/distributed/test_packed_layouts.py": 92,
     "tests/distributed/test_patches.py": 14,
     "tests/distributed/test_permuted_mesh.py": 26,
