@@ -65,7 +65,7 @@ def run_in(phases: Phases, stop_request: StopRequest, cfg: RLConfig, runtime: Ru
         stop = StopRule(cfg.train.stop)
         gap = LogprobGapWatch(cfg.rollout.logprob_gap, components.actor.shard.dtype)
         bank = Bank(cfg.run.dir / "bank")
-        states = {"stop": stop, "logprob_gap": gap}
+        states: dict[str, Stateful] = {"stop": stop, "logprob_gap": gap}
         training = training_of(cfg, components, data.train, states, bank, stop_request)
         assert training.reference is not None
         notes = [*data.notes, *anchor_notes(cfg, training.reference)]
