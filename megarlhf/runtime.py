@@ -6,13 +6,14 @@ The one place that asks for a device. Everything above is told: device, backend 
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.metadata
 import math
 import os
 import random
 import re
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -70,14 +71,20 @@ class Runtime(RankInfo):
     backend: str
     timeout_seconds: float = 1800.0
     """After which a collective that not all ranks have joined fails."""
+    deterministic: bool = False
+    """Whether only kernels may run whose sums have a fixed order."""
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
 
 
+@functools.cache
 def version_of(package: str) -> str | None:
-    """Installed version of a key of `PACKAGES`, None if missing. Nothing is imported."""
+    """Installed version of a key of `PACKAGES`, None if missing. Nothing is imported.
+
+    Looked up once: it is asked for at every micro-batch on a CPU, and to read a package's metadata takes 3 ms.
+    """
     for distribution in PACKAGES[package]:
         try:
             return importlib.metadata.version(distribution)
@@ -150,9 +157,17 @@ def _tasks_of_node(tasks_per_node: str, node: int) -> int:
     return counts[min(node, len(counts) - 1)]
 
 
-def initialize(info: RankInfo, *, seed: int, timeout_seconds: float = 1800.0) -> Runtime:
-    """Join the run: device, threads, seeds and the default process group (NCCL on GPUs, else gloo)."""
+def initialize(info: RankInfo, *, seed: int, timeout_seconds: float = 1800.0, deterministic: bool = False) -> Runtime:
+    """Join the run: device, threads, seeds and the default process group (NCCL on GPUs, else gloo).
+
+    `deterministic`: an operation of torch that has no deterministic variant raises; the variables of
+    `planning.determinism.environment` are set before.
+    """
     on_gpu = torch.cuda.is_available()
+    if deterministic:
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.deterministic = True
+        torch.backends.cudnn.benchmark = False
     # With --gpus-per-task each rank sees one device, its own, as number 0.
     device_index = info.local_rank % max(1, torch.cuda.device_count())
     if on_gpu:
@@ -184,6 +199,7 @@ def initialize(info: RankInfo, *, seed: int, timeout_seconds: float = 1800.0) ->
         device=device,
         backend=backend,
         timeout_seconds=timeout_seconds,
+        deterministic=deterministic,
     )
 
 
@@ -218,6 +234,21 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+@contextlib.contextmanager
+def without_torch_determinism() -> Iterator[None]:
+    """Scope for a library in this process that answers for its own kernels. torch's switch refuses operations that it
+    uses with sums in any order, such as the cumulative sum of vLLM's sampler, which no response here depends on."""
+    if not torch.are_deterministic_algorithms_enabled():
+        yield
+        return
+    torch.use_deterministic_algorithms(False)
+    torch._inductor.config.deterministic = True  # what it compiles is chosen without being timed
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(True)
 
 
 def synchronize(device: torch.device) -> None:

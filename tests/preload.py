@@ -14,6 +14,11 @@ import megatron.core.models.gpt.gpt_layer_specs
 from megatron.core import dist_checkpointing
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
+import megarlhf.commands.cli
+import megarlhf.planning.preflight
+import megarlhf.trainers.rl
+import megarlhf.trainers.rm
+import megarlhf.trainers.sft
 import tests.distributed.jobs
 
 gc.collect()

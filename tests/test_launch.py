@@ -5,6 +5,7 @@ Not covered: Ctrl-C in a real terminal (here SIGINT reaches the command alone: i
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.command import ROOT, is_running
+from tests.launched import Command
 
 
 def test_a_stop_signal_reaches_the_ranks(tmp_path: Path) -> None:
@@ -76,7 +78,7 @@ if what in ("saves", "saves-badly", "hangs"):
             time.sleep(0.01)
     ignore_stop_signals()
     if rank == 1:
-        time.sleep(3)  # longer than others are given when a rank has failed
+        time.sleep(2.5)  # longer than others are given when a rank has failed
     if what == "saves-badly" and rank == 1:
         raise RuntimeError("the disk is full")
     error = StopRun("saved at step 3; the same command goes on", stop.requested())
@@ -87,18 +89,16 @@ if what in ("saves", "saves-badly", "hangs"):
 """
 """A rank that does what its first argument says."""
 
-PARENT = """
-import sys
-from megarlhf.commands import launch
-sys.exit(launch.local_ranks(2, sys.argv[2:], ["-c", sys.argv[1]]))
-"""
+
+@pytest.fixture(scope="module", autouse=True)
+def _light_server() -> None:
+    """A worker of xdist that runs this file has no ranks: its server need not import what they need."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        multiprocessing.set_forkserver_preload(["tests.launched"])
 
 
-def start(tmp_path: Path, what: str, rank: str = RANK) -> subprocess.Popen[str]:
-    names = ("SLURM_", "RANK", "WORLD_SIZE", "MASTER_", "MEGARLHF_LAUNCHED")
-    env = {name: value for name, value in os.environ.items() if not name.startswith(names)}
-    command = [sys.executable, "-c", PARENT, rank, what, str(tmp_path)]
-    return subprocess.Popen(command, cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True)
+def start(tmp_path: Path, what: str, rank: str = RANK, ignored: tuple[int, ...] = ()) -> Command:
+    return Command(rank, [what, str(tmp_path)], tmp_path.with_suffix(".stderr"), ignored)
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_what_ranks_find_is_said_once_with_its_status(
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     started = time.monotonic()
     process = start(tmp_path, what)
-    _, stderr = process.communicate(timeout=60)
+    stderr = process.stderr(timeout=60)
     assert process.returncode == status, stderr
     assert message in stderr
     assert stderr.count("megarlhf ") == bool(message), stderr
@@ -161,7 +161,7 @@ def test_what_stops_the_command_stops_its_ranks_and_theirs_in_one_line(
     assert len(pids) == 6
     assert all(map(is_running, pids))
     process.send_signal(number)
-    _, stderr = process.communicate(timeout=30)
+    stderr = process.stderr(timeout=30)
     assert process.returncode == 128 + number
     assert stderr == f"\nmegarlhf sleep: stopped ({number.name}); all ranks have ended\n"
     left = [pid for pid in pids if is_running(pid)]
@@ -177,7 +177,7 @@ def test_the_first_signal_lets_the_ranks_save(tmp_path: Path, number: signal.Sig
     process.send_signal(number)
     time.sleep(0.1)
     process.send_signal(number)
-    _, stderr = process.communicate(timeout=30)
+    stderr = process.stderr(timeout=30)
     assert process.returncode == status, stderr
     said = (
         f"\nmegarlhf: {number.name}: saving at the next moment between two updates, then this run ends. Again: at once"
@@ -202,7 +202,7 @@ def run(cfg, runtime):
 
 sys.modules["toy"] = types.SimpleNamespace(run=run)
 try:
-    here = types.SimpleNamespace(seed=0, dir=pathlib.Path(sys.argv[1]) / "run")
+    here = types.SimpleNamespace(seed=0, deterministic=False, dir=pathlib.Path(sys.argv[1]) / "run")
     cfg = types.SimpleNamespace(run=here, watchdog=WatchdogConfig())
     launch.as_rank(detect_rank(os.environ), cfg, "toy:run")
 except StopRun as error:
@@ -216,7 +216,7 @@ def test_ranks_that_save_leave_together_and_without_a_word_of_gloo(tmp_path: Pat
     process = start(tmp_path, str(tmp_path), SAVING_RANK)
     pids = dict(path.name.split() for path in files(tmp_path, 2))
     os.kill(int(pids["1"]), signal.SIGUSR1)
-    _, stderr = process.communicate(timeout=60)
+    stderr = process.stderr(timeout=60)
     assert (process.returncode, stderr) == (75, f"megarlhf {tmp_path}: saved\n")
 
 
@@ -224,7 +224,7 @@ def test_a_rank_that_fails_while_others_save_is_the_status(tmp_path: Path) -> No
     process = start(tmp_path, "saves-badly")
     files(tmp_path, 2)
     process.send_signal(signal.SIGTERM)
-    _, stderr = process.communicate(timeout=30)
+    stderr = process.stderr(timeout=30)
     assert process.returncode == 1
     assert "RuntimeError: the disk is full" in stderr
     assert "megarlhf saves-badly (rank 0): saved at step 3" in stderr
@@ -240,27 +240,23 @@ def test_the_second_signal_stops_ranks_that_do_not_come_to_save(
     pids = [path.name for path in files(tmp_path, 2)]
     process.send_signal(first)
     time.sleep(1.3)
-    assert process.poll() is None
+    assert process.returncode is None
     assert all(map(is_running, pids))
     process.send_signal(second)
-    _, stderr = process.communicate(timeout=30)
+    stderr = process.stderr(timeout=30)
     assert process.returncode == 128 + second
     assert stderr.endswith(f"\nmegarlhf hangs: stopped ({second.name}); all ranks have ended\n")
     assert not any(map(is_running, pids))
 
 
 def test_hanging_up_does_not_stop_a_command_under_nohup(tmp_path: Path) -> None:
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        process = start(tmp_path, "saves")
-    finally:
-        signal.signal(signal.SIGHUP, before)
+    process = start(tmp_path, "saves", ignored=(signal.SIGHUP,))
     files(tmp_path, 2)
     process.send_signal(signal.SIGHUP)
     time.sleep(0.5)
-    assert process.poll() is None
+    assert process.returncode is None
     process.send_signal(signal.SIGUSR1)
-    _, stderr = process.communicate(timeout=30)
+    stderr = process.stderr(timeout=30)
     assert process.returncode == 75
     assert "SIGUSR1: saving at" in stderr
 
@@ -269,6 +265,7 @@ def test_hanging_up_does_not_stop_a_command_under_nohup(tmp_path: Path) -> None:
 def test_ranks_and_theirs_end_with_a_command_that_is_killed(tmp_path: Path, launcher: str) -> None:
     """Nobody is left to stop them, but Linux and a guard of each rank. torchrun is played by a process that starts a
     rank as it does."""
+    process: Command | subprocess.Popen[str]
     if launcher == "plain":
         process = start(tmp_path, "tree")
     else:
@@ -287,8 +284,6 @@ def test_ranks_and_theirs_end_with_a_command_that_is_killed(tmp_path: Path, laun
     process.kill()
     process.wait()
     assert running([*pids, *guards]) == []
-    if process.stderr:
-        process.stderr.close()
 
 
 def test_what_a_killed_rank_has_started_ends_with_it(tmp_path: Path) -> None:
@@ -296,7 +291,7 @@ def test_what_a_killed_rank_has_started_ends_with_it(tmp_path: Path) -> None:
     trees = [path.name.split() for path in files(tmp_path, 2)]
     os.kill(int(trees[0][0]), signal.SIGKILL)
     assert running(trees[0]) == []
-    _, stderr = process.communicate(timeout=30)
+    stderr = process.stderr(timeout=30)
     assert (process.returncode, stderr.count("was killed by SIGKILL")) == (137, 1)
     assert running(trees[1]) == []
 

@@ -63,10 +63,11 @@ HOUSE: tuple[dict[str, str], ...] = (
         "placement": "boxes of tensors in storages: pure integers",
         "algo": "mathematics of tensors",
         "collective_errors": "a failure on one rank is raised on all",
-        "model_directory": "where config.json and tokenizer stand",
+        "provenance": "where a trained model comes from: megarlhf.json",
         "weights": "the package's name",
         "__init__": "the version",
     },
+    {"model_directory": "where config.json and tokenizer stand"},
     {
         "memory": "what the machine and its control groups leave: files of /proc and /sys",
         "errors": "exceptions that several rooms share",
@@ -101,7 +102,7 @@ def room_of(module: str) -> str:
 
 # --- what a module imports ------------------------------------------------------------------------
 
-_ENTRY = re.compile(r"(megarlhf(?:\.\w+)+)(?::\w+)?")
+_ENTRY = re.compile(r"(?!megarlhf\.json$)(megarlhf(?:\.\w+)+)(?::\w+)?")
 
 
 def imports(file: str, text: str) -> Iterator[tuple[int, str]]:

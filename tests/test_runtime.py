@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megarlhf import runtime
+from megarlhf.parallel.megatron_cpu import megatron_device
 from megarlhf.runtime import RankInfo, capabilities, detect_rank, initialize
 from tests.ranks import RankPool
 
@@ -164,6 +165,15 @@ def test_version_of_a_package_that_may_be_missing_imports_nothing(package):
     version = runtime.version_of(package)
     assert version is None or version[0].isdigit()
     assert runtime.version_of("torch") == torch.__version__
+
+
+def test_a_version_is_looked_up_once():
+    """On a CPU it is asked for at every micro-batch."""
+    assert runtime.version_of("megatron-core") is not None
+    with mock.patch("importlib.metadata.version", side_effect=AssertionError("looked up again")):
+        assert runtime.version_of("megatron-core") == runtime.version_of("megatron-core")
+        with megatron_device(torch.device("cpu")):
+            pass
 
 
 def test_free_memory_of_a_cpu_is_shared_by_the_ranks_of_the_machine():

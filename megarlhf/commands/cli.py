@@ -141,9 +141,11 @@ def _dispatch(arguments: argparse.Namespace, argv: list[str]) -> int:
 def _run_on_ranks(arguments: argparse.Namespace, argv: list[str], command: Command, cfg: Any) -> int:
     """Check the run once, in the process that starts the ranks or on the first of them, and run it."""
     from megarlhf.commands import launch
+    from megarlhf.planning.determinism import environment
     from megarlhf.planning.preflight import preflight
     from megarlhf.runtime import RankInfo, detect_rank
 
+    os.environ.update(environment(cfg))  # before the check, which may import a library that reads it
     info = detect_rank(os.environ)
 
     def check() -> None:

@@ -32,6 +32,7 @@ import torch.distributed as dist
 from megarlhf import runtime
 from megarlhf.collective_errors import on_first_rank
 from megarlhf.commands.process_tree import PARENT
+from megarlhf.planning.determinism import require_deterministic_device
 from megarlhf.planning.nodes import check_nodes, require_gpus
 from megarlhf.resume.signals import INTERRUPTED, TO_BE_QUEUED_AGAIN, Repeats, StopRun, ignore_stop_signals
 from megarlhf.runtime import RankInfo
@@ -249,7 +250,13 @@ def as_rank(info: RankInfo, cfg: Any, entry: str, check: Callable[[], None] | No
     )
     silence_libraries()
     require_gpus(info.rank)
-    joined = runtime.initialize(info, seed=cfg.run.seed, timeout_seconds=cfg.watchdog.collective_timeout())
+    joined = runtime.initialize(
+        info,
+        seed=cfg.run.seed,
+        timeout_seconds=cfg.watchdog.collective_timeout(),
+        deterministic=cfg.run.deterministic,
+    )
+    require_deterministic_device(cfg, joined)
     if check is not None:
         on_first_rank(check)
     for note in check_nodes(cfg, joined):

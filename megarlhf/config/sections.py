@@ -37,6 +37,10 @@ class RunConfig(FrozenModel):
     """Local ranks that a plain start launches; torchrun and srun decide for themselves."""
     seed: int = 0
     """Everything random follows from it: weights, data order, samples."""
+    deterministic: bool = False
+    """The same bits from every run on GPUs of one kind. Without it some kernels add in an order that changes from run
+    to run. Kernels with a fixed order are slower, and what has none is refused at the start. On a CPU runs repeat bit
+    for bit anyway."""
     logger: Literal["tensorboard", "wandb"] = "tensorboard"
     """`wandb` logs to Weights & Biases as well."""
 

@@ -24,6 +24,7 @@ class PositionTable(nn.Module):
         self.offset = arch.position_offset
         self.num_positions = arch.max_positions
         self.tp = config.tensor_model_parallel_size
+        self.deterministic = config.deterministic_mode
         rows = arch.max_positions + arch.position_offset
         self.weight = nn.Parameter(torch.empty(rows, config.hidden_size, dtype=config.params_dtype))
 
@@ -41,4 +42,6 @@ class PositionTable(nn.Module):
                 (positions_BS < self.num_positions + self.tp - 1).all(),
                 f"a position lies beyond the table, which has {self.num_positions}",
             )
-        return nn.functional.embedding(positions_BS.clamp(max=self.num_positions - 1) + self.offset, self.weight)
+        rows_BS = positions_BS.clamp(max=self.num_positions - 1) + self.offset
+        # As Megatron-Core has it for its embedding of words.
+        return self.weight[rows_BS] if self.deterministic else nn.functional.embedding(rows_BS, self.weight)

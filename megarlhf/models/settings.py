@@ -69,6 +69,8 @@ def transformer_config(
         bf16=dtype == torch.bfloat16,
         perform_initialization=False,
         use_cpu_initialization=mesh.runtime.device.type == "cpu",
+        # Embeddings whose gradient is added in a fixed order; with TransformerEngine it demands its variable too.
+        deterministic_mode=mesh.runtime.deterministic,
         # The loss is a sum over a denominator of the whole mini-batch; nothing may divide it again.
         calculate_per_token_loss=True,
         # Megatron's own linear layers need apex's kernel for it; `fuse_weight_gradients` sees to TransformerEngine's.

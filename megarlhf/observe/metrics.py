@@ -52,7 +52,10 @@ class MetricsWriter:
         self._last_step = resume_step
         self._file = path.open("ab")
         self._pending = bytearray()
+        self._run_dir = run_dir
         self._tensorboard = _open_tensorboard(run_dir, resume_step) if tensorboard else None
+        self._for_tensorboard: list[tuple[int, dict[str, float | int]]] | None = [] if tensorboard else None
+        """What it has not taken yet: of one step, or of more after a full disk."""
         self._wandb_run = None if wandb is None else _open_wandb(wandb, run_dir, wandb_project)
 
     def log(self, step: int, metrics: Mapping[str, Metric]) -> None:
@@ -70,14 +73,9 @@ class MetricsWriter:
         self._write_pending()
         self._last_step = step
         finite = {name: value for name, value in row.items() if value is not None}
-        if self._tensorboard is not None:
-            try:
-                for name, value in finite.items():
-                    self._tensorboard.add_scalar(name, value, step)
-                self._tensorboard.flush()
-            except OSError as error:  # a full disk: metrics.jsonl will have these steps
-                log.warning("TensorBoard's events of step %d could not be written: %s", step, error)
-                self._tensorboard = None
+        if self._for_tensorboard is not None:
+            self._for_tensorboard.append((step, finite))
+            self._write_events(self._for_tensorboard)
         if self._wandb_run is not None:
             self._wandb_run.log(finite, step=step)
 
@@ -88,6 +86,20 @@ class MetricsWriter:
                 del self._pending[: os.write(self._file.fileno(), self._pending)]
         except OSError as error:
             log.warning("%s: %d bytes could not be written yet: %s", self._file.name, len(self._pending), error)
+
+    def _write_events(self, rows: list[tuple[int, dict[str, float | int]]]) -> None:
+        """The same of TensorBoard's events. A file of events that has failed once takes no more: a new one is begun."""
+        try:
+            if self._tensorboard is None:
+                self._tensorboard = _open_tensorboard(self._run_dir, rows[0][0] - 1)
+            for step, row in rows:
+                for name, value in row.items():
+                    self._tensorboard.add_scalar(name, value, step)
+            self._tensorboard.flush()
+            rows.clear()
+        except OSError as error:
+            log.warning("TensorBoard's events of step %d could not be written yet: %s", rows[-1][0], error)
+            self._tensorboard = None
 
     def close(self) -> None:
         self._write_pending()

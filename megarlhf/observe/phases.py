@@ -49,8 +49,8 @@ class Observer(Protocol):
 class Sharing(Protocol):
     """What all ranks tell each other once a step."""
 
-    def end_step(self, step: int, local_seconds: Mapping[str, float]) -> None:
-        """Collective. May raise on all ranks."""
+    def end_step(self, step: int, local_seconds: Mapping[str, float]) -> Exception | None:
+        """Collective. Returns the same on all ranks: with what the run has to end once the step is saved."""
         ...
 
 
@@ -60,6 +60,8 @@ class Phases:
         with phases("rollout"):
             rollouts = engine.generate(...)
         metrics |= seconds_of(phases.end_step(step))
+        ...
+        phases.raise_if_late()
 
     The seconds of an inner phase are not counted in the outer one, so that the seconds of a step add up.
     """
@@ -74,6 +76,7 @@ class Phases:
         self._inner: list[float] = []
         self._seconds: dict[str, float] = defaultdict(float)
         self._local: dict[str, float] = defaultdict(float)
+        self._failure: Exception | None = None
 
     @contextlib.contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -123,8 +126,14 @@ class Phases:
     def end_step(self, step: int) -> dict[str, float]:
         """`lap`, and what the ranks have to tell each other after a step. Collective."""
         if self.sharing is not None:
-            self.sharing.end_step(step, dict(self._local))
+            self._failure = self.sharing.end_step(step, dict(self._local))
         return self.lap()
+
+    def raise_if_late(self) -> None:
+        """When the step is saved. Raises: WatchdogTimeout, on all ranks, when a phase of any has passed its limit and
+        come to its end by itself."""
+        if self._failure is not None:
+            raise self._failure
 
 
 def seconds_of(lap: Mapping[str, float]) -> dict[str, float]:

@@ -85,10 +85,10 @@ class Border:
     def __init__(self, stragglers: Stragglers, runtime: Runtime, watchdog: Late) -> None:
         self._stragglers, self._runtime, self._watchdog = stragglers, runtime, watchdog
 
-    def end_step(self, step: int, local_seconds: Mapping[str, float]) -> None:
+    def end_step(self, step: int, local_seconds: Mapping[str, float]) -> WatchdogTimeout | None:
         """Collective. Names stragglers in the log of rank 0.
 
-        Raises: WatchdogTimeout, on all ranks, when a phase of any has passed its limit and ended by itself.
+        Returns: a WatchdogTimeout, on all ranks, when a phase of any has passed its limit and ended by itself.
         """
         own = dict.fromkeys(WORK, 0.0)
         for name, seconds in local_seconds.items():
@@ -106,11 +106,12 @@ class Border:
                 log.warning("%s", sentence)
         if any(late):
             ranks = ", ".join(str(rank) for rank, flag in enumerate(late) if flag)
-            raise WatchdogTimeout(
+            return WatchdogTimeout(
                 f"a phase passed its limit on rank {ranks} and came to its end; the watchdog's report says which. "
                 "Raise watchdog.PHASE if it was at work all the time",
                 agreed=True,
             )
+        return None
 
 
 def probe_seconds(device: torch.device, repeat: int = 4) -> float:

@@ -11,7 +11,7 @@ What happens when a limit is passed:
 4. A late rank that is still in the phase after `watchdog.grace` seconds ends with status 3, and its launcher the
    others.
 
-A phase that passes its limit and comes to its end by itself ends the run at the end of the step, on all ranks.
+A phase that passes its limit and comes to its end by itself ends the run when the step is saved, on all ranks.
 
 Python's lock: a thread cannot look while the main thread is in C code that keeps the lock, such as a regular expression
 that backtracks without end. A timer of processor time then brings the same signal handler, which Python's `re` calls.

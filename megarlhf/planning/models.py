@@ -6,13 +6,10 @@ import filecmp
 from collections.abc import Mapping
 from pathlib import Path
 
-import yaml
-
 from megarlhf.architectures.hf_config import architecture_from_hf, read_config
-from megarlhf.config import RLConfig, RoleConfig
+from megarlhf.config import RoleConfig
 from megarlhf.data.tokenizer import first_difference, has_tokenizer, load_tokenizer
 from megarlhf.model_directory import end_tokens
-from megarlhf.observe.run_directory import CONFIG_FILE, written_by
 from megarlhf.weights.checkpoint.open_checkpoint import open_checkpoint, require_scalar_head
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json")
@@ -105,44 +102,3 @@ def check_heads(roles: Mapping[str, RoleConfig], *, trains_reward_model: bool) -
                 "that writes responses"
             )
     return notes
-
-
-def check_anchor(cfg: RLConfig) -> None:
-    """Without a `reference` section the reference is the actor's model. Where that is a checkpoint of an earlier rl
-    run, the KL would be taken to a trained policy, and from run to run to another one.
-
-    Raises: ValueError that names what the earlier run's reference was.
-    """
-    uses_kl = cfg.algo.kl.coef > 0 or cfg.train.stop.max_kl is not None
-    if cfg.reference is not None or not uses_kl or cfg.actor.model.random_init:
-        return
-    path = cfg.actor.model.path
-    run = next((run for place in (path.absolute(), path.resolve()) if (run := _rl_run_of(place))), None)
-    if run is None:
-        return
-    earlier = _reference_in(run / CONFIG_FILE)
-    was = f" (that run's was {earlier})" if earlier else f" ({run / CONFIG_FILE} says what that run's was)"
-    key = f"algo.kl.coef = {cfg.algo.kl.coef}" if cfg.algo.kl.coef > 0 else "train.stop.max_kl"
-    raise ValueError(
-        f"actor.model.path = {path} is a checkpoint of the rl run {run}, and without a reference section it would be "
-        f"the reference too: {key} would measure the KL to this trained policy, no longer to the model that the "
-        f"earlier run began with. Set reference.model.path{was}, or to {path} if that is meant"
-    )
-
-
-def _rl_run_of(place: Path) -> Path | None:
-    """The directory of the rl run among whose checkpoints `place` is; the nearest run counts."""
-    for parent in place.parents:
-        config = parent / CONFIG_FILE
-        if place.relative_to(parent).parts[0] == "checkpoints" and (command := written_by(config)):
-            return parent if command == "rl" else None
-    return None
-
-
-def _reference_in(config: Path) -> str | None:
-    """The path of the reference of the run that wrote `config`; None where it does not say."""
-    try:
-        tree = yaml.safe_load(config.read_text(encoding="utf-8"))
-        return str((tree.get("reference") or tree["actor"])["model"]["path"])
-    except (OSError, ValueError, yaml.YAMLError, AttributeError, KeyError, TypeError):
-        return None  # written by another version, or changed since

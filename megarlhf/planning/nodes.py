@@ -232,8 +232,8 @@ def _try_directory(run_dir: Path, runtime: Runtime) -> Iterator[str]:
     made: list[Path] = []
     if runtime.rank == 0:
         made = [path for path in (run_dir.absolute(), *run_dir.absolute().parents) if not path.exists()]
-        yield from _attempt(lambda: run_dir.mkdir(parents=True, exist_ok=True), run_dir)
-        yield from _attempt(lambda: name.write_text(token), run_dir)
+        not_made = list(_attempt(lambda: run_dir.mkdir(parents=True, exist_ok=True), run_dir))
+        yield from not_made or _attempt(lambda: name.write_text(token), run_dir)
     there = _from_first(name.is_file() if runtime.rank == 0 else False)
     own = name.with_name(f"{name.name}-{runtime.rank}")
     if there and speaks and runtime.rank:

@@ -13,9 +13,10 @@ from megarlhf.config import GenerateConfig, RLConfig, RMConfig, RoleConfig, SFTC
 from megarlhf.data.sources import require_source, source_files
 from megarlhf.observe.progress import make_console, table
 from megarlhf.observe.run_directory import require_writable_output
+from megarlhf.planning.anchor import check_anchor
 from megarlhf.planning.batch import BatchNumber, rl_batch_numbers, schedule_notes, supervised_batch_numbers
 from megarlhf.planning.legality import check_role
-from megarlhf.planning.models import check_anchor, check_heads, check_vocabularies
+from megarlhf.planning.models import check_heads, check_vocabularies
 from megarlhf.planning.without_effect import changed_meanings, without_effect
 from megarlhf.resume.claim import require_usable
 from megarlhf.rollout.rewards.rules import load_rule
@@ -76,7 +77,7 @@ def preflight(command: str, cfg: AnyConfig, world_size: int) -> Preflight:
         dp = layout.dp
     notes += _check_files(cfg)
     if isinstance(cfg, RLConfig):
-        check_anchor(cfg)
+        notes += check_anchor(cfg)
     if isinstance(cfg, RLConfig | GenerateConfig):
         for reward in cfg.rewards:
             if reward.rule is not None:

@@ -28,7 +28,8 @@ _NEUTRAL = {
     "when it ends because something hangs, and who is named as slow": "watchdog.*",
     "a model cut over other ranks is the same model": "ROLE.parallel.* ROLE.model.vocab_multiple rollout.parallel.*",
     "the same sums in another order": (
-        "ROLE.kernels.* train.micro_batch_samples train.max_tokens_per_micro_batch rollout.engine_args.*"
+        "ROLE.kernels.* train.micro_batch_samples train.max_tokens_per_micro_batch rollout.engine_args.* "
+        "run.deterministic"
     ),
     "memory": "rollout.gpu_memory_utilization rollout.cpu_cache_gib rollout.reshard_bucket_mib",
     "checks, which end a run or let it be": (

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from megarlhf.collective_errors import on_first_rank
 from megarlhf.config import CheckpointConfig
 from megarlhf.models.role import Role
+from megarlhf.provenance import FILE, Provenance
 from megarlhf.resume import point, role_state
 from megarlhf.resume.cadence import Cadence
 from megarlhf.resume.point import Position
@@ -54,6 +55,7 @@ class Checkpointer:
 
     `still_ours` is called on rank 0 before anything is written, and raises when the run directory has been taken over.
     `on_saved` is called on rank 0 after a point has been written, with the position of the oldest that is kept.
+    `provenance` says where a role's weights come from at a position.
     """
 
     def __init__(
@@ -69,11 +71,13 @@ class Checkpointer:
         note: Callable[[str], None] = log.info,
         still_ours: Callable[[], object] = lambda: None,
         on_saved: Callable[[Position], None] = lambda position: None,
+        provenance: Callable[[str, Position], Provenance] | None = None,
         newest: Position | None = None,
     ) -> None:
         self._runtime, self._run_dir, self._cfg = runtime, run_dir, cfg
         self._roles, self._states, self._identity, self._stop = roles, states, identity, stop
         self._note, self._still_ours, self._on_saved = note, still_ours, on_saved
+        self._provenance = provenance
         self._writer, self._cadence = Writer(runtime), Cadence(cfg, _time_left_everywhere())
         self._border: _Border | None = None
         self._writing: Position | None = None
@@ -129,7 +133,8 @@ class Checkpointer:
         """Write a point of the last border and wait for it; returns what has become of it, in a sentence."""
         border = self._border
         if border is None:
-            return "nothing had been done yet that could be saved"
+            goes_on = f"; the same command goes on from {self._name_of_newest()}" if self._newest else ""
+            return f"nothing had been done yet that could be saved{goes_on}"
         self._poll(wait=True)
         if self._updates_made() != border.updates:
             return f"an update was not complete, so the newest resume point is {self._name_of_newest()}"
@@ -206,6 +211,8 @@ class Checkpointer:
         size = 0
         if everyones is not None:
             files[RANDOM] = [random for random, _ in everyones]
+            if self._provenance is not None:
+                files |= {f"{name}/{FILE}": self._provenance(name, border.position).to_json() for name in roles}
             size = sum(each for _, each in everyones)
             if border.table is not None:
                 files[TABLE] = border.table

@@ -12,6 +12,7 @@ from typing import Any
 from megarlhf.architectures.placements import logical_tensors
 from megarlhf.models.role import Role
 from megarlhf.models.weights import replica_placements
+from megarlhf.provenance import Weights
 from megarlhf.weights.checks.digest import replica_digests, summed, whole_digest
 
 
@@ -27,6 +28,12 @@ def digest_of_samples(samples: Sequence[Any]) -> str:
                 content = json.dumps(value, sort_keys=True, default=str).encode()
             digest.update(f"{field.name}:{len(content)}:".encode() + content)
     return digest.hexdigest()
+
+
+def identity_of_weights(role: Role) -> Weights:
+    """What a role that has just been built begins with. Collective."""
+    dtype = str(role.shard.dtype).removeprefix("torch.")
+    return Weights(path=str(role.section.model.path.absolute()), digest=digest_of_weights(role), dtype=dtype)
 
 
 def digest_of_weights(role: Role) -> str:

@@ -65,6 +65,8 @@ class Restored:
     """Where a run goes on."""
 
     position: Position
+    num_steps: int
+    """`train.num_steps` of the run that wrote the point."""
     table: Table | None
     """Of the step in which the point lies, where it lies in one."""
     notes: list[str] = field(default_factory=list)
@@ -85,7 +87,7 @@ def restore(
         if not problems:
             table = _load(runtime, candidate, manifest, roles, states)
             notes += passed_over + _other_layouts(roles, manifest)
-            return Restored(candidate.position, table, notes)
+            return Restored(candidate.position, manifest["config"]["train"]["num_steps"], table, notes)
         passed_over.append(f"resume point {candidate.path.name} is passed over: {'; '.join(problems[:5])}")
     if passed_over:
         raise ValueError(

@@ -70,7 +70,7 @@ class Content:
     commons: Mapping[str, Mapping[str, Any]]
     """What `common.pt` of each folder holds."""
     files: Mapping[str, Any]
-    """Rank 0: what is saved by torch.save, by path."""
+    """Rank 0: what is saved by torch.save, by path; a text as a text."""
 
 
 @dataclass(frozen=True)
@@ -291,7 +291,10 @@ def _write_files(directory: Path, jobs: list[Any], files: Mapping[str, Any]) -> 
     for name, value in files.items():
         path = directory / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        torch.save(value, path)
+        if isinstance(value, str):
+            path.write_text(value, encoding="utf-8")
+        else:
+            torch.save(value, path)
         sync(path)
         written.append(path)
     return _Note(results, {str(path.relative_to(directory)): digest_of(path) for path in written})

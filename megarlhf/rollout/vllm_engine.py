@@ -29,7 +29,7 @@ from megarlhf.placement import RankPlacements
 from megarlhf.rollout.engine import EngineFailure, KeptResponses, Sampling, gather_rollouts, missing_rows
 from megarlhf.rollout.requests import draw
 from megarlhf.rollout.vllm_patches import cpu_patches, keep_default_group
-from megarlhf.runtime import Runtime, free_bytes
+from megarlhf.runtime import Runtime, free_bytes, without_torch_determinism
 from megarlhf.weights.checks.certificate import Certificate, CertificateError, certify, nonzero_padding
 from megarlhf.weights.checks.loader_check import check_loader, sample_tensors
 from megarlhf.weights.checks.poison import poison, storages_with_nan
@@ -246,7 +246,8 @@ class VllmEngine:
         rows = [missing[n] for n in share]
         self._refusal = "it failed while it drew responses, and may be in any state"
         began = time.monotonic()
-        with raise_on_all_ranks(_error("vLLM failed while it drew responses", "", EngineFailure)):
+        failed = _error("vLLM failed while it drew responses", "", EngineFailure)
+        with raise_on_all_ranks(failed), without_torch_determinism():
             stopped = bool(rows) and draw(
                 self._llm.llm_engine,
                 partial(self._enqueue, rows, prompts, seeds, sampling),
@@ -357,7 +358,7 @@ def _build(
         # only has no second number; NCCL's takes its place.
         defaults["disable_custom_all_reduce"] = True
     try:
-        with cpu_patches(runtime.device):
+        with cpu_patches(runtime.device), without_torch_determinism():
             return LLM(str(model_path), **{**defaults, **rollout.engine_args, **ours})
     except (ValueError, TypeError, ImportError) as error:
         if not rollout.engine_args:

@@ -5,14 +5,18 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import torch.distributed as dist
 
 from megarlhf.collective_errors import on_first_rank, raise_on_all_ranks
 from megarlhf.config import CheckpointConfig
 from megarlhf.models.role import Role
+from megarlhf.provenance import FILE, Provenance
+from megarlhf.resume.point import Position
+from megarlhf.weights.checkpoint.staging import sync
 
 _NAME = re.compile(r"step_(\d{6,})")
 
@@ -26,9 +30,15 @@ class Exports:
     run comes there again. Collective."""
 
     def __init__(
-        self, run_dir: Path, cfg: CheckpointConfig, note: Callable[[str], None], resumed_at: int | None = None
+        self,
+        run_dir: Path,
+        cfg: CheckpointConfig,
+        note: Callable[[str], None],
+        provenance: Callable[[str, Position], Provenance],
+        resumed_at: int | None = None,
     ) -> None:
         self._root, self._cfg, self._note = run_dir / "checkpoints", cfg, note
+        self._provenance = provenance
         earlier = sorted(self._root.iterdir()) if resumed_at is not None and self._root.is_dir() else []
         steps = {path: int(match[1]) for path in earlier if (match := _NAME.fullmatch(path.name))}
         self._written = [path for path, step in steps.items() if step <= (resumed_at or 0)]
@@ -44,7 +54,8 @@ class Exports:
         if not last and not (every and step % every == 0):
             return
         try:
-            self._written.append(save_roles(self._root, step, roles, replace=self._replaceable))
+            stated = {role.name: self._provenance(role.name, Position(step)) for role in roles}
+            self._written.append(save_roles(self._root, step, roles, stated, replace=self._replaceable))
         except ExportError as error:
             if last:
                 raise
@@ -57,11 +68,18 @@ class Exports:
                 shutil.rmtree(oldest, ignore_errors=True)
 
 
-def save_roles(root: Path, step: int, roles: Sequence[Role], *, replace: bool = False) -> Path:
+def save_roles(
+    root: Path,
+    step: int,
+    roles: Sequence[Role],
+    provenance: Mapping[str, Provenance] = MappingProxyType({}),
+    *,
+    replace: bool = False,
+) -> Path:
     """Export each role to `root/step_NNNNNN/ROLE`, complete or not at all, and point `root/latest` at it.
 
     Collective. The step's directory appears by a rename after every role is written. Returns it. `replace`: what the
-    same run has left under that name may be replaced.
+    same run has left under that name may be replaced. `provenance`: by role, what is stated beside its weights.
 
     Raises: ValueError, on every rank and before anything is written, when something else stands under that name;
     ExportError, on every rank, when the disk or the model's directory does not allow it; nothing is left then.
@@ -74,6 +92,9 @@ def save_roles(root: Path, step: int, roles: Sequence[Role], *, replace: bool = 
                 role.export(partial / role.name)
         with raise_on_all_ranks(lambda reasons: ExportError("; ".join(reasons))):
             if dist.get_rank() == 0:
+                for name, stated in provenance.items():
+                    (partial / name / FILE).write_text(stated.to_json(), encoding="utf-8")
+                    sync(partial / name / FILE)
                 _publish(root, final, partial)
     except ExportError:
         if dist.get_rank() == 0:

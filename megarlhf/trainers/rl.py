@@ -6,7 +6,7 @@ Generate, score, advantages, train, update weights. Every rank runs every line.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -22,9 +22,11 @@ from megarlhf.models.role import Role, build_role
 from megarlhf.observe.phases import Phases, seconds_of
 from megarlhf.observe.watchdog import watched_phases
 from megarlhf.parallel.mesh import GroupCache
+from megarlhf.planning.anchor import anchor_notes
 from megarlhf.resume.claim import NO_STEPS_LEFT
-from megarlhf.resume.identity import digest_of_samples, digest_of_weights
-from megarlhf.resume.signals import StopRun
+from megarlhf.resume.identity import digest_of_samples, identity_of_weights
+from megarlhf.resume.signals import StopRequest, StopRun
+from megarlhf.resume.state import Stateful
 from megarlhf.rollout.bank import Bank
 from megarlhf.rollout.engine import RolloutEngine, sample_seed
 from megarlhf.runtime import Runtime
@@ -46,11 +48,14 @@ from megarlhf.trainers.session import Session, Training, is_due, open_session
 
 def run(cfg: RLConfig, runtime: Runtime) -> None:
     """Improve the actor on its own samples."""
-    with watched_phases(cfg.watchdog, cfg.run.dir, runtime) as phases:
-        run_in(phases, cfg, runtime)
+    with (
+        StopRequest(device=runtime.device, speaks=runtime.is_main) as stop,
+        watched_phases(cfg.watchdog, cfg.run.dir, runtime) as phases,
+    ):
+        run_in(phases, stop, cfg, runtime)
 
 
-def run_in(phases: Phases, cfg: RLConfig, runtime: Runtime) -> None:
+def run_in(phases: Phases, stop_request: StopRequest, cfg: RLConfig, runtime: Runtime) -> None:
     """The loop, from where the run is to its last step."""
     with phases("build"):
         data = load_prompts(cfg.data, cfg.actor.model.hf_directory(), cfg.rewards, cfg.eval.max_samples)
@@ -60,22 +65,13 @@ def run_in(phases: Phases, cfg: RLConfig, runtime: Runtime) -> None:
         stop = StopRule(cfg.train.stop)
         gap = LogprobGapWatch(cfg.rollout.logprob_gap, components.actor.shard.dtype)
         bank = Bank(cfg.run.dir / "bank")
-        training = Training(
-            cfg.checkpoint,
-            components.trained,
-            phases,
-            data=digest_of_samples(data.train),
-            states={
-                "stop": stop,
-                "logprob_gap": gap,
-                **{f"bad_steps/{name}": bad_steps for name, bad_steps in components.bad_steps.items()},
-            },
-            reference=digest_of_weights(components.reference),
-            on_saved=lambda oldest: bank.forget_before(oldest.step),
-        )
+        states: dict[str, Stateful] = {"stop": stop, "logprob_gap": gap}
+        training = training_of(cfg, components, data.train, states, bank, stop_request)
+        assert training.reference is not None
+        notes = [*data.notes, *anchor_notes(cfg, training.reference)]
     with (
         closed_at_the_end(components.engine),
-        open_session(cfg, cfg.run, runtime, "rl", cfg.train.num_steps, data.notes, training) as session,
+        open_session(cfg, cfg.run, runtime, "rl", cfg.train.num_steps, notes, training) as session,
     ):
         step = session.start.step
         update_weights(components, step, certify=True)
@@ -114,6 +110,29 @@ def run_in(phases: Phases, cfg: RLConfig, runtime: Runtime) -> None:
             gap.raise_if_failed(last=last)
         bank.forget_before(step)
         session.finish(step, stop.reason or NO_STEPS_LEFT, stop.reason or f"all {cfg.train.num_steps} steps done")
+
+
+def training_of(
+    cfg: RLConfig,
+    components: Components,
+    samples: Sequence[PromptSample],
+    states: Mapping[str, Stateful],
+    bank: Bank,
+    stop: StopRequest,
+) -> Training:
+    """What is saved of the run, and what it is recognised by. Collective."""
+    skipped = {f"bad_steps/{name}": bad_steps for name, bad_steps in components.bad_steps.items()}
+    return Training(
+        cfg.checkpoint,
+        components.trained,
+        components.phases,
+        stop,
+        data=digest_of_samples(samples),
+        states={**states, **skipped},
+        base={role.name: identity_of_weights(role) for role in components.trained},
+        reference=identity_of_weights(components.reference),
+        on_saved=lambda oldest: bank.forget_before(oldest.step),
+    )
 
 
 def update_weights(components: Components, version: int, *, certify: bool) -> None:

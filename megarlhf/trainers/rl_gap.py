@@ -32,9 +32,10 @@ def logprob_gap(experience: Experience) -> dict[str, float]:
     """
     gap_T = (experience.rollouts.logprobs.values_T - experience.columns["old_logprobs"].values_T).abs()
     num_tokens = gap_T.numel()
+    p999 = gap_T.sort().values[num_tokens - num_tokens // 1000 - 1]  # kthvalue is not deterministic on a GPU
     return {
         "rollout_logprob_gap_mean": float(gap_T.mean()),
-        "rollout_logprob_gap_p999": float(gap_T.kthvalue(num_tokens - num_tokens // 1000).values),
+        "rollout_logprob_gap_p999": float(p999),
         "rollout_logprob_gap_max": float(gap_T.max()),
     }
 

@@ -17,6 +17,7 @@ from megarlhf.models.role import Role
 from megarlhf.observe.metrics import Metric, MetricsWriter
 from megarlhf.observe.phases import Phases
 from megarlhf.observe.progress import Progress
+from megarlhf.provenance import Provenance, Weights
 from megarlhf.resume import point
 from megarlhf.resume.changes import compare
 from megarlhf.resume.checkpointer import Checkpointer
@@ -24,7 +25,7 @@ from megarlhf.resume.claim import Claim, claim, finish
 from megarlhf.resume.identity import History
 from megarlhf.resume.point import Position
 from megarlhf.resume.restore import Identity, Table, restore
-from megarlhf.resume.signals import StopRequest
+from megarlhf.resume.signals import StopRequest, StopRun
 from megarlhf.resume.state import Stateful
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.exports import Exports
@@ -38,12 +39,16 @@ class Training:
     roles: Sequence[Role]
     """The trained ones."""
     phases: Phases
+    stop: StopRequest
+    """Entered before the models are built, so that a signal in the meantime is not lost."""
     data: str
     """Digest of the training samples."""
     states: Mapping[str, Stateful] = field(default_factory=dict)
     """Whatever keeps state over steps, by name."""
-    reference: str | None = None
-    """Digest of the reference's weights."""
+    base: Mapping[str, Weights] = field(default_factory=dict)
+    """What each trained role began with."""
+    reference: Weights | None = None
+    """Of `rl`."""
     on_saved: Callable[[Position], None] = lambda position: None
     """Called on rank 0 after a resume point was written, with the position of the oldest that is kept."""
 
@@ -92,11 +97,14 @@ class Session:
     def border(self, step: int, update: int = 0, table: Table | None = None) -> None:
         """`step` steps are done, and `update` optimizer updates of the next one, which `table` describes. Collective.
 
-        Raises: StopRun when the run has been asked to stop, once its state is saved.
+        Raises: StopRun when the run has been asked to stop, once its state is saved; WatchdogTimeout when the step that
+        is done was late.
         """
         assert self.checkpointer is not None
         with self.phases("checkpoint"):
             self.checkpointer.border(Position(step, update), table)
+        if not update:
+            self.phases.raise_if_late()
 
     def asked_to_stop(self) -> bool:
         """Whether this rank knows of a reason to stop before the next border. Not collective."""
@@ -131,11 +139,12 @@ class Session:
         self.note(words)
 
     def prepare_training(
-        self, training: Training, identity: Identity, stop: StopRequest, claims: Sequence[Claim], *, resumes: bool
-    ) -> list[str]:
-        """Go on from the newest good resume point, if the run `resumes`, and make what will write points and exports;
-        returns what to tell the user. Collective.
+        self, training: Training, identity: Identity, claims: Sequence[Claim], notes: list[str], *, resumes: bool
+    ) -> int | None:
+        """Go on from the newest good resume point, if the run `resumes`, and make what will write points and exports.
+        Adds to `notes` what to tell the user. Collective.
 
+        Returns: the train.num_steps of the run that wrote the point.
         Raises: ValueError when there are points and none can be used; nothing has been touched then.
         """
 
@@ -143,15 +152,26 @@ class Session:
             for claimed in claims:
                 claimed.lock.require_held()
 
+        def provenance(role: str, at: Position) -> Provenance:
+            return Provenance(
+                command=identity.command,
+                role=role,
+                run=str(self.run_dir.absolute()),
+                step=at.step,
+                update=at.update,
+                base=training.base[role],
+                reference=training.reference,
+            )
+
         states: dict[str, Stateful] = {"history": self.history, **training.states}
-        notes: list[str] = []
         restored = None
         if resumes:
             restored = restore(self.runtime, self.run_dir, training.roles, states, identity)
-            notes.append("there is no resume point yet: the run begins at step 0")
         if restored is not None:
             self.resumed, self.start, self._table = True, restored.position, restored.table
-            notes = [f"resumed at {restored.position}, from resume/{restored.position.name}", *restored.notes]
+            notes += [f"resumed at {restored.position}, from resume/{restored.position.name}", *restored.notes]
+        elif resumes:
+            notes.append("there is no resume point yet: the run begins at step 0")
         self.checkpointer = Checkpointer(
             self.runtime,
             self.run_dir,
@@ -159,15 +179,16 @@ class Session:
             training.roles,
             states,
             identity,
-            stop,
+            training.stop,
             note=self.note,
             still_ours=still_ours,
             on_saved=training.on_saved,
+            provenance=provenance,
             newest=self.start if self.resumed else None,
         )
         resumed_at = self.start.step if resumes else None
-        self.exports = Exports(self.run_dir, training.checkpoint, self.note, resumed_at)
-        return notes
+        self.exports = Exports(self.run_dir, training.checkpoint, self.note, provenance, resumed_at)
+        return restored.num_steps if restored else None
 
 
 @contextlib.contextmanager
@@ -197,14 +218,12 @@ def open_session(
         # What goes on and what has changed has been said by the check before the start.
         notes = [*notes, *(claimed.lock.note for claimed in claims if claimed.lock.note)]
         if training is not None:
-            stop = stack.enter_context(StopRequest(device=runtime.device, speaks=runtime.is_main))
+            if (number := training.stop.agreed()) is not None:
+                does = "goes on with the earlier run" if resumes else "begins"
+                raise StopRun(f"stopped ({number.name}) before anything was done; the same command {does}", number)
             identity = _identity(cfg, run, command, training)
-            notes += session.prepare_training(training, identity, stop, claims, resumes=resumes)
-            if session.start.step > total:
-                raise ValueError(
-                    f"run.dir = {run.dir} holds a run that has made {session.start.step} steps, more than "
-                    f"train.num_steps = {total}; raise train.num_steps, or name another run.dir"
-                )
+            planned = session.prepare_training(training, identity, claims, notes, resumes=resumes)
+            _require_steps_left(session.start, planned, total, run.dir)
         on_first_rank(claims[0].start if claims else _nothing)
         if session.checkpointer is not None:
             stack.callback(session.checkpointer.abandon)
@@ -223,8 +242,24 @@ def open_session(
             yield session
         except WatchdogTimeout as late:
             if session.checkpointer is not None and late.agreed:  # all ranks are here
-                session.note(session.checkpointer.save_last_border())
+                with session.phases("checkpoint"):
+                    session.note(session.checkpointer.save_last_border())
             raise
+
+
+def _require_steps_left(start: Position, planned: int | None, total: int, run_dir: Path) -> None:
+    """Raises: ValueError when a run whose steps were `planned` is to end where it has been already.
+
+    Its last export, and what else is done after the last step, would be of other steps or missing. A run that was
+    killed after its last step, with the same number, has nothing left to do and ends in order.
+    """
+    if start > Position(total) or (start == Position(total) and planned != total):
+        raise ValueError(
+            f"run.dir = {run_dir} holds a run that has made {start.step} steps"
+            + (f" and {start.update} updates of the next one" if start.update else "")
+            + f", and train.num_steps = {total} leaves nothing to do; raise train.num_steps above {start.step}, or "
+            "name another run.dir"
+        )
 
 
 def _nothing() -> None:
@@ -242,7 +277,7 @@ def _identity(cfg: FrozenModel, run: RunConfig, command: str, training: Training
     return Identity(
         command=command,
         data=training.data,
-        reference=training.reference,
+        reference=None if training.reference is None else training.reference.digest,
         config=cfg.model_dump(mode="json"),
         changed=changed,
         allow_changes=run.allow_changes,

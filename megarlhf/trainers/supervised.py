@@ -28,7 +28,8 @@ from megarlhf.parallel.batching import MicroBatchLayout, TokenSpans, scatter_to_
 from megarlhf.parallel.mesh import GroupCache
 from megarlhf.parallel.step import Loss, MicroBatch
 from megarlhf.resume.claim import NO_STEPS_LEFT
-from megarlhf.resume.identity import digest_of_samples
+from megarlhf.resume.identity import digest_of_samples, identity_of_weights
+from megarlhf.resume.signals import StopRequest
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.bad_steps import BadSteps, Update
 from megarlhf.trainers.session import Training, is_due, open_session
@@ -114,11 +115,14 @@ class Objective(ABC, Generic[Sample]):
 
 def run_supervised(objective: Objective[Sample], runtime: Runtime) -> None:
     """Train the objective's role on its samples."""
-    with watched_phases(objective.cfg.watchdog, objective.cfg.run.dir, runtime) as phases:
-        run_in(phases, objective, runtime)
+    with (
+        StopRequest(device=runtime.device, speaks=runtime.is_main) as stop,
+        watched_phases(objective.cfg.watchdog, objective.cfg.run.dir, runtime) as phases,
+    ):
+        run_in(phases, stop, objective, runtime)
 
 
-def run_in(phases: Phases, objective: Objective[Sample], runtime: Runtime) -> None:
+def run_in(phases: Phases, stop_request: StopRequest, objective: Objective[Sample], runtime: Runtime) -> None:
     """The loop."""
     cfg = objective.cfg
     with phases("build"):
@@ -135,7 +139,15 @@ def run_in(phases: Phases, objective: Objective[Sample], runtime: Runtime) -> No
         )
         bad_steps = BadSteps(cfg.train, cfg.run.dir / "failures")
         states = {f"bad_steps/{role.name}": bad_steps}
-        training = Training(cfg.checkpoint, [role], phases, data=digest_of_samples(train), states=states)
+        training = Training(
+            cfg.checkpoint,
+            [role],
+            phases,
+            stop_request,
+            data=digest_of_samples(train),
+            states=states,
+            base={role.name: identity_of_weights(role)},
+        )
     with open_session(cfg, cfg.run, runtime, objective.command, cfg.train.num_steps, notes, training) as session:
         if not session.resumed:
             with phases("eval"):

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import hashlib
+import importlib
+import os
+import resource
+import signal
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,6 +21,7 @@ import torch.distributed as dist
 from megarlhf.architectures.hf_config import architecture_from_hf
 from megarlhf.architectures.megatron_layout import MegatronLayout
 from megarlhf.architectures.placements import Head
+from megarlhf.commands import cli
 from megarlhf.config import RoleConfig
 from megarlhf.models.role import Role, build_role
 from megarlhf.parallel.megatron_cpu import megatron_device
@@ -22,6 +31,7 @@ from megarlhf.resume.writer import Content, Outcome, Writer
 from megarlhf.runtime import Runtime
 from megarlhf.weights.checkpoint.open_checkpoint import open_checkpoint
 from megarlhf.weights.transport.storages import load_from_files
+from tests.distributed.jobs import command_status
 from tests.weights import megatron_shapes
 
 
@@ -130,51 +140,137 @@ class Killed(Exception):
     """Stands for a process that ends in the middle, wherever it is."""
 
 
-def command_until(runtime: Runtime, calls: int, owner: str, method: str, *argv: str) -> str:
-    """A command that is cut off at the call numbered `calls` of a method (`module:Class`), before it does anything.
+@contextlib.contextmanager
+def at_call(calls: int, owner: str, name: str, action: Callable[[], None]) -> Iterator[list[int]]:
+    """`action` happens at the call numbered `calls` of a method (`module:Class`) or function (`module`), before it does
+    anything. Yields a list with one item for each call so far."""
+    module, _, kind = owner.partition(":")
+    place: Any = importlib.import_module(module)
+    place = getattr(place, kind) if kind else place
+    real, made = getattr(place, name), list[int]()
 
-    Returns: `killed`, or `ended` where there were fewer calls.
-    """
-    import importlib
-
-    from tests.distributed.jobs import command_status
-
-    module, _, name = owner.partition(":")
-    place = getattr(importlib.import_module(module), name) if name else importlib.import_module(module)
-    real, made = getattr(place, method), []
-
-    def until(*arguments: Any, **options: Any) -> Any:
+    def counted(*arguments: Any, **options: Any) -> Any:
         made.append(1)
         if len(made) == calls:
-            raise Killed
+            action()
         return real(*arguments, **options)
 
-    with mock.patch.object(place, method, until):
+    with mock.patch.object(place, name, counted):
+        yield made
+
+
+def _kill() -> None:
+    raise Killed
+
+
+def command_until(runtime: Runtime, calls: int, owner: str, method: str, *argv: str) -> tuple[str, str]:
+    """A command that is cut off at the call numbered `calls` of a method (`module:Class`), before it does anything.
+
+    Returns: `killed`, or `ended` where there were fewer calls; and what this rank wrote.
+    """
+    main, killed = cli.main, -1
+
+    def main_until(*arguments: Any) -> int:
         try:
-            status, written = command_status(runtime, *argv)
+            return main(*arguments)
         except Killed:
-            return "killed"
-    assert status == 0, written
-    return "ended"
+            return killed
+
+    with at_call(calls, owner, method, _kill), mock.patch.object(cli, "main", main_until):
+        status, written = command_status(runtime, *argv)
+    assert status in (0, killed), written
+    return ("killed" if status == killed else "ended"), written
 
 
 def command_with_signal(runtime: Runtime, calls: int, owner: str, method: str, *argv: str) -> tuple[int, str]:
     """A command that receives SIGTERM at the call numbered `calls` of a method; its status and what it wrote."""
-    import importlib
-    import os
-    import signal
+    return command_with(runtime, signal.SIGTERM, 0, calls, owner, method, *argv)
 
-    from tests.distributed.jobs import command_status
 
-    module, _, name = owner.partition(":")
-    place = getattr(importlib.import_module(module), name)
-    real, made = getattr(place, method), []
+def command_with(
+    runtime: Runtime, number: int, rank: int, calls: int, owner: str, method: str, *argv: str
+) -> tuple[int, str]:
+    """The same of any signal, that one rank receives."""
 
-    def with_signal(*arguments: Any, **options: Any) -> Any:
-        made.append(1)
-        if len(made) == calls:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return real(*arguments, **options)
+    def receive() -> None:
+        if runtime.rank == rank:
+            os.kill(os.getpid(), number)
 
-    with mock.patch.object(place, method, with_signal):
+    with at_call(calls, owner, method, receive) as made:
+        result = command_status(runtime, *argv)
+    assert len(made) >= calls, f"{owner}.{method} was called {len(made)} times only"
+    return result
+
+
+def command_that_is_late(runtime: Runtime, kind: str, calls: int, *argv: str) -> tuple[int, str]:
+    """A command whose rule reward, at a call of rank 0, hangs, or takes longer than its limit where nothing can
+    interrupt it."""
+    from tests.distributed.faulty_rules import as_in_a_collective
+
+    def wait() -> None:
+        if runtime.is_main:
+            time.sleep(1000) if kind == "hangs" else as_in_a_collective(lambda: time.sleep(3))
+
+    with at_call(calls, "megarlhf.rollout.rewards.score", "reward_of", wait) as made:
+        result = command_status(runtime, *argv)
+    assert len(made) >= calls
+    return result
+
+
+def stopped_rollout(runtime: Runtime, run: str, *argv: str) -> tuple[int, str, list[tuple[list[str], bool, bool]]]:
+    """SIGTERM to rank 1 when the second rollout begins; status, words, and how things stand when the engine is closed:
+    the resume points, whether the run is locked, whether the ranks can still talk."""
+    from megarlhf.resume.point import find_points
+
+    engine, seen = "megarlhf.rollout.megatron_engine:MegatronEngine", []
+
+    def look() -> None:
+        points = [point.path.name for point in find_points(Path(run))]
+        seen.append((points, (Path(run) / "lock").exists(), dist.is_initialized()))
+
+    with at_call(1, engine, "close", look):
+        return *command_with(runtime, signal.SIGTERM, 1, 2, engine, "generate", *argv), seen
+
+
+def command_that_skips(runtime: Runtime, calls: int, *argv: str) -> tuple[int | str, str]:
+    """A command in which every step counts as a spike once three gradient norms are known; cut off at a call of
+    `Trainer.accumulate`, or not (0)."""
+    from megarlhf.trainers import bad_steps
+
+    trainer = "megarlhf.parallel.step:Trainer"
+    with mock.patch.object(bad_steps, "MIN_NORMS", 3), mock.patch.object(bad_steps, "median", return_value=0.0):
+        if calls:
+            return command_until(runtime, calls, trainer, "accumulate", *argv)
         return command_status(runtime, *argv)
+
+
+def command_on_a_full_disk(runtime: Runtime, rank: int, first: int, last: int, *argv: str) -> str:
+    """A command during whose updates `first` to `last` a rank can write no file beyond 300 bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    trainer = "megarlhf.parallel.step:Trainer"
+
+    def fill() -> None:
+        if runtime.rank == rank:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (300, before[1]))
+
+    def free() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+    try:
+        with at_call(first, trainer, "step", fill), at_call(last + 1, trainer, "step", free):
+            status, written = command_status(runtime, *argv)
+    finally:
+        free()
+    assert status == 0, written
+    return written
+
+
+def command_on_a_read_only_disk(runtime: Runtime, patched: bool, *argv: str) -> tuple[int, str, int]:
+    """Status, words, and how many roles were built; `patched`: no file can be written."""
+
+    def refuse(path: Path, *arguments: Any, **options: Any) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    refused = mock.patch.object(Path, "write_text", refuse) if patched else contextlib.nullcontext()
+    with refused, at_call(0, "megarlhf.trainers.supervised", "build_role", _kill) as made:
+        return *command_status(runtime, *argv), len(made)

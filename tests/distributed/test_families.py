@@ -253,7 +253,9 @@ def test_the_window_counts_the_token_itself() -> None:
 def test_positions_start_at_the_offset_and_padding_may_lie_beyond_the_table() -> None:
     """Five positions behind two rows of offset, on a grid rounded up to a multiple of tp = 2; not one of eight."""
     arch = SimpleNamespace(position_offset=2, max_positions=5)
-    config = SimpleNamespace(tensor_model_parallel_size=2, hidden_size=1, params_dtype=torch.float32)
+    config = SimpleNamespace(
+        tensor_model_parallel_size=2, hidden_size=1, params_dtype=torch.float32, deterministic_mode=False
+    )
     table = PositionTable(config, arch)  # type: ignore[arg-type]
     table.weight.data = torch.arange(7.0)[:, None]
     assert table(torch.arange(6)[None])[0, :, 0].tolist() == [2, 3, 4, 5, 6, 6]

@@ -8,6 +8,7 @@ every byte of the exported weights. Not covered: GPUs, whose kernels need `run.d
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,18 +32,17 @@ ROLES = ("actor", "reference", "critic", "reward_model")
 
 Cut = tuple[str, str, int]
 """Class, method, and the number of the call that does not happen."""
-CUTS: dict[str, list[Cut]] = {
-    "sft": [(BORDER, "border", 1), (TRAIN, "step", 3), (BORDER, "border", 5), (EXPORTS, "maybe_write", 5)],
-    "rm": [(TRAIN, "accumulate", 4), (EXPORTS, "maybe_write", 5)],
+CUTS: dict[str, list[list[Cut]]] = {
+    "sft": [[(BORDER, "border", 1)], [(TRAIN, "step", 3)], [(BORDER, "border", 5)], [(EXPORTS, "maybe_write", 5)]],
+    "rm": [[(TRAIN, "accumulate", 4)], [(EXPORTS, "maybe_write", 5)]],
     "ppo": [
-        (ENGINE, "generate", 3),
-        (TRAIN, "step", 5),
-        (TRAIN, "accumulate", 8),
-        (BORDER, "border", 9),
-        ("megarlhf.trainers.rl", "add_advantages", 3),
+        [(ENGINE, "generate", 3), (TRAIN, "accumulate", 8)],
+        [("megarlhf.trainers.rl", "add_advantages", 2), (TRAIN, "step", 5), (BORDER, "border", 4)],
     ],
-    "grpo": [(TRAIN, "step", 6), (ENGINE, "generate", 4)],
+    "grpo": [[(TRAIN, "step", 6), (ENGINE, "generate", 2)]],
 }
+"""The runs of a command, each cut off once or several times: calls are counted from each of its starts. A start gets at
+least two borders further than the one before, so that it goes on from a point which that one has written."""
 
 
 @dataclass
@@ -67,7 +67,7 @@ def tree(name: str, models: dict[str, Path], data: dict[str, Path]) -> dict[str,
         }
     algo = {} if name == "ppo" else {"advantage": "group_relative"}
     made = rl_config({**models, "other": models["scorer"]}, data["prompts"], {}, **algo)
-    made["train"] |= {"num_steps": 3, "prompts_per_step": 4, "stop": {"heldout_reward_patience": 50}}
+    made["train"] |= {"num_steps": 3, "micro_batch_samples": 4, "stop": {"heldout_reward_patience": 50}}
     made["data"]["heldout"], made["eval"] = str(data["prompts"]), {"every": 1, "max_samples": 6}
     made["checkpoint"] = {"every_updates": 1, "every_minutes": 0, "keep": 3, "export_every": 1}
     return made
@@ -110,18 +110,20 @@ def test_a_run_that_is_cut_off_goes_on_exactly(
     case: Case, ranks: RankPool, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     name = request.node.callspec.params["case"]
-    for number, (owner, method, calls) in enumerate(CUTS[name]):
+    for number, cuts in enumerate(CUTS[name]):
         run = tmp_path / f"run{number}"
-        argv = command_line(case, run)
-        cut = ranks.run(2, command_until, calls, owner, method, *argv)
-        assert "killed" in cut, f"{owner}.{method} was called less than {calls} times"
-        before = {point.position.name for point in find_points(run)}
+        argv, newest = command_line(case, run), ""
+        for start, (owner, method, calls) in enumerate(cuts):
+            outcome, said = ranks.run(2, command_until, calls, owner, method, *argv)[0]
+            assert outcome == "killed", f"{owner}.{method} was called less than {calls} times"
+            if start:
+                assert f"from resume/{newest}" in said
+            before = newest
+            newest = max((point.position.name for point in find_points(run)), default="")
+            assert newest > before or not start, f"{cuts[start]} came before a point of this start"
         said = ranks.run(2, "command", *argv)[0]
-        if before:
-            assert f"from resume/{max(before)}" in said
-        else:
-            assert "the run begins at step 0" in said
-        assert rows(run) == rows(case.reference), (owner, method, calls)
+        assert (f"from resume/{newest}" if newest else "the run begins at step 0") in said
+        assert rows(run) == rows(case.reference), cuts
         assert weights(run) == weights(case.reference)
         assert json.loads((run / "FINISHED").read_text())["reason"] == "num_steps"
         assert not [path for path in (run / "resume").iterdir() if path.name.startswith(".")]
@@ -134,15 +136,17 @@ def test_another_layout_goes_on_with_the_same_state(
     that are left agree up to the rounding of their sums, as tests/distributed/test_rl_layouts.py allows."""
     ppo = Case("rl", tree("ppo", two_layers, data), Path())
     ppo.config["checkpoint"]["background"] = False
-    finals = []
+    finals, overrides = [], ("train.num_steps=1", "train.micro_batch_samples=2")
+    cut = command_line(ppo, tmp_path / "cut", *overrides)
+    assert ranks.run(1, command_until, 5, TRAIN, "step", *cut)[0][0] == "killed"
     for name, world_size, parallel in (("same", 1, {}), ("tp2pp2", 4, {"tp": 2, "pp": 2}), ("dp4", 4, {})):
         run = tmp_path / name
-        argv = command_line(ppo, run, "train.num_steps=1")
-        assert "killed" in ranks.run(1, command_until, 5, TRAIN, "step", *argv)
+        shutil.copytree(tmp_path / "cut", run)
+        argv = command_line(ppo, run, *overrides)
         layout = [
             f"{role}.parallel={json.dumps(parallel)}" for role in ("actor", "reference", "critic", "reward_model")
         ]
-        said = ranks.run(world_size, "command", *argv, *layout, "train.num_steps=1")[0]
+        said = ranks.run(world_size, "command", *argv, *layout)[0]
         assert "from resume/step_000000_update_0002" in said
         if name != "same":
             assert f"goes on at tp {parallel.get('tp', 1)}" in said
@@ -239,11 +243,13 @@ def test_what_the_bank_holds_is_not_generated_again(
     grpo.config["checkpoint"] = {"every_minutes": 1000}
     whole = tmp_path / "whole"
     ranks.run(1, "command", *command_line(grpo, whole))
+    argv = command_line(grpo, tmp_path / "cut")
+    assert ranks.run(1, command_until, 16 + 6, "megarlhf.rollout.bank:StepBank", "add", *argv)[0][0] == "killed"
+    assert not find_points(tmp_path / "cut")
     for name, spoilt in (("kept", False), ("spoilt", True)):
         run = tmp_path / name
+        shutil.copytree(tmp_path / "cut", run)
         argv = command_line(grpo, run)
-        assert "killed" in ranks.run(1, command_until, 16 + 6, "megarlhf.rollout.bank:StepBank", "add", *argv)
-        assert not find_points(run)
         if spoilt:
             for file in sorted(run.glob("bank/step_*/*.jsonl")):
                 flip_a_byte(file)

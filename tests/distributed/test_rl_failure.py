@@ -49,12 +49,12 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("case", ["rl", pytest.param("generate", marks=pytest.mark.slow)])
 def test_the_command_ends_at_once_with_the_reason(
-    case: str, models: dict[str, Path], data: dict[str, Path], tmp_path: Path
+    case: str, two_layers: dict[str, Path], data: dict[str, Path], tmp_path: Path
 ) -> None:
     """A step's transfer breaks on rank 1 in rl, its certificate in generate: rank 0 says so last and nothing else, the
     command fails within seconds of the fault, and leaves neither a checkpoint nor responses."""
     command, fault, reason = CASES[case]
-    cfg = config({**models, "other": models["scorer"]}, data["prompts"], {"pp": 2})
+    cfg = config({**two_layers, "other": two_layers["scorer"]}, data["prompts"], {"pp": 2})
     cfg["run"] = {"dir": str(tmp_path / "run"), "nproc": 2}
     cfg["rollout"] |= {"engine": "vllm", "parallel": {"tp": 2}}
     if command == "generate":

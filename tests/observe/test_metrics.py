@@ -1,7 +1,9 @@
 """metrics.jsonl: what stands in it, and what a resume leaves. Not covered: the real Weights & Biases."""
 
 import json
+import resource
 import sys
+import threading
 import types
 
 import numpy as np
@@ -106,6 +108,28 @@ def test_tensorboard_gets_the_finite_scalars(tmp_path):
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert events.Tags()["scalars"] == ["loss"]
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 0.5), (2, 0.25)]
+
+
+def test_what_a_full_disk_does_not_take_is_written_later(tmp_path, monkeypatch, caplog):
+    """Two of four steps meet a limit of the size of a file, in the middle of a line: no line and no event is lost."""
+    monkeypatch.setattr(threading, "excepthook", lambda arguments: None)  # TensorBoard's thread dies of it
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with MetricsWriter(tmp_path) as writer:
+        writer.log(1, {"loss": 1.0})
+        try:
+            resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "metrics.jsonl").stat().st_size + 5, limits[1]))
+            writer.log(2, {"loss": 2.0})
+            assert lines(tmp_path)[1] == '{"ste'
+            writer.log(3, {"loss": 3.0})
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        writer.log(4, {"loss": 4.0})
+    said = [record.getMessage() for record in caplog.records]
+    assert sum("metrics.jsonl: " in message and "bytes could not be written yet" in message for message in said) == 2
+    assert sum("TensorBoard's events of step" in message for message in said) == 2
+    assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2, 3, 4]
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(n, float(n)) for n in (1, 2, 3, 4)]
 
 
 def test_tensorboard_after_a_resume_shows_only_the_second_attempt(tmp_path):

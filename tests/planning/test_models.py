@@ -12,11 +12,10 @@ from safetensors.torch import save_file
 
 from megarlhf.architectures.hf_config import architecture_from_hf
 from megarlhf.architectures.placements import logical_tensors
-from megarlhf.config import RLConfig, RMConfig, RoleConfig
+from megarlhf.config import RoleConfig
 from megarlhf.data.tokenizer import SentencePieceTokenizer, first_difference, load_tokenizer
-from megarlhf.planning.models import check_anchor, check_heads, check_vocabularies
+from megarlhf.planning.models import check_heads, check_vocabularies
 from tests.planning.configs import MODEL
-from tests.resume.earlier_run import begin
 from tools.demo.make_data import train_tokenizer
 
 
@@ -142,69 +141,3 @@ def test_a_model_that_is_not_there_is_told_before_a_rank_starts(model):
     (role.model.path / "model.safetensors").unlink()
     with pytest.raises(ValueError, match=r"is no checkpoint"):
         check_heads({"critic": role}, trains_reward_model=False)
-
-
-def rl_from(path, directory, **others):
-    tree = {
-        "run": {"dir": directory},
-        "actor": {"model": {"path": path}},
-        "rewards": [{"kind": "rule", "rule": "exact_match"}],
-        "data": {"train": "t.jsonl"},
-        "train": {"num_steps": 1, "mini_batch_samples": 2, "prompts_per_step": 1, "micro_batch_samples": 1},
-        "rollout": {"num_samples_per_prompt": 2},
-        "algo": {"advantage": "leave_one_out", "kl": {"coef": 0.1}},
-    }
-    return RLConfig.model_validate(tree | others)
-
-
-def checkpoint_of(cfg, command="rl"):
-    """The directory of a run that has written a checkpoint of its actor."""
-    begin(cfg, command)
-    actor = cfg.run.dir / "checkpoints" / "step_000001" / "actor"
-    actor.mkdir(parents=True)
-    (cfg.run.dir / "checkpoints" / "latest").symlink_to("step_000001")
-    return actor
-
-
-def test_the_kl_is_not_taken_to_a_checkpoint_of_an_rl_run_unless_that_is_said(tmp_path, monkeypatch):
-    """The header is the one that a run writes. Not covered: a checkpoint that was copied out of its run."""
-    first = checkpoint_of(rl_from("/models/sft", tmp_path / "first"))
-    second = checkpoint_of(rl_from(first, tmp_path / "second", reference={"model": {"path": "/models/base"}}))
-    (tmp_path / "link").symlink_to(first)
-    monkeypatch.chdir(tmp_path)
-    for path, was in (
-        (first, "/models/sft"),
-        ("first/checkpoints/latest/actor", "/models/sft"),
-        ("link", "/models/sft"),
-        (second, "/models/base"),
-    ):
-        with pytest.raises(ValueError, match=r"is a checkpoint of the rl run .*algo\.kl\.coef = 0\.1") as raised:
-            check_anchor(rl_from(path, "new"))
-        assert f"Set reference.model.path (that run's was {was}), or to {path}" in str(raised.value)
-        check_anchor(rl_from(path, "new", reference={"model": {"path": was}}))
-        check_anchor(rl_from(path, "new", algo={"advantage": "leave_one_out"}))  # only measured
-    brake = {"num_steps": 1, "mini_batch_samples": 2, "prompts_per_step": 1, "micro_batch_samples": 1}
-    brake["stop"] = {"max_kl": 1.0}
-    with pytest.raises(ValueError, match=r"train\.stop\.max_kl would measure"):
-        check_anchor(rl_from(first, "new", train=brake, algo={"advantage": "leave_one_out"}))
-    (tmp_path / "first" / "config.yaml").write_text("# megarlhf rl: the resolved configuration\n[")
-    with pytest.raises(ValueError, match=r"first/config\.yaml says what that run's was\)"):
-        check_anchor(rl_from(first, "new"))
-
-
-def test_other_models_are_a_reference_as_they_stand(tmp_path):
-    """A checkpoint of sft, also inside an rl run's directory, and a base model that lies beside checkpoints."""
-    outer = checkpoint_of(rl_from("/models/sft", tmp_path / "run"))
-    inner = tmp_path / "run" / "checkpoints" / "sft"
-    sft = RMConfig.model_validate(
-        {
-            "run": {"dir": inner},
-            "reward_model": {"model": {"path": "m"}},
-            "data": {"train": "t.jsonl"},
-            "train": {"num_steps": 1, "mini_batch_samples": 1, "micro_batch_samples": 1},
-        }
-    )
-    for path in (checkpoint_of(sft, "sft"), tmp_path / "run" / "models" / "base", tmp_path / "elsewhere"):
-        check_anchor(rl_from(path, "new"))
-    with pytest.raises(ValueError, match="is a checkpoint of the rl run"):
-        check_anchor(rl_from(outer, "new"))

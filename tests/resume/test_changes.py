@@ -14,7 +14,8 @@ from pydantic import BaseModel
 
 from megarlhf.config import RLConfig, RMConfig, SFTConfig
 from megarlhf.config.load import _apply_override, _model_in
-from megarlhf.resume.changes import CONDITIONAL, KINDS, ROLES, compare, kind_of
+from megarlhf.resume.changes import CONDITIONAL, KINDS, ROLES, compare, kind_of, mathematics_of
+from megarlhf.resume.identity import History
 from tests.config.examples import KINDS as EXAMPLES
 
 TRAINING = {name: EXAMPLES[name] for name in ("sft", "rm", "rl")}
@@ -88,6 +89,7 @@ CASES = [
     ("rl", ["critic.optim.schedule=linear"], ["train.num_steps=9"], [], ["train.num_steps"]),
     ("rl", ["reward_model.optim.schedule=linear"], ["train.num_steps=9"], ["train.num_steps"], []),
     ("rl", [], ["rollout.engine_args={max_num_seqs: 4}"], ["rollout.engine_args.max_num_seqs: not set -> 4"], []),
+    ("rl", ["rollout.parallel.tp=1"], ["rollout.parallel.tp=2"], ["rollout.parallel.tp: 1 -> 2"], []),
     ("rl", [], ["rollout.engine_args={kv_cache_dtype: fp8}"], [], ["rollout.engine_args.kv_cache_dtype"]),
     ("rl", [], ["rollout.temperature=0.5", "algo.kl.coef=0.1"], [], ["rollout.temperature", "algo.kl.coef"]),
     ("rl", [], ["rewards=[{kind: model}]"], [], ["rewards: "]),
@@ -105,3 +107,13 @@ def test_changes_are_told(
         assert len(lines) == len(expected), lines
         for start in expected:
             assert any(line.startswith(start) for line in lines), (start, lines)
+
+
+def test_what_the_bank_holds_is_used_at_another_layout_with_another_engine_size() -> None:
+    """And not when something else is computed."""
+    at_home = loaded("rl")
+    elsewhere = loaded("rl", "actor.parallel.tp=2", "rollout.parallel.tp=2", "run.nproc=4")
+    fingerprints = [
+        History().fingerprint(mathematics_of(cfg)) for cfg in (at_home, elsewhere, loaded("rl", "run.seed=9"))
+    ]
+    assert fingerprints[0] == fingerprints[1] != fingerprints[2]

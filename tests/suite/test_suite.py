@@ -13,11 +13,12 @@ from tests.suite.lanes import RANKS, lane
 
 ROOT = Path(__file__).parents[2]
 CONFTEST = """
-from tests.suite import leftovers
-from tests.suite.leftovers import Leftovers
+from tests.suite import cpu_seconds, leftovers
 leftovers.SECONDS = 1
+cpu_seconds.over_their_share = lambda measured, table: [f"{file} is above" for file in measured]
 def pytest_configure(config):
-    config.pluginmanager.register(Leftovers(config))
+    for plugin in (leftovers.Leftovers(config), cpu_seconds.CpuSeconds(config, [])):
+        config.pluginmanager.register(plugin)
 """
 ORPHAN = """
 import subprocess
@@ -33,7 +34,8 @@ def test_passes():
 
 @pytest.mark.parametrize("body, status", [(ORPHAN, 1), (WAITED_FOR, 0)])
 def test_a_session_that_leaves_a_process_fails_and_names_it(body: str, status: int, tmp_path: Path) -> None:
-    """An orphan in a session of its own, whose parent has ended. It does not live on."""
+    """An orphan in a session of its own, whose parent has ended. It does not live on. A file above its share is named,
+    and fails no session."""
     (tmp_path / "conftest.py").write_text(CONFTEST)
     (tmp_path / "test_inner.py").write_text(body)
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"--rootdir={tmp_path}", str(tmp_path)]
@@ -44,6 +46,7 @@ def test_a_session_that_leaves_a_process_fails_and_names_it(body: str, status: i
     assert done.returncode == status, done.stdout + done.stderr
     closing = done.stdout.splitlines()[-1]
     assert "1 passed" in closing
+    assert "test_inner.py is above" in done.stdout.splitlines()
     assert ("1 error" in closing) == bool(status)
     assert (": sleep 71" in done.stdout) == bool(status)
     living = [process.info["cmdline"] for process in psutil.process_iter(["cmdline"])]

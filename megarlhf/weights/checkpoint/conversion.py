@@ -16,6 +16,7 @@ from megarlhf.architectures.megatron_layout import MegatronLayout
 from megarlhf.architectures.placements import Experts, Spec, hf_placements, logical_tensors, padded_vocab_size
 from megarlhf.model_directory import COMPANION
 from megarlhf.placement import RankPlacements
+from megarlhf.provenance import carry_provenance
 from megarlhf.weights.checkpoint.checksums import write_checksums
 from megarlhf.weights.checkpoint.formats.huggingface.write import MAX_SHARD_BYTES, preallocate_huggingface
 from megarlhf.weights.checkpoint.formats.megatron.args import args_of
@@ -56,6 +57,7 @@ class HuggingFaceTarget:
         (part,) = self.parts(source)
         if source.companion is not None:
             copy_other_files(source.companion, directory)
+        carry_provenance(source.directory, directory)
         specs = {name: (shape, dtype) for name, shape in part.storages.items()}
         config = stated_config(source, dtype)
         return [part], [preallocate_huggingface(directory, specs, config, max_shard_bytes=self.max_shard_bytes)]
@@ -113,6 +115,7 @@ class MegatronTarget:
         folder.mkdir()
         if source.companion is not None:
             copy_other_files(source.companion, folder)
+        carry_provenance(source.directory, folder)
         config = stated_config(source, dtype)
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         write = preallocate_torch_dist if self.format == "torch_dist" else preallocate_mp_rank

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from megarlhf.provenance import FILE as PROVENANCE
 from megarlhf.weights.checkpoint.formats.huggingface.write import (
     MAX_SHARD_BYTES,
     Specs,
@@ -88,14 +89,15 @@ def copy_other_files(source: Path, destination: Path) -> None:
 
 
 def other_files(source: Path) -> list[Path]:
-    """A model directory's small files other than weights, their index and config.json.
+    """A model directory's small files other than weights, their index, config.json, and where the weights come from:
+    the small files may be another model's.
 
     Raises: ValueError for a link that leads nowhere.
     """
     files = []
     for path in sorted((*source.iterdir(), *(source / TEMPLATES).glob("*"))):
         weights = path.suffix in WEIGHT_SUFFIXES or path.name.endswith(".index.json") or ".data-" in path.name
-        if weights or path.name in ("config.json", TRACKER, CONFIG) or path.name.startswith("."):
+        if weights or path.name in ("config.json", TRACKER, CONFIG, PROVENANCE) or path.name.startswith("."):
             continue
         if not path.exists():
             raise ValueError(f"{path} is a link to {path.readlink()}, which does not exist; download it, or remove it")

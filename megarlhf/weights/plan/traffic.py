@@ -12,7 +12,7 @@ from megarlhf.architectures.megatron_layout import MegatronLayout
 from megarlhf.architectures.placements import VLLM_VOCAB_MULTIPLE, logical_tensors, padded_vocab_size, table_of
 from megarlhf.architectures.table import Entry, dimensions
 from megarlhf.layout import MeshLayout, split_layers
-from megarlhf.placement import Box, RankPlacements
+from megarlhf.placement import Box, Placement, RankPlacements
 from megarlhf.weights.plan.copy_plan import CopyPlan
 from megarlhf.weights.plan.overlaps import NodeOf, split_box
 
@@ -22,24 +22,33 @@ def least_receive(sources: Sequence[RankPlacements], destinations: Sequence[Rank
 
     Counted from the placements of the rank alone: other ranks and the plan play no part.
     """
-    source_boxes: dict[int, dict[str, list[Box]]] = {}
-    for part in sources:
-        boxes: dict[str, list[Box]] = defaultdict(list)
-        for placement in part.placements:
-            boxes[placement.tensor].append(placement.box)
-        source_boxes[part.rank] = boxes
+    held = {part.rank: part.placements for part in sources}
     lacking: dict[tuple[Box, tuple[Box, ...]], int] = {}
+    counts: dict[tuple[int, int], int] = {}
     least = {}
     for part in destinations:
-        count = 0
-        own_boxes = source_boxes.get(part.rank, {})
-        for placement in part.placements:
-            key = (placement.box, tuple(own_boxes.get(placement.tensor, ())))
-            if key not in lacking:
-                lacking[key] = sum(box.numel for box in split_box(*key)[1])
-            count += lacking[key]
-        least[part.rank] = count
+        own = held.get(part.rank, ())
+        pair = id(part.placements), id(own)  # replicas share theirs, and `sources` and `destinations` keep them alive
+        if pair not in counts:
+            counts[pair] = _lacked(part.placements, own, lacking)
+        least[part.rank] = counts[pair]
     return least
+
+
+def _lacked(
+    wanted: Sequence[Placement], own: Sequence[Placement], lacking: dict[tuple[Box, tuple[Box, ...]], int]
+) -> int:
+    """Elements of `wanted` that are not in `own`. `lacking` remembers a box among others, for all layers alike."""
+    own_boxes: dict[str, list[Box]] = defaultdict(list)
+    for placement in own:
+        own_boxes[placement.tensor].append(placement.box)
+    count = 0
+    for placement in wanted:
+        key = (placement.box, tuple(own_boxes.get(placement.tensor, ())))
+        if key not in lacking:
+            lacking[key] = sum(box.numel for box in split_box(*key)[1])
+        count += lacking[key]
+    return count
 
 
 Interval = tuple[int, int]

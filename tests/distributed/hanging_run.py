@@ -1,0 +1,23 @@
+"""A run of two ranks whose reward function does not come back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import yaml
+
+from tests.distributed.test_rl_layouts import config
+
+RULES = Path(__file__).with_name("faulty_rules.py")
+
+
+def hanging_run(rule: str, models: dict[str, Path], data: dict[str, Path], folder: Path) -> list[str]:
+    """Arguments of `megarlhf rl` with a faulty rule, which is watched for a second."""
+    cfg = config(models, data["prompts"], {}, advantage="group_relative")
+    for role in ("critic", "reward_model"):
+        del cfg[role]
+    cfg["run"] = {"dir": str(folder / "run"), "nproc": 2}
+    cfg["rewards"] = [{"kind": "rule", "rule": f"tests.distributed.faulty_rules:{rule}"}]
+    cfg["watchdog"] = {"reward": 1.0, "grace": 4.0}
+    (folder / "cfg.yaml").write_text(yaml.safe_dump(cfg))
+    return ["rl", "-c", str(folder / "cfg.yaml")]

@@ -1,0 +1,105 @@
+"""A run of `rl` with `run.deterministic`, as a user starts it; and what its checkpoints say of where they come from.
+
+Not covered: GPUs. On a CPU the numbers are the same with and without, up to the order of sums.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import yaml
+
+from megarlhf.observe.metrics import read_metrics
+from megarlhf.provenance import FILE, read_provenance
+from megarlhf.runtime import Runtime
+from tests.distributed import jobs
+from tests.distributed.test_rl_layouts import config as rl_config
+from tests.ranks import RankPool
+
+SET = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
+
+
+def _command(runtime: Runtime, *argv: str) -> dict[str, Any]:
+    """Run it, and leave this process as it was."""
+    from megarlhf.models import build
+
+    before, modes = dict(os.environ), []
+
+    def settings(*arguments: Any, **options: Any) -> Any:
+        made = make(*arguments, **options)
+        modes.append(made.deterministic_mode)
+        return made
+
+    make = build.transformer_config
+    try:
+        with mock.patch.object(build, "transformer_config", settings):
+            jobs.command(runtime, *argv)
+        return {
+            "torch": torch.are_deterministic_algorithms_enabled(),
+            "environment": {name: os.environ.get(name) for name in SET},
+            "megatron": modes,
+        }
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.backends.cudnn.deterministic = False
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def test_every_rank_is_told_and_checkpoints_say_where_they_come_from(
+    ranks: RankPool, two_layers: dict[str, Path], data: dict[str, Path], tmp_path: Path
+) -> None:
+    tree = rl_config({**two_layers, "other": two_layers["scorer"]}, data["prompts"], {}, advantage="group_relative")
+    tree["train"] |= {"num_steps": 1, "prompts_per_step": 4}
+    tree["checkpoint"] = {"every": 1, "every_minutes": 0}
+    file = tmp_path / "rl.yaml"
+
+    def argv(name: str, *overrides: str) -> list[str]:
+        file.write_text(yaml.safe_dump({**tree, "run": {"dir": str(tmp_path / name)}}))
+        return ["rl", "-c", str(file), *overrides]
+
+    for told in ranks.run(2, _command, *argv("fixed", "run.deterministic=true")):
+        assert told["torch"]
+        assert told["environment"] == SET
+        assert told["megatron"]
+        assert all(told["megatron"])
+    for told in ranks.run(2, _command, *argv("plain")):
+        assert not told["torch"]
+        assert not any(told["megatron"])
+    fixed, plain = (
+        {name: value for name, value in read_metrics(tmp_path / run)[-1].items() if not name.startswith("seconds")}
+        for run in ("fixed", "plain")
+    )
+    assert fixed == pytest.approx(plain, rel=1e-4, abs=1e-6)
+    assert fixed["loss/actor" if "loss/actor" in fixed else "tokens"]
+
+    export, point = tmp_path / "fixed/checkpoints/step_000001/actor", tmp_path / "fixed/resume/step_000001"
+    manifest = json.loads((point / "MANIFEST.json").read_text())["manifest"]
+    assert f"actor/{FILE}" in manifest["files"]
+    stated = read_provenance(export)
+    assert stated is not None
+    assert stated == read_provenance(point / "actor")
+    assert (stated.command, stated.role, stated.run, stated.step) == ("rl", "actor", str(tmp_path / "fixed"), 1)
+    assert stated.base.path == tree["actor"]["model"]["path"]
+    assert stated.reference is not None
+    assert stated.reference.digest == manifest["reference"]
+
+    assert stated.base.digest == stated.reference.digest
+
+    tree["reference"] = None
+    for model in (f"actor.model.path={export}", f"actor.model.path={point / 'actor'}"):
+        hf = [] if "checkpoints" in model else [f"actor.model.hf={export}"]
+        ((status, written),) = ranks.run(1, jobs.command_status, *argv("by_hand", model, *hf, "--dry-run"))
+        assert status == 2, written
+        assert f"is a checkpoint of the rl run {tmp_path / 'fixed'}, step 1" in written
+        assert f"(that run's was {stated.reference.path}, digest {stated.reference.digest})" in written
+    tree["reference"] = {"model": {"path": str(two_layers["other"])}}
+    chosen = argv("by_hand", f"actor.model.path={export}", "train.num_steps=0")
+    written = " ".join(ranks.run(1, "command", *chosen)[0].split())
+    assert f"WARNING: the KL is measured to another model than in the run {tmp_path / 'fixed'}" in written

@@ -1,0 +1,196 @@
+"""Faults that a run survives, or ends of in order: what was complete is untouched, the same command goes on exactly.
+
+Each is brought about in ranks that are there already. A real kill of processes, and a small file system that is full:
+`make test-faults`. Not covered: GPUs.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarlhf.resume.point import Position, damaged_files, find_points, read_manifest
+from megarlhf.trainers.session import _require_steps_left
+from tests.distributed.resume_jobs import (
+    command_on_a_full_disk,
+    command_on_a_read_only_disk,
+    command_that_is_late,
+    command_that_skips,
+    command_until,
+    command_with,
+    stopped_rollout,
+)
+from tests.distributed.test_resume import TRAIN, Case, command_line, rows, tree
+from tests.ranks import RankPool
+
+RARELY = {"every_minutes": 1000}
+EACH_STEP = {"every": 1, "every_minutes": 0, "background": False}
+
+
+@pytest.fixture
+def case(two_layers: dict[str, Path], data: dict[str, Path]):
+    """A command by its name, with one section of its configuration replaced by each keyword."""
+
+    def make(name: str, **sections: Any) -> Case:
+        command = "rl" if name in ("ppo", "grpo") else name
+        return Case(command, tree(name, two_layers, data) | sections, Path())
+
+    return make
+
+
+def content(directory: Path) -> dict[str, tuple[bytes, int]]:
+    """Every file by its path: what is in it, and when it was written."""
+    files = (path for path in directory.rglob("*") if path.is_file())
+    return {str(path.relative_to(directory)): (path.read_bytes(), path.stat().st_mtime_ns) for path in files}
+
+
+@pytest.mark.parametrize("name, module", [("sft", "megarlhf.trainers.supervised"), ("grpo", "megarlhf.trainers.rl")])
+def test_a_signal_while_the_models_are_built(name: str, module: str, case, ranks: RankPool, tmp_path: Path) -> None:
+    """With nothing saved yet the directory stays empty; an earlier run's stays as it is. One rank of two gets it."""
+    made = case(name, checkpoint={"every": 1, "every_minutes": 0})
+    made.config["train"]["num_steps"] = 2
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    ranks.run(2, "command", *command_line(made, whole))
+    argv = command_line(made, run)
+    build = (1, module, "build_role")
+    (status, said), (other, _) = ranks.run(2, command_with, signal.SIGTERM, 1, *build, *argv)
+    assert (status, other) == (75, 75)
+    assert "stopped (SIGTERM) before anything was done; the same command begins" in said
+    assert list(run.iterdir()) == []
+    calls = 2 if name == "sft" else 6
+    assert ranks.run(2, command_until, calls, TRAIN, "step", *argv)[0][0] == "killed"
+    assert [point.position.name for point in find_points(run)] == ["step_000001"]
+    before = content(run)
+    (status, said), (other, _) = ranks.run(2, command_with, signal.SIGINT, 0, *build, *argv)
+    assert (status, other) == (130, 130)
+    assert "stopped (SIGINT) before anything was done; the same command goes on with the earlier run" in said
+    assert content(run) == before
+    assert "from resume/step_000001" in ranks.run(2, "command", *argv)[0]
+    assert rows(run) == rows(whole)
+
+
+@pytest.mark.parametrize(
+    "kind, words, saved", [("hangs", "has passed its limit of 1 s", 1), ("slow", "end; the wa", 2)]
+)
+def test_a_run_that_the_watchdog_ends_saves_its_last_border(
+    kind: str, words: str, saved: int, case, ranks: RankPool, tmp_path: Path
+) -> None:
+    """In the second step. What hangs is taken out, and the first step is saved; what is slow comes to its end, and the
+    second is saved too."""
+    made = case("grpo", checkpoint=RARELY, eval={})
+    del made.config["data"]["heldout"], made.config["train"]["stop"]
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    ranks.run(2, "command", *command_line(made, whole))
+    argv = command_line(made, run)
+    late = ranks.run(2, command_that_is_late, kind, 8 + 3, *argv, "watchdog.reward=1", "watchdog.grace=4")
+    assert [status for status, _ in late] == [3, 3], late
+    said = late[0][1]
+    assert words in said
+    assert f"saved {run}/resume/step_{saved:06d}; the same command goes on from there" in said
+    assert [point.position for point in find_points(run)] == [Position(saved)]
+    assert f"from resume/step_{saved:06d}" in ranks.run(2, "command", *argv)[0]
+    assert rows(run) == rows(whole)
+
+
+def test_a_stopped_rollout_is_saved_before_the_engine_is_closed(case, ranks: RankPool, tmp_path: Path) -> None:
+    """SIGTERM to one rank of two. vLLM's own: tests/distributed/test_rollout_resume.py."""
+    made = case("grpo", checkpoint=RARELY, eval={})
+    del made.config["data"]["heldout"], made.config["train"]["stop"]
+    run = tmp_path / "run"
+    argv = command_line(made, run)
+    (status, said, first), (other, _, second) = ranks.run(2, stopped_rollout, str(run), *argv)
+    assert (status, other) == (75, 75)
+    assert f"stopped (SIGTERM): saved {run}/resume/step_000001" in said
+    assert first == [(["step_000001"], False, True)], "saved, given back, and the ranks are still together"
+    assert [points for points, _, _ in second] == [["step_000001"]]
+
+
+def test_skipped_steps_are_counted_on_after_a_kill(case, ranks: RankPool, tmp_path: Path) -> None:
+    """Three good steps, whose gradient norms are kept; then all are skipped, and the third of those ends the run. So it
+    does when the run is cut off before the first of them, and again before the last."""
+    made = case("sft", checkpoint=EACH_STEP)
+    made.config["train"] |= {"num_steps": 8, "skip_grad_norm_factor": 2.0, "max_skipped_in_a_row": 3}
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    status, said = ranks.run(1, command_that_skips, 0, *command_line(made, whole))[0]
+    assert status == 4, said
+    assert [row.get("skipped_steps") for row in rows(whole)] == [None, 0, 0, 0, 1, 1]
+    argv = command_line(made, run)
+    assert ranks.run(1, command_that_skips, 4, *argv)[0][0] == "killed"
+    assert ranks.run(1, command_that_skips, 3, *argv)[0][0] == "killed"
+    assert find_points(run)[-1].position == Position(5)
+    state = read_manifest(find_points(run)[-1])["state"]["bad_steps/actor"]
+    assert (state["in_a_row"], len(state["norms"])) == (2, 3)
+    status, said = ranks.run(1, command_that_skips, 0, *argv)[0]
+    assert (status, "3 optimizer step(s) in a row were skipped" in said) == (4, True), said
+    assert rows(run) == rows(whole)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_full_disk_costs_nothing_that_was_complete(rank: int, case, ranks: RankPool, tmp_path: Path) -> None:
+    """During the second and third of five steps one rank can write no file beyond 300 bytes: no point and, on rank 0,
+    no export and no metrics; all that came before stays, and all that comes after is there."""
+    made = case("sft", checkpoint=EACH_STEP | {"keep": 9, "export_every": 1})
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    ranks.run(2, "command", *command_line(made, whole))
+    said = ranks.run(2, command_on_a_full_disk, rank, 2, 3, *command_line(made, run))[0]
+    for step in (2, 3):
+        assert f"WARNING: no resume point of step {step}: rank {rank}" in said, said
+        assert (f"WARNING: no export of step {step}: rank 0" in said) is (rank == 0)
+    assert ("bytes could not be written yet" in said) is (rank == 0)
+    assert rows(run) == rows(whole)
+    points = find_points(run)
+    assert [point.position.step for point in points] == [1, 4, 5]
+    assert [damaged_files(point, read_manifest(point)) for point in points] == [[]] * 3
+    names = sorted(path.name for path in (run / "checkpoints").iterdir())
+    assert names == ["latest", *(f"step_{step:06d}" for step in (1, 2, 3, 4, 5) if rank or step not in (2, 3))]
+    for name in names[1:]:
+        ours, theirs = (content(directory / "checkpoints" / name) for directory in (run, whole))
+        assert {path: text for path, (text, _) in ours.items()} == {path: text for path, (text, _) in theirs.items()}
+    assert sorted(path.name for path in (run / "resume").iterdir()) == [point.path.name for point in points]
+
+
+def test_a_read_only_run_directory_is_refused_before_anything_is_built(case, ranks: RankPool, tmp_path: Path) -> None:
+    """A place where nothing can be made; and an earlier run on a file system that has become read-only (patched: root
+    may write anywhere else)."""
+    made, run = case("sft", checkpoint=EACH_STEP), tmp_path / "run"
+    argv = command_line(made, run)
+    elsewhere = ranks.run(1, command_on_a_read_only_disk, False, *argv, "run.dir=/proc/nothing/run")[0]
+    assert (elsewhere[0], elsewhere[2]) == (2, 0)
+    assert "run.dir = /proc/nothing/run cannot be written" in elsewhere[1]
+    assert ranks.run(1, command_until, 3, TRAIN, "step", *argv)[0][0] == "killed"
+    before = content(run)
+    status, said, built = ranks.run(1, command_on_a_read_only_disk, True, *argv)[0]
+    assert (status, built) == (2, 0)
+    assert f"run.dir = {run} cannot be written ([Errno 30] Read-only file system" in said
+    assert "name a directory you may write" in said
+    assert content(run) == before
+
+
+def test_fewer_steps_than_are_done_are_refused(case, ranks: RankPool, tmp_path: Path) -> None:
+    made, run = case("sft", checkpoint=EACH_STEP), tmp_path / "run"
+    made.config["actor"]["optim"] = {"lr": 1e-3}
+    argv = command_line(made, run)
+    assert ranks.run(1, command_until, 4, TRAIN, "step", *argv)[0][0] == "killed"
+    before = content(run)
+    for steps in (2, 3):
+        status, said = ranks.run(1, "command_status", *argv, f"train.num_steps={steps}")[0]
+        assert status == 2
+        assert f"has made 3 steps, and train.num_steps = {steps} leaves nothing to do; raise train.num_steps" in said
+        assert content(run) == before
+    ranks.run(1, "command", *argv, "train.num_steps=4")
+    assert json.loads((run / "FINISHED").read_text())["step"] == 4
+    assert (run / "checkpoints/step_000004/actor").is_dir()
+
+
+def test_a_run_that_was_killed_after_its_last_step_ends_in_order(tmp_path: Path) -> None:
+    """With the number of steps that it was to make. In the middle of a step that is no step of the run it may not."""
+    _require_steps_left(Position(5), 5, 5, tmp_path)
+    _require_steps_left(Position(0), None, 5, tmp_path)
+    with pytest.raises(
+        ValueError, match=r"has made 5 steps and 2 updates of the next one, and train.num_steps = 5 lea"
+    ):
+        _require_steps_left(Position(5, 2), 9, 5, tmp_path)

@@ -1,0 +1,150 @@
+"""The model to which `rl` measures the KL does not change without a word, wherever an actor is taken from."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from megarlhf.config import RLConfig, RMConfig
+from megarlhf.planning.anchor import anchor_notes, check_anchor
+from megarlhf.provenance import FILE, Provenance, Weights
+from tests.resume.earlier_run import begin
+
+REFERENCE = Weights(path="/models/sft", digest="00c0ffee", dtype="bfloat16")
+STATED = Provenance(
+    command="rl", role="actor", run="/runs/first", step=7, base=replace(REFERENCE, digest="0"), reference=REFERENCE
+)
+
+
+def rl_from(path, directory, **others):
+    tree = {
+        "run": {"dir": directory},
+        "actor": {"model": {"path": path}},
+        "rewards": [{"kind": "rule", "rule": "exact_match"}],
+        "data": {"train": "t.jsonl"},
+        "train": {"num_steps": 1, "mini_batch_samples": 2, "prompts_per_step": 1, "micro_batch_samples": 1},
+        "rollout": {"num_samples_per_prompt": 2},
+        "algo": {"advantage": "leave_one_out", "kl": {"coef": 0.1}},
+    }
+    return RLConfig.model_validate(tree | others)
+
+
+def checkpoint_of(cfg, command="rl"):
+    """The directory of a run that has written a checkpoint of its actor."""
+    begin(cfg, command)
+    actor = cfg.run.dir / "checkpoints" / "step_000001" / "actor"
+    actor.mkdir(parents=True)
+    (cfg.run.dir / "checkpoints" / "latest").symlink_to("step_000001")
+    return actor
+
+
+def test_the_kl_is_not_taken_to_a_checkpoint_of_an_rl_run_unless_that_is_said(tmp_path, monkeypatch):
+    """The header is the one that a run writes. As before `megarlhf.json` was written."""
+    first = checkpoint_of(rl_from("/models/sft", tmp_path / "first"))
+    second = checkpoint_of(rl_from(first, tmp_path / "second", reference={"model": {"path": "/models/base"}}))
+    (tmp_path / "link").symlink_to(first)
+    monkeypatch.chdir(tmp_path)
+    for path, was in (
+        (first, "/models/sft"),
+        ("first/checkpoints/latest/actor", "/models/sft"),
+        ("link", "/models/sft"),
+        (second, "/models/base"),
+    ):
+        with pytest.raises(ValueError, match=r"is a checkpoint of the rl run .*algo\.kl\.coef = 0\.1") as raised:
+            check_anchor(rl_from(path, "new"))
+        assert f"Set reference.model.path (that run's was {was}), or to {path}" in str(raised.value)
+        check_anchor(rl_from(path, "new", reference={"model": {"path": was}}))
+        check_anchor(rl_from(path, "new", algo={"advantage": "leave_one_out"}))  # only measured
+    brake = {"num_steps": 1, "mini_batch_samples": 2, "prompts_per_step": 1, "micro_batch_samples": 1}
+    brake["stop"] = {"max_kl": 1.0}
+    with pytest.raises(ValueError, match=r"train\.stop\.max_kl would measure"):
+        check_anchor(rl_from(first, "new", train=brake, algo={"advantage": "leave_one_out"}))
+    (tmp_path / "first" / "config.yaml").write_text("# megarlhf rl: the resolved configuration\n[")
+    with pytest.raises(ValueError, match=r"first/config\.yaml says what that run's was\)"):
+        check_anchor(rl_from(first, "new"))
+
+
+def test_other_models_are_a_reference_as_they_stand(tmp_path):
+    """A checkpoint of sft, also inside an rl run's directory, and a base model that lies beside checkpoints."""
+    outer = checkpoint_of(rl_from("/models/sft", tmp_path / "run"))
+    inner = tmp_path / "run" / "checkpoints" / "sft"
+    sft = RMConfig.model_validate(
+        {
+            "run": {"dir": inner},
+            "reward_model": {"model": {"path": "m"}},
+            "data": {"train": "t.jsonl"},
+            "train": {"num_steps": 1, "mini_batch_samples": 1, "micro_batch_samples": 1},
+        }
+    )
+    for path in (checkpoint_of(sft, "sft"), tmp_path / "run" / "models" / "base", tmp_path / "elsewhere"):
+        check_anchor(rl_from(path, "new"))
+    with pytest.raises(ValueError, match="is a checkpoint of the rl run"):
+        check_anchor(rl_from(outer, "new"))
+
+
+def with_provenance(folder, stated=STATED):
+    folder.mkdir(parents=True)
+    (folder / FILE).write_text(stated.to_json())
+    return folder
+
+
+def test_a_resume_point_of_an_rl_run_is_a_checkpoint_of_it_too(tmp_path):
+    first = rl_from("/models/sft", tmp_path / "first")
+    begin(first, "rl")
+    for name in ("step_000003", "step_000003_update_0002"):
+        actor = tmp_path / "first" / "resume" / name / "actor"
+        actor.mkdir(parents=True)
+        with pytest.raises(ValueError, match=r"is a checkpoint of the rl run .*first.*was /models/sft"):
+            check_anchor(rl_from(actor, "new"))
+
+
+def test_a_copy_is_recognised_by_what_it_carries(tmp_path):
+    """Far from its run: a Hugging Face directory, and a Megatron checkpoint with its companion folder."""
+    copy = with_provenance(tmp_path / "copy")
+    megatron = tmp_path / "megatron"
+    with_provenance(megatron / "hf")
+    (megatron / "hf" / "config.json").write_text("{}")
+    (megatron / "iter_0000007").mkdir()
+    for path in (copy, megatron, megatron / "iter_0000007"):
+        with pytest.raises(
+            ValueError, match=r"is a checkpoint of the rl run /runs/first, step 7, .*kl\.coef"
+        ) as raised:
+            check_anchor(rl_from(path, "new"))
+        assert "Set reference.model.path (that run's was /models/sft, digest 00c0ffee), or to" in str(raised.value)
+        (note,) = check_anchor(rl_from(path, "new", algo={"advantage": "leave_one_out"}))
+        assert "the metric kl is measured to this trained policy (that run's was /models/sft" in note
+        assert check_anchor(rl_from(path, "new", reference={"model": {"path": "/models/sft"}})) == []
+
+
+def test_what_sft_has_trained_is_a_reference_as_it_stands(tmp_path):
+    """Also where the files still lie in the folders of a run."""
+    first = checkpoint_of(rl_from("/models/sft", tmp_path / "first"))
+    (first / FILE).write_text(replace(STATED, command="sft", reference=None).to_json())
+    assert check_anchor(rl_from(first, "new")) == []
+
+
+@pytest.mark.parametrize("text", ["{", "[]", json.dumps({"command": "rl"}), STATED.to_json().replace("digest", "sum")])
+def test_a_damaged_statement_is_refused_and_not_passed_over(tmp_path, text):
+    copy = with_provenance(tmp_path / "copy")
+    (copy / FILE).write_text(text)
+    for others in ({}, {"reference": {"model": {"path": "/models/sft"}}}):
+        with pytest.raises(ValueError, match=r"copy/megarlhf\.json does not say where the model comes from"):
+            check_anchor(rl_from(copy, "new", **others))
+
+
+def test_another_reference_than_the_earlier_run_s_is_told(tmp_path):
+    cfg = rl_from(with_provenance(tmp_path / "copy"), "new", reference={"model": {"path": "/models/other"}})
+    assert anchor_notes(cfg, replace(REFERENCE, path="/moved/elsewhere")) == []
+    (note,) = anchor_notes(cfg, Weights(path="/models/other", digest="0bad", dtype="bfloat16"))
+    assert note.startswith("WARNING: the KL is measured to another model than in the run /runs/first")
+    assert "/models/other (digest 0bad), and was /models/sft (digest 00c0ffee) there" in note
+    (note,) = anchor_notes(cfg, replace(REFERENCE, dtype="float32"))
+    assert "could not be compared" in note
+    assert "loaded in float32, and was /models/sft in bfloat16" in note
+    assert anchor_notes(rl_from(tmp_path / "elsewhere", "new"), REFERENCE) == []
+
+
+def test_a_statement_reads_as_it_was_written():
+    assert Provenance.from_json(STATED.to_json()) == STATED
+    alone = replace(STATED, command="sft", reference=None, update=2)
+    assert Provenance.from_json(alone.to_json()) == alone

@@ -1,0 +1,56 @@
+"""A reward function that hangs on one of two ranks: the command ends with status 3 and says who, where and what.
+
+In processes of its own, as a user starts it; on ranks that are there already: tests/distributed/test_watchdog.py.
+Not covered: NCCL; several hosts; ranks that die while the report is made.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megarlhf.observe.metrics import read_metrics
+from tests.command import megarlhf
+from tests.distributed.hanging_run import RULES, hanging_run
+
+
+def line_of(text: str) -> int:
+    return next(n for n, line in enumerate(RULES.read_text().splitlines(), start=1) if text in line)
+
+
+def processes_with(text: str) -> list[int]:
+    return [p.pid for p in psutil.process_iter(["cmdline"]) if any(text in part for part in p.info["cmdline"] or [])]
+
+
+@pytest.mark.parametrize("rule, line", [("sleeps", "time.sleep(1000)"), ("receives", "dist.recv(torch.zeros(1)")])
+def test_a_hanging_run_ends_with_status_3_and_a_report(
+    rule: str, line: str, two_layers: dict[str, Path], data: dict[str, Path], tmp_path: Path
+) -> None:
+    """In a system call rank 1 is interrupted, and both ranks raise together. In a collective nobody can be taken out:
+    the rank ends itself after the grace. Nothing is left running, and nothing was logged after step 0."""
+    done = megarlhf(*hanging_run(rule, two_layers, data, tmp_path))
+    assert done.returncode == 3, done.stderr[-5000:]
+    assert processes_with(str(tmp_path)) == []
+    assert [row["step"] for row in read_metrics(tmp_path / "run")] == [0]
+    (report,) = (tmp_path / "run/failures/watchdog").glob("*/report.txt")
+    assert report.read_text() in done.stderr
+    place = f"{RULES}:{line_of(line)} in {rule}: "
+    first, second, *_ = report.read_text().splitlines()
+    assert re.fullmatch(
+        r"watchdog: phase 'reward' has passed its limit: \d s on rank \d on \S+; watchdog.reward = 1 s", first
+    )
+    assert sorted(path.name for path in report.parent.glob("rank_*")) == ["rank_00000.json", "rank_00001.json"]
+    if rule == "sleeps":
+        assert second.startswith("  rank 1 on ")
+        assert second.split(" does not wait for others. In 'reward': ")[1].startswith(place + "time.sleep(1000)")
+        assert done.stderr.count("megarlhf rl: rank 1: phase 'reward' has passed its limit of 1 s") == 1
+        assert "Traceback" not in done.stderr
+    else:
+        assert f"rank 1 on {second.split(' on ')[1].split()[0]} waits in a collective, in 'reward': {place}" in (
+            report.read_text()
+        )
+        assert "All wait, and not in the same collective" in report.read_text()
+        assert "is still in the phase 4 s (watchdog.grace) later" in done.stderr
