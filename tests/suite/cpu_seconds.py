@@ -21,6 +21,7 @@ from tests.ranks import RankPool
 from tests.suite.leftovers import count_as_error
 
 TABLE: dict[str, int] = {
+    "tests/distributed/test_deterministic.py": 18,
     "tests/distributed/test_dist_checkpointing.py": 13,
     "tests/distributed/test_families.py": 37,
     "tests/distributed/test_packed_layouts.py": 65,
