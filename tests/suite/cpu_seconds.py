@@ -22,6 +22,7 @@ from tests.launched import Command
 from tests.ranks import RankPool
 
 TABLE: dict[str, int] = {
+    "tests/distributed/test_deterministic.py": 18,
     "tests/distributed/test_dist_checkpointing.py": 18,
     "tests/distributed/test_families.py": 44,
     "tests/distributed/test_faults.py": 50,
