@@ -30,7 +30,7 @@ from megarlhf.parallel.step import Loss, MicroBatch
 from megarlhf.resume.claim import NO_STEPS_LEFT
 from megarlhf.resume.identity import digest_of_samples
 from megarlhf.runtime import Runtime
-from megarlhf.trainers.bad_steps import BadSteps, Update
+from megarlhf.trainers.bad_steps import BadSteps, Failures, Update
 from megarlhf.trainers.session import Training, is_due, open_session
 
 Sample = TypeVar("Sample")
@@ -133,7 +133,7 @@ def run_in(phases: Phases, objective: Objective[Sample], runtime: Runtime) -> No
             num_optimizer_steps=cfg.train.num_steps,
             new_head=True,
         )
-        bad_steps = BadSteps(cfg.train, cfg.run.dir / "failures")
+        bad_steps = BadSteps(cfg.train, Failures.of(cfg, objective.command), phases)
         states = {f"bad_steps/{role.name}": bad_steps}
         training = Training(cfg.checkpoint, [role], phases, data=digest_of_samples(train), states=states)
     with open_session(cfg, cfg.run, runtime, objective.command, cfg.train.num_steps, notes, training) as session:
@@ -204,8 +204,7 @@ def train_on(
         loss = objective.training_loss(role, samples)
         batches = objective.micro_batches(role, samples)
         sums = role.accumulate(batches, loss)
-    with phases(f"optimizer/{role.name}"):
-        result = bad_steps.apply(role, sums, update, batches)
+    result = bad_steps.apply(role, sums, update, batches, loss)
     learned: Metrics = {"loss": sums["loss"], "grad_norm": result.grad_norm}
     learned |= objective.training_metrics(sums, samples)
     return {
