@@ -12,14 +12,17 @@ import re
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
-from megarlhf.resume.point import find_points
+from megarlhf.resume import point
+from megarlhf.runtime import Runtime
 from tests.command import megarlhf
+from tests.distributed import jobs
 from tests.distributed.test_bad_steps import config as sft_config
 from tests.distributed.test_rl_layouts import config as rl_config
 from tests.ranks import RankPool
@@ -44,6 +47,22 @@ def numbers(said: str, what: str) -> tuple[float, float]:
     """Then and now."""
     (found,) = re.findall(rf"^{what}: (\S+) then, (\S+) now", said, re.MULTILINE)
     return float(found[0]), float(found[1])
+
+
+def largest_gradients(said: str) -> dict[str, float]:
+    """By parameter."""
+    return {name: float(norm) for norm, name in re.findall(r"^  (\S+)  (\S+weight)$", said, re.MULTILINE)}
+
+
+def command_on_a_full_disk(runtime: Runtime, full: str, *argv: str) -> tuple[int, str]:
+    """A command that finds no room for a point below the folder named `full`."""
+    room = point.make_room
+
+    def make_room(directory: Path, size: int) -> str | None:
+        return "no room" if full in directory.parts else room(directory, size)
+
+    with mock.patch.object(point, "make_room", make_room):
+        return jobs.command_status(runtime, *argv)
 
 
 def overflowing(model: Path, directory: Path) -> Path:
@@ -90,7 +109,8 @@ def test_the_tensor_that_overflows_is_named_on_any_layout(
 def test_a_spike_is_repeated_bit_for_bit_and_elsewhere_up_to_rounding(
     command: str, ranks: RankPool, two_layers: dict[str, Path], data: dict[str, Path], tmp_path: Path
 ) -> None:
-    """Two ranks make one step (sft), and skip the next; then one rank repeats it. rm in bf16, on packed rows."""
+    """Two ranks make one step and skip the next, which is repeated there and on another layout. rm in bf16, on packed
+    rows."""
     run, tree = tmp_path / "run", sft_config(two_layers, data, {})
     if command == "rm":
         tree["reward_model"] = tree.pop("actor")
@@ -112,17 +132,21 @@ def test_a_spike_is_repeated_bit_for_bit_and_elsewhere_up_to_rounding(
     assert loss[0] == loss[1] > 0
     assert norm[0] == norm[1] > 0
     assert "all finite: weights, inputs, outputs, loss and gradients" in said
-    largest = [float(value) for value in re.findall(r"^  (\S+)  \S+weight$", said, re.MULTILINE)]
+    largest = largest_gradients(said)
     assert len(largest) == 5
-    assert largest == sorted(largest, reverse=True)
-    assert 0.4 * norm[0] < sum(value**2 for value in largest) ** 0.5 <= norm[0] * (1 + 1e-5)
+    assert list(largest.values()) == sorted(largest.values(), reverse=True)
+    assert 0.4 * norm[0] < sum(value**2 for value in largest.values()) ** 0.5 <= norm[0] * (1 + 1e-5)
 
-    said = ranks.run(1, "command", "replay", str(kept))[0]
-    assert "in other micro-batches, on tp 1 x pp 1 x dp 1 (kept on tp 1 x pp 1 x dp 2)" in said
+    world_size, parallel = (4, {"tp": 2, "pp": 2}) if command == "sft" else (1, {})
+    layout = f"{role}.parallel={json.dumps(parallel)}"
+    said = ranks.run(world_size, "command", "replay", str(kept), layout)[0]
+    assert "in other micro-batches, on tp" in said
+    assert "(kept on tp 1 x pp 1 x dp 2)" in said
     tolerance = 1e-5 if command == "sft" else 2e-2
     for what in ("loss", "gradient norm"):
         then, now = numbers(said, what)
         assert now == pytest.approx(then, rel=tolerance), what
+    assert largest_gradients(said) == pytest.approx(largest, rel=tolerance)
 
 
 def test_actor_and_critic_are_repeated(
@@ -154,23 +178,28 @@ def test_actor_and_critic_are_repeated(
 def test_weights_that_are_not_there_are_taken_from_a_resume_point_of_that_very_moment(
     ranks: RankPool, two_layers: dict[str, Path], data: dict[str, Path], tmp_path: Path
 ) -> None:
-    """As when the disk was full. A damaged file is found too; a point after another number of steps does not serve."""
+    """The disk is full at the first of two skipped steps; of the second a file is damaged. A point after another number
+    of optimizer steps does not serve."""
     run, tree = tmp_path / "run", sft_config(two_layers, data, {})
     tree["train"]["skip_grad_norm_above"] = 1e-9
     tree["checkpoint"] = {"every": 1, "every_minutes": 0, "keep": 9, "background": False}
-    ((status, said),) = ranks.run(1, "command_status", "sft", "-c", skipping(tree, run, 2))
+    argv = ("step_000001_actor", "sft", "-c", skipping(tree, run, 2))
+    ((status, said),) = ranks.run(1, command_on_a_full_disk, *argv)
     assert status == 4, said
-    kept = run / "failures/step_000002_actor"
+    first, kept = run / "failures/step_000001_actor", run / "failures/step_000002_actor"
+    assert f"the weights before the skipped step could not be kept in {first}/point: no room" in said
+    assert not (first / "point").exists()
     shard = next((kept / "point/actor").glob("*.distcp"))
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1
     shard.unlink()  # not the other failure's link of it
     shard.write_bytes(bytes(content))
-    (point,) = find_points(run)
-    assert point.position.step == 1
-    said = ranks.run(1, "command", "replay", str(kept))[0]
-    assert f"weights: {point.path} (0 optimizer steps made)" in said
-    assert "(the same, bit for bit)" in said
+    (saved,) = point.find_points(run)
+    assert saved.position.step == 1
+    for directory in (first, kept):
+        said = ranks.run(1, "command", "replay", str(directory))[0]
+        assert f"weights: {saved.path} (0 optimizer steps made)" in said
+        assert "(the same, bit for bit)" in said
 
     failure = json.loads((kept / "failure.json").read_text())
     failure["counters"] = dict.fromkeys(failure["counters"], 1)
@@ -180,7 +209,7 @@ def test_weights_that_are_not_there_are_taken_from_a_resume_point_of_that_very_m
     for words in (
         "the weights of actor before the step are not there",
         f"{kept}/point: actor had made 0 optimizer step(s) there, not 1",
-        f"{point.path}: actor had made 0 optimizer step(s) there, not 1",
+        f"{saved.path}: actor had made 0 optimizer step(s) there, not 1",
         "start the run again by the same command",
     ):
         assert words in said

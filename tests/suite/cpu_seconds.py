@@ -26,6 +26,7 @@ TABLE: dict[str, int] = {
     "tests/distributed/test_packed_layouts.py": 65,
     "tests/distributed/test_patches.py": 14,
     "tests/distributed/test_permuted_mesh.py": 16,
+    "tests/distributed/test_replay.py": 20,
     "tests/distributed/test_resume.py": 60,
     "tests/distributed/test_resume_state.py": 12,
     "tests/distributed/test_rl_failure.py": 67,

@@ -57,7 +57,7 @@ def test_what_was_written_is_read_again(kept):
 
 
 def refused(directory, *overrides):
-    with pytest.raises(ValueError, match="name|correct|such as|mean") as error:
+    with pytest.raises(ValueError, match=r"[Nn]ame|such as|correct|mean") as error:
         replay(directory, overrides, ["replay", str(directory)])
     assert cli.exit_status(error.value) == 2
     return str(error.value)
@@ -111,13 +111,12 @@ def test_the_first_of_all_ranks_is_ordered_by_pipeline_stage():
 
 def test_what_a_repeat_says():
     first = (("rank 1", not_finite("backward", 7)), ("rank 0", not_finite("sums", 9, "head")))
-    lines = report(FAILURE, Repeated(math.nan, math.inf, first, {}))
-    assert lines == [
+    counts = "1 NaN and 2 infinite of 12 elements [3, 4]"
+    assert report(FAILURE, Repeated(math.nan, math.inf, first, {})) == [
         "loss: nan then, nan now",
         "gradient norm: inf then, inf now (the same, bit for bit)",
-        "the first tensor that is not finite: output of layer: 1 NaN and 2 infinite of 12 elements [3, 4], on rank 1, "
-        + "in the backward",
-        "  first on rank 0: output of head: 1 NaN and 2 infinite of 12 elements [3, 4]",
+        f"the first tensor that is not finite: output of layer: {counts}, on rank 1, in the backward",
+        f"  first on rank 0: output of head: {counts}",
     ]
 
 
