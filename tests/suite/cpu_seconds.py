@@ -29,6 +29,7 @@ TABLE: dict[str, int] = {
     "tests/distributed/test_packed_layouts.py": 92,
     "tests/distributed/test_patches.py": 14,
     "tests/distributed/test_permuted_mesh.py": 26,
+    "tests/distributed/test_replay.py": 20,
     "tests/distributed/test_resume.py": 107,
     "tests/distributed/test_resume_state.py": 18,
     "tests/distributed/test_rl_failure.py": 42,
