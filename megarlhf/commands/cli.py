@@ -61,6 +61,9 @@ def parser() -> argparse.ArgumentParser:
     report.add_argument("run_dirs", nargs="+", metavar="RUN_DIR")
     report.add_argument("-o", "--out", default="report.html", action=Once, metavar="FILE")
     report.add_argument("--title", default="megarlhf")
+    replay = commands.add_parser("replay", help="repeat a skipped optimizer step: which tensor is not finite")
+    replay.add_argument("failure", metavar="FAILURE_DIR", help="a folder of RUN_DIR/failures")
+    replay.add_argument("overrides", nargs="*", metavar="section.key=value", help="override the run's configuration")
     commands.add_parser("plan", help="bytes and time from trainer to rollout: `megarlhf plan -h`")
     commands.add_parser("convert", help="checkpoints between Hugging Face and Megatron: `megarlhf convert -h`")
     root.set_defaults(commands=commands.choices)
@@ -133,6 +136,10 @@ def _dispatch(arguments: argparse.Namespace, argv: list[str]) -> int:
         write_report([Path(run_dir) for run_dir in arguments.run_dirs], Path(arguments.out), title=arguments.title)
         print(f"wrote {arguments.out}")
         return 0
+    if arguments.command == "replay":
+        from megarlhf.commands.replay import replay
+
+        return replay(Path(arguments.failure), arguments.overrides, argv)
     command = COMMANDS[arguments.command]
     cfg = load_config(command.config, arguments.config, arguments.overrides)
     return _run_on_ranks(arguments, argv, command, cfg)

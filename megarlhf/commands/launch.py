@@ -241,9 +241,14 @@ def another_rank_has_failed() -> bool:
     return MARK in os.environ and any(Path(os.environ[MARK]).glob("*.json"))
 
 
-def as_rank(info: RankInfo, cfg: Any, entry: str, check: Callable[[], None] | None = None) -> int:
+def as_rank(
+    info: RankInfo, cfg: Any, entry: str, check: Callable[[], None] | None = None, *, reads: Path | None = None
+) -> int:
     """Join the run as this rank, `check` it on the first rank only, look at all nodes, and call `entry`, a
-    `module:function`, with (cfg, runtime). What is refused on one rank is refused on every one."""
+    `module:function`, with (cfg, runtime). What is refused on one rank is refused on every one.
+
+    `reads`: of a command that writes nothing, what it reads; `entry` is called with that too, and the nodes are not
+    tried for writing."""
     logging.basicConfig(
         level=os.environ.get("MEGARLHF_LOG_LEVEL", "INFO" if info.rank == 0 else "WARNING"),
         format=f"[rank {info.rank}] %(levelname)s %(name)s: %(message)s",
@@ -259,13 +264,14 @@ def as_rank(info: RankInfo, cfg: Any, entry: str, check: Callable[[], None] | No
     require_deterministic_device(cfg, joined)
     if check is not None:
         on_first_rank(check)
-    for note in check_nodes(cfg, joined):
-        logging.getLogger(__name__).warning(note)
-    if info.rank == 0:
-        _tell_job("run_dir", str(cfg.run.dir.absolute()))
+    if reads is None:
+        for note in check_nodes(cfg, joined):
+            logging.getLogger(__name__).warning(note)
+        if info.rank == 0:
+            _tell_job("run_dir", str(cfg.run.dir.absolute()))
     module, _, function = entry.partition(":")
     try:
-        getattr(importlib.import_module(module), function)(cfg, joined)
+        getattr(importlib.import_module(module), function)(cfg, joined, *([] if reads is None else [reads]))
     except StopRun:  # all ranks have saved
         ignore_stop_signals()
         _leave_together()

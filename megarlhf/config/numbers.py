@@ -12,7 +12,8 @@ from megarlhf.config.roles import FrozenModel, Positive
 class SkipConfig(FrozenModel):
     """Which optimizer steps are skipped: always those whose loss or gradient is NaN or infinite, and on request those
     with a spike of the gradient norm. A skipped step changes no weight, no optimizer state and no learning rate, on any
-    rank; it counts in the metric `skipped_steps`, and its batch is kept in `run.dir/failures/`.
+    rank; it counts in the metric `skipped_steps`. Its batch and the weights before it are kept in a folder of
+    `run.dir/failures/`, of the newest five skipped steps; `megarlhf replay FOLDER` repeats one.
     """
 
     max_skipped_in_a_row: PositiveInt = 3

@@ -5,10 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+
+from megarlhf.parallel.step import Loss, MicroBatch
+
+During = Literal["forward", "backward", "sums"]
+LOSS = "(loss)"
 
 
 @dataclass(frozen=True)
@@ -16,58 +21,68 @@ class NotFinite:
     """A tensor that is not finite."""
 
     module: str
-    """By its name in the model; `(model)` for the model itself."""
+    """By its name in the model; `(model)` for the model itself, `(loss)` for the loss."""
     tensor: str
     """`weight NAME`, `input 0`, `output`, `gradient of output`, `gradient of weight NAME`."""
     nans: int
     infinities: int
-    elements: int
+    shape: tuple[int, ...]
+    during: During
+    """`sums`: only when gradients had been added over micro-batches and ranks."""
+    number: int
+    """Of the tensor among those of this rank that were looked at."""
 
     def __str__(self) -> str:
-        counts = f"{self.nans} NaN and {self.infinities} infinite of {self.elements} elements"
+        elements = torch.Size(self.shape).numel()
+        counts = f"{self.nans} NaN and {self.infinities} infinite of {elements} elements {list(self.shape)}"
         return f"{self.tensor} of {self.module}: {counts}"
 
 
-def first_not_finite(module: torch.nn.Module, run_step: Callable[[], object]) -> NotFinite | None:
+class LossModule(torch.nn.Module):
+    """A loss in the form of a module, so that its value is looked at as the output of one."""
+
+    def __init__(self, loss: Loss) -> None:
+        super().__init__()
+        self._loss, self.names = loss, loss.names
+
+    def forward(self, output: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        return self._loss(output, batch)
+
+
+def first_not_finite(
+    module: torch.nn.Module, run_step: Callable[[], object], loss: LossModule | None = None
+) -> NotFinite | None:
     """The first tensor that is not finite, in the order of execution, while `run_step` runs `module` forward and, it
     may be, backward; None when all are finite. Of this rank's part of the model.
 
     A module is looked at in this order: its own weights and its inputs before its forward, its outputs after it; in
     the backward the gradient of its outputs and of its own weights as they are computed. Weight gradients that a
-    kernel adds to `main_grad` by itself are looked at in the end. Waits for the device at every module: for replays,
-    not for training.
+    kernel adds to `main_grad` by itself are looked at in the end. Of a `loss` that `run_step` calls, the value is
+    looked at; its other sums are metrics. Waits for the device at every module: for replays, not for training.
     """
-    found: list[NotFinite] = []
-
-    def look(name: str, what: str, tensor: Tensor | None) -> None:
-        # None: the gradient of a weight whose kernel has added it to `main_grad` itself.
-        if found or tensor is None or not tensor.is_floating_point():
-            return
-        finite = torch.isfinite(tensor)
-        if not bool(finite.all()):
-            nans = int(torch.isnan(tensor).sum())
-            bad = int((~finite).sum())
-            found.append(NotFinite(name or "(model)", what, nans, bad - nans, tensor.numel()))
+    looks = _Looks()
 
     def before(name: str, inside: torch.nn.Module, arguments: Any, options: Any) -> None:
         for label, weight in inside.named_parameters(recurse=False):
-            look(name, f"weight {label}", weight.detach())
+            looks.look("forward", name, f"weight {label}", weight.detach())
         for n, tensor in enumerate(_tensors((arguments, options))):
-            look(name, f"input {n}", tensor.detach())
+            looks.look("forward", name, f"input {n}", tensor.detach())
 
     def after(name: str, inside: torch.nn.Module, arguments: Any, output: Any) -> None:
         for tensor in _tensors(output):
-            look(name, "output", tensor.detach())
+            if inside is not loss or tensor.requires_grad:
+                looks.look("forward", name, "output", tensor.detach())
             if tensor.requires_grad:
-                tensor.register_hook(partial(look, name, "gradient of output"))
+                tensor.register_hook(partial(looks.look, "backward", name, "gradient of output"))
 
     handles: list[Any] = []
-    for name, inside in module.named_modules():
+    for name, inside in [*module.named_modules(), *([] if loss is None else [(LOSS, loss)])]:
         handles.append(inside.register_forward_pre_hook(partial(before, name), with_kwargs=True))
         handles.append(inside.register_forward_hook(partial(after, name)))
         for label, weight in inside.named_parameters(recurse=False):
             if weight.requires_grad:
-                handles.append(weight.register_hook(partial(look, name, f"gradient of weight {label}")))
+                look = partial(looks.look, "backward", name, f"gradient of weight {label}")
+                handles.append(weight.register_hook(look))
     try:
         run_step()
     finally:
@@ -75,9 +90,28 @@ def first_not_finite(module: torch.nn.Module, run_step: Callable[[], object]) ->
             handle.remove()
     for name, inside in module.named_modules():
         for label, weight in inside.named_parameters(recurse=False):
-            if getattr(weight, "main_grad", None) is not None:
-                look(name, f"gradient of weight {label}", weight.main_grad)
-    return found[0] if found else None
+            looks.look("sums", name, f"gradient of weight {label}", getattr(weight, "main_grad", None))
+    return looks.first
+
+
+class _Looks:
+    """Counts the tensors that it is shown, and remembers the first that is not finite."""
+
+    def __init__(self) -> None:
+        self.first: NotFinite | None = None
+        self._number = 0
+
+    def look(self, during: During, name: str, what: str, tensor: Tensor | None) -> None:
+        self._number += 1
+        # None: the gradient of a weight whose kernel has added it to `main_grad` itself.
+        if self.first is not None or tensor is None or not tensor.is_floating_point():
+            return
+        finite = torch.isfinite(tensor)
+        if not bool(finite.all()):
+            nans = int(torch.isnan(tensor).sum())
+            infinities = int((~finite).sum()) - nans
+            where = name or "(model)"
+            self.first = NotFinite(where, what, nans, infinities, tuple(tensor.shape), during, self._number)
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -9,6 +9,7 @@ Legend: B rows of a micro-batch, S columns.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
@@ -203,6 +205,20 @@ class Trainer:
         agreed = torch.tensor(norm if finite else math.inf, dtype=torch.float64, device=self.mesh.runtime.device)
         dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
         return float(agreed)
+
+    def own_gradients(self) -> dict[str, Tensor]:
+        """By parameter, what this data-parallel rank, and no other of them, has of the summed gradient: flat."""
+        found = {}
+        for optimizer in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
+            for name, parameter in self.module.named_parameters():
+                gradient = parameter.main_grad.view(-1)
+                if isinstance(optimizer, DistributedOptimizer):
+                    with contextlib.suppress(KeyError):  # other ranks have it
+                        owned = optimizer._get_model_param_range_map(parameter)["param"]
+                        found[name] = gradient[owned.start : owned.end]
+                else:
+                    found[name] = gradient
+        return found
 
     def step(self, norm: float) -> None:
         """Clip and apply the accumulated gradients, whose `gradient_norm` has been asked for."""

@@ -141,7 +141,7 @@ def _heldout_decides(key: str, cfg: TrainingConfig) -> bool:
     return isinstance(cfg, RMConfig) and cfg.unit_variance and key != "eval.every"
 
 
-def _roles(cfg: TrainingConfig) -> dict[str, RoleConfig]:
+def roles_of(cfg: TrainingConfig) -> dict[str, RoleConfig]:
     """The roles that the run builds."""
     if isinstance(cfg, RLConfig):
         return cfg.roles()
@@ -150,13 +150,13 @@ def _roles(cfg: TrainingConfig) -> dict[str, RoleConfig]:
 
 def _trained(cfg: TrainingConfig) -> dict[str, RoleConfig]:
     frozen = ("reference", "reward_model") if isinstance(cfg, RLConfig) else ()
-    return {name: role for name, role in _roles(cfg).items() if name not in frozen}
+    return {name: role for name, role in roles_of(cfg).items() if name not in frozen}
 
 
 def _flat(cfg: TrainingConfig) -> dict[str, Any]:
     """Values by dotted key. Of the roles those that are built, and of a frozen one no optimizer: the rest is unread."""
     tree = cfg.model_dump(mode="json", exclude=set(ROLES))
-    for name, role in _roles(cfg).items():
+    for name, role in roles_of(cfg).items():
         tree[name] = role.model_dump(mode="json", exclude=None if name in _trained(cfg) else {"optim"})
     values: dict[str, Any] = {}
 

@@ -7,7 +7,6 @@ nothing but an update changes them, and of everything else as it was then.
 from __future__ import annotations
 
 import logging
-import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -182,7 +181,7 @@ class Checkpointer:
         reason: list[str | None] = [None]
         on_first_rank(self._still_ours)
         if self._runtime.is_main:
-            reason = [_make_room(directory, size)]
+            reason = [point.make_room(directory, size)]
         dist.broadcast_object_list(reason, src=0)
         if reason[0] is not None:
             self._say_failed(border.position, reason[0])
@@ -267,17 +266,3 @@ def _time_left_everywhere() -> Callable[[], float | None]:
     dist.broadcast_object_list(left, src=0)
     end = None if left[0] is None else time.monotonic() + left[0]
     return lambda: None if end is None else end - time.monotonic()
-
-
-def _make_room(directory: Path, size: int) -> str | None:
-    """An empty folder, and room for what will stand in it; otherwise why not."""
-    try:
-        shutil.rmtree(directory, ignore_errors=True)
-        directory.mkdir(parents=True)
-        free = shutil.disk_usage(directory).free
-        if free < size:
-            directory.rmdir()
-            return f"it takes {size / 1e9:.3f} GB, and {free / 1e9:.3f} GB are free at {directory.parent}"
-    except OSError as error:
-        return str(error)
-    return None

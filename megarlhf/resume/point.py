@@ -70,6 +70,20 @@ def find_points(run_dir: Path) -> list[Point]:
     return sorted(points, key=lambda point: point.position)
 
 
+def make_room(directory: Path, size: int) -> str | None:
+    """An empty folder, and room for what will stand in it; otherwise why not."""
+    try:
+        shutil.rmtree(directory, ignore_errors=True)
+        directory.mkdir(parents=True)
+        free = shutil.disk_usage(directory).free
+        if free < size:
+            directory.rmdir()
+            return f"it takes {size / 1e9:.3f} GB, and {free / 1e9:.3f} GB are free at {directory.parent}"
+    except OSError as error:
+        return str(error)
+    return None
+
+
 def write_manifest(directory: Path, body: Mapping[str, Any], files: Mapping[str, FileDigest]) -> None:
     """The last file of a point; synced, as is the folder. `body`: what is known about the point beside its files."""
     stated = {

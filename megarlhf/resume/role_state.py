@@ -51,12 +51,15 @@ class _OptimizerPart:
     """No other data-parallel rank has them."""
 
 
-def sharded_state(role: Role) -> ShardedState:
-    """What this rank saves of a trained role, or reads into: views of live tensors, by names that mean nothing."""
+def sharded_state(role: Role, *, optimizer: bool = True) -> ShardedState:
+    """What this rank saves of a trained role, or reads into: views of live tensors, by names that mean nothing.
+    Without `optimizer` the parameters alone."""
     assert role.trainer is not None, f"{role.name} is not trained"
-    allocate_optimizer_state(role.trainer)
+    parts: dict[nn.Parameter, _OptimizerPart] = {}
+    if optimizer:
+        allocate_optimizer_state(role.trainer)
+        parts = _optimizer_parts(role.trainer)
     shard, at = role.shard, role.mesh.coordinates
-    parts = _optimizer_parts(role.trainer)
     whole = _whole_shapes(shard)
     state: ShardedState = {}
 
@@ -77,7 +80,7 @@ def sharded_state(role: Role) -> ShardedState:
         )
 
     for name, parameter in shard.module.named_parameters():
-        tied = int(_is_tied_copy(shard, name))
+        tied = int(is_tied_copy(shard, name))
         duplicate = at.tp if tuple(parameter.shape) == whole[name] else 0
         for piece in _pieces(shard, name, tuple(parameter.shape), whole[name]):
             rows = parameter[piece.local.start[0] : piece.local.stop[0]]
@@ -151,8 +154,8 @@ def allocate_optimizer_state(trainer: Trainer) -> None:
 def _pieces(shard: ModelShard, name: str, shape: Shape, whole: Shape) -> list[LocalShard]:
     """Where a live parameter stands in the checkpoint's global tensors."""
     arch, mesh = shard.arch, shard.mesh
-    layers = _layers(shard)
-    storage = StorageName.parse(EMBEDDING if _is_tied_copy(shard, name) else name)
+    layers = layers_of(shard)
+    storage = StorageName.parse(EMBEDDING if is_tied_copy(shard, name) else name)
     if shard.spec == "local" and storage.tail.startswith(_UNFUSED_NORMS):
         storage = storage.other_norm() or storage
     gated = is_gated(name, arch.gated_mlp)
@@ -238,12 +241,13 @@ def _set_optimizer_steps(optimizer: MegatronOptimizer, steps: int) -> None:
                 group["step"] = steps
 
 
-def _is_tied_copy(shard: ModelShard, name: str) -> bool:
+def is_tied_copy(shard: ModelShard, name: str) -> bool:
     """Whether the parameter is the last stage's copy of the embedding."""
     return name == _OUTPUT and shard.head == "lm" and shard.arch.tied_embeddings
 
 
-def _layers(shard: ModelShard) -> range:
+def layers_of(shard: ModelShard) -> range:
+    """The layers of this rank's stage, by their numbers in the whole model."""
     layout = MegatronLayout(
         pp=shard.mesh.layout.pp, layers_per_stage=shard.parallel.layers_per_stage, padded_vocab=shard.padded_vocab
     )
@@ -259,4 +263,4 @@ def _whole_shapes(shard: ModelShard) -> Mapping[str, Shape]:
         spec=shard.spec,
     )
     at = ModelRank(pp=shard.mesh.coordinates.pp, ep=0, tp=0)
-    return layout.chunk(shard.arch, shard.head, at, 0, _layers(shard)).storages
+    return layout.chunk(shard.arch, shard.head, at, 0, layers_of(shard)).storages

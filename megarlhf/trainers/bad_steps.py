@@ -19,10 +19,18 @@ from typing import Any
 
 import torch
 
-from megarlhf.config import SkipConfig
+from megarlhf.collective_errors import from_first_rank
+from megarlhf.config import SkipConfig, dump_config
 from megarlhf.models.role import Role
+from megarlhf.observe.phases import Phases
+from megarlhf.observe.run_directory import CONFIG_FILE, CONFIG_HEADER
 from megarlhf.parallel.batching import MicroBatchLayout
-from megarlhf.parallel.step import MicroBatch, StepResult
+from megarlhf.parallel.step import Loss, MicroBatch, StepResult
+from megarlhf.resume import role_state
+from megarlhf.resume.changes import TrainingConfig
+from megarlhf.resume.kept_weights import KeptWeights, keep_weights
+from megarlhf.resume.restore import layout_in_words
+from megarlhf.trainers.failures import POINT, Failure, plain, rank_file
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +38,7 @@ WINDOW = 64
 """Gradient norms that the running median is of."""
 MIN_NORMS = 16
 KEPT = 5
-"""Skipped steps that are kept in `failures/`: the newest."""
+"""Skipped steps that are kept in `failures/`, with the weights before them: the newest."""
 
 
 class SkippedTooOften(FloatingPointError):
@@ -56,8 +64,8 @@ class Update:
 class BadSteps:
     """Of one role."""
 
-    def __init__(self, cfg: SkipConfig, failures: Path) -> None:
-        self._cfg, self._failures = cfg, failures
+    def __init__(self, cfg: SkipConfig, failures: Failures, phases: Phases) -> None:
+        self._cfg, self._failures, self._phases = cfg, failures, phases
         self._in_a_row = 0
         self._norms: deque[float] = deque(maxlen=WINDOW)
         """Of the last steps that were not skipped."""
@@ -85,39 +93,111 @@ class BadSteps:
             )
         return ""
 
-    def apply(self, role: Role, sums: dict[str, float], update: Update, batches: Sequence[MicroBatch]) -> StepResult:
-        """The optimizer step after `role.accumulate` has returned `sums` for this rank's `batches`, unless it is
-        skipped. Collective.
+    def apply(
+        self, role: Role, sums: dict[str, float], update: Update, batches: Sequence[MicroBatch], loss: Loss
+    ) -> StepResult:
+        """The optimizer step after `role.accumulate(batches, loss)` has returned `sums`, unless it is skipped; then it
+        is kept. Collective.
 
         Raises: SkippedTooOften, when this is one skipped step in a row too many.
         """
-        result = role.optimizer_step(sums, self.reason_to_skip)
+        with self._phases(f"optimizer/{role.name}"):
+            result = role.optimizer_step(sums, self.reason_to_skip)
         if not result.skipped:
             self._in_a_row = 0
             self._norms.append(result.grad_norm)
             return result
         self._in_a_row += 1
         most = self._cfg.max_skipped_in_a_row
-        kept = self._failures / f"{update.name}_{role.name}"
-        try:
-            keep(kept, role, result, update, batches)
-        except OSError as error:  # the evidence is not worth a run
-            log.warning("the batch of the skipped step could not be kept in %s: %s", kept, error)
+        with self._phases("checkpoint"):  # not inside of the other: its limit is not for a write
+            kept = self._failures.keep(role, result, update, batches, loss)
         what = f"{role.name}, {update.name.replace('_', ' ')}: {result.skipped}"
         log.info("optimizer step skipped on all ranks (%d in a row, %d end the run): %s", self._in_a_row, most, what)
         if self._in_a_row >= most:
             raise SkippedTooOften(
                 f"{what}. {self._in_a_row} optimizer step(s) in a row were skipped, and train.max_skipped_in_a_row = "
-                f"{most}; the weights are those before them. The batch is kept in {kept}. Look at the last losses, "
-                "lower the learning rate, or check the data of this step"
+                f"{most}; the weights are those before them. The batch is kept in {kept}; `megarlhf replay {kept}` "
+                "repeats the step and names the first tensor that is not finite. Look at the last losses, lower the "
+                "learning rate, or check the data of this step"
             )
         return result
 
 
-def keep(directory: Path, role: Role, result: StepResult, update: Update, batches: Sequence[MicroBatch]) -> None:
-    """Each rank's micro-batches and gradients by parameter; the step's numbers; nothing but the newest `KEPT`."""
-    runtime = role.mesh.runtime
-    directory.mkdir(parents=True, exist_ok=True)
+class Failures:
+    """Where a run keeps its skipped steps: the newest `KEPT` of all its roles."""
+
+    def __init__(self, directory: Path, command: str, config: str) -> None:
+        """`config`: what `config.yaml` of the run holds."""
+        self._directory, self._command, self._config = directory, command, config
+        self._weights: dict[str, KeptWeights] = {}
+        """By role, the newest."""
+
+    @classmethod
+    def of(cls, cfg: TrainingConfig, command: str) -> Failures:
+        """Of a run of this command."""
+        return cls(cfg.run.dir / "failures", command, CONFIG_HEADER.format(command=command) + dump_config(cfg))
+
+    def keep(self, role: Role, result: StepResult, update: Update, batches: Sequence[MicroBatch], loss: Loss) -> Path:
+        """Keep a step that was skipped: batch, numbers, and the weights before it. Collective; returns the folder.
+
+        What cannot be written is said, and ends no run: the evidence is not worth one.
+        """
+        directory, is_main = self._directory / f"{update.name}_{role.name}", role.mesh.runtime.is_main
+        if is_main:  # a start before this one may have come to the same step, on more ranks
+            shutil.rmtree(directory, ignore_errors=True)
+        from_first_rank(None)
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            _keep_batches(directory, role, batches)
+            if is_main:
+                (directory / CONFIG_FILE).write_text(self._config, encoding="utf-8")
+                self._describe(role, result, update, loss).write(directory)
+        except OSError as error:
+            log.warning("the batch of the skipped step could not be kept in %s: %s", directory, error)
+        self._keep_weights(role, update, directory)
+        if is_main:
+            self._prune()
+        return directory
+
+    def _describe(self, role: Role, result: StepResult, update: Update, loss: Loss) -> Failure:
+        return Failure(
+            command=self._command,
+            role=role.name,
+            step=update.step,
+            update=update.number,
+            samples=list(update.samples),
+            reason=result.skipped,
+            sums=result.sums,
+            gradient_norm=result.grad_norm,
+            denominators={name: value for name, value in vars(loss).items() if isinstance(value, int)},
+            counters=role_state.counters(role),
+            layout=layout_in_words(role),
+            world_size=role.mesh.runtime.world_size,
+        )
+
+    def _keep_weights(self, role: Role, update: Update, directory: Path) -> None:
+        body = {"command": self._command, "step": update.step - 1, "update": update.number or 0}
+        newest = self._weights.get(role.name)
+        kept, problem = keep_weights(role, directory / POINT, body, newest)
+        if kept is not None:
+            self._weights[role.name] = kept
+        elif role.mesh.runtime.is_main:
+            log.warning(
+                "the weights before the skipped step could not be kept in %s: %s. `megarlhf replay` needs them, or a "
+                "resume point after as many optimizer steps",
+                directory / POINT,
+                problem,
+            )
+
+    def _prune(self) -> None:
+        """Nothing but the newest `KEPT`."""
+        kept = [path for path in self._directory.glob("step_[0-9]*") if path.is_dir()]
+        for old in sorted(kept, key=lambda path: path.stat().st_mtime_ns)[:-KEPT]:
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def _keep_batches(directory: Path, role: Role, batches: Sequence[MicroBatch]) -> None:
+    """This rank's micro-batches and the norms of its gradients."""
     tensors = [
         {
             "tokens_BS": batch.tokens_BS.cpu(),
@@ -126,19 +206,13 @@ def keep(directory: Path, role: Role, result: StepResult, update: Update, batche
         }
         for batch in batches
     ]
-    stem = f"rank_{runtime.rank:05d}"
-    torch.save(tensors, directory / f".{stem}.pt.partial")
-    (directory / f".{stem}.pt.partial").replace(directory / f"{stem}.pt")
+    rank = role.mesh.runtime.rank
     gradients = {name: _norm(p) for name, p in role.shard.module.named_parameters() if p.requires_grad}
-    numbers: dict[str, Any] = {"gradient_norms_of_this_rank": gradients}
-    if runtime.is_main:
-        numbers |= {"reason": result.skipped, "sums": _plain(result.sums), "gradient_norm": str(result.grad_norm)}
-        numbers |= {"step": update.step, "update": update.number, "role": role.name, "samples": list(update.samples)}
-    (directory / f"{stem}.json").write_text(json.dumps(numbers, indent=1), encoding="utf-8")
-    if runtime.is_main:
-        kept = sorted(directory.parent.glob("step_[0-9]*"), key=lambda path: path.stat().st_mtime)
-        for old in kept[:-KEPT]:
-            shutil.rmtree(old, ignore_errors=True)
+    numbers = {"dp": role.mesh.coordinates.dp, "gradient_norms_of_this_rank": gradients}
+    (directory / rank_file(rank, "json")).write_text(json.dumps(numbers, indent=1), encoding="utf-8")
+    partial = directory / f".{rank_file(rank)}.partial"
+    torch.save(tensors, partial)
+    partial.replace(directory / rank_file(rank))
 
 
 def load_kept(file: Path) -> list[MicroBatch]:
@@ -156,8 +230,4 @@ def load_kept(file: Path) -> list[MicroBatch]:
 def _norm(parameter: torch.nn.Parameter) -> float | str:
     """Of what lies in this rank's gradient buffer, as JSON: a text where it is not finite."""
     gradient = getattr(parameter, "main_grad", None)
-    return "none" if gradient is None else _plain({"": float(gradient.norm())})[""]
-
-
-def _plain(numbers: dict[str, float]) -> dict[str, float | str]:
-    return {name: value if math.isfinite(value) else str(value) for name, value in numbers.items()}
+    return "none" if gradient is None else plain({"": float(gradient.norm())})[""]

@@ -30,7 +30,7 @@ from megarlhf.resume.state import Stateful
 from megarlhf.rollout.bank import Bank
 from megarlhf.rollout.engine import RolloutEngine, sample_seed
 from megarlhf.runtime import Runtime
-from megarlhf.trainers.bad_steps import BadSteps
+from megarlhf.trainers.bad_steps import BadSteps, Failures
 from megarlhf.trainers.prompts import load_prompts, make_engine, mesh_orders, sampling_of
 from megarlhf.trainers.rl_components import Components
 from megarlhf.trainers.rl_eval import Evaluator, StopRule
@@ -177,7 +177,8 @@ def build(cfg: RLConfig, runtime: Runtime, tokenizer: Tokenizer, phases: Phases)
     engine = make_engine(cfg.rollout, actor, cfg.data.max_prompt_tokens, rows)
     rewarder = Rewarder(cfg.rewards, reward_model, tokenizer, cfg.train, runtime.device, phases)
     sampling = sampling_of(cfg.rollout, cfg.actor, tokenizer)
-    bad_steps = {each.name: BadSteps(cfg.train, cfg.run.dir / "failures") for each in (actor, critic) if each}
+    failures = Failures.of(cfg, "rl")
+    bad_steps = {each.name: BadSteps(cfg.train, failures, phases) for each in (actor, critic) if each}
     return Components(actor, reference, critic, engine, rewarder, sampling, phases, bad_steps)
 
 

@@ -95,8 +95,7 @@ def train_on(
             with phases("train/actor"):
                 batches = micro_batches(actor, experience, samples, cfg.train, policy_columns)
                 sums = actor.accumulate(batches, loss)
-            with phases("optimizer/actor"):
-                result = bad_steps["actor"].apply(actor, sums, update, batches)
+            result = bad_steps["actor"].apply(actor, sums, update, batches, loss)
             values = {name: sums[name] for name in ("policy_loss", "loss")}
             values |= {"clip_fraction": sums["clipped"] / tokens, "actor_grad_norm": result.grad_norm}
             work.note(result, values | {name: sums[name] / tokens for name in ("entropy", "ratio_deviation")})
@@ -105,8 +104,7 @@ def train_on(
             with phases("train/critic"):
                 batches = micro_batches(critic, experience, samples, cfg.train, ("values", "returns"))
                 sums = critic.accumulate(batches, value_loss)
-            with phases("optimizer/critic"):
-                result = bad_steps["critic"].apply(critic, sums, update, batches)
+            result = bad_steps["critic"].apply(critic, sums, update, batches, value_loss)
             work.note(result, {"value_loss": sums["loss"], "critic_grad_norm": result.grad_norm})
         work.updates += 1
         if work.updates < len(updates):

@@ -31,7 +31,7 @@ from megarlhf.resume.claim import NO_STEPS_LEFT
 from megarlhf.resume.identity import digest_of_samples, identity_of_weights
 from megarlhf.resume.signals import StopRequest
 from megarlhf.runtime import Runtime
-from megarlhf.trainers.bad_steps import BadSteps, Update
+from megarlhf.trainers.bad_steps import BadSteps, Failures, Update
 from megarlhf.trainers.session import Training, is_due, open_session
 
 Sample = TypeVar("Sample")
@@ -137,7 +137,7 @@ def run_in(phases: Phases, stop_request: StopRequest, objective: Objective[Sampl
             num_optimizer_steps=cfg.train.num_steps,
             new_head=True,
         )
-        bad_steps = BadSteps(cfg.train, cfg.run.dir / "failures")
+        bad_steps = BadSteps(cfg.train, Failures.of(cfg, objective.command), phases)
         states = {f"bad_steps/{role.name}": bad_steps}
         training = Training(
             cfg.checkpoint,
@@ -216,8 +216,7 @@ def train_on(
         loss = objective.training_loss(role, samples)
         batches = objective.micro_batches(role, samples)
         sums = role.accumulate(batches, loss)
-    with phases(f"optimizer/{role.name}"):
-        result = bad_steps.apply(role, sums, update, batches)
+    result = bad_steps.apply(role, sums, update, batches, loss)
     learned: Metrics = {"loss": sums["loss"], "grad_norm": result.grad_norm}
     learned |= objective.training_metrics(sums, samples)
     return {

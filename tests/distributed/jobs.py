@@ -110,11 +110,12 @@ def record_gradients(role: Role, into: list[Arrays]) -> None:
 
 def train_once(objective: Any, role: Role, samples: Any) -> Any:
     """One optimizer step outside of a run: its metrics."""
-    from megarlhf.trainers.bad_steps import BadSteps, Update
+    from megarlhf.trainers.bad_steps import BadSteps, Failures, Update
     from megarlhf.trainers.supervised import train_on
 
-    bad_steps = BadSteps(objective.cfg.train, Path("/nonexistent"))
-    return train_on(objective, role, samples, Update(1, None, ()), bad_steps, Phases())
+    phases = Phases()
+    bad_steps = BadSteps(objective.cfg.train, Failures.of(objective.cfg, objective.command), phases)
+    return train_on(objective, role, samples, Update(1, None, ()), bad_steps, phases)
 
 
 def sft_steps(

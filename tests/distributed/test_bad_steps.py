@@ -6,6 +6,7 @@ Not covered: NCCL, bf16.
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from megarlhf.observe.phases import Phases
 from megarlhf.parallel.mesh import GroupCache
 from megarlhf.parallel.not_finite import first_not_finite
 from megarlhf.runtime import Runtime
-from megarlhf.trainers.bad_steps import BadSteps, Update
+from megarlhf.trainers.bad_steps import BadSteps, Failures, Update
 from megarlhf.trainers.sft import SupervisedFineTuning
 from megarlhf.trainers.supervised import train_on
 from tests.distributed import jobs
@@ -62,7 +63,7 @@ def state_of(role: Role) -> list[Tensor]:
     return found
 
 
-def poisoned_steps(runtime: Runtime, tree: dict[str, Any], folder: str) -> dict[str, Any]:
+def poisoned_steps(runtime: Runtime, tree: dict[str, Any]) -> dict[str, Any]:
     """A good step; one with NaN in one parameter's gradient on the last rank only, for a matrix and for a norm that
     tensor-parallel ranks share; one with NaN in one rank's loss; a good one; what became of them."""
     cfg = SFTConfig.model_validate(tree)
@@ -70,7 +71,8 @@ def poisoned_steps(runtime: Runtime, tree: dict[str, Any], folder: str) -> dict[
     role = build_role("actor", cfg.actor, "lm", GroupCache(runtime), seed=0, num_optimizer_steps=9)
     trainer = role.trainer
     assert trainer is not None
-    bad_steps, last = BadSteps(cfg.train, Path(folder)), runtime.rank == runtime.world_size - 1
+    phases, last = Phases(), runtime.rank == runtime.world_size - 1
+    bad_steps = BadSteps(cfg.train, Failures.of(cfg, "sft"), phases)
     accumulate = trainer.accumulate
     spoil = ""
 
@@ -93,7 +95,7 @@ def poisoned_steps(runtime: Runtime, tree: dict[str, Any], folder: str) -> dict[
     for step, spoil in enumerate(["", "linear_fc1.weight", "layernorm", "loss", ""]):  # noqa: B007 -- read above
         before = state_of(role)
         chunk = samples[step * 8 : step * 8 + 8]
-        metrics = train_on(objective, role, chunk, Update(step + 1, None, range(8)), bad_steps, Phases())
+        metrics = train_on(objective, role, chunk, Update(step + 1, None, range(8)), bad_steps, phases)
         after = state_of(role)
         report["metrics"].append(metrics)
         report["changed"].append(not all(torch.equal(a, b) for a, b in zip(before, after, strict=True)))
@@ -114,7 +116,9 @@ def test_nan_on_one_rank_is_skipped_on_all(
     layout: str, ranks: RankPool, two_layers: dict[str, Path], data: dict[str, Path], tmp_path: Path
 ) -> None:
     world_size, parallel = LAYOUTS[layout]
-    reports = ranks.run(world_size, poisoned_steps, config(two_layers, data, parallel), str(tmp_path))
+    tree = config(two_layers, data, parallel)
+    tree["run"]["dir"] = str(tmp_path)
+    reports = ranks.run(world_size, poisoned_steps, tree)
     for rank, report in enumerate(reports):
         assert [m["skipped_steps"] for m in report["metrics"]] == [0, 1, 1, 1, 0], rank
         assert report["changed"] == [True, False, False, False, True], rank
@@ -125,11 +129,13 @@ def test_nan_on_one_rank_is_skipped_on_all(
         assert math.isfinite(report["metrics"][4]["loss"])
     learning_rates = [m["learning_rate"] for m in reports[0]["metrics"]]
     assert learning_rates[1] == learning_rates[4], "a skipped step is none of the schedule's"
-    kept = sorted(path.name for path in tmp_path.iterdir())
-    assert kept == [f"step_{n:06d}_actor" for n in (2, 3, 4)]
-    assert {path.name for path in (tmp_path / kept[0]).iterdir()} == {
-        f"rank_{rank:05d}.{kind}" for rank in range(world_size) for kind in ("json", "pt")
-    }
+    kept = sorted((tmp_path / "failures").iterdir())
+    assert [path.name for path in kept] == [f"step_{n:06d}_actor" for n in (2, 3, 4)]
+    files = {f"rank_{rank:05d}.{kind}" for rank in range(world_size) for kind in ("json", "pt")}
+    assert {path.name for path in kept[0].iterdir()} == files | {"config.yaml", "failure.json", "point"}
+    first, *others = [{file.name: file.stat() for file in (path / "point/actor").glob("*.distcp")} for path in kept]
+    assert [os.path.samestat(first[name], other[name]) for other in others for name in first] == [True] * 2 * len(first)
+    assert {stat.st_nlink for stat in first.values()} == {3}, "the same weights are kept once"
 
 
 def find_first(runtime: Runtime, tree: dict[str, Any], kind: str, where: str) -> str | None:

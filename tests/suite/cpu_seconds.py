@@ -22,12 +22,14 @@ from tests.launched import Command
 from tests.ranks import RankPool
 
 TABLE: dict[str, int] = {
+    "tests/distributed/test_deterministic.py": 18,
     "tests/distributed/test_dist_checkpointing.py": 18,
     "tests/distributed/test_families.py": 44,
     "tests/distributed/test_faults.py": 50,
     "tests/distributed/test_packed_layouts.py": 92,
     "tests/distributed/test_patches.py": 14,
     "tests/distributed/test_permuted_mesh.py": 26,
+    "tests/distributed/test_replay.py": 20,
     "tests/distributed/test_resume.py": 107,
     "tests/distributed/test_resume_state.py": 18,
     "tests/distributed/test_rl_failure.py": 42,

@@ -11,16 +11,24 @@ import torch
 from pydantic import ValidationError
 
 from megarlhf.config import SkipConfig
+from megarlhf.layout import MeshLayout
+from megarlhf.observe.phases import Phases
 from megarlhf.parallel.batching import MicroBatchLayout
 from megarlhf.parallel.step import MicroBatch, StepResult
-from megarlhf.trainers.bad_steps import KEPT, BadSteps, SkippedTooOften, Update, load_kept
+from megarlhf.trainers import bad_steps as skipping
+from megarlhf.trainers.bad_steps import KEPT, BadSteps, Failures, SkippedTooOften, Update, load_kept
+from megarlhf.trainers.failures import Failure
 
 
 class Role:
     """Takes every step that is not refused."""
 
     name = "critic"
-    mesh = SimpleNamespace(runtime=SimpleNamespace(rank=0, is_main=True))
+    mesh = SimpleNamespace(
+        runtime=SimpleNamespace(rank=0, is_main=True, world_size=1),
+        coordinates=SimpleNamespace(dp=0),
+        layout=MeshLayout(),
+    )
 
     def __init__(self):
         self.steps = 0
@@ -40,15 +48,25 @@ LAYOUT = MicroBatchLayout(sequences=(5,), lengths=(3,), starts=(0,), rows=1, col
 BATCH = MicroBatch(torch.tensor([[7, 8, 9, 0]]), {"advantages": torch.tensor([[0.5, math.nan, 0.0, 0.0]])}, LAYOUT)
 
 
+LOSS = SimpleNamespace(response_tokens=3, clip=0.2, names=("policy_loss",))
+
+
+def make(cfg, directory):
+    return BadSteps(cfg, Failures(directory, "rl", "# the configuration\n"), Phases())
+
+
 @pytest.fixture
-def run(tmp_path):
-    """Steps of (loss, norm) one after the other: which were skipped."""
+def run(monkeypatch):
+    """Steps of (loss, norm) one after the other: which were skipped. No weights are kept: there is no model."""
     role = Role()
+    counters = {"optimizer_steps": 7, "scheduler_steps": 7}
+    monkeypatch.setattr(skipping.role_state, "counters", lambda role: counters)
+    monkeypatch.setattr(skipping, "keep_weights", lambda role, directory, body, newest: (None, "no model"))
 
     def steps(bad_steps, numbers, number=None):
         skipped = []
         for step, (loss, role.norm) in enumerate(numbers, start=1):
-            skipped.append(bad_steps.apply(role, {"loss": loss}, Update(step, number, [5]), [BATCH]).skipped)
+            skipped.append(bad_steps.apply(role, {"loss": loss}, Update(step, number, [5]), [BATCH], LOSS).skipped)
         assert role.steps == sum(not reason for reason in skipped)
         return [bool(reason) for reason in skipped]
 
@@ -58,7 +76,7 @@ def run(tmp_path):
 def test_a_loss_or_gradient_that_is_not_finite_is_skipped_until_it_is_too_often(run, tmp_path):
     """One good step in between begins the count anew."""
     nan, inf = math.nan, math.inf
-    bad_steps = BadSteps(SkipConfig(), tmp_path)
+    bad_steps = make(SkipConfig(), tmp_path)
     assert run(bad_steps, [(1, 1), (nan, 1), (1, inf), (1, 1), (inf, nan), (nan, nan)]) == [0, 1, 1, 0, 1, 1]
     words = (
         r"critic, step 000001 update 0002: the gradient is not finite. 3 optimizer step\(s\) in a row .* kept in .*step"
@@ -69,25 +87,25 @@ def test_a_loss_or_gradient_that_is_not_finite_is_skipped_until_it_is_too_often(
 
 def test_one_is_the_first_that_ends_the_run(run, tmp_path):
     with pytest.raises(SkippedTooOften):
-        run(BadSteps(SkipConfig(max_skipped_in_a_row=1), tmp_path), [(math.nan, 1)])
+        run(make(SkipConfig(max_skipped_in_a_row=1), tmp_path), [(math.nan, 1)])
 
 
 def test_spikes_are_skipped_by_an_absolute_limit(run, tmp_path):
-    assert run(BadSteps(SkipConfig(skip_grad_norm_above=2.5), tmp_path), [(1, 2.5), (1, 2.6)]) == [0, 1]
+    assert run(make(SkipConfig(skip_grad_norm_above=2.5), tmp_path), [(1, 2.5), (1, 2.6)]) == [0, 1]
 
 
 def test_spikes_are_skipped_by_a_factor_over_the_running_median(run, tmp_path):
     """After 16 norms of 2, 6.1 is more than three times the median; before there is no median. What was skipped does
     not raise it: 30 steps of 6.1 later it would."""
     cfg = SkipConfig(skip_grad_norm_factor=3, max_skipped_in_a_row=99)
-    bad_steps = BadSteps(cfg, tmp_path)
+    bad_steps = make(cfg, tmp_path)
     assert run(bad_steps, [(1, 2)] * 15 + [(1, 60)] + [(1, 6)] + [(1, 6.1)] * 30) == [0] * 17 + [1] * 30
 
 
 def test_the_count_and_the_norms_go_on_after_a_resume(run, tmp_path):
     """JSON in between, as a resume point keeps them."""
     cfg = SkipConfig(skip_grad_norm_factor=3)
-    before, after = BadSteps(cfg, tmp_path), BadSteps(cfg, tmp_path)
+    before, after = make(cfg, tmp_path), make(cfg, tmp_path)
     run(before, [(1, 0.1 * n) for n in range(1, 80)] + [(math.nan, 1)] * 2)
     after.load_state_dict(json.loads(json.dumps(before.state_dict())))
     assert after.state_dict() == before.state_dict()
@@ -97,13 +115,25 @@ def test_the_count_and_the_norms_go_on_after_a_resume(run, tmp_path):
 
 
 def test_what_is_kept_can_be_read_again_and_only_the_newest_stay(run, tmp_path):
-    run(BadSteps(SkipConfig(max_skipped_in_a_row=99), tmp_path), [(math.nan, 1)] * (KEPT + 2))
+    run(make(SkipConfig(max_skipped_in_a_row=99), tmp_path), [(math.nan, 1)] * (KEPT + 2))
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"step_{n:06d}_critic" for n in range(3, KEPT + 3)]
     kept = tmp_path / "step_000003_critic"
-    assert sorted(path.name for path in kept.iterdir()) == ["rank_00000.json", "rank_00000.pt"]
+    assert sorted(path.name for path in kept.iterdir()) == [
+        "config.yaml",
+        "failure.json",
+        "rank_00000.json",
+        "rank_00000.pt",
+    ]
     numbers = json.loads((kept / "rank_00000.json").read_text())
-    assert numbers["gradient_norms_of_this_rank"] == {"weight": 5.0, "bias": "nan"}
-    assert (numbers["reason"], numbers["sums"], numbers["samples"]) == ("the loss is nan", {"loss": "nan"}, [5])
+    assert numbers == {"dp": 0, "gradient_norms_of_this_rank": {"weight": 5.0, "bias": "nan"}}
+    failure = Failure.read(kept)
+    assert (failure.reason, failure.samples, failure.denominators) == ("the loss is nan", [5], {"response_tokens": 3})
+    assert math.isnan(failure.sums["loss"])
+    assert (failure.gradient_norm, failure.counters["optimizer_steps"], failure.layout) == (
+        1.0,
+        7,
+        "tp 1 x pp 1 x dp 1",
+    )
     (batch,) = load_kept(kept / "rank_00000.pt")
     assert batch.layout == LAYOUT
     assert torch.equal(batch.tokens_BS, BATCH.tokens_BS)
@@ -112,7 +142,7 @@ def test_what_is_kept_can_be_read_again_and_only_the_newest_stay(run, tmp_path):
 
 def test_evidence_that_cannot_be_written_ends_no_run(run, tmp_path, caplog):
     (tmp_path / "file").write_text("")
-    assert run(BadSteps(SkipConfig(), tmp_path / "file"), [(math.nan, 1)]) == [1]
+    assert run(make(SkipConfig(), tmp_path / "file"), [(math.nan, 1)]) == [1]
     assert "could not be kept" in caplog.text
 
 

@@ -1,0 +1,43 @@
+"""`megarlhf replay FAILURE_DIR`: the skipped step is found and checked, ranks are started, the step is repeated."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from megarlhf.commands import launch
+from megarlhf.planning.legality import check_role
+from megarlhf.resume.changes import TrainingConfig
+from megarlhf.runtime import RankInfo, detect_rank
+from megarlhf.trainers.failures import Failure
+
+ENTRY = "megarlhf.trainers.replay:run"
+
+
+def replay(directory: Path, overrides: Sequence[str], argv: Sequence[str]) -> int:
+    """Repeat the step that was kept in `directory`, with the run's configuration and `overrides`; returns the exit
+    status. The run directory is only read.
+
+    Raises: ValueError when the directory is no failure, or when the ranks do not fit the layout.
+    """
+    failure = Failure.read(directory)
+    cfg = failure.config(directory, overrides)
+    info = detect_rank(os.environ)
+    if info is None:
+        _require_ranks(failure, cfg, overrides)
+    check_role(failure.role, failure.section(cfg), cfg.run.nproc if info is None else info.world_size)
+    if info is None and cfg.run.nproc > 1:
+        return launch.local_ranks(cfg.run.nproc, argv)
+    return launch.as_rank(info or RankInfo(), cfg, ENTRY, reads=directory)
+
+
+def _require_ranks(failure: Failure, cfg: TrainingConfig, overrides: Sequence[str]) -> None:
+    """A plain start takes as many ranks as the run had, if a plain start made them, or as many as it is told."""
+    told = any(override.startswith(("run.nproc=", "run=")) for override in overrides)
+    if cfg.run.nproc != failure.world_size and not told:
+        raise ValueError(
+            f"{failure.words} was made by {failure.world_size} rank(s) of a launcher ({failure.layout}); start replay "
+            "by srun or torchrun with as many, or plainly on fewer: such as run.nproc=1 "
+            f"{failure.role}.parallel.tp=1 {failure.role}.parallel.pp=1"
+        )

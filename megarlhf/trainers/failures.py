@@ -1,0 +1,121 @@
+"""What a run keeps of an optimizer step that it has skipped: `run.dir/failures/step_NNNNNN[_update_MMMM]_ROLE/`.
+
+failure.json     which step, why it was skipped, its numbers
+config.yaml      the resolved configuration of the run
+rank_RRRRR.pt    a rank's micro-batches; rank_RRRRR.json: the norms of its gradients
+point/           the role's weights before the step: a resume point without optimizer (`resume/kept_weights.py`)
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from megarlhf.config import RLConfig, RMConfig, RoleConfig, SFTConfig, load_config
+from megarlhf.observe.run_directory import CONFIG_FILE
+from megarlhf.resume.changes import TrainingConfig, roles_of
+
+FAILURE_FILE = "failure.json"
+POINT = "point"
+FORMAT = 1
+CONFIGS: Mapping[str, type[TrainingConfig]] = {"sft": SFTConfig, "rm": RMConfig, "rl": RLConfig}
+"""By the command that writes failures."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A skipped step, as `failure.json` says it. Numbers that are not finite are texts there."""
+
+    command: str
+    role: str
+    step: int
+    """1 is the first, as in the metrics."""
+    update: int | None
+    """Of the mini-batch in its step, from 0; None where a step has one."""
+    samples: Sequence[int]
+    """The mini-batch, by the numbers of the data (sft, rm) or of the step's samples (rl)."""
+    reason: str
+    sums: Mapping[str, float]
+    """What the loss has summed over the mini-batch; `loss` is among them."""
+    gradient_norm: float
+    denominators: Mapping[str, int]
+    """Of the loss, by its fields: numbers of the whole mini-batch."""
+    counters: Mapping[str, int]
+    """Steps that the role's optimizer and learning rate had made."""
+    layout: str
+    """Of the role, in words."""
+    world_size: int
+
+    @property
+    def words(self) -> str:
+        """Such as `step 12, update 3 of critic`."""
+        return f"step {self.step}{'' if self.update is None else f', update {self.update}'} of {self.role}"
+
+    def write(self, directory: Path) -> None:
+        """To `failure.json`."""
+        tree = {"format": FORMAT, **asdict(self)}
+        tree |= {"sums": plain(self.sums), **plain({"gradient_norm": self.gradient_norm})}
+        partial = directory / f".{FAILURE_FILE}.partial"
+        partial.write_text(json.dumps(tree, indent=1), encoding="utf-8")
+        partial.replace(directory / FAILURE_FILE)
+
+    @classmethod
+    def read(cls, directory: Path) -> Failure:
+        """Raises: ValueError when the directory is not a failure, or is not complete."""
+        file = directory / FAILURE_FILE
+        try:
+            tree = json.loads(file.read_text(encoding="utf-8"))
+            if tree["format"] != FORMAT:
+                raise ValueError(f"it has format {tree['format']!r}, and this version reads format {FORMAT}")
+            values = {field.name: tree[field.name] for field in fields(cls)}
+        except (FileNotFoundError, NotADirectoryError):
+            raise ValueError(_no_failure(directory)) from None
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise ValueError(
+                f"{file} cannot be read ({type(error).__name__}: {error}); name another failure of the run"
+            ) from None
+        values["sums"] = {name: float(value) for name, value in values["sums"].items()}
+        values["gradient_norm"] = float(values["gradient_norm"])
+        failure = cls(**values)
+        names = [CONFIG_FILE, *(rank_file(rank) for rank in range(failure.world_size))]
+        if missing := [name for name in names if not (directory / name).is_file()]:
+            raise ValueError(
+                f"{directory} is not complete: {', '.join(missing[:5])} of {failure.world_size} rank(s) missing; the "
+                "run was ended while it wrote them, or the disk was full. Name another failure of the run"
+            )
+        return failure
+
+    def config(self, directory: Path, overrides: Sequence[str]) -> TrainingConfig:
+        """The run's configuration with `overrides`."""
+        return load_config(CONFIGS[self.command], directory / CONFIG_FILE, overrides)
+
+    def section(self, cfg: TrainingConfig) -> RoleConfig:
+        """Of the role in a configuration. Raises: ValueError when that does without the role."""
+        sections = roles_of(cfg)
+        if self.role not in sections:
+            raise ValueError(
+                f"{self.words}: this configuration has no {self.role}; leave out the override that drops it"
+            )
+        return sections[self.role]
+
+
+def rank_file(rank: int, kind: str = "pt") -> str:
+    """Name of the file with a rank's micro-batches, or (json) with what else it has kept."""
+    return f"rank_{rank:05d}.{kind}"
+
+
+def plain(numbers: Mapping[str, float]) -> dict[str, float | str]:
+    """For JSON: a text where a number is not finite."""
+    return {name: value if math.isfinite(value) else str(value) for name, value in numbers.items()}
+
+
+def _no_failure(directory: Path) -> str:
+    """What to say of a directory without `failure.json`; failures that stand below it are named."""
+    if not directory.is_dir():
+        return f"{directory} is no directory (working directory: {Path.cwd()}); name a folder of RUN_DIR/failures"
+    below = [path.parent for pattern in ("*", "failures/*") for path in directory.glob(f"{pattern}/{FAILURE_FILE}")]
+    known = f"name one of {', '.join(map(str, sorted(below)))}" if below else "name a folder of RUN_DIR/failures"
+    return f"{directory} is not what a run keeps of a skipped step: it has no {FAILURE_FILE}; {known}"

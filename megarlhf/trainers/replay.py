@@ -1,0 +1,250 @@
+"""`megarlhf replay`: a skipped optimizer step is repeated, and the first tensor that is not finite is named.
+
+The role gets the weights that it had before the step, and the mini-batch of the step; forward and backward run as they
+did. Nothing is written.
+
+Legend: B rows, S columns of a micro-batch, N sequences of the mini-batch.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from megarlhf.config import RMConfig, SFTConfig
+from megarlhf.experience import Ragged
+from megarlhf.models.role import Role, build_role
+from megarlhf.parallel.batching import TokenSpans, scatter_to_micro_batch
+from megarlhf.parallel.mesh import GroupCache
+from megarlhf.parallel.not_finite import LossModule, NotFinite, first_not_finite
+from megarlhf.parallel.step import Loss, MicroBatch
+from megarlhf.resume.changes import TrainingConfig, compare
+from megarlhf.resume.kept_weights import find_weights
+from megarlhf.resume.restore import layout_in_words
+from megarlhf.resume.role_state import is_tied_copy, layers_of
+from megarlhf.runtime import Runtime
+from megarlhf.trainers.bad_steps import load_kept
+from megarlhf.trainers.failures import POINT, Failure, rank_file
+from megarlhf.trainers.rl_losses import PolicyLoss, ValueLoss
+from megarlhf.trainers.rm import PairwiseLoss
+from megarlhf.trainers.sft import NextTokenLoss
+
+LARGEST = 5
+"""Parameters whose gradients are shown when all are finite."""
+
+
+@dataclass(frozen=True)
+class Repeated:
+    """What a repeated step has given, the same on every rank."""
+
+    loss: float
+    gradient_norm: float
+    first: tuple[tuple[str, NotFinite], ...]
+    """On each rank on which there is one, the first tensor that is not finite, and where the rank stands; the one that
+    was the first of all stands first."""
+    gradient_norms: Mapping[str, float]
+    """By parameter, the largest first; those that are not finite stand before all others."""
+
+
+def run(cfg: TrainingConfig, runtime: Runtime, directory: Path) -> None:
+    """Repeat the skipped step that was kept in `directory`, and print what comes out. Collective."""
+    failure = Failure.read(directory)
+    run_dir = directory.resolve().parent.parent
+    weights = find_weights(runtime, directory / POINT, run_dir, failure.role, failure.counters)
+    role = build(cfg, runtime, failure, weights / failure.role)
+    before = failure.config(directory, [])
+    as_kept = layout_in_words(role) == failure.layout and _same_micro_batches(before, cfg)
+    batches = load_batches(directory, failure, role, cfg, as_kept=as_kept)
+    found = repeat(role, batches, rebuilt_loss(cfg, failure, role))
+    if runtime.is_main:
+        print(f"{failure.words} was skipped because {failure.reason}")
+        print(f"weights: {weights} ({failure.counters['optimizer_steps']} optimizer steps made)")
+        how = "the kept micro-batches" if as_kept else "the kept mini-batch in other micro-batches"
+        print(
+            f"mini-batch: {len(failure.samples)} samples; {how}, on {layout_in_words(role)} (kept on {failure.layout})"
+        )
+        for change in compare(before, cfg).mathematics:
+            print(f"changed in what is computed: {change}")
+        print("\n".join(report(failure, found)), flush=True)
+
+
+def build(cfg: TrainingConfig, runtime: Runtime, failure: Failure, weights: Path) -> Role:
+    """The role with the weights from the folder `weights`, ready for a backward. Collective."""
+    section = failure.section(cfg)
+    kept = {"path": weights, "hf": section.model.hf_directory(), "random_init": False, "fresh_head": False}
+    return build_role(
+        failure.role,
+        section.model_copy(update={"model": section.model.model_copy(update=kept)}),
+        "lm" if failure.role == "actor" else "scalar",
+        GroupCache(runtime),
+        seed=cfg.run.seed,
+        num_optimizer_steps=1,
+    )
+
+
+def rebuilt_loss(cfg: TrainingConfig, failure: Failure, role: Role) -> Loss:
+    """The loss of the whole mini-batch: its denominators are kept, the rest is configuration."""
+    denominators: Mapping[str, Any] = failure.denominators
+    if isinstance(cfg, SFTConfig):
+        return NextTokenLoss(vocabulary=role.shard.vocabulary(), **denominators)
+    if isinstance(cfg, RMConfig):
+        return PairwiseLoss(kind=cfg.loss, center_coef=cfg.center_coef, **denominators)
+    if failure.role == "critic":
+        return ValueLoss(clip=cfg.algo.value_clip, **denominators)
+    return PolicyLoss(
+        algo=cfg.algo,
+        temperature=cfg.rollout.temperature,
+        vocabulary=role.shard.vocabulary(),
+        **denominators,
+    )
+
+
+def load_batches(
+    directory: Path, failure: Failure, role: Role, cfg: TrainingConfig, *, as_kept: bool
+) -> list[MicroBatch]:
+    """This data-parallel rank's micro-batches: as they were, or the mini-batch cut again for this layout."""
+    files: dict[int, str] = {}
+    """By data-parallel rank, a file with its micro-batches."""
+    for rank in range(failure.world_size):
+        numbers = json.loads((directory / rank_file(rank, "json")).read_text(encoding="utf-8"))
+        files.setdefault(numbers["dp"], rank_file(rank))
+    if as_kept:
+        batches = load_kept(directory / files[role.mesh.coordinates.dp])
+    else:
+        kept = [batch for dp in sorted(files) for batch in load_kept(directory / files[dp])]
+        batches = cut_again(kept, role, cfg, group=2 if isinstance(cfg, RMConfig) else 1)
+    device = role.mesh.runtime.device
+    return [
+        replace(
+            batch,
+            tokens_BS=batch.tokens_BS.to(device),
+            columns={name: column.to(device) for name, column in batch.columns.items()},
+        )
+        for batch in batches
+    ]
+
+
+def cut_again(kept: Sequence[MicroBatch], role: Role, cfg: TrainingConfig, *, group: int) -> list[MicroBatch]:
+    """This data-parallel rank's micro-batches of all the sequences in `kept`; `group` neighbours stay together."""
+    tokens_N: list[Tensor] = []
+    columns_N: dict[str, list[Tensor]] = defaultdict(list)
+    for batch in kept:
+        layout = batch.layout
+        assert layout is not None
+        for start, length in zip(layout.starts, layout.lengths, strict=True):
+            tokens_N.append(batch.tokens_BS.flatten()[start : start + length])
+            for name, column_BS in batch.columns.items():
+                columns_N[name].append(column_BS.flatten()[start : start + length])
+    tables = {name: Ragged.from_rows(rows, rows[0].dtype) for name, rows in {"tokens": tokens_N, **columns_N}.items()}
+    lengths_N = tables["tokens"].lengths_N
+    whole = TokenSpans.whole(lengths_N)
+    groups = [tuple(range(first, first + group)) for first in range(0, len(tokens_N), group)]
+    batches = []
+    for layout in role.batching(cfg.train).layouts(groups, lengths_N):
+        grids = {name: scatter_to_micro_batch(layout, table, whole) for name, table in tables.items()}
+        batches.append(MicroBatch(grids.pop("tokens"), grids, layout))
+    return batches
+
+
+def repeat(role: Role, batches: Sequence[MicroBatch], loss: Loss) -> Repeated:
+    """Forward, backward and the gradient norm, watched. Collective."""
+    assert role.trainer is not None
+    watched, sums = LossModule(loss), {}
+    found = _column_that_is_not_finite(batches)
+    in_model = first_not_finite(role.shard.module, lambda: sums.update(role.accumulate(batches, watched)), loss=watched)
+    gradient_norm = role.trainer.gradient_norm()
+    layers, at, runtime = layers_of(role.shard), role.mesh.coordinates, role.mesh.runtime
+    where = f"rank {runtime.rank} (tp {at.tp}, pp {at.pp}, dp {at.dp})"
+    mine = found or in_model
+    if mine is not None:
+        mine = replace(mine, module=_global_name(mine.module, layers))
+    squares = {
+        _global_name(name, layers): float(gradient.double().square().sum())
+        for name, gradient in role.trainer.own_gradients().items()
+        if not is_tied_copy(role.shard, name)
+        and (at.tp == 0 or getattr(role.shard.parameters()[name], "tensor_model_parallel", False))
+    }
+    everyones = [(where, at.pp, mine, squares)] * runtime.world_size
+    dist.all_gather_object(everyones, everyones[0])
+    firsts = [(_when(first, pp), where, first) for where, pp, first, _ in everyones if first is not None]
+    total: dict[str, float] = defaultdict(float)
+    for name, square in itertools.chain.from_iterable(each.items() for *_, each in everyones):
+        total[name] += square
+    norms = {name: math.sqrt(square) for name, square in total.items()}
+    return Repeated(
+        loss=sums["loss"],
+        gradient_norm=gradient_norm,
+        first=tuple((where, first) for _, where, first in sorted(firsts, key=lambda item: item[0])),
+        gradient_norms=dict(sorted(norms.items(), key=lambda item: -item[1] if math.isfinite(item[1]) else -math.inf)),
+    )
+
+
+def report(failure: Failure, found: Repeated) -> list[str]:
+    """What a user is told, in lines."""
+    kept, repeated = (failure.sums["loss"], failure.gradient_norm), (found.loss, found.gradient_norm)
+    same = "the same, bit for bit" if list(map(str, kept)) == list(map(str, repeated)) else "other bits"
+    lines = [
+        f"{what}: {then:.9g} then, {now:.9g} now"
+        for what, then, now in zip(("loss", "gradient norm"), kept, repeated, strict=True)
+    ]
+    lines[-1] += f" ({same})"
+    if found.first:
+        (where, first), *others = found.first
+        lines.append(f"the first tensor that is not finite: {first}, on {where}, in {_IN[first.during]}")
+        lines += [f"  first on {where}: {other}" for where, other in others[:LARGEST]]
+        if len(others) > LARGEST:
+            lines.append(f"  and on {len(others) - LARGEST} more rank(s)")
+        return lines
+    lines.append("all finite: weights, inputs, outputs, loss and gradients")
+    if not all(map(math.isfinite, kept)):
+        lines.append(
+            "so the step does not repeat: its NaN or infinity came from what is not kept, such as a kernel that is not "
+            "deterministic, another layout's order of sums, or a device that computes wrongly"
+        )
+    lines.append("largest gradients, by parameter:")
+    lines += [f"  {norm:.6g}  {name}" for name, norm in itertools.islice(found.gradient_norms.items(), LARGEST)]
+    return lines
+
+
+_IN = {"forward": "the forward", "backward": "the backward", "sums": "the sum of gradients over ranks"}
+
+
+def _when(first: NotFinite, pp: int) -> tuple[int, int, int]:
+    """Orders the first tensors of different ranks by when they were computed: forward through the pipeline's stages,
+    then backward through them; on one stage in the order in which tensors were looked at."""
+    stage = {"forward": pp, "backward": -pp, "sums": 0}[first.during]
+    return list(_IN).index(first.during), stage, first.number
+
+
+def _column_that_is_not_finite(batches: Sequence[MicroBatch]) -> NotFinite | None:
+    """Of what the loss reads beside the model's output."""
+    for n, batch in enumerate(batches):
+        for name, column_BS in batch.columns.items():
+            if column_BS.is_floating_point() and not bool(column_BS.isfinite().all()):
+                nans, infinities = int(column_BS.isnan().sum()), int(column_BS.isinf().sum())
+                what = f"column {name}"
+                return NotFinite(
+                    f"micro-batch {n}", what, nans, infinities, tuple(column_BS.shape), "forward", number=0
+                )
+    return None
+
+
+def _global_name(name: str, layers: range) -> str:
+    """A module or parameter of this stage, with its layer's number in the whole model."""
+    return re.sub(r"^decoder\.layers\.(\d+)", lambda match: f"decoder.layers.{layers[int(match[1])]}", name)
+
+
+def _same_micro_batches(before: TrainingConfig, after: TrainingConfig) -> bool:
+    """Whether a mini-batch is cut alike."""
+    sizes = ("micro_batch_samples", "max_tokens_per_micro_batch")
+    return all(getattr(before.train, name) == getattr(after.train, name) for name in sizes)
