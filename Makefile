@@ -38,7 +38,7 @@ export VLLM_NO_USAGE_STATS ?= 1
 export TORCH_CPP_LOG_LEVEL ?= ERROR
 
 .PHONY: help venv demo demo-3d demo-seeds bench-convert bench-reshard bench-kernels bench-packing bench-gpu-logprob \
-	bench-gpu-packed test test-slow test-slurm slurm-scripts lint docs doctor lock clean
+	bench-gpu-packed bench-resume test test-slow test-slurm test-faults slurm-scripts lint docs doctor lock clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -104,6 +104,12 @@ test-slurm: venv ## the batch scripts on a real Slurm of two nodes (10 minutes);
 			{ apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends \
 				$(SLURM_PACKAGES) >/dev/null; } || true; fi; }
 	$(PY) -m pytest -m slurm --durations=25 $(or $(PYTEST_ARGS),tests/slurm)
+
+test-faults: venv ## real runs that are killed, damaged and stopped, and go on (1 hour, can be continued); writes benchmarks/results/faults.json
+	$(PY) -m benchmarks.faults
+
+bench-resume: venv ## what resume points cost (5 minutes); writes benchmarks/results/resume.json
+	$(PY) -m benchmarks.resume
 
 slurm-scripts: ## write slurm/*.sbatch anew from slurm/parts/
 	$(or $(wildcard $(PY)),python3) -m tools.slurm_scripts

@@ -52,6 +52,8 @@ class Trial:
     folder: Path
     environment: dict[str, str] = field(default_factory=dict)
     overrides: tuple[str, ...] = ()
+    moments: tuple[int, int] | None = None
+    """Steps between which the fault happens; None: anywhere in the run."""
     run: Path = Path()
     commands: list[Command] = field(default_factory=list)
 
@@ -77,7 +79,7 @@ class Trial:
 
         Raises: NotHappened when the command has ended by then.
         """
-        steps, part = self.random.randrange(first, self.case.steps), self.random.random()
+        steps, part = self.random.randrange(*self.moments or (first, self.case.steps)), self.random.random()
         reference = self.reference
         there = command.wait_until((self.run / "lock").exists) and command.wait_until(
             partial(has_step, self.run, steps)

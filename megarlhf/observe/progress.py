@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -149,13 +150,19 @@ class Progress:
             self._last_line = now
             percent = 100 * n // self._total if self._total else 100
             line = "  ".join([f"{self._title} {n}/{self._total} {percent}%", self._times(), *self._shown()])
-            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+            self._print(line, markup=False, highlight=False, soft_wrap=True)
 
     def note(self, message: RenderableType) -> None:
         """Print a message or a `table` above the bar; text is taken as it is, without rich's markup."""
         if self._console is not None:
             text = isinstance(message, str)
-            self._console.print(Text(str(message)) if text else message, soft_wrap=text)
+            self._print(Text(str(message)) if text else message, soft_wrap=text)
+
+    def _print(self, message: RenderableType, **options: Any) -> None:
+        """A disk that is full, where stdout is a file, costs the line and not the run."""
+        assert self._console is not None
+        with contextlib.suppress(OSError):
+            self._console.print(message, **options)
 
     def _times(self) -> str:
         """Elapsed in this process, and left at its pace, which is not known before its first step."""

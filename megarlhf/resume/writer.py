@@ -48,6 +48,8 @@ log = logging.getLogger(__name__)
 CHUNK = 1 << 22
 NOTES = ".notes"
 """Folder in which each rank's process says what it has written; gone when the directory is complete."""
+FULL = 1 << 20
+"""A disk with fewer free bytes is full."""
 POLL_SECONDS = 0.02
 WRITE_SECONDS = 3600.0
 """After which a writer that has not answered is taken for hanging."""
@@ -274,9 +276,16 @@ def _write(
     except Exception as error:  # noqa: BLE001 -- the rank reports it
         status = 1
         with contextlib.suppress(Exception):
-            answer.send((f"{type(error).__name__}: {error}", 0))
+            answer.send((_in_words(error, directory), 0))
     answer.close()
     os._exit(status)  # nothing that the rank has registered for its end is to run here
+
+
+def _in_words(error: Exception, directory: Path) -> str:
+    """torch's writer does not say that a disk is full."""
+    text = f"{type(error).__name__}: {error}"
+    free = shutil.disk_usage(directory.parent).free
+    return text if free > FULL else f"the disk is full ({free:,} bytes are free at {directory.parent}); {text}"
 
 
 def _write_files(directory: Path, jobs: list[Any], files: Mapping[str, Any]) -> _Note:

@@ -122,3 +122,10 @@ def test_format_number(value, text):
 @pytest.mark.parametrize(("seconds", "text"), [(None, "-:--:--"), (59.6, "0:01:00"), (90061, "25:01:01")])
 def test_format_duration(seconds, text):
     assert format_duration(seconds) == text
+
+
+def test_output_to_a_full_disk_costs_a_line_and_not_the_run():
+    with open("/dev/full", "w") as full, Progress("sft", 2, console=Console(file=full)) as progress:
+        progress.note("nobody reads this")
+        progress.step(2, {"loss": 1.0})
+        full.detach()  # what it could not write is not written at the end either
