@@ -1,12 +1,12 @@
-"""Typed configuration. `sections.py`, `roles.py` and `rollout.py` say what may be said, `load.py` reads it."""
+"""Typed configuration. `sections.py` and the files that it imports say what may be said, `load.py` reads it."""
 
 from megarlhf.config.load import dump_config, load_config
 from megarlhf.config.numbers import SkipConfig
 from megarlhf.config.roles import FrozenModel, KernelsConfig, ModelConfig, OptimConfig, ParallelConfig, RoleConfig
 from megarlhf.config.rollout import Dtype, LogprobGapConfig, RolloutConfig, RolloutParallelConfig
+from megarlhf.config.run import CheckpointConfig, RunConfig
 from megarlhf.config.sections import (
     AlgoConfig,
-    CheckpointConfig,
     DataConfig,
     EvalConfig,
     GenerateConfig,
@@ -17,7 +17,6 @@ from megarlhf.config.sections import (
     RLConfig,
     RLTrainConfig,
     RMConfig,
-    RunConfig,
     SFTConfig,
     StopConfig,
     TrainConfig,
