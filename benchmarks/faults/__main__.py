@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import megarlhf
-from benchmarks.faults import planted_faults, random_faults
+from benchmarks.faults import page, planted_faults, random_faults
 from benchmarks.faults.record import Record, Result, summary
 from benchmarks.faults.runs import Site, generator
 from benchmarks.faults.trial import CannotHappen, NotHappened, Trial
@@ -128,7 +128,11 @@ def main() -> None:
     parser.add_argument("--trials", type=int, help="of each fault at most so many")
     parser.add_argument("--keep", action="store_true", help="also keep the directories of trials that went well")
     parser.add_argument("--fresh", action="store_true", help="forget the trials that were done")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="try nothing: put the results into this page")
     arguments = parser.parse_args()
+    if arguments.markdown:
+        page.update(arguments.markdown, FAULTS)
+        return
     if arguments.fresh:
         shutil.rmtree(arguments.work, ignore_errors=True)
     arguments.work.mkdir(parents=True, exist_ok=True)
