@@ -251,6 +251,11 @@ def without_torch_determinism() -> Iterator[None]:
         torch.use_deterministic_algorithms(True)
 
 
+def compute_capability(runtime: Runtime) -> tuple[int, int] | None:
+    """Of this rank's GPU, such as (9, 0) for an H100; None on a CPU."""
+    return torch.cuda.get_device_capability(runtime.device) if runtime.device.type == "cuda" else None
+
+
 def synchronize(device: torch.device) -> None:
     """Wait for the device, so that a host clock measures what ran."""
     if device.type == "cuda":

@@ -70,8 +70,8 @@ def _launch(
     os.chdir(ROOT)
     os.dup2(os.open(stderr, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
     tempfile.tempdir = None  # the server's
-    for number in ignored:
-        signal.signal(number, signal.SIG_IGN)
+    for number in (signal.SIGHUP, *ignored):  # which is ignored where the tests run under nohup
+        signal.signal(number, signal.SIG_IGN if number in ignored else signal.SIG_DFL)
     status = launch.local_ranks(2, arguments, ["-c", rank])
     times.send(sum(os.times()[:4]))
     sys.exit(status)

@@ -27,6 +27,8 @@ RESUMED, WENT_ON, REFUSED = (
     "the run goes on by itself and ends with equal metrics",
     "refused with status 2 and every file as it was; then the right command goes on and ends with equal metrics",
 )
+WENT_ON_OR_RESUMED = "the run goes on by itself, or after a kill by the same command, and ends with equal metrics"
+SECOND = "the second start is refused with status 2; the first run ends with equal metrics"
 SINCE_POINT = "the work since the last resume point is done again; no response that the bank has is drawn again"
 
 
@@ -58,11 +60,11 @@ FAULTS = {
     "rank_stopped": Fault(random_faults.rank_stopped, 10, ("sft_tp2",), RESUMED, SINCE_POINT),
     "writer_killed": Fault(random_faults.writer_killed, 10, ("sft", "sft_tp2"), WENT_ON, "nothing"),
     "launcher_killed": Fault(planted_faults.launcher_killed, 3, ("sft_tp2", "ppo"), RESUMED, SINCE_POINT),
-    "disk_full": Fault(planted_faults.disk_full, 3, ("sft",), WENT_ON, "nothing that was complete"),
+    "disk_full": Fault(planted_faults.disk_full, 3, ("sft",), WENT_ON_OR_RESUMED, "nothing that was complete"),
     "read_only_directory": Fault(planted_faults.read_only_directory, 3, ("sft",), REFUSED, SINCE_POINT),
     "changed_data": Fault(planted_faults.changed_data, 3, ("sft",), REFUSED, SINCE_POINT),
     "changed_configuration": Fault(planted_faults.changed_configuration, 3, ("sft",), REFUSED, SINCE_POINT),
-    "second_job": Fault(planted_faults.second_job, 3, ("sft", "grpo"), REFUSED, "nothing"),
+    "second_job": Fault(planted_faults.second_job, 3, ("sft", "grpo"), SECOND, "nothing"),
     "hanging_reward": Fault(planted_faults.hanging_reward, 3, ("grpo",), RESUMED, SINCE_POINT),
     "engine_exception": Fault(planted_faults.engine_exception, 3, ("ppo_vllm",), WENT_ON, "nothing"),
     "nan_gradient": Fault(

@@ -127,10 +127,10 @@ class Trial:
             each = train["epochs_per_step"] * samples // train["mini_batch_samples"]
         return 0 if position is None else position.step * each + position.update
 
-    def goes_on(self, happened: str, *, allowed: int = 0, status: int = 0) -> Result:
+    def goes_on(self, happened: str, *, allowed: int | None = None, status: int = 0) -> Result:
         """The same command once more: it has to end as the run that nothing happened to, from the newest point.
 
-        `allowed`: how many updates may be done again that no resume point had.
+        `allowed`: how many updates may be done again at most; None: all that no resume point had.
         """
         before = self.left()
         command = self.start()
@@ -144,7 +144,7 @@ class Trial:
         resumed = Position(int(match[1]), int(match[2] or 0)) if match else None
         result.steps_lost = self.updates(before.reached) - self.updates(resumed)
         result.beyond_promise = max(0, self.updates(before.newest) - self.updates(resumed))
-        if before.newest is None and allowed:
+        if allowed is not None:
             result.beyond_promise = max(0, result.steps_lost - allowed)
         result.beyond_promise += self._drawn_again(before, resumed, said)
         result.problem = differences(results(self.run), self.reference.results)

@@ -11,11 +11,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
-
 from megarlhf.collective_errors import raise_on_all_ranks
 from megarlhf.config import GenerateConfig, RLConfig, RMConfig, SFTConfig
-from megarlhf.runtime import Runtime, has_transformer_engine, sees_gpus
+from megarlhf.runtime import Runtime, compute_capability, has_transformer_engine, sees_gpus
 
 AnyConfig = SFTConfig | RMConfig | RLConfig | GenerateConfig
 
@@ -122,17 +120,18 @@ def require_deterministic_device(cfg: AnyConfig, runtime: Runtime) -> None:
     if not cfg.run.deterministic:
         return
     with raise_on_all_ranks(lambda reasons: ValueError(f"run.deterministic = true: {'; '.join(reasons)}")) as problems:
-        if runtime.device.type == "cuda":
-            problems += device_problems(cfg, _device(runtime))
+        capability = compute_capability(runtime)
+        if capability is not None:
+            problems += device_problems(cfg, _device(capability))
 
 
-def _device(runtime: Runtime) -> Device:
+def _device(capability: tuple[int, int]) -> Device:
     try:
         version = importlib.metadata.version("flash-attn")
         flash = tuple(int(part) for part in re.findall(r"\d+", version)[:3])
     except importlib.metadata.PackageNotFoundError:
         flash = None
-    return Device(torch.cuda.get_device_capability(runtime.device), has_transformer_engine(), flash)
+    return Device(capability, has_transformer_engine(), flash)
 
 
 def device_problems(cfg: AnyConfig, device: Device) -> list[str]:

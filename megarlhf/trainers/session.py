@@ -248,12 +248,12 @@ def open_session(
 
 
 def _require_steps_left(start: Position, planned: int | None, total: int, run_dir: Path) -> None:
-    """Raises: ValueError when a run whose steps were `planned` is to end where it has been already.
+    """Raises: ValueError when an earlier run, whose steps were `planned`, is to end where it has been already.
 
     Its last export, and what else is done after the last step, would be of other steps or missing. A run that was
     killed after its last step, with the same number, has nothing left to do and ends in order.
     """
-    if start > Position(total) or (start == Position(total) and planned != total):
+    if planned is not None and (start > Position(total) or (start == Position(total) and planned != total)):
         raise ValueError(
             f"run.dir = {run_dir} holds a run that has made {start.step} steps"
             + (f" and {start.update} updates of the next one" if start.update else "")

@@ -179,7 +179,7 @@ def test_torch_is_told_before_the_ranks_meet(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_rank_whose_gpu_cannot_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not covered: several ranks, of which one differs."""
-    monkeypatch.setattr(determinism.torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(determinism, "has_transformer_engine", lambda: False)
     on_gpu = Runtime(device=torch.device("cuda", 0), backend="nccl", deterministic=True)
     errors: list[Any] = []
