@@ -1,12 +1,10 @@
-"""A real run, started as a user starts it, is killed by SIGKILL at a moment that nothing prepares it for, more than
-once, and goes on to the same end. The harness is that of `make test-faults`, which does this a hundred times."""
+"""A real run of PPO, started as a user starts it, is killed by SIGKILL twice at moments that nothing prepares it for,
+and goes on to the same end. The harness is that of `make test-faults`, which does it a hundred times; sft too."""
 
 from __future__ import annotations
 
 import random
 from pathlib import Path
-
-import pytest
 
 from benchmarks.faults import random_faults
 from benchmarks.faults.runs import Case, Reference, Site, differences, results
@@ -23,17 +21,6 @@ class Known(Site):
         return Reference(results(self.root / "whole"), 0.5, 0.3)
 
 
-def sft(models: dict[str, Path], data: dict[str, Path]) -> Case:
-    tree = {
-        "actor": {"model": {"path": str(models["plain"])}, "optim": {"lr": 1e-3}},
-        "data": {"train": str(data["sft"]), "heldout": str(data["sft"])},
-        "train": {"num_steps": 16, "mini_batch_samples": 24, "micro_batch_samples": 4},
-        "eval": {"every": 8, "max_samples": 4},
-        "checkpoint": {"every": 2, "every_minutes": 0, "export_every": 8},
-    }
-    return Case("sft", "sft", 1, tree)
-
-
 def ppo(models: dict[str, Path], data: dict[str, Path]) -> Case:
     tree = rl_config({**models, "other": models["scorer"]}, data["prompts"], {})
     tree["train"] |= {"num_steps": 6}
@@ -42,21 +29,28 @@ def ppo(models: dict[str, Path], data: dict[str, Path]) -> Case:
     return Case("ppo", "rl", 1, tree)
 
 
-@pytest.mark.parametrize(("make", "fault"), [(sft, random_faults.sigkill_while_writing), (ppo, random_faults.sigkill)])
-def test_a_killed_run_ends_as_if_it_had_not_been(
-    make, fault, ranks: RankPool, two_layers: dict[str, Path], data: dict[str, Path], tmp_path: Path
+def test_a_run_that_is_killed_twice_ends_as_if_it_had_not_been(
+    ranks: RankPool, two_layers: dict[str, Path], data: dict[str, Path], tmp_path: Path
 ) -> None:
-    case = make(two_layers, data)
+    """First at any moment of its second or third step, then while a resume point is being written."""
+    case = ppo(two_layers, data)
     ranks.run(1, "command", *case.argv(tmp_path / "whole", tmp_path / "whole.yaml"))
-    trial = Trial(Known(tmp_path), case, random.Random(0), tmp_path / "trial", moments=(2, 5))
+    trial = Trial(Known(tmp_path), case, random.Random(0), tmp_path / "trial", moments=(1, 3))
     try:
-        result = fault(trial)
+        first = trial.start()
+        trial.wait_for_moment(first)
+        first.kill()
+        reached = trial.left().newest
+        trial.moments = (3, 5)
+        result = random_faults.sigkill_while_writing(trial)
     finally:
         trial.end()
     assert result.recovered, result.problem
     assert result.metrics_equal
-    assert "killed" in result.happened
-    assert (trial.commands[0].status, trial.commands[-1].status) == (-9, 0)
+    assert result.steps_lost <= 1
+    assert [command.status for command in trial.commands] == [-9, -9, 0]
+    assert reached is not None
+    assert f"from resume/{reached.name}" in trial.commands[1].said
     assert find_points(trial.run)[-1].position.step == case.steps
 
 

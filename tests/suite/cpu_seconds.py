@@ -50,7 +50,7 @@ TABLE: dict[str, int] = {
     "tests/test_hanging_command.py": 42,
     "tests/test_launch.py": 29,
     "tests/test_pipeline.py": 57,
-    "tests/test_resume_killed.py": 50,
+    "tests/test_resume_killed.py": 48,
     "tests/weights/test_convert.py": 12,
     "tests/weights/test_convert_faults.py": 28,
     "tests/weights/test_families.py": 21,
