@@ -47,7 +47,7 @@ class CheckpointConfig(FrozenModel):
     run is asked to stop."""
     every_updates: Annotated[int, Field(ge=0)] = 0
     """Optimizer updates between resume points, also inside a step of `rl`, together with the step's samples; 0: not by
-    updates. 1 loses at most one update."""
+    updates. 1 loses at most one update. An update is that of a mini-batch, of actor and critic together."""
     every_minutes: NonNegative = 15.0
     """Minutes between resume points; 0: not by time."""
     keep: PositiveInt = 2

@@ -84,6 +84,7 @@ class MetricsWriter:
         try:
             while self._pending:
                 del self._pending[: os.write(self._file.fileno(), self._pending)]
+            os.fsync(self._file.fileno())  # a resume point of this step must not outlive its line
         except OSError as error:
             log.warning("%s: %d bytes could not be written yet: %s", self._file.name, len(self._pending), error)
 
@@ -169,7 +170,11 @@ def _cut_back(path: Path, resume_step: int) -> None:
     if not path.exists():
         log.warning("resuming after step %d, but there is no %s: the record starts here", resume_step, path)
         return
-    kept = [json.dumps(row) + "\n" for row in _read_rows(path) if row["step"] <= resume_step]
+    rows = [row for row in _read_rows(path) if row["step"] <= resume_step]
+    newest = rows[-1]["step"] if rows else -1
+    if newest < resume_step:
+        log.warning("%s ends at step %d, and the run goes on after step %d: lines are lost", path, newest, resume_step)
+    kept = [json.dumps(row) + "\n" for row in rows]
     scratch = path.with_name(path.name + ".cut")
     with scratch.open("w", encoding="utf-8") as file:
         file.writelines(kept)

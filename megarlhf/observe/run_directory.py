@@ -20,7 +20,9 @@ _WRITTEN_BY = re.compile(r"# megarlhf (\w+): the resolved configuration")
 
 ROLES = ("actor", "critic", "reward_model")
 """Folders of a checkpoint: what a run exports."""
-_STEPS = ("checkpoints/step_[0-9]*", "checkpoints/.step_[0-9]*.partial")
+_STEPS = ("checkpoints/step_[0-9]*", "checkpoints/.step_[0-9]*.partial", "checkpoints/.step_[0-9]*.replaced")
+_BEING_WRITTEN = tuple(f".{role}.megarlhf-{what}" for role in ROLES for what in ("lock", "partial"))
+"""What stands beside a role's folder while it is written (`weights/checkpoint/staging.py`), and after a kill."""
 _FILES = (
     "metrics.jsonl",
     "metrics.jsonl.cut",
@@ -30,7 +32,7 @@ _FILES = (
     "tensorboard/events.out.tfevents.*",
     "checkpoints/latest",
     "checkpoints/.latest.partial",
-    *(f"{step}/{role}" for step in _STEPS for role in ROLES),
+    *(f"{step}/{name}" for step in _STEPS for name in (*ROLES, *_BEING_WRITTEN)),
     "resume/step_[0-9]*",
     "resume/.step_[0-9]*",
     "bank/*",
@@ -77,7 +79,8 @@ def require_room(directory: Path) -> None:
     strangers += [path for path in links if path.exists() and not path.is_symlink()]
     for step in (path for pattern in _STEPS for path in sorted(directory.glob(pattern))):
         whole = step.is_symlink() or not step.is_dir()
-        strangers += [step] if whole else sorted(path for path in step.iterdir() if path.name not in ROLES)
+        known = {*ROLES, *_BEING_WRITTEN}
+        strangers += [step] if whole else sorted(path for path in step.iterdir() if path.name not in known)
     if strangers:
         raise ValueError(
             f"run.dir = {directory} holds {', '.join(map(str, strangers[:5]))}, which no run wrote, where this run "

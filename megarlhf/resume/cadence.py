@@ -29,7 +29,7 @@ class Cadence:
         self._saved_at = self._last_border = self.clock()
 
     def at_border(self, updates: int) -> None:
-        """A border has been reached, `updates` optimizer updates after the last one."""
+        """A border has been reached, `updates` optimizer updates after the last one: actor and critic count as one."""
         now = self.clock()
         self.longest_border = max(self.longest_border, now - self._last_border)
         self._last_border = now

@@ -95,7 +95,8 @@ class Checkpointer:
         """
         started = time.perf_counter()
         updates = self._updates_made()
-        self._cadence.at_border(updates - (self._border.updates if self._border else 0))
+        before = self._border.position if self._border else self._newest or Position(0)
+        self._cadence.at_border(int(position != before))
         state = {name: each.state_dict() for name, each in self._states.items()}
         self._border = _Border(position, state, random_state(self._runtime.device), table, updates)
         self._poll()
@@ -182,7 +183,8 @@ class Checkpointer:
         reason: list[str | None] = [None]
         on_first_rank(self._still_ours)
         if self._runtime.is_main:
-            reason = [point.make_room(directory, size)]
+            spare = point.superfluous(point.find_points(self._run_dir), keep=1, keep_every=self._cfg.keep_every)
+            reason = [point.make_room(directory, size, spare)]
         dist.broadcast_object_list(reason, src=0)
         if reason[0] is not None:
             self._say_failed(border.position, reason[0])
@@ -248,6 +250,8 @@ class Checkpointer:
             self._announced = True
         if self._runtime.is_main:
             points = point.find_points(self._run_dir)
+            if len(points) >= self._cfg.keep:
+                point.forget_set_aside(self._run_dir)
             for old in point.superfluous(points, keep=self._cfg.keep, keep_every=self._cfg.keep_every):
                 point.remove(old)
             self._on_saved(point.find_points(self._run_dir)[0].position)

@@ -22,6 +22,7 @@ from megarlhf.weights.checkpoint.staging import sync
 
 MANIFEST = "MANIFEST.json"
 FORMAT = 1
+SET_ASIDE = ".passed_over"
 _NAME = re.compile(r"step_(\d{6,})(?:_update_(\d{4,}))?")
 
 
@@ -70,11 +71,16 @@ def find_points(run_dir: Path) -> list[Point]:
     return sorted(points, key=lambda point: point.position)
 
 
-def make_room(directory: Path, size: int) -> str | None:
-    """An empty folder, and room for what will stand in it; otherwise why not."""
+def make_room(directory: Path, size: int, spare: Sequence[Point] = ()) -> str | None:
+    """An empty folder, and room for what will stand in it; otherwise why not. Of the points that can be spared, as many
+    are removed as that takes, in their order."""
     try:
         shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir(parents=True)
+        for old in spare:
+            if shutil.disk_usage(directory).free >= size:
+                break
+            remove(old)
         free = shutil.disk_usage(directory).free
         if free < size:
             directory.rmdir()
@@ -162,6 +168,22 @@ def remove(point: Point) -> None:
     shutil.rmtree(doomed, ignore_errors=True)
     os.rename(point.path, doomed)
     shutil.rmtree(doomed, ignore_errors=True)
+
+
+def set_aside(run_dir: Path, newest: Position) -> None:
+    """Points later than the one that a run goes on from: they were passed over. They count no more, and are no way
+    back to what is done again from here on; `forget_set_aside` removes them."""
+    for later in find_points(run_dir):
+        if later.position > newest:
+            target = later.path.with_name(f"{later.path.name}{SET_ASIDE}")
+            shutil.rmtree(target, ignore_errors=True)
+            os.rename(later.path, target)
+
+
+def forget_set_aside(run_dir: Path) -> None:
+    """Remove what `set_aside` has put away."""
+    for path in resume_directory(run_dir).glob(f"step_*{SET_ASIDE}"):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def remove_leftovers(run_dir: Path) -> None:

@@ -36,6 +36,10 @@ class Identity:
     """Digest of the reference's weights, to which the KL is measured."""
     config: Mapping[str, Any]
     """The resolved configuration."""
+    others: Mapping[str, str]
+    """Digests of what else takes part in what is computed, by its name."""
+    sources: Mapping[str, str]
+    """Digests of sources of the user's; another one is said and refuses nothing."""
     changed: Callable[[Mapping[str, Any]], Sequence[str]]
     """What another configuration computes otherwise, in words."""
     allow_changes: bool = False
@@ -47,6 +51,8 @@ class Identity:
             "command": self.command,
             "data": self.data,
             "reference": self.reference,
+            "others": dict(self.others),
+            "sources": dict(self.sources),
             "config": dict(self.config),
         }
 
@@ -57,7 +63,20 @@ class Identity:
             problems.append("data.train (or what makes samples of it) gives other samples")
         if manifest["reference"] != self.reference:
             problems.append("the reference has other weights, so the KL would be measured to another model")
+        known = manifest["others"]
+        problems += [
+            f"{name}: changed since" for name, digest in self.others.items() if known.get(name, digest) != digest
+        ]
         return problems
+
+    def remarks(self, manifest: Mapping[str, Any]) -> list[str]:
+        """What has changed and is the user's to judge, in words."""
+        changed = _changed(self.sources, manifest["sources"])
+        return [f"{name} has another source than when the resume point was written" for name in changed]
+
+
+def _changed(now: Mapping[str, str], before: Mapping[str, str]) -> list[str]:
+    return [name for name, digest in now.items() if before.get(name, digest) != digest]
 
 
 @dataclass(frozen=True)
@@ -86,7 +105,7 @@ def restore(
         manifest, problems, notes = _examine(runtime, candidate, roles, states, identity)
         if not problems:
             table = _load(runtime, candidate, manifest, roles, states)
-            notes += passed_over + _other_layouts(roles, manifest)
+            notes += passed_over + identity.remarks(manifest) + _other_layouts(roles, manifest)
             return Restored(candidate.position, manifest["config"]["train"]["num_steps"], table, notes)
         passed_over.append(f"resume point {candidate.path.name} is passed over: {'; '.join(problems[:5])}")
     if passed_over:

@@ -15,7 +15,7 @@ from megarlhf.collective_errors import on_first_rank, raise_on_all_ranks
 from megarlhf.config import CheckpointConfig
 from megarlhf.models.role import Role
 from megarlhf.provenance import FILE, Provenance
-from megarlhf.resume.point import Position
+from megarlhf.resume.point import SET_ASIDE, Position
 from megarlhf.weights.checkpoint.staging import sync
 
 _NAME = re.compile(r"step_(\d{6,})")
@@ -23,6 +23,25 @@ _NAME = re.compile(r"step_(\d{6,})")
 
 class ExportError(RuntimeError):
     """Exports could not be written."""
+
+
+def set_exports_aside(run_dir: Path, step: int) -> None:
+    """Exports of later steps than the one that a run goes on after, until they are written again: `latest` is of the
+    run as it goes on, and the others may be of another configuration. For rank 0."""
+    root = run_dir / "checkpoints"
+    steps = {path: int(match[1]) for path in sorted(root.glob("step_*")) if (match := _NAME.fullmatch(path.name))}
+    for path in (path for path, its_step in steps.items() if its_step > step):
+        shutil.rmtree(_aside(path), ignore_errors=True)
+        path.rename(_aside(path))
+    if (root / "latest").is_symlink() and not (root / "latest").exists():
+        (root / "latest").unlink()
+        earlier = [path for path, its_step in steps.items() if its_step <= step]
+        if earlier:
+            _point_latest_at(earlier[-1])
+
+
+def _aside(export: Path) -> Path:
+    return export.with_name(f"{export.name}{SET_ASIDE}")
 
 
 class Exports:
@@ -124,7 +143,12 @@ def _publish(root: Path, final: Path, partial: Path) -> None:
         final.rename(doomed)
     partial.rename(final)  # fails on a directory that holds anything
     shutil.rmtree(doomed, ignore_errors=True)
-    link = root / ".latest.partial"
+    shutil.rmtree(_aside(final), ignore_errors=True)
+    _point_latest_at(final)
+
+
+def _point_latest_at(export: Path) -> None:
+    link = export.parent / ".latest.partial"
     link.unlink(missing_ok=True)
-    link.symlink_to(final.name)
-    os.replace(link, root / "latest")
+    link.symlink_to(export.name)
+    os.replace(link, export.parent / "latest")

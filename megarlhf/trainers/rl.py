@@ -24,14 +24,15 @@ from megarlhf.observe.watchdog import watched_phases
 from megarlhf.parallel.mesh import GroupCache
 from megarlhf.planning.anchor import anchor_notes
 from megarlhf.resume.claim import NO_STEPS_LEFT
-from megarlhf.resume.identity import digest_of_samples, identity_of_weights
+from megarlhf.resume.identity import digest_of_samples, digest_of_weights, identity_of_weights
 from megarlhf.resume.signals import StopRequest, StopRun
 from megarlhf.resume.state import Stateful
 from megarlhf.rollout.bank import Bank
 from megarlhf.rollout.engine import RolloutEngine, sample_seed
+from megarlhf.rollout.rewards.rules import sources_of_rules
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.bad_steps import BadSteps, Failures
-from megarlhf.trainers.prompts import load_prompts, make_engine, mesh_orders, sampling_of
+from megarlhf.trainers.prompts import PromptData, load_prompts, make_engine, mesh_orders, sampling_of
 from megarlhf.trainers.rl_components import Components
 from megarlhf.trainers.rl_eval import Evaluator, StopRule
 from megarlhf.trainers.rl_gap import LogprobGapWatch, logprob_gap
@@ -66,7 +67,7 @@ def run_in(phases: Phases, stop_request: StopRequest, cfg: RLConfig, runtime: Ru
         gap = LogprobGapWatch(cfg.rollout.logprob_gap, components.actor.shard.dtype)
         bank = Bank(cfg.run.dir / "bank")
         states: dict[str, Stateful] = {"stop": stop, "logprob_gap": gap}
-        training = training_of(cfg, components, data.train, states, bank, stop_request)
+        training = training_of(cfg, components, data, states, bank, stop_request)
         assert training.reference is not None
         notes = [*data.notes, *anchor_notes(cfg, training.reference)]
     with (
@@ -80,6 +81,7 @@ def run_in(phases: Phases, stop_request: StopRequest, cfg: RLConfig, runtime: Ru
                 evaluation = stop.watch(evaluate())
             session.log(0, evaluation)
             session.border(0)
+        gap.raise_if_failed(last=step == cfg.train.num_steps)  # the run had ended there
         phases.lap()
         while step < cfg.train.num_steps and stop.reason is None:
             rebuilds = components.engine.rebuilds
@@ -115,22 +117,29 @@ def run_in(phases: Phases, stop_request: StopRequest, cfg: RLConfig, runtime: Ru
 def training_of(
     cfg: RLConfig,
     components: Components,
-    samples: Sequence[PromptSample],
+    data: PromptData,
     states: Mapping[str, Stateful],
     bank: Bank,
     stop: StopRequest,
 ) -> Training:
     """What is saved of the run, and what it is recognised by. Collective."""
+    others = {}
+    if (scorer := components.rewarder.reward_model) is not None:
+        others["weights of the reward model"] = digest_of_weights(scorer)
+    if cfg.train.stop.heldout_reward_patience is not None:
+        others["data.heldout (decides when the run ends)"] = digest_of_samples(data.heldout)
     skipped = {f"bad_steps/{name}": bad_steps for name, bad_steps in components.bad_steps.items()}
     return Training(
         cfg.checkpoint,
         components.trained,
         components.phases,
         stop,
-        data=digest_of_samples(samples),
+        data=digest_of_samples(data.train),
         states={**states, **skipped},
         base={role.name: identity_of_weights(role) for role in components.trained},
         reference=identity_of_weights(components.reference),
+        others=others,
+        sources=sources_of_rules(cfg.rewards),
         on_saved=lambda oldest: bank.forget_before(oldest.step),
     )
 

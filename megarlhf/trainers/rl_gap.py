@@ -49,11 +49,13 @@ class LogprobGapWatch:
         self._exceeded = ""
 
     def state_dict(self) -> dict[str, Any]:
-        return {"steps": self._steps, "all_steps": self._all_steps, "exceeded": self._exceeded}
+        limits = dict(self._limits)
+        return {"steps": self._steps, "all_steps": self._all_steps, "exceeded": self._exceeded, "limits": limits}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._steps, self._all_steps = state["steps"], state["all_steps"]
-        self._exceeded = state["exceeded"]
+        """Steps that exceeded other limits than today's do not count."""
+        self._steps = state["steps"] if state["limits"] == dict(self._limits) else 0
+        self._all_steps, self._exceeded = state["all_steps"], state["exceeded"]
 
     def failed(self, *, last: bool) -> bool:
         """Whether the run ends here: too many steps in a row, or after its `last` step all of a shorter run."""

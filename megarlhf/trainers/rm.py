@@ -22,6 +22,7 @@ from megarlhf.data.tokenizer import Tokenizer
 from megarlhf.models.role import Role
 from megarlhf.parallel.batching import MicroBatchLayout
 from megarlhf.parallel.step import MicroBatch
+from megarlhf.resume.identity import digest_of_samples
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.supervised import Metrics, Objective, heldout_sums, run_supervised
 
@@ -87,6 +88,9 @@ class RewardModelling(Objective[PairSample]):
     def sequences(self, sample: PairSample) -> list[list[int]]:
         """Both with the prompt, the chosen one first."""
         return [sample.prompt_tokens + response for response in (sample.chosen_tokens, sample.rejected_tokens)]
+
+    def digests_beside(self, heldout: Sequence[PairSample]) -> dict[str, str]:
+        return {"data.heldout (measured by unit_variance)": digest_of_samples(heldout)} if self.rm.unit_variance else {}
 
     def training_loss(self, role: Role, samples: Sequence[PairSample]) -> PairwiseLoss:
         return PairwiseLoss(kind=self.rm.loss, denominator=len(samples), center_coef=self.rm.center_coef)

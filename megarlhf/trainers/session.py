@@ -28,7 +28,7 @@ from megarlhf.resume.restore import Identity, Table, restore
 from megarlhf.resume.signals import StopRequest, StopRun
 from megarlhf.resume.state import Stateful
 from megarlhf.runtime import Runtime
-from megarlhf.trainers.exports import Exports
+from megarlhf.trainers.exports import Exports, set_exports_aside
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,10 @@ class Training:
     """What each trained role began with."""
     reference: Weights | None = None
     """Of `rl`."""
+    others: Mapping[str, str] = field(default_factory=dict)
+    """Digests of whatever else takes part in what is computed, by its name."""
+    sources: Mapping[str, str] = field(default_factory=dict)
+    """Digests of sources of the user's, by name; another source is said and refuses nothing."""
     on_saved: Callable[[Position], None] = lambda position: None
     """Called on rank 0 after a resume point was written, with the position of the oldest that is kept."""
 
@@ -234,6 +238,10 @@ def open_session(
             writer = MetricsWriter(run.dir, wandb_project=project, resume_step=resume_step)
             session.metrics = stack.enter_context(writer)
             point.remove_leftovers(run.dir)
+            if session.resumed:
+                point.set_aside(run.dir, session.start)
+            if resumes:
+                set_exports_aside(run.dir, session.start.step if session.resumed else -1)
         bar = Progress(command, total, enabled=runtime.is_main, start=session.start.step)
         session.progress = stack.enter_context(bar)
         for note in notes:
@@ -278,6 +286,8 @@ def _identity(cfg: FrozenModel, run: RunConfig, command: str, training: Training
         command=command,
         data=training.data,
         reference=None if training.reference is None else training.reference.digest,
+        others=training.others,
+        sources=training.sources,
         config=cfg.model_dump(mode="json"),
         changed=changed,
         allow_changes=run.allow_changes,

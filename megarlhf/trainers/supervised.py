@@ -91,6 +91,10 @@ class Objective(ABC, Generic[Sample]):
             for layout in role.batching(self.cfg.train).layouts(groups, tokens.lengths_N)
         ]
 
+    def digests_beside(self, heldout: Sequence[Sample]) -> dict[str, str]:
+        """Digests of what else takes part in what is computed, by its name."""
+        return {}
+
     @abstractmethod
     def training_loss(self, role: Role, samples: Sequence[Sample]) -> Loss:
         """The loss of a mini-batch, divided by a denominator of the whole mini-batch."""
@@ -147,6 +151,7 @@ def run_in(phases: Phases, stop_request: StopRequest, objective: Objective[Sampl
             data=digest_of_samples(train),
             states=states,
             base={role.name: identity_of_weights(role)},
+            others=objective.digests_beside(heldout),
         )
     with open_session(cfg, cfg.run, runtime, objective.command, cfg.train.num_steps, notes, training) as session:
         if not session.resumed:

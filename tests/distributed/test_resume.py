@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -183,6 +184,8 @@ def test_damaged_points_are_passed_over_before_anything_is_touched(
     assert f"{points[-1].position.name} is passed over: actor/" in said
     assert f"{points[-2].position.name} is passed over: state/random.pt has" in said
     assert rows(run) == rows(whole)
+    assert [point.position.step for point in find_points(run)] == [2, 3, 4, 5], "what was passed over is gone"
+    assert not list((run / "resume").glob("*.passed_over"))
 
     other = tmp_path / "other"
     argv = command_line(sft, other)
@@ -197,41 +200,54 @@ def test_damaged_points_are_passed_over_before_anything_is_touched(
     assert before == {path: path.stat().st_mtime_ns for path in other.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize("changed", ["data", "reference"])
-def test_other_data_and_another_reference_are_refused(
-    changed: str, ranks: RankPool, two_layers: dict[str, Path], data: dict[str, Path], tmp_path: Path
+def test_other_data_and_other_frozen_models_are_refused(
+    ranks: RankPool, two_layers: dict[str, Path], data: dict[str, Path], tmp_path: Path
 ) -> None:
     """Under the same names: files whose content has changed since. `run.allow_changes` lets the run go on, and it is
-    said."""
-    from safetensors.torch import load_file, save_file
-
-    from tests.distributed.tiny import write_tiny_llama
-
+    said. So is another source of a rule, which refuses nothing: it may have been corrected."""
     made = tree("grpo", two_layers, data)
-    prompts, reference = tmp_path / "prompts.jsonl", tmp_path / "reference"
-    prompts.write_text(data["prompts"].read_text())
-    write_tiny_llama(reference, seed=0, num_layers=2)
-    made["data"]["train"], made["reference"]["model"]["path"] = str(prompts), str(reference)
+    prompts, heldout = tmp_path / "prompts.jsonl", tmp_path / "heldout.jsonl"
+    for name, role in (("plain", "reference"), ("scorer", "reward_model")):
+        shutil.copytree(two_layers[name], tmp_path / role)
+        made[role]["model"]["path"] = str(tmp_path / role)
+    for name, file in (("train", prompts), ("heldout", heldout)):
+        shutil.copy(data["prompts"], file)
+        made["data"][name] = str(file)
     grpo = Case("rl", made, Path())
     run = tmp_path / "run"
     argv = command_line(grpo, run)
     ranks.run(1, command_until, 6, TRAIN, "step", *argv)
-    if changed == "data":
-        lines = prompts.read_text().splitlines(keepends=True)
-        prompts.write_text("".join([lines[1], lines[0], *lines[2:]]))
-        why = "gives other samples"
-    else:
-        file = reference / "model.safetensors"
-        tensors = load_file(file)
-        tensors["model.norm.weight"][3] += torch.finfo(torch.float32).eps
-        save_file(tensors, file, metadata={"format": "pt"})
-        why = "the reference has other weights"
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file()}
-    status, said = ranks.run(1, "command_status", *argv)[0]
-    assert (status, why in said) == (2, True), said
-    assert before == {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file()}
+    changes: list[tuple[Path, Callable[[Path], None], str]] = [
+        (prompts, swap_two_lines, "gives other samples"),
+        (tmp_path / "reference/model.safetensors", nudge_a_weight, "the reference has other weights"),
+        (heldout, swap_two_lines, "data.heldout (decides when the run ends): changed since"),
+        (tmp_path / "reward_model/model.safetensors", nudge_a_weight, "weights of the reward model: changed since"),
+    ]
+    for file, change, why in changes:
+        kept = file.read_bytes()
+        change(file)
+        status, said = ranks.run(1, "command_status", *argv)[0]
+        assert (status, why in said) == (2, True), said
+        assert before == {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file()}
+        if file != changes[-1][0]:
+            file.write_bytes(kept)
     said = ranks.run(1, "command", *argv, "run.allow_changes=true")[0]
     assert why in said
+    assert "gives other samples" not in said
+
+
+def swap_two_lines(file: Path) -> None:
+    lines = file.read_text().splitlines(keepends=True)
+    file.write_text("".join([lines[1], lines[0], *lines[2:]]))
+
+
+def nudge_a_weight(file: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(file)
+    tensors["model.norm.weight"][3] += torch.finfo(torch.float32).eps
+    save_file(tensors, file, metadata={"format": "pt"})
 
 
 def test_what_the_bank_holds_is_not_generated_again(

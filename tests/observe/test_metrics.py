@@ -4,6 +4,7 @@ import json
 import resource
 import sys
 import threading
+import time
 import types
 
 import numpy as np
@@ -116,6 +117,7 @@ def test_what_a_full_disk_does_not_take_is_written_later(tmp_path, monkeypatch, 
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     with MetricsWriter(tmp_path) as writer:
         writer.log(1, {"loss": 1.0})
+        time.sleep(1.01)  # names of events' files have seconds, and are read in the order of their names
         try:
             resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "metrics.jsonl").stat().st_size + 5, limits[1]))
             writer.log(2, {"loss": 2.0})
@@ -123,6 +125,7 @@ def test_what_a_full_disk_does_not_take_is_written_later(tmp_path, monkeypatch, 
             writer.log(3, {"loss": 3.0})
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        time.sleep(1.01)
         writer.log(4, {"loss": 4.0})
     said = [record.getMessage() for record in caplog.records]
     assert sum("metrics.jsonl: " in message and "bytes could not be written yet" in message for message in said) == 2
@@ -189,3 +192,14 @@ def test_the_file_is_strict_json(tmp_path):
 
     rows = [json.loads(line, parse_constant=refuse) for line in lines(tmp_path)]
     assert rows[1] == {"step": 2, "kl": None, "loss": None}
+
+
+def test_a_hole_in_the_record_is_said(tmp_path, caplog):
+    """Lines that a machine took with it, of steps that a resume point has."""
+    with MetricsWriter(tmp_path, tensorboard=False) as writer:
+        for step in range(3):
+            writer.log(step, {"loss": 1.0})
+    with MetricsWriter(tmp_path, tensorboard=False, resume_step=2):
+        assert "lines are lost" not in caplog.text
+    with MetricsWriter(tmp_path, tensorboard=False, resume_step=4):
+        assert "ends at step 2, and the run goes on after step 4: lines are lost" in caplog.text

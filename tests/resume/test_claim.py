@@ -47,6 +47,8 @@ def leave_a_run(cfg, command="sft"):
         (run / f"checkpoints/step_{step:06d}/actor/config.json").write_text("{}")
     os.symlink("step_000002", run / "checkpoints/latest")
     (run / "checkpoints/.step_000003.partial/actor").mkdir(parents=True)
+    (run / "checkpoints/.step_000003.partial/.critic.megarlhf-partial").mkdir()
+    (run / "checkpoints/.step_000003.partial/.critic.megarlhf-lock").touch()
     (run / "responses.jsonl").write_text("{}\n")
     (run / "wandb_id").write_text("abc")
     for name in ("resume/step_000002/MANIFEST.json", "resume/.step_000003.partial/state", "bank/a", "failures/b"):
@@ -260,7 +262,7 @@ def test_overwrite_removes_what_the_run_wrote_and_nothing_else(cfg, dead_lock):
     dead_lock(cfg().run.dir)
     new = cfg(on_existing="overwrite", seed=7)
     usable = require_usable(new, new.run, "sft")
-    assert (len(usable.removed), usable.removed[-1].name, usable.resumes) == (15, "config.yaml", False)
+    assert (len(usable.removed), usable.removed[-1].name, usable.resumes) == (17, "config.yaml", False)
     begin(new, "sft")
     assert set(content(new.run.dir)) == mine | {"config.yaml"}
     for folder in ("checkpoints/step_000001", "resume", "bank", "failures"):

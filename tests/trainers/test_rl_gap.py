@@ -102,3 +102,21 @@ def test_limits_follow_the_actor_s_dtype():
         rule = LogprobGapWatch(LogprobGapConfig(steps=1), dtype)
         rule.watch(step)
         assert rule.failed(last=False) is failed
+
+
+def test_what_a_run_ended_of_it_ends_of_again_unless_the_limits_are_others():
+    """The state of a run that ended with its last step in a resume point."""
+    rule = watch(mean=0.1, p999=1.0, steps=2)
+    for _ in range(2):
+        rule.watch(gap(0.2))
+    same, other, more = (
+        watch(mean=0.1, p999=1.0, steps=2),
+        watch(mean=0.5, p999=1.0, steps=2),
+        watch(steps=3, mean=0.1, p999=1.0),
+    )
+    for again in (same, other, more):
+        again.load_state_dict(rule.state_dict())
+    with pytest.raises(LogprobGapError, match="2 step"):
+        same.raise_if_failed(last=False)
+    other.raise_if_failed(last=True)
+    more.raise_if_failed(last=False)

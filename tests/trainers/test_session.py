@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megarlhf.config import SFTConfig
 from megarlhf.observe.metrics import read_metrics
 from megarlhf.runtime import Runtime
-from megarlhf.trainers.exports import save_roles
+from megarlhf.trainers.exports import save_roles, set_exports_aside
 from megarlhf.trainers.session import open_session
 from tests.ranks import RankPool
 
@@ -70,3 +70,24 @@ def test_a_checkpoint_replaces_nothing_and_every_rank_says_so(tmp_path: Path, ra
     assert first[1] == 2
     assert mine.read_text() == "mine"
     assert (tmp_path / "latest").readlink() == Path("step_000002")
+
+
+def test_exports_after_the_step_that_a_run_goes_on_from_are_set_aside(tmp_path):
+    """They may be of another configuration, and `latest` is of the run as it goes on."""
+    root = tmp_path / "checkpoints"
+    for step in (2, 4, 6):
+        (root / f"step_{step:06d}/actor").mkdir(parents=True)
+    (root / "latest").symlink_to("step_000006")
+    set_exports_aside(tmp_path, 6)
+    assert (root / "latest").resolve().name == "step_000006"
+    set_exports_aside(tmp_path, 5)
+    assert (root / "latest").resolve().name == "step_000004"
+    assert sorted(path.name for path in root.iterdir()) == [
+        "latest",
+        "step_000002",
+        "step_000004",
+        "step_000006.passed_over",
+    ]
+    set_exports_aside(tmp_path, -1)
+    assert not (root / "latest").is_symlink()
+    assert len(list(root.glob("step_??????"))) == 0

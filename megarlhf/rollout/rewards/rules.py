@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import importlib
+import inspect
 import re
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
+from pathlib import Path
 from typing import Any
+
+from megarlhf.config import RewardConfig
 
 Rule = Callable[[str, str, Mapping[str, Any]], float]
 """(prompt text, response text without eos, other columns of the record) -> reward."""
@@ -63,6 +69,16 @@ _ANSWERS: dict[str, Callable[[Mapping[str, Any]], object]] = {
     "numeric_match": _numeric_answer,
 }
 """What a rule reads of the fields; raises ValueError where it cannot."""
+
+
+def sources_of_rules(rewards: Sequence[RewardConfig]) -> dict[str, str]:
+    """Digests of the files in which the user's own rules stand, by the rule in words; one without a file has none."""
+    digests = {}
+    for name in sorted({reward.rule for reward in rewards if reward.rule is not None} - RULES.keys()):
+        with contextlib.suppress(TypeError, OSError):
+            file = inspect.getsourcefile(load_rule(name))
+            digests[f"reward rule {name}"] = hashlib.sha256(Path(file or "").read_bytes()).hexdigest()
+    return digests
 
 
 def load_rule(name: str) -> Rule:

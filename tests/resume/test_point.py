@@ -1,0 +1,62 @@
+"""Which resume points count, and which give way. What is in them: tests/distributed/test_resume*.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megarlhf.config import CheckpointConfig
+from megarlhf.resume import point
+from megarlhf.resume.cadence import Cadence
+from megarlhf.resume.point import Position, find_points, superfluous
+
+
+def points(run: Path, *positions: Position) -> list[str]:
+    for position in positions:
+        (point.resume_directory(run) / position.name).mkdir(parents=True)
+    return [found.path.name for found in find_points(run)]
+
+
+def test_later_points_than_that_which_a_run_goes_on_from_count_no_more(tmp_path: Path) -> None:
+    """They would fill the places of `checkpoint.keep`, and could be taken later for what comes after other steps."""
+    points(tmp_path, Position(4), Position(8), Position(8, 2), Position(12))
+    point.set_aside(tmp_path, Position(8))
+    assert points(tmp_path, Position(9)) == ["step_000004", "step_000008", "step_000009"]
+    assert sorted(path.name for path in (tmp_path / "resume").glob("*.passed_over")) == [
+        "step_000008_update_0002.passed_over",
+        "step_000012.passed_over",
+    ]
+    point.set_aside(tmp_path, Position(4))  # again, and names that are there already
+    (tmp_path / "resume/step_000012").mkdir()
+    point.set_aside(tmp_path, Position(4))
+    assert points(tmp_path) == ["step_000004"]
+    point.forget_set_aside(tmp_path)
+    assert [path.name for path in (tmp_path / "resume").iterdir()] == ["step_000004"]
+
+
+def test_an_old_point_gives_way_where_there_is_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The newest never does, nor one that is kept for good; none does while there is room."""
+    names = points(tmp_path, Position(2), Position(4), Position(5), Position(6))
+    usage = type("usage", (), {"free": property(lambda self: 10 * (5 - len(find_points(tmp_path))))})
+    monkeypatch.setattr(point.shutil, "disk_usage", lambda path: usage())
+    spare = superfluous(find_points(tmp_path), keep=1, keep_every=4)
+    partial = point.partial_path(tmp_path, Position(7))
+    assert point.make_room(partial, 10, spare) is None
+    assert points(tmp_path) == names
+    assert point.make_room(partial, 20, spare) is None
+    assert points(tmp_path) == ["step_000004", "step_000005", "step_000006"]
+    spare = superfluous(find_points(tmp_path), keep=1, keep_every=4)
+    assert "are free" in str(point.make_room(partial, 50, spare))
+    assert points(tmp_path) == ["step_000004", "step_000006"]
+
+
+def test_updates_are_those_of_mini_batches() -> None:
+    cadence = Cadence(CheckpointConfig(every_updates=3, every_minutes=0), lambda: None)
+    due = []
+    for number in range(1, 8):
+        cadence.at_border(1)
+        due.append(cadence.due(Position(0, number)))
+        if due[-1]:
+            cadence.saving()
+    assert due == [False, False, True, False, False, True, False]
