@@ -8,6 +8,7 @@ import hashlib
 import importlib
 import os
 import resource
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -22,11 +23,15 @@ from megarlhf.architectures.hf_config import architecture_from_hf
 from megarlhf.architectures.megatron_layout import MegatronLayout
 from megarlhf.architectures.placements import Head
 from megarlhf.commands import cli
-from megarlhf.config import RoleConfig
+from megarlhf.config import CheckpointConfig, RoleConfig
 from megarlhf.models.role import Role, build_role
 from megarlhf.parallel.megatron_cpu import megatron_device
 from megarlhf.parallel.mesh import GroupCache
 from megarlhf.resume import role_state
+from megarlhf.resume.checkpointer import Checkpointer
+from megarlhf.resume.point import Position
+from megarlhf.resume.restore import Identity
+from megarlhf.resume.signals import StopRequest
 from megarlhf.resume.writer import Content, Outcome, Writer
 from megarlhf.runtime import Runtime
 from megarlhf.weights.checkpoint.open_checkpoint import open_checkpoint
@@ -97,6 +102,35 @@ def save_and_export(runtime: Runtime, model: str, parallel: dict[str, Any], targ
     train(role, 3)
     assert write(Writer(runtime), Path(target), role).error is None
     role.export(Path(exported))
+
+
+def save_without_model(runtime: Runtime, model: str, run: str) -> str:
+    """A link in the model directory leads nowhere; then the directory is removed, after the start and before the first
+    point. Returns why a start with that link is refused."""
+    role, link = build(runtime, model, {}, "fp32", "lm"), Path(model) / "merges.txt"
+
+    def start() -> Checkpointer:
+        cfg = CheckpointConfig(every=1, every_minutes=0)
+        identity = Identity("sft", "", None, {}, {}, {}, lambda config: [])
+        return Checkpointer(runtime, Path(run), cfg, [role], {}, identity, StopRequest())
+
+    if runtime.is_main:
+        link.symlink_to("gone")
+    try:
+        start()
+        refused = ""
+    except ValueError as error:
+        refused = str(error)
+    if runtime.is_main:
+        link.unlink()
+    dist.barrier()
+    checkpointer = start()
+    if runtime.is_main:
+        shutil.rmtree(model)
+    dist.barrier()
+    checkpointer.border(Position(1))
+    checkpointer.finish(last_border=False)
+    return refused
 
 
 def load_with_megatron(runtime: Runtime, path: str, exported: str) -> dict[str, Any]:

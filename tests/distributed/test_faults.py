@@ -52,7 +52,7 @@ def content(directory: Path) -> dict[str, tuple[bytes, int]]:
 @pytest.mark.parametrize("name, module", [("sft", "megarlhf.trainers.supervised"), ("grpo", "megarlhf.trainers.rl")])
 def test_a_signal_while_the_models_are_built(name: str, module: str, case, ranks: RankPool, tmp_path: Path) -> None:
     """With nothing saved yet the directory stays empty; an earlier run's stays as it is. One rank of two gets it."""
-    made = case(name, checkpoint={"every": 1, "every_minutes": 0})
+    made = case(name, checkpoint=EACH_STEP)
     made.config["train"]["num_steps"] = 2
     whole, run = tmp_path / "whole", tmp_path / "run"
     ranks.run(2, "command", *command_line(made, whole))

@@ -5,6 +5,7 @@ Not covered here: transformer-engine's layers and fused optimizers (a GPU).
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from megarlhf.resume.point import damaged_files, find_points, read_manifest
 from megarlhf.weights.checkpoint.open_checkpoint import open_checkpoint
-from tests.distributed.resume_jobs import load_with_megatron, save_and_export, save_and_load
+from tests.distributed.resume_jobs import load_with_megatron, save_and_export, save_and_load, save_without_model
 from tests.ranks import RankPool
 
 CHAIN: tuple[tuple[str, int, dict[str, Any]], ...] = (
@@ -94,3 +96,20 @@ def test_a_role_of_a_point_is_an_ordinary_checkpoint(ranks: RankPool, models: di
     ours, role = (load_file(folder / "model.safetensors") for folder in (converted, exported))
     assert ours.keys() == role.keys()
     assert all(torch.equal(ours[name], tensor) for name, tensor in role.items())
+
+
+def test_the_model_directory_may_go_during_the_run(
+    ranks: RankPool, two_layers: dict[str, Path], tmp_path: Path
+) -> None:
+    """What cannot be read at the start is refused there, on every rank; later nothing is read any more."""
+    model = Path(shutil.copytree(two_layers["plain"], tmp_path / "model"))
+    for refused in ranks.run(2, save_without_model, str(model), str(tmp_path / "run")):
+        assert f"go into every resume point: rank 0: ValueError: {model / 'merges.txt'} is a link to gone" in refused
+    assert not model.exists()
+    (point,) = find_points(tmp_path / "run")
+    manifest = read_manifest(point)
+    assert damaged_files(point, manifest) == []
+    small = {name.removeprefix("actor/hf/") for name in manifest["files"] if name.startswith("actor/hf/")}
+    assert small == {path.name for path in two_layers["plain"].iterdir()} - {"model.safetensors"}
+    tokenizer = point.path / "actor/hf/tokenizer.model"
+    assert tokenizer.read_bytes() == (two_layers["plain"] / "tokenizer.model").read_bytes()
