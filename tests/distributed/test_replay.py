@@ -10,6 +10,7 @@ import json
 import math
 import re
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -58,8 +59,8 @@ def command_on_a_full_disk(runtime: Runtime, full: str, *argv: str) -> tuple[int
     """A command that finds no room for a point below the folder named `full`."""
     room = point.make_room
 
-    def make_room(directory: Path, size: int) -> str | None:
-        return "no room" if full in directory.parts else room(directory, size)
+    def make_room(directory: Path, size: int, spare: Sequence[point.Point] = ()) -> str | None:
+        return "no room" if full in directory.parts else room(directory, size, spare)
 
     with mock.patch.object(point, "make_room", make_room):
         return jobs.command_status(runtime, *argv)
