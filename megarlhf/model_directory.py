@@ -11,7 +11,7 @@ from pathlib import Path
 _ITERATION = re.compile(r"iter_\d+|release")
 
 COMPANION = "hf"
-"""Folder in a Megatron checkpoint that the converter writes: config.json, tokenizer and the other small files."""
+"""Folder in a Megatron checkpoint that we write: config.json, tokenizer and the other small files."""
 
 
 def find_hf_directory(path: str | PathLike[str], hf: str | PathLike[str] | None = None) -> Path | None:
@@ -47,8 +47,8 @@ def require_hf_directory(path: str | PathLike[str], hf: str | PathLike[str] | No
     if directory is None:
         raise ValueError(
             f"{path} has no config.json; give a Hugging Face directory, a Megatron checkpoint made by the "
-            "converter, or, for any other Megatron checkpoint, set model.hf to a directory with config.json and "
-            "tokenizer"
+            "converter or in a resume point, or, for any other Megatron checkpoint, set model.hf to a directory with "
+            "config.json and tokenizer"
         )
     return directory
 

@@ -14,7 +14,7 @@ from megarlhf.architectures.hf_config import architecture_from_hf
 from megarlhf.architectures.placements import Head
 from megarlhf.config import MicroBatchConfig, RoleConfig
 from megarlhf.models.build import BF16_GRADIENTS, ModelShard, build_model
-from megarlhf.models.weights import export_hugging_face, load_weights, parameter_dtype
+from megarlhf.models.weights import companion_files, export_hugging_face, load_weights, parameter_dtype
 from megarlhf.parallel.batching import Batching
 from megarlhf.parallel.mesh import GroupCache, Mesh, build_mesh
 from megarlhf.parallel.packing import forward_cost
@@ -65,6 +65,10 @@ class Role:
     def export(self, directory: Path) -> None:
         """Write the live weights as a Hugging Face directory."""
         export_hugging_face(self.shard, self.section.model.hf_directory(), directory)
+
+    def companion_files(self) -> dict[str, bytes]:
+        """See `models.weights.companion_files`."""
+        return companion_files(self.shard, self.section.model.hf_directory())
 
 
 def build_role(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,11 +14,13 @@ from megarlhf.architectures.hf_config import hf_class, read_config
 from megarlhf.architectures.placements import Head, head_name
 from megarlhf.collective_errors import raise_on_all_ranks
 from megarlhf.config import ModelConfig
+from megarlhf.model_directory import COMPANION
 from megarlhf.models.build import ModelShard, placements_on
 from megarlhf.models.settings import DTYPES
 from megarlhf.placement import RankPlacements
 from megarlhf.weights.checkpoint.dtype import ResolvedDtype, resolve_dtype
-from megarlhf.weights.checkpoint.export import export
+from megarlhf.weights.checkpoint.export import export, with_dtype
+from megarlhf.weights.checkpoint.hf_writer import read_other_files
 from megarlhf.weights.checkpoint.open_checkpoint import open_checkpoint, require_scalar_head
 from megarlhf.weights.transport.random_init import fill_random
 from megarlhf.weights.transport.storages import check_storages, load_from_files
@@ -68,24 +72,37 @@ def export_hugging_face(shard: ModelShard, source: Path, directory: Path) -> Non
     """
     if shard.mesh.coordinates.dp != 0:
         return
-    config = read_config(source)
-    config["architectures"] = [hf_class(shard.arch.model_type, shard.head)]
-    if shard.head == "scalar":
-        config["num_labels"] = 1
     replica = replica_placements(shard)
     export(
         replica,
         shard.parameters(),
         directory,
         arch=shard.arch,
-        config=config,
-        dtype=next(iter(shard.parameters().values())).dtype,
+        config=_stated_config(shard, source),
+        dtype=shard.dtype,
         rank=shard.mesh.runtime.rank,
         head=shard.head,
         writer_rank=replica[0].rank,
         group=shard.mesh.groups.mp,
         copy_from=source,
     )
+
+
+def companion_files(shard: ModelShard, source: Path) -> dict[str, bytes]:
+    """The folder `hf/` of a Megatron checkpoint of the live model, by path in the checkpoint; from the model directory
+    `source`."""
+    config = json.dumps(_stated_config(shard, source), indent=2) + "\n"
+    files = {"config.json": config.encode(), **read_other_files(source)}
+    return {f"{COMPANION}/{name}": content for name, content in files.items()}
+
+
+def _stated_config(shard: ModelShard, source: Path) -> dict[str, Any]:
+    """The config.json of `source`, for the head and the dtype of the live model."""
+    config = read_config(source)
+    config["architectures"] = [hf_class(shard.arch.model_type, shard.head)]
+    if shard.head == "scalar":
+        config["num_labels"] = 1
+    return with_dtype(config, shard.dtype)
 
 
 def parameter_dtype(role: str, model: ModelConfig, head: Head) -> torch.dtype:

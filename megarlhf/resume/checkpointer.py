@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from megarlhf.collective_errors import on_first_rank
+from megarlhf.collective_errors import on_first_rank, raise_on_all_ranks
 from megarlhf.config import CheckpointConfig
 from megarlhf.models.role import Role
 from megarlhf.provenance import FILE, Provenance
@@ -77,6 +77,7 @@ class Checkpointer:
         self._roles, self._states, self._identity, self._stop = roles, states, identity, stop
         self._note, self._still_ours, self._on_saved = note, still_ours, on_saved
         self._provenance = provenance
+        self._companions = _companion_files(runtime, roles)
         self._writer, self._cadence = Writer(runtime), Cadence(cfg, _time_left_everywhere())
         self._border: _Border | None = None
         self._writing: Position | None = None
@@ -208,13 +209,13 @@ class Checkpointer:
         mine = (border.random, sum(role_state.bytes_to_write(state) for state in roles.values()))
         everyones: list[Any] | None = [None] * self._runtime.world_size if self._runtime.is_main else None
         dist.gather_object(mine, everyones, dst=0)
-        files: dict[str, Any] = {}
-        size = 0
+        files: dict[str, Any] = dict(self._companions)
+        size = sum(map(len, self._companions.values()))
         if everyones is not None:
             files[RANDOM] = [random for random, _ in everyones]
             if self._provenance is not None:
                 files |= {f"{name}/{FILE}": self._provenance(name, border.position).to_json() for name in roles}
-            size = sum(each for _, each in everyones)
+            size += sum(each for _, each in everyones)
             if border.table is not None:
                 files[TABLE] = border.table
         return Content(roles, commons, files), size + size // 50 + (1 << 20)
@@ -261,6 +262,21 @@ class Checkpointer:
             f"WARNING: no resume point of {position}: {reason}. The run goes on; the newest resume point is "
             f"{self._name_of_newest()}, and the next one is tried when it is due"
         )
+
+
+def _companion_files(runtime: Runtime, roles: Sequence[Role]) -> dict[str, bytes]:
+    """On rank 0 the folders `hf/` of all roles, by path in a point. Read at the start, since a model's directory may be
+    removed during the run. Collective.
+
+    Raises: ValueError when a file cannot be read.
+    """
+    files: dict[str, bytes] = {}
+    words = "config.json, tokenizer and the other small files of a model go into every resume point: "
+    with raise_on_all_ranks(lambda reasons: ValueError(words + "; ".join(reasons))):
+        if runtime.is_main:
+            for role in roles:
+                files |= {f"{role.name}/{name}": content for name, content in role.companion_files().items()}
+    return files
 
 
 def _time_left_everywhere() -> Callable[[], float | None]:

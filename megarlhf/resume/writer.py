@@ -72,7 +72,7 @@ class Content:
     commons: Mapping[str, Mapping[str, Any]]
     """What `common.pt` of each folder holds."""
     files: Mapping[str, Any]
-    """Rank 0: what is saved by torch.save, by path; a text as a text."""
+    """Rank 0: what is saved by torch.save, by path; a text as a text, bytes as they are."""
 
 
 @dataclass(frozen=True)
@@ -302,6 +302,8 @@ def _write_files(directory: Path, jobs: list[Any], files: Mapping[str, Any]) -> 
         path.parent.mkdir(parents=True, exist_ok=True)
         if isinstance(value, str):
             path.write_text(value, encoding="utf-8")
+        elif isinstance(value, bytes):
+            path.write_bytes(value)
         else:
             torch.save(value, path)
         sync(path)

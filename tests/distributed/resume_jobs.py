@@ -60,6 +60,7 @@ def write(writer: Writer, directory: Path, role: Role, **files: Any) -> Outcome:
     if writer._runtime.is_main:
         directory.mkdir(parents=True)
     dist.barrier()
+    files |= {f"actor/{name}": content for name, content in role.companion_files().items()}
     content = Content({"actor": role_state.sharded_state(role)}, {"actor": role_state.common(role, 3)}, files)
     writer.start(directory, content, lambda files: None)
     outcome = writer.poll(wait=True)

@@ -81,7 +81,10 @@ def test_every_rank_is_told_and_checkpoints_say_where_they_come_from(
 
     export, point = tmp_path / "fixed/checkpoints/step_000001/actor", tmp_path / "fixed/resume/step_000001"
     manifest = json.loads((point / "MANIFEST.json").read_text())["manifest"]
-    assert f"actor/{FILE}" in manifest["files"]
+    described = {f"actor/hf/{path.name}" for path in export.iterdir()} - {f"actor/hf/{FILE}"}
+    described -= {name for name in described if ".safetensors" in name}
+    assert {f"actor/{FILE}", "actor/hf/config.json", "actor/hf/tokenizer.model", *described} <= manifest["files"].keys()
+    assert all((point / name).read_bytes() == (export / Path(name).name).read_bytes() for name in described)
     stated = read_provenance(export)
     assert stated is not None
     assert stated == read_provenance(point / "actor")
@@ -94,12 +97,11 @@ def test_every_rank_is_told_and_checkpoints_say_where_they_come_from(
 
     tree["reference"] = None
     for model in (f"actor.model.path={export}", f"actor.model.path={point / 'actor'}"):
-        hf = [] if "checkpoints" in model else [f"actor.model.hf={export}"]
-        ((status, written),) = ranks.run(1, jobs.command_status, *argv("by_hand", model, *hf, "--dry-run"))
+        ((status, written),) = ranks.run(1, jobs.command_status, *argv("by_hand", model, "--dry-run"))
         assert status == 2, written
         assert f"is a checkpoint of the rl run {tmp_path / 'fixed'}, step 1" in written
         assert f"(that run's was {stated.reference.path}, digest {stated.reference.digest})" in written
     tree["reference"] = {"model": {"path": str(two_layers["other"])}}
-    chosen = argv("by_hand", f"actor.model.path={export}", "train.num_steps=0")
+    chosen = argv("by_hand", f"actor.model.path={point / 'actor'}", "train.num_steps=0")
     written = " ".join(ranks.run(1, "command", *chosen)[0].split())
     assert f"WARNING: the KL is measured to another model than in the run {tmp_path / 'fixed'}" in written

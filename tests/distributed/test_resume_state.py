@@ -63,6 +63,11 @@ def test_state_is_bit_equal_at_every_layout(
         for key, tensor in state.items():
             rows = slice(VOCABULARY) if "embeddings" in key or "output_layer" in key else slice(None)
             assert torch.equal(tensor[rows], first[key][rows]), key
+    described = open_checkpoint(tmp_path / CHAIN[-1][0] / "actor", head="scalar")  # type: ignore[arg-type]
+    assert described.companion == tmp_path / CHAIN[-1][0] / "actor/hf"
+    kind = "LlamaForSequenceClassification" if head == "scalar" else "LlamaForCausalLM"
+    assert (described.head, described.config["architectures"]) == (head, [kind])
+    assert described.config.get("num_labels") == (1 if head == "scalar" else None)
 
 
 def test_a_role_of_a_point_is_an_ordinary_checkpoint(ranks: RankPool, models: dict[str, Path], tmp_path: Path) -> None:
@@ -75,13 +80,15 @@ def test_a_role_of_a_point_is_an_ordinary_checkpoint(ranks: RankPool, models: di
     assert found["wrong"] == []
     assert found["compared"] == found["parameters"] > 10
     assert found["iteration"] == 3
-    checkpoint = open_checkpoint(point / "actor", hf=models["plain"])
-    assert checkpoint.head == "lm"
+    assert open_checkpoint(point / "actor").head == "lm"
     from megarlhf.commands.convert import main as convert
 
     converted = tmp_path / "converted"
-    source = ["--megatron", str(point / "actor"), "--reference-hf", str(exported)]
-    assert convert(["megatron-to-hf", *source, "--out", str(converted)], prog="megarlhf convert") == 0
+    source = ["--megatron", str(point / "actor"), "--out", str(converted)]
+    assert convert(["megatron-to-hf", *source], prog="megarlhf convert") == 0
+    files = {path.name: path.read_bytes() for path in exported.iterdir() if path.suffix != ".safetensors"}
+    assert {"config.json", "tokenizer.model"} <= files.keys()
+    assert files == {path.name: path.read_bytes() for path in converted.iterdir() if path.name in files}
     from safetensors.torch import load_file
 
     ours, role = (load_file(folder / "model.safetensors") for folder in (converted, exported))

@@ -64,10 +64,7 @@ def export(
             raise RuntimeError(f"export to {directory} failed on rank {writer_rank}; see that rank's error")
 
     def open_writer() -> None:
-        stated = {
-            **config,
-            "dtype" if "dtype" in config else "torch_dtype": str(dtype).removeprefix("torch."),
-        }
+        stated = with_dtype(config, dtype)
         writer.append(stack.enter_context(open_hf_writer(directory, specs, stated, copy_from=copy_from)))
 
     specs = {name: (shape, dtype) for name, shape in tensors.items()}
@@ -78,6 +75,11 @@ def export(
             whole = _gather(sources, live, {n: tensors[n] for n in names}, rank, writer_rank, dtype, group)
             on_writer(lambda whole=whole: _write(writer[0], whole))  # type: ignore[misc]
         on_writer(stack.close)
+
+
+def with_dtype(config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """A config.json that states this dtype."""
+    return {**config, "dtype" if "dtype" in config else "torch_dtype": str(dtype).removeprefix("torch.")}
 
 
 def _gather(

@@ -88,6 +88,11 @@ def copy_other_files(source: Path, destination: Path) -> None:
         shutil.copyfile(path, target)
 
 
+def read_other_files(source: Path) -> dict[str, bytes]:
+    """The content of `other_files`, by path below the directory."""
+    return {str(path.relative_to(source)): path.read_bytes() for path in other_files(source)}
+
+
 def other_files(source: Path) -> list[Path]:
     """A model directory's small files other than weights, their index, config.json, and where the weights come from:
     the small files may be another model's.
