@@ -6,6 +6,7 @@
 # The runs go to runs/math/sft, runs/math/rm and runs/math/rl, whatever the files say, and a stage starts from the
 # models of those before it. What follows the three files is given to every sbatch. A stage begins when the job
 # before it has ended with 0 (a job that is queued again has not ended) and when that run has written FINISHED.
+# After a stage has failed, the same command submits the stages that have not finished.
 set -euo pipefail
 
 if (($# < 4)); then
@@ -22,18 +23,24 @@ for file in "$sft" "$rm" "$rl"; do
     fi
 done
 
-submit() { # SCRIPT CONFIGURATION OVERRIDES...; $after: the job to wait for, $MEGARLHF_AFTER: the runs
-    local wait=()
-    if [[ -n ${after:-} ]]; then wait=("--dependency=afterok:$after" --kill-on-invalid-dep=yes); fi
-    sbatch --parsable "${wait[@]}" "${options[@]}" "$scripts/$1.sbatch" -c "$2" "run.dir=$out/$1" "${@:3}"
+job= # the one submitted last
+stage() { # SCRIPT CONFIGURATION OVERRIDES...; $MEGARLHF_AFTER: the runs that must have finished before
+    if [[ -f $out/$1/FINISHED ]]; then
+        echo "$1: not submitted, because $out/$1/FINISHED is there: the run has finished"
+        return
+    fi
+    local wait=() after=
+    if [[ -n $job ]]; then
+        wait=("--dependency=afterok:$job" --kill-on-invalid-dep=yes)
+        after=", after job $job"
+    fi
+    job=$(sbatch --parsable "${wait[@]}" "${options[@]}" "$scripts/$1.sbatch" -c "$2" "run.dir=$out/$1" "${@:3}")
+    echo "$1: job $job$after"
 }
 
 actor=$out/sft/checkpoints/latest/actor
 reward_model=$out/rm/checkpoints/latest/reward_model
-job=$(submit sft "$sft")
-echo "sft: job $job"
-job=$(after=$job MEGARLHF_AFTER=$out/sft submit rm "$rm" "reward_model.model.path=$actor")
-echo "rm: job $job, after it"
-job=$(after=$job MEGARLHF_AFTER=$out/sft:$out/rm submit rl "$rl" "actor.model.path=$actor" \
-    "critic.model.path=$reward_model" "reward_model.model.path=$reward_model")
-echo "rl: job $job, after both"
+stage sft "$sft"
+MEGARLHF_AFTER=$out/sft stage rm "$rm" "reward_model.model.path=$actor"
+MEGARLHF_AFTER=$out/sft:$out/rm stage rl "$rl" "actor.model.path=$actor" "critic.model.path=$reward_model" \
+    "reward_model.model.path=$reward_model"

@@ -10,7 +10,7 @@ done
 
 # ---- the life of a job -------------------------------------------------------------------------------------
 # What this job has to remember from one attempt to the next, beside its output; removed when the run has ended well.
-#   run_dir     written by the first rank: the run's directory
+#   run_dir     written by the first rank at each launch: the run's directory
 #   exit.RANK   status and message of a rank that ended with 2 or 4, which srun hides behind that of a killed rank
 #   attempts    RESTART STATUS NEWEST_RESUME_POINT, a line for each attempt that has ended
 #   nodes       nodes of the attempt that runs;   excluded   nodes that failed
@@ -38,6 +38,11 @@ record() { # of an attempt: its status, and how far the run has come
 attempts_without_progress() { # in a row, up to the last; those that were stopped from outside say nothing
     awk 'BEGIN { newest = "none" } $2 != "stopped" { count = $3 == newest ? count + 1 : 0; newest = $3 }
         END { print count + 0 }' "$memory/attempts"
+}
+
+run_has_finished() { # by this job: an older FINISHED is that of a run with fewer steps, which this job prolongs
+    local run_dir
+    run_dir=$(cat "$memory/run_dir" 2>/dev/null) && [[ $run_dir/FINISHED -nt $memory/run_dir ]]
 }
 
 failed_nodes() { # of the nodes $1: those that are down, fail or do not answer, and those started after the time $2
@@ -87,6 +92,11 @@ stop() {
 }
 
 if ((attempt)); then
+    if run_has_finished; then
+        echo "job $SLURM_JOB_ID (restart $attempt): the run had finished before the job was queued again: nothing to do"
+        rm -rf "$memory"
+        exit 0
+    fi
     last=$(tail -n 1 "$memory/attempts" | cut -d' ' -f1)
     if [[ -f $memory/nodes && $last != $((attempt - 1)) ]]; then # the attempt before has not written how it ended
         failed_nodes "$(cat "$memory/nodes")" "$(stat -c %Y "$memory/nodes")" | exclude
@@ -128,9 +138,13 @@ done
 
 reason=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%r) || reason=
 echo "job $SLURM_JOB_ID (restart $attempt): srun ended with $status, SIGTERM received: $stopped"
+if ((status)) && run_has_finished; then # a crash or a lost node while the processes were ending
+    echo "the run had finished; srun ended with $status"
+    status=0
+fi
 case $status in
 0)
-    rm -rf "$memory"
+    if ((!stopped)); then rm -rf "$memory"; fi # else Slurm may have queued the job again, which then looks there
     exit 0
     ;;
 2 | 4 | 130) exit "$status" ;; # another attempt would end in the same way

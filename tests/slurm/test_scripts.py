@@ -30,6 +30,7 @@ printf '%s\\n' node07 node08
 # Writes down its own options, then starts the command once for each task, as srun does.
 SRUN = """#!/usr/bin/env bash
 while [[ ${1:-} == -* ]]; do printf '%s\\0' "$1" >>"$RECORD/srun"; shift; done
+[[ -z ${STOPPED:-} ]] || kill -TERM "$PPID"
 for ((task = 0; task < SLURM_NTASKS; task++)); do
     SLURM_PROCID=$task SLURM_STEP_ID=0 "$@" || exit
 done
@@ -40,6 +41,8 @@ printf '%s\\0' "$@" >"$RECORD/argv.$SLURM_PROCID"
 env -0 >"$RECORD/env.$SLURM_PROCID"
 said=$MEGARLHF_JOB_STATE/exit.$SLURM_PROCID
 [[ -z ${TASK_SAYS:-} ]] || printf '%s\\nwhat is wrong\\n' "$TASK_SAYS" >"$said"
+[[ -z ${RUN_DIR:-} ]] || echo "$RUN_DIR" >"$MEGARLHF_JOB_STATE/run_dir"
+[[ -z ${RUN_FINISHES:-} ]] || { sleep 0.05; touch "$RUN_DIR/FINISHED"; }
 exit "${TASK_STATUS:-0}"
 """
 
@@ -255,6 +258,78 @@ def test_a_run_that_has_to_come_first_must_have_finished(submit, tmp_path):
     done, _ = submit("-c", "x", MEGARLHF_AFTER=f"{tmp_path}/a:{tmp_path}/b")
     assert done.returncode == 2
     assert f"MEGARLHF_AFTER names {tmp_path}/b, but {tmp_path}/b/FINISHED is not there" in done.stderr
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    path = tmp_path / "run"
+    path.mkdir()
+    return path
+
+
+@pytest.mark.parametrize("status", ["134", "137", "3", "2"])
+def test_what_happens_after_a_run_has_finished_does_not_count(submit, tmp_path, run_dir, status):
+    """The ranks end with `status` after FINISHED has been written: the job is done."""
+    done, record = submit("-c", "x", RUN_DIR=str(run_dir), RUN_FINISHES="yes", TASK_STATUS=status)
+    assert (record / "argv.0").exists()
+    assert (run_dir / "FINISHED").exists()
+    assert done.returncode == 0, done.stderr
+    assert f"the run had finished; srun ended with {status}\n" in done.stdout
+    assert not (record / "requeued").exists()
+    assert list(tmp_path.glob("*.state")) == []
+
+
+def test_a_job_queued_again_after_its_run_has_finished_starts_nothing(submit, tmp_path, run_dir):
+    """Its node was lost after FINISHED: the attempt before has written nothing about its end."""
+    memory = tmp_path / "job-412345.state"
+    memory.mkdir()
+    (memory / "nodes").write_text("node[07-08]\n")
+    (memory / "run_dir").write_text(f"{run_dir}\n")
+    os.utime(memory / "run_dir", (1e9, 1e9))
+    (run_dir / "FINISHED").touch()
+    done, record = submit("-c", "x", SLURM_RESTART_COUNT="1")
+    assert done.returncode == 0, done.stderr
+    assert "(restart 1): the run had finished before the job was queued again" in done.stdout
+    assert list(record.iterdir()) == []
+    assert not memory.exists()
+
+
+@pytest.mark.parametrize("status, ends", [("134", 0), ("2", 2)])
+def test_what_an_earlier_job_has_finished_does_not_count(submit, tmp_path, run_dir, status, ends):
+    """`train.num_steps` has grown, and the run fails before it removes the FINISHED of the shorter one."""
+    (run_dir / "FINISHED").touch()
+    os.utime(run_dir / "FINISHED", (1e9, 1e9))
+    for restart in ("0", "1"):
+        done, record = submit("-c", "x", RUN_DIR=str(run_dir), TASK_STATUS=status, SLURM_RESTART_COUNT=restart)
+        (record / "argv.0").unlink()  # the run was started
+        assert done.returncode == ends, done.stderr
+        assert "finished" not in done.stdout
+        assert (record / "requeued").exists() == (ends == 0)
+        (record / "requeued").unlink(missing_ok=True)
+    assert (tmp_path / "job-412345.state" / "run_dir").exists()
+
+
+def test_a_finished_run_without_a_launch_of_this_job_does_not_count(submit, run_dir):
+    """The run ends before its first rank has told where it is; `-nt` also holds where its second file is missing."""
+    (run_dir / "FINISHED").touch()
+    done, record = submit("-c", "x", f"run.dir={run_dir}", TASK_STATUS="134", SLURM_RESTART_COUNT="1")
+    assert done.returncode == 0, done.stderr
+    assert (record / "argv.0").exists()
+    assert (record / "requeued").exists()
+
+
+@pytest.mark.parametrize("status", ["0", "134"])
+def test_a_job_that_slurm_stops_and_queues_again_after_its_run_has_finished(submit, tmp_path, run_dir, status):
+    """SIGTERM reaches the script while the processes end; the next attempt still finds what to go by."""
+    environ = {"RUN_DIR": str(run_dir), "RUN_FINISHES": "yes", "TASK_STATUS": status}
+    done, record = submit("-c", "x", STOPPED="yes", **environ)
+    assert done.returncode == 0, done.stderr
+    assert "SIGTERM received: 1" in done.stdout
+    (record / "argv.0").unlink()
+    done, record = submit("-c", "x", SLURM_RESTART_COUNT="1", **environ)
+    assert done.returncode == 0, done.stderr
+    assert not (record / "argv.0").exists()
+    assert list(tmp_path.glob("*.state")) == []
 
 
 def test_a_line_of_the_file_of_conversions_is_a_command(submit, tmp_path):

@@ -1,0 +1,73 @@
+"""slurm/pipeline.sh with a stand-in for sbatch: which stages are submitted, with what, and what each one waits for.
+
+Not covered: Slurm itself (`test_life_cycle.py`).
+"""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+SLURM = Path(__file__).parents[2] / "slurm"
+
+# Writes down its arguments and the runs to come before; the jobs' numbers are 101, 102, ...
+SBATCH = """#!/usr/bin/env bash
+printf '%s\\0' "$@" "after=${MEGARLHF_AFTER:-}" >"$RECORD/sbatch.$(ls "$RECORD" | wc -l)"
+echo $((100 + $(ls "$RECORD" | wc -l)))
+"""
+
+
+@pytest.fixture
+def pipeline(tmp_path):
+    """Run pipeline.sh with these runs finished; returns (what it says, the arguments of each sbatch)."""
+    folder, record = tmp_path / "bin", tmp_path / "record"
+    folder.mkdir()
+    record.mkdir()
+    (folder / "sbatch").write_text(SBATCH)
+    (folder / "sbatch").chmod(0o755)
+    for name in ("sft", "rm", "rl"):
+        (tmp_path / f"{name}.yaml").touch()
+
+    def run(*finished):
+        for name in finished:
+            (tmp_path / "runs" / name).mkdir(parents=True)
+            (tmp_path / "runs" / name / "FINISHED").touch()
+        command = ["bash", str(SLURM / "pipeline.sh"), "runs", "sft.yaml", "rm.yaml", "rl.yaml", "--time=9"]
+        environ = {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}", "RECORD": str(record)}
+        done = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.splitlines(), [path.read_text().split("\0")[:-1] for path in sorted(record.iterdir())]
+
+    return run
+
+
+ACTOR, REWARD_MODEL = "runs/sft/checkpoints/latest/actor", "runs/rm/checkpoints/latest/reward_model"
+STAGES = {
+    "sft": ["-c", "sft.yaml", "run.dir=runs/sft", "after="],
+    "rm": ["-c", "rm.yaml", "run.dir=runs/rm", f"reward_model.model.path={ACTOR}", "after=runs/sft"],
+    "rl": [
+        *("-c", "rl.yaml", "run.dir=runs/rl", f"actor.model.path={ACTOR}", f"critic.model.path={REWARD_MODEL}"),
+        *(f"reward_model.model.path={REWARD_MODEL}", "after=runs/sft:runs/rm"),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    "finished", [(), ("sft",), ("sft", "rm"), ("rm",), ("sft", "rm", "rl")], ids=lambda names: "-".join(names) or "none"
+)
+def test_stages_that_have_finished_are_not_submitted_again(pipeline, finished):
+    """The first stage that is submitted waits for no job, and each further one for the one before it. What has to have
+    finished when a stage starts names the runs of all stages before it."""
+    said, submitted = pipeline(*finished)
+    expected, lines = [], []
+    for name, arguments in STAGES.items():
+        if name in finished:
+            lines.append(f"{name}: not submitted, because runs/{name}/FINISHED is there: the run has finished")
+            continue
+        before = 100 + len(expected)
+        wait = [f"--dependency=afterok:{before}", "--kill-on-invalid-dep=yes"] if expected else []
+        lines.append(f"{name}: job {before + 1}" + (f", after job {before}" if expected else ""))
+        expected.append(["--parsable", *wait, "--time=9", str(SLURM / f"{name}.sbatch"), *arguments])
+    assert submitted == expected
+    assert said == lines
