@@ -8,6 +8,7 @@ import gc
 import multiprocessing as mp
 import os
 import signal
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -117,6 +118,8 @@ def _serve(connection: Connection) -> None:
     from megarlhf.runtime import shutdown
 
     launch.silence_libraries()
+    gc.collect()
+    gc.freeze()  # what the server has imported is not looked through again after every job
     while True:
         try:
             message = connection.recv()
@@ -127,7 +130,23 @@ def _serve(connection: Connection) -> None:
         connection.send((succeeded, value, _cpu_seconds() - before))
         if not succeeded:  # after it is told: the others' collectives break as this rank leaves its process groups
             shutdown()
-            gc.collect()
+        _release_models()
+
+
+def _release_models() -> None:
+    """Free the models of the last job, and with them its process groups: their threads wake a hundred times a second.
+
+    Two holders stay otherwise. A shard that Megatron-Core's optimizer takes from an fp32 parameter holds the
+    parameter's autograd node, whose hook holds the model: a cycle through C++ that Python's collector does not see.
+    And its rotary embeddings are keys of a cache of the class.
+    """
+    data_parallel = sys.modules.get("megatron.core.distributed.distributed_data_parallel")
+    rotary = sys.modules.get("megatron.core.models.common.embeddings.rotary_pos_embedding")
+    if data_parallel is not None and rotary is not None:
+        for model in [found for found in gc.get_objects() if type(found) is data_parallel.DistributedDataParallel]:
+            vars(model).clear()
+        rotary.RotaryEmbedding.forward.cache_clear()
+    gc.collect()
 
 
 def _cpu_seconds() -> float:

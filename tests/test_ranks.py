@@ -4,10 +4,12 @@ import os
 import subprocess
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+import yaml
 
 from tests import ranks as module
 from tests.command import is_running
@@ -52,6 +54,11 @@ def _with_a_child(runtime):
     return os.getpid(), subprocess.Popen(["sleep", "67"]).pid
 
 
+def _threads(runtime):
+    """By name: those of process groups among them."""
+    return sorted(path.read_text() for path in Path("/proc/self/task").glob("*/comm"))
+
+
 def test_ranks_outlive_a_failure_that_all_of_them_have_told(pool: RankPool):
     """What is said is the first failure; the other rank's, that its collective was broken, follows from it."""
     pids = pool.run(2, _pid)
@@ -84,3 +91,21 @@ def test_children_of_ranks_end_with_them(pool: RankPool):
     while any(is_running(pid) for pid in pids) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not any(is_running(pid) for pid in pids)
+
+
+def test_a_job_s_models_and_process_groups_end_with_it(
+    pool: RankPool, two_layers: dict[str, Path], data: dict[str, Path], tmp_path: Path
+):
+    """The threads of a process group wake a hundred times a second: over a session they slow all that comes after."""
+    tree = {
+        "run": {"dir": str(tmp_path / "run")},
+        "actor": {"model": {"path": str(two_layers["plain"])}},
+        "data": {"train": str(data["sft"]), "max_prompt_tokens": 64, "max_response_tokens": 64},
+        "train": {"num_steps": 1, "mini_batch_samples": 4, "micro_batch_samples": 2},
+    }
+    path = tmp_path / "sft.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    threads = pool.run(2, _threads)
+    pool.run(2, "command", "sft", "-c", str(path))
+    assert (tmp_path / "run" / "FINISHED").is_file()
+    assert pool.run(2, _threads) == threads

@@ -25,9 +25,9 @@ from tests.ranks import RankPool
 TOY = """
 import ctypes, os, signal, sys, time
 from megarlhf.resume import signals
-signals.REPEAT_SECONDS = 0.3
-signals.END_SECONDS = 0.5
 what = sys.argv[1]
+signals.REPEAT_SECONDS = 0.3 if what in ("waits", "stuck") else 30.0
+signals.END_SECONDS = 0.5
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a process in the background ignores it
 with signals.StopRequest(speaks=what != "silent") as stop:
     print("ready", flush=True)
@@ -40,12 +40,13 @@ with signals.StopRequest(speaks=what != "silent") as stop:
     print(stop.requested().name, stop.seconds_ago < 5, flush=True)
     if what == "waits":
         time.sleep(60)
+    sys.stdin.readline()
 print("left", flush=True)
 """
 
 
 def start(what: str) -> subprocess.Popen[str]:
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE) | {"text": True}
     process = subprocess.Popen([sys.executable, "-c", TOY, what], cwd=ROOT, **pipes)
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
