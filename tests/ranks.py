@@ -118,8 +118,7 @@ def _serve(connection: Connection) -> None:
     from megarlhf.runtime import shutdown
 
     launch.silence_libraries()
-    gc.collect()
-    gc.freeze()  # what the server has imported is not looked through again after every job
+    gc.freeze()
     while True:
         try:
             message = connection.recv()
@@ -147,6 +146,7 @@ def _release_models() -> None:
             vars(model).clear()
         rotary.RotaryEmbedding.forward.cache_clear()
     gc.collect()
+    gc.freeze()  # what is left was imported by the job, and need not be looked through after the next
 
 
 def _cpu_seconds() -> float:
