@@ -124,9 +124,13 @@ def detect_rank(env: Mapping[str, str]) -> RankInfo | None:
 
     `torchrun` sets RANK, LOCAL_RANK, WORLD_SIZE; `srun` sets SLURM_PROCID, SLURM_LOCALID, SLURM_STEP_ID
     and the number of tasks. The shell of an `sbatch` script sees SLURM_PROCID=0 too, but belongs to no
-    step: it has no SLURM_STEP_ID, and is not a rank.
+    step: it has no SLURM_STEP_ID, and is not a rank. In a task of a step Slurm's numbers count, unless a launcher
+    inside the task has set LOCAL_WORLD_SIZE too: RANK and WORLD_SIZE alone come from the shell that submitted the job,
+    or from a container's entry (pyxis with an image of PyTorch), which does not say how many ranks a machine has.
     """
-    if "RANK" in env and "WORLD_SIZE" in env:
+    num_tasks = env.get("SLURM_STEP_NUM_TASKS", env.get("SLURM_NTASKS"))
+    is_task = "SLURM_PROCID" in env and "SLURM_STEP_ID" in env and num_tasks is not None
+    if "RANK" in env and "WORLD_SIZE" in env and ("LOCAL_WORLD_SIZE" in env or not is_task):
         world, rank = int(env["WORLD_SIZE"] or 1), int(env["RANK"] or 0)
         if not 0 <= rank < world:
             raise ValueError(f"RANK = {rank} is not in [0, WORLD_SIZE = {world}); unset both, or start with torchrun")
@@ -136,8 +140,7 @@ def detect_rank(env: Mapping[str, str]) -> RankInfo | None:
             world_size=world,
             local_world_size=int(env.get("LOCAL_WORLD_SIZE", world)),
         )
-    num_tasks = env.get("SLURM_STEP_NUM_TASKS", env.get("SLURM_NTASKS"))
-    if "SLURM_PROCID" in env and "SLURM_STEP_ID" in env and num_tasks is not None:
+    if is_task and num_tasks is not None:
         per_node = env.get("SLURM_STEP_TASKS_PER_NODE", env.get("SLURM_TASKS_PER_NODE", "1"))
         return RankInfo(
             rank=int(env["SLURM_PROCID"]),

@@ -15,6 +15,12 @@ if (($# < 4)); then
 fi
 out=$1 sft=$2 rm=$3 rl=$4
 options=("${@:5}")
+for option in "${options[@]}"; do
+    if [[ $option =~ ^[a-z_.]+= ]]; then
+        echo "pipeline.sh: got $option; expected sbatch's options behind the three files. Put it into the stage's file" >&2
+        exit 2
+    fi
+done
 scripts=$(dirname "${BASH_SOURCE[0]}")
 for file in "$sft" "$rm" "$rl"; do
     if [[ ! -f $file ]]; then

@@ -40,6 +40,9 @@ def test_torchrun():
     assert detect_rank(env) == RankInfo(rank=9, local_rank=1, world_size=16, local_world_size=8)
     # torchrun inside an sbatch script: its variables win.
     assert detect_rank({**SRUN, **env}) == RankInfo(rank=9, local_rank=1, world_size=16, local_world_size=8)
+    # Left over in the shell that submitted the job, or set by the entry of a container: Slurm's numbers count.
+    left_over = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    assert detect_rank({**SRUN, **left_over}) == detect_rank(SRUN)
     assert detect_rank({"RANK": "1", "WORLD_SIZE": "2"}) == RankInfo(
         rank=1, local_rank=0, world_size=2, local_world_size=2
     )

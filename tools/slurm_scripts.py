@@ -18,7 +18,8 @@ WHOLE_NODES = """\
 #SBATCH --ntasks-per-node=8
 #SBATCH --gpus-per-node=8
 #
-# One task for each GPU. Where a task should see its own GPU only, add --gpus-per-task=1 on the command line.
+# One task for each GPU. Where a task should see its own GPU only, add --gpus-per-task=1 on the command line; with
+# another number of tasks on a node give --gpus-per-node too.
 # A task needs cores beside its GPU: vLLM's scheduler, NCCL's proxies, the compiler of kernels. 8 x 8 fit into any
 # node of 8 GPUs; give it more where yours has more.
 #SBATCH --cpus-per-task=8

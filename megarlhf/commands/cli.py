@@ -37,6 +37,9 @@ COMMANDS: dict[str, Command] = {
 }
 
 
+DIRECTORY = "MEGARLHF_DIRECTORY"
+"""Set by the batch scripts in slurm/, to the directory that they run in."""
+
 EXIT_STATUS: dict[type[Exception], int] = {
     StopRun: TO_BE_QUEUED_AGAIN,  # saved; 130 after Ctrl-C
     WatchdogTimeout: 3,  # a phase has passed its limit
@@ -85,6 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
         end_with_parent()
+        _refuse_another_directory()
         if argv[:1] == ["convert"]:  # has commands of its own
             from megarlhf.commands.convert import main as convert
 
@@ -122,6 +126,17 @@ def _raised_here(error: Exception) -> bool:
     while frame is not None and frame.tb_next is not None:
         frame = frame.tb_next
     return frame is not None and Path(frame.tb_frame.f_code.co_filename).is_relative_to(Path(__file__).parents[1])
+
+
+def _refuse_another_directory() -> None:
+    """A container that begins in a directory of its own would take relative paths for others, `run.dir` among them."""
+    here, expected = os.path.realpath(os.getcwd()), os.path.realpath(os.environ.get(DIRECTORY) or os.getcwd())
+    if here != expected:
+        raise ValueError(
+            f"this task works in {here}, and the batch script in {expected}: relative paths would name other files. "
+            'Let the container begin there (pyxis: --container-workdir="$PWD", apptainer: --pwd "$PWD"), or '
+            f"unset {DIRECTORY}"
+        )
 
 
 def _dispatch(arguments: argparse.Namespace, argv: list[str]) -> int:

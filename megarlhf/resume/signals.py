@@ -30,6 +30,8 @@ REPEAT_SECONDS = 1.0
 END_SECONDS = 2.0
 """For the main thread to end the process by itself when it is told to stop at once."""
 
+_early: list[Signals] = []
+
 TO_BE_QUEUED_AGAIN = 75
 INTERRUPTED = 130
 
@@ -99,6 +101,8 @@ class StopRequest:
         self._handlers = {number: signal.signal(number, self._in_main_thread) for number in STOP_SIGNALS}
         # A child by fork has the pipe too: a signal that ends a worker would count as one to this process.
         os.register_at_fork(before=self._hold, after_in_parent=self._let_go, after_in_child=self._leave_to_default)
+        while _early:
+            self._receive(_early.pop())
         self._thread = threading.Thread(target=self._listen, args=(self._pipe[0],), name="megarlhf-stop", daemon=True)
         self._thread.start()
         return self
@@ -185,6 +189,11 @@ class StopRequest:
             for number in self._handlers:
                 signal.signal(number, signal.SIG_DFL)
         self._let_go()
+
+
+def note_early() -> None:
+    """Keep a SIGUSR1 for the `StopRequest` to come: to import torch takes seconds, in which it would end the process."""
+    signal.signal(Signals.SIGUSR1, lambda number, frame: _early.append(Signals(number)))
 
 
 def ignore_stop_signals() -> None:

@@ -9,8 +9,9 @@ for run in "${earlier_runs[@]}"; do
 done
 
 # ---- the life of a job -------------------------------------------------------------------------------------
-# What this job has to remember from one attempt to the next, beside its output; removed when the run has ended well.
+# What this job has to remember from one attempt to the next, where it was submitted; removed when the run has ended well.
 #   run_dir     written by the first rank at each launch: the run's directory
+#   began       written by the first rank at the first launch: the newest resume point that was there
 #   exit.RANK   status and message of a rank that ended with 2 or 4, which srun hides behind that of a killed rank
 #   attempts    RESTART STATUS NEWEST_RESUME_POINT, a line for each attempt that has ended
 #   nodes       nodes of the attempt that runs;   excluded   nodes that failed
@@ -21,12 +22,16 @@ export MEGARLHF_JOB_STATE=$memory
 touch "$memory/attempts" "$memory/excluded"
 rm -f "$memory"/exit.*
 max_attempts=${MEGARLHF_MAX_ATTEMPTS:-3}
+if [[ ! $max_attempts =~ ^[1-9][0-9]*$ ]]; then
+    die "got MEGARLHF_MAX_ATTEMPTS=$max_attempts; expected a number from 1 on"
+fi
 
 newest_resume_point() { # only what is complete has a manifest
     local run_dir newest=none point
     run_dir=$(cat "$memory/run_dir" 2>/dev/null) || run_dir=/nonexistent
     for point in "$run_dir"/resume/step_*/MANIFEST.json; do # in the order of their names, which is that of the steps
-        if [[ -f $point ]]; then newest=$(basename "$(dirname "$point")"); fi
+        point=$(basename "$(dirname "$point")")
+        if [[ $point != *.* && $point != step_\* ]]; then newest=$point; fi # .passed_over: set aside
     done
     echo "$newest"
 }
@@ -36,7 +41,9 @@ record() { # of an attempt: its status, and how far the run has come
 }
 
 attempts_without_progress() { # in a row, up to the last; those that were stopped from outside say nothing
-    awk 'BEGIN { newest = "none" } $2 != "stopped" { count = $3 == newest ? count + 1 : 0; newest = $3 }
+    local began
+    began=$(cat "$memory/began" 2>/dev/null) || began=none
+    awk -v newest="$began" '$2 != "stopped" { count = $3 == newest ? count + 1 : 0; newest = $3 }
         END { print count + 0 }' "$memory/attempts"
 }
 
@@ -61,8 +68,21 @@ exclude() { # add the nodes of standard input to those that this job is not to b
     mv "$memory/excluded.new" "$memory/excluded"
 }
 
+is_queued_again() { # whether Slurm counts one more restart than this one, whatever it has answered
+    [[ $(scontrol --oneliner show job "$SLURM_JOB_ID" 2>/dev/null) =~ Restarts=([0-9]+) ]] && ((BASH_REMATCH[1] > attempt))
+}
+
+queue_again() { # an answer may be lost where the controller is busy
+    local try
+    for ((try = 0; try < 6; try++)); do
+        if ((try)); then sleep 10; fi
+        if is_queued_again || scontrol requeue "$SLURM_JOB_ID"; then return; fi
+    done
+    is_queued_again
+}
+
 requeue() { # Slurm ends this script while it runs the loop: SIGTERM is caught, SIGKILL comes KillWait later
-    if [[ ${1:-} != already ]] && ! scontrol requeue "$SLURM_JOB_ID"; then
+    if [[ ${1:-} != already ]] && ! queue_again; then
         echo "@NAME@.sbatch: Slurm did not queue job $SLURM_JOB_ID again; submit it by the same command" >&2
         exit "$status"
     fi
@@ -115,6 +135,12 @@ if [[ -z ${SLURM_JOB_END_TIME:-} ]]; then # so that ranks in a container know to
     if ends=$(date -d "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%e)" +%s 2>/dev/null); then
         export SLURM_JOB_END_TIME=$ends
     fi
+fi
+
+left=$((${SLURM_JOB_END_TIME:-0} - EPOCHSECONDS))
+if ((left > 0 && left < 720)); then
+    echo "@NAME@.sbatch: this job ends in $left s, and the ranks are told to save 600 s before the end if --signal was not" \
+        "given: they have next to no time to train. Give a longer --time, or as --signal=USR1@60 the seconds they need" >&2
 fi
 
 echo "job $SLURM_JOB_ID (restart $attempt) on $SLURM_JOB_NODELIST, ${SLURM_NTASKS:-?} tasks," \

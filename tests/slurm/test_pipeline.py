@@ -71,3 +71,13 @@ def test_stages_that_have_finished_are_not_submitted_again(pipeline, finished):
         expected.append(["--parsable", *wait, "--time=9", str(SLURM / f"{name}.sbatch"), *arguments])
     assert submitted == expected
     assert said == lines
+
+
+def test_a_configured_value_behind_the_files_is_refused(tmp_path):
+    """sbatch would take it for the script."""
+    for name in ("sft", "rm", "rl"):
+        (tmp_path / f"{name}.yaml").touch()
+    command = ["bash", str(SLURM / "pipeline.sh"), "runs", "sft.yaml", "rm.yaml", "rl.yaml", "train.num_steps=5"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "got train.num_steps=5; expected sbatch's options behind the three files" in done.stderr

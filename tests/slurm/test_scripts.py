@@ -6,6 +6,7 @@ Not covered: Slurm itself (`test_life_cycle.py`), and the clusters' own scripts.
 import os
 import shutil
 import subprocess
+import time
 from datetime import datetime
 from pathlib import Path
 
@@ -17,11 +18,19 @@ ROOT = Path(__file__).parents[2]
 SLURM = ROOT / "slurm"
 
 SQUEUE = """#!/usr/bin/env bash
-echo "${*: -1}" | sed 's/.*%e/2026-11-22T23:00:00/; s/.*%r/None/'
+echo "${*: -1}" | sed "s/.*%e/${JOB_ENDS:-2026-11-22T23:00:00}/; s/.*%r/None/"
 """
 
 SCONTROL = """#!/usr/bin/env bash
-[[ "$*" == "requeue 412345" ]] && { echo yes >"$RECORD/requeued"; exit; }
+[[ "$*" == "requeue 412345" ]] && {
+    echo yes >>"$RECORD/requeued"
+    [[ $(wc -l <"$RECORD/requeued") -gt ${REQUESTS_LOST:-0} ]] || { echo "Unexpected message received" >&2; exit 1; }
+    exit
+}
+[[ "$*" == "--oneliner show job 412345" ]] && {
+    echo "JobId=412345 Restarts=$([[ -z ${UNDERSTOOD:-} || ! -s $RECORD/requeued ]]; echo $?) BatchFlag=1"
+    exit
+}
 [[ "$*" == "--oneliner show node"* ]] && { echo "State=IDLE BootTime=None"; exit; }
 [[ "$*" == "show hostnames node[07-08]" ]] || { echo "unexpected: scontrol $*" >&2; exit 1; }
 printf '%s\\n' node07 node08
@@ -62,6 +71,8 @@ def submit(tmp_path):
     for name, text in (("scontrol", SCONTROL), ("squeue", SQUEUE), ("srun", SRUN), ("megarlhf", MEGARLHF)):
         (folder / name).write_text(text)
         (folder / name).chmod(0o755)
+    (folder / "sleep").write_text('#!/bin/sh\necho "$@" >>"$RECORD/slept"\nexec /bin/sleep 0.05\n')
+    (folder / "sleep").chmod(0o755)
     base = {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}", "RECORD": str(record), "HOME": str(tmp_path)}
     base |= {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_NAME": "job"}
 
@@ -99,10 +110,14 @@ def test_every_task_gets_the_command_line_and_the_rendezvous(submit, script):
 
 
 def test_a_rendezvous_left_over_from_the_login_node_is_not_used(submit):
-    done, record = submit("sft", MASTER_ADDR="login1", MASTER_PORT="1")
+    """A task that took itself for rank 0 of 1 would train alone."""
+    left_over = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "x"}
+    done, record = submit("sft", MASTER_ADDR="login1", MASTER_PORT="1", **left_over)
     assert done.returncode == 0, done.stderr
     env = environment(record / "env.0")
     assert (env["MASTER_ADDR"], env["MASTER_PORT"]) == ("node07", "22345")
+    assert not set(left_over) & set(env)
+    assert env["MEGARLHF_DIRECTORY"] == os.getcwd()
 
 
 def asked(script):
@@ -248,6 +263,60 @@ def test_what_a_rank_says_goes_before_the_status_of_those_killed_after_it(submit
         assert done.returncode == 0
 
 
+@pytest.mark.parametrize("lost, understood, ends, requests", [(1, "", 0, 2), (1, "yes", 0, 1), (9, "", 75, 6)])
+def test_an_answer_of_slurm_s_that_is_lost(submit, lost, understood, ends, requests):
+    """Asked again, unless Slurm had understood and counts a restart more than this one."""
+    done, record = submit("-c", "x", TASK_STATUS="75", REQUESTS_LOST=str(lost), UNDERSTOOD=understood)
+    assert len((record / "requeued").read_text().split()) == requests
+    assert done.returncode == ends
+    assert ("did not queue job 412345 again" in done.stderr) == (ends == 75)
+
+
+def test_an_attempt_counts_as_progress_from_the_point_that_the_job_has_found(submit, tmp_path):
+    """A new job on a run that has resume points: the third attempt without a newer one is the last."""
+    memory = tmp_path / "job-412345.state"
+    memory.mkdir()
+    (memory / "attempts").write_text("0 1 step_000100\n1 1 step_000100\n")
+    (memory / "began").write_text("step_000100\n")
+    (memory / "run_dir").write_text(f"{tmp_path}/run\n")
+    for point in ("step_000100", "step_000200.passed_over"):
+        (tmp_path / "run" / "resume" / point).mkdir(parents=True)
+        (tmp_path / "run" / "resume" / point / "MANIFEST.json").touch()
+    done, record = submit("-c", "x", TASK_STATUS="1", SLURM_RESTART_COUNT="2")
+    assert done.returncode == 1
+    assert "3 attempts in a row ended without a newer resume point (newest: step_000100)" in done.stderr
+    assert not (record / "requeued").exists()
+
+
+@pytest.mark.parametrize("limit", ["abc", "0", "-1"])
+def test_a_limit_of_attempts_that_is_none_is_refused_at_once(submit, limit):
+    done, record = submit("-c", "x", MEGARLHF_MAX_ATTEMPTS=limit)
+    assert done.returncode == 2
+    assert f"got MEGARLHF_MAX_ATTEMPTS={limit}; expected a number from 1 on" in done.stderr
+    assert not (record / "argv.0").exists()
+
+
+def test_a_job_shorter_than_its_signal_is_said(submit):
+    soon = datetime.fromtimestamp(time.time() + 300).isoformat(timespec="seconds")
+    done, _ = submit("-c", "x", JOB_ENDS=soon)
+    assert done.returncode == 0
+    assert "Give a longer --time, or as --signal=USR1@60 the seconds they need" in done.stderr
+    done, _ = submit("-c", "x", JOB_ENDS="2100-01-01T00:00:00")
+    assert "--signal" not in done.stderr
+
+
+def test_a_clusters_script_that_exits_is_named(submit, tmp_path):
+    script = tmp_path / "cluster.sh"
+    script.write_text("exit 1\n")
+    done, record = submit("-c", "x.yaml", MEGARLHF_ENV=str(script))
+    assert done.returncode == 1
+    assert f"MEGARLHF_ENV = {script} ended the job with status 1; it is sourced: no exit" in done.stderr
+    script.write_text("trap 'echo theirs' EXIT\n")
+    done, record = submit("-c", "x.yaml", MEGARLHF_ENV=str(script))
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "theirs")
+    assert "ended the job" not in done.stderr
+
+
 def test_a_run_that_has_to_come_first_must_have_finished(submit, tmp_path):
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "FINISHED").touch()
@@ -337,8 +406,12 @@ def test_a_line_of_the_file_of_conversions_is_a_command(submit, tmp_path):
     done, record = submit(str(tmp_path / "list"), script="convert", SLURM_ARRAY_TASK_ID="2")
     assert done.returncode == 0, done.stderr
     assert words(record / "argv.0") == ["convert", "relayout", "--out", "c d", "--megatron", "$HOME"]
-    done, _ = submit(str(tmp_path / "list"), script="convert", SLURM_ARRAY_TASK_ID="3")
-    assert (done.returncode, "has no line 3; submit with --array=1-2" in done.stderr) == (2, True)
+    (tmp_path / "list").write_text("verify a b\n\nverify a --out 'c d\n")
+    for number, message in (("2", "line 2 of"), ("3", "line 3 of"), ("4", "of the file's 3")):
+        (record / "argv.0").unlink(missing_ok=True)
+        done, _ = submit(str(tmp_path / "list"), script="convert", SLURM_ARRAY_TASK_ID=number)
+        assert (done.returncode, message in done.stderr) == (2, True), done.stderr
+        assert not (record / "argv.0").exists()
 
 
 @pytest.mark.parametrize(
