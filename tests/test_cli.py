@@ -298,6 +298,8 @@ runpy.run_module("megarlhf", run_name="__main__")
 
 def test_a_task_in_another_directory_than_its_batch_script_is_refused(tmp_path, monkeypatch, capsys):
     """As in a container that begins in a directory of its own: relative paths would name other files."""
+    from megarlhf.commands.cli import main
+
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MEGARLHF_DIRECTORY", str(tmp_path / "submitted"))
     assert main(["sft", "-c", "x.yaml", "--dry-run"]) == 2

@@ -192,7 +192,7 @@ class StopRequest:
 
 
 def note_early() -> None:
-    """Keep a SIGUSR1 for the `StopRequest` to come: to import torch takes seconds, in which it would end the process."""
+    """Keep a SIGUSR1 for the `StopRequest` to come: importing torch takes seconds, and it would end the process."""
     signal.signal(Signals.SIGUSR1, lambda number, frame: _early.append(Signals(number)))
 
 

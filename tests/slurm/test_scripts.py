@@ -308,11 +308,11 @@ def test_a_job_shorter_than_its_signal_is_said(submit):
 def test_a_clusters_script_that_exits_is_named(submit, tmp_path):
     script = tmp_path / "cluster.sh"
     script.write_text("exit 1\n")
-    done, record = submit("-c", "x.yaml", MEGARLHF_ENV=str(script))
+    done, _ = submit("-c", "x.yaml", MEGARLHF_ENV=str(script))
     assert done.returncode == 1
     assert f"MEGARLHF_ENV = {script} ended the job with status 1; it is sourced: no exit" in done.stderr
     script.write_text("trap 'echo theirs' EXIT\n")
-    done, record = submit("-c", "x.yaml", MEGARLHF_ENV=str(script))
+    done, _ = submit("-c", "x.yaml", MEGARLHF_ENV=str(script))
     assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "theirs")
     assert "ended the job" not in done.stderr
 
