@@ -53,7 +53,7 @@ class CheckpointConfig(FrozenModel):
     keep: PositiveInt = 2
     """Keep the newest so many resume points."""
     keep_every: Annotated[int, Field(ge=0)] = 0
-    """Keep also the resume points of all steps that are a multiple of this; 0: none."""
+    """Keep also, for good, the first resume point at or after each step that is a multiple of this; 0: none."""
     background: bool = True
     """Write resume points while training goes on; false: training waits until a point is complete."""
     seconds_before_end: NonNegative = 60.0

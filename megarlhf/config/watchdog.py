@@ -19,14 +19,14 @@ class StragglersConfig(FrozenModel):
     """When a rank is named as slower than the others. It is said in the log and ends nothing."""
 
     factor: Annotated[float, Field(gt=1.0)] = 1.5
-    """A rank is slow in a step when its own seconds (without waiting for others) exceed the median of all ranks by this
+    """A rank is slow in a step when its own seconds (without waiting for others) exceed the median of the others by this
     factor."""
     steps: PositiveInt = 5
     """It is named after so many slow steps in a row."""
     repeat_after: PositiveInt = 100
     """The same rank is not named again for the same work within so many steps."""
     min_excess: NonNegative = 1.0
-    """Seconds above the median that count at all: a reward function of 2 ms instead of 1 ms is no straggler. Not read
+    """Seconds above that median that count at all: a reward function of 2 ms instead of 1 ms is no straggler. Not read
     for the probe, which takes milliseconds."""
     probe_every: Annotated[int, Field(ge=0)] = 10
     """Steps between two probes: each rank times a matrix product of a fixed size on its own device, which finds a

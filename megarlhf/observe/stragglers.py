@@ -17,7 +17,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from statistics import median
 from typing import Protocol
 
 import torch
@@ -49,11 +48,10 @@ class Stragglers:
         done in this step leaves its counts as they are."""
         said = []
         for work, by_rank in seconds.items():
-            if not any(by_rank):
+            if not any(by_rank) or len(by_rank) == 1:
                 continue
-            middle = median(by_rank)
             floor = 0.0 if work == PROBE else self._cfg.min_excess
-            for rank, own in enumerate(by_rank):
+            for rank, (own, middle) in enumerate(zip(by_rank, medians_of_others(by_rank), strict=True)):
                 slow = own > self._cfg.factor * middle and own - middle >= floor
                 key = (work, rank)
                 self._slow[key] = self._slow.get(key, 0) + 1 if slow else 0
@@ -62,14 +60,25 @@ class Stragglers:
                     self._named[key] = step
                     what = "a matrix product (the probe)" if work == PROBE else f"its own part of phase {work!r}"
                     said.append(
-                        f"rank {rank} on {self._hosts[rank]} is slow: {what} took {own:.3g} s, the median of all "
-                        f"{len(by_rank)} ranks is {middle:.3g} s, and so for {self._slow[key]} times in a row "
+                        f"rank {rank} on {self._hosts[rank]} is slow: {what} took {own:.3g} s, the median of the "
+                        f"{len(by_rank) - 1} others is {middle:.3g} s, and so for {self._slow[key]} times in a row "
                         f"(watchdog.stragglers.factor = {self._cfg.factor:g})"
                     )
         return said
 
     def probe_due(self, step: int) -> bool:
         return self._cfg.probe_every > 0 and step % self._cfg.probe_every == 0
+
+
+def medians_of_others(values: Sequence[float]) -> list[float]:
+    """For each of two or more values the median of all but itself: of two, the other one."""
+    order = sorted(range(len(values)), key=lambda n: values[n])
+    ordered = [values[n] for n in order]
+    low, high = (len(values) - 2) // 2, (len(values) - 1) // 2  # the middle of those that are left
+    medians = [0.0] * len(values)
+    for place, n in enumerate(order):
+        medians[n] = (ordered[low + (low >= place)] + ordered[high + (high >= place)]) / 2
+    return medians
 
 
 class Late(Protocol):

@@ -53,7 +53,8 @@ class Checkpointer:
     """Of one run. Every public method is collective.
 
     `still_ours` is called on rank 0 before anything is written, and raises when the run directory has been taken over.
-    `on_saved` is called on rank 0 after a point has been written, with the position of the oldest that is kept.
+    `on_saved` is called on rank 0 after a point has been written, with the position of the oldest of the newest
+    `checkpoint.keep`: a start goes on from one of these, while those of `keep_every` are kept for people.
     `provenance` says where a role's weights come from at a position.
     """
 
@@ -254,7 +255,7 @@ class Checkpointer:
                 point.forget_set_aside(self._run_dir)
             for old in point.superfluous(points, keep=self._cfg.keep, keep_every=self._cfg.keep_every):
                 point.remove(old)
-            self._on_saved(point.find_points(self._run_dir)[0].position)
+            self._on_saved(point.find_points(self._run_dir)[-self._cfg.keep :][0].position)
 
     def _say_failed(self, position: Position, reason: str) -> None:
         self._announced = False

@@ -153,13 +153,14 @@ def damaged_files(point: Point, manifest: Mapping[str, Any], *, part: int = 0, p
 
 
 def superfluous(points: Sequence[Point], *, keep: int, keep_every: int) -> list[Point]:
-    """Which of the points, oldest first, may go: not the newest `keep`, and not those at the border of a step whose
-    number is a multiple of `keep_every` (0: none is kept for that)."""
-    return [
-        point
-        for point in points[: max(0, len(points) - keep)]
-        if not (keep_every and point.position.update == 0 and point.position.step % keep_every == 0)
-    ]
+    """Which of the points, oldest first, may go: not the newest `keep`, and not the first one at or after each step
+    whose number is a multiple of `keep_every` (0: none is kept for that)."""
+    first: dict[int, Point] = {}
+    if keep_every:
+        for point in points:
+            first.setdefault(point.position.step // keep_every, point)
+        first.pop(0, None)
+    return [point for point in points[: max(0, len(points) - keep)] if point not in first.values()]
 
 
 def remove(point: Point) -> None:

@@ -30,11 +30,11 @@ class RestartingEngine:
     """A rollout engine around another one, which `build` makes. Every call is collective.
 
     When drawing responses fails, the engine is closed and built anew, gets the actor's weights and is certified; then
-    the responses that are missing are drawn. The actor has to hold the weights of the last update until the next.
+    the responses that are missing are drawn. So it is when the engine fails as it takes new weights. The actor has to hold the weights of the last update until the next.
     """
 
     def __init__(self, build: Callable[[], RolloutEngine], max_rebuilds: int) -> None:
-        """At most `max_rebuilds` in one rollout; with 0 the first failure is raised."""
+        """At most `max_rebuilds` in one rollout, and one in an update; with 0 the first failure is raised."""
         self._build, self._max_rebuilds = build, max_rebuilds
         self._engine: RolloutEngine | None = build()
         self._actor: ModelShard | None = None
@@ -57,8 +57,19 @@ class RestartingEngine:
         return self.engine.local_seconds
 
     def update_weights(self, actor: ModelShard, version: int) -> None:
-        self.engine.update_weights(actor, version=version)
+        """As the engine's.
+
+        Raises: EngineFailure on every rank when the engine fails where none may be built anew, or the new one too.
+        """
         self._actor = actor
+        try:
+            self.engine.update_weights(actor, version=version)
+            return
+        except EngineFailure as failure:
+            if not self._max_rebuilds:
+                raise
+            reason = str(failure)
+        self._rebuild(reason, version)
 
     def verify_weights(self, actor: ModelShard) -> Certificate | None:
         self._certificate = self.engine.verify_weights(actor)
@@ -87,14 +98,14 @@ class RestartingEngine:
             if should_stop is not None and any_rank(should_stop()):
                 raise RolloutInterrupted(len(prompts) - len(missing_rows(bank, len(prompts))), len(prompts))
             if rebuilds < self._max_rebuilds:
-                self._rebuild(reason)
+                self._rebuild(reason, self.weight_version)
         raise EngineFailure(
             f"{reason}\nThis was failure {self._max_rebuilds + 1} in one rollout, and rollout.max_engine_rebuilds = "
             f"{self._max_rebuilds}. Responses that were finished are in the rollout bank, if there is one"
         )
 
-    def _rebuild(self, reason: str) -> None:
-        engine, actor, version = self.engine, self._actor, self.weight_version
+    def _rebuild(self, reason: str, version: int) -> None:
+        engine, actor = self.engine, self._actor
         assert actor is not None, "an engine without weights has drawn responses"
         if dist.get_rank() == 0:
             log.warning("%s\nThe rollout engine is built anew; finished responses are kept", reason)

@@ -143,7 +143,7 @@ class VllmEngine:
         """Write the actor's weights into vLLM's parameters and forget what was cached with the old ones.
 
         Raises: on every rank, when anything failed on any: TransferError from the transfer, RuntimeError before and
-        after it. The version then stays, and nothing is generated until an update succeeds.
+        EngineFailure after it. The version then stays, and nothing is generated until an update succeeds.
         """
         self._refusal = f"the update to version {version} failed half way, what it holds is a mixture"
         resharder = self._resharder_from(actor)
@@ -164,6 +164,7 @@ class VllmEngine:
             _error(
                 f"the update to version {version} is not complete",
                 "Responses would mix old and new weights; are requests still running?",
+                EngineFailure,
             )
         ) as problems:
             if not self._llm.reset_prefix_cache():

@@ -54,7 +54,7 @@ class Training:
     sources: Mapping[str, str] = field(default_factory=dict)
     """Digests of sources of the user's, by name; another source is said and refuses nothing."""
     on_saved: Callable[[Position], None] = lambda position: None
-    """Called on rank 0 after a resume point was written, with the position of the oldest that is kept."""
+    """Called on rank 0 after a resume point was written, with the position of the oldest of the newest `keep`."""
 
 
 @dataclass

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from statistics import median
+
 import torch
 
 from megarlhf.config import StragglersConfig
-from megarlhf.observe.stragglers import Stragglers, probe_seconds
+from megarlhf.observe.stragglers import Stragglers, medians_of_others, probe_seconds
 
 
 def watch(rows, **cfg):
@@ -19,7 +21,7 @@ def test_a_rank_is_named_with_host_and_phase_after_so_many_steps_in_a_row():
     said = watch([slow, slow, even, slow, slow, slow, slow])
     assert [len(sentences) for sentences in said] == [0, 0, 0, 0, 0, 1, 0], "an even step in between starts anew"
     assert said[5][0].startswith(
-        "rank 3 on n2 is slow: its own part of phase 'reward' took 4 s, the median of all 4 ranks is 2 s, and so for 3 "
+        "rank 3 on n2 is slow: its own part of phase 'reward' took 4 s, the median of the 3 others is 2 s, and so for 3 "
     )
 
 
@@ -46,3 +48,15 @@ def test_the_probe_takes_time_and_no_random_number():
     state = torch.get_rng_state()
     assert 0 < probe_seconds(torch.device("cpu")) < 5
     assert torch.equal(state, torch.get_rng_state())
+
+
+def test_a_rank_is_compared_with_the_others_also_where_there_are_two():
+    """The median of two ranks would be their mean, which no rank exceeds by a factor of two."""
+    stragglers = Stragglers(StragglersConfig(steps=1), ["n1", "n2"])
+    assert len(stragglers.watch(1, {"reward": [2.0, 4.0]})) == 1
+    assert stragglers.watch(2, {"reward": [2.0, 2.9]}) == []
+    assert Stragglers(StragglersConfig(steps=1), ["n1"]).watch(1, {"reward": [9.0]}) == []
+    values = [3.0, 1.0, 4.0, 1.0, 5.0, 9.0, 2.0]
+    for count in range(2, 8):
+        some = values[:count]
+        assert medians_of_others(some) == [median(some[:n] + some[n + 1 :]) for n in range(count)]

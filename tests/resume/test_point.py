@@ -35,6 +35,17 @@ def test_later_points_than_that_which_a_run_goes_on_from_count_no_more(tmp_path:
     assert [path.name for path in (tmp_path / "resume").iterdir()] == ["step_000004"]
 
 
+def test_the_first_point_from_each_multiple_on_is_kept(tmp_path: Path) -> None:
+    """Whatever the cadence: points by time lie at any step, those by updates inside of steps."""
+    at = [(2, 0), (4, 1), (5, 0), (7, 0), (11, 2), (12, 0), (13, 0)]
+    points(tmp_path, *(Position(*each) for each in at))
+    kept = {4: [(4, 1), (11, 2), (12, 0), (13, 0)], 5: [(5, 0), (11, 2), (13, 0)], 100: [(13, 0)], 0: [(13, 0)]}
+    for keep_every, expected in kept.items():
+        found = find_points(tmp_path)
+        gone = superfluous(found, keep=1, keep_every=keep_every)
+        assert [each.position for each in found if each not in gone] == [Position(*each) for each in expected]
+
+
 def test_an_old_point_gives_way_where_there_is_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The newest never does, nor one that is kept for good; none does while there is room."""
     names = points(tmp_path, Position(2), Position(4), Position(5), Position(6))

@@ -107,6 +107,26 @@ def test_none_is_built_anew_with_0(failing_at):
     assert engine.rebuilds == 0
 
 
+def test_a_failure_in_an_update_is_one_too(failing_at, monkeypatch):
+    """The new engine gets the weights that the other one failed to take."""
+    engine, drawn = failing_at()
+    update = Engine.update_weights
+
+    def fails(self, actor, version):
+        monkeypatch.setattr(Engine, "update_weights", update)
+        raise EngineFailure("the cache was not forgotten")
+
+    monkeypatch.setattr(Engine, "update_weights", fails)
+    engine.update_weights(SimpleNamespace(digest="next"), 4)
+    assert (engine.rebuilds, engine.weight_version, engine.engine.digest) == (1, 4, "next")
+    engine.generate(PROMPTS, SEEDS, SAMPLING)
+    assert drawn == [0, 1, 2, 3]
+    engine, _ = failing_at(max_rebuilds=0)
+    monkeypatch.setattr(Engine, "update_weights", fails)
+    with pytest.raises(EngineFailure, match="the cache was not forgotten"):
+        engine.update_weights(ACTOR, 4)
+
+
 def test_a_run_that_has_to_stop_builds_none(failing_at):
     engine, _ = failing_at(2)
     kept = KeptResponses()
