@@ -121,6 +121,7 @@ def test_a_failure_in_an_update_is_one_too(failing_at, monkeypatch):
     assert (engine.rebuilds, engine.weight_version, engine.engine.digest) == (1, 4, "next")
     engine.generate(PROMPTS, SEEDS, SAMPLING)
     assert drawn == [0, 1, 2, 3]
+    del engine
     engine, _ = failing_at(max_rebuilds=0)
     monkeypatch.setattr(Engine, "update_weights", fails)
     with pytest.raises(EngineFailure, match="the cache was not forgotten"):
