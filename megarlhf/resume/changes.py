@@ -1,14 +1,15 @@
 """What has changed in the configuration between an earlier run and the start that goes on with it.
 
 Every key is said to be neutral, or part of the mathematics: what is computed, from which data. A neutral key changes
-how a run is carried out: its numbers stay the same up to rounding, which follows from the order of sums.
+how a run is carried out: its numbers stay the same up to rounding, which follows from the order of sums. A key that
+names a place, of a model or of data, is neither: the same may lie elsewhere, as on a node's own disk. Whether it is the
+same is told by digests (`restore.Identity`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 from megarlhf.config import RLConfig, RMConfig, RoleConfig, SFTConfig
@@ -16,7 +17,7 @@ from megarlhf.config import RLConfig, RMConfig, RoleConfig, SFTConfig
 TrainingConfig = SFTConfig | RMConfig | RLConfig
 """Configurations of the commands that resume."""
 
-Kind = Literal["neutral", "mathematics"]
+Kind = Literal["neutral", "mathematics", "place"]
 
 ROLES = ("actor", "critic", "reference", "reward_model")
 
@@ -37,16 +38,14 @@ _NEUTRAL = {
         "train.max_skipped_in_a_row"
     ),
 }
-_FIGURES = "data.heldout data.heldout_split eval.every eval.max_samples"
+_FIGURES = "eval.every eval.max_samples"
 """Neutral where held-out figures are only looked at: see `_heldout_decides`."""
 _MATHEMATICS = {
     "everything random follows from it": "run.seed",
-    "the model, its weights and its tokenizer": (
-        "ROLE.model.path ROLE.model.hf ROLE.model.random_init ROLE.model.fresh_head ROLE.model.dtype"
-    ),
+    "the model": "ROLE.model.random_init ROLE.model.fresh_head ROLE.model.dtype",
     "the optimizer": "ROLE.optim.* train.skip_grad_norm_above train.skip_grad_norm_factor",
     "the data": (
-        "data.train data.train_split data.template data.max_prompt_tokens data.max_response_tokens "
+        "data.template data.max_prompt_tokens data.max_response_tokens "
         "train.mini_batch_samples train.prompts_per_step train.shuffle"
     ),
     "the loss": "loss center_coef unit_variance algo.* rewards train.epochs_per_step train.critic_warmup_steps",
@@ -56,13 +55,15 @@ _MATHEMATICS = {
     ),
     "when the run ends": "train.stop.*",
 }
+_PLACES = "ROLE.model.path ROLE.model.hf data.train data.train_split data.heldout data.heldout_split"
 _HORIZON = "train.num_steps"
 """Neutral where nothing is computed from it but the end of the run: see `_horizon_counts`."""
 
 
 def _table() -> dict[str, Kind]:
     table: dict[str, Kind] = {key: "neutral" for keys in _NEUTRAL.values() for key in keys.split()}
-    return table | {key: "mathematics" for keys in _MATHEMATICS.values() for key in keys.split()}
+    table |= {key: "mathematics" for keys in _MATHEMATICS.values() for key in keys.split()}
+    return table | dict.fromkeys(_PLACES.split(), "place")
 
 
 KINDS: Mapping[str, Kind] = _table()
@@ -89,6 +90,7 @@ class Changes:
 
     neutral: list[Change]
     mathematics: list[Change]
+    places: list[Change]
 
 
 def compare(old: TrainingConfig, new: TrainingConfig) -> Changes:
@@ -99,10 +101,10 @@ def compare(old: TrainingConfig, new: TrainingConfig) -> Changes:
         for key in dict.fromkeys([*before, *after])
         if before.get(key) != after.get(key)
     ]
-    result = Changes([], [])
+    result = Changes([], [], [])
+    lists = {"neutral": result.neutral, "mathematics": result.mathematics, "place": result.places}
     for change in changes:
-        neutral = _same_place(change) or kind_of(change.key, old, new) == "neutral"
-        (result.neutral if neutral else result.mathematics).append(change)
+        lists[kind_of(change.key, old, new)].append(change)
     return result
 
 
@@ -169,15 +171,6 @@ def _flat(cfg: TrainingConfig) -> dict[str, Any]:
 
     walk(tree, "")
     return values
-
-
-def _same_place(change: Change) -> bool:
-    """Whether a path is only written in another way."""
-    if not (change.key.endswith((".path", ".hf")) or change.key in ("data.train", "data.heldout")):
-        return False
-    if change.old is None or change.new is None:
-        return False
-    return Path(change.old).resolve() == Path(change.new).resolve()
 
 
 def _shown(value: Any) -> str:

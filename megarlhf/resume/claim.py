@@ -208,6 +208,7 @@ def _require_resumable(cfg: TrainingConfig, run: RunConfig, command: str) -> lis
             f"{'; '.join(map(str, changes.mathematics))}. Give the earlier values to go on as before; {ways_out}"
         )
     notes += [f"changed since, in what is computed (run.allow_changes): {change}" for change in changes.mathematics]
+    notes += [f"changed since; digests say whether the content is the same: {change}" for change in changes.places]
     return notes + [f"changed since, with the same numbers up to rounding: {change}" for change in changes.neutral]
 
 

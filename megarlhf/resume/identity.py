@@ -6,10 +6,11 @@ import hashlib
 import json
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import asdict, fields
 from typing import Any
 
 from megarlhf.architectures.placements import logical_tensors
+from megarlhf.data.tokenizer import Tokenizer
 from megarlhf.models.role import Role
 from megarlhf.models.weights import replica_placements
 from megarlhf.provenance import Weights
@@ -34,6 +35,17 @@ def identity_of_weights(role: Role) -> Weights:
     """What a role that has just been built begins with. Collective."""
     dtype = str(role.shard.dtype).removeprefix("torch.")
     return Weights(path=str(role.section.model.path.absolute()), digest=digest_of_weights(role), dtype=dtype)
+
+
+def architecture_of(role: Role) -> dict[str, Any]:
+    """All that a role computes with its weights: what its config.json says, by key."""
+    architecture: dict[str, Any] = json.loads(json.dumps(asdict(role.shard.arch)))
+    return architecture
+
+
+def digest_of_vocabulary(tokenizer: Tokenizer) -> str:
+    """Of what each id stands for."""
+    return hashlib.sha256(json.dumps(tokenizer.tokens()).encode()).hexdigest()
 
 
 def digest_of_weights(role: Role) -> str:
@@ -64,9 +76,11 @@ class History:
         text = json.dumps([self.digest, step, counted], sort_keys=True)
         self.digest = hashlib.sha256(text.encode()).hexdigest()
 
-    def fingerprint(self, mathematics: Mapping[str, Any]) -> str:
-        """Of weights, as far as can be seen, and of what is computed with them."""
-        return hashlib.sha256(json.dumps([self.digest, mathematics], sort_keys=True).encode()).hexdigest()
+    def fingerprint(self, mathematics: Mapping[str, Any], began_with: Mapping[str, str]) -> str:
+        """Of weights, as far as can be seen, and of what is computed with them. `began_with`: digests of the run's
+        models, data and the like, by name."""
+        known = [self.digest, mathematics, began_with]
+        return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
 
     def state_dict(self) -> dict[str, Any]:
         return {"digest": self.digest}

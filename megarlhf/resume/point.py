@@ -21,7 +21,7 @@ from megarlhf.resume.writer import FileDigest, digest_of
 from megarlhf.weights.checkpoint.staging import sync
 
 MANIFEST = "MANIFEST.json"
-FORMAT = 1
+FORMAT = 2
 SET_ASIDE = ".passed_over"
 _NAME = re.compile(r"step_(\d{6,})(?:_update_(\d{4,}))?")
 

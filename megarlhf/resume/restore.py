@@ -6,7 +6,7 @@ Nothing is touched before every digest has been compared.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megarlhf.models.role import Role
+from megarlhf.provenance import Weights
 from megarlhf.resume import point, role_state
 from megarlhf.resume.point import Point, Position
 from megarlhf.resume.state import Stateful
@@ -40,6 +41,10 @@ class Identity:
     """Digests of what else takes part in what is computed, by its name."""
     sources: Mapping[str, str]
     """Digests of sources of the user's; another one is said and refuses nothing."""
+    architectures: Mapping[str, Mapping[str, Any]]
+    """Of every role that is built, the frozen ones too: the weights alone do not say what a model computes."""
+    base: Mapping[str, Weights]
+    """What each trained role began with. Of a run that goes on, its own: `model.path` may hold other weights now."""
     changed: Callable[[Mapping[str, Any]], Sequence[str]]
     """What another configuration computes otherwise, in words."""
     allow_changes: bool = False
@@ -53,8 +58,15 @@ class Identity:
             "reference": self.reference,
             "others": dict(self.others),
             "sources": dict(self.sources),
+            "architectures": {role: dict(architecture) for role, architecture in self.architectures.items()},
+            "base": {role: asdict(weights) for role, weights in self.base.items()},
             "config": dict(self.config),
         }
+
+    def digests(self) -> dict[str, str]:
+        """Of what the run began with and is computed from, by name."""
+        models = {f"base/{role}": weights.digest for role, weights in self.base.items()}
+        return {"data": self.data, "reference": self.reference or "", **models, **self.others}
 
     def differences(self, manifest: Mapping[str, Any]) -> list[str]:
         """What the run of a manifest computed otherwise, in words."""
@@ -67,12 +79,26 @@ class Identity:
         problems += [
             f"{name}: changed since" for name, digest in self.others.items() if known.get(name, digest) != digest
         ]
+        for role, now in self.architectures.items():
+            before = manifest["architectures"].get(role, now)
+            problems += [
+                f"the config.json of {role}.model.path: {key} {before.get(key)} -> {now.get(key)}"
+                for key in dict.fromkeys([*before, *now])
+                if before.get(key) != now.get(key)
+            ]
         return problems
 
     def remarks(self, manifest: Mapping[str, Any]) -> list[str]:
         """What has changed and is the user's to judge, in words."""
         changed = _changed(self.sources, manifest["sources"])
-        return [f"{name} has another source than when the resume point was written" for name in changed]
+        said = [f"{name} has another source than when the resume point was written" for name in changed]
+        stated = {role: Weights(**weights) for role, weights in manifest["base"].items()}
+        return said + [
+            f"{role}.model.path = {now.path} holds other weights than the run began with ({stated[role].path}, digest "
+            f"{stated[role].digest}). They are not used: the run goes on with its own"
+            for role, now in self.base.items()
+            if stated.get(role, now).digest != now.digest
+        ]
 
 
 def _changed(now: Mapping[str, str], before: Mapping[str, str]) -> list[str]:
@@ -88,6 +114,8 @@ class Restored:
     """`train.num_steps` of the run that wrote the point."""
     table: Table | None
     """Of the step in which the point lies, where it lies in one."""
+    base: Mapping[str, Weights]
+    """What the run began with."""
     notes: list[str] = field(default_factory=list)
 
 
@@ -106,7 +134,8 @@ def restore(
         if not problems:
             table = _load(runtime, candidate, manifest, roles, states)
             notes += passed_over + identity.remarks(manifest) + _other_layouts(roles, manifest)
-            return Restored(candidate.position, manifest["config"]["train"]["num_steps"], table, notes)
+            base = {role: Weights(**weights) for role, weights in manifest["base"].items()}
+            return Restored(candidate.position, manifest["config"]["train"]["num_steps"], table, base, notes)
         passed_over.append(f"resume point {candidate.path.name} is passed over: {'; '.join(problems[:5])}")
     if passed_over:
         raise ValueError(

@@ -24,7 +24,13 @@ from megarlhf.observe.watchdog import watched_phases
 from megarlhf.parallel.mesh import GroupCache
 from megarlhf.planning.anchor import anchor_notes
 from megarlhf.resume.claim import NO_STEPS_LEFT
-from megarlhf.resume.identity import digest_of_samples, digest_of_weights, identity_of_weights
+from megarlhf.resume.identity import (
+    architecture_of,
+    digest_of_samples,
+    digest_of_vocabulary,
+    digest_of_weights,
+    identity_of_weights,
+)
 from megarlhf.resume.signals import StopRequest, StopRun
 from megarlhf.resume.state import Stateful
 from megarlhf.rollout.bank import Bank
@@ -123,7 +129,11 @@ def training_of(
     stop: StopRequest,
 ) -> Training:
     """What is saved of the run, and what it is recognised by. Collective."""
-    others = {}
+    others = {
+        "tokens that end a response": str(sorted(components.sampling.end_ids)),
+        "the actor's tokenizer": digest_of_vocabulary(data.tokenizer),
+    }
+    built = [components.actor, components.reference, components.critic, components.rewarder.reward_model]
     if (scorer := components.rewarder.reward_model) is not None:
         others["weights of the reward model"] = digest_of_weights(scorer)
     if cfg.train.stop.heldout_reward_patience is not None:
@@ -138,6 +148,7 @@ def training_of(
         states={**states, **skipped},
         base={role.name: identity_of_weights(role) for role in components.trained},
         reference=identity_of_weights(components.reference),
+        architectures={role.name: architecture_of(role) for role in built if role is not None},
         others=others,
         sources=sources_of_rules(cfg.rewards),
         on_saved=lambda oldest: bank.forget_before(oldest.step),

@@ -47,7 +47,7 @@ def sample_or_stop(
     """
     engine, sampling = components.engine, components.sampling
     rows, seeds = _requests(cfg, prompts, step)
-    fingerprint = session.history.fingerprint(mathematics_of(cfg))
+    fingerprint = session.history.fingerprint(mathematics_of(cfg), session.began_with)
     with bank.open(step, fingerprint=fingerprint, sampling=sampling, prompts=rows, seeds=seeds) as kept:
         if kept.num_taken_over:
             session.note(f"step {step + 1}: {kept.num_taken_over} of {len(rows)} responses are in the rollout bank")

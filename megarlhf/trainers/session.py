@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -49,6 +49,8 @@ class Training:
     """What each trained role began with."""
     reference: Weights | None = None
     """Of `rl`."""
+    architectures: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Of every role that is built."""
     others: Mapping[str, str] = field(default_factory=dict)
     """Digests of whatever else takes part in what is computed, by its name."""
     sources: Mapping[str, str] = field(default_factory=dict)
@@ -75,6 +77,8 @@ class Session:
     """Of a run that trains."""
     exports: Exports | None = None
     phases: Phases = field(default_factory=Phases)
+    began_with: Mapping[str, str] = field(default_factory=dict)
+    """Digests of the run's models and data, by name."""
     _table: Table | None = None
 
     def take_table(self) -> Table | None:
@@ -163,7 +167,7 @@ class Session:
                 run=str(self.run_dir.absolute()),
                 step=at.step,
                 update=at.update,
-                base=training.base[role],
+                base=identity.base[role],
                 reference=training.reference,
             )
 
@@ -173,9 +177,11 @@ class Session:
             restored = restore(self.runtime, self.run_dir, training.roles, states, identity)
         if restored is not None:
             self.resumed, self.start, self._table = True, restored.position, restored.table
+            identity = replace(identity, base={**identity.base, **restored.base})
             notes += [f"resumed at {restored.position}, from resume/{restored.position.name}", *restored.notes]
         elif resumes:
             notes.append("there is no resume point yet: the run begins at step 0")
+        self.began_with = identity.digests()
         self.checkpointer = Checkpointer(
             self.runtime,
             self.run_dir,
@@ -288,6 +294,8 @@ def _identity(cfg: FrozenModel, run: RunConfig, command: str, training: Training
         reference=None if training.reference is None else training.reference.digest,
         others=training.others,
         sources=training.sources,
+        architectures=training.architectures,
+        base=training.base,
         config=cfg.model_dump(mode="json"),
         changed=changed,
         allow_changes=run.allow_changes,

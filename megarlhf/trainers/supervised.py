@@ -28,7 +28,7 @@ from megarlhf.parallel.batching import MicroBatchLayout, TokenSpans, scatter_to_
 from megarlhf.parallel.mesh import GroupCache
 from megarlhf.parallel.step import Loss, MicroBatch
 from megarlhf.resume.claim import NO_STEPS_LEFT
-from megarlhf.resume.identity import digest_of_samples, identity_of_weights
+from megarlhf.resume.identity import architecture_of, digest_of_samples, identity_of_weights
 from megarlhf.resume.signals import StopRequest
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.bad_steps import BadSteps, Failures, Update
@@ -151,6 +151,7 @@ def run_in(phases: Phases, stop_request: StopRequest, objective: Objective[Sampl
             data=digest_of_samples(train),
             states=states,
             base={role.name: identity_of_weights(role)},
+            architectures={role.name: architecture_of(role)},
             others=objective.digests_beside(heldout),
         )
     with open_session(cfg, cfg.run, runtime, objective.command, cfg.train.num_steps, notes, training) as session:

@@ -18,7 +18,8 @@ import pytest
 import torch
 import yaml
 
-from megarlhf.resume.point import find_points
+from megarlhf.provenance import Provenance, Weights
+from megarlhf.resume.point import find_points, read_manifest
 from tests.distributed.resume_jobs import command_until, command_with_signal
 from tests.distributed.test_rl_layouts import config as rl_config
 from tests.ranks import RankPool
@@ -207,7 +208,7 @@ def test_other_data_and_other_frozen_models_are_refused(
     said. So is another source of a rule, which refuses nothing: it may have been corrected."""
     made = tree("grpo", two_layers, data)
     prompts, heldout = tmp_path / "prompts.jsonl", tmp_path / "heldout.jsonl"
-    for name, role in (("plain", "reference"), ("scorer", "reward_model")):
+    for name, role in (("plain", "reference"), ("scorer", "reward_model"), ("plain", "actor")):
         shutil.copytree(two_layers[name], tmp_path / role)
         made[role]["model"]["path"] = str(tmp_path / role)
     for name, file in (("train", prompts), ("heldout", heldout)):
@@ -221,25 +222,51 @@ def test_other_data_and_other_frozen_models_are_refused(
     changes: list[tuple[Path, Callable[[Path], None], str]] = [
         (prompts, swap_two_lines, "gives other samples"),
         (tmp_path / "reference/model.safetensors", nudge_a_weight, "the reference has other weights"),
+        (
+            tmp_path / "reference/config.json",
+            divide_otherwise,
+            "config.json of reference.model.path: norm_eps 1e-06 -> 0.01",
+        ),
+        (tmp_path / "actor/config.json", divide_otherwise, "config.json of actor.model.path: norm_eps 1e-06 -> 0.01"),
+        (tmp_path / "actor/generation_config.json", end_earlier, "tokens that end a response: changed since"),
         (heldout, swap_two_lines, "data.heldout (decides when the run ends): changed since"),
         (tmp_path / "reward_model/model.safetensors", nudge_a_weight, "weights of the reward model: changed since"),
     ]
     for file, change, why in changes:
-        kept = file.read_bytes()
+        kept = file.read_bytes() if file.exists() else b"{}"
         change(file)
         status, said = ranks.run(1, "command_status", *argv)[0]
         assert (status, why in said) == (2, True), said
         assert before == {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file()}
         if file != changes[-1][0]:
             file.write_bytes(kept)
-    said = ranks.run(1, "command", *argv, "run.allow_changes=true")[0]
+    # Another place is none of what is computed. What the actor began with stays said, whatever lies at its path now.
+    (tmp_path / "actor").rename(tmp_path / "moved")
+    nudge_a_weight(tmp_path / "moved/model.safetensors")
+    shutil.move(prompts, tmp_path / "staged.jsonl")
+    moved = [f"actor.model.path={tmp_path}/moved", f"data.train={tmp_path}/staged.jsonl"]
+    said = ranks.run(1, "command", *argv, *moved, "run.allow_changes=true")[0]
     assert why in said
     assert "gives other samples" not in said
+    assert f"digests say whether the content is the same: data.train: {prompts} -> " in said
+    assert f"actor.model.path = {tmp_path}/moved holds other weights than the run began with ({tmp_path}/actor" in said
+    (point,) = find_points(run)[-1:]
+    stated = read_manifest(point)["base"]["actor"]
+    assert stated["path"] == str(tmp_path / "actor")
+    assert Provenance.from_json((point.path / "actor/megarlhf.json").read_text()).base == Weights(**stated)
 
 
 def swap_two_lines(file: Path) -> None:
     lines = file.read_text().splitlines(keepends=True)
     file.write_text("".join([lines[1], lines[0], *lines[2:]]))
+
+
+def divide_otherwise(file: Path) -> None:
+    file.write_text(json.dumps({**json.loads(file.read_text()), "rms_norm_eps": 0.01}))
+
+
+def end_earlier(file: Path) -> None:
+    file.write_text(json.dumps({"eos_token_id": [2, 5]}))
 
 
 def nudge_a_weight(file: Path) -> None:

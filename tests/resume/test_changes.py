@@ -67,13 +67,11 @@ CASES = [
     ("sft", [], ["actor.optim.lr=0.5"], [], ["actor.optim.lr: 0.001 -> 0.5"]),
     ("sft", [], ["train.num_steps=9"], ["train.num_steps: 3 -> 9"], []),
     ("sft", ["actor.optim.schedule=cosine"], ["train.num_steps=9"], [], ["train.num_steps: 3 -> 9"]),
-    ("sft", [], ["data.heldout=h.jsonl", "eval.every=2"], ["data.heldout: not set -> h.jsonl", "eval.every"], []),
-    ("sft", [], ["data.train=data/../data/train.jsonl"], ["data.train"], []),
-    ("sft", [], ["data.train=other.jsonl"], [], ["data.train: data/train.jsonl -> other.jsonl"]),
+    ("sft", ["data.heldout=h.jsonl"], ["eval.every=2"], ["eval.every"], []),
     ("rm", ["data.heldout=h", "unit_variance=true"], ["eval.max_samples=2"], [], ["eval.max_samples: not set -> 2"]),
     ("rm", ["data.heldout=h", "unit_variance=true"], ["eval.every=2"], ["eval.every: 0 -> 2"], []),
     ("rm", ["data.heldout=h", "unit_variance=true"], ["train.num_steps=9"], [], ["train.num_steps"]),
-    ("rl", [], ["data.heldout=h", "eval.every=1"], ["data.heldout", "eval.every"], []),
+    ("rl", ["data.heldout=h"], ["eval.every=1"], ["eval.every"], []),
     (
         "rl",
         ["train.stop.heldout_reward_patience=2", "eval.every=1"],
@@ -82,7 +80,6 @@ CASES = [
         ["eval.every: 1 -> 2"],
     ),
     ("rl", [], ["reference.model.path=models/sft"], [], []),
-    ("rl", [], ["reference.model.path=models/x"], [], ["reference.model.path: models/sft -> models/x"]),
     ("rl", [], ["actor.optim.lr=0.5"], [], ["actor.optim.lr"]),
     ("rl", [], ["reward_model.optim.lr=0.5"], [], []),
     ("rl", [], ["critic.optim.schedule=linear"], [], ["critic.optim.schedule"]),
@@ -109,11 +106,25 @@ def test_changes_are_told(
             assert any(line.startswith(start) for line in lines), (start, lines)
 
 
+def test_a_place_is_told_apart_from_what_is_computed() -> None:
+    """What lies there is compared by digests."""
+    places = ["data.train=/scratch/1/train.jsonl", "data.heldout=h.jsonl", "reference.model.path=/scratch/1/sft"]
+    changes = compare(loaded("rl"), loaded("rl", *places))
+    assert changes.neutral == changes.mathematics == []
+    assert sorted(str(change).partition(":")[0] for change in changes.places) == [
+        "data.heldout",
+        "data.train",
+        "reference.model.path",
+    ]
+
+
 def test_what_the_bank_holds_is_used_at_another_layout_with_another_engine_size() -> None:
     """And not when something else is computed."""
     at_home = loaded("rl")
     elsewhere = loaded("rl", "actor.parallel.tp=2", "rollout.parallel.tp=2", "run.nproc=4")
     fingerprints = [
-        History().fingerprint(mathematics_of(cfg)) for cfg in (at_home, elsewhere, loaded("rl", "run.seed=9"))
+        History().fingerprint(mathematics_of(cfg), {"base/actor": digest})
+        for cfg, digest in ((at_home, "a"), (elsewhere, "a"), (loaded("rl", "run.seed=9"), "a"), (at_home, "b"))
     ]
-    assert fingerprints[0] == fingerprints[1] != fingerprints[2]
+    assert fingerprints[0] == fingerprints[1]
+    assert len(set(fingerprints)) == 3
