@@ -19,8 +19,8 @@ class StragglersConfig(FrozenModel):
     """When a rank is named as slower than the others. It is said in the log and ends nothing."""
 
     factor: Annotated[float, Field(gt=1.0)] = 1.5
-    """A rank is slow in a step when its own seconds (without waiting for others) exceed the median of the others by this
-    factor."""
+    """A rank is slow in a step when its own seconds (without waiting for others) exceed the median of the others by
+    this factor."""
     steps: PositiveInt = 5
     """It is named after so many slow steps in a row."""
     repeat_after: PositiveInt = 100

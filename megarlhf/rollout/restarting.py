@@ -30,7 +30,8 @@ class RestartingEngine:
     """A rollout engine around another one, which `build` makes. Every call is collective.
 
     When drawing responses fails, the engine is closed and built anew, gets the actor's weights and is certified; then
-    the responses that are missing are drawn. So it is when the engine fails as it takes new weights. The actor has to hold the weights of the last update until the next.
+    the responses that are missing are drawn. The same is done when the engine fails as it takes
+    new weights. The actor has to hold the weights of the last update until the next.
     """
 
     def __init__(self, build: Callable[[], RolloutEngine], max_rebuilds: int) -> None:

@@ -21,7 +21,7 @@ def test_a_rank_is_named_with_host_and_phase_after_so_many_steps_in_a_row():
     said = watch([slow, slow, even, slow, slow, slow, slow])
     assert [len(sentences) for sentences in said] == [0, 0, 0, 0, 0, 1, 0], "an even step in between starts anew"
     assert said[5][0].startswith(
-        "rank 3 on n2 is slow: its own part of phase 'reward' took 4 s, the median of the 3 others is 2 s, and so for 3 "
+        "rank 3 on n2 is slow: its own part of phase 'reward' took 4 s, the median of the 3 others is 2 s, and so for "
     )
 
 
