@@ -89,24 +89,24 @@ class Checkpointer:
         self.seconds_standing = 0.0
         """How long training has stood still for points; the caller sets it back."""
 
-    def border(self, position: Position, table: Table | None = None) -> None:
-        """A border has been reached; a point of it is written when one is due.
+    def border(self, position: Position, table: Table | None = None, *, only_to_stop: bool = False) -> None:
+        """A border has been reached; a point of it is written when one is due, or `only_to_stop`.
 
         Raises: StopRun, when the run has been asked to stop or its time is nearly over, once the state is saved.
         """
         started = time.perf_counter()
         updates = self._updates_made()
         before = self._border.position if self._border else self._newest or Position(0)
-        self._cadence.at_border(int(position != before))
+        self._cadence.at_border(int(position != before and not only_to_stop))
         state = {name: each.state_dict() for name, each in self._states.items()}
         self._border = _Border(position, state, random_state(self._runtime.device), table, updates)
         self._poll()
         code = self._agree(position)
         if code >= _TIME_IS_UP:
             self._end(code)
-        if code == _NOW:
+        if code == _NOW and not only_to_stop:
             self._poll(wait=True)
-        if code and not self._writer.busy and self._start() and not self._cfg.background:
+        if code and not only_to_stop and not self._writer.busy and self._start() and not self._cfg.background:
             self._poll(wait=True)
         self.seconds_standing += time.perf_counter() - started
 
@@ -121,11 +121,22 @@ class Checkpointer:
         """
         self._end(max(self._agree(None), _TIME_IS_UP), f"; {reason}")
 
+    def stop_if_asked(self) -> None:
+        """`stop_now` where any rank knows of a reason to stop."""
+        reasons = torch.tensor(int(self.asked_to_stop()), device=self._runtime.device)
+        dist.all_reduce(reasons, op=dist.ReduceOp.MAX)
+        if int(reasons):
+            self._end(max(self._agree(None), _TIME_IS_UP))
+
     def finish(self, *, last_border: bool) -> None:
         """Wait for what is being written; with `last_border` keep that too, where points are written by any cadence."""
         self._poll(wait=True)
         if last_border and self._cfg.by_cadence:
             self.save_last_border()
+
+    def drop_border(self) -> None:
+        """Keep no more of the last border, whose weights something else than an update has changed."""
+        self._border = None
 
     def abandon(self) -> None:
         """End what is being written and not complete; it is not a point. Not collective."""

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megarlhf.experience import Rollouts, redistribute
 from megarlhf.models.build import ModelShard
+from megarlhf.resume.signals import Interrupted
 from megarlhf.weights.checks.certificate import Certificate
 
 
@@ -56,7 +57,7 @@ class EngineFailure(RuntimeError):
     """The engine failed while it drew responses; it has to be built anew. Raised on every rank."""
 
 
-class RolloutInterrupted(Exception):
+class RolloutInterrupted(Interrupted):
     """The rollout was asked to stop before all responses were there. Raised on every rank; the engine can go on."""
 
     def __init__(self, num_finished: int, num_samples: int) -> None:

@@ -42,7 +42,7 @@ from megarlhf.trainers.prompts import PromptData, load_prompts, make_engine, mes
 from megarlhf.trainers.rl_components import Components
 from megarlhf.trainers.rl_eval import Evaluator, StopRule
 from megarlhf.trainers.rl_gap import LogprobGapWatch, logprob_gap
-from megarlhf.trainers.rl_rollout import sample_or_stop
+from megarlhf.trainers.rl_rollout import sample_or_keep
 from megarlhf.trainers.rl_score import (
     Rewarder,
     add_advantages,
@@ -83,8 +83,8 @@ def run_in(phases: Phases, stop_request: StopRequest, cfg: RLConfig, runtime: Ru
         step = session.start.step
         update_weights(components, step, certify=True)
         if not session.resumed:
-            with phases("eval"):
-                evaluation = stop.watch(evaluate())
+            with session.stoppable("eval"):
+                evaluation = stop.watch(evaluate(session.asked_to_stop))
             session.log(0, evaluation)
             session.border(0)
         gap.raise_if_failed(last=step == cfg.train.num_steps)  # the run had ended there
@@ -94,9 +94,9 @@ def run_in(phases: Phases, stop_request: StopRequest, cfg: RLConfig, runtime: Ru
             work = StepInProgress.restored(session.take_table())
             if work is None:
                 prompts = [data.train[n] for n in order.indices(step)]
-                with phases("rollout"):
-                    experience = sample_or_stop(cfg, components, prompts, step, bank, session)
-                experience = score(cfg, components, experience, prompts, step)
+                with session.stoppable("rollout"):
+                    experience = sample_or_keep(cfg, components, prompts, step, bank, session)
+                experience = score(cfg, components, experience, prompts, step, session)
                 with phases("advantages"), phases.local():
                     found = gap.watch(logprob_gap(experience))
                     work = StepInProgress(add_advantages(experience, cfg.algo), found)
@@ -104,11 +104,13 @@ def run_in(phases: Phases, stop_request: StopRequest, cfg: RLConfig, runtime: Ru
             metrics: Metrics = {**work.found, **described}
             metrics |= train_on(cfg, components, work, step, partial(at_border, session, step))
             step += 1
+            session.stop_if_asked()
             update_weights(components, step, certify=step == 1 or is_due(step, cfg.rollout.verify_weights_every))
             last = stop.over(described["kl"]) or step == cfg.train.num_steps
-            if last or is_due(step, cfg.eval.every):
-                with phases("eval"):
-                    metrics |= stop.watch(evaluate())
+            if (due := is_due(step, cfg.eval.every)) or last:
+                with session.stoppable("eval"):
+                    evaluation = evaluate(session.asked_to_stop)
+                metrics |= stop.watch(evaluation) if due else evaluation
                 last = stop.over(described["kl"]) or last
             if components.engine.rebuilds > rebuilds:
                 metrics["engine_rebuilds"] = components.engine.rebuilds - rebuilds
@@ -176,9 +178,10 @@ def closed_at_the_end(engine: RolloutEngine) -> Iterator[None]:
     engine.close()
 
 
-def at_border(session: Session, step: int, work: StepInProgress) -> None:
-    """Between two updates of a step."""
-    session.border(step, work.updates, work.table())
+def at_border(session: Session, step: int, work: StepInProgress, last: bool) -> None:
+    """After an update of a step. After the last one a point is written only where the run is asked to stop before the
+    step is complete: what is left of it, such as its evaluation, is then done after the resume."""
+    session.border(step, work.updates, work.table(), only_to_stop=last)
 
 
 def build(cfg: RLConfig, runtime: Runtime, tokenizer: Tokenizer, phases: Phases) -> Components:
@@ -203,24 +206,30 @@ def build(cfg: RLConfig, runtime: Runtime, tokenizer: Tokenizer, phases: Phases)
 
 
 def score(
-    cfg: RLConfig, components: Components, experience: Experience, prompts: Sequence[PromptSample], step: int
+    cfg: RLConfig,
+    components: Components,
+    experience: Experience,
+    prompts: Sequence[PromptSample],
+    step: int,
+    session: Session,
 ) -> Experience:
     """Old and reference log-probs, values and rewards.
 
     The forwards run on the micro-batches that the first pass will train on, so that its first ratio is 1.
     """
-    micro, temperature, phases = cfg.train, cfg.rollout.temperature, components.phases
+    micro, temperature = cfg.train, cfg.rollout.temperature
     mini_batches = mini_batches_of_pass(cfg, experience, step, 0)
     columns: dict[str, Ragged] = {}
     for name, role in (("old_logprobs", components.actor), ("ref_logprobs", components.reference)):
-        with phases(f"score/{role.name}"):
+        with session.stoppable(f"score/{role.name}"):
             columns[name] = policy_logprobs(role, experience, mini_batches, micro, temperature=temperature)
     if components.critic is not None:
-        with phases("score/critic"):
+        with session.stoppable("score/critic"):
             columns["values"] = values_of(components.critic, experience, mini_batches, micro)
     per_prompt = cfg.rollout.num_samples_per_prompt
-    with phases("reward"):
-        rewards_N = components.rewarder(experience, [prompt for prompt in prompts for _ in range(per_prompt)])
+    repeated = [prompt for prompt in prompts for _ in range(per_prompt)]
+    with session.stoppable("reward"):
+        rewards_N = components.rewarder(experience, repeated, session.asked_to_stop)
     if cfg.algo.shuffle_rewards:
         generator = torch.Generator().manual_seed(sample_seed(cfg.run.seed, step, -1))
         rewards_N = rewards_N[torch.randperm(len(rewards_N), generator=generator).to(rewards_N.device)]

@@ -5,7 +5,7 @@ The rules see the held-out reward, which is an accuracy where the reward is a ru
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,13 +28,15 @@ class Evaluator:
         self._engine, self._rewarder, self._heldout = engine, rewarder, heldout
         self._sampling = sampling_of(cfg.rollout, cfg.actor, rewarder.tokenizer, greedy=True)
 
-    def __call__(self) -> dict[str, float]:
+    def __call__(self, should_stop: Callable[[], bool] = lambda: False) -> dict[str, float]:
+        """Metrics; nothing without held-out prompts. Raises: Interrupted, on every rank, when `should_stop` says so on
+        one while responses are drawn or rewarded."""
         if not self._heldout:
             return {}
         prompts = [torch.tensor(prompt.tokens) for prompt in self._heldout]
-        rollouts = self._engine.generate(prompts, [0] * len(prompts), self._sampling)
+        rollouts = self._engine.generate(prompts, [0] * len(prompts), self._sampling, should_stop=should_stop)
         experience = make_experience(self._heldout, rollouts, 1)
-        metrics = {"eval_reward_mean": float(self._rewarder(experience, self._heldout).mean())}
+        metrics = {"eval_reward_mean": float(self._rewarder(experience, self._heldout, should_stop).mean())}
         if all(prompt.fields.get("answer") is not None for prompt in self._heldout):
             responses = response_texts(rollouts, self._rewarder.tokenizer)
             matches_N = rule_rewards(RULES["exact_match"], self._heldout, responses, self._rewarder.device)
@@ -59,7 +61,11 @@ class StopRule:
         self.reason = state["reason"]
 
     def watch(self, evaluation: dict[str, float]) -> dict[str, float]:
-        """Take note of an evaluation; returns it as it is."""
+        """Take note of an evaluation that is due by `eval.every`; returns it as it is.
+
+        The one after the last step counts only where it is due anyway: a run that is prolonged is then the run that was
+        planned as long.
+        """
         if "eval_reward_mean" in evaluation:
             if evaluation["eval_reward_mean"] > self._best:
                 self._best, self._evaluations_since = evaluation["eval_reward_mean"], 0

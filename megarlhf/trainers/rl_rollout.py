@@ -12,7 +12,7 @@ from megarlhf.data.samples import PromptSample
 from megarlhf.experience import Experience
 from megarlhf.resume.changes import mathematics_of
 from megarlhf.rollout.bank import Bank
-from megarlhf.rollout.engine import KeptResponses, RolloutEngine, RolloutInterrupted, Sampling, sample_seed
+from megarlhf.rollout.engine import KeptResponses, RolloutEngine, Sampling, sample_seed
 from megarlhf.trainers.rl_components import Components
 from megarlhf.trainers.rl_score import make_experience
 from megarlhf.trainers.session import Session
@@ -38,12 +38,12 @@ def sample(
     return make_experience(prompts, rollouts, cfg.rollout.num_samples_per_prompt)
 
 
-def sample_or_stop(
+def sample_or_keep(
     cfg: RLConfig, components: Components, prompts: Sequence[PromptSample], step: int, bank: Bank, session: Session
 ) -> Experience:
     """The same, kept in the bank as it is finished.
 
-    Raises: StopRun when the run is asked to stop meanwhile, once its state is saved.
+    Raises: RolloutInterrupted, on every rank, when the run is asked to stop meanwhile.
     """
     engine, sampling = components.engine, components.sampling
     rows, seeds = _requests(cfg, prompts, step)
@@ -51,12 +51,9 @@ def sample_or_stop(
     with bank.open(step, fingerprint=fingerprint, sampling=sampling, prompts=rows, seeds=seeds) as kept:
         if kept.num_taken_over:
             session.note(f"step {step + 1}: {kept.num_taken_over} of {len(rows)} responses are in the rollout bank")
-        try:
-            experience = sample(cfg, engine, prompts, sampling, step, bank=kept, should_stop=session.asked_to_stop)
-            components.phases.add_local(engine.local_seconds)
-            return experience
-        except RolloutInterrupted as interrupted:
-            session.stop_now(interrupted)
+        experience = sample(cfg, engine, prompts, sampling, step, bank=kept, should_stop=session.asked_to_stop)
+        components.phases.add_local(engine.local_seconds)
+        return experience
 
 
 def _requests(cfg: RLConfig, prompts: Sequence[PromptSample], step: int) -> tuple[list[Tensor], list[int]]:

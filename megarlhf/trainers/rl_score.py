@@ -91,8 +91,13 @@ class Rewarder:
     device: torch.device
     phases: Phases = field(default_factory=Phases)
 
-    def __call__(self, experience: Experience, prompts: Sequence[PromptSample]) -> Tensor:
-        """Rewards [N] fp32; `prompts` are one per sample."""
+    def __call__(
+        self,
+        experience: Experience,
+        prompts: Sequence[PromptSample],
+        should_stop: Callable[[], bool] = lambda: False,
+    ) -> Tensor:
+        """Rewards [N] fp32; `prompts` are one per sample. Raises: Interrupted, see `rule_rewards`."""
         total_N = torch.zeros(experience.num_samples, device=self.device)
         for reward in self.rewards:
             if reward.kind == "model":
@@ -100,9 +105,8 @@ class Rewarder:
                 reward_N = model_scores(self.reward_model, experience, self.micro)
             else:
                 responses = response_texts(experience.rollouts, self.tokenizer)
-                reward_N = rule_rewards(
-                    load_rule(str(reward.rule)), prompts, responses, self.device, local=self.phases.local
-                )
+                rule, local = load_rule(str(reward.rule)), self.phases.local
+                reward_N = rule_rewards(rule, prompts, responses, self.device, local=local, should_stop=should_stop)
             reward_N = reward_N - reward.shift
             if reward.clip is not None:
                 reward_N = reward_N.clamp(-reward.clip, reward.clip)

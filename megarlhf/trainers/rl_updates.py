@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from megarlhf.config import RLConfig
 from megarlhf.experience import Experience
@@ -19,6 +19,12 @@ from megarlhf.trainers.rl_components import Components
 from megarlhf.trainers.rl_losses import PolicyLoss, ValueLoss
 
 Metrics = dict[str, Metric]
+
+
+class AtBorder(Protocol):
+    """Called after an update of a step; `last`: after its last one."""
+
+    def __call__(self, work: StepInProgress, last: bool) -> None: ...
 
 
 def mini_batches_of_pass(cfg: RLConfig, experience: Experience, step: int, number: int) -> list[list[int]]:
@@ -72,10 +78,10 @@ def train_on(
     components: Components,
     work: StepInProgress,
     step: int,
-    at_border: Callable[[StepInProgress], None] = lambda work: None,
+    at_border: AtBorder = lambda work, last: None,
 ) -> Metrics:
     """Every pass over the step's samples, one optimizer step per mini-batch; those that a resumed step has made are not
-    made again. `at_border` is called between two of them. Means over mini-batches."""
+    made again. `at_border` is called after each. Means over mini-batches."""
     actor, critic, phases = components.actor, components.critic, components.phases
     experience, bad_steps = work.experience, components.bad_steps
     passes = [mini_batches_of_pass(cfg, experience, step, number) for number in range(cfg.train.epochs_per_step)]
@@ -107,8 +113,7 @@ def train_on(
             result = bad_steps["critic"].apply(critic, sums, update, batches, value_loss)
             work.note(result, {"value_loss": sums["loss"], "critic_grad_norm": result.grad_norm})
         work.updates += 1
-        if work.updates < len(updates):
-            at_border(work)
+        at_border(work, last=work.updates == len(updates))
     metrics: Metrics = {name: mean_of(each) for name, each in work.per_update.items() if name != "skipped"}
     metrics["skipped_steps"] = round(sum(filter(None, work.per_update["skipped"])))
     if work.per_update["ratio_deviation"]:

@@ -24,7 +24,7 @@ from megarlhf.parallel.batching import MicroBatchLayout
 from megarlhf.parallel.step import MicroBatch
 from megarlhf.resume.identity import digest_of_samples
 from megarlhf.runtime import Runtime
-from megarlhf.trainers.supervised import Metrics, Objective, heldout_sums, run_supervised
+from megarlhf.trainers.supervised import Metrics, Objective, ShouldStop, heldout_sums, run_supervised
 
 
 def run(cfg: RMConfig, runtime: Runtime) -> None:
@@ -112,19 +112,23 @@ class RewardModelling(Objective[PairSample]):
             "eval_rejected_score": sums["rejected_score"] / len(samples),
         }
 
-    def finish(self, role: Role, heldout: Sequence[PairSample]) -> str | None:
-        """Scales the head where the configuration asks for it."""
-        if not self.rm.unit_variance:
-            return None
-        deviation = scale_to_unit_variance(self, role, heldout)
+    @property
+    def rescales(self) -> bool:
+        return self.rm.unit_variance
+
+    def rescale(self, role: Role, heldout: Sequence[PairSample], should_stop: ShouldStop) -> str:
+        """Scales the head."""
+        deviation = scale_to_unit_variance(self, role, heldout, should_stop)
         return f"divided the head by {deviation:.4g}, the standard deviation of the held-out scores"
 
 
-def scale_to_unit_variance(objective: RewardModelling, role: Role, pairs: Sequence[PairSample]) -> float:
+def scale_to_unit_variance(
+    objective: RewardModelling, role: Role, pairs: Sequence[PairSample], should_stop: ShouldStop = None
+) -> float:
     """Divide the head by the standard deviation of the held-out scores. The ranking stays; rewards and a critic that
     starts from this model get a known scale. Returns what it divided by. Collective; the optimizer must not be used
     afterwards."""
-    sums, count = heldout_sums(objective, role, pairs), 2 * len(pairs)
+    sums, count = heldout_sums(objective, role, pairs, should_stop), 2 * len(pairs)
     mean = (sums["chosen_score"] + sums["rejected_score"]) / count
     deviation = math.sqrt(sums["squared_score"] / count - mean**2)
     if not deviation > 0:

@@ -25,7 +25,7 @@ from megarlhf.resume.claim import Claim, claim, finish
 from megarlhf.resume.identity import History
 from megarlhf.resume.point import Position
 from megarlhf.resume.restore import Identity, Table, restore
-from megarlhf.resume.signals import StopRequest, StopRun
+from megarlhf.resume.signals import Interrupted, StopRequest, StopRun
 from megarlhf.resume.state import Stateful
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.exports import Exports, set_exports_aside
@@ -102,22 +102,23 @@ class Session:
         assert self.progress is not None
         self.progress.note(message)
 
-    def border(self, step: int, update: int = 0, table: Table | None = None) -> None:
+    def border(self, step: int, update: int = 0, table: Table | None = None, *, only_to_stop: bool = False) -> None:
         """`step` steps are done, and `update` optimizer updates of the next one, which `table` describes. Collective.
+
+        only_to_stop: no cadence writes a point here, only a request to stop here or before the next border
 
         Raises: StopRun when the run has been asked to stop, once its state is saved; WatchdogTimeout when the step that
         is done was late.
         """
         assert self.checkpointer is not None
         with self.phases("checkpoint"):
-            self.checkpointer.border(Position(step, update), table)
+            self.checkpointer.border(Position(step, update), table, only_to_stop=only_to_stop)
         if not update:
             self.phases.raise_if_late()
 
     def asked_to_stop(self) -> bool:
         """Whether this rank knows of a reason to stop before the next border. Not collective."""
-        assert self.checkpointer is not None
-        return self.checkpointer.asked_to_stop()
+        return self.checkpointer is not None and self.checkpointer.asked_to_stop()
 
     def stop_now(self, reason: Exception) -> NoReturn:
         """Save the last border, after which nothing has been updated, and end the run. Collective.
@@ -128,11 +129,48 @@ class Session:
         with self.phases("checkpoint"):
             self.checkpointer.stop_now(reason)
 
+    def stop_if_asked(self) -> None:
+        """Between two stages: `stop_now` where any rank has been asked to stop. Nothing in a run without resume points.
+        Collective.
+
+        Raises: StopRun.
+        """
+        if self.checkpointer is None:
+            return
+        with self.phases("checkpoint"):
+            self.checkpointer.stop_if_asked()
+
+    @contextlib.contextmanager
+    def stoppable(self, name: str) -> Iterator[None]:
+        """The phase `name`, before which, after which and, where it raises Interrupted, within which the run can be
+        left. Nothing is updated inside. Collective.
+
+        Raises: StopRun.
+        """
+        self.stop_if_asked()
+        with self.phases(name):
+            try:
+                yield
+            except Interrupted as interrupted:
+                self.stop_now(interrupted)
+        self.stop_if_asked()
+
     def export(self, step: int, roles: Sequence[Role], *, last: bool) -> None:
         """Write Hugging Face directories of the roles when the configuration asks for it, and after the last step."""
         assert self.exports is not None
         with self.phases("checkpoint"):
             self.exports.maybe_write(step, roles, last=last)
+
+    def keep_border(self) -> None:
+        """Write a point of the last border, where points are written by any cadence, and wait for it. Collective."""
+        assert self.checkpointer is not None
+        with self.phases("checkpoint"):
+            self.checkpointer.finish(last_border=True)
+
+    def drop_border(self) -> None:
+        """From here on the weights are no longer those of the last border, although no update has changed them."""
+        assert self.checkpointer is not None
+        self.checkpointer.drop_border()
 
     def finish(self, step: int, reason: str, words: str, *, keep_state: bool = True) -> None:
         """The run is finished; its last border is kept as a resume point, from which it can be prolonged. Collective.

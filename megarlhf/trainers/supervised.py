@@ -6,7 +6,7 @@ What a command brings to it is an `Objective`: `sft.py` and `rm.py`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -29,13 +29,18 @@ from megarlhf.parallel.mesh import GroupCache
 from megarlhf.parallel.step import Loss, MicroBatch
 from megarlhf.resume.claim import NO_STEPS_LEFT
 from megarlhf.resume.identity import architecture_of, digest_of_samples, identity_of_weights
-from megarlhf.resume.signals import StopRequest
+from megarlhf.resume.signals import Interrupted, StopRequest
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.bad_steps import BadSteps, Failures, Update
-from megarlhf.trainers.session import Training, is_due, open_session
+from megarlhf.trainers.session import Session, Training, is_due, open_session
 
 Sample = TypeVar("Sample")
 Metrics = dict[str, Metric]
+ShouldStop = Callable[[], bool] | None
+"""Asked on every rank between two parts of what may be left before it is complete."""
+
+_BATCHES_AT_ONCE = 4
+"""Micro-batches for each pipeline stage between two questions whether to stop."""
 
 
 class Objective(ABC, Generic[Sample]):
@@ -111,10 +116,17 @@ class Objective(ABC, Generic[Sample]):
     def heldout_metrics(self, sums: Mapping[str, float], samples: Sequence[Sample]) -> Metrics:
         """Metrics of an evaluation, from the loss's sums; `loss` is among them."""
 
-    def finish(self, role: Role, heldout: Sequence[Sample]) -> str | None:
-        """Collective. Called after the last step, before the last evaluation and the last checkpoint, which are of the
-        same model; returns what to tell the user."""
-        return None
+    @property
+    def rescales(self) -> bool:
+        """Whether `rescale` is called after the last step, before the last evaluation and the last export, which are of
+        the same model."""
+        return False
+
+    def rescale(self, role: Role, heldout: Sequence[Sample], should_stop: ShouldStop) -> str:
+        """Change the weights other than by an update; returns what to tell the user. Collective.
+
+        Raises: Interrupted, before it changes anything."""
+        raise NotImplementedError
 
 
 def run_supervised(objective: Objective[Sample], runtime: Runtime) -> None:
@@ -156,28 +168,43 @@ def run_in(phases: Phases, stop_request: StopRequest, objective: Objective[Sampl
         )
     with open_session(cfg, cfg.run, runtime, objective.command, cfg.train.num_steps, notes, training) as session:
         if not session.resumed:
-            with phases("eval"):
-                evaluation = evaluate(objective, role, heldout)
+            with session.stoppable("eval"):
+                evaluation = evaluate(objective, role, heldout, session.asked_to_stop)
             session.log(0, evaluation)
             session.border(0)
         phases.lap()
         as_trained = True
         for step in range(session.start.step, cfg.train.num_steps):
-            update = Update(step + 1, None, order.indices(step))
-            metrics = train_on(objective, role, [train[n] for n in update.samples], update, bad_steps, phases)
-            last = step + 1 == cfg.train.num_steps
-            if last and (note := objective.finish(role, heldout)) is not None:
-                session.note(note)
+            trained = session.take_table()
+            if trained is None:
+                update = Update(step + 1, None, order.indices(step))
+                samples = [train[n] for n in update.samples]
+                trained = {"metrics": train_on(objective, role, samples, update, bad_steps, phases)}
+                session.border(step, 1, trained, only_to_stop=True)
+            metrics, last = dict(trained["metrics"]), step + 1 == cfg.train.num_steps
+            if last and objective.rescales:
+                rescale(objective, role, heldout, session)
                 as_trained = False
             if last or is_due(step + 1, cfg.eval.every):
-                with phases("eval"):
-                    metrics |= evaluate(objective, role, heldout)
-            session.log(step + 1, metrics | {"seconds": seconds_of(phases.end_step(step + 1))["seconds_train"]})
+                with session.stoppable("eval") if as_trained else phases("eval"):
+                    should_stop = session.asked_to_stop if as_trained else None
+                    metrics |= evaluate(objective, role, heldout, should_stop)
+            seconds = seconds_of(phases.end_step(step + 1)).get("seconds_train", 0.0)
+            session.log(step + 1, metrics | {"seconds": seconds})
             session.export(step + 1, [role], last=last)
             if as_trained:
                 session.border(step + 1)
         done = f"all {cfg.train.num_steps} steps done"
         session.finish(cfg.train.num_steps, NO_STEPS_LEFT, done, keep_state=as_trained)
+
+
+def rescale(objective: Objective[Sample], role: Role, heldout: Sequence[Sample], session: Session) -> None:
+    """Once a point of the last border is complete, from which the run goes on if it is killed or prolonged."""
+    session.keep_border()
+    with session.stoppable("eval"):
+        note = objective.rescale(role, heldout, session.asked_to_stop)
+    session.drop_border()
+    session.note(note)
 
 
 def load_samples(objective: Objective[Sample]) -> tuple[list[Sample], list[Sample], list[str]]:
@@ -233,24 +260,51 @@ def train_on(
     }
 
 
-def evaluate(objective: Objective[Sample], role: Role, samples: Sequence[Sample]) -> Metrics:
-    """Metrics of held-out samples; nothing without held-out data. Collective."""
+def evaluate(
+    objective: Objective[Sample], role: Role, samples: Sequence[Sample], should_stop: ShouldStop = None
+) -> Metrics:
+    """Metrics of held-out samples; nothing without held-out data. Collective. Raises: see `heldout_sums`."""
     if not samples:
         return {}
-    return objective.heldout_metrics(heldout_sums(objective, role, samples), samples)
+    return objective.heldout_metrics(heldout_sums(objective, role, samples, should_stop), samples)
 
 
-def heldout_sums(objective: Objective[Sample], role: Role, samples: Sequence[Sample]) -> dict[str, float]:
-    """The held-out loss, called `loss`, and its sums over the samples, on every rank. Collective."""
+def heldout_sums(
+    objective: Objective[Sample], role: Role, samples: Sequence[Sample], should_stop: ShouldStop = None
+) -> dict[str, float]:
+    """The held-out loss, called `loss`, and its sums over the samples, on every rank. Collective.
+
+    Raises: Interrupted, on every rank, when `should_stop` says so on one between some micro-batches and the next ones.
+    """
     loss = objective.heldout_loss(role, samples)
 
     def score(output: Tensor, batch: MicroBatch) -> Tensor:
         value, sums = loss(output, batch)
         return torch.cat([value.reshape(1).double(), sums.double()])
 
-    per_micro_batch = role.forward(objective.micro_batches(role, samples), score)
+    per_micro_batch: list[Tensor] = []
+    for batches in _rounds(objective.micro_batches(role, samples), role, should_stop):
+        per_micro_batch += role.forward(batches, score)
     total = torch.zeros(1 + len(loss.names), dtype=torch.float64, device=role.mesh.runtime.device)
     if role.mesh.owns_outputs:
         total += torch.stack(per_micro_batch).sum(0)
     dist.all_reduce(total)
     return dict(zip(("loss", *loss.names), total.tolist(), strict=True))
+
+
+def _rounds(batches: Sequence[MicroBatch], role: Role, should_stop: ShouldStop) -> Iterator[Sequence[MicroBatch]]:
+    """The micro-batches in parts, before each of which all ranks ask each other whether to stop; all at once where
+    nothing may stop them. Data-parallel ranks may have another number of parts."""
+    if should_stop is None:
+        yield batches
+        return
+    size = _BATCHES_AT_ONCE * role.mesh.layout.pp
+    most = torch.tensor(len(batches), device=role.mesh.runtime.device)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    for start in range(0, int(most), size):
+        stop = torch.tensor(int(should_stop()), device=role.mesh.runtime.device)
+        dist.all_reduce(stop, op=dist.ReduceOp.MAX)
+        if int(stop):
+            raise Interrupted(f"an evaluation was asked to stop after {start} micro-batches of a rank")
+        if part := batches[start : start + size]:
+            yield part

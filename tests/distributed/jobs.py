@@ -262,6 +262,7 @@ def rl_step(runtime: Runtime, config: dict[str, Any], order: tuple[int, ...] | N
     from megarlhf.trainers.rl_rollout import sample
     from megarlhf.trainers.rl_score import add_advantages
     from megarlhf.trainers.rl_updates import StepInProgress, train_on
+    from megarlhf.trainers.session import Session
 
     cfg = RLConfig.model_validate(config)
     tokenizer = load_tokenizer(cfg.actor.model.hf_directory())
@@ -280,7 +281,7 @@ def rl_step(runtime: Runtime, config: dict[str, Any], order: tuple[int, ...] | N
         record_gradients(role, gradients[role.name])
     parts.engine.update_weights(parts.actor.shard, version=0)
     experience = sample(cfg, parts.engine, prompts, parts.sampling, 0)
-    experience = rl.score(cfg, parts, experience, prompts, 0)
+    experience = rl.score(cfg, parts, experience, prompts, 0, Session(runtime, cfg.run.dir))
     metrics = logprob_gap(experience)
     experience = add_advantages(experience, cfg.algo)
     work = StepInProgress(experience, metrics)

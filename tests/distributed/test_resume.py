@@ -304,10 +304,17 @@ def test_what_the_bank_holds_is_not_generated_again(
 
 
 @pytest.mark.parametrize(
-    ("owner", "method", "calls", "position"),
-    [(TRAIN, "step", 3, "step_000001"), ("megarlhf.rollout.bank:StepBank", "add", 17, "step_000001")],
+    ("name", "owner", "method", "calls", "position"),
+    [
+        ("sft", TRAIN, "step", 3, "step_000002_update_0001"),
+        ("sft", "megarlhf.models.role:Role", "forward", 3, "step_000001_update_0001"),
+        ("grpo", "megarlhf.rollout.bank:StepBank", "add", 17, "step_000001"),
+        ("grpo", "megarlhf.trainers.rl_eval", "make_experience", 2, "step_000000_update_0004"),
+        ("grpo", "megarlhf.rollout.rewards.score", "reward_of", 45, "step_000001"),
+    ],
 )
 def test_a_signal_saves_and_ends_the_run(
+    name: str,
     owner: str,
     method: str,
     calls: int,
@@ -317,11 +324,12 @@ def test_a_signal_saves_and_ends_the_run(
     data: dict[str, Path],
     tmp_path: Path,
 ) -> None:
-    """SIGTERM in the middle of an optimizer update or of a rollout: status 75, a resume point of the last border, and
-    the same run in the end."""
-    name = "sft" if owner == TRAIN else "grpo"
+    """SIGTERM in the middle of an optimizer update, an evaluation, a rollout or a reward: status 75, a
+    resume point of the last border, and the same run in the end."""
     made = Case("sft" if name == "sft" else "rl", tree(name, two_layers, data), Path())
     made.config["checkpoint"] = {"every_minutes": 1000}
+    if name == "sft":  # an evaluation is six micro-batches, in two parts
+        made.config["data"]["heldout"], made.config["eval"] = str(data["sft"]), {"every": 2, "max_samples": 24}
     whole, run = tmp_path / "whole", tmp_path / "run"
     ranks.run(1, "command", *command_line(made, whole))
     argv = command_line(made, run)
@@ -329,7 +337,7 @@ def test_a_signal_saves_and_ends_the_run(
     assert status == 75, said
     point = find_points(run)[-1].position.name
     assert f"stopped (SIGTERM): saved {run}/resume/{point}" in said
-    assert point == ("step_000003" if name == "sft" else position)
+    assert point == position
     said = ranks.run(1, "command", *argv)[0]
     assert f"from resume/{point}" in said
     assert rows(run) == rows(whole)

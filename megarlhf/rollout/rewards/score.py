@@ -18,6 +18,7 @@ from megarlhf.data.samples import PromptSample
 from megarlhf.data.tokenizer import Tokenizer
 from megarlhf.experience import Rollouts
 from megarlhf.layout import split_evenly
+from megarlhf.resume.signals import Interrupted
 from megarlhf.rollout.rewards.rules import RULES, Rule
 
 _SHOWN = 60
@@ -40,25 +41,33 @@ def rule_rewards(
     device: torch.device,
     *,
     local: Callable[[], AbstractContextManager[None]] = nullcontext,
+    should_stop: Callable[[], bool] = lambda: False,
 ) -> Tensor:
     """The rule's value for each response, [N] fp32, the same on every rank. Each rank computes its share.
 
     local: entered around this rank's share, in which it waits for nobody (`Phases.local`)
+    should_stop: asked on this rank before each sample
 
     Raises: RewardError, on every rank, for the first sample on which the rule fails or returns no finite number;
-    WatchdogTimeout, on every rank, where the rule hangs on one.
+    WatchdogTimeout, on every rank, where the rule hangs on one; Interrupted, on every rank, when values are missing
+    because `should_stop` said so on one.
     """
     share = split_evenly(len(responses), dist.get_world_size())[dist.get_rank()]
     values: list[float] = []
     with raise_on_all_ranks(lambda reasons: RewardError(reasons[0])) as problems, local():
         try:
             for n in share:
+                if should_stop():
+                    break
                 values.append(reward_of(rule, n, prompts[n].text, responses[n], prompts[n].fields))
         except RewardError as failure:
             problems.append(str(failure))
     parts: list[list[float]] = [[]] * dist.get_world_size()
     dist.all_gather_object(parts, values)
-    return torch.tensor([value for part in parts for value in part], dtype=torch.float32, device=device)
+    every = [value for part in parts for value in part]
+    if len(every) < len(responses):
+        raise Interrupted(f"a reward was asked to stop with {len(every)} of {len(responses)} samples done")
+    return torch.tensor(every, dtype=torch.float32, device=device)
 
 
 def reward_of(rule: Rule, sample: int, prompt: str, response: str, fields: Mapping[str, Any]) -> float:
