@@ -1,15 +1,18 @@
-"""The order in which samples are used: a pure function of the seed and the step."""
+"""The order in which samples are used: a pure function of the seed and of how many were used before."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
+from typing import Any
 
 
 class ShuffledBatches:
     """Batches of sample indices, each epoch a new permutation of all samples.
 
     A batch may run over the border of two epochs: within an epoch nothing is dropped and nothing comes twice.
-    `indices(step)` depends on the arguments only, so the step number is all that a resume needs.
+    What is kept in a resume point is where the next step begins, so that a run that goes on with another batch size
+    neither leaves samples out nor uses some again.
     """
 
     def __init__(self, num_samples: int, batch_size: int, seed: int, key: str = "batch_size") -> None:
@@ -23,13 +26,31 @@ class ShuffledBatches:
         self.num_samples = num_samples
         self.batch_size = batch_size
         self.seed = seed
+        self._step, self._position = 0, 0
+        """A step, and how many samples the steps before it use."""
+        self._next_step = 0
         self._recent: dict[int, list[int]] = {}
 
     def indices(self, step: int) -> list[int]:
         """The sample indices of the batch of this step (from 0)."""
         assert step >= 0, f"steps count from 0, got {step}"
-        positions = range(step * self.batch_size, (step + 1) * self.batch_size)
+        start = self._start_of(step)
+        self._next_step = step + 1
+        positions = range(start, start + self.batch_size)
         return [self._order(p // self.num_samples)[p % self.num_samples] for p in positions]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the step after the last one that was asked for begins."""
+        return {"step": self._next_step, "position": self._start_of(self._next_step)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._step, self._position = int(state["step"]), int(state["position"])
+        self._next_step = self._step
+
+    def _start_of(self, step: int) -> int:
+        start = self._position + (step - self._step) * self.batch_size
+        assert start >= 0, f"step {step} lies before the start of the data"
+        return start
 
     def _order(self, epoch: int) -> list[int]:
         """The epoch's permutation; the last two are kept, as a batch may need both."""

@@ -128,6 +128,12 @@ def read_metrics(run_dir: Path | str) -> list[dict[str, Any]]:
     return _read_rows(path)
 
 
+def require_readable(run_dir: Path) -> None:
+    """Raises: ValueError where an earlier run's metrics are damaged before the last line."""
+    if (path := run_dir / METRICS_FILE).exists():
+        _read_rows(path)
+
+
 def _read_rows(path: Path) -> list[dict[str, Any]]:
     lines = path.read_bytes().split(b"\n")
     lines.pop()  # what follows the last newline: nothing, or the torn line

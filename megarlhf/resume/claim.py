@@ -183,8 +183,10 @@ def _require_same_command(run: RunConfig, command: str, shown: str) -> None:
 def _require_resumable(cfg: TrainingConfig, run: RunConfig, command: str) -> list[str]:
     """What to tell of the earlier run that goes on. Raises: ValueError when it has finished, or would change."""
     ended = finished(run.dir)
-    if ended is not None and not (ended.reason == NO_STEPS_LEFT and cfg.train.num_steps > ended.step):
-        more = f"raise train.num_steps above {ended.step} to go on, " if ended.reason == NO_STEPS_LEFT else ""
+    if ended is not None and not _goes_on_after(ended, cfg, run):
+        more = f"raise train.num_steps above {ended.step} to go on, "
+        if ended.reason != NO_STEPS_LEFT:
+            more = "change train.stop and give run.allow_changes=true to go on, "
         raise ValueError(
             f"run.dir = {run.dir} holds a run that has finished (step {ended.step}, {ended.reason}, {ended.when}); "
             f"{more}name another directory for a new run, or start over with run.on_existing=overwrite, which removes "
@@ -210,6 +212,21 @@ def _require_resumable(cfg: TrainingConfig, run: RunConfig, command: str) -> lis
     notes += [f"changed since, in what is computed (run.allow_changes): {change}" for change in changes.mathematics]
     notes += [f"changed since; digests say whether the content is the same: {change}" for change in changes.places]
     return notes + [f"changed since, with the same numbers up to rounding: {change}" for change in changes.neutral]
+
+
+def _goes_on_after(ended: Finished, cfg: TrainingConfig, run: RunConfig) -> bool:
+    """Whether there is more to do than a run that has finished was to do."""
+    if cfg.train.num_steps <= ended.step:
+        return False
+    if ended.reason == NO_STEPS_LEFT:
+        return True
+    try:
+        before = load_config(type(cfg), run.dir / CONFIG_FILE)
+    except ValueError:
+        return False
+    if not (isinstance(before, RLConfig) and isinstance(cfg, RLConfig)):
+        return False
+    return run.allow_changes and before.train.stop != cfg.train.stop
 
 
 def _require_overwritable(cfg: FrozenModel, run: RunConfig, files: list[Path]) -> None:

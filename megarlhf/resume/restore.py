@@ -22,6 +22,9 @@ from megarlhf.runtime import Runtime, set_random_state
 
 RANDOM, TABLE = "state/random.pt", "state/table.pt"
 
+SPLITS = (("train", "mini_batch_samples"), ("train", "epochs_per_step"), ("train", "shuffle"), ("run", "seed"))
+"""What decides into which mini-batches the samples of a step of rl are split."""
+
 Table = Mapping[str, Any]
 """What a step in progress has found so far: tensors, numbers, texts, lists and mappings."""
 
@@ -87,6 +90,16 @@ class Identity:
                 if before.get(key) != now.get(key)
             ]
         return problems
+
+    def splits_otherwise(self, manifest: Mapping[str, Any]) -> list[str]:
+        """Why a step in progress cannot be completed: its samples would be split into other mini-batches."""
+        before, now = manifest["config"], self.config
+        return [
+            f"it lies inside a step, and {section}.{key} {before[section][key]} -> {now[section][key]} splits the step "
+            "into other mini-batches"
+            for section, key in SPLITS
+            if self.command == "rl" and before[section][key] != now[section][key]
+        ]
 
     def remarks(self, manifest: Mapping[str, Any]) -> list[str]:
         """What has changed and is the user's to judge, in words."""
@@ -162,6 +175,8 @@ def _examine(
                 needed = [role.name for role in roles if role.name not in manifest["roles"]]
                 needed += [name for name in states if name not in manifest["state"]]
                 first[1] += [f"it has no state of {name}" for name in needed]
+                if candidate.position.update:
+                    first[1] += identity.splits_otherwise(manifest)
         except (ValueError, KeyError) as error:
             first[1] = [str(error)]
     dist.broadcast_object_list(first, src=0)

@@ -72,7 +72,7 @@ def run_in(phases: Phases, stop_request: StopRequest, cfg: RLConfig, runtime: Ru
         stop = StopRule(cfg.train.stop)
         gap = LogprobGapWatch(cfg.rollout.logprob_gap, components.actor.shard.dtype)
         bank = Bank(cfg.run.dir / "bank")
-        states: dict[str, Stateful] = {"stop": stop, "logprob_gap": gap}
+        states: dict[str, Stateful] = {"stop": stop, "logprob_gap": gap, "order": order}
         training = training_of(cfg, components, data, states, bank, stop_request)
         assert training.reference is not None
         notes = [*data.notes, *anchor_notes(cfg, training.reference)]

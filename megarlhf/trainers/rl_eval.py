@@ -54,11 +54,14 @@ class StopRule:
         self.reason: str | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        return {"best": self._best, "evaluations_since": self._evaluations_since, "reason": self.reason}
+        limits = self._cfg.model_dump()
+        since = self._evaluations_since
+        return {"best": self._best, "evaluations_since": since, "reason": self.reason, "limits": limits}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """That other limits than today's have ended the run does not count."""
         self._best, self._evaluations_since = state["best"], state["evaluations_since"]
-        self.reason = state["reason"]
+        self.reason = state["reason"] if state["limits"] == self._cfg.model_dump() else None
 
     def watch(self, evaluation: dict[str, float]) -> dict[str, float]:
         """Take note of an evaluation that is due by `eval.every`; returns it as it is.

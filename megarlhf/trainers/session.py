@@ -14,14 +14,14 @@ from megarlhf.collective_errors import from_first_rank, on_first_rank
 from megarlhf.config import CheckpointConfig, FrozenModel, RLConfig, RMConfig, RunConfig, SFTConfig
 from megarlhf.errors import WatchdogTimeout
 from megarlhf.models.role import Role
-from megarlhf.observe.metrics import Metric, MetricsWriter
+from megarlhf.observe.metrics import Metric, MetricsWriter, require_readable
 from megarlhf.observe.phases import Phases
 from megarlhf.observe.progress import Progress
 from megarlhf.provenance import Provenance, Weights
 from megarlhf.resume import point
 from megarlhf.resume.changes import compare
 from megarlhf.resume.checkpointer import Checkpointer
-from megarlhf.resume.claim import Claim, claim, finish
+from megarlhf.resume.claim import Claim, claim, finish, finished
 from megarlhf.resume.identity import History
 from megarlhf.resume.point import Position
 from megarlhf.resume.restore import Identity, Table, restore
@@ -93,7 +93,8 @@ class Session:
             self.checkpointer.seconds_standing = 0.0
         self.history.add(step, metrics)
         if self.metrics is not None:
-            self.metrics.log(step, metrics)
+            with self.phases("checkpoint"):  # a file system that does not answer is a phase that is late
+                self.metrics.log(step, metrics)
         assert self.progress is not None
         self.progress.step(step, metrics)
 
@@ -218,6 +219,7 @@ class Session:
             identity = replace(identity, base={**identity.base, **restored.base})
             notes += [f"resumed at {restored.position}, from resume/{restored.position.name}", *restored.notes]
         elif resumes:
+            on_first_rank(lambda: _require_unfinished(self.run_dir))
             notes.append("there is no resume point yet: the run begins at step 0")
         self.began_with = identity.digests()
         self.checkpointer = Checkpointer(
@@ -255,41 +257,11 @@ def open_session(
     points are examined, so that a mistake leaves an earlier run in the directory as it is. Collective.
     """
     with contextlib.ExitStack() as stack:
-        claims: list[Claim] = []  # of rank 0
-        on_first_rank(lambda: claims.append(claim(cfg, run, command)))
-        for claimed in claims:
-            stack.callback(claimed.lock.release)
-        resumes = from_first_rank(any(claimed.resumes for claimed in claims))
         session = Session(runtime, run.dir)
         if training is not None:
             session.phases = training.phases
-        # What goes on and what has changed has been said by the check before the start.
-        notes = [*notes, *(claimed.lock.note for claimed in claims if claimed.lock.note)]
-        if training is not None:
-            if (number := training.stop.agreed()) is not None:
-                does = "goes on with the earlier run" if resumes else "begins"
-                raise StopRun(f"stopped ({number.name}) before anything was done; the same command {does}", number)
-            identity = _identity(cfg, run, command, training)
-            planned = session.prepare_training(training, identity, claims, notes, resumes=resumes)
-            _require_steps_left(session.start, planned, total, run.dir)
-        on_first_rank(claims[0].start if claims else _nothing)
-        if session.checkpointer is not None:
-            stack.callback(session.checkpointer.abandon)
-        if runtime.is_main:
-            # A run that had no resume point begins again: nothing of its record is kept.
-            resume_step = (session.start.step if session.resumed else -1) if resumes else None
-            project = "megarlhf" if run.logger == "wandb" else None
-            writer = MetricsWriter(run.dir, wandb_project=project, resume_step=resume_step)
-            session.metrics = stack.enter_context(writer)
-            point.remove_leftovers(run.dir)
-            if session.resumed:
-                point.set_aside(run.dir, session.start)
-            if resumes:
-                set_exports_aside(run.dir, session.start.step if session.resumed else -1)
-        bar = Progress(command, total, enabled=runtime.is_main, start=session.start.step)
-        session.progress = stack.enter_context(bar)
-        for note in notes:
-            session.note(note)
+        with session.phases("build"):  # a file system that does not answer is a phase that is late
+            _open(session, stack, cfg, run, command, total, notes, training)
         try:
             yield session
         except WatchdogTimeout as late:
@@ -297,6 +269,52 @@ def open_session(
                 with session.phases("checkpoint"):
                     session.note(session.checkpointer.save_last_border())
             raise
+
+
+def _open(
+    session: Session,
+    stack: contextlib.ExitStack,
+    cfg: FrozenModel,
+    run: RunConfig,
+    command: str,
+    total: int,
+    notes: Sequence[str],
+    training: Training | None,
+) -> None:
+    """`open_session`, up to the run itself; what `stack` holds ends with the session."""
+    claims: list[Claim] = []  # of rank 0
+    on_first_rank(lambda: claims.append(claim(cfg, run, command)))
+    for claimed in claims:
+        stack.callback(claimed.lock.release)
+    resumes = from_first_rank(any(claimed.resumes for claimed in claims))
+    # What goes on and what has changed has been said by the check before the start.
+    notes = [*notes, *(claimed.lock.note for claimed in claims if claimed.lock.note)]
+    if training is not None:
+        if (number := training.stop.agreed()) is not None:
+            does = "goes on with the earlier run" if resumes else "begins"
+            raise StopRun(f"stopped ({number.name}) before anything was done; the same command {does}", number)
+        identity = _identity(cfg, run, command, training)
+        planned = session.prepare_training(training, identity, claims, notes, resumes=resumes)
+        _require_steps_left(session.start, planned, total, run.dir)
+        on_first_rank(lambda: require_readable(run.dir))
+    on_first_rank(claims[0].start if claims else _nothing)
+    if session.checkpointer is not None:
+        stack.callback(session.checkpointer.abandon)
+    if session.runtime.is_main:
+        # A run that had no resume point begins again: nothing of its record is kept.
+        resume_step = (session.start.step if session.resumed else -1) if resumes else None
+        project = "megarlhf" if run.logger == "wandb" else None
+        writer = MetricsWriter(run.dir, wandb_project=project, resume_step=resume_step)
+        session.metrics = stack.enter_context(writer)
+        point.remove_leftovers(run.dir)
+        if session.resumed:
+            point.set_aside(run.dir, session.start)
+        if resumes:
+            set_exports_aside(run.dir, session.start.step if session.resumed else -1)
+    bar = Progress(command, total, enabled=session.runtime.is_main, start=session.start.step)
+    session.progress = stack.enter_context(bar)
+    for note in notes:
+        session.note(note)
 
 
 def _require_steps_left(start: Position, planned: int | None, total: int, run_dir: Path) -> None:
@@ -311,6 +329,17 @@ def _require_steps_left(start: Position, planned: int | None, total: int, run_di
             + (f" and {start.update} updates of the next one" if start.update else "")
             + f", and train.num_steps = {total} leaves nothing to do; raise train.num_steps above {start.step}, or "
             "name another run.dir"
+        )
+
+
+def _require_unfinished(run_dir: Path) -> None:
+    """Raises: ValueError where a run without resume points has finished. To begin it again would cost its results; one
+    that was killed before its first point begins again."""
+    if (ended := finished(run_dir)) is not None:
+        raise ValueError(
+            f"run.dir = {run_dir} holds a run that has finished (step {ended.step}, {ended.when}), and no resume point "
+            f"of it: there is nothing to go on from. To train its result further, name it as model.path in a run with "
+            "another run.dir; to start over, give run.on_existing=overwrite, which removes that run's files"
         )
 
 

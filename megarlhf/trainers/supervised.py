@@ -30,6 +30,7 @@ from megarlhf.parallel.step import Loss, MicroBatch
 from megarlhf.resume.claim import NO_STEPS_LEFT
 from megarlhf.resume.identity import architecture_of, digest_of_samples, identity_of_weights
 from megarlhf.resume.signals import Interrupted, StopRequest
+from megarlhf.resume.state import Stateful
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.bad_steps import BadSteps, Failures, Update
 from megarlhf.trainers.session import Session, Training, is_due, open_session
@@ -154,7 +155,7 @@ def run_in(phases: Phases, stop_request: StopRequest, objective: Objective[Sampl
             new_head=True,
         )
         bad_steps = BadSteps(cfg.train, Failures.of(cfg, objective.command), phases)
-        states = {f"bad_steps/{role.name}": bad_steps}
+        states: dict[str, Stateful] = {f"bad_steps/{role.name}": bad_steps, "order": order}
         training = Training(
             cfg.checkpoint,
             [role],

@@ -30,6 +30,25 @@ def test_resume_needs_the_step_only(sizes, seed, steps):
     assert [walked.indices(step) for step in steps] == [sequence[s] for s in steps]
 
 
+@given(SIZES, st.integers(1, 12), st.integers(0, 9), st.integers(0, 3))
+def test_another_batch_size_goes_on_where_the_first_one_stopped(sizes, other, steps, seed):
+    """No sample is left out and none comes twice in an epoch; with the same size the order is as if nothing was."""
+    num_samples, size = sizes
+    first, second = (
+        ShuffledBatches(num_samples, size, seed),
+        ShuffledBatches(num_samples, min(other, num_samples), seed),
+    )
+    drawn = [n for step in range(steps) for n in first.indices(step)]
+    second.load_state_dict(first.state_dict())
+    drawn += [n for step in range(steps, steps + 2 * num_samples) for n in second.indices(step)]
+    for start in range(0, len(drawn) - num_samples, num_samples):
+        assert sorted(drawn[start : start + num_samples]) == list(range(num_samples))
+    again = ShuffledBatches(num_samples, size, seed)
+    again.load_state_dict(first.state_dict())
+    assert again.indices(steps) == first.indices(steps)
+    assert again.state_dict() == first.state_dict()
+
+
 def test_the_order_is_pinned():
     """Written out once: a change of it would break the resume of runs that are under way."""
     batches = ShuffledBatches(8, 3, seed=0)

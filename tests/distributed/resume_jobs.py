@@ -252,6 +252,14 @@ def command_that_is_late(runtime: Runtime, kind: str, calls: int, *argv: str) ->
     return result
 
 
+def command_that_hangs(runtime: Runtime, calls: int, owner: str, method: str, *argv: str) -> tuple[int, str]:
+    """A command in which a call of a method does not come to its end by itself; its status and what it wrote."""
+    with at_call(calls, owner, method, lambda: time.sleep(1000)) as made:
+        result = command_status(runtime, *argv)
+    assert len(made) >= calls
+    return result
+
+
 def stopped_rollout(runtime: Runtime, run: str, *argv: str) -> tuple[int, str, list[tuple[list[str], bool, bool]]]:
     """SIGTERM to rank 1 when the second rollout begins; status, words, and how things stand when the engine is closed:
     the resume points, whether the run is locked, whether the ranks can still talk."""

@@ -19,6 +19,7 @@ from megarlhf.trainers.session import _require_steps_left
 from tests.distributed.resume_jobs import (
     command_on_a_full_disk,
     command_on_a_read_only_disk,
+    command_that_hangs,
     command_that_is_late,
     command_that_skips,
     command_until,
@@ -196,3 +197,65 @@ def test_a_run_that_was_killed_after_its_last_step_ends_in_order(tmp_path: Path)
         ValueError, match=r"has made 5 steps and 2 updates of the next one, and train.num_steps = 5 lea"
     ):
         _require_steps_left(Position(5, 2), 9, 5, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "phase, owner, method",
+    [
+        ("build", "megarlhf.resume.point", "damaged_files"),
+        ("checkpoint", "megarlhf.observe.metrics:MetricsWriter", "_write_pending"),
+    ],
+)
+def test_a_file_system_that_does_not_answer_is_late(
+    phase: str, owner: str, method: str, case, ranks: RankPool, tmp_path: Path
+) -> None:
+    """While a resume point is examined, and while metrics are written. Not covered: a call that cannot be interrupted,
+    which `watchdog.grace` ends."""
+    made = case("sft", checkpoint=EACH_STEP, watchdog={"build": 4, "checkpoint": 4})
+    argv = command_line(made, tmp_path / "run")
+    assert ranks.run(1, command_until, 3, TRAIN, "step", *argv)[0][0] == "killed"
+    status, said = ranks.run(1, command_that_hangs, 1, owner, method, *argv)[0]
+    assert status == 3, said
+    (report,) = (tmp_path / "run/failures/watchdog").glob("*/report.txt")
+    assert f"phase {phase!r} has passed its limit" in report.read_text()
+
+
+def test_a_finished_run_is_not_begun_again_and_a_refusal_changes_nothing(case, ranks: RankPool, tmp_path: Path) -> None:
+    """Its resume points were removed, or its metrics are damaged: more steps cannot be made."""
+    made, run = case("sft", checkpoint=EACH_STEP), tmp_path / "run"
+    made.config["actor"]["optim"], made.config["train"]["num_steps"] = {"lr": 1e-3}, 2
+    argv = command_line(made, run)
+    ranks.run(1, "command", *argv)
+    metrics = run / "metrics.jsonl"
+    lines = metrics.read_text().splitlines(keepends=True)
+    metrics.write_text("".join([lines[0], "no json\n", *lines[1:]]))
+    before = content(run)
+    status, said = ranks.run(1, "command_status", *argv, "train.num_steps=4")[0]
+    assert (status, "metrics.jsonl, line 2" in said) == (2, True), said
+    assert content(run) == before
+    metrics.write_text("".join(lines))
+    (run / "resume").rename(tmp_path / "resume")
+    before = content(run)
+    status, said = ranks.run(1, "command_status", *argv, "train.num_steps=4")[0]
+    assert (status, "has finished (step 2" in said, "no resume point of it" in said) == (2, True, True), said
+    assert content(run) == before
+
+
+def test_a_reward_model_whose_head_was_scaled_can_be_prolonged(
+    case, data: dict[str, Path], ranks: RankPool, tmp_path: Path
+) -> None:
+    """From the point before the scaling, as if it had been planned so long; also where the default cadence has written
+    no point."""
+    made = case("rm", checkpoint={}, unit_variance=True, eval={"max_samples": 9})
+    made.config["data"]["heldout"], made.config["reward_model"]["optim"] = str(data["pairs"]), {"lr": 1e-3}
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    ranks.run(1, "command", *command_line(made, whole))
+    ranks.run(1, "command", *command_line(made, run), "train.num_steps=3")
+    assert [str(point.position) for point in find_points(run)] == ["step 2, update 1 of step 3"]
+    scaled = rows(run)[3]
+    ranks.run(1, "command", *command_line(made, run), "run.allow_changes=true")
+    assert rows(run) == rows(whole)
+    assert "eval_loss" in scaled
+    assert "eval_loss" not in rows(run)[3]
+    last = "checkpoints/step_000005/reward_model/model.safetensors"
+    assert (run / last).read_bytes() == (whole / last).read_bytes()

@@ -16,6 +16,7 @@ from megarlhf.config import RLConfig, RMConfig, SFTConfig
 from megarlhf.config.load import _apply_override, _model_in
 from megarlhf.resume.changes import CONDITIONAL, KINDS, ROLES, compare, kind_of, mathematics_of
 from megarlhf.resume.identity import History
+from megarlhf.resume.restore import Identity
 from tests.config.examples import KINDS as EXAMPLES
 
 TRAINING = {name: EXAMPLES[name] for name in ("sft", "rm", "rl")}
@@ -128,3 +129,16 @@ def test_what_the_bank_holds_is_used_at_another_layout_with_another_engine_size(
     ]
     assert fingerprints[0] == fingerprints[1]
     assert len(set(fingerprints)) == 3
+
+
+def test_a_step_in_progress_is_completed_only_with_its_own_mini_batches() -> None:
+    """Others would leave samples out or use them twice. Between steps and for sft there is nothing to split."""
+
+    def splits(command: str, *overrides: str) -> list[str]:
+        config = loaded(command, *overrides).model_dump(mode="json")
+        identity = Identity(command, "", None, config, {}, {}, {}, {}, lambda config: [], allow_changes=True)
+        return identity.splits_otherwise({"config": loaded(command).model_dump(mode="json")})
+
+    assert splits("rl") == splits("rl", "rollout.temperature=0.5") == splits("sft", "train.mini_batch_samples=1") == []
+    (reason,) = splits("rl", "train.epochs_per_step=7")
+    assert reason.startswith("it lies inside a step, and train.epochs_per_step ")

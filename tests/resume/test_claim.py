@@ -6,6 +6,7 @@ Not covered: Weights & Biases' own folder, which stays; what a run that goes on 
 import os
 import subprocess
 import sys
+from copy import deepcopy
 
 import pytest
 import yaml
@@ -16,6 +17,7 @@ from megarlhf.observe.run_directory import files_of_a_run
 from megarlhf.resume.claim import NO_STEPS_LEFT, claim, finish, finished, require_usable
 from megarlhf.resume.lock import Lock
 from tests.command import ROOT
+from tests.config.examples import KINDS as EXAMPLES
 from tests.resume.earlier_run import begin
 
 
@@ -217,8 +219,28 @@ def test_a_finished_run_is_refused_unless_it_has_more_steps_to_do(cfg):
     finish(cfg().run.dir, 12, "max_kl")
     message = refused(cfg(num_steps=30), "has finished .step 12, max_kl, ")
     assert "raise train.num_steps" not in message
+    assert "change train.stop and give run.allow_changes=true to go on" in message
     (cfg().run.dir / "FINISHED").write_text("")
     refused(cfg(num_steps=30), "FINISHED is not what a run writes when it has finished")
+
+
+def test_a_run_that_a_stop_rule_has_ended_goes_on_with_another_rule(tmp_path):
+    """With permission, since it computes something else; with the same rule it has finished."""
+    kind, tree = deepcopy(EXAMPLES["rl"])
+    tree["run"], tree["train"]["num_steps"] = {"dir": str(tmp_path / "run")}, 10
+
+    def with_limit(limit, **run):
+        return kind.model_validate(
+            {**tree, "run": {**tree["run"], **run}, "train": {**tree["train"], "stop": {"max_kl": limit}}}
+        )
+
+    begin(with_limit(0.1), "rl")
+    finish(tmp_path / "run", 2, "stopped: kl")
+    for refused_cfg in (with_limit(9), with_limit(0.1, allow_changes=True)):
+        with pytest.raises(ValueError, match=r"has finished .*change train.stop and give run.allow_changes=true"):
+            require_usable(refused_cfg, refused_cfg.run, "rl")
+    cfg = with_limit(9, allow_changes=True)
+    assert require_usable(cfg, cfg.run, "rl").resumes
 
 
 def test_another_commands_run_does_not_go_on(cfg):

@@ -126,6 +126,22 @@ def test_stop_when_the_heldout_reward_stands_still():
     assert rule.reason == "stopped: the held-out reward has not risen for 2 evaluations"
 
 
+def test_the_end_by_other_limits_does_not_count():
+    """A run that goes on with a higher limit; what it has seen stays."""
+    rule = StopRule(StopConfig(max_kl=0.5, heldout_reward_patience=2))
+    rule.watch({"eval_reward_mean": 1.0})
+    assert rule.over(0.6)
+    same, higher = (StopRule(StopConfig(max_kl=limit, heldout_reward_patience=2)) for limit in (0.5, 9.0))
+    for each in (same, higher):
+        each.load_state_dict(rule.state_dict())
+    assert same.reason == rule.reason
+    assert higher.reason is None
+    assert not higher.over(0.6)
+    for reward in (0.9, 0.8):
+        higher.watch({"eval_reward_mean": reward})
+    assert higher.over(0.0)
+
+
 def test_without_a_rule_or_an_evaluation_nothing_stops():
     rule = StopRule(StopConfig())
     assert not any(rule.over(kl) for kl in (0.0, 1e9, float("nan")))
