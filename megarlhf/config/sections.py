@@ -104,7 +104,8 @@ class StopConfig(FrozenModel):
     max_kl: Positive | None = None
     """Stop after a step whose `kl` (mean per response token, against the reference) exceeds this."""
     heldout_reward_patience: PositiveInt | None = None
-    """Stop when the held-out reward has not risen for so many evaluations."""
+    """Stop when the held-out reward has not risen for so many evaluations. Those count that `eval.every` makes due; the
+    one after the last step of a run does not, so that a prolonged run ends where one planned so long would."""
 
 
 class RLTrainConfig(MicroBatchConfig, SkipConfig):

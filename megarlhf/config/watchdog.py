@@ -45,7 +45,8 @@ class WatchdogConfig(FrozenModel):
     enabled: bool = True
     """False: no limits, and torch's own time-out of collectives (30 minutes) is what ends a hanging run."""
     build: Limit = 7200.0
-    """Reading data, building and loading all models, starting the rollout engine and filling it."""
+    """Reading data, building and loading all models, starting the rollout engine, examining and loading a resume
+    point."""
     rollout: Limit = 7200.0
     """Sampling the responses of a step."""
     reward: Limit = 3600.0
@@ -65,7 +66,7 @@ class WatchdogConfig(FrozenModel):
     eval: Limit = 7200.0
     """One evaluation on held-out data."""
     checkpoint: Limit = 7200.0
-    """Writing a checkpoint, as far as training waits for it."""
+    """Writing a checkpoint, as far as training waits for it, or a step's metrics."""
     grace: Positive = 60.0
     """Seconds that a rank has, after it was interrupted, to leave the phase. Then it ends itself with status 3."""
     stragglers: StragglersConfig = StragglersConfig()

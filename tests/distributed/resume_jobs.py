@@ -230,6 +230,7 @@ def command_with(
     def receive() -> None:
         if runtime.rank == rank:
             os.kill(os.getpid(), number)
+            time.sleep(0.1)  # until it is noted, in a thread
 
     with at_call(calls, owner, method, receive) as made:
         result = command_status(runtime, *argv)

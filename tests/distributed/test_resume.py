@@ -175,7 +175,7 @@ def test_damaged_points_are_passed_over_before_anything_is_touched(
     whole, run = tmp_path / "whole", tmp_path / "run"
     ranks.run(1, "command", *command_line(sft, whole))
     argv = command_line(sft, run)
-    ranks.run(1, command_until, 6, BORDER, "border", *argv)
+    ranks.run(1, command_until, 11, BORDER, "border", *argv)  # two a step, one before
     points = find_points(run)
     assert len(points) >= 3
     flip_a_byte(next((points[-1].path / "actor").glob("*.distcp")))
@@ -190,7 +190,7 @@ def test_damaged_points_are_passed_over_before_anything_is_touched(
 
     other = tmp_path / "other"
     argv = command_line(sft, other)
-    ranks.run(1, command_until, 5, BORDER, "border", *argv)
+    ranks.run(1, command_until, 9, BORDER, "border", *argv)
     for point in find_points(other):
         flip_a_byte(point.path / "MANIFEST.json")
     before = {path: path.stat().st_mtime_ns for path in other.rglob("*") if path.is_file()}
