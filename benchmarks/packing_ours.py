@@ -38,6 +38,7 @@ from megarlhf.trainers.rl_gap import LogprobGapWatch, logprob_gap
 from megarlhf.trainers.rl_rollout import sample
 from megarlhf.trainers.rl_score import add_advantages, make_experience
 from megarlhf.trainers.rl_updates import StepInProgress, train_on
+from megarlhf.trainers.session import Session
 
 Clock = Callable[[str], Any]
 
@@ -70,7 +71,7 @@ class Run:
         self._step = 0
         parts = rl.build(cfg, runtime, load_tokenizer(cfg.actor.model.hf_directory()), Phases())
         timed = {name: self._timed(getattr(parts, name)) for name in ("actor", "reference", "critic")}
-        self._parts = dataclasses.replace(parts, **timed)
+        self._parts, self._session = dataclasses.replace(parts, **timed), Session(runtime, cfg.run.dir)
         self._prompts = [
             PromptSample(tokens=ids, text=text_of(ids), fields={}, index=n) for n, ids in enumerate(workload.prompts)
         ]
@@ -99,7 +100,7 @@ class Run:
             with self._clock("generate"):
                 experience = sample(cfg, parts.engine, self._prompts, parts.sampling, step)
         start, cpu = time.perf_counter(), time.process_time()
-        experience = rl.score(cfg, parts, experience, self._prompts, step)
+        experience = rl.score(cfg, parts, experience, self._prompts, step, self._session)
         scored = time.perf_counter()
         if not inject:
             gap = LogprobGapWatch(LogprobGapConfig(steps=1), parts.actor.shard.dtype)

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 
+class Interrupted(Exception):
+    """A stage was asked to stop before it was complete. Raised on every rank; what it has found is dropped or kept."""
+
+
 class WatchdogInterrupt(BaseException):
     """Raised by the watchdog in the main thread of a rank whose phase has passed its limit; `observe/watchdog.py`.
 

@@ -3,12 +3,13 @@ and goes on to the same end. The harness is that of `make test-faults`, which do
 
 from __future__ import annotations
 
+import contextlib
 import random
 from pathlib import Path
 
 from benchmarks.faults import random_faults
 from benchmarks.faults.runs import Case, Reference, Site, differences, results
-from benchmarks.faults.trial import Trial
+from benchmarks.faults.trial import NotHappened, Trial
 from megarlhf.resume.point import find_points
 from tests.distributed.test_rl_layouts import config as rl_config
 from tests.ranks import RankPool
@@ -42,13 +43,17 @@ def test_a_run_that_is_killed_twice_ends_as_if_it_had_not_been(
         first.kill()
         reached = trial.left().newest
         trial.moments = (3, 5)
-        result = random_faults.sigkill_while_writing(trial)
+        for _ in range(5):
+            with contextlib.suppress(NotHappened):  # it was killed, but the point was complete
+                result = random_faults.sigkill_while_writing(trial)
+                break
     finally:
         trial.end()
     assert result.recovered, result.problem
     assert result.metrics_equal
     assert result.steps_lost <= 1
-    assert [command.status for command in trial.commands] == [-9, -9, 0]
+    assert [command.status for command in trial.commands[:2]] == [-9, -9]
+    assert trial.commands[-1].status == 0
     assert reached is not None
     assert f"from resume/{reached.name}" in trial.commands[1].said
     assert find_points(trial.run)[-1].position.step == case.steps

@@ -70,10 +70,6 @@ class Repeats:
         return kind
 
 
-class Interrupted(Exception):
-    """A stage was asked to stop before it was complete. Raised on every rank; what it has found is dropped or kept."""
-
-
 class StopRequest:
     """Takes the signals of `STOP_SIGNALS` while the `with` block runs, in the main thread of a rank.
 

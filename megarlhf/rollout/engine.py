@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megarlhf.errors import Interrupted
 from megarlhf.experience import Rollouts, redistribute
 from megarlhf.models.build import ModelShard
-from megarlhf.resume.signals import Interrupted
 from megarlhf.weights.checks.certificate import Certificate
 
 

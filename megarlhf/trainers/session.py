@@ -12,7 +12,7 @@ from rich.console import RenderableType
 
 from megarlhf.collective_errors import from_first_rank, on_first_rank
 from megarlhf.config import CheckpointConfig, FrozenModel, RLConfig, RMConfig, RunConfig, SFTConfig
-from megarlhf.errors import WatchdogTimeout
+from megarlhf.errors import Interrupted, WatchdogTimeout
 from megarlhf.models.role import Role
 from megarlhf.observe.metrics import Metric, MetricsWriter, require_readable
 from megarlhf.observe.phases import Phases
@@ -25,7 +25,7 @@ from megarlhf.resume.claim import Claim, claim, finish, finished
 from megarlhf.resume.identity import History
 from megarlhf.resume.point import Position
 from megarlhf.resume.restore import Identity, Table, restore
-from megarlhf.resume.signals import Interrupted, StopRequest, StopRun
+from megarlhf.resume.signals import StopRequest, StopRun
 from megarlhf.resume.state import Stateful
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.exports import Exports, set_exports_aside

@@ -19,6 +19,7 @@ from megarlhf.config import RMConfig, RoleConfig, SFTConfig
 from megarlhf.data.loader import ShuffledBatches
 from megarlhf.data.samples import Records, Skipped, load_splits, require_budget, require_positions
 from megarlhf.data.tokenizer import Tokenizer, load_tokenizer
+from megarlhf.errors import Interrupted
 from megarlhf.experience import Ragged
 from megarlhf.models.role import Role, build_role
 from megarlhf.observe.metrics import Metric
@@ -29,7 +30,7 @@ from megarlhf.parallel.mesh import GroupCache
 from megarlhf.parallel.step import Loss, MicroBatch
 from megarlhf.resume.claim import NO_STEPS_LEFT
 from megarlhf.resume.identity import architecture_of, digest_of_samples, identity_of_weights
-from megarlhf.resume.signals import Interrupted, StopRequest
+from megarlhf.resume.signals import StopRequest
 from megarlhf.resume.state import Stateful
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.bad_steps import BadSteps, Failures, Update

@@ -206,7 +206,7 @@ def test_a_step_that_fails_on_one_rank_stops_all_with_its_reason(vllm_ranks: Ran
         "make_plan": f"RuntimeError: the transfer cannot be planned:\n  {planted}\n",
         "poison": f"RuntimeError: the update to version 0 failed:\n  {planted}\n",
         "storages_with_nan": f"RuntimeError: the update to version 0 failed:\n  {planted}\n",
-        "reset_prefix_cache": f"RuntimeError: the update to version 0 is not complete:\n  {planted}\n",
+        "reset_prefix_cache": f"EngineFailure: the update to version 0 is not complete:\n  {planted}\n",
         "_replaced": certified + planted,
         "nonzero_padding": certified + planted,
         "digest_boxes": f"{certified}weight version 0: {planted}",

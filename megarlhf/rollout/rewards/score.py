@@ -16,9 +16,9 @@ from torch import Tensor
 from megarlhf.collective_errors import raise_on_all_ranks
 from megarlhf.data.samples import PromptSample
 from megarlhf.data.tokenizer import Tokenizer
+from megarlhf.errors import Interrupted
 from megarlhf.experience import Rollouts
 from megarlhf.layout import split_evenly
-from megarlhf.resume.signals import Interrupted
 from megarlhf.rollout.rewards.rules import RULES, Rule
 
 _SHOWN = 60
