@@ -16,6 +16,15 @@ fi
 out=$1 sft=$2 rm=$3 rl=$4
 options=("${@:5}")
 for option in "${options[@]}"; do
+    case $option in
+    --dependency* | -d* | --export | --export=*)
+        if [[ $option != --export=ALL* ]]; then
+            echo "pipeline.sh: got $option; the stages need dependencies and an environment of their own. Give" \
+                "--export=ALL,NAME=VALUE for a variable, and submit pipeline.sh when earlier jobs have ended" >&2
+            exit 2
+        fi
+        ;;
+    esac
     if [[ $option =~ ^[a-z_.]+= ]]; then
         echo "pipeline.sh: got $option; expected sbatch's options behind the three files. Put it into the stage's file" >&2
         exit 2
@@ -28,6 +37,10 @@ for file in "$sft" "$rm" "$rl"; do
         exit 2
     fi
 done
+if [[ $out == *:* ]]; then
+    echo "pipeline.sh: got the directory $out; a colon separates names in MEGARLHF_AFTER: give one without" >&2
+    exit 2
+fi
 
 job= # the one submitted last
 stage() { # SCRIPT CONFIGURATION OVERRIDES...; $MEGARLHF_AFTER: the runs that must have finished before

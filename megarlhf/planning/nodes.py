@@ -230,11 +230,12 @@ def _try_directory(run_dir: Path, runtime: Runtime) -> Iterator[str]:
     speaks = runtime.local_rank == 0
     name = run_dir / f".preflight-{token}"
     made: list[Path] = []
+    # os.path, not Path: the others wait where a rank raises because a file system does not answer as it should.
     if runtime.rank == 0:
-        made = [path for path in (run_dir.absolute(), *run_dir.absolute().parents) if not path.exists()]
+        made = [path for path in (run_dir.absolute(), *run_dir.absolute().parents) if not os.path.exists(path)]
         not_made = list(_attempt(lambda: run_dir.mkdir(parents=True, exist_ok=True), run_dir))
         yield from not_made or _attempt(lambda: name.write_text(token), run_dir)
-    there = _from_first(name.is_file() if runtime.rank == 0 else False)
+    there = _from_first(os.path.isfile(name) if runtime.rank == 0 else False)
     own = name.with_name(f"{name.name}-{runtime.rank}")
     if there and speaks and runtime.rank:
         if not _appears(name):
@@ -244,7 +245,7 @@ def _try_directory(run_dir: Path, runtime: Runtime) -> Iterator[str]:
             )
         else:
             yield from _attempt(lambda: own.write_text(token), run_dir)
-    written = _gather(str(own) if own.is_file() else "")
+    written = _gather(str(own) if os.path.isfile(own) else "")
     if runtime.rank == 0:
         unseen = [rank for rank, path in enumerate(written) if path and not _appears(Path(path))]
         if unseen:

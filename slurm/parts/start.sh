@@ -16,6 +16,7 @@ fi
 # More threads than cores spin: one thread a task, unless the job asked for more cores a task.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}
 export TOKENIZERS_PARALLELISM=${TOKENIZERS_PARALLELISM:-false}
+export SLURM_EXPORT_ENV=ALL # with `sbatch --export=X` srun would pass on X alone, and nothing of what follows here
 export PYTHONUNBUFFERED=1
 export PYTHONFAULTHANDLER=1
 

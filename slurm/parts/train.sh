@@ -14,12 +14,16 @@ done
 #   began       written by the first rank at the first launch: the newest resume point that was there
 #   exit.RANK   status and message of a rank that ended with 2 or 4, which srun hides behind that of a killed rank
 #   attempts    RESTART STATUS NEWEST_RESUME_POINT, a line for each attempt that has ended
-#   nodes       nodes of the attempt that runs;   excluded   nodes that failed
+#   nodes       nodes of the attempt that runs;   excluded   nodes that failed;   asked   those of sbatch --exclude
 attempt=${SLURM_RESTART_COUNT:-0}
 memory=${SLURM_SUBMIT_DIR:-$PWD}/${SLURM_JOB_NAME:-@NAME@}-$SLURM_JOB_ID.state
 mkdir -p "$memory"
 export MEGARLHF_JOB_STATE=$memory
 touch "$memory/attempts" "$memory/excluded"
+if [[ ! -f $memory/asked ]]; then
+    scontrol --oneliner show job "$SLURM_JOB_ID" 2>/dev/null | grep -o ' ExcNodeList=[^ (]*' | cut -d= -f2 |
+        sed '/^$/d' >"$memory/asked" || true
+fi
 rm -f "$memory"/exit.*
 max_attempts=${MEGARLHF_MAX_ATTEMPTS:-3}
 if [[ ! $max_attempts =~ ^[1-9][0-9]*$ ]]; then
@@ -52,12 +56,19 @@ run_has_finished() { # by this job: an older FINISHED is that of a run with fewe
     run_dir=$(cat "$memory/run_dir" 2>/dev/null) && [[ $run_dir/FINISHED -nt $memory/run_dir ]]
 }
 
+seconds_of() { # of a time as Slurm writes it; not of nothing, which `date` takes for midnight
+    [[ ${1:-} == [0-9]* ]] && date -d "$1" +%s 2>/dev/null
+}
+
 failed_nodes() { # of the nodes $1: those that are down, fail or do not answer, and those started after the time $2
     local node state boot
     while read -r node; do
         state=$(scontrol --oneliner show node "$node" 2>/dev/null) || continue
-        boot=$(date -d "$(grep -o 'BootTime=[^ ]*' <<<"$state" | cut -d= -f2)" +%s 2>/dev/null) || boot=0
-        if grep -Eq 'State=[A-Z+_]*(DOWN|FAIL|NOT_RESPONDING|\*)' <<<"$state" || ((boot > $2)); then
+        boot=$(seconds_of "$(grep -o 'BootTime=[^ ]*' <<<"$state" | cut -d= -f2)") || boot=0
+        # Not POWERED_DOWN and POWERING_DOWN, where an idle node of a cloud is put to sleep.
+        [[ $state =~ State=([^\ ]*) ]] || continue
+        if grep -Eqx '(DOWN|FAIL|FAILING|NOT_RESPONDING)[^A-Z_]*|[A-Z_]+\*' <<<"${BASH_REMATCH[1]//+/$'\n'}" ||
+            ((boot > $2)); then
             echo "$node"
         fi
     done < <(scontrol show hostnames "$1")
@@ -89,6 +100,7 @@ requeue() { # Slurm ends this script while it runs the loop: SIGTERM is caught, 
     local nodes try
     nodes=$(paste -sd, "$memory/excluded")
     if [[ -z $nodes ]]; then return; fi
+    nodes=$(cat "$memory/asked" - <<<"$nodes" | paste -sd,) # Slurm keeps one list, in which those of sbatch would be lost
     for ((try = 0; try < 5; try++)); do # what runs here is ended with the attempt, this command too
         if scontrol update "JobId=$SLURM_JOB_ID" "ExcNodeList=$nodes"; then
             echo "queued again without $nodes"
@@ -132,9 +144,8 @@ fi
 echo "$SLURM_JOB_NODELIST" >"$memory/nodes"
 
 if [[ -z ${SLURM_JOB_END_TIME:-} ]]; then # so that ranks in a container know too how much time is left
-    if ends=$(date -d "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%e)" +%s 2>/dev/null); then
-        export SLURM_JOB_END_TIME=$ends
-    fi
+    ends=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%e) || ends=
+    if ends=$(seconds_of "$ends") && ((ends > EPOCHSECONDS)); then export SLURM_JOB_END_TIME=$ends; fi
 fi
 
 left=$((${SLURM_JOB_END_TIME:-0} - EPOCHSECONDS))
@@ -146,13 +157,17 @@ fi
 echo "job $SLURM_JOB_ID (restart $attempt) on $SLURM_JOB_NODELIST, ${SLURM_NTASKS:-?} tasks," \
     "rendezvous $MASTER_ADDR:$MASTER_PORT: megarlhf @COMMAND@ $*"
 
+if ((stopped)); then # cancelled, or queued again by Slurm, before there was a task to be told
+    record "$attempt" stopped
+    exit 143
+fi
 srun "${srun_args[@]}" "${launcher[@]}" megarlhf @COMMAND@ "$@" &
 step=$!
-status=0
-while :; do # a signal interrupts wait, not srun; 127: that status has been handed out before
+status=
+while :; do # a signal interrupts wait, not srun; a second 127: that status has been handed out before
     before=$stopped result=0
     wait "$step" || result=$?
-    if ((result != 127)); then status=$result; fi
+    if ((result != 127)) || [[ -z $status ]]; then status=$result; fi
     if [[ $stopped == "$before" ]]; then break; fi
 done
 for decided in 2 4; do
@@ -173,7 +188,7 @@ case $status in
     if ((!stopped)); then rm -rf "$memory"; fi # else Slurm may have queued the job again, which then looks there
     exit 0
     ;;
-2 | 4 | 130) exit "$status" ;; # another attempt would end in the same way
+2 | 4 | 126 | 127 | 130) exit "$status" ;; # another attempt would end in the same way. 127: no srun, no megarlhf
 esac
 if ((stopped)) && [[ $reason != TimeLimit ]]; then # cancelled: stays so. Or Slurm has queued it again
     record "$attempt" stopped

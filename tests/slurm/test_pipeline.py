@@ -73,11 +73,20 @@ def test_stages_that_have_finished_are_not_submitted_again(pipeline, finished):
     assert said == lines
 
 
-def test_a_configured_value_behind_the_files_is_refused(tmp_path):
-    """sbatch would take it for the script."""
+@pytest.mark.parametrize(
+    "directory, option, message",
+    [
+        ("runs", "train.num_steps=5", "got train.num_steps=5; expected sbatch's options behind the three files"),
+        ("runs", "--dependency=afterok:1", "the stages need dependencies and an environment of their own"),
+        ("runs", "--export=X=1", "the stages need dependencies and an environment of their own"),
+        ("a:b", "--time=9", "a colon separates names in MEGARLHF_AFTER"),
+    ],
+)
+def test_what_would_break_the_chain_is_refused(tmp_path, directory, option, message):
+    """sbatch would take a configured value for the script, and the last of two options counts."""
     for name in ("sft", "rm", "rl"):
         (tmp_path / f"{name}.yaml").touch()
-    command = ["bash", str(SLURM / "pipeline.sh"), "runs", "sft.yaml", "rm.yaml", "rl.yaml", "train.num_steps=5"]
+    command = ["bash", str(SLURM / "pipeline.sh"), directory, "sft.yaml", "rm.yaml", "rl.yaml", option]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 2
-    assert "got train.num_steps=5; expected sbatch's options behind the three files" in done.stderr
+    assert message in done.stderr

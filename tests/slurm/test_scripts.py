@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 SLURM = ROOT / "slurm"
 
 SQUEUE = """#!/usr/bin/env bash
-echo "${*: -1}" | sed "s/.*%e/${JOB_ENDS:-2026-11-22T23:00:00}/; s/.*%r/None/"
+echo "${*: -1}" | sed "s/.*%e/${JOB_ENDS-2100-01-01T23:00:00}/; s/.*%r/None/"
 """
 
 SCONTROL = """#!/usr/bin/env bash
@@ -28,10 +28,12 @@ SCONTROL = """#!/usr/bin/env bash
     exit
 }
 [[ "$*" == "--oneliner show job 412345" ]] && {
-    echo "JobId=412345 Restarts=$([[ -z ${UNDERSTOOD:-} || ! -s $RECORD/requeued ]]; echo $?) BatchFlag=1"
+    [[ -z ${UNDERSTOOD:-} || ! -s $RECORD/requeued ]]
+    echo "JobId=412345 Restarts=$? ExcNodeList=${ASKED:-(null)} BatchFlag=1"
     exit
 }
-[[ "$*" == "--oneliner show node"* ]] && { echo "State=IDLE BootTime=None"; exit; }
+[[ "$*" == "--oneliner show node"* ]] && { echo "NodeName=${*: -1} State=${NODE_STATE:-IDLE} BootTime=None"; exit; }
+[[ "$*" == "update JobId=412345 ExcNodeList="* ]] && { echo "$3" >"$RECORD/excluded"; exit; }
 [[ "$*" == "show hostnames node[07-08]" ]] || { echo "unexpected: scontrol $*" >&2; exit 1; }
 printf '%s\\n' node07 node08
 """
@@ -102,9 +104,9 @@ def test_every_task_gets_the_command_line_and_the_rendezvous(submit, script):
         env = environment(record / f"env.{task}")
         assert (env["MASTER_ADDR"], env["MASTER_PORT"]) == ("node07", "22345")
         assert (env["SLURM_PROCID"], env["SLURM_NTASKS"]) == (task, "2")
-        assert env["OMP_NUM_THREADS"] == "1"
+        assert (env["OMP_NUM_THREADS"], env["SLURM_EXPORT_ENV"]) == ("1", "ALL")
         if script != "eval":
-            assert env["SLURM_JOB_END_TIME"] == str(int(datetime(2026, 11, 22, 23).timestamp()))
+            assert env["SLURM_JOB_END_TIME"] == str(int(datetime(2100, 1, 1, 23).timestamp()))
     assert words(record / "srun") == ["--kill-on-bad-exit=0", "--wait=60", "--label"]
     assert f"megarlhf {script} -c configs/x.yaml" in done.stdout
 
@@ -315,6 +317,53 @@ def test_a_clusters_script_that_exits_is_named(submit, tmp_path):
     done, _ = submit("-c", "x.yaml", MEGARLHF_ENV=str(script))
     assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "theirs")
     assert "ended the job" not in done.stderr
+
+
+@pytest.mark.parametrize("missing", ["megarlhf", "srun"])
+def test_a_program_that_is_not_there_is_no_success(submit, tmp_path, missing):
+    """127 is also what `wait` says of a status that it has handed out before."""
+    if missing == "srun":  # as the shell says it
+        (tmp_path / "bin" / missing).write_text("#!/bin/sh\nexit 127\n")
+    else:
+        (tmp_path / "bin" / missing).unlink()
+    path = f"{tmp_path}/bin{os.pathsep}/usr/bin{os.pathsep}/bin"
+    done, record = submit("-c", "x", PATH=path)
+    assert done.returncode == 127, done.stderr
+    assert not (record / "requeued").exists()
+    assert (tmp_path / "job-412345.state").exists()
+
+
+def test_a_stop_before_the_first_task_is_obeyed(submit, tmp_path):
+    (tmp_path / "bin" / "squeue").write_text('#!/usr/bin/env bash\n[[ "$*" == *%e* ]] && kill -TERM "$PPID"\n')
+    done, record = submit("-c", "x")
+    assert done.returncode == 143
+    assert not (record / "argv.0").exists()
+    assert (tmp_path / "job-412345.state/attempts").read_text() == "0 stopped none\n"
+
+
+@pytest.mark.parametrize("answer", ["", "N/A", "2001-01-01T00:00:00"])
+def test_no_end_of_the_job_is_better_than_a_wrong_one(submit, answer):
+    """`date` takes nothing for midnight; the run would save and stop at once, again and again."""
+    done, record = submit("-c", "x", JOB_ENDS=answer)
+    assert done.returncode == 0, done.stderr
+    assert "SLURM_JOB_END_TIME" not in environment(record / "env.0")
+
+
+@pytest.mark.parametrize(
+    "state, asked, excluded",
+    [
+        ("DOWN*+DRAIN", "", "ExcNodeList=node07,node08"),
+        ("IDLE+CLOUD+POWERED_DOWN", "", None),
+        ("MIXED*", "node[01-02]", "ExcNodeList=node[01-02],node07,node08"),
+        ("FAILING", "", "ExcNodeList=node07,node08"),
+        ("IDLE+DRAIN", "", None),
+    ],
+)
+def test_nodes_that_failed_are_added_to_those_of_the_user(submit, state, asked, excluded):
+    done, record = submit("-c", "x", TASK_STATUS="1", NODE_STATE=state, ASKED=asked)
+    assert done.returncode == 0, done.stderr
+    file = record / "excluded"
+    assert (file.read_text().strip() if file.exists() else None) == excluded
 
 
 def test_a_run_that_has_to_come_first_must_have_finished(submit, tmp_path):
