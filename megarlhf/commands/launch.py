@@ -274,7 +274,7 @@ def as_rank(
                 names = [point.position.name for point in find_points(cfg.run.dir)]
                 _tell_job("began", names[-1] if names else "none")
             _tell_job("run_dir", str(cfg.run.dir.absolute()))
-            if cfg.run.on_existing == "overwrite" and JOB_STATE in os.environ:
+            if JOB_STATE in os.environ and cfg.run.on_existing == "overwrite":
                 logging.getLogger(__name__).warning(
                     "run.on_existing = overwrite: when Slurm queues this job again, as it does before a time limit, it "
                     "will be refused; with run.on_existing=resume it goes on"
