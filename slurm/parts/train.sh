@@ -93,14 +93,13 @@ queue_again() { # an answer may be lost where the controller is busy
 }
 
 requeue() { # Slurm ends this script while it runs the loop: SIGTERM is caught, SIGKILL comes KillWait later
+    local nodes try
+    nodes=$(cat "$memory/asked" "$memory/excluded" | paste -sd,) # Slurm keeps one list: those of sbatch would be lost
     if [[ ${1:-} != already ]] && ! queue_again; then
         echo "@NAME@.sbatch: Slurm did not queue job $SLURM_JOB_ID again; submit it by the same command" >&2
         exit "$status"
     fi
-    local nodes try
-    nodes=$(paste -sd, "$memory/excluded")
-    if [[ -z $nodes ]]; then return; fi
-    nodes=$(cat "$memory/asked" - <<<"$nodes" | paste -sd,) # Slurm keeps one list, in which those of sbatch would be lost
+    if [[ ! -s $memory/excluded ]]; then return; fi
     for ((try = 0; try < 5; try++)); do # what runs here is ended with the attempt, this command too
         if scontrol update "JobId=$SLURM_JOB_ID" "ExcNodeList=$nodes"; then
             echo "queued again without $nodes"
