@@ -34,6 +34,7 @@ from megarlhf.collective_errors import on_first_rank
 from megarlhf.commands.process_tree import PARENT
 from megarlhf.planning.determinism import require_deterministic_device
 from megarlhf.planning.nodes import check_nodes, require_gpus
+from megarlhf.resume.point import find_points
 from megarlhf.resume.signals import INTERRUPTED, TO_BE_QUEUED_AGAIN, Repeats, StopRun, ignore_stop_signals
 from megarlhf.runtime import RankInfo
 
@@ -268,8 +269,6 @@ def as_rank(
         for note in check_nodes(cfg, joined):
             logging.getLogger(__name__).warning(note)
         if info.rank == 0:
-            from megarlhf.resume.point import find_points  # imports Megatron-Core, which warns unless silenced
-
             if _heard_from_job("began") is None:
                 names = [point.position.name for point in find_points(cfg.run.dir)]
                 _tell_job("began", names[-1] if names else "none")

@@ -46,7 +46,7 @@ class WatchdogConfig(FrozenModel):
     """False: no limits, and torch's own time-out of collectives (30 minutes) is what ends a hanging run."""
     build: Limit = 7200.0
     """Reading data, building and loading all models, starting the rollout engine, examining and loading a resume
-    point."""
+    point. What comes before, joining the ranks and checking the nodes, is ended by torch's time-out."""
     rollout: Limit = 7200.0
     """Sampling the responses of a step."""
     reward: Limit = 3600.0

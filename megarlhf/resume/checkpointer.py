@@ -23,11 +23,12 @@ from megarlhf.models.role import Role
 from megarlhf.provenance import FILE, Provenance
 from megarlhf.resume import point, role_state
 from megarlhf.resume.cadence import Cadence
+from megarlhf.resume.file_digest import FileDigest
 from megarlhf.resume.point import Position
 from megarlhf.resume.restore import RANDOM, TABLE, Identity, Table, layout_in_words
 from megarlhf.resume.signals import STOP_SIGNALS, StopRequest, StopRun, time_left
 from megarlhf.resume.state import Stateful
-from megarlhf.resume.writer import Content, FileDigest, Outcome, Writer
+from megarlhf.resume.writer import Content, Outcome, Writer
 from megarlhf.runtime import Runtime, random_state
 
 log = logging.getLogger(__name__)

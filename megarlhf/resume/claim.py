@@ -25,6 +25,7 @@ from megarlhf.observe.run_directory import (
 )
 from megarlhf.resume.changes import TrainingConfig, compare
 from megarlhf.resume.lock import Lock, require_free, restart_count
+from megarlhf.resume.point import find_points
 
 NO_STEPS_LEFT = "num_steps"
 """The reason of a run that has finished because all its steps are done; more steps let it go on."""
@@ -183,15 +184,8 @@ def _require_same_command(run: RunConfig, command: str, shown: str) -> None:
 def _require_resumable(cfg: TrainingConfig, run: RunConfig, command: str) -> list[str]:
     """What to tell of the earlier run that goes on. Raises: ValueError when it has finished, or would change."""
     ended = finished(run.dir)
-    if ended is not None and not _goes_on_after(ended, cfg, run):
-        more = f"raise train.num_steps above {ended.step} to go on, "
-        if ended.reason != NO_STEPS_LEFT:
-            more = "change train.stop and give run.allow_changes=true to go on, "
-        raise ValueError(
-            f"run.dir = {run.dir} holds a run that has finished (step {ended.step}, {ended.reason}, {ended.when}); "
-            f"{more}name another directory for a new run, or start over with run.on_existing=overwrite, which removes "
-            "that run's files"
-        )
+    if ended is not None:
+        _require_more_to_do(ended, cfg, run)
     notes = [f"run.dir = {run.dir} holds an earlier run of `megarlhf {command}`, which goes on"]
     ways_out = (
         "name another run.dir for a new run, or go on with the new configuration by run.allow_changes=true, or start "
@@ -214,19 +208,37 @@ def _require_resumable(cfg: TrainingConfig, run: RunConfig, command: str) -> lis
     return notes + [f"changed since, with the same numbers up to rounding: {change}" for change in changes.neutral]
 
 
-def _goes_on_after(ended: Finished, cfg: TrainingConfig, run: RunConfig) -> bool:
-    """Whether there is more to do than a run that has finished was to do."""
+def _require_more_to_do(ended: Finished, cfg: TrainingConfig, run: RunConfig) -> None:
+    """Raises: ValueError unless a run that has finished is to do more now, and has a resume point to go on from. To
+    begin it again would cost its results."""
+    holds = f"run.dir = {run.dir} holds a run that has finished (step {ended.step}, {ended.reason}, {ended.when})"
+    over = "start over with run.on_existing=overwrite, which removes that run's files"
+    if not find_points(run.dir):
+        raise ValueError(
+            f"{holds}, and no resume point of it: there is nothing to go on from. To train its result further, name it "
+            f"as model.path in a run with another run.dir; or {over}"
+        )
+    if missing := _missing_to_go_on(ended, cfg, run):
+        raise ValueError(
+            f"{holds}; to go on, {' and '.join(missing)}; or name another directory for a new run, or {over}"
+        )
+
+
+def _missing_to_go_on(ended: Finished, cfg: TrainingConfig, run: RunConfig) -> list[str]:
+    """What the user has to do before a run that has finished has more to do; empty when it has."""
+    missing = []
     if cfg.train.num_steps <= ended.step:
-        return False
-    if ended.reason == NO_STEPS_LEFT:
-        return True
-    try:
-        before = load_config(type(cfg), run.dir / CONFIG_FILE)
-    except ValueError:
-        return False
-    if not (isinstance(before, RLConfig) and isinstance(cfg, RLConfig)):
-        return False
-    return run.allow_changes and before.train.stop != cfg.train.stop
+        missing.append(f"raise train.num_steps above {ended.step} (it is {cfg.train.num_steps})")
+    if ended.reason != NO_STEPS_LEFT:
+        try:
+            before = load_config(type(cfg), run.dir / CONFIG_FILE)
+        except ValueError as error:
+            return [*missing, f"bring back the earlier configuration ({error})"]
+        if isinstance(before, RLConfig) and isinstance(cfg, RLConfig) and before.train.stop == cfg.train.stop:
+            missing.append("change train.stop, a rule of which has ended it")
+        if not run.allow_changes:
+            missing.append("give run.allow_changes=true")
+    return missing
 
 
 def _require_overwritable(cfg: FrozenModel, run: RunConfig, files: list[Path]) -> None:

@@ -19,9 +19,10 @@ import torch.distributed as dist
 from megarlhf.collective_errors import from_first_rank
 from megarlhf.models.role import Role
 from megarlhf.resume import point, role_state
+from megarlhf.resume.file_digest import FileDigest
 from megarlhf.resume.point import Point, Position
 from megarlhf.resume.restore import layout_in_words
-from megarlhf.resume.writer import Content, FileDigest, Outcome, Writer
+from megarlhf.resume.writer import Content, Outcome, Writer
 from megarlhf.runtime import Runtime
 
 

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megarlhf.resume.writer import FileDigest, digest_of
+from megarlhf.resume.file_digest import FileDigest, digest_of
 from megarlhf.weights.checkpoint.staging import sync
 
 MANIFEST = "MANIFEST.json"

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
-import hashlib
 import json
 import logging
 import multiprocessing
@@ -37,6 +36,7 @@ from torch.distributed.checkpoint import FileSystemWriter, Metadata, SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from megarlhf.parallel.megatron_cpu import megatron_device
+from megarlhf.resume.file_digest import FileDigest, digest_of
 from megarlhf.resume.role_state import ShardedState
 from megarlhf.runtime import Runtime, synchronize
 from megarlhf.weights.checkpoint.formats.torch_dist.metadata import COMMON, CONFIG
@@ -53,14 +53,6 @@ FULL = 1 << 20
 POLL_SECONDS = 0.02
 WRITE_SECONDS = 3600.0
 """After which a writer that has not answered is taken for hanging."""
-
-
-@dataclass(frozen=True)
-class FileDigest:
-    """Of a file of a resume point."""
-
-    bytes: int
-    sha256: str
 
 
 @dataclass(frozen=True)
@@ -337,13 +329,3 @@ def _complete(directory: Path, completion: _Completion) -> int:
         files |= _finish(directory, name, metadata, results, completion.commons[name])
     completion.complete(files)
     return sum(file.bytes for file in files.values())
-
-
-def digest_of(path: Path) -> FileDigest:
-    """Of a file as it lies there."""
-    digest, size = hashlib.sha256(), 0
-    with path.open("rb") as file:
-        while chunk := file.read(CHUNK):
-            digest.update(chunk)
-            size += len(chunk)
-    return FileDigest(size, digest.hexdigest())

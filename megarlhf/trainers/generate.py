@@ -40,7 +40,7 @@ def run(cfg: GenerateConfig, runtime: Runtime) -> None:
         with phases("build"):
             data = load_prompts(cfg.data, cfg.actor.model.hf_directory(), cfg.rewards)
             engine = _engine(cfg, runtime)
-        session = stack.enter_context(open_session(cfg, cfg.run, runtime, "generate", 1, data.notes))
+        session = stack.enter_context(open_session(cfg, cfg.run, runtime, "generate", 1, data.notes, phases=phases))
         prompts, responses, rollouts, rewards = _respond(cfg, runtime, engine, data, phases)
         out = cfg.out or cfg.run.dir / "responses.jsonl"
         if runtime.is_main:
@@ -58,7 +58,7 @@ def evaluate(cfg: GenerateConfig, runtime: Runtime) -> None:
         with phases("build"):
             data = load_prompts(cfg.data, cfg.actor.model.hf_directory(), cfg.rewards)
             engine = _engine(cfg, runtime)
-        session = stack.enter_context(open_session(cfg, cfg.run, runtime, "eval", 1, data.notes))
+        session = stack.enter_context(open_session(cfg, cfg.run, runtime, "eval", 1, data.notes, phases=phases))
         prompts, _, rollouts, rewards = _respond(cfg, runtime, engine, data, phases)
         summary = _summary(rollouts, rewards)
         counts = {"num_prompts": len(prompts) // cfg.rollout.num_samples_per_prompt, "num_samples": len(prompts)}

@@ -78,7 +78,7 @@ def run_in(phases: Phases, stop_request: StopRequest, cfg: RLConfig, runtime: Ru
         notes = [*data.notes, *anchor_notes(cfg, training.reference)]
     with (
         closed_at_the_end(components.engine),
-        open_session(cfg, cfg.run, runtime, "rl", cfg.train.num_steps, notes, training) as session,
+        open_session(cfg, cfg.run, runtime, "rl", cfg.train.num_steps, notes, training, phases=phases) as session,
     ):
         step = session.start.step
         update_weights(components, step, certify=True)
@@ -144,7 +144,6 @@ def training_of(
     return Training(
         cfg.checkpoint,
         components.trained,
-        components.phases,
         stop,
         data=digest_of_samples(data.train),
         states={**states, **skipped},

@@ -21,7 +21,7 @@ from megarlhf.provenance import Provenance, Weights
 from megarlhf.resume import point
 from megarlhf.resume.changes import compare
 from megarlhf.resume.checkpointer import Checkpointer
-from megarlhf.resume.claim import Claim, claim, finish, finished
+from megarlhf.resume.claim import Claim, claim, finish
 from megarlhf.resume.identity import History
 from megarlhf.resume.point import Position
 from megarlhf.resume.restore import Identity, Table, restore
@@ -38,7 +38,6 @@ class Training:
     checkpoint: CheckpointConfig
     roles: Sequence[Role]
     """The trained ones."""
-    phases: Phases
     stop: StopRequest
     """Entered before the models are built, so that a signal in the meantime is not lost."""
     data: str
@@ -219,8 +218,8 @@ class Session:
             identity = replace(identity, base={**identity.base, **restored.base})
             notes += [f"resumed at {restored.position}, from resume/{restored.position.name}", *restored.notes]
         elif resumes:
-            on_first_rank(lambda: _require_unfinished(self.run_dir))
-            notes.append("there is no resume point yet: the run begins at step 0")
+            again = "; what it had recorded is removed, and what it had exported is set aside"
+            notes.append(f"there is no resume point yet: the run begins at step 0{again}")
         self.began_with = identity.digests()
         self.checkpointer = Checkpointer(
             self.runtime,
@@ -250,6 +249,8 @@ def open_session(
     total: int,
     notes: Sequence[str] = (),
     training: Training | None = None,
+    *,
+    phases: Phases | None = None,
 ) -> Iterator[Session]:
     """Take the run directory, go on from its newest good resume point, open metrics and progress, and say `notes`.
 
@@ -257,9 +258,7 @@ def open_session(
     points are examined, so that a mistake leaves an earlier run in the directory as it is. Collective.
     """
     with contextlib.ExitStack() as stack:
-        session = Session(runtime, run.dir)
-        if training is not None:
-            session.phases = training.phases
+        session = Session(runtime, run.dir, phases=phases or Phases())
         with session.phases("build"):  # a file system that does not answer is a phase that is late
             _open(session, stack, cfg, run, command, total, notes, training)
         try:
@@ -296,7 +295,8 @@ def _open(
         identity = _identity(cfg, run, command, training)
         planned = session.prepare_training(training, identity, claims, notes, resumes=resumes)
         _require_steps_left(session.start, planned, total, run.dir)
-        on_first_rank(lambda: require_readable(run.dir))
+        if resumes:
+            on_first_rank(lambda: require_readable(run.dir))
     on_first_rank(claims[0].start if claims else _nothing)
     if session.checkpointer is not None:
         stack.callback(session.checkpointer.abandon)
@@ -329,17 +329,6 @@ def _require_steps_left(start: Position, planned: int | None, total: int, run_di
             + (f" and {start.update} updates of the next one" if start.update else "")
             + f", and train.num_steps = {total} leaves nothing to do; raise train.num_steps above {start.step}, or "
             "name another run.dir"
-        )
-
-
-def _require_unfinished(run_dir: Path) -> None:
-    """Raises: ValueError where a run without resume points has finished. To begin it again would cost its results; one
-    that was killed before its first point begins again."""
-    if (ended := finished(run_dir)) is not None:
-        raise ValueError(
-            f"run.dir = {run_dir} holds a run that has finished (step {ended.step}, {ended.when}), and no resume point "
-            f"of it: there is nothing to go on from. To train its result further, name it as model.path in a run with "
-            "another run.dir; to start over, give run.on_existing=overwrite, which removes that run's files"
         )
 
 

@@ -160,7 +160,6 @@ def run_in(phases: Phases, stop_request: StopRequest, objective: Objective[Sampl
         training = Training(
             cfg.checkpoint,
             [role],
-            phases,
             stop_request,
             data=digest_of_samples(train),
             states=states,
@@ -168,7 +167,8 @@ def run_in(phases: Phases, stop_request: StopRequest, objective: Objective[Sampl
             architectures={role.name: architecture_of(role)},
             others=objective.digests_beside(heldout),
         )
-    with open_session(cfg, cfg.run, runtime, objective.command, cfg.train.num_steps, notes, training) as session:
+    total = cfg.train.num_steps
+    with open_session(cfg, cfg.run, runtime, objective.command, total, notes, training, phases=phases) as session:
         if not session.resumed:
             with session.stoppable("eval"):
                 evaluation = evaluate(objective, role, heldout, session.asked_to_stop)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from megarlhf.observe.metrics import read_metrics
 from megarlhf.provenance import FILE as PROVENANCE
 from megarlhf.resume.point import Position, damaged_files, find_points, read_manifest
 from megarlhf.trainers.session import _require_steps_left
@@ -221,7 +222,7 @@ def test_a_file_system_that_does_not_answer_is_late(
 
 
 def test_a_finished_run_is_not_begun_again_and_a_refusal_changes_nothing(case, ranks: RankPool, tmp_path: Path) -> None:
-    """Its resume points were removed, or its metrics are damaged: more steps cannot be made."""
+    """Its resume points were removed, or its metrics are damaged: more steps cannot be made. It can be overwritten."""
     made, run = case("sft", checkpoint=EACH_STEP), tmp_path / "run"
     made.config["actor"]["optim"], made.config["train"]["num_steps"] = {"lr": 1e-3}, 2
     argv = command_line(made, run)
@@ -239,6 +240,9 @@ def test_a_finished_run_is_not_begun_again_and_a_refusal_changes_nothing(case, r
     status, said = ranks.run(1, "command_status", *argv, "train.num_steps=4")[0]
     assert (status, "has finished (step 2" in said, "no resume point of it" in said) == (2, True, True), said
     assert content(run) == before
+    metrics.write_text("no json\n")
+    status, said = ranks.run(1, "command_status", *argv, "run.on_existing=overwrite")[0]
+    assert (status, [row["step"] for row in read_metrics(run)]) == (0, [0, 1, 2]), said
 
 
 def test_a_reward_model_whose_head_was_scaled_can_be_prolonged(

@@ -207,9 +207,14 @@ def test_a_finished_run_is_refused_unless_it_has_more_steps_to_do(cfg):
     leave_a_run(cfg())
     assert finished(cfg().run.dir) is None
     finish(cfg().run.dir, 10, NO_STEPS_LEFT)
+    points, elsewhere = cfg().run.dir / "resume", cfg().run.dir / "elsewhere"
+    points.rename(elsewhere)
+    message = refused(cfg(num_steps=20), r"has finished .step 10, num_steps, .*, and no resume point of it")
+    assert "name it as model.path in a run with another run.dir" in message
+    elsewhere.rename(points)
     message = refused(cfg(), r"holds a run that has finished \(step 10, num_steps, \d{4}-\d\d-\d\dT.*\)")
-    assert "raise train.num_steps above 10" in message
-    refused(cfg(num_steps=9), "has finished")
+    assert "to go on, raise train.num_steps above 10 (it is 10); or name another directory" in message
+    refused(cfg(num_steps=9), "has finished .*above 10 .it is 9.")
     refused(cfg(num_steps=20, optim={"schedule": "linear"}), "in what is computed: train.num_steps: 10 -> 20; actor")
     claimed = claim(cfg(num_steps=20), cfg().run, "sft")
     assert finished(cfg().run.dir).step == 10, "nothing changes before `start`"
@@ -219,7 +224,6 @@ def test_a_finished_run_is_refused_unless_it_has_more_steps_to_do(cfg):
     finish(cfg().run.dir, 12, "max_kl")
     message = refused(cfg(num_steps=30), "has finished .step 12, max_kl, ")
     assert "raise train.num_steps" not in message
-    assert "change train.stop and give run.allow_changes=true to go on" in message
     (cfg().run.dir / "FINISHED").write_text("")
     refused(cfg(num_steps=30), "FINISHED is not what a run writes when it has finished")
 
@@ -236,8 +240,14 @@ def test_a_run_that_a_stop_rule_has_ended_goes_on_with_another_rule(tmp_path):
 
     begin(with_limit(0.1), "rl")
     finish(tmp_path / "run", 2, "stopped: kl")
-    for refused_cfg in (with_limit(9), with_limit(0.1, allow_changes=True)):
-        with pytest.raises(ValueError, match=r"has finished .*change train.stop and give run.allow_changes=true"):
+    (tmp_path / "run" / "resume" / "step_000002").mkdir(parents=True)
+    rule, permission = "change train.stop, a rule of which has ended it", "give run.allow_changes=true"
+    for refused_cfg, missing in (
+        (with_limit(0.1), f"{rule} and {permission}"),
+        (with_limit(9), permission),
+        (with_limit(0.1, allow_changes=True), rule),
+    ):
+        with pytest.raises(ValueError, match=f"has finished .*; to go on, {missing}; or name another directory"):
             require_usable(refused_cfg, refused_cfg.run, "rl")
     cfg = with_limit(9, allow_changes=True)
     assert require_usable(cfg, cfg.run, "rl").resumes
