@@ -451,12 +451,12 @@ def test_a_job_that_slurm_stops_and_queues_again_after_its_run_has_finished(subm
 
 
 def test_a_line_of_the_file_of_conversions_is_a_command(submit, tmp_path):
-    (tmp_path / "list").write_text("verify a b\nrelayout --out 'c d' --megatron $HOME\n")
+    (tmp_path / "list").write_bytes(b"verify a b\r\nrelayout --out 'c d' --megatron $HOME\r\n")  # as Windows writes it
     done, record = submit(str(tmp_path / "list"), script="convert", SLURM_ARRAY_TASK_ID="2")
     assert done.returncode == 0, done.stderr
     assert words(record / "argv.0") == ["convert", "relayout", "--out", "c d", "--megatron", "$HOME"]
-    (tmp_path / "list").write_text("verify a b\n\nverify a --out 'c d\n")
-    for number, message in (("2", "line 2 of"), ("3", "line 3 of"), ("4", "of the file's 3")):
+    (tmp_path / "list").write_text("# conversions\n\nverify a --out 'c d\n")
+    for number, message in (("1", "line 1 of"), ("2", "line 2 of"), ("3", "line 3 of"), ("4", "of the file's 3")):
         (record / "argv.0").unlink(missing_ok=True)
         done, _ = submit(str(tmp_path / "list"), script="convert", SLURM_ARRAY_TASK_ID=number)
         assert (done.returncode, message in done.stderr) == (2, True), done.stderr
