@@ -40,6 +40,22 @@ def test_the_exit_status_is_the_child_s() -> None:
     assert call([sys.executable, "-c", "raise SystemExit(7)"]) == 7
 
 
+def test_a_signal_while_the_start_is_checked_is_handed_on() -> None:
+    from megarlhf.commands.launch import _received_signals
+    from megarlhf.resume.signals import note_early
+
+    before = signal.getsignal(signal.SIGUSR1)
+    try:
+        note_early()
+        signal.raise_signal(signal.SIGUSR1)
+        with _received_signals() as received:
+            assert received.forwarded == [signal.SIGUSR1]
+        with _received_signals() as received:
+            assert received.forwarded == []
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
 RANK = """
 import json, os, signal, subprocess, sys, time
 rank, what, folder = int(os.environ["RANK"]), sys.argv[1], sys.argv[2]
@@ -279,7 +295,10 @@ def test_ranks_and_theirs_end_with_a_command_that_is_killed(tmp_path: Path, laun
     children = {tree[0]: Path(f"/proc/{tree[0]}/task/{tree[0]}/children").read_text().split() for tree in trees}
     guards = [pid for rank, pids in children.items() for pid in pids if pid not in (*trees[0], *trees[-1])]
     assert (len(pids), len(guards)) == (3 * num_ranks, num_ranks)
-    assert [Path(f"/proc/{pid}/comm").read_text() for pid in guards] == ["megarlhf-guard\n"] * num_ranks
+    deadline = time.monotonic() + 30
+    while (names := {Path(f"/proc/{pid}/comm").read_text() for pid in guards}) != {"megarlhf-guard\n"}:
+        assert time.monotonic() < deadline, names
+        time.sleep(0.01)  # it gives itself its name
     assert all(map(is_running, pids))
     process.kill()
     process.wait()

@@ -35,7 +35,14 @@ from megarlhf.commands.process_tree import PARENT
 from megarlhf.planning.determinism import require_deterministic_device
 from megarlhf.planning.nodes import check_nodes, require_gpus
 from megarlhf.resume.point import find_points
-from megarlhf.resume.signals import INTERRUPTED, TO_BE_QUEUED_AGAIN, Repeats, StopRun, ignore_stop_signals
+from megarlhf.resume.signals import (
+    INTERRUPTED,
+    TO_BE_QUEUED_AGAIN,
+    Repeats,
+    StopRun,
+    early,
+    ignore_stop_signals,
+)
 from megarlhf.runtime import RankInfo
 
 MARK = "MEGARLHF_LAUNCHED"
@@ -116,6 +123,8 @@ def _received_signals() -> Iterator[_Received]:
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as under nohup
         numbers.append(signal.SIGHUP)
     before = {number: signal.signal(number, received.receive) for number in numbers}
+    for number in early():  # while the start was checked
+        received.receive(number, None)
     try:
         yield received
     finally:

@@ -197,7 +197,7 @@ class Checkpointer:
         on_first_rank(self._still_ours)
         if self._runtime.is_main:
             spare = point.superfluous(point.find_points(self._run_dir), keep=1, keep_every=self._cfg.keep_every)
-            reason = [point.make_room(directory, size, spare)]
+            reason = [point.make_room(directory, size, [*point.passed_over(self._run_dir), *spare])]
         dist.broadcast_object_list(reason, src=0)
         if reason[0] is not None:
             self._say_failed(border.position, reason[0])
@@ -263,9 +263,10 @@ class Checkpointer:
             self._announced = True
         if self._runtime.is_main:
             points = point.find_points(self._run_dir)
+            may_go = point.superfluous(points, keep=self._cfg.keep, keep_every=self._cfg.keep_every)
             if len(points) >= self._cfg.keep:
-                point.forget_set_aside(self._run_dir)
-            for old in point.superfluous(points, keep=self._cfg.keep, keep_every=self._cfg.keep_every):
+                may_go += point.passed_over(self._run_dir)
+            for old in may_go:
                 point.remove(old)
             self._on_saved(point.find_points(self._run_dir)[-self._cfg.keep :][0].position)
 

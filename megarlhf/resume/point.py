@@ -173,7 +173,7 @@ def remove(point: Point) -> None:
 
 def set_aside(run_dir: Path, newest: Position) -> None:
     """Points later than the one that a run goes on from: they were passed over. They count no more, and are no way
-    back to what is done again from here on; `forget_set_aside` removes them."""
+    back to what is done again from here on; `passed_over` finds them."""
     for later in find_points(run_dir):
         if later.position > newest:
             target = later.path.with_name(f"{later.path.name}{SET_ASIDE}")
@@ -181,10 +181,9 @@ def set_aside(run_dir: Path, newest: Position) -> None:
             os.rename(later.path, target)
 
 
-def forget_set_aside(run_dir: Path) -> None:
-    """Remove what `set_aside` has put away."""
-    for path in resume_directory(run_dir).glob(f"step_*{SET_ASIDE}"):
-        shutil.rmtree(path, ignore_errors=True)
+def passed_over(run_dir: Path) -> list[Point]:
+    """What `set_aside` has put away. Its positions count no more."""
+    return [Point(path, Position(0)) for path in sorted(resume_directory(run_dir).glob(f"step_*{SET_ASIDE}"))]
 
 
 def remove_leftovers(run_dir: Path) -> None:

@@ -19,6 +19,7 @@ from megarlhf.resume import point, role_state
 from megarlhf.resume.point import Point, Position
 from megarlhf.resume.state import Stateful
 from megarlhf.runtime import Runtime, set_random_state
+from megarlhf.weights.checkpoint.dtype import NAMES
 
 RANDOM, TABLE = "state/random.pt", "state/table.pt"
 
@@ -101,6 +102,17 @@ class Identity:
             if self.command == "rl" and before[section][key] != now[section][key]
         ]
 
+    def other_precision(self, manifest: Mapping[str, Any]) -> list[str]:
+        """Why its state cannot be loaded: with bf16 the optimizer keeps main parameters in fp32, otherwise it has none.
+        `run.allow_changes` does not help."""
+        stated = {role: Weights(**weights) for role, weights in manifest["base"].items()}
+        return [
+            f"{role} was trained in {stated[role].dtype} and is now built in {now.dtype}: give {role}.model.dtype="
+            f"{NAMES[stated[role].dtype]}, or train its result further in a run with another run.dir"
+            for role, now in self.base.items()
+            if role in stated and stated[role].dtype != now.dtype
+        ]
+
     def remarks(self, manifest: Mapping[str, Any]) -> list[str]:
         """What has changed and is the user's to judge, in words."""
         changed = _changed(self.sources, manifest["sources"])
@@ -153,8 +165,9 @@ def restore(
     if passed_over:
         raise ValueError(
             "\n  ".join([f"no resume point in {point.resume_directory(run_dir)} can be used:", *passed_over])
-            + "\nBring back what has changed, or go on with it by run.allow_changes=true, or begin again: "
-            "run.on_existing=overwrite, or another run.dir"
+            + "\nBring back what has changed, "
+            + ("" if identity.allow_changes else "or go on with it by run.allow_changes=true, ")
+            + "or begin again: run.on_existing=overwrite, or another run.dir"
         )
     return None
 
@@ -175,6 +188,7 @@ def _examine(
                 needed = [role.name for role in roles if role.name not in manifest["roles"]]
                 needed += [name for name in states if name not in manifest["state"]]
                 first[1] += [f"it has no state of {name}" for name in needed]
+                first[1] += identity.other_precision(manifest)
                 if candidate.position.update:
                     first[1] += identity.splits_otherwise(manifest)
         except (ValueError, KeyError) as error:

@@ -101,8 +101,8 @@ class StopRequest:
         self._handlers = {number: signal.signal(number, self._in_main_thread) for number in STOP_SIGNALS}
         # A child by fork has the pipe too: a signal that ends a worker would count as one to this process.
         os.register_at_fork(before=self._hold, after_in_parent=self._let_go, after_in_child=self._leave_to_default)
-        while _early:
-            self._receive(_early.pop())
+        for number in early():
+            self._receive(number)
         self._thread = threading.Thread(target=self._listen, args=(self._pipe[0],), name="megarlhf-stop", daemon=True)
         self._thread.start()
         return self
@@ -192,8 +192,15 @@ class StopRequest:
 
 
 def note_early() -> None:
-    """Keep a SIGUSR1 for the `StopRequest` to come: importing torch takes seconds, and it would end the process."""
+    """Keep a SIGUSR1 for who asks `early`: importing torch takes seconds, and it would end the process."""
     signal.signal(Signals.SIGUSR1, lambda number, frame: _early.append(Signals(number)))
+
+
+def early() -> list[Signals]:
+    """What `note_early` has kept. Asked again, nothing."""
+    received = _early[:]
+    _early.clear()
+    return received
 
 
 def ignore_stop_signals() -> None:

@@ -87,7 +87,8 @@ def run_in(phases: Phases, stop_request: StopRequest, cfg: RLConfig, runtime: Ru
                 evaluation = stop.watch(evaluate(session.asked_to_stop))
             session.log(0, evaluation)
             session.border(0)
-        gap.raise_if_failed(last=step == cfg.train.num_steps)  # the run had ended there
+        if not session.start.update:  # the run had ended there; a step in progress is completed and exported first
+            gap.raise_if_failed(last=step == cfg.train.num_steps)
         phases.lap()
         while step < cfg.train.num_steps and stop.reason is None:
             rebuilds = components.engine.rebuilds
@@ -118,8 +119,9 @@ def run_in(phases: Phases, stop_request: StopRequest, cfg: RLConfig, runtime: Ru
             session.export(step, components.trained, last=last or gap.failed(last=last))
             session.border(step)
             gap.raise_if_failed(last=last)
-        bank.forget_before(step)
         session.finish(step, stop.reason or NO_STEPS_LEFT, stop.reason or f"all {cfg.train.num_steps} steps done")
+        if not cfg.checkpoint.by_cadence:
+            bank.forget_before(step)  # a finished run without resume points does not go on
 
 
 def training_of(

@@ -205,7 +205,7 @@ def rescale(objective: Objective[Sample], role: Role, heldout: Sequence[Sample],
     session.keep_border()
     with session.stoppable("eval"):
         note = objective.rescale(role, heldout, session.asked_to_stop)
-    session.drop_border()
+        session.drop_border()  # before anything can ask for a point of it
     session.note(note)
 
 

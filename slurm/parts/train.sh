@@ -116,10 +116,14 @@ stopped=0
 trap stop TERM
 # shellcheck disable=SC2317 # called by the trap
 stop() {
+    local state try
     stopped=$((stopped + 1))
-    if [[ $(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T) == RUNNING ]]; then
-        scancel --signal=TERM "$SLURM_JOB_ID"
-    fi
+    for ((try = 0; try < 3; try++)); do # an answer may be lost where the controller is busy
+        if ((try)); then sleep 2; fi
+        state=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T) || state=RUNNING
+        if [[ $state != RUNNING ]] || scancel --signal=TERM "$SLURM_JOB_ID"; then return 0; fi
+    done
+    echo "@NAME@.sbatch: could not pass SIGTERM on to the tasks: scancel --signal=TERM $SLURM_JOB_ID" >&2
 }
 
 if ((attempt)); then

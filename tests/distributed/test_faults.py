@@ -7,6 +7,7 @@ Each is brought about in ranks that are there already. A real kill of processes,
 from __future__ import annotations
 
 import json
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from tests.distributed.resume_jobs import (
     command_with,
     stopped_rollout,
 )
-from tests.distributed.test_resume import TRAIN, Case, command_line, rows, tree
+from tests.distributed.test_resume import BORDER, TRAIN, Case, command_line, rows, tree
 from tests.ranks import RankPool
 
 RARELY = {"every_minutes": 1000}
@@ -74,6 +75,43 @@ def test_a_signal_while_the_models_are_built(name: str, module: str, case, ranks
     assert content(run) == before
     assert "from resume/step_000001" in ranks.run(2, "command", *argv)[0]
     assert rows(run) == rows(whole)
+
+
+def test_the_bank_keeps_what_no_point_covers_until_the_last_point_is_there(
+    case, ranks: RankPool, tmp_path: Path
+) -> None:
+    """Killed before it is written; of three steps the second has one."""
+    made = case("grpo", checkpoint={"every": 2, "every_minutes": 0, "background": False, "keep": 1}, eval={})
+    del made.config["data"]["heldout"], made.config["train"]["stop"]
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    ranks.run(1, "command", *command_line(made, whole))
+    argv = command_line(made, run)
+    assert ranks.run(1, command_until, 1, BORDER, "finish", *argv)[0][0] == "killed"
+    assert [point.position for point in find_points(run)] == [Position(2)]
+    said = ranks.run(1, "command", *argv)[0]
+    assert re.search(r"step 3: (\d+) of \1 responses are in the rollout bank", said), said
+    assert rows(run) == rows(whole)
+    assert [path.name for path in (run / "bank").glob("step_*")] == []
+
+
+def test_a_step_that_is_above_the_limit_of_the_gap_is_completed_after_a_resume(
+    case, ranks: RankPool, tmp_path: Path
+) -> None:
+    """Cut off between its updates: the rest of it, its metrics and its export are made before the run ends. A limit
+    below rounding stands for a real disagreement."""
+    made = case("grpo", checkpoint={"every_updates": 1, "every_minutes": 0, "background": False}, eval={})
+    made.config["rollout"]["logprob_gap"] = {"mean": 1e-12, "steps": 1}
+    del made.config["data"]["heldout"], made.config["train"]["stop"]
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    assert ranks.run(1, "command_status", *command_line(made, whole))[0][0] == 4
+    argv = command_line(made, run)
+    assert ranks.run(1, command_until, 2, TRAIN, "step", *argv)[0][0] == "killed"
+    assert [point.position for point in find_points(run)][-1] == Position(0, 1)
+    for _ in range(2):  # and what has ended stays so
+        status, said = ranks.run(1, "command_status", *argv)[0]
+        assert (status, "rollout and trainer disagree" in said) == (4, True), said
+        assert rows(run) == rows(whole)
+        assert (run / "checkpoints/latest").resolve().name == "step_000001"
 
 
 @pytest.mark.parametrize(

@@ -240,6 +240,11 @@ def test_other_data_and_other_frozen_models_are_refused(
         assert before == {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file()}
         if file != changes[-1][0]:
             file.write_bytes(kept)
+    status, said = ranks.run(1, "command_status", *argv, "actor.model.dtype=bf16", "run.allow_changes=true")[0]
+    why_not = "actor was trained in float32 and is now built in bfloat16: give actor.model.dtype=fp32"
+    assert (status, why_not in said) == (2, True), said
+    assert "or go on with it by run.allow_changes" not in said
+    assert before == {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file()}
     # Another place is none of what is computed. What the actor began with stays said, whatever lies at its path now.
     (tmp_path / "actor").rename(tmp_path / "moved")
     nudge_a_weight(tmp_path / "moved/model.safetensors")

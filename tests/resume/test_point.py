@@ -31,7 +31,8 @@ def test_later_points_than_that_which_a_run_goes_on_from_count_no_more(tmp_path:
     (tmp_path / "resume/step_000012").mkdir()
     point.set_aside(tmp_path, Position(4))
     assert points(tmp_path) == ["step_000004"]
-    point.forget_set_aside(tmp_path)
+    for each in point.passed_over(tmp_path):
+        point.remove(each)
     assert [path.name for path in (tmp_path / "resume").iterdir()] == ["step_000004"]
 
 

@@ -341,6 +341,25 @@ def test_a_stop_before_the_first_task_is_obeyed(submit, tmp_path):
     assert (tmp_path / "job-412345.state/attempts").read_text() == "0 stopped none\n"
 
 
+@pytest.mark.parametrize("lost", ["scancel", "squeue"])
+def test_a_stop_whose_answer_is_lost_is_passed_on_again(submit, tmp_path, lost):
+    """A failing command in the trap would end the script, and Slurm the tasks with it, while they save."""
+    count = 'echo {0} >>"$RECORD/{0}"\n'
+    fails = '[[ $(wc -l <"$RECORD/{0}") != 1 ]] || exit 1\n'
+    running = '[[ "$*" != *%T* ]] || { echo RUNNING; exit; }\n'
+    for name, text in (("scancel", ""), ("squeue", running + SQUEUE.partition("\n")[2])):
+        words = '[[ "$*" == *%T* ]] || [[ $0 == *scancel ]] || exec "$0.other" "$@"\n'
+        first = (words + count + fails).replace("{0}", name) if name == lost else count.replace("{0}", name)
+        (tmp_path / "bin" / name).write_text("#!/usr/bin/env bash\n" + first + text)
+        (tmp_path / "bin" / name).chmod(0o755)
+        (tmp_path / "bin" / f"{name}.other").write_text(SQUEUE)
+        (tmp_path / "bin" / f"{name}.other").chmod(0o755)
+    done, record = submit("-c", "x", STOPPED="1", TASK_STATUS="75")
+    assert done.returncode == 75, done.stderr
+    calls = (record / "scancel").read_text().splitlines()
+    assert len(calls) == (2 if lost == "scancel" else 1), done.stderr
+
+
 @pytest.mark.parametrize("answer", ["", "N/A", "2001-01-01T00:00:00"])
 def test_no_end_of_the_job_is_better_than_a_wrong_one(submit, answer):
     """`date` takes nothing for midnight; the run would save and stop at once, again and again."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,6 +15,7 @@ from megarlhf.observe.metrics import read_metrics
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.exports import save_roles, set_exports_aside
 from megarlhf.trainers.session import open_session
+from megarlhf.trainers.supervised import rescale
 from tests.ranks import RankPool
 
 
@@ -70,6 +74,24 @@ def test_a_checkpoint_replaces_nothing_and_every_rank_says_so(tmp_path: Path, ra
     assert first[1] == 2
     assert mine.read_text() == "mine"
     assert (tmp_path / "latest").readlink() == Path("step_000002")
+
+
+def test_no_point_of_scaled_weights_is_asked_for() -> None:
+    """A stop that is asked for when the stage is left must find no border that the weights are no longer those of."""
+    events: list[str] = []
+
+    class Recorder:
+        def __getattr__(self, name: str) -> Callable[..., None]:
+            return lambda *arguments: events.append(name)
+
+        @contextlib.contextmanager
+        def stoppable(self, name: str) -> Iterator[None]:
+            yield
+            events.append("stop_if_asked")
+
+    session: Any = Recorder()
+    rescale(session, session, [], session)
+    assert events == ["keep_border", "rescale", "drop_border", "stop_if_asked", "note"]
 
 
 def test_exports_after_the_step_that_a_run_goes_on_from_are_set_aside(tmp_path):

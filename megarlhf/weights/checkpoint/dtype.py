@@ -11,7 +11,7 @@ from megarlhf.architectures.placements import Head, head_name
 from megarlhf.config import Dtype, ModelConfig
 from megarlhf.weights.checkpoint.open_checkpoint import Checkpoint, detect_format, open_checkpoint
 
-_NAMES: dict[str, Dtype] = {"float32": "fp32", "bfloat16": "bf16"}
+NAMES: dict[str, Dtype] = {"float32": "fp32", "bfloat16": "bf16"}
 """By torch's names."""
 
 
@@ -45,8 +45,8 @@ def resolve_dtype(role: str, model: ModelConfig, head: Head) -> ResolvedDtype:
         sizes = _bytes_by_dtype(open_checkpoint(model.path, hf=model.hf, head=head), head)
         note_by_dtype = {name: f" ({size} bytes)" for name, size in sizes.items()}
         where, why = f"{model.path} is stored in", "as stored"
-    if len(note_by_dtype) == 1 and (only := next(iter(note_by_dtype))) in _NAMES:
-        return ResolvedDtype(_NAMES[only], why)
+    if len(note_by_dtype) == 1 and (only := next(iter(note_by_dtype))) in NAMES:
+        return ResolvedDtype(NAMES[only], why)
     raise ValueError(
         f"{role}.model.dtype = auto, but {where} {', '.join(name + size for name, size in note_by_dtype.items())}; set "
         f"{role}.model.dtype to {' or '.join(get_args(Dtype))}: fp32 keeps the values of fp16 and bf16, bf16 rounds "
