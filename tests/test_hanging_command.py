@@ -14,18 +14,17 @@ import pytest
 
 from megarlhf.observe.metrics import read_metrics
 from tests.command import megarlhf
-from tests.distributed.hanging_run import RULES, hanging_run
-
-
-def line_of(text: str) -> int:
-    return next(n for n, line in enumerate(RULES.read_text().splitlines(), start=1) if text in line)
+from tests.distributed.hanging_run import RULES, hanging_run, line_of
 
 
 def processes_with(text: str) -> list[int]:
     return [p.pid for p in psutil.process_iter(["cmdline"]) if any(text in part for part in p.info["cmdline"] or [])]
 
 
-@pytest.mark.parametrize("rule, line", [("sleeps", "time.sleep(1000)"), ("receives", "dist.recv(torch.zeros(1)")])
+@pytest.mark.parametrize(
+    "rule, line",
+    [pytest.param("sleeps", "time.sleep(1000)", marks=pytest.mark.slow), ("receives", "dist.recv(torch.zeros(1)")],
+)
 def test_a_hanging_run_ends_with_status_3_and_a_report(
     rule: str, line: str, two_layers: dict[str, Path], data: dict[str, Path], tmp_path: Path
 ) -> None:

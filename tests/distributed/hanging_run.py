@@ -11,6 +11,11 @@ from tests.distributed.test_rl_layouts import config
 RULES = Path(__file__).with_name("faulty_rules.py")
 
 
+def line_of(text: str) -> int:
+    """Of the file of rules, the first line with this text."""
+    return next(n for n, line in enumerate(RULES.read_text().splitlines(), start=1) if text in line)
+
+
 def hanging_run(rule: str, models: dict[str, Path], data: dict[str, Path], folder: Path) -> list[str]:
     """Arguments of `megarlhf rl` with a faulty rule, which is watched for a second."""
     cfg = config(models, data["prompts"], {}, advantage="group_relative")

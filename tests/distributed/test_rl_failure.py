@@ -5,16 +5,22 @@ Not covered: GPUs; a failure inside vLLM's own collectives.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import yaml
 
 from megarlhf.observe.metrics import read_metrics
+from megarlhf.runtime import Runtime
 from tests.command import python
+from tests.distributed.jobs import command_status
+from tests.distributed.resume_jobs import at_call
 from tests.distributed.test_rl_layouts import config
+from tests.ranks import RankPool
 
 FAULTY = """
 import os, sys, time
@@ -47,13 +53,7 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", ["rl", pytest.param("generate", marks=pytest.mark.slow)])
-def test_the_command_ends_at_once_with_the_reason(
-    case: str, two_layers: dict[str, Path], data: dict[str, Path], tmp_path: Path
-) -> None:
-    """A step's transfer breaks on rank 1 in rl, its certificate in generate: rank 0 says so last and nothing else, the
-    command fails within seconds of the fault, and leaves neither a checkpoint nor responses."""
-    command, fault, reason = CASES[case]
+def configured(command: str, two_layers: dict[str, Path], data: dict[str, Path], tmp_path: Path) -> dict[str, Any]:
     cfg = config({**two_layers, "other": two_layers["scorer"]}, data["prompts"], {"pp": 2})
     cfg["run"] = {"dir": str(tmp_path / "run"), "nproc": 2}
     cfg["rollout"] |= {"engine": "vllm", "parallel": {"tp": 2}}
@@ -61,6 +61,48 @@ def test_the_command_ends_at_once_with_the_reason(
         cfg = {name: cfg[name] for name in ("run", "actor", "data", "rollout")}
         del cfg["actor"]["optim"]
         cfg["rollout"]["num_samples_per_prompt"] = 1  # greedy ones would be equal
+    return cfg
+
+
+def broken_transfer(runtime: Runtime, *argv: str) -> tuple[str, bool]:
+    """Of a command in which rank 1 loses `_copy_inside` at the second update of weights: the error that ends it, and
+    whether it says that it came while another was handled."""
+    from megarlhf.weights.transport import reshard
+
+    def lose() -> None:
+        if runtime.rank == 1:
+            stack.enter_context(mock.patch.object(reshard, "_copy_inside", side_effect=lost))
+
+    lost = IndexError("list index out of range")
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(at_call(2, "megarlhf.rollout.vllm_engine:VllmEngine", "update_weights", lose))
+        try:
+            command_status(runtime, *argv)
+        except reshard.TransferError as error:
+            return str(error), error.__context__ is not None and not error.__suppress_context__
+    raise AssertionError("the command came to its end")
+
+
+def test_every_rank_ends_with_the_reason(
+    two_layers: dict[str, Path], data: dict[str, Path], fresh_ranks: RankPool, tmp_path: Path
+) -> None:
+    """The transfer after the first step breaks on rank 1; nothing is exported, and the step is not logged."""
+    (tmp_path / "cfg.yaml").write_text(yaml.safe_dump(configured("rl", two_layers, data, tmp_path)))
+    first, second = fresh_ranks.run(2, broken_transfer, "rl", "-c", str(tmp_path / "cfg.yaml"))
+    assert first == second == ("rank 1: IndexError: list index out of range", False)
+    assert not (tmp_path / "run/checkpoints").exists()
+    assert [row["step"] for row in read_metrics(tmp_path / "run")] == [0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_the_command_ends_at_once_with_the_reason(
+    case: str, two_layers: dict[str, Path], data: dict[str, Path], tmp_path: Path
+) -> None:
+    """A step's transfer breaks on rank 1 in rl, its certificate in generate: rank 0 says so last and nothing else, the
+    command fails within seconds of the fault, and leaves neither a checkpoint nor responses."""
+    command, fault, reason = CASES[case]
+    cfg = configured(command, two_layers, data, tmp_path)
     (tmp_path / "cfg.yaml").write_text(yaml.safe_dump(cfg))
     (tmp_path / "faulty.py").write_text(FAULTY.format(**fault))
     call = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(tmp_path / "faulty.py")]

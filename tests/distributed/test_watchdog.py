@@ -5,18 +5,20 @@ In processes of their own: tests/test_hanging_command.py. Not covered: NCCL; sev
 
 from __future__ import annotations
 
+import re
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.distributed.hanging_run import RULES, hanging_run
+from tests.distributed.hanging_run import RULES, hanging_run, line_of
 from tests.ranks import RankPool
 
 
 @pytest.mark.parametrize(
     "rule, words",
     [
+        ("sleeps", "rank 1: phase 'reward' has passed its limit of 1 s"),
         ("backtracks", "rank 1: phase 'reward' has passed its limit of 1 s"),
         ("slow", "a phase passed its limit on rank 0, 1 and came to its end"),
     ],
@@ -33,3 +35,8 @@ def test_all_ranks_raise_together(
     assert time.monotonic() - began < 60
     (report,) = (tmp_path / "run/failures/watchdog").glob("*/report.txt")
     assert f"{RULES}:" in report.read_text()
+    if rule == "sleeps":
+        assert results[0][1].count(words) == 1
+        second = report.read_text().splitlines()[1]
+        assert re.match(r"  rank 1 on \S+ \(pid \d+\) does not wait for others\. In 'reward': ", second), second
+        assert f"{RULES}:{line_of('time.sleep(1000)')} in sleeps: time.sleep(1000)" in second
