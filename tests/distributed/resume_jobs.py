@@ -13,6 +13,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -27,7 +28,7 @@ from megarlhf.config import CheckpointConfig, RoleConfig
 from megarlhf.models.role import Role, build_role
 from megarlhf.parallel.megatron_cpu import megatron_device
 from megarlhf.parallel.mesh import GroupCache
-from megarlhf.resume import role_state
+from megarlhf.resume import point, role_state
 from megarlhf.resume.checkpointer import Checkpointer
 from megarlhf.resume.point import Position
 from megarlhf.resume.restore import Identity
@@ -305,6 +306,18 @@ def command_on_a_full_disk(runtime: Runtime, rank: int, first: int, last: int, *
             status, written = command_status(runtime, *argv)
     finally:
         free()
+    assert status == 0, written
+    return written
+
+
+def command_on_a_tight_disk(runtime: Runtime, run: Path, *argv: str) -> str:
+    """A command that has room for a point only where none that was passed over takes it."""
+
+    def disk_usage(path: Path) -> Any:
+        return SimpleNamespace(free=0 if list((run / "resume").glob("*.passed_over")) else 1 << 40)
+
+    with mock.patch.object(point, "shutil", SimpleNamespace(**{**vars(shutil), "disk_usage": disk_usage})):
+        status, written = command_status(runtime, *argv)
     assert status == 0, written
     return written
 

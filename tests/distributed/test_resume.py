@@ -20,7 +20,7 @@ import yaml
 
 from megarlhf.provenance import Provenance, Weights
 from megarlhf.resume.point import find_points, read_manifest
-from tests.distributed.resume_jobs import command_until, command_with_signal
+from tests.distributed.resume_jobs import command_on_a_tight_disk, command_until, command_with_signal
 from tests.distributed.test_rl_layouts import config as rl_config
 from tests.ranks import RankPool
 
@@ -180,7 +180,8 @@ def test_damaged_points_are_passed_over_before_anything_is_touched(
     assert len(points) >= 3
     flip_a_byte(next((points[-1].path / "actor").glob("*.distcp")))
     (points[-2].path / "state/random.pt").write_bytes((points[-2].path / "state/random.pt").read_bytes()[:-1])
-    said = ranks.run(1, "command", *argv)[0]
+    said = ranks.run(1, command_on_a_tight_disk, run, *argv)[0]
+    assert "WARNING: no resume point" not in said, "what was passed over gives way"
     assert f"from resume/{points[-3].position.name}" in said
     assert f"{points[-1].position.name} is passed over: actor/" in said
     assert f"{points[-2].position.name} is passed over: state/random.pt has" in said
