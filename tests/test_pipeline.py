@@ -1,7 +1,7 @@
 """The whole pipeline through the command line, as `make demo` runs it, on two ranks with real vLLM.
 
 SFT is started as a user starts it, in processes of its own; the other commands by their arguments on ranks that are
-there already, as under a launcher. `rl` in processes of its own: tests/distributed/test_rl_failure.py.
+there already, as under a launcher. `rl` in a process of its own: tests/test_resume_killed.py.
 Tiny models and a few steps: what is asserted is that the stages fit together, what they leave behind, and the watch
 on the log-probs. Not covered: that anything is learned (`make demo-seeds`).
 """
