@@ -1,4 +1,4 @@
-"""How two workers share the suite: files with rank processes, one after the other, beside all others.
+"""How workers share the suite: files with rank processes, one after the other, beside all others.
 
 Rank processes are forked from a server that has imported Megatron and vLLM, and stay alive between tests. One worker
 has them. What takes longest comes first, so that no worker waits for the other at the end.
