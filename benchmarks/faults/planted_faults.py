@@ -94,15 +94,15 @@ def changed_configuration(trial: Trial) -> Result:
 
 def second_job(trial: Trial) -> Result:
     """The same command while the run is going: refused, the holder is named, and the first run is as if alone."""
+    trial.moments = (0, trial.case.steps // 2)  # until a start looks, a small model makes many steps
     command = trial.start()
     moment = trial.wait_for_moment(command)
     ranks = command.ranks()
     second = trial.start()
     status, said = second.wait(), " ".join(second.said.split())
-    running = command.status is None
     result = trial.went_on(command, f"a second start {moment}: status {status}")
-    if status == 2 and "has finished" in said and not running:
-        raise NotHappened("the first run had ended")
+    if status == 2 and "has finished" in said:
+        raise NotHappened("the first run had made its last step")
     if status != 2 or not any(f"{pid}" in said for pid in ranks):
         result = _with_problem(result, f"the second start ended with {status}: {second.said[-500:]}")
     return result
@@ -181,9 +181,11 @@ def _sentence(said: str, begin: str) -> str:
 
 
 def _mount(*arguments: str, program: str = "mount") -> None:
-    done = subprocess.run([program, *arguments], capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise CannotHappen(f"{program} {' '.join(arguments)}: {done.stderr.strip()}")
+    deadline = time.monotonic() + 10
+    while (done := subprocess.run([program, *arguments], capture_output=True, text=True, check=False)).returncode:
+        if "busy" not in done.stderr or time.monotonic() > deadline:
+            raise CannotHappen(f"{program} {' '.join(arguments)}: {done.stderr.strip()}")
+        time.sleep(0.2)  # a process that was killed closes its files a little later
 
 
 @contextlib.contextmanager
