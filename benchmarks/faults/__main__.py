@@ -135,6 +135,7 @@ def main() -> None:
     if arguments.markdown:
         page.update(arguments.markdown, FAULTS)
         return
+    planted_faults.unmount_leftovers(arguments.work / "trials")
     if arguments.fresh:
         shutil.rmtree(arguments.work, ignore_errors=True)
     arguments.work.mkdir(parents=True, exist_ok=True)

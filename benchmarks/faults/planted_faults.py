@@ -188,6 +188,13 @@ def _mount(*arguments: str, program: str = "mount") -> None:
         time.sleep(0.2)  # a process that was killed closes its files a little later
 
 
+def unmount_leftovers(trials: Path) -> None:
+    """File systems of trials that were interrupted: their directories could not be removed."""
+    for disk in trials.glob("*/disk"):
+        if disk.is_mount():
+            _mount("-l", str(disk), program="umount")
+
+
 @contextlib.contextmanager
 def _small_disk(trial: Trial, size: str) -> Iterator[Path]:
     """A file system of its own, with the run directory on it."""
