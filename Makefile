@@ -20,8 +20,8 @@ TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 # Their builds are CUDA builds that break transformers beside a CPU torch: see requirements/README.md.
 UNWANTED := torchvision torchaudio torchcodec
 
-# Given arguments (a file, -k, --pdb), pytest runs in one process; without, in three: files that start ranks in one of
-# them, the others in the other two. Two of three keep two cores busy: tests wait for processes and for time to pass.
+# Given arguments (a file, -k, --pdb), pytest runs in one process; without, in three: files that start ranks in two of
+# them, the others in the third. Three keep two cores busy: tests wait for processes and for time to pass.
 PYTEST_ARGS ?=
 WHOLE_SUITE := -n 3 --dist loadscope --durations=25
 DEFAULT_TESTS := not gpu and not multigpu and not slow and not slurm

@@ -1,7 +1,8 @@
 """How workers share the suite: files with rank processes, one after the other, beside all others.
 
-Rank processes are forked from a server that has imported Megatron and vLLM, and stay alive between tests. One worker
-has them. What takes longest comes first, so that no worker waits for the other at the end.
+Rank processes are forked from a server that has imported Megatron and vLLM, and stay alive between tests. Files whose
+ranks run vLLM have processes of their own, so they run in one worker and the other files with ranks in another. What
+takes longest comes first, so that no worker waits for another at the end.
 """
 
 from __future__ import annotations
@@ -14,14 +15,16 @@ import pytest
 
 from tests.suite.cpu_seconds import TABLE
 
-RANKS = "files with rank processes"
+RANKS, VLLM_RANKS = "files with rank processes", "files with rank processes that run vLLM"
 
 
 @functools.cache
 def lane(file: str) -> str:
     """The files that share a worker; one that uses ranks without naming their type would start a second server."""
-    path = Path(__file__).parents[2] / file
-    return RANKS if "RankPool" in path.read_text() else file
+    text = (Path(__file__).parents[2] / file).read_text()
+    if "RankPool" not in text:
+        return file
+    return VLLM_RANKS if "vllm_ranks" in text else RANKS
 
 
 class Lanes:
@@ -32,9 +35,11 @@ class Lanes:
         if hasattr(config, "workerinput"):
             items.sort(key=self._rank_of)
 
-    def _rank_of(self, item: pytest.Item) -> tuple[bool, int]:
+    def _rank_of(self, item: pytest.Item) -> tuple[int, int]:
         file = item.nodeid.split("::")[0]
-        return lane(file) != RANKS, 0 if lane(file) == RANKS else -TABLE.get(file, 0)
+        if (shared := lane(file)) in (RANKS, VLLM_RANKS):
+            return (RANKS, VLLM_RANKS).index(shared), 0
+        return 2, -TABLE.get(file, 0)
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_make_scheduler(self, config: Any, log: Any) -> Any:

@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from tests.suite.cpu_seconds import TABLE, over_their_share
-from tests.suite.lanes import RANKS, lane
+from tests.suite.lanes import RANKS, VLLM_RANKS, lane
 
 ROOT = Path(__file__).parents[2]
 CONFTEST = """
@@ -69,6 +69,7 @@ def test_the_table_names_files() -> None:
     assert [file for file in TABLE if not (ROOT / file).is_file()] == []
 
 
-def test_files_with_ranks_share_a_lane() -> None:
+def test_files_with_ranks_share_two_lanes() -> None:
     assert lane("tests/test_ranks.py") == lane("tests/distributed/test_sft_layouts.py") == RANKS
+    assert lane("tests/test_pipeline.py") == lane("tests/distributed/test_vllm.py") == VLLM_RANKS
     assert lane("tests/test_memory.py") == "tests/test_memory.py"
