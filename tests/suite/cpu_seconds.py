@@ -1,4 +1,4 @@
-"""A file of tests may use the CPU for as long as the table says, more or less: the suite stays within ten minutes.
+"""A file of tests may use the CPU for as long as the table says, more or less: the suite stays short.
 
 Counted are CPU seconds: of the process that runs the tests, of what it started and has waited for, and of rank
 processes at work for it. They depend on the machine, and a little on what else it does. So the table's figures are
