@@ -8,9 +8,9 @@ import sys
 def main() -> int:
     """Run the command line; returns the exit status. Ctrl-C is one line and 130, also while modules are imported."""
     try:
-        if sys.argv[1:2] in (["sft"], ["rm"], ["rl"]):
-            from megarlhf.resume.signals import note_early
+        from megarlhf.resume.signals import KEEP_EARLY, note_early
 
+        if sys.argv[1:2] and sys.argv[1] in KEEP_EARLY:
             note_early()
         from megarlhf.commands.cli import main as run_command
 

@@ -37,10 +37,12 @@ from megarlhf.planning.nodes import check_nodes, require_gpus
 from megarlhf.resume.point import find_points
 from megarlhf.resume.signals import (
     INTERRUPTED,
+    KEEP_EARLY,
     TO_BE_QUEUED_AGAIN,
     Repeats,
     StopRun,
     early,
+    held_back,
     ignore_stop_signals,
 )
 from megarlhf.runtime import RankInfo
@@ -77,15 +79,16 @@ def local_ranks(nproc: int, argv: Sequence[str], program: Sequence[str] = ("-m",
         environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(runtime.free_port())}
         environment |= {"WORLD_SIZE": str(nproc), "LOCAL_WORLD_SIZE": str(nproc)}
         with _received_signals() as received:
-            ranks = [
-                # A session of its own: what a rank starts can be stopped with it, and Ctrl-C reaches only us.
-                subprocess.Popen(
-                    [sys.executable, *program, *argv],
-                    env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                    start_new_session=True,
-                )
-                for rank in range(nproc)
-            ]
+            with held_back() if argv[0] in KEEP_EARLY else contextlib.nullcontext():
+                ranks = [
+                    # A session of its own: what a rank starts can be stopped with it, and Ctrl-C reaches only us.
+                    subprocess.Popen(
+                        [sys.executable, *program, *argv],
+                        env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                        start_new_session=True,
+                    )
+                    for rank in range(nproc)
+                ]
             try:
                 failed = _wait(ranks, received, Path(reports))
             finally:
@@ -279,8 +282,7 @@ def as_rank(
             logging.getLogger(__name__).warning(note)
         if info.rank == 0:
             if _heard_from_job("began") is None:
-                names = [point.position.name for point in find_points(cfg.run.dir)]
-                _tell_job("began", names[-1] if names else "none")
+                _tell_job("began", _progress(cfg.run.dir))
             _tell_job("run_dir", str(cfg.run.dir.absolute()))
             if JOB_STATE in os.environ and cfg.run.on_existing == "overwrite":
                 logging.getLogger(__name__).warning(
@@ -297,6 +299,16 @@ def as_rank(
     # Not after a failure: leaving the group may wait for ranks that are stuck in a collective; the launcher ends them.
     _leave_together()
     return 0
+
+
+def _progress(run_dir: Path) -> str:
+    """As the batch script writes it: the newest resume point, and how many lines the rollout bank has."""
+    points = find_points(run_dir)
+    lines = 0
+    for path in (run_dir / "bank").rglob("*.jsonl"):
+        with contextlib.suppress(OSError):
+            lines += path.read_bytes().count(b"\n")
+    return (points[-1].position.name if points else "none") + (f"+{lines}" if lines else "")
 
 
 def _leave_together() -> None:

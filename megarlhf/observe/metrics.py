@@ -79,12 +79,20 @@ class MetricsWriter:
         if self._wandb_run is not None:
             self._wandb_run.log(finite, step=step)
 
+    def flush(self) -> None:
+        """Write what could not be written yet: to be called before a resume point is, which must not outlive the lines
+        of its steps."""
+        if self._pending:
+            self._write_pending()
+        if self._for_tensorboard:
+            self._write_events(self._for_tensorboard)
+
     def _write_pending(self) -> None:
         """Lines that a full disk did not take are kept, and written as soon as there is room."""
         try:
             while self._pending:
                 del self._pending[: os.write(self._file.fileno(), self._pending)]
-            os.fsync(self._file.fileno())  # a resume point of this step must not outlive its line
+            os.fsync(self._file.fileno())
         except OSError as error:
             log.warning("%s: %d bytes could not be written yet: %s", self._file.name, len(self._pending), error)
 

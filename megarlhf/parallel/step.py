@@ -140,6 +140,8 @@ class Trainer:
         self.module = module
         self.updates = 0
         """How often this process has begun to change the weights."""
+        self.before_update: Callable[[], None] = lambda: None
+        """Called on every rank before the weights are changed."""
         # On one data-parallel rank there is nothing to shard, and its collectives would be copies.
         shard = mesh.layout.dp > 1
         with megatron_device(mesh.runtime.device):
@@ -223,6 +225,7 @@ class Trainer:
     def step(self, norm: float) -> None:
         """Clip and apply the accumulated gradients, whose `gradient_norm` has been asked for."""
         optimizer = self.optimizer
+        self.before_update()
         with megatron_device(self.mesh.runtime.device):
             # The parts of optimizer.step(), of which `gradient_norm` has made the first.
             if optimizer.config.clip_grad > 0.0:

@@ -30,6 +30,7 @@ import megarlhf
 from megarlhf.architectures.hf_config import architecture_from_hf
 from megarlhf.architectures.placements import Head, logical_tensors
 from megarlhf.config import RLConfig, RMConfig, RoleConfig, SFTConfig
+from megarlhf.resume.point import allocated_bytes, find_points, leftovers, passed_over, superfluous
 from megarlhf.runtime import PACKAGES, Runtime, gpu_in_use, gpu_versions, sees_gpus, version_of
 from megarlhf.weights.checkpoint.dtype import resolve_dtype
 
@@ -89,7 +90,7 @@ def check_nodes(cfg: Any, runtime: Runtime) -> list[str]:
     first_of_node = {each.node: each.rank for each in reversed(facts)}
     found = problems(facts)
     if runtime.rank == 0:
-        found += disk_problems(cfg.run.dir, needed_bytes(cfg), facts[0].node)
+        found += disk_problems(cfg.run.dir, needed_bytes(cfg), facts[0].node, cfg.checkpoint.keep_every)
     found = _from_first(found)
     if not found:  # a node with other software may not even compute the same sums
         _check_sums(facts, runtime)
@@ -181,9 +182,11 @@ def needed_bytes(cfg: Any) -> int:
     return total
 
 
-def disk_problems(run_dir: Path, needed: int, node: str) -> list[str]:
-    """Whether `needed` bytes fit beside what the run's own resume points, which are replaced, hold already."""
-    held = sum(file.stat().st_size for file in (run_dir / "resume").rglob("*") if file.is_file())
+def disk_problems(run_dir: Path, needed: int, node: str, keep_every: int) -> list[str]:
+    """Whether `needed` bytes fit, where the run's own resume points give way to new ones but for those of
+    `keep_every`."""
+    replaced = [*superfluous(find_points(run_dir), keep=0, keep_every=keep_every), *passed_over(run_dir)]
+    held = sum(map(allocated_bytes, [*(each.path for each in replaced), *leftovers(run_dir)]))
     place = next(path for path in (run_dir.absolute(), *run_dir.absolute().parents) if path.is_dir())
     free = shutil.disk_usage(place).free
     if free + held >= needed:

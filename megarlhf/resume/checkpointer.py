@@ -53,7 +53,8 @@ class _Border:
 class Checkpointer:
     """Of one run. Every public method is collective.
 
-    `still_ours` is called on rank 0 before anything is written, and raises when the run directory has been taken over.
+    `still_ours` is called on rank 0 before anything is written, and raises when the run directory has been taken over;
+    `on_room` when there is room for a point: files that a full disk did not take can be written now.
     `on_saved` is called on rank 0 after a point has been written, with the position of the oldest of the newest
     `checkpoint.keep`: a start goes on from one of these, while those of `keep_every` are kept for people.
     `provenance` says where a role's weights come from at a position.
@@ -71,13 +72,14 @@ class Checkpointer:
         *,
         note: Callable[[str], None] = log.info,
         still_ours: Callable[[], object] = lambda: None,
+        on_room: Callable[[], object] = lambda: None,
         on_saved: Callable[[Position], None] = lambda position: None,
         provenance: Callable[[str, Position], Provenance] | None = None,
         newest: Position | None = None,
     ) -> None:
         self._runtime, self._run_dir, self._cfg = runtime, run_dir, cfg
         self._roles, self._states, self._identity, self._stop = roles, states, identity, stop
-        self._note, self._still_ours, self._on_saved = note, still_ours, on_saved
+        self._note, self._still_ours, self._on_room, self._on_saved = note, still_ours, on_room, on_saved
         self._provenance = provenance
         self._companions = _companion_files(runtime, roles)
         self._writer, self._cadence = Writer(runtime), Cadence(cfg, _time_left_everywhere())
@@ -89,6 +91,10 @@ class Checkpointer:
         self._announced = False
         self.seconds_standing = 0.0
         """How long training has stood still for points; the caller sets it back."""
+        if cfg.every_updates == 1:
+            for role in roles:
+                if role.trainer is not None:
+                    role.trainer.before_update = self._complete_last
 
     def border(self, position: Position, table: Table | None = None, *, only_to_stop: bool = False) -> None:
         """A border has been reached; a point of it is written when one is due, or `only_to_stop`.
@@ -147,8 +153,9 @@ class Checkpointer:
         """Write a point of the last border and wait for it; returns what has become of it, in a sentence."""
         border = self._border
         if border is None:
-            goes_on = f"; the same command goes on from {self._name_of_newest()}" if self._newest else ""
-            return f"nothing had been done yet that could be saved{goes_on}"
+            if self._newest is None:
+                return "there is nothing yet that could be saved; the same command begins again"
+            return f"there is nothing new to save; the same command goes on from {self._name_of_newest()}"
         self._poll(wait=True)
         if self._updates_made() != border.updates:
             return f"an update was not complete, so the newest resume point is {self._name_of_newest()}"
@@ -198,6 +205,8 @@ class Checkpointer:
         if self._runtime.is_main:
             spare = point.superfluous(point.find_points(self._run_dir), keep=1, keep_every=self._cfg.keep_every)
             reason = [point.make_room(directory, size, [*point.passed_over(self._run_dir), *spare])]
+            if reason[0] is None:
+                self._on_room()
         dist.broadcast_object_list(reason, src=0)
         if reason[0] is not None:
             self._say_failed(border.position, reason[0])
@@ -242,6 +251,13 @@ class Checkpointer:
             elif not wait:
                 return
 
+    def _complete_last(self) -> None:
+        """With a point at every update: the last one is complete before the weights change again, so that a kill loses
+        no more than one update."""
+        started = time.perf_counter()
+        self._poll(wait=True)
+        self.seconds_standing += time.perf_counter() - started
+
     def _complete(self, position: Position, body: Mapping[str, Any], files: Mapping[str, FileDigest]) -> None:
         """In the process that writes for rank 0: all files of the point lie there."""
         self._still_ours()
@@ -268,7 +284,8 @@ class Checkpointer:
                 may_go += point.passed_over(self._run_dir)
             for old in may_go:
                 point.remove(old)
-            self._on_saved(point.find_points(self._run_dir)[-self._cfg.keep :][0].position)
+            kept = [each.position for each in point.find_points(self._run_dir)[-self._cfg.keep :]]
+            self._on_saved(min([*kept, position]))
 
     def _say_failed(self, position: Position, reason: str) -> None:
         self._announced = False

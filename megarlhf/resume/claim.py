@@ -72,16 +72,19 @@ class Claim:
         directory, config = self._run.dir, self._run.dir / CONFIG_FILE
         text = CONFIG_HEADER.format(command=self._command) + dump_config(self._cfg)
         try:
-            if self.resumes:
-                (directory / FINISHED_FILE).unlink(missing_ok=True)
-                if config.read_text(encoding="utf-8") == text:
-                    return
-                number = 1
-                while (kept := directory / f"config.{number}.yaml").exists():
-                    number += 1
-                _write(kept, config.read_text(encoding="utf-8"))
-            _remove(directory, self._removed)
-            _write(config, text)
+            if not self.resumes:
+                _remove(directory, self._removed)
+                _write(config, text)
+                return
+            if (before := config.read_text(encoding="utf-8")) != text:
+                kept = _unused_name(directory)
+                _write(kept, before)
+                try:
+                    _write(config, text)
+                except OSError:
+                    kept.unlink()
+                    raise
+            (directory / FINISHED_FILE).unlink(missing_ok=True)
         except OSError as error:
             raise ValueError(_not_writable(self._run, error)) from error
 
@@ -287,14 +290,26 @@ def _remove(directory: Path, files: list[Path]) -> None:
             place.rmdir()
 
 
+def _unused_name(directory: Path) -> Path:
+    """For the configuration that is to be kept."""
+    number = 1
+    while (kept := directory / f"config.{number}.yaml").exists():
+        number += 1
+    return kept
+
+
 def _write(path: Path, text: str) -> None:
     """Complete or not at all."""
     partial = path.with_name(f".{path.name}.partial")
-    with partial.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
+    try:
+        with partial.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def _not_writable(run: RunConfig, error: OSError) -> str:

@@ -157,9 +157,16 @@ class Lock:
         successor = _successor(self.path, self.holder)
         with contextlib.suppress(OSError, LockError):
             leaving = dataclasses.replace(self.holder, token=uuid.uuid4().hex)
-            if (current := _read(self.path)) and current.token == self.holder.token and _create(successor, leaving):
+            current = _read(self.path)
+            if current is None or current.token != self.holder.token:
+                return
+            try:
+                may_remove = _create(successor, leaving)
+            except OSError:  # a full disk: nobody else can make it either
+                may_remove = True
+            if may_remove:
                 self.path.unlink()
-                successor.unlink()
+                successor.unlink(missing_ok=True)
 
     def __enter__(self) -> Lock:
         return self
@@ -205,7 +212,8 @@ def require_free(run_dir: Path) -> None:
 def _refusal(run_dir: Path, holder: Holder) -> str:
     return (
         f"run.dir = {run_dir} belongs to a run that is running: {holder}. Two runs in one directory would destroy each "
-        "other; nothing was touched. Wait for that run or stop it, or name another run.dir"
+        "other; nothing was touched. Wait for that run or stop it, or name another run.dir. In a copy of that run's "
+        f"directory, remove {run_dir / LOCK_FILE}"
     )
 
 

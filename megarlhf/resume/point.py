@@ -7,6 +7,7 @@ and that is found before anything is read from it.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -73,21 +74,33 @@ def find_points(run_dir: Path) -> list[Point]:
 
 def make_room(directory: Path, size: int, spare: Sequence[Point] = ()) -> str | None:
     """An empty folder, and room for what will stand in it; otherwise why not. Of the points that can be spared, as many
-    are removed as that takes, in their order."""
+    are removed as that takes, in their order; none where all of them would not be enough."""
     try:
         shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir(parents=True)
-        for old in spare:
-            if shutil.disk_usage(directory).free >= size:
-                break
-            remove(old)
         free = shutil.disk_usage(directory).free
+        if free + sum(allocated_bytes(old.path) for old in spare) >= size:
+            for old in spare:
+                if shutil.disk_usage(directory).free >= size:
+                    break
+                remove(old)
+            free = shutil.disk_usage(directory).free
         if free < size:
             directory.rmdir()
             return f"it takes {size / 1e9:.3f} GB, and {free / 1e9:.3f} GB are free at {directory.parent}"
     except OSError as error:
         return str(error)
     return None
+
+
+def allocated_bytes(folder: Path) -> int:
+    """What the files of a folder take on the disk; it may be removed meanwhile."""
+    size = 0
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):
+                size += os.stat(os.path.join(place, name)).st_blocks * 512
+    return size
 
 
 def write_manifest(directory: Path, body: Mapping[str, Any], files: Mapping[str, FileDigest]) -> None:
@@ -186,12 +199,15 @@ def passed_over(run_dir: Path) -> list[Point]:
     return [Point(path, Position(0)) for path in sorted(resume_directory(run_dir).glob(f"step_*{SET_ASIDE}"))]
 
 
-def remove_leftovers(run_dir: Path) -> None:
+def leftovers(run_dir: Path) -> list[Path]:
     """What writers and removers that were killed have left."""
-    directory = resume_directory(run_dir)
-    for path in directory.iterdir() if directory.is_dir() else ():
-        if path.name.startswith(".step_") and path.name.endswith((".partial", ".replaced", ".deleted")):
-            shutil.rmtree(path, ignore_errors=True)
+    ends = (".partial", ".replaced", ".deleted")
+    return [path for path in resume_directory(run_dir).glob(".step_*") if path.name.endswith(ends)]
+
+
+def remove_leftovers(run_dir: Path) -> None:
+    for path in leftovers(run_dir):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _digest(stated: Mapping[str, Any]) -> str:

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import threading
 import time
+from collections.abc import Iterator
 from signal import Signals
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal
@@ -30,6 +31,8 @@ REPEAT_SECONDS = 1.0
 END_SECONDS = 2.0
 """For the main thread to end the process by itself when it is told to stop at once."""
 
+KEEP_EARLY = ("sft", "rm", "rl")
+"""Commands that call `note_early` before anything else."""
 _early: list[Signals] = []
 
 TO_BE_QUEUED_AGAIN = 75
@@ -191,9 +194,21 @@ class StopRequest:
         self._let_go()
 
 
+@contextlib.contextmanager
+def held_back() -> Iterator[None]:
+    """Processes that are started inside get a SIGUSR1 when they have called `note_early`, and not before: it would end
+    them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {Signals.SIGUSR1})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def note_early() -> None:
     """Keep a SIGUSR1 for who asks `early`: importing torch takes seconds, and it would end the process."""
     signal.signal(Signals.SIGUSR1, lambda number, frame: _early.append(Signals(number)))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {Signals.SIGUSR1})
 
 
 def early() -> list[Signals]:

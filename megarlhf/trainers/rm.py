@@ -116,18 +116,23 @@ class RewardModelling(Objective[PairSample]):
     def rescales(self) -> bool:
         return self.rm.unit_variance
 
-    def rescale(self, role: Role, heldout: Sequence[PairSample], should_stop: ShouldStop) -> str:
-        """Scales the head."""
-        deviation = scale_to_unit_variance(self, role, heldout, should_stop)
-        return f"divided the head by {deviation:.4g}, the standard deviation of the held-out scores"
+    def measure_scale(self, role: Role, heldout: Sequence[PairSample], should_stop: ShouldStop) -> float:
+        """The standard deviation of the held-out scores."""
+        return score_deviation(self, role, heldout, should_stop)
+
+    def rescale(self, role: Role, scale: float) -> str:
+        """Divides the head."""
+        divide_head(role, scale)
+        return f"divided the head by {scale:.4g}, the standard deviation of the held-out scores"
 
 
-def scale_to_unit_variance(
+def score_deviation(
     objective: RewardModelling, role: Role, pairs: Sequence[PairSample], should_stop: ShouldStop = None
 ) -> float:
-    """Divide the head by the standard deviation of the held-out scores. The ranking stays; rewards and a critic that
-    starts from this model get a known scale. Returns what it divided by. Collective; the optimizer must not be used
-    afterwards."""
+    """The standard deviation of the scores of all responses of `pairs`. Collective.
+
+    Raises: ValueError when it is zero.
+    """
     sums, count = heldout_sums(objective, role, pairs, should_stop), 2 * len(pairs)
     mean = (sums["chosen_score"] + sums["rejected_score"]) / count
     deviation = math.sqrt(sums["squared_score"] / count - mean**2)
@@ -136,7 +141,12 @@ def scale_to_unit_variance(
             f"all {count} held-out scores are {mean:.4g}: nothing to scale; the reward model has learnt nothing; "
             "train longer or set unit_variance to false"
         )
+    return deviation
+
+
+def divide_head(role: Role, deviation: float) -> None:
+    """Give the scores a standard deviation of 1. The ranking stays; rewards and a critic that starts from this model
+    get a known scale. The optimizer must not be used afterwards."""
     if role.mesh.is_last_stage:
         with torch.no_grad():
             role.shard.parameters()["output_layer.weight"].div_(deviation)
-    return deviation

@@ -198,6 +198,10 @@ class Session:
             for claimed in claims:
                 claimed.lock.require_held()
 
+        def write_what_waits() -> None:
+            if self.metrics is not None:
+                self.metrics.flush()
+
         def provenance(role: str, at: Position) -> Provenance:
             return Provenance(
                 command=identity.command,
@@ -231,6 +235,7 @@ class Session:
             training.stop,
             note=self.note,
             still_ours=still_ours,
+            on_room=write_what_waits,
             on_saved=training.on_saved,
             provenance=provenance,
             newest=self.start if self.resumed else None,

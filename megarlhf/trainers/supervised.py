@@ -124,10 +124,14 @@ class Objective(ABC, Generic[Sample]):
         the same model."""
         return False
 
-    def rescale(self, role: Role, heldout: Sequence[Sample], should_stop: ShouldStop) -> str:
-        """Change the weights other than by an update; returns what to tell the user. Collective.
+    def measure_scale(self, role: Role, heldout: Sequence[Sample], should_stop: ShouldStop) -> float:
+        """What `rescale` needs to know; changes nothing. Collective.
 
-        Raises: Interrupted, before it changes anything."""
+        Raises: Interrupted."""
+        raise NotImplementedError
+
+    def rescale(self, role: Role, scale: float) -> str:
+        """Change the weights other than by an update; returns what to tell the user."""
         raise NotImplementedError
 
 
@@ -204,9 +208,9 @@ def rescale(objective: Objective[Sample], role: Role, heldout: Sequence[Sample],
     """Once a point of the last border is complete, from which the run goes on if it is killed or prolonged."""
     session.keep_border()
     with session.stoppable("eval"):
-        note = objective.rescale(role, heldout, session.asked_to_stop)
-        session.drop_border()  # before anything can ask for a point of it
-    session.note(note)
+        scale = objective.measure_scale(role, heldout, session.asked_to_stop)
+    session.drop_border()  # from here to the end nothing asks whether to stop
+    session.note(objective.rescale(role, scale))
 
 
 def load_samples(objective: Objective[Sample]) -> tuple[list[Sample], list[Sample], list[str]]:

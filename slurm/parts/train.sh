@@ -11,9 +11,10 @@ done
 # ---- the life of a job -------------------------------------------------------------------------------------
 # What this job has to remember from one attempt to the next, where it was submitted; removed when the run has ended well.
 #   run_dir     written by the first rank at each launch: the run's directory
-#   began       written by the first rank at the first launch: the newest resume point that was there
+#   began       written by the first rank at the first launch: the progress that it found
 #   exit.RANK   status and message of a rank that ended with 2 or 4, which srun hides behind that of a killed rank
-#   attempts    RESTART STATUS NEWEST_RESUME_POINT, a line for each attempt that has ended
+#   attempts    RESTART STATUS PROGRESS, a line for each attempt that has ended. PROGRESS: the newest resume point, and
+#               after a + how many lines the rollout bank has
 #   nodes       nodes of the attempt that runs;   excluded   nodes that failed;   asked   those of sbatch --exclude
 attempt=${SLURM_RESTART_COUNT:-0}
 memory=${SLURM_SUBMIT_DIR:-$PWD}/${SLURM_JOB_NAME:-@NAME@}-$SLURM_JOB_ID.state
@@ -30,18 +31,20 @@ if [[ ! $max_attempts =~ ^[1-9][0-9]*$ ]]; then
     die "got MEGARLHF_MAX_ATTEMPTS=$max_attempts; expected a number from 1 on"
 fi
 
-newest_resume_point() { # only what is complete has a manifest
-    local run_dir newest=none point
+progress() { # the newest resume point, and how many responses the rollout bank has beyond it
+    local run_dir newest=none point responses
     run_dir=$(cat "$memory/run_dir" 2>/dev/null) || run_dir=/nonexistent
     for point in "$run_dir"/resume/step_*/MANIFEST.json; do # in the order of their names, which is that of the steps
         point=$(basename "$(dirname "$point")")
         if [[ $point != *.* && $point != step_\* ]]; then newest=$point; fi # .passed_over: set aside
     done
+    responses=$(find "$run_dir/bank" -name '*.jsonl' -exec cat {} + 2>/dev/null | wc -l) || true
+    if ((responses)); then newest+=+$responses; fi
     echo "$newest"
 }
 
 record() { # of an attempt: its status, and how far the run has come
-    echo "$1 $2 $(newest_resume_point)" >>"$memory/attempts"
+    echo "$1 $2 $(progress)" >>"$memory/attempts"
 }
 
 attempts_without_progress() { # in a row, up to the last; those that were stopped from outside say nothing
@@ -116,14 +119,15 @@ stopped=0
 trap stop TERM
 # shellcheck disable=SC2317 # called by the trap
 stop() {
-    local state try
+    local state try signal=TERM
     stopped=$((stopped + 1))
     for ((try = 0; try < 3; try++)); do # an answer may be lost where the controller is busy
-        if ((try)); then sleep 2; fi
-        state=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T) || state=RUNNING
-        if [[ $state != RUNNING ]] || scancel --signal=TERM "$SLURM_JOB_ID"; then return 0; fi
+        # The tasks may have a SIGTERM already, and end at once at a second. SIGUSR1 too asks to save, however often.
+        if ((try)); then sleep 2 && signal=USR1; fi
+        state=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T) || state=RUNNING signal=USR1
+        if [[ $state != RUNNING ]] || scancel "--signal=$signal" "$SLURM_JOB_ID"; then return 0; fi
     done
-    echo "@NAME@.sbatch: could not pass SIGTERM on to the tasks: scancel --signal=TERM $SLURM_JOB_ID" >&2
+    echo "@NAME@.sbatch: could not tell the tasks to save: scancel --signal=USR1 $SLURM_JOB_ID" >&2
 }
 
 if ((attempt)); then
@@ -202,8 +206,8 @@ fi
 record "$attempt" "$status"
 failures=$(attempts_without_progress)
 if ((failures >= max_attempts)); then
-    echo "@NAME@.sbatch: $failures attempts in a row ended without a newer resume point (newest:" \
-        "$(newest_resume_point)), the last with status $status: not queued again. $memory/attempts lists them;" \
+    echo "@NAME@.sbatch: $failures attempts in a row ended without a newer resume point or response (newest:" \
+        "$(progress)), the last with status $status: not queued again. $memory/attempts lists them;" \
         "when the cause is removed, submit the job again by the same command" >&2
     exit "$status"
 fi

@@ -217,7 +217,7 @@ def rm_steps(runtime: Runtime, config: dict[str, Any], num_steps: int) -> dict[s
     """The same for the reward model, with its held-out evaluation before training."""
     from megarlhf.config import RMConfig
     from megarlhf.data.samples import build_pairs
-    from megarlhf.trainers.rm import RewardModelling, scale_to_unit_variance
+    from megarlhf.trainers.rm import RewardModelling, divide_head, score_deviation
     from megarlhf.trainers.supervised import evaluate
 
     cfg = RMConfig.model_validate(config)
@@ -239,10 +239,11 @@ def rm_steps(runtime: Runtime, config: dict[str, Any], num_steps: int) -> dict[s
     steps = [train_once(objective, model, pairs[n * size : (n + 1) * size]) for n in range(num_steps)]
     weights = gather(model.shard, model.shard.parameters())
     ranked = evaluate(objective, model, pairs[:33])
-    deviation = scale_to_unit_variance(objective, model, pairs[:33])
+    deviation = score_deviation(objective, model, pairs[:33])
+    divide_head(model, deviation)
     again = evaluate(objective, model, pairs[:33])
     return {
-        "scaling": (deviation, ranked, again, scale_to_unit_variance(objective, model, pairs[:33])),
+        "scaling": (deviation, ranked, again, score_deviation(objective, model, pairs[:33])),
         "evaluation": before,
         "loss": [step["loss"] for step in steps],
         "grad_norm": [step["grad_norm"] for step in steps],

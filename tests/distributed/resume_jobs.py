@@ -26,15 +26,18 @@ from megarlhf.architectures.placements import Head
 from megarlhf.commands import cli
 from megarlhf.config import CheckpointConfig, RoleConfig
 from megarlhf.models.role import Role, build_role
+from megarlhf.observe.metrics import MetricsWriter
+from megarlhf.parallel import step as training_step
 from megarlhf.parallel.megatron_cpu import megatron_device
 from megarlhf.parallel.mesh import GroupCache
-from megarlhf.resume import point, role_state
+from megarlhf.resume import point, role_state, writer
 from megarlhf.resume.checkpointer import Checkpointer
 from megarlhf.resume.point import Position
 from megarlhf.resume.restore import Identity
 from megarlhf.resume.signals import StopRequest
 from megarlhf.resume.writer import Content, Outcome, Writer
 from megarlhf.runtime import Runtime
+from megarlhf.trainers import rm
 from megarlhf.weights.checkpoint.open_checkpoint import open_checkpoint
 from megarlhf.weights.transport.storages import load_from_files
 from tests.distributed.jobs import command_status
@@ -316,10 +319,64 @@ def command_on_a_tight_disk(runtime: Runtime, run: Path, *argv: str) -> str:
     def disk_usage(path: Path) -> Any:
         return SimpleNamespace(free=0 if list((run / "resume").glob("*.passed_over")) else 1 << 40)
 
-    with mock.patch.object(point, "shutil", SimpleNamespace(**{**vars(shutil), "disk_usage": disk_usage})):
+    patched = SimpleNamespace(**{**vars(shutil), "disk_usage": disk_usage})
+    with mock.patch.object(point, "shutil", patched), mock.patch.object(point, "allocated_bytes", return_value=1 << 40):
         status, written = command_status(runtime, *argv)
     assert status == 0, written
     return written
+
+
+def command_whose_line_waits(runtime: Runtime, line: int, calls: int, *argv: str) -> tuple[str, str]:
+    """A command that finds no room for a line of metrics.jsonl, and is cut off at a call of `Trainer.step`."""
+    real, made = MetricsWriter._write_pending, list[int]()
+
+    def write(self: MetricsWriter) -> None:
+        made.append(1)
+        if len(made) != line:
+            real(self)
+
+    with mock.patch.object(MetricsWriter, "_write_pending", write):
+        return command_until(runtime, calls, "megarlhf.parallel.step:Trainer", "step", *argv)
+
+
+def points_at_updates(runtime: Runtime, run: Path, *argv: str) -> list[list[str]]:
+    """The resume points that are there whenever weights are about to change, where writing one takes a second longer
+    than anything else."""
+    real, real_clip = writer._write_files, training_step.clip_grad_by_total_norm_fp32
+    seen: list[list[str]] = []
+
+    def write(*arguments: Any) -> Any:
+        time.sleep(1)
+        return real(*arguments)
+
+    def clip(*arguments: Any) -> None:
+        seen.append([each.position.name for each in point.find_points(run)])
+        real_clip(*arguments)
+
+    with (
+        mock.patch.object(writer, "_write_files", write),
+        mock.patch.object(training_step, "clip_grad_by_total_norm_fp32", clip),
+    ):
+        status, written = command_status(runtime, *argv)
+    assert status == 0, written
+    return seen
+
+
+def command_stopped_while_it_scales(runtime: Runtime, when: str, *argv: str) -> tuple[int, str]:
+    """SIGTERM when the scores are `measured` that a reward model is scaled by, or when its head `changes`."""
+    real = rm.heldout_sums
+
+    def measure(objective: Any, role: Any, samples: Any, should_stop: Any = None) -> Any:
+        sums = real(objective, role, samples, should_stop)
+        if when == "measured" and should_stop is not None:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.1)
+        return sums
+
+    with mock.patch.object(rm, "heldout_sums", measure):
+        if when == "measured":
+            return command_status(runtime, *argv)
+        return command_with_signal(runtime, 1, "megarlhf.trainers.rm", "divide_head", *argv)
 
 
 def command_on_a_read_only_disk(runtime: Runtime, patched: bool, *argv: str) -> tuple[int, str, int]:

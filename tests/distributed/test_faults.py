@@ -21,11 +21,14 @@ from megarlhf.trainers.session import _require_steps_left
 from tests.distributed.resume_jobs import (
     command_on_a_full_disk,
     command_on_a_read_only_disk,
+    command_stopped_while_it_scales,
     command_that_hangs,
     command_that_is_late,
     command_that_skips,
     command_until,
+    command_whose_line_waits,
     command_with,
+    points_at_updates,
     stopped_rollout,
 )
 from tests.distributed.test_resume import BORDER, TRAIN, Case, command_line, rows, tree
@@ -301,3 +304,47 @@ def test_a_reward_model_whose_head_was_scaled_can_be_prolonged(
     assert "eval_loss" not in rows(run)[3]
     last = "checkpoints/step_000005/reward_model/model.safetensors"
     assert (run / last).read_bytes() == (whole / last).read_bytes()
+
+
+@pytest.mark.parametrize("when", ["measured", "changes"])
+def test_a_stop_while_a_head_is_scaled_loses_nothing(
+    when: str, case, data: dict[str, Path], ranks: RankPool, tmp_path: Path
+) -> None:
+    """Without any cadence: before the head changes the run is saved and left, afterwards it comes to its end."""
+    made = case("rm", checkpoint={"every_minutes": 0}, unit_variance=True, eval={"max_samples": 9})
+    made.config["data"]["heldout"] = str(data["pairs"])
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    ranks.run(1, "command", *command_line(made, whole), "train.num_steps=2")
+    argv = [*command_line(made, run), "train.num_steps=2"]
+    status, said = ranks.run(1, command_stopped_while_it_scales, when, *argv)[0]
+    if when == "measured":
+        assert (status, f"saved {run}/resume/step_000001_update_0001" in said) == (75, True), said
+        status, said = ranks.run(1, "command_status", *argv)[0]
+    assert status == 0, said
+    assert rows(run) == rows(whole)
+    last = "checkpoints/step_000002/reward_model/model.safetensors"
+    assert (run / last).read_bytes() == (whole / last).read_bytes()
+
+
+def test_a_line_of_metrics_that_had_no_room_is_written_before_the_point_of_its_step(
+    case, ranks: RankPool, tmp_path: Path
+) -> None:
+    """Cut off before the next step: the run goes on after the step whose line had to wait."""
+    made = case("sft", checkpoint=EACH_STEP)
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    ranks.run(1, "command", *command_line(made, whole))
+    argv = command_line(made, run)
+    assert ranks.run(1, command_whose_line_waits, 2, 2, *argv)[0][0] == "killed"
+    assert "from resume/step_000001" in ranks.run(1, "command", *argv)[0]
+    assert rows(run) == rows(whole)
+
+
+def test_with_a_point_at_every_update_a_kill_loses_one(case, ranks: RankPool, tmp_path: Path) -> None:
+    """Points are written while training goes on, but an update waits for the point of the one before."""
+    made = case("grpo", checkpoint={"every_updates": 1, "every_minutes": 0, "keep": 99}, eval={})
+    made.config["train"]["num_steps"] = 2
+    del made.config["data"]["heldout"], made.config["train"]["stop"]
+    run = tmp_path / "run"
+    seen = ranks.run(1, points_at_updates, run, *command_line(made, run))[0]
+    assert len(seen) > 2
+    assert [len(points) for points in seen] == list(range(len(seen)))

@@ -120,13 +120,14 @@ def test_a_full_disk_is_named_unless_resume_points_of_the_run_fill_it(
     usage = shutil.disk_usage(tmp_path)._replace(free=5 * GB)
     monkeypatch.setattr(shutil, "disk_usage", lambda place: usage)
     run_dir = tmp_path / "not" / "there"
-    assert disk_problems(run_dir, 5 * GB, "n1") == []
-    (problem,) = disk_problems(run_dir, 5 * GB + 1000, "n1")
+    assert disk_problems(run_dir, 5 * GB, "n1", 0) == []
+    (problem,) = disk_problems(run_dir, 5 * GB + 1000, "n1", 0)
     assert problem.startswith(f"n1 (rank 0): {tmp_path} has 5.00 GB free, and two resume points and an export")
     point = tmp_path / "resume" / "step_000001" / "file"
     point.parent.mkdir(parents=True)
     point.write_bytes(b"x" * 1000)
-    assert disk_problems(tmp_path, 5 * GB + 1000, "n1") == []
+    assert disk_problems(tmp_path, 5 * GB + 1000, "n1", 0) == []
+    assert disk_problems(tmp_path, 5 * GB + 1000, "n1", 1) != [], "it is kept for good"
 
 
 # --- on ranks -------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 Not covered: Weights & Biases' own folder, which stays; what a run that goes on does with its files.
 """
 
+import errno
 import os
 import subprocess
 import sys
@@ -226,6 +227,31 @@ def test_a_finished_run_is_refused_unless_it_has_more_steps_to_do(cfg):
     assert "raise train.num_steps" not in message
     (cfg().run.dir / "FINISHED").write_text("")
     refused(cfg(num_steps=30), "FINISHED is not what a run writes when it has finished")
+
+
+def test_a_start_that_finds_a_full_disk_changes_nothing(cfg, monkeypatch):
+    """A finished run that is to be prolonged stays finished: later runs may wait for it."""
+    leave_a_run(cfg())
+    finish(cfg().run.dir, 10, NO_STEPS_LEFT)
+    before = content(cfg().run.dir)
+
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    claimed = claim(cfg(num_steps=20), cfg().run, "sft")
+    with claimed.lock:
+        for call in (1, 2):  # the earlier configuration is kept first, then the new one is written
+            calls = []
+
+            def fsync(descriptor, real=os.fsync, calls=calls, call=call):
+                calls.append(1)
+                return full(descriptor) if len(calls) == call else real(descriptor)
+
+            with monkeypatch.context() as patch:
+                patch.setattr("megarlhf.resume.claim.os.fsync", fsync)
+                with pytest.raises(ValueError, match=r"cannot be written .*No space left"):
+                    claimed.start()
+    assert content(cfg().run.dir) == before
 
 
 def test_a_run_that_a_stop_rule_has_ended_goes_on_with_another_rule(tmp_path):

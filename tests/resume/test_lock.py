@@ -266,3 +266,14 @@ def test_a_link_whose_answer_was_lost_is_not_made_twice(tmp_path: Path, monkeypa
     monkeypatch.setattr(os, "link", link_twice)
     with Lock.take(tmp_path) as lock:
         assert held_by(tmp_path) == lock.holder
+
+
+def test_a_lock_is_given_back_where_nothing_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lock = Lock.take(tmp_path)
+
+    def full(path: Path, text: str) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(module, "_write_new", full)
+    lock.release()
+    assert list(tmp_path.iterdir()) == []

@@ -52,15 +52,18 @@ def test_an_old_point_gives_way_where_there_is_no_room(tmp_path: Path, monkeypat
     names = points(tmp_path, Position(2), Position(4), Position(5), Position(6))
     usage = type("usage", (), {"free": property(lambda self: 10 * (5 - len(find_points(tmp_path))))})
     monkeypatch.setattr(point.shutil, "disk_usage", lambda path: usage())
+    monkeypatch.setattr(point, "allocated_bytes", lambda path: 10)
     spare = superfluous(find_points(tmp_path), keep=1, keep_every=4)
     partial = point.partial_path(tmp_path, Position(7))
     assert point.make_room(partial, 10, spare) is None
     assert points(tmp_path) == names
+    assert "it takes 0.000 GB" in str(point.make_room(partial, 40, spare))
+    assert points(tmp_path) == names, "none goes where all of them would not be enough"
     assert point.make_room(partial, 20, spare) is None
     assert points(tmp_path) == ["step_000004", "step_000005", "step_000006"]
     spare = superfluous(find_points(tmp_path), keep=1, keep_every=4)
     assert "are free" in str(point.make_room(partial, 50, spare))
-    assert points(tmp_path) == ["step_000004", "step_000006"]
+    assert points(tmp_path) == ["step_000004", "step_000005", "step_000006"]
 
 
 def test_updates_are_those_of_mini_batches() -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from megarlhf.resume import signals
-from megarlhf.resume.signals import Repeats, StopRequest, StopRun, seconds_of, time_left
+from megarlhf.resume.signals import Repeats, StopRequest, StopRun, held_back, seconds_of, time_left
 from megarlhf.runtime import Runtime
 from tests.command import ROOT
 from tests.ranks import RankPool
@@ -188,3 +188,15 @@ def test_the_time_left_is_asked_for_once(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("SLURM_JOB_ID", "79")
     monkeypatch.setenv("PATH", str(tmp_path / "nowhere"))
     assert time_left() is None
+
+
+def test_a_signal_to_a_process_that_is_starting_is_kept() -> None:
+    """A plain start hands signals on at once, also to ranks whose Python has not begun to read its modules."""
+    code = "import time; time.sleep(0.5); from megarlhf.resume.signals import *; from megarlhf.resume import signals; "
+    code += "signals.note_early(); print([number.name for number in signals.early()])"
+    with held_back():
+        process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    process.send_signal(Signals.SIGUSR1)
+    assert process.communicate(timeout=60)[0].strip() == "['SIGUSR1']"
+    assert process.returncode == 0
+    assert Signals.SIGUSR1 not in signal.pthread_sigmask(signal.SIG_BLOCK, ())

@@ -123,7 +123,9 @@ def test_a_crash_loop_is_stopped_and_progress_is_not(cluster: Cluster, work: Pat
     assert cluster.wait(job, ("FAILED",), 90) == "FAILED", output(work, job)
     facts = cluster.job(job)
     assert (facts["Restarts"], facts["ExitCode"]) == ("2", "1:0")
-    assert "2 attempts in a row ended without a newer resume point (newest: step_000001)" in output(work, job)
+    assert "2 attempts in a row ended without a newer resume point or response (newest: step_000001)" in output(
+        work, job
+    )
 
 
 def test_a_job_that_advances_is_never_stopped(cluster: Cluster, work: Path) -> None:

@@ -286,7 +286,26 @@ def test_an_attempt_counts_as_progress_from_the_point_that_the_job_has_found(sub
         (tmp_path / "run" / "resume" / point / "MANIFEST.json").touch()
     done, record = submit("-c", "x", TASK_STATUS="1", SLURM_RESTART_COUNT="2")
     assert done.returncode == 1
-    assert "3 attempts in a row ended without a newer resume point (newest: step_000100)" in done.stderr
+    assert "3 attempts in a row ended without a newer resume point or response (newest: step_000100)" in done.stderr
+    assert not (record / "requeued").exists()
+
+
+def test_a_response_in_the_rollout_bank_is_progress(submit, tmp_path):
+    """A rollout may take longer than an attempt. The bank is emptied by resume points alone, so its lines only rise."""
+    memory, bank = tmp_path / "job-412345.state", tmp_path / "run/bank/step_000001"
+    memory.mkdir()
+    bank.mkdir(parents=True)
+    (memory / "run_dir").write_text(f"{tmp_path}/run\n")
+    (memory / "began").write_text("none\n")
+    (memory / "attempts").write_text("0 75 none+2\n")
+    (bank / "0001_rank_00000.jsonl").write_text("header\nresponse\n")
+    (bank / "0002_rank_00000.jsonl").write_text("header\nresponse\nresponse\n")
+    done, record = submit("-c", "x", TASK_STATUS="75", SLURM_RESTART_COUNT="1", MEGARLHF_MAX_ATTEMPTS="1")
+    assert done.returncode == 0, done.stderr
+    assert (memory / "attempts").read_text() == "0 75 none+2\n1 75 none+5\n"
+    (record / "requeued").unlink()
+    done, record = submit("-c", "x", TASK_STATUS="75", SLURM_RESTART_COUNT="2", MEGARLHF_MAX_ATTEMPTS="1")
+    assert done.returncode == 75
     assert not (record / "requeued").exists()
 
 
@@ -343,8 +362,9 @@ def test_a_stop_before_the_first_task_is_obeyed(submit, tmp_path):
 
 @pytest.mark.parametrize("lost", ["scancel", "squeue"])
 def test_a_stop_whose_answer_is_lost_is_passed_on_again(submit, tmp_path, lost):
-    """A failing command in the trap would end the script, and Slurm the tasks with it, while they save."""
-    count = 'echo {0} >>"$RECORD/{0}"\n'
+    """A failing command in the trap would end the script, and Slurm the tasks with it, while they save. Not by SIGTERM:
+    the tasks may have had one, and a second would end them at once."""
+    count = 'echo "{0} $*" >>"$RECORD/{0}"\n'
     fails = '[[ $(wc -l <"$RECORD/{0}") != 1 ]] || exit 1\n'
     running = '[[ "$*" != *%T* ]] || { echo RUNNING; exit; }\n'
     for name, text in (("scancel", ""), ("squeue", running + SQUEUE.partition("\n")[2])):
@@ -357,7 +377,8 @@ def test_a_stop_whose_answer_is_lost_is_passed_on_again(submit, tmp_path, lost):
     done, record = submit("-c", "x", STOPPED="1", TASK_STATUS="75")
     assert done.returncode == 75, done.stderr
     calls = (record / "scancel").read_text().splitlines()
-    assert len(calls) == (2 if lost == "scancel" else 1), done.stderr
+    signals = [word.partition("=")[2] for call in calls for word in call.split() if word.startswith("--signal")]
+    assert signals == (["TERM", "USR1"] if lost == "scancel" else ["USR1"]), done.stderr
 
 
 @pytest.mark.parametrize("answer", ["", "N/A", "2001-01-01T00:00:00"])

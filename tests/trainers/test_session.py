@@ -77,7 +77,7 @@ def test_a_checkpoint_replaces_nothing_and_every_rank_says_so(tmp_path: Path, ra
 
 
 def test_no_point_of_scaled_weights_is_asked_for() -> None:
-    """A stop that is asked for when the stage is left must find no border that the weights are no longer those of."""
+    """A stop that is asked for before the weights change saves the last border; afterwards nothing asks any more."""
     events: list[str] = []
 
     class Recorder:
@@ -91,7 +91,7 @@ def test_no_point_of_scaled_weights_is_asked_for() -> None:
 
     session: Any = Recorder()
     rescale(session, session, [], session)
-    assert events == ["keep_border", "rescale", "drop_border", "stop_if_asked", "note"]
+    assert events == ["keep_border", "measure_scale", "stop_if_asked", "drop_border", "rescale", "note"]
 
 
 def test_exports_after_the_step_that_a_run_goes_on_from_are_set_aside(tmp_path):
