@@ -17,12 +17,14 @@ from megarlhf.models.role import Role
 from megarlhf.observe.metrics import Metric, MetricsWriter, require_readable
 from megarlhf.observe.phases import Phases
 from megarlhf.observe.progress import Progress
+from megarlhf.observe.run_directory import CONFIG_FILE
 from megarlhf.provenance import Provenance, Weights
 from megarlhf.resume import point
 from megarlhf.resume.changes import compare
 from megarlhf.resume.checkpointer import Checkpointer
 from megarlhf.resume.claim import Claim, claim, finish
 from megarlhf.resume.identity import History
+from megarlhf.resume.lock import LockError
 from megarlhf.resume.point import Position
 from megarlhf.resume.restore import Identity, Table, restore
 from megarlhf.resume.signals import StopRequest, StopRun
@@ -196,6 +198,12 @@ class Session:
 
         def still_ours() -> None:
             for claimed in claims:
+                if not (claimed.lock.path.exists() or (self.run_dir / CONFIG_FILE).exists()):
+                    raise LockError(
+                        f"run.dir = {self.run_dir} is no longer the directory of this run: lock and {CONFIG_FILE} are "
+                        "gone, so it was moved or removed. Nothing more is written here; to go on, give the command "
+                        "with run.dir at its new place"
+                    )
                 claimed.lock.require_held()
 
         def write_what_waits() -> None:

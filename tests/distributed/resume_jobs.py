@@ -339,6 +339,12 @@ def command_whose_line_waits(runtime: Runtime, line: int, calls: int, *argv: str
         return command_until(runtime, calls, "megarlhf.parallel.step:Trainer", "step", *argv)
 
 
+def command_whose_directory_moves(runtime: Runtime, run: Path, *argv: str) -> tuple[int, str]:
+    """A command whose run directory gets another name when the third update begins."""
+    with at_call(3, "megarlhf.parallel.step:Trainer", "step", lambda: run.rename(f"{run}-moved") and None):
+        return command_status(runtime, *argv)
+
+
 def points_at_updates(runtime: Runtime, run: Path, *argv: str) -> list[list[str]]:
     """The resume points that are there whenever weights are about to change, where writing one takes a second longer
     than anything else."""

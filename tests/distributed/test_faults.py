@@ -26,6 +26,7 @@ from tests.distributed.resume_jobs import (
     command_that_is_late,
     command_that_skips,
     command_until,
+    command_whose_directory_moves,
     command_whose_line_waits,
     command_with,
     points_at_updates,
@@ -337,6 +338,18 @@ def test_a_line_of_metrics_that_had_no_room_is_written_before_the_point_of_its_s
     assert ranks.run(1, command_whose_line_waits, 2, 2, *argv)[0][0] == "killed"
     assert "from resume/step_000001" in ranks.run(1, "command", *argv)[0]
     assert rows(run) == rows(whole)
+
+
+def test_a_directory_that_is_moved_is_not_begun_anew(case, ranks: RankPool, tmp_path: Path) -> None:
+    """A run that went on would leave half of it here and half of it there."""
+    made = case("sft", checkpoint=EACH_STEP)
+    whole, run, moved = tmp_path / "whole", tmp_path / "run", tmp_path / "run-moved"
+    ranks.run(1, "command", *command_line(made, whole))
+    status, said = ranks.run(1, command_whose_directory_moves, run, *command_line(made, run))[0]
+    assert (status, f"run.dir = {run} is no longer the directory of this run" in said) == (2, True), said
+    (moved / "lock").unlink()  # it is another process's that has ended: this one lives on for the next test
+    assert "from resume/step_000002" in ranks.run(1, "command", *command_line(made, moved))[0]
+    assert rows(moved) == rows(whole)
 
 
 def test_with_a_point_at_every_update_a_kill_loses_one(case, ranks: RankPool, tmp_path: Path) -> None:
