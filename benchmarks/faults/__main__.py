@@ -139,9 +139,9 @@ def main() -> None:
     if arguments.fresh:
         shutil.rmtree(arguments.work, ignore_errors=True)
     arguments.work.mkdir(parents=True, exist_ok=True)
-    site = Site(arguments.work)
-    site.prepare()
     sources = source_digest(Path(megarlhf.__file__).parent)
+    site = Site(arguments.work, sources)
+    site.prepare()
     record, skipped = Record(arguments.work / "trials.jsonl", sources), dict[str, str]()
     wanted = {name: min(FAULTS[name].trials, arguments.trials or 1000) for name in arguments.only}
     for case in sorted({case for name in wanted for case in FAULTS[name].cases}):

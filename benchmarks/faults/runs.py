@@ -60,6 +60,8 @@ class Site:
     """Models and data, and the runs made of them."""
 
     root: Path
+    sources: str
+    """Digest of megarlhf's sources: a run of others is no reference."""
 
     def prepare(self) -> None:
         """Data, a supervised model and a reward model, by the commands that users give; once."""
@@ -147,7 +149,7 @@ class Site:
 
     def reference(self, case: Case) -> Reference:
         """The run without a fault; made twice, which has to give the same, and then kept."""
-        file = self.root / "references" / f"{case.name}.json"
+        file = self.root / "references" / f"{case.name}-{self.sources}.json"
         if not file.exists():
             file.parent.mkdir(exist_ok=True)
             made = [self._run_undisturbed(case, file.with_name(f"{case.name}{time}")) for time in (1, 2)]
