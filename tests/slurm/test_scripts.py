@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from megarlhf.commands import launch
 from tools import slurm_scripts
 
 ROOT = Path(__file__).parents[2]
@@ -303,6 +304,7 @@ def test_a_response_in_the_rollout_bank_is_progress(submit, tmp_path):
     done, record = submit("-c", "x", TASK_STATUS="75", SLURM_RESTART_COUNT="1", MEGARLHF_MAX_ATTEMPTS="1")
     assert done.returncode == 0, done.stderr
     assert (memory / "attempts").read_text() == "0 75 none+2\n1 75 none+5\n"
+    assert launch._progress(tmp_path / "run") == "none+5", "what the first rank says that the job has found"
     (record / "requeued").unlink()
     done, record = submit("-c", "x", TASK_STATUS="75", SLURM_RESTART_COUNT="2", MEGARLHF_MAX_ATTEMPTS="1")
     assert done.returncode == 75
