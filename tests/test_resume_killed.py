@@ -36,7 +36,7 @@ def test_a_run_that_is_killed_twice_ends_as_if_it_had_not_been(
     """First at any moment of its second or third step, then while a resume point is being written."""
     case = ppo(two_layers, data)
     ranks.run(1, "command", *case.argv(tmp_path / "whole", tmp_path / "whole.yaml"))
-    trial = Trial(Known(tmp_path), case, random.Random(0), tmp_path / "trial", moments=(1, 3))
+    trial = Trial(Known(tmp_path, ""), case, random.Random(0), tmp_path / "trial", moments=(1, 3))
     try:
         first = trial.start()
         trial.wait_for_moment(first)

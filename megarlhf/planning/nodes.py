@@ -89,8 +89,8 @@ def check_nodes(cfg: Any, runtime: Runtime) -> list[str]:
     facts = _gather(examine(cfg.run.dir, runtime))
     first_of_node = {each.node: each.rank for each in reversed(facts)}
     found = problems(facts)
-    if runtime.rank == 0:
-        found += disk_problems(cfg.run.dir, needed_bytes(cfg), facts[0].node, cfg.checkpoint.keep_every)
+    if runtime.rank == 0 and (needed := needed_bytes(cfg)):
+        found += disk_problems(cfg.run.dir, needed, facts[0].node, cfg.checkpoint.keep_every)
     found = _from_first(found)
     if not found:  # a node with other software may not even compute the same sums
         _check_sums(facts, runtime)
