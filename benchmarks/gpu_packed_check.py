@@ -34,7 +34,7 @@ def run_checks(device: torch.device, deadline: Deadline) -> list[dict[str, Any]]
 
 
 def _checks(device: torch.device, backend: PackedBackend) -> Iterator[tuple[str, Check]]:
-    dtypes, kinds = (torch.float32, torch.bfloat16, torch.float16), ("k1", "k2", "k3", None)
+    dtypes, kinds = (torch.float32, torch.bfloat16, torch.float16), ("k1", "k2", "k3", "abs", None)
     for lengths, dtype, kind in itertools.product(LENGTHS, dtypes, kinds):
         name = f"GAE {kind} {dtype} lengths {lengths[:5]} of {len(lengths)}".replace("torch.", "")
         yield name, partial(_near_truth, partial(_gae, kind), device, backend, lengths, dtype)

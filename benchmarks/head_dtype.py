@@ -63,10 +63,11 @@ def gap_with_head(head: str, model: Path, prompts: Path) -> dict[str, Any]:
     from megarlhf.data.tokenizer import load_tokenizer
     from megarlhf.observe.phases import Phases
     from megarlhf.runtime import RankInfo, initialize
-    from megarlhf.trainers import rl
     from megarlhf.trainers.prompts import load_prompts
+    from megarlhf.trainers.rl_components import build
     from megarlhf.trainers.rl_gap import logprob_gap
     from megarlhf.trainers.rl_rollout import sample
+    from megarlhf.trainers.rl_score import score
     from megarlhf.trainers.session import Session
 
     role = {"model": {"path": str(model), "dtype": "bf16"}}
@@ -90,12 +91,12 @@ def gap_with_head(head: str, model: Path, prompts: Path) -> dict[str, Any]:
 
     runtime, data = initialize(RankInfo(), seed=0), load_prompts(cfg.data, model)
     with mock.patch.object(vllm, "LLM", by_itself if head == "bf16" else llm):
-        components = rl.build(cfg, runtime, load_tokenizer(model), Phases())
+        components = build(cfg, runtime, load_tokenizer(model), Phases())
     components.engine.update_weights(components.actor.shard, version=0)
     components.engine.verify_weights(components.actor.shard)
     chosen = data.train[:32]
     experience = sample(cfg, components.engine, chosen, components.sampling, 0)
-    experience = rl.score(cfg, components, experience, chosen, 0, Session(runtime, cfg.run.dir))
+    experience = score(cfg, components, experience, chosen, 0, Session(runtime, cfg.run.dir))
     gap = {name.removeprefix("rollout_logprob_gap_"): value for name, value in logprob_gap(experience).items()}
     components.engine.close()
     return {"head": head, "tokens": experience.columns["old_logprobs"].values_T.numel(), **gap}

@@ -33,10 +33,12 @@ from megarlhf.models.role import Role
 from megarlhf.observe.phases import Phases
 from megarlhf.parallel.step import Loss, MicroBatch, StepResult
 from megarlhf.runtime import RankInfo, Runtime, initialize
-from megarlhf.trainers import rl
+from megarlhf.trainers.rl_advantages import add_advantages
+from megarlhf.trainers.rl_components import build
 from megarlhf.trainers.rl_gap import LogprobGapWatch, logprob_gap
-from megarlhf.trainers.rl_rollout import sample
-from megarlhf.trainers.rl_score import add_advantages, make_experience
+from megarlhf.trainers.rl_metrics import describe
+from megarlhf.trainers.rl_rollout import make_experience, sample
+from megarlhf.trainers.rl_score import score
 from megarlhf.trainers.rl_updates import StepInProgress, train_on
 from megarlhf.trainers.session import Session
 
@@ -69,7 +71,7 @@ class Run:
         self._cfg, self._workload = cfg, workload
         self._seconds: dict[str, float] = defaultdict(float)
         self._step = 0
-        parts = rl.build(cfg, runtime, load_tokenizer(cfg.actor.model.hf_directory()), Phases())
+        parts = build(cfg, runtime, load_tokenizer(cfg.actor.model.hf_directory()), Phases())
         timed = {name: self._timed(getattr(parts, name)) for name in ("actor", "reference", "critic")}
         self._parts, self._session = dataclasses.replace(parts, **timed), Session(runtime, cfg.run.dir)
         self._prompts = [
@@ -100,14 +102,14 @@ class Run:
             with self._clock("generate"):
                 experience = sample(cfg, parts.engine, self._prompts, parts.sampling, step)
         start, cpu = time.perf_counter(), time.process_time()
-        experience = rl.score(cfg, parts, experience, self._prompts, step, self._session)
+        experience = score(cfg, parts, experience, self._prompts, step, self._session)
         scored = time.perf_counter()
         if not inject:
             gap = LogprobGapWatch(LogprobGapConfig(steps=1), parts.actor.shard.dtype)
             gap.watch(logprob_gap(experience))
             gap.raise_if_failed(last=False)
         experience = add_advantages(experience, cfg.algo)
-        metrics = rl.describe(experience, cfg)
+        metrics = describe(experience, cfg)
         prepared = time.perf_counter()
         metrics |= train_on(cfg, parts, StepInProgress(experience, {}), step)
         trained, cpu = time.perf_counter(), time.process_time() - cpu

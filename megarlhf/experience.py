@@ -88,6 +88,12 @@ class Experience:
     def response_lengths_N(self) -> Tensor:
         return self.rollouts.responses.lengths_N
 
+    @property
+    def trained_lengths_N(self) -> Tensor:
+        """Response tokens of each sample that count in the losses, int64 on the CPU: all of them, or none."""
+        trained_N = self.per_sample.get("trained")
+        return self.response_lengths_N if trained_N is None else self.response_lengths_N * trained_N.cpu().long()
+
     @cached_property
     def prompt_lengths_N(self) -> Tensor:
         """int64, on the CPU."""

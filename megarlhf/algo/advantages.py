@@ -6,10 +6,13 @@ the input.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
+
+GroupOfOne = Literal["zero", "reward"]
+"""What a response gets that is alone in its group, so that nothing can be compared: nothing, or its reward."""
 
 
 class _Groups(NamedTuple):
@@ -23,45 +26,88 @@ class _Groups(NamedTuple):
 
 
 def _centre_groups(rewards_N: Tensor, groups_N: Tensor) -> _Groups:
-    """fp64, so that a group of equal rewards is centred to zero and not to rounding noise over eps."""
+    """A group of equal rewards is centred to zero exactly, and not to rounding noise over eps."""
     rewards_N = rewards_N.double()
     _, index_N, size_G = torch.unique(groups_N, return_inverse=True, return_counts=True)
-    mean_G = _group_sums(rewards_N, index_N, size_G) / size_G
-    return _Groups(index_N, size_G[index_N].double(), rewards_N - mean_G[index_N], size_G)
+    mean_G = _over_groups("sum", rewards_N, index_N, size_G) / size_G
+    equal_G = _over_groups("max", rewards_N, index_N, size_G) == _over_groups("min", rewards_N, index_N, size_G)
+    centred_N = torch.where(equal_G[index_N], 0.0, rewards_N - mean_G[index_N])
+    return _Groups(index_N, size_G[index_N].double(), centred_N, size_G)
 
 
-def _group_sums(values_N: Tensor, index_N: Tensor, size_G: Tensor) -> Tensor:
-    """[G]: each group's sum in the order of its samples. Not index_add: on a GPU its order changes from run to run."""
+def _over_groups(reduction: Literal["sum", "max", "min"], values_N: Tensor, index_N: Tensor, size_G: Tensor) -> Tensor:
+    """[G]: each group's samples in their order. Not index_add: on a GPU its order changes from run to run."""
     order_N = index_N.argsort(stable=True)
     # `unsafe` leaves out a check of lengths that waits for the device and does not take an empty tensor.
-    return torch.segment_reduce(values_N[order_N], "sum", lengths=size_G, axis=0, unsafe=True)
+    return torch.segment_reduce(values_N[order_N], reduction, lengths=size_G, axis=0, unsafe=True)
 
 
-def group_relative(rewards_N: Tensor, groups_N: Tensor, *, scale_by_std: bool = True, eps: float = 1e-6) -> Tensor:
-    """GRPO: how much better a response is than its siblings, (r - mean) / (std + eps) within its group.
+def _with_single(advantages_N: Tensor, rewards_N: Tensor, groups: _Groups, group_of_one: GroupOfOne) -> Tensor:
+    """In the dtype of the rewards."""
+    advantages_N = advantages_N.to(rewards_N.dtype)
+    return advantages_N if group_of_one == "zero" else torch.where(groups.size_N == 1, rewards_N, advantages_N)
+
+
+def group_centred(rewards_N: Tensor, groups_N: Tensor, *, group_of_one: GroupOfOne = "zero") -> Tensor:
+    """r less the mean reward of its group: Dr. GRPO, and the baseline of REINFORCE++.
 
     Shapes:  rewards_N [N], groups_N [N] integers, equal for responses to one prompt, in any order -> [N]
-    Maths:   std is the unbiased one (divided by the group's size - 1), as in code that calls `torch.std`;
-             `scale_by_std=False` leaves it out (Dr. GRPO, Liu et al. 2025)
-    Source:  DeepSeekMath (Shao et al. 2024), section 4.1.2, which does not say which std
-    Note:    a group of one has no sibling: zero
+    Source:  Liu et al. 2025, section 3.2; Hu 2025 (REINFORCE++), section 3
     """
     groups = _centre_groups(rewards_N, groups_N)
-    if not scale_by_std:
-        return groups.centred_N.to(rewards_N.dtype)
-    squares_G = _group_sums(groups.centred_N.square(), groups.index_N, groups.size_G)
-    std_N = (squares_G[groups.index_N] / (groups.size_N - 1).clamp(min=1)).sqrt()
-    return (groups.centred_N / (std_N + eps)).to(rewards_N.dtype)
+    return _with_single(groups.centred_N, rewards_N, groups, group_of_one)
 
 
-def leave_one_out(rewards_N: Tensor, groups_N: Tensor) -> Tensor:
+def group_relative(
+    rewards_N: Tensor,
+    groups_N: Tensor,
+    *,
+    unbiased: bool = True,
+    eps: float = 1e-6,
+    floor: float = 0.0,
+    group_of_one: GroupOfOne = "zero",
+) -> Tensor:
+    """GRPO: how much better a response is than its siblings, (r - mean) / (max(std, floor) + eps) within its group.
+
+    Shapes:  rewards_N [N], groups_N [N] integers, equal for responses to one prompt, in any order -> [N]
+    Maths:   std is the unbiased one (divided by the group's size - 1), as in code that calls `torch.std`, or the
+             biased one. A group of equal rewards gives zeros, whatever eps and floor are
+    Source:  DeepSeekMath (Shao et al. 2024), section 4.1.2, which does not say which std
+    Others:  eps is 1e-6 in verl, 1e-4 in TRL, 1e-9 in OpenRLHF, all with the unbiased std
+    """
+    groups = _centre_groups(rewards_N, groups_N)
+    squares_G = _over_groups("sum", groups.centred_N.square(), groups.index_N, groups.size_G)
+    freedom_N = (groups.size_N - 1).clamp(min=1) if unbiased else groups.size_N
+    std_N = (squares_G[groups.index_N] / freedom_N).sqrt()
+    divisor_N = std_N.clamp(min=floor) + eps
+    scaled_N = torch.where(divisor_N > 0, groups.centred_N / divisor_N, 0.0)
+    return _with_single(scaled_N, rewards_N, groups, group_of_one)
+
+
+def leave_one_out(rewards_N: Tensor, groups_N: Tensor, *, group_of_one: GroupOfOne = "zero") -> Tensor:
     """RLOO: r_i minus the mean reward of the other responses to the same prompt.
 
     Shapes:  rewards_N [N], groups_N [N] integers -> [N]
     Maths:   r_i - mean_{j != i} r_j = k / (k - 1) * (r_i - mean r) for a group of k
     Source:  Kool et al. 2019; Ahmadian et al. 2024, eq. 8
-    Note:    a group of one has no baseline: zero
     """
     groups = _centre_groups(rewards_N, groups_N)
     factor_N = groups.size_N / (groups.size_N - 1).clamp(min=1)
-    return (groups.centred_N * factor_N).to(rewards_N.dtype)
+    return _with_single(groups.centred_N * factor_N, rewards_N, groups, group_of_one)
+
+
+def without_signal(rewards_N: Tensor, groups_N: Tensor) -> Tensor:
+    """Which samples stand in a group of equal rewards, from which nothing is learnt: [N], [N] -> [N] bool."""
+    groups = _centre_groups(rewards_N, groups_N)
+    differ_G = _over_groups("max", groups.centred_N.abs(), groups.index_N, groups.size_G) > 0
+    return ~differ_G[groups.index_N]
+
+
+def explained_variance(values_T: Tensor, returns_T: Tensor) -> float:
+    """How much of the returns' variance the values predict: 1 all, 0 as much as their mean, below 0 less than that.
+
+    Maths:   1 - var(returns - values) / var(returns), both biased; 0 where all returns are equal
+    """
+    variance = returns_T.double().var(correction=0)
+    rest = (returns_T.double() - values_T.double()).var(correction=0)
+    return float(torch.where(variance > 0, 1 - rest / variance, 0.0))

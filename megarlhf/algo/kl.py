@@ -11,17 +11,20 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-KLKind = Literal["k1", "k2", "k3"]
+KLKind = Literal["k1", "k2", "k3", "abs"]
+
+_MAX_LOG_RATIO = 20.0
 
 KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
     "k1": lambda log_ratio: -log_ratio,
     "k2": lambda log_ratio: log_ratio.square() / 2,
     "k3": lambda log_ratio: torch.expm1(log_ratio) - log_ratio,
+    "abs": lambda log_ratio: log_ratio.abs(),
 }
 """From log r = ref_logprob - logprob; `kl_estimate` says what each is."""
 
 
-def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: KLKind) -> Tensor:
+def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: KLKind, clamp: float | None = None) -> Tensor:
     """Estimate KL(pi || ref) per token, from tokens that pi sampled.
 
     Shapes:  any, equal -> the same
@@ -29,13 +32,31 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: KLKind) -> Tensor:
              k1 = -log r             value unbiased, high variance, may be negative
              k2 = (log r)^2 / 2      value biased, never negative
              k3 = (r - 1) - log r    value unbiased, low variance, never negative
+             abs = |log r|           no estimate of the KL: a bound on how far each token may go
+    clamp:   log r is held in [-20, 20], then the estimate in [-clamp, clamp]; no gradient flows beyond either. None:
+             nothing is held
     As a reward (no gradient flows through it) k1 is the right one: the policy gradient with it is that of KL.
     As a loss (autograd through the estimate, tokens on-policy) the expected gradient of
              k1 is zero: it regularises nothing
              k2 is that of KL(pi || ref): the right one
              k3 is that of KL(ref || pi): near to it where pi is near ref, and not the same
+    Others:  verl's low_var_kl is k3 with clamp 10, its mse is k2; OpenRLHF has clamp 10 for all; TRL holds nothing
     Source:  Schulman, "Approximating KL divergence" (2020); tests/algo/test_kl.py works the gradients out
     """
     if kind not in KL_ESTIMATORS:
         raise ValueError(f"unknown KL estimator {kind!r}; the known ones are {', '.join(KL_ESTIMATORS)}")
-    return KL_ESTIMATORS[kind](ref_logprobs - logprobs)
+    log_ratio = ref_logprobs - logprobs
+    if clamp is None:
+        return KL_ESTIMATORS[kind](log_ratio)
+    return KL_ESTIMATORS[kind](log_ratio.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)).clamp(-clamp, clamp)
+
+
+def adapted_coefficient(coef: float, kl: float, target: float, num_samples: int, horizon: int) -> float:
+    """The KL's coefficient after a step, so that the KL comes to `target`.
+
+    Maths:   coef (1 + num_samples / horizon x clip(kl / target - 1, -0.2, 0.2))
+    Source:  Ziegler et al. 2019, section 2.2, where kl is summed over a response; here both are in one unit, whichever
+    Others:  the same in verl, TRL and OpenRLHF; verl counts samples too, and its kl is a mean per token
+    """
+    error = min(max(kl / target - 1, -0.2), 0.2)
+    return coef * (1 + error * num_samples / horizon)

@@ -1,113 +1,27 @@
-"""Losses: sums over what is here, divided by a denominator the caller states.
+"""Losses of the supervised commands and of the critic: sums over what is here, divided by what the caller states.
 
-Axes: B rows, T positions, N pairs. A row is one response, or several end to end (packed): then `lengths_BT` says of
-each response token how long its response is. `mask_BT` is bool and marks response tokens; what stands elsewhere (even
-NaN) changes neither loss nor gradient.
+The policy's is in policy.py. Axes: B rows, T positions, N pairs; of the critic's loss T response tokens end to end.
+`mask_BT` is bool and marks response tokens; what stands elsewhere (even NaN) changes neither loss nor gradient.
 
-`denominator` counts over the whole mini-batch and all data-parallel ranks: response tokens, sequences or
-pairs, as each function says. The caller sums the losses of micro-batches and the gradients of ranks, and any
-split of the mini-batch gives the same loss and gradient.
+`denominator` counts over the whole mini-batch and all data-parallel ranks: response tokens or pairs, as each function
+says. The caller sums the losses of micro-batches and the gradients of ranks, and any split of the mini-batch gives the
+same loss and gradient.
 """
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from megarlhf.algo.kl import KL_ESTIMATORS, KLKind, kl_estimate
-
-Aggregation = Literal["token", "sequence"]
 Denominator = int | float | Tensor
-
-# exp of a log-ratio beyond this says only that something is wrong; inf would make NaN gradients of it.
-_MAX_LOG_RATIO = 20.0
-
-
-def token_weights(
-    mask_BT: Tensor, kind: Aggregation, *, denominator: Denominator, lengths_BT: Tensor | None = None
-) -> Tensor:
-    """How much each token counts; over the whole mini-batch the weights sum to 1.
-
-    Shapes:  mask_BT [B, T] -> [B, T] fp32, zero where the mask is False
-             lengths_BT [B, T]: response tokens of the response that a token belongs to; None: each row is one response
-    kind:    'token': the mean over response tokens (DAPO, Yu et al. 2025); denominator: response tokens
-             'sequence': the mean over sequences of each one's token mean (GRPO, Shao et al. 2024, eq. 3);
-             denominator: sequences of the mini-batch; one without a response token adds nothing to the sum
-    """
-    weights_BT = mask_BT.float()
-    if kind == "sequence":
-        if lengths_BT is None:
-            lengths_BT = weights_BT.sum(dim=1, keepdim=True)
-        weights_BT = weights_BT / lengths_BT.clamp(min=1)
-    elif kind != "token":
-        raise ValueError(f"unknown aggregation {kind!r}; the known ones are token, sequence")
-    return weights_BT / denominator
-
-
-def _masked(x_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """x with zero on padding; before any nonlinearity, so that NaN there reaches no gradient."""
-    return torch.where(mask_BT, x_BT, torch.zeros_like(x_BT))
 
 
 def token_nll(logprobs_BT: Tensor, mask_BT: Tensor, *, denominator: Denominator) -> Tensor:
     """Negative log-likelihood of the response tokens. Denominator: response tokens of the mini-batch. 0-d."""
-    return -_masked(logprobs_BT, mask_BT).sum() / denominator
-
-
-class PolicyLossOutput(NamedTuple):
-    """The loss, and detached sums that add up over micro-batches and ranks (`ratio_max` by maximum)."""
-
-    loss: Tensor
-    clipped: Tensor
-    """Response tokens where the clipped term was the larger loss, so that no gradient flows."""
-    ratio_sum: Tensor
-    """Sum of new over old probability; over the response tokens it has mean 1 on-policy."""
-    ratio_max: Tensor
-    """The largest ratio; 0 without a token."""
-    kl_sum: Tensor
-    """Sum of k3 of old against new: how far the policy moved since sampling, nats."""
-
-
-def clipped_policy_loss(
-    logprobs_BT: Tensor,
-    old_logprobs_BT: Tensor,
-    advantages_BT: Tensor,
-    mask_BT: Tensor,
-    *,
-    clip_low: float,
-    clip_high: float,
-    denominator: Denominator,
-    aggregation: Aggregation = "token",
-    lengths_BT: Tensor | None = None,
-) -> PolicyLossOutput:
-    """PPO's clipped surrogate, negated.
-
-    Shapes:  all [B, T] -> 0-d each
-    Maths:   ratio = exp(logprob - old_logprob);
-             max(-ratio A, -clip(ratio, 1 - clip_low, 1 + clip_high) A), weighted by `token_weights`
-    Source:  Schulman et al. 2017, eq. 7; unequal bounds: DAPO, Yu et al. 2025, eq. 10
-    Denominator: response tokens of the mini-batch ('token') or its sequences ('sequence')
-    Note:    a log-ratio beyond +-20 is held there and gives no gradient
-    """
-    log_ratio_BT = _masked(logprobs_BT - old_logprobs_BT, mask_BT).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
-    advantages_BT = _masked(advantages_BT, mask_BT)
-    ratio_BT = log_ratio_BT.exp()
-    plain_BT = -ratio_BT * advantages_BT
-    clipped_BT = -ratio_BT.clamp(1 - clip_low, 1 + clip_high) * advantages_BT
-    weights_BT = token_weights(mask_BT, aggregation, denominator=denominator, lengths_BT=lengths_BT)
-    loss = (torch.maximum(plain_BT, clipped_BT) * weights_BT).sum()
-    with torch.no_grad():
-        masked_ratio_BT = _masked(ratio_BT, mask_BT)
-        return PolicyLossOutput(
-            loss=loss,
-            clipped=(clipped_BT > plain_BT).sum(),
-            ratio_sum=masked_ratio_BT.sum(),
-            ratio_max=masked_ratio_BT.max() if masked_ratio_BT.numel() else masked_ratio_BT.sum(),
-            kl_sum=KL_ESTIMATORS["k3"](log_ratio_BT).sum(),
-        )
+    return -torch.where(mask_BT, logprobs_BT, torch.zeros_like(logprobs_BT)).sum() / denominator
 
 
 class ValueLossOutput(NamedTuple):
@@ -119,29 +33,22 @@ class ValueLossOutput(NamedTuple):
 
 
 def clipped_value_loss(
-    values_BT: Tensor,
-    old_values_BT: Tensor,
-    returns_BT: Tensor,
-    mask_BT: Tensor,
-    *,
-    clip: float | None,
-    denominator: Denominator,
+    values_T: Tensor, old_values_T: Tensor, returns_T: Tensor, weights_T: Tensor, *, clip: float | None
 ) -> ValueLossOutput:
     """Squared error of the critic, not rewarded for moving further than `clip` from its old value.
 
-    Shapes:  all [B, T] -> 0-d each
-    Maths:   0.5 max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2); clip=None: 0.5 (V - R)^2
+    Shapes:  all [T] -> 0-d
+    Maths:   sum of weight x 0.5 max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2); clip=None: 0.5 (V - R)^2
     Source:  OpenAI baselines' ppo2; Engstrom et al. 2020
-    Denominator: response tokens of the mini-batch
+    Denominator: in the weights (`averaging.response_weights`)
     """
-    values_BT, old_values_BT, returns_BT = (_masked(x_BT, mask_BT) for x_BT in (values_BT, old_values_BT, returns_BT))
-    error_BT = (values_BT - returns_BT).square()
+    error_T = (values_T - returns_T).square()
     if clip is None:
-        return ValueLossOutput(0.5 * error_BT.sum() / denominator, mask_BT.sum() * 0)
-    held_BT = old_values_BT + (values_BT - old_values_BT).clamp(-clip, clip)
-    held_error_BT = (held_BT - returns_BT).square()
-    loss = 0.5 * torch.maximum(error_BT, held_error_BT).sum() / denominator
-    return ValueLossOutput(loss, (held_error_BT > error_BT).sum())
+        return ValueLossOutput(0.5 * (error_T * weights_T).sum(), torch.zeros_like(error_T).sum().detach())
+    held_T = old_values_T + (values_T - old_values_T).clamp(-clip, clip)
+    held_error_T = (held_T - returns_T).square()
+    loss = 0.5 * (torch.maximum(error_T, held_error_T) * weights_T).sum()
+    return ValueLossOutput(loss, (held_error_T > error_T).sum())
 
 
 def pairwise_last_token(chosen_N: Tensor, rejected_N: Tensor, *, denominator: Denominator) -> Tensor:
@@ -202,39 +109,3 @@ def pairwise_aligned_span(
     margin_BT = chosen_scores_BT.gather(1, chosen_index_BT) - rejected_scores_BT.gather(1, rejected_index_BT)
     loss_BT = -logsigmoid(margin_BT) * span_BT
     return (loss_BT.sum(dim=1) / (longer_B - first_B)).sum() / denominator
-
-
-def kl_penalty(
-    logprobs_BT: Tensor,
-    ref_logprobs_BT: Tensor,
-    mask_BT: Tensor,
-    *,
-    kind: KLKind,
-    denominator: Denominator,
-    aggregation: Aggregation = "token",
-    lengths_BT: Tensor | None = None,
-) -> Tensor:
-    """KL against the reference as a term of the loss; `kl_estimate` says which kind has which gradient.
-
-    Shapes:  all [B, T] -> 0-d
-    Denominator: response tokens of the mini-batch ('token') or its sequences ('sequence')
-    """
-    kl_BT = kl_estimate(_masked(logprobs_BT, mask_BT), _masked(ref_logprobs_BT, mask_BT), kind)
-    return (kl_BT * token_weights(mask_BT, aggregation, denominator=denominator, lengths_BT=lengths_BT)).sum()
-
-
-def entropy_bonus(
-    entropy_BT: Tensor,
-    mask_BT: Tensor,
-    *,
-    denominator: Denominator,
-    aggregation: Aggregation = "token",
-    lengths_BT: Tensor | None = None,
-) -> Tensor:
-    """Mean entropy of the response tokens' distributions, nats; it is subtracted from a loss.
-
-    Shapes:  all [B, T] -> 0-d
-    Denominator: response tokens of the mini-batch ('token') or its sequences ('sequence')
-    """
-    weights_BT = token_weights(mask_BT, aggregation, denominator=denominator, lengths_BT=lengths_BT)
-    return (_masked(entropy_BT, mask_BT) * weights_BT).sum()

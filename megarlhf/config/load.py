@@ -175,6 +175,8 @@ def _describe(error: ValidationError, kind: type[FrozenModel], path: Path, overr
         else:
             got = "" if item["type"] == "value_error" else f", got {item['input']!r}"
             text = (f"{where}: " if where else "") + item["msg"].removeprefix("Value error, ") + got
+            if item["type"] == "literal_error":
+                text += _nearest_choice(str(item["input"]), item["ctx"]["expected"])
         unknown = item["type"] == "extra_forbidden"
         override = next((o for o in reversed(overrides) if _concerns(o.partition("=")[0], where, unknown)), None)
         if override is None:
@@ -182,6 +184,12 @@ def _describe(error: ValidationError, kind: type[FrozenModel], path: Path, overr
         else:
             of_overrides.append(f"override {override!r}: {text}")
     return "\n".join([f"{path}: " + "\n".join(of_file)] * bool(of_file) + of_overrides)
+
+
+def _nearest_choice(given: str, expected: str) -> str:
+    """A question, where one of the choices (quoted in `expected`) may have been meant."""
+    near = difflib.get_close_matches(given, re.findall(r"'([^']+)'", expected), n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def _concerns(key: str, where: str, unknown: bool) -> bool:

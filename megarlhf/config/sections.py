@@ -11,8 +11,9 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, PositiveInt, model_validator
 
+from megarlhf.config.algo import GROUPED, AlgoConfig
 from megarlhf.config.numbers import SkipConfig
-from megarlhf.config.roles import Fraction, FrozenModel, NonNegative, Positive, RoleConfig
+from megarlhf.config.roles import FrozenModel, NonNegative, Positive, RoleConfig
 from megarlhf.config.rollout import RolloutConfig
 from megarlhf.config.run import CheckpointConfig, RunConfig
 from megarlhf.config.watchdog import WatchdogConfig
@@ -102,7 +103,9 @@ class StopConfig(FrozenModel):
     """
 
     max_kl: Positive | None = None
-    """Stop after a step whose `kl` (mean per response token, against the reference) exceeds this."""
+    """Stop when `kl` (mean per response token, against the reference) exceeds this, as the mean of some last steps."""
+    max_kl_steps: PositiveInt = 4
+    """How many: a single step's estimate is noisy. Before there are as many, those that there are."""
     heldout_reward_patience: PositiveInt | None = None
     """Stop when the held-out reward has not risen for so many evaluations. Those count that `eval.every` makes due; the
     one after the last step of a run does not, so that a prolonged run ends where one planned so long would."""
@@ -123,59 +126,6 @@ class RLTrainConfig(MicroBatchConfig, SkipConfig):
     """First steps in which only the critic is trained; without a critic they do not exist. The actor's learning-rate
     schedule begins after them."""
     stop: StopConfig = StopConfig()
-
-
-class KLConfig(FrozenModel):
-    coef: NonNegative = 0.0
-    """Weight of the KL to the reference; 0 still measures it."""
-    placement: Literal["reward", "loss"] = "reward"
-    """`reward`: -coef x kl on each token's reward (PPO). `loss`: + coef x kl in the loss (GRPO)."""
-    estimator: Literal["k1", "k2", "k3"] = "k1"
-    """Schulman's estimators; also the one that the metric `kl` reports."""
-
-    @model_validator(mode="after")
-    def _check(self) -> KLConfig:
-        if self.placement == "loss" and self.estimator == "k1" and self.coef > 0:
-            raise ValueError(
-                "estimator k1 in the loss has a gradient of mean zero and regularises nothing; "
-                "use k3 or k2 with placement 'loss', or placement 'reward'"
-            )
-        return self
-
-
-class AlgoConfig(FrozenModel):
-    advantage: Literal["gae", "group_relative", "leave_one_out"] = "gae"
-    """`gae` builds a critic; the others compare the samples of one prompt and do not."""
-    policy_loss: Literal["clip"] = "clip"
-    """PPO's clipped surrogate."""
-    gamma: Fraction = 1.0
-    """Discount of later rewards; `gae` only."""
-    lam: Fraction = 0.95
-    """GAE's lambda: 1 trusts the rewards, 0 the critic; `gae` only."""
-    whiten_advantages: bool = True
-    """Over all response tokens of the step; `gae` only."""
-    scale_by_group_std: bool = True
-    """`group_relative` only: divide by the group's standard deviation."""
-    clip_low: Positive = 0.2
-    """The ratio of new to old probability is clipped at 1 - clip_low from below."""
-    clip_high: Positive = 0.2
-    """The ratio is clipped at 1 + clip_high from above."""
-    value_clip: Positive = 0.2
-    """The critic gains nothing from moving a value further than this from its old one."""
-    entropy_coef: NonNegative = 0.0
-    """Weight of the entropy that is subtracted from the policy loss."""
-    loss_average: Literal["token", "sequence"] = "token"
-    """Mean over response tokens of the mini-batch, or over sequences of their token means."""
-    kl: KLConfig = KLConfig()
-    shuffle_rewards: bool = False
-    """Control experiment: permute the rewards over the step's samples, so that they say nothing about the responses.
-    The policy should then learn nothing, with one exception: with `gae` at lam < 1 the critic's values enter the
-    advantages, and a critic that was made from the reward model knows good responses without any reward. A clean
-    control takes lam = 1, a fresh critic, or an estimator without a critic. The KL term acts as ever."""
-
-    @property
-    def needs_critic(self) -> bool:
-        return self.advantage == "gae"
 
 
 class RewardConfig(FrozenModel):
@@ -253,6 +203,11 @@ class RLConfig(FrozenModel):
     watchdog: WatchdogConfig = WatchdogConfig()
 
     @property
+    def loss_constant(self) -> int:
+        """What `algo.loss_average: constant` divides the sums of sequences by."""
+        return self.algo.loss_constant or self.rollout.max_response_tokens
+
+    @property
     def uses_reward_model(self) -> bool:
         return any(reward.kind == "model" for reward in self.rewards)
 
@@ -280,7 +235,7 @@ class RLConfig(FrozenModel):
             raise ValueError(f"algo.advantage = {self.algo.advantage!r} needs values: give a critic section")
         if self.uses_reward_model and self.reward_model is None:
             raise ValueError("rewards names the reward model: give a reward_model section")
-        if not self.algo.needs_critic and self.rollout.num_samples_per_prompt < 2:
+        if self.algo.advantage in GROUPED and self.rollout.num_samples_per_prompt < 2:
             raise ValueError(
                 f"algo.advantage = {self.algo.advantage!r} compares the samples of one prompt and needs "
                 f"rollout.num_samples_per_prompt >= 2; got {self.rollout.num_samples_per_prompt}"

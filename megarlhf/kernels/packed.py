@@ -66,15 +66,18 @@ def packed_gae(
     lam: float,
     kl_coef: float,
     kl_kind: KLKind = "k1",
+    token_rewards_T: Tensor | None = None,
     backend: PackedBackend = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Reward shaped by KL, score at the end, generalised advantage estimation and returns, in one go.
 
-    Shapes:  logprobs_T, ref_logprobs_T, values_T [T] bf16, fp16, fp32 or fp64; scores_N [N]; cu_seqlens [N + 1] int32
-             or int64, 0 first and T last -> advantages_T, returns_T [T] fp32 (fp64 where anything is fp64)
+    Shapes:  logprobs_T, ref_logprobs_T, values_T, token_rewards_T [T] bf16, fp16, fp32 or fp64; scores_N [N];
+             cu_seqlens [N + 1] int32 or int64, 0 first and T last -> advantages_T, returns_T [T] fp32 (fp64 where
+             anything is fp64)
     Maths:   algo/gae.py::gae of kl_shaped_rewards (Ziegler et al. 2019, eq. 2; Schulman et al. 2016, eq. 16)
     Note:    advantages are not whitened, see `packed_whiten`. A sequence of length 0 has nowhere to put its score. With
-             kl_coef 0 the log-probs are not read, and the reference's may be None. No gradient flows through.
+             kl_coef 0 the log-probs are not read, and the reference's may be None. Rewards of tokens take the place of
+             the KL: with them kl_coef is 0. No gradient flows through.
     Borders: cu_seqlens may lie on the CPU whatever the tokens' device: it is then looked at before anything runs. On
              a GPU, where looking would mean waiting, what is wrong with it trips a device assertion.
     Raises:  ValueError
@@ -89,13 +92,17 @@ def packed_gae(
     require_fraction("lam", lam)
     require_column("values_T", values_T)
     ref_logprobs_T = None if kl_coef == 0 else ref_logprobs_T
-    for name, column_T in (("logprobs_T", logprobs_T), ("ref_logprobs_T", ref_logprobs_T)):
+    if token_rewards_T is not None and kl_coef > 0:
+        raise ValueError(f"kl_coef = {kl_coef} beside token_rewards_T; add the KL to these, and give kl_coef = 0")
+    columns = {"logprobs_T": logprobs_T, "ref_logprobs_T": ref_logprobs_T, "token_rewards_T": token_rewards_T}
+    for name, column_T in columns.items():
         if column_T is not None:
             require_column(name, column_T, values_T)
-    kernels, sequences = _prepare(cu_seqlens, backend, values_T, logprobs_T, ref_logprobs_T, scores_N)
+    kernels, sequences = _prepare(cu_seqlens, backend, values_T, logprobs_T, ref_logprobs_T, scores_N, token_rewards_T)
     require_per_sequence("scores_N", scores_N, sequences.num_sequences, values_T)
     numbers = (float(gamma), float(lam), float(kl_coef), kl_kind)
-    return kernels.gae(GAEInputs(logprobs_T, ref_logprobs_T, values_T, scores_N, *numbers), sequences)
+    inputs = GAEInputs(logprobs_T, ref_logprobs_T, values_T, scores_N, *numbers, token_rewards_T)
+    return kernels.gae(inputs, sequences)
 
 
 @torch.no_grad()

@@ -46,8 +46,10 @@ class GAEInputs:
     lam: float
     kl_coef: float
     kl_kind: KLKind
+    token_rewards_T: Tensor | None = None
+    """Added to each token's reward; then there is no KL beside it."""
 
     @property
     def dtype(self) -> torch.dtype:
         """What is computed in."""
-        return working_dtype(self.logprobs_T, self.ref_logprobs_T, self.values_T, self.scores_N)
+        return working_dtype(self.logprobs_T, self.ref_logprobs_T, self.values_T, self.scores_N, self.token_rewards_T)

@@ -21,8 +21,15 @@ def gae(inputs: GAEInputs, sequences: CuSeqlens) -> tuple[Tensor, Tensor]:
     dtype, cu_seqlens = inputs.dtype, sequences.cu_seqlens
     logprobs_T, scores_N, values_T = (x.to(dtype) for x in (inputs.logprobs_T, inputs.scores_N, inputs.values_T))
     ref_T = None if inputs.ref_logprobs_T is None else inputs.ref_logprobs_T.to(dtype)
+    token_rewards_T = None if inputs.token_rewards_T is None else inputs.token_rewards_T.to(dtype)
     rewards_T = specification.kl_shaped_rewards(
-        logprobs_T, ref_T, scores_N, cu_seqlens, kl_coef=inputs.kl_coef, kl_kind=inputs.kl_kind
+        logprobs_T,
+        ref_T,
+        scores_N,
+        cu_seqlens,
+        kl_coef=inputs.kl_coef,
+        kl_kind=inputs.kl_kind,
+        token_rewards_T=token_rewards_T,
     )
     return specification.gae(rewards_T, values_T, cu_seqlens, gamma=inputs.gamma, lam=inputs.lam)
 

@@ -31,6 +31,8 @@ def gae(inputs: GAEInputs, sequences: CuSeqlens) -> tuple[Tensor, Tensor]:
     if ref_logprobs_T is not None:
         kl_T = kl_estimate(inputs.logprobs_T.to(dtype), ref_logprobs_T.to(dtype), inputs.kl_kind)
         terms_T.sub_(kl_T, alpha=inputs.kl_coef)
+    if inputs.token_rewards_T is not None:
+        terms_T.add_(inputs.token_rewards_T.to(dtype))
     terms_T.index_copy_(0, last_K, terms_T[last_K] + inputs.scores_N[present_N].to(dtype))
     advantages_T = _scan(terms_T, sequences, gamma * inputs.lam)
     return advantages_T, advantages_T + values_T

@@ -101,17 +101,22 @@ def _followed_by(a_behind, b_behind, a, b):
 
 @triton.jit
 def _terms(logprobs_ptr, ref_ptr, values_ptr, t, inside, end, score, gamma, kl_coef, KL: tl.constexpr):
-    """(d_t, V_t) of a block; without a KL neither log-prob is read."""
+    """(d_t, V_t) of a block; without a KL neither log-prob is read. `rewards`: what stands in place of the reference's
+    log-probs is each token's reward."""
     value = tl.load(values_ptr + t, mask=inside, other=0.0).to(tl.float32)
     behind = tl.load(values_ptr + t + 1, mask=inside & (t + 1 < end), other=0.0).to(tl.float32)
     term = tl.where(t == end - 1, score, 0.0)
-    if KL != "none":
+    if KL == "rewards":
+        term += tl.load(ref_ptr + t, mask=inside, other=0.0).to(tl.float32)
+    elif KL != "none":
         log_ratio = tl.load(ref_ptr + t, mask=inside, other=0.0).to(tl.float32)
         log_ratio -= tl.load(logprobs_ptr + t, mask=inside, other=0.0).to(tl.float32)
         if KL == "k1":
             term += kl_coef * log_ratio
         elif KL == "k2":
             term -= kl_coef * (log_ratio * log_ratio * 0.5)
+        elif KL == "abs":
+            term -= kl_coef * tl.abs(log_ratio)
         else:
             term -= kl_coef * _k3(log_ratio)
     return term + gamma * behind - value, value
@@ -202,8 +207,11 @@ def gae(inputs: GAEInputs, sequences: CuSeqlens, launch: LaunchConfig = DEFAULT_
     if num_tokens == 0:
         return advantages_T, returns_T
     # Without a reference there is no KL, and a kernel of that kind reads neither array.
-    kind = "none" if inputs.ref_logprobs_T is None else inputs.kl_kind
-    ref_T = inputs.logprobs_T if inputs.ref_logprobs_T is None else inputs.ref_logprobs_T
+    kind, ref_T = "none", inputs.logprobs_T
+    if inputs.token_rewards_T is not None:
+        kind, ref_T = "rewards", inputs.token_rewards_T
+    elif inputs.ref_logprobs_T is not None:
+        kind, ref_T = inputs.kl_kind, inputs.ref_logprobs_T
     read = [tensor.contiguous() for tensor in (inputs.logprobs_T, ref_T, inputs.values_T, inputs.scores_N)]
     parts = launch.parts(num_sequences, num_tokens)
     tokens, warps = launch.fitted(sequences)

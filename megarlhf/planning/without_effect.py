@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from megarlhf.config import FrozenModel, GenerateConfig, RLConfig, RMConfig, SFTConfig
+from megarlhf.config.algo import DISCOUNTED, GROUPED
 
 _VLLM_ONLY = "gpu_memory_utilization cpu_cache_gib reshard_bucket_mib poison_weights"
 
@@ -51,12 +52,43 @@ def _of_training(cfg: SFTConfig | RMConfig | RLConfig) -> list[_Row]:
 
 
 def _of_rl(cfg: RLConfig) -> list[_Row]:
-    advantage = cfg.algo.advantage
+    algo, advantage = cfg.algo, cfg.algo.advantage
     without_critic = f"algo.advantage = {advantage} has no critic"
+    reads_none = f"algo.advantage = {advantage} reads none"
+    ungrouped = f"algo.advantage = {advantage} compares no group"
+    unscaled = f"algo.advantage = {advantage} scales by no group"
+    if advantage == "group_relative" and not algo.scale_by_group_std:
+        unscaled = "algo.scale_by_group_std = false"
+    clipless = f"algo.policy_loss = {algo.policy_loss} has no such bound"
+    of_clip = algo.policy_loss != "clip"
+    correction = algo.rollout_correction.kind
     return [
-        ("algo.gamma algo.lam algo.whiten_advantages", advantage != "gae", f"algo.advantage = {advantage} reads none"),
-        ("algo.value_clip train.critic_warmup_steps critic", not cfg.algo.needs_critic, without_critic),
-        ("algo.scale_by_group_std", advantage != "group_relative", f"algo.advantage = {advantage} scales by no group"),
+        ("algo.gamma", advantage not in DISCOUNTED, reads_none),
+        ("algo.lam", advantage != "gae", reads_none),
+        ("algo.whiten_over algo.whiten_variance", not algo.whitens, "the advantages are not whitened"),
+        ("algo.value_clip train.critic_warmup_steps critic", not algo.needs_critic, without_critic),
+        ("algo.scale_by_group_std", advantage != "group_relative", unscaled),
+        (
+            "algo.group_std algo.group_std_eps algo.group_std_floor",
+            advantage != "group_relative" or not algo.scale_by_group_std,
+            unscaled,
+        ),
+        ("algo.group_of_one", advantage not in GROUPED, ungrouped),
+        ("algo.clip_low algo.clip_high", algo.policy_loss in ("sapo", "policy_gradient"), clipless),
+        ("algo.clip_dual algo.clip_delta", of_clip, clipless),
+        (
+            "algo.sapo_temperature_positive algo.sapo_temperature_negative",
+            algo.policy_loss != "sapo",
+            f"algo.policy_loss = {algo.policy_loss} has no gate",
+        ),
+        ("algo.ratio", algo.policy_loss == "policy_gradient", "algo.policy_loss = policy_gradient has no ratio"),
+        ("algo.loss_constant", algo.loss_average != "constant", f"algo.loss_average = {algo.loss_average}"),
+        ("algo.loss_block_samples", algo.loss_average != "bnpo", f"algo.loss_average = {algo.loss_average}"),
+        ("algo.kl.horizon", algo.kl.controller == "fixed", "algo.kl.controller = fixed"),
+        ("algo.rollout_correction.level", correction == "none", "algo.rollout_correction.kind = none"),
+        ("algo.rollout_correction.high", correction == "none", "algo.rollout_correction.kind = none"),
+        ("algo.rollout_correction.low", correction != "mask", f"algo.rollout_correction.kind = {correction}"),
+        ("train.stop.max_kl_steps", cfg.train.stop.max_kl is None, "train.stop.max_kl is not set"),
         ("algo.kl.placement", cfg.algo.kl.coef == 0, "algo.kl.coef = 0"),
         ("reward_model", not cfg.uses_reward_model, "no entry of rewards has kind: model"),
         ("rollout.verify_weights_every", cfg.rollout.engine != "vllm", "of the engine vllm only"),

@@ -37,6 +37,8 @@ log = logging.getLogger(__name__)
 WINDOW = 64
 """Gradient norms that the running median is of."""
 MIN_NORMS = 16
+CHANGING = ("kl_coef", "entropy_coef")
+"""Fields of losses that change over a run."""
 KEPT = 5
 """Skipped steps that are kept in `failures/`, with the weights before them: the newest."""
 
@@ -170,6 +172,7 @@ class Failures:
             sums=result.sums,
             gradient_norm=result.grad_norm,
             denominators={name: value for name, value in vars(loss).items() if isinstance(value, int)},
+            coefficients={name: value for name, value in vars(loss).items() if name in CHANGING},
             counters=role_state.counters(role),
             layout=layout_in_words(role),
             world_size=role.mesh.runtime.world_size,

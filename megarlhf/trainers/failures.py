@@ -20,7 +20,7 @@ from megarlhf.resume.changes import TrainingConfig, roles_of
 
 FAILURE_FILE = "failure.json"
 POINT = "point"
-FORMAT = 1
+FORMAT = 2
 CONFIGS: Mapping[str, type[TrainingConfig]] = {"sft": SFTConfig, "rm": RMConfig, "rl": RLConfig}
 """By the command that writes failures."""
 
@@ -43,6 +43,8 @@ class Failure:
     gradient_norm: float
     denominators: Mapping[str, int]
     """Of the loss, by its fields: numbers of the whole mini-batch."""
+    coefficients: Mapping[str, float]
+    """Of the loss, by its fields: those that change over a run."""
     counters: Mapping[str, int]
     """Steps that the role's optimizer and learning rate had made."""
     layout: str

@@ -93,8 +93,10 @@ def build(cfg: TrainingConfig, runtime: Runtime, failure: Failure, weights: Path
 
 
 def rebuilt_loss(cfg: TrainingConfig, failure: Failure, role: Role) -> Loss:
-    """The loss of the whole mini-batch: its denominators are kept, the rest is configuration."""
+    """The loss of the whole mini-batch: its denominators and what changes over a run are kept, the rest is
+    configuration."""
     denominators: Mapping[str, Any] = failure.denominators
+    coefficients: Mapping[str, Any] = failure.coefficients
     if isinstance(cfg, SFTConfig):
         return NextTokenLoss(vocabulary=role.shard.vocabulary(), **denominators)
     if isinstance(cfg, RMConfig):
@@ -106,6 +108,7 @@ def rebuilt_loss(cfg: TrainingConfig, failure: Failure, role: Role) -> Loss:
         temperature=cfg.rollout.temperature,
         vocabulary=role.shard.vocabulary(),
         **denominators,
+        **coefficients,
     )
 
 

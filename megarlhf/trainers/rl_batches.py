@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from megarlhf.algo.averaging import Aggregation, response_weights
 from megarlhf.config import MicroBatchConfig
 from megarlhf.experience import Experience, Ragged, redistribute
 from megarlhf.models.role import Role
@@ -36,22 +37,52 @@ def split_into_mini_batches(num_samples: int, size: int, *, shuffle: bool, seed:
 
 
 def micro_batches(
-    role: Role, experience: Experience, samples: Sequence[int], micro: MicroBatchConfig, columns: Sequence[str] = ()
+    role: Role,
+    experience: Experience,
+    samples: Sequence[int],
+    micro: MicroBatchConfig,
+    columns: Sequence[str] = (),
+    weights_N: Tensor | None = None,
 ) -> list[MicroBatch]:
-    """This data-parallel rank's micro-batches of `samples`, with the named per-token columns."""
-    return [micro_batch(role, experience, layout, columns) for layout in _layouts(role, experience, [samples], micro)]
+    """This data-parallel rank's micro-batches of `samples`, with the named per-token columns.
+
+    `weights_N`: of each token of each sample of the step, in the loss; on the CPU.
+    """
+    layouts = _layouts(role, experience, [samples], micro)
+    return [micro_batch(role, experience, layout, columns, weights_N) for layout in layouts]
+
+
+def loss_weights(
+    experience: Experience,
+    samples: Sequence[int],
+    average: Aggregation,
+    constant: int | None = None,
+    block: int | None = None,
+) -> Tensor:
+    """[N] fp64 on the CPU: the weight of each token of the mini-batch `samples` in a loss, see `response_weights`; 0
+    for the other samples of the step."""
+    lengths_N = experience.trained_lengths_N[list(samples)]
+    weights_N = torch.zeros(experience.num_samples, dtype=torch.float64)
+    weights_N[list(samples)] = response_weights(lengths_N, average, constant=constant, block=block)
+    return weights_N
 
 
 def micro_batch(
-    role: Role, experience: Experience, layout: MicroBatchLayout, columns: Sequence[str] = ()
+    role: Role,
+    experience: Experience,
+    layout: MicroBatchLayout,
+    columns: Sequence[str] = (),
+    weights_N: Tensor | None = None,
 ) -> MicroBatch:
     """What `role` reads of the samples on `layout`."""
     device = role.mesh.runtime.device
     responses = response_spans(experience)
     grids = {
         "response_mask": micro_batch_mask(layout, responses, device),
-        "response_lengths": repeat_on_micro_batch(layout, experience.response_lengths_N, responses, device),
+        "sample_numbers": repeat_on_micro_batch(layout, torch.arange(experience.num_samples), responses, device),
     }
+    if weights_N is not None:
+        grids["loss_weights"] = repeat_on_micro_batch(layout, weights_N, responses, device)
     for name in columns:
         grids[name] = scatter_to_micro_batch(layout, experience.columns[name], responses)
     tokens_BS = scatter_to_micro_batch(layout, experience.sequences, TokenSpans.whole(experience.sequences.lengths_N))

@@ -1,15 +1,34 @@
-"""What a run of rl is made of."""
+"""What a run of rl is made of: roles, engine, rewards, and whatever keeps state over steps."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megarlhf.models.role import Role
+from megarlhf.architectures.placements import Head
+from megarlhf.config import RLConfig
+from megarlhf.data.tokenizer import Tokenizer
+from megarlhf.models.role import Role, build_role
 from megarlhf.observe.phases import Phases
+from megarlhf.parallel.mesh import GroupCache
+from megarlhf.resume.identity import (
+    architecture_of,
+    digest_of_samples,
+    digest_of_vocabulary,
+    digest_of_weights,
+    identity_of_weights,
+)
+from megarlhf.resume.signals import StopRequest
+from megarlhf.resume.state import Stateful
+from megarlhf.rollout.bank import Bank
 from megarlhf.rollout.engine import RolloutEngine, Sampling
-from megarlhf.trainers.bad_steps import BadSteps
-from megarlhf.trainers.rl_score import Rewarder
+from megarlhf.rollout.rewards.rules import sources_of_rules
+from megarlhf.runtime import Runtime
+from megarlhf.trainers.bad_steps import BadSteps, Failures
+from megarlhf.trainers.prompts import PromptData, make_engine, mesh_orders, sampling_of
+from megarlhf.trainers.rl_kl import KLController
+from megarlhf.trainers.rl_rewards import Rewarder
+from megarlhf.trainers.session import Training
 
 
 @dataclass(frozen=True)
@@ -25,7 +44,69 @@ class Components:
     phases: Phases
     bad_steps: Mapping[str, BadSteps]
     """By trained role."""
+    kl: KLController
 
     @property
     def trained(self) -> list[Role]:
         return [role for role in (self.actor, self.critic) if role is not None]
+
+    @property
+    def states(self) -> dict[str, Stateful]:
+        """Whatever of this keeps state over steps, by name."""
+        skipped = {f"bad_steps/{name}": bad_steps for name, bad_steps in self.bad_steps.items()}
+        return {"kl_controller": self.kl, **skipped}
+
+
+def build(cfg: RLConfig, runtime: Runtime, tokenizer: Tokenizer, phases: Phases) -> Components:
+    """The roles that this configuration needs, and the engine."""
+    cache, sections, seed = GroupCache(runtime), cfg.roles(), cfg.run.seed
+    orders = mesh_orders(cfg.rollout, sections, runtime)
+
+    def role(name: str, head: Head, *, trained: bool = False) -> Role:
+        steps = cfg.optimizer_steps(name) if trained else None
+        return build_role(name, sections[name], head, cache, seed=seed, num_optimizer_steps=steps, order=orders[name])
+
+    actor, reference = role("actor", "lm", trained=True), role("reference", "lm")
+    critic = role("critic", "scalar", trained=True) if "critic" in sections else None
+    reward_model = role("reward_model", "scalar") if "reward_model" in sections else None
+    rows = cfg.train.rows(cfg.data.max_prompt_tokens + cfg.rollout.max_response_tokens)
+    engine = make_engine(cfg.rollout, actor, cfg.data.max_prompt_tokens, rows)
+    rewarder = Rewarder(cfg.rewards, reward_model, tokenizer, cfg.train, runtime.device, phases)
+    sampling = sampling_of(cfg.rollout, cfg.actor, tokenizer)
+    failures = Failures.of(cfg, "rl")
+    bad_steps = {each.name: BadSteps(cfg.train, failures, phases) for each in (actor, critic) if each}
+    kl = KLController(cfg.algo.kl)
+    return Components(actor, reference, critic, engine, rewarder, sampling, phases, bad_steps, kl)
+
+
+def training_of(
+    cfg: RLConfig,
+    components: Components,
+    data: PromptData,
+    states: Mapping[str, Stateful],
+    bank: Bank,
+    stop: StopRequest,
+) -> Training:
+    """What is saved of the run, and what it is recognised by. Collective."""
+    others = {
+        "tokens that end a response": str(sorted(components.sampling.end_ids)),
+        "the actor's tokenizer": digest_of_vocabulary(data.tokenizer),
+    }
+    built = [components.actor, components.reference, components.critic, components.rewarder.reward_model]
+    if (scorer := components.rewarder.reward_model) is not None:
+        others["weights of the reward model"] = digest_of_weights(scorer)
+    if cfg.train.stop.heldout_reward_patience is not None:
+        others["data.heldout (decides when the run ends)"] = digest_of_samples(data.heldout)
+    return Training(
+        cfg.checkpoint,
+        components.trained,
+        stop,
+        data=digest_of_samples(data.train),
+        states={**states, **components.states},
+        base={role.name: identity_of_weights(role) for role in components.trained},
+        reference=identity_of_weights(components.reference),
+        architectures={role.name: architecture_of(role) for role in built if role is not None},
+        others=others,
+        sources=sources_of_rules(cfg.rewards),
+        on_saved=lambda oldest: bank.forget_before(oldest.step),
+    )

@@ -5,6 +5,7 @@ The rules see the held-out reward, which is an accuracy where the reward is a ru
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,7 +17,8 @@ from megarlhf.rollout.engine import RolloutEngine
 from megarlhf.rollout.rewards.rules import RULES
 from megarlhf.rollout.rewards.score import response_texts, rule_rewards
 from megarlhf.trainers.prompts import sampling_of
-from megarlhf.trainers.rl_score import Rewarder, make_experience
+from megarlhf.trainers.rl_rewards import Rewarder
+from megarlhf.trainers.rl_rollout import make_experience
 
 
 class Evaluator:
@@ -51,20 +53,23 @@ class StopRule:
         self._cfg = cfg
         self._best = -float("inf")
         self._evaluations_since = 0
+        self._kls: deque[float] = deque(maxlen=cfg.max_kl_steps)
+        """Of the last steps."""
         self.reason: str | None = None
 
     def state_dict(self) -> dict[str, Any]:
         limits = self._cfg.model_dump()
-        since = self._evaluations_since
-        return {"best": self._best, "evaluations_since": since, "reason": self.reason, "limits": limits}
+        since, kls = self._evaluations_since, list(self._kls)
+        return {"best": self._best, "evaluations_since": since, "kls": kls, "reason": self.reason, "limits": limits}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """That other limits than today's have ended the run does not count."""
         self._best, self._evaluations_since = state["best"], state["evaluations_since"]
+        self._kls.extend(state["kls"])
         self.reason = state["reason"] if state["limits"] == self._cfg.model_dump() else None
 
-    def watch(self, evaluation: dict[str, float]) -> dict[str, float]:
-        """Take note of an evaluation that is due by `eval.every`; returns it as it is.
+    def watch(self, evaluation: Mapping[str, float]) -> bool:
+        """Take note of an evaluation that is due by `eval.every`; returns whether the run ends here.
 
         The one after the last step counts only where it is due anyway: a run that is prolonged is then the run that was
         planned as long.
@@ -74,12 +79,21 @@ class StopRule:
                 self._best, self._evaluations_since = evaluation["eval_reward_mean"], 0
             else:
                 self._evaluations_since += 1
-        return evaluation
+        return self._over()
 
-    def over(self, kl: float) -> bool:
-        """Whether the run ends here, `kl` being this step's."""
-        if self._cfg.max_kl is not None and kl > self._cfg.max_kl:
-            self.reason = f"stopped: kl {kl:.4g} per response token exceeds train.stop.max_kl = {self._cfg.max_kl}"
+    def watch_kl(self, kl: float) -> bool:
+        """Take note of the metric `kl` of a step; returns whether the run ends here."""
+        self._kls.append(kl)
+        return self._over()
+
+    def _over(self) -> bool:
+        if self._cfg.max_kl is not None and self._kls:
+            mean = sum(self._kls) / len(self._kls)
+            if mean > self._cfg.max_kl:
+                of = f"mean of the last {len(self._kls)} steps" if len(self._kls) > 1 else "of the first step"
+                self.reason = (
+                    f"stopped: kl {mean:.4g} per response token ({of}) exceeds train.stop.max_kl = {self._cfg.max_kl}"
+                )
         patience = self._cfg.heldout_reward_patience
         if patience is not None and self._evaluations_since >= patience:
             self.reason = f"stopped: the held-out reward has not risen for {patience} evaluations"

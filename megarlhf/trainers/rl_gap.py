@@ -1,8 +1,8 @@
-"""The watch over the gap between rollout and trainer.
+"""The gap between rollout and trainer: watched, and corrected for where `algo.rollout_correction` says so.
 
 At the same weights and temperature both should give a sampled token the same log-prob. What is left is rounding, unless
-something is wrong. The gradient does not use the rollout's log-probs: the policy's ratio is made from the trainer's own
-(`old_logprobs`), so that this watch is the only place where the engine's numbers end.
+something is wrong. The policy's ratio is made from the trainer's own log-probs (`old_logprobs`), so that without the
+correction this watch is the only place where the engine's numbers end.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ from typing import Any
 
 import torch
 
-from megarlhf.config import LogprobGapConfig
-from megarlhf.experience import Experience
+from megarlhf.algo.rollout_correction import rollout_correction
+from megarlhf.algo.segments import Segments
+from megarlhf.config import LogprobGapConfig, RolloutCorrectionConfig
+from megarlhf.experience import Experience, Ragged
 from megarlhf.models.settings import DTYPES
 
 log = logging.getLogger(__name__)
@@ -40,6 +42,29 @@ def logprob_gap(experience: Experience) -> dict[str, float]:
     }
 
 
+def corrected(experience: Experience, cfg: RolloutCorrectionConfig) -> tuple[Experience, dict[str, float]]:
+    """With the column `rollout_weights`, by which the losses of tokens are multiplied, and metrics of how much was cut;
+    as it is where nothing is corrected."""
+    if cfg.kind == "none":
+        return experience, {}
+    old = experience.columns["old_logprobs"]
+    found = rollout_correction(
+        old.values_T,
+        experience.rollouts.logprobs.values_T.to(old.values_T),
+        Segments(old.lengths_N.to(old.values_T.device), old.num_tokens),
+        kind=cfg.kind,
+        level=cfg.level,
+        low=cfg.low,
+        high=cfg.high,
+    )
+    metrics = {
+        "rollout_correction_cut": float(found.cut_T.double().mean()),
+        "rollout_correction_weight_mean": float(found.weights_T.mean()),
+        "rollout_correction_ratio_max": float(found.ratio_T.max()),
+    }
+    return experience.with_columns({"rollout_weights": Ragged(found.weights_T, old.lengths_N)}), metrics
+
+
 class LogprobGapWatch:
     """Counts consecutive steps in which a limit is exceeded. Nothing is raised before `raise_if_failed` is called."""
 
@@ -61,8 +86,8 @@ class LogprobGapWatch:
         """Whether the run ends here: too many steps in a row, or after its `last` step all of a shorter run."""
         return self._steps >= self._steps_allowed or (last and 0 < self._steps == self._all_steps)
 
-    def watch(self, gap: dict[str, float]) -> dict[str, float]:
-        """Take note of a step's gap; returns it as it is. A limit is exceeded by NaN too."""
+    def watch(self, gap: Mapping[str, float]) -> None:
+        """Take note of a step's gap, among other metrics. A limit is exceeded by NaN too."""
         values = {name: gap[f"rollout_logprob_gap_{name}"] for name in self._limits}
         over = [
             f"rollout_logprob_gap_{name} = {value:.3g} nats, above rollout.logprob_gap.{name} = {self._limits[name]:g}"
@@ -76,7 +101,6 @@ class LogprobGapWatch:
             log.info(  # the same on every rank, and said by the first
                 "%s: step %d of the %d in a row that end the run", self._exceeded, self._steps, self._steps_allowed
             )
-        return gap
 
     def raise_if_failed(self, *, last: bool) -> None:
         """Raises: LogprobGapError, naming the likely causes, when the run has `failed`."""

@@ -1,78 +1,131 @@
 """The policy's and the critic's loss on a micro-batch: from model output to `algo/`.
 
-Legend: B rows, S positions, H hidden.
+Both read the column `loss_weights`: how much each response token counts in the mini-batch, which is made for all of it
+before it is cut into micro-batches (`rl_batches.loss_weights`).
+
+Legend: B rows, S positions, H hidden, T response tokens of the micro-batch end to end.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from megarlhf.algo.losses import clipped_policy_loss, clipped_value_loss, entropy_bonus, kl_penalty
+from megarlhf.algo.kl import kl_estimate
+from megarlhf.algo.losses import clipped_value_loss
+from megarlhf.algo.policy import Bounds, policy_loss
+from megarlhf.algo.segments import Segments
 from megarlhf.config import AlgoConfig
 from megarlhf.parallel.step import MicroBatch
 from megarlhf.parallel.vocab import Vocabulary, next_token_logprobs
 
 
-@dataclass(frozen=True)
-class PolicyLoss:
-    """Clipped surrogate + KL in the loss - entropy bonus.
+class ResponseTokens:
+    """The response tokens of a micro-batch, end to end: the losses see nothing else."""
 
-    Denominator: response tokens of the mini-batch, or its sequences where `algo.loss_average` says so.
-    """
+    def __init__(self, batch: MicroBatch) -> None:
+        self._columns = batch.columns
+        self._at_T = batch.columns["response_mask"].flatten().nonzero().flatten()
+        samples_T = batch.columns["sample_numbers"].flatten()[self._at_T]
+        _, lengths_K = torch.unique_consecutive(samples_T, return_counts=True)
+        self.responses = Segments(lengths_K, len(self._at_T))
+
+    def __getitem__(self, name: str) -> Tensor:
+        """A column of the micro-batch, [T]."""
+        return self.of(self._columns[name])
+
+    def of(self, grid_BS: Tensor) -> Tensor:
+        """[B, S] -> [T]. Gradients flow."""
+        return grid_BS.flatten()[self._at_T]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyLoss:
+    """Surrogate + KL in the loss - entropy bonus."""
 
     algo: AlgoConfig
     temperature: float
-    response_tokens: int
-    sequences: int
     vocabulary: Vocabulary
-    names: tuple[str, ...] = ("policy_loss", "clipped", "entropy", "ratio_deviation")
+    response_tokens: int
+    """Of the mini-batch."""
+    kl_coef: float = 0.0
+    """Of the KL in the loss."""
+    entropy_coef: float = 0.0
+
+    @property
+    def per(self) -> Mapping[str, float]:
+        """What each sum is divided by to be a metric; `loss`, which the trainer adds up, is one."""
+        of_tokens = dict.fromkeys(("clip_fraction", "entropy", "ratio_deviation", "policy_kl"), self.response_tokens)
+        return {"loss": 1, "policy_loss": 1, **of_tokens}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self.per)[1:]
 
     def __call__(self, hidden_SBH: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        mask_BS = batch.columns["response_mask"]
-        old_BS = batch.columns["old_logprobs"]
         logprobs_BS, entropy_BS = next_token_logprobs(
-            self.vocabulary, hidden_SBH, batch.tokens_BS, mask_BS, temperature=self.temperature
+            self.vocabulary, hidden_SBH, batch.tokens_BS, batch.columns["response_mask"], temperature=self.temperature
         )
-        average = self.algo.loss_average
-        over: dict[str, Any] = {
-            "denominator": self.response_tokens if average == "token" else self.sequences,
-            "aggregation": average,
-            "lengths_BT": batch.columns["response_lengths"],
-        }
-        advantages_BS, low, high = batch.columns["advantages"], self.algo.clip_low, self.algo.clip_high
-        policy = clipped_policy_loss(logprobs_BS, old_BS, advantages_BS, mask_BS, clip_low=low, clip_high=high, **over)
+        tokens = ResponseTokens(batch)
+        logprobs_T, entropy_T = tokens.of(logprobs_BS), tokens.of(entropy_BS)
+        weights_T = tokens["loss_weights"].to(logprobs_T)
+        corrected_T = weights_T * tokens["rollout_weights"] if "rollout_weights" in batch.columns else weights_T
+        policy = policy_loss(
+            logprobs_T,
+            tokens["old_logprobs"],
+            tokens["advantages"],
+            corrected_T,
+            tokens.responses,
+            surrogate=self.algo.policy_loss,
+            ratio=self.algo.ratio,
+            bounds=bounds_of(self.algo),
+        )
         loss = policy.loss
-        if self.algo.kl.placement == "loss" and self.algo.kl.coef > 0:
-            ref_BS, kind = batch.columns["ref_logprobs"], self.algo.kl.estimator
-            loss = loss + self.algo.kl.coef * kl_penalty(logprobs_BS, ref_BS, mask_BS, kind=kind, **over)
-        if self.algo.entropy_coef > 0:
-            loss = loss - self.algo.entropy_coef * entropy_bonus(entropy_BS, mask_BS, **over)
-        with torch.no_grad():
-            deviation = ((logprobs_BS - old_BS).exp() - 1).abs()[mask_BS].sum()
-            sums = [policy.loss, policy.clipped, entropy_BS[mask_BS].sum(), deviation]
-            return loss, torch.stack([value.detach().double() for value in sums])
+        if self.kl_coef > 0:
+            kl = self.algo.kl
+            kl_T = kl_estimate(logprobs_T, tokens["ref_logprobs"], kl.estimator, kl.clamp)
+            loss = loss + self.kl_coef * (kl_T * weights_T).sum()
+        if self.entropy_coef > 0:
+            loss = loss - self.entropy_coef * (entropy_T * weights_T).sum()
+        sums = (policy.loss, policy.clipped, entropy_T.sum(), policy.ratio_deviation, policy.policy_kl)
+        return loss, torch.stack([value.detach().double() for value in sums])
 
 
-@dataclass(frozen=True)
+def bounds_of(algo: AlgoConfig) -> Bounds:
+    """What the surrogate reads of the configuration."""
+    return Bounds(
+        low=algo.clip_low,
+        high=algo.clip_high,
+        dual=algo.clip_dual,
+        delta=algo.clip_delta,
+        temperature_positive=algo.sapo_temperature_positive,
+        temperature_negative=algo.sapo_temperature_negative,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class ValueLoss:
-    """Clipped squared error of the critic. Denominator: response tokens of the mini-batch."""
+    """Clipped squared error of the critic, its mean over the response tokens of the mini-batch."""
 
-    clip: float
+    clip: float | None
     response_tokens: int
-    names: tuple[str, ...] = ()
+    """Of the mini-batch."""
+
+    @property
+    def per(self) -> Mapping[str, float]:
+        """What each sum is divided by to be a metric."""
+        return {"value_loss": 1, "value_clip_fraction": self.response_tokens}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self.per)
 
     def __call__(self, values_BS1: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        columns = batch.columns
-        result = clipped_value_loss(
-            values_BS1[..., 0],
-            columns["values"],
-            columns["returns"],
-            columns["response_mask"],
-            clip=self.clip,
-            denominator=self.response_tokens,
-        )
-        return result.loss, result.loss.new_zeros(0)
+        tokens = ResponseTokens(batch)
+        values_T = tokens.of(values_BS1[..., 0])
+        weights_T = tokens["loss_weights"].to(values_T)
+        result = clipped_value_loss(values_T, tokens["values"], tokens["returns"], weights_T, clip=self.clip)
+        return result.loss, torch.stack([value.detach().double() for value in result])

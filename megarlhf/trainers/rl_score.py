@@ -1,40 +1,73 @@
-"""Rollouts become experience: log-probs of both policies, values, rewards and advantages.
+"""Rollouts become experience: rewards, log-probs of both policies, and values.
 
-Legend: B rows, S positions, N samples of the step, T response tokens of all of them.
+Legend: B rows, S positions, N samples of the step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from megarlhf.algo.advantages import group_relative, leave_one_out
-from megarlhf.algo.kl import kl_estimate
-from megarlhf.config import AlgoConfig, MicroBatchConfig, RewardConfig
+from megarlhf.config import MicroBatchConfig, RLConfig
 from megarlhf.data.samples import PromptSample
-from megarlhf.data.tokenizer import Tokenizer
-from megarlhf.experience import Experience, Ragged, Rollouts
-from megarlhf.kernels import packed_gae, packed_sums, packed_whiten
+from megarlhf.experience import Experience, Ragged
 from megarlhf.models.role import Role
-from megarlhf.observe.phases import Phases
 from megarlhf.parallel.step import MicroBatch
 from megarlhf.parallel.vocab import next_token_logprobs
-from megarlhf.rollout.rewards.rules import load_rule
-from megarlhf.rollout.rewards.score import response_texts, rule_rewards
-from megarlhf.trainers.rl_batches import forward_per_sample, forward_per_token
+from megarlhf.rollout.engine import sample_seed
+from megarlhf.trainers.rl_advantages import ADVANTAGES
+from megarlhf.trainers.rl_batches import forward_per_token
+from megarlhf.trainers.rl_components import Components
+from megarlhf.trainers.rl_rollout import make_experience
+from megarlhf.trainers.rl_updates import mini_batches_of_pass
+from megarlhf.trainers.session import Session
 
 
-def make_experience(prompts: Sequence[PromptSample], rollouts: Rollouts, num_samples_per_prompt: int) -> Experience:
-    """The table's index: sample n answers prompt n // num_samples_per_prompt."""
-    repeated = [prompt for prompt in prompts for _ in range(num_samples_per_prompt)]
-    return Experience(
-        prompts=tuple(torch.tensor(prompt.tokens) for prompt in repeated),
-        groups_N=torch.arange(len(prompts)).repeat_interleave(num_samples_per_prompt),
-        rollouts=rollouts,
-    )
+def score(
+    cfg: RLConfig,
+    components: Components,
+    experience: Experience,
+    prompts: Sequence[PromptSample],
+    step: int,
+    session: Session,
+) -> Experience:
+    """Old and reference log-probs, values and rewards.
+
+    The forwards run on the micro-batches that the first pass will train on, so that its first ratio is 1.
+    """
+    micro, temperature = cfg.train, cfg.rollout.temperature
+    mini_batches = mini_batches_of_pass(cfg, experience, step, 0)
+    columns: dict[str, Ragged] = {}
+    for name, role in (("old_logprobs", components.actor), ("ref_logprobs", components.reference)):
+        with session.stoppable(f"score/{role.name}"):
+            columns[name] = policy_logprobs(role, experience, mini_batches, micro, temperature=temperature)
+    if components.critic is not None:
+        with session.stoppable("score/critic"):
+            columns["values"] = values_of(components.critic, experience, mini_batches, micro)
+    per_prompt = cfg.rollout.num_samples_per_prompt
+    repeated = [prompt for prompt in prompts for _ in range(per_prompt)]
+    with session.stoppable("reward"):
+        rewards_N = components.rewarder(experience, repeated, session.asked_to_stop)
+    if cfg.algo.shuffle_rewards:
+        generator = torch.Generator().manual_seed(sample_seed(cfg.run.seed, step, -1))
+        rewards_N = rewards_N[torch.randperm(len(rewards_N), generator=generator).to(rewards_N.device)]
+    per_sample = {"rewards": rewards_N}
+    if "greedy_rewards" in ADVANTAGES[cfg.algo.advantage].reads:
+        per_sample["greedy_rewards"] = greedy_rewards(components, prompts, session).repeat_interleave(per_prompt)
+    return experience.with_columns(columns).with_per_sample(per_sample)
+
+
+def greedy_rewards(components: Components, prompts: Sequence[PromptSample], session: Session) -> Tensor:
+    """The reward of the greedy response to each prompt, by the same weights as the step's samples: [prompts]."""
+    rows = [torch.tensor(prompt.tokens) for prompt in prompts]
+    greedy = replace(components.sampling, greedy=True)
+    with session.stoppable("rollout"):
+        rollouts = components.engine.generate(rows, [0] * len(rows), greedy, should_stop=session.asked_to_stop)
+    with session.stoppable("reward"):
+        return components.rewarder(make_experience(prompts, rollouts, 1), prompts, session.asked_to_stop)
 
 
 def policy_logprobs(
@@ -68,92 +101,3 @@ def values_of(
 ) -> Ragged:
     """The critic's value of the state before each response token."""
     return forward_per_token(critic, experience, mini_batches, micro, lambda values_BS1, batch: values_BS1[..., 0])
-
-
-def model_scores(reward_model: Role, experience: Experience, micro: MicroBatchConfig) -> Tensor:
-    """The reward model's score on the last token of each response, [N]."""
-
-    def score(scores_BS1: Tensor, batch: MicroBatch) -> Tensor:
-        assert batch.layout is not None
-        return scores_BS1.flatten()[batch.layout.ends_K.to(scores_BS1.device)]
-
-    return forward_per_sample(reward_model, experience, micro, score)
-
-
-@dataclass(frozen=True)
-class Rewarder:
-    """The weighted sum of the configured rewards."""
-
-    rewards: Sequence[RewardConfig]
-    reward_model: Role | None
-    tokenizer: Tokenizer
-    micro: MicroBatchConfig
-    device: torch.device
-    phases: Phases = field(default_factory=Phases)
-
-    def __call__(
-        self,
-        experience: Experience,
-        prompts: Sequence[PromptSample],
-        should_stop: Callable[[], bool] = lambda: False,
-    ) -> Tensor:
-        """Rewards [N] fp32; `prompts` are one per sample. Raises: Interrupted, see `rule_rewards`."""
-        total_N = torch.zeros(experience.num_samples, device=self.device)
-        for reward in self.rewards:
-            if reward.kind == "model":
-                assert self.reward_model is not None
-                reward_N = model_scores(self.reward_model, experience, self.micro)
-            else:
-                responses = response_texts(experience.rollouts, self.tokenizer)
-                rule, local = load_rule(str(reward.rule)), self.phases.local
-                reward_N = rule_rewards(rule, prompts, responses, self.device, local=local, should_stop=should_stop)
-            reward_N = reward_N - reward.shift
-            if reward.clip is not None:
-                reward_N = reward_N.clamp(-reward.clip, reward.clip)
-            total_N += reward.weight * reward_N
-        if not bool(total_N.isfinite().all()):
-            worst = int((~total_N.isfinite()).nonzero()[0])
-            raise FloatingPointError(
-                f"the reward of sample {worst} is {float(total_N[worst])}; look at the reward model or the rules"
-            )
-        return total_N
-
-
-_GROUP_ADVANTAGES: dict[str, Callable[[Tensor, Tensor, AlgoConfig], Tensor]] = {
-    "group_relative": lambda rewards_N, groups_N, algo: group_relative(
-        rewards_N, groups_N, scale_by_std=algo.scale_by_group_std
-    ),
-    "leave_one_out": lambda rewards_N, groups_N, algo: leave_one_out(rewards_N, groups_N),
-}
-
-
-def add_advantages(experience: Experience, algo: AlgoConfig) -> Experience:
-    """Advantages (and, with a critic, returns) for every response token. The same on every rank."""
-    if algo.advantage not in (known := ("gae", *_GROUP_ADVANTAGES)):
-        raise ValueError(f"algo.advantage = {algo.advantage!r} is not computed here; the known ones are {known}")
-    rewards_N = experience.per_sample["rewards"]
-    like = experience.columns["old_logprobs"]
-    coef = algo.kl.coef if algo.kl.placement == "reward" else 0.0
-    ref_T = experience.columns["ref_logprobs"].values_T if coef > 0 else None
-    if algo.advantage == "gae":
-        advantages_T, returns_T = packed_gae(
-            like.values_T,
-            ref_T,
-            experience.columns["values"].values_T,
-            rewards_N,
-            like.cu_seqlens,
-            gamma=algo.gamma,
-            lam=algo.lam,
-            kl_coef=coef,
-            kl_kind=algo.kl.estimator,
-        )
-        if algo.whiten_advantages:
-            advantages_T = packed_whiten(advantages_T)
-        columns = {"advantages": advantages_T, "returns": returns_T}
-        return experience.with_columns({name: Ragged(x_T, like.lengths_N) for name, x_T in columns.items()})
-    if ref_T is not None:
-        kl_T = kl_estimate(like.values_T, ref_T, algo.kl.estimator)
-        rewards_N = rewards_N - coef * packed_sums(kl_T, like.cu_seqlens)
-    groups_N = experience.groups_N.to(rewards_N.device)
-    advantages_N = _GROUP_ADVANTAGES[algo.advantage](rewards_N, groups_N, algo)
-    return experience.with_columns({"advantages": like.repeat_per_token(advantages_N)})

@@ -4,21 +4,35 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from torch import Tensor
+
 from megarlhf.config import RLConfig
 from megarlhf.experience import Experience
+from megarlhf.models.role import Role
 from megarlhf.observe.metrics import Metric
 from megarlhf.parallel.step import StepResult
 from megarlhf.rollout.engine import sample_seed
 from megarlhf.trainers.bad_steps import Update
-from megarlhf.trainers.rl_batches import micro_batches, split_into_mini_batches
+from megarlhf.trainers.rl_advantages import add_advantages, whitened_alone
+from megarlhf.trainers.rl_batches import loss_weights, micro_batches, split_into_mini_batches
 from megarlhf.trainers.rl_components import Components
+from megarlhf.trainers.rl_gap import corrected, logprob_gap
 from megarlhf.trainers.rl_losses import PolicyLoss, ValueLoss
 
 Metrics = dict[str, Metric]
+
+OF_UPDATES = {
+    "actor": ("actor_grad_norm", "actor_learning_rate"),
+    "critic": ("critic_grad_norm", "critic_learning_rate"),
+}
+"""Metrics of an update, by role."""
+
+POLICY_COLUMNS = ("old_logprobs", "ref_logprobs", "advantages", "rollout_weights")
+"""What the policy's loss reads, as far as it is there."""
 
 
 class AtBorder(Protocol):
@@ -47,6 +61,13 @@ class StepInProgress:
     per_update: dict[str, list[float | None]] = field(default_factory=lambda: defaultdict(list))
     """Metrics of the updates made; None where one was skipped."""
     updates: int = 0
+
+    @classmethod
+    def begun(cls, cfg: RLConfig, components: Components, experience: Experience) -> StepInProgress:
+        """From scored samples: with their advantages, and what corrects for the rollout's numerics."""
+        found = logprob_gap(experience) | components.kl.metrics()
+        experience, cut = corrected(experience, cfg.algo.rollout_correction)
+        return cls(add_advantages(experience, cfg.algo, components.kl.coef), found | cut)
 
     def table(self) -> dict[str, Any]:
         """For a resume point."""
@@ -82,36 +103,23 @@ def train_on(
 ) -> Metrics:
     """Every pass over the step's samples, one optimizer step per mini-batch; those that a resumed step has made are not
     made again. `at_border` is called after each. Means over mini-batches."""
-    actor, critic, phases = components.actor, components.critic, components.phases
-    experience, bad_steps = work.experience, components.bad_steps
+    phases, experience = components.phases, work.experience
     passes = [mini_batches_of_pass(cfg, experience, step, number) for number in range(cfg.train.epochs_per_step)]
     updates = list(itertools.chain.from_iterable(passes))
-    policy_columns = ("old_logprobs", "ref_logprobs", "advantages")
     for samples in updates[work.updates :]:
         update = Update(step + 1, work.updates, samples)
-        tokens = int(experience.response_lengths_N[samples].sum())
-        if step >= cfg.train.critic_warmup_steps or critic is None:
-            loss = PolicyLoss(
-                algo=cfg.algo,
-                temperature=cfg.rollout.temperature,
-                response_tokens=tokens,
-                sequences=len(samples),
-                vocabulary=actor.shard.vocabulary(),
-            )
-            with phases("train/actor"):
-                batches = micro_batches(actor, experience, samples, cfg.train, policy_columns)
-                sums = actor.accumulate(batches, loss)
-            result = bad_steps["actor"].apply(actor, sums, update, batches, loss)
-            values = {name: sums[name] for name in ("policy_loss", "loss")}
-            values |= {"clip_fraction": sums["clipped"] / tokens, "actor_grad_norm": result.grad_norm}
-            work.note(result, values | {name: sums[name] / tokens for name in ("entropy", "ratio_deviation")})
-        if critic is not None:
-            value_loss = ValueLoss(clip=cfg.algo.value_clip, response_tokens=tokens)
-            with phases("train/critic"):
-                batches = micro_batches(critic, experience, samples, cfg.train, ("values", "returns"))
-                sums = critic.accumulate(batches, value_loss)
-            result = bad_steps["critic"].apply(critic, sums, update, batches, value_loss)
-            work.note(result, {"value_loss": sums["loss"], "critic_grad_norm": result.grad_norm})
+        for learner in learners(cfg, components, experience, samples, step):
+            role = learner.role
+            assert role.trainer is not None
+            learning_rate = role.trainer.learning_rate
+            with phases(f"train/{role.name}"):
+                batches = micro_batches(
+                    role, learner.experience, samples, cfg.train, learner.columns, learner.weights_N
+                )
+                sums = role.accumulate(batches, learner.loss)
+            result = components.bad_steps[role.name].apply(role, sums, update, batches, learner.loss)
+            values = {name: sums[name] / per for name, per in learner.loss.per.items()}
+            work.note(result, values | dict(zip(OF_UPDATES[role.name], (result.grad_norm, learning_rate), strict=True)))
         work.updates += 1
         at_border(work, last=work.updates == len(updates))
     metrics: Metrics = {name: mean_of(each) for name, each in work.per_update.items() if name != "skipped"}
@@ -119,6 +127,42 @@ def train_on(
     if work.per_update["ratio_deviation"]:
         metrics["first_ratio_deviation"] = work.per_update["ratio_deviation"][0]
     return metrics
+
+
+@dataclass(frozen=True)
+class Learner:
+    """A role that learns from a mini-batch: what it reads of the samples, and its loss."""
+
+    role: Role
+    loss: PolicyLoss | ValueLoss
+    columns: tuple[str, ...]
+    weights_N: Tensor
+    """Of each token of each sample, in the loss."""
+    experience: Experience
+
+
+def learners(
+    cfg: RLConfig, components: Components, experience: Experience, samples: Sequence[int], step: int
+) -> Iterator[Learner]:
+    """The roles that learn from the mini-batch `samples` in step `step`, in their order."""
+    actor, critic, algo = components.actor, components.critic, cfg.algo
+    tokens = max(1, int(experience.trained_lengths_N[list(samples)].sum()))
+    if step >= cfg.train.critic_warmup_steps or critic is None:
+        loss = PolicyLoss(
+            algo=algo,
+            temperature=cfg.rollout.temperature,
+            vocabulary=actor.shard.vocabulary(),
+            response_tokens=tokens,
+            kl_coef=algo.kl.coef if algo.kl.placement == "loss" else 0.0,
+            entropy_coef=algo.entropy_coef_at(step, cfg.train.num_steps),
+        )
+        columns = tuple(name for name in POLICY_COLUMNS if name in experience.columns)
+        weights_N = loss_weights(experience, samples, algo.loss_average, cfg.loss_constant, algo.loss_block_samples)
+        yield Learner(actor, loss, columns, weights_N, whitened_alone(experience, samples, algo))
+    if critic is not None:
+        value_loss = ValueLoss(clip=algo.value_clip, response_tokens=tokens)
+        weights_N = loss_weights(experience, samples, "token")
+        yield Learner(critic, value_loss, ("values", "returns"), weights_N, experience)
 
 
 def mean_of(values: Sequence[float | None]) -> float | None:

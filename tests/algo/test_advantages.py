@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from megarlhf.algo.advantages import group_relative, leave_one_out
+from megarlhf.algo.advantages import group_centred, group_relative, leave_one_out, without_signal
 from tests.operators import Operators
 
 GROUPS_N = torch.tensor([7, 3, 7, 9, 7, 3])
@@ -21,15 +21,43 @@ def test_group_relative_by_hand():
     root = math.sqrt(0.5)
     torch.testing.assert_close(advantages_N[[0, 1, 2, 4, 5]], torch.tensor([-1.0, -root, 0.0, 1.0, root]))
     assert group_relative(REWARDS_N, GROUPS_N)[3] == 0
-    plain_N = group_relative(REWARDS_N, GROUPS_N, scale_by_std=False)
-    torch.testing.assert_close(plain_N, torch.tensor([-1.0, -10.0, 0.0, 0.0, 1.0, 10.0]))
+    biased_N = group_relative(REWARDS_N, GROUPS_N, eps=0.0, unbiased=False)
+    torch.testing.assert_close(biased_N[[0, 1]], torch.tensor([-math.sqrt(1.5), -1.0]))
+
+
+def test_group_relative_with_eps_and_floor_by_hand():
+    """Group 7 has a deviation of 1, group 3 one of sqrt(200): the floor of 4 holds for the first only."""
+    eps_N = group_relative(REWARDS_N, GROUPS_N, eps=1.0)
+    assert eps_N[0].item() == pytest.approx(-1 / 2)
+    floored_N = group_relative(REWARDS_N, GROUPS_N, eps=0.0, floor=4.0)
+    torch.testing.assert_close(floored_N[[0, 4, 5]], torch.tensor([-0.25, 0.25, math.sqrt(0.5)]))
+
+
+def test_group_centred_by_hand():
+    """Less the means 2, 20 and 4."""
+    torch.testing.assert_close(group_centred(REWARDS_N, GROUPS_N), torch.tensor([-1.0, -10.0, 0.0, 0.0, 1.0, 10.0]))
+
+
+@pytest.mark.parametrize("function", [group_relative, group_centred, leave_one_out])
+def test_a_response_alone_gets_nothing_or_its_reward(function):
+    assert function(REWARDS_N, GROUPS_N)[3] == 0
+    kept_N = function(REWARDS_N, GROUPS_N, group_of_one="reward")
+    assert kept_N[3] == 4.0
+    others = GROUPS_N != 9
+    assert torch.equal(kept_N[others], function(REWARDS_N, GROUPS_N)[others])
+
+
+def test_groups_without_signal():
+    """Those of equal rewards, and those of one; .1 has no exact mean."""
+    rewards_N = torch.tensor([0.1, 1.0, 0.1, 4.0, 0.1, 1.5], dtype=torch.float64)
+    assert without_signal(rewards_N, GROUPS_N).tolist() == [True, False, True, True, True, False]
 
 
 def test_group_relative_of_equal_rewards_is_zero():
-    """0.1 has no exact mean in fp32: noise over eps must not become an advantage."""
-    rewards_N = torch.full((7,), 0.1)
-    advantages_N = group_relative(rewards_N, torch.zeros(7, dtype=torch.long))
-    assert advantages_N.abs().max() < 1e-9
+    """0.1 has no exact mean: noise over eps, or over nothing, must not become an advantage."""
+    for dtype, eps in ((torch.float32, 1e-6), (torch.float64, 0.0)):
+        rewards_N = torch.full((7,), 0.1, dtype=dtype)
+        assert not group_relative(rewards_N, torch.zeros(7, dtype=torch.long), eps=eps).any()
 
 
 def test_leave_one_out_by_hand():
@@ -38,7 +66,7 @@ def test_leave_one_out_by_hand():
     torch.testing.assert_close(advantages_N, torch.tensor([-1.5, -20.0, 0.0, 0.0, 1.5, 20.0]))
 
 
-@pytest.mark.parametrize("function", [group_relative, leave_one_out])
+@pytest.mark.parametrize("function", [group_relative, group_centred, leave_one_out])
 def test_no_sample_and_repeated_runs(function):
     """Of nothing nothing; the same bits twice; nothing adds by index, whose order on a GPU changes."""
     assert function(REWARDS_N[:0], GROUPS_N[:0]).shape == (0,)

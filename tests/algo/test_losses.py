@@ -11,14 +11,10 @@ from torch.nn.functional import logsigmoid
 
 from megarlhf.algo.losses import (
     centering,
-    clipped_policy_loss,
     clipped_value_loss,
-    entropy_bonus,
-    kl_penalty,
     pairwise_aligned_span,
     pairwise_last_token,
     token_nll,
-    token_weights,
 )
 
 NAN = math.nan
@@ -34,89 +30,20 @@ def test_token_nll_by_hand():
     torch.testing.assert_close(logprobs_BT.grad, torch.tensor([[-0.25] * 3, [-0.25, 0.0, 0.0]]))
 
 
-def test_token_weights_sum_to_one():
-    """4 tokens: 1/4 each; 2 sequences of 3 and 1 tokens: 1/6 and 1/2."""
-    by_token_BT = token_weights(MASK_BT, "token", denominator=4)
-    torch.testing.assert_close(by_token_BT, torch.tensor([[0.25] * 3, [0.25, 0.0, 0.0]]))
-    by_sequence_BT = token_weights(MASK_BT, "sequence", denominator=2)
-    torch.testing.assert_close(by_sequence_BT, torch.tensor([[1 / 6] * 3, [0.5, 0.0, 0.0]]))
-    assert by_token_BT.sum().item() == pytest.approx(1.0) == by_sequence_BT.sum().item()
-    with pytest.raises(ValueError, match=r"'row'.*token, sequence"):
-        token_weights(MASK_BT, "row", denominator=1)  # type: ignore[arg-type]
-
-
-RATIOS_BT = torch.tensor([[1.5, 0.5, 1.1], [0.5, NAN, 7.0]])
-ADVANTAGES_BT = torch.tensor([[1.0, -1.0, 2.0], [3.0, NAN, -9.0]])
-
-
-def test_clipped_policy_loss_by_hand():
-    """clip .2 / .3. Tokens: -1.3 (clipped high), .8 (clipped low), -2.2, -1.5 (low, A > 0: not clipped)."""
-    logprobs_BT = RATIOS_BT.log().requires_grad_()
-    out = clipped_policy_loss(
-        logprobs_BT,
-        torch.zeros(2, 3),
-        ADVANTAGES_BT,
-        MASK_BT,
-        clip_low=0.2,
-        clip_high=0.3,
-        denominator=4,
-    )
-    assert out.loss.item() == pytest.approx((-1.3 + 0.8 - 2.2 - 1.5) / 4)
-    assert out.clipped.item() == 2
-    assert out.ratio_sum.item() == pytest.approx(3.6)
-    assert out.ratio_max.item() == pytest.approx(1.5)
-    kl = (0.5 - math.log(1.5)) + 2 * (-0.5 - math.log(0.5)) + (0.1 - math.log(1.1))
-    assert out.kl_sum.item() == pytest.approx(kl)
-    out.loss.backward()
-    # d(-ratio A)/d logprob = -ratio A where not clipped, over 4.
-    torch.testing.assert_close(logprobs_BT.grad, torch.tensor([[0.0, 0.0, -2.2], [-1.5, 0.0, 0.0]]) / 4)
-
-
-def test_clipped_policy_loss_by_sequence():
-    """Means of the rows (-1.3 + .8 - 2.2) / 3 = -.9 and -1.5, then of the two."""
-    out = clipped_policy_loss(
-        RATIOS_BT.log(),
-        torch.zeros(2, 3),
-        ADVANTAGES_BT,
-        MASK_BT,
-        clip_low=0.2,
-        clip_high=0.3,
-        denominator=2,
-        aggregation="sequence",
-    )
-    assert out.loss.item() == pytest.approx(-1.2)
-
-
-def test_policy_loss_with_a_wild_ratio_keeps_finite_gradients():
-    """exp(200) is infinite in fp32: held at exp(20), no gradient, and no NaN from inf * 0."""
-    logprobs_BT = torch.tensor([[200.0, 0.0, -200.0]], requires_grad=True)
-    out = clipped_policy_loss(
-        logprobs_BT,
-        torch.zeros(1, 3),
-        torch.tensor([[1.0, 1.0, -1.0]]),
-        torch.ones(1, 3).bool(),
-        clip_low=0.2,
-        clip_high=0.2,
-        denominator=3,
-    )
-    assert out.clipped.item() == 2
-    out.loss.backward()
-    torch.testing.assert_close(logprobs_BT.grad, torch.tensor([[0.0, -1 / 3, 0.0]]))
-
-
 def test_clipped_value_loss_by_hand():
     """Old 0, return 1, clip .5. V=2: 1 against .25 -> 1. V=1: 0 against .25 -> .25. V=.2: .64. V=-3: 16."""
-    values_BT = torch.tensor([[2.0, 1.0, 0.2], [-3.0, NAN, 7.0]], requires_grad=True)
-    old_values_BT = torch.tensor([[0.0, 0.0, 0.0], [0.0, -9.0, NAN]])
-    returns_BT = torch.tensor([[1.0, 1.0, 1.0], [1.0, 7.0, 7.0]])
-    out = clipped_value_loss(values_BT, old_values_BT, returns_BT, MASK_BT, clip=0.5, denominator=4)
+    values_T = torch.tensor([2.0, 1.0, 0.2, -3.0], requires_grad=True)
+    old_values_T, returns_T, weights_T = torch.zeros(4), torch.ones(4), torch.full((4,), 0.25)
+    out = clipped_value_loss(values_T, old_values_T, returns_T, weights_T, clip=0.5)
     assert out.loss.item() == pytest.approx(0.5 * (1 + 0.25 + 0.64 + 16) / 4)
     assert out.clipped.item() == 1
     out.loss.backward()
-    torch.testing.assert_close(values_BT.grad, torch.tensor([[1.0, 0.0, -0.8], [-4.0, 0.0, 0.0]]) / 4)
-    plain = clipped_value_loss(values_BT, old_values_BT, returns_BT, MASK_BT, clip=None, denominator=4)
+    torch.testing.assert_close(values_T.grad, torch.tensor([1.0, 0.0, -0.8, -4.0]) / 4)
+    plain = clipped_value_loss(values_T, old_values_T, returns_T, weights_T, clip=None)
     assert plain.loss.item() == pytest.approx(0.5 * (1 + 0 + 0.64 + 16) / 4)
     assert plain.clipped.item() == 0
+    some = clipped_value_loss(values_T, old_values_T, returns_T, torch.tensor([0.5, 0.0, 0.5, 0.0]), clip=0.5)
+    assert some.loss.item() == pytest.approx(0.5 * (1 + 0.64) / 2), "by the weights"
 
 
 def test_pairwise_last_token_by_hand():
@@ -171,33 +98,12 @@ def test_pairwise_aligned_span_does_not_depend_on_padding():
     assert after.item() == before.item()
 
 
-def test_kl_penalty_and_entropy_by_hand():
-    """log r = -1, 0, 2 and 1: k2 = .5, 0, 2 | .5. Entropies 1, 2, 3 | 4."""
-    ref_logprobs_BT = torch.tensor([[-1.0, 0.0, 2.0], [1.0, 7.0, NAN]])
-    logprobs_BT = torch.tensor([[0.0, 0.0, 0.0], [0.0, NAN, -9.0]], requires_grad=True)
-    loss = kl_penalty(logprobs_BT, ref_logprobs_BT, MASK_BT, kind="k2", denominator=4)
-    assert loss.item() == pytest.approx(3 / 4)
-    loss.backward()
-    torch.testing.assert_close(logprobs_BT.grad, torch.tensor([[1.0, 0.0, -2.0], [-1.0, 0.0, 0.0]]) / 4)
-    by_sequence = kl_penalty(logprobs_BT, ref_logprobs_BT, MASK_BT, kind="k2", denominator=2, aggregation="sequence")
-    assert by_sequence.item() == pytest.approx((2.5 / 3 + 0.5) / 2)
-    entropy_BT = torch.tensor([[1.0, 2.0, 3.0], [4.0, NAN, -9.0]])
-    assert entropy_bonus(entropy_BT, MASK_BT, denominator=4).item() == 2.5
-    assert entropy_bonus(entropy_BT, MASK_BT, denominator=2, aggregation="sequence").item() == 3.0
-
-
 def _batch(num_rows=6, num_positions=5):
     generator = torch.Generator().manual_seed(0)
     x_KBT = torch.randn(4, num_rows, num_positions, generator=generator, dtype=torch.float64)
     lengths_B = torch.tensor([5, 1, 3, 2, 4, 1])
     mask_BT = torch.arange(num_positions)[None, :] < lengths_B[:, None]
     return x_KBT.masked_fill(~mask_BT, NAN), mask_BT, lengths_B
-
-
-def _policy(x, rows, aggregation, denominator):
-    x_KBT, mask_BT, _ = _batch()
-    bounds = {"clip_low": 0.2, "clip_high": 0.3, "denominator": denominator, "aggregation": aggregation}
-    return clipped_policy_loss(x[rows], x_KBT[1][rows], x_KBT[2][rows], mask_BT[rows], **bounds).loss
 
 
 def _span(x, rows, denominator):
@@ -209,15 +115,6 @@ def _span(x, rows, denominator):
 
 SPLIT_LOSSES = {
     "token_nll": lambda x, rows: token_nll(x[rows], _batch()[1][rows], denominator=16),
-    "policy_by_token": lambda x, rows: _policy(x, rows, "token", 16),
-    "policy_by_sequence": lambda x, rows: _policy(x, rows, "sequence", 6),
-    "value": lambda x, rows: (
-        clipped_value_loss(
-            x[rows], _batch()[0][1][rows], _batch()[0][2][rows], _batch()[1][rows], clip=0.2, denominator=16
-        ).loss
-    ),
-    "kl": lambda x, rows: kl_penalty(x[rows], _batch()[0][1][rows], _batch()[1][rows], kind="k3", denominator=16),
-    "entropy": lambda x, rows: entropy_bonus(x[rows], _batch()[1][rows], denominator=16),
     "pairwise_last": lambda x, rows: pairwise_last_token(x[rows][:, 0], _batch()[0][1][rows][:, 0], denominator=6),
     "pairwise_span": lambda x, rows: _span(x, rows, 6),
 }

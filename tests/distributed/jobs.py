@@ -258,10 +258,10 @@ def rl_step(runtime: Runtime, config: dict[str, Any], order: tuple[int, ...] | N
     `order` is the actor's, as if an engine of vLLM's asked for it; None: what the configured engine asks for.
     """
     from megarlhf.trainers import prompts as asked
-    from megarlhf.trainers import rl
-    from megarlhf.trainers.rl_gap import logprob_gap
+    from megarlhf.trainers import rl_components
+    from megarlhf.trainers.rl_metrics import describe
     from megarlhf.trainers.rl_rollout import sample
-    from megarlhf.trainers.rl_score import add_advantages
+    from megarlhf.trainers.rl_score import score
     from megarlhf.trainers.rl_updates import StepInProgress, train_on
     from megarlhf.trainers.session import Session
 
@@ -272,21 +272,20 @@ def rl_step(runtime: Runtime, config: dict[str, Any], order: tuple[int, ...] | N
     with (
         mock.patch.object(asked, "actor_order", **actor_order),
         # Where a test has no reward model, a language model with a random head stands for one.
-        mock.patch.object(rl, "build_role", partial(build_role, new_head=True)),
+        mock.patch.object(rl_components, "build_role", partial(build_role, new_head=True)),
         mock.patch.object(dist, "new_group", wraps=dist.new_group) as new_group,
     ):
-        parts = rl.build(cfg, runtime, tokenizer, Phases())
+        parts = rl_components.build(cfg, runtime, tokenizer, Phases())
     roles = [role for role in (parts.actor, parts.reference, parts.critic, parts.rewarder.reward_model) if role]
     gradients: dict[str, list[Arrays]] = {role.name: [] for role in parts.trained}
     for role in parts.trained:
         record_gradients(role, gradients[role.name])
     parts.engine.update_weights(parts.actor.shard, version=0)
     experience = sample(cfg, parts.engine, prompts, parts.sampling, 0)
-    experience = rl.score(cfg, parts, experience, prompts, 0, Session(runtime, cfg.run.dir))
-    metrics = logprob_gap(experience)
-    experience = add_advantages(experience, cfg.algo)
-    work = StepInProgress(experience, metrics)
-    metrics |= rl.describe(experience, cfg) | train_on(cfg, parts, work, 0)
+    experience = score(cfg, parts, experience, prompts, 0, Session(runtime, cfg.run.dir))
+    work = StepInProgress.begun(cfg, parts, experience)
+    experience = work.experience
+    metrics = {**work.found, **describe(experience, cfg), **train_on(cfg, parts, work, 0)}
     step = {
         "num_groups": new_group.call_count,
         "orders": {role.name: role.mesh.layout.order for role in roles},

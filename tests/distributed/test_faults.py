@@ -56,7 +56,9 @@ def content(directory: Path) -> dict[str, tuple[bytes, int]]:
     return {str(path.relative_to(directory)): (path.read_bytes(), path.stat().st_mtime_ns) for path in files}
 
 
-@pytest.mark.parametrize("name, module", [("sft", "megarlhf.trainers.supervised"), ("grpo", "megarlhf.trainers.rl")])
+@pytest.mark.parametrize(
+    "name, module", [("sft", "megarlhf.trainers.supervised"), ("grpo", "megarlhf.trainers.rl_components")]
+)
 def test_a_signal_while_the_models_are_built(name: str, module: str, case, ranks: RankPool, tmp_path: Path) -> None:
     """With nothing saved yet the directory stays empty; an earlier run's stays as it is. One rank of two gets it."""
     made = case(name, checkpoint=EACH_STEP)

@@ -101,6 +101,22 @@ def rl(models: dict[str, Path], data: Path, parallel: dict[str, Any], micro: dic
 
 
 GRPO = {"advantage": "group_relative", "kl": {"coef": 0.05, "placement": "loss", "estimator": "k3"}}
+GSPO = {
+    "advantage": "rloo",
+    "policy_loss": "gspo",
+    "loss_average": "bnpo",
+    "loss_block_samples": 3,
+    "rollout_correction": {"kind": "truncate", "level": "sequence", "high": 1.0},
+}
+CISPO = {
+    "advantage": "reinforce++",
+    "whiten_over": "mini_batch",
+    "policy_loss": "cispo",
+    "ratio": "sequence",
+    "loss_average": "constant",
+    "loss_constant": 3,
+    "kl": {"coef": 0.1, "estimator": "k3", "clamp": 0.01},
+}
 JOBS = {
     "sft": ("sft_steps", lambda m, d, *how: supervised("actor", m["plain"], d["sft"], *how), (1,)),
     "rm": ("rm_steps", lambda m, d, *how: supervised("reward_model", m["other"], d["pairs"], *how), (1,)),
@@ -111,6 +127,8 @@ JOBS = {
     ),
     "ppo": ("rl_step", lambda m, d, *how: rl(m, d["prompts"], *how), ()),
     "grpo": ("rl_step", lambda m, d, *how: rl(m, d["prompts"], *how, **GRPO), ()),
+    "gspo": ("rl_step", lambda m, d, *how: rl(m, d["prompts"], *how, **GSPO), ()),
+    "cispo": ("rl_step", lambda m, d, *how: rl(m, d["prompts"], *how, **CISPO), ()),
 }
 
 
@@ -159,6 +177,15 @@ def test_packed_equals_padded(kind: str, layout: str, run: Any) -> None:
     packed, padded = run(kind, layout, packed=True), run(kind, layout, packed=False)
     assert_same_training(packed, padded)
     assert_same_training(packed, run(kind, "tp1", packed=False))
+
+
+@pytest.mark.parametrize("layout", ["dp2", "tp2pp2_sequence_parallel"])
+@pytest.mark.parametrize("kind", ["gspo", "cispo"])
+def test_losses_that_look_at_whole_responses(kind: str, layout: str, run: Any) -> None:
+    """Ratios, weights and corrections of a response, cut into other micro-batches and ranks."""
+    assert_same_training(run(kind, layout, packed=True), run(kind, "tp1", packed=False))
+    cut = run(kind, layout, packed=True)["metrics"].get("rollout_correction_cut")
+    assert cut is None if kind == "cispo" else 0 < cut < 1, "rounding is on both sides of 1"
 
 
 def test_the_aligned_span_of_packed_pairs(run: Any) -> None:

@@ -39,7 +39,7 @@ CUTS: dict[str, list[list[Cut]]] = {
     "rm": [[(TRAIN, "accumulate", 4)], [(EXPORTS, "maybe_write", 5)]],
     "ppo": [
         [(ENGINE, "generate", 3), (TRAIN, "accumulate", 8)],
-        [("megarlhf.trainers.rl", "add_advantages", 2), (TRAIN, "step", 5), (BORDER, "border", 4)],
+        [("megarlhf.trainers.rl_updates", "add_advantages", 2), (TRAIN, "step", 5), (BORDER, "border", 4)],
     ],
     "grpo": [[(TRAIN, "step", 6), (ENGINE, "generate", 2)]],
 }
@@ -67,9 +67,14 @@ def tree(name: str, models: dict[str, Path], data: dict[str, Path]) -> dict[str,
             "train": {"num_steps": STEPS, "mini_batch_samples": 24, "micro_batch_samples": 4},
             "checkpoint": {"every": 2, "every_minutes": 0, "export_every": 2},
         }
-    algo = {} if name == "ppo" else {"advantage": "group_relative"}
+    kl = {"coef": 0.1, "controller": "adaptive", "target": 1e-3, "horizon": 100}  # whose coefficient is a metric
+    algo = {} if name == "ppo" else {"advantage": "group_relative", "kl": kl}
     made = rl_config({**models, "other": models["scorer"]}, data["prompts"], {}, **algo)
-    made["train"] |= {"num_steps": 3, "micro_batch_samples": 4, "stop": {"heldout_reward_patience": 50}}
+    made["train"] |= {
+        "num_steps": 3,
+        "micro_batch_samples": 4,
+        "stop": {"heldout_reward_patience": 50, "max_kl": 100.0},
+    }
     made["data"]["heldout"], made["eval"] = str(data["prompts"]), {"every": 1, "max_samples": 6}
     made["checkpoint"] = {"every_updates": 1, "every_minutes": 0, "keep": 3, "export_every": 1}
     return made

@@ -124,6 +124,25 @@ def test_grpo_builds_no_critic_and_is_the_same_at_every_layout(
     np.testing.assert_allclose(actual["metrics"]["actor_grad_norm"], expected["metrics"]["actor_grad_norm"], rtol=1e-5)
 
 
+def test_remax_compares_with_the_greedy_response(
+    ranks: RankPool, models: dict[str, Path], data: dict[str, Path]
+) -> None:
+    """All responses of a prompt less one number; drawn at a temperature near 0 they are the greedy ones, and get 0."""
+    algo = {"advantage": "remax", "kl": {"coef": 0.0}}
+    cfg = config(models, data["prompts"], {}, **algo)
+    warm = ranks.run(1, "rl_step", cfg)[0]
+    starts = np.cumsum([0, *map(len, warm["responses"])])[:-1]
+    baselines = (warm["rewards"] - warm["columns"]["advantages"][starts]).reshape(4, 4)
+    np.testing.assert_allclose(baselines, baselines[:, :1].repeat(4, 1), atol=1e-5)
+    assert np.abs(warm["columns"]["advantages"]).max() > 1e-3
+    world_size, parallel = LAYOUTS["dp2"]
+    split = ranks.run(world_size, "rl_step", config(models, data["prompts"], parallel, **algo))[0]
+    np.testing.assert_allclose(split["columns"]["advantages"], warm["columns"]["advantages"], atol=1e-5)
+    cfg["rollout"]["temperature"] = 0.005
+    cold = ranks.run(1, "rl_step", cfg)[0]
+    np.testing.assert_allclose(cold["columns"]["advantages"], 0.0, atol=1e-5)
+
+
 def test_roles_may_have_layouts_of_their_own(
     ranks: RankPool, models: dict[str, Path], data: dict[str, Path], single: dict[str, Any]
 ) -> None:

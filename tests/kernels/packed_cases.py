@@ -46,6 +46,7 @@ def on_device(backend, arguments):
 
 def gae_of(backend, *arguments, **options):
     """(advantages, returns) on the CPU."""
+    options = dict(zip(options, on_device(backend, options.values()), strict=True))
     return tuple(output.cpu() for output in packed_gae(*on_device(backend, arguments), backend=backend, **options))
 
 

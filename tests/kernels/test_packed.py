@@ -33,7 +33,7 @@ from tests.kernels.packed_cases import (
 from tests.operators import Operators
 
 NAN = math.nan
-KINDS = ("k1", "k2", "k3")
+KINDS = ("k1", "k2", "k3", "abs")
 PLAIN = {"gamma": 1.0, "lam": 0.5, "kl_coef": 0.0}
 several = pytest.mark.parametrize("backend", BACKENDS)
 sometimes = settings(max_examples=15 if INTERPRETING else 40, deadline=None, derandomize=True)
@@ -79,12 +79,31 @@ def test_shaped_rewards_by_hand(backend):
 
 
 @several
-@pytest.mark.parametrize("kind, expected", [("k1", 0.5), ("k2", 0.125), ("k3", math.expm1(-0.5) + 0.5)])
+@pytest.mark.parametrize("kind, expected", [("k1", 0.5), ("k2", 0.125), ("k3", math.expm1(-0.5) + 0.5), ("abs", 0.5)])
 def test_kl_estimators_by_hand(backend, kind, expected):
-    """log r = -.5: .5, .125, e^-.5 - 1 + .5."""
+    """log r = -.5: .5, .125, e^-.5 - 1 + .5, .5."""
     advantage_T, _ = gae_of(backend, tensor(-1.0), tensor(-1.5), tensor(0.0), tensor(0.0), tensor(0, 1), gamma=1.0,
                             lam=1.0, kl_coef=1.0, kl_kind=kind)  # fmt: skip
     assert float(advantage_T) == pytest.approx(-expected, rel=1e-6)
+
+
+@several
+def test_rewards_of_tokens_by_hand(backend):
+    """Beside the scores 1 and -2, and in place of a KL: returns are what is still to come."""
+    zeros_T, token_rewards_T = torch.zeros(4), tensor(0.5, -0.25, 0.0, 4.0)
+    advantages_T, _ = gae_of(
+        backend,
+        zeros_T,
+        None,
+        zeros_T,
+        tensor(1.0, 5.0, -2.0),
+        tensor(0, 3, 3, 4),
+        gamma=1.0,
+        lam=1.0,
+        kl_coef=0.0,
+        token_rewards_T=token_rewards_T,
+    )
+    assert advantages_T.tolist() == [1.25, 0.75, 1.0, 2.0]
 
 
 @several

@@ -84,6 +84,7 @@ def test_columns(name, column_T):
         ({"kl_coef": -0.1}, r"kl_coef = -0.1; give a number of 0 or more"),
         ({"kl_coef": float("nan")}, r"kl_coef = nan"),
         ({"kl_kind": "k4"}, "unknown KL estimator 'k4'; the known ones are k1, k2, k3"),
+        ({"token_rewards_T": torch.zeros(6)}, r"kl_coef = 0.1 beside token_rewards_T; add the KL to these"),
         ({"gamma": 1.5}, "gamma = 1.5; give a number from 0 to 1"),
         ({"lam": -0.1}, "lam = -0.1"),
         ({"lam": float("nan")}, "lam = nan"),

@@ -24,6 +24,8 @@ KERNELS = [
     ("_scan_kernel", SCAN, {"KL": "k3", "REDUCE": False, "PARTS": 1, "BLOCK": 512}),
     ("_scan_kernel", SCAN, {"KL": "k1", "REDUCE": True, "PARTS": 8, "BLOCK": 512}),
     ("_scan_kernel", SCAN, {"KL": "none", "REDUCE": False, "PARTS": 8, "BLOCK": 512}),
+    ("_scan_kernel", SCAN, {"KL": "rewards", "REDUCE": False, "PARTS": 1, "BLOCK": 512}),
+    ("_scan_kernel", SCAN, {"KL": "abs", "REDUCE": False, "PARTS": 1, "BLOCK": 512}),
     ("_moments_kernel", MOMENTS, {"MASK": True, "BLOCK": 512}),
     ("_whiten_kernel", WHITEN, {"MASK": True, "SHIFT": False, "BLOCK": 512}),
 ]

@@ -148,13 +148,33 @@ def test_what_is_set_and_has_no_effect_is_said(paths):
     assert keys("rl", rl(paths, algo=grpo, rollout={"poison_weights": True})) == {
         "algo.gamma",
         "algo.value_clip",
-        "algo.whiten_advantages",
         "critic",
         "rollout.poison_weights",
     }
     gae = {**grpo, "advantage": "gae", "scale_by_group_std": False}
     others = {"reward_model": role(paths), "critic": role(paths) | {"kernels": {"save_mib": 1}}}
     assert keys("rl", rl(paths, algo=gae, **others)) == {"algo.scale_by_group_std", "reward_model", "critic.kernels"}
+    sapo = {
+        "advantage": "dr_grpo",
+        "group_std_eps": 0.1,
+        "policy_loss": "sapo",
+        "clip_low": 0.1,
+        "clip_dual": 3.0,
+        "loss_constant": 5,
+        "loss_block_samples": 2,
+        "kl": {"horizon": 5, "coef": 0.1},
+        "rollout_correction": {"level": "sequence", "low": 0.1},
+        "whiten_variance": "unbiased",
+    }
+    assert keys("rl", rl(paths, algo=sapo)) == {
+        *(f"algo.{name}" for name in ("group_std_eps", "clip_low", "clip_dual", "loss_constant", "loss_block_samples")),
+        *(f"algo.{name}" for name in ("kl.horizon", "rollout_correction.level", "rollout_correction.low")),
+        "algo.whiten_variance",
+        "critic",
+    }
+    read = sapo | {"advantage": "grpo", "policy_loss": "clip", "loss_average": "constant", "whiten_advantages": True}
+    read |= {"rollout_correction": {"kind": "mask", "level": "sequence"}, "kl": {}, "loss_block_samples": 1}
+    assert keys("rl", rl(paths, algo=read)) == {"critic"}
     tree = {
         "run": {"dir": "r"},
         "actor": role(paths) | {"optim": {"lr": 0.5}},

@@ -25,6 +25,7 @@ FAILURE = Failure(
     sums={"loss": math.nan},
     gradient_norm=math.inf,
     denominators={"denominator": 12},
+    coefficients={"kl_coef": 0.5},
     counters={"optimizer_steps": 2, "scheduler_steps": 2},
     layout="tp 1 x pp 1 x dp 4",
     world_size=4,
@@ -75,7 +76,7 @@ def test_a_failure_that_is_not_complete_or_damaged_is_refused(kept):
     assert "is not complete: rank_00002.pt of 4 rank(s) missing" in refused(kept)
     tree = json.loads((kept / "failure.json").read_text())
     (kept / "failure.json").write_text(json.dumps(tree | {"format": 7}))
-    assert "it has format 7, and this version reads format 1" in refused(kept)
+    assert "it has format 7, and this version reads format 2" in refused(kept)
     (kept / "failure.json").write_text("{")
     assert "cannot be read (JSONDecodeError" in refused(kept)
 

@@ -27,7 +27,8 @@ class Case:
         old_BS = -7.0 + torch.randn(B, S, dtype=torch.float64, generator=generator)
         columns = {
             "response_mask": mask_BS,
-            "response_lengths": mask_BS.sum(1, keepdim=True).expand(B, S),
+            "sample_numbers": torch.arange(B)[:, None].expand(B, S),
+            "loss_weights": torch.full((B, S), 1 / 8, dtype=torch.float64),
             "old_logprobs": old_BS,
             "ref_logprobs": old_BS + 0.1,
             "advantages": torch.randn(B, S, dtype=torch.float64, generator=generator),
@@ -38,10 +39,17 @@ class Case:
         return Vocabulary(self.weight_VH, TRUE, None, backend=backend, save_bytes=save_bytes)
 
     def policy_loss(self, backend, save_bytes=2**28, **algo):
-        """Of 8 response tokens, some in other micro-batches; algo's weights 1 / 8 are exact in their fp32."""
+        """Of 8 response tokens, some in other micro-batches."""
         vocabulary = self.vocabulary(backend, save_bytes)
         cfg = AlgoConfig.model_validate(algo)
-        loss = PolicyLoss(algo=cfg, temperature=TEMPERATURE, response_tokens=8, sequences=2, vocabulary=vocabulary)
+        loss = PolicyLoss(
+            algo=cfg,
+            temperature=TEMPERATURE,
+            response_tokens=8,
+            vocabulary=vocabulary,
+            kl_coef=cfg.kl.coef,
+            entropy_coef=cfg.entropy_coef,
+        )
         return loss(self.hidden_SBH, self.batch)
 
     def gradients(self, loss):

@@ -55,7 +55,7 @@ def test_only_consecutive_steps_above_a_limit_end_the_run(caplog):
     caplog.set_level(logging.INFO)
     rule = watch(mean=0.1, p999=1.0, steps=2)
     for step in (gap(0.2), gap(0.1, 1.0, 50.0), gap(0.0, 1.1)):
-        assert rule.watch(step) is step
+        rule.watch(step)
         assert not rule.failed(last=False)
         rule.raise_if_failed(last=False)
     rule.watch(gap(0.2))

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from megarlhf.config import AlgoConfig, StopConfig
 from megarlhf.experience import Experience, Rollouts
+from megarlhf.trainers.rl_advantages import add_advantages
 from megarlhf.trainers.rl_batches import split_into_mini_batches
 from megarlhf.trainers.rl_eval import StopRule
-from megarlhf.trainers.rl_score import add_advantages
 from tests.tables import ragged
 
 
@@ -97,7 +97,7 @@ def test_leave_one_out_with_kl_in_the_reward_by_hand():
 
 def test_an_advantage_without_a_branch_is_refused_and_not_another_one():
     unknown = AlgoConfig.model_construct(**{**dict(algo()), "advantage": "new"})
-    with pytest.raises(ValueError, match=r"'new' is not computed here.*'gae', 'group_relative', 'leave_one_out'"):
+    with pytest.raises(ValueError, match=r"'new' is not computed.*'gae', 'reinforce'.*'group_relative'"):
         add_advantages(experience(), unknown)
 
 
@@ -108,10 +108,21 @@ def test_samples_of_different_prompts_are_not_compared():
 
 def test_stop_on_kl():
     rule = StopRule(StopConfig(max_kl=0.5))
-    assert not rule.over(0.5)
+    assert not rule.watch_kl(0.5)
     assert rule.reason is None
-    assert rule.over(0.6)
-    assert rule.reason == "stopped: kl 0.6 per response token exceeds train.stop.max_kl = 0.5"
+    assert rule.watch_kl(0.7)
+    of = "(mean of the last 2 steps)"
+    assert rule.reason == f"stopped: kl 0.6 per response token {of} exceeds train.stop.max_kl = 0.5"
+
+
+def test_a_single_noisy_kl_does_not_stop():
+    """The mean of the last two; what is smoothed is kept in a resume point."""
+    rule = StopRule(StopConfig(max_kl=0.5, max_kl_steps=2))
+    assert [rule.watch_kl(kl) for kl in (0.1, 0.8, 0.1)] == [False] * 3
+    resumed = StopRule(StopConfig(max_kl=0.5, max_kl_steps=2))
+    resumed.load_state_dict(rule.state_dict())
+    assert not resumed.watch_kl(0.9)
+    assert resumed.watch_kl(0.2)
 
 
 def test_stop_when_the_heldout_reward_stands_still():
@@ -120,8 +131,8 @@ def test_stop_when_the_heldout_reward_stands_still():
     stopped = []
     for reward in (1.0, 0.9, 1.1, 1.1, 1.0):
         evaluation = {"eval_reward_mean": reward, "eval_accuracy": len(stopped)}
-        assert rule.watch(evaluation) is evaluation
-        stopped.append(rule.over(kl=100.0))
+        rule.watch(evaluation)
+        stopped.append(rule.watch_kl(100.0))
     assert stopped == [False, False, False, False, True]
     assert rule.reason == "stopped: the held-out reward has not risen for 2 evaluations"
 
@@ -130,24 +141,24 @@ def test_the_end_by_other_limits_does_not_count():
     """A run that goes on with a higher limit; what it has seen stays."""
     rule = StopRule(StopConfig(max_kl=0.5, heldout_reward_patience=2))
     rule.watch({"eval_reward_mean": 1.0})
-    assert rule.over(0.6)
+    assert rule.watch_kl(0.6)
     same, higher = (StopRule(StopConfig(max_kl=limit, heldout_reward_patience=2)) for limit in (0.5, 9.0))
     for each in (same, higher):
         each.load_state_dict(rule.state_dict())
     assert same.reason == rule.reason
     assert higher.reason is None
-    assert not higher.over(0.6)
+    assert not higher.watch_kl(0.6)
     for reward in (0.9, 0.8):
         higher.watch({"eval_reward_mean": reward})
-    assert higher.over(0.0)
+    assert higher.watch_kl(0.0)
 
 
 def test_without_a_rule_or_an_evaluation_nothing_stops():
     rule = StopRule(StopConfig())
-    assert not any(rule.over(kl) for kl in (0.0, 1e9, float("nan")))
+    assert not any(rule.watch_kl(kl) for kl in (0.0, 1e9, float("nan")))
     patient = StopRule(StopConfig(heldout_reward_patience=1))
     patient.watch({})
-    assert not patient.over(0.0)
+    assert not patient.watch_kl(0.0)
 
 
 @given(st.integers(1, 60), st.integers(1, 60), st.booleans(), st.integers(0, 2**60))

@@ -1,0 +1,58 @@
+"""Importance sampling from the distribution that drew the samples to the trainer's, at the same weights.
+
+Engine and trainer give a token different log-probs where they compute in other numerics. The ratio of the two corrects
+the gradient for it; it is truncated, or tokens are left out, where it is far from 1.
+
+Legend: T response tokens of all responses end to end, N responses.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megarlhf.algo.policy import RatioKind, log_ratios
+from megarlhf.algo.segments import Segments
+
+CorrectionKind = Literal["truncate", "mask"]
+
+
+class Correction(NamedTuple):
+    """By token, [T]."""
+
+    weights_T: Tensor
+    """What the token's loss is multiplied by."""
+    cut_T: Tensor
+    """bool: the ratio was truncated, or the token is left out."""
+    ratio_T: Tensor
+    """Before that."""
+
+
+def rollout_correction(
+    logprobs_T: Tensor,
+    rollout_logprobs_T: Tensor,
+    responses: Segments,
+    *,
+    kind: CorrectionKind,
+    level: RatioKind,
+    low: float,
+    high: float,
+) -> Correction:
+    """Weights that make samples of the rollout samples of the trainer's policy, but for what is cut.
+
+    Shapes:  logprobs_T: the trainer's, at the weights that drew the samples; rollout_logprobs_T: the engine's; [T]
+    Maths:   r = exp(logprob - rollout_logprob), of the token or its response (`policy.log_ratios` says which are
+             there); 'truncate': min(r, high); 'mask': r where low <= r <= high, else 0
+    Source:  truncated importance sampling: Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy
+             RL training"; 'mask' by token: icepop, Ling team 2025
+    Others:  TIS is verl's rollout_is and TRL's token_truncate; OpenRLHF's low bound of tis truncates from below too
+    """
+    if kind not in ("truncate", "mask"):
+        raise ValueError(f"unknown correction {kind!r}; the known ones are truncate, mask")
+    ratio_T = log_ratios(logprobs_T, rollout_logprobs_T, responses, level).exp()
+    if kind == "truncate":
+        return Correction(ratio_T.clamp(max=high), ratio_T > high, ratio_T)
+    outside_T = (ratio_T < low) | (ratio_T > high)
+    return Correction(torch.where(outside_T, 0.0, ratio_T), outside_T, ratio_T)

@@ -1,0 +1,248 @@
+"""Configuration of the algorithm: advantage, policy loss, KL to the reference, correction of the rollout."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import Field, PositiveInt, model_validator
+
+from megarlhf.config.roles import Fraction, FrozenModel, NonNegative, Positive
+
+AdvantageName = Literal[
+    "gae",
+    "reinforce",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "remax",
+    "leave_one_out",
+    "group_relative",
+]
+
+PRESETS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
+    "advantage": {
+        "grpo": {"advantage": "group_relative"},
+        "dr_grpo": {"advantage": "group_relative", "scale_by_group_std": False},
+        "rloo": {"advantage": "leave_one_out"},
+        "reinforce++": {"advantage": "reinforce_plus_plus"},
+        "reinforce++_baseline": {"advantage": "reinforce_plus_plus_baseline"},
+    },
+    "policy_loss": {
+        "gspo": {
+            "policy_loss": "clip",
+            "ratio": "geometric",
+            "loss_average": "sequence",
+            "clip_low": 3e-4,
+            "clip_high": 4e-4,
+        },
+        "cispo": {"policy_loss": "cispo", "clip_low": None, "clip_high": 4.0},
+    },
+}
+"""Names that stand for several keys, by the key that they are given for. Keys beside them win, but for `_FIXED`."""
+
+_FIXED = ("advantage", "policy_loss", "scale_by_group_std", "ratio")
+"""What a name means: a key beside it that says otherwise is refused."""
+
+WHITENED = ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
+"""Advantages that are whitened unless `whiten_advantages` says otherwise."""
+
+GROUPED = ("leave_one_out", "group_relative", "reinforce_plus_plus_baseline")
+"""Advantages that compare the responses to one prompt."""
+
+DISCOUNTED = ("gae", "reinforce", "reinforce_plus_plus")
+"""Advantages that read `gamma`."""
+
+
+class KLConfig(FrozenModel):
+    coef: NonNegative = 0.0
+    """Weight of the KL to the reference; 0 still measures it. With the adaptive controller, what it begins with."""
+    placement: Literal["reward", "loss"] = "reward"
+    """`reward`: -coef x kl on each token's reward (PPO). `loss`: + coef x kl in the loss (GRPO)."""
+    estimator: Literal["k1", "k2", "k3", "abs"] = "k1"
+    """Schulman's estimators, or the size of k1; also the one that the metric `kl` reports. `abs` is for the reward."""
+    clamp: Positive | None = None
+    """A token's estimate is held in [-clamp, clamp], in reward, loss and metric `kl`. verl's low_var_kl and OpenRLHF
+    have 10."""
+    controller: Literal["fixed", "adaptive"] = "fixed"
+    """`adaptive`: coef follows the measured KL so that it comes to `target` (Ziegler et al. 2019, section 2.2): after
+    each step it is multiplied by 1 + samples / horizon x (kl / target - 1), the last held in [-0.2, 0.2]."""
+    target: Positive | None = None
+    """Of the adaptive controller: the metric `kl`, mean per response token. Ziegler et al. count per response: divide
+    theirs by the length of a response."""
+    horizon: PositiveInt = 10000
+    """Of the adaptive controller: samples over which coef may change by a fifth."""
+
+    @model_validator(mode="after")
+    def _check(self) -> KLConfig:
+        if self.placement == "loss" and self.estimator in ("k1", "abs") and self.coef > 0:
+            why = {
+                "k1": "estimator k1 in the loss has a gradient of mean zero and regularises nothing",
+                "abs": "estimator abs in the loss has the gradient of no divergence",
+            }
+            raise ValueError(f"{why[self.estimator]}; use k3 or k2 with placement 'loss', or placement 'reward'")
+        if self.controller == "adaptive" and (self.target is None or self.coef == 0):
+            raise ValueError(
+                f"controller 'adaptive' got target = {self.target} and coef = {self.coef}; it multiplies coef so that "
+                "kl comes to the target: give both, above 0"
+            )
+        if self.controller == "fixed" and self.target is not None:
+            raise ValueError(f"target = {self.target} has no effect with controller 'fixed'; set controller: adaptive")
+        return self
+
+
+class RolloutCorrectionConfig(FrozenModel):
+    """Importance sampling from the rollout's distribution to the trainer's, at the weights that drew the samples.
+
+    The engine's log-probs differ from the trainer's by rounding, or because it computes in another dtype. The ratio
+    exp(trainer's - engine's log-prob) of each token, or of its whole response, corrects for it.
+    """
+
+    kind: Literal["none", "truncate", "mask"] = "none"
+    """`truncate`: the loss of a token is multiplied by min(ratio, high) (truncated importance sampling). `mask`: it is
+    multiplied by the ratio inside [low, high], and left out outside (icepop)."""
+    level: Literal["token", "sequence", "geometric"] = "token"
+    """The ratio of the token, of its response (the product), or the geometric mean over its response."""
+    low: NonNegative = 0.5
+    """`mask` only."""
+    high: Positive = 2.0
+    """The largest ratio that counts in full."""
+
+    @model_validator(mode="after")
+    def _check(self) -> RolloutCorrectionConfig:
+        if self.kind == "mask" and not self.low < 1 < self.high:
+            raise ValueError(
+                f"low = {self.low} and high = {self.high} leave out ratios of 1, which are right; give low < 1 < high"
+            )
+        return self
+
+
+class AlgoConfig(FrozenModel):
+    advantage: AdvantageName = "gae"
+    """How much better a token or response was than expected. `gae` builds a critic. `reinforce`: discounted sum of the
+    rewards from the token on. `reinforce_plus_plus`: the same, whitened; `reinforce_plus_plus_baseline`: the response's
+    reward less its group's mean, whitened. `remax`: the reward less that of the greedy response to the same prompt.
+    `leave_one_out` (or `rloo`): less the mean of the other responses to the prompt. `group_relative` (or `grpo`): less
+    the group's mean, over its standard deviation; `dr_grpo` stands for it without the deviation."""
+    gamma: Fraction = 1.0
+    """Discount of later rewards; `gae`, `reinforce` and `reinforce_plus_plus` only."""
+    lam: Fraction = 0.95
+    """GAE's lambda: 1 trusts the rewards, 0 the critic; `gae` only."""
+    whiten_advantages: bool | None = None
+    """Subtract the mean over response tokens and divide by the standard deviation. Default: true for `gae` and the two
+    forms of `reinforce_plus_plus`, false for the others."""
+    whiten_over: Literal["step", "mini_batch"] = "step"
+    """Mean and deviation over the response tokens of the step, or of each mini-batch by itself."""
+    whiten_variance: Literal["biased", "unbiased"] = "biased"
+    """Divided by the number of tokens (OpenRLHF), or by one less (verl, TRL)."""
+    scale_by_group_std: bool = True
+    """`group_relative` only: divide by the group's standard deviation."""
+    group_std: Literal["unbiased", "biased"] = "unbiased"
+    """`group_relative` only: divided by the group's size less 1 (TRL, verl, OpenRLHF), or by its size."""
+    group_std_eps: NonNegative = 1e-6
+    """`group_relative` only: added to the deviation. TRL has 1e-4, OpenRLHF 1e-9."""
+    group_std_floor: NonNegative = 0.0
+    """`group_relative` only: the least deviation that is divided by, so that groups of nearly equal rewards are not
+    blown up."""
+    group_of_one: Literal["zero", "reward"] = "zero"
+    """What a response that is alone in its group gets, with the advantages that compare within groups: nothing, or its
+    reward as it is (verl)."""
+    policy_loss: Literal["clip", "cispo", "sapo", "policy_gradient"] = "clip"
+    """`clip`: PPO's clipped surrogate. `cispo`: the bounded ratio weighs the log-prob's gradient. `sapo`: a smooth
+    gate. `policy_gradient`: no ratio. `gspo` stands for `clip` with ratio `geometric`, loss_average `sequence`,
+    clip_low 3e-4 and clip_high 4e-4; `cispo` begins with no clip_low and clip_high 4."""
+    ratio: Literal["token", "sequence", "geometric"] = "token"
+    """Of new to old probability: of the token, of its response (the product), or the geometric mean over it."""
+    clip_low: Positive | None = 0.2
+    """The ratio is clipped at 1 - clip_low from below; null: not at all."""
+    clip_high: Positive = 0.2
+    """The ratio is clipped at 1 + clip_high from above."""
+    clip_dual: Annotated[float, Field(gt=1.0)] | None = None
+    """`clip` only: where the advantage is negative, the loss is at most so many times its size (Ye et al. 2020: 3)."""
+    clip_delta: Annotated[float, Field(gt=1.0)] | None = None
+    """`clip` only: the ratio outside the clip is held at this (INTELLECT-2's two-sided clip, TRL's delta). Above
+    1 + clip_high."""
+    sapo_temperature_positive: Positive = 1.0
+    """`sapo` only: of the gate where the advantage is positive."""
+    sapo_temperature_negative: Positive = 1.05
+    """`sapo` only: of the gate where it is not."""
+    value_clip: Positive | None = 0.2
+    """The critic gains nothing from moving a value further than this from its old one; null: no clip."""
+    entropy_coef: NonNegative = 0.0
+    """Weight of the entropy that is subtracted from the policy loss."""
+    entropy_coef_end: NonNegative | None = None
+    """Weight in the last step of the run, to which it goes in equal steps; null: it stays."""
+    loss_average: Literal["token", "sequence", "constant", "bnpo"] = "token"
+    """Mean over response tokens of the mini-batch (DAPO); over sequences of their token means (GRPO); over sequences of
+    their token sums divided by `loss_constant` (Dr. GRPO); over blocks of `loss_block_samples` samples of their token
+    means (TRL's bnpo)."""
+    loss_constant: PositiveInt | None = None
+    """`constant` only; default: rollout.max_response_tokens."""
+    loss_block_samples: PositiveInt = 1
+    """`bnpo` only: samples of a block, in the order of the mini-batch. 1 is `sequence`, all of it `token`."""
+    kl: KLConfig = KLConfig()
+    rollout_correction: RolloutCorrectionConfig = RolloutCorrectionConfig()
+    shuffle_rewards: bool = False
+    """Control experiment: permute the rewards over the step's samples, so that they say nothing about the responses.
+    The policy should then learn nothing, with one exception: with `gae` at lam < 1 the critic's values enter the
+    advantages, and a critic that was made from the reward model knows good responses without any reward. A clean
+    control takes lam = 1, a fresh critic, or an estimator without a critic. The KL term acts as ever."""
+
+    @property
+    def needs_critic(self) -> bool:
+        return self.advantage == "gae"
+
+    @property
+    def whitens(self) -> bool:
+        return self.advantage in WHITENED if self.whiten_advantages is None else self.whiten_advantages
+
+    @property
+    def kl_in_reward(self) -> bool:
+        return self.kl.placement == "reward" and self.kl.coef > 0
+
+    @property
+    def kl_in_loss(self) -> bool:
+        return self.kl.placement == "loss" and self.kl.coef > 0
+
+    def entropy_coef_at(self, step: int, num_steps: int) -> float:
+        """In step `step` (0 is the first) of a run of `num_steps`."""
+        if self.entropy_coef_end is None:
+            return self.entropy_coef
+        share = step / max(1, num_steps - 1)
+        return self.entropy_coef + (self.entropy_coef_end - self.entropy_coef) * min(share, 1.0)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _spell_out(cls, data: Any) -> Any:
+        """A name that stands for several keys becomes those keys."""
+        if not isinstance(data, dict):
+            return data
+        for key, presets in PRESETS.items():
+            name = data.get(key)
+            known = (*get_args(cls.model_fields[key].annotation), *presets)
+            if isinstance(name, str) and name not in known:
+                near = difflib.get_close_matches(name, known, n=1)
+                meant = f"did you mean {near[0]!r}? " if near else ""
+                raise ValueError(f"{key} = {name!r} is not known; {meant}The known ones are {', '.join(known)}")
+            if not isinstance(name, str) or name not in presets:
+                continue
+            said = {other: value for other, value in presets[name].items() if other in _FIXED and other != key}
+            for other, value in said.items():
+                if other in data and data[other] != value:
+                    raise ValueError(f"{key} = {name!r} means {other} = {value}; got {other} = {data[other]}: drop one")
+            data = {**presets[name], **data, key: presets[name][key]}
+        return data
+
+    @model_validator(mode="after")
+    def _check(self) -> AlgoConfig:
+        if self.clip_low is not None and self.clip_low >= 1 and self.policy_loss in ("clip", "cispo"):
+            raise ValueError(
+                f"clip_low = {self.clip_low} puts the bound at {1 - self.clip_low:g}, below every ratio; give a number "
+                "below 1, or null for no bound"
+            )
+        if self.clip_delta is not None and self.clip_delta <= 1 + self.clip_high:
+            raise ValueError(
+                f"clip_delta = {self.clip_delta} is inside the clip, which ends at 1 + clip_high = "
+                f"{1 + self.clip_high:g}; give a larger one, or leave it out"
+            )
+        return self

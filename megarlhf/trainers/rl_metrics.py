@@ -1,0 +1,37 @@
+"""What a step's samples were like, as metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from megarlhf.algo.advantages import explained_variance, without_signal
+from megarlhf.algo.kl import KLKind, kl_estimate
+from megarlhf.config import RLConfig
+from megarlhf.experience import Experience
+
+LOGGED_KL: Mapping[str, KLKind] = {"kl_k1": "k1", "kl_k3": "k3"}
+"""k1 is unbiased and noisy, k3 never negative: the two together say when either is not to be trusted."""
+
+
+def describe(experience: Experience, cfg: RLConfig) -> dict[str, float]:
+    """What the step's samples were like."""
+    old, ref = experience.columns["old_logprobs"], experience.columns["ref_logprobs"]
+    lengths_N, rewards_N = experience.response_lengths_N, experience.per_sample["rewards"]
+    kl = cfg.algo.kl
+    metrics = {
+        "reward_mean": float(rewards_N.mean()),
+        "reward_std": float(rewards_N.std(correction=0)),
+        "kl": float(kl_estimate(old.values_T, ref.values_T, kl.estimator, kl.clamp).mean()),
+        **{name: float(kl_estimate(old.values_T, ref.values_T, kind).mean()) for name, kind in LOGGED_KL.items()},
+        "response_length_mean": float(lengths_N.float().mean()),
+        "finished_fraction": float(experience.rollouts.finished_N.float().mean()),
+        "tokens": int(lengths_N.sum()),
+    }
+    if cfg.rollout.num_samples_per_prompt > 1:
+        silent_N = without_signal(rewards_N, experience.groups_N.to(rewards_N.device))
+        metrics["groups_without_signal"] = float(silent_N.float().mean())
+    if "returns" in experience.columns:
+        values_T, returns_T = (experience.columns[name].values_T for name in ("values", "returns"))
+        metrics["value_mean"] = float(values_T.mean())
+        metrics["explained_variance"] = explained_variance(values_T, returns_T)
+    return metrics

@@ -1,0 +1,76 @@
+"""Names that stand for several keys of `algo`, and settings of it that contradict each other.
+
+Not covered: what is set and not read (tests/planning/test_preflight.py), the arithmetic (tests/algo).
+"""
+
+import pytest
+from pydantic import ValidationError
+
+from megarlhf.config import AlgoConfig, dump_config
+
+
+def algo(**keys):
+    return AlgoConfig.model_validate(keys)
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({"advantage": "grpo"}, {"advantage": "group_relative", "scale_by_group_std": True}),
+        ({"advantage": "dr_grpo"}, {"advantage": "group_relative", "scale_by_group_std": False}),
+        ({"advantage": "rloo"}, {"advantage": "leave_one_out"}),
+        ({"advantage": "reinforce++"}, {"advantage": "reinforce_plus_plus", "whitens": True}),
+        ({"advantage": "reinforce++_baseline"}, {"advantage": "reinforce_plus_plus_baseline", "whitens": True}),
+        ({"advantage": "reinforce"}, {"whitens": False}),
+        ({"advantage": "reinforce", "whiten_advantages": True}, {"whitens": True}),
+        ({"advantage": "gae", "whiten_advantages": False}, {"whitens": False}),
+        (
+            {"policy_loss": "gspo"},
+            {"policy_loss": "clip", "ratio": "geometric", "loss_average": "sequence", "clip_low": 3e-4},
+        ),
+        ({"policy_loss": "gspo", "clip_low": 0.1, "loss_average": "token"}, {"clip_low": 0.1, "loss_average": "token"}),
+        ({"policy_loss": "cispo"}, {"policy_loss": "cispo", "clip_low": None, "clip_high": 4.0}),
+        ({"policy_loss": "cispo", "clip_high": 1.0}, {"clip_low": None, "clip_high": 1.0}),
+    ],
+)
+def test_names_that_stand_for_several_keys(keys, expected):
+    """What stands beside the name wins; the resolved file says the keys and is read as the same."""
+    made = algo(**keys)
+    assert {name: getattr(made, name) for name in expected} == expected
+    assert AlgoConfig.model_validate(made.model_dump()) == made
+    assert "gspo" not in dump_config(made)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"advantage": "grop"}, r"advantage = 'grop' is not known; did you mean 'grpo'\? The known ones are gae, "),
+        (
+            {"policy_loss": "gsop"},
+            r"policy_loss = 'gsop' is not known; did you mean 'gspo'\? The known ones are clip, ",
+        ),
+        ({"policy_loss": "dpo "}, "is not known"),
+        ({"advantage": "dr_grpo", "scale_by_group_std": True}, "means scale_by_group_std = False; got .* = True: drop"),
+        ({"policy_loss": "gspo", "ratio": "token"}, "'gspo' means ratio = geometric; got ratio = token: drop one"),
+        ({"clip_low": 1.5}, "clip_low = 1.5 puts the bound at -0.5, below every ratio"),
+        ({"clip_delta": 1.1}, "clip_delta = 1.1 is inside the clip, which ends at 1 \\+ clip_high = 1.2"),
+        ({"clip_dual": 1.0}, "greater than 1"),
+        ({"kl": {"coef": 0.1, "placement": "loss", "estimator": "abs"}}, "abs in the loss has the gradient of no div"),
+        ({"kl": {"controller": "adaptive", "target": 0.1}}, "got target = 0.1 and coef = 0.0; .* give both, above 0"),
+        ({"kl": {"controller": "adaptive", "coef": 0.1}}, "got target = None and coef = 0.1"),
+        ({"kl": {"coef": 0.1, "target": 0.1}}, "target = 0.1 has no effect with controller 'fixed'"),
+        ({"rollout_correction": {"kind": "mask", "low": 1.5}}, "low = 1.5 and high = 2.0 leave out ratios of 1"),
+    ],
+)
+def test_what_contradicts_itself_is_refused(keys, message):
+    with pytest.raises(ValidationError, match=message):
+        algo(**keys)
+
+
+def test_the_entropy_s_coefficient_goes_in_equal_steps():
+    """Of .1 to .5 in five steps; a run that is prolonged by accident stays at the last. A run of one step has the
+    first."""
+    made = algo(entropy_coef=0.1, entropy_coef_end=0.5)
+    assert [made.entropy_coef_at(step, 5) for step in range(6)] == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.5])
+    assert made.entropy_coef_at(0, 1) == 0.1
+    assert algo(entropy_coef=0.1).entropy_coef_at(3, 5) == 0.1
