@@ -24,7 +24,7 @@ UNWANTED := torchvision torchaudio torchcodec
 # them, the others in the third. Three keep two cores busy: tests wait for processes and for time to pass.
 PYTEST_ARGS ?=
 WHOLE_SUITE := -n 3 --dist loadscope --durations=25
-DEFAULT_TESTS := not gpu and not multigpu and not slow and not slurm
+DEFAULT_TESTS := not gpu and not multigpu and not slow and not slurm and not peers
 
 # The environment of every command below. Nothing here needs a network; ranks share few cores, and OpenMP
 # threads that outnumber them spin (ten times slower), so a rank has one thread.
@@ -38,7 +38,7 @@ export VLLM_NO_USAGE_STATS ?= 1
 export TORCH_CPP_LOG_LEVEL ?= ERROR
 
 .PHONY: help venv demo demo-3d demo-seeds bench-convert bench-reshard bench-kernels bench-packing bench-gpu-logprob \
-	bench-gpu-packed bench-resume test test-slow test-slurm test-faults slurm-scripts lint docs doctor lock clean
+	bench-gpu-packed bench-resume test test-slow test-peers test-slurm test-faults slurm-scripts lint docs doctor lock clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -95,6 +95,17 @@ test: venv ## the default tests: no GPU, no network, minutes
 
 test-slow: venv ## the slow tests that need no GPU and no Slurm
 	$(PY) -m pytest -m "slow and not gpu and not multigpu and not slurm" $(PYTEST_ARGS)
+
+# Beside $(VENV), never in it. Some packages bring a folder `tests`, which would hide ours.
+ALGORITHM_PEERS := build/peers/algorithms
+test-peers: $(ALGORITHM_PEERS)/.installed ## advantages, losses and KL against the functions of TRL, verl and OpenRLHF (2 minutes)
+	PYTHONPATH=$(CURDIR):$(ALGORITHM_PEERS) $(PY) -m pytest -m peers $(or $(PYTEST_ARGS),tests/peers)
+
+$(ALGORITHM_PEERS)/.installed: requirements/test-peers.txt | venv
+	rm -rf $(ALGORITHM_PEERS)
+	$(PY) -m pip install -q --no-deps --target $(ALGORITHM_PEERS) -r requirements/test-peers.txt
+	rm -rf $(ALGORITHM_PEERS)/tests $(ALGORITHM_PEERS)/scripts
+	touch $@
 
 # The cluster lives in a temporary directory and ends with the tests: tests/slurm/cluster.py.
 SLURM_PACKAGES := slurmctld slurmd slurm-client munge
