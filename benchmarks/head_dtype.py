@@ -96,7 +96,7 @@ def gap_with_head(head: str, model: Path, prompts: Path) -> dict[str, Any]:
     components.engine.verify_weights(components.actor.shard)
     chosen = data.train[:32]
     experience = sample(cfg, components.engine, chosen, components.sampling, 0)
-    experience = score(cfg, components, experience, chosen, 0, Session(runtime, cfg.run.dir))
+    experience, _ = score(cfg, components, experience, chosen, 0, Session(runtime, cfg.run.dir))
     gap = {name.removeprefix("rollout_logprob_gap_"): value for name, value in logprob_gap(experience).items()}
     components.engine.close()
     return {"head": head, "tokens": experience.columns["old_logprobs"].values_T.numel(), **gap}

@@ -102,7 +102,7 @@ class Run:
             with self._clock("generate"):
                 experience = sample(cfg, parts.engine, self._prompts, parts.sampling, step)
         start, cpu = time.perf_counter(), time.process_time()
-        experience = score(cfg, parts, experience, self._prompts, step, self._session)
+        experience, _ = score(cfg, parts, experience, self._prompts, step, self._session)
         scored = time.perf_counter()
         if not inject:
             gap = LogprobGapWatch(LogprobGapConfig(steps=1), parts.actor.shard.dtype)

@@ -180,6 +180,9 @@ class AlgoConfig(FrozenModel):
     """`constant` only; default: rollout.max_response_tokens."""
     loss_block_samples: PositiveInt = 1
     """`bnpo` only: samples of a block, in the order of the mini-batch. 1 is `sequence`, all of it `token`."""
+    unrewarded: Literal["stop", "drop"] = "stop"
+    """What happens with a sample for which every reward says None (or failed and is dropped): the run ends, or the
+    sample is left out of the step. Either way the first one is shown."""
     kl: KLConfig = KLConfig()
     rollout_correction: RolloutCorrectionConfig = RolloutCorrectionConfig()
     shuffle_rewards: bool = False

@@ -13,6 +13,7 @@ from pydantic import Field, PositiveInt, model_validator
 
 from megarlhf.config.algo import GROUPED, AlgoConfig
 from megarlhf.config.numbers import SkipConfig
+from megarlhf.config.rewards import RewardConfig
 from megarlhf.config.roles import FrozenModel, NonNegative, Positive, RoleConfig
 from megarlhf.config.rollout import RolloutConfig
 from megarlhf.config.run import CheckpointConfig, RunConfig
@@ -126,28 +127,6 @@ class RLTrainConfig(MicroBatchConfig, SkipConfig):
     """First steps in which only the critic is trained; without a critic they do not exist. The actor's learning-rate
     schedule begins after them."""
     stop: StopConfig = StopConfig()
-
-
-class RewardConfig(FrozenModel):
-    kind: Literal["model", "rule"]
-    """`model`: the role `reward_model`. `rule`: a function."""
-    rule: str | None = None
-    """A name from the rule registry, or `package.module:function`."""
-    weight: float = 1.0
-    """Multiplies what comes out of `shift` and `clip`; may be negative."""
-    shift: float = 0.0
-    """Subtracted first."""
-    clip: Positive | None = None
-    """Then held in [-clip, clip]. The reward used is weight x clip(reward - shift)."""
-
-    @model_validator(mode="after")
-    def _check(self) -> RewardConfig:
-        if (self.kind == "rule") != (self.rule is not None):
-            raise ValueError(
-                f"a reward of kind {self.kind!r} got rule = {self.rule!r}; kind 'rule' needs a rule, "
-                "kind 'model' takes none"
-            )
-        return self
 
 
 class SFTConfig(FrozenModel):

@@ -50,6 +50,8 @@ class PromptSample:
     """All other columns of the record (`answer`, say), for the reward functions."""
     index: int
     """The record's place in the source, skipped ones counted."""
+    messages: Any = None
+    """The conversation that it was rendered from; None where the prompt was a plain text."""
 
 
 @dataclass
@@ -151,7 +153,7 @@ def build_prompts(
         others = {key: value for key, value in record.items() if key not in ("prompt", "messages")}
         tokens = _prompt_tokens(text, tokenizer, max_prompt_tokens)
         check_fields(others)
-        return PromptSample(tokens, text, others, index)
+        return PromptSample(tokens, text, others, index, record.get("messages"))
 
     return _usable(records, sample, template, tokenizer)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megarlhf.config import GenerateConfig
+from megarlhf.config import GenerateConfig, RewardConfig
 from megarlhf.data.samples import PromptSample
 from megarlhf.experience import Rollouts
 from megarlhf.models.role import build_role
@@ -23,8 +24,7 @@ from megarlhf.observe.watchdog import watched_phases
 from megarlhf.parallel.mesh import GroupCache
 from megarlhf.resume.claim import NO_STEPS_LEFT, finish
 from megarlhf.rollout.engine import RolloutEngine, sample_seed
-from megarlhf.rollout.rewards.rules import load_rule
-from megarlhf.rollout.rewards.score import response_texts, rule_rewards
+from megarlhf.rollout.rewards.score import gather, make_source, response_texts, share_of_rank
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.prompts import PromptData, actor_order, load_prompts, make_engine, sampling_of
 from megarlhf.trainers.session import open_session
@@ -91,15 +91,30 @@ def _respond(
             sampling_of(cfg.rollout, cfg.actor, data.tokenizer, greedy=cfg.greedy),
         )
     responses = response_texts(rollouts, data.tokenizer)
-    rules = [str(reward.rule) for reward in cfg.rewards]
     with phases("reward"):
-        rewards = {rule: rule_rewards(load_rule(rule), prompts, responses, runtime.device) for rule in rules}
+        rewards = {reward.label: _values(reward, prompts, rollouts, data, phases) for reward in cfg.rewards}
     engine.close()
     return prompts, responses, rollouts, rewards
 
 
+def _values(
+    reward: RewardConfig, prompts: list[PromptSample], rollouts: Rollouts, data: PromptData, phases: Phases
+) -> Tensor:
+    """What a reward says of each response, [N]; NaN where it does not apply."""
+    batch = share_of_rank(prompts, rollouts, data.tokenizer)
+    with contextlib.closing(make_source(reward)) as source:
+        outcomes = gather(
+            reward.label,
+            source.start(batch),
+            batch,
+            drop_failures=reward.on_failure == "drop",
+            local=phases.local,
+        )
+    return torch.tensor([math.nan if each.value is None else each.value for each in outcomes])
+
+
 def _summary(rollouts: Rollouts, rewards: dict[str, Tensor]) -> dict[str, float]:
-    means = {f"eval_{name}": float(values_N.mean()) for name, values_N in rewards.items()}
+    means = {f"eval_{name}": float(values_N.nanmean()) for name, values_N in rewards.items()}
     return {
         **means,
         "response_length_mean": float(rollouts.responses.lengths_N.float().mean()),
@@ -116,8 +131,13 @@ def _lines(
             "prompt": prompt.text,
             "response": response,
             "finished": bool(rollouts.finished_N[n]),
-            "rewards": {name: float(values_N[n]) for name, values_N in rewards.items()},
+            "rewards": {name: none_for_nan(float(values_N[n])) for name, values_N in rewards.items()},
         }
+
+
+def none_for_nan(value: float) -> float | None:
+    """JSON has no NaN; here it stands for a reward that does not apply."""
+    return None if math.isnan(value) else value
 
 
 def _write_lines(out: Path, lines: Iterable[dict[str, Any]]) -> None:

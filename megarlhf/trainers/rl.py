@@ -46,6 +46,7 @@ def run(cfg: RLConfig, runtime: Runtime) -> None:
             assert training.reference is not None
             notes = [*data.notes, *anchor_notes(cfg, training.reference)]
         with (
+            contextlib.closing(components.rewarder),
             closed_at_the_end(components.engine),
             open_session(cfg, cfg.run, runtime, "rl", cfg.train.num_steps, notes, training, phases=phases) as session,
         ):
@@ -104,9 +105,9 @@ class Loop:
         prompts = [self.data.train[n] for n in self.order.indices(step)]
         with session.stoppable("rollout"):
             experience = sample_or_keep(cfg, components, prompts, step, self.bank, session)
-        experience = score(cfg, components, experience, prompts, step, session)
+        experience, rewards = score(cfg, components, experience, prompts, step, session)
         with components.phases("advantages"), components.phases.local():
-            work = StepInProgress.begun(cfg, components, experience)
+            work = StepInProgress.begun(cfg, components, experience, rewards)
             self.gap.watch(work.found)
             return work
 

@@ -54,7 +54,7 @@ class Components:
     def states(self) -> dict[str, Stateful]:
         """Whatever of this keeps state over steps, by name."""
         skipped = {f"bad_steps/{name}": bad_steps for name, bad_steps in self.bad_steps.items()}
-        return {"kl_controller": self.kl, **skipped}
+        return {"kl_controller": self.kl, "rewards": self.rewarder, **skipped}
 
 
 def build(cfg: RLConfig, runtime: Runtime, tokenizer: Tokenizer, phases: Phases) -> Components:
@@ -71,7 +71,9 @@ def build(cfg: RLConfig, runtime: Runtime, tokenizer: Tokenizer, phases: Phases)
     reward_model = role("reward_model", "scalar") if "reward_model" in sections else None
     rows = cfg.train.rows(cfg.data.max_prompt_tokens + cfg.rollout.max_response_tokens)
     engine = make_engine(cfg.rollout, actor, cfg.data.max_prompt_tokens, rows)
-    rewarder = Rewarder(cfg.rewards, reward_model, tokenizer, cfg.train, runtime.device, phases)
+    rewarder = Rewarder(
+        cfg.rewards, reward_model, tokenizer, cfg.train, runtime.device, phases, unrewarded=cfg.algo.unrewarded
+    )
     sampling = sampling_of(cfg.rollout, cfg.actor, tokenizer)
     failures = Failures.of(cfg, "rl")
     bad_steps = {each.name: BadSteps(cfg.train, failures, phases) for each in (actor, critic) if each}

@@ -14,8 +14,8 @@ import torch
 from megarlhf.config import RLConfig, StopConfig
 from megarlhf.data.samples import PromptSample
 from megarlhf.rollout.engine import RolloutEngine
-from megarlhf.rollout.rewards.rules import RULES
-from megarlhf.rollout.rewards.score import response_texts, rule_rewards
+from megarlhf.rollout.rewards.rules import exact_match
+from megarlhf.rollout.rewards.score import response_texts
 from megarlhf.trainers.prompts import sampling_of
 from megarlhf.trainers.rl_rewards import Rewarder
 from megarlhf.trainers.rl_rollout import make_experience
@@ -38,11 +38,14 @@ class Evaluator:
         prompts = [torch.tensor(prompt.tokens) for prompt in self._heldout]
         rollouts = self._engine.generate(prompts, [0] * len(prompts), self._sampling, should_stop=should_stop)
         experience = make_experience(self._heldout, rollouts, 1)
-        metrics = {"eval_reward_mean": float(self._rewarder(experience, self._heldout, should_stop).mean())}
+        metrics = {"eval_reward_mean": self._rewarder.mean(experience, self._heldout, should_stop)}
         if all(prompt.fields.get("answer") is not None for prompt in self._heldout):
             responses = response_texts(rollouts, self._rewarder.tokenizer)
-            matches_N = rule_rewards(RULES["exact_match"], self._heldout, responses, self._rewarder.device)
-            metrics["eval_accuracy"] = float(matches_N.mean())
+            matches = [
+                exact_match(prompt.text, response, prompt.fields)
+                for prompt, response in zip(self._heldout, responses, strict=True)
+            ]
+            metrics["eval_accuracy"] = sum(matches) / len(matches)
         return metrics
 
 

@@ -1,26 +1,43 @@
-"""The reward of each response: the weighted sum of the configured rewards.
+"""The reward of each response: what the configured rewards say, on a common scale, added up.
 
-Legend: B rows, S positions, N samples of the step.
+They begin as soon as the responses are there, and are waited for when their numbers are needed.
+
+Legend: B rows, S positions, N samples of the step, K rewards.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from megarlhf.algo.reward_scaling import RunningMoments, group_normalised
 from megarlhf.config import MicroBatchConfig, RewardConfig
 from megarlhf.data.samples import PromptSample
 from megarlhf.data.tokenizer import Tokenizer
-from megarlhf.experience import Experience
+from megarlhf.experience import Experience, Ragged
 from megarlhf.models.role import Role
 from megarlhf.observe.phases import Phases
 from megarlhf.parallel.step import MicroBatch
-from megarlhf.rollout.rewards.rules import load_rule
-from megarlhf.rollout.rewards.score import response_texts, rule_rewards
+from megarlhf.rollout.rewards.batch import Outcome, RewardBatch, short
+from megarlhf.rollout.rewards.score import (
+    RewardError,
+    RewardSource,
+    ShouldStop,
+    Waiting,
+    gather,
+    make_source,
+    share_of_rank,
+)
 from megarlhf.trainers.rl_batches import forward_per_sample
+
+log = logging.getLogger(__name__)
+
+NAN = float("nan")
 
 
 def model_scores(reward_model: Role, experience: Experience, micro: MicroBatchConfig) -> Tensor:
@@ -34,39 +51,234 @@ def model_scores(reward_model: Role, experience: Experience, micro: MicroBatchCo
 
 
 @dataclass(frozen=True)
+class Said:
+    """What one reward said of the step's samples."""
+
+    values_N: Tensor
+    """fp32; NaN where it does not apply, or failed."""
+    failed: int = 0
+    components: Mapping[str, Tensor] = field(default_factory=dict)
+    """fp32 [N] each, NaN where a sample has none of the name."""
+    token_values: Mapping[int, tuple[float, ...]] = field(default_factory=dict)
+    """By sample."""
+
+
+@dataclass(frozen=True)
+class Rewarded:
+    """The rewards of a step, the same on every rank."""
+
+    rewards_N: Tensor
+    """The weighted sum; 0 where no reward applies."""
+    kept_N: Tensor
+    """bool: some reward applies."""
+    token_rewards: Ragged | None
+    """Of single tokens, where any reward gave them."""
+    metrics: dict[str, float]
+    per_sample: Mapping[str, Tensor]
+    """By `reward/NAME`: what each reward said, before shift, clip and weight; NaN where it said nothing."""
+
+
 class Rewarder:
-    """The weighted sum of the configured rewards."""
+    """The configured rewards of a run."""
 
-    rewards: Sequence[RewardConfig]
-    reward_model: Role | None
-    tokenizer: Tokenizer
-    micro: MicroBatchConfig
-    device: torch.device
-    phases: Phases = field(default_factory=Phases)
-
-    def __call__(
+    def __init__(
         self,
-        experience: Experience,
-        prompts: Sequence[PromptSample],
-        should_stop: Callable[[], bool] = lambda: False,
-    ) -> Tensor:
-        """Rewards [N] fp32; `prompts` are one per sample. Raises: Interrupted, see `rule_rewards`."""
+        rewards: Sequence[RewardConfig],
+        reward_model: Role | None,
+        tokenizer: Tokenizer,
+        micro: MicroBatchConfig,
+        device: torch.device,
+        phases: Phases | None = None,
+        *,
+        unrewarded: str = "stop",
+    ) -> None:
+        self.rewards, self.reward_model, self.tokenizer = rewards, reward_model, tokenizer
+        self.device = device
+        self._micro, self._phases, self._unrewarded = micro, phases or Phases(), unrewarded
+        self.labels = labels_of(rewards)
+        named = zip(self.labels, rewards, strict=True)
+        self._sources: dict[str, RewardSource] = {
+            label: make_source(reward) for label, reward in named if reward.kind != "model"
+        }
+        self._moments = {label: RunningMoments() for label in self.labels}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The running moments of each reward."""
+        return {name: [each.count, each.mean, each.squares] for name, each in self._moments.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._moments |= {name: RunningMoments(*state[name]) for name in self._moments if name in state}
+
+    def close(self) -> None:
+        """End processes and threads."""
+        for source in self._sources.values():
+            source.close()
+
+    def start(self, experience: Experience, prompts: Sequence[PromptSample]) -> UnderWay:
+        """Begin with the step's samples; `prompts` are one per sample. Nothing is waited for."""
+        batch = share_of_rank(prompts, experience.rollouts, self.tokenizer)
+        waiting = {label: source.start(batch) for label, source in self._sources.items()}
+        return UnderWay(self, experience, prompts, batch, waiting)
+
+    def mean(self, experience: Experience, prompts: Sequence[PromptSample], should_stop: ShouldStop) -> float:
+        """Of held-out samples: the weighted sum without normalisation, whose scale changes over a run. Over those to
+        which any reward applies."""
+        said = zip(self.rewards, self.start(experience, prompts).said(should_stop), strict=True)
+        parts_KN = torch.stack([reward.weight * bounded(reward, each.values_N) for reward, each in said])
+        applies_N = (~parts_KN.isnan()).any(0)
+        return float(parts_KN.nan_to_num(0.0).sum(0)[applies_N].mean())
+
+    def _combined(
+        self, experience: Experience, prompts: Sequence[PromptSample], said: Sequence[Said], *, learn: bool
+    ) -> Rewarded:
+        groups_N = experience.groups_N.to(self.device)
         total_N = torch.zeros(experience.num_samples, device=self.device)
-        for reward in self.rewards:
-            if reward.kind == "model":
-                assert self.reward_model is not None
-                reward_N = model_scores(self.reward_model, experience, self.micro)
-            else:
-                responses = response_texts(experience.rollouts, self.tokenizer)
-                rule, local = load_rule(str(reward.rule)), self.phases.local
-                reward_N = rule_rewards(rule, prompts, responses, self.device, local=local, should_stop=should_stop)
-            reward_N = reward_N - reward.shift
-            if reward.clip is not None:
-                reward_N = reward_N.clamp(-reward.clip, reward.clip)
-            total_N += reward.weight * reward_N
-        if not bool(total_N.isfinite().all()):
-            worst = int((~total_N.isfinite()).nonzero()[0])
-            raise FloatingPointError(
-                f"the reward of sample {worst} is {float(total_N[worst])}; look at the reward model or the rules"
+        kept_N = torch.zeros(experience.num_samples, dtype=torch.bool, device=self.device)
+        metrics: dict[str, float] = {}
+        tokens: list[Tensor] = []
+        for label, reward, each in zip(self.labels, self.rewards, said, strict=True):
+            values_N = bounded(reward, each.values_N)
+            if reward.normalise == "running":
+                if learn:
+                    self._moments[label].update(values_N)
+                values_N = self._moments[label].normalise(values_N)
+            elif reward.normalise == "group":
+                values_N = group_normalised(values_N, groups_N)
+            kept_N |= ~values_N.isnan()
+            total_N += reward.weight * values_N.nan_to_num(0.0)
+            metrics |= metrics_of(label, each)
+            if each.token_values:
+                tokens.append(reward.weight * self._per_token(label, reward, experience, each))
+        lost = int((~kept_N).sum())
+        metrics["samples_without_reward"] = lost
+        if lost:
+            self._say_lost(kept_N, prompts, experience)
+        lengths_N = experience.response_lengths_N
+        column = Ragged(torch.stack(tokens).sum(0), lengths_N) if tokens else None
+        named = {f"reward/{label}": each.values_N for label, each in zip(self.labels, said, strict=True)}
+        return Rewarded(total_N, kept_N, column, metrics, named)
+
+    def _per_token(self, label: str, reward: RewardConfig, experience: Experience, said: Said) -> Tensor:
+        if reward.normalise != "none" or reward.clip is not None or reward.shift:
+            raise RewardError(
+                f"reward {label!r} gives rewards of tokens, for which shift, clip and normalise are not made; leave "
+                "them out"
             )
-        return total_N
+        lengths = experience.response_lengths_N.tolist()
+        rows = [torch.tensor(said.token_values.get(n, (0.0,) * length)) for n, length in enumerate(lengths)]
+        return torch.cat(rows).to(self.device, torch.float32)
+
+    def _say_lost(self, kept_N: Tensor, prompts: Sequence[PromptSample], experience: Experience) -> None:
+        """Raises: RewardError where that ends the run."""
+        lost = (~kept_N).nonzero().flatten().tolist()
+        first = prompts[lost[0]]
+        words = (
+            f"{len(lost)} of {len(kept_N)} samples of this step got no reward: every reward said None, or failed and "
+            f"is dropped. The first is sample {lost[0]}, record {first.index + 1} of the prompts: {short(first.text)}, "
+            f"fields {short(first.fields)}"
+        )
+        if self._unrewarded == "stop":
+            raise RewardError(
+                f"{words}. Add a reward that applies to it, clean the data, or leave such samples out of training: "
+                "algo.unrewarded = drop"
+            )
+        if len(lost) == len(kept_N):
+            raise RewardError(f"{words}. Nothing is left to train on")
+        log.info("%s; they are left out (algo.unrewarded = drop)", words)
+
+
+@dataclass(frozen=True)
+class UnderWay:
+    """Rewards of a step that have begun."""
+
+    rewarder: Rewarder
+    experience: Experience
+    prompts: Sequence[PromptSample]
+    batch: RewardBatch
+    """This rank's share."""
+    waiting: Mapping[str, Waiting]
+
+    def said(self, should_stop: ShouldStop = lambda: False) -> list[Said]:
+        """What each reward said, on every rank. Collective. Raises: see `rollout.rewards.score.gather`."""
+        rewarder, found = self.rewarder, []
+        for label, reward in zip(rewarder.labels, rewarder.rewards, strict=True):
+            if reward.kind == "model":
+                assert rewarder.reward_model is not None
+                scores_N = model_scores(rewarder.reward_model, self.experience, rewarder._micro)
+                found.append(Said(require_finite(scores_N)))
+                continue
+            outcomes = gather(
+                label,
+                self.waiting[label],
+                self.batch,
+                drop_failures=reward.on_failure == "drop",
+                local=rewarder._phases.local,
+                should_stop=should_stop,
+            )
+            found.append(said_of(label, outcomes, rewarder.device))
+        return found
+
+    def finish(self, should_stop: ShouldStop = lambda: False, *, learn: bool = True) -> Rewarded:
+        """Wait for all of them, and add them up. Collective.
+
+        learn: running moments take these values in
+
+        Raises: as `said`; RewardError for samples without a reward, where these end the run.
+        """
+        return self.rewarder._combined(self.experience, self.prompts, self.said(should_stop), learn=learn)
+
+
+def labels_of(rewards: Sequence[RewardConfig]) -> list[str]:
+    """A name for each reward; where several have one name, they are numbered."""
+    plain = [reward.label for reward in rewards]
+    return [
+        label if plain.count(label) == 1 else f"{label}_{plain[:n].count(label) + 1}" for n, label in enumerate(plain)
+    ]
+
+
+def said_of(label: str, outcomes: Sequence[Outcome], device: torch.device) -> Said:
+    """Outcomes as columns; what failed is said once, and counted."""
+    failures = [outcome.error for outcome in outcomes if outcome.error]
+    if failures:
+        log.info("%d of %d samples are dropped: %s", len(failures), len(outcomes), failures[0])
+    names = sorted({name for outcome in outcomes for name in outcome.components or ()})
+
+    def column(values: Sequence[float | None]) -> Tensor:
+        return torch.tensor([NAN if value is None else value for value in values], dtype=torch.float32, device=device)
+
+    return Said(
+        values_N=column([outcome.value for outcome in outcomes]),
+        failed=len(failures),
+        components={name: column([(outcome.components or {}).get(name) for outcome in outcomes]) for name in names},
+        token_values={n: each.token_values for n, each in enumerate(outcomes) if each.token_values is not None},
+    )
+
+
+def bounded(reward: RewardConfig, values_N: Tensor) -> Tensor:
+    """Less `shift`, then held by `clip`."""
+    values_N = values_N - reward.shift
+    return values_N if reward.clip is None else values_N.clamp(-reward.clip, reward.clip)
+
+
+def metrics_of(label: str, said: Said) -> dict[str, float]:
+    """`reward/NAME_mean`, `_std` over the samples to which it applies, `_none` and `_failed` counted; the mean of each
+    component."""
+    values_N = said.values_N[~said.values_N.isnan()]
+    missing = len(said.values_N) - len(values_N)
+    metrics: dict[str, float] = {f"reward/{label}_none": missing - said.failed, f"reward/{label}_failed": said.failed}
+    if len(values_N):
+        metrics |= {
+            f"reward/{label}_mean": float(values_N.mean()),
+            f"reward/{label}_std": float(values_N.std(correction=0)),
+        }
+    return metrics | {f"reward/{label}/{name}": float(x_N.nanmean()) for name, x_N in said.components.items()}
+
+
+def require_finite(scores_N: Tensor) -> Tensor:
+    """Raises: FloatingPointError for a score of the reward model that is not finite."""
+    if not bool(scores_N.isfinite().all()):
+        worst = int((~scores_N.isfinite()).nonzero()[0])
+        raise FloatingPointError(
+            f"the reward model's score of sample {worst} is {float(scores_N[worst])}; look at its checkpoint and dtype"
+        )
+    return scores_N

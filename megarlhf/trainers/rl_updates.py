@@ -63,9 +63,12 @@ class StepInProgress:
     updates: int = 0
 
     @classmethod
-    def begun(cls, cfg: RLConfig, components: Components, experience: Experience) -> StepInProgress:
-        """From scored samples: with their advantages, and what corrects for the rollout's numerics."""
-        found = logprob_gap(experience) | components.kl.metrics()
+    def begun(
+        cls, cfg: RLConfig, components: Components, experience: Experience, rewards: Mapping[str, float]
+    ) -> StepInProgress:
+        """From scored samples: with their advantages, and what corrects for the rollout's numerics. `rewards`: what the
+        rewards were like."""
+        found = {**logprob_gap(experience), **components.kl.metrics(), **rewards}
         experience, cut = corrected(experience, cfg.algo.rollout_correction)
         return cls(add_advantages(experience, cfg.algo, components.kl.coef), found | cut)
 

@@ -140,7 +140,11 @@ VLLM_TP = ("actor.parallel.tp=2", "rollout.parallel.tp=2")
         ("rl", ["actor.model.fresh_head=true"], ["actor.model.fresh_head: only a critic may"]),
         ("rm", ["unit_variance=true"], ["unit_variance measures the scores of held-out pairs", "set data.heldout"]),
         ("rl", ["rewards=[{kind: rule}]"], ["rewards.0: ", "'rule' got rule = None", "kind 'rule' needs a rule"]),
-        ("rl", ["rewards=[{kind: model, rule: x}]"], ["'model' got rule = 'x'", "kind 'model' takes none"]),
+        (
+            "rl",
+            ["rewards=[{kind: model, rule: x}]"],
+            ["'model' got rule = 'x'", "the others take none"],
+        ),
         ("rl", ["rewards=[]"], ["rewards is empty", "[{kind: rule, rule: exact_match}]"]),
         ("rl", ["critic="], ["algo.advantage = 'gae' needs values", "give a critic section"]),
         ("rl", ["reward_model="], ["rewards names the reward model", "give a reward_model section"]),

@@ -17,12 +17,12 @@ def line_of(text: str) -> int:
 
 
 def hanging_run(rule: str, models: dict[str, Path], data: dict[str, Path], folder: Path) -> list[str]:
-    """Arguments of `megarlhf rl` with a faulty rule, which is watched for a second."""
+    """Arguments of `megarlhf rl` with a faulty rule in the rank itself, which is watched for a second."""
     cfg = config(models, data["prompts"], {}, advantage="group_relative")
     for role in ("critic", "reward_model"):
         del cfg[role]
     cfg["run"] = {"dir": str(folder / "run"), "nproc": 2}
-    cfg["rewards"] = [{"kind": "rule", "rule": f"tests.distributed.faulty_rules:{rule}"}]
+    cfg["rewards"] = [{"kind": "rule", "rule": f"tests.distributed.faulty_rules:{rule}", "workers": 0}]
     cfg["watchdog"] = {"reward": 1.0, "grace": 4.0}
     (folder / "cfg.yaml").write_text(yaml.safe_dump(cfg))
     return ["rl", "-c", str(folder / "cfg.yaml")]

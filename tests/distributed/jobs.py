@@ -282,8 +282,8 @@ def rl_step(runtime: Runtime, config: dict[str, Any], order: tuple[int, ...] | N
         record_gradients(role, gradients[role.name])
     parts.engine.update_weights(parts.actor.shard, version=0)
     experience = sample(cfg, parts.engine, prompts, parts.sampling, 0)
-    experience = score(cfg, parts, experience, prompts, 0, Session(runtime, cfg.run.dir))
-    work = StepInProgress.begun(cfg, parts, experience)
+    experience, rewards = score(cfg, parts, experience, prompts, 0, Session(runtime, cfg.run.dir))
+    work = StepInProgress.begun(cfg, parts, experience, rewards)
     experience = work.experience
     metrics = {**work.found, **describe(experience, cfg), **train_on(cfg, parts, work, 0)}
     step = {
@@ -296,6 +296,7 @@ def rl_step(runtime: Runtime, config: dict[str, Any], order: tuple[int, ...] | N
         "gradients": gradients,
         "weights": {role.name: gather(role.shard, role.shard.parameters()) for role in parts.trained},
     }
+    parts.rewarder.close()
     parts.engine.close()  # last: vLLM destroys the default group
     return step
 

@@ -321,7 +321,7 @@ def test_what_the_bank_holds_is_not_generated_again(
         ("sft", "megarlhf.models.role:Role", "forward", 3, "step_000001_update_0001"),
         ("grpo", "megarlhf.rollout.bank:StepBank", "add", 17, "step_000001"),
         ("grpo", "megarlhf.trainers.rl_eval", "make_experience", 2, "step_000000_update_0004"),
-        ("grpo", "megarlhf.rollout.rewards.score", "reward_of", 45, "step_000001"),
+        ("grpo", "megarlhf.rollout.rewards.score", "outcomes_here", 33, "step_000001"),
     ],
 )
 def test_a_signal_saves_and_ends_the_run(

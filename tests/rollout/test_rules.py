@@ -1,13 +1,15 @@
 """Rule rewards on texts written out, how a rule is found by name, and what is said of one that fails."""
 
+import re
 import sys
 
 import numpy as np
 import pytest
 import torch
 
+from megarlhf.rollout.rewards.batch import RewardBatch
+from megarlhf.rollout.rewards.calls import call, form_of
 from megarlhf.rollout.rewards.rules import RULES, exact_match, load_rule, numeric_match
-from megarlhf.rollout.rewards.score import RewardError, reward_of
 
 
 @pytest.mark.parametrize(
@@ -67,12 +69,16 @@ def test_bad_answers_are_errors_and_not_zeros():
         exact_match("", "80", {"solution": "80"})
 
 
+def outcome(rule, response, fields=None):
+    """Of a rule for one response to the prompt `p`."""
+    one = RewardBatch(["p"], [response], [[1]], [[2, 3]], [True], [fields or {}], [None], [37])
+    (found,) = call(rule, form_of(rule), one)
+    return found
+
+
 def test_a_built_in_rule_s_error_is_told_once_and_without_our_own_line():
-    with pytest.raises(RewardError) as raised:
-        reward_of(numeric_match, 3, "p", "", {"answer": "x"})
-    assert str(raised.value) == (
-        "reward rule 'numeric_match' on sample 3 (prompt 'p', response ''): the record's answer is 'x', expected a "
-        "number; clean the data or use exact_match"
+    assert outcome(numeric_match, "", {"answer": "x"}).error == (
+        "failed: the record's answer is 'x', expected a number; clean the data or use exact_match"
     )
 
 
@@ -112,32 +118,32 @@ def mine(tmp_path, monkeypatch):
     sys.modules.pop("my_failing_rules", None)
 
 
-def test_a_rule_that_fails_is_told_with_rule_sample_and_the_users_line(mine):
+def test_a_rule_that_fails_is_told_with_the_users_line(mine):
     """The user's line, not the library's below it."""
     rule = load_rule("my_failing_rules:score")
-    assert reward_of(rule, 0, "p", '{"score": 0.5}', {}) == 0.5
+    assert outcome(rule, '{"score": 0.5}').value == 0.5
     for response, words in (
         ("{" + "x" * 100, f"raised JSONDecodeError: Expecting .*; {mine}:4: parsed = json.loads\\(response\\)$"),
         ("{}", f"raised KeyError: 'score'; {mine}:5: return parsed"),
     ):
-        with pytest.raises(RewardError, match=words) as raised:
-            reward_of(rule, 37, "a prompt", response, {})
-        start = "reward rule 'my_failing_rules:score' on sample 37 (prompt 'a prompt', response '{"
-        assert str(raised.value).startswith(start)
-        assert len(str(raised.value)) < 400
-    with pytest.raises(RewardError, match=r"two.* raised TypeError: two\(\) takes 2 positional .*; it takes other arg"):
-        reward_of(load_rule("my_failing_rules:two"), 0, "", "", {})
+        assert re.match(words, outcome(rule, response).error)
+    with pytest.raises(ValueError, match="takes 2 arguments that have to be given; expected three"):
+        form_of(load_rule("my_failing_rules:two"))
 
 
-@pytest.mark.parametrize("value", [None, "0.5", b"1", [1.0], {}, float("nan"), float("-inf"), torch.ones(2)])
+@pytest.mark.parametrize("value", ["0.5", b"1", [1.0], {}, float("nan"), float("-inf"), torch.ones(2)])
 def test_a_rule_that_returns_no_number_is_told_what_it_returned(value):
-    with pytest.raises(RewardError, match=r"sample 3 .* returned .*, expected a (finite )?number"):
-        reward_of(lambda prompt, response, fields: value, 3, "", "", {})
+    assert re.match(r"returned .*, expected ", outcome(lambda prompt, response, fields: value, "").error)
 
 
-@pytest.mark.parametrize("value", [1, True, 1.0, np.float32(1), torch.tensor(1.0)])
+@pytest.mark.parametrize("value", [1, True, 1.0, np.float32(1), torch.tensor(1.0), {"a": 0.5, "b": 0.5}])
 def test_whatever_is_a_number_is_taken(value):
-    assert reward_of(lambda prompt, response, fields: value, 0, "", "", {}) == 1.0
+    assert outcome(lambda prompt, response, fields: value, "").value == 1.0
+
+
+def test_none_says_that_a_rule_does_not_apply():
+    found = outcome(lambda prompt, response, fields: None, "")
+    assert (found.value, found.error) == (None, "")
 
 
 def test_a_module_that_cannot_be_imported_is_told_with_its_line(tmp_path, monkeypatch):

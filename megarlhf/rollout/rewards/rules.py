@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib
 import inspect
 import re
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 from megarlhf.config import RewardConfig
+from megarlhf.rollout.rewards.calls import load_function
 
 Rule = Callable[[str, str, Mapping[str, Any]], float]
 """(prompt text, response text without eos, other columns of the record) -> reward."""
@@ -85,25 +84,12 @@ def load_rule(name: str) -> Rule:
     """A rule of `RULES`, or a function of the user's as `package.module:function`."""
     if name in RULES:
         return RULES[name]
-    module_name, colon, function_name = name.partition(":")
-    if not colon:
+    if ":" not in name:
         raise ValueError(
             f"unknown reward rule {name!r}; the known ones are {', '.join(RULES)}; "
             "write your own as package.module:function"
         )
-    try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise ValueError(f"reward rule {name!r}: cannot import {module_name}: {error}; set PYTHONPATH") from error
-    except Exception as error:
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        raise ValueError(
-            f"reward rule {name!r}: {module_name} fails when it is imported: {type(error).__name__}: {error} "
-            f"({last.filename}:{last.lineno})"
-        ) from error
-    rule = getattr(module, function_name, None)
-    if not callable(rule):
-        raise ValueError(f"reward rule {name!r}: {module.__file__} has no function {function_name!r}")
+    rule: Rule = load_function(name)
     return rule
 
 

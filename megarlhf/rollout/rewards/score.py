@@ -1,32 +1,125 @@
-"""Rule rewards over a batch of responses, shared out over the ranks of the run."""
+"""Rewards of a batch of responses, shared out over the ranks of the run: begun, then gathered on all of them."""
 
 from __future__ import annotations
 
-import math
-import traceback
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from types import TracebackType
-from typing import Any
+from dataclasses import replace
+from typing import Any, Protocol
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from megarlhf.collective_errors import raise_on_all_ranks
+from megarlhf.config import RewardConfig
 from megarlhf.data.samples import PromptSample
 from megarlhf.data.tokenizer import Tokenizer
-from megarlhf.errors import Interrupted
+from megarlhf.errors import Interrupted, WatchdogTimeout
 from megarlhf.experience import Rollouts
 from megarlhf.layout import split_evenly
-from megarlhf.rollout.rewards.rules import RULES, Rule
+from megarlhf.rollout.rewards.batch import Outcome, RewardBatch, short
+from megarlhf.rollout.rewards.calls import Form, call, form_of
+from megarlhf.rollout.rewards.http import HttpReward
+from megarlhf.rollout.rewards.pool import RewardPool
+from megarlhf.rollout.rewards.rules import RULES, load_rule
 
-_SHOWN = 60
-"""Characters of a text in a message."""
+ShouldStop = Callable[[], bool]
 
 
 class RewardError(ValueError):
-    """A rule that failed, or returned what is no number: the user's mistake, with rule, sample and line."""
+    """A reward that failed, or returned what is no number: with its name, the sample, and the line of the user's."""
+
+
+class Waiting(Protocol):
+    """A batch whose rewards are under way on this rank."""
+
+    def wait(self, should_stop: ShouldStop = ...) -> list[Outcome] | None:
+        """All outcomes, in the order of the batch; None where `should_stop` said so first."""
+        ...
+
+
+class RewardSource(Protocol):
+    """What gives rewards: a function in this process or in others, or a server."""
+
+    def start(self, batch: RewardBatch) -> Waiting:
+        """Begin; nothing is waited for."""
+        ...
+
+    def close(self) -> None:
+        """End processes and threads."""
+        ...
+
+
+class InThisProcess:
+    """A rule of the registry, or a user's function that wants to run in the rank."""
+
+    def __init__(self, function: Callable[..., Any], form: Form, batch_samples: int | None = None) -> None:
+        self._function, self._form, self._batch_samples = function, form, batch_samples
+
+    def start(self, batch: RewardBatch) -> Waiting:
+        at_once = self._batch_samples or len(batch) if self._form.batched else 1
+        return _Later(self._function, self._form, batch, max(at_once, 1))
+
+    def close(self) -> None:
+        pass
+
+
+class _Later:
+    """Calls when it is waited for."""
+
+    def __init__(self, function: Callable[..., Any], form: Form, batch: RewardBatch, at_once: int) -> None:
+        self._function, self._form, self._batch, self._at_once = function, form, batch, at_once
+
+    def wait(self, should_stop: ShouldStop = lambda: False) -> list[Outcome] | None:
+        found: list[Outcome] = []
+        for start in range(0, len(self._batch), self._at_once):
+            if should_stop():
+                return None
+            rows = range(start, min(start + self._at_once, len(self._batch)))
+            found += outcomes_here(self._function, self._form, self._batch.part(rows))
+        return found
+
+
+def outcomes_here(function: Callable[..., Any], form: Form, batch: RewardBatch) -> list[Outcome]:
+    """Of a call in this process."""
+    return call(function, form, batch)
+
+
+def make_source(reward: RewardConfig) -> RewardSource:
+    """For a reward that is no model of the run. Raises: ValueError, which says what is wrong with it."""
+    if reward.kind == "http":
+        token = None
+        if reward.token_env is not None and not (token := os.environ.get(reward.token_env)):
+            raise ValueError(
+                f"reward {reward.label!r}: the environment variable {reward.token_env} that token_env names is not "
+                "set; export it on every node"
+            )
+        return HttpReward(
+            str(reward.url),
+            token=token,
+            timeout_seconds=reward.timeout_seconds,
+            retries=4 if reward.retries is None else reward.retries,
+            workers=reward.workers,
+            batch_samples=reward.batch_samples,
+        )
+    name = str(reward.rule)
+    if name in RULES:
+        return InThisProcess(RULES[name], Form(batched=False, waits=False))
+    function = load_rule(name)
+    try:
+        form = form_of(function)
+    except ValueError as error:
+        raise ValueError(f"reward rule {name!r}: {error}") from error
+    if not reward.workers:
+        return InThisProcess(function, form, reward.batch_samples)
+    return RewardPool(
+        name,
+        form,
+        workers=reward.workers,
+        timeout_seconds=reward.timeout_seconds,
+        retries=reward.retries or 0,
+        batch_samples=reward.batch_samples,
+    )
 
 
 def response_texts(rollouts: Rollouts, tokenizer: Tokenizer) -> list[str]:
@@ -34,81 +127,64 @@ def response_texts(rollouts: Rollouts, tokenizer: Tokenizer) -> list[str]:
     return [tokenizer.decode(row.tolist(), continuation=True) for row in rollouts.responses.rows()]
 
 
-def rule_rewards(
-    rule: Rule,
-    prompts: Sequence[PromptSample],
-    responses: Sequence[str],
-    device: torch.device,
+def share_of_rank(prompts: Sequence[PromptSample], rollouts: Rollouts, tokenizer: Tokenizer) -> RewardBatch:
+    """The samples that this rank's rewards are for; `prompts` are one for each sample."""
+    share = split_evenly(len(prompts), dist.get_world_size())[dist.get_rank()]
+    rows, finished = rollouts.responses.rows(), rollouts.finished_N.tolist()
+    mine = [prompts[n] for n in share]
+    responses = [rows[n].tolist() for n in share]
+    return RewardBatch(
+        prompts=[prompt.text for prompt in mine],
+        responses=[tokenizer.decode(tokens, continuation=True) for tokens in responses],
+        prompt_tokens=[prompt.tokens for prompt in mine],
+        response_tokens=responses,
+        finished=[finished[n] for n in share],
+        fields=[prompt.fields for prompt in mine],
+        messages=[prompt.messages for prompt in mine],
+        samples=list(share),
+    )
+
+
+def gather(
+    name: str,
+    waiting: Waiting,
+    mine: RewardBatch,
     *,
+    drop_failures: bool = False,
     local: Callable[[], AbstractContextManager[None]] = nullcontext,
-    should_stop: Callable[[], bool] = lambda: False,
-) -> Tensor:
-    """The rule's value for each response, [N] fp32, the same on every rank. Each rank computes its share.
+    should_stop: ShouldStop = lambda: False,
+) -> list[Outcome]:
+    """The outcomes of all ranks' shares, in the order of the samples, on every rank. Collective.
 
-    local: entered around this rank's share, in which it waits for nobody (`Phases.local`)
-    should_stop: asked on this rank before each sample
+    local: entered while this rank waits for its own share (`Phases.local`)
+    should_stop: asked on this rank while it waits
+    drop_failures: what has failed is returned as it is
 
-    Raises: RewardError, on every rank, for the first sample on which the rule fails or returns no finite number;
-    WatchdogTimeout, on every rank, where the rule hangs on one; Interrupted, on every rank, when values are missing
-    because `should_stop` said so on one.
+    Raises: RewardError, on every rank, for the first failure, unless they are dropped; WatchdogTimeout, on every rank,
+    where that was a process or a server that did not answer in time, or where the watchdog ends the wait on one;
+    Interrupted, on every rank, when outcomes are missing because `should_stop` said so on one.
     """
-    share = split_evenly(len(responses), dist.get_world_size())[dist.get_rank()]
-    values: list[float] = []
-    with raise_on_all_ranks(lambda reasons: RewardError(reasons[0])) as problems, local():
-        try:
-            for n in share:
-                if should_stop():
-                    break
-                values.append(reward_of(rule, n, prompts[n].text, responses[n], prompts[n].fields))
-        except RewardError as failure:
-            problems.append(str(failure))
-    parts: list[list[float]] = [[]] * dist.get_world_size()
-    dist.all_gather_object(parts, values)
-    every = [value for part in parts for value in part]
-    if len(every) < len(responses):
-        raise Interrupted(f"a reward was asked to stop with {len(every)} of {len(responses)} samples done")
-    return torch.tensor(every, dtype=torch.float32, device=device)
+    found: list[Outcome] = []
+    with raise_on_all_ranks(lambda reasons: RewardError(reasons[0])), local():
+        found = waiting.wait(should_stop) or []
+    found = [replace(o, error=f"{_where(name, mine, n)} {o.error}") if o.error else o for n, o in enumerate(found)]
+    parts: list[tuple[list[Outcome], int]] = [([], 0)] * dist.get_world_size()
+    dist.all_gather_object(parts, (found, len(mine)))
+    every = [outcome for part, _ in parts for outcome in part]
+    if len(every) < (expected := sum(count for _, count in parts)):
+        raise Interrupted(f"a reward was asked to stop with {len(every)} of {expected} samples done")
+    failed = next((outcome for outcome in every if outcome.error), None)
+    if failed is not None and not drop_failures:
+        if failed.late:
+            raise WatchdogTimeout(
+                f"{failed.error}; rewards[].on_failure = drop goes on without such samples", agreed=True
+            )
+        raise RewardError(failed.error)
+    return every
 
 
-def reward_of(rule: Rule, sample: int, prompt: str, response: str, fields: Mapping[str, Any]) -> float:
-    """The rule's value for one response.
-
-    Raises: RewardError naming the rule, the sample, and the line of the user's file that failed.
-    """
-    where = f"reward rule {name_of(rule)} on sample {sample} (prompt {_short(prompt)}, response {_short(response)})"
-    try:
-        value: Any = rule(prompt, response, fields)
-    except Exception as error:
-        if rule in RULES.values():  # the message says all; the line would be one of ours
-            raise RewardError(f"{where}: {error}") from error
-        line = _line_of(rule, error.__traceback__)
-        raise RewardError(f"{where} raised {type(error).__name__}: {error}; {line}") from error
-    if isinstance(value, str | bytes) or value is None:
-        raise RewardError(f"{where} returned {_short(value)}, expected a number; return a float for every response")
-    try:
-        number = float(value)
-    except Exception as error:
-        raise RewardError(f"{where} returned {_short(value)}, expected a number; return a float") from error
-    if not math.isfinite(number):
-        raise RewardError(f"{where} returned {number}, expected a finite number; return a float for every response")
-    return number
-
-
-def name_of(rule: Rule) -> str:
-    """As the configuration names it."""
-    registered_name = next((repr(name) for name, function in RULES.items() if function is rule), None)
-    module, name = getattr(rule, "__module__", "?"), getattr(rule, "__qualname__", type(rule).__name__)
-    return registered_name or repr(f"{module}:{name}")
-
-
-def _line_of(rule: Rule, trace: TracebackType | None) -> str:
-    """The last line of the rule's own file on the way to the error; of any file where none is the rule's."""
-    frames = traceback.extract_tb(trace)[1:]  # the first is ours
-    own = getattr(getattr(rule, "__code__", None), "co_filename", None)
-    last = next((frame for frame in reversed(frames) if frame.filename == own), frames[-1] if frames else None)
-    return "it takes other arguments" if last is None else f"{last.filename}:{last.lineno}: {last.line}"
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
+def _where(name: str, batch: RewardBatch, n: int) -> str:
+    return (
+        f"reward {name!r} on sample {batch.samples[n]} (prompt {short(batch.prompts[n])}, response "
+        f"{short(batch.responses[n])})"
+    )

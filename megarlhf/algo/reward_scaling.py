@@ -1,0 +1,53 @@
+"""Rewards on a common scale, before their weighted sum.
+
+NaN stands where a reward does not apply; it counts in no mean and no deviation, and stays.
+
+Legend: N samples, G groups.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from megarlhf.algo.advantages import group_relative
+
+
+def group_normalised(values_N: Tensor, groups_N: Tensor, *, eps: float = 1e-6) -> Tensor:
+    """(r - mean) / (std + eps) among the values of each group; 0 where they are equal, or where there is one.
+
+    Shapes:  values_N [N], groups_N [N] integers -> [N]
+    Source:  GDPO (2026): each reward by itself, so that none drowns the others in the sum; the std is the unbiased one,
+             as in verl's gdpo
+    """
+    present_N = ~values_N.isnan()
+    out_N = values_N.clone()
+    if bool(present_N.any()):
+        out_N[present_N] = group_relative(values_N[present_N], groups_N[present_N], eps=eps)
+    return out_N
+
+
+class RunningMoments:
+    """Mean and deviation of all values seen, updated a batch at a time.
+
+    Source:  Chan, Golub and LeVeque 1979, which adds two sets of moments without a loss of digits
+    """
+
+    def __init__(self, count: float = 0.0, mean: float = 0.0, squares: float = 0.0) -> None:
+        self.count, self.mean, self.squares = count, mean, squares
+
+    def update(self, values_N: Tensor) -> None:
+        """Take in the values that are not NaN."""
+        values_N = values_N[~values_N.isnan()].double()
+        if not len(values_N):
+            return
+        count, mean = len(values_N), float(values_N.mean())
+        squares = float((values_N - mean).square().sum())
+        total, apart = self.count + count, mean - self.mean
+        self.mean += apart * count / total
+        self.squares += squares + apart**2 * self.count * count / total
+        self.count = total
+
+    def normalise(self, values_N: Tensor, *, eps: float = 1e-6) -> Tensor:
+        """(r - mean) / (std + eps), the std divided by the count."""
+        deviation = (self.squares / max(self.count, 1.0)) ** 0.5
+        return (values_N - self.mean) / (deviation + eps)

@@ -1,0 +1,78 @@
+"""Configuration of rewards: what gives them, how failures are treated, how they are scaled and added up."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, PositiveInt, model_validator
+
+from megarlhf.config.roles import FrozenModel, Positive
+
+_ONLY_OF: dict[str, tuple[str, ...]] = {
+    "rule": ("rule",),
+    "url": ("http",),
+    "token_env": ("http",),
+    "timeout_seconds": ("rule", "http"),
+    "retries": ("rule", "http"),
+    "workers": ("rule", "http"),
+    "batch_samples": ("rule", "http"),
+    "on_failure": ("rule", "http"),
+}
+"""Keys that not every kind reads."""
+
+
+class RewardConfig(FrozenModel):
+    kind: Literal["model", "rule", "http"]
+    """`model`: the role `reward_model`. `rule`: a function. `http`: a reward model behind a URL."""
+    rule: str | None = None
+    """A name from the rule registry, or `package.module:function`."""
+    url: str | None = None
+    """Of kind `http`: gets {query, prompts, labels} by POST and answers {rewards}, as OpenRLHF's server does."""
+    token_env: str | None = None
+    """Of kind `http`: the environment variable that holds the token, which is sent as `Authorization: Bearer`."""
+    name: Annotated[str, Field(pattern=r"^[\w.:/+-]+$")] | None = None
+    """In metrics and messages; default: the rule's name, or the kind."""
+    weight: float = 1.0
+    """Multiplies what comes out of `shift`, `clip` and `normalise`; may be negative."""
+    shift: float = 0.0
+    """Subtracted first."""
+    clip: Positive | None = None
+    """Then held in [-clip, clip]. Without `normalise` the reward used is weight x clip(reward - shift)."""
+    normalise: Literal["none", "running", "group"] = "none"
+    """`running`: less the mean and over the standard deviation of all values of the run so far, those of the step
+    counted in. `group`: the same within each group of responses to one prompt (GDPO, 2026), 0 where a group's values
+    are equal; weights then say how much each reward counts, whatever its scale."""
+    timeout_seconds: Positive = 60.0
+    """Of a call of the function or the server. Functions run in processes of their own; one that takes longer is ended
+    and has failed."""
+    retries: Annotated[int, Field(ge=0)] | None = None
+    """Further tries where a process or a server gave no answer, after a growing pause; default: 0 for a rule, 4 for
+    http. What a function itself raises is not tried again."""
+    workers: Annotated[int, Field(ge=0)] = 1
+    """Processes of each rank that run the function; for http, requests of each rank at the same time. 0: the function
+    runs in the rank itself, where no call is ended that takes too long; then the watchdog ends the run."""
+    batch_samples: PositiveInt | None = None
+    """Responses for one call of a function that takes a batch (default: all of the rank), or for one request (32)."""
+    on_failure: Literal["stop", "drop"] = "stop"
+    """What a reward that could not be had means: the run ends, or the sample is left out of the step and counted. Never
+    0 in silence."""
+
+    @property
+    def label(self) -> str:
+        """In metrics and messages."""
+        return self.name or self.rule or self.kind
+
+    @model_validator(mode="after")
+    def _check(self) -> RewardConfig:
+        for key, kind in (("rule", "rule"), ("url", "http")):
+            if (self.kind == kind) != (getattr(self, key) is not None):
+                raise ValueError(
+                    f"a reward of kind {self.kind!r} got {key} = {getattr(self, key)!r}; kind {kind!r} needs a {key}, "
+                    "the others take none"
+                )
+        if self.kind == "http" and not self.workers:
+            raise ValueError("workers = 0 sends no request; give 1 or more")
+        unread = [key for key, kinds in _ONLY_OF.items() if self.kind not in kinds and key in self.model_fields_set]
+        if set_keys := [key for key in unread if getattr(self, key) != type(self).model_fields[key].default]:
+            raise ValueError(f"a reward of kind {self.kind!r} does not read {', '.join(set_keys)}; leave that out")
+        return self

@@ -1,0 +1,151 @@
+"""A reward model behind a URL, in the form of OpenRLHF's server.
+
+Request, by POST as JSON: {"query": [prompt and response], "prompts": [...], "labels": [answers or null]}; answer:
+{"rewards": [a number or null for each]}. Servers that answer with "scores" beside it are understood too.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+
+from megarlhf.rollout.rewards.batch import Outcome, RewardBatch, short
+from megarlhf.rollout.rewards.pool import BACKOFF_SECONDS, Pending
+
+BATCH_SAMPLES = 32
+"""Responses of one request, where nothing else is said."""
+OPENS_AFTER = 5
+"""Requests in a row, each with all its tries, after whose failure no more are sent for a while."""
+OPEN_SECONDS = 30.0
+MAX_ANSWER_BYTES = 64 * 2**20
+
+
+class ServerError(RuntimeError):
+    """The server gave no usable answer; the message says why."""
+
+
+class Circuit:
+    """Stops asking a server that does not answer, so that a step does not wait for every request's last try."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._lock = clock, threading.Lock()
+        self._failures, self._until, self._reason = 0, -math.inf, ""
+
+    def reason(self) -> str:
+        """Why nothing is sent now; empty: it is. After a while a single request finds out how the server is."""
+        with self._lock:
+            if self._failures < OPENS_AFTER or self._clock() >= self._until:
+                return ""
+            return (
+                f"not sent: the last {self._failures} requests failed, and none is sent for {OPEN_SECONDS:g} s; the "
+                f"last one: {self._reason}"
+            )
+
+    def note(self, error: str) -> None:
+        """How a request ended; empty: well."""
+        with self._lock:
+            self._failures = self._failures + 1 if error else 0
+            self._reason, self._until = error, self._clock() + OPEN_SECONDS
+
+
+class HttpReward:
+    """The client of one server, on this rank. Threads wait for the answers."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        token: str | None = None,
+        timeout_seconds: float = 60.0,
+        retries: int = 4,
+        workers: int = 1,
+        batch_samples: int | None = None,
+        backoff_seconds: Sequence[float] = BACKOFF_SECONDS,
+    ) -> None:
+        self._url, self._retries, self._backoff = url, retries, backoff_seconds
+        self._batch_samples = batch_samples or BATCH_SAMPLES
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._client = httpx.Client(timeout=timeout_seconds, headers=headers)
+        self._threads = ThreadPoolExecutor(workers, thread_name_prefix="reward")
+        self._circuit, self._closed = Circuit(), threading.Event()
+
+    def start(self, batch: RewardBatch) -> Pending:
+        """Begin to ask for the rewards of a batch; nothing is waited for."""
+        pending = Pending(len(batch))
+        for start in range(0, len(batch), self._batch_samples):
+            rows = range(start, min(start + self._batch_samples, len(batch)))
+            self._threads.submit(self._answer, rows, batch.part(rows), pending)
+        return pending
+
+    def close(self) -> None:
+        """End the threads; an answer that is waited for is given up."""
+        self._closed.set()
+        self._client.close()
+        self._threads.shutdown(cancel_futures=True)
+
+    def _answer(self, rows: Sequence[int], batch: RewardBatch, pending: Pending) -> None:
+        """A thread's work."""
+        begun = time.monotonic()
+        try:
+            outcomes = self._with_retries(batch)
+        except Exception as error:  # noqa: BLE001 - a thread that dies silently would be waited for
+            outcomes = [Outcome(error=f"{type(error).__name__}: {error}")] * len(batch)
+        pending.put(rows, outcomes, time.monotonic() - begun)
+
+    def _with_retries(self, batch: RewardBatch) -> list[Outcome]:
+        if refused := self._circuit.reason():
+            return [Outcome(error=refused, late=True)] * len(batch)
+        error = ""
+        for attempt in range(self._retries + 1):
+            if attempt and self._closed.wait(self._backoff[min(attempt, len(self._backoff)) - 1]):
+                break
+            try:
+                outcomes = self._ask(batch)
+            except ServerError as failure:
+                error = str(failure)
+                continue
+            self._circuit.note("")
+            return outcomes
+        self._circuit.note(error)
+        return [Outcome(error=f"{error} (tried {self._retries + 1} times)", late=True)] * len(batch)
+
+    def _ask(self, batch: RewardBatch) -> list[Outcome]:
+        """Raises: ServerError, where another try may help."""
+        queries = [prompt + response for prompt, response in zip(batch.prompts, batch.responses, strict=True)]
+        labels = [fields.get("answer") for fields in batch.fields]
+        body = {"query": queries, "prompts": list(batch.prompts), "labels": labels}
+        try:
+            response = self._client.post(self._url, json=body)
+        except httpx.TimeoutException as error:
+            raise ServerError(f"{self._url} did not answer in time ({type(error).__name__})") from error
+        except (httpx.HTTPError, httpx.InvalidURL, RuntimeError) as error:
+            raise ServerError(f"{self._url} cannot be reached: {type(error).__name__}: {error}") from error
+        if response.status_code != 200:
+            raise ServerError(f"{self._url} answered with status {response.status_code}: {short(response.text)}")
+        return self._outcomes(response, batch)
+
+    def _outcomes(self, response: httpx.Response, batch: RewardBatch) -> list[Outcome]:
+        if len(response.content) > MAX_ANSWER_BYTES:
+            raise ServerError(f"{self._url} answered with {len(response.content)} bytes, at most {MAX_ANSWER_BYTES}")
+        try:
+            answer: Any = response.json()
+        except ValueError as error:
+            raise ServerError(f"{self._url} answered with no JSON: {short(response.text)}") from error
+        values = answer.get("rewards", answer.get("scores")) if isinstance(answer, dict) else None
+        if not isinstance(values, list):
+            raise ServerError(f'{self._url} answered {short(answer)}, expected {{"rewards": [...]}}')
+        if len(values) != len(batch):
+            raise ServerError(f"{self._url} answered with {len(values)} rewards for {len(batch)} responses")
+        found = []
+        for value in values:
+            try:
+                found.append(Outcome.of(value, 0))
+            except ValueError as error:
+                found.append(Outcome(error=f"{self._url} {error}"))
+        return found

@@ -1,0 +1,75 @@
+"""Runs with several rewards: a model, functions in worker processes of which one does not always apply, and a server
+whose answers fail now and then."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from megarlhf.observe.metrics import read_metrics
+from tests.distributed.test_rl_layouts import config
+from tests.ranks import RankPool
+from tests.rollout.test_http_reward import Server
+
+
+@pytest.fixture
+def server() -> Any:
+    made = Server()
+    yield made
+    made.stop()
+
+
+def command(folder: Path, models: dict[str, Path], data: dict[str, Path], rewards: list[dict[str, Any]]) -> list[str]:
+    cfg = config({**models, "other": models["scorer"]}, data["prompts"], {"tp": 2}, advantage="group_relative")
+    del cfg["critic"]
+    cfg["run"], cfg["rewards"] = {"dir": str(folder / "run")}, rewards
+    cfg["train"] |= {"num_steps": 2, "epochs_per_step": 1}
+    (folder / "cfg.yaml").write_text(yaml.safe_dump(cfg))
+    return ["rl", "-c", str(folder / "cfg.yaml")]
+
+
+def test_several_rewards_to_the_end_at_tp2(
+    ranks: RankPool, two_layers: dict[str, Path], data: dict[str, Path], tmp_path: Path, server: Any
+) -> None:
+    """The reward is the weighted sum of what each says; the server's failures are tried again and nothing is lost."""
+    server.answers = [(503, "busy"), (200, "garbage")]
+    rewards = [
+        {"kind": "model", "weight": 0.5},
+        {"kind": "rule", "rule": "tests.distributed.user_rewards:sometimes", "name": "sometimes"},
+        {"kind": "rule", "rule": "tests.distributed.user_rewards:where", "name": "where"},
+        {"kind": "http", "url": server.url, "name": "judge", "weight": 2.0},
+    ]
+    ranks.run(2, "command", *command(tmp_path, two_layers, data, rewards))
+    rows = [row for row in read_metrics(tmp_path / "run") if row["step"]]
+    assert [row["step"] for row in rows] == [1, 2]
+    for row in rows:
+        assert (row["reward/sometimes_none"], row["reward/sometimes_failed"], row["reward/judge_failed"]) == (8, 0, 0)
+        assert (row["reward/judge_mean"], row["reward/judge_std"]) == (1.0, 0.0)
+        assert row["reward/where/in_a_worker"] == 1.0
+        expected = 0.5 * row["reward/model_mean"] + row["reward/sometimes_mean"] / 2 + 2.0
+        assert row["reward_mean"] == pytest.approx(expected, rel=1e-5)
+    assert not server.answers, "the failures have happened"
+    labels = [label for _, _, body in server.requests for label in body["labels"]]
+    assert len(labels) >= 32
+
+
+def test_a_server_that_is_down_ends_the_run_with_status_3_or_samples_are_dropped(
+    ranks: RankPool, two_layers: dict[str, Path], data: dict[str, Path], tmp_path: Path, server: Any
+) -> None:
+    """All ranks alike; what was trained before is saved."""
+    server.answers = [(200, json.dumps({"rewards": [1.0] * 8}))] * 2 + [(500, "down")] * 100
+    judge = {"kind": "http", "url": server.url, "name": "judge", "retries": 0}
+    argv = command(tmp_path, two_layers, data, [judge])
+    status, said = ranks.run(2, "command_status", *argv)[0]
+    assert status == 3, said
+    assert "reward 'judge' on sample" in said
+    assert "answered with status 500: 'down'" in said
+    server.answers = [(200, json.dumps({"rewards": [1.0, None] * 4}))] * 2
+    dropped = [*argv, "algo.unrewarded=drop", "run.on_existing=overwrite", "train.num_steps=1"]
+    assert ranks.run(2, "command_status", *dropped)[0][0] == 0
+    (row,) = [row for row in read_metrics(tmp_path / "run") if row["step"]]
+    assert row["samples_without_reward"] == 8

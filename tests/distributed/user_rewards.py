@@ -1,0 +1,28 @@
+"""Rewards as a user writes them, which a run names as `tests.distributed.user_rewards:NAME`."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from megarlhf.rollout.rewards.batch import RewardBatch
+
+
+def sometimes(batch: RewardBatch) -> list[float | None]:
+    """Does not apply to samples of an odd number."""
+    return [
+        None if sample % 2 else float(len(text)) for sample, text in zip(batch.samples, batch.responses, strict=True)
+    ]
+
+
+async def where(prompt: str, response: str, fields: Mapping[str, Any]) -> dict[str, float]:
+    """Whether it runs in another process than the rank that wants it."""
+    await asyncio.sleep(0)
+    return {"score": 0.0, "in_a_worker": float(os.environ.get("RANK_OF_TEST") is None and _is_worker())}
+
+
+def _is_worker() -> bool:
+    with open("/proc/self/cmdline", "rb") as file:
+        return b"rewards.worker" in file.read()

@@ -1,0 +1,163 @@
+"""A reward model behind a URL: the form of OpenRLHF's server, and a server that fails in every way."""
+
+import json
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from megarlhf.rollout.rewards import http
+from megarlhf.rollout.rewards.batch import RewardBatch
+from megarlhf.rollout.rewards.http import Circuit, HttpReward
+
+FAST = {"backoff_seconds": (0.01,), "timeout_seconds": 5.0, "retries": 2}
+
+
+def batch(count):
+    rows = range(count)
+    return RewardBatch(
+        prompts=[f"p{n} " for n in rows],
+        responses=[f"r{n}" for n in rows],
+        prompt_tokens=[[1]] * count,
+        response_tokens=[[2]] * count,
+        finished=[True] * count,
+        fields=[{"answer": str(n)} if n else {} for n in rows],
+        messages=[None] * count,
+        samples=list(rows),
+    )
+
+
+class Server:
+    """Answers what `answers` has next, then rewards of 1; keeps what it was sent."""
+
+    def __init__(self):
+        self.answers, self.requests = [], []
+        server = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self):
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                server.requests.append((self.path, dict(self.headers), body))
+                usual = (200, json.dumps({"rewards": [1.0] * len(body["query"])}))
+                status, text = server.answers.pop(0) if server.answers else usual
+                if status == "late":
+                    time.sleep(float(text))
+                    status, text = usual
+                self.send_response(status)
+                self.end_headers()
+                self.wfile.write(text.encode())
+
+            def log_message(self, *args):
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self._server.server_port}/get_reward"
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def stop(self):
+        self._server.shutdown()
+        self._server.server_close()
+
+
+@pytest.fixture
+def server():
+    made = Server()
+    yield made
+    made.stop()
+
+
+def ask(url, count=2, **options):
+    reward = HttpReward(url, **{**FAST, **options})
+    try:
+        return reward.start(batch(count)).wait()
+    finally:
+        reward.close()
+
+
+def test_the_form_of_the_request_and_of_the_answer(server):
+    """Prompt and response together, labels from `answer`; the token in a header; requests of so many samples."""
+    server.answers = [(200, json.dumps({"rewards": [0.5, None], "scores": [9, 9], "extra_logs": {"a": [1, 2]}}))]
+    found = ask(server.url, 3, token="secret", batch_samples=2)
+    assert [outcome.value for outcome in found] == [0.5, None, 1.0]
+    path, headers, body = server.requests[0]
+    assert path == "/get_reward"
+    assert headers["Authorization"] == "Bearer secret"
+    assert body == {"query": ["p0 r0", "p1 r1"], "prompts": ["p0 ", "p1 "], "labels": [None, "1"]}
+    assert len(server.requests) == 2
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        (503, "busy"),
+        (200, "<html>"),
+        (200, "[1, 2]"),
+        (200, '{"rewards": [1]}'),
+        (200, '{"score": [1, 2]}'),
+        ("late", "2"),
+    ],
+    ids=["status", "no json", "no object", "wrong length", "other key", "late"],
+)
+def test_a_failure_is_tried_again(server, answer):
+    server.answers = [answer, answer]
+    found = ask(server.url, timeout_seconds=0.5 if answer[0] == "late" else 5.0)
+    assert [outcome.value for outcome in found] == [1.0, 1.0]
+    assert len(server.requests) == 3
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        ((503, "busy"), "answered with status 503: 'busy' (tried 3 times)"),
+        ((200, "<html>"), "answered with no JSON: '<html>' (tried 3 times)"),
+        ((200, '{"rewards": [1]}'), "answered with 1 rewards for 2 responses (tried 3 times)"),
+        ((200, '{"score": [1, 2]}'), 'expected {"rewards": [...]} (tried 3 times)'),
+    ],
+)
+def test_what_a_server_does_wrong_throughout_is_said(server, answer, words):
+    server.answers = [answer] * 3
+    found = ask(server.url)
+    assert all(words in outcome.error and server.url in outcome.error and outcome.late for outcome in found)
+
+
+def test_a_value_that_is_no_number_is_said_of_its_sample(server):
+    server.answers = [(200, '{"rewards": [1.0, "high"]}')]
+    first, second = ask(server.url)
+    assert first.value == 1.0
+    assert "returned 'high', expected a number" in second.error
+    assert not second.late
+
+
+def test_nobody_there():
+    (found,) = ask("http://127.0.0.1:9/x", 1, retries=0)
+    assert "cannot be reached" in found.error
+
+
+def test_the_circuit_opens_after_failures_and_closes_again(monkeypatch):
+    """With a clock: five failed requests, none for 30 seconds, then one that may close it."""
+    now = [0.0]
+    circuit = Circuit(lambda: now[0])
+    for number in range(http.OPENS_AFTER):
+        assert circuit.reason() == "", number
+        circuit.note("no answer")
+    assert "the last 5 requests failed, and none is sent for 30 s; the last one: no answer" in circuit.reason()
+    now[0] = 29.9
+    assert circuit.reason()
+    now[0] = 30.1
+    assert not circuit.reason()
+    circuit.note("again none")
+    assert "6 requests" in circuit.reason()
+    now[0] = 61.0
+    circuit.note("")
+    circuit.note("once")
+    assert not circuit.reason()
+
+
+def test_a_server_that_is_down_is_not_asked_for_every_sample(server):
+    """Twenty requests of one sample: after five failures the others are not sent."""
+    server.answers = [(500, "x")] * 100
+    found = ask(server.url, 20, batch_samples=1, retries=0)
+    assert len(server.requests) == http.OPENS_AFTER
+    assert sum("not sent: " in outcome.error for outcome in found) == 15

@@ -1,0 +1,253 @@
+"""Users' reward functions in worker processes: every form, and everything that they may do wrong.
+
+The functions stand in a module that the test writes. Not covered: what a run makes of outcomes
+(tests/trainers/test_rl_rewards.py).
+"""
+
+import os
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from megarlhf.rollout.rewards.batch import Outcome, RewardBatch
+from megarlhf.rollout.rewards.calls import form_of, load_function
+from megarlhf.rollout.rewards.pool import RewardPool
+
+MODULE = '''
+import asyncio, os, sys, time
+from megarlhf.rollout.rewards.batch import TokenRewards
+
+def length(prompt, response, fields):
+    return len(response)
+
+def as_batch(batch):
+    return [len(response) + fields["bonus"] for response, fields in zip(batch.responses, batch.fields)]
+
+async def slow(prompt, response, fields):
+    await asyncio.sleep(0.1)
+    return len(prompt)
+
+async def slow_batch(batch):
+    await asyncio.sleep(0.01)
+    return [1.0 if finished else None for finished in batch.finished]
+
+def parts(prompt, response, fields):
+    return {"a": 1.0, "b": len(response)}
+
+def scored(prompt, response, fields):
+    return {"score": 5, "a": 1.0}
+
+def of_tokens(batch):
+    return [TokenRewards([float(token) for token in tokens]) for tokens in batch.response_tokens]
+
+def second(prompt, response, fields):
+    """Fails for the second response in the way that its prompt names."""
+    if response != "bb":
+        return 1.0
+    if prompt == "raise":
+        raise KeyError("answer")
+    if prompt == "exit":
+        sys.exit(3)
+    if prompt == "crash":
+        os.kill(os.getpid(), 11)
+    if prompt == "hang":
+        time.sleep(600)
+    if prompt == "noise":
+        print("noise " * 10000)
+        return 2.0
+    return {"text": "high", "nan": float("nan"), "list": [1.0], "empty": {}, "coroutine": slow("", "", {})}[prompt]
+
+async def hangs(prompt, response, fields):
+    await asyncio.sleep(0 if response != "bb" else 600)
+    return 1.0
+
+def short(batch):
+    return [1.0]
+
+def word(batch):
+    return "good"
+
+def one_text(batch):
+    return [1.0, "x", 3.0]
+
+def generator(batch):
+    yield 1.0
+
+def two(prompt, response):
+    return 1.0
+
+class Judge:
+    def __call__(self, prompt, response, fields):
+        return 7.0
+
+judge = Judge()
+'''
+
+
+def batch(prompt="p", responses=("a", "bb", "ccc")):
+    n = len(responses)
+    return RewardBatch(
+        prompts=[prompt] * n,
+        responses=list(responses),
+        prompt_tokens=[[1]] * n,
+        response_tokens=[list(range(len(response))) for response in responses],
+        finished=[True, False, True][:n],
+        fields=[{"bonus": 10 * k} for k in range(n)],
+        messages=[None] * n,
+        samples=list(range(4, 4 + n)),
+    )
+
+
+@pytest.fixture
+def ask(tmp_path, monkeypatch):
+    """Outcomes of a function of the module for a batch."""
+    (tmp_path / "users_rewards.py").write_text(textwrap.dedent(MODULE))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    pools = []
+
+    def call(name, rows=None, **options) -> list[Outcome]:
+        rule = f"users_rewards:{name}"
+        pool = RewardPool(rule, form_of(load_function(rule)), **{"workers": 1, "timeout_seconds": 20.0, **options})
+        pools.append(pool)
+        return pool.start(rows or batch()).wait()
+
+    yield call
+    for pool in pools:
+        pool.close()
+
+
+def values(outcomes):
+    assert not [outcome.error for outcome in outcomes if outcome.error]
+    return [outcome.value for outcome in outcomes]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("length", [1, 2, 3]),
+        ("as_batch", [1, 12, 23]),
+        ("slow", [1, 1, 1]),
+        ("slow_batch", [1, None, 1]),
+        ("parts", [2, 3, 4]),
+        ("scored", [5, 5, 5]),
+        ("judge", [7, 7, 7]),
+    ],
+)
+def test_every_form_of_a_function(ask, name, expected):
+    """One by one or a batch, waited for or not; None does not apply; components add up unless one is the score."""
+    assert values(ask(name)) == expected
+
+
+def test_components_and_rewards_of_tokens(ask):
+    assert ask("parts")[1].components == {"a": 1.0, "b": 2.0}
+    found = ask("of_tokens")
+    assert [outcome.token_values for outcome in found] == [(0.0,), (0.0, 1.0), (0.0, 1.0, 2.0)]
+
+
+def test_async_calls_wait_together_and_workers_share(ask):
+    """32 calls of a tenth of a second, sixteen at once; batches of one row over three processes."""
+    start = time.monotonic()
+    assert values(ask("slow", many(32))) == [1] * 32
+    assert time.monotonic() - start < 2.5
+    assert values(ask("as_batch", workers=3, batch_samples=1)) == [1, 12, 23]
+
+
+def many(count):
+    one = batch(responses=("x",))
+    return one.part([0] * count)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "words"),
+    [
+        ("raise", "raised KeyError: 'answer'; {module}:33: raise KeyError(\"answer\")"),
+        ("exit", "ended its process with status 3; a function must return, not exit"),
+        ("crash", "ended its process by signal 11 (SIGSEGV)"),
+        ("hang", "took longer than 0.5 s"),
+        ("text", "returned 'high', expected a number"),
+        ("nan", "returned nan, expected a finite number"),
+        ("list", "returned [1.0], expected a number; return a float"),
+        ("empty", "returned an empty mapping"),
+        ("coroutine", "expected a number; declare the function with `async def`"),
+    ],
+)
+def test_what_a_function_does_wrong_is_said_of_its_sample_only(ask, tmp_path, prompt, words):
+    """The samples before and after it have their rewards; a worker that is gone is replaced."""
+    first, failed, last = ask("second", batch(prompt), timeout_seconds=0.5 if prompt == "hang" else 20.0)
+    assert (first.value, last.value) == (1.0, 1.0)
+    assert words.format(module=tmp_path / "users_rewards.py") in failed.error
+    assert failed.value is None
+
+
+def test_an_async_call_that_hangs_stops_alone(ask):
+    first, failed, last = ask("hangs", timeout_seconds=0.5)
+    assert (first.value, failed.error, last.value) == (1.0, "took longer than 0.5 s", 1.0)
+
+
+def test_what_is_printed_does_not_disturb(ask):
+    assert values(ask("second", batch("noise"))) == [1.0, 2.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("short", "returned 1 values for 3 responses; return one for each"),
+        ("word", "returned 'good', expected one value for each of 3 responses"),
+    ],
+)
+def test_a_batch_of_the_wrong_length_or_kind(ask, name, words):
+    assert [outcome.error for outcome in ask(name)] == [words] * 3
+
+
+def test_one_wrong_value_of_a_batch(ask):
+    found = ask("one_text")
+    assert [outcome.value for outcome in found] == [1.0, None, 3.0]
+    assert "returned 'x', expected a number" in found[1].error
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("generator", "it is a generator"), ("two", "takes 2 arguments that have to be given; expected three")],
+)
+def test_a_function_of_another_form_is_refused(ask, tmp_path, name, words):
+    with pytest.raises(ValueError, match=words):
+        ask(name)
+
+
+def test_tries_again_after_a_hang(ask, tmp_path):
+    """A function that hangs the first time only, by a file that it leaves."""
+    flag = tmp_path / "seen"
+    (tmp_path / "flaky.py").write_text(
+        f"import pathlib, time\ndef rule(p, r, f):\n    flag = pathlib.Path({str(flag)!r})\n"
+        "    if not flag.exists():\n        flag.touch()\n        time.sleep(600)\n    return 4.0\n"
+    )
+    pool = RewardPool("flaky:rule", form_of(load_function("flaky:rule")), workers=1, timeout_seconds=1.0, retries=1)
+    assert values(pool.start(batch(responses=("a",))).wait()) == [4.0]
+    pool.close()
+    flag.unlink()
+    once = RewardPool("flaky:rule", form_of(load_function("flaky:rule")), workers=1, timeout_seconds=0.5)
+    assert once.start(batch(responses=("a",))).wait()[0].error == "took longer than 0.5 s"
+    once.close()
+
+
+def test_waiting_can_be_given_up_and_nothing_is_left(ask):
+    """Asked to stop, `wait` returns None at once; closing ends the workers, hanging ones too."""
+    rule = "users_rewards:second"
+    pool = RewardPool(rule, form_of(load_function(rule)), workers=1, timeout_seconds=1.0)
+    pending = pool.start(batch("hang"))
+    start = time.monotonic()
+    assert pending.wait(lambda: time.monotonic() - start > 0.3) is None
+    assert time.monotonic() - start < 0.9
+    pool.close()
+    running = [path for path in Path("/proc").glob("[0-9]*/cmdline") if b"rewards.worker" in _read(path)]
+    mine = [path for path in running if f"PPid:\t{os.getpid()}" in (path.parent / "status").read_text()]
+    assert not mine
+
+
+def _read(path):
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""

@@ -1,0 +1,182 @@
+"""What a run makes of its rewards: scales, weights, samples without any, metrics. One rank, no model.
+
+Not covered: how functions are called (tests/rollout), several ranks (tests/distributed).
+"""
+
+import logging
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megarlhf.config import RewardConfig
+from megarlhf.data.samples import PromptSample
+from megarlhf.experience import Experience, Rollouts
+from megarlhf.rollout.rewards.score import RewardError
+from megarlhf.trainers.rl_rewards import Rewarder, labels_of
+from tests.tables import ragged
+
+MODULE = """
+from megarlhf.rollout.rewards.batch import TokenRewards
+
+def number(prompt, response, fields):
+    return fields["number"]
+
+def even(batch):
+    return [None if fields["number"] % 2 else 1.0 for fields in batch.fields]
+
+def parts(batch):
+    return [{"format": 1.0, "answer": fields["number"]} for fields in batch.fields]
+
+def tokens(batch):
+    return [TokenRewards([0.5] * len(tokens)) for tokens in batch.response_tokens]
+
+def nothing(batch):
+    return [None] * len(batch)
+
+def breaks(prompt, response, fields):
+    if fields["number"] == 2.0:
+        raise RuntimeError("no judge")
+    return fields["number"]
+"""
+
+
+class Letters:
+    """A tokenizer of one letter a token."""
+
+    def decode(self, tokens, continuation=False):
+        return "".join(chr(96 + token) for token in tokens)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank(tmp_path_factory):
+    store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def rewarder(tmp_path, monkeypatch):
+    (tmp_path / "rewards_of_test.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    made = []
+
+    def make(*rewards, **options):
+        cfg = [RewardConfig.model_validate({"kind": "rule", "workers": 0, **reward}) for reward in rewards]
+        made.append(Rewarder(cfg, None, Letters(), None, torch.device("cpu"), **options))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def rule(name, **keys):
+    return {"rule": f"rewards_of_test:{name}", "name": name, **keys}
+
+
+NUMBERS = (1.0, 2.0, 4.0, 4.0)
+
+
+def step(numbers=NUMBERS):
+    """Two prompts with two responses each, of one to four tokens."""
+    rollouts = Rollouts(
+        responses=ragged([1], [1, 2], [1, 2, 3], [1, 2, 3, 4], dtype=torch.int64),
+        logprobs=ragged([0.0], [0.0] * 2, [0.0] * 3, [0.0] * 4),
+        finished_N=torch.tensor([True, True, False, True]),
+        weight_version=0,
+    )
+    prompts = [PromptSample([1], f"p{n}", {"number": number}, n) for n, number in enumerate(numbers)]
+    return Experience((torch.tensor([1]),) * 4, torch.tensor([0, 0, 1, 1]), rollouts), prompts
+
+
+def total(rewarder, numbers=NUMBERS):
+    return rewarder.start(*step(numbers)).finish()
+
+
+def test_the_weighted_sum_by_hand(rewarder):
+    """.5 x clip(number - 1, 2) + 2 x even, where None adds nothing."""
+    found = total(rewarder(rule("number", weight=0.5, shift=1.0, clip=2.0), rule("even", weight=2.0)))
+    assert found.rewards_N.tolist() == [0.0, 2.5, 3.0, 3.0]
+    assert found.kept_N.all()
+    assert found.metrics["reward/number_mean"] == pytest.approx(2.75)
+    assert found.metrics["reward/number_std"] == pytest.approx(torch.tensor(NUMBERS).std(correction=0).item())
+    assert (found.metrics["reward/even_none"], found.metrics["reward/even_failed"]) == (1, 0)
+    assert found.metrics["samples_without_reward"] == 0
+    assert found.per_sample["reward/number"].tolist() == list(NUMBERS)
+    assert math.isnan(found.per_sample["reward/even"][0])
+
+
+def test_components_are_metrics(rewarder):
+    found = total(rewarder(rule("parts")))
+    assert found.rewards_N.tolist() == [2.0, 3.0, 5.0, 5.0]
+    assert found.metrics["reward/parts/format"] == 1.0
+    assert found.metrics["reward/parts/answer"] == pytest.approx(2.75)
+
+
+def test_rewards_of_tokens(rewarder):
+    found = total(rewarder(rule("number"), rule("tokens", weight=2.0)))
+    assert found.token_rewards.values_T.tolist() == [1.0] * 10
+    assert found.token_rewards.lengths_N.tolist() == [1, 2, 3, 4]
+    assert found.rewards_N.tolist() == list(NUMBERS)
+    with pytest.raises(RewardError, match="'tokens' gives rewards of tokens, for which shift, clip and normalise"):
+        total(rewarder(rule("tokens", normalise="group")))
+
+
+def test_each_reward_normalised_inside_its_group(rewarder):
+    """1 and 2 become -+1 / sqrt(2); 4 and 4 are equal, and give 0; the scale of a reward does not matter."""
+    root = 1 / (math.sqrt(2) + 2e-6)
+    for number, scale in (
+        (rule("number", normalise="group"), 1.0),
+        (rule("number", normalise="group", weight=3.0), 3.0),
+    ):
+        found = total(rewarder(number))
+        assert found.rewards_N.tolist() == pytest.approx([-scale * root, scale * root, 0.0, 0.0], rel=1e-5)
+
+
+def test_running_normalisation_goes_on_and_an_evaluation_does_not_move_it(rewarder):
+    """Mean and deviation of all eight values after two steps; kept in a resume point."""
+    first = rewarder(rule("number", normalise="running"))
+    total(first)
+    assert first.mean(*step(), lambda: False) == pytest.approx(2.75), "as it is"
+    again = rewarder(rule("number", normalise="running"))
+    again.load_state_dict(first.state_dict())
+    seen = torch.tensor([*NUMBERS, 10.0, 0.0, 0.0, 2.0], dtype=torch.float64)
+    expected = ((seen[4:] - seen.mean()) / (seen.std(correction=0) + 1e-6)).tolist()
+    for each in (first, again):
+        assert total(each, (10.0, 0.0, 0.0, 2.0)).rewards_N.tolist() == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_sample_without_any_reward_ends_the_run_or_is_left_out(rewarder, caplog):
+    with pytest.raises(
+        RewardError, match=r"1 of 4 samples .* sample 0, record 1 of the prompts: 'p0'.*unrewarded = drop"
+    ):
+        total(rewarder(rule("even")))
+    with caplog.at_level(logging.INFO):
+        found = total(rewarder(rule("even"), unrewarded="drop"))
+    assert found.kept_N.tolist() == [False, True, True, True]
+    assert found.metrics["samples_without_reward"] == 1
+    assert "1 of 4 samples of this step got no reward" in caplog.text
+    assert "{'number': 1.0}" in caplog.text
+    with pytest.raises(RewardError, match=r"4 of 4 samples.*Nothing is left to train on"):
+        total(rewarder(rule("nothing"), unrewarded="drop"))
+
+
+def test_a_failure_ends_the_run_or_is_dropped_and_counted(rewarder, caplog):
+    with pytest.raises(RewardError, match=r"reward 'breaks' on sample 1 \(prompt 'p1', response 'ab'\) raised Runtime"):
+        total(rewarder(rule("breaks")))
+    with caplog.at_level(logging.INFO):
+        found = total(rewarder(rule("breaks", on_failure="drop"), unrewarded="drop"))
+    assert found.kept_N.tolist() == [True, False, True, True]
+    assert (found.metrics["reward/breaks_failed"], found.metrics["reward/breaks_none"]) == (1, 0)
+    assert "1 of 4 samples are dropped: reward 'breaks' on sample 1" in caplog.text
+    beside = total(rewarder(rule("breaks", on_failure="drop"), rule("number")))
+    assert beside.rewards_N.tolist() == [2.0, 2.0, 8.0, 8.0], "the other reward applies"
+
+
+def test_names_of_rewards():
+    made = [RewardConfig(kind="rule", rule="exact_match"), RewardConfig(kind="rule", rule="exact_match", weight=2.0)]
+    made += [RewardConfig(kind="model"), RewardConfig(kind="http", url="http://x", name="judge")]
+    assert labels_of(made) == ["exact_match_1", "exact_match_2", "model", "judge"]
