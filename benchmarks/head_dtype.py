@@ -62,11 +62,12 @@ def gap_with_head(head: str, model: Path, prompts: Path) -> dict[str, Any]:
     from megarlhf.config import RLConfig
     from megarlhf.data.tokenizer import load_tokenizer
     from megarlhf.observe.phases import Phases
+    from megarlhf.rollout.bank import Bank
     from megarlhf.runtime import RankInfo, initialize
     from megarlhf.trainers.prompts import load_prompts
     from megarlhf.trainers.rl_components import build
     from megarlhf.trainers.rl_gap import logprob_gap
-    from megarlhf.trainers.rl_rollout import sample
+    from megarlhf.trainers.rl_rollout import Drawing, sample
     from megarlhf.trainers.rl_score import score
     from megarlhf.trainers.session import Session
 
@@ -96,7 +97,8 @@ def gap_with_head(head: str, model: Path, prompts: Path) -> dict[str, Any]:
     components.engine.verify_weights(components.actor.shard)
     chosen = data.train[:32]
     experience = sample(cfg, components.engine, chosen, components.sampling, 0)
-    experience, _ = score(cfg, components, experience, chosen, 0, Session(runtime, cfg.run.dir))
+    drawing = Drawing(cfg, components, chosen, Bank(cfg.run.dir / "bank"), Session(runtime, cfg.run.dir), 0)
+    experience, _ = score(drawing, experience, chosen)
     gap = {name.removeprefix("rollout_logprob_gap_"): value for name, value in logprob_gap(experience).items()}
     components.engine.close()
     return {"head": head, "tokens": experience.columns["old_logprobs"].values_T.numel(), **gap}

@@ -32,12 +32,13 @@ from megarlhf.experience import Experience, Ragged, Rollouts
 from megarlhf.models.role import Role
 from megarlhf.observe.phases import Phases
 from megarlhf.parallel.step import Loss, MicroBatch, StepResult
+from megarlhf.rollout.bank import Bank
 from megarlhf.runtime import RankInfo, Runtime, initialize
 from megarlhf.trainers.rl_advantages import add_advantages
 from megarlhf.trainers.rl_components import build
 from megarlhf.trainers.rl_gap import LogprobGapWatch, logprob_gap
 from megarlhf.trainers.rl_metrics import describe
-from megarlhf.trainers.rl_rollout import make_experience, sample
+from megarlhf.trainers.rl_rollout import Drawing, make_experience, sample
 from megarlhf.trainers.rl_score import score
 from megarlhf.trainers.rl_updates import StepInProgress, train_on
 from megarlhf.trainers.session import Session
@@ -102,7 +103,8 @@ class Run:
             with self._clock("generate"):
                 experience = sample(cfg, parts.engine, self._prompts, parts.sampling, step)
         start, cpu = time.perf_counter(), time.process_time()
-        experience, _ = score(cfg, parts, experience, self._prompts, step, self._session)
+        drawing = Drawing(cfg, parts, self._prompts, Bank(cfg.run.dir / "bank"), self._session, step)
+        experience, _ = score(drawing, experience, self._prompts)
         scored = time.perf_counter()
         if not inject:
             gap = LogprobGapWatch(LogprobGapConfig(steps=1), parts.actor.shard.dtype)

@@ -33,6 +33,12 @@ class Ragged:
         values = torch.cat([row.to(dtype) for row in rows]) if rows else torch.empty(0, dtype=dtype)
         return Ragged(values, torch.tensor([len(row) for row in rows], dtype=torch.int64))
 
+    @staticmethod
+    def joined(parts: Sequence[tuple[Ragged, Sequence[int]]]) -> Ragged:
+        """Chosen rows of each, one after the other."""
+        rows = [rows[n] for column, chosen in parts for rows in (column.rows(),) for n in chosen]
+        return Ragged(torch.cat(rows), torch.cat([column.lengths_N[list(chosen)] for column, chosen in parts]))
+
     @property
     def num_tokens(self) -> int:
         return self.values_T.numel()
@@ -64,6 +70,18 @@ class Rollouts:
     """bool: ended by end-of-sequence, not by the token limit."""
     weight_version: int
     """Of the weights that drew the samples."""
+
+    @staticmethod
+    def joined(parts: Sequence[tuple[Rollouts, Sequence[int]]]) -> Rollouts:
+        """Chosen samples of each, all drawn with the same weights."""
+        versions = {rollouts.weight_version for rollouts, _ in parts}
+        assert len(versions) == 1, f"samples of the weights of versions {sorted(versions)} in one step"
+        return Rollouts(
+            responses=Ragged.joined([(rollouts.responses, chosen) for rollouts, chosen in parts]),
+            logprobs=Ragged.joined([(rollouts.logprobs, chosen) for rollouts, chosen in parts]),
+            finished_N=torch.cat([rollouts.finished_N[list(chosen)] for rollouts, chosen in parts]),
+            weight_version=versions.pop(),
+        )
 
 
 @dataclass(frozen=True)

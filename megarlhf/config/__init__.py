@@ -20,4 +20,5 @@ from megarlhf.config.sections import (
     StopConfig,
     TrainConfig,
 )
+from megarlhf.config.selection import DynamicSamplingConfig, OverlongConfig
 from megarlhf.config.watchdog import StragglersConfig, WatchdogConfig

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import Field, PositiveInt, model_validator
 
 from megarlhf.config.roles import Fraction, FrozenModel, NonNegative, Positive
+from megarlhf.config.selection import DynamicSamplingConfig, OverlongConfig
 
 AdvantageName = Literal[
     "gae",
@@ -183,6 +184,10 @@ class AlgoConfig(FrozenModel):
     unrewarded: Literal["stop", "drop"] = "stop"
     """What happens with a sample for which every reward says None (or failed and is dropped): the run ends, or the
     sample is left out of the step. Either way the first one is shown."""
+    dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
+    overlong: OverlongConfig = OverlongConfig()
+    missing_end_penalty: NonNegative = 0.0
+    """Subtracted from the reward of a response that was cut before an end token (TRL's missing_eos_penalty)."""
     kl: KLConfig = KLConfig()
     rollout_correction: RolloutCorrectionConfig = RolloutCorrectionConfig()
     shuffle_rewards: bool = False

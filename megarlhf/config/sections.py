@@ -219,6 +219,7 @@ class RLConfig(FrozenModel):
                 f"algo.advantage = {self.algo.advantage!r} compares the samples of one prompt and needs "
                 f"rollout.num_samples_per_prompt >= 2; got {self.rollout.num_samples_per_prompt}"
             )
+        self._check_groups()
         for name, role in self.roles().items():
             if name != "critic" and role.model.fresh_head:
                 raise ValueError(
@@ -236,6 +237,26 @@ class RLConfig(FrozenModel):
                 "more, or lower the limits"
             )
         return self
+
+    def _check_groups(self) -> None:
+        """Raises: ValueError for what compares the samples of a prompt, where there is one, and for a buffer that holds
+        more than the longest response."""
+        samples, buffer = self.rollout.num_samples_per_prompt, self.algo.overlong.buffer_tokens
+        comparing = [
+            f"rewards[{n}].normalise = group" for n, each in enumerate(self.rewards) if each.normalise == "group"
+        ]
+        if self.algo.dynamic_sampling.max_refills:
+            comparing.append("algo.dynamic_sampling")
+        if comparing and samples < 2:
+            raise ValueError(
+                f"{comparing[0]} compares the samples of one prompt and needs rollout.num_samples_per_prompt >= 2; got "
+                f"{samples}"
+            )
+        if buffer is not None and buffer > self.rollout.max_response_tokens:
+            raise ValueError(
+                f"algo.overlong.buffer_tokens = {buffer} is longer than the longest response, "
+                f"rollout.max_response_tokens = {self.rollout.max_response_tokens}; give less"
+            )
 
 
 class GenerateConfig(FrozenModel):

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megarlhf.config import RLConfig, RMConfig, RoleConfig, SFTConfig
+from megarlhf.config import RewardConfig, RLConfig, RMConfig, RoleConfig, SFTConfig
 
 TrainingConfig = SFTConfig | RMConfig | RLConfig
 """Configurations of the commands that resume."""
@@ -33,6 +33,7 @@ _NEUTRAL = {
         "run.deterministic"
     ),
     "memory": "rollout.gpu_memory_utilization rollout.cpu_cache_gib rollout.reshard_bucket_mib",
+    "how a reward is called, not what it says": "rewards.calls.*",
     "checks, which end a run or let it be": (
         "rollout.verify_weights_every rollout.poison_weights rollout.logprob_gap.* rollout.max_engine_rebuilds "
         "train.max_skipped_in_a_row"
@@ -68,6 +69,8 @@ def _table() -> dict[str, Kind]:
 
 KINDS: Mapping[str, Kind] = _table()
 """Kind of each key, of each section (`section.*`) where all of its keys are alike; ROLE stands for every role."""
+_CALL_KEYS = ("url", "token_env", "timeout_seconds", "retries", "workers")
+"""Of a reward: where it is and how it is called."""
 CONDITIONAL = (_HORIZON, *_FIGURES.split())
 """Keys whose kind depends on the rest of the configuration."""
 
@@ -158,6 +161,13 @@ def _trained(cfg: TrainingConfig) -> dict[str, RoleConfig]:
 def _flat(cfg: TrainingConfig) -> dict[str, Any]:
     """Values by dotted key. Of the roles those that are built, and of a frozen one no optimizer: the rest is unread."""
     tree = cfg.model_dump(mode="json", exclude=set(ROLES))
+    if isinstance(cfg, RLConfig):  # two keys of the list, as one change of it may be of either kind
+        tree["rewards.calls"] = {
+            f"{n}.{key}": value
+            for n, each in enumerate(tree["rewards"])
+            for key in _CALL_KEYS
+            if (value := each.pop(key)) != RewardConfig.model_fields[key].default
+        }
     for name, role in roles_of(cfg).items():
         tree[name] = role.model_dump(mode="json", exclude=None if name in _trained(cfg) else {"optim"})
     values: dict[str, Any] = {}

@@ -7,7 +7,8 @@
     bank.forget_before(step + 1)
 
 `bank/step_000007/0001_rank_00000.jsonl` has the responses that rank 0 put there after the bank was opened for the
-first time in step 7; nothing is ever written into a file of an earlier process. Each line is a JSON object `record`
+first time in step 7; nothing is ever written into a file of an earlier process. A round of dynamic sampling has a
+folder of its own, `bank/step_000007_refill_1`. Each line is a JSON object `record`
 with its `digest`. The first is the header: what all responses of the file were drawn with. A response is used only
 if the header, its prompt and its seed are those of the rollout that is to go on.
 """
@@ -43,6 +44,7 @@ FSYNC_SECONDS, FSYNC_SHARE = 1.0, 0.05
 """Between two fsyncs at least, and the largest part of the time that they may take."""
 UNUSABLE = ".unusable"
 """Appended to the name of a file that does not belong to the rollout that is to go on."""
+_FOLDER = re.compile(r"step_(\d+)(_refill_\d+)?")
 _NAME = re.compile(rf"(\d+)_rank_\d+\.jsonl({re.escape(UNUSABLE)})?")
 
 Record = Mapping[str, Any]
@@ -67,7 +69,14 @@ class Bank:
         """Whether it has been said that responses cannot be written."""
 
     def open(
-        self, step: int, *, fingerprint: str, sampling: Sampling, prompts: Sequence[Tensor], seeds: Sequence[int]
+        self,
+        step: int,
+        *,
+        fingerprint: str,
+        sampling: Sampling,
+        prompts: Sequence[Tensor],
+        seeds: Sequence[int],
+        refill: int = 0,
     ) -> StepBank:
         """The bank of a step, with all its usable responses spread over the ranks. Collective.
 
@@ -85,7 +94,8 @@ class Bank:
             "sampling": json.loads(json.dumps(dataclasses.asdict(sampling))),
             "num_samples": len(rows),
         }
-        expected, folder = _Expected(header, rows, sampling), self._directory / f"step_{step:06d}"
+        expected = _Expected(header, rows, sampling)
+        folder = self._directory / (f"step_{step:06d}" + (f"_refill_{refill}" if refill else ""))
         shares: list[Any] = [None] * dist.get_world_size()
         with raise_on_all_ranks(lambda reasons: RuntimeError(f"rollout bank {folder}: {'; '.join(reasons)}")):
             if dist.get_rank() == 0:
@@ -102,7 +112,7 @@ class Bank:
         if dist.get_rank() != 0:
             return
         for folder in self._directory.glob("step_*"):
-            name = re.fullmatch(r"step_(\d+)", folder.name)
+            name = _FOLDER.fullmatch(folder.name)
             if name and int(name[1]) < step:
                 try:
                     shutil.rmtree(folder)

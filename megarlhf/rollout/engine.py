@@ -122,9 +122,13 @@ class RolloutEngine(Protocol):
         ...
 
 
-def sample_seed(run_seed: int, step: int, sample: int) -> int:
-    """The seed of a sample: a function of run seed, step and global sample index, never of a rank."""
-    digest = hashlib.blake2b(f"{run_seed}/{step}/{sample}".encode(), digest_size=8).digest()
+def sample_seed(run_seed: int, step: int, sample: int, refill: int = 0) -> int:
+    """The seed of a sample: a function of run seed, step and global sample index, never of a rank.
+
+    refill: number of the round of dynamic sampling; 0 is the step's first
+    """
+    text = f"{run_seed}/{step}/{sample}" + (f"/{refill}" if refill else "")
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 2
 
 

@@ -25,7 +25,7 @@ from megarlhf.trainers.rl_components import Components, build, training_of
 from megarlhf.trainers.rl_eval import Evaluator, StopRule
 from megarlhf.trainers.rl_gap import LogprobGapWatch
 from megarlhf.trainers.rl_metrics import describe
-from megarlhf.trainers.rl_rollout import sample_or_keep
+from megarlhf.trainers.rl_rollout import Drawing
 from megarlhf.trainers.rl_score import score
 from megarlhf.trainers.rl_updates import Metrics, StepInProgress, train_on
 from megarlhf.trainers.session import Session, is_due, open_session
@@ -103,9 +103,8 @@ class Loop:
         """Rollout, rewards, log-probs and values, advantages of a step."""
         cfg, components = self.cfg, self.components
         prompts = [self.data.train[n] for n in self.order.indices(step)]
-        with session.stoppable("rollout"):
-            experience = sample_or_keep(cfg, components, prompts, step, self.bank, session)
-        experience, rewards = score(cfg, components, experience, prompts, step, session)
+        drawing = Drawing(cfg, components, self.data.train, self.bank, session, step)
+        experience, rewards = score(drawing, drawing.responses_to(prompts), prompts)
         with components.phases("advantages"), components.phases.local():
             work = StepInProgress.begun(cfg, components, experience, rewards)
             self.gap.watch(work.found)

@@ -27,6 +27,8 @@ def describe(experience: Experience, cfg: RLConfig) -> dict[str, float]:
         "finished_fraction": float(experience.rollouts.finished_N.float().mean()),
         "tokens": int(lengths_N.sum()),
     }
+    if (trained_N := experience.per_sample.get("trained")) is not None:
+        metrics["samples_left_out"] = int((~trained_N).sum())
     if cfg.rollout.num_samples_per_prompt > 1:
         silent_N = without_signal(rewards_N, experience.groups_N.to(rewards_N.device))
         metrics["groups_without_signal"] = float(silent_N.float().mean())

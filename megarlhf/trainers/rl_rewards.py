@@ -56,11 +56,35 @@ class Said:
 
     values_N: Tensor
     """fp32; NaN where it does not apply, or failed."""
-    failed: int = 0
+    failed_N: Tensor
+    """bool."""
     components: Mapping[str, Tensor] = field(default_factory=dict)
     """fp32 [N] each, NaN where a sample has none of the name."""
     token_values: Mapping[int, tuple[float, ...]] = field(default_factory=dict)
     """By sample."""
+
+    @staticmethod
+    def joined(parts: Sequence[tuple[Said, Sequence[int]]]) -> Said:
+        """What was said of chosen samples, one part after the other."""
+        names = sorted({name for said, _ in parts for name in said.components})
+        token_values: dict[int, tuple[float, ...]] = {}
+        place = 0
+        for said, chosen in parts:
+            numbered = enumerate(chosen, start=place)
+            token_values |= {at: said.token_values[n] for at, n in numbered if n in said.token_values}
+            place += len(chosen)
+        return Said(
+            values_N=torch.cat([said.values_N[list(chosen)] for said, chosen in parts]),
+            failed_N=torch.cat([said.failed_N[list(chosen)] for said, chosen in parts]),
+            components={
+                name: torch.cat([said.component(name)[list(chosen)] for said, chosen in parts]) for name in names
+            },
+            token_values=token_values,
+        )
+
+    def component(self, name: str) -> Tensor:
+        """NaN where there is none."""
+        return self.components.get(name, torch.full_like(self.values_N, NAN))
 
 
 @dataclass(frozen=True)
@@ -128,9 +152,13 @@ class Rewarder:
         applies_N = (~parts_KN.isnan()).any(0)
         return float(parts_KN.nan_to_num(0.0).sum(0)[applies_N].mean())
 
-    def _combined(
-        self, experience: Experience, prompts: Sequence[PromptSample], said: Sequence[Said], *, learn: bool
+    def combined(
+        self, experience: Experience, prompts: Sequence[PromptSample], said: Sequence[Said], *, learn: bool = True
     ) -> Rewarded:
+        """What was said of the samples, added up; `prompts` are one per sample.
+
+        Raises: RewardError for samples without a reward, where these end the run.
+        """
         groups_N = experience.groups_N.to(self.device)
         total_N = torch.zeros(experience.num_samples, device=self.device)
         kept_N = torch.zeros(experience.num_samples, dtype=torch.bool, device=self.device)
@@ -205,7 +233,7 @@ class UnderWay:
             if reward.kind == "model":
                 assert rewarder.reward_model is not None
                 scores_N = model_scores(rewarder.reward_model, self.experience, rewarder._micro)
-                found.append(Said(require_finite(scores_N)))
+                found.append(Said(require_finite(scores_N), torch.zeros_like(scores_N, dtype=torch.bool)))
                 continue
             outcomes = gather(
                 label,
@@ -225,7 +253,7 @@ class UnderWay:
 
         Raises: as `said`; RewardError for samples without a reward, where these end the run.
         """
-        return self.rewarder._combined(self.experience, self.prompts, self.said(should_stop), learn=learn)
+        return self.rewarder.combined(self.experience, self.prompts, self.said(should_stop), learn=learn)
 
 
 def labels_of(rewards: Sequence[RewardConfig]) -> list[str]:
@@ -248,7 +276,7 @@ def said_of(label: str, outcomes: Sequence[Outcome], device: torch.device) -> Sa
 
     return Said(
         values_N=column([outcome.value for outcome in outcomes]),
-        failed=len(failures),
+        failed_N=torch.tensor([bool(outcome.error) for outcome in outcomes], device=device),
         components={name: column([(outcome.components or {}).get(name) for outcome in outcomes]) for name in names},
         token_values={n: each.token_values for n, each in enumerate(outcomes) if each.token_values is not None},
     )
@@ -264,8 +292,8 @@ def metrics_of(label: str, said: Said) -> dict[str, float]:
     """`reward/NAME_mean`, `_std` over the samples to which it applies, `_none` and `_failed` counted; the mean of each
     component."""
     values_N = said.values_N[~said.values_N.isnan()]
-    missing = len(said.values_N) - len(values_N)
-    metrics: dict[str, float] = {f"reward/{label}_none": missing - said.failed, f"reward/{label}_failed": said.failed}
+    missing, failed = len(said.values_N) - len(values_N), int(said.failed_N.sum())
+    metrics: dict[str, float] = {f"reward/{label}_none": missing - failed, f"reward/{label}_failed": failed}
     if len(values_N):
         metrics |= {
             f"reward/{label}_mean": float(values_N.mean()),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -24,6 +26,7 @@ def sample(
     sampling: Sampling,
     step: int,
     *,
+    refill: int = 0,
     bank: KeptResponses | None = None,
     should_stop: Callable[[], bool] | None = None,
 ) -> Experience:
@@ -31,34 +34,62 @@ def sample(
 
     Raises: RolloutInterrupted, on every rank, when `should_stop` says so on one.
     """
-    rows, seeds = _requests(cfg, prompts, step)
+    rows, seeds = _requests(cfg, prompts, step, refill)
     rollouts = engine.generate(rows, seeds, sampling, bank=bank, should_stop=should_stop)
     assert rollouts.weight_version == step, "the engine sampled with other weights than this step's"
     return make_experience(prompts, rollouts, cfg.rollout.num_samples_per_prompt)
 
 
-def sample_or_keep(
-    cfg: RLConfig, components: Components, prompts: Sequence[PromptSample], step: int, bank: Bank, session: Session
-) -> Experience:
-    """The same, kept in the bank as it is finished.
+@dataclass(frozen=True)
+class Drawing:
+    """Draws the samples of a step, and keeps each in the bank as it is finished."""
 
-    Raises: RolloutInterrupted, on every rank, when the run is asked to stop meanwhile.
-    """
-    engine, sampling = components.engine, components.sampling
-    rows, seeds = _requests(cfg, prompts, step)
-    fingerprint = session.history.fingerprint(mathematics_of(cfg), session.began_with)
-    with bank.open(step, fingerprint=fingerprint, sampling=sampling, prompts=rows, seeds=seeds) as kept:
-        if kept.num_taken_over:
-            session.note(f"step {step + 1}: {kept.num_taken_over} of {len(rows)} responses are in the rollout bank")
-        experience = sample(cfg, engine, prompts, sampling, step, bank=kept, should_stop=session.asked_to_stop)
-        components.phases.add_local(engine.local_seconds)
-        return experience
+    cfg: RLConfig
+    components: Components
+    data: Sequence[PromptSample]
+    """All prompts of the training data."""
+    bank: Bank
+    session: Session
+    step: int
+
+    def responses_to(self, prompts: Sequence[PromptSample], refill: int = 0) -> Experience:
+        """num_samples_per_prompt responses to each prompt. Collective.
+
+        refill: number of the round of dynamic sampling; 0 is the step's first
+
+        Raises: RolloutInterrupted, on every rank, when the run is asked to stop meanwhile.
+        """
+        cfg, session, step = self.cfg, self.session, self.step
+        engine, sampling = self.components.engine, self.components.sampling
+        rows, seeds = _requests(cfg, prompts, step, refill)
+        fingerprint = session.history.fingerprint(mathematics_of(cfg), session.began_with)
+        with (
+            session.stoppable("rollout"),
+            self.bank.open(
+                step, fingerprint=fingerprint, sampling=sampling, prompts=rows, seeds=seeds, refill=refill
+            ) as kept,
+        ):
+            if kept.num_taken_over:
+                session.note(f"step {step + 1}: {kept.num_taken_over} of {len(rows)} responses are in the rollout bank")
+            experience = sample(
+                cfg, engine, prompts, sampling, step, refill=refill, bank=kept, should_stop=session.asked_to_stop
+            )
+            self.components.phases.add_local(engine.local_seconds)
+            return experience
+
+    def other_prompts(self, count: int, used: Sequence[PromptSample], refill: int) -> list[PromptSample]:
+        """Up to so many prompts that are not among those used, in an order that follows from seed, step and round: it
+        leaves the order of the steps' own prompts alone, in which each of these still comes once an epoch."""
+        taken = {prompt.index for prompt in used}
+        others = [prompt for prompt in self.data if prompt.index not in taken]
+        seed = sample_seed(self.cfg.run.seed, self.step, -1, refill)
+        return random.Random(seed).sample(others, min(count, len(others)))
 
 
-def _requests(cfg: RLConfig, prompts: Sequence[PromptSample], step: int) -> tuple[list[Tensor], list[int]]:
+def _requests(cfg: RLConfig, prompts: Sequence[PromptSample], step: int, refill: int) -> tuple[list[Tensor], list[int]]:
     """Prompts and seeds, a row for each sample."""
     rows = [torch.tensor(prompt.tokens) for prompt in prompts for _ in range(cfg.rollout.num_samples_per_prompt)]
-    return rows, [sample_seed(cfg.run.seed, step, n) for n in range(len(rows))]
+    return rows, [sample_seed(cfg.run.seed, step, n, refill) for n in range(len(rows))]
 
 
 def make_experience(prompts: Sequence[PromptSample], rollouts: Rollouts, num_samples_per_prompt: int) -> Experience:

@@ -1,4 +1,4 @@
-"""Rollouts become experience: rewards, log-probs of both policies, and values.
+"""Rollouts become experience: rewards, selection of samples, then log-probs of both policies, and values.
 
 Legend: B rows, S positions, N samples of the step.
 """
@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from megarlhf.algo.length_shaping import missing_end_penalty, overlong_penalty
 from megarlhf.config import MicroBatchConfig, RLConfig
 from megarlhf.data.samples import PromptSample
 from megarlhf.experience import Experience, Ragged
@@ -21,59 +23,102 @@ from megarlhf.rollout.engine import sample_seed
 from megarlhf.trainers.rl_advantages import ADVANTAGES
 from megarlhf.trainers.rl_batches import forward_per_token
 from megarlhf.trainers.rl_components import Components
-from megarlhf.trainers.rl_rewards import Rewarded
-from megarlhf.trainers.rl_rollout import make_experience
+from megarlhf.trainers.rl_rewards import Rewarded, Said
+from megarlhf.trainers.rl_rollout import Drawing, make_experience
+from megarlhf.trainers.rl_select import Drawn, select
 from megarlhf.trainers.rl_updates import mini_batches_of_pass
 from megarlhf.trainers.session import Session
 
 
 def score(
-    cfg: RLConfig,
-    components: Components,
-    experience: Experience,
-    prompts: Sequence[PromptSample],
-    step: int,
-    session: Session,
+    drawing: Drawing, experience: Experience, prompts: Sequence[PromptSample]
 ) -> tuple[Experience, dict[str, float]]:
     """With rewards, old and reference log-probs, and values; and what the rewards were like.
 
-    Rewards begin first and are waited for last: functions and servers work while the roles compute. The forwards run on
-    the micro-batches that the first pass will train on, so that its first ratio is 1.
+    Rewards begin first and are waited for last: functions and servers work while the roles compute. Where samples are
+    chosen by their rewards, these are waited for before the roles compute.
     """
-    per_prompt = cfg.rollout.num_samples_per_prompt
-    repeated = [prompt for prompt in prompts for _ in range(per_prompt)]
-    under_way = components.rewarder.start(experience, repeated)
+    cfg, components, session, step = drawing.cfg, drawing.components, drawing.session, drawing.step
+    rewarder, per_prompt = components.rewarder, cfg.rollout.num_samples_per_prompt
+    found: dict[str, float] = {}
+    under_way = rewarder.start(experience, repeated(prompts, per_prompt))
+    said: Sequence[Said] | None = None
+    if cfg.algo.dynamic_sampling.max_refills:
+        with session.stoppable("reward"):
+            first = Drawn(prompts, experience, under_way.said(session.asked_to_stop))
+        draw_more = partial(drawn_more, drawing)
+        chosen, found = select(first, draw_more, rewarder.rewards, cfg.algo.dynamic_sampling)
+        prompts, experience, said = chosen.prompts, chosen.experience, chosen.said
     experience = with_forwards(cfg, components, experience, step, session)
-    with session.stoppable("reward"):
-        rewarded = under_way.finish(session.asked_to_stop)
+    if said is None:
+        with session.stoppable("reward"):
+            said = under_way.said(session.asked_to_stop)
+    rewarded = rewarder.combined(experience, repeated(prompts, per_prompt), said)
     if "greedy_rewards" in ADVANTAGES[cfg.algo.advantage].reads:
         greedy_N = greedy_rewards(components, prompts, session).repeat_interleave(per_prompt)
         experience = experience.with_per_sample({"greedy_rewards": greedy_N})
-    return with_rewards(experience, rewarded, cfg, step), rewarded.metrics
+    return with_rewards(experience, rewarded, cfg, step), {**rewarded.metrics, **found}
+
+
+def repeated(prompts: Sequence[PromptSample], times: int) -> list[PromptSample]:
+    """Each prompt once for each of its samples."""
+    return [prompt for prompt in prompts for _ in range(times)]
+
+
+def drawn_more(drawing: Drawing, refill: int, count: int, used: Sequence[PromptSample]) -> Drawn | None:
+    """A further round of dynamic sampling: responses to other prompts, with what the rewards say of them."""
+    prompts = drawing.other_prompts(count, used, refill)
+    if not prompts:
+        return None
+    experience, session = drawing.responses_to(prompts, refill), drawing.session
+    under_way = drawing.components.rewarder.start(
+        experience, repeated(prompts, drawing.cfg.rollout.num_samples_per_prompt)
+    )
+    with session.stoppable("reward"):
+        return Drawn(prompts, experience, under_way.said(session.asked_to_stop))
 
 
 def with_rewards(experience: Experience, rewarded: Rewarded, cfg: RLConfig, step: int) -> Experience:
-    """The rewards as columns. Samples without one are left out of the losses, and are no group's."""
-    rewards_N, kept_N = rewarded.rewards_N, rewarded.kept_N
+    """The rewards as columns, with what the length of a response adds. Samples without a reward are left out of the
+    losses, and are no group's; those that are only masked stay in their group."""
+    rewards_N, kept_N = rewarded.rewards_N + shaping_of(experience, cfg).to(rewarded.rewards_N), rewarded.kept_N
     if cfg.algo.shuffle_rewards:
         generator = torch.Generator().manual_seed(sample_seed(cfg.run.seed, step, -1))
         order_N = torch.randperm(len(rewards_N), generator=generator).to(rewards_N.device)
         rewards_N, kept_N = rewards_N[order_N], kept_N[order_N]
+    trained_N = kept_N
+    if cfg.algo.overlong.mask:
+        trained_N = kept_N & experience.rollouts.finished_N.to(kept_N.device)
     columns = {"rewards": rewards_N, **rewarded.per_sample}
     if rewarded.token_rewards is not None:
         experience = experience.with_columns({"token_rewards": rewarded.token_rewards})
-    if bool(kept_N.all()):
+    if bool(trained_N.all()):
         return experience.with_per_sample(columns)
     groups_N = experience.groups_N.clone()
     lost = (~kept_N.cpu()).nonzero().flatten()
     groups_N[lost] = int(groups_N.max()) + 1 + torch.arange(len(lost))
-    return replace(experience, groups_N=groups_N).with_per_sample({**columns, "trained": kept_N})
+    return replace(experience, groups_N=groups_N).with_per_sample({**columns, "trained": trained_N})
+
+
+def shaping_of(experience: Experience, cfg: RLConfig) -> Tensor:
+    """[N] on the CPU: what is added to the rewards for a response's length, and for its missing end."""
+    overlong, longest = cfg.algo.overlong, cfg.rollout.max_response_tokens
+    shaping_N = missing_end_penalty(experience.rollouts.finished_N, penalty=cfg.algo.missing_end_penalty)
+    if overlong.buffer_tokens is not None:
+        lengths_N = experience.response_lengths_N
+        shaping_N = shaping_N + overlong_penalty(
+            lengths_N, longest=longest, buffer=overlong.buffer_tokens, penalty=overlong.penalty
+        )
+    return shaping_N
 
 
 def with_forwards(
     cfg: RLConfig, components: Components, experience: Experience, step: int, session: Session
 ) -> Experience:
-    """Old and reference log-probs, and values where there is a critic."""
+    """Old and reference log-probs, and values where there is a critic.
+
+    On the micro-batches that the first pass will train on, so that its first ratio is 1.
+    """
     micro, temperature = cfg.train, cfg.rollout.temperature
     mini_batches = mini_batches_of_pass(cfg, experience, step, 0)
     columns: dict[str, Ragged] = {}

@@ -160,6 +160,28 @@ VLLM_TP = ("actor.parallel.tp=2", "rollout.parallel.tp=2")
         ),
         (
             "rl",
+            ["algo.dynamic_sampling.max_refills=1"],
+            ["algo.dynamic_sampling compares the samples", "rollout.num_samples_per_prompt >= 2; got 1"],
+        ),
+        (
+            "rl",
+            ["rewards=[{kind: rule, rule: exact_match, normalise: group}]"],
+            ["rewards[0].normalise = group compares the samples", "num_samples_per_prompt >= 2; got 1"],
+        ),
+        ("rl", ["algo.overlong.buffer_tokens=4000"], ["buffer_tokens = 4000 is longer than the longest response"]),
+        ("rl", ["algo.overlong.penalty=2"], ["penalty = 2.0 has no effect without buffer_tokens", "give both"]),
+        (
+            "rl",
+            ["algo.dynamic_sampling.reward_range=[0, 1]"],
+            ["reward_range has no effect with max_refills = 0", "set max_refills to 1"],
+        ),
+        (
+            "rl",
+            ["algo.dynamic_sampling={max_refills: 1, reward_range: [1, 0]}"],
+            ["reward_range = [1.0, 0.0] holds no reward", "the lower one first"],
+        ),
+        (
+            "rl",
             ["train.stop.heldout_reward_patience=2"],
             ["train.stop.heldout_reward_patience counts evaluations", "set eval.every and data.heldout"],
         ),

@@ -257,10 +257,11 @@ def rl_step(runtime: Runtime, config: dict[str, Any], order: tuple[int, ...] | N
 
     `order` is the actor's, as if an engine of vLLM's asked for it; None: what the configured engine asks for.
     """
+    from megarlhf.rollout.bank import Bank
     from megarlhf.trainers import prompts as asked
     from megarlhf.trainers import rl_components
     from megarlhf.trainers.rl_metrics import describe
-    from megarlhf.trainers.rl_rollout import sample
+    from megarlhf.trainers.rl_rollout import Drawing, sample
     from megarlhf.trainers.rl_score import score
     from megarlhf.trainers.rl_updates import StepInProgress, train_on
     from megarlhf.trainers.session import Session
@@ -282,7 +283,8 @@ def rl_step(runtime: Runtime, config: dict[str, Any], order: tuple[int, ...] | N
         record_gradients(role, gradients[role.name])
     parts.engine.update_weights(parts.actor.shard, version=0)
     experience = sample(cfg, parts.engine, prompts, parts.sampling, 0)
-    experience, rewards = score(cfg, parts, experience, prompts, 0, Session(runtime, cfg.run.dir))
+    drawing = Drawing(cfg, parts, prompts, Bank(cfg.run.dir / "bank"), Session(runtime, cfg.run.dir), 0)
+    experience, rewards = score(drawing, experience, prompts)
     work = StepInProgress.begun(cfg, parts, experience, rewards)
     experience = work.experience
     metrics = {**work.found, **describe(experience, cfg), **train_on(cfg, parts, work, 0)}

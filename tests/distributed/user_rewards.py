@@ -26,3 +26,8 @@ async def where(prompt: str, response: str, fields: Mapping[str, Any]) -> dict[s
 def _is_worker() -> bool:
     with open("/proc/self/cmdline", "rb") as file:
         return b"rewards.worker" in file.read()
+
+
+def lucky(prompt: str, response: str, fields: Mapping[str, Any]) -> float:
+    """1 or 0, often the same for all responses to a prompt."""
+    return float(sum(map(ord, response)) % 11 < 2)

@@ -28,6 +28,8 @@ def keys_of(model: type[BaseModel]) -> Iterator[str]:
         if "Mapping" in str(field.annotation):
             yield f"{name}.any"
             continue
+        if name == "rewards" and model is RLConfig:
+            yield "rewards.calls.any"
         section = None if "tuple" in str(field.annotation) else _model_in(field.annotation)
         yield from [name] if section is None else (f"{name}.{key}" for key in keys_of(section))
 
@@ -62,6 +64,9 @@ def test_no_entry_is_about_a_key_that_there_is_not() -> None:
         assert any(key == entry or (section != entry and key.startswith(section)) for key in general), entry
 
 
+RULE = "rewards=[{kind: rule, rule: 'a.b:c'}]"
+RULE_CALLED = "rewards=[{kind: rule, rule: 'a.b:c', timeout_seconds: 5, workers: 2}]"
+RULE_WEIGHTED = "rewards=[{kind: rule, rule: 'a.b:c', weight: 2}]"
 CASES = [
     ("sft", [], [], [], []),
     ("sft", [], ["run.dir=y", "run.nproc=2", "actor.parallel.tp=2"], ["run.dir", "run.nproc", "actor.parallel.tp"], []),
@@ -91,6 +96,8 @@ CASES = [
     ("rl", [], ["rollout.engine_args={kv_cache_dtype: fp8}"], [], ["rollout.engine_args.kv_cache_dtype"]),
     ("rl", [], ["rollout.temperature=0.5", "algo.kl.coef=0.1"], [], ["rollout.temperature", "algo.kl.coef"]),
     ("rl", [], ["rewards=[{kind: model}]"], [], ["rewards: "]),
+    ("rl", [RULE], [RULE_CALLED], ["rewards.calls.0.timeout_seconds: not set -> 5.0", "rewards.calls.0.workers"], []),
+    ("rl", [RULE], [RULE_WEIGHTED], [], ["rewards: "]),
 ]
 
 

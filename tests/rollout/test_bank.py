@@ -32,9 +32,9 @@ ROWS = {
 
 @pytest.fixture
 def opened(one_rank, tmp_path):
-    def open_bank(step=7, fingerprint="weights 7", sampling=SAMPLING, prompts=PROMPTS, seeds=SEEDS):
+    def open_bank(step=7, fingerprint="weights 7", sampling=SAMPLING, prompts=PROMPTS, seeds=SEEDS, refill=0):
         return Bank(tmp_path / "bank").open(
-            step, fingerprint=fingerprint, sampling=sampling, prompts=prompts, seeds=seeds
+            step, fingerprint=fingerprint, sampling=sampling, prompts=prompts, seeds=seeds, refill=refill
         )
 
     return open_bank
@@ -222,6 +222,17 @@ def test_the_banks_of_consumed_steps_are_removed_and_nothing_else(opened, tmp_pa
     ]
     assert opened().held == {0: ROWS[0]}
     Bank(tmp_path / "none").forget_before(7)
+
+
+def test_a_round_of_dynamic_sampling_has_a_bank_of_its_own(opened, tmp_path):
+    put(opened, [0])
+    with opened(refill=2) as kept:
+        assert kept.held == {}
+        kept.add(1, ROWS[1])
+    assert opened().held == {0: ROWS[0]}
+    assert opened(refill=2).held == {1: ROWS[1]}
+    Bank(tmp_path / "bank").forget_before(8)
+    assert list((tmp_path / "bank").iterdir()) == []
 
 
 def test_the_header_names_what_the_responses_were_drawn_with(opened, tmp_path):

@@ -103,6 +103,8 @@ def _kind(field: Schema) -> str:
     kind = field.get("type", "")
     if kind == "boolean":
         return "`true` or `false`"
+    if "prefixItems" in field:
+        return "list of " + ", ".join(_kind(item) for item in field["prefixItems"])
     if kind == "array":
         return f"list of ({_kind(field.get('items', {}))})"
     words = "path" if field.get("format") == "path" else _NAMES.get(kind, "anything")

@@ -1,0 +1,113 @@
+"""Dynamic sampling: which groups teach something, what replaces the others, and what is put together.
+
+Not covered: a whole run (tests/distributed/test_dynamic_sampling.py).
+"""
+
+import math
+
+import pytest
+import torch
+
+from megarlhf.config import DynamicSamplingConfig, RewardConfig
+from megarlhf.data.samples import PromptSample
+from megarlhf.experience import Experience, Rollouts
+from megarlhf.trainers.rl_rewards import Said
+from megarlhf.trainers.rl_select import Drawn, groups_with_signal, select
+from tests.tables import ragged
+
+NAN = math.nan
+ON = DynamicSamplingConfig(max_refills=2)
+PLAIN = (RewardConfig(kind="rule", rule="exact_match"),)
+
+
+def drawn(*rewards, first_prompt=0, token_values=None):
+    """Groups of two; `rewards` are by reward, by sample. Response n of all rounds is token 100 x prompt + n."""
+    groups = len(rewards[0]) // 2
+    prompts = [PromptSample([n], f"p{n}", {}, n) for n in range(first_prompt, first_prompt + groups)]
+    rows = [[100 * prompt.index + n] for prompt in prompts for n in range(2)]
+    rollouts = Rollouts(
+        responses=ragged(*rows, dtype=torch.int64),
+        logprobs=ragged(*[[-float(row[0])] for row in rows]),
+        finished_N=torch.tensor([row[0] % 2 == 0 for row in rows]),
+        weight_version=3,
+    )
+    said = [
+        Said(torch.tensor(values), torch.tensor(values).isnan(), token_values=token_values or {}) for values in rewards
+    ]
+    tokens = tuple(torch.tensor(prompt.tokens) for prompt in prompts for _ in range(2))
+    return Drawn(prompts, Experience(tokens, torch.arange(groups).repeat_interleave(2), rollouts), said)
+
+
+def test_groups_of_equal_rewards_have_no_signal():
+    """Samples to which no reward applies are not compared."""
+    found = drawn([1.0, 1.0, 0.0, 1.0, NAN, 1.0, NAN, NAN])
+    assert groups_with_signal(found, PLAIN, ON) == [1]
+
+
+def test_what_is_compared_is_the_weighted_sum():
+    """Two rewards that cancel; a clip that makes equal; each normalised by itself they differ all the same."""
+    found = drawn([1.0, 0.0, 5.0, 7.0], [0.0, 1.0, 0.0, 0.0])
+    rewards = [RewardConfig(kind="rule", rule="exact_match", clip=4.0), RewardConfig(kind="rule", rule="exact_match")]
+    assert groups_with_signal(found, rewards, ON) == []
+    rewards[1] = RewardConfig(kind="rule", rule="exact_match", normalise="group")
+    assert groups_with_signal(found, rewards, ON) == [0]
+
+
+def test_rewards_of_tokens_count():
+    assert groups_with_signal(drawn([0.0, 0.0, 0.0, 0.0], token_values={2: (0.5,)}), PLAIN, ON) == [1]
+
+
+def test_a_range_of_mean_rewards():
+    """0.5 is inside, 1.5 is not, and neither is the border."""
+    found = drawn([0.0, 1.0, 1.0, 2.0, 0.5, 1.5])
+    narrow = DynamicSamplingConfig(max_refills=1, reward_range=(0.0, 1.0))
+    assert groups_with_signal(found, PLAIN, narrow) == [0]
+
+
+def test_dropped_groups_are_replaced_by_those_of_other_prompts():
+    """Two of three are missing; the first further round has one of use, the second the other."""
+    rounds = {1: drawn([0.0, 1.0, 0.0, 0.0], first_prompt=3), 2: drawn([1.0, 0.0], first_prompt=5)}
+    asked = []
+
+    def draw_more(number, missing, used):
+        asked.append((number, missing, [prompt.index for prompt in used]))
+        return rounds[number]
+
+    chosen, metrics = select(drawn([1.0, 1.0, 0.0, 1.0, 0.0, 0.0]), draw_more, PLAIN, ON)
+    assert asked == [(1, 2, [0, 1, 2]), (2, 1, [0, 1, 2, 3, 4])]
+    assert [prompt.index for prompt in chosen.prompts] == [1, 3, 5]
+    assert [prompt.tolist() for prompt in chosen.experience.prompts] == [[1], [1], [3], [3], [5], [5]]
+    assert chosen.experience.groups_N.tolist() == [0, 0, 1, 1, 2, 2]
+    rollouts = chosen.experience.rollouts
+    assert rollouts.responses.values_T.tolist() == [100, 101, 300, 301, 500, 501]
+    assert rollouts.logprobs.values_T.tolist() == [-100.0, -101.0, -300.0, -301.0, -500.0, -501.0]
+    assert rollouts.finished_N.tolist() == [True, False] * 3
+    assert rollouts.weight_version == 3
+    assert chosen.said[0].values_N.tolist() == [0.0, 1.0, 0.0, 1.0, 1.0, 0.0]
+    assert metrics == {"groups_drawn": 6, "groups_dropped": 3, "groups_filled_up": 0, "sampling_rounds": 3}
+
+
+def test_nothing_is_drawn_where_every_group_is_of_use():
+    chosen, metrics = select(drawn([0.0, 1.0]), None, PLAIN, ON)
+    assert chosen.said[0].values_N.tolist() == [0.0, 1.0]
+    assert metrics == {"groups_drawn": 1, "groups_dropped": 0, "groups_filled_up": 0, "sampling_rounds": 1}
+
+
+@pytest.mark.parametrize("more", [drawn([0.0, 0.0, 1.0, 1.0], first_prompt=3), None])
+def test_a_step_is_filled_up_with_dropped_groups(more):
+    """After the last round, or where the data has no further prompts: in the order in which they were drawn."""
+    rounds = iter([more, None])
+    first = drawn([1.0, 1.0, 0.0, 1.0, 0.0, 0.0])
+    chosen, metrics = select(first, lambda number, missing, used: next(rounds), PLAIN, ON)
+    assert [prompt.index for prompt in chosen.prompts] == [0, 1, 2]
+    assert metrics["groups_filled_up"] == 2
+
+
+def test_components_and_rewards_of_tokens_follow_their_samples():
+    first = drawn([0.0, 0.0, 0.0, 1.0], token_values={3: (0.25,)})
+    more = drawn([0.0, 1.0], first_prompt=2, token_values={0: (0.5,)})
+    more.said[0].components["style"] = torch.tensor([7.0, 8.0])
+    chosen, _ = select(first, lambda number, missing, used: more, PLAIN, ON)
+    assert chosen.said[0].token_values == {1: (0.25,), 2: (0.5,)}
+    assert chosen.said[0].components["style"].isnan().tolist() == [True, True, False, False]
+    assert chosen.said[0].components["style"][2:].tolist() == [7.0, 8.0]
