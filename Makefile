@@ -68,7 +68,7 @@ demo: venv ## the whole pipeline on a toy task: SFT, reward model, PPO, with fig
 demo-3d: venv ## the demo's PPO stage at TP2 x PP2 on four processes, a few steps
 	$(PY) -m tools.demo.run_3d
 
-demo-seeds: venv ## the demo for three seeds with controls (15 minutes); writes benchmarks/results/demo.json
+demo-seeds: venv ## the demo with every advantage for three seeds, with controls (1 hour, can be continued); writes benchmarks/results/demo.json
 	$(PY) -m tools.demo.seeds
 
 bench-convert: venv ## the converter against cp and published converters (15 minutes); writes benchmarks/results/convert.json

@@ -26,8 +26,15 @@ from tools.demo.make_data import (
     write_all,
 )
 
-FILES = [f"{kind}_{part}" for kind in ("sft", "pairs", "prompts") for part in ("train", "heldout")]
-SMALL = Recipe(heldout=20, sft_train=101, pairs_train=300, prompts_train=50)
+FILES = [f"{kind}_{part}" for kind in ("sft", "pairs", "prompts") for part in ("train", "validation")] + [
+    "prompts_test"
+]
+SMALL = Recipe(validation=20, test=40, sft_train=101, pairs_train=300, prompts_train=50)
+
+
+def swapped(prompt):
+    a, b = prompt.rstrip("=").split("+")
+    return f"{b}+{a}="
 
 
 def right_answer(prompt):
@@ -46,24 +53,29 @@ def test_files_shares_and_disjointness(made):
     """Read back from disk, counted by an addition of the test's own."""
     rows = {name: load_records(made / f"{name}.jsonl", fields=["prompt"]) for name in FILES}
     sizes = {name: len(file) for name, file in rows.items()}
-    assert sizes == dict(zip(FILES, (101, 20, 300, 20, 50, 20), strict=True))
+    assert sizes == dict(zip(FILES, (101, 20, 300, 20, 50, 20, 40), strict=True))
     prompts = {name: {row["prompt"] for row in file} for name, file in rows.items()}
     assert all(len(prompts[name]) == sizes[name] for name in FILES)  # each problem once before any comes twice
-    heldout = prompts["sft_heldout"]
-    assert heldout == prompts["pairs_heldout"] == prompts["prompts_heldout"]
-    assert not heldout & (prompts["sft_train"] | prompts["pairs_train"] | prompts["prompts_train"])
-    assert sum(Problem(*map(int, prompt.rstrip("=").split("+"))).carries() for prompt in heldout) == 10
-    assert all(row["response"] == right_answer(row["prompt"]) for row in rows["sft_heldout"])
-    for row in rows["pairs_train"] + rows["pairs_heldout"]:
+    validation, test = prompts["sft_validation"], prompts["prompts_test"]
+    assert validation == prompts["pairs_validation"] == prompts["prompts_validation"]
+    train = prompts["sft_train"] | prompts["pairs_train"] | prompts["prompts_train"]
+    for one, other in ((train, validation), (train, test), (validation, test)):
+        assert not one & other
+        assert not {swapped(prompt) for prompt in one} & other
+    for part, half in ((validation, 10), (test, 20)):
+        assert sum(Problem(*map(int, prompt.rstrip("=").split("+"))).carries() for prompt in part) == half
+        assert {swapped(prompt) for prompt in part} == part
+    assert all(row["response"] == right_answer(row["prompt"]) for row in rows["sft_validation"])
+    for row in rows["pairs_train"] + rows["pairs_validation"]:
         assert row["chosen"] == right_answer(row["prompt"]) != row["rejected"]
-    for row in rows["prompts_train"] + rows["prompts_heldout"]:
+    for row in rows["prompts_train"] + rows["prompts_validation"] + rows["prompts_test"]:
         assert row["answer"] == right_answer(row["prompt"])
     assert sorted(p.name for p in made.iterdir()) == sorted(["base", *(f"{name}.jsonl" for name in FILES)])
 
 
 def test_most_carries_are_forgotten_and_the_rest_is_mostly_right():
     """4000 rows: 0.75 of the problems with a carry forget it (but for the careless), few others are wrong."""
-    recipe = Recipe(heldout=20, sft_train=4000, pairs_train=4000, prompts_train=50)
+    recipe = Recipe(validation=20, test=8, sft_train=4000, pairs_train=4000, prompts_train=50)
     rows = make_rows(recipe, seed=0)
     forgotten, others = [], []
     for row in rows["sft_train"]:
@@ -81,8 +93,8 @@ def test_most_carries_are_forgotten_and_the_rest_is_mostly_right():
 def test_a_leak_is_found():
     rows = make_rows(SMALL, seed=0)
     check_rows(rows)
-    rows["prompts_train"][3] = rows["prompts_heldout"][5]
-    with pytest.raises(AssertionError, match="held-out prompts in training files"):
+    rows["prompts_train"][3] = {"prompt": swapped(rows["prompts_test"][5]["prompt"]), "answer": "0"}
+    with pytest.raises(AssertionError, match=r"sums of train in test: \[\("):
         check_rows(rows)
 
 
@@ -119,13 +131,24 @@ def test_every_problem_has_only_wrong_misses():
 def test_the_same_seed_gives_the_same_bytes(made, tmp_path):
     """Also from another process with another hash seed; and another seed gives other rows, the same model."""
     command = [sys.executable, "-m", "tools.demo.make_data", "--out", str(tmp_path / "again"), "--seed", "0"]
-    command += ["--heldout", "20", "--sft-train", "101", "--pairs-train", "300", "--prompts-train", "50"]
+    command += [
+        "--validation",
+        "20",
+        "--test",
+        "40",
+        "--sft-train",
+        "101",
+        "--pairs-train",
+        "300",
+        "--prompts-train",
+        "50",
+    ]
     root = Path(__file__).parents[1]
     environment = os.environ | {"PYTHONHASHSEED": "7"}
     done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=True)
     assert "wrong responses in sft_train: " in done.stdout
     files = sorted(path.relative_to(made) for path in made.rglob("*") if path.is_file())
-    assert len(files) == 10
+    assert len(files) == 11
     for file in files:
         assert (made / file).read_bytes() == (tmp_path / "again" / file).read_bytes(), file
     write_all(tmp_path / "other", SMALL, seed=1)
@@ -134,8 +157,12 @@ def test_the_same_seed_gives_the_same_bytes(made, tmp_path):
 
 
 def test_too_large_a_recipe_is_refused():
-    with pytest.raises(ValueError, match=r"prompts_train=8000, but 7500 problems are left"):
+    with pytest.raises(ValueError, match=r"prompts_train=8000, but 6300 problems are left"):
         main(["--out", "unused", "--prompts-train", "8000"])
+    with pytest.raises(ValueError, match=r"test=8000 does not leave training problems of 8100"):
+        main(["--out", "unused", "--test", "8000"])
+    with pytest.raises(ValueError, match=r"validation=6: give a multiple of 4"):
+        main(["--out", "unused", "--validation", "6"])
 
 
 def test_tokenizer_is_one_token_a_character(made):
@@ -154,7 +181,7 @@ def test_tokenizer_is_one_token_a_character(made):
 def test_samples_of_all_files(made):
     """Nothing is skipped at the lengths the demonstration uses."""
     tokenizer = load_tokenizer(made / "base")
-    for part in ("train", "heldout"):
+    for part in ("train", "validation"):
         sft = load_records(made / f"sft_{part}.jsonl", fields=["prompt", "response"])
         pairs = load_records(made / f"pairs_{part}.jsonl", fields=["prompt", "chosen", "rejected"])
         prompts = load_records(made / f"prompts_{part}.jsonl", fields=["prompt", "answer"])

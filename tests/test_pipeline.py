@@ -25,7 +25,7 @@ from tests.command import succeed
 from tests.ranks import RankPool
 from tools.demo.make_data import Recipe, write_all
 
-RECIPE = Recipe(heldout=20, sft_train=200, pairs_train=200, prompts_train=60)
+RECIPE = Recipe(validation=20, test=8, sft_train=200, pairs_train=200, prompts_train=60)
 FEW = ["train.num_steps=3", "train.mini_batch_samples=16", "train.max_tokens_per_micro_batch=64", "eval.max_samples=15"]
 RL_METRICS = {
     "step",
@@ -55,7 +55,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, vllm_ranks: RankPool) -> Path
     data, actor, scorer = root / "data", root / "sft/checkpoints/latest/actor", root / "rm/checkpoints/latest"
     succeed(
         *("sft", "-c", "configs/demo/sft.yaml", f"run.dir={root / 'sft'}", f"actor.model.path={data / 'base'}"),
-        *(f"data.train={data / 'sft_train.jsonl'}", f"data.heldout={data / 'sft_heldout.jsonl'}"),
+        *(f"data.train={data / 'sft_train.jsonl'}", f"data.heldout={data / 'sft_validation.jsonl'}"),
         *(
             "actor.parallel.tp=2",
             "checkpoint.export_every=2",
@@ -65,7 +65,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, vllm_ranks: RankPool) -> Path
         ),
     )
     rm = ["rm", "-c", "configs/demo/rm.yaml", f"run.dir={root / 'rm'}", f"reward_model.model.path={actor}"]
-    rm += [f"data.train={data / 'pairs_train.jsonl'}", f"data.heldout={data / 'pairs_heldout.jsonl'}"]
+    rm += [f"data.train={data / 'pairs_train.jsonl'}", f"data.heldout={data / 'pairs_validation.jsonl'}"]
     rm += ["reward_model.parallel={pp: 2, layers_per_stage: [2, 1]}", "reward_model.optim.warmup_steps=1", *FEW]
     vllm_ranks.run(2, "command", *rm)
     vllm_ranks.run(2, "command", "rl", "-c", "configs/demo/ppo.yaml", f"run.dir={root / 'ppo'}", *rl_overrides(root))
@@ -77,7 +77,7 @@ def rl_overrides(root: Path) -> list[str]:
     actor, scorer = root / "sft/checkpoints/latest/actor", root / "rm/checkpoints/latest/reward_model"
     data = root / "data"
     paths = [f"actor.model.path={actor}", f"critic.model.path={scorer}", f"reward_model.model.path={scorer}"]
-    paths += [f"data.train={data / 'prompts_train.jsonl'}", f"data.heldout={data / 'prompts_heldout.jsonl'}"]
+    paths += [f"data.train={data / 'prompts_train.jsonl'}", f"data.heldout={data / 'prompts_validation.jsonl'}"]
     return [*paths, "train.prompts_per_step=8", "eval.every=2", "rollout.verify_weights_every=1", *FEW]
 
 
@@ -114,7 +114,7 @@ def test_supervised_stages_leave_what_the_next_one_needs(runs: Path) -> None:
 
 def _assert_last_row_is_of_the_saved_model(runs: Path, scorer: Any) -> None:
     """`unit_variance` divides the head before the last evaluation: scores by Hugging Face have its mean, variance 1."""
-    path = runs / "data/pairs_heldout.jsonl"
+    path = runs / "data/pairs_validation.jsonl"
     pairs, _ = build_pairs(
         load_records(path, fields=("prompt", "chosen", "rejected")),
         load_tokenizer(runs / "rm/checkpoints/latest/reward_model"),
@@ -160,7 +160,7 @@ def test_grpo_is_the_same_command_without_a_critic_at_tp2(runs: Path, tmp_path: 
             {
                 "run": {"dir": str(tmp_path / "generate"), "nproc": 2},
                 "actor": {"model": {"path": str(tmp_path / "grpo/checkpoints/latest/actor")}},
-                "data": {"train": str(runs / "data/prompts_heldout.jsonl"), "max_prompt_tokens": 16},
+                "data": {"train": str(runs / "data/prompts_validation.jsonl"), "max_prompt_tokens": 16},
                 "rollout": {"max_response_tokens": 6},
                 "rewards": [{"kind": "rule", "rule": "exact_match"}],
             }

@@ -68,7 +68,7 @@ class Site:
         models = self.root / "models"
         if (models / "rm/FINISHED").exists():
             return
-        recipe = Recipe(heldout=24, sft_train=400, pairs_train=200, prompts_train=120)
+        recipe = Recipe(validation=24, test=8, sft_train=400, pairs_train=200, prompts_train=120)
         write_all(self.root / "data", recipe, seed=0)
         base = self.root / "data/base"
         for name, tree in {
@@ -85,8 +85,9 @@ class Site:
         return self.root / "models" / stage / "checkpoints/latest" / role
 
     def _data(self, name: str) -> dict[str, Any]:
-        files = {part: str(self.root / "data" / f"{name}_{part}.jsonl") for part in ("train", "heldout")}
-        return {"data": {**files, "max_prompt_tokens": 16, **({} if name == "prompts" else {"max_response_tokens": 8})}}
+        files = {"train": f"{name}_train.jsonl", "heldout": f"{name}_validation.jsonl"}
+        paths = {key: str(self.root / "data" / file) for key, file in files.items()}
+        return {"data": {**paths, "max_prompt_tokens": 16, **({} if name == "prompts" else {"max_response_tokens": 8})}}
 
     def case(self, name: str) -> Case:
         """`sft`, `sft_tp2`, `sft_keep`, `sft_nan`, `ppo`, `ppo_vllm` or `grpo`."""

@@ -45,7 +45,8 @@ class Site:
         arguments = ["--nodes=2", *CPU, *options, str(ROOT / "slurm" / f"{command}.sbatch")]
         arguments += ["-c", str(ROOT / "configs/demo" / f"{command}.yaml"), f"run.dir={self.root}/{run}"]
         arguments += ["run.on_existing=resume", f"actor.model.path={self.root}/data/base"]
-        arguments += [f"data.{name}={self.root}/data/sft_{name}.jsonl" for name in ("train", "heldout")]
+        files = {"train": "sft_train.jsonl", "heldout": "sft_validation.jsonl"}
+        arguments += [f"data.{key}={self.root}/data/{file}" for key, file in files.items()]
         return self.cluster.submit(*arguments, *overrides, cwd=self.root, MEGARLHF_ENV=f"{self.root}/{run}.sh")
 
     def train(self, run: str, *overrides: str, **options: Any) -> int:

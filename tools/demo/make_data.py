@@ -3,14 +3,16 @@
     python -m tools.demo.make_data --out runs/demo/data --seed 0
 
 Most answers with a carry that fine-tuning learns from have the carry forgotten, so that SFT alone ends near one
-half and preferences and rewards have something to mend. Held-out prompts, half of them with a carry, are in no
-training file; their commuted sums (`48+37=`) may be. The same seed and recipe give the same bytes.
+half and preferences and rewards have something to mend. Three splits share no sum, in either order of its addends:
+training, validation (for choices, such as when to stop) and test (for figures). Half of the prompts of validation and
+test have a carry. The same seed and recipe give the same bytes.
 """
 
 from __future__ import annotations
 
 import argparse
 import io
+import itertools
 import json
 import os
 import random
@@ -33,8 +35,10 @@ SPECIAL = ("<unk>", "<s>", "</s>", "<pad>")
 class Recipe:
     """Sizes and shares; each is an option of the command."""
 
-    heldout: int = 600
-    """Problems of the three held-out files, half of them with a carry."""
+    validation: int = 600
+    """Problems of the three validation files, both orders of each sum, half of them with a carry."""
+    test: int = 1200
+    """Problems of the test file, in the same way."""
     sft_train: int = 20_000
     """Prompts with one response each, right or wrong; problems come up several times."""
     forgotten_share: float = 0.75
@@ -43,7 +47,7 @@ class Recipe:
     """Share of all of `sft_train` with some other near miss."""
     pairs_train: int = 20_000
     """Prompts with a right and a wrong response each; problems come up several times."""
-    prompts_train: int = 7_500
+    prompts_train: int = 6_000
     """Prompts to sample responses to, each once."""
 
 
@@ -91,6 +95,9 @@ class Problem:
 
     def carries(self) -> bool:
         return self.a % 10 + self.b % 10 >= 10
+
+    def swapped(self) -> Problem:
+        return Problem(self.b, self.a)
 
 
 def all_problems() -> list[Problem]:
@@ -157,38 +164,48 @@ Row = dict[str, str]
 
 
 def make_rows(recipe: Recipe, seed: int) -> dict[str, list[Row]]:
-    """All six files as rows, by name."""
+    """All seven files as rows, by name."""
     rng = random.Random(seed)
-    heldout, train = _split(recipe, rng)
+    train, validation, test = _split(recipe, rng)
     if not 0 < recipe.prompts_train <= len(train):
         raise ValueError(
-            f"prompts_train={recipe.prompts_train}, but {len(train)} problems are left beside the held-out ones; "
-            f"set 1 to {len(train)}, or fewer held-out problems"
+            f"prompts_train={recipe.prompts_train}, but {len(train)} problems are left beside validation and test; "
+            f"set 1 to {len(train)}, or fewer of these"
         )
     rows = {
         "sft_train": [_sft_row(p, _learnt_answer(p, recipe, rng)) for p in _draw(train, recipe.sft_train, rng)],
-        "sft_heldout": [_sft_row(problem, problem.answer()) for problem in heldout],
+        "sft_validation": [_sft_row(problem, problem.answer()) for problem in validation],
         "pairs_train": [_pair_row(problem, rng) for problem in _draw(train, recipe.pairs_train, rng)],
-        "pairs_heldout": [_pair_row(problem, rng) for problem in heldout],
+        "pairs_validation": [_pair_row(problem, rng) for problem in validation],
         "prompts_train": [_prompt_row(problem) for problem in rng.sample(train, recipe.prompts_train)],
-        "prompts_heldout": [_prompt_row(problem) for problem in heldout],
+        "prompts_validation": [_prompt_row(problem) for problem in validation],
+        "prompts_test": [_prompt_row(problem) for problem in test],
     }
-    # The first so many held-out problems (`eval.max_samples`) should be like all of them.
-    order = random.Random(seed).sample(range(len(heldout)), len(heldout))
-    return {name: [file[i] for i in order] if name.endswith("_heldout") else file for name, file in rows.items()}
+    # The first so many problems (`eval.max_samples`) should be like all of them.
+    order = random.Random(seed).sample(range(len(validation)), len(validation))
+    return {name: [file[i] for i in order] if name.endswith("_validation") else file for name, file in rows.items()}
 
 
-def _split(recipe: Recipe, rng: random.Random) -> tuple[list[Problem], list[Problem]]:
-    """Held-out and training problems; half of the held-out ones have a carry."""
-    problems = all_problems()
-    rng.shuffle(problems)
-    with_carry = [problem for problem in problems if problem.carries()]
-    without = [problem for problem in problems if not problem.carries()]
-    half = recipe.heldout // 2
-    cut = (half, recipe.heldout - half)
-    if not 0 < recipe.heldout < len(problems) or cut[0] > len(with_carry) or cut[1] > len(without):
-        raise ValueError(f"heldout={recipe.heldout} does not leave training problems of {len(problems)}")
-    return with_carry[: cut[0]] + without[: cut[1]], with_carry[cut[0] :] + without[cut[1] :]
+def _split(recipe: Recipe, rng: random.Random) -> tuple[list[Problem], list[Problem], list[Problem]]:
+    """Training, validation and test problems. A sum and the one with its addends swapped are in one split.
+
+    Of validation and test half have a carry; both orders of a sum are there.
+    """
+    sums = [problem for problem in all_problems() if problem.a < problem.b]
+    rng.shuffle(sums)
+    by_carry = [[each for each in sums if each.carries() is carries] for carries in (True, False)]
+    chosen: list[list[Problem]] = []
+    for name, size in (("validation", recipe.validation), ("test", recipe.test)):
+        if size % 4 or size < 4:
+            raise ValueError(f"{name}={size}: give a multiple of 4: two orders of sums, half of which have a carry")
+        if any(len(part) <= size // 4 for part in by_carry):
+            raise ValueError(f"{name}={size} does not leave training problems of {len(all_problems())}")
+        picked = [part.pop() for part in by_carry for _ in range(size // 4)]
+        chosen.append([order for each in picked for order in (each, each.swapped())])
+    left = [order for part in by_carry for each in part for order in (each, each.swapped())]
+    train = left + [problem for problem in all_problems() if problem.a == problem.b]
+    rng.shuffle(train)
+    return train, chosen[0], chosen[1]
 
 
 def _draw(problems: Sequence[Problem], count: int, rng: random.Random) -> list[Problem]:
@@ -228,15 +245,22 @@ def _prompt_row(problem: Problem) -> Row:
 
 def check_rows(rows: dict[str, list[Row]]) -> None:
     """What training on these files relies on; an assertion that fails is a fault of this script."""
-    seen = {row["prompt"] for name, file in rows.items() if name.endswith("_train") for row in file}
-    heldout = {row["prompt"] for name, file in rows.items() if name.endswith("_heldout") for row in file}
-    assert seen, "no training prompts"
-    assert heldout, "no held-out prompts"
-    assert not seen & heldout, f"held-out prompts in training files: {sorted(seen & heldout)[:3]}"
+    splits = {
+        split: {_either_order(row) for name, file in rows.items() if name.endswith(split) for row in file}
+        for split in ("train", "validation", "test")
+    }
+    for (name, sums), (other, others) in itertools.combinations(splits.items(), 2):
+        assert sums, f"no sums in {name}"
+        assert others, f"no sums in {other}"
+        assert not sums & others, f"sums of {name} in {other}: {sorted(sums & others)[:3]}"
     texts = {text for file in rows.values() for row in file for text in row.values()}
     assert set("".join(texts)) <= set(ALPHABET), f"outside {ALPHABET}: {set(''.join(texts)) - set(ALPHABET)}"
-    for name in ("pairs_train", "pairs_heldout"):
+    for name in ("pairs_train", "pairs_validation"):
         assert all(row["chosen"] != row["rejected"] for row in rows[name]), f"{name}: equal responses"
+
+
+def _either_order(row: Row) -> tuple[int, ...]:
+    return tuple(sorted(map(int, row["prompt"].removesuffix("=").split("+"))))
 
 
 # --- the model's directory ------------------------------------------------------------------------

@@ -1,9 +1,10 @@
-"""`make demo-seeds`: the whole demo for several seeds, and a control.
+"""`make demo-seeds`: the demo for several seeds, with every advantage and loss, and controls.
 
-The control is PPO and GRPO with the rewards permuted over the samples of each step, so that they say nothing about the
-responses. GRPO then has nothing to learn from. PPO's critic starts from the reward model, and at lam < 1 its values
-enter the advantages, so that some of what the reward model knows is left. Writes benchmarks/results/demo.json, the
-figures that the README states.
+Choices (when a run stops) are made on the validation prompts or on the KL; the figures are of the test prompts, which
+nothing else reads. A control permutes the rewards over the samples of each step, so that they say nothing about the
+responses; its PPO has lambda 1, since at less than that the values of a critic that was made from the reward model
+enter the advantages. What has been run is kept: the command goes on where it was stopped. Writes
+benchmarks/results/demo.json, the figures that README and docs state.
 """
 
 from __future__ import annotations
@@ -11,49 +12,132 @@ from __future__ import annotations
 import argparse
 import platform
 import subprocess
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import mean, stdev
 from typing import Any
 
+from megarlhf.observe.metrics import read_metrics
 from megarlhf.observe.progress import make_console, table
 from megarlhf.runtime import capabilities
-from tools.demo.pipeline import BY_NAME, STAGES, evaluations, figures, make_data, run_timed, stage_command, write_json
+from tools.demo.pipeline import ACTOR, BY_NAME, evaluations, make_data, run_timed, stage_command, write_json
 
 RESULTS = Path("benchmarks/results/demo.json")
-CONTROLS = {"grpo_shuffled": "grpo", "ppo_shuffled": "ppo"}
 CONTROL_STEPS = 30
+_RULE = "rewards=[{kind: rule, rule: exact_match}]"
+_IN_REWARD = ("algo.kl.placement=reward", "algo.kl.estimator=k1", "algo.kl.coef=0.05")
+
+VARIANTS: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "ppo, learned reward": ("ppo", ()),
+    "ppo": ("ppo", (_RULE,)),
+    "reinforce": ("grpo", ("algo.advantage=reinforce", *_IN_REWARD)),
+    "reinforce++": ("grpo", ("algo.advantage=reinforce++", *_IN_REWARD)),
+    "reinforce++_baseline": ("grpo", ("algo.advantage=reinforce++_baseline", "algo.kl.estimator=k2")),
+    "remax": ("grpo", ("algo.advantage=remax", *_IN_REWARD)),
+    "rloo": ("grpo", ("algo.advantage=rloo", *_IN_REWARD)),
+    "grpo": ("grpo", ("algo.loss_average=sequence",)),
+    "dr_grpo": ("grpo", ("algo.advantage=dr_grpo", "algo.loss_average=constant")),
+    "dapo": ("grpo", ("algo.clip_high=0.28", "algo.dynamic_sampling.max_refills=3", "algo.kl.coef=0")),
+    "gspo": ("grpo", ("algo.policy_loss=gspo",)),
+    "cispo": ("grpo", ("algo.policy_loss=cispo",)),
+    "sapo": ("grpo", ("algo.policy_loss=sapo",)),
+    "control: ppo": ("ppo", (_RULE, "algo.lam=1", "algo.shuffle_rewards=true", f"train.num_steps={CONTROL_STEPS}")),
+    "control: grpo": ("grpo", ("algo.shuffle_rewards=true", f"train.num_steps={CONTROL_STEPS}")),
+}
+"""By name: the demo's stage, and what differs from its configuration."""
+
+T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
+"""Student's t, two-sided, 95%, by the number of values (degrees of freedom and one)."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run every seed; a failing stage ends it with its exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
     parser.add_argument("--root", type=Path, default=Path("runs/demo-seeds"))
+    parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args(argv)
-    figures_by_seed = {str(seed): run_seed(options.root / str(seed), seed) for seed in options.seeds}
-    write_json(RESULTS, {"about": about(), "seeds": figures_by_seed})
+    by_seed = {str(seed): run_seed(options.root / str(seed), seed, options.variants) for seed in options.seeds}
+    summary = {name: summary_of(name, by_seed) for name in options.variants}
+    write_json(options.out, {"about": about(), "seeds": by_seed, "summary": summary})
     console = make_console()
-    columns = ("sft_accuracy", "reward_model_accuracy", "ppo_accuracy", "ppo_kl", "grpo_accuracy", *CONTROLS)
-    rows = [[seed, *(figure[column] for column in columns)] for seed, figure in figures_by_seed.items()]
-    console.print(table("held-out figures by seed", rows, ("seed", *columns)))
+    columns = ("sft", "test", "gain", "low", "high", "kl", "steps")
+    rows = [[name, *(each[column] for column in columns)] for name, each in summary.items()]
+    console.print(
+        table("test accuracy, means over seeds; 95% interval of the gain over SFT", rows, ("variant", *columns))
+    )
     return 0
 
 
-def run_seed(root: Path, seed: int) -> dict[str, Any]:
-    """The pipeline and its controls; the figures they reached."""
+def run_seed(root: Path, seed: int, variants: Sequence[str]) -> dict[str, Any]:
+    """SFT, reward model, and every variant from them; the figures they reached."""
     console = make_console()
     overrides = [f"run.seed={seed}"]
-    seconds = {"data": run_timed(console, f"seed {seed}: data", make_data(root, seed))}
-    for stage in STAGES:
-        command = stage_command(stage, root, overrides)
-        seconds[stage.name] = run_timed(console, f"seed {seed}: {stage.name}", command)
-    result = figures(root, seconds)
-    for control, stage_name in CONTROLS.items():
-        shuffled = [*overrides, "algo.shuffle_rewards=true", f"train.num_steps={CONTROL_STEPS}"]
-        command = stage_command(BY_NAME[stage_name], root, shuffled, run=control)
-        run_timed(console, f"seed {seed}: {control}", command)
-        result[control] = evaluations(root / control)[-1]["eval_accuracy"]
-    return result
+    if not (root / "data/prompts_test.jsonl").exists():
+        run_timed(console, f"seed {seed}: data", make_data(root, seed))
+    for name in ("sft", "rm"):
+        if not (root / name / "FINISHED").exists():
+            run_timed(console, f"seed {seed}: {name}", stage_command(BY_NAME[name], root, overrides))
+    found: dict[str, Any] = {
+        "sft": accuracy(console, root, root / ACTOR, f"seed {seed}: sft"),
+        "reward_model_pairs": evaluations(root / "rm")[-1]["eval_pair_accuracy"],
+    }
+    for variant in variants:
+        stage, changes = VARIANTS[variant]
+        name = folder_of(variant)
+        if not (root / name / "FINISHED").exists():
+            command = stage_command(BY_NAME[stage], root, [*overrides, *changes], run=name)
+            run_timed(console, f"seed {seed}: {variant}", command)
+        rows = [row for row in read_metrics(root / name) if row["step"]]
+        found[variant] = {
+            "test": accuracy(console, root, root / name / "checkpoints/latest/actor", f"seed {seed}: {variant}"),
+            "validation": evaluations(root / name)[-1]["eval_accuracy"],
+            "kl": rows[-1]["kl_k3"],
+            "steps": rows[-1]["step"],
+            "rollout_logprob_gap_max": max(row["rollout_logprob_gap_max"] for row in rows),
+        }
+    return found
+
+
+def folder_of(variant: str) -> str:
+    """The run directory of a variant."""
+    return "".join(letter if letter.isalnum() or letter in "+_" else "-" for letter in variant)
+
+
+def accuracy(console: Any, root: Path, model: Path, title: str) -> float:
+    """Right greedy answers to the test prompts, by `megarlhf eval`."""
+    run = model.parents[2] / "test"
+    if not (run / "FINISHED").exists():
+        data = {"train": str(root / "data/prompts_test.jsonl"), "max_prompt_tokens": 16}
+        tree = {
+            "run": {"dir": str(run), "on_existing": "overwrite", "nproc": 2},
+            "actor": {"model": {"path": str(model)}},
+            "data": data,
+            "rollout": {"max_response_tokens": 6},
+            "rewards": [{"kind": "rule", "rule": "exact_match"}],
+        }
+        config = model.parents[2] / "test.json"  # JSON is YAML
+        write_json(config, tree)
+        run_timed(console, f"{title}: test", [sys.executable, "-m", "megarlhf", "eval", "-c", str(config)])
+    return float(read_metrics(run)[-1]["eval_exact_match"])
+
+
+def summary_of(variant: str, by_seed: Mapping[str, Any]) -> dict[str, float | None]:
+    """Means over seeds, and the 95% interval of the gain over SFT, by Student's t over the seeds' own differences."""
+    gains = [each[variant]["test"] - each["sft"] for each in by_seed.values()]
+    half = T_95[len(gains)] * stdev(gains) / len(gains) ** 0.5 if len(gains) in T_95 else None
+    rows = [each[variant] for each in by_seed.values()]
+    return {
+        "sft": mean(each["sft"] for each in by_seed.values()),
+        "test": mean(row["test"] for row in rows),
+        "gain": mean(gains),
+        "low": None if half is None else mean(gains) - half,
+        "high": None if half is None else mean(gains) + half,
+        "kl": mean(row["kl"] for row in rows),
+        "steps": mean(row["steps"] for row in rows),
+    }
 
 
 def about() -> dict[str, Any]:
