@@ -63,6 +63,7 @@ def group_relative(
     groups_N: Tensor,
     *,
     unbiased: bool = True,
+    of_all: bool = False,
     eps: float = 1e-6,
     floor: float = 0.0,
     group_of_one: GroupOfOne = "zero",
@@ -72,13 +73,19 @@ def group_relative(
     Shapes:  rewards_N [N], groups_N [N] integers, equal for responses to one prompt, in any order -> [N]
     Maths:   std is the unbiased one (divided by the group's size - 1), as in code that calls `torch.std`, or the
              biased one. A group of equal rewards gives zeros, whatever eps and floor are
+    of_all:  divide by the std of all N rewards in place of the group's
     Source:  DeepSeekMath (Shao et al. 2024), section 4.1.2, which does not say which std
-    Others:  eps is 1e-6 in verl, 1e-4 in TRL, 1e-9 in OpenRLHF, all with the unbiased std
+    Others:  eps is 1e-6 in verl, 1e-4 in TRL, 1e-9 in OpenRLHF, all with the unbiased std. `of_all` is TRL's
+             scale_rewards: batch
     """
     groups = _centre_groups(rewards_N, groups_N)
-    squares_G = _over_groups("sum", groups.centred_N.square(), groups.index_N, groups.size_G)
-    freedom_N = (groups.size_N - 1).clamp(min=1) if unbiased else groups.size_N
-    std_N = (squares_G[groups.index_N] / freedom_N).sqrt()
+    if of_all:
+        count = len(rewards_N) - int(unbiased)
+        std_N = (rewards_N.double().var(correction=0) * len(rewards_N) / max(count, 1)).sqrt().expand_as(rewards_N)
+    else:
+        squares_G = _over_groups("sum", groups.centred_N.square(), groups.index_N, groups.size_G)
+        freedom_N = (groups.size_N - 1).clamp(min=1) if unbiased else groups.size_N
+        std_N = (squares_G[groups.index_N] / freedom_N).sqrt()
     divisor_N = std_N.clamp(min=floor) + eps
     scaled_N = torch.where(divisor_N > 0, groups.centred_N / divisor_N, 0.0)
     return _with_single(scaled_N, rewards_N, groups, group_of_one)

@@ -39,15 +39,18 @@ def rollout_correction(
     level: RatioKind,
     low: float,
     high: float,
+    mask_weight: Literal["level", "token"] = "level",
 ) -> Correction:
     """Weights that make samples of the rollout samples of the trainer's policy, but for what is cut.
 
     Shapes:  logprobs_T: the trainer's, at the weights that drew the samples; rollout_logprobs_T: the engine's; [T]
     Maths:   r = exp(logprob - rollout_logprob), of the token or its response (`policy.log_ratios` says which are
-             there); 'truncate': min(r, high); 'mask': r where low <= r <= high, else 0
+             there); 'truncate': min(r, high); 'mask': r where low <= r <= high, else 0; with mask_weight 'token' the
+             token's own ratio there
     Source:  truncated importance sampling: Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy
              RL training"; 'mask' by token: icepop, Ling team 2025
-    Others:  TIS is verl's rollout_is and TRL's token_truncate; OpenRLHF's low bound of tis truncates from below too
+    Others:  TIS is verl's rollout_is and TRL's token_truncate; OpenRLHF's low bound of tis truncates from below too.
+             OpenRLHF's seq-mask-tis is 'mask' at the level 'geometric' with mask_weight 'token'
     """
     if kind not in ("truncate", "mask"):
         raise ValueError(f"unknown correction {kind!r}; the known ones are truncate, mask")
@@ -55,4 +58,5 @@ def rollout_correction(
     if kind == "truncate":
         return Correction(ratio_T.clamp(max=high), ratio_T > high, ratio_T)
     outside_T = (ratio_T < low) | (ratio_T > high)
-    return Correction(torch.where(outside_T, 0.0, ratio_T), outside_T, ratio_T)
+    own_T = (logprobs_T - rollout_logprobs_T).exp() if mask_weight == "token" else ratio_T
+    return Correction(torch.where(outside_T, 0.0, own_T), outside_T, ratio_T)

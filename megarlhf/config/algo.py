@@ -65,6 +65,9 @@ class KLConfig(FrozenModel):
     clamp: Positive | None = None
     """A token's estimate is held in [-clamp, clamp], in reward, loss and metric `kl`. verl's low_var_kl and OpenRLHF
     have 10."""
+    credit: Literal["response", "token"] = "response"
+    """With advantages that compare groups, and the KL in the reward: `response` compares the KL of whole responses
+    within their group, as the rewards. `token` subtracts from each token's advantage the KL from it on (OpenRLHF)."""
     controller: Literal["fixed", "adaptive"] = "fixed"
     """`adaptive`: coef follows the measured KL so that it comes to `target` (Ziegler et al. 2019, section 2.2): after
     each step it is multiplied by 1 + samples / horizon x (kl / target - 1), the last held in [-0.2, 0.2]."""
@@ -108,6 +111,9 @@ class RolloutCorrectionConfig(FrozenModel):
     """`mask` only."""
     high: Positive = 2.0
     """The largest ratio that counts in full."""
+    mask_weight: Literal["level", "token"] = "level"
+    """`mask` only: multiply what is left in by the ratio of `level`, or by the token's own. With level `geometric`
+    and mask_weight `token` it is OpenRLHF's seq-mask-tis."""
 
     @model_validator(mode="after")
     def _check(self) -> RolloutCorrectionConfig:
@@ -140,6 +146,9 @@ class AlgoConfig(FrozenModel):
     """`group_relative` only: divide by the group's standard deviation."""
     group_std: Literal["unbiased", "biased"] = "unbiased"
     """`group_relative` only: divided by the group's size less 1 (TRL, verl, OpenRLHF), or by its size."""
+    group_std_over: Literal["group", "step"] = "group"
+    """`group_relative` only: divide by the deviation of the group's rewards, or of all of the step (TRL's
+    scale_rewards: batch)."""
     group_std_eps: NonNegative = 1e-6
     """`group_relative` only: added to the deviation. TRL has 1e-4, OpenRLHF 1e-9."""
     group_std_floor: NonNegative = 0.0

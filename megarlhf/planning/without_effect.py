@@ -69,7 +69,7 @@ def _of_rl(cfg: RLConfig) -> list[_Row]:
         ("algo.value_clip train.critic_warmup_steps critic", not algo.needs_critic, without_critic),
         ("algo.scale_by_group_std", advantage != "group_relative", unscaled),
         (
-            "algo.group_std algo.group_std_eps algo.group_std_floor",
+            "algo.group_std algo.group_std_over algo.group_std_eps algo.group_std_floor",
             advantage != "group_relative" or not algo.scale_by_group_std,
             unscaled,
         ),
@@ -87,7 +87,16 @@ def _of_rl(cfg: RLConfig) -> list[_Row]:
         ("algo.kl.horizon", algo.kl.controller == "fixed", "algo.kl.controller = fixed"),
         ("algo.rollout_correction.level", correction == "none", "algo.rollout_correction.kind = none"),
         ("algo.rollout_correction.high", correction == "none", "algo.rollout_correction.kind = none"),
-        ("algo.rollout_correction.low", correction != "mask", f"algo.rollout_correction.kind = {correction}"),
+        (
+            "algo.kl.credit",
+            advantage not in ("leave_one_out", "group_relative") or not algo.kl_in_reward,
+            "only read with the KL in the reward of leave_one_out and group_relative",
+        ),
+        (
+            "algo.rollout_correction.low algo.rollout_correction.mask_weight",
+            correction != "mask",
+            f"algo.rollout_correction.kind = {correction}",
+        ),
         ("train.stop.max_kl_steps", cfg.train.stop.max_kl is None, "train.stop.max_kl is not set"),
         ("algo.kl.placement", cfg.algo.kl.coef == 0, "algo.kl.coef = 0"),
         ("reward_model", not cfg.uses_reward_model, "no entry of rewards has kind: model"),

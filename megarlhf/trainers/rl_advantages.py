@@ -80,8 +80,29 @@ class Shaped:
         return kl_estimate(self.like.values_T, ref_T, kl.estimator, kl.clamp)
 
     def kl_N(self) -> Tensor | None:
-        """Its sum over each response; None where there is no KL in the reward."""
-        return self.sums(self.kl_T()) if self.kl_coef > 0 else None
+        """Its sum over each response; None where no KL is in the reward of a whole response."""
+        return self.sums(self.kl_T()) if self.kl_coef > 0 and not self.kl_by_token else None
+
+    @property
+    def kl_by_token(self) -> bool:
+        """Whether each token is charged the KL from itself on, with advantages that compare groups."""
+        return self.kl_coef > 0 and self.algo.kl.credit == "token"
+
+    def kl_to_go(self) -> Tensor:
+        """[T]: coefficient x the KL from each token to the end of its response."""
+        zeros_N, zeros_T = torch.zeros_like(self.rewards_N), torch.zeros_like(self.like.values_T)
+        costs_T = self.kl_coef * self.kl_T()
+        return packed_gae(
+            self.like.values_T,
+            None,
+            zeros_T,
+            zeros_N,
+            self.like.cu_seqlens,
+            gamma=1.0,
+            lam=1.0,
+            kl_coef=0.0,
+            token_rewards_T=costs_T,
+        )[0]
 
     def gae(self, scores_N: Tensor, values_T: Tensor, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
         """Advantages and returns of the tokens, whose rewards are KL, `token_rewards_T`, and the score at the end."""
@@ -111,6 +132,11 @@ class Shaped:
         """[N] -> [T]."""
         return self.like.repeat_per_token(x_N).values_T
 
+    def of_responses(self, advantages_N: Tensor) -> Tensor:
+        """[N] -> [T]: a response's advantage at each of its tokens, less the KL from there on where that is asked."""
+        advantages_T = self.per_token(advantages_N)
+        return advantages_T - self.kl_to_go() if self.kl_by_token else advantages_T
+
 
 def _gae(shaped: Shaped, algo: AlgoConfig) -> Columns:
     values_T = shaped.experience.columns["values"].values_T
@@ -139,7 +165,7 @@ def _leave_one_out(shaped: Shaped, algo: AlgoConfig) -> Columns:
     if kl_N is not None:
         rewards_N = rewards_N - shaped.kl_coef * kl_N
     advantages_N = leave_one_out(rewards_N, shaped.groups_N, group_of_one=algo.group_of_one)
-    return {"advantages": shaped.per_token(advantages_N)}
+    return {"advantages": shaped.of_responses(advantages_N)}
 
 
 def _group_relative(shaped: Shaped, algo: AlgoConfig) -> Columns:
@@ -151,6 +177,7 @@ def _group_relative(shaped: Shaped, algo: AlgoConfig) -> Columns:
             shaped.totals_N,
             shaped.groups_N,
             unbiased=algo.group_std == "unbiased",
+            of_all=algo.group_std_over == "step",
             eps=algo.group_std_eps,
             floor=algo.group_std_floor,
             group_of_one=single,
@@ -159,7 +186,7 @@ def _group_relative(shaped: Shaped, algo: AlgoConfig) -> Columns:
         advantages_N = group_centred(shaped.totals_N, shaped.groups_N, group_of_one=single)
     if (kl_N := shaped.kl_N()) is not None:
         advantages_N = advantages_N - shaped.kl_coef * group_centred(kl_N, shaped.groups_N, group_of_one=single)
-    return {"advantages": shaped.per_token(advantages_N)}
+    return {"advantages": shaped.of_responses(advantages_N)}
 
 
 _WHITENING_EPS = 1e-8

@@ -56,6 +56,7 @@ def corrected(experience: Experience, cfg: RolloutCorrectionConfig) -> tuple[Exp
         level=cfg.level,
         low=cfg.low,
         high=cfg.high,
+        mask_weight=cfg.mask_weight,
     )
     metrics = {
         "rollout_correction_cut": float(found.cut_T.double().mean()),

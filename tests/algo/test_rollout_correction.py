@@ -32,6 +32,15 @@ def test_by_hand(kind, level, weights, cut):
     assert found.cut_T.tolist() == cut
 
 
+def test_a_response_that_is_kept_as_a_whole_has_weights_of_its_tokens():
+    """Geometric means 1.5 ** (1 / 3) and .4: the second one is outside."""
+    rollout_T = torch.full((4,), -1.0, dtype=torch.float64)
+    bounds = {"kind": "mask", "level": "geometric", "low": 0.5, "high": 2.0, "mask_weight": "token"}
+    found = rollout_correction(rollout_T + RATIOS_T.log(), rollout_T, RESPONSES, **bounds)
+    assert found.weights_T.tolist() == pytest.approx([4.0, 0.25, 1.5, 0.0])
+    assert found.cut_T.tolist() == [False, False, False, True]
+
+
 def test_equal_numerics_change_nothing():
     logprobs_T = torch.randn(4)
     for kind in ("truncate", "mask"):

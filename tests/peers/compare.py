@@ -21,6 +21,11 @@ SEED = 2
 TOLERANCES = {
     "verl: grpo": 2e-6,  # a response alone in its group: its reward over 1 + 1e-6, ours as it is
     "verl: sapo": 1e-7,  # its temperatures are fp32
+    "trl: advantages, scale_rewards batch": 1e-7,  # its correction of the variance, n / (n - 1), is fp32
+    "verl: gdpo": 1e-6,  # in fp32
+    "verl: overlong": 1e-6,  # in fp32
+    "openrlhf: overlong": 1e-6,  # in fp32
+    "openrlhf: group_norm with kl": 1e-6,  # as group_norm
     "openrlhf: gae": 1e-6,  # whitened in fp32, and the variance held at 1e-8 instead of raised by it
     "openrlhf: reinforce": 1e-6,
     "openrlhf: reinforce_baseline": 1e-6,

@@ -42,6 +42,11 @@ class Inputs:
         """fp64: 1 on response tokens."""
         return (torch.arange(T)[None, :] < self.lengths_N[:, None]).double()
 
+    @property
+    def eighths_N(self) -> Tensor:
+        """The rewards in eighths: means of equal ones are exact in fp32, and give no rounding to be divided by eps."""
+        return (self.rewards_N * 8).round() / 8
+
     def tokens(self, grid_NT: Tensor) -> Tensor:
         """[N, T] -> [R]. Gradients flow."""
         return grid_NT[self.mask_NT.bool()]

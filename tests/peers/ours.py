@@ -15,8 +15,10 @@ from torch import Tensor
 
 from megarlhf.algo.averaging import response_weights
 from megarlhf.algo.kl import adapted_coefficient, kl_estimate
+from megarlhf.algo.length_shaping import overlong_penalty
 from megarlhf.algo.losses import clipped_value_loss
 from megarlhf.algo.policy import Bounds, policy_loss
+from megarlhf.algo.reward_scaling import group_normalised
 from megarlhf.algo.rollout_correction import rollout_correction
 from megarlhf.algo.segments import Segments
 from megarlhf.config import AlgoConfig
@@ -86,6 +88,21 @@ def policy(
     return [float(out.loss), *gradient_T.tolist()]
 
 
+def gdpo(inputs: Inputs) -> list[float]:
+    """Two rewards, each normalised in its group, weighted 1 and .5, whitened over the tokens."""
+    groups_N = inputs.groups_N
+    rewards_N = group_normalised(inputs.eighths_N, groups_N) + 0.5 * group_normalised(inputs.greedy_N, groups_N)
+    table = experience(inputs, groups_N).with_per_sample({"rewards": rewards_N})
+    algo = AlgoConfig(advantage="reinforce", whiten_advantages=True, whiten_variance="unbiased")
+    return add_advantages(table, algo).columns["advantages"].values_T.tolist()
+
+
+def overlong(inputs: Inputs) -> list[float]:
+    """The rewards less the penalty of lengths above 3 of 7, twice their share of the buffer."""
+    penalty_N = overlong_penalty(inputs.lengths_N, longest=7, buffer=4, penalty=2.0)
+    return (inputs.rewards_N + penalty_N).tolist()
+
+
 def value(inputs: Inputs, *, clip: float | None, factor: float = 1.0) -> list[float]:
     """The critic's loss and its gradient; `factor` is what others multiply it by."""
     values_T = inputs.tokens(inputs.values_NT).requires_grad_()
@@ -119,8 +136,10 @@ def correction(inputs: Inputs, **options: Any) -> list[float]:
 UNBIASED = {"whiten_variance": "unbiased"}
 VERL_GROUPS = {"others": True, "group_of_one": "reward", "group_std_eps": 1e-6}
 IN_REWARD = {"kl": {"coef": 0.1, "placement": "reward"}}
+BY_TOKEN = {"kl": {"coef": 0.1, "placement": "reward", "credit": "token"}}
 GSPO = {"ratio": "geometric", "average": "sequence", "low": 0.2, "high": 0.3}
 TIS = {"kind": "truncate", "level": "token", "low": 0.0, "high": 1.5}
+SEQ_MASK_TIS = {"kind": "mask", "level": "geometric", "low": 0.8, "high": 1.2, "mask_weight": "token"}
 ICEPOP = {"kind": "mask", "level": "token", "low": 0.7, "high": 1.4}
 
 OURS: dict[str, Callable[[Inputs], list[float]]] = {
@@ -150,6 +169,8 @@ OURS: dict[str, Callable[[Inputs], list[float]]] = {
     "verl: rollout is by token": partial(correction, **TIS),
     "verl: rollout is by sequence": partial(correction, **{**TIS, "level": "sequence"}),
     "verl: icepop": partial(correction, **ICEPOP),
+    "verl: gdpo": gdpo,
+    "verl: overlong": overlong,
     # OpenRLHF
     "openrlhf: gae": partial(advantages, returns=True, advantage="gae", gamma=0.9, lam=0.8, **IN_REWARD),
     "openrlhf: reinforce": partial(advantages, advantage="reinforce++", gamma=0.9, **IN_REWARD),
@@ -157,6 +178,11 @@ OURS: dict[str, Callable[[Inputs], list[float]]] = {
     "openrlhf: rloo": partial(advantages, advantage="rloo"),
     "openrlhf: group_norm": partial(advantages, advantage="grpo", group_std_eps=1e-9),
     "openrlhf: dr_grpo": partial(advantages, advantage="dr_grpo"),
+    "openrlhf: rloo with kl": partial(advantages, advantage="rloo", **BY_TOKEN),
+    "openrlhf: group_norm with kl": partial(advantages, advantage="grpo", group_std_eps=1e-9, **BY_TOKEN),
+    "openrlhf: dr_grpo with kl": partial(advantages, advantage="dr_grpo", **BY_TOKEN),
+    "openrlhf: overlong": overlong,
+    "openrlhf: seq-mask-tis": partial(policy, low=0.2, high=0.3, correction=SEQ_MASK_TIS),
     "openrlhf: ppo": partial(policy, low=0.2, high=0.3),
     "openrlhf: ppo by sequence": partial(policy, low=0.2, high=0.3, average="sequence"),
     "openrlhf: dual clip": partial(policy, low=0.2, high=0.3, dual=3.0),
@@ -169,6 +195,11 @@ OURS: dict[str, Callable[[Inputs], list[float]]] = {
     "openrlhf: k3": partial(kl, kind="k3", clamp=10.0),
     "openrlhf: adaptive kl": controller,
     # TRL
+    "trl: advantages": partial(advantages, advantage="grpo", group_std_eps=1e-4),
+    "trl: advantages, scale_rewards none": partial(advantages, advantage="dr_grpo"),
+    "trl: advantages, scale_rewards batch": partial(
+        advantages, advantage="grpo", group_std_eps=1e-4, group_std_over="step"
+    ),
     "trl: grpo": partial(policy, per_response=True, low=0.2, high=0.3, average="sequence"),
     "trl: bnpo": partial(policy, per_response=True, low=0.2, high=0.3, average="bnpo", block=12),
     "trl: bnpo of four forwards": partial(policy, per_response=True, low=0.2, high=0.3, average="bnpo", block=3),

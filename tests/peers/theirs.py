@@ -166,6 +166,41 @@ def verl_adaptive(inputs: Inputs) -> list[float]:
     return _adaptive(lambda: _verl().AdaptiveKLController(0.1, 0.5, 100), inputs)
 
 
+def verl_gdpo(inputs: Inputs) -> list[float]:
+    """`compute_gdpo_outcome_advantage` of two rewards, weighted 1 and .5."""
+    found, _ = _verl().compute_gdpo_outcome_advantage(
+        inputs.rewards_at_the_end(),
+        inputs.mask_NT,
+        index=inputs.groups_N.numpy(),
+        config={"gdpo_reward_keys": ["first", "second"], "gdpo_reward_weights": [1.0, 0.5]},
+        non_tensor_batch={"first": inputs.eighths_N.numpy(), "second": inputs.greedy_N.numpy()},
+        batch={"prompts": inputs.mask_NT[:, :0], "attention_mask": inputs.mask_NT.long()},
+    )
+    return inputs.tokens(found).tolist()
+
+
+def verl_overlong(inputs: Inputs) -> list[float]:
+    """`DAPORewardManager`, a buffer of 4 of 7 tokens."""
+    manager = importable("verl.workers.reward_manager.dapo").DAPORewardManager
+    scores = iter(inputs.rewards_N.tolist())
+    made = manager(
+        tokenizer=MagicMock(eos_token="", decode=lambda *arguments, **options: ""),
+        num_examine=0,
+        compute_score=lambda **options: next(scores),
+        max_resp_len=7,
+        overlong_buffer_cfg=SimpleNamespace(enable=True, len=4, penalty_factor=2.0, log=False),
+    )
+    prompts = torch.ones(N, 1, dtype=torch.int64)
+    batch = {
+        "prompts": prompts,
+        "responses": torch.zeros_like(inputs.mask_NT, dtype=torch.int64),
+        "attention_mask": torch.cat([prompts, inputs.mask_NT.long()], 1),
+    }
+    columns = {"reward_model": [{"ground_truth": ""}] * N, "data_source": [""] * N}
+    data = importable("verl").DataProto.from_dict(tensors=batch, non_tensors=columns)
+    return made(data).sum(1).tolist()
+
+
 # --- OpenRLHF -----------------------------------------------------------------------------------------------------
 
 
@@ -207,6 +242,15 @@ def openrlhf_policy(
         return loss(logprobs_NT, inputs.old_logprobs_NT, advantages_NT, inputs.mask_NT, rollout_NT)[0]
 
     return _gradient(inputs, loss_of, inputs.logprobs_NT)
+
+
+def openrlhf_overlong(inputs: Inputs) -> list[float]:
+    """`apply_overlong_penalty`, a buffer of 4 of 7 tokens."""
+    experience = SimpleNamespace(rewards=inputs.rewards_N.clone(), response_length=inputs.lengths_N)
+    importable("openrlhf.trainer.ppo_utils.length_penalty").apply_overlong_penalty(
+        [experience], max_new_tokens=7, overlong_buffer_len=4, overlong_penalty_factor=2.0
+    )
+    return experience.rewards.tolist()
 
 
 def openrlhf_value(inputs: Inputs, *, clip: float | None) -> list[float]:
@@ -303,6 +347,41 @@ def _trl_loss(
     return trainer._compute_loss(fake, None, batch)
 
 
+def trl_advantages(inputs: Inputs, *, scale: str) -> list[float]:
+    """`GRPOTrainer._generate_and_score_completions` on a stand-in that generates these lengths."""
+    rows = [[0] * length for length in inputs.lengths_N.tolist()]
+    fake = MagicMock()
+    fake.configure_mock(
+        environment_factories=None,
+        environments=None,
+        tools=None,
+        use_vllm=False,
+        beta=0.0,
+        num_generations=GROUP,
+        multi_objective_aggregation="sum_then_normalize",
+        scale_rewards=scale,
+        reward_weights=torch.ones(1, dtype=torch.float64),
+        reward_func_names=["reward"],
+        reward_funcs=[None],
+        mask_truncated_completions=False,
+        pad_to_multiple_of=None,
+        num_iterations=1,
+        _metrics=defaultdict(lambda: defaultdict(list)),
+        _logs=defaultdict(list, rewards=defaultdict(list), extra=defaultdict(list)),
+        _pending_extra_logs={},
+        _pending_metrics={},
+    )
+    fake.accelerator.configure_mock(device=torch.device("cpu"), process_index=0, num_processes=1, gather=lambda x: x)
+    fake._tokenizer.pad_token_id = 0
+    fake.model.training = True
+    fake.args.configure_mock(gradient_accumulation_steps=1, steps_per_generation=1, per_device_train_batch_size=N)
+    fake._generate.return_value = ([[0]] * N, rows, None, [""] * N, None, {}, None, None)
+    fake._calculate_rewards.return_value = inputs.rewards_N[:, None]
+    trainer = importable("trl.trainer.grpo_trainer").GRPOTrainer
+    found = trainer._generate_and_score_completions(fake, [{"prompt": ""}] * N)["advantages"]
+    return inputs.tokens(found[:, None] * inputs.mask_NT).tolist()
+
+
 THEIRS: dict[str, Callable[[Inputs], list[float]]] = {
     "verl: gae": verl_gae,
     "verl: grpo": partial(verl_outcome, function="compute_grpo_outcome_advantage"),
@@ -331,12 +410,25 @@ THEIRS: dict[str, Callable[[Inputs], list[float]]] = {
     "verl: rollout is by token": partial(verl_correction, level="token", threshold=1.5),
     "verl: rollout is by sequence": partial(verl_correction, level="sequence", threshold=1.5),
     "verl: icepop": partial(verl_correction, level="token", threshold="0.7_1.4"),
+    "verl: gdpo": verl_gdpo,
+    "verl: overlong": verl_overlong,
     "openrlhf: gae": partial(openrlhf_advantages, estimator="gae", kl_coef=0.1, gamma=0.9),
     "openrlhf: reinforce": partial(openrlhf_advantages, estimator="reinforce", kl_coef=0.1, gamma=0.9),
     "openrlhf: reinforce_baseline": partial(openrlhf_advantages, estimator="reinforce_baseline", kl_coef=0.1),
     "openrlhf: rloo": partial(openrlhf_advantages, estimator="rloo"),
     "openrlhf: group_norm": partial(openrlhf_advantages, estimator="group_norm"),
     "openrlhf: dr_grpo": partial(openrlhf_advantages, estimator="dr_grpo"),
+    "openrlhf: rloo with kl": partial(openrlhf_advantages, estimator="rloo", kl_coef=0.1),
+    "openrlhf: group_norm with kl": partial(openrlhf_advantages, estimator="group_norm", kl_coef=0.1),
+    "openrlhf: dr_grpo with kl": partial(openrlhf_advantages, estimator="dr_grpo", kl_coef=0.1),
+    "openrlhf: overlong": openrlhf_overlong,
+    "openrlhf: seq-mask-tis": partial(
+        openrlhf_policy,
+        correct=True,
+        is_correction_level="seq",
+        is_correction_mode="mask",
+        is_correction_threshold=[0.8, 1.2],
+    ),
     "openrlhf: ppo": openrlhf_policy,
     "openrlhf: ppo by sequence": partial(openrlhf_policy, token_level_loss=False),
     "openrlhf: dual clip": partial(openrlhf_policy, dual_clip=3.0),
@@ -354,6 +446,9 @@ THEIRS: dict[str, Callable[[Inputs], list[float]]] = {
     "openrlhf: k2": partial(openrlhf_kl, kind="k2"),
     "openrlhf: k3": partial(openrlhf_kl, kind="k3"),
     "openrlhf: adaptive kl": openrlhf_adaptive,
+    "trl: advantages": partial(trl_advantages, scale="group"),
+    "trl: advantages, scale_rewards none": partial(trl_advantages, scale="none"),
+    "trl: advantages, scale_rewards batch": partial(trl_advantages, scale="batch"),
     "trl: grpo": partial(trl_policy, loss_type="grpo"),
     "trl: bnpo": partial(trl_policy, loss_type="bnpo"),
     "trl: bnpo of four forwards": partial(trl_policy, loss_type="bnpo", forwards=4),

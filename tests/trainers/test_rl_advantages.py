@@ -88,6 +88,23 @@ def test_the_kl_is_subtracted_after_a_group_s_rewards_were_scaled():
     assert found == pytest.approx([-1 - 0.1 * kl[0], -1 - 0.1 * kl[0], 1 - 0.1 * kl[1], -0.1 * kl[2], 0.0])
 
 
+def test_the_kl_may_be_charged_to_each_token_from_itself_on():
+    """Of the first response .75 and .25; the groups compare rewards alone, and one alone in its group pays too."""
+    by_token = {**IN_REWARD, "credit": "token"}
+    found = advantages(experience(), advantage="rloo", kl=by_token)
+    assert found == pytest.approx([-1.5 - 0.075, -1.5 - 0.025, 1.5, -0.1, -0.2])
+    found = advantages(experience(), advantage="dr_grpo", kl={**by_token, "clamp": 0.4})
+    assert found == pytest.approx([-1 - 0.065, -1 - 0.025, 1.0, -0.04, -0.04])
+
+
+def test_the_deviation_of_all_rewards_of_the_step():
+    """Of 1, 3, 2 and 4: the root of 5 / 3."""
+    found = advantages(experience(), advantage="grpo", group_std_over="step", group_std_eps=0.0)
+    assert found == pytest.approx([-((3 / 5) ** 0.5)] * 2 + [(3 / 5) ** 0.5, 0.0, 0.0])
+    biased = {"group_std_over": "step", "group_std_eps": 0.0, "group_std": "biased"}
+    assert advantages(experience(), advantage="grpo", **biased)[2] == pytest.approx((4 / 5) ** 0.5)
+
+
 def test_a_small_kl_moves_groups_of_equal_rewards_little():
     """Divided by the deviation together with the rewards a coefficient of 1e-4 would make advantages near 1."""
     table = experience(rewards=torch.ones(4))

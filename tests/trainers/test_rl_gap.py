@@ -1,6 +1,7 @@
 """The watch over the gap between rollout and trainer. Not covered: the gap of real engines (tests/distributed)."""
 
 import logging
+import math
 
 import pytest
 import torch
@@ -120,3 +121,29 @@ def test_what_a_run_ended_of_it_ends_of_again_unless_the_limits_are_others():
         same.raise_if_failed(last=False)
     other.raise_if_failed(last=True)
     more.raise_if_failed(last=False)
+
+
+def test_every_key_of_the_correction_reaches_the_weights():
+    """Ratios of one response 2, .5 and 1, of the other .1: the geometric means are 1 and .1."""
+    from megarlhf.config import RolloutCorrectionConfig
+    from megarlhf.experience import Experience, Rollouts
+    from megarlhf.trainers.rl_gap import corrected
+    from tests.tables import ragged
+
+    logs = [[math.log(2.0), math.log(0.5), 0.0], [math.log(0.1)]]
+    rollouts = Rollouts(
+        responses=ragged([1, 1, 1], [1], dtype=torch.int64),
+        logprobs=ragged([0.0] * 3, [0.0]),
+        finished_N=torch.ones(2, dtype=torch.bool),
+        weight_version=0,
+    )
+    table = Experience((torch.tensor([1]),) * 2, torch.tensor([0, 1]), rollouts, {"old_logprobs": ragged(*logs)})
+    for keys, expected in (
+        ({"kind": "mask", "level": "geometric", "mask_weight": "token"}, [2.0, 0.5, 1.0, 0.0]),
+        ({"kind": "mask", "level": "geometric"}, [1.0, 1.0, 1.0, 0.0]),
+        ({"kind": "mask", "low": 0.6, "high": 3.0}, [2.0, 0.0, 1.0, 0.0]),
+        ({"kind": "truncate", "high": 1.5}, [1.5, 0.5, 1.0, 0.1]),
+        ({"kind": "truncate", "level": "sequence"}, [1.0, 1.0, 1.0, 0.1]),
+    ):
+        found, _ = corrected(table, RolloutCorrectionConfig.model_validate(keys))
+        assert found.columns["rollout_weights"].values_T.tolist() == pytest.approx(expected), keys
