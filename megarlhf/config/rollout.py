@@ -12,14 +12,14 @@ from megarlhf.config.roles import FrozenModel, Positive, RoleConfig
 Dtype = Literal["fp32", "bf16"]
 
 GAP_LIMITS: Mapping[Dtype, tuple[float, float]] = {"fp32": (1e-3, 1e-2), "bf16": (0.1, 2.0)}
-"""Default `rollout.logprob_gap.mean` and `p999` by the actor's dtype, nats."""
+"""Default `rollout.logprob_gap.mean` and `p999`, nats, by the coarser dtype of actor and engine."""
 
 _SET_BY_US = {
     "trainer and engine run one model, as actor.model and its config.json describe it": (
         "model model_weights model_impl model_class_overrides hf_config_path hf_overrides config_format runner convert "
         "revision code_revision disable_sliding_window diffusion_config"
     ),
-    "the engine computes in the actor's dtype: actor.model.dtype": "dtype",
+    "rollout.dtype says it": "dtype",
     "the actor's weights are copied into the engine's as they are": "quantization quantization_config",
     "the engine's weights come from the actor and from nowhere else": (
         "load_format model_loader_extra_config weight_transfer_config pt_load_map_location"
@@ -79,9 +79,9 @@ class LogprobGapConfig(FrozenModel):
     """
 
     mean: Positive | None = None
-    """Limit of the mean over the response tokens of a step. Default: 0.001 for an actor in fp32, 0.1 in bf16. What it
-    is there to find (other weights, another temperature) makes a mean of tenths of a nat or more; rounding in bf16
-    makes hundredths."""
+    """Limit of the mean over the response tokens of a step. Default: 0.001 where actor and engine are fp32, 0.1 where
+    either is bf16. What it is there to find (other weights, another temperature) makes a mean of tenths of a nat or
+    more; rounding in bf16 makes hundredths."""
     p999: Positive | None = None
     """Limit of the 99.9th percentile: the smallest gap that at least 999 of 1000 tokens do not exceed (in a step of
     less than 1000 tokens the largest). Default: 0.01 in fp32, 2 in bf16. It finds what is wrong for few tokens only,
@@ -90,7 +90,7 @@ class LogprobGapConfig(FrozenModel):
     """Consecutive steps above a limit that end the run. A run of fewer steps fails at its end if all of them were."""
 
     def limits(self, dtype: Dtype) -> dict[str, float]:
-        """The limits in force for an actor of this dtype."""
+        """The limits in force where the coarser dtype of actor and engine is this."""
         mean, p999 = GAP_LIMITS[dtype]
         return {"mean": self.mean or mean, "p999": self.p999 or p999}
 
@@ -98,6 +98,10 @@ class LogprobGapConfig(FrozenModel):
 class RolloutConfig(FrozenModel):
     engine: Literal["vllm", "megatron"] = "vllm"
     """`megatron` generates with the actor itself: slow, the oracle in tests."""
+    dtype: Literal["auto", "fp32", "bf16"] = "auto"
+    """Of vLLM's weights and computation; `auto`: the actor's. bf16 under an actor in fp32 halves the engine's memory;
+    log-probs then differ by what bf16 rounds, for which `algo.rollout_correction` corrects. Read for the engine
+    `vllm`."""
     parallel: RolloutParallelConfig = RolloutParallelConfig()
     num_samples_per_prompt: PositiveInt = 1
     """Responses drawn for each prompt of a step."""
@@ -151,11 +155,13 @@ class RolloutConfig(FrozenModel):
 
     @model_validator(mode="after")
     def _only_of_vllm(self) -> RolloutConfig:
-        given = [("engine_args", self.engine_args), ("parallel.tp", self.parallel.tp)]
+        dtype = None if self.dtype == "auto" else self.dtype
+        given = [("engine_args", self.engine_args), ("parallel.tp", self.parallel.tp), ("dtype", dtype)]
         if self.engine == "megatron" and (unread := [key for key, value in given if value]):
             raise ValueError(
                 f"{' and '.join(unread)} would have no effect: engine = 'megatron' samples with the actor itself, in "
-                "its layout; leave that out (on the command line: rollout.parallel.tp= rollout.engine_args={})"
+                "its layout and dtype; leave that out (on the command line: rollout.parallel.tp= rollout.engine_args={} "
+                "rollout.dtype=auto)"
             )
         return self
 

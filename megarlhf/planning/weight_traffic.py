@@ -141,10 +141,16 @@ def transfer_setup(
         trainer_source=f"the trainer ({', '.join(['actor.parallel', *options])})",
         engine_tp=engine_tp,
         engine_source=engine_source,
-        element_bytes=ELEMENT_BYTES[resolve_dtype("actor", model, "lm").name],
+        element_bytes=ELEMENT_BYTES[_travelling(cfg)],
         ranks_per_node=ranks_per_node,
         links=links,
     )
+
+
+def _travelling(cfg: RLConfig) -> str:
+    """The dtype in which weights travel: the engine's."""
+    own = cfg.rollout.dtype
+    return resolve_dtype("actor", cfg.actor.model, "lm").name if own == "auto" else own
 
 
 @contextlib.contextmanager

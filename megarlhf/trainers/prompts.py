@@ -8,12 +8,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from megarlhf.config import PromptDataConfig, RewardConfig, RoleConfig, RolloutConfig
 from megarlhf.data.samples import PromptSample, Records, Skipped, build_prompts, load_splits
 from megarlhf.data.tokenizer import Tokenizer, load_tokenizer
 from megarlhf.layout import engine_order
 from megarlhf.model_directory import end_tokens
 from megarlhf.models.role import Role
+from megarlhf.models.settings import DTYPES
 from megarlhf.rollout.engine import RolloutEngine, Sampling
 from megarlhf.rollout.rewards.rules import field_check
 from megarlhf.runtime import Runtime
@@ -93,13 +96,18 @@ def make_engine(rollout: RolloutConfig, actor: Role, max_prompt_tokens: int, mic
     build = partial(
         VllmEngine,
         actor.section.model.hf_directory(),
-        actor.shard.dtype,
+        engine_dtype(rollout, actor),
         rollout,
         rollout.tp(actor.section),
         max_prompt_tokens + rollout.max_response_tokens,
         actor.mesh.runtime,
     )
     return RestartingEngine(build, rollout.max_engine_rebuilds)
+
+
+def engine_dtype(rollout: RolloutConfig, actor: Role) -> torch.dtype:
+    """Of the rollout engine's weights and computation."""
+    return actor.shard.dtype if rollout.dtype == "auto" else DTYPES[rollout.dtype]
 
 
 def sampling_of(rollout: RolloutConfig, actor: RoleConfig, tokenizer: Tokenizer, *, greedy: bool = False) -> Sampling:

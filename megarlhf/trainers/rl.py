@@ -20,7 +20,7 @@ from megarlhf.resume.state import Stateful
 from megarlhf.rollout.bank import Bank
 from megarlhf.rollout.engine import RolloutEngine
 from megarlhf.runtime import Runtime
-from megarlhf.trainers.prompts import PromptData, load_prompts
+from megarlhf.trainers.prompts import PromptData, engine_dtype, load_prompts
 from megarlhf.trainers.rl_components import Components, build, training_of
 from megarlhf.trainers.rl_eval import Evaluator, StopRule
 from megarlhf.trainers.rl_gap import LogprobGapWatch
@@ -60,7 +60,8 @@ class Loop:
         self.cfg, self.components, self.data, self.order = cfg, components, data, order
         self.evaluate = Evaluator(cfg, components.engine, components.rewarder, data.heldout)
         self.stop = StopRule(cfg.train.stop)
-        self.gap = LogprobGapWatch(cfg.rollout.logprob_gap, components.actor.shard.dtype)
+        dtypes = components.actor.shard.dtype, engine_dtype(cfg.rollout, components.actor)
+        self.gap = LogprobGapWatch(cfg.rollout.logprob_gap, min(dtypes, key=lambda dtype: dtype.itemsize))
         self.bank = Bank(cfg.run.dir / "bank")
         self.states: dict[str, Stateful] = {"stop": self.stop, "logprob_gap": self.gap, "order": order}
 

@@ -16,7 +16,7 @@ def test_engine_arguments_come_from_file_and_command_line(load):
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("dtype", "the actor's dtype"),
+        ("dtype", "rollout.dtype says it"),
         ("seed", "run.seed"),
         ("hf_overrides", "config.json"),
         ("tensor_parallel_size", "rollout.parallel.tp"),
