@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt, field_validator, model_validator
 
-from megarlhf.config.roles import FrozenModel, Positive, RoleConfig
+from megarlhf.config.roles import Fraction, FrozenModel, Positive, RoleConfig
 
 Dtype = Literal["fp32", "bf16"]
 
@@ -109,6 +109,18 @@ class RolloutConfig(FrozenModel):
     """A response that has not ended by then is truncated, and counted."""
     temperature: Positive = 1.0
     """Divides logits in sampling and in every log-prob, on both sides."""
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    """Draw from the fewest tokens, the likeliest first, that together have this probability. Of `generate` and `eval`
+    only, as `top_k` and `min_p`."""
+    top_k: Annotated[int, Field(ge=0)] = 0
+    """Draw from the so many likeliest tokens; 0: from all."""
+    min_p: Fraction = 0.0
+    """Draw from tokens that have at least this share of the largest probability."""
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """Texts that end a response: it ends with the token in which the first of them is complete. That token stays as it
+    was drawn, with what stands behind the text in it."""
+    stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = ()
+    """Further tokens that end a response, beside the tokenizer's and those of generation_config.json."""
     gpu_memory_utilization: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.4
     """Share of GPU memory for vLLM's weights and cache. CPU: the cache is `cpu_cache_gib`."""
     cpu_cache_gib: PositiveInt = 1
@@ -160,10 +172,16 @@ class RolloutConfig(FrozenModel):
         if self.engine == "megatron" and (unread := [key for key, value in given if value]):
             raise ValueError(
                 f"{' and '.join(unread)} would have no effect: engine = 'megatron' samples with the actor itself, in "
-                "its layout and dtype; leave that out (on the command line: rollout.parallel.tp= rollout.engine_args={} "
-                "rollout.dtype=auto)"
+                "its layout and dtype; leave that out (on the command line: rollout.parallel.tp= "
+                "rollout.engine_args={} rollout.dtype=auto)"
             )
         return self
+
+    @property
+    def filters(self) -> list[str]:
+        """What restricts which tokens are drawn, as it is set."""
+        set_filters = {"top_p": self.top_p != 1.0, "top_k": self.top_k != 0, "min_p": self.min_p != 0.0}
+        return [f"rollout.{name} = {getattr(self, name)}" for name, is_set in set_filters.items() if is_set]
 
     def tp(self, actor: RoleConfig) -> int:
         """Tensor-parallel size of one engine."""

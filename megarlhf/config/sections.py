@@ -220,6 +220,12 @@ class RLConfig(FrozenModel):
                 f"rollout.num_samples_per_prompt >= 2; got {self.rollout.num_samples_per_prompt}"
             )
         self._check_groups()
+        if self.rollout.filters:
+            raise ValueError(
+                f"{' and '.join(self.rollout.filters)} cannot be trained with: the trainer's log-probs are of the full "
+                "distribution, and ratios to samples of a part of it would be wrong from the first step on. Leave it "
+                "out; generate and eval take it"
+            )
         for name, role in self.roles().items():
             if name != "critic" and role.model.fresh_head:
                 raise ValueError(
@@ -275,6 +281,12 @@ class GenerateConfig(FrozenModel):
     """Use only the first so many prompts."""
     out: Path | None = None
     """Where `generate` writes JSON lines; default: responses.jsonl in the run directory."""
+    select: Literal["all", "best", "best_and_worst"] = "all"
+    """Of `generate`: write every response; or for each prompt the one of the highest reward, as `sft` reads it (best of
+    n); or that and the one of the lowest, as `rm` and `dpo` read pairs. Responses that were cut or got no reward are
+    not chosen. With several rewards their weighted sum counts."""
+    min_reward: float | None = None
+    """With `select`: leave out prompts whose best response has less."""
 
     @model_validator(mode="after")
     def _check(self) -> GenerateConfig:
@@ -285,16 +297,31 @@ class GenerateConfig(FrozenModel):
             f"rewards[{n}].{name} = {getattr(reward, name)}"
             for n, reward in enumerate(self.rewards)
             for name in ("weight", "shift", "clip")
+            if not (name == "weight" and self.select != "all")
             if getattr(reward, name) != plain[name].default
         ]
         if changed:
             raise ValueError(f"generate and eval write what a rule says, unchanged; remove {', '.join(changed)}")
-        rules = [str(reward.rule) for reward in self.rewards]
-        if repeated := sorted({rule for rule in rules if rules.count(rule) > 1}):
+        labels = [reward.label for reward in self.rewards]
+        if repeated := sorted({label for label in labels if labels.count(label) > 1}):
             raise ValueError(
-                f"rewards names {', '.join(repeated)} more than once, for one and the same figure; once will do"
+                f"rewards has {', '.join(repeated)} more than once, and figures would have one name; once will do, or "
+                "give them names: rewards[].name"
             )
+        if self.select != "all" and (not self.rewards or self.rollout.num_samples_per_prompt < 2):
+            raise ValueError(
+                f"select = {self.select} chooses among the responses to a prompt by their rewards; got "
+                f"{len(self.rewards)} rewards and rollout.num_samples_per_prompt = "
+                f"{self.rollout.num_samples_per_prompt}: give one reward or more, and 2 samples or more"
+            )
+        if self.min_reward is not None and self.select == "all":
+            raise ValueError(f"min_reward = {self.min_reward} has no effect with select = all; set select: best")
         samples = self.rollout.num_samples_per_prompt
+        if self.greedy and self.rollout.filters:
+            raise ValueError(
+                f"{' and '.join(self.rollout.filters)} has no effect with greedy = true, which takes the likeliest "
+                "token; set greedy to false, or leave it out"
+            )
         if self.greedy and samples > 1:
             raise ValueError(
                 f"rollout.num_samples_per_prompt = {samples} with greedy = true would write {samples} equal responses "

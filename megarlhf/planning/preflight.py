@@ -115,6 +115,8 @@ def _check_outputs(command: str, cfg: AnyConfig) -> list[str]:
                 f"out = {cfg.out}: eval writes metrics and no responses; leave out away, or use megarlhf generate"
             )
         require_writable_output(cfg, cfg.run, cfg.out)
+    if isinstance(cfg, GenerateConfig) and command == "eval" and cfg.select != "all":
+        raise ValueError(f"select = {cfg.select}: eval writes no responses; leave it out, or use megarlhf generate")
     notes = []
     if _same_data(cfg):
         notes.append("data.heldout is data.train: what is called held-out figures are those of the training data")

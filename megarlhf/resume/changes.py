@@ -52,6 +52,7 @@ _MATHEMATICS = {
     "the loss": "loss center_coef unit_variance algo.* rewards train.epochs_per_step train.critic_warmup_steps",
     "how responses are drawn": (
         "rollout.engine rollout.dtype rollout.num_samples_per_prompt rollout.max_response_tokens rollout.temperature "
+        "rollout.top_p rollout.top_k rollout.min_p rollout.stop rollout.stop_token_ids "
         "rollout.engine_args.kv_cache_dtype"
     ),
     "when the run ends": "train.stop.*",

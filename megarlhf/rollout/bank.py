@@ -91,7 +91,7 @@ class Bank:
             "format": FORMAT,
             "step": step,
             "fingerprint": fingerprint,
-            "sampling": json.loads(json.dumps(dataclasses.asdict(sampling))),
+            "sampling": sampling.identity(),
             "num_samples": len(rows),
         }
         expected = _Expected(header, rows, sampling)
@@ -298,7 +298,7 @@ def _fault(record: Record, expected: _Expected) -> str:
         response = _response(record)
     except (ValueError, KeyError, TypeError):
         return "rows that are no response"
-    ended = bool(response.tokens) and response.tokens[-1] in expected.sampling.end_ids
+    ended = expected.sampling.ends(response.tokens)
     complete = ended or len(response.tokens) == expected.sampling.max_tokens
     if not complete or ended != response.finished or len(response.logprobs) != len(response.tokens):
         return "rows that are no finished response"

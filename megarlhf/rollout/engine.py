@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field, fields
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,27 @@ from megarlhf.errors import Interrupted
 from megarlhf.experience import Rollouts, redistribute
 from megarlhf.models.build import ModelShard
 from megarlhf.weights.checks.certificate import Certificate
+
+
+@dataclass(frozen=True)
+class StopStrings:
+    """Texts that end a response."""
+
+    texts: tuple[str, ...]
+    decode: Callable[[Sequence[int]], str] = field(compare=False, repr=False)
+    """Of a part of a response, without regard to what stands before."""
+
+    def complete_in(self, tokens: Sequence[int]) -> bool:
+        """Whether one of the texts stands in the response; asked after each token, the end of it is looked at only."""
+        longest = max(len(text.encode()) for text in self.texts)
+        count = longest + 1
+        while True:  # tokens may stand for no text, or for a part of a character
+            tail = self.decode(tokens[-count:])
+            if any(text in tail for text in self.texts):
+                return True
+            if count >= len(tokens) or len(tail.encode()) > longest:
+                return False
+            count *= 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +52,26 @@ class Sampling:
     """Take the likeliest token; log-probs are then those at temperature 1."""
     end_ids: tuple[int, ...]
     """A response ends with the first of these tokens, which is part of it: `model_directory.end_tokens`."""
+    stop: StopStrings | None = None
+    """Texts that end it too."""
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    """`algo.sampling.filtered_logits`."""
+
+    def ends(self, tokens: Sequence[int]) -> bool:
+        """Whether a response that did not end before its last token ends with it."""
+        if not tokens:
+            return False
+        return tokens[-1] in self.end_ids or (self.stop is not None and self.stop.complete_in(tokens))
+
+    def identity(self) -> dict[str, Any]:
+        """What responses depend on, for JSON."""
+        values = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in ("end_ids", "stop")}
+        plain = {each.name: each.default for each in fields(self)}
+        late = {name for name in ("top_p", "top_k", "min_p") if values[name] == plain[name]}
+        stop = {} if self.stop is None else {"stop": list(self.stop.texts)}
+        return {**{k: v for k, v in values.items() if k not in late}, "end_ids": list(self.end_ids), **stop}
 
 
 @dataclass(frozen=True)

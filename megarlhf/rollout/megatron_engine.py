@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megarlhf.algo.sampling import filtered_logits
 from megarlhf.experience import Rollouts
 from megarlhf.kernels import token_logprobs
 from megarlhf.models.build import ModelShard
@@ -111,6 +112,7 @@ class MegatronEngine:
             logits_BV = logits_at(vocabulary, hidden_SBH, torch.arange(len(last_B), device=last_B.device), last_B)
             temperature = 1.0 if sampling.greedy else sampling.temperature
             logits_BV /= temperature
+            logits_BV = filtered_logits(logits_BV, top_p=sampling.top_p, top_k=sampling.top_k, min_p=sampling.min_p)
             picked_B = _sample(logits_BV, batch.columns["row"], last_B, None if sampling.greedy else seeds)
             logprobs_B, _ = token_logprobs(logits_BV, picked_B, return_entropy=False, backend=vocabulary.backend)
             return torch.stack([picked_B.double(), logprobs_B.double()], -1)
@@ -154,7 +156,7 @@ class _Decoding:
                 self.tokens_BS[i, self.lengths_B[i]] = int(token)
                 self.lengths_B[i] += 1
                 self._sampled[i].append((int(token), logprob))
-                self._finished[i] = int(token) in sampling.end_ids
+                self._finished[i] = sampling.ends([drawn for drawn, _ in self._sampled[i]])
                 self._open_B[i] = not self._finished[i]
 
     def responses(self) -> dict[int, Response]:

@@ -40,8 +40,12 @@ def draw(
         while unfinished := engine.get_num_unfinished_requests():
             yield unfinished
             for output in engine.step():
+                row = row_of[output.request_id]
                 if output.finished:
-                    bank.add(row_of[output.request_id], response_of(output, sampling))
+                    bank.add(row, response_of(output, sampling))
+                elif sampling.stop is not None and sampling.ends(output.outputs[0].token_ids):
+                    bank.add(row, response_so_far(output, finished=True))
+                    engine.abort_request([requests[rows.index(row)]], internal=True)
 
     stopped = run_in_lockstep(steps(), should_stop, group)
     if stopped:
@@ -53,15 +57,22 @@ def response_of(output: Any, sampling: Sampling) -> Response:
     """Raises: EngineFailure unless it ended with an end token, or else has as many tokens as it may have."""
     sampled = output.outputs[0]
     tokens = list(sampled.token_ids)
-    ended = bool(tokens) and tokens[-1] in sampling.end_ids
-    expected = "stop" if ended else "length" if len(tokens) == sampling.max_tokens else "neither"
+    by_token, ended = bool(tokens) and tokens[-1] in sampling.end_ids, sampling.ends(tokens)
+    expected = "stop" if by_token else "length" if len(tokens) == sampling.max_tokens else "neither"
     if sampled.finish_reason != expected:
         raise EngineFailure(
             f"vLLM ended a request for the reason {sampled.finish_reason!r} after {len(tokens)} of at most "
-            f"{sampling.max_tokens} tokens, {'with' if ended else 'without'} an end token"
+            f"{sampling.max_tokens} tokens, {'with' if by_token else 'without'} an end token"
         )
+    return response_so_far(output, finished=ended)
+
+
+def response_so_far(output: Any, *, finished: bool) -> Response:
+    """Of a request in whatever state."""
+    sampled = output.outputs[0]
+    tokens = list(sampled.token_ids)
     logprobs = [entry[token].logprob for token, entry in zip(tokens, sampled.logprobs, strict=True)]
-    return Response(tokens=tokens, logprobs=logprobs, finished=ended)
+    return Response(tokens=tokens, logprobs=logprobs, finished=finished)
 
 
 def run_in_lockstep(

@@ -285,11 +285,21 @@ class VllmEngine:
                 logprobs=0,
                 detokenize=False,
                 stop_token_ids=list(sampling.end_ids),
+                top_p=sampling.top_p,
+                top_k=sampling.top_k,
+                min_p=sampling.min_p,
                 ignore_eos=True,  # those that vLLM itself reads from the model's directory: these are all
             )
             for n in rows
         ]
-        return list(self._llm.enqueue(requests, parameters, use_tqdm=False))
+        names = list(self._llm.enqueue(requests, parameters, use_tqdm=False))
+        if sampling.stop is not None:  # `enqueue` asks for final outputs only; texts are looked for after each token
+            from vllm.sampling_params import RequestOutputKind
+
+            states = self._llm.llm_engine.output_processor.request_states
+            for name in names:
+                states[name].output_kind = RequestOutputKind.CUMULATIVE
+        return names
 
     def close(self) -> None:
         """Shut the engine down. The run's own process groups stay."""

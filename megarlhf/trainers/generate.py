@@ -6,7 +6,7 @@ import contextlib
 import json
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from megarlhf.resume.claim import NO_STEPS_LEFT, finish
 from megarlhf.rollout.engine import RolloutEngine, sample_seed
 from megarlhf.rollout.rewards.score import gather, make_source, response_texts, share_of_rank
 from megarlhf.runtime import Runtime
+from megarlhf.trainers.best_of import candidates, choose, record_of
 from megarlhf.trainers.prompts import PromptData, actor_order, load_prompts, make_engine, sampling_of
 from megarlhf.trainers.session import open_session
 
@@ -43,10 +44,11 @@ def run(cfg: GenerateConfig, runtime: Runtime) -> None:
         session = stack.enter_context(open_session(cfg, cfg.run, runtime, "generate", 1, data.notes, phases=phases))
         prompts, responses, rollouts, rewards = _respond(cfg, runtime, engine, data, phases)
         out = cfg.out or cfg.run.dir / "responses.jsonl"
+        lines, counts = _chosen_lines(cfg, prompts, responses, rollouts, rewards)
         if runtime.is_main:
-            _write_lines(out, _lines(prompts, responses, rollouts, rewards))
-        session.log(1, _summary(rollouts, rewards))
-        session.note(f"wrote {len(prompts)} responses to {out}")
+            _write_lines(out, lines)
+        session.log(1, {**_summary(rollouts, rewards), **counts})
+        session.note(f"wrote {len(lines)} lines of {len(prompts)} responses to {out}{_in_words(counts)}")
         if runtime.is_main:
             finish(cfg.run.dir, 1, NO_STEPS_LEFT)
 
@@ -120,6 +122,37 @@ def _summary(rollouts: Rollouts, rewards: dict[str, Tensor]) -> dict[str, float]
         "response_length_mean": float(rollouts.responses.lengths_N.float().mean()),
         "finished_fraction": float(rollouts.finished_N.float().mean()),
     }
+
+
+def _chosen_lines(
+    cfg: GenerateConfig,
+    prompts: list[PromptSample],
+    responses: list[str],
+    rollouts: Rollouts,
+    rewards: dict[str, Tensor],
+) -> tuple[list[dict[str, Any]], dict[str, float]]:
+    """What is written, and how many were selected and left out.
+
+    Raises: ValueError when nothing is selected; see `best_of.record_of`.
+    """
+    if cfg.select == "all":
+        return list(_lines(prompts, responses, rollouts, rewards)), {}
+    weighted_KN = torch.stack([reward.weight * rewards[reward.label] for reward in cfg.rewards])
+    total_N = torch.where(weighted_KN.isnan().all(0), math.nan, weighted_KN.nan_to_num(0.0).sum(0))
+    per_prompt = cfg.rollout.num_samples_per_prompt
+    by_prompt, cut = candidates(responses, rollouts.finished_N, total_N, per_prompt)
+    chosen, left_out = choose(by_prompt, cfg.select, cfg.min_reward)
+    lines = [dict(record_of(prompts[n * per_prompt], picked)) for n, picked in enumerate(chosen) if picked]
+    counts: dict[str, float] = {"prompts_selected": len(lines), **cut, **left_out}
+    if not lines:
+        raise ValueError(f"select = {cfg.select} chose nothing{_in_words(counts)}, and nothing is written; see rewards")
+    counts["selected_reward_mean"] = sum(picked[0].reward for picked in chosen if picked) / len(lines)
+    return lines, counts
+
+
+def _in_words(counts: Mapping[str, float]) -> str:
+    words = [f"{count} {name.replace('_', ' ')}" for name, count in counts.items() if name != "selected_reward_mean"]
+    return f" ({', '.join(words)})" if words else ""
 
 
 def _lines(

@@ -17,7 +17,7 @@ from megarlhf.layout import engine_order
 from megarlhf.model_directory import end_tokens
 from megarlhf.models.role import Role
 from megarlhf.models.settings import DTYPES
-from megarlhf.rollout.engine import RolloutEngine, Sampling
+from megarlhf.rollout.engine import RolloutEngine, Sampling, StopStrings
 from megarlhf.rollout.rewards.rules import field_check
 from megarlhf.runtime import Runtime
 
@@ -111,10 +111,19 @@ def engine_dtype(rollout: RolloutConfig, actor: Role) -> torch.dtype:
 
 
 def sampling_of(rollout: RolloutConfig, actor: RoleConfig, tokenizer: Tokenizer, *, greedy: bool = False) -> Sampling:
-    """How this configuration draws responses."""
+    """How this configuration draws responses. Raises: ValueError for an end token that the tokenizer does not have."""
+    if unknown := [token for token in rollout.stop_token_ids if token >= tokenizer.vocab_size]:
+        raise ValueError(
+            f"rollout.stop_token_ids names {unknown}; the tokenizer has ids from 0 to {tokenizer.vocab_size - 1}"
+        )
+    ends = end_tokens(actor.model.hf_directory(), tokenizer.eos_id)
     return Sampling(
         max_tokens=rollout.max_response_tokens,
         temperature=rollout.temperature,
         greedy=greedy,
-        end_ids=end_tokens(actor.model.hf_directory(), tokenizer.eos_id),
+        end_ids=tuple(dict.fromkeys([*ends, *rollout.stop_token_ids])),
+        stop=StopStrings(rollout.stop, partial(tokenizer.decode, continuation=True)) if rollout.stop else None,
+        top_p=1.0 if greedy else rollout.top_p,
+        top_k=0 if greedy else rollout.top_k,
+        min_p=0.0 if greedy else rollout.min_p,
     )

@@ -92,6 +92,7 @@ def training_of(
     """What is saved of the run, and what it is recognised by. Collective."""
     others = {
         "tokens that end a response": str(sorted(components.sampling.end_ids)),
+        "texts that end a response": str(sorted(cfg.rollout.stop)),
         "the actor's tokenizer": digest_of_vocabulary(data.tokenizer),
     }
     built = [components.actor, components.reference, components.critic, components.rewarder.reward_model]

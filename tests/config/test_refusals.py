@@ -106,7 +106,7 @@ def test_a_mistake_is_told_of_the_file_or_of_the_override_that_makes_it(refusal)
         ("generate", ["rollout={engine: megatron, engine_args: {a: 1}}"], "engine_args would have no effect"),
         ("sft", ["train.num_steps=0"], "train.num_steps: Input should be greater than 0, got 0"),
         ("rm", ["train.num_steps=0"], "train.num_steps: Input should be greater than 0, got 0"),
-        ("generate", ["rewards=[{kind: rule, rule: x}, {kind: rule, rule: x}]"], "rewards names x more than once"),
+        ("generate", ["rewards=[{kind: rule, rule: x}, {kind: rule, rule: x}]"], "rewards has x more than once"),
     ],
 )
 def test_what_could_have_no_effect_and_is_certainly_a_mistake_is_refused(refusal, command, overrides, words):
@@ -197,6 +197,16 @@ VLLM_TP = ("actor.parallel.tp=2", "rollout.parallel.tp=2")
             ["rewards=[{kind: rule, rule: exact_match, weight: 2, clip: 1}]"],
             ["what a rule says, unchanged; remove rewards[0].weight = 2.0, rewards[0].clip = 1.0"],
         ),
+        ("rl", ["rollout.top_p=0.9"], ["rollout.top_p = 0.9 cannot be trained with", "of the full distribution"]),
+        ("rl", ["rollout.top_k=5", "rollout.min_p=0.1"], ["rollout.top_k = 5 and rollout.min_p = 0.1 cannot be"]),
+        (
+            "generate",
+            ["rollout.top_k=5"],
+            ["rollout.top_k = 5 has no effect with greedy = true"],
+        ),
+        ("generate", ["select=best"], ["select = best chooses among", "got 0 rewards and rollout.num_samples"]),
+        ("generate", ["min_reward=1"], ["min_reward = 1.0 has no effect with select = all"]),
+        ("rl", ["rollout.stop=['']"], ["rollout.stop.0: String should have at least 1 character"]),
         ("generate", ["rollout.num_samples_per_prompt=4"], ["would write 4 equal responses", "set greedy to false"]),
         (
             "sft",

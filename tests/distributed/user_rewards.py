@@ -31,3 +31,8 @@ def _is_worker() -> bool:
 def lucky(prompt: str, response: str, fields: Mapping[str, Any]) -> float:
     """1 or 0, often the same for all responses to a prompt."""
     return float(sum(map(ord, response)) % 11 < 2)
+
+
+def length(prompt: str, response: str, fields: Mapping[str, Any]) -> float:
+    """Characters of the response."""
+    return float(len(response))

@@ -1,0 +1,118 @@
+"""Stop strings, further end tokens, filters and best of n through `generate` at TP2, the same in both engines.
+
+Not covered: the filters by hand (tests/algo/test_sampling.py), the choice among responses (tests/trainers).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from megarlhf.observe.metrics import read_metrics
+from tests.distributed.test_rl_layouts import config as rl_config
+from tests.ranks import RankPool
+
+ENGINES = ("vllm", "megatron")
+Lines = list[dict[str, Any]]
+
+
+@pytest.fixture
+def generated(vllm_ranks: RankPool, two_layers: dict[str, Path], data: dict[str, Path], tmp_path: Path) -> Any:
+    """`megarlhf generate` at TP2 with overrides: its lines and its row of metrics."""
+    tree = {
+        "run": {"dir": "set below", "seed": 3},
+        "actor": {"model": {"path": str(two_layers["plain"])}, "parallel": {"tp": 2}},
+        "data": {"train": str(data["prompts"]), "max_prompt_tokens": 16},
+        "rollout": {"max_response_tokens": 10},
+        "max_samples": 12,
+    }
+    (tmp_path / "cfg.yaml").write_text(yaml.safe_dump(tree))
+
+    def run(name: str, *overrides: str) -> tuple[Lines, dict[str, Any]]:
+        folder = tmp_path / name
+        vllm_ranks.run(2, "command", "generate", "-c", str(tmp_path / "cfg.yaml"), f"run.dir={folder}", *overrides)
+        lines = [json.loads(line) for line in (folder / "responses.jsonl").read_text().splitlines()]
+        return lines, read_metrics(folder)[-1]
+
+    return run
+
+
+def responses(lines: Lines) -> list[str]:
+    return [line["response"] for line in lines]
+
+
+def test_a_text_ends_a_response_and_so_does_a_token_that_is_named(generated: Any) -> None:
+    """A pair of letters that stands in the middle of an unstopped response; and the token of another letter."""
+    plain, _ = generated("plain", "rollout.engine=megatron")
+    texts = responses(plain)
+    longest = max(texts, key=len)
+    stop = longest[2:4]
+    expected = [text[: text.index(stop) + len(stop)] if stop in text else text for text in texts]
+    assert expected != texts
+    by_engine = [
+        generated(f"stop_{engine}", f"rollout.engine={engine}", f"rollout.stop=['{stop}']")[0] for engine in ENGINES
+    ]
+    for lines in by_engine:
+        assert responses(lines) == expected
+        assert [line["finished"] for line in lines] == [
+            line["finished"] or stop in text for line, text in zip(plain, texts, strict=True)
+        ]
+
+
+def test_filters_that_leave_one_token_give_the_greedy_response(generated: Any) -> None:
+    greedy = responses(generated("greedy", "rollout.engine=megatron")[0])
+    drawn = responses(generated("drawn", "greedy=false")[0])
+    assert drawn != greedy
+    for engine in ENGINES:
+        for name, option in (("k", "rollout.top_k=1"), ("p", "rollout.top_p=1e-6"), ("m", "rollout.min_p=1.0")):
+            lines, _ = generated(f"{engine}_{name}", f"rollout.engine={engine}", "greedy=false", option)
+            assert responses(lines) == greedy, (engine, option)
+
+
+def test_the_best_of_four_is_what_sft_reads(
+    generated: Any, vllm_ranks: RankPool, two_layers: dict[str, Path], tmp_path: Path
+) -> None:
+    four = ["greedy=false", "rollout.num_samples_per_prompt=4", "rollout.engine=megatron"]
+    reward = ["rewards=[{kind: rule, rule: 'tests.distributed.user_rewards:length', name: length, workers: 0}]"]
+    every, _ = generated("every", *four, *reward)
+    best, counted = generated("best", *four, *reward, "select=best", "min_reward=2")
+    pairs, _ = generated("pairs", *four, *reward, "select=best_and_worst")
+    groups = [every[n : n + 4] for n in range(0, len(every), 4)]
+    done = [[line for line in group if line["finished"] and line["response"].strip()] for group in groups]
+    lengths = [[len(line["response"]) for line in group] for group in done]
+    assert [line["reward"] for line in best] == [max(group) for group in lengths if group and max(group) >= 2]
+    assert [line["rewards"] for line in pairs] == [[max(g), min(g)] for g in lengths if g and max(g) > min(g)]
+    assert counted["prompts_selected"] == len(best) > 0
+    assert counted["responses_cut"] > 0, "a cut response has no end to learn"
+    sft = {
+        "run": {"dir": str(tmp_path / "sft")},
+        "actor": {"model": {"path": str(two_layers["plain"])}, "parallel": {"tp": 2}},
+        "data": {"train": str(tmp_path / "best/responses.jsonl"), "max_prompt_tokens": 16, "max_response_tokens": 16},
+        "train": {"num_steps": 1, "mini_batch_samples": 2, "max_tokens_per_micro_batch": 64},
+    }
+    (tmp_path / "sft.yaml").write_text(yaml.safe_dump(sft))
+    vllm_ranks.run(2, "command", "sft", "-c", str(tmp_path / "sft.yaml"))
+    assert read_metrics(tmp_path / "sft")[-1]["loss"] > 0
+
+
+def test_rl_trains_on_responses_that_a_text_ends(
+    vllm_ranks: RankPool, two_layers: dict[str, Path], data: dict[str, Path], tmp_path: Path
+) -> None:
+    """At TP2 with vLLM: more responses are finished, and trainer and engine agree on every token."""
+    cfg = rl_config({**two_layers, "other": two_layers["scorer"]}, data["prompts"], {"tp": 2}, advantage="grpo")
+    del cfg["critic"]
+    cfg["train"] |= {"num_steps": 2, "epochs_per_step": 1}
+    cfg["rollout"] |= {"engine": "vllm", "parallel": {"tp": 2}}
+    (tmp_path / "cfg.yaml").write_text(yaml.safe_dump(cfg))
+    argv = ["rl", "-c", str(tmp_path / "cfg.yaml")]
+    vllm_ranks.run(2, "command", *argv, f"run.dir={tmp_path / 'plain'}")
+    vllm_ranks.run(2, "command", *argv, f"run.dir={tmp_path / 'stop'}", "rollout.stop=['e', 'a', '1', '2']")
+    plain, stopped = (read_metrics(tmp_path / name)[1:] for name in ("plain", "stop"))
+    assert stopped[0]["finished_fraction"] > plain[0]["finished_fraction"]
+    assert stopped[0]["response_length_mean"] < plain[0]["response_length_mean"]
+    for row in stopped:
+        assert row["rollout_logprob_gap_max"] < 1e-4

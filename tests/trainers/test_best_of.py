@@ -1,0 +1,52 @@
+"""Which responses become training data, by hand. Not covered: the command (tests/distributed/test_sampling_options)."""
+
+import math
+
+import pytest
+import torch
+
+from megarlhf.data.samples import PromptSample
+from megarlhf.trainers.best_of import Candidate, candidates, choose, record_of
+
+
+def test_what_was_cut_is_empty_or_has_no_reward_is_no_candidate():
+    rewards_N = torch.tensor([1.0, 2.0, math.nan, 3.0, 1.0, 1.0])
+    finished_N = torch.tensor([True, False, True, True, True, True])
+    found, left_out = candidates(["a", "b", "c", "d", " ", "f"], finished_N, rewards_N, per_prompt=3)
+    assert found == [[Candidate("a", 1.0)], [Candidate("d", 3.0), Candidate("f", 1.0)]]
+    assert left_out == {"responses_cut": 1, "responses_without_reward": 1, "responses_empty": 1}
+
+
+GROUPS = [
+    [Candidate("a", 1.0), Candidate("b", 3.0), Candidate("c", 3.0), Candidate("d", 0.0)],
+    [Candidate("e", 2.0), Candidate("f", 2.0)],
+    [],
+    [Candidate("g", 0.5)],
+]
+
+
+def test_the_best_and_the_first_among_equals():
+    chosen, left_out = choose(GROUPS, "best", min_reward=1.0)
+    assert [[each.response for each in picked] for picked in chosen] == [["b"], ["e"], [], []]
+    assert left_out == {"prompts_without_candidate": 1, "prompts_below_min_reward": 1}
+
+
+def test_the_best_and_the_worst_where_they_differ():
+    chosen, left_out = choose(GROUPS, "best_and_worst", min_reward=None)
+    assert [[each.response for each in picked] for picked in chosen] == [["b", "d"], [], [], []]
+    assert left_out == {"prompts_without_candidate": 1, "prompts_with_equal_rewards": 2}
+
+
+def test_lines_are_what_sft_rm_and_dpo_read():
+    plain = PromptSample([1], "1+1=", {"answer": "2"}, 0)
+    chat = PromptSample([1], "<user>1+1=", {}, 4, [{"role": "user", "content": "1+1="}])
+    best, worst = Candidate("2", 1.0), Candidate("3", 0.0)
+    assert record_of(plain, [best]) == {"prompt": "1+1=", "response": "2", "answer": "2", "reward": 1.0}
+    pair = {"prompt": "1+1=", "chosen": "2", "rejected": "3", "rewards": [1.0, 0.0]}
+    assert record_of(plain, [best, worst]) == {**pair, "answer": "2"}
+    messages = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
+    assert record_of(chat, [best]) == {"messages": messages, "reward": 1.0}
+    assert record_of(chat, [best, worst]) == pair
+    longer = PromptSample([1], "", {}, 4, [{"role": "system", "content": "s"}, *chat.messages])
+    with pytest.raises(ValueError, match=r"conversation of system, user \(record 5\).*select: best"):
+        record_of(longer, [best, worst])
