@@ -14,10 +14,12 @@ from megarlhf.config.sections import (
     MicroBatchConfig,
     PromptDataConfig,
     RLConfig,
+    RLEvalConfig,
     RLTrainConfig,
     RMConfig,
     SFTConfig,
     StopConfig,
     TrainConfig,
 )
+from megarlhf.config.shown import AccuracyConfig, SamplesConfig, WandbConfig
 from megarlhf.config.watchdog import StragglersConfig, WatchdogConfig

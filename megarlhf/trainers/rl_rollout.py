@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -52,6 +53,8 @@ def sample_or_keep(
             session.note(f"step {step + 1}: {kept.num_taken_over} of {len(rows)} responses are in the rollout bank")
         experience = sample(cfg, engine, prompts, sampling, step, bank=kept, should_stop=session.asked_to_stop)
         components.phases.add_local(engine.local_seconds)
+        drawn = math.nan if kept.num_taken_over else float(experience.response_lengths_N.sum())
+        components.phases.count("rollout_tokens_per_second", drawn)
         return experience
 
 

@@ -92,6 +92,7 @@ def greedy_rewards(components: Components, prompts: Sequence[PromptSample], sess
     greedy = replace(components.sampling, greedy=True)
     with session.stoppable("rollout"):
         rollouts = components.engine.generate(rows, [0] * len(rows), greedy, should_stop=session.asked_to_stop)
+        components.phases.count("rollout_tokens_per_second", float(rollouts.responses.num_tokens))
     with session.stoppable("reward"):
         under_way = components.rewarder.start(make_experience(prompts, rollouts, 1), prompts)
         return under_way.finish(session.asked_to_stop, learn=False).rewards_N

@@ -123,6 +123,7 @@ def train_on(
             result = components.bad_steps[role.name].apply(role, sums, update, batches, learner.loss)
             values = {name: sums[name] / per for name, per in learner.loss.per.items()}
             work.note(result, values | dict(zip(OF_UPDATES[role.name], (result.grad_norm, learning_rate), strict=True)))
+        phases.count("tokens_per_second", float(experience.sequences.lengths_N[list(samples)].sum()))
         work.updates += 1
         at_border(work, last=work.updates == len(updates))
     metrics: Metrics = {name: mean_of(each) for name, each in work.per_update.items() if name != "skipped"}
