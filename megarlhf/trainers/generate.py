@@ -65,7 +65,7 @@ def evaluate(cfg: GenerateConfig, runtime: Runtime) -> None:
         counts = {"num_prompts": len(prompts) // cfg.rollout.num_samples_per_prompt, "num_samples": len(prompts)}
         session.log(1, {**summary, **counts})
         session.note(f"{cfg.actor.model.path}: means over {len(prompts)} responses to {cfg.data.train}")
-        session.note(table("eval", list(summary.items()), ("metric", "mean")))
+        session.note(table("eval", list(summary.items()), ("metric", "value")))
         session.note(f"wrote them to {cfg.run.dir / METRICS_FILE}")
         if runtime.is_main:
             finish(cfg.run.dir, 1, NO_STEPS_LEFT)

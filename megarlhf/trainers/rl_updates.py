@@ -150,7 +150,7 @@ def learners(
 ) -> Iterator[Learner]:
     """The roles that learn from the mini-batch `samples` in step `step`, in their order."""
     actor, critic, algo = components.actor, components.critic, cfg.algo
-    tokens = max(1, int(experience.trained_lengths_N[list(samples)].sum()))
+    tokens = max(1, int(experience.response_lengths_N[list(samples)].sum()))  # of metrics, which are of all of them
     if step >= cfg.train.critic_warmup_steps or critic is None:
         loss = PolicyLoss(
             algo=algo,
