@@ -122,7 +122,7 @@ def in_words(row: Row) -> str:
     said = [f"{name} {_number(value)}" for name, value in row["rewards"].items()]
     parts = [f"reward {_number(row['reward'])}", *said]
     parts += [f"kl {_number(row['kl'])}"] if "kl" in row else []
-    parts += [f"{row['length']} tokens", "finished" if row["finished"] else "cut at the limit"]
+    parts += [f"length {row['length']}", "finished" if row["finished"] else "cut at the limit"]
     return ", ".join(parts)
 
 

@@ -98,7 +98,7 @@ def test_what_a_full_disk_does_not_take_is_written_later(
 def test_in_words_as_markdown_and_as_a_flat_table() -> None:
     """What was said stands indented in Markdown, where no mark-up is read."""
     shown = row(3, 2, response=NASTY, finished=False, kl=0.125)
-    assert in_words(shown) == "reward 0.5, a 1, b -, kl 0.125, 2 tokens, cut at the limit"
+    assert in_words(shown) == "reward 0.5, a 1, b -, kl 0.125, length 2, cut at the limit"
     script, heading = NASTY.splitlines()
     assert as_markdown([shown]) == (
         f"**sample 2**: {in_words(shown)}\n\n    2+1=\n\nresponse:\n\n    {script}\n    {heading}"
@@ -145,7 +145,7 @@ def test_a_report_shows_evaluations_side_by_side_and_escapes_what_was_said(tmp_p
     assert [page.count(f"<pre>at {step}</pre>") for step in (0, 30, 60, 10)] == [1, 1, 1, 0]
     assert page.count("<td>-</td>") == 3
     assert "&lt;script&gt;" in page
-    assert "reward 0.5, a 1, b -, 2 tokens, finished" in page
+    assert "reward 0.5, a 1, b -, length 2, finished" in page
     assert "Samples of training, step 91" in page
 
 
