@@ -24,6 +24,7 @@ EXTRAS = {
     # right; requirements/cpu.txt is the list that works, installed with --no-deps (`make venv`).
     "cpu": ["megatron-core==0.16.1"],
     "gpu": ["megatron-core==0.16.1", "vllm==0.32.0", "transformer-engine[pytorch]>=2.9,<2.12"],
+    "wandb": ["wandb>=0.31"],  # run.wandb
     "test": ["pytest", "pytest-timeout", "hypothesis", "ruff", "mypy", "types-PyYAML"],
 }
 

@@ -43,6 +43,13 @@ def available_bytes(root: Path = Path("/")) -> int:
     return min([machine, *(number for number in below_limits if number is not None)])
 
 
+def peak_resident_bytes(root: Path = Path("/")) -> int:
+    """The most memory that this process has had resident. Not what `getrusage` says, which counts what the process was
+    before `exec` too."""
+    lines = [line.split() for line in _lines(root / "proc/self/status")]
+    return next((int(line[1]) * 1024 for line in lines if line[0] == "VmHWM:"), 0)
+
+
 def _below_limit(version: _Version, group: Path) -> int | None:
     """Bytes below the group's limit; None where it shows none, as the topmost group or one without this controller."""
     try:

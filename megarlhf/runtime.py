@@ -23,7 +23,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megarlhf.memory import available_bytes
+from megarlhf.memory import available_bytes, peak_resident_bytes
 
 PACKAGES = {
     "torch": ("torch",),
@@ -276,6 +276,14 @@ def free_bytes(runtime: Runtime) -> int:
         kept = torch.cuda.memory_reserved(runtime.device) - torch.cuda.memory_allocated(runtime.device)
         return torch.cuda.mem_get_info(runtime.device)[0] + kept
     return available_bytes() // runtime.local_world_size
+
+
+def peak_memory_bytes(runtime: Runtime) -> int:
+    """The most that this rank has held so far: on a GPU what torch's allocator has taken of it, on a CPU resident
+    memory of the process."""
+    if runtime.device.type == "cuda":
+        return int(torch.cuda.max_memory_reserved(runtime.device))
+    return peak_resident_bytes()
 
 
 def random_state(device: torch.device) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from megarlhf.commands import cli, launch
 from megarlhf.config import GenerateConfig, RLConfig, SFTConfig, load_config
 from megarlhf.errors import WatchdogTimeout
 from megarlhf.experience import Ragged, Rollouts
+from megarlhf.observe.measured import reproducible
 from megarlhf.observe.metrics import read_metrics
 from megarlhf.resume.lock import Lock
 from megarlhf.resume.signals import StopRun
@@ -334,9 +335,9 @@ def test_eval_prints_its_scores_and_where_they_are(work, tmp_path, monkeypatch, 
     output = squeezed(capsys.readouterr().out)
     for line in ("means over 2 responses to", "eval_exact_match 0.5", "response_length_mean 2.5", "run/metrics.jsonl"):
         assert line in output, output
-    assert read_metrics(tmp_path / "run") == [
+    assert [reproducible(row) for row in read_metrics(tmp_path / "run")] == [
         {"step": 1, "eval_exact_match": 0.5, "finished_fraction": 1.0, "num_prompts": 1, "num_samples": 2}
-        | {"response_length_mean": 2.5}
+        | {"response_length_mean": 2.5, "eval_accuracy": 0.5, "eval_accuracy_none": 0, "eval_exact_match_none": 0}
     ]
 
 

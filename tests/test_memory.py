@@ -6,7 +6,7 @@ Not covered: limits that a kernel enforces, memory.high, and groups of version 1
 
 import pytest
 
-from megarlhf.memory import available_bytes
+from megarlhf.memory import available_bytes, peak_resident_bytes
 
 MACHINE = 8_000_000 * 1024
 V2 = "29 23 0:26 {shown} /sys/fs/cgroup rw,nosuid shared:4 master:1 - cgroup2 cgroup2 rw,nsdelegate"
@@ -117,3 +117,12 @@ def test_a_group_below_the_part_that_a_container_sees(tmp_path):
 
 def test_of_this_machine():
     assert 0 < available_bytes() < 1 << 45
+
+
+def test_the_peak_of_this_process(tmp_path):
+    """As the kernel says it, in a made-up file and of this very process."""
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/status").write_text("Name:\tpython\nVmPeak:\t 900 kB\nVmHWM:\t 700 kB\nVmRSS:\t 300 kB\n")
+    assert peak_resident_bytes(tmp_path) == 700 * 1024
+    used = bytearray(b"1") * 60_000_000
+    assert peak_resident_bytes() > len(used)

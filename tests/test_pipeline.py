@@ -44,6 +44,10 @@ RL_METRICS = {
     "seconds_train",
     "seconds_reshard",
     "seconds_certificate",
+    "tokens_per_second",
+    "rollout_tokens_per_second",
+    "peak_memory_gib",
+    "wall_clock",
 }
 
 
@@ -96,7 +100,8 @@ def test_supervised_stages_leave_what_the_next_one_needs(runs: Path) -> None:
         ("rm", {"loss", "grad_norm", "tokens", "seconds", "pair_accuracy", "eval_pair_accuracy"}),
     ):
         rows = rows_of(runs / name)
-        assert metrics <= rows[-1].keys()
+        assert metrics | {"tokens_per_second", "peak_memory_gib", "wall_clock"} <= rows[-1].keys()
+        assert rows[-1]["tokens_per_second"] * rows[-1]["seconds"] == pytest.approx(rows[-1]["tokens"])
         assert all(value is not None for row in rows for value in row.values())
         assert any((runs / name / "tensorboard").iterdir())
         assert yaml.safe_load((runs / name / "config.yaml").read_text())["train"]["mini_batch_samples"] == 16

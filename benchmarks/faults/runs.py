@@ -15,10 +15,9 @@ from typing import Any
 import yaml
 
 from benchmarks.faults.processes import Command
+from megarlhf.observe.measured import reproducible
 from tools.demo.make_data import Recipe, write_all
 
-NOT_COMPARED = ("seconds", "engine_rebuilds")
-"""Beginnings of metrics that say how long something took, or that an engine was built anew."""
 STEPS = {"sft": 24, "rl": 5}
 Difference = str
 """What is not equal, in words; empty when all is."""
@@ -184,7 +183,7 @@ def rows(run: Path) -> list[dict[str, Any]]:
 
 def compared(name: str) -> bool:
     """Whether a metric is the same in every run."""
-    return not name.rpartition("/")[2].startswith(NOT_COMPARED)
+    return bool(reproducible({name.rpartition("/")[2]: None}))
 
 
 def has_step(run: Path, step: int) -> bool:

@@ -14,6 +14,7 @@ from megarlhf.config.sections import (
     MicroBatchConfig,
     PromptDataConfig,
     RLConfig,
+    RLEvalConfig,
     RLTrainConfig,
     RMConfig,
     SFTConfig,
@@ -21,4 +22,5 @@ from megarlhf.config.sections import (
     TrainConfig,
 )
 from megarlhf.config.selection import DynamicSamplingConfig, OverlongConfig
+from megarlhf.config.shown import AccuracyConfig, SamplesConfig, WandbConfig
 from megarlhf.config.watchdog import StragglersConfig, WatchdogConfig

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt, model_validator
@@ -76,3 +77,11 @@ class RewardConfig(FrozenModel):
         if set_keys := [key for key in unread if getattr(self, key) != type(self).model_fields[key].default]:
             raise ValueError(f"a reward of kind {self.kind!r} does not read {', '.join(set_keys)}; leave that out")
         return self
+
+
+def labels_of(rewards: Sequence[RewardConfig]) -> list[str]:
+    """A name for each reward; where several have one name, they are numbered."""
+    plain = [reward.label for reward in rewards]
+    return [
+        label if plain.count(label) == 1 else f"{label}_{plain[:n].count(label) + 1}" for n, label in enumerate(plain)
+    ]

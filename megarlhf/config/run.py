@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, PositiveInt, model_validator
 
 from megarlhf.config.roles import FrozenModel, NonNegative
+from megarlhf.config.shown import WandbConfig
 
 
 class RunConfig(FrozenModel):
@@ -34,8 +35,17 @@ class RunConfig(FrozenModel):
     """The same bits from every run on GPUs of one kind. Without it some kernels add in an order that changes from run
     to run. Kernels with a fixed order are slower, and what has none is refused at the start. On a CPU runs repeat bit
     for bit anyway."""
-    logger: Literal["tensorboard", "wandb"] = "tensorboard"
-    """`wandb` logs to Weights & Biases as well."""
+    wandb: WandbConfig = WandbConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _renamed(cls, data: Any) -> Any:
+        if isinstance(data, dict) and "logger" in data:
+            raise ValueError(
+                f"logger = {data['logger']} is no longer read: TensorBoard's events are always written. For Weights & "
+                "Biases write run.wandb={project: NAME}"
+            )
+        return data
 
 
 class CheckpointConfig(FrozenModel):

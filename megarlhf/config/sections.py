@@ -17,6 +17,7 @@ from megarlhf.config.rewards import RewardConfig
 from megarlhf.config.roles import FrozenModel, NonNegative, Positive, RoleConfig
 from megarlhf.config.rollout import RolloutConfig
 from megarlhf.config.run import CheckpointConfig, RunConfig
+from megarlhf.config.shown import AccuracyConfig, SamplesConfig
 from megarlhf.config.watchdog import WatchdogConfig
 
 
@@ -61,6 +62,10 @@ class EvalConfig(FrozenModel):
     """Steps between evaluations on held-out data; 0: before the first and after the last step only."""
     max_samples: PositiveInt | None = None
     """Use only the first so many held-out samples."""
+
+
+class RLEvalConfig(EvalConfig, AccuracyConfig):
+    """Greedy responses to held-out prompts."""
 
 
 class MicroBatchConfig(FrozenModel):
@@ -177,7 +182,8 @@ class RLConfig(FrozenModel):
     train: RLTrainConfig
     rollout: RolloutConfig = RolloutConfig()
     algo: AlgoConfig = AlgoConfig()
-    eval: EvalConfig = EvalConfig()
+    eval: RLEvalConfig = RLEvalConfig()
+    samples: SamplesConfig = SamplesConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     watchdog: WatchdogConfig = WatchdogConfig()
 
@@ -277,6 +283,7 @@ class GenerateConfig(FrozenModel):
     """Take the likeliest token; otherwise sample at `rollout.temperature`."""
     rewards: tuple[RewardConfig, ...] = ()
     """Rules only."""
+    eval: AccuracyConfig = AccuracyConfig()
     max_samples: PositiveInt | None = None
     """Use only the first so many prompts."""
     out: Path | None = None

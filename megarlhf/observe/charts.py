@@ -1,22 +1,17 @@
 """Which curves a report shows, and how one becomes a plotly figure (plain dictionaries: data and layout).
 
-A `Run` is the record of one run directory. A `Chart` names metrics; `figure` draws them for the runs of one
-kind, over each other. One run: a colour per metric. Several runs: a colour per run, a dash per metric.
+A `Run` is the record of one run directory. `figure` draws the metrics of a chart for the runs of one kind, over each
+other. One run: a colour per metric. Several runs: a colour per run, a dash per metric.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Any
 
-Kind = Literal["sft", "rm", "rl"]
-
-KIND_TITLES: dict[Kind, str] = {
-    "sft": "Supervised fine-tuning",
-    "rm": "Reward model",
-    "rl": "Reinforcement learning",
-}
+from megarlhf.observe.chart_list import CHARTS, Chart, Kind
+from megarlhf.observe.samples import ShownTables
 
 PALETTE = ("#2563eb", "#d97706", "#059669", "#b91c1c", "#7c3aed", "#0e7490", "#be185d", "#4d7c0f")
 DASHES = ("solid", "dot", "dash", "longdash", "dashdot")
@@ -51,6 +46,8 @@ class Run:
     kind: Kind
     rows: Sequence[dict[str, Any]]
     config: str | None
+    tables: ShownTables = field(default_factory=ShownTables)
+    """Of samples."""
 
     def series(self, metric: str) -> list[tuple[int, float | None]]:
         """(step, value) where the metric was logged; None where it was not finite."""
@@ -66,87 +63,6 @@ class Run:
         return list(names)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Chart:
-    """One chart: what it is called, what it shows, and a sentence on how to read it."""
-
-    title: str
-    metrics: tuple[str, ...]
-    right: tuple[str, ...] = ()
-    """Metrics of the second axis, on the right."""
-    axis: str = ""
-    right_axis: str = ""
-    hint: str = ""
-    wide: bool = False
-    stacked: bool = False
-    log_if_positive: bool = False
-    mark_best: str | None = None
-    """A metric whose highest point is marked, if the run went on after it."""
-
-
-REWARD = Chart(
-    title="Reward and held-out accuracy",
-    metrics=("reward_mean", "eval_reward_mean"),
-    right=("eval_accuracy",),
-    axis="learned reward",
-    right_axis="held-out true accuracy",
-    hint="A reward that still rises while held-out accuracy falls is over-optimisation of the reward model.",
-    wide=True,
-    mark_best="eval_accuracy",
-)
-
-CHARTS: dict[Kind, tuple[Chart, ...]] = {
-    "sft": (
-        Chart(title="Loss", metrics=("loss", "eval_loss"), axis="nats per token"),
-        Chart(title="Held-out perplexity", metrics=("eval_perplexity",)),
-    ),
-    "rm": (
-        Chart(title="Pair accuracy", metrics=("pair_accuracy", "eval_pair_accuracy"), hint="0.5 is chance."),
-        Chart(title="Loss", metrics=("loss", "eval_loss"), hint="ln 2 = 0.693 is chance."),
-        Chart(title="Held-out scores", metrics=("eval_chosen_score", "eval_rejected_score")),
-        Chart(title="Gradient norm", metrics=("grad_norm",)),
-    ),
-    "rl": (
-        REWARD,
-        Chart(title="KL to the reference", metrics=("kl",), axis="nats per response token"),
-        Chart(title="Response length", metrics=("response_length_mean",), axis="tokens"),
-        Chart(title="Entropy", metrics=("entropy",), axis="nats per token"),
-        Chart(title="Clip fraction", metrics=("clip_fraction",)),
-        Chart(
-            title="Log-prob gap, trainer against rollout engine",
-            metrics=("rollout_logprob_gap_mean", "rollout_logprob_gap_p999", "rollout_logprob_gap_max"),
-            axis="nats",
-            hint="Jumps when the engine's weights are not the actor's.",
-            log_if_positive=True,
-        ),
-        Chart(title="Losses", metrics=("policy_loss", "value_loss")),
-        Chart(
-            title="Seconds by phase",
-            metrics=("seconds_rollout", "seconds_experience", "seconds_train", "seconds_reshard"),
-            axis="seconds per step",
-            wide=True,
-            stacked=True,
-        ),
-    ),
-}
-
-SUMMARY: dict[Kind, dict[str, Literal["highest", "lowest", "worst", "neither"]]] = {
-    "sft": {"loss": "lowest", "eval_loss": "lowest", "eval_perplexity": "lowest"},
-    "rm": {"loss": "lowest", "pair_accuracy": "highest", "eval_pair_accuracy": "highest"},
-    "rl": {
-        "reward_mean": "highest",
-        "eval_reward_mean": "highest",
-        "eval_accuracy": "highest",
-        "kl": "neither",
-        "response_length_mean": "neither",
-        "entropy": "neither",
-        "rollout_logprob_gap_max": "worst",
-    },
-}
-"""The metrics of the summary, and which value of each it names as the best: the highest, the lowest or none. Of
-"worst" it names the highest as the worst: a single jump is what matters."""
-
-
 def kind_of(rows: Iterable[dict[str, Any]]) -> Kind:
     """Which command wrote these lines, by the names of its metrics."""
     names = {name for row in rows for name in row}
@@ -158,10 +74,11 @@ def kind_of(rows: Iterable[dict[str, Any]]) -> Kind:
 
 
 def charts_of(kind: Kind, runs: Sequence[Run]) -> tuple[list[Chart], list[Chart]]:
-    """The charts of a kind that have something to show, and one for every metric that none of them has."""
+    """The charts of a kind that have something to show, and one for every metric that none of them has; `wall_clock`
+    stands in the summary."""
     logged = list(dict.fromkeys(name for run in runs for name in run.metrics()))
     own = [chart for chart in CHARTS[kind] if set(chart.metrics + chart.right) & set(logged)]
-    covered = {name for chart in own for name in chart.metrics + chart.right}
+    covered = {"wall_clock", *(name for chart in own for name in chart.metrics + chart.right)}
     return own, [Chart(title=name, metrics=(name,)) for name in logged if name not in covered]
 
 

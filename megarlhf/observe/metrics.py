@@ -1,16 +1,17 @@
-"""A run's metrics: `metrics.jsonl` (one JSON object a step), TensorBoard; Weights & Biases when asked for."""
+"""A run's metrics: `metrics.jsonl` (one JSON object a step), TensorBoard, and any other tracker."""
 
 from __future__ import annotations
 
-import importlib
 import json
 import logging
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+
+from megarlhf.observe.samples import Row, as_markdown
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -20,17 +21,26 @@ Metric = float | int | None
 log = logging.getLogger(__name__)
 
 
+class Tracker(Protocol):
+    """Where metrics go besides: `wandb_run.WandbRun`. It raises nothing."""
+
+    def log(self, step: int, metrics: Mapping[str, float | int]) -> None: ...
+
+    def log_samples(self, name: str, step: int, rows: Sequence[Row]) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class MetricsWriter:
     """Writes each step to `run_dir/metrics.jsonl`, flushed, and to the trackers that were asked for.
 
-    run_dir:       the run directory; made if missing
-    tensorboard:   also write scalars under `run_dir/tensorboard`
-    wandb_project: also log to this Weights & Biases project; None for not at all
-    resume_step:   the last step that the resumed checkpoint contains. Lines of later steps are cut, and so is
-                   a last line torn by a crash. None starts a new record, where there is none yet.
+    run_dir:     the run directory; made if missing
+    tensorboard: also write scalars and tables of samples under `run_dir/tensorboard`
+    tracker:     gets the same; closed with the writer
+    resume_step: the last step that the resumed checkpoint contains. Lines of later steps are cut, and so is
+                 a last line torn by a crash. None starts a new record, where there is none yet.
 
-    Raises: ValueError when wandb_project is given and wandb is not installed, metrics.jsonl is damaged before its
-    last line, or a new record is asked for where one is.
+    Raises: ValueError when metrics.jsonl is damaged before its last line, or a new record is asked for where one is.
     """
 
     def __init__(
@@ -38,11 +48,10 @@ class MetricsWriter:
         run_dir: Path | str,
         *,
         tensorboard: bool = True,
-        wandb_project: str | None = None,
+        tracker: Tracker | None = None,
         resume_step: int | None = None,
     ) -> None:
         run_dir = Path(run_dir)
-        wandb = None if wandb_project is None else _import_wandb(wandb_project)
         run_dir.mkdir(parents=True, exist_ok=True)
         path = run_dir / METRICS_FILE
         if resume_step is None and path.exists():
@@ -54,9 +63,9 @@ class MetricsWriter:
         self._pending = bytearray()
         self._run_dir = run_dir
         self._tensorboard = _open_tensorboard(run_dir, resume_step) if tensorboard else None
-        self._for_tensorboard: list[tuple[int, dict[str, float | int]]] | None = [] if tensorboard else None
+        self._for_tensorboard: list[tuple[int, dict[str, float | int | str]]] | None = [] if tensorboard else None
         """What it has not taken yet: of one step, or of more after a full disk."""
-        self._wandb_run = None if wandb is None else _open_wandb(wandb, run_dir, wandb_project)
+        self._tracker = tracker
 
     def log(self, step: int, metrics: Mapping[str, Metric]) -> None:
         """Append one line: `step` first, then the metrics sorted by name.
@@ -74,10 +83,19 @@ class MetricsWriter:
         self._last_step = step
         finite = {name: value for name, value in row.items() if value is not None}
         if self._for_tensorboard is not None:
-            self._for_tensorboard.append((step, finite))
+            # Its scalars have 32 bits, in which a time since 1970 is off by minutes; it notes the time by itself.
+            self._for_tensorboard.append((step, {k: v for k, v in finite.items() if k != "wall_clock"}))
             self._write_events(self._for_tensorboard)
-        if self._wandb_run is not None:
-            self._wandb_run.log(finite, step=step)
+        if self._tracker is not None:
+            self._tracker.log(step, finite)
+
+    def log_samples(self, name: str, step: int, rows: Sequence[Row]) -> None:
+        """A table of samples, for the trackers."""
+        if self._for_tensorboard is not None:
+            self._for_tensorboard.append((step, {name: as_markdown(rows)}))
+            self._write_events(self._for_tensorboard)
+        if self._tracker is not None:
+            self._tracker.log_samples(name, step, rows)
 
     def flush(self) -> None:
         """Write what could not be written yet: to be called before a resume point is, which must not outlive the lines
@@ -96,14 +114,15 @@ class MetricsWriter:
         except OSError as error:
             log.warning("%s: %d bytes could not be written yet: %s", self._file.name, len(self._pending), error)
 
-    def _write_events(self, rows: list[tuple[int, dict[str, float | int]]]) -> None:
+    def _write_events(self, rows: list[tuple[int, dict[str, float | int | str]]]) -> None:
         """The same of TensorBoard's events. A file of events that has failed once takes no more: a new one is begun."""
         try:
             if self._tensorboard is None:
                 self._tensorboard = _open_tensorboard(self._run_dir, rows[0][0] - 1)
             for step, row in rows:
                 for name, value in row.items():
-                    self._tensorboard.add_scalar(name, value, step)
+                    add = self._tensorboard.add_text if isinstance(value, str) else self._tensorboard.add_scalar
+                    add(name, value, step)
             self._tensorboard.flush()
             rows.clear()
         except OSError as error:
@@ -115,8 +134,8 @@ class MetricsWriter:
         self._file.close()
         if self._tensorboard is not None:
             self._tensorboard.close()
-        if self._wandb_run is not None:
-            self._wandb_run.finish()
+        if self._tracker is not None:
+            self._tracker.close()
 
     def __enter__(self) -> MetricsWriter:
         return self
@@ -202,22 +221,3 @@ def _open_tensorboard(run_dir: Path, resume_step: int | None) -> Any:
 
     purge_step = 0 if resume_step is None else resume_step + 1
     return SummaryWriter(str(run_dir / "tensorboard"), purge_step=purge_step)
-
-
-def _import_wandb(project: str) -> Any:
-    try:
-        return importlib.import_module("wandb")
-    except ModuleNotFoundError as error:
-        raise ValueError(
-            f"Weights & Biases was asked for (project {project!r}), but wandb is not installed: "
-            "`pip install wandb`, or leave the project out"
-        ) from error
-
-
-def _open_wandb(wandb: Any, run_dir: Path, project: str | None) -> Any:
-    """Open the tracker's run; its id is kept in the run directory, so that a resume continues it."""
-    id_file = run_dir / "wandb_id"
-    run_id = id_file.read_text(encoding="utf-8").strip() if id_file.exists() else None
-    run = wandb.init(project=project, dir=str(run_dir), name=run_dir.name, id=run_id, resume="allow")
-    id_file.write_text(run.id, encoding="utf-8")
-    return run

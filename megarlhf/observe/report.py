@@ -10,10 +10,14 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from megarlhf.observe.charts import KIND_TITLES, SUMMARY, Chart, Kind, Run, charts_of, figure, kind_of
+from megarlhf.observe.chart_list import KIND_TITLES, SUMMARY, Chart, Kind
+from megarlhf.observe.charts import Run, charts_of, figure, kind_of
 from megarlhf.observe.metrics import read_metrics
 from megarlhf.observe.progress import format_duration, format_number
+from megarlhf.observe.report_samples import STYLE as STYLE_OF_SAMPLES
+from megarlhf.observe.report_samples import section_of_samples
 from megarlhf.observe.run_directory import CONFIG_FILE
+from megarlhf.observe.samples import read_shown
 
 HOW_TO_READ = "Drag in a chart to zoom, double-click to go back; click a name to hide its curve."
 
@@ -82,7 +86,8 @@ def read_run(run_dir: Path) -> Run:
         raise ValueError(f"{run_dir} has an empty metrics.jsonl: the run has not finished a step; report it later")
     config = run_dir / CONFIG_FILE
     text = config.read_text(encoding="utf-8") if config.is_file() else None
-    return Run(name=run_dir.resolve().name, kind=kind_of(rows), rows=rows, config=text)
+    tables = read_shown(run_dir)
+    return Run(name=run_dir.resolve().name, kind=kind_of(rows), rows=rows, config=text, tables=tables)
 
 
 def _distinct(runs: Sequence[Run]) -> list[Run]:
@@ -110,11 +115,12 @@ def render(runs: Sequence[Run], *, title: str) -> str:
         [
             '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f"<title>{html.escape(title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n<main>",
+            f"<title>{html.escape(title)}</title>\n<style>{STYLE}{STYLE_OF_SAMPLES}</style>\n</head>\n<body>\n<main>",
             f"<h1>{html.escape(title)}</h1>",
             f"{_WRITTEN_BY_US}{now}. {HOW_TO_READ}</p>",
             _summary(runs),
             *sections,
+            section_of_samples(runs),
             _configs(runs),
             f"</main>\n<script>{get_plotlyjs()}</script>",
             f"<script>\nconst FIGURES = {data};\n{DRAW}</script>\n</body>\n</html>\n",
@@ -128,7 +134,7 @@ def _summary(runs: Sequence[Run]) -> str:
     for run in runs:
         lines = [_summary_cells(run, metric) for metric in SUMMARY[run.kind] if run.finite(metric)]
         lines = lines or ['<td colspan="5">no figure of its own logged</td>']
-        steps = f"{KIND_TITLES[run.kind]}, {run.rows[-1]['step']} steps{_duration(run)}"
+        steps = f"{KIND_TITLES[run.kind]}, {run.rows[-1]['step']} steps{_duration(run)}{_when(run)}"
         head = (
             f'<td rowspan="{len(lines)}"><div class="run">{html.escape(run.name)}</div>'
             f'<div class="soft">{steps}</div>{_not_finite(run)}</td>'
@@ -156,6 +162,12 @@ def _duration(run: Run) -> str:
     names = names or [name for name in run.metrics() if name.startswith("seconds_")]
     total = sum(value for name in names for _, value in run.finite(name))
     return f", {format_duration(total)} in steps" if names else ""
+
+
+def _when(run: Run) -> str:
+    """From the first logged step to the last one, of all starts."""
+    times = [datetime.fromtimestamp(value, timezone.utc) for _, value in run.finite("wall_clock")]
+    return f", {times[0]:%Y-%m-%d %H:%M} to {times[-1]:%Y-%m-%d %H:%M} UTC" if times else ""
 
 
 def _not_finite(run: Run) -> str:

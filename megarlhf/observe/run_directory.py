@@ -29,6 +29,9 @@ _FILES = (
     "responses.jsonl",
     ".responses.jsonl.partial",
     "wandb_id",
+    "samples/step_[0-9]*.jsonl",
+    "samples/eval_step_[0-9]*.jsonl",
+    "samples/.*step_[0-9]*.jsonl.partial",
     "tensorboard/events.out.tfevents.*",
     "checkpoints/latest",
     "checkpoints/.latest.partial",
@@ -44,7 +47,7 @@ _FILES = (
     CONFIG_FILE,  # the last to be removed: what is left half-way is still a run's
 )
 _LINKS = ("latest", ".latest.partial")
-_FOLDERS = ("checkpoints", "tensorboard", "resume", "bank", "failures")
+_FOLDERS = ("checkpoints", "tensorboard", "resume", "bank", "failures", "samples")
 _OWN = (CONFIG_FILE, FINISHED_FILE, "lock", "metrics.jsonl", ".responses.jsonl.partial", "wandb_id", "wandb", *_FOLDERS)
 """What a run keeps to itself in its directory: nothing else may be written there."""
 

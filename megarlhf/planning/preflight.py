@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 
 from megarlhf.architectures.architecture import Architecture
@@ -13,12 +12,14 @@ from megarlhf.config import GenerateConfig, RLConfig, RMConfig, RoleConfig, SFTC
 from megarlhf.data.sources import require_source, source_files
 from megarlhf.observe.progress import make_console, table
 from megarlhf.observe.run_directory import require_writable_output
+from megarlhf.observe.wandb_run import require_wandb
 from megarlhf.planning.anchor import check_anchor
 from megarlhf.planning.batch import BatchNumber, rl_batch_numbers, schedule_notes, supervised_batch_numbers
 from megarlhf.planning.legality import check_role
 from megarlhf.planning.models import check_heads, check_vocabularies
 from megarlhf.planning.without_effect import changed_meanings, without_effect
 from megarlhf.resume.claim import require_usable
+from megarlhf.rollout.rewards.accuracy import accuracy_of
 from megarlhf.rollout.rewards.rules import load_rule
 from megarlhf.rollout.vllm_arguments import cpu_head_sizes, unknown_arguments
 from megarlhf.runtime import capabilities
@@ -82,7 +83,10 @@ def preflight(command: str, cfg: AnyConfig, world_size: int) -> Preflight:
         for reward in cfg.rewards:
             if reward.rule is not None:
                 load_rule(reward.rule)
-    if command == "eval" and isinstance(cfg, GenerateConfig) and not cfg.rewards:
+        accuracy = accuracy_of(cfg.eval.accuracy, cfg.rewards)
+        if accuracy.note and (command == "eval" or (isinstance(cfg, RLConfig) and cfg.data.heldout is not None)):
+            notes.append(accuracy.note)
+    if command == "eval" and isinstance(cfg, GenerateConfig) and not (cfg.rewards or cfg.eval.accuracy):
         raise ValueError("rewards is empty: eval scores by rules; name one, such as [{kind: rule, rule: exact_match}]")
     notes += _check_outputs(command, cfg)
     numbers: list[BatchNumber] = []
@@ -107,8 +111,8 @@ def _roles(cfg: AnyConfig) -> dict[str, RoleConfig]:
 
 def _check_outputs(command: str, cfg: AnyConfig) -> list[str]:
     """Nothing that is there may be lost. Returns what an overwriting run removes, and the like, in sentences."""
-    if cfg.run.logger == "wandb" and find_spec("wandb") is None:
-        raise ValueError("run.logger = 'wandb', but wandb is not installed: pip install wandb, or set tensorboard")
+    if cfg.run.wandb.project is not None:
+        require_wandb(cfg.run.wandb)
     if isinstance(cfg, GenerateConfig) and cfg.out is not None:
         if command == "eval":
             raise ValueError(

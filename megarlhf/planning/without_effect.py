@@ -63,6 +63,8 @@ def _of_rl(cfg: RLConfig) -> list[_Row]:
     of_clip = algo.policy_loss != "clip"
     correction = algo.rollout_correction.kind
     return [
+        ("eval.accuracy", cfg.data.heldout is None, "there is no data.heldout to evaluate on"),
+        ("samples.every", cfg.samples.count == 0, "samples.count = 0 writes no tables"),
         ("algo.gamma", advantage not in DISCOUNTED, reads_none),
         ("algo.lam", advantage != "gae", reads_none),
         ("algo.whiten_over algo.whiten_variance", not algo.whitens, "the advantages are not whitened"),

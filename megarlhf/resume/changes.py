@@ -23,7 +23,7 @@ ROLES = ("actor", "critic", "reference", "reward_model")
 
 _NEUTRAL = {
     "where a run stands, what starts it, where it is logged": (
-        "run.dir run.on_existing run.allow_changes run.nproc run.logger"
+        "run.dir run.on_existing run.allow_changes run.nproc run.wandb.* samples.*"
     ),
     "when it is saved": "checkpoint.*",
     "when it ends because something hangs, and who is named as slow": "watchdog.*",
@@ -34,6 +34,7 @@ _NEUTRAL = {
     ),
     "memory": "rollout.gpu_memory_utilization rollout.cpu_cache_gib rollout.reshard_bucket_mib",
     "how a reward is called, not what it says": "rewards.calls.*",
+    "which of the rewards is called an accuracy": "eval.accuracy",
     "checks, which end a run or let it be": (
         "rollout.verify_weights_every rollout.poison_weights rollout.logprob_gap.* rollout.max_engine_rebuilds "
         "train.max_skipped_in_a_row"

@@ -13,6 +13,7 @@ from megarlhf.architectures.placements import logical_tensors
 from megarlhf.data.tokenizer import Tokenizer
 from megarlhf.models.role import Role
 from megarlhf.models.weights import replica_placements
+from megarlhf.observe.measured import reproducible
 from megarlhf.provenance import Weights
 from megarlhf.weights.checks.digest import replica_digests, summed, whole_digest
 
@@ -56,10 +57,6 @@ def digest_of_weights(role: Role) -> str:
     return whole_digest(summed([mine], names, mesh.runtime.device, mesh.groups.mp)[0])
 
 
-_NOT_COUNTED = ("seconds", "engine_rebuilds")
-"""How long something took, and what was done again without a trace in the numbers."""
-
-
 class History:
     """A digest of all that the run has measured so far.
 
@@ -71,9 +68,8 @@ class History:
         self.digest = ""
 
     def add(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Take note of a step's metrics; `_NOT_COUNTED` does not."""
-        counted = {name: value for name, value in metrics.items() if not name.startswith(_NOT_COUNTED)}
-        text = json.dumps([self.digest, step, counted], sort_keys=True)
+        """Take note of a step's metrics, but for what the step took."""
+        text = json.dumps([self.digest, step, reproducible(metrics)], sort_keys=True)
         self.digest = hashlib.sha256(text.encode()).hexdigest()
 
     def fingerprint(self, mathematics: Mapping[str, Any], began_with: Mapping[str, str]) -> str:

@@ -17,13 +17,14 @@ from megarlhf.config import GenerateConfig, RewardConfig
 from megarlhf.data.samples import PromptSample
 from megarlhf.experience import Rollouts
 from megarlhf.models.role import build_role
-from megarlhf.observe.metrics import METRICS_FILE
+from megarlhf.observe.metrics import METRICS_FILE, Metric
 from megarlhf.observe.phases import Phases
 from megarlhf.observe.progress import table
 from megarlhf.observe.watchdog import watched_phases
 from megarlhf.parallel.mesh import GroupCache
 from megarlhf.resume.claim import NO_STEPS_LEFT, finish
 from megarlhf.rollout.engine import RolloutEngine, sample_seed
+from megarlhf.rollout.rewards.accuracy import accuracy_metrics, accuracy_of
 from megarlhf.rollout.rewards.score import gather, make_source, response_texts, share_of_rank
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.best_of import candidates, choose, record_of
@@ -39,7 +40,7 @@ def run(cfg: GenerateConfig, runtime: Runtime) -> None:
     with contextlib.ExitStack() as stack:
         phases = stack.enter_context(watched_phases(cfg.watchdog, cfg.run.dir, runtime))
         with phases("build"):
-            data = load_prompts(cfg.data, cfg.actor.model.hf_directory(), cfg.rewards)
+            data = load_prompts(cfg.data, cfg.actor.model.hf_directory(), _scored_by(cfg))
             engine = _engine(cfg, runtime)
         session = stack.enter_context(open_session(cfg, cfg.run, runtime, "generate", 1, data.notes, phases=phases))
         prompts, responses, rollouts, rewards = _respond(cfg, runtime, engine, data, phases)
@@ -47,7 +48,7 @@ def run(cfg: GenerateConfig, runtime: Runtime) -> None:
         lines, counts = _chosen_lines(cfg, prompts, responses, rollouts, rewards)
         if runtime.is_main:
             _write_lines(out, lines)
-        session.log(1, {**_summary(rollouts, rewards), **counts})
+        session.log(1, {**_summary(cfg, rollouts, rewards), **counts})
         session.note(f"wrote {len(lines)} lines of {len(prompts)} responses to {out}{_in_words(counts)}")
         if runtime.is_main:
             finish(cfg.run.dir, 1, NO_STEPS_LEFT)
@@ -58,15 +59,15 @@ def evaluate(cfg: GenerateConfig, runtime: Runtime) -> None:
     with contextlib.ExitStack() as stack:
         phases = stack.enter_context(watched_phases(cfg.watchdog, cfg.run.dir, runtime))
         with phases("build"):
-            data = load_prompts(cfg.data, cfg.actor.model.hf_directory(), cfg.rewards)
+            data = load_prompts(cfg.data, cfg.actor.model.hf_directory(), _scored_by(cfg))
             engine = _engine(cfg, runtime)
         session = stack.enter_context(open_session(cfg, cfg.run, runtime, "eval", 1, data.notes, phases=phases))
         prompts, _, rollouts, rewards = _respond(cfg, runtime, engine, data, phases)
-        summary = _summary(rollouts, rewards)
+        summary = _summary(cfg, rollouts, rewards)
         counts = {"num_prompts": len(prompts) // cfg.rollout.num_samples_per_prompt, "num_samples": len(prompts)}
         session.log(1, {**summary, **counts})
         session.note(f"{cfg.actor.model.path}: means over {len(prompts)} responses to {cfg.data.train}")
-        session.note(table("eval", list(summary.items()), ("metric", "mean")))
+        session.note(table("eval", list(summary.items()), ("metric", "value")))
         session.note(f"wrote them to {cfg.run.dir / METRICS_FILE}")
         if runtime.is_main:
             finish(cfg.run.dir, 1, NO_STEPS_LEFT)
@@ -94,9 +95,15 @@ def _respond(
         )
     responses = response_texts(rollouts, data.tokenizer)
     with phases("reward"):
-        rewards = {reward.label: _values(reward, prompts, rollouts, data, phases) for reward in cfg.rewards}
+        rewards = {reward.label: _values(reward, prompts, rollouts, data, phases) for reward in _scored_by(cfg)}
     engine.close()
     return prompts, responses, rollouts, rewards
+
+
+def _scored_by(cfg: GenerateConfig) -> list[RewardConfig]:
+    """The rewards, and the rule that `eval.accuracy` names where it is none of them."""
+    judge = accuracy_of(cfg.eval.accuracy, cfg.rewards).judge
+    return [*cfg.rewards, *([judge] if judge is not None else [])]
 
 
 def _values(
@@ -115,10 +122,16 @@ def _values(
     return torch.tensor([math.nan if each.value is None else each.value for each in outcomes])
 
 
-def _summary(rollouts: Rollouts, rewards: dict[str, Tensor]) -> dict[str, float]:
-    means = {f"eval_{name}": float(values_N.nanmean()) for name, values_N in rewards.items()}
+def _summary(cfg: GenerateConfig, rollouts: Rollouts, rewards: dict[str, Tensor]) -> dict[str, Metric]:
+    """Means over the responses to which a reward applies, and to how many it does not."""
+    summary: dict[str, Metric] = {}
+    for name, values_N in rewards.items():
+        summary |= {f"eval_{name}": float(values_N.nanmean()), f"eval_{name}_none": int(values_N.isnan().sum())}
+    accuracy = accuracy_of(cfg.eval.accuracy, cfg.rewards)
+    if accuracy.label is not None:
+        summary |= accuracy_metrics(accuracy, rewards[accuracy.label])
     return {
-        **means,
+        **summary,
         "response_length_mean": float(rollouts.responses.lengths_N.float().mean()),
         "finished_fraction": float(rollouts.finished_N.float().mean()),
     }

@@ -18,6 +18,7 @@ from megarlhf.model_directory import end_tokens
 from megarlhf.models.role import Role
 from megarlhf.models.settings import DTYPES
 from megarlhf.rollout.engine import RolloutEngine, Sampling, StopStrings
+from megarlhf.rollout.rewards.accuracy import accuracy_of
 from megarlhf.rollout.rewards.rules import field_check
 from megarlhf.runtime import Runtime
 
@@ -34,9 +35,14 @@ class PromptData:
 
 
 def load_prompts(
-    data: PromptDataConfig, model_path: Path, rewards: Sequence[RewardConfig] = (), max_heldout: int | None = None
+    data: PromptDataConfig,
+    model_path: Path,
+    rewards: Sequence[RewardConfig] = (),
+    max_heldout: int | None = None,
+    accuracy: str | None = None,
 ) -> PromptData:
-    """Read and tokenize the prompts. Raises: ValueError for a record without what the rules of `rewards` need."""
+    """Read and tokenize the prompts. Raises: ValueError for a record without what the rules of `rewards` need, and for
+    a held-out one without what `eval.accuracy` needs."""
     tokenizer = load_tokenizer(model_path)
     checks = [field_check(reward.rule) for reward in rewards if reward.rule is not None]
 
@@ -55,13 +61,23 @@ def load_prompts(
 
     train, heldout, notes = load_splits(data, ("prompt",) if data.template == "plain" else ("messages",), build)
     heldout = heldout[:max_heldout]
-    without = [prompt.index + 1 for prompt in heldout if prompt.fields.get("answer") is None]
-    if 0 < len(without) < len(heldout):
-        notes.append(
-            f"{data.heldout}: {len(without)} of {len(heldout)} held-out prompts have no 'answer' (the first is record "
-            f"{without[0]}), so that there is no eval_accuracy"
-        )
+    require_fields_of_accuracy(accuracy, rewards, heldout, data.heldout)
     return PromptData(train, heldout, tokenizer, notes)
+
+
+def require_fields_of_accuracy(
+    accuracy: str | None, rewards: Sequence[RewardConfig], heldout: Sequence[PromptSample], source: Path | None
+) -> None:
+    """Raises: ValueError for a held-out record that the rule named by `eval.accuracy` cannot judge."""
+    judge = accuracy_of(accuracy, rewards).judge
+    if judge is None or judge.rule is None:
+        return
+    check = field_check(judge.rule)
+    for prompt in heldout:
+        try:
+            check(prompt.fields)
+        except ValueError as error:
+            raise ValueError(f"eval.accuracy, {source}, record {prompt.index + 1}: {error}") from error
 
 
 def actor_order(rollout: RolloutConfig, actor: RoleConfig, runtime: Runtime) -> tuple[int, ...] | None:

@@ -26,6 +26,7 @@ from megarlhf.trainers.rl_eval import Evaluator, StopRule
 from megarlhf.trainers.rl_gap import LogprobGapWatch
 from megarlhf.trainers.rl_metrics import describe
 from megarlhf.trainers.rl_rollout import Drawing
+from megarlhf.trainers.rl_samples import training_rows
 from megarlhf.trainers.rl_score import score
 from megarlhf.trainers.rl_updates import Metrics, StepInProgress, train_on
 from megarlhf.trainers.session import Session, is_due, open_session
@@ -38,7 +39,9 @@ def run(cfg: RLConfig, runtime: Runtime) -> None:
         watched_phases(cfg.watchdog, cfg.run.dir, runtime) as phases,
     ):
         with phases("build"):
-            data = load_prompts(cfg.data, cfg.actor.model.hf_directory(), cfg.rewards, cfg.eval.max_samples)
+            data = load_prompts(
+                cfg.data, cfg.actor.model.hf_directory(), cfg.rewards, cfg.eval.max_samples, cfg.eval.accuracy
+            )
             order = ShuffledBatches(len(data.train), cfg.train.prompts_per_step, cfg.run.seed, "train.prompts_per_step")
             components = build(cfg, runtime, data.tokenizer, phases)
             loop = Loop(cfg, components, data, order)
@@ -47,6 +50,7 @@ def run(cfg: RLConfig, runtime: Runtime) -> None:
             notes = [*data.notes, *anchor_notes(cfg, training.reference)]
         with (
             contextlib.closing(components.rewarder),
+            contextlib.closing(loop.evaluate),
             closed_at_the_end(components.engine),
             open_session(cfg, cfg.run, runtime, "rl", cfg.train.num_steps, notes, training, phases=phases) as session,
         ):
@@ -63,6 +67,7 @@ class Loop:
         dtypes = components.actor.shard.dtype, engine_dtype(cfg.rollout, components.actor)
         self.gap = LogprobGapWatch(cfg.rollout.logprob_gap, min(dtypes, key=lambda dtype: dtype.itemsize))
         self.bank = Bank(cfg.run.dir / "bank")
+        self.by_record = {prompt.index: prompt for prompt in data.train}
         self.states: dict[str, Stateful] = {"stop": self.stop, "logprob_gap": self.gap, "order": order}
 
     def run(self, session: Session) -> None:
@@ -71,7 +76,7 @@ class Loop:
         step, num_steps = session.start.step, cfg.train.num_steps
         update_weights(components, step, certify=True)
         if not session.resumed:
-            session.log(0, self._evaluate(session, due=True))
+            session.log(0, self._evaluate(session, 0, due=True))
             session.border(0)
         if not session.start.update:  # the run had ended there; a step in progress is completed and exported first
             gap.raise_if_failed(last=step == num_steps)
@@ -87,11 +92,14 @@ class Loop:
             update_weights(components, step, certify=step == 1 or is_due(step, cfg.rollout.verify_weights_every))
             last = stop.watch_kl(described["kl"]) or step == num_steps
             if (due := is_due(step, cfg.eval.every)) or last:
-                metrics |= self._evaluate(session, due=due)
+                metrics |= self._evaluate(session, step, due=due)
                 last = last or stop.reason is not None
             components.kl.update(described["kl"], work.experience.num_samples)
             if components.engine.rebuilds > rebuilds:
                 metrics["engine_rebuilds"] = components.engine.rebuilds - rebuilds
+            if is_due(step, cfg.samples.every):
+                self._show(session, step, work)
+            metrics |= components.phases.tokens_per_second()
             session.log(step, metrics | seconds_of(components.phases.end_step(step)))
             session.export(step, components.trained, last=last or gap.failed(last=last))
             session.border(step)
@@ -111,13 +119,21 @@ class Loop:
             self.gap.watch(work.found)
             return work
 
-    def _evaluate(self, session: Session, *, due: bool) -> Metrics:
+    def _show(self, session: Session, step: int, work: StepInProgress) -> None:
+        """A table of samples of the step that is done."""
+        if session.tables is not None:  # rank 0
+            prompts = [self.by_record[record] for record in work.experience.per_sample["records"].tolist()]
+            rows = training_rows(self.cfg, step, work.experience, prompts, self.data.tokenizer)
+            session.show("train", step, rows)
+
+    def _evaluate(self, session: Session, step: int, *, due: bool) -> Metrics:
         """Of the held-out prompts; only one that is due by `eval.every` counts for the rules that stop."""
         with session.stoppable("eval"):
-            evaluation = self.evaluate(session.asked_to_stop)
+            evaluation, rows = self.evaluate(step, session.asked_to_stop)
+        session.show("eval", step, rows)
         if due:
             self.stop.watch(evaluation)
-        return dict(evaluation)
+        return evaluation
 
 
 def update_weights(components: Components, version: int, *, certify: bool) -> None:

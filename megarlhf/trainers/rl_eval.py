@@ -5,48 +5,82 @@ The rules see the held-out reward, which is an accuracy where the reward is a ru
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from megarlhf.config import RLConfig, StopConfig
+from megarlhf.config import RewardConfig, RLConfig, StopConfig
 from megarlhf.data.samples import PromptSample
+from megarlhf.data.tokenizer import Tokenizer
+from megarlhf.experience import Rollouts
+from megarlhf.observe.metrics import Metric
+from megarlhf.observe.samples import Row, spread
 from megarlhf.rollout.engine import RolloutEngine
-from megarlhf.rollout.rewards.rules import exact_match
-from megarlhf.rollout.rewards.score import response_texts
+from megarlhf.rollout.rewards.accuracy import accuracy_metrics, accuracy_of
+from megarlhf.rollout.rewards.score import gather, make_source, share_of_rank
 from megarlhf.trainers.prompts import sampling_of
 from megarlhf.trainers.rl_rewards import Rewarder
 from megarlhf.trainers.rl_rollout import make_experience
+from megarlhf.trainers.rl_samples import rows_of
 
 
 class Evaluator:
-    """Greedy responses to the held-out prompts: mean reward, and exact match where prompts have answers."""
+    """Greedy responses to the held-out prompts: mean reward, accuracy by the reward or rule that is one, and a table of
+    the same samples each time."""
 
     def __init__(
         self, cfg: RLConfig, engine: RolloutEngine, rewarder: Rewarder, heldout: Sequence[PromptSample]
     ) -> None:
         self._engine, self._rewarder, self._heldout = engine, rewarder, heldout
         self._sampling = sampling_of(cfg.rollout, cfg.actor, rewarder.tokenizer, greedy=True)
+        self._accuracy = accuracy_of(cfg.eval.accuracy, cfg.rewards)
+        judge = self._accuracy.judge if heldout else None
+        self._judge = None if judge is None else Judge(judge, rewarder.tokenizer)
+        self._shown = spread(cfg.samples.count, len(heldout))
 
-    def __call__(self, should_stop: Callable[[], bool] = lambda: False) -> dict[str, float]:
-        """Metrics; nothing without held-out prompts. Raises: Interrupted, on every rank, when `should_stop` says so on
-        one while responses are drawn or rewarded."""
+    def close(self) -> None:
+        """End what judges held-out responses only."""
+        if self._judge is not None:
+            self._judge.close()
+
+    def __call__(
+        self, step: int, should_stop: Callable[[], bool] = lambda: False
+    ) -> tuple[dict[str, Metric], list[Row]]:
+        """Metrics after `step`, and the rows of its table; nothing without held-out prompts. Raises: Interrupted, on
+        every rank, when `should_stop` says so on one while responses are drawn or rewarded."""
         if not self._heldout:
-            return {}
+            return {}, []
         prompts = [torch.tensor(prompt.tokens) for prompt in self._heldout]
         rollouts = self._engine.generate(prompts, [0] * len(prompts), self._sampling, should_stop=should_stop)
         experience = make_experience(self._heldout, rollouts, 1)
-        metrics = {"eval_reward_mean": self._rewarder.mean(experience, self._heldout, should_stop)}
-        if all(prompt.fields.get("answer") is not None for prompt in self._heldout):
-            responses = response_texts(rollouts, self._rewarder.tokenizer)
-            matches = [
-                exact_match(prompt.text, response, prompt.fields)
-                for prompt, response in zip(self._heldout, responses, strict=True)
-            ]
-            metrics["eval_accuracy"] = sum(matches) / len(matches)
-        return metrics
+        total_N, said = self._rewarder.heldout(experience, self._heldout, should_stop)
+        if self._judge is not None:
+            said[self._judge.label] = self._judge(self._heldout, rollouts, should_stop)
+        metrics: dict[str, Metric] = {"eval_reward_mean": float(total_N.nanmean())}
+        if self._accuracy.label is not None:
+            metrics |= accuracy_metrics(self._accuracy, said[self._accuracy.label])
+        return metrics, rows_of(step, self._shown, self._heldout, rollouts, total_N, said, self._rewarder.tokenizer)
+
+
+class Judge:
+    """A rule that judges held-out responses and is none of the rewards."""
+
+    def __init__(self, reward: RewardConfig, tokenizer: Tokenizer) -> None:
+        self.label, self._tokenizer = reward.label, tokenizer
+        self._source = make_source(reward)
+
+    def __call__(self, prompts: Sequence[PromptSample], rollouts: Rollouts, should_stop: Callable[[], bool]) -> Tensor:
+        """What it says, [N]; NaN where that is nothing. Collective."""
+        batch = share_of_rank(prompts, rollouts, self._tokenizer)
+        outcomes = gather(self.label, self._source.start(batch), batch, should_stop=should_stop)
+        return torch.tensor([math.nan if each.value is None else each.value for each in outcomes])
+
+    def close(self) -> None:
+        self._source.close()
 
 
 class StopRule:
@@ -71,15 +105,15 @@ class StopRule:
         self._kls.extend(state["kls"])
         self.reason = state["reason"] if state["limits"] == self._cfg.model_dump() else None
 
-    def watch(self, evaluation: Mapping[str, float]) -> bool:
+    def watch(self, evaluation: Mapping[str, Metric]) -> bool:
         """Take note of an evaluation that is due by `eval.every`; returns whether the run ends here.
 
         The one after the last step counts only where it is due anyway: a run that is prolonged is then the run that was
         planned as long.
         """
-        if "eval_reward_mean" in evaluation:
-            if evaluation["eval_reward_mean"] > self._best:
-                self._best, self._evaluations_since = evaluation["eval_reward_mean"], 0
+        if (reward := evaluation.get("eval_reward_mean")) is not None:
+            if reward > self._best:
+                self._best, self._evaluations_since = reward, 0
             else:
                 self._evaluations_since += 1
         return self._over()

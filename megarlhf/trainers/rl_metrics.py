@@ -8,15 +8,19 @@ from megarlhf.algo.advantages import explained_variance, without_signal
 from megarlhf.algo.kl import KLKind, kl_estimate
 from megarlhf.config import RLConfig
 from megarlhf.experience import Experience
+from megarlhf.trainers.rl_advantages import trained_mask
 
 LOGGED_KL: Mapping[str, KLKind] = {"kl_k1": "k1", "kl_k3": "k3"}
 """k1 is unbiased and noisy, k3 never negative: the two together say when either is not to be trusted."""
 
 
 def describe(experience: Experience, cfg: RLConfig) -> dict[str, float]:
-    """What the step's samples were like."""
+    """What the step's samples were like. Rewards, and what follows from them, are of the samples that have one."""
     old, ref = experience.columns["old_logprobs"], experience.columns["ref_logprobs"]
     lengths_N, rewards_N = experience.response_lengths_N, experience.per_sample["rewards"]
+    groups_N, trained_T = experience.groups_N.to(rewards_N.device), trained_mask(experience)
+    if (rewarded_N := experience.per_sample.get("rewarded")) is not None:
+        rewards_N, groups_N = rewards_N[rewarded_N], groups_N[rewarded_N]
     kl = cfg.algo.kl
     metrics = {
         "reward_mean": float(rewards_N.mean()),
@@ -30,10 +34,12 @@ def describe(experience: Experience, cfg: RLConfig) -> dict[str, float]:
     if (trained_N := experience.per_sample.get("trained")) is not None:
         metrics["samples_left_out"] = int((~trained_N).sum())
     if cfg.rollout.num_samples_per_prompt > 1:
-        silent_N = without_signal(rewards_N, experience.groups_N.to(rewards_N.device))
+        silent_N = without_signal(rewards_N, groups_N)
         metrics["groups_without_signal"] = float(silent_N.float().mean())
     if "returns" in experience.columns:
         values_T, returns_T = (experience.columns[name].values_T for name in ("values", "returns"))
+        if trained_T is not None:
+            values_T, returns_T = values_T[trained_T], returns_T[trained_T]
         metrics["value_mean"] = float(values_T.mean())
         metrics["explained_variance"] = explained_variance(values_T, returns_T)
     return metrics

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megarlhf.algo.reward_scaling import RunningMoments, group_normalised
 from megarlhf.config import MicroBatchConfig, RewardConfig
+from megarlhf.config.rewards import labels_of
 from megarlhf.data.samples import PromptSample
 from megarlhf.data.tokenizer import Tokenizer
 from megarlhf.experience import Experience, Ragged
@@ -145,12 +146,20 @@ class Rewarder:
         return UnderWay(self, experience, prompts, batch, waiting)
 
     def mean(self, experience: Experience, prompts: Sequence[PromptSample], should_stop: ShouldStop) -> float:
-        """Of held-out samples: the weighted sum without normalisation, whose scale changes over a run. Over those to
-        which any reward applies."""
-        said = zip(self.rewards, self.start(experience, prompts).said(should_stop), strict=True)
-        parts_KN = torch.stack([reward.weight * bounded(reward, each.values_N) for reward, each in said])
+        """Of held-out samples: the mean of `heldout`, over those to which any reward applies."""
+        return float(self.heldout(experience, prompts, should_stop)[0].nanmean())
+
+    def heldout(
+        self, experience: Experience, prompts: Sequence[PromptSample], should_stop: ShouldStop
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Of held-out samples: the weighted sum without normalisation, whose scale changes over a run, and what each
+        reward said, by name. [N], NaN where none applies, or this one does not. Collective."""
+        said = self.start(experience, prompts).said(should_stop)
+        named = zip(self.rewards, said, strict=True)
+        parts_KN = torch.stack([reward.weight * bounded(reward, each.values_N) for reward, each in named])
         applies_N = (~parts_KN.isnan()).any(0)
-        return float(parts_KN.nan_to_num(0.0).sum(0)[applies_N].mean())
+        total_N = parts_KN.nan_to_num(0.0).sum(0).where(applies_N, torch.full_like(parts_KN[0], NAN))
+        return total_N, {label: each.values_N for label, each in zip(self.labels, said, strict=True)}
 
     def combined(
         self, experience: Experience, prompts: Sequence[PromptSample], said: Sequence[Said], *, learn: bool = True
@@ -254,14 +263,6 @@ class UnderWay:
         Raises: as `said`; RewardError for samples without a reward, where these end the run.
         """
         return self.rewarder.combined(self.experience, self.prompts, self.said(should_stop), learn=learn)
-
-
-def labels_of(rewards: Sequence[RewardConfig]) -> list[str]:
-    """A name for each reward; where several have one name, they are numbered."""
-    plain = [reward.label for reward in rewards]
-    return [
-        label if plain.count(label) == 1 else f"{label}_{plain[:n].count(label) + 1}" for n, label in enumerate(plain)
-    ]
 
 
 def said_of(label: str, outcomes: Sequence[Outcome], device: torch.device) -> Said:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -75,6 +76,8 @@ class Drawing:
                 cfg, engine, prompts, sampling, step, refill=refill, bank=kept, should_stop=session.asked_to_stop
             )
             self.components.phases.add_local(engine.local_seconds)
+            drawn = math.nan if kept.num_taken_over else float(experience.response_lengths_N.sum())
+            self.components.phases.count("rollout_tokens_per_second", drawn)
             return experience
 
     def other_prompts(self, count: int, used: Sequence[PromptSample], refill: int) -> list[PromptSample]:

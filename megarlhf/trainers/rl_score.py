@@ -49,6 +49,7 @@ def score(
         draw_more = partial(drawn_more, drawing)
         chosen, found = select(first, draw_more, rewarder.rewards, cfg.algo.dynamic_sampling)
         prompts, experience, said = chosen.prompts, chosen.experience, chosen.said
+    experience = experience.with_per_sample({"records": records_of(prompts).repeat_interleave(per_prompt)})
     experience = with_forwards(cfg, components, experience, step, session)
     if said is None:
         with session.stoppable("reward"):
@@ -58,6 +59,11 @@ def score(
         greedy_N = greedy_rewards(components, prompts, session).repeat_interleave(per_prompt)
         experience = experience.with_per_sample({"greedy_rewards": greedy_N})
     return with_rewards(experience, rewarded, cfg, step), {**rewarded.metrics, **found}
+
+
+def records_of(prompts: Sequence[PromptSample]) -> Tensor:
+    """[prompts] on the CPU: which records of the data they are, for whoever shows the samples later."""
+    return torch.tensor([prompt.index for prompt in prompts])
 
 
 def repeated(prompts: Sequence[PromptSample], times: int) -> list[PromptSample]:
@@ -97,7 +103,7 @@ def with_rewards(experience: Experience, rewarded: Rewarded, cfg: RLConfig, step
     groups_N = experience.groups_N.clone()
     lost = (~kept_N.cpu()).nonzero().flatten()
     groups_N[lost] = int(groups_N.max()) + 1 + torch.arange(len(lost))
-    return replace(experience, groups_N=groups_N).with_per_sample({**columns, "trained": trained_N})
+    return replace(experience, groups_N=groups_N).with_per_sample({**columns, "trained": trained_N, "rewarded": kept_N})
 
 
 def shaping_of(experience: Experience, cfg: RLConfig) -> Tensor:
@@ -137,6 +143,7 @@ def greedy_rewards(components: Components, prompts: Sequence[PromptSample], sess
     greedy = replace(components.sampling, greedy=True)
     with session.stoppable("rollout"):
         rollouts = components.engine.generate(rows, [0] * len(rows), greedy, should_stop=session.asked_to_stop)
+        components.phases.count("rollout_tokens_per_second", float(rollouts.responses.num_tokens))
     with session.stoppable("reward"):
         under_way = components.rewarder.start(make_experience(prompts, rollouts, 1), prompts)
         return under_way.finish(session.asked_to_stop, learn=False).rewards_N

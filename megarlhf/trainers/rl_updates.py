@@ -123,6 +123,7 @@ def train_on(
             result = components.bad_steps[role.name].apply(role, sums, update, batches, learner.loss)
             values = {name: sums[name] / per for name, per in learner.loss.per.items()}
             work.note(result, values | dict(zip(OF_UPDATES[role.name], (result.grad_norm, learning_rate), strict=True)))
+        phases.count("tokens_per_second", float(experience.sequences.lengths_N[list(samples)].sum()))
         work.updates += 1
         at_border(work, last=work.updates == len(updates))
     metrics: Metrics = {name: mean_of(each) for name, each in work.per_update.items() if name != "skipped"}
@@ -149,7 +150,7 @@ def learners(
 ) -> Iterator[Learner]:
     """The roles that learn from the mini-batch `samples` in step `step`, in their order."""
     actor, critic, algo = components.actor, components.critic, cfg.algo
-    tokens = max(1, int(experience.trained_lengths_N[list(samples)].sum()))
+    tokens = max(1, int(experience.response_lengths_N[list(samples)].sum()))  # of metrics, which are of all of them
     if step >= cfg.train.critic_warmup_steps or critic is None:
         loss = PolicyLoss(
             algo=algo,

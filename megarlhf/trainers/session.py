@@ -14,10 +14,13 @@ from megarlhf.collective_errors import from_first_rank, on_first_rank
 from megarlhf.config import CheckpointConfig, FrozenModel, RLConfig, RMConfig, RunConfig, SFTConfig
 from megarlhf.errors import Interrupted, WatchdogTimeout
 from megarlhf.models.role import Role
+from megarlhf.observe import samples as sample_tables
+from megarlhf.observe.measured import measure
 from megarlhf.observe.metrics import Metric, MetricsWriter, require_readable
 from megarlhf.observe.phases import Phases
 from megarlhf.observe.progress import Progress
 from megarlhf.observe.run_directory import CONFIG_FILE
+from megarlhf.observe.wandb_run import WandbRun
 from megarlhf.provenance import Provenance, Weights
 from megarlhf.resume import point
 from megarlhf.resume.changes import compare
@@ -68,6 +71,8 @@ class Session:
     run_dir: Path
     metrics: MetricsWriter | None = None
     """On rank 0."""
+    tables: sample_tables.SampleTables | None = None
+    """On rank 0."""
     progress: Progress | None = None
     """Before it is opened, notes are kept."""
     history: History = field(default_factory=History)
@@ -87,8 +92,17 @@ class Session:
         table, self._table = self._table, None
         return table
 
+    def show(self, kind: sample_tables.Kind, step: int, rows: Sequence[sample_tables.Row]) -> None:
+        """Write a table of samples of the step, if it has rows, before its metrics are logged."""
+        if rows and self.tables is not None and self.metrics is not None:
+            with self.phases("checkpoint"):
+                self.tables.write(kind, step, rows)
+                self.metrics.log_samples(f"samples/{kind}", step, rows)
+
     def log(self, step: int, metrics: Mapping[str, Metric]) -> None:
-        """Record the metrics of step `step` (1 is the first; 0 is before training)."""
+        """Record metrics of step `step` (1 is the first; 0 is before training), and what was measured. Collective."""
+        with self.phases("checkpoint"):
+            metrics = {**metrics, **measure(self.runtime)}
         if self.checkpointer is not None and self.checkpointer.seconds_standing:
             metrics = {**metrics, "seconds_checkpoint": self.checkpointer.seconds_standing}
             self.checkpointer.seconds_standing = 0.0
@@ -207,8 +221,9 @@ class Session:
                 claimed.lock.require_held()
 
         def write_what_waits() -> None:
-            if self.metrics is not None:
+            if self.metrics is not None and self.tables is not None:
                 self.metrics.flush()
+                self.tables.flush()
 
         def provenance(role: str, at: Position) -> Provenance:
             return Provenance(
@@ -313,12 +328,16 @@ def _open(
     on_first_rank(claims[0].start if claims else _nothing)
     if session.checkpointer is not None:
         stack.callback(session.checkpointer.abandon)
+    tracker: list[WandbRun] = []  # of rank 0
+    if run.wandb.project is not None:
+        on_first_rank(lambda: tracker.append(WandbRun(run.dir, run.wandb, cfg.model_dump(mode="json"))))
     if session.runtime.is_main:
         # A run that had no resume point begins again: nothing of its record is kept.
         resume_step = (session.start.step if session.resumed else -1) if resumes else None
-        project = "megarlhf" if run.logger == "wandb" else None
-        writer = MetricsWriter(run.dir, wandb_project=project, resume_step=resume_step)
+        writer = MetricsWriter(run.dir, tracker=tracker[0] if tracker else None, resume_step=resume_step)
         session.metrics = stack.enter_context(writer)
+        session.tables = sample_tables.SampleTables(run.dir, resume_step)
+        stack.callback(session.tables.flush)
         point.remove_leftovers(run.dir)
         if session.resumed:
             point.set_aside(run.dir, session.start)

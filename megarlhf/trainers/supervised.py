@@ -195,8 +195,9 @@ def run_in(phases: Phases, stop_request: StopRequest, objective: Objective[Sampl
                 with session.stoppable("eval") if as_trained else phases("eval"):
                     should_stop = session.asked_to_stop if as_trained else None
                     metrics |= evaluate(objective, role, heldout, should_stop)
+            rates = phases.tokens_per_second()
             seconds = seconds_of(phases.end_step(step + 1)).get("seconds_train", 0.0)
-            session.log(step + 1, metrics | {"seconds": seconds})
+            session.log(step + 1, metrics | rates | {"seconds": seconds})
             session.export(step + 1, [role], last=last)
             if as_trained:
                 session.border(step + 1)
@@ -256,13 +257,15 @@ def train_on(
         batches = objective.micro_batches(role, samples)
         sums = role.accumulate(batches, loss)
     result = bad_steps.apply(role, sums, update, batches, loss)
+    tokens = sum(sum(objective.sequence_lengths(sample)) for sample in samples)
+    phases.count("tokens_per_second", tokens)
     learned: Metrics = {"loss": sums["loss"], "grad_norm": result.grad_norm}
     learned |= objective.training_metrics(sums, samples)
     return {
         **(dict.fromkeys(learned) if result.skipped else learned),
         "learning_rate": learning_rate,
         "skipped_steps": int(bool(result.skipped)),
-        "tokens": sum(sum(objective.sequence_lengths(sample)) for sample in samples),
+        "tokens": tokens,
     }
 
 

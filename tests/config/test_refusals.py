@@ -30,7 +30,7 @@ from tests.config.examples import KINDS
         ("generate", "gredy=true", "gredy", "did you mean 'greedy'?"),
         ("rl", "data.max_response_tokens=3", "data.max_response_tokens", "did you mean 'rollout.max_response_tokens'?"),
         ("rl", "weight=3", "weight", "did you mean 'rewards.weight'?"),
-        ("rl", "train.every=3", "train.every", "did you mean 'eval.every' or 'checkpoint.every'?"),
+        ("rl", "train.every=3", "train.every", "did you mean 'eval.every' or 'samples.every' or 'checkpoint.every'?"),
     ],
 )
 def test_an_unknown_key_names_the_nearest_known_one_of_its_section(refusal, command, override, unknown, hint):

@@ -1,8 +1,8 @@
 """A run that is cut off anywhere and started again by the same command gives the run that was never cut off.
 
 Runs are cut off by an exception at a chosen call, on ranks that are there already; by SIGKILL, in processes of their
-own, in tests/test_resume_killed.py and `make test-faults`. Equal means: every metric but seconds, bit for bit, and
-every byte of the exported weights. Not covered: GPUs, whose kernels need `run.deterministic`.
+own, in tests/test_resume_killed.py and `make test-faults`. Equal means: every metric but what a step took, bit for
+bit, and every byte of the exported weights. Not covered: GPUs, whose kernels need `run.deterministic`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import pytest
 import torch
 import yaml
 
+from megarlhf.observe.measured import reproducible
 from megarlhf.provenance import Provenance, Weights
 from megarlhf.resume.point import find_points, read_manifest
 from tests.distributed.resume_jobs import command_on_a_tight_disk, command_until, command_with_signal
@@ -87,9 +88,8 @@ def command_line(case: Case, run: Path, *overrides: str) -> list[str]:
 
 
 def rows(run: Path) -> list[dict[str, Any]]:
-    """Metrics without those that say how long something took."""
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in row.items() if not name.startswith("seconds")} for row in lines]
+    """Metrics without those that say what a step took."""
+    return [reproducible(json.loads(line)) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 def weights(run: Path) -> dict[str, bytes]:

@@ -68,8 +68,13 @@ def test_a_server_that_is_down_ends_the_run_with_status_3_or_samples_are_dropped
     assert status == 3, said
     assert "reward 'judge' on sample" in said
     assert "answered with status 500: 'down'" in said
+    (whole,) = [row for row in read_metrics(tmp_path / "run") if row["step"]]
     server.answers = [(200, json.dumps({"rewards": [1.0, None] * 4}))] * 2
     dropped = [*argv, "algo.unrewarded=drop", "run.on_existing=overwrite", "train.num_steps=1"]
     assert ranks.run(2, "command_status", *dropped)[0][0] == 0
     (row,) = [row for row in read_metrics(tmp_path / "run") if row["step"]]
     assert row["samples_without_reward"] == 8
+    # The samples are the same, and equal rewards train little (the KL alone): nothing is counted twice, or as 0.
+    assert (row["reward_mean"], row["reward_std"]) == (1.0, 0.0)
+    for name in ("entropy", "kl", "response_length_mean", "groups_without_signal"):
+        assert row[name] == pytest.approx(whole[name], rel=1e-2, abs=1e-7), name

@@ -17,6 +17,19 @@ def sometimes(batch: RewardBatch) -> list[float | None]:
     ]
 
 
+def short(prompt: str, response: str, fields: Mapping[str, Any]) -> float | None:
+    """Whether a response has at most two characters; nothing of one that has a digit 7 in its prompt."""
+    return None if "7" in prompt else float(len(response) <= 2)
+
+
+def right(prompt: str, response: str, fields: Mapping[str, Any]) -> float:
+    """An accuracy, and says so."""
+    return float(response == fields["answer"])
+
+
+right.is_accuracy = True  # type: ignore[attr-defined]
+
+
 async def where(prompt: str, response: str, fields: Mapping[str, Any]) -> dict[str, float]:
     """Whether it runs in another process than the rank that wants it."""
     await asyncio.sleep(0)

@@ -28,6 +28,8 @@ NOT_OURS = {
     "tensorboard/",
     "checkpoints/",
     "bank/",
+    "samples/",
+    "wandb/",
     "failures/",
     "config.1.yaml",
     "config.2.yaml",

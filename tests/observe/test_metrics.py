@@ -1,11 +1,9 @@
-"""metrics.jsonl: what stands in it, and what a resume leaves. Not covered: the real Weights & Biases."""
+"""metrics.jsonl: what stands in it, and what a resume leaves. Weights & Biases: test_wandb_run.py."""
 
 import json
 import resource
-import sys
 import threading
 import time
-import types
 
 import numpy as np
 import pytest
@@ -142,38 +140,6 @@ def test_tensorboard_after_a_resume_shows_only_the_second_attempt(tmp_path):
                 writer.log(step, {"loss": step if resume_step is None else -step})
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 1.0), (2, -2.0)]
-
-
-def test_wandb_is_refused_when_missing_before_anything_is_written(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ValueError, match=r"project 'mine'.*pip install wandb"):
-        MetricsWriter(tmp_path / "run", wandb_project="mine")
-    assert not (tmp_path / "run").exists()
-
-
-def test_wandb_when_asked_for_continues_the_same_run(tmp_path, monkeypatch):
-    """With a stand-in module: what it is called with."""
-    inits, logged = [], []
-
-    class FakeRun:
-        id = "abc"
-
-        def log(self, metrics, step):
-            logged.append((step, dict(metrics)))
-
-        def finish(self):
-            logged.append("finished")
-
-    def init(**options):
-        inits.append(options)
-        return FakeRun()
-
-    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
-    with MetricsWriter(tmp_path, tensorboard=False, wandb_project="mine") as writer:
-        writer.log(1, {"loss": 0.5, "kl": None})
-    MetricsWriter(tmp_path, tensorboard=False, wandb_project="mine", resume_step=1).close()
-    assert logged == [(1, {"loss": 0.5}), "finished", "finished"]
-    assert [(options["project"], options["id"]) for options in inits] == [("mine", None), ("mine", "abc")]
 
 
 def test_reading_a_directory_without_metrics_says_so(tmp_path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from megarlhf.observe.phases import Phases, seconds_of
@@ -87,3 +89,30 @@ def test_own_seconds_are_told_at_the_end_of_a_step_by_phase_and_then_forgotten(c
     assert phases.end_step(7) == {"reward": 16, "rollout": 0}
     phases.end_step(8)
     assert told == [(7, {"reward": 6, "rollout": 0.5}), (8, {})]
+
+
+def test_tokens_per_second_by_hand():
+    """60 tokens in 3 s of sampling; 100 + 20 in 4 s of training and 1 s of its optimizer. Unknown tokens, tokens of a
+    phase that was not entered, and none are no rate."""
+    now = [0.0]
+    phases = Phases(clock=lambda: now[0])
+
+    def spend(phase, seconds):
+        with phases(phase):
+            now[0] += seconds
+
+    for phase, seconds in (("rollout", 3), ("train/actor", 4), ("optimizer/actor", 1), ("eval", 50)):
+        spend(phase, seconds)
+    phases.count("rollout_tokens_per_second", 60)
+    phases.count("tokens_per_second", 100)
+    phases.count("tokens_per_second", 20)
+    assert phases.tokens_per_second() == {"rollout_tokens_per_second": 20.0, "tokens_per_second": 24.0}
+    phases.end_step(1)
+    assert phases.tokens_per_second() == {}
+    spend("rollout", 2)
+    phases.count("rollout_tokens_per_second", math.nan)
+    phases.count("rollout_tokens_per_second", 7)
+    phases.count("tokens_per_second", 5)
+    assert phases.tokens_per_second() == {}
+    with pytest.raises(AssertionError, match="unknown rate 'speed'"):
+        phases.count("speed", 1)

@@ -7,7 +7,8 @@ from html.parser import HTMLParser
 import plotly.graph_objects as go
 import pytest
 
-from megarlhf.observe.charts import CHARTS, REWARD, Chart, Run, charts_of, figure, kind_of
+from megarlhf.observe.chart_list import CHARTS, REWARD, Chart
+from megarlhf.observe.charts import Run, charts_of, figure, kind_of
 from megarlhf.observe.metrics import MetricsWriter
 from megarlhf.observe.report import render, write_report
 

@@ -4,6 +4,7 @@ trained on twice, limits of tokens, tokenizers, what vLLM cannot hold, outputs t
 Not covered: data of a format that cannot be read (it shows at load).
 """
 
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -225,6 +226,30 @@ def test_a_tokenizer_larger_than_a_role_s_vocabulary_is_refused(paths):
 def test_a_misspelt_rule_is_refused_before_a_rank_starts(paths):
     with pytest.raises(ValueError, match="unknown reward rule 'exactmatch'"):
         preflight("rl", rl(paths, rewards=[{"kind": "rule", "rule": "exactmatch"}]), 1)
+
+
+def test_that_there_is_no_accuracy_is_said_where_there_is_held_out_data(paths):
+    """And a misspelt name is refused; keys that nothing reads are said."""
+
+    def said(**others):
+        return [note for note in preflight("rl", rl(paths, **others), 1).notes if "eval" in note or "samples." in note]
+
+    own = {"rewards": [{"kind": "rule", "rule": "tests.distributed.user_rewards:short"}]}
+    held_out = {"data": {"heldout": paths["train"]}}
+    assert said(**held_out) == said(**own) == said(**held_out, **own, eval={"accuracy": "exact_match"}) == []
+    (note,) = said(**held_out, **own)
+    assert note.startswith("there is no eval_accuracy: none of rewards is known to say 0 or 1. Name")
+    with pytest.raises(ValueError, match=r"eval\.accuracy = 'exactmatch' is no name in rewards and no rule"):
+        said(**held_out, eval={"accuracy": "exactmatch"})
+    unread = said(eval={"accuracy": "exact_match"}, samples={"every": 3, "count": 0})
+    assert [note.split(" (")[0].rpartition(" ")[2] for note in unread] == ["eval.accuracy", "samples.every"]
+
+
+def test_weights_and_biases_is_looked_for_before_a_rank_starts(paths, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    run = {"dir": "r", "wandb": {"project": "mine", "mode": "offline"}}
+    with pytest.raises(ValueError, match="wandb is not installed"):
+        preflight("rl", rl(paths, run=run), 1)
 
 
 def test_experts_are_rolled_out_by_vllm(paths):

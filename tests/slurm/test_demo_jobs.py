@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import yaml
 
+from megarlhf.observe.measured import reproducible
 from tests.command import ROOT
 from tests.slurm.cluster import CPU, ENDED, Cluster, missing, output, running_cluster
 
@@ -54,10 +55,10 @@ class Site:
         return self.submit("sft", run, *steps, *overrides, **options)
 
     def metrics(self, run: str) -> list[dict[str, Any]]:
-        """What has been logged, without seconds, which differ from run to run."""
+        """What has been logged, without what a step took, which differs from run to run."""
         path = self.root / run / "metrics.jsonl"
         rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-        return [{name: value for name, value in row.items() if not name.startswith("seconds")} for row in rows]
+        return [reproducible(row) for row in rows]
 
     def save_failure(self, job: int) -> str:
         return output(self.root, job)[-4000:]

@@ -85,8 +85,11 @@ def test_what_a_rule_needs_is_looked_for_when_prompts_are_read(prompts, monkeypa
     assert len(load_prompts(PromptDataConfig(train=bad), prompts).train) == 2, "without the rule"
 
 
-def test_held_out_prompts_of_which_some_have_no_answer_are_told(prompts):
-    """Then eval_accuracy is not computed; without the note it would only be missing."""
-    data = PromptDataConfig(train=prompts / "0.jsonl", heldout=prompts / "1.jsonl")
-    assert "1 of 2 held-out prompts have no 'answer' (the first is record 2)" in load_prompts(data, prompts).notes[-1]
-    assert len(load_prompts(data, prompts, max_heldout=1).notes) == 2, "the first has one"
+def test_a_held_out_prompt_that_the_rule_of_the_accuracy_cannot_judge_is_named(prompts):
+    """Of those that are looked at; training prompts need no answer for it."""
+    data = PromptDataConfig(train=prompts / "1.jsonl", heldout=prompts / "1.jsonl")
+    words = r"eval\.accuracy, .*1\.jsonl, record 2: reward rule 'exact_match': it needs the field 'answer'"
+    with pytest.raises(ValueError, match=words):
+        load_prompts(data, prompts, accuracy="exact_match")
+    assert len(load_prompts(data, prompts, max_heldout=1, accuracy="exact_match").heldout) == 1
+    assert len(load_prompts(data, prompts).heldout) == 2

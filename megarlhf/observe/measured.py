@@ -1,0 +1,40 @@
+"""What a step took: the metrics that differ between two runs whose numbers are equal."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from megarlhf.runtime import Runtime, peak_memory_bytes
+
+Value = TypeVar("Value")
+
+MEASURED = (
+    "seconds",
+    "tokens_per_second",
+    "rollout_tokens_per_second",
+    "peak_memory_gib",
+    "wall_clock",
+    "engine_rebuilds",
+)
+"""Beginnings of their names: how long something took, how much it needed, when it was, and what was done again without
+a trace in the numbers."""
+
+
+def reproducible(metrics: Mapping[str, Value]) -> dict[str, Value]:
+    """The other ones: the same, bit for bit, in every run of the same configuration at the same layout on a CPU, and
+    after a resume."""
+    return {name: value for name, value in metrics.items() if not name.startswith(MEASURED)}
+
+
+def measure(runtime: Runtime) -> dict[str, float]:
+    """`peak_memory_gib`, of the rank that has needed most so far, and `wall_clock`, seconds since 1970. Collective: one
+    number."""
+    peak = torch.tensor(float(peak_memory_bytes(runtime)), dtype=torch.float64, device=runtime.device)
+    if runtime.world_size > 1:
+        dist.all_reduce(peak, op=dist.ReduceOp.MAX)
+    return {"peak_memory_gib": float(peak) / 2**30, "wall_clock": time.time()}

@@ -1,0 +1,149 @@
+"""Tables of samples, for people: what the model said, and what the rewards said of it.
+
+`samples/step_N.jsonl` is of a step of training, `samples/eval_step_N.jsonl` of the evaluation after step N (0: before
+training); a JSON object a line. A file is complete or absent, and of a step that a resumed run repeats there is none.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+FOLDER = "samples"
+Kind = Literal["train", "eval"]
+Row = Mapping[str, Any]
+"""`step`, `sample` (its number in the step, or among the held-out prompts), `prompt`, `answer` where the record has
+one, `response`, `length` (tokens), `finished` (false: cut at the limit), `reward` (the total), `rewards` by name (None:
+the reward said nothing), `kl` where it was measured."""
+
+_NAME = re.compile(r"(eval_)?step_(\d+)\.jsonl")
+
+log = logging.getLogger(__name__)
+
+
+def spread(count: int, total: int) -> list[int]:
+    """`count` of `total` indices, evenly spread and always the same; all of them where there are no more."""
+    count = max(0, min(count, total))
+    return [n * total // count for n in range(count)]
+
+
+@dataclass(frozen=True)
+class ShownTables:
+    """The tables of a run that a report shows, by step, in order."""
+
+    evaluations: Mapping[int, Sequence[Row]] = field(default_factory=dict)
+    """The first, the latest, and some between."""
+    training: Mapping[int, Sequence[Row]] = field(default_factory=dict)
+    """The latest."""
+
+
+class SampleTables:
+    """Writes the tables of a run; for rank 0.
+
+    resume_step: the last step that the resumed checkpoint contains: tables of later steps are removed. None: a new run
+    """
+
+    def __init__(self, run_dir: Path, resume_step: int | None = None) -> None:
+        self._folder = run_dir / FOLDER
+        self._pending: dict[Path, str] = {}
+        if resume_step is not None:
+            for leftover in self._folder.glob(".*.partial"):
+                leftover.unlink()
+            for step, path in _tables(self._folder).items():
+                if step[1] > resume_step:
+                    path.unlink()
+
+    def write(self, kind: Kind, step: int, rows: Sequence[Row]) -> None:
+        """To be called before the metrics of the step are logged, so that a resume point has the tables of its
+        steps. What a full disk does not take is kept, and written as soon as there is room."""
+        path = self._folder / f"{'eval_' if kind == 'eval' else ''}step_{step:06d}.jsonl"
+        self._pending[path] = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        self.flush()
+
+    def flush(self) -> None:
+        """Write what could not be written yet."""
+        try:
+            for path in list(self._pending):
+                self._folder.mkdir(exist_ok=True)
+                partial = path.with_name(f".{path.name}.partial")
+                with partial.open("w", encoding="utf-8") as file:
+                    file.write(self._pending[path])
+                    file.flush()
+                    os.fsync(file.fileno())
+                partial.replace(path)
+                del self._pending[path]
+        except OSError as error:
+            log.warning(
+                "%s: %d tables of samples could not be written yet: %s", self._folder, len(self._pending), error
+            )
+
+
+def steps_of(run_dir: Path, kind: Kind) -> list[int]:
+    """The steps of which there is a table, in order."""
+    return sorted(step for of, step in _tables(run_dir / FOLDER) if of == kind)
+
+
+def read_table(run_dir: Path, kind: Kind, step: int) -> list[dict[str, Any]]:
+    """The rows of a table. Raises: ValueError where it is damaged."""
+    path = _tables(run_dir / FOLDER)[kind, step]
+    try:
+        return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
+    except ValueError as error:
+        raise ValueError(f"{path} is no table of samples ({error}); remove it") from error
+
+
+def read_shown(run_dir: Path, num_evaluations: int = 4) -> ShownTables:
+    """At most so many evaluations, and one table of training. Raises: ValueError where one is damaged."""
+    evaluations, training = steps_of(run_dir, "eval"), steps_of(run_dir, "train")
+    earlier = [evaluations[n] for n in spread(num_evaluations - 1, len(evaluations) - 1)]
+    return ShownTables(
+        {step: read_table(run_dir, "eval", step) for step in earlier + evaluations[-1:]},
+        {step: read_table(run_dir, "train", step) for step in training[-1:]},
+    )
+
+
+def as_markdown(rows: Sequence[Row]) -> str:
+    """For TensorBoard, which draws Markdown: texts are indented, so that nothing in them is taken for markup."""
+    return "\n\n".join(
+        f"**sample {row['sample']}**: {in_words(row)}\n\n{_indented(row['prompt'])}\n\nresponse:\n\n"
+        f"{_indented(row['response'])}"
+        for row in rows
+    )
+
+
+def in_words(row: Row) -> str:
+    """All of a row but its texts, in one line."""
+    said = [f"{name} {_number(value)}" for name, value in row["rewards"].items()]
+    parts = [f"reward {_number(row['reward'])}", *said]
+    parts += [f"kl {_number(row['kl'])}"] if "kl" in row else []
+    parts += [f"length {row['length']}", "finished" if row["finished"] else "cut at the limit"]
+    return ", ".join(parts)
+
+
+def columns_and_cells(rows: Sequence[Row]) -> tuple[list[str], list[list[Any]]]:
+    """A flat table: each reward is a column `reward/NAME`."""
+    flat = [{**row, **{f"reward/{name}": value for name, value in row["rewards"].items()}} for row in rows]
+    columns = [name for name in dict.fromkeys(name for row in flat for name in row) if name != "rewards"]
+    return columns, [[row.get(name) for name in columns] for row in flat]
+
+
+def _tables(folder: Path) -> dict[tuple[Kind, int], Path]:
+    found: dict[tuple[Kind, int], Path] = {}
+    for path in sorted(folder.glob("*.jsonl")):
+        if match := _NAME.fullmatch(path.name):
+            found["eval" if match[1] else "train", int(match[2])] = path
+    return found
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"    {line}" for line in text.splitlines() or [""])

@@ -1,0 +1,170 @@
+"""Tables of samples as files, as Markdown and in a report. What a run writes: distributed/test_shown.py."""
+
+from __future__ import annotations
+
+import errno
+import json
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarlhf.observe.charts import Run
+from megarlhf.observe.report_samples import MAX_ROWS, section_of_samples
+from megarlhf.observe.run_directory import files_of_a_run
+from megarlhf.observe.samples import (
+    SampleTables,
+    ShownTables,
+    as_markdown,
+    columns_and_cells,
+    in_words,
+    read_shown,
+    read_table,
+    spread,
+    steps_of,
+)
+
+NASTY = '</pre><script>alert("x")</script>\n# no heading & no *emphasis*'
+
+
+def row(step: int, sample: int = 0, **changes: Any) -> dict[str, Any]:
+    made = {"step": step, "sample": sample, "prompt": f"{sample}+1=", "answer": "7", "response": f"at {step}"}
+    return {**made, "length": 2, "finished": True, "reward": 0.5, "rewards": {"a": 1.0, "b": None}, **changes}
+
+
+def names(run: Path) -> list[str]:
+    return sorted(path.name for path in (run / "samples").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("count", "total", "expected"),
+    [(3, 16, [0, 5, 10]), (4, 4, [0, 1, 2, 3]), (9, 2, [0, 1]), (0, 5, []), (3, 0, []), (3, -1, [])],
+)
+def test_the_choice_is_even_and_always_the_same(count: int, total: int, expected: list[int]) -> None:
+    assert spread(count, total) == expected
+
+
+def test_a_table_is_strict_json_lines_and_read_back(tmp_path: Path) -> None:
+    rows = [row(5, 0, response=NASTY), row(5, 1, kl=0.25)]
+    SampleTables(tmp_path).write("eval", 5, rows)
+    assert names(tmp_path) == ["eval_step_000005.jsonl"]
+    assert read_table(tmp_path, "eval", 5) == rows
+    assert (steps_of(tmp_path, "eval"), steps_of(tmp_path, "train")) == ([5], [])
+    (tmp_path / "samples/eval_step_000005.jsonl").write_text("{")
+    with pytest.raises(ValueError, match=r"eval_step_000005\.jsonl is no table of samples"):
+        read_shown(tmp_path)
+
+
+def test_a_resume_removes_the_tables_of_later_steps_and_nothing_else(tmp_path: Path) -> None:
+    tables = SampleTables(tmp_path)
+    for step in (0, 10, 20):
+        tables.write("eval", step, [row(step)])
+        tables.write("train", step + 5, [row(step + 5)])
+    for name in ("notes.txt", "step_9.txt", ".step_000009.jsonl.partial"):
+        (tmp_path / "samples" / name).write_text("mine")
+    SampleTables(tmp_path, resume_step=10)
+    kept = ["eval_step_000000.jsonl", "eval_step_000010.jsonl", "notes.txt", "step_000005.jsonl", "step_9.txt"]
+    assert names(tmp_path) == kept
+    SampleTables(tmp_path, resume_step=-1)
+    assert names(tmp_path) == ["notes.txt", "step_9.txt"]
+
+
+def test_overwrite_knows_them(tmp_path: Path) -> None:
+    tables = SampleTables(tmp_path)
+    tables.write("eval", 0, [row(0)])
+    tables.write("train", 1, [row(1)])
+    (tmp_path / "samples/mine.jsonl").write_text("")
+    assert [path.name for path in files_of_a_run(tmp_path)] == ["step_000001.jsonl", "eval_step_000000.jsonl"]
+
+
+def test_what_a_full_disk_does_not_take_is_written_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    tables = SampleTables(tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr("os.fsync", full)
+        tables.write("train", 1, [row(1)])
+        tables.write("train", 2, [row(2)])
+    assert steps_of(tmp_path, "train") == []
+    assert "2 tables of samples could not be written yet" in caplog.records[-1].getMessage()
+    tables.flush()
+    assert names(tmp_path) == ["step_000001.jsonl", "step_000002.jsonl"]
+
+
+def test_in_words_as_markdown_and_as_a_flat_table() -> None:
+    """What was said stands indented in Markdown, where no mark-up is read."""
+    shown = row(3, 2, response=NASTY, finished=False, kl=0.125)
+    assert in_words(shown) == "reward 0.5, a 1, b -, kl 0.125, length 2, cut at the limit"
+    script, heading = NASTY.splitlines()
+    assert as_markdown([shown]) == (
+        f"**sample 2**: {in_words(shown)}\n\n    2+1=\n\nresponse:\n\n    {script}\n    {heading}"
+    )
+    columns, ((*cells,),) = columns_and_cells([shown])
+    assert dict(zip(columns, cells, strict=True)) == {
+        **{name: value for name, value in shown.items() if name != "rewards"},
+        "reward/a": 1.0,
+        "reward/b": None,
+    }
+
+
+class _Tags(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+        self.depth: dict[str, int] = {}
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        self.seen.append(tag)
+        self.depth[tag] = self.depth.get(tag, 0) + 1
+
+    def handle_endtag(self, tag: str) -> None:
+        self.depth[tag] -= 1
+
+
+def section(tables: ShownTables, name: str = "run") -> str:
+    return section_of_samples([Run(name=name, kind="rl", rows=[{"step": 1}], config=None, tables=tables)])
+
+
+def test_a_report_shows_evaluations_side_by_side_and_escapes_what_was_said(tmp_path: Path) -> None:
+    """Of ten evaluations the first, the latest and two between; a prompt that an earlier one did not have is a dash."""
+    tables = SampleTables(tmp_path)
+    for step in range(0, 100, 10):
+        tables.write("eval", step, [row(step, 0, response=NASTY if step == 90 else f"at {step}"), row(step, 1 + step)])
+        tables.write("train", step + 1, [row(step + 1, 4, response=NASTY, prompt=NASTY, answer=NASTY)])
+    page = section(read_shown(tmp_path), name="<run>")
+    tags = _Tags()
+    tags.feed(page)
+    assert "script" not in tags.seen
+    assert not any(tags.depth.values())
+    assert "&lt;run&gt;" in page
+    assert "".join(f"<th>step {step}</th>" for step in (0, 30, 60, 90)) in page
+    assert [page.count(f"<pre>at {step}</pre>") for step in (0, 30, 60, 10)] == [1, 1, 1, 0]
+    assert page.count("<td>-</td>") == 3
+    assert "&lt;script&gt;" in page
+    assert "reward 0.5, a 1, b -, length 2, finished" in page
+    assert "Samples of training, step 91" in page
+
+
+def test_a_report_stays_small() -> None:
+    long = "x" * 100_000
+    rows = [row(1, n, prompt=long, response=long, answer=long) for n in range(500)]
+    page = section(ShownTables({1: rows, 2: rows}, {2: rows}))
+    assert len(page) < 60 * MAX_ROWS * 200
+    assert "[... 98800 characters ...]" in page
+    assert page.count("<tr><td>") == 2 * MAX_ROWS
+
+
+def test_without_tables_there_is_no_section(tmp_path: Path) -> None:
+    assert read_shown(tmp_path) == ShownTables()
+    assert section(ShownTables()) == ""
+
+
+def test_rows_are_one_object_a_line(tmp_path: Path) -> None:
+    SampleTables(tmp_path).write("train", 1, [row(1, 0, response="a\nb\u2028c"), row(1, 1)])
+    lines = (tmp_path / "samples/step_000001.jsonl").read_text(encoding="utf-8").split("\n")
+    assert [json.loads(line)["sample"] for line in lines[:-1]] == [0, 1]
+    assert len(read_table(tmp_path, "train", 1)) == 2
