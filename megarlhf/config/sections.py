@@ -13,6 +13,7 @@ from pydantic import Field, PositiveInt, model_validator
 
 from megarlhf.config.algo import GROUPED, AlgoConfig
 from megarlhf.config.numbers import SkipConfig
+from megarlhf.config.ptx import PTXConfig
 from megarlhf.config.rewards import RewardConfig
 from megarlhf.config.roles import FrozenModel, NonNegative, Positive, RoleConfig
 from megarlhf.config.rollout import RolloutConfig
@@ -182,6 +183,7 @@ class RLConfig(FrozenModel):
     train: RLTrainConfig
     rollout: RolloutConfig = RolloutConfig()
     algo: AlgoConfig = AlgoConfig()
+    ptx: PTXConfig | None = None
     eval: RLEvalConfig = RLEvalConfig()
     samples: SamplesConfig = SamplesConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -226,6 +228,7 @@ class RLConfig(FrozenModel):
                 f"rollout.num_samples_per_prompt >= 2; got {self.rollout.num_samples_per_prompt}"
             )
         self._check_groups()
+        self._check_ptx()
         if self.rollout.filters:
             raise ValueError(
                 f"{' and '.join(self.rollout.filters)} cannot be trained with: the trainer's log-probs are of the full "
@@ -249,6 +252,28 @@ class RLConfig(FrozenModel):
                 "more, or lower the limits"
             )
         return self
+
+    @property
+    def ptx_max_tokens(self) -> int:
+        """Of a text of the pretraining mix."""
+        longest = self.data.max_prompt_tokens + self.rollout.max_response_tokens
+        return longest if self.ptx is None or self.ptx.max_tokens is None else self.ptx.max_tokens
+
+    def _check_ptx(self) -> None:
+        """Raises: ValueError for a pretraining mix that does not fit into micro-batches."""
+        if self.ptx is None:
+            return
+        budget = self.train.max_tokens_per_micro_batch
+        if budget is None:
+            raise ValueError(
+                "ptx needs packed micro-batches, as texts and samples differ in length: set "
+                "train.max_tokens_per_micro_batch in place of train.micro_batch_samples"
+            )
+        if not 2 <= self.ptx_max_tokens <= budget:
+            raise ValueError(
+                f"ptx.max_tokens = {self.ptx_max_tokens} does not fit: give 2 to train.max_tokens_per_micro_batch = "
+                f"{budget}"
+            )
 
     def _check_groups(self) -> None:
         """Raises: ValueError for what compares the samples of a prompt, where there is one, and for a buffer that holds

@@ -134,7 +134,10 @@ def _check_files(cfg: AnyConfig) -> list[str]:
     """Data must be there, unless its name may be one of the Hugging Face hub; of several splits one must be named.
     Returns what is taken for such a name, in sentences."""
     notes = []
-    for key, (path, split) in cfg.data.sources().items():
+    sources = cfg.data.sources()
+    if isinstance(cfg, RLConfig) and cfg.ptx is not None:
+        sources["ptx.data"] = (cfg.ptx.data, cfg.ptx.data_split)
+    for key, (path, split) in sources.items():
         try:
             require_source(path, split)
         except ValueError as error:

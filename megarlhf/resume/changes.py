@@ -50,7 +50,10 @@ _MATHEMATICS = {
         "data.template data.max_prompt_tokens data.max_response_tokens "
         "train.mini_batch_samples train.prompts_per_step train.shuffle"
     ),
-    "the loss": "loss center_coef unit_variance algo.* rewards train.epochs_per_step train.critic_warmup_steps",
+    "the loss": (
+        "loss center_coef unit_variance algo.* rewards train.epochs_per_step train.critic_warmup_steps ptx.coef "
+        "ptx.mini_batch_samples ptx.max_tokens"
+    ),
     "how responses are drawn": (
         "rollout.engine rollout.dtype rollout.num_samples_per_prompt rollout.max_response_tokens rollout.temperature "
         "rollout.top_p rollout.top_k rollout.min_p rollout.stop rollout.stop_token_ids "
@@ -58,7 +61,9 @@ _MATHEMATICS = {
     ),
     "when the run ends": "train.stop.*",
 }
-_PLACES = "ROLE.model.path ROLE.model.hf data.train data.train_split data.heldout data.heldout_split"
+_PLACES = (
+    "ROLE.model.path ROLE.model.hf data.train data.train_split data.heldout data.heldout_split ptx.data ptx.data_split"
+)
 _HORIZON = "train.num_steps"
 """Neutral where nothing is computed from it but the end of the run: see `_horizon_counts`."""
 
@@ -170,6 +175,8 @@ def _flat(cfg: TrainingConfig) -> dict[str, Any]:
             for key in _CALL_KEYS
             if (value := each.pop(key)) != RewardConfig.model_fields[key].default
         }
+    if tree.get("ptx", 0) is None:
+        del tree["ptx"]
     for name, role in roles_of(cfg).items():
         tree[name] = role.model_dump(mode="json", exclude=None if name in _trained(cfg) else {"optim"})
     values: dict[str, Any] = {}

@@ -107,6 +107,7 @@ def rebuilt_loss(cfg: TrainingConfig, failure: Failure, role: Role) -> Loss:
         algo=cfg.algo,
         temperature=cfg.rollout.temperature,
         vocabulary=role.shard.vocabulary(),
+        ptx_coef=0.0 if cfg.ptx is None else cfg.ptx.coef,
         **denominators,
         **coefficients,
     )

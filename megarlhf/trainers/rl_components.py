@@ -27,6 +27,7 @@ from megarlhf.runtime import Runtime
 from megarlhf.trainers.bad_steps import BadSteps, Failures
 from megarlhf.trainers.prompts import PromptData, make_engine, mesh_orders, sampling_of
 from megarlhf.trainers.rl_kl import KLController
+from megarlhf.trainers.rl_ptx import PretrainingMix, pretraining_mix
 from megarlhf.trainers.rl_rewards import Rewarder
 from megarlhf.trainers.session import Training
 
@@ -45,6 +46,7 @@ class Components:
     bad_steps: Mapping[str, BadSteps]
     """By trained role."""
     kl: KLController
+    ptx: PretrainingMix | None = None
 
     @property
     def trained(self) -> list[Role]:
@@ -54,7 +56,8 @@ class Components:
     def states(self) -> dict[str, Stateful]:
         """Whatever of this keeps state over steps, by name."""
         skipped = {f"bad_steps/{name}": bad_steps for name, bad_steps in self.bad_steps.items()}
-        return {"kl_controller": self.kl, "rewards": self.rewarder, **skipped}
+        mix = {} if self.ptx is None else {"ptx": self.ptx}
+        return {"kl_controller": self.kl, "rewards": self.rewarder, **mix, **skipped}
 
 
 def build(cfg: RLConfig, runtime: Runtime, tokenizer: Tokenizer, phases: Phases) -> Components:
@@ -77,8 +80,8 @@ def build(cfg: RLConfig, runtime: Runtime, tokenizer: Tokenizer, phases: Phases)
     sampling = sampling_of(cfg.rollout, cfg.actor, tokenizer)
     failures = Failures.of(cfg, "rl")
     bad_steps = {each.name: BadSteps(cfg.train, failures, phases) for each in (actor, critic) if each}
-    kl = KLController(cfg.algo.kl)
-    return Components(actor, reference, critic, engine, rewarder, sampling, phases, bad_steps, kl)
+    kl, ptx = KLController(cfg.algo.kl), pretraining_mix(cfg, tokenizer)
+    return Components(actor, reference, critic, engine, rewarder, sampling, phases, bad_steps, kl, ptx)
 
 
 def training_of(
@@ -98,6 +101,8 @@ def training_of(
     built = [components.actor, components.reference, components.critic, components.rewarder.reward_model]
     if (scorer := components.rewarder.reward_model) is not None:
         others["weights of the reward model"] = digest_of_weights(scorer)
+    if components.ptx is not None:
+        others["ptx.data"] = components.ptx.digest()
     if cfg.train.stop.heldout_reward_patience is not None:
         others["data.heldout (decides when the run ends)"] = digest_of_samples(data.heldout)
     return Training(

@@ -54,12 +54,14 @@ class PolicyLoss:
     kl_coef: float = 0.0
     """Of the KL in the loss."""
     entropy_coef: float = 0.0
+    ptx_coef: float = 0.0
+    """Of the pretraining mix, whose tokens have the column `ptx_weights`."""
 
     @property
     def per(self) -> Mapping[str, float]:
         """What each sum is divided by to be a metric; `loss`, which the trainer adds up, is one."""
         of_tokens = dict.fromkeys(("clip_fraction", "entropy", "ratio_deviation", "policy_kl"), self.response_tokens)
-        return {"loss": 1, "policy_loss": 1, **of_tokens}
+        return {"loss": 1, "policy_loss": 1, **of_tokens, **({"ptx_loss": 1} if self.ptx_coef > 0 else {})}
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -90,8 +92,19 @@ class PolicyLoss:
             loss = loss + self.kl_coef * (kl_T * weights_T).sum()
         if self.entropy_coef > 0:
             loss = loss - self.entropy_coef * (entropy_T * weights_T).sum()
-        sums = (policy.loss, policy.clipped, entropy_T.sum(), policy.ratio_deviation, policy.policy_kl)
+        sums = [policy.loss, policy.clipped, entropy_T.sum(), policy.ratio_deviation, policy.policy_kl]
+        if self.ptx_coef > 0:
+            sums.append(self._ptx(hidden_SBH, batch))
+            loss = loss + self.ptx_coef * sums[-1]
         return loss, torch.stack([value.detach().double() for value in sums])
+
+    def _ptx(self, hidden_SBH: Tensor, batch: MicroBatch) -> Tensor:
+        """The mean next-token loss of the update's texts, as far as they are in this micro-batch."""
+        weights_BS = batch.columns["ptx_weights"]
+        logprobs_BS, _ = next_token_logprobs(
+            self.vocabulary, hidden_SBH, batch.tokens_BS, weights_BS > 0, return_entropy=False
+        )
+        return -(logprobs_BS * weights_BS.to(logprobs_BS)).sum()
 
 
 def bounds_of(algo: AlgoConfig) -> Bounds:

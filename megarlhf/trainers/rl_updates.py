@@ -119,6 +119,10 @@ def train_on(
                 batches = micro_batches(
                     role, learner.experience, samples, cfg.train, learner.columns, learner.weights_N
                 )
+                if components.ptx is not None and role is components.actor:
+                    number = step * len(updates) + work.updates
+                    batches, tokens = components.ptx.beside(role, cfg, number, batches)
+                    phases.count("tokens_per_second", float(tokens))
                 sums = role.accumulate(batches, learner.loss)
             result = components.bad_steps[role.name].apply(role, sums, update, batches, learner.loss)
             values = {name: sums[name] / per for name, per in learner.loss.per.items()}
@@ -159,6 +163,7 @@ def learners(
             response_tokens=tokens,
             kl_coef=algo.kl.coef if algo.kl.placement == "loss" else 0.0,
             entropy_coef=algo.entropy_coef_at(step, cfg.train.num_steps),
+            ptx_coef=0.0 if cfg.ptx is None else cfg.ptx.coef,
         )
         columns = tuple(name for name in POLICY_COLUMNS if name in experience.columns)
         weights_N = loss_weights(experience, samples, algo.loss_average, cfg.loss_constant, algo.loss_block_samples)

@@ -197,6 +197,8 @@ VLLM_TP = ("actor.parallel.tp=2", "rollout.parallel.tp=2")
             ["rewards=[{kind: rule, rule: exact_match, weight: 2, clip: 1}]"],
             ["what a rule says, unchanged; remove rewards[0].weight = 2.0, rewards[0].clip = 1.0"],
         ),
+        ("rl", ["ptx={data: t.jsonl}"], ["ptx needs packed micro-batches", "set train.max_tokens_per_micro_batch"]),
+        ("rl", [*PACKED, "ptx={data: t.jsonl, max_tokens: 200}"], ["ptx.max_tokens = 200 does not fit: give 2 to"]),
         ("rl", ["rollout.top_p=0.9"], ["rollout.top_p = 0.9 cannot be trained with", "of the full distribution"]),
         ("rl", ["rollout.top_k=5", "rollout.min_p=0.1"], ["rollout.top_k = 5 and rollout.min_p = 0.1 cannot be"]),
         (

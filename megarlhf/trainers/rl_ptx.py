@@ -1,0 +1,100 @@
+"""The pretraining mix of rl: micro-batches of plain text beside those of a mini-batch of samples.
+
+They go through the same forward and backward: gradients add up before the optimizer sees them. A micro-batch has
+either texts or samples, so that those of the samples are the ones that the log-probs were made on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megarlhf.config import RLConfig
+from megarlhf.data.loader import ShuffledBatches
+from megarlhf.data.sources import load_records
+from megarlhf.data.tokenizer import Tokenizer
+from megarlhf.experience import Ragged
+from megarlhf.models.role import Role
+from megarlhf.parallel.batching import TokenSpans, repeat_on_micro_batch, scatter_to_micro_batch
+from megarlhf.parallel.step import MicroBatch
+from megarlhf.resume.identity import digest_of_samples
+
+WEIGHTS = "ptx_weights"
+"""Column: the weight of each text token in the loss, at the position that predicts it; 0 elsewhere."""
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text, or a piece of one."""
+
+    tokens: list[int]
+
+
+class PretrainingMix:
+    """Texts, and the order in which updates take them."""
+
+    def __init__(self, texts: Sequence[Text], batch_size: int, seed: int) -> None:
+        self.texts = texts
+        self._order = ShuffledBatches(len(texts), batch_size, seed, "ptx.mini_batch_samples")
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._order.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._order.load_state_dict(state)
+
+    def digest(self) -> str:
+        """Of the texts as tokens."""
+        return digest_of_samples(self.texts)
+
+    def beside(
+        self, role: Role, cfg: RLConfig, update: int, batches: Sequence[MicroBatch]
+    ) -> tuple[list[MicroBatch], int]:
+        """The micro-batches of an update, with this data-parallel rank's micro-batches of texts behind them; and how
+        many tokens all texts have.
+
+        update: its number in the run, from 0
+        """
+        texts = [torch.tensor(self.texts[n].tokens) for n in self._order.indices(update)]
+        tokens = Ragged.from_rows(texts, torch.int64)
+        learnt_N = tokens.lengths_N - 1  # the first token of a text is not predicted
+        weights_N = torch.full(learnt_N.shape, 1 / int(learnt_N.sum()), dtype=torch.float64)
+        spans, whole = TokenSpans.predicting(torch.ones_like(learnt_N), learnt_N), TokenSpans.whole(tokens.lengths_N)
+        device = role.mesh.runtime.device
+        made = [_with(batch, WEIGHTS, torch.zeros(batch.tokens_BS.shape, dtype=torch.float64)) for batch in batches]
+        for layout in role.batching(cfg.train).layouts([(n,) for n in range(len(texts))], tokens.lengths_N):
+            tokens_BS = scatter_to_micro_batch(layout, tokens, whole).to(device)
+            empty = {name: column.new_zeros(tokens_BS.shape) for name, column in batches[0].columns.items()}
+            weights_BS = repeat_on_micro_batch(layout, weights_N, spans, device)
+            made.append(MicroBatch(tokens_BS, {**empty, WEIGHTS: weights_BS}, layout))
+        return made, int(tokens.lengths_N.sum())
+
+
+def _with(batch: MicroBatch, name: str, column_BS: Tensor) -> MicroBatch:
+    return replace(batch, columns={**batch.columns, name: column_BS.to(batch.tokens_BS.device)})
+
+
+def pretraining_mix(cfg: RLConfig, tokenizer: Tokenizer) -> PretrainingMix | None:
+    """As it is configured; None where it is not. Raises: ValueError for data without a text of two tokens."""
+    if cfg.ptx is None:
+        return None
+    records = load_records(cfg.ptx.data, fields=("text",), split=cfg.ptx.data_split)
+    size = cfg.ptx.mini_batch_samples or cfg.train.mini_batch_samples
+    texts = [Text(part) for record in records for part in pieces(record["text"], tokenizer, cfg.ptx_max_tokens)]
+    if not texts:
+        raise ValueError(f"ptx.data = {cfg.ptx.data} has no text of two tokens or more; give other data")
+    return PretrainingMix(texts, size, cfg.run.seed)
+
+
+def pieces(text: str, tokenizer: Tokenizer, longest: int) -> list[list[int]]:
+    """A text as tokens, its end included, cut into pieces that begin as a text does: with bos, where the model has it.
+    A piece from which nothing could be learnt is left out."""
+    tokens = [*tokenizer.encode(text), tokenizer.eos_id]
+    lead = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+    room = longest - len(lead)
+    cut = [[*lead, *tokens[start : start + room]] for start in range(0, len(tokens), room)]
+    return [piece for piece in cut if len(piece) > 1 and text.strip()]
