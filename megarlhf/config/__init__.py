@@ -1,9 +1,9 @@
 """Typed configuration. `sections.py` and the files that it imports say what may be said, `load.py` reads it."""
 
 from megarlhf.config.algo import AlgoConfig, KLConfig, RolloutCorrectionConfig
+from megarlhf.config.beside import EMAConfig, PTXConfig, ReferenceUpdateConfig
 from megarlhf.config.load import dump_config, load_config
 from megarlhf.config.numbers import SkipConfig
-from megarlhf.config.ptx import PTXConfig
 from megarlhf.config.rewards import RewardConfig
 from megarlhf.config.roles import FrozenModel, KernelsConfig, ModelConfig, OptimConfig, ParallelConfig, RoleConfig
 from megarlhf.config.rollout import Dtype, LogprobGapConfig, RolloutConfig, RolloutParallelConfig

@@ -135,6 +135,9 @@ class AlgoConfig(FrozenModel):
     """Discount of later rewards; `gae`, `reinforce` and `reinforce_plus_plus` only."""
     lam: Fraction = 0.95
     """GAE's lambda: 1 trusts the rewards, 0 the critic; `gae` only."""
+    critic_lam: Fraction | None = None
+    """Lambda of the returns that the critic learns; null: `lam`. 1 learns from rewards alone, without the values'
+    own errors (VC-PPO, Yuan et al. 2025); `gae` only."""
     whiten_advantages: bool | None = None
     """Subtract the mean over response tokens and divide by the standard deviation. Default: true for `gae` and the two
     forms of `reinforce_plus_plus`, false for the others."""

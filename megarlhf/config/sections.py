@@ -12,8 +12,8 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, PositiveInt, model_validator
 
 from megarlhf.config.algo import GROUPED, AlgoConfig
+from megarlhf.config.beside import EMAConfig, PTXConfig, ReferenceUpdateConfig
 from megarlhf.config.numbers import SkipConfig
-from megarlhf.config.ptx import PTXConfig
 from megarlhf.config.rewards import RewardConfig
 from megarlhf.config.roles import FrozenModel, NonNegative, Positive, RoleConfig
 from megarlhf.config.rollout import RolloutConfig
@@ -132,6 +132,9 @@ class RLTrainConfig(MicroBatchConfig, SkipConfig):
     critic_warmup_steps: Annotated[int, Field(ge=0)] = 0
     """First steps in which only the critic is trained; without a critic they do not exist. The actor's learning-rate
     schedule begins after them."""
+    max_policy_kl: Positive | None = None
+    """Within a step: once an update's mini-batch shows a `policy_kl` (old to new policy) above this, the step's other
+    updates of the actor are left out (Spinning Up's and Stable-Baselines3's target_kl). The critic's are made."""
     stop: StopConfig = StopConfig()
 
 
@@ -184,6 +187,8 @@ class RLConfig(FrozenModel):
     rollout: RolloutConfig = RolloutConfig()
     algo: AlgoConfig = AlgoConfig()
     ptx: PTXConfig | None = None
+    ema: EMAConfig | None = None
+    reference_update: ReferenceUpdateConfig | None = None
     eval: RLEvalConfig = RLEvalConfig()
     samples: SamplesConfig = SamplesConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

@@ -18,7 +18,7 @@ CONFIG_HEADER = "# megarlhf {command}: the resolved configuration of this run\n"
 FINISHED_FILE = "FINISHED"
 _WRITTEN_BY = re.compile(r"# megarlhf (\w+): the resolved configuration")
 
-ROLES = ("actor", "critic", "reward_model")
+ROLES = ("actor", "actor_ema", "critic", "reward_model")
 """Folders of a checkpoint: what a run exports."""
 _STEPS = ("checkpoints/step_[0-9]*", "checkpoints/.step_[0-9]*.partial", "checkpoints/.step_[0-9]*.replaced")
 _BEING_WRITTEN = tuple(f".{role}.megarlhf-{what}" for role in ROLES for what in ("lock", "partial"))

@@ -179,6 +179,9 @@ def needed_bytes(cfg: Any) -> int:
         parameters = sum(math.prod(shape) for shape in logical_tensors(arch, head).values())
         exported, resumed = _BYTES_PER_PARAMETER[resolve_dtype(name, section.model, head).name]
         total += parameters * (exported + 2 * resumed)
+        if name == "actor" and isinstance(cfg, RLConfig):  # in fp32, and in the reference's dtype
+            total += parameters * 4 * 3 * (cfg.ema is not None)
+            total += parameters * exported * 2 * (cfg.reference_update is not None)
     return total
 
 

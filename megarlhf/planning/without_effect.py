@@ -66,7 +66,7 @@ def _of_rl(cfg: RLConfig) -> list[_Row]:
         ("eval.accuracy", cfg.data.heldout is None, "there is no data.heldout to evaluate on"),
         ("samples.every", cfg.samples.count == 0, "samples.count = 0 writes no tables"),
         ("algo.gamma", advantage not in DISCOUNTED, reads_none),
-        ("algo.lam", advantage != "gae", reads_none),
+        ("algo.lam algo.critic_lam", advantage != "gae", reads_none),
         ("algo.whiten_over algo.whiten_variance", not algo.whitens, "the advantages are not whitened"),
         ("algo.value_clip train.critic_warmup_steps critic", not algo.needs_critic, without_critic),
         ("algo.scale_by_group_std", advantage != "group_relative", unscaled),

@@ -52,7 +52,7 @@ _MATHEMATICS = {
     ),
     "the loss": (
         "loss center_coef unit_variance algo.* rewards train.epochs_per_step train.critic_warmup_steps ptx.coef "
-        "ptx.mini_batch_samples ptx.max_tokens"
+        "ptx.mini_batch_samples ptx.max_tokens ema.decay reference_update.* train.max_policy_kl"
     ),
     "how responses are drawn": (
         "rollout.engine rollout.dtype rollout.num_samples_per_prompt rollout.max_response_tokens rollout.temperature "
@@ -175,8 +175,9 @@ def _flat(cfg: TrainingConfig) -> dict[str, Any]:
             for key in _CALL_KEYS
             if (value := each.pop(key)) != RewardConfig.model_fields[key].default
         }
-    if tree.get("ptx", 0) is None:
-        del tree["ptx"]
+    for name in ("ptx", "ema", "reference_update"):
+        if tree.get(name, 0) is None:
+            del tree[name]
     for name, role in roles_of(cfg).items():
         tree[name] = role.model_dump(mode="json", exclude=None if name in _trained(cfg) else {"optim"})
     values: dict[str, Any] = {}

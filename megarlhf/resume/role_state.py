@@ -1,4 +1,5 @@
-"""A trained role as Megatron-Core's sharded tensors: parameters, their fp32 copies and the optimizer's moments.
+"""A role as Megatron-Core's sharded tensors: parameters, and of a trained one their fp32 copies and the optimizer's
+moments.
 
 Each rank describes the boxes that it holds of global tensors, under the keys of Megatron-Core's own checkpoints
 (`weights/checkpoint/formats/torch_dist/keys.py`); optimizer state stands under `optimizer.state.NAME.KEY`. A part of a
@@ -52,11 +53,10 @@ class _OptimizerPart:
 
 
 def sharded_state(role: Role, *, optimizer: bool = True) -> ShardedState:
-    """What this rank saves of a trained role, or reads into: views of live tensors, by names that mean nothing.
-    Without `optimizer` the parameters alone."""
-    assert role.trainer is not None, f"{role.name} is not trained"
+    """What this rank saves of a role, or reads into: views of live tensors, by names that mean nothing. Without
+    `optimizer`, and of a role that is not trained, the parameters alone."""
     parts: dict[nn.Parameter, _OptimizerPart] = {}
-    if optimizer:
+    if optimizer and role.trainer is not None:
         allocate_optimizer_state(role.trainer)
         parts = _optimizer_parts(role.trainer)
     shard, at = role.shard, role.mesh.coordinates
@@ -125,8 +125,9 @@ def common(role: Role, iteration: int) -> dict[str, Any]:
 
 
 def counters(role: Role) -> dict[str, Any]:
-    """How many steps optimizer and learning-rate schedule have made."""
-    assert role.trainer is not None
+    """How many steps optimizer and learning-rate schedule have made; none of a role that is not trained."""
+    if role.trainer is None:
+        return {}
     return {
         "optimizer_steps": _optimizer_steps(role.trainer.optimizer),
         "scheduler_steps": int(role.trainer.scheduler.num_steps),
@@ -135,7 +136,8 @@ def counters(role: Role) -> dict[str, Any]:
 
 def set_counters(role: Role, values: Mapping[str, Any]) -> None:
     """Of a role that has just been built."""
-    assert role.trainer is not None
+    if role.trainer is None:
+        return
     _set_optimizer_steps(role.trainer.optimizer, values["optimizer_steps"])
     role.trainer.scheduler.num_steps = 0
     role.trainer.scheduler.step(increment=values["scheduler_steps"])

@@ -95,13 +95,15 @@ class Loop:
                 metrics |= self._evaluate(session, step, due=due)
                 last = last or stop.reason is not None
             components.kl.update(described["kl"], work.experience.num_samples)
+            if components.moving_reference is not None:
+                metrics["reference_moved"] = int(components.moving_reference.after(step))
             if components.engine.rebuilds > rebuilds:
                 metrics["engine_rebuilds"] = components.engine.rebuilds - rebuilds
             if is_due(step, cfg.samples.every):
                 self._show(session, step, work)
             metrics |= components.phases.tokens_per_second()
             session.log(step, metrics | seconds_of(components.phases.end_step(step)))
-            session.export(step, components.trained, last=last or gap.failed(last=last))
+            session.export(step, components.exported, last=last or gap.failed(last=last))
             session.border(step)
             gap.raise_if_failed(last=last)
         session.finish(step, stop.reason or NO_STEPS_LEFT, stop.reason or f"all {num_steps} steps done")

@@ -141,6 +141,8 @@ class Shaped:
 def _gae(shaped: Shaped, algo: AlgoConfig) -> Columns:
     values_T = shaped.experience.columns["values"].values_T
     advantages_T, returns_T = shaped.gae(shaped.rewards_N, values_T, gamma=algo.gamma, lam=algo.lam)
+    if algo.critic_lam is not None:
+        returns_T = shaped.gae(shaped.rewards_N, values_T, gamma=algo.gamma, lam=algo.critic_lam)[1]
     return {"advantages": advantages_T, "returns": returns_T}
 
 

@@ -27,6 +27,7 @@ from megarlhf.runtime import Runtime
 from megarlhf.trainers.bad_steps import BadSteps, Failures
 from megarlhf.trainers.prompts import PromptData, make_engine, mesh_orders, sampling_of
 from megarlhf.trainers.rl_kl import KLController
+from megarlhf.trainers.rl_moving import MovingAverage, MovingReference
 from megarlhf.trainers.rl_ptx import PretrainingMix, pretraining_mix
 from megarlhf.trainers.rl_rewards import Rewarder
 from megarlhf.trainers.session import Training
@@ -47,10 +48,22 @@ class Components:
     """By trained role."""
     kl: KLController
     ptx: PretrainingMix | None = None
+    ema: MovingAverage | None = None
+    moving_reference: MovingReference | None = None
 
     @property
     def trained(self) -> list[Role]:
         return [role for role in (self.actor, self.critic) if role is not None]
+
+    @property
+    def exported(self) -> list[Role]:
+        """Roles whose weights are the result of the run."""
+        return self.trained + ([] if self.ema is None else [self.ema.role])
+
+    @property
+    def saved(self) -> list[Role]:
+        """Roles whose weights change."""
+        return self.exported + ([] if self.moving_reference is None else [self.reference])
 
     @property
     def states(self) -> dict[str, Stateful]:
@@ -80,8 +93,28 @@ def build(cfg: RLConfig, runtime: Runtime, tokenizer: Tokenizer, phases: Phases)
     sampling = sampling_of(cfg.rollout, cfg.actor, tokenizer)
     failures = Failures.of(cfg, "rl")
     bad_steps = {each.name: BadSteps(cfg.train, failures, phases) for each in (actor, critic) if each}
-    kl, ptx = KLController(cfg.algo.kl), pretraining_mix(cfg, tokenizer)
-    return Components(actor, reference, critic, engine, rewarder, sampling, phases, bad_steps, kl, ptx)
+    ema, moving = None, None
+    if cfg.ema is not None:
+        fp32 = sections["actor"].model.model_copy(update={"dtype": "fp32"})
+        averaged = sections["actor"].model_copy(update={"model": fp32})
+        average = build_role("actor_ema", averaged, "lm", cache, seed=seed, order=orders["actor"])
+        ema = MovingAverage(average, actor, cfg.ema.decay)
+    if cfg.reference_update is not None:
+        moving = MovingReference(reference, actor, cfg.reference_update.every, cfg.reference_update.mixup)
+    return Components(
+        actor,
+        reference,
+        critic,
+        engine,
+        rewarder,
+        sampling,
+        phases,
+        bad_steps,
+        kl=KLController(cfg.algo.kl),
+        ptx=pretraining_mix(cfg, tokenizer),
+        ema=ema,
+        moving_reference=moving,
+    )
 
 
 def training_of(
@@ -107,11 +140,11 @@ def training_of(
         others["data.heldout (decides when the run ends)"] = digest_of_samples(data.heldout)
     return Training(
         cfg.checkpoint,
-        components.trained,
+        components.saved,
         stop,
         data=digest_of_samples(data.train),
         states={**states, **components.states},
-        base={role.name: identity_of_weights(role) for role in components.trained},
+        base={role.name: identity_of_weights(role) for role in components.saved},
         reference=identity_of_weights(components.reference),
         architectures={role.name: architecture_of(role) for role in built if role is not None},
         others=others,

@@ -88,6 +88,10 @@ class StepInProgress:
         for name, value in values.items():
             self.per_update[name].append(None if result.skipped else value)
 
+    def moved_beyond(self, limit: float | None) -> bool:
+        """Whether an update of this step has shown a KL of old to new policy above the limit."""
+        return limit is not None and any(kl is not None and kl > limit for kl in self.per_update["policy_kl"])
+
     @classmethod
     def restored(cls, table: Mapping[str, Any] | None) -> StepInProgress | None:
         """From what `table` returned; None from nothing."""
@@ -114,6 +118,8 @@ def train_on(
         for learner in learners(cfg, components, experience, samples, step):
             role = learner.role
             assert role.trainer is not None
+            if role is components.actor and work.moved_beyond(cfg.train.max_policy_kl):
+                continue
             learning_rate = role.trainer.learning_rate
             with phases(f"train/{role.name}"):
                 batches = micro_batches(
@@ -126,12 +132,16 @@ def train_on(
                 sums = role.accumulate(batches, learner.loss)
             result = components.bad_steps[role.name].apply(role, sums, update, batches, learner.loss)
             values = {name: sums[name] / per for name, per in learner.loss.per.items()}
+            if components.ema is not None and role is components.actor and not result.skipped:
+                components.ema.update()
             work.note(result, values | dict(zip(OF_UPDATES[role.name], (result.grad_norm, learning_rate), strict=True)))
         phases.count("tokens_per_second", float(experience.sequences.lengths_N[list(samples)].sum()))
         work.updates += 1
         at_border(work, last=work.updates == len(updates))
     metrics: Metrics = {name: mean_of(each) for name, each in work.per_update.items() if name != "skipped"}
     metrics["skipped_steps"] = round(sum(filter(None, work.per_update["skipped"])))
+    if cfg.train.max_policy_kl is not None and work.per_update["policy_kl"]:
+        metrics["actor_updates_left_out"] = len(updates) - len(work.per_update["policy_kl"])
     if work.per_update["ratio_deviation"]:
         metrics["first_ratio_deviation"] = work.per_update["ratio_deviation"][0]
     return metrics

@@ -42,7 +42,7 @@ class Training:
 
     checkpoint: CheckpointConfig
     roles: Sequence[Role]
-    """The trained ones."""
+    """Those whose weights change: what is saved."""
     stop: StopRequest
     """Entered before the models are built, so that a signal in the meantime is not lost."""
     data: str

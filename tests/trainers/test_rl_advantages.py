@@ -170,3 +170,13 @@ def test_whitening_of_a_mini_batch_by_itself():
     assert second[2] + second[3] == pytest.approx([-1.0, 1.0], rel=1e-5)
     once = AlgoConfig.model_validate({"advantage": "reinforce++"})
     assert whitened_alone(table, [0, 1], once) is table
+
+
+def test_the_critic_may_learn_returns_of_its_own_lambda():
+    """With lambda 1 the returns are the rewards to come, whatever the values are; the advantages keep theirs."""
+    table = experience()
+    plain = add_advantages(table, AlgoConfig(advantage="gae", lam=0.5, whiten_advantages=False))
+    own = add_advantages(table, AlgoConfig(advantage="gae", lam=0.5, critic_lam=1.0, whiten_advantages=False))
+    assert own.columns["returns"].values_T.tolist() == pytest.approx([1.0, 1.0, 3.0, 2.0, 4.0])
+    assert plain.columns["returns"].values_T[0] != pytest.approx(1.0)
+    assert torch.equal(own.columns["advantages"].values_T, plain.columns["advantages"].values_T)
