@@ -10,11 +10,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-Kind = Literal["sft", "rm", "rl"]
+Kind = Literal["sft", "rm", "dpo", "rl"]
 
 KIND_TITLES: dict[Kind, str] = {
     "sft": "Supervised fine-tuning",
     "rm": "Reward model",
+    "dpo": "Preference optimisation",
     "rl": "Reinforcement learning",
 }
 
@@ -106,6 +107,21 @@ CHARTS: dict[Kind, tuple[Chart, ...]] = {
         Chart(title="Held-out scores", metrics=("eval_chosen_score", "eval_rejected_score")),
         Chart(title="Gradient norm", metrics=("grad_norm",)),
     ),
+    "dpo": (
+        Chart(title="Pair accuracy", metrics=("pair_accuracy", "eval_pair_accuracy"), hint="0.5 is chance."),
+        Chart(title="Loss", metrics=("loss", "eval_loss")),
+        Chart(
+            title="Implicit rewards",
+            metrics=("chosen_reward", "rejected_reward", "reward_margin", "eval_reward_margin"),
+        ),
+        Chart(
+            title="Log-probs of responses",
+            metrics=("chosen_logprob", "rejected_logprob", "eval_chosen_logprob", "eval_rejected_logprob"),
+            axis="nats",
+            hint="Both may fall while the margin grows: sft_coef holds the chosen ones.",
+        ),
+        Chart(title="Gradient norm", metrics=("grad_norm",)),
+    ),
     "rl": (
         REWARD,
         Chart(title="KL to the reference", metrics=("kl",), axis="nats per response token"),
@@ -133,6 +149,7 @@ CHARTS: dict[Kind, tuple[Chart, ...]] = {
 SUMMARY: dict[Kind, dict[str, Literal["highest", "lowest", "worst", "neither"]]] = {
     "sft": {"loss": "lowest", "eval_loss": "lowest", "eval_perplexity": "lowest"},
     "rm": {"loss": "lowest", "pair_accuracy": "highest", "eval_pair_accuracy": "highest"},
+    "dpo": {"loss": "lowest", "pair_accuracy": "highest", "eval_pair_accuracy": "highest", "reward_margin": "neither"},
     "rl": {
         "reward_mean": "highest",
         "eval_reward_mean": "highest",
@@ -152,6 +169,8 @@ def kind_of(rows: Iterable[dict[str, Any]]) -> Kind:
     names = {name for row in rows for name in row}
     if names & {"reward_mean", "policy_loss"}:
         return "rl"
+    if names & {"reward_margin", "eval_reward_margin"}:
+        return "dpo"
     if names & {"pair_accuracy", "eval_pair_accuracy"}:
         return "rm"
     return "sft"
