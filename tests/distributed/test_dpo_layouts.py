@@ -196,3 +196,21 @@ def test_metrics_agree_with_each_other(ranks: RankPool, two_layers: dict[str, Pa
     assert abs(other["eval_chosen_reward"]) > 1e-3
     assert same["eval_chosen_reward"] == pytest.approx(0.0, abs=1e-6)
     assert same["eval_loss"] == pytest.approx(math.log(2), rel=1e-6)
+
+
+@pytest.mark.parametrize("micro", [{"micro_batch_samples": 1}, PACKED])
+def test_a_rank_without_a_pair(
+    micro: dict[str, int], ranks: RankPool, two_layers: dict[str, Path], data: dict[str, Path]
+) -> None:
+    """One pair a step on two data-parallel ranks: one of them runs over fillers and adds nothing."""
+    losses, found = {name: LOSSES[name] for name in ("dpo", "smoothed dpo with likelihood", "ipo of means")}, []
+    for world_size, how in ((1, PADDED), (2, micro)):
+        tree = config(two_layers, data["pairs"], {}, {}, how)
+        tree["train"]["mini_batch_samples"] = 1
+        found.append(ranks.run(world_size, dpo_steps, tree, losses, 1, 1)[0])
+    for name in losses:
+        expected, actual = (each[name] for each in found)
+        for metric in ("loss", "grad_norm", "chosen_logprob", "reward_margin"):
+            assert actual["steps"][0][metric] == pytest.approx(expected["steps"][0][metric], rel=1e-5, abs=1e-6), metric
+        assert actual["evaluation"] == pytest.approx(expected["evaluation"], rel=1e-5, abs=1e-6)
+        assert_gradients_equal(actual["gradients"][0], expected["gradients"][0], what=name)
