@@ -41,7 +41,7 @@ class Provenance:
     base: Weights
     """What the role began with."""
     reference: Weights | None = None
-    """To which `rl` has measured the KL."""
+    """To which `rl` has measured the KL, or `dpo` its log-ratios."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1) + "\n"

@@ -67,7 +67,7 @@ def command(work, tmp_path):
             tree["train"]["prompts_per_step"] = 8
             tree["rollout"] = {"num_samples_per_prompt": 4, "max_response_tokens": 8}
         else:
-            tree["actor" if name == "sft" else "reward_model"] = model
+            tree["reward_model" if name == "rm" else "actor"] = model
             tree["data"] = {"train": str(work / ("sft.jsonl" if name == "sft" else "pairs.jsonl"))}
         path = tmp_path / f"{name}.yaml"
         path.write_text(yaml.safe_dump(tree))
@@ -97,6 +97,14 @@ def squeezed(text):
     [
         ("sft", ["sequences per optimizer step on one data-parallel rank 4", "data-parallel ranks of actor 2"]),
         ("rm", ["preference pairs (two sequences each) per optimizer step (mini-batch), over all ranks 8"]),
+        (
+            "dpo",
+            [
+                "preference pairs (two sequences each) per optimizer step (mini-batch), over all ranks 8",
+                "passes of the frozen reference over the pairs of an optimizer step 1",
+                "loss = dpo: beta = 0.1",
+            ],
+        ),
         (
             "rl",
             [
@@ -154,6 +162,9 @@ def test_a_launched_rank_joins_with_the_launchers_world(command, started, capsys
         ("rm", ["run.nproc=3", "reward_model.parallel.tp=3"], "tp = 3 does not divide the 2 attention heads"),
         ("sft", ["actor.parallel.pp=2"], "world size 1 is not a multiple of tp x pp = 1 x 2 = 2; use 2 ranks"),
         ("rm", ["train.micro_batch_samples=3"], "train.mini_batch_samples = 8 is not a multiple of"),
+        ("dpo", ["loss=dppo"], "did you mean 'dpo'?"),
+        ("dpo", ["loss=simpo", "reference={model: {path: m}}"], "reference is given, and loss = 'simpo' does not"),
+        ("dpo", ["run.nproc=2", "reference={model: {path: absent}, parallel: {tp: 2}}"], "absent does not exist"),
         ("rl", ["train.prompts_per_step=7"], "= 7 x 4 = 28 is not a multiple of train.mini_batch_samples = 8"),
         ("rl", ["rollout.max_response_tokens=49"], "= 16 + 49 = 65 tokens, but"),
         ("rl", ["critic="], "algo.advantage = 'gae' needs values: give a critic section"),

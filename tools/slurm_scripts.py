@@ -77,6 +77,7 @@ CONFIG = "-c FILE [key=value ...]"
 SCRIPTS = {
     "sft": Script("Supervised fine-tuning", CONFIG, WHOLE_NODES + LIFE_CYCLE, TRAIN, "sft"),
     "rm": Script("A reward model", CONFIG, WHOLE_NODES + LIFE_CYCLE, TRAIN, "rm"),
+    "dpo": Script("Preference optimisation on pairs", CONFIG, WHOLE_NODES + LIFE_CYCLE, TRAIN, "dpo"),
     "rl": Script("PPO, GRPO and their relatives", CONFIG, WHOLE_NODES + LIFE_CYCLE, TRAIN, "rl", nodes=4),
     "eval": Script("Score a model's responses by rules", CONFIG, WHOLE_NODES + NO_REQUEUE, EVAL, "eval"),
     "convert": Script(
@@ -91,6 +92,7 @@ SCRIPTS = {
 EXAMPLES = {
     "sft": ("--nodes=2 --time=8:00:00 {script} -c configs/x.yaml train.num_steps=500",),
     "rm": ("--time=8:00:00 {script} -c configs/x.yaml",),
+    "dpo": ("--time=8:00:00 {script} -c configs/x.yaml loss=ipo",),
     "rl": ("--nodes=16 --time=24:00:00 {script} -c configs/x.yaml",),
     "eval": ("{script} -c configs/x.yaml",),
     "convert": ("--array=1-3 {script} conversions.txt",),

@@ -12,7 +12,7 @@ from typing import Any
 
 from megarlhf.commands.arguments import Once
 from megarlhf.commands.process_tree import end_with_parent
-from megarlhf.config import FrozenModel, GenerateConfig, RLConfig, RMConfig, SFTConfig, load_config
+from megarlhf.config import DPOConfig, FrozenModel, GenerateConfig, RLConfig, RMConfig, SFTConfig, load_config
 from megarlhf.config.load import repeated_overrides
 from megarlhf.errors import WatchdogTimeout
 from megarlhf.resume.signals import TO_BE_QUEUED_AGAIN, StopRun
@@ -31,6 +31,7 @@ class Command:
 COMMANDS: dict[str, Command] = {
     "sft": Command(SFTConfig, "megarlhf.trainers.sft:run", "supervised fine-tuning"),
     "rm": Command(RMConfig, "megarlhf.trainers.rm:run", "train a reward model on preference pairs"),
+    "dpo": Command(DPOConfig, "megarlhf.trainers.dpo:run", "preference optimisation: DPO, IPO, SimPO, ORPO, KTO"),
     "rl": Command(RLConfig, "megarlhf.trainers.rl:run", "PPO, GRPO and their relatives"),
     "generate": Command(GenerateConfig, "megarlhf.trainers.generate:run", "sample responses into a JSON lines file"),
     "eval": Command(GenerateConfig, "megarlhf.trainers.generate:evaluate", "score a model's responses by rules"),

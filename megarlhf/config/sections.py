@@ -74,7 +74,7 @@ class MicroBatchConfig(FrozenModel):
 
     max_tokens_per_micro_batch: PositiveInt | None = None
     """Packed: sequences end to end, up to so many tokens per forward of one data-parallel rank, balanced over ranks by
-    what they cost. No sequence is split, so the longest must fit (both of a pair, in `rm`)."""
+    what they cost. No sequence is split, so the longest must fit (both of a pair, in `rm` and `dpo`)."""
     micro_batch_samples: PositiveInt | None = None
     """Padded: so many samples per forward of one data-parallel rank, all as long as the longest of the step."""
 
@@ -99,7 +99,7 @@ class TrainConfig(MicroBatchConfig, SkipConfig):
     num_steps: PositiveInt
     """Optimizer steps."""
     mini_batch_samples: PositiveInt
-    """Samples per optimizer step, over all ranks. A sample of `rm` is a pair of responses."""
+    """Samples per optimizer step, over all ranks. A sample of `rm` and `dpo` is a pair of responses."""
 
 
 class StopConfig(FrozenModel):

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal["sft", "rm", "rl"]
+Kind = Literal["sft", "rm", "dpo", "rl"]
 
 KIND_TITLES: dict[Kind, str] = {
     "sft": "Supervised fine-tuning",
     "rm": "Reward model",
+    "dpo": "Preference optimisation",
     "rl": "Reinforcement learning",
 }
 
@@ -59,6 +60,24 @@ CHARTS: dict[Kind, tuple[Chart, ...]] = {
         Chart(title="Pair accuracy", metrics=("pair_accuracy", "eval_pair_accuracy"), hint="0.5 is chance."),
         Chart(title="Loss", metrics=("loss", "eval_loss"), hint="ln 2 = 0.693 is chance."),
         Chart(title="Held-out scores", metrics=("eval_chosen_score", "eval_rejected_score")),
+        Chart(title="Gradient norm", metrics=("grad_norm",)),
+        Chart(title="Learning rate", metrics=("learning_rate",)),
+        _SPEED,
+        _MEMORY,
+    ),
+    "dpo": (
+        Chart(title="Pair accuracy", metrics=("pair_accuracy", "eval_pair_accuracy"), hint="0.5 is chance."),
+        Chart(title="Loss", metrics=("loss", "eval_loss")),
+        Chart(
+            title="Implicit rewards",
+            metrics=("chosen_reward", "rejected_reward", "reward_margin", "eval_reward_margin"),
+        ),
+        Chart(
+            title="Log-probs of responses",
+            metrics=("chosen_logprob", "rejected_logprob", "eval_chosen_logprob", "eval_rejected_logprob"),
+            axis="nats",
+            hint="Both may fall while the margin grows: sft_coef holds the chosen ones.",
+        ),
         Chart(title="Gradient norm", metrics=("grad_norm",)),
         Chart(title="Learning rate", metrics=("learning_rate",)),
         _SPEED,
@@ -123,6 +142,7 @@ CHARTS: dict[Kind, tuple[Chart, ...]] = {
 SUMMARY: dict[Kind, dict[str, Literal["highest", "lowest", "worst", "neither"]]] = {
     "sft": {"loss": "lowest", "eval_loss": "lowest", "eval_perplexity": "lowest"},
     "rm": {"loss": "lowest", "pair_accuracy": "highest", "eval_pair_accuracy": "highest"},
+    "dpo": {"loss": "lowest", "pair_accuracy": "highest", "eval_pair_accuracy": "highest", "reward_margin": "neither"},
     "rl": {
         "reward_mean": "highest",
         "eval_reward_mean": "highest",

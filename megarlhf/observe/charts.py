@@ -68,6 +68,8 @@ def kind_of(rows: Iterable[dict[str, Any]]) -> Kind:
     names = {name for row in rows for name in row}
     if names & {"reward_mean", "policy_loss"}:
         return "rl"
+    if names & {"reward_margin", "eval_reward_margin"}:
+        return "dpo"
     if names & {"pair_accuracy", "eval_pair_accuracy"}:
         return "rm"
     return "sft"

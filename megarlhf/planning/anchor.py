@@ -39,7 +39,7 @@ def check_anchor(cfg: RLConfig) -> list[str]:
 def anchor_notes(cfg: RLConfig, reference: Weights) -> list[str]:
     """What to say where the actor comes from an earlier rl run, and the KL is measured to another model than there."""
     stated = None if cfg.actor.model.random_init else read_provenance(cfg.actor.model.path)
-    if stated is None or stated.reference is None:
+    if stated is None or stated.command != "rl" or stated.reference is None:  # dpo measures no KL
         return []
     was, earlier = stated.reference, f"the run {stated.run}, which the actor comes from"
     if was.dtype != reference.dtype:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megarlhf.config import RLConfig, RLTrainConfig, RMConfig, SFTConfig, TrainConfig
+from megarlhf.config import DPOConfig, RLConfig, RLTrainConfig, RMConfig, SFTConfig, TrainConfig
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def _micro_batch_size(train: TrainConfig | RLTrainConfig, sample: str) -> BatchN
 
 
 def supervised_batch_numbers(train: TrainConfig, dp: int, role: str, sample: str) -> list[BatchNumber]:
-    """The arithmetic of sft and rm. `sample` is what one sample is."""
+    """The arithmetic of sft, rm and dpo. `sample` is what one sample is."""
     numbers = [
         BatchNumber("optimizer steps of the run", train.num_steps),
         BatchNumber(f"{sample} per optimizer step (mini-batch), over all ranks", train.mini_batch_samples),
@@ -67,6 +67,25 @@ def supervised_batch_numbers(train: TrainConfig, dp: int, role: str, sample: str
         _micro_batch_size(train, sample),
         BatchNumber("micro-batches per optimizer step on one data-parallel rank", per_rank),
     ]
+
+
+def dpo_batch_numbers(cfg: DPOConfig, world_size: int) -> list[BatchNumber]:
+    """The arithmetic of dpo, whose reference may have a layout of its own.
+
+    Raises: ValueError when the mini-batch does not divide, naming the keys.
+    """
+    dp = cfg.actor.parallel.layout(world_size, "actor").dp
+    numbers = supervised_batch_numbers(cfg.train, dp, "actor", "preference pairs (two sequences each)")
+    if not cfg.needs_reference:
+        return numbers
+    reference_dp = cfg.roles()["reference"].parallel.layout(world_size, "reference").dp
+    per_rank = micro_batches_per_rank(cfg.train, reference_dp, "reference")
+    forwards = 2 if cfg.loss == "kto" else 1  # kto: also on prompts with the responses of another pair
+    numbers.append(BatchNumber("passes of the frozen reference over the pairs of an optimizer step", forwards))
+    if per_rank is not None and reference_dp != dp:
+        words = f"micro-batches of each on one of reference's {reference_dp} data-parallel ranks"
+        numbers.append(BatchNumber(words, per_rank))
+    return numbers
 
 
 def rl_batch_numbers(cfg: RLConfig, world_size: int) -> list[BatchNumber]:
@@ -110,7 +129,7 @@ def rl_batch_numbers(cfg: RLConfig, world_size: int) -> list[BatchNumber]:
     return numbers
 
 
-def schedule_notes(cfg: SFTConfig | RMConfig | RLConfig) -> list[str]:
+def schedule_notes(cfg: SFTConfig | RMConfig | DPOConfig | RLConfig) -> list[str]:
     """What a learning-rate schedule does that is rarely meant, in sentences."""
     notes = []
     if isinstance(cfg, RLConfig):
@@ -123,7 +142,7 @@ def schedule_notes(cfg: SFTConfig | RMConfig | RLConfig) -> list[str]:
                 f"{cfg.train.num_steps} train the critic only"
             )
     else:
-        role, section = ("actor", cfg.actor) if isinstance(cfg, SFTConfig) else ("reward_model", cfg.reward_model)
+        role, section = ("reward_model", cfg.reward_model) if isinstance(cfg, RMConfig) else ("actor", cfg.actor)
         steps, trained = {role: cfg.train.num_steps}, {role: section}
     return notes + [
         f"{role}: {role}.optim.warmup_steps = {section.optim.warmup_steps}, but the run has {steps[role]} optimizer "

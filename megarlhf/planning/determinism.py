@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megarlhf.collective_errors import raise_on_all_ranks
-from megarlhf.config import GenerateConfig, RLConfig, RMConfig, SFTConfig
+from megarlhf.config import DPOConfig, GenerateConfig, RLConfig, RMConfig, SFTConfig
 from megarlhf.runtime import Runtime, compute_capability, has_transformer_engine, sees_gpus
 
-AnyConfig = SFTConfig | RMConfig | RLConfig | GenerateConfig
+AnyConfig = SFTConfig | RMConfig | DPOConfig | RLConfig | GenerateConfig
 
 ACCEPTED: Mapping[str, tuple[str, ...]] = {
     "CUBLAS_WORKSPACE_CONFIG": (":4096:8", ":16:8"),

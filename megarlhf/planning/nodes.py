@@ -29,7 +29,7 @@ import torch.distributed as dist
 import megarlhf
 from megarlhf.architectures.hf_config import architecture_from_hf
 from megarlhf.architectures.placements import Head, logical_tensors
-from megarlhf.config import RLConfig, RMConfig, RoleConfig, SFTConfig
+from megarlhf.config import DPOConfig, RLConfig, RMConfig, RoleConfig, SFTConfig
 from megarlhf.resume.point import allocated_bytes, find_points, leftovers, passed_over, superfluous
 from megarlhf.runtime import PACKAGES, Runtime, gpu_in_use, gpu_versions, sees_gpus, version_of
 from megarlhf.weights.checkpoint.dtype import resolve_dtype
@@ -165,7 +165,7 @@ def where(facts: Sequence[RankFacts]) -> str:
 def needed_bytes(cfg: Any) -> int:
     """Bytes of two resume points and an export of the roles that the run trains; 0 for a run that saves nothing."""
     trained: dict[str, tuple[RoleConfig, Head]] = {}
-    if isinstance(cfg, SFTConfig):
+    if isinstance(cfg, SFTConfig | DPOConfig):
         trained = {"actor": (cfg.actor, "lm")}
     elif isinstance(cfg, RMConfig):
         trained = {"reward_model": (cfg.reward_model, "scalar")}

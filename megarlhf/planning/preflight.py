@@ -8,13 +8,19 @@ from pathlib import Path
 
 from megarlhf.architectures.architecture import Architecture
 from megarlhf.architectures.placements import vllm_placements
-from megarlhf.config import GenerateConfig, RLConfig, RMConfig, RoleConfig, SFTConfig, dump_config
+from megarlhf.config import DPOConfig, GenerateConfig, RLConfig, RMConfig, RoleConfig, SFTConfig, dump_config
 from megarlhf.data.sources import require_source, source_files
 from megarlhf.observe.progress import make_console, table
 from megarlhf.observe.run_directory import require_writable_output
 from megarlhf.observe.wandb_run import require_wandb
 from megarlhf.planning.anchor import check_anchor
-from megarlhf.planning.batch import BatchNumber, rl_batch_numbers, schedule_notes, supervised_batch_numbers
+from megarlhf.planning.batch import (
+    BatchNumber,
+    dpo_batch_numbers,
+    rl_batch_numbers,
+    schedule_notes,
+    supervised_batch_numbers,
+)
 from megarlhf.planning.legality import check_role
 from megarlhf.planning.models import check_heads, check_vocabularies
 from megarlhf.planning.without_effect import changed_meanings, without_effect
@@ -25,7 +31,7 @@ from megarlhf.rollout.vllm_arguments import cpu_head_sizes, unknown_arguments
 from megarlhf.runtime import capabilities
 from megarlhf.weights.checkpoint.dtype import resolve_dtype
 
-AnyConfig = SFTConfig | RMConfig | RLConfig | GenerateConfig
+AnyConfig = SFTConfig | RMConfig | DPOConfig | RLConfig | GenerateConfig
 
 
 @dataclass(frozen=True)
@@ -96,6 +102,9 @@ def preflight(command: str, cfg: AnyConfig, world_size: int) -> Preflight:
         numbers = supervised_batch_numbers(cfg.train, dp, "actor", "sequences")
     elif isinstance(cfg, RMConfig):
         numbers = supervised_batch_numbers(cfg.train, dp, "reward_model", "preference pairs (two sequences each)")
+    elif isinstance(cfg, DPOConfig):
+        notes.append(cfg.in_words())
+        numbers = dpo_batch_numbers(cfg, world_size)
     elif isinstance(cfg, RLConfig):
         numbers = rl_batch_numbers(cfg, world_size)
     return Preflight(
@@ -104,7 +113,7 @@ def preflight(command: str, cfg: AnyConfig, world_size: int) -> Preflight:
 
 
 def _roles(cfg: AnyConfig) -> dict[str, RoleConfig]:
-    if isinstance(cfg, RLConfig):
+    if isinstance(cfg, RLConfig | DPOConfig):
         return cfg.roles()
     return {"reward_model": cfg.reward_model} if isinstance(cfg, RMConfig) else {"actor": cfg.actor}
 

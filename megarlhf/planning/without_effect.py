@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from megarlhf.config import FrozenModel, GenerateConfig, RLConfig, RMConfig, SFTConfig
+from megarlhf.config import DPOConfig, FrozenModel, GenerateConfig, RLConfig, RMConfig, SFTConfig
 from megarlhf.config.algo import DISCOUNTED, GROUPED
 
 _VLLM_ONLY = "gpu_memory_utilization cpu_cache_gib reshard_bucket_mib poison_weights"
 
 
-def without_effect(cfg: SFTConfig | RMConfig | RLConfig | GenerateConfig) -> list[str]:
+def without_effect(cfg: SFTConfig | RMConfig | DPOConfig | RLConfig | GenerateConfig) -> list[str]:
     """A sentence for each key that has another value than its default, which nothing reads."""
     rows = _of_generate(cfg) if isinstance(cfg, GenerateConfig) else _of_training(cfg)
     if isinstance(cfg, RLConfig):
@@ -23,7 +23,7 @@ def without_effect(cfg: SFTConfig | RMConfig | RLConfig | GenerateConfig) -> lis
     return [f"set, but without effect here: {key} ({why})" for key, why in unread if _is_set(cfg, key)]
 
 
-def changed_meanings(cfg: SFTConfig | RMConfig | RLConfig) -> list[str]:
+def changed_meanings(cfg: SFTConfig | RMConfig | DPOConfig | RLConfig) -> list[str]:
     """A sentence for each key that is set and once meant something else."""
     given, notes = cfg.checkpoint.model_fields_set, []
     for key in ("every", "keep"):
@@ -39,7 +39,7 @@ _Row = tuple[str, bool, str]
 """Keys, whether nothing reads them, and why."""
 
 
-def _of_training(cfg: SFTConfig | RMConfig | RLConfig) -> list[_Row]:
+def _of_training(cfg: SFTConfig | RMConfig | DPOConfig | RLConfig) -> list[_Row]:
     return [
         ("eval.every eval.max_samples", cfg.data.heldout is None, "there is no data.heldout to evaluate on"),
         (
@@ -48,6 +48,7 @@ def _of_training(cfg: SFTConfig | RMConfig | RLConfig) -> list[_Row]:
             "checkpoint.export_every = 0 writes one export, after the last step",
         ),
         ("reward_model.kernels", isinstance(cfg, RMConfig), "log-probs are of language models"),
+        ("reference.optim", isinstance(cfg, DPOConfig), "the reference is not trained"),
     ]
 
 

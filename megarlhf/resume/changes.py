@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megarlhf.config import RewardConfig, RLConfig, RMConfig, RoleConfig, SFTConfig
+from megarlhf.config import DPOConfig, RewardConfig, RLConfig, RMConfig, RoleConfig, SFTConfig
 
-TrainingConfig = SFTConfig | RMConfig | RLConfig
+TrainingConfig = SFTConfig | RMConfig | DPOConfig | RLConfig
 """Configurations of the commands that resume."""
 
 Kind = Literal["neutral", "mathematics", "place"]
@@ -51,8 +51,10 @@ _MATHEMATICS = {
         "train.mini_batch_samples train.prompts_per_step train.shuffle"
     ),
     "the loss": (
-        "loss center_coef unit_variance algo.* rewards train.epochs_per_step train.critic_warmup_steps ptx.coef "
-        "ptx.mini_batch_samples ptx.max_tokens ema.decay reference_update.* train.max_policy_kl"
+        "loss center_coef unit_variance beta label_smoothing simpo_margin ipo_length_normalised "
+        "kto_desirable_weight kto_undesirable_weight sft_coef sft_average algo.* rewards train.epochs_per_step "
+        "train.critic_warmup_steps ptx.coef ptx.mini_batch_samples ptx.max_tokens ema.decay reference_update.* "
+        "train.max_policy_kl"
     ),
     "how responses are drawn": (
         "rollout.engine rollout.dtype rollout.num_samples_per_prompt rollout.max_response_tokens rollout.temperature "
@@ -155,13 +157,13 @@ def _heldout_decides(key: str, cfg: TrainingConfig) -> bool:
 
 def roles_of(cfg: TrainingConfig) -> dict[str, RoleConfig]:
     """The roles that the run builds."""
-    if isinstance(cfg, RLConfig):
+    if isinstance(cfg, RLConfig | DPOConfig):
         return cfg.roles()
     return {"reward_model": cfg.reward_model} if isinstance(cfg, RMConfig) else {"actor": cfg.actor}
 
 
 def _trained(cfg: TrainingConfig) -> dict[str, RoleConfig]:
-    frozen = ("reference", "reward_model") if isinstance(cfg, RLConfig) else ()
+    frozen = ("reference", "reward_model") if isinstance(cfg, RLConfig | DPOConfig) else ()
     return {name: role for name, role in roles_of(cfg).items() if name not in frozen}
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from megarlhf.config import FrozenModel, RLConfig, RMConfig, RunConfig, SFTConfig, dump_config, load_config
+from megarlhf.config import DPOConfig, FrozenModel, RLConfig, RMConfig, RunConfig, SFTConfig, dump_config, load_config
 from megarlhf.observe.run_directory import (
     CONFIG_FILE,
     CONFIG_HEADER,
@@ -158,7 +158,7 @@ def _decide(cfg: FrozenModel, run: RunConfig, command: str) -> Usable:
             _require_same_command(run, command, shown)
             _require_overwritable(cfg, run, files)
             usable = Usable(files, False, [])
-        elif run.on_existing == "resume" and isinstance(cfg, SFTConfig | RMConfig | RLConfig):
+        elif run.on_existing == "resume" and isinstance(cfg, SFTConfig | RMConfig | DPOConfig | RLConfig):
             _require_same_command(run, command, shown)
             usable = Usable([], True, _require_resumable(cfg, run, command))
         else:
@@ -250,7 +250,7 @@ def _require_overwritable(cfg: FrozenModel, run: RunConfig, files: list[Path]) -
     A restart by Slurm finds what its first attempt wrote. Of a command that cannot go on and has not finished, that is
     nothing of worth: it writes its results at the end.
     """
-    resumes = isinstance(cfg, SFTConfig | RMConfig | RLConfig)
+    resumes = isinstance(cfg, SFTConfig | RMConfig | DPOConfig | RLConfig)
     if restart_count() > 0 and (resumes or finished(run.dir) is not None):
         goes_on = "; run.on_existing=resume goes on with it" if resumes else ""
         raise ValueError(

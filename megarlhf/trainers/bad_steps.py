@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 WINDOW = 64
 """Gradient norms that the running median is of."""
 MIN_NORMS = 16
-CHANGING = ("kl_coef", "entropy_coef")
+CHANGING = ("kl_coef", "entropy_coef", "kl_point")
 """Fields of losses that change over a run."""
 KEPT = 5
 """Skipped steps that are kept in `failures/`, with the weights before them: the newest."""
@@ -56,7 +56,7 @@ class Update:
     number: int | None
     """Of the mini-batch in its step, from 0; None where a step has one."""
     samples: Sequence[int]
-    """The mini-batch, by the numbers of the data (sft, rm) or of the step's samples (rl)."""
+    """The mini-batch, by the numbers of the data (sft, rm, dpo) or of the step's samples (rl)."""
 
     @property
     def name(self) -> str:

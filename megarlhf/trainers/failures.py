@@ -14,14 +14,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from megarlhf.config import RLConfig, RMConfig, RoleConfig, SFTConfig, load_config
+from megarlhf.config import DPOConfig, RLConfig, RMConfig, RoleConfig, SFTConfig, load_config
 from megarlhf.observe.run_directory import CONFIG_FILE
 from megarlhf.resume.changes import TrainingConfig, roles_of
 
 FAILURE_FILE = "failure.json"
 POINT = "point"
 FORMAT = 2
-CONFIGS: Mapping[str, type[TrainingConfig]] = {"sft": SFTConfig, "rm": RMConfig, "rl": RLConfig}
+CONFIGS: Mapping[str, type[TrainingConfig]] = {"sft": SFTConfig, "rm": RMConfig, "dpo": DPOConfig, "rl": RLConfig}
 """By the command that writes failures."""
 
 
@@ -36,7 +36,7 @@ class Failure:
     update: int | None
     """Of the mini-batch in its step, from 0; None where a step has one."""
     samples: Sequence[int]
-    """The mini-batch, by the numbers of the data (sft, rm) or of the step's samples (rl)."""
+    """The mini-batch, by the numbers of the data (sft, rm, dpo) or of the step's samples (rl)."""
     reason: str
     sums: Mapping[str, float]
     """What the loss has summed over the mini-batch; `loss` is among them."""

@@ -21,7 +21,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from megarlhf.config import RMConfig, SFTConfig
+from megarlhf.config import DPOConfig, RMConfig, SFTConfig
 from megarlhf.experience import Ragged
 from megarlhf.models.role import Role, build_role
 from megarlhf.parallel.batching import TokenSpans, scatter_to_micro_batch
@@ -34,6 +34,7 @@ from megarlhf.resume.restore import layout_in_words
 from megarlhf.resume.role_state import is_tied_copy, layers_of
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.bad_steps import load_kept
+from megarlhf.trainers.dpo_loss import PreferenceLoss
 from megarlhf.trainers.failures import POINT, Failure, rank_file
 from megarlhf.trainers.rl_losses import PolicyLoss, ValueLoss
 from megarlhf.trainers.rm import PairwiseLoss
@@ -101,6 +102,8 @@ def rebuilt_loss(cfg: TrainingConfig, failure: Failure, role: Role) -> Loss:
         return NextTokenLoss(vocabulary=role.shard.vocabulary(), **denominators)
     if isinstance(cfg, RMConfig):
         return PairwiseLoss(kind=cfg.loss, center_coef=cfg.center_coef, **denominators)
+    if isinstance(cfg, DPOConfig):
+        return PreferenceLoss(cfg=cfg, vocabulary=role.shard.vocabulary(), **denominators, **coefficients)
     if failure.role == "critic":
         return ValueLoss(clip=cfg.algo.value_clip, **denominators)
     return PolicyLoss(
@@ -126,7 +129,7 @@ def load_batches(
         batches = load_kept(directory / files[role.mesh.coordinates.dp])
     else:
         kept = [batch for dp in sorted(files) for batch in load_kept(directory / files[dp])]
-        batches = cut_again(kept, role, cfg, group=2 if isinstance(cfg, RMConfig) else 1)
+        batches = cut_again(kept, role, cfg, group=2 if isinstance(cfg, RMConfig | DPOConfig) else 1)
     device = role.mesh.runtime.device
     return [
         replace(

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 from rich.console import RenderableType
 
 from megarlhf.collective_errors import from_first_rank, on_first_rank
-from megarlhf.config import CheckpointConfig, FrozenModel, RLConfig, RMConfig, RunConfig, SFTConfig
+from megarlhf.config import CheckpointConfig, DPOConfig, FrozenModel, RLConfig, RMConfig, RunConfig, SFTConfig
 from megarlhf.errors import Interrupted, WatchdogTimeout
 from megarlhf.models.role import Role
 from megarlhf.observe import samples as sample_tables
@@ -52,7 +52,7 @@ class Training:
     base: Mapping[str, Weights] = field(default_factory=dict)
     """What each trained role began with."""
     reference: Weights | None = None
-    """Of `rl`."""
+    """Of `rl`, and of `dpo` where its loss reads one."""
     architectures: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Of every role that is built."""
     others: Mapping[str, str] = field(default_factory=dict)
@@ -370,7 +370,7 @@ def _nothing() -> None:
 
 def _identity(cfg: FrozenModel, run: RunConfig, command: str, training: Training) -> Identity:
     def changed(before: Mapping[str, Any]) -> list[str]:
-        assert isinstance(cfg, SFTConfig | RMConfig | RLConfig)
+        assert isinstance(cfg, SFTConfig | RMConfig | DPOConfig | RLConfig)
         try:
             return [str(change) for change in compare(type(cfg).model_validate(before), cfg).mathematics]
         except ValueError as error:

@@ -1,6 +1,6 @@
 """The supervised loop: read samples, then train on a mini-batch, evaluate, log and save, step after step.
 
-What a command brings to it is an `Objective`: `sft.py` and `rm.py`.
+What a command brings to it is an `Objective`: `sft.py`, `rm.py` and `dpo.py`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megarlhf.architectures.hf_config import architecture_from_hf
 from megarlhf.architectures.placements import Head
-from megarlhf.config import RMConfig, RoleConfig, SFTConfig
+from megarlhf.config import DPOConfig, RMConfig, RoleConfig, SFTConfig
 from megarlhf.data.loader import ShuffledBatches
 from megarlhf.data.samples import Records, Skipped, load_splits, require_budget, require_positions
 from megarlhf.data.tokenizer import Tokenizer, load_tokenizer
@@ -54,7 +54,7 @@ class Objective(ABC, Generic[Sample]):
     sample_words: str
     """What `num_tokens` counts, for messages."""
 
-    def __init__(self, cfg: SFTConfig | RMConfig, section: RoleConfig) -> None:
+    def __init__(self, cfg: SFTConfig | RMConfig | DPOConfig, section: RoleConfig) -> None:
         self.cfg, self.section = cfg, section
 
     @property
@@ -73,6 +73,27 @@ class Objective(ABC, Generic[Sample]):
     def sequence_lengths(self, sample: Sample) -> list[int]:
         """Tokens of each of the sample's sequences."""
         return [len(tokens) for tokens in self.sequences(sample)]
+
+    def build_frozen(self, cache: GroupCache) -> list[Role]:
+        """Build the roles that are read and not trained. Collective; called once, after the trained role is built."""
+        return []
+
+    def require_fitting(self, samples: Sequence[Sample], max_positions: int, source: str) -> None:
+        """Raises: ValueError when a sequence does not fit the model's positions, or a sample a micro-batch."""
+        lengths = [self.sequence_lengths(sample) for sample in samples]
+        require_positions(max(map(max, lengths)), max_positions, str(self.section.model.path))
+        tokens = [sum(each) for each in lengths]
+        require_budget(tokens, self.cfg.train.max_tokens_per_micro_batch, source, self.sample_words)
+
+    @property
+    def scores(self) -> bool:
+        """Whether `scored` has anything to do."""
+        return False
+
+    def scored(self, role: Role, samples: Sequence[Sample], should_stop: ShouldStop = None) -> Sequence[Sample]:
+        """The samples of a mini-batch, or all held-out ones, with what is computed of them before the loss, without
+        gradients. Collective. Raises: see `heldout_sums`."""
+        return samples
 
     def columns(self, samples: Sequence[Sample], layout: MicroBatchLayout, device: torch.device) -> dict[str, Tensor]:
         """What the loss reads of a micro-batch beside its tokens."""
@@ -150,15 +171,17 @@ def run_in(phases: Phases, stop_request: StopRequest, objective: Objective[Sampl
     with phases("build"):
         train, heldout, notes = load_samples(objective)
         order = ShuffledBatches(len(train), cfg.train.mini_batch_samples, cfg.run.seed, "train.mini_batch_samples")
+        cache = GroupCache(runtime)
         role = build_role(
             objective.role_name,
             objective.section,
             objective.head,
-            GroupCache(runtime),
+            cache,
             seed=cfg.run.seed,
             num_optimizer_steps=cfg.train.num_steps,
             new_head=True,
         )
+        frozen = objective.build_frozen(cache)
         bad_steps = BadSteps(cfg.train, Failures.of(cfg, objective.command), phases)
         states: dict[str, Stateful] = {f"bad_steps/{role.name}": bad_steps, "order": order}
         training = Training(
@@ -168,7 +191,8 @@ def run_in(phases: Phases, stop_request: StopRequest, objective: Objective[Sampl
             data=digest_of_samples(train),
             states=states,
             base={role.name: identity_of_weights(role)},
-            architectures={role.name: architecture_of(role)},
+            reference=next((identity_of_weights(each) for each in frozen if each.name == "reference"), None),
+            architectures={each.name: architecture_of(each) for each in (role, *frozen)},
             others=objective.digests_beside(heldout),
         )
     total = cfg.train.num_steps
@@ -231,10 +255,7 @@ def load_samples(objective: Objective[Sample]) -> tuple[list[Sample], list[Sampl
             max_response_tokens=cfg.data.max_response_tokens,
             template=cfg.data.template,
         )
-        lengths = [objective.sequence_lengths(sample) for sample in samples]
-        require_positions(max(map(max, lengths)), max_positions, str(objective.section.model.path))
-        tokens = [sum(each) for each in lengths]
-        require_budget(tokens, cfg.train.max_tokens_per_micro_batch, source, objective.sample_words)
+        objective.require_fitting(samples, max_positions, source)
         return samples, skipped
 
     train, heldout, notes = load_splits(cfg.data, objective.fields, build)
@@ -252,6 +273,9 @@ def train_on(
     """One optimizer step on one mini-batch, the same list on every rank."""
     assert role.trainer is not None
     learning_rate = role.trainer.learning_rate
+    if objective.scores:
+        with phases("score"):
+            samples = objective.scored(role, samples)
     with phases(f"train/{role.name}"):
         loss = objective.training_loss(role, samples)
         batches = objective.micro_batches(role, samples)
@@ -275,6 +299,7 @@ def evaluate(
     """Metrics of held-out samples; nothing without held-out data. Collective. Raises: see `heldout_sums`."""
     if not samples:
         return {}
+    samples = objective.scored(role, samples, should_stop)
     return objective.heldout_metrics(heldout_sums(objective, role, samples, should_stop), samples)
 
 
@@ -292,7 +317,7 @@ def heldout_sums(
         return torch.cat([value.reshape(1).double(), sums.double()])
 
     per_micro_batch: list[Tensor] = []
-    for batches in _rounds(objective.micro_batches(role, samples), role, should_stop):
+    for batches in rounds(objective.micro_batches(role, samples), role, should_stop):
         per_micro_batch += role.forward(batches, score)
     total = torch.zeros(1 + len(loss.names), dtype=torch.float64, device=role.mesh.runtime.device)
     if role.mesh.owns_outputs:
@@ -301,7 +326,7 @@ def heldout_sums(
     return dict(zip(("loss", *loss.names), total.tolist(), strict=True))
 
 
-def _rounds(batches: Sequence[MicroBatch], role: Role, should_stop: ShouldStop) -> Iterator[Sequence[MicroBatch]]:
+def rounds(batches: Sequence[MicroBatch], role: Role, should_stop: ShouldStop) -> Iterator[Sequence[MicroBatch]]:
     """The micro-batches in parts, before each of which all ranks ask each other whether to stop; all at once where
     nothing may stop them. Data-parallel ranks may have another number of parts."""
     if should_stop is None:

@@ -1,6 +1,6 @@
 """A valid configuration of each command, as its file says it."""
 
-from megarlhf.config import GenerateConfig, RLConfig, RMConfig, SFTConfig
+from megarlhf.config import DPOConfig, GenerateConfig, RLConfig, RMConfig, SFTConfig
 
 SFT = {
     "run": {"dir": "runs/x"},
@@ -10,6 +10,7 @@ SFT = {
     "checkpoint": {"export_keep": 5},
 }
 RM = {"reward_model" if key == "actor" else key: value for key, value in SFT.items()}
+DPO = {**SFT, "data": {"train": "data/pairs.jsonl", "heldout": "data/heldout.jsonl"}}
 RL = {
     "run": {"dir": "runs/x"},
     "actor": {"model": {"path": "models/sft"}},
@@ -20,4 +21,10 @@ RL = {
     "train": {"num_steps": 3, "prompts_per_step": 8, "mini_batch_samples": 8, "micro_batch_samples": 2},
 }
 GENERATE = {"run": RL["run"], "actor": RL["actor"], "data": {"train": "data/prompts.jsonl"}}
-KINDS = {"sft": (SFTConfig, SFT), "rm": (RMConfig, RM), "rl": (RLConfig, RL), "generate": (GenerateConfig, GENERATE)}
+KINDS = {
+    "sft": (SFTConfig, SFT),
+    "rm": (RMConfig, RM),
+    "dpo": (DPOConfig, DPO),
+    "rl": (RLConfig, RL),
+    "generate": (GenerateConfig, GENERATE),
+}

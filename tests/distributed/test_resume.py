@@ -38,6 +38,7 @@ Cut = tuple[str, str, int]
 CUTS: dict[str, list[list[Cut]]] = {
     "sft": [[(BORDER, "border", 1)], [(TRAIN, "step", 3)], [(BORDER, "border", 5)], [(EXPORTS, "maybe_write", 5)]],
     "rm": [[(TRAIN, "accumulate", 4)], [(EXPORTS, "maybe_write", 5)]],
+    "dpo": [[(TRAIN, "accumulate", 4)], [(BORDER, "border", 5)]],
     "ppo": [
         [(ENGINE, "generate", 3), (TRAIN, "accumulate", 8)],
         [("megarlhf.trainers.rl_updates", "add_advantages", 2), (TRAIN, "step", 5), (BORDER, "border", 4)],
@@ -58,10 +59,14 @@ class Case:
 
 
 def tree(name: str, models: dict[str, Path], data: dict[str, Path]) -> dict[str, Any]:
-    if name in ("sft", "rm"):
-        role, model = ("actor", "plain") if name == "sft" else ("reward_model", "plain")
+    if name in ("sft", "rm", "dpo"):
+        role, model = ("reward_model", "plain") if name == "rm" else ("actor", "plain")
         optim = {"lr": 1e-3, "schedule": "cosine", "warmup_steps": 2}
+        further: dict[str, Any] = {}
+        if name == "dpo":  # whose loss needs most: a reference, and a point measured before each step
+            further = {"loss": "kto", "reference": {"model": {"path": str(models["other"])}, "parallel": {"tp": 2}}}
         return {
+            **further,
             role: {"model": {"path": str(models[model])}, "optim": optim},
             # 64 records are not a multiple of the batch: the second epoch begins inside a batch.
             "data": {"train": str(data["sft" if name == "sft" else "pairs"])},

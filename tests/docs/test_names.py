@@ -167,7 +167,7 @@ def test_commands_exist():
     spans = list(itertools.chain.from_iterable(map(code, PRESENT)))
     lines = [line.split("#")[0] for span in spans for line in span.splitlines()]
     named = {command for line in lines for command in re.findall(r"(?:^|-m |&& )megarlhf ([a-z][a-z-]*)", line.strip())}
-    assert named >= {"sft", "rm", "rl", "generate", "eval", "plan", "report", "doctor", "convert"}, "not read"
+    assert named >= {"sft", "rm", "dpo", "rl", "generate", "eval", "plan", "report", "doctor", "convert"}, "not read"
     assert named <= commands()
     conversions = {f for line in lines for f in re.findall(r"(?:megarlhf convert|checkpoint_convert) ([a-z-]+)", line)}
     assert conversions >= {"hf-to-megatron", "inspect"}

@@ -13,7 +13,7 @@ import yaml
 from pydantic import BaseModel
 
 from megarlhf.commands import cli
-from megarlhf.config import RLConfig, RMConfig, SFTConfig, load_config
+from megarlhf.config import DPOConfig, RLConfig, RMConfig, SFTConfig, load_config
 from tests.docs.repository import PRESENT, ROOT, code, path_of
 from tools.docs.configuration import PAGE, page_with_reference, reference
 
@@ -113,7 +113,7 @@ def test_an_unknown_key_is_found():
     assert unknown_keys([*spans, "data.jsonl", "train.stop"]) == ["rollout.max_gap", "actor.paralel.tp"]
 
 
-@pytest.mark.parametrize("name, kind", [("sft", SFTConfig), ("rm", RMConfig), ("ppo", RLConfig)])
+@pytest.mark.parametrize("name, kind", [("sft", SFTConfig), ("rm", RMConfig), ("dpo", DPOConfig), ("ppo", RLConfig)])
 def test_the_example_configurations_load(name, kind):
     assert load_config(kind, ROOT / "configs" / "example" / f"{name}.yaml").run.nproc == 8
     block = next(b for b in code(ROOT / "docs" / "configuration.md") if b.startswith("yaml\n# sft.yaml"))

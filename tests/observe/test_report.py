@@ -72,6 +72,7 @@ def test_only_a_report_is_replaced(tmp_path):
     [
         ({"step": 1, "loss": 1.0, "eval_perplexity": 3.0}, "sft"),
         ({"step": 1, "loss": 1.0, "pair_accuracy": 0.5}, "rm"),
+        ({"step": 1, "loss": 1.0, "pair_accuracy": 0.5, "reward_margin": 0.1}, "dpo"),
         ({"step": 1, "reward_mean": 1.0}, "rl"),
     ],
 )

@@ -26,6 +26,7 @@ TOLERANCES = {
     "verl: overlong": 1e-6,  # in fp32
     "openrlhf: overlong": 1e-6,  # in fp32
     "openrlhf: group_norm with kl": 1e-6,  # as group_norm
+    "trl: orpo": 1e-6,  # in fp32
     "openrlhf: gae": 1e-6,  # whitened in fp32, and the variance held at 1e-8 instead of raised by it
     "openrlhf: reinforce": 1e-6,
     "openrlhf: reinforce_baseline": 1e-6,

@@ -24,6 +24,7 @@ from megarlhf.algo.segments import Segments
 from megarlhf.config import AlgoConfig
 from megarlhf.experience import Experience, Ragged, Rollouts
 from megarlhf.trainers.rl_advantages import add_advantages
+from tests.peers import pairs
 from tests.peers.inputs import Inputs
 
 CONSTANT = 9
@@ -194,6 +195,9 @@ OURS: dict[str, Callable[[Inputs], list[float]]] = {
     "openrlhf: k2": partial(kl, kind="k2", clamp=10.0),
     "openrlhf: k3": partial(kl, kind="k3", clamp=10.0),
     "openrlhf: adaptive kl": controller,
+    "openrlhf: dpo": partial(pairs.ours, loss="dpo"),
+    "openrlhf: dpo, smoothed": partial(pairs.ours, loss="dpo", label_smoothing=0.2),
+    "openrlhf: ipo": partial(pairs.ours, loss="ipo"),
     # TRL
     "trl: advantages": partial(advantages, advantage="grpo", group_std_eps=1e-4),
     "trl: advantages, scale_rewards none": partial(advantages, advantage="dr_grpo"),
@@ -212,4 +216,10 @@ OURS: dict[str, Callable[[Inputs], list[float]]] = {
     "trl: truncated importance sampling": partial(
         policy, per_response=True, low=0.2, high=0.3, average="sequence", correction=TIS
     ),
+    "trl: dpo": partial(pairs.ours, loss="dpo"),
+    "trl: dpo with likelihood": partial(pairs.ours, loss="dpo", sft=True),
+    "trl: ipo": partial(pairs.ours, loss="ipo", means=True),
+    "trl: kto": partial(pairs.ours, loss="kto", desirable_weight=1.5, undesirable_weight=0.75),
+    "trl: simpo": partial(pairs.ours, loss="simpo", means=True, margin=0.4, label_smoothing=0.1),
+    "trl: orpo": partial(pairs.ours, loss="orpo", means=True),
 }

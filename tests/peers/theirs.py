@@ -21,6 +21,7 @@ from unittest.mock import MagicMock
 import torch
 from torch import Tensor
 
+from tests.peers import pairs
 from tests.peers.inputs import GROUP, Inputs, N
 from tests.peers.ours import CONSTANT
 
@@ -446,6 +447,9 @@ THEIRS: dict[str, Callable[[Inputs], list[float]]] = {
     "openrlhf: k2": partial(openrlhf_kl, kind="k2"),
     "openrlhf: k3": partial(openrlhf_kl, kind="k3"),
     "openrlhf: adaptive kl": openrlhf_adaptive,
+    "openrlhf: dpo": partial(pairs.openrlhf_dpo, importable=importable),
+    "openrlhf: dpo, smoothed": partial(pairs.openrlhf_dpo, importable=importable, label_smoothing=0.2),
+    "openrlhf: ipo": partial(pairs.openrlhf_dpo, importable=importable, ipo=True),
     "trl: advantages": partial(trl_advantages, scale="group"),
     "trl: advantages, scale_rewards none": partial(trl_advantages, scale="none"),
     "trl: advantages, scale_rewards batch": partial(trl_advantages, scale="batch"),
@@ -459,4 +463,10 @@ THEIRS: dict[str, Callable[[Inputs], list[float]]] = {
     "trl: cispo": partial(trl_policy, loss_type="cispo", high=1.5),
     "trl: sapo": partial(trl_policy, loss_type="sapo"),
     "trl: truncated importance sampling": partial(trl_policy, loss_type="grpo", correct=True),
+    "trl: dpo": partial(pairs.trl_dpo, importable=importable, kinds={"sigmoid": 1.0}),
+    "trl: dpo with likelihood": partial(pairs.trl_dpo, importable=importable, kinds={"sigmoid": 1.0, "sft": 0.5}),
+    "trl: ipo": partial(pairs.trl_dpo, importable=importable, kinds={"ipo": 1.0}),
+    "trl: kto": partial(pairs.trl_kto, importable=importable, desirable_weight=1.5, undesirable_weight=0.75),
+    "trl: simpo": partial(pairs.trl_simpo, importable=importable, margin=0.4, smoothing=0.1),
+    "trl: orpo": partial(pairs.trl_orpo, importable=importable),
 }

@@ -123,6 +123,13 @@ def test_what_sft_has_trained_is_a_reference_as_it_stands(tmp_path):
     assert check_anchor(rl_from(first, "new")) == []
 
 
+def test_what_dpo_has_trained_is_a_reference_as_it_stands(tmp_path):
+    """Its own reference is that of its log-ratios: no KL was measured to it."""
+    cfg = rl_from(with_provenance(tmp_path / "copy", replace(STATED, command="dpo")), "new")
+    assert check_anchor(cfg) == []
+    assert anchor_notes(cfg, Weights(path=str(tmp_path / "copy"), digest="0bad", dtype="bfloat16")) == []
+
+
 @pytest.mark.parametrize("text", ["{", "[]", json.dumps({"command": "rl"}), STATED.to_json().replace("digest", "sum")])
 def test_a_damaged_statement_is_refused_and_not_passed_over(tmp_path, text):
     copy = with_provenance(tmp_path / "copy")

@@ -5,7 +5,7 @@ Not covered: memory and time (no such plan yet).
 
 import pytest
 
-from megarlhf.config import RMConfig
+from megarlhf.config import DPOConfig, RMConfig
 from megarlhf.planning.batch import BatchNumber, rl_batch_numbers, schedule_notes, supervised_batch_numbers
 from megarlhf.planning.preflight import preflight
 from tests.planning.configs import TRAIN, rl, role, sft
@@ -33,6 +33,30 @@ def test_the_arithmetic_of_rm_counts_pairs(paths):
     assert numbers["data-parallel ranks of reward_model"] == 2
     assert numbers["preference pairs (two sequences each) per optimizer step on one data-parallel rank"] == 4
     assert numbers["micro-batches per optimizer step on one data-parallel rank"] == 2
+
+
+def test_the_arithmetic_of_dpo_counts_pairs_and_passes_of_the_reference(paths):
+    """4 ranks: the actor has 2 data-parallel ranks of 4 pairs each, the reference 4 of 2, one micro-batch of 2."""
+    tree = {"run": {"dir": "r"}, "actor": role(paths, tp=2), "data": {"train": paths["train"]}, "train": TRAIN}
+    plan = preflight("dpo", DPOConfig.model_validate({**tree, "reference": role(paths), "loss": "kto"}), 4)
+    numbers = {number.words: number.value for number in plan.numbers}
+    assert numbers["data-parallel ranks of actor"] == 2
+    assert numbers["preference pairs (two sequences each) per optimizer step on one data-parallel rank"] == 4
+    assert numbers["passes of the frozen reference over the pairs of an optimizer step"] == 2
+    assert numbers["micro-batches of each on one of reference's 4 data-parallel ranks"] == 1
+    assert "loss = kto: beta = 0.1" in plan.notes
+    assert [name for name, *_ in plan.roles] == ["actor", "reference"]
+    plan = preflight("dpo", DPOConfig.model_validate({**tree, "loss": "orpo"}), 4)
+    assert not any("frozen reference" in number.words for number in plan.numbers)
+    assert "loss = orpo: beta = 0.1; sft_coef = 1, averaged by sequence" in plan.notes
+    with pytest.raises(ValueError, match=r"data-parallel ranks of reference x train.micro_batch_samples = 4 x 4"):
+        preflight(
+            "dpo",
+            DPOConfig.model_validate(
+                {**tree, "reference": role(paths), "train": {**TRAIN, "micro_batch_samples": 4}},
+            ),
+            4,
+        )
 
 
 def test_the_arithmetic_of_rl_by_hand_with_a_layout_of_each_role(paths):

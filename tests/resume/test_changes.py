@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from megarlhf.config import RLConfig, RMConfig, SFTConfig
+from megarlhf.config import DPOConfig, RLConfig, RMConfig, SFTConfig
 from megarlhf.config.load import _apply_override, _model_in
 from megarlhf.resume.changes import CONDITIONAL, KINDS, ROLES, compare, kind_of, mathematics_of
 from megarlhf.resume.identity import History
 from megarlhf.resume.restore import Identity
 from tests.config.examples import KINDS as EXAMPLES
 
-TRAINING = {name: EXAMPLES[name] for name in ("sft", "rm", "rl")}
+TRAINING = {name: EXAMPLES[name] for name in ("sft", "rm", "dpo", "rl")}
 
 
 def keys_of(model: type[BaseModel]) -> Iterator[str]:
@@ -56,7 +56,7 @@ def test_every_key_is_classified(name: str) -> None:
 
 def test_no_entry_is_about_a_key_that_there_is_not() -> None:
     """But vLLM's own arguments, which are free."""
-    keys = {key for kind in (SFTConfig, RMConfig, RLConfig) for key in keys_of(kind)}
+    keys = {key for kind in (SFTConfig, RMConfig, DPOConfig, RLConfig) for key in keys_of(kind)}
     general = {f"ROLE.{key.partition('.')[2]}" if key.partition(".")[0] in ROLES else key for key in keys}
     free = {"rollout.engine_args.*", "rollout.engine_args.kv_cache_dtype"}
     for entry in {*KINDS, *CONDITIONAL} - free:
@@ -77,6 +77,9 @@ CASES = [
     ("rm", ["data.heldout=h", "unit_variance=true"], ["eval.max_samples=2"], [], ["eval.max_samples: not set -> 2"]),
     ("rm", ["data.heldout=h", "unit_variance=true"], ["eval.every=2"], ["eval.every: 0 -> 2"], []),
     ("rm", ["data.heldout=h", "unit_variance=true"], ["train.num_steps=9"], [], ["train.num_steps"]),
+    ("dpo", [], ["eval.every=2", "run.nproc=2"], ["eval.every", "run.nproc"], []),
+    ("dpo", [], ["loss=ipo", "beta=0.5"], [], ["loss: dpo -> ipo", "beta: not set -> 0.5"]),
+    ("dpo", ["loss=kto"], ["kto_desirable_weight=2"], [], ["kto_desirable_weight: 1.0 -> 2.0"]),
     ("rl", ["data.heldout=h"], ["eval.every=1"], ["eval.every"], []),
     (
         "rl",

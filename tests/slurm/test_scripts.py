@@ -94,7 +94,7 @@ def environment(path):
     return dict(entry.split("=", 1) for entry in words(path))
 
 
-@pytest.mark.parametrize("script", ["sft", "rm", "rl", "eval"])
+@pytest.mark.parametrize("script", ["sft", "rm", "dpo", "rl", "eval"])
 def test_every_task_gets_the_command_line_and_the_rendezvous(submit, script):
     """The port: 10000 + 412345 mod 20000 = 22345. An argument with a space stays one argument."""
     arguments = ["-c", "configs/x.yaml", "run.dir=/data/my runs", "train.num_steps=3"]
@@ -128,7 +128,7 @@ def asked(script):
     return dict(line[1].partition("=")[::2] for line in lines if line[:1] == ["#SBATCH"])
 
 
-@pytest.mark.parametrize("script, nodes", [("sft", "1"), ("rm", "1"), ("rl", "4"), ("eval", "1")])
+@pytest.mark.parametrize("script, nodes", [("sft", "1"), ("rm", "1"), ("dpo", "1"), ("rl", "4"), ("eval", "1")])
 def test_what_a_job_asks_for_unless_told_otherwise(script, nodes):
     """Whole nodes and cores beside each GPU; training is told before its time ends and may be queued again. Not
     covered: a Slurm that reads it."""

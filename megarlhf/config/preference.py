@@ -1,0 +1,117 @@
+"""Configuration of `megarlhf dpo`: preference optimisation on pairs of responses."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from megarlhf.config.roles import FrozenModel, NonNegative, Positive, RoleConfig
+from megarlhf.config.run import CheckpointConfig, RunConfig
+from megarlhf.config.sections import DataConfig, EvalConfig, TrainConfig
+from megarlhf.config.watchdog import WatchdogConfig
+
+WITH_REFERENCE = ("dpo", "ipo", "kto")
+"""Losses that compare the policy with a reference."""
+
+_READ_BY = {
+    "label_smoothing": ("dpo", "simpo"),
+    "simpo_margin": ("simpo",),
+    "ipo_length_normalised": ("ipo",),
+    "kto_desirable_weight": ("kto",),
+    "kto_undesirable_weight": ("kto",),
+    "reference": WITH_REFERENCE,
+}
+"""The losses that read a key; the others are read by all."""
+
+
+class DPOConfig(FrozenModel):
+    run: RunConfig
+    actor: RoleConfig
+    reference: RoleConfig | None = None
+    """Frozen; read by `dpo`, `ipo` and `kto`, not built for the others. Default: the actor's model and layout."""
+    data: DataConfig
+    train: TrainConfig
+    loss: Literal["dpo", "ipo", "simpo", "orpo", "kto"] = "dpo"
+    """`dpo`: log-sigmoid of the margin of implicit rewards (Rafailov et al. 2023). `ipo`: squared distance of the
+    margin to 1 / (2 `beta`) (Azar et al. 2023). `simpo`: mean log-probs and a target margin (Meng et al. 2024).
+    `orpo`: odds ratio beside the likelihood of the chosen response (Hong et al. 2024). `kto`: each response of a pair
+    judged by itself against a reference point (Ethayarajh et al. 2024)."""
+    beta: Positive | None = None
+    """Scale of the implicit rewards; for `ipo` the paper's tau, for `orpo` the weight of the odds ratio (lambda).
+    Default: 2.0 for `simpo`, 0.1 for the others."""
+    label_smoothing: Annotated[float, Field(ge=0.0, lt=0.5)] = 0.0
+    """Share of pairs whose label is taken to be wrong (cDPO). Read by `dpo` and `simpo`."""
+    simpo_margin: NonNegative = 0.5
+    """By how much beta times the mean log-prob of the chosen response is to exceed that of the rejected one (gamma)."""
+    ipo_length_normalised: bool = False
+    """Divide each response's log-ratio by its tokens, as TRL does; false: as the paper."""
+    kto_desirable_weight: Positive = 1.0
+    """Weight of the chosen responses."""
+    kto_undesirable_weight: Positive = 1.0
+    """Weight of the rejected responses."""
+    sft_coef: NonNegative | None = None
+    """Weight of the negative log-likelihood of the chosen response, which is added to the loss (RPO, Pang et al. 2024).
+    Default: 1 for `orpo`, of which it is a part, 0 for the others."""
+    sft_average: Literal["sequence", "token"] = "sequence"
+    """What that likelihood is averaged over: `sequence`, the tokens of each chosen response and then the pairs, as in
+    the papers; `token`, all chosen tokens of the mini-batch, as in TRL."""
+    eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    watchdog: WatchdogConfig = WatchdogConfig()
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.loss in WITH_REFERENCE
+
+    @property
+    def scale(self) -> float:
+        """`beta`, or its default."""
+        return self.beta if self.beta is not None else {"simpo": 2.0}.get(self.loss, 0.1)
+
+    @property
+    def sft_weight(self) -> float:
+        """`sft_coef`, or its default."""
+        return self.sft_coef if self.sft_coef is not None else {"orpo": 1.0}.get(self.loss, 0.0)
+
+    def in_words(self) -> str:
+        """The loss with the numbers that follow from its name, for the table that a start prints."""
+        sft = f"; sft_coef = {self.sft_weight:g}, averaged by {self.sft_average}" if self.sft_weight else ""
+        return f"loss = {self.loss}: beta = {self.scale:g}{sft}"
+
+    def roles(self) -> dict[str, RoleConfig]:
+        """The roles that this run builds."""
+        roles = {"actor": self.actor}
+        return {**roles, "reference": self.reference or self.actor} if self.needs_reference else roles
+
+    @model_validator(mode="after")
+    def _check(self) -> DPOConfig:
+        fields = type(self).model_fields
+        for key, losses in _READ_BY.items():
+            if self.loss not in losses and getattr(self, key) != fields[key].default:
+                raise ValueError(
+                    f"{key} is given, and loss = {self.loss!r} does not read it; remove it, or choose the loss "
+                    f"{' or '.join(map(repr, losses))}"
+                )
+        if self.sft_weight == 0 and self.sft_average != fields["sft_average"].default:
+            raise ValueError(
+                f"sft_average = {self.sft_average!r}, but sft_coef = 0 adds no likelihood; set sft_coef, or remove it"
+            )
+        for name, role in self.roles().items():
+            if role.model.fresh_head:
+                raise ValueError(f"{name}.model.fresh_head: a language model has no scalar head; leave it out")
+        if self.loss == "kto":
+            self._check_mismatches()
+        return self
+
+    def _check_mismatches(self) -> None:
+        """Raises: ValueError where there is no other prompt for `kto` to take a response from."""
+        for key, number in (
+            ("train.mini_batch_samples", self.train.mini_batch_samples),
+            ("eval.max_samples", self.eval.max_samples if self.data.heldout is not None else None),
+        ):
+            if number == 1:
+                raise ValueError(
+                    f"{key} = 1, and loss = 'kto' measures its reference point on each prompt with the responses of "
+                    "another pair; give 2 or more"
+                )

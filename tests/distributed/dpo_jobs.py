@@ -1,0 +1,53 @@
+"""What ranks do in tests of `megarlhf dpo`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megarlhf.config import DPOConfig
+from megarlhf.data.samples import PairSample, build_pairs
+from megarlhf.data.sources import load_records
+from megarlhf.data.tokenizer import load_tokenizer
+from megarlhf.models.role import build_role
+from megarlhf.parallel.mesh import GroupCache
+from megarlhf.runtime import Runtime
+from tests.distributed.jobs import Arrays, gather, record_gradients, train_once
+
+
+def pairs_of(cfg: DPOConfig) -> list[PairSample]:
+    pairs, _ = build_pairs(
+        load_records(cfg.data.train, fields=("prompt", "chosen", "rejected")),
+        load_tokenizer(cfg.actor.model.hf_directory()),
+        max_prompt_tokens=64,
+        max_response_tokens=64,
+    )
+    return pairs
+
+
+def dpo_steps(
+    runtime: Runtime, config: dict[str, Any], losses: dict[str, dict[str, Any]], num_steps: int, num_heldout: int
+) -> dict[str, Any]:
+    """With each of the losses: held-out evaluation before training, metrics and gradients of the first steps, and the
+    weights after them."""
+    from megarlhf.trainers.dpo import PreferenceOptimisation
+    from megarlhf.trainers.supervised import evaluate
+
+    made, cache = {}, GroupCache(runtime)
+    for name, keys in losses.items():
+        cfg = DPOConfig.model_validate({**config, **keys})
+        objective, pairs = PreferenceOptimisation(cfg), pairs_of(cfg)
+        actor = build_role("actor", cfg.actor, "lm", cache, seed=0, num_optimizer_steps=num_steps)
+        frozen = objective.build_frozen(cache)
+        gradients: list[Arrays] = []
+        record_gradients(actor, gradients)
+        before = evaluate(objective, actor, pairs[:num_heldout])
+        size = cfg.train.mini_batch_samples
+        steps = [train_once(objective, actor, pairs[n * size : (n + 1) * size]) for n in range(num_steps)]
+        made[name] = {
+            "frozen": [(role.name, role.trainer) for role in frozen],
+            "evaluation": before,
+            "steps": steps,
+            "gradients": gradients,
+            "weights": gather(actor.shard, actor.shard.parameters()),
+        }
+    return made
