@@ -13,6 +13,7 @@ CORE = [
     "transformers",
     "tensorboard",
     "plotly",
+    "httpx",
     "numpy",
     "psutil",
     "packaging",
@@ -25,6 +26,7 @@ EXTRAS = {
     "cpu": ["megatron-core==0.16.1"],
     "gpu": ["megatron-core==0.16.1", "vllm==0.32.0", "transformer-engine[pytorch]>=2.9,<2.12"],
     "wandb": ["wandb>=0.31"],  # run.wandb
+    "serve": ["starlette", "uvicorn"],  # megarlhf serve-reward
     "test": ["pytest", "pytest-timeout", "hypothesis", "ruff", "mypy", "types-PyYAML"],
 }
 

@@ -68,6 +68,9 @@ def parser() -> argparse.ArgumentParser:
     replay = commands.add_parser("replay", help="repeat a skipped optimizer step: which tensor is not finite")
     replay.add_argument("failure", metavar="FAILURE_DIR", help="a folder of RUN_DIR/failures")
     replay.add_argument("overrides", nargs="*", metavar="section.key=value", help="override the run's configuration")
+    serve = commands.add_parser("serve-reward", help="give rewards to other runs over HTTP")
+    serve.add_argument("-c", "--config", required=True, action=Once, metavar="FILE", help="YAML configuration")
+    serve.add_argument("overrides", nargs="*", metavar="key=value", help="override configured values")
     commands.add_parser("plan", help="bytes and time from trainer to rollout: `megarlhf plan -h`")
     commands.add_parser("convert", help="checkpoints between Hugging Face and Megatron: `megarlhf convert -h`")
     root.set_defaults(commands=commands.choices)
@@ -152,6 +155,10 @@ def _dispatch(arguments: argparse.Namespace, argv: list[str]) -> int:
         write_report([Path(run_dir) for run_dir in arguments.run_dirs], Path(arguments.out), title=arguments.title)
         print(f"wrote {arguments.out}")
         return 0
+    if arguments.command == "serve-reward":
+        from megarlhf.commands.serve_reward import serve
+
+        return serve(arguments.config, arguments.overrides)
     if arguments.command == "replay":
         from megarlhf.commands.replay import replay
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt, model_validator
@@ -16,21 +17,42 @@ _ONLY_OF: dict[str, tuple[str, ...]] = {
     "timeout_seconds": ("rule", "http"),
     "retries": ("rule", "http"),
     "workers": ("rule", "http"),
-    "batch_samples": ("rule", "http"),
-    "on_failure": ("rule", "http"),
+    "batch_samples": ("rule", "http", "classifier"),
+    "on_failure": ("rule", "http", "classifier"),
+    "path": ("classifier",),
+    "classifier_label": ("classifier",),
+    "output": ("classifier",),
+    "form": ("classifier",),
+    "append_eos": ("classifier",),
+    "dtype": ("classifier",),
 }
 """Keys that not every kind reads."""
 
 
 class RewardConfig(FrozenModel):
-    kind: Literal["model", "rule", "http"]
-    """`model`: the role `reward_model`. `rule`: a function. `http`: a reward model behind a URL."""
+    kind: Literal["model", "rule", "http", "classifier"]
+    """`model`: the role `reward_model`. `rule`: a function. `http`: a reward model behind a URL. `classifier`: a
+    Hugging Face sequence classifier, whole on each rank, with a tokenizer of its own."""
     rule: str | None = None
     """A name from the rule registry, or `package.module:function`."""
     url: str | None = None
     """Of kind `http`: gets {query, prompts, labels} by POST and answers {rewards}, as OpenRLHF's server does."""
     token_env: str | None = None
     """Of kind `http`: the environment variable that holds the token, which is sent as `Authorization: Bearer`."""
+    path: Path | None = None
+    """Of kind `classifier`: its directory. A checkpoint without a head is refused, since scores would be random."""
+    classifier_label: str | int | None = None
+    """Of kind `classifier`: name or number of the label whose score is the reward; needed where it has several."""
+    output: Literal["logit", "probability"] = "logit"
+    """Of kind `classifier`: the label's logit, or its probability (a sigmoid for one label, else a softmax)."""
+    form: Literal["joined", "pair", "chat"] = "joined"
+    """Of kind `classifier`: prompt and response as one text, as two, or as a conversation in the classifier's own chat
+    template. A text longer than the model takes is not cut: it has failed."""
+    append_eos: bool = False
+    """Of kind `classifier` in the form `joined`: write the end-of-sequence token behind a finished response, as a
+    reward model expects that was trained so."""
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    """Of kind `classifier`: its weights and computation."""
     name: Annotated[str, Field(pattern=r"^[\w.:/+-]+$")] | None = None
     """In metrics and messages; default: the rule's name, or the kind."""
     weight: float = 1.0
@@ -53,7 +75,8 @@ class RewardConfig(FrozenModel):
     """Processes of each rank that run the function; for http, requests of each rank at the same time. 0: the function
     runs in the rank itself, where no call is ended that takes too long; then the watchdog ends the run."""
     batch_samples: PositiveInt | None = None
-    """Responses for one call of a function that takes a batch (default: all of the rank), or for one request (32)."""
+    """Responses for one call of a function that takes a batch (default: all of the rank), for one request, or for one
+    forward of a classifier (32)."""
     on_failure: Literal["stop", "drop"] = "stop"
     """What a reward that could not be had means: the run ends, or the sample is left out of the step and counted. Never
     0 in silence."""
@@ -65,7 +88,7 @@ class RewardConfig(FrozenModel):
 
     @model_validator(mode="after")
     def _check(self) -> RewardConfig:
-        for key, kind in (("rule", "rule"), ("url", "http")):
+        for key, kind in (("rule", "rule"), ("url", "http"), ("path", "classifier")):
             if (self.kind == kind) != (getattr(self, key) is not None):
                 raise ValueError(
                     f"a reward of kind {self.kind!r} got {key} = {getattr(self, key)!r}; kind {kind!r} needs a {key}, "

@@ -89,6 +89,10 @@ def preflight(command: str, cfg: AnyConfig, world_size: int) -> Preflight:
         for reward in cfg.rewards:
             if reward.rule is not None:
                 load_rule(reward.rule)
+            if reward.path is not None and not (reward.path / "config.json").is_file():
+                raise ValueError(
+                    f"reward {reward.label!r}: {reward.path} has no config.json; working directory: {Path.cwd()}"
+                )
         accuracy = accuracy_of(cfg.eval.accuracy, cfg.rewards)
         if accuracy.note and (command == "eval" or (isinstance(cfg, RLConfig) and cfg.data.heldout is not None)):
             notes.append(accuracy.note)

@@ -95,7 +95,9 @@ def _respond(
         )
     responses = response_texts(rollouts, data.tokenizer)
     with phases("reward"):
-        rewards = {reward.label: _values(reward, prompts, rollouts, data, phases) for reward in _scored_by(cfg)}
+        rewards = {
+            reward.label: _values(reward, prompts, rollouts, data, phases, runtime.device) for reward in _scored_by(cfg)
+        }
     engine.close()
     return prompts, responses, rollouts, rewards
 
@@ -107,11 +109,16 @@ def _scored_by(cfg: GenerateConfig) -> list[RewardConfig]:
 
 
 def _values(
-    reward: RewardConfig, prompts: list[PromptSample], rollouts: Rollouts, data: PromptData, phases: Phases
+    reward: RewardConfig,
+    prompts: list[PromptSample],
+    rollouts: Rollouts,
+    data: PromptData,
+    phases: Phases,
+    device: torch.device,
 ) -> Tensor:
     """What a reward says of each response, [N]; NaN where it does not apply."""
     batch = share_of_rank(prompts, rollouts, data.tokenizer)
-    with contextlib.closing(make_source(reward)) as source:
+    with contextlib.closing(make_source(reward, device)) as source:
         outcomes = gather(
             reward.label,
             source.start(batch),

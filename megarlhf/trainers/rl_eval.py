@@ -71,7 +71,7 @@ class Judge:
 
     def __init__(self, reward: RewardConfig, tokenizer: Tokenizer) -> None:
         self.label, self._tokenizer = reward.label, tokenizer
-        self._source = make_source(reward)
+        self._source = make_source(reward, torch.device("cpu"))  # of a rule
 
     def __call__(self, prompts: Sequence[PromptSample], rollouts: Rollouts, should_stop: Callable[[], bool]) -> Tensor:
         """What it says, [N]; NaN where that is nothing. Collective."""

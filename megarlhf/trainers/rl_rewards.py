@@ -123,7 +123,7 @@ class Rewarder:
         self.labels = labels_of(rewards)
         named = zip(self.labels, rewards, strict=True)
         self._sources: dict[str, RewardSource] = {
-            label: make_source(reward) for label, reward in named if reward.kind != "model"
+            label: make_source(reward, device) for label, reward in named if reward.kind != "model"
         }
         self._moments = {label: RunningMoments() for label in self.labels}
 

@@ -4,6 +4,7 @@ whose answers fail now and then."""
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import yaml
 from megarlhf.observe.metrics import read_metrics
 from tests.distributed.test_rl_layouts import config
 from tests.ranks import RankPool
+from tests.rollout.test_classifier import write_tokenizer
 from tests.rollout.test_http_reward import Server
 
 
@@ -37,11 +39,14 @@ def test_several_rewards_to_the_end_at_tp2(
 ) -> None:
     """The reward is the weighted sum of what each says; the server's failures are tried again and nothing is lost."""
     server.answers = [(503, "busy"), (200, "garbage")]
+    shutil.copytree(two_layers["scorer"], tmp_path / "classifier")
+    write_tokenizer(tmp_path / "classifier")
     rewards = [
         {"kind": "model", "weight": 0.5},
         {"kind": "rule", "rule": "tests.distributed.user_rewards:sometimes", "name": "sometimes"},
         {"kind": "rule", "rule": "tests.distributed.user_rewards:where", "name": "where"},
         {"kind": "http", "url": server.url, "name": "judge", "weight": 2.0},
+        {"kind": "classifier", "path": str(tmp_path / "classifier"), "weight": 0.25, "batch_samples": 3},
     ]
     ranks.run(2, "command", *command(tmp_path, two_layers, data, rewards))
     rows = [row for row in read_metrics(tmp_path / "run") if row["step"]]
@@ -51,6 +56,8 @@ def test_several_rewards_to_the_end_at_tp2(
         assert (row["reward/judge_mean"], row["reward/judge_std"]) == (1.0, 0.0)
         assert row["reward/where/in_a_worker"] == 1.0
         expected = 0.5 * row["reward/model_mean"] + row["reward/sometimes_mean"] / 2 + 2.0
+        expected += 0.25 * row["reward/classifier_mean"]
+        assert row["reward/classifier_std"] > 0
         assert row["reward_mean"] == pytest.approx(expected, rel=1e-5)
     assert not server.answers, "the failures have happened"
     labels = [label for _, _, body in server.requests for label in body["labels"]]

@@ -16,6 +16,7 @@ from typing import Any
 
 from megarlhf.commands.cli import COMMANDS
 from megarlhf.config import FrozenModel
+from megarlhf.config.serve import ServeRewardConfig
 
 Schema = Mapping[str, Any]
 
@@ -122,6 +123,7 @@ def reference(commands: Mapping[str, type[FrozenModel]] | None = None) -> str:
     """
     if commands is None:
         commands = {name: command.config for name, command in COMMANDS.items()}
+        commands["serve-reward"] = ServeRewardConfig
     users: dict[tuple[Key, ...], dict[tuple[str, str], list[str]]] = {}
     for command, model in commands.items():
         for section in sections(model):

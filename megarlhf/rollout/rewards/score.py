@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 
 from megarlhf.collective_errors import raise_on_all_ranks
@@ -85,8 +86,22 @@ def outcomes_here(function: Callable[..., Any], form: Form, batch: RewardBatch) 
     return call(function, form, batch)
 
 
-def make_source(reward: RewardConfig) -> RewardSource:
+def make_source(reward: RewardConfig, device: torch.device) -> RewardSource:
     """For a reward that is no model of the run. Raises: ValueError, which says what is wrong with it."""
+    if reward.kind == "classifier":
+        from megarlhf.rollout.rewards.classifier import Classifier
+
+        assert reward.path is not None
+        return Classifier(
+            reward.path,
+            device,
+            label=reward.classifier_label,
+            output=reward.output,
+            form=reward.form,
+            append_eos=reward.append_eos,
+            dtype=reward.dtype,
+            batch_samples=reward.batch_samples or 32,
+        )
     if reward.kind == "http":
         token = None
         if reward.token_env is not None and not (token := os.environ.get(reward.token_env)):

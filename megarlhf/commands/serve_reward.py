@@ -1,0 +1,59 @@
+"""`megarlhf serve-reward`: rewards for runs on other processes or machines, over HTTP."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Sequence
+
+from megarlhf.config import load_config
+from megarlhf.config.rewards import labels_of
+from megarlhf.config.serve import ServeRewardConfig
+
+
+def serve(config: str, overrides: Sequence[str]) -> int:
+    """Until SIGTERM or Ctrl-C. Raises: ValueError for what is wrong with the configuration."""
+    try:
+        import starlette  # noqa: F401
+        import uvicorn
+    except ImportError as error:
+        raise ValueError(f"serve-reward needs {error.name}: pip install 'megarlhf[serve]'") from None
+    import torch
+
+    from megarlhf.rollout.rewards.score import make_source
+    from megarlhf.rollout.rewards.server import make_app
+
+    cfg = load_config(ServeRewardConfig, config, overrides)
+    token = os.environ.get(cfg.token_env) if cfg.token_env else None
+    if cfg.token_env and not token:
+        raise ValueError(f"the environment variable {cfg.token_env} that token_env names is not set; export it")
+    if cfg.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device = cuda, but torch sees no GPU here; set device: cpu")
+    listening = _socket(cfg.host, cfg.port)
+    named = zip(labels_of(cfg.rewards), cfg.rewards, strict=True)
+    sources = {label: (reward, make_source(reward, torch.device(cfg.device))) for label, reward in named}
+    app = make_app(sources, token=token, max_samples=cfg.max_samples, max_bytes=cfg.max_body_mib << 20)
+    host, port = listening.getsockname()[:2]
+    print(f"serving {', '.join(sources)} at http://{host}:{port}/get_reward", flush=True)
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False))
+    try:
+        server.run(sockets=[listening])
+    finally:
+        for _, source in sources.values():
+            source.close()
+    print("stopped", file=sys.stderr)
+    return 0
+
+
+def _socket(host: str, port: int) -> socket.socket:
+    """Taken before a model is loaded. Raises: ValueError where it cannot be."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    made = socket.socket(family)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        made.bind((host, port))
+    except OSError as error:
+        made.close()
+        raise ValueError(f"cannot listen on {host}:{port}: {error}; choose another port, or 0 for a free one") from None
+    return made

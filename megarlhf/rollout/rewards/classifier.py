@@ -1,0 +1,156 @@
+"""A Hugging Face sequence classifier as a reward, on this rank's share of the samples, with a tokenizer of its own."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from megarlhf.rollout.rewards.batch import Outcome, RewardBatch, short
+
+log = logging.getLogger(__name__)
+
+Form = Literal["joined", "pair", "chat"]
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class Classifier:
+    """The score of one label. It computes in the rank, on its device, when its outcomes are waited for."""
+
+    def __init__(
+        self,
+        path: Path,
+        device: torch.device,
+        *,
+        label: str | int | None = None,
+        output: Literal["logit", "probability"] = "logit",
+        form: Form = "joined",
+        append_eos: bool = False,
+        dtype: str = "fp32",
+        batch_samples: int = 32,
+    ) -> None:
+        """Raises: ValueError for a directory that is no classifier, whose head is missing, or without the label."""
+        from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+        if not (path / "config.json").is_file():
+            raise ValueError(f"{path} has no config.json; give the directory of a Hugging Face sequence classifier")
+        try:
+            model, loaded = AutoModelForSequenceClassification.from_pretrained(
+                str(path), dtype=DTYPES[dtype], local_files_only=True, output_loading_info=True
+            )
+            self._tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+        except (OSError, ValueError, KeyError) as error:
+            raise ValueError(f"{path} cannot be read as a sequence classifier: {_first_line(error)}") from error
+        if missing := sorted(loaded["missing_keys"]):
+            raise ValueError(
+                f"{path} lacks {', '.join(missing[:3])}: its scores would be of random weights. Give a checkpoint of a "
+                "sequence classifier, with its head"
+            )
+        if form == "chat" and not self._tokenizer.chat_template:
+            raise ValueError(f"{path} has no chat template, which form = chat needs; set form: joined or pair")
+        if append_eos and self._tokenizer.eos_token is None:
+            raise ValueError(f"append_eos = true, but the tokenizer of {path} has no end-of-sequence token")
+        self._model = model.to(device).eval()
+        self._label, self._output = label_index(model.config, label, path), output
+        self._form, self._append_eos, self._batch_samples = form, append_eos, batch_samples
+        self._longest = longest_input(model.config, self._tokenizer)
+        self._path = path
+
+    def start(self, batch: RewardBatch) -> _Later:
+        """Nothing is begun before it is waited for."""
+        return _Later(self, batch)
+
+    def close(self) -> None:
+        pass
+
+    def outcomes(self, batch: RewardBatch) -> list[Outcome]:
+        """Of part of a batch, in one forward. What is too long for the model is never cut: it has no score."""
+        rows = [self._tokens(batch, n) for n in range(len(batch))]
+        fitting = [n for n, row in enumerate(rows) if self._longest is None or len(row) <= self._longest]
+        found = [
+            Outcome(error=f"has {len(row)} tokens; {self._path} takes {self._longest}, and nothing is cut")
+            for row in rows
+        ]
+        if fitting:
+            for n, score in zip(fitting, self._scores([rows[n] for n in fitting]), strict=True):
+                found[n] = Outcome(value=score)
+        return found
+
+    def _tokens(self, batch: RewardBatch, n: int) -> list[int]:
+        prompt, response = batch.prompts[n], batch.responses[n]
+        if self._form == "chat":
+            messages = batch.messages[n]
+            asked = [{"role": "user", "content": prompt}] if messages is None else list(messages)
+            text = self._tokenizer.apply_chat_template(
+                [*asked, {"role": "assistant", "content": response}], tokenize=False
+            )
+            return list(self._tokenizer.encode(text, add_special_tokens=False))
+        if self._form == "pair":
+            return list(self._tokenizer.encode(prompt, response))
+        end = self._tokenizer.eos_token if self._append_eos and batch.finished[n] else ""
+        return list(self._tokenizer.encode(prompt + response + end))
+
+    @torch.no_grad()
+    def _scores(self, rows: Sequence[Sequence[int]]) -> list[float]:
+        used = {token for row in rows for token in row}
+        # Models find a row's last token as the last that is no padding: padding must not occur in it.
+        padding = next(n for n in range(len(used) + 1) if n not in used)
+        self._model.config.pad_token_id = padding
+        width = max(map(len, rows))
+        tokens = torch.tensor([[*row, *[padding] * (width - len(row))] for row in rows])
+        mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows])
+        device = next(self._model.parameters()).device
+        logits: Tensor = self._model(input_ids=tokens.to(device), attention_mask=mask.to(device)).logits.float()
+        return [float(value) for value in chosen(logits, self._label, self._output)]
+
+
+class _Later:
+    """A batch that is scored when it is waited for."""
+
+    def __init__(self, classifier: Classifier, batch: RewardBatch) -> None:
+        self._classifier, self._batch = classifier, batch
+
+    def wait(self, should_stop: Callable[[], bool] = lambda: False) -> list[Outcome] | None:
+        found: list[Outcome] = []
+        size = self._classifier._batch_samples
+        for start in range(0, len(self._batch), size):
+            if should_stop():
+                return None
+            found += self._classifier.outcomes(self._batch.part(range(start, min(start + size, len(self._batch)))))
+        return found
+
+
+def chosen(logits_BL: Tensor, label: int, output: str) -> Tensor:
+    """[B]: the logit of the label, or its probability: of one label alone by a sigmoid, of several by a softmax."""
+    if output == "logit":
+        return logits_BL[:, label]
+    return logits_BL[:, 0].sigmoid() if logits_BL.size(-1) == 1 else logits_BL.softmax(-1)[:, label]
+
+
+def label_index(config: Any, label: str | int | None, path: Path) -> int:
+    """The number of the label. Raises: ValueError for one that there is not, or where it has to be given."""
+    names: Mapping[int, str] = {int(number): str(name) for number, name in config.id2label.items()}
+    known = ", ".join(f"{number} ({name})" for number, name in sorted(names.items()))
+    if label is None:
+        if len(names) == 1:
+            return 0
+        raise ValueError(f"{path} has {len(names)} labels: {known}; say which one is the reward: classifier_label")
+    number = next((n for n, name in names.items() if name == label), label)
+    if number not in names:
+        raise ValueError(f"{path} has no label {short(label)}; it has {known}")
+    return int(number)
+
+
+def longest_input(config: Any, tokenizer: Any) -> int | None:
+    """Tokens that the model takes; None where nothing says."""
+    limits = [getattr(config, "max_position_embeddings", None), tokenizer.model_max_length]
+    known = [int(limit) for limit in limits if isinstance(limit, int) and 0 < limit < 10**9]
+    return min(known, default=None)
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"

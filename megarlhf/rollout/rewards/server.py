@@ -1,0 +1,138 @@
+"""Rewards behind a URL, in the form of OpenRLHF's server: what `kind: http` asks.
+
+POST /get_reward with {"query": [...], "prompts": [...], "labels": [...]} answers {"rewards": [number or null, ...]};
+GET /health says which rewards there are. Requests are served one after the other: a rule or a classifier is asked by
+one at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import logging
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from megarlhf.config import RewardConfig
+from megarlhf.rollout.rewards.batch import Outcome, RewardBatch, short
+from megarlhf.rollout.rewards.score import RewardSource
+
+log = logging.getLogger(__name__)
+
+Sources = Mapping[str, tuple[RewardConfig, RewardSource]]
+"""By label."""
+
+
+class RequestError(ValueError):
+    """A request that cannot be answered; `status` is HTTP's."""
+
+    def __init__(self, status: int, detail: str) -> None:
+        super().__init__(detail)
+        self.status = status
+
+
+def make_app(sources: Sources, *, token: str | None, max_samples: int, max_bytes: int) -> Any:
+    """The application, for uvicorn."""
+    from starlette.applications import Starlette
+    from starlette.concurrency import run_in_threadpool
+    from starlette.requests import Request
+    from starlette.responses import JSONResponse
+    from starlette.routing import Route
+
+    one_at_a_time = asyncio.Lock()
+
+    async def get_reward(request: Request) -> JSONResponse:
+        try:
+            require_token(request.headers.get("authorization"), token)
+            body = bytearray()
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > max_bytes:
+                    raise RequestError(413, f"the request is larger than {max_bytes} bytes, which max_body_mib allows")
+            batch = batch_of(bytes(body), max_samples)
+            async with one_at_a_time:
+                answer = await run_in_threadpool(answer_to, batch, sources)
+        except RequestError as error:
+            return JSONResponse({"detail": str(error)}, status_code=error.status)
+        return JSONResponse(answer)
+
+    async def health(request: Request) -> JSONResponse:
+        return JSONResponse({"status": "ok", "rewards": list(sources)})
+
+    return Starlette(
+        routes=[Route("/get_reward", get_reward, methods=["POST"]), Route("/health", health, methods=["GET"])]
+    )
+
+
+def require_token(header: str | None, token: str | None) -> None:
+    """Raises: RequestError. Compared in a time that says nothing about the token."""
+    if token is not None and not hmac.compare_digest((header or "").encode(), f"Bearer {token}".encode()):
+        raise RequestError(401, "Authorization: Bearer TOKEN is missing, or has another token")
+
+
+def batch_of(body: bytes, max_samples: int) -> RewardBatch:
+    """From a request. Without `prompts` a query is all response. Raises: RequestError."""
+    try:
+        tree = json.loads(body)
+    except ValueError as error:
+        raise RequestError(422, f"the request is no JSON: {error}") from None
+    if not isinstance(tree, dict):
+        raise RequestError(422, f'got {short(tree)}, expected {{"query": [...], "prompts": [...], "labels": [...]}}')
+    queries = _texts(tree, "query")
+    count = len(queries)
+    if count > max_samples:
+        raise RequestError(413, f"got {count} responses, at most {max_samples}: send several requests (batch_samples)")
+    prompts = _texts(tree, "prompts") if tree.get("prompts") is not None else [""] * count
+    labels = tree.get("labels") if tree.get("labels") is not None else [None] * count
+    if not isinstance(labels, list) or not len(prompts) == len(labels) == count:
+        raise RequestError(422, f"query has {count} entries; prompts and labels must be lists of as many")
+    if wrong := [n for n in range(count) if not queries[n].startswith(prompts[n])]:
+        raise RequestError(422, f"query {wrong[0]} does not begin with its prompt: {short(queries[wrong[0]])}")
+    return RewardBatch(
+        prompts=prompts,
+        responses=[query[len(prompt) :] for query, prompt in zip(queries, prompts, strict=True)],
+        prompt_tokens=[[]] * count,
+        response_tokens=[[]] * count,
+        finished=[True] * count,
+        fields=[{} if label is None else {"answer": label} for label in labels],
+        messages=[None] * count,
+        samples=list(range(count)),
+    )
+
+
+def _texts(tree: Mapping[str, Any], key: str) -> list[str]:
+    values = tree.get(key)
+    if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+        raise RequestError(422, f"{key} = {short(values)}, expected a list of texts")
+    return values
+
+
+def answer_to(batch: RewardBatch, sources: Sources) -> dict[str, Any]:
+    """The weighted sum of the rewards, and what each says.
+
+    Raises: RequestError for a reward that failed, unless it says that such samples are dropped.
+    """
+    waiting = {label: source.start(batch) for label, (_, source) in sources.items()}
+    total: list[float | None] = [None] * len(batch)
+    said: dict[str, list[float | None]] = {}
+    for label, (reward, _) in sources.items():
+        outcomes = waiting[label].wait() or []
+        said[label] = [_value(label, reward, outcome, n) for n, outcome in enumerate(outcomes)]
+        for n, value in enumerate(said[label]):
+            if value is not None:
+                held = value - reward.shift
+                held = held if reward.clip is None else max(-reward.clip, min(reward.clip, held))
+                total[n] = (total[n] or 0.0) + reward.weight * held
+    return {"rewards": total, "by_reward": said}
+
+
+def _value(label: str, reward: RewardConfig, outcome: Outcome, n: int) -> float | None:
+    if outcome.error:
+        log.warning("reward %r failed on response %d of a request: %s", label, n, outcome.error)
+        if reward.on_failure == "stop":
+            raise RequestError(500, f"reward {label!r} on response {n} {outcome.error}")
+        return None
+    value = outcome.value
+    return value if value is not None and math.isfinite(value) else None

@@ -1,0 +1,6 @@
+"""A rule that tests/rollout/test_serve_reward.py serves."""
+
+
+def short(prompt, response, fields):
+    """1 for a response of one letter, None for others."""
+    return 1.0 if len(response) == 1 else None

@@ -1,0 +1,163 @@
+"""A Hugging Face sequence classifier as a reward, against transformers itself, and what it refuses.
+
+Not covered: a whole run with one (tests/distributed/test_reward_runs.py).
+"""
+
+import json
+
+import pytest
+import torch
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    LlamaForSequenceClassification,
+    PreTrainedTokenizerFast,
+)
+
+from megarlhf.config import RewardConfig
+from megarlhf.rollout.rewards.batch import RewardBatch
+from megarlhf.rollout.rewards.classifier import Classifier
+from tests.distributed.tiny import write_tiny_llama
+
+CPU = torch.device("cpu")
+LETTERS = "+=0123456789"
+TEMPLATE = "{% for m in messages %}{{ '+' if m['role'] == 'user' else '=' }}{{ m['content'] }}{% endfor %}"
+
+
+def write_tokenizer(folder, **options):
+    """One token a letter; the first tokens are special."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    vocabulary = {token: n for n, token in enumerate(["<unk>", "<s>", "</s>", "<pad>", *LETTERS])}
+    made = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=made, unk_token="<unk>", eos_token="</s>", bos_token="<s>", **options
+    )
+    fast.save_pretrained(folder)
+    return fast
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    """A language model's trunk with a scalar head, whose padding token is its eos, as many reward models have."""
+    root = tmp_path_factory.mktemp("classifier")
+    write_tiny_llama(root / "base", seed=0, num_layers=1)
+    torch.manual_seed(0)
+    model = LlamaForSequenceClassification.from_pretrained(root / "base", num_labels=1, dtype=torch.float32)
+    torch.nn.init.normal_(model.score.weight)
+    model.config.pad_token_id = 2
+    model.save_pretrained(root / "scorer")
+    write_tokenizer(root / "scorer", chat_template=TEMPLATE, model_max_length=24)
+    return root / "scorer"
+
+
+def batch(prompts, responses, finished=True):
+    count = len(prompts)
+    return RewardBatch(
+        prompts=prompts,
+        responses=responses,
+        prompt_tokens=[[1]] * count,
+        response_tokens=[[2]] * count,
+        finished=[finished] * count,
+        fields=[{}] * count,
+        messages=[None] * count,
+        samples=list(range(count)),
+    )
+
+
+BATCH = batch(["1+1=", "12+34=", "7"], ["2", "46", "80"])
+
+
+def by_hand(path, texts):
+    """Each text alone: no padding can matter."""
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(path)
+    model = LlamaForSequenceClassification.from_pretrained(path, dtype=torch.float32).eval()
+    model.config.pad_token_id = 99
+    return [float(model(torch.tensor([tokenizer.encode(text, add_special_tokens=False)])).logits) for text in texts]
+
+
+def scores(source, responses):
+    found = source.start(responses).wait()
+    assert not any(outcome.error for outcome in found)
+    return [outcome.value for outcome in found]
+
+
+@pytest.mark.parametrize(
+    ("options", "texts"),
+    [
+        ({}, ["1+1=2", "12+34=46", "780"]),
+        ({"append_eos": True}, ["1+1=2</s>", "12+34=46</s>", "780</s>"]),
+        ({"form": "chat"}, ["+1+1==2", "+12+34==46", "+7=80"]),
+    ],
+)
+@pytest.mark.parametrize("batch_samples", [1, 2, 3])
+def test_scores_are_those_of_each_text_alone(llama, options, texts, batch_samples):
+    """Also where padding and end of sequence are one token: a padded row's last token is its own."""
+    source = Classifier(llama, CPU, batch_samples=batch_samples, **options)
+    assert scores(source, BATCH) == pytest.approx(by_hand(llama, texts), abs=1e-5)
+
+
+def test_an_unfinished_response_has_no_end(llama):
+    cut = batch(["1+1="], ["2"], finished=False)
+    assert scores(Classifier(llama, CPU, append_eos=True), cut) == pytest.approx(by_hand(llama, ["1+1=2"]), abs=1e-5)
+
+
+def test_what_is_too_long_has_failed_and_the_others_have_not(llama):
+    found = Classifier(llama, CPU).start(batch(["1+1=", "1" * 20], ["2", "3" * 9])).wait()
+    assert found[0].value == pytest.approx(by_hand(llama, ["1+1=2"])[0], abs=1e-5)
+    assert found[1].value is None
+    assert "has 29 tokens" in found[1].error
+    assert "takes 24, and nothing is cut" in found[1].error
+
+
+def test_labels_by_name_and_probabilities_of_pairs(tmp_path):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    config = BertConfig(vocab_size=40, max_position_embeddings=32, id2label={0: "bad", 1: "fine", 2: "good"}, **sizes)
+    model = BertForSequenceClassification(config).eval()
+    model.save_pretrained(tmp_path)
+    tokenizer = write_tokenizer(tmp_path)
+    expected = [
+        float(model(torch.tensor([tokenizer.encode(p, r)])).logits.softmax(-1)[0, 2])
+        for p, r in zip(BATCH.prompts, BATCH.responses, strict=True)
+    ]
+    source = Classifier(tmp_path, CPU, form="pair", label="good", output="probability")
+    assert scores(source, BATCH) == pytest.approx(expected, abs=1e-5)
+    assert scores(Classifier(tmp_path, CPU, form="pair", label=2, output="probability"), BATCH) == scores(source, BATCH)
+    with pytest.raises(ValueError, match=r"has 3 labels: 0 \(bad\), 1 \(fine\), 2 \(good\); say which"):
+        Classifier(tmp_path, CPU)
+    with pytest.raises(ValueError, match="has no label 'great'; it has 0"):
+        Classifier(tmp_path, CPU, label="great")
+    with pytest.raises(ValueError, match="has no chat template, which form = chat needs"):
+        Classifier(tmp_path, CPU, label="good", form="chat")
+
+
+def test_a_head_that_would_be_random_is_refused(tmp_path):
+    """A language model's directory, which transformers would read as a classifier with a warning."""
+    write_tiny_llama(tmp_path, seed=0, num_layers=1)
+    write_tokenizer(tmp_path)
+    with pytest.raises(ValueError, match=r"lacks score.weight: its scores would be of random weights"):
+        Classifier(tmp_path, CPU, label=0)
+
+
+def test_what_is_no_classifier_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"has no config\.json; give the directory"):
+        Classifier(tmp_path, CPU)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    with pytest.raises(ValueError, match="cannot be read as a sequence classifier"):
+        Classifier(tmp_path, CPU)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"kind": "classifier"}, "got path = None; kind 'classifier' needs a path"),
+        ({"kind": "rule", "rule": "exact_match", "path": "x"}, "kind 'rule' got path"),
+        ({"kind": "rule", "rule": "exact_match", "append_eos": True}, "does not read append_eos; leave that out"),
+        ({"kind": "clasifier", "path": "x"}, "Input should be 'model', 'rule', 'http' or 'classifier'"),
+    ],
+)
+def test_keys_of_other_kinds_are_refused(keys, message):
+    with pytest.raises(ValueError, match=message):
+        RewardConfig.model_validate(keys)
