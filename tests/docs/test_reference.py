@@ -14,6 +14,7 @@ from pydantic import BaseModel
 
 from megarlhf.commands import cli
 from megarlhf.config import DPOConfig, RLConfig, RMConfig, SFTConfig, load_config
+from megarlhf.config.serve import ServeRewardConfig
 from tests.docs.repository import PRESENT, ROOT, code, path_of
 from tools.docs.configuration import PAGE, page_with_reference, reference
 
@@ -43,7 +44,8 @@ def as_role(key: str) -> str:
 
 
 def all_keys() -> set[str]:
-    return {as_role(key) for command in cli.COMMANDS.values() for key in keys_of(command.config)}
+    configs = [*(command.config for command in cli.COMMANDS.values()), ServeRewardConfig]
+    return {as_role(key) for config in configs for key in keys_of(config)}
 
 
 def rows() -> dict[str, list[tuple[str, str]]]:
