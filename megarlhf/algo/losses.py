@@ -51,14 +51,18 @@ def clipped_value_loss(
     return ValueLossOutput(loss, (held_error_T > error_T).sum())
 
 
-def pairwise_last_token(chosen_N: Tensor, rejected_N: Tensor, *, denominator: Denominator) -> Tensor:
-    """Bradley-Terry on one score a response: -log sigmoid(chosen - rejected).
+def pairwise_last_token(
+    chosen_N: Tensor, rejected_N: Tensor, *, denominator: Denominator, margin_N: Tensor | None = None
+) -> Tensor:
+    """Bradley-Terry on one score a response: -log sigmoid(chosen - rejected - margin).
 
-    Shapes:  chosen_N, rejected_N [N] -> 0-d
-    Source:  InstructGPT (Ouyang et al. 2022), eq. 1
+    Shapes:  chosen_N, rejected_N, margin_N [N] -> 0-d
+    Source:  InstructGPT (Ouyang et al. 2022), eq. 1; the margin, by how much a pair should differ: Llama 2 (Touvron et
+             al. 2023), eq. 2
     Denominator: pairs of the mini-batch
     """
-    return -logsigmoid(chosen_N - rejected_N).sum() / denominator
+    difference_N = chosen_N - rejected_N
+    return -logsigmoid(difference_N if margin_N is None else difference_N - margin_N).sum() / denominator
 
 
 def centering(chosen_N: Tensor, rejected_N: Tensor, *, denominator: Denominator) -> Tensor:

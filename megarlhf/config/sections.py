@@ -156,10 +156,14 @@ class RMConfig(FrozenModel):
     train: TrainConfig
     loss: Literal["last_token", "aligned_span"] = "last_token"
     """InstructGPT's loss on the last token, or DeepSpeed-Chat's from the first differing token on."""
+    margin: bool = False
+    """Read the number `margin` of each pair, by which the score of the chosen response should exceed the other's
+    (Llama 2); `last_token` only."""
     center_coef: NonNegative = 0.0
     """Weight of (chosen + rejected)^2, which fixes the level that a ranking loss leaves open."""
     unit_variance: bool = False
-    """Before the last checkpoint divide the head by the standard deviation of the held-out scores."""
+    """Divide the head of each export by the standard deviation of its held-out scores. What is trained on, and resume
+    points, stay as they are; after the last step the model itself is divided."""
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     watchdog: WatchdogConfig = WatchdogConfig()
@@ -168,6 +172,8 @@ class RMConfig(FrozenModel):
     def _check(self) -> RMConfig:
         if self.unit_variance and self.data.heldout is None:
             raise ValueError("unit_variance measures the scores of held-out pairs: set data.heldout")
+        if self.margin and self.loss != "last_token":
+            raise ValueError(f"margin = true is of loss = last_token; got loss = {self.loss}: change one of the two")
         return self
 
 

@@ -6,6 +6,7 @@ eos, as in rollout.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -37,6 +38,8 @@ class PairSample:
     prompt_tokens: list[int]
     chosen_tokens: list[int]
     rejected_tokens: list[int]
+    margin: float = 0.0
+    """By how much the scores should differ, where the reward model is trained with margins."""
 
 
 @dataclass(frozen=True)
@@ -120,8 +123,10 @@ def build_pairs(
     max_prompt_tokens: int,
     max_response_tokens: int,
     template: Template = "plain",
+    with_margin: bool = False,
 ) -> tuple[list[PairSample], Skipped]:
-    """Samples of records with `prompt`, `chosen` and `rejected`. ValueError if none can be used."""
+    """Samples of records with `prompt`, `chosen` and `rejected`, and `margin` where it is asked for. ValueError if none
+    can be used."""
 
     def sample(index: int, record: Mapping[str, Any]) -> PairSample:
         if not record["prompt"].strip():  # of which a chat template would make a text
@@ -132,7 +137,7 @@ def build_pairs(
         )
         if chosen_tokens == rejected_tokens:
             raise _Unusable("chosen equals rejected")
-        return PairSample(prompt_tokens, chosen_tokens, rejected_tokens)
+        return PairSample(prompt_tokens, chosen_tokens, rejected_tokens, _margin(record) if with_margin else 0.0)
 
     return _usable(records, sample, template, tokenizer)
 
@@ -156,6 +161,13 @@ def build_prompts(
         return PromptSample(tokens, text, others, index, record.get("messages"))
 
     return _usable(records, sample, template, tokenizer)
+
+
+def _margin(record: Mapping[str, Any]) -> float:
+    value = record.get("margin")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"margin = {value!r}, expected a number: by how much chosen and rejected should differ")
+    return float(value)
 
 
 def _usable(

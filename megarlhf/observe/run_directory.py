@@ -29,6 +29,8 @@ _FILES = (
     "responses.jsonl",
     ".responses.jsonl.partial",
     "wandb_id",
+    "calibration.json",
+    ".calibration.json.partial",
     "samples/step_[0-9]*.jsonl",
     "samples/eval_step_[0-9]*.jsonl",
     "samples/.*step_[0-9]*.jsonl.partial",

@@ -51,7 +51,7 @@ _MATHEMATICS = {
         "train.mini_batch_samples train.prompts_per_step train.shuffle"
     ),
     "the loss": (
-        "loss center_coef unit_variance beta label_smoothing simpo_margin ipo_length_normalised "
+        "loss center_coef margin unit_variance beta label_smoothing simpo_margin ipo_length_normalised "
         "kto_desirable_weight kto_undesirable_weight sft_coef sft_average algo.* rewards train.epochs_per_step "
         "train.critic_warmup_steps ptx.coef ptx.mini_batch_samples ptx.max_tokens ema.decay reference_update.* "
         "train.max_policy_kl"

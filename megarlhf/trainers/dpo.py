@@ -11,7 +11,7 @@ samples at hand, two of each.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -40,7 +40,7 @@ def run(cfg: DPOConfig, runtime: Runtime) -> None:
 class ScoredPair(PairSample):
     """With what is known of a pair before its loss."""
 
-    reference: tuple[float, float]
+    reference: tuple[float, float] = field(kw_only=True)
     """Log-probs of the chosen and of the rejected response under the reference, in nats."""
     mismatched: tuple[float, float] | None = None
     """Of `kto`: log-ratios of policy and reference for the responses of the next pair to this prompt."""
@@ -103,7 +103,7 @@ class PreferenceOptimisation(Objective[PairSample]):
             return samples
         reference_N = self.logprobs(self._reference, samples, should_stop)
         scored = [
-            ScoredPair(each.prompt_tokens, each.chosen_tokens, each.rejected_tokens, (chosen, rejected))
+            ScoredPair(each.prompt_tokens, each.chosen_tokens, each.rejected_tokens, reference=(chosen, rejected))
             for each, (chosen, rejected) in zip(samples, reference_N.view(-1, 2).tolist(), strict=True)
         ]
         if self.dpo.loss != "kto":

@@ -64,13 +64,17 @@ class Exports:
         """Exports of this run, oldest first; `checkpoint.export_keep` counts and removes only these."""
         self._replaceable = resumed_at is not None
 
+    def is_due(self, step: int) -> bool:
+        """By `checkpoint.export_every`."""
+        every = self._cfg.export_every
+        return bool(every) and step % every == 0
+
     def maybe_write(self, step: int, roles: Sequence[Role], *, last: bool) -> None:
         """Where the configuration asks for it, and after the last step.
 
         Raises: ExportError when the last one could not be written; of an earlier one that is only said.
         """
-        every = self._cfg.export_every
-        if not last and not (every and step % every == 0):
+        if not last and not self.is_due(step):
             return
         try:
             stated = {role.name: self._provenance(role.name, Position(step)) for role in roles}

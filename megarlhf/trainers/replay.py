@@ -101,7 +101,7 @@ def rebuilt_loss(cfg: TrainingConfig, failure: Failure, role: Role) -> Loss:
     if isinstance(cfg, SFTConfig):
         return NextTokenLoss(vocabulary=role.shard.vocabulary(), **denominators)
     if isinstance(cfg, RMConfig):
-        return PairwiseLoss(kind=cfg.loss, center_coef=cfg.center_coef, **denominators)
+        return PairwiseLoss(kind=cfg.loss, center_coef=cfg.center_coef, margin=cfg.margin, **denominators)
     if isinstance(cfg, DPOConfig):
         return PreferenceLoss(cfg=cfg, vocabulary=role.shard.vocabulary(), **denominators, **coefficients)
     if failure.role == "critic":

@@ -15,16 +15,18 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from megarlhf.algo.calibration import pair_report
 from megarlhf.algo.losses import centering, pairwise_aligned_span, pairwise_last_token
 from megarlhf.config import RMConfig
 from megarlhf.data.samples import PairSample, Records, Skipped, build_pairs
 from megarlhf.data.tokenizer import Tokenizer
+from megarlhf.experience import redistribute
 from megarlhf.models.role import Role
-from megarlhf.parallel.batching import MicroBatchLayout
+from megarlhf.parallel.batching import MicroBatchLayout, TokenSpans, repeat_on_micro_batch
 from megarlhf.parallel.step import MicroBatch
 from megarlhf.resume.identity import digest_of_samples
 from megarlhf.runtime import Runtime
-from megarlhf.trainers.supervised import Metrics, Objective, ShouldStop, heldout_sums, run_supervised
+from megarlhf.trainers.supervised import Metrics, Objective, ShouldStop, heldout_sums, rounds, run_supervised
 
 
 def run(cfg: RMConfig, runtime: Runtime) -> None:
@@ -39,6 +41,8 @@ class PairwiseLoss:
     kind: Literal["last_token", "aligned_span"]
     denominator: int
     center_coef: float = 0.0
+    margin: bool = False
+    """Read the column `margin`."""
     names: tuple[str, ...] = ("correct", "chosen_score", "rejected_score", "squared_score")
 
     def __call__(self, scores_BS1: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
@@ -47,7 +51,11 @@ class PairwiseLoss:
         ends_K = scores_X[batch.layout.ends_K.to(scores_X.device)]
         chosen_P, rejected_P = ends_K[0::2], ends_K[1::2]
         if self.kind == "last_token":
-            loss = pairwise_last_token(chosen_P, rejected_P, denominator=self.denominator)
+            margin_P = None
+            if self.margin:
+                margin_X = batch.columns["margin"].flatten().to(scores_X)
+                margin_P = margin_X[batch.layout.ends_K.to(scores_X.device)][0::2]
+            loss = pairwise_last_token(chosen_P, rejected_P, denominator=self.denominator, margin_N=margin_P)
         else:
             loss = self._aligned_span(scores_X, batch.tokens_BS.flatten(), batch.layout)
         if self.center_coef > 0:
@@ -83,7 +91,7 @@ class RewardModelling(Objective[PairSample]):
         return ("prompt", "chosen", "rejected")
 
     def build_samples(self, records: Records, tokenizer: Tokenizer, **options: Any) -> tuple[list[PairSample], Skipped]:
-        return build_pairs(records, tokenizer, **options)
+        return build_pairs(records, tokenizer, with_margin=self.rm.margin, **options)
 
     def sequences(self, sample: PairSample) -> list[list[int]]:
         """Both with the prompt, the chosen one first."""
@@ -93,11 +101,23 @@ class RewardModelling(Objective[PairSample]):
         return {"data.heldout (measured by unit_variance)": digest_of_samples(heldout)} if self.rm.unit_variance else {}
 
     def training_loss(self, role: Role, samples: Sequence[PairSample]) -> PairwiseLoss:
-        return PairwiseLoss(kind=self.rm.loss, denominator=len(samples), center_coef=self.rm.center_coef)
+        return PairwiseLoss(
+            kind=self.rm.loss, denominator=len(samples), center_coef=self.rm.center_coef, margin=self.rm.margin
+        )
+
+    def columns(
+        self, samples: Sequence[PairSample], layout: MicroBatchLayout, device: torch.device
+    ) -> dict[str, Tensor]:
+        """The margin of a pair stands at all tokens of both its sequences."""
+        if not self.rm.margin:
+            return {}
+        lengths_K = torch.tensor([length for sample in samples for length in self.sequence_lengths(sample)])
+        margin_K = torch.tensor([sample.margin for sample in samples]).repeat_interleave(2)
+        return {"margin": repeat_on_micro_batch(layout, margin_K, TokenSpans.whole(lengths_K), device)}
 
     def heldout_loss(self, role: Role, samples: Sequence[PairSample]) -> PairwiseLoss:
         """The ranking loss alone, without the term that centres scores."""
-        return PairwiseLoss(kind=self.rm.loss, denominator=len(samples))
+        return PairwiseLoss(kind=self.rm.loss, denominator=len(samples), margin=self.rm.margin)
 
     def training_metrics(self, sums: Mapping[str, float], samples: Sequence[PairSample]) -> Metrics:
         """The share of pairs ranked rightly."""
@@ -112,6 +132,14 @@ class RewardModelling(Objective[PairSample]):
             "eval_rejected_score": sums["rejected_score"] / len(samples),
         }
 
+    def closing_report(
+        self, role: Role, heldout: Sequence[PairSample], should_stop: ShouldStop
+    ) -> tuple[Metrics, dict[str, Any]]:
+        """How far the scores can be trusted: calibration, accuracy by length, and the like."""
+        lengths_P2 = torch.tensor([[len(pair.chosen_tokens), len(pair.rejected_tokens)] for pair in heldout])
+        report = pair_report(pair_scores(self, role, heldout, should_stop), lengths_P2)
+        return {"eval_calibration_error": report["calibration_error"]}, report
+
     @property
     def rescales(self) -> bool:
         return self.rm.unit_variance
@@ -120,10 +148,37 @@ class RewardModelling(Objective[PairSample]):
         """The standard deviation of the held-out scores."""
         return score_deviation(self, role, heldout, should_stop)
 
+    def rescaled(self, name: str) -> bool:
+        return name == HEAD
+
     def rescale(self, role: Role, scale: float) -> str:
         """Divides the head."""
         divide_head(role, scale)
         return f"divided the head by {scale:.4g}, the standard deviation of the held-out scores"
+
+
+HEAD = "output_layer.weight"
+
+
+def pair_scores(
+    objective: RewardModelling, role: Role, pairs: Sequence[PairSample], should_stop: ShouldStop = None
+) -> Tensor:
+    """[P, 2] on the CPU, on every rank: the scores of chosen and rejected response of each pair, in their order.
+    Collective. Raises: see `heldout_sums`."""
+
+    def score(scores_BS1: Tensor, batch: MicroBatch) -> Tensor:
+        assert batch.layout is not None
+        return scores_BS1.flatten()[batch.layout.ends_K.to(scores_BS1.device)]
+
+    mine: dict[int, Tensor] = {}
+    for batches in rounds(objective.micro_batches(role, pairs), role, should_stop):
+        outputs = role.forward(batches, score)
+        if role.mesh.owns_outputs:
+            for batch, scores_K in zip(batches, outputs, strict=True):
+                assert batch.layout is not None
+                mine |= dict(zip(batch.layout.sequences, scores_K.float().split([1] * len(scores_K)), strict=True))
+    like = torch.empty(0, dtype=torch.float32, device=role.mesh.runtime.device)
+    return redistribute(mine, torch.ones(2 * len(pairs), dtype=torch.int64), like).values_T.cpu().view(-1, 2)
 
 
 def score_deviation(
@@ -149,4 +204,4 @@ def divide_head(role: Role, deviation: float) -> None:
     get a known scale. The optimizer must not be used afterwards."""
     if role.mesh.is_last_stage:
         with torch.no_grad():
-            role.shard.parameters()["output_layer.weight"].div_(deviation)
+            role.shard.parameters()[HEAD].div_(deviation)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -176,6 +177,18 @@ class Session:
         assert self.exports is not None
         with self.phases("checkpoint"):
             self.exports.maybe_write(step, roles, last=last)
+
+    def exports_at(self, step: int) -> bool:
+        """Whether an export is due there by `checkpoint.export_every`."""
+        assert self.exports is not None
+        return self.exports.is_due(step)
+
+    def write_report(self, name: str, report: Mapping[str, Any]) -> None:
+        """A file of the run directory, whole or not at all, on rank 0; nothing for an empty one."""
+        if report and self.runtime.is_main:
+            partial = self.run_dir / f".{name}.partial"
+            partial.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+            partial.replace(self.run_dir / name)
 
     def keep_border(self) -> None:
         """Write a point of the last border, where points are written by any cadence, and wait for it. Collective."""

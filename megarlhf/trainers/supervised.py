@@ -5,6 +5,7 @@ What a command brings to it is an `Objective`: `sft.py`, `rm.py` and `dpo.py`.
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
@@ -139,6 +140,13 @@ class Objective(ABC, Generic[Sample]):
     def heldout_metrics(self, sums: Mapping[str, float], samples: Sequence[Sample]) -> Metrics:
         """Metrics of an evaluation, from the loss's sums; `loss` is among them."""
 
+    def closing_report(
+        self, role: Role, heldout: Sequence[Sample], should_stop: ShouldStop
+    ) -> tuple[Metrics, dict[str, Any]]:
+        """Metrics of the last evaluation that need more than sums, and what is written to `calibration.json` (nothing
+        where it is empty). Collective. Raises: Interrupted."""
+        return {}, {}
+
     @property
     def rescales(self) -> bool:
         """Whether `rescale` is called after the last step, before the last evaluation and the last export, which are of
@@ -154,6 +162,10 @@ class Objective(ABC, Generic[Sample]):
     def rescale(self, role: Role, scale: float) -> str:
         """Change the weights other than by an update; returns what to tell the user."""
         raise NotImplementedError
+
+    def rescaled(self, name: str) -> bool:
+        """Whether `rescale` changes the parameter of this name."""
+        return False
 
 
 def run_supervised(objective: Objective[Sample], runtime: Runtime) -> None:
@@ -219,10 +231,15 @@ def run_in(phases: Phases, stop_request: StopRequest, objective: Objective[Sampl
                 with session.stoppable("eval") if as_trained else phases("eval"):
                     should_stop = session.asked_to_stop if as_trained else None
                     metrics |= evaluate(objective, role, heldout, should_stop)
+                    if last and heldout:
+                        closing, report = objective.closing_report(role, heldout, should_stop)
+                        metrics |= closing
+                        session.write_report("calibration.json", report)
             rates = phases.tokens_per_second()
             seconds = seconds_of(phases.end_step(step + 1)).get("seconds_train", 0.0)
             session.log(step + 1, metrics | rates | {"seconds": seconds})
-            session.export(step + 1, [role], last=last)
+            with scaled_for_export(objective, role, heldout, session, step + 1, last=last):
+                session.export(step + 1, [role], last=last)
             if as_trained:
                 session.border(step + 1)
         done = f"all {cfg.train.num_steps} steps done"
@@ -236,6 +253,27 @@ def rescale(objective: Objective[Sample], role: Role, heldout: Sequence[Sample],
         scale = objective.measure_scale(role, heldout, session.asked_to_stop)
     session.drop_border()  # from here to the end nothing asks whether to stop
     session.note(objective.rescale(role, scale))
+
+
+@contextlib.contextmanager
+def scaled_for_export(
+    objective: Objective[Sample], role: Role, heldout: Sequence[Sample], session: Session, step: int, *, last: bool
+) -> Iterator[None]:
+    """The weights as they are exported; behind it they are what training goes on with, bit for bit. After the last step
+    they have been rescaled already."""
+    if last or not (objective.rescales and session.exports_at(step)):
+        yield
+        return
+    with session.stoppable("eval"):
+        scale = objective.measure_scale(role, heldout, session.asked_to_stop)
+    kept = {name: tensor.clone() for name, tensor in role.shard.parameters().items() if objective.rescaled(name)}
+    objective.rescale(role, scale)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for name, tensor in kept.items():
+                role.shard.parameters()[name].copy_(tensor)
 
 
 def load_samples(objective: Objective[Sample]) -> tuple[list[Sample], list[Sample], list[str]]:

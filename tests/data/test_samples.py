@@ -216,3 +216,15 @@ def test_a_sample_longer_than_a_packed_micro_batch_is_named_with_both_numbers():
     words = r"jsonl: usable record 1 has 65 tokens \(prompt and response\).*max_tokens_per_micro_batch = 64, and no"
     with pytest.raises(ValueError, match=words):
         require_budget([3, 65, 65], 64, "train.jsonl", "prompt and response")
+
+
+@pytest.mark.parametrize("margin", [None, "much", True, float("nan")])
+def test_a_margin_that_is_no_number_names_its_record(margin):
+    records = [{"prompt": "1+1=", "chosen": "2", "rejected": "3", "margin": 1}]
+    records.append({"prompt": "1+2=", "chosen": "3", "rejected": "4", "margin": margin})
+    options = {"max_prompt_tokens": 9, "max_response_tokens": 9}
+    with pytest.raises(ValueError, match=r"record 2: margin = .* expected a number"):
+        build_pairs(records, CharTokenizer(), with_margin=True, **options)
+    samples, _ = build_pairs(records[:1], CharTokenizer(), with_margin=True, **options)
+    assert samples[0].margin == 1.0
+    assert build_pairs(records, CharTokenizer(), **options)[0][1].margin == 0.0

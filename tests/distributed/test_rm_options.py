@@ -1,0 +1,102 @@
+"""The reward model's options in whole runs at TP2: margins, what is said of its scores, exports of unit variance."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from megarlhf.data.samples import build_pairs
+from megarlhf.data.sources import load_records
+from megarlhf.data.tokenizer import load_tokenizer
+from megarlhf.observe.measured import reproducible
+from megarlhf.observe.metrics import read_metrics
+from tests.ranks import RankPool
+
+
+@pytest.fixture
+def run(ranks: RankPool, two_layers: dict[str, Path], data: dict[str, Path], tmp_path: Path) -> Any:
+    """`megarlhf rm` of three steps with an export after each, with margins of 0, 1 and 2 in the data."""
+    records = load_records(data["pairs"], fields=("prompt", "chosen", "rejected"))
+    lines = [json.dumps({**dict(record), "margin": n % 3}) + "\n" for n, record in enumerate(records)]
+    (tmp_path / "pairs.jsonl").write_text("".join(lines))
+    cfg = {
+        "reward_model": {"model": {"path": str(two_layers["plain"])}, "optim": {"lr": 1e-2}},
+        "data": {"train": str(tmp_path / "pairs.jsonl"), "heldout": str(tmp_path / "pairs.jsonl")},
+        "eval": {"max_samples": 12},
+        "train": {"num_steps": 3, "mini_batch_samples": 8, "max_tokens_per_micro_batch": 128},
+        "checkpoint": {"export_every": 1},
+    }
+
+    def made(name: str, world: int, parallel: dict[str, Any], **keys: Any) -> list[dict[str, Any]]:
+        model = {**cfg["reward_model"], "parallel": parallel}
+        tree = cfg | {"run": {"dir": str(tmp_path / name)}, "reward_model": model} | keys
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(tree))
+        ranks.run(world, "command", "rm", "-c", str(tmp_path / f"{name}.yaml"))
+        return read_metrics(tmp_path / name)
+
+    return made
+
+
+def scores(directory: Path, pairs: Path) -> torch.Tensor:
+    """[P, 2] by Hugging Face, each response alone."""
+    from transformers import LlamaForSequenceClassification
+
+    model = LlamaForSequenceClassification.from_pretrained(directory, dtype=torch.float32).eval()
+    model.config.pad_token_id = 999
+    tokenizer = load_tokenizer(directory)
+    found, _ = build_pairs(
+        load_records(pairs, fields=("prompt", "chosen", "rejected")),
+        tokenizer,
+        max_prompt_tokens=1024,
+        max_response_tokens=1024,
+    )
+    rows = [[pair.prompt_tokens + part for part in (pair.chosen_tokens, pair.rejected_tokens)] for pair in found[:12]]
+    with torch.no_grad():
+        return torch.tensor([[float(model(torch.tensor([row])).logits) for row in pair] for pair in rows])
+
+
+def test_every_export_has_unit_variance_and_training_goes_on_as_without(run: Any, tmp_path: Path) -> None:
+    """The exports after steps 1, 2 and 3, scored by Hugging Face; losses are those of a run that divides nothing."""
+    scaled = run("scaled", 2, {"tp": 2}, unit_variance=True)
+    plain = run("plain", 2, {"tp": 2})
+    for step in (1, 2, 3):
+        export = tmp_path / f"scaled/checkpoints/step_{step:06d}/reward_model"
+        assert float(scores(export, tmp_path / "pairs.jsonl").std(correction=0)) == pytest.approx(1.0, abs=1e-3)
+    assert [row.get("loss") for row in scaled] == [row.get("loss") for row in plain]
+    unscaled = scores(tmp_path / "plain/checkpoints/step_000002/reward_model", tmp_path / "pairs.jsonl")
+    assert abs(float(unscaled.std(correction=0)) - 1) > 0.05
+
+
+def test_what_is_said_of_the_scores_is_that_of_the_export(run: Any, tmp_path: Path) -> None:
+    """At PP2 the same report as on one rank, and its figures by Hugging Face's scores."""
+    rows = run("single", 1, {})
+    run("pp2", 2, {"pp": 2})
+    single, pp2 = (json.loads((tmp_path / name / "calibration.json").read_text()) for name in ("single", "pp2"))
+    for key in ("accuracy", "score_mean", "score_deviation", "calibration_error", "score_length_correlation"):
+        assert pp2[key] == pytest.approx(single[key], abs=1e-4), key
+    found = scores(tmp_path / "single/checkpoints/latest/reward_model", tmp_path / "pairs.jsonl")
+    assert single["pairs"] == 12
+    assert single["accuracy"] == rows[-1]["eval_pair_accuracy"] == float((found[:, 0] > found[:, 1]).double().mean())
+    assert single["score_mean"] == pytest.approx(float(found.mean()), abs=1e-4)
+    assert rows[-1]["eval_calibration_error"] == single["calibration_error"]
+    assert "eval_calibration_error" not in rows[0]
+
+
+def test_margins_reach_the_loss_at_every_layout(run: Any, tmp_path: Path) -> None:
+    """The first held-out loss, before training: -log sigmoid(chosen - rejected - margin), by hand of the scores."""
+    rows = run("margin", 1, {}, margin=True)
+    tp2 = run("margin_tp2", 2, {"tp": 2}, margin=True)
+    plain = run("no_margin", 1, {})
+    assert rows[1]["loss"] > plain[1]["loss"]
+    for row, other in zip(rows, tp2, strict=True):
+        for name in reproducible(row):
+            assert other[name] == pytest.approx(row[name], abs=2e-4), name
+    found = scores(tmp_path / "margin/checkpoints/latest/reward_model", tmp_path / "pairs.jsonl")
+    difference = found[:, 0] - found[:, 1] - torch.tensor([n % 3 for n in range(12)])
+    expected = float(-torch.nn.functional.logsigmoid(difference).mean())
+    assert rows[-1]["eval_loss"] == pytest.approx(expected, abs=1e-4)
