@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
@@ -12,6 +12,7 @@ from megarlhf.config.roles import FrozenModel, Positive
 
 _ONLY_OF: dict[str, tuple[str, ...]] = {
     "rule": ("rule",),
+    "args": ("rule",),
     "url": ("http",),
     "token_env": ("http",),
     "timeout_seconds": ("rule", "http"),
@@ -25,6 +26,9 @@ _ONLY_OF: dict[str, tuple[str, ...]] = {
     "form": ("classifier",),
     "append_eos": ("classifier",),
     "dtype": ("classifier",),
+    "retokenize": ("model",),
+    "max_tokens": ("model",),
+    "too_long": ("model",),
 }
 """Keys that not every kind reads."""
 
@@ -35,6 +39,8 @@ class RewardConfig(FrozenModel):
     Hugging Face sequence classifier, whole on each rank, with a tokenizer of its own."""
     rule: str | None = None
     """A name from the rule registry, or `package.module:function`."""
+    args: Mapping[str, Any] = {}
+    """Arguments of a built-in rule, such as `{names: [think, answer]}` of `tags`."""
     url: str | None = None
     """Of kind `http`: gets {query, prompts, labels} by POST and answers {rewards}, as OpenRLHF's server does."""
     token_env: str | None = None
@@ -53,6 +59,15 @@ class RewardConfig(FrozenModel):
     reward model expects that was trained so."""
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Of kind `classifier`: its weights and computation."""
+    retokenize: bool = False
+    """Of kind `model`: the reward model has another tokenizer than the actor. It is given the text of prompt and
+    response (with `data.template: chat` the messages, in its own chat template), by its own tokenizer."""
+    max_tokens: PositiveInt | None = None
+    """With `retokenize`: the longest text in tokens. Default: what the model can read, and
+    `train.max_tokens_per_micro_batch`."""
+    too_long: Literal["fail", "cut"] = "fail"
+    """With `retokenize`: a text over `max_tokens` ends the run, or its beginning is cut off and
+    `reward/NAME_truncated` counts it."""
     name: Annotated[str, Field(pattern=r"^[\w.:/+-]+$")] | None = None
     """In metrics and messages; default: the rule's name, or the kind."""
     weight: float = 1.0
@@ -99,6 +114,11 @@ class RewardConfig(FrozenModel):
         unread = [key for key, kinds in _ONLY_OF.items() if self.kind not in kinds and key in self.model_fields_set]
         if set_keys := [key for key in unread if getattr(self, key) != type(self).model_fields[key].default]:
             raise ValueError(f"a reward of kind {self.kind!r} does not read {', '.join(set_keys)}; leave that out")
+        if self.kind == "model" and not self.retokenize and (self.max_tokens is not None or self.too_long != "fail"):
+            raise ValueError(
+                "max_tokens and too_long are about texts that the reward model's own tokenizer makes; set "
+                "retokenize: true, or leave them out"
+            )
         return self
 
 

@@ -265,6 +265,11 @@ class RLConfig(FrozenModel):
         return self
 
     @property
+    def retokenizes(self) -> bool:
+        """Whether the reward model reads none of the actor's token ids."""
+        return all(reward.retokenize for reward in self.rewards if reward.kind == "model")
+
+    @property
     def ptx_max_tokens(self) -> int:
         """Of a text of the pretraining mix."""
         longest = self.data.max_prompt_tokens + self.rollout.max_response_tokens
@@ -339,7 +344,7 @@ class GenerateConfig(FrozenModel):
         changed = [
             f"rewards[{n}].{name} = {getattr(reward, name)}"
             for n, reward in enumerate(self.rewards)
-            for name in ("weight", "shift", "clip")
+            for name in ("weight", "shift", "clip", "normalise")
             if not (name == "weight" and self.select != "all")
             if getattr(reward, name) != plain[name].default
         ]

@@ -158,7 +158,7 @@ def build_prompts(
         others = {key: value for key, value in record.items() if key not in ("prompt", "messages")}
         tokens = _prompt_tokens(text, tokenizer, max_prompt_tokens)
         check_fields(others)
-        return PromptSample(tokens, text, others, index, record.get("messages"))
+        return PromptSample(tokens, text, others, index, record.get("messages") if template == "chat" else None)
 
     return _usable(records, sample, template, tokenizer)
 
@@ -201,12 +201,17 @@ def _prompt_tokens(text: str, tokenizer: Tokenizer, limit: int) -> list[int]:
     tokens = tokenizer.encode(text)
     if not text.strip() or not tokens:
         raise _Unusable("empty prompt")
-    # A chat template may write bos itself.
-    if tokenizer.bos_id is not None and tokens[:1] != [tokenizer.bos_id]:
-        tokens = [tokenizer.bos_id, *tokens]
+    tokens = with_bos(tokens, tokenizer)
     if len(tokens) > limit:
         raise _Unusable(f"prompt longer than {limit} tokens")
     return tokens
+
+
+def with_bos(tokens: list[int], tokenizer: Tokenizer) -> list[int]:
+    """Behind begin-of-sequence, where the tokenizer has it; a chat template may have written it itself."""
+    if tokenizer.bos_id is None or tokens[:1] == [tokenizer.bos_id]:
+        return tokens
+    return [tokenizer.bos_id, *tokens]
 
 
 def _response_tokens(text: str, tokenizer: Tokenizer, limit: int) -> list[int]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import filecmp
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from megarlhf.architectures.hf_config import architecture_from_hf, read_config
 from megarlhf.config import RoleConfig
+from megarlhf.data.templates import Template, require_template
 from megarlhf.data.tokenizer import first_difference, has_tokenizer, load_tokenizer
 from megarlhf.model_directory import end_tokens
 from megarlhf.weights.checkpoint.open_checkpoint import open_checkpoint, require_scalar_head
@@ -15,8 +16,9 @@ from megarlhf.weights.checkpoint.open_checkpoint import open_checkpoint, require
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json")
 
 
-def check_vocabularies(roles: Mapping[str, RoleConfig]) -> list[str]:
-    """Every role reads the token ids that the first one's tokenizer wrote; they must mean the same to all.
+def check_vocabularies(roles: Mapping[str, RoleConfig], retokenized: Collection[str] = ()) -> list[str]:
+    """Every role reads the token ids that the first one's tokenizer wrote; they must mean the same to all, but for the
+    roles in `retokenized`, which are given text.
 
     Returns: what a user should know, in sentences. Raises: ValueError that names the first difference, a vocabulary
     that is too small, or a model without a tokenizer whose vocabulary has another size.
@@ -31,6 +33,8 @@ def check_vocabularies(roles: Mapping[str, RoleConfig]) -> list[str]:
             "first only"
         )
     for role, section in roles.items():
+        if role in retokenized:
+            continue
         directory = section.model.hf_directory()
         vocab_size = architecture_from_hf(directory).vocab_size
         if tokenizer.vocab_size > vocab_size:
@@ -42,9 +46,10 @@ def check_vocabularies(roles: Mapping[str, RoleConfig]) -> list[str]:
             continue
         if has_tokenizer(directory):
             if difference := first_difference(tokenizer, load_tokenizer(directory)):
+                text = ", or give it text (rewards: [{kind: model, retokenize: true}])" * (role == "reward_model")
                 raise ValueError(
                     f"{role}: the tokenizer of {directory} is not that of {described} ({writer}), whose token ids it "
-                    f"would read: {difference}. Give a {role} with the same tokenizer"
+                    f"would read: {difference}. Give a {role} with the same tokenizer{text}"
                 )
         elif vocab_size != (expected := architecture_from_hf(described).vocab_size):
             raise ValueError(
@@ -57,6 +62,27 @@ def check_vocabularies(roles: Mapping[str, RoleConfig]) -> list[str]:
                 "ids are taken to mean the same"
             )
     return notes
+
+
+def check_retokenized(role: str, section: RoleConfig, template: Template) -> str:
+    """A role that is given text needs a tokenizer of its own, and a chat template where the data has messages.
+
+    Returns: what a start says of it. Raises: ValueError.
+    """
+    directory = section.model.hf_directory()
+    if not has_tokenizer(directory):
+        raise ValueError(f"{role}: {directory} has no tokenizer, which retokenize needs; put the {role}'s own there")
+    tokenizer, vocab_size = load_tokenizer(directory), architecture_from_hf(directory).vocab_size
+    if tokenizer.vocab_size > vocab_size:
+        raise ValueError(
+            f"{role}: the tokenizer of {directory} has {tokenizer.vocab_size} tokens, its model has vocab_size = "
+            f"{vocab_size}; do tokenizer and model belong together?"
+        )
+    try:
+        require_template(template, tokenizer)
+    except ValueError as error:
+        raise ValueError(f"{role} (retokenize: true, data.template: {template}): {error}") from None
+    return f"{role}: reads text, by the tokenizer of {directory}"
 
 
 def _same_tokenizer(first: Path, second: Path) -> bool:

@@ -22,11 +22,11 @@ from megarlhf.planning.batch import (
     supervised_batch_numbers,
 )
 from megarlhf.planning.legality import check_role
-from megarlhf.planning.models import check_heads, check_vocabularies
+from megarlhf.planning.models import check_heads, check_retokenized, check_vocabularies
 from megarlhf.planning.without_effect import changed_meanings, without_effect
 from megarlhf.resume.claim import require_usable
 from megarlhf.rollout.rewards.accuracy import accuracy_of
-from megarlhf.rollout.rewards.rules import load_rule
+from megarlhf.rollout.rewards.rules import rule_with
 from megarlhf.rollout.vllm_arguments import cpu_head_sizes, unknown_arguments
 from megarlhf.runtime import capabilities
 from megarlhf.weights.checkpoint.dtype import resolve_dtype
@@ -63,19 +63,21 @@ def preflight(command: str, cfg: AnyConfig, world_size: int) -> Preflight:
 
     Raises: ValueError, saying what does not fit and what to change.
     """
-    roles = _roles(cfg)
+    roles, retokenized = _roles(cfg), _retokenized(cfg)
     described, dp = [], 1
     checked = {name: check_role(name, section, world_size) for name, section in roles.items()}
     notes = (
         without_effect(cfg)
-        + check_vocabularies(roles)
+        + check_vocabularies(roles, retokenized)
+        + [check_retokenized(name, roles[name], cfg.data.template) for name in retokenized]
         + check_heads(roles, trains_reward_model=isinstance(cfg, RMConfig))
     )
     for name, section in roles.items():
         arch, layout = checked[name]
         dtype = resolve_dtype(name, section.model, "scalar" if name in ("critic", "reward_model") else "lm")
         if isinstance(cfg, RLConfig | GenerateConfig):
-            _check_positions(cfg, name, section, arch)
+            if name not in retokenized:  # its texts are measured one by one
+                _check_positions(cfg, name, section, arch)
             if name == "actor":
                 _check_engine(cfg, section, arch, world_size)
         size = f"{arch.num_layers} layers of {arch.hidden_size}"
@@ -88,7 +90,7 @@ def preflight(command: str, cfg: AnyConfig, world_size: int) -> Preflight:
     if isinstance(cfg, RLConfig | GenerateConfig):
         for reward in cfg.rewards:
             if reward.rule is not None:
-                load_rule(reward.rule)
+                rule_with(reward.rule, reward.args)
             if reward.path is not None and not (reward.path / "config.json").is_file():
                 raise ValueError(
                     f"reward {reward.label!r}: {reward.path} has no config.json; working directory: {Path.cwd()}"
@@ -114,6 +116,11 @@ def preflight(command: str, cfg: AnyConfig, world_size: int) -> Preflight:
     return Preflight(
         title=command, config=dump_config(cfg), numbers=tuple(numbers), roles=tuple(described), notes=tuple(notes)
     )
+
+
+def _retokenized(cfg: AnyConfig) -> list[str]:
+    """The roles that read text instead of the actor's token ids."""
+    return ["reward_model"] if isinstance(cfg, RLConfig) and cfg.uses_reward_model and cfg.retokenizes else []
 
 
 def _roles(cfg: AnyConfig) -> dict[str, RoleConfig]:

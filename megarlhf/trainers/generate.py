@@ -126,7 +126,8 @@ def _values(
             drop_failures=reward.on_failure == "drop",
             local=phases.local,
         )
-    return torch.tensor([math.nan if each.value is None else each.value for each in outcomes])
+    values = [math.nan if each.value is None else each.value for each in outcomes]
+    return torch.tensor(values, dtype=torch.float64)  # written as the rule says it
 
 
 def _summary(cfg: GenerateConfig, rollouts: Rollouts, rewards: dict[str, Tensor]) -> dict[str, Metric]:

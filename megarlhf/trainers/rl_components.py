@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from megarlhf.architectures.placements import Head
 from megarlhf.config import RLConfig
-from megarlhf.data.tokenizer import Tokenizer
+from megarlhf.data.tokenizer import Tokenizer, load_tokenizer
 from megarlhf.models.role import Role, build_role
 from megarlhf.observe.phases import Phases
 from megarlhf.parallel.mesh import GroupCache
@@ -134,6 +134,9 @@ def training_of(
     built = [components.actor, components.reference, components.critic, components.rewarder.reward_model]
     if (scorer := components.rewarder.reward_model) is not None:
         others["weights of the reward model"] = digest_of_weights(scorer)
+        if cfg.retokenizes:
+            tokenizer = load_tokenizer(scorer.section.model.hf_directory())
+            others["the reward model's tokenizer"] = digest_of_vocabulary(tokenizer)
     if components.ptx is not None:
         others["ptx.data"] = components.ptx.digest()
     if cfg.train.stop.heldout_reward_patience is not None:

@@ -35,6 +35,7 @@ from megarlhf.rollout.rewards.score import (
     share_of_rank,
 )
 from megarlhf.trainers.rl_batches import forward_per_sample
+from megarlhf.trainers.rl_retokenize import retokenized, retokenizer_of
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +60,8 @@ class Said:
     """fp32; NaN where it does not apply, or failed."""
     failed_N: Tensor
     """bool."""
+    cut_N: Tensor | None = None
+    """bool: whose text was too long, and was cut; None: none can be."""
     components: Mapping[str, Tensor] = field(default_factory=dict)
     """fp32 [N] each, NaN where a sample has none of the name."""
     token_values: Mapping[int, tuple[float, ...]] = field(default_factory=dict)
@@ -81,11 +84,17 @@ class Said:
                 name: torch.cat([said.component(name)[list(chosen)] for said, chosen in parts]) for name in names
             },
             token_values=token_values,
+            cut_N=_joined([(said.cut_N, chosen) for said, chosen in parts]),
         )
 
     def component(self, name: str) -> Tensor:
         """NaN where there is none."""
         return self.components.get(name, torch.full_like(self.values_N, NAN))
+
+
+def _joined(parts: Sequence[tuple[Tensor | None, Sequence[int]]]) -> Tensor | None:
+    columns = [column[list(chosen)] for column, chosen in parts if column is not None]
+    return torch.cat(columns) if columns else None
 
 
 @dataclass(frozen=True)
@@ -124,6 +133,11 @@ class Rewarder:
         named = zip(self.labels, rewards, strict=True)
         self._sources: dict[str, RewardSource] = {
             label: make_source(reward, device) for label, reward in named if reward.kind != "model"
+        }
+        self._retokenizers = {
+            label: retokenizer_of(reward_model, reward, micro)
+            for label, reward in zip(self.labels, rewards, strict=True)
+            if reward.retokenize and reward_model is not None
         }
         self._moments = {label: RunningMoments() for label in self.labels}
 
@@ -240,9 +254,7 @@ class UnderWay:
         rewarder, found = self.rewarder, []
         for label, reward in zip(rewarder.labels, rewarder.rewards, strict=True):
             if reward.kind == "model":
-                assert rewarder.reward_model is not None
-                scores_N = model_scores(rewarder.reward_model, self.experience, rewarder._micro)
-                found.append(Said(require_finite(scores_N), torch.zeros_like(scores_N, dtype=torch.bool)))
+                found.append(self._said_by_model(label))
                 continue
             outcomes = gather(
                 label,
@@ -254,6 +266,15 @@ class UnderWay:
             )
             found.append(said_of(label, outcomes, rewarder.device))
         return found
+
+    def _said_by_model(self, label: str) -> Said:
+        """Collective."""
+        rewarder, experience, cut_N = self.rewarder, self.experience, None
+        assert rewarder.reward_model is not None
+        if (retokenizer := rewarder._retokenizers.get(label)) is not None:
+            experience, cut_N = retokenized(label, experience, self.batch, retokenizer)
+        scores_N = require_finite(model_scores(rewarder.reward_model, experience, rewarder._micro))
+        return Said(scores_N, torch.zeros_like(scores_N, dtype=torch.bool), cut_N=cut_N)
 
     def finish(self, should_stop: ShouldStop = lambda: False, *, learn: bool = True) -> Rewarded:
         """Wait for all of them, and add them up. Collective.
@@ -295,6 +316,8 @@ def metrics_of(label: str, said: Said) -> dict[str, float]:
     values_N = said.values_N[~said.values_N.isnan()]
     missing, failed = len(said.values_N) - len(values_N), int(said.failed_N.sum())
     metrics: dict[str, float] = {f"reward/{label}_none": missing - failed, f"reward/{label}_failed": failed}
+    if said.cut_N is not None and (truncated := int(said.cut_N.sum())):
+        metrics[f"reward/{label}_truncated"] = truncated
     if len(values_N):
         metrics |= {
             f"reward/{label}_mean": float(values_N.mean()),

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megarlhf.config import RewardConfig
 from megarlhf.config.rewards import labels_of
-from megarlhf.rollout.rewards.rules import RULES, load_rule
+from megarlhf.rollout.rewards.rules import ACCURACIES, RULES, load_rule
 
 log = logging.getLogger(__name__)
 
@@ -92,4 +92,4 @@ def _says_0_or_1(reward: RewardConfig) -> bool:
     """As far as it is known before it has said anything."""
     if reward.rule is None:
         return False
-    return reward.rule in RULES or bool(getattr(load_rule(reward.rule), "is_accuracy", False))
+    return reward.rule in ACCURACIES or bool(getattr(load_rule(reward.rule), "is_accuracy", False))

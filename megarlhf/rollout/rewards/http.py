@@ -30,6 +30,14 @@ class ServerError(RuntimeError):
     """The server gave no usable answer; the message says why."""
 
 
+AGAIN = (408, 425, 429)
+"""Of the statuses below 500, those after which another try may go well."""
+
+
+class Refused(ServerError):
+    """The server does not want the request as it is: a wrong token, say. Another try would not help."""
+
+
 class Circuit:
     """Stops asking a server that does not answer, so that a step does not wait for every request's last try."""
 
@@ -107,6 +115,9 @@ class HttpReward:
                 break
             try:
                 outcomes = self._ask(batch)
+            except Refused as failure:
+                self._circuit.note(str(failure))
+                return [Outcome(error=str(failure))] * len(batch)
             except ServerError as failure:
                 error = str(failure)
                 continue
@@ -126,8 +137,9 @@ class HttpReward:
             raise ServerError(f"{self._url} did not answer in time ({type(error).__name__})") from error
         except (httpx.HTTPError, httpx.InvalidURL, RuntimeError) as error:
             raise ServerError(f"{self._url} cannot be reached: {type(error).__name__}: {error}") from error
-        if response.status_code != 200:
-            raise ServerError(f"{self._url} answered with status {response.status_code}: {short(response.text)}")
+        if (status := response.status_code) != 200:
+            kind = Refused if 400 <= status < 500 and status not in AGAIN else ServerError
+            raise kind(f"{self._url} answered with status {status}: {short(response.text)}")
         return self._outcomes(response, batch)
 
     def _outcomes(self, response: httpx.Response, batch: RewardBatch) -> list[Outcome]:

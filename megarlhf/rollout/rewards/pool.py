@@ -26,6 +26,8 @@ START_SECONDS = 120.0
 
 BACKOFF_SECONDS = (0.2, 1.0, 5.0)
 """Before the first, second, ... further try; the last for all that follow."""
+_LOOK_SECONDS = 0.5
+"""How often a thread that waits for a worker looks whether anybody waits for it."""
 _CHUNK = 4 * AT_ONCE
 """Samples that an async function is given at once."""
 
@@ -76,7 +78,9 @@ class WorkerTimeout(WorkerError):
 class _Worker:
     """One process and its pipe; used by one thread, which lives as long as it: the process ends with that thread."""
 
-    def __init__(self, function: str, call_seconds: float) -> None:
+    def __init__(self, function: str, call_seconds: float, closed: threading.Event) -> None:
+        """`closed`: set when nobody waits for an answer any more."""
+        self._closed = closed
         self._connection, theirs = Pipe()
         with theirs:
             self._process = subprocess.Popen(
@@ -103,9 +107,14 @@ class _Worker:
 
     def _receive(self, seconds: float, what: str) -> Any:
         try:
-            if not self._connection.poll(seconds):
-                self.kill()
-                raise WorkerTimeout(f"took longer than {seconds:g} s {what}".rstrip())
+            until = time.monotonic() + seconds
+            while not self._connection.poll(min(_LOOK_SECONDS, max(0.0, until - time.monotonic()))):
+                if self._closed.is_set():
+                    self.kill()
+                    raise WorkerError("was ended with the run")
+                if time.monotonic() >= until:
+                    self.kill()
+                    raise WorkerTimeout(f"took longer than {seconds:g} s {what}".rstrip())
             return self._connection.recv()
         except (EOFError, OSError) as error:
             raise WorkerError(self._end()) from error
@@ -187,7 +196,7 @@ class RewardPool:
             if attempt and self._closed.wait(BACKOFF_SECONDS[min(attempt, len(BACKOFF_SECONDS)) - 1]):
                 break
             try:
-                worker = worker or _Worker(self._function, self._timeout)
+                worker = worker or _Worker(self._function, self._timeout, self._closed)
                 return worker, worker.ask(batch, self._limit(len(batch)))
             except WorkerError as error:
                 worker, failure = None, error

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import hashlib
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megarlhf.config import RewardConfig
 from megarlhf.rollout.rewards.calls import load_function
+from megarlhf.rollout.rewards.format_rules import FORMAT_RULES
 
 Rule = Callable[[str, str, Mapping[str, Any]], float]
 """(prompt text, response text without eos, other columns of the record) -> reward."""
@@ -62,12 +65,18 @@ def _number(text: str) -> Decimal:
     return Decimal(text.replace(",", ""))
 
 
-RULES: dict[str, Rule] = {"exact_match": exact_match, "numeric_match": numeric_match}
+RULES: dict[str, Rule] = {
+    "exact_match": exact_match,
+    "numeric_match": numeric_match,
+    **{name: rule for name, (rule, _) in FORMAT_RULES.items()},
+}
 _ANSWERS: dict[str, Callable[[Mapping[str, Any]], object]] = {
     "exact_match": _answer,
     "numeric_match": _numeric_answer,
 }
 """What a rule reads of the fields; raises ValueError where it cannot."""
+ACCURACIES = frozenset(_ANSWERS)
+"""Rules that say whether a response is right."""
 
 
 def sources_of_rules(rewards: Sequence[RewardConfig]) -> dict[str, str]:
@@ -85,12 +94,41 @@ def load_rule(name: str) -> Rule:
     if name in RULES:
         return RULES[name]
     if ":" not in name:
+        near = difflib.get_close_matches(name, RULES, n=1)
         raise ValueError(
-            f"unknown reward rule {name!r}; the known ones are {', '.join(RULES)}; "
-            "write your own as package.module:function"
+            f"unknown reward rule {name!r}; "
+            + (f"did you mean {near[0]!r}? " if near else "")
+            + f"the known ones are {', '.join(RULES)}; write your own as package.module:function"
         )
     rule: Rule = load_function(name)
     return rule
+
+
+def rule_with(name: str, args: Mapping[str, Any]) -> Rule:
+    """`load_rule`, with arguments, which a built-in rule may have.
+
+    Raises: ValueError for arguments that it does not have, needs, or cannot work with.
+    """
+    rule = load_rule(name)
+    if name not in RULES:
+        if args:
+            raise ValueError(
+                f"reward rule {name!r} got args; they are of built-in rules. Give your own function its arguments in "
+                "Python: f = functools.partial(g, ...)"
+            )
+        return rule
+    known = [p.name for p in inspect.signature(rule).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    for given in args:
+        if given not in known:
+            near = difflib.get_close_matches(given, known, n=1)
+            meant = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(known) or 'none'}"
+            raise ValueError(f"reward rule {name!r} has no argument {given!r}; {meant}")
+    if name in FORMAT_RULES:
+        try:
+            FORMAT_RULES[name][1](**args)
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"reward rule {name!r}: {error}") from None
+    return partial(rule, **args)
 
 
 def field_check(name: str) -> Callable[[Mapping[str, Any]], None]:

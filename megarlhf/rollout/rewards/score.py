@@ -22,7 +22,7 @@ from megarlhf.rollout.rewards.batch import Outcome, RewardBatch, short
 from megarlhf.rollout.rewards.calls import Form, call, form_of
 from megarlhf.rollout.rewards.http import HttpReward
 from megarlhf.rollout.rewards.pool import RewardPool
-from megarlhf.rollout.rewards.rules import RULES, load_rule
+from megarlhf.rollout.rewards.rules import RULES, load_rule, rule_with
 
 ShouldStop = Callable[[], bool]
 
@@ -119,7 +119,7 @@ def make_source(reward: RewardConfig, device: torch.device) -> RewardSource:
         )
     name = str(reward.rule)
     if name in RULES:
-        return InThisProcess(RULES[name], Form(batched=False, waits=False))
+        return InThisProcess(rule_with(name, reward.args), Form(batched=False, waits=False))
     function = load_rule(name)
     try:
         form = form_of(function)

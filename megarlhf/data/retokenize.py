@@ -1,0 +1,63 @@
+"""Prompt and response as another tokenizer writes them, for a model that cannot read the actor's token ids.
+
+The text is what is kept: with messages the conversation is rendered again by the other model's chat template, otherwise
+the prompt's text is taken as it is. The response follows as a continuation, and ends with the other end-of-sequence
+token where it had ended by itself, whichever token the actor ended it with. So `megarlhf rm` makes its samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from megarlhf.data.samples import with_bos
+from megarlhf.data.tokenizer import HuggingFaceTokenizer, Tokenizer
+
+
+class TextTooLong(ValueError):
+    """A text that the model cannot read, and that must not be cut."""
+
+
+@dataclass(frozen=True)
+class Retokenized:
+    """One sample, by the other tokenizer."""
+
+    tokens: list[int]
+    """Prompt and response, with begin and end of sequence where there are any."""
+    truncated: bool
+    """The beginning of the text is missing."""
+
+
+@dataclass(frozen=True)
+class Retokenizer:
+    """How samples are written for a model."""
+
+    tokenizer: Tokenizer
+    max_tokens: int
+    """What the model can read."""
+    cuts: bool = False
+    """Cut the beginning of a longer text, instead of refusing it."""
+
+    def __call__(
+        self, prompt: str, messages: Sequence[Mapping[str, str]] | None, response: str, *, finished: bool
+    ) -> Retokenized:
+        """Of the response to a prompt, whose text was rendered from `messages` if there are any.
+
+        Raises: TextTooLong; ValueError for messages that the chat template refuses.
+        """
+        tokenizer = self.tokenizer
+        if messages is not None:
+            assert isinstance(tokenizer, HuggingFaceTokenizer), "see require_template"
+            prompt = tokenizer.render_chat(messages)
+        start = with_bos(tokenizer.encode(prompt), tokenizer)
+        tokens = start + tokenizer.encode(response, continuation=True) + [tokenizer.eos_id] * finished
+        if len(tokens) <= self.max_tokens:
+            return Retokenized(tokens, truncated=False)
+        if not self.cuts:
+            raise TextTooLong(
+                f"its text has {len(tokens)} tokens for the reward model, which may read {self.max_tokens}; lower "
+                "rollout.max_response_tokens or data.max_prompt_tokens, raise train.max_tokens_per_micro_batch where "
+                "that is the limit, or set too_long: cut (what is cut is counted)"
+            )
+        bos = start[:1] if start[:1] == [tokenizer.bos_id] else []
+        return Retokenized(bos + tokens[len(tokens) - self.max_tokens + len(bos) :], truncated=True)

@@ -1,0 +1,77 @@
+"""Built-in rules for the form of a response: 1 where it has it, 0 where not. Their arguments stand in `args`."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+Fields = Mapping[str, Any]
+
+
+def tags(prompt: str, response: str, fields: Fields, *, names: Sequence[str] = ("think", "answer")) -> float:
+    """Whether the response consists of <NAME>...</NAME> for each name, in their order, each once, and of white space
+    between them."""
+    parts = [rf"<{re.escape(name)}>(.*?)</{re.escape(name)}>" for name in names]
+    found = re.fullmatch(r"\s*" + r"\s*".join(parts) + r"\s*", response, re.DOTALL)
+    marks = [mark for name in names for mark in (f"<{name}>", f"</{name}>")]
+    return float(found is not None and all(response.count(mark) == 1 for mark in marks))
+
+
+def regex(prompt: str, response: str, fields: Fields, *, pattern: str, full: bool = False) -> float:
+    """Whether the pattern (of Python's `re`) is found in the response, or with `full` matches all of it."""
+    return float((re.fullmatch if full else re.search)(pattern, response) is not None)
+
+
+def length_window(
+    prompt: str, response: str, fields: Fields, *, least: int = 0, most: int | None = None, unit: str = "characters"
+) -> float:
+    """Whether the response has so many characters, or words."""
+    size = len(response.split()) if unit == "words" else len(response)
+    return float(size >= least and (most is None or size <= most))
+
+
+def json_object(prompt: str, response: str, fields: Fields, *, required: Sequence[str] = ()) -> float:
+    """Whether the response is one JSON object that has the keys."""
+    try:
+        tree = json.loads(response)
+    except ValueError:
+        return 0.0
+    return float(isinstance(tree, dict) and all(key in tree for key in required))
+
+
+def check_tags(*, names: Sequence[str] = ("think", "answer")) -> None:
+    """Raises: ValueError, as the other checks."""
+    if not names or isinstance(names, str) or len(set(names)) != len(names):
+        raise ValueError(f"names = {names!r}, expected a list of different names, such as [think, answer]")
+
+
+def check_regex(*, pattern: str, full: bool = False) -> None:
+    try:
+        re.compile(pattern)
+    except (re.error, TypeError) as error:
+        raise ValueError(f"pattern = {pattern!r} is no regular expression: {error}") from None
+
+
+def check_length_window(*, least: int = 0, most: int | None = None, unit: str = "characters") -> None:
+    if unit not in ("characters", "words"):
+        raise ValueError(f"unit = {unit!r}, expected characters or words")
+    if not isinstance(least, int) or (most is not None and not (isinstance(most, int) and most >= least)):
+        raise ValueError(
+            f"least = {least!r} and most = {most!r}, expected whole numbers, the first not above the other"
+        )
+
+
+def check_json_object(*, required: Sequence[str] = ()) -> None:
+    if isinstance(required, str) or not all(isinstance(key, str) for key in required):
+        raise ValueError(f"required = {required!r}, expected a list of keys")
+
+
+FORMAT_RULES = {
+    "tags": (tags, check_tags),
+    "regex": (regex, check_regex),
+    "length_window": (length_window, check_length_window),
+    "json_object": (json_object, check_json_object),
+}
+"""By name: the rule, and what looks at its arguments."""

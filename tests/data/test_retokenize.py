@@ -1,0 +1,38 @@
+"""Texts in another tokenizer's ids, by hand: a token for each character, in another order."""
+
+import pytest
+
+from megarlhf.data.retokenize import Retokenizer, TextTooLong
+from megarlhf.data.tokenizer import load_tokenizer
+from tests.classifiers import CHAT_TEMPLATE, write_tokenizer
+
+BOS, EOS = 1, 2
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    """<unk> <s> </s> <pad>, then 1 is 4, 2 is 5, + is 6, = is 7, [ is 8, ] is 9, a is 10, u is 11."""
+    folder = tmp_path_factory.mktemp("letters")
+    return load_tokenizer(write_tokenizer(folder, letters="12+=[]au", chat_template=CHAT_TEMPLATE))
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_text_between_begin_and_end(tokenizer, finished):
+    made = Retokenizer(tokenizer, 64)("1+1=", None, "2", finished=finished)
+    assert made.tokens == [BOS, 4, 6, 4, 7, 5] + [EOS] * finished
+    assert not made.truncated
+
+
+def test_messages_are_rendered_by_its_own_template_whatever_the_prompt_was(tokenizer):
+    messages = [{"role": "user", "content": "1+1="}]
+    made = Retokenizer(tokenizer, 64)("<|user|>another template", messages, "2", finished=True)
+    assert made.tokens == [BOS, 8, 11, 9, 4, 6, 4, 7, 8, 10, 9, 5, EOS]
+
+
+def test_what_is_too_long_is_refused_or_loses_its_beginning(tokenizer):
+    with pytest.raises(TextTooLong, match="its text has 7 tokens for the reward model, which may read 5"):
+        Retokenizer(tokenizer, 5)("1+1=", None, "2", finished=True)
+    assert not Retokenizer(tokenizer, 7)("1+1=", None, "2", finished=True).truncated
+    made = Retokenizer(tokenizer, 5, cuts=True)("1+1=", None, "2", finished=True)
+    assert made.tokens == [BOS, 4, 7, 5, EOS], "behind its begin-of-sequence"
+    assert made.truncated
