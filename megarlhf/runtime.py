@@ -341,3 +341,10 @@ def shutdown() -> None:
     """Leave the run."""
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def first_gpu() -> torch.device:
+    """For a process that is no rank of a run. Raises: ValueError where there is none."""
+    if not torch.cuda.is_available():
+        raise ValueError("device = gpu, but torch sees no GPU here; set device: cpu")
+    return torch.device("cuda", 0)

@@ -23,16 +23,16 @@ def serve(config: str, overrides: Sequence[str]) -> int:
 
     from megarlhf.rollout.rewards.score import make_source
     from megarlhf.rollout.rewards.server import make_app
+    from megarlhf.runtime import first_gpu
 
     cfg = load_config(ServeRewardConfig, config, overrides)
     token = os.environ.get(cfg.token_env) if cfg.token_env else None
     if cfg.token_env and not token:
         raise ValueError(f"the environment variable {cfg.token_env} that token_env names is not set; export it")
-    if cfg.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device = cuda, but torch sees no GPU here; set device: cpu")
+    device = first_gpu() if cfg.device == "gpu" else torch.device("cpu")
     listening = _socket(cfg.host, cfg.port)
     named = zip(labels_of(cfg.rewards), cfg.rewards, strict=True)
-    sources = {label: (reward, make_source(reward, torch.device(cfg.device))) for label, reward in named}
+    sources = {label: (reward, make_source(reward, device)) for label, reward in named}
     app = make_app(sources, token=token, max_samples=cfg.max_samples, max_bytes=cfg.max_body_mib << 20)
     host, port = listening.getsockname()[:2]
     print(f"serving {', '.join(sources)} at http://{host}:{port}/get_reward", flush=True)

@@ -21,7 +21,7 @@ class ServeRewardConfig(FrozenModel):
     """0: a free one, which the start prints."""
     token_env: str | None = None
     """The environment variable with the token that requests must bring as `Authorization: Bearer`."""
-    device: Literal["cpu", "cuda"] = "cpu"
+    device: Literal["cpu", "gpu"] = "cpu"
     """Where classifiers compute."""
     max_samples: PositiveInt = 1024
     """Responses of one request."""

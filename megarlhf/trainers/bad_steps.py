@@ -171,7 +171,7 @@ class Failures:
             reason=result.skipped,
             sums=result.sums,
             gradient_norm=result.grad_norm,
-            denominators={name: value for name, value in vars(loss).items() if isinstance(value, int)},
+            denominators={name: value for name, value in vars(loss).items() if type(value) is int},
             coefficients={name: value for name, value in vars(loss).items() if name in CHANGING},
             counters=role_state.counters(role),
             layout=layout_in_words(role),

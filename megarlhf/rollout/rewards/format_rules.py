@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 Fields = Mapping[str, Any]
@@ -68,7 +68,7 @@ def check_json_object(*, required: Sequence[str] = ()) -> None:
         raise ValueError(f"required = {required!r}, expected a list of keys")
 
 
-FORMAT_RULES = {
+FORMAT_RULES: Mapping[str, tuple[Callable[..., float], Callable[..., None]]] = {
     "tags": (tags, check_tags),
     "regex": (regex, check_regex),
     "length_window": (length_window, check_length_window),
