@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -123,8 +124,12 @@ class RewardConfig(FrozenModel):
 
 
 def labels_of(rewards: Sequence[RewardConfig]) -> list[str]:
-    """A name for each reward; where several have one name, they are numbered."""
+    """A name for each reward, all different; where several have one name, they are numbered."""
     plain = [reward.label for reward in rewards]
-    return [
-        label if plain.count(label) == 1 else f"{label}_{plain[:n].count(label) + 1}" for n, label in enumerate(plain)
-    ]
+    taken, found = {label for label in plain if plain.count(label) == 1}, []
+    for label in plain:
+        numbered = (f"{label}_{n}" for n in itertools.count(1))
+        name = label if plain.count(label) == 1 else next(each for each in numbered if each not in taken)
+        taken.add(name)
+        found.append(name)
+    return found

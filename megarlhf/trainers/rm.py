@@ -190,7 +190,7 @@ def score_deviation(
     """
     sums, count = heldout_sums(objective, role, pairs, should_stop), 2 * len(pairs)
     mean = (sums["chosen_score"] + sums["rejected_score"]) / count
-    deviation = math.sqrt(sums["squared_score"] / count - mean**2)
+    deviation = math.sqrt(max(0.0, sums["squared_score"] / count - mean**2))  # below 0 by rounding only
     if not deviation > 0:
         raise ValueError(
             f"all {count} held-out scores are {mean:.4g}: nothing to scale; the reward model has learnt nothing; "

@@ -180,3 +180,5 @@ def test_names_of_rewards():
     made = [RewardConfig(kind="rule", rule="exact_match"), RewardConfig(kind="rule", rule="exact_match", weight=2.0)]
     made += [RewardConfig(kind="model"), RewardConfig(kind="http", url="http://x", name="judge")]
     assert labels_of(made) == ["exact_match_1", "exact_match_2", "model", "judge"]
+    clash = [RewardConfig(kind="rule", rule="exact_match", name=name) for name in ("a", "a", "a_1")]
+    assert labels_of(clash) == ["a_2", "a_3", "a_1"]
