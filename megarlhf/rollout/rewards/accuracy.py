@@ -84,7 +84,7 @@ def accuracy_metrics(of: AccuracyOf, values_N: Tensor) -> dict[str, float | None
             len(other_N),
         )
     elif len(said_N):
-        metrics["eval_accuracy"] = float(said_N.mean())
+        metrics["eval_accuracy"] = float(said_N.double().mean())
     return metrics
 
 
