@@ -35,6 +35,7 @@ def serve(config: str, overrides: Sequence[str]) -> int:
     sources = {label: (reward, make_source(reward, device)) for label, reward in named}
     app = make_app(sources, token=token, max_samples=cfg.max_samples, max_bytes=cfg.max_body_mib << 20)
     host, port = listening.getsockname()[:2]
+    listening.listen()  # who reads the next line may connect at once
     print(f"serving {', '.join(sources)} at http://{host}:{port}/get_reward", flush=True)
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False))
     try:

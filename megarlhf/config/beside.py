@@ -46,4 +46,5 @@ class ReferenceUpdateConfig(FrozenModel):
     """Steps between two moves (TRL's ref_model_sync_steps)."""
     mixup: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     """A move: reference = (1 - mixup) x reference + mixup x actor (TRL's ref_model_mixup_alpha, there 0.6). 1: the
-    reference becomes the actor."""
+    reference becomes the actor. A reference in bf16 loses what a small mixup adds: give it reference.model.dtype: fp32
+    then."""

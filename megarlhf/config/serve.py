@@ -34,6 +34,11 @@ class ServeRewardConfig(FrozenModel):
             raise ValueError("rewards is empty; name at least one, such as [{kind: classifier, path: models/judge}]")
         if other := [reward.kind for reward in self.rewards if reward.kind not in ("rule", "classifier")]:
             raise ValueError(f"serve-reward serves rules and classifiers; got a reward of kind {other[0]!r}")
+        if untold := [r.label for r in self.rewards if r.kind == "classifier" and (r.form == "chat" or r.append_eos)]:
+            raise ValueError(
+                f"reward {untold[0]!r}: a request has rendered prompts and says nothing of messages, nor of what was "
+                "cut, which form: chat and append_eos need; set form: joined or pair, or give the run the classifier"
+            )
         if scaled := [reward.label for reward in self.rewards if reward.normalise != "none"]:
             raise ValueError(f"reward {scaled[0]!r}: normalise is of the run that asks; set it there")
         if self.host not in ("127.0.0.1", "localhost", "::1") and self.token_env is None:

@@ -111,6 +111,13 @@ def test_what_is_too_long_has_failed_and_the_others_have_not(llama):
     assert "takes 24, and nothing is cut" in found[1].error
 
 
+def test_a_score_that_is_no_number_is_a_failure_and_not_a_reward_that_does_not_apply(llama):
+    source = Classifier(llama, CPU)
+    source._model.score.weight.data.fill_(float("nan"))
+    found = source.start(BATCH).wait()
+    assert [(outcome.value, outcome.error) for outcome in found] == [(None, "is scored nan")] * 3
+
+
 def test_labels_by_name_and_probabilities_of_pairs(tmp_path):
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}

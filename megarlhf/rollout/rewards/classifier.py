@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -77,7 +78,7 @@ class Classifier:
         ]
         if fitting:
             for n, score in zip(fitting, self._scores([rows[n] for n in fitting]), strict=True):
-                found[n] = Outcome(value=score)
+                found[n] = Outcome(value=score) if math.isfinite(score) else Outcome(error=f"is scored {score}")
         return found
 
     def _tokens(self, batch: RewardBatch, n: int) -> list[int]:
