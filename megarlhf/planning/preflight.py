@@ -9,6 +9,7 @@ from pathlib import Path
 from megarlhf.architectures.architecture import Architecture
 from megarlhf.architectures.placements import vllm_placements
 from megarlhf.config import DPOConfig, GenerateConfig, RLConfig, RMConfig, RoleConfig, SFTConfig, dump_config
+from megarlhf.data.procedural import is_procedural, require_disjoint
 from megarlhf.data.sources import require_source, source_files
 from megarlhf.observe.progress import make_console, table
 from megarlhf.observe.run_directory import require_writable_output
@@ -162,7 +163,7 @@ def _check_files(cfg: AnyConfig) -> list[str]:
             require_source(path, split)
         except ValueError as error:
             raise ValueError(f"{key}: {error}; working directory: {Path.cwd()}") from None
-        if not path.exists():
+        if not (path.exists() or is_procedural(path)):
             notes.append(f"{key} = {path}: no such file here, so it is taken for a name on the Hugging Face hub")
             for variable in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
                 if os.environ.get(variable, "").upper() in ("1", "ON", "YES", "TRUE"):
@@ -181,8 +182,9 @@ def _same_data(cfg: AnyConfig) -> bool:
     data = cfg.data
     if data.heldout is None:
         return False
+    require_disjoint(data.train, data.heldout)
     train, heldout = source_files(data.train, data.train_split), source_files(data.heldout, data.heldout_split)
-    if not (train and heldout):  # hub names: compared as they are spelt
+    if not (train and heldout):  # hub names and what is generated: compared as they are spelt
         return (data.train, data.train_split) == (data.heldout, data.heldout_split)
     if train == heldout:
         return True

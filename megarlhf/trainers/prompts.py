@@ -19,6 +19,7 @@ from megarlhf.models.role import Role
 from megarlhf.models.settings import DTYPES
 from megarlhf.rollout.engine import RolloutEngine, Sampling, StopStrings
 from megarlhf.rollout.rewards.accuracy import accuracy_of
+from megarlhf.rollout.rewards.batch import short
 from megarlhf.rollout.rewards.rules import field_check
 from megarlhf.runtime import Runtime
 
@@ -62,7 +63,18 @@ def load_prompts(
     train, heldout, notes = load_splits(data, ("prompt",) if data.template == "plain" else ("messages",), build)
     heldout = heldout[:max_heldout]
     require_fields_of_accuracy(accuracy, rewards, heldout, data.heldout)
+    if len(set(data.sources().values())) > 1:
+        notes += _shared_prompts(train, heldout)
     return PromptData(train, heldout, tokenizer, notes)
+
+
+def _shared_prompts(train: Sequence[PromptSample], heldout: Sequence[PromptSample]) -> list[str]:
+    trained_on = {prompt.text for prompt in train}
+    shared = [prompt for prompt in heldout if prompt.text in trained_on]
+    if not shared:
+        return []
+    first = f"the first as record {shared[0].index + 1}: {short(shared[0].text)}"
+    return [f"{len(shared)} of {len(heldout)} held-out prompts stand in the training data too, {first}"]
 
 
 def require_fields_of_accuracy(

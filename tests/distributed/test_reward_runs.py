@@ -85,3 +85,29 @@ def test_a_server_that_is_down_ends_the_run_with_status_3_or_samples_are_dropped
     assert (row["reward_mean"], row["reward_std"]) == (1.0, 0.0)
     for name in ("entropy", "kl", "response_length_mean", "groups_without_signal"):
         assert row[name] == pytest.approx(whole[name], rel=1e-2, abs=1e-7), name
+
+
+def test_generated_tasks_with_their_verifier_to_the_end_at_tp2(
+    ranks: RankPool, two_layers: dict[str, Path], data: dict[str, Path], tmp_path: Path
+) -> None:
+    """Data and reward are one line each; beside them the answer as mathematics, and the accuracy by the verifier."""
+    pytest.importorskip("reasoning_gym")
+    pytest.importorskip("math_verify")
+    rules = [{"kind": "rule", "rule": "reasoning_gym"}, {"kind": "rule", "rule": "math_verify", "weight": 0.5}]
+    task = "reasoning_gym:chain_sum?max_terms=2&max_digits=1&min_digits=1"
+    argv = [
+        *command(tmp_path, two_layers, data, rules),
+        f"data.train={task}&size=16&seed=0",
+        f"data.heldout={task}&size=300&seed=16",
+        "data.max_prompt_tokens=200",
+        "eval.accuracy=reasoning_gym",
+        "eval.max_samples=8",
+        "train.num_steps=1",
+    ]
+    status, said = ranks.run(2, "command_status", *argv)[0]
+    assert status == 0, said
+    (row,) = [row for row in read_metrics(tmp_path / "run") if row["step"]]
+    assert row["reward/math_verify/no_answer"] + row["reward/math_verify/score"] <= 1.0
+    expected = row["reward/reasoning_gym_mean"] + 0.5 * row["reward/math_verify_mean"]
+    assert row["reward_mean"] == pytest.approx(expected, rel=1e-5)
+    assert "eval_accuracy" in row

@@ -30,7 +30,8 @@ def test_the_notes_name_the_split(tmp_path):
         f"{data}, split {split}: used all {count} records; read 1 file: {split}.jsonl"
         for split, count in (("train", 2), ("test", 1))
     ]
-    assert load_prompts(PromptDataConfig.model_validate(section), model).notes == expected
+    shared = "1 of 1 held-out prompts stand in the training data too, the first as record 1: '1+1='"
+    assert load_prompts(PromptDataConfig.model_validate(section), model).notes == [*expected, shared]
     cfg = SFTConfig.model_validate(
         {
             "run": {"dir": tmp_path / "run"},

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megarlhf.config import RewardConfig
 from megarlhf.config.rewards import labels_of
-from megarlhf.rollout.rewards.rules import ACCURACIES, RULES, load_rule
+from megarlhf.rollout.rewards.rules import ACCURACIES, RULES, load_rule, rule_with
 
 log = logging.getLogger(__name__)
 
@@ -64,8 +64,9 @@ def accuracy_of(name: str | None, rewards: Sequence[RewardConfig]) -> AccuracyOf
             + (f"did you mean {near[0]!r}? " if near else "")
             + f"Known are {', '.join(dict.fromkeys(known))}, and functions as package.module:function"
         )
-    load_rule(name)
-    return AccuracyOf(name, RewardConfig(kind="rule", rule=name))
+    args = ACCURACIES.get(name, {})
+    rule_with(name, args)
+    return AccuracyOf(name, RewardConfig(kind="rule", rule=name, args=args))
 
 
 def accuracy_metrics(of: AccuracyOf, values_N: Tensor) -> dict[str, float | None]:
@@ -92,4 +93,6 @@ def _says_0_or_1(reward: RewardConfig) -> bool:
     """As far as it is known before it has said anything."""
     if reward.rule is None:
         return False
-    return reward.rule in ACCURACIES or bool(getattr(load_rule(reward.rule), "is_accuracy", False))
+    if reward.rule in ACCURACIES:
+        return ACCURACIES[reward.rule].items() <= reward.args.items()
+    return bool(getattr(load_rule(reward.rule), "is_accuracy", False))

@@ -126,6 +126,8 @@ async def _try_waiting(
 
 
 def _words(function: Callable[..., Any], error: Exception) -> str:
+    while isinstance(function, partial):
+        function = function.func
     if str(getattr(function, "__module__", "")).startswith("megarlhf."):  # the message says all; the line would be ours
         return f"failed: {error}"
     return f"raised {type(error).__name__}: {error}; {line_of(function, error.__traceback__)}"

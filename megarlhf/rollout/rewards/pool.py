@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import queue
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import Pipe
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from megarlhf.data.procedural import SAME_HASHES
 from megarlhf.rollout.rewards.batch import Outcome, RewardBatch
 from megarlhf.rollout.rewards.calls import AT_ONCE, Form
 
@@ -78,7 +81,7 @@ class WorkerTimeout(WorkerError):
 class _Worker:
     """One process and its pipe; used by one thread, which lives as long as it: the process ends with that thread."""
 
-    def __init__(self, function: str, call_seconds: float, closed: threading.Event) -> None:
+    def __init__(self, function: str, args: Mapping[str, Any], call_seconds: float, closed: threading.Event) -> None:
         """`closed`: set when nobody waits for an answer any more."""
         self._closed = closed
         self._connection, theirs = Pipe()
@@ -86,9 +89,10 @@ class _Worker:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "megarlhf.rollout.rewards.worker", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
+                env=os.environ | SAME_HASHES,
                 stdin=subprocess.DEVNULL,
             )
-        self._send((function, list(sys.path), call_seconds))
+        self._send((function, dict(args), list(sys.path), call_seconds))
         if refusal := self._receive(START_SECONDS, "to import the module"):
             self.kill()
             raise WorkerError(refusal)
@@ -145,14 +149,15 @@ class RewardPool:
         function: str,
         form: Form,
         *,
+        args: Mapping[str, Any] = MappingProxyType({}),
         workers: int,
         timeout_seconds: float,
         retries: int = 0,
         batch_samples: int | None = None,
     ) -> None:
-        """`function` is module:name; `timeout_seconds` is for a call; `batch_samples` are given at once to a function
-        that takes several (None: all of the rank)."""
-        self._function, self._form = function, form
+        """`function` is module:name, called with `args` by keyword; `timeout_seconds` is for a call; `batch_samples`
+        are given at once to a function that takes several (None: all of the rank)."""
+        self._function, self._args, self._form = function, args, form
         self._timeout, self._retries, self._batch_samples = timeout_seconds, retries, batch_samples
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._closed = threading.Event()
@@ -196,7 +201,7 @@ class RewardPool:
             if attempt and self._closed.wait(BACKOFF_SECONDS[min(attempt, len(BACKOFF_SECONDS)) - 1]):
                 break
             try:
-                worker = worker or _Worker(self._function, self._timeout, self._closed)
+                worker = worker or _Worker(self._function, self._args, self._timeout, self._closed)
                 return worker, worker.ask(batch, self._limit(len(batch)))
             except WorkerError as error:
                 worker, failure = None, error

@@ -16,8 +16,9 @@ from typing import Any
 from megarlhf.config import RewardConfig
 from megarlhf.rollout.rewards.calls import load_function
 from megarlhf.rollout.rewards.format_rules import FORMAT_RULES
+from megarlhf.rollout.rewards.verifiers import VERIFIERS
 
-Rule = Callable[[str, str, Mapping[str, Any]], float]
+Rule = Callable[[str, str, Mapping[str, Any]], Any]
 """(prompt text, response text without eos, other columns of the record) -> reward."""
 
 # The sign belongs to the number only where no number or word stands before it: 37-5 ends in 5.
@@ -69,14 +70,21 @@ RULES: dict[str, Rule] = {
     "exact_match": exact_match,
     "numeric_match": numeric_match,
     **{name: rule for name, (rule, _) in FORMAT_RULES.items()},
+    **{name: rule for name, (rule, _, _) in VERIFIERS.items()},
 }
 _ANSWERS: dict[str, Callable[[Mapping[str, Any]], object]] = {
     "exact_match": _answer,
     "numeric_match": _numeric_answer,
+    **{name: read for name, (_, _, read) in VERIFIERS.items()},
 }
 """What a rule reads of the fields; raises ValueError where it cannot."""
-ACCURACIES = frozenset(_ANSWERS)
-"""Rules that say whether a response is right."""
+ACCURACIES: Mapping[str, Mapping[str, Any]] = {name: {} for name in _ANSWERS} | {"reasoning_gym": {"exact": True}}
+"""Rules that say whether a response is right, with the arguments with which they say 0 or 1."""
+_CHECKS: dict[str, Callable[..., None]] = {
+    **{name: check for name, (_, check) in FORMAT_RULES.items()},
+    **{name: check for name, (_, check, _) in VERIFIERS.items()},
+}
+"""What looks at a rule's arguments."""
 
 
 def sources_of_rules(rewards: Sequence[RewardConfig]) -> dict[str, str]:
@@ -123,9 +131,9 @@ def rule_with(name: str, args: Mapping[str, Any]) -> Rule:
             near = difflib.get_close_matches(given, known, n=1)
             meant = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(known) or 'none'}"
             raise ValueError(f"reward rule {name!r} has no argument {given!r}; {meant}")
-    if name in FORMAT_RULES:
+    if name in _CHECKS:
         try:
-            FORMAT_RULES[name][1](**args)
+            _CHECKS[name](**args)
         except (ValueError, TypeError) as error:
             raise ValueError(f"reward rule {name!r}: {error}") from None
     return partial(rule, **args)

@@ -23,6 +23,7 @@ from megarlhf.rollout.rewards.calls import Form, call, form_of
 from megarlhf.rollout.rewards.http import HttpReward
 from megarlhf.rollout.rewards.pool import RewardPool
 from megarlhf.rollout.rewards.rules import RULES, load_rule, rule_with
+from megarlhf.rollout.rewards.verifiers import VERIFIERS
 
 ShouldStop = Callable[[], bool]
 
@@ -118,6 +119,9 @@ def make_source(reward: RewardConfig, device: torch.device) -> RewardSource:
             batch_samples=reward.batch_samples,
         )
     name = str(reward.rule)
+    if name in VERIFIERS:
+        rule_with(name, reward.args)
+        return _pool(f"{RULES[name].__module__}:{name}", Form(batched=False, waits=False), reward)
     if name in RULES:
         return InThisProcess(rule_with(name, reward.args), Form(batched=False, waits=False))
     function = load_rule(name)
@@ -127,9 +131,14 @@ def make_source(reward: RewardConfig, device: torch.device) -> RewardSource:
         raise ValueError(f"reward rule {name!r}: {error}") from error
     if not reward.workers:
         return InThisProcess(function, form, reward.batch_samples)
+    return _pool(name, form, reward)
+
+
+def _pool(function: str, form: Form, reward: RewardConfig) -> RewardPool:
     return RewardPool(
-        name,
+        function,
         form,
+        args=reward.args,
         workers=reward.workers,
         timeout_seconds=reward.timeout_seconds,
         retries=reward.retries or 0,

@@ -10,6 +10,7 @@ import ctypes
 import os
 import signal
 import sys
+from functools import partial
 from multiprocessing.connection import Connection
 
 from megarlhf.rollout.rewards.calls import call, form_of, load_function
@@ -28,9 +29,10 @@ def main(fd: int) -> None:
         return
     connection = Connection(fd)
     try:
-        name, sys.path[:], seconds = connection.recv()
+        name, args, sys.path[:], seconds = connection.recv()
         try:
             function = load_function(name)
+            function = partial(function, **args) if args else function
             form = form_of(function)
         except ValueError as error:
             connection.send(str(error))

@@ -1,0 +1,102 @@
+"""Generated tasks as a data source."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from megarlhf.data.procedural import FIELD, SAME_HASHES, item_again, parse, require_disjoint, require_task
+from megarlhf.data.sources import load_records, require_source, source_files
+from tests.command import ROOT
+
+LEGS = "reasoning_gym:leg_counting?size=4&seed=5&max_animals=4"
+
+
+def test_a_source_is_its_task_and_parameters():
+    source = parse("reasoning_gym:chain_sum?size=10&seed=3&operators=[+, -]")
+    assert (source.task, source.params) == ("chain_sum", {"size": 10, "seed": 3, "operators": ["+", "-"]})
+    assert source.seeds() == range(3, 13)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("reasoning_gym:leg_counting", "size = None, expected a whole number, at least 1"),
+        ("reasoning_gym:leg_counting?size=3", "seed = None"),
+        ("reasoning_gym:leg_counting?size=0&seed=1", "size = 0"),
+        ("reasoning_gym:leg_counting?size=true&seed=1", "size = True"),
+        ("reasoning_gym:leg_counting?size=3&seed=-1", "seed = -1"),
+        ("reasoning_gym:leg_counting?size=3&seed=1&size=4", "got 'size=4', expected each parameter once"),
+        ("reasoning_gym:leg_counting?size=3&seed", "got 'seed'"),
+        ("reasoning_gym:leg_counting?size=[3&seed=1", r"size = '\[3' is no YAML value"),
+    ],
+)
+def test_a_bad_form_is_refused(name, message):
+    with pytest.raises(ValueError, match=message):
+        parse(name)
+
+
+def test_train_and_heldout_share_no_seed():
+    def named(seed, more=""):
+        return f"reasoning_gym:leg_counting?size=100&seed={seed}{more}"
+
+    with pytest.raises(
+        ValueError, match=r"share 99 items: item n is drawn with seed \+ n. Give heldout a seed of 100 "
+    ):
+        require_disjoint(named(0), named(1))
+    require_disjoint(named(0), named(100))
+    require_disjoint(named(0), named(1, "&max_animals=3"))
+    require_disjoint("data/train.jsonl", named(0))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("reasoning_gym:leg_conting?size=3&seed=5", "no task 'leg_conting'; did you mean 'leg_counting'"),
+        ("reasoning_gym:leg_counting?size=3&seed=5&max_animal=3", "no parameter 'max_animal'; did you mean 'max_ani"),
+        ("reasoning_gym:leg_counting?size=3&seed=1&min_animals=0", "refuses the parameters: min_animals must be pos"),
+    ],
+)
+def test_what_reasoning_gym_does_not_have_is_said_before_anything_is_generated(name, message):
+    pytest.importorskip("reasoning_gym")
+    with pytest.raises(ValueError, match=message):
+        require_source(name)
+
+
+def test_items_are_records_with_what_the_rule_needs():
+    pytest.importorskip("reasoning_gym")
+    records = load_records(LEGS, fields=("prompt",))
+    assert len({record["prompt"] for record in records}) == 4
+    assert [record.where for record in records][:2] == [f"{LEGS}, item 0", f"{LEGS}, item 1"]
+    assert records[1]["messages"] == [{"role": "user", "content": records[1]["prompt"]}]
+    dataset, item = item_again(records[1][FIELD])
+    assert (item["question"], item["answer"]) == (records[1]["prompt"], records[1]["answer"])
+    assert dataset.score_answer(records[1]["answer"], item) == 1.0
+    assert source_files(LEGS) == set()
+    with pytest.raises(ValueError, match="is generated and has no split 'test'"):
+        load_records(LEGS, fields=("prompt",), split="test")
+    with pytest.raises(ValueError, match="no field 'response'"):
+        load_records(LEGS, fields=("prompt", "response"))
+    with pytest.raises(ValueError, match="is another one here than where the data was made"):
+        item_again(records[1][FIELD] | {"item": 2})
+
+
+def test_items_are_equal_whatever_hashes_a_process_has():
+    """The generator of `isomorphic_strings` walks through sets."""
+    pytest.importorskip("reasoning_gym")
+    name = "reasoning_gym:isomorphic_strings?size=3&seed=5"
+    rows = load_records(name, fields=("prompt",))
+    load = f"load_records({name!r}, fields=())"
+    code = f"from megarlhf.data.sources import load_records; print([row['prompt'] for row in {load}])"
+    for seed in ("1", "2"):
+        env = os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT)}
+        said = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True).stdout
+        assert said.strip() == repr([row["prompt"] for row in rows])
+    assert SAME_HASHES == {"PYTHONHASHSEED": "0"}
+
+
+def test_a_task_without_one_answer_has_none():
+    pytest.importorskip("reasoning_gym")
+    assert "answer" not in load_records("reasoning_gym:graph_color?size=1&seed=0", fields=("prompt",))[0]
+    assert require_task("reasoning_gym:graph_color?size=1&seed=0").task == "graph_color"
