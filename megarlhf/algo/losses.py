@@ -51,7 +51,7 @@ def clipped_value_loss(
     return ValueLossOutput(loss, (held_error_T > error_T).sum())
 
 
-def pairwise_last_token(
+def pairwise_ranking(
     chosen_N: Tensor, rejected_N: Tensor, *, denominator: Denominator, margin_N: Tensor | None = None
 ) -> Tensor:
     """Bradley-Terry on one score a response: -log sigmoid(chosen - rejected - margin).

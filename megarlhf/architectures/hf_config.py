@@ -13,6 +13,21 @@ from megarlhf.architectures.architecture import Architecture
 from megarlhf.architectures.config_spec import read_facts, write_facts
 from megarlhf.architectures.families import family_of
 
+ScoreOf = Literal["last_token", "response_mean"]
+"""How one score of a text comes from a scalar head's numbers of its tokens."""
+SCORE_OF = "megarlhf_score_of"
+"""The key of config.json that says so; without it the last token's number is the score, as in transformers."""
+
+
+def score_of_config(config: Mapping[str, Any], where: str | PathLike[str]) -> ScoreOf:
+    """Raises: ValueError for a word that is not known."""
+    said = config.get(SCORE_OF, "last_token")
+    if said == "response_mean":
+        return "response_mean"
+    if said == "last_token":
+        return "last_token"
+    raise ValueError(f"{where}: config.json says {SCORE_OF} = {said!r}, expected last_token or response_mean")
+
 
 def architecture_from_hf(source: str | PathLike[str] | Mapping[str, Any]) -> Architecture:
     """The architecture of a Hugging Face directory or of its parsed `config.json`.

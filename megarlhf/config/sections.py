@@ -154,11 +154,13 @@ class RMConfig(FrozenModel):
     """Initialised from a language model: its head is replaced by a scalar one."""
     data: DataConfig
     train: TrainConfig
-    loss: Literal["last_token", "aligned_span"] = "last_token"
-    """InstructGPT's loss on the last token, or DeepSpeed-Chat's from the first differing token on."""
+    loss: Literal["last_token", "response_mean", "aligned_span"] = "last_token"
+    """InstructGPT's loss on the last token's score, the same on the mean score of the response's tokens, or
+    DeepSpeed-Chat's from the first differing token on. The score of a text is that of its last token; with
+    `response_mean` it is the mean, which the export's config.json says and `rl` then computes."""
     margin: bool = False
     """Read the number `margin` of each pair, by which the score of the chosen response should exceed the other's
-    (Llama 2); `last_token` only."""
+    (Llama 2); not with `aligned_span`."""
     center_coef: NonNegative = 0.0
     """Weight of (chosen + rejected)^2, which fixes the level that a ranking loss leaves open."""
     unit_variance: bool = False
@@ -172,8 +174,8 @@ class RMConfig(FrozenModel):
     def _check(self) -> RMConfig:
         if self.unit_variance and self.data.heldout is None:
             raise ValueError("unit_variance measures the scores of held-out pairs: set data.heldout")
-        if self.margin and self.loss != "last_token":
-            raise ValueError(f"margin = true is of loss = last_token; got loss = {self.loss}: change one of the two")
+        if self.margin and self.loss == "aligned_span":
+            raise ValueError("margin = true needs one score a response, which loss = aligned_span has not: change one")
         return self
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,6 +34,8 @@ class Role:
     shard: ModelShard
     trainer: Trainer | None
     """None for a role that is not trained."""
+    stated: Mapping[str, Any] = field(default_factory=dict)
+    """Keys of config.json in its exports; None: left out."""
 
     @property
     def mesh(self) -> Mesh:
@@ -64,11 +68,11 @@ class Role:
 
     def export(self, directory: Path) -> None:
         """Write the live weights as a Hugging Face directory."""
-        export_hugging_face(self.shard, self.section.model.hf_directory(), directory)
+        export_hugging_face(self.shard, self.section.model.hf_directory(), directory, self.stated)
 
     def companion_files(self) -> dict[str, bytes]:
         """See `models.weights.companion_files`."""
-        return companion_files(self.shard, self.section.model.hf_directory())
+        return companion_files(self.shard, self.section.model.hf_directory(), self.stated)
 
 
 def build_role(
@@ -81,11 +85,12 @@ def build_role(
     num_optimizer_steps: int | None = None,
     order: tuple[int, ...] | None = None,
     new_head: bool = False,
+    stated: Mapping[str, Any] = MappingProxyType({}),
 ) -> Role:
     """Build the model, load its weights, and, given a number of optimizer steps, wrap it for training.
 
     `order` says which rank stands where in the mesh (`layout.engine_order`); None: in the order of their numbers.
-    `new_head`: a scalar role may start from a language model, with a random head.
+    `new_head`: a scalar role may start from a language model, with a random head. `stated`: see `Role`.
     Collective: every rank builds the same roles in the same order.
     """
     runtime = cache.runtime
@@ -101,4 +106,4 @@ def build_role(
         trainer = Trainer(shard.module, mesh, section.optim, num_optimizer_steps)
         if shard.dtype == torch.bfloat16:
             log.info("%s: %s", name, BF16_GRADIENTS[shard.spec])
-    return Role(name=name, section=section, shard=shard, trainer=trainer)
+    return Role(name=name, section=section, shard=shard, trainer=trainer, stated=stated)

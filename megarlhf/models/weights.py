@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -27,6 +29,7 @@ from megarlhf.weights.transport.storages import check_storages, load_from_files
 
 log = logging.getLogger(__name__)
 
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
 INITIALIZER_RANGE = 0.02
 """Standard deviation of random weights where config.json has no `initializer_range`; Hugging Face's default."""
 
@@ -64,8 +67,9 @@ def load_weights(shard: ModelShard, model: ModelConfig, *, seed: int, new_head: 
         fill_random(mine, live, seed=seed, std=std, arch=shard.arch, head=shard.head, only=fresh)
 
 
-def export_hugging_face(shard: ModelShard, source: Path, directory: Path) -> None:
-    """Write the live model as a Hugging Face directory; config and tokenizer come from `source`.
+def export_hugging_face(shard: ModelShard, source: Path, directory: Path, stated: Mapping[str, Any] = _NOTHING) -> None:
+    """Write the live model as a Hugging Face directory; config and tokenizer come from `source`, but for what is
+    `stated` of config.json (None: that key is left out).
 
     Collective over the first replica's ranks, which are those with data-parallel coordinate 0; the others
     return at once.
@@ -78,7 +82,7 @@ def export_hugging_face(shard: ModelShard, source: Path, directory: Path) -> Non
         shard.parameters(),
         directory,
         arch=shard.arch,
-        config=_stated_config(shard, source),
+        config=_stated_config(shard, source, stated),
         dtype=shard.dtype,
         rank=shard.mesh.runtime.rank,
         head=shard.head,
@@ -88,20 +92,22 @@ def export_hugging_face(shard: ModelShard, source: Path, directory: Path) -> Non
     )
 
 
-def companion_files(shard: ModelShard, source: Path) -> dict[str, bytes]:
+def companion_files(shard: ModelShard, source: Path, stated: Mapping[str, Any] = _NOTHING) -> dict[str, bytes]:
     """The folder `hf/` of a Megatron checkpoint of the live model, by path in the checkpoint; from the model directory
-    `source`."""
-    config = json.dumps(_stated_config(shard, source), indent=2) + "\n"
+    `source`, as above."""
+    config = json.dumps(_stated_config(shard, source, stated), indent=2) + "\n"
     files = {"config.json": config.encode(), **read_other_files(source)}
     return {f"{COMPANION}/{name}": content for name, content in files.items()}
 
 
-def _stated_config(shard: ModelShard, source: Path) -> dict[str, Any]:
+def _stated_config(shard: ModelShard, source: Path, stated: Mapping[str, Any]) -> dict[str, Any]:
     """The config.json of `source`, for the head and the dtype of the live model."""
     config = read_config(source)
     config["architectures"] = [hf_class(shard.arch.model_type, shard.head)]
     if shard.head == "scalar":
         config["num_labels"] = 1
+    left_out = {key for key, value in stated.items() if value is None}
+    config = {key: value for key, value in (config | dict(stated)).items() if key not in left_out}
     return with_dtype(config, shard.dtype)
 
 

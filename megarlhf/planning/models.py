@@ -6,7 +6,7 @@ import filecmp
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from megarlhf.architectures.hf_config import architecture_from_hf, read_config
+from megarlhf.architectures.hf_config import architecture_from_hf, read_config, score_of_config
 from megarlhf.config import RoleConfig
 from megarlhf.data.templates import Template, require_template
 from megarlhf.data.tokenizer import first_difference, has_tokenizer, load_tokenizer
@@ -72,6 +72,11 @@ def check_retokenized(role: str, section: RoleConfig, template: Template) -> str
     directory = section.model.hf_directory()
     if not has_tokenizer(directory):
         raise ValueError(f"{role}: {directory} has no tokenizer, which retokenize needs; put the {role}'s own there")
+    if score_of_config(read_config(directory), directory) != "last_token":
+        raise ValueError(
+            f"{role}: {directory} scores by the mean over the response (loss = response_mean), which retokenize does "
+            "not know apart from the prompt; train one with loss = last_token, or give one with the actor's tokenizer"
+        )
     tokenizer, vocab_size = load_tokenizer(directory), architecture_from_hf(directory).vocab_size
     if tokenizer.vocab_size > vocab_size:
         raise ValueError(
@@ -116,6 +121,8 @@ def check_heads(roles: Mapping[str, RoleConfig], *, trains_reward_model: bool) -
                     require_scalar_head(checkpoint)
                 except ValueError as error:
                     raise ValueError(f"{role}: {error}") from None
+                if role == "reward_model":
+                    score_of_config(read_config(model.hf_directory()), model.hf_directory())
             if model.fresh_head or checkpoint.head != "scalar":
                 notes.append(f"{role}: the scalar head starts at random, the rest is {model.path}")
             continue

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megarlhf.algo.reward_scaling import RunningMoments, group_normalised
+from megarlhf.architectures.hf_config import read_config, score_of_config
 from megarlhf.config import MicroBatchConfig, RewardConfig
 from megarlhf.config.rewards import labels_of
 from megarlhf.data.samples import PromptSample
@@ -36,6 +37,7 @@ from megarlhf.rollout.rewards.score import (
 )
 from megarlhf.trainers.rl_batches import forward_per_sample
 from megarlhf.trainers.rl_retokenize import retokenized, retokenizer_of
+from megarlhf.trainers.sequence_scores import sequence_scores
 
 log = logging.getLogger(__name__)
 
@@ -43,11 +45,15 @@ NAN = float("nan")
 
 
 def model_scores(reward_model: Role, experience: Experience, micro: MicroBatchConfig) -> Tensor:
-    """The reward model's score on the last token of each response, [N]."""
+    """The reward model's score of each response, [N]: of its last token or the mean over its tokens, as the model was
+    trained."""
+    directory = reward_model.section.model.hf_directory()
+    score_of = score_of_config(read_config(directory), directory)
 
     def score(scores_BS1: Tensor, batch: MicroBatch) -> Tensor:
         assert batch.layout is not None
-        return scores_BS1.flatten()[batch.layout.ends_K.to(scores_BS1.device)]
+        lengths_K = experience.response_lengths_N[list(batch.layout.sequences)]
+        return sequence_scores(scores_BS1, batch.layout, None if score_of == "last_token" else lengths_K)
 
     return forward_per_sample(reward_model, experience, micro, score)
 

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from megarlhf.algo.calibration import pair_report
-from megarlhf.algo.losses import centering, pairwise_aligned_span, pairwise_last_token
+from megarlhf.algo.losses import centering, pairwise_aligned_span, pairwise_ranking
+from megarlhf.architectures.hf_config import SCORE_OF
 from megarlhf.config import RMConfig
 from megarlhf.data.samples import PairSample, Records, Skipped, build_pairs
 from megarlhf.data.tokenizer import Tokenizer
@@ -26,6 +27,7 @@ from megarlhf.parallel.batching import MicroBatchLayout, TokenSpans, repeat_on_m
 from megarlhf.parallel.step import MicroBatch
 from megarlhf.resume.identity import digest_of_samples
 from megarlhf.runtime import Runtime
+from megarlhf.trainers.sequence_scores import sequence_scores
 from megarlhf.trainers.supervised import Metrics, Objective, ShouldStop, heldout_sums, rounds, run_supervised
 
 
@@ -38,7 +40,7 @@ def run(cfg: RMConfig, runtime: Runtime) -> None:
 class PairwiseLoss:
     """Ranking loss; denominator: pairs of the mini-batch. Reports sums over pairs."""
 
-    kind: Literal["last_token", "aligned_span"]
+    kind: Literal["last_token", "response_mean", "aligned_span"]
     denominator: int
     center_coef: float = 0.0
     margin: bool = False
@@ -48,14 +50,14 @@ class PairwiseLoss:
     def __call__(self, scores_BS1: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         assert batch.layout is not None
         scores_X = scores_BS1.flatten()
-        ends_K = scores_X[batch.layout.ends_K.to(scores_X.device)]
-        chosen_P, rejected_P = ends_K[0::2], ends_K[1::2]
-        if self.kind == "last_token":
+        scores_K = scores_of_pairs(scores_BS1, batch)
+        chosen_P, rejected_P = scores_K[0::2], scores_K[1::2]
+        if self.kind != "aligned_span":
             margin_P = None
             if self.margin:
                 margin_X = batch.columns["margin"].flatten().to(scores_X)
                 margin_P = margin_X[batch.layout.ends_K.to(scores_X.device)][0::2]
-            loss = pairwise_last_token(chosen_P, rejected_P, denominator=self.denominator, margin_N=margin_P)
+            loss = pairwise_ranking(chosen_P, rejected_P, denominator=self.denominator, margin_N=margin_P)
         else:
             loss = self._aligned_span(scores_X, batch.tokens_BS.flatten(), batch.layout)
         if self.center_coef > 0:
@@ -100,6 +102,10 @@ class RewardModelling(Objective[PairSample]):
     def digests_beside(self, heldout: Sequence[PairSample]) -> dict[str, str]:
         return {"data.heldout (measured by unit_variance)": digest_of_samples(heldout)} if self.rm.unit_variance else {}
 
+    @property
+    def stated(self) -> Mapping[str, Any]:
+        return {SCORE_OF: "response_mean" if self.rm.loss == "response_mean" else None}
+
     def training_loss(self, role: Role, samples: Sequence[PairSample]) -> PairwiseLoss:
         return PairwiseLoss(
             kind=self.rm.loss, denominator=len(samples), center_coef=self.rm.center_coef, margin=self.rm.margin
@@ -108,12 +114,18 @@ class RewardModelling(Objective[PairSample]):
     def columns(
         self, samples: Sequence[PairSample], layout: MicroBatchLayout, device: torch.device
     ) -> dict[str, Tensor]:
-        """The margin of a pair stands at all tokens of both its sequences."""
-        if not self.rm.margin:
+        """Numbers of a sequence stand at all of its tokens."""
+        numbers: dict[str, Tensor] = {}
+        if self.rm.margin:
+            numbers["margin"] = torch.tensor([sample.margin for sample in samples]).repeat_interleave(2)
+        if self.rm.loss == "response_mean":
+            sides = [(sample.chosen_tokens, sample.rejected_tokens) for sample in samples]
+            numbers[_RESPONSE_LENGTH] = torch.tensor([len(tokens) for pair in sides for tokens in pair])
+        if not numbers:
             return {}
         lengths_K = torch.tensor([length for sample in samples for length in self.sequence_lengths(sample)])
-        margin_K = torch.tensor([sample.margin for sample in samples]).repeat_interleave(2)
-        return {"margin": repeat_on_micro_batch(layout, margin_K, TokenSpans.whole(lengths_K), device)}
+        spans = TokenSpans.whole(lengths_K)
+        return {name: repeat_on_micro_batch(layout, each_K, spans, device) for name, each_K in numbers.items()}
 
     def heldout_loss(self, role: Role, samples: Sequence[PairSample]) -> PairwiseLoss:
         """The ranking loss alone, without the term that centres scores."""
@@ -158,6 +170,16 @@ class RewardModelling(Objective[PairSample]):
 
 
 HEAD = "output_layer.weight"
+_RESPONSE_LENGTH = "response_length"
+"""The column with each sequence's number of response tokens, at all of its tokens, where scores are means over them."""
+
+
+def scores_of_pairs(scores_BS1: Tensor, batch: MicroBatch) -> Tensor:
+    """[K], chosen and rejected in turn."""
+    assert batch.layout is not None
+    column_BS = batch.columns.get(_RESPONSE_LENGTH)
+    lengths_K = None if column_BS is None else column_BS.flatten()[batch.layout.ends_K.to(column_BS.device)]
+    return sequence_scores(scores_BS1, batch.layout, lengths_K)
 
 
 def pair_scores(
@@ -166,13 +188,9 @@ def pair_scores(
     """[P, 2] on the CPU, on every rank: the scores of chosen and rejected response of each pair, in their order.
     Collective. Raises: see `heldout_sums`."""
 
-    def score(scores_BS1: Tensor, batch: MicroBatch) -> Tensor:
-        assert batch.layout is not None
-        return scores_BS1.flatten()[batch.layout.ends_K.to(scores_BS1.device)]
-
     mine: dict[int, Tensor] = {}
     for batches in rounds(objective.micro_batches(role, pairs), role, should_stop):
-        outputs = role.forward(batches, score)
+        outputs = role.forward(batches, scores_of_pairs)
         if role.mesh.owns_outputs:
             for batch, scores_K in zip(batches, outputs, strict=True):
                 assert batch.layout is not None

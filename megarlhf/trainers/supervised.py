@@ -87,6 +87,11 @@ class Objective(ABC, Generic[Sample]):
         require_budget(tokens, self.cfg.train.max_tokens_per_micro_batch, source, self.sample_words)
 
     @property
+    def stated(self) -> Mapping[str, Any]:
+        """Keys of config.json in the role's exports; None: left out."""
+        return {}
+
+    @property
     def scores(self) -> bool:
         """Whether `scored` has anything to do."""
         return False
@@ -192,6 +197,7 @@ def run_in(phases: Phases, stop_request: StopRequest, objective: Objective[Sampl
             seed=cfg.run.seed,
             num_optimizer_steps=cfg.train.num_steps,
             new_head=True,
+            stated=objective.stated,
         )
         frozen = objective.build_frozen(cache)
         bad_steps = BadSteps(cfg.train, Failures.of(cfg, objective.command), phases)

@@ -13,7 +13,7 @@ from megarlhf.algo.losses import (
     centering,
     clipped_value_loss,
     pairwise_aligned_span,
-    pairwise_last_token,
+    pairwise_ranking,
     token_nll,
 )
 
@@ -46,9 +46,9 @@ def test_clipped_value_loss_by_hand():
     assert some.loss.item() == pytest.approx(0.5 * (1 + 0.64) / 2), "by the weights"
 
 
-def test_pairwise_last_token_by_hand():
+def test_pairwise_ranking_by_hand():
     """Margins 0 and log 3: log 2 and log(4/3)."""
-    loss = pairwise_last_token(torch.tensor([1.0, math.log(3)]), torch.tensor([1.0, 0.0]), denominator=torch.tensor(2))
+    loss = pairwise_ranking(torch.tensor([1.0, math.log(3)]), torch.tensor([1.0, 0.0]), denominator=torch.tensor(2))
     assert loss.item() == pytest.approx((math.log(2) + math.log(4 / 3)) / 2)
 
 
@@ -115,7 +115,7 @@ def _span(x, rows, denominator):
 
 SPLIT_LOSSES = {
     "token_nll": lambda x, rows: token_nll(x[rows], _batch()[1][rows], denominator=16),
-    "pairwise_last": lambda x, rows: pairwise_last_token(x[rows][:, 0], _batch()[0][1][rows][:, 0], denominator=6),
+    "pairwise_last": lambda x, rows: pairwise_ranking(x[rows][:, 0], _batch()[0][1][rows][:, 0], denominator=6),
     "pairwise_span": lambda x, rows: _span(x, rows, 6),
 }
 SPLITS = ([range(6)], [range(2), range(2, 6)], [[5, 0], [3], [1, 4, 2]], [[b] for b in range(6)])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -139,3 +140,39 @@ def test_a_ppo_step_equals_the_equations(
     for name, model in (("actor", actor), ("critic", critic)):
         gradients = {n: p.grad.numpy() for n, p in model.named_parameters() if p.grad is not None}
         assert_gradients_equal(step["gradients"][name][0], gradients, what=name)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "train"), [({}, {}), ({"tp": 2}, {"max_tokens_per_micro_batch": 64}), ({"pp": 2}, {})]
+)
+def test_a_reward_model_that_scores_by_the_mean_over_the_response(
+    ranks: RankPool,
+    models: dict[str, Path],
+    scorer: Path,
+    data: dict[str, Path],
+    tmp_path: Path,
+    parallel: dict[str, int],
+    train: dict[str, int],
+) -> None:
+    """As its config.json says; the reward of each sample by Hugging Face's numbers of the response's tokens."""
+    from transformers import LlamaForSequenceClassification
+
+    by_mean = shutil.copytree(scorer, tmp_path / "mean")
+    stated = json.loads((by_mean / "config.json").read_text())
+    (by_mean / "config.json").write_text(json.dumps({**stated, "megarlhf_score_of": "response_mean"}))
+    cfg = config({**models, "other": by_mean}, data["prompts"], parallel)
+    cfg["critic"]["model"]["path"] = str(scorer)
+    cfg["rollout"]["max_response_tokens"] = 4
+    if train:
+        cfg["train"] = {key: value for key, value in cfg["train"].items() if key != "micro_batch_samples"} | train
+    step = ranks.run(2, "rl_step", cfg)[0]
+    tokenizer = load_tokenizer(models["plain"])
+    rows = [json.loads(line) for line in data["prompts"].read_text().splitlines()]
+    reward_model = LlamaForSequenceClassification.from_pretrained(scorer, dtype=torch.float32)
+    for n, (response, reward) in enumerate(zip(step["responses"], step["rewards"], strict=True)):
+        row = rows[n // PER_PROMPT]
+        prompt = [1, *tokenizer.encode(row["prompt"])]
+        with torch.no_grad():
+            score = float(_scores(reward_model, prompt, response)[len(prompt) :].mean())
+        right = tokenizer.decode(response, continuation=True) == row["answer"]
+        assert reward == pytest.approx(score - 0.5 + 2.0 * right, abs=2e-5)

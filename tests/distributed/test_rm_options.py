@@ -15,6 +15,8 @@ from megarlhf.data.sources import load_records
 from megarlhf.data.tokenizer import load_tokenizer
 from megarlhf.observe.measured import reproducible
 from megarlhf.observe.metrics import read_metrics
+from megarlhf.rollout.rewards.classifier import Classifier
+from tests.command import succeed
 from tests.ranks import RankPool
 
 
@@ -33,7 +35,7 @@ def run(ranks: RankPool, two_layers: dict[str, Path], data: dict[str, Path], tmp
     }
 
     def made(name: str, world: int, parallel: dict[str, Any], **keys: Any) -> list[dict[str, Any]]:
-        model = {**cfg["reward_model"], "parallel": parallel}
+        model = {**keys.pop("reward_model", cfg["reward_model"]), "parallel": parallel}
         tree = cfg | {"run": {"dir": str(tmp_path / name)}, "reward_model": model} | keys
         (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(tree))
         ranks.run(world, "command", "rm", "-c", str(tmp_path / f"{name}.yaml"))
@@ -100,3 +102,61 @@ def test_margins_reach_the_loss_at_every_layout(run: Any, tmp_path: Path) -> Non
     difference = found[:, 0] - found[:, 1] - torch.tensor([n % 3 for n in range(12)])
     expected = float(-torch.nn.functional.logsigmoid(difference).mean())
     assert rows[-1]["eval_loss"] == pytest.approx(expected, abs=1e-4)
+
+
+def mean_scores(directory: Path, pairs: Path) -> torch.Tensor:
+    """[P, 2]: the mean over each response's tokens of Hugging Face's hidden states times the head."""
+    from transformers import LlamaForSequenceClassification
+
+    model = LlamaForSequenceClassification.from_pretrained(directory, dtype=torch.float32).eval()
+    records = load_records(pairs, fields=("prompt", "chosen", "rejected"))
+    found, _ = build_pairs(records, load_tokenizer(directory), max_prompt_tokens=1024, max_response_tokens=1024)
+
+    def mean(prompt: list[int], response: list[int]) -> float:
+        hidden_1TH = model.model(torch.tensor([prompt + response])).last_hidden_state
+        return float(model.score(hidden_1TH)[0, len(prompt) :, 0].mean())
+
+    with torch.no_grad():
+        return torch.tensor(
+            [[mean(pair.prompt_tokens, side) for side in (pair.chosen_tokens, pair.rejected_tokens)] for pair in found]
+        )[:12]
+
+
+def test_the_mean_over_the_response_at_every_layout(run: Any, tmp_path: Path) -> None:
+    """Loss, report and scale are of means by Hugging Face; packed, padded, TP2 with sequence parallelism and PP2."""
+    keys: dict[str, Any] = {"loss": "response_mean", "margin": True}
+    rows = run("mean", 1, {}, **keys)
+    padded = {"num_steps": 3, "mini_batch_samples": 8, "micro_batch_samples": 2}
+    for name, parallel, more in (("tp2", {"tp": 2, "sequence_parallel": True}, {}), ("pp2", {"pp": 2}, padded)):
+        others = run(name, 2, parallel, **keys, **({"train": more} if more else {}))
+        for row, other in zip(rows, others, strict=True):
+            for key in ("loss", "grad_norm", "pair_accuracy", "eval_loss", "eval_chosen_score", "eval_rejected_score"):
+                if key in row:
+                    assert other[key] == pytest.approx(row[key], abs=2e-4), (name, key)
+    export, pairs = tmp_path / "mean/checkpoints/latest/reward_model", tmp_path / "pairs.jsonl"
+    found = mean_scores(export, pairs)
+    assert abs(float(scores(export, pairs).mean() - found.mean())) > 1e-3, "the last token's score is another one"
+    difference = found[:, 0] - found[:, 1] - torch.tensor([n % 3 for n in range(12)])
+    expected = float(-torch.nn.functional.logsigmoid(difference).mean())
+    assert rows[-1]["eval_loss"] == pytest.approx(expected, abs=1e-4)
+    assert rows[-1]["eval_chosen_score"] == pytest.approx(float(found[:, 0].mean()), abs=1e-4)
+    report = json.loads((tmp_path / "mean/calibration.json").read_text())
+    assert report["score_mean"] == pytest.approx(float(found.mean()), abs=1e-4)
+    run("scaled", 1, {}, **keys, unit_variance=True)
+    scaled = mean_scores(tmp_path / "scaled/checkpoints/latest/reward_model", pairs)
+    assert float(scaled.std(correction=0)) == pytest.approx(1.0, abs=1e-3)
+
+
+def test_an_export_says_how_it_scores(run: Any, tmp_path: Path) -> None:
+    """Also one that is trained further with another loss, and in a Megatron checkpoint converted from it."""
+    run("mean", 1, {}, loss="response_mean")
+    export = tmp_path / "mean/checkpoints/latest/reward_model"
+    assert json.loads((export / "config.json").read_text())["megarlhf_score_of"] == "response_mean"
+    succeed("convert", "hf-to-megatron", "--hf", str(export), "--out", str(tmp_path / "megatron"), "--tp", "2")
+    stated = json.loads(next((tmp_path / "megatron").rglob("config.json")).read_text())
+    assert stated["megarlhf_score_of"] == "response_mean"
+    with pytest.raises(ValueError, match="scores by the mean over the response"):
+        Classifier(export, torch.device("cpu"))
+    run("again", 1, {}, reward_model={"model": {"path": str(export)}, "optim": {"lr": 1e-2}})
+    again = tmp_path / "again/checkpoints/latest/reward_model"
+    assert "megarlhf_score_of" not in json.loads((again / "config.json").read_text())

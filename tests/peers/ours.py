@@ -198,6 +198,8 @@ OURS: dict[str, Callable[[Inputs], list[float]]] = {
     "openrlhf: dpo": partial(pairs.ours, loss="dpo"),
     "openrlhf: dpo, smoothed": partial(pairs.ours, loss="dpo", label_smoothing=0.2),
     "openrlhf: ipo": partial(pairs.ours, loss="ipo"),
+    "openrlhf: reward model": pairs.our_scores,
+    "openrlhf: reward model, margin": partial(pairs.our_scores, margin=True),
     # TRL
     "trl: advantages": partial(advantages, advantage="grpo", group_std_eps=1e-4),
     "trl: advantages, scale_rewards none": partial(advantages, advantage="dr_grpo"),
@@ -222,4 +224,6 @@ OURS: dict[str, Callable[[Inputs], list[float]]] = {
     "trl: kto": partial(pairs.ours, loss="kto", desirable_weight=1.5, undesirable_weight=0.75),
     "trl: simpo": partial(pairs.ours, loss="simpo", means=True, margin=0.4, label_smoothing=0.1),
     "trl: orpo": partial(pairs.ours, loss="orpo", means=True),
+    "trl: reward model": pairs.our_scores,
+    "trl: reward model, margin and centering": partial(pairs.our_scores, margin=True, center=0.01),
 }

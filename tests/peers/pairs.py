@@ -14,7 +14,7 @@ from unittest.mock import MagicMock
 import torch
 from torch import Tensor
 
-from megarlhf.algo import preference
+from megarlhf.algo import losses, preference
 from tests.peers.inputs import Inputs, N, T
 
 BETA = 0.3
@@ -59,7 +59,52 @@ def ours(inputs: Inputs, *, loss: str, means: bool = False, sft: bool = False, *
     return with_gradient(inputs, loss_of, old=loss == "orpo")
 
 
+def _score_gradient(inputs: Inputs, loss_of: LossOf) -> list[float]:
+    """The loss of a reward model whose scores are the rewards, and its gradient at each."""
+    scores_N = inputs.greedy_N.clone().requires_grad_()
+    loss = loss_of(scores_N)
+    return [float(loss), *torch.autograd.grad(loss, scores_N)[0].tolist()]
+
+
+def our_scores(inputs: Inputs, *, margin: bool = False, center: float = 0.0) -> list[float]:
+    """The ranking loss on one score a response; the margins are those of `_margins_P`."""
+
+    def loss_of(scores_N: Tensor) -> Tensor:
+        chosen_P, rejected_P = scores_N.chunk(2)
+        margin_P = _margins_P(inputs) if margin else None
+        loss = losses.pairwise_ranking(chosen_P, rejected_P, denominator=N // 2, margin_N=margin_P)
+        return loss + center * losses.centering(chosen_P, rejected_P, denominator=N // 2)
+
+    return _score_gradient(inputs, loss_of)
+
+
+def _margins_P(inputs: Inputs) -> Tensor:
+    return inputs.advantages_N[: N // 2].abs()
+
+
 # --- theirs ---------------------------------------------------------------------------------------
+
+
+def trl_reward(
+    inputs: Inputs, *, importable: Callable[[str], Any], margin: bool = False, center: float | None = None
+) -> list[float]:
+    """`RewardTrainer.compute_loss`."""
+    trainer = importable("trl.trainer.reward_trainer").RewardTrainer
+
+    def loss_of(scores_N: Tensor) -> Tensor:
+        fake = _stand_in()
+        fake.args.configure_mock(center_rewards_coefficient=center)
+        batch = {"attention_mask": torch.ones(N, 1)} | ({"margin": _margins_P(inputs)} if margin else {})
+        return trainer.compute_loss(fake, lambda **_: SimpleNamespace(logits=scores_N[:, None]), batch)
+
+    return _score_gradient(inputs, loss_of)
+
+
+def openrlhf_reward(inputs: Inputs, *, importable: Callable[[str], Any], margin: bool = False) -> list[float]:
+    """`PairWiseLoss`."""
+    loss = importable("openrlhf.models.loss").PairWiseLoss()
+    margins = [_margins_P(inputs)] if margin else []
+    return _score_gradient(inputs, lambda scores_N: loss(*scores_N.chunk(2), *margins))
 
 
 def _fake_model(by_marker: dict[int, Tensor], mask_NT: Tensor) -> Any:

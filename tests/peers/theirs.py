@@ -450,6 +450,8 @@ THEIRS: dict[str, Callable[[Inputs], list[float]]] = {
     "openrlhf: dpo": partial(pairs.openrlhf_dpo, importable=importable),
     "openrlhf: dpo, smoothed": partial(pairs.openrlhf_dpo, importable=importable, label_smoothing=0.2),
     "openrlhf: ipo": partial(pairs.openrlhf_dpo, importable=importable, ipo=True),
+    "openrlhf: reward model": partial(pairs.openrlhf_reward, importable=importable),
+    "openrlhf: reward model, margin": partial(pairs.openrlhf_reward, importable=importable, margin=True),
     "trl: advantages": partial(trl_advantages, scale="group"),
     "trl: advantages, scale_rewards none": partial(trl_advantages, scale="none"),
     "trl: advantages, scale_rewards batch": partial(trl_advantages, scale="batch"),
@@ -469,4 +471,8 @@ THEIRS: dict[str, Callable[[Inputs], list[float]]] = {
     "trl: kto": partial(pairs.trl_kto, importable=importable, desirable_weight=1.5, undesirable_weight=0.75),
     "trl: simpo": partial(pairs.trl_simpo, importable=importable, margin=0.4, smoothing=0.1),
     "trl: orpo": partial(pairs.trl_orpo, importable=importable),
+    "trl: reward model": partial(pairs.trl_reward, importable=importable),
+    "trl: reward model, margin and centering": partial(
+        pairs.trl_reward, importable=importable, margin=True, center=0.01
+    ),
 }

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from megarlhf.architectures.hf_config import score_of_config
 from megarlhf.rollout.rewards.batch import Outcome, RewardBatch, short
 
 log = logging.getLogger(__name__)
@@ -50,6 +51,11 @@ class Classifier:
             raise ValueError(
                 f"{path} lacks {', '.join(missing[:3])}: its scores would be of random weights. Give a checkpoint of a "
                 "sequence classifier, with its head"
+            )
+        if score_of_config(model.config.to_dict(), path) != "last_token":
+            raise ValueError(
+                f"{path} scores by the mean over the response (`megarlhf rm` with loss = response_mean), which "
+                "transformers does not compute; give it as the role reward_model, {kind: model}"
             )
         if form == "chat" and not self._tokenizer.chat_template:
             raise ValueError(f"{path} has no chat template, which form = chat needs; set form: joined or pair")
