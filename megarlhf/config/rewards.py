@@ -112,6 +112,8 @@ class RewardConfig(FrozenModel):
                     f"a reward of kind {self.kind!r} got {key} = {getattr(self, key)!r}; kind {kind!r} needs a {key}, "
                     "the others take none"
                 )
+        if self.url is not None and not self.url.startswith(("http://", "https://")):
+            raise ValueError(f"url = {self.url!r}, expected http://HOST:PORT/PATH or https://...")
         if self.kind == "http" and not self.workers:
             raise ValueError("workers = 0 sends no request; give 1 or more")
         if self.rule in IN_WORKERS and not self.workers:

@@ -6,6 +6,7 @@ The standard library only, as `batch.py`.
 from __future__ import annotations
 
 import asyncio
+import difflib
 import importlib
 import inspect
 import traceback
@@ -73,7 +74,10 @@ def load_function(name: str) -> Callable[..., Any]:
         ) from error
     function = getattr(module, function_name, None)
     if not callable(function):
-        raise ValueError(f"reward rule {name!r}: {module.__file__} has no function {function_name!r}")
+        known = [each for each, value in vars(module).items() if callable(value) and not each.startswith("_")]
+        near = difflib.get_close_matches(function_name, known, n=1)
+        meant = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"reward rule {name!r}: {module.__file__} has no function {function_name!r}{meant}")
     return function
 
 

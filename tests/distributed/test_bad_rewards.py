@@ -1,0 +1,105 @@
+"""Whatever a reward does wrong, the command ends with a sentence that says so, and keeps what was trained before."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarlhf.observe.metrics import read_metrics
+from tests.distributed.test_reward_runs import command
+from tests.ranks import RankPool
+from tests.rollout.test_http_reward import Server
+
+ONE_RANK = [f"{role}.parallel.tp=1" for role in ("actor", "reference")]
+RULE = "tests.distributed.bad_rewards:"
+ON_SAMPLE = f"reward '{RULE}%s' on sample "
+FUNCTIONS = {
+    "raises": (2, ["raised KeyError: 'no_such_field'; ", "bad_rewards.py:", 'fields["no_such_field"]']),
+    "nothing": (2, ["16 of 16 samples of this step got no reward: every reward said None", "algo.unrewarded = drop"]),
+    "nan": (2, ["returned nan, expected a finite number; return a float, or None for no reward"]),
+    "a_list": (2, ["returned [1.0], expected a number; return a float"]),
+    "a_string": (2, ["returned '1.0', expected a number; return a float for every response"]),
+    "wrong_length": (2, ["returned 15 values for 16 responses; return one for each"]),
+    "never_returns": (3, ["took longer than 2 s", "rewards[].on_failure = drop goes on without such samples"]),
+    "exits": (2, ["ended its process with status 7; a function must return, not exit"]),
+    "forgot_async": (2, ["returned <coroutine object", "declare the function with `async def`"]),
+}
+ANSWERS = {
+    "no JSON": (200, "<html>"),
+    "another form": (200, '{"score": [1.0]}'),
+    "a string": (200, json.dumps({"rewards": ["1"] * 16})),
+    "NaN": (200, '{"rewards": [' + ", ".join(["NaN"] * 16) + "]}"),
+    "too few": (200, '{"rewards": [1.0]}'),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_function_that_is_wrong_in_the_second_step(
+    name: str, ranks: RankPool, two_layers: dict[str, Path], data: dict[str, Path], tmp_path: Path
+) -> None:
+    expected, words = FUNCTIONS[name]
+    rule: dict[str, Any] = {"kind": "rule", "rule": RULE + name, "timeout_seconds": 2.0}
+    argv = [*command(tmp_path, two_layers, data, [rule]), *ONE_RANK]
+    status, said = ranks.run(1, "command_status", *argv)[0]
+    assert status == expected, said
+    last = said.strip().splitlines()[-1]
+    assert last.startswith("megarlhf rl: ")
+    for each in [*words, *([] if name == "nothing" else [ON_SAMPLE % name])]:
+        assert each in last
+    assert "Traceback" not in said
+    _assert_first_step_is_kept(tmp_path / "run")
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_a_server_that_answers_garbage_in_the_second_step(
+    name: str, ranks: RankPool, two_layers: dict[str, Path], data: dict[str, Path], tmp_path: Path
+) -> None:
+    server = Server()
+    try:
+        server.answers = [(200, json.dumps({"rewards": [1.0] * 16})), *[ANSWERS[name]] * 20]
+        judge = {"kind": "http", "url": server.url, "name": "judge", "retries": 1}
+        argv = [*command(tmp_path, two_layers, data, [judge]), *ONE_RANK]
+        status, said = ranks.run(1, "command_status", *argv)[0]
+    finally:
+        server.stop()
+    assert status in (2, 3), said
+    last = said.strip().splitlines()[-1]
+    assert "reward 'judge' on sample " in last
+    assert "Traceback" not in said
+    _assert_first_step_is_kept(tmp_path / "run")
+
+
+def _assert_first_step_is_kept(run: Path) -> None:
+    assert [row["step"] for row in read_metrics(run) if row["step"]] == [1]
+
+
+@pytest.mark.parametrize(
+    ("reward", "words"),
+    [
+        ({"kind": "rule", "rule": "exact_mach"}, "did you mean 'exact_match'"),
+        ({"kind": "rule", "rule": RULE + "raisess"}, "has no function 'raisess'; did you mean 'raises'"),
+        ({"kind": "rule", "rule": "tests.distributed.bad_reward:raises"}, "cannot import tests.distributed.bad_reward"),
+        ({"kind": "rule", "rule": RULE + "yields"}, "it is a generator; return the values instead of yielding them"),
+        ({"kind": "rule", "rule": "tags", "args": {"name": ["a"]}}, "did you mean 'names'"),
+        ({"kind": "ruel", "rule": "exact_match"}, "'rule'"),
+        ({"kind": "rule", "rule": "exact_match", "wieght": 2}, "did you mean 'weight'"),
+        ({"kind": "http", "url": "judge:5000/get_reward"}, "expected http://HOST:PORT/PATH"),
+    ],
+)
+def test_what_is_typed_wrong_is_said_before_anything_is_done(
+    reward: dict[str, Any],
+    words: str,
+    ranks: RankPool,
+    two_layers: dict[str, Path],
+    data: dict[str, Path],
+    tmp_path: Path,
+) -> None:
+    argv = [*command(tmp_path, two_layers, data, [reward]), *ONE_RANK]
+    status, said = ranks.run(1, "command_status", *argv)[0]
+    assert status == 2
+    assert words in said
+    assert "Traceback" not in said
+    assert not (tmp_path / "run").exists()
