@@ -175,7 +175,9 @@ class RMConfig(FrozenModel):
         if self.unit_variance and self.data.heldout is None:
             raise ValueError("unit_variance measures the scores of held-out pairs: set data.heldout")
         if self.margin and self.loss == "aligned_span":
-            raise ValueError("margin = true needs one score a response, which loss = aligned_span has not: change one")
+            raise ValueError(
+                "margin = true is of one score a response, which loss = aligned_span has not: change one of the two"
+            )
         return self
 
 

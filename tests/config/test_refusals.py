@@ -138,7 +138,7 @@ VLLM_TP = ("actor.parallel.tp=2", "rollout.parallel.tp=2")
         ("sft", ["actor.optim.min_lr=1e-4"], ["min_lr = 0.0001, but with schedule 'constant'", "to 'linear' or"]),
         ("rl", ["reward_model.model.fresh_head=true"], ["reward_model.model.fresh_head: only a critic", "random rew"]),
         ("rl", ["actor.model.fresh_head=true"], ["actor.model.fresh_head: only a critic may"]),
-        ("rm", ["margin=true", "loss=aligned_span"], ["margin = true is of loss = last_token", "loss = aligned_span"]),
+        ("rm", ["margin=true", "loss=aligned_span"], ["margin = true is of one score", "loss = aligned_span"]),
         ("rm", ["unit_variance=true"], ["unit_variance measures the scores of held-out pairs", "set data.heldout"]),
         ("rl", ["rewards=[{kind: rule}]"], ["rewards.0: ", "'rule' got rule = None", "kind 'rule' needs a rule"]),
         (
