@@ -38,7 +38,8 @@ export VLLM_NO_USAGE_STATS ?= 1
 export TORCH_CPP_LOG_LEVEL ?= ERROR
 
 .PHONY: help venv demo demo-3d demo-seeds bench-convert bench-reshard bench-kernels bench-packing bench-gpu-logprob \
-	bench-gpu-packed bench-resume test test-slow test-peers test-slurm test-faults slurm-scripts lint docs doctor lock clean
+	bench-gpu-packed bench-resume bench-rewards test test-slow test-peers test-slurm test-faults slurm-scripts lint docs \
+	doctor lock clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -123,6 +124,9 @@ test-faults: venv ## real runs that are killed, damaged and stopped, and go on (
 
 bench-resume: venv ## what resume points cost (5 minutes); writes benchmarks/results/resume.json
 	$(PY) -m benchmarks.resume
+
+bench-rewards: venv ## what a slow reward costs while the log-probs are computed (4 minutes); writes benchmarks/results/slow_rewards.json
+	$(PY) -m benchmarks.slow_rewards
 
 slurm-scripts: ## write slurm/*.sbatch anew from slurm/parts/
 	$(or $(wildcard $(PY)),python3) -m tools.slurm_scripts
