@@ -83,6 +83,8 @@ class RewardConfig(FrozenModel):
     """`running`: less the mean and over the standard deviation of all values of the run so far, those of the step
     counted in. `group`: the same within each group of responses to one prompt (GDPO, 2026), 0 where a group's values
     are equal; weights then say how much each reward counts, whatever its scale."""
+    normalise_eps: Positive = 1e-6
+    """Of `normalise: group`: added to a group's deviation. verl has 1e-6, TRL's GDPO 1e-4."""
     timeout_seconds: Positive = 60.0
     """Of a call of the function or the server. Functions run in processes of their own; one that takes longer is ended
     and has failed."""
@@ -121,6 +123,8 @@ class RewardConfig(FrozenModel):
         unread = [key for key, kinds in _ONLY_OF.items() if self.kind not in kinds and key in self.model_fields_set]
         if set_keys := [key for key in unread if getattr(self, key) != type(self).model_fields[key].default]:
             raise ValueError(f"a reward of kind {self.kind!r} does not read {', '.join(set_keys)}; leave that out")
+        if self.normalise != "group" and self.normalise_eps != type(self).model_fields["normalise_eps"].default:
+            raise ValueError(f"normalise_eps is of normalise: group; got normalise = {self.normalise}: change one")
         if self.kind == "model" and not self.retokenize and (self.max_tokens is not None or self.too_long != "fail"):
             raise ValueError(
                 "max_tokens and too_long are about texts that the reward model's own tokenizer makes; set "

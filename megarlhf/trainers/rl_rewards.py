@@ -200,7 +200,7 @@ class Rewarder:
                     self._moments[label].update(values_N)
                 values_N = self._moments[label].normalise(values_N)
             elif reward.normalise == "group":
-                values_N = group_normalised(values_N, groups_N)
+                values_N = group_normalised(values_N, groups_N, eps=reward.normalise_eps)
             kept_N |= ~values_N.isnan()
             total_N += reward.weight * values_N.nan_to_num(0.0)
             metrics |= metrics_of(label, each)

@@ -22,6 +22,7 @@ TOLERANCES = {
     "verl: grpo": 2e-6,  # a response alone in its group: its reward over 1 + 1e-6, ours as it is
     "verl: sapo": 1e-7,  # its temperatures are fp32
     "trl: advantages, scale_rewards batch": 1e-7,  # its correction of the variance, n / (n - 1), is fp32
+    "trl: advantages, normalize_then_sum": 1e-7,  # as above
     "verl: gdpo": 1e-6,  # in fp32
     "verl: overlong": 1e-6,  # in fp32
     "openrlhf: overlong": 1e-6,  # in fp32

@@ -98,6 +98,15 @@ def gdpo(inputs: Inputs) -> list[float]:
     return add_advantages(table, algo).columns["advantages"].values_T.tolist()
 
 
+def gdpo_over_responses(inputs: Inputs) -> list[float]:
+    """Two rewards as above, over the deviation of all sums: as TRL adds them up."""
+    groups_N = inputs.groups_N
+    first_N, second_N = (group_normalised(x_N, groups_N, eps=1e-4) for x_N in (inputs.eighths_N, inputs.greedy_N))
+    table = experience(inputs, groups_N).with_per_sample({"rewards": first_N + 0.5 * second_N})
+    algo = AlgoConfig(advantage="grpo", group_std_over="step", group_std_eps=1e-4)
+    return add_advantages(table, algo).columns["advantages"].values_T.tolist()
+
+
 def overlong(inputs: Inputs) -> list[float]:
     """The rewards less the penalty of lengths above 3 of 7, twice their share of the buffer."""
     penalty_N = overlong_penalty(inputs.lengths_N, longest=7, buffer=4, penalty=2.0)
@@ -206,6 +215,7 @@ OURS: dict[str, Callable[[Inputs], list[float]]] = {
     "trl: advantages, scale_rewards batch": partial(
         advantages, advantage="grpo", group_std_eps=1e-4, group_std_over="step"
     ),
+    "trl: advantages, normalize_then_sum": gdpo_over_responses,
     "trl: grpo": partial(policy, per_response=True, low=0.2, high=0.3, average="sequence"),
     "trl: bnpo": partial(policy, per_response=True, low=0.2, high=0.3, average="bnpo", block=12),
     "trl: bnpo of four forwards": partial(policy, per_response=True, low=0.2, high=0.3, average="bnpo", block=3),

@@ -348,8 +348,9 @@ def _trl_loss(
     return trainer._compute_loss(fake, None, batch)
 
 
-def trl_advantages(inputs: Inputs, *, scale: str) -> list[float]:
-    """`GRPOTrainer._generate_and_score_completions` on a stand-in that generates these lengths."""
+def trl_advantages(inputs: Inputs, *, scale: str = "group", gdpo: bool = False) -> list[float]:
+    """`GRPOTrainer._generate_and_score_completions` on a stand-in that generates these lengths. Of one reward, or with
+    `gdpo` of two, weighted 1 and .5."""
     rows = [[0] * length for length in inputs.lengths_N.tolist()]
     fake = MagicMock()
     fake.configure_mock(
@@ -359,11 +360,11 @@ def trl_advantages(inputs: Inputs, *, scale: str) -> list[float]:
         use_vllm=False,
         beta=0.0,
         num_generations=GROUP,
-        multi_objective_aggregation="sum_then_normalize",
+        multi_objective_aggregation="normalize_then_sum" if gdpo else "sum_then_normalize",
         scale_rewards=scale,
-        reward_weights=torch.ones(1, dtype=torch.float64),
-        reward_func_names=["reward"],
-        reward_funcs=[None],
+        reward_weights=torch.tensor([1.0, 0.5] if gdpo else [1.0], dtype=torch.float64),
+        reward_func_names=["reward", "second"][: 1 + gdpo],
+        reward_funcs=[None] * (1 + gdpo),
         mask_truncated_completions=False,
         pad_to_multiple_of=None,
         num_iterations=1,
@@ -377,7 +378,8 @@ def trl_advantages(inputs: Inputs, *, scale: str) -> list[float]:
     fake.model.training = True
     fake.args.configure_mock(gradient_accumulation_steps=1, steps_per_generation=1, per_device_train_batch_size=N)
     fake._generate.return_value = ([[0]] * N, rows, None, [""] * N, None, {}, None, None)
-    fake._calculate_rewards.return_value = inputs.rewards_N[:, None]
+    two_N2 = torch.stack([inputs.eighths_N, inputs.greedy_N], 1)
+    fake._calculate_rewards.return_value = two_N2 if gdpo else inputs.rewards_N[:, None]
     trainer = importable("trl.trainer.grpo_trainer").GRPOTrainer
     found = trainer._generate_and_score_completions(fake, [{"prompt": ""}] * N)["advantages"]
     return inputs.tokens(found[:, None] * inputs.mask_NT).tolist()
@@ -455,6 +457,7 @@ THEIRS: dict[str, Callable[[Inputs], list[float]]] = {
     "trl: advantages": partial(trl_advantages, scale="group"),
     "trl: advantages, scale_rewards none": partial(trl_advantages, scale="none"),
     "trl: advantages, scale_rewards batch": partial(trl_advantages, scale="batch"),
+    "trl: advantages, normalize_then_sum": partial(trl_advantages, gdpo=True),
     "trl: grpo": partial(trl_policy, loss_type="grpo"),
     "trl: bnpo": partial(trl_policy, loss_type="bnpo"),
     "trl: bnpo of four forwards": partial(trl_policy, loss_type="bnpo", forwards=4),
