@@ -180,8 +180,7 @@ def test_what_stops_the_command_stops_its_ranks_and_theirs_in_one_line(
     stderr = process.stderr(timeout=30)
     assert process.returncode == 128 + number
     assert stderr == f"\nmegarlhf sleep: stopped ({number.name}); all ranks have ended\n"
-    left = [pid for pid in pids if is_running(pid)]
-    assert left == []
+    assert running(pids) == []
 
 
 @pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 75)])

@@ -61,6 +61,8 @@ GRACE_SECONDS = 2.0
 """From the first rank's failure until the others are stopped: they may fail with the same error, or with another."""
 SAVE_SECONDS = 60.0
 """The same after a rank that has saved and left as it was asked: the others leave too."""
+KILL_SECONDS = 1.0
+"""Until what a rank has started is taken for gone after SIGKILL: in a container nobody may look at the ended ones."""
 SILENCE_SECONDS = 3.0
 """After which another rank than 0 prints its error under a launcher that is not ours."""
 
@@ -169,8 +171,20 @@ def _stop(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(rank.pid, signal.SIGKILL)
         rank.wait()
+    deadline = time.monotonic() + KILL_SECONDS
+    while any(_has_processes(rank.pid) for rank in ranks) and time.monotonic() < deadline:
+        time.sleep(POLL_SECONDS / 10)
     if running and sys.stdout.isatty():
         print("\x1b[?25h", end="", flush=True)  # the cursor, which a progress bar hides
+
+
+def _has_processes(group: int) -> bool:
+    """A killed process takes a moment to end, and is counted until its parent has looked."""
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def _print_errors(command: str, reports: Path, failed: int | None, ranks: Sequence[subprocess.Popen[bytes]]) -> int:
