@@ -46,7 +46,7 @@ from megarlhf.trainers.session import Session
 Clock = Callable[[str], Any]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class TimedRole(Role):
     """A role that says how long its forwards, its forwards and backwards and its optimizer steps took."""
 

@@ -25,7 +25,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megarlhf.placement import Box
-from megarlhf.weights.checkpoint.formats.torch_dist.metadata import _ALLOWED, _INERT, Blob, Chunk, GlobalTensor
+from megarlhf.weights.checkpoint.formats.torch_dist.metadata import _ALLOWED, _INERT, Blob, GlobalTensor, SavedShard
 from megarlhf.weights.checkpoint.formats.torch_dist.metadata_pickle import pickle_metadata
 from megarlhf.weights.checkpoint.formats.torch_file.archive import TensorSpec, read_torch_file, write_skeleton
 from megarlhf.weights.checkpoint.formats.torch_file.unpickle import unpickle
@@ -56,10 +56,10 @@ def offsets_by_torch(path: Path) -> dict[str, int]:
 
 def metadata(count: int) -> bytes:
     rows = 97
-    chunks = tuple(
-        Chunk(Box((i, 0), (i + 1, 64)), Blob(Path("__0_0.distcp"), 8192 * i, 8000)) for i in range(count // rows)
+    shards = tuple(
+        SavedShard(Box((i, 0), (i + 1, 64)), Blob(Path("__0_0.distcp"), 8192 * i, 8000)) for i in range(count // rows)
     )
-    tensor = GlobalTensor((len(chunks), 64), torch.bfloat16, chunks)
+    tensor = GlobalTensor((len(shards), 64), torch.bfloat16, shards)
     return pickle_metadata({f"decoder.layers.{i}.weight": tensor for i in range(rows)}, {})
 
 
