@@ -14,5 +14,5 @@ def test_the_benchmark_runs(tmp_path):
     assert [float(part) for part in result["by_delay_in_parts"]] == list(PARTS[1:])
     for found in result["by_delay_in_parts"].values():
         assert found["lowest"] == found["cost"] == found["highest"], "one round"
-    longest = result["by_delay_in_parts"]["2.0"]
-    assert longest["cost"] > 0.2, "a delay that is longer than the work beside it is waited for"
+        assert found["delay_seconds"] > 0
+    assert result["seconds_without"] > 0

@@ -147,10 +147,10 @@ def test_components_and_rewards_of_tokens(ask):
 
 
 def test_async_calls_wait_together_and_workers_share(ask):
-    """32 calls of a tenth of a second, sixteen at once; batches of one row over three processes."""
+    """160 calls of a tenth of a second, sixteen at once; batches of one row over three processes."""
     start = time.monotonic()
-    assert values(ask("slow", many(32))) == [1] * 32
-    assert time.monotonic() - start < 2.5
+    assert values(ask("slow", many(160))) == [1] * 160
+    assert time.monotonic() - start < 14, "one after the other takes 16 s"
     assert values(ask("as_batch", workers=3, batch_samples=1)) == [1, 12, 23]
 
 
@@ -235,11 +235,11 @@ def test_tries_again_after_a_hang(ask, tmp_path):
 def test_waiting_can_be_given_up_and_nothing_is_left(ask):
     """Asked to stop, `wait` returns None at once; closing ends the workers, hanging ones too."""
     rule = "users_rewards:second"
-    pool = RewardPool(rule, form_of(load_function(rule)), workers=1, timeout_seconds=1.0)
+    pool = RewardPool(rule, form_of(load_function(rule)), workers=1, timeout_seconds=60.0)
     pending = pool.start(batch("hang"))
     start = time.monotonic()
     assert pending.wait(lambda: time.monotonic() - start > 0.3) is None
-    assert time.monotonic() - start < 0.9
+    assert time.monotonic() - start < 30
     pool.close()
     running = [path for path in Path("/proc").glob("[0-9]*/cmdline") if b"rewards.worker" in _read(path)]
     mine = [path for path in running if f"PPid:\t{os.getpid()}" in (path.parent / "status").read_text()]
