@@ -2,11 +2,14 @@
 
 NaN stands where a reward does not apply; it counts in no mean and no deviation, and stays.
 
-Legend: N samples, G groups.
+Legend: N samples, G groups, K rewards.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 from torch import Tensor
 
 from megarlhf.algo.advantages import group_relative
@@ -24,6 +27,18 @@ def group_normalised(values_N: Tensor, groups_N: Tensor, *, eps: float = 1e-6) -
     if bool(present_N.any()):
         out_N[present_N] = group_relative(values_N[present_N], groups_N[present_N], eps=eps)
     return out_N
+
+
+def weighted_total(values_KN: Tensor, weights: Sequence[float], failed_KN: Tensor | None = None) -> Tensor:
+    """Each sample's reward: the sum of weight x value over the rewards that apply to it.
+
+    Shapes:  values_KN [K, N], K weights, failed_KN [K, N] bool -> [N]
+    NaN:     where no reward applies, and where one has failed: the sum of the others would count it as 0
+    """
+    weights_K1 = torch.tensor(weights, dtype=values_KN.dtype, device=values_KN.device)[:, None]
+    missing_KN = values_KN.isnan()
+    lost_N = missing_KN.all(0) if failed_KN is None else missing_KN.all(0) | failed_KN.any(0)
+    return (weights_K1 * values_KN).masked_fill(missing_KN, 0.0).sum(0).masked_fill(lost_N, float("nan"))
 
 
 class RunningMoments:

@@ -194,8 +194,8 @@ class AlgoConfig(FrozenModel):
     loss_block_samples: PositiveInt = 1
     """`bnpo` only: samples of a block, in the order of the mini-batch. 1 is `sequence`, all of it `token`."""
     unrewarded: Literal["stop", "drop"] = "stop"
-    """What happens with a sample for which every reward says None (or failed and is dropped): the run ends, or the
-    sample is left out of the step. Either way the first one is shown."""
+    """What happens with a sample for which every reward says None: the run ends, or the sample is left out of the step.
+    Either way the first one is shown. (A reward that failed: `rewards[].on_failure`.)"""
     dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
     overlong: OverlongConfig = OverlongConfig()
     missing_end_penalty: NonNegative = 0.0

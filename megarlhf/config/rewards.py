@@ -98,8 +98,8 @@ class RewardConfig(FrozenModel):
     """Responses for one call of a function that takes a batch (default: all of the rank), for one request, or for one
     forward of a classifier (32)."""
     on_failure: Literal["stop", "drop"] = "stop"
-    """What a reward that could not be had means: the run ends, or the sample is left out of the step and counted. Never
-    0 in silence."""
+    """What a reward that could not be had means: the run ends, or the sample is left out of the step and counted, also
+    where other rewards apply to it: a sum without this one would count it as 0."""
 
     @property
     def label(self) -> str:

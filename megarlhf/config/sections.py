@@ -302,6 +302,11 @@ class RLConfig(FrozenModel):
         comparing = [
             f"rewards[{n}].normalise = group" for n, each in enumerate(self.rewards) if each.normalise == "group"
         ]
+        if comparing and self.algo.advantage == "remax":
+            raise ValueError(
+                f"{comparing[0]}, and algo.advantage = 'remax' compares with one greedy response to a prompt, which is "
+                "alone in its group: its normalised reward would always be 0. Choose another advantage or normalise"
+            )
         if self.algo.dynamic_sampling.max_refills:
             comparing.append("algo.dynamic_sampling")
         if comparing and samples < 2:
@@ -327,7 +332,7 @@ class GenerateConfig(FrozenModel):
     greedy: bool = True
     """Take the likeliest token; otherwise sample at `rollout.temperature`."""
     rewards: tuple[RewardConfig, ...] = ()
-    """Rules only."""
+    """All kinds but `model`."""
     eval: AccuracyConfig = AccuracyConfig()
     max_samples: PositiveInt | None = None
     """Use only the first so many prompts."""
@@ -343,7 +348,10 @@ class GenerateConfig(FrozenModel):
     @model_validator(mode="after")
     def _check(self) -> GenerateConfig:
         if any(reward.kind == "model" for reward in self.rewards):
-            raise ValueError("generate and eval score by rules only; got a reward of kind 'model'")
+            raise ValueError(
+                "generate and eval build no reward model; got a reward of kind 'model'. Give its Hugging Face "
+                "directory (an export of rm is one) as {kind: classifier, path: ...}, or a rule"
+            )
         plain = RewardConfig.model_fields
         changed = [
             f"rewards[{n}].{name} = {getattr(reward, name)}"

@@ -8,11 +8,12 @@ import math
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from megarlhf.algo.reward_scaling import weighted_total
 from megarlhf.config import GenerateConfig, RewardConfig
 from megarlhf.data.samples import PromptSample
 from megarlhf.experience import Rollouts
@@ -43,12 +44,12 @@ def run(cfg: GenerateConfig, runtime: Runtime) -> None:
             data = load_prompts(cfg.data, cfg.actor.model.hf_directory(), _scored_by(cfg))
             engine = _engine(cfg, runtime)
         session = stack.enter_context(open_session(cfg, cfg.run, runtime, "generate", 1, data.notes, phases=phases))
-        prompts, responses, rollouts, rewards = _respond(cfg, runtime, engine, data, phases)
+        prompts, responses, rollouts, scores = _respond(cfg, runtime, engine, data, phases)
         out = cfg.out or cfg.run.dir / "responses.jsonl"
-        lines, counts = _chosen_lines(cfg, prompts, responses, rollouts, rewards)
+        lines, counts = _chosen_lines(cfg, prompts, responses, rollouts, scores)
         if runtime.is_main:
             _write_lines(out, lines)
-        session.log(1, {**_summary(cfg, rollouts, rewards), **counts})
+        session.log(1, {**_summary(cfg, rollouts, scores), **counts})
         session.note(f"wrote {len(lines)} lines of {len(prompts)} responses to {out}{_in_words(counts)}")
         if runtime.is_main:
             finish(cfg.run.dir, 1, NO_STEPS_LEFT)
@@ -62,8 +63,8 @@ def evaluate(cfg: GenerateConfig, runtime: Runtime) -> None:
             data = load_prompts(cfg.data, cfg.actor.model.hf_directory(), _scored_by(cfg))
             engine = _engine(cfg, runtime)
         session = stack.enter_context(open_session(cfg, cfg.run, runtime, "eval", 1, data.notes, phases=phases))
-        prompts, _, rollouts, rewards = _respond(cfg, runtime, engine, data, phases)
-        summary = _summary(cfg, rollouts, rewards)
+        prompts, _, rollouts, scores = _respond(cfg, runtime, engine, data, phases)
+        summary = _summary(cfg, rollouts, scores)
         counts = {"num_prompts": len(prompts) // cfg.rollout.num_samples_per_prompt, "num_samples": len(prompts)}
         session.log(1, {**summary, **counts})
         session.note(f"{cfg.actor.model.path}: means over {len(prompts)} responses to {cfg.data.train}")
@@ -83,9 +84,18 @@ def _engine(cfg: GenerateConfig, runtime: Runtime) -> RolloutEngine:
     return engine
 
 
+class _Scores(NamedTuple):
+    """What a reward says of each response."""
+
+    values_N: Tensor
+    """fp64, as the reward says it; NaN where it does not apply, or has failed."""
+    failed_N: Tensor
+    """bool."""
+
+
 def _respond(
     cfg: GenerateConfig, runtime: Runtime, engine: RolloutEngine, data: PromptData, phases: Phases
-) -> tuple[list[PromptSample], list[str], Rollouts, dict[str, Tensor]]:
+) -> tuple[list[PromptSample], list[str], Rollouts, dict[str, _Scores]]:
     prompts = [p for p in data.train[: cfg.max_samples] for _ in range(cfg.rollout.num_samples_per_prompt)]
     with phases("rollout"):
         rollouts = engine.generate(
@@ -95,11 +105,11 @@ def _respond(
         )
     responses = response_texts(rollouts, data.tokenizer)
     with phases("reward"):
-        rewards = {
-            reward.label: _values(reward, prompts, rollouts, data, phases, runtime.device) for reward in _scored_by(cfg)
+        scores = {
+            reward.label: _scores(reward, prompts, rollouts, data, phases, runtime.device) for reward in _scored_by(cfg)
         }
     engine.close()
-    return prompts, responses, rollouts, rewards
+    return prompts, responses, rollouts, scores
 
 
 def _scored_by(cfg: GenerateConfig) -> list[RewardConfig]:
@@ -108,15 +118,15 @@ def _scored_by(cfg: GenerateConfig) -> list[RewardConfig]:
     return [*cfg.rewards, *([judge] if judge is not None else [])]
 
 
-def _values(
+def _scores(
     reward: RewardConfig,
     prompts: list[PromptSample],
     rollouts: Rollouts,
     data: PromptData,
     phases: Phases,
     device: torch.device,
-) -> Tensor:
-    """What a reward says of each response, [N]; NaN where it does not apply."""
+) -> _Scores:
+    """Collective."""
     batch = share_of_rank(prompts, rollouts, data.tokenizer)
     with contextlib.closing(make_source(reward, device)) as source:
         outcomes = gather(
@@ -127,17 +137,20 @@ def _values(
             local=phases.local,
         )
     values = [math.nan if each.value is None else each.value for each in outcomes]
-    return torch.tensor(values, dtype=torch.float64)  # written as the rule says it
+    return _Scores(torch.tensor(values, dtype=torch.float64), torch.tensor([bool(each.error) for each in outcomes]))
 
 
-def _summary(cfg: GenerateConfig, rollouts: Rollouts, rewards: dict[str, Tensor]) -> dict[str, Metric]:
-    """Means over the responses to which a reward applies, and to how many it does not."""
+def _summary(cfg: GenerateConfig, rollouts: Rollouts, scores: Mapping[str, _Scores]) -> dict[str, Metric]:
+    """Means over the responses to which a reward applies, to how many it does not, and for how many it failed."""
     summary: dict[str, Metric] = {}
-    for name, values_N in rewards.items():
-        summary |= {f"eval_{name}": float(values_N.nanmean()), f"eval_{name}_none": int(values_N.isnan().sum())}
+    for name, (values_N, failed_N) in scores.items():
+        missing, failed = int(values_N.isnan().sum()), int(failed_N.sum())
+        summary |= {f"eval_{name}": float(values_N.nanmean()), f"eval_{name}_none": missing - failed}
+        if failed:
+            summary[f"eval_{name}_failed"] = failed
     accuracy = accuracy_of(cfg.eval.accuracy, cfg.rewards)
     if accuracy.label is not None:
-        summary |= accuracy_metrics(accuracy, rewards[accuracy.label])
+        summary |= accuracy_metrics(accuracy, scores[accuracy.label].values_N)
     return {
         **summary,
         "response_length_mean": float(rollouts.responses.lengths_N.float().mean()),
@@ -150,16 +163,17 @@ def _chosen_lines(
     prompts: list[PromptSample],
     responses: list[str],
     rollouts: Rollouts,
-    rewards: dict[str, Tensor],
+    scores: Mapping[str, _Scores],
 ) -> tuple[list[dict[str, Any]], dict[str, float]]:
     """What is written, and how many were selected and left out.
 
     Raises: ValueError when nothing is selected; see `best_of.record_of`.
     """
     if cfg.select == "all":
-        return list(_lines(prompts, responses, rollouts, rewards)), {}
-    weighted_KN = torch.stack([reward.weight * rewards[reward.label] for reward in cfg.rewards])
-    total_N = torch.where(weighted_KN.isnan().all(0), math.nan, weighted_KN.nan_to_num(0.0).sum(0))
+        return list(_lines(prompts, responses, rollouts, scores)), {}
+    values_KN = torch.stack([scores[reward.label].values_N for reward in cfg.rewards])
+    failed_KN = torch.stack([scores[reward.label].failed_N for reward in cfg.rewards])
+    total_N = weighted_total(values_KN, [reward.weight for reward in cfg.rewards], failed_KN)
     per_prompt = cfg.rollout.num_samples_per_prompt
     by_prompt, cut = candidates(responses, rollouts.finished_N, total_N, per_prompt)
     chosen, left_out = choose(by_prompt, cfg.select, cfg.min_reward)
@@ -177,7 +191,7 @@ def _in_words(counts: Mapping[str, float]) -> str:
 
 
 def _lines(
-    prompts: list[PromptSample], responses: list[str], rollouts: Rollouts, rewards: dict[str, Tensor]
+    prompts: list[PromptSample], responses: list[str], rollouts: Rollouts, scores: Mapping[str, _Scores]
 ) -> Iterable[dict[str, Any]]:
     for n, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
         yield {
@@ -185,7 +199,7 @@ def _lines(
             "prompt": prompt.text,
             "response": response,
             "finished": bool(rollouts.finished_N[n]),
-            "rewards": {name: none_for_nan(float(values_N[n])) for name, values_N in rewards.items()},
+            "rewards": {name: none_for_nan(float(each.values_N[n])) for name, each in scores.items()},
         }
 
 

@@ -62,8 +62,7 @@ class Shaped:
     @property
     def totals_N(self) -> Tensor:
         """Each response's reward and those of its tokens."""
-        token_rewards_T = self.token_rewards_T
-        return self.rewards_N if token_rewards_T is None else self.rewards_N + self.sums(token_rewards_T)
+        return total_rewards(self.experience)
 
     def sums(self, x_T: Tensor) -> Tensor:
         """[T] -> [N]."""
@@ -223,6 +222,12 @@ def add_advantages(experience: Experience, algo: AlgoConfig, kl_coef: float | No
         columns["advantages"] = whitened(columns["advantages"], trained_mask(experience), algo)
     lengths_N = shaped.like.lengths_N
     return experience.with_columns({name: Ragged(x_T, lengths_N) for name, x_T in columns.items()})
+
+
+def total_rewards(experience: Experience) -> Tensor:
+    """[N]: each response's reward, with those of its tokens."""
+    rewards_N, of_tokens = experience.per_sample["rewards"], experience.columns.get("token_rewards")
+    return rewards_N if of_tokens is None else rewards_N + packed_sums(of_tokens.values_T, of_tokens.cu_seqlens)
 
 
 def trained_mask(experience: Experience) -> Tensor | None:

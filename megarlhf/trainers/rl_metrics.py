@@ -8,7 +8,7 @@ from megarlhf.algo.advantages import explained_variance, without_signal
 from megarlhf.algo.kl import KLKind, kl_estimate
 from megarlhf.config import RLConfig
 from megarlhf.experience import Experience
-from megarlhf.trainers.rl_advantages import trained_mask
+from megarlhf.trainers.rl_advantages import total_rewards, trained_mask
 
 LOGGED_KL: Mapping[str, KLKind] = {"kl_k1": "k1", "kl_k3": "k3"}
 """k1 is unbiased and noisy, k3 never negative: the two together say when either is not to be trusted."""
@@ -17,7 +17,7 @@ LOGGED_KL: Mapping[str, KLKind] = {"kl_k1": "k1", "kl_k3": "k3"}
 def describe(experience: Experience, cfg: RLConfig) -> dict[str, float]:
     """What the step's samples were like. Rewards, and what follows from them, are of the samples that have one."""
     old, ref = experience.columns["old_logprobs"], experience.columns["ref_logprobs"]
-    lengths_N, rewards_N = experience.response_lengths_N, experience.per_sample["rewards"]
+    lengths_N, rewards_N = experience.response_lengths_N, total_rewards(experience)
     groups_N, trained_T = experience.groups_N.to(rewards_N.device), trained_mask(experience)
     if (rewarded_N := experience.per_sample.get("rewarded")) is not None:
         rewards_N, groups_N = rewards_N[rewarded_N], groups_N[rewarded_N]

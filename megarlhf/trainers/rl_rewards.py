@@ -15,13 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megarlhf.algo.reward_scaling import RunningMoments, group_normalised
+from megarlhf.algo.reward_scaling import RunningMoments, group_normalised, weighted_total
 from megarlhf.architectures.hf_config import read_config, score_of_config
 from megarlhf.config import MicroBatchConfig, RewardConfig
 from megarlhf.config.rewards import labels_of
 from megarlhf.data.samples import PromptSample
 from megarlhf.data.tokenizer import Tokenizer
 from megarlhf.experience import Experience, Ragged
+from megarlhf.kernels import packed_sums
 from megarlhf.models.role import Role
 from megarlhf.observe.phases import Phases
 from megarlhf.parallel.step import MicroBatch
@@ -71,7 +72,7 @@ class Said:
     components: Mapping[str, Tensor] = field(default_factory=dict)
     """fp32 [N] each, NaN where a sample has none of the name."""
     token_values: Mapping[int, tuple[float, ...]] = field(default_factory=dict)
-    """By sample."""
+    """By sample; its value is their sum."""
 
     @staticmethod
     def joined(parts: Sequence[tuple[Said, Sequence[int]]]) -> Said:
@@ -108,14 +109,21 @@ class Rewarded:
     """The rewards of a step, the same on every rank."""
 
     rewards_N: Tensor
-    """The weighted sum; 0 where no reward applies."""
+    """The weighted sum, without what is in `token_rewards`; 0 for what is not kept."""
     kept_N: Tensor
-    """bool: some reward applies."""
+    """bool: some reward applies, and none has failed."""
     token_rewards: Ragged | None
     """Of single tokens, where any reward gave them."""
     metrics: dict[str, float]
     per_sample: Mapping[str, Tensor]
     """By `reward/NAME`: what each reward said, before shift, clip and weight; NaN where it said nothing."""
+
+    @property
+    def totals_N(self) -> Tensor:
+        """The weighted sum, with the rewards of tokens; 0 for what is not kept."""
+        if (column := self.token_rewards) is None:
+            return self.rewards_N
+        return self.rewards_N + packed_sums(column.values_T, column.cu_seqlens)
 
 
 class Rewarder:
@@ -173,13 +181,9 @@ class Rewarder:
         self, experience: Experience, prompts: Sequence[PromptSample], should_stop: ShouldStop
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Of held-out samples: the weighted sum without normalisation, whose scale changes over a run, and what each
-        reward said, by name. [N], NaN where none applies, or this one does not. Collective."""
+        reward said, by name. [N], NaN where none applies, or this one does not, or has failed. Collective."""
         said = self.start(experience, prompts).said(should_stop)
-        named = zip(self.rewards, said, strict=True)
-        parts_KN = torch.stack([reward.weight * bounded(reward, each.values_N) for reward, each in named])
-        applies_N = (~parts_KN.isnan()).any(0)
-        total_N = parts_KN.nan_to_num(0.0).sum(0).where(applies_N, torch.full_like(parts_KN[0], NAN))
-        return total_N, {label: each.values_N for label, each in zip(self.labels, said, strict=True)}
+        return totals_of(self.rewards, said), {label: s.values_N for label, s in zip(self.labels, said, strict=True)}
 
     def combined(
         self, experience: Experience, prompts: Sequence[PromptSample], said: Sequence[Said], *, learn: bool = True
@@ -189,31 +193,31 @@ class Rewarder:
         Raises: RewardError for samples without a reward, where these end the run.
         """
         groups_N = experience.groups_N.to(self.device)
-        total_N = torch.zeros(experience.num_samples, device=self.device)
-        kept_N = torch.zeros(experience.num_samples, dtype=torch.bool, device=self.device)
+        failed_N = torch.stack([each.failed_N for each in said]).any(0)
         metrics: dict[str, float] = {}
         tokens: list[Tensor] = []
+        at_end: list[Tensor] = []
         for label, reward, each in zip(self.labels, self.rewards, said, strict=True):
-            values_N = bounded(reward, each.values_N)
+            values_N = bounded(reward, each.values_N).masked_fill(failed_N, NAN)
             if reward.normalise == "running":
                 if learn:
                     self._moments[label].update(values_N)
                 values_N = self._moments[label].normalise(values_N)
             elif reward.normalise == "group":
                 values_N = group_normalised(values_N, groups_N, eps=reward.normalise_eps)
-            kept_N |= ~values_N.isnan()
-            total_N += reward.weight * values_N.nan_to_num(0.0)
             metrics |= metrics_of(label, each)
             if each.token_values:
                 tokens.append(reward.weight * self._per_token(label, reward, experience, each))
-        lost = int((~kept_N).sum())
-        metrics["samples_without_reward"] = lost
-        if lost:
-            self._say_lost(kept_N, prompts, experience)
+                values_N[list(each.token_values)] = 0.0
+            at_end.append(values_N)
+        total_N = weighted_total(torch.stack(at_end), [reward.weight for reward in self.rewards])
+        kept_N = ~(total_N.isnan() | failed_N)
+        metrics["samples_without_reward"] = int((~kept_N).sum())
+        self._require_rewards(kept_N, failed_N, prompts, experience)
         lengths_N = experience.response_lengths_N
         column = Ragged(torch.stack(tokens).sum(0), lengths_N) if tokens else None
         named = {f"reward/{label}": each.values_N for label, each in zip(self.labels, said, strict=True)}
-        return Rewarded(total_N, kept_N, column, metrics, named)
+        return Rewarded(total_N.masked_fill(~kept_N, 0.0), kept_N, column, metrics, named)
 
     def _per_token(self, label: str, reward: RewardConfig, experience: Experience, said: Said) -> Tensor:
         if reward.normalise != "none" or reward.clip is not None or reward.shift:
@@ -225,23 +229,36 @@ class Rewarder:
         rows = [torch.tensor(said.token_values.get(n, (0.0,) * length)) for n, length in enumerate(lengths)]
         return torch.cat(rows).to(self.device, torch.float32)
 
-    def _say_lost(self, kept_N: Tensor, prompts: Sequence[PromptSample], experience: Experience) -> None:
-        """Raises: RewardError where that ends the run."""
-        lost = (~kept_N).nonzero().flatten().tolist()
-        first = prompts[lost[0]]
-        words = (
-            f"{len(lost)} of {len(kept_N)} samples of this step got no reward: every reward said None, or failed and "
-            f"is dropped. The first is sample {lost[0]}, record {first.index + 1} of the prompts: {short(first.text)}, "
-            f"fields {short(first.fields)}"
-        )
-        if self._unrewarded == "stop":
+    def _require_rewards(
+        self, kept_N: Tensor, failed_N: Tensor, prompts: Sequence[PromptSample], experience: Experience
+    ) -> None:
+        """Says which samples are left out, and why. Raises: RewardError where that ends the run."""
+        if bool(kept_N.all()):
+            return
+        unrewarded_N = ~(kept_N | failed_N)
+        if bool(unrewarded_N.any()):
+            words = f"{_lost(unrewarded_N, prompts)} got no reward: every reward said None"
+            if self._unrewarded == "stop":
+                raise RewardError(
+                    f"{words}. Add a reward that applies, clean the data, or leave such samples out of training: "
+                    "algo.unrewarded = drop"
+                )
+            log.info("%s; left out (algo.unrewarded = drop)", words)
+        if not bool(kept_N.any()):
             raise RewardError(
-                f"{words}. Add a reward that applies to it, clean the data, or leave such samples out of training: "
-                "algo.unrewarded = drop"
+                f"{_lost(~kept_N, prompts)} have no reward: every reward said None, or one has failed and is dropped. "
+                "Nothing is left to train on"
             )
-        if len(lost) == len(kept_N):
-            raise RewardError(f"{words}. Nothing is left to train on")
-        log.info("%s; they are left out (algo.unrewarded = drop)", words)
+
+
+def _lost(lost_N: Tensor, prompts: Sequence[PromptSample]) -> str:
+    """How many, and the row of the first."""
+    lost = lost_N.nonzero().flatten().tolist()
+    first = prompts[lost[0]]
+    return (
+        f"{len(lost)} of {len(lost_N)} samples of this step (the first is sample {lost[0]}, record {first.index + 1} "
+        f"of the prompts: {short(first.text)}, fields {short(first.fields)})"
+    )
 
 
 @dataclass(frozen=True)
@@ -308,6 +325,13 @@ def said_of(label: str, outcomes: Sequence[Outcome], device: torch.device) -> Sa
         components={name: column([(outcome.components or {}).get(name) for outcome in outcomes]) for name in names},
         token_values={n: each.token_values for n, each in enumerate(outcomes) if each.token_values is not None},
     )
+
+
+def totals_of(rewards: Sequence[RewardConfig], said: Sequence[Said]) -> Tensor:
+    """The weighted sum of what is said, less `shift` and clipped, without normalisation: [N], NaN where no reward
+    applies or one has failed."""
+    values_KN = torch.stack([bounded(reward, each.values_N) for reward, each in zip(rewards, said, strict=True)])
+    return weighted_total(values_KN, [r.weight for r in rewards], torch.stack([each.failed_N for each in said]))
 
 
 def bounded(reward: RewardConfig, values_N: Tensor) -> Tensor:

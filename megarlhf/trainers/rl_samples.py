@@ -17,6 +17,7 @@ from megarlhf.data.samples import PromptSample
 from megarlhf.data.tokenizer import Tokenizer
 from megarlhf.experience import Experience, Ragged, Rollouts
 from megarlhf.observe.samples import Row, spread
+from megarlhf.trainers.rl_advantages import total_rewards
 
 OF_REWARD = "reward/"
 
@@ -65,7 +66,7 @@ def training_rows(
     per_sample, columns = experience.per_sample, experience.columns
     old, ref, kl = columns["old_logprobs"], columns["ref_logprobs"], cfg.algo.kl
     kl_T = kl_estimate(old.values_T, ref.values_T, kl.estimator, kl.clamp)
-    total_N = per_sample["rewards"]
+    total_N = total_rewards(experience)
     if "rewarded" in per_sample:
         total_N = total_N.masked_fill(~per_sample["rewarded"], math.nan)  # no reward applies
     said = {

@@ -56,7 +56,7 @@ def score(
             said = under_way.said(session.asked_to_stop)
     rewarded = rewarder.combined(experience, repeated(prompts, per_prompt), said)
     if "greedy_rewards" in ADVANTAGES[cfg.algo.advantage].reads:
-        greedy_N = greedy_rewards(components, prompts, session).repeat_interleave(per_prompt)
+        greedy_N = greedy_rewards(cfg, components, prompts, session).repeat_interleave(per_prompt)
         experience = experience.with_per_sample({"greedy_rewards": greedy_N})
     return with_rewards(experience, rewarded, cfg, step), {**rewarded.metrics, **found}
 
@@ -86,8 +86,11 @@ def drawn_more(drawing: Drawing, refill: int, count: int, used: Sequence[PromptS
 
 def with_rewards(experience: Experience, rewarded: Rewarded, cfg: RLConfig, step: int) -> Experience:
     """The rewards as columns, with what the length of a response adds. Samples without a reward are left out of the
-    losses, and are no group's; those that are only masked stay in their group."""
-    rewards_N, kept_N = rewarded.rewards_N + shaping_of(experience, cfg).to(rewarded.rewards_N), rewarded.kept_N
+    losses, and are no group's; those that are only masked, or have no baseline, stay in their group."""
+    rewards_N, of_tokens, kept_N = rewarded.rewards_N, rewarded.token_rewards, rewarded.kept_N
+    if cfg.algo.shuffle_rewards:
+        rewards_N, of_tokens = rewarded.totals_N, None
+    rewards_N = rewards_N + shaping_of(experience, cfg).to(rewards_N)
     if cfg.algo.shuffle_rewards:
         generator = torch.Generator().manual_seed(sample_seed(cfg.run.seed, step, -1))
         order_N = torch.randperm(len(rewards_N), generator=generator).to(rewards_N.device)
@@ -95,9 +98,12 @@ def with_rewards(experience: Experience, rewarded: Rewarded, cfg: RLConfig, step
     trained_N = kept_N
     if cfg.algo.overlong.mask:
         trained_N = kept_N & experience.rollouts.finished_N.to(kept_N.device)
+    if (greedy_N := experience.per_sample.get("greedy_rewards")) is not None:
+        trained_N = trained_N & ~greedy_N.isnan()
+        experience = experience.with_per_sample({"greedy_rewards": greedy_N.nan_to_num(0.0)})
     columns = {"rewards": rewards_N, **rewarded.per_sample}
-    if rewarded.token_rewards is not None:
-        experience = experience.with_columns({"token_rewards": rewarded.token_rewards})
+    if of_tokens is not None:
+        experience = experience.with_columns({"token_rewards": of_tokens})
     if bool(trained_N.all()):
         return experience.with_per_sample(columns)
     groups_N = experience.groups_N.clone()
@@ -137,16 +143,19 @@ def with_forwards(
     return experience.with_columns(columns)
 
 
-def greedy_rewards(components: Components, prompts: Sequence[PromptSample], session: Session) -> Tensor:
-    """The reward of the greedy response to each prompt, by the same weights as the step's samples: [prompts]."""
+def greedy_rewards(cfg: RLConfig, components: Components, prompts: Sequence[PromptSample], session: Session) -> Tensor:
+    """What the greedy response to each prompt earns, by the same weights as the step's samples and with the same
+    penalties for its length: [prompts], NaN where it has no reward."""
     rows = [torch.tensor(prompt.tokens) for prompt in prompts]
     greedy = replace(components.sampling, greedy=True)
     with session.stoppable("rollout"):
         rollouts = components.engine.generate(rows, [0] * len(rows), greedy, should_stop=session.asked_to_stop)
         components.phases.count("rollout_tokens_per_second", float(rollouts.responses.num_tokens))
     with session.stoppable("reward"):
-        under_way = components.rewarder.start(make_experience(prompts, rollouts, 1), prompts)
-        return under_way.finish(session.asked_to_stop, learn=False).rewards_N
+        experience = make_experience(prompts, rollouts, 1)
+        rewarded = components.rewarder.start(experience, prompts).finish(session.asked_to_stop, learn=False)
+    totals_N = rewarded.totals_N + shaping_of(experience, cfg).to(rewarded.rewards_N)
+    return totals_N.masked_fill(~rewarded.kept_N, torch.nan)
 
 
 def policy_logprobs(

@@ -15,7 +15,7 @@ from megarlhf.algo.advantages import without_signal
 from megarlhf.config import DynamicSamplingConfig, RewardConfig
 from megarlhf.data.samples import PromptSample
 from megarlhf.experience import Experience, Rollouts
-from megarlhf.trainers.rl_rewards import Said, bounded
+from megarlhf.trainers.rl_rewards import Said, bounded, totals_of
 
 
 @dataclass(frozen=True)
@@ -84,29 +84,22 @@ def joined(parts: Sequence[tuple[Drawn, Sequence[int]]]) -> Drawn:
 def groups_with_signal(drawn: Drawn, rewards: Sequence[RewardConfig], cfg: DynamicSamplingConfig) -> list[int]:
     """Groups whose responses differ in what they earn, and whose mean reward is in the range that is asked for.
 
-    Compared is the weighted sum of the rewards, each less its shift and clipped, and those of tokens; a reward that is
-    normalised also by itself, as equal sums may differ after it. Samples without any reward are not compared.
+    Compared is the weighted sum of the rewards, each less its shift and clipped; a reward that is normalised also by
+    itself, as equal sums may differ after it. Samples without a reward, or with one that failed, are not compared.
     """
-    groups_N = drawn.experience.groups_N
-    parts = [_earned(drawn, reward, said) for reward, said in zip(rewards, drawn.said, strict=True)]
-    total_N = torch.stack([part_N.nan_to_num(0.0) for part_N in parts]).sum(0)
-    applies_N = (~torch.stack(parts).isnan()).any(0)
-    compared = [torch.where(applies_N, total_N, torch.nan)]
-    compared += [part_N for part_N, reward in zip(parts, rewards, strict=True) if reward.normalise != "none"]
-    differs_N = torch.stack([_differs(values_N, groups_N) for values_N in compared]).any(0)
+    groups_N, said = drawn.experience.groups_N, drawn.said
+    total_N = totals_of(rewards, said).cpu().double()
+    normalised = [
+        bounded(reward, each.values_N).cpu().masked_fill(total_N.isnan(), torch.nan)
+        for reward, each in zip(rewards, said, strict=True)
+        if reward.normalise != "none"
+    ]
+    differs_N = torch.stack([_differs(values_N, groups_N) for values_N in (total_N, *normalised)]).any(0)
     useful = [group for group in range(len(drawn.prompts)) if bool(differs_N[groups_N == group].any())]
     if cfg.reward_range is None:
         return useful
     low, high = cfg.reward_range
-    return [g for g in useful if low < float(total_N[(groups_N == g) & applies_N].mean()) < high]
-
-
-def _earned(drawn: Drawn, reward: RewardConfig, said: Said) -> Tensor:
-    """[N] fp64 on the CPU: what a reward adds to each response; NaN where it says nothing."""
-    values_N = bounded(reward, said.values_N).cpu().double()
-    for n, values in said.token_values.items():
-        values_N[n] += sum(values)
-    return reward.weight * values_N
+    return [g for g in useful if low < float(total_N[groups_N == g].nanmean()) < high]
 
 
 def _differs(values_N: Tensor, groups_N: Tensor) -> Tensor:

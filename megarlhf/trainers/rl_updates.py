@@ -171,7 +171,7 @@ def learners(
             temperature=cfg.rollout.temperature,
             vocabulary=actor.shard.vocabulary(),
             response_tokens=tokens,
-            kl_coef=algo.kl.coef if algo.kl.placement == "loss" else 0.0,
+            kl_coef=components.kl.coef if algo.kl.placement == "loss" else 0.0,
             entropy_coef=algo.entropy_coef_at(step, cfg.train.num_steps),
             ptx_coef=0.0 if cfg.ptx is None else cfg.ptx.coef,
         )

@@ -192,7 +192,11 @@ VLLM_TP = ("actor.parallel.tp=2", "rollout.parallel.tp=2")
             ["set eval.every and data.heldout"],
         ),
         ("generate", ["data.heldout=h.jsonl"], ["would leave data.heldout = h.jsonl unread", "set data.train to"]),
-        ("generate", ["rewards=[{kind: model}]"], ["score by rules only", "got a reward of kind 'model'"]),
+        (
+            "generate",
+            ["rewards=[{kind: model}]"],
+            ["build no reward model", "got a reward of kind 'model'", "{kind: classifier, path: ...}"],
+        ),
         (
             "generate",
             ["rewards=[{kind: rule, rule: exact_match, weight: 2, clip: 1}]"],

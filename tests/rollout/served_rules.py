@@ -4,3 +4,10 @@
 def short(prompt, response, fields):
     """1 for a response of one letter, None for others."""
     return 1.0 if len(response) == 1 else None
+
+
+def picky(prompt, response, fields):
+    """Fails on the response `bad`."""
+    if response == "bad":
+        raise RuntimeError("no judge for this")
+    return 1.0

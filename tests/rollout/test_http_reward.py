@@ -44,6 +44,11 @@ class Server:
                 if status == "late":
                     time.sleep(float(text))
                     status, text = usual
+                if status == "slow":  # a byte now and then, of the headers or of the body
+                    for byte in text.encode():
+                        self.wfile.write(bytes([byte]))
+                        time.sleep(0.1)
+                    return
                 self.send_response(status)
                 self.end_headers()
                 self.wfile.write(text.encode())
@@ -128,6 +133,43 @@ def test_a_value_that_is_no_number_is_said_of_its_sample(server):
     assert first.value == 1.0
     assert "returned 'high', expected a number" in second.error
     assert not second.late
+
+
+@pytest.mark.parametrize("text", ["HTTP/1.0 200 OK\r\n" + "X: y\r\n" * 9, "HTTP/1.0 200 OK\r\n\r\n" + "[" * 40])
+def test_the_limit_is_of_the_whole_answer(server, text):
+    """Each byte comes soon after the one before; all of them would take 4 seconds or more."""
+    server.answers = [("slow", text)] * 2
+    begun = time.monotonic()
+    (found,) = ask(server.url, 1, retries=1, timeout_seconds=0.6)
+    assert "did not answer in time (0.6 s) (tried 2 times)" in found.error
+    assert found.late
+    assert time.monotonic() - begun < 3.5
+
+
+def test_an_answer_that_is_too_large_is_not_read(server, monkeypatch):
+    monkeypatch.setattr(http, "MAX_ANSWER_BYTES", 100)
+    server.answers = [(200, json.dumps({"rewards": [1.0], "logs": "x" * 200}))]
+    (found,) = ask(server.url, 1, retries=0)
+    assert "answers with more than 100 bytes" in found.error
+
+
+def test_a_server_that_says_which_of_its_rewards_failed(server):
+    """As serve-reward does; null alone means that no reward applies."""
+    server.answers = [(200, json.dumps({"rewards": [None, None], "failed": {"1": "reward 'a' took longer than 1 s"}}))]
+    first, second = ask(server.url)
+    assert (first.value, first.error) == (None, "")
+    assert second.error.endswith("says: \"reward 'a' took longer than 1 s\"")
+
+
+def test_the_end_of_a_run_does_not_wait_for_an_answer(server):
+    server.answers = [("late", "8")]
+    reward = HttpReward(server.url, **FAST)
+    reward.start(batch(1))
+    while not server.requests:
+        time.sleep(0.01)
+    begun = time.monotonic()
+    reward.close()
+    assert time.monotonic() - begun < 4
 
 
 def test_nobody_there():

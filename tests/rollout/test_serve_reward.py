@@ -7,9 +7,12 @@ import sys
 
 import httpx
 import pytest
+import torch
 
+from megarlhf.config import RewardConfig
 from megarlhf.config.serve import ServeRewardConfig
-from megarlhf.rollout.rewards.server import RequestError, batch_of, require_token
+from megarlhf.rollout.rewards.score import make_source
+from megarlhf.rollout.rewards.server import RequestError, answer_to, batch_of, require_token
 from tests.command import ROOT, megarlhf
 from tests.rollout.test_http_reward import ask
 
@@ -54,6 +57,19 @@ def test_a_run_is_answered(url):
     found = ask(url, count=2, token=TOKEN)
     assert "status 500" in found[0].error
     assert "exact_match" in found[0].error, "a prompt without an answer"
+
+
+def test_a_reward_that_fails_and_is_dropped_is_no_zero():
+    """Null, and said to have failed: for the run it is then no reward that does not apply."""
+    rules = [
+        RewardConfig(kind="rule", rule="tests.rollout.served_rules:picky", workers=0, on_failure="drop"),
+        RewardConfig(kind="rule", rule="tests.rollout.served_rules:short", workers=0),
+    ]
+    sources = {rule.label: (rule, make_source(rule, torch.device("cpu"))) for rule in rules}
+    answer = answer_to(batch_of(b'{"query": ["a", "bad", "ab"]}', 4), sources)
+    assert answer["rewards"] == [2.0, None, 1.0]
+    assert answer["failed"].keys() == {"1"}
+    assert "picky' raised RuntimeError: no judge for this" in answer["failed"]["1"]
 
 
 def test_health_needs_no_token(url):

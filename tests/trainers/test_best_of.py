@@ -1,12 +1,15 @@
 """Which responses become training data, by hand. Not covered: the command (tests/distributed/test_sampling_options)."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from megarlhf.config import RewardConfig
 from megarlhf.data.samples import PromptSample
 from megarlhf.trainers.best_of import Candidate, candidates, choose, record_of
+from megarlhf.trainers.generate import _chosen_lines, _Scores
 
 
 def test_what_was_cut_is_empty_or_has_no_reward_is_no_candidate():
@@ -50,3 +53,24 @@ def test_lines_are_what_sft_rm_and_dpo_read():
     longer = PromptSample([1], "", {}, 4, [{"role": "system", "content": "s"}, *chat.messages])
     with pytest.raises(ValueError, match=r"conversation of system, user \(record 5\).*select: best"):
         record_of(longer, [best, worst])
+
+
+def test_a_response_of_which_a_reward_failed_is_not_chosen():
+    """Without the failed reward its sum would be the highest; that one of two does not apply is no failure."""
+    rewards = [{"kind": "rule", "rule": "exact_match"}, {"kind": "rule", "rule": "numeric_match", "weight": -1.0}]
+    cfg = SimpleNamespace(
+        rewards=[RewardConfig.model_validate(reward) for reward in rewards],
+        rollout=SimpleNamespace(num_samples_per_prompt=3),
+        select="best",
+        min_reward=None,
+    )
+    nan = math.nan
+    scores = {
+        "exact_match": _Scores(torch.tensor([3.0, 2.0, 1.0]), torch.zeros(3, dtype=torch.bool)),
+        "numeric_match": _Scores(torch.tensor([nan, 1.0, nan]), torch.tensor([True, False, False])),
+    }
+    prompt = PromptSample([1], "1+1=", {}, 0)
+    rollouts = SimpleNamespace(finished_N=torch.ones(3, dtype=torch.bool))
+    lines, counts = _chosen_lines(cfg, [prompt] * 3, ["a", "b", "c"], rollouts, scores)
+    assert lines == [{"prompt": "1+1=", "response": "b", "reward": 1.0}], "the first of two that have 1"
+    assert counts["responses_without_reward"] == 1

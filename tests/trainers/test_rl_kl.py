@@ -1,11 +1,16 @@
 """The controller of the KL's coefficient, against values worked out by hand."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from megarlhf.config import KLConfig
+from megarlhf.config import AlgoConfig, KLConfig
+from megarlhf.experience import Experience, Rollouts
 from megarlhf.trainers.rl_kl import KLController
+from megarlhf.trainers.rl_updates import learners
+from tests.tables import ragged
 
 ADAPTIVE = {"coef": 0.1, "controller": "adaptive", "target": 0.05, "horizon": 1000}
 
@@ -42,3 +47,25 @@ def test_it_goes_on_where_it_was_and_with_other_settings_begins_anew():
         each.load_state_dict(made.state_dict())
     assert same.coef == made.coef != 0.1
     assert other.coef == 0.3
+
+
+@pytest.mark.parametrize(("placement", "estimator", "factor"), [("loss", "k3", 1.0), ("reward", "k1", 0.0)])
+def test_the_coefficient_in_force_is_that_of_the_loss(placement, estimator, factor):
+    """Where the KL is in the loss; the configured one is where the controller began."""
+    algo = AlgoConfig.model_validate(
+        {"advantage": "grpo", "kl": ADAPTIVE | {"placement": placement, "estimator": estimator}}
+    )
+    kl = KLController(algo.kl)
+    kl.update(10.0, 500)
+    cfg = SimpleNamespace(
+        algo=algo,
+        ptx=None,
+        loss_constant=4,
+        rollout=SimpleNamespace(temperature=1.0),
+        train=SimpleNamespace(critic_warmup_steps=0, num_steps=2),
+    )
+    actor = SimpleNamespace(shard=SimpleNamespace(vocabulary=lambda: None))
+    components = SimpleNamespace(actor=actor, critic=None, kl=kl)
+    rollouts = Rollouts(ragged([1, 2], dtype=torch.int64), ragged([0.0, 0.0]), torch.tensor([True]), 0)
+    (learner,) = learners(cfg, components, Experience((torch.tensor([1]),), torch.tensor([0]), rollouts), [0], 1)
+    assert learner.loss.kl_coef == pytest.approx(factor * 0.1 * 1.1)

@@ -204,33 +204,3 @@ def test_the_rows_of_a_group_are_drawn_with_different_seeds() -> None:
     assert asked[0][0] == [[1, 7]] * 3 + [[1, 8]] * 3
     sample(cfg, SimpleNamespace(generate=generate), prompts, None, step, refill=1)
     assert len(set(asked[0][1] + asked[1][1] + asked[2][1])) == 18
-
-
-def test_what_a_response_s_length_does_to_its_reward_and_to_the_losses() -> None:
-    """Of at most 4 tokens the last 2 cost up to 1; the one that was cut costs 0.5 more and is masked, in its group."""
-    from types import SimpleNamespace
-
-    from megarlhf.config import AlgoConfig
-    from megarlhf.experience import Experience, Rollouts
-    from megarlhf.trainers.rl_rewards import Rewarded
-    from megarlhf.trainers.rl_score import with_rewards
-
-    rollouts = Rollouts(
-        responses=ragged([5], [5, 5, 5], [5, 5, 5, 5], dtype=torch.int64),
-        logprobs=ragged([0.0], [0.0] * 3, [0.0] * 4),
-        finished_N=torch.tensor([True, True, False]),
-        weight_version=0,
-    )
-    table = Experience((torch.tensor([1]),) * 3, torch.tensor([0, 0, 0]), rollouts)
-    rewarded = Rewarded(torch.tensor([1.0, 1.0, 1.0]), torch.ones(3, dtype=torch.bool), None, {}, {})
-    algo = {"missing_end_penalty": 0.5, "overlong": {"buffer_tokens": 2, "mask": True}}
-    cfg = SimpleNamespace(
-        algo=AlgoConfig.model_validate(algo),
-        rollout=SimpleNamespace(max_response_tokens=4),
-        run=SimpleNamespace(seed=0),
-    )
-    found = with_rewards(table, rewarded, cfg, 0)
-    assert found.per_sample["rewards"].tolist() == [1.0, 0.5, -0.5]
-    assert found.per_sample["trained"].tolist() == [True, True, False]
-    assert found.trained_lengths_N.tolist() == [1, 3, 0]
-    assert found.groups_N.tolist() == [0, 0, 0]

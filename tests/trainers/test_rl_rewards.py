@@ -121,6 +121,9 @@ def test_rewards_of_tokens(rewarder):
     assert found.token_rewards.values_T.tolist() == [1.0] * 10
     assert found.token_rewards.lengths_N.tolist() == [1, 2, 3, 4]
     assert found.rewards_N.tolist() == list(NUMBERS)
+    assert found.totals_N.tolist() == [2.0, 4.0, 7.0, 8.0]
+    assert found.metrics["reward/tokens_mean"] == pytest.approx(1.25), "of the responses' sums"
+    assert rewarder(rule("tokens", weight=2.0)).mean(*step(), lambda: False) == pytest.approx(2.5), "held-out ones too"
     with pytest.raises(RewardError, match="'tokens' gives rewards of tokens, for which shift, clip and normalise"):
         total(rewarder(rule("tokens", normalise="group")))
 
@@ -158,7 +161,7 @@ def test_a_sample_without_any_reward_ends_the_run_or_is_left_out(rewarder, caplo
         found = total(rewarder(rule("even"), unrewarded="drop"))
     assert found.kept_N.tolist() == [False, True, True, True]
     assert found.metrics["samples_without_reward"] == 1
-    assert "1 of 4 samples of this step got no reward" in caplog.text
+    assert "1 of 4 samples of this step (the first is sample 0" in caplog.text
     assert "{'number': 1.0}" in caplog.text
     with pytest.raises(RewardError, match=r"4 of 4 samples.*Nothing is left to train on"):
         total(rewarder(rule("nothing"), unrewarded="drop"))
@@ -172,8 +175,24 @@ def test_a_failure_ends_the_run_or_is_dropped_and_counted(rewarder, caplog):
     assert found.kept_N.tolist() == [True, False, True, True]
     assert (found.metrics["reward/breaks_failed"], found.metrics["reward/breaks_none"]) == (1, 0)
     assert "1 of 4 samples are dropped: reward 'breaks' on sample 1" in caplog.text
-    beside = total(rewarder(rule("breaks", on_failure="drop"), rule("number")))
-    assert beside.rewards_N.tolist() == [2.0, 2.0, 8.0, 8.0], "the other reward applies"
+    with pytest.raises(RewardError, match=r"4 of 4 samples .* Nothing is left to train on"):
+        total(rewarder(rule("breaks", on_failure="drop")), (2.0,) * 4)
+
+
+def test_a_sample_with_a_failed_reward_is_left_out_though_others_apply(rewarder):
+    """Their sum would count the failure as 0. It is in no mean of its group, and in no running mean; `unrewarded` is
+    about rewards that say None."""
+    pair = (rule("breaks", on_failure="drop"), rule("number"))
+    found = total(rewarder(*pair))
+    assert found.kept_N.tolist() == [True, False, True, True]
+    assert found.rewards_N.tolist() == [2.0, 0.0, 8.0, 8.0]
+    assert found.metrics["samples_without_reward"] == 1
+    assert rewarder(*pair).mean(*step(), lambda: False) == pytest.approx(18 / 3)
+    alone = total(rewarder(pair[0], rule("number", normalise="group")))
+    assert alone.rewards_N.tolist() == [1.0 + 0.0, 0.0, 4.0, 4.0], "the first is alone in its group"
+    running = rewarder(pair[0], rule("number", normalise="running"))
+    total(running)
+    assert running.state_dict()["number"][:2] == [3.0, pytest.approx(3.0)]
 
 
 def test_names_of_rewards():

@@ -4,6 +4,7 @@ Not covered: a whole run (tests/distributed/test_dynamic_sampling.py).
 """
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -54,7 +55,18 @@ def test_what_is_compared_is_the_weighted_sum():
 
 
 def test_rewards_of_tokens_count():
-    assert groups_with_signal(drawn([0.0, 0.0, 0.0, 0.0], token_values={2: (0.5,)}), PLAIN, ON) == [1]
+    """They are part of what a reward says."""
+    assert groups_with_signal(drawn([0.0, 0.0, 0.5, 0.0], token_values={2: (0.5,)}), PLAIN, ON) == [1]
+
+
+def test_a_sample_whose_reward_failed_is_not_compared():
+    """Its other reward alone would differ from the sums of its group."""
+    found = drawn([1.0, NAN, 1.0, 0.0], [1.0, 1.0, 1.0, 1.0])
+    failed = Drawn(found.prompts, found.experience, [replace(found.said[0]), replace(found.said[1])])
+    failed.said[1].failed_N[:] = False
+    assert groups_with_signal(failed, PLAIN * 2, ON) == [1]
+    failed.said[0].failed_N[:] = False
+    assert groups_with_signal(failed, PLAIN * 2, ON) == [0, 1], "where it does not apply the sums count"
 
 
 def test_a_range_of_mean_rewards():

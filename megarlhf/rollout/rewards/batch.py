@@ -61,6 +61,7 @@ class Outcome:
     """None: it does not apply."""
     components: Mapping[str, float] | None = None
     token_values: tuple[float, ...] | None = None
+    """Of which `value` is the sum."""
     error: str = ""
     """Why there is no value, in words for the user; empty: nothing has failed."""
     late: bool = False
@@ -81,7 +82,7 @@ class Outcome:
                     f"returned TokenRewards of {len(values)} numbers for a response of {num_tokens} tokens; give one "
                     "for each of `response_tokens`"
                 )
-            return cls(value=0.0, token_values=values)
+            return cls(value=math.fsum(values), token_values=values)
         if isinstance(returned, Mapping):
             if not returned:
                 raise ValueError("returned an empty mapping, expected names with numbers; return None for no reward")

@@ -1,22 +1,25 @@
 """A reward model behind a URL, in the form of OpenRLHF's server.
 
 Request, by POST as JSON: {"query": [prompt and response], "prompts": [...], "labels": [answers or null]}; answer:
-{"rewards": [a number or null for each]}. Servers that answer with "scores" beside it are understood too.
+{"rewards": [a number or null for each]}. Servers that answer with "scores" beside it are understood too. Null is "does
+not apply", unless the answer has {"failed": {"NUMBER": "why"}} for it, as that of `serve-reward`.
 """
 
 from __future__ import annotations
 
+import asyncio
+import json
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
 
 from megarlhf.rollout.rewards.batch import Outcome, RewardBatch, short
-from megarlhf.rollout.rewards.pool import BACKOFF_SECONDS, Pending
+from megarlhf.rollout.rewards.pool import BACKOFF_SECONDS, LOOK_SECONDS, Pending
 
 BATCH_SAMPLES = 32
 """Responses of one request, where nothing else is said."""
@@ -77,9 +80,9 @@ class HttpReward:
         backoff_seconds: Sequence[float] = BACKOFF_SECONDS,
     ) -> None:
         self._url, self._retries, self._backoff = url, retries, backoff_seconds
-        self._batch_samples = batch_samples or BATCH_SAMPLES
-        headers = {"Authorization": f"Bearer {token}"} if token else {}
-        self._client = httpx.Client(timeout=timeout_seconds, headers=headers)
+        self._batch_samples, self._timeout = batch_samples or BATCH_SAMPLES, timeout_seconds
+        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._verify = httpx.create_ssl_context()
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="reward")
         self._circuit, self._closed = Circuit(), threading.Event()
 
@@ -94,7 +97,6 @@ class HttpReward:
     def close(self) -> None:
         """End the threads; an answer that is waited for is given up."""
         self._closed.set()
-        self._client.close()
         self._threads.shutdown(cancel_futures=True)
 
     def _answer(self, rows: Sequence[int], batch: RewardBatch, pending: Pending) -> None:
@@ -132,32 +134,65 @@ class HttpReward:
         labels = [fields.get("answer") for fields in batch.fields]
         body = {"query": queries, "prompts": list(batch.prompts), "labels": labels}
         try:
-            response = self._client.post(self._url, json=body)
-        except httpx.TimeoutException as error:
-            raise ServerError(f"{self._url} did not answer in time ({type(error).__name__})") from error
-        except (httpx.HTTPError, httpx.InvalidURL, RuntimeError) as error:
+            status, content = asyncio.run(self._post(body))
+        except TimeoutError as error:
+            raise ServerError(f"{self._url} did not answer in time ({self._timeout:g} s)") from error
+        except (httpx.HTTPError, httpx.InvalidURL, OSError, RuntimeError) as error:
             raise ServerError(f"{self._url} cannot be reached: {type(error).__name__}: {error}") from error
-        if (status := response.status_code) != 200:
+        if status != 200:
             kind = Refused if 400 <= status < 500 and status not in AGAIN else ServerError
-            raise kind(f"{self._url} answered with status {status}: {short(response.text)}")
-        return self._outcomes(response, batch)
+            raise kind(f"{self._url} answered with status {status}: {short(_text(content))}")
+        return self._outcomes(content, batch)
 
-    def _outcomes(self, response: httpx.Response, batch: RewardBatch) -> list[Outcome]:
-        if len(response.content) > MAX_ANSWER_BYTES:
-            raise ServerError(f"{self._url} answered with {len(response.content)} bytes, at most {MAX_ANSWER_BYTES}")
+    async def _post(self, body: Any) -> tuple[int, bytes]:
+        """Status and content. All of it takes `timeout_seconds` at most: httpx's own limit is between two bytes.
+
+        Raises: TimeoutError, ServerError, and what httpx raises.
+        """
+        asked = asyncio.ensure_future(asyncio.wait_for(self._answer_of(body), self._timeout))
+        while not asked.done() and not self._closed.is_set():
+            await asyncio.wait({asked}, timeout=LOOK_SECONDS)
+        if not asked.done():
+            asked.cancel()
+            raise ServerError(f"{self._url}: the run has ended")
+        return asked.result()
+
+    async def _answer_of(self, body: Any) -> tuple[int, bytes]:
+        content = bytearray()
+        async with (
+            httpx.AsyncClient(timeout=self._timeout, headers=self._headers, verify=self._verify) as client,
+            client.stream("POST", self._url, json=body) as response,
+        ):
+            async for chunk in response.aiter_bytes():
+                content += chunk
+                if len(content) > MAX_ANSWER_BYTES:
+                    raise ServerError(f"{self._url} answers with more than {MAX_ANSWER_BYTES} bytes")
+        return response.status_code, bytes(content)
+
+    def _outcomes(self, content: bytes, batch: RewardBatch) -> list[Outcome]:
         try:
-            answer: Any = response.json()
+            tree: Any = json.loads(content)
         except ValueError as error:
-            raise ServerError(f"{self._url} answered with no JSON: {short(response.text)}") from error
-        values = answer.get("rewards", answer.get("scores")) if isinstance(answer, dict) else None
+            raise ServerError(f"{self._url} answered with no JSON: {short(_text(content))}") from error
+        answer: Mapping[str, Any] = tree if isinstance(tree, dict) else {}
+        values = answer.get("rewards", answer.get("scores"))
         if not isinstance(values, list):
-            raise ServerError(f'{self._url} answered {short(answer)}, expected {{"rewards": [...]}}')
+            raise ServerError(f'{self._url} answered {short(tree)}, expected {{"rewards": [...]}}')
         if len(values) != len(batch):
             raise ServerError(f"{self._url} answered with {len(values)} rewards for {len(batch)} responses")
+        failed = answer.get("failed")
+        reasons = failed if isinstance(failed, dict) else {}
         found = []
-        for value in values:
+        for n, value in enumerate(values):
+            if value is None and str(n) in reasons:
+                found.append(Outcome(error=f"{self._url} says: {short(reasons[str(n)])}"))
+                continue
             try:
                 found.append(Outcome.of(value, 0))
             except ValueError as error:
                 found.append(Outcome(error=f"{self._url} {error}"))
         return found
+
+
+def _text(content: bytes) -> str:
+    return content.decode("utf-8", "replace")

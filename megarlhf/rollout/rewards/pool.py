@@ -29,7 +29,7 @@ START_SECONDS = 120.0
 
 BACKOFF_SECONDS = (0.2, 1.0, 5.0)
 """Before the first, second, ... further try; the last for all that follow."""
-_LOOK_SECONDS = 0.5
+LOOK_SECONDS = 0.5
 """How often a thread that waits for a worker looks whether anybody waits for it."""
 _CHUNK = 4 * AT_ONCE
 """Samples that an async function is given at once."""
@@ -112,7 +112,7 @@ class _Worker:
     def _receive(self, seconds: float, what: str) -> Any:
         try:
             until = time.monotonic() + seconds
-            while not self._connection.poll(min(_LOOK_SECONDS, max(0.0, until - time.monotonic()))):
+            while not self._connection.poll(min(LOOK_SECONDS, max(0.0, until - time.monotonic()))):
                 if self._closed.is_set():
                     self.kill()
                     raise WorkerError("was ended with the run")

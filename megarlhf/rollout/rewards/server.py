@@ -1,6 +1,7 @@
 """Rewards behind a URL, in the form of OpenRLHF's server: what `kind: http` asks.
 
-POST /get_reward with {"query": [...], "prompts": [...], "labels": [...]} answers {"rewards": [number or null, ...]};
+POST /get_reward with {"query": [...], "prompts": [...], "labels": [...]} answers {"rewards": [number or null, ...],
+"failed": {"NUMBER": "why", ...}}, the latter for those that are null because a reward failed and is dropped;
 GET /health says which rewards there are. Requests are served one after the other: a rule or a classifier is asked by
 one at a time.
 """
@@ -110,22 +111,26 @@ def _texts(tree: Mapping[str, Any], key: str) -> list[str]:
 
 
 def answer_to(batch: RewardBatch, sources: Sources) -> dict[str, Any]:
-    """The weighted sum of the rewards, and what each says.
+    """The weighted sum of the rewards (null where none applies, or one has failed), what each says, and which responses
+    have none because a reward failed, by their number in the request.
 
     Raises: RequestError for a reward that failed, unless it says that such samples are dropped.
     """
     waiting = {label: source.start(batch) for label, (_, source) in sources.items()}
     total: list[float | None] = [None] * len(batch)
     said: dict[str, list[float | None]] = {}
+    failed: dict[str, str] = {}
     for label, (reward, _) in sources.items():
         outcomes = waiting[label].wait() or []
         said[label] = [_value(label, reward, outcome, n) for n, outcome in enumerate(outcomes)]
+        failed |= {str(n): f"reward {label!r} {each.error}" for n, each in enumerate(outcomes) if each.error}
         for n, value in enumerate(said[label]):
             if value is not None:
                 held = value - reward.shift
                 held = held if reward.clip is None else max(-reward.clip, min(reward.clip, held))
                 total[n] = (total[n] or 0.0) + reward.weight * held
-    return {"rewards": total, "by_reward": said}
+    rewards = [None if str(n) in failed else value for n, value in enumerate(total)]
+    return {"rewards": rewards, "by_reward": said, "failed": failed}
 
 
 def _value(label: str, reward: RewardConfig, outcome: Outcome, n: int) -> float | None:
