@@ -64,6 +64,7 @@ def group_relative(
     *,
     unbiased: bool = True,
     of_all: bool = False,
+    counted_N: Tensor | None = None,
     eps: float = 1e-6,
     floor: float = 0.0,
     group_of_one: GroupOfOne = "zero",
@@ -73,15 +74,16 @@ def group_relative(
     Shapes:  rewards_N [N], groups_N [N] integers, equal for responses to one prompt, in any order -> [N]
     Maths:   std is the unbiased one (divided by the group's size - 1), as in code that calls `torch.std`, or the
              biased one. A group of equal rewards gives zeros, whatever eps and floor are
-    of_all:  divide by the std of all N rewards in place of the group's
+    of_all:  divide by the std of all N rewards in place of the group's, or of those that `counted_N` [N] bool marks
     Source:  DeepSeekMath (Shao et al. 2024), section 4.1.2, which does not say which std
     Others:  eps is 1e-6 in verl, 1e-4 in TRL, 1e-9 in OpenRLHF, all with the unbiased std. `of_all` is TRL's
              scale_rewards: batch
     """
     groups = _centre_groups(rewards_N, groups_N)
     if of_all:
-        count = len(rewards_N) - int(unbiased)
-        std_N = (rewards_N.double().var(correction=0) * len(rewards_N) / max(count, 1)).sqrt().expand_as(rewards_N)
+        of_N = rewards_N.double() if counted_N is None else rewards_N.double()[counted_N]
+        squares = (of_N - of_N.mean()).square().sum()
+        std_N = (squares / max(len(of_N) - int(unbiased), 1)).sqrt().expand_as(rewards_N)
     else:
         squares_G = _over_groups("sum", groups.centred_N.square(), groups.index_N, groups.size_G)
         freedom_N = (groups.size_N - 1).clamp(min=1) if unbiased else groups.size_N
@@ -101,6 +103,12 @@ def leave_one_out(rewards_N: Tensor, groups_N: Tensor, *, group_of_one: GroupOfO
     groups = _centre_groups(rewards_N, groups_N)
     factor_N = groups.size_N / (groups.size_N - 1).clamp(min=1)
     return _with_single(groups.centred_N * factor_N, rewards_N, groups, group_of_one)
+
+
+def alone_in_group(groups_N: Tensor) -> Tensor:
+    """Which samples have a group of their own: [N] integers -> [N] bool."""
+    _, index_N, size_G = torch.unique(groups_N, return_inverse=True, return_counts=True)
+    return size_G[index_N] == 1
 
 
 def without_signal(rewards_N: Tensor, groups_N: Tensor) -> Tensor:

@@ -19,7 +19,12 @@ _KINDS = ("token", "sequence", "constant", "bnpo")
 
 
 def response_weights(
-    lengths_N: Tensor, kind: Aggregation, *, constant: int | None = None, block: int | None = None
+    lengths_N: Tensor,
+    kind: Aggregation,
+    *,
+    constant: int | None = None,
+    block: int | None = None,
+    count_left_out: bool = False,
 ) -> Tensor:
     """The weight of each token of each response.
 
@@ -32,13 +37,13 @@ def response_weights(
              'bnpo': the mean over blocks of `block` responses, in their order, of each block's mean over tokens (TRL's
              bnpo, where a block is what one forward takes; here it is stated, so that it depends on no layout)
     Note:    responses without a token count in no denominator. The weights of all tokens sum to 1, but for 'constant'
-    Others:  TRL divides its grpo and dr_grpo by all responses, those left out too
+    count_left_out: 'sequence' and 'constant' divide by all responses, those left out too, as TRL's grpo and dr_grpo do
     """
     if kind not in _KINDS:
         raise ValueError(f"unknown aggregation {kind!r}; the known ones are {', '.join(_KINDS)}")
     lengths_N = lengths_N.double()
     present_N = lengths_N > 0
-    num_responses = present_N.double().sum().clamp(min=1)
+    num_responses = (torch.ones_like(lengths_N) if count_left_out else present_N.double()).sum().clamp(min=1)
     if kind == "token":
         weights_N = 1 / lengths_N.sum().clamp(min=1)
     elif kind == "sequence":

@@ -40,7 +40,9 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: KLKind, clamp: flo
              k1 is zero: it regularises nothing
              k2 is that of KL(pi || ref): the right one
              k3 is that of KL(ref || pi): near to it where pi is near ref, and not the same
-    Others:  verl's low_var_kl is k3 with clamp 10, its mse is k2; OpenRLHF has clamp 10 for all; TRL holds nothing
+             `ratio_weighted` makes that of k1 and k3 the one of KL(pi || ref)
+    Others:  verl's low_var_kl is k3 with clamp 10, its mse is k2; OpenRLHF has clamp 10 for all; TRL holds nothing, and
+             weighs k3 by the ratio
     Source:  Schulman, "Approximating KL divergence" (2020); tests/algo/test_kl.py works the gradients out
     """
     if kind not in KL_ESTIMATORS:
@@ -49,6 +51,17 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: KLKind, clamp: flo
     if clamp is None:
         return KL_ESTIMATORS[kind](log_ratio)
     return KL_ESTIMATORS[kind](log_ratio.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)).clamp(-clamp, clamp)
+
+
+def ratio_weighted(kl: Tensor, log_ratio: Tensor) -> Tensor:
+    """An estimate whose gradient, as a loss, is that of KL(pi || ref), also on samples that an older policy drew.
+
+    Shapes:  any, equal -> the same
+    Maths:   kl exp(log_ratio), log_ratio = log pi - log pi_old of the token. On-policy the gradient is
+             kl grad log pi + grad kl: with k1 the second has mean 0, with k3 it takes away what k3 alone adds
+    Source:  DeepSeek-V3.2 (2025), section 3.1; TRL's use_bias_correction_kl
+    """
+    return kl * log_ratio.exp()
 
 
 def adapted_coefficient(coef: float, kl: float, target: float, num_samples: int, horizon: int) -> float:

@@ -34,11 +34,14 @@ def weighted_total(values_KN: Tensor, weights: Sequence[float], failed_KN: Tenso
 
     Shapes:  values_KN [K, N], K weights, failed_KN [K, N] bool -> [N]
     NaN:     where no reward applies, and where one has failed: the sum of the others would count it as 0
+    Note:    added up in fp64, so that sums that are equal on paper are equal: a deviation of rounding would be
+             divided by
     """
-    weights_K1 = torch.tensor(weights, dtype=values_KN.dtype, device=values_KN.device)[:, None]
+    weights_K1 = torch.tensor(weights, dtype=torch.float64, device=values_KN.device)[:, None]
     missing_KN = values_KN.isnan()
     lost_N = missing_KN.all(0) if failed_KN is None else missing_KN.all(0) | failed_KN.any(0)
-    return (weights_K1 * values_KN).masked_fill(missing_KN, 0.0).sum(0).masked_fill(lost_N, float("nan"))
+    total_N = (weights_K1 * values_KN.double()).masked_fill(missing_KN, 0.0).sum(0)
+    return total_N.to(values_KN.dtype).masked_fill(lost_N, float("nan"))
 
 
 class RunningMoments:

@@ -2,6 +2,7 @@
 
 from megarlhf.config.algo import AlgoConfig, KLConfig, RolloutCorrectionConfig
 from megarlhf.config.beside import EMAConfig, PTXConfig, ReferenceUpdateConfig
+from megarlhf.config.generate import GenerateConfig
 from megarlhf.config.load import dump_config, load_config
 from megarlhf.config.numbers import SkipConfig
 from megarlhf.config.preference import DPOConfig
@@ -12,7 +13,6 @@ from megarlhf.config.run import CheckpointConfig, RunConfig
 from megarlhf.config.sections import (
     DataConfig,
     EvalConfig,
-    GenerateConfig,
     MicroBatchConfig,
     PromptDataConfig,
     RLConfig,

@@ -65,6 +65,10 @@ class KLConfig(FrozenModel):
     clamp: Positive | None = None
     """A token's estimate is held in [-clamp, clamp], in reward, loss and metric `kl`. verl's low_var_kl and OpenRLHF
     have 10."""
+    ratio_weighted: bool = False
+    """With the KL in the loss: each token's estimate is multiplied by the ratio of new to old probability (of
+    `algo.ratio`), through which the gradient flows too. The gradient is then that of the KL itself, on fresh samples
+    and later (DeepSeek-V3.2; TRL's use_bias_correction_kl, there the default)."""
     credit: Literal["response", "token"] = "response"
     """With advantages that compare groups, and the KL in the reward: `response` compares the KL of whole responses
     within their group, as the rewards. `token` subtracts from each token's advantage the KL from it on (OpenRLHF)."""
@@ -79,7 +83,13 @@ class KLConfig(FrozenModel):
 
     @model_validator(mode="after")
     def _check(self) -> KLConfig:
-        if self.placement == "loss" and self.estimator in ("k1", "abs") and self.coef > 0:
+        if self.ratio_weighted and (self.placement != "loss" or self.coef == 0):
+            raise ValueError(
+                f"ratio_weighted is of the KL in the loss; got placement = {self.placement!r}, coef = {self.coef}: set "
+                "placement: loss and a coef above 0, or leave it out"
+            )
+        useless = ("abs",) if self.ratio_weighted else ("k1", "abs")
+        if self.placement == "loss" and self.estimator in useless and self.coef > 0:
             why = {
                 "k1": "estimator k1 in the loss has a gradient of mean zero and regularises nothing",
                 "abs": "estimator abs in the loss has the gradient of no divergence",
@@ -117,6 +127,8 @@ class RolloutCorrectionConfig(FrozenModel):
 
     @model_validator(mode="after")
     def _check(self) -> RolloutCorrectionConfig:
+        if self.kind == "truncate" and self.high < 1:
+            raise ValueError(f"high = {self.high} truncates ratios of 1, which are right; give 1 or more")
         if self.kind == "mask" and not self.low < 1 < self.high:
             raise ValueError(
                 f"low = {self.low} and high = {self.high} leave out ratios of 1, which are right; give low < 1 < high"
@@ -193,6 +205,9 @@ class AlgoConfig(FrozenModel):
     """`constant` only; default: rollout.max_response_tokens."""
     loss_block_samples: PositiveInt = 1
     """`bnpo` only: samples of a block, in the order of the mini-batch. 1 is `sequence`, all of it `token`."""
+    loss_counts_left_out: bool = False
+    """`sequence` and `constant` only: divide by all responses of the mini-batch, also those that are left out (masked,
+    or without a reward), as TRL's grpo and dr_grpo do; false: by those that are trained on."""
     unrewarded: Literal["stop", "drop"] = "stop"
     """What happens with a sample for which every reward says None: the run ends, or the sample is left out of the step.
     Either way the first one is shown. (A reward that failed: `rewards[].on_failure`.)"""
@@ -239,7 +254,7 @@ class AlgoConfig(FrozenModel):
             return data
         for key, presets in PRESETS.items():
             name = data.get(key)
-            known = (*get_args(cls.model_fields[key].annotation), *presets)
+            known = tuple(dict.fromkeys((*get_args(cls.model_fields[key].annotation), *presets)))
             if isinstance(name, str) and name not in known:
                 near = difflib.get_close_matches(name, known, n=1)
                 meant = f"did you mean {near[0]!r}? " if near else ""

@@ -134,7 +134,8 @@ class RLTrainConfig(MicroBatchConfig, SkipConfig):
     schedule begins after them."""
     max_policy_kl: Positive | None = None
     """Within a step: once an update's mini-batch shows a `policy_kl` (old to new policy) above this, the step's other
-    updates of the actor are left out (Spinning Up's and Stable-Baselines3's target_kl). The critic's are made."""
+    updates of the actor are left out. The critic's are made. (Spinning Up and Stable-Baselines3 end at 1.5 x their
+    target_kl, and leave out the update that shows it too.)"""
     stop: StopConfig = StopConfig()
 
 
@@ -243,6 +244,7 @@ class RLConfig(FrozenModel):
                 f"rollout.num_samples_per_prompt >= 2; got {self.rollout.num_samples_per_prompt}"
             )
         self._check_groups()
+        self._check_controller()
         self._check_ptx()
         if self.rollout.filters:
             raise ValueError(
@@ -295,6 +297,16 @@ class RLConfig(FrozenModel):
                 f"{budget}"
             )
 
+    def _check_controller(self) -> None:
+        """Raises: ValueError where a single step could make the KL's coefficient 0 or negative."""
+        samples, horizon = self.train.prompts_per_step * self.rollout.num_samples_per_prompt, self.algo.kl.horizon
+        if self.algo.kl.controller == "adaptive" and samples >= 5 * horizon:
+            raise ValueError(
+                f"algo.kl.horizon = {horizon}, and a step has {samples} samples: its factor of the coefficient, 1 + "
+                f"samples / horizon x (-0.2 to 0.2), would not stay above 0; give {samples // 5 + 1} or more, usually "
+                f"{samples} or more"
+            )
+
     def _check_groups(self) -> None:
         """Raises: ValueError for what compares the samples of a prompt, where there is one, and for a buffer that holds
         more than the longest response."""
@@ -319,77 +331,3 @@ class RLConfig(FrozenModel):
                 f"algo.overlong.buffer_tokens = {buffer} is longer than the longest response, "
                 f"rollout.max_response_tokens = {self.rollout.max_response_tokens}; give less"
             )
-
-
-class GenerateConfig(FrozenModel):
-    """`megarlhf generate` and `megarlhf eval`: sample from a model, and score what it says."""
-
-    run: RunConfig
-    actor: RoleConfig
-    data: PromptDataConfig
-    rollout: RolloutConfig = RolloutConfig()
-    watchdog: WatchdogConfig = WatchdogConfig()
-    greedy: bool = True
-    """Take the likeliest token; otherwise sample at `rollout.temperature`."""
-    rewards: tuple[RewardConfig, ...] = ()
-    """All kinds but `model`."""
-    eval: AccuracyConfig = AccuracyConfig()
-    max_samples: PositiveInt | None = None
-    """Use only the first so many prompts."""
-    out: Path | None = None
-    """Where `generate` writes JSON lines; default: responses.jsonl in the run directory."""
-    select: Literal["all", "best", "best_and_worst"] = "all"
-    """Of `generate`: write every response; or for each prompt the one of the highest reward, as `sft` reads it (best of
-    n); or that and the one of the lowest, as `rm` and `dpo` read pairs. Responses that were cut or got no reward are
-    not chosen. With several rewards their weighted sum counts."""
-    min_reward: float | None = None
-    """With `select`: leave out prompts whose best response has less."""
-
-    @model_validator(mode="after")
-    def _check(self) -> GenerateConfig:
-        if any(reward.kind == "model" for reward in self.rewards):
-            raise ValueError(
-                "generate and eval build no reward model; got a reward of kind 'model'. Give its Hugging Face "
-                "directory (an export of rm is one) as {kind: classifier, path: ...}, or a rule"
-            )
-        plain = RewardConfig.model_fields
-        changed = [
-            f"rewards[{n}].{name} = {getattr(reward, name)}"
-            for n, reward in enumerate(self.rewards)
-            for name in ("weight", "shift", "clip", "normalise")
-            if not (name == "weight" and self.select != "all")
-            if getattr(reward, name) != plain[name].default
-        ]
-        if changed:
-            raise ValueError(f"generate and eval write what a rule says, unchanged; remove {', '.join(changed)}")
-        labels = [reward.label for reward in self.rewards]
-        if repeated := sorted({label for label in labels if labels.count(label) > 1}):
-            raise ValueError(
-                f"rewards has {', '.join(repeated)} more than once, and figures would have one name; once will do, or "
-                "give them names: rewards[].name"
-            )
-        if self.select != "all" and (not self.rewards or self.rollout.num_samples_per_prompt < 2):
-            raise ValueError(
-                f"select = {self.select} chooses among the responses to a prompt by their rewards; got "
-                f"{len(self.rewards)} rewards and rollout.num_samples_per_prompt = "
-                f"{self.rollout.num_samples_per_prompt}: give one reward or more, and 2 samples or more"
-            )
-        if self.min_reward is not None and self.select == "all":
-            raise ValueError(f"min_reward = {self.min_reward} has no effect with select = all; set select: best")
-        samples = self.rollout.num_samples_per_prompt
-        if self.greedy and self.rollout.filters:
-            raise ValueError(
-                f"{' and '.join(self.rollout.filters)} has no effect with greedy = true, which takes the likeliest "
-                "token; set greedy to false, or leave it out"
-            )
-        if self.greedy and samples > 1:
-            raise ValueError(
-                f"rollout.num_samples_per_prompt = {samples} with greedy = true would write {samples} equal responses "
-                "for each prompt; set greedy to false, or the number to 1"
-            )
-        if self.data.heldout is not None:
-            raise ValueError(
-                f"generate and eval read data.train, and would leave data.heldout = {self.data.heldout} unread; set "
-                "data.train to the prompts that are meant, and leave data.heldout out"
-            )
-        return self

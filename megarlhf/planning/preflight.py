@@ -24,7 +24,7 @@ from megarlhf.planning.batch import (
 )
 from megarlhf.planning.legality import check_role
 from megarlhf.planning.models import check_heads, check_retokenized, check_vocabularies
-from megarlhf.planning.without_effect import changed_meanings, without_effect
+from megarlhf.planning.without_effect import changed_meanings, rarely_meant, without_effect
 from megarlhf.resume.claim import require_usable
 from megarlhf.rollout.rewards.accuracy import accuracy_of
 from megarlhf.rollout.rewards.rules import rule_with
@@ -87,7 +87,7 @@ def preflight(command: str, cfg: AnyConfig, world_size: int) -> Preflight:
         dp = layout.dp
     notes += _check_files(cfg)
     if isinstance(cfg, RLConfig):
-        notes += check_anchor(cfg)
+        notes += check_anchor(cfg) + rarely_meant(cfg)
     if isinstance(cfg, RLConfig | GenerateConfig):
         for reward in cfg.rewards:
             if reward.rule is not None:

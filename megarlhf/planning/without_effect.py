@@ -23,6 +23,28 @@ def without_effect(cfg: SFTConfig | RMConfig | DPOConfig | RLConfig | GenerateCo
     return [f"set, but without effect here: {key} ({why})" for key, why in unread if _is_set(cfg, key)]
 
 
+def updates_per_step(cfg: RLConfig) -> int:
+    """Of the actor, where none is left out."""
+    samples = cfg.train.prompts_per_step * cfg.rollout.num_samples_per_prompt
+    return cfg.train.epochs_per_step * (samples // cfg.train.mini_batch_samples)
+
+
+def rarely_meant(cfg: RLConfig) -> list[str]:
+    """A sentence for each combination that does what it says, and is rarely what is wanted."""
+    algo, notes = cfg.algo, []
+    if algo.dynamic_sampling.max_refills and algo.advantage not in GROUPED:
+        notes.append(
+            "algo.dynamic_sampling drops groups of equal rewards, from which algo.advantage = "
+            f"{algo.advantage} would learn: it compares no responses within a group"
+        )
+    if algo.policy_loss == "policy_gradient" and (updates := updates_per_step(cfg)) > 1:
+        notes.append(
+            f"algo.policy_loss = policy_gradient makes {updates} updates from the samples of a step, and has no ratio "
+            "to correct for the policy's change after the first: one update a step, or another policy_loss"
+        )
+    return notes
+
+
 def changed_meanings(cfg: SFTConfig | RMConfig | DPOConfig | RLConfig) -> list[str]:
     """A sentence for each key that is set and once meant something else."""
     given, notes = cfg.checkpoint.model_fields_set, []
@@ -62,7 +84,7 @@ def _of_rl(cfg: RLConfig) -> list[_Row]:
         unscaled = "algo.scale_by_group_std = false"
     clipless = f"algo.policy_loss = {algo.policy_loss} has no such bound"
     of_clip = algo.policy_loss != "clip"
-    correction = algo.rollout_correction.kind
+    correction, level = algo.rollout_correction.kind, algo.rollout_correction.level
     return [
         ("eval.accuracy", cfg.data.heldout is None, "there is no data.heldout to evaluate on"),
         ("samples.every", cfg.samples.count == 0, "samples.count = 0 writes no tables"),
@@ -84,9 +106,18 @@ def _of_rl(cfg: RLConfig) -> list[_Row]:
             algo.policy_loss != "sapo",
             f"algo.policy_loss = {algo.policy_loss} has no gate",
         ),
-        ("algo.ratio", algo.policy_loss == "policy_gradient", "algo.policy_loss = policy_gradient has no ratio"),
+        (
+            "algo.ratio",
+            algo.policy_loss == "policy_gradient" and not algo.kl.ratio_weighted,
+            "algo.policy_loss = policy_gradient has no ratio",
+        ),
         ("algo.loss_constant", algo.loss_average != "constant", f"algo.loss_average = {algo.loss_average}"),
         ("algo.loss_block_samples", algo.loss_average != "bnpo", f"algo.loss_average = {algo.loss_average}"),
+        (
+            "algo.loss_counts_left_out",
+            algo.loss_average in ("token", "bnpo"),
+            f"algo.loss_average = {algo.loss_average} counts tokens",
+        ),
         ("algo.kl.horizon", algo.kl.controller == "fixed", "algo.kl.controller = fixed"),
         ("algo.rollout_correction.level", correction == "none", "algo.rollout_correction.kind = none"),
         ("algo.rollout_correction.high", correction == "none", "algo.rollout_correction.kind = none"),
@@ -100,6 +131,12 @@ def _of_rl(cfg: RLConfig) -> list[_Row]:
             correction != "mask",
             f"algo.rollout_correction.kind = {correction}",
         ),
+        (
+            "algo.rollout_correction.mask_weight",
+            level == "token",
+            "algo.rollout_correction.level = token has one ratio",
+        ),
+        ("train.max_policy_kl", updates_per_step(cfg) == 1, "a step has one update of the actor"),
         ("train.stop.max_kl_steps", cfg.train.stop.max_kl is None, "train.stop.max_kl is not set"),
         ("algo.kl.placement", cfg.algo.kl.coef == 0, "algo.kl.coef = 0"),
         ("reward_model", not cfg.uses_reward_model, "no entry of rewards has kind: model"),

@@ -142,10 +142,11 @@ def mathematics_of(cfg: TrainingConfig) -> dict[str, Any]:
 
 
 def _horizon_counts(cfg: TrainingConfig) -> bool:
-    """Whether the number of steps is part of what a step computes: a learning rate that falls towards the end, and a
-    head that is rescaled there."""
+    """Whether the number of steps is part of what a step computes: a learning rate that falls towards the end, an
+    entropy bonus that changes until then, and a head that is rescaled there."""
     rescales = isinstance(cfg, RMConfig) and cfg.unit_variance
-    return rescales or any(role.optim.schedule != "constant" for role in _trained(cfg).values())
+    fades = isinstance(cfg, RLConfig) and cfg.algo.entropy_coef_end not in (None, cfg.algo.entropy_coef)
+    return rescales or fades or any(role.optim.schedule != "constant" for role in _trained(cfg).values())
 
 
 def _heldout_decides(key: str, cfg: TrainingConfig) -> bool:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megarlhf.algo.advantages import group_centred, group_relative, leave_one_out
+from megarlhf.algo.advantages import alone_in_group, group_centred, group_relative, leave_one_out
 from megarlhf.algo.kl import kl_estimate
 from megarlhf.config import AlgoConfig
 from megarlhf.experience import Experience, Ragged
@@ -150,10 +150,16 @@ def _reinforce(shaped: Shaped, algo: AlgoConfig) -> Columns:
 
 
 def _reinforce_baseline(shaped: Shaped, algo: AlgoConfig) -> Columns:
-    """Rewards of single tokens stay where they are; the group's mean is of the whole responses."""
+    """Rewards of single tokens stay where they are; the group's mean is of the whole responses. One that is alone in
+    its group gets no reward at all where it is to get nothing, and pays its KL."""
     totals_N = shaped.totals_N
     centred_N = group_centred(totals_N, shaped.groups_N, group_of_one=algo.group_of_one)
-    return {"advantages": shaped.returns_to_go(shaped.rewards_N + (centred_N - totals_N), 1.0)}
+    advantages_T = shaped.returns_to_go(shaped.rewards_N + (centred_N - totals_N), 1.0)
+    if algo.group_of_one == "zero" and shaped.token_rewards_T is not None:
+        cost_T = -shaped.kl_to_go() if shaped.kl_coef > 0 else torch.zeros_like(advantages_T)
+        alone_T = shaped.per_token(alone_in_group(shaped.groups_N))
+        advantages_T = torch.where(alone_T, cost_T, advantages_T)
+    return {"advantages": advantages_T}
 
 
 def _remax(shaped: Shaped, algo: AlgoConfig) -> Columns:
@@ -179,6 +185,7 @@ def _group_relative(shaped: Shaped, algo: AlgoConfig) -> Columns:
             shaped.groups_N,
             unbiased=algo.group_std == "unbiased",
             of_all=algo.group_std_over == "step",
+            counted_N=shaped.experience.per_sample.get("rewarded"),
             eps=algo.group_std_eps,
             floor=algo.group_std_floor,
             group_of_one=single,

@@ -58,12 +58,16 @@ def loss_weights(
     average: Aggregation,
     constant: int | None = None,
     block: int | None = None,
+    *,
+    count_left_out: bool = False,
 ) -> Tensor:
     """[N] fp64 on the CPU: the weight of each token of the mini-batch `samples` in a loss, see `response_weights`; 0
     for the other samples of the step."""
     lengths_N = experience.trained_lengths_N[list(samples)]
     weights_N = torch.zeros(experience.num_samples, dtype=torch.float64)
-    weights_N[list(samples)] = response_weights(lengths_N, average, constant=constant, block=block)
+    weights_N[list(samples)] = response_weights(
+        lengths_N, average, constant=constant, block=block, count_left_out=count_left_out
+    )
     return weights_N
 
 

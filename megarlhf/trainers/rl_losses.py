@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megarlhf.algo.kl import kl_estimate
+from megarlhf.algo.kl import kl_estimate, ratio_weighted
 from megarlhf.algo.losses import clipped_value_loss
-from megarlhf.algo.policy import Bounds, policy_loss
+from megarlhf.algo.policy import Bounds, log_ratios, policy_loss
 from megarlhf.algo.segments import Segments
 from megarlhf.config import AlgoConfig
 from megarlhf.parallel.step import MicroBatch
@@ -89,6 +89,9 @@ class PolicyLoss:
         if self.kl_coef > 0:
             kl = self.algo.kl
             kl_T = kl_estimate(logprobs_T, tokens["ref_logprobs"], kl.estimator, kl.clamp)
+            if kl.ratio_weighted:
+                old_T = tokens["old_logprobs"]
+                kl_T = ratio_weighted(kl_T, log_ratios(logprobs_T, old_T, tokens.responses, self.algo.ratio))
             loss = loss + self.kl_coef * (kl_T * weights_T).sum()
         if self.entropy_coef > 0:
             loss = loss - self.entropy_coef * (entropy_T * weights_T).sum()

@@ -190,7 +190,7 @@ class Rewarder:
     ) -> Rewarded:
         """What was said of the samples, added up; `prompts` are one per sample.
 
-        Raises: RewardError for samples without a reward, where these end the run.
+        Raises: RewardError where no sample has a reward.
         """
         groups_N = experience.groups_N.to(self.device)
         failed_N = torch.stack([each.failed_N for each in said]).any(0)
@@ -212,8 +212,12 @@ class Rewarder:
             at_end.append(values_N)
         total_N = weighted_total(torch.stack(at_end), [reward.weight for reward in self.rewards])
         kept_N = ~(total_N.isnan() | failed_N)
-        metrics["samples_without_reward"] = int((~kept_N).sum())
-        self._require_rewards(kept_N, failed_N, prompts, experience)
+        metrics |= self.counts(said)
+        if not bool(kept_N.any()):
+            raise RewardError(
+                f"{_lost(~kept_N, prompts)} have no reward: every reward said None, or one has failed and is dropped. "
+                "Nothing is left to train on"
+            )
         lengths_N = experience.response_lengths_N
         column = Ragged(torch.stack(tokens).sum(0), lengths_N) if tokens else None
         named = {f"reward/{label}": each.values_N for label, each in zip(self.labels, said, strict=True)}
@@ -229,26 +233,28 @@ class Rewarder:
         rows = [torch.tensor(said.token_values.get(n, (0.0,) * length)) for n, length in enumerate(lengths)]
         return torch.cat(rows).to(self.device, torch.float32)
 
-    def _require_rewards(
-        self, kept_N: Tensor, failed_N: Tensor, prompts: Sequence[PromptSample], experience: Experience
-    ) -> None:
-        """Says which samples are left out, and why. Raises: RewardError where that ends the run."""
-        if bool(kept_N.all()):
+    def counts(self, said: Sequence[Said]) -> dict[str, float]:
+        """`reward/NAME_none`, `reward/NAME_failed`, and how many samples are without a reward."""
+        counts: dict[str, float] = {}
+        for label, each in zip(self.labels, said, strict=True):
+            missing, failed = int(each.values_N.isnan().sum()), int(each.failed_N.sum())
+            counts |= {f"reward/{label}_none": missing - failed, f"reward/{label}_failed": failed}
+        return {**counts, "samples_without_reward": int(totals_of(self.rewards, said).isnan().sum())}
+
+    def require_rewards(self, prompts: Sequence[PromptSample], said: Sequence[Said]) -> None:
+        """Of all samples drawn, whether they are trained on or not; `prompts` are one per sample. Says which ones no
+        reward applies to. Raises: RewardError where that ends the run."""
+        failed_N = torch.stack([each.failed_N for each in said]).any(0)
+        unrewarded_N = totals_of(self.rewards, said).isnan() & ~failed_N
+        if not bool(unrewarded_N.any()):
             return
-        unrewarded_N = ~(kept_N | failed_N)
-        if bool(unrewarded_N.any()):
-            words = f"{_lost(unrewarded_N, prompts)} got no reward: every reward said None"
-            if self._unrewarded == "stop":
-                raise RewardError(
-                    f"{words}. Add a reward that applies, clean the data, or leave such samples out of training: "
-                    "algo.unrewarded = drop"
-                )
-            log.info("%s; left out (algo.unrewarded = drop)", words)
-        if not bool(kept_N.any()):
+        words = f"{_lost(unrewarded_N, prompts)} got no reward: every reward said None"
+        if self._unrewarded == "stop":
             raise RewardError(
-                f"{_lost(~kept_N, prompts)} have no reward: every reward said None, or one has failed and is dropped. "
-                "Nothing is left to train on"
+                f"{words}. Add a reward that applies, clean the data, or leave such samples out of training: "
+                "algo.unrewarded = drop"
             )
+        log.info("%s; left out (algo.unrewarded = drop)", words)
 
 
 def _lost(lost_N: Tensor, prompts: Sequence[PromptSample]) -> str:
@@ -306,7 +312,9 @@ class UnderWay:
 
         Raises: as `said`; RewardError for samples without a reward, where these end the run.
         """
-        return self.rewarder.combined(self.experience, self.prompts, self.said(should_stop), learn=learn)
+        said = self.said(should_stop)
+        self.rewarder.require_rewards(self.prompts, said)
+        return self.rewarder.combined(self.experience, self.prompts, said, learn=learn)
 
 
 def said_of(label: str, outcomes: Sequence[Outcome], device: torch.device) -> Said:
@@ -341,11 +349,9 @@ def bounded(reward: RewardConfig, values_N: Tensor) -> Tensor:
 
 
 def metrics_of(label: str, said: Said) -> dict[str, float]:
-    """`reward/NAME_mean`, `_std` over the samples to which it applies, `_none` and `_failed` counted; the mean of each
-    component."""
+    """`reward/NAME_mean`, `_std` over the samples to which it applies; the mean of each component."""
     values_N = said.values_N[~said.values_N.isnan()]
-    missing, failed = len(said.values_N) - len(values_N), int(said.failed_N.sum())
-    metrics: dict[str, float] = {f"reward/{label}_none": missing - failed, f"reward/{label}_failed": failed}
+    metrics: dict[str, float] = {}
     if said.cut_N is not None and (truncated := int(said.cut_N.sum())):
         metrics[f"reward/{label}_truncated"] = truncated
     if len(values_N):

@@ -5,6 +5,7 @@ Legend: B rows, S positions, N samples of the step.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -23,7 +24,7 @@ from megarlhf.rollout.engine import sample_seed
 from megarlhf.trainers.rl_advantages import ADVANTAGES
 from megarlhf.trainers.rl_batches import forward_per_token
 from megarlhf.trainers.rl_components import Components
-from megarlhf.trainers.rl_rewards import Rewarded, Said
+from megarlhf.trainers.rl_rewards import Rewarded, Said, UnderWay
 from megarlhf.trainers.rl_rollout import Drawing, make_experience
 from megarlhf.trainers.rl_select import Drawn, select
 from megarlhf.trainers.rl_updates import mini_batches_of_pass
@@ -44,16 +45,15 @@ def score(
     under_way = rewarder.start(experience, repeated(prompts, per_prompt))
     said: Sequence[Said] | None = None
     if cfg.algo.dynamic_sampling.max_refills:
-        with session.stoppable("reward"):
-            first = Drawn(prompts, experience, under_way.said(session.asked_to_stop))
-        draw_more = partial(drawn_more, drawing)
-        chosen, found = select(first, draw_more, rewarder.rewards, cfg.algo.dynamic_sampling)
+        counts: Counter[str] = Counter()
+        first = Drawn(prompts, experience, said_of_all(under_way, session, counts))
+        chosen, found = select(first, partial(drawn_more, drawing, counts), rewarder.rewards, cfg.algo.dynamic_sampling)
         prompts, experience, said = chosen.prompts, chosen.experience, chosen.said
+        found |= counts
     experience = experience.with_per_sample({"records": records_of(prompts).repeat_interleave(per_prompt)})
     experience = with_forwards(cfg, components, experience, step, session)
     if said is None:
-        with session.stoppable("reward"):
-            said = under_way.said(session.asked_to_stop)
+        said = said_of_all(under_way, session)
     rewarded = rewarder.combined(experience, repeated(prompts, per_prompt), said)
     if "greedy_rewards" in ADVANTAGES[cfg.algo.advantage].reads:
         greedy_N = greedy_rewards(cfg, components, prompts, session).repeat_interleave(per_prompt)
@@ -71,7 +71,19 @@ def repeated(prompts: Sequence[PromptSample], times: int) -> list[PromptSample]:
     return [prompt for prompt in prompts for _ in range(times)]
 
 
-def drawn_more(drawing: Drawing, refill: int, count: int, used: Sequence[PromptSample]) -> Drawn | None:
+def said_of_all(under_way: UnderWay, session: Session, counts: Counter[str] | None = None) -> list[Said]:
+    """What each reward said of all samples that were drawn together; what was missing is added to the counts."""
+    with session.stoppable("reward"):
+        said = under_way.said(session.asked_to_stop)
+        under_way.rewarder.require_rewards(under_way.prompts, said)
+    if counts is not None:
+        counts.update(under_way.rewarder.counts(said))
+    return said
+
+
+def drawn_more(
+    drawing: Drawing, counts: Counter[str], refill: int, count: int, used: Sequence[PromptSample]
+) -> Drawn | None:
     """A further round of dynamic sampling: responses to other prompts, with what the rewards say of them."""
     prompts = drawing.other_prompts(count, used, refill)
     if not prompts:
@@ -80,8 +92,7 @@ def drawn_more(drawing: Drawing, refill: int, count: int, used: Sequence[PromptS
     under_way = drawing.components.rewarder.start(
         experience, repeated(prompts, drawing.cfg.rollout.num_samples_per_prompt)
     )
-    with session.stoppable("reward"):
-        return Drawn(prompts, experience, under_way.said(session.asked_to_stop))
+    return Drawn(prompts, experience, said_of_all(under_way, session, counts))
 
 
 def with_rewards(experience: Experience, rewarded: Rewarded, cfg: RLConfig, step: int) -> Experience:

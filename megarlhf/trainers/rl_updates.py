@@ -176,7 +176,14 @@ def learners(
             ptx_coef=0.0 if cfg.ptx is None else cfg.ptx.coef,
         )
         columns = tuple(name for name in POLICY_COLUMNS if name in experience.columns)
-        weights_N = loss_weights(experience, samples, algo.loss_average, cfg.loss_constant, algo.loss_block_samples)
+        weights_N = loss_weights(
+            experience,
+            samples,
+            algo.loss_average,
+            cfg.loss_constant,
+            algo.loss_block_samples,
+            count_left_out=algo.loss_counts_left_out,
+        )
         yield Learner(actor, loss, columns, weights_N, whitened_alone(experience, samples, algo))
     if critic is not None:
         value_loss = ValueLoss(clip=algo.value_clip, response_tokens=tokens)

@@ -174,6 +174,16 @@ def test_weights_by_hand(kind, options, expected):
     assert total == pytest.approx(8 / 30 if kind == "constant" else 1.0)
 
 
+def test_what_is_left_out_may_count_in_the_denominator():
+    """The empty response is one of four; the mean over tokens knows no responses."""
+    found = response_weights(LENGTHS_N, "sequence", count_left_out=True)
+    assert found.tolist() == pytest.approx([1 / 12, 0, 1 / 4, 1 / 16])
+    found = response_weights(LENGTHS_N, "constant", constant=10, count_left_out=True)
+    assert found.tolist() == pytest.approx([1 / 40, 0, 1 / 40, 1 / 40])
+    token = response_weights(LENGTHS_N, "token", count_left_out=True)
+    assert token.tolist() == response_weights(LENGTHS_N, "token").tolist()
+
+
 def test_weights_of_nothing_and_of_what_is_not_known():
     for kind in ("token", "sequence", "bnpo"):
         assert response_weights(torch.tensor([0, 0]), kind, block=1).tolist() == [0, 0]

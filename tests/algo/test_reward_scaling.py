@@ -19,5 +19,13 @@ def test_the_weighted_sum_by_hand():
     assert found[2:4].isnan().all()
 
 
+def test_sums_that_are_equal_on_paper_are_equal():
+    """In fp32 .3 + .6 differs from .9, and a group's deviation would be of rounding."""
+    values_KN = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
+    for weights in ([0.1, 0.2, 0.3], [0.3, 0.6, 0.9]):
+        first, second = weighted_total(values_KN, weights).tolist()
+        assert first == second
+
+
 def test_no_sample():
     assert weighted_total(torch.zeros(2, 0), [1.0, 1.0]).tolist() == []

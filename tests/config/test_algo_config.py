@@ -59,12 +59,28 @@ def test_names_that_stand_for_several_keys(keys, expected):
         ({"kl": {"controller": "adaptive", "target": 0.1}}, "got target = 0.1 and coef = 0.0; .* give both, above 0"),
         ({"kl": {"controller": "adaptive", "coef": 0.1}}, "got target = None and coef = 0.1"),
         ({"kl": {"coef": 0.1, "target": 0.1}}, "target = 0.1 has no effect with controller 'fixed'"),
+        ({"kl": {"coef": 0.1, "ratio_weighted": True}}, "got placement = 'reward', coef = 0.1: set placement: loss"),
+        (
+            {"kl": {"coef": 0.1, "placement": "loss", "estimator": "abs", "ratio_weighted": True}},
+            "abs in the loss has the gradient of no div",
+        ),
+        ({"rollout_correction": {"kind": "truncate", "high": 0.1}}, "high = 0.1 truncates ratios of 1"),
         ({"rollout_correction": {"kind": "mask", "low": 1.5}}, "low = 1.5 and high = 2.0 leave out ratios of 1"),
     ],
 )
 def test_what_contradicts_itself_is_refused(keys, message):
     with pytest.raises(ValidationError, match=message):
         algo(**keys)
+
+
+def test_k1_in_the_loss_is_of_use_with_the_ratio_s_weight():
+    assert algo(kl={"coef": 0.1, "placement": "loss", "estimator": "k1", "ratio_weighted": True}).kl_in_loss
+
+
+def test_a_misspelt_loss_lists_each_known_one_once():
+    with pytest.raises(ValidationError) as raised:
+        algo(policy_loss="gsop")
+    assert str(raised.value).count("cispo") == 1
 
 
 def test_the_entropy_s_coefficient_goes_in_equal_steps():

@@ -169,6 +169,20 @@ VLLM_TP = ("actor.parallel.tp=2", "rollout.parallel.tp=2")
             ["rewards=[{kind: rule, rule: exact_match, normalise: group}]"],
             ["rewards[0].normalise = group compares the samples", "num_samples_per_prompt >= 2; got 1"],
         ),
+        (
+            "rl",
+            [
+                "algo.advantage=remax",
+                "rollout.num_samples_per_prompt=2",
+                "rewards=[{kind: rule, rule: exact_match, normalise: group}]",
+            ],
+            ["rewards[0].normalise = group, and algo.advantage = 'remax'", "would always be 0"],
+        ),
+        (
+            "rl",
+            ["algo.kl={coef: 0.1, controller: adaptive, target: 0.1, horizon: 1}"],
+            ["algo.kl.horizon = 1, and a step has ", "would not stay above 0; give "],
+        ),
         ("rl", ["algo.overlong.buffer_tokens=4000"], ["buffer_tokens = 4000 is longer than the longest response"]),
         ("rl", ["algo.overlong.penalty=2"], ["penalty = 2.0 has no effect without buffer_tokens", "give both"]),
         (

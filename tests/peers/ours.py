@@ -6,7 +6,7 @@ gets them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from megarlhf.algo.averaging import response_weights
-from megarlhf.algo.kl import adapted_coefficient, kl_estimate
+from megarlhf.algo.kl import adapted_coefficient, kl_estimate, ratio_weighted
 from megarlhf.algo.length_shaping import overlong_penalty
 from megarlhf.algo.losses import clipped_value_loss
-from megarlhf.algo.policy import Bounds, policy_loss
+from megarlhf.algo.policy import Bounds, log_ratios, policy_loss
 from megarlhf.algo.reward_scaling import group_normalised
 from megarlhf.algo.rollout_correction import rollout_correction
 from megarlhf.algo.segments import Segments
@@ -29,6 +29,8 @@ from tests.peers.inputs import Inputs
 
 CONSTANT = 9
 """What sums of responses are divided by."""
+LEFT_OUT = (2, 7)
+"""Responses that are masked."""
 
 
 def experience(inputs: Inputs, groups_N: Tensor) -> Experience:
@@ -67,15 +69,20 @@ def policy(
     block: int | None = None,
     correction: Mapping[str, Any] | None = None,
     per_response: bool = False,
+    left_out: Sequence[int] = (),
+    kl_coef: float = 0.0,
     surrogate: Any = "clip",
     ratio: Any = "token",
     **bounds: Any,
 ) -> list[float]:
-    """The loss and its gradient at each response token."""
+    """The loss and its gradient at each response token. `left_out`: responses that count in the denominator alone.
+    `kl_coef`: of k3 to the reference, weighted by the ratio."""
     responses = Segments.of(inputs.lengths_N)
     logprobs_T = inputs.tokens(inputs.logprobs_NT).requires_grad_()
     old_T = inputs.tokens(inputs.old_logprobs_NT)
-    weights_N = response_weights(inputs.lengths_N, average, constant=CONSTANT, block=block)
+    lengths_N = inputs.lengths_N.clone()
+    lengths_N[list(left_out)] = 0
+    weights_N = response_weights(lengths_N, average, constant=CONSTANT, block=block, count_left_out=bool(left_out))
     weights_T = responses.repeat(weights_N)
     if correction is not None:
         rollout_T = inputs.tokens(inputs.rollout_logprobs_NT)
@@ -85,8 +92,14 @@ def policy(
     out = policy_loss(
         logprobs_T, old_T, advantages_T, weights_T, responses, surrogate=surrogate, ratio=ratio, bounds=made
     )
-    (gradient_T,) = torch.autograd.grad(out.loss, logprobs_T)
-    return [float(out.loss), *gradient_T.tolist()]
+    loss = out.loss
+    if kl_coef > 0:
+        kl_T = kl_estimate(logprobs_T, inputs.tokens(inputs.ref_logprobs_NT), "k3")
+        loss = (
+            loss + kl_coef * (ratio_weighted(kl_T, log_ratios(logprobs_T, old_T, responses, ratio)) * weights_T).sum()
+        )
+    (gradient_T,) = torch.autograd.grad(loss, logprobs_T)
+    return [float(loss), *gradient_T.tolist()]
 
 
 def gdpo(inputs: Inputs) -> list[float]:
@@ -217,6 +230,14 @@ OURS: dict[str, Callable[[Inputs], list[float]]] = {
     ),
     "trl: advantages, normalize_then_sum": gdpo_over_responses,
     "trl: grpo": partial(policy, per_response=True, low=0.2, high=0.3, average="sequence"),
+    "trl: grpo with kl": partial(policy, per_response=True, low=0.2, high=0.3, average="sequence", kl_coef=0.1),
+    "trl: gspo with kl": partial(policy, per_response=True, kl_coef=0.1, **GSPO),
+    "trl: grpo, responses left out": partial(
+        policy, per_response=True, low=0.2, high=0.3, average="sequence", left_out=LEFT_OUT
+    ),
+    "trl: dr_grpo, responses left out": partial(
+        policy, per_response=True, low=0.2, high=0.3, average="constant", left_out=LEFT_OUT
+    ),
     "trl: bnpo": partial(policy, per_response=True, low=0.2, high=0.3, average="bnpo", block=12),
     "trl: bnpo of four forwards": partial(policy, per_response=True, low=0.2, high=0.3, average="bnpo", block=3),
     "trl: dr_grpo": partial(policy, per_response=True, low=0.2, high=0.3, average="constant"),

@@ -18,7 +18,7 @@ RECORD = json.loads(VALUES.read_text())
 
 def test_every_comparison_has_its_numbers():
     assert set(RECORD["values"]) == set(OURS)
-    assert len(OURS) == 74
+    assert len(OURS) == 78
     inputs = Inputs.from_json(RECORD["inputs"])
     assert len(set(inputs.lengths_N.tolist())) > 4, "ragged"
     moved_T = inputs.tokens(inputs.logprobs_NT - inputs.old_logprobs_NT).exp()

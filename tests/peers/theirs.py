@@ -10,6 +10,7 @@ from functools import partial
 
 from tests.peers import pairs
 from tests.peers.inputs import Inputs
+from tests.peers.ours import LEFT_OUT
 from tests.peers.reach import importable
 from tests.peers.theirs_openrlhf import (
     openrlhf_adaptive,
@@ -108,6 +109,10 @@ THEIRS: dict[str, Callable[[Inputs], list[float]]] = {
     "trl: advantages, scale_rewards batch": partial(trl_advantages, scale="batch"),
     "trl: advantages, normalize_then_sum": partial(trl_advantages, gdpo=True),
     "trl: grpo": partial(trl_policy, loss_type="grpo"),
+    "trl: grpo with kl": partial(trl_policy, loss_type="grpo", beta=0.1),
+    "trl: gspo with kl": partial(trl_policy, loss_type="grpo", level="sequence", beta=0.1),
+    "trl: grpo, responses left out": partial(trl_policy, loss_type="grpo", left_out=LEFT_OUT),
+    "trl: dr_grpo, responses left out": partial(trl_policy, loss_type="dr_grpo", left_out=LEFT_OUT),
     "trl: bnpo": partial(trl_policy, loss_type="bnpo"),
     "trl: bnpo of four forwards": partial(trl_policy, loss_type="bnpo", forwards=4),
     "trl: dr_grpo": partial(trl_policy, loss_type="dr_grpo"),

@@ -6,6 +6,7 @@ A method is called on a stand-in for its object, which has the settings that the
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -39,13 +40,15 @@ def _trl_loss(
     delta: float | None = None,
     high: float = 0.3,
     correct: bool = False,
+    beta: float = 0.0,
+    left_out: Sequence[int] = (),
 ) -> Tensor:
     trainer = importable("trl.trainer.grpo_trainer").GRPOTrainer
     settings = SimpleNamespace(
         delta=delta,
         sapo_temperature_pos=1.0,
         sapo_temperature_neg=1.05,
-        use_bias_correction_kl=False,
+        use_bias_correction_kl=True,  # TRL's default
         steps_per_generation=forwards,
     )
     fake = MagicMock()
@@ -54,7 +57,7 @@ def _trl_loss(
         top_entropy_quantile=1.0,
         off_policy_mask_threshold=None,
         importance_sampling_level=level,
-        beta=0.0,
+        beta=beta,
         args=settings,
         loss_type=loss_type,
         epsilon_low=0.2,
@@ -76,15 +79,18 @@ def _trl_loss(
     )
     log_ratio_NT = inputs.old_logprobs_NT - inputs.rollout_logprobs_NT
     ids = torch.zeros_like(inputs.mask_NT[part], dtype=torch.int64)
+    mask_NT = inputs.mask_NT
+    mask_NT[list(left_out)] = 0  # as mask_truncated_completions does
     batch = {
         "prompt_ids": ids[:, :1],
         "prompt_mask": torch.ones_like(ids[:, :1]),
         "completion_ids": ids,
-        "completion_mask": inputs.mask_NT[part],
+        "completion_mask": mask_NT[part],
         "advantages": inputs.advantages_N[part],
         "old_per_token_logps": inputs.old_logprobs_NT[part],
+        "ref_per_token_logps": inputs.ref_logprobs_NT[part],
         "importance_sampling_ratio": log_ratio_NT[part].exp().clamp(max=1.5),
-        "num_items_in_batch": inputs.mask_NT.sum(),
+        "num_items_in_batch": mask_NT.sum(),
     }
     return trainer._compute_loss(fake, None, batch)
 

@@ -12,6 +12,7 @@ import pytest
 
 from megarlhf.config import GenerateConfig, SFTConfig
 from megarlhf.planning.preflight import preflight
+from megarlhf.planning.without_effect import rarely_meant
 from megarlhf.rollout.vllm_arguments import cpu_head_sizes
 from tests.planning.configs import rl, role, sft
 
@@ -176,6 +177,20 @@ def test_what_is_set_and_has_no_effect_is_said(paths):
     read = sapo | {"advantage": "grpo", "policy_loss": "clip", "loss_average": "constant", "whiten_advantages": True}
     read |= {"rollout_correction": {"kind": "mask", "level": "sequence"}, "kl": {}, "loss_block_samples": 1}
     assert keys("rl", rl(paths, algo=read)) == {"critic"}
+    once = {"epochs_per_step": 1, "mini_batch_samples": 24}
+    few = {"advantage": "grpo", "loss_counts_left_out": True}
+    few["rollout_correction"] = {"kind": "mask", "level": "token", "mask_weight": "token"}
+    assert keys("rl", rl(paths, algo=few, train={"max_policy_kl": 0.1})) == {
+        "algo.loss_counts_left_out",
+        "algo.rollout_correction.mask_weight",
+        "critic",
+    }
+    few |= {"loss_average": "sequence"}
+    assert keys("rl", rl(paths, algo=few, train={"max_policy_kl": 0.1, **once})) == {
+        "train.max_policy_kl",
+        "algo.rollout_correction.mask_weight",
+        "critic",
+    }
     tree = {
         "run": {"dir": "r"},
         "actor": role(paths) | {"optim": {"lr": 0.5}},
@@ -184,6 +199,24 @@ def test_what_is_set_and_has_no_effect_is_said(paths):
     }
     assert keys("generate", GenerateConfig.model_validate(tree)) == {"actor.optim", "rollout.temperature"}
     assert keys("generate", GenerateConfig.model_validate(tree | {"greedy": False})) == {"actor.optim"}
+
+
+def test_what_is_rarely_meant_is_said(paths):
+    """Groups that are dropped where nothing is compared within them; a loss of fresh samples for several updates."""
+
+    def notes(algo, **train):
+        cfg = rl(paths, algo=algo, train=train)
+        assert set(rarely_meant(cfg)) <= set(preflight("rl", cfg, 1).notes)
+        return rarely_meant(cfg)
+
+    one = {"epochs_per_step": 1, "mini_batch_samples": 24}
+    dynamic = {"dynamic_sampling": {"max_refills": 1}}
+    (note,) = notes(dynamic | {"advantage": "gae"})
+    assert "from which algo.advantage = gae would learn" in note
+    assert notes(dynamic | {"advantage": "grpo"}) == []
+    (note,) = notes({"policy_loss": "policy_gradient"})
+    assert "makes 9 updates from the samples of a step" in note
+    assert notes({"policy_loss": "policy_gradient"}, **one) == []
 
 
 def test_rl_that_would_outgrow_the_positions_of_any_role_is_refused(paths):

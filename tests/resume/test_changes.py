@@ -93,6 +93,8 @@ CASES = [
     ("rl", [], ["reward_model.optim.lr=0.5"], [], []),
     ("rl", [], ["critic.optim.schedule=linear"], [], ["critic.optim.schedule"]),
     ("rl", ["critic.optim.schedule=linear"], ["train.num_steps=9"], [], ["train.num_steps"]),
+    ("rl", ["algo.entropy_coef_end=0.1"], ["train.num_steps=9"], [], ["train.num_steps"]),
+    ("rl", ["algo.entropy_coef=0.1", "algo.entropy_coef_end=0.1"], ["train.num_steps=9"], ["train.num_steps"], []),
     ("rl", ["reward_model.optim.schedule=linear"], ["train.num_steps=9"], ["train.num_steps"], []),
     ("rl", [], ["rollout.engine_args={max_num_seqs: 4}"], ["rollout.engine_args.max_num_seqs: not set -> 4"], []),
     ("rl", ["rollout.parallel.tp=1"], ["rollout.parallel.tp=2"], ["rollout.parallel.tp: 1 -> 2"], []),

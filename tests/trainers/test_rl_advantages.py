@@ -105,6 +105,33 @@ def test_the_deviation_of_all_rewards_of_the_step():
     assert advantages(experience(), advantage="grpo", **biased)[2] == pytest.approx((4 / 5) ** 0.5)
 
 
+def test_samples_without_a_reward_are_in_no_deviation_of_all_rewards():
+    """Of 10, 12 and 11 it is 1; the last one's 0 would make it 5.6."""
+    rewarded = torch.tensor([True, True, True, False])
+    table = experience(rewards=torch.tensor([10.0, 12.0, 11.0, 0.0]), rewarded=rewarded, trained=rewarded)
+    found = advantages(table, advantage="grpo", group_std_over="step", group_std_eps=0.0)
+    assert found[:3] == pytest.approx([-1.0, -1.0, 1.0])
+
+
+def test_one_alone_in_its_group_gets_none_of_its_tokens_rewards():
+    """With the form of REINFORCE++ that compares groups; it pays its KL, and with group_of_one: reward gets all."""
+    columns = {
+        "old_logprobs": ragged([-1.0], [-1.0], [-1.0] * 3),
+        "ref_logprobs": ragged([-1.0], [-1.0], [-1.5] * 3),
+        "token_rewards": ragged([1.0], [3.0], [1.0, 2.0, 3.0]),
+    }
+    rollouts = Rollouts(ragged([1], [1], [1] * 3, dtype=torch.int64), columns["old_logprobs"], torch.ones(3) > 0, 0)
+    prompts = (torch.tensor([1]),) * 3
+    table = Experience(prompts, torch.tensor([0, 0, 1]), rollouts, columns)
+    table = table.with_per_sample({"rewards": torch.zeros(3)})
+    found = advantages(table, advantage="reinforce++_baseline")
+    assert found == pytest.approx([-1.0, 1.0, 0.0, 0.0, 0.0])
+    with_kl = advantages(table, advantage="reinforce++_baseline", kl=IN_REWARD)
+    assert with_kl == pytest.approx([-1.0, 1.0, -0.15, -0.1, -0.05])
+    whole = advantages(table, advantage="reinforce++_baseline", group_of_one="reward")
+    assert whole == pytest.approx([-1.0, 1.0, 6.0, 5.0, 3.0])
+
+
 def test_a_small_kl_moves_groups_of_equal_rewards_little():
     """Divided by the deviation together with the rewards a coefficient of 1e-4 would make advantages near 1."""
     table = experience(rewards=torch.ones(4))

@@ -49,23 +49,31 @@ def test_it_goes_on_where_it_was_and_with_other_settings_begins_anew():
     assert other.coef == 0.3
 
 
-@pytest.mark.parametrize(("placement", "estimator", "factor"), [("loss", "k3", 1.0), ("reward", "k1", 0.0)])
-def test_the_coefficient_in_force_is_that_of_the_loss(placement, estimator, factor):
-    """Where the KL is in the loss; the configured one is where the controller began."""
-    algo = AlgoConfig.model_validate(
-        {"advantage": "grpo", "kl": ADAPTIVE | {"placement": placement, "estimator": estimator}}
-    )
-    kl = KLController(algo.kl)
+def loss_of(step, **algo):
+    """The actor's loss in a step of a run of two."""
+    made = AlgoConfig.model_validate({"advantage": "grpo", **algo})
+    kl = KLController(made.kl)
     kl.update(10.0, 500)
     cfg = SimpleNamespace(
-        algo=algo,
+        algo=made,
         ptx=None,
         loss_constant=4,
         rollout=SimpleNamespace(temperature=1.0),
         train=SimpleNamespace(critic_warmup_steps=0, num_steps=2),
     )
     actor = SimpleNamespace(shard=SimpleNamespace(vocabulary=lambda: None))
-    components = SimpleNamespace(actor=actor, critic=None, kl=kl)
     rollouts = Rollouts(ragged([1, 2], dtype=torch.int64), ragged([0.0, 0.0]), torch.tensor([True]), 0)
-    (learner,) = learners(cfg, components, Experience((torch.tensor([1]),), torch.tensor([0]), rollouts), [0], 1)
-    assert learner.loss.kl_coef == pytest.approx(factor * 0.1 * 1.1)
+    experience = Experience((torch.tensor([1]),), torch.tensor([0]), rollouts)
+    (learner,) = learners(cfg, SimpleNamespace(actor=actor, critic=None, kl=kl), experience, [0], step)
+    return learner.loss
+
+
+@pytest.mark.parametrize(("placement", "estimator", "factor"), [("loss", "k3", 1.0), ("reward", "k1", 0.0)])
+def test_the_coefficient_in_force_is_that_of_the_loss(placement, estimator, factor):
+    """Where the KL is in the loss; the configured one is where the controller began."""
+    loss = loss_of(1, kl=ADAPTIVE | {"placement": placement, "estimator": estimator})
+    assert loss.kl_coef == pytest.approx(factor * 0.1 * 1.1)
+
+
+def test_the_entropy_s_coefficient_is_that_of_the_step():
+    assert [loss_of(step, entropy_coef=0.1, entropy_coef_end=0.3).entropy_coef for step in (0, 1)] == [0.1, 0.3]
