@@ -18,7 +18,7 @@ RULE = "tests.distributed.bad_rewards:"
 ON_SAMPLE = f"reward '{RULE}%s' on sample "
 FUNCTIONS = {
     "raises": (2, ["raised KeyError: 'no_such_field'; ", "bad_rewards.py:", 'fields["no_such_field"]']),
-    "nothing": (2, ["16 of 16 samples of this step got no reward: every reward said None", "algo.unrewarded = drop"]),
+    "nothing": (2, ["16 of 16 samples of this step (the first is sample 0", ") got no reward: every reward said None"]),
     "nan": (2, ["returned nan, expected a finite number; return a float, or None for no reward"]),
     "a_list": (2, ["returned [1.0], expected a number; return a float"]),
     "a_string": (2, ["returned '1.0', expected a number; return a float for every response"]),
