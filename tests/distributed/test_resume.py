@@ -82,7 +82,7 @@ def tree(name: str, models: dict[str, Path], data: dict[str, Path]) -> dict[str,
         "stop": {"heldout_reward_patience": 50, "max_kl": 100.0},
     }
     if name == "grpo":
-        made["rewards"] = [{"kind": "model", "normalise": "running"}]  # over all steps so far: `reward_mean` shows it
+        made["rewards"][0]["normalise"] = "running"  # over all steps so far: `reward_mean` shows it
     made["data"]["heldout"], made["eval"] = str(data["prompts"]), {"every": 1, "max_samples": 6}
     made["checkpoint"] = {"every_updates": 1, "every_minutes": 0, "keep": 3, "export_every": 1}
     return made
