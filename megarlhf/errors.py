@@ -23,3 +23,8 @@ class WatchdogTimeout(RuntimeError):
     def __init__(self, message: str, *, agreed: bool) -> None:
         super().__init__(message)
         self.agreed = agreed
+
+
+class RewardError(ValueError):
+    """A reward that failed, or returned what is no number: with its name, the sample, and the line of the user's.
+    Raised on every rank alike."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import sys
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ def serve(config: str, overrides: Sequence[str]) -> int:
         raise ValueError(f"serve-reward needs {error.name}: pip install 'megarlhf[serve]'") from None
     import torch
 
+    from megarlhf.rollout.rewards.http import require_plain_token
     from megarlhf.rollout.rewards.score import make_source
     from megarlhf.rollout.rewards.server import make_app
     from megarlhf.runtime import first_gpu
@@ -29,6 +31,7 @@ def serve(config: str, overrides: Sequence[str]) -> int:
     token = os.environ.get(cfg.token_env) if cfg.token_env else None
     if cfg.token_env and not token:
         raise ValueError(f"the environment variable {cfg.token_env} that token_env names is not set; export it")
+    require_plain_token(cfg.token_env, token)
     device = first_gpu() if cfg.device == "gpu" else torch.device("cpu")
     listening = _socket(cfg.host, cfg.port)
     named = zip(labels_of(cfg.rewards), cfg.rewards, strict=True)
@@ -38,6 +41,8 @@ def serve(config: str, overrides: Sequence[str]) -> int:
     listening.listen()  # who reads the next line may connect at once
     print(f"serving {', '.join(sources)} at http://{host}:{port}/get_reward", flush=True)
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False))
+    # uvicorn raises the signal that ended it once more, for whoever had a handler before: the sources are closed first.
+    signal.signal(signal.SIGTERM, lambda *received: None)
     try:
         server.run(sockets=[listening])
     finally:

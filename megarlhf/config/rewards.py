@@ -32,8 +32,10 @@ _ONLY_OF: dict[str, tuple[str, ...]] = {
     "too_long": ("model",),
 }
 """Keys that not every kind reads."""
-IN_WORKERS = ("math_verify", "reasoning_gym")
+IN_WORKERS = ("math_verify", "reasoning_gym", "regex")
 """Built-in rules that take any time, and so run in processes of their own."""
+_OF_WORKERS = ("timeout_seconds", "retries", "workers", "batch_samples")
+"""Keys that built-in rules do not read which run in the rank: they take no time to speak of."""
 
 
 class RewardConfig(FrozenModel):
@@ -53,7 +55,8 @@ class RewardConfig(FrozenModel):
     classifier_label: str | int | None = None
     """Of kind `classifier`: name or number of the label whose score is the reward; needed where it has several."""
     output: Literal["logit", "probability"] = "logit"
-    """Of kind `classifier`: the label's logit, or its probability (a sigmoid for one label, else a softmax)."""
+    """Of kind `classifier`: the label's logit, or its probability: a sigmoid for one label, or where the classifier's
+    problem_type is multi_label_classification; else a softmax."""
     form: Literal["joined", "pair", "chat"] = "joined"
     """Of kind `classifier`: prompt and response as one text, as two, or as a conversation in the classifier's own chat
     template. A text longer than the model takes is not cut: it has failed."""
@@ -80,8 +83,8 @@ class RewardConfig(FrozenModel):
     clip: Positive | None = None
     """Then held in [-clip, clip]. Without `normalise` the reward used is weight x clip(reward - shift)."""
     normalise: Literal["none", "running", "group"] = "none"
-    """`running`: less the mean and over the standard deviation of all values of the run so far, those of the step
-    counted in. `group`: the same within each group of responses to one prompt (GDPO, 2026), 0 where a group's values
+    """`running`: less the mean and over the standard deviation of all values of the run so far, of the samples that were
+    trained on, those of the step counted in. `group`: the same within each group of responses to one prompt (GDPO, 2026), 0 where a group's values
     are equal; weights then say how much each reward counts, whatever its scale."""
     normalise_eps: Positive = 1e-6
     """Of `normalise: group`: added to a group's deviation. verl has 1e-6, TRL's GDPO 1e-4."""
@@ -120,6 +123,12 @@ class RewardConfig(FrozenModel):
             raise ValueError("workers = 0 sends no request; give 1 or more")
         if self.rule in IN_WORKERS and not self.workers:
             raise ValueError(f"rule {self.rule!r} runs in processes of its own; workers = 0, give 1 or more")
+        if self.rule is not None and ":" not in self.rule and self.rule not in IN_WORKERS:
+            fields = type(self).model_fields
+            if given := [key for key in _OF_WORKERS if getattr(self, key) != fields[key].default]:
+                raise ValueError(
+                    f"rule {self.rule!r} runs in the rank and does not read {', '.join(given)}; leave that out"
+                )
         unread = [key for key, kinds in _ONLY_OF.items() if self.kind not in kinds and key in self.model_fields_set]
         if set_keys := [key for key in unread if getattr(self, key) != type(self).model_fields[key].default]:
             raise ValueError(f"a reward of kind {self.kind!r} does not read {', '.join(set_keys)}; leave that out")

@@ -20,7 +20,7 @@ Kind = Literal["train", "eval"]
 Row = Mapping[str, Any]
 """`step`, `sample` (its number in the step, or among the held-out prompts), `prompt`, `answer` where the record has
 one, `response`, `length` (tokens), `finished` (false: cut at the limit), `reward` (the total), `rewards` by name (None:
-the reward said nothing), `kl` where it was measured."""
+the reward said nothing), `kl` (to the reference, mean over the response's tokens)."""
 
 _NAME = re.compile(r"(eval_)?step_(\d+)\.jsonl")
 

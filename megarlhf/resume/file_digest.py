@@ -1,8 +1,9 @@
-"""Size and SHA-256 of a file of a resume point."""
+"""Size and SHA-256 of files."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,3 +26,9 @@ def digest_of(path: Path) -> FileDigest:
             digest.update(chunk)
             size += len(chunk)
     return FileDigest(size, digest.hexdigest())
+
+
+def digest_of_directory(directory: Path) -> str:
+    """SHA-256 of the names and contents of all files that lie in it, those of folders inside it aside."""
+    files = {path.name: digest_of(path).sha256 for path in sorted(directory.iterdir()) if path.is_file()}
+    return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()

@@ -188,6 +188,12 @@ def _examine(
                 needed = [role.name for role in roles if role.name not in manifest["roles"]]
                 needed += [name for name in states if name not in manifest["state"]]
                 first[1] += [f"it has no state of {name}" for name in needed]
+                if "reference" in manifest["roles"] and all(role.name != "reference" for role in roles):
+                    first[1].append(
+                        "it holds a reference that has moved, and this configuration has no reference_update: the KL "
+                        "would be measured to the model that the run began with. Give reference_update; with a large "
+                        "`every` the reference stays where it is"
+                    )
                 first[1] += identity.other_precision(manifest)
                 if candidate.position.update:
                     first[1] += identity.splits_otherwise(manifest)

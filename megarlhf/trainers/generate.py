@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import math
 import os
 from collections.abc import Iterable, Mapping
@@ -16,6 +17,7 @@ from torch import Tensor
 from megarlhf.algo.reward_scaling import weighted_total
 from megarlhf.config import GenerateConfig, RewardConfig
 from megarlhf.data.samples import PromptSample
+from megarlhf.errors import RewardError, WatchdogTimeout
 from megarlhf.experience import Rollouts
 from megarlhf.models.role import build_role
 from megarlhf.observe.metrics import METRICS_FILE, Metric
@@ -26,11 +28,14 @@ from megarlhf.parallel.mesh import GroupCache
 from megarlhf.resume.claim import NO_STEPS_LEFT, finish
 from megarlhf.rollout.engine import RolloutEngine, sample_seed
 from megarlhf.rollout.rewards.accuracy import accuracy_metrics, accuracy_of
-from megarlhf.rollout.rewards.score import gather, make_source, response_texts, share_of_rank
+from megarlhf.rollout.rewards.batch import RewardBatch
+from megarlhf.rollout.rewards.score import RewardSource, gather, make_source, response_texts, share_of_rank
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.best_of import candidates, choose, record_of
 from megarlhf.trainers.prompts import PromptData, actor_order, load_prompts, make_engine, sampling_of
 from megarlhf.trainers.session import open_session
+
+log = logging.getLogger(__name__)
 
 MICRO_BATCH_SAMPLES = 16
 """Rows per forward of the `megatron` engine, which is an oracle and not meant to be fast."""
@@ -96,18 +101,30 @@ class _Scores(NamedTuple):
 def _respond(
     cfg: GenerateConfig, runtime: Runtime, engine: RolloutEngine, data: PromptData, phases: Phases
 ) -> tuple[list[PromptSample], list[str], Rollouts, dict[str, _Scores]]:
+    """Raises: RewardError or WatchdogTimeout for a reward that fails; the responses are kept without rewards then."""
     prompts = [p for p in data.train[: cfg.max_samples] for _ in range(cfg.rollout.num_samples_per_prompt)]
-    with phases("rollout"):
-        rollouts = engine.generate(
-            [torch.tensor(prompt.tokens) for prompt in prompts],
-            [sample_seed(cfg.run.seed, 0, n) for n in range(len(prompts))],
-            sampling_of(cfg.rollout, cfg.actor, data.tokenizer, greedy=cfg.greedy),
-        )
-    responses = response_texts(rollouts, data.tokenizer)
-    with phases("reward"):
-        scores = {
-            reward.label: _scores(reward, prompts, rollouts, data, phases, runtime.device) for reward in _scored_by(cfg)
-        }
+    with contextlib.ExitStack() as stack:
+        sources = [  # what is wrong with one is said before anything is drawn
+            (reward, stack.enter_context(contextlib.closing(make_source(reward, runtime.device))))
+            for reward in _scored_by(cfg)
+        ]
+        with phases("rollout"):
+            rollouts = engine.generate(
+                [torch.tensor(prompt.tokens) for prompt in prompts],
+                [sample_seed(cfg.run.seed, 0, n) for n in range(len(prompts))],
+                sampling_of(cfg.rollout, cfg.actor, data.tokenizer, greedy=cfg.greedy),
+            )
+        responses = response_texts(rollouts, data.tokenizer)
+        batch = share_of_rank(prompts, rollouts, data.tokenizer)
+        try:
+            with phases("reward"):
+                scores = {reward.label: _scores(reward, source, batch, phases) for reward, source in sources}
+        except (RewardError, WatchdogTimeout):
+            if runtime.is_main:
+                unscored = cfg.run.dir / "responses_without_rewards.jsonl"
+                _write_lines(unscored, _lines(prompts, responses, rollouts, {}))
+                log.info("the responses are kept, without rewards, in %s", unscored)
+            raise
     engine.close()
     return prompts, responses, rollouts, scores
 
@@ -118,24 +135,15 @@ def _scored_by(cfg: GenerateConfig) -> list[RewardConfig]:
     return [*cfg.rewards, *([judge] if judge is not None else [])]
 
 
-def _scores(
-    reward: RewardConfig,
-    prompts: list[PromptSample],
-    rollouts: Rollouts,
-    data: PromptData,
-    phases: Phases,
-    device: torch.device,
-) -> _Scores:
-    """Collective."""
-    batch = share_of_rank(prompts, rollouts, data.tokenizer)
-    with contextlib.closing(make_source(reward, device)) as source:
-        outcomes = gather(
-            reward.label,
-            source.start(batch),
-            batch,
-            drop_failures=reward.on_failure == "drop",
-            local=phases.local,
-        )
+def _scores(reward: RewardConfig, source: RewardSource, batch: RewardBatch, phases: Phases) -> _Scores:
+    """Of this rank's batch and those of the others. Collective."""
+    outcomes = gather(
+        reward.label,
+        source.start(batch),
+        batch,
+        drop_failures=reward.on_failure == "drop",
+        local=phases.local,
+    )
     values = [math.nan if each.value is None else each.value for each in outcomes]
     return _Scores(torch.tensor(values, dtype=torch.float64), torch.tensor([bool(each.error) for each in outcomes]))
 

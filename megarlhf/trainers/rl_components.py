@@ -6,11 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megarlhf.architectures.placements import Head
+from megarlhf.collective_errors import from_first_rank
 from megarlhf.config import RLConfig
 from megarlhf.data.tokenizer import Tokenizer, load_tokenizer
 from megarlhf.models.role import Role, build_role
 from megarlhf.observe.phases import Phases
 from megarlhf.parallel.mesh import GroupCache
+from megarlhf.resume.file_digest import digest_of_directory
 from megarlhf.resume.identity import (
     architecture_of,
     digest_of_samples,
@@ -137,6 +139,10 @@ def training_of(
         if cfg.retokenizes:
             tokenizer = load_tokenizer(scorer.section.model.hf_directory())
             others["the reward model's tokenizer"] = digest_of_vocabulary(tokenizer)
+    for label, reward in zip(components.rewarder.labels, cfg.rewards, strict=True):
+        if reward.path is not None:
+            digest = digest_of_directory(reward.path) if components.actor.mesh.runtime.is_main else ""
+            others[f"files of the classifier {label}"] = from_first_rank(digest)
     if components.ptx is not None:
         others["ptx.data"] = components.ptx.digest()
     if cfg.train.stop.heldout_reward_patience is not None:

@@ -13,29 +13,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megarlhf.algo.kl import kl_estimate
 from megarlhf.config import RewardConfig, RLConfig, StopConfig
 from megarlhf.data.samples import PromptSample
 from megarlhf.data.tokenizer import Tokenizer
-from megarlhf.experience import Rollouts
+from megarlhf.experience import Ragged, Rollouts
 from megarlhf.observe.metrics import Metric
 from megarlhf.observe.samples import Row, spread
-from megarlhf.rollout.engine import RolloutEngine
 from megarlhf.rollout.rewards.accuracy import accuracy_metrics, accuracy_of
 from megarlhf.rollout.rewards.score import gather, make_source, share_of_rank
 from megarlhf.trainers.prompts import sampling_of
-from megarlhf.trainers.rl_rewards import Rewarder
+from megarlhf.trainers.rl_components import Components
 from megarlhf.trainers.rl_rollout import make_experience
 from megarlhf.trainers.rl_samples import rows_of
+from megarlhf.trainers.rl_score import policy_logprobs
 
 
 class Evaluator:
     """Greedy responses to the held-out prompts: mean reward, accuracy by the reward or rule that is one, and a table of
     the same samples each time."""
 
-    def __init__(
-        self, cfg: RLConfig, engine: RolloutEngine, rewarder: Rewarder, heldout: Sequence[PromptSample]
-    ) -> None:
-        self._engine, self._rewarder, self._heldout = engine, rewarder, heldout
+    def __init__(self, cfg: RLConfig, components: Components, heldout: Sequence[PromptSample]) -> None:
+        rewarder = components.rewarder
+        self._cfg, self._components, self._heldout = cfg, components, heldout
         self._sampling = sampling_of(cfg.rollout, cfg.actor, rewarder.tokenizer, greedy=True)
         self._accuracy = accuracy_of(cfg.eval.accuracy, cfg.rewards)
         judge = self._accuracy.judge if heldout else None
@@ -54,16 +54,34 @@ class Evaluator:
         every rank, when `should_stop` says so on one while responses are drawn or rewarded."""
         if not self._heldout:
             return {}, []
-        prompts = [torch.tensor(prompt.tokens) for prompt in self._heldout]
-        rollouts = self._engine.generate(prompts, [0] * len(prompts), self._sampling, should_stop=should_stop)
+        components, prompts = self._components, [torch.tensor(prompt.tokens) for prompt in self._heldout]
+        rollouts = components.engine.generate(prompts, [0] * len(prompts), self._sampling, should_stop=should_stop)
         experience = make_experience(self._heldout, rollouts, 1)
-        total_N, said = self._rewarder.heldout(experience, self._heldout, should_stop)
+        total_N, said = components.rewarder.heldout(experience, self._heldout, should_stop)
         if self._judge is not None:
             said[self._judge.label] = self._judge(self._heldout, rollouts, should_stop)
         metrics: dict[str, Metric] = {"eval_reward_mean": float(total_N.nanmean())}
         if self._accuracy.label is not None:
             metrics |= accuracy_metrics(self._accuracy, said[self._accuracy.label])
-        return metrics, rows_of(step, self._shown, self._heldout, rollouts, total_N, said, self._rewarder.tokenizer)
+        tokenizer, kl_N = components.rewarder.tokenizer, self._kl_of_shown(rollouts)
+        return metrics, rows_of(step, self._shown, self._heldout, rollouts, total_N, said, tokenizer, kl_N)
+
+    def _kl_of_shown(self, rollouts: Rollouts) -> Tensor:
+        """[N]: of the responses that the table shows, the mean over their tokens of the KL to the reference, as the
+        metric `kl` of training estimates it; NaN of the others, which nobody reads. Collective."""
+        kl_N = torch.full((len(self._heldout),), math.nan)
+        if not self._shown:
+            return kl_N
+        cfg, kl = self._cfg, self._cfg.algo.kl
+        prompts = [self._heldout[n] for n in self._shown]
+        shown = make_experience(prompts, Rollouts.joined([(rollouts, self._shown)]), 1)
+        logprobs = [
+            policy_logprobs(role, shown, [range(len(prompts))], cfg.train, temperature=cfg.rollout.temperature)
+            for role in (self._components.actor, self._components.reference)
+        ]
+        kl_T = kl_estimate(logprobs[0].values_T, logprobs[1].values_T, kl.estimator, kl.clamp)
+        kl_N[self._shown] = torch.stack([row.mean() for row in Ragged(kl_T, shown.response_lengths_N).rows()]).cpu()
+        return kl_N
 
 
 class Judge:

@@ -12,10 +12,10 @@ from megarlhf.collective_errors import raise_on_all_ranks
 from megarlhf.config import MicroBatchConfig, RewardConfig
 from megarlhf.data.retokenize import Retokenized, Retokenizer
 from megarlhf.data.tokenizer import load_tokenizer
+from megarlhf.errors import RewardError
 from megarlhf.experience import Experience, Ragged
 from megarlhf.models.role import Role
 from megarlhf.rollout.rewards.batch import RewardBatch, short
-from megarlhf.rollout.rewards.score import RewardError
 
 
 def retokenizer_of(reward_model: Role, reward: RewardConfig, micro: MicroBatchConfig) -> Retokenizer:

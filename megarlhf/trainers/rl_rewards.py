@@ -21,6 +21,7 @@ from megarlhf.config import MicroBatchConfig, RewardConfig
 from megarlhf.config.rewards import labels_of
 from megarlhf.data.samples import PromptSample
 from megarlhf.data.tokenizer import Tokenizer
+from megarlhf.errors import RewardError, WatchdogTimeout
 from megarlhf.experience import Experience, Ragged
 from megarlhf.kernels import packed_sums
 from megarlhf.models.role import Role
@@ -28,7 +29,6 @@ from megarlhf.observe.phases import Phases
 from megarlhf.parallel.step import MicroBatch
 from megarlhf.rollout.rewards.batch import Outcome, RewardBatch, short
 from megarlhf.rollout.rewards.score import (
-    RewardError,
     RewardSource,
     ShouldStop,
     Waiting,
@@ -67,6 +67,8 @@ class Said:
     """fp32; NaN where it does not apply, or failed."""
     failed_N: Tensor
     """bool."""
+    late: bool = False
+    """Some have failed because nothing answered in time."""
     cut_N: Tensor | None = None
     """bool: whose text was too long, and was cut; None: none can be."""
     components: Mapping[str, Tensor] = field(default_factory=dict)
@@ -91,6 +93,7 @@ class Said:
                 name: torch.cat([said.component(name)[list(chosen)] for said, chosen in parts]) for name in names
             },
             token_values=token_values,
+            late=any(said.late for said, _ in parts),
             cut_N=_joined([(said.cut_N, chosen) for said, chosen in parts]),
         )
 
@@ -190,7 +193,7 @@ class Rewarder:
     ) -> Rewarded:
         """What was said of the samples, added up; `prompts` are one per sample.
 
-        Raises: RewardError where no sample has a reward.
+        Raises: RewardError where no sample has a reward; WatchdogTimeout where that is for want of an answer.
         """
         groups_N = experience.groups_N.to(self.device)
         failed_N = torch.stack([each.failed_N for each in said]).any(0)
@@ -214,10 +217,13 @@ class Rewarder:
         kept_N = ~(total_N.isnan() | failed_N)
         metrics |= self.counts(said)
         if not bool(kept_N.any()):
-            raise RewardError(
+            words = (
                 f"{_lost(~kept_N, prompts)} have no reward: every reward said None, or one has failed and is dropped. "
                 "Nothing is left to train on"
             )
+            if any(each.late for each in said):
+                raise WatchdogTimeout(f"{words}. Look at what does not answer", agreed=True)
+            raise RewardError(words)
         lengths_N = experience.response_lengths_N
         column = Ragged(torch.stack(tokens).sum(0), lengths_N) if tokens else None
         named = {f"reward/{label}": each.values_N for label, each in zip(self.labels, said, strict=True)}
@@ -330,6 +336,7 @@ def said_of(label: str, outcomes: Sequence[Outcome], device: torch.device) -> Sa
     return Said(
         values_N=column([outcome.value for outcome in outcomes]),
         failed_N=torch.tensor([bool(outcome.error) for outcome in outcomes], device=device),
+        late=any(outcome.late for outcome in outcomes),
         components={name: column([(outcome.components or {}).get(name) for outcome in outcomes]) for name in names},
         token_values={n: each.token_values for n, each in enumerate(outcomes) if each.token_values is not None},
     )

@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megarlhf.algo.kl import kl_estimate
@@ -30,16 +31,15 @@ def rows_of(
     total_N: Tensor,
     said: Mapping[str, Tensor],
     tokenizer: Tokenizer,
-    kl: Ragged | None = None,
+    kl_N: Tensor,
 ) -> list[Row]:
     """A row for each of the samples `shown`; `prompts` are one for each sample of the rollouts.
 
     said: what each reward said [N], by name, before shift, clip and weight; NaN: nothing
-    kl:   of each response token, to the reference
+    kl_N: to the reference, the mean over each response's tokens
     """
     responses = rollouts.responses.rows()
     rows: list[Row] = []
-    kls = None if kl is None else kl.rows()
     for n in shown:
         prompt = prompts[n]
         row: dict[str, Any] = {"step": step, "sample": n, "prompt": prompt.text}
@@ -51,9 +51,8 @@ def rows_of(
             "finished": bool(rollouts.finished_N[n]),
             "reward": _or_none(total_N[n]),
             "rewards": {name: _or_none(values_N[n]) for name, values_N in said.items()},
+            "kl": _or_none(kl_N[n]),
         }
-        if kls is not None:
-            row["kl"] = _or_none(kls[n].mean())
         rows.append(row)
     return rows
 
@@ -66,6 +65,7 @@ def training_rows(
     per_sample, columns = experience.per_sample, experience.columns
     old, ref, kl = columns["old_logprobs"], columns["ref_logprobs"], cfg.algo.kl
     kl_T = kl_estimate(old.values_T, ref.values_T, kl.estimator, kl.clamp)
+    kl_N = torch.stack([row.mean() for row in Ragged(kl_T, old.lengths_N).rows()])
     total_N = total_rewards(experience)
     if "rewarded" in per_sample:
         total_N = total_N.masked_fill(~per_sample["rewarded"], math.nan)  # no reward applies
@@ -73,7 +73,7 @@ def training_rows(
         name.removeprefix(OF_REWARD): values_N for name, values_N in per_sample.items() if name.startswith(OF_REWARD)
     }
     shown = spread(cfg.samples.count, experience.num_samples)
-    return rows_of(step, shown, prompts, experience.rollouts, total_N, said, tokenizer, Ragged(kl_T, old.lengths_N))
+    return rows_of(step, shown, prompts, experience.rollouts, total_N, said, tokenizer, kl_N)
 
 
 def _or_none(value: Tensor) -> float | None:

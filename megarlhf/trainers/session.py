@@ -13,7 +13,7 @@ from rich.console import RenderableType
 
 from megarlhf.collective_errors import from_first_rank, on_first_rank
 from megarlhf.config import CheckpointConfig, DPOConfig, FrozenModel, RLConfig, RMConfig, RunConfig, SFTConfig
-from megarlhf.errors import Interrupted, WatchdogTimeout
+from megarlhf.errors import Interrupted, RewardError, WatchdogTimeout
 from megarlhf.models.role import Role
 from megarlhf.observe import samples as sample_tables
 from megarlhf.observe.measured import measure
@@ -304,8 +304,9 @@ def open_session(
             _open(session, stack, cfg, run, command, total, notes, training)
         try:
             yield session
-        except WatchdogTimeout as late:
-            if session.checkpointer is not None and late.agreed:  # all ranks are here
+        except (WatchdogTimeout, RewardError) as failure:
+            agreed = isinstance(failure, RewardError) or failure.agreed  # all ranks are here
+            if session.checkpointer is not None and agreed:
                 with session.phases("checkpoint"):
                     session.note(session.checkpointer.save_last_border())
             raise

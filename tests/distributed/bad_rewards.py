@@ -65,3 +65,7 @@ def forgot_async(prompt: str, response: str, fields: Mapping[str, Any]) -> Any:
 def yields(prompt: str, response: str, fields: Mapping[str, Any]) -> Any:
     """Refused at the start."""
     yield 1.0
+
+
+def always_raises(prompt: str, response: str, fields: Mapping[str, Any]) -> float:
+    raise KeyError("no judge")

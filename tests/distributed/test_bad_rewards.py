@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from megarlhf.observe.metrics import read_metrics
+from megarlhf.resume.point import find_points
 from tests.distributed.test_reward_runs import command
 from tests.ranks import RankPool
 from tests.rollout.test_http_reward import Server
@@ -51,6 +52,11 @@ def test_a_function_that_is_wrong_in_the_second_step(
         assert each in last
     assert "Traceback" not in said
     _assert_first_step_is_kept(tmp_path / "run")
+    if name == "raises":  # a new process counts its calls anew, so that the function is right now
+        status, said = ranks.run(1, "command_status", *argv)[0]
+        assert status == 0, said
+        assert "from resume/step_000001" in said
+        assert [row["step"] for row in read_metrics(tmp_path / "run") if row["step"]] == [1, 2]
 
 
 @pytest.mark.parametrize("name", ANSWERS)
@@ -73,7 +79,10 @@ def test_a_server_that_answers_garbage_in_the_second_step(
 
 
 def _assert_first_step_is_kept(run: Path) -> None:
+    """Its metrics, and the state after it, from which the same command goes on."""
     assert [row["step"] for row in read_metrics(run) if row["step"]] == [1]
+    (found,) = find_points(run)
+    assert found.position.name == "step_000001"
 
 
 @pytest.mark.parametrize(

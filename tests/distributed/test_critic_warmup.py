@@ -11,6 +11,7 @@ import yaml
 from safetensors.torch import load_file
 
 from megarlhf.observe.metrics import read_metrics
+from tests.distributed.resume_jobs import command_until
 from tests.distributed.test_rl_layouts import config
 from tests.ranks import RankPool
 
@@ -53,8 +54,10 @@ def test_the_actor_waits_for_the_critic_also_over_a_resume(
     assert ["policy_loss" in row for row in rows] == [False, False, True]
     assert ["value_loss" in row for row in rows] == [True, True, True]
 
-    ranks.run(2, "command", *argv, warm, f"run.dir={parts}", "train.num_steps=1")
-    ranks.run(2, "command", *argv, warm, f"run.dir={parts}", "run.on_existing=resume")
+    at = ("megarlhf.resume.checkpointer:Checkpointer", "border")
+    killed = ranks.run(2, command_until, 3, *at, *argv, warm, f"run.dir={parts}")
+    assert [outcome for outcome, _ in killed] == ["killed"] * 2
+    ranks.run(2, "command", *argv, warm, f"run.dir={parts}")
     for role in ("actor", "critic"):
         assert not is_moved(weights(whole, 3, role), weights(parts, 3, role)), role
 

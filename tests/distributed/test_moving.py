@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from megarlhf.observe.measured import reproducible
 from megarlhf.observe.metrics import read_metrics
+from tests.distributed.resume_jobs import command_until
 from tests.distributed.test_rl_layouts import config
 from tests.ranks import RankPool
 
@@ -43,12 +44,19 @@ def test_average_and_moved_reference_are_exact_over_a_resume(
     configured: Any, ranks: RankPool, two_layers: dict[str, Path], tmp_path: Path
 ) -> None:
     """The average by hand from the exports of the actor. The reference is the actor of the step before, so that no step
-    sees a KL; whole and resumed run are equal."""
+    sees a KL; a run that is killed inside its third step goes on as if it had not been. Without `reference_update` it
+    does not: the reference would be another one, unsaid."""
     argv = configured(ema={"decay": DECAY}, reference_update={"every": 1})
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     ranks.run(2, "command", *argv, f"run.dir={whole}")
-    ranks.run(2, "command", *argv, f"run.dir={parts}", "train.num_steps=2")
-    ranks.run(2, "command", *argv, f"run.dir={parts}", "run.on_existing=resume")
+    killed = ranks.run(2, command_until, 3, "megarlhf.parallel.step:Trainer", "step", *argv, f"run.dir={parts}")
+    assert [outcome for outcome, _ in killed] == ["killed"] * 2
+    without = [*configured(ema={"decay": DECAY}), f"run.dir={parts}", "run.allow_changes=true"]
+    status, said = ranks.run(2, "command_status", *without)[0]
+    assert status == 2
+    assert "it holds a reference that has moved, and this configuration has no reference_update" in said
+    argv = configured(ema={"decay": DECAY}, reference_update={"every": 1})
+    ranks.run(2, "command", *argv, f"run.dir={parts}")
     average = load_file(two_layers["plain"] / "model.safetensors")
     for step in (1, 2, 3):
         actor, found = weights(whole, step, "actor"), weights(whole, step, "actor_ema")

@@ -18,6 +18,7 @@ from megarlhf.data.tokenizer import load_tokenizer
 from megarlhf.observe.metrics import read_metrics
 from megarlhf.trainers.rl_ptx import pieces
 from tests.distributed.compare import assert_gradients_equal
+from tests.distributed.resume_jobs import command_until
 from tests.distributed.test_rl_layouts import config
 from tests.ranks import RankPool
 
@@ -82,15 +83,17 @@ def test_the_gradient_is_that_of_both_losses(
 def test_a_run_with_texts_to_the_end_at_tp2_goes_on_exactly_where_it_was(
     ranks: RankPool, two_layers: dict[str, Path], data: dict[str, Path], tmp_path: Path
 ) -> None:
-    """Three steps in one go, and two with a third after them: the same metrics."""
+    """Three steps of two updates in one go, and killed at the second update of the third: the same metrics."""
     cfg = configured({**two_layers, "other": two_layers["scorer"]}, data, tmp_path, {"tp": 2})
     cfg["train"] |= {"num_steps": 3, "mini_batch_samples": 8}
-    cfg["checkpoint"] = {"every": 1}
+    cfg["checkpoint"] = {"every_updates": 1}
     (tmp_path / "cfg.yaml").write_text(yaml.safe_dump(cfg))
     argv = ["rl", "-c", str(tmp_path / "cfg.yaml")]
     ranks.run(2, "command", *argv, f"run.dir={tmp_path / 'whole'}")
-    ranks.run(2, "command", *argv, f"run.dir={tmp_path / 'parts'}", "train.num_steps=2")
-    ranks.run(2, "command", *argv, f"run.dir={tmp_path / 'parts'}", "run.on_existing=resume")
+    step, parts = ("megarlhf.parallel.step:Trainer", "step"), f"run.dir={tmp_path / 'parts'}"
+    killed = ranks.run(2, command_until, 6, *step, *argv, parts)
+    assert [outcome for outcome, _ in killed] == ["killed"] * 2
+    assert "from resume/step_000002_update_0001" in ranks.run(2, "command", *argv, parts)[0]
     whole, parts = (read_metrics(tmp_path / name) for name in ("whole", "parts"))
     assert [row["step"] for row in parts] == [0, 1, 2, 3]
     for row, again in zip(whole[1:], parts[1:], strict=True):

@@ -48,7 +48,7 @@ def test_several_rewards_to_the_end_at_tp2(
         {"kind": "http", "url": server.url, "name": "judge", "weight": 2.0},
         {"kind": "classifier", "path": str(tmp_path / "classifier"), "weight": 0.25, "batch_samples": 3},
     ]
-    ranks.run(2, "command", *command(tmp_path, two_layers, data, rewards))
+    ranks.run(2, "command", *command(tmp_path, two_layers, data, rewards), "checkpoint.every=2")
     rows = [row for row in read_metrics(tmp_path / "run") if row["step"]]
     assert [row["step"] for row in rows] == [1, 2]
     for row in rows:
@@ -60,6 +60,11 @@ def test_several_rewards_to_the_end_at_tp2(
         assert row["reward/classifier_std"] > 0
         assert row["reward_mean"] == pytest.approx(expected, rel=1e-5)
     assert not server.answers, "the failures have happened"
+    (tmp_path / "classifier" / "chat_template.jinja").write_text("another")
+    longer = [*command(tmp_path, two_layers, data, rewards), "train.num_steps=3"]
+    status, said = ranks.run(2, "command_status", *longer)[0]
+    assert status == 2
+    assert "files of the classifier classifier: changed since" in said
     labels = [label for _, _, body in server.requests for label in body["labels"]]
     assert len(labels) >= 32
 
@@ -76,6 +81,12 @@ def test_a_server_that_is_down_ends_the_run_with_status_3_or_samples_are_dropped
     assert "reward 'judge' on sample" in said
     assert "answered with status 500: 'down'" in said
     (whole,) = [row for row in read_metrics(tmp_path / "run") if row["step"]]
+    server.answers = [(500, "down")] * 100
+    all_lost = [*command(tmp_path, two_layers, data, [{**judge, "on_failure": "drop"}]), "run.on_existing=overwrite"]
+    status, said = ranks.run(2, "command_status", *all_lost)[0]
+    assert status == 3, said
+    assert "Nothing is left to train on. Look at what does not answer" in said
+    argv = command(tmp_path, two_layers, data, [judge])
     server.answers = [(200, json.dumps({"rewards": [1.0, None] * 4}))] * 2
     dropped = [*argv, "algo.unrewarded=drop", "run.on_existing=overwrite", "train.num_steps=1"]
     assert ranks.run(2, "command_status", *dropped)[0][0] == 0

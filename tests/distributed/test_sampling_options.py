@@ -99,6 +99,33 @@ def test_the_best_of_four_is_what_sft_reads(
     assert read_metrics(tmp_path / "sft")[-1]["loss"] > 0
 
 
+def test_responses_outlast_a_reward_that_fails(
+    generated: Any, vllm_ranks: RankPool, tmp_path: Path, two_layers: dict[str, Path]
+) -> None:
+    """They are kept without rewards, and the command says so. What can be seen earlier is: nothing is drawn then."""
+    plain, _ = generated("plain", "rollout.engine=megatron")
+    argv = ["generate", "-c", str(tmp_path / "cfg.yaml"), "rollout.engine=megatron"]
+    rule = "tests.distributed.bad_rewards:{name}"
+
+    def refused(name: str, rule_name: str, *options: str) -> tuple[str, Path]:
+        folder = tmp_path / name
+        reward = f"rewards=[{{kind: rule, rule: '{rule.format(name=rule_name)}'{''.join(options)}}}]"
+        status, said = vllm_ranks.run(2, "command_status", *argv, f"run.dir={folder}", reward)[0]
+        assert status == 2, said
+        return said, folder
+
+    said, folder = refused("broken", "always_raises")
+    assert "always_raises' on sample 0" in said
+    assert f"the responses are kept, without rewards, in {folder}/responses_without_rewards.jsonl" in said
+    kept = [json.loads(line) for line in (folder / "responses_without_rewards.jsonl").read_text().splitlines()]
+    assert responses(kept) == responses(plain)
+    assert all(line["rewards"] == {} for line in kept)
+    assert not (folder / "responses.jsonl").exists()
+    said, folder = refused("generator", "yields")
+    assert "it is a generator" in said
+    assert not list(folder.glob("responses*")), "before anything is drawn"
+
+
 def test_rl_trains_on_responses_that_a_text_ends(
     vllm_ranks: RankPool, two_layers: dict[str, Path], data: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -24,13 +24,16 @@ LETTERS = "+=0123456789"
 TEMPLATE = "{% for m in messages %}{{ '+' if m['role'] == 'user' else '=' }}{{ m['content'] }}{% endfor %}"
 
 
-def write_tokenizer(folder, **options):
-    """One token a letter; the first tokens are special."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
+def write_tokenizer(folder, segments=False, **options):
+    """One token a letter; the first tokens are special. `segments`: the second text of a pair is one of its own."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
     vocabulary = {token: n for n, token in enumerate(["<unk>", "<s>", "</s>", "<pad>", *LETTERS])}
     made = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     made.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    if segments:
+        made.post_processor = processors.TemplateProcessing(single="$A", pair="$A $B:1", special_tokens=[])
+        options["model_input_names"] = ["input_ids", "token_type_ids", "attention_mask"]
     fast = PreTrainedTokenizerFast(
         tokenizer_object=made, unk_token="<unk>", eos_token="</s>", bos_token="<s>", **options
     )
@@ -121,17 +124,29 @@ def test_a_score_that_is_no_number_is_a_failure_and_not_a_reward_that_does_not_a
 def test_labels_by_name_and_probabilities_of_pairs(tmp_path):
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-    config = BertConfig(vocab_size=40, max_position_embeddings=32, id2label={0: "bad", 1: "fine", 2: "good"}, **sizes)
+    config = BertConfig(
+        vocab_size=40,
+        max_position_embeddings=32,
+        initializer_range=0.5,
+        id2label={0: "bad", 1: "fine", 2: "good"},
+        **sizes,
+    )
     model = BertForSequenceClassification(config).eval()
     model.save_pretrained(tmp_path)
-    tokenizer = write_tokenizer(tmp_path)
-    expected = [
-        float(model(torch.tensor([tokenizer.encode(p, r)])).logits.softmax(-1)[0, 2])
-        for p, r in zip(BATCH.prompts, BATCH.responses, strict=True)
-    ]
+    tokenizer = write_tokenizer(tmp_path, segments=True)
+    pairs = [tokenizer(p, r, return_tensors="pt") for p, r in zip(BATCH.prompts, BATCH.responses, strict=True)]
+    assert all(pair["token_type_ids"].any() for pair in pairs), "the response is a segment of its own"
+    logits = [model(**pair).logits for pair in pairs]
+    without = model(input_ids=pairs[0]["input_ids"]).logits
+    assert (without - logits[0]).abs().max() > 1e-3, "the segments count"
+    expected = [float(each.softmax(-1)[0, 2]) for each in logits]
     source = Classifier(tmp_path, CPU, form="pair", label="good", output="probability")
     assert scores(source, BATCH) == pytest.approx(expected, abs=1e-5)
     assert scores(Classifier(tmp_path, CPU, form="pair", label=2, output="probability"), BATCH) == scores(source, BATCH)
+    model.config.problem_type = "multi_label_classification"
+    model.save_pretrained(tmp_path)
+    several = Classifier(tmp_path, CPU, form="pair", label="good", output="probability")
+    assert scores(several, BATCH) == pytest.approx([float(each.sigmoid()[0, 2]) for each in logits], abs=1e-5)
     with pytest.raises(ValueError, match=r"has 3 labels: 0 \(bad\), 1 \(fine\), 2 \(good\); say which"):
         Classifier(tmp_path, CPU)
     with pytest.raises(ValueError, match="has no label 'great'; it has 0"):

@@ -30,6 +30,8 @@ from tests.rollout.test_classifier import CPU, batch
         ("json_object", {"required": ["a", "b"]}, '{"a": 1}', 0),
         ("json_object", {}, "[1]", 0),
         ("json_object", {}, "{", 0),
+        ("json_object", {}, '{"a": NaN}', 0),
+        ("json_object", {}, "[" * 100000, 0),
     ],
 )
 def test_a_form_is_there_or_not(rule, args, response, expected):

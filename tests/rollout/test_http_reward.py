@@ -117,6 +117,7 @@ def test_a_failure_is_tried_again(server, answer):
     [
         ((503, "busy"), "answered with status 503: 'busy' (tried 3 times)"),
         ((200, "<html>"), "answered with no JSON: '<html>' (tried 3 times)"),
+        ((200, "[" * 100000), "answered with no JSON: '[[[["),
         ((200, '{"rewards": [1]}'), "answered with 1 rewards for 2 responses (tried 3 times)"),
         ((200, '{"score": [1, 2]}'), 'expected {"rewards": [...]} (tried 3 times)'),
     ],
@@ -161,6 +162,15 @@ def test_a_server_that_says_which_of_its_rewards_failed(server):
     assert second.error.endswith("says: \"reward 'a' took longer than 1 s\"")
 
 
+@pytest.mark.parametrize("token", ["secret\n", " secret", "sécret", "sec\x00ret"])
+def test_a_token_that_no_header_can_hold_is_refused_without_its_text(token):
+    with pytest.raises(ValueError, match="environment variable JUDGE_TOKEN holds white space") as raised:
+        http.require_plain_token("JUDGE_TOKEN", token)
+    assert "cret" not in str(raised.value)
+    http.require_plain_token("JUDGE_TOKEN", "secret-1.2/=")
+    http.require_plain_token(None, None)
+
+
 def test_the_end_of_a_run_does_not_wait_for_an_answer(server):
     server.answers = [("late", "8")]
     reward = HttpReward(server.url, **FAST)
@@ -189,6 +199,7 @@ def test_the_circuit_opens_after_failures_and_closes_again(monkeypatch):
     assert circuit.reason()
     now[0] = 30.1
     assert not circuit.reason()
+    assert circuit.reason(), "one request finds out, the others wait"
     circuit.note("again none")
     assert "6 requests" in circuit.reason()
     now[0] = 61.0

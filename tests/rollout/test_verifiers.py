@@ -36,6 +36,8 @@ def outcomes(reward, responses, fields):
         ("1,000", "1000", 1),
         (r"\{1,2\}", r"\boxed{\{2,1\}}", 1),
         (r"It is \boxed{7}", "7", 1),
+        ("1/2", r"First \boxed{1/3}. No, it is \boxed{1/2}.", 1),
+        ("1/3", r"First \boxed{1/3}. No, it is \boxed{1/2}.", 0),
         ("42", "first 42, then 43", 0),
         ("42", r"\boxed{24}", 0),
         ("(1,2]", r"\boxed{[1,2]}", 0),
@@ -116,7 +118,7 @@ def test_records_are_looked_at_before_anything_is_generated():
 
 
 def test_they_run_in_workers_and_may_be_the_accuracy():
-    assert set(IN_WORKERS) == VERIFIERS.keys()
+    assert set(IN_WORKERS) == {*VERIFIERS, "regex"}
     with pytest.raises(ValueError, match="'math_verify' runs in processes of its own; workers = 0, give 1 or more"):
         RewardConfig(kind="rule", rule="math_verify", workers=0)
     pytest.importorskip("reasoning_gym")

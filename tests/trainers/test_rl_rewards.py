@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from megarlhf.config import RewardConfig
 from megarlhf.data.samples import PromptSample
+from megarlhf.errors import RewardError
 from megarlhf.experience import Experience, Rollouts
-from megarlhf.rollout.rewards.score import RewardError
 from megarlhf.trainers.rl_rewards import Rewarder, labels_of
 from tests.tables import ragged
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +18,8 @@ from megarlhf.rollout.rewards.batch import Outcome, RewardBatch, short
 log = logging.getLogger(__name__)
 
 Form = Literal["joined", "pair", "chat"]
+Encoded = Mapping[str, list[int]]
+"""`input_ids` of a text and, where the tokenizer has them, `token_type_ids`."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -66,6 +69,8 @@ class Classifier:
         self._form, self._append_eos, self._batch_samples = form, append_eos, batch_samples
         self._longest = longest_input(model.config, self._tokenizer)
         self._path = path
+        self._reads_segments = "token_type_ids" in inspect.signature(self._model.forward).parameters
+        self._several = getattr(model.config, "problem_type", None) == "multi_label_classification"
 
     def start(self, batch: RewardBatch) -> _Later:
         """Nothing is begun before it is waited for."""
@@ -76,18 +81,21 @@ class Classifier:
 
     def outcomes(self, batch: RewardBatch) -> list[Outcome]:
         """Of part of a batch, in one forward. What is too long for the model is never cut: it has no score."""
-        rows = [self._tokens(batch, n) for n in range(len(batch))]
-        fitting = [n for n, row in enumerate(rows) if self._longest is None or len(row) <= self._longest]
+        rows = [self._encoded(batch, n) for n in range(len(batch))]
+        sizes = [len(row["input_ids"]) for row in rows]
+        fitting = [n for n, size in enumerate(sizes) if self._longest is None or size <= self._longest]
         found = [
-            Outcome(error=f"has {len(row)} tokens; {self._path} takes {self._longest}, and nothing is cut")
-            for row in rows
+            Outcome(error=f"has {size} tokens; {self._path} takes {self._longest}, and nothing is cut")
+            for size in sizes
         ]
         if fitting:
             for n, score in zip(fitting, self._scores([rows[n] for n in fitting]), strict=True):
                 found[n] = Outcome(value=score) if math.isfinite(score) else Outcome(error=f"is scored {score}")
         return found
 
-    def _tokens(self, batch: RewardBatch, n: int) -> list[int]:
+    def _encoded(self, batch: RewardBatch, n: int) -> Encoded:
+        """All that the tokenizer says of a text, such as which of two each token belongs to, as far as the model reads
+        it."""
         prompt, response = batch.prompts[n], batch.responses[n]
         if self._form == "chat":
             messages = batch.messages[n]
@@ -95,24 +103,36 @@ class Classifier:
             text = self._tokenizer.apply_chat_template(
                 [*asked, {"role": "assistant", "content": response}], tokenize=False
             )
-            return list(self._tokenizer.encode(text, add_special_tokens=False))
-        if self._form == "pair":
-            return list(self._tokenizer.encode(prompt, response))
-        end = self._tokenizer.eos_token if self._append_eos and batch.finished[n] else ""
-        return list(self._tokenizer.encode(prompt + response + end))
+            encoded = self._tokenizer(text, add_special_tokens=False)
+        elif self._form == "pair":
+            encoded = self._tokenizer(prompt, response)
+        else:
+            end = self._tokenizer.eos_token if self._append_eos and batch.finished[n] else ""
+            encoded = self._tokenizer(prompt + response + end)
+        return {name: list(encoded[name]) for name in ("input_ids", "token_type_ids") if name in encoded}
 
     @torch.no_grad()
-    def _scores(self, rows: Sequence[Sequence[int]]) -> list[float]:
-        used = {token for row in rows for token in row}
+    def _scores(self, rows: Sequence[Encoded]) -> list[float]:
+        used = {token for row in rows for token in row["input_ids"]}
         # Models find a row's last token as the last that is no padding: padding must not occur in it.
         padding = next(n for n in range(len(used) + 1) if n not in used)
         self._model.config.pad_token_id = padding
-        width = max(map(len, rows))
-        tokens = torch.tensor([[*row, *[padding] * (width - len(row))] for row in rows])
-        mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows])
+        lengths = [len(row["input_ids"]) for row in rows]
+        inputs = {
+            "input_ids": _grid([row["input_ids"] for row in rows], padding),
+            "attention_mask": _grid([[1] * length for length in lengths], 0),
+        }
+        if self._reads_segments and all("token_type_ids" in row for row in rows):
+            inputs["token_type_ids"] = _grid([row["token_type_ids"] for row in rows], 0)
         device = next(self._model.parameters()).device
-        logits: Tensor = self._model(input_ids=tokens.to(device), attention_mask=mask.to(device)).logits.float()
-        return [float(value) for value in chosen(logits, self._label, self._output)]
+        logits: Tensor = self._model(**{name: grid.to(device) for name, grid in inputs.items()}).logits.float()
+        return [float(value) for value in chosen(logits, self._label, self._output, several=self._several)]
+
+
+def _grid(rows: Sequence[Sequence[int]], padding: int) -> Tensor:
+    """Filled up behind."""
+    width = max(map(len, rows))
+    return torch.tensor([[*row, *[padding] * (width - len(row))] for row in rows])
 
 
 class _Later:
@@ -131,11 +151,13 @@ class _Later:
         return found
 
 
-def chosen(logits_BL: Tensor, label: int, output: str) -> Tensor:
-    """[B]: the logit of the label, or its probability: of one label alone by a sigmoid, of several by a softmax."""
+def chosen(logits_BL: Tensor, label: int, output: str, *, several: bool = False) -> Tensor:
+    """[B]: the logit of the label, or its probability: by a sigmoid where there is one label, or where `several` may be
+    true at once; else by a softmax. As transformers' text-classification pipeline."""
     if output == "logit":
         return logits_BL[:, label]
-    return logits_BL[:, 0].sigmoid() if logits_BL.size(-1) == 1 else logits_BL.softmax(-1)[:, label]
+    alone = several or logits_BL.size(-1) == 1
+    return (logits_BL.sigmoid() if alone else logits_BL.softmax(-1))[:, label]
 
 
 def label_index(config: Any, label: str | int | None, path: Path) -> int:

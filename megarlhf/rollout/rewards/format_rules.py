@@ -35,10 +35,15 @@ def length_window(
 def json_object(prompt: str, response: str, fields: Fields, *, required: Sequence[str] = ()) -> float:
     """Whether the response is one JSON object that has the keys."""
     try:
-        tree = json.loads(response)
-    except ValueError:
+        tree = json.loads(response, parse_constant=_no_json)
+    except (ValueError, RecursionError):  # the latter for thousands of brackets
         return 0.0
     return float(isinstance(tree, dict) and all(key in tree for key in required))
+
+
+def _no_json(name: str) -> None:
+    """Python's parser takes NaN and Infinity, which JSON does not have."""
+    raise ValueError(name)
 
 
 def check_tags(*, names: Sequence[str] = ("think", "answer")) -> None:

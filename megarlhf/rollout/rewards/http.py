@@ -49,9 +49,13 @@ class Circuit:
         self._failures, self._until, self._reason = 0, -math.inf, ""
 
     def reason(self) -> str:
-        """Why nothing is sent now; empty: it is. After a while a single request finds out how the server is."""
+        """Why nothing is sent now; empty: it is. After a while a single request finds out how the server is; the others
+        wait as long again for what it finds."""
         with self._lock:
-            if self._failures < OPENS_AFTER or self._clock() >= self._until:
+            if self._failures < OPENS_AFTER:
+                return ""
+            if self._clock() >= self._until:
+                self._until = self._clock() + OPEN_SECONDS
                 return ""
             return (
                 f"not sent: the last {self._failures} requests failed, and none is sent for {OPEN_SECONDS:g} s; the "
@@ -172,7 +176,7 @@ class HttpReward:
     def _outcomes(self, content: bytes, batch: RewardBatch) -> list[Outcome]:
         try:
             tree: Any = json.loads(content)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ServerError(f"{self._url} answered with no JSON: {short(_text(content))}") from error
         answer: Mapping[str, Any] = tree if isinstance(tree, dict) else {}
         values = answer.get("rewards", answer.get("scores"))
@@ -192,6 +196,15 @@ class HttpReward:
             except ValueError as error:
                 found.append(Outcome(error=f"{self._url} {error}"))
         return found
+
+
+def require_plain_token(variable: str | None, token: str | None) -> None:
+    """Raises: ValueError for a token that no header can hold, without its text."""
+    if token is not None and not (token.isascii() and token.isprintable() and token == token.strip()):
+        raise ValueError(
+            f"the environment variable {variable} holds white space at an end, or what no HTTP header may have; export "
+            "the token alone, without the end of a line"
+        )
 
 
 def _text(content: bytes) -> str:

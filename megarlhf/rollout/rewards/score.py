@@ -13,23 +13,19 @@ import torch.distributed as dist
 
 from megarlhf.collective_errors import raise_on_all_ranks
 from megarlhf.config import RewardConfig
+from megarlhf.config.rewards import IN_WORKERS
 from megarlhf.data.samples import PromptSample
 from megarlhf.data.tokenizer import Tokenizer
-from megarlhf.errors import Interrupted, WatchdogTimeout
+from megarlhf.errors import Interrupted, RewardError, WatchdogTimeout
 from megarlhf.experience import Rollouts
 from megarlhf.layout import split_evenly
 from megarlhf.rollout.rewards.batch import Outcome, RewardBatch, short
 from megarlhf.rollout.rewards.calls import Form, call, form_of
-from megarlhf.rollout.rewards.http import HttpReward
+from megarlhf.rollout.rewards.http import HttpReward, require_plain_token
 from megarlhf.rollout.rewards.pool import RewardPool
 from megarlhf.rollout.rewards.rules import RULES, load_rule, rule_with
-from megarlhf.rollout.rewards.verifiers import VERIFIERS
 
 ShouldStop = Callable[[], bool]
-
-
-class RewardError(ValueError):
-    """A reward that failed, or returned what is no number: with its name, the sample, and the line of the user's."""
 
 
 class Waiting(Protocol):
@@ -110,6 +106,7 @@ def make_source(reward: RewardConfig, device: torch.device) -> RewardSource:
                 f"reward {reward.label!r}: the environment variable {reward.token_env} that token_env names is not "
                 "set; export it on every node"
             )
+        require_plain_token(reward.token_env, token)
         return HttpReward(
             str(reward.url),
             token=token,
@@ -119,7 +116,7 @@ def make_source(reward: RewardConfig, device: torch.device) -> RewardSource:
             batch_samples=reward.batch_samples,
         )
     name = str(reward.rule)
-    if name in VERIFIERS:
+    if name in IN_WORKERS:
         rule_with(name, reward.args)
         return _pool(f"{RULES[name].__module__}:{name}", Form(batched=False, waits=False), reward)
     if name in RULES:

@@ -77,7 +77,7 @@ def batch_of(body: bytes, max_samples: int) -> RewardBatch:
     """From a request. Without `prompts` a query is all response. Raises: RequestError."""
     try:
         tree = json.loads(body)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RequestError(422, f"the request is no JSON: {error}") from None
     if not isinstance(tree, dict):
         raise RequestError(422, f'got {short(tree)}, expected {{"query": [...], "prompts": [...], "labels": [...]}}')

@@ -32,7 +32,7 @@ def math_verify(prompt: str, response: str, fields: Fields, *, seconds: int = 5)
     from math_verify.errors import TimeoutException
 
     try:
-        said = _parse(response, seconds)
+        said = _parse(response[max(response.rfind(r"\boxed"), 0) :], seconds)  # several would be read as a set
     except (Exception, TimeoutException):  # noqa: BLE001 - sympy may raise anything for what a model has written
         return {"score": 0.0, "no_answer": 0.0, "undecided": 1.0}
     undecided = False
