@@ -14,6 +14,7 @@ from megarlhf.trainers.sft import NextTokenLoss
 
 B, S, H, PADDED, TRUE, TEMPERATURE = 3, 5, 6, 2304, 2200, 0.8
 BACKENDS = ["chunked", "reference"]
+IN_LOSS = {"coef": 0.2, "placement": "loss", "estimator": "k3"}
 
 
 class Case:
@@ -95,7 +96,7 @@ def test_the_entropy_bonus_has_the_gradient_of_the_entropy_through_all_logits(ba
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("kl", [{}, {"coef": 0.2, "placement": "loss", "estimator": "k3"}])
+@pytest.mark.parametrize("kl", [{}, IN_LOSS, IN_LOSS | {"ratio_weighted": True}])
 def test_the_policy_s_gradient_through_all_logits(backend, kl):
     """Clipped surrogate and KL written out; entropy is reported and, without a coefficient, has no gradient."""
     case = Case()
@@ -107,7 +108,8 @@ def test_the_policy_s_gradient_through_all_logits(backend, kl):
     expected = -torch.minimum(ratio_T * advantage_T, ratio_T.clamp(0.8, 1.2) * advantage_T).sum() / 8
     if kl:
         gap_T = columns["ref_logprobs"][mask_BS] - logprobs_T
-        expected = expected + 0.2 * (gap_T.exp() - 1 - gap_T).sum() / 8
+        weight_T = ratio_T if "ratio_weighted" in kl else 1.0
+        expected = expected + 0.2 * (weight_T * (gap_T.exp() - 1 - gap_T)).sum() / 8
     torch.testing.assert_close(loss, expected, rtol=1e-10, atol=0)
     torch.testing.assert_close(case.gradients(loss), case.gradients(expected), rtol=1e-8, atol=1e-11)
     assert float(sums[2]) > 5.0
