@@ -335,7 +335,8 @@ def test_eval_prints_its_scores_and_where_they_are(work, tmp_path, monkeypatch, 
         finished_N=torch.tensor([True, True]),
         weight_version=0,
     )
-    answer = ([None, None], [], rollouts, {"exact_match": torch.tensor([1.0, 0.0])})
+    scores = generate._Scores(torch.tensor([1.0, 0.0]), torch.zeros(2, dtype=torch.bool))
+    answer = ([None, None], [], rollouts, {"exact_match": scores})
     monkeypatch.setattr(generate, "_engine", lambda cfg, runtime: None)
     monkeypatch.setattr(generate, "_respond", lambda cfg, runtime, engine, data, phases: answer)
     tree = {"run": {"dir": tmp_path / "run"}, "actor": {"model": {"path": work / "base"}}}

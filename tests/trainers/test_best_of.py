@@ -9,7 +9,7 @@ import torch
 from megarlhf.config import RewardConfig
 from megarlhf.data.samples import PromptSample
 from megarlhf.trainers.best_of import Candidate, candidates, choose, record_of
-from megarlhf.trainers.generate import _chosen_lines, _Scores
+from megarlhf.trainers.generate import _chosen_lines, _Scores, _summary
 
 
 def test_what_was_cut_is_empty_or_has_no_reward_is_no_candidate():
@@ -74,3 +74,13 @@ def test_a_response_of_which_a_reward_failed_is_not_chosen():
     lines, counts = _chosen_lines(cfg, [prompt] * 3, ["a", "b", "c"], rollouts, scores)
     assert lines == [{"prompt": "1+1=", "response": "b", "reward": 1.0}], "the first of two that have 1"
     assert counts["responses_without_reward"] == 1
+
+
+def test_failures_are_counted_apart_from_what_does_not_apply():
+    cfg = SimpleNamespace(eval=SimpleNamespace(accuracy=None), rewards=[])
+    rollouts = SimpleNamespace(
+        responses=SimpleNamespace(lengths_N=torch.tensor([1, 2, 3])), finished_N=torch.ones(3, dtype=torch.bool)
+    )
+    scores = {"judge": _Scores(torch.tensor([2.0, math.nan, math.nan]), torch.tensor([False, True, False]))}
+    found = _summary(cfg, rollouts, scores)
+    assert (found["eval_judge"], found["eval_judge_none"], found["eval_judge_failed"]) == (2.0, 1, 1)
