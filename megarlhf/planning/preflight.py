@@ -27,7 +27,7 @@ from megarlhf.planning.models import check_heads, check_retokenized, check_vocab
 from megarlhf.planning.without_effect import changed_meanings, rarely_meant, without_effect
 from megarlhf.resume.claim import require_usable
 from megarlhf.rollout.rewards.accuracy import accuracy_of
-from megarlhf.rollout.rewards.rules import rule_with
+from megarlhf.rollout.rewards.rules import form_of_rule, rule_with
 from megarlhf.rollout.vllm_arguments import cpu_head_sizes, unknown_arguments
 from megarlhf.runtime import capabilities
 from megarlhf.weights.checkpoint.dtype import resolve_dtype
@@ -92,6 +92,7 @@ def preflight(command: str, cfg: AnyConfig, world_size: int) -> Preflight:
         for reward in cfg.rewards:
             if reward.rule is not None:
                 rule_with(reward.rule, reward.args)
+                form_of_rule(reward.rule)
             if reward.path is not None and not (reward.path / "config.json").is_file():
                 raise ValueError(
                     f"reward {reward.label!r}: {reward.path} has no config.json; working directory: {Path.cwd()}"

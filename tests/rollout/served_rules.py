@@ -11,3 +11,12 @@ def picky(prompt, response, fields):
     if response == "bad":
         raise RuntimeError("no judge for this")
     return 1.0
+
+
+def finished_only(batch):
+    """Reads a column of which a request says nothing."""
+    return [float(finished) for finished in batch.finished]
+
+
+def texts_of_batch(batch):
+    return [float(len(response)) for response in batch.responses]

@@ -74,6 +74,23 @@ def test_a_reward_that_fails_and_is_dropped_is_no_zero():
     assert "picky' raised RuntimeError: no judge for this" in answer["failed"]["1"]
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_function_that_reads_what_a_request_does_not_say_fails(workers):
+    """It would take something for the truth that nobody has said. One that reads texts gets them."""
+    rules = [
+        RewardConfig(kind="rule", rule=f"tests.rollout.served_rules:{name}", workers=workers, on_failure="drop")
+        for name in ("finished_only", "texts_of_batch")
+    ]
+    sources = {rule.label: (rule, make_source(rule, torch.device("cpu"))) for rule in rules}
+    try:
+        answer = answer_to(batch_of(b'{"query": ["ab", "c"]}', 4), sources)
+    finally:
+        for _, source in sources.values():
+            source.close()
+    assert answer["by_reward"] == {rules[0].label: [None, None], rules[1].label: [2.0, 1.0]}
+    assert "reads finished, of which a request says nothing" in answer["failed"]["0"]
+
+
 def test_health_needs_no_token(url):
     said = httpx.get(url.replace("get_reward", "health")).json()
     assert said == {"status": "ok", "rewards": ["exact_match", "tests.rollout.served_rules:short"]}
@@ -107,6 +124,7 @@ def test_what_cannot_be_answered_is_said(url, options, status, words):
 def test_what_a_request_leaves_out():
     batch = batch_of(b'{"query": ["ab"], "labels": ["1"]}', 4)
     assert (batch.prompts, batch.responses, batch.fields) == ([""], ["ab"], [{"answer": "1"}])
+    assert batch.part([0]).response_sizes() == [None]
 
 
 def test_a_token_is_compared_whole():

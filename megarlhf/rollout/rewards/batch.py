@@ -6,7 +6,7 @@ The standard library only: the processes that run users' functions import this a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -23,6 +23,29 @@ SCORE = "score"
 
 class WrongValue(ValueError):
     """What a function has returned is no reward; the message says why."""
+
+
+class Untold(Sequence[Any]):
+    """A column of which nothing is known here, as of a response that came in a request. Reading it is an error, so that
+    no function takes it for something."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getitem__(self, index: Any) -> Any:
+        raise WrongValue(
+            f"reads {self._name}, of which a request says nothing: serve functions that read texts alone, and give a "
+            "run the others itself"
+        )
+
+    def __len__(self) -> int:
+        return int(self[0])
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self[:])
+
+    def __bool__(self) -> bool:
+        return bool(self[0])
 
 
 @dataclass(frozen=True)
@@ -50,8 +73,15 @@ class RewardBatch:
 
     def part(self, chosen: Sequence[int]) -> RewardBatch:
         """The rows `chosen`, in that order."""
-        columns = {field.name: [getattr(self, field.name)[n] for n in chosen] for field in fields(self)}
-        return replace(self, **columns)
+        columns = {field.name: getattr(self, field.name) for field in fields(self)}
+        told = {name: column for name, column in columns.items() if not isinstance(column, Untold)}
+        return replace(self, **{name: [column[n] for n in chosen] for name, column in told.items()})
+
+    def response_sizes(self) -> list[int | None]:
+        """Tokens of each response; None where they are untold."""
+        if isinstance(self.response_tokens, Untold):
+            return [None] * len(self)
+        return [len(tokens) for tokens in self.response_tokens]
 
 
 @dataclass(frozen=True)
@@ -76,8 +106,8 @@ class Outcome:
     """It failed because a process or a server did not answer in time: another try later may go well."""
 
     @classmethod
-    def of(cls, returned: Any, num_tokens: int) -> Outcome:
-        """From what a function has returned for a response of `num_tokens` tokens.
+    def of(cls, returned: Any, num_tokens: int | None) -> Outcome:
+        """From what a function has returned for a response of `num_tokens` tokens; None: nobody knows.
 
         Raises: WrongValue for what is none of a number, None, a mapping from names to numbers, `TokenRewards`, and for
         what fp32 cannot hold.
@@ -87,9 +117,10 @@ class Outcome:
         if isinstance(returned, TokenRewards):
             values = tuple(_number(value) for value in returned.values)
             if len(values) != num_tokens:
+                size = "an unknown number of" if num_tokens is None else num_tokens
                 raise WrongValue(
-                    f"returned TokenRewards of {len(values)} numbers for a response of {num_tokens} tokens; give one "
-                    "for each of `response_tokens`"
+                    f"returned TokenRewards of {len(values)} numbers for a response of {size} tokens; give one for "
+                    "each of `response_tokens`"
                 )
             return cls(value=_held(math.fsum(values), "TokenRewards with the sum "), token_values=values)
         if isinstance(returned, Mapping):
@@ -102,7 +133,7 @@ class Outcome:
         return cls(value=_number(returned))
 
 
-def outcome_of(returned: Any, num_tokens: int) -> Outcome:
+def outcome_of(returned: Any, num_tokens: int | None) -> Outcome:
     """`Outcome.of`; what is wrong, or raised by the value itself when it is read, is said in the outcome."""
     try:
         return Outcome.of(returned, num_tokens)
@@ -121,7 +152,7 @@ def outcomes_of_batch(returned: Any, batch: RewardBatch) -> list[Outcome]:
             raise WrongValue(f"returned {len(values)} values for {len(batch)} responses; return one for each")
     except BaseException as error:  # noqa: BLE001 - as above
         return [Outcome(error=_words(returned, error))] * len(batch)
-    return [outcome_of(value, len(tokens)) for value, tokens in zip(values, batch.response_tokens, strict=True)]
+    return [outcome_of(value, size) for value, size in zip(values, batch.response_sizes(), strict=True)]
 
 
 def _words(returned: Any, error: BaseException) -> str:

@@ -147,8 +147,8 @@ def call(function: Callable[..., Any], form: Form, batch: RewardBatch, seconds: 
         (one,) = returned
         return [one.outcome()] * len(batch) if isinstance(one, _Failure) else outcomes_of_batch(one, batch)
     return [
-        each.outcome() if isinstance(each, _Failure) else outcome_of(each, len(tokens))
-        for each, tokens in zip(returned, batch.response_tokens, strict=True)
+        each.outcome() if isinstance(each, _Failure) else outcome_of(each, size)
+        for each, size in zip(returned, batch.response_sizes(), strict=True)
     ]
 
 

@@ -192,7 +192,7 @@ class HttpReward:
                 found.append(Outcome(error=f"{self._url} says: {short(reasons[str(n)])}"))
                 continue
             try:
-                found.append(Outcome.of(value, 0))
+                found.append(Outcome.of(value, None))
             except ValueError as error:
                 found.append(Outcome(error=f"{self._url} {error}"))
         return found

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megarlhf.config import RewardConfig
-from megarlhf.rollout.rewards.calls import load_function
+from megarlhf.rollout.rewards.calls import Form, form_of, load_function
 from megarlhf.rollout.rewards.format_rules import FORMAT_RULES
 from megarlhf.rollout.rewards.verifiers import VERIFIERS
 
@@ -137,6 +137,17 @@ def rule_with(name: str, args: Mapping[str, Any]) -> Rule:
         except (ValueError, TypeError) as error:
             raise ValueError(f"reward rule {name!r}: {error}") from None
     return partial(rule, **args)
+
+
+def form_of_rule(name: str) -> Form:
+    """How a rule wants to be called. Raises: ValueError, naming it, for one that cannot be."""
+    rule = load_rule(name)
+    if name in RULES:
+        return Form(batched=False, waits=False)
+    try:
+        return form_of(rule)
+    except ValueError as error:
+        raise ValueError(f"reward rule {name!r}: {error}") from error
 
 
 def field_check(name: str) -> Callable[[Mapping[str, Any]], None]:

@@ -20,10 +20,10 @@ from megarlhf.errors import Interrupted, RewardError, WatchdogTimeout
 from megarlhf.experience import Rollouts
 from megarlhf.layout import split_evenly
 from megarlhf.rollout.rewards.batch import Outcome, RewardBatch, short
-from megarlhf.rollout.rewards.calls import Form, call, form_of
+from megarlhf.rollout.rewards.calls import Form, call
 from megarlhf.rollout.rewards.http import HttpReward, require_plain_token
 from megarlhf.rollout.rewards.pool import RewardPool
-from megarlhf.rollout.rewards.rules import RULES, load_rule, rule_with
+from megarlhf.rollout.rewards.rules import RULES, form_of_rule, rule_with
 
 ShouldStop = Callable[[], bool]
 
@@ -116,19 +116,12 @@ def make_source(reward: RewardConfig, device: torch.device) -> RewardSource:
             batch_samples=reward.batch_samples,
         )
     name = str(reward.rule)
-    if name in IN_WORKERS:
-        rule_with(name, reward.args)
-        return _pool(f"{RULES[name].__module__}:{name}", Form(batched=False, waits=False), reward)
-    if name in RULES:
-        return InThisProcess(rule_with(name, reward.args), Form(batched=False, waits=False))
-    function = load_rule(name)
-    try:
-        form = form_of(function)
-    except ValueError as error:
-        raise ValueError(f"reward rule {name!r}: {error}") from error
+    function, form = rule_with(name, reward.args), form_of_rule(name)
+    if name in RULES and name not in IN_WORKERS:
+        return InThisProcess(function, form)
     if not reward.workers:
         return InThisProcess(function, form, reward.batch_samples)
-    return _pool(name, form, reward)
+    return _pool(f"{RULES[name].__module__}:{name}" if name in RULES else name, form, reward)
 
 
 def _pool(function: str, form: Form, reward: RewardConfig) -> RewardPool:

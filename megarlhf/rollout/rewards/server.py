@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megarlhf.config import RewardConfig
-from megarlhf.rollout.rewards.batch import Outcome, RewardBatch, short
+from megarlhf.rollout.rewards.batch import Outcome, RewardBatch, Untold, short
 from megarlhf.rollout.rewards.score import RewardSource
 
 log = logging.getLogger(__name__)
@@ -94,11 +94,11 @@ def batch_of(body: bytes, max_samples: int) -> RewardBatch:
     return RewardBatch(
         prompts=prompts,
         responses=[query[len(prompt) :] for query, prompt in zip(queries, prompts, strict=True)],
-        prompt_tokens=[[]] * count,
-        response_tokens=[[]] * count,
-        finished=[True] * count,
+        prompt_tokens=Untold("prompt_tokens"),
+        response_tokens=Untold("response_tokens"),
+        finished=Untold("finished"),
         fields=[{} if label is None else {"answer": label} for label in labels],
-        messages=[None] * count,
+        messages=Untold("messages"),
         samples=list(range(count)),
     )
 
