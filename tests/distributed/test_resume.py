@@ -327,7 +327,7 @@ def test_what_the_bank_holds_is_not_generated_again(
         ("sft", TRAIN, "step", 3, "step_000002_update_0001"),
         ("sft", "megarlhf.models.role:Role", "forward", 3, "step_000001_update_0001"),
         ("grpo", "megarlhf.rollout.bank:StepBank", "add", 17, "step_000001"),
-        ("grpo", "megarlhf.trainers.rl_eval", "make_experience", 2, "step_000000_update_0004"),
+        ("grpo", "megarlhf.trainers.rl_eval", "make_experience", 3, "step_000000_update_0004"),  # two an evaluation
         ("grpo", "megarlhf.rollout.rewards.score", "outcomes_here", 33, "step_000001"),
     ],
 )
