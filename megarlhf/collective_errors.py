@@ -40,7 +40,9 @@ class raise_on_all_ranks:
     ) -> None:
         interrupted = isinstance(failure, WatchdogInterrupt)
         if failure is not None:
-            if not isinstance(failure, Exception | WatchdogInterrupt):
+            # SystemExit is none of ours: code of a user's or of a library calls sys.exit, be it with status 0, and the
+            # other ranks would wait for this one.
+            if not isinstance(failure, Exception | WatchdogInterrupt | SystemExit):
                 return  # this process has been told to end, and whoever started the ranks ends the others
             self._problems.append(str(failure) if interrupted else f"{type(failure).__name__}: {failure}")
         by_rank: list[tuple[list[str], bool]] = [([], False)] * dist.get_world_size(self._group)

@@ -1,5 +1,7 @@
 """A failure on one rank is raised on all, over gloo. Not covered: NCCL; a rank that dies."""
 
+import sys
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -37,6 +39,16 @@ def _one_raises(runtime):
         {0: "a", 2: "b"}[rank]
     cause = raised.value.__cause__
     return str(raised.value), type(cause).__name__, _sum(rank)
+
+
+def _one_exits(runtime):
+    """As a library does that calls sys.exit; KeyboardInterrupt, on all ranks, goes through."""
+    rank = runtime.rank
+    with pytest.raises(Stopped) as raised, raise_on_all_ranks(stopped):
+        {1: sys.exit}.get(rank, int)(0)
+    with pytest.raises(KeyboardInterrupt), raise_on_all_ranks(stopped):
+        raise KeyboardInterrupt
+    return str(raised.value), _sum(rank)
 
 
 def _find(rank):
@@ -93,6 +105,11 @@ def test_one_rank_raises(ranks: RankPool):
     message = "rank 1: KeyError: 1"
     errors = ranks.run(3, _one_raises)
     assert errors == [(message, "NoneType", 3), (message, "KeyError", 3), (message, "NoneType", 3)]
+
+
+def test_one_rank_calls_sys_exit(ranks: RankPool):
+    """No rank ends, and none waits for it."""
+    assert ranks.run(3, _one_exits) == [("rank 1: SystemExit: 0", 3)] * 3
 
 
 def test_equal_reasons_are_told_once(ranks: RankPool):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import sys
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -51,6 +52,12 @@ def never_returns(prompt: str, response: str, fields: Mapping[str, Any]) -> floa
 def exits(prompt: str, response: str, fields: Mapping[str, Any]) -> float:
     if not _is_first_step():
         os._exit(7)
+    return 1.0
+
+
+def calls_exit(prompt: str, response: str, fields: Mapping[str, Any]) -> float:
+    if not _is_first_step():
+        sys.exit(0)
     return 1.0
 
 

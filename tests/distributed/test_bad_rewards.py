@@ -25,6 +25,7 @@ FUNCTIONS = {
     "wrong_length": (2, ["returned 15 values for 16 responses; return one for each"]),
     "never_returns": (3, ["took longer than 2 s", "rewards[].on_failure = drop goes on without such samples"]),
     "exits": (2, ["ended its process with status 7; a function must return, not exit"]),
+    "calls_exit": (2, ["raised SystemExit: 0; a function must return, not exit; ", "bad_rewards.py:", "sys.exit(0)"]),
     "forgot_async": (2, ["returned <coroutine object", "declare the function with `async def`"]),
 }
 ANSWERS = {
@@ -36,12 +37,12 @@ ANSWERS = {
 }
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("name, workers", [*((name, 1) for name in FUNCTIONS), ("calls_exit", 0)])
 def test_a_function_that_is_wrong_in_the_second_step(
-    name: str, ranks: RankPool, two_layers: dict[str, Path], data: dict[str, Path], tmp_path: Path
+    name: str, workers: int, ranks: RankPool, two_layers: dict[str, Path], data: dict[str, Path], tmp_path: Path
 ) -> None:
     expected, words = FUNCTIONS[name]
-    rule: dict[str, Any] = {"kind": "rule", "rule": RULE + name, "timeout_seconds": 2.0}
+    rule: dict[str, Any] = {"kind": "rule", "rule": RULE + name, "timeout_seconds": 2.0, "workers": workers}
     argv = [*command(tmp_path, two_layers, data, [rule]), *ONE_RANK]
     status, said = ranks.run(1, "command_status", *argv)[0]
     assert status == expected, said
@@ -82,6 +83,10 @@ def _assert_first_step_is_kept(run: Path) -> None:
         ({"kind": "rule", "rule": "exact_mach"}, "did you mean 'exact_match'"),
         ({"kind": "rule", "rule": RULE + "raisess"}, "has no function 'raisess'; did you mean 'raises'"),
         ({"kind": "rule", "rule": "tests.distributed.bad_reward:raises"}, "cannot import tests.distributed.bad_reward"),
+        (
+            {"kind": "rule", "rule": "tests.distributed.exiting_rewards:score"},
+            "tests.distributed.exiting_rewards fails when it is imported: SystemExit: 0 (",
+        ),
         ({"kind": "rule", "rule": RULE + "yields"}, "it is a generator; return the values instead of yielding them"),
         ({"kind": "rule", "rule": "tags", "args": {"name": ["a"]}}, "did you mean 'names'"),
         ({"kind": "ruel", "rule": "exact_match"}, "'rule'"),

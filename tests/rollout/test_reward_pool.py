@@ -163,7 +163,7 @@ def many(count):
     ("prompt", "words"),
     [
         ("raise", "raised KeyError: 'answer'; {module}:33: raise KeyError(\"answer\")"),
-        ("exit", "ended its process with status 3; a function must return, not exit"),
+        ("exit", "raised SystemExit: 3; a function must return, not exit; {module}:35: sys.exit(3)"),
         ("crash", "ended its process by signal 11 (SIGSEGV)"),
         ("hang", "took longer than 0.5 s"),
         ("text", "returned 'high', expected a number"),

@@ -12,9 +12,17 @@ from typing import Any
 
 _SHOWN = 60
 """Characters of a value in a message."""
+_SHOWN_OF_ERROR = 1000
+"""Characters of a user's exception in a message."""
+FP32_MAX = (2 - 2**-23) * 2.0**127
+"""What a column of rewards holds."""
 
 SCORE = "score"
 """The component that is the reward, where a function names one so; otherwise the reward is the sum of all."""
+
+
+class WrongValue(ValueError):
+    """What a function has returned is no reward; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -71,61 +79,114 @@ class Outcome:
     def of(cls, returned: Any, num_tokens: int) -> Outcome:
         """From what a function has returned for a response of `num_tokens` tokens.
 
-        Raises: ValueError for what is none of a number, None, a mapping from names to numbers, `TokenRewards`.
+        Raises: WrongValue for what is none of a number, None, a mapping from names to numbers, `TokenRewards`, and for
+        what fp32 cannot hold.
         """
         if returned is None:
             return cls()
         if isinstance(returned, TokenRewards):
             values = tuple(_number(value) for value in returned.values)
             if len(values) != num_tokens:
-                raise ValueError(
+                raise WrongValue(
                     f"returned TokenRewards of {len(values)} numbers for a response of {num_tokens} tokens; give one "
                     "for each of `response_tokens`"
                 )
-            return cls(value=math.fsum(values), token_values=values)
+            return cls(value=_held(math.fsum(values), "TokenRewards with the sum "), token_values=values)
         if isinstance(returned, Mapping):
             if not returned:
-                raise ValueError("returned an empty mapping, expected names with numbers; return None for no reward")
+                raise WrongValue("returned an empty mapping, expected names with numbers; return None for no reward")
             components = {str(name): _number(value) for name, value in returned.items()}
-            value = components[SCORE] if SCORE in components else math.fsum(components.values())
-            return cls(value=value, components=components)
+            if SCORE in components:
+                return cls(value=components[SCORE], components=components)
+            return cls(value=_held(math.fsum(components.values()), "numbers with the sum "), components=components)
         return cls(value=_number(returned))
 
 
-def outcomes_of_batch(returned: Any, batch: RewardBatch) -> list[Outcome]:
-    """From what a function has returned for a whole batch.
+def outcome_of(returned: Any, num_tokens: int) -> Outcome:
+    """`Outcome.of`; what is wrong, or raised by the value itself when it is read, is said in the outcome."""
+    try:
+        return Outcome.of(returned, num_tokens)
+    except BaseException as error:  # noqa: BLE001 - it is said in the outcome, or raised again
+        return Outcome(error=_words(returned, error))
 
-    Raises: ValueError when that is no sequence of as many values; what single values are said to be wrong is in their
-    outcomes.
-    """
-    if isinstance(returned, str | bytes | Mapping) or not isinstance(returned, Iterable):
-        raise ValueError(f"returned {short(returned)}, expected one value for each of {len(batch)} responses")
-    values = list(returned)
-    if len(values) != len(batch):
-        raise ValueError(f"returned {len(values)} values for {len(batch)} responses; return one for each")
-    found = []
-    for value, tokens in zip(values, batch.response_tokens, strict=True):
-        try:
-            found.append(Outcome.of(value, len(tokens)))
-        except ValueError as error:
-            found.append(Outcome(error=str(error)))
-    return found
+
+def outcomes_of_batch(returned: Any, batch: RewardBatch) -> list[Outcome]:
+    """From what a function has returned for a whole batch: where that is no sequence of as many values, all outcomes
+    say so; what is wrong with single values is said in theirs."""
+    try:
+        if isinstance(returned, str | bytes | Mapping) or not isinstance(returned, Iterable):
+            raise WrongValue(f"returned {short(returned)}, expected one value for each of {len(batch)} responses")
+        values = list(returned)
+        if len(values) != len(batch):
+            raise WrongValue(f"returned {len(values)} values for {len(batch)} responses; return one for each")
+    except BaseException as error:  # noqa: BLE001 - as above
+        return [Outcome(error=_words(returned, error))] * len(batch)
+    return [outcome_of(value, len(tokens)) for value, tokens in zip(values, batch.response_tokens, strict=True)]
+
+
+def _words(returned: Any, error: BaseException) -> str:
+    if isinstance(error, WrongValue):
+        return str(error)
+    if not is_users(error):
+        raise error
+    return f"returned {short(returned)}; reading it raised {described(error)}"
 
 
 def _number(value: Any) -> float:
     if isinstance(value, str | bytes):
-        raise ValueError(f"returned {short(value)}, expected a number; return a float for every response")
+        raise WrongValue(f"returned {short(value)}, expected a number; return a float for every response")
     try:
         number = float(value)
     except Exception as error:
         hint = "declare the function with `async def`" if hasattr(value, "__await__") else "return a float"
-        raise ValueError(f"returned {short(value)}, expected a number; {hint}") from error
+        raise WrongValue(f"returned {short(value)}, expected a number; {hint}") from error
     if not math.isfinite(number):
-        raise ValueError(f"returned {number}, expected a finite number; return a float, or None for no reward")
+        raise WrongValue(f"returned {number}, expected a finite number; return a float, or None for no reward")
+    return _held(number)
+
+
+def _held(number: float, what: str = "") -> float:
+    if abs(number) > FP32_MAX:
+        raise WrongValue(
+            f"returned {what}{number:g}, expected a number that fp32 holds, from -{FP32_MAX:.6g} to {FP32_MAX:.6g}; "
+            "scale the reward"
+        )
     return number
 
 
+def is_users(error: BaseException) -> bool:
+    """Whether it is a failure of a user's code, such as a call of sys.exit or a cancelled task: not what a signal to
+    this process raises, which is KeyboardInterrupt, or the watchdog's, which is no `Exception`."""
+    if isinstance(error, Exception):
+        return True
+    return not isinstance(error, KeyboardInterrupt) and not type(error).__module__.startswith("megarlhf.")
+
+
 def short(value: Any) -> str:
-    """For a message."""
-    text = repr(value)
-    return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
+    """For a message, whatever the value's own `repr` does."""
+    try:
+        return cut(repr(value), _SHOWN)
+    except Exception as error:  # noqa: BLE001 - a message must come about; a number of 5000 digits raises too
+        return f"a {type(value).__name__} whose repr raises {type(error).__name__}"
+
+
+def text_of(error: BaseException) -> str:
+    """What it says, for a message."""
+    try:
+        text = str(error)
+    except Exception as other:  # noqa: BLE001 - as above
+        return f"(its text raises {type(other).__name__})"
+    if len(text) <= _SHOWN_OF_ERROR:
+        return text
+    return f"{text[:_SHOWN_OF_ERROR]}... ({len(text)} characters)"
+
+
+def described(error: BaseException) -> str:
+    """Its kind and what it says."""
+    text = text_of(error)
+    return f"{type(error).__name__}{': ' if text else ''}{text}"
+
+
+def cut(text: str, length: int) -> str:
+    """With dots for what is left out."""
+    return text if len(text) <= length else text[: length - 3] + "..."
