@@ -1,7 +1,8 @@
 """A rank's worker processes for one user's reward function.
 
-Each call has a limit of time. A worker that exceeds it is killed and another one takes its place; so is one that exits
-or crashes. What has failed is said in the outcome of the sample: a rank neither hangs nor dies of it.
+Each call has a limit of time. A worker that exceeds it is killed, with all that the function has started, and another
+one takes its place; so is one that exits or crashes. What has failed is said in the outcome of the sample: a rank
+neither hangs nor dies of it.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Any, NamedTuple
 from megarlhf.data.procedural import SAME_HASHES
 from megarlhf.rollout.rewards.batch import Outcome, RewardBatch
 from megarlhf.rollout.rewards.calls import AT_ONCE, Form
+from megarlhf.rollout.rewards.worker import END, END_SECONDS
 
 START_SECONDS = 120.0
 """For importing the user's module."""
@@ -79,7 +81,7 @@ class WorkerTimeout(WorkerError):
 
 
 class _Worker:
-    """One process and its pipe; used by one thread, which lives as long as it: the process ends with that thread."""
+    """A process, its supervisor (`worker.py`) and a pipe; used by one thread: they end when that thread does."""
 
     def __init__(self, function: str, args: Mapping[str, Any], call_seconds: float, closed: threading.Event) -> None:
         """`closed`: set when nobody waits for an answer any more."""
@@ -87,10 +89,12 @@ class _Worker:
         self._connection, theirs = Pipe()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "megarlhf.rollout.rewards.worker", str(theirs.fileno())],
+                [sys.executable, "-m", "megarlhf.rollout.rewards.worker", str(theirs.fileno()), str(os.getpid())],
                 pass_fds=[theirs.fileno()],
                 env=os.environ | SAME_HASHES,
                 stdin=subprocess.DEVNULL,
+                # Who kills the rank's process group must not kill the supervisor, which ends what the function started.
+                start_new_session=True,
             )
         self._send((function, dict(args), list(sys.path), call_seconds))
         if refusal := self._receive(START_SECONDS, "to import the module"):
@@ -119,6 +123,8 @@ class _Worker:
                 if time.monotonic() >= until:
                     self.kill()
                     raise WorkerTimeout(f"took longer than {seconds:g} s {what}".rstrip())
+                if self._process.poll() is not None and not self._connection.poll():
+                    raise WorkerError(self._end())  # what it has started and could not end holds the pipe open
             return self._connection.recv()
         except (EOFError, OSError) as error:
             raise WorkerError(self._end()) from error
@@ -126,7 +132,7 @@ class _Worker:
     def _end(self) -> str:
         self._connection.close()
         try:
-            status = self._process.wait(10)
+            status = self._process.wait(2 * END_SECONDS)
         except subprocess.TimeoutExpired:
             self.kill()
             return "closed its pipe"
@@ -135,10 +141,14 @@ class _Worker:
         return f"ended its process with status {status}; a function must return, not exit"
 
     def kill(self) -> None:
-        """End the process, however it is."""
+        """End the process, however it is, and what it has started."""
         self._connection.close()
-        self._process.kill()
-        self._process.wait()
+        self._process.send_signal(END)
+        try:
+            self._process.wait(2 * END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
 
 
 class RewardPool:
