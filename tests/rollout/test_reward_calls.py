@@ -1,12 +1,12 @@
 """Calls of users' reward functions in one process: what is a failure, what is said of it, and what goes through.
 
-Not covered: workers (test_reward_pool.py, test_reward_processes.py); what a run makes of outcomes.
+Not covered: the lines that are named, and imports (test_reward_lines.py); workers (test_reward_pool.py,
+test_reward_processes.py); what a run makes of outcomes.
 """
 
 import asyncio
 import functools
 import itertools
-import json
 import sys
 import threading
 
@@ -15,7 +15,7 @@ import torch
 
 from megarlhf.errors import WatchdogInterrupt
 from megarlhf.rollout.rewards.batch import FP32_MAX, Outcome, TokenRewards, short
-from megarlhf.rollout.rewards.calls import AT_ONCE, Form, call, form_of, load_function
+from megarlhf.rollout.rewards.calls import AT_ONCE, Form, call, form_of
 from tests.rollout.test_reward_pool import batch
 
 
@@ -90,53 +90,6 @@ def test_what_signals_raise_goes_through(interrupt, waits):
         outcomes(later if waits else at_once)
     assert sorted(ended) == (["a", "bb"] if waits else [])
     assert [outcome.value for outcome in outcomes(stops_later, batch(responses=("a",)))] == [1.0]
-
-
-@pytest.fixture
-def module(tmp_path, monkeypatch):
-    """Writes a module; each has a name of its own."""
-    monkeypatch.syspath_prepend(str(tmp_path))
-    numbers = itertools.count()
-
-    def write(text, name=""):
-        name = name or f"{tmp_path.name}_{next(numbers)}".replace("-", "_")
-        (tmp_path / f"{name}.py").parent.mkdir(exist_ok=True)
-        (tmp_path / f"{name}.py").write_text(text)
-        return name
-
-    return write
-
-
-@pytest.mark.parametrize(
-    "text, words",
-    [
-        (
-            "import sys\nsys.exit(0)\n",
-            r"SystemExit: 0 \(.*\.py:2\); what a command line calls belongs under `if __name_",
-        ),
-        ("import argparse\nargparse.ArgumentParser().parse_args(['-x'])\n", r"SystemExit: 2 \(.*_0\.py:2\); what"),
-        ("import asyncio\nraise asyncio.CancelledError\n", r"CancelledError \(.*\.py:2\)$"),
-        ("raise ValueError('x' * 5_000_000)\n", r"ValueError: x{1000}\.\.\. \(5000000 characters\) \(.*\.py:1\)$"),
-        ("f = (\n", r"SyntaxError: '\(' was never closed \(\w+\.py, line 1\)$"),
-        ("def __getattr__(name):\n    raise KeyError(name)\n", r"KeyError: 'f' \(.*\.py:2\)$"),
-    ],
-)
-def test_a_module_that_does_not_come_to_its_end_is_an_error(module, text, words):
-    with pytest.raises(ValueError, match=words):
-        load_function(f"{module(text)}:f")
-
-
-def test_modules_without_a_file(module, tmp_path):
-    """Built into Python, and a folder without __init__.py."""
-    with pytest.raises(
-        ValueError, match="the module time, which is built into Python, has no function 'slep'; did you"
-    ):
-        load_function("time:slep")
-    module("", "no_package_here/rules")
-    with pytest.raises(
-        ValueError, match=r"no_package_here is a folder without __init__\.py, which has no function 'f'"
-    ):
-        load_function("no_package_here:f")
 
 
 def test_async_calls_share_a_loop():
@@ -214,80 +167,6 @@ def test_a_time_out_of_the_user_s_own_is_no_late_call():
     assert waited.error.endswith("await asyncio.wait_for(asyncio.sleep(600), 0.01)")
     assert (late.error, late.late, bare.late, waited.late) == ("took longer than 0.5 s", True, False, False)
     assert rows.fields[2]["cancelled"]
-
-
-DECORATORS = """
-import functools
-
-def plain(function):
-    def wrapper(*args):
-        return function(*args)
-    return wrapper
-
-def wraps(function):
-    @functools.wraps(function)
-    def wrapper(*args):
-        try:
-            return function(*args)
-        finally:
-            args = ()
-    return wrapper
-"""
-DECORATED = """
-import functools, json
-from {decorators} import plain, wraps
-
-@wraps
-def wrapped(prompt, response, fields):
-    return json.loads("no")  # wrapped
-
-@plain
-def covered(prompt, response, fields):
-    return json.loads("no")  # covered
-
-@functools.lru_cache
-def cached(prompt, response, fields=None):
-    return json.loads("no")  # cached
-
-class Judge:
-    @wraps
-    def __call__(self, prompt, response, fields):
-        return json.loads("no")  # judge
-
-judge = functools.partial(Judge())
-"""
-
-
-@pytest.mark.parametrize("installed", [False, True])
-@pytest.mark.parametrize("name", ["wrapped", "covered", "judge"])
-def test_the_line_is_the_user_s(module, monkeypatch, tmp_path, name, installed):
-    """Below decorators and in the `__call__` of an object: neither the decorator's line nor json's. A decorator that
-    says nothing of what it wraps is taken for the function, unless it is an installed package's."""
-    decorators = f"decorators_{installed}_{name}"
-    folder = "site-packages" if installed else "beside"
-    module(DECORATORS, f"{folder}/{decorators}")
-    monkeypatch.syspath_prepend(str(tmp_path / folder))
-    users = module(DECORATED.format(decorators=decorators))
-    function = load_function(f"{users}:{name}")
-    (found,) = call(function, Form(batched=False, waits=False), batch(responses=("a",)))
-    if name == "covered" and not installed:
-        assert f"{decorators}.py:6: return function(*args)" in found.error
-    else:
-        assert f"{users}.py:" in found.error
-        assert found.error.endswith(f'return json.loads("no")  # {name}')
-
-
-def test_the_line_where_the_function_has_no_source(module):
-    """A cache around it is unwrapped; a builtin has no line; json's own function is what the user has named."""
-    module(DECORATORS, "decorators_of_cached")
-    cached = load_function(f"{module(DECORATED.format(decorators='decorators_of_cached'))}:cached")
-    row = batch(responses=("a",)).part([0])
-    (found,) = call(lambda p, r, f: cached(p, r), Form(batched=False, waits=False), row)
-    assert found.error.startswith("raised JSONDecodeError: Expecting value: line 1 column 1 (char 0); " + __file__)
-    (found,) = call(functools.partial(int, "x"), Form(batched=False, waits=False), row)
-    assert found.error == "raised TypeError: int() takes at most 2 arguments (4 given); it takes other arguments"
-    (found,) = call(functools.partial(lambda one, *_: json.loads(one), "no"), Form(batched=False, waits=False), row)
-    assert found.error.endswith('json.loads(one), "no"), Form(batched=False, waits=False), row)')
 
 
 class Bad:
@@ -371,26 +250,6 @@ def test_cancelling_is_a_failure_of_its_sample():
     assert "raised RuntimeError: Event loop stopped before Future completed" in outcomes(stops_all)[2].error
     assert outcomes(cancels_all)[2].error.startswith("raised CancelledError")
     assert [outcome.value for outcome in outcomes(stops_later, batch(responses=("a",)))] == [1.0]
-
-
-def test_an_exception_s_text_is_cut(module):
-    """And the line of source; one whose text raises is said as well."""
-
-    class Mute(Exception):
-        def __str__(self):
-            raise KeyError
-
-    def raises(prompt, response, fields):
-        raise ValueError("x" * 5_000_000) if response == "a" else Mute
-
-    first, second, _ = outcomes(raises)
-    assert first.error.startswith("raised ValueError: " + "x" * 1000 + "... (5000000 characters); " + __file__)
-    assert second.error.startswith("raised Mute: (its text raises KeyError); ")
-    name = module(f"def f(prompt, response, fields): return 1 / 0, [{'1, ' * 1000}]\n")
-    (found,) = outcomes(load_function(f"{name}:f"), batch(responses=("a",)))
-    assert "division by zero; " in found.error
-    assert found.error.endswith("1, 1,...")
-    assert len(found.error) < 500
 
 
 def test_several_async_calls_wait_together():
