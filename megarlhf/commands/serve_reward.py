@@ -39,10 +39,14 @@ def serve(config: str, overrides: Sequence[str]) -> int:
     app = make_app(sources, token=token, max_samples=cfg.max_samples, max_bytes=cfg.max_body_mib << 20)
     host, port = listening.getsockname()[:2]
     listening.listen()  # who reads the next line may connect at once
-    print(f"serving {', '.join(sources)} at http://{host}:{port}/get_reward", flush=True)
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False))
-    # uvicorn raises the signal that ended it once more, for whoever had a handler before: the sources are closed first.
-    signal.signal(signal.SIGTERM, lambda *received: None)
+
+    def end(*received: object) -> None:
+        """Before uvicorn has its own handler; and after, when it raises the signal once more, there is nothing left."""
+        server.should_exit = True
+
+    signal.signal(signal.SIGTERM, end)
+    print(f"serving {', '.join(sources)} at http://{host}:{port}/get_reward", flush=True)
     try:
         server.run(sockets=[listening])
     finally:

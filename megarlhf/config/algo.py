@@ -67,8 +67,8 @@ class KLConfig(FrozenModel):
     have 10."""
     ratio_weighted: bool = False
     """With the KL in the loss: each token's estimate is multiplied by the ratio of new to old probability (of
-    `algo.ratio`), through which the gradient flows too. The gradient is then that of the KL itself, on fresh samples
-    and later (DeepSeek-V3.2; TRL's use_bias_correction_kl, there the default)."""
+    `algo.ratio`), through which the gradient flows too. The gradient of k1 and k3 is then that of the KL itself, on
+    fresh samples and later (DeepSeek-V3.2; TRL's use_bias_correction_kl, there the default)."""
     credit: Literal["response", "token"] = "response"
     """With advantages that compare groups, and the KL in the reward: `response` compares the KL of whole responses
     within their group, as the rewards. `token` subtracts from each token's advantage the KL from it on (OpenRLHF)."""
@@ -88,9 +88,11 @@ class KLConfig(FrozenModel):
                 f"ratio_weighted is of the KL in the loss; got placement = {self.placement!r}, coef = {self.coef}: set "
                 "placement: loss and a coef above 0, or leave it out"
             )
-        useless = ("abs",) if self.ratio_weighted else ("k1", "abs")
+        useless = ("k2", "abs") if self.ratio_weighted else ("k1", "abs")
         if self.placement == "loss" and self.estimator in useless and self.coef > 0:
             why = {
+                "k2": "estimator k2 weighted by the ratio has the gradient of no divergence; without the weight it is "
+                "right on fresh samples",
                 "k1": "estimator k1 in the loss has a gradient of mean zero and regularises nothing",
                 "abs": "estimator abs in the loss has the gradient of no divergence",
             }

@@ -84,8 +84,9 @@ class RewardConfig(FrozenModel):
     """Then held in [-clip, clip]. Without `normalise` the reward used is weight x clip(reward - shift)."""
     normalise: Literal["none", "running", "group"] = "none"
     """`running`: less the mean and over the standard deviation of all values of the run so far, of the samples that
-    were trained on, those of the step counted in. `group`: the same within each group of responses to one prompt (GDPO,
-    2026), 0 where a group's values are equal; weights then say how much each reward counts, whatever its scale."""
+    dynamic sampling kept and of which no reward failed, those of the step counted in. `group`: the same within each
+    group of responses to one prompt (GDPO, 2026), 0 where a group's values are equal; weights then say how much each
+    reward counts, whatever its scale."""
     normalise_eps: Positive = 1e-6
     """Of `normalise: group`: added to a group's deviation. verl has 1e-6, TRL's GDPO 1e-4."""
     timeout_seconds: Positive = 60.0

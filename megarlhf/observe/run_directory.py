@@ -28,6 +28,8 @@ _FILES = (
     "metrics.jsonl.cut",
     "responses.jsonl",
     ".responses.jsonl.partial",
+    "responses_without_rewards.jsonl",
+    ".responses_without_rewards.jsonl.partial",
     "wandb_id",
     "calibration.json",
     ".calibration.json.partial",

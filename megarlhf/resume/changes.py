@@ -36,8 +36,8 @@ _NEUTRAL = {
     "how a reward is called, not what it says": "rewards.calls.*",
     "which of the rewards is called an accuracy": "eval.accuracy",
     "checks, which end a run or let it be": (
-        "rollout.verify_weights_every rollout.poison_weights rollout.logprob_gap.* rollout.max_engine_rebuilds "
-        "train.max_skipped_in_a_row"
+        "algo.unrewarded rollout.verify_weights_every rollout.poison_weights rollout.logprob_gap.* "
+        "rollout.max_engine_rebuilds train.max_skipped_in_a_row"
     ),
 }
 _FIGURES = "eval.every eval.max_samples"
@@ -78,8 +78,8 @@ def _table() -> dict[str, Kind]:
 
 KINDS: Mapping[str, Kind] = _table()
 """Kind of each key, of each section (`section.*`) where all of its keys are alike; ROLE stands for every role."""
-_CALL_KEYS = ("url", "token_env", "timeout_seconds", "retries", "workers")
-"""Of a reward: where it is and how it is called."""
+_CALL_KEYS = ("url", "token_env", "timeout_seconds", "retries", "workers", "on_failure")
+"""Of a reward: where it is, how it is called, and whether its failure ends the run."""
 CONDITIONAL = (_HORIZON, *_FIGURES.split())
 """Keys whose kind depends on the rest of the configuration."""
 

@@ -149,6 +149,10 @@ class Checkpointer:
         """End what is being written and not complete; it is not a point. Not collective."""
         self._writer.abandon()
 
+    def has_progress(self) -> bool:
+        """Whether anything was done since the run began: of its first border nothing is worth a point."""
+        return self._border is None or self._border.position > Position(0)
+
     def save_last_border(self) -> str:
         """Write a point of the last border and wait for it; returns what has become of it, in a sentence."""
         border = self._border

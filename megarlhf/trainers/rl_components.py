@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from megarlhf.architectures.placements import Head
-from megarlhf.collective_errors import from_first_rank
+from megarlhf.collective_errors import from_first_rank, raise_on_all_ranks
 from megarlhf.config import RLConfig
 from megarlhf.data.tokenizer import Tokenizer, load_tokenizer
 from megarlhf.models.role import Role, build_role
@@ -141,8 +142,7 @@ def training_of(
             others["the reward model's tokenizer"] = digest_of_vocabulary(tokenizer)
     for label, reward in zip(components.rewarder.labels, cfg.rewards, strict=True):
         if reward.path is not None:
-            digest = digest_of_directory(reward.path) if components.actor.mesh.runtime.is_main else ""
-            others[f"files of the classifier {label}"] = from_first_rank(digest)
+            others[f"files of the classifier {label}"] = _digest_by_first_rank(reward.path, components.actor)
     if components.ptx is not None:
         others["ptx.data"] = components.ptx.digest()
     if cfg.train.stop.heldout_reward_patience is not None:
@@ -160,3 +160,12 @@ def training_of(
         sources=sources_of_rules(cfg.rewards),
         on_saved=lambda oldest: bank.forget_before(oldest.step),
     )
+
+
+def _digest_by_first_rank(directory: Path, role: Role) -> str:
+    """Of the files in a directory. Collective. Raises: ValueError, on every rank, where they cannot be read."""
+    digest = ""
+    with raise_on_all_ranks(lambda reasons: ValueError(f"{directory} cannot be read: {reasons[0]}")):
+        if role.mesh.runtime.is_main:
+            digest = digest_of_directory(directory)
+    return from_first_rank(digest)

@@ -129,7 +129,8 @@ class StopRule:
         The one after the last step counts only where it is due anyway: a run that is prolonged is then the run that was
         planned as long.
         """
-        if (reward := evaluation.get("eval_reward_mean")) is not None:
+        reward = evaluation.get("eval_reward_mean")
+        if reward is not None and math.isfinite(reward):  # of an evaluation in which a judge was down nothing is known
             if reward > self._best:
                 self._best, self._evaluations_since = reward, 0
             else:

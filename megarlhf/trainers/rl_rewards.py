@@ -123,7 +123,7 @@ class Rewarded:
 
     @property
     def totals_N(self) -> Tensor:
-        """The weighted sum, with the rewards of tokens; 0 for what is not kept."""
+        """The weighted sum, with the rewards of tokens; of no meaning for what is not kept."""
         if (column := self.token_rewards) is None:
             return self.rewards_N
         return self.rewards_N + packed_sums(column.values_T, column.cu_seqlens)

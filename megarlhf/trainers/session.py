@@ -306,7 +306,7 @@ def open_session(
             yield session
         except (WatchdogTimeout, RewardError) as failure:
             agreed = isinstance(failure, RewardError) or failure.agreed  # all ranks are here
-            if session.checkpointer is not None and agreed:
+            if session.checkpointer is not None and agreed and session.checkpointer.has_progress():
                 with session.phases("checkpoint"):
                     session.note(session.checkpointer.save_last_border())
             raise

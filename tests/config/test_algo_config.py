@@ -64,6 +64,10 @@ def test_names_that_stand_for_several_keys(keys, expected):
             {"kl": {"coef": 0.1, "placement": "loss", "estimator": "abs", "ratio_weighted": True}},
             "abs in the loss has the gradient of no div",
         ),
+        (
+            {"kl": {"coef": 0.1, "placement": "loss", "estimator": "k2", "ratio_weighted": True}},
+            "k2 weighted by the ratio has the gradient of no divergence",
+        ),
         ({"rollout_correction": {"kind": "truncate", "high": 0.1}}, "high = 0.1 truncates ratios of 1"),
         ({"rollout_correction": {"kind": "mask", "low": 1.5}}, "low = 1.5 and high = 2.0 leave out ratios of 1"),
     ],

@@ -79,6 +79,17 @@ def test_a_server_that_answers_garbage_in_the_second_step(
     _assert_first_step_is_kept(tmp_path / "run")
 
 
+def test_nothing_is_written_for_a_run_that_had_done_nothing(
+    ranks: RankPool, two_layers: dict[str, Path], data: dict[str, Path], tmp_path: Path
+) -> None:
+    rule = {"kind": "rule", "rule": RULE + "always_raises"}
+    argv = [*command(tmp_path, two_layers, data, [rule]), *ONE_RANK]
+    status, said = ranks.run(1, "command_status", *argv)[0]
+    assert status == 2
+    assert "raised KeyError: 'no judge'" in said
+    assert not find_points(tmp_path / "run")
+
+
 def _assert_first_step_is_kept(run: Path) -> None:
     """Its metrics, and the state after it, from which the same command goes on."""
     assert [row["step"] for row in read_metrics(run) if row["step"]] == [1]

@@ -66,6 +66,7 @@ def test_no_entry_is_about_a_key_that_there_is_not() -> None:
 
 RULE = "rewards=[{kind: rule, rule: 'a.b:c'}]"
 RULE_CALLED = "rewards=[{kind: rule, rule: 'a.b:c', timeout_seconds: 5, workers: 2}]"
+RULE_DROPS = "rewards=[{kind: rule, rule: 'a.b:c', on_failure: drop}]"
 RULE_WEIGHTED = "rewards=[{kind: rule, rule: 'a.b:c', weight: 2}]"
 CASES = [
     ("sft", [], [], [], []),
@@ -102,6 +103,8 @@ CASES = [
     ("rl", [], ["rollout.temperature=0.5", "algo.kl.coef=0.1"], [], ["rollout.temperature", "algo.kl.coef"]),
     ("rl", [], ["rewards=[{kind: model}]"], [], ["rewards: "]),
     ("rl", [RULE], [RULE_CALLED], ["rewards.calls.0.timeout_seconds: not set -> 5.0", "rewards.calls.0.workers"], []),
+    ("rl", [RULE], [RULE_DROPS], ["rewards.calls.0.on_failure: not set -> drop"], []),
+    ("rl", [], ["algo.unrewarded=drop"], ["algo.unrewarded: stop -> drop"], []),
     ("rl", [RULE], [RULE_WEIGHTED], [], ["rewards: "]),
 ]
 

@@ -136,22 +136,22 @@ def test_a_value_that_is_no_number_is_said_of_its_sample(server):
     assert not second.late
 
 
-@pytest.mark.parametrize("text", ["HTTP/1.0 200 OK\r\n" + "X: y\r\n" * 9, "HTTP/1.0 200 OK\r\n\r\n" + "[" * 40])
+@pytest.mark.parametrize("text", ["HTTP/1.0 200 OK\r\n" + "X: y\r\n" * 30, "HTTP/1.0 200 OK\r\n\r\n" + "[" * 160])
 def test_the_limit_is_of_the_whole_answer(server, text):
-    """Each byte comes soon after the one before; all of them would take 4 seconds or more."""
+    """Each byte comes soon after the one before; all of them would take 18 seconds or more."""
     server.answers = [("slow", text)] * 2
     begun = time.monotonic()
     (found,) = ask(server.url, 1, retries=1, timeout_seconds=0.6)
     assert "did not answer in time (0.6 s) (tried 2 times)" in found.error
     assert found.late
-    assert time.monotonic() - begun < 3.5
+    assert time.monotonic() - begun < 5.0
 
 
 def test_an_answer_that_is_too_large_is_not_read(server, monkeypatch):
     monkeypatch.setattr(http, "MAX_ANSWER_BYTES", 100)
     server.answers = [(200, json.dumps({"rewards": [1.0], "logs": "x" * 200}))]
     (found,) = ask(server.url, 1, retries=0)
-    assert "answers with more than 100 bytes" in found.error
+    assert found.error == f"{server.url} answers with more than 100 bytes (tried 1 times)"
 
 
 def test_a_server_that_says_which_of_its_rewards_failed(server):

@@ -5,6 +5,7 @@ The functions stand in a module that the test writes. Not covered: what a run ma
 """
 
 import os
+import subprocess
 import textwrap
 import time
 from pathlib import Path
@@ -251,3 +252,19 @@ def _read(path):
         return path.read_bytes()
     except OSError:
         return b""
+
+
+def test_a_system_that_starts_no_process_is_a_failure_and_the_pool_goes_on(ask, monkeypatch):
+    """Nobody would wait for ever: the first sample has failed, the others are rewarded."""
+    popen, calls = subprocess.Popen, []
+
+    def busy(*arguments, **options):
+        calls.append(arguments)
+        if len(calls) == 1:
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        return popen(*arguments, **options)
+
+    monkeypatch.setattr(subprocess, "Popen", busy)
+    found = ask("length")
+    assert "could not be called: BlockingIOError" in found[0].error
+    assert [outcome.value for outcome in found[1:]] == [2.0, 3.0]

@@ -137,6 +137,12 @@ def test_stop_when_the_heldout_reward_stands_still():
     assert rule.reason == "stopped: the held-out reward has not risen for 2 evaluations"
 
 
+def test_an_evaluation_that_nobody_judged_does_not_count():
+    rule = StopRule(StopConfig(heldout_reward_patience=2))
+    for reward in (0.5, float("nan"), float("nan"), float("nan"), 0.6):
+        assert not rule.watch({"eval_reward_mean": reward})
+
+
 def test_the_end_by_other_limits_does_not_count():
     """A run that goes on with a higher limit; what it has seen stays."""
     rule = StopRule(StopConfig(max_kl=0.5, heldout_reward_patience=2))

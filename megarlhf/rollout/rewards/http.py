@@ -108,7 +108,7 @@ class HttpReward:
         begun = time.monotonic()
         try:
             outcomes = self._with_retries(batch)
-        except Exception as error:  # noqa: BLE001 - a thread that dies silently would be waited for
+        except BaseException as error:  # noqa: BLE001 - a thread that dies silently would be waited for
             outcomes = [Outcome(error=f"{type(error).__name__}: {error}")] * len(batch)
         pending.put(rows, outcomes, time.monotonic() - begun)
 
@@ -139,6 +139,8 @@ class HttpReward:
         body = {"query": queries, "prompts": list(batch.prompts), "labels": labels}
         try:
             status, content = asyncio.run(self._post(body))
+        except ServerError:
+            raise
         except TimeoutError as error:
             raise ServerError(f"{self._url} did not answer in time ({self._timeout:g} s)") from error
         except (httpx.HTTPError, httpx.InvalidURL, OSError, RuntimeError) as error:

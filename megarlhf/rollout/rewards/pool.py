@@ -215,14 +215,18 @@ class RewardPool:
                 return worker, worker.ask(batch, self._limit(len(batch)))
             except WorkerError as error:
                 worker, failure = None, error
+            except Exception as error:  # noqa: BLE001 - such as of a system that starts no process; the thread goes on
+                if worker is not None:
+                    worker.kill()
+                worker, failure = None, WorkerError(f"could not be called: {type(error).__name__}: {error}")
         tries = f" (tried {self._retries + 1} times)" if self._retries else ""
         return worker, [Outcome(error=f"{failure}{tries}", late=isinstance(failure, WorkerTimeout))] * len(batch)
 
     def _limit(self, count: int) -> float:
         """Seconds for a call of `count` samples. Calls of an async function have their own limits in the worker; this
         one is for a function that blocks."""
-        if self._form.waits and not self._form.batched:
-            return self._timeout * (math.ceil(count / AT_ONCE) + 1)
+        if self._form.waits:
+            return self._timeout * (1 + (1 if self._form.batched else math.ceil(count / AT_ONCE)))
         return self._timeout
 
 

@@ -16,6 +16,8 @@ from typing import Any
 from megarlhf.data.procedural import FIELD, item_again, require_reasoning_gym
 
 Fields = Mapping[str, Any]
+_BETWEEN = re.compile(r"[\s,;$]*(?:(?:and|or)\b)?[\s,;$]*(?:\w+\s*=\s*)?")
+"""Between boxes that are one answer together."""
 _SET_APART = re.compile(r"\\boxed|\$|\\\(|\\\[")
 
 
@@ -32,7 +34,7 @@ def math_verify(prompt: str, response: str, fields: Fields, *, seconds: int = 5)
     from math_verify.errors import TimeoutException
 
     try:
-        said = _parse(response[max(response.rfind(r"\boxed"), 0) :], seconds)  # several would be read as a set
+        said = _parse(from_last_box(response), seconds)
     except (Exception, TimeoutException):  # noqa: BLE001 - sympy may raise anything for what a model has written
         return {"score": 0.0, "no_answer": 0.0, "undecided": 1.0}
     undecided = False
@@ -43,6 +45,36 @@ def math_verify(prompt: str, response: str, fields: Fields, *, seconds: int = 5)
         except (Exception, TimeoutException):  # noqa: BLE001 - as above
             undecided = True
     return {"score": 0.0, "no_answer": float(not said), "undecided": float(undecided)}
+
+
+def from_last_box(response: str) -> str:
+    r"""The last `\boxed{...}` of the response that is whole and has something in it; all of it where there is none.
+
+    math-verify reads several boxes that stand close together as one set: of an answer and its correction that is
+    neither. Boxes that nothing but `,`, `$`, `and` or `or` stands between are left together: they are a set.
+    """
+    boxes = [(start, end) for start in _starts(response) if (end := _end_of_box(response, start)) is not None]
+    if not boxes:
+        return response
+    first = len(boxes) - 1
+    while first and _BETWEEN.fullmatch(response[boxes[first - 1][1] : boxes[first][0]]):
+        first -= 1
+    return response[boxes[first][0] : boxes[-1][1]]
+
+
+def _starts(response: str) -> list[int]:
+    return [found.start() for found in re.finditer(r"\\boxed\s*{", response)]
+
+
+def _end_of_box(response: str, start: int) -> int | None:
+    """Behind its closing brace; None where it has none, or nothing is inside."""
+    opened = response.index("{", start)
+    depth = 0
+    for at in range(opened, len(response)):
+        depth += (response[at] == "{") - (response[at] == "}")
+        if depth == 0:
+            return at + 1 if response[opened + 1 : at].strip() else None
+    return None
 
 
 def maths_answer(fields: Fields) -> str:

@@ -30,7 +30,7 @@ END = signal.SIGRTMAX
 END_SECONDS = 5.0
 """Until processes are given up that SIGKILL does not end: those of another user, or those that wait for a device."""
 _JOB_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 1, 4, 36
 
 
 def main(fd: int, rank: int) -> None:
@@ -142,6 +142,7 @@ def _end_as(code: int) -> NoReturn:
     """With the status of another process; negative: by that signal."""
     if code < 0:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the other one has left its own
+        ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0)  # where a core goes to a program the limit does not count
         with contextlib.suppress(OSError):  # SIGKILL
             signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
