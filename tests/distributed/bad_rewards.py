@@ -76,3 +76,9 @@ def yields(prompt: str, response: str, fields: Mapping[str, Any]) -> Any:
 
 def always_raises(prompt: str, response: str, fields: Mapping[str, Any]) -> float:
     raise KeyError("no judge")
+
+
+def raises_for_short(prompt: str, response: str, fields: Mapping[str, Any]) -> float:
+    if len(response) < 3:
+        raise KeyError("too short for the judge")
+    return float(len(response))

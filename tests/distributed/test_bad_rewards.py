@@ -79,15 +79,24 @@ def test_a_server_that_answers_garbage_in_the_second_step(
     _assert_first_step_is_kept(tmp_path / "run")
 
 
-def test_nothing_is_written_for_a_run_that_had_done_nothing(
+def test_a_run_that_fails_in_its_first_step_goes_on_as_the_message_advises(
     ranks: RankPool, two_layers: dict[str, Path], data: dict[str, Path], tmp_path: Path
 ) -> None:
-    rule = {"kind": "rule", "rule": RULE + "always_raises"}
+    """No point is written where nothing had been trained; the responses are taken from the bank, and a changed
+    `on_failure` is the same run."""
+    rule = {"kind": "rule", "rule": RULE + "raises_for_short"}
     argv = [*command(tmp_path, two_layers, data, [rule]), *ONE_RANK]
     status, said = ranks.run(1, "command_status", *argv)[0]
     assert status == 2
-    assert "raised KeyError: 'no judge'" in said
+    assert "raised KeyError: 'too short for the judge'" in said
     assert not find_points(tmp_path / "run")
+    argv = [*command(tmp_path, two_layers, data, [{**rule, "on_failure": "drop"}]), *ONE_RANK]
+    status, said = ranks.run(1, "command_status", *argv)[0]
+    assert status == 0, said
+    assert "step 1: 16 of 16 responses are in the rollout bank" in said
+    rows = [row for row in read_metrics(tmp_path / "run") if row["step"]]
+    assert [row["step"] for row in rows] == [1, 2]
+    assert rows[0]["samples_without_reward"] == rows[0][f"reward/{RULE}raises_for_short_failed"] > 0
 
 
 def _assert_first_step_is_kept(run: Path) -> None:

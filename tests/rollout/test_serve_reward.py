@@ -46,6 +46,18 @@ def url(tmp_path_factory):
     assert "stopped" in log
 
 
+def test_a_stop_at_the_first_moment_is_not_lost(tmp_path):
+    """Whoever reads the line that says where it serves may send it at once."""
+    (tmp_path / "serve.yaml").write_text("rewards: [{kind: rule, rule: exact_match}]\nport: 0\n")
+    command = [sys.executable, "-m", "megarlhf", "serve-reward", "-c", str(tmp_path / "serve.yaml")]
+    for _ in range(3):
+        server = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        server.stdout.readline()
+        server.send_signal(signal.SIGTERM)
+        _, said = server.communicate(timeout=30)
+        assert (server.returncode, said.strip()) == (0, "stopped")
+
+
 def post(url, body, token=TOKEN, **options):
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     return httpx.post(url, headers=headers, **({"json": body} | options), timeout=20)

@@ -16,6 +16,7 @@ from typing import Any
 from megarlhf.data.procedural import FIELD, item_again, require_reasoning_gym
 
 Fields = Mapping[str, Any]
+_BOX = re.compile(r"\\boxed\s*{")
 _BETWEEN = re.compile(r"[\s,;$]*(?:(?:and|or)\b)?[\s,;$]*(?:\w+\s*=\s*)?")
 """Between boxes that are one answer together."""
 _SET_APART = re.compile(r"\\boxed|\$|\\\(|\\\[")
@@ -53,7 +54,7 @@ def from_last_box(response: str) -> str:
     math-verify reads several boxes that stand close together as one set: of an answer and its correction that is
     neither. Boxes that nothing but `,`, `$`, `and` or `or` stands between are left together: they are a set.
     """
-    boxes = [(start, end) for start in _starts(response) if (end := _end_of_box(response, start)) is not None]
+    boxes = _boxes(response)
     if not boxes:
         return response
     first = len(boxes) - 1
@@ -62,19 +63,21 @@ def from_last_box(response: str) -> str:
     return response[boxes[first][0] : boxes[-1][1]]
 
 
-def _starts(response: str) -> list[int]:
-    return [found.start() for found in re.finditer(r"\\boxed\s*{", response)]
-
-
-def _end_of_box(response: str, start: int) -> int | None:
-    """Behind its closing brace; None where it has none, or nothing is inside."""
-    opened = response.index("{", start)
-    depth = 0
-    for at in range(opened, len(response)):
-        depth += (response[at] == "{") - (response[at] == "}")
-        if depth == 0:
-            return at + 1 if response[opened + 1 : at].strip() else None
-    return None
+def _boxes(response: str) -> list[tuple[int, int]]:
+    """Where each whole box begins and ends that has something in it, those inside of another one aside."""
+    open_braces: list[int] = []
+    closing: dict[int, int] = {}
+    for at, letter in enumerate(response):
+        if letter == "{":
+            open_braces.append(at)
+        elif letter == "}" and open_braces:
+            closing[open_braces.pop()] = at
+    found: list[tuple[int, int]] = []
+    for box in _BOX.finditer(response):
+        end = closing.get(box.end() - 1)
+        if end is not None and response[box.end() : end].strip() and (not found or box.start() >= found[-1][1]):
+            found.append((box.start(), end + 1))
+    return found
 
 
 def maths_answer(fields: Fields) -> str:
