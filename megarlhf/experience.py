@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megarlhf.collective_errors import raise_on_all_ranks
+
 
 @dataclass(frozen=True)
 class Ragged:
@@ -165,48 +167,56 @@ class Experience:
         )
 
 
-def redistribute(mine: Mapping[int, Tensor], lengths_N: Tensor, like: Tensor) -> Ragged:
+def redistribute(
+    mine: Mapping[int, Tensor], lengths_N: Tensor, like: Tensor, owners: Sequence[Sequence[int]]
+) -> Ragged:
     """Bring rows that live on different ranks to every rank.
 
-    Each rank hands in the rows it owns, by global sample index; together they must be all N rows, once each.
-    `lengths_N` is known everywhere, so one all-gather of padded values moves the column. Full replication is
-    the simplest carrier: every mesh finds what it needs locally.
+    `owners[r]` are the samples whose rows rank r hands in, by global sample index; together they are all N rows, once
+    each. Owners and `lengths_N` are known everywhere, so one all-gather of padded values moves the column. Full
+    replication is the simplest carrier: every mesh finds what it needs locally.
 
-    Raises: ValueError, on every rank, when a row is missing, doubled, unknown, or of another length than the
-    index says.
+    Raises: ValueError, on every rank, when `owners` are not all rows once each, or when a rank does not hand in just
+    what it owns, each row as long as the index says.
     """
-    world = dist.get_world_size()
-    order = sorted(mine)
-    # Lengths travel along so that every rank sees a mistake: a rank that raised alone would leave the others waiting.
-    lengths_by_rank: list[list[tuple[int, int]]] = [[] for _ in range(world)]
-    dist.all_gather_object(lengths_by_rank, [(n, mine[n].numel()) for n in order])
-    _check_rows(lengths_by_rank, lengths_N)
-    owners = [[n for n, _ in rows] for rows in lengths_by_rank]
-    counts = [int(lengths_N[samples].sum()) for samples in owners]
+    assert len(owners) == dist.get_world_size(), f"owners of {len(owners)} ranks, the run has {dist.get_world_size()}"
+    _check_owners(owners, len(lengths_N))
+    own = list(owners[dist.get_rank()])
+    # A rank that raised alone would leave the others waiting.
+    with raise_on_all_ranks(lambda reasons: ValueError("; ".join(reasons))) as problems:
+        problems += _wrong_rows(mine, own, lengths_N)
+    counts = [int(lengths_N[list(samples)].sum()) for samples in owners]
     send = torch.zeros(max(counts), dtype=like.dtype, device=like.device)
-    if order:
-        send[: counts[dist.get_rank()]] = torch.cat([mine[n].to(like) for n in order])
-    received = [torch.empty_like(send) for _ in range(world)]
+    if own:
+        send[: counts[dist.get_rank()]] = torch.cat([mine[n].to(like) for n in own])
+    received = [torch.empty_like(send) for _ in owners]
     dist.all_gather(received, send)
     rows: dict[int, Tensor] = {}
     for samples, values, count in zip(owners, received, counts, strict=True):
-        rows.update(zip(samples, values[:count].split(lengths_N[samples].tolist()), strict=True))
+        rows.update(zip(samples, values[:count].split(lengths_N[list(samples)].tolist()), strict=True))
     return Ragged(torch.cat([rows[n] for n in range(len(lengths_N))]), lengths_N)
 
 
-def _check_rows(lengths_by_rank: Sequence[Sequence[tuple[int, int]]], lengths_N: Tensor) -> None:
-    """`lengths_by_rank` are (sample, number of values) of each rank."""
-    count = Counter(n for rows in lengths_by_rank for n, _ in rows)
-    expected = range(len(lengths_N))
+def _check_owners(owners: Sequence[Sequence[int]], num_samples: int) -> None:
+    count = Counter(n for samples in owners for n in samples)
+    expected = range(num_samples)
     faults = {
         "missing": [n for n in expected if n not in count],
-        "handed in twice": sorted(n for n in count if count[n] > 1),
+        "owned twice": sorted(n for n in count if count[n] > 1),
         "unknown": sorted(n for n in count if n not in expected),
     }
     faulty_rows = "; ".join(f"{what}: {rows[:5]}" for what, rows in faults.items() if rows)
     if faulty_rows:
         raise ValueError(f"{count.total()} rows for {len(expected)} samples, expected each once; {faulty_rows}")
-    for rank, rows in enumerate(lengths_by_rank):
-        for n, length in rows:
-            if length != int(lengths_N[n]):
-                raise ValueError(f"row {n} of rank {rank} has {length} values, the index says {int(lengths_N[n])}")
+
+
+def _wrong_rows(mine: Mapping[int, Tensor], own: Sequence[int], lengths_N: Tensor) -> list[str]:
+    """What this rank hands in that is not what it owns, in words."""
+    if sorted(mine) != sorted(own):
+        missing, beside = sorted(set(own) - set(mine))[:5], sorted(set(mine) - set(own))[:5]
+        return [f"{len(mine)} rows are handed in, expected {len(own)}; missing: {missing}, beside them: {beside}"]
+    return [
+        f"row {n} has {row.numel()} values, the index says {int(lengths_N[n])}"
+        for n, row in mine.items()
+        if row.numel() != int(lengths_N[n])
+    ]

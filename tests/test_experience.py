@@ -62,12 +62,16 @@ def test_experience_counts_and_grows_without_change_of_the_old():
 
 
 LENGTHS = [2, 0, 3, 1]
+OWNERS = [[3, 0], [2, 1]]
 FAULTS = {
-    "missing": [{0: 2, 1: 0}, {2: 3}],
-    "twice": [{0: 2, 1: 0, 2: 3}, {2: 3, 3: 1}],
-    "unknown": [{0: 2, 1: 0, 4: 1}, {2: 3, 3: 1}],
-    "wrong length": [{0: 2, 1: 0}, {2: 4, 3: 1}],
+    "nobody's": ([{0: 2, 1: 0}, {2: 3}], [[0, 1], [2]]),
+    "twice": ([{0: 2, 1: 0, 2: 3}, {2: 3, 3: 1}], [[0, 1, 2], [2, 3]]),
+    "unknown": ([{0: 2, 1: 0, 4: 1}, {2: 3, 3: 1}], [[0, 1, 4], [2, 3]]),
+    "missing": ([{0: 2, 1: 0}, {2: 3}], [[0, 1], [2, 3]]),
+    "another's": ([{0: 2, 1: 0, 2: 3}, {2: 3, 3: 1}], [[0, 1], [2, 3]]),
+    "wrong length": ([{0: 2, 1: 0}, {2: 4, 3: 1}], [[0, 1], [2, 3]]),
 }
+"""By name: lengths of the rows that each rank hands in, and the owners that are stated."""
 
 
 def two_ranks(runtime):
@@ -75,11 +79,12 @@ def two_ranks(runtime):
     lengths_N = torch.tensor(LENGTHS)
     rows = {0: torch.tensor([0, 1]), 1: torch.tensor([]), 2: torch.tensor([20, 21, 22]), 3: torch.tensor([30])}
     owned = [{3: rows[3], 0: rows[0]}, {2: rows[2], 1: rows[1]}][runtime.rank]
-    table = redistribute(owned, lengths_N, torch.empty(0, dtype=torch.float64))
+    table = redistribute(owned, lengths_N, torch.empty(0, dtype=torch.float64), OWNERS)
     faults = {}
-    for name, lengths in FAULTS.items():
+    for name, (lengths, owners) in FAULTS.items():
+        rows = {n: torch.zeros(size) for n, size in lengths[runtime.rank].items()}
         try:
-            redistribute({n: torch.zeros(size) for n, size in lengths[runtime.rank].items()}, lengths_N, torch.empty(0))
+            redistribute(rows, lengths_N, torch.empty(0), owners)
         except ValueError as error:
             faults[name] = str(error)
         dist.barrier()
@@ -93,17 +98,19 @@ def test_every_rank_receives_all_rows_and_every_rank_sees_a_fault(ranks: RankPoo
     values, dtype, lengths, faults = first
     assert (values, dtype, lengths) == ([0, 1, 20, 21, 22, 30], "torch.float64", LENGTHS)
     assert faults == {
-        "missing": "3 rows for 4 samples, expected each once; missing: [3]",
-        "twice": "5 rows for 4 samples, expected each once; handed in twice: [2]",
+        "nobody's": "3 rows for 4 samples, expected each once; missing: [3]",
+        "twice": "5 rows for 4 samples, expected each once; owned twice: [2]",
         "unknown": "5 rows for 4 samples, expected each once; unknown: [4]",
-        "wrong length": "row 2 of rank 1 has 4 values, the index says 3",
+        "missing": "rank 1: 1 rows are handed in, expected 2; missing: [3], beside them: []",
+        "another's": "rank 0: 3 rows are handed in, expected 2; missing: [], beside them: [2]",
+        "wrong length": "rank 1: row 2 has 4 values, the index says 3",
     }
 
 
 def three_ranks(runtime):
     """Rank 1 owns nothing."""
     owned = [{1: torch.tensor([0.1, 0.2])}, {}, {0: torch.tensor([0.3])}][runtime.rank]
-    return redistribute(owned, torch.tensor([1, 2]), torch.empty(0)).values_T.tolist()
+    return redistribute(owned, torch.tensor([1, 2]), torch.empty(0), [[1], [], [0]]).values_T.tolist()
 
 
 def test_a_rank_may_own_nothing(ranks: RankPool):

@@ -24,12 +24,12 @@ def choose_backend(asked: str, *tensors: Tensor | None, device: torch.device, ke
     in_fp64, device_type = working_dtype(*tensors) == torch.float64, device.type
     backend = asked
     if asked == "auto":
-        backend = "triton" if device_type == "cuda" and has_triton() and not in_fp64 else fallback
+        backend = "triton" if device_type != "cpu" and has_triton() and not in_fp64 else fallback
     elif asked == "triton" and in_fp64:
         raise ValueError(f"the triton backend computes in fp32, got fp64; use auto, {fallback} or reference")
     require_device(backend, device_type, kernels=kernels, instead=fallback)
     why = "asked for" if backend == asked else "the fastest here"
-    if device_type == "cuda" and backend == fallback and asked == "auto":
+    if device_type != "cpu" and backend == fallback and asked == "auto":
         why = "Triton computes in fp32" if in_fp64 else "Triton is not installed"
     log_once(log, f"{kernels} kernels on {device_type}{', fp64' if in_fp64 else ''}: {backend} ({why})")
     return backend

@@ -13,7 +13,9 @@ from torch import Tensor
 
 def as_matmul_input(values: Tensor) -> Tensor:
     """In the dtype in which these are multiplied; themselves where that is theirs."""
-    if values.dtype in (torch.float32, torch.float64) or (values.dtype == torch.bfloat16 and values.is_cuda):
+    if values.dtype in (torch.float32, torch.float64) or (
+        values.dtype == torch.bfloat16 and values.device.type != "cpu"
+    ):
         return values
     return values.float()
 

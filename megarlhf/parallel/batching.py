@@ -29,17 +29,18 @@ FILLER_LENGTH = 32
 """Tokens of a sequence, at most, with which a packed row is filled up."""
 
 
-def split_padded(samples: Sequence[int], mesh: Mesh, micro_batch_samples: int) -> list[list[int]]:
-    """This data-parallel rank's padded micro-batches of `samples`: a contiguous share, in order.
+def split_padded(samples: Sequence[int], dp: int, micro_batch_samples: int) -> list[list[list[int]]]:
+    """Padded micro-batches of `samples` by data-parallel rank: a contiguous share for each, in order.
 
     All ranks get the same number of full micro-batches; a share that falls short is filled with `FILLER`.
     """
-    dp = mesh.layout.dp
     shares = [[samples[n] for n in share] for share in split_evenly(len(samples), dp)]
-    count = -(-max(map(len, shares)) // micro_batch_samples)
-    mine = shares[mesh.coordinates.dp]
-    mine = mine + [FILLER] * (count * micro_batch_samples - len(mine))
-    return [mine[start : start + micro_batch_samples] for start in range(0, len(mine), micro_batch_samples)]
+    size = micro_batch_samples * -(-max(map(len, shares)) // micro_batch_samples)
+    filled = [share + [FILLER] * (size - len(share)) for share in shares]
+    return [
+        [share[start : start + micro_batch_samples] for start in range(0, size, micro_batch_samples)]
+        for share in filled
+    ]
 
 
 def padded_length(longest: int, mesh: Mesh) -> int:
@@ -155,6 +156,14 @@ def gather_from_micro_batch(layout: MicroBatchLayout, grid_BS: Tensor, spans: To
     return dict(zip(layout.sequences, values_R.split(counts), strict=True))
 
 
+def owners_of_outputs(mesh: Mesh, layouts_by_rank: Sequence[Sequence[MicroBatchLayout]]) -> list[list[int]]:
+    """By rank of the run, the sequences whose outputs it hands out, from the layouts of each data-parallel rank."""
+    owners: list[list[int]] = [[] for _ in range(mesh.runtime.world_size)]
+    for dp, layouts in enumerate(layouts_by_rank):
+        owners[mesh.owner_of_outputs(dp)] = [n for layout in layouts for n in layout.sequences]
+    return owners
+
+
 @dataclass(frozen=True)
 class Batching:
     """How one role's sequences become micro-batches."""
@@ -167,7 +176,11 @@ class Batching:
     """Fill every packed row up to the budget, for a pipeline whose stages know one shape only."""
 
     def layouts(self, groups: Sequence[Sequence[int]], lengths_N: Tensor) -> list[MicroBatchLayout]:
-        """This data-parallel rank's micro-batches; every rank gets as many.
+        """This data-parallel rank's micro-batches; every rank gets as many. See `layouts_by_rank`."""
+        return self.layouts_by_rank(groups, lengths_N)[self.mesh.coordinates.dp]
+
+    def layouts_by_rank(self, groups: Sequence[Sequence[int]], lengths_N: Tensor) -> list[list[MicroBatchLayout]]:
+        """The micro-batches of every data-parallel rank, in their order.
 
         `groups` are numbers of sequences that stay together, in one micro-batch, in this order. `lengths_N` are the
         lengths of all the sequences of the step, [N] int64: padded rows are as long as the longest of them.
@@ -180,45 +193,44 @@ class Batching:
         assert self.micro.micro_batch_samples is not None
         return self._padded(groups, lengths, self.micro.micro_batch_samples)
 
-    def _padded(self, groups: Sequence[Sequence[int]], lengths: list[int], size: int) -> list[MicroBatchLayout]:
+    def _padded(self, groups: Sequence[Sequence[int]], lengths: list[int], size: int) -> list[list[MicroBatchLayout]]:
         columns = padded_length(max(lengths), self.mesh)
-        layouts = []
-        for padded in split_padded(range(len(groups)), self.mesh, size):
+
+        def layout(padded: Sequence[int]) -> MicroBatchLayout:
             real = [n for n in padded if n != FILLER]  # fillers come last
             sequences = tuple(itertools.chain.from_iterable(groups[n] for n in real))
-            layouts.append(
-                MicroBatchLayout(
-                    sequences=sequences,
-                    lengths=tuple(lengths[n] for n in sequences),
-                    starts=tuple(range(0, len(sequences) * columns, columns)),
-                    # Groups of one micro-batch are alike: a filler takes as many rows as they do.
-                    rows=size * len(groups[0]),
-                    columns=columns,
-                    packed=False,
-                )
+            return MicroBatchLayout(
+                sequences=sequences,
+                lengths=tuple(lengths[n] for n in sequences),
+                starts=tuple(range(0, len(sequences) * columns, columns)),
+                # Groups of one micro-batch are alike: a filler takes as many rows as they do.
+                rows=size * len(groups[0]),
+                columns=columns,
+                packed=False,
             )
-        return layouts
 
-    def _packed(self, groups: Sequence[Sequence[int]], lengths: list[int], budget: int) -> list[MicroBatchLayout]:
+        by_rank = split_padded(range(len(groups)), self.mesh.layout.dp, size)
+        return [[layout(padded) for padded in micro_batches] for micro_batches in by_rank]
+
+    def _packed(self, groups: Sequence[Sequence[int]], lengths: list[int], budget: int) -> list[list[MicroBatchLayout]]:
         micro_batches_by_rank = pack(
             [[lengths[n] for n in group] for group in groups],
             num_ranks=self.mesh.layout.dp,
             max_tokens=budget,
             cost=self.cost,
         )
-        layouts = []
-        for chosen_groups in micro_batches_by_rank[self.mesh.coordinates.dp]:
+
+        def layout(chosen_groups: Sequence[int]) -> MicroBatchLayout:
             sequences = tuple(itertools.chain.from_iterable(groups[n] for n in chosen_groups))
             own_lengths = tuple(lengths[n] for n in sequences)
             tokens = budget if self.equal_shapes else max(sum(own_lengths), 1)
-            layouts.append(
-                MicroBatchLayout(
-                    sequences=sequences,
-                    lengths=own_lengths,
-                    starts=tuple(itertools.accumulate(own_lengths, initial=0))[:-1],
-                    rows=1,
-                    columns=padded_length(tokens, self.mesh),
-                    packed=True,
-                )
+            return MicroBatchLayout(
+                sequences=sequences,
+                lengths=own_lengths,
+                starts=tuple(itertools.accumulate(own_lengths, initial=0))[:-1],
+                rows=1,
+                columns=padded_length(tokens, self.mesh),
+                packed=True,
             )
-        return layouts
+
+        return [[layout(chosen) for chosen in micro_batches] for micro_batches in micro_batches_by_rank]

@@ -1,8 +1,8 @@
 """The one file that makes Megatron-Core run without CUDA.
 
 Megatron-Core 0.16.1 names CUDA outright in p2p communication, schedules, gradient buffers and the optimizer.
-`megatron_device(device)` is a *scope*: inside it those few names mean the CPU; outside it nothing is
-changed, so vLLM in the same process never sees it. On a GPU the scope is empty.
+`megatron_device(device)` is a *scope*: inside it those few names mean `device`, which may be the CPU or any other that
+is not CUDA; outside it nothing is changed, so vLLM in the same process never sees it. On a GPU the scope is empty.
 
 What is substituted, and why:
   torch.cuda.{current_device, synchronize, set_device, current_stream, default_stream, Stream}
@@ -29,8 +29,12 @@ from megarlhf.runtime import version_of
 TESTED = "0.16.1"
 
 
-class _CpuForCuda(TorchFunctionMode):
-    """Reads a `cuda` device argument as `cpu`."""
+class _InPlaceOfCuda(TorchFunctionMode):
+    """Reads a `cuda` device argument as another device."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
 
     def __torch_function__(
         self,
@@ -40,14 +44,14 @@ class _CpuForCuda(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if func is torch.Tensor.cuda:
-            return args[0]
+            return args[0].to(self._device)
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
-            return func(*args).replace("torch.", "torch.cuda.")
+            return "torch.cuda." + func(*args).rpartition(".")[2]
         if func is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1]):
-            args = (args[0], torch.device("cpu"), *args[2:])
+            args = (args[0], self._device, *args[2:])
         if kwargs:
             if _is_cuda(kwargs.get("device")):
-                kwargs = {**kwargs, "device": torch.device("cpu")}
+                kwargs = {**kwargs, "device": self._device}
             return func(*args, **kwargs)
         return func(*args)
 
@@ -68,7 +72,6 @@ class _NoStream(torch.cpu.Stream):
 
 # Not torch.cpu's functions themselves: torch.compile refuses an object that it finds under two names.
 _SUBSTITUTES: dict[str, Any] = {
-    "current_device": lambda: torch.device("cpu"),
     "synchronize": lambda device=None: None,
     "set_device": lambda device: None,
     "current_stream": lambda device=None: _NoStream(),
@@ -81,7 +84,7 @@ _SUBSTITUTES: dict[str, Any] = {
 def megatron_device(device: torch.device) -> Iterator[None]:
     """Scope in which Megatron-Core works on `device`. Nests.
 
-    Raises: RuntimeError on a CPU when Megatron-Core is not the version this file was checked with.
+    Raises: RuntimeError without CUDA when Megatron-Core is not the version this file was checked with.
     """
     if device.type == "cuda":
         yield
@@ -89,14 +92,15 @@ def megatron_device(device: torch.device) -> Iterator[None]:
     installed = version_of("megatron-core")
     if installed != TESTED:
         raise RuntimeError(
-            f"running Megatron-Core on a CPU is checked with version {TESTED}, found {installed}; "
+            f"running Megatron-Core without CUDA is checked with version {TESTED}, found {installed}; "
             f"install megatron-core=={TESTED} or extend megarlhf/parallel/megatron_cpu.py"
         )
-    saved = {name: getattr(torch.cuda, name) for name in _SUBSTITUTES}
-    for name, substitute in _SUBSTITUTES.items():
+    substitutes = {**_SUBSTITUTES, "current_device": lambda: device}
+    saved = {name: getattr(torch.cuda, name) for name in substitutes}
+    for name, substitute in substitutes.items():
         setattr(torch.cuda, name, substitute)
     try:
-        with _CpuForCuda():
+        with _InPlaceOfCuda(device):
             yield
     finally:
         for name, original in saved.items():

@@ -66,7 +66,11 @@ class Mesh:
     @property
     def owns_outputs(self) -> bool:
         """Of the ranks that compute a data-parallel shard's outputs, this is the one that hands them out."""
-        return self.is_last_stage and self.coordinates.tp == 0 and self.coordinates.cp == 0
+        return self.runtime.rank == self.owner_of_outputs(self.coordinates.dp)
+
+    def owner_of_outputs(self, dp: int) -> int:
+        """Global rank that hands out the outputs of a data-parallel rank."""
+        return self.layout.rank_at(tp=0, cp=0, dp=dp, pp=self.layout.pp - 1)
 
     @property
     def last_stage_rank(self) -> int:

@@ -25,7 +25,6 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from torch import Tensor
 
@@ -33,6 +32,7 @@ from megarlhf.config import OptimConfig
 from megarlhf.parallel.batching import MicroBatchLayout
 from megarlhf.parallel.megatron_cpu import megatron_device
 from megarlhf.parallel.mesh import Mesh
+from megarlhf.parallel.pipeline import KnownShapes
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,10 @@ def _run(
     pipelined: dict[str, Any] = {}
     with megatron_device(mesh.runtime.device):
         if mesh.layout.pp > 1:
-            pipelined["p2p_communicator"] = P2PCommunicator(pp_group=mesh.groups.pp, config=module.config)
+            # What travels under sequence parallelism is this rank's stretch of positions.
+            cut = mesh.layout.tp if module.config.sequence_parallel else 1
+            shapes = [[b.tokens_BS.size(1) // cut, b.tokens_BS.size(0), module.config.hidden_size] for b in batches]
+            pipelined["p2p_communicator"] = KnownShapes(mesh.groups.pp, module.config, shapes)
         return get_forward_backward_func(pp_size=mesh.layout.pp, vp_size=None)(
             forward_step_func=step,
             data_iterator=iter(batches),

@@ -209,11 +209,12 @@ def gather_rollouts(
         missing = sorted(set(range(num_samples)) - set(index_by_row))[:5]
         raise RuntimeError(f"{len(index_by_row)} responses came back for {num_samples} prompts; missing rows {missing}")
     lengths_N = torch.tensor([index_by_row[n][0] for n in range(num_samples)], dtype=torch.int64)
+    owners = [sorted(rank_index) for rank_index, _ in index]
     tokens = {n: torch.tensor(r.tokens, dtype=torch.int64) for n, r in mine.items()}
     logprobs = {n: torch.tensor(r.logprobs, dtype=torch.float32) for n, r in mine.items()}
     return Rollouts(
-        responses=redistribute(tokens, lengths_N, torch.empty(0, dtype=torch.int64, device=device)),
-        logprobs=redistribute(logprobs, lengths_N, torch.empty(0, dtype=torch.float32, device=device)),
+        responses=redistribute(tokens, lengths_N, torch.empty(0, dtype=torch.int64, device=device), owners),
+        logprobs=redistribute(logprobs, lengths_N, torch.empty(0, dtype=torch.float32, device=device), owners),
         finished_N=torch.tensor([index_by_row[n][1] for n in range(num_samples)]),
         weight_version=weight_version,
     )

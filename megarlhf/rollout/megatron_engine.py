@@ -77,7 +77,11 @@ class MegatronEngine:
     ) -> bool:
         """Whether it was stopped."""
         mesh = self._actor.mesh
-        rows = [n for batch in split_padded(missing, mesh, self._micro_batch_samples) for n in batch]
+        rows = [
+            n
+            for batch in split_padded(missing, mesh.layout.dp, self._micro_batch_samples)[mesh.coordinates.dp]
+            for n in batch
+        ]
         # As wide as for all prompts, whatever is missing: the same shapes give the same bits.
         longest = max(len(prompt) for prompt in prompts) + sampling.max_tokens
         filled = [prompts[0] if row == FILLER else prompts[row] for row in rows]

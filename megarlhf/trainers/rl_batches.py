@@ -22,6 +22,7 @@ from megarlhf.parallel.batching import (
     TokenSpans,
     gather_from_micro_batch,
     micro_batch_mask,
+    owners_of_outputs,
     repeat_on_micro_batch,
     scatter_to_micro_batch,
 )
@@ -48,7 +49,7 @@ def micro_batches(
 
     `weights_N`: of each token of each sample of the step, in the loss; on the CPU.
     """
-    layouts = _layouts(role, experience, [samples], micro)
+    layouts = _layouts_by_rank(role, experience, [samples], micro)[role.mesh.coordinates.dp]
     return [micro_batch(role, experience, layout, columns, weights_N) for layout in layouts]
 
 
@@ -109,35 +110,40 @@ def forward_per_token(
 
     Its micro-batches are those that training on `mini_batches` will have.
     """
-    layouts = _layouts(role, experience, mini_batches, micro)
+    by_rank = _layouts_by_rank(role, experience, mini_batches, micro)
+    layouts = by_rank[role.mesh.coordinates.dp]
     grids = role.forward([micro_batch(role, experience, layout) for layout in layouts], score)
     mine: dict[int, Tensor] = {}
     if role.mesh.owns_outputs:
         responses = response_spans(experience)
         for layout, grid_BS in zip(layouts, grids, strict=True):
             mine |= gather_from_micro_batch(layout, grid_BS, responses)
-    return redistribute(mine, experience.response_lengths_N, _like(role))
+    return redistribute(mine, experience.response_lengths_N, _like(role), owners_of_outputs(role.mesh, by_rank))
 
 
 def forward_per_sample(
     role: Role, experience: Experience, micro: MicroBatchConfig, score: Callable[[Tensor, MicroBatch], Tensor]
 ) -> Tensor:
     """Run a role over every sample and bring `score`'s [K], one for each sample of a layout, back as an [N] column."""
-    layouts = _layouts(role, experience, [range(experience.num_samples)], micro)
+    by_rank = _layouts_by_rank(role, experience, [range(experience.num_samples)], micro)
+    layouts = by_rank[role.mesh.coordinates.dp]
     scores = role.forward([micro_batch(role, experience, layout) for layout in layouts], score)
     mine: dict[int, Tensor] = {}
     if role.mesh.owns_outputs:
         for layout, scores_K in zip(layouts, scores, strict=True):
             # Sizes, since what is empty splits into one part.
             mine |= dict(zip(layout.sequences, scores_K.split([1] * len(layout.sequences)), strict=True))
-    return redistribute(mine, torch.ones(experience.num_samples, dtype=torch.int64), _like(role)).values_T
+    ones_N = torch.ones(experience.num_samples, dtype=torch.int64)
+    return redistribute(mine, ones_N, _like(role), owners_of_outputs(role.mesh, by_rank)).values_T
 
 
-def _layouts(
+def _layouts_by_rank(
     role: Role, experience: Experience, mini_batches: Sequence[Sequence[int]], micro: MicroBatchConfig
-) -> list[MicroBatchLayout]:
+) -> list[list[MicroBatchLayout]]:
+    """The micro-batches of all mini-batches, by data-parallel rank."""
     batching, lengths_N = role.batching(micro), experience.sequences.lengths_N
-    return [layout for samples in mini_batches for layout in batching.layouts([(n,) for n in samples], lengths_N)]
+    each = [batching.layouts_by_rank([(n,) for n in samples], lengths_N) for samples in mini_batches]
+    return [[layout for layouts in of_rank for layout in layouts] for of_rank in zip(*each, strict=True)]
 
 
 def _like(role: Role) -> Tensor:

@@ -23,7 +23,7 @@ from megarlhf.data.samples import PairSample, Records, Skipped, build_pairs
 from megarlhf.data.tokenizer import Tokenizer
 from megarlhf.experience import redistribute
 from megarlhf.models.role import Role
-from megarlhf.parallel.batching import MicroBatchLayout, TokenSpans, repeat_on_micro_batch
+from megarlhf.parallel.batching import MicroBatchLayout, TokenSpans, owners_of_outputs, repeat_on_micro_batch
 from megarlhf.parallel.step import MicroBatch
 from megarlhf.resume.identity import digest_of_samples
 from megarlhf.runtime import Runtime
@@ -196,7 +196,8 @@ def pair_scores(
                 assert batch.layout is not None
                 mine |= dict(zip(batch.layout.sequences, scores_K.float().split([1] * len(scores_K)), strict=True))
     like = torch.empty(0, dtype=torch.float32, device=role.mesh.runtime.device)
-    return redistribute(mine, torch.ones(2 * len(pairs), dtype=torch.int64), like).values_T.cpu().view(-1, 2)
+    owners = owners_of_outputs(role.mesh, objective.layouts_by_rank(role, pairs))
+    return redistribute(mine, torch.ones(2 * len(pairs), dtype=torch.int64), like, owners).values_T.cpu().view(-1, 2)
 
 
 def score_deviation(

@@ -105,15 +105,20 @@ class Objective(ABC, Generic[Sample]):
         """What the loss reads of a micro-batch beside its tokens."""
         return {}
 
+    def layouts_by_rank(self, role: Role, samples: Sequence[Sample]) -> list[list[MicroBatchLayout]]:
+        """The micro-batches of the samples' sequences, numbered one after the other, by data-parallel rank."""
+        lengths: list[int] = []
+        groups: list[tuple[int, ...]] = []
+        for sample in samples:
+            own = self.sequence_lengths(sample)
+            groups.append(tuple(range(len(lengths), len(lengths) + len(own))))
+            lengths += own
+        return role.batching(self.cfg.train).layouts_by_rank(groups, torch.tensor(lengths, dtype=torch.int64))
+
     def micro_batches(self, role: Role, samples: Sequence[Sample]) -> list[MicroBatch]:
         """This data-parallel rank's micro-batches of the samples."""
         device = role.mesh.runtime.device
-        rows: list[Tensor] = []
-        groups: list[tuple[int, ...]] = []
-        for sample in samples:
-            sequences = [torch.tensor(tokens) for tokens in self.sequences(sample)]
-            groups.append(tuple(range(len(rows), len(rows) + len(sequences))))
-            rows += sequences
+        rows = [torch.tensor(tokens) for sample in samples for tokens in self.sequences(sample)]
         tokens = Ragged.from_rows(rows, torch.int64)
         whole = TokenSpans.whole(tokens.lengths_N)
         return [
@@ -122,7 +127,7 @@ class Objective(ABC, Generic[Sample]):
                 columns=self.columns(samples, layout, device),
                 layout=layout,
             )
-            for layout in role.batching(self.cfg.train).layouts(groups, tokens.lengths_N)
+            for layout in self.layouts_by_rank(role, samples)[role.mesh.coordinates.dp]
         ]
 
     def digests_beside(self, heldout: Sequence[Sample]) -> dict[str, str]:

@@ -24,8 +24,10 @@ from megarlhf.parallel.batching import (
     padded_length,
     repeat_on_micro_batch,
     scatter_to_micro_batch,
+    owners_of_outputs,
     split_padded,
 )
+from megarlhf.parallel.mesh import Mesh
 from megarlhf.parallel.packing import Cost
 from tests.tables import ragged
 
@@ -34,14 +36,14 @@ CPU = torch.device("cpu")
 
 def mesh(rank=0, **sizes):
     layout = MeshLayout(**sizes)
-    return SimpleNamespace(layout=layout, coordinates=layout.coordinates(rank))
+    runtime = SimpleNamespace(rank=rank, world_size=layout.world_size)
+    return Mesh(layout=layout, coordinates=layout.coordinates(rank), groups=None, runtime=runtime)
 
 
 def test_deal_fills_short_shares_up():
     """Ten samples on four ranks are 3, 3, 2, 2; micro-batches of two make two of them everywhere."""
     samples = list(range(10, 20))
-    shares = [split_padded(samples, mesh(rank, dp=4), 2) for rank in range(4)]
-    assert shares == [
+    assert split_padded(samples, 4, 2) == [
         [[10, 11], [12, FILLER]],
         [[13, 14], [15, FILLER]],
         [[16, 17], [FILLER, FILLER]],
@@ -50,20 +52,25 @@ def test_deal_fills_short_shares_up():
 
 
 def test_ranks_of_one_model_replica_get_the_same_samples():
-    """tp 2 x dp 2 x pp 2: ranks 0, 1, 4, 5 are data-parallel rank 0."""
-    shares = [split_padded([7, 8, 9], mesh(rank, tp=2, dp=2, pp=2), 4) for rank in range(8)]
-    first, second = [[7, 8, FILLER, FILLER]], [[9, FILLER, FILLER, FILLER]]
-    assert shares == [first, first, second, second, first, first, second, second]
+    """tp 2 x dp 2 x pp 2: ranks 0, 1, 4, 5 are data-parallel rank 0; ranks 4 and 6 hand its outputs out."""
+    lengths = torch.tensor([1, 1, 1])
+    each = [batching(rank, samples=4, tp=2, dp=2, pp=2) for rank in range(8)]
+    layouts = [one.layouts([(n,) for n in range(3)], lengths) for one in each]
+    assert [[layout.sequences for layout in of_rank] for of_rank in layouts] == [
+        [(0, 1) if rank in (0, 1, 4, 5) else (2,)] for rank in range(8)
+    ]
+    by_rank = each[0].layouts_by_rank([(n,) for n in range(3)], lengths)
+    assert owners_of_outputs(each[0].mesh, by_rank) == [[], [], [], [], [0, 1], [], [2], []]
 
 
 def test_nothing_to_deal():
-    assert split_padded([], mesh(dp=1), 2) == []
-    assert split_padded([5], mesh(1, dp=2), 2) == [[FILLER, FILLER]]
+    assert split_padded([], 1, 2) == [[]]
+    assert split_padded([5], 2, 2) == [[[5, FILLER]], [[FILLER, FILLER]]]
 
 
 @given(st.integers(0, 40), st.integers(1, 6), st.integers(1, 5))
 def test_deal_loses_nothing_and_all_ranks_run_the_same_forwards(num_samples, dp, micro_batch_samples):
-    shares = [split_padded(range(num_samples), mesh(rank, dp=dp), micro_batch_samples) for rank in range(dp)]
+    shares = split_padded(range(num_samples), dp, micro_batch_samples)
     assert len({len(batches) for batches in shares}) == 1
     rows = [row for batches in shares for batch in batches for row in batch]
     assert [row for row in rows if row != FILLER] == list(range(num_samples))
