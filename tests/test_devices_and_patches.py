@@ -12,7 +12,7 @@ import pytest
 from tests.source_files import is_in, sources
 
 CUDA_IN = ("runtime.py", "parallel/megatron_cpu.py", "rollout/vllm_engine.py", "kernels/")
-PATCHES_IN = ("parallel/megatron_cpu.py", "rollout/vllm_patches.py")
+PATCHES_IN = ("parallel/megatron_cpu.py", "rollout/vllm_patches.py", "rehearsal/interfaces.py")
 
 SETTINGS = {
     "runtime.py": {

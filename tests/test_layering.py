@@ -17,6 +17,7 @@ from tests.source_files import is_in, sources
 HOUSE: tuple[dict[str, str], ...] = (
     {"__main__": "`python -m megarlhf`: calls a command"},
     {"commands": "load a configuration, check it, start ranks; call all below and are called by nobody"},
+    {"rehearsal": "the program itself on devices that hold no numbers; only its commands import it"},
     {"trainers": "the loops: they join every room below in the order in which data flows"},
     {"planning": "decides about a run from configuration, config.json, rules and nodes; builds nothing"},
     {
@@ -81,7 +82,8 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "megatron": ("parallel/", "models/", "resume/"),
     # The engine, and apart from it what is patched: they change for different reasons.
     "vllm": ("rollout/vllm_engine.py", "rollout/vllm_patches.py"),
-    "triton": ("kernels/",),
+    # A rehearsal counts a kernel instead of compiling it.
+    "triton": ("kernels/", "rehearsal/interfaces.py"),
 }
 """Packages that change under us, and the files that may import them."""
 

@@ -16,7 +16,7 @@ from megarlhf.architectures.hf_config import architecture_from_hf
 from megarlhf.architectures.placements import Head
 from megarlhf.config import MicroBatchConfig, RoleConfig
 from megarlhf.models.build import BF16_GRADIENTS, ModelShard, build_model
-from megarlhf.models.weights import companion_files, export_hugging_face, load_weights, parameter_dtype
+from megarlhf.models.weights import CHECKPOINTS, WeightSource, companion_files, export_hugging_face
 from megarlhf.parallel.batching import Batching
 from megarlhf.parallel.mesh import GroupCache, Mesh, build_mesh
 from megarlhf.parallel.packing import forward_cost
@@ -86,6 +86,7 @@ def build_role(
     order: tuple[int, ...] | None = None,
     new_head: bool = False,
     stated: Mapping[str, Any] = MappingProxyType({}),
+    weights: WeightSource = CHECKPOINTS,
 ) -> Role:
     """Build the model, load its weights, and, given a number of optimizer steps, wrap it for training.
 
@@ -97,8 +98,8 @@ def build_role(
     arch = architecture_from_hf(section.model.hf_directory())
     layout = replace(section.parallel.layout(runtime.world_size, name), order=order)
     mesh = build_mesh(layout, runtime, cache)
-    shard = build_model(section, mesh, arch, head, parameter_dtype(name, section.model, head))
-    load_weights(shard, section.model, seed=seed, new_head=new_head)
+    shard = build_model(section, mesh, arch, head, weights.dtype(name, section.model, head))
+    weights.load(shard, section.model, seed=seed, new_head=new_head)
     trainer = None
     if num_optimizer_steps is None:
         shard.module.requires_grad_(False)

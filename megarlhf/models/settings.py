@@ -68,7 +68,8 @@ def transformer_config(
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         perform_initialization=False,
-        use_cpu_initialization=mesh.runtime.device.type == "cpu",
+        # Made where they are used; `parallel/megatron_cpu.py` says where that is.
+        use_cpu_initialization=False,
         # Embeddings whose gradient is added in a fixed order; with TransformerEngine it demands its variable too.
         deterministic_mode=mesh.runtime.deterministic,
         # The loss is a sum over a denominator of the whole mini-batch; nothing may divide it again.

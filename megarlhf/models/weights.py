@@ -7,7 +7,7 @@ import logging
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -98,6 +98,31 @@ def companion_files(shard: ModelShard, source: Path, stated: Mapping[str, Any] =
     config = json.dumps(_stated_config(shard, source, stated), indent=2) + "\n"
     files = {"config.json": config.encode(), **read_other_files(source)}
     return {f"{COMPANION}/{name}": content for name, content in files.items()}
+
+
+class WeightSource(Protocol):
+    """Where a role's weights come from. Both calls are collective."""
+
+    def dtype(self, role: str, model: ModelConfig, head: Head) -> torch.dtype:
+        """See `parameter_dtype`."""
+        ...
+
+    def load(self, shard: ModelShard, model: ModelConfig, *, seed: int, new_head: bool) -> None:
+        """See `load_weights`."""
+        ...
+
+
+class _Checkpoints:
+    """As `model` of the role's section says."""
+
+    def dtype(self, role: str, model: ModelConfig, head: Head) -> torch.dtype:
+        return parameter_dtype(role, model, head)
+
+    def load(self, shard: ModelShard, model: ModelConfig, *, seed: int, new_head: bool) -> None:
+        load_weights(shard, model, seed=seed, new_head=new_head)
+
+
+CHECKPOINTS: WeightSource = _Checkpoints()
 
 
 def _stated_config(shard: ModelShard, source: Path, stated: Mapping[str, Any]) -> dict[str, Any]:

@@ -93,7 +93,7 @@ def build_mesh(layout: MeshLayout, runtime: Runtime, cache: GroupCache) -> Mesh:
         raise ValueError(f"layout {layout} needs {layout.world_size} ranks, the run has {runtime.world_size}")
     _initialize_megatron_globals()
     groups = ProcessGroupCollection()
-    for name, axes in _AXES_OF.items():
+    for name, axes in GROUPS_AXES.items():
         setattr(groups, name, cache.my_group(layout.groups(axes)))
     # First and last stage, which share tied embeddings and sum their gradients.
     lines = layout.groups(["pp"])
@@ -103,7 +103,7 @@ def build_mesh(layout: MeshLayout, runtime: Runtime, cache: GroupCache) -> Mesh:
     return Mesh(layout=layout, coordinates=layout.coordinates(runtime.rank), groups=groups, runtime=runtime)
 
 
-_AXES_OF: dict[str, tuple[str, ...]] = {
+GROUPS_AXES: dict[str, tuple[str, ...]] = {
     "tp": ("tp",),
     "cp": ("cp",),
     "pp": ("pp",),

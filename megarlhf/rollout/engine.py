@@ -200,16 +200,32 @@ def gather_rollouts(
 
     Raises: RolloutInterrupted when rows are missing and any rank was `stopped`.
     """
-    index: list[tuple[dict[int, tuple[int, bool]], bool]] = [({}, False)] * dist.get_world_size()
-    dist.all_gather_object(index, ({n: (len(r.tokens), r.finished) for n, r in mine.items()}, stopped))
-    index_by_row = {n: entry for rank_index, _ in index for n, entry in rank_index.items()}
+    said: list[tuple[Index, bool]] = [({}, False)] * dist.get_world_size()
+    dist.all_gather_object(said, ({n: (len(r.tokens), r.finished) for n, r in mine.items()}, stopped))
+    index = [rank_index for rank_index, _ in said]
+    if any(stopped for _, stopped in said) and (finished := sum(map(len, index))) < num_samples:
+        raise RolloutInterrupted(finished, num_samples)
+    return gather_indexed(mine, index, num_samples, weight_version, device)
+
+
+Index = dict[int, tuple[int, bool]]
+"""By row: tokens of the response, and whether it is finished."""
+
+
+def gather_indexed(
+    mine: Mapping[int, Response],
+    index: Sequence[Index],
+    num_samples: int,
+    weight_version: int,
+    device: torch.device,
+) -> Rollouts:
+    """`gather_rollouts` where every rank knows the index of each rank."""
+    index_by_row = {n: entry for rank_index in index for n, entry in rank_index.items()}
     if sorted(index_by_row) != list(range(num_samples)):
-        if any(stopped for _, stopped in index):
-            raise RolloutInterrupted(len(index_by_row), num_samples)
         missing = sorted(set(range(num_samples)) - set(index_by_row))[:5]
         raise RuntimeError(f"{len(index_by_row)} responses came back for {num_samples} prompts; missing rows {missing}")
     lengths_N = torch.tensor([index_by_row[n][0] for n in range(num_samples)], dtype=torch.int64)
-    owners = [sorted(rank_index) for rank_index, _ in index]
+    owners = [sorted(rank_index) for rank_index in index]
     tokens = {n: torch.tensor(r.tokens, dtype=torch.int64) for n, r in mine.items()}
     logprobs = {n: torch.tensor(r.logprobs, dtype=torch.float32) for n, r in mine.items()}
     return Rollouts(

@@ -68,7 +68,7 @@ class VllmEngine:
         self._sources: list[RankPlacements] = []
         self._plan: CopyPlan | None = None
         self._resharder: Resharder | None = None
-        self._llm = _build(model_path, dtype, rollout, tp, max_model_len, runtime, bool(self._arch.num_experts))
+        self._llm = self._start(model_path, max_model_len)
         self._parameters: dict[str, Tensor] = self._llm.apply_model(lambda model: dict(model.named_parameters()))[0]
         self._places = {name: tensor.data_ptr() for name, tensor in self._parameters.items()}
         self._destinations = [self._placements(rank) for rank in range(runtime.world_size)]
@@ -77,6 +77,11 @@ class VllmEngine:
         except RuntimeError:
             self.close()
             raise
+
+    def _start(self, model_path: Path, max_model_len: int) -> Any:
+        """vLLM's `LLM`."""
+        has_experts = bool(self._arch.num_experts)
+        return _build(model_path, self._dtype, self._rollout, self._tp, max_model_len, self._runtime, has_experts)
 
     @property
     def weight_version(self) -> int:

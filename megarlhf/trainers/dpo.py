@@ -23,17 +23,19 @@ from megarlhf.config import DPOConfig
 from megarlhf.data.samples import PairSample, Records, Skipped, build_pairs, require_budget, require_positions
 from megarlhf.data.tokenizer import Tokenizer
 from megarlhf.models.role import Role, build_role
+from megarlhf.models.weights import CHECKPOINTS, WeightSource
 from megarlhf.parallel.batching import MicroBatchLayout, TokenSpans, micro_batch_mask, repeat_on_micro_batch
 from megarlhf.parallel.mesh import GroupCache
 from megarlhf.parallel.step import MicroBatch
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.dpo_loss import REFERENCE, PreferenceLoss, response_logprobs, sequence_sums
+from megarlhf.trainers.parts import Parts
 from megarlhf.trainers.supervised import Metrics, Objective, ShouldStop, rounds, run_supervised
 
 
-def run(cfg: DPOConfig, runtime: Runtime) -> None:
+def run(cfg: DPOConfig, runtime: Runtime, parts: Parts = Parts()) -> None:  # noqa: B008 -- frozen
     """Train the actor on preference pairs."""
-    run_supervised(PreferenceOptimisation(cfg), runtime)
+    run_supervised(PreferenceOptimisation(cfg), runtime, parts)
 
 
 @dataclass(frozen=True)
@@ -68,12 +70,12 @@ class PreferenceOptimisation(Objective[PairSample]):
         """Both with the prompt, the chosen one first."""
         return [sample.prompt_tokens + response for response in (sample.chosen_tokens, sample.rejected_tokens)]
 
-    def build_frozen(self, cache: GroupCache) -> list[Role]:
+    def build_frozen(self, cache: GroupCache, weights: WeightSource = CHECKPOINTS) -> list[Role]:
         """The reference, where the loss reads one."""
         if not self.dpo.needs_reference:
             return []
         section = self.dpo.roles()["reference"]
-        self._reference = build_role("reference", section, "lm", cache, seed=self.cfg.run.seed)
+        self._reference = build_role("reference", section, "lm", cache, seed=self.cfg.run.seed, weights=weights)
         return [self._reference]
 
     def require_fitting(self, samples: Sequence[PairSample], max_positions: int, source: str) -> None:

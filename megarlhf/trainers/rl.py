@@ -12,7 +12,6 @@ from functools import partial
 from megarlhf.config import RLConfig
 from megarlhf.data.loader import ShuffledBatches
 from megarlhf.observe.phases import seconds_of
-from megarlhf.observe.watchdog import watched_phases
 from megarlhf.planning.anchor import anchor_notes
 from megarlhf.resume.claim import NO_STEPS_LEFT
 from megarlhf.resume.signals import StopRequest, StopRun
@@ -20,6 +19,7 @@ from megarlhf.resume.state import Stateful
 from megarlhf.rollout.bank import Bank
 from megarlhf.rollout.engine import RolloutEngine
 from megarlhf.runtime import Runtime
+from megarlhf.trainers.parts import Parts
 from megarlhf.trainers.prompts import PromptData, engine_dtype, load_prompts
 from megarlhf.trainers.rl_components import Components, build, training_of
 from megarlhf.trainers.rl_eval import Evaluator, StopRule
@@ -32,18 +32,18 @@ from megarlhf.trainers.rl_updates import Metrics, StepInProgress, train_on
 from megarlhf.trainers.session import Session, is_due, open_session
 
 
-def run(cfg: RLConfig, runtime: Runtime) -> None:
+def run(cfg: RLConfig, runtime: Runtime, parts: Parts = Parts()) -> None:  # noqa: B008 -- frozen
     """Improve the actor on its own samples."""
     with (
         StopRequest(device=runtime.device, speaks=runtime.is_main) as stop_request,
-        watched_phases(cfg.watchdog, cfg.run.dir, runtime) as phases,
+        parts.phases(cfg.watchdog, cfg.run.dir, runtime) as phases,
     ):
         with phases("build"):
             data = load_prompts(
                 cfg.data, cfg.actor.model.hf_directory(), cfg.rewards, cfg.eval.max_samples, cfg.eval.accuracy
             )
             order = ShuffledBatches(len(data.train), cfg.train.prompts_per_step, cfg.run.seed, "train.prompts_per_step")
-            components = build(cfg, runtime, data.tokenizer, phases)
+            components = build(cfg, runtime, data.tokenizer, phases, parts)
             loop = Loop(cfg, components, data, order)
             training = training_of(cfg, components, data, loop.states, loop.bank, stop_request)
             assert training.reference is not None

@@ -28,7 +28,8 @@ from megarlhf.rollout.engine import RolloutEngine, Sampling
 from megarlhf.rollout.rewards.rules import sources_of_rules
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.bad_steps import BadSteps, Failures
-from megarlhf.trainers.prompts import PromptData, make_engine, mesh_orders, sampling_of
+from megarlhf.trainers.parts import Parts
+from megarlhf.trainers.prompts import PromptData, mesh_orders, sampling_of
 from megarlhf.trainers.rl_kl import KLController
 from megarlhf.trainers.rl_moving import MovingAverage, MovingReference
 from megarlhf.trainers.rl_ptx import PretrainingMix, pretraining_mix
@@ -76,20 +77,29 @@ class Components:
         return {"kl_controller": self.kl, "rewards": self.rewarder, **mix, **skipped}
 
 
-def build(cfg: RLConfig, runtime: Runtime, tokenizer: Tokenizer, phases: Phases) -> Components:
+def build(cfg: RLConfig, runtime: Runtime, tokenizer: Tokenizer, phases: Phases, parts: Parts = Parts()) -> Components:  # noqa: B008 -- frozen
     """The roles that this configuration needs, and the engine."""
     cache, sections, seed = GroupCache(runtime), cfg.roles(), cfg.run.seed
     orders = mesh_orders(cfg.rollout, sections, runtime)
 
     def role(name: str, head: Head, *, trained: bool = False) -> Role:
         steps = cfg.optimizer_steps(name) if trained else None
-        return build_role(name, sections[name], head, cache, seed=seed, num_optimizer_steps=steps, order=orders[name])
+        return build_role(
+            name,
+            sections[name],
+            head,
+            cache,
+            seed=seed,
+            num_optimizer_steps=steps,
+            order=orders[name],
+            weights=parts.weights,
+        )
 
     actor, reference = role("actor", "lm", trained=True), role("reference", "lm")
     critic = role("critic", "scalar", trained=True) if "critic" in sections else None
     reward_model = role("reward_model", "scalar") if "reward_model" in sections else None
     rows = cfg.train.rows(cfg.data.max_prompt_tokens + cfg.rollout.max_response_tokens)
-    engine = make_engine(cfg.rollout, actor, cfg.data.max_prompt_tokens, rows)
+    engine = parts.engine(cfg.rollout, actor, cfg.data.max_prompt_tokens, rows)
     rewarder = Rewarder(
         cfg.rewards, reward_model, tokenizer, cfg.train, runtime.device, phases, unrewarded=cfg.algo.unrewarded
     )
@@ -100,7 +110,9 @@ def build(cfg: RLConfig, runtime: Runtime, tokenizer: Tokenizer, phases: Phases)
     if cfg.ema is not None:
         fp32 = sections["actor"].model.model_copy(update={"dtype": "fp32"})
         averaged = sections["actor"].model_copy(update={"model": fp32})
-        average = build_role("actor_ema", averaged, "lm", cache, seed=seed, order=orders["actor"])
+        average = build_role(
+            "actor_ema", averaged, "lm", cache, seed=seed, order=orders["actor"], weights=parts.weights
+        )
         ema = MovingAverage(average, actor, cfg.ema.decay)
     if cfg.reference_update is not None:
         moving = MovingReference(reference, actor, cfg.reference_update.every, cfg.reference_update.mixup)

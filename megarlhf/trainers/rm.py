@@ -27,13 +27,14 @@ from megarlhf.parallel.batching import MicroBatchLayout, TokenSpans, owners_of_o
 from megarlhf.parallel.step import MicroBatch
 from megarlhf.resume.identity import digest_of_samples
 from megarlhf.runtime import Runtime
+from megarlhf.trainers.parts import Parts
 from megarlhf.trainers.sequence_scores import sequence_scores
 from megarlhf.trainers.supervised import Metrics, Objective, ShouldStop, heldout_sums, rounds, run_supervised
 
 
-def run(cfg: RMConfig, runtime: Runtime) -> None:
+def run(cfg: RMConfig, runtime: Runtime, parts: Parts = Parts()) -> None:  # noqa: B008 -- frozen
     """Train the reward model on preference pairs."""
-    run_supervised(RewardModelling(cfg), runtime)
+    run_supervised(RewardModelling(cfg), runtime, parts)
 
 
 @dataclass(frozen=True)

@@ -22,12 +22,13 @@ from megarlhf.parallel.batching import MicroBatchLayout, TokenSpans, micro_batch
 from megarlhf.parallel.step import MicroBatch
 from megarlhf.parallel.vocab import Vocabulary, next_token_logprobs
 from megarlhf.runtime import Runtime
+from megarlhf.trainers.parts import Parts
 from megarlhf.trainers.supervised import Metrics, Objective, run_supervised
 
 
-def run(cfg: SFTConfig, runtime: Runtime) -> None:
+def run(cfg: SFTConfig, runtime: Runtime, parts: Parts = Parts()) -> None:  # noqa: B008 -- frozen
     """Train the actor on prompt-response pairs."""
-    run_supervised(SupervisedFineTuning(cfg), runtime)
+    run_supervised(SupervisedFineTuning(cfg), runtime, parts)
 
 
 @dataclass(frozen=True)

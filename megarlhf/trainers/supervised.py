@@ -23,9 +23,9 @@ from megarlhf.data.tokenizer import Tokenizer, load_tokenizer
 from megarlhf.errors import Interrupted
 from megarlhf.experience import Ragged
 from megarlhf.models.role import Role, build_role
+from megarlhf.models.weights import CHECKPOINTS, WeightSource
 from megarlhf.observe.metrics import Metric
 from megarlhf.observe.phases import Phases, seconds_of
-from megarlhf.observe.watchdog import watched_phases
 from megarlhf.parallel.batching import MicroBatchLayout, TokenSpans, scatter_to_micro_batch
 from megarlhf.parallel.mesh import GroupCache
 from megarlhf.parallel.step import Loss, MicroBatch
@@ -35,6 +35,7 @@ from megarlhf.resume.signals import StopRequest
 from megarlhf.resume.state import Stateful
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.bad_steps import BadSteps, Failures, Update
+from megarlhf.trainers.parts import Parts
 from megarlhf.trainers.session import Session, Training, is_due, open_session
 
 Sample = TypeVar("Sample")
@@ -75,7 +76,7 @@ class Objective(ABC, Generic[Sample]):
         """Tokens of each of the sample's sequences."""
         return [len(tokens) for tokens in self.sequences(sample)]
 
-    def build_frozen(self, cache: GroupCache) -> list[Role]:
+    def build_frozen(self, cache: GroupCache, weights: WeightSource = CHECKPOINTS) -> list[Role]:
         """Build the roles that are read and not trained. Collective; called once, after the trained role is built."""
         return []
 
@@ -178,16 +179,18 @@ class Objective(ABC, Generic[Sample]):
         return False
 
 
-def run_supervised(objective: Objective[Sample], runtime: Runtime) -> None:
+def run_supervised(objective: Objective[Sample], runtime: Runtime, parts: Parts) -> None:
     """Train the objective's role on its samples."""
     with (
         StopRequest(device=runtime.device, speaks=runtime.is_main) as stop,
-        watched_phases(objective.cfg.watchdog, objective.cfg.run.dir, runtime) as phases,
+        parts.phases(objective.cfg.watchdog, objective.cfg.run.dir, runtime) as phases,
     ):
-        run_in(phases, stop, objective, runtime)
+        run_in(phases, stop, objective, runtime, parts)
 
 
-def run_in(phases: Phases, stop_request: StopRequest, objective: Objective[Sample], runtime: Runtime) -> None:
+def run_in(
+    phases: Phases, stop_request: StopRequest, objective: Objective[Sample], runtime: Runtime, parts: Parts
+) -> None:
     """The loop."""
     cfg = objective.cfg
     with phases("build"):
@@ -203,8 +206,9 @@ def run_in(phases: Phases, stop_request: StopRequest, objective: Objective[Sampl
             num_optimizer_steps=cfg.train.num_steps,
             new_head=True,
             stated=objective.stated,
+            weights=parts.weights,
         )
-        frozen = objective.build_frozen(cache)
+        frozen = objective.build_frozen(cache, parts.weights)
         bad_steps = BadSteps(cfg.train, Failures.of(cfg, objective.command), phases)
         states: dict[str, Stateful] = {f"bad_steps/{role.name}": bad_steps, "order": order}
         training = Training(

@@ -21,10 +21,10 @@ from megarlhf.parallel.batching import (
     TokenSpans,
     gather_from_micro_batch,
     micro_batch_mask,
+    owners_of_outputs,
     padded_length,
     repeat_on_micro_batch,
     scatter_to_micro_batch,
-    owners_of_outputs,
     split_padded,
 )
 from megarlhf.parallel.mesh import Mesh

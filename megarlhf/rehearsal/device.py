@@ -1,0 +1,269 @@
+"""The device that holds no numbers: every operation on it is looked at, and none is computed.
+
+Tensors of the device are fake (shape, dtype, device). Tensors of the host are real, so lengths, masks and packing are
+computed as in a real run. What is known of the device's numbers is followed on the host (`known.py`); what is read and
+not known is answered from a list (`sites.py`), or ends the rehearsal.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map
+
+from megarlhf.rehearsal.interfaces import DynamicOutputShapeException, FakeTensor, FakeTensorMode
+from megarlhf.rehearsal.known import Known, storage_key
+from megarlhf.rehearsal.memory import Ledger
+from megarlhf.rehearsal.sites import Assumptions
+from megarlhf.rehearsal.wire import Wire
+
+aten = torch.ops.aten
+
+OnOperation = Callable[[Any, Sequence[Any], Any, Sequence[Tensor]], None]
+"""(operation, arguments, result, tensors of the device that it reads and writes)."""
+
+
+class Device(TorchDispatchMode):
+    """In force while the program runs."""
+
+    def __init__(
+        self, device: torch.device, ledger: Ledger, wire: Wire, assumptions: Assumptions, on_operation: OnOperation
+    ) -> None:
+        super().__init__()
+        self.device, self.ledger, self.wire, self.assumptions = device, ledger, wire, assumptions
+        self.on_operation = on_operation
+        self.known = Known()
+        self.reducing: Any = None
+        """The operation of the all_reduce at hand."""
+        self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+        ledger.on_freed = self.known.freed  # type: ignore[method-assign]
+        self._special: dict[Any, Callable[..., Any]] = {
+            torch.ops.prim.device.default: lambda args, kwargs: args[0].fake_device,
+            aten._local_scalar_dense.default: lambda args, kwargs: self.scalar(args[0]),
+            aten.equal.default: self._equal,
+            aten.nonzero.default: lambda args, kwargs: self.made(self._numbers_of(args[0]).nonzero()),
+            aten.masked_select.default: self._masked_select,
+        }
+
+    # --- dispatch
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        inputs = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
+        fakes = [x for x in inputs if isinstance(x, FakeTensor)]
+        if func.namespace == "c10d":
+            return self._communicate(func, args, fakes)
+        onto = self._is_mine(kwargs.get("device"))
+        if not fakes and not onto:
+            return self._on_host(func, args, kwargs)
+        if (special := self._special.get(func)) is not None:
+            return special(args, kwargs)
+        if func is aten._to_copy.default and kwargs.get("device") is not None and not onto:
+            return self._to_host(args[0], kwargs)
+        if func is aten.copy_.default and not isinstance(args[0], FakeTensor):
+            numbers = self.known.twin(args[1])
+            return args[0].copy_(self._assumed(args[1]) if numbers is None else numbers)
+        if (finite := _asks_whether_finite(func, args)) is not None and self.known.twin(args[0]) is None:
+            return self._finite(args[0], finite)
+        if func in _INDEXING:
+            args = (args[0], self._without_masks(args[1]), *args[2:])
+        if func is aten.repeat_interleave.Tensor and kwargs.get("output_size") is None:
+            kwargs = {**kwargs, "output_size": int(self._numbers_of(args[0]).sum())}
+        return self._run(func, args, kwargs, fakes)
+
+    def _run(self, func: Any, args: Any, kwargs: Any, fakes: Sequence[Tensor]) -> Any:
+        with self.fake:
+            if func is aten._to_copy.default and not fakes:
+                # Not `func`, which would compute a small tensor, on the CPU without a number.
+                out = torch.empty_like(args[0], dtype=kwargs.get("dtype"), device=self.device)
+            else:
+                try:
+                    out = func(*args, **kwargs)
+                except DynamicOutputShapeException:
+                    out = None
+        if out is None and func._schema.returns:
+            return self._by_numbers(func, args, kwargs)
+        outputs = [x for x in tree_flatten(out)[0] if isinstance(x, FakeTensor)]
+        written = _written(func, args, kwargs)
+        for tensor in outputs:
+            if self._is_mine(tensor.fake_device):
+                self.ledger.see(tensor)
+        if not func.is_view:
+            self.on_operation(func, args, out, [*fakes, *outputs])
+        self.known.follow(func, args, kwargs, out, written)
+        return out
+
+    def _on_host(self, func: Any, args: Any, kwargs: Any) -> Any:
+        out = func(*args, **kwargs)
+        if not func.is_view:
+            for tensor in tree_flatten(out)[0]:
+                if isinstance(tensor, Tensor) and not isinstance(tensor, FakeTensor):
+                    self.ledger.see_host(tensor)
+        return out
+
+    def _is_mine(self, device: Any) -> bool:
+        if device is None:
+            return False
+        device = torch.device(device)
+        if self.device.type == "cpu":
+            return device == self.device
+        return bool(device.type == self.device.type)
+
+    # --- numbers
+
+    def scalar(self, tensor: Tensor) -> Any:
+        """For the host: known, or assumed."""
+        numbers = self.known.twin(tensor)
+        if numbers is not None:
+            return numbers.item()
+        answer = self.assumptions.number(f"a number of a tensor of {str(tensor.dtype).removeprefix('torch.')}")
+        return _as(tensor.dtype, answer)
+
+    def address(self, tensor: Tensor) -> int:
+        """Stands for where the tensor lies."""
+        return storage_key(tensor) + int(tensor.storage_offset()) * tensor.element_size()
+
+    def made(self, numbers: Tensor) -> Tensor:
+        """A tensor of the device whose numbers are known."""
+        with self.fake:
+            fake = torch.empty(numbers.shape, dtype=numbers.dtype, device=self.device)
+        self.ledger.see(fake)
+        self.known.tell(fake, numbers)
+        return fake
+
+    def _assumed(self, tensor: Tensor) -> Tensor:
+        """Numbers for the host in place of unknown ones, all alike."""
+        name = f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+        answer = _as(tensor.dtype, self.assumptions.number(f"the numbers of a tensor {name}"))
+        return torch.full(tensor.shape, answer, dtype=tensor.dtype, device="cpu")
+
+    def _to_host(self, tensor: Tensor, kwargs: Any) -> Tensor:
+        numbers = self.known.twin(tensor)
+        numbers = self._assumed(tensor) if numbers is None else numbers.clone()
+        return numbers if kwargs.get("dtype") is None else numbers.to(kwargs["dtype"])
+
+    def _numbers_of(self, tensor: Tensor) -> Tensor:
+        numbers = self.known.twin(tensor)
+        return self._assumed(tensor) if numbers is None else numbers
+
+    def _by_numbers(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Where the shape of the result depends on the numbers: they have to be known."""
+        numbers = tree_map(lambda x: self._numbers_of(x) if isinstance(x, FakeTensor) else x, args)
+        return tree_map(lambda x: self.made(x) if isinstance(x, Tensor) else x, func(*numbers, **kwargs))
+
+    def _equal(self, args: Any, kwargs: Any) -> bool:
+        first, second = (self.known.twin(x) for x in args)
+        if first is not None and second is not None:
+            return bool(torch.equal(first, second))
+        return bool(self.assumptions.number("whether two tensors are equal"))
+
+    def _masked_select(self, args: Any, kwargs: Any) -> Tensor:
+        mask = self._numbers_of(args[1]).expand(torch.broadcast_shapes(args[0].shape, args[1].shape))
+        index = self.made(mask.flatten().nonzero().flatten())
+        return args[0].expand(mask.shape).reshape(-1)[index]
+
+    def _finite(self, tensor: Tensor, answer: bool) -> Tensor:
+        """The answer to a question about unknown numbers, as if all were finite."""
+        self.assumptions.note("whether numbers are finite", "they are", "unknown numbers are taken to be finite")
+        return self.made(torch.full(tensor.shape, answer, dtype=torch.bool, device="cpu"))
+
+    def _without_masks(self, indices: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Masks as the positions where they are true."""
+        flat: list[Tensor | None] = []
+        for index in indices:
+            if index is not None and index.dtype in (torch.bool, torch.uint8):
+                positions = self._numbers_of(index).nonzero().unbind(1)
+                flat += [self.made(each.contiguous()) if isinstance(index, FakeTensor) else each for each in positions]
+            else:
+                flat.append(index)
+        return flat
+
+    # --- messages
+
+    def _communicate(self, func: Any, args: Any, fakes: Sequence[Tensor]) -> Any:
+        """Counted; the ranks that are not here are taken to say what this one says, where that is known."""
+        self._answer(func._schema.name.removeprefix("c10d::"), args)
+        return self.wire.call(func, args)
+
+    def _answer(self, name: str, args: Any) -> None:
+        if name == "allreduce_":
+            for tensor in args[0]:
+                self._reduced(tensor, dist.ProcessGroup.unbox(args[1]).size())
+        elif name in ("allgather_", "_allgather_base_"):
+            outputs = args[0] if name == "allgather_" else [[args[0]]]
+            inputs = args[1] if name == "allgather_" else [args[1]]
+            for into, own in zip(outputs, inputs, strict=True):
+                for tensor in into:
+                    self._gathered(tensor, own)
+        elif name == "gather_":
+            for into, own in zip(args[0], args[1], strict=False):
+                for tensor in into:
+                    self._gathered(tensor, own)
+        elif name not in ("broadcast_", "barrier", "send"):
+            for tensor in tree_flatten(args[0])[0]:
+                if isinstance(tensor, Tensor):
+                    self.known.forget(tensor)
+
+    def _reduced(self, tensor: Tensor, size: int) -> None:
+        numbers = self.known.twin(tensor)
+        if numbers is None:
+            return
+        if self.reducing == dist.ReduceOp.SUM:
+            numbers.mul_(size)
+        elif self.reducing not in (dist.ReduceOp.MAX, dist.ReduceOp.MIN, dist.ReduceOp.AVG):
+            self.known.forget(tensor)
+
+    def _gathered(self, into: Tensor, own: Tensor) -> None:
+        numbers = self.known.twin(own)
+        if numbers is None:
+            self.known.forget(into)
+            return
+        copies = numbers.reshape(-1).repeat(into.numel() // max(1, numbers.numel())).view(into.shape)
+        if isinstance(into, FakeTensor):
+            self.known.tell(into, copies)
+        else:
+            into.copy_(copies)
+
+
+_INDEXING = (
+    aten.index.Tensor,
+    aten.index_put_.default,
+    aten.index_put.default,
+    aten._unsafe_index_put.default,
+    aten._index_put_impl_.default,
+)
+
+
+def _asks_whether_finite(func: Any, args: Any) -> bool | None:
+    """What a comparison answers for finite numbers, where it asks for NaN or infinity; None for any other operation."""
+    if func in (aten.isnan.default, aten.isinf.default):
+        return False
+    if func in (aten.ne.Tensor, aten.eq.Tensor) and args[0] is args[1]:
+        return bool(func is aten.eq.Tensor)
+    if func in (aten.ne.Scalar, aten.eq.Scalar) and isinstance(args[1], float) and math.isinf(args[1]):
+        return bool(func is aten.ne.Scalar)
+    return None
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """The arguments that an operation writes into."""
+    if not func._schema.is_mutable:
+        return []
+    written: list[Tensor] = []
+    for number, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[number] if number < len(args) else kwargs.get(argument.name)
+            written += [x for x in (value if isinstance(value, list | tuple) else [value]) if isinstance(x, Tensor)]
+    return written
+
+
+def _as(dtype: torch.dtype, answer: float) -> Any:
+    if dtype == torch.bool:
+        return bool(answer)
+    return float(answer) if dtype.is_floating_point else int(answer)

@@ -1,0 +1,221 @@
+"""The rollout engine of a rehearsal: vLLM's memory and our resharder, and responses of given lengths.
+
+Weights stand where the table says that vLLM has them (`architectures/`), the cache is as large as vLLM makes it, and
+updates and certificates are the real engine's. Nothing is generated: responses have lengths from a distribution, and
+the time that they take is an estimate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megarlhf.architectures.architecture import Architecture
+from megarlhf.architectures.placements import vllm_placements
+from megarlhf.config import RolloutConfig
+from megarlhf.experience import Rollouts
+from megarlhf.layout import split_evenly
+from megarlhf.models.build import ModelShard
+from megarlhf.rehearsal.lengths import Lengths
+from megarlhf.rollout.engine import KeptResponses, Response, Sampling, gather_indexed
+from megarlhf.rollout.vllm_engine import VllmEngine
+from megarlhf.runtime import Runtime
+from megarlhf.weights.checks.certificate import Certificate
+
+TOKEN = 5
+"""What every response consists of: no id of a tokenizer's beginning that ends something."""
+
+
+class DoesNotFit(ValueError):
+    """The engine would not start."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineMemory:
+    """What bounds the engine on a device."""
+
+    device_bytes: int
+    """Of the device; 0: not bounded, as on a CPU."""
+    reserved_bytes: int
+    """Of the device that the process has taken before torch allocates anything: context and communicators."""
+    activation_bytes: int
+    """That vLLM finds its own forward to need, and keeps free of the cache."""
+    held_bytes: Callable[[], int]
+    """What the trainer's tensors take now."""
+
+
+class _Model(nn.Module):
+    """Parameters under vLLM's names, which have dots."""
+
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self.held = dict(parameters)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
+        return iter(self.held.items())
+
+
+class _LLM:
+    """What the real engine asks of `vllm.LLM`, apart from generating."""
+
+    def __init__(self, parameters: Mapping[str, Tensor], cache: Tensor) -> None:
+        self._model, self.cache = _Model(parameters), cache
+
+    def apply_model(self, function: Callable[[Any], Any]) -> list[Any]:
+        return [function(self._model)]
+
+    def reset_prefix_cache(self) -> bool:
+        return True
+
+
+class RehearsedEngine(VllmEngine):
+    """vLLM without vLLM."""
+
+    def __init__(
+        self,
+        model_path: Path,
+        dtype: torch.dtype,
+        rollout: RolloutConfig,
+        tp: int,
+        max_model_len: int,
+        runtime: Runtime,
+        *,
+        lengths: Lengths,
+        memory: EngineMemory,
+        generated: Callable[[Sequence[int], Sequence[int], int], None],
+    ) -> None:
+        """`generated` is told prompt and response lengths of this rank's engine, and the bytes of its cache."""
+        self._lengths, self._memory, self._generated = lengths, memory, generated
+        self._cache_bytes = 0
+        super().__init__(model_path, dtype, rollout, tp, max_model_len, runtime)
+
+    def _start(self, model_path: Path, max_model_len: int) -> Any:
+        """Memory as vLLM takes it. Raises: DoesNotFit with vLLM's own reasons."""
+        held = self._memory.held_bytes()
+        parameters = self._weights()
+        weights = sum(tensor.numel() * tensor.element_size() for tensor in parameters.values())
+        self._cache_bytes = self._cache_size(held, weights, max_model_len)
+        return _LLM(parameters, self._cache())
+
+    def _weights(self) -> dict[str, Tensor]:
+        rank, device = self._runtime.rank, self._runtime.device
+        shapes = vllm_placements(self._arch, tp=self._tp, tp_rank=rank % self._tp, rank=rank).storages
+        return {name: torch.empty(shape, dtype=self._dtype, device=device) for name, shape in shapes.items()}
+
+    def _cache(self) -> Tensor:
+        return torch.empty(self._cache_bytes, dtype=torch.uint8, device=self._runtime.device)
+
+    def _cache_size(self, held: int, weights: int, max_model_len: int) -> int:
+        """Bytes. vLLM takes its share of the whole device, and wants to find it free
+        (`vllm/v1/worker/gpu_worker.py`, init_device and determine_available_memory)."""
+        rollout, device = self._rollout, self._memory.device_bytes
+        if not device:
+            return rollout.cpu_cache_gib << 30
+        share, taken = int(device * rollout.gpu_memory_utilization), held + self._memory.reserved_bytes
+        named = f"rollout.gpu_memory_utilization = {rollout.gpu_memory_utilization}"
+        if device - taken < share:
+            raise DoesNotFit(
+                f"vLLM would not start: {named} of {_gib(device)} is {_gib(share)}, and {_gib(device - taken)} are "
+                f"free after the roles ({_gib(held)}) and what the process takes; lower "
+                "rollout.gpu_memory_utilization, or "
+                "cut the roles further (tp, pp, more ranks)"
+            )
+        cache = share - weights - self._memory.activation_bytes
+        least = max_model_len * cache_bytes_per_token(self._arch, self._tp, self._dtype)
+        if cache < least:
+            raise DoesNotFit(
+                f"vLLM would not start: {named} of {_gib(device)} is {_gib(share)}; its weights take {_gib(weights)} "
+                f"and its own forward {_gib(self._memory.activation_bytes)}, which leaves {_gib(cache)} for the cache, "
+                f"and one sequence of {max_model_len} tokens needs {_gib(least)}; raise the share or "
+                "rollout.parallel.tp"
+            )
+        return cache
+
+    def _check_memory(self) -> None:
+        """Whether vLLM's loader leaves weights in place is asked of the live engine only."""
+
+    def _check_table(self) -> None:
+        """The same of the table, which is proven against vLLM's own loader."""
+
+    def generate(
+        self,
+        prompts: Sequence[Tensor],
+        seeds: Sequence[int],
+        sampling: Sampling,
+        *,
+        bank: KeptResponses | None = None,
+        should_stop: Callable[[], bool] | None = None,
+    ) -> Rollouts:
+        """Responses of drawn lengths, each on the engine that would draw it."""
+        tp, world = self._tp, self._runtime.world_size
+        drawn = [min(self._lengths.draw(seed), sampling.max_tokens) for seed in seeds]
+        shares = split_evenly(len(prompts), world // tp)
+        mine = shares[self._runtime.rank // tp]
+        self._generated([len(prompts[n]) for n in mine], [drawn[n] for n in mine], self._cache_bytes)
+        return given_responses(
+            {engine * tp: share for engine, share in enumerate(shares)}, drawn, sampling, self._version, self._runtime
+        )
+
+    def close(self) -> None:
+        self._llm = None
+
+
+class GivenResponses:
+    """In place of the engine `megatron`, and of any engine where only the trainer is looked at: no weights of its own,
+    every rank answers for an equal share."""
+
+    rebuilds, local_seconds = 0, 0.0
+
+    def __init__(self, runtime: Runtime, lengths: Lengths) -> None:
+        self._runtime, self._lengths, self.weight_version = runtime, lengths, -1
+
+    def update_weights(self, actor: ModelShard, version: int) -> None:
+        self.weight_version = version
+
+    def verify_weights(self, actor: ModelShard) -> Certificate | None:
+        return None
+
+    def generate(
+        self,
+        prompts: Sequence[Tensor],
+        seeds: Sequence[int],
+        sampling: Sampling,
+        *,
+        bank: KeptResponses | None = None,
+        should_stop: Callable[[], bool] | None = None,
+    ) -> Rollouts:
+        drawn = [min(self._lengths.draw(seed), sampling.max_tokens) for seed in seeds]
+        shares = dict(enumerate(split_evenly(len(prompts), self._runtime.world_size)))
+        return given_responses(shares, drawn, sampling, self.weight_version, self._runtime)
+
+    def close(self) -> None: ...
+
+
+def given_responses(
+    shares: Mapping[int, Sequence[int]], lengths: Sequence[int], sampling: Sampling, version: int, runtime: Runtime
+) -> Rollouts:
+    """Rollouts of these lengths, by the way that those of a real engine take; `shares`: rows by the rank that answers
+    for them."""
+    finished = [length < sampling.max_tokens for length in lengths]
+    index = [{n: (lengths[n], finished[n]) for n in shares.get(rank, ())} for rank in range(runtime.world_size)]
+    own = shares.get(runtime.rank, ())
+    mine = {n: Response([TOKEN] * lengths[n], [-1.0] * lengths[n], finished[n]) for n in own}
+    said: list[Any] = [None] * runtime.world_size
+    dist.all_gather_object(said, (index[runtime.rank], False))  # as the real engines do; what it says is known here
+    return gather_indexed(mine, index, len(lengths), version, runtime.device)
+
+
+def cache_bytes_per_token(arch: Architecture, tp: int, dtype: torch.dtype) -> int:
+    """Keys and values of all layers on one rank of an engine; a group that has to be on several ranks is repeated."""
+    groups = max(1, arch.num_kv_heads // tp)
+    return 2 * arch.num_layers * groups * arch.head_dim * dtype.itemsize
+
+
+def _gib(nbytes: float) -> str:
+    return f"{nbytes / 2**30:.1f} GiB"

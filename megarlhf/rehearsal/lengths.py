@@ -1,0 +1,134 @@
+"""How long prompts and responses are in a rehearsal: a distribution, a file, or what an earlier run has kept."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+FORMS = "constant:N, uniform:LOW,HIGH, lognormal:mean=M,sigma=S, a file of numbers, or the directory of an earlier run"
+KEPT = "lengths.jsonl"
+"""What a run keeps: {"step", "prompts", "responses"} a line."""
+
+
+class Lengths(Protocol):
+    """Numbers of tokens."""
+
+    def draw(self, seed: int) -> int:
+        """One length; the same seed, the same length."""
+        ...
+
+    @property
+    def words(self) -> str:
+        """For the page."""
+        ...
+
+
+@dataclass(frozen=True)
+class Constant:
+    value: int
+
+    def draw(self, seed: int) -> int:
+        return self.value
+
+    @property
+    def words(self) -> str:
+        return f"always {self.value} tokens"
+
+
+@dataclass(frozen=True)
+class Uniform:
+    low: int
+    high: int
+
+    def draw(self, seed: int) -> int:
+        return random.Random(seed).randint(self.low, self.high)
+
+    @property
+    def words(self) -> str:
+        return f"uniform between {self.low} and {self.high} tokens"
+
+
+@dataclass(frozen=True)
+class LogNormal:
+    """`mean` is the distribution's mean, `sigma` the deviation of the logarithm."""
+
+    mean: float
+    sigma: float
+
+    def draw(self, seed: int) -> int:
+        mu = math.log(self.mean) - self.sigma**2 / 2
+        return max(1, round(random.Random(seed).lognormvariate(mu, self.sigma)))
+
+    @property
+    def words(self) -> str:
+        return f"lognormal with mean {self.mean:g} and sigma {self.sigma:g}"
+
+
+@dataclass(frozen=True)
+class Given:
+    """Drawn from lengths that were seen."""
+
+    values: Sequence[int] = field(repr=False)
+    source: str = ""
+
+    def draw(self, seed: int) -> int:
+        return self.values[random.Random(seed).randrange(len(self.values))]
+
+    @property
+    def words(self) -> str:
+        mean = sum(self.values) / len(self.values)
+        return f"drawn from {len(self.values)} lengths of {self.source} (mean {mean:.1f})"
+
+
+def parse(text: str, column: str = "responses") -> Lengths:
+    """A distribution in words. `column`: which of the kept lengths of an earlier run.
+
+    Raises: ValueError for what is none of `FORMS`.
+    """
+    kind, _, rest = text.partition(":")
+    try:
+        if kind == "constant":
+            return Constant(_positive(rest))
+        if kind == "uniform":
+            low, high = map(_positive, rest.split(","))
+            if low <= high:
+                return Uniform(low, high)
+        elif kind == "lognormal":
+            given = dict(part.split("=") for part in rest.split(","))
+            if given.keys() == {"mean", "sigma"} and float(given["mean"]) > 0 and float(given["sigma"]) >= 0:
+                return LogNormal(float(given["mean"]), float(given["sigma"]))
+        elif Path(text).exists():
+            return _from_path(Path(text), column)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"lengths {text!r}: {error}; expected {FORMS}") from error
+    raise ValueError(f"lengths {text!r}: expected {FORMS}")
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise ValueError(f"got {value}, expected 1 or more")
+    return value
+
+
+def _from_path(path: Path, column: str) -> Given:
+    file = path / KEPT if path.is_dir() else path
+    if not file.is_file():
+        raise ValueError(f"{path} has no {KEPT}, which a run of rl writes")
+    values: list[int] = []
+    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            entry = json.loads(line)
+            values += map(_positive, entry[column] if isinstance(entry, Mapping) else [entry])
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{file}, line {number}: {error!r}") from error
+    if not values:
+        raise ValueError(f"{file} holds no lengths")
+    return Given(values, str(path))

@@ -1,0 +1,212 @@
+"""The ledger: which storages live on the device at any moment, of what kind they are and which line made them.
+
+Legend: bytes are those of an allocator that rounds up to blocks (512 bytes on a GPU, as torch's does; none on a CPU).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor
+
+from megarlhf.rehearsal.known import storage_key
+from megarlhf.rehearsal.origins import KIND_OF_PHASE, OTHERS, Origin, origin_here
+
+GPU_BLOCK = 512
+"""Bytes to which torch's caching allocator rounds a request (c10/cuda/CUDACachingAllocator.h, kMinBlockSize)."""
+LARGEST = 5
+CURVE_POINTS = 400
+"""Of the curve of a phase, at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """One live piece of device memory."""
+
+    nbytes: int
+    origin: Origin
+    shape: tuple[int, ...]
+    """Of the tensor that it was made for."""
+    dtype: str
+
+
+@dataclass(frozen=True)
+class LargeStorage:
+    """One of the largest at a peak."""
+
+    nbytes: int
+    kind: str
+    where: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class PhaseMemory:
+    """Memory in one phase of one step; a phase that is entered several times is one."""
+
+    step: int
+    phase: str
+    start: int
+    """Bytes that live when it begins."""
+    peak: int
+    end: int
+    host_peak: int
+    """Bytes of the program's own tensors on the host, at most."""
+    by_kind: dict[str, int]
+    """At the peak."""
+    largest: list[LargeStorage]
+    curve: list[tuple[float, dict[str, int]]]
+    """(seconds on the estimated clock of this rank, bytes by kind), where they change most."""
+
+
+@dataclass
+class _Entry:
+    """One stay in a phase."""
+
+    step: int
+    phase: str
+    start: int
+    live: dict[int, Storage]
+    """At the beginning."""
+    changes: list[tuple[float, int, Storage, int]] = field(default_factory=list)
+    """(seconds, storage, what it is, +1 or -1)"""
+
+
+class Ledger:
+    """Of one rank. `clock` tells the rank's estimated time."""
+
+    def __init__(self, block: int) -> None:
+        self.block = block
+        self.live: dict[int, Storage] = {}
+        self.total = 0
+        self.host_total = 0
+        self.host_peak = 0
+        self.kinds: dict[int, str] = {}
+        """Kinds that are known from what a storage is used for; they win over where it was made."""
+        self.phases: list[PhaseMemory] = []
+        self.seconds = 0.0
+        self._entry: _Entry | None = None
+        self._host: set[int] = set()
+
+    # --- storages
+
+    def see(self, tensor: Tensor) -> None:
+        """Take note of a device tensor that an operation has returned."""
+        storage = tensor.untyped_storage()
+        key = int(storage._cdata)
+        if key in self.live:
+            return
+        nbytes = -(-storage.nbytes() // self.block) * self.block
+        origin = origin_here()
+        if origin.kind == OTHERS and self._entry is not None:
+            origin = replace(origin, kind=KIND_OF_PHASE.get(self._entry.phase.partition("/")[0], OTHERS))
+        entry = Storage(nbytes, origin, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+        self.live[key] = entry
+        self.total += nbytes
+        self._changed(key, entry, 1)
+        finalizer = weakref.finalize(storage, self._gone, key)
+        finalizer.atexit = False
+
+    def _gone(self, key: int) -> None:
+        entry = self.live.pop(key)
+        self.total -= entry.nbytes
+        self._changed(key, entry, -1)
+        self.on_freed(key)
+
+    def on_freed(self, key: int) -> None:
+        """Replaced by who keeps something by storage."""
+
+    def see_host(self, tensor: Tensor) -> None:
+        """The same of a real tensor of the program."""
+        storage = tensor.untyped_storage()
+        key, nbytes = int(storage._cdata), storage.nbytes()
+        if key in self._host or not nbytes:
+            return
+        self._host.add(key)
+        self.host_total += nbytes
+        self.host_peak = max(self.host_peak, self.host_total)
+        finalizer = weakref.finalize(storage, self._host_gone, key, nbytes)
+        finalizer.atexit = False
+
+    def _host_gone(self, key: int, nbytes: int) -> None:
+        self._host.discard(key)
+        self.host_total -= nbytes
+
+    def name(self, tensors: Iterable[Tensor], kind: str) -> None:
+        """Say what storages are for."""
+        for tensor in tensors:
+            self.kinds[storage_key(tensor)] = kind
+
+    def kind_of(self, key: int, storage: Storage) -> str:
+        return self.kinds.get(key, storage.origin.kind)
+
+    # --- phases
+
+    def _changed(self, key: int, storage: Storage, sign: int) -> None:
+        if self._entry is not None:
+            self._entry.changes.append((self.seconds, key, storage, sign))
+
+    def enter(self, step: int, phase: str) -> None:
+        """From here on changes belong to this phase; the one before is closed."""
+        self.leave()
+        self.host_peak = self.host_total
+        self._entry = _Entry(step, phase, self.total, dict(self.live))
+
+    def leave(self) -> None:
+        """Close the phase that is open, if one is."""
+        entry, self._entry = self._entry, None
+        if entry is not None:
+            self.phases.append(self._closed(entry))
+
+    def _closed(self, entry: _Entry) -> PhaseMemory:
+        """Walk through the changes once more: first to the peak, then for the curve."""
+        total, peak, at = entry.start, entry.start, 0
+        for number, (_, _, storage, sign) in enumerate(entry.changes, 1):
+            total += sign * storage.nbytes
+            if total > peak:
+                peak, at = total, number
+        live = dict(entry.live)
+        for _, key, storage, sign in entry.changes[:at]:
+            if sign > 0:
+                live[key] = storage
+            else:
+                live.pop(key, None)
+        by_kind: Counter[str] = Counter()
+        for key, storage in live.items():
+            by_kind[self.kind_of(key, storage)] += storage.nbytes
+        largest = sorted(live.items(), key=lambda item: -item[1].nbytes)[:LARGEST]
+        return PhaseMemory(
+            step=entry.step,
+            phase=entry.phase,
+            start=entry.start,
+            peak=peak,
+            end=total,
+            host_peak=self.host_peak,
+            by_kind=dict(by_kind.most_common()),
+            largest=[
+                LargeStorage(s.nbytes, self.kind_of(key, s), s.origin.where, s.shape, s.dtype) for key, s in largest
+            ],
+            curve=self._curve(entry),
+        )
+
+    def _curve(self, entry: _Entry) -> list[tuple[float, dict[str, int]]]:
+        """The peaks of equal stretches of the changes, so that no peak is lost."""
+        now: Counter[str] = Counter()
+        for key, storage in entry.live.items():
+            now[self.kind_of(key, storage)] += storage.nbytes
+        points = [(entry.changes[0][0] if entry.changes else self.seconds, dict(now))]
+        stretch = max(1, len(entry.changes) // CURVE_POINTS)
+        total, best = entry.start, -1
+        for number, (seconds, key, storage, sign) in enumerate(entry.changes, 1):
+            now[self.kind_of(key, storage)] += sign * storage.nbytes
+            total += sign * storage.nbytes
+            if total > best:
+                best, point = total, (seconds, {kind: size for kind, size in now.items() if size})
+            if number % stretch == 0 or number == len(entry.changes):
+                points.append(point)
+                best = -1
+        return points

@@ -1,0 +1,85 @@
+"""Places where the program reads a number that a rehearsal does not know, with what is answered there and why.
+
+A number that is read anywhere else ends the rehearsal: what it steers would be a guess that nobody has looked at.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megarlhf.rehearsal.origins import callers
+
+Number = float | int | bool
+
+
+@dataclass(frozen=True)
+class Site:
+    """A function that reads a number from the device."""
+
+    file: str
+    """End of its path."""
+    function: str
+    answer: Number
+    reason: str
+
+
+SITES: tuple[Site, ...] = (
+    Site("parallel/step.py", "accumulate", 1.0, "sums of a loss, which are reported"),
+    Site("parallel/step.py", "gradient_norm", 1.0, "every gradient is taken to be finite: no update is skipped"),
+    Site("megatron/core/optimizer/clip_grads.py", "get_grad_norm_fp32", 1.0, "the norm is finite"),
+    Site("megatron/core/optimizer/optimizer.py", "get_grad_norm", 1.0, "the norm is finite"),
+    Site(
+        "megatron/core/optimizer/optimizer.py", "_unscale_main_grads_and_check_for_nan", 0.0, "no gradient is infinite"
+    ),
+    Site("trainers/supervised.py", "heldout_sums", 1.0, "sums of a loss, which are reported"),
+    Site("weights/checks/", "", 0, "digests of both sides are taken to be equal, and padding to be zero"),
+    Site("observe/", "", 1.0, "what is measured is shown to nobody"),
+    Site("trainers/rl_rewards.py", "metrics_of", 1.0, "metrics of rewards"),
+    Site("trainers/rl_metrics.py", "", 1.0, "metrics"),
+    Site("trainers/rl_gap.py", "", 0.0, "the log-prob gap is zero: no limit ends the run"),
+    Site("trainers/rl_kl.py", "", 0.0, "metrics of the KL, which steer no shape"),
+)
+
+
+@dataclass(frozen=True)
+class Assumption:
+    """A number that was answered."""
+
+    where: str
+    what: str
+    answer: str
+    reason: str
+
+
+class UnknownNumber(RuntimeError):
+    """The program reads a number that a rehearsal cannot know."""
+
+
+class Assumptions:
+    """Those of one rank, counted."""
+
+    def __init__(self, sites: Sequence[Site] = SITES) -> None:
+        self._sites = sites
+        self.counts: Counter[Assumption] = Counter()
+
+    def number(self, what: str) -> Number:
+        """The answer for the line that reads it. Raises: UnknownNumber where none is listed."""
+        frames = callers()
+        for file, line, function in frames:
+            for site in self._sites:
+                if site.file in file and site.function in ("", function):
+                    self.counts[Assumption(f"{file}:{line} in {function}", what, str(site.answer), site.reason)] += 1
+                    return site.answer
+        places = "\n  ".join(f"{file}:{line} in {function}" for file, line, function in frames[:4])
+        raise UnknownNumber(
+            f"the program reads {what}, which only a device would know, at\n  {places}\nWhat it does with it would be "
+            "a guess. Add the place to megarlhf/rehearsal/sites.py with the answer and the reason, or make the number "
+            "known"
+        )
+
+    def note(self, what: str, answer: str, reason: str) -> None:
+        """Count something that is taken for granted wherever it occurs."""
+        file, line, function = next(iter(callers()), ("elsewhere", 0, ""))
+        self.counts[Assumption(f"{file}:{line} in {function}", what, answer, reason)] += 1

@@ -1,0 +1,160 @@
+"""What stands in for files that a rehearsal does not have: tokenizer, data and rewards.
+
+They are real files in a temporary directory, read by the program as any others. What is there is used as it is; what is
+stood in for is said on the page.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megarlhf.architectures.hf_config import read_config
+from megarlhf.config import DPOConfig, RLConfig, RMConfig, RoleConfig, SFTConfig
+from megarlhf.rehearsal.lengths import Constant, Lengths, LogNormal
+
+EOS = 2
+WORDS = 512
+"""Tokens of the stand-in tokenizer."""
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+REWARD = "megarlhf.rehearsal.stand_ins:length_of_response"
+
+AnyConfig = SFTConfig | RMConfig | DPOConfig | RLConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class StandIns:
+    """A configuration that can be run without the files, and what was put in their place."""
+
+    cfg: AnyConfig
+    notes: tuple[str, ...]
+    """Sentences for the page."""
+
+
+def length_of_response(prompt: str, response: str, fields: Mapping[str, Any]) -> float:
+    """A reward that differs between samples."""
+    return float(len(response) % 7)
+
+
+def stand_in(
+    cfg: AnyConfig, directory: Path, *, prompt_lengths: Lengths | None, response_lengths: Lengths | None, steps: int
+) -> StandIns:
+    """The configuration with stand-ins in `directory` for what is missing."""
+    tree, notes = cfg.model_dump(mode="json"), []
+    tree["run"] |= {"dir": str(directory / "run"), "on_existing": "overwrite", "wandb": {}}
+    tree["checkpoint"] = {"every_minutes": 0}
+    notes.append("No resume point and no export is written.")
+    paths: dict[str, str] = {}
+    for role in ("actor", "reference", "critic", "reward_model"):
+        if tree.get(role) is not None:
+            notes += _model(tree[role]["model"], getattr(cfg, role), directory, paths)
+    made = bool(paths)
+    if made and isinstance(cfg, RLConfig):
+        tree["rollout"] |= {"stop": [], "stop_token_ids": []}
+    notes += _data(cfg, tree["data"], directory, steps, prompt_lengths, response_lengths, made)
+    if isinstance(cfg, RLConfig):
+        tree["samples"] = {"every": 0}
+        notes += _rewards(cfg, tree)
+        if cfg.ptx is not None and not Path(cfg.ptx.data).exists():
+            tree["ptx"] = None
+            notes.append(f"ptx.data = {cfg.ptx.data} is not there: the pretraining mix is left out.")
+    return StandIns(cfg=type(cfg).model_validate(tree), notes=tuple(dict.fromkeys(notes)))
+
+
+def _model(model: dict[str, Any], section: RoleConfig, directory: Path, paths: dict[str, str]) -> list[str]:
+    """Point a role at a directory with config.json and tokenizer. Raises: ValueError where there is no config.json."""
+    source = section.model.hf_directory()
+    if any((source / name).is_file() for name in TOKENIZER_FILES):
+        return []
+    if str(source) not in paths:
+        folder = directory / "models" / f"{len(paths)}_{source.name}"
+        folder.mkdir(parents=True)
+        config = {**read_config(source), "eos_token_id": EOS, "bos_token_id": 1, "pad_token_id": 0}
+        (folder / "config.json").write_text(json.dumps(config, indent=1))
+        write_tokenizer(folder)
+        paths[str(source)] = str(folder)
+    model |= {"path": paths[str(source)], "hf": None}
+    return [f"{source} has no tokenizer: one of {WORDS} words stands in."]
+
+
+def write_tokenizer(folder: Path) -> None:
+    """A word of the text is a token: `w7` is the eighth."""
+    words = {f"w{n}": n for n in range(WORDS)}
+    tokenizer: dict[str, Any] = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [],
+        "normalizer": None,
+        "pre_tokenizer": {"type": "WhitespaceSplit"},
+        "post_processor": None,
+        "decoder": None,
+        "model": {"type": "WordLevel", "vocab": words, "unk_token": "w0"},
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    names = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "w1", "eos_token": "w2", "pad_token": "w0"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(names))
+
+
+def _data(
+    cfg: AnyConfig,
+    data: dict[str, Any],
+    directory: Path,
+    steps: int,
+    prompts: Lengths | None,
+    responses: Lengths | None,
+    made_tokenizer: bool,
+) -> list[str]:
+    """Write records of given lengths where the configured data is not there, or cannot be read with a stand-in."""
+    if Path(cfg.data.train).exists() and not made_tokenizer and prompts is None:
+        return []
+    longest = cfg.data.max_prompt_tokens
+    prompts = prompts or Constant(max(1, longest // 2))
+    per_step = cfg.train.prompts_per_step if isinstance(cfg, RLConfig) else cfg.train.mini_batch_samples
+    file = directory / "data.jsonl"
+    words = [f"prompts: {prompts.words}, at most {longest}"]
+    most = None if isinstance(cfg, RLConfig) else cfg.data.max_response_tokens
+    if most is not None:
+        responses = responses or LogNormal(max(2.0, most / 3), 0.6)
+        words.append(f"responses: {responses.words}, at most {most}")
+    with file.open("w", encoding="utf-8") as out:
+        for n in range(per_step * steps):
+            record: dict[str, Any] = {"prompt": _text(min(prompts.draw(3 * n), longest), n)}
+            if most is not None and responses is not None:
+                names = ("response",) if isinstance(cfg, SFTConfig) else ("chosen", "rejected")
+                for k, name in enumerate(names, 1):
+                    # One token of the response is its end.
+                    record[name] = " " + _text(min(responses.draw(3 * n + k), most) - 1, n + k)
+            out.write(json.dumps(record) + "\n")
+    data |= {"train": str(file), "train_split": None, "heldout": None, "heldout_split": None, "template": "plain"}
+    why = "cannot be read with the stand-in tokenizer" if Path(cfg.data.train).exists() else "is not there"
+    return [f"data.train = {cfg.data.train} {why}: {per_step * steps} records stand in; {'; '.join(words)}."]
+
+
+def _text(tokens: int, seed: int) -> str:
+    """So many words of the stand-in tokenizer, none of them special."""
+    return " ".join(f"w{3 + (seed + k) % (WORDS - 3)}" for k in range(max(1, tokens)))
+
+
+def _rewards(cfg: RLConfig, tree: dict[str, Any]) -> list[str]:
+    """Functions, servers and classifiers are not called: their answers would be about nothing."""
+    notes, kept = [], []
+    for reward, given in zip(cfg.rewards, tree["rewards"], strict=True):
+        if reward.kind == "model" and not reward.retokenize:
+            kept.append(given)
+            continue
+        notes.append(f"The reward {reward.label} is not called: its time and memory are not in here.")
+        scaled = {key: given[key] for key in ("weight", "shift", "clip", "normalise", "normalise_eps")}
+        kept.append({"kind": "rule", "rule": REWARD, "name": reward.label, "workers": 0, **scaled})
+    tree["rewards"] = kept
+    tree["eval"] |= {"accuracy": None}
+    return notes
+
+
+def remove(directory: Path) -> None:
+    """What a rehearsal has written."""
+    shutil.rmtree(directory, ignore_errors=True)

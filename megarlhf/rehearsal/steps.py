@@ -1,0 +1,57 @@
+"""The phases of a rehearsed run: they tell ledger, wire and meter where the run is, and end it after some steps."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+from megarlhf.config.watchdog import WatchdogConfig
+from megarlhf.observe.phases import OpenPhase, Phases
+from megarlhf.runtime import Runtime
+
+
+class Enough(Exception):
+    """So many steps are done as were to be rehearsed."""
+
+
+BETWEEN = "between phases"
+
+
+class Steps:
+    """Observes the phases of one rank.
+
+    moved:  called with (step, phase) whenever either changes; step 1 is the first
+    ended:  called with the number of a step that is done
+    """
+
+    def __init__(self, num_steps: int, moved: Callable[[int, str], None], ended: Callable[[int], None]) -> None:
+        self._num_steps, self._moved, self._ended = num_steps, moved, ended
+        self._step = 0
+        self._open: list[str] = []
+
+    def entered(self, phase: OpenPhase) -> None:
+        if phase.name != "build" and not self._step:
+            self._step = 1
+        self._open.append(phase.name)
+        self._moved(self._step, phase.name)
+
+    def left(self, phase: OpenPhase, failure: BaseException | None) -> None:
+        self._open.pop()
+        self._moved(self._step, self._open[-1] if self._open else BETWEEN)
+
+    def end_step(self, step: int, local_seconds: Mapping[str, float]) -> Exception | None:
+        """Of `observe.phases.Sharing`."""
+        self._ended(step)
+        if step >= self._num_steps:
+            raise Enough
+        self._step = step + 1
+        self._moved(self._step, self._open[-1] if self._open else BETWEEN)
+        return None
+
+    @contextlib.contextmanager
+    def phases(self, cfg: WatchdogConfig, run_dir: Path, runtime: Runtime) -> Iterator[Phases]:
+        """In place of `observe.watchdog.watched_phases`."""
+        phases = Phases()
+        phases.observer, phases.sharing = self, self
+        yield phases

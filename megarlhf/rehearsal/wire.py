@@ -1,0 +1,146 @@
+"""Messages of one rank: counted for the page, and told to the trace."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import tree_flatten
+
+from megarlhf.layout import MeshLayout
+from megarlhf.rehearsal.interfaces import FakeTensor, NumberedWork
+from megarlhf.rehearsal.trace import Collective, Event, Operation, Receive, Send, Wait
+
+OPERATIONS: Mapping[str, Operation] = {
+    "allreduce_": "all_reduce",
+    "allreduce_coalesced_": "all_reduce",
+    "allgather_": "all_gather",
+    "_allgather_base_": "all_gather",
+    "allgather_coalesced_": "all_gather",
+    "allgather_into_tensor_coalesced_": "all_gather",
+    "reduce_scatter_": "reduce_scatter",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced_": "reduce_scatter",
+    "broadcast_": "broadcast",
+    "reduce_": "reduce",
+    "gather_": "gather",
+    "scatter_": "scatter",
+    "alltoall_": "all_to_all",
+    "alltoall_base_": "all_to_all",
+    "barrier": "barrier",
+    "monitored_barrier_": "barrier",
+}
+"""torch's operations of `torch.ops.c10d` that take a whole group."""
+WHOLE: Mapping[Operation, int] = {"all_gather": 0, "reduce_scatter": 1, "gather": 1, "scatter": 1, "all_to_all": 1}
+"""Which argument holds the whole that is counted (trace.Collective.nbytes); of the others the first. Gathering to one
+rank has no whole on the others: there it is this rank's share times the ranks."""
+
+
+class Line(NamedTuple):
+    """A row of the table of messages."""
+
+    step: int
+    phase: str
+    operation: str
+    group: str
+    """tp, dp, pp, ..., world: of which role is not told, since roles of one layout share groups."""
+    size: int
+    """Ranks of the group; 2 of a message."""
+    between_nodes: bool
+    host: bool
+
+
+class Wire:
+    """What one rank says to others. `issue` gets each event of the trace."""
+
+    def __init__(
+        self, rank: int, ranks_per_node: int, labels: Mapping[tuple[int, ...], str], issue: Callable[[Event], None]
+    ) -> None:
+        self._rank, self._ranks_per_node, self._labels, self._issue = rank, ranks_per_node, labels, issue
+        self.counts: Counter[Line] = Counter()
+        self.nbytes: Counter[Line] = Counter()
+        self.step, self.phase = 0, "build"
+        self._number = 0
+        self._world = False
+        """Whether the group at hand is the default one, which may have the ranks of another."""
+        self._works: dict[int, NumberedWork] = {}
+        """Until they are waited for, or the next message: torch keeps what it was handed in C++ only."""
+
+    def call(self, func: Any, args: Sequence[Any]) -> Any:
+        """One of `torch.ops.c10d`; returns what it returns, without touching a tensor."""
+        name = func._schema.name.removeprefix("c10d::")
+        tensors = [x for x in tree_flatten(args)[0] if isinstance(x, Tensor)]
+        ranks, self._world = _ranks(args)
+        host = not any(isinstance(tensor, FakeTensor) for tensor in tensors)
+        self._number += 1
+        if name in ("send", "recv_"):
+            peer, nbytes = ranks[args[2]], sum(map(_nbytes, args[0]))
+            kind = Send if name == "send" else Receive
+            self._issue(kind(self.phase, peer, nbytes, self._number, ranks))
+            self._count("send" if name == "send" else "receive", ranks, (self._rank, peer), nbytes, host)
+        else:
+            operation = OPERATIONS[name]
+            nbytes = _whole(operation, args, len(ranks))
+            self._issue(Collective(self.phase, operation, ranks, nbytes, self._number, host))
+            self._count(operation, ranks, ranks, nbytes, host)
+        work = NumberedWork(self._number, self._waited)
+        self._works[self._number] = work
+        return work.boxed() if len(func._schema.returns) == 1 else (args[0], work.boxed())
+
+    def _waited(self, number: int) -> None:
+        self._issue(Wait(self.phase, number))
+        self._works.pop(number, None)
+
+    def _count(self, operation: str, group: tuple[int, ...], reached: Sequence[int], nbytes: int, host: bool) -> None:
+        nodes = {rank // self._ranks_per_node for rank in reached}
+        line = Line(
+            self.step, self.phase, operation, self.label(group), len(reached), between_nodes=len(nodes) > 1, host=host
+        )
+        self.counts[line] += 1
+        self.nbytes[line] += nbytes
+
+    def label(self, ranks: tuple[int, ...]) -> str:
+        """What a group is of."""
+        return "world" if self._world else self._labels.get(ranks, "other")
+
+
+def labels_of(layouts: Sequence[MeshLayout], names: Mapping[str, Sequence[str]]) -> dict[tuple[int, ...], str]:
+    """By ranks, the shortest name of each group that the layouts have; `names`: axes by Megatron-Core's name."""
+    labels: dict[tuple[int, ...], str] = {}
+    for layout in layouts:
+        for name, axes in names.items():
+            for ranks in layout.groups(axes):
+                if len(ranks) > 1:
+                    labels.setdefault(ranks, name)
+        for line in layout.groups(["pp"]):
+            if len(line) > 2:
+                labels.setdefault((line[0], line[-1]), "embd")
+    return labels
+
+
+def _ranks(args: Sequence[Any]) -> tuple[tuple[int, ...], bool]:
+    """Of the group of a call, and whether it is the default group."""
+    boxed = next(x for x in args if isinstance(x, torch.ScriptObject) and "ProcessGroup" in str(x._type()))
+    group = dist.ProcessGroup.unbox(boxed)
+    assert dist.group.WORLD is not None
+    return tuple(dist.get_process_group_ranks(group)), group.group_name == dist.group.WORLD.group_name
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _whole(operation: Operation, args: Sequence[Any], size: int) -> int:
+    if operation == "barrier":
+        return 0
+    argument = WHOLE.get(operation, 0)
+    nbytes = sum(_nbytes(x) for x in tree_flatten(args[argument])[0] if isinstance(x, Tensor))
+    if operation == "gather":
+        return nbytes * size
+    if operation == "scatter" and not nbytes:
+        return sum(_nbytes(x) for x in tree_flatten(args[0])[0] if isinstance(x, Tensor)) * size
+    return nbytes

@@ -1,0 +1,122 @@
+"""What an operation costs: floating-point operations and bytes, by the shapes of its tensors."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten
+
+from megarlhf.rehearsal.interfaces import flop_registry
+from megarlhf.rehearsal.trace import Compute, Event, Work
+
+aten = torch.ops.aten
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm")
+FREE = ("detach", "lift_fresh", "empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "alias")
+"""Operations that touch no number."""
+
+
+class Price(Protocol):
+    """What prices operations: `pricing.Pricing`."""
+
+    def operation_seconds(
+        self, work: Work, flops: float, nbytes: int, dtype: str, shape: tuple[int, ...] | None = None
+    ) -> float: ...
+
+
+@dataclass
+class Meter:
+    """Counts the work of one rank and writes its trace."""
+
+    price: Price
+    events: list[Event] = field(default_factory=list)
+    seconds: float = 0.0
+    """The rank's own clock: work alone, without waiting for others."""
+    phase: str = "build"
+    step: int = 0
+    flops: Counter[tuple[int, str, Work]] = field(default_factory=Counter)
+    """By step, phase and work."""
+    work_seconds: Counter[tuple[int, str, Work]] = field(default_factory=Counter)
+    operations: Counter[tuple[int, str]] = field(default_factory=Counter)
+    ticked: Callable[[float], None] = lambda seconds: None
+    """Told the clock after each operation."""
+    _pending: dict[Work, float] = field(default_factory=dict)
+
+    def operation(self, func: Any, args: Sequence[Any], out: Any, tensors: Sequence[Tensor]) -> None:
+        """An operation of torch on the device."""
+        name = func._overloadpacket.__name__
+        if name in FREE:
+            return
+        nbytes = sum(_touched(tensor) for tensor in tensors)
+        flops, shape, work = 0.0, None, _work_of(name)
+        if work == "matmul":
+            flops, shape = _product(args, out)
+        elif work == "attention":
+            flops = _attention_flops(func, args, out)
+        dtype = str(tensors[0].dtype).removeprefix("torch.") if tensors else "float32"
+        self.spend(work, self.price.operation_seconds(work, flops, nbytes, dtype, shape), flops)
+
+    def kernel(self, nbytes: int, dtype: str) -> None:
+        """A kernel of ours, bound by the memory that it is handed."""
+        self.spend("kernel", self.price.operation_seconds("kernel", 0.0, nbytes, dtype), 0.0)
+
+    def spend(self, work: Work, seconds: float, flops: float) -> None:
+        """Let the clock run."""
+        key = self.step, self.phase, work
+        self.flops[key] += int(flops)
+        self.work_seconds[key] += seconds  # type: ignore[assignment]
+        self.operations[self.step, self.phase] += 1
+        self._pending[work] = self._pending.get(work, 0.0) + seconds
+        self.seconds += seconds
+        self.ticked(self.seconds)
+
+    def message(self, event: Event) -> None:
+        """Something that is said to others, after the work so far."""
+        self.flush()
+        self.events.append(event)
+
+    def flush(self) -> None:
+        """Write the work so far as events; to be called before the phase changes."""
+        for work, seconds in self._pending.items():
+            self.events.append(Compute(self.phase, seconds, work))
+        self._pending.clear()
+
+
+def _touched(tensor: Tensor) -> int:
+    """Bytes of a tensor that are there: an expanded one repeats itself."""
+    numel = 1
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        numel *= int(size) if stride else 1
+    return numel * tensor.element_size() if tensor.numel() else 0
+
+
+def _work_of(name: str) -> Work:
+    if name in PRODUCTS:
+        return "matmul"
+    return "attention" if "attention" in name or "_varlen_attn" in name else "memory"
+
+
+def _product(args: Sequence[Any], out: Any) -> tuple[float, tuple[int, ...]]:
+    """Floating-point operations, and (batch, m, k, n). Of addmm and its like the first argument is what is added."""
+    matrices = [x for x in args if isinstance(x, Tensor) and x.dim() >= 2][-2:]
+    left, right = matrices
+    batch = int(left.shape[0]) if left.dim() == 3 else 1
+    m, k, n = int(left.shape[-2]), int(left.shape[-1]), int(right.shape[-1])
+    return 2.0 * batch * m * k * n, (batch, m, k, n)
+
+
+def _attention_flops(func: Any, args: Sequence[Any], out: Any) -> float:
+    """By torch's formulas, which count every pair of a query and a key; causal attention looks at half of them."""
+    formula = flop_registry.get(func._overloadpacket)
+    tensors = [x for x in tree_flatten(args)[0] if isinstance(x, Tensor)]
+    if formula is not None:
+        whole = float(formula(*args, out_val=out))
+    else:
+        query, key = tensors[0], tensors[1]
+        whole = 4.0 * query.numel() * int(key.shape[-2])
+        whole *= 2.5 if "backward" in func._overloadpacket.__name__ else 1.0
+    return whole / 2
