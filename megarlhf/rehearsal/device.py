@@ -9,39 +9,48 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map
 
 from megarlhf.rehearsal.interfaces import DynamicOutputShapeException, FakeTensor, FakeTensorMode
 from megarlhf.rehearsal.known import Known, storage_key
 from megarlhf.rehearsal.memory import Ledger
+from megarlhf.rehearsal.shapes import Key, ResultsByShape
 from megarlhf.rehearsal.sites import Assumptions
+from megarlhf.rehearsal.trees import tensors_in, with_tensors
 from megarlhf.rehearsal.wire import Wire
 
 aten = torch.ops.aten
 
-OnOperation = Callable[[Any, Sequence[Any], Any, Sequence[Tensor]], None]
-"""(operation, arguments, result, tensors of the device that it reads and writes)."""
+
+class Counter(Protocol):
+    """What is told each operation: `work.Meter`."""
+
+    def operation(self, func: Any, args: Sequence[Any], out: Any, tensors: Sequence[Tensor]) -> Any:
+        """`tensors`: of the device, which it reads and writes. Returns what `again` wants to know."""
+
+    def again(self, cost: Any) -> None:
+        """The same operation on the same shapes."""
 
 
 class Device(TorchDispatchMode):
     """In force while the program runs."""
 
     def __init__(
-        self, device: torch.device, ledger: Ledger, wire: Wire, assumptions: Assumptions, on_operation: OnOperation
+        self, device: torch.device, ledger: Ledger, wire: Wire, assumptions: Assumptions, counter: Counter
     ) -> None:
         super().__init__()
         self.device, self.ledger, self.wire, self.assumptions = device, ledger, wire, assumptions
-        self.on_operation = on_operation
+        self.counter = counter
         self.known = Known()
         self.reducing: Any = None
         """The operation of the all_reduce at hand."""
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self.results = ResultsByShape(self.fake)
         ledger.on_freed = self.known.freed  # type: ignore[method-assign]
         self._special: dict[Any, Callable[..., Any]] = {
             torch.ops.prim.device.default: lambda args, kwargs: args[0].fake_device,
@@ -54,8 +63,13 @@ class Device(TorchDispatchMode):
     # --- dispatch
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        inputs = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
+        with torch._C.DisableTorchFunction():  # asking a tensor for its shape would call Python otherwise
+            return self._dispatch(func, args, kwargs or {})
+
+    def _dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
+        inputs = tensors_in(args)
+        if kwargs:
+            inputs += tensors_in(kwargs.values())
         fakes = [x for x in inputs if isinstance(x, FakeTensor)]
         if func.namespace == "c10d":
             return self._communicate(func, args, fakes)
@@ -78,6 +92,21 @@ class Device(TorchDispatchMode):
         return self._run(func, args, kwargs, fakes)
 
     def _run(self, func: Any, args: Any, kwargs: Any, fakes: Sequence[Tensor]) -> Any:
+        key = self.results.key(func, args, kwargs)
+        remembered = None if key is None else self.results.get(key)
+        if key is None or remembered is None:
+            return self._run_first(func, args, kwargs, fakes, key)
+        out, new = self.results.make(remembered, key.tensors)
+        for tensor in new:
+            if self._is_mine(tensor.fake_device):
+                self.ledger.see(tensor)
+        if not func.is_view:
+            self.counter.again(remembered.cost)
+        self.known.follow(func, args, kwargs, out, _written(func, args, kwargs))
+        return out
+
+    def _run_first(self, func: Any, args: Any, kwargs: Any, fakes: Sequence[Tensor], key: Key | None) -> Any:
+        """By FakeTensorMode."""
         with self.fake:
             if func is aten._to_copy.default and not fakes:
                 # Not `func`, which would compute a small tensor, on the CPU without a number.
@@ -89,21 +118,24 @@ class Device(TorchDispatchMode):
                     out = None
         if out is None and func._schema.returns:
             return self._by_numbers(func, args, kwargs)
-        outputs = [x for x in tree_flatten(out)[0] if isinstance(x, FakeTensor)]
+        outputs = [x for x in tensors_in((out,)) if isinstance(x, FakeTensor)]
         written = _written(func, args, kwargs)
         for tensor in outputs:
             if self._is_mine(tensor.fake_device):
                 self.ledger.see(tensor)
+        remembered = None if key is None else self.results.keep(key, out)
         if not func.is_view:
-            self.on_operation(func, args, out, [*fakes, *outputs])
+            cost = self.counter.operation(func, args, out, [*fakes, *outputs])
+            if remembered is not None:
+                remembered.cost = cost
         self.known.follow(func, args, kwargs, out, written)
         return out
 
     def _on_host(self, func: Any, args: Any, kwargs: Any) -> Any:
         out = func(*args, **kwargs)
         if not func.is_view:
-            for tensor in tree_flatten(out)[0]:
-                if isinstance(tensor, Tensor) and not isinstance(tensor, FakeTensor):
+            for tensor in tensors_in((out,)):
+                if not isinstance(tensor, FakeTensor):
                     self.ledger.see_host(tensor)
         return out
 
@@ -154,8 +186,8 @@ class Device(TorchDispatchMode):
 
     def _by_numbers(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Where the shape of the result depends on the numbers: they have to be known."""
-        numbers = tree_map(lambda x: self._numbers_of(x) if isinstance(x, FakeTensor) else x, args)
-        return tree_map(lambda x: self.made(x) if isinstance(x, Tensor) else x, func(*numbers, **kwargs))
+        numbers = with_tensors(args, self._numbers_of)
+        return with_tensors(func(*numbers, **kwargs), self.made)
 
     def _equal(self, args: Any, kwargs: Any) -> bool:
         first, second = (self.known.twin(x) for x in args)
@@ -206,9 +238,8 @@ class Device(TorchDispatchMode):
                 for tensor in into:
                     self._gathered(tensor, own)
         elif name not in ("broadcast_", "barrier", "send"):
-            for tensor in tree_flatten(args[0])[0]:
-                if isinstance(tensor, Tensor):
-                    self.known.forget(tensor)
+            for tensor in tensors_in((args[0],)):
+                self.known.forget(tensor)
 
     def _reduced(self, tensor: Tensor, size: int) -> None:
         numbers = self.known.twin(tensor)

@@ -2,6 +2,7 @@
 
 What is used, and why:
   FakeTensorMode, FakeTensor                   tensors with a shape, a dtype and a device, and no numbers
+  in_kernel_invocation_manager, _make_subclass    the same made by hand, ten times faster: `shapes.py`
   _set_only_lift_cpu_tensors                   torch.tensor(...) on the host stays real beside them
   _setup_privateuseone_for_python_backend      a device that is no CPU, without a compiler. Autograd aborts on fake
                                                `cuda` tensors where torch has no CUDA
@@ -19,14 +20,19 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    in_kernel_invocation_manager,
+)
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore, _create_fake_pg
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
@@ -86,6 +92,39 @@ def join(rank: int, world_size: int, kind: Kind) -> None:
         devices = ["cpu", DEVICE] if kind == "gpu" else ["cpu"]
         dist.Backend.register_backend(BACKEND, _create_fake_pg, extended_api=True, devices=devices)
     dist.init_process_group(BACKEND, rank=rank, world_size=world_size, store=FakeStore())
+
+
+def fake_of(
+    mode: FakeTensorMode, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> FakeTensor:
+    """A new tensor of the device. As `FakeTensor(mode, ...)` makes it, without its checks."""
+    return _wrapped(mode, torch.empty_strided(shape, stride, dtype=dtype, device="meta"), device)
+
+
+def view_of(mode: FakeTensorMode, of: Tensor, shape: Sequence[int], stride: Sequence[int], offset: int) -> FakeTensor:
+    """A look at the memory of a tensor of the device."""
+    elem = torch.empty((0,), dtype=of.dtype, device="meta")
+    with in_kernel_invocation_manager(mode):
+        elem.set_(of.untyped_storage(), offset, shape, stride)
+    return _wrapped(mode, elem, of.fake_device)  # type: ignore[attr-defined]
+
+
+def _wrapped(mode: FakeTensorMode, elem: Tensor, device: torch.device) -> FakeTensor:
+    fake = Tensor._make_subclass(FakeTensor, elem, False, dispatch_device=True, device_for_backend_keys=device)
+    torch._C._set_throw_on_mutable_data_ptr(fake)
+    fake.__dict__.update(_STATE, _fake_device=device, fake_mode=mode)
+    return fake
+
+
+def _state_of_a_fake_tensor() -> dict[str, Any]:
+    """What a FakeTensor's constructor sets, but for device and mode."""
+    with torch._C.DisableTorchFunction():
+        mode = FakeTensorMode()
+        made = FakeTensor(mode, torch.empty(0, device="meta"), torch.device("cpu"))
+    return {name: value for name, value in made.__dict__.items() if name not in ("_fake_device", "fake_mode")}
+
+
+_STATE = _state_of_a_fake_tensor()
 
 
 class NumberedWork(dist.Work):

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map
 
 from megarlhf.rehearsal.interfaces import FakeTensor
+from megarlhf.rehearsal.trees import tensors_in, with_tensors
 
 LARGEST_BYTES = 64 << 20
 """Of a twin: larger tensors are not followed."""
@@ -58,16 +58,16 @@ class Known:
         """Do on the twins what `func` has done on the fake tensors, or forget what it has written."""
         if by_shape := func._overloadpacket.__name__ in LIKE:
             args = (torch.empty((), dtype=args[0].dtype, device="cpu").expand(args[0].shape), *args[1:])
-        inputs = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
-        outputs = [x for x in tree_flatten(out)[0] if isinstance(x, FakeTensor)]
+        inputs = tensors_in((args, kwargs))
+        outputs = [x for x in tensors_in((out,)) if isinstance(x, FakeTensor)]
         if not self._can_follow(func, [] if by_shape else inputs, outputs):
             for tensor in written:
                 self.forget(tensor)
             return
-        on_host = {k: v for k, v in tree_map(self._real, kwargs).items() if k != "pin_memory"}
+        on_host = {k: v for k, v in with_tensors(kwargs, self._real).items() if k != "pin_memory"}
         if "device" in on_host:
             on_host["device"] = torch.device("cpu")
-        twins = [x for x in tree_flatten(func(*tree_map(self._real, args), **on_host))[0] if isinstance(x, Tensor)]
+        twins = tensors_in((func(*with_tensors(args, self._real), **on_host),))
         changed = {id(tensor) for tensor in written}
         for fake, twin in zip(outputs, twins, strict=True):
             if id(fake) not in changed:

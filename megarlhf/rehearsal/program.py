@@ -103,7 +103,7 @@ class Rank:
         labels = labels_of(list(layouts_of(job.cfg, job.world_size).values()), GROUPS_AXES)
         self.wire = Wire(job.rank, job.ranks_per_node, labels, self.meter.message)
         self.assumptions = Assumptions()
-        self.mode = Device(self.device, self.ledger, self.wire, self.assumptions, self.meter.operation)
+        self.mode = Device(self.device, self.ledger, self.wire, self.assumptions, self.meter)
         self.steps = Steps(job.num_steps, self._moved, self._ended)
 
     def run(self) -> RankRecord:

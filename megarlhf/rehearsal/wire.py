@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_flatten
 
 from megarlhf.layout import MeshLayout
 from megarlhf.rehearsal.interfaces import FakeTensor, NumberedWork
 from megarlhf.rehearsal.trace import Collective, Event, Operation, Receive, Send, Wait
+from megarlhf.rehearsal.trees import tensors_in
 
 OPERATIONS: Mapping[str, Operation] = {
     "allreduce_": "all_reduce",
@@ -73,7 +73,7 @@ class Wire:
     def call(self, func: Any, args: Sequence[Any]) -> Any:
         """One of `torch.ops.c10d`; returns what it returns, without touching a tensor."""
         name = func._schema.name.removeprefix("c10d::")
-        tensors = [x for x in tree_flatten(args)[0] if isinstance(x, Tensor)]
+        tensors = tensors_in(args)
         ranks, self._world = _ranks(args)
         host = not any(isinstance(tensor, FakeTensor) for tensor in tensors)
         self._number += 1
@@ -138,9 +138,9 @@ def _whole(operation: Operation, args: Sequence[Any], size: int) -> int:
     if operation == "barrier":
         return 0
     argument = WHOLE.get(operation, 0)
-    nbytes = sum(_nbytes(x) for x in tree_flatten(args[argument])[0] if isinstance(x, Tensor))
+    nbytes = sum(map(_nbytes, tensors_in((args[argument],))))
     if operation == "gather":
         return nbytes * size
     if operation == "scatter" and not nbytes:
-        return sum(_nbytes(x) for x in tree_flatten(args[0])[0] if isinstance(x, Tensor)) * size
+        return sum(map(_nbytes, tensors_in((args[0],)))) * size
     return nbytes

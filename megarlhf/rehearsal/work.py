@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -28,6 +28,14 @@ class Price(Protocol):
     ) -> float: ...
 
 
+class Cost(NamedTuple):
+    """Of one operation."""
+
+    work: Work
+    seconds: float
+    flops: float
+
+
 @dataclass
 class Meter:
     """Counts the work of one rank and writes its trace."""
@@ -46,11 +54,21 @@ class Meter:
     """Told the clock after each operation."""
     _pending: dict[Work, float] = field(default_factory=dict)
 
-    def operation(self, func: Any, args: Sequence[Any], out: Any, tensors: Sequence[Tensor]) -> None:
-        """An operation of torch on the device."""
+    def operation(self, func: Any, args: Sequence[Any], out: Any, tensors: Sequence[Tensor]) -> Cost | None:
+        """An operation of torch on the device. Returns what it costs, for `again`."""
+        cost = self._cost(func, args, out, tensors)
+        self.again(cost)
+        return cost
+
+    def again(self, cost: Cost | None) -> None:
+        """The same operation on the same shapes."""
+        if cost is not None:
+            self.spend(*cost)
+
+    def _cost(self, func: Any, args: Sequence[Any], out: Any, tensors: Sequence[Tensor]) -> Cost | None:
         name = func._overloadpacket.__name__
         if name in FREE:
-            return
+            return None
         nbytes = sum(_touched(tensor) for tensor in tensors)
         flops, shape, work = 0.0, None, _work_of(name)
         if work == "matmul":
@@ -58,7 +76,7 @@ class Meter:
         elif work == "attention":
             flops = _attention_flops(func, args, out)
         dtype = str(tensors[0].dtype).removeprefix("torch.") if tensors else "float32"
-        self.spend(work, self.price.operation_seconds(work, flops, nbytes, dtype, shape), flops)
+        return Cost(work, self.price.operation_seconds(work, flops, nbytes, dtype, shape), flops)
 
     def kernel(self, nbytes: int, dtype: str) -> None:
         """A kernel of ours, bound by the memory that it is handed."""
