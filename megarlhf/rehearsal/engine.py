@@ -88,10 +88,12 @@ class RehearsedEngine(VllmEngine):
         *,
         lengths: Lengths,
         memory: EngineMemory,
+        drew: Callable[[int], None],
         generated: Callable[[Sequence[int], Sequence[int], int], None],
     ) -> None:
-        """`generated` is told prompt and response lengths of this rank's engine, and the bytes of its cache."""
-        self._lengths, self._memory, self._generated = lengths, memory, generated
+        """`drew` is told the number of samples of each rollout; `generated` prompt and response lengths of this rank's
+        engine, and the bytes of its cache."""
+        self._lengths, self._memory, self._drew, self._generated = lengths, memory, drew, generated
         self._cache_bytes = 0
         super().__init__(model_path, dtype, rollout, tp, max_model_len, runtime)
 
@@ -154,6 +156,7 @@ class RehearsedEngine(VllmEngine):
     ) -> Rollouts:
         """Responses of drawn lengths, each on the engine that would draw it."""
         tp, world = self._tp, self._runtime.world_size
+        self._drew(len(prompts))
         drawn = [min(self._lengths.draw(seed), sampling.max_tokens) for seed in seeds]
         shares = split_evenly(len(prompts), world // tp)
         mine = shares[self._runtime.rank // tp]
@@ -172,8 +175,8 @@ class GivenResponses:
 
     rebuilds, local_seconds = 0, 0.0
 
-    def __init__(self, runtime: Runtime, lengths: Lengths) -> None:
-        self._runtime, self._lengths, self.weight_version = runtime, lengths, -1
+    def __init__(self, runtime: Runtime, lengths: Lengths, drew: Callable[[int], None] = lambda number: None) -> None:
+        self._runtime, self._lengths, self._drew, self.weight_version = runtime, lengths, drew, -1
 
     def update_weights(self, actor: ModelShard, version: int) -> None:
         self.weight_version = version
@@ -190,6 +193,7 @@ class GivenResponses:
         bank: KeptResponses | None = None,
         should_stop: Callable[[], bool] | None = None,
     ) -> Rollouts:
+        self._drew(len(prompts))
         drawn = [min(self._lengths.draw(seed), sampling.max_tokens) for seed in seeds]
         shares = dict(enumerate(split_evenly(len(prompts), self._runtime.world_size)))
         return given_responses(shares, drawn, sampling, self.weight_version, self._runtime)

@@ -10,7 +10,8 @@ What is used, and why:
   Work.boxed                                   a collective's handle, made here, so that waiting for it is seen
 
 What is patched inside `patched`, and why:
-  dist.broadcast_object_list, scatter_object_list    what another rank would say is asked of the rehearsal
+  dist.broadcast_object_list, scatter_object_list, all_gather_object
+                                                     what another rank would say is asked of the rehearsal
   dist.all_reduce                                    its operation, which the dispatcher hands on as an opaque object
   nn.Module.to                                       puts parameters without a dispatched operation
   triton JITFunction.run                             a kernel is counted instead of compiled
@@ -187,6 +188,8 @@ class Hooks:
     """Stands for `data_ptr`: equal for tensors of one memory at one place."""
     reducing: Callable[[Any], None]
     """Told the operation (dist.ReduceOp) of the next all_reduce; None after it."""
+    gathered: Callable[[Any], list[Any] | None]
+    """What each rank hands in to `all_gather_object`; None: the same as this one."""
     scattered: Callable[[], Any]
     """What rank 0 hands this rank in `scatter_object_list`."""
     launched: Callable[[str, tuple[Any, ...]], None]
@@ -243,6 +246,14 @@ def patched(hooks: Hooks) -> Iterator[None]:
                 return
             into[0] = hooks.scattered()
 
+        gather = dist.all_gather_object
+
+        def all_gather_object(into: list[Any], mine: Any, *args: Any, **kwargs: Any) -> None:
+            gather(into, mine, *args, **kwargs)
+            said = hooks.gathered(mine)
+            if said is not None:
+                into[:] = said
+
         reduce = dist.all_reduce
 
         def all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, *args: Any, **kwargs: Any) -> Any:
@@ -253,6 +264,7 @@ def patched(hooks: Hooks) -> Iterator[None]:
                 hooks.reducing(None)
 
         _set(stack, dist, "all_reduce", all_reduce)
+        _set(stack, dist, "all_gather_object", all_gather_object)
         _set(stack, dist, "broadcast_object_list", broadcast_object_list)
         _set(stack, dist, "scatter_object_list", scatter_object_list)
         _set(stack, nn.Module, "to", _module_to(nn.Module.to))

@@ -23,6 +23,7 @@ from megarlhf.rehearsal.engine import EngineMemory, GivenResponses, RehearsedEng
 from megarlhf.rehearsal.interfaces import FakeTensor, Hooks, Kind
 from megarlhf.rehearsal.lengths import Lengths
 from megarlhf.rehearsal.memory import GPU_BLOCK, Ledger, PhaseMemory
+from megarlhf.rehearsal.others import EMPTY_BANK, gathered
 from megarlhf.rehearsal.sites import Assumption, Assumptions
 from megarlhf.rehearsal.steps import Enough, Steps
 from megarlhf.rehearsal.trace import Event, Mark, Work
@@ -104,6 +105,8 @@ class Rank:
         self.wire = Wire(job.rank, job.ranks_per_node, labels, self.meter.message)
         self.assumptions = Assumptions()
         self.mode = Device(self.device, self.ledger, self.wire, self.assumptions, self.meter)
+        self._num_samples = 0
+        """Of the last rollout."""
         self.steps = Steps(job.num_steps, self._moved, self._ended)
 
     def run(self) -> RankRecord:
@@ -147,7 +150,7 @@ class Rank:
     ) -> RolloutEngine:
         job, runtime = self.job, actor.mesh.runtime
         if job.bare_engine or rollout.engine == "megatron":
-            return GivenResponses(runtime, job.response_lengths)
+            return GivenResponses(runtime, job.response_lengths, self._drew)
         return RehearsedEngine(
             actor.section.model.hf_directory(),
             engine_dtype(rollout, actor),
@@ -162,8 +165,12 @@ class Rank:
                 activation_bytes=job.engine_activation_bytes,
                 held_bytes=lambda: self.ledger.total,
             ),
+            drew=self._drew,
             generated=self._generated,
         )
+
+    def _drew(self, num_samples: int) -> None:
+        self._num_samples = num_samples
 
     def _generated(self, prompts: Sequence[int], responses: Sequence[int], cache_bytes: int) -> None:
         """The engine's time."""
@@ -174,7 +181,8 @@ class Rank:
             scalar=self.mode.scalar,
             address=self.mode.address,
             reducing=lambda operation: setattr(self.mode, "reducing", operation),
-            scattered=lambda: (0, 0, []),  # of the rollout bank: an empty one
+            gathered=lambda mine: gathered(mine, self._num_samples, self.job.world_size),
+            scattered=lambda: EMPTY_BANK,
             launched=self._launched,
             attention=None,
         )
