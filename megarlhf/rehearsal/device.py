@@ -100,8 +100,12 @@ class Device(TorchDispatchMode):
         for tensor in new:
             if self._is_mine(tensor.fake_device):
                 self.ledger.see(tensor)
-        if not func.is_view:
+        if remembered.cost is not None:
             self.counter.again(remembered.cost)
+        elif not func.is_view:
+            self.counter.operation(
+                func, args, out, [*fakes, *(x for x in tensors_in((out,)) if isinstance(x, FakeTensor))]
+            )
         self.known.follow(func, args, kwargs, out, _written(func, args, kwargs))
         return out
 

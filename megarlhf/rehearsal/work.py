@@ -7,24 +7,25 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
 from megarlhf.rehearsal.interfaces import flop_registry
+from megarlhf.rehearsal.operations import FREE, memory_class, touched_bytes, work_of
 from megarlhf.rehearsal.trace import Compute, Event, Work
-
-aten = torch.ops.aten
-PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm")
-FREE = ("detach", "lift_fresh", "empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "alias")
-"""Operations that touch no number."""
 
 
 class Price(Protocol):
     """What prices operations: `pricing.Pricing`."""
 
     def operation_seconds(
-        self, work: Work, flops: float, nbytes: int, dtype: str, shape: tuple[int, ...] | None = None
+        self,
+        work: Work,
+        flops: float,
+        nbytes: int,
+        dtype: str,
+        shape: tuple[int, ...] | None = None,
+        kind: str = "copy",
     ) -> float: ...
 
 
@@ -34,6 +35,10 @@ class Cost(NamedTuple):
     work: Work
     seconds: float
     flops: float
+
+
+NOTHING = Cost("host", 0.0, 0.0)
+"""Of operations that touch no number."""
 
 
 @dataclass
@@ -55,28 +60,33 @@ class Meter:
     _pending: dict[Work, float] = field(default_factory=dict)
 
     def operation(self, func: Any, args: Sequence[Any], out: Any, tensors: Sequence[Tensor]) -> Cost | None:
-        """An operation of torch on the device. Returns what it costs, for `again`."""
+        """An operation of torch on the device. Returns what it costs, for `again`; None where that does not follow from
+        shapes."""
         cost = self._cost(func, args, out, tensors)
         self.again(cost)
-        return cost
+        return None if cost.work == "attention" else cost
 
-    def again(self, cost: Cost | None) -> None:
+    def again(self, cost: Cost) -> None:
         """The same operation on the same shapes."""
-        if cost is not None:
+        if cost is not NOTHING:
             self.spend(*cost)
 
-    def _cost(self, func: Any, args: Sequence[Any], out: Any, tensors: Sequence[Tensor]) -> Cost | None:
+    def _cost(self, func: Any, args: Sequence[Any], out: Any, tensors: Sequence[Tensor]) -> Cost:
         name = func._overloadpacket.__name__
         if name in FREE:
-            return None
-        nbytes = sum(_touched(tensor) for tensor in tensors)
-        flops, shape, work = 0.0, None, _work_of(name)
+            return NOTHING
+        work, flops, shape = work_of(name), 0.0, None
+        kind: str = "copy"
         if work == "matmul":
-            flops, shape = _product(args, out)
+            flops, shape = _product(args)
         elif work == "attention":
-            flops = _attention_flops(func, args, out)
-        dtype = str(tensors[0].dtype).removeprefix("torch.") if tensors else "float32"
-        return Cost(work, self.price.operation_seconds(work, flops, nbytes, dtype, shape), flops)
+            flops, shape = _attention_flops(func, args, out), _attention_shape(name, args)
+            kind = "backward" if "backward" in name else "forward"
+        else:
+            kind = memory_class(name, args, out)
+        nbytes = touched_bytes(name, args, out, tensors)
+        dtype = str(tensors[-1].dtype).removeprefix("torch.") if tensors else "float32"
+        return Cost(work, self.price.operation_seconds(work, flops, nbytes, dtype, shape, kind), flops)
 
     def kernel(self, nbytes: int, dtype: str) -> None:
         """A kernel of ours, bound by the memory that it is handed."""
@@ -104,21 +114,7 @@ class Meter:
         self._pending.clear()
 
 
-def _touched(tensor: Tensor) -> int:
-    """Bytes of a tensor that are there: an expanded one repeats itself."""
-    numel = 1
-    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        numel *= int(size) if stride else 1
-    return numel * tensor.element_size() if tensor.numel() else 0
-
-
-def _work_of(name: str) -> Work:
-    if name in PRODUCTS:
-        return "matmul"
-    return "attention" if "attention" in name or "_varlen_attn" in name else "memory"
-
-
-def _product(args: Sequence[Any], out: Any) -> tuple[float, tuple[int, ...]]:
+def _product(args: Sequence[Any]) -> tuple[float, tuple[int, ...]]:
     """Floating-point operations, and (batch, m, k, n). Of addmm and its like the first argument is what is added."""
     matrices = [x for x in args if isinstance(x, Tensor) and x.dim() >= 2][-2:]
     left, right = matrices
@@ -138,3 +134,13 @@ def _attention_flops(func: Any, args: Sequence[Any], out: Any) -> float:
         whole = 4.0 * query.numel() * int(key.shape[-2])
         whole *= 2.5 if "backward" in func._overloadpacket.__name__ else 1.0
     return whole / 2
+
+
+def _attention_shape(name: str, args: Sequence[Any]) -> tuple[int, ...] | None:
+    """(heads, queries, keys, head_dim) of attention over [batch, heads, length, head_dim]; None for any other form."""
+    tensors = [x for x in args if isinstance(x, Tensor)][1 if "backward" in name else 0 :]
+    query, key = tensors[0], tensors[1]
+    if query.dim() != 4:
+        return None
+    batch, heads, queries, head_dim = map(int, query.shape)
+    return batch * heads, queries, int(key.shape[-2]), head_dim
