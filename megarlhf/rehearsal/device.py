@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from megarlhf.rehearsal.interfaces import DynamicOutputShapeException, FakeTensor, FakeTensorMode
 from megarlhf.rehearsal.known import Known, storage_key
 from megarlhf.rehearsal.memory import Ledger
+from megarlhf.rehearsal.scratch import of_message
 from megarlhf.rehearsal.sites import Assumptions
 from megarlhf.rehearsal.wire import Wire
 
@@ -188,7 +189,10 @@ class Device(TorchDispatchMode):
 
     def _communicate(self, func: Any, args: Any, fakes: Sequence[Tensor]) -> Any:
         """Counted; the ranks that are not here are taken to say what this one says, where that is known."""
-        self._answer(func._schema.name.removeprefix("c10d::"), args)
+        name = func._schema.name.removeprefix("c10d::")
+        self._answer(name, args)
+        if self.device.type == "cpu" and fakes:
+            self.ledger.momentary(of_message(name, args), "buffers")
         return self.wire.call(func, args)
 
     def _answer(self, name: str, args: Any) -> None:
