@@ -10,6 +10,7 @@ from typing import Any
 from megarlhf.config import RLConfig, RMConfig, SFTConfig
 from megarlhf.rehearsal.lengths import Uniform
 from megarlhf.rehearsal.program import Job
+from megarlhf.rehearsal.routing import Routing
 from megarlhf.rehearsal.stand_ins import WORDS, stand_in
 
 DENSE: dict[str, Any] = {
@@ -56,6 +57,11 @@ class Case:
     model: str = "dense"
     advantage: str = "gae"
     """Of `rl`."""
+    skew: float = 1.0
+    """Of experts."""
+    samples: int = 16
+    """Of a mini-batch."""
+    layers: int = 4
 
     @property
     def name(self) -> str:
@@ -67,21 +73,28 @@ class Case:
         )
         layout += " uneven" if "layers_per_stage" in self.parallel else ""
         layout += " SP" if self.parallel.get("sequence_parallel") else ""
-        return f"{command} {self.model} {self.dtype} {'packed' if self.packed else 'padded'} {layout}"
+        model = self.model if self.skew == 1.0 else f"{self.model} x{self.skew:g}"
+        return f"{command} {model} {self.dtype} {'packed' if self.packed else 'padded'} {layout}"
 
 
 def job_of(case: Case, directory: Path, num_steps: int = 2) -> Job:
     """With everything that it reads, in `directory`."""
     model = directory / "model"
     model.mkdir(parents=True)
-    (model / "config.json").write_text(json.dumps({**MODELS[case.model], "bos_token_id": 1, "eos_token_id": 2}))
+    config = {**MODELS[case.model], "num_hidden_layers": case.layers, "bos_token_id": 1, "eos_token_id": 2}
+    (model / "config.json").write_text(json.dumps(config))
     role = {"model": {"path": str(model), "dtype": case.dtype}, "parallel": case.parallel, "optim": {"lr": 1e-3}}
     micro = {"max_tokens_per_micro_batch": 4 * LONGEST} if case.packed else {"micro_batch_samples": 2}
     data = {"train": str(directory / "none.jsonl"), "max_prompt_tokens": 64}
     tree: dict[str, Any] = {"run": {"dir": str(directory / "run")}, "data": data}
     if case.command == "rl":
         tree |= {"actor": role, "reference": role, "rollout": {"num_samples_per_prompt": 4}}
-        tree["train"] = {"num_steps": num_steps, "prompts_per_step": 4, "mini_batch_samples": 16, **micro}
+        tree["train"] = {
+            "num_steps": num_steps,
+            "prompts_per_step": case.samples // 4,
+            "mini_batch_samples": case.samples,
+            **micro,
+        }
         tree["rollout"] |= {"max_response_tokens": LONGEST - 64, "engine": "vllm"}
         tree["rewards"] = [{"kind": "rule", "rule": "exact_match"}]
         tree["algo"] = {"advantage": case.advantage, "kl": {"coef": 0.05}}
@@ -90,7 +103,7 @@ def job_of(case: Case, directory: Path, num_steps: int = 2) -> Job:
     else:
         data["max_response_tokens"] = LONGEST - 64
         tree["actor" if case.command == "sft" else "reward_model"] = role
-        tree["train"] = {"num_steps": num_steps, "mini_batch_samples": 16, **micro}
+        tree["train"] = {"num_steps": num_steps, "mini_batch_samples": case.samples, **micro}
     cfg: Any = CONFIGS[case.command].model_validate(tree)
     lengths = Uniform(24, LONGEST - 64)
     stood = stand_in(
@@ -106,4 +119,5 @@ def job_of(case: Case, directory: Path, num_steps: int = 2) -> Job:
         num_steps=num_steps,
         response_lengths=lengths,
         bare_engine=True,
+        routing=Routing(skew=case.skew),
     )

@@ -12,18 +12,21 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from benchmarks.rehearsal.recorded import BACKEND, Message, Recorder, join_again
 from megarlhf.config import RolloutConfig
 from megarlhf.models.build import ModelShard
+from megarlhf.models.experts import Router
 from megarlhf.models.role import Role
 from megarlhf.rehearsal.engine import GivenResponses
 from megarlhf.rehearsal.program import ENTRIES, Job
+from megarlhf.rehearsal.routing import Routing
 from megarlhf.rehearsal.steps import Enough, Steps
 from megarlhf.rehearsal.weights import NoNumbers
 from megarlhf.rollout.engine import RolloutEngine
@@ -60,7 +63,8 @@ class RandomNumbers(NoNumbers):
 
 
 def real_rank(runtime: Runtime, job: Job, plant: Callable[[Place], None] | None = None) -> Seen:
-    """Run this rank of the job. Collective. `plant` is called at each change of phase: what it does is to be noticed."""
+    """Run this rank of the job. Collective. `plant` is called at each change of phase; a test does there what has to be
+    noticed."""
     now: list[Place] = [(0, "build")]
     recorder = Recorder(lambda: now[0])
     join_again(recorder)
@@ -81,11 +85,34 @@ def real_rank(runtime: Runtime, job: Job, plant: Callable[[Place], None] | None 
     run = importlib.import_module(ENTRIES[job.command]).run
     recorder.on = True
     activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True) as profile, contextlib.suppress(Enough):
+    with (
+        torch.profiler.profile(activities=activities, profile_memory=True) as profile,
+        routed(job.routing),
+        contextlib.suppress(Enough),
+    ):
         run(job.cfg, runtime, parts)
     recorder.on = False
     peaks, ends = peaks_of(profile)
     return Seen(runtime.rank, peaks, dict(recorder.counts), dict(recorder.nbytes), ends)
+
+
+@contextlib.contextmanager
+def routed(routing: Routing) -> Iterator[None]:
+    """Inside, routers send tokens where the rehearsal says: the scores of those experts are 1, the others 0."""
+    original = Router.gating
+
+    def gating(self: Router, hidden_SBH: Tensor) -> Tensor:
+        logits = original(self, hidden_SBH)
+        with torch.no_grad():
+            scores_TE = logits.detach().view(-1, logits.size(-1)).zero_()
+            scores_TE.scatter_(1, routing.experts_of(*scores_TE.shape, self.topk), 1.0)
+        return logits
+
+    Router.gating = gating  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Router.gating = original  # type: ignore[method-assign]
 
 
 def peaks_of(profile: Any) -> tuple[dict[Place, int], dict[Place, int]]:

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from megarlhf.rehearsal.interfaces import DynamicOutputShapeException, FakeTensor, FakeTensorMode
 from megarlhf.rehearsal.known import Known, storage_key
 from megarlhf.rehearsal.memory import Ledger
+from megarlhf.rehearsal.routing import Routing, in_router
 from megarlhf.rehearsal.scratch import of_message
 from megarlhf.rehearsal.sites import Assumptions
 from megarlhf.rehearsal.wire import Wire
@@ -39,6 +40,7 @@ class Device(TorchDispatchMode):
         super().__init__()
         self.device, self.ledger, self.wire, self.assumptions = device, ledger, wire, assumptions
         self.on_operation = on_operation
+        self.routing = Routing()
         self.known = Known()
         self.reducing: Any = None
         """The operation of the all_reduce at hand."""
@@ -98,6 +100,8 @@ class Device(TorchDispatchMode):
         if not func.is_view:
             self.on_operation(func, args, out, [*fakes, *outputs])
         self.known.follow(func, args, kwargs, out, written)
+        if func is aten.topk.default and self.known.twin(args[0]) is None and in_router():
+            self.known.tell(out[1], self.routing.experts_of(*args[0].shape, out[1].size(1)))
         return out
 
     def _on_host(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -166,8 +170,17 @@ class Device(TorchDispatchMode):
 
     def _masked_select(self, args: Any, kwargs: Any) -> Tensor:
         mask = self._numbers_of(args[1]).expand(torch.broadcast_shapes(args[0].shape, args[1].shape))
-        index = self.made(mask.flatten().nonzero().flatten())
-        return args[0].expand(mask.shape).reshape(-1)[index]
+        count = int(mask.sum())
+        with self.fake:
+            out = torch.empty(count, dtype=args[0].dtype, device=self.device)
+        self.ledger.see(out)
+        if self.device.type != "cpu":
+            # ATen/native/cuda/IndexKernel.cpp, masked_select_out_cuda_impl: by index, and so by `nonzero` of the mask.
+            self.ledger.momentary(8 * mask.dim() * count, "activations")
+        self.on_operation(aten.masked_select.default, args, out, [x for x in args if isinstance(x, FakeTensor)] + [out])
+        if (numbers := self.known.twin(args[0])) is not None:
+            self.known.tell(out, numbers.masked_select(mask))
+        return out
 
     def _finite(self, tensor: Tensor, answer: bool) -> Tensor:
         """The answer to a question about unknown numbers, as if all were finite."""

@@ -7,7 +7,7 @@ import importlib
 import resource
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -23,6 +23,7 @@ from megarlhf.rehearsal.engine import EngineMemory, GivenResponses, RehearsedEng
 from megarlhf.rehearsal.interfaces import FakeTensor, Hooks, Kind
 from megarlhf.rehearsal.lengths import Lengths
 from megarlhf.rehearsal.memory import GPU_BLOCK, Ledger, PhaseMemory
+from megarlhf.rehearsal.routing import Routing
 from megarlhf.rehearsal.sites import Assumption, Assumptions
 from megarlhf.rehearsal.steps import Enough, Steps
 from megarlhf.rehearsal.trace import Event, Mark, Work
@@ -58,6 +59,8 @@ class Job:
     engine_activation_bytes: int = 0
     bare_engine: bool = False
     """Responses come from nowhere: no engine's weights, cache and updates."""
+    routing: Routing = field(default_factory=Routing)
+    """Of models with experts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +107,7 @@ class Rank:
         self.wire = Wire(job.rank, job.ranks_per_node, labels, self.meter.message)
         self.assumptions = Assumptions()
         self.mode = Device(self.device, self.ledger, self.wire, self.assumptions, self.meter.operation)
+        self.mode.routing = job.routing
         self.steps = Steps(job.num_steps, self._moved, self._ended)
 
     def run(self) -> RankRecord:
