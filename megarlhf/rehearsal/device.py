@@ -19,6 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megarlhf.rehearsal.interfaces import DynamicOutputShapeException, FakeTensor, FakeTensorMode
 from megarlhf.rehearsal.known import Known, storage_key
 from megarlhf.rehearsal.memory import Ledger
+from megarlhf.rehearsal.routing import Routing, in_router
+from megarlhf.rehearsal.scratch import of_message
 from megarlhf.rehearsal.shapes import Key, ResultsByShape
 from megarlhf.rehearsal.sites import Assumptions
 from megarlhf.rehearsal.trees import tensors_in, with_tensors
@@ -46,6 +48,7 @@ class Device(TorchDispatchMode):
         super().__init__()
         self.device, self.ledger, self.wire, self.assumptions = device, ledger, wire, assumptions
         self.counter = counter
+        self.routing = Routing()
         self.known = Known()
         self.reducing: Any = None
         """The operation of the all_reduce at hand."""
@@ -106,7 +109,7 @@ class Device(TorchDispatchMode):
             self.counter.operation(
                 func, args, out, [*fakes, *(x for x in tensors_in((out,)) if isinstance(x, FakeTensor))]
             )
-        self.known.follow(func, args, kwargs, out, _written(func, args, kwargs))
+        self._follow(func, args, kwargs, out, _written(func, args, kwargs))
         return out
 
     def _run_first(self, func: Any, args: Any, kwargs: Any, fakes: Sequence[Tensor], key: Key | None) -> Any:
@@ -132,8 +135,14 @@ class Device(TorchDispatchMode):
             cost = self.counter.operation(func, args, out, [*fakes, *outputs])
             if remembered is not None:
                 remembered.cost = cost
-        self.known.follow(func, args, kwargs, out, written)
+        self._follow(func, args, kwargs, out, written)
         return out
+
+    def _follow(self, func: Any, args: Any, kwargs: Any, out: Any, written: Sequence[Tensor]) -> None:
+        """Keep what is known of the numbers; the experts of tokens are stated."""
+        self.known.follow(func, args, kwargs, out, written)
+        if func is aten.topk.default and self.known.twin(args[0]) is None and in_router():
+            self.known.tell(out[1], self.routing.experts_of(*args[0].shape, out[1].size(1)))
 
     def _on_host(self, func: Any, args: Any, kwargs: Any) -> Any:
         out = func(*args, **kwargs)
@@ -201,8 +210,19 @@ class Device(TorchDispatchMode):
 
     def _masked_select(self, args: Any, kwargs: Any) -> Tensor:
         mask = self._numbers_of(args[1]).expand(torch.broadcast_shapes(args[0].shape, args[1].shape))
-        index = self.made(mask.flatten().nonzero().flatten())
-        return args[0].expand(mask.shape).reshape(-1)[index]
+        count = int(mask.sum())
+        with self.fake:
+            out = torch.empty(count, dtype=args[0].dtype, device=self.device)
+        self.ledger.see(out)
+        if self.device.type != "cpu":
+            # ATen/native/cuda/IndexKernel.cpp, masked_select_out_cuda_impl: by index, and so by `nonzero` of the mask.
+            self.ledger.momentary(8 * mask.dim() * count, "activations")
+        self.counter.operation(
+            aten.masked_select.default, args, out, [x for x in args if isinstance(x, FakeTensor)] + [out]
+        )
+        if (numbers := self.known.twin(args[0])) is not None:
+            self.known.tell(out, numbers.masked_select(mask))
+        return out
 
     def _finite(self, tensor: Tensor, answer: bool) -> Tensor:
         """The answer to a question about unknown numbers, as if all were finite."""
@@ -224,7 +244,10 @@ class Device(TorchDispatchMode):
 
     def _communicate(self, func: Any, args: Any, fakes: Sequence[Tensor]) -> Any:
         """Counted; the ranks that are not here are taken to say what this one says, where that is known."""
-        self._answer(func._schema.name.removeprefix("c10d::"), args)
+        name = func._schema.name.removeprefix("c10d::")
+        self._answer(name, args)
+        if self.device.type == "cpu" and fakes:
+            self.ledger.momentary(of_message(name, args), "buffers")
         return self.wire.call(func, args)
 
     def _answer(self, name: str, args: Any) -> None:

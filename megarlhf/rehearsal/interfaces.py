@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import pickle
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -241,10 +242,15 @@ def patched(hooks: Hooks) -> Iterator[None]:
             broadcast(objects, rank, *args, **kwargs)  # what rank `src` would say, this one says
 
         def scatter_object_list(into: list[Any], values: Any = None, src: int | None = None, **kwargs: Any) -> None:
-            if rank == (0 if src is None else src):
-                into[0] = values[rank]
-                return
-            into[0] = hooks.scattered()
+            """The messages of torch's own; what they would bring is known."""
+            src, here = 0 if src is None else src, rank == (0 if src is None else src)
+            into[0] = values[rank] if here else hooks.scattered()
+            said = [len(pickle.dumps(value)) for value in (values if here else into)]
+            longest = max(said)
+            dist.broadcast(torch.tensor([longest]), src)
+            for size, dtype in ((longest, torch.uint8), (1, torch.int64)):
+                parts = [torch.empty(size, dtype=dtype) for _ in said] if here else None
+                dist.scatter(torch.empty(size, dtype=dtype), parts, src)
 
         gather = dist.all_gather_object
 

@@ -18,6 +18,8 @@ from megarlhf.rehearsal.origins import KIND_OF_PHASE, OTHERS, Origin, origin_her
 GPU_BLOCK = 512
 """Bytes to which torch's caching allocator rounds a request (c10/cuda/CUDACachingAllocator.h, kMinBlockSize)."""
 LARGEST = 5
+MOMENTARY = -1
+"""In place of a storage's key."""
 CURVE_POINTS = 400
 """Of the curve of a phase, at most."""
 
@@ -116,6 +118,15 @@ class Ledger:
         self.total -= entry.nbytes
         self._changed(key, entry, -1)
         self.on_freed(key)
+
+    def momentary(self, nbytes: int, kind: str) -> None:
+        """Memory that an operation takes for itself and gives back before it returns."""
+        if not nbytes:
+            return
+        nbytes = -(-nbytes // self.block) * self.block
+        entry = Storage(nbytes, replace(origin_here(), kind=kind), (nbytes,), "uint8")
+        self._changed(MOMENTARY, entry, 1)
+        self._changed(MOMENTARY, entry, -1)
 
     def on_freed(self, key: int) -> None:
         """Replaced by who keeps something by storage."""

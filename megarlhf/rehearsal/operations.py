@@ -16,28 +16,125 @@ PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm")
 FREE = ("detach", "lift_fresh", "empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "alias")
 """Operations that touch no number."""
 MATH = frozenset(
-    "exp exp_ log log_ log1p log2 logsumexp sigmoid sigmoid_ sigmoid_backward silu silu_ silu_backward gelu "
-    "gelu_backward tanh tanh_backward _softmax _softmax_backward_data _log_softmax _log_softmax_backward_data cos sin "
-    "softplus softplus_backward log_sigmoid_forward log_sigmoid_backward pow erf normal_ uniform_ bernoulli_ "
-    "exponential_ native_dropout".split()
+    [
+        "exp",
+        "exp_",
+        "log",
+        "log_",
+        "log1p",
+        "log2",
+        "logsumexp",
+        "sigmoid",
+        "sigmoid_",
+        "sigmoid_backward",
+        "silu",
+        "silu_",
+        "silu_backward",
+        "gelu",
+        "gelu_backward",
+        "tanh",
+        "tanh_backward",
+        "_softmax",
+        "_softmax_backward_data",
+        "_log_softmax",
+        "_log_softmax_backward_data",
+        "cos",
+        "sin",
+        "softplus",
+        "softplus_backward",
+        "log_sigmoid_forward",
+        "log_sigmoid_backward",
+        "pow",
+        "erf",
+        "normal_",
+        "uniform_",
+        "bernoulli_",
+        "exponential_",
+        "native_dropout",
+    ]
 )
 REDUCTIONS = frozenset(
-    "sum mean amax amin max min argmax argmin any all prod norm linalg_vector_norm var std var_mean count_nonzero "
-    "_foreach_norm cumsum sort topk native_layer_norm _fused_rms_norm".split()
+    [
+        "sum",
+        "mean",
+        "amax",
+        "amin",
+        "max",
+        "min",
+        "argmax",
+        "argmin",
+        "any",
+        "all",
+        "prod",
+        "norm",
+        "linalg_vector_norm",
+        "var",
+        "std",
+        "var_mean",
+        "count_nonzero",
+        "_foreach_norm",
+        "cumsum",
+        "sort",
+        "topk",
+        "native_layer_norm",
+        "_fused_rms_norm",
+    ]
 )
 INDEXING = frozenset(
-    "index index_select embedding gather take index_put index_put_ _unsafe_index _unsafe_index_put _index_put_impl_ "
-    "index_add index_add_ index_copy index_copy_ scatter scatter_ scatter_add scatter_add_ embedding_dense_backward "
-    "index_select_backward repeat_interleave masked_select".split()
+    [
+        "index",
+        "index_select",
+        "embedding",
+        "gather",
+        "take",
+        "index_put",
+        "index_put_",
+        "_unsafe_index",
+        "_unsafe_index_put",
+        "_index_put_impl_",
+        "index_add",
+        "index_add_",
+        "index_copy",
+        "index_copy_",
+        "scatter",
+        "scatter_",
+        "scatter_add",
+        "scatter_add_",
+        "embedding_dense_backward",
+        "index_select_backward",
+        "repeat_interleave",
+        "masked_select",
+    ]
 )
-READ_ROWS = frozenset("index index_select embedding gather take _unsafe_index".split())
+READ_ROWS = frozenset(["index", "index_select", "embedding", "gather", "take", "_unsafe_index"])
 """Of the tensor that they read from, only the rows that are named."""
 WRITE_ROWS = frozenset(
-    "index_put_ _index_put_impl_ index_add_ index_copy_ scatter_ scatter_add_ embedding_dense_backward".split()
+    [
+        "index_put_",
+        "_index_put_impl_",
+        "index_add_",
+        "index_copy_",
+        "scatter_",
+        "scatter_add_",
+        "embedding_dense_backward",
+    ]
 )
 """Of the tensor that they write to, only the rows that are named."""
 FILLS = frozenset(
-    "zero_ fill_ zeros zeros_like ones ones_like full full_like new_zeros new_ones new_full arange".split()
+    [
+        "zero_",
+        "fill_",
+        "zeros",
+        "zeros_like",
+        "ones",
+        "ones_like",
+        "full",
+        "full_like",
+        "new_zeros",
+        "new_ones",
+        "new_full",
+        "arange",
+    ]
 )
 
 

@@ -7,7 +7,7 @@ import importlib
 import resource
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -24,6 +24,7 @@ from megarlhf.rehearsal.interfaces import FakeTensor, Hooks, Kind
 from megarlhf.rehearsal.lengths import Lengths
 from megarlhf.rehearsal.memory import GPU_BLOCK, Ledger, PhaseMemory
 from megarlhf.rehearsal.others import EMPTY_BANK, gathered
+from megarlhf.rehearsal.routing import Routing
 from megarlhf.rehearsal.sites import Assumption, Assumptions
 from megarlhf.rehearsal.steps import Enough, Steps
 from megarlhf.rehearsal.trace import Event, Mark, Work
@@ -59,6 +60,8 @@ class Job:
     engine_activation_bytes: int = 0
     bare_engine: bool = False
     """Responses come from nowhere: no engine's weights, cache and updates."""
+    routing: Routing = field(default_factory=Routing)
+    """Of models with experts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +110,7 @@ class Rank:
         self.mode = Device(self.device, self.ledger, self.wire, self.assumptions, self.meter)
         self._num_samples = 0
         """Of the last rollout."""
+        self.mode.routing = job.routing
         self.steps = Steps(job.num_steps, self._moved, self._ended)
 
     def run(self) -> RankRecord:

@@ -1,0 +1,1 @@
+"""The rehearsal held against real runs."""

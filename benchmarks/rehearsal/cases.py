@@ -1,0 +1,123 @@
+"""Small jobs over which a rehearsal is compared with real runs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megarlhf.config import RLConfig, RMConfig, SFTConfig
+from megarlhf.rehearsal.lengths import Uniform
+from megarlhf.rehearsal.program import Job
+from megarlhf.rehearsal.routing import Routing
+from megarlhf.rehearsal.stand_ins import WORDS, stand_in
+
+DENSE: dict[str, Any] = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": WORDS,
+    "hidden_size": 256,
+    "intermediate_size": 688,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+}
+EXPERTS: dict[str, Any] = {
+    **DENSE,
+    "model_type": "qwen3_moe",
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "head_dim": 32,
+    "moe_intermediate_size": 192,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+MODELS = {"dense": DENSE, "experts": EXPERTS}
+CONFIGS = {"sft": SFTConfig, "rm": RMConfig, "rl": RLConfig}
+LONGEST = 192
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A job in words."""
+
+    command: str
+    parallel: dict[str, Any] = field(default_factory=dict)
+    world_size: int = 1
+    dtype: str = "fp32"
+    packed: bool = False
+    model: str = "dense"
+    advantage: str = "gae"
+    """Of `rl`."""
+    skew: float = 1.0
+    """Of experts."""
+    samples: int = 16
+    """Of a mini-batch."""
+    layers: int = 4
+
+    @property
+    def name(self) -> str:
+        command = {"gae": "ppo", "group_relative": "grpo"}[self.advantage] if self.command == "rl" else self.command
+        cuts = {key: value for key, value in self.parallel.items() if key in ("tp", "pp")}
+        dp = self.world_size // (cuts.get("tp", 1) * cuts.get("pp", 1))
+        layout = (
+            " ".join(f"{key.upper()}{value}" for key, value in [*cuts.items(), ("dp", dp)] if value > 1) or "1 rank"
+        )
+        layout += " uneven" if "layers_per_stage" in self.parallel else ""
+        layout += " SP" if self.parallel.get("sequence_parallel") else ""
+        model = self.model if self.skew == 1.0 else f"{self.model} x{self.skew:g}"
+        return f"{command} {model} {self.dtype} {'packed' if self.packed else 'padded'} {layout}"
+
+
+def job_of(case: Case, directory: Path, num_steps: int = 2) -> Job:
+    """With everything that it reads, in `directory`."""
+    model = directory / "model"
+    model.mkdir(parents=True)
+    config = {**MODELS[case.model], "num_hidden_layers": case.layers, "bos_token_id": 1, "eos_token_id": 2}
+    (model / "config.json").write_text(json.dumps(config))
+    role = {"model": {"path": str(model), "dtype": case.dtype}, "parallel": case.parallel, "optim": {"lr": 1e-3}}
+    micro = {"max_tokens_per_micro_batch": 4 * LONGEST} if case.packed else {"micro_batch_samples": 2}
+    data = {"train": str(directory / "none.jsonl"), "max_prompt_tokens": 64}
+    tree: dict[str, Any] = {"run": {"dir": str(directory / "run")}, "data": data}
+    if case.command == "rl":
+        tree |= {"actor": role, "reference": role, "rollout": {"num_samples_per_prompt": 4}}
+        tree["train"] = {
+            "num_steps": num_steps,
+            "prompts_per_step": case.samples // 4,
+            "mini_batch_samples": case.samples,
+            **micro,
+        }
+        tree["rollout"] |= {"max_response_tokens": LONGEST - 64, "engine": "vllm"}
+        tree["rewards"] = [{"kind": "rule", "rule": "exact_match"}]
+        tree["algo"] = {"advantage": case.advantage, "kl": {"coef": 0.05}}
+        if case.advantage == "gae":
+            tree |= {"critic": role, "reward_model": role, "rewards": [{"kind": "model"}]}
+    else:
+        data["max_response_tokens"] = LONGEST - 64
+        tree["actor" if case.command == "sft" else "reward_model"] = role
+        tree["train"] = {"num_steps": num_steps, "mini_batch_samples": case.samples, **micro}
+    cfg: Any = CONFIGS[case.command].model_validate(tree)
+    lengths = Uniform(24, LONGEST - 64)
+    stood = stand_in(
+        cfg, directory / "standing_in", prompt_lengths=Uniform(8, 64), response_lengths=lengths, steps=num_steps
+    )
+    return Job(
+        command=case.command,
+        cfg=stood.cfg,
+        rank=0,
+        world_size=case.world_size,
+        ranks_per_node=case.world_size,
+        kind="cpu",
+        num_steps=num_steps,
+        response_lengths=lengths,
+        bare_engine=True,
+        routing=Routing(skew=case.skew),
+    )

@@ -1,0 +1,164 @@
+"""What rehearsed ranks say about memory and messages, held against real ones: `python -m benchmarks.rehearsal.truth`.
+
+Memory: the most bytes that live in each phase of each step, on each rank. Real: every allocation of torch's allocator,
+which on a CPU is one for the tensors of the device and of the host. Rehearsed: the tensors of the device. So tensors
+that a run has on the host only (the rows of data, lengths, masks before they are moved) count as an error of the
+rehearsal here; they are small. A phase that only one of the two has is an error of 100%.
+Messages: count and bytes by step, phase, operation and group; all have to be equal.
+
+Not measured here, on either side: what gloo and oneDNN take by malloc, and what Python objects take.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.rehearsal.cases import Case, job_of
+from benchmarks.rehearsal.processes import as_ranks, together
+from benchmarks.rehearsal.real_run import Seen, real_rank
+from benchmarks.rehearsal.recorded import Message
+from benchmarks.rehearsal.rehearsed_run import rehearsed_rank
+
+TP2, PP2, TP2_PP2 = {"tp": 2}, {"pp": 2}, {"tp": 2, "pp": 2}
+UNEVEN = {"pp": 2, "layers_per_stage": [3, 1]}
+SEQUENCE = {"tp": 2, "sequence_parallel": True}
+GRPO = "group_relative"
+
+CASES: tuple[Case, ...] = (
+    Case(command="sft"),
+    Case(command="sft", dtype="bf16", packed=True),
+    Case(command="sft", parallel=TP2, world_size=2, packed=True),
+    Case(command="sft", parallel=PP2, world_size=2, dtype="bf16"),
+    Case(command="sft", world_size=2, dtype="bf16"),
+    Case(command="sft", parallel=TP2_PP2, world_size=4, packed=True),
+    Case(command="sft", model="experts"),
+    Case(command="sft", model="experts", skew=2.0, parallel=PP2, world_size=2, dtype="bf16", packed=True),
+    Case(command="rm"),
+    Case(command="rm", parallel=SEQUENCE, world_size=2, dtype="bf16", packed=True),
+    Case(command="rm", world_size=2, packed=True),
+    Case(command="rl"),
+    Case(command="rl", parallel=UNEVEN, world_size=2, packed=True),
+    Case(command="rl", parallel=TP2_PP2, world_size=4, dtype="bf16"),
+    Case(command="rl", world_size=2, dtype="bf16", packed=True),
+    Case(command="rl", advantage=GRPO, dtype="bf16", packed=True),
+    Case(command="rl", advantage=GRPO, parallel=SEQUENCE, world_size=2),
+    Case(command="rl", advantage=GRPO, model="experts", parallel=SEQUENCE, world_size=2, packed=True),
+)
+
+
+class Row(NamedTuple):
+    """A phase of a rank."""
+
+    configuration: str
+    rank: int
+    step: int
+    phase: str
+    real: int
+    """Bytes."""
+    rehearsed: int
+
+    @property
+    def error(self) -> float:
+        """Of the real peak."""
+        return abs(self.rehearsed - self.real) / max(self.real, 1) if self.real and self.rehearsed else 1.0
+
+
+class Mismatch(NamedTuple):
+    """Messages that the two do not have alike."""
+
+    configuration: str
+    rank: int
+    message: Message
+    real: tuple[int, int]
+    """Count, bytes."""
+    rehearsed: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A configuration, run and rehearsed."""
+
+    rows: list[Row]
+    mismatches: list[Mismatch]
+    num_messages: int
+    """Of the real run, on all ranks."""
+
+
+def compare(configuration: str, real: Sequence[Seen], rehearsed: Sequence[Seen]) -> Compared:
+    """Rank by rank, real runs with rehearsals of the same job."""
+    rows, mismatches, num_messages = [], [], 0
+    for ran, told in zip(real, rehearsed, strict=True):
+        assert ran.rank == told.rank, f"rank {ran.rank} would be compared with rank {told.rank}"
+        for step, phase in sorted(ran.peaks.keys() | told.peaks.keys()):
+            peaks = (each.peaks.get((step, phase), 0) for each in (ran, told))
+            rows.append(Row(configuration, ran.rank, step, phase, *peaks))
+        for message in sorted(ran.counts.keys() | told.counts.keys()):
+            both = [(each.counts.get(message, 0), each.nbytes.get(message, 0)) for each in (ran, told)]
+            if both[0] != both[1]:
+                mismatches.append(Mismatch(configuration, ran.rank, message, *both))
+        num_messages += sum(ran.counts.values())
+    return Compared(rows, mismatches, num_messages)
+
+
+def measure(case: Case) -> Compared:
+    """Run a case on real ranks, and rehearse each of them."""
+    with tempfile.TemporaryDirectory() as directory:
+        job = job_of(case, Path(directory))
+        real = as_ranks(case.world_size, real_rank, job)
+        rehearsed = [together(rehearsed_rank, [(job, rank)])[0] for rank in range(case.world_size)]
+    return compare(case.name, real, rehearsed)
+
+
+def outcome(compared: Iterable[Compared]) -> dict[str, Any]:
+    """For `benchmarks/results/rehearsal.json`."""
+    compared = list(compared)
+    rows = [row for each in compared for row in each.rows]
+    mismatches = [mismatch for each in compared for mismatch in each.mismatches]
+    by_configuration: dict[str, Any] = {}
+    for each in compared:
+        worst = max(each.rows, key=lambda row: row.error)
+        by_configuration[worst.configuration] = {
+            "phases": len(each.rows),
+            "error_max": worst.error,
+            "worst": f"rank {worst.rank}, step {worst.step}, {worst.phase}",
+            "peak_real": max(row.real for row in each.rows),
+            "peak_rehearsed": max(row.rehearsed for row in each.rows),
+            "messages": each.num_messages,
+            "wire_mismatches": len(each.mismatches),
+        }
+    return {
+        "memory_error_max": max(row.error for row in rows),
+        "wire_mismatches": len(mismatches),
+        "truth": by_configuration,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("-o", "--output", type=Path, help="where the outcome is written as JSON")
+    parser.add_argument("--only", default="", help="cases whose name contains this")
+    options = parser.parse_args()
+    found = []
+    for case in (case for case in CASES if options.only in case.name):
+        began = time.monotonic()
+        found.append(measure(case))
+        told = outcome(found[-1:])["truth"][case.name]
+        print(f"{case.name:48s} {told['error_max']:9.4%} {told['worst']:32s} {told['messages']:5d} messages, ", end="")
+        print(f"{told['wire_mismatches']} unlike ({time.monotonic() - began:.0f} s)", flush=True)
+        for mismatch in found[-1].mismatches:
+            print(f"    rank {mismatch.rank} {mismatch.message}: {mismatch.real}, rehearsed {mismatch.rehearsed}")
+    result = outcome(found)
+    print(f"memory_error_max {result['memory_error_max']:.4%}, wire_mismatches {result['wire_mismatches']}")
+    if options.output is not None:
+        options.output.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
