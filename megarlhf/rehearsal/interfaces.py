@@ -1,4 +1,4 @@
-"""The one file of the rehearsal that knows private interfaces of torch and Triton, and that patches them.
+"""The one file of the rehearsal that knows private interfaces of torch and Triton, and that patches others' code.
 
 What is used, and why:
   FakeTensorMode, FakeTensor                   tensors with a shape, a dtype and a device, and no numbers
@@ -7,12 +7,15 @@ What is used, and why:
                                                `cuda` tensors where torch has no CUDA
   _create_fake_pg, FakeStore                   a process group that reaches nobody
   Work.boxed                                   a collective's handle, made here, so that waiting for it is seen
+  varlen._varlen_attn, _varlen_attn_backward   attention's kernels one by one
 
 What is patched inside `patched`, and why:
   dist.broadcast_object_list, scatter_object_list    what another rank would say is asked of the rehearsal
   dist.all_reduce                                    its operation, which the dispatcher hands on as an opaque object
   nn.Module.to                                       puts parameters without a dispatched operation
   triton JITFunction.run                             a kernel is counted instead of compiled
+  torch.optim.AdamW, and Megatron-Core's             the optimizer of a GPU, with or without TransformerEngine: it cannot
+  multi_tensor_scale_impl                            be imported without CUDA, and torch's looks at the device's name
 """
 
 from __future__ import annotations
@@ -21,12 +24,16 @@ import contextlib
 import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
+from megatron.core.optimizer import clip_grads
+from megatron.core.optimizer import optimizer as mixed_precision
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, FakeTensorMode
+from torch.nn.attention.varlen import _varlen_attn as varlen_attn
+from torch.nn.attention.varlen import _varlen_attn_backward as varlen_attn_backward
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore, _create_fake_pg
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
@@ -46,8 +53,11 @@ __all__ = [
     "Hooks",
     "Kind",
     "NumberedWork",
+    "OptimizerKernels",
     "device_of",
     "flop_registry",
+    "varlen_attn",
+    "varlen_attn_backward",
 ]
 
 
@@ -137,6 +147,14 @@ def lifting_only_host_tensors() -> Iterator[None]:
         torch._C._set_only_lift_cpu_tensors(before)
 
 
+class OptimizerKernels(NamedTuple):
+    """What Megatron-Core's optimizer works with."""
+
+    adam: type[torch.optim.AdamW]
+    scale: Callable[..., None] | None
+    """Of many tensors at once, in place of Megatron-Core's `multi_tensor_scale_impl`; None: Megatron-Core's own."""
+
+
 @dataclass(frozen=True)
 class Hooks:
     """What the patches ask of the rehearsal."""
@@ -154,6 +172,8 @@ class Hooks:
     """A Triton kernel, by name, with its arguments."""
     attention: Callable[..., Tensor] | None
     """In place of torch's attention, where the device has no kernel of it."""
+    optimizer: OptimizerKernels | None = None
+    """In place of what Megatron-Core would take here; None: what it takes."""
 
 
 class _Functions(TorchFunctionMode):
@@ -224,6 +244,11 @@ def patched(hooks: Hooks) -> Iterator[None]:
                 hooks.launched(self.fn.__name__, (*args, *kwargs.values()))
 
             _set(stack, JITFunction, "run", run)
+        if hooks.optimizer is not None:
+            _set(stack, torch.optim, "AdamW", hooks.optimizer.adam)
+            if hooks.optimizer.scale is not None:
+                for module in (clip_grads, mixed_precision):
+                    _set(stack, module, "multi_tensor_scale_impl", hooks.optimizer.scale)
         stack.enter_context(_Functions(hooks))
         yield
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from megarlhf.models.attention import CausalAttention, open_packed_row
 from megarlhf.models.packed_attention import packed_attention
 from megarlhf.rehearsal.fused import add_product, pass_over
+from megarlhf.rehearsal.interfaces import varlen_attn, varlen_attn_backward
 from megarlhf.rehearsal.known import storage_key
 
 SIXTEEN_BITS = (torch.float16, torch.bfloat16)
@@ -312,7 +313,7 @@ class _FusedAttention(torch.autograd.Function):
     ) -> Tensor:
         grouped = query.size(1) != key.size(1)
         ctx.how = longest, window == [-1, 0], scale, window
-        output, statistics, state = torch.ops.torch_attn._varlen_attn(
+        output, statistics, state = varlen_attn(
             *(query, key, value, cu_seqlens, cu_seqlens, longest, longest, ctx.how[1], scale, window, grouped)
         )
         ctx.save_for_backward(query, key, value, output, statistics, state, cu_seqlens)
@@ -322,7 +323,7 @@ class _FusedAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         query, key, value, output, statistics, state, cu_seqlens = ctx.saved_tensors
         longest, causal, scale, window = ctx.how
-        found = torch.ops.torch_attn._varlen_attn_backward(
+        found = varlen_attn_backward(
             *(grad.contiguous(), query, key, value, output, statistics, cu_seqlens, cu_seqlens),
             *(longest, longest, causal, state, scale, window),
         )
