@@ -14,8 +14,8 @@ What is patched inside `patched`, and why:
   dist.all_reduce                                    its operation, which the dispatcher hands on as an opaque object
   nn.Module.to                                       puts parameters without a dispatched operation
   triton JITFunction.run                             a kernel is counted instead of compiled
-  torch.optim.AdamW, and Megatron-Core's             the optimizer of a GPU, with or without TransformerEngine: it cannot
-  multi_tensor_scale_impl                            be imported without CUDA, and torch's looks at the device's name
+  torch.optim.AdamW, and Megatron-Core's             the optimizer as it is on a GPU, with TransformerEngine or without
+  multi_tensor_scale_impl                            (`optimizer.py`)
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What Megatron-Core's optimizer works with on a GPU.
 
 Where TransformerEngine is installed Megatron-Core takes its Adam and its scaling of many tensors at once, which make no
-temporaries. Without it Megatron-Core takes torch's AdamW, which on a GPU updates all tensors at once with temporaries as
-large as they are, and scales tensor by tensor with a temporary each.
+temporaries. Without it Megatron-Core takes torch's AdamW, which on a GPU updates all tensors at once with temporaries
+as large as they are, and scales tensor by tensor with a temporary each.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from megarlhf.rehearsal.interfaces import OptimizerKernels
 
 
 class FusedAdam(torch.optim.AdamW):
-    """transformer_engine/pytorch/optimizers/fused_adam.py, with the options that Megatron-Core gives it for the settings
-    of `parallel/step.py`: two fp32 moments a parameter, made in the first step, and no temporaries.
+    """transformer_engine/pytorch/optimizers/fused_adam.py, with the options that Megatron-Core gives it for the
+    settings of `parallel/step.py`: two fp32 moments a parameter, made in the first step, and no temporaries.
 
     Megatron-Core makes it as it makes torch's AdamW. So do resume points: like AdamW's, the state has a `step`.
     """

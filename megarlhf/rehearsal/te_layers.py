@@ -109,7 +109,7 @@ class _Norm(torch.autograd.Function):
 
 
 class FoldedNorm(nn.Module):
-    """In place of a norm that is part of the linear layer behind it: it only holds the parameters, under their names."""
+    """In place of a norm that is part of the linear layer behind it: it holds the parameters, under their names."""
 
     def __init__(self, norm: nn.Module) -> None:
         super().__init__()
@@ -243,9 +243,7 @@ class _NormLinear(torch.autograd.Function):
             to_bias = torch.empty_like(layer.bias) if ctx.adds_bias else None
             del normed_RH
         _wait(reducing)
-        to_input_RH, to_parameters = _normalised_backward(
-            to_normed_RH, input_RH, statistics, [*layer.scale_and_shift]
-        )
+        to_input_RH, to_parameters = _normalised_backward(to_normed_RH, input_RH, statistics, [*layer.scale_and_shift])
         return to_input_RH.view(ctx.shape), to_weight, to_bias, None, *to_parameters
 
 
@@ -297,8 +295,8 @@ class Attention(nn.Module):
 
 
 class _FusedAttention(torch.autograd.Function):
-    """transformer_engine/pytorch/attention/dot_product_attention/backends.py, FusedAttnFunc. The operations are torch's,
-    of which the meter knows the work; output, statistics and state of the generator have the same sizes."""
+    """transformer_engine/pytorch/attention/dot_product_attention/backends.py, FusedAttnFunc. The operations are
+    torch's, of which the meter knows the work; output, statistics and state of the generator have the same sizes."""
 
     @staticmethod
     def forward(

@@ -1,6 +1,6 @@
-"""Rehearses stacks of three layers on a GPU that is not there, in a process of its own; prints what the ranks have seen.
+"""Rehearses stacks of three layers on a GPU that is not there, in a process of its own; prints what the ranks saw.
 
-    python -m tests.rehearsal.layer_cases NAME ...
+python -m tests.rehearsal.layer_cases NAME ...
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import sys
 import tempfile
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from megarlhf.parallel.mesh import GroupCache
 from megarlhf.parallel.step import MicroBatch
 from megarlhf.rehearsal import interfaces
 from megarlhf.rehearsal.lengths import Constant
+from megarlhf.rehearsal.memory import Ledger
 from megarlhf.rehearsal.program import Job, Rank
 from megarlhf.rehearsal.weights import NoNumbers
 from megarlhf.runtime import Runtime
@@ -83,6 +85,22 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 8,
         "head_dim": 128,
     },
+    "qwen3-moe": {
+        **_LLAMA,
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "num_experts": 16,
+        "num_experts_per_tok": 8,
+    },
 }
 
 
@@ -111,7 +129,8 @@ CASES: dict[str, Case] = {
     **_both("llama-3-70b", 1),
     **_both("gpt2-xl", 1),
     **_both("opt", 2, True),
-    "qwen3-8b tp2 sp te": Case(model="qwen3-8b", tp=2, sequence_parallel=True),
+    **_both("qwen3-moe", 2, True),
+    **_both("qwen3-8b", 2, True),
     "llama-3-70b padded te": Case(model="llama-3-70b", tp=8, padded=True),
     "llama-3-70b frozen te": Case(model="llama-3-70b", tp=8, sequence_parallel=True, trains=False),
 }
@@ -185,20 +204,28 @@ def _batch(case: Case) -> MicroBatch:
     if case.padded:
         return MicroBatch(torch.zeros(2, TOKENS // 2, dtype=torch.int64), {})
     starts = tuple(sum(LENGTHS[:n]) for n in numbers)
-    layout = MicroBatchLayout(
-        sequences=numbers, lengths=LENGTHS, starts=starts, rows=1, columns=TOKENS, packed=True
-    )
+    layout = MicroBatchLayout(sequences=numbers, lengths=LENGTHS, starts=starts, rows=1, columns=TOKENS, packed=True)
     return MicroBatch(torch.zeros(1, TOKENS, dtype=torch.int64), {}, layout)
 
 
+def _evenly(ledger: Ledger, live: list[int], module: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Each expert gets as many of the rows as the others. How many there are is the rehearsal's assumption."""
+    rows, counts, probabilities = inputs
+    live.append(ledger.total)
+    return rows, torch.full((len(counts),), rows.size(0) // len(counts)), probabilities
+
+
 def _seen(case: Case, rank: Rank, cache: GroupCache, batch: MicroBatch) -> dict[str, Any]:
-    section, ledger, live = rank.job.cfg.actor, rank.ledger, []
+    section, ledger, live, experts = rank.job.cfg.actor, rank.ledger, [], []
     rank._moved(1, "build")
     steps = 1 if case.trains else None
     weights = NoNumbers(rank._built)
     role = build_role("actor", section, "lm", cache, seed=0, num_optimizer_steps=steps, weights=weights)
     for layer in role.shard.module.decoder.layers:
         layer.register_forward_hook(lambda *_: live.append(ledger.total))
+        if role.shard.arch.num_experts:
+            layer.mlp.experts.register_forward_pre_hook(partial(_evenly, ledger, experts))
+            layer.mlp.experts.register_forward_hook(lambda *_: experts.append(ledger.total))
     rank._moved(1, "train/actor")
     if case.trains:
         role.accumulate([batch], _Sum())
@@ -210,6 +237,7 @@ def _seen(case: Case, rank: Rank, cache: GroupCache, batch: MicroBatch) -> dict[
     parameters = {name: list(tensor.shape) for name, tensor in role.shard.parameters().items()}
     return {
         "live": live,
+        "experts": experts,
         "parameters": parameters,
         "phases": [{**asdict(phase), "curve": []} for phase in ledger.phases],
         "wire": sorted([*line, count, rank.wire.nbytes[line]] for line, count in rank.wire.counts.items()),
