@@ -1,4 +1,4 @@
-"""The one file of the rehearsal that knows private interfaces of torch and Triton, and that patches them.
+"""The one file of the rehearsal that knows private interfaces of torch and Triton, and that patches others' code.
 
 What is used, and why:
   FakeTensorMode, FakeTensor                   tensors with a shape, a dtype and a device, and no numbers
@@ -8,6 +8,7 @@ What is used, and why:
                                                `cuda` tensors where torch has no CUDA
   _create_fake_pg, FakeStore                   a process group that reaches nobody
   Work.boxed                                   a collective's handle, made here, so that waiting for it is seen
+  varlen._varlen_attn, _varlen_attn_backward   attention's kernels one by one
 
 What is patched inside `patched`, and why:
   dist.broadcast_object_list, scatter_object_list, all_gather_object
@@ -15,6 +16,8 @@ What is patched inside `patched`, and why:
   dist.all_reduce                                    its operation, which the dispatcher hands on as an opaque object
   nn.Module.to                                       puts parameters without a dispatched operation
   triton JITFunction.run                             a kernel is counted instead of compiled
+  torch.optim.AdamW, and Megatron-Core's             the optimizer as it is on a GPU, with TransformerEngine or without
+  multi_tensor_scale_impl                            (`optimizer.py`)
 """
 
 from __future__ import annotations
@@ -24,10 +27,12 @@ import importlib.util
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
+from megatron.core.optimizer import clip_grads
+from megatron.core.optimizer import optimizer as mixed_precision
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
@@ -35,6 +40,8 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     in_kernel_invocation_manager,
 )
+from torch.nn.attention.varlen import _varlen_attn as varlen_attn
+from torch.nn.attention.varlen import _varlen_attn_backward as varlen_attn_backward
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore, _create_fake_pg
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
@@ -54,8 +61,11 @@ __all__ = [
     "Hooks",
     "Kind",
     "NumberedWork",
+    "OptimizerKernels",
     "device_of",
     "flop_registry",
+    "varlen_attn",
+    "varlen_attn_backward",
 ]
 
 
@@ -178,6 +188,14 @@ def lifting_only_host_tensors() -> Iterator[None]:
         torch._C._set_only_lift_cpu_tensors(before)
 
 
+class OptimizerKernels(NamedTuple):
+    """What Megatron-Core's optimizer works with."""
+
+    adam: type[torch.optim.AdamW]
+    scale: Callable[..., None] | None
+    """Of many tensors at once, in place of Megatron-Core's `multi_tensor_scale_impl`; None: Megatron-Core's own."""
+
+
 @dataclass(frozen=True)
 class Hooks:
     """What the patches ask of the rehearsal."""
@@ -197,6 +215,8 @@ class Hooks:
     """A Triton kernel, by name, with its arguments."""
     attention: Callable[..., Tensor] | None
     """In place of torch's attention, where the device has no kernel of it."""
+    optimizer: OptimizerKernels | None = None
+    """In place of what Megatron-Core would take here; None: what it takes."""
 
 
 class _Functions(TorchFunctionMode):
@@ -281,6 +301,11 @@ def patched(hooks: Hooks) -> Iterator[None]:
                 hooks.launched(self.fn.__name__, (*args, *kwargs.values()))
 
             _set(stack, JITFunction, "run", run)
+        if hooks.optimizer is not None:
+            _set(stack, torch.optim, "AdamW", hooks.optimizer.adam)
+            if hooks.optimizer.scale is not None:
+                for module in (clip_grads, mixed_precision):
+                    _set(stack, module, "multi_tensor_scale_impl", hooks.optimizer.scale)
         stack.enter_context(_Functions(hooks))
         yield
 

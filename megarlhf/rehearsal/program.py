@@ -23,11 +23,13 @@ from megarlhf.rehearsal.engine import EngineMemory, GivenResponses, RehearsedEng
 from megarlhf.rehearsal.interfaces import FakeTensor, Hooks, Kind
 from megarlhf.rehearsal.lengths import Lengths
 from megarlhf.rehearsal.memory import GPU_BLOCK, Ledger, PhaseMemory
+from megarlhf.rehearsal.optimizer import KERNELS
 from megarlhf.rehearsal.others import EMPTY_BANK, gathered
 from megarlhf.rehearsal.routing import Routing
 from megarlhf.rehearsal.sites import Assumption, Assumptions
 from megarlhf.rehearsal.steps import Enough, Steps
 from megarlhf.rehearsal.trace import Event, Mark, Work
+from megarlhf.rehearsal.transformer_engine import Layers, Shared, replace_layers
 from megarlhf.rehearsal.weights import NoNumbers
 from megarlhf.rehearsal.wire import Line, Wire, labels_of
 from megarlhf.rehearsal.work import Meter, Price
@@ -51,6 +53,8 @@ class Job:
     world_size: int
     ranks_per_node: int
     kind: Kind
+    layers: Layers = "te"
+    """Of a GPU; on a CPU they are local ones."""
     num_steps: int
     response_lengths: Lengths
     device_bytes: int = 0
@@ -112,6 +116,7 @@ class Rank:
         """Of the last rollout."""
         self.mode.routing = job.routing
         self.steps = Steps(job.num_steps, self._moved, self._ended)
+        self._shared = Shared(self.device, self.ledger.name)
 
     def run(self) -> RankRecord:
         """The whole rehearsal of this rank."""
@@ -189,9 +194,12 @@ class Rank:
             scattered=lambda: EMPTY_BANK,
             launched=self._launched,
             attention=None,
+            optimizer=KERNELS[self.job.layers] if self.job.kind == "gpu" else None,
         )
 
     def _built(self, shard: ModelShard) -> None:
+        if self.job.kind == "gpu" and self.job.layers == "te":
+            replace_layers(shard, self._shared)
         self.ledger.name(shard.parameters().values(), "parameters")
 
     def _ticked(self, seconds: float) -> None:

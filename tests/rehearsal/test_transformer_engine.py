@@ -1,0 +1,177 @@
+"""The table of TransformerEngine's layers against what the stand-ins keep, and both against hand calculations.
+
+Not covered: TransformerEngine itself, which needs a GPU; padded rows of the local layers; experts under a real routing.
+"""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from megarlhf.architectures.hf_config import architecture_from_hf
+from megarlhf.rehearsal.memory import GPU_BLOCK
+from megarlhf.rehearsal.transformer_engine import LOCAL, TE, replace_layers, saved_tensors, traits_of
+from tests.command import python
+from tests.rehearsal.layer_cases import CASES, MODELS, TOKENS
+
+TABLES = {"te": TE, "local": LOCAL}
+
+
+@pytest.fixture(scope="module")
+def seen():
+    done = python("-m", "tests.rehearsal.layer_cases")
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def architectures(tmp_path_factory):
+    found = {}
+    for name, config in MODELS.items():
+        folder = tmp_path_factory.mktemp("model")
+        (folder / "config.json").write_text(json.dumps(config))
+        found[name] = architecture_from_hf(folder)
+    return found
+
+
+def in_blocks(nbytes):
+    return -(-nbytes // GPU_BLOCK) * GPU_BLOCK
+
+
+def by_table(case, arch, expert_rows=()):
+    """Bytes that the ledger shows for one layer."""
+    tensors = saved_tensors(
+        TABLES[case.layers],
+        arch,
+        TOKENS,
+        tp=case.tp,
+        sequence_parallel=case.sequence_parallel,
+        expert_rows=expert_rows,
+    )
+    return sum(in_blocks(nbytes) for _, nbytes in tensors)
+
+
+def of_last_layer(record):
+    return record["live"][-1] - record["live"][-2]
+
+
+DENSE = [name for name, case in CASES.items() if case.trains and not case.padded and "moe" not in case.model]
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_a_layer_keeps_what_the_table_says(seen, architectures, name):
+    """To the byte: SwiGLU with and without norms of queries and keys, GELU, ReLU; RMSNorm and LayerNorm; turned and
+    interleaved; on one rank, cut, and cut with sequence parallelism."""
+    case = CASES[name]
+    assert len(seen[name]["live"]) == 3
+    assert of_last_layer(seen[name]) == by_table(case, architectures[case.model])
+
+
+def test_the_cases_cover_the_table(architectures):
+    """Every entry of both tables belongs to a layer that is rehearsed."""
+    for layers, table in TABLES.items():
+        traits = [traits_of(architectures[case.model]) for case in CASES.values() if case.layers == layers]
+        assert [entry for entry in table if not any(entry.only <= each for each in traits)] == []
+
+
+def test_llama_3_70b_by_hand(seen, architectures):
+    """tp 8: 10,240 of 81,920 columns of qkv, 8 query heads, one group, an MLP of 28672 / 8 = 3584.
+
+    With sequence parallelism a rank has an eighth of the rows of the norms, 8192 / 8 = 1024 elements a token:
+      norms      2 x (2 x 1024 x 2 B + 4 B / 8)                    = 8,193
+      attention  q, k, v (1024 + 2 x 128) x 2 B, out 2,048, 8 x 4  = 4,640
+      MLP        (2 + 1 + 1 + 1) x 3584 x 2 B                      = 35,840
+    48,673 B, of which 2 x 3584 x 2 B = 14,336 are kept because the gate is not one step. Without sequence parallelism
+    the norms keep 2 x (2 x 8192 x 2 B + 4 B) = 65,544 and all 106,024: 8.5 MB a token over 80 layers.
+    """
+    arch = architectures["llama-3-70b"]
+
+    def per_token(sequence_parallel):
+        tensors = [*saved_tensors(TE, arch, 8192, tp=8, sequence_parallel=sequence_parallel)]
+        per_layer = sum(nbytes for entry, nbytes in tensors if entry.tensor != "rng_state")
+        gate = sum(nbytes for entry, nbytes in tensors if entry.tensor in ("silu(gate)", "up + 0"))
+        return per_layer / 8192, gate / 8192
+
+    assert per_token(True) == (8193 + 4640 + 35840, 14336) == (48673, 14336)
+    assert per_token(False) == (65544 + 4640 + 35840, 14336) == (106024, 14336)
+    rounded = (
+        of_last_layer(seen["llama-3-70b tp8 sp te"]) - GPU_BLOCK
+    )  # the state of the generator: 16 bytes in a block
+    assert rounded == 48673 * TOKENS
+
+
+def test_padded_rows_keep_the_rotary_embedding_too(seen, architectures):
+    """Megatron-Core's own code, in both specs: cosines and sines of the row's 2048 positions, for queries and for keys,
+    in bf16. And where the rows begin, three int32."""
+    case = CASES["llama-3-70b padded te"]
+    rotary = 2 * 2 * (TOKENS // 2) * 128 * 2
+    assert (
+        of_last_layer(seen["llama-3-70b padded te"]) == by_table(case, architectures[case.model]) + rotary + GPU_BLOCK
+    )
+
+
+def test_what_is_not_trained_keeps_nothing(seen):
+    assert of_last_layer(seen["llama-3-70b frozen te"]) == 0
+
+
+@pytest.mark.parametrize("layers", ["te", "local"])
+def test_experts_keep_what_the_table_says(seen, architectures, layers):
+    """From before the experts to after them: what they keep, and their output. The assumed routing sends all tokens to
+    all 16 experts."""
+    case = CASES[f"qwen3-moe tp2 sp {layers}"]
+    record, arch = seen[f"qwen3-moe tp2 sp {layers}"], architectures["qwen3-moe"]
+    rows = [TOKENS] * arch.num_experts
+    kept = by_table(case, arch, rows) - by_table(case, arch)
+    assert kept == 16 * TOKENS * 384 * 2 * {"te": 6, "local": 4}[layers]
+    before, after = record["experts"][-2:]
+    assert len(record["experts"]) == 6
+    beside = after - before - kept - sum(rows) * arch.hidden_size * 2
+    assert beside in (0, 4 * sum(rows)), "the weights of the rows, where the ledger sees them only now"
+
+
+@pytest.mark.parametrize(
+    "name", [name.removesuffix(" te") for name in CASES if name.removesuffix("te") + "local" in CASES]
+)
+def test_messages_products_and_parameters_are_those_of_the_local_layers(seen, name):
+    """Count and bytes of each message by phase, operation and group; operations of products and attention."""
+    te, local = seen[f"{name} te"], seen[f"{name} local"]
+    assert te["wire"] == local["wire"]
+    assert bool([line for line in te["wire"] if line[3] == "tp"]) == (CASES[f"{name} te"].tp > 1)
+    assert list(te["parameters"].items()) == list(local["parameters"].items())
+    assert {work: te["flops"][work] for work in ("matmul", "attention")} == {
+        work: local["flops"][work] for work in ("matmul", "attention")
+    }
+    assert te["flops"]["matmul"] > 0 < te["flops"]["attention"]
+
+
+def test_the_optimizer_makes_no_temporaries_with_transformer_engine(seen):
+    """Three layers of 70B at tp 8 and a vocabulary of 1024: two moments of 4 bytes a parameter; torch's AdamW takes 4
+    bytes more for a while."""
+    te, local = seen["llama-3-70b tp8 sp te"], seen["llama-3-70b tp8 sp local"]
+    layer = 1280 * 8192 + 1024 * 8192 + 3 * 3584 * 8192 + 2 * 8192
+    parameters = 3 * layer + 2 * 1024 * 8192 // 8 + 8192
+    for record, temporaries in ((te, 0), (local, 4 * parameters)):
+        phase = next(phase for phase in record["phases"] if phase["phase"] == "optimizer/actor")
+        kinds = phase["by_kind"]
+        assert kinds["main parameters"] == pytest.approx(4 * parameters, rel=1e-5)
+        # At its peak torch's has made no moments yet for the group of the norms.
+        assert kinds["optimizer state"] == pytest.approx(8 * parameters, rel=1e-3)
+        assert kinds.get("optimizer's temporaries", 0) == pytest.approx(temporaries, rel=1e-3)
+
+
+def test_weight_gradients_go_into_the_buffers(seen):
+    """What stays after the first backward: cuBLAS's workspace, and a tensor for each shape of weights, which autograd
+    is handed and nobody reads. No gradient of a layer's weight is made beside the buffer."""
+    record = seen["llama-3-70b tp8 sp te"]
+    build, train, *_ = record["phases"]
+    shapes = 2 * (1280 * 8192 + 1024 * 8192 + 7168 * 8192 + 3584 * 8192)
+    workspace = 32 * 2**20 + 1024
+    assert train["end"] - build["end"] == pytest.approx(shapes + workspace, abs=20_000)
+    assert train["by_kind"]["kernels' work space"] == workspace
+
+
+def test_stand_ins_take_the_place_of_local_layers_only():
+    with pytest.raises(AssertionError, match="wants none of its modules"):
+        replace_layers(SimpleNamespace(spec="te"), None)
