@@ -186,7 +186,6 @@ def _run_on_ranks(arguments: argparse.Namespace, argv: list[str], command: Comma
 
     os.environ.update(environment(cfg))  # before the check, which may import a library that reads it
     info = detect_rank(os.environ)
-
     planned, starts = cfg.run.planned_ranks, info.world_size if info else cfg.run.nproc
 
     def check() -> None:
@@ -215,10 +214,8 @@ def _run_on_ranks(arguments: argparse.Namespace, argv: list[str], command: Comma
 def _other_ranks(run: RunConfig, checked: int, starts: int, *, launched: bool) -> list[str]:
     """A sentence where the run was checked for other ranks than start, or starts on others than the file names."""
     if checked != starts:
-        words = (
-            f"checked for the {checked} ranks of run.world_size; a plain start of this file has run.nproc = {starts}"
-        )
-        return [f"{words}, and --dry-run run.world_size= (nothing behind it) checks that"]
+        words = f"checked for the {checked} ranks of run.world_size; a plain start has run.nproc = {starts} of them"
+        return [f"{words}, which --dry-run run.world_size= (nothing behind it) checks"]
     if run.world_size is None:
         unused = launched and starts != run.nproc
         return [f"the launcher started {starts} rank(s); run.nproc = {run.nproc} is not used"] if unused else []

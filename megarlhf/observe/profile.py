@@ -80,24 +80,26 @@ class Recorder:
 
     def end_step(self, step: int, local_seconds: Mapping[str, float]) -> Exception | None:
         """Of `observe.phases.Sharing`."""
-        if (recording := self._recording) is not None:
+        recording, self._recording = self._recording, None  # torch's profiler may not be stopped twice
+        if recording is not None:
+            self._missing.discard(step)  # the next phase is not recorded
             recording.stop()
-            self._recording = None
             with self._phases("checkpoint"):
                 recording.write(self._folder)
-            self._missing.discard(step)
         return None if self._sharing is None else self._sharing.end_step(step, local_seconds)
 
     def close(self) -> None:
         """The run ends; a step that is not complete is not written."""
-        if self._recording is not None:
-            self._recording.stop()
-            self._recording.abandon()
+        recording, self._recording = self._recording, None
+        if recording is not None:
+            recording.stop()
+            recording.abandon()
         if self._missing and self._runtime.is_main:
             log.warning(
                 "profile: step %s was not recorded: this start has not made it from begin to end",
                 ", ".join(map(str, sorted(self._missing))),
             )
+        self._missing.clear()
 
 
 class _Recording:
