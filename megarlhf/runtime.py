@@ -296,12 +296,7 @@ def write_allocations(device: torch.device, path: Path) -> None:
     try:
         torch.cuda.memory._dump_snapshot(str(path))
     finally:
-        stop_recording_allocations(device)
-
-
-def stop_recording_allocations(device: torch.device) -> None:
-    """Of `record_allocations`, without writing anything."""
-    torch.cuda.memory._record_memory_history(enabled=None, device=device)
+        torch.cuda.memory._record_memory_history(enabled=None, device=device)
 
 
 def random_state(device: torch.device) -> dict[str, Any]:

@@ -60,8 +60,8 @@ class ProfileConfig(FrozenModel):
         notes = [f"profile: step {steps} is recorded by {ranks}, and takes longer than others"]
         if self.memory_snapshot is not None and on_cpu:
             notes.append(
-                "profile.memory_snapshot: a CPU's allocator keeps no history; a curve of what the step itself "
-                "allocates is written instead"
+                "profile.memory_snapshot: on a CPU, as this machine has it, a curve of what the step itself allocates "
+                "is written in place of a snapshot"
             )
         return notes
 

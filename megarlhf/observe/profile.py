@@ -19,13 +19,7 @@ from megarlhf.config.profile import ProfileConfig
 from megarlhf.config.watchdog import WatchdogConfig
 from megarlhf.observe.phases import Observer, OpenPhase, Phases, Sharing
 from megarlhf.observe.watchdog import watched_phases
-from megarlhf.runtime import (
-    Runtime,
-    record_allocations,
-    stop_recording_allocations,
-    synchronize,
-    write_allocations,
-)
+from megarlhf.runtime import Runtime, record_allocations, synchronize, write_allocations
 
 FOLDER = "profile"
 CURVE = "bytes that the step has allocated and not freed"
@@ -34,15 +28,13 @@ log = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
-def recorded_phases(
-    watchdog: WatchdogConfig, profile: ProfileConfig, run_dir: Path, runtime: Runtime
-) -> Iterator[Phases]:
-    """The phases of a run, watched, and recorded in the steps that `profile` names. Collective."""
+def recorded_phases(watchdog: WatchdogConfig, cfg: ProfileConfig, run_dir: Path, runtime: Runtime) -> Iterator[Phases]:
+    """The phases of a run, watched, and recorded in the steps that `cfg` names. Collective."""
     with watched_phases(watchdog, run_dir, runtime) as phases:
-        if not profile.records_on(runtime.rank):
+        if not cfg.records_on(runtime.rank):
             yield phases
             return
-        recorder = Recorder(profile, phases, run_dir / FOLDER, runtime)
+        recorder = Recorder(cfg, phases, run_dir / FOLDER, runtime)
         phases.observer, phases.sharing = recorder, recorder
         try:
             yield phases
@@ -89,11 +81,11 @@ class Recorder:
         return None if self._sharing is None else self._sharing.end_step(step, local_seconds)
 
     def close(self) -> None:
-        """The run ends; a step that is not complete is not written."""
+        """The run ends; a step that is not complete is not written. On a GPU its recording ends with the process: to
+        stop it would wait for all kernels, and after a failure one may wait for another rank for ever."""
         recording, self._recording = self._recording, None
-        if recording is not None:
+        if recording is not None and self._runtime.device.type == "cpu":
             recording.stop()
-            recording.abandon()
         if self._missing and self._runtime.is_main:
             log.warning(
                 "profile: step %s was not recorded: this start has not made it from begin to end",
@@ -134,10 +126,6 @@ class _Recording:
         synchronize(self._device)
         if self._profiler is not None:
             self._profiler.stop()
-
-    def abandon(self) -> None:
-        if self._history:
-            stop_recording_allocations(self._device)
 
     def write(self, folder: Path) -> None:
         """Each file complete or absent. One that cannot be written is said, and no reason to end the run."""
