@@ -1,10 +1,11 @@
 """Recording steps of one rank: where a recording begins and ends, and what a start that cannot record says.
 
-Not covered: GPUs, whose allocator's history is written by torch; a whole run (tests/distributed/test_profile.py).
+Not covered: what torch itself writes on a GPU; a whole run (tests/distributed/test_profile.py).
 """
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from megarlhf.config import ProfileConfig
+from megarlhf.observe import profile as recording
 from megarlhf.observe.phases import OpenPhase, Phases
 from megarlhf.observe.profile import CURVE, FOLDER, Recorder, memory_curve
 from megarlhf.runtime import Runtime
@@ -131,6 +133,31 @@ def test_a_folder_that_cannot_be_written_ends_no_run(phases: Phases, tmp_path: P
         make_step(phases, 1)
     assert "step_000001_rank_00000 could not be written: " in caplog.text
     assert (tmp_path / FOLDER).read_text() == "a file"
+
+
+def test_a_gpu_s_snapshot_is_of_its_step(phases: Phases, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a pretended GPU: the allocator records from the step's first phase to its end. torch's functions, private
+    ones, still take what they are given."""
+    seen: list[str] = []
+    monkeypatch.setattr(recording, "synchronize", lambda device: seen.append("wait"))
+    monkeypatch.setattr(recording, "record_allocations", lambda device: seen.append("record"))
+    monkeypatch.setattr(recording, "write_allocations", lambda device, path: seen.append("write") or path.touch())
+    made = Recorder(
+        ProfileConfig(memory_snapshot=2),
+        phases,
+        tmp_path / FOLDER,
+        Runtime(device=torch.device("cuda"), backend="nccl"),
+    )
+    phases.observer = phases.sharing = made
+    for step, said in ((1, []), (2, ["wait", "record", "wait", "write"]), (3, [])):
+        make_step(phases, step)
+        assert seen == said, step
+        seen.clear()
+    assert [path.name for path in (tmp_path / FOLDER).iterdir()] == ["step_000002_rank_00000.memory.pickle"]
+    history, snapshot = torch.cuda.memory._record_memory_history, torch.cuda.memory._dump_snapshot
+    inspect.signature(history).bind(stacks="python", device=torch.device("cuda"))
+    inspect.signature(history).bind(enabled=None, device=torch.device("cuda"))
+    inspect.signature(snapshot).bind("a path")
 
 
 def test_the_curve_of_memory_by_hand() -> None:
