@@ -164,7 +164,7 @@ def test_a_dry_run_is_of_the_ranks_that_the_file_is_for(command, started, capsys
     assert cli.main(command("sft", "--dry-run", *cluster, "train.mini_batch_samples=1000")) == 2
     refused = capsys.readouterr().err
     assert "train.mini_batch_samples = 1000 is not a multiple of" in refused
-    assert checked in refused
+    assert "512 x 2" in refused
     assert cli.main(command("sft", "--dry-run", *cluster, "run.world_size=")) == 0
     assert "run.world_size;" not in capsys.readouterr().out
     assert (started, (tmp_path / "run").exists()) == ([], False)

@@ -195,9 +195,9 @@ def _run_on_ranks(arguments: argparse.Namespace, argv: list[str], command: Comma
         try:
             preflight(arguments.command, cfg, ranks).print()
         except ValueError as error:
-            if not (other and _raised_here(error)):
+            if cfg.run.world_size in (None, ranks) or not _raised_here(error):
                 raise
-            raise ValueError("; ".join([str(error), *other])) from error
+            raise ValueError("; ".join([str(error), *other])) from error  # it may fit the ranks that are meant
         for sentence in [*repeated_overrides(arguments.overrides), *other]:
             print(sentence)
 
