@@ -286,6 +286,19 @@ def peak_memory_bytes(runtime: Runtime) -> int:
     return peak_resident_bytes()
 
 
+def record_allocations(device: torch.device) -> None:
+    """From here on torch's allocator keeps each allocation of a GPU with its stack, until `write_allocations`."""
+    torch.cuda.memory._record_memory_history(stacks="python", device=device)
+
+
+def write_allocations(device: torch.device, path: Path) -> None:
+    """Write what `record_allocations` has recorded, as pytorch.org/memory_viz reads it, and record no more."""
+    try:
+        torch.cuda.memory._dump_snapshot(str(path))
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None, device=device)
+
+
 def random_state(device: torch.device) -> dict[str, Any]:
     """Of Python's, numpy's and torch's generators in this process, as texts and numbers."""
     version, keys, gauss = random.getstate()

@@ -152,6 +152,46 @@ def test_a_launched_rank_joins_with_the_launchers_world(command, started, capsys
     assert checks[2] is None
 
 
+def test_a_dry_run_is_of_the_ranks_that_the_file_is_for(command, started, capsys, tmp_path):
+    """512 ranks at a desk: layouts and batches are checked for them; what is wrong with them is refused."""
+    cluster = ["run.world_size=512", "train.mini_batch_samples=1024"]
+    assert cli.main(command("rl", "--dry-run", *cluster, "train.prompts_per_step=256", "rollout.engine=megatron")) == 0
+    said = squeezed(capsys.readouterr().out)
+    assert "tp 1 x pp 1 x dp 512 = 512 ranks" in said
+    assert "micro-batches per mini-batch on one of critic's 512 data-parallel ranks 1" in said
+    checked = "checked for the 512 ranks of run.world_size; a plain start has run.nproc = 1 of them"
+    assert checked in said
+    assert cli.main(command("sft", "--dry-run", *cluster, "train.mini_batch_samples=1000")) == 2
+    refused = capsys.readouterr().err
+    assert "train.mini_batch_samples = 1000 is not a multiple of" in refused
+    assert "512 x 2" in refused
+    assert cli.main(command("sft", "--dry-run", *cluster, "run.world_size=")) == 0
+    assert "run.world_size;" not in capsys.readouterr().out
+    assert (started, (tmp_path / "run").exists()) == ([], False)
+
+
+def test_a_start_on_other_ranks_than_the_file_is_for_says_so(command, started, capsys, monkeypatch):
+    """It is no error. A plain start, and ranks of a launcher."""
+    assert cli.main(command("sft", "run.nproc=2", "run.world_size=512")) == 0
+    assert started == [("local_ranks", 2)]
+    assert "this file is for 512 ranks (run.world_size); this start has 2" in capsys.readouterr().out
+    assert cli.main(command("sft", "run.nproc=2", "run.world_size=512", "actor.parallel.pp=4")) == 2
+    assert "world size 2 is not a multiple of tp x pp = 1 x 4" in (refused := capsys.readouterr().err)
+    assert "; this file is for 512 ranks (run.world_size); this start has 2" in refused
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}.items():
+        monkeypatch.setenv(name, value)
+    checks = []
+    monkeypatch.setattr(launch, "as_rank", lambda info, cfg, entry, check: checks.append(check) or 0)
+    for world_size, sentence in ((512, "this file is for 512 ranks (run.world_size); this start has 4"), (4, "")):
+        assert cli.main(command("sft", f"run.world_size={world_size}")) == 0
+        checks.pop()()
+        said = capsys.readouterr().out
+        assert "data-parallel ranks of actor 4" in squeezed(said)
+        assert sentence in said
+        assert ("run.world_size" in said) == bool(sentence)
+        assert "run.nproc" not in said
+
+
 @pytest.mark.parametrize(
     "name, overrides, message",
     [

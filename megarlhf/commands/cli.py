@@ -12,7 +12,16 @@ from typing import Any
 
 from megarlhf.commands.arguments import Once
 from megarlhf.commands.process_tree import end_with_parent
-from megarlhf.config import DPOConfig, FrozenModel, GenerateConfig, RLConfig, RMConfig, SFTConfig, load_config
+from megarlhf.config import (
+    DPOConfig,
+    FrozenModel,
+    GenerateConfig,
+    RLConfig,
+    RMConfig,
+    RunConfig,
+    SFTConfig,
+    load_config,
+)
 from megarlhf.config.load import repeated_overrides
 from megarlhf.errors import WatchdogTimeout
 from megarlhf.resume.signals import TO_BE_QUEUED_AGAIN, StopRun
@@ -177,13 +186,20 @@ def _run_on_ranks(arguments: argparse.Namespace, argv: list[str], command: Comma
 
     os.environ.update(environment(cfg))  # before the check, which may import a library that reads it
     info = detect_rank(os.environ)
+    planned, starts = cfg.run.planned_ranks, info.world_size if info else cfg.run.nproc
 
     def check() -> None:
-        preflight(arguments.command, cfg, info.world_size if info else cfg.run.nproc).print()
-        for sentence in repeated_overrides(arguments.overrides):
+        # A dry run starts nothing: it is of the job that the file is for, unless a launcher's ranks are there.
+        ranks = planned if arguments.dry_run and info is None else starts
+        other = _other_ranks(cfg.run, ranks, starts, launched=info is not None)
+        try:
+            preflight(arguments.command, cfg, ranks).print()
+        except ValueError as error:
+            if cfg.run.world_size in (None, ranks) or not _raised_here(error):
+                raise
+            raise ValueError("; ".join([str(error), *other])) from error  # it may fit the ranks that are meant
+        for sentence in [*repeated_overrides(arguments.overrides), *other]:
             print(sentence)
-        if info is not None and info.world_size != cfg.run.nproc:
-            print(f"the launcher started {info.world_size} rank(s); run.nproc = {cfg.run.nproc} is not used")
 
     if info is None or (arguments.dry_run and info.rank == 0):
         check()
@@ -193,3 +209,16 @@ def _run_on_ranks(arguments: argparse.Namespace, argv: list[str], command: Comma
         return launch.local_ranks(cfg.run.nproc, argv)
     checked = info is None or launch.MARK in os.environ
     return launch.as_rank(info or RankInfo(), cfg, command.entry, check=None if checked else check)
+
+
+def _other_ranks(run: RunConfig, checked: int, starts: int, *, launched: bool) -> list[str]:
+    """A sentence where the run was checked for other ranks than start, or starts on others than the file names."""
+    if checked != starts:
+        words = f"checked for the {checked} ranks of run.world_size; a plain start has run.nproc = {starts} of them"
+        return [f"{words}, which --dry-run run.world_size= (nothing behind it) checks"]
+    if run.world_size is None:
+        unused = launched and starts != run.nproc
+        return [f"the launcher started {starts} rank(s); run.nproc = {run.nproc} is not used"] if unused else []
+    if run.world_size == starts:
+        return []
+    return [f"this file is for {run.world_size} ranks (run.world_size); this start has {starts}"]

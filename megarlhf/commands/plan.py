@@ -30,7 +30,7 @@ def parser() -> argparse.ArgumentParser:
     )
     root.add_argument("-c", "--config", required=True, action=Once, metavar="FILE", help="configuration of an rl run")
     root.add_argument("overrides", nargs="*", metavar="section.key=value", help="override configured values")
-    root.add_argument("--world-size", type=positive, metavar="N", help="ranks of the run (default: run.nproc)")
+    root.add_argument("--world-size", type=positive, metavar="N", help="ranks (default: run.world_size or run.nproc)")
     root.add_argument("--engine-tp", type=positive, metavar="N", help="plan as if rollout.parallel.tp were N")
     root.add_argument("--ep", type=positive, metavar="N", help="plan as if actor.parallel.ep were N")
     root.add_argument("--vpp", type=positive, metavar="N", help="plan as if actor.parallel.vpp were N")

@@ -6,6 +6,7 @@ from megarlhf.config.generate import GenerateConfig
 from megarlhf.config.load import dump_config, load_config
 from megarlhf.config.numbers import SkipConfig
 from megarlhf.config.preference import DPOConfig
+from megarlhf.config.profile import ProfileConfig
 from megarlhf.config.rewards import RewardConfig
 from megarlhf.config.roles import FrozenModel, KernelsConfig, ModelConfig, OptimConfig, ParallelConfig, RoleConfig
 from megarlhf.config.rollout import Dtype, LogprobGapConfig, RolloutConfig, RolloutParallelConfig

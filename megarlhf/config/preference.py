@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from megarlhf.config.profile import ProfileConfig, within_the_run
 from megarlhf.config.roles import FrozenModel, NonNegative, Positive, RoleConfig
 from megarlhf.config.run import CheckpointConfig, RunConfig
 from megarlhf.config.sections import DataConfig, EvalConfig, TrainConfig
@@ -59,6 +60,9 @@ class DPOConfig(FrozenModel):
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     watchdog: WatchdogConfig = WatchdogConfig()
+    profile: ProfileConfig = ProfileConfig()
+
+    _profiled = model_validator(mode="after")(within_the_run)
 
     @property
     def needs_reference(self) -> bool:

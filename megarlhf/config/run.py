@@ -21,14 +21,18 @@ class RunConfig(FrozenModel):
     grown since; so is one of another command, and one whose configuration computes something else (see
     `allow_changes`). `generate` and `eval` have nothing to go on with: for them it means `refuse`. `refuse`: any
     earlier run is refused. `overwrite` starts over: it removes what an earlier run of the same command wrote there
-    (configuration, metrics, TensorBoard events, checkpoints, resume points, rollout bank, responses.jsonl) and nothing
-    else. It is refused when Slurm has queued the job again, because it would remove what the first attempt wrote."""
+    (configuration, metrics, lengths, TensorBoard events, checkpoints, resume points, rollout bank, profiles,
+    responses.jsonl) and nothing else. It is refused when Slurm has queued the job again, because it would remove what
+    the first attempt wrote."""
     allow_changes: bool = False
     """Go on with an earlier run although the configuration has changed in what is computed, such as a learning rate, a
     loss or the data. The changes are listed at the start. Without it such a start is refused. Changes of layout, of
     memory and of the checkpoints' cadence need no permission."""
     nproc: PositiveInt = 1
     """Local ranks that a plain start launches; torchrun and srun decide for themselves."""
+    world_size: PositiveInt | None = None
+    """Ranks of the job that the file is for; default: `nproc`. It starts none. `megarlhf plan` and `--dry-run` plan and
+    check that many ranks, also where they are not, and a start with another number says so."""
     seed: int = 0
     """Everything random follows from it: weights, data order, samples."""
     deterministic: bool = False
@@ -36,6 +40,11 @@ class RunConfig(FrozenModel):
     to run. Kernels with a fixed order are slower, and what has none is refused at the start. On a CPU runs repeat bit
     for bit anyway."""
     wandb: WandbConfig = WandbConfig()
+
+    @property
+    def planned_ranks(self) -> int:
+        """Ranks of the job that the file is for."""
+        return self.world_size or self.nproc
 
     @model_validator(mode="before")
     @classmethod

@@ -14,6 +14,7 @@ from pydantic import Field, PositiveInt, model_validator
 from megarlhf.config.algo import GROUPED, AlgoConfig
 from megarlhf.config.beside import EMAConfig, PTXConfig, ReferenceUpdateConfig
 from megarlhf.config.numbers import SkipConfig
+from megarlhf.config.profile import ProfileConfig, within_the_run
 from megarlhf.config.rewards import RewardConfig
 from megarlhf.config.roles import FrozenModel, NonNegative, Positive, RoleConfig
 from megarlhf.config.rollout import RolloutConfig
@@ -147,6 +148,9 @@ class SFTConfig(FrozenModel):
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     watchdog: WatchdogConfig = WatchdogConfig()
+    profile: ProfileConfig = ProfileConfig()
+
+    _profiled = model_validator(mode="after")(within_the_run)
 
 
 class RMConfig(FrozenModel):
@@ -170,6 +174,9 @@ class RMConfig(FrozenModel):
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     watchdog: WatchdogConfig = WatchdogConfig()
+    profile: ProfileConfig = ProfileConfig()
+
+    _profiled = model_validator(mode="after")(within_the_run)
 
     @model_validator(mode="after")
     def _check(self) -> RMConfig:
@@ -204,6 +211,9 @@ class RLConfig(FrozenModel):
     samples: SamplesConfig = SamplesConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     watchdog: WatchdogConfig = WatchdogConfig()
+    profile: ProfileConfig = ProfileConfig()
+
+    _profiled = model_validator(mode="after")(within_the_run)
 
     @property
     def loss_constant(self) -> int:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
-import os
 from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Protocol
 
 from megarlhf.observe.samples import Row, as_markdown
+from megarlhf.observe.step_lines import StepLines, read_lines
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -52,15 +51,7 @@ class MetricsWriter:
         resume_step: int | None = None,
     ) -> None:
         run_dir = Path(run_dir)
-        run_dir.mkdir(parents=True, exist_ok=True)
-        path = run_dir / METRICS_FILE
-        if resume_step is None and path.exists():
-            raise ValueError(f"{path} is the record of an earlier run; give a new run another directory")
-        if resume_step is not None:
-            _cut_back(path, resume_step)
-        self._last_step = resume_step
-        self._file = path.open("ab")
-        self._pending = bytearray()
+        self._lines = StepLines(run_dir / METRICS_FILE, resume_step)
         self._run_dir = run_dir
         self._tensorboard = _open_tensorboard(run_dir, resume_step) if tensorboard else None
         self._for_tensorboard: list[tuple[int, dict[str, float | int | str]]] | None = [] if tensorboard else None
@@ -72,15 +63,9 @@ class MetricsWriter:
 
         Raises: ValueError for a step that does not rise, a metric called `step` or a value that is no number.
         """
-        if self._last_step is not None and step <= self._last_step:
-            raise ValueError(
-                f"metrics of step {step} after those of step {self._last_step}; steps must rise: log "
-                "one mapping a step, and after a resume continue with the step that follows resume_step"
-            )
         row = {name: _plain_number(name, metrics[name]) for name in sorted(metrics)}
-        self._pending += (json.dumps({"step": int(step), **row}, allow_nan=False) + "\n").encode()
-        self._write_pending()
-        self._last_step = step
+        self._lines.add(step, row)
+        self._lines.flush()
         finite = {name: value for name, value in row.items() if value is not None}
         if self._for_tensorboard is not None:
             # Its scalars have 32 bits, in which a time since 1970 is off by minutes; it notes the time by itself.
@@ -100,19 +85,9 @@ class MetricsWriter:
     def flush(self) -> None:
         """Write what could not be written yet: to be called before a resume point is, which must not outlive the lines
         of its steps."""
-        if self._pending:
-            self._write_pending()
+        self._lines.flush()
         if self._for_tensorboard:
             self._write_events(self._for_tensorboard)
-
-    def _write_pending(self) -> None:
-        """Lines that a full disk did not take are kept, and written as soon as there is room."""
-        try:
-            while self._pending:
-                del self._pending[: os.write(self._file.fileno(), self._pending)]
-            os.fsync(self._file.fileno())
-        except OSError as error:
-            log.warning("%s: %d bytes could not be written yet: %s", self._file.name, len(self._pending), error)
 
     def _write_events(self, rows: list[tuple[int, dict[str, float | int | str]]]) -> None:
         """The same of TensorBoard's events. A file of events that has failed once takes no more: a new one is begun."""
@@ -130,8 +105,7 @@ class MetricsWriter:
             self._tensorboard = None
 
     def close(self) -> None:
-        self._write_pending()
-        self._file.close()
+        self._lines.close()
         if self._tensorboard is not None:
             self._tensorboard.close()
         if self._tracker is not None:
@@ -152,35 +126,7 @@ def read_metrics(run_dir: Path | str) -> list[dict[str, Any]]:
     path = Path(run_dir) / METRICS_FILE
     if not path.is_file():
         raise ValueError(f"no {METRICS_FILE} in {run_dir}; expected the run.dir of a run that has logged a step")
-    return _read_rows(path)
-
-
-def require_readable(run_dir: Path) -> None:
-    """Raises: ValueError where an earlier run's metrics are damaged before the last line."""
-    if (path := run_dir / METRICS_FILE).exists():
-        _read_rows(path)
-
-
-def _read_rows(path: Path) -> list[dict[str, Any]]:
-    lines = path.read_bytes().split(b"\n")
-    lines.pop()  # what follows the last newline: nothing, or the torn line
-    rows = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise _damaged(path, number, line) from error
-        if not isinstance(row, dict) or not isinstance(row.get("step"), int):
-            raise _damaged(path, number, line)
-        rows.append(row)
-    return rows
-
-
-def _damaged(path: Path, number: int, line: bytes) -> ValueError:
-    return ValueError(
-        f"{path}, line {number}: got {line[:80]!r}, expected a JSON object with an integer `step`; only the "
-        "last line can be torn by a crash, so something else wrote here: repair or remove the line"
-    )
+    return read_lines(path)
 
 
 def _plain_number(name: str, value: Any) -> float | int | None:
@@ -196,24 +142,6 @@ def _plain_number(name: str, value: Any) -> float | int | None:
     raise ValueError(
         f"metric {name} is a {type(value).__name__}, expected float, int or None; give a tensor's `.item()`"
     )
-
-
-def _cut_back(path: Path, resume_step: int) -> None:
-    """Keep the lines with step <= resume_step, atomically."""
-    if not path.exists():
-        log.warning("resuming after step %d, but there is no %s: the record starts here", resume_step, path)
-        return
-    rows = [row for row in _read_rows(path) if row["step"] <= resume_step]
-    newest = rows[-1]["step"] if rows else -1
-    if newest < resume_step:
-        log.warning("%s ends at step %d, and the run goes on after step %d: lines are lost", path, newest, resume_step)
-    kept = [json.dumps(row) + "\n" for row in rows]
-    scratch = path.with_name(path.name + ".cut")
-    with scratch.open("w", encoding="utf-8") as file:
-        file.writelines(kept)
-        file.flush()
-        os.fsync(file.fileno())
-    scratch.replace(path)
 
 
 def _open_tensorboard(run_dir: Path, resume_step: int | None) -> Any:

@@ -1,6 +1,6 @@
 """Phases of a run: how long each took, which is open now, and what a rank did of it without waiting for others.
 
-One list of phases (`config.watchdog.PHASES`) serves metrics, watchdog and, later, the profiler.
+One list of phases (`config.watchdog.PHASES`) serves metrics, watchdog and profiler.
 """
 
 from __future__ import annotations
@@ -59,6 +59,7 @@ class Sharing(Protocol):
 class Phases:
     """Measures phases, which may stand inside each other.
 
+        phases.begin_step(step)
         with phases("rollout"):
             rollouts = engine.generate(...)
             phases.count("rollout_tokens_per_second", tokens)
@@ -73,6 +74,8 @@ class Phases:
         self.clock = clock
         self.open: tuple[OpenPhase, ...] = ()
         """Outermost first. Replaced, never changed: another thread may read it."""
+        self.step: int | None = None
+        """The step that is being made, from 1; None before the first step and between two, as while one is saved."""
         self.observer: Observer | None = None
         self.sharing: Sharing | None = None
         self._serials = itertools.count()
@@ -140,10 +143,16 @@ class Phases:
         self._tokens.clear()
         return seconds
 
+    def begin_step(self, step: int) -> None:
+        """Here begins step `step`: what was measured before it, such as building and saving, does not count for it."""
+        self.lap()
+        self.step = step
+
     def end_step(self, step: int) -> dict[str, float]:
         """`lap`, and what the ranks have to tell each other after a step. Collective."""
         if self.sharing is not None:
             self._failure = self.sharing.end_step(step, dict(self._local))
+        self.step = None
         return self.lap()
 
     def raise_if_late(self) -> None:

@@ -26,6 +26,8 @@ _BEING_WRITTEN = tuple(f".{role}.megarlhf-{what}" for role in ROLES for what in 
 _FILES = (
     "metrics.jsonl",
     "metrics.jsonl.cut",
+    "lengths.jsonl",
+    "lengths.jsonl.cut",
     "responses.jsonl",
     ".responses.jsonl.partial",
     "responses_without_rewards.jsonl",
@@ -36,6 +38,8 @@ _FILES = (
     "samples/step_[0-9]*.jsonl",
     "samples/eval_step_[0-9]*.jsonl",
     "samples/.*step_[0-9]*.jsonl.partial",
+    "profile/step_[0-9]*_rank_[0-9]*",
+    "profile/.step_[0-9]*_rank_[0-9]*.partial",
     "tensorboard/events.out.tfevents.*",
     "checkpoints/latest",
     "checkpoints/.latest.partial",
@@ -51,8 +55,11 @@ _FILES = (
     CONFIG_FILE,  # the last to be removed: what is left half-way is still a run's
 )
 _LINKS = ("latest", ".latest.partial")
-_FOLDERS = ("checkpoints", "tensorboard", "resume", "bank", "failures", "samples")
-_OWN = (CONFIG_FILE, FINISHED_FILE, "lock", "metrics.jsonl", ".responses.jsonl.partial", "wandb_id", "wandb", *_FOLDERS)
+_FOLDERS = ("checkpoints", "tensorboard", "resume", "bank", "failures", "samples", "profile")
+_OWN = (
+    *(CONFIG_FILE, FINISHED_FILE, "lock", "metrics.jsonl", "lengths.jsonl", ".responses.jsonl.partial"),
+    *("wandb_id", "wandb", *_FOLDERS),
+)
 """What a run keeps to itself in its directory: nothing else may be written there."""
 
 

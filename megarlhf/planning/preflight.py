@@ -105,6 +105,8 @@ def preflight(command: str, cfg: AnyConfig, world_size: int) -> Preflight:
     notes += _check_outputs(command, cfg)
     numbers: list[BatchNumber] = []
     if not isinstance(cfg, GenerateConfig):
+        cfg.profile.require_ranks(world_size)
+        notes += cfg.profile.in_words(world_size, on_cpu=capabilities().device_type == "cpu")
         notes += schedule_notes(cfg) + changed_meanings(cfg)
     if isinstance(cfg, SFTConfig):
         numbers = supervised_batch_numbers(cfg.train, dp, "actor", "sequences")

@@ -116,7 +116,7 @@ def transfer_setup(
 
     Raises: ValueError when model, layout and ranks do not fit.
     """
-    arch, mesh = check_role("actor", cfg.actor, world_size or cfg.run.nproc)
+    arch, mesh = check_role("actor", cfg.actor, world_size or cfg.run.planned_ranks)
     parallel, model = cfg.actor.parallel, cfg.actor.model
     key = "rollout.parallel.tp" if cfg.rollout.parallel.tp else "actor.parallel.tp"
     key = "--engine-tp" if engine_tp else key

@@ -71,6 +71,7 @@ def _of_training(cfg: SFTConfig | RMConfig | DPOConfig | RLConfig) -> list[_Row]
         ),
         ("reward_model.kernels", isinstance(cfg, RMConfig), "log-probs are of language models"),
         ("reference.optim", isinstance(cfg, DPOConfig), "the reference is not trained"),
+        ("profile.ranks", not cfg.profile.recorded, "profile names no step"),
     ]
 
 

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+from megarlhf.config import ProfileConfig
 from megarlhf.config.watchdog import WatchdogConfig
 from megarlhf.observe.phases import OpenPhase, Phases
 from megarlhf.runtime import Runtime
@@ -50,8 +51,10 @@ class Steps:
         return None
 
     @contextlib.contextmanager
-    def phases(self, cfg: WatchdogConfig, run_dir: Path, runtime: Runtime) -> Iterator[Phases]:
-        """In place of `observe.watchdog.watched_phases`."""
+    def phases(
+        self, watchdog: WatchdogConfig, profile: ProfileConfig, run_dir: Path, runtime: Runtime
+    ) -> Iterator[Phases]:
+        """In place of `observe.profile.recorded_phases`."""
         phases = Phases()
         phases.observer, phases.sharing = self, self
         yield phases

@@ -23,10 +23,11 @@ ROLES = ("actor", "critic", "reference", "reward_model")
 
 _NEUTRAL = {
     "where a run stands, what starts it, where it is logged": (
-        "run.dir run.on_existing run.allow_changes run.nproc run.wandb.* samples.*"
+        "run.dir run.on_existing run.allow_changes run.nproc run.world_size run.wandb.* samples.*"
     ),
     "when it is saved": "checkpoint.*",
     "when it ends because something hangs, and who is named as slow": "watchdog.*",
+    "which steps are recorded": "profile.*",
     "a model cut over other ranks is the same model": "ROLE.parallel.* ROLE.model.vocab_multiple rollout.parallel.*",
     "the same sums in another order": (
         "ROLE.kernels.* train.micro_batch_samples train.max_tokens_per_micro_batch rollout.engine_args.* "

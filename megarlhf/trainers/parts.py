@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from megarlhf.config import RolloutConfig
+from megarlhf.config import ProfileConfig, RolloutConfig
 from megarlhf.config.watchdog import WatchdogConfig
 from megarlhf.models.role import Role
 from megarlhf.models.weights import CHECKPOINTS, WeightSource
 from megarlhf.observe.phases import Phases
-from megarlhf.observe.watchdog import watched_phases
+from megarlhf.observe.profile import recorded_phases
 from megarlhf.rollout.engine import RolloutEngine
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.prompts import make_engine
@@ -21,7 +21,9 @@ from megarlhf.trainers.prompts import make_engine
 class MakePhases(Protocol):
     """The phases of a run, while it runs. Collective."""
 
-    def __call__(self, cfg: WatchdogConfig, run_dir: Path, runtime: Runtime, /) -> AbstractContextManager[Phases]: ...
+    def __call__(
+        self, watchdog: WatchdogConfig, profile: ProfileConfig, run_dir: Path, runtime: Runtime, /
+    ) -> AbstractContextManager[Phases]: ...
 
 
 class MakeEngine(Protocol):
@@ -36,7 +38,7 @@ class MakeEngine(Protocol):
 class Parts:
     """Those of a real run."""
 
-    phases: MakePhases = watched_phases
+    phases: MakePhases = recorded_phases
     weights: WeightSource = CHECKPOINTS
     """Where the roles' weights come from."""
     engine: MakeEngine = make_engine

@@ -36,7 +36,7 @@ def run(cfg: RLConfig, runtime: Runtime, parts: Parts = Parts()) -> None:  # noq
     """Improve the actor on its own samples."""
     with (
         StopRequest(device=runtime.device, speaks=runtime.is_main) as stop_request,
-        parts.phases(cfg.watchdog, cfg.run.dir, runtime) as phases,
+        parts.phases(cfg.watchdog, cfg.profile, cfg.run.dir, runtime) as phases,
     ):
         with phases("build"):
             data = load_prompts(
@@ -80,8 +80,8 @@ class Loop:
             session.border(0)
         if not session.start.update:  # the run had ended there; a step in progress is completed and exported first
             gap.raise_if_failed(last=step == num_steps)
-        components.phases.lap()
         while step < num_steps and stop.reason is None:
+            components.phases.begin_step(step + 1)
             rebuilds = components.engine.rebuilds
             work = StepInProgress.restored(session.take_table()) or self._experience(step, session)
             described = describe(work.experience, cfg)
@@ -101,6 +101,8 @@ class Loop:
                 metrics["engine_rebuilds"] = components.engine.rebuilds - rebuilds
             if is_due(step, cfg.samples.every):
                 self._show(session, step, work)
+            lengths = work.experience.prompt_lengths_N, work.experience.response_lengths_N
+            session.keep_lengths(step, *(lengths_N.tolist() for lengths_N in lengths))
             metrics |= components.phases.tokens_per_second()
             session.log(step, metrics | seconds_of(components.phases.end_step(step)))
             session.export(step, components.exported, last=last or gap.failed(last=last))
@@ -123,7 +125,7 @@ class Loop:
 
     def _show(self, session: Session, step: int, work: StepInProgress) -> None:
         """A table of samples of the step that is done."""
-        if session.tables is not None:  # rank 0
+        if session.records is not None:  # rank 0
             prompts = [self.by_record[record] for record in work.experience.per_sample["records"].tolist()]
             rows = training_rows(self.cfg, step, work.experience, prompts, self.data.tokenizer)
             session.show("train", step, rows)

@@ -34,7 +34,7 @@ from megarlhf.trainers.rl_kl import KLController
 from megarlhf.trainers.rl_moving import MovingAverage, MovingReference
 from megarlhf.trainers.rl_ptx import PretrainingMix, pretraining_mix
 from megarlhf.trainers.rl_rewards import Rewarder
-from megarlhf.trainers.session import Training
+from megarlhf.trainers.training import Training
 
 
 @dataclass(frozen=True)

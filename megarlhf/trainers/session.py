@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -12,56 +12,30 @@ from typing import Any, NoReturn
 from rich.console import RenderableType
 
 from megarlhf.collective_errors import from_first_rank, on_first_rank
-from megarlhf.config import CheckpointConfig, DPOConfig, FrozenModel, RLConfig, RMConfig, RunConfig, SFTConfig
+from megarlhf.config import FrozenModel, RLConfig, RunConfig
 from megarlhf.errors import Interrupted, RewardError, WatchdogTimeout
 from megarlhf.models.role import Role
-from megarlhf.observe import samples as sample_tables
 from megarlhf.observe.measured import measure
-from megarlhf.observe.metrics import Metric, MetricsWriter, require_readable
+from megarlhf.observe.metrics import Metric
 from megarlhf.observe.phases import Phases
 from megarlhf.observe.progress import Progress
+from megarlhf.observe.records import Records, open_records, require_readable_records
 from megarlhf.observe.run_directory import CONFIG_FILE
+from megarlhf.observe.samples import Kind, Row
 from megarlhf.observe.wandb_run import WandbRun
-from megarlhf.provenance import Provenance, Weights
+from megarlhf.provenance import Provenance
 from megarlhf.resume import point
-from megarlhf.resume.changes import compare
 from megarlhf.resume.checkpointer import Checkpointer
 from megarlhf.resume.claim import Claim, claim, finish
 from megarlhf.resume.identity import History
 from megarlhf.resume.lock import LockError
 from megarlhf.resume.point import Position
 from megarlhf.resume.restore import Identity, Table, restore
-from megarlhf.resume.signals import StopRequest, StopRun
+from megarlhf.resume.signals import StopRun
 from megarlhf.resume.state import Stateful
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.exports import Exports, set_exports_aside
-
-
-@dataclass(frozen=True)
-class Training:
-    """What a run that trains hands in, so that it can be resumed."""
-
-    checkpoint: CheckpointConfig
-    roles: Sequence[Role]
-    """Those whose weights change: what is saved."""
-    stop: StopRequest
-    """Entered before the models are built, so that a signal in the meantime is not lost."""
-    data: str
-    """Digest of the training samples."""
-    states: Mapping[str, Stateful] = field(default_factory=dict)
-    """Whatever keeps state over steps, by name."""
-    base: Mapping[str, Weights] = field(default_factory=dict)
-    """What each trained role began with."""
-    reference: Weights | None = None
-    """Of `rl`, and of `dpo` where its loss reads one."""
-    architectures: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Of every role that is built."""
-    others: Mapping[str, str] = field(default_factory=dict)
-    """Digests of whatever else takes part in what is computed, by its name."""
-    sources: Mapping[str, str] = field(default_factory=dict)
-    """Digests of sources of the user's, by name; another source is said and refuses nothing."""
-    on_saved: Callable[[Position], None] = lambda position: None
-    """Called on rank 0 after a resume point was written, with the position of the oldest of the newest `keep`."""
+from megarlhf.trainers.training import Training, identity_of
 
 
 @dataclass
@@ -70,9 +44,7 @@ class Session:
 
     runtime: Runtime
     run_dir: Path
-    metrics: MetricsWriter | None = None
-    """On rank 0."""
-    tables: sample_tables.SampleTables | None = None
+    records: Records | None = None
     """On rank 0."""
     progress: Progress | None = None
     """Before it is opened, notes are kept."""
@@ -93,12 +65,17 @@ class Session:
         table, self._table = self._table, None
         return table
 
-    def show(self, kind: sample_tables.Kind, step: int, rows: Sequence[sample_tables.Row]) -> None:
+    def show(self, kind: Kind, step: int, rows: Sequence[Row]) -> None:
         """Write a table of samples of the step, if it has rows, before its metrics are logged."""
-        if rows and self.tables is not None and self.metrics is not None:
+        if rows and self.records is not None:
             with self.phases("checkpoint"):
-                self.tables.write(kind, step, rows)
-                self.metrics.log_samples(f"samples/{kind}", step, rows)
+                self.records.show(kind, step, rows)
+
+    def keep_lengths(self, step: int, prompts: Sequence[int], responses: Sequence[int]) -> None:
+        """Tokens of each sample that the step was trained on, before its metrics are logged."""
+        if self.records is not None:
+            with self.phases("checkpoint"):
+                self.records.keep_lengths(step, prompts, responses)
 
     def log(self, step: int, metrics: Mapping[str, Metric]) -> None:
         """Record metrics of step `step` (1 is the first; 0 is before training), and what was measured. Collective."""
@@ -108,9 +85,9 @@ class Session:
             metrics = {**metrics, "seconds_checkpoint": self.checkpointer.seconds_standing}
             self.checkpointer.seconds_standing = 0.0
         self.history.add(step, metrics)
-        if self.metrics is not None:
+        if self.records is not None:
             with self.phases("checkpoint"):  # a file system that does not answer is a phase that is late
-                self.metrics.log(step, metrics)
+                self.records.metrics.log(step, metrics)
         assert self.progress is not None
         self.progress.step(step, metrics)
 
@@ -234,9 +211,8 @@ class Session:
                 claimed.lock.require_held()
 
         def write_what_waits() -> None:
-            if self.metrics is not None and self.tables is not None:
-                self.metrics.flush()
-                self.tables.flush()
+            if self.records is not None:
+                self.records.flush()
 
         def provenance(role: str, at: Position) -> Provenance:
             return Provenance(
@@ -334,11 +310,11 @@ def _open(
         if (number := training.stop.agreed()) is not None:
             does = "goes on with the earlier run" if resumes else "begins"
             raise StopRun(f"stopped ({number.name}) before anything was done; the same command {does}", number)
-        identity = _identity(cfg, run, command, training)
+        identity = identity_of(cfg, run, command, training)
         planned = session.prepare_training(training, identity, claims, notes, resumes=resumes)
         _require_steps_left(session.start, planned, total, run.dir)
         if resumes:
-            on_first_rank(lambda: require_readable(run.dir))
+            on_first_rank(lambda: require_readable_records(run.dir))
     on_first_rank(claims[0].start if claims else _nothing)
     if session.checkpointer is not None:
         stack.callback(session.checkpointer.abandon)
@@ -348,10 +324,8 @@ def _open(
     if session.runtime.is_main:
         # A run that had no resume point begins again: nothing of its record is kept.
         resume_step = (session.start.step if session.resumed else -1) if resumes else None
-        writer = MetricsWriter(run.dir, tracker=tracker[0] if tracker else None, resume_step=resume_step)
-        session.metrics = stack.enter_context(writer)
-        session.tables = sample_tables.SampleTables(run.dir, resume_step)
-        stack.callback(session.tables.flush)
+        records = open_records(run.dir, resume_step, tracker[0] if tracker else None, lengths=isinstance(cfg, RLConfig))
+        session.records = stack.enter_context(records)
         point.remove_leftovers(run.dir)
         if session.resumed:
             point.set_aside(run.dir, session.start)
@@ -380,28 +354,6 @@ def _require_steps_left(start: Position, planned: int | None, total: int, run_di
 
 def _nothing() -> None:
     """Of the other ranks."""
-
-
-def _identity(cfg: FrozenModel, run: RunConfig, command: str, training: Training) -> Identity:
-    def changed(before: Mapping[str, Any]) -> list[str]:
-        assert isinstance(cfg, SFTConfig | RMConfig | DPOConfig | RLConfig)
-        try:
-            return [str(change) for change in compare(type(cfg).model_validate(before), cfg).mathematics]
-        except ValueError as error:
-            return [f"it cannot be read by this version ({error})"]
-
-    return Identity(
-        command=command,
-        data=training.data,
-        reference=None if training.reference is None else training.reference.digest,
-        others=training.others,
-        sources=training.sources,
-        architectures=training.architectures,
-        base=training.base,
-        config=cfg.model_dump(mode="json"),
-        changed=changed,
-        allow_changes=run.allow_changes,
-    )
 
 
 def is_due(step: int, every: int) -> bool:

@@ -36,7 +36,8 @@ from megarlhf.resume.state import Stateful
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.bad_steps import BadSteps, Failures, Update
 from megarlhf.trainers.parts import Parts
-from megarlhf.trainers.session import Session, Training, is_due, open_session
+from megarlhf.trainers.session import Session, is_due, open_session
+from megarlhf.trainers.training import Training
 
 Sample = TypeVar("Sample")
 Metrics = dict[str, Metric]
@@ -183,7 +184,7 @@ def run_supervised(objective: Objective[Sample], runtime: Runtime, parts: Parts)
     """Train the objective's role on its samples."""
     with (
         StopRequest(device=runtime.device, speaks=runtime.is_main) as stop,
-        parts.phases(objective.cfg.watchdog, objective.cfg.run.dir, runtime) as phases,
+        parts.phases(objective.cfg.watchdog, objective.cfg.profile, objective.cfg.run.dir, runtime) as phases,
     ):
         run_in(phases, stop, objective, runtime, parts)
 
@@ -229,9 +230,9 @@ def run_in(
                 evaluation = evaluate(objective, role, heldout, session.asked_to_stop)
             session.log(0, evaluation)
             session.border(0)
-        phases.lap()
         as_trained = True
         for step in range(session.start.step, cfg.train.num_steps):
+            phases.begin_step(step + 1)
             trained = session.take_table()
             if trained is None:
                 update = Update(step + 1, None, order.indices(step))

@@ -26,7 +26,7 @@ from megarlhf.architectures.placements import Head
 from megarlhf.commands import cli
 from megarlhf.config import CheckpointConfig, RoleConfig
 from megarlhf.models.role import Role, build_role
-from megarlhf.observe.metrics import MetricsWriter
+from megarlhf.observe.step_lines import StepLines
 from megarlhf.parallel import step as training_step
 from megarlhf.parallel.megatron_cpu import megatron_device
 from megarlhf.parallel.mesh import GroupCache
@@ -328,14 +328,14 @@ def command_on_a_tight_disk(runtime: Runtime, run: Path, *argv: str) -> str:
 
 def command_whose_line_waits(runtime: Runtime, line: int, calls: int, *argv: str) -> tuple[str, str]:
     """A command that finds no room for a line of metrics.jsonl, and is cut off at a call of `Trainer.step`."""
-    real, made = MetricsWriter._write_pending, list[int]()
+    real, made = StepLines.flush, list[int]()
 
-    def write(self: MetricsWriter) -> None:
-        made.append(1)
+    def write(self: StepLines) -> None:
+        made.extend([1] if self._pending else [])
         if len(made) != line:
             real(self)
 
-    with mock.patch.object(MetricsWriter, "_write_pending", write):
+    with mock.patch.object(StepLines, "flush", write):
         return command_until(runtime, calls, "megarlhf.parallel.step:Trainer", "step", *argv)
 
 

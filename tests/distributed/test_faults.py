@@ -248,7 +248,7 @@ def test_a_run_that_was_killed_after_its_last_step_ends_in_order(tmp_path: Path)
     "phase, owner, method",
     [
         ("build", "megarlhf.resume.point", "damaged_files"),
-        ("checkpoint", "megarlhf.observe.metrics:MetricsWriter", "_write_pending"),
+        ("checkpoint", "megarlhf.observe.step_lines:StepLines", "flush"),
     ],
 )
 def test_a_file_system_that_does_not_answer_is_late(

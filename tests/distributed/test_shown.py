@@ -17,7 +17,10 @@ from tensorboard.backend.event_processing.plugin_event_accumulator import EventA
 from megarlhf.commands.cli import main
 from megarlhf.observe.measured import reproducible
 from megarlhf.observe.metrics import read_metrics
+from megarlhf.observe.records import LENGTHS_FILE
 from megarlhf.observe.samples import read_table, steps_of
+from megarlhf.observe.step_lines import read_lines
+from megarlhf.rehearsal.lengths import Given, parse
 from tests.distributed.resume_jobs import command_until
 from tests.distributed.test_rl_layouts import config as rl_config
 from tests.ranks import RankPool
@@ -95,16 +98,33 @@ def test_a_killed_run_has_the_tables_of_one_that_was_not(
     assert ranks.run(2, command_until, 2, "megarlhf.trainers.session:Session", "export", *argv)[0][0] == "killed"
     stale = [run / "samples" / name for name in ("step_000002.jsonl", "eval_step_000002.jsonl")]
     assert all(path.exists() for path in stale)
+    assert [row["step"] for row in read_lines(run / LENGTHS_FILE)] == [1, 2]
     for path in (*stale, run / "samples/eval_step_000009.jsonl", run / "samples/.step_000002.jsonl.partial"):
         path.write_text('{"stale": true}\n')
     said = ranks.run(2, "command", *argv)[0]
     assert "from resume/step_000001_update_0001" in said
     assert tables(run) == tables(whole)
+    assert (run / LENGTHS_FILE).read_bytes() == (whole / LENGTHS_FILE).read_bytes()
     assert [reproducible(row) for row in read_metrics(run)] == [reproducible(row) for row in read_metrics(whole)]
     for tag, steps in (("samples/train", [1, 2, 3]), ("samples/eval", [0, 2, 3])):
         texts = [events_of(each).Tensors(f"{tag}/text_summary") for each in (run, whole)]
         assert [event.step for event in texts[0]] == steps
         assert [event.tensor_proto.string_val for event in texts[0]] == [e.tensor_proto.string_val for e in texts[1]]
+
+
+def test_the_lengths_of_all_samples_are_kept_as_a_rehearsal_reads_them(whole: Path) -> None:
+    """Four prompts and four responses to each, all in one table of samples' terms: its rows are some of them."""
+    kept = read_lines(whole / LENGTHS_FILE)
+    assert [row["step"] for row in kept] == [1, 2, 3]
+    for row, logged in zip(kept, read_metrics(whole)[1:], strict=True):
+        assert len(row["prompts"]) == len(row["responses"]) == 16
+        assert all(row["prompts"][n : n + 4] == row["prompts"][n : n + 1] * 4 for n in range(0, 16, 4))
+        assert sum(row["responses"]) / 16 == pytest.approx(logged["response_length_mean"])
+        for sample in read_table(whole, "train", row["step"]):
+            assert row["responses"][sample["sample"]] == sample["length"]
+    drawn = parse(str(whole), "prompts")
+    assert isinstance(drawn, Given)
+    assert list(drawn.values) == [length for row in kept for length in row["prompts"]]
 
 
 def events_of(run: Path) -> EventAccumulator:

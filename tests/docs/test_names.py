@@ -28,6 +28,7 @@ NOT_OURS = {
     "tensorboard/",
     "checkpoints/",
     "bank/",
+    "profile/",
     "samples/",
     "wandb/",
     "failures/",

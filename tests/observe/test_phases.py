@@ -40,6 +40,23 @@ def test_inner_phases_are_not_counted_in_the_outer_and_entries_add_up(clock):
     assert phases.open == ()
 
 
+def test_a_step_has_the_seconds_between_its_begin_and_its_end(clock):
+    """Building before the first step, and saving between two, belong to none."""
+    phases = Phases(clock)
+
+    def spend(name, seconds):
+        with phases(name):
+            clock.now += seconds
+        return phases.step
+
+    assert spend("build", 9) is None
+    for step in (3, 4):
+        phases.begin_step(step)
+        assert spend("rollout", step) == step
+        assert phases.end_step(step) == {"rollout": step}
+        assert spend("checkpoint", 5) is None
+
+
 def test_a_phase_ends_with_the_error_that_leaves_it(clock):
     phases = Phases(clock)
 

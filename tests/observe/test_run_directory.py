@@ -39,6 +39,8 @@ def test_responses_replace_no_input_and_nothing_of_the_runs_own(tmp_path):
         "hf/tokenizer.json": "lies below actor.model.hf",
         "run/config.yaml": "which the run itself writes",
         "run/metrics.jsonl": "which the run itself writes",
+        "run/lengths.jsonl": "which the run itself writes",
+        "run/profile/a.jsonl": "which the run itself writes",
         "run/.responses.jsonl.partial": "which the run itself writes",
         "run/checkpoints/a.jsonl": "which the run itself writes",
         "run": "is a directory; name a file",

@@ -28,6 +28,22 @@ def test_a_dtype_that_cannot_be_followed_is_refused_for_the_role_that_has_it(pat
     assert [model.split(", ")[-1] for _, model, _ in plan.roles] == ["fp32 by default)"] * 2 + ["bf16 as configured)"]
 
 
+def test_ranks_to_profile_are_those_of_the_run(paths):
+    profiled = rl(paths, profile={"steps": [3, 2], "ranks": [0, 2]})
+    with pytest.raises(
+        ValueError, match=r"profile\.ranks names rank 2, and the run has 2 rank\(s\); name ranks from 0 to 1, or leave"
+    ):
+        preflight("rl", profiled, 2)
+    assert (
+        "profile: step 2, 3 is recorded by rank 0, 2, and takes longer than others"
+        in preflight(
+            "rl", rl(paths, profile={"steps": [3, 2], "ranks": [0, 2]}, train={"mini_batch_samples": 24}), 4
+        ).notes
+    )
+    unread = rl(paths, profile={"ranks": [0]})
+    assert "set, but without effect here: profile.ranks (profile names no step)" in preflight("rl", unread, 2).notes
+
+
 def test_an_argument_that_vllm_does_not_know_is_refused_before_anything_starts(paths):
     with pytest.raises(
         ValueError, match=r"rollout\.engine_args: vLLM has no .*'max_num_seq'; did you mean 'max_num_seqs'"

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from megarlhf.config import GenerateConfig, SFTConfig, load_config
-from megarlhf.observe.metrics import MetricsWriter
+from megarlhf.observe.records import open_records
 from megarlhf.observe.run_directory import files_of_a_run
 from megarlhf.resume.claim import NO_STEPS_LEFT, claim, finish, finished, require_usable
 from megarlhf.resume.lock import Lock
@@ -43,8 +43,9 @@ def leave_a_run(cfg, command="sft"):
     """The traces of a whole run, and files of the user's beside them."""
     run = cfg.run.dir
     begin(cfg, command)
-    with MetricsWriter(run) as writer:
-        writer.log(1, {"loss": 0.5})
+    with open_records(run, None, None, lengths=True) as records:
+        records.keep_lengths(1, [3], [4])
+        records.metrics.log(1, {"loss": 0.5})
     for step in (1, 2):
         (run / f"checkpoints/step_{step:06d}/actor").mkdir(parents=True)
         (run / f"checkpoints/step_{step:06d}/actor/config.json").write_text("{}")
@@ -54,10 +55,12 @@ def leave_a_run(cfg, command="sft"):
     (run / "checkpoints/.step_000003.partial/.critic.megarlhf-lock").touch()
     (run / "responses.jsonl").write_text("{}\n")
     (run / "wandb_id").write_text("abc")
-    for name in ("resume/step_000002/MANIFEST.json", "resume/.step_000003.partial/state", "bank/a", "failures/b"):
+    left = ["resume/step_000002/MANIFEST.json", "resume/.step_000003.partial/state", "bank/a", "failures/b"]
+    left += [f"profile/{name}" for name in ("step_000002_rank_00000.trace.json", ".step_000001_rank_00000.x.partial")]
+    for name in left:
         (run / name).parent.mkdir(parents=True, exist_ok=True)
         (run / name).write_text("{}")
-    mine = {"notes.txt", "plots/loss.png", "checkpoints/best/config.json", "tensorboard/mine.txt"}
+    mine = {"notes.txt", "plots/loss.png", "checkpoints/best/config.json", "tensorboard/mine.txt", "profile/mine.html"}
     for name in mine:
         (run / name).parent.mkdir(parents=True, exist_ok=True)
         (run / name).write_text("mine")
@@ -320,7 +323,7 @@ def test_overwrite_removes_what_the_run_wrote_and_nothing_else(cfg, dead_lock):
     dead_lock(cfg().run.dir)
     new = cfg(on_existing="overwrite", seed=7)
     usable = require_usable(new, new.run, "sft")
-    assert (len(usable.removed), usable.removed[-1].name, usable.resumes) == (17, "config.yaml", False)
+    assert (len(usable.removed), usable.removed[-1].name, usable.resumes) == (20, "config.yaml", False)
     begin(new, "sft")
     assert set(content(new.run.dir)) == mine | {"config.yaml"}
     for folder in ("checkpoints/step_000001", "resume", "bank", "failures"):
