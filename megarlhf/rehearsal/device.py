@@ -142,7 +142,8 @@ class Device(TorchDispatchMode):
         """Keep what is known of the numbers; the experts of tokens are stated."""
         self.known.follow(func, args, kwargs, out, written)
         if func is aten.topk.default and self.known.twin(args[0]) is None and in_router():
-            self.known.tell(out[1], self.routing.experts_of(*args[0].shape, out[1].size(1)))
+            num_tokens, num_experts = args[0].shape
+            self.known.tell(out[1], self.routing.experts_of(num_tokens, num_experts, out[1].size(1)))
 
     def _on_host(self, func: Any, args: Any, kwargs: Any) -> Any:
         out = func(*args, **kwargs)

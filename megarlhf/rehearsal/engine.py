@@ -22,6 +22,8 @@ from megarlhf.config import RolloutConfig
 from megarlhf.experience import Rollouts
 from megarlhf.layout import split_evenly
 from megarlhf.models.build import ModelShard
+from megarlhf.rehearsal.decoding import EngineShape
+from megarlhf.rehearsal.engine_time import EngineWork, shape_of
 from megarlhf.rehearsal.lengths import Lengths
 from megarlhf.rollout.engine import KeptResponses, Response, Sampling, gather_indexed
 from megarlhf.rollout.vllm_engine import VllmEngine
@@ -30,10 +32,6 @@ from megarlhf.weights.checks.certificate import Certificate
 
 TOKEN = 5
 """What every response consists of: no id of a tokenizer's beginning that ends something."""
-
-
-class DoesNotFit(ValueError):
-    """The engine would not start."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,19 +87,23 @@ class RehearsedEngine(VllmEngine):
         lengths: Lengths,
         memory: EngineMemory,
         drew: Callable[[int], None],
-        generated: Callable[[Sequence[int], Sequence[int], int], None],
+        generated: Callable[[Sequence[EngineWork], EngineShape, int], None],
+        refused: Callable[[str], None],
     ) -> None:
-        """`drew` is told the number of samples of each rollout; `generated` prompt and response lengths of this rank's
-        engine, and the bytes of its cache."""
-        self._lengths, self._memory, self._drew, self._generated = lengths, memory, drew, generated
+        """`drew` is told the number of samples of each rollout; `generated` what each engine of the job has to
+        generate, and the shape and the bytes of the cache of this rank's; `refused` why vLLM would not start, in which
+        case the rehearsal goes on with a cache for one sequence."""
+        self._lengths, self._memory = lengths, memory
+        self._drew, self._generated, self._refused = drew, generated, refused
         self._cache_bytes = 0
         super().__init__(model_path, dtype, rollout, tp, max_model_len, runtime)
 
     def _start(self, model_path: Path, max_model_len: int) -> Any:
-        """Memory as vLLM takes it. Raises: DoesNotFit with vLLM's own reasons."""
+        """Memory as vLLM takes it."""
         held = self._memory.held_bytes()
         parameters = self._weights()
         weights = sum(tensor.numel() * tensor.element_size() for tensor in parameters.values())
+        self._shape = shape_of(self._arch, self._tp, self._runtime.rank // self._tp * self._tp, self._dtype, weights)
         self._cache_bytes = self._cache_size(held, weights, max_model_len)
         return _LLM(parameters, self._cache())
 
@@ -121,23 +123,22 @@ class RehearsedEngine(VllmEngine):
             return rollout.cpu_cache_gib << 30
         share, taken = int(device * rollout.gpu_memory_utilization), held + self._memory.reserved_bytes
         named = f"rollout.gpu_memory_utilization = {rollout.gpu_memory_utilization}"
+        least = max_model_len * self._shape.cache_bytes_per_token
         if device - taken < share:
-            raise DoesNotFit(
+            self._refused(
                 f"vLLM would not start: {named} of {_gib(device)} is {_gib(share)}, and {_gib(device - taken)} are "
-                f"free after the roles ({_gib(held)}) and what the process takes; lower "
-                "rollout.gpu_memory_utilization, or "
-                "cut the roles further (tp, pp, more ranks)"
+                f"free after the roles ({_gib(held)}) and what the process takes ({_gib(taken - held)}); lower "
+                "rollout.gpu_memory_utilization, or cut the roles further (tp, pp, more ranks)"
             )
         cache = share - weights - self._memory.activation_bytes
-        least = max_model_len * cache_bytes_per_token(self._arch, self._tp, self._dtype)
         if cache < least:
-            raise DoesNotFit(
+            self._refused(
                 f"vLLM would not start: {named} of {_gib(device)} is {_gib(share)}; its weights take {_gib(weights)} "
-                f"and its own forward {_gib(self._memory.activation_bytes)}, which leaves {_gib(cache)} for the cache, "
-                f"and one sequence of {max_model_len} tokens needs {_gib(least)}; raise the share or "
+                f"and its own forward {_gib(self._memory.activation_bytes)}, which leaves {_gib(max(0, cache))} for "
+                f"the cache, and one sequence of {max_model_len} tokens needs {_gib(least)}; raise the share or "
                 "rollout.parallel.tp"
             )
-        return cache
+        return max(cache, least)
 
     def _check_memory(self) -> None:
         """Whether vLLM's loader leaves weights in place is asked of the live engine only."""
@@ -159,8 +160,8 @@ class RehearsedEngine(VllmEngine):
         self._drew(len(prompts))
         drawn = [min(self._lengths.draw(seed), sampling.max_tokens) for seed in seeds]
         shares = split_evenly(len(prompts), world // tp)
-        mine = shares[self._runtime.rank // tp]
-        self._generated([len(prompts[n]) for n in mine], [drawn[n] for n in mine], self._cache_bytes)
+        work = [EngineWork([len(prompts[n]) for n in share], [drawn[n] for n in share]) for share in shares]
+        self._generated(work, self._shape, self._cache_bytes)
         return given_responses(
             {engine * tp: share for engine, share in enumerate(shares)}, drawn, sampling, self._version, self._runtime
         )
@@ -215,10 +216,15 @@ def given_responses(
     return gather_indexed(mine, index, len(lengths), version, runtime.device)
 
 
-def cache_bytes_per_token(arch: Architecture, tp: int, dtype: torch.dtype) -> int:
-    """Keys and values of all layers on one rank of an engine; a group that has to be on several ranks is repeated."""
-    groups = max(1, arch.num_kv_heads // tp)
-    return 2 * arch.num_layers * groups * arch.head_dim * dtype.itemsize
+def forward_bytes(arch: Architecture, tp: int) -> int:
+    """What vLLM finds its own forward to need on one rank, and keeps free of the cache: assumed to be residual stream,
+    norm's output and MLP of the largest batch of tokens, and the logits of all sequences in fp32.
+
+    Source: vllm/v1/worker/gpu_worker.py, determine_available_memory, which measures it by such a forward;
+    vllm/engine/arg_utils.py for its sizes on a GPU of 70 GiB or more.
+    """
+    width = max(arch.ffn_size, arch.experts_per_token * arch.expert_ffn_size if arch.num_experts else 0)
+    return 16384 * 2 * (4 * arch.hidden_size + 3 * width // tp) + 1024 * 4 * arch.vocab_size
 
 
 def _gib(nbytes: float) -> str:

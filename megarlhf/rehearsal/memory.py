@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import Tensor
@@ -20,8 +20,8 @@ GPU_BLOCK = 512
 LARGEST = 5
 MOMENTARY = -1
 """In place of a storage's key."""
-CURVE_POINTS = 400
-"""Of the curve of a phase, at most."""
+CURVE_POINTS = 100
+"""Of the curve of one stay in a phase, about."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,3 +221,22 @@ class Ledger:
                 points.append(point)
                 best = -1
         return points
+
+
+def merged(stays: Sequence[PhaseMemory]) -> list[PhaseMemory]:
+    """One entry for each phase of each step, in the order in which they were entered first."""
+    found: dict[tuple[int, str], PhaseMemory] = {}
+    for stay in stays:
+        before = found.get((stay.step, stay.phase))
+        if before is None:
+            found[stay.step, stay.phase] = stay
+            continue
+        at_peak = stay if stay.peak > before.peak else before
+        found[stay.step, stay.phase] = replace(
+            at_peak,
+            start=before.start,
+            end=stay.end,
+            host_peak=max(before.host_peak, stay.host_peak),
+            curve=[*before.curve, *stay.curve],
+        )
+    return list(found.values())

@@ -6,114 +6,73 @@ import contextlib
 import importlib
 import resource
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 from torch import Tensor
 
-from megarlhf.config import FrozenModel, RLConfig, RoleConfig, RolloutConfig
-from megarlhf.layout import MeshLayout
+from megarlhf.config import RolloutConfig
 from megarlhf.models.build import ModelShard
 from megarlhf.models.role import Role
 from megarlhf.parallel.mesh import GROUPS_AXES
 from megarlhf.rehearsal import interfaces
+from megarlhf.rehearsal.batches import Share, seen_batches
+from megarlhf.rehearsal.decoding import EngineShape
 from megarlhf.rehearsal.device import Device
-from megarlhf.rehearsal.engine import EngineMemory, GivenResponses, RehearsedEngine
-from megarlhf.rehearsal.interfaces import FakeTensor, Hooks, Kind
-from megarlhf.rehearsal.lengths import Lengths
-from megarlhf.rehearsal.memory import GPU_BLOCK, Ledger, PhaseMemory
+from megarlhf.rehearsal.engine import EngineMemory, GivenResponses, RehearsedEngine, forward_bytes
+from megarlhf.rehearsal.engine_time import DecodePrice, EngineWork, RolloutEstimate, estimate
+from megarlhf.rehearsal.interfaces import FakeTensor, Hooks
+from megarlhf.rehearsal.job import Job, RankRecord, layouts_of, runtime_of
+from megarlhf.rehearsal.margin import engine_items, facts_of, margin, total
+from megarlhf.rehearsal.memory import GPU_BLOCK, Ledger, PhaseMemory, merged
 from megarlhf.rehearsal.optimizer import KERNELS
 from megarlhf.rehearsal.others import EMPTY_BANK, gathered
-from megarlhf.rehearsal.routing import Routing
-from megarlhf.rehearsal.sites import Assumption, Assumptions
+from megarlhf.rehearsal.sites import Assumptions
 from megarlhf.rehearsal.steps import Enough, Steps
-from megarlhf.rehearsal.trace import Event, Mark, Work
-from megarlhf.rehearsal.transformer_engine import Layers, Shared, replace_layers
+from megarlhf.rehearsal.trace import Mark
+from megarlhf.rehearsal.transformer_engine import Shared, replace_layers
 from megarlhf.rehearsal.weights import NoNumbers
-from megarlhf.rehearsal.wire import Line, Wire, labels_of
+from megarlhf.rehearsal.wire import Wire, labels_of
 from megarlhf.rehearsal.work import Meter, Price
 from megarlhf.rollout.engine import RolloutEngine
-from megarlhf.runtime import Runtime
 from megarlhf.trainers.parts import Parts
 from megarlhf.trainers.prompts import engine_dtype
 
 ENTRIES = {name: f"megarlhf.trainers.{name}" for name in ("sft", "rm", "dpo", "rl")}
 """Module of each command that can be rehearsed."""
+MAX_NUM_SEQS = 1024
+"""Sequences that vLLM runs at once, where `rollout.engine_args` says nothing: its default on a GPU of 70 GiB or more
+(vllm/engine/arg_utils.py)."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """What a rank is to rehearse."""
-
-    command: str
-    cfg: FrozenModel
-    """With whatever stands in for what is missing: `stand_ins.py`."""
-    rank: int
-    world_size: int
-    ranks_per_node: int
-    kind: Kind
-    layers: Layers = "te"
-    """Of a GPU; on a CPU they are local ones."""
-    num_steps: int
-    response_lengths: Lengths
-    device_bytes: int = 0
-    """Of a device's memory; 0: not bounded."""
-    reserved_bytes: int = 0
-    """Of it, what is taken before and beside torch."""
-    engine_activation_bytes: int = 0
-    bare_engine: bool = False
-    """Responses come from nowhere: no engine's weights, cache and updates."""
-    routing: Routing = field(default_factory=Routing)
-    """Of models with experts."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankRecord:
-    """What a rehearsed rank has seen."""
-
-    rank: int
-    memory: list[PhaseMemory]
-    messages: list[tuple[Line, int, int]]
-    """(row, count, bytes)."""
-    events: list[Event]
-    flops: dict[tuple[int, str, Work], int]
-    """By step, phase and work."""
-    operations: dict[tuple[int, str], int]
-    assumptions: list[tuple[Assumption, int]]
-    groups_created: int
-    memberships: int
-    tool_seconds: float
-    tool_gib: float
-
-
-def roles_of(cfg: Any) -> dict[str, RoleConfig]:
-    """The roles that a command builds."""
-    if isinstance(cfg, RLConfig):
-        return cfg.roles()
-    names = ("actor", "reward_model", "reference")
-    return {name: section for name in names if (section := getattr(cfg, name, None)) is not None}
-
-
-def layouts_of(cfg: Any, world_size: int) -> dict[str, MeshLayout]:
-    """Of each role, in the order of ranks."""
-    return {name: section.parallel.layout(world_size, name) for name, section in roles_of(cfg).items()}
+class RankPrice(Price, DecodePrice, Protocol):
+    """What prices all that a rank does: `pricing.Pricing`."""
 
 
 class Rank:
     """Rehearses one rank in this process, which it takes over: process group, device and patches are the process's."""
 
-    def __init__(self, job: Job, price: Price) -> None:
-        self.job = job
+    def __init__(
+        self, job: Job, price: RankPrice, told: Callable[[int, str, int], None] = lambda step, phase, operations: None
+    ) -> None:
+        """`told` gets step, phase and the number of operations so far, whenever the phase changes."""
+        self.job, self._price, self._told = job, price, told
         self.device = interfaces.device_of(job.kind)
         self.ledger = Ledger(GPU_BLOCK if job.kind == "gpu" else 1)
         self.meter = Meter(price, ticked=self._ticked)
-        labels = labels_of(list(layouts_of(job.cfg, job.world_size).values()), GROUPS_AXES)
+        self.runtime = runtime_of(job.rank, job.world_size, job.ranks_per_node, self.device)
+        self.layouts = layouts_of(job.cfg, self.runtime)
+        labels = labels_of(list(self.layouts.values()), GROUPS_AXES)
         self.wire = Wire(job.rank, job.ranks_per_node, labels, self.meter.message)
         self.assumptions = Assumptions()
         self.mode = Device(self.device, self.ledger, self.wire, self.assumptions, self.meter)
         self._num_samples = 0
         """Of the last rollout."""
+        self._created = interfaces.count_groups()
+        self._shares: dict[str, list[Share]] = {}
+        self._rollouts: list[RolloutEstimate] = []
+        self._problems: list[str] = []
+        self._cache_bytes = 0
         self.mode.routing = job.routing
         self.steps = Steps(job.num_steps, self._moved, self._ended)
         self._shared = Shared(self.device, self.ledger.name)
@@ -122,24 +81,15 @@ class Rank:
         """The whole rehearsal of this rank."""
         job, began = self.job, time.perf_counter()
         interfaces.join(job.rank, job.world_size, job.kind)
-        created = interfaces.count_groups()
-        runtime = Runtime(
-            rank=job.rank,
-            local_rank=job.rank % job.ranks_per_node,
-            world_size=job.world_size,
-            local_world_size=min(job.ranks_per_node, job.world_size),
-            ranks_per_block=min(job.ranks_per_node, job.world_size),
-            device=self.device,
-            backend=interfaces.BACKEND,
-        )
         run = importlib.import_module(ENTRIES[job.command]).run
-        with created, interfaces.patched(self._hooks()), self.mode:
+        created, seen = self._created, seen_batches(lambda: self.wire.phase, self._shares)
+        with created, interfaces.patched(self._hooks()), seen, self.mode:
             with contextlib.suppress(Enough):
-                run(job.cfg, runtime, self._parts())
+                run(job.cfg, self.runtime, self._parts())
             self.ledger.leave()
         return RankRecord(
             rank=job.rank,
-            memory=self.ledger.phases,
+            memory=merged(self.ledger.phases),
             messages=[(line, count, self.wire.nbytes[line]) for line, count in self.wire.counts.items()],
             events=self.meter.events,
             flops=dict(self.meter.flops),
@@ -147,6 +97,10 @@ class Rank:
             assumptions=list(self.assumptions.counts.items()),
             groups_created=created.calls,
             memberships=created.memberships,
+            shares=self._shares,
+            rollouts=self._rollouts,
+            problems=self._problems,
+            cache_bytes=self._cache_bytes,
             tool_seconds=time.perf_counter() - began,
             tool_gib=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
         )
@@ -168,21 +122,53 @@ class Rank:
             max_prompt_tokens + rollout.max_response_tokens,
             runtime,
             lengths=job.response_lengths,
-            memory=EngineMemory(
-                device_bytes=job.device_bytes,
-                reserved_bytes=job.reserved_bytes,
-                activation_bytes=job.engine_activation_bytes,
-                held_bytes=lambda: self.ledger.total,
-            ),
+            memory=self._engine_memory(actor, rollout.tp(actor.section)),
             drew=self._drew,
             generated=self._generated,
+            refused=self._problems.append,
+        )
+
+    def _engine_memory(self, actor: Role, tp: int) -> EngineMemory:
+        """What there is of it when the engine starts."""
+        job, arch = self.job, actor.shard.arch
+        counts = [(line, count, 0) for line, count in self.wire.counts.items()]
+        now = PhaseMemory(0, "build", 0, 0, 0, 0, {}, [], [])
+        facts = facts_of(
+            counts,
+            self._created.memberships,
+            now,
+            arch,
+            tp=actor.mesh.layout.tp,
+            tokens=0,
+            layers=job.layers,
+            engine_tp=tp,
+        )
+        own = total(engine_items(job.margin, facts)) + forward_bytes(arch, tp)
+        return EngineMemory(
+            device_bytes=job.device_bytes,
+            reserved_bytes=total(margin(job.margin, facts), before_tensors=True) if job.kind == "gpu" else 0,
+            activation_bytes=own if job.kind == "gpu" else 0,
+            held_bytes=lambda: self.ledger.total,
         )
 
     def _drew(self, num_samples: int) -> None:
         self._num_samples = num_samples
 
-    def _generated(self, prompts: Sequence[int], responses: Sequence[int], cache_bytes: int) -> None:
-        """The engine's time."""
+    def _generated(self, engines: Sequence[EngineWork], shape: EngineShape, cache_bytes: int) -> None:
+        """Every rank waits for the slowest engine."""
+        job, rollout = self.job, self.job.cfg.rollout  # type: ignore[attr-defined]
+        self._cache_bytes = cache_bytes
+        found = estimate(
+            engines,
+            shape,
+            cache_bytes,
+            self._price,
+            tokens_per_second=job.rollout_tokens_per_second,
+            max_running=int(rollout.engine_args.get("max_num_seqs", MAX_NUM_SEQS)),
+            samples_per_prompt=rollout.num_samples_per_prompt,
+        )
+        self._rollouts.append(found)
+        self.meter.spend("rollout", found.slowest, 0.0)
 
     def _hooks(self) -> Hooks:
         return Hooks(
@@ -210,6 +196,7 @@ class Rank:
         self.ledger.enter(step, phase)
         self.wire.step = self.meter.step = step
         self.wire.phase = self.meter.phase = phase
+        self._told(step, phase, sum(self.meter.operations.values()))
 
     def _ended(self, step: int) -> None:
         self.meter.message(Mark(self.meter.phase, step))

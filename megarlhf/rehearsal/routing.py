@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from types import FrameType
 
 import torch
 from torch import Tensor
@@ -68,12 +69,12 @@ class Routing:
 
 def in_router() -> bool:
     """Whether the operation at hand is called by the router, or by what permutes tokens as it says."""
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
         if file.endswith(ROUTER):
             return True
         if file.endswith("megatron/core/transformer/moe/moe_layer.py"):
             return False
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return False

@@ -22,8 +22,9 @@ Operation = Literal[
 ]
 """What a collective does. A list of tensors and one flat tensor are the same operation."""
 
-Work = Literal["matmul", "attention", "memory", "kernel", "host"]
-"""What bounds an operation: products, attention, memory traffic, a kernel of ours, or nothing that is priced."""
+Work = Literal["matmul", "attention", "memory", "kernel", "rollout", "host"]
+"""What bounds an operation: products, attention, memory traffic, a kernel of ours, the rollout engines, or nothing that
+is priced."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,7 +85,7 @@ class Meter:
         else:
             kind = memory_class(name, args, out)
         nbytes = touched_bytes(name, args, out, tensors)
-        dtype = str(tensors[-1].dtype).removeprefix("torch.") if tensors else "float32"
+        dtype = str(tensors[0 if flops else -1].dtype).removeprefix("torch.") if tensors else "float32"
         return Cost(work, self.price.operation_seconds(work, flops, nbytes, dtype, shape, kind), flops)
 
     def kernel(self, nbytes: int, dtype: str) -> None:

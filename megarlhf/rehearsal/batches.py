@@ -1,0 +1,61 @@
+"""How much work each data-parallel rank has, seen from any of them: every rank packs the micro-batches of all."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from megarlhf.parallel.batching import Batching, MicroBatchLayout
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one data-parallel rank has to do in one phase, over all steps."""
+
+    cost: float
+    """By what micro-batches are balanced with (`parallel/packing.py`)."""
+    tokens: int
+    longest: int
+    """Tokens of its largest micro-batch."""
+    micro_batches: int
+
+    def __add__(self, other: Share) -> Share:
+        return Share(
+            self.cost + other.cost,
+            self.tokens + other.tokens,
+            max(self.longest, other.longest),
+            self.micro_batches + other.micro_batches,
+        )
+
+
+Shares = Mapping[str, Sequence[Share]]
+"""By phase, of each data-parallel rank of the phase's role."""
+
+
+@contextlib.contextmanager
+def seen_batches(phase: Callable[[], str], shares: dict[str, list[Share]]) -> Iterator[None]:
+    """Inside, `shares` collects what is packed."""
+    original = Batching.layouts_by_rank
+
+    def layouts_by_rank(self: Batching, groups: Any, lengths_N: Tensor) -> list[list[MicroBatchLayout]]:
+        by_rank = original(self, groups, lengths_N)
+        name, found = phase(), [_share(self, layouts) for layouts in by_rank]
+        before = shares.get(name)
+        shares[name] = found if before is None else [a + b for a, b in zip(before, found, strict=True)]
+        return by_rank
+
+    Batching.layouts_by_rank = layouts_by_rank  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Batching.layouts_by_rank = original  # type: ignore[method-assign]
+
+
+def _share(batching: Batching, layouts: Sequence[MicroBatchLayout]) -> Share:
+    sizes = [layout.rows * layout.columns for layout in layouts]
+    cost = sum(batching.cost.of(length) for layout in layouts for length in layout.lengths)
+    return Share(cost, sum(sizes), max(sizes, default=0), len(layouts))

@@ -1,0 +1,110 @@
+"""What a rank is to rehearse, and what it has seen: plain data, between processes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from megarlhf.config import FrozenModel, RLConfig, RoleConfig
+from megarlhf.layout import MeshLayout
+from megarlhf.rehearsal import interfaces
+from megarlhf.rehearsal.batches import Share
+from megarlhf.rehearsal.engine_time import RolloutEstimate
+from megarlhf.rehearsal.interfaces import Kind
+from megarlhf.rehearsal.lengths import Lengths
+from megarlhf.rehearsal.margin import MarginConfig
+from megarlhf.rehearsal.memory import PhaseMemory
+from megarlhf.rehearsal.routing import Routing
+from megarlhf.rehearsal.sites import Assumption
+from megarlhf.rehearsal.trace import Event, Work
+from megarlhf.rehearsal.transformer_engine import Layers
+from megarlhf.rehearsal.wire import Line
+from megarlhf.runtime import Runtime
+from megarlhf.trainers.prompts import mesh_orders
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What a rank is to rehearse."""
+
+    command: str
+    cfg: FrozenModel
+    """With whatever stands in for what is missing: `stand_ins.py`."""
+    rank: int
+    world_size: int
+    ranks_per_node: int
+    kind: Kind
+    layers: Layers = "te"
+    """Of a GPU; on a CPU they are local ones."""
+    num_steps: int
+    response_lengths: Lengths
+    device_bytes: int = 0
+    """Of a device's memory; 0: not bounded."""
+    margin: MarginConfig = field(default_factory=MarginConfig)
+    """What cannot be seen of it."""
+    rollout_tokens_per_second: float | None = None
+    """Of responses, of one engine; None: by the roofline of decoding."""
+    bare_engine: bool = False
+    """Responses come from nowhere: no engine's weights, cache and updates."""
+    routing: Routing = field(default_factory=Routing)
+    """Of models with experts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankRecord:
+    """What a rehearsed rank has seen."""
+
+    rank: int
+    memory: list[PhaseMemory]
+    messages: list[tuple[Line, int, int]]
+    """(row, count, bytes)."""
+    events: list[Event]
+    flops: dict[tuple[int, str, Work], int]
+    """By step, phase and work."""
+    operations: dict[tuple[int, str], int]
+    assumptions: list[tuple[Assumption, int]]
+    groups_created: int
+    memberships: int
+    shares: dict[str, list[Share]]
+    """By phase, the work of each data-parallel rank of its role."""
+    rollouts: list[RolloutEstimate]
+    """Of each step."""
+    problems: list[str]
+    """Why the run would not start, in sentences."""
+    cache_bytes: int
+    """Of the rollout engine on this rank."""
+    tool_seconds: float
+    tool_gib: float
+
+
+def roles_of(cfg: Any) -> dict[str, RoleConfig]:
+    """The roles that a command builds."""
+    if isinstance(cfg, RLConfig):
+        return cfg.roles()
+    names = ("actor", "reward_model", "reference")
+    return {name: section for name in names if (section := getattr(cfg, name, None)) is not None}
+
+
+def layouts_of(cfg: Any, runtime: Runtime) -> dict[str, MeshLayout]:
+    """Of each role, with the order of ranks that the run chooses."""
+    roles = roles_of(cfg)
+    orders = mesh_orders(cfg.rollout, roles, runtime) if isinstance(cfg, RLConfig) else {}
+    return {
+        name: replace(section.parallel.layout(runtime.world_size, name), order=orders.get(name))
+        for name, section in roles.items()
+    }
+
+
+def runtime_of(rank: int, world_size: int, ranks_per_node: int, device: torch.device) -> Runtime:
+    """Of a rank that is not there."""
+    return Runtime(
+        rank=rank,
+        local_rank=rank % ranks_per_node,
+        world_size=world_size,
+        local_world_size=min(ranks_per_node, world_size),
+        ranks_per_block=min(ranks_per_node, world_size),
+        device=device,
+        backend=interfaces.BACKEND,
+    )

@@ -1,0 +1,109 @@
+"""Which ranks are rehearsed: one of each kind.
+
+Ranks are of one kind when they hold the same stages of every role and their collectives are alike. Tensor-parallel
+neighbours are; data-parallel ranks differ in how long their sequences are, so of them those with the most and the least
+work are taken, and the one with the largest micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from megarlhf.layout import MeshLayout
+from megarlhf.rehearsal.batches import Share, Shares
+
+Stages = tuple[tuple[str, int], ...]
+"""Role and pipeline stage."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A rank that stands for others."""
+
+    rank: int
+    stages: Stages
+    stands_for: int
+    """Ranks with the same stages, itself among them."""
+    why: str
+    """In words."""
+
+
+def stages_of(rank: int, layouts: Mapping[str, MeshLayout]) -> Stages:
+    return tuple((role, layout.coordinates(rank).pp) for role, layout in layouts.items())
+
+
+def first_rank(layouts: Mapping[str, MeshLayout], main: str) -> int:
+    """The rank that is rehearsed first, and says how much work each has."""
+    return layouts[main].rank_at()
+
+
+def chosen(layouts: Mapping[str, MeshLayout], main: str, shares: Shares) -> list[Kind]:
+    """One rank of each kind. `main`: the role whose pipelines are rehearsed whole, so that its messages meet."""
+    mesh = layouts[main]
+    of_stages = _by_stages(layouts)
+    kinds: dict[int, Kind] = {}
+    for dp, why in _pipelines(layouts, main, shares).items():
+        for pp in range(mesh.pp):
+            rank = mesh.rank_at(dp=dp, pp=pp)
+            stages = stages_of(rank, layouts)
+            kinds.setdefault(rank, Kind(rank, stages, len(of_stages[stages]), why))
+    covered = {kind.stages for kind in kinds.values()}
+    for stages, ranks in of_stages.items():
+        if stages not in covered:
+            kinds[ranks[0]] = Kind(ranks[0], stages, len(ranks), "another combination of stages")
+    return [kinds[rank] for rank in sorted(kinds)]
+
+
+def named(ranks: Iterable[int], layouts: Mapping[str, MeshLayout]) -> list[Kind]:
+    """The ranks that the user asks for."""
+    of_stages = _by_stages(layouts)
+    return [
+        Kind(rank, (stages := stages_of(rank, layouts)), len(of_stages[stages]), "asked for")
+        for rank in sorted(set(ranks))
+    ]
+
+
+def _by_stages(layouts: Mapping[str, MeshLayout]) -> dict[Stages, list[int]]:
+    found: dict[Stages, list[int]] = {}
+    for rank in range(next(iter(layouts.values())).world_size):
+        found.setdefault(stages_of(rank, layouts), []).append(rank)
+    return found
+
+
+def _pipelines(layouts: Mapping[str, MeshLayout], main: str, shares: Shares) -> dict[int, str]:
+    """Data-parallel ranks of the main role, each with the reason."""
+    mesh = layouts[main]
+    work = [_share_of(mesh.rank_at(dp=dp), layouts, shares) for dp in range(mesh.dp)]
+    if mesh.dp == 1 or not shares:
+        return {0: "the only data-parallel rank" if mesh.dp == 1 else "the first data-parallel rank"}
+    by_cost = sorted(range(mesh.dp), key=lambda dp: work[dp].cost)
+    found = {by_cost[-1]: "the data-parallel rank with the most work"}
+    if work[by_cost[0]].cost < work[by_cost[-1]].cost:
+        found[by_cost[0]] = "the data-parallel rank with the least work"
+    largest = max(range(mesh.dp), key=lambda dp: work[dp].longest)
+    if work[largest].longest > max(work[dp].longest for dp in found):
+        found[largest] = "the data-parallel rank with the largest micro-batch"
+    return found
+
+
+def _share_of(rank: int, layouts: Mapping[str, MeshLayout], shares: Shares) -> Share:
+    """Of a rank, over the phases of all roles; a phase of no role's name is the main role's or nobody's."""
+    total = Share(0.0, 0, 0, 0)
+    for phase, by_dp in shares.items():
+        role = phase.partition("/")[2]
+        layout = layouts.get(role)
+        if layout is not None and layout.dp == len(by_dp):
+            total += by_dp[layout.coordinates(rank).dp]
+    return total
+
+
+def pipelines_of(kinds: Sequence[Kind], mesh: MeshLayout) -> list[int]:
+    """The ranks whose pipelines of the main role are there whole: whose traces can be replayed together."""
+    here = {kind.rank for kind in kinds}
+    whole = []
+    for rank in sorted(here):
+        at = mesh.coordinates(rank)
+        if all(mesh.rank_at(tp=at.tp, cp=at.cp, dp=at.dp, pp=pp) in here for pp in range(mesh.pp)):
+            whole.append(rank)
+    return whole
