@@ -22,18 +22,20 @@ BETWEEN = "between phases"
 class Steps:
     """Observes the phases of one rank.
 
-    moved:  called with (step, phase) whenever either changes; step 1 is the first
-    ended:  called with the number of a step that is done
+    moved:  called with (step, phase) whenever either changes; step 1 is the first, 0 is what comes before it
+    ended:  called with the number of a step that is done, 0 before the first
     """
 
     def __init__(self, num_steps: int, moved: Callable[[int, str], None], ended: Callable[[int], None]) -> None:
         self._num_steps, self._moved, self._ended = num_steps, moved, ended
         self._step = 0
+        self._phases = Phases()
         self._open: list[str] = []
 
     def entered(self, phase: OpenPhase) -> None:
-        if phase.name != "build" and not self._step:
-            self._step = 1
+        if self._phases.step is not None and not self._step:
+            self._ended(0)
+            self._step = self._phases.step
         self._open.append(phase.name)
         self._moved(self._step, phase.name)
 
@@ -55,6 +57,5 @@ class Steps:
         self, watchdog: WatchdogConfig, profile: ProfileConfig, run_dir: Path, runtime: Runtime
     ) -> Iterator[Phases]:
         """In place of `observe.profile.recorded_phases`."""
-        phases = Phases()
-        phases.observer, phases.sharing = self, self
-        yield phases
+        self._phases.observer, self._phases.sharing = self, self
+        yield self._phases

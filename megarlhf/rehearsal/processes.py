@@ -1,0 +1,160 @@
+"""Ranks in processes of their own, as many at a time as there are cores.
+
+A rank takes over its process: process group, device, patches. Processes are forked from one that has imported what they
+need, so that a rank begins at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import multiprocessing
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megarlhf.rehearsal.job import Job, RankRecord
+from megarlhf.rehearsal.pricing import Pricing
+
+TELL_SECONDS = 0.5
+"""Between two messages of a rank about where it is."""
+
+
+@dataclass(frozen=True)
+class At:
+    """Where a rank is."""
+
+    rank: int
+    step: int
+    phase: str
+    operations: int
+
+
+class RankFailed(RuntimeError):
+    """A rehearsed rank has ended with an error of the program."""
+
+
+class RankRefused(ValueError):
+    """The program refuses what it was asked to do, in its own words."""
+
+
+Told = Callable[[At], None]
+
+
+def run_ranks(jobs: Sequence[Job], price: Pricing, *, workers: int, told: Told = lambda at: None) -> list[RankRecord]:
+    """The records of all jobs, in their order.
+
+    Raises: RankRefused with the sentence of a ValueError of the program; RankFailed with the traceback of any other
+    error. The other ranks are ended then.
+    """
+    _import_what_ranks_need(jobs)
+    context = multiprocessing.get_context("fork")
+    waiting, records = list(enumerate(jobs)), dict[int, RankRecord]()
+    running: dict[Connection, tuple[int, Any]] = {}
+    try:
+        while waiting or running:
+            while waiting and len(running) < workers:
+                place, job = waiting.pop(0)
+                ours, theirs = context.Pipe(duplex=False)
+                process = context.Process(target=_rank, args=(job, price, theirs), daemon=True)
+                process.start()
+                theirs.close()
+                running[ours] = (place, process)
+            for connection in wait(list(running)):
+                assert isinstance(connection, Connection)
+                place, process = running[connection]
+                message = _receive(connection, jobs[place], process)
+                if isinstance(message, At):
+                    told(message)
+                    continue
+                records[place] = message
+                del running[connection]
+                connection.close()
+                process.join()
+    finally:
+        for connection, (_, process) in running.items():
+            process.kill()
+            process.join()
+            connection.close()
+    return [records[place] for place in range(len(jobs))]
+
+
+def _receive(connection: Connection, job: Job, process: Any) -> At | RankRecord:
+    """Raises: see `run_ranks`."""
+    try:
+        message = connection.recv()
+    except EOFError:
+        process.join()
+        raise RankFailed(
+            f"the process of rank {job.rank} ended without a word (exit status {process.exitcode}); where the machine "
+            "was short of memory, rehearse with fewer --workers"
+        ) from None
+    if isinstance(message, BaseException):
+        raise message
+    assert isinstance(message, At | RankRecord)
+    return message
+
+
+def _import_what_ranks_need(jobs: Sequence[Job]) -> None:
+    """In this process, before the forks."""
+    torch.set_num_threads(1)
+    for command in {job.command for job in jobs}:
+        importlib.import_module(f"megarlhf.trainers.{command}")
+    importlib.import_module("megarlhf.rehearsal.program")
+
+
+def _rank(job: Job, price: Pricing, connection: Connection) -> None:
+    """The process of a rank."""
+    with _silent():
+        try:
+            message: Any = _rehearsed(job, price, connection)
+        except ValueError as error:
+            message = RankRefused(f"rank {job.rank}: {error}") if _ours(error) else _failed(job, error)
+        except BaseException as error:
+            message = _failed(job, error)
+        connection.send(message)
+        connection.close()
+    os._exit(0)  # what the process group and the interpreter would do at their end is not worth waiting for
+
+
+def _rehearsed(job: Job, price: Pricing, connection: Connection) -> RankRecord:
+    from megarlhf.rehearsal.program import Rank
+
+    last = 0.0
+
+    def told(step: int, phase: str, operations: int) -> None:
+        nonlocal last
+        if time.monotonic() - last > TELL_SECONDS:
+            last = time.monotonic()
+            connection.send(At(job.rank, step, phase, operations))
+
+    return Rank(job, price, told).run()
+
+
+def _failed(job: Job, error: BaseException) -> RankFailed:
+    where = "".join(traceback.format_exception(error))
+    return RankFailed(f"rank {job.rank} of the rehearsal failed:\n{where}")
+
+
+def _ours(error: BaseException) -> bool:
+    """Whether our own code raised it, and so wrote its message for people."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and Path(frames[-1].filename).is_relative_to(Path(__file__).resolve().parents[1])
+
+
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    """What the program prints of its progress is not the rehearsal's."""
+    sys.stdout.flush()
+    with open(os.devnull, "w", encoding="utf-8") as nothing:
+        os.dup2(nothing.fileno(), 1)
+        os.dup2(nothing.fileno(), 2)
+        yield
