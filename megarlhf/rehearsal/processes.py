@@ -114,15 +114,19 @@ def _import_what_ranks_need(jobs: Sequence[Job]) -> None:
 def _rank(job: Job, price: Pricing, connection: Connection) -> None:
     """The process of a rank."""
     with _silent():
-        try:
-            message: Any = _rehearsed(job, price, connection)
-        except ValueError as error:
-            message = RankRefused(f"rank {job.rank}: {error}") if _ours(error) else _failed(job, error)
-        except BaseException as error:
-            message = _failed(job, error)
-        connection.send(message)
+        connection.send(_attempted(job, price, connection))
         connection.close()
     os._exit(0)  # what the process group and the interpreter would do at their end is not worth waiting for
+
+
+def _attempted(job: Job, price: Pricing, connection: Connection) -> RankRecord | Exception:
+    """The record, or the error, which is raised in the process that started this one."""
+    try:
+        return _rehearsed(job, price, connection)
+    except ValueError as error:
+        return RankRefused(f"rank {job.rank}: {error}") if _ours(error) else _failed(job, error)
+    except Exception as error:  # noqa: BLE001 -- handed on
+        return _failed(job, error)
 
 
 def _rehearsed(job: Job, price: Pricing, connection: Connection) -> RankRecord:

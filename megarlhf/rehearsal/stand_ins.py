@@ -47,6 +47,7 @@ def stand_in(
     tree, notes = cfg.model_dump(mode="json"), []
     tree["run"] |= {"dir": str(directory / "run"), "on_existing": "overwrite", "wandb": {}}
     tree["checkpoint"] = {"every_minutes": 0}
+    tree["profile"] = {}
     notes.append("No resume point and no export is written.")
     paths: dict[str, str] = {}
     for role in ("actor", "reference", "critic", "reward_model"):

@@ -1,0 +1,318 @@
+"""A whole rehearsal: from what a user asks to what is found."""
+
+from __future__ import annotations
+
+import resource
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megarlhf.architectures.hf_config import architecture_from_hf
+from megarlhf.architectures.placements import Head
+from megarlhf.config import RLConfig
+from megarlhf.layout import MeshLayout
+from megarlhf.parallel.mesh import GROUPS_AXES
+from megarlhf.planning.preflight import preflight
+from megarlhf.planning.weight_traffic import plan_transfer, transfer_setup
+from megarlhf.rehearsal import interfaces
+from megarlhf.rehearsal.batches import Share
+from megarlhf.rehearsal.job import Job, RankRecord, layouts_of, roles_of, runtime_of
+from megarlhf.rehearsal.kinds import Kind, chosen, first_rank, named, pipelines_of, stages_of
+from megarlhf.rehearsal.lengths import Lengths, LogNormal
+from megarlhf.rehearsal.margin import facts_of, margin
+from megarlhf.rehearsal.memory import PhaseMemory
+from megarlhf.rehearsal.pricing import Pricing
+from megarlhf.rehearsal.processes import Told, run_ranks
+from megarlhf.rehearsal.request import Request
+from megarlhf.rehearsal.result import (
+    AssumptionRow,
+    HostRow,
+    MarginRow,
+    MessageRow,
+    PhaseRow,
+    RankResult,
+    Reshard,
+    Result,
+    RolloutRow,
+)
+from megarlhf.rehearsal.stand_ins import StandIns, stand_in
+from megarlhf.rehearsal.steps import BETWEEN
+from megarlhf.rehearsal.times import times_of
+from megarlhf.rehearsal.wire import labels_of
+from megarlhf.weights.checkpoint.dtype import resolve_dtype
+from megarlhf.weights.plan.traffic import Links
+
+MAIN_ROLES = ("actor", "reward_model")
+"""Whose pipelines are rehearsed whole: the first of these that a command has."""
+PROCESS_GIB = 3.0
+"""Host memory of a rank before it makes a tensor, with CUDA's libraries: assumed. Python, torch, Megatron-Core and vLLM
+take 1.2 GiB on a machine without a GPU."""
+
+
+def rehearse(request: Request, told: Told = lambda at: None) -> Result:
+    """Run the program for one rank of each kind, and put together what they saw.
+
+    Raises: ValueError for what the program refuses; RuntimeError where a rehearsed rank fails.
+    """
+    interfaces.require_tested_torch()
+    began = time.perf_counter()
+    with tempfile.TemporaryDirectory(prefix="megarlhf-rehearsal-") as directory:
+        stood = stand_in(
+            request.cfg,
+            Path(directory),
+            prompt_lengths=request.prompt_lengths,
+            response_lengths=request.response_lengths,
+            steps=request.steps,
+        )
+        preflight(request.command, stood.cfg, request.world_size)
+        whole = _Rehearsal(request, stood, told)
+        records = whole.records()
+        return whole.result(records, time.perf_counter() - began)
+
+
+class _Rehearsal:
+    """One rehearsal, while it runs."""
+
+    def __init__(self, request: Request, stood: StandIns, told: Told) -> None:
+        self.request, self.stood, self.told = request, stood, told
+        self.cfg: Any = stood.cfg
+        self.price = Pricing(request.hardware, request.ranks_per_node)
+        device = interfaces.device_of(request.hardware.kind)
+        runtime = runtime_of(0, request.world_size, request.ranks_per_node, device)
+        self.layouts = layouts_of(self.cfg, runtime)
+        self.main = next(role for role in MAIN_ROLES if role in self.layouts)
+        self.kinds: list[Kind] = []
+        self.responses = request.response_lengths or default_responses(self.cfg)
+
+    def records(self) -> dict[int, RankRecord]:
+        """Of the chosen ranks."""
+        request = self.request
+        if request.ranks is not None:
+            self.kinds = named(request.ranks, self.layouts)
+            return self._run([kind.rank for kind in self.kinds])
+        first = first_rank(self.layouts, self.main)
+        found = self._run([first])
+        self.kinds = chosen(self.layouts, self.main, found[first].shares)
+        found |= self._run([kind.rank for kind in self.kinds if kind.rank != first])
+        if first not in {kind.rank for kind in self.kinds}:
+            stages = stages_of(first, self.layouts)
+            alike = [kind.stands_for for kind in self.kinds if kind.stages == stages]
+            self.kinds.append(Kind(first, stages, alike[0], "the first rank, which says how much work each has"))
+        return found
+
+    def _run(self, ranks: Sequence[int]) -> dict[int, RankRecord]:
+        jobs = [self._job(rank) for rank in ranks]
+        return dict(zip(ranks, run_ranks(jobs, self.price, workers=self.request.workers, told=self.told), strict=True))
+
+    def _job(self, rank: int) -> Job:
+        request = self.request
+        on_gpu = request.hardware.kind == "gpu"
+        return Job(
+            command=request.command,
+            cfg=self.cfg,
+            rank=rank,
+            world_size=request.world_size,
+            ranks_per_node=request.ranks_per_node,
+            kind=request.hardware.kind,
+            layers=request.layers if on_gpu else "local",
+            num_steps=request.steps,
+            response_lengths=self.responses,
+            device_bytes=request.device_bytes if on_gpu else 0,
+            margin=request.margin,
+            rollout_tokens_per_second=request.rollout_tokens_per_second,
+            routing=request.routing,
+        )
+
+    def result(self, records: Mapping[int, RankRecord], seconds: float) -> Result:
+        """What the ranks have seen, put together."""
+        request = self.request
+        ranks = [self._rank(kind, records[kind.rank]) for kind in self.kinds]
+        tightest = max(ranks, key=lambda rank: rank.need)
+        refusals = list(dict.fromkeys(problem for record in records.values() for problem in record.problems))
+        groups = labels_of(list(self.layouts.values()), GROUPS_AXES)
+        whole = {rank: records[rank] for rank in pipelines_of(self.kinds, self.layouts[self.main])}
+        tokens = _trained_tokens(records, self.main, request.steps)
+        times, faults = times_of(whole, self.price, groups, request.world_size, tokens, self._dtype())
+        host = self._host(tightest)
+        first = next(iter(records.values()))
+        assumptions: Counter[Any] = Counter()
+        for record in records.values():
+            assumptions.update(dict(record.assumptions))
+        largest = sorted((record.tool_gib for record in records.values()), reverse=True)[: request.workers]
+        return Result(
+            command=request.command,
+            world_size=request.world_size,
+            ranks_per_node=request.ranks_per_node,
+            steps=request.steps,
+            layouts={role: layout_words(layout) for role, layout in self.layouts.items()},
+            capacity=request.device_bytes,
+            fits=not refusals and tightest.need <= request.device_bytes,
+            tightest=tightest.rank,
+            refusals=refusals,
+            ranks=ranks,
+            host=host,
+            host_per_node=sum(row.nbytes for row in host) * min(request.ranks_per_node, request.world_size),
+            times=times,
+            rollouts=[RolloutRow(**vars(each)) for each in first.rollouts],
+            reshard=self._reshard(),
+            faults=faults,
+            assumptions=[
+                AssumptionRow(
+                    where=each.where, what=each.what, answer=each.answer, reason=each.reason, count=int(count)
+                )
+                for each, count in assumptions.most_common()
+            ],
+            notes=[*self.stood.notes, *self._notes()],
+            hardware=request.hardware.name,
+            hardware_sources=request.hardware.sources,
+            config=request.cfg.model_dump(mode="json"),
+            tool_seconds=seconds,
+            tool_gib=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20 + sum(largest),
+        )
+
+    def _rank(self, kind: Kind, record: RankRecord) -> RankResult:
+        peak = max(record.memory, key=lambda phase: phase.peak)
+        items = self._margin(record, peak)
+        points = sorted((point for phase in record.memory for point in phase.curve), key=lambda point: point[0])
+        begins = [
+            (phase.curve[0][0], phase.step, phase.phase)
+            for phase in record.memory
+            if phase.curve and phase.phase != BETWEEN
+        ]
+        return RankResult(
+            rank=kind.rank,
+            stages=dict(kind.stages),
+            stands_for=kind.stands_for,
+            why=kind.why,
+            memory=[_phase_row(phase) for phase in record.memory],
+            peak=peak.peak,
+            peak_at=(peak.step, peak.phase),
+            margin=items,
+            need=peak.peak + sum(item.nbytes for item in items),
+            curve=points,
+            phases_at=sorted(begins),
+            messages=[MessageRow(**line._asdict(), count=count, nbytes=n) for line, count, n in record.messages],
+            groups_created=record.groups_created,
+            memberships=record.memberships,
+            host_peak=max(phase.host_peak for phase in record.memory),
+            cache_bytes=record.cache_bytes,
+        )
+
+    def _margin(self, record: RankRecord, peak: PhaseMemory) -> list[MarginRow]:
+        if self.request.hardware.kind != "gpu":
+            return []
+        section = roles_of(self.cfg)[self.main]
+        trained = [share.longest for name, by_dp in record.shares.items() if _trains(name) for share in by_dp]
+        has_engine = isinstance(self.cfg, RLConfig) and self.cfg.rollout.engine == "vllm"
+        facts = facts_of(
+            record.messages,
+            record.memberships,
+            peak,
+            architecture_from_hf(section.model.hf_directory()),
+            tp=self.layouts[self.main].tp,
+            tokens=max(trained, default=0),
+            layers=self.request.layers,
+            engine_tp=self.cfg.rollout.tp(section) if has_engine else 0,
+        )
+        return [
+            MarginRow(name=item.name, nbytes=item.nbytes, scaling=item.scaling, source=item.source)
+            for item in margin(self.request.margin, facts)
+        ]
+
+    def _host(self, tightest: RankResult) -> list[HostRow]:
+        """Of one rank."""
+        at_peak = max(tightest.memory, key=lambda row: row.peak).by_kind
+        saved = sum(at_peak.get(kind, 0) for kind in ("main parameters", "optimizer state"))
+        process = int(PROCESS_GIB * 2**30)
+        return [
+            HostRow(name="the process", nbytes=process, source="assumed: Python, torch, Megatron-Core, vLLM, CUDA"),
+            HostRow(name="the program's tensors on the host", nbytes=tightest.host_peak, source="counted"),
+            HostRow(
+                name="a resume point's copy of the state",
+                nbytes=saved,
+                source="main parameters and optimizer state, copied before they are written (resume/writer.py)",
+            ),
+        ]
+
+    def _reshard(self) -> Reshard | None:
+        request, cfg = self.request, self.cfg
+        if not (isinstance(cfg, RLConfig) and cfg.rollout.engine == "vllm" and request.reshard_plan):
+            return None
+        links = Links(rank_gbps=3600.0, node_gbps=3200.0)  # of times, which are not read here
+        report = plan_transfer(
+            transfer_setup(
+                cfg,
+                world_size=request.world_size,
+                order="engine",
+                ranks_per_node=request.ranks_per_node,
+                links=links,
+            )
+        )
+        return Reshard(
+            received_min=min(report.received),
+            received_mean=sum(report.received) / len(report.received),
+            received_max=max(report.received),
+            sent_max=max(report.sent),
+            between_nodes=sum(report.tiers[0].entering),
+        )
+
+    def _notes(self) -> list[str]:
+        request = self.request
+        notes = []
+        if isinstance(self.cfg, RLConfig):
+            most = self.cfg.rollout.max_response_tokens
+            how = "" if request.response_lengths else " (assumed: give --response-lengths)"
+            notes.append(f"Lengths of responses: {self.responses.words}, at most {most}{how}.")
+        if request.hardware.kind == "gpu":
+            notes.append(
+                "Layers are those of TransformerEngine, by a table of what they keep (docs/rehearsal-gpu.md)."
+                if request.layers == "te"
+                else "Layers are our local ones, as on a machine without TransformerEngine."
+            )
+        if any(architecture_from_hf(each.model.hf_directory()).num_experts for each in roles_of(self.cfg).values()):
+            notes.append(f"Routing of experts is stated: {request.routing.words}.")
+        return notes
+
+    def _dtype(self) -> str:
+        """In which most is multiplied."""
+        return "bfloat16" if "bfloat16" in self.request.hardware.peaks and self._is_bf16() else "float32"
+
+    def _is_bf16(self) -> bool:
+        head: Head = "lm" if self.main == "actor" else "scalar"
+        return resolve_dtype(self.main, roles_of(self.cfg)[self.main].model, head).name == "bf16"
+
+
+def default_responses(cfg: Any) -> Lengths:
+    """Where nobody says how long responses are: a third of the longest in the mean."""
+    most = cfg.rollout.max_response_tokens if isinstance(cfg, RLConfig) else cfg.data.max_response_tokens
+    return LogNormal(max(2.0, most / 3), 0.6)
+
+
+def layout_words(layout: MeshLayout) -> str:
+    return f"tp {layout.tp} x pp {layout.pp} x dp {layout.dp}"
+
+
+def _phase_row(phase: PhaseMemory) -> PhaseRow:
+    return PhaseRow(
+        step=phase.step,
+        phase=phase.phase,
+        start=phase.start,
+        peak=phase.peak,
+        end=phase.end,
+        by_kind=phase.by_kind,
+        largest=phase.largest,
+        host_peak=phase.host_peak,
+    )
+
+
+def _trains(phase: str) -> bool:
+    return phase.startswith("train/")
+
+
+def _trained_tokens(records: Mapping[int, RankRecord], main: str, steps: int) -> float:
+    """Of the whole job in one step."""
+    shares: Sequence[Share] = next(iter(records.values())).shares.get(f"train/{main}", ())
+    return sum(share.tokens for share in shares) / steps

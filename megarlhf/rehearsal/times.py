@@ -1,0 +1,69 @@
+"""Times of steps and phases, from the traces of whole pipelines replayed together. All are estimates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+
+from megarlhf.rehearsal.job import RankRecord
+from megarlhf.rehearsal.pricing import Pricing
+from megarlhf.rehearsal.replay import replay
+from megarlhf.rehearsal.replayed import PhaseTimes, StepTimes
+from megarlhf.rehearsal.result import PhaseTime, StepTime
+from megarlhf.rehearsal.trace import Work
+
+MULTIPLIES: tuple[Work, ...] = ("matmul", "attention")
+
+
+def times_of(
+    records: Mapping[int, RankRecord],
+    price: Pricing,
+    groups: Mapping[tuple[int, ...], str],
+    world_size: int,
+    tokens: float,
+    dtype: str,
+) -> tuple[list[StepTime], list[str]]:
+    """(each step, sentences about what does not fit together).
+
+    groups: names by ranks. tokens: trained in a step by the whole job. dtype: whose peak utilisation is a share of.
+    """
+
+    def label(ranks: tuple[int, ...]) -> str:
+        return groups.get(ranks) or ("world" if len(ranks) == world_size else f"{len(ranks)} ranks")
+
+    replayed = replay({rank: record.events for rank, record in records.items()}, price, label=label, segments=1)
+    peak = price.peak(dtype)
+    steps = [_step(each, list(records.values()), peak, tokens) for each in replayed.steps if each.step is not None]
+    return [step for step in steps if step.step > 0], [fault.sentence for fault in replayed.faults]
+
+
+def _step(times: StepTimes, records: Sequence[RankRecord], peak: float, tokens: float) -> StepTime:
+    assert times.step is not None
+    phases = [_phase(times.step, name, each, records, peak) for name, each in times.phases.items()]
+    seconds = times.seconds()
+    at_work = seconds - sum(phase.seconds for phase in phases if phase.phase == "rollout")
+    training = [phase for phase in phases if phase.phase.startswith("train/")]
+    trained = sum(phase.seconds for phase in training)
+    return StepTime(
+        step=times.step,
+        seconds=seconds,
+        phases=phases,
+        utilisation=sum(phase.flops for phase in phases) / (at_work * peak) if at_work else 0.0,
+        bubble=sum(phase.idle for phase in training) / trained if trained else 0.0,
+        communication=sum(phase.communication for phase in phases),
+        tokens_per_second=tokens / seconds if seconds else 0.0,
+    )
+
+
+def _phase(step: int, name: str, times: PhaseTimes, records: Sequence[RankRecord], peak: float) -> PhaseTime:
+    ranks, seconds = list(times.ranks.values()), times.seconds()
+    flops = fmean(sum(record.flops.get((step, name, work), 0) for work in MULTIPLIES) for record in records)
+    return PhaseTime(
+        phase=name,
+        seconds=seconds,
+        busy=fmean(rank.busy() for rank in ranks),
+        idle=fmean(rank.idle() for rank in ranks),
+        communication=fmean(rank.exposed() - rank.idle() for rank in ranks),
+        flops=flops,
+        utilisation=flops / (seconds * peak) if flops and seconds else None,
+    )
