@@ -299,6 +299,26 @@ def write_allocations(device: torch.device, path: Path) -> None:
         torch.cuda.memory._record_memory_history(enabled=None, device=device)
 
 
+def counts_allocations(device: torch.device) -> bool:
+    """Whether torch's allocator of this device counts what it hands out; that of a CPU does not."""
+    return device.type == "cuda"
+
+
+def allocated_bytes(device: torch.device) -> int:
+    """Bytes that tensors, and torch's libraries for themselves, hold of a GPU's memory now."""
+    return int(torch.cuda.memory_allocated(device))
+
+
+def peak_allocated_bytes(device: torch.device) -> int:
+    """The most of them since `reset_peak_allocated`."""
+    return int(torch.cuda.max_memory_allocated(device))
+
+
+def reset_peak_allocated(device: torch.device) -> None:
+    """From here on the peak is counted anew, beginning with what is held now."""
+    torch.cuda.reset_peak_memory_stats(device)
+
+
 def random_state(device: torch.device) -> dict[str, Any]:
     """Of Python's, numpy's and torch's generators in this process, as texts and numbers."""
     version, keys, gauss = random.getstate()
