@@ -162,7 +162,8 @@ def make_expected(start: Start) -> None:
         "made_by": "python -m tools.gpu_check --make-expected",
         "about": {"device": found.device_name, "python": platform.python_version(), "torch": found.versions["torch"]},
         "figures": {
-            job: {name: float(f"{value:.9g}") for name, value in values.items()} for job, values in figures.items()
+            job: {name: [float(f"{value:.9g}") for value in values] for name, values in each.items()}
+            for job, each in figures.items()
         },
         "digests": {result["job"]: result["certificates"][0]["digest"] for result in of_engine},
     }

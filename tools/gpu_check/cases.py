@@ -225,21 +225,21 @@ def ppo_job(inputs: Path, runs: Path, model: str, dtype: Dtype, parallel: Mappin
         "data": {"train": str(inputs / "prompts.jsonl"), "max_prompt_tokens": 32},
         "train": {
             "num_steps": 1,
-            "prompts_per_step": 8,
-            "mini_batch_samples": SAMPLES,
+            "prompts_per_step": 16,
+            "mini_batch_samples": 2 * SAMPLES,
             **_batch(PACKED[model]),
         },
         "rollout": {
             "engine": "megatron",
             "num_samples_per_prompt": 2,
-            "max_response_tokens": 16,
+            "max_response_tokens": 24,
             # Given responses are nobody's samples: what they stand for is no gap.
             "logprob_gap": {"mean": 1e3, "p999": 1e3},
         },
         "algo": {"entropy_coef": 0.01, "kl": {"coef": 0.05}},
         "samples": {"count": 0},
     }
-    return Job(name=name, command="rl", config=config, given=16)
+    return Job(name=name, command="rl", config=config, given=24)
 
 
 def engine_job(inputs: Path, runs: Path, parallel: Mapping[str, Any], tp: int, dtype: Dtype = "bf16") -> Job:
