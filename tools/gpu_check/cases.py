@@ -163,7 +163,7 @@ def write_inputs(directory: Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
         (folder / "tokenizer.model").write_bytes(tokenizer)
-    for name, rows in {"sft": _sums(64), "prompts": _sums(64), "long": _long(8), "long_prompts": _long(8)}.items():
+    for name, rows in {"sums": _sums(64), "long": _long(16)}.items():
         (directory / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return directory
 
@@ -207,7 +207,7 @@ def sft_job(inputs: Path, runs: Path, model: str, dtype: Dtype, parallel: Mappin
     config = {
         **_common(runs, name),
         "actor": _role(inputs, model, dtype, parallel, lr=3e-4),
-        "data": {"train": str(inputs / "sft.jsonl"), "max_prompt_tokens": 32, "max_response_tokens": 32},
+        "data": {"train": str(inputs / "sums.jsonl"), "max_prompt_tokens": 32, "max_response_tokens": 32},
         "train": {"num_steps": STEPS, "mini_batch_samples": SAMPLES, **_batch(PACKED[model])},
     }
     return Job(name=name, command="sft", config=config)
@@ -222,7 +222,7 @@ def ppo_job(inputs: Path, runs: Path, model: str, dtype: Dtype, parallel: Mappin
         "critic": _role(inputs, model, dtype, parallel),
         "reference": _role(inputs, "reference", dtype, parallel),
         "rewards": [{"kind": "rule", "rule": REWARD, "name": "length", "workers": 0, "weight": 0.3}],
-        "data": {"train": str(inputs / "prompts.jsonl"), "max_prompt_tokens": 32},
+        "data": {"train": str(inputs / "sums.jsonl"), "max_prompt_tokens": 32},
         "train": {
             "num_steps": 1,
             "prompts_per_step": 16,
@@ -249,7 +249,7 @@ def engine_job(inputs: Path, runs: Path, parallel: Mapping[str, Any], tp: int, d
         **_common(runs, name),
         "actor": actor,
         "rewards": [{"kind": "rule", "rule": REWARD, "name": "length", "workers": 0}],
-        "data": {"train": str(inputs / "prompts.jsonl"), "max_prompt_tokens": 32},
+        "data": {"train": str(inputs / "sums.jsonl"), "max_prompt_tokens": 32},
         "train": {"num_steps": 1, "prompts_per_step": 16, "mini_batch_samples": 64, "max_tokens_per_micro_batch": 512},
         "rollout": {"engine": "vllm", "parallel": {"tp": tp}, "num_samples_per_prompt": 4, "max_response_tokens": 32},
         "algo": {"advantage": "grpo"},
@@ -258,36 +258,47 @@ def engine_job(inputs: Path, runs: Path, parallel: Mapping[str, Any], tp: int, d
     return Job(name=name, command="rl", config=config)
 
 
+@dataclass(frozen=True, kw_only=True)
+class MemorySize:
+    """Of the jobs whose memory is measured."""
+
+    model: str = "memory"
+    data: str = "long"
+    prompt: int = 512
+    response: int = 1504
+    micro_batch: int = 4096
+    """Tokens."""
+
+
 def memory_jobs(
-    inputs: Path, runs: Path, parallel: Mapping[str, Any], model: str = "memory", tokens: int = 4096
+    inputs: Path,
+    runs: Path,
+    parallel: Mapping[str, Any],
+    size: MemorySize = MemorySize(),
 ) -> Iterator[Job]:
-    """Two steps each of fine-tuning and of PPO, measured and rehearsed. `tokens`: of a micro-batch."""
-    role = _role(inputs, model, "bf16", parallel)
+    """Two steps each of fine-tuning and of PPO, measured and rehearsed."""
+    role = _role(inputs, size.model, "bf16", parallel)
+    data = {"train": str(inputs / f"{size.data}.jsonl"), "max_prompt_tokens": size.prompt}
+    batch = {"num_steps": 2, "mini_batch_samples": SAMPLES, "max_tokens_per_micro_batch": size.micro_batch}
     sft = {
         **_common(runs, "sft"),
         "actor": role,
-        "data": {"train": str(inputs / "long.jsonl"), "max_prompt_tokens": 512, "max_response_tokens": 1504},
-        "train": {"num_steps": 2, "mini_batch_samples": 8, "max_tokens_per_micro_batch": tokens},
+        "data": {**data, "max_response_tokens": size.response},
+        "train": batch,
     }
     yield Job(name="sft", command="sft", config=sft, measured=True, layers="local")
-    longest = tokens // 4
     ppo = {
         **_common(runs, "ppo"),
         **dict.fromkeys(("actor", "critic", "reference"), role),
         "rewards": [{"kind": "rule", "rule": REWARD, "name": "length", "workers": 0}],
-        "data": {"train": str(inputs / "long_prompts.jsonl"), "max_prompt_tokens": 512},
-        "train": {
-            "num_steps": 2,
-            "prompts_per_step": 8,
-            "mini_batch_samples": 8,
-            "max_tokens_per_micro_batch": tokens,
-        },
+        "data": data,
+        "train": {**batch, "prompts_per_step": SAMPLES},
         "rollout": {
             "engine": "megatron",
-            "max_response_tokens": longest,
+            "max_response_tokens": size.response,
             "logprob_gap": {"mean": 1e3, "p999": 1e3},
         },
         "algo": {"kl": {"coef": 0.05}},
         "samples": {"count": 0},
     }
-    yield Job(name="ppo", command="rl", config=ppo, constant=longest, measured=True, layers="local")
+    yield Job(name="ppo", command="rl", config=ppo, constant=size.response, measured=True, layers="local")
