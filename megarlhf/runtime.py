@@ -160,11 +160,19 @@ def _tasks_of_node(tasks_per_node: str, node: int) -> int:
     return counts[min(node, len(counts) - 1)]
 
 
-def initialize(info: RankInfo, *, seed: int, timeout_seconds: float = 1800.0, deterministic: bool = False) -> Runtime:
+def initialize(
+    info: RankInfo,
+    *,
+    seed: int,
+    timeout_seconds: float = 1800.0,
+    deterministic: bool = False,
+    store: dist.Store | None = None,
+) -> Runtime:
     """Join the run: device, threads, seeds and the default process group (NCCL on GPUs, else gloo).
 
     `deterministic`: an operation of torch that has no deterministic variant raises; the variables of
     `planning.determinism.environment` are set before.
+    `store`: through which the ranks find each other; default: by MASTER_ADDR and MASTER_PORT.
     """
     on_gpu = torch.cuda.is_available()
     if deterministic:
@@ -191,6 +199,7 @@ def initialize(info: RankInfo, *, seed: int, timeout_seconds: float = 1800.0, de
         _default_rendezvous(info, device_index if on_gpu else info.local_rank)
         dist.init_process_group(
             backend,
+            store=store,
             rank=info.rank,
             world_size=info.world_size,
             timeout=timedelta(seconds=timeout_seconds),

@@ -296,6 +296,7 @@ def test_ranks_start_through_srun_with_their_places_and_a_port_of_their_own(
     srun.write_text('#!/bin/sh\necho "$@"\necho "$MASTER_PORT $NVIDIA_TF32_OVERRIDE"\nexit 3\n')
     srun.chmod(0o755)
     monkeypatch.setenv("MASTER_PORT", "20000")
+    monkeypatch.delenv("MEGARLHF_PYTHON", raising=False)
     processes = start.Processes([str(srun), "--label", "apptainer", "exec"])
     launch = Launch(check="sft", case="tp2pp2 over 2 nodes", ranks=4, nodes=2)
     path = launch.dump(tmp_path)
@@ -304,7 +305,7 @@ def test_ranks_start_through_srun_with_their_places_and_a_port_of_their_own(
         words, environment = start.log_of(path).read_text().splitlines()
         assert words == (
             "--nodes=2 --ntasks=4 --ntasks-per-node=2 --relative=0 --label apptainer exec "
-            f"{sys.executable} -m tools.gpu_check.rank {path}"
+            f"python3 -m tools.gpu_check.rank {path}"
         )
         assert environment == f"{port} 0"
 

@@ -41,18 +41,18 @@ class Machine:
         return "GPU" if self.on_gpus else "rank"
 
     def lacks(self, ranks: int) -> str | None:
-        """Why so many ranks cannot be started."""
+        """Why so many ranks cannot be started, the same number on each node."""
         there = self.gpus_per_node * self.nodes
-        if ranks <= there:
-            return None
-        return f"needs {ranks} {self.device}s, there {'is' if there == 1 else 'are'} {there}"
+        if ranks > there:
+            return f"needs {ranks} {self.device}s, there {'is' if there == 1 else 'are'} {there}"
+        if not self.places(ranks):
+            return f"{ranks} ranks do not divide over {self.nodes} nodes of {self.gpus_per_node} {self.device}s"
+        return None
 
-    def places(self, ranks: int) -> Iterator[int]:
-        """Numbers of nodes over which so many ranks are spread: as few as hold them, and two where there are two."""
-        fewest = -(-ranks // self.gpus_per_node)
-        yield fewest
-        if fewest == 1 < self.nodes and ranks % 2 == 0:
-            yield 2
+    def places(self, ranks: int) -> list[int]:
+        """Numbers of nodes over which so many ranks are spread: as few as hold them, and two where one holds them."""
+        fits = [n for n in range(1, self.nodes + 1) if ranks % n == 0 and ranks <= n * self.gpus_per_node]
+        return fits[:2] if fits[:2] == [1, 2] else fits[:1]
 
 
 def launches(machine: Machine, only: Sequence[str], inputs: Path, out: Path) -> tuple[list[Launch], list[Row]]:

@@ -14,7 +14,9 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,7 +37,7 @@ from megarlhf.planning.nodes import check_nodes, require_gpus
 from megarlhf.rehearsal.engine import GivenResponses as ConstantResponses
 from megarlhf.rehearsal.lengths import Constant
 from megarlhf.rollout.engine import RolloutEngine
-from megarlhf.runtime import Runtime
+from megarlhf.runtime import RankInfo, Runtime
 from megarlhf.trainers import rl_updates
 from megarlhf.trainers.parts import Parts
 from megarlhf.trainers.prompts import make_engine
@@ -48,6 +50,8 @@ CONFIGS: Mapping[str, type[SFTConfig] | type[RLConfig]] = {"sft": SFTConfig, "rl
 COLLECTIVE_SECONDS = 120.0
 SHOWN_ADVANTAGES = 24
 
+Join = Callable[[str], AbstractContextManager[Runtime]]
+"""Given a job's name, all ranks join a run of their own, and leave it when the job is done."""
 MakeMeter = Callable[[Runtime], MemoryMeter | None]
 
 
@@ -64,21 +68,22 @@ class Seen:
     advantages: list[float] = field(default_factory=list)
 
 
-def run_launch(runtime: Runtime, path: Path, make_meter: MakeMeter = device_meter) -> None:
-    """Every job, on ranks that have joined."""
+def run_launch(join: Join, path: Path, make_meter: MakeMeter = device_meter) -> None:
+    """Every job of the launch, each in a run that its ranks join and leave."""
     launch = Launch.load(path)
-    assert runtime.world_size == launch.ranks, f"{launch.ranks} ranks were asked for, {runtime.world_size} have come"
-    for job in launch.jobs:
+    for number, job in enumerate(launch.jobs):
         began = time.monotonic()
-        try:
-            result = run_job(runtime, job, make_meter)
-        except BaseException as error:
-            _tell_failure(path, runtime, job, error)
-            raise
-        if runtime.is_main:
-            line = {"job": job.name, "layers": job.layers, "seconds": time.monotonic() - began, **result}
-            with (path.parent / "results.jsonl").open("a") as results:
-                results.write(json.dumps(line) + "\n")
+        with join(f"{job.name} {job.layers}") as runtime:
+            assert runtime.world_size == launch.ranks, f"{launch.ranks} ranks were asked for, got {runtime.world_size}"
+            try:
+                result = run_job(runtime, job, make_meter, look_at_nodes=not number)
+            except BaseException as error:
+                _tell_failure(path, runtime, job, error)
+                raise
+            if runtime.is_main:
+                line = {"job": job.name, "layers": job.layers, "seconds": time.monotonic() - began, **result}
+                with (path.parent / "results.jsonl").open("a") as results:
+                    results.write(json.dumps(line) + "\n")
 
 
 def _tell_failure(path: Path, runtime: Runtime, job: Job, error: BaseException) -> None:
@@ -92,11 +97,12 @@ def _tell_failure(path: Path, runtime: Runtime, job: Job, error: BaseException) 
     (path.parent / f"failed.{runtime.rank}.json").write_text(json.dumps(report, indent=1) + "\n")
 
 
-def run_job(runtime: Runtime, job: Job, make_meter: MakeMeter) -> dict[str, Any]:
+def run_job(runtime: Runtime, job: Job, make_meter: MakeMeter, *, look_at_nodes: bool) -> dict[str, Any]:
     """The command's own run, as configured. Returns, on the first rank, what it has shown."""
     cfg, seen = CONFIGS[job.command].model_validate(job.config), Seen()
-    for note in check_nodes(cfg, runtime):
-        print(note, file=sys.stderr)
+    if look_at_nodes:
+        for note in check_nodes(cfg, runtime):
+            print(note, file=sys.stderr)
     meter = make_meter(runtime) if job.measured else None
     measured = MeasuredPhases(meter) if meter is not None else None
     with _layers(job), _noted_advantages(seen):
@@ -177,12 +183,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         return launching.local_ranks(Launch.load(path).ranks, argv, PROGRAM)
     launching.silence_libraries()
     require_gpus(info.rank)
-    runtime = runtimes.initialize(info, seed=0, timeout_seconds=COLLECTIVE_SECONDS)
-    run_launch(runtime, path)
+    run_launch(partial(_joined, info, _store(info)), path)
+    return 0
+
+
+def _store(info: RankInfo) -> dist.Store:
+    """One for all jobs: to wait until a port is free again takes longer than a job."""
+    return dist.TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        info.world_size,
+        is_master=info.rank == 0,
+        timeout=timedelta(seconds=COLLECTIVE_SECONDS),
+    )
+
+
+@contextlib.contextmanager
+def _joined(info: RankInfo, store: dist.Store, name: str) -> Iterator[Runtime]:
+    """The communicators of one job are given back before the next one. Not after a failure: leaving may hang."""
+    own = dist.PrefixStore(name, store)
+    yield runtimes.initialize(info, seed=0, timeout_seconds=COLLECTIVE_SECONDS, store=own)
     if dist.is_initialized():
         dist.barrier()
     runtimes.shutdown()
-    return 0
 
 
 if __name__ == "__main__":

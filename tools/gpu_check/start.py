@@ -44,9 +44,11 @@ class Processes:
     started: int = 0
 
     def __call__(self, launch: Launch, path: Path) -> str:
-        environment = {**RANK_ENVIRONMENT, **os.environ, **self.environment, **self._port()}
+        environment = {**RANK_ENVIRONMENT, **self._inherited(), **self.environment, **self._port()}
         self.started += 1
-        command = [*self._before(launch), sys.executable, *PROGRAM, str(path)]
+        # Behind srun there may be a container, with a Python of its own.
+        python = os.environ.get("MEGARLHF_PYTHON", "python3") if self.srun else sys.executable
+        command = [*self._before(launch), python, *PROGRAM, str(path)]
         with log_of(path).open("w") as log:
             process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
             try:
@@ -73,6 +75,11 @@ class Processes:
             "--relative=0",
         ]
         return [name, *counts, *words]
+
+    def _inherited(self) -> dict[str, str]:
+        """On one machine without another launcher's variables: a shell of Slurm's would be taken for a rank."""
+        own = ("SLURM_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_") if not self.srun else ()
+        return {name: value for name, value in os.environ.items() if not name.startswith(own)}
 
     def _port(self) -> dict[str, str]:
         """A launch does not wait for the port of the one before it to be free."""
