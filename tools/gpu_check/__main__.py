@@ -198,7 +198,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows += run_launch(launch, out, start, expected, "gpu" if machine.on_gpus else "cpu")
     rows.sort(key=lambda row: CHECKS.index(row.check))
     about = {
-        "device": f"{found.device_count} x {found.device_name}",
+        "device": f"{machine.gpus_per_node} x {found.device_name}" if machine.on_gpus else found.device_name,
         "nodes": machine.nodes,
         "versions": dict(found.versions),
         "python": platform.python_version(),

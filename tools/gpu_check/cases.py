@@ -184,9 +184,11 @@ def _long(count: int) -> list[dict[str, str]]:
 
 
 def _role(inputs: Path, model: str, dtype: Dtype, parallel: Mapping[str, Any], lr: float = 1e-4) -> dict[str, Any]:
+    # Megatron-Core trains experts under tensor parallelism with sequence parallelism only.
+    needed = {"sequence_parallel": True} if model == "experts" and parallel.get("tp", 1) > 1 else {}
     return {
         "model": {"path": str(inputs / "models" / model), "random_init": True, "dtype": dtype},
-        "parallel": dict(parallel),
+        "parallel": {**parallel, **needed},
         "optim": {"lr": lr, "weight_decay": 0.1},
     }
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from tools.gpu_check.cases import Job, Launch
 from tools.gpu_check.memory import PhasePeak, compare
+from tools.gpu_check.plan import UNCOUNTED
 from tools.gpu_check.rows import Row, failed, judged
 
 Stored = Mapping[str, Mapping[str, Sequence[float]]]
@@ -147,8 +148,7 @@ def memory(
 ) -> list[Row]:
     """A row for the worst phase, and one for each other that is off."""
     if result["peaks"] is None:
-        note = "a CPU's allocator does not count what it hands out"
-        return [Row(check=launch.check, case=launch.case, status="skipped", note=note)]
+        return [Row(check=launch.check, case=launch.case, status="skipped", note=UNCOUNTED)]
     measured = {int(rank): [PhasePeak(*peak) for peak in peaks] for rank, peaks in result["peaks"].items()}
     compared, missing = compare(measured, rehearsed)
     rows = [failed(launch.check, launch.case, sentence) for sentence in missing]
