@@ -16,6 +16,10 @@ from typing import Any
 
 import pytest
 
+from megarlhf.config import SFTConfig
+from megarlhf.data.samples import build_prompts, build_sft
+from megarlhf.data.sources import load_records
+from megarlhf.data.tokenizer import load_tokenizer
 from megarlhf.runtime import capabilities
 from tests.distributed.gpu_check_jobs import PoolStart
 from tests.ranks import RankPool
@@ -35,6 +39,7 @@ from tools.gpu_check.cases import (
 )
 from tools.gpu_check.memory import PhasePeak, compare
 from tools.gpu_check.plan import CHECKS, Machine, launches
+from tools.gpu_check.rank import CONFIGS
 from tools.gpu_check.rows import Row, exit_status, judged, show
 
 CERTIFIED = [{"version": 0, "digest": "a"}, {"version": 1, "digest": "b"}]
@@ -240,6 +245,11 @@ def test_a_machine_that_is_too_small_says_so_case_by_case(inputs: Path, tmp_path
     assert [launch.case for launch in over if launch.nodes == 2] == [
         f"{layout} over 2 nodes" for layout, (num_ranks, _) in LAYOUTS.items() if num_ranks > 1
     ]
+    odd, skipped = launches(Machine(gpus_per_node=3, nodes=3), ["sft"], inputs, tmp_path)
+    assert (odd[-1].ranks, odd[-1].nodes) == (4, 2)
+    assert [row.note for row in skipped] == ["8 ranks do not divide over 3 nodes of 3 GPUs"]
+    (of_a_cpu,) = {row.note for row in launches(Machine(gpus_per_node=8, on_gpus=False), CHECKS, inputs, tmp_path)[1]}
+    assert "CPU's allocator" in of_a_cpu
     small, _ = launches(Machine(gpus_per_node=4, nodes=2), ["ppo"], inputs, tmp_path)
     assert [(launch.ranks, launch.nodes) for launch in small][-3:] == [(4, 1), (4, 2), (8, 2)]
     both, _ = launches(Machine(gpus_per_node=1, transformer_engine=True), ["sft"], inputs, tmp_path)
@@ -318,6 +328,32 @@ def test_make_says_it_and_ends_with_two() -> None:
     done = subprocess.run(asked, cwd=start.ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "torch sees no GPU on this machine" in done.stderr
+
+
+def test_no_record_is_too_long_and_no_batch_larger_than_the_data(inputs: Path, tmp_path: Path) -> None:
+    """Of every job of a machine with eight GPUs."""
+    planned, _ = launches(Machine(gpus_per_node=8), CHECKS, inputs, tmp_path)
+    seen = set()
+    for job in (job for launch in planned for job in launch.jobs):
+        cfg = CONFIGS[job.command].model_validate(job.config)
+        directory, data = cfg.actor.model.hf_directory(), cfg.data
+        key = (data.train, data.max_prompt_tokens, getattr(data, "max_response_tokens", 0))
+        if key in seen:
+            continue
+        seen.add(key)
+        records, tokenizer = load_records(data.train, fields=("prompt", "response")), load_tokenizer(directory)
+        if isinstance(cfg, SFTConfig):
+            built, skipped = build_sft(
+                records,
+                tokenizer,
+                max_prompt_tokens=data.max_prompt_tokens,
+                max_response_tokens=cfg.data.max_response_tokens,
+            )
+        else:
+            built, skipped = build_prompts(records, tokenizer, max_prompt_tokens=data.max_prompt_tokens)
+        assert not skipped.reasons, (job.name, skipped)
+        assert len(built) == (16 if "long" in data.train.name else 64)
+    assert len(seen) == 4
 
 
 def test_every_job_has_a_run_directory_of_its_own(inputs: Path, tmp_path: Path) -> None:

@@ -175,9 +175,9 @@ def _sums(count: int) -> list[dict[str, str]]:
 
 
 def _long(count: int) -> list[dict[str, str]]:
-    """A token a character: prompts of 512, responses of 400 to 1500."""
+    """A token a character: prompts of 500, responses of 400 to 1500."""
     digits = "".join(str(n % 10) for n in range(1500))
-    return [{"prompt": digits[:512], "response": digits[: 400 + 157 * n % 1100]} for n in range(count)]
+    return [{"prompt": digits[:500], "response": digits[: 400 + 157 * n % 1100]} for n in range(count)]
 
 
 # --- configurations -------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ from tools.gpu_check.cases import (
     ENGINES,
     LAYOUTS,
     MEMORY_LAYOUTS,
-    MODELS,
     PACKED,
     Job,
     Launch,
@@ -102,6 +101,3 @@ def _with_local_layers(jobs: Sequence[Job], machine: Machine) -> Iterator[Job]:
         yield job
         if machine.transformer_engine:
             yield replace(job, layers="local")
-
-
-assert set(PACKED) < set(MODELS)

@@ -87,8 +87,9 @@ class Processes:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """A start of ours ends its ranks at once when it gets SIGHUP; srun takes the second signal."""
-    for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGKILL):
+    """A start of ours ends its ranks at once when it gets SIGHUP, and under nohup at the second SIGTERM; srun hands
+    signals on."""
+    for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGTERM, signal.SIGKILL):
         process.send_signal(number)
         try:
             process.wait(ENDING_SECONDS)
