@@ -196,7 +196,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for number, launch in enumerate(planned, 1):
         print(f"{number} of {len(planned)}: {launch.check} {launch.case}, {launch.ranks} rank(s) ...", flush=True)
         rows += run_launch(launch, out, start, expected, "gpu" if machine.on_gpus else "cpu")
-    rows.sort(key=lambda row: CHECKS.index(row.check))
+    rows.sort(key=lambda row: (CHECKS.index(row.check), row.status == "skipped"))
     about = {
         "device": f"{machine.gpus_per_node} x {found.device_name}" if machine.on_gpus else found.device_name,
         "nodes": machine.nodes,

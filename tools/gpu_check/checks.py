@@ -170,7 +170,12 @@ def kernels(case: str, checks: Sequence[Mapping[str, Any]]) -> list[Row]:
     """One row for all that passed, one for each of the others. `checks`: as benchmarks/gpu_check.py writes them."""
     passed = sum(check["passed"] is True for check in checks)
     rows = [
-        Row(check="kernels", case=f"{case}: {check['check']}", status="skipped", note=check["reason"])
+        Row(
+            check="kernels",
+            case=f"{case}: {check['check']}",
+            status="skipped",
+            note=check["reason"].removeprefix("skipped: "),
+        )
         if check["passed"] is None
         else failed("kernels", f"{case}: {check['check']}", check["reason"])
         for check in checks
