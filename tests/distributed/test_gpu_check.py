@@ -42,6 +42,7 @@ from tools.gpu_check.plan import CHECKS, Machine, launches
 from tools.gpu_check.rank import CONFIGS
 from tools.gpu_check.rows import Row, exit_status, judged, show
 
+ON_A_CPU = Machine(gpus_per_node=4, on_gpus=False)
 CERTIFIED = [{"version": 0, "digest": "a"}, {"version": 1, "digest": "b"}]
 WITHIN = {"rollout_logprob_gap_mean": 0.001, "rollout_logprob_gap_p999": 0.01}
 
@@ -101,7 +102,7 @@ def test_two_ranks_pass_and_a_changed_number_does_not(
         num_ranks, parallel = LAYOUTS[layout]
         job = make(inputs, tmp_path / check, "grouped", "fp32", parallel)
         launch = Launch(check=check, case=layout, ranks=num_ranks, jobs=[job])
-        rows = command.run_launch(launch, tmp_path, PoolStart(ranks), expected, "cpu")
+        rows = command.run_launch(launch, tmp_path, PoolStart(ranks), expected, ON_A_CPU)
         (row,) = rows
         assert row.status == "passed", row
         assert row.measured is not None
@@ -141,7 +142,7 @@ def test_a_job_that_fails_is_told_with_its_error_and_the_next_is_not_begun(
     jobs = [sft_job(inputs, tmp_path, "grouped", "fp32", parallel) for parallel in ({}, {"tp": 2}, {})]
     jobs[1] = replace(jobs[1], name="sft grouped too wide fp32")
     launch = Launch(check="sft", case="tp1", ranks=1, jobs=jobs)
-    good, bad, after = command.run_launch(launch, tmp_path, PoolStart(ranks), expected, "cpu")
+    good, bad, after = command.run_launch(launch, tmp_path, PoolStart(ranks), expected, ON_A_CPU)
     assert good.status == "passed"
     assert (bad.status, bad.case) == ("FAILED", "tp1: sft grouped too wide fp32")
     assert "ValueError: actor.parallel: world size 1 is not a multiple of tp x pp = 2 x 1" in bad.note
@@ -158,7 +159,7 @@ def test_the_rehearsal_of_a_measured_ppo_run(ranks: RankPool, inputs: Path, tmp_
     size = MemorySize(model="grouped", data="sums", prompt=32, response=24, micro_batch=256)
     _, job = memory_jobs(inputs, tmp_path / "runs", {}, size)
     launch = Launch(check="memory", case=job.name, ranks=1, jobs=[job])
-    (row,) = command.run_launch(launch, tmp_path, PoolStart(ranks, counted=True), {}, "cpu")
+    (row,) = command.run_launch(launch, tmp_path, PoolStart(ranks, counted=True), {}, ON_A_CPU)
     assert row.status == "passed", row
     assert row.measured is not None
     assert row.measured < 1e-3

@@ -12,6 +12,7 @@ from tests.ranks import RankPool
 from tools.gpu_check import __main__ as command
 from tools.gpu_check import checks
 from tools.gpu_check.cases import ENGINES, LAYOUTS, Launch, engine_job, write_inputs
+from tools.gpu_check.plan import Machine
 
 
 def test_the_gap_and_the_certificates_of_two_stages_into_two_shards(vllm_ranks: RankPool, tmp_path: Path) -> None:
@@ -21,7 +22,8 @@ def test_the_gap_and_the_certificates_of_two_stages_into_two_shards(vllm_ranks: 
     num_ranks, parallel = LAYOUTS[layout]
     job = engine_job(write_inputs(tmp_path / "inputs"), tmp_path / "runs", parallel, tp)
     launch = Launch(check="engine", case="pp2_to_tp2", ranks=num_ranks, jobs=[job])
-    rows = command.run_launch(launch, tmp_path, PoolStart(vllm_ranks), checks.load_expected(), "cpu")
+    machine = Machine(gpus_per_node=2, on_gpus=False)
+    rows = command.run_launch(launch, tmp_path, PoolStart(vllm_ranks), checks.load_expected(), machine)
     assert [(row.figure, row.status) for row in rows] == [
         ("rollout_logprob_gap_mean", "passed"), ("rollout_logprob_gap_p999", "passed"), ("certificate", "passed")
     ]  # fmt: skip

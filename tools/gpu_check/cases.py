@@ -288,7 +288,7 @@ def memory_jobs(
         "data": {**data, "max_response_tokens": size.response},
         "train": batch,
     }
-    yield Job(name="sft", command="sft", config=sft, measured=True, layers="local")
+    yield Job(name="sft", command="sft", config=sft, measured=True)
     ppo = {
         **_common(runs, "ppo"),
         **dict.fromkeys(("actor", "critic", "reference"), role),
@@ -303,4 +303,4 @@ def memory_jobs(
         "algo": {"kl": {"coef": 0.05}},
         "samples": {"count": 0},
     }
-    yield Job(name="ppo", command="rl", config=ppo, constant=size.response, measured=True, layers="local")
+    yield Job(name="ppo", command="rl", config=ppo, constant=size.response, measured=True)

@@ -32,7 +32,6 @@ from megarlhf.models import build
 from megarlhf.models.build import ModelShard
 from megarlhf.models.role import Role
 from megarlhf.observe.metrics import read_metrics
-from megarlhf.observe.watchdog import watched_phases
 from megarlhf.planning.nodes import check_nodes, require_gpus
 from megarlhf.rehearsal.engine import GivenResponses as ConstantResponses
 from megarlhf.rehearsal.lengths import Constant
@@ -107,7 +106,7 @@ def run_job(runtime: Runtime, job: Job, make_meter: MakeMeter, *, look_at_nodes:
     measured = MeasuredPhases(meter) if meter is not None else None
     with _layers(job), _noted_advantages(seen):
         run = importlib.import_module(f"megarlhf.trainers.{job.command}").run
-        phases = watched_phases if measured is None else measured.steps.phases
+        phases = Parts().phases if measured is None else measured.steps.phases
         run(cfg, runtime, Parts(phases=phases, engine=partial(_engine, job, runtime, seen)))
     peaks = None
     if measured is not None:
