@@ -38,7 +38,7 @@ export VLLM_NO_USAGE_STATS ?= 1
 export TORCH_CPP_LOG_LEVEL ?= ERROR
 
 .PHONY: help venv demo demo-3d demo-seeds bench-convert bench-reshard bench-kernels bench-packing bench-gpu-logprob \
-	bench-gpu-packed bench-resume bench-rewards test test-slow test-peers test-slurm test-faults slurm-scripts lint docs \
+	bench-gpu-packed bench-resume bench-rewards test test-slow test-gpu test-peers test-slurm test-faults slurm-scripts lint docs \
 	doctor lock clean
 
 help: ## list the targets
@@ -98,6 +98,11 @@ test: venv ## the default tests: no GPU, no network, minutes
 
 test-slow: venv ## the slow tests that need no GPU and no Slurm
 	$(PY) -m pytest -m "slow and not gpu and not multigpu and not slurm" $(PYTEST_ARGS)
+
+# On a machine whose GPU build of torch is not in $(VENV): make test-gpu PY=python3
+TEST_GPU_ARGS ?=
+test-gpu: ## on a machine with GPUs: training, engine, kernels and memory against what a CPU said (docs/cluster.md)
+	@$(or $(wildcard $(PY)),python3) -m tools.gpu_check $(TEST_GPU_ARGS)
 
 # Beside $(VENV), never in it. Some packages bring a folder `tests`, which would hide ours.
 ALGORITHM_PEERS := build/peers/algorithms

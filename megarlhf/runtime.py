@@ -160,11 +160,19 @@ def _tasks_of_node(tasks_per_node: str, node: int) -> int:
     return counts[min(node, len(counts) - 1)]
 
 
-def initialize(info: RankInfo, *, seed: int, timeout_seconds: float = 1800.0, deterministic: bool = False) -> Runtime:
+def initialize(
+    info: RankInfo,
+    *,
+    seed: int,
+    timeout_seconds: float = 1800.0,
+    deterministic: bool = False,
+    store: dist.Store | None = None,
+) -> Runtime:
     """Join the run: device, threads, seeds and the default process group (NCCL on GPUs, else gloo).
 
     `deterministic`: an operation of torch that has no deterministic variant raises; the variables of
     `planning.determinism.environment` are set before.
+    `store`: through which the ranks find each other; default: by MASTER_ADDR and MASTER_PORT.
     """
     on_gpu = torch.cuda.is_available()
     if deterministic:
@@ -191,6 +199,7 @@ def initialize(info: RankInfo, *, seed: int, timeout_seconds: float = 1800.0, de
         _default_rendezvous(info, device_index if on_gpu else info.local_rank)
         dist.init_process_group(
             backend,
+            store=store,
             rank=info.rank,
             world_size=info.world_size,
             timeout=timedelta(seconds=timeout_seconds),
@@ -297,6 +306,26 @@ def write_allocations(device: torch.device, path: Path) -> None:
         torch.cuda.memory._dump_snapshot(str(path))
     finally:
         torch.cuda.memory._record_memory_history(enabled=None, device=device)
+
+
+def counts_allocations(device: torch.device) -> bool:
+    """Whether torch's allocator of this device counts what it hands out; that of a CPU does not."""
+    return device.type == "cuda"
+
+
+def allocated_bytes(device: torch.device) -> int:
+    """Bytes that tensors, and torch's libraries for themselves, hold of a GPU's memory now."""
+    return int(torch.cuda.memory_allocated(device))
+
+
+def peak_allocated_bytes(device: torch.device) -> int:
+    """The most of them since `reset_peak_allocated`."""
+    return int(torch.cuda.max_memory_allocated(device))
+
+
+def reset_peak_allocated(device: torch.device) -> None:
+    """From here on the peak is counted anew, beginning with what is held now."""
+    torch.cuda.reset_peak_memory_stats(device)
 
 
 def random_state(device: torch.device) -> dict[str, Any]:

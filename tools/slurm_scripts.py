@@ -80,6 +80,12 @@ SCRIPTS = {
     "dpo": Script("Preference optimisation on pairs", CONFIG, WHOLE_NODES + LIFE_CYCLE, TRAIN, "dpo"),
     "rl": Script("PPO, GRPO and their relatives", CONFIG, WHOLE_NODES + LIFE_CYCLE, TRAIN, "rl", nodes=4),
     "eval": Script("Score a model's responses by rules", CONFIG, WHOLE_NODES + NO_REQUEUE, EVAL, "eval"),
+    "test-gpu": Script(
+        "The first hour on a cluster: what a CPU has computed, asked of these GPUs",
+        "DIRECTORY [option ...]",
+        WHOLE_NODES + NO_REQUEUE,
+        ("start", "rendezvous", "site", "test_gpu"),
+    ),
     "convert": Script(
         "Conversions between Hugging Face and Megatron, one for each line of a file: a line is what stands behind\n"
         "# `megarlhf convert`, and the array's numbers are line numbers",
@@ -95,15 +101,20 @@ EXAMPLES = {
     "dpo": ("--time=8:00:00 {script} -c configs/x.yaml loss=ipo",),
     "rl": ("--nodes=16 --time=24:00:00 {script} -c configs/x.yaml",),
     "eval": ("{script} -c configs/x.yaml",),
+    "test-gpu": (
+        "--time=2:00:00 {script} runs/gpu_check",
+        "--nodes=2 --time=2:00:00 {script} runs/gpu_check --only sft,ppo,engine",
+    ),
     "convert": ("--array=1-3 {script} conversions.txt",),
 }
+WITHOUT_GPUS = tuple(name for name in SCRIPTS if name not in ("convert", "test-gpu"))
 ON_A_CPU = "--gpus-per-node=0 --ntasks-per-node=2 --cpus-per-task=1 {script} -c configs/x.yaml    # without GPUs"
 
 
 def text(name: str) -> str:
     """The whole script."""
     script = SCRIPTS[name]
-    commands = EXAMPLES[name] if name == "convert" else (*EXAMPLES[name], ON_A_CPU)
+    commands = (*EXAMPLES[name], ON_A_CPU) if name in WITHOUT_GPUS else EXAMPLES[name]
     examples = "".join(f"#     sbatch {line.format(script=f'slurm/{name}.sbatch')}\n" for line in commands)
     head = (
         f"#!/usr/bin/env bash\n# {script.what}:\n#\n{examples}#\n"

@@ -4,6 +4,7 @@ Not covered: Slurm itself (`test_life_cycle.py`), and the clusters' own scripts.
 """
 
 import os
+import shlex
 import shutil
 import subprocess
 import time
@@ -128,7 +129,9 @@ def asked(script):
     return dict(line[1].partition("=")[::2] for line in lines if line[:1] == ["#SBATCH"])
 
 
-@pytest.mark.parametrize("script, nodes", [("sft", "1"), ("rm", "1"), ("dpo", "1"), ("rl", "4"), ("eval", "1")])
+@pytest.mark.parametrize(
+    "script, nodes", [("sft", "1"), ("rm", "1"), ("dpo", "1"), ("rl", "4"), ("eval", "1"), ("test-gpu", "1")]
+)
 def test_what_a_job_asks_for_unless_told_otherwise(script, nodes):
     """Whole nodes and cores beside each GPU; training is told before its time ends and may be queued again. Not
     covered: a Slurm that reads it."""
@@ -142,7 +145,7 @@ def test_what_a_job_asks_for_unless_told_otherwise(script, nodes):
         "--mem": "0",
         "--exclusive": "",
         "--output": "%x-%j.out",
-        **({"--no-requeue": ""} if script == "eval" else trains),
+        **({"--no-requeue": ""} if script in ("eval", "test-gpu") else trains),
     }
 
 
@@ -151,6 +154,25 @@ def test_the_scripts_are_what_their_parts_make(script):
     """A change belongs into slurm/parts/ or tools/slurm_scripts.py; then `make slurm-scripts`."""
     assert (SLURM / f"{script}.sbatch").read_text() == slurm_scripts.text(script)
     assert "@" not in {line.strip()[:1] for line in slurm_scripts.text(script).splitlines()}
+
+
+def test_the_first_hour_is_told_where_to_write_and_how_to_start_ranks(submit, tmp_path):
+    """The checks start their ranks themselves, by the words that the cluster's script has changed. Not covered: what
+    the words do."""
+    python = tmp_path / "bin" / "python3"
+    python.write_text('#!/bin/sh\nprintf \'%s\\0\' "$@" "$MASTER_ADDR" "$MASTER_PORT" >"$RECORD/python"\n')
+    python.chmod(0o755)
+    site = tmp_path / "cluster.sh"
+    site.write_text('srun_args+=("--container-image=my image")\nlauncher=(env WRAPPED=yes)\n')
+    done, record = submit("runs/check", "--only", "sft", script="test-gpu", MEGARLHF_ENV=str(site))
+    assert done.returncode == 0, done.stderr
+    *arguments, address, port = words(record / "python")
+    assert arguments[:4] == ["-m", "tools.gpu_check", "--out", "runs/check"]
+    assert arguments[4] == "--srun"
+    options = ["--kill-on-bad-exit=0", "--wait=60", "--label", "--container-image=my image"]
+    assert shlex.split(arguments[5]) == ["srun", *options, "env", "WRAPPED=yes"]
+    assert arguments[6:] == ["--only", "sft"]
+    assert (address, port) == ("node07", "22345")
 
 
 def test_there_are_no_other_scripts():

@@ -28,6 +28,7 @@ TABLE: dict[str, int] = {
     "tests/distributed/test_dpo_runs.py": 27,
     "tests/distributed/test_families.py": 44,
     "tests/distributed/test_faults.py": 50,
+    "tests/distributed/test_gpu_check.py": 22,
     "tests/distributed/test_moving.py": 41,
     "tests/distributed/test_packed_layouts.py": 92,
     "tests/distributed/test_patches.py": 14,

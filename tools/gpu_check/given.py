@@ -1,0 +1,58 @@
+"""Responses that are given, in place of an engine: the same tokens on every machine, at every layout and dtype."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from megarlhf.experience import Rollouts
+from megarlhf.layout import split_evenly
+from megarlhf.models.build import ModelShard
+from megarlhf.rollout.engine import KeptResponses, Response, Sampling, gather_rollouts
+from megarlhf.runtime import Runtime
+from megarlhf.weights.checks.certificate import Certificate
+
+FIRST_WORD, WORDS = 4, 12
+"""Of the demo's tokenizer: the digits, + and =."""
+
+
+def response(seed: int, sampling: Sampling) -> Response:
+    """A function of the sample's seed: 3 tokens up to the longest, with an end where it is shorter."""
+    length = 3 + seed % (sampling.max_tokens - 2)
+    tokens = [FIRST_WORD + (seed // 7 + seed % 11 * k + k * k) % WORDS for k in range(length)]
+    finished = length < sampling.max_tokens
+    if finished:
+        tokens[-1] = sampling.end_ids[0]
+    return Response(tokens, [-math.log(WORDS)] * length, finished)
+
+
+class GivenResponses:
+    """A `RolloutEngine`; each rank answers for an equal share."""
+
+    rebuilds, local_seconds = 0, 0.0
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime, self.weight_version = runtime, -1
+
+    def update_weights(self, actor: ModelShard, version: int) -> None:
+        self.weight_version = version
+
+    def verify_weights(self, actor: ModelShard) -> Certificate | None:
+        return None
+
+    def generate(
+        self,
+        prompts: Sequence[Tensor],
+        seeds: Sequence[int],
+        sampling: Sampling,
+        *,
+        bank: KeptResponses | None = None,
+        should_stop: Callable[[], bool] | None = None,
+    ) -> Rollouts:
+        own = split_evenly(len(prompts), self._runtime.world_size)[self._runtime.rank]
+        mine = {n: response(seeds[n], sampling) for n in own}
+        return gather_rollouts(mine, len(prompts), self.weight_version, self._runtime.device)
+
+    def close(self) -> None: ...
