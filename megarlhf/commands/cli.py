@@ -81,6 +81,7 @@ def parser() -> argparse.ArgumentParser:
     serve.add_argument("-c", "--config", required=True, action=Once, metavar="FILE", help="YAML configuration")
     serve.add_argument("overrides", nargs="*", metavar="key=value", help="override configured values")
     commands.add_parser("plan", help="bytes and time from trainer to rollout: `megarlhf plan -h`")
+    commands.add_parser("rehearse", help="what a job will need, before it is queued: `megarlhf rehearse -h`")
     commands.add_parser("convert", help="checkpoints between Hugging Face and Megatron: `megarlhf convert -h`")
     root.set_defaults(commands=commands.choices)
     return root
@@ -106,6 +107,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             from megarlhf.commands.convert import main as convert
 
             return convert(argv[1:], prog="megarlhf convert")
+        if argv[:1] == ["rehearse"]:
+            from megarlhf.commands.rehearse import main as rehearse
+
+            return rehearse(argv[1:])
         if argv[:1] == ["plan"]:
             from megarlhf.commands.plan import main as plan
 

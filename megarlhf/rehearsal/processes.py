@@ -14,7 +14,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,14 @@ class At:
     rank: int
     step: int
     phase: str
+    """`DONE` at its end."""
     operations: int
+    ranks: int = 0
+    """That are rehearsed in all, as far as is known."""
+
+
+DONE = "done"
+"""In place of a phase."""
 
 
 class RankFailed(RuntimeError):
@@ -49,8 +56,10 @@ class RankRefused(ValueError):
 Told = Callable[[At], None]
 
 
-def run_ranks(jobs: Sequence[Job], price: Pricing, *, workers: int, told: Told = lambda at: None) -> list[RankRecord]:
-    """The records of all jobs, in their order.
+def run_ranks(
+    jobs: Sequence[Job], price: Pricing, *, workers: int, told: Told = lambda at: None, ranks: int = 0
+) -> list[RankRecord]:
+    """The records of all jobs, in their order. `ranks`: that are rehearsed in all, where that is more.
 
     Raises: RankRefused with the sentence of a ValueError of the program; RankFailed with the traceback of any other
     error. The other ranks are ended then.
@@ -73,8 +82,9 @@ def run_ranks(jobs: Sequence[Job], price: Pricing, *, workers: int, told: Told =
                 place, process = running[connection]
                 message = _receive(connection, jobs[place], process)
                 if isinstance(message, At):
-                    told(message)
+                    told(replace(message, ranks=ranks or len(jobs)))
                     continue
+                told(At(message.rank, 0, DONE, sum(message.operations.values()), ranks or len(jobs)))
                 records[place] = message
                 del running[connection]
                 connection.close()
