@@ -13,9 +13,11 @@ import pytest
 from megarlhf.architectures.hf_config import architecture_from_hf
 from megarlhf.rehearsal.memory import GPU_BLOCK
 from megarlhf.rehearsal.transformer_engine import LOCAL, TE, replace_layers, saved_tensors, traits_of
-from tests.command import python
+from tests.command import ROOT, python
 from tests.rehearsal.layer_cases import CASES, MODELS, TOKENS
+from tests.rehearsal.page import EXAMPLES, example, rows
 
+PAGE = ROOT / "docs" / "rehearsal-gpu.md"
 TABLES = {"te": TE, "local": LOCAL}
 
 
@@ -170,6 +172,12 @@ def test_weight_gradients_go_into_the_buffers(seen):
     workspace = 32 * 2**20 + 1024
     assert train["end"] - build["end"] == pytest.approx(shapes + workspace, abs=20_000)
     assert train["by_kind"]["kernels' work space"] == workspace
+
+
+def test_the_page_has_the_tables(architectures):
+    page = PAGE.read_text().splitlines()
+    expected = [*rows(TE), *rows(LOCAL), *(example(name, architectures[name], *how) for name, *how in EXAMPLES)]
+    assert [row for row in expected if row not in page] == []
 
 
 def test_stand_ins_take_the_place_of_local_layers_only():
