@@ -208,6 +208,7 @@ def _batch(case: Case) -> MicroBatch:
 
 def _seen(case: Case, rank: Rank, cache: GroupCache, batch: MicroBatch) -> dict[str, Any]:
     section, ledger, live, experts = rank.job.cfg.actor, rank.ledger, [], []
+    places: set[str] = set()
     rank._moved(1, "build")
     steps = 1 if case.trains else None
     weights = NoNumbers(rank._built)
@@ -220,6 +221,7 @@ def _seen(case: Case, rank: Rank, cache: GroupCache, batch: MicroBatch) -> dict[
     rank._moved(1, "train/actor")
     if case.trains:
         role.accumulate([batch], _Sum())
+        places = {change[2].origin.where.partition(":")[0] for change in ledger._entry.changes}
         rank._moved(1, "optimizer/actor")
         role.optimizer_step({}, lambda *_: "")
     else:
@@ -229,6 +231,7 @@ def _seen(case: Case, rank: Rank, cache: GroupCache, batch: MicroBatch) -> dict[
     return {
         "live": live,
         "experts": experts,
+        "places": sorted(places),
         "parameters": parameters,
         "phases": [{**asdict(phase), "curve": []} for phase in ledger.phases],
         "wire": sorted([*line, count, rank.wire.nbytes[line]] for line, count in rank.wire.counts.items()),

@@ -173,6 +173,13 @@ def test_weight_gradients_go_into_the_buffers(seen):
     assert train["by_kind"]["kernels' work space"] == workspace
 
 
+def test_storages_are_laid_to_the_line_that_made_them(seen):
+    """Not to the file that stands between the program and torch in every call; in the backward, to the stand-in."""
+    places = seen["llama-3-70b tp8 sp te"]["places"]
+    assert "megarlhf/parallel/megatron_cpu.py" not in places
+    assert {"megatron/core/transformer/attention.py", "megarlhf/rehearsal/te_layers.py"} <= set(places)
+
+
 def test_the_page_has_the_tables(architectures):
     page = PAGE.read_text().splitlines()
     expected = [*rows(TE), *rows(LOCAL), *(example(name, architectures[name], *how) for name, *how in EXAMPLES)]
