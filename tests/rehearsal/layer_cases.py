@@ -232,6 +232,7 @@ def _seen(case: Case, rank: Rank, cache: GroupCache, batch: MicroBatch) -> dict[
         "live": live,
         "experts": experts,
         "places": sorted(places),
+        "numbers_read": rank.assumptions.counts.total(),
         "parameters": parameters,
         "phases": [{**asdict(phase), "curve": []} for phase in ledger.phases],
         "wire": sorted([*line, count, rank.wire.nbytes[line]] for line, count in rank.wire.counts.items()),

@@ -6,9 +6,12 @@ Not covered: TransformerEngine itself, which needs a GPU; padded rows of the loc
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
+import megatron.core
 import pytest
+import torch
 
 from megarlhf.architectures.hf_config import architecture_from_hf
 from megarlhf.rehearsal.memory import GPU_BLOCK
@@ -162,6 +165,14 @@ def test_the_optimizer_makes_no_temporaries_with_transformer_engine(seen):
         assert kinds.get("optimizer's temporaries", 0) == pytest.approx(temporaries, rel=1e-3)
 
 
+def test_one_number_is_read_for_the_norm(seen):
+    """Of all gradients; without TransformerEngine one of each parameter."""
+    read = {layers: seen[f"llama-3-70b tp8 sp {layers}"]["numbers_read"] for layers in ("te", "local")}
+    parameters = len(seen["llama-3-70b tp8 sp te"]["parameters"])
+    assert read["local"] - read["te"] == parameters - 1
+    assert 0 < read["te"] < parameters
+
+
 def test_weight_gradients_go_into_the_buffers(seen):
     """What stays after the first backward: cuBLAS's workspace, and a tensor for each shape of weights, which autograd
     is handed and nobody reads. No gradient of a layer's weight is made beside the buffer."""
@@ -171,6 +182,30 @@ def test_weight_gradients_go_into_the_buffers(seen):
     workspace = 32 * 2**20 + 1024
     assert train["end"] - build["end"] == pytest.approx(shapes + workspace, abs=20_000)
     assert train["by_kind"]["kernels' work space"] == workspace
+
+
+SAYS = {
+    "transformer/mlp.py:169": "per_token_scale",
+    "transformer/mlp.py:224": "self.config.activation_func(x_glu)",
+    "transformer/mlp.py:225": "x_linear + self.config.glu_linear_offset",
+    "transformer/mlp.py:230": "self.activation_func(intermediate_parallel)",
+    "transformer/mlp.py:234": "per_token_scale",
+    "tensor_parallel/layers.py:465": "save_for_backward(input, weight)",
+    "torch/nn/attention/varlen.py:498": "save_for_backward(query, key, value",
+}
+"""What stands at the places of installed packages that the tables name."""
+
+
+def test_the_installed_sources_say_what_is_quoted():
+    """Of TransformerEngine there is nothing to look at here."""
+    quoted = {
+        entry.source for entry in (*TE, *LOCAL) if not entry.source.startswith(("pytorch/", "common/", "models/"))
+    }
+    assert quoted == set(SAYS)
+    for source, words in SAYS.items():
+        file, line = source.split(":")
+        package = Path(torch.__file__).parents[1] if file.startswith("torch/") else Path(megatron.core.__path__[0])
+        assert words in (package / file).read_text().splitlines()[int(line) - 1]
 
 
 def test_storages_are_laid_to_the_line_that_made_them(seen):
