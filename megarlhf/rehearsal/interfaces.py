@@ -17,7 +17,7 @@ What is patched inside `patched`, and why:
   nn.Module.to                                       puts parameters without a dispatched operation
   triton JITFunction.run                             a kernel is counted instead of compiled
   torch.optim.AdamW, and Megatron-Core's             the optimizer as it is on a GPU, with TransformerEngine or without
-  multi_tensor_scale_impl                            (`optimizer.py`)
+  multi_tensor_scale_impl, l2_norm_impl              (`optimizer.py`)
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -188,12 +189,19 @@ def lifting_only_host_tensors() -> Iterator[None]:
         torch._C._set_only_lift_cpu_tensors(before)
 
 
+TAKERS: Mapping[str, tuple[ModuleType, ...]] = {
+    "multi_tensor_scale_impl": (clip_grads, mixed_precision),
+    "l2_norm_impl": (clip_grads,),
+}
+"""Modules of Megatron-Core that have taken a kernel under this name."""
+
+
 class OptimizerKernels(NamedTuple):
     """What Megatron-Core's optimizer works with."""
 
     adam: type[torch.optim.AdamW]
-    scale: Callable[..., None] | None
-    """Of many tensors at once, in place of Megatron-Core's `multi_tensor_scale_impl`; None: Megatron-Core's own."""
+    of_many: Mapping[str, Callable[..., Any]]
+    """By Megatron-Core's name, kernels for many tensors at once in place of its own loops."""
 
 
 @dataclass(frozen=True)
@@ -303,9 +311,9 @@ def patched(hooks: Hooks) -> Iterator[None]:
             _set(stack, JITFunction, "run", run)
         if hooks.optimizer is not None:
             _set(stack, torch.optim, "AdamW", hooks.optimizer.adam)
-            if hooks.optimizer.scale is not None:
-                for module in (clip_grads, mixed_precision):
-                    _set(stack, module, "multi_tensor_scale_impl", hooks.optimizer.scale)
+            for name, kernel in hooks.optimizer.of_many.items():
+                for module in TAKERS[name]:
+                    _set(stack, module, name, kernel)
         stack.enter_context(_Functions(hooks))
         yield
 

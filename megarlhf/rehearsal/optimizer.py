@@ -1,8 +1,8 @@
 """What Megatron-Core's optimizer works with on a GPU.
 
-Where TransformerEngine is installed Megatron-Core takes its Adam and its scaling of many tensors at once, which make no
-temporaries. Without it Megatron-Core takes torch's AdamW, which on a GPU updates all tensors at once with temporaries
-as large as they are, and scales tensor by tensor with a temporary each.
+Where TransformerEngine is installed Megatron-Core takes its Adam, and its norm and scaling of many tensors at once,
+which make no temporaries. Without it Megatron-Core takes torch's AdamW, which on a GPU updates all tensors at once with
+temporaries as large as they are; it scales tensor by tensor with a temporary each, and waits for the norm of each.
 """
 
 from __future__ import annotations
@@ -58,8 +58,18 @@ def scale(chunk_size: int, overflow: Tensor | None, tensor_lists: Sequence[Seque
         pass_over([*read], [*written])
 
 
+def l2_norm(
+    chunk_size: int, overflow: Tensor | None, tensor_lists: Sequence[Sequence[Tensor]], per_tensor: bool
+) -> tuple[Tensor, None]:
+    """transformer_engine's multi_tensor_l2norm: one number, still on the device."""
+    (read,) = tensor_lists
+    found = torch.empty(1, dtype=torch.float32, device=read[0].device)
+    pass_over([*read], [found])
+    return found, None
+
+
 KERNELS: Mapping[str, OptimizerKernels] = {
-    "te": OptimizerKernels(FusedAdam, scale),
-    "local": OptimizerKernels(AllAtOnceAdamW, None),
+    "te": OptimizerKernels(FusedAdam, {"multi_tensor_scale_impl": scale, "l2_norm_impl": l2_norm}),
+    "local": OptimizerKernels(AllAtOnceAdamW, {}),
 }
 """By whose layers a rehearsed GPU has."""

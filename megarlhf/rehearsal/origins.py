@@ -12,6 +12,10 @@ PACKAGE = str(Path(__file__).resolve().parents[1])
 HERE = str(Path(__file__).resolve().parent)
 STOP = "rehearsal/program.py"
 """Below it stands the rehearsal itself."""
+PASSED_THROUGH = "megarlhf/parallel/megatron_cpu.py"
+"""Stands between the program and torch in every call, and makes nothing."""
+STAND_INS = "rehearsal/te_layers.py"
+"""Shown where nothing else is: autograd calls their backward."""
 
 OPTIMIZER_STATE, TEMPORARY = "optimizer state", "optimizer's temporaries"
 KINDS: tuple[tuple[str, str, str], ...] = (
@@ -57,7 +61,7 @@ def _look(code: CodeType) -> tuple[str | None, str | None, bool]:
     """(path as it is shown or None, kind of memory or None, whether the walk ends here) of a function."""
     file = code.co_filename.replace("\\", "/")
     shown = None
-    if file.startswith(PACKAGE) and not file.startswith(HERE):
+    if file.startswith(PACKAGE) and not file.startswith(HERE) and not file.endswith(PASSED_THROUGH):
         shown = "megarlhf" + file.removeprefix(PACKAGE)
     elif "/megatron/core/" in file:
         shown = "megatron/core/" + file.rpartition("/megatron/core/")[2]
@@ -69,11 +73,13 @@ def _look(code: CodeType) -> tuple[str | None, str | None, bool]:
 
 def origin_here() -> Origin:
     """Of whoever called into torch."""
-    frame, where, kind = sys._getframe(1), "", None
+    frame, where, stand_in, kind = sys._getframe(1), "", "", None
     while frame is not None:
         shown, known, ends = _look(frame.f_code)
         if ends:
             break
+        if not stand_in and frame.f_code.co_filename.endswith(STAND_INS):
+            stand_in = f"megarlhf/{STAND_INS}:{frame.f_lineno} in {frame.f_code.co_name}"
         if shown and not where:
             where = f"{shown}:{frame.f_lineno} in {frame.f_code.co_name}"
         if known and kind is None:
@@ -81,7 +87,7 @@ def origin_here() -> Origin:
         if where and kind:
             break
         frame = frame.f_back  # type: ignore[assignment]
-    return Origin(where or "in the backward, or outside of this package", kind or OTHERS)
+    return Origin(where or stand_in or "in the backward, or outside of this package", kind or OTHERS)
 
 
 def callers() -> list[tuple[str, int, str]]:

@@ -47,7 +47,7 @@ class Saved:
 
     @property
     def formula(self) -> str:
-        return " ".join([str(BYTES[self.dtype]), *map(str, self.dims)])
+        return " x ".join([f"{BYTES[self.dtype]} B", *map(str, self.dims)])
 
     def nbytes(self, sizes: dict[str, int]) -> int:
         if self.held_by:

@@ -11,7 +11,6 @@ import sys
 import tempfile
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ from megarlhf.parallel.mesh import GroupCache
 from megarlhf.parallel.step import MicroBatch
 from megarlhf.rehearsal import interfaces
 from megarlhf.rehearsal.lengths import Constant
-from megarlhf.rehearsal.memory import Ledger
 from megarlhf.rehearsal.program import Job, Rank
 from megarlhf.rehearsal.weights import NoNumbers
 from megarlhf.runtime import Runtime
@@ -208,15 +206,9 @@ def _batch(case: Case) -> MicroBatch:
     return MicroBatch(torch.zeros(1, TOKENS, dtype=torch.int64), {}, layout)
 
 
-def _evenly(ledger: Ledger, live: list[int], module: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Each expert gets as many of the rows as the others. How many there are is the rehearsal's assumption."""
-    rows, counts, probabilities = inputs
-    live.append(ledger.total)
-    return rows, torch.full((len(counts),), rows.size(0) // len(counts)), probabilities
-
-
 def _seen(case: Case, rank: Rank, cache: GroupCache, batch: MicroBatch) -> dict[str, Any]:
     section, ledger, live, experts = rank.job.cfg.actor, rank.ledger, [], []
+    places: set[str] = set()
     rank._moved(1, "build")
     steps = 1 if case.trains else None
     weights = NoNumbers(rank._built)
@@ -224,11 +216,12 @@ def _seen(case: Case, rank: Rank, cache: GroupCache, batch: MicroBatch) -> dict[
     for layer in role.shard.module.decoder.layers:
         layer.register_forward_hook(lambda *_: live.append(ledger.total))
         if role.shard.arch.num_experts:
-            layer.mlp.experts.register_forward_pre_hook(partial(_evenly, ledger, experts))
+            layer.mlp.experts.register_forward_pre_hook(lambda *_: experts.append(ledger.total))
             layer.mlp.experts.register_forward_hook(lambda *_: experts.append(ledger.total))
     rank._moved(1, "train/actor")
     if case.trains:
         role.accumulate([batch], _Sum())
+        places = {change[2].origin.where.partition(":")[0] for change in ledger._entry.changes}
         rank._moved(1, "optimizer/actor")
         role.optimizer_step({}, lambda *_: "")
     else:
@@ -238,6 +231,8 @@ def _seen(case: Case, rank: Rank, cache: GroupCache, batch: MicroBatch) -> dict[
     return {
         "live": live,
         "experts": experts,
+        "places": sorted(places),
+        "numbers_read": rank.assumptions.counts.total(),
         "parameters": parameters,
         "phases": [{**asdict(phase), "curve": []} for phase in ledger.phases],
         "wire": sorted([*line, count, rank.wire.nbytes[line]] for line, count in rank.wire.counts.items()),
