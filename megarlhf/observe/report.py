@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
@@ -12,6 +11,7 @@ from typing import Any
 
 from megarlhf.observe.chart_list import KIND_TITLES, SUMMARY, Chart, Kind
 from megarlhf.observe.charts import Run, charts_of, figure, kind_of
+from megarlhf.observe.html_page import DRAW, check_replaceable, document, write_whole, written_by
 from megarlhf.observe.metrics import read_metrics
 from megarlhf.observe.progress import format_duration, format_number
 from megarlhf.observe.report_samples import STYLE as STYLE_OF_SAMPLES
@@ -19,46 +19,8 @@ from megarlhf.observe.report_samples import section_of_samples
 from megarlhf.observe.run_directory import CONFIG_FILE
 from megarlhf.observe.samples import read_shown
 
-HOW_TO_READ = "Drag in a chart to zoom, double-click to go back; click a name to hide its curve."
-
-STYLE = """
-:root { color-scheme: light;
-        --ink: #1b2130; --soft: #646c7c; --line: #e2e5eb; --panel: #fff; --page: #f6f7f9; }
-* { box-sizing: border-box; }
-body { margin: 0; background: var(--page); color: var(--ink);
-       font: 15px/1.5 system-ui, 'Segoe UI', Helvetica, Arial, sans-serif; }
-main { max-width: 1240px; margin: 0 auto; padding: 32px 24px 64px; }
-h1 { margin: 0; font-size: 26px; } h2 { margin: 44px 0 4px; font-size: 20px; }
-h3 { margin: 0; font-size: 15px; }
-p { margin: 4px 0 12px; } .soft { color: var(--soft); font-size: 13px; }
-.panel { background: var(--panel); border: 1px solid var(--line); border-radius: 8px; padding: 14px 16px;
-         min-width: 0; }
-.grid { display: grid; grid-template-columns: repeat(2, minmax(0, 1fr)); gap: 16px; margin-top: 12px; }
-.wide { grid-column: 1 / -1; }
-@media (max-width: 800px) { .grid { grid-template-columns: minmax(0, 1fr); } }
-.scroll { overflow-x: auto; margin-top: 12px; }
-table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
-th { text-align: left; font-weight: 600; color: var(--soft); font-size: 13px; }
-th, td { padding: 5px 14px 5px 0; border-bottom: 1px solid var(--line); white-space: nowrap; }
-th.n, td.n { text-align: right; } tr.first td { border-top: 2px solid var(--line); }
-tbody tr:last-child td, td[rowspan] { border-bottom: 0; } td[rowspan] { vertical-align: top; }
-.run { font-weight: 600; } .warning { color: #9a3412; }
-details { margin-top: 16px; } summary { cursor: pointer; font-weight: 600; }
-pre { overflow-x: auto; margin: 12px 0 0; font-size: 13px; line-height: 1.45; }
-"""
-
-_WRITTEN_BY_US = '<p class="soft">megarlhf report, written '
-"""In every report: only what holds this is replaced."""
-
-DRAW = """
-for (const element of document.querySelectorAll('.chart')) {
-  const figure = FIGURES[Number(element.dataset.figure)];
-  const draw = () => Plotly.newPlot(element, figure.data, figure.layout,
-                                    {responsive: true, displaylogo: false, displayModeBar: false});
-  const folded = element.closest('details');
-  if (folded) { folded.addEventListener('toggle', draw, {once: true}); } else { draw(); }
-}
-"""
+REPORT = "report"
+"""The command, as its pages name it."""
 
 
 def write_report(run_dirs: Sequence[Path], out: Path, *, title: str) -> None:
@@ -70,13 +32,9 @@ def write_report(run_dirs: Sequence[Path], out: Path, *, title: str) -> None:
     """
     if not run_dirs:
         raise ValueError("a report of no run; give at least one run directory (run.dir of a finished or live run)")
-    if out.exists() and not (out.is_file() and _WRITTEN_BY_US in out.read_text(encoding="utf-8", errors="replace")):
-        raise ValueError(
-            f"{out} is there and is no report of megarlhf; nothing is replaced: name another file (-o FILE)"
-        )
+    check_replaceable(out, written_by(REPORT), "report of megarlhf")
     page = render(_distinct([read_run(Path(run_dir)) for run_dir in run_dirs]), title=title)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(page, encoding="utf-8")
+    write_whole(out, page)
 
 
 def read_run(run_dir: Path) -> Run:
@@ -103,29 +61,12 @@ def _distinct(runs: Sequence[Run]) -> list[Run]:
 
 def render(runs: Sequence[Run], *, title: str) -> str:
     """The whole page."""
-    from plotly.offline import get_plotlyjs
-
     figures: list[dict[str, Any]] = []
     runs = sorted(runs, key=lambda run: list(KIND_TITLES).index(run.kind))
     kinds: list[Kind] = list(dict.fromkeys(run.kind for run in runs))
     sections = [_section(kind, [run for run in runs if run.kind == kind], figures) for kind in kinds]
-    data = json.dumps(figures, allow_nan=False).replace("<", "\\u003c")
-    now = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
-    return "\n".join(
-        [
-            '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f"<title>{html.escape(title)}</title>\n<style>{STYLE}{STYLE_OF_SAMPLES}</style>\n</head>\n<body>\n<main>",
-            f"<h1>{html.escape(title)}</h1>",
-            f"{_WRITTEN_BY_US}{now}. {HOW_TO_READ}</p>",
-            _summary(runs),
-            *sections,
-            section_of_samples(runs),
-            _configs(runs),
-            f"</main>\n<script>{get_plotlyjs()}</script>",
-            f"<script>\nconst FIGURES = {data};\n{DRAW}</script>\n</body>\n</html>\n",
-        ]
-    )
+    parts = [_summary(runs), *sections, section_of_samples(runs), _configs(runs)]
+    return document(title, REPORT, parts, figures, style=STYLE_OF_SAMPLES, script=DRAW)
 
 
 def _summary(runs: Sequence[Run]) -> str:
