@@ -10,6 +10,8 @@ from types import CodeType
 
 PACKAGE = str(Path(__file__).resolve().parents[1])
 HERE = str(Path(__file__).resolve().parent)
+BETWEEN = "parallel/megatron_cpu.py"
+"""Hands on calls of torch: whoever called it is meant."""
 STOP = "rehearsal/program.py"
 """Below it stands the rehearsal itself."""
 
@@ -57,7 +59,7 @@ def _look(code: CodeType) -> tuple[str | None, str | None, bool]:
     """(path as it is shown or None, kind of memory or None, whether the walk ends here) of a function."""
     file = code.co_filename.replace("\\", "/")
     shown = None
-    if file.startswith(PACKAGE) and not file.startswith(HERE):
+    if file.startswith(PACKAGE) and not file.startswith(HERE) and not file.endswith(BETWEEN):
         shown = "megarlhf" + file.removeprefix(PACKAGE)
     elif "/megatron/core/" in file:
         shown = "megatron/core/" + file.rpartition("/megatron/core/")[2]
