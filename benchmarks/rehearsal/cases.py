@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from megarlhf.config import DPOConfig, RLConfig, RMConfig, SFTConfig
+from megarlhf.rehearsal.job import Job
 from megarlhf.rehearsal.lengths import Uniform
-from megarlhf.rehearsal.program import Job
 from megarlhf.rehearsal.routing import Routing
 from megarlhf.rehearsal.stand_ins import WORDS, stand_in
 

@@ -26,7 +26,8 @@ from megarlhf.models.experts import Router
 from megarlhf.models.role import Role
 from megarlhf.parallel.mesh import forget_scratch_buffer
 from megarlhf.rehearsal.engine import GivenResponses
-from megarlhf.rehearsal.program import ENTRIES, Job
+from megarlhf.rehearsal.job import Job
+from megarlhf.rehearsal.program import ENTRIES
 from megarlhf.rehearsal.routing import Routing
 from megarlhf.rehearsal.steps import Enough, Steps
 from megarlhf.rehearsal.weights import NoNumbers

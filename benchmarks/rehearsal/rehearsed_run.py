@@ -10,7 +10,8 @@ import torch.distributed as dist
 
 from benchmarks.rehearsal.real_run import Place, Seen
 from benchmarks.rehearsal.recorded import Message
-from megarlhf.rehearsal.program import Job, Rank, RankRecord
+from megarlhf.rehearsal.job import Job, RankRecord
+from megarlhf.rehearsal.program import Rank
 from megarlhf.rehearsal.trace import Collective, Event, Mark, Receive, Send
 
 

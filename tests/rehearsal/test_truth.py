@@ -18,7 +18,7 @@ from benchmarks.rehearsal.real_run import Place, Seen, real_rank
 from benchmarks.rehearsal.rehearsed_run import rehearsed_rank
 from benchmarks.rehearsal.truth import compare, outcome
 from megarlhf.parallel.mesh import forget_scratch_buffer
-from megarlhf.rehearsal.program import Job
+from megarlhf.rehearsal.job import Job
 from megarlhf.runtime import Runtime
 from tests.ranks import RankPool
 
