@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megarlhf.config import RLConfig, RMConfig, SFTConfig
+from megarlhf.config import DPOConfig, RLConfig, RMConfig, SFTConfig
+from megarlhf.rehearsal.job import Job
 from megarlhf.rehearsal.lengths import Uniform
-from megarlhf.rehearsal.program import Job
 from megarlhf.rehearsal.routing import Routing
 from megarlhf.rehearsal.stand_ins import WORDS, stand_in
 
@@ -40,8 +40,38 @@ EXPERTS: dict[str, Any] = {
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
 }
-MODELS = {"dense": DENSE, "experts": EXPERTS}
-CONFIGS = {"sft": SFTConfig, "rm": RMConfig, "rl": RLConfig}
+TIED: dict[str, Any] = {
+    **DENSE,
+    "model_type": "qwen2",
+    "architectures": ["Qwen2ForCausalLM"],
+    "tie_word_embeddings": True,
+    "use_sliding_window": False,
+}
+WINDOW: dict[str, Any] = {
+    **DENSE,
+    "model_type": "mistral",
+    "architectures": ["MistralForCausalLM"],
+    "sliding_window": 64,
+}
+LEARNED: dict[str, Any] = {
+    "model_type": "gpt2",
+    "architectures": ["GPT2LMHeadModel"],
+    "vocab_size": WORDS,
+    "n_embd": 256,
+    "n_inner": 1024,
+    "n_layer": 4,
+    "n_head": 8,
+    "n_positions": 2048,
+    "activation_function": "gelu_new",
+    "layer_norm_epsilon": 1e-5,
+    "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0,
+    "tie_word_embeddings": True,
+}
+MODELS = {"dense": DENSE, "experts": EXPERTS, "tied": TIED, "window": WINDOW, "learned": LEARNED}
+"""A Llama, a mixture of experts; tied embeddings, a sliding window, learned positions."""
+CONFIGS = {"sft": SFTConfig, "rm": RMConfig, "dpo": DPOConfig, "rl": RLConfig}
 LONGEST = 192
 
 
@@ -81,7 +111,8 @@ def job_of(case: Case, directory: Path, num_steps: int = 2) -> Job:
     """With everything that it reads, in `directory`."""
     model = directory / "model"
     model.mkdir(parents=True)
-    config = {**MODELS[case.model], "num_hidden_layers": case.layers, "bos_token_id": 1, "eos_token_id": 2}
+    config = {**MODELS[case.model], "bos_token_id": 1, "eos_token_id": 2}
+    config["n_layer" if "n_layer" in config else "num_hidden_layers"] = case.layers
     (model / "config.json").write_text(json.dumps(config))
     role = {"model": {"path": str(model), "dtype": case.dtype}, "parallel": case.parallel, "optim": {"lr": 1e-3}}
     micro = {"max_tokens_per_micro_batch": 4 * LONGEST} if case.packed else {"micro_batch_samples": 2}
@@ -102,7 +133,8 @@ def job_of(case: Case, directory: Path, num_steps: int = 2) -> Job:
             tree |= {"critic": role, "reward_model": role, "rewards": [{"kind": "model"}]}
     else:
         data["max_response_tokens"] = LONGEST - 64
-        tree["actor" if case.command == "sft" else "reward_model"] = role
+        tree["reward_model" if case.command == "rm" else "actor"] = role
+        tree |= {"reference": role} if case.command == "dpo" else {}
         tree["train"] = {"num_steps": num_steps, "mini_batch_samples": case.samples, **micro}
     cfg: Any = CONFIGS[case.command].model_validate(tree)
     lengths = Uniform(24, LONGEST - 64)

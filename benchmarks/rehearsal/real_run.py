@@ -24,8 +24,10 @@ from megarlhf.config import RolloutConfig
 from megarlhf.models.build import ModelShard
 from megarlhf.models.experts import Router
 from megarlhf.models.role import Role
+from megarlhf.parallel.mesh import forget_scratch_buffer
 from megarlhf.rehearsal.engine import GivenResponses
-from megarlhf.rehearsal.program import ENTRIES, Job
+from megarlhf.rehearsal.job import Job
+from megarlhf.rehearsal.program import ENTRIES
 from megarlhf.rehearsal.routing import Routing
 from megarlhf.rehearsal.steps import Enough, Steps
 from megarlhf.rehearsal.weights import NoNumbers
@@ -68,6 +70,7 @@ def real_rank(runtime: Runtime, job: Job, plant: Callable[[Place], None] | None 
     now: list[Place] = [(0, "build")]
     recorder = Recorder(lambda: now[0])
     join_again(recorder)
+    forget_scratch_buffer()
     runtime = replace(runtime, backend=BACKEND)
 
     def moved(step: int, phase: str) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import torch.distributed as dist
 
 from benchmarks.rehearsal.real_run import Place, Seen
 from benchmarks.rehearsal.recorded import Message
-from megarlhf.rehearsal.program import Job, Rank, RankRecord
+from megarlhf.rehearsal.job import Job, RankRecord
+from megarlhf.rehearsal.program import Rank
 from megarlhf.rehearsal.trace import Collective, Event, Mark, Receive, Send
 
 
@@ -28,6 +30,7 @@ def rehearsed_rank(job: Job, rank: int) -> Seen:
 
 
 def seen(record: RankRecord) -> Seen:
+    """Raises: AssertionError where the rank's table of messages is another one than its trace."""
     peaks: dict[Place, int] = {}
     ends: dict[Place, int] = {}
     for phase in record.memory:
@@ -35,6 +38,14 @@ def seen(record: RankRecord) -> Seen:
         peaks[place] = max(peaks.get(place, 0), phase.peak)
         ends[place] = phase.end
     counts, nbytes = messages(record.events, record.rank)
+    in_trace, in_table = Counter[tuple[Any, ...]](), Counter[tuple[Any, ...]]()
+    for message, count in counts.items():
+        in_trace[(*message[:3], "count")] += count
+        in_trace[(*message[:3], "bytes")] += nbytes[message]
+    for line, count, size in record.messages:
+        in_table[(line.step, line.phase, line.operation, "count")] += count
+        in_table[(line.step, line.phase, line.operation, "bytes")] += size
+    assert +in_trace == +in_table, f"table and trace of rank {record.rank} differ: {in_table - in_trace}"
     return Seen(record.rank, peaks, dict(counts), dict(nbytes), ends)
 
 

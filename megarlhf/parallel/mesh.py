@@ -133,3 +133,9 @@ def _initialize_megatron_globals() -> None:
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:
         parallel_state._set_global_memory_buffer()
     initialize_rng_tracker(inference_rng_tracker=True)
+
+
+def forget_scratch_buffer() -> None:
+    """Let go of the buffer of sequence-parallel gathers, which outlives a run. Another run in this process makes its
+    own, which may be on another device."""
+    parallel_state.destroy_global_memory_buffer()

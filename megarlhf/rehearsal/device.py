@@ -20,7 +20,7 @@ from megarlhf.rehearsal.interfaces import DynamicOutputShapeException, FakeTenso
 from megarlhf.rehearsal.known import Known, storage_key
 from megarlhf.rehearsal.memory import Ledger
 from megarlhf.rehearsal.routing import Routing, in_router
-from megarlhf.rehearsal.scratch import of_message
+from megarlhf.rehearsal.scratch import of_message, of_operation
 from megarlhf.rehearsal.shapes import Key, ResultsByShape
 from megarlhf.rehearsal.sites import Assumptions
 from megarlhf.rehearsal.trees import tensors_in, with_tensors
@@ -139,7 +139,10 @@ class Device(TorchDispatchMode):
         return out
 
     def _follow(self, func: Any, args: Any, kwargs: Any, out: Any, written: Sequence[Tensor]) -> None:
-        """Keep what is known of the numbers; the experts of tokens are stated."""
+        """When the result is there: what the kernel takes for itself, and what is known of the numbers. The experts of
+        tokens are stated."""
+        if self.device.type == "cpu":
+            self.ledger.momentary(of_operation(func, args), "activations")
         self.known.follow(func, args, kwargs, out, written)
         if func is aten.topk.default and self.known.twin(args[0]) is None and in_router():
             num_tokens, num_experts = args[0].shape

@@ -14,7 +14,7 @@ from torch import Tensor
 from megarlhf.config import RolloutConfig
 from megarlhf.models.build import ModelShard
 from megarlhf.models.role import Role
-from megarlhf.parallel.mesh import GROUPS_AXES
+from megarlhf.parallel.mesh import GROUPS_AXES, forget_scratch_buffer
 from megarlhf.rehearsal import interfaces
 from megarlhf.rehearsal.batches import Share, seen_batches
 from megarlhf.rehearsal.decoding import EngineShape
@@ -81,6 +81,7 @@ class Rank:
         """The whole rehearsal of this rank."""
         job, began = self.job, time.perf_counter()
         interfaces.join(job.rank, job.world_size, job.kind)
+        forget_scratch_buffer()
         run = importlib.import_module(ENTRIES[job.command]).run
         created, seen = self._created, seen_batches(lambda: self.wire.phase, self._shares)
         with created, interfaces.patched(self._hooks()), seen, self.mode:

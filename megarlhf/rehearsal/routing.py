@@ -11,13 +11,16 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from types import FrameType
+from functools import cache
+from types import CodeType, FrameType
 
 import torch
 from torch import Tensor
 
 ROUTER = "megatron/core/transformer/moe/moe_utils.py"
 """Where the k largest scores are taken."""
+LAYER = "megatron/core/transformer/transformer_layer.py"
+"""Beyond it nothing is the router's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,10 +74,15 @@ def in_router() -> bool:
     """Whether the operation at hand is called by the router, or by what permutes tokens as it says."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        file = frame.f_code.co_filename
-        if file.endswith(ROUTER):
-            return True
-        if file.endswith("megatron/core/transformer/moe/moe_layer.py"):
-            return False
+        if (inside := _is_router(frame.f_code)) is not None:
+            return inside
         frame = frame.f_back
     return False
+
+
+@cache
+def _is_router(code: CodeType) -> bool | None:
+    """None: whoever calls decides."""
+    if code.co_filename.endswith(ROUTER):
+        return True
+    return False if code.co_filename.endswith(LAYER) else None

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator
 
 import torch
+import torch.distributed as dist
 
 from megarlhf.rehearsal import interfaces
 from megarlhf.rehearsal.device import Device
@@ -31,6 +32,28 @@ def a_device(sites: tuple[Site, ...] = SITES) -> Iterator[Device]:
     ledger.enter(1, "train")
     with interfaces.lifting_only_host_tensors(), device:
         yield device
+
+
+@contextlib.contextmanager
+def a_rank(rank: int, world_size: int) -> Iterator[Device]:
+    """The same in a process group that reaches nobody, with torch's functions patched as in a rehearsal."""
+    interfaces.join(rank, world_size, "cpu")
+    try:
+        with a_device() as device:
+            hooks = interfaces.Hooks(
+                device=device.device,
+                scalar=device.scalar,
+                address=device.address,
+                reducing=lambda operation: setattr(device, "reducing", operation),
+                gathered=lambda value: None,
+                scattered=lambda: "what rank 0 says",
+                launched=lambda name, arguments: None,
+                attention=None,
+            )
+            with interfaces.patched(hooks):
+                yield device
+    finally:
+        dist.destroy_process_group()
 
 
 def unknown(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

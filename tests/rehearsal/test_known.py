@@ -1,13 +1,14 @@
-"""Numbers of device tensors that follow from known ones. Not covered: collectives, for which see `test_truth.py`."""
+"""Numbers of device tensors that follow from known ones: alone, and in a world in which all ranks say the same."""
 
 from __future__ import annotations
 
 import gc
 
 import torch
+import torch.distributed as dist
 
 from megarlhf.rehearsal.known import LARGEST_MADE, storage_key
-from tests.rehearsal.devices import a_device, unknown
+from tests.rehearsal.devices import a_device, a_rank, unknown
 
 HERE = torch.device("cpu", 0)
 
@@ -69,3 +70,45 @@ def test_a_freed_storage_is_forgotten() -> None:
         del made
         gc.collect()
         assert key not in device.known._storages
+
+
+def test_sums_and_maxima_of_ranks_that_say_the_same() -> None:
+    """Four ranks."""
+    with a_rank(1, 4) as device:
+        counts = torch.tensor([3, 5]).to(HERE)
+        dist.all_reduce(counts)
+        assert device.known.twin(counts).tolist() == [12, 20]
+        dist.all_reduce(counts, op=dist.ReduceOp.MAX)
+        assert device.known.twin(counts).tolist() == [12, 20]
+        gathered = torch.empty(8, dtype=torch.int64, device=HERE)
+        dist.all_gather_into_tensor(gathered, counts)
+        assert device.known.twin(gathered).tolist() == [12, 20] * 4
+        dist.all_reduce(counts, op=dist.ReduceOp.PRODUCT)
+        assert device.known.twin(counts) is None
+
+
+def test_what_comes_from_others_is_unknown() -> None:
+    """Received, reduced and scattered, or gathered from unknown numbers."""
+    with a_rank(1, 2) as device:
+        first, second = (torch.ones(2, device=HERE) for _ in range(2))
+        dist.recv(first, 0)
+        assert device.known.twin(first) is None
+        half = torch.ones(1, device=HERE)
+        dist.reduce_scatter_tensor(half, second)
+        assert device.known.twin(half) is None
+        whole = torch.ones(4, device=HERE)
+        dist.all_gather_into_tensor(whole, unknown(2))
+        assert device.known.twin(whole) is None
+
+
+def test_objects_of_rank_0() -> None:
+    """A rehearsed rank hears what it would say itself, or what it is told that rank 0 says."""
+    with a_rank(1, 2) as device:
+        said = ["mine"]
+        dist.broadcast_object_list(said, 0)
+        assert said == ["mine"]
+        got: list[object] = [None]
+        dist.scatter_object_list(got, None, 0)
+        assert got == ["what rank 0 says"]
+        operations = [line.operation for line, count in device.wire.counts.items() for _ in range(count)]
+    assert sorted(operations) == ["broadcast"] * 3 + ["scatter"] * 2
