@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megarlhf.config import RLConfig, SFTConfig
-from megarlhf.rehearsal.lengths import Uniform
+from megarlhf.rehearsal.lengths import Constant, Lengths, Uniform
 from megarlhf.rehearsal.program import Job
 from megarlhf.rehearsal.stand_ins import WORDS, stand_in
 
@@ -69,7 +69,8 @@ def config_of(hidden: int, layers: int) -> dict[str, Any]:
 
 
 def job_of(case: TimeCase, directory: Path, num_steps: int) -> Job:
-    """With everything that it reads, in `directory`."""
+    """With everything that it reads, in `directory`. All steps are of the same samples, so that they take the same
+    time."""
     model = directory / "model"
     model.mkdir(parents=True)
     (model / "config.json").write_text(json.dumps(config_of(case.hidden, case.layers)))
@@ -92,10 +93,10 @@ def job_of(case: TimeCase, directory: Path, num_steps: int) -> Job:
         data["max_response_tokens"] = LONGEST - 64
         tree["train"] |= {"mini_batch_samples": case.samples}
     cfg: Any = (SFTConfig if case.command == "sft" else RLConfig).model_validate(tree)
-    lengths = Uniform(32, LONGEST - 96)
-    stood = stand_in(
-        cfg, directory / "standing_in", prompt_lengths=Uniform(8, 48), response_lengths=lengths, steps=num_steps
-    )
+    lengths: Lengths = Uniform(32, LONGEST - 96)
+    if case.command == "ppo":
+        lengths = Constant(LONGEST // 2)  # drawn anew in each step
+    stood = stand_in(cfg, directory / "standing_in", prompt_lengths=Uniform(8, 48), response_lengths=lengths, steps=1)
     return Job(
         command="sft" if case.command == "sft" else "rl",
         cfg=stood.cfg,
