@@ -17,9 +17,10 @@ from megarlhf.architectures.hf_config import read_config
 from megarlhf.config import DPOConfig, RLConfig, RMConfig, RoleConfig, SFTConfig
 from megarlhf.rehearsal.lengths import Constant, Lengths, LogNormal
 
-EOS = 2
 WORDS = 512
 """Tokens of the stand-in tokenizer."""
+SPECIAL = ("<pad>", "<s>", "</s>")
+"""The first of them."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 REWARD = "megarlhf.rehearsal.stand_ins:length_of_response"
 
@@ -49,13 +50,14 @@ def stand_in(
     tree["checkpoint"] = {"every_minutes": 0}
     notes.append("No resume point and no export is written.")
     paths: dict[str, str] = {}
+    has_data = Path(cfg.data.train).exists() and prompt_lengths is None
     for role in ("actor", "reference", "critic", "reward_model"):
         if tree.get(role) is not None:
-            notes += _model(tree[role]["model"], getattr(cfg, role), directory, paths)
-    made = bool(paths)
-    if made and isinstance(cfg, RLConfig):
+            notes += _model(tree[role]["model"], getattr(cfg, role), directory, paths, has_data=has_data)
+    if paths and isinstance(cfg, RLConfig):
         tree["rollout"] |= {"stop": [], "stop_token_ids": []}
-    notes += _data(cfg, tree["data"], directory, steps, prompt_lengths, response_lengths, made)
+    if paths or not has_data:
+        notes += _data(cfg, tree["data"], directory, steps, prompt_lengths, response_lengths)
     if isinstance(cfg, RLConfig):
         tree["samples"] = {"every": 0}
         notes += _rewards(cfg, tree)
@@ -65,25 +67,32 @@ def stand_in(
     return StandIns(cfg=type(cfg).model_validate(tree), notes=tuple(dict.fromkeys(notes)))
 
 
-def _model(model: dict[str, Any], section: RoleConfig, directory: Path, paths: dict[str, str]) -> list[str]:
-    """Point a role at a directory with config.json and tokenizer. Raises: ValueError where there is no config.json."""
+def _model(
+    model: dict[str, Any], section: RoleConfig, directory: Path, paths: dict[str, str], *, has_data: bool
+) -> list[str]:
+    """Point a role at a directory with config.json and tokenizer. Raises: ValueError where there is no config.json.
+
+    Records that stand in are of so many tokens by the stand-in tokenizer only, so it reads them wherever they do.
+    """
     source = section.model.hf_directory()
-    if any((source / name).is_file() for name in TOKENIZER_FILES):
+    has_tokenizer = any((source / name).is_file() for name in TOKENIZER_FILES)
+    if has_tokenizer and has_data:
         return []
     if str(source) not in paths:
         folder = directory / "models" / f"{len(paths)}_{source.name}"
         folder.mkdir(parents=True)
-        config = {**read_config(source), "eos_token_id": EOS, "bos_token_id": 1, "pad_token_id": 0}
+        config = {**read_config(source), "eos_token_id": 2, "bos_token_id": 1, "pad_token_id": 0}
         (folder / "config.json").write_text(json.dumps(config, indent=1))
         write_tokenizer(folder)
         paths[str(source)] = str(folder)
     model |= {"path": paths[str(source)], "hf": None}
-    return [f"{source} has no tokenizer: one of {WORDS} words stands in."]
+    why = "is not used, since the data stands in" if has_tokenizer else "is not there"
+    return [f"The tokenizer of {source} {why}: one of {WORDS} words stands in."]
 
 
 def write_tokenizer(folder: Path) -> None:
-    """A word of the text is a token: `w7` is the eighth."""
-    words = {f"w{n}": n for n in range(WORDS)}
+    """A word of the text is a token: `w7` is the eighth. None begins with a special token, which would be cut off."""
+    words = {**{name: n for n, name in enumerate(SPECIAL)}, **{f"w{n}": n for n in range(len(SPECIAL), WORDS)}}
     tokenizer: dict[str, Any] = {
         "version": "1.0",
         "truncation": None,
@@ -93,10 +102,11 @@ def write_tokenizer(folder: Path) -> None:
         "pre_tokenizer": {"type": "WhitespaceSplit"},
         "post_processor": None,
         "decoder": None,
-        "model": {"type": "WordLevel", "vocab": words, "unk_token": "w0"},
+        "model": {"type": "WordLevel", "vocab": words, "unk_token": SPECIAL[0]},
     }
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
-    names = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "w1", "eos_token": "w2", "pad_token": "w0"}
+    pad, bos, eos = SPECIAL
+    names = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": bos, "eos_token": eos, "pad_token": pad}
     (folder / "tokenizer_config.json").write_text(json.dumps(names))
 
 
@@ -107,11 +117,8 @@ def _data(
     steps: int,
     prompts: Lengths | None,
     responses: Lengths | None,
-    made_tokenizer: bool,
 ) -> list[str]:
-    """Write records of given lengths where the configured data is not there, or cannot be read with a stand-in."""
-    if Path(cfg.data.train).exists() and not made_tokenizer and prompts is None:
-        return []
+    """Write records of given lengths."""
     longest = cfg.data.max_prompt_tokens
     prompts = prompts or Constant(max(1, longest // 2))
     per_step = cfg.train.prompts_per_step if isinstance(cfg, RLConfig) else cfg.train.mini_batch_samples
@@ -123,7 +130,8 @@ def _data(
         words.append(f"responses: {responses.words}, at most {most}")
     with file.open("w", encoding="utf-8") as out:
         for n in range(per_step * steps):
-            record: dict[str, Any] = {"prompt": _text(min(prompts.draw(3 * n), longest), n)}
+            # One token of the prompt is its beginning.
+            record: dict[str, Any] = {"prompt": _text(min(prompts.draw(3 * n), longest) - 1, n)}
             if most is not None and responses is not None:
                 names = ("response",) if isinstance(cfg, SFTConfig) else ("chosen", "rejected")
                 for k, name in enumerate(names, 1):
@@ -137,7 +145,8 @@ def _data(
 
 def _text(tokens: int, seed: int) -> str:
     """So many words of the stand-in tokenizer, none of them special."""
-    return " ".join(f"w{3 + (seed + k) % (WORDS - 3)}" for k in range(max(1, tokens)))
+    first = len(SPECIAL)
+    return " ".join(f"w{first + (seed + k) % (WORDS - first)}" for k in range(max(1, tokens)))
 
 
 def _rewards(cfg: RLConfig, tree: dict[str, Any]) -> list[str]:

@@ -56,7 +56,7 @@ def test_peaks_and_messages_are_those_of_real_ranks(case: Case, ranks: RankPool,
     assert found.num_messages > 20
     # Not by constants: what the second step finds (Adam's state) is more than what the first one found.
     first, second = (max(row.real for row in found.rows if row.step == step) for step in (1, 2))
-    assert second > 1.2 * first
+    assert second > first
 
 
 KEPT: list[torch.Tensor] = []

@@ -1,0 +1,91 @@
+"""Records that stand in have the lengths that were asked for, as the program reads them with the stand-in tokenizer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarlhf.config import RMConfig, SFTConfig
+from megarlhf.data.tokenizer import load_tokenizer
+from megarlhf.rehearsal.lengths import Constant, Given
+from megarlhf.rehearsal.stand_ins import SPECIAL, WORDS, stand_in
+from megarlhf.trainers.rm import RewardModelling
+from megarlhf.trainers.sft import SupervisedFineTuning
+from megarlhf.trainers.supervised import load_samples
+
+CONFIG = {
+    "model_type": "llama",
+    "vocab_size": 1000,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+}
+
+
+def tree(directory: Path, role: str) -> dict[str, Any]:
+    directory.mkdir(exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(CONFIG))
+    return {
+        "run": {"dir": str(directory / "run")},
+        role: {"model": {"path": str(directory), "random_init": True}},
+        "data": {"train": "nowhere.jsonl", "max_prompt_tokens": 40, "max_response_tokens": 60},
+        "train": {"num_steps": 3, "mini_batch_samples": 50, "micro_batch_samples": 2},
+    }
+
+
+def test_every_record_is_used_and_has_its_length(tmp_path: Path) -> None:
+    """Also the longest that are allowed, and whatever words they consist of."""
+    cfg = SFTConfig.model_validate(tree(tmp_path / "model", "actor"))
+    lengths = {"prompt_lengths": Given([2, 17, 40, 99]), "response_lengths": Given([2, 33, 60, 99])}
+    stood = stand_in(cfg, tmp_path / "standing_in", steps=3, **lengths)
+    train, heldout, notes = load_samples(SupervisedFineTuning(stood.cfg))
+    assert (len(train), heldout) == (150, [])
+    assert notes == [f"{stood.cfg.data.train}: used all 150 records"]
+    assert {sample.prompt_length for sample in train} == {2, 17, 40}
+    assert {len(sample.tokens) - sample.prompt_length for sample in train} == {2, 33, 60}
+
+
+def test_pairs(tmp_path: Path) -> None:
+    cfg = RMConfig.model_validate(tree(tmp_path / "model", "reward_model"))
+    stood = stand_in(cfg, tmp_path / "standing_in", steps=3, prompt_lengths=Constant(20), response_lengths=Constant(10))
+    train, _, _ = load_samples(RewardModelling(stood.cfg))
+    assert len(train) == 150
+    sides = [(sample.prompt_tokens, sample.chosen_tokens, sample.rejected_tokens) for sample in train]
+    assert {tuple(map(len, side)) for side in sides} == {(20, 10, 10)}
+
+
+def test_no_word_begins_with_a_special_token(tmp_path: Path) -> None:
+    """It would be cut into two tokens."""
+    cfg = SFTConfig.model_validate(tree(tmp_path / "model", "actor"))
+    stood = stand_in(cfg, tmp_path / "standing_in", steps=3, prompt_lengths=None, response_lengths=None)
+    tokenizer = load_tokenizer(stood.cfg.actor.model.path)
+    for number in range(len(SPECIAL), WORDS):
+        assert tokenizer.encode(f"w{number}") == [number]
+    assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id) == (1, 2, 0)
+
+
+@pytest.mark.parametrize("lengths", [None, Constant(12)])
+def test_a_tokenizer_that_is_there_reads_data_that_is_there_only(
+    lengths: Constant | None, tmp_path: Path, models: dict[str, Path], data: dict[str, Path]
+) -> None:
+    """Lengths that are asked for are those of records that stand in, which the stand-in tokenizer reads."""
+    given = tree(tmp_path / "model", "actor")
+    given["actor"]["model"] = {"path": str(models["plain"])}
+    given["data"]["train"] = str(data["sft"])
+    given["train"]["mini_batch_samples"] = 20
+    cfg = SFTConfig.model_validate(given)
+    stood = stand_in(cfg, tmp_path / "standing_in", steps=3, prompt_lengths=lengths, response_lengths=None)
+    used = stood.cfg.actor.model.path == cfg.actor.model.path, stood.cfg.data.train == cfg.data.train
+    assert used == ((True, True) if lengths is None else (False, False))
+    if lengths is not None:
+        train, _, _ = load_samples(SupervisedFineTuning(stood.cfg))
+        assert {sample.prompt_length for sample in train} == {12}
+        assert any("is not used, since the data stands in" in note for note in stood.notes)
