@@ -1,10 +1,10 @@
 """The estimate of time held against real runs, on this machine and with its own hardware file.
 
 An estimate is the replay of all ranks' rehearsals, priced by a file that `megarlhf calibrate` has written here. What is
-measured are the same jobs over gloo. All steps of a job do the same; of a phase the fastest step of several runs counts,
-from the second step on, on a clock that stands still while the scheduler runs others (`rehearsal/stopwatch.py`). Where
-two ranks wait for each other, such a pause of one is waiting time of the other, so a busy machine still makes
-times of two ranks longer.
+measured are the same jobs over gloo. All steps of a job do the same; of a phase the fastest step of several runs
+counts, from the second step on, on a clock that stands still while the scheduler runs others
+(`rehearsal/stopwatch.py`). Where two ranks wait for each other, such a pause of one is waiting time of the other, so a
+busy machine still makes times of two ranks longer.
 """
 
 from __future__ import annotations

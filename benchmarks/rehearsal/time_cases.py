@@ -87,6 +87,7 @@ def job_of(case: TimeCase, directory: Path, num_steps: int) -> Job:
         tree["train"] |= {"prompts_per_step": case.samples // 4, "mini_batch_samples": case.samples}
         tree |= {"critic": {**role, "model": {**role["model"], "fresh_head": True}}, "reference": role}
         tree["rollout"] = {"num_samples_per_prompt": 4, "max_response_tokens": LONGEST - 64, "engine": "vllm"}
+        tree["rollout"]["logprob_gap"] = {"mean": 1e3, "p999": 1e3}  # responses are not drawn from the model
         tree |= {"rewards": [{"kind": "rule", "rule": "exact_match"}]}
         tree["algo"] = {"advantage": "gae", "kl": {"coef": 0.05}}
     else:
