@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megarlhf.commands.arguments import Once
+from megarlhf.commands.arguments import Once, positive
 from megarlhf.commands.process_tree import end_with_parent
 from megarlhf.config import (
     DPOConfig,
@@ -80,6 +80,11 @@ def parser() -> argparse.ArgumentParser:
     serve = commands.add_parser("serve-reward", help="give rewards to other runs over HTTP")
     serve.add_argument("-c", "--config", required=True, action=Once, metavar="FILE", help="YAML configuration")
     serve.add_argument("overrides", nargs="*", metavar="key=value", help="override configured values")
+    calibrate = commands.add_parser("calibrate", help="measure this machine, for a rehearsal's estimate of time")
+    calibrate.add_argument("-o", "--out", required=True, action=Once, metavar="FILE", help="hardware file to write")
+    words = "ranks of this machine (default: one for each GPU, 2 on a CPU)"
+    calibrate.add_argument("--nproc", type=positive, action=Once, metavar="N", help=words)
+    calibrate.add_argument("--quick", action="store_true", help="few sizes: to try the command, not to be used")
     commands.add_parser("plan", help="bytes and time from trainer to rollout: `megarlhf plan -h`")
     commands.add_parser("rehearse", help="what a job will need, before it is queued: `megarlhf rehearse -h`")
     commands.add_parser("convert", help="checkpoints between Hugging Face and Megatron: `megarlhf convert -h`")
@@ -169,6 +174,10 @@ def _dispatch(arguments: argparse.Namespace, argv: list[str]) -> int:
         write_report([Path(run_dir) for run_dir in arguments.run_dirs], Path(arguments.out), title=arguments.title)
         print(f"wrote {arguments.out}")
         return 0
+    if arguments.command == "calibrate":
+        from megarlhf.commands.calibrate import calibrate
+
+        return calibrate(arguments, argv)
     if arguments.command == "serve-reward":
         from megarlhf.commands.serve_reward import serve
 

@@ -12,130 +12,37 @@ from torch.utils._pytree import tree_flatten
 from megarlhf.rehearsal.hardware import MemoryClass
 from megarlhf.rehearsal.trace import Work
 
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm")
-FREE = ("detach", "lift_fresh", "empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "alias")
+FREE = _names(
+    "detach lift_fresh empty empty_like new_empty empty_strided new_empty_strided alias _unsafe_view _reshape_alias"
+)
 """Operations that touch no number."""
-MATH = frozenset(
-    [
-        "exp",
-        "exp_",
-        "log",
-        "log_",
-        "log1p",
-        "log2",
-        "logsumexp",
-        "sigmoid",
-        "sigmoid_",
-        "sigmoid_backward",
-        "silu",
-        "silu_",
-        "silu_backward",
-        "gelu",
-        "gelu_backward",
-        "tanh",
-        "tanh_backward",
-        "_softmax",
-        "_softmax_backward_data",
-        "_log_softmax",
-        "_log_softmax_backward_data",
-        "cos",
-        "sin",
-        "softplus",
-        "softplus_backward",
-        "log_sigmoid_forward",
-        "log_sigmoid_backward",
-        "pow",
-        "erf",
-        "normal_",
-        "uniform_",
-        "bernoulli_",
-        "exponential_",
-        "native_dropout",
-    ]
+MATH = _names(
+    "exp exp_ log log_ log1p log2 logsumexp sigmoid sigmoid_ sigmoid_backward silu silu_ silu_backward gelu "
+    "gelu_backward tanh tanh_backward _softmax _softmax_backward_data _log_softmax _log_softmax_backward_data cos sin "
+    "softplus softplus_backward log_sigmoid_forward log_sigmoid_backward pow erf normal_ uniform_ bernoulli_ "
+    "exponential_ native_dropout"
 )
-REDUCTIONS = frozenset(
-    [
-        "sum",
-        "mean",
-        "amax",
-        "amin",
-        "max",
-        "min",
-        "argmax",
-        "argmin",
-        "any",
-        "all",
-        "prod",
-        "norm",
-        "linalg_vector_norm",
-        "var",
-        "std",
-        "var_mean",
-        "count_nonzero",
-        "_foreach_norm",
-        "cumsum",
-        "sort",
-        "topk",
-        "native_layer_norm",
-        "_fused_rms_norm",
-    ]
+REDUCTIONS = _names(
+    "sum mean amax amin max min argmax argmin any all prod var std var_mean count_nonzero "
+    "cumsum sort topk native_layer_norm _fused_rms_norm"
 )
-INDEXING = frozenset(
-    [
-        "index",
-        "index_select",
-        "embedding",
-        "gather",
-        "take",
-        "index_put",
-        "index_put_",
-        "_unsafe_index",
-        "_unsafe_index_put",
-        "_index_put_impl_",
-        "index_add",
-        "index_add_",
-        "index_copy",
-        "index_copy_",
-        "scatter",
-        "scatter_",
-        "scatter_add",
-        "scatter_add_",
-        "embedding_dense_backward",
-        "index_select_backward",
-        "repeat_interleave",
-        "masked_select",
-    ]
+INDEXING = _names(
+    "index index_select embedding gather take index_put index_put_ _unsafe_index _unsafe_index_put _index_put_impl_ "
+    "index_add index_add_ index_copy index_copy_ scatter scatter_ scatter_add scatter_add_ embedding_dense_backward "
+    "index_select_backward repeat_interleave masked_select"
 )
-READ_ROWS = frozenset(["index", "index_select", "embedding", "gather", "take", "_unsafe_index"])
+NORMS = _names("norm linalg_vector_norm _foreach_norm")
+READ_ROWS = _names("index index_select embedding gather take _unsafe_index")
 """Of the tensor that they read from, only the rows that are named."""
-WRITE_ROWS = frozenset(
-    [
-        "index_put_",
-        "_index_put_impl_",
-        "index_add_",
-        "index_copy_",
-        "scatter_",
-        "scatter_add_",
-        "embedding_dense_backward",
-    ]
-)
+WRITE_ROWS = _names("index_put_ _index_put_impl_ index_add_ index_copy_ scatter_ scatter_add_ embedding_dense_backward")
 """Of the tensor that they write to, only the rows that are named."""
-FILLS = frozenset(
-    [
-        "zero_",
-        "fill_",
-        "zeros",
-        "zeros_like",
-        "ones",
-        "ones_like",
-        "full",
-        "full_like",
-        "new_zeros",
-        "new_ones",
-        "new_full",
-        "arange",
-    ]
-)
+FILLS = _names("zero_ fill_ zeros zeros_like ones ones_like full full_like new_zeros new_ones new_full arange")
 
 
 def work_of(name: str) -> Work:
@@ -149,6 +56,8 @@ def memory_class(name: str, args: Sequence[Any], out: Any) -> MemoryClass:
     """Of an operation that is no product and no attention."""
     if name in MATH:
         return "math"
+    if name in NORMS:
+        return "norm"
     if name in INDEXING:
         return "index"
     if name in FILLS:

@@ -77,15 +77,17 @@ class Meter:
             return NOTHING
         work, flops, shape = work_of(name), 0.0, None
         kind: str = "copy"
+        of = tensors[-1:]
         if work == "matmul":
             flops, shape = _product(args)
+            of = _matrices(args)
         elif work == "attention":
             flops, shape = _attention_flops(func, args, out), _attention_shape(name, args)
-            kind = "backward" if "backward" in name else "forward"
+            kind, of = "backward" if "backward" in name else "forward", tensors
         else:
             kind = memory_class(name, args, out)
         nbytes = touched_bytes(name, args, out, tensors)
-        dtype = str(tensors[0 if flops else -1].dtype).removeprefix("torch.") if tensors else "float32"
+        dtype = str(of[0].dtype).removeprefix("torch.") if of else "float32"
         return Cost(work, self.price.operation_seconds(work, flops, nbytes, dtype, shape, kind), flops)
 
     def kernel(self, nbytes: int, dtype: str) -> None:
@@ -114,10 +116,14 @@ class Meter:
         self._pending.clear()
 
 
+def _matrices(args: Sequence[Any]) -> list[Tensor]:
+    """The two factors. Of addmm and its like the first argument is what is added."""
+    return [x for x in args if isinstance(x, Tensor) and x.dim() >= 2][-2:]
+
+
 def _product(args: Sequence[Any]) -> tuple[float, tuple[int, ...]]:
-    """Floating-point operations, and (batch, m, k, n). Of addmm and its like the first argument is what is added."""
-    matrices = [x for x in args if isinstance(x, Tensor) and x.dim() >= 2][-2:]
-    left, right = matrices
+    """Floating-point operations, and (batch, m, k, n)."""
+    left, right = _matrices(args)
     batch = int(left.shape[0]) if left.dim() == 3 else 1
     m, k, n = int(left.shape[-2]), int(left.shape[-1]), int(right.shape[-1])
     return 2.0 * batch * m * k * n, (batch, m, k, n)
