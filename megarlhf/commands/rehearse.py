@@ -6,6 +6,7 @@ import argparse
 import math
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status. 0: the job runs; 1: it does not; 2: the user's mistake."""
     arguments = parser().parse_intermixed_args(argv)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # what is not here is stood in for
+    warnings.filterwarnings("ignore", module="megatron")  # of what a machine without a GPU does not have
     try:
         return _sweep(arguments) if arguments.sweep else _one(arguments)
     except ValueError as error:

@@ -11,7 +11,6 @@ import importlib
 import multiprocessing
 import os
 import sys
-import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -23,9 +22,6 @@ import torch
 
 from megarlhf.rehearsal.job import Job, RankRecord
 from megarlhf.rehearsal.pricing import Pricing
-
-TELL_SECONDS = 0.5
-"""Between two messages of a rank about where it is."""
 
 
 @dataclass(frozen=True)
@@ -142,13 +138,8 @@ def _attempted(job: Job, price: Pricing, connection: Connection) -> RankRecord |
 def _rehearsed(job: Job, price: Pricing, connection: Connection) -> RankRecord:
     from megarlhf.rehearsal.program import Rank
 
-    last = 0.0
-
     def told(step: int, phase: str, operations: int) -> None:
-        nonlocal last
-        if time.monotonic() - last > TELL_SECONDS:
-            last = time.monotonic()
-            connection.send(At(job.rank, step, phase, operations))
+        connection.send(At(job.rank, step, phase, operations))
 
     return Rank(job, price, told).run()
 

@@ -28,7 +28,7 @@ from megarlhf.rehearsal.memory import GPU_BLOCK, Ledger, PhaseMemory, merged
 from megarlhf.rehearsal.optimizer import KERNELS
 from megarlhf.rehearsal.others import EMPTY_BANK, gathered
 from megarlhf.rehearsal.sites import Assumptions
-from megarlhf.rehearsal.steps import Enough, Steps
+from megarlhf.rehearsal.steps import BETWEEN, Enough, Steps
 from megarlhf.rehearsal.trace import Mark
 from megarlhf.rehearsal.transformer_engine import Shared, replace_layers
 from megarlhf.rehearsal.weights import NoNumbers
@@ -55,7 +55,7 @@ class Rank:
     def __init__(
         self, job: Job, price: RankPrice, told: Callable[[int, str, int], None] = lambda step, phase, operations: None
     ) -> None:
-        """`told` gets step, phase and the number of operations so far, whenever the phase changes."""
+        """`told` gets step, phase and the number of operations so far, whenever a phase begins."""
         self.job, self._price, self._told = job, price, told
         self.device = interfaces.device_of(job.kind)
         self.ledger = Ledger(GPU_BLOCK if job.kind == "gpu" else 1)
@@ -197,7 +197,8 @@ class Rank:
         self.ledger.enter(step, phase)
         self.wire.step = self.meter.step = step
         self.wire.phase = self.meter.phase = phase
-        self._told(step, phase, sum(self.meter.operations.values()))
+        if phase != BETWEEN:
+            self._told(step, phase, sum(self.meter.operations.values()))
 
     def _ended(self, step: int) -> None:
         self.meter.message(Mark(self.meter.phase, step))

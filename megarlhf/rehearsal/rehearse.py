@@ -19,7 +19,7 @@ from megarlhf.planning.preflight import preflight
 from megarlhf.planning.weight_traffic import plan_transfer, transfer_setup
 from megarlhf.rehearsal import interfaces
 from megarlhf.rehearsal.batches import Share
-from megarlhf.rehearsal.job import RankRecord, layouts_of, roles_of, runtime_of
+from megarlhf.rehearsal.job import Job, RankRecord, layouts_of, roles_of, runtime_of
 from megarlhf.rehearsal.kinds import Kind, chosen, first_rank, named, pipelines_of, stages_of
 from megarlhf.rehearsal.lengths import Lengths, LogNormal
 from megarlhf.rehearsal.margin import facts_of, margin
@@ -108,6 +108,25 @@ class _Rehearsal:
         number = len({*ranks, *(kind.rank for kind in self.kinds)})
         records = run_ranks(jobs, self.price, workers=self.request.workers, told=self.told, ranks=number)
         return dict(zip(ranks, records, strict=True))
+
+    def _job(self, rank: int) -> Job:
+        request = self.request
+        on_gpu = request.hardware.kind == "gpu"
+        return Job(
+            command=request.command,
+            cfg=self.cfg,
+            rank=rank,
+            world_size=request.world_size,
+            ranks_per_node=request.ranks_per_node,
+            kind=request.hardware.kind,
+            layers=request.layers if on_gpu else "local",
+            num_steps=request.steps,
+            response_lengths=self.responses,
+            device_bytes=request.device_bytes if on_gpu else 0,
+            margin=request.margin,
+            rollout_tokens_per_second=request.rollout_tokens_per_second,
+            routing=request.routing,
+        )
 
     def result(self, records: Mapping[int, RankRecord], seconds: float) -> Result:
         """What the ranks have seen, put together."""

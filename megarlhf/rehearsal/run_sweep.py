@@ -1,0 +1,134 @@
+"""Rehearses the variants of a sweep, and shows which is best."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from megarlhf.config import dump_config
+from megarlhf.observe.progress import table
+from megarlhf.planning.batch import dpo_batch_numbers, rl_batch_numbers, supervised_batch_numbers
+from megarlhf.planning.legality import check_role
+from megarlhf.rehearsal.job import roles_of
+from megarlhf.rehearsal.processes import Told
+from megarlhf.rehearsal.rehearse import rehearse
+from megarlhf.rehearsal.request import Request
+from megarlhf.rehearsal.result import Result
+from megarlhf.rehearsal.sweep import Axis, Sweep, Variant, least_bytes, order, variants
+
+GIB = 2**30
+
+
+def run_sweep(
+    axes: Sequence[Axis],
+    load: Callable[[Sequence[str]], Any],
+    request_of: Callable[[Any], Request],
+    shown: Callable[[Request], AbstractContextManager[Told]],
+) -> Sweep:
+    """Every combination: refused, too large by its parameters alone, or rehearsed.
+
+    Raises: ValueError for a key that there is not, before anything is rehearsed.
+    """
+    sweep, left = Sweep(), []
+    for overrides, found in variants(axes, load, lambda cfg: _check(request_of(cfg))):
+        if isinstance(found, str):
+            sweep.illegal.append((overrides, found))
+            continue
+        request = request_of(found)
+        least = least_bytes(found, request.world_size)
+        if least > request.device_bytes:
+            sweep.too_large.append((overrides, least))
+        else:
+            left.append((Variant(overrides, found), request))
+    done = []
+    for number, (variant, request) in enumerate(left, 1):
+        with shown(request) as told:
+            print(f"{number} of {len(left)}: {' '.join(variant.overrides)}", flush=True)
+            try:
+                done.append((variant, rehearse(request, told)))
+            except ValueError as error:
+                sweep.illegal.append((variant.overrides, str(error)))
+    sweep.done = order(done)
+    return sweep
+
+
+def _check(request: Request) -> None:
+    """What can be refused without a rehearsal: a layout that does not divide. Raises: ValueError."""
+    cfg, world_size = request.cfg, request.world_size
+    layouts = {name: check_role(name, section, world_size)[1] for name, section in roles_of(cfg).items()}
+    if request.command == "rl":
+        rl_batch_numbers(cfg, world_size)
+        engine = cfg.rollout.tp(cfg.actor)
+        if cfg.rollout.engine == "vllm" and world_size % engine:
+            raise ValueError(f"rollout.parallel.tp = {engine} does not divide {world_size} ranks")
+    elif request.command == "dpo":
+        dpo_batch_numbers(cfg, world_size)
+    else:
+        role = "actor" if request.command == "sft" else "reward_model"
+        supervised_batch_numbers(cfg.train, layouts[role].dp, role, "sequences")
+
+
+COLUMNS = ("variant", "fits", "need GiB", "free GiB", "tightest", "s a step", "rollout s", "MFU", "GB between nodes")
+
+
+def print_sweep(sweep: Sweep, console: Console) -> None:
+    """A table, best first, and what was left out."""
+    rows = [_row(variant, result) for variant, result in sweep.done]
+    console.print(table("Sweep, best first (times are estimates)", rows, COLUMNS))
+    if sweep.too_large:
+        console.print(
+            f"{len(sweep.too_large)} left out: their parameters alone are more than the device has, such as "
+            f"{' '.join(sweep.too_large[0][0])} with {sweep.too_large[0][1] / GIB:.1f} GiB",
+            highlight=False,
+        )
+    if sweep.illegal:
+        overrides, why = sweep.illegal[0]
+        console.print(
+            f"{len(sweep.illegal)} cannot run, such as {' '.join(overrides)}: {why}", highlight=False, markup=False
+        )
+
+
+def _row(variant: Variant, result: Result) -> tuple[object, ...]:
+    tightest = result.tightest_rank
+    last = result.times[-1] if result.times else None
+    step, phase = tightest.peak_at
+    return (
+        " ".join(variant.overrides),
+        "yes" if result.fits else "no",
+        round(tightest.need / GIB, 1),
+        round(result.free / GIB, 1),
+        f"rank {tightest.rank}, step {step}, {phase}",
+        None if last is None else round(last.seconds, 2),
+        None if not result.rollouts else round(result.rollouts[-1].slowest, 2),
+        None if last is None else f"{last.utilisation:.1%}",
+        round(sum(row.nbytes for row in tightest.messages if row.between_nodes) / 1e9, 1),
+    )
+
+
+def write_sweep(sweep: Sweep, out: Path) -> list[Path]:
+    """`sweep.json`, and `best.yaml` where a variant fits. Returns what was written."""
+    record = {
+        "done": [
+            {
+                "overrides": list(variant.overrides),
+                **dict(zip(COLUMNS[1:], _row(variant, result)[1:], strict=True)),
+                "refusals": result.refusals,
+                "faults": result.faults,
+            }
+            for variant, result in sweep.done
+        ],
+        "too_large": [{"overrides": list(overrides), "bytes": nbytes} for overrides, nbytes in sweep.too_large],
+        "illegal": [{"overrides": list(overrides), "why": why} for overrides, why in sweep.illegal],
+    }
+    (out / "sweep.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    written = [out / "sweep.json"]
+    if sweep.done and sweep.done[0][1].fits:
+        best = out / "best.yaml"
+        best.write_text(dump_config(sweep.done[0][0].cfg), encoding="utf-8")
+        written.append(best)
+    return written
