@@ -14,7 +14,7 @@ from megarlhf.rehearsal.result import RankResult
 from megarlhf.rehearsal.words import GIB, gib
 
 Point = tuple[float, dict[str, int]]
-HEIGHT = 560
+HEIGHT = 620
 APART = 1e-6
 """Between two points of one moment, of the whole time: plotly stacks points by where they stand."""
 
@@ -42,8 +42,7 @@ function layoutOf(figure, range, width) {
   const lines = figure.layout.meta.borders.map(border => ({
     type: 'line', x0: border[at()], x1: border[at()], yref: 'paper', y0: 0, y1: 1,
     line: border[3] ? {color: '#1b2130', width: 1.4} : {color: '#8a92a3', width: 0.6, dash: 'dot'}}));
-  const title = {text: at() ? 'points of the curve, in order' : 'seconds (estimate)'};
-  return {...figure.layout, xaxis: {...figure.layout.xaxis, range, title},
+  return {...figure.layout, xaxis: {...figure.layout.xaxis, range, ticksuffix: at() ? '' : ' s'},
           shapes: figure.layout.shapes.concat(lines), annotations: labels(figure, range, width)};
 }
 
@@ -174,7 +173,7 @@ def _layout(rank: RankResult, capacity: int) -> dict[str, Any]:
         "margin": {"l": 52, "r": 12, "t": 128, "b": 40},
         "xaxis": {"hoverformat": ".4~g"},
         "yaxis": {"title": {"text": "GiB"}, "range": [0, max(capacity, rank.peak) / GIB * 1.07]},
-        "legend": {"orientation": "h", "x": 0, "y": -0.14, "yanchor": "top", "traceorder": "normal"},
+        "legend": {"orientation": "h", "x": 0, "y": -0.09, "yanchor": "top", "traceorder": "normal"},
         "shapes": shapes,
         "annotations": annotations,
     }
