@@ -50,7 +50,11 @@ function drawCurve(element) {
   const figure = FIGURES[Number(element.dataset.figure)], {start, end, x, names, places} = figure.layout.meta;
   const width = () => element.clientWidth - figure.layout.margin.l - figure.layout.margin.r;
   const whole = [start[at()], end[at()]], across = at() ? x.map((_, index) => index) : x;
-  const data = figure.data.map(trace => ({...trace, x: across, text: places.map(place => names[place])}));
+  const kinds = figure.data.slice(0, -1), last = figure.data.at(-1);
+  const parts = index => kinds.filter(kind => kind.y[index]).sort((a, b) => b.y[index] - a.y[index])
+    .map(kind => '<br>' + kind.y[index].toFixed(2) + '  ' + kind.name).join('');
+  const text = places.map((place, index) => names[place] + parts(index));
+  const data = [...kinds.map(kind => ({...kind, x: across})), {...last, x: across, text}];
   Plotly.react(element, data, layoutOf(figure, whole, width()), OPTIONS);
   element.removeAllListeners('plotly_relayout');
   element.on('plotly_relayout', change => {
@@ -111,7 +115,8 @@ def figure(rank: RankResult, capacity: int, limit: int) -> dict[str, Any]:
             "stackgroup": "memory",
             "mode": "none",
             "fillcolor": colour,
-            "hovertemplate": "%{y:.2f} GiB",
+            "hoverinfo": "skip",
+            "hovertemplate": "",  # that of the template would be shown in spite of `skip`
         }
         for kind, colour in colours.items()
     ]
@@ -121,7 +126,8 @@ def figure(rank: RankResult, capacity: int, limit: int) -> dict[str, Any]:
         "y": [round(sum(kinds.values()) / GIB, 3) for _, kinds in points],
         "mode": "lines",
         "line": {"color": "#1b2130", "width": 1},
-        "hovertemplate": "<b>%{y:.2f} GiB</b>, %{text}",
+        "hovertemplate": "<b>%{y:.2f} GiB</b> in %{text}<extra></extra>",
+        "hoverlabel": {"align": "left", "bgcolor": "white"},
         "showlegend": False,
     }
     meta = _places([seconds for seconds, _ in points], borders)
@@ -170,6 +176,7 @@ def _layout(rank: RankResult, capacity: int) -> dict[str, Any]:
     return {
         "template": TEMPLATE,
         "height": HEIGHT,
+        "hovermode": "x",
         "margin": {"l": 52, "r": 12, "t": 128, "b": 40},
         "xaxis": {"hoverformat": ".4~g"},
         "yaxis": {"title": {"text": "GiB"}, "range": [0, max(capacity, rank.peak) / GIB * 1.07]},

@@ -32,7 +32,7 @@ def test_the_verdict_comes_first_and_all_fits_a_screen():
 
 def test_the_tables_hold_the_figures():
     found = rows(printed(a_result(points=1)))
-    # phase; peaks before the first step, in step 1, in step 2; cache, activations, engine's weights, parameters; seconds
+    # Peaks before the first step, in step 1 and in step 2; cache, activations, engine's weights, parameters; seconds.
     assert ["reshard", "60.68", "60.80", "68.96", "22.50", "-", "16.40", "8.55", "2.5"] in found
     assert ["train/actor", "-", "42.36", "50.52", "-", "21.40", "-", "8.55", "96"] in found
     assert ["0", "stage 0 of all roles", "reshard in step 2", "68.96", "5.40", "74.36", "4.80"] in found
