@@ -72,11 +72,11 @@ def _memory(result: Result, rank: RankResult, console: Console) -> None:
     most = Counter[str]()
     for row in highest.values():
         most |= Counter(row.by_kind)  # the larger of both
-    kinds = [kind for kind, _ in most.most_common(MAX_KINDS)]
+    kinds = [kind for kind, _ in most.most_common(_room_for_kinds(console))]
     seconds = {each.phase: each.seconds for step in result.times[-1:] for each in step.phases}
     lines = []
     for phase in [phase for phase in highest if phase in kept]:
-        peaks = [gib(row.peak) if (row := rows.get((step, phase))) else None for step in (0, *steps)]
+        peaks = [gib(at.peak) if (at := rows.get((step, phase))) else None for step in (0, *steps)]
         of_kinds = [gib(nbytes) if (nbytes := highest[phase].by_kind.get(kind)) else None for kind in kinds]
         lines.append((phase, *peaks, *of_kinds, format_number(seconds.get(phase))))
     names = ["before", *[f"step {step}" for step in steps], *kinds, "seconds (estimate)"]
@@ -84,6 +84,11 @@ def _memory(result: Result, rank: RankResult, console: Console) -> None:
     if left := len(highest) - len(kept):
         title += f" ({counted(left, 'lower phase')} on the page)"
     _print(console, title, lines, ("phase", *names), left=1)
+
+
+def _room_for_kinds(console: Console) -> int:
+    """Columns beside phase, steps and seconds."""
+    return max(0, min(MAX_KINDS, (console.width - 70) // 17))
 
 
 def _ranks(result: Result, console: Console) -> None:
@@ -135,4 +140,5 @@ def _print(console: Console, title: str, lines: Sequence[Sequence[object]], name
     made = table(title, lines, names)
     for column in made.columns[left:]:
         column.justify = "right"
+    made.columns[0].no_wrap = True
     console.print(made)

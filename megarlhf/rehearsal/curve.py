@@ -14,7 +14,7 @@ from megarlhf.rehearsal.result import RankResult
 from megarlhf.rehearsal.words import GIB, gib
 
 Point = tuple[float, dict[str, int]]
-HEIGHT = 560
+HEIGHT = 620
 APART = 1e-6
 """Between two points of one moment, of the whole time: plotly stacks points by where they stand."""
 
@@ -42,8 +42,7 @@ function layoutOf(figure, range, width) {
   const lines = figure.layout.meta.borders.map(border => ({
     type: 'line', x0: border[at()], x1: border[at()], yref: 'paper', y0: 0, y1: 1,
     line: border[3] ? {color: '#1b2130', width: 1.4} : {color: '#8a92a3', width: 0.6, dash: 'dot'}}));
-  const title = {text: at() ? 'points of the curve, in order' : 'seconds (estimate)'};
-  return {...figure.layout, xaxis: {...figure.layout.xaxis, range, title},
+  return {...figure.layout, xaxis: {...figure.layout.xaxis, range, ticksuffix: at() ? '' : ' s'},
           shapes: figure.layout.shapes.concat(lines), annotations: labels(figure, range, width)};
 }
 
@@ -51,7 +50,11 @@ function drawCurve(element) {
   const figure = FIGURES[Number(element.dataset.figure)], {start, end, x, names, places} = figure.layout.meta;
   const width = () => element.clientWidth - figure.layout.margin.l - figure.layout.margin.r;
   const whole = [start[at()], end[at()]], across = at() ? x.map((_, index) => index) : x;
-  const data = figure.data.map(trace => ({...trace, x: across, text: places.map(place => names[place])}));
+  const kinds = figure.data.slice(0, -1), last = figure.data.at(-1);
+  const parts = index => kinds.filter(kind => kind.y[index]).sort((a, b) => b.y[index] - a.y[index])
+    .map(kind => '<br>' + kind.y[index].toFixed(2) + '  ' + kind.name).join('');
+  const text = places.map((place, index) => names[place] + parts(index));
+  const data = [...kinds.map(kind => ({...kind, x: across})), {...last, x: across, text}];
   Plotly.react(element, data, layoutOf(figure, whole, width()), OPTIONS);
   element.removeAllListeners('plotly_relayout');
   element.on('plotly_relayout', change => {
@@ -112,7 +115,8 @@ def figure(rank: RankResult, capacity: int, limit: int) -> dict[str, Any]:
             "stackgroup": "memory",
             "mode": "none",
             "fillcolor": colour,
-            "hovertemplate": "%{y:.2f} GiB",
+            "hoverinfo": "skip",
+            "hovertemplate": "",  # that of the template would be shown in spite of `skip`
         }
         for kind, colour in colours.items()
     ]
@@ -122,7 +126,8 @@ def figure(rank: RankResult, capacity: int, limit: int) -> dict[str, Any]:
         "y": [round(sum(kinds.values()) / GIB, 3) for _, kinds in points],
         "mode": "lines",
         "line": {"color": "#1b2130", "width": 1},
-        "hovertemplate": "<b>%{y:.2f} GiB</b>, %{text}",
+        "hovertemplate": "<b>%{y:.2f} GiB</b> in %{text}<extra></extra>",
+        "hoverlabel": {"align": "left", "bgcolor": "white"},
         "showlegend": False,
     }
     meta = _places([seconds for seconds, _ in points], borders)
@@ -171,10 +176,11 @@ def _layout(rank: RankResult, capacity: int) -> dict[str, Any]:
     return {
         "template": TEMPLATE,
         "height": HEIGHT,
+        "hovermode": "x",
         "margin": {"l": 52, "r": 12, "t": 128, "b": 40},
         "xaxis": {"hoverformat": ".4~g"},
         "yaxis": {"title": {"text": "GiB"}, "range": [0, max(capacity, rank.peak) / GIB * 1.07]},
-        "legend": {"orientation": "h", "x": 0, "y": -0.14, "yanchor": "top", "traceorder": "normal"},
+        "legend": {"orientation": "h", "x": 0, "y": -0.09, "yanchor": "top", "traceorder": "normal"},
         "shapes": shapes,
         "annotations": annotations,
     }

@@ -27,8 +27,8 @@ from megarlhf.rehearsal.words import ESTIMATE, at_peak, consists, counted, gib, 
 
 REHEARSE = "rehearse"
 """The command, as its pages name it."""
-_OWN_JSON = '"format": '
-"""With which a file of ours begins, after the brace."""
+_OWN_JSON = '"hardware_sources": '
+"""A key that no other file has."""
 
 
 def write_page(result: Result, out: Path) -> None:
@@ -74,7 +74,7 @@ def _verdict(result: Result) -> str:
         parts.append(_alarm("The run would not start", result.refusals))
     if result.faults:
         parts.append(_alarm("Ranks do not fit together", result.faults))
-    parts.append(panel(_facts(result)).replace('class="panel"', 'class="panel" style="margin-top:12px"', 1))
+    parts.append(panel(_facts(result)))
     return "\n".join(parts)
 
 
@@ -95,7 +95,7 @@ def _facts(result: Result) -> str:
         rows.append([f"step {last.step}", f"{last.seconds:,.1f} seconds (estimate)"])
     tool = f"{format_duration(result.tool_seconds)} and at most {result.tool_gib:.2f} GiB on this machine, measured"
     rows.append(["rehearsal", f"{counted(result.steps, 'step')} on {counted(len(result.ranks), 'rank')}: {tool}"])
-    return table([text("what"), long("")], rows, style="facts")
+    return table([text(""), long("")], rows, style="facts")
 
 
 def _assumed(result: Result) -> str:

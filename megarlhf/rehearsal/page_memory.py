@@ -19,7 +19,7 @@ from megarlhf.rehearsal.page_parts import (
     text,
 )
 from megarlhf.rehearsal.result import PhaseRow, RankResult, Result
-from megarlhf.rehearsal.words import at_peak, by_need, consists, counted, gib, shown_steps, stages, when
+from megarlhf.rehearsal.words import at_peak, by_need, consists, counted, free, gib, shown_steps, stages, when
 
 MAX_POINTS = 1500
 """Of the curve of one rank."""
@@ -36,8 +36,7 @@ def shown_ranks(result: Result) -> list[RankResult]:
 
 def rank_name(result: Result, rank: RankResult) -> str:
     """As it is chosen."""
-    free = f", {gib(result.capacity - rank.need)} GiB free" if result.capacity else ""
-    return f"{rank.rank}: {stages(rank)}, needs {gib(rank.need)} GiB{free}"
+    return ", ".join(filter(None, [f"{rank.rank}: {stages(rank)}", f"needs {gib(rank.need)} GiB", free(result, rank)]))
 
 
 def curve_section(result: Result, figures: list[dict[str, Any]]) -> str:
@@ -50,13 +49,14 @@ def curve_section(result: Result, figures: list[dict[str, Any]]) -> str:
         return panel(f'<div class="chart curve" data-figure="{len(figures) - 1}"></div>')
 
     axis = (
-        '<label>Across <select class="axis"><option value="time">estimated time</option>'
-        '<option value="order">order, each point equally wide</option></select></label>'
+        '<label>Across <select class="axis"><option value="order">order of events, short phases widened</option>'
+        '<option value="time">estimated time</option></select></label>'
     )
     said = (
         "Live memory of one rank's tensors from the start to the end of the last rehearsed step, by kind. Between the "
-        "two dashed lines lies the margin: what rises above the lower one does not fit. Short phases are hidden where "
-        "time goes from left to right: zoom in, or choose the other axis. Thinned out; every phase keeps its peak."
+        "two dashed lines lies the margin: what rises above the lower one does not fit. Each point of the curve is "
+        "equally wide, so that short phases are seen; the other axis is estimated time. Points are left out, but no "
+        "phase loses its peak."
     )
     return f"<h2>Memory over the steps</h2>{paragraph(said)}" + for_each_rank(
         ranks, lambda rank: rank_name(result, rank), render, axis
@@ -108,10 +108,13 @@ def _begins_peak_ends(row: PhaseRow | None) -> tuple[str, str, str]:
 
 def _storages(pairs: Sequence[tuple[PhaseRow, LargeStorage]], with_phase: bool) -> str:
     columns = [text("kind"), number("GiB"), text("shape"), text("dtype"), text("made by")]
-    lines = [[s.kind, gib(s.nbytes), " x ".join(map(str, s.shape)) or "one", s.dtype, s.where] for _, s in pairs]
     if with_phase:
         columns = [text("step"), text("phase"), *columns]
-        lines = [[row.step or "-", row.phase, *line] for (row, _), line in zip(pairs, lines, strict=True)]
+    lines: list[list[object]] = []
+    for row, each in pairs:
+        place = [row.step or "-", row.phase] if with_phase else []
+        shape = " x ".join(map(str, each.shape)) or "scalar"
+        lines.append([*place, each.kind, gib(each.nbytes), shape, each.dtype, each.where])
     return table(columns, lines)
 
 
@@ -119,34 +122,39 @@ def _by_kind(rank: RankResult) -> str:
     kinds = list(colours_of([kind for row in rank.memory for kind in row.by_kind]))
     columns = [text("step"), text("phase"), number("peak"), *map(number, kinds), number("host")]
     lines = [
-        [row.step or "-", row.phase, gib(row.peak)]
-        + [gib(row.by_kind[kind]) if row.by_kind.get(kind) else "-" for kind in kinds]
-        + [gib(row.host_peak)]
-        for row in rank.memory
+        [row.step or "-", row.phase, gib(row.peak), *_sizes(row, kinds), gib(row.host_peak)] for row in rank.memory
     ]
     said = "GiB at the peak of each phase; on the right the program's tensors on the host."
     return paragraph(said) + table(columns, lines)
 
 
 def ranks_section(result: Result) -> str:
-    columns = [number("rank"), text("stages"), number("stands for"), long("why this one"), number("peak")]
-    columns += [text("at"), number("margin"), number("needs"), number("free"), long("the peak consists of")]
-    lines = [_rank_row(result, rank) for rank in by_need(result)]
+    columns = [number("rank"), text("stages"), number("stands for"), long("why this one"), number("tensors, peak")]
+    columns += [text("at"), number("margin"), number("needs"), number("free")]
+    ranks = by_need(result)
+    lines = [_rank_row(result, rank) for rank in ranks]
     said = (
-        f"{counted(len(result.ranks), 'rank')} of {result.world_size} rehearsed, the tightest first; a rank stands for "
-        "those that hold the same stages, itself among them. GiB."
+        f"{counted(len(ranks), 'rank')} of {result.world_size} rehearsed, the tightest first; a rank stands for those "
+        "that hold the same stages, itself among them. GiB."
     )
     body = panel(table(columns, lines[:MAX_RANKS]))
     if rest := lines[MAX_RANKS:]:
         said += f" Curves and tables on this page are those of the {MAX_RANKS} tightest."
-        body += folded(f"{counted(len(rest), 'other rank')}", panel(table(columns, rest)))
-    return f"<h2>Ranks</h2>{paragraph(said)}{body}"
+        body += folded(counted(len(rest), "other rank"), panel(table(columns, rest)))
+    kinds = list(colours_of([kind for rank in ranks for kind in at_peak(rank).by_kind]))
+    parts = [[rank.rank, *_sizes(at_peak(rank), kinds)] for rank in ranks[:MAX_RANKS]]
+    peaks = panel("<h3>What each peak consists of, GiB</h3>" + table([number("rank"), *map(number, kinds)], parts))
+    return f"<h2>Ranks</h2>{paragraph(said)}{body}{peaks}"
 
 
 def _rank_row(result: Result, rank: RankResult) -> list[object]:
-    free = gib(result.capacity - rank.need) if result.capacity else "-"
-    sizes = [gib(rank.peak), when(*rank.peak_at), gib(rank.need - rank.peak), gib(rank.need), free]
-    return [rank.rank, stages(rank), rank.stands_for, rank.why, *sizes, consists(at_peak(rank).by_kind)]
+    left = gib(result.capacity - rank.need) if result.capacity else "-"
+    sizes = [gib(rank.peak), when(*rank.peak_at), gib(rank.need - rank.peak), gib(rank.need), left]
+    return [rank.rank, stages(rank), rank.stands_for, rank.why, *sizes]
+
+
+def _sizes(row: PhaseRow, kinds: Sequence[str]) -> list[str]:
+    return [gib(row.by_kind[kind]) if row.by_kind.get(kind) else "-" for kind in kinds]
 
 
 def margin_section(result: Result) -> str:

@@ -31,13 +31,14 @@ UNKNOWN = ("#14b8a6", "#f472b6", "#78716c", "#4338ca")
 """Of kinds that have no colour of their own."""
 
 STYLE = """
+.panel + .panel, details + .panel { margin-top: 12px; }
 .verdict { border-left: 6px solid #15803d; margin-top: 16px; } .verdict.bad { border-left-color: #b91c1c; }
 .verdict p.first { font-size: 18px; margin: 0 0 8px; }
-.alarm { border: 1px solid #b91c1c; border-left-width: 6px; background: #fef2f2; margin-top: 12px; }
+.alarm { border: 1px solid #b91c1c; border-left-width: 6px; background: #fef2f2; }
 .alarm h3 { color: #991b1b; } ul { margin: 6px 0; padding-left: 22px; } li { margin: 3px 0; }
 td.w { white-space: normal; min-width: 220px; overflow-wrap: anywhere; } tr.top td { font-weight: 600; }
-th.of { text-align: center; border-left: 1px solid var(--line); }
-.choose { margin: 10px 0 0; font-size: 14px; color: var(--soft); display: flex; flex-wrap: wrap; gap: 4px 18px; }
+th.of { text-align: center; }
+.choose { margin: 10px 0 8px; font-size: 14px; color: var(--soft); display: flex; flex-wrap: wrap; gap: 4px 18px; }
 .choose label { max-width: 100%; } select { font: inherit; color: var(--ink); max-width: 100%; padding: 2px 4px; }
 h4 { margin: 18px 0 0; font-size: 14px; }
 .facts td { vertical-align: top; } .facts td:first-child { color: var(--soft); }
@@ -78,8 +79,8 @@ def table(
 ) -> str:
     """groups: a line above the names, (text, columns that it spans); top: rows to be set in bold"""
     names = "".join(_cell("th", column.style, column.name) for column in columns)
-    above = "".join(f'<th class="of" colspan="{span}">{html.escape(name)}</th>' for name, span in groups)
-    head = f"<tr>{above}</tr>" * bool(groups) + f"<tr>{names}</tr>"
+    above = "".join(f'<th{" class=of" * bool(name)} colspan="{span}">{html.escape(name)}</th>' for name, span in groups)
+    head = f"<tr>{above}</tr>" * bool(groups) + f"<tr>{names}</tr>" * any(column.name for column in columns)
     body = []
     for row in rows:
         assert len(row) == len(columns), f"{len(row)} cells, {len(columns)} columns"

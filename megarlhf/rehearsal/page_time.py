@@ -25,7 +25,7 @@ def time_section(result: Result, figures: list[dict[str, Any]]) -> str:
     if result.times:
         figures.append(_bars(result))
         chart = f'<div class="chart" data-figure="{len(figures) - 1}"></div>'
-        parts += [panel(_steps(result)), f'<div class="panel" style="margin-top:12px">{chart}</div>', _phases(result)]
+        parts += [panel(_steps(result)), panel(chart), _phases(result)]
     else:
         parts.append(paragraph("No step was replayed, so there is no time to tell.", "warning"))
     rows = [[key, source] for key, source in result.hardware_sources.items()]

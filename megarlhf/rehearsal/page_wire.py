@@ -41,10 +41,10 @@ def summed(
 
 def wire_section(result: Result) -> str:
     said = (
-        "What each rank says to others. A call counts with the whole that it is about: an all-reduce or a broadcast with "
-        "the tensor, an all-gather with what is gathered from all, a reduce-scatter with what is scattered "
+        "What each rank says to others. A call counts with the whole that it is about: an all-reduce or a broadcast "
+        "with the tensor, an all-gather with what is gathered from all, a reduce-scatter with what is scattered "
         "to all, an all-to-all with what this rank sends. A group counts as between nodes when its ranks stand in more "
-        "than one."
+        "than one. A rank calls what makes a group for others' groups too; groups made counts these calls."
     )
     ranks = shown_ranks(result)
     parts = [f"<h2>The wire</h2>{paragraph(said)}", _totals(result)]
@@ -67,7 +67,7 @@ def _totals(result: Result) -> str:
         count = sum(row.count for row in rows)
         lines.append([rank.rank, stages(rank), count, *sizes, rank.groups_created, rank.memberships])
     columns = [number("rank"), text("stages"), number(f"messages in step {steps[-1]}"), number("inside a node")]
-    columns += [number("between nodes"), number("between hosts"), number("calls that create groups")]
+    columns += [number("between nodes"), number("between hosts"), number("groups made")]
     return panel(table([*columns, number("groups it is in")], lines))
 
 

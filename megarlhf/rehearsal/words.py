@@ -24,9 +24,19 @@ def when(step: int, phase: str) -> str:
     return f"{phase} in step {step}" if step else f"{phase} before the first step"
 
 
+def free(result: Result, rank: RankResult) -> str:
+    """`4.80 GiB free`, `1.20 GiB too much`; nothing where no size of a device was given."""
+    if not result.capacity:
+        return ""
+    left = result.capacity - rank.need
+    return f"{gib(left)} GiB free" if left >= 0 else f"{gib(-left)} GiB too much"
+
+
 def stages(rank: RankResult) -> str:
     """Of all roles; those with the same stage together."""
     by_stage: dict[int, list[str]] = {}
+    if len(rank.stages) > 1 and len(set(rank.stages.values())) == 1:
+        return f"stage {next(iter(rank.stages.values()))} of all roles"
     for role, stage in rank.stages.items():
         by_stage.setdefault(stage, []).append(role)
     return "; ".join(f"stage {stage} of {', '.join(roles)}" for stage, roles in by_stage.items())
@@ -65,24 +75,25 @@ def verdict(result: Result) -> list[str]:
         sentences.append(f"The run would not start: {counted(len(result.refusals), 'reason')}, named below.")
     if result.faults:
         sentences.append(f"Its ranks do not fit together: {counted(len(result.faults), 'fault')}, named below.")
-    return [*sentences, _memory(result)]
+    rank = result.tightest_rank
+    of = f" of {gib(result.capacity)}" if result.capacity else ""
+    needs = (
+        f"Rank {rank.rank} ({stages(rank)}) is the tightest of {counted(len(result.ranks), 'rehearsed rank')}. It "
+        f"needs {gib(rank.need)}{of} GiB: {gib(rank.peak)} GiB of tensors in {when(*rank.peak_at)}, and a margin of "
+        f"{gib(rank.need - rank.peak)} GiB."
+    )
+    return [*sentences, _memory(result), needs]
 
 
 def _memory(result: Result) -> str:
-    rank = result.tightest_rank
-    place = f"Rank {rank.rank} ({stages(rank)}) is the tightest of {counted(len(result.ranks), 'rehearsed rank')}"
-    peak = f"{gib(rank.peak)} GiB of tensors in {when(*rank.peak_at)}, and a margin of {gib(rank.need - rank.peak)} GiB"
     if not result.capacity:
-        return f"No size of a device was given. {place}: it needs {gib(rank.need)} GiB, {peak}."
-    size = f"needs {gib(rank.need)} of {gib(result.capacity)} GiB: {peak}"
+        return "No size of a device was given, so nothing says whether it fits."
     over = [each for each in result.ranks if each.need > result.capacity]
     if over:
-        return (
-            f"It does not fit: {gib(-result.free)} GiB are missing. {place}, and {size}. "
-            f"{len(over)} of the rehearsed ranks do not fit."
-        )
+        number = f"{len(over)} of {counted(len(result.ranks), 'rehearsed rank')}"
+        return f"It does not fit: {gib(-result.free)} GiB are missing with the margin, and {number} cannot hold theirs."
     fits = "It fits" if result.fits else "Its memory fits"
-    return f"{fits}, with {gib(result.free)} GiB to spare beyond the margin. {place}, and {size}."
+    return f"{fits}, with {gib(result.free)} GiB to spare beyond the margin."
 
 
 def how_counted() -> str:

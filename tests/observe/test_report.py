@@ -1,5 +1,6 @@
 """The report's figures and page. Not covered: how it looks (seen in a browser when it was written)."""
 
+import errno
 import json
 import re
 from html.parser import HTMLParser
@@ -7,8 +8,10 @@ from html.parser import HTMLParser
 import plotly.graph_objects as go
 import pytest
 
+from megarlhf.observe import html_page
 from megarlhf.observe.chart_list import CHARTS, REWARD, Chart
 from megarlhf.observe.charts import Run, charts_of, figure, kind_of
+from megarlhf.observe.html_page import write_whole
 from megarlhf.observe.metrics import MetricsWriter
 from megarlhf.observe.report import render, write_report
 
@@ -65,6 +68,22 @@ def test_only_a_report_is_replaced(tmp_path):
     write_report([run], out, title="first")
     write_report([run], out, title="second")
     assert "<h1>second</h1>" in out.read_text()
+
+
+def test_a_write_that_fails_leaves_what_was_there(tmp_path, monkeypatch):
+    out, tried = tmp_path / "page.html", []
+
+    def full(source, target):
+        tried.append(source.read_text())
+        raise OSError(errno.ENOSPC, "no space left")
+
+    write_whole(out, "first")
+    monkeypatch.setattr(html_page.os, "replace", full)
+    with pytest.raises(OSError, match="no space left"):
+        write_whole(out, "second")
+    assert tried == ["second"]
+    assert out.read_text() == "first"
+    assert list(tmp_path.iterdir()) == [out]
 
 
 @pytest.mark.parametrize(
