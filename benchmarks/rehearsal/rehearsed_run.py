@@ -50,7 +50,7 @@ def seen(record: RankRecord) -> Seen:
 
 
 def messages(events: list[Event], rank: int) -> tuple[Counter[Message], Counter[Message]]:
-    """Counted by place. A mark ends a step, what comes before the first phase of a step belongs to step 0."""
+    """Counted by place. A mark ends a step; what comes before the first one belongs to step 0."""
     counts: Counter[Message] = Counter()
     nbytes: Counter[Message] = Counter()
     step = 0
@@ -59,8 +59,6 @@ def messages(events: list[Event], rank: int) -> tuple[Counter[Message], Counter[
             step = event.step + 1
         if not isinstance(event, Collective | Send | Receive):
             continue
-        if not step and event.phase != "build":
-            step = 1
         if isinstance(event, Collective):
             message = Message(step, event.phase, event.operation, event.ranks)
         else:

@@ -50,6 +50,7 @@ TABLE: dict[str, int] = {
     "tests/kernels/test_packed_triton.py": 26,
     "tests/kernels/test_triton.py": 66,
     "tests/planning/test_weight_traffic.py": 39,
+    "tests/rehearsal/test_truth.py": 20,
     "tests/test_bench_gpu_logprob.py": 19,
     "tests/test_bench_packing.py": 13,
     "tests/test_cli.py": 24,
