@@ -37,19 +37,22 @@ class Group:
     handle: Any
 
 
-def make_groups(runtime: Runtime) -> list[Group]:
-    """Groups to measure: of 2, 4, 8, ... and all ranks of the first node; of one rank of 2, 4, ... and all nodes; the
-    whole world. Nodes have equally many ranks, numbered one node after the other."""
-    per_node, world = runtime.ranks_per_block, runtime.world_size
-    chosen: dict[tuple[int, ...], int] = {}
-    for size in _sizes(per_node):
-        chosen[tuple(range(size))] = 1
-    nodes = world // per_node
+def groups_of(world_size: int, ranks_per_node: int) -> dict[tuple[int, ...], int]:
+    """What is measured, and on how many nodes: 2, 4, 8, ... and all ranks of the first node; one rank of 2, 4, ... and
+    all nodes; the whole world. Nodes have equally many ranks, numbered one node after the other."""
+    chosen = {tuple(range(size)): 1 for size in _sizes(ranks_per_node)}
+    nodes = world_size // ranks_per_node
     for size in _sizes(nodes):
-        chosen[tuple(range(0, size * per_node, per_node))] = size
-    if world > 1:
-        chosen.setdefault(tuple(range(world)), nodes)
-    return [Group(ranks, count, dist.new_group(list(ranks))) for ranks, count in chosen.items()]
+        chosen[tuple(range(0, size * ranks_per_node, ranks_per_node))] = size
+    if world_size > 1:
+        chosen.setdefault(tuple(range(world_size)), nodes)
+    return chosen
+
+
+def make_groups(runtime: Runtime) -> list[Group]:
+    """The process groups of `groups_of`. Collective."""
+    chosen = groups_of(runtime.world_size, runtime.ranks_per_block)
+    return [Group(ranks, nodes, dist.new_group(list(ranks))) for ranks, nodes in chosen.items()]
 
 
 def num_collectives(groups: Sequence[Group]) -> int:
