@@ -59,8 +59,8 @@ class Preflight:
             console.print(note, highlight=False, markup=False, soft_wrap=True)
 
 
-def preflight(command: str, cfg: AnyConfig, world_size: int) -> Preflight:
-    """Check the whole run.
+def preflight(command: str, cfg: AnyConfig, world_size: int, *, weights: bool = True) -> Preflight:
+    """Check the whole run. `weights`: whether models have weights, whose heads are looked at; a plan needs none.
 
     Raises: ValueError, saying what does not fit and what to change.
     """
@@ -71,7 +71,7 @@ def preflight(command: str, cfg: AnyConfig, world_size: int) -> Preflight:
         without_effect(cfg)
         + check_vocabularies(roles, retokenized)
         + [check_retokenized(name, roles[name], cfg.data.template) for name in retokenized]
-        + check_heads(roles, trains_reward_model=isinstance(cfg, RMConfig))
+        + (check_heads(roles, trains_reward_model=isinstance(cfg, RMConfig)) if weights else [])
     )
     for name, section in roles.items():
         arch, layout = checked[name]

@@ -67,7 +67,7 @@ def rehearse(request: Request, told: Told = lambda at: None) -> Result:
             response_lengths=request.response_lengths,
             steps=request.steps,
         )
-        preflight(request.command, stood.cfg, request.world_size)
+        preflight(request.command, stood.cfg, request.world_size, weights=False)
         whole = _Rehearsal(request, stood, told)
         records = whole.records()
         return whole.result(records, time.perf_counter() - began)
