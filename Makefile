@@ -38,7 +38,7 @@ export VLLM_NO_USAGE_STATS ?= 1
 export TORCH_CPP_LOG_LEVEL ?= ERROR
 
 .PHONY: help venv demo demo-3d demo-seeds bench-convert bench-reshard bench-kernels bench-packing bench-gpu-logprob \
-	bench-gpu-packed bench-resume bench-rewards test test-slow test-gpu test-peers test-slurm test-faults slurm-scripts lint docs \
+	bench-gpu-packed bench-resume bench-rewards bench-rehearsal test test-slow test-gpu test-peers test-slurm test-faults slurm-scripts lint docs \
 	doctor lock clean
 
 help: ## list the targets
@@ -132,6 +132,9 @@ bench-resume: venv ## what resume points cost (5 minutes); writes benchmarks/res
 
 bench-rewards: venv ## what a slow reward costs while the log-probs are computed (4 minutes); writes benchmarks/results/slow_rewards.json
 	$(PY) -m benchmarks.slow_rewards
+
+bench-rehearsal: venv ## what a rehearsal says against real runs on the CPU, and large jobs (1 hour, also in parts); writes benchmarks/results/rehearsal.json
+	$(PY) -m benchmarks.rehearsal
 
 slurm-scripts: ## write slurm/*.sbatch anew from slurm/parts/
 	$(or $(wildcard $(PY)),python3) -m tools.slurm_scripts

@@ -1,0 +1,119 @@
+"""What large jobs take to rehearse, and what they are said to need: one process of `megarlhf rehearse` for each."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks.machine import ROOT
+
+LENGTHS = ("--prompt-lengths", "constant:512", "--response-lengths", "lognormal:mean=1700,sigma=0.8")
+"""128 prompts x 8 samples, at most 8,192 tokens a sequence."""
+CONFIGURATIONS = {
+    "Llama-3-70B PPO, 64 ranks": "configs/llama-3-70b/ppo-64.yaml",
+    "Llama-3-70B PPO, 512 ranks": "configs/llama-3-70b/ppo-512.yaml",
+    "Llama-3.1-405B GRPO, 1024 ranks": "configs/llama-3.1-405b/grpo-1024.yaml",
+    "Qwen3-30B-A3B GRPO, 64 ranks": "configs/qwen3-30b-a3b/grpo-64.yaml",
+}
+GIB = 2**30
+PASSING = ("activations", "logits and kernels", "kernels' work space", "buckets")
+"""Kinds of memory that grow with the tokens of a micro-batch."""
+POLL_SECONDS = 0.5
+
+
+@dataclass(frozen=True)
+class Took:
+    """A command's cost."""
+
+    seconds: float
+    gib: float
+    """Largest resident memory of all its processes together; memory that forked processes share counts once for each
+    of them."""
+
+
+def rehearse(config: str, out: Path, *extra: str) -> tuple[dict[str, Any], Took]:
+    """`rehearsal.json` of a configuration and what it took."""
+    command = [sys.executable, "-m", "megarlhf", "rehearse", "rl", "-c", config, *LENGTHS, *extra, "-o", str(out)]
+    began, most = time.perf_counter(), 0
+    environment = {"OMP_NUM_THREADS": "1", **os.environ}
+    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as run:
+        process = psutil.Process(run.pid)
+        while run.poll() is None:
+            most = max(most, _resident(process))
+            time.sleep(POLL_SECONDS)
+        text = "" if run.stdout is None else run.stdout.read().decode()
+    if run.returncode not in (0, 1):
+        raise RuntimeError(f"{' '.join(command)} ended with {run.returncode}:\n{text}")
+    found = json.loads((out / "rehearsal.json").read_text(encoding="utf-8"))
+    return found, Took(time.perf_counter() - began, most / GIB)
+
+
+def _resident(process: psutil.Process) -> int:
+    total = 0
+    try:
+        for each in (process, *process.children(recursive=True)):
+            total += each.memory_info().rss
+    except psutil.Error:  # it has just ended
+        pass
+    return total
+
+
+def measure(names: tuple[str, ...] = tuple(CONFIGURATIONS), *extra: str) -> dict[str, dict[str, Any]]:
+    """By configuration: `seconds` and `tool_gib` of the tool, and what it says."""
+    rows = {}
+    for name in names:
+        with tempfile.TemporaryDirectory() as directory:
+            found, took = rehearse(CONFIGURATIONS[name], Path(directory), *extra)
+        rows[name] = row(found, took)
+        print(f"{name}: {rows[name]}", flush=True)
+    return rows
+
+
+def row(found: dict[str, Any], took: Took) -> dict[str, Any]:
+    """Of the table."""
+    tightest = next(each for each in found["ranks"] if each["rank"] == found["tightest"])
+    last = found["times"][-1] if found["times"] else None
+    return {
+        "config": found["config"]["run"]["dir"].removeprefix("runs/"),
+        "seconds": round(took.seconds, 1),
+        "tool_gib": round(took.gib, 2),
+        "ranks_rehearsed": len(found["ranks"]),
+        "fits": found["fits"],
+        "peak_gib": round(tightest["peak"] / GIB, 2),
+        "margin_gib": round((tightest["need"] - tightest["peak"]) / GIB, 2),
+        "capacity_gib": round(found["capacity"] / GIB, 2),
+        "tightest": f"rank {tightest['rank']}, {tightest['peak_at'][1]} in step {tightest['peak_at'][0]}",
+        "longest_sequence": longest_sequence(found),
+        "step_seconds": None if last is None else round(last["seconds"], 1),
+        "rollout_seconds": round(found["rollouts"][-1]["slowest"], 1),
+        "utilisation": None if last is None else round(last["utilisation"], 3),
+        "refusals": found["refusals"],
+        "faults": found["faults"],
+    }
+
+
+def longest_sequence(found: dict[str, Any]) -> int:
+    """Tokens of the longest micro-batch, which must hold the longest sequence, that would fit on every rehearsed rank:
+    what passes in training grows with the tokens, fragmentation with it, the rest of the margin stays. 0: not even the
+    first token."""
+    return min(_longest(each, found) for each in found["ranks"])
+
+
+def _longest(rank: dict[str, Any], found: dict[str, Any]) -> int:
+    rows = [each for each in rank["memory"] if each["phase"].startswith("train/")]
+    peak = max(rows, key=lambda each: each["peak"])
+    passing = sum(nbytes for kind, nbytes in peak["by_kind"].items() if kind in PASSING)
+    margin = rank["need"] - rank["peak"]
+    gaps = next((each["nbytes"] for each in rank["margin"] if each["name"] == "fragmentation"), 0)
+    room = found["capacity"] - (peak["peak"] - passing) - (margin - gaps)
+    tokens = found["config"]["train"]["max_tokens_per_micro_batch"]
+    return max(0, int(tokens * room / (passing * (1 + gaps / max(1, passing)))))
