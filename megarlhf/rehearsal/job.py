@@ -48,6 +48,8 @@ class Job:
     """Of responses, of one engine; None: by the roofline of decoding."""
     bare_engine: bool = False
     """Responses come from nowhere: no engine's weights, cache and updates."""
+    repeat_layers: bool = True
+    """Rehearse equal layers once: `layers.py`."""
     routing: Routing = field(default_factory=Routing)
     """Of models with experts."""
 

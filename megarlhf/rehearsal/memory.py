@@ -5,10 +5,12 @@ Legend: bytes are those of an allocator that rounds up to blocks (512 bytes on a
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from torch import Tensor
 
@@ -78,6 +80,14 @@ class _Entry:
     """(seconds, storage, what it is, +1 or -1)"""
 
 
+class Listener(Protocol):
+    """What may be told every change: `tape.Recorder`."""
+
+    def changed(self, key: int, storage: Storage, sign: int) -> None: ...
+
+    def passed(self, storage: Storage) -> None: ...
+
+
 class Ledger:
     """Of one rank. `clock` tells the rank's estimated time."""
 
@@ -91,8 +101,11 @@ class Ledger:
         """Kinds that are known from what a storage is used for; they win over where it was made."""
         self.phases: list[PhaseMemory] = []
         self.seconds = 0.0
+        self.listener: Listener | None = None
         self._entry: _Entry | None = None
         self._host: set[int] = set()
+        self._taken = itertools.count(-2, -1)
+        """Keys of memory that no tensor holds."""
 
     # --- storages
 
@@ -107,14 +120,42 @@ class Ledger:
         if origin.kind == OTHERS and self._entry is not None:
             origin = replace(origin, kind=KIND_OF_PHASE.get(self._entry.phase.partition("/")[0], OTHERS))
         entry = Storage(nbytes, origin, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
-        self.live[key] = entry
-        self.total += nbytes
-        self._changed(key, entry, 1)
-        finalizer = weakref.finalize(storage, self._gone, key)
+        self._begin(key, entry)
+        finalizer = weakref.finalize(storage, self._gone, key, entry)
         finalizer.atexit = False
 
-    def _gone(self, key: int) -> None:
-        entry = self.live.pop(key)
+    def see_as(self, tensor: Tensor, entry: Storage) -> None:
+        """Take note of a new tensor, with what is known of an equal one."""
+        storage = tensor.untyped_storage()
+        self._begin(int(storage._cdata), entry)
+        finalizer = weakref.finalize(storage, self._gone, int(storage._cdata), entry)
+        finalizer.atexit = False
+
+    def take(self, entry: Storage) -> int:
+        """Memory that no tensor holds; returns its key for `give_back`."""
+        key = next(self._taken)
+        self._begin(key, entry)
+        return key
+
+    def give_back(self, key: int) -> None:
+        """The end of what was taken."""
+        self._gone(key, self.live[key])
+
+    def end_early(self, tensor: Tensor) -> None:
+        """The memory of a tensor is given back, though the tensor itself is still held by somebody."""
+        key = storage_key(tensor)
+        if key in self.live:
+            self._gone(key, self.live[key])
+
+    def _begin(self, key: int, entry: Storage) -> None:
+        self.live[key] = entry
+        self.total += entry.nbytes
+        self._changed(key, entry, 1)
+
+    def _gone(self, key: int, entry: Storage) -> None:
+        if self.live.get(key) is not entry:  # it has ended early
+            return
+        del self.live[key]
         self.total -= entry.nbytes
         self._changed(key, entry, -1)
         self.on_freed(key)
@@ -124,9 +165,14 @@ class Ledger:
         if not nbytes:
             return
         nbytes = -(-nbytes // self.block) * self.block
-        entry = Storage(nbytes, replace(origin_here(), kind=kind), (nbytes,), "uint8")
-        self._changed(MOMENTARY, entry, 1)
-        self._changed(MOMENTARY, entry, -1)
+        self.pass_through(Storage(nbytes, replace(origin_here(), kind=kind), (nbytes,), "uint8"))
+
+    def pass_through(self, entry: Storage) -> None:
+        """Memory that comes and goes at once."""
+        if self.listener is not None:
+            self.listener.passed(entry)
+        if self._entry is not None:
+            self._entry.changes += [(self.seconds, MOMENTARY, entry, 1), (self.seconds, MOMENTARY, entry, -1)]
 
     def on_freed(self, key: int) -> None:
         """Replaced by who keeps something by storage."""
@@ -158,6 +204,8 @@ class Ledger:
     # --- phases
 
     def _changed(self, key: int, storage: Storage, sign: int) -> None:
+        if self.listener is not None:
+            self.listener.changed(key, storage, sign)
         if self._entry is not None:
             self._entry.changes.append((self.seconds, key, storage, sign))
 

@@ -23,12 +23,14 @@ from megarlhf.rehearsal.engine import EngineMemory, GivenResponses, RehearsedEng
 from megarlhf.rehearsal.engine_time import DecodePrice, EngineWork, RolloutEstimate, estimate
 from megarlhf.rehearsal.interfaces import FakeTensor, Hooks
 from megarlhf.rehearsal.job import Job, RankRecord, layouts_of, runtime_of
+from megarlhf.rehearsal.layers import EqualLayers
 from megarlhf.rehearsal.margin import engine_items, facts_of, margin, total
 from megarlhf.rehearsal.memory import GPU_BLOCK, Ledger, PhaseMemory, merged
 from megarlhf.rehearsal.optimizer import KERNELS
 from megarlhf.rehearsal.others import EMPTY_BANK, gathered
 from megarlhf.rehearsal.sites import Assumptions
 from megarlhf.rehearsal.steps import BETWEEN, Enough, Steps
+from megarlhf.rehearsal.tape import Player, Recorder
 from megarlhf.rehearsal.trace import Mark
 from megarlhf.rehearsal.transformer_engine import Shared, replace_layers
 from megarlhf.rehearsal.weights import NoNumbers
@@ -75,6 +77,8 @@ class Rank:
         self._cache_bytes = 0
         self.mode.routing = job.routing
         self.steps = Steps(job.num_steps, self._moved, self._ended)
+        player = Player(self.ledger, self.meter, self.wire, self.mode.fake, self.device)
+        self._equal = EqualLayers(Recorder(self.ledger, self.meter, self.wire), player, self.mode.known)
         self._shared = Shared(self.device, self.ledger.name)
 
     def run(self) -> RankRecord:
@@ -188,6 +192,8 @@ class Rank:
         if self.job.kind == "gpu" and self.job.layers == "te":
             replace_layers(shard, self._shared)
         self.ledger.name(shard.parameters().values(), "parameters")
+        if self.job.repeat_layers:
+            self._equal.install(shard)
 
     def _ticked(self, seconds: float) -> None:
         self.ledger.seconds = seconds

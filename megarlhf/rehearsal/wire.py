@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -54,6 +54,12 @@ class Line(NamedTuple):
     host: bool
 
 
+class Listener(Protocol):
+    """What may be told each message that is counted: `tape.Recorder`."""
+
+    def counted(self, line: Line, nbytes: int) -> None: ...
+
+
 class Wire:
     """What one rank says to others. `issue` gets each event of the trace."""
 
@@ -67,6 +73,7 @@ class Wire:
         self._number = 0
         self._world = False
         """Whether the group at hand is the default one, which may have the ranks of another."""
+        self.listener: Listener | None = None
         self._works: dict[int, NumberedWork] = {}
         """Until they are waited for, or the next message: torch keeps what it was handed in C++ only."""
 
@@ -100,8 +107,21 @@ class Wire:
         line = Line(
             self.step, self.phase, operation, self.label(group), len(reached), between_nodes=len(nodes) > 1, host=host
         )
+        if self.listener is not None:
+            self.listener.counted(line, nbytes)
         self.counts[line] += 1
         self.nbytes[line] += nbytes
+
+    def count_again(self, line: Line, nbytes: int) -> None:
+        """As the same in another phase."""
+        line = line._replace(step=self.step, phase=self.phase)
+        self.counts[line] += 1
+        self.nbytes[line] += nbytes
+
+    def next_number(self) -> int:
+        """Of a message."""
+        self._number += 1
+        return self._number
 
     def label(self, ranks: tuple[int, ...]) -> str:
         """What a group is of."""

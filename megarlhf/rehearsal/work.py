@@ -37,6 +37,14 @@ class Cost(NamedTuple):
     flops: float
 
 
+class Listener(Protocol):
+    """What may be told all that is done: `tape.Recorder`."""
+
+    def spent(self, work: Work, seconds: float, flops: float) -> None: ...
+
+    def said(self, event: Event) -> None: ...
+
+
 NOTHING = Cost("host", 0.0, 0.0)
 """Of operations that touch no number."""
 
@@ -57,6 +65,7 @@ class Meter:
     operations: Counter[tuple[int, str]] = field(default_factory=Counter)
     ticked: Callable[[float], None] = lambda seconds: None
     """Told the clock after each operation."""
+    listener: Listener | None = None
     _pending: dict[Work, float] = field(default_factory=dict)
 
     def operation(self, func: Any, args: Sequence[Any], out: Any, tensors: Sequence[Tensor]) -> Cost | None:
@@ -96,6 +105,8 @@ class Meter:
 
     def spend(self, work: Work, seconds: float, flops: float) -> None:
         """Let the clock run."""
+        if self.listener is not None:
+            self.listener.spent(work, seconds, flops)
         key = self.step, self.phase, work
         self.flops[key] += int(flops)
         self.work_seconds[key] += seconds  # type: ignore[assignment]
@@ -106,6 +117,8 @@ class Meter:
 
     def message(self, event: Event) -> None:
         """Something that is said to others, after the work so far."""
+        if self.listener is not None:
+            self.listener.said(event)
         self.flush()
         self.events.append(event)
 

@@ -1,0 +1,215 @@
+"""What a device does between two moments, noted to be played again: memory, work, messages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megarlhf.rehearsal.interfaces import FakeTensorMode, fake_of
+from megarlhf.rehearsal.known import storage_key
+from megarlhf.rehearsal.memory import Ledger, Storage
+from megarlhf.rehearsal.trace import Collective, Event, Receive, Send, Wait, Work
+from megarlhf.rehearsal.wire import Line, Wire
+from megarlhf.rehearsal.work import Meter
+
+Owner = Literal["own", "forward", "input", "grad_output"]
+"""Whose memory is given back: of this tape, of the forward's, of a tensor that came in."""
+
+
+class Made(NamedTuple):
+    """Memory is taken, the `number`-th of the tape."""
+
+    number: int
+    storage: Storage
+
+
+class Freed(NamedTuple):
+    """Memory is given back."""
+
+    owner: Owner
+    number: int
+
+
+class Passing(NamedTuple):
+    """Memory inside an operation."""
+
+    storage: Storage
+
+
+class Spent(NamedTuple):
+    """Work is done."""
+
+    work: Work
+    seconds: float
+    flops: float
+
+
+class Said(NamedTuple):
+    """A message is issued or waited for."""
+
+    event: Event
+
+
+class Counted(NamedTuple):
+    """A row of the table of messages; step and phase are those of whoever plays it."""
+
+    line: Line
+    nbytes: int
+
+
+Note = Made | Freed | Passing | Spent | Said | Counted
+
+
+@dataclass
+class Tape:
+    """Notes in order."""
+
+    notes: list[Note] = field(default_factory=list)
+    count: int = 0
+    """Memory that was taken."""
+    numbers: dict[int, int] = field(default_factory=dict)
+    """By key of the storage, of what still lives."""
+    result: int | None = None
+    """Number of the memory of what goes out; None: it is what came in."""
+    size: tuple[int, ...] = ()
+    """Of what goes out, with stride and dtype."""
+    stride: tuple[int, ...] = ()
+    dtype: torch.dtype = torch.float32
+
+    def goes_out(self, tensor: Tensor) -> None:
+        """The tape ends with this tensor."""
+        self.result = self.numbers.get(storage_key(tensor))
+        self.size, self.stride, self.dtype = tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype
+
+
+    def without_first_use(self) -> None:
+        """Of a backward: what lives on after it was made at its first use, for all backwards."""
+        kept = set(self.numbers.values()) - {self.result}
+        self.notes = [note for note in self.notes if not (isinstance(note, Made) and note.number in kept)]
+
+
+class Recorder:
+    """Listens to ledger, meter and wire of a rank while a tape is open."""
+
+    def __init__(self, ledger: Ledger, meter: Meter, wire: Wire) -> None:
+        self._parts = (ledger, meter, wire)
+        self.tape: Tape | None = None
+        self._others: dict[int, tuple[Owner, int]] = {}
+
+    def begin(self, others: Mapping[int, tuple[Owner, int]]) -> Tape:
+        """`others`: memory that is there already, by key, with the name by which its end is noted."""
+        assert self.tape is None, "a layer is noted while another is"
+        tape = self.tape = Tape()
+        self._others = dict(others)
+        for part in self._parts:
+            part.listener = self
+        return tape
+
+    def end(self) -> None:
+        """The tape is complete."""
+        self.tape = None
+        for part in self._parts:
+            part.listener = None
+
+    def changed(self, key: int, storage: Storage, sign: int) -> None:
+        """Of `memory.Ledger`."""
+        tape = self._open()
+        if sign > 0:
+            tape.numbers[key] = tape.count
+            tape.notes.append(Made(tape.count, storage))
+            tape.count += 1
+        elif key in tape.numbers:
+            tape.notes.append(Freed("own", tape.numbers.pop(key)))
+        elif key in self._others:
+            tape.notes.append(Freed(*self._others.pop(key)))
+
+    def passed(self, storage: Storage) -> None:
+        """Of `memory.Ledger`."""
+        self._open().notes.append(Passing(storage))
+
+    def spent(self, work: Work, seconds: float, flops: float) -> None:
+        """Of `work.Meter`."""
+        self._open().notes.append(Spent(work, seconds, flops))
+
+    def said(self, event: Event) -> None:
+        """Of `work.Meter`."""
+        self._open().notes.append(Said(event))
+
+    def counted(self, line: Line, nbytes: int) -> None:
+        """Of `wire.Wire`."""
+        self._open().notes.append(Counted(line, nbytes))
+
+    def _open(self) -> Tape:
+        assert self.tape is not None
+        return self.tape
+
+
+class Player:
+    """Plays tapes on the ledger, meter and wire of a rank."""
+
+    def __init__(self, ledger: Ledger, meter: Meter, wire: Wire, mode: FakeTensorMode, device: torch.device) -> None:
+        self._ledger, self._meter, self._wire, self._mode, self._device = ledger, meter, wire, mode, device
+
+    def play(
+        self, tape: Tape, came_in: Mapping[Owner, Tensor], forward: dict[int, int]
+    ) -> tuple[Tensor, dict[int, int]]:
+        """(what goes out, keys of the memory that lives on, by number).
+
+        came_in: tensors whose memory the tape may give back, and that which goes out where none is made for it.
+        forward: what `play` has returned for the forward.
+        """
+        keys: dict[int, int] = {}
+        numbers: dict[int, int] = {}
+        result: Tensor | None = None
+        for note in tape.notes:
+            match note:
+                case Spent(work, seconds, flops):
+                    self._meter.spend(work, seconds, flops)
+                case Made(number, storage):
+                    if number == tape.result:
+                        result = self._made(tape)
+                        self._ledger.see_as(result, storage)
+                    else:
+                        keys[number] = self._ledger.take(storage)
+                case Freed(owner, number):
+                    self._free(owner, number, keys, forward, came_in)
+                case Passing(storage):
+                    self._ledger.pass_through(storage)
+                case Counted(line, nbytes):
+                    self._wire.count_again(line, nbytes)
+                case Said(event):
+                    self._meter.message(self._renumbered(event, numbers))
+        if result is None:
+            result = came_in["grad_output" if "grad_output" in came_in else "input"]
+        return result, keys
+
+    def _made(self, tape: Tape) -> Tensor:
+        with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+            return fake_of(self._mode, tape.size, tape.stride, tape.dtype, self._device)
+
+    def _free(
+        self,
+        owner: Owner,
+        number: int,
+        keys: dict[int, int],
+        forward: dict[int, int],
+        came_in: Mapping[Owner, Tensor],
+    ) -> None:
+        if owner == "own":
+            self._ledger.give_back(keys.pop(number))
+        elif owner == "forward":
+            self._ledger.give_back(forward.pop(number))
+        else:
+            self._ledger.end_early(came_in[owner])
+
+    def _renumbered(self, event: Event, numbers: dict[int, int]) -> Event:
+        """Messages of a rank have numbers of their own."""
+        if isinstance(event, Wait):
+            return Wait(self._meter.phase, numbers[event.number])
+        assert isinstance(event, Collective | Send | Receive)
+        numbers[event.number] = number = self._wire.next_number()
+        return replace(event, phase=self._meter.phase, number=number)
