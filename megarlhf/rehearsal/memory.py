@@ -65,6 +65,8 @@ class PhaseMemory:
     largest: list[LargeStorage]
     curve: list[tuple[float, dict[str, int]]]
     """(seconds on the estimated clock of this rank, bytes by kind), where they change most."""
+    begins: list[float] = field(default_factory=list)
+    """When each stay in it begins, on the same clock."""
 
 
 @dataclass
@@ -76,6 +78,8 @@ class _Entry:
     start: int
     live: dict[int, Storage]
     """At the beginning."""
+    begin: float
+    """Seconds."""
     changes: list[tuple[float, int, Storage, int]] = field(default_factory=list)
     """(seconds, storage, what it is, +1 or -1)"""
 
@@ -213,7 +217,7 @@ class Ledger:
         """From here on changes belong to this phase; the one before is closed."""
         self.leave()
         self.host_peak = self.host_total
-        self._entry = _Entry(step, phase, self.total, dict(self.live))
+        self._entry = _Entry(step, phase, self.total, dict(self.live), self.seconds)
 
     def leave(self) -> None:
         """Close the phase that is open, if one is."""
@@ -250,6 +254,7 @@ class Ledger:
                 LargeStorage(s.nbytes, self.kind_of(key, s), s.origin.where, s.shape, s.dtype) for key, s in largest
             ],
             curve=self._curve(entry),
+            begins=[entry.begin],
         )
 
     def _curve(self, entry: _Entry) -> list[tuple[float, dict[str, int]]]:
@@ -257,7 +262,7 @@ class Ledger:
         now: Counter[str] = Counter()
         for key, storage in entry.live.items():
             now[self.kind_of(key, storage)] += storage.nbytes
-        points = [(entry.changes[0][0] if entry.changes else self.seconds, dict(now))]
+        points = [(entry.begin, dict(now))]
         stretch = max(1, len(entry.changes) // CURVE_POINTS)
         total, best = entry.start, -1
         for number, (seconds, key, storage, sign) in enumerate(entry.changes, 1):
@@ -286,5 +291,6 @@ def merged(stays: Sequence[PhaseMemory]) -> list[PhaseMemory]:
             end=stay.end,
             host_peak=max(before.host_peak, stay.host_peak),
             curve=[*before.curve, *stay.curve],
+            begins=[*before.begins, *stay.begins],
         )
     return list(found.values())

@@ -208,6 +208,8 @@ class Rank:
 
     def _ended(self, step: int) -> None:
         self.meter.message(Mark(self.meter.phase, step))
+        if step >= self.job.num_steps:
+            self.ledger.leave()  # what is freed on the way out is no part of the run
 
     def _launched(self, name: str, arguments: Sequence[Any]) -> None:
         tensors = [x for x in arguments if isinstance(x, Tensor)]

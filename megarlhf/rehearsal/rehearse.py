@@ -39,7 +39,6 @@ from megarlhf.rehearsal.result import (
     RolloutRow,
 )
 from megarlhf.rehearsal.stand_ins import StandIns, stand_in
-from megarlhf.rehearsal.steps import BETWEEN
 from megarlhf.rehearsal.times import times_of
 from megarlhf.rehearsal.wire import labels_of
 from megarlhf.weights.checkpoint.dtype import resolve_dtype
@@ -179,11 +178,7 @@ class _Rehearsal:
         peak = max(record.memory, key=lambda phase: phase.peak)
         items = self._margin(record, peak)
         points = sorted((point for phase in record.memory for point in phase.curve), key=lambda point: point[0])
-        begins = [
-            (phase.curve[0][0], phase.step, phase.phase)
-            for phase in record.memory
-            if phase.curve and phase.phase != BETWEEN
-        ]
+        begins = [(begin, phase.step, phase.phase) for phase in record.memory for begin in phase.begins]
         return RankResult(
             rank=kind.rank,
             stages=dict(kind.stages),
@@ -195,7 +190,7 @@ class _Rehearsal:
             margin=items,
             need=peak.peak + sum(item.nbytes for item in items),
             curve=points,
-            phases_at=sorted(begins),
+            phases_at=sorted(begins, key=lambda begin: begin[0]),
             messages=[MessageRow(**line._asdict(), count=count, nbytes=n) for line, count, n in record.messages],
             groups_created=record.groups_created,
             memberships=record.memberships,

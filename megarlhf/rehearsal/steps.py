@@ -31,6 +31,8 @@ class Steps:
         self._step = 0
         self._phases = Phases()
         self._open: list[str] = []
+        self._over = False
+        """What follows is the way out, which is no part of the run."""
 
     def entered(self, phase: OpenPhase) -> None:
         if self._phases.step is not None and not self._step:
@@ -41,12 +43,14 @@ class Steps:
 
     def left(self, phase: OpenPhase, failure: BaseException | None) -> None:
         self._open.pop()
-        self._moved(self._step, self._open[-1] if self._open else BETWEEN)
+        if not self._over:
+            self._moved(self._step, self._open[-1] if self._open else BETWEEN)
 
     def end_step(self, step: int, local_seconds: Mapping[str, float]) -> Exception | None:
         """Of `observe.phases.Sharing`."""
         self._ended(step)
         if step >= self._num_steps:
+            self._over = True
             raise Enough
         self._step = step + 1
         self._moved(self._step, self._open[-1] if self._open else BETWEEN)

@@ -12,6 +12,9 @@ ESTIMATE = "All times are estimates."
 
 
 def gib(nbytes: float) -> str:
+    """Two decimals; what they do not show is not shown as nothing."""
+    if 0 < nbytes < 0.005 * GIB:
+        return "<0.01"
     return f"{nbytes / GIB:.2f}"
 
 
