@@ -14,6 +14,7 @@ from megarlhf.rehearsal.page_wire import size, summed, way
 from megarlhf.rehearsal.result import PhaseRow, RankResult, Result
 from megarlhf.rehearsal.words import (
     ESTIMATE,
+    NO_TIME,
     NOT_MEASURED,
     at_peak,
     by_need,
@@ -116,6 +117,8 @@ def _times(result: Result, console: Console) -> None:
     names = ("step", "seconds", "tokens/s", "MFU", "bubble", "exposed comm., s", "rollout, slowest s", "fastest s")
     if lines:
         _print(console, f"Time, estimated by {result.hardware}", lines, names, left=1)
+    else:
+        console.print(Text(NO_TIME))
 
 
 def _wire(rank: RankResult, console: Console) -> None:

@@ -8,7 +8,7 @@ from megarlhf.observe.charts import PALETTE, TEMPLATE
 from megarlhf.observe.progress import format_number
 from megarlhf.rehearsal.page_parts import folded, long, number, panel, paragraph, table, text
 from megarlhf.rehearsal.result import Result, StepTime
-from megarlhf.rehearsal.words import shown_steps
+from megarlhf.rehearsal.words import NO_TIME, shown_steps
 
 
 def percent(share: float | None) -> str:
@@ -27,7 +27,7 @@ def time_section(result: Result, figures: list[dict[str, Any]]) -> str:
         chart = f'<div class="chart" data-figure="{len(figures) - 1}"></div>'
         parts += [panel(_steps(result)), panel(chart), _phases(result)]
     else:
-        parts.append(paragraph("No step was replayed, so there is no time to tell.", "warning"))
+        parts.append(paragraph(NO_TIME, "warning"))
     rows = [[key, source] for key, source in result.hardware_sources.items()]
     sources = table([text("figure"), long("source")], rows)
     parts.append(folded(f"Where the figures of “{result.hardware}” come from", panel(sources)))

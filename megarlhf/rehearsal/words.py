@@ -9,6 +9,7 @@ from megarlhf.rehearsal.result import PhaseRow, RankResult, Result
 GIB = 2**30
 NOT_MEASURED = "Nothing here was measured on a GPU."
 ESTIMATE = "All times are estimates."
+NO_TIME = "No pipeline was rehearsed whole, so no step was replayed and there is no time to tell."
 
 
 def gib(nbytes: float) -> str:

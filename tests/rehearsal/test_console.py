@@ -78,3 +78,4 @@ def test_one_step_without_times_and_messages():
     assert ["reshard", "60.68", "60.80", "22.50", "-", "16.40", "8.55", "-"] in rows(text)
     assert "step 2" not in text
     assert "Largest messages" not in text
+    assert "no step was replayed and there is no time to tell" in text

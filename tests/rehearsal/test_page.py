@@ -154,7 +154,7 @@ def test_without_a_size_of_the_device_nothing_says_that_it_fits():
 
 def test_without_times_and_a_plan_the_page_says_so():
     text = text_of(render(replace(a_result(points=2), times=[], rollouts=[], reshard=None)))
-    assert "No step was replayed, so there is no time to tell." in text
+    assert "no step was replayed and there is no time to tell" in text
     assert "No weights go from trainer to engines in this run" in text
 
 
