@@ -24,26 +24,26 @@ const shown = element => element.offsetParent !== null;
 const axis = document.querySelector('select.axis');
 const at = () => axis.value === 'time' ? 0 : 1;
 
-function labels(figure, range, width) {
-  const {borders, end} = figure.layout.meta, found = [];
-  borders.forEach((border, index) => {
-    const from = Math.max(border[at()], range[0]);
-    const to = Math.min((borders[index + 1] || end)[at()], range[1]);
-    const pixels = (to - from) / (range[1] - range[0]) * width, letters = border[2].replace(/<[^>]*>/g, '').length;
-    if (pixels < 13) return;
-    const flat = pixels > 6.2 * letters + 6;
-    found.push({x: from, xanchor: 'left', xshift: flat ? 1 : -3, y: 1, yref: 'paper', yanchor: 'bottom',
-                text: border[2], showarrow: false, textangle: flat ? 0 : -90, font: {size: 10.5}});
+function marks(figure, range, width) {
+  const {borders, end} = figure.layout.meta, shapes = [...figure.layout.shapes];
+  const annotations = [...figure.layout.annotations];
+  let named = null;
+  borders.forEach(([seconds, number, phase, step, begins], index) => {
+    const begin = at() ? number : seconds, next = (borders[index + 1] || end)[at()];
+    const from = Math.max(begin, range[0]), to = Math.min(next, range[1]);
+    const pixels = (to - from) / (range[1] - range[0]) * width;
+    const wide = pixels >= 13, text = step === named ? phase : `<b>${step}</b> ${phase}`;
+    if (wide || begins) {
+      const line = begins ? {color: '#1b2130', width: 1.4} : {color: '#8a92a3', width: 0.6, dash: 'dot'};
+      shapes.push({type: 'line', x0: begin, x1: begin, yref: 'paper', y0: 0, y1: 1, line});
+    }
+    if (!wide) return;
+    named = step;
+    const flat = pixels > 6.2 * text.replace(/<[^>]*>/g, '').length + 6;
+    annotations.push({x: from, xanchor: 'left', xshift: flat ? 1 : -3, y: 1, yref: 'paper', yanchor: 'bottom', text,
+                      showarrow: false, textangle: flat ? 0 : -90, font: {size: 10.5}});
   });
-  return figure.layout.annotations.concat(found);
-}
-
-function layoutOf(figure, range, width) {
-  const lines = figure.layout.meta.borders.map(border => ({
-    type: 'line', x0: border[at()], x1: border[at()], yref: 'paper', y0: 0, y1: 1,
-    line: border[3] ? {color: '#1b2130', width: 1.4} : {color: '#8a92a3', width: 0.6, dash: 'dot'}}));
-  return {...figure.layout, xaxis: {...figure.layout.xaxis, range, ticksuffix: at() ? '' : ' s'},
-          shapes: figure.layout.shapes.concat(lines), annotations: labels(figure, range, width)};
+  return {shapes, annotations};
 }
 
 function drawCurve(element) {
@@ -55,12 +55,13 @@ function drawCurve(element) {
     .map(kind => '<br>' + kind.y[index].toFixed(2) + '  ' + kind.name).join('');
   const text = places.map((place, index) => names[place] + parts(index));
   const data = [...kinds.map(kind => ({...kind, x: across})), {...last, x: across, text}];
-  Plotly.react(element, data, layoutOf(figure, whole, width()), OPTIONS);
+  const xaxis = {...figure.layout.xaxis, range: whole, ticksuffix: at() ? '' : ' s'};
+  Plotly.react(element, data, {...figure.layout, xaxis, ...marks(figure, whole, width())}, OPTIONS);
   element.removeAllListeners('plotly_relayout');
   element.on('plotly_relayout', change => {
     if (change.annotations) return;
     const range = change['xaxis.autorange'] ? whole : element.layout.xaxis.range.map(Number);
-    Plotly.relayout(element, {annotations: labels(figure, range, width()), 'xaxis.range': range});
+    Plotly.relayout(element, {...marks(figure, range, width()), 'xaxis.range': range});
   });
 }
 
@@ -144,9 +145,8 @@ def _places(times: Sequence[float], borders: Sequence[tuple[float, int, str]]) -
     marks = []
     for index, (seconds, step, phase) in enumerate(borders):
         begins = not index or step != borders[index - 1][1]
-        name = html.escape(phase)
-        name = f"<b>{f'step {step}' if step else 'start'}</b> {name}" if begins else name
-        marks.append([round(seconds, 7), bisect_left(times, seconds), name, begins])
+        words = f"step {step}" if step else "start"
+        marks.append([round(seconds, 7), bisect_left(times, seconds), html.escape(phase), words, begins])
     return {
         "x": x,
         "borders": marks,

@@ -195,9 +195,9 @@ def test_the_script_finds_where_phases_begin():
     """A point at a border belongs to the phase that begins there."""
     rank = rank_of(0, 0, points=4)
     meta = figure(rank, 0, MAX_POINTS)["layout"]["meta"]
-    assert meta["borders"][0][1:] == [0, "<b>start</b> between phases", True]
-    assert meta["borders"][4][1:] == [16, "<b>step 1</b> rollout", True]
-    assert meta["borders"][5][1:] == [20, "reward", False]
+    assert meta["borders"][0][1:] == [0, "between phases", "start", True]
+    assert meta["borders"][4][1:] == [16, "rollout", "step 1", True]
+    assert meta["borders"][5][1:] == [20, "reward", "step 1", False]
     names = [meta["names"][place] for place in meta["places"]]
     assert names[15:21] == ["certificate", *["step 1, rollout"] * 4, "step 1, reward"]
 
