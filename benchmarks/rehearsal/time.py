@@ -10,6 +10,9 @@ busy machine still makes times of two ranks longer.
 from __future__ import annotations
 
 import itertools
+import os
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -17,6 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.machine import ROOT
 from benchmarks.rehearsal.processes import as_ranks, together
 from benchmarks.rehearsal.time_cases import TimeCase, job_of
 from benchmarks.rehearsal.timed_run import Place, real_rank, rehearsed_rank
@@ -144,3 +148,32 @@ def ranking(rows: Sequence[TimeRow]) -> tuple[int, int]:
             pairs += 1
             right += (first.estimate > second.estimate) == (first.measured > second.measured)
     return right, pairs
+
+
+def calibrated(directory: Path) -> Path:
+    """A hardware file of this machine, of two ranks."""
+    path = directory / "here.yaml"
+    command = [sys.executable, "-m", "megarlhf", "calibrate", "-o", str(path), "--nproc", "2"]
+    subprocess.run(command, check=True, cwd=ROOT)
+    return path
+
+
+def outcome(cases: Sequence[TimeCase] = CASES) -> dict[str, Any]:
+    """For `benchmarks/results/rehearsal.json`: calibrates this machine and compares all cases. Half an hour; what else
+    runs on the machine makes it worse, so the load (1 minute's, before and after) stands beside the figures."""
+    before = os.getloadavg()[0]
+    with tempfile.TemporaryDirectory() as directory:
+        rows = compare(cases, calibrated(Path(directory)))
+    right, pairs = ranking(rows)
+    by_case: dict[str, Any] = {}
+    for row in rows:
+        found = {"estimate": row.estimate, "measured": row.measured, "error": row.error}
+        by_case.setdefault(row.case.name, {})[row.phase] = found
+    return {
+        "time_error_median": time_error_median(rows),
+        "time_error_max": max(abs(row.error) for row in rows if row.phase == "step"),
+        "layouts_ranked_as_measured": right,
+        "layouts_compared": pairs,
+        "time_load": [before, os.getloadavg()[0]],
+        "time": by_case,
+    }

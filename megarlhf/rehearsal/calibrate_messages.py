@@ -26,6 +26,8 @@ OPERATIONS: tuple[Said, ...] = (
 )
 CALLS = 4
 """Of one sample, on the average of which it stands."""
+LARGE = 4 << 20
+"""Bytes from which a sample is one call."""
 
 
 @dataclass(frozen=True)
@@ -92,15 +94,15 @@ def _seconds(runtime: Runtime, group: Group, operation: Said, nbytes: int, sizes
     mine: float | None = None
     if runtime.rank in group.ranks:
         call = _call(runtime, group, operation, count if count else max(1, nbytes // 4))
-        samples = []
+        samples, calls = [], 1 if nbytes >= LARGE else CALLS
         for _ in range(sizes.samples + 1):
             dist.barrier(group.handle)
             synchronize(runtime.device)
             began = perf_counter()
-            for _ in range(CALLS):
+            for _ in range(calls):
                 call()
             synchronize(runtime.device)
-            samples.append((perf_counter() - began) / CALLS)
+            samples.append((perf_counter() - began) / calls)
         mine = max(1e-9, min(samples[1:]))
     said: list[Any] = [None] * runtime.world_size
     dist.all_gather_object(said, mine)

@@ -6,6 +6,7 @@ A time is the least of several samples, on a clock that stands still while the s
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from time import perf_counter
@@ -62,7 +63,7 @@ CPU = Sizes(
     heads=(1, 8),
     lengths=(32, 128, 512),
     head_dims=(32, 64, 128),
-    message_bytes=(4, 1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 23),
+    message_bytes=(4, 1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 23, 1 << 26),
     sample_seconds=2e-3,
     samples=7,
 )
@@ -196,6 +197,7 @@ def _passes(
     yield "math", 2 * nbytes, lambda: torch.ops.aten.silu.out(first, out=out)
     yield "fill", nbytes, lambda: out.zero_()
     yield "norm", nbytes, lambda: torch.linalg.vector_norm(first)
+    yield "largest", nbytes, lambda: torch.linalg.vector_norm(first, ord=math.inf)
     yield "reduce", nbytes, lambda: torch.mean(rows, -1, out=few)
     yield "index", 2 * nbytes, lambda: torch.index_select(rows, 0, order, out=out.view_as(rows))
 

@@ -16,10 +16,11 @@ from megarlhf.rehearsal.trace import Operation
 
 Source = Annotated[str, Field(min_length=1)]
 Dtype = Literal["float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int64", "int32", "int8"]
-MemoryClass = Literal["copy", "cast", "math", "norm", "reduce", "index", "fill"]
+MemoryClass = Literal["copy", "cast", "math", "norm", "largest", "reduce", "index", "fill"]
 """Operations that are no products, by what they take longest for: `copy` reads and writes (also sums and products of
 elements), `cast` changes the dtype, `math` computes exponentials and the like, `norm` is the root of a sum of squares,
-`reduce` makes few numbers of many, `index` goes to rows by number, `fill` only writes."""
+`largest` the norm that is the largest absolute value, `reduce` makes few numbers of many, `index` goes to rows by
+number, `fill` only writes."""
 
 
 class Figure(FrozenModel):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -57,7 +58,7 @@ def memory_class(name: str, args: Sequence[Any], out: Any) -> MemoryClass:
     if name in MATH:
         return "math"
     if name in NORMS:
-        return "norm"
+        return "largest" if math.inf in args[1:2] else "norm"
     if name in INDEXING:
         return "index"
     if name in FILLS:

@@ -35,7 +35,16 @@ def test_two_ranks_measure_a_file_that_loads_and_prices(ranks: RankPool, tmp_pat
     assert [each.name for each in tmp_path.iterdir()] == ["here.yaml"], "nothing is left beside it"
     measured = hardware.measured
     assert {row.dtype for row in measured.products} == {"float32", "bfloat16"}
-    assert {row.kind for row in measured.memory} == {"copy", "cast", "math", "norm", "reduce", "index", "fill"}
+    assert {row.kind for row in measured.memory} == {
+        "copy",
+        "cast",
+        "math",
+        "norm",
+        "largest",
+        "reduce",
+        "index",
+        "fill",
+    }
     assert {row.direction for row in measured.attention} == {"forward", "backward"}
     assert {(row.operation, row.ranks, row.nodes) for row in measured.collectives} >= {
         ("all_reduce", 2, 1),
