@@ -67,7 +67,8 @@ def rehearse(request: Request, told: Told = lambda at: None) -> Result:
             response_lengths=request.response_lengths,
             steps=request.steps,
         )
-        preflight(request.command, stood.cfg, request.world_size, weights=False)
+        device_type = interfaces.device_of(request.hardware.kind).type
+        preflight(request.command, stood.cfg, request.world_size, device_type=device_type, weights=False)
         whole = _Rehearsal(request, stood, told)
         records = whole.records()
         return whole.result(records, time.perf_counter() - began)
