@@ -1,0 +1,115 @@
+"""`megarlhf rehearse` through its entry point: what it writes, which ranks it chooses, what stands in.
+
+One job is rehearsed once for most of what is asserted. Not covered: whether figures are true (`test_truth.py`), and
+what the page looks like (`test_page.py`).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.rehearsal.jobs import Rehearsed, job_tree, run_command, write_job
+
+WORLD = 8
+ROLES = {"actor", "critic", "reference", "reward_model"}
+
+
+@pytest.fixture(scope="module")
+def ppo(tmp_path_factory: pytest.TempPathFactory) -> Rehearsed:
+    """Four roles: actor, critic and reference at TP1 x PP2 x DP4, reward model at TP4 x PP1 x DP2."""
+    folder = tmp_path_factory.mktemp("ppo")
+    file = write_job("rl", folder, job_tree("rl", folder, pp=2))
+    return run_command("rl", file, folder / "out", "--world-size", str(WORLD), "--workers", "2")
+
+
+def test_a_job_that_fits(ppo: Rehearsed) -> None:
+    """Exit status 0, two files, nothing else, and no run directory."""
+    assert ppo.status == 0
+    assert sorted(path.name for path in ppo.out.iterdir()) == ["rehearsal.html", "rehearsal.json"]
+    assert not (ppo.out.parent / "run").exists()
+    said = ppo.json()
+    assert (said["command"], said["world_size"], said["steps"]) == ("rl", WORLD, 2)
+    assert said["fits"] is True
+    assert said["refusals"] == said["faults"] == []
+    tightest = next(rank for rank in said["ranks"] if rank["rank"] == said["tightest"])
+    assert said["free"] == said["capacity"] - tightest["need"]
+    assert tightest["need"] == max(rank["need"] for rank in said["ranks"])
+    assert "Llama" not in said["hardware"]
+    page = (ppo.out / "rehearsal.html").read_text()
+    assert page.startswith("<!DOCTYPE html>") or page.startswith("<!doctype html>")
+
+
+def test_one_rank_of_each_kind(ppo: Rehearsed) -> None:
+    """Every stage of every role, of the data-parallel ranks those with the most and the least work; all ranks are
+    stood for."""
+    said = ppo.json()
+    assert said["layouts"] == {
+        **dict.fromkeys(ROLES - {"reward_model"}, "tp 1 x pp 2 x dp 4"),
+        "reward_model": "tp 4 x pp 1 x dp 2",
+    }
+    seen = {(role, stage) for rank in said["ranks"] for role, stage in rank["stages"].items()}
+    assert seen == {(role, stage) for role in ROLES - {"reward_model"} for stage in (0, 1)} | {("reward_model", 0)}
+    stands_for = {tuple(rank["stages"].items()): rank["stands_for"] for rank in said["ranks"]}
+    assert sum(stands_for.values()) == WORLD
+    whys = {rank["why"] for rank in said["ranks"]}
+    assert {"the data-parallel rank with the most work", "the data-parallel rank with the least work"} <= whys
+    # A pipeline is rehearsed whole: ranks of one data-parallel position stand four apart.
+    busiest = [rank["rank"] for rank in said["ranks"] if "most work" in rank["why"]]
+    assert len(busiest) == 2 and busiest[1] - busiest[0] == 4
+
+
+def test_phases_of_both_steps(ppo: Rehearsed) -> None:
+    """The optimizer's state appears in the first update, and so in the second step's training."""
+    for rank in ppo.json()["ranks"]:
+        kinds = {(row["step"], row["phase"]): row["by_kind"] for row in rank["memory"]}
+        for phase in ("rollout", "score/reference", "train/actor", "optimizer/critic", "reshard"):
+            assert {(1, phase), (2, phase)} <= set(kinds)
+        assert not kinds[1, "train/actor"].get("optimizer state")
+        assert kinds[2, "train/actor"]["optimizer state"] > 0
+        assert kinds[2, "rollout"]["engine's cache"] == rank["cache_bytes"] > 0
+        assert rank["peak"] == max(row["peak"] for row in rank["memory"])
+
+
+def test_times_wire_and_reshard(ppo: Rehearsed) -> None:
+    """Something is there of everything, and the parts add up."""
+    said = ppo.json()
+    assert [step["step"] for step in said["times"]] == [1, 2]
+    for step, rollout in zip(said["times"], said["rollouts"], strict=True):
+        phases = {phase["phase"]: phase["seconds"] for phase in step["phases"]}
+        assert phases["rollout"] == pytest.approx(rollout["slowest"], rel=0.5)
+        assert 0 < step["utilisation"] < 1
+        assert max(phases.values()) <= step["seconds"]
+    groups = {row["group"] for rank in said["ranks"] for row in rank["messages"]}
+    assert {"pp", "dp", "world"} <= groups
+    assert said["reshard"]["received_max"] >= said["reshard"]["received_mean"] > 0
+    assert said["host_per_node"] == WORLD * sum(row["nbytes"] for row in said["host"])
+    assert all(rank["groups_created"] >= rank["memberships"] > 0 for rank in said["ranks"])
+
+
+def test_what_stands_in_is_said(ppo: Rehearsed) -> None:
+    notes = "\n".join(ppo.json()["notes"])
+    for words in ("Weights have no numbers", "The tokenizer of", "none.jsonl is not there", "assumed: give --response"):
+        assert words in notes
+
+
+def comparable(said: dict[str, Any]) -> dict[str, Any]:
+    """Without what differs between two rehearsals: how long they took."""
+    return {key: value for key, value in said.items() if not key.startswith("tool_") and key != "notes"}
+
+
+def test_workers_change_nothing_and_all_ranks_agree(ppo: Rehearsed) -> None:
+    """Every rank, one after another: the chosen ones say the same as before, and no rank has more to bear."""
+    file = ppo.out.parent / "rl.yaml"
+    options = ("--world-size", str(WORLD), "--workers", "1", "--ranks", "all")
+    every, some = run_command("rl", file, ppo.out.parent / "all", *options).json(), ppo.json()
+    assert [rank["rank"] for rank in every["ranks"]] == list(range(WORLD))
+    assert every["faults"] == []
+    by_rank = {rank["rank"]: rank for rank in every["ranks"]}
+    for rank in some["ranks"]:
+        assert by_rank[rank["rank"]] | {"why": rank["why"]} == rank
+    for key in ("capacity", "fits", "rollouts", "reshard", "hardware", "layouts"):
+        assert every[key] == some[key]
+    assert max(rank["peak"] for rank in every["ranks"]) == max(rank["peak"] for rank in some["ranks"])
