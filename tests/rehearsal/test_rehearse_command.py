@@ -6,10 +6,12 @@ what the page looks like (`test_page.py`).
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
+from megarlhf.rehearsal.stand_ins import write_tokenizer
 from tests.rehearsal.jobs import Rehearsed, job_tree, run_command, write_job
 
 WORLD = 8
@@ -122,11 +124,12 @@ def test_the_other_commands(command: str, role: str, tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def test_what_is_there_is_used(tmp_path: Path, models: dict[str, Path], data: dict[str, Path]) -> None:
-    """A real tokenizer and real data: nothing stands in but the weights, and the run directory is left alone."""
+def test_what_is_there_is_used(tmp_path: Path) -> None:
+    """Tokenizer and data: nothing stands in but the weights, and the run directory is left alone."""
     tree = job_tree("sft", tmp_path)
-    tree["actor"]["model"] = {"path": str(models["plain"])}
-    tree["data"] = {"train": str(data["sft"]), "max_prompt_tokens": 64, "max_response_tokens": 64}
+    write_tokenizer(tmp_path / "dense")
+    records = [{"prompt": "a" * number, "response": "b" * number} for number in range(1, 17)]
+    (tmp_path / "none.jsonl").write_text("\n".join(map(json.dumps, records)))
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "notes.txt").write_text("mine")
     file = write_job("sft", tmp_path, tree)
