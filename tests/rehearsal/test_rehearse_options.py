@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.rehearsal.jobs import job_tree, run_command, write_job
+from tests.rehearsal.jobs import H100, job_tree, run_command, write_job
 
 MIB, GIB = 2**20, 2**30
 Say = Callable[..., dict[str, Any]]
@@ -18,18 +18,18 @@ Say = Callable[..., dict[str, Any]]
 @pytest.fixture(scope="module")
 def sft(tmp_path_factory: pytest.TempPathFactory) -> Say:
     """The answer for one rank and one step, by options; each is asked once."""
-    return _asked(tmp_path_factory, "sft", "dense")
+    return _asked(tmp_path_factory, "sft")
 
 
 @pytest.fixture(scope="module")
 def grpo(tmp_path_factory: pytest.TempPathFactory) -> Say:
-    """The same of an rl job whose model has experts."""
-    return _asked(tmp_path_factory, "rl", "experts")
+    """The same of an rl job."""
+    return _asked(tmp_path_factory, "rl")
 
 
-def _asked(tmp_path_factory: pytest.TempPathFactory, command: str, model: str) -> Say:
+def _asked(tmp_path_factory: pytest.TempPathFactory, command: str) -> Say:
     folder = tmp_path_factory.mktemp(command)
-    tree = job_tree(command, folder, model)
+    tree = job_tree(command, folder)
     if command == "rl":
         del tree["critic"], tree["reward_model"]
         tree |= {"rewards": [{"kind": "rule", "rule": "exact_match"}], "algo": {"advantage": "group_relative"}}
@@ -102,12 +102,25 @@ def test_lengths_of_prompts(sft: Say) -> None:
     assert tokens == [pytest.approx(8 * 36), pytest.approx(8 * 12)]
 
 
-def test_skew_of_the_routing(grpo: Say) -> None:
-    """The busiest of four experts gets all tokens, each of which goes to two: the products of one expert are larger."""
-    even, skewed = grpo(), grpo("--routing-skew", "2")
-    seconds = [[phase["seconds"] for phase in said["times"][0]["phases"]] for said in (even, skewed)]
-    assert seconds[0] != seconds[1]
-    assert any("expert 0 of each layer gets 2 times the mean" in note for note in skewed["notes"])
+def test_skew_of_the_routing_on_hardware_of_the_user(tmp_path: Path) -> None:
+    """The busiest of four experts gets all tokens, each of which goes to two: products and memory are others, seen on
+    a machine that launches in no time."""
+    hardware = yaml.safe_load(H100.read_text())
+    hardware |= {"name": "quick", "launch": {"value": 1e-9, "source": "assumed"}}
+    quick = tmp_path / "quick.yaml"
+    quick.write_text(yaml.safe_dump(hardware))
+    file, found = write_job("sft", tmp_path, job_tree("sft", tmp_path, "experts")), []
+    for skew in ("1", "2"):
+        options = ("--world-size", "1", "--steps", "1", "--hardware", str(quick), "--routing-skew", skew)
+        found.append(run_command("sft", file, tmp_path / skew, *options).json())
+    assert [said["hardware"] for said in found] == ["quick", "quick"]
+    even, skewed = ([(row["phase"], row["peak"]) for row in said["ranks"][0]["memory"]] for said in found)
+    assert even != skewed
+    even, skewed = (said["times"][0]["seconds"] for said in found)
+    assert even < skewed
+    notes = [next(note for note in said["notes"] if note.startswith("Routing")) for said in found]
+    assert "equally many tokens" in notes[0]
+    assert "expert 0 of each layer gets 2 times the mean" in notes[1]
 
 
 def test_ranks_per_node(tmp_path: Path) -> None:
