@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import os
+import signal
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megarlhf.commands.arguments import Once, positive, positives
+from megarlhf.commands.arguments import Once, positive
 from megarlhf.config import DPOConfig, FrozenModel, RLConfig, RMConfig, SFTConfig, load_config
 
 CONFIGS: dict[str, type[FrozenModel]] = {"sft": SFTConfig, "rm": RMConfig, "dpo": DPOConfig, "rl": RLConfig}
@@ -33,7 +35,7 @@ def parser() -> argparse.ArgumentParser:
     root.add_argument("overrides", nargs="*", metavar="section.key=value", help="override configured values")
     root.add_argument("--world-size", type=positive, metavar="N", help="ranks of the job (default: run.world_size)")
     root.add_argument("--ranks-per-node", type=positive, default=8, metavar="N", help="default: %(default)s")
-    root.add_argument("--steps", type=positive, default=2, metavar="N", help="steps to rehearse (default: %(default)s)")
+    root.add_argument("--steps", type=positive, metavar="N", help="steps to rehearse (default: 2, if the job has them)")
     words = "which ranks: all, or numbers such as 0,8,16 (default: one of each kind)"
     root.add_argument("--ranks", type=_ranks, metavar="all|LIST", help=words)
     words = "a hardware file (default: configs/hardware/h100.yaml)"
@@ -42,8 +44,8 @@ def parser() -> argparse.ArgumentParser:
     root.add_argument("--gpu-memory-gib", type=_number, metavar="X", help=words)
     words = "YAML with numbers of what cannot be seen, such as context_mib (docs/rehearsal-gpu.md)"
     root.add_argument("--margin", type=Path, action=Once, metavar="FILE", help=words)
-    words = "te: TransformerEngine's layers, by a table of what they keep; local: ours (default: %(default)s)"
-    root.add_argument("--layers", choices=("te", "local"), default="te", help=words)
+    words = "te: TransformerEngine's layers, by a table of what they keep; local: ours (default: te)"
+    root.add_argument("--layers", choices=("te", "local"), help=words)
     words = "tokens of the busiest expert of a layer, in means (default: %(default)s: balanced)"
     root.add_argument("--routing-skew", type=_number, default=1.0, metavar="F", help=words)
     lengths = "constant:N, uniform:LOW,HIGH, lognormal:mean=M,sigma=S, a file of numbers, or an earlier run's directory"
@@ -60,15 +62,44 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit status. 0: the job runs; 1: it does not; 2: the user's mistake."""
+    """Entry point; returns the exit status. 0: the job runs; 1: it does not; 2: the user's mistake. Where it is
+    interrupted it leaves nothing behind, and 128 + the number of the signal is the status."""
     arguments = parser().parse_intermixed_args(argv)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # what is not here is stood in for
     warnings.filterwarnings("ignore", module="megatron")  # of what a machine without a GPU does not have
+    from megarlhf.rehearsal.processes import RankFailed
+
     try:
-        return _sweep(arguments) if arguments.sweep else _one(arguments)
+        with _terminated_like_interrupted():
+            return _sweep(arguments) if arguments.sweep else _one(arguments)
     except ValueError as error:
-        print(f"{parser().prog}: {error}", file=sys.stderr)
-        return 2
+        status, words = 2, str(error)
+    except RankFailed as error:
+        status, words = DOES_NOT_FIT, str(error)
+    except _Terminated:
+        status, words = 128 + signal.SIGTERM, "terminated; nothing is written"
+    except KeyboardInterrupt:
+        status, words = 128 + signal.SIGINT, "interrupted; nothing is written"
+    print(f"{parser().prog}: {words}", file=sys.stderr)
+    return status
+
+
+class _Terminated(BaseException):
+    """By SIGTERM."""
+
+
+@contextlib.contextmanager
+def _terminated_like_interrupted() -> Iterator[None]:
+    """Inside, SIGTERM ends ranks and removes temporary files, as Ctrl-C does."""
+
+    def stop(number: int, frame: Any) -> None:
+        raise _Terminated
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _one(arguments: argparse.Namespace) -> int:
@@ -78,17 +109,18 @@ def _one(arguments: argparse.Namespace) -> int:
     from megarlhf.rehearsal.progress import shown
     from megarlhf.rehearsal.rehearse import rehearse
 
-    request = _request(arguments, load_config(CONFIGS[arguments.command], arguments.config, arguments.overrides))
+    out, options = _out(arguments), _options(arguments)
+    cfg = load_config(CONFIGS[arguments.command], arguments.config, arguments.overrides)
+    request = _request(arguments, options, cfg)
     with shown(request) as told:
         result = rehearse(request, told)
     console = make_console()
     print_result(result, console)
-    out = _out(arguments)
     out.mkdir(parents=True, exist_ok=True)
     write_json(result, out / "rehearsal.json")
     write_page(result, out / "rehearsal.html")
     console.print(f"wrote {out / 'rehearsal.json'} and {out / 'rehearsal.html'}", highlight=False)
-    return 0 if result.fits and not result.faults else DOES_NOT_FIT
+    return 0 if result.runs else DOES_NOT_FIT
 
 
 def _sweep(arguments: argparse.Namespace) -> int:
@@ -97,69 +129,89 @@ def _sweep(arguments: argparse.Namespace) -> int:
     from megarlhf.rehearsal.run_sweep import print_sweep, run_sweep, write_sweep
     from megarlhf.rehearsal.sweep import parse_axes
 
-    axes = parse_axes(arguments.sweep)
+    axes, out, options = parse_axes(arguments.sweep), _out(arguments), _options(arguments)
 
     def load(overrides: Sequence[str]) -> Any:
         return load_config(CONFIGS[arguments.command], arguments.config, [*arguments.overrides, *overrides])
 
-    sweep = run_sweep(axes, load, lambda cfg: _request(arguments, cfg), shown)
+    sweep = run_sweep(axes, load, lambda cfg: _request(arguments, options, cfg), shown)
     console = make_console()
     print_sweep(sweep, console)
-    out = _out(arguments)
     out.mkdir(parents=True, exist_ok=True)
     for path in write_sweep(sweep, out):
         console.print(f"wrote {path}", highlight=False)
-    return 0 if sweep.done and sweep.done[0][1].fits else DOES_NOT_FIT
+    return DOES_NOT_FIT if sweep.best is None else 0
 
 
-def _request(arguments: argparse.Namespace, cfg: Any) -> Any:
-    """What is asked for, checked. Raises: ValueError."""
+def _options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Of a `Request`, what no configuration changes. Raises: ValueError."""
     from megarlhf.rehearsal.hardware import load_hardware
     from megarlhf.rehearsal.lengths import parse
     from megarlhf.rehearsal.margin import MarginConfig
-    from megarlhf.rehearsal.request import Request
     from megarlhf.rehearsal.routing import Routing
 
     if arguments.hardware is None and not HARDWARE.is_file():
         raise ValueError("give --hardware FILE: megarlhf is installed without its folder configs/hardware")
     hardware = load_hardware(arguments.hardware or HARDWARE)
+    if hardware.kind == "cpu" and (arguments.layers == "te" or arguments.margin):
+        name = "--layers te" if arguments.layers == "te" else "--margin"
+        raise ValueError(f"{name} is of a GPU, and {arguments.hardware} describes a CPU; leave it out")
     given = arguments.gpu_memory_gib
-    world_size = arguments.world_size or cfg.run.planned_ranks
-    ranks = tuple(range(world_size)) if arguments.ranks == "all" else arguments.ranks
-    if ranks is not None and max(ranks) >= world_size:
-        raise ValueError(f"--ranks {max(ranks)}: the job has ranks 0 to {world_size - 1}")
     others = {"workers": arguments.workers} if arguments.workers else {}
-    return Request(
+    return {
+        "hardware": hardware,
+        "ranks_per_node": arguments.ranks_per_node,
+        "device_bytes": int(given * 2**30) if given else int(hardware.memory.value),
+        "margin": load_config(MarginConfig, arguments.margin) if arguments.margin else MarginConfig(),
+        "layers": arguments.layers or ("te" if hardware.kind == "gpu" else "local"),
+        "routing": Routing(skew=arguments.routing_skew),
+        "prompt_lengths": _lengths(arguments.prompt_lengths, "prompts", parse),
+        "response_lengths": _lengths(arguments.response_lengths, "responses", parse),
+        "rollout_tokens_per_second": arguments.rollout_tokens_per_second,
+        **others,
+    }
+
+
+def _lengths(words: str | None, column: str, parse: Callable[[str, str], Any]) -> Any:
+    try:
+        return parse(words, column) if words else None
+    except ValueError as error:
+        raise ValueError(f"--{column.removesuffix('s')}-lengths: {error}") from None
+
+
+def _request(arguments: argparse.Namespace, options: Mapping[str, Any], cfg: Any) -> Any:
+    """What is asked for, checked. Raises: ValueError."""
+    from megarlhf.rehearsal.request import DEFAULT_STEPS, Request, require_sense
+
+    world_size = arguments.world_size or cfg.run.planned_ranks
+    request = Request(
         command=arguments.command,
         cfg=cfg,
         world_size=world_size,
-        hardware=hardware,
-        ranks_per_node=arguments.ranks_per_node,
-        steps=arguments.steps,
-        device_bytes=int(given * 2**30) if given else int(hardware.memory.value),
-        margin=load_config(MarginConfig, arguments.margin) if arguments.margin else MarginConfig(),
-        layers=arguments.layers,
-        routing=Routing(skew=arguments.routing_skew),
-        ranks=ranks,
-        prompt_lengths=parse(arguments.prompt_lengths, "prompts") if arguments.prompt_lengths else None,
-        response_lengths=parse(arguments.response_lengths, "responses") if arguments.response_lengths else None,
-        rollout_tokens_per_second=arguments.rollout_tokens_per_second,
-        **others,
+        steps=arguments.steps or max(1, min(DEFAULT_STEPS, cfg.train.num_steps)),
+        ranks=tuple(range(world_size)) if arguments.ranks == "all" else arguments.ranks,
+        **options,
     )
+    require_sense(request)
+    return request
 
 
 def _out(arguments: argparse.Namespace) -> Path:
-    if arguments.out is not None:
-        return Path(arguments.out)
-    return Path("runs") / "rehearsal" / f"{arguments.command}-{Path(arguments.config).stem}"
+    """Where to write. Raises: ValueError where it is, or lies in, something else than a folder."""
+    named = Path("runs") / "rehearsal" / f"{arguments.command}-{Path(arguments.config).stem}"
+    out = named if arguments.out is None else Path(arguments.out)
+    there = next(path for path in (out, *out.absolute().parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise ValueError(f"--out {out}: {there} is {'a folder without leave to write' if there.is_dir() else 'a file'}")
+    return out
 
 
 def _ranks(text: str) -> str | tuple[int, ...]:
     if text == "all":
         return text
-    if text.replace(",", "").isdecimal() and "0" in text.split(","):
-        return tuple(int(part) for part in text.split(",") if part)
-    return positives(text)
+    if not all(part.isdecimal() for part in text.split(",")):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither all nor numbers of ranks such as 0,8,16")
+    return tuple(map(int, text.split(",")))
 
 
 def _number(text: str) -> float:

@@ -30,7 +30,7 @@ from megarlhf.rollout.rewards.accuracy import accuracy_of
 from megarlhf.rollout.rewards.rules import form_of_rule, rule_with
 from megarlhf.rollout.vllm_arguments import cpu_head_sizes, unknown_arguments
 from megarlhf.runtime import capabilities
-from megarlhf.weights.checkpoint.dtype import resolve_dtype
+from megarlhf.weights.checkpoint.dtype import has_weights, resolve_dtype
 
 AnyConfig = SFTConfig | RMConfig | DPOConfig | RLConfig | GenerateConfig
 
@@ -59,19 +59,26 @@ class Preflight:
             console.print(note, highlight=False, markup=False, soft_wrap=True)
 
 
-def preflight(command: str, cfg: AnyConfig, world_size: int, *, weights: bool = True) -> Preflight:
-    """Check the whole run. `weights`: whether models have weights, whose heads are looked at; a plan needs none.
+def preflight(
+    command: str, cfg: AnyConfig, world_size: int, *, device_type: str | None = None, weights: bool = True
+) -> Preflight:
+    """Check the whole run.
+
+    device_type: of the machines that it is for, in torch's words; None: of this one
+    weights: whether models must have weights; if not, heads are looked at where they have
 
     Raises: ValueError, saying what does not fit and what to change.
     """
+    on_cpu = (device_type or capabilities().device_type) == "cpu"
     roles, retokenized = _roles(cfg), _retokenized(cfg)
+    stored = {name: section for name, section in roles.items() if weights or has_weights(section.model)}
     described, dp = [], 1
     checked = {name: check_role(name, section, world_size) for name, section in roles.items()}
     notes = (
         without_effect(cfg)
         + check_vocabularies(roles, retokenized)
         + [check_retokenized(name, roles[name], cfg.data.template) for name in retokenized]
-        + (check_heads(roles, trains_reward_model=isinstance(cfg, RMConfig)) if weights else [])
+        + check_heads(stored, trains_reward_model=isinstance(cfg, RMConfig))
     )
     for name, section in roles.items():
         arch, layout = checked[name]
@@ -80,7 +87,7 @@ def preflight(command: str, cfg: AnyConfig, world_size: int, *, weights: bool = 
             if name not in retokenized:  # its texts are measured one by one
                 _check_positions(cfg, name, section, arch)
             if name == "actor":
-                _check_engine(cfg, section, arch, world_size)
+                _check_engine(cfg, section, arch, world_size, on_cpu=on_cpu)
         size = f"{arch.num_layers} layers of {arch.hidden_size}"
         model = f"{section.model.path} ({arch.model_type}, {size}, {dtype.name} {dtype.why})"
         described.append((name, model, f"tp {layout.tp} x pp {layout.pp} x dp {layout.dp} = {world_size} ranks"))
@@ -106,7 +113,7 @@ def preflight(command: str, cfg: AnyConfig, world_size: int, *, weights: bool = 
     numbers: list[BatchNumber] = []
     if not isinstance(cfg, GenerateConfig):
         cfg.profile.require_ranks(world_size)
-        notes += cfg.profile.in_words(world_size, on_cpu=capabilities().device_type == "cpu")
+        notes += cfg.profile.in_words(world_size, on_cpu=on_cpu)
         notes += schedule_notes(cfg) + changed_meanings(cfg)
     if isinstance(cfg, SFTConfig):
         numbers = supervised_batch_numbers(cfg.train, dp, "actor", "sequences")
@@ -203,7 +210,9 @@ def _same_data(cfg: AnyConfig) -> bool:
     return False
 
 
-def _check_engine(cfg: RLConfig | GenerateConfig, section: RoleConfig, arch: Architecture, world_size: int) -> None:
+def _check_engine(
+    cfg: RLConfig | GenerateConfig, section: RoleConfig, arch: Architecture, world_size: int, *, on_cpu: bool
+) -> None:
     """Whether vLLM's engines fit the ranks, and whether the table knows where vLLM keeps every parameter."""
     if cfg.rollout.engine != "vllm":
         return
@@ -219,8 +228,8 @@ def _check_engine(cfg: RLConfig | GenerateConfig, section: RoleConfig, arch: Arc
         raise ValueError(
             f"rollout.parallel.tp = {tp} of vLLM and {section.model.path}: {error}; or use rollout.engine=megatron"
         ) from None
-    sizes = cpu_head_sizes()
-    if capabilities().device_type == "cpu" and sizes and arch.head_dim not in sizes:
+    sizes = cpu_head_sizes() if on_cpu else ()
+    if sizes and arch.head_dim not in sizes:
         raise ValueError(
             f"{section.model.path} has heads of {arch.head_dim} (head_dim), and vLLM's attention on a CPU takes "
             f"{', '.join(map(str, sizes))} only; use another model, a GPU, or rollout.engine=megatron"

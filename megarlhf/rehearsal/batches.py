@@ -19,8 +19,9 @@ class Share:
     cost: float
     """By what micro-batches are balanced with (`parallel/packing.py`)."""
     tokens: int
+    """Of its sequences, without what fills rows up."""
     longest: int
-    """Tokens of its largest micro-batch."""
+    """Positions of its largest micro-batch."""
     micro_batches: int
 
     def __add__(self, other: Share) -> Share:
@@ -58,4 +59,5 @@ def seen_batches(phase: Callable[[], str], shares: dict[str, list[Share]]) -> It
 def _share(batching: Batching, layouts: Sequence[MicroBatchLayout]) -> Share:
     sizes = [layout.rows * layout.columns for layout in layouts]
     cost = sum(batching.cost.of(length) for layout in layouts for length in layout.lengths)
-    return Share(cost, sum(sizes), max(sizes, default=0), len(layouts))
+    tokens = sum(length for layout in layouts for length in layout.lengths)
+    return Share(cost, tokens, max(sizes, default=0), len(layouts))

@@ -106,7 +106,7 @@ def runtime_of(rank: int, world_size: int, ranks_per_node: int, device: torch.de
         local_rank=rank % ranks_per_node,
         world_size=world_size,
         local_world_size=min(ranks_per_node, world_size),
-        ranks_per_block=min(ranks_per_node, world_size),
+        ranks_per_block=min(ranks_per_node, world_size),  # nodes have equally many: request.require_sense
         device=device,
         backend=interfaces.BACKEND,
     )

@@ -88,10 +88,10 @@ def _pipelines(layouts: Mapping[str, MeshLayout], main: str, shares: Shares) -> 
 
 
 def _share_of(rank: int, layouts: Mapping[str, MeshLayout], shares: Shares) -> Share:
-    """Of a rank, over the phases of all roles; a phase of no role's name is the main role's or nobody's."""
+    """Of a rank, over the phases of all roles."""
     total = Share(0.0, 0, 0, 0)
     for phase, by_dp in shares.items():
-        role = phase.partition("/")[2]
+        role = "reward_model" if phase == "reward" else phase.partition("/")[2]
         layout = layouts.get(role)
         if layout is not None and layout.dp == len(by_dp):
             total += by_dp[layout.coordinates(rank).dp]

@@ -101,8 +101,9 @@ class Ledger:
         self.total = 0
         self.host_total = 0
         self.host_peak = 0
-        self.kinds: dict[int, str] = {}
-        """Kinds that are known from what a storage is used for; they win over where it was made."""
+        self._named: dict[int, tuple[Storage, str]] = {}
+        """Kinds that are known from what a storage is used for, by the identity of its entry: another storage may get
+        the same key when this one is gone. They win over where it was made."""
         self.phases: list[PhaseMemory] = []
         self.seconds = 0.0
         self.listener: Listener | None = None
@@ -200,10 +201,12 @@ class Ledger:
     def name(self, tensors: Iterable[Tensor], kind: str) -> None:
         """Say what storages are for."""
         for tensor in tensors:
-            self.kinds[storage_key(tensor)] = kind
+            if (entry := self.live.get(storage_key(tensor))) is not None:
+                self._named[id(entry)] = entry, kind
 
-    def kind_of(self, key: int, storage: Storage) -> str:
-        return self.kinds.get(key, storage.origin.kind)
+    def kind_of(self, storage: Storage) -> str:
+        named = self._named.get(id(storage))
+        return storage.origin.kind if named is None else named[1]
 
     # --- phases
 
@@ -239,9 +242,9 @@ class Ledger:
             else:
                 live.pop(key, None)
         by_kind: Counter[str] = Counter()
-        for key, storage in live.items():
-            by_kind[self.kind_of(key, storage)] += storage.nbytes
-        largest = sorted(live.items(), key=lambda item: -item[1].nbytes)[:LARGEST]
+        for storage in live.values():
+            by_kind[self.kind_of(storage)] += storage.nbytes
+        largest = sorted(live.values(), key=lambda storage: -storage.nbytes)[:LARGEST]
         return PhaseMemory(
             step=entry.step,
             phase=entry.phase,
@@ -251,7 +254,7 @@ class Ledger:
             host_peak=self.host_peak,
             by_kind=dict(by_kind.most_common()),
             largest=[
-                LargeStorage(s.nbytes, self.kind_of(key, s), s.origin.where, s.shape, s.dtype) for key, s in largest
+                LargeStorage(s.nbytes, self.kind_of(s), s.origin.where, s.shape, s.dtype) for s in largest
             ],
             curve=self._curve(entry),
             begins=[entry.begin],
@@ -260,13 +263,13 @@ class Ledger:
     def _curve(self, entry: _Entry) -> list[tuple[float, dict[str, int]]]:
         """The peaks of equal stretches of the changes, so that no peak is lost."""
         now: Counter[str] = Counter()
-        for key, storage in entry.live.items():
-            now[self.kind_of(key, storage)] += storage.nbytes
+        for storage in entry.live.values():
+            now[self.kind_of(storage)] += storage.nbytes
         points = [(entry.begin, dict(now))]
         stretch = max(1, len(entry.changes) // CURVE_POINTS)
         total, best = entry.start, -1
-        for number, (seconds, key, storage, sign) in enumerate(entry.changes, 1):
-            now[self.kind_of(key, storage)] += sign * storage.nbytes
+        for number, (seconds, _, storage, sign) in enumerate(entry.changes, 1):
+            now[self.kind_of(storage)] += sign * storage.nbytes
             total += sign * storage.nbytes
             if total > best:
                 best, point = total, (seconds, {kind: size for kind, size in now.items() if size})

@@ -7,9 +7,11 @@ need, so that a rank begins at once.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib
 import multiprocessing
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -37,6 +39,7 @@ class At:
     """That are rehearsed in all, as far as is known."""
 
 
+PR_SET_PDEATHSIG = 1
 DONE = "done"
 """In place of a phase."""
 
@@ -97,7 +100,7 @@ def _receive(connection: Connection, job: Job, process: Any) -> At | RankRecord:
     """Raises: see `run_ranks`."""
     try:
         message = connection.recv()
-    except EOFError:
+    except (EOFError, OSError):  # at the beginning of a message, in the middle of one
         process.join()
         raise RankFailed(
             f"the process of rank {job.rank} ended without a word (exit status {process.exitcode}); where the machine "
@@ -119,6 +122,10 @@ def _import_what_ranks_need(jobs: Sequence[Job]) -> None:
 
 def _rank(job: Job, price: Pricing, connection: Connection) -> None:
     """The process of a rank."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # whatever kills the command ends this
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the command ends its ranks
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     with _silent():
         connection.send(_attempted(job, price, connection))
         connection.close()

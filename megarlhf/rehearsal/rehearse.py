@@ -22,7 +22,7 @@ from megarlhf.rehearsal.batches import Share
 from megarlhf.rehearsal.job import Job, RankRecord, layouts_of, roles_of, runtime_of
 from megarlhf.rehearsal.kinds import Kind, chosen, first_rank, named, pipelines_of, stages_of
 from megarlhf.rehearsal.lengths import Lengths, LogNormal
-from megarlhf.rehearsal.margin import facts_of, margin
+from megarlhf.rehearsal.margin import engine_items, facts_of, margin
 from megarlhf.rehearsal.memory import PhaseMemory
 from megarlhf.rehearsal.pricing import Pricing
 from megarlhf.rehearsal.processes import Told, run_ranks
@@ -66,7 +66,8 @@ def rehearse(request: Request, told: Told = lambda at: None) -> Result:
             response_lengths=request.response_lengths,
             steps=request.steps,
         )
-        preflight(request.command, stood.cfg, request.world_size, weights=False)
+        device_type = interfaces.device_of(request.hardware.kind).type
+        preflight(request.command, stood.cfg, request.world_size, device_type=device_type, weights=False)
         whole = _Rehearsal(request, stood, told)
         records = whole.records()
         return whole.result(records, time.perf_counter() - began)
@@ -134,9 +135,9 @@ class _Rehearsal:
         tightest = max(ranks, key=lambda rank: rank.need)
         refusals = list(dict.fromkeys(problem for record in records.values() for problem in record.problems))
         groups = labels_of(list(self.layouts.values()), GROUPS_AXES)
-        whole = {rank: records[rank] for rank in pipelines_of(self.kinds, self.layouts[self.main])}
+        whole = pipelines_of(self.kinds, self.layouts[self.main])
         tokens = _trained_tokens(records, self.main, request.steps)
-        times, faults = times_of(whole, self.price, groups, request.world_size, tokens, self._dtype())
+        times, faults = times_of(records, whole, self.price, groups, request.world_size, tokens, self._dtype())
         host = self._host(tightest)
         first = next(iter(records.values()))
         assumptions: Counter[Any] = Counter()
@@ -166,7 +167,7 @@ class _Rehearsal:
                 )
                 for each, count in assumptions.most_common()
             ],
-            notes=[*self.stood.notes, *self._notes()],
+            notes=[*self.stood.notes, *self._notes(), *self._notes_of_times(whole)],
             hardware=request.hardware.name,
             hardware_sources=request.hardware.sources,
             config=request.cfg.model_dump(mode="json"),
@@ -214,9 +215,10 @@ class _Rehearsal:
             layers=self.request.layers,
             engine_tp=self.cfg.rollout.tp(section) if has_engine else 0,
         )
+        # What vLLM keeps beside weights and cache stays taken while others work.
+        items = [*margin(self.request.margin, facts), *engine_items(self.request.margin, facts)]
         return [
-            MarginRow(name=item.name, nbytes=item.nbytes, scaling=item.scaling, source=item.source)
-            for item in margin(self.request.margin, facts)
+            MarginRow(name=item.name, nbytes=item.nbytes, scaling=item.scaling, source=item.source) for item in items
         ]
 
     def _host(self, tightest: RankResult) -> list[HostRow]:
@@ -258,20 +260,33 @@ class _Rehearsal:
 
     def _notes(self) -> list[str]:
         request = self.request
-        notes = []
+        notes = ["Weights have no numbers here: none are read."]
         if isinstance(self.cfg, RLConfig):
             most = self.cfg.rollout.max_response_tokens
             how = "" if request.response_lengths else " (assumed: give --response-lengths)"
             notes.append(f"Lengths of responses: {self.responses.words}, at most {most}{how}.")
+            if self.cfg.rollout.engine == "megatron":
+                notes.append("The engine megatron generates nothing here: its time and memory are not in here.")
         if request.hardware.kind == "gpu":
             notes.append(
                 "Layers are those of TransformerEngine, by a table of what they keep (docs/rehearsal-gpu.md)."
                 if request.layers == "te"
                 else "Layers are our local ones, as on a machine without TransformerEngine."
             )
+        else:
+            notes.append("The hardware file describes a CPU: layers are our local ones, and there is no margin.")
         if any(architecture_from_hf(each.model.hf_directory()).num_experts for each in roles_of(self.cfg).values()):
             notes.append(f"Routing of experts is stated: {request.routing.words}.")
         return notes
+
+    def _notes_of_times(self, whole: Sequence[int]) -> list[str]:
+        """Of ranks that are left out of the replay's times."""
+        apart = len(self.kinds) - len(whole)
+        if not whole:
+            return [f"There are no times: no whole pipeline of {self.main} is among the rehearsed ranks."]
+        if apart:
+            return [f"Times are those of whole pipelines of {self.main}: {apart} of the rehearsed ranks are in none."]
+        return []
 
     def _dtype(self) -> str:
         """In which most is multiplied."""

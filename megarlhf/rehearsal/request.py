@@ -6,7 +6,10 @@ import os
 from dataclasses import dataclass, field
 from typing import Any
 
+from megarlhf.architectures.hf_config import architecture_from_hf
+from megarlhf.config import RLConfig
 from megarlhf.rehearsal.hardware import Hardware
+from megarlhf.rehearsal.job import roles_of
 from megarlhf.rehearsal.lengths import Lengths
 from megarlhf.rehearsal.margin import MarginConfig
 from megarlhf.rehearsal.routing import Routing
@@ -40,3 +43,37 @@ class Request:
     workers: int = field(default_factory=lambda: os.cpu_count() or 1)
     reshard_plan: bool = True
     """Whether the bytes of every rank from trainer to engines are planned."""
+
+
+def require_sense(request: Request) -> None:
+    """Nothing that is asked for may be without effect, and numbers must fit the job.
+
+    Raises: ValueError that names the option.
+    """
+    cfg, world, per_node = request.cfg, request.world_size, request.ranks_per_node
+    if request.ranks is not None and max(request.ranks) >= world:
+        raise ValueError(f"--ranks {max(request.ranks)}: the job has ranks 0 to {world - 1}")
+    if world > per_node and world % per_node:
+        raise ValueError(
+            f"--ranks-per-node {per_node} does not divide the {world} ranks of the job: nodes have equally many; give "
+            f"a number that divides {world}"
+        )
+    if request.steps > cfg.train.num_steps:
+        raise ValueError(f"--steps {request.steps}: the job has {cfg.train.num_steps} (train.num_steps)")
+    has_engine = isinstance(cfg, RLConfig) and cfg.rollout.engine == "vllm"
+    if request.rollout_tokens_per_second is not None and not has_engine:
+        why = f"rollout.engine = {cfg.rollout.engine}" if isinstance(cfg, RLConfig) else f"{request.command} has none"
+        raise ValueError(f"--rollout-tokens-per-second is of vLLM's engines, and {why}; leave it out")
+    if request.routing.skew != 1.0 and not _experts_of(cfg):
+        raise ValueError(f"--routing-skew {request.routing.skew:g}: no model of the job has experts; leave it out")
+    if most := [number for number in _experts_of(cfg) if request.routing.skew > number]:
+        raise ValueError(
+            f"--routing-skew {request.routing.skew:g}: an expert that gets every token has {min(most):g} times the "
+            "mean; give at most that"
+        )
+
+
+def _experts_of(cfg: Any) -> list[float]:
+    """Of each model with experts, the most that one of them can get, in means."""
+    archs = [architecture_from_hf(section.model.hf_directory()) for section in roles_of(cfg).values()]
+    return [arch.num_experts / arch.experts_per_token for arch in archs if arch.num_experts]

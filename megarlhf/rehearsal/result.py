@@ -204,6 +204,11 @@ class Result:
         return next(each for each in self.ranks if each.rank == self.tightest)
 
     @property
+    def runs(self) -> bool:
+        """It fits, and its ranks fit together."""
+        return self.fits and not self.faults
+
+    @property
     def free(self) -> int:
         """Bytes that are left on the tightest rank; negative where it does not fit."""
         return self.capacity - self.tightest_rank.need

@@ -15,7 +15,7 @@ from megarlhf.observe.progress import table
 from megarlhf.planning.batch import dpo_batch_numbers, rl_batch_numbers, supervised_batch_numbers
 from megarlhf.planning.legality import check_role
 from megarlhf.rehearsal.job import roles_of
-from megarlhf.rehearsal.processes import Told
+from megarlhf.rehearsal.processes import RankFailed, Told
 from megarlhf.rehearsal.rehearse import rehearse
 from megarlhf.rehearsal.request import Request
 from megarlhf.rehearsal.result import Result
@@ -53,6 +53,8 @@ def run_sweep(
                 done.append((variant, rehearse(request, told)))
             except ValueError as error:
                 sweep.illegal.append((variant.overrides, str(error)))
+            except RankFailed as error:
+                sweep.failed.append((variant.overrides, str(error)))
     sweep.done = order(done)
     return sweep
 
@@ -85,12 +87,13 @@ def print_sweep(sweep: Sweep, console: Console) -> None:
             f"{len(sweep.too_large)} left out: their parameters alone are more than the device has, such as "
             f"{' '.join(sweep.too_large[0][0])} with {sweep.too_large[0][1] / GIB:.1f} GiB",
             highlight=False,
+            markup=False,
         )
-    if sweep.illegal:
-        overrides, why = sweep.illegal[0]
-        console.print(
-            f"{len(sweep.illegal)} cannot run, such as {' '.join(overrides)}: {why}", highlight=False, markup=False
-        )
+    for left_out, words in ((sweep.illegal, "cannot run"), (sweep.failed, "failed")):
+        if left_out:
+            overrides, why = left_out[0]
+            line = f"{len(left_out)} {words}, such as {' '.join(overrides)}: {why}"
+            console.print(line, highlight=False, markup=False)
 
 
 def _row(variant: Variant, result: Result) -> tuple[object, ...]:
@@ -124,11 +127,14 @@ def write_sweep(sweep: Sweep, out: Path) -> list[Path]:
         ],
         "too_large": [{"overrides": list(overrides), "bytes": nbytes} for overrides, nbytes in sweep.too_large],
         "illegal": [{"overrides": list(overrides), "why": why} for overrides, why in sweep.illegal],
+        "failed": [{"overrides": list(overrides), "why": why} for overrides, why in sweep.failed],
     }
     (out / "sweep.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     written = [out / "sweep.json"]
-    if sweep.done and sweep.done[0][1].fits:
-        best = out / "best.yaml"
-        best.write_text(dump_config(sweep.done[0][0].cfg), encoding="utf-8")
+    best = out / "best.yaml"
+    if sweep.best is None:
+        best.unlink(missing_ok=True)  # of an earlier sweep
+    else:
+        best.write_text(dump_config(sweep.best.cfg), encoding="utf-8")
         written.append(best)
     return written

@@ -7,15 +7,17 @@ stood in for is said on the page.
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megarlhf.architectures.hf_config import read_config
+from megarlhf.architectures.placements import Head
 from megarlhf.config import DPOConfig, RLConfig, RMConfig, RoleConfig, SFTConfig
+from megarlhf.data.procedural import is_procedural
 from megarlhf.rehearsal.lengths import Constant, Lengths, LogNormal
+from megarlhf.weights.checkpoint.dtype import resolve_dtype
 
 WORDS = 512
 """Tokens of the stand-in tokenizer."""
@@ -51,27 +53,34 @@ def stand_in(
     tree["profile"] = {}
     notes.append("No resume point and no export is written.")
     paths: dict[str, str] = {}
-    has_data = Path(cfg.data.train).exists() and prompt_lengths is None
+    # Only of `rl` are responses no data.
+    given = prompt_lengths is not None or (response_lengths is not None and not isinstance(cfg, RLConfig))
+    there = Path(cfg.data.train).exists() or is_procedural(cfg.data.train)
+    has_data = there and not given
     for role in ("actor", "reference", "critic", "reward_model"):
         if tree.get(role) is not None:
-            notes += _model(tree[role]["model"], getattr(cfg, role), directory, paths, has_data=has_data)
+            notes += _model(role, tree[role]["model"], getattr(cfg, role), directory, paths, has_data=has_data)
     if paths and isinstance(cfg, RLConfig):
         tree["rollout"] |= {"stop": [], "stop_token_ids": []}
     if paths or not has_data:
-        notes += _data(cfg, tree["data"], directory, steps, prompt_lengths, response_lengths)
+        why = "is not there" if not there else "is not used, since lengths were given" if given else ""
+        notes += _data(cfg, tree["data"], directory, steps, prompt_lengths, response_lengths, why)
     if isinstance(cfg, RLConfig):
         tree["samples"] = {"every": 0}
         notes += _rewards(cfg, tree)
-        if cfg.ptx is not None and not Path(cfg.ptx.data).exists():
+        if cfg.ptx is not None and (paths or not Path(cfg.ptx.data).exists()):
             tree["ptx"] = None
-            notes.append(f"ptx.data = {cfg.ptx.data} is not there: the pretraining mix is left out.")
+            why = "cannot be read with the stand-in tokenizer" if Path(cfg.ptx.data).exists() else "is not there"
+            notes.append(f"ptx.data = {cfg.ptx.data} {why}: the pretraining mix is left out.")
     return StandIns(cfg=type(cfg).model_validate(tree), notes=tuple(dict.fromkeys(notes)))
 
 
 def _model(
-    model: dict[str, Any], section: RoleConfig, directory: Path, paths: dict[str, str], *, has_data: bool
+    role: str, model: dict[str, Any], section: RoleConfig, directory: Path, paths: dict[str, str], *, has_data: bool
 ) -> list[str]:
-    """Point a role at a directory with config.json and tokenizer. Raises: ValueError where there is no config.json.
+    """Point a role at a directory with config.json and tokenizer, and say its dtype, which weights may have said.
+
+    Raises: ValueError where there is no config.json.
 
     Records that stand in are of so many tokens by the stand-in tokenizer only, so it reads them wherever they do.
     """
@@ -86,7 +95,9 @@ def _model(
         (folder / "config.json").write_text(json.dumps(config, indent=1))
         write_tokenizer(folder)
         paths[str(source)] = str(folder)
-    model |= {"path": paths[str(source)], "hf": None}
+    head: Head = "scalar" if role in ("critic", "reward_model") else "lm"
+    dtype = resolve_dtype(role, section.model, head).name
+    model |= {"path": paths[str(source)], "hf": None, "dtype": dtype}
     why = "is not used, since the data stands in" if has_tokenizer else "is not there"
     return [f"The tokenizer of {source} {why}: one of {WORDS} words stands in."]
 
@@ -118,8 +129,9 @@ def _data(
     steps: int,
     prompts: Lengths | None,
     responses: Lengths | None,
+    why: str,
 ) -> list[str]:
-    """Write records of given lengths."""
+    """Write records of given lengths. `why`: data are not used; "": because of the tokenizer."""
     longest = cfg.data.max_prompt_tokens
     prompts = prompts or Constant(max(1, longest // 2))
     per_step = cfg.train.prompts_per_step if isinstance(cfg, RLConfig) else cfg.train.mini_batch_samples
@@ -140,8 +152,11 @@ def _data(
                     record[name] = " " + _text(min(responses.draw(3 * n + k), most) - 1, n + k)
             out.write(json.dumps(record) + "\n")
     data |= {"train": str(file), "train_split": None, "heldout": None, "heldout_split": None, "template": "plain"}
-    why = "cannot be read with the stand-in tokenizer" if Path(cfg.data.train).exists() else "is not there"
-    return [f"data.train = {cfg.data.train} {why}: {per_step * steps} records stand in; {'; '.join(words)}."]
+    why = why or "cannot be read with the stand-in tokenizer"
+    notes = [f"data.train = {cfg.data.train} {why}: {per_step * steps} records stand in; {'; '.join(words)}."]
+    if cfg.data.heldout is not None:
+        notes.append(f"data.heldout = {cfg.data.heldout} is left out: memory and time of evaluations are not in here.")
+    return notes
 
 
 def _text(tokens: int, seed: int) -> str:
@@ -163,8 +178,3 @@ def _rewards(cfg: RLConfig, tree: dict[str, Any]) -> list[str]:
     tree["rewards"] = kept
     tree["eval"] |= {"accuracy": None}
     return notes
-
-
-def remove(directory: Path) -> None:
-    """What a rehearsal has written."""
-    shutil.rmtree(directory, ignore_errors=True)

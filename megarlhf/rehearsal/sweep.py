@@ -5,22 +5,25 @@ rehearsed and ordered.
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from megarlhf.architectures.hf_config import architecture_from_hf
 from megarlhf.config import RLConfig
-from megarlhf.layout import split_layers
 from megarlhf.rehearsal.job import roles_of
 from megarlhf.rehearsal.result import Result
 from megarlhf.weights.checkpoint.dtype import resolve_dtype
 from megarlhf.weights.plan.traffic import model_elements
 
 BYTES = {"fp32": 4, "bf16": 2}
-TRAINED_BYTES = 4 + 12
-"""Of a parameter that is trained, beside its own: fp32 gradient, main parameter and two moments. The last three are
-spread over data-parallel ranks."""
+GRADIENT, MOMENTS = 4, 8
+"""Bytes of a parameter that is trained, beside its own: a gradient in fp32 and two moments. These, and a main parameter
+in fp32 of one that is itself in bf16, are spread over data-parallel ranks."""
+
+_BETWEEN_VALUES = re.compile(r",(?![^\[{]*[\]}])")
+"""A comma that stands in no list."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,12 @@ class Sweep:
     too_large: list[tuple[tuple[str, ...], int]] = field(default_factory=list)
     """(overrides, bytes of parameters and what belongs to them on the fullest rank)"""
     failed: list[tuple[tuple[str, ...], str]] = field(default_factory=list)
+    """(overrides, how the program fails)"""
+
+    @property
+    def best(self) -> Variant | None:
+        """None where no variant runs."""
+        return self.done[0][0] if self.done and self.done[0][1].runs else None
 
 
 def parse_axes(words: Sequence[str]) -> list[Axis]:
@@ -57,7 +66,7 @@ def parse_axes(words: Sequence[str]) -> list[Axis]:
     axes = []
     for word in words:
         key, equals, values = word.partition("=")
-        found = tuple(filter(None, values.split(",")))
+        found = tuple(filter(None, _BETWEEN_VALUES.split(values)))
         if not (key and equals and found):
             raise ValueError(f"--sweep {word}: expected section.key=value,value,...")
         if len(set(found)) < len(found):
@@ -75,18 +84,26 @@ def variants(
     """(overrides, the configuration or why there is none). `load` reads the file with overrides, `check` refuses what
     cannot run.
 
-    Raises: ValueError for a key that the configuration does not have: it is misspelt in every combination.
+    Raises: ValueError for a key that the configuration does not have (it is misspelt in every combination), and where
+    not one combination can be read.
     """
     for axis in axes:
         _require_known(axis, load)
-    for values in itertools.product(*(axis.values for axis in axes)):
+    read, combinations = [], list(itertools.product(*(axis.values for axis in axes)))
+    for values in combinations:
         overrides = tuple(f"{axis.key}={value}" for axis, value in zip(axes, values, strict=True))
         try:
-            cfg = load(overrides)
-            check(cfg)
+            read.append((overrides, load(overrides)))
         except ValueError as error:
-            yield overrides, str(error)
-            continue
+            read.append((overrides, str(error)))
+    if all(isinstance(cfg, str) for _, cfg in read):
+        raise ValueError(f"--sweep: none of {len(combinations)} combinations can be read; the first: {read[0][1]}")
+    for overrides, cfg in read:
+        try:
+            if not isinstance(cfg, str):
+                check(cfg)
+        except ValueError as error:
+            cfg = str(error)
         yield overrides, cfg
 
 
@@ -111,15 +128,13 @@ def least_bytes(cfg: Any, world_size: int) -> int:
         arch = architecture_from_hf(section.model.hf_directory())
         layout = section.parallel.layout(world_size, name)
         dtype = resolve_dtype(name, section.model, "scalar" if name in ("critic", "reward_model") else "lm").name
-        layers = max(
-            len(stage) for stage in split_layers(arch.num_layers, layout.pp, section.parallel.layers_per_stage)
-        )
-        # The layers of the fullest stage, without embedding and head, which need not be on it.
+        # An equal share of the layers, than which the fullest stage has no less. Embedding and head may be on others.
         embeddings = arch.vocab_size * arch.hidden_size * (1 if arch.tied_embeddings else 2)
-        own = (model_elements(arch) - embeddings) * layers / arch.num_layers / layout.tp
+        own = (model_elements(arch) - embeddings) / layout.pp / layout.tp
         total += own * BYTES[dtype]
         if name in trained:
-            total += own * (4 + (TRAINED_BYTES - 4) / layout.dp)
+            main = 0 if dtype == "fp32" else 4
+            total += own * (GRADIENT + (main + MOMENTS) / layout.dp)
     if isinstance(cfg, RLConfig) and cfg.rollout.engine == "vllm":
         arch = architecture_from_hf(cfg.actor.model.hf_directory())
         dtype = cfg.rollout.dtype if cfg.rollout.dtype != "auto" else resolve_dtype("actor", cfg.actor.model, "lm").name
@@ -133,12 +148,13 @@ def command_of(cfg: Any) -> str:
 
 
 def order(found: Sequence[tuple[Variant, Result]]) -> list[tuple[Variant, Result]]:
-    """Best first: what fits, by the time of the last step; then what does not, by how little is missing."""
+    """Best first: what runs, by the time of the last step; what runs and has no time, and what does not, by the bytes
+    that are left."""
 
-    def rank(each: tuple[Variant, Result]) -> tuple[bool, float]:
+    def rank(each: tuple[Variant, Result]) -> tuple[int, float]:
         result = each[1]
-        if result.fits and result.times:
-            return False, result.times[-1].seconds
-        return True, -float(result.free)
+        if result.runs and result.times:
+            return 0, result.times[-1].seconds
+        return 1 if result.runs else 2, -float(result.free)
 
     return sorted(found, key=rank)

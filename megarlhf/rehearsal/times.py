@@ -17,6 +17,7 @@ MULTIPLIES: tuple[Work, ...] = ("matmul", "attention")
 
 def times_of(
     records: Mapping[int, RankRecord],
+    whole: Sequence[int],
     price: Pricing,
     groups: Mapping[tuple[int, ...], str],
     world_size: int,
@@ -25,16 +26,21 @@ def times_of(
 ) -> tuple[list[StepTime], list[str]]:
     """(each step, sentences about what does not fit together).
 
+    whole: ranks whose pipelines are there whole: their times are told. Faults are looked for among all ranks.
     groups: names by ranks. tokens: trained in a step by the whole job. dtype: whose peak utilisation is a share of.
     """
 
     def label(ranks: tuple[int, ...]) -> str:
         return groups.get(ranks) or ("world" if len(ranks) == world_size else f"{len(ranks)} ranks")
 
-    replayed = replay({rank: record.events for rank, record in records.items()}, price, label=label, segments=1)
+    replayed = replay({rank: records[rank].events for rank in whole}, price, label=label, segments=1)
     peak = price.peak(dtype)
-    steps = [_step(each, list(records.values()), peak, tokens) for each in replayed.steps if each.step is not None]
-    return [step for step in steps if step.step > 0], [fault.sentence for fault in replayed.faults]
+    told = [records[rank] for rank in whole]
+    steps = [_step(each, told, peak, tokens) for each in replayed.steps if each.step]
+    if len(whole) < len(records):
+        everyone = {rank: record.events for rank, record in records.items()}
+        replayed = replay(everyone, price, label=label, segments=1)
+    return steps, [fault.sentence for fault in replayed.faults]
 
 
 def _step(times: StepTimes, records: Sequence[RankRecord], peak: float, tokens: float) -> StepTime:

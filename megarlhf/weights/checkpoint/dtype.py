@@ -34,7 +34,7 @@ def resolve_dtype(role: str, model: ModelConfig, head: Head) -> ResolvedDtype:
     """
     if model.dtype != "auto":
         return ResolvedDtype(model.dtype, "as configured")
-    if model.random_init or not _has_weights(model):
+    if model.random_init or not has_weights(model):
         path = model.hf_directory() / "config.json"
         config = read_config(path.parent)
         said = config.get("dtype") or config.get("torch_dtype")
@@ -64,7 +64,7 @@ def _bytes_by_dtype(checkpoint: Checkpoint, head: Head) -> Counter[str]:
     return sizes
 
 
-def _has_weights(model: ModelConfig) -> bool:
+def has_weights(model: ModelConfig) -> bool:
     """Whether there is a checkpoint; what is wrong with one that cannot be read is said when it is loaded."""
     try:
         detect_format(model.path)

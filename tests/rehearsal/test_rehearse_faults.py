@@ -1,0 +1,227 @@
+"""Faults that a rehearsal must find, each planted in the program of one rank, and rehearsals that are ended early.
+
+Not covered: what else a replay finds (`test_replay_faults.py`).
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from megarlhf.parallel.step import Trainer
+from tests.rehearsal.jobs import Rehearsed, job_tree, run_command, write_job
+
+Plant = Callable[[Trainer, int], None]
+"""What a rank does at the beginning of the training phase."""
+
+
+def plant(monkeypatch: pytest.MonkeyPatch, act: Plant) -> None:
+    original = Trainer.accumulate
+
+    def accumulate(self: Trainer, *args: Any) -> dict[str, float]:
+        act(self, dist.get_rank())
+        return original(self, *args)
+
+    monkeypatch.setattr(Trainer, "accumulate", accumulate)
+
+
+def two_stages(folder: Path, *options: str) -> Rehearsed:
+    file = write_job("sft", folder, job_tree("sft", folder, pp=2))
+    return run_command("sft", file, folder / "out", "--world-size", "2", *options)
+
+
+def zeros(trainer: Trainer, number: int) -> torch.Tensor:
+    return torch.zeros(number, device=trainer.mesh.runtime.device)
+
+
+def another_size(trainer: Trainer, rank: int) -> None:
+    dist.all_reduce(zeros(trainer, 8 if rank == 0 else 6))
+
+
+def another_order(trainer: Trainer, rank: int) -> None:
+    def gather() -> None:
+        dist.all_gather_into_tensor(zeros(trainer, 8), zeros(trainer, 4))
+
+    def reduce() -> None:
+        dist.all_reduce(zeros(trainer, 8))
+
+    for call in (gather, reduce) if rank == 0 else (reduce, gather):
+        call()
+
+
+def one_more(trainer: Trainer, rank: int) -> None:
+    if rank == 1:
+        dist.broadcast(zeros(trainer, 5), src=0)
+
+
+def a_send_more(trainer: Trainer, rank: int) -> None:
+    if rank == 0:
+        dist.send(zeros(trainer, 16), dst=1)
+
+
+PLANTED: dict[str, tuple[Plant, tuple[str, ...]]] = {
+    "another size": (another_size, ("32", "24", "all_reduce")),
+    "another order": (another_order, ("all_gather", "all_reduce")),
+    "one more": (one_more, ("10 on rank 0 and 11 on rank 1", "must issue the same collectives")),
+    "a send without its receive": (a_send_more, ("64", "send")),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_ranks_that_do_not_fit_together(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ranks, phase and sizes are named; the exit status is that of a job that does not run."""
+    act, words = PLANTED[name]
+    plant(monkeypatch, act)
+    done = two_stages(tmp_path, "--steps", "1")
+    assert done.status == 1
+    sentence = done.json()["faults"][0]
+    for word in (*words, "rank 0", "rank 1", "train/actor"):
+        assert word in sentence, sentence
+    assert sentence[:60] in " ".join(capsys.readouterr().out.split())
+
+
+def test_memory_runs_out_in_the_second_step_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Adam's state is made in the first update, when activations are gone; the second step's training meets both. On a
+    device of a size between the needs the first step fits by itself."""
+    one, two = (two_stages(tmp_path, "--steps", steps).json() for steps in ("1", "2"))
+    needs = [max(rank["need"] for rank in said["ranks"]) for said in (one, two)]
+    assert needs[0] + 1024 < needs[1]
+    size = ("--gpu-memory-gib", str(sum(needs) / 2 / 2**30))
+    first = two_stages(tmp_path, "--steps", "1", *size)
+    assert (first.status, first.json()["fits"]) == (0, True)
+    capsys.readouterr()
+    second = two_stages(tmp_path, "--steps", "2", *size)
+    said = second.json()
+    assert (second.status, said["fits"]) == (1, False)
+    tightest = next(rank for rank in said["ranks"] if rank["rank"] == said["tightest"])
+    assert tightest["peak_at"] == [2, "train/actor"]
+    told = " ".join(capsys.readouterr().out.split())
+    assert f"Rank {tightest['rank']} (stage {tightest['stages']['actor']} of actor)" in told
+    assert "train/actor in step 2" in told
+    assert "does not fit" in told
+
+
+def rl_with(folder: Path, utilisation: float, *options: str) -> Rehearsed:
+    """One rank of an rl job whose engine has this share of a device."""
+    tree = job_tree("rl", folder)
+    tree["rollout"]["gpu_memory_utilization"] = utilisation
+    del tree["critic"], tree["reward_model"]
+    tree |= {"rewards": [{"kind": "rule", "rule": "exact_match"}], "algo": {"advantage": "group_relative"}}
+    file = write_job("rl", folder, tree)
+    return run_command("rl", file, folder / "out", "--world-size", "1", "--steps", "1", *options)
+
+
+def test_an_engine_without_room(tmp_path: Path) -> None:
+    """Its share holds its weights and no sequence; or more of the device is taken than the share leaves."""
+    done = rl_with(tmp_path, 0.01)
+    (sentence,) = done.json()["refusals"]
+    assert (done.status, done.json()["fits"]) == (1, False)
+    assert "vLLM would not start: rollout.gpu_memory_utilization = 0.01" in sentence
+    assert "one sequence of 96 tokens needs" in sentence
+    done = rl_with(tmp_path, 0.97, "--gpu-memory-gib", "16")
+    assert done.status == 1
+    assert any("are free after the roles" in sentence for sentence in done.json()["refusals"])
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where temporary folders are made."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    return folder
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_rehearsal_leaves_nothing(
+    number: signal.Signals,
+    tmp_path: Path,
+    temporary: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The signal comes while two ranks are at work."""
+    seen: list[tuple[int, list[str]]] = []
+
+    def told(self: Any, at: Any) -> None:
+        if at.step == 1:
+            seen.append((len(psutil.Process().children()), os.listdir(temporary)))
+            os.kill(os.getpid(), number)
+
+    monkeypatch.setattr("megarlhf.rehearsal.progress._View.note", told)
+    before = signal.getsignal(signal.SIGTERM)
+    children = len(psutil.Process().children())
+    assert two_stages(tmp_path).status == 128 + number
+    assert seen and seen[0][0] > children and len(seen[0][1]) == 1
+    assert len(psutil.Process().children()) == children
+    assert os.listdir(temporary) == []
+    assert not (tmp_path / "out").exists()
+    assert "nothing is written" in capsys.readouterr().err
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def wait_for(happened: Callable[[], bool], seconds: float = 30.0) -> None:
+    end = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def test_a_rank_ends_with_a_command_that_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By SIGKILL, while its ranks are busy and say nothing."""
+
+    def sleep(trainer: Trainer, rank: int) -> None:
+        (tmp_path / "asleep").touch()
+        time.sleep(600)
+
+    plant(monkeypatch, sleep)
+    command = multiprocessing.get_context("fork").Process(target=two_stages, args=(tmp_path,))
+    command.start()
+    started = psutil.Process(command.pid)
+    wait_for((tmp_path / "asleep").exists)
+    ranks = started.children()
+    assert ranks
+    command.kill()
+    command.join()
+    wait_for(lambda: not any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks))
+
+
+def test_a_rank_that_dies(
+    tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As by the system when memory runs out."""
+    plant(monkeypatch, lambda trainer, rank: os._exit(9) if rank == 1 else None)
+    assert two_stages(tmp_path).status == 1
+    told = capsys.readouterr().err
+    assert "the process of rank 1 ended without a word (exit status 9)" in told
+    assert "Traceback" not in told
+    assert not (tmp_path / "out").exists()
+    assert os.listdir(temporary) == []
+
+
+def test_a_program_that_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An error of the program comes with its traceback, a refusal of ours as a sentence."""
+
+    def fail(trainer: Trainer, rank: int) -> None:
+        raise KeyError("planted")
+
+    plant(monkeypatch, fail)
+    assert two_stages(tmp_path).status == 1
+    told = capsys.readouterr().err
+    assert "of the rehearsal failed" in told and "KeyError: 'planted'" in told and "Traceback" in told
+    assert not (tmp_path / "out").exists()

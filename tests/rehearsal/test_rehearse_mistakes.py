@@ -1,0 +1,180 @@
+"""What a user gets wrong is told in a sentence, with exit status 2, before anything is rehearsed or written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from megarlhf.commands.rehearse import main
+from tests.rehearsal.jobs import DENSE, EXPERTS, H100, job_tree, write_job, write_model
+
+Change = Callable[[Path], list[str]]
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mistake must be found before."""
+
+    def run_ranks(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("a rank is rehearsed")
+
+    monkeypatch.setattr("megarlhf.rehearsal.rehearse.run_ranks", run_ranks)
+
+
+def said(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    """The sentence, of a command that is refused."""
+    try:
+        status = main(argv)
+    except SystemExit as end:  # by argparse
+        status = end.code  # type: ignore[assignment]
+    assert status == 2
+    return capsys.readouterr().err
+
+
+def sft(folder: Path, **changes: Any) -> str:
+    """A file for two stages, with `changes` of its sections."""
+    tree = job_tree("sft", folder, pp=2)
+    tree["run"]["world_size"] = 4
+    for section, values in changes.items():
+        tree[section] |= values
+    return str(write_job("sft", folder, tree))
+
+
+def hardware_with(folder: Path, **keys: Any) -> str:
+    file = folder / "hardware.yaml"
+    file.write_text(yaml.safe_dump(yaml.safe_load(H100.read_text()) | keys))
+    return str(file)
+
+
+CPU = {"kind": "cpu"}
+OPTIONS: dict[str, tuple[Callable[[Path], tuple[str, ...]], str]] = {
+    "an unknown key in a hardware file": (
+        lambda folder: ("--hardware", hardware_with(folder, memory_bandwith={"value": 1, "source": "assumed"})),
+        "unknown key 'memory_bandwith'; did you mean 'memory_bandwidth'?",
+    ),
+    "no hardware file": (lambda folder: ("--hardware", str(folder / "none.yaml")), "no configuration file"),
+    "an unknown key in a margin file": (
+        lambda folder: ("--margin", sft(folder)),
+        "unknown key 'run'",
+    ),
+    "a margin for a CPU": (
+        lambda folder: ("--margin", sft(folder), "--hardware", hardware_with(folder, **CPU)),
+        "--margin is of a GPU",
+    ),
+    "TransformerEngine on a CPU": (
+        lambda folder: ("--layers", "te", "--hardware", hardware_with(folder, **CPU)),
+        "--layers te is of a GPU",
+    ),
+    "a world that does not divide": (lambda folder: ("--world-size", "5"), "5 is not a multiple of tp x pp = 1 x 2"),
+    "ranks beyond the world": (lambda folder: ("--ranks", "0,4"), "--ranks 4: the job has ranks 0 to 3"),
+    "ranks that are no numbers": (lambda folder: ("--ranks", "0,first"), "'0,first' is neither all nor numbers"),
+    "uneven nodes": (lambda folder: ("--ranks-per-node", "3"), "--ranks-per-node 3 does not divide the 4 ranks"),
+    "more steps than there are": (lambda folder: ("--steps", "5"), "--steps 5: the job has 4"),
+    "lengths in other words": (
+        lambda folder: ("--response-lengths", "about:7"),
+        "--response-lengths: lengths 'about:7': expected constant:N",
+    ),
+    "lengths without a number": (lambda folder: ("--prompt-lengths", "constant:many"), "--prompt-lengths: lengths"),
+    "an earlier run without lengths": (
+        lambda folder: ("--response-lengths", str(folder)),
+        "has no lengths.jsonl",
+    ),
+    "memory that is no number": (lambda folder: ("--gpu-memory-gib", "nan"), "not a positive, finite number"),
+    "experts that are not there": (lambda folder: ("--routing-skew", "2"), "no model of the job has experts"),
+    "a skew below the mean": (lambda folder: ("--routing-skew", "0.5"), "cannot get less than the mean"),
+    "engines that are not there": (
+        lambda folder: ("--rollout-tokens-per-second", "9"),
+        "--rollout-tokens-per-second is of vLLM's engines, and sft has none",
+    ),
+    "an option twice": (lambda folder: ("--margin", "a", "--margin", "b"), "--margin is given twice"),
+    "an override of a misspelt key": (
+        lambda folder: ("train.num_step=3",),
+        "unknown key 'train.num_step'; did you mean 'num_steps'?",
+    ),
+    "a sweep over a misspelt key": (
+        lambda folder: ("--sweep", "actor.parallel.pp=1,2", "train.mini_batch_sample=4,8"),
+        "--sweep train.mini_batch_sample: override 'train.mini_batch_sample=4': unknown key",
+    ),
+    "a sweep over a key below a value": (
+        lambda folder: ("--sweep", "run.dir.x=4,8"),
+        "none of 2 combinations can be read",
+    ),
+    "a sweep without values": (lambda folder: ("--sweep", "train.num_steps="), "expected section.key=value,value"),
+    "a sweep with an unknown key in a hardware file": (
+        lambda folder: ("--hardware", hardware_with(folder, unknown=1), "--sweep", "actor.parallel.pp=1,2"),
+        "unknown key 'unknown'",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_an_option_is_refused(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options, sentence = OPTIONS[name]
+    out = tmp_path / "out"
+    assert sentence in said(capsys, "sft", "-c", sft(tmp_path), "-o", str(out), *options(tmp_path))
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("sweep", [(), ("--sweep", "actor.parallel.pp=1,2")], ids=["", "sweep"])
+def test_a_file_that_is_missing(sweep: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The nearest one is named."""
+    sft(tmp_path)
+    told = said(capsys, "sft", "-c", str(tmp_path / "stf.yaml"), "-o", str(tmp_path / "out"), *sweep)
+    assert f"did you mean {tmp_path / 'sft.yaml'}?" in told
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_model_without_its_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = sft(tmp_path)
+    (tmp_path / "dense" / "config.json").unlink()
+    told = said(capsys, "sft", "-c", file, "-o", str(tmp_path / "out"))
+    assert str(tmp_path / "dense") in told and "config.json" in told
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["file", "file/folder"])
+def test_an_answer_where_a_file_is(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("mine")
+    told = said(capsys, "sft", "-c", sft(tmp_path), "-o", str(tmp_path / name))
+    assert f"--out {tmp_path / name}: {tmp_path / 'file'} is a file" in told
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+ENGINES: dict[str, tuple[dict[str, Any], str]] = {
+    "an engine that does not divide the world": (
+        {"rollout": {"parallel": {"tp": 8}}},
+        "rollout.parallel.tp = 8 does not divide the 4 ranks",
+    ),
+    "an engine that does not divide the heads": (
+        {"model": {"num_attention_heads": 6, "num_key_value_heads": 6, "hidden_size": 96}, "tp": 4},
+        "rollout.parallel.tp = 4",
+    ),
+    "a reward model whose layout does not fit": (
+        {"reward_model": {"parallel": {"tp": 3}}},
+        "reward_model.parallel: world size 4 is not a multiple of tp x pp = 3 x 1",
+    ),
+    "a skew beyond all tokens": ({"model": EXPERTS, "skew": "3"}, "an expert that gets every token has 2 times"),
+}
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_a_layout_does_not_fit(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Refused before a rank starts."""
+    changes, sentence = ENGINES[name]
+    tree = job_tree("rl", tmp_path)
+    tree["reward_model"]["parallel"] = {}
+    if "model" in changes:
+        write_model(tmp_path / "dense", DENSE | changes["model"])
+    if "tp" in changes:
+        tree["rollout"]["parallel"] = {"tp": changes["tp"]}
+    for section in ("rollout", "reward_model"):
+        tree[section] |= changes.get(section, {})
+    options = ("--routing-skew", changes["skew"]) if "skew" in changes else ()
+    file = str(write_job("rl", tmp_path, tree))
+    told = said(capsys, "rl", "-c", file, "-o", str(tmp_path / "out"), "--world-size", "4", *options)
+    assert sentence in told
+    assert not (tmp_path / "out").exists()

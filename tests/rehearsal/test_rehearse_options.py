@@ -1,0 +1,146 @@
+"""Each option of `megarlhf rehearse` changes what it says it changes, and is refused where it could change nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.rehearsal.jobs import H100, job_tree, run_command, write_job
+
+MIB, GIB = 2**20, 2**30
+Say = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def sft(tmp_path_factory: pytest.TempPathFactory) -> Say:
+    """The answer for one rank and one step, by options; each is asked once."""
+    return _asked(tmp_path_factory, "sft")
+
+
+@pytest.fixture(scope="module")
+def grpo(tmp_path_factory: pytest.TempPathFactory) -> Say:
+    """The same of an rl job."""
+    return _asked(tmp_path_factory, "rl")
+
+
+def _asked(tmp_path_factory: pytest.TempPathFactory, command: str) -> Say:
+    folder = tmp_path_factory.mktemp(command)
+    tree = job_tree(command, folder)
+    if command == "rl":
+        del tree["critic"], tree["reward_model"]
+        tree |= {"rewards": [{"kind": "rule", "rule": "exact_match"}], "algo": {"advantage": "group_relative"}}
+    file, known = write_job(command, folder, tree), dict[tuple[str, ...], dict[str, Any]]()
+
+    def ask(*options: str) -> dict[str, Any]:
+        if options not in known:
+            out = folder / f"out{len(known)}"
+            done = run_command(command, file, out, "--steps", "1", "--workers", "1", *options)
+            assert done.status == 0
+            known[options] = done.json()
+        return known[options]
+
+    return ask
+
+
+def peak(said: dict[str, Any], kind: str, phase: str = "train/actor") -> int:
+    """Bytes of a kind at the peak of a phase of the first step."""
+    rows = (row for row in said["ranks"][0]["memory"] if (row["step"], row["phase"]) == (1, phase))
+    return int(next(rows)["by_kind"].get(kind, 0))
+
+
+def test_layers(sft: Say) -> None:
+    """TransformerEngine's layers keep other tensors than ours."""
+    te, local = sft(), sft("--layers", "local")
+    assert peak(te, "activations") != peak(local, "activations") > 0
+    assert [note for note in local["notes"] if note.startswith("Layers are our local ones")]
+    assert [note for note in te["notes"] if note.startswith("Layers are those of TransformerEngine")]
+    items = [{item["name"] for item in said["ranks"][0]["margin"]} for said in (te, local)]
+    assert items[0] - items[1] == {"norms' backward"}
+
+
+def test_margin(sft: Say, tmp_path: Path) -> None:
+    """A context that takes 1000 MiB more."""
+    file = tmp_path / "margin.yaml"
+    file.write_text(yaml.safe_dump({"context_mib": 1600}))
+    (more,), (plain,) = sft("--margin", str(file))["ranks"], sft()["ranks"]
+    assert more["need"] - plain["need"] == 1000 * MIB
+    assert more["peak"] == plain["peak"]
+
+
+def test_memory_of_a_device(grpo: Say) -> None:
+    """A larger device leaves more, and vLLM takes its share of it (`rollout.gpu_memory_utilization`, 0.4)."""
+    small, large = grpo("--gpu-memory-gib", "40"), grpo("--gpu-memory-gib", "60")
+    assert (small["capacity"], large["capacity"]) == (40 * GIB, 60 * GIB)
+    caches = [said["ranks"][0]["cache_bytes"] for said in (small, large)]
+    assert caches[1] - caches[0] == pytest.approx(0.4 * 20 * GIB, abs=2)
+    assert large["free"] - small["free"] == pytest.approx(0.6 * 20 * GIB, abs=0.1 * MIB)
+
+
+def test_speed_of_the_rollout(grpo: Say) -> None:
+    """One engine: tokens / speed, by hand; the step is longer by as much."""
+    plain, slow = grpo(), grpo("--rollout-tokens-per-second", "10")
+    (row,) = slow["rollouts"]
+    assert row["slowest"] == pytest.approx(row["tokens"] / 10)
+    more = row["slowest"] - plain["rollouts"][0]["slowest"]
+    assert slow["times"][0]["seconds"] - plain["times"][0]["seconds"] == pytest.approx(more)
+
+
+def test_lengths_of_responses(grpo: Say) -> None:
+    """8 samples of 5 tokens."""
+    said = grpo("--response-lengths", "constant:5")
+    assert said["rollouts"][0]["tokens"] == 8 * 5
+    assert any("always 5 tokens, at most 64." in note for note in said["notes"])
+
+
+def test_lengths_of_prompts(sft: Say) -> None:
+    long, short = (sft("--prompt-lengths", f"constant:{n}", "--response-lengths", "constant:4") for n in (32, 8))
+    tokens = [said["times"][0]["tokens_per_second"] * said["times"][0]["seconds"] for said in (long, short)]
+    assert tokens == [pytest.approx(8 * 36), pytest.approx(8 * 12)]
+
+
+def test_skew_of_the_routing_on_hardware_of_the_user(tmp_path: Path) -> None:
+    """The busiest of four experts gets all tokens, each of which goes to two: products and memory are others, seen on
+    a machine that launches in no time."""
+    hardware = yaml.safe_load(H100.read_text())
+    hardware |= {"name": "quick", "launch": {"value": 1e-9, "source": "assumed"}}
+    quick = tmp_path / "quick.yaml"
+    quick.write_text(yaml.safe_dump(hardware))
+    file, found = write_job("sft", tmp_path, job_tree("sft", tmp_path, "experts")), []
+    for skew in ("1", "2"):
+        options = ("--world-size", "1", "--steps", "1", "--hardware", str(quick), "--routing-skew", skew)
+        found.append(run_command("sft", file, tmp_path / skew, *options).json())
+    assert [said["hardware"] for said in found] == ["quick", "quick"]
+    even, skewed = ([(row["phase"], row["peak"]) for row in said["ranks"][0]["memory"]] for said in found)
+    assert even != skewed
+    even, skewed = (said["times"][0]["seconds"] for said in found)
+    assert even < skewed
+    notes = [next(note for note in said["notes"] if note.startswith("Routing")) for said in found]
+    assert "equally many tokens" in notes[0]
+    assert "expert 0 of each layer gets 2 times the mean" in notes[1]
+
+
+def test_ranks_per_node(tmp_path: Path) -> None:
+    """Two stages on one node, and on two."""
+    file = write_job("sft", tmp_path, job_tree("sft", tmp_path, pp=2))
+    ways = []
+    for number in ("1", "2"):
+        options = ("--world-size", "2", "--steps", "1", "--ranks-per-node", number)
+        said = run_command("sft", file, tmp_path / f"out{number}", *options).json()
+        ways.append({row["between_nodes"] for rank in said["ranks"] for row in rank["messages"] if row["group"] == "pp"})
+        assert said["host_per_node"] == int(number) * sum(row["nbytes"] for row in said["host"])
+    assert ways == [{True}, {False}]
+
+
+def test_ranks_of_no_whole_pipeline_have_no_times(tmp_path: Path) -> None:
+    """Which is said."""
+    file = write_job("sft", tmp_path, job_tree("sft", tmp_path, pp=2))
+    options = ("--world-size", "4", "--steps", "1", "--ranks", "0,3")
+    done = run_command("sft", file, tmp_path / "out", *options)
+    said = done.json()
+    assert (done.status, said["times"], said["faults"]) == (0, [], [])
+    assert [(rank["rank"], rank["why"]) for rank in said["ranks"]] == [(0, "asked for"), (3, "asked for")]
+    assert "There are no times: no whole pipeline of actor is among the rehearsed ranks." in said["notes"]
