@@ -192,6 +192,8 @@ class Rank:
         if self.job.kind == "gpu" and self.job.layers == "te":
             replace_layers(shard, self._shared)
         self.ledger.name(shard.parameters().values(), "parameters")
+        for parameter in shard.parameters().values():
+            self.mode.known.forget(parameter)  # a checkpoint's numbers come in place of those it was made with
         if self.job.repeat_layers:
             self._equal.install(shard)
 
