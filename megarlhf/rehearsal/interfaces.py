@@ -285,11 +285,16 @@ def patched(hooks: Hooks) -> Iterator[None]:
 
         gather = dist.all_gather_object
 
-        def all_gather_object(into: list[Any], mine: Any, *args: Any, **kwargs: Any) -> None:
-            gather(into, mine, *args, **kwargs)
-            said = hooks.gathered(mine)
-            if said is not None:
-                into[:] = said
+        def all_gather_object(into: list[Any], mine: Any, group: Any = None) -> None:
+            """A list that comes filled says what each rank hands in. Messages are as long as the longest of it."""
+            said = hooks.gathered(mine) or (None if None in into else list(into))
+            if said is None:
+                gather(into, mine, group)
+                return
+            into[:] = said
+            for size, dtype in ((1, torch.int64), (max(len(pickle.dumps(value)) for value in said), torch.uint8)):
+                part = torch.empty(size, dtype=dtype)
+                dist.all_gather([torch.empty_like(part) for _ in said], part, group)
 
         reduce = dist.all_reduce
 
