@@ -102,9 +102,8 @@ class Case:
         command = {"gae": "ppo", "group_relative": "grpo"}[self.advantage] if self.command == "rl" else self.command
         cuts = {key: value for key, value in self.parallel.items() if key in ("tp", "pp")}
         dp = self.world_size // (cuts.get("tp", 1) * cuts.get("pp", 1))
-        layout = (
-            " ".join(f"{key.upper()}{value}" for key, value in [*cuts.items(), ("dp", dp)] if value > 1) or "1 rank"
-        )
+        axes = [*cuts.items(), ("dp", dp)]
+        layout = " ".join(f"{axis.upper()}{size}" for axis, size in axes if size > 1) or "1 rank"
         layout += " uneven" if "layers_per_stage" in self.parallel else ""
         layout += " SP" if self.parallel.get("sequence_parallel") else ""
         model = self.model if self.skew == 1.0 else f"{self.model} x{self.skew:g}"

@@ -52,8 +52,7 @@ class Seen:
     counts: dict[Message, int]
     nbytes: dict[Message, int]
     ends: dict[Place, int] = field(default_factory=dict)
-    """Bytes that live when the phase is left last."""
-    curves: dict[Place, list[int]] = field(default_factory=dict)
+    """Bytes that live when the phase is left last: a release that was not seen would show."""
 
 
 class RandomNumbers(NoNumbers):
