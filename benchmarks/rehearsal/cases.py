@@ -11,12 +11,12 @@ from megarlhf.config import DPOConfig, RLConfig, RMConfig, SFTConfig
 from megarlhf.rehearsal.job import Job
 from megarlhf.rehearsal.lengths import Uniform
 from megarlhf.rehearsal.routing import Routing
-from megarlhf.rehearsal.stand_ins import WORDS, stand_in
+from megarlhf.rehearsal.stand_ins import stand_in
 
 DENSE: dict[str, Any] = {
     "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],
-    "vocab_size": WORDS,
+    "vocab_size": 512,
     "hidden_size": 256,
     "intermediate_size": 688,
     "num_hidden_layers": 4,
@@ -56,7 +56,7 @@ WINDOW: dict[str, Any] = {
 LEARNED: dict[str, Any] = {
     "model_type": "gpt2",
     "architectures": ["GPT2LMHeadModel"],
-    "vocab_size": WORDS,
+    "vocab_size": 512,
     "n_embd": 256,
     "n_inner": 1024,
     "n_layer": 4,
