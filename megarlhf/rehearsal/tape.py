@@ -85,7 +85,6 @@ class Tape:
         self.result = self.numbers.get(storage_key(tensor))
         self.size, self.stride, self.dtype = tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype
 
-
     def without_first_use(self) -> None:
         """Of a backward: what lives on after it was made at its first use, for all backwards."""
         kept = set(self.numbers.values()) - {self.result}
