@@ -11,12 +11,12 @@ from megarlhf.config import DPOConfig, RLConfig, RMConfig, SFTConfig
 from megarlhf.rehearsal.job import Job
 from megarlhf.rehearsal.lengths import Uniform
 from megarlhf.rehearsal.routing import Routing
-from megarlhf.rehearsal.stand_ins import WORDS, stand_in
+from megarlhf.rehearsal.stand_ins import stand_in
 
 DENSE: dict[str, Any] = {
     "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],
-    "vocab_size": WORDS,
+    "vocab_size": 512,
     "hidden_size": 256,
     "intermediate_size": 688,
     "num_hidden_layers": 4,
@@ -56,7 +56,7 @@ WINDOW: dict[str, Any] = {
 LEARNED: dict[str, Any] = {
     "model_type": "gpt2",
     "architectures": ["GPT2LMHeadModel"],
-    "vocab_size": WORDS,
+    "vocab_size": 512,
     "n_embd": 256,
     "n_inner": 1024,
     "n_layer": 4,
@@ -73,6 +73,8 @@ MODELS = {"dense": DENSE, "experts": EXPERTS, "tied": TIED, "window": WINDOW, "l
 """A Llama, a mixture of experts; tied embeddings, a sliding window, learned positions."""
 CONFIGS = {"sft": SFTConfig, "rm": RMConfig, "dpo": DPOConfig, "rl": RLConfig}
 LONGEST = 192
+CACHE = 1 << 30
+"""Bytes of an engine's cache, of which nothing is ever written."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +91,8 @@ class Case:
     """Of `rl`."""
     skew: float = 1.0
     """Of experts."""
+    engine_tp: int = 0
+    """Of an engine with weights; 0: there is none, and nothing is moved into it."""
     samples: int = 16
     """Of a mini-batch."""
     layers: int = 4
@@ -98,12 +102,12 @@ class Case:
         command = {"gae": "ppo", "group_relative": "grpo"}[self.advantage] if self.command == "rl" else self.command
         cuts = {key: value for key, value in self.parallel.items() if key in ("tp", "pp")}
         dp = self.world_size // (cuts.get("tp", 1) * cuts.get("pp", 1))
-        layout = (
-            " ".join(f"{key.upper()}{value}" for key, value in [*cuts.items(), ("dp", dp)] if value > 1) or "1 rank"
-        )
+        axes = [*cuts.items(), ("dp", dp)]
+        layout = " ".join(f"{axis.upper()}{size}" for axis, size in axes if size > 1) or "1 rank"
         layout += " uneven" if "layers_per_stage" in self.parallel else ""
         layout += " SP" if self.parallel.get("sequence_parallel") else ""
         model = self.model if self.skew == 1.0 else f"{self.model} x{self.skew:g}"
+        layout += f", engine TP{self.engine_tp}" if self.engine_tp else ""
         return f"{command} {model} {self.dtype} {'packed' if self.packed else 'padded'} {layout}"
 
 
@@ -127,6 +131,7 @@ def job_of(case: Case, directory: Path, num_steps: int = 2) -> Job:
             **micro,
         }
         tree["rollout"] |= {"max_response_tokens": LONGEST - 64, "engine": "vllm"}
+        tree["rollout"] |= {"parallel": {"tp": case.engine_tp}, "cpu_cache_gib": CACHE >> 30} if case.engine_tp else {}
         tree["rewards"] = [{"kind": "rule", "rule": "exact_match"}]
         tree["algo"] = {"advantage": case.advantage, "kl": {"coef": 0.05}}
         if case.advantage == "gae":
@@ -150,6 +155,7 @@ def job_of(case: Case, directory: Path, num_steps: int = 2) -> Job:
         kind="cpu",
         num_steps=num_steps,
         response_lengths=lengths,
-        bare_engine=True,
+        rollout_tokens_per_second=1000.0,
+        bare_engine=not case.engine_tp,
         routing=Routing(skew=case.skew),
     )

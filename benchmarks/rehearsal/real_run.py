@@ -5,7 +5,8 @@ their times; the peak of a phase is the largest sum while it is open. On a CPU t
 device elsewhere and for what stays on the host.
 Messages: what reaches the process groups (`recorded.py`).
 The weights are random numbers in place of a checkpoint's, and responses have given lengths in place of an engine's:
-both as in the rehearsal, so that what is compared is the trainer.
+both as in the rehearsal, so that what is compared is the trainer, and where a case has an engine the way of the weights
+into it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from megarlhf.models.build import ModelShard
 from megarlhf.models.experts import Router
 from megarlhf.models.role import Role
 from megarlhf.parallel.mesh import forget_scratch_buffer
-from megarlhf.rehearsal.engine import GivenResponses
+from megarlhf.rehearsal.engine import EngineMemory, GivenResponses, RehearsedEngine
 from megarlhf.rehearsal.job import Job
 from megarlhf.rehearsal.program import ENTRIES
 from megarlhf.rehearsal.routing import Routing
@@ -34,6 +35,7 @@ from megarlhf.rehearsal.weights import NoNumbers
 from megarlhf.rollout.engine import RolloutEngine
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.parts import Parts
+from megarlhf.trainers.prompts import engine_dtype
 
 MARK = "PHASE "
 Place = tuple[int, str]
@@ -50,8 +52,7 @@ class Seen:
     counts: dict[Message, int]
     nbytes: dict[Message, int]
     ends: dict[Place, int] = field(default_factory=dict)
-    """Bytes that live when the phase is left last."""
-    curves: dict[Place, list[int]] = field(default_factory=dict)
+    """Bytes that live when the phase is left last: a release that was not seen would show."""
 
 
 class RandomNumbers(NoNumbers):
@@ -81,7 +82,9 @@ def real_rank(runtime: Runtime, job: Job, plant: Callable[[Place], None] | None 
             plant(now[0])
 
     def engine(rollout: RolloutConfig, actor: Role, prompt_tokens: int, rows: int) -> RolloutEngine:
-        return GivenResponses(actor.mesh.runtime, job.response_lengths)
+        if job.bare_engine:
+            return GivenResponses(actor.mesh.runtime, job.response_lengths)
+        return real_engine(job, rollout, actor, prompt_tokens)
 
     steps = Steps(job.num_steps, moved, lambda step: None)
     parts = Parts(phases=steps.phases, weights=RandomNumbers(lambda shard: None), engine=engine)
@@ -97,6 +100,28 @@ def real_rank(runtime: Runtime, job: Job, plant: Callable[[Place], None] | None 
     recorder.on = False
     peaks, ends = peaks_of(profile)
     return Seen(runtime.rank, peaks, dict(recorder.counts), dict(recorder.nbytes), ends)
+
+
+def real_engine(job: Job, rollout: RolloutConfig, actor: Role, prompt_tokens: int) -> RolloutEngine:
+    """vLLM's weights as real tensors where the table says that vLLM has them, into which our resharder really moves the
+    actor's, with a certificate; nothing is generated."""
+
+    def refused(why: str) -> None:
+        raise RuntimeError(why)
+
+    return RehearsedEngine(
+        actor.section.model.hf_directory(),
+        engine_dtype(rollout, actor),
+        rollout,
+        rollout.tp(actor.section),
+        prompt_tokens + rollout.max_response_tokens,
+        actor.mesh.runtime,
+        lengths=job.response_lengths,
+        memory=EngineMemory(device_bytes=0, reserved_bytes=0, activation_bytes=0, held_bytes=lambda: 0),
+        drew=lambda num_samples: None,
+        generated=lambda engines, shape, cache_bytes: None,
+        refused=refused,
+    )
 
 
 @contextlib.contextmanager

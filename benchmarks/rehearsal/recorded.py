@@ -6,9 +6,12 @@ it was said: torch's functions, Megatron-Core's, pickled objects.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import time
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -62,14 +65,29 @@ class Settled(dist.Work):
 
     def wait(self, *timeout: Any) -> bool:
         done = self._work.wait(*timeout)
-        time.sleep(SETTLING_SECONDS)
+        ends = time.monotonic() + SETTLING_SECONDS
+        while not _is_gloo_idle() and time.monotonic() < ends:
+            time.sleep(0.0005)
         return done
 
     def is_completed(self) -> bool:
         return bool(self._work.is_completed())
 
 
-SETTLING_SECONDS = 0.002
+SETTLING_SECONDS = 1.0
+"""At most; other threads of gloo may be at work for other messages."""
+GLOO_THREAD = "(pt_gloo_runloop)"
+
+
+def _is_gloo_idle() -> bool:
+    """Whether each of gloo's threads sleeps until there is work; one that has not yet let go is running, or would."""
+    for task in os.scandir("/proc/self/task"):
+        with contextlib.suppress(OSError):  # it has ended
+            words = Path(task.path, "stat").read_text().partition(" ")[2]
+            if words.startswith(GLOO_THREAD) and words.removeprefix(GLOO_THREAD).split()[0] != "S":
+                return False
+    return True
+
 
 METHODS: dict[str, tuple[Operation, int]] = {
     "allreduce": ("all_reduce", 0),

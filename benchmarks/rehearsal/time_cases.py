@@ -10,7 +10,7 @@ from typing import Any, Literal
 from megarlhf.config import RLConfig, SFTConfig
 from megarlhf.rehearsal.lengths import Constant, Lengths, Uniform
 from megarlhf.rehearsal.program import Job
-from megarlhf.rehearsal.stand_ins import WORDS, stand_in
+from megarlhf.rehearsal.stand_ins import stand_in
 
 LONGEST = 256
 
@@ -52,7 +52,7 @@ def config_of(hidden: int, layers: int) -> dict[str, Any]:
     return {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],
-        "vocab_size": WORDS,
+        "vocab_size": 512,
         "hidden_size": hidden,
         "intermediate_size": hidden * 8 // 3 // 16 * 16,
         "num_hidden_layers": layers,

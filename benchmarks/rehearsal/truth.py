@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.rehearsal.cases import Case, job_of
+from benchmarks.rehearsal.cases import CACHE, Case, job_of
 from benchmarks.rehearsal.processes import as_ranks, together
 from benchmarks.rehearsal.real_run import Seen, real_rank
 from benchmarks.rehearsal.recorded import Message
@@ -53,6 +53,8 @@ CASES: tuple[Case, ...] = (
     Case(command="rl", world_size=2, dtype="bf16", packed=True),
     Case(command="rl", advantage=GRPO, dtype="bf16", packed=True),
     Case(command="rl", advantage=GRPO, parallel=SEQUENCE, world_size=2),
+    Case(command="rl", advantage=GRPO, parallel=PP2, world_size=2, engine_tp=2, dtype="bf16", packed=True),
+    Case(command="rl", advantage=GRPO, model="experts", parallel=SEQUENCE, world_size=2, engine_tp=1),
     Case(command="rl", advantage=GRPO, model="experts", parallel=SEQUENCE, world_size=2, packed=True),
 )
 
@@ -101,7 +103,7 @@ def compare(configuration: str, real: Sequence[Seen], rehearsed: Sequence[Seen])
     for ran, told in zip(real, rehearsed, strict=True):
         assert ran.rank == told.rank, f"rank {ran.rank} would be compared with rank {told.rank}"
         for step, phase in sorted(ran.peaks.keys() | told.peaks.keys()):
-            peaks = (each.peaks.get((step, phase), 0) for each in (ran, told))
+            peaks = (_beside_cache(each.peaks.get((step, phase), 0)) for each in (ran, told))
             rows.append(Row(configuration, ran.rank, step, phase, *peaks))
         for message in sorted(ran.counts.keys() | told.counts.keys()):
             both = [(each.counts.get(message, 0), each.nbytes.get(message, 0)) for each in (ran, told)]
@@ -109,6 +111,11 @@ def compare(configuration: str, real: Sequence[Seen], rehearsed: Sequence[Seen])
                 mismatches.append(Mismatch(configuration, ran.rank, message, *both))
         num_messages += sum(ran.counts.values())
     return Compared(rows, mismatches, num_messages)
+
+
+def _beside_cache(nbytes: int) -> int:
+    """An engine's cache, as large as all else a hundred times, would hide every error."""
+    return nbytes - CACHE if nbytes > CACHE else nbytes
 
 
 def measure(case: Case) -> Compared:

@@ -23,6 +23,7 @@ from megarlhf.rehearsal.routing import Routing, in_router
 from megarlhf.rehearsal.scratch import of_message, of_operation
 from megarlhf.rehearsal.shapes import Key, ResultsByShape
 from megarlhf.rehearsal.sites import Assumptions
+from megarlhf.rehearsal.strides import with_strides_of_torch
 from megarlhf.rehearsal.trees import tensors_in, with_tensors
 from megarlhf.rehearsal.wire import Wire
 
@@ -123,6 +124,7 @@ class Device(TorchDispatchMode):
                     out = func(*args, **kwargs)
                 except DynamicOutputShapeException:
                     out = None
+                out = with_strides_of_torch(func, args, kwargs, out)
         if out is None and func._schema.returns:
             return self._by_numbers(func, args, kwargs)
         outputs = [x for x in tensors_in((out,)) if isinstance(x, FakeTensor)]

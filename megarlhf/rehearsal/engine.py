@@ -211,8 +211,8 @@ def given_responses(
     index = [{n: (lengths[n], finished[n]) for n in shares.get(rank, ())} for rank in range(runtime.world_size)]
     own = shares.get(runtime.rank, ())
     mine = {n: Response([TOKEN] * lengths[n], [-1.0] * lengths[n], finished[n]) for n in own}
-    said: list[Any] = [None] * runtime.world_size
-    dist.all_gather_object(said, (index[runtime.rank], False))  # as the real engines do; what it says is known here
+    said: list[Any] = [(part, False) for part in index]
+    dist.all_gather_object(said, said[runtime.rank])  # as the real engines do; what it says is known here
     return gather_indexed(mine, index, len(lengths), version, runtime.device)
 
 

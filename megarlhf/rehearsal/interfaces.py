@@ -7,6 +7,7 @@ What is used, and why:
   _setup_privateuseone_for_python_backend      a device that is no CPU, without a compiler. Autograd aborts on fake
                                                `cuda` tensors where torch has no CUDA
   _create_fake_pg, FakeStore                   a process group that reaches nobody
+  _disable_current_modes                       a tensor is made beside the modes, to ask torch for its strides
   Work.boxed                                   a collective's handle, made here, so that waiting for it is seen
   varlen._varlen_attn, _varlen_attn_backward   attention's kernels one by one
 
@@ -45,6 +46,7 @@ from torch.nn.attention.varlen import _varlen_attn as varlen_attn
 from torch.nn.attention.varlen import _varlen_attn_backward as varlen_attn_backward
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore, _create_fake_pg
+from torch.utils._python_dispatch import _disable_current_modes as without_modes
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 from torch.utils.flop_counter import flop_registry
 
@@ -67,6 +69,7 @@ __all__ = [
     "flop_registry",
     "varlen_attn",
     "varlen_attn_backward",
+    "without_modes",
 ]
 
 
@@ -282,11 +285,16 @@ def patched(hooks: Hooks) -> Iterator[None]:
 
         gather = dist.all_gather_object
 
-        def all_gather_object(into: list[Any], mine: Any, *args: Any, **kwargs: Any) -> None:
-            gather(into, mine, *args, **kwargs)
-            said = hooks.gathered(mine)
-            if said is not None:
-                into[:] = said
+        def all_gather_object(into: list[Any], mine: Any, group: Any = None) -> None:
+            """A list that comes filled says what each rank hands in. Messages are as long as the longest of it."""
+            said = hooks.gathered(mine) or (None if None in into else list(into))
+            if said is None:
+                gather(into, mine, group)
+                return
+            into[:] = said
+            for size, dtype in ((1, torch.int64), (max(len(pickle.dumps(value)) for value in said), torch.uint8)):
+                part = torch.empty(size, dtype=dtype)
+                dist.all_gather([torch.empty_like(part) for _ in said], part, group)
 
         reduce = dist.all_reduce
 

@@ -7,6 +7,7 @@ stood in for is said on the page.
 from __future__ import annotations
 
 import json
+import string
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,10 +20,9 @@ from megarlhf.data.procedural import is_procedural
 from megarlhf.rehearsal.lengths import Constant, Lengths, LogNormal
 from megarlhf.weights.checkpoint.dtype import resolve_dtype
 
-WORDS = 512
-"""Tokens of the stand-in tokenizer."""
 SPECIAL = ("<pad>", "<s>", "</s>")
-"""The first of them."""
+LETTERS = string.ascii_letters
+"""Tokens of the stand-in tokenizer, in this order."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 REWARD = "megarlhf.rehearsal.stand_ins:length_of_response"
 
@@ -99,22 +99,26 @@ def _model(
     dtype = resolve_dtype(role, section.model, head).name
     model |= {"path": paths[str(source)], "hf": None, "dtype": dtype}
     why = "is not used, since the data stands in" if has_tokenizer else "is not there"
-    return [f"The tokenizer of {source} {why}: one of {WORDS} words stands in."]
+    return [f"The tokenizer of {source} {why}: one of {len(LETTERS)} letters stands in."]
 
 
 def write_tokenizer(folder: Path) -> None:
-    """A word of the text is a token: `w7` is the eighth. None begins with a special token, which would be cut off."""
-    words = {**{name: n for n, name in enumerate(SPECIAL)}, **{f"w{n}": n for n in range(len(SPECIAL), WORDS)}}
+    """A letter of the text is a token.
+
+    transformers builds a tokenizer of its own for some families (Qwen2) from the vocabulary of whatever stands there.
+    It is one of byte pairs, so this one is too: with no pairs, in which both agree.
+    """
+    spread = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
     tokenizer: dict[str, Any] = {
         "version": "1.0",
         "truncation": None,
         "padding": None,
         "added_tokens": [],
         "normalizer": None,
-        "pre_tokenizer": {"type": "WhitespaceSplit"},
+        "pre_tokenizer": spread,
         "post_processor": None,
-        "decoder": None,
-        "model": {"type": "WordLevel", "vocab": words, "unk_token": SPECIAL[0]},
+        "decoder": spread,
+        "model": {"type": "BPE", "vocab": {name: n for n, name in enumerate((*SPECIAL, *LETTERS))}, "merges": []},
     }
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     pad, bos, eos = SPECIAL
@@ -149,7 +153,7 @@ def _data(
                 names = ("response",) if isinstance(cfg, SFTConfig) else ("chosen", "rejected")
                 for k, name in enumerate(names, 1):
                     # One token of the response is its end.
-                    record[name] = " " + _text(min(responses.draw(3 * n + k), most) - 1, n + k)
+                    record[name] = _text(min(responses.draw(3 * n + k), most) - 1, n + k)
             out.write(json.dumps(record) + "\n")
     data |= {"train": str(file), "train_split": None, "heldout": None, "heldout_split": None, "template": "plain"}
     why = why or "cannot be read with the stand-in tokenizer"
@@ -160,9 +164,8 @@ def _data(
 
 
 def _text(tokens: int, seed: int) -> str:
-    """So many words of the stand-in tokenizer, none of them special."""
-    first = len(SPECIAL)
-    return " ".join(f"w{first + (seed + k) % (WORDS - first)}" for k in range(max(1, tokens)))
+    """So many tokens of the stand-in tokenizer."""
+    return "".join(LETTERS[(seed + k) % len(LETTERS)] for k in range(max(1, tokens)))
 
 
 def _rewards(cfg: RLConfig, tree: dict[str, Any]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import pickle
 
 import torch
 import torch.distributed as dist
@@ -107,8 +108,17 @@ def test_objects_of_rank_0() -> None:
         said = ["mine"]
         dist.broadcast_object_list(said, 0)
         assert said == ["mine"]
+        said_bytes = 8 + len(pickle.dumps("mine"))
+        heard: list[object] = [None, None]
+        dist.all_gather_object(heard, "mine")
+        assert heard == ["mine", "mine"]
+        heard = ["theirs, which is longer", "mine"]
+        dist.all_gather_object(heard, "mine")
+        assert heard == ["theirs, which is longer", "mine"]
+        nbytes = device.wire.nbytes.total()
+        assert nbytes == 2 * 8 + 2 * len(pickle.dumps("mine")) + 2 * 8 + 2 * len(pickle.dumps(heard[0])) + said_bytes
         got: list[object] = [None]
         dist.scatter_object_list(got, None, 0)
         assert got == ["what rank 0 says"]
         operations = [line.operation for line, count in device.wire.counts.items() for _ in range(count)]
-    assert sorted(operations) == ["broadcast"] * 3 + ["scatter"] * 2
+    assert sorted(operations) == ["all_gather"] * 4 + ["broadcast"] * 3 + ["scatter"] * 2

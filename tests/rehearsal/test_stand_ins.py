@@ -11,7 +11,7 @@ import pytest
 from megarlhf.config import RMConfig, SFTConfig
 from megarlhf.data.tokenizer import load_tokenizer
 from megarlhf.rehearsal.lengths import Constant, Given
-from megarlhf.rehearsal.stand_ins import SPECIAL, WORDS, stand_in
+from megarlhf.rehearsal.stand_ins import LETTERS, SPECIAL, stand_in, write_tokenizer
 from megarlhf.trainers.rm import RewardModelling
 from megarlhf.trainers.sft import SupervisedFineTuning
 from megarlhf.trainers.supervised import load_samples
@@ -42,7 +42,7 @@ def tree(directory: Path, role: str) -> dict[str, Any]:
 
 
 def test_every_record_is_used_and_has_its_length(tmp_path: Path) -> None:
-    """Also the longest that are allowed, and whatever words they consist of."""
+    """Also the longest that are allowed, and whatever letters they consist of."""
     cfg = SFTConfig.model_validate(tree(tmp_path / "model", "actor"))
     lengths = {"prompt_lengths": Given([2, 17, 40, 99]), "response_lengths": Given([2, 33, 60, 99])}
     stood = stand_in(cfg, tmp_path / "standing_in", steps=3, **lengths)
@@ -62,13 +62,15 @@ def test_pairs(tmp_path: Path) -> None:
     assert {tuple(map(len, side)) for side in sides} == {(20, 10, 10)}
 
 
-def test_no_word_begins_with_a_special_token(tmp_path: Path) -> None:
-    """It would be cut into two tokens."""
-    cfg = SFTConfig.model_validate(tree(tmp_path / "model", "actor"))
-    stood = stand_in(cfg, tmp_path / "standing_in", steps=3, prompt_lengths=None, response_lengths=None)
-    tokenizer = load_tokenizer(stood.cfg.actor.model.path)
-    for number in range(len(SPECIAL), WORDS):
-        assert tokenizer.encode(f"w{number}") == [number]
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral", "gpt2", "opt"])
+def test_a_letter_is_a_token_whatever_the_family(family: str, tmp_path: Path) -> None:
+    """For some of them transformers makes a tokenizer of another kind."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
+    write_tokenizer(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.encode(LETTERS) == list(range(len(SPECIAL), len(SPECIAL) + len(LETTERS)))
+    assert tokenizer.encode(LETTERS, continuation=True) == tokenizer.encode(LETTERS)
+    assert tokenizer.decode(tokenizer.encode("aZ")) == "aZ"
     assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id) == (1, 2, 0)
 
 
