@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import shutil
@@ -39,6 +40,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if any({"vllm_ranks", "fresh_ranks"} & set(getattr(item, "fixturenames", ())) for item in session.items):
         modules.append("tests.preload_vllm")
     multiprocessing.set_forkserver_preload(modules)  # by the server, before the first rank is forked from it
+    gc.collect()
+    gc.freeze()  # a million objects of modules and tests, which each later collection would look through
 
 
 @pytest.hookimpl(wrapper=True)
