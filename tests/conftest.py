@@ -44,6 +44,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()  # a million objects of modules and tests, which each later collection would look through
 
 
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # Triton's bindings name as leaks what is left when the process ends
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Any:
     """A test that fails may leave its ranks in any state: the next one gets fresh ones."""
