@@ -36,6 +36,8 @@ export DO_NOT_TRACK ?= 1
 export VLLM_NO_USAGE_STATS ?= 1
 # torch's C++ side otherwise announces the NUMA policy of each vLLM rank.
 export TORCH_CPP_LOG_LEVEL ?= ERROR
+# Images of containers often set it: each of the tests' processes would compile what it imports anew, pytest all tests.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help venv demo demo-3d demo-seeds bench-convert bench-reshard bench-kernels bench-packing bench-gpu-logprob \
 	bench-gpu-packed bench-resume bench-rewards bench-rehearsal test test-slow test-gpu test-peers test-slurm test-faults slurm-scripts lint docs \

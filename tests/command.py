@@ -10,11 +10,15 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 
 
+def outside_a_run() -> dict[str, str]:
+    """The environment of a command that no launcher has started."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "RANK", "MASTER_"))}
+    return env | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+
+
 def python(*arguments: str) -> subprocess.CompletedProcess[str]:
     """This interpreter with `arguments`, at the repository's root and outside any launcher's run."""
-    env = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "RANK", "MASTER_"))}
-    env |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, *arguments]
+    command, env = [sys.executable, *arguments], outside_a_run()
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=280, check=False)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import shutil
@@ -39,6 +40,12 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if any({"vllm_ranks", "fresh_ranks"} & set(getattr(item, "fixturenames", ())) for item in session.items):
         modules.append("tests.preload_vllm")
     multiprocessing.set_forkserver_preload(modules)  # by the server, before the first rank is forked from it
+    gc.collect()
+    gc.freeze()  # a million objects of modules and tests, which each later collection would look through
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # Triton's bindings name as leaks what is left when the process ends
 
 
 @pytest.hookimpl(wrapper=True)
@@ -106,12 +113,21 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture(scope="session")
 def two_layers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The same with two layers, for tests in which the depth plays no part: ranks mostly wait for collectives."""
-    root = tmp_path_factory.mktemp("two_layers")
+    return _shallow(tmp_path_factory.mktemp("two_layers"), num_layers=2)
+
+
+@pytest.fixture(scope="session")
+def one_layer(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The same with one, for tests of what a run does around its model, without stages."""
+    return _shallow(tmp_path_factory.mktemp("one_layer"), num_layers=1)
+
+
+def _shallow(root: Path, num_layers: int) -> dict[str, Path]:
     models = {
-        "plain": write_tiny_llama(root / "plain", seed=0, num_layers=2),
-        "other": write_tiny_llama(root / "other", seed=1, num_layers=2),
-        "tied": write_tiny_llama(root / "tied", seed=2, tied=True, num_layers=2),
-        "tied_other": write_tiny_llama(root / "tied_other", seed=3, tied=True, num_layers=2),
+        "plain": write_tiny_llama(root / "plain", seed=0, num_layers=num_layers),
+        "other": write_tiny_llama(root / "other", seed=1, num_layers=num_layers),
+        "tied": write_tiny_llama(root / "tied", seed=2, tied=True, num_layers=num_layers),
+        "tied_other": write_tiny_llama(root / "tied_other", seed=3, tied=True, num_layers=num_layers),
     }
     return models | {"scorer": write_reward_model(root / "scorer", models["other"])}
 

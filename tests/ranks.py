@@ -66,7 +66,7 @@ class RankPool:
         """Fills in the results; returns what the first failure says."""
         world_size = len(results)
         pending = {self._workers[rank][1]: rank for rank in range(world_size)}
-        failure, deadline = None, time.monotonic() + JOB_SECONDS
+        failure, failed_at, deadline = None, float("inf"), time.monotonic() + JOB_SECONDS
         while pending:
             ready = wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
             if not ready and failure is None:
@@ -76,13 +76,13 @@ class RankPool:
             for connection in ready:
                 rank = pending.pop(connection)  # type: ignore[arg-type]
                 try:
-                    succeeded, results[rank], seconds = connection.recv()  # type: ignore[union-attr]
+                    succeeded, results[rank], seconds, ended = connection.recv()  # type: ignore[union-attr]
                 except EOFError:
                     raise AssertionError(f"{name}: rank {rank} of {world_size} died") from None
                 self.cpu_seconds += seconds
-                if not succeeded and failure is None:
-                    failure = f"{name} failed on rank {rank} of {world_size}:\n{results[rank]}"
-                    deadline = time.monotonic() + GRACE_SECONDS
+                if not succeeded and ended < failed_at:  # two may be read at once
+                    deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+                    failure, failed_at = f"{name} failed on rank {rank} of {world_size}:\n{results[rank]}", ended
         return failure
 
     def close(self) -> None:
@@ -126,7 +126,7 @@ def _serve(connection: Connection) -> None:
             return
         before = _cpu_seconds()
         succeeded, value = _do(*message)
-        connection.send((succeeded, value, _cpu_seconds() - before))
+        connection.send((succeeded, value, _cpu_seconds() - before, time.monotonic()))
         if not succeeded:  # after it is told: the others' collectives break as this rank leaves its process groups
             shutdown()
         _release_models()

@@ -4,12 +4,12 @@ import json
 
 import pytest
 
-from tests.command import python
+from tests.apart import run_module
 
 
 def test_the_benchmark_runs(tmp_path):
     out = tmp_path / "resume.json"
-    done = python("-m", "benchmarks.resume", "--small", "--rounds", "1", "--starts", "0", "--out", str(out))
+    done = run_module("benchmarks.resume", "--small", "--rounds", "1", "--starts", "0", "--out", str(out))
     assert done.returncode == 0, done.stderr[-3000:]
     result = json.loads(out.read_text())
     still = {way: found["median"] for way, found in result["standing_still_seconds"].items()}

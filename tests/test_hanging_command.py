@@ -26,11 +26,11 @@ def processes_with(text: str) -> list[int]:
     [pytest.param("sleeps", "time.sleep(1000)", marks=pytest.mark.slow), ("receives", "dist.recv(torch.zeros(1)")],
 )
 def test_a_hanging_run_ends_with_status_3_and_a_report(
-    rule: str, line: str, two_layers: dict[str, Path], data: dict[str, Path], tmp_path: Path
+    rule: str, line: str, one_layer: dict[str, Path], data: dict[str, Path], tmp_path: Path
 ) -> None:
     """In a system call rank 1 is interrupted, and both ranks raise together. In a collective nobody can be taken out:
     the rank ends itself after the grace. Nothing is left running, and nothing was logged after step 0."""
-    done = megarlhf(*hanging_run(rule, two_layers, data, tmp_path))
+    done = megarlhf(*hanging_run(rule, one_layer, data, tmp_path))
     assert done.returncode == 3, done.stderr[-5000:]
     assert processes_with(str(tmp_path)) == []
     assert [row["step"] for row in read_metrics(tmp_path / "run")] == [0]

@@ -32,10 +32,10 @@ def ppo(models: dict[str, Path], data: dict[str, Path]) -> Case:
 
 
 def test_a_run_that_is_killed_twice_ends_as_if_it_had_not_been(
-    ranks: RankPool, two_layers: dict[str, Path], data: dict[str, Path], tmp_path: Path
+    ranks: RankPool, one_layer: dict[str, Path], data: dict[str, Path], tmp_path: Path
 ) -> None:
     """First at any moment of its second or third step, then while a resume point is being written."""
-    case = ppo(two_layers, data)
+    case = ppo(one_layer, data)
     ranks.run(1, "command", *case.argv(tmp_path / "whole", tmp_path / "whole.yaml"))
     trial = Trial(Known(tmp_path, ""), case, random.Random(0), tmp_path / "trial", moments=(1, 3))
     try:

@@ -104,7 +104,7 @@ class Trial:
         bank: dict[int, int] = {}
         for file in (self.run / "bank").glob("step_*/*.jsonl"):
             lines = file.read_text(encoding="utf-8").count("\n") - 1  # the first is a header
-            step = int(file.parent.name.removeprefix("step_")) + 1
+            step = int(file.parent.name.split("_")[1]) + 1  # `step_000001`, or `step_000001_refill_1`
             bank[step] = bank.get(step, 0) + max(lines, 0)
         return Left(
             newest,

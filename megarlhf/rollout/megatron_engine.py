@@ -97,18 +97,20 @@ class MegatronEngine:
         return False
 
     def _next_tokens(self, state: _Decoding, seeds: Sequence[int], sampling: Sampling) -> Tensor:
-        """[rows, 2]: the next token of each row and its log-prob, on every rank of the model."""
+        """[rows, 2]: the next token of each row that goes on and its log-prob, on every rank of the model."""
         mesh, vocabulary = self._actor.mesh, self._actor.vocabulary()
-        step = self._micro_batch_samples
+        device = mesh.runtime.device
+        picked = torch.zeros(len(state.rows), 2, dtype=torch.float64, device=device)
+        # Those whose rows have all ended are left out, alike on all ranks that have these rows.
+        parts = [part for part in self._micro_batches(len(state.rows)) if state.is_open(part)]
+        if not parts:
+            return picked
         batches = [
             MicroBatch(
-                tokens_BS=state.tokens_BS[start : start + step],
-                columns={
-                    "last": state.lengths_B[start : start + step] - 1,
-                    "row": torch.tensor(state.rows[start : start + step]),
-                },
+                tokens_BS=state.tokens_BS[part],
+                columns={"last": state.lengths_B[part] - 1, "row": torch.tensor(state.rows[part])},
             )
-            for start in range(0, len(state.rows), step)
+            for part in parts
         ]
 
         def pick(hidden_SBH: Tensor, batch: MicroBatch) -> Tensor:
@@ -122,11 +124,15 @@ class MegatronEngine:
             return torch.stack([picked_B.double(), logprobs_B.double()], -1)
 
         outputs = forward_only(self._actor.module, mesh, batches, pick)
-        device = mesh.runtime.device
-        picked = torch.cat(outputs) if outputs else torch.empty(len(state.rows), 2, dtype=torch.float64, device=device)
+        for part, output in zip(parts, outputs, strict=False):  # none but on the last stage
+            picked[part] = output
         if mesh.layout.pp > 1:
             dist.broadcast(picked, mesh.last_stage_rank, group=mesh.groups.pp)
         return picked
+
+    def _micro_batches(self, num_rows: int) -> list[slice]:
+        step = self._micro_batch_samples
+        return [slice(start, start + step) for start in range(0, num_rows, step)]
 
 
 def _sample(logits_BV: Tensor, rows_B: Tensor, last_B: Tensor, seeds: Sequence[int] | None) -> Tensor:
@@ -162,6 +168,10 @@ class _Decoding:
                 self._sampled[i].append((int(token), logprob))
                 self._finished[i] = sampling.ends([drawn for drawn, _ in self._sampled[i]])
                 self._open_B[i] = not self._finished[i]
+
+    def is_open(self, part: slice) -> bool:
+        """Whether one of these rows goes on."""
+        return bool(self._open_B[part].any())
 
     def responses(self) -> dict[int, Response]:
         return {

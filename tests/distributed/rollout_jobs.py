@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,7 @@ from megarlhf.experience import Rollouts
 from megarlhf.models.role import build_role
 from megarlhf.models.settings import DTYPES
 from megarlhf.parallel.mesh import GroupCache
-from megarlhf.rollout import vllm_engine
+from megarlhf.rollout import megatron_engine, vllm_engine
 from megarlhf.rollout.bank import Bank, StepBank
 from megarlhf.rollout.engine import KeptResponses, Response, RolloutInterrupted, Sampling, sample_seed
 from megarlhf.rollout.restarting import RestartingEngine
@@ -144,6 +145,20 @@ def _all_but_the_longest(runtime: Runtime, whole: Rows) -> KeptResponses:
     """Holds all rows but for one for each of two engines, which then computes with a single row at a time."""
     rows = sorted(range(len(whole)), key=lambda row: len(whole[row][0]))[:-2]
     return KeptResponses({row: Response(*whole[row]) for row in rows} if runtime.is_main else {})
+
+
+def forwards_of_a_rollout(runtime: Runtime, model: str) -> tuple[list[int], int]:
+    """How long each response of the engine `megatron` is, and how many micro-batches of two rows it has run."""
+    session, run = _Session(runtime, model, "megatron", 1, {}), list[int]()
+    real = megatron_engine.forward_only
+
+    def counted(module: Any, mesh: Any, batches: Sequence[Any], score: Any) -> Any:
+        run.append(len(batches))
+        return real(module, mesh, batches, score)
+
+    with mock.patch.object(megatron_engine, "forward_only", counted):
+        rows = session.draw()
+    return [len(tokens) for tokens, _, _ in rows], sum(run)
 
 
 def continued(runtime: Runtime, model: str, engine: str, tp: int, parallel: dict[str, int], folder: str) -> Any:

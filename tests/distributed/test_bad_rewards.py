@@ -40,11 +40,11 @@ ANSWERS = {
 
 @pytest.mark.parametrize("name, workers", [*((name, 1) for name in FUNCTIONS), ("calls_exit", 0)])
 def test_a_function_that_is_wrong_in_the_second_step(
-    name: str, workers: int, ranks: RankPool, two_layers: dict[str, Path], data: dict[str, Path], tmp_path: Path
+    name: str, workers: int, ranks: RankPool, one_layer: dict[str, Path], data: dict[str, Path], tmp_path: Path
 ) -> None:
     expected, words = FUNCTIONS[name]
     rule: dict[str, Any] = {"kind": "rule", "rule": RULE + name, "timeout_seconds": 2.0, "workers": workers}
-    argv = [*command(tmp_path, two_layers, data, [rule]), *ONE_RANK]
+    argv = [*command(tmp_path, one_layer, data, [rule]), *ONE_RANK]
     status, said = ranks.run(1, "command_status", *argv)[0]
     assert status == expected, said
     last = said.strip().splitlines()[-1]
@@ -62,13 +62,13 @@ def test_a_function_that_is_wrong_in_the_second_step(
 
 @pytest.mark.parametrize("name", ANSWERS)
 def test_a_server_that_answers_garbage_in_the_second_step(
-    name: str, ranks: RankPool, two_layers: dict[str, Path], data: dict[str, Path], tmp_path: Path
+    name: str, ranks: RankPool, one_layer: dict[str, Path], data: dict[str, Path], tmp_path: Path
 ) -> None:
     server = Server()
     try:
         server.answers = [(200, json.dumps({"rewards": [1.0] * 16})), *[ANSWERS[name]] * 20]
         judge = {"kind": "http", "url": server.url, "name": "judge", "retries": 1}
-        argv = [*command(tmp_path, two_layers, data, [judge]), *ONE_RANK]
+        argv = [*command(tmp_path, one_layer, data, [judge]), *ONE_RANK]
         status, said = ranks.run(1, "command_status", *argv)[0]
     finally:
         server.stop()
@@ -80,17 +80,17 @@ def test_a_server_that_answers_garbage_in_the_second_step(
 
 
 def test_a_run_that_fails_in_its_first_step_goes_on_as_the_message_advises(
-    ranks: RankPool, two_layers: dict[str, Path], data: dict[str, Path], tmp_path: Path
+    ranks: RankPool, one_layer: dict[str, Path], data: dict[str, Path], tmp_path: Path
 ) -> None:
     """No point is written where nothing had been trained; the responses are taken from the bank, and a changed
     `on_failure` is the same run."""
     rule = {"kind": "rule", "rule": RULE + "raises_for_short"}
-    argv = [*command(tmp_path, two_layers, data, [rule]), *ONE_RANK]
+    argv = [*command(tmp_path, one_layer, data, [rule]), *ONE_RANK]
     status, said = ranks.run(1, "command_status", *argv)[0]
     assert status == 2
     assert "raised KeyError: 'too short for the judge'" in said
     assert not find_points(tmp_path / "run")
-    argv = [*command(tmp_path, two_layers, data, [{**rule, "on_failure": "drop"}]), *ONE_RANK]
+    argv = [*command(tmp_path, one_layer, data, [{**rule, "on_failure": "drop"}]), *ONE_RANK]
     status, said = ranks.run(1, "command_status", *argv)[0]
     assert status == 0, said
     assert "step 1: 16 of 16 responses are in the rollout bank" in said
@@ -127,11 +127,11 @@ def test_what_is_typed_wrong_is_said_before_anything_is_done(
     reward: dict[str, Any],
     words: str,
     ranks: RankPool,
-    two_layers: dict[str, Path],
+    one_layer: dict[str, Path],
     data: dict[str, Path],
     tmp_path: Path,
 ) -> None:
-    argv = [*command(tmp_path, two_layers, data, [reward]), *ONE_RANK]
+    argv = [*command(tmp_path, one_layer, data, [reward]), *ONE_RANK]
     status, said = ranks.run(1, "command_status", *argv)[0]
     assert status == 2
     assert words in said

@@ -19,12 +19,12 @@ STEPS = 3
 
 
 @pytest.fixture
-def argv(two_layers: dict[str, Path], data: dict[str, Path], tmp_path: Path) -> list[str]:
+def argv(one_layer: dict[str, Path], data: dict[str, Path], tmp_path: Path) -> list[str]:
     """PPO at TP2 with a critic that is made of the language model and a random head."""
     cfg: dict[str, Any] = config(
-        {**two_layers, "other": two_layers["scorer"]}, data["prompts"], {"tp": 2}, critic_lam=1.0
+        {**one_layer, "other": one_layer["scorer"]}, data["prompts"], {"tp": 2}, critic_lam=1.0
     )
-    cfg["critic"]["model"] = {"path": str(two_layers["plain"]), "fresh_head": True}
+    cfg["critic"]["model"] = {"path": str(one_layer["plain"]), "fresh_head": True}
     cfg["critic"]["optim"] = {"lr": 3e-3}
     cfg["train"] |= {"num_steps": STEPS, "epochs_per_step": 2}
     cfg["checkpoint"] = {"every": 1, "export_every": 1}
@@ -41,12 +41,12 @@ def is_moved(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) ->
 
 
 def test_the_actor_waits_for_the_critic_also_over_a_resume(
-    argv: list[str], ranks: RankPool, two_layers: dict[str, Path], tmp_path: Path
+    argv: list[str], ranks: RankPool, one_layer: dict[str, Path], tmp_path: Path
 ) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     warm = "train.critic_warmup_steps=2"
     ranks.run(2, "command", *argv, warm, f"run.dir={whole}")
-    start = load_file(two_layers["plain"] / "model.safetensors")
+    start = load_file(one_layer["plain"] / "model.safetensors")
     assert not is_moved(start, weights(whole, 2, "actor"))
     assert is_moved(start, weights(whole, 3, "actor"))
     assert is_moved(weights(whole, 1, "critic"), weights(whole, 2, "critic"))

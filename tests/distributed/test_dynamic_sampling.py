@@ -14,10 +14,10 @@ REWARD = {"kind": "rule", "rule": "tests.distributed.user_rewards:lucky", "name"
 
 
 def test_dynamic_sampling_to_the_end_at_tp2(
-    ranks: RankPool, two_layers: dict[str, Path], data: dict[str, Path], tmp_path: Path
+    ranks: RankPool, one_layer: dict[str, Path], data: dict[str, Path], tmp_path: Path
 ) -> None:
     """Fewer groups without signal than without it, at the same number of samples; the same run on one rank."""
-    cfg = config({**two_layers, "other": two_layers["scorer"]}, data["prompts"], {}, advantage="group_relative")
+    cfg = config({**one_layer, "other": one_layer["scorer"]}, data["prompts"], {}, advantage="group_relative")
     del cfg["critic"], cfg["reward_model"]
     cfg["run"], cfg["rewards"] = {"dir": str(tmp_path / "tp2")}, [REWARD]
     cfg["train"] |= {"num_steps": 2, "epochs_per_step": 1}

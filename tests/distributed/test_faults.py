@@ -40,12 +40,12 @@ EACH_STEP = {"every": 1, "every_minutes": 0, "background": False}
 
 
 @pytest.fixture
-def case(two_layers: dict[str, Path], data: dict[str, Path]):
+def case(one_layer: dict[str, Path], data: dict[str, Path]):
     """A command by its name, with one section of its configuration replaced by each keyword."""
 
     def make(name: str, **sections: Any) -> Case:
         command = "rl" if name in ("ppo", "grpo") else name
-        return Case(command, tree(name, two_layers, data) | sections, Path())
+        return Case(command, tree(name, one_layer, data) | sections, Path())
 
     return make
 

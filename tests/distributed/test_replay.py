@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 
 from megarlhf.resume import point
 from megarlhf.runtime import Runtime
-from tests.command import megarlhf
+from tests.apart import run_module
 from tests.distributed import jobs
 from tests.distributed.test_bad_steps import config as sft_config
 from tests.distributed.test_rl_layouts import config as rl_config
@@ -89,7 +89,7 @@ def test_the_tensor_that_overflows_is_named_on_any_layout(
     assert f"`megarlhf replay {kept}`" in said
     before = files_of(run)
 
-    done = megarlhf("replay", str(kept))
+    done = run_module("megarlhf", "replay", str(kept))
     assert done.returncode == 0, done.stderr
     assert "step 2 of actor was skipped because the loss is nan" in done.stdout
     assert f"the first tensor that is not finite: output of {NORM}: 0 NaN and" in done.stdout

@@ -178,11 +178,11 @@ def flip_a_byte(path: Path) -> None:
 
 
 def test_damaged_points_are_passed_over_before_anything_is_touched(
-    ranks: RankPool, two_layers: dict[str, Path], data: dict[str, Path], tmp_path: Path
+    ranks: RankPool, one_layer: dict[str, Path], data: dict[str, Path], tmp_path: Path
 ) -> None:
     """The newest point has a flipped byte, the next one is cut short: the third is used, and the end is the same. When
     all are damaged the start is refused, and nothing has changed in the directory."""
-    sft = Case("sft", tree("sft", two_layers, data), Path())
+    sft = Case("sft", tree("sft", one_layer, data), Path())
     sft.config["checkpoint"] = {"every": 1, "every_minutes": 0, "keep": 4}
     whole, run = tmp_path / "whole", tmp_path / "run"
     ranks.run(1, "command", *command_line(sft, whole))
@@ -215,14 +215,14 @@ def test_damaged_points_are_passed_over_before_anything_is_touched(
 
 
 def test_other_data_and_other_frozen_models_are_refused(
-    ranks: RankPool, two_layers: dict[str, Path], data: dict[str, Path], tmp_path: Path
+    ranks: RankPool, one_layer: dict[str, Path], data: dict[str, Path], tmp_path: Path
 ) -> None:
     """Under the same names: files whose content has changed since. `run.allow_changes` lets the run go on, and it is
     said. So is another source of a rule, which refuses nothing: it may have been corrected."""
-    made = tree("grpo", two_layers, data)
+    made = tree("grpo", one_layer, data)
     prompts, heldout = tmp_path / "prompts.jsonl", tmp_path / "heldout.jsonl"
     for name, role in (("plain", "reference"), ("scorer", "reward_model"), ("plain", "actor")):
-        shutil.copytree(two_layers[name], tmp_path / role)
+        shutil.copytree(one_layer[name], tmp_path / role)
         made[role]["model"]["path"] = str(tmp_path / role)
     for name, file in (("train", prompts), ("heldout", heldout)):
         shutil.copy(data["prompts"], file)
@@ -296,11 +296,11 @@ def nudge_a_weight(file: Path) -> None:
 
 
 def test_what_the_bank_holds_is_not_generated_again(
-    ranks: RankPool, two_layers: dict[str, Path], data: dict[str, Path], tmp_path: Path
+    ranks: RankPool, one_layer: dict[str, Path], data: dict[str, Path], tmp_path: Path
 ) -> None:
     """Cut off while the second step's responses are drawn, and resumed from before the first: both steps' responses
     come out of the bank, where they are there, and the run is the same. A changed file of the bank is not used."""
-    grpo = Case("rl", tree("grpo", two_layers, data), Path())
+    grpo = Case("rl", tree("grpo", one_layer, data), Path())
     grpo.config["checkpoint"] = {"every_minutes": 1000}
     whole = tmp_path / "whole"
     ranks.run(1, "command", *command_line(grpo, whole))
@@ -338,13 +338,13 @@ def test_a_signal_saves_and_ends_the_run(
     calls: int,
     position: str,
     ranks: RankPool,
-    two_layers: dict[str, Path],
+    one_layer: dict[str, Path],
     data: dict[str, Path],
     tmp_path: Path,
 ) -> None:
     """SIGTERM in the middle of an optimizer update, an evaluation, a rollout or a reward: status 75, a
     resume point of the last border, and the same run in the end."""
-    made = Case("sft" if name == "sft" else "rl", tree(name, two_layers, data), Path())
+    made = Case("sft" if name == "sft" else "rl", tree(name, one_layer, data), Path())
     made.config["checkpoint"] = {"every_minutes": 1000}
     if name == "sft":  # an evaluation is six micro-batches, in two parts
         made.config["data"]["heldout"], made.config["eval"] = str(data["sft"]), {"every": 2, "max_samples": 24}

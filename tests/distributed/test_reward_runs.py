@@ -35,11 +35,11 @@ def command(folder: Path, models: dict[str, Path], data: dict[str, Path], reward
 
 
 def test_several_rewards_to_the_end_at_tp2(
-    ranks: RankPool, two_layers: dict[str, Path], data: dict[str, Path], tmp_path: Path, server: Any
+    ranks: RankPool, one_layer: dict[str, Path], data: dict[str, Path], tmp_path: Path, server: Any
 ) -> None:
     """The reward is the weighted sum of what each says; the server's failures are tried again and nothing is lost."""
     server.answers = [(503, "busy"), (200, "garbage")]
-    shutil.copytree(two_layers["scorer"], tmp_path / "classifier")
+    shutil.copytree(one_layer["scorer"], tmp_path / "classifier")
     write_tokenizer(tmp_path / "classifier")
     rewards = [
         {"kind": "model", "weight": 0.5},
@@ -48,7 +48,7 @@ def test_several_rewards_to_the_end_at_tp2(
         {"kind": "http", "url": server.url, "name": "judge", "weight": 2.0},
         {"kind": "classifier", "path": str(tmp_path / "classifier"), "weight": 0.25, "batch_samples": 3},
     ]
-    ranks.run(2, "command", *command(tmp_path, two_layers, data, rewards), "checkpoint.every=2")
+    ranks.run(2, "command", *command(tmp_path, one_layer, data, rewards), "checkpoint.every=2")
     rows = [row for row in read_metrics(tmp_path / "run") if row["step"]]
     assert [row["step"] for row in rows] == [1, 2]
     for row in rows:
@@ -61,7 +61,7 @@ def test_several_rewards_to_the_end_at_tp2(
         assert row["reward_mean"] == pytest.approx(expected, rel=1e-5)
     assert not server.answers, "the failures have happened"
     (tmp_path / "classifier" / "chat_template.jinja").write_text("another")
-    longer = [*command(tmp_path, two_layers, data, rewards), "train.num_steps=3"]
+    longer = [*command(tmp_path, one_layer, data, rewards), "train.num_steps=3"]
     status, said = ranks.run(2, "command_status", *longer)[0]
     assert status == 2
     assert "files of the classifier classifier: changed since" in said
@@ -70,23 +70,23 @@ def test_several_rewards_to_the_end_at_tp2(
 
 
 def test_a_server_that_is_down_ends_the_run_with_status_3_or_samples_are_dropped(
-    ranks: RankPool, two_layers: dict[str, Path], data: dict[str, Path], tmp_path: Path, server: Any
+    ranks: RankPool, one_layer: dict[str, Path], data: dict[str, Path], tmp_path: Path, server: Any
 ) -> None:
     """All ranks alike; what was trained before is saved."""
     server.answers = [(200, json.dumps({"rewards": [1.0] * 8}))] * 2 + [(500, "down")] * 100
     judge = {"kind": "http", "url": server.url, "name": "judge", "retries": 0}
-    argv = command(tmp_path, two_layers, data, [judge])
+    argv = command(tmp_path, one_layer, data, [judge])
     status, said = ranks.run(2, "command_status", *argv)[0]
     assert status == 3, said
     assert "reward 'judge' on sample" in said
     assert "answered with status 500: 'down'" in said
     (whole,) = [row for row in read_metrics(tmp_path / "run") if row["step"]]
     server.answers = [(500, "down")] * 100
-    all_lost = [*command(tmp_path, two_layers, data, [{**judge, "on_failure": "drop"}]), "run.on_existing=overwrite"]
+    all_lost = [*command(tmp_path, one_layer, data, [{**judge, "on_failure": "drop"}]), "run.on_existing=overwrite"]
     status, said = ranks.run(2, "command_status", *all_lost)[0]
     assert status == 3, said
     assert "Nothing is left to train on. Look at what does not answer" in said
-    argv = command(tmp_path, two_layers, data, [judge])
+    argv = command(tmp_path, one_layer, data, [judge])
     server.answers = [(200, json.dumps({"rewards": [1.0, None] * 4}))] * 2
     dropped = [*argv, "algo.unrewarded=drop", "run.on_existing=overwrite", "train.num_steps=1"]
     assert ranks.run(2, "command_status", *dropped)[0][0] == 0
@@ -99,7 +99,7 @@ def test_a_server_that_is_down_ends_the_run_with_status_3_or_samples_are_dropped
 
 
 def test_generated_tasks_with_their_verifier_to_the_end_at_tp2(
-    ranks: RankPool, two_layers: dict[str, Path], data: dict[str, Path], tmp_path: Path
+    ranks: RankPool, one_layer: dict[str, Path], data: dict[str, Path], tmp_path: Path
 ) -> None:
     """Data and reward are one line each; beside them the answer as mathematics, and the accuracy by the verifier."""
     pytest.importorskip("reasoning_gym")
@@ -107,7 +107,7 @@ def test_generated_tasks_with_their_verifier_to_the_end_at_tp2(
     rules = [{"kind": "rule", "rule": "reasoning_gym"}, {"kind": "rule", "rule": "math_verify", "weight": 0.5}]
     task = "reasoning_gym:chain_sum?max_terms=2&max_digits=1&min_digits=1"
     argv = [
-        *command(tmp_path, two_layers, data, rules),
+        *command(tmp_path, one_layer, data, rules),
         f"data.train={task}&size=16&seed=0",
         f"data.heldout={task}&size=300&seed=16",
         "data.max_prompt_tokens=200",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,11 @@ def models(two_layers: dict[str, Path]) -> dict[str, Path]:
     return two_layers
 
 
-def config(models: dict[str, Path], data: Path, parallel: dict[str, Any], **algo: Any) -> dict[str, Any]:
+def config(
+    models: dict[str, Path], data: Path, parallel: dict[str, Any], *, micro_batch_samples: int = 4, **algo: Any
+) -> dict[str, Any]:
+    """A step has 16 responses, in micro-batches that are no smaller than a test needs: each is a forward a token."""
+
     def role(name: str) -> dict[str, Any]:
         return {"model": {"path": str(models[name])}, "parallel": parallel, "optim": {"lr": LR}}
 
@@ -35,13 +40,16 @@ def config(models: dict[str, Path], data: Path, parallel: dict[str, Any], **algo
             "num_steps": 1,
             "prompts_per_step": 4,
             "mini_batch_samples": 8,
-            "micro_batch_samples": 2,
+            "micro_batch_samples": micro_batch_samples,
             "epochs_per_step": 2,
         },
         "rollout": {"engine": "megatron", "num_samples_per_prompt": 4, "max_response_tokens": 6, "temperature": 0.9},
         "algo": {"entropy_coef": 0.01, "kl": {"coef": 0.1}} | algo,
     }
 
+
+in_pairs = partial(config, micro_batch_samples=2)
+"""In many micro-batches, as they are cut over layouts."""
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2": (2, {"tp": 2}),
@@ -54,7 +62,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 @pytest.fixture(scope="module")
 def single(ranks: RankPool, models: dict[str, Path], data: dict[str, Path]) -> dict[str, Any]:
-    return ranks.run(1, "rl_step", config(models, data["prompts"], {}))[0]
+    return ranks.run(1, "rl_step", in_pairs(models, data["prompts"], {}))[0]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -67,7 +75,7 @@ def test_one_ppo_step_is_the_same_at_every_layout(
     their own, which Adam's first steps (a division by the gradient's own size) carry on.
     """
     world_size, parallel = LAYOUTS[layout]
-    actual = ranks.run(world_size, "rl_step", config(models, data["prompts"], parallel))[0]
+    actual = ranks.run(world_size, "rl_step", in_pairs(models, data["prompts"], parallel))[0]
     assert actual["responses"] == single["responses"]
     np.testing.assert_allclose(actual["rewards"], single["rewards"], atol=1e-5)
     for name, column in single["columns"].items():
@@ -98,7 +106,7 @@ def test_other_micro_batches_keep_the_first_ratio_within_rounding(
     ranks: RankPool, models: dict[str, Path], data: dict[str, Path], single: dict[str, Any]
 ) -> None:
     """Micro-batches of four instead of two: other matrix shapes, the same numbers to 1e-5."""
-    cfg = config(models, data["prompts"], {})
+    cfg = in_pairs(models, data["prompts"], {})
     cfg["train"]["micro_batch_samples"] = 4
     actual = ranks.run(1, "rl_step", cfg)[0]
     np.testing.assert_allclose(
@@ -114,9 +122,9 @@ def test_grpo_builds_no_critic_and_is_the_same_at_every_layout(
 ) -> None:
     """Group-relative advantage, k3 KL in the loss; a critic section may stand in the file unused."""
     algo = {"advantage": "group_relative", "kl": {"coef": 0.05, "placement": "loss", "estimator": "k3"}}
-    expected = ranks.run(1, "rl_step", config(models, data["prompts"], {}, **algo))[0]
+    expected = ranks.run(1, "rl_step", in_pairs(models, data["prompts"], {}, **algo))[0]
     world_size, parallel = LAYOUTS[layout]
-    actual = ranks.run(world_size, "rl_step", config(models, data["prompts"], parallel, **algo))[0]
+    actual = ranks.run(world_size, "rl_step", in_pairs(models, data["prompts"], parallel, **algo))[0]
     assert set(actual["gradients"]) == {"actor"}
     assert "values" not in actual["columns"]
     for name in ("policy_loss", "loss", "entropy"):
@@ -129,14 +137,14 @@ def test_remax_compares_with_the_greedy_response(
 ) -> None:
     """All responses of a prompt less one number; drawn at a temperature near 0 they are the greedy ones, and get 0."""
     algo = {"advantage": "remax", "kl": {"coef": 0.0}}
-    cfg = config(models, data["prompts"], {}, **algo)
+    cfg = in_pairs(models, data["prompts"], {}, **algo)
     warm = ranks.run(1, "rl_step", cfg)[0]
     starts = np.cumsum([0, *map(len, warm["responses"])])[:-1]
     baselines = (warm["rewards"] - warm["columns"]["advantages"][starts]).reshape(4, 4)
     np.testing.assert_allclose(baselines, baselines[:, :1].repeat(4, 1), atol=1e-5)
     assert np.abs(warm["columns"]["advantages"]).max() > 1e-3
     world_size, parallel = LAYOUTS["dp2"]
-    split = ranks.run(world_size, "rl_step", config(models, data["prompts"], parallel, **algo))[0]
+    split = ranks.run(world_size, "rl_step", in_pairs(models, data["prompts"], parallel, **algo))[0]
     np.testing.assert_allclose(split["columns"]["advantages"], warm["columns"]["advantages"], atol=1e-5)
     cfg["rollout"]["temperature"] = 0.005
     cold = ranks.run(1, "rl_step", cfg)[0]
@@ -147,7 +155,7 @@ def test_roles_may_have_layouts_of_their_own(
     ranks: RankPool, models: dict[str, Path], data: dict[str, Path], single: dict[str, Any]
 ) -> None:
     """Actor TP2, reference DP2, critic PP2, reward model TP2 on the same two ranks: the same step."""
-    cfg = config(models, data["prompts"], {})
+    cfg = in_pairs(models, data["prompts"], {})
     for role, parallel in (("actor", {"tp": 2}), ("critic", {"pp": 2}), ("reward_model", {"tp": 2})):
         cfg[role]["parallel"] = parallel
     actual = ranks.run(2, "rl_step", cfg)[0]

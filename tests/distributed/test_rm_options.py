@@ -10,13 +10,13 @@ import pytest
 import torch
 import yaml
 
+from megarlhf.commands import cli
 from megarlhf.data.samples import build_pairs
 from megarlhf.data.sources import load_records
 from megarlhf.data.tokenizer import load_tokenizer
 from megarlhf.observe.measured import reproducible
 from megarlhf.observe.metrics import read_metrics
 from megarlhf.rollout.rewards.classifier import Classifier
-from tests.command import succeed
 from tests.ranks import RankPool
 
 
@@ -152,7 +152,7 @@ def test_an_export_says_how_it_scores(run: Any, tmp_path: Path) -> None:
     run("mean", 1, {}, loss="response_mean")
     export = tmp_path / "mean/checkpoints/latest/reward_model"
     assert json.loads((export / "config.json").read_text())["megarlhf_score_of"] == "response_mean"
-    succeed("convert", "hf-to-megatron", "--hf", str(export), "--out", str(tmp_path / "megatron"), "--tp", "2")
+    assert cli.main(["convert", "hf-to-megatron", f"--hf={export}", f"--out={tmp_path / 'megatron'}", "--tp=2"]) == 0
     stated = json.loads(next((tmp_path / "megatron").rglob("config.json")).read_text())
     assert stated["megarlhf_score_of"] == "response_mean"
     with pytest.raises(ValueError, match="scores by the mean over the response"):

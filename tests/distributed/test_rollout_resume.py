@@ -66,6 +66,13 @@ def test_a_rollout_with_the_actor_itself_goes_on_where_it_was(
     _check(results, [1, 1])
 
 
+def test_rows_that_have_ended_are_run_no_further(ranks: RankPool, two_layers: dict[str, Path]) -> None:
+    """A micro-batch of two goes on for as long as the longer of its responses."""
+    ((lengths, forwards),) = ranks.run(1, rollout_jobs.forwards_of_a_rollout, str(two_layers["plain"]))
+    pairs = list(zip(lengths[::2], lengths[1::2], strict=True))
+    assert forwards == sum(map(max, pairs)) < len(pairs) * rollout_jobs.SAMPLING.max_tokens
+
+
 FAULTS: dict[int, list[tuple[str, tuple[int, ...], int]]] = {
     1: [("step", (1,), 7), ("forward", (0,), 5), ("forward", (0, 1), 4)],
     2: [("step", (1,), 7), ("forward", (0, 1), 6)],

@@ -21,11 +21,11 @@ Lines = list[dict[str, Any]]
 
 
 @pytest.fixture
-def generated(vllm_ranks: RankPool, two_layers: dict[str, Path], data: dict[str, Path], tmp_path: Path) -> Any:
+def generated(vllm_ranks: RankPool, one_layer: dict[str, Path], data: dict[str, Path], tmp_path: Path) -> Any:
     """`megarlhf generate` at TP2 with overrides: its lines and its row of metrics."""
     tree = {
         "run": {"dir": "set below", "seed": 3},
-        "actor": {"model": {"path": str(two_layers["plain"])}, "parallel": {"tp": 2}},
+        "actor": {"model": {"path": str(one_layer["plain"])}, "parallel": {"tp": 2}},
         "data": {"train": str(data["prompts"]), "max_prompt_tokens": 16},
         "rollout": {"max_response_tokens": 10},
         "max_samples": 12,
@@ -74,7 +74,7 @@ def test_filters_that_leave_one_token_give_the_greedy_response(generated: Any) -
 
 
 def test_the_best_of_four_is_what_sft_reads(
-    generated: Any, vllm_ranks: RankPool, two_layers: dict[str, Path], tmp_path: Path
+    generated: Any, vllm_ranks: RankPool, one_layer: dict[str, Path], tmp_path: Path
 ) -> None:
     four = ["greedy=false", "rollout.num_samples_per_prompt=4", "rollout.engine=megatron"]
     reward = ["rewards=[{kind: rule, rule: 'tests.distributed.user_rewards:length', name: length, workers: 0}]"]
@@ -90,7 +90,7 @@ def test_the_best_of_four_is_what_sft_reads(
     assert counted["responses_cut"] > 0, "a cut response has no end to learn"
     sft = {
         "run": {"dir": str(tmp_path / "sft")},
-        "actor": {"model": {"path": str(two_layers["plain"])}, "parallel": {"tp": 2}},
+        "actor": {"model": {"path": str(one_layer["plain"])}, "parallel": {"tp": 2}},
         "data": {"train": str(tmp_path / "best/responses.jsonl"), "max_prompt_tokens": 16, "max_response_tokens": 16},
         "train": {"num_steps": 1, "mini_batch_samples": 2, "max_tokens_per_micro_batch": 64},
     }
@@ -100,7 +100,7 @@ def test_the_best_of_four_is_what_sft_reads(
 
 
 def test_responses_outlast_a_reward_that_fails(
-    generated: Any, vllm_ranks: RankPool, tmp_path: Path, two_layers: dict[str, Path]
+    generated: Any, vllm_ranks: RankPool, tmp_path: Path, one_layer: dict[str, Path]
 ) -> None:
     """They are kept without rewards, and the command says so. What can be seen earlier is: nothing is drawn then."""
     plain, _ = generated("plain", "rollout.engine=megatron")
@@ -127,10 +127,10 @@ def test_responses_outlast_a_reward_that_fails(
 
 
 def test_rl_trains_on_responses_that_a_text_ends(
-    vllm_ranks: RankPool, two_layers: dict[str, Path], data: dict[str, Path], tmp_path: Path
+    vllm_ranks: RankPool, one_layer: dict[str, Path], data: dict[str, Path], tmp_path: Path
 ) -> None:
     """At TP2 with vLLM: more responses are finished, and trainer and engine agree on every token."""
-    cfg = rl_config({**two_layers, "other": two_layers["scorer"]}, data["prompts"], {"tp": 2}, advantage="grpo")
+    cfg = rl_config({**one_layer, "other": one_layer["scorer"]}, data["prompts"], {"tp": 2}, advantage="grpo")
     del cfg["critic"]
     cfg["train"] |= {"num_steps": 2, "epochs_per_step": 1}
     cfg["rollout"] |= {"engine": "vllm", "parallel": {"tp": 2}}

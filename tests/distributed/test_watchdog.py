@@ -24,12 +24,12 @@ from tests.ranks import RankPool
     ],
 )
 def test_all_ranks_raise_together(
-    rule: str, words: str, ranks: RankPool, two_layers: dict[str, Path], data: dict[str, Path], tmp_path: Path
+    rule: str, words: str, ranks: RankPool, one_layer: dict[str, Path], data: dict[str, Path], tmp_path: Path
 ) -> None:
     """In a regular expression no thread runs, and a timer of processor time brings the interrupt. What ends by itself
     ends the run at the end of the step. The ranks are well afterwards: they go on with the next test."""
     began = time.monotonic()
-    results = ranks.run(2, "command_status", *hanging_run(rule, two_layers, data, tmp_path))
+    results = ranks.run(2, "command_status", *hanging_run(rule, one_layer, data, tmp_path))
     assert [status for status, _ in results] == [3, 3], results
     assert words in results[0][1]
     assert time.monotonic() - began < 60

@@ -60,6 +60,7 @@ class Engine:
 def failing_at(one_rank):
     """An engine that fails at these rows, and the rows that were drawn."""
     Engine.alive.clear()
+    gc.freeze()  # what other tests have imported, which each engine would look through
 
     def make(*rows, max_rebuilds=2):
         failing, drawn = list(rows), []

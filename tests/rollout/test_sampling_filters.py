@@ -5,8 +5,6 @@ Not covered: their place in a request (tests/distributed/test_sampling_options.p
 
 import pytest
 import torch
-from vllm.v1.sample.logits_processor.builtin import MinPLogitsProcessor
-from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
 from megarlhf.algo.sampling import filtered_logits
 
@@ -15,6 +13,9 @@ B, V = 16, 50
 
 def vllms(logits_BV, top_p=1.0, top_k=0, min_p=0.0):
     """In the order of vLLM's sampler: its logits processor of min_p, then top_k and top_p together."""
+    from vllm.v1.sample.logits_processor.builtin import MinPLogitsProcessor  # here: every worker imports all files
+    from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+
     logits_BV = logits_BV.clone()
     if min_p > 0:
         processor = MinPLogitsProcessor.__new__(MinPLogitsProcessor)

@@ -1,8 +1,8 @@
-"""How workers share the suite: files with rank processes, one after the other, beside all others.
+"""How workers share the suite: files with rank processes in two of them, all others in the third.
 
-Rank processes are forked from a server that has imported Megatron and vLLM, and stay alive between tests. Files whose
-ranks run vLLM have processes of their own, so they run in one worker and the other files with ranks in another. What
-takes longest comes first, so that no worker waits for another at the end.
+Rank processes are forked from a server that has imported Megatron and vLLM, and stay alive between tests. Those of
+vLLM are apart, so files that use them run one after the other in one worker, before its part of the other files with
+ranks. What takes longest comes first, and a worker that is through helps the others, so that none waits at the end.
 """
 
 from __future__ import annotations
@@ -15,16 +15,24 @@ import pytest
 
 from tests.suite.cpu_seconds import TABLE
 
-RANKS, VLLM_RANKS = "files with rank processes", "files with rank processes that run vLLM"
+VLLM_RANKS, RANKS, OTHERS = "files with rank processes that run vLLM", "files with rank processes", "other files"
+ORDERS = ((VLLM_RANKS, RANKS, OTHERS), (RANKS, OTHERS, VLLM_RANKS), (OTHERS, RANKS, VLLM_RANKS))
+"""What the first worker takes, as long as there is any, the second, and all further ones."""
 
 
 @functools.cache
-def lane(file: str) -> str:
-    """The files that share a worker; one that uses ranks without naming their type would start a second server."""
+def kind(file: str) -> str:
+    """By what the file says; one that uses ranks without naming their type would start a server in a third worker."""
     text = (Path(__file__).parents[2] / file).read_text()
     if "RankPool" not in text:
-        return file
+        return OTHERS
     return VLLM_RANKS if "vllm_ranks" in text else RANKS
+
+
+def next_file(worker: int, files: list[str]) -> str:
+    """The first of `files` of the kind that a worker prefers."""
+    order = ORDERS[min(worker, len(ORDERS) - 1)]
+    return min(files, key=lambda file: order.index(kind(file)))
 
 
 class Lanes:
@@ -33,21 +41,23 @@ class Lanes:
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         if hasattr(config, "workerinput"):
-            items.sort(key=self._rank_of)
-
-    def _rank_of(self, item: pytest.Item) -> tuple[int, int]:
-        file = item.nodeid.split("::")[0]
-        if (shared := lane(file)) in (RANKS, VLLM_RANKS):
-            return (RANKS, VLLM_RANKS).index(shared), 0
-        return 2, -TABLE.get(file, 0)
+            items.sort(key=lambda item: -TABLE.get(_file(item.nodeid), 0))
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_make_scheduler(self, config: Any, log: Any) -> Any:
         from xdist.scheduler import LoadScopeScheduling
 
-        class ByLane(LoadScopeScheduling):
+        class ByKind(LoadScopeScheduling):
             def _split_scope(self, nodeid: str) -> str:
-                return lane(nodeid.split("::")[0])
+                return _file(nodeid)
+
+            def _assign_work_unit(self, node: Any) -> None:
+                self.workqueue.move_to_end(next_file(self.nodes.index(node), list(self.workqueue)), last=False)
+                super()._assign_work_unit(node)
 
         config.option.loadscopereorder = False
-        return ByLane(config, log)
+        return ByKind(config, log)
+
+
+def _file(nodeid: str) -> str:
+    return nodeid.split("::")[0]

@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from tests.suite.cpu_seconds import TABLE, over_their_share
-from tests.suite.lanes import RANKS, VLLM_RANKS, lane
+from tests.suite.lanes import OTHERS, RANKS, VLLM_RANKS, kind, next_file
 
 ROOT = Path(__file__).parents[2]
 CONFTEST = """
@@ -69,7 +69,13 @@ def test_the_table_names_files() -> None:
     assert [file for file in TABLE if not (ROOT / file).is_file()] == []
 
 
-def test_files_with_ranks_share_two_lanes() -> None:
-    assert lane("tests/test_ranks.py") == lane("tests/distributed/test_sft_layouts.py") == RANKS
-    assert lane("tests/test_pipeline.py") == lane("tests/distributed/test_vllm.py") == VLLM_RANKS
-    assert lane("tests/test_memory.py") == "tests/test_memory.py"
+VLLM, SFT, MEMORY = "tests/distributed/test_vllm.py", "tests/distributed/test_sft_layouts.py", "tests/test_memory.py"
+
+
+def test_workers_prefer_files_of_a_kind() -> None:
+    assert [kind(file) for file in (VLLM, SFT, MEMORY)] == [VLLM_RANKS, RANKS, OTHERS]
+    assert kind("tests/test_ranks.py") == RANKS
+    assert kind("tests/test_pipeline.py") == VLLM_RANKS
+    assert [next_file(worker, [SFT, VLLM, MEMORY]) for worker in range(4)] == [VLLM, SFT, MEMORY, MEMORY]
+    assert [next_file(worker, [VLLM, SFT]) for worker in range(3)] == [VLLM, SFT, SFT]
+    assert [next_file(worker, [VLLM, MEMORY]) for worker in range(3)] == [VLLM, MEMORY, MEMORY]

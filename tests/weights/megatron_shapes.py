@@ -1,15 +1,11 @@
 """Names and shapes of Megatron-Core's own models, any rank of any layout in one process.
 
-`python -m tests.weights.megatron_shapes`: asks on stdin, a JSON list of [case, {layout}], and answers on stdout, a list
-of lists (one entry per rank) of {name: shape}. Process groups are torch's fake ones: nothing communicates, but each
-rank's modules have their true sizes. A process of its own, since it initialises Megatron-Core's global state.
+Process groups are torch's fake ones: nothing communicates, but each rank's modules have their true sizes. To be called
+in a process of its own, since it initialises Megatron-Core's global state.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
-import sys
 from typing import Any
 from unittest import mock
 
@@ -20,14 +16,22 @@ from megarlhf.architectures.architecture import Architecture
 from tests.weights.families import architecture
 
 
-def shapes(arch: Architecture, layout: dict[str, Any]) -> list[dict[str, list[int]]]:
+def shapes_of(cases: list[tuple[str, dict[str, Any]]]) -> list[list[dict[str, tuple[int, ...]]]]:
+    """{name: shape} of each rank of a model in a layout."""
+    from megarlhf.parallel.megatron_cpu import megatron_device
+
+    with megatron_device(torch.device("cpu")):
+        return [shapes(architecture(name), layout) for name, layout in cases]
+
+
+def shapes(arch: Architecture, layout: dict[str, Any]) -> list[dict[str, tuple[int, ...]]]:
     """Every model-parallel rank of a layout, in the order of `MegatronLayout.ranks`."""
     tp, pp, ep = layout.get("tp", 1), layout.get("pp", 1), layout.get("ep", 1)
     ranks = [(stage, e, t) for stage in range(pp) for e in range(ep) for t in range(tp)]
     return [_rank(arch, layout, tp * pp * ep, number, stage) for number, (stage, _, _) in enumerate(ranks)]
 
 
-def _rank(arch: Architecture, layout: dict[str, Any], world: int, rank: int, stage: int) -> dict[str, list[int]]:
+def _rank(arch: Architecture, layout: dict[str, Any], world: int, rank: int, stage: int) -> dict[str, tuple[int, ...]]:
     from megatron.core import parallel_state
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -42,13 +46,13 @@ def _rank(arch: Architecture, layout: dict[str, Any], world: int, rank: int, sta
             expert_tensor_parallel_size=layout.get("tp", 1),
             create_gloo_process_groups=False,
         )
-        shapes_by_name: dict[str, list[int]] = {}
+        shapes_by_name: dict[str, tuple[int, ...]] = {}
         for chunk in range(vpp):
             first = stage == 0 and chunk == 0
             last = stage == layout.get("pp", 1) - 1 and chunk == vpp - 1
             model = _model(arch, layout, first, last, chunk if vpp > 1 else None)
             prefix = f"model{chunk}." if vpp > 1 else ""
-            shapes_by_name |= {prefix + name: list(p.shape) for name, p in model.named_parameters()}
+            shapes_by_name |= {prefix + name: tuple(p.shape) for name, p in model.named_parameters()}
         return shapes_by_name
     finally:
         parallel_state.destroy_model_parallel()
@@ -122,13 +126,3 @@ def _model(arch: Architecture, layout: dict[str, Any], first: bool, last: bool, 
             position_embedding_type="rope" if arch.positions == "rope" else "learned_absolute",
             vp_stage=chunk,
         )
-
-
-if __name__ == "__main__":
-    answer = sys.stdout
-    with contextlib.redirect_stdout(sys.stderr):
-        from megarlhf.parallel.megatron_cpu import megatron_device
-
-        with megatron_device(torch.device("cpu")):
-            shapes_by_name = [shapes(architecture(name), layout) for name, layout in json.load(sys.stdin)]
-    json.dump(shapes_by_name, answer)

@@ -6,8 +6,6 @@ compared with the specs in Megatron-Core's source as written out in `megatron_re
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -25,9 +23,11 @@ from megarlhf.architectures.placements import (
 )
 from megarlhf.placement import Box
 from megarlhf.weights.plan.copy_plan import make_plan
+from tests.apart import apart
 from tests.weights.cases import copy_in_memory, empty, random_logical
 from tests.weights.families import CONFIGS, architecture, config
 from tests.weights.megatron_reference import EMBEDDINGS, LLAMA_NORMS, NORMS, megatron_layer
+from tests.weights.megatron_shapes import shapes_of
 
 MOE = ("mixtral", "qwen3_moe")
 
@@ -124,21 +124,12 @@ def test_names_and_shapes_are_those_of_megatron_core():
     cases = [(name, layout) for name in CONFIGS if name != "qwen3_biases" for layout in layouts]
     cases += [(name, {"ep": 2, "tp": 2, "pp": 2, "padded_vocab": 256}) for name in MOE]
     cases += [(name, {"ep": ep, "tp": 2, "experts": "grouped", "padded_vocab": 128}) for name in MOE for ep in (1, 4)]
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.weights.megatron_shapes"],
-        input=json.dumps(cases),
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=Path(__file__).parents[2],
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    answers = json.loads(done.stdout)
+    answers = apart(shapes_of, cases)
     for (name, layout), theirs in zip(cases, answers, strict=True):
         parts = megatron_layout(layout).parts(architecture(name))
         assert len(parts) == len(theirs)
         for part, expected in zip(parts, theirs, strict=True):
-            assert dict(part.storages) == {n: tuple(s) for n, s in expected.items()}, (name, layout, part.rank)
+            assert dict(part.storages) == expected, (name, layout, part.rank)
 
 
 def megatron_layout(settings: dict) -> MegatronLayout:
