@@ -253,9 +253,7 @@ class Ledger:
             end=total,
             host_peak=self.host_peak,
             by_kind=dict(by_kind.most_common()),
-            largest=[
-                LargeStorage(s.nbytes, self.kind_of(s), s.origin.where, s.shape, s.dtype) for s in largest
-            ],
+            largest=[LargeStorage(s.nbytes, self.kind_of(s), s.origin.where, s.shape, s.dtype) for s in largest],
             curve=self._curve(entry),
             begins=[entry.begin],
         )

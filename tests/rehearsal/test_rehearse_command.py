@@ -40,7 +40,7 @@ def test_a_job_that_fits(ppo: Rehearsed) -> None:
     assert tightest["need"] == max(rank["need"] for rank in said["ranks"])
     assert "Llama" not in said["hardware"]
     page = (ppo.out / "rehearsal.html").read_text()
-    assert page.startswith("<!DOCTYPE html>") or page.startswith("<!doctype html>")
+    assert page.startswith(("<!DOCTYPE html>", "<!doctype html>"))
 
 
 def test_one_rank_of_each_kind(ppo: Rehearsed) -> None:
@@ -59,7 +59,8 @@ def test_one_rank_of_each_kind(ppo: Rehearsed) -> None:
     assert {"the data-parallel rank with the most work", "the data-parallel rank with the least work"} <= whys
     # A pipeline is rehearsed whole: ranks of one data-parallel position stand four apart.
     busiest = [rank["rank"] for rank in said["ranks"] if "most work" in rank["why"]]
-    assert len(busiest) == 2 and busiest[1] - busiest[0] == 4
+    assert len(busiest) == 2
+    assert busiest[1] - busiest[0] == 4
 
 
 def test_phases_of_both_steps(ppo: Rehearsed) -> None:
@@ -137,7 +138,16 @@ def test_what_is_there_is_used(tmp_path: Path) -> None:
     assert not [note for note in said["notes"] if "stand" in note.split(":")[0]]
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["notes.txt"]
 
-    options = ("--world-size", "1", "--steps", "1", "--response-lengths", "constant:9", "--prompt-lengths", "constant:7")
+    options = (
+        "--world-size",
+        "1",
+        "--steps",
+        "1",
+        "--response-lengths",
+        "constant:9",
+        "--prompt-lengths",
+        "constant:7",
+    )
     said = run_command("sft", file, tmp_path / "other", *options).json()
     notes = "\n".join(said["notes"])
     assert "is not used, since lengths were given: 8 records stand in; prompts: always 7 tokens" in notes

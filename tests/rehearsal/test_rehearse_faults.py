@@ -165,7 +165,9 @@ def test_an_interrupted_rehearsal_leaves_nothing(
     before = signal.getsignal(signal.SIGTERM)
     children = len(psutil.Process().children())
     assert two_stages(tmp_path).status == 128 + number
-    assert seen and seen[0][0] > children and len(seen[0][1]) == 1
+    assert seen
+    assert seen[0][0] > children
+    assert len(seen[0][1]) == 1
     assert len(psutil.Process().children()) == children
     assert os.listdir(temporary) == []
     assert not (tmp_path / "out").exists()
@@ -223,5 +225,7 @@ def test_a_program_that_fails(
     plant(monkeypatch, fail)
     assert two_stages(tmp_path).status == 1
     told = capsys.readouterr().err
-    assert "of the rehearsal failed" in told and "KeyError: 'planted'" in told and "Traceback" in told
+    assert "of the rehearsal failed" in told
+    assert "KeyError: 'planted'" in told
+    assert "Traceback" in told
     assert not (tmp_path / "out").exists()

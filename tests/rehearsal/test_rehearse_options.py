@@ -130,7 +130,9 @@ def test_ranks_per_node(tmp_path: Path) -> None:
     for number in ("1", "2"):
         options = ("--world-size", "2", "--steps", "1", "--ranks-per-node", number)
         said = run_command("sft", file, tmp_path / f"out{number}", *options).json()
-        ways.append({row["between_nodes"] for rank in said["ranks"] for row in rank["messages"] if row["group"] == "pp"})
+        ways.append(
+            {row["between_nodes"] for rank in said["ranks"] for row in rank["messages"] if row["group"] == "pp"}
+        )
         assert said["host_per_node"] == int(number) * sum(row["nbytes"] for row in said["host"])
     assert ways == [{True}, {False}]
 
