@@ -94,6 +94,7 @@ class _Stage:
                 out = _Played.apply(hidden_states, self._player, tapes, before.keys, held)
             else:
                 out, held.keys = self._player.play(tapes.forward, {"input": hidden_states, "before": before.keys})
+                out.requires_grad_(tapes.forward.requires_grad)
             assert not (before.is_over and before.keys), "a layer still holds what its next forward replaces"
             return out, None
 

@@ -87,11 +87,14 @@ class Tape:
     """Of what goes out, with stride and dtype."""
     stride: tuple[int, ...] = ()
     dtype: torch.dtype = torch.float32
+    requires_grad: bool = False
+    """Of what goes out. Without a graph it steers too: Megatron-Core adds in place where no gradient is required."""
 
     def goes_out(self, tensor: Tensor) -> None:
         """The tape ends with this tensor."""
         self.result = self.numbers.get(storage_key(tensor))
         self.size, self.stride, self.dtype = tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype
+        self.requires_grad = tensor.requires_grad
 
     def without_first_use(self) -> None:
         """Of a backward: what lives on after it was made at its first use, for all backwards."""
