@@ -19,29 +19,31 @@ from tests.rehearsal.jobs import MODELS, job_tree, records_of, request_of, write
 
 LAYERS = FEWEST + 2
 """In two stages, of one and of so many layers that two are played."""
-CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "rl, dense": ("rl", "dense", {}),
-    "rl, experts": ("rl", "experts", {"routing": Routing(skew=1.5)}),
-    "sft, layers of ours": ("sft", "dense", {"layers": "local"}),
+CASES: dict[str, tuple[str, str, int, dict[str, Any]]] = {
+    "rl, dense": ("rl", "dense", 1, {}),
+    "rl, experts": ("rl", "experts", 0, {"routing": Routing(skew=1.5)}),
+    "sft, layers of ours": ("sft", "dense", 1, {"layers": "local"}),
 }
+"""Command, model, stage that is looked at (the first has several micro-batches at a time), options."""
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_reuse_changes_nothing(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory with its curve, messages, the trace, FLOPs and rollouts, of the last stage over two steps: equal, seconds
+    """Memory with its curve, messages, the trace, FLOPs and rollouts, of one stage over two steps: equal, seconds
     up to the order in which they are added. Of experts the curve is not compared: without gradients the last layer's
     input is released a norm later."""
-    command, model, options = CASES[name]
-    tree = job_tree(command, tmp_path, model, pp=2, layers_per_stage=[1, FEWEST + 1])
+    command, model, stage, options = CASES[name]
+    layers = [1, FEWEST + 1] if stage else [FEWEST + 1, 1]
+    tree = job_tree(command, tmp_path, model, pp=2, layers_per_stage=layers)
     write_model(tmp_path / model, {**MODELS[model], "num_hidden_layers": LAYERS})
     if command == "rl":
         del tree["reward_model"], tree["critic"]
         tree |= {"rewards": [{"kind": "rule", "rule": "exact_match"}], "algo": {"advantage": "group_relative"}}
-        tree["train"] |= {"prompts_per_step": 2, "mini_batch_samples": 4}
+        tree["train"] |= {"prompts_per_step": 2, "mini_batch_samples": 4, "max_tokens_per_micro_batch": 96}
     request = request_of(command, tree, tmp_path, world_size=2, **options)
 
     def seen(folder: str, **changes: Any) -> RankRecord:
-        (record,) = records_of(request, tmp_path / folder, 1, **changes)
+        (record,) = records_of(request, tmp_path / folder, stage, **changes)
         return record
 
     reused = seen("reused")
