@@ -1,0 +1,167 @@
+"""Sweeps: what is left out and counted, the order, the file of the best, and the bytes below which nothing can fit.
+
+Not covered: that the best of a sweep is the best on a cluster.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarlhf.commands.rehearse import main
+from megarlhf.config import RLConfig, SFTConfig, load_config
+from megarlhf.rehearsal.processes import RankFailed
+from megarlhf.rehearsal.request import Request
+from megarlhf.rehearsal.result import Result
+from megarlhf.rehearsal.sweep import Axis, Variant, least_bytes, order, parse_axes
+from tests.rehearsal.jobs import DENSE, MODELS, job_tree, records_of, request_of, run_command, write_job, write_model
+from tests.rehearsal.results import a_result, too_small
+
+Overrides = list[str]
+
+
+def test_a_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of six combinations two do not divide (two ranks, three stages); the others are rehearsed and ordered."""
+    file = write_job("sft", tmp_path, job_tree("sft", tmp_path))
+    axes = ("--sweep", "actor.parallel.pp=1,2,3", "train.mini_batch_samples=4,8")
+    done = run_command("sft", file, tmp_path / "out", "--world-size", "2", "--steps", "1", *axes)
+    assert done.status == 0
+    said = json.loads((done.out / "sweep.json").read_text())
+    illegal = {tuple(each["overrides"]): each["why"] for each in said["illegal"]}
+    assert set(illegal) == {
+        ("actor.parallel.pp=3", "train.mini_batch_samples=4"),
+        ("actor.parallel.pp=3", "train.mini_batch_samples=8"),
+    }
+    assert "world size 2 is not a multiple" in illegal["actor.parallel.pp=3", "train.mini_batch_samples=8"]
+    assert (said["too_large"], said["failed"]) == ([], [])
+    seconds = [each["s a step"] for each in said["done"]]
+    assert seconds == sorted(seconds)
+    assert len(seconds) == 4
+    best = said["done"][0]["overrides"]
+    assert load_config(SFTConfig, done.out / "best.yaml") == load_config(SFTConfig, file, best)
+    assert sorted(path.name for path in done.out.iterdir()) == ["best.yaml", "sweep.json"]
+    assert "2 cannot run, such as actor.parallel.pp=3" in " ".join(capsys.readouterr().out.split())
+
+
+Answer = Callable[[Request], Result]
+
+
+def swept(folder: Path, monkeypatch: pytest.MonkeyPatch, answer: Answer, *options: str) -> tuple[int, list[Request]]:
+    """(exit status, what was rehearsed) of a sweep over two batch sizes and two layouts, without rehearsing."""
+    asked: list[Request] = []
+
+    def rehearse(request: Request, told: Any) -> Result:
+        asked.append(request)
+        return answer(request)
+
+    monkeypatch.setattr("megarlhf.rehearsal.run_sweep.rehearse", rehearse)
+    file = write_job("sft", folder, job_tree("sft", folder))
+    axes = ("--sweep", "actor.parallel.pp=1,2", "train.mini_batch_samples=4,8")
+    return main(["sft", "-c", str(file), "-o", str(folder / "out"), "--world-size", "2", *options, *axes]), asked
+
+
+def test_too_large_by_parameters_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By hand: 2 layers of 4 x 64 x 64 + 3 x 64 x 96 + 2 x 64 elements and a norm, in bf16, with a gradient in fp32,
+    and a main parameter and two moments on two data-parallel ranks. On a device of less only both halves fit."""
+    elements = 2 * (4 * 64 * 64 + 3 * 64 * 96 + 2 * 64) + 64
+    whole, half = int(elements * (2 + 4 + 12 / 2)), int(elements / 2 * (2 + 4 + 12))
+    assert half < whole
+    size = ("--gpu-memory-gib", str((whole + half) / 2 / 2**30))
+    status, asked = swept(tmp_path, monkeypatch, lambda request: a_result(1), *size)
+    assert status == 0
+    assert [request.cfg.actor.parallel.pp for request in asked] == [2, 2]
+    said = json.loads((tmp_path / "out" / "sweep.json").read_text())
+    assert [(each["overrides"][0], each["bytes"]) for each in said["too_large"]] == [("actor.parallel.pp=1", whole)] * 2
+
+
+def test_nothing_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no best, nor that of an earlier sweep."""
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "best.yaml").write_text("{}")
+    status, asked = swept(tmp_path, monkeypatch, lambda request: too_small(a_result(1), 10))
+    assert (status, len(asked)) == (1, 4)
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["sweep.json"]
+
+
+def test_a_variant_that_fails_or_is_refused_ends_no_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def answer(request: Request) -> Result:
+        if request.cfg.train.mini_batch_samples == 8:
+            raise RankFailed("planted") if request.cfg.actor.parallel.pp == 1 else ValueError("refused")
+        return a_result(1)
+
+    status, _ = swept(tmp_path, monkeypatch, answer)
+    said = json.loads((tmp_path / "out" / "sweep.json").read_text())
+    assert status == 0
+    assert [each["why"] for each in said["failed"]] == ["planted"]
+    assert [each["why"] for each in said["illegal"]] == ["refused"]
+    assert len(said["done"]) == 2
+
+
+def test_the_order() -> None:
+    """What runs by the time of its last step; then what has no time; then what does not fit, the fullest last. A job
+    whose ranks do not fit together does not run."""
+    quick = a_result(1)
+    slow = replace(quick, times=[replace(step, seconds=9999.0) for step in quick.times])
+    found = {
+        "much too large": too_small(quick, 20),
+        "does not meet": replace(quick, faults=["ranks 0 and 1 wait for each other"]),
+        "slow": slow,
+        "no time": replace(quick, times=[]),
+        "too large": too_small(quick, 40),
+        "quick": quick,
+    }
+    names = [variant.cfg for variant, _ in order([(Variant((), name), each) for name, each in found.items()])]
+    assert names == ["quick", "slow", "no time", "does not meet", "too large", "much too large"]
+
+
+def test_axes() -> None:
+    """A comma inside a list ends no value."""
+    axes = parse_axes(["a.b=1,2", "actor.parallel.layers_per_stage=[1,3],[2,2],null"])
+    assert axes == [Axis("a.b", ("1", "2")), Axis("actor.parallel.layers_per_stage", ("[1,3]", "[2,2]", "null"))]
+    for words, sentence in ((["a.b=1,1"], "stands there twice"), (["a=1", "a=2"], "names a twice")):
+        with pytest.raises(ValueError, match=sentence):
+            parse_axes(words)
+
+
+STAYS = ("parameters", "gradients", "main parameters", "optimizer state", "engine's weights")
+FP32 = {"dtype": "fp32"}
+LEAST: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], int]] = {
+    "sft": ("sft", "dense", {}, {}, 2),
+    "sft in fp32": ("sft", "dense", {}, FP32, 1),
+    "uneven stages": ("sft", "dense", {"pp": 2, "layers_per_stage": [3, 1]}, {}, 2),
+    "tied embeddings": ("rm", "tied", {"tp": 2}, FP32, 2),
+    "experts": ("sft", "experts", {"tp": 2, "sequence_parallel": True}, {}, 4),
+    "rl": ("rl", "dense", {}, {}, 4),
+    "rl, experts": ("rl", "experts", {}, {}, 4),
+}
+
+
+@pytest.mark.parametrize("name", LEAST)
+def test_nothing_needs_less(name: str, tmp_path: Path) -> None:
+    """A lower bound of what stays on the fullest rehearsed rank (of each stage one is rehearsed) after an update, and
+    no idle one: at least a third, the embeddings of these small models apart."""
+    command, model, parallel, dtype, world = LEAST[name]
+    tree = job_tree(command, tmp_path, model, **parallel)
+    if "layers_per_stage" in parallel:
+        write_model(tmp_path / model, {**DENSE, "num_hidden_layers": 4})
+    else:
+        write_model(tmp_path / model, {**MODELS[model], "hidden_size": 128})
+    for role in ("actor", "critic", "reward_model"):
+        if role in tree:
+            tree[role] = {**tree[role], "model": tree[role]["model"] | dtype}
+    if command == "rl":
+        tree["reward_model"]["parallel"] = {"sequence_parallel": True, "tp": 4} if model == "experts" else {"tp": 4}
+        tree["rollout"]["gpu_memory_utilization"] = 0.01
+    request = request_of(command, tree, tmp_path, world_size=world, steps=1, device_bytes=2**30)
+    ranks = range(0, world, 2 if parallel.get("tp") else 1) if "pp" in parallel else (0,)
+    records = records_of(request, tmp_path / "standing_in", *ranks)
+    updates = [row for record in records for row in record.memory if row.phase.startswith("optimizer/")]
+    held = max(sum(row.by_kind.get(kind, 0) for kind in STAYS) for row in updates)
+    least = least_bytes(request.cfg, world)
+    assert held / 3 < least <= held
+    assert isinstance(request.cfg, RLConfig) == (command == "rl")
