@@ -142,5 +142,6 @@ class _Played(torch.autograd.Function):
         assert tape is not None, "a played layer's backward comes before that of the last layer"
         (hidden,) = ctx.saved_tensors
         grad_input, kept = ctx.player.play(tape, {"input": hidden, "grad_output": grad_output}, ctx.kept)
-        assert not (kept or ctx.kept), "memory of a played layer lives on after its backward"
+        left = {**kept, **ctx.kept}
+        assert not left, f"memory of a played layer lives on after its backward: {left}"
         return grad_input, None, None
