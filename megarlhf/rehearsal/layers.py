@@ -9,7 +9,7 @@ backward is the first. Tests compare rehearsals with and without this: nothing c
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megarlhf.models.build import ModelShard
 from megarlhf.rehearsal.known import Known, storage_key
-from megarlhf.rehearsal.tape import Player, Recorder, Tape
+from megarlhf.rehearsal.tape import Mark, Owner, Player, Recorder, Tape
 
 FEWEST = 4
 """Layers of a stage for which it is worth it."""
@@ -29,8 +29,21 @@ class MicroBatchTapes:
 
     forward: Tape
     """Of the second layer."""
+    input_is_kept: bool
+    """Whether a layer's graph needs what came in, which its caller lets go of."""
     backward: Tape | None = None
     """Of the last layer."""
+
+
+@dataclass
+class Held:
+    """What a played layer has left after a forward."""
+
+    keys: dict[int, int] = field(default_factory=dict)
+    """Of the ledger, by number of the forward's tape."""
+    is_over: bool = True
+    """Whether no backward is to come. What is there then is held by the layer's own attributes, as a dispatcher of
+    tokens to experts holds its last routing, until its next forward puts others in their place."""
 
 
 class EqualLayers:
@@ -54,37 +67,57 @@ class _Stage:
 
     def __init__(self, recorder: Recorder, player: Player, known: Known) -> None:
         self._recorder, self._player, self._known = recorder, player, known
+        self._tape: Tape | None = None
+        """Of the second layer's last forward."""
+        self._input: Mark | None = None
+        """What came into it."""
         self._tapes: MicroBatchTapes | None = None
 
     def put_into(self, layer: Any, *, first: bool, last: bool) -> None:
         run = layer.forward
         gradients = list(layer.parameters())
+        held = Held()
 
         def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+            nonlocal held
             if first:
                 return self._second(run, hidden_states, args, kwargs)
-            tapes = self._tapes
-            assert tapes is not None, "a layer runs before the second of its stage"
+            tapes = self._tapes_now()
             learns = torch.is_grad_enabled() and hidden_states.requires_grad
             if last and learns:
                 return self._last(run, tapes, hidden_states, args, kwargs)
-            if not learns:
-                out, kept = self._player.play(tapes.forward, {"input": hidden_states}, {})
-                assert not kept, "memory of a forward without gradients lives on"
-                return out, None
-            self._forget(gradients)
-            return _Played.apply(hidden_states, self._player, tapes), None
+            if last and len(tapes.forward.numbers) > 1:  # it has attributes of its own, which a forward replaces
+                return run(hidden_states, *args, **kwargs)
+            before, held = held, Held(is_over=not learns)
+            if learns:
+                self._forget(gradients)
+                out = _Played.apply(hidden_states, self._player, tapes, before.keys, held)
+            else:
+                out, held.keys = self._player.play(tapes.forward, {"input": hidden_states, "before": before.keys})
+                out.requires_grad_(tapes.forward.requires_grad)
+            assert not (before.is_over and before.keys), "a layer still holds what its next forward replaces"
+            return out, None
 
         layer.forward = forward
 
+    def _tapes_now(self) -> MicroBatchTapes:
+        """Of the micro-batch at hand, when its third layer is called: now the second's input is held by its graph or
+        by nobody."""
+        assert self._tape is not None, "a layer runs before the second of its stage"
+        assert self._input is not None
+        if self._tapes is None or self._tapes.forward is not self._tape:
+            self._tapes = MicroBatchTapes(self._tape, self._recorder.lives(self._input))
+        return self._tapes
+
     def _second(self, run: Callable[..., Any], hidden: Tensor, args: Any, kwargs: Any) -> Any:
-        tape = self._recorder.begin({storage_key(hidden): ("input", 0)})
+        before = {} if self._tape is None else self._recorder.left_of(self._tape, "before")
+        self._input = self._recorder.mark(hidden)
+        tape = self._tape = self._recorder.begin(before | {storage_key(hidden): ("input", 0)})
         try:
             out, context = run(hidden, *args, **kwargs)
             tape.goes_out(out)
         finally:
             self._recorder.end()
-        self._tapes = MicroBatchTapes(tape)
         return out, context
 
     def _last(self, run: Callable[..., Any], tapes: MicroBatchTapes, hidden: Tensor, args: Any, kwargs: Any) -> Any:
@@ -97,15 +130,15 @@ class _Stage:
         assert own.count == tapes.forward.count, (
             f"the last layer of a stage takes memory {own.count} times, its second {tapes.forward.count} times"
         )
-        others: dict[int, Any] = {key: ("forward", number) for key, number in own.numbers.items()}
-        others.pop(storage_key(out), None)
-        others[storage_key(hidden)] = ("input", 0)
-
-        came_in: list[int] = []
+        came_out, came_in = storage_key(out), list[int]()
+        # Not the tensor, which the hooks would hold.
+        inputs: dict[int, tuple[Owner, int]] = {storage_key(hidden): ("input", 0)} if tapes.input_is_kept else {}
 
         def begins(grad_output: Tensor) -> None:
             came_in.append(storage_key(grad_output))
-            tapes.backward = self._recorder.begin(others | {came_in[0]: ("grad_output", 0)})
+            others = self._recorder.left_of(own, "forward")
+            others.pop(came_out, None)
+            tapes.backward = self._recorder.begin(others | inputs | {came_in[0]: ("grad_output", 0)})
 
         def ends(grad_input: Tensor) -> None:
             assert tapes.backward is not None
@@ -130,18 +163,23 @@ class _Played(torch.autograd.Function):
     """A layer that is played, forward and backward."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, player: Player, tapes: MicroBatchTapes) -> Tensor:
-        out, kept = player.play(tapes.forward, {"input": hidden}, {})
-        ctx.player, ctx.tapes, ctx.kept = player, tapes, kept
-        ctx.save_for_backward(hidden)
+    def forward(
+        ctx: Any, hidden: Tensor, player: Player, tapes: MicroBatchTapes, before: dict[int, int], held: Held
+    ) -> Tensor:
+        out, held.keys = player.play(tapes.forward, {"input": hidden, "before": before})
+        ctx.player, ctx.tapes, ctx.held = player, tapes, held
+        if tapes.input_is_kept:
+            ctx.save_for_backward(hidden)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Any:
-        tape = ctx.tapes.backward
+        tape, held = ctx.tapes.backward, ctx.held
         assert tape is not None, "a played layer's backward comes before that of the last layer"
-        (hidden,) = ctx.saved_tensors
-        grad_input, kept = ctx.player.play(tape, {"input": hidden, "grad_output": grad_output}, ctx.kept)
-        left = {**kept, **ctx.kept}
-        assert not left, f"memory of a played layer lives on after its backward: {left}"
-        return grad_input, None, None
+        names: dict[Owner, Any] = {"grad_output": grad_output, "forward": held.keys}
+        if ctx.saved_tensors:
+            (names["input"],) = ctx.saved_tensors
+        grad_input, kept = ctx.player.play(tape, names)
+        held.is_over = True
+        assert not kept, "memory of a played layer's backward lives on after it"
+        return grad_input, None, None, None, None

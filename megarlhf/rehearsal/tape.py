@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,8 +16,16 @@ from megarlhf.rehearsal.trace import Collective, Event, Receive, Send, Wait, Wor
 from megarlhf.rehearsal.wire import Line, Wire
 from megarlhf.rehearsal.work import Meter
 
-Owner = Literal["own", "forward", "input", "grad_output"]
-"""Whose memory is given back: of this tape, of the forward's, of a tensor that came in."""
+Owner = Literal["own", "before", "forward", "input", "grad_output"]
+"""Whose memory is given back: of this tape, of the same layer's forward before this one, of the forward of this
+backward, of a tensor that came in."""
+
+
+class Mark(NamedTuple):
+    """A piece of memory, which is another one than what gets its key when it is gone."""
+
+    key: int
+    storage: Storage | None
 
 
 class Made(NamedTuple):
@@ -79,11 +87,14 @@ class Tape:
     """Of what goes out, with stride and dtype."""
     stride: tuple[int, ...] = ()
     dtype: torch.dtype = torch.float32
+    requires_grad: bool = False
+    """Of what goes out. Without a graph it steers too: Megatron-Core adds in place where no gradient is required."""
 
     def goes_out(self, tensor: Tensor) -> None:
         """The tape ends with this tensor."""
         self.result = self.numbers.get(storage_key(tensor))
         self.size, self.stride, self.dtype = tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype
+        self.requires_grad = tensor.requires_grad
 
     def without_first_use(self) -> None:
         """Of a backward: what lives on after it was made at its first use, for all backwards."""
@@ -95,7 +106,7 @@ class Recorder:
     """Listens to ledger, meter and wire of a rank while a tape is open."""
 
     def __init__(self, ledger: Ledger, meter: Meter, wire: Wire) -> None:
-        self._parts = (ledger, meter, wire)
+        self._ledger, self._parts = ledger, (ledger, meter, wire)
         self.tape: Tape | None = None
         self._others: dict[int, tuple[Owner, int]] = {}
 
@@ -107,6 +118,19 @@ class Recorder:
         for part in self._parts:
             part.listener = self
         return tape
+
+    def mark(self, tensor: Tensor) -> Mark:
+        """The memory of a tensor."""
+        key = storage_key(tensor)
+        return Mark(key, self._ledger.live.get(key))
+
+    def lives(self, mark: Mark) -> bool:
+        return mark.storage is not None and self._ledger.live.get(mark.key) is mark.storage
+
+    def left_of(self, tape: Tape, owner: Owner) -> dict[int, tuple[Owner, int]]:
+        """For `begin`: what is left of a tape's memory, as its owner's."""
+        made = {note.number: note.storage for note in tape.notes if isinstance(note, Made)}
+        return {key: (owner, n) for key, n in tape.numbers.items() if self.lives(Mark(key, made[n]))}
 
     def end(self) -> None:
         """The tape is complete."""
@@ -153,13 +177,11 @@ class Player:
     def __init__(self, ledger: Ledger, meter: Meter, wire: Wire, mode: FakeTensorMode, device: torch.device) -> None:
         self._ledger, self._meter, self._wire, self._mode, self._device = ledger, meter, wire, mode, device
 
-    def play(
-        self, tape: Tape, came_in: Mapping[Owner, Tensor], forward: dict[int, int]
-    ) -> tuple[Tensor, dict[int, int]]:
+    def play(self, tape: Tape, others: Mapping[Owner, Any]) -> tuple[Tensor, dict[int, int]]:
         """(what goes out, keys of the memory that lives on, by number).
 
-        came_in: tensors whose memory the tape may give back, and that which goes out where none is made for it.
-        forward: what `play` has returned for the forward.
+        others: by owner, whose memory the tape may give back: of what came in the tensor, which also goes out where
+                none is made for it; of `before` and `forward` what `play` has returned for it
         """
         keys: dict[int, int] = {}
         numbers: dict[int, int] = {}
@@ -175,7 +197,7 @@ class Player:
                     else:
                         keys[number] = self._ledger.take(storage)
                 case Freed(owner, number):
-                    self._free(owner, number, keys, forward, came_in)
+                    self._free(number, keys if owner == "own" else others[owner])
                 case Passing(storage):
                     self._ledger.pass_through(storage)
                 case Counted(line, nbytes):
@@ -183,27 +205,18 @@ class Player:
                 case Said(event):
                     self._meter.message(self._renumbered(event, numbers))
         if result is None:
-            result = came_in["grad_output" if "grad_output" in came_in else "input"]
+            result = others["grad_output" if "grad_output" in others else "input"]
         return result, keys
 
     def _made(self, tape: Tape) -> Tensor:
         with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
             return fake_of(self._mode, tape.size, tape.stride, tape.dtype, self._device)
 
-    def _free(
-        self,
-        owner: Owner,
-        number: int,
-        keys: dict[int, int],
-        forward: dict[int, int],
-        came_in: Mapping[Owner, Tensor],
-    ) -> None:
-        if owner == "own":
-            self._ledger.give_back(keys.pop(number))
-        elif owner == "forward":
-            self._ledger.give_back(forward.pop(number))
-        else:
-            self._ledger.end_early(came_in[owner])
+    def _free(self, number: int, owner: Any) -> None:
+        if isinstance(owner, Tensor):
+            self._ledger.end_early(owner)
+        elif (key := owner.pop(number, None)) is not None:
+            self._ledger.give_back(key)
 
     def _renumbered(self, event: Event, numbers: dict[int, int]) -> Event:
         """Messages of a rank have numbers of their own."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,12 @@ import yaml
 from megarlhf.commands.rehearse import CONFIGS, main
 from megarlhf.config import load_config
 from megarlhf.rehearsal.hardware import load_hardware
+from megarlhf.rehearsal.job import Job, RankRecord
 from megarlhf.rehearsal.lengths import Uniform
+from megarlhf.rehearsal.pricing import Pricing
+from megarlhf.rehearsal.processes import run_ranks
 from megarlhf.rehearsal.request import Request
+from megarlhf.rehearsal.stand_ins import stand_in
 
 H100 = Path("configs/hardware/h100.yaml")
 DENSE: dict[str, Any] = {
@@ -114,3 +118,25 @@ def request_of(command: str, tree: dict[str, Any], folder: Path, **options: Any)
     }
     cfg = load_config(CONFIGS[command], write_job(command, folder, tree))
     return Request(command=command, cfg=cfg, hardware=hardware, **(given | options))
+
+
+def records_of(request: Request, folder: Path, *ranks: int, **changes: Any) -> list[RankRecord]:
+    """What these ranks have seen, each in a process of its own; `changes` of what they are told."""
+    lengths = {"prompt_lengths": request.prompt_lengths, "response_lengths": request.response_lengths}
+    stood = stand_in(request.cfg, folder, steps=request.steps, **lengths)
+    assert request.response_lengths is not None
+    job = Job(
+        command=request.command,
+        cfg=stood.cfg,
+        rank=0,
+        world_size=request.world_size,
+        ranks_per_node=request.ranks_per_node,
+        kind=request.hardware.kind,
+        layers=request.layers,
+        num_steps=request.steps,
+        response_lengths=request.response_lengths,
+        device_bytes=request.device_bytes,
+        routing=request.routing,
+    )
+    jobs = [replace(job, rank=rank, **changes) for rank in ranks]
+    return run_ranks(jobs, Pricing(request.hardware, request.ranks_per_node), workers=request.workers)
