@@ -52,12 +52,14 @@ from torch.utils.flop_counter import flop_registry
 
 TESTED = "2.13"
 """Version of torch."""
-DEVICE, BACKEND = "rehearsal", "rehearsal"
-"""Names of the device that stands for a GPU, and of the process groups."""
+DEVICE = "rehearsal"
+"""Name of the device that stands for a GPU."""
 Kind = Literal["gpu", "cpu"]
+BACKENDS: Mapping[str, str] = {"gpu": "rehearsal", "cpu": "rehearsal_on_cpu"}
+"""By kind of device: a backend is registered for its devices once in a process."""
 
 __all__ = [
-    "BACKEND",
+    "BACKENDS",
     "DynamicOutputShapeException",
     "FakeTensor",
     "FakeTensorMode",
@@ -104,10 +106,10 @@ def device_of(kind: Kind) -> torch.device:
 
 def join(rank: int, world_size: int, kind: Kind) -> None:
     """Make this process a rank of a world in which nobody else is."""
-    if BACKEND not in dist.Backend.backend_list:
+    if (backend := BACKENDS[kind]) not in dist.Backend.backend_list:
         devices = ["cpu", DEVICE] if kind == "gpu" else ["cpu"]
-        dist.Backend.register_backend(BACKEND, _create_fake_pg, extended_api=True, devices=devices)
-    dist.init_process_group(BACKEND, rank=rank, world_size=world_size, store=FakeStore())
+        dist.Backend.register_backend(backend, _create_fake_pg, extended_api=True, devices=devices)
+    dist.init_process_group(backend, rank=rank, world_size=world_size, store=FakeStore())
 
 
 def fake_of(

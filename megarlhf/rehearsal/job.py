@@ -108,5 +108,5 @@ def runtime_of(rank: int, world_size: int, ranks_per_node: int, device: torch.de
         local_world_size=min(ranks_per_node, world_size),
         ranks_per_block=min(ranks_per_node, world_size),  # nodes have equally many: request.require_sense
         device=device,
-        backend=interfaces.BACKEND,
+        backend=interfaces.BACKENDS["cpu" if device.type == "cpu" else "gpu"],
     )

@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from megarlhf.layout import MeshLayout
 from megarlhf.rehearsal.batches import Share, Shares
 
+LARGER = 1.01
+"""A micro-batch that is larger by less is not rehearsed for its memory."""
+
 Stages = tuple[tuple[str, int], ...]
 """Role and pipeline stage."""
 
@@ -82,7 +85,7 @@ def _pipelines(layouts: Mapping[str, MeshLayout], main: str, shares: Shares) -> 
     if work[by_cost[0]].cost < work[by_cost[-1]].cost:
         found[by_cost[0]] = "the data-parallel rank with the least work"
     largest = max(range(mesh.dp), key=lambda dp: work[dp].longest)
-    if work[largest].longest > max(work[dp].longest for dp in found):
+    if work[largest].longest > LARGER * max(work[dp].longest for dp in found):
         found[largest] = "the data-parallel rank with the largest micro-batch"
     return found
 

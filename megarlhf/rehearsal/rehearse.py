@@ -227,7 +227,7 @@ class _Rehearsal:
         saved = sum(at_peak.get(kind, 0) for kind in ("main parameters", "optimizer state"))
         process = int(PROCESS_GIB * 2**30)
         return [
-            HostRow(name="the process", nbytes=process, source="assumed: Python, torch, Megatron-Core, vLLM, CUDA"),
+            HostRow(name="the process", nbytes=process, source="assumed: Python and libraries, the device's too"),
             HostRow(name="the program's tensors on the host", nbytes=tightest.host_peak, source="counted"),
             HostRow(
                 name="a resume point's copy of the state",

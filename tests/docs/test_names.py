@@ -22,6 +22,7 @@ NOT_OURS = {
     "tests/distributed/test_sum.py",
     "sft.yaml",
     "config.yaml",
+    "best.yaml",
     "hf/",
     "runs/",
     "data/",

@@ -167,7 +167,7 @@ def rehearse(case: Case) -> dict[str, Any]:
             local_world_size=world,
             ranks_per_block=world,
             device=rank.device,
-            backend=interfaces.BACKEND,
+            backend=interfaces.BACKENDS["gpu"],
         )
         stack.enter_context(interfaces.patched(rank._hooks()))
         stack.enter_context(rank.mode)
