@@ -38,6 +38,9 @@ def test_a_job_that_fits(ppo: Rehearsed) -> None:
     tightest = next(rank for rank in said["ranks"] if rank["rank"] == said["tightest"])
     assert said["free"] == said["capacity"] - tightest["need"]
     assert tightest["need"] == max(rank["need"] for rank in said["ranks"])
+    assert tightest["need"] == tightest["peak"] + sum(item["nbytes"] for item in tightest["margin"])
+    # What vLLM keeps beside weights and cache is there while others work.
+    assert {"CUDA context", "CUDA graphs"} <= {item["name"] for item in tightest["margin"]}
     assert "Llama" not in said["hardware"]
     page = (ppo.out / "rehearsal.html").read_text()
     assert page.startswith(("<!DOCTYPE html>", "<!doctype html>"))

@@ -15,6 +15,7 @@ from megarlhf.rehearsal.stand_ins import LETTERS, SPECIAL, stand_in, write_token
 from megarlhf.trainers.rm import RewardModelling
 from megarlhf.trainers.sft import SupervisedFineTuning
 from megarlhf.trainers.supervised import load_samples
+from megarlhf.weights.checkpoint.dtype import resolve_dtype
 
 CONFIG = {
     "model_type": "llama",
@@ -91,3 +92,38 @@ def test_a_tokenizer_that_is_there_reads_data_that_is_there_only(
         train, _, _ = load_samples(SupervisedFineTuning(stood.cfg))
         assert {sample.prompt_length for sample in train} == {12}
         assert any("is not used, since the data stands in" in note for note in stood.notes)
+
+
+def test_a_stored_dtype_is_kept(tmp_path: Path, models: dict[str, Path]) -> None:
+    """Weights may say another dtype than config.json (here: none), and a directory that stands in has no weights."""
+    given = tree(tmp_path / "model", "actor")
+    given["actor"]["model"] = {"path": str(models["plain"])}
+    cfg = SFTConfig.model_validate(given)
+    stored = resolve_dtype("actor", cfg.actor.model, "lm")
+    assert stored.why == "as stored"
+    stood = stand_in(cfg, tmp_path / "standing_in", steps=1, prompt_lengths=Constant(9), response_lengths=None)
+    assert stood.cfg.actor.model.path != cfg.actor.model.path
+    assert stood.cfg.actor.model.dtype == stored.name
+
+
+@pytest.mark.parametrize("command", ["sft", "rm"])
+def test_lengths_of_responses_alone_make_data_stand_in(
+    command: str, tmp_path: Path, models: dict[str, Path], data: dict[str, Path]
+) -> None:
+    """Of these commands they are data; what is given must not be without effect. Held-out data are said to be left
+    out."""
+    role, config = {"sft": ("actor", SFTConfig), "rm": ("reward_model", RMConfig)}[command]
+    given = tree(tmp_path / "model", role)
+    given[role]["model"] = {"path": str(models["plain"])}
+    given["data"] |= {"train": str(data["sft" if command == "sft" else "pairs"]), "heldout": str(data["prompts"])}
+    stood = stand_in(
+        config.model_validate(given),
+        tmp_path / "standing_in",
+        steps=1,
+        prompt_lengths=None,
+        response_lengths=Constant(11),
+    )
+    notes = " ".join(stood.notes)
+    assert "is not used, since lengths were given: 50 records stand in" in notes
+    assert "responses: always 11 tokens" in notes
+    assert f"data.heldout = {data['prompts']} is left out" in notes

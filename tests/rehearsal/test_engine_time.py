@@ -1,0 +1,92 @@
+"""Seconds of a step's rollout from what the engines have to generate: by hand. How long one engine takes by the
+roofline is not here (`test_pricing.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megarlhf.architectures.hf_config import architecture_from_hf
+from megarlhf.rehearsal.decoding import EngineShape, RolloutTime
+from megarlhf.rehearsal.engine_time import EngineWork, RolloutEstimate, estimate, shape_of
+from tests.rehearsal.jobs import DENSE, EXPERTS, write_model
+
+ENGINES = [EngineWork([4, 4], [10, 30]), EngineWork([4], [20]), EngineWork([], [])]
+SHAPE = EngineShape(
+    ranks=(0,),
+    weight_bytes=1,
+    flops_per_token=1.0,
+    cache_bytes_per_token=1,
+    num_layers=1,
+    hidden_size=1,
+    query_size=1,
+    dtype="bfloat16",
+    itemsize=2,
+)
+
+
+class ATokenASecond:
+    """A price by which an engine takes a second for each token of its longest response."""
+
+    def __init__(self) -> None:
+        self.asked: list[Any] = []
+
+    def decode_seconds(
+        self, shape: EngineShape, prompts: Sequence[int], responses: Sequence[int], cache_bytes: int, **options: Any
+    ) -> RolloutTime:
+        self.asked.append((list(prompts), cache_bytes, options))
+        longest = max(responses, default=0)
+        return RolloutTime(
+            prefill=0.0,
+            decode=float(longest),
+            overhead=0.0,
+            steps=longest,
+            most_running=len(responses),
+            mean_running=float(len(responses)),
+        )
+
+
+def test_a_stated_speed() -> None:
+    """40, 20 and no tokens at 5 a second."""
+    found = estimate(ENGINES, SHAPE, 99, ATokenASecond(), tokens_per_second=5.0, max_running=8, samples_per_prompt=1)
+    assert found == RolloutEstimate(slowest=8.0, fastest=0.0, tokens=60, most_running=0)
+
+
+def test_by_the_roofline() -> None:
+    """Every engine is asked for, with what bounds it."""
+    price = ATokenASecond()
+    found = estimate(ENGINES, SHAPE, 99, price, tokens_per_second=None, max_running=8, samples_per_prompt=2)
+    assert found == RolloutEstimate(slowest=30.0, fastest=0.0, tokens=60, most_running=2)
+    options = {"max_running": 8, "samples_per_prompt": 2}
+    assert price.asked == [([4, 4], 99, options), ([4], 99, options), ([], 99, options)]
+
+
+def test_no_engine() -> None:
+    found = estimate([], SHAPE, 1, ATokenASecond(), tokens_per_second=1.0, max_running=1, samples_per_prompt=1)
+    assert found == RolloutEstimate(0.0, 0.0, 0, 0)
+
+
+@pytest.mark.parametrize("tp, groups", [(1, 4), (2, 2)])
+def test_the_shape_of_an_engine(tp: int, groups: int, tmp_path: Path) -> None:
+    """2 layers, 4 heads of 16 and as many KV heads, MLP of 96, 512 words, by hand; bf16."""
+    arch = architecture_from_hf(write_model(tmp_path / "dense", DENSE))
+    shape = shape_of(arch, tp, 6, torch.bfloat16, 1234)
+    assert shape.ranks == tuple(range(6, 6 + tp))
+    assert shape.cache_bytes_per_token == 2 * 2 * groups * 16 * 2
+    weights = 2 * (4 * 64 * 64 + 3 * 64 * 96) + 512 * 64
+    assert shape.flops_per_token == 2 * weights / tp
+    assert (shape.query_size, shape.num_layers, shape.hidden_size) == (64 // tp, 2, 64)
+    assert (shape.weight_bytes, shape.dtype, shape.itemsize) == (1234, "bfloat16", 2)
+
+
+def test_experts_of_a_token_and_shared_heads(tmp_path: Path) -> None:
+    """A token computes two of four experts (MLP of 32) and the router; of two KV heads each of four ranks has one."""
+    arch = architecture_from_hf(write_model(tmp_path / "experts", {**EXPERTS, "num_key_value_heads": 2}))
+    shape = shape_of(arch, 4, 0, torch.float32, 0)
+    weights = 2 * (2 * 64 * 64 + 2 * 64 * 2 * 16 + 2 * 3 * 64 * 32 + 64 * 4) + 512 * 64
+    assert shape.flops_per_token == 2 * weights / 4
+    assert shape.cache_bytes_per_token == 2 * 2 * 1 * 16 * 4

@@ -1,0 +1,134 @@
+"""Which ranks are rehearsed, and how much work each has: by hand, without rehearsing."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megarlhf.config import TrainConfig
+from megarlhf.layout import MeshLayout
+from megarlhf.parallel.batching import Batching
+from megarlhf.parallel.packing import Cost
+from megarlhf.rehearsal.batches import Share, seen_batches
+from megarlhf.rehearsal.kinds import Kind, chosen, first_rank, named, pipelines_of, stages_of
+from megarlhf.rehearsal.others import gathered
+from megarlhf.rollout.rewards.batch import Outcome
+
+
+def share(cost: float, longest: int = 10) -> Share:
+    return Share(cost, tokens=int(cost), longest=longest, micro_batches=1)
+
+
+# Ranks of the actor: tp fastest, then dp, then pp. rank = tp + 2 dp + 6 pp.
+ACTOR = MeshLayout(tp=2, pp=2, dp=3)
+
+
+def test_the_most_the_least_and_the_largest() -> None:
+    """Of three data-parallel ranks the second has the most work, the third the least, the first the largest
+    micro-batch. Each comes with both stages."""
+    shares = {"train/actor": [share(5, longest=99), share(7), share(3)]}
+    kinds = chosen({"actor": ACTOR}, "actor", shares)
+    assert first_rank({"actor": ACTOR}, "actor") == 0
+    assert [(kind.rank, kind.why.removeprefix("the data-parallel rank with the ")) for kind in kinds] == [
+        (0, "largest micro-batch"),
+        (2, "most work"),
+        (4, "least work"),
+        (6, "largest micro-batch"),
+        (8, "most work"),
+        (10, "least work"),
+    ]
+    assert {kind.stages for kind in kinds} == {(("actor", 0),), (("actor", 1),)}
+    assert {kind.stands_for for kind in kinds} == {6}
+    assert pipelines_of(kinds, ACTOR) == [0, 2, 4, 6, 8, 10]
+
+
+def test_equal_work_needs_one_pipeline() -> None:
+    kinds = chosen({"actor": ACTOR}, "actor", {"train/actor": [share(5)] * 3})
+    assert len(kinds) == 2
+    assert kinds[1].rank - kinds[0].rank == 6
+
+
+def test_work_of_all_roles_counts() -> None:
+    """The reward model (dp 6) scores in a phase of its own name, `reward`; its second and third rank, positions of the
+    actor's second, have most to score. A phase of nobody's is not counted."""
+    layouts = {"actor": ACTOR, "reward_model": MeshLayout(tp=1, pp=2, dp=6)}
+    shares = {
+        "train/actor": [share(5), share(5), share(5)],
+        "reward": [share(0), share(0), share(9), share(9), share(0), share(0)],
+        "eval": [share(0), share(0), share(900)],
+    }
+    most = [kind.rank for kind in chosen(layouts, "actor", shares) if "most" in kind.why]
+    assert most == [2, 8]
+
+
+def test_every_combination_of_stages_is_there() -> None:
+    """A critic in four stages beside an actor in one: ranks beyond the actor's pipeline are added."""
+    layouts = {"actor": MeshLayout(tp=2, pp=1, dp=4), "critic": MeshLayout(tp=2, pp=4, dp=1)}
+    kinds = chosen(layouts, "actor", {"train/actor": [share(1), share(4), share(2), share(2)]})
+    assert [(kind.rank, dict(kind.stages)["critic"]) for kind in kinds] == [(0, 0), (2, 1), (4, 2), (6, 3)]
+    assert sum(kind.stands_for for kind in kinds) == 8
+    assert [kind.why for kind in kinds][2:] == ["another combination of stages"] * 2
+
+
+def test_ranks_by_name() -> None:
+    """Twice named is once rehearsed; of one stage alone no pipeline is whole."""
+    kinds = named([9, 1, 9], {"actor": ACTOR})
+    assert kinds == [Kind(1, (("actor", 0),), 6, "asked for"), Kind(9, (("actor", 1),), 6, "asked for")]
+    assert pipelines_of(kinds, ACTOR) == []
+    assert pipelines_of(named([1, 7], {"actor": ACTOR}), ACTOR) == [1, 7]
+    assert stages_of(11, {"actor": ACTOR, "critic": MeshLayout(tp=12, pp=1, dp=1)}) == (("actor", 1), ("critic", 0))
+
+
+def test_shares_by_hand() -> None:
+    """Two data-parallel ranks, packed: [5] and [3, 1] tokens at a cost of 2 a token and 1 a pair (n (n + 1) / 2). Two
+    calls in a phase add up; afterwards nothing is seen."""
+    mesh: Any = SimpleNamespace(layout=MeshLayout(tp=1, pp=1, dp=2), coordinates=SimpleNamespace(dp=0))
+    micro = TrainConfig(num_steps=1, mini_batch_samples=3, max_tokens_per_micro_batch=5)
+    batching = Batching(mesh, Cost(per_token=2.0, per_pair=1.0), micro)
+    lengths = torch.tensor([5, 3, 1])
+    shares: dict[str, list[Share]] = {}
+    with seen_batches(lambda: "train/actor", shares):
+        batching.layouts_by_rank([[0], [1], [2]], lengths)
+        once = list(shares["train/actor"])
+        batching.layouts_by_rank([[0], [1], [2]], lengths)
+    batching.layouts_by_rank([[0], [1], [2]], lengths)
+    long, short = sorted(once, key=lambda each: -each.cost)
+    assert (long.cost, long.tokens, long.micro_batches) == (2 * 5 + 15, 5, 1)
+    assert (short.cost, short.tokens, short.micro_batches) == ((2 * 3 + 6) + (2 * 1 + 1), 4, 1)
+    assert long.longest >= 5
+    assert shares["train/actor"] == [each + each for each in once]
+    assert (once[0] + once[0]).cost == 2 * once[0].cost
+    assert (once[0] + once[0]).longest == once[0].longest
+
+
+def test_padding_is_no_work() -> None:
+    """Two rows of one micro-batch are as long as the longest sequence; tokens are those of the sequences."""
+    mesh: Any = SimpleNamespace(layout=MeshLayout(tp=1, pp=1, dp=1), coordinates=SimpleNamespace(dp=0))
+    batching = Batching(
+        mesh, Cost(per_token=1.0, per_pair=0.0), TrainConfig(num_steps=1, mini_batch_samples=2, micro_batch_samples=2)
+    )
+    shares: dict[str, list[Share]] = {}
+    with seen_batches(lambda: "train/actor", shares):
+        (layouts,) = batching.layouts_by_rank([[0], [1]], torch.tensor([4, 2]))
+    columns = layouts[0].columns
+    assert shares["train/actor"] == [Share(cost=6.0, tokens=6, longest=2 * columns, micro_batches=1)]
+    assert columns >= 4
+
+
+@pytest.mark.parametrize("own", [[Outcome(value=3.0), Outcome(value=4.0)], []])
+def test_outcomes_of_other_ranks(own: list[Outcome]) -> None:
+    """Seven samples on three ranks: 3, 2 and 2, each with what this rank says, or anything where it has none."""
+    said = gathered((own, len(own)), 7, 3)
+    assert said is not None
+    assert [count for _, count in said] == [3, 2, 2]
+    assert [len(outcomes) for outcomes, _ in said] == [3, 2, 2]
+    values = [outcome.value for outcome in said[0][0]]
+    assert values == ([3.0, 4.0, 3.0] if own else [1.0] * 3)
+
+
+@pytest.mark.parametrize("mine", [None, 3, ("a", 1), ([1], 1), ([Outcome(value=1.0)], 2), [Outcome(value=1.0)]])
+def test_whatever_else_is_said_alike(mine: Any) -> None:
+    assert gathered(mine, 7, 3) is None
