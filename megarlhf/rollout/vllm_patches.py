@@ -119,7 +119,8 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`F.linear` of rows whose bits do not depend on how many rows there are.
 
     A response then has the same bits whichever requests run beside it, also when a rollout goes on after a stop. MKL
-    has kernels of their own for the last few rows of a thread, which round otherwise: with AVX2 for one to three, with AVX-512 and matrices of AMX for up to eight.
+    has kernels of their own for the last few rows of a thread, which round otherwise: with AVX2 for one to three, on
+    a processor with AMX for up to eight.
     """
     return F.linear(_filled_up(input), weight, bias)[: input.size(0)]
 
