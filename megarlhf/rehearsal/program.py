@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from megarlhf.config import RolloutConfig
@@ -88,7 +89,9 @@ class Rank:
         forget_scratch_buffer()
         run = importlib.import_module(ENTRIES[job.command]).run
         created, seen = self._created, seen_batches(lambda: self.wire.phase, self._shares)
-        with created, interfaces.patched(self._hooks()), seen, self.mode:
+        # Backwards in this thread: autograd counts devices at a process's first backward, which may be long ago.
+        in_one_thread = torch.autograd.set_multithreading_enabled(False)
+        with created, interfaces.patched(self._hooks()), seen, in_one_thread, self.mode:
             with contextlib.suppress(Enough):
                 run(job.cfg, self.runtime, self._parts())
             self.ledger.leave()

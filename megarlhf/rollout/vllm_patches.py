@@ -42,7 +42,7 @@ from torch import Tensor
 from megarlhf.runtime import version_of
 
 TESTED = "0.32.0"
-ROWS_PER_THREAD = 8
+ROWS_PER_THREAD = 16
 """Rows of a product on a CPU are filled up with zeros to a multiple of this."""
 
 
@@ -119,7 +119,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`F.linear` of rows whose bits do not depend on how many rows there are.
 
     A response then has the same bits whichever requests run beside it, also when a rollout goes on after a stop. MKL
-    has kernels of their own for the last few rows of a thread, which round otherwise: with AVX2 for one to three.
+    has kernels of their own for the last few rows of a thread, which round otherwise: with AVX2 for one to three, with AVX-512 and matrices of AMX for up to eight.
     """
     return F.linear(_filled_up(input), weight, bias)[: input.size(0)]
 
