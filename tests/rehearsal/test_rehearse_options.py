@@ -73,11 +73,13 @@ def test_margin(sft: Say, tmp_path: Path) -> None:
 
 def test_memory_of_a_device(grpo: Say) -> None:
     """A larger device leaves more, and vLLM takes its share of it (`rollout.gpu_memory_utilization`, 0.4)."""
-    small, large = grpo("--gpu-memory-gib", "40"), grpo("--gpu-memory-gib", "60")
-    assert (small["capacity"], large["capacity"]) == (40 * GIB, 60 * GIB)
+    small, large = grpo("--gpu-memory-gib", "40"), grpo()
+    assert small["capacity"] == 40 * GIB
+    more = large["capacity"] - small["capacity"]
+    assert more > 30 * GIB
     caches = [said["ranks"][0]["cache_bytes"] for said in (small, large)]
-    assert caches[1] - caches[0] == pytest.approx(0.4 * 20 * GIB, abs=2)
-    assert large["free"] - small["free"] == pytest.approx(0.6 * 20 * GIB, abs=0.1 * MIB)
+    assert caches[1] - caches[0] == pytest.approx(0.4 * more, abs=2)
+    assert large["free"] - small["free"] == pytest.approx(0.6 * more, abs=0.1 * MIB)
 
 
 def test_speed_of_the_rollout(grpo: Say) -> None:

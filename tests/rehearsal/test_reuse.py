@@ -20,17 +20,17 @@ from tests.rehearsal.jobs import MODELS, job_tree, records_of, request_of, write
 LAYERS = FEWEST + 2
 """In two stages, of one and of so many layers that two are played."""
 CASES: dict[str, tuple[str, str, int, dict[str, Any]]] = {
-    "rl, dense": ("rl", "dense", 1, {}),
-    "rl, experts": ("rl", "experts", 0, {"routing": Routing(skew=1.5)}),
-    "sft, layers of ours": ("sft", "dense", 1, {"layers": "local"}),
+    "rl, dense": ("rl", "dense", 1, {"steps": 1}),
+    "dpo, experts": ("dpo", "experts", 0, {"routing": Routing(skew=1.5)}),
+    "sft, layers of ours": ("sft", "dense", 1, {"layers": "local", "steps": 1}),
 }
 """Command, model, stage that is looked at (the first has several micro-batches at a time), options."""
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_reuse_changes_nothing(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory with its curve, messages, the trace, FLOPs and rollouts, of one stage over two steps: equal, seconds
-    up to the order in which they are added. Of experts the curve is not compared: without gradients the last layer's
+    """Memory with its curve, messages, the trace, FLOPs and rollouts of one stage: equal, seconds up to the order in
+    which they are added. Of experts the curve is not compared: without gradients the last layer's
     input is released a norm later."""
     command, model, stage, options = CASES[name]
     layers = [1, FEWEST + 1] if stage else [FEWEST + 1, 1]
@@ -40,6 +40,8 @@ def test_reuse_changes_nothing(name: str, tmp_path: Path, monkeypatch: pytest.Mo
         del tree["reward_model"], tree["critic"]
         tree |= {"rewards": [{"kind": "rule", "rule": "exact_match"}], "algo": {"advantage": "group_relative"}}
         tree["train"] |= {"prompts_per_step": 2, "mini_batch_samples": 4, "max_tokens_per_micro_batch": 96}
+    if command == "dpo":
+        tree["train"] |= {"mini_batch_samples": 4}
     request = request_of(command, tree, tmp_path, world_size=2, **options)
 
     def seen(folder: str, **changes: Any) -> RankRecord:
@@ -51,7 +53,7 @@ def test_reuse_changes_nothing(name: str, tmp_path: Path, monkeypatch: pytest.Mo
     plain = seen("plain", repeat_layers=False)
     require_equal(reused, plain, with_curve=model != "experts")
     assert sum(plain.flops.values()) > 0
-    assert len(plain.events) > 100
+    assert len(plain.events) > 50
     assert len(plain.memory) > 4
 
 

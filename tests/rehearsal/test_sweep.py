@@ -26,9 +26,9 @@ Overrides = list[str]
 
 
 def test_a_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of six combinations two do not divide (two ranks, three stages); the others are rehearsed and ordered."""
+    """Of four combinations two do not divide (two ranks, three stages); the others are rehearsed and ordered."""
     file = write_job("sft", tmp_path, job_tree("sft", tmp_path))
-    axes = ("--sweep", "actor.parallel.pp=1,2,3", "train.mini_batch_samples=4,8")
+    axes = ("--sweep", "actor.parallel.pp=1,3", "train.mini_batch_samples=4,8")
     done = run_command("sft", file, tmp_path / "out", "--world-size", "2", "--steps", "1", *axes)
     assert done.status == 0
     said = json.loads((done.out / "sweep.json").read_text())
@@ -41,7 +41,7 @@ def test_a_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (said["too_large"], said["failed"]) == ([], [])
     seconds = [each["s a step"] for each in said["done"]]
     assert seconds == sorted(seconds)
-    assert len(seconds) == 4
+    assert len(seconds) == 2
     best = said["done"][0]["overrides"]
     assert load_config(SFTConfig, done.out / "best.yaml") == load_config(SFTConfig, file, best)
     assert sorted(path.name for path in done.out.iterdir()) == ["best.yaml", "sweep.json"]
