@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from megarlhf.config import RolloutConfig
-from megarlhf.rollout import vllm_engine
+from megarlhf.rollout.vllm_build import set_environment
 
 runtime: Any = SimpleNamespace(device=torch.device("cpu"))
-vllm_engine._set_environment(RolloutConfig(), runtime)
+set_environment(RolloutConfig(), runtime)
 
 import vllm.model_executor.models.llama
 import vllm.model_executor.models.mixtral

@@ -12,7 +12,7 @@ import pytest
 from tests.source_files import is_in, sources
 
 # The margin of a rehearsal names what it estimates, and where its numbers are from; it runs nothing.
-CUDA_IN = ("runtime.py", "parallel/megatron_cpu.py", "rollout/vllm_engine.py", "kernels/", "rehearsal/margin.py")
+CUDA_IN = ("runtime.py", "parallel/megatron_cpu.py", "rollout/vllm_build.py", "kernels/", "rehearsal/margin.py")
 PATCHES_IN = ("parallel/megatron_cpu.py", "rollout/vllm_patches.py", "rehearsal/interfaces.py")
 
 SETTINGS = {
@@ -125,7 +125,7 @@ def test_the_exceptions_are_needed():
     files = sources()
     assert SETTINGS.keys() == {"runtime.py"}
     assert all(f"{setting} = " in files["runtime.py"] for setting in SETTINGS["runtime.py"])
-    for place in (*PATCHES_IN, "rollout/vllm_engine.py", "runtime.py"):
+    for place in (*PATCHES_IN, "rollout/vllm_build.py", "runtime.py"):
         assert place in files
     assert {file for file in PATCHES_IN if patches({"elsewhere.py": files[file]})} == set(PATCHES_IN)
     assert cuda_names({"elsewhere.py": files["runtime.py"]})

@@ -36,8 +36,7 @@ class Took:
 
     seconds: float
     gib: float
-    """Largest resident memory of all its processes together; memory that forked processes share counts once for each
-    of them."""
+    """Largest memory of all its processes together; what forked processes share counts once."""
 
 
 def rehearse(config: str, out: Path, *extra: str) -> tuple[dict[str, Any], Took]:
@@ -48,7 +47,7 @@ def rehearse(config: str, out: Path, *extra: str) -> tuple[dict[str, Any], Took]
     with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as run:
         process = psutil.Process(run.pid)
         while run.poll() is None:
-            most = max(most, _resident(process))
+            most = max(most, _memory(process))
             time.sleep(POLL_SECONDS)
         text = "" if run.stdout is None else run.stdout.read().decode()
     if run.returncode not in (0, 1):
@@ -57,11 +56,11 @@ def rehearse(config: str, out: Path, *extra: str) -> tuple[dict[str, Any], Took]
     return found, Took(time.perf_counter() - began, most / GIB)
 
 
-def _resident(process: psutil.Process) -> int:
+def _memory(process: psutil.Process) -> int:
     total = 0
     try:
         for each in (process, *process.children(recursive=True)):
-            total += each.memory_info().rss
+            total += each.memory_full_info().pss
     except psutil.Error:  # it has just ended
         pass
     return total

@@ -107,7 +107,7 @@ class Facts:
     """Of the longest micro-batch that is trained."""
     heads: int
     kv_heads: int
-    """Of this rank, of its largest trained role."""
+    """Of this rank, of the role that is trained."""
     head_dim: int
     hidden: int
     layer_norm: bool

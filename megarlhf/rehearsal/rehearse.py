@@ -22,7 +22,7 @@ from megarlhf.rehearsal.batches import Share
 from megarlhf.rehearsal.job import Job, RankRecord, layouts_of, roles_of, runtime_of
 from megarlhf.rehearsal.kinds import Kind, chosen, first_rank, named, pipelines_of, stages_of
 from megarlhf.rehearsal.lengths import Lengths, LogNormal
-from megarlhf.rehearsal.margin import engine_items, facts_of, margin
+from megarlhf.rehearsal.margin import Facts, engine_items, facts_of, margin, total
 from megarlhf.rehearsal.memory import PhaseMemory
 from megarlhf.rehearsal.pricing import Pricing
 from megarlhf.rehearsal.processes import Told, run_ranks
@@ -202,24 +202,36 @@ class _Rehearsal:
     def _margin(self, record: RankRecord, peak: PhaseMemory) -> list[MarginRow]:
         if self.request.hardware.kind != "gpu":
             return []
-        section = roles_of(self.cfg)[self.main]
-        trained = [share.longest for name, by_dp in record.shares.items() if _trains(name) for share in by_dp]
-        has_engine = isinstance(self.cfg, RLConfig) and self.cfg.rollout.engine == "vllm"
-        facts = facts_of(
-            record.messages,
-            record.memberships,
-            peak,
-            architecture_from_hf(section.model.hf_directory()),
-            tp=self.layouts[self.main].tp,
-            tokens=max(trained, default=0),
-            layers=self.request.layers,
-            engine_tp=self.cfg.rollout.tp(section) if has_engine else 0,
+        # Kernels of one role work at a time: those of the trained role that takes most.
+        facts = max(
+            (self._facts(record, peak, role) for role in self._trained(record)),
+            key=lambda facts: total(margin(self.request.margin, facts)),
         )
         # What vLLM keeps beside weights and cache stays taken while others work.
         items = [*margin(self.request.margin, facts), *engine_items(self.request.margin, facts)]
         return [
             MarginRow(name=item.name, nbytes=item.nbytes, scaling=item.scaling, source=item.source) for item in items
         ]
+
+    def _trained(self, record: RankRecord) -> list[str]:
+        """Roles that are, of those rehearsed; the first one where none is."""
+        names = [name for name in self.layouts if f"train/{name}" in record.shares]
+        return names or [self.main]
+
+    def _facts(self, record: RankRecord, peak: PhaseMemory, role: str) -> Facts:
+        """What the margin depends on while a role is trained."""
+        section = roles_of(self.cfg)[role]
+        has_engine = isinstance(self.cfg, RLConfig) and self.cfg.rollout.engine == "vllm"
+        return facts_of(
+            record.messages,
+            record.memberships,
+            peak,
+            architecture_from_hf(section.model.hf_directory()),
+            tp=self.layouts[role].tp,
+            tokens=max((share.longest for share in record.shares.get(f"train/{role}", ())), default=0),
+            layers=self.request.layers,
+            engine_tp=self.cfg.rollout.tp(roles_of(self.cfg)[self.main]) if has_engine else 0,
+        )
 
     def _host(self, tightest: RankResult) -> list[HostRow]:
         """Of one rank."""
@@ -318,10 +330,6 @@ def _phase_row(phase: PhaseMemory) -> PhaseRow:
         largest=phase.largest,
         host_peak=phase.host_peak,
     )
-
-
-def _trains(phase: str) -> bool:
-    return phase.startswith("train/")
 
 
 def _trained_tokens(records: Mapping[int, RankRecord], main: str, steps: int) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from itertools import product
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -129,13 +130,15 @@ class Wire:
 
 
 def labels_of(layouts: Sequence[MeshLayout], names: Mapping[str, Sequence[str]]) -> dict[tuple[int, ...], str]:
-    """By ranks, the shortest name of each group that the layouts have; `names`: axes by Megatron-Core's name."""
+    """By ranks, the name of each group that the layouts have: of several the one with the fewest axes, then that of the
+    first layout. `names`: axes by Megatron-Core's name."""
     labels: dict[tuple[int, ...], str] = {}
+    pairs = product(layouts, names.items())
+    for layout, (name, axes) in sorted(pairs, key=lambda pair: len(pair[1][1])):  # stable
+        for ranks in layout.groups(axes):
+            if len(ranks) > 1:
+                labels.setdefault(ranks, name)
     for layout in layouts:
-        for name, axes in names.items():
-            for ranks in layout.groups(axes):
-                if len(ranks) > 1:
-                    labels.setdefault(ranks, name)
         for line in layout.groups(["pp"]):
             if len(line) > 2:
                 labels.setdefault((line[0], line[-1]), "embd")

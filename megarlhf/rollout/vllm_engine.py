@@ -8,7 +8,6 @@ stand in `vllm_patches.py`.
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -28,7 +27,8 @@ from megarlhf.models.build import ModelShard, placements_on
 from megarlhf.placement import RankPlacements
 from megarlhf.rollout.engine import EngineFailure, KeptResponses, Sampling, gather_rollouts, missing_rows
 from megarlhf.rollout.requests import draw
-from megarlhf.rollout.vllm_patches import cpu_patches, keep_default_group
+from megarlhf.rollout.vllm_build import build_llm
+from megarlhf.rollout.vllm_patches import keep_default_group
 from megarlhf.runtime import Runtime, free_bytes, without_torch_determinism
 from megarlhf.weights.checks.certificate import Certificate, CertificateError, certify, nonzero_padding
 from megarlhf.weights.checks.loader_check import check_loader, sample_tensors
@@ -81,7 +81,7 @@ class VllmEngine:
     def _start(self, model_path: Path, max_model_len: int) -> Any:
         """vLLM's `LLM`."""
         has_experts = bool(self._arch.num_experts)
-        return _build(model_path, self._dtype, self._rollout, self._tp, max_model_len, self._runtime, has_experts)
+        return build_llm(model_path, self._dtype, self._rollout, self._tp, max_model_len, self._runtime, has_experts)
 
     @property
     def weight_version(self) -> int:
@@ -332,72 +332,3 @@ def _repacked(parameters: Mapping[str, Tensor]) -> list[str]:
         if not torch.equal(expected, parameter.detach()):
             changed.append(f"{name} {list(parameter.shape)} was changed in memory after loading")
     return changed
-
-
-def _build(
-    model_path: Path,
-    dtype: torch.dtype,
-    rollout: RolloutConfig,
-    tp: int,
-    max_model_len: int,
-    runtime: Runtime,
-    has_experts: bool,
-) -> Any:
-    """The engine with memory for weights and cache, its weights still dummies."""
-    _set_environment(rollout, runtime)
-    from vllm import LLM
-
-    if runtime.world_size % tp:
-        raise ValueError(f"rollout.parallel.tp = {tp} does not divide the {runtime.world_size} ranks of the run")
-    on_cpu = runtime.device.type == "cpu"
-    ours = {
-        "load_format": "dummy",
-        "dtype": str(dtype).removeprefix("torch."),
-        # Logits in fp32, as the trainer's: those of bf16 are 1/8 apart between 16 and 32. The weight stays as it is.
-        "hf_overrides": {"head_dtype": "float32"},
-        "skip_tokenizer_init": True,
-        "tensor_parallel_size": tp,
-        "distributed_executor_backend": "external_launcher",
-        "gpu_memory_utilization": rollout.gpu_memory_utilization,
-        "max_model_len": max_model_len,
-        # Log-probs of the distribution that was sampled from: after the temperature.
-        "logprobs_mode": "processed_logprobs",
-        "seed": 0,
-    }
-    if has_experts and not on_cpu:
-        # Other kernels of experts swap, permute or shuffle the weights after loading, at unchanged shape.
-        ours["moe_backend"] = "triton"
-    # Small batches on a CPU gain nothing from compilation, and it costs 10 s at the first sample.
-    defaults: dict[str, Any] = {"enforce_eager": on_cpu, "disable_log_stats": True}
-    if not on_cpu and torch.cuda.device_count() < min(tp, runtime.local_world_size):
-        # vLLM's own all-reduce asks by number whether two devices reach each other, and a task that sees one of them
-        # only has no second number; NCCL's takes its place.
-        defaults["disable_custom_all_reduce"] = True
-    try:
-        with cpu_patches(runtime.device), without_torch_determinism():
-            return LLM(str(model_path), **{**defaults, **rollout.engine_args, **ours})
-    except (ValueError, TypeError, ImportError) as error:
-        if not rollout.engine_args:
-            raise
-        raise ValueError(
-            f"vLLM does not start with rollout.engine_args = {dict(rollout.engine_args)}: {type(error).__name__}: "
-            f"{error}. Correct them, or leave them out"
-        ) from error
-
-
-def _set_environment(rollout: RolloutConfig, runtime: Runtime) -> None:
-    """vLLM reads these when it is imported; what the user has set stays."""
-    defaults = {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_LOGGING_LEVEL": "ERROR",
-        "VLLM_NO_USAGE_STATS": "1",
-    }
-    if runtime.device.type == "cpu":
-        defaults |= {
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "VLLM_CPU_KVCACHE_SPACE": str(rollout.cpu_cache_gib),
-            # Where it splits a sequence depends on the others in the batch, and so would the bits.
-            "VLLM_CPU_ATTN_SPLIT_KV": "0",
-        }
-    for name, value in defaults.items():
-        os.environ.setdefault(name, value)

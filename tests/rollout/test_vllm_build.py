@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megarlhf.config import RolloutConfig
-from megarlhf.rollout.vllm_engine import _build
+from megarlhf.rollout.vllm_build import build_llm
 from megarlhf.runtime import Runtime
 
 
@@ -32,7 +32,7 @@ def asked(monkeypatch):
             mock.patch.dict("os.environ"),
         ):
             settings = RolloutConfig.model_validate(rollout)
-            _build(Path("model"), torch.bfloat16, settings, 2, 128, runtime, has_experts)
+            build_llm(Path("model"), torch.bfloat16, settings, 2, 128, runtime, has_experts)
         return taken
 
     return build
