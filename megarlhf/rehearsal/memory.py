@@ -8,9 +8,9 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -69,6 +69,27 @@ class PhaseMemory:
     """When each stay in it begins, on the same clock."""
 
 
+class Change(NamedTuple):
+    """Memory is taken or given back."""
+
+    seconds: float
+    """On the rank's clock; within `Repeated` since its beginning."""
+    key: int
+    """Of the storage; within `Repeated` a number of the tape."""
+    storage: Storage
+    sign: int
+    """+1 or -1."""
+
+
+class Repeated(NamedTuple):
+    """Changes that happen again as they did before, of memory that no tensor holds."""
+
+    begin: float
+    first_key: int
+    """From `Ledger.reserve`; the key of a number is so much less."""
+    changes: Sequence[Change]
+
+
 @dataclass
 class _Entry:
     """One stay in a phase."""
@@ -80,8 +101,17 @@ class _Entry:
     """At the beginning."""
     begin: float
     """Seconds."""
-    changes: list[tuple[float, int, Storage, int]] = field(default_factory=list)
-    """(seconds, storage, what it is, +1 or -1)"""
+    changes: list[Change | Repeated] = field(default_factory=list)
+
+    def each(self) -> Iterator[Change]:
+        """All changes in order."""
+        for change in self.changes:
+            if isinstance(change, Change):
+                yield change
+            else:
+                begin, first = change.begin, change.first_key
+                for seconds, number, storage, sign in change.changes:
+                    yield Change(begin + seconds, first - number, storage, sign)
 
 
 class Listener(Protocol):
@@ -109,8 +139,8 @@ class Ledger:
         self.listener: Listener | None = None
         self._entry: _Entry | None = None
         self._host: set[int] = set()
-        self._taken = itertools.count(-2, -1)
-        """Keys of memory that no tensor holds."""
+        self._next_key = MOMENTARY - 1
+        """Of memory that no tensor holds; they fall."""
 
     # --- storages
 
@@ -136,11 +166,21 @@ class Ledger:
         finalizer = weakref.finalize(storage, self._gone, int(storage._cdata), entry)
         finalizer.atexit = False
 
-    def take(self, entry: Storage) -> int:
-        """Memory that no tensor holds; returns its key for `give_back`."""
-        key = next(self._taken)
+    def reserve(self, count: int) -> int:
+        """The first of so many keys of memory that no tensor holds; each further one is one less."""
+        first = self._next_key
+        self._next_key -= count
+        return first
+
+    def take(self, entry: Storage, key: int) -> None:
+        """Memory that no tensor holds, under a reserved key, until `give_back`."""
         self._begin(key, entry)
-        return key
+
+    def repeat(self, first_key: int, changes: Sequence[Change]) -> None:
+        """Memory that comes and goes between messages, with keys from `reserve`. What does not go within these changes
+        goes in later ones of the same phase."""
+        if self._entry is not None:
+            self._entry.changes.append(Repeated(self.seconds, first_key, changes))
 
     def give_back(self, key: int) -> None:
         """The end of what was taken."""
@@ -177,7 +217,7 @@ class Ledger:
         if self.listener is not None:
             self.listener.passed(entry)
         if self._entry is not None:
-            self._entry.changes += [(self.seconds, MOMENTARY, entry, 1), (self.seconds, MOMENTARY, entry, -1)]
+            self._entry.changes += [Change(self.seconds, MOMENTARY, entry, sign) for sign in (1, -1)]
 
     def on_freed(self, key: int) -> None:
         """Replaced by who keeps something by storage."""
@@ -214,7 +254,7 @@ class Ledger:
         if self.listener is not None:
             self.listener.changed(key, storage, sign)
         if self._entry is not None:
-            self._entry.changes.append((self.seconds, key, storage, sign))
+            self._entry.changes.append(Change(self.seconds, key, storage, sign))
 
     def enter(self, step: int, phase: str) -> None:
         """From here on changes belong to this phase; the one before is closed."""
@@ -230,13 +270,13 @@ class Ledger:
 
     def _closed(self, entry: _Entry) -> PhaseMemory:
         """Walk through the changes once more: first to the peak, then for the curve."""
-        total, peak, at = entry.start, entry.start, 0
-        for number, (_, _, storage, sign) in enumerate(entry.changes, 1):
+        total, peak, at, number = entry.start, entry.start, 0, 0
+        for number, (_, _, storage, sign) in enumerate(entry.each(), 1):
             total += sign * storage.nbytes
             if total > peak:
                 peak, at = total, number
         live = dict(entry.live)
-        for _, key, storage, sign in entry.changes[:at]:
+        for _, key, storage, sign in itertools.islice(entry.each(), at):
             if sign > 0:
                 live[key] = storage
             else:
@@ -254,24 +294,24 @@ class Ledger:
             host_peak=self.host_peak,
             by_kind=dict(by_kind.most_common()),
             largest=[LargeStorage(s.nbytes, self.kind_of(s), s.origin.where, s.shape, s.dtype) for s in largest],
-            curve=self._curve(entry),
+            curve=self._curve(entry, number),
             begins=[entry.begin],
         )
 
-    def _curve(self, entry: _Entry) -> list[tuple[float, dict[str, int]]]:
-        """The peaks of equal stretches of the changes, so that no peak is lost."""
+    def _curve(self, entry: _Entry, changes: int) -> list[tuple[float, dict[str, int]]]:
+        """The peaks of equal stretches of so many changes, so that no peak is lost."""
         now: Counter[str] = Counter()
         for storage in entry.live.values():
             now[self.kind_of(storage)] += storage.nbytes
         points = [(entry.begin, dict(now))]
-        stretch = max(1, len(entry.changes) // CURVE_POINTS)
+        stretch = max(1, changes // CURVE_POINTS)
         total, best = entry.start, -1
-        for number, (seconds, _, storage, sign) in enumerate(entry.changes, 1):
+        for number, (seconds, _, storage, sign) in enumerate(entry.each(), 1):
             now[self.kind_of(storage)] += sign * storage.nbytes
             total += sign * storage.nbytes
             if total > best:
                 best, point = total, (seconds, {kind: size for kind, size in now.items() if size})
-            if number % stretch == 0 or number == len(entry.changes):
+            if number % stretch == 0 or number == changes:
                 points.append(point)
                 best = -1
         return points

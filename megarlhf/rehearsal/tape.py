@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
@@ -11,10 +12,10 @@ from torch import Tensor
 
 from megarlhf.rehearsal.interfaces import FakeTensorMode, fake_of
 from megarlhf.rehearsal.known import storage_key
-from megarlhf.rehearsal.memory import Ledger, Storage
+from megarlhf.rehearsal.memory import Change, Ledger, Storage
 from megarlhf.rehearsal.trace import Collective, Event, Receive, Send, Wait, Work
 from megarlhf.rehearsal.wire import Line, Wire
-from megarlhf.rehearsal.work import Meter
+from megarlhf.rehearsal.work import Meter, Spending
 
 Owner = Literal["own", "before", "forward", "input", "grad_output"]
 """Whose memory is given back: of this tape, of the same layer's forward before this one, of the forward of this
@@ -73,6 +74,16 @@ Note = Made | Freed | Passing | Spent | Said | Counted
 
 
 @dataclass
+class Stretch:
+    """Notes between two messages that need not be played one by one."""
+
+    changes: list[Change] = field(default_factory=list)
+    """Memory that comes and goes within the tape."""
+    spendings: dict[Work, Spending] = field(default_factory=dict)
+    seconds: float = 0.0
+
+
+@dataclass
 class Tape:
     """Notes in order."""
 
@@ -89,6 +100,7 @@ class Tape:
     dtype: torch.dtype = torch.float32
     requires_grad: bool = False
     """Of what goes out. Without a graph it steers too: Megatron-Core adds in place where no gradient is required."""
+    _pressed: list[Note | Stretch] | None = None
 
     def goes_out(self, tensor: Tensor) -> None:
         """The tape ends with this tensor."""
@@ -100,6 +112,50 @@ class Tape:
         """Of a backward: what lives on after it was made at its first use, for all backwards."""
         kept = set(self.numbers.values()) - {self.result}
         self.notes = [note for note in self.notes if not (isinstance(note, Made) and note.number in kept)]
+
+    def pressed(self) -> list[Note | Stretch]:
+        """The same in fewer pieces. To be called when the tape is complete."""
+        if self._pressed is None:
+            self._pressed = _press(self.notes, self.count)
+        return self._pressed
+
+
+def _press(notes: Sequence[Note], count: int) -> list[Note | Stretch]:
+    """`count`: numbers that are taken; memory inside operations gets further ones."""
+    ends = {note.number for note in notes if isinstance(note, Freed) and note.owner == "own"}
+    storages = {note.number: note.storage for note in notes if isinstance(note, Made)}
+    further = itertools.count(count)
+    pressed: list[Note | Stretch] = []
+    for note in notes:
+        match note:
+            case Spent(work, seconds, flops):
+                stretch = _open_stretch(pressed)
+                before = stretch.spendings.get(work, Spending())
+                stretch.spendings[work] = Spending(
+                    before.operations + 1, before.seconds + seconds, before.flops + int(flops)
+                )
+                stretch.seconds += seconds
+            case Made(number, storage) if number in ends:
+                stretch = _open_stretch(pressed)
+                stretch.changes.append(Change(stretch.seconds, number, storage, 1))
+            case Freed("own", number):
+                stretch = _open_stretch(pressed)
+                stretch.changes.append(Change(stretch.seconds, number, storages[number], -1))
+            case Passing(storage):
+                stretch, number = _open_stretch(pressed), next(further)
+                stretch.changes += [Change(stretch.seconds, number, storage, sign) for sign in (1, -1)]
+            case _:
+                pressed.append(note)
+    return pressed
+
+
+def _open_stretch(pressed: list[Note | Stretch]) -> Stretch:
+    """The last piece, a new one where that is none."""
+    if not (pressed and isinstance(pressed[-1], Stretch)):
+        pressed.append(Stretch())
+    stretch = pressed[-1]
+    assert isinstance(stretch, Stretch)
+    return stretch
 
 
 class Recorder:
@@ -186,20 +242,22 @@ class Player:
         keys: dict[int, int] = {}
         numbers: dict[int, int] = {}
         result: Tensor | None = None
-        for note in tape.notes:
+        first = self._ledger.reserve(len(tape.notes))
+        for note in tape.pressed():
             match note:
-                case Spent(work, seconds, flops):
-                    self._meter.spend(work, seconds, flops)
+                case Stretch(changes, spendings):
+                    if changes:
+                        self._ledger.repeat(first, changes)
+                    self._meter.spend_again(spendings)
                 case Made(number, storage):
                     if number == tape.result:
                         result = self._made(tape)
                         self._ledger.see_as(result, storage)
                     else:
-                        keys[number] = self._ledger.take(storage)
+                        keys[number] = first - number
+                        self._ledger.take(storage, keys[number])
                 case Freed(owner, number):
-                    self._free(number, keys if owner == "own" else others[owner])
-                case Passing(storage):
-                    self._ledger.pass_through(storage)
+                    self._free(number, others[owner])
                 case Counted(line, nbytes):
                     self._wire.count_again(line, nbytes)
                 case Said(event):

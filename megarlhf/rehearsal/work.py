@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -35,6 +35,14 @@ class Cost(NamedTuple):
     work: Work
     seconds: float
     flops: float
+
+
+class Spending(NamedTuple):
+    """Of several operations."""
+
+    operations: int = 0
+    seconds: float = 0.0
+    flops: int = 0
 
 
 class Listener(Protocol):
@@ -113,6 +121,17 @@ class Meter:
         self.operations[self.step, self.phase] += 1
         self._pending[work] = self._pending.get(work, 0.0) + seconds
         self.seconds += seconds
+        self.ticked(self.seconds)
+
+    def spend_again(self, spendings: Mapping[Work, Spending]) -> None:
+        """All that a stretch between two messages has spent."""
+        step, phase = self.step, self.phase
+        for work, (operations, seconds, flops) in spendings.items():
+            self.flops[step, phase, work] += flops
+            self.work_seconds[step, phase, work] += seconds  # type: ignore[assignment]
+            self.operations[step, phase] += operations
+            self._pending[work] = self._pending.get(work, 0.0) + seconds
+            self.seconds += seconds
         self.ticked(self.seconds)
 
     def message(self, event: Event) -> None:
