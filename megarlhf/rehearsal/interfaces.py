@@ -35,6 +35,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.optimizer import clip_grads
 from megatron.core.optimizer import optimizer as mixed_precision
+from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
@@ -67,6 +68,7 @@ __all__ = [
     "Kind",
     "NumberedWork",
     "OptimizerKernels",
+    "SequentialMLP",
     "device_of",
     "flop_registry",
     "varlen_attn",

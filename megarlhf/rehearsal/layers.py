@@ -93,8 +93,8 @@ class _Stage:
                 self._forget(gradients)
                 out = _Played.apply(hidden_states, self._player, tapes, before.keys, held)
             else:
-                out, held.keys = self._player.play(tapes.forward, {"input": hidden_states, "before": before.keys})
-                out.requires_grad_(tapes.forward.requires_grad)
+                (out,), held.keys = self._player.play(tapes.forward, {"input": hidden_states, "before": before.keys})
+                out.requires_grad_(tapes.forward.results[0].requires_grad)
             assert not (before.is_over and before.keys), "a layer still holds what its next forward replaces"
             return out, None
 
@@ -145,7 +145,7 @@ class _Stage:
             tapes.backward.goes_out(grad_input)
             tapes.backward.without_first_use()
             self._recorder.end()
-            assert tapes.backward.result is not None or storage_key(grad_input) == came_in[0]
+            assert tapes.backward.results[0].number is not None or storage_key(grad_input) == came_in[0]
 
         out.register_hook(begins)
         hidden.register_hook(ends)
@@ -166,7 +166,7 @@ class _Played(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, player: Player, tapes: MicroBatchTapes, before: dict[int, int], held: Held
     ) -> Tensor:
-        out, held.keys = player.play(tapes.forward, {"input": hidden, "before": before})
+        (out,), held.keys = player.play(tapes.forward, {"input": hidden, "before": before})
         ctx.player, ctx.tapes, ctx.held = player, tapes, held
         if tapes.input_is_kept:
             ctx.save_for_backward(hidden)
@@ -179,7 +179,7 @@ class _Played(torch.autograd.Function):
         names: dict[Owner, Any] = {"grad_output": grad_output, "forward": held.keys}
         if ctx.saved_tensors:
             (names["input"],) = ctx.saved_tensors
-        grad_input, kept = ctx.player.play(tape, names)
+        (grad_input,), kept = ctx.player.play(tape, names)
         held.is_over = True
         assert not kept, "memory of a played layer's backward lives on after it"
         return grad_input, None, None, None, None

@@ -20,8 +20,10 @@ from megarlhf.rehearsal import interfaces
 from megarlhf.rehearsal.batches import Share, seen_batches
 from megarlhf.rehearsal.decoding import EngineShape
 from megarlhf.rehearsal.device import Device
+from megarlhf.rehearsal.digests import equal_digests
 from megarlhf.rehearsal.engine import EngineMemory, GivenResponses, RehearsedEngine, forward_bytes
 from megarlhf.rehearsal.engine_time import DecodePrice, EngineWork, RolloutEstimate, estimate
+from megarlhf.rehearsal.experts import EqualExperts
 from megarlhf.rehearsal.interfaces import FakeTensor, Hooks
 from megarlhf.rehearsal.job import Job, RankRecord, layouts_of, runtime_of
 from megarlhf.rehearsal.layers import EqualLayers
@@ -79,7 +81,10 @@ class Rank:
         self.mode.routing = job.routing
         self.steps = Steps(job.num_steps, self._moved, self._ended)
         player = Player(self.ledger, self.meter, self.wire, self.mode.fake, self.device)
-        self._equal = EqualLayers(Recorder(self.ledger, self.meter, self.wire), player, self.mode.known)
+        parts = self.ledger, self.meter, self.wire
+        self._equal_layers = EqualLayers(Recorder(*parts), player, self.mode.known)
+        self._equal_experts = EqualExperts(Recorder(*parts), player, self.mode.known)
+        self._equal_digests = equal_digests(Recorder(*parts), player)
         self._shared = Shared(self.device, self.ledger.name)
 
     def run(self) -> RankRecord:
@@ -91,7 +96,12 @@ class Rank:
         created, seen = self._created, seen_batches(lambda: self.wire.phase, self._shares)
         # Backwards in this thread: autograd counts devices at a process's first backward, which may be long ago.
         in_one_thread = torch.autograd.set_multithreading_enabled(False)
-        with created, interfaces.patched(self._hooks()), seen, in_one_thread, self.mode:
+        with contextlib.ExitStack() as stack:
+            for scope in (created, interfaces.patched(self._hooks()), seen, in_one_thread):
+                stack.enter_context(scope)
+            if job.repeat_layers:
+                stack.enter_context(self._equal_digests)
+            stack.enter_context(self.mode)
             with contextlib.suppress(Enough):
                 run(job.cfg, self.runtime, self._parts())
             self.ledger.leave()
@@ -198,7 +208,8 @@ class Rank:
         for parameter in shard.parameters().values():
             self.mode.known.forget(parameter)  # a checkpoint's numbers come in place of those it was made with
         if self.job.repeat_layers:
-            self._equal.install(shard)
+            self._equal_experts.install(shard)
+            self._equal_layers.install(shard)
 
     def _ticked(self, seconds: float) -> None:
         self.ledger.seconds = seconds

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
@@ -70,7 +69,29 @@ class Counted(NamedTuple):
     nbytes: int
 
 
-Note = Made | Freed | Passing | Spent | Said | Counted
+class Again(NamedTuple):
+    """A stretch of another tape is played while this one is open."""
+
+    first_key: int
+    """That the other tape's memory has in this play."""
+    reserved: int
+    """Keys."""
+    stretch: Stretch
+
+
+Note = Made | Freed | Passing | Spent | Said | Counted | Again
+
+
+class Out(NamedTuple):
+    """A tensor that goes out."""
+
+    number: int | None
+    """Of its memory; None: it is what came in."""
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    """Without a graph it steers too: Megatron-Core adds in place where no gradient is required."""
 
 
 @dataclass
@@ -82,6 +103,21 @@ class Stretch:
     spendings: dict[Work, Spending] = field(default_factory=dict)
     seconds: float = 0.0
 
+    def spend(self, work: Work, more: Spending) -> None:
+        """Work goes on."""
+        before = self.spendings.get(work, Spending())
+        self.spendings[work] = Spending(
+            before.operations + more.operations, before.seconds + more.seconds, before.flops + more.flops
+        )
+        self.seconds += more.seconds
+
+    def add(self, played: Stretch, first_number: int) -> None:
+        """Another one follows, whose numbers begin here."""
+        begin = self.seconds
+        self.changes += [Change(begin + at, first_number + n, what, sign) for at, n, what, sign in played.changes]
+        for work, spending in played.spendings.items():
+            self.spend(work, spending)
+
 
 @dataclass
 class Tape:
@@ -92,49 +128,43 @@ class Tape:
     """Memory that was taken."""
     numbers: dict[int, int] = field(default_factory=dict)
     """By key of the storage, of what still lives."""
-    result: int | None = None
-    """Number of the memory of what goes out; None: it is what came in."""
-    size: tuple[int, ...] = ()
-    """Of what goes out, with stride and dtype."""
-    stride: tuple[int, ...] = ()
-    dtype: torch.dtype = torch.float32
-    requires_grad: bool = False
-    """Of what goes out. Without a graph it steers too: Megatron-Core adds in place where no gradient is required."""
-    _pressed: list[Note | Stretch] | None = None
+    results: list[Out] = field(default_factory=list)
+    _pressed: Pressed | None = None
 
-    def goes_out(self, tensor: Tensor) -> None:
-        """The tape ends with this tensor."""
-        self.result = self.numbers.get(storage_key(tensor))
-        self.size, self.stride, self.dtype = tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype
-        self.requires_grad = tensor.requires_grad
+    def goes_out(self, *tensors: Tensor) -> None:
+        """The tape ends with these."""
+        self.results = [
+            Out(self.numbers.get(storage_key(x)), tuple(x.shape), tuple(x.stride()), x.dtype, x.requires_grad)
+            for x in tensors
+        ]
 
     def without_first_use(self) -> None:
         """Of a backward: what lives on after it was made at its first use, for all backwards."""
-        kept = set(self.numbers.values()) - {self.result}
+        kept = set(self.numbers.values()) - {out.number for out in self.results}
         self.notes = [note for note in self.notes if not (isinstance(note, Made) and note.number in kept)]
 
-    def pressed(self) -> list[Note | Stretch]:
-        """The same in fewer pieces. To be called when the tape is complete."""
+    def pressed(self) -> Pressed:
+        """The same in fewer pieces, and the numbers of memory in it. To be called when the tape is complete."""
         if self._pressed is None:
             self._pressed = _press(self.notes, self.count)
         return self._pressed
 
 
-def _press(notes: Sequence[Note], count: int) -> list[Note | Stretch]:
+Pressed = tuple[list[Note | Stretch], int]
+
+
+def _press(notes: Sequence[Note], count: int) -> Pressed:
     """`count`: numbers that are taken; memory inside operations gets further ones."""
     ends = {note.number for note in notes if isinstance(note, Freed) and note.owner == "own"}
     storages = {note.number: note.storage for note in notes if isinstance(note, Made)}
-    further = itertools.count(count)
+    further = count
+    inner: dict[int, int] = {}
+    """Numbers here of what other tapes' plays have reserved."""
     pressed: list[Note | Stretch] = []
     for note in notes:
         match note:
             case Spent(work, seconds, flops):
-                stretch = _open_stretch(pressed)
-                before = stretch.spendings.get(work, Spending())
-                stretch.spendings[work] = Spending(
-                    before.operations + 1, before.seconds + seconds, before.flops + int(flops)
-                )
-                stretch.seconds += seconds
+                _open_stretch(pressed).spend(work, Spending(1, seconds, int(flops)))
             case Made(number, storage) if number in ends:
                 stretch = _open_stretch(pressed)
                 stretch.changes.append(Change(stretch.seconds, number, storage, 1))
@@ -142,11 +172,17 @@ def _press(notes: Sequence[Note], count: int) -> list[Note | Stretch]:
                 stretch = _open_stretch(pressed)
                 stretch.changes.append(Change(stretch.seconds, number, storages[number], -1))
             case Passing(storage):
-                stretch, number = _open_stretch(pressed), next(further)
-                stretch.changes += [Change(stretch.seconds, number, storage, sign) for sign in (1, -1)]
+                stretch = _open_stretch(pressed)
+                stretch.changes += [Change(stretch.seconds, further, storage, sign) for sign in (1, -1)]
+                further += 1
+            case Again(first_key, reserved, played):
+                stretch = _open_stretch(pressed)
+                if first_key not in inner:
+                    inner[first_key], further = further, further + reserved
+                stretch.add(played, inner[first_key])
             case _:
                 pressed.append(note)
-    return pressed
+    return pressed, further
 
 
 def _open_stretch(pressed: list[Note | Stretch]) -> Stretch:
@@ -165,12 +201,16 @@ class Recorder:
         self._ledger, self._parts = ledger, (ledger, meter, wire)
         self.tape: Tape | None = None
         self._others: dict[int, tuple[Owner, int]] = {}
+        self._outer: Any = None
+        """Who listens besides."""
 
     def begin(self, others: Mapping[int, tuple[Owner, int]]) -> Tape:
-        """`others`: memory that is there already, by key, with the name by which its end is noted."""
-        assert self.tape is None, "a layer is noted while another is"
+        """`others`: memory that is there already, by key, with the name by which its end is noted. Another recorder's
+        tape may be open, which goes on."""
+        assert self.tape is None, "a tape is begun while another of the same recorder is open"
         tape = self.tape = Tape()
         self._others = dict(others)
+        self._outer = self._ledger.listener
         for part in self._parts:
             part.listener = self
         return tape
@@ -192,10 +232,13 @@ class Recorder:
         """The tape is complete."""
         self.tape = None
         for part in self._parts:
-            part.listener = None
+            part.listener = self._outer
+        self._outer = None
 
     def changed(self, key: int, storage: Storage, sign: int) -> None:
         """Of `memory.Ledger`."""
+        if self._outer is not None:
+            self._outer.changed(key, storage, sign)
         tape = self._open()
         if sign > 0:
             tape.numbers[key] = tape.count
@@ -208,19 +251,32 @@ class Recorder:
 
     def passed(self, storage: Storage) -> None:
         """Of `memory.Ledger`."""
+        if self._outer is not None:
+            self._outer.passed(storage)
         self._open().notes.append(Passing(storage))
 
     def spent(self, work: Work, seconds: float, flops: float) -> None:
         """Of `work.Meter`."""
+        if self._outer is not None:
+            self._outer.spent(work, seconds, flops)
         self._open().notes.append(Spent(work, seconds, flops))
 
     def said(self, event: Event) -> None:
         """Of `work.Meter`."""
+        if self._outer is not None:
+            self._outer.said(event)
         self._open().notes.append(Said(event))
 
     def counted(self, line: Line, nbytes: int) -> None:
         """Of `wire.Wire`."""
+        if self._outer is not None:
+            self._outer.counted(line, nbytes)
         self._open().notes.append(Counted(line, nbytes))
+
+    def repeated(self, first_key: int, reserved: int, stretch: Stretch) -> None:
+        """Of `Player`."""
+        assert self._outer is None, "a tape is played while two are open"
+        self._open().notes.append(Again(first_key, reserved, stretch))
 
     def _open(self) -> Tape:
         assert self.tape is not None
@@ -233,7 +289,7 @@ class Player:
     def __init__(self, ledger: Ledger, meter: Meter, wire: Wire, mode: FakeTensorMode, device: torch.device) -> None:
         self._ledger, self._meter, self._wire, self._mode, self._device = ledger, meter, wire, mode, device
 
-    def play(self, tape: Tape, others: Mapping[Owner, Any]) -> tuple[Tensor, dict[int, int]]:
+    def play(self, tape: Tape, others: Mapping[Owner, Any]) -> tuple[list[Tensor], dict[int, int]]:
         """(what goes out, keys of the memory that lives on, by number).
 
         others: by owner, whose memory the tape may give back: of what came in the tensor, which also goes out where
@@ -241,18 +297,23 @@ class Player:
         """
         keys: dict[int, int] = {}
         numbers: dict[int, int] = {}
-        result: Tensor | None = None
-        first = self._ledger.reserve(len(tape.notes))
-        for note in tape.pressed():
+        made: dict[int, Tensor] = {}
+        notes, reserved = tape.pressed()
+        outs = {out.number: out for out in tape.results}
+        first = self._ledger.reserve(reserved)
+        listener = self._ledger.listener
+        for note in notes:
             match note:
                 case Stretch(changes, spendings):
+                    if isinstance(listener, Recorder):
+                        listener.repeated(first, reserved, note)
                     if changes:
                         self._ledger.repeat(first, changes)
                     self._meter.spend_again(spendings)
                 case Made(number, storage):
-                    if number == tape.result:
-                        result = self._made(tape)
-                        self._ledger.see_as(result, storage)
+                    if number in outs:
+                        made[number] = self._made(outs[number])
+                        self._ledger.see_as(made[number], storage)
                     else:
                         keys[number] = first - number
                         self._ledger.take(storage, keys[number])
@@ -262,13 +323,12 @@ class Player:
                     self._wire.count_again(line, nbytes)
                 case Said(event):
                     self._meter.message(self._renumbered(event, numbers))
-        if result is None:
-            result = others["grad_output" if "grad_output" in others else "input"]
-        return result, keys
+        came_in = others.get("grad_output", others.get("input"))
+        return [came_in if out.number is None else made[out.number] for out in tape.results], keys
 
-    def _made(self, tape: Tape) -> Tensor:
+    def _made(self, out: Out) -> Tensor:
         with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
-            return fake_of(self._mode, tape.size, tape.stride, tape.dtype, self._device)
+            return fake_of(self._mode, out.size, out.stride, out.dtype, self._device)
 
     def _free(self, number: int, owner: Any) -> None:
         if isinstance(owner, Tensor):

@@ -116,6 +116,8 @@ class Wire:
     def count_again(self, line: Line, nbytes: int) -> None:
         """As the same in another phase."""
         line = line._replace(step=self.step, phase=self.phase)
+        if self.listener is not None:
+            self.listener.counted(line, nbytes)
         self.counts[line] += 1
         self.nbytes[line] += nbytes
 

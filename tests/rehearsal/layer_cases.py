@@ -221,7 +221,7 @@ def _seen(case: Case, rank: Rank, cache: GroupCache, batch: MicroBatch) -> dict[
     rank._moved(1, "train/actor")
     if case.trains:
         role.accumulate([batch], _Sum())
-        places = {change[2].origin.where.partition(":")[0] for change in ledger._entry.changes}
+        places = {change.storage.origin.where.partition(":")[0] for change in ledger._entry.each()}
         rank._moved(1, "optimizer/actor")
         role.optimizer_step({}, lambda *_: "")
     else:

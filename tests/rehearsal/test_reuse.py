@@ -1,24 +1,33 @@
-"""What is reused instead of rehearsed again changes nothing that a rank has seen: shapes of results, equal layers.
+"""What is reused instead of rehearsed again changes nothing that a rank has seen: shapes of results, equal layers,
+experts and digests.
 
 Not covered: whether either is faster.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
+from megarlhf.rehearsal.experts import FEWEST as EQUAL_EXPERTS
 from megarlhf.rehearsal.job import RankRecord
 from megarlhf.rehearsal.layers import FEWEST
 from megarlhf.rehearsal.routing import Routing
 from megarlhf.rehearsal.shapes import ResultsByShape
+from megarlhf.weights.checks import digest
 from tests.rehearsal.jobs import MODELS, job_tree, records_of, request_of, write_model
 
 LAYERS = FEWEST + 2
 """In two stages, of one and of so many layers that two are played."""
+NUM_EXPERTS = 2 * EQUAL_EXPERTS + 4
+"""Of which so many get equally many tokens that some are played."""
 CASES: dict[str, tuple[str, str, int, dict[str, Any]]] = {
     "rl, dense": ("rl", "dense", 1, {"steps": 1}),
     "dpo, experts": ("dpo", "experts", 0, {"routing": Routing(skew=1.5)}),
@@ -35,7 +44,8 @@ def test_reuse_changes_nothing(name: str, tmp_path: Path, monkeypatch: pytest.Mo
     command, model, stage, options = CASES[name]
     layers = [1, FEWEST + 1] if stage else [FEWEST + 1, 1]
     tree = job_tree(command, tmp_path, model, pp=2, layers_per_stage=layers)
-    write_model(tmp_path / model, {**MODELS[model], "num_hidden_layers": LAYERS})
+    more = {"num_experts": NUM_EXPERTS} if model == "experts" else {}
+    write_model(tmp_path / model, {**MODELS[model], "num_hidden_layers": LAYERS, **more})
     if command == "rl":
         del tree["reward_model"], tree["critic"]
         tree |= {"rewards": [{"kind": "rule", "rule": "exact_match"}], "algo": {"advantage": "group_relative"}}
@@ -76,28 +86,52 @@ def require_equal(record: RankRecord, plain: RankRecord, *, with_curve: bool) ->
             assert [kinds for _, kinds in mine.curve] == [kinds for _, kinds in other.curve]
 
 
-def test_both_are_reused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_and_results_are_reused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without which the test above would compare nothing: layers between the second and the last do not run, and
     nearly all operations are made again by shape."""
     tree = job_tree("sft", tmp_path)
     write_model(tmp_path / "dense", {**MODELS["dense"], "num_hidden_layers": LAYERS})
     request = request_of("sft", tree, tmp_path, world_size=1, steps=1, workers=1)
-    seen = tmp_path / "seen"
-    run, make = TransformerLayer.forward, ResultsByShape.make
+    said = tmp_path / "said"
+    note(monkeypatch, TransformerLayer, "forward", lambda layer: str(layer.layer_number), said)
+    note(monkeypatch, ResultsByShape, "make", lambda results: "made", said)
+    (record,) = records_of(request, tmp_path / "standing_in", 0)
+    words = Counter(said.read_text().split())
+    assert words.keys() - {"made"} == {"1", "2", str(LAYERS)}
+    assert words["made"] > 0.2 * sum(record.operations.values())
 
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with seen.open("a") as file:
-            file.write(f"{self.layer_number}\n")
+
+def test_experts_and_digests_are_reused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same of these: of each layer that runs at most three experts with equally many tokens, of which there are up
+    to two numbers; of each box two digests of weights at a time."""
+    tree = job_tree("rl", tmp_path, "experts")
+    write_model(tmp_path / "experts", {**MODELS["experts"], "num_hidden_layers": LAYERS, "num_experts": 32})
+    del tree["reward_model"], tree["critic"]
+    tree |= {"rewards": [{"kind": "rule", "rule": "exact_match"}], "algo": {"advantage": "group_relative"}}
+    request = request_of("rl", tree, tmp_path, world_size=1, steps=1, workers=1)
+    said = tmp_path / "said"
+    note(monkeypatch, MoELayer, "forward", lambda layer: "layer", said)
+    note(monkeypatch, MLP, "forward", lambda expert: "expert", said)
+    digests = digest._keyed_sum
+    monkeypatch.setattr(digest, "_keyed_sum", lambda *args: (append(said, "digest"), digests(*args))[1])
+    records_of(request, tmp_path / "standing_in", 0)
+    words = Counter(said.read_text().split())
+    assert 2 * words["layer"] <= words["expert"] <= 6 * words["layer"]
+    boxes, weights = 20, 3 * 32 * LAYERS  # of one kind of matrix; weights are looked at two or three times
+    assert 0 < words["digest"] <= 2 * 3 * 2 * boxes < weights
+
+
+def note(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, word: Callable[[Any], str], said: Path) -> None:
+    """A word for each call of a method."""
+    run = getattr(owner, name)
+
+    def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        append(said, word(self))
         return run(self, *args, **kwargs)
 
-    def made(self: Any, *args: Any) -> Any:
-        with seen.open("a") as file:
-            file.write("made\n")
-        return make(self, *args)
+    monkeypatch.setattr(owner, name, noted)
 
-    monkeypatch.setattr(TransformerLayer, "forward", forward)
-    monkeypatch.setattr(ResultsByShape, "make", made)
-    (record,) = records_of(request, tmp_path / "standing_in", 0)
-    said = seen.read_text().split()
-    assert {each for each in said if each != "made"} == {"1", "2", str(LAYERS)}
-    assert said.count("made") > 0.2 * sum(record.operations.values())
+
+def append(said: Path, word: str) -> None:
+    with said.open("a") as file:
+        file.write(f"{word}\n")
