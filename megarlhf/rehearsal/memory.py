@@ -250,6 +250,11 @@ class Ledger:
 
     # --- phases
 
+    @property
+    def step(self) -> int:
+        """Of the phase that is open; 0 before the first step."""
+        return 0 if self._entry is None else self._entry.step
+
     def _changed(self, key: int, storage: Storage, sign: int) -> None:
         if self.listener is not None:
             self.listener.changed(key, storage, sign)

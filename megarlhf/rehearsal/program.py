@@ -77,6 +77,7 @@ class Rank:
         self._shares: dict[str, list[Share]] = {}
         self._rollouts: list[RolloutEstimate] = []
         self._problems: list[str] = []
+        self._parameters: list[Tensor] = []
         self._cache_bytes = 0
         self.mode.routing = job.routing
         self.steps = Steps(job.num_steps, self._moved, self._ended)
@@ -204,7 +205,7 @@ class Rank:
     def _built(self, shard: ModelShard) -> None:
         if self.job.kind == "gpu" and self.job.layers == "te":
             replace_layers(shard, self._shared)
-        self.ledger.name(shard.parameters().values(), "parameters")
+        self._parameters += shard.parameters().values()
         for parameter in shard.parameters().values():
             self.mode.known.forget(parameter)  # a checkpoint's numbers come in place of those it was made with
         if self.job.repeat_layers:
@@ -216,6 +217,8 @@ class Rank:
 
     def _moved(self, step: int, phase: str) -> None:
         self.meter.flush()
+        if self.ledger.step == 0:  # Megatron-Core puts them into buffers of its own, made beside those of gradients
+            self.ledger.name(self._parameters, "parameters")
         self.ledger.enter(step, phase)
         self.wire.step = self.meter.step = step
         self.wire.phase = self.meter.phase = phase
