@@ -54,8 +54,8 @@ def peak(said: dict[str, Any], kind: str, phase: str = "train/actor") -> int:
 
 def test_bytes_of_a_parameter(sft: Say) -> None:
     """In bf16: 2 of itself, 4 of its gradient, 4 of the main parameter and 8 of Adam's two moments; blocks of 512 bytes
-    and a buffer's padding add a few. 2 layers of 4 x 64 x 64 + 3 x 64 x 96 + 2 x 64, a norm, 2 x 512 x 64 words. Of each
-    shape of a weight TransformerEngine has one gradient more that nobody reads, in bf16."""
+    and a buffer's padding add a few. 2 layers of 4 x 64 x 64 + 3 x 64 x 96 + 2 x 64, a norm, 2 x 512 x 64 words. Of
+    each shape of a weight TransformerEngine has one gradient more that nobody reads, in bf16."""
     parameters = 2 * (4 * 64 * 64 + 3 * 64 * 96 + 2 * 64) + 64 + 2 * 512 * 64
     unread = 2 * (192 * 64 + 64 * 64 + 64 * 96)
     said = sft()
