@@ -75,6 +75,8 @@ class Wire:
         self._world = False
         """Whether the group at hand is the default one, which may have the ranks of another."""
         self.listener: Listener | None = None
+        self._groups: dict[tuple[int, ...], tuple[int, ...]] = {}
+        """One tuple for each: a trace names groups a hundred thousand times."""
         self._works: dict[int, NumberedWork] = {}
         """Until they are waited for, or the next message: torch keeps what it was handed in C++ only."""
 
@@ -83,6 +85,7 @@ class Wire:
         name = func._schema.name.removeprefix("c10d::")
         tensors = tensors_in(args)
         ranks, self._world = _ranks(args)
+        ranks = self._groups.setdefault(ranks, ranks)
         host = not any(isinstance(tensor, FakeTensor) for tensor in tensors)
         self._number += 1
         if name in ("send", "recv_"):
