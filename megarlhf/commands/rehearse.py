@@ -105,28 +105,26 @@ def _terminated_like_interrupted() -> Iterator[None]:
 def _one(arguments: argparse.Namespace) -> int:
     from megarlhf.observe.progress import make_console
     from megarlhf.rehearsal.console import print_result
-    from megarlhf.rehearsal.page import write_json, write_page
+    from megarlhf.rehearsal.page import check_out, write
     from megarlhf.rehearsal.progress import shown
     from megarlhf.rehearsal.rehearse import rehearse
 
     out, options = _out(arguments), _options(arguments)
     cfg = load_config(CONFIGS[arguments.command], arguments.config, arguments.overrides)
     request = _request(arguments, options, cfg)
+    check_out(out)
     with shown(request) as told:
         result = rehearse(request, told)
     console = make_console()
     print_result(result, console)
-    out.mkdir(parents=True, exist_ok=True)
-    write_json(result, out / "rehearsal.json")
-    write_page(result, out / "rehearsal.html")
-    console.print(f"wrote {out / 'rehearsal.json'} and {out / 'rehearsal.html'}", highlight=False)
+    console.print(f"wrote {' and '.join(map(str, write(result, out)))}", highlight=False)
     return 0 if result.runs else DOES_NOT_FIT
 
 
 def _sweep(arguments: argparse.Namespace) -> int:
     from megarlhf.observe.progress import make_console
     from megarlhf.rehearsal.progress import shown
-    from megarlhf.rehearsal.run_sweep import print_sweep, run_sweep, write_sweep
+    from megarlhf.rehearsal.run_sweep import check_sweep_out, print_sweep, run_sweep, write_sweep
     from megarlhf.rehearsal.sweep import parse_axes
 
     axes, out, options = parse_axes(arguments.sweep), _out(arguments), _options(arguments)
@@ -134,6 +132,7 @@ def _sweep(arguments: argparse.Namespace) -> int:
     def load(overrides: Sequence[str]) -> Any:
         return load_config(CONFIGS[arguments.command], arguments.config, [*arguments.overrides, *overrides])
 
+    check_sweep_out(out)
     sweep = run_sweep(axes, load, lambda cfg: _request(arguments, options, cfg), shown)
     console = make_console()
     print_sweep(sweep, console)

@@ -31,17 +31,24 @@ _OWN_JSON = '"hardware_sources": '
 """A key that no other file has."""
 
 
-def write_page(result: Result, out: Path) -> None:
-    """One file that needs no network. Raises: ValueError where something stands at `out` that is no page of ours."""
-    check_replaceable(out, written_by(REHEARSE), "page of megarlhf rehearse")
-    write_whole(out, render(result))
+def check_out(folder: Path) -> None:
+    """To be asked before a rehearsal begins. Raises: ValueError where something stands in `folder` that `write` would
+    replace and that is not ours."""
+    check_replaceable(folder / "rehearsal.json", _OWN_JSON, "file of megarlhf rehearse")
+    check_replaceable(folder / "rehearsal.html", written_by(REHEARSE), "page of megarlhf rehearse")
 
 
-def write_json(result: Result, out: Path) -> None:
-    """`Result.as_json`. Raises: ValueError where something stands at `out` that is no such file, and for a number that
-    JSON has not (NaN, infinity)."""
-    check_replaceable(out, _OWN_JSON, "file of megarlhf rehearse")
-    write_whole(out, json.dumps(result.as_json(), allow_nan=False) + "\n")
+def write(result: Result, folder: Path) -> list[Path]:
+    """`Result.as_json`, and a page that needs no network. Returns what was written. Raises: see `check_out`; ValueError
+    for a number that JSON has not (NaN, infinity)."""
+    check_out(folder)
+    texts = {
+        folder / "rehearsal.json": json.dumps(result.as_json(), allow_nan=False) + "\n",
+        folder / "rehearsal.html": render(result),
+    }
+    for path, words in texts.items():
+        write_whole(path, words)
+    return list(texts)
 
 
 def render(result: Result) -> str:

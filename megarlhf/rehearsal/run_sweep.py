@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from megarlhf.config import dump_config
+from megarlhf.observe.html_page import check_replaceable
 from megarlhf.observe.progress import table
 from megarlhf.planning.batch import dpo_batch_numbers, rl_batch_numbers, supervised_batch_numbers
 from megarlhf.planning.legality import check_role
@@ -111,6 +112,19 @@ def _row(variant: Variant, result: Result) -> tuple[object, ...]:
         None if last is None else f"{last.utilisation:.1%}",
         round(sum(row.nbytes for row in tightest.messages if row.between_nodes) / 1e9, 1),
     )
+
+
+_OWN = '"too_large": '
+"""A key that no other file has."""
+
+
+def check_sweep_out(out: Path) -> None:
+    """To be asked before a sweep begins. Raises: ValueError where something stands in `out` that `write_sweep` would
+    replace and that is not ours."""
+    check_replaceable(out / "sweep.json", _OWN, "sweep of megarlhf rehearse")
+    best = out / "best.yaml"
+    if best.exists() and not (out / "sweep.json").exists():
+        raise ValueError(f"{best} is there without a sweep.json; nothing is replaced: name another folder (--out DIR)")
 
 
 def write_sweep(sweep: Sweep, out: Path) -> list[Path]:

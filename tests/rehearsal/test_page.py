@@ -6,13 +6,14 @@ import re
 from dataclasses import replace
 from html.parser import HTMLParser
 from itertools import pairwise
+from pathlib import Path
 
 import plotly.graph_objects as go
 import pytest
 
 from megarlhf.rehearsal.curve import figure, thinned
 from megarlhf.rehearsal.origins import KINDS, OTHERS
-from megarlhf.rehearsal.page import render, write_json, write_page
+from megarlhf.rehearsal.page import render, write
 from megarlhf.rehearsal.page_memory import MAX_POINTS, MAX_RANKS
 from megarlhf.rehearsal.page_parts import COLOURS, UNKNOWN, colours_of
 from megarlhf.rehearsal.page_wire import size
@@ -231,20 +232,19 @@ def test_a_page_of_eight_ranks_stays_small():
     assert len(render(a_result(points=100)).encode()) < 8_000_000
 
 
-def test_only_what_is_ours_is_replaced(tmp_path):
-    result, notes = a_result(points=1), tmp_path / "notes.txt"
-    notes.write_text("mine")
-    for write, kind in ((write_page, "page"), (write_json, "file")):
-        for taken in (notes, tmp_path):
-            with pytest.raises(
-                ValueError, match=f"is there and is no {kind} of megarlhf rehearse; nothing is replaced"
-            ):
-                write(result, taken)
-    assert notes.read_text() == "mine"
-    page, file = tmp_path / "deep" / "rehearsal.html", tmp_path / "deep" / "rehearsal.json"
+@pytest.mark.parametrize(("name", "kind"), [("rehearsal.html", "page"), ("rehearsal.json", "file")])
+def test_only_what_is_ours_is_replaced(name: str, kind: str, tmp_path: Path):
+    (tmp_path / name).write_text("mine")
+    with pytest.raises(ValueError, match=f"is there and is no {kind} of megarlhf rehearse; nothing is replaced"):
+        write(a_result(points=1), tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+    assert (tmp_path / name).read_text() == "mine"
+
+
+def test_an_earlier_answer_is_replaced(tmp_path: Path):
+    result = a_result(points=1)
     for command in ("sft", "rl"):
-        write_page(replace(result, command=command), page)
-        write_json(replace(result, command=command), file)
+        file, page = write(replace(result, command=command), tmp_path / "deep")
     assert "<h1>Rehearsal of megarlhf rl on 64 ranks</h1>" in page.read_text()
     written = json.loads(file.read_text())
     assert (written["format"], written["command"], written["free"]) == (1, "rl", result.free)
@@ -254,7 +254,7 @@ def test_only_what_is_ours_is_replaced(tmp_path):
 
 def test_a_number_that_json_has_not_is_not_written(tmp_path):
     with pytest.raises(ValueError, match="JSON"):
-        write_json(replace(a_result(points=1), tool_gib=float("nan")), tmp_path / "rehearsal.json")
+        write(replace(a_result(points=1), tool_gib=float("nan")), tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from megarlhf.commands.rehearse import main
+from megarlhf.rehearsal import rehearse
 from tests.rehearsal.jobs import DENSE, EXPERTS, H100, job_tree, write_job, write_model
 
 Change = Callable[[Path], list[str]]
@@ -143,6 +144,32 @@ def test_an_answer_where_a_file_is(name: str, tmp_path: Path, capsys: pytest.Cap
     told = said(capsys, "sft", "-c", sft(tmp_path), "-o", str(tmp_path / name))
     assert f"--out {tmp_path / name}: {tmp_path / 'file'} is a file" in told
     assert (tmp_path / "file").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("name", "sweep"),
+    [
+        ("rehearsal.json", ()),
+        ("rehearsal.html", ()),
+        ("sweep.json", ("--sweep", "train.max_tokens_per_micro_batch=192,256")),
+        ("best.yaml", ("--sweep", "train.max_tokens_per_micro_batch=192,256")),
+    ],
+)
+def test_files_of_the_user_are_not_replaced(
+    name: str,
+    sweep: tuple[str, ...],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Which is said before a rank is rehearsed."""
+    monkeypatch.setattr(rehearse, "run_ranks", None)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / name).write_text("mine")
+    told = said(capsys, "sft", "-c", sft(tmp_path), "-o", str(tmp_path / "out"), *sweep)
+    assert "nothing is replaced" in told
+    assert [path.name for path in (tmp_path / "out").iterdir()] == [name]
+    assert (tmp_path / "out" / name).read_text() == "mine"
 
 
 ENGINES: dict[str, tuple[dict[str, Any], str]] = {

@@ -83,6 +83,7 @@ def test_nothing_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """There is no best, nor that of an earlier sweep."""
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "best.yaml").write_text("{}")
+    (tmp_path / "out" / "sweep.json").write_text('{"too_large": []}')
     status, asked = swept(tmp_path, monkeypatch, lambda request: too_small(a_result(1), 10))
     assert (status, len(asked)) == (1, 4)
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["sweep.json"]
