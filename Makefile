@@ -104,7 +104,7 @@ test-slow: venv ## the slow tests that need no GPU and no Slurm
 # On a machine whose GPU build of torch is not in $(VENV): make test-gpu PY=python3
 TEST_GPU_ARGS ?=
 test-gpu: ## on a machine with GPUs: training, engine, kernels and memory against what a CPU said (docs/cluster.md)
-	@$(or $(wildcard $(PY)),python3) -m tools.gpu_check $(TEST_GPU_ARGS)
+	@$(if $(filter command line,$(origin PY)),$(PY),$(or $(wildcard $(PY)),python3)) -m tools.gpu_check $(TEST_GPU_ARGS)
 
 # Beside $(VENV), never in it. Some packages bring a folder `tests`, which would hide ours.
 ALGORITHM_PEERS := build/peers/algorithms

@@ -110,7 +110,7 @@ def _one(arguments: argparse.Namespace) -> int:
     from megarlhf.rehearsal.rehearse import rehearse
 
     out, options = _out(arguments), _options(arguments)
-    cfg = load_config(CONFIGS[arguments.command], arguments.config, arguments.overrides)
+    cfg = load_config(CONFIGS[arguments.command], arguments.config, _overrides(arguments))
     request = _request(arguments, options, cfg)
     check_out(out)
     with shown(request) as told:
@@ -130,7 +130,7 @@ def _sweep(arguments: argparse.Namespace) -> int:
     axes, out, options = parse_axes(arguments.sweep), _out(arguments), _options(arguments)
 
     def load(overrides: Sequence[str]) -> Any:
-        return load_config(CONFIGS[arguments.command], arguments.config, [*arguments.overrides, *overrides])
+        return load_config(CONFIGS[arguments.command], arguments.config, [*_overrides(arguments), *overrides])
 
     check_sweep_out(out)
     sweep = run_sweep(axes, load, lambda cfg: _request(arguments, options, cfg), shown)
@@ -140,6 +140,15 @@ def _sweep(arguments: argparse.Namespace) -> int:
     for path in write_sweep(sweep, out):
         console.print(f"wrote {path}", highlight=False)
     return DOES_NOT_FIT if sweep.best is None else 0
+
+
+def _overrides(arguments: argparse.Namespace) -> list[str]:
+    """Those of the user, and the number of ranks: what is written is the job that was rehearsed. Raises: ValueError."""
+    given = arguments.world_size
+    named = [each for each in (*arguments.overrides, *arguments.sweep) if each.startswith("run.world_size=")]
+    if given and named:
+        raise ValueError(f"--world-size {given} and {named[0]} say the same; leave one of them out")
+    return [*arguments.overrides, *([f"run.world_size={given}"] if given else [])]
 
 
 def _options(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -152,8 +161,8 @@ def _options(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.hardware is None and not HARDWARE.is_file():
         raise ValueError("give --hardware FILE: megarlhf is installed without its folder configs/hardware")
     hardware = load_hardware(arguments.hardware or HARDWARE)
-    if hardware.kind == "cpu" and (arguments.layers == "te" or arguments.margin):
-        name = "--layers te" if arguments.layers == "te" else "--margin"
+    if hardware.kind == "cpu" and (arguments.layers or arguments.margin):
+        name = f"--layers {arguments.layers}" if arguments.layers else "--margin"
         raise ValueError(f"{name} is of a GPU, and {arguments.hardware} describes a CPU; leave it out")
     given = arguments.gpu_memory_gib
     others = {"workers": arguments.workers} if arguments.workers else {}
@@ -182,7 +191,7 @@ def _request(arguments: argparse.Namespace, options: Mapping[str, Any], cfg: Any
     """What is asked for, checked. Raises: ValueError."""
     from megarlhf.rehearsal.request import DEFAULT_STEPS, Request, require_sense
 
-    world_size = arguments.world_size or cfg.run.planned_ranks
+    world_size = cfg.run.planned_ranks
     request = Request(
         command=arguments.command,
         cfg=cfg,

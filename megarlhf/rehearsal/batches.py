@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -38,13 +39,17 @@ Shares = Mapping[str, Sequence[Share]]
 
 
 @contextlib.contextmanager
-def seen_batches(phase: Callable[[], str], shares: dict[str, list[Share]]) -> Iterator[None]:
-    """Inside, `shares` collects what is packed."""
+def seen_batches(
+    at: Callable[[], tuple[int, str]], shares: dict[str, list[Share]], tokens: Counter[tuple[int, str]]
+) -> Iterator[None]:
+    """Inside, `shares` and `tokens` collect what is packed in the step and phase that `at` tells: the work of each rank
+    over all steps, and the tokens of all ranks by step."""
     original = Batching.layouts_by_rank
 
     def layouts_by_rank(self: Batching, groups: Any, lengths_N: Tensor) -> list[list[MicroBatchLayout]]:
         by_rank = original(self, groups, lengths_N)
-        name, found = phase(), [_share(self, layouts) for layouts in by_rank]
+        (step, name), found = at(), [_share(self, layouts) for layouts in by_rank]
+        tokens[step, name] += sum(share.tokens for share in found)
         before = shares.get(name)
         shares[name] = found if before is None else [a + b for a, b in zip(before, found, strict=True)]
         return by_rank

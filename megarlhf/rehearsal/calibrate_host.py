@@ -14,14 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten
 
 from megarlhf.config import RoleConfig
 from megarlhf.models.role import build_role
 from megarlhf.parallel.megatron_cpu import megatron_device
 from megarlhf.parallel.mesh import GroupCache
 from megarlhf.parallel.packed_rows import packed_row
+from megarlhf.rehearsal.interfaces import TorchDispatchMode, tree_flatten
 from megarlhf.rehearsal.stopwatch import undisturbed_clock
 from megarlhf.rehearsal.work import Meter, Price
 from megarlhf.runtime import Runtime, synchronize

@@ -14,10 +14,16 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from megarlhf.rehearsal.interfaces import DynamicOutputShapeException, FakeTensor, FakeTensorMode
-from megarlhf.rehearsal.known import Known, storage_key
+from megarlhf.rehearsal.interfaces import (
+    DisableTorchFunction,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    TorchDispatchMode,
+    storage_key,
+)
+from megarlhf.rehearsal.known import Known
 from megarlhf.rehearsal.memory import Ledger
 from megarlhf.rehearsal.routing import Routing, in_router
 from megarlhf.rehearsal.scratch import of_message, of_operation
@@ -67,7 +73,7 @@ class Device(TorchDispatchMode):
     # --- dispatch
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with torch._C.DisableTorchFunction():  # asking a tensor for its shape would call Python otherwise
+        with DisableTorchFunction():  # asking a tensor for its shape would call Python otherwise
             return self._dispatch(func, args, kwargs or {})
 
     def _dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:

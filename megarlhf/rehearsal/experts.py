@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from megarlhf.models.build import ModelShard
-from megarlhf.rehearsal.interfaces import SequentialMLP
-from megarlhf.rehearsal.known import Known, storage_key
+from megarlhf.rehearsal.interfaces import SequentialMLP, storage_key
+from megarlhf.rehearsal.known import Known
 from megarlhf.rehearsal.tape import Owner, Player, Recorder, Tape
 
 FEWEST = 4

@@ -8,6 +8,9 @@ What is used, and why:
                                                `cuda` tensors where torch has no CUDA
   _create_fake_pg, FakeStore                   a process group that reaches nobody
   _disable_current_modes                       a tensor is made beside the modes, to ask torch for its strides
+  TorchDispatchMode, tree_flatten              every operation is seen, with the tensors in its arguments
+  DisableTorchFunction, _DisableTorchDispatch  asking a tensor for its shape calls nobody
+  UntypedStorage._cdata                        by which tensors of one memory are known
   Work.boxed                                   a collective's handle, made here, so that waiting for it is seen
   varlen._varlen_attn, _varlen_attn_backward   attention's kernels one by one
 
@@ -37,6 +40,8 @@ from megatron.core.optimizer import clip_grads
 from megatron.core.optimizer import optimizer as mixed_precision
 from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor, nn
+from torch._C import DisableTorchFunction
+from torch._C import _DisableTorchDispatch as DisableTorchDispatch
 from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensor,
@@ -47,7 +52,9 @@ from torch.nn.attention.varlen import _varlen_attn as varlen_attn
 from torch.nn.attention.varlen import _varlen_attn_backward as varlen_attn_backward
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore, _create_fake_pg
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
+from torch.utils._pytree import tree_flatten
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 from torch.utils.flop_counter import flop_registry
 
@@ -61,6 +68,8 @@ BACKENDS: Mapping[str, str] = {"gpu": "rehearsal", "cpu": "rehearsal_on_cpu"}
 
 __all__ = [
     "BACKENDS",
+    "DisableTorchDispatch",
+    "DisableTorchFunction",
     "DynamicOutputShapeException",
     "FakeTensor",
     "FakeTensorMode",
@@ -69,12 +78,29 @@ __all__ = [
     "NumberedWork",
     "OptimizerKernels",
     "SequentialMLP",
+    "TorchDispatchMode",
     "device_of",
     "flop_registry",
+    "tree_flatten",
     "varlen_attn",
     "varlen_attn_backward",
     "without_modes",
 ]
+
+
+def address_of(storage: torch.UntypedStorage) -> int:
+    """The same for one memory, while it lives."""
+    return int(storage._cdata)
+
+
+def storage_key(tensor: Tensor) -> int:
+    """The same for all tensors of one memory, while it lives."""
+    return address_of(tensor.untyped_storage())
+
+
+def onednn_multiplies_bf16() -> bool:
+    """Whether oneDNN has products of this processor's."""
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def require_tested_torch() -> None:

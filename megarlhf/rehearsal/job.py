@@ -20,7 +20,7 @@ from megarlhf.rehearsal.routing import Routing
 from megarlhf.rehearsal.sites import Assumption
 from megarlhf.rehearsal.trace import Event, Work
 from megarlhf.rehearsal.transformer_engine import Layers
-from megarlhf.rehearsal.wire import Line
+from megarlhf.rehearsal.wire import Line, Reached
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.prompts import mesh_orders
 
@@ -67,10 +67,13 @@ class RankRecord:
     """By step, phase and work."""
     operations: dict[tuple[int, str], int]
     assumptions: list[tuple[Assumption, int]]
+    reached: Reached
     groups_created: int
     memberships: int
     shares: dict[str, list[Share]]
     """By phase, the work of each data-parallel rank of its role."""
+    tokens: dict[tuple[int, str], int]
+    """Packed in a step and phase, on all ranks of its role."""
     rollouts: list[RolloutEstimate]
     """Of each step."""
     problems: list[str]

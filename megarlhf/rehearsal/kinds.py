@@ -2,12 +2,13 @@
 
 Ranks are of one kind when they hold the same stages of every role and their collectives are alike. Tensor-parallel
 neighbours are; data-parallel ranks differ in how long their sequences are, so of them those with the most and the least
-work are taken, and the one with the largest micro-batch.
+work are taken, and the one that trains the largest micro-batch. Which positions of it predict responses is not asked:
+where logits are large, another rank may need more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from megarlhf.layout import MeshLayout
@@ -84,8 +85,11 @@ def _pipelines(layouts: Mapping[str, MeshLayout], main: str, shares: Shares) -> 
     found = {by_cost[-1]: "the data-parallel rank with the most work"}
     if work[by_cost[0]].cost < work[by_cost[-1]].cost:
         found[by_cost[0]] = "the data-parallel rank with the least work"
-    largest = max(range(mesh.dp), key=lambda dp: work[dp].longest)
-    if work[largest].longest > LARGER * max(work[dp].longest for dp in found):
+    # Only what is trained leaves activations.
+    trained = {phase: by_dp for phase, by_dp in shares.items() if phase.startswith("train/")}
+    longest = [_share_of(mesh.rank_at(dp=dp), layouts, trained).longest for dp in range(mesh.dp)]
+    largest = max(range(mesh.dp), key=lambda dp: longest[dp])
+    if longest[largest] > LARGER * max(longest[dp] for dp in found):
         found[largest] = "the data-parallel rank with the largest micro-batch"
     return found
 
@@ -101,9 +105,9 @@ def _share_of(rank: int, layouts: Mapping[str, MeshLayout], shares: Shares) -> S
     return total
 
 
-def pipelines_of(kinds: Sequence[Kind], mesh: MeshLayout) -> list[int]:
-    """The ranks whose pipelines of the main role are there whole: whose traces can be replayed together."""
-    here = {kind.rank for kind in kinds}
+def pipelines_of(here: Iterable[int], mesh: MeshLayout) -> list[int]:
+    """Of these ranks those whose pipelines of a role are there whole: whose traces can be replayed together."""
+    here = set(here)
     whole = []
     for rank in sorted(here):
         at = mesh.coordinates(rank)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megarlhf.rehearsal.interfaces import FakeTensor
+from megarlhf.rehearsal.interfaces import FakeTensor, storage_key
 from megarlhf.rehearsal.routing import in_router
 from megarlhf.rehearsal.trees import tensors_in, with_tensors
 
@@ -91,8 +91,3 @@ class Known:
 
     def _real(self, value: Any) -> Any:
         return self.twin(value) if isinstance(value, FakeTensor) else value
-
-
-def storage_key(tensor: Tensor) -> int:
-    """The same for all tensors of one memory, while it lives."""
-    return int(tensor.untyped_storage()._cdata)

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from megarlhf.models.build import ModelShard
-from megarlhf.rehearsal.known import Known, storage_key
+from megarlhf.rehearsal.interfaces import storage_key
+from megarlhf.rehearsal.known import Known
 from megarlhf.rehearsal.tape import Mark, Owner, Player, Recorder, Tape
 
 FEWEST = 4

@@ -53,6 +53,10 @@ class Uniform:
         return f"uniform between {self.low} and {self.high} tokens"
 
 
+LARGEST_SIGMA = 9.0
+"""Of a logarithm: lengths four deviations off would be e^36 apart."""
+
+
 @dataclass(frozen=True)
 class LogNormal:
     """`mean` is the distribution's mean, `sigma` the deviation of the logarithm."""
@@ -85,6 +89,10 @@ class Given:
         return f"drawn from {len(self.values)} lengths of {self.source} (mean {mean:.1f})"
 
 
+LARGEST_SIGMA = 100.0
+"""Beyond it a length would be no floating-point number."""
+
+
 def parse(text: str, column: str = "responses") -> Lengths:
     """A distribution in words. `column`: which of the kept lengths of an earlier run.
 
@@ -99,9 +107,10 @@ def parse(text: str, column: str = "responses") -> Lengths:
             if low <= high:
                 return Uniform(low, high)
         elif kind == "lognormal":
-            given = dict(part.split("=") for part in rest.split(","))
-            if given.keys() == {"mean", "sigma"} and float(given["mean"]) > 0 and float(given["sigma"]) >= 0:
-                return LogNormal(float(given["mean"]), float(given["sigma"]))
+            given = {key: float(value) for key, value in (part.split("=") for part in rest.split(","))}
+            finite = all(map(math.isfinite, given.values()))
+            if given.keys() == {"mean", "sigma"} and finite and given["mean"] > 0 <= given["sigma"] <= LARGEST_SIGMA:
+                return LogNormal(given["mean"], given["sigma"])
         elif Path(text).exists():
             return _from_path(Path(text), column)
     except (ValueError, TypeError) as error:

@@ -7,7 +7,7 @@ the rehearsal has counted, with numbers that can be set. Those marked "assumed" 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megarlhf.architectures.architecture import Architecture
@@ -15,7 +15,7 @@ from megarlhf.config import FrozenModel
 from megarlhf.config.roles import Fraction, NonNegative
 from megarlhf.rehearsal.memory import PhaseMemory
 from megarlhf.rehearsal.transformer_engine import Layers
-from megarlhf.rehearsal.wire import Line
+from megarlhf.rehearsal.wire import Reached
 
 MIB = 2**20
 STAYS = (
@@ -98,7 +98,7 @@ class Facts:
     groups: int
     """Of them, that have made a collective of device tensors."""
     near_peers: int
-    """Ranks of its node, at most, with which it exchanges device tensors outside of collectives."""
+    """Ranks of its node with which it exchanges device tensors outside of collectives, in each group."""
     far_groups: int
     """Groups in which it does so with another node."""
     passing_bytes: int
@@ -131,7 +131,7 @@ class Item:
 
 
 def facts_of(
-    messages: Iterable[tuple[Line, int, int]],
+    reached: Reached,
     memberships: int,
     peak: PhaseMemory,
     arch: Architecture,
@@ -141,16 +141,12 @@ def facts_of(
     layers: Layers,
     engine_tp: int = 0,
 ) -> Facts:
-    """Of a rank's record. Messages are told apart by group and size only: two roles' groups of one kind and one size
-    are one group here."""
-    device = [line for line, _, _ in messages if not line.host]
-    peers = [line for line in device if line.operation in ("send", "receive")]
-    collective = {(line.group, line.size) for line in device if line.operation not in ("send", "receive")}
+    """Of a rank, and of one role."""
     return Facts(
         memberships=memberships,
-        groups=len(collective),
-        near_peers=len({(line.group, line.operation) for line in peers if not line.between_nodes}),
-        far_groups=len({line.group for line in peers if line.between_nodes}),
+        groups=reached.groups,
+        near_peers=reached.near_peers,
+        far_groups=reached.far_groups,
         passing_bytes=sum(nbytes for kind, nbytes in peak.by_kind.items() if kind not in STAYS),
         tokens=tokens,
         heads=arch.num_heads // tp,

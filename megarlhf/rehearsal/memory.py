@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from megarlhf.rehearsal.known import storage_key
+from megarlhf.rehearsal.interfaces import address_of, storage_key
 from megarlhf.rehearsal.origins import KIND_OF_PHASE, OTHERS, Origin, origin_here
 
 GPU_BLOCK = 512
@@ -147,7 +147,7 @@ class Ledger:
     def see(self, tensor: Tensor) -> None:
         """Take note of a device tensor that an operation has returned."""
         storage = tensor.untyped_storage()
-        key = int(storage._cdata)
+        key = address_of(storage)
         if key in self.live:
             return
         nbytes = -(-storage.nbytes() // self.block) * self.block
@@ -162,8 +162,8 @@ class Ledger:
     def see_as(self, tensor: Tensor, entry: Storage) -> None:
         """Take note of a new tensor, with what is known of an equal one."""
         storage = tensor.untyped_storage()
-        self._begin(int(storage._cdata), entry)
-        finalizer = weakref.finalize(storage, self._gone, int(storage._cdata), entry)
+        self._begin(address_of(storage), entry)
+        finalizer = weakref.finalize(storage, self._gone, address_of(storage), entry)
         finalizer.atexit = False
 
     def reserve(self, count: int) -> int:
@@ -225,7 +225,7 @@ class Ledger:
     def see_host(self, tensor: Tensor) -> None:
         """The same of a real tensor of the program."""
         storage = tensor.untyped_storage()
-        key, nbytes = int(storage._cdata), storage.nbytes()
+        key, nbytes = address_of(storage), storage.nbytes()
         if key in self._host or not nbytes:
             return
         self._host.add(key)

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten
 
 from megarlhf.rehearsal.hardware import MemoryClass
+from megarlhf.rehearsal.interfaces import tree_flatten
 from megarlhf.rehearsal.trace import Work
 
 

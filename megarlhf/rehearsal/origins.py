@@ -6,7 +6,6 @@ import sys
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from types import CodeType
 
 PACKAGE = str(Path(__file__).resolve().parents[1])
 HERE = str(Path(__file__).resolve().parent)
@@ -57,9 +56,10 @@ class Origin:
 
 
 @cache
-def _look(code: CodeType) -> tuple[str | None, str | None, bool]:
-    """(path as it is shown or None, kind of memory or None, whether the walk ends here) of a function."""
-    file = code.co_filename.replace("\\", "/")
+def _look(file: str, name: str) -> tuple[str | None, str | None, bool]:
+    """(path as it is shown or None, kind of memory or None, whether the walk ends here) of a function. Not by its code:
+    equal functions of different files have equal codes."""
+    file = file.replace("\\", "/")
     shown = None
     if file.startswith(PACKAGE) and not file.startswith(HERE) and not file.endswith(PASSED_THROUGH):
         shown = "megarlhf" + file.removeprefix(PACKAGE)
@@ -67,7 +67,7 @@ def _look(code: CodeType) -> tuple[str | None, str | None, bool]:
         shown = "megatron/core/" + file.rpartition("/megatron/core/")[2]
     elif file.startswith(HERE) and file.endswith(("engine.py", "optimizer.py")):
         shown = "megarlhf/rehearsal/" + file.rpartition("/")[2]
-    known = next((kind for part, function, kind in KINDS if part in file and function in ("", code.co_name)), None)
+    known = next((kind for part, function, kind in KINDS if part in file and function in ("", name)), None)
     return shown, known, file.endswith(STOP)
 
 
@@ -75,7 +75,7 @@ def origin_here() -> Origin:
     """Of whoever called into torch."""
     frame, where, stand_in, kind = sys._getframe(1), "", "", None
     while frame is not None:
-        shown, known, ends = _look(frame.f_code)
+        shown, known, ends = _look(frame.f_code.co_filename, frame.f_code.co_name)
         if ends:
             break
         if not stand_in and frame.f_code.co_filename.endswith(STAND_INS):
@@ -94,7 +94,7 @@ def callers() -> list[tuple[str, int, str]]:
     """(file, line, function) of the frames of ours and Megatron-Core's that have called into torch, innermost first."""
     frame, found = sys._getframe(1), []
     while frame is not None:
-        shown, _, ends = _look(frame.f_code)
+        shown, _, ends = _look(frame.f_code.co_filename, frame.f_code.co_name)
         if ends:
             break
         if shown:

@@ -22,9 +22,13 @@ def size(nbytes: float) -> str:
     return f"{nbytes / 1000**power:.4g} {UNITS[power]}"
 
 
+HOST = "from host memory"
+"""Objects and tensors of the CPU, over gloo, inside a node too."""
+
+
 def way(row: MessageRow) -> str:
     """What carries it."""
-    return "between hosts" if row.host else "between nodes" if row.between_nodes else "inside a node"
+    return HOST if row.host else "between nodes" if row.between_nodes else "inside a node"
 
 
 def summed(
@@ -44,7 +48,9 @@ def wire_section(result: Result) -> str:
         "What each rank says to others. A call counts with the whole that it is about: an all-reduce or a broadcast "
         "with the tensor, an all-gather with what is gathered from all, a reduce-scatter with what is scattered "
         "to all, an all-to-all with what this rank sends. A group counts as between nodes when its ranks stand in more "
-        "than one. A rank calls what makes a group for others' groups too; groups made counts these calls."
+        "than one. A rank calls what makes a group for others' groups too; groups made counts these calls. "
+        "What is sent from host memory (objects, tensors of the CPU) goes over gloo and has a column of its own, "
+        "inside a node too."
     )
     ranks = shown_ranks(result)
     parts = [f"<h2>The wire</h2>{paragraph(said)}", _totals(result)]
@@ -63,11 +69,11 @@ def _totals(result: Result) -> str:
         rows = [row for row in rank.messages if row.step == steps[-1]]
         for row in rows:
             sums[way(row)] += row.nbytes
-        sizes = [size(sums[name]) for name in ("inside a node", "between nodes", "between hosts")]
+        sizes = [size(sums[name]) for name in ("inside a node", "between nodes", HOST)]
         count = sum(row.count for row in rows)
         lines.append([rank.rank, stages(rank), count, *sizes, rank.groups_created, rank.memberships])
     columns = [number("rank"), text("stages"), number(f"messages in step {steps[-1]}"), number("inside a node")]
-    columns += [number("between nodes"), number("between hosts"), number("groups made")]
+    columns += [number("between nodes"), number(HOST), number("groups made")]
     return panel(table([*columns, number("groups it is in")], lines))
 
 

@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import resource
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -67,14 +68,16 @@ class Rank:
         self.meter = Meter(price, ticked=self._ticked)
         self.runtime = runtime_of(job.rank, job.world_size, job.ranks_per_node, self.device)
         self.layouts = layouts_of(job.cfg, self.runtime)
-        labels = labels_of(list(self.layouts.values()), GROUPS_AXES)
+        labels = labels_of(self.layouts, GROUPS_AXES)
         self.wire = Wire(job.rank, job.ranks_per_node, labels, self.meter.message)
         self.assumptions = Assumptions()
         self.mode = Device(self.device, self.ledger, self.wire, self.assumptions, self.meter)
+        self.meter.numbers = self.mode.known.twin
         self._num_samples = 0
         """Of the last rollout."""
         self._created = interfaces.count_groups()
         self._shares: dict[str, list[Share]] = {}
+        self._tokens: Counter[tuple[int, str]] = Counter()
         self._rollouts: list[RolloutEstimate] = []
         self._problems: list[str] = []
         self._parameters: list[Tensor] = []
@@ -94,7 +97,8 @@ class Rank:
         interfaces.join(job.rank, job.world_size, job.kind)
         forget_scratch_buffer()
         run = importlib.import_module(ENTRIES[job.command]).run
-        created, seen = self._created, seen_batches(lambda: self.wire.phase, self._shares)
+        created = self._created
+        seen = seen_batches(lambda: (self.wire.step, self.wire.phase), self._shares, self._tokens)
         # Backwards in this thread: autograd counts devices at a process's first backward, which may be long ago.
         in_one_thread = torch.autograd.set_multithreading_enabled(False)
         with contextlib.ExitStack() as stack:
@@ -114,9 +118,11 @@ class Rank:
             flops=dict(self.meter.flops),
             operations=dict(self.meter.operations),
             assumptions=list(self.assumptions.counts.items()),
+            reached=self.wire.reached(),
             groups_created=created.calls,
             memberships=created.memberships,
             shares=self._shares,
+            tokens=dict(self._tokens),
             rollouts=self._rollouts,
             problems=self._problems,
             cache_bytes=self._cache_bytes,
@@ -150,10 +156,9 @@ class Rank:
     def _engine_memory(self, actor: Role, tp: int) -> EngineMemory:
         """What there is of it when the engine starts."""
         job, arch = self.job, actor.shard.arch
-        counts = [(line, count, 0) for line, count in self.wire.counts.items()]
         now = PhaseMemory(0, "build", 0, 0, 0, 0, {}, [], [])
         facts = facts_of(
-            counts,
+            self.wire.reached(),
             self._created.memberships,
             now,
             arch,

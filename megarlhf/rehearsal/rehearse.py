@@ -18,7 +18,6 @@ from megarlhf.parallel.mesh import GROUPS_AXES
 from megarlhf.planning.preflight import preflight
 from megarlhf.planning.weight_traffic import plan_transfer, transfer_setup
 from megarlhf.rehearsal import interfaces
-from megarlhf.rehearsal.batches import Share
 from megarlhf.rehearsal.job import Job, RankRecord, layouts_of, roles_of, runtime_of
 from megarlhf.rehearsal.kinds import Kind, chosen, first_rank, named, pipelines_of, stages_of
 from megarlhf.rehearsal.lengths import Lengths, LogNormal
@@ -39,6 +38,7 @@ from megarlhf.rehearsal.result import (
     RolloutRow,
 )
 from megarlhf.rehearsal.stand_ins import StandIns, stand_in
+from megarlhf.rehearsal.steps import BETWEEN
 from megarlhf.rehearsal.times import times_of
 from megarlhf.rehearsal.wire import labels_of
 from megarlhf.weights.checkpoint.dtype import resolve_dtype
@@ -67,9 +67,10 @@ def rehearse(request: Request, told: Told = lambda at: None) -> Result:
             steps=request.steps,
         )
         device_type = interfaces.device_of(request.hardware.kind).type
-        preflight(request.command, stood.cfg, request.world_size, device_type=device_type, weights=False)
-        whole = _Rehearsal(request, stood, told)
-        records = whole.records()
+        with stood.named_by_the_user():
+            preflight(request.command, stood.cfg, request.world_size, device_type=device_type, weights=False)
+            whole = _Rehearsal(request, stood, told)
+            records = whole.records()
         return whole.result(records, time.perf_counter() - began)
 
 
@@ -134,9 +135,9 @@ class _Rehearsal:
         ranks = [self._rank(kind, records[kind.rank]) for kind in self.kinds]
         tightest = max(ranks, key=lambda rank: rank.need)
         refusals = list(dict.fromkeys(problem for record in records.values() for problem in record.problems))
-        groups = labels_of(list(self.layouts.values()), GROUPS_AXES)
-        whole = pipelines_of(self.kinds, self.layouts[self.main])
-        tokens = _trained_tokens(records, self.main, request.steps)
+        groups = labels_of(self.layouts, GROUPS_AXES).general
+        whole = pipelines_of((kind.rank for kind in self.kinds), self.layouts[self.main])
+        tokens = _trained_tokens(records, self.main)
         times, faults = times_of(records, whole, self.price, groups, request.world_size, tokens, self._dtype())
         host = self._host(tightest)
         first = next(iter(records.values()))
@@ -176,7 +177,8 @@ class _Rehearsal:
         )
 
     def _rank(self, kind: Kind, record: RankRecord) -> RankResult:
-        peak = max(record.memory, key=lambda phase: phase.peak)
+        # What lies between phases begins with what the phase before it has left.
+        peak = max(record.memory, key=lambda phase: (phase.peak, phase.phase != BETWEEN))
         items = self._margin(record, peak)
         points = sorted((point for phase in record.memory for point in phase.curve), key=lambda point: point[0])
         begins = [(begin, phase.step, phase.phase) for phase in record.memory for begin in phase.begins]
@@ -223,7 +225,7 @@ class _Rehearsal:
         section = roles_of(self.cfg)[role]
         has_engine = isinstance(self.cfg, RLConfig) and self.cfg.rollout.engine == "vllm"
         return facts_of(
-            record.messages,
+            record.reached,
             record.memberships,
             peak,
             architecture_from_hf(section.model.hf_directory()),
@@ -235,8 +237,8 @@ class _Rehearsal:
 
     def _host(self, tightest: RankResult) -> list[HostRow]:
         """Of one rank."""
-        at_peak = max(tightest.memory, key=lambda row: row.peak).by_kind
-        saved = sum(at_peak.get(kind, 0) for kind in ("main parameters", "optimizer state"))
+        kinds = ("main parameters", "optimizer state")
+        saved = sum(max(row.by_kind.get(kind, 0) for row in tightest.memory) for kind in kinds)
         process = int(PROCESS_GIB * 2**30)
         return [
             HostRow(name="the process", nbytes=process, source="assumed: Python and libraries, the device's too"),
@@ -297,8 +299,17 @@ class _Rehearsal:
         if not whole:
             return [f"There are no times: no whole pipeline of {self.main} is among the rehearsed ranks."]
         if apart:
-            return [f"Times are those of whole pipelines of {self.main}: {apart} of the rehearsed ranks are in none."]
-        return []
+            notes = [f"Times are those of whole pipelines of {self.main}: {apart} of the rehearsed ranks are in none."]
+        else:
+            notes = []
+        cut = [role for role, layout in self.layouts.items() if pipelines_of(whole, layout) != list(whole)]
+        if cut:
+            notes.append(
+                f"Pipelines of {' and '.join(cut)} have another layout and are not rehearsed whole: waits between "
+                "their stages are not in the times, and a message without its end is not found there (--ranks all has "
+                "them)."
+            )
+        return notes
 
     def _dtype(self) -> str:
         """In which most is multiplied."""
@@ -332,7 +343,7 @@ def _phase_row(phase: PhaseMemory) -> PhaseRow:
     )
 
 
-def _trained_tokens(records: Mapping[int, RankRecord], main: str, steps: int) -> float:
-    """Of the whole job in one step."""
-    shares: Sequence[Share] = next(iter(records.values())).shares.get(f"train/{main}", ())
-    return sum(share.tokens for share in shares) / steps
+def _trained_tokens(records: Mapping[int, RankRecord], main: str) -> dict[int, int]:
+    """Of the whole job, by step."""
+    tokens = next(iter(records.values())).tokens
+    return {step: number for (step, phase), number in tokens.items() if phase == f"train/{main}"}

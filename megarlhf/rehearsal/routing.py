@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from functools import cache
-from types import CodeType, FrameType
+from types import FrameType
 
 import torch
 from torch import Tensor
@@ -74,15 +74,15 @@ def in_router() -> bool:
     """Whether the operation at hand is called by the router, or by what permutes tokens as it says."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if (inside := _is_router(frame.f_code)) is not None:
+        if (inside := _is_router(frame.f_code.co_filename)) is not None:
             return inside
         frame = frame.f_back
     return False
 
 
 @cache
-def _is_router(code: CodeType) -> bool | None:
+def _is_router(file: str) -> bool | None:
     """None: whoever calls decides."""
-    if code.co_filename.endswith(ROUTER):
+    if file.endswith(ROUTER):
         return True
-    return False if code.co_filename.endswith(LAYER) else None
+    return False if file.endswith(LAYER) else None

@@ -76,12 +76,25 @@ def _check(request: Request) -> None:
         supervised_batch_numbers(cfg.train, layouts[role].dp, role, "sequences")
 
 
-COLUMNS = ("variant", "fits", "need GiB", "free GiB", "tightest", "s a step", "rollout s", "MFU", "GB between nodes")
+COLUMNS = (
+    "variant",
+    "fits",
+    "need GiB",
+    "free GiB",
+    "tightest",
+    "s a step",
+    "rollout s",
+    "tokens/s",
+    "MFU",
+    "GB a step between nodes",
+)
+DIGITS = {"need GiB": 1, "free GiB": 1, "s a step": 2, "rollout s": 2, "tokens/s": 0, "MFU": 3}
+"""That are shown; `sweep.json` has all."""
 
 
 def print_sweep(sweep: Sweep, console: Console) -> None:
     """A table, best first, and what was left out."""
-    rows = [_row(variant, result) for variant, result in sweep.done]
+    rows = [_shown(_row(variant, result)) for variant, result in sweep.done]
     console.print(table("Sweep, best first (times are estimates)", rows, COLUMNS))
     if sweep.too_large:
         console.print(
@@ -104,14 +117,21 @@ def _row(variant: Variant, result: Result) -> tuple[object, ...]:
     return (
         " ".join(variant.overrides),
         "yes" if result.fits else "no",
-        round(tightest.need / GIB, 1),
-        round(result.free / GIB, 1),
+        tightest.need / GIB,
+        result.free / GIB,
         f"rank {tightest.rank}, step {step}, {phase}",
-        None if last is None else round(last.seconds, 2),
-        None if not result.rollouts else round(result.rollouts[-1].slowest, 2),
-        None if last is None else f"{last.utilisation:.1%}",
-        round(sum(row.nbytes for row in tightest.messages if row.between_nodes) / 1e9, 1),
+        None if last is None else last.seconds,
+        None if not result.rollouts else result.rollouts[-1].slowest,
+        None if last is None else last.tokens_per_second,
+        None if last is None else last.utilisation,
+        sum(row.nbytes for row in tightest.messages if row.between_nodes and row.step == result.steps) / 1e9,
     )
+
+
+def _shown(row: tuple[object, ...]) -> tuple[object, ...]:
+    """With few digits."""
+    pairs = zip(COLUMNS, row, strict=True)
+    return tuple(round(value, DIGITS.get(name, 1)) if isinstance(value, float) else value for name, value in pairs)
 
 
 _OWN = '"too_large": '

@@ -15,7 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten
+
+from megarlhf.rehearsal import interfaces
+from megarlhf.rehearsal.interfaces import tree_flatten
 
 
 def _nbytes(tensors: Any) -> int:
@@ -82,7 +84,7 @@ def of_operation(func: Any, args: Sequence[Any]) -> int:
 
 @cache
 def _has_bf16_products() -> bool:
-    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return bool(interfaces.onednn_multiplies_bf16())
 
 
 def _fits_blas(matrix: Tensor) -> bool:

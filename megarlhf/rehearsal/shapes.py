@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from megarlhf.rehearsal.interfaces import FakeTensor, FakeTensorMode, fake_of, view_of
+from megarlhf.rehearsal.interfaces import FakeTensor, FakeTensorMode, fake_of, storage_key, view_of
 
 PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 """Types of arguments that are a part of the key as they are."""
@@ -83,9 +83,7 @@ class ResultsByShape:
         sequence = type(out) if isinstance(out, list | tuple) else None
         parts = list(out) if sequence is not None else [out]
         outputs = [_describe(part, key.tensors) for part in parts]
-        storages = [
-            part.untyped_storage()._cdata for part, o in zip(parts, outputs, strict=True) if o and o.how == "new"
-        ]
+        storages = [storage_key(part) for part, o in zip(parts, outputs, strict=True) if o and o.how == "new"]
         if None in outputs or len(set(storages)) < len(storages):
             return None
         remembered = Remembered(tuple(o for o in outputs if o is not None), sequence)
@@ -152,7 +150,7 @@ def _describe(part: Any, tensors: Sequence[Tensor]) -> _Output | None:
         if part is tensor:
             return _Output("same", number)
     for number, tensor in enumerate(tensors):
-        if isinstance(tensor, FakeTensor) and tensor.untyped_storage()._cdata == part.untyped_storage()._cdata:
+        if isinstance(tensor, FakeTensor) and storage_key(tensor) == storage_key(part):
             if tensor.dtype != part.dtype:
                 return None
             offset = int(part.storage_offset()) - int(tensor.storage_offset())

@@ -29,6 +29,7 @@ SITES: tuple[Site, ...] = (
     Site("parallel/step.py", "accumulate", 1.0, "sums of a loss, which are reported"),
     Site("parallel/step.py", "gradient_norm", 1.0, "every gradient is taken to be finite: no update is skipped"),
     Site("megatron/core/optimizer/clip_grads.py", "get_grad_norm_fp32", 1.0, "the norm is finite"),
+    Site("megatron/core/utils.py", "local_multi_tensor_l2_norm", 1.0, "norms of single gradients are finite"),
     Site("megatron/core/optimizer/optimizer.py", "get_grad_norm", 1.0, "the norm is finite"),
     Site(
         "megatron/core/optimizer/optimizer.py", "_unscale_main_grads_and_check_for_nan", 0.0, "no gradient is infinite"
@@ -39,6 +40,7 @@ SITES: tuple[Site, ...] = (
     Site("observe/", "", 1.0, "what is measured is shown to nobody"),
     Site("trainers/rl_rewards.py", "metrics_of", 1.0, "metrics of rewards"),
     Site("trainers/rl_metrics.py", "", 1.0, "metrics"),
+    Site("algo/advantages.py", "explained_variance", 1.0, "metrics"),
     Site("trainers/rl_gap.py", "", 0.0, "the log-prob gap is zero: no limit ends the run"),
     Site("trainers/rl_kl.py", "", 0.0, "metrics of the KL, which steer no shape"),
 )
@@ -66,12 +68,19 @@ class Assumptions:
         self.counts: Counter[Assumption] = Counter()
 
     def number(self, what: str) -> Number:
-        """The answer for the line that reads it. Raises: UnknownNumber where none is listed."""
+        """The answer for the line that reads it. Raises: UnknownNumber where none is listed.
+
+        A site is the line itself, or what calls it from the same file: what a listed function runs elsewhere, such as
+        a loss, is no part of it.
+        """
         frames = callers()
-        for file, line, function in frames:
-            for site in self._sites:
-                if site.file in file and site.function in ("", function):
-                    self.counts[Assumption(f"{file}:{line} in {function}", what, str(site.answer), site.reason)] += 1
+        sites = list(self._sites)
+        for file, _, function in frames:
+            sites = [site for site in sites if site.file in file]
+            for site in sites:
+                if site.function in ("", function):
+                    where = "{}:{} in {}".format(*frames[0])
+                    self.counts[Assumption(where, what, str(site.answer), site.reason)] += 1
                     return site.answer
         places = "\n  ".join(f"{file}:{line} in {function}" for file, line, function in frames[:4])
         raise UnknownNumber(

@@ -6,9 +6,10 @@ stood in for is said on the page.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import string
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,19 @@ class StandIns:
     cfg: AnyConfig
     notes: tuple[str, ...]
     """Sentences for the page."""
+    originals: Mapping[str, str]
+    """Directories of models that stand in, and those of the user that they stand for."""
+
+    @contextlib.contextmanager
+    def named_by_the_user(self) -> Iterator[None]:
+        """What is refused inside is said of the user's directories. Raises: ValueError."""
+        try:
+            yield
+        except ValueError as error:
+            words = str(error)
+            for ours, theirs in self.originals.items():
+                words = words.replace(ours, theirs)
+            raise ValueError(words) from error
 
 
 def length_of_response(prompt: str, response: str, fields: Mapping[str, Any]) -> float:
@@ -72,7 +86,8 @@ def stand_in(
             tree["ptx"] = None
             why = "cannot be read with the stand-in tokenizer" if Path(cfg.ptx.data).exists() else "is not there"
             notes.append(f"ptx.data = {cfg.ptx.data} {why}: the pretraining mix is left out.")
-    return StandIns(cfg=type(cfg).model_validate(tree), notes=tuple(dict.fromkeys(notes)))
+    originals = {ours: theirs for theirs, ours in paths.items()}
+    return StandIns(cfg=type(cfg).model_validate(tree), notes=tuple(dict.fromkeys(notes)), originals=originals)
 
 
 def _model(

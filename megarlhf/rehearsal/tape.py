@@ -9,8 +9,13 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from megarlhf.rehearsal.interfaces import FakeTensorMode, fake_of
-from megarlhf.rehearsal.known import storage_key
+from megarlhf.rehearsal.interfaces import (
+    DisableTorchDispatch,
+    DisableTorchFunction,
+    FakeTensorMode,
+    fake_of,
+    storage_key,
+)
 from megarlhf.rehearsal.memory import Change, Ledger, Storage
 from megarlhf.rehearsal.trace import Collective, Event, Receive, Send, Wait, Work
 from megarlhf.rehearsal.wire import Line, Wire
@@ -327,7 +332,7 @@ class Player:
         return [came_in if out.number is None else made[out.number] for out in tape.results], keys
 
     def _made(self, out: Out) -> Tensor:
-        with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+        with DisableTorchFunction(), DisableTorchDispatch():
             return fake_of(self._mode, out.size, out.stride, out.dtype, self._device)
 
     def _free(self, number: int, owner: Any) -> None:

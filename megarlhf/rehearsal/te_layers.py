@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from megarlhf.models.attention import CausalAttention, open_packed_row
 from megarlhf.models.packed_attention import packed_attention
 from megarlhf.rehearsal.fused import add_product, pass_over
-from megarlhf.rehearsal.interfaces import varlen_attn, varlen_attn_backward
-from megarlhf.rehearsal.known import storage_key
+from megarlhf.rehearsal.interfaces import storage_key, varlen_attn, varlen_attn_backward
 
 SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 CUBLAS_WORKSPACE = 32 * 2**20 + 1024

@@ -21,13 +21,13 @@ def times_of(
     price: Pricing,
     groups: Mapping[tuple[int, ...], str],
     world_size: int,
-    tokens: float,
+    tokens: Mapping[int, int],
     dtype: str,
 ) -> tuple[list[StepTime], list[str]]:
     """(each step, sentences about what does not fit together).
 
     whole: ranks whose pipelines are there whole: their times are told. Faults are looked for among all ranks.
-    groups: names by ranks. tokens: trained in a step by the whole job. dtype: whose peak utilisation is a share of.
+    groups: names by ranks. tokens: trained by the whole job, by step. dtype: whose peak utilisation is a share of.
     """
 
     def label(ranks: tuple[int, ...]) -> str:
@@ -36,14 +36,14 @@ def times_of(
     replayed = replay({rank: records[rank].events for rank in whole}, price, label=label, segments=1)
     peak = price.peak(dtype)
     told = [records[rank] for rank in whole]
-    steps = [_step(each, told, peak, tokens) for each in replayed.steps if each.step]
+    steps = [_step(each, told, peak, tokens.get(each.step, 0)) for each in replayed.steps if each.step]
     if len(whole) < len(records):
         everyone = {rank: record.events for rank, record in records.items()}
         replayed = replay(everyone, price, label=label, segments=1)
     return steps, [fault.sentence for fault in replayed.faults]
 
 
-def _step(times: StepTimes, records: Sequence[RankRecord], peak: float, tokens: float) -> StepTime:
+def _step(times: StepTimes, records: Sequence[RankRecord], peak: float, tokens: int) -> StepTime:
     assert times.step is not None
     phases = [_phase(times.step, name, each, records, peak) for name, each in times.phases.items()]
     seconds = times.seconds()

@@ -55,6 +55,30 @@ class Line(NamedTuple):
     host: bool
 
 
+class Labels(NamedTuple):
+    """Names of groups, by their ranks."""
+
+    by_role: Mapping[str, Mapping[tuple[int, ...], str]]
+    general: Mapping[tuple[int, ...], str]
+    """Of all roles together."""
+
+    def of(self, phase: str, ranks: tuple[int, ...]) -> str:
+        """In a phase of a role by the role's own layout: another role may call the same ranks by another name."""
+        role = "reward_model" if phase == "reward" else phase.partition("/")[2]
+        return self.by_role.get(role, {}).get(ranks) or self.general.get(ranks, "other")
+
+
+class Reached(NamedTuple):
+    """With whom a rank has exchanged device tensors, so that connections were made."""
+
+    groups: int = 0
+    """In which a collective was made."""
+    near_peers: int = 0
+    """Ranks of its node that were sent to or received from, in each group."""
+    far_groups: int = 0
+    """In which another node was sent to or received from."""
+
+
 class Listener(Protocol):
     """What may be told each message that is counted: `tape.Recorder`."""
 
@@ -64,9 +88,7 @@ class Listener(Protocol):
 class Wire:
     """What one rank says to others. `issue` gets each event of the trace."""
 
-    def __init__(
-        self, rank: int, ranks_per_node: int, labels: Mapping[tuple[int, ...], str], issue: Callable[[Event], None]
-    ) -> None:
+    def __init__(self, rank: int, ranks_per_node: int, labels: Labels, issue: Callable[[Event], None]) -> None:
         self._rank, self._ranks_per_node, self._labels, self._issue = rank, ranks_per_node, labels, issue
         self.counts: Counter[Line] = Counter()
         self.nbytes: Counter[Line] = Counter()
@@ -77,6 +99,9 @@ class Wire:
         self.listener: Listener | None = None
         self._groups: dict[tuple[int, ...], tuple[int, ...]] = {}
         """One tuple for each: a trace names groups a hundred thousand times."""
+        self._collectives: set[tuple[tuple[int, ...], bool]] = set()
+        """Groups, and whether each is the default one."""
+        self._peers: set[tuple[tuple[int, ...], bool, int]] = set()
         self._works: dict[int, NumberedWork] = {}
         """Until they are waited for, or the next message: torch keeps what it was handed in C++ only."""
 
@@ -92,10 +117,14 @@ class Wire:
             peer, nbytes = ranks[args[2]], sum(map(_nbytes, args[0]))
             kind = Send if name == "send" else Receive
             self._issue(kind(self.phase, peer, nbytes, self._number, ranks))
+            if not host:
+                self._peers.add((ranks, self._world, peer))
             self._count("send" if name == "send" else "receive", ranks, (self._rank, peer), nbytes, host)
         else:
             operation = OPERATIONS[name]
             nbytes = _whole(operation, args, len(ranks))
+            if not host:
+                self._collectives.add((ranks, self._world))
             self._issue(Collective(self.phase, operation, ranks, nbytes, self._number, host))
             self._count(operation, ranks, ranks, nbytes, host)
         work = NumberedWork(self._number, self._waited)
@@ -131,12 +160,29 @@ class Wire:
 
     def label(self, ranks: tuple[int, ...]) -> str:
         """What a group is of."""
-        return "world" if self._world else self._labels.get(ranks, "other")
+        return "world" if self._world else self._labels.of(self.phase, ranks)
+
+    def reached(self) -> Reached:
+        """So far."""
+        near = {each for each in self._peers if self._is_near(each[2])}
+        far = {each[:2] for each in self._peers if not self._is_near(each[2])}
+        return Reached(len(self._collectives), len(near), len(far))
+
+    def _is_near(self, peer: int) -> bool:
+        return peer // self._ranks_per_node == self._rank // self._ranks_per_node
 
 
-def labels_of(layouts: Sequence[MeshLayout], names: Mapping[str, Sequence[str]]) -> dict[tuple[int, ...], str]:
+def labels_of(layouts: Mapping[str, MeshLayout], names: Mapping[str, Sequence[str]]) -> Labels:
+    """For the layouts of roles; `names`: axes by Megatron-Core's name. A group of all ranks that no layout has is the
+    world."""
+    by_role = {role: _labels_of([layout], names) for role, layout in layouts.items()}
+    world = next(iter(layouts.values())).world_size if layouts else 0
+    return Labels(by_role, {tuple(range(world)): "world"} | _labels_of(list(layouts.values()), names))
+
+
+def _labels_of(layouts: Sequence[MeshLayout], names: Mapping[str, Sequence[str]]) -> dict[tuple[int, ...], str]:
     """By ranks, the name of each group that the layouts have: of several the one with the fewest axes, then that of the
-    first layout. `names`: axes by Megatron-Core's name."""
+    first layout."""
     labels: dict[tuple[int, ...], str] = {}
     pairs = product(layouts, names.items())
     for layout, (name, axes) in sorted(pairs, key=lambda pair: len(pair[1][1])):  # stable

@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten
 
-from megarlhf.rehearsal.interfaces import flop_registry
+from megarlhf.rehearsal.interfaces import flop_registry, tree_flatten
 from megarlhf.rehearsal.operations import FREE, memory_class, touched_bytes, work_of
 from megarlhf.rehearsal.trace import Compute, Event, Work
 
@@ -71,6 +71,8 @@ class Meter:
     """By step, phase and work."""
     work_seconds: Counter[tuple[int, str, Work]] = field(default_factory=Counter)
     operations: Counter[tuple[int, str]] = field(default_factory=Counter)
+    numbers: Callable[[Tensor], Tensor | None] = lambda tensor: None
+    """Those of a device tensor, where they are known: `Known.twin`."""
     ticked: Callable[[float], None] = lambda seconds: None
     """Told the clock after each operation."""
     listener: Listener | None = None
@@ -99,7 +101,7 @@ class Meter:
             flops, shape = _product(args)
             of = _matrices(args)
         elif work == "attention":
-            flops, shape = _attention_flops(func, args, out), _attention_shape(name, args)
+            flops, shape = _attention_flops(func, args, out, self.numbers), _attention_shape(name, args)
             kind, of = "backward" if "backward" in name else "forward", tensors
         else:
             kind = memory_class(name, args, out)
@@ -161,8 +163,13 @@ def _product(args: Sequence[Any]) -> tuple[float, tuple[int, ...]]:
     return 2.0 * batch * m * k * n, (batch, m, k, n)
 
 
-def _attention_flops(func: Any, args: Sequence[Any], out: Any) -> float:
-    """By torch's formulas, which count every pair of a query and a key; causal attention looks at half of them."""
+def _attention_flops(func: Any, args: Sequence[Any], out: Any, numbers: Callable[[Tensor], Tensor | None]) -> float:
+    """By torch's formulas, which count every pair of a query and a key; causal attention looks at half of them. Of a
+    packed row the formulas know no lengths and take the longest for all: where they are known, pairs are counted."""
+    name = func._overloadpacket.__name__
+    if "_varlen_attn" in name and (pairs := _packed_pairs(args, numbers)) is not None:
+        query_TND = next(x for x in args if isinstance(x, Tensor) and x.dim() == 3)
+        return 2.0 * pairs * query_TND[0].numel() * (2.5 if "backward" in name else 1.0)
     formula = flop_registry.get(func._overloadpacket)
     tensors = [x for x in tree_flatten(args)[0] if isinstance(x, Tensor)]
     if formula is not None:
@@ -172,6 +179,15 @@ def _attention_flops(func: Any, args: Sequence[Any], out: Any) -> float:
         whole = 4.0 * query.numel() * int(key.shape[-2])
         whole *= 2.5 if "backward" in func._overloadpacket.__name__ else 1.0
     return whole / 2
+
+
+def _packed_pairs(args: Sequence[Any], numbers: Callable[[Tensor], Tensor | None]) -> int | None:
+    """Of a query and a key of one sequence, by where sequences begin; None where that is not known."""
+    begins = [numbers(x) for x in args if isinstance(x, Tensor) and x.dtype is torch.int32 and x.dim() == 1][:2]
+    if len(begins) < 2 or any(each is None for each in begins):
+        return None
+    queries, keys = (each.long().diff() for each in begins if each is not None)
+    return int((queries * keys).sum())
 
 
 def _attention_shape(name: str, args: Sequence[Any]) -> tuple[int, ...] | None:

@@ -271,6 +271,18 @@ def test_without_a_gpu_the_command_says_so_and_writes_nothing(tmp_path: Path, ca
         command.main(["--only", "kernel"])
 
 
+def test_a_folder_of_the_user_is_not_emptied(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """One of an earlier check is."""
+    (tmp_path / "mine").write_text("mine")
+    assert command.main(["--cpu", "1", "--only", "kernels", "--out", str(tmp_path)]) == 2
+    assert f"{tmp_path} is there and is no folder of an earlier check" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+    command.empty(tmp_path / "out")
+    (tmp_path / "out" / "left").touch()
+    command.empty(tmp_path / "out")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == [command.MARK]
+
+
 def test_the_table_and_the_exit_status(capsys: pytest.CaptureFixture) -> None:
     """Nothing but skipped rows is no success: nothing was shown."""
     passed, failed = judged("sft", "tp1", "loss", 1e-6, 1e-4), judged("sft", "tp2", "loss", float("nan"), 1e-4)

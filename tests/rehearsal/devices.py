@@ -12,7 +12,7 @@ from megarlhf.rehearsal import interfaces
 from megarlhf.rehearsal.device import Device
 from megarlhf.rehearsal.memory import Ledger
 from megarlhf.rehearsal.sites import SITES, Assumptions, Site
-from megarlhf.rehearsal.wire import Wire
+from megarlhf.rehearsal.wire import Labels, Wire
 
 
 class Uncounted:
@@ -27,7 +27,7 @@ class Uncounted:
 def a_device(sites: tuple[Site, ...] = SITES) -> Iterator[Device]:
     """In force inside, on the way of a CPU."""
     ledger = Ledger(1)
-    wire = Wire(0, 1, {}, lambda event: None)
+    wire = Wire(0, 1, Labels({}, {}), lambda event: None)
     device = Device(interfaces.device_of("cpu"), ledger, wire, Assumptions(sites), Uncounted())
     ledger.enter(1, "train")
     with interfaces.lifting_only_host_tensors(), device:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -39,6 +41,10 @@ def test_private_interfaces_are_where_they_were() -> None:
     assert parameters(_create_fake_pg) == ["common_opts", "backend_opts"]
     assert parameters(_setup_privateuseone_for_python_backend)[:2] == ["rename", "backend_module"]
     assert callable(torch._C._get_privateuse1_backend_name)
+    memory = torch.zeros(2)
+    assert interfaces.storage_key(memory) == interfaces.storage_key(memory[1:]) == memory.untyped_storage()._cdata
+    assert interfaces.storage_key(memory) != interfaces.storage_key(memory.clone())
+    assert interfaces.tree_flatten([{"a": (1, 2)}])[0] == [1, 2]
     assert callable(dist.Work.boxed)
     assert parameters(dist.broadcast_object_list)[:2] == ["object_list", "src"]
     assert parameters(dist.scatter_object_list)[:3] == [
@@ -50,6 +56,15 @@ def test_private_interfaces_are_where_they_were() -> None:
     module = nn.Linear(2, 2)
     assert set(module._parameters) == {"weight", "bias"}
     assert module._buffers == {}
+
+
+PRIVATE = re.compile(r"torch\._(?!_)|torch\.[\w.]+\._|\._cdata|torch\.testing\._internal")
+
+
+def test_no_other_file_of_a_rehearsal_names_what_is_private_to_torch() -> None:
+    folder = Path(interfaces.__file__).parent
+    found = {file.name for file in folder.glob("*.py") if PRIVATE.search(file.read_text(encoding="utf-8"))}
+    assert found == {"interfaces.py"}
 
 
 def test_triton_launches_a_kernel_through_run() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -42,7 +43,16 @@ def test_the_most_the_least_and_the_largest() -> None:
     ]
     assert {kind.stages for kind in kinds} == {(("actor", 0),), (("actor", 1),)}
     assert {kind.stands_for for kind in kinds} == {6}
-    assert pipelines_of(kinds, ACTOR) == [0, 2, 4, 6, 8, 10]
+    assert pipelines_of([kind.rank for kind in kinds], ACTOR) == [0, 2, 4, 6, 8, 10]
+
+
+def test_the_largest_is_that_of_training() -> None:
+    """What is only scored leaves no activations."""
+    shares = {
+        "train/actor": [share(5, longest=99), share(7), share(3)],
+        "score/actor": [share(5), share(7, longest=999), share(3)],
+    }
+    assert [kind.rank for kind in chosen({"actor": ACTOR}, "actor", shares) if "largest" in kind.why] == [0, 6]
 
 
 def test_equal_work_needs_one_pipeline() -> None:
@@ -77,8 +87,8 @@ def test_ranks_by_name() -> None:
     """Twice named is once rehearsed; of one stage alone no pipeline is whole."""
     kinds = named([9, 1, 9], {"actor": ACTOR})
     assert kinds == [Kind(1, (("actor", 0),), 6, "asked for"), Kind(9, (("actor", 1),), 6, "asked for")]
-    assert pipelines_of(kinds, ACTOR) == []
-    assert pipelines_of(named([1, 7], {"actor": ACTOR}), ACTOR) == [1, 7]
+    assert pipelines_of([1, 9], ACTOR) == []
+    assert pipelines_of([1, 7], ACTOR) == [1, 7]
     assert stages_of(11, {"actor": ACTOR, "critic": MeshLayout(tp=12, pp=1, dp=1)}) == (("actor", 1), ("critic", 0))
 
 
@@ -90,7 +100,8 @@ def test_shares_by_hand() -> None:
     batching = Batching(mesh, Cost(per_token=2.0, per_pair=1.0), micro)
     lengths = torch.tensor([5, 3, 1])
     shares: dict[str, list[Share]] = {}
-    with seen_batches(lambda: "train/actor", shares):
+    tokens: Counter[tuple[int, str]] = Counter()
+    with seen_batches(lambda: (1, "train/actor"), shares, tokens):
         batching.layouts_by_rank([[0], [1], [2]], lengths)
         once = list(shares["train/actor"])
         batching.layouts_by_rank([[0], [1], [2]], lengths)
@@ -100,6 +111,7 @@ def test_shares_by_hand() -> None:
     assert (short.cost, short.tokens, short.micro_batches) == ((2 * 3 + 6) + (2 * 1 + 1), 4, 1)
     assert long.longest >= 5
     assert shares["train/actor"] == [each + each for each in once]
+    assert tokens == {(1, "train/actor"): 2 * (5 + 3 + 1)}
     assert (once[0] + once[0]).cost == 2 * once[0].cost
     assert (once[0] + once[0]).longest == once[0].longest
 
@@ -111,7 +123,8 @@ def test_padding_is_no_work() -> None:
         mesh, Cost(per_token=1.0, per_pair=0.0), TrainConfig(num_steps=1, mini_batch_samples=2, micro_batch_samples=2)
     )
     shares: dict[str, list[Share]] = {}
-    with seen_batches(lambda: "train/actor", shares):
+    tokens: Counter[tuple[int, str]] = Counter()
+    with seen_batches(lambda: (1, "train/actor"), shares, tokens):
         (layouts,) = batching.layouts_by_rank([[0], [1]], torch.tensor([4, 2]))
     columns = layouts[0].columns
     assert shares["train/actor"] == [Share(cost=6.0, tokens=6, longest=2 * columns, micro_batches=1)]

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from megarlhf.rehearsal.margin import Facts, MarginConfig, engine_items, facts_of, margin, token_bucket, total
 from megarlhf.rehearsal.memory import PhaseMemory
-from megarlhf.rehearsal.wire import Line
+from megarlhf.rehearsal.wire import Reached
 
 MIB = 2**20
 LLAMA_3_70B = Facts(
@@ -131,28 +131,12 @@ def test_what_vllm_takes_from_its_own_share():
 
 
 def test_facts_of_a_rank():
-    """Groups are told apart by name and size, over all steps and phases; host messages are gloo's; what stays at the
-    peak does not fragment."""
-
-    def line(operation, group, size, *, phase="train/actor", between_nodes=False, host=False):
-        return Line(1, phase, operation, group, size, between_nodes, host)
-
-    messages = [
-        (line("all_gather", "tp", 8), 3, 30),
-        (line("reduce_scatter", "tp", 8), 3, 30),
-        (line("all_reduce", "tp", 8, phase="score/actor"), 3, 30),
-        (line("all_reduce", "tp", 4), 3, 30),
-        (line("all_reduce", "world", 64, host=True), 3, 30),
-        (line("all_reduce", "world", 64), 3, 30),
-        (line("send", "pp", 2, between_nodes=True), 3, 30),
-        (line("receive", "pp", 2, between_nodes=True), 3, 30),
-        (line("receive", "pp", 2), 3, 30),
-    ]
+    """What stays at the peak does not fragment."""
     kinds = {"parameters": 5, "engine's cache": 50, "activations": 7, "logits and kernels": 1}
     peak = PhaseMemory(
         step=1, phase="train/actor", start=0, peak=63, end=0, host_peak=0, by_kind=kinds, largest=[], curve=[]
     )
     arch = SimpleNamespace(num_heads=64, num_kv_heads=4, head_dim=128, hidden_size=8192, norm="rms")
-    facts = facts_of(messages, 9, peak, arch, tp=8, tokens=100, layers="te", engine_tp=8)
+    facts = facts_of(Reached(3, 1, 1), 9, peak, arch, tp=8, tokens=100, layers="te", engine_tp=8)
     assert (facts.groups, facts.near_peers, facts.far_groups, facts.memberships) == (3, 1, 1, 9)
     assert (facts.passing_bytes, facts.heads, facts.kv_heads, facts.tokens) == (8, 8, 1, 100)

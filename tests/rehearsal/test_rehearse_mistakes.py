@@ -75,6 +75,22 @@ OPTIONS: dict[str, tuple[Callable[[Path], tuple[str, ...]], str]] = {
     "ranks that are no numbers": (lambda folder: ("--ranks", "0,first"), "'0,first' is neither all nor numbers"),
     "uneven nodes": (lambda folder: ("--ranks-per-node", "3"), "--ranks-per-node 3 does not divide the 4 ranks"),
     "more steps than there are": (lambda folder: ("--steps", "5"), "--steps 5: the job has 4"),
+    "the world twice": (
+        lambda folder: ("--world-size", "4", "run.world_size=8"),
+        "--world-size 4 and run.world_size=8 say the same; leave one of them out",
+    ),
+    "a mean that is no number": (
+        lambda folder: ("--response-lengths", "lognormal:mean=inf,sigma=1"),
+        "--response-lengths: lengths 'lognormal:mean=inf,sigma=1': expected const",
+    ),
+    "a deviation that is no number": (
+        lambda folder: ("--response-lengths", "lognormal:mean=9,sigma=inf"),
+        "--response-lengths: lengths 'lognormal:mean=9,sigma=inf': expected const",
+    ),
+    "layers of a CPU": (
+        lambda folder: ("--hardware", hardware_with(folder, **CPU), "--layers", "local"),
+        "--layers local is of a GPU",
+    ),
     "lengths in other words": (
         lambda folder: ("--response-lengths", "about:7"),
         "--response-lengths: lengths 'about:7': expected constant:N",

@@ -64,6 +64,14 @@ def test_bytes_of_a_parameter(sft: Say) -> None:
         assert least <= held < 1.02 * least, kind
 
 
+def test_a_peak_that_lasts_is_that_of_the_phase_that_made_it(sft: Say) -> None:
+    """With one step the optimizer's state is made last, and what follows begins with it; it is in a resume point."""
+    said = sft()
+    assert said["ranks"][0]["peak_at"][1] != "between phases"
+    (copied,) = (row["nbytes"] for row in said["host"] if "resume point" in row["name"])
+    assert copied == peak(said, "main parameters", "optimizer/actor") + peak(said, "optimizer state", "optimizer/actor")
+
+
 def test_layers(sft: Say) -> None:
     """TransformerEngine's layers keep other tensors than ours."""
     te, local = sft(), sft("--layers", "local")
@@ -170,3 +178,17 @@ def test_ranks_of_no_whole_pipeline_have_no_times(tmp_path: Path) -> None:
     assert (done.status, said["times"], said["faults"]) == (0, [], [])
     assert [(rank["rank"], rank["why"]) for rank in said["ranks"]] == [(0, "asked for"), (3, "asked for")]
     assert "There are no times: no whole pipeline of actor is among the rehearsed ranks." in said["notes"]
+
+
+def test_a_model_is_named_as_the_user_names_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Not by the directory that stands in for it: a sequence of 800 tokens has no positions in a model of 512."""
+    tree = job_tree("sft", tmp_path)
+    tree["data"] |= {"max_prompt_tokens": 400, "max_response_tokens": 400}
+    tree["train"]["max_tokens_per_micro_batch"] = 1024
+    lengths = ("--prompt-lengths", "constant:400", "--response-lengths", "constant:400")
+    done = run_command("sft", write_job("sft", tmp_path, tree), tmp_path / "out", *lengths)
+    told = " ".join(capsys.readouterr().err.split())
+    assert done.status == 2, told
+    assert str(tmp_path / "dense") in told
+    assert "0_dense" not in told
+    assert not done.out.exists()

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import megarlhf.algo.losses
+from megarlhf.parallel import step
 from megarlhf.rehearsal.sites import SITES, Assumptions, Site, UnknownNumber
 from megarlhf.trainers import rl_kl
 from tests.rehearsal.devices import a_device, unknown
@@ -42,6 +43,21 @@ def test_a_listed_read_is_answered_and_counted() -> None:
     assert count == 2
     assert assumption.where == "megarlhf/trainers/rl_kl.py:2 in read"
     assert (assumption.answer, assumption.reason) == ("0.0", "metrics of the KL, which steer no shape")
+
+
+def test_what_a_listed_function_calls_elsewhere_is_not_listed() -> None:
+    """A loss runs inside `accumulate`, whose own sums are listed; so does a helper of the same file."""
+    read = "return tensor.item()"
+    loss, helper = (as_if_in(file, "read", read) for file in (megarlhf.algo.losses.__file__, step.__file__))
+    accumulate = as_if_in(step.__file__, "accumulate", "return run(tensor)")
+    with a_device() as device:
+        accumulate.__globals__["run"] = loss  # type: ignore[attr-defined]
+        with pytest.raises(UnknownNumber, match=re.escape("megarlhf/algo/losses.py:2 in read")):
+            accumulate(unknown())  # type: ignore[operator]
+        accumulate.__globals__["run"] = helper  # type: ignore[attr-defined]
+        assert accumulate(unknown()) == 1.0  # type: ignore[operator]
+    ((assumption, _),) = device.assumptions.counts.items()
+    assert assumption.where == "megarlhf/parallel/step.py:2 in read"
 
 
 def test_a_known_number_needs_no_answer() -> None:

@@ -39,10 +39,10 @@ def test_a_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     }
     assert "world size 2 is not a multiple" in illegal["actor.parallel.pp=3", "train.mini_batch_samples=8"]
     assert (said["too_large"], said["failed"]) == ([], [])
-    seconds = [each["s a step"] for each in said["done"]]
-    assert seconds == sorted(seconds)
-    assert len(seconds) == 2
-    best = said["done"][0]["overrides"]
+    trained = [each["tokens/s"] for each in said["done"]]
+    assert trained == sorted(trained, reverse=True)
+    assert trained[1] > 0
+    best = [*said["done"][0]["overrides"], "run.world_size=2"]
     assert load_config(SFTConfig, done.out / "best.yaml") == load_config(SFTConfig, file, best)
     assert sorted(path.name for path in done.out.iterdir()) == ["best.yaml", "sweep.json"]
     assert "2 cannot run, such as actor.parallel.pp=3" in " ".join(capsys.readouterr().out.split())
@@ -104,10 +104,10 @@ def test_a_variant_that_fails_or_is_refused_ends_no_sweep(tmp_path: Path, monkey
 
 
 def test_the_order() -> None:
-    """What runs by the time of its last step; then what has no time; then what does not fit, the fullest last. A job
-    whose ranks do not fit together does not run."""
+    """What runs by the tokens that it trains a second; then what has no time; then what does not fit, the fullest last.
+    A job whose ranks do not fit together does not run."""
     quick = a_result(1)
-    slow = replace(quick, times=[replace(step, seconds=9999.0) for step in quick.times])
+    slow = replace(quick, times=[replace(step, tokens_per_second=0.1) for step in quick.times])
     found = {
         "much too large": too_small(quick, 20),
         "does not meet": replace(quick, faults=["ranks 0 and 1 wait for each other"]),

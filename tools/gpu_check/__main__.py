@@ -39,7 +39,12 @@ def parsed(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m tools.gpu_check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu_check", help="what it writes; emptied first")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=ROOT / "build" / "gpu_check",
+        help="what it writes: a new folder, an empty one, or that of an earlier check, which is emptied first",
+    )
     parser.add_argument("--only", default=",".join(CHECKS), help=f"of {','.join(CHECKS)}")
     parser.add_argument("--gpus", type=int, help="use so many of each node's")
     parser.add_argument("--srun", default="", help="words that start ranks on a job's nodes: slurm/test-gpu.sbatch")
@@ -164,6 +169,23 @@ def make_expected(start: Start) -> None:
     checks.EXPECTED.write_text(json.dumps(tree, indent=1) + "\n")
 
 
+MARK = ".megarlhf-gpu-check"
+"""A file that says whose a folder is."""
+
+
+def empty(out: Path) -> None:
+    """Remove what an earlier check has left in `out`. Raises: ValueError where something else is there."""
+    if out.exists() and not (out.is_dir() and ((out / MARK).is_file() or not any(out.iterdir()))):
+        raise ValueError(
+            f"{out} is there and is no folder of an earlier check, so nothing in it is removed; name a new or empty "
+            "folder (--out DIR)"
+        )
+    if out.exists():
+        shutil.rmtree(out)
+    out.mkdir(parents=True)
+    (out / MARK).touch()
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit status."""
     arguments = parsed(sys.argv[1:] if argv is None else argv)
@@ -178,7 +200,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"make test-gpu: {error}", file=sys.stderr)
         return 2
     out = arguments.out.absolute()
-    shutil.rmtree(out, ignore_errors=True)
+    try:
+        empty(out)
+    except ValueError as error:
+        print(f"make test-gpu: {error}", file=sys.stderr)
+        return 2
     start = Processes(shlex.split(arguments.srun), {} if machine.on_gpus else hidden)
     began = time.monotonic()
     planned, rows = launches(machine, arguments.only, write_inputs(out / "inputs"), out)
