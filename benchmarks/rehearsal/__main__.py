@@ -21,6 +21,10 @@ PARTS = ("truth", "time", "scale")
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
+    words = "of the large jobs these only"
+    parser.add_argument(
+        "--large", nargs="+", choices=tuple(scale.CONFIGURATIONS), default=scale.CONFIGURATIONS, help=words
+    )
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     found: dict[str, Any] = {}
@@ -33,7 +37,9 @@ def main() -> None:
     if "time" in arguments.only:
         found |= time.outcome() | {"time_machine": about}
     if "scale" in arguments.only:
-        found |= {"scale": scale.measure(), "scale_machine": about}
+        measured = found.get("scale", {}) | scale.measure(arguments.large)
+        found |= {"scale": {name: measured[name] for name in scale.CONFIGURATIONS if name in measured}}
+        found |= {"scale_machine": about}
     arguments.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     print({key: value for key, value in found.items() if not isinstance(value, list | dict)})
 

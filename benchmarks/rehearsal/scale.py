@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -69,7 +70,7 @@ def _memory(process: psutil.Process) -> int:
     return total
 
 
-def measure(names: tuple[str, ...] = tuple(CONFIGURATIONS), *extra: str) -> dict[str, dict[str, Any]]:
+def measure(names: Iterable[str] = CONFIGURATIONS, *extra: str) -> dict[str, dict[str, Any]]:
     """By configuration: `seconds` and `tool_gib` of the tool, and what it says."""
     rows = {}
     for name in names:

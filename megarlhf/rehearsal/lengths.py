@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from megarlhf.observe.records import LENGTHS_FILE
+
 FORMS = "constant:N, uniform:LOW,HIGH, lognormal:mean=M,sigma=S, a file of numbers, or the directory of an earlier run"
-KEPT = "lengths.jsonl"
-"""What a run keeps: {"step", "prompts", "responses"} a line."""
 
 
 class Lengths(Protocol):
@@ -126,9 +126,9 @@ def _positive(text: str) -> int:
 
 
 def _from_path(path: Path, column: str) -> Given:
-    file = path / KEPT if path.is_dir() else path
+    file = path / LENGTHS_FILE if path.is_dir() else path
     if not file.is_file():
-        raise ValueError(f"{path} has no {KEPT}, which a run of rl writes")
+        raise ValueError(f"{path} has no {LENGTHS_FILE}, which a run of rl writes")
     values: list[int] = []
     for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
         if not line.strip():

@@ -149,12 +149,15 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_rehearsal_leaves_nothing(
     number: signal.Signals,
+    request: pytest.FixtureRequest,
     tmp_path: Path,
     temporary: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The signal comes while two ranks are at work."""
+    """The signal comes while two ranks are at work. Where tests run in the background SIGINT may be ignored."""
+    heard = signal.signal(signal.SIGINT, signal.default_int_handler)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, heard))
     seen: list[tuple[int, list[str]]] = []
 
     def told(self: Any, at: Any) -> None:

@@ -94,11 +94,13 @@ def test_margin(sft: Say, tmp_path: Path) -> None:
 def test_the_margin_is_of_the_trained_role_that_takes_most(tmp_path: Path) -> None:
     """The critic's rank holds all four heads, the actor's one of them."""
     tree = job_tree("rl", tmp_path, tp=4)
-    tree["critic"] = {**tree["critic"], "parallel": {"tp": 1}}
+    tree["critic"] = {**tree["critic"], "parallel": {"tp": 1, "pp": 2}}
     options = ("--world-size", "4", "--ranks", "0", "--steps", "1", "--workers", "1")
     done = run_command("rl", write_job("rl", tmp_path, tree), tmp_path / "out", *options)
     (item,) = (item for item in done.json()["ranks"][0]["margin"] if item["name"] == "attention's backward")
     assert " x 4 heads x 16 " in item["scaling"]
+    # Of the critic's two stages one is here: what it waits for is not.
+    assert [note for note in done.json()["notes"] if note.startswith("Pipelines of critic have another layout")]
 
 
 def test_memory_of_a_device(grpo: Say) -> None:
