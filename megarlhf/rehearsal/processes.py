@@ -40,6 +40,7 @@ class At:
 
 
 PR_SET_PDEATHSIG = 1
+STOPS = (signal.SIGINT, signal.SIGTERM)
 DONE = "done"
 """In place of a phase."""
 
@@ -71,11 +72,12 @@ def run_ranks(
         while waiting or running:
             while waiting and len(running) < workers:
                 place, job = waiting.pop(0)
-                ours, theirs = context.Pipe(duplex=False)
-                process = context.Process(target=_rank, args=(job, price, theirs), daemon=True)
-                process.start()
-                theirs.close()
-                running[ours] = (place, process)
+                with _stops_wait():  # else a rank might start that nobody ends
+                    ours, theirs = context.Pipe(duplex=False)
+                    process = context.Process(target=_rank, args=(job, price, theirs), daemon=True)
+                    process.start()
+                    theirs.close()
+                    running[ours] = (place, process)
             for connection in wait(list(running)):
                 assert isinstance(connection, Connection)
                 place, process = running[connection]
@@ -89,11 +91,22 @@ def run_ranks(
                 connection.close()
                 process.join()
     finally:
-        for connection, (_, process) in running.items():
-            process.kill()
-            process.join()
-            connection.close()
+        with _stops_wait():
+            for connection, (_, process) in running.items():
+                process.kill()
+                process.join()
+                connection.close()
     return [records[place] for place in range(len(jobs))]
+
+
+@contextlib.contextmanager
+def _stops_wait() -> Iterator[None]:
+    """Signals that end the command come after what is done inside."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _receive(connection: Connection, job: Job, process: Any) -> At | RankRecord:
@@ -126,6 +139,7 @@ def _rank(job: Job, price: Pricing, connection: Connection) -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # whatever kills the command ends this
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the command ends its ranks
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)  # blocked where this process was forked
     with _silent():
         connection.send(_attempted(job, price, connection))
         connection.close()

@@ -11,6 +11,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +145,24 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     return folder
+
+
+def test_a_stop_while_a_rank_starts_ends_that_rank(
+    tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The signal comes right after the fork, before anybody has noted the new process."""
+    start = ForkProcess.start
+
+    def interrupted(self: ForkProcess) -> None:
+        start(self)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(ForkProcess, "start", interrupted)
+    children = len(psutil.Process().children())
+    assert two_stages(tmp_path).status == 128 + signal.SIGTERM
+    assert len(psutil.Process().children()) == children
+    assert os.listdir(temporary) == []
+    assert "nothing is written" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
