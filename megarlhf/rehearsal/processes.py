@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import importlib
 import multiprocessing
 import os
@@ -72,6 +73,7 @@ def run_ranks(
         while waiting or running:
             while waiting and len(running) < workers:
                 place, job = waiting.pop(0)
+                gc.freeze()  # a collection in the rank would write to all objects, and so copy what processes share
                 with _stops_wait():  # else a rank might start that nobody ends
                     ours, theirs = context.Pipe(duplex=False)
                     process = context.Process(target=_rank, args=(job, price, theirs), daemon=True)
@@ -96,6 +98,7 @@ def run_ranks(
                 process.kill()
                 process.join()
                 connection.close()
+        gc.unfreeze()
     return [records[place] for place in range(len(jobs))]
 
 
@@ -131,6 +134,7 @@ def _import_what_ranks_need(jobs: Sequence[Job]) -> None:
     for command in {job.command for job in jobs}:
         importlib.import_module(f"megarlhf.trainers.{command}")
     importlib.import_module("megarlhf.rehearsal.program")
+    gc.collect()
 
 
 def _rank(job: Job, price: Pricing, connection: Connection) -> None:
