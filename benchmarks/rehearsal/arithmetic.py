@@ -1,16 +1,13 @@
 """The memory of a dense model's rank by hand, beside what its rehearsal has counted.
 
-`python -m benchmarks.rehearsal.arithmetic rehearsal.json` prints the table of docs/rehearsal.md for PPO with four roles
-of one model and one layout. Nothing here is the program's: parameters are counted from config.json, and what a layer
-keeps for a token from the table of docs/rehearsal-gpu.md.
+For PPO with four roles of one model and one layout. Nothing here is the program's: parameters are counted from
+config.json, and what a layer keeps for a token is from the table of docs/rehearsal-gpu.md.
 """
 
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import ROOT
@@ -79,15 +76,3 @@ def _parameters(model: dict[str, Any], tp: int, *, layers: int, vocabularies: in
     rows = -(-model["vocab_size"] // (128 * tp)) * 128
     layer = (2 * hidden * hidden + 2 * hidden * kv + 3 * hidden * ffn) / tp + 2 * hidden
     return vocabularies * rows * hidden + layers * layer + (hidden if vocabularies == 2 else 0)
-
-
-def main() -> None:
-    found = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    print("| what | by hand | GiB | rehearsed, GiB | difference |\n|---|---|---|---|---|")
-    for row in rows_of(found):
-        gib = f"{row.by_hand / GIB:.2f} | {row.rehearsed / GIB:.2f}"
-        print(f"| {row.what} | {row.formula} | {gib} | {row.difference:+.1%} |")
-
-
-if __name__ == "__main__":
-    main()

@@ -48,8 +48,8 @@ class Job:
     """Of responses, of one engine; None: by the roofline of decoding."""
     bare_engine: bool = False
     """Responses come from nowhere: no engine's weights, cache and updates."""
-    repeat_layers: bool = True
-    """Rehearse equal layers once: `layers.py`."""
+    reuse: bool = True
+    """Rehearse what is equal once: layers, experts, digests of weights."""
     routing: Routing = field(default_factory=Routing)
     """Of models with experts."""
 

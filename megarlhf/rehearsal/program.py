@@ -104,7 +104,7 @@ class Rank:
         with contextlib.ExitStack() as stack:
             for scope in (created, interfaces.patched(self._hooks()), seen, in_one_thread):
                 stack.enter_context(scope)
-            if job.repeat_layers:
+            if job.reuse:
                 stack.enter_context(self._equal_digests)
             stack.enter_context(self.mode)
             with contextlib.suppress(Enough):
@@ -213,7 +213,7 @@ class Rank:
         self._parameters += shard.parameters().values()
         for parameter in shard.parameters().values():
             self.mode.known.forget(parameter)  # a checkpoint's numbers come in place of those it was made with
-        if self.job.repeat_layers:
+        if self.job.reuse:
             self._equal_experts.install(shard)
             self._equal_layers.install(shard)
 

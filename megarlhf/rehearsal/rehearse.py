@@ -216,7 +216,7 @@ class _Rehearsal:
         ]
 
     def _trained(self, record: RankRecord) -> list[str]:
-        """Roles that are, of those rehearsed; the first one where none is."""
+        """Roles that are trained; the main one where none has been."""
         names = [name for name in self.layouts if f"train/{name}" in record.shares]
         return names or [self.main]
 

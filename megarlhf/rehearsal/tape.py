@@ -134,7 +134,7 @@ class Tape:
     numbers: dict[int, int] = field(default_factory=dict)
     """By key of the storage, of what still lives."""
     results: list[Out] = field(default_factory=list)
-    _pressed: Pressed | None = None
+    _compacted: Compact | None = None
 
     def goes_out(self, *tensors: Tensor) -> None:
         """The tape ends with these."""
@@ -148,53 +148,53 @@ class Tape:
         kept = set(self.numbers.values()) - {out.number for out in self.results}
         self.notes = [note for note in self.notes if not (isinstance(note, Made) and note.number in kept)]
 
-    def pressed(self) -> Pressed:
+    def compact(self) -> Compact:
         """The same in fewer pieces, and the numbers of memory in it. To be called when the tape is complete."""
-        if self._pressed is None:
-            self._pressed = _press(self.notes, self.count)
-        return self._pressed
+        if self._compacted is None:
+            self._compacted = _compact(self.notes, self.count)
+        return self._compacted
 
 
-Pressed = tuple[list[Note | Stretch], int]
+Compact = tuple[list[Note | Stretch], int]
 
 
-def _press(notes: Sequence[Note], count: int) -> Pressed:
+def _compact(notes: Sequence[Note], count: int) -> Compact:
     """`count`: numbers that are taken; memory inside operations gets further ones."""
     ends = {note.number for note in notes if isinstance(note, Freed) and note.owner == "own"}
     storages = {note.number: note.storage for note in notes if isinstance(note, Made)}
     further = count
     inner: dict[int, int] = {}
     """Numbers here of what other tapes' plays have reserved."""
-    pressed: list[Note | Stretch] = []
+    pieces: list[Note | Stretch] = []
     for note in notes:
         match note:
             case Spent(work, seconds, flops):
-                _open_stretch(pressed).spend(work, Spending(1, seconds, int(flops)))
+                _open_stretch(pieces).spend(work, Spending(1, seconds, int(flops)))
             case Made(number, storage) if number in ends:
-                stretch = _open_stretch(pressed)
+                stretch = _open_stretch(pieces)
                 stretch.changes.append(Change(stretch.seconds, number, storage, 1))
             case Freed("own", number):
-                stretch = _open_stretch(pressed)
+                stretch = _open_stretch(pieces)
                 stretch.changes.append(Change(stretch.seconds, number, storages[number], -1))
             case Passing(storage):
-                stretch = _open_stretch(pressed)
+                stretch = _open_stretch(pieces)
                 stretch.changes += [Change(stretch.seconds, further, storage, sign) for sign in (1, -1)]
                 further += 1
             case Again(first_key, reserved, played):
-                stretch = _open_stretch(pressed)
+                stretch = _open_stretch(pieces)
                 if first_key not in inner:
                     inner[first_key], further = further, further + reserved
                 stretch.add(played, inner[first_key])
             case _:
-                pressed.append(note)
-    return pressed, further
+                pieces.append(note)
+    return pieces, further
 
 
-def _open_stretch(pressed: list[Note | Stretch]) -> Stretch:
+def _open_stretch(pieces: list[Note | Stretch]) -> Stretch:
     """The last piece, a new one where that is none."""
-    if not (pressed and isinstance(pressed[-1], Stretch)):
-        pressed.append(Stretch())
-    stretch = pressed[-1]
+    if not (pieces and isinstance(pieces[-1], Stretch)):
+        pieces.append(Stretch())
+    stretch = pieces[-1]
     assert isinstance(stretch, Stretch)
     return stretch
 
@@ -303,7 +303,7 @@ class Player:
         keys: dict[int, int] = {}
         numbers: dict[int, int] = {}
         made: dict[int, Tensor] = {}
-        notes, reserved = tape.pressed()
+        notes, reserved = tape.compact()
         outs = {out.number: out for out in tape.results}
         first = self._ledger.reserve(reserved)
         listener = self._ledger.listener

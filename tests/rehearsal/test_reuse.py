@@ -60,7 +60,7 @@ def test_reuse_changes_nothing(name: str, tmp_path: Path, monkeypatch: pytest.Mo
 
     reused = seen("reused")
     monkeypatch.setattr(ResultsByShape, "key", lambda self, func, args, kwargs: None)
-    plain = seen("plain", repeat_layers=False)
+    plain = seen("plain", reuse=False)
     require_equal(reused, plain, with_curve=model != "experts")
     assert sum(plain.flops.values()) > 0
     assert len(plain.events) > 50
