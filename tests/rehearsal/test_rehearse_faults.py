@@ -205,6 +205,7 @@ def wait_for(happened: Callable[[], bool], seconds: float = 30.0) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.usefixtures("temporary")  # which such a command cannot tidy up
 def test_a_rank_ends_with_a_command_that_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By SIGKILL, while its ranks are busy and say nothing."""
 
