@@ -104,12 +104,20 @@ def run_ranks(
 
 @contextlib.contextmanager
 def _stops_wait() -> Iterator[None]:
-    """Signals that end the command come after what is done inside."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
+    """What is done inside is done before a signal that ends the command is handled.
+
+    Blocking the signals would not do: the system gives them to another thread then, and Python handles them in this one
+    all the same.
+    """
+    came: list[int] = []
+    before = {number: signal.signal(number, lambda number, frame: came.append(number)) for number in STOPS}
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        for each in came:
+            signal.raise_signal(each)
 
 
 def _receive(connection: Connection, job: Job, process: Any) -> At | RankRecord:
@@ -143,7 +151,6 @@ def _rank(job: Job, price: Pricing, connection: Connection) -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # whatever kills the command ends this
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the command ends its ranks
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)  # blocked where this process was forked
     with _silent():
         connection.send(_attempted(job, price, connection))
         connection.close()

@@ -86,7 +86,7 @@ def test_a_run_with_texts_to_the_end_at_tp2_goes_on_exactly_where_it_was(
     """Three steps of two updates in one go, and killed at the second update of the third: the same metrics."""
     cfg = configured({**two_layers, "other": two_layers["scorer"]}, data, tmp_path, {"tp": 2})
     cfg["train"] |= {"num_steps": 3, "mini_batch_samples": 8}
-    cfg["checkpoint"] = {"every_updates": 1}
+    cfg["checkpoint"] = {"every_updates": 1, "background": False}
     (tmp_path / "cfg.yaml").write_text(yaml.safe_dump(cfg))
     argv = ["rl", "-c", str(tmp_path / "cfg.yaml")]
     ranks.run(2, "command", *argv, f"run.dir={tmp_path / 'whole'}")
