@@ -94,8 +94,8 @@ class _Stage:
                 self._forget(gradients)
                 out = _Played.apply(hidden_states, self._player, tapes, before.keys, held)
             else:
-                (out,), held.keys = self._player.play(tapes.forward, {"input": hidden_states, "before": before.keys})
-                out.requires_grad_(tapes.forward.results[0].requires_grad)
+                with torch.set_grad_enabled(tapes.forward.results[0].requires_grad):
+                    out = _PlayedAlone.apply(hidden_states, self._player, tapes.forward, before.keys, held)
             assert not (before.is_over and before.keys), "a layer still holds what its next forward replaces"
             return out, None
 
@@ -158,6 +158,21 @@ class _Stage:
             buffer = getattr(parameter, "main_grad", None)
             if buffer is not None:
                 self._known.forget(buffer)
+
+
+class _PlayedAlone(torch.autograd.Function):
+    """The forward of a layer that is played, without a backward to come.
+
+    Megatron-Core adds residuals with gradients also where its caller has switched them off. So what a stage receives,
+    which requires a gradient, is held by the graph of what it sends, though no backward will follow.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, player: Player, tape: Tape, before: dict[int, int], held: Held
+    ) -> Tensor:
+        (out,), held.keys = player.play(tape, {"input": hidden, "before": before})
+        return out
 
 
 class _Played(torch.autograd.Function):
