@@ -104,6 +104,7 @@ class Case:
         dp = self.world_size // (cuts.get("tp", 1) * cuts.get("pp", 1))
         axes = [*cuts.items(), ("dp", dp)]
         layout = " ".join(f"{axis.upper()}{size}" for axis, size in axes if size > 1) or "1 rank"
+        layout += "" if self.layers == 4 else f" {self.layers} layers"
         layout += " uneven" if "layers_per_stage" in self.parallel else ""
         layout += " SP" if self.parallel.get("sequence_parallel") else ""
         model = self.model if self.skew == 1.0 else f"{self.model} x{self.skew:g}"

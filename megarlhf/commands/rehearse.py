@@ -8,6 +8,7 @@ import math
 import os
 import signal
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -41,7 +42,7 @@ def parser() -> argparse.ArgumentParser:
     words = "a hardware file (default: configs/hardware/h100.yaml)"
     root.add_argument("--hardware", type=Path, action=Once, metavar="FILE", help=words)
     words = "memory of a device (default: the hardware file's)"
-    root.add_argument("--gpu-memory-gib", type=_number, metavar="X", help=words)
+    root.add_argument("--gpu-memory-gib", type=_gibibytes, metavar="X", help=words)
     words = "YAML with numbers of what cannot be seen, such as context_mib (docs/rehearsal-gpu.md)"
     root.add_argument("--margin", type=Path, action=Once, metavar="FILE", help=words)
     words = "te: TransformerEngine's layers, by a table of what they keep; local: ours (default: te)"
@@ -57,7 +58,7 @@ def parser() -> argparse.ArgumentParser:
     root.add_argument("--sweep", nargs="+", default=[], metavar="section.key=A,B", help=words)
     root.add_argument("--workers", type=positive, metavar="N", help="ranks at a time (default: the cores)")
     words = "folder for rehearsal.json and rehearsal.html (default: runs/rehearsal/COMMAND-FILE)"
-    root.add_argument("-o", "--out", type=Path, action=Once, metavar="DIR", help=words)
+    root.add_argument("-o", "--out", action=Once, metavar="DIR", help=words)
     return root
 
 
@@ -74,32 +75,50 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _sweep(arguments) if arguments.sweep else _one(arguments)
     except ValueError as error:
         status, words = 2, str(error)
-    except RankFailed as error:
+    except (RankFailed, _NotWritten) as error:
         status, words = DOES_NOT_FIT, str(error)
-    except _Terminated:
-        status, words = 128 + signal.SIGTERM, "terminated; nothing is written"
+    except _Terminated as stop:
+        status, words = 128 + stop.args[0], "terminated; nothing is written"
     except KeyboardInterrupt:
         status, words = 128 + signal.SIGINT, "interrupted; nothing is written"
     print(f"{parser().prog}: {words}", file=sys.stderr)
     return status
 
 
+MOST_GIB = 1_000_000
+
+
 class _Terminated(BaseException):
-    """By SIGTERM."""
+    """By a signal, whose number is the argument."""
 
 
 @contextlib.contextmanager
 def _terminated_like_interrupted() -> Iterator[None]:
-    """Inside, SIGTERM ends ranks and removes temporary files, as Ctrl-C does."""
+    """Inside, SIGTERM and SIGHUP (a terminal that is closed) end ranks and remove temporary files, as Ctrl-C does. What
+    is ignored, as SIGHUP under nohup, stays so."""
 
     def stop(number: int, frame: Any) -> None:
-        raise _Terminated
+        raise _Terminated(number)
 
-    before = signal.signal(signal.SIGTERM, stop)
+    numbers = [each for each in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(each) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, stop) for number in numbers}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class _NotWritten(Exception):
+    """The answer, which has been printed."""
+
+
+@contextlib.contextmanager
+def _writing(out: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise _NotWritten(f"--out {out} could not be written: {error}; the answer stands above") from error
 
 
 def _one(arguments: argparse.Namespace) -> int:
@@ -117,7 +136,8 @@ def _one(arguments: argparse.Namespace) -> int:
         result = rehearse(request, told)
     console = make_console()
     print_result(result, console)
-    console.print(f"wrote {' and '.join(map(str, write(result, out)))}", highlight=False)
+    with _writing(out):
+        console.print(f"wrote {' and '.join(map(str, write(result, out)))}", highlight=False)
     return 0 if result.runs else DOES_NOT_FIT
 
 
@@ -136,9 +156,9 @@ def _sweep(arguments: argparse.Namespace) -> int:
     sweep = run_sweep(axes, load, lambda cfg: _request(arguments, options, cfg), shown)
     console = make_console()
     print_sweep(sweep, console)
-    out.mkdir(parents=True, exist_ok=True)
-    for path in write_sweep(sweep, out):
-        console.print(f"wrote {path}", highlight=False)
+    with _writing(out):
+        for path in write_sweep(sweep, out):
+            console.print(f"wrote {path}", highlight=False)
     return DOES_NOT_FIT if sweep.best is None else 0
 
 
@@ -207,10 +227,19 @@ def _request(arguments: argparse.Namespace, options: Mapping[str, Any], cfg: Any
 def _out(arguments: argparse.Namespace) -> Path:
     """Where to write. Raises: ValueError where it is, or lies in, something else than a folder."""
     named = Path("runs") / "rehearsal" / f"{arguments.command}-{Path(arguments.config).stem}"
+    if arguments.out == "":
+        raise ValueError("--out is empty; name a folder, or leave it out")
     out = named if arguments.out is None else Path(arguments.out)
     there = next(path for path in (out, *out.absolute().parents) if path.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK):
-        raise ValueError(f"--out {out}: {there} is {'a folder without leave to write' if there.is_dir() else 'a file'}")
+    if not there.is_dir():
+        raise ValueError(f"--out {out}: {there} is a file; name a folder")
+    try:
+        with tempfile.TemporaryFile(dir=there):  # leave to write is not enough: not in /proc, not on a full disk
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"--out {out}: nothing can be written into the folder {there} ({error.strerror}); name another"
+        ) from error
     return out
 
 
@@ -220,6 +249,13 @@ def _ranks(text: str) -> str | tuple[int, ...]:
     if not all(part.isdecimal() for part in text.split(",")):
         raise argparse.ArgumentTypeError(f"{text!r} is neither all nor numbers of ranks such as 0,8,16")
     return tuple(map(int, text.split(",")))
+
+
+def _gibibytes(text: str) -> float:
+    value = _number(text)
+    if value > MOST_GIB:
+        raise argparse.ArgumentTypeError(f"{text!r} is more than any device has; expected at most {MOST_GIB:,} (GiB)")
+    return value
 
 
 def _number(text: str) -> float:

@@ -1,15 +1,19 @@
-"""Equal layers are rehearsed once: what the second layer of a stage does in a forward, and the last one in a backward,
-the layers between them do too, tensor for tensor and message for message. It is noted on a tape and played again.
+"""Equal layers are rehearsed once: what the second layer of a stage does in a forward, and one at the stage's end in a
+backward, the layers between them do too, tensor for tensor and message for message. It is noted on a tape and played
+again.
 
 The first layer of a stage meets memory that is made at first use, so it is no model for the others. Of a forward
 without gradients the second layer's tape serves all that follow. With gradients the last layer runs too, since its
-backward is the first. Tests compare rehearsals with and without this: nothing changes.
+backward is the first. Before the last stage it gets its gradient from the schedule, which holds it meanwhile, so that
+nothing can be added to it in place: there the last layer is no model either, and the one before it runs too. Tests
+compare rehearsals with and without this: nothing changes, but for what `tests/rehearsal/test_reuse.py` names.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from typing import Any
 
 import torch
@@ -33,7 +37,7 @@ class MicroBatchTapes:
     input_is_kept: bool
     """Whether a layer's graph needs what came in, which its caller lets go of."""
     backward: Tape | None = None
-    """Of the last layer."""
+    """Of the model."""
 
 
 @dataclass
@@ -47,6 +51,18 @@ class Held:
     tokens to experts holds its last routing, until its next forward puts others in their place."""
 
 
+class Place(Enum):
+    """Of a layer behind the first of its stage."""
+
+    SECOND = auto()
+    """The model of forwards."""
+    BETWEEN = auto()
+    MODEL = auto()
+    """Of backwards."""
+    BEHIND = auto()
+    """The last one, where it is not the model."""
+
+
 class EqualLayers:
     """Plays the layers of a stage that are like others."""
 
@@ -54,13 +70,15 @@ class EqualLayers:
         self._recorder, self._player, self._known = recorder, player, known
 
     def install(self, shard: ModelShard) -> None:
-        """From now on only the first, the second and the last layer of this stage run."""
+        """From now on only the first two layers of this stage run, and with gradients the last one or two."""
         layers = list(shard.module.decoder.layers)
         if len(layers) < FEWEST:
             return
         stage = _Stage(self._recorder, self._player, self._known)
-        for number, layer in enumerate(layers[1:], 1):
-            stage.put_into(layer, first=number == 1, last=number == len(layers) - 1)
+        ends = [Place.MODEL] if shard.mesh.is_last_stage else [Place.MODEL, Place.BEHIND]
+        between = [Place.BETWEEN] * (len(layers) - 2 - len(ends))
+        for layer, place in zip(layers[1:], [Place.SECOND, *between, *ends], strict=True):
+            stage.put_into(layer, place)
 
 
 class _Stage:
@@ -74,20 +92,23 @@ class _Stage:
         """What came into it."""
         self._tapes: MicroBatchTapes | None = None
 
-    def put_into(self, layer: Any, *, first: bool, last: bool) -> None:
+    def put_into(self, layer: Any, place: Place) -> None:
         run = layer.forward
         gradients = list(layer.parameters())
         held = Held()
 
         def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
             nonlocal held
-            if first:
+            if place is Place.SECOND:
                 return self._second(run, hidden_states, args, kwargs)
             tapes = self._tapes_now()
             learns = torch.is_grad_enabled() and hidden_states.requires_grad
-            if last and learns:
-                return self._last(run, tapes, hidden_states, args, kwargs)
-            if last and len(tapes.forward.numbers) > 1:  # it has attributes of its own, which a forward replaces
+            if place is Place.MODEL and learns:
+                return self._model(run, tapes, hidden_states, args, kwargs)
+            runs = place in (Place.MODEL, Place.BEHIND)
+            if runs and (
+                learns or len(tapes.forward.numbers) > 1
+            ):  # it has attributes of its own, which a forward replaces
                 return run(hidden_states, *args, **kwargs)
             before, held = held, Held(is_over=not learns)
             if learns:
@@ -121,7 +142,7 @@ class _Stage:
             self._recorder.end()
         return out, context
 
-    def _last(self, run: Callable[..., Any], tapes: MicroBatchTapes, hidden: Tensor, args: Any, kwargs: Any) -> Any:
+    def _model(self, run: Callable[..., Any], tapes: MicroBatchTapes, hidden: Tensor, args: Any, kwargs: Any) -> Any:
         own = self._recorder.begin({storage_key(hidden): ("input", 0)})
         try:
             out, context = run(hidden, *args, **kwargs)
@@ -129,7 +150,7 @@ class _Stage:
         finally:
             self._recorder.end()
         assert own.count == tapes.forward.count, (
-            f"the last layer of a stage takes memory {own.count} times, its second {tapes.forward.count} times"
+            f"a layer at the end of a stage takes memory {own.count} times, its second {tapes.forward.count} times"
         )
         came_out, came_in = storage_key(out), list[int]()
         # Not the tensor, which the hooks would hold.
@@ -168,9 +189,7 @@ class _PlayedAlone(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, player: Player, tape: Tape, before: dict[int, int], held: Held
-    ) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, player: Player, tape: Tape, before: dict[int, int], held: Held) -> Tensor:
         (out,), held.keys = player.play(tape, {"input": hidden, "before": before})
         return out
 
@@ -191,7 +210,7 @@ class _Played(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Any:
         tape, held = ctx.tapes.backward, ctx.held
-        assert tape is not None, "a played layer's backward comes before that of the last layer"
+        assert tape is not None, "a played layer's backward comes before that of its model"
         names: dict[Owner, Any] = {"grad_output": grad_output, "forward": held.keys}
         if ctx.saved_tensors:
             (names["input"],) = ctx.saved_tensors

@@ -53,10 +53,6 @@ class Uniform:
         return f"uniform between {self.low} and {self.high} tokens"
 
 
-LARGEST_SIGMA = 9.0
-"""Of a logarithm: lengths four deviations off would be e^36 apart."""
-
-
 @dataclass(frozen=True)
 class LogNormal:
     """`mean` is the distribution's mean, `sigma` the deviation of the logarithm."""
@@ -89,8 +85,8 @@ class Given:
         return f"drawn from {len(self.values)} lengths of {self.source} (mean {mean:.1f})"
 
 
-LARGEST_SIGMA = 100.0
-"""Beyond it a length would be no floating-point number."""
+LARGEST_SIGMA = 9.0
+"""Of a logarithm: four deviations off, a length would be e^36 times another. With more nearly all would be 1."""
 
 
 def parse(text: str, column: str = "responses") -> Lengths:
@@ -125,6 +121,12 @@ def _positive(text: str) -> int:
     return value
 
 
+def _counted(entry: object) -> int:
+    if type(entry) is not int:
+        raise ValueError(f"got {entry!r}, expected a whole number")
+    return _positive(str(entry))
+
+
 def _from_path(path: Path, column: str) -> Given:
     file = path / LENGTHS_FILE if path.is_dir() else path
     if not file.is_file():
@@ -135,7 +137,7 @@ def _from_path(path: Path, column: str) -> Given:
             continue
         try:
             entry = json.loads(line)
-            values += map(_positive, entry[column] if isinstance(entry, Mapping) else [entry])
+            values += map(_counted, entry[column] if isinstance(entry, Mapping) else [entry])
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{file}, line {number}: {error!r}") from error
     if not values:

@@ -6,6 +6,7 @@ shares of samples, of which each rank has its own, and which need not be equally
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 from megarlhf.layout import split_evenly
@@ -20,7 +21,8 @@ def gathered(mine: Any, num_samples: int, world_size: int) -> list[Any] | None:
     if isinstance(mine, tuple) and len(mine) == 2 and isinstance(mine[0], list) and _are_outcomes(*mine):
         outcomes = mine[0] or [Outcome(value=1.0)]
         shares = map(len, split_evenly(num_samples, world_size))
-        return [([outcomes[n % len(outcomes)] for n in range(share)], share) for share in shares]
+        # Each its own object: pickle writes one that comes again as a reference, which is shorter.
+        return [([deepcopy(outcomes[n % len(outcomes)]) for n in range(share)], share) for share in shares]
     return None
 
 

@@ -41,7 +41,7 @@ class At:
 
 
 PR_SET_PDEATHSIG = 1
-STOPS = (signal.SIGINT, signal.SIGTERM)
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 DONE = "done"
 """In place of a phase."""
 
@@ -149,7 +149,8 @@ def _rank(job: Job, price: Pricing, connection: Connection) -> None:
     """The process of a rank."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # whatever kills the command ends this
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the command ends its ranks
+    for number in (signal.SIGINT, signal.SIGHUP):  # of a terminal: the command ends its ranks
+        signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     with _silent():
         connection.send(_attempted(job, price, connection))

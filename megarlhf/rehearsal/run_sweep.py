@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from megarlhf.config import dump_config
-from megarlhf.observe.html_page import check_replaceable
+from megarlhf.observe.html_page import check_replaceable, write_whole
 from megarlhf.observe.progress import table
 from megarlhf.planning.batch import dpo_batch_numbers, rl_batch_numbers, supervised_batch_numbers
 from megarlhf.planning.legality import check_role
@@ -33,7 +33,7 @@ def run_sweep(
 ) -> Sweep:
     """Every combination: refused, too large by its parameters alone, or rehearsed.
 
-    Raises: ValueError for a key that there is not, before anything is rehearsed.
+    Raises: ValueError for a key that there is not, and where no combination is legal, before anything is rehearsed.
     """
     sweep, left = Sweep(), []
     for overrides, found in variants(axes, load, lambda cfg: _check(request_of(cfg))):
@@ -46,6 +46,10 @@ def run_sweep(
             sweep.too_large.append((overrides, least))
         else:
             left.append((Variant(overrides, found), request))
+    if not left and not sweep.too_large:
+        overrides, why = sweep.illegal[0]
+        words = f"none of {len(sweep.illegal)} combinations can run"
+        raise ValueError(f"--sweep: {words}; the first, {' '.join(overrides)}: {why}")
     done = []
     for number, (variant, request) in enumerate(left, 1):
         with shown(request) as told:
@@ -163,12 +167,12 @@ def write_sweep(sweep: Sweep, out: Path) -> list[Path]:
         "illegal": [{"overrides": list(overrides), "why": why} for overrides, why in sweep.illegal],
         "failed": [{"overrides": list(overrides), "why": why} for overrides, why in sweep.failed],
     }
-    (out / "sweep.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    write_whole(out / "sweep.json", json.dumps(record, indent=1) + "\n")
     written = [out / "sweep.json"]
     best = out / "best.yaml"
     if sweep.best is None:
         best.unlink(missing_ok=True)  # of an earlier sweep
     else:
-        best.write_text(dump_config(sweep.best.cfg), encoding="utf-8")
+        write_whole(best, dump_config(sweep.best.cfg))
         written.append(best)
     return written

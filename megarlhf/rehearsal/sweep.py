@@ -5,7 +5,6 @@ rehearsed and ordered.
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,9 +20,6 @@ BYTES = {"fp32": 4, "bf16": 2}
 GRADIENT, MOMENTS = 4, 8
 """Bytes of a parameter that is trained, beside its own: a gradient in fp32 and two moments. These, and a main parameter
 in fp32 of one that is itself in bf16, are spread over data-parallel ranks."""
-
-_BETWEEN_VALUES = re.compile(r",(?![^\[{]*[\]}])")
-"""A comma that stands in no list."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +62,7 @@ def parse_axes(words: Sequence[str]) -> list[Axis]:
     axes = []
     for word in words:
         key, equals, values = word.partition("=")
-        found = tuple(filter(None, _BETWEEN_VALUES.split(values)))
+        found = tuple(filter(None, _values(values)))
         if not (key and equals and found):
             raise ValueError(f"--sweep {word}: expected section.key=value,value,...")
         if len(set(found)) < len(found):
@@ -76,6 +72,25 @@ def parse_axes(words: Sequence[str]) -> list[Axis]:
     if repeated := sorted({key for key in keys if keys.count(key) > 1}):
         raise ValueError(f"--sweep names {', '.join(repeated)} twice; give all its values at once")
     return axes
+
+
+def _values(text: str) -> list[str]:
+    """Parts of a text between commas that stand in no brackets and no quotes."""
+    parts, depth, quote = [""], 0, ""
+    for character in text:
+        if quote:
+            quote = "" if character == quote else quote
+        elif character in "\"'":
+            quote = character
+        elif character in "[{":
+            depth += 1
+        elif character in "]}":
+            depth -= 1
+        elif character == "," and not depth:
+            parts.append("")
+            continue
+        parts[-1] += character
+    return parts
 
 
 def variants(

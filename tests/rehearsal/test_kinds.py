@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any
@@ -140,6 +141,8 @@ def test_outcomes_of_other_ranks(own: list[Outcome]) -> None:
     assert [len(outcomes) for outcomes, _ in said] == [3, 2, 2]
     values = [outcome.value for outcome in said[0][0]]
     assert values == ([3.0, 4.0, 3.0] if own else [1.0] * 3)
+    # As many bytes as of outcomes that are not one and the same object.
+    assert len(pickle.dumps(said[0])) == len(pickle.dumps(([Outcome(value=value) for value in values], 3)))
 
 
 @pytest.mark.parametrize("mine", [None, 3, ("a", 1), ([1], 1), ([Outcome(value=1.0)], 2), [Outcome(value=1.0)]])

@@ -170,7 +170,7 @@ def test_a_stop_while_a_rank_starts_ends_that_rank(
     assert "nothing is written" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_an_interrupted_rehearsal_leaves_nothing(
     number: signal.Signals,
     request: pytest.FixtureRequest,
@@ -182,6 +182,8 @@ def test_an_interrupted_rehearsal_leaves_nothing(
     """The signal comes while two ranks are at work. Where tests run in the background SIGINT may be ignored."""
     heard = signal.signal(signal.SIGINT, signal.default_int_handler)
     request.addfinalizer(lambda: signal.signal(signal.SIGINT, heard))
+    hung_up = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which nohup ignores
+    request.addfinalizer(lambda: signal.signal(signal.SIGHUP, hung_up))
     seen: list[tuple[set[int], list[str]]] = []
 
     def told(self: Any, at: Any) -> None:

@@ -51,6 +51,11 @@ def hardware_with(folder: Path, **keys: Any) -> str:
     return str(file)
 
 
+def written(folder: Path, text: str) -> str:
+    (folder / "lengths").write_text(text)
+    return str(folder / "lengths")
+
+
 CPU = {"kind": "cpu"}
 OPTIONS: dict[str, tuple[Callable[[Path], tuple[str, ...]], str]] = {
     "an unknown key in a hardware file": (
@@ -100,6 +105,29 @@ OPTIONS: dict[str, tuple[Callable[[Path], tuple[str, ...]], str]] = {
         lambda folder: ("--response-lengths", str(folder)),
         "has no lengths.jsonl",
     ),
+    "a deviation with which nearly all are 1": (
+        lambda folder: ("--response-lengths", "lognormal:mean=900,sigma=20"),
+        "--response-lengths: lengths 'lognormal:mean=900,sigma=20': expected const",
+    ),
+    "a length that is not whole": (lambda folder: ("--response-lengths", written(folder, "7\n1.5\n")), "got 1.5"),
+    "a length that is a word": (
+        lambda folder: ("--response-lengths", written(folder, '{"responses": "12"}')),
+        "line 1: ValueError(\"got '1', expected a whole number\")",
+    ),
+    "more memory than there is": (lambda folder: ("--gpu-memory-gib", "1e300"), "is more than any device has"),
+    "no folder": (lambda folder: ("--out", ""), "--out is empty"),
+    "a folder into which nothing can be written": (
+        lambda folder: ("--out", "/proc/answer"),
+        "nothing can be written into the folder /proc",
+    ),
+    "a sweep of which nothing divides": (
+        lambda folder: ("--sweep", "actor.parallel.pp=3,5"),
+        "none of 2 combinations can run; the first, actor.parallel.pp=3: ",
+    ),
+    "a sweep of models that are not there": (
+        lambda folder: ("--sweep", f"actor.model.path={folder / 'one'},{folder / 'two'}"),
+        "none of 2 combinations can run",
+    ),
     "memory that is no number": (lambda folder: ("--gpu-memory-gib", "nan"), "not a positive, finite number"),
     "experts that are not there": (lambda folder: ("--routing-skew", "2"), "no model of the job has experts"),
     "a skew below the mean": (lambda folder: ("--routing-skew", "0.5"), "cannot get less than the mean"),
@@ -132,7 +160,9 @@ OPTIONS: dict[str, tuple[Callable[[Path], tuple[str, ...]], str]] = {
 def test_an_option_is_refused(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options, sentence = OPTIONS[name]
     out = tmp_path / "out"
-    assert sentence in said(capsys, "sft", "-c", sft(tmp_path), "-o", str(out), *options(tmp_path))
+    given = options(tmp_path)
+    where = () if "--out" in given else ("--out", str(out))
+    assert sentence in said(capsys, "sft", "-c", sft(tmp_path), *where, *given)
     assert not out.exists()
 
 

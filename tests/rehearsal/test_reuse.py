@@ -25,15 +25,16 @@ from megarlhf.weights.checks import digest
 from tests.rehearsal.jobs import MODELS, job_tree, records_of, request_of, write_model
 
 LAYERS = FEWEST + 2
-"""In two stages, of one and of so many layers that two are played."""
+"""Of which at least one is played, also where the last two of a stage run."""
 NUM_EXPERTS = 2 * EQUAL_EXPERTS + 4
 """Of which so many get equally many tokens that some are played."""
-CASES: dict[str, tuple[str, str, int, dict[str, Any]]] = {
-    "rl, dense": ("rl", "dense", 1, {"steps": 1}),
-    "dpo, experts": ("dpo", "experts", 0, {"routing": Routing(skew=1.5)}),
-    "sft, layers of ours": ("sft", "dense", 1, {"layers": "local", "steps": 1}),
+CASES: dict[str, tuple[str, str, int, int, dict[str, Any]]] = {
+    "rl, dense": ("rl", "dense", 2, 1, {"steps": 1}),
+    "dpo, experts": ("dpo", "experts", 2, 0, {"routing": Routing(skew=1.5)}),
+    "dpo, in the middle": ("dpo", "dense", 3, 1, {"layers": "local", "steps": 1}),
+    "sft, layers of ours": ("sft", "dense", 2, 1, {"layers": "local", "steps": 1}),
 }
-"""Command, model, stage that is looked at (the first has several micro-batches at a time), options."""
+"""Command, model, stages, the one that is looked at (before the last: several micro-batches at a time), options."""
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -41,18 +42,18 @@ def test_reuse_changes_nothing(name: str, tmp_path: Path, monkeypatch: pytest.Mo
     """Memory with its curve, messages, the trace, FLOPs and rollouts of one stage: equal, seconds up to the order in
     which they are added. Of experts the curve is not compared: without gradients the last layer's
     input is released a norm later."""
-    command, model, stage, options = CASES[name]
-    layers = [1, FEWEST + 1] if stage else [FEWEST + 1, 1]
-    tree = job_tree(command, tmp_path, model, pp=2, layers_per_stage=layers)
+    command, model, stages, stage, options = CASES[name]
+    layers = [FEWEST + 1 if each == stage else 1 for each in range(stages)]
+    tree = job_tree(command, tmp_path, model, pp=stages, layers_per_stage=layers)
     more = {"num_experts": NUM_EXPERTS} if model == "experts" else {}
-    write_model(tmp_path / model, {**MODELS[model], "num_hidden_layers": LAYERS, **more})
+    write_model(tmp_path / model, {**MODELS[model], "num_hidden_layers": sum(layers), **more})
     if command == "rl":
         del tree["reward_model"], tree["critic"]
         tree |= {"rewards": [{"kind": "rule", "rule": "exact_match"}], "algo": {"advantage": "group_relative"}}
         tree["train"] |= {"prompts_per_step": 2, "mini_batch_samples": 4, "max_tokens_per_micro_batch": 96}
     if command == "dpo":
         tree["train"] |= {"mini_batch_samples": 4}
-    request = request_of(command, tree, tmp_path, world_size=2, **options)
+    request = request_of(command, tree, tmp_path, world_size=stages, **options)
 
     def seen(folder: str, **changes: Any) -> RankRecord:
         (record,) = records_of(request, tmp_path / folder, stage, **changes)

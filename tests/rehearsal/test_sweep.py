@@ -121,7 +121,9 @@ def test_the_order() -> None:
 
 
 def test_axes() -> None:
-    """A comma inside a list ends no value."""
+    """A comma inside brackets or quotes ends no value."""
+    assert parse_axes(["rewards=[{a: 1},{b: 2}],[]"]) == [Axis("rewards", ("[{a: 1},{b: 2}]", "[]"))]
+    assert parse_axes(["a.b='x,y',z"]) == [Axis("a.b", ("'x,y'", "z"))]
     axes = parse_axes(["a.b=1,2", "actor.parallel.layers_per_stage=[1,3],[2,2],null"])
     assert axes == [Axis("a.b", ("1", "2")), Axis("actor.parallel.layers_per_stage", ("[1,3]", "[2,2]", "null"))]
     for words, sentence in ((["a.b=1,1"], "stands there twice"), (["a=1", "a=2"], "names a twice")):
