@@ -203,7 +203,8 @@ def initialize(
             rank=info.rank,
             world_size=info.world_size,
             timeout=timedelta(seconds=timeout_seconds),
-            device_id=device if on_gpu else None,
+            # Without `device_id`: with it torch makes every further group by splitting the world, which all ranks take
+            # part in.
         )
     return Runtime(
         **vars(info),
@@ -285,6 +286,12 @@ def free_bytes(runtime: Runtime) -> int:
         kept = torch.cuda.memory_reserved(runtime.device) - torch.cuda.memory_allocated(runtime.device)
         return torch.cuda.mem_get_info(runtime.device)[0] + kept
     return available_bytes() // runtime.local_world_size
+
+
+def give_back_cached(runtime: Runtime) -> None:
+    """Let others have what torch's allocator keeps of a GPU for reuse."""
+    if runtime.device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def peak_memory_bytes(runtime: Runtime) -> int:

@@ -12,7 +12,14 @@ import pytest
 from tests.source_files import is_in, sources
 
 # The margin of a rehearsal names what it estimates, and where its numbers are from; it runs nothing.
-CUDA_IN = ("runtime.py", "parallel/megatron_cpu.py", "rollout/vllm_build.py", "kernels/", "rehearsal/margin.py")
+CUDA_IN = (
+    "runtime.py",
+    "parallel/megatron_cpu.py",
+    "parallel/residency.py",
+    "rollout/vllm_build.py",
+    "kernels/",
+    "rehearsal/margin.py",
+)
 PATCHES_IN = ("parallel/megatron_cpu.py", "rollout/vllm_patches.py", "rehearsal/interfaces.py")
 
 SETTINGS = {

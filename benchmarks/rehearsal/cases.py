@@ -96,6 +96,8 @@ class Case:
     samples: int = 16
     """Of a mini-batch."""
     layers: int = 4
+    recompute: str = "none"
+    offload: dict[str, Any] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -109,6 +111,8 @@ class Case:
         layout += " SP" if self.parallel.get("sequence_parallel") else ""
         model = self.model if self.skew == 1.0 else f"{self.model} x{self.skew:g}"
         layout += f", engine TP{self.engine_tp}" if self.engine_tp else ""
+        layout += "" if self.recompute == "none" else f", recompute {self.recompute}"
+        layout += f", offload {self.offload['optimizer']}" if self.offload else ""
         return f"{command} {model} {self.dtype} {'packed' if self.packed else 'padded'} {layout}"
 
 
@@ -120,6 +124,7 @@ def job_of(case: Case, directory: Path, num_steps: int = 2) -> Job:
     config["n_layer" if "n_layer" in config else "num_hidden_layers"] = case.layers
     (model / "config.json").write_text(json.dumps(config))
     role = {"model": {"path": str(model), "dtype": case.dtype}, "parallel": case.parallel, "optim": {"lr": 1e-3}}
+    role |= {"recompute": case.recompute, "offload": case.offload}
     micro = {"max_tokens_per_micro_batch": 4 * LONGEST} if case.packed else {"micro_batch_samples": 2}
     data = {"train": str(directory / "none.jsonl"), "max_prompt_tokens": 64}
     tree: dict[str, Any] = {"run": {"dir": str(directory / "run")}, "data": data}

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,6 +27,7 @@ from megarlhf.models.build import ModelShard
 from megarlhf.models.experts import Router
 from megarlhf.models.role import Role
 from megarlhf.parallel.mesh import forget_scratch_buffer
+from megarlhf.parallel.residency import HostMemory
 from megarlhf.rehearsal.engine import EngineMemory, GivenResponses, RehearsedEngine
 from megarlhf.rehearsal.job import Job
 from megarlhf.rehearsal.program import ENTRIES
@@ -65,6 +67,14 @@ class RandomNumbers(NoNumbers):
                 parameter.fill_(1.0) if "norm" in name else parameter.uniform_(-0.05, 0.05)
 
 
+class Elsewhere(HostMemory):
+    """Host memory that torch's allocator does not see: on a CPU that is the device's."""
+
+    def take(self, nbytes: int) -> Tensor:
+        self.nbytes += nbytes
+        return torch.from_numpy(np.empty(nbytes, dtype=np.uint8))
+
+
 def real_rank(runtime: Runtime, job: Job, plant: Callable[[Place], None] | None = None) -> Seen:
     """Run this rank of the job. Collective. `plant` is called at each change of phase; a test does there what has to be
     noticed."""
@@ -83,11 +93,11 @@ def real_rank(runtime: Runtime, job: Job, plant: Callable[[Place], None] | None 
 
     def engine(rollout: RolloutConfig, actor: Role, prompt_tokens: int, rows: int) -> RolloutEngine:
         if job.bare_engine:
-            return GivenResponses(actor.mesh.runtime, job.response_lengths)
+            return GivenResponses(actor.parts, actor.mesh.runtime, job.response_lengths)
         return real_engine(job, rollout, actor, prompt_tokens)
 
     steps = Steps(job.num_steps, moved, lambda step: None)
-    parts = Parts(phases=steps.phases, weights=RandomNumbers(lambda shard: None), engine=engine)
+    parts = Parts(phases=steps.phases, weights=RandomNumbers(lambda shard: None), engine=engine, host=Elsewhere)
     run = importlib.import_module(ENTRIES[job.command]).run
     recorder.on = True
     activities = [torch.profiler.ProfilerActivity.CPU]
@@ -115,6 +125,7 @@ def real_engine(job: Job, rollout: RolloutConfig, actor: Role, prompt_tokens: in
         rollout,
         rollout.tp(actor.section),
         prompt_tokens + rollout.max_response_tokens,
+        actor.parts,
         actor.mesh.runtime,
         lengths=job.response_lengths,
         memory=EngineMemory(device_bytes=0, reserved_bytes=0, activation_bytes=0, held_bytes=lambda: 0),

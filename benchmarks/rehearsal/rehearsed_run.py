@@ -21,6 +21,9 @@ class NoPrice:
     def operation_seconds(self, *args: object, **kwargs: object) -> float:
         return 0.0
 
+    def offload_seconds(self, nbytes: int) -> float:
+        return 0.0
+
 
 def rehearsed_rank(job: Job, rank: int) -> Seen:
     """Rehearse one rank in this process, which must not be in a process group."""

@@ -30,7 +30,8 @@ TP2, PP2, TP2_PP2 = {"tp": 2}, {"pp": 2}, {"tp": 2, "pp": 2}
 UNEVEN = {"pp": 2, "layers_per_stage": [3, 1]}
 SEQUENCE = {"tp": 2, "sequence_parallel": True}
 GRPO = "group_relative"
-
+AWAY: dict[str, Any] = {"parameters": True, "optimizer": True}
+STREAMED: dict[str, Any] = {"parameters": True, "optimizer": "stream"}
 CASES: tuple[Case, ...] = (
     Case(command="sft"),
     Case(command="sft", dtype="bf16", packed=True),
@@ -58,6 +59,12 @@ CASES: tuple[Case, ...] = (
     Case(command="rl", advantage=GRPO, parallel=PP2, world_size=2, engine_tp=2, dtype="bf16", packed=True),
     Case(command="rl", advantage=GRPO, model="experts", parallel=SEQUENCE, world_size=2, engine_tp=1),
     Case(command="rl", advantage=GRPO, model="experts", parallel=SEQUENCE, world_size=2, packed=True),
+    Case(command="sft", parallel=PP2, world_size=2, dtype="bf16", packed=True, recompute="full"),
+    Case(command="sft", parallel=SEQUENCE, world_size=2, recompute="core_attention"),
+    Case(command="sft", model="experts", dtype="bf16", packed=True, recompute="full"),
+    Case(command="rl", dtype="bf16", packed=True, offload=AWAY),
+    Case(command="rl", world_size=2, dtype="bf16", packed=True, recompute="full", offload=STREAMED),
+    Case(command="rl", advantage=GRPO, parallel=TP2, world_size=2, engine_tp=2, dtype="bf16", offload=STREAMED),
 )
 
 

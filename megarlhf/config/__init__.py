@@ -8,7 +8,15 @@ from megarlhf.config.numbers import SkipConfig
 from megarlhf.config.preference import DPOConfig
 from megarlhf.config.profile import ProfileConfig
 from megarlhf.config.rewards import RewardConfig
-from megarlhf.config.roles import FrozenModel, KernelsConfig, ModelConfig, OptimConfig, ParallelConfig, RoleConfig
+from megarlhf.config.roles import (
+    FrozenModel,
+    KernelsConfig,
+    ModelConfig,
+    OffloadConfig,
+    OptimConfig,
+    ParallelConfig,
+    RoleConfig,
+)
 from megarlhf.config.rollout import Dtype, LogprobGapConfig, RolloutConfig, RolloutParallelConfig
 from megarlhf.config.run import CheckpointConfig, RunConfig
 from megarlhf.config.sections import (

@@ -57,7 +57,10 @@ DISCOUNTED = ("gae", "reinforce", "reinforce_plus_plus")
 
 class KLConfig(FrozenModel):
     coef: NonNegative = 0.0
-    """Weight of the KL to the reference; 0 still measures it. With the adaptive controller, what it begins with."""
+    """Weight of the KL to the reference. With the adaptive controller, what it begins with."""
+    log: bool = False
+    """Measure the KL also where nothing else reads it (coef = 0, no train.stop.max_kl), which takes a reference in
+    memory and a forward of it in each step. Without, the metric `kl` is null there and no reference is built."""
     placement: Literal["reward", "loss"] = "reward"
     """`reward`: -coef x kl on each token's reward (PPO). `loss`: + coef x kl in the loss (GRPO)."""
     estimator: Literal["k1", "k2", "k3", "abs"] = "k1"

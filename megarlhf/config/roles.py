@@ -159,6 +159,23 @@ class KernelsConfig(FrozenModel):
     time. What does not fit is computed again; 0 keeps none."""
 
 
+class OffloadConfig(FrozenModel):
+    """What of a role is in host memory while others work, where several share the device: the other roles, the engine.
+    It comes back for each turn of the role. Results stay the same to the bit.
+
+    `auto` is true on a GPU in `rl` and `dpo`, and false elsewhere.
+    """
+
+    parameters: Literal["auto"] | bool = "auto"
+    """Weights as the model computes with them."""
+    gradients: bool = True
+    """Gradient buffers are on the device from a role's backward to its optimizer step only. They are never copied."""
+    optimizer: Literal["auto", "stream"] | bool = "auto"
+    """The optimizer's fp32 copy of the weights and its moments, which its steps alone need. `stream`: a step brings
+    them to the device and back in pieces, which an update is made of one by one, so that they are never there as a
+    whole; also where a role does not share the device. `auto` streams."""
+
+
 class RoleConfig(FrozenModel):
     model: ModelConfig
     parallel: ParallelConfig = ParallelConfig()
@@ -166,3 +183,20 @@ class RoleConfig(FrozenModel):
     """Read for roles that are trained."""
     kernels: KernelsConfig = KernelsConfig()
     """Read for language models: actor and reference."""
+    recompute: Literal["none", "core_attention", "layers", "full"] = "none"
+    """What a training forward does not keep for its backward, which then computes it again. `core_attention`: what lies
+    between the projections of an attention. `layers`: of the first `recompute_layers` layers of each pipeline stage
+    everything but their input. `full`: of every layer. Results stay the same to the bit. Read for roles that are
+    trained."""
+    recompute_layers: PositiveInt | None = None
+    """`recompute: layers` only: how many of a stage; more than it has are all of them."""
+    offload: OffloadConfig = OffloadConfig()
+
+    @model_validator(mode="after")
+    def _check_recompute(self) -> RoleConfig:
+        if (self.recompute == "layers") != (self.recompute_layers is not None):
+            raise ValueError(
+                f"got recompute = {self.recompute!r} and recompute_layers = {self.recompute_layers}; 'layers' needs a "
+                "number of layers, and nothing else takes one"
+            )
+        return self

@@ -26,8 +26,9 @@ _SET_BY_US = {
     ),
     "an update writes the engine's weights where they lie, so they must stay there": (
         "cpu_offload_gb cpu_offload_params offload_backend offload_group_size offload_num_in_group offload_params "
-        "offload_prefetch_step enable_sleep_mode"
+        "offload_prefetch_step"
     ),
+    "rollout.sleep_level says it": "enable_sleep_mode",
     "other kernels of experts reorder the weights in memory, and an update would write wrongly": (
         "moe_backend kernel_config linear_backend"
     ),
@@ -132,6 +133,10 @@ class RolloutConfig(FrozenModel):
     """Memory in which a rank gathers weights to send, and as much for what it receives; less where less is free."""
     poison_weights: bool = False
     """Debug: fill vLLM's weights with NaN before each update and name what is left of it."""
+    sleep_level: Literal["auto", 0, 1, 2] = "auto"
+    """What vLLM gives back while the trainer works. 0: nothing. 1: its cache; its weights are in host memory meanwhile.
+    2: both, and the actor's weights are copied again when it wakes, which a step does anyway. `auto`: 2 on a GPU in
+    `rl`, otherwise 0. Read for the engine `vllm`."""
     max_engine_rebuilds: Annotated[int, Field(ge=0)] = 2
     """How often vLLM may be built anew in one rollout when it fails: it gets the actor's weights again, they are
     certified, and the responses that are missing are drawn. One failure more ends the run; so does the first with 0.

@@ -193,7 +193,8 @@ class RLConfig(FrozenModel):
     run: RunConfig
     actor: RoleConfig
     reference: RoleConfig | None = None
-    """Default: the actor's model and layout, never trained."""
+    """Default: the actor's model and layout, never trained. Built only where something reads the KL: `algo.kl.coef`,
+    `train.stop.max_kl`, or `algo.kl.log`."""
     critic: RoleConfig | None = None
     """Built only where the advantage estimator needs values."""
     reward_model: RoleConfig | None = None
@@ -221,19 +222,37 @@ class RLConfig(FrozenModel):
         return self.algo.loss_constant or self.rollout.max_response_tokens
 
     @property
+    def needs_reference(self) -> bool:
+        """Whether anything reads the KL."""
+        return self.algo.kl.coef > 0 or self.algo.kl.log or self.train.stop.max_kl is not None
+
+    @property
+    def updates_per_step(self) -> int:
+        """Of the actor, where none is left out."""
+        samples = self.train.prompts_per_step * self.rollout.num_samples_per_prompt
+        return self.train.epochs_per_step * (samples // self.train.mini_batch_samples)
+
+    def old_logprobs_in_training(self, step: int) -> bool:
+        """Whether the forward of the only update of step `step` (0 is the first) makes the log-probs at the weights
+        that drew the samples: none are then made before it. A KL in the reward reads them earlier."""
+        actor_learns = not self.algo.needs_critic or step >= self.train.critic_warmup_steps
+        return self.updates_per_step == 1 and actor_learns and not self.algo.kl_in_reward
+
+    @property
     def uses_reward_model(self) -> bool:
         return any(reward.kind == "model" for reward in self.rewards)
 
     def optimizer_steps(self, role: str) -> int:
         """How often the run updates `role`, actor or critic: the horizon of its learning rate."""
-        samples = self.train.prompts_per_step * self.rollout.num_samples_per_prompt
         waits = role == "actor" and "critic" in self.roles()
         steps = self.train.num_steps - (self.train.critic_warmup_steps if waits else 0)
-        return max(0, steps) * self.train.epochs_per_step * (samples // self.train.mini_batch_samples)
+        return max(0, steps) * self.updates_per_step
 
     def roles(self) -> dict[str, RoleConfig]:
         """The roles that this run builds."""
-        roles: dict[str, RoleConfig] = {"actor": self.actor, "reference": self.reference or self.actor}
+        roles: dict[str, RoleConfig] = {"actor": self.actor}
+        if self.needs_reference:
+            roles["reference"] = self.reference or self.actor
         if self.algo.needs_critic and self.critic is not None:
             roles["critic"] = self.critic
         if self.uses_reward_model and self.reward_model is not None:
@@ -252,6 +271,11 @@ class RLConfig(FrozenModel):
             raise ValueError(
                 f"algo.advantage = {self.algo.advantage!r} compares the samples of one prompt and needs "
                 f"rollout.num_samples_per_prompt >= 2; got {self.rollout.num_samples_per_prompt}"
+            )
+        if self.reference_update is not None and not self.needs_reference:
+            raise ValueError(
+                "reference_update moves a reference to which nothing measures the KL: set algo.kl.coef or "
+                "train.stop.max_kl, or algo.kl.log to only see it, or leave reference_update out"
             )
         self._check_groups()
         self._check_controller()

@@ -63,6 +63,8 @@ class WatchdogConfig(FrozenModel):
     """Carrying the actor's weights into the rollout engine."""
     certificate: Limit = 1800.0
     """The proof that the engine holds the actor's weights."""
+    offload: Limit = 1800.0
+    """Bringing to the device what the next phase needs, and to host memory what it does not (`ROLE.offload`)."""
     eval: Limit = 7200.0
     """One evaluation on held-out data."""
     checkpoint: Limit = 7200.0

@@ -94,7 +94,7 @@ def build_model(section: RoleConfig, mesh: Mesh, arch: Architecture, head: Head,
     spec: Spec = "te" if has_transformer_engine() else "local"
     log.info("layer spec: %s", SPECS[spec])
     model, parallel = section.model, section.parallel
-    config = transformer_config(dtype, parallel, mesh, arch, activation_module=gates_by_silu(spec, arch))
+    config = transformer_config(dtype, section, mesh, arch, activation_module=gates_by_silu(spec, arch))
     stage_layers = split_layers(arch.num_layers, parallel.pp, parallel.layers_per_stage)[mesh.coordinates.pp]
     padded_vocab = padded_vocab_size(arch.vocab_size, parallel.tp, model.vocab_multiple)
     with megatron_device(mesh.runtime.device):

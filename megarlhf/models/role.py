@@ -20,6 +20,7 @@ from megarlhf.models.weights import CHECKPOINTS, WeightSource, companion_files, 
 from megarlhf.parallel.batching import Batching
 from megarlhf.parallel.mesh import GroupCache, Mesh, build_mesh
 from megarlhf.parallel.packing import forward_cost
+from megarlhf.parallel.residency import Residency, RoleParts, Tensors
 from megarlhf.parallel.step import Loss, MicroBatch, StepResult, Trainer, forward_only
 
 log = logging.getLogger(__name__)
@@ -34,6 +35,8 @@ class Role:
     shard: ModelShard
     trainer: Trainer | None
     """None for a role that is not trained."""
+    parts: RoleParts
+    """What of it comes and goes. Whoever reads or writes weights says so first, by one of its turns."""
     stated: Mapping[str, Any] = field(default_factory=dict)
     """Keys of config.json in its exports; None: left out."""
 
@@ -48,6 +51,7 @@ class Role:
 
     def forward(self, batches: Sequence[MicroBatch], score: Callable[[Tensor, MicroBatch], Tensor]) -> list[Tensor]:
         """See `parallel.step.forward_only`."""
+        self.parts.to_compute()
         return forward_only(self.shard.module, self.mesh, batches, score)
 
     def accumulate(self, batches: Sequence[MicroBatch], loss: Loss) -> dict[str, float]:
@@ -68,6 +72,7 @@ class Role:
 
     def export(self, directory: Path) -> None:
         """Write the live weights as a Hugging Face directory."""
+        self.parts.to_compute()
         export_hugging_face(self.shard, self.section.model.hf_directory(), directory, self.stated)
 
     def companion_files(self) -> dict[str, bytes]:
@@ -87,14 +92,18 @@ def build_role(
     new_head: bool = False,
     stated: Mapping[str, Any] = MappingProxyType({}),
     weights: WeightSource = CHECKPOINTS,
+    residency: Residency | None = None,
 ) -> Role:
     """Build the model, load its weights, and, given a number of optimizer steps, wrap it for training.
 
     `order` says which rank stands where in the mesh (`layout.engine_order`); None: in the order of their numbers.
     `new_head`: a scalar role may start from a language model, with a random head. `stated`: see `Role`.
+    `residency`: of all roles that share the device; None: it is alone there.
     Collective: every rank builds the same roles in the same order.
     """
     runtime = cache.runtime
+    residency = residency or Residency(runtime.device)
+    residency.turn()
     arch = architecture_from_hf(section.model.hf_directory())
     layout = replace(section.parallel.layout(runtime.world_size, name), order=order)
     mesh = build_mesh(layout, runtime, cache)
@@ -103,8 +112,11 @@ def build_role(
     trainer = None
     if num_optimizer_steps is None:
         shard.module.requires_grad_(False)
+        parts = RoleParts(residency, Tensors(shard.module.parameters, residency.host, constant=True))
+        residency.share(parts, section.offload)
     else:
-        trainer = Trainer(shard.module, mesh, section.optim, num_optimizer_steps)
+        trainer = Trainer(shard.module, mesh, section.optim, num_optimizer_steps, section.offload, residency)
+        parts = trainer.parts
         if shard.dtype == torch.bfloat16:
             log.info("%s: %s", name, BF16_GRADIENTS[shard.spec])
-    return Role(name=name, section=section, shard=shard, trainer=trainer, stated=stated)
+    return Role(name=name, section=section, shard=shard, trainer=trainer, parts=parts, stated=stated)

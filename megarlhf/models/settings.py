@@ -12,7 +12,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from megarlhf.architectures.architecture import Architecture
-from megarlhf.config import Dtype, ParallelConfig
+from megarlhf.config import Dtype, ParallelConfig, RoleConfig
 from megarlhf.parallel.mesh import Mesh
 
 DTYPES: Mapping[Dtype, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -34,13 +34,14 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 
 def transformer_config(
-    dtype: torch.dtype, parallel: ParallelConfig, mesh: Mesh, arch: Architecture, *, activation_module: bool
+    dtype: torch.dtype, section: RoleConfig, mesh: Mesh, arch: Architecture, *, activation_module: bool
 ) -> TransformerConfig:
     """Megatron-Core's configuration of this architecture. Dropout is 0: log-probs must be functions.
 
     `activation_module`: the layer spec brings a module for the activation. The bias of the attention's output is not in
     here: `models/attention.py`.
     """
+    parallel = section.parallel
     return TransformerConfig(
         num_layers=arch.num_layers,
         hidden_size=arch.hidden_size,
@@ -82,9 +83,23 @@ def transformer_config(
         apply_rope_fusion=False,
         persist_layer_norm=False,
         deallocate_pipeline_outputs=True,
+        **_recomputation(section),
         **_experts(arch),
         **_stages(parallel, mesh, arch),
     )
+
+
+def _recomputation(section: RoleConfig) -> dict[str, Any]:
+    """In Megatron-Core's words; it computes again in training only."""
+    match section.recompute:
+        case "core_attention":
+            return {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+        case "layers":
+            number = section.recompute_layers
+            return {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": number}
+        case "full":
+            return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    return {}
 
 
 def _experts(arch: Architecture) -> dict[str, Any]:

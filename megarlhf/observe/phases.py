@@ -21,6 +21,7 @@ SUMS: dict[str, tuple[str, ...]] = {
     "seconds_train": ("train", "optimizer"),
     "seconds_reshard": ("reshard",),
     "seconds_certificate": ("certificate",),
+    "seconds_offload": ("offload",),
 }
 """The metrics of `rl` that are sums over phases, of all roles."""
 RATES: dict[str, str] = {"rollout_tokens_per_second": "seconds_rollout", "tokens_per_second": "seconds_train"}
@@ -46,6 +47,17 @@ class Observer(Protocol):
     def left(self, phase: OpenPhase, failure: BaseException | None) -> None:
         """May raise in place of `failure`."""
         ...
+
+
+class Preparation(Protocol):
+    """What brings to the device what a phase needs."""
+
+    @property
+    def moves(self) -> bool:
+        """Whether anything has to come or to leave."""
+        ...
+
+    def __call__(self) -> None: ...
 
 
 class Sharing(Protocol):
@@ -78,6 +90,8 @@ class Phases:
         """The step that is being made, from 1; None before the first step and between two, as while one is saved."""
         self.observer: Observer | None = None
         self.sharing: Sharing | None = None
+        self.before: dict[str, Preparation] = {}
+        """By phase. What moves does so in the phase `offload`, before the phase itself begins."""
         self._serials = itertools.count()
         self._inner: list[float] = []
         self._seconds: dict[str, float] = defaultdict(float)
@@ -90,6 +104,9 @@ class Phases:
         """Inside is the phase `name`; a phase of a role is written `score/actor`."""
         if (kind := name.partition("/")[0]) not in PHASES:
             raise ValueError(f"unknown phase {kind!r}; the known ones are {', '.join(PHASES)}")
+        if (preparation := self.before.get(name)) is not None and preparation.moves:
+            with self("offload"):
+                preparation()
         phase = OpenPhase(name, self.clock(), next(self._serials))
         self.open = (*self.open, phase)
         self._inner.append(0.0)

@@ -13,6 +13,8 @@ What is substituted, and why:
       optimizer.py, distrib_optimizer.py
   Tensor.type() -> "torch.cuda.FloatTensor"
       distrib_optimizer.py sorts parameters into fp32 and half by this string
+  the state of CUDA's random numbers
+      tensor_parallel/random.py keeps it around what is computed again; nothing draws from it (dropout is 0)
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from megatron.core.tensor_parallel import random as megatron_random
 from torch.overrides import TorchFunctionMode
 
 from megarlhf.runtime import version_of
@@ -80,6 +83,12 @@ _SUBSTITUTES: dict[str, Any] = {
 }
 
 
+_OF_RANDOM_NUMBERS: dict[str, Any] = {
+    "_get_cuda_rng_state": lambda *args, **named: torch.empty(0, dtype=torch.uint8),
+    "_set_cuda_rng_state": lambda *args, **named: None,
+}
+
+
 @contextlib.contextmanager
 def megatron_device(device: torch.device) -> Iterator[None]:
     """Scope in which Megatron-Core works on `device`. Nests.
@@ -97,11 +106,16 @@ def megatron_device(device: torch.device) -> Iterator[None]:
         )
     substitutes = {**_SUBSTITUTES, "current_device": lambda: device}
     saved = {name: getattr(torch.cuda, name) for name in substitutes}
+    saved_of_random = {name: getattr(megatron_random, name) for name in _OF_RANDOM_NUMBERS}
     for name, substitute in substitutes.items():
         setattr(torch.cuda, name, substitute)
+    for name, substitute in _OF_RANDOM_NUMBERS.items():
+        setattr(megatron_random, name, substitute)
     try:
         with _InPlaceOfCuda(device):
             yield
     finally:
         for name, original in saved.items():
             setattr(torch.cuda, name, original)
+        for name, original in saved_of_random.items():
+            setattr(megatron_random, name, original)

@@ -1,7 +1,7 @@
 """Process groups of a role: Megatron-Core's `ProcessGroupCollection` for one layout of the whole world.
 
 Roles with equal layouts, their `order` included, share groups, since a group of the same ranks is made once. Every
-rank must build the same meshes in the same order (making a group is a collective call).
+rank must build the same meshes in the same order (making a group is a collective call of its members).
 """
 
 from __future__ import annotations
@@ -21,29 +21,33 @@ from megarlhf.runtime import Runtime
 
 @dataclass
 class GroupCache:
-    """Process groups by their ranks in order, so that no two are made of the same. A rank's place in its group is
-    that in the tuple: its coordinate in the layout, whatever the layout's `order`."""
+    """Process groups of this rank by their ranks in order, so that no two are made of the same. A rank's place in its
+    group is that in the tuple: its coordinate in the layout, whatever the layout's `order`.
+
+    A group is made by its members alone: of 512 ranks each makes the few that it is in, and not hundreds that it is
+    not. All groups of one rank, which say nothing to anybody, are one."""
 
     runtime: Runtime
     _made: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
 
     def my_group(self, all_groups: Iterable[tuple[int, ...]]) -> dist.ProcessGroup | None:
-        """Make every group of `all_groups` (on all ranks) and return the one this rank is in, if any."""
-        own = None
-        for ranks in all_groups:
-            if ranks not in self._made:
-                # Only an `order` has groups that are not ascending, and not every way of making groups takes those.
-                ascending = list(ranks) == sorted(ranks)
-                self._made[ranks] = dist.new_group(
-                    list(ranks),
-                    # Else torch's own default, which is 10 minutes with NCCL, whatever the default group has.
-                    timeout=timedelta(seconds=self.runtime.timeout_seconds),
-                    backend=self.runtime.backend,
-                    sort_ranks=ascending,
-                )
-            if self.runtime.rank in ranks:
-                own = self._made[ranks]
-        return own
+        """The group of `all_groups`, of which no two have a rank in common, that this rank is in, if any. Collective
+        among its members, who ask for their common groups in the same order."""
+        ranks = next((ranks for ranks in all_groups if self.runtime.rank in ranks), None)
+        if ranks is None:
+            return None
+        if ranks not in self._made:
+            # Only an `order` has groups that are not ascending, and not every way of making groups takes those.
+            ascending = list(ranks) == sorted(ranks)
+            self._made[ranks] = dist.new_group(
+                list(ranks),
+                # Else torch's own default, which is 10 minutes with NCCL, whatever the default group has.
+                timeout=timedelta(seconds=self.runtime.timeout_seconds),
+                backend=self.runtime.backend,
+                use_local_synchronization=True,
+                sort_ranks=ascending,
+            )
+        return self._made[ranks]
 
 
 @dataclass(frozen=True)

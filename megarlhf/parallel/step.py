@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -28,11 +29,13 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from torch import Tensor
 
-from megarlhf.config import OptimConfig
+from megarlhf.config import OffloadConfig, OptimConfig
 from megarlhf.parallel.batching import MicroBatchLayout
 from megarlhf.parallel.megatron_cpu import megatron_device
 from megarlhf.parallel.mesh import Mesh
+from megarlhf.parallel.optimizer_pieces import PIECE_BYTES, pieces_of, step_in_pieces
 from megarlhf.parallel.pipeline import KnownShapes
+from megarlhf.parallel.residency import Residency, RoleParts, Tensors
 
 
 @dataclass(frozen=True)
@@ -138,7 +141,15 @@ class Trainer:
     Weights must be in the module before this is made: the optimizer copies them.
     """
 
-    def __init__(self, module: GPTModel, mesh: Mesh, optim: OptimConfig, num_steps: int) -> None:
+    def __init__(
+        self,
+        module: GPTModel,
+        mesh: Mesh,
+        optim: OptimConfig,
+        num_steps: int,
+        offload: OffloadConfig,
+        residency: Residency,
+    ) -> None:
         self.mesh = mesh
         self.module = module
         self.updates = 0
@@ -163,9 +174,28 @@ class Trainer:
                 pg_collection=mesh.groups,
             )
         self.scheduler = _lr_scheduler(self.optimizer, optim, num_steps)
+        self._make_parts(offload, residency)
         module.config.finalize_model_grads_func = _finalize_grads
         module.config.grad_scale_func = self.optimizer.scale_loss
         module.config.no_sync_func = self.ddp.no_sync
+
+    def _make_parts(self, offload: OffloadConfig, residency: Residency) -> None:
+        """What of all this may be in host memory when it is not needed."""
+        streams = offload.optimizer == "stream" or (offload.optimizer == "auto" and residency.auto)
+        self._pieces = pieces_of(self.optimizer, PIECE_BYTES if streams else sys.maxsize)
+        buffers = [*self.ddp.buffers, *self.ddp.expert_parallel_buffers]
+
+        def own() -> list[Tensor]:
+            return [*self.module.parameters(), *(b.param_data for b in buffers if b.param_data is not None)]
+
+        self.parts = RoleParts(
+            residency,
+            parameters=Tensors(own, residency.host),
+            gradients=Tensors(lambda: [buffer.grad_data for buffer in buffers], residency.host, copied=False),
+            optimizer=tuple(Tensors(piece.state, residency.host, without=own) for piece in self._pieces),
+            streams=streams,
+        )
+        residency.share(self.parts, offload)
 
     @property
     def learning_rate(self) -> float:
@@ -176,6 +206,7 @@ class Trainer:
 
         Returns: the loss's sums over the whole mini-batch, on every rank; `loss` is among them.
         """
+        self.parts.to_learn()
         self.module.train()
         self.ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -200,6 +231,7 @@ class Trainer:
         Megatron's norm leaves out what another rank holds too, so that a replica that has gone wrong alone does not
         show in it: therefore every rank looks at all of its buffers.
         """
+        self.parts.to_learn()
         with megatron_device(self.mesh.runtime.device):
             overflow = self.optimizer.prepare_grads()
             norm = float(self.optimizer.get_grad_norm())
@@ -234,7 +266,11 @@ class Trainer:
             if optimizer.config.clip_grad > 0.0:
                 clip_grad_by_total_norm_fp32(optimizer.get_parameters(), optimizer.config.clip_grad, norm)
             self.updates += 1
-            optimizer.step_with_ready_grads()
+            if self.parts.streams:
+                step_in_pieces(optimizer, self._pieces, self.parts.to_update_piece)
+            else:
+                self.parts.to_update()
+                optimizer.step_with_ready_grads()
         self.scheduler.step(increment=1)
 
 

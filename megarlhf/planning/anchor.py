@@ -18,7 +18,7 @@ def check_anchor(cfg: RLConfig) -> list[str]:
     Returns: a sentence, where the KL is only measured. Raises: ValueError that names what the earlier run's reference
     was, where the KL counts; and when `megarlhf.json` beside the actor's weights is damaged.
     """
-    if cfg.actor.model.random_init:
+    if cfg.actor.model.random_init or not cfg.needs_reference:
         return []
     path = cfg.actor.model.path
     found = _origin(path)
@@ -36,10 +36,10 @@ def check_anchor(cfg: RLConfig) -> list[str]:
     )
 
 
-def anchor_notes(cfg: RLConfig, reference: Weights) -> list[str]:
+def anchor_notes(cfg: RLConfig, reference: Weights | None) -> list[str]:
     """What to say where the actor comes from an earlier rl run, and the KL is measured to another model than there."""
     stated = None if cfg.actor.model.random_init else read_provenance(cfg.actor.model.path)
-    if stated is None or stated.command != "rl" or stated.reference is None:  # dpo measures no KL
+    if reference is None or stated is None or stated.command != "rl" or stated.reference is None:  # dpo measures no KL
         return []
     was, earlier = stated.reference, f"the run {stated.run}, which the actor comes from"
     if was.dtype != reference.dtype:

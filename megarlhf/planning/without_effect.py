@@ -23,12 +23,6 @@ def without_effect(cfg: SFTConfig | RMConfig | DPOConfig | RLConfig | GenerateCo
     return [f"set, but without effect here: {key} ({why})" for key, why in unread if _is_set(cfg, key)]
 
 
-def updates_per_step(cfg: RLConfig) -> int:
-    """Of the actor, where none is left out."""
-    samples = cfg.train.prompts_per_step * cfg.rollout.num_samples_per_prompt
-    return cfg.train.epochs_per_step * (samples // cfg.train.mini_batch_samples)
-
-
 def rarely_meant(cfg: RLConfig) -> list[str]:
     """A sentence for each combination that does what it says, and is rarely what is wanted."""
     algo, notes = cfg.algo, []
@@ -37,7 +31,7 @@ def rarely_meant(cfg: RLConfig) -> list[str]:
             "algo.dynamic_sampling drops groups of equal rewards, from which algo.advantage = "
             f"{algo.advantage} would learn: it compares no responses within a group"
         )
-    if algo.policy_loss == "policy_gradient" and (updates := updates_per_step(cfg)) > 1:
+    if algo.policy_loss == "policy_gradient" and (updates := cfg.updates_per_step) > 1:
         notes.append(
             f"algo.policy_loss = policy_gradient makes {updates} updates from the samples of a step, and has no ratio "
             "to correct for the policy's change after the first: one update a step, or another policy_loss"
@@ -137,12 +131,23 @@ def _of_rl(cfg: RLConfig) -> list[_Row]:
             level == "token",
             "algo.rollout_correction.level = token has one ratio",
         ),
-        ("train.max_policy_kl", updates_per_step(cfg) == 1, "a step has one update of the actor"),
+        ("train.max_policy_kl", cfg.updates_per_step == 1, "a step has one update of the actor"),
         ("train.stop.max_kl_steps", cfg.train.stop.max_kl is None, "train.stop.max_kl is not set"),
         ("algo.kl.placement", cfg.algo.kl.coef == 0, "algo.kl.coef = 0"),
+        (
+            "reference",
+            not cfg.needs_reference,
+            "nothing reads the KL: algo.kl.coef = 0, algo.kl.log = false, and no train.stop.max_kl",
+        ),
+        ("algo.kl.estimator algo.kl.clamp", not cfg.needs_reference, "no KL is measured"),
+        (
+            "algo.kl.log",
+            algo.kl.coef > 0 or cfg.train.stop.max_kl is not None,
+            "the KL is measured anyway, for algo.kl.coef or train.stop.max_kl",
+        ),
         ("reward_model", not cfg.uses_reward_model, "no entry of rewards has kind: model"),
         ("rollout.verify_weights_every", cfg.rollout.engine != "vllm", "of the engine vllm only"),
-        ("reference.optim", True, "the reference is not trained"),
+        ("reference.optim", cfg.needs_reference, "the reference is not trained"),
         ("reward_model.optim", cfg.uses_reward_model, "rl does not train the reward model"),
         ("critic.kernels", cfg.algo.needs_critic, "log-probs are of language models"),
         ("reward_model.kernels", cfg.uses_reward_model, "log-probs are of language models"),

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megarlhf.parallel.residency import resize
 from megarlhf.rehearsal.interfaces import (
     DisableTorchFunction,
     DynamicOutputShapeException,
@@ -68,6 +69,7 @@ class Device(TorchDispatchMode):
             aten.equal.default: self._equal,
             aten.nonzero.default: lambda args, kwargs: self.made(self._numbers_of(args[0]).nonzero()),
             aten.masked_select.default: self._masked_select,
+            resize.default: lambda args, kwargs: self._resized(*args),
         }
 
     # --- dispatch
@@ -235,6 +237,13 @@ class Device(TorchDispatchMode):
         if (numbers := self.known.twin(args[0])) is not None:
             self.known.tell(out, numbers.masked_select(mask))
         return out
+
+    def _resized(self, tensor: Tensor, nbytes: int) -> None:
+        """A storage's memory is given back, or taken again; the storage stays."""
+        if nbytes:
+            self.ledger.take_again(tensor)
+        else:
+            self.ledger.leave_off(tensor)
 
     def _finite(self, tensor: Tensor, answer: bool) -> Tensor:
         """The answer to a question about unknown numbers, as if all were finite."""

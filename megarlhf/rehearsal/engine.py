@@ -22,6 +22,7 @@ from megarlhf.config import RolloutConfig
 from megarlhf.experience import Rollouts
 from megarlhf.layout import split_evenly
 from megarlhf.models.build import ModelShard
+from megarlhf.parallel.residency import Part, RoleParts
 from megarlhf.rehearsal.decoding import EngineShape
 from megarlhf.rehearsal.engine_time import EngineWork, shape_of
 from megarlhf.rehearsal.lengths import Lengths
@@ -82,6 +83,7 @@ class RehearsedEngine(VllmEngine):
         rollout: RolloutConfig,
         tp: int,
         max_model_len: int,
+        actor: RoleParts,
         runtime: Runtime,
         *,
         lengths: Lengths,
@@ -96,7 +98,7 @@ class RehearsedEngine(VllmEngine):
         self._lengths, self._memory = lengths, memory
         self._drew, self._generated, self._refused = drew, generated, refused
         self._cache_bytes = 0
-        super().__init__(model_path, dtype, rollout, tp, max_model_len, runtime)
+        super().__init__(model_path, dtype, rollout, tp, max_model_len, actor, runtime)
 
     def _start(self, model_path: Path, max_model_len: int) -> Any:
         """Memory as vLLM takes it."""
@@ -111,6 +113,16 @@ class RehearsedEngine(VllmEngine):
         rank, device = self._runtime.rank, self._runtime.device
         shapes = vllm_placements(self._arch, tp=self._tp, tp_rank=rank % self._tp, rank=rank).storages
         return {name: torch.empty(shape, dtype=self._dtype, device=device) for name, shape in shapes.items()}
+
+    def _cache_tensors(self) -> Sequence[Tensor]:
+        return [self._llm.cache]
+
+    def _require_room(self, nbytes: int, what: str) -> None:
+        """As the real one, of which the rehearsal goes on."""
+        memory = self._memory
+        free = memory.device_bytes - memory.reserved_bytes - memory.held_bytes()
+        if memory.device_bytes and free < nbytes:
+            self._refused(f"vLLM's {what} of {_gib(nbytes)} would not come back: {_gib(free)} of the device are free")
 
     def _cache(self) -> Tensor:
         return torch.empty(self._cache_bytes, dtype=torch.uint8, device=self._runtime.device)
@@ -156,6 +168,7 @@ class RehearsedEngine(VllmEngine):
         should_stop: Callable[[], bool] | None = None,
     ) -> Rollouts:
         """Responses of drawn lengths, each on the engine that would draw it."""
+        self._wake(to_generate=True)
         tp, world = self._tp, self._runtime.world_size
         self._drew(len(prompts))
         drawn = [min(self._lengths.draw(seed), sampling.max_tokens) for seed in seeds]
@@ -167,6 +180,7 @@ class RehearsedEngine(VllmEngine):
         )
 
     def close(self) -> None:
+        self._sleeper.forget()
         self._llm = None
 
 
@@ -176,8 +190,14 @@ class GivenResponses:
 
     rebuilds, local_seconds = 0, 0.0
 
-    def __init__(self, runtime: Runtime, lengths: Lengths, drew: Callable[[int], None] = lambda number: None) -> None:
+    def __init__(
+        self, actor: RoleParts, runtime: Runtime, lengths: Lengths, drew: Callable[[int], None] = lambda number: None
+    ) -> None:
+        self._actor = actor
         self._runtime, self._lengths, self._drew, self.weight_version = runtime, lengths, drew, -1
+
+    def needs(self, *, to_generate: bool) -> Sequence[Part]:
+        return (self._actor.parameters,)
 
     def update_weights(self, actor: ModelShard, version: int) -> None:
         self.weight_version = version
@@ -194,6 +214,7 @@ class GivenResponses:
         bank: KeptResponses | None = None,
         should_stop: Callable[[], bool] | None = None,
     ) -> Rollouts:
+        self._actor.to_compute()
         self._drew(len(prompts))
         drawn = [min(self._lengths.draw(seed), sampling.max_tokens) for seed in seeds]
         shares = dict(enumerate(split_evenly(len(prompts), self._runtime.world_size)))

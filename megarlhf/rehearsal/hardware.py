@@ -162,6 +162,8 @@ class Hardware(FrozenModel):
     """Between ranks of different nodes; the bandwidth is a rank's share of its node's."""
     host: Link
     """For tensors of the host and objects."""
+    offload: Figure | None = None
+    """Bytes per second of a copy between a device and host memory, in one direction; left out, as within the device."""
     engine_step: Figure
     """Seconds of a rollout engine's step beside the work of its device: schedule, sample, hand out tokens."""
     measured: Measured | None = None

@@ -98,6 +98,11 @@ def storage_key(tensor: Tensor) -> int:
     return address_of(tensor.untyped_storage())
 
 
+def after_this_backward(call: Callable[[], None]) -> None:
+    """To be asked inside a backward: called when it is over, one that is inside of another too."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
 def onednn_multiplies_bf16() -> bool:
     """Whether oneDNN has products of this processor's."""
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

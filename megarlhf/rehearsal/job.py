@@ -80,6 +80,10 @@ class RankRecord:
     """Why the run would not start, in sentences."""
     cache_bytes: int
     """Of the rollout engine on this rank."""
+    held: dict[str, int]
+    """Bytes by kind at the end of the last step, on the device or in host memory for a while."""
+    offloaded: int
+    """Bytes of host memory for what is not on the device meanwhile."""
     tool_seconds: float
     tool_gib: float
 

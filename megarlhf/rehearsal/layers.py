@@ -5,12 +5,17 @@ again.
 The first layer of a stage meets memory that is made at first use, so it is no model for the others. Of a forward
 without gradients the second layer's tape serves all that follow. With gradients the last layer runs too, since its
 backward is the first. Before the last stage it gets its gradient from the schedule, which holds it meanwhile, so that
-nothing can be added to it in place: there the last layer is no model either, and the one before it runs too. Tests
-compare rehearsals with and without this: nothing changes, but for what `tests/rehearsal/test_reuse.py` names.
+nothing can be added to it in place: there the last layer is no model either, and the one before it runs too.
+
+Layers that are computed again in the backward are a group of their own. Their forward is one without gradients; what
+is computed again comes from the last layer to the first, each followed by its backward, and so its model is the layer
+at the end, as it is for backwards. Tests compare rehearsals with and without all this: nothing changes, but for what
+`tests/rehearsal/test_reuse.py` names.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -20,24 +25,27 @@ import torch
 from torch import Tensor
 
 from megarlhf.models.build import ModelShard
-from megarlhf.rehearsal.interfaces import storage_key
+from megarlhf.rehearsal.interfaces import after_this_backward, storage_key
 from megarlhf.rehearsal.known import Known
 from megarlhf.rehearsal.tape import Mark, Owner, Player, Recorder, Tape
 
 FEWEST = 4
-"""Layers of a stage for which it is worth it."""
+"""Layers of a group for which it is worth it."""
 
 
 @dataclass
 class MicroBatchTapes:
-    """Of one micro-batch in one stage."""
+    """Of one micro-batch in one group of layers."""
 
     forward: Tape
-    """Of the second layer."""
+    """Of the second layer; where it is computed again, of the model."""
     input_is_kept: bool
     """Whether a layer's graph needs what came in, which its caller lets go of."""
     backward: Tape | None = None
     """Of the model."""
+    leaf_is_kept: bool = False
+    """Whether a layer that is computed again holds its input, and the gradient of it, until its next forward: where an
+    attribute of the layer is part of its graph."""
 
 
 @dataclass
@@ -46,21 +54,59 @@ class Held:
 
     keys: dict[int, int] = field(default_factory=dict)
     """Of the ledger, by number of the forward's tape."""
+    leaf: Tensor | None = None
+    """Its input with the gradient of it, where that lives on."""
     is_over: bool = True
     """Whether no backward is to come. What is there then is held by the layer's own attributes, as a dispatcher of
     tokens to experts holds its last routing, until its next forward puts others in their place."""
 
 
 class Place(Enum):
-    """Of a layer behind the first of its stage."""
+    """Of a layer behind the first of its group."""
 
     SECOND = auto()
     """The model of forwards."""
     BETWEEN = auto()
     MODEL = auto()
-    """Of backwards."""
+    """Of backwards, and of what is computed again."""
     BEHIND = auto()
     """The last one, where it is not the model."""
+
+
+class Noted:
+    """A layer that runs and is noted, in all its forwards."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self.tape: Tape | None = None
+        """Of the last one."""
+        self._leaf: weakref.ref[Tensor] | None = None
+        """What came into the last one where it was computed again."""
+
+    def run(self, run: Callable[..., Any], hidden: Tensor, args: Any, kwargs: Any) -> Any:
+        """A forward. What it lets go of that the one before it had left is noted as that one's."""
+        before = {} if self.tape is None else self._recorder.left_of(self.tape, "before")
+        before |= self._of_leaf()
+        self._leaf = weakref.ref(hidden) if torch.is_grad_enabled() and hidden.is_leaf else None
+        self.tape = self._recorder.begin(before | {storage_key(hidden): ("input", 0)})
+        try:
+            out, context = run(hidden, *args, **kwargs)
+            self.tape.goes_out(out)
+        finally:
+            self._recorder.end()
+        return out, context
+
+    @property
+    def leaf_lives(self) -> bool:
+        """Whether what came in is still held, when all that has computed again has returned."""
+        return self._leaf is not None and self._leaf() is not None
+
+    def _of_leaf(self) -> dict[int, tuple[Owner, int]]:
+        leaf = None if self._leaf is None else self._leaf()
+        if leaf is None:
+            return {}
+        found: dict[int, tuple[Owner, int]] = {storage_key(leaf): ("leaf", 0)}
+        return found if leaf.grad is None else found | {storage_key(leaf.grad): ("leaf_grad", 0)}
 
 
 class EqualLayers:
@@ -70,26 +116,39 @@ class EqualLayers:
         self._recorder, self._player, self._known = recorder, player, known
 
     def install(self, shard: ModelShard) -> None:
-        """From now on only the first two layers of this stage run, and with gradients the last one or two."""
-        layers = list(shard.module.decoder.layers)
-        if len(layers) < FEWEST:
-            return
-        stage = _Stage(self._recorder, self._player, self._known)
-        ends = [Place.MODEL] if shard.mesh.is_last_stage else [Place.MODEL, Place.BEHIND]
-        between = [Place.BETWEEN] * (len(layers) - 2 - len(ends))
-        for layer, place in zip(layers[1:], [Place.SECOND, *between, *ends], strict=True):
-            stage.put_into(layer, place)
+        """From now on only the first two layers of each group run, and with gradients the last one or two."""
+        layers, again = list(shard.module.decoder.layers), layers_again(shard)
+        for group in (layers[:again], layers[again:]):
+            if len(group) < FEWEST:
+                continue
+            sends_on = group[-1] is layers[-1] and not shard.mesh.is_last_stage
+            ends = [Place.MODEL, Place.BEHIND] if sends_on else [Place.MODEL]
+            between = [Place.BETWEEN] * (len(group) - 2 - len(ends))
+            equal = _Group(self._recorder, self._player, self._known, again=group[0] in layers[:again])
+            for layer, place in zip(group[1:], [Place.SECOND, *between, *ends], strict=True):
+                equal.put_into(layer, place)
 
 
-class _Stage:
-    """The layers of one stage; of a micro-batch its tapes, from its second layer on."""
+def layers_again(shard: ModelShard) -> int:
+    """How many layers of the stage, its first, are computed again in the backward."""
+    config, count = shard.module.config, len(shard.module.decoder.layers)
+    if config.recompute_granularity != "full":
+        return 0
+    return count if config.recompute_method == "uniform" else min(count, config.recompute_num_layers)
 
-    def __init__(self, recorder: Recorder, player: Player, known: Known) -> None:
+
+class _Group:
+    """Equal layers that follow each other in a stage; of a micro-batch its tapes, from the second layer on."""
+
+    def __init__(self, recorder: Recorder, player: Player, known: Known, *, again: bool) -> None:
+        """`again`: their backward computes them again."""
         self._recorder, self._player, self._known = recorder, player, known
-        self._tape: Tape | None = None
-        """Of the second layer's last forward."""
+        self._again = again
+        self._second, self._model = Noted(recorder), Noted(recorder)
+        self._tapes_again: MicroBatchTapes | None = None
+        """Of the micro-batch that is computed again."""
         self._input: Mark | None = None
-        """What came into it."""
+        """What came into the second layer's last forward."""
         self._tapes: MicroBatchTapes | None = None
 
     def put_into(self, layer: Any, place: Place) -> None:
@@ -100,23 +159,30 @@ class _Stage:
         def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
             nonlocal held
             if place is Place.SECOND:
-                return self._second(run, hidden_states, args, kwargs)
-            tapes = self._tapes_now()
+                self._input = self._recorder.mark(hidden_states)
+                return self._second.run(run, hidden_states, args, kwargs)
             learns = torch.is_grad_enabled() and hidden_states.requires_grad
             if place is Place.MODEL and learns:
-                return self._model(run, tapes, hidden_states, args, kwargs)
-            runs = place in (Place.MODEL, Place.BEHIND)
-            if runs and (
-                learns or len(tapes.forward.numbers) > 1
-            ):  # it has attributes of its own, which a forward replaces
+                return self._run_model(run, hidden_states, args, kwargs)
+            if place is Place.BEHIND and learns:
                 return run(hidden_states, *args, **kwargs)
+            tapes = self._tapes_again if self._again and learns else self._tapes_now()
+            assert tapes is not None, "a layer is computed again before its model"
+            if len(tapes.forward.numbers) > 1:  # a layer that runs has attributes of its own, which a forward replaces
+                if place is Place.MODEL:
+                    return self._model.run(run, hidden_states, args, kwargs)
+                if place is Place.BEHIND:
+                    return run(hidden_states, *args, **kwargs)
             before, held = held, Held(is_over=not learns)
             if learns:
                 self._forget(gradients)
-                out = _Played.apply(hidden_states, self._player, tapes, before.keys, held)
+                if tapes is self._tapes_again:
+                    tapes.leaf_is_kept = self._model.leaf_lives
+                    held.leaf = hidden_states if tapes.leaf_is_kept else None
+                out = _Played.apply(hidden_states, self._player, tapes, before, held)
             else:
                 with torch.set_grad_enabled(tapes.forward.results[0].requires_grad):
-                    out = _PlayedAlone.apply(hidden_states, self._player, tapes.forward, before.keys, held)
+                    out = _PlayedAlone.apply(hidden_states, self._player, tapes.forward, before, held)
             assert not (before.is_over and before.keys), "a layer still holds what its next forward replaces"
             return out, None
 
@@ -125,33 +191,25 @@ class _Stage:
     def _tapes_now(self) -> MicroBatchTapes:
         """Of the micro-batch at hand, when its third layer is called: now the second's input is held by its graph or
         by nobody."""
-        assert self._tape is not None, "a layer runs before the second of its stage"
+        tape = self._second.tape
+        assert tape is not None, "a layer runs before the second of its group"
         assert self._input is not None
-        if self._tapes is None or self._tapes.forward is not self._tape:
-            self._tapes = MicroBatchTapes(self._tape, self._recorder.lives(self._input))
+        if self._tapes is None or self._tapes.forward is not tape:
+            self._tapes = MicroBatchTapes(tape, self._recorder.lives(self._input))
         return self._tapes
 
-    def _second(self, run: Callable[..., Any], hidden: Tensor, args: Any, kwargs: Any) -> Any:
-        before = {} if self._tape is None else self._recorder.left_of(self._tape, "before")
-        self._input = self._recorder.mark(hidden)
-        tape = self._tape = self._recorder.begin(before | {storage_key(hidden): ("input", 0)})
-        try:
-            out, context = run(hidden, *args, **kwargs)
-            tape.goes_out(out)
-        finally:
-            self._recorder.end()
-        return out, context
-
-    def _model(self, run: Callable[..., Any], tapes: MicroBatchTapes, hidden: Tensor, args: Any, kwargs: Any) -> Any:
-        own = self._recorder.begin({storage_key(hidden): ("input", 0)})
-        try:
-            out, context = run(hidden, *args, **kwargs)
-            own.goes_out(out)
-        finally:
-            self._recorder.end()
-        assert own.count == tapes.forward.count, (
-            f"a layer at the end of a stage takes memory {own.count} times, its second {tapes.forward.count} times"
-        )
+    def _run_model(self, run: Callable[..., Any], hidden: Tensor, args: Any, kwargs: Any) -> Any:
+        """A forward of the model whose backward will be noted."""
+        tapes = None if self._again else self._tapes_now()
+        out, context = self._model.run(run, hidden, args, kwargs)
+        own = self._model.tape
+        assert own is not None
+        if tapes is None:  # what comes in is held by whoever computes again
+            tapes = self._tapes_again = MicroBatchTapes(own, input_is_kept=False)
+        else:
+            assert own.count == tapes.forward.count, (
+                f"a layer at the end of a stage takes memory {own.count} times, its second {tapes.forward.count} times"
+            )
         came_out, came_in = storage_key(out), list[int]()
         # Not the tensor, which the hooks would hold.
         inputs: dict[int, tuple[Owner, int]] = {storage_key(hidden): ("input", 0)} if tapes.input_is_kept else {}
@@ -165,9 +223,16 @@ class _Stage:
         def ends(grad_input: Tensor) -> None:
             assert tapes.backward is not None
             tapes.backward.goes_out(grad_input)
+            assert tapes.backward.results[0].number is not None or storage_key(grad_input) == came_in[0]
+            if self._again:  # what came in is a leaf there, and leaves have no order: gradients of weights may follow
+                after_this_backward(over)
+            else:
+                over()
+
+        def over() -> None:
+            assert tapes.backward is not None
             tapes.backward.without_first_use()
             self._recorder.end()
-            assert tapes.backward.results[0].number is not None or storage_key(grad_input) == came_in[0]
 
         out.register_hook(begins)
         hidden.register_hook(ends)
@@ -181,6 +246,12 @@ class _Stage:
                 self._known.forget(buffer)
 
 
+def _owners(before: Held) -> dict[Owner, Any]:
+    """What a forward may give back of the one before it."""
+    leaf = before.leaf
+    return {"before": before.keys, "leaf": leaf, "leaf_grad": None if leaf is None else leaf.grad}
+
+
 class _PlayedAlone(torch.autograd.Function):
     """The forward of a layer that is played, without a backward to come.
 
@@ -189,8 +260,8 @@ class _PlayedAlone(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, player: Player, tape: Tape, before: dict[int, int], held: Held) -> Tensor:
-        (out,), held.keys = player.play(tape, {"input": hidden, "before": before})
+    def forward(ctx: Any, hidden: Tensor, player: Player, tape: Tape, before: Held, held: Held) -> Tensor:
+        (out,), held.keys = player.play(tape, {"input": hidden, **_owners(before)})
         return out
 
 
@@ -198,10 +269,8 @@ class _Played(torch.autograd.Function):
     """A layer that is played, forward and backward."""
 
     @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, player: Player, tapes: MicroBatchTapes, before: dict[int, int], held: Held
-    ) -> Tensor:
-        (out,), held.keys = player.play(tapes.forward, {"input": hidden, "before": before})
+    def forward(ctx: Any, hidden: Tensor, player: Player, tapes: MicroBatchTapes, before: Held, held: Held) -> Tensor:
+        (out,), held.keys = player.play(tapes.forward, {"input": hidden, **_owners(before)})
         ctx.player, ctx.tapes, ctx.held = player, tapes, held
         if tapes.input_is_kept:
             ctx.save_for_backward(hidden)

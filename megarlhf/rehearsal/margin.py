@@ -94,7 +94,7 @@ class Facts:
     """What a rehearsed rank has counted that the margin depends on. `facts_of` makes it."""
 
     memberships: int
-    """Process groups that the rank is in: communicators, since each is made at once (runtime.py, device_id)."""
+    """Process groups that the rank is in: communicators, each made with its first message."""
     groups: int
     """Of them, that have made a collective of device tensors."""
     near_peers: int

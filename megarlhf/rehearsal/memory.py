@@ -139,6 +139,8 @@ class Ledger:
         self.listener: Listener | None = None
         self._entry: _Entry | None = None
         self._host: set[int] = set()
+        self._away: dict[int, Storage] = {}
+        """Storages whose memory is given back for a while."""
         self._next_key = MOMENTARY - 1
         """Of memory that no tensor holds; they fall."""
 
@@ -192,6 +194,20 @@ class Ledger:
         if key in self.live:
             self._gone(key, self.live[key])
 
+    def leave_off(self, tensor: Tensor) -> None:
+        """The memory of a storage is given back, to be taken again by the same."""
+        key = storage_key(tensor)
+        entry = self.live[key]
+        self._gone(key, entry)
+        self._away[key] = entry
+        finalizer = weakref.finalize(tensor.untyped_storage(), self._away.pop, key, None)
+        finalizer.atexit = False
+
+    def take_again(self, tensor: Tensor) -> None:
+        """What was left off lives again, as it was."""
+        key = storage_key(tensor)
+        self._begin(key, self._away.pop(key))
+
     def _begin(self, key: int, entry: Storage) -> None:
         self.live[key] = entry
         self.total += entry.nbytes
@@ -237,6 +253,13 @@ class Ledger:
     def _host_gone(self, key: int, nbytes: int) -> None:
         self._host.discard(key)
         self.host_total -= nbytes
+
+    def held(self) -> dict[str, int]:
+        """Bytes by kind of what lives now, or is left off for a while."""
+        found: Counter[str] = Counter()
+        for storage in (*self.live.values(), *self._away.values()):
+            found[self.kind_of(storage)] += storage.nbytes
+        return dict(found)
 
     def name(self, tensors: Iterable[Tensor], kind: str) -> None:
         """Say what storages are for."""

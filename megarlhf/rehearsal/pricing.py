@@ -87,6 +87,13 @@ class Pricing:
             seconds = max(seconds, flops / (self.peak(dtype) * share))
         return seconds
 
+    def offload_seconds(self, nbytes: int) -> float:
+        """A copy between the device and host memory."""
+        figure = self.hardware.offload
+        if figure is None:
+            return self.operation_seconds("memory", 0.0, 2 * nbytes, "int8")
+        return self.hardware.launch.value + nbytes / figure.value
+
     def product_seconds(self, flops: float, nbytes: float, dtype: str) -> float:
         """Products of which only the sizes are known, by the roofline, without a launch."""
         return self._roofline("matmul", flops, nbytes, dtype)

@@ -25,6 +25,7 @@ from megarlhf.rehearsal.digests import equal_digests
 from megarlhf.rehearsal.engine import EngineMemory, GivenResponses, RehearsedEngine, forward_bytes
 from megarlhf.rehearsal.engine_time import DecodePrice, EngineWork, RolloutEstimate, estimate
 from megarlhf.rehearsal.experts import EqualExperts
+from megarlhf.rehearsal.host_memory import RehearsedHost
 from megarlhf.rehearsal.interfaces import FakeTensor, Hooks
 from megarlhf.rehearsal.job import Job, RankRecord, layouts_of, runtime_of
 from megarlhf.rehearsal.layers import EqualLayers
@@ -54,6 +55,8 @@ MAX_NUM_SEQS = 1024
 class RankPrice(Price, DecodePrice, Protocol):
     """What prices all that a rank does: `pricing.Pricing`."""
 
+    def offload_seconds(self, nbytes: int) -> float: ...
+
 
 class Rank:
     """Rehearses one rank in this process, which it takes over: process group, device and patches are the process's."""
@@ -82,6 +85,8 @@ class Rank:
         self._problems: list[str] = []
         self._parameters: list[Tensor] = []
         self._cache_bytes = 0
+        self._hosts: list[RehearsedHost] = []
+        self._held: dict[str, int] = {}
         self.mode.routing = job.routing
         self.steps = Steps(job.num_steps, self._moved, self._ended)
         player = Player(self.ledger, self.meter, self.wire, self.mode.fake, self.device)
@@ -126,25 +131,32 @@ class Rank:
             rollouts=self._rollouts,
             problems=self._problems,
             cache_bytes=self._cache_bytes,
+            held=self._held,
+            offloaded=sum(host.nbytes for host in self._hosts),
             tool_seconds=time.perf_counter() - began,
             tool_gib=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
         )
 
     def _parts(self) -> Parts:
-        return Parts(phases=self.steps.phases, weights=NoNumbers(self._built), engine=self._engine)
+        def host(device: torch.device) -> RehearsedHost:
+            self._hosts.append(RehearsedHost(device, self.meter, self._price.offload_seconds))
+            return self._hosts[-1]
+
+        return Parts(phases=self.steps.phases, weights=NoNumbers(self._built), engine=self._engine, host=host)
 
     def _engine(
         self, rollout: RolloutConfig, actor: Role, max_prompt_tokens: int, micro_batch_samples: int
     ) -> RolloutEngine:
         job, runtime = self.job, actor.mesh.runtime
         if job.bare_engine or rollout.engine == "megatron":
-            return GivenResponses(runtime, job.response_lengths, self._drew)
+            return GivenResponses(actor.parts, runtime, job.response_lengths, self._drew)
         return RehearsedEngine(
             actor.section.model.hf_directory(),
             engine_dtype(rollout, actor),
             rollout,
             rollout.tp(actor.section),
             max_prompt_tokens + rollout.max_response_tokens,
+            actor.parts,
             runtime,
             lengths=job.response_lengths,
             memory=self._engine_memory(actor, rollout.tp(actor.section)),
@@ -232,6 +244,7 @@ class Rank:
 
     def _ended(self, step: int) -> None:
         self.meter.message(Mark(self.meter.phase, step))
+        self._held = self.ledger.held()
         if step >= self.job.num_steps:
             self.ledger.leave()  # what is freed on the way out is no part of the run
 

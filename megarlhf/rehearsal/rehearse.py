@@ -178,7 +178,7 @@ class _Rehearsal:
 
     def _rank(self, kind: Kind, record: RankRecord) -> RankResult:
         # What lies between phases begins with what the phase before it has left.
-        peak = max(record.memory, key=lambda phase: (phase.peak, phase.phase != BETWEEN))
+        peak = max(record.memory, key=lambda phase: (phase.peak, phase.phase not in (BETWEEN, "offload")))
         items = self._margin(record, peak)
         points = sorted((point for phase in record.memory for point in phase.curve), key=lambda point: point[0])
         begins = [(begin, phase.step, phase.phase) for phase in record.memory for begin in phase.begins]
@@ -198,6 +198,8 @@ class _Rehearsal:
             groups_created=record.groups_created,
             memberships=record.memberships,
             host_peak=max(phase.host_peak for phase in record.memory),
+            saved=sum(record.held.get(kind, 0) for kind in ("main parameters", "optimizer state")),
+            offloaded=record.offloaded,
             cache_bytes=record.cache_bytes,
         )
 
@@ -237,15 +239,18 @@ class _Rehearsal:
 
     def _host(self, tightest: RankResult) -> list[HostRow]:
         """Of one rank."""
-        kinds = ("main parameters", "optimizer state")
-        saved = sum(max(row.by_kind.get(kind, 0) for row in tightest.memory) for kind in kinds)
         process = int(PROCESS_GIB * 2**30)
         return [
             HostRow(name="the process", nbytes=process, source="assumed: Python and libraries, the device's too"),
             HostRow(name="the program's tensors on the host", nbytes=tightest.host_peak, source="counted"),
             HostRow(
+                name="what is not on the device meanwhile",
+                nbytes=tightest.offloaded,
+                source="counted: parts of roles and of the engine (ROLE.offload, rollout.sleep_level), pinned",
+            ),
+            HostRow(
                 name="a resume point's copy of the state",
-                nbytes=saved,
+                nbytes=tightest.saved,
                 source="main parameters and optimizer state, copied before they are written (resume/writer.py)",
             ),
         ]

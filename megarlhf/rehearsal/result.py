@@ -93,6 +93,10 @@ class RankResult:
     groups_created: int
     memberships: int
     host_peak: int
+    saved: int
+    """What a resume point copies: the optimizer's main parameters and state."""
+    offloaded: int
+    """Host memory for what is not on the device meanwhile."""
     cache_bytes: int
 
 

@@ -41,7 +41,7 @@ def run_sweep(
             sweep.illegal.append((overrides, found))
             continue
         request = request_of(found)
-        least = least_bytes(found, request.world_size)
+        least = least_bytes(found, request.world_size, gpu=request.hardware.kind == "gpu")
         if least > request.device_bytes:
             sweep.too_large.append((overrides, least))
         else:

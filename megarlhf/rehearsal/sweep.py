@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megarlhf.architectures.hf_config import architecture_from_hf
-from megarlhf.config import RLConfig
+from megarlhf.config import DPOConfig, RLConfig
 from megarlhf.rehearsal.job import roles_of
 from megarlhf.rehearsal.result import Result
 from megarlhf.weights.checkpoint.dtype import resolve_dtype
@@ -134,11 +134,16 @@ def _require_known(axis: Axis, load: Callable[[Sequence[str]], Any]) -> None:
         raise ValueError(f"--sweep {axis.key}: {reasons[0]}")
 
 
-def least_bytes(cfg: Any, world_size: int) -> int:
-    """What parameters alone take on the fullest rank: parameters, gradients, optimizer, and the engine's weights. No
-    activation, no cache, no message: what is above the device cannot fit, whatever a rehearsal would find."""
+def least_bytes(cfg: Any, world_size: int, *, gpu: bool = True) -> int:
+    """What parameters alone take on the fullest rank, in the turn in which they take most: parameters, gradients,
+    optimizer, and the engine's weights, each where it is not in host memory then. No activation, no cache, no message:
+    what is above the device cannot fit, whatever a rehearsal would find.
+
+    gpu: what `auto` means
+    """
     trained = {"sft": ("actor",), "rm": ("reward_model",)}.get(command_of(cfg), ("actor", "critic"))
-    total = 0.0
+    auto = gpu and isinstance(cfg, RLConfig | DPOConfig)
+    stays, turns = 0.0, [0.0]
     for name, section in roles_of(cfg).items():
         arch = architecture_from_hf(section.model.hf_directory())
         layout = section.parallel.layout(world_size, name)
@@ -146,15 +151,26 @@ def least_bytes(cfg: Any, world_size: int) -> int:
         # An equal share of the layers, than which the fullest stage has no less. Embedding and head may be on others.
         embeddings = arch.vocab_size * arch.hidden_size * (1 if arch.tied_embeddings else 2)
         own = (model_elements(arch) - embeddings) / layout.pp / layout.tp
-        total += own * BYTES[dtype]
+        parameters, gradients, optimizer = own * BYTES[dtype], 0.0, 0.0
         if name in trained:
             main = 0 if dtype == "fp32" else 4
-            total += own * (GRADIENT + (main + MOMENTS) / layout.dp)
+            gradients, optimizer = own * GRADIENT, own * (main + MOMENTS) / layout.dp
+        offload = section.offload
+        optimizer_is = "stream" if offload.optimizer == "auto" and auto else offload.optimizer
+        parts = ((parameters, offload.parameters), (gradients, offload.gradients), (optimizer, optimizer_is))
+        leaves = [auto if policy == "auto" else bool(policy) for _, policy in parts]
+        stays += sum(nbytes for (nbytes, _), away in zip(parts, leaves, strict=True) if not away)
+        # A streamed optimizer is never there as a whole.
+        turns.append(sum(n for (n, policy), away in zip(parts, leaves, strict=True) if away and policy != "stream"))
     if isinstance(cfg, RLConfig) and cfg.rollout.engine == "vllm":
         arch = architecture_from_hf(cfg.actor.model.hf_directory())
         dtype = cfg.rollout.dtype if cfg.rollout.dtype != "auto" else resolve_dtype("actor", cfg.actor.model, "lm").name
-        total += model_elements(arch) / cfg.rollout.tp(cfg.actor) * BYTES[dtype]
-    return int(total)
+        weights = model_elements(arch) / cfg.rollout.tp(cfg.actor) * BYTES[dtype]
+        level = cfg.rollout.sleep_level
+        sleeps = auto if level == "auto" else level > 0
+        stays += 0.0 if sleeps else weights
+        turns.append(weights if sleeps else 0.0)
+    return int(stays + max(turns))
 
 
 def command_of(cfg: Any) -> str:

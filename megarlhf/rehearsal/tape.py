@@ -21,9 +21,9 @@ from megarlhf.rehearsal.trace import Collective, Event, Receive, Send, Wait, Wor
 from megarlhf.rehearsal.wire import Line, Wire
 from megarlhf.rehearsal.work import Meter, Spending
 
-Owner = Literal["own", "before", "forward", "input", "grad_output"]
-"""Whose memory is given back: of this tape, of the same layer's forward before this one, of the forward of this
-backward, of a tensor that came in."""
+Owner = Literal["own", "before", "leaf", "leaf_grad", "forward", "input", "grad_output"]
+"""Whose memory is given back: of this tape, of the same layer's forward before this one, of what came into that and the
+gradient of it, of the forward of this backward, of a tensor that came in."""
 
 
 class Mark(NamedTuple):
@@ -338,7 +338,7 @@ class Player:
     def _free(self, number: int, owner: Any) -> None:
         if isinstance(owner, Tensor):
             self._ledger.end_early(owner)
-        elif (key := owner.pop(number, None)) is not None:
+        elif owner is not None and (key := owner.pop(number, None)) is not None:
             self._ledger.give_back(key)
 
     def _renumbered(self, event: Event, numbers: dict[int, int]) -> Event:

@@ -22,9 +22,9 @@ Operation = Literal[
 ]
 """What a collective does. A list of tensors and one flat tensor are the same operation."""
 
-Work = Literal["matmul", "attention", "memory", "kernel", "rollout", "host"]
-"""What bounds an operation: products, attention, memory traffic, a kernel of ours, the rollout engines, or nothing that
-is priced."""
+Work = Literal["matmul", "attention", "memory", "kernel", "rollout", "offload", "host"]
+"""What bounds an operation: products, attention, memory traffic, a kernel of ours, the rollout engines, copies to host
+memory and back, or nothing that is priced."""
 
 
 @dataclass(frozen=True, slots=True)

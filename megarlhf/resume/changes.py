@@ -33,9 +33,11 @@ _NEUTRAL = {
         "ROLE.kernels.* train.micro_batch_samples train.max_tokens_per_micro_batch rollout.engine_args.* "
         "run.deterministic"
     ),
-    "memory": "rollout.gpu_memory_utilization rollout.cpu_cache_gib rollout.reshard_bucket_mib",
+    "what is kept in memory, and what is computed again": "ROLE.recompute ROLE.recompute_layers ROLE.offload.*",
+    "memory": "rollout.sleep_level rollout.gpu_memory_utilization rollout.cpu_cache_gib rollout.reshard_bucket_mib",
     "how a reward is called, not what it says": "rewards.calls.*",
     "which of the rewards is called an accuracy": "eval.accuracy",
+    "whether a KL that nothing else reads is measured": "algo.kl.log",
     "checks, which end a run or let it be": (
         "algo.unrewarded rollout.verify_weights_every rollout.poison_weights rollout.logprob_gap.* "
         "rollout.max_engine_rebuilds train.max_skipped_in_a_row"
@@ -109,10 +111,12 @@ class Changes:
 def compare(old: TrainingConfig, new: TrainingConfig) -> Changes:
     """The changes from the configuration of an earlier run to that of this start, of the same command."""
     before, after = _flat(old), _flat(new)
+    # A role that only one of them builds follows from another key, which is told.
+    alone = roles_of(old).keys() ^ roles_of(new).keys()
     changes = [
         Change(key, before.get(key), after.get(key))
         for key in dict.fromkeys([*before, *after])
-        if before.get(key) != after.get(key)
+        if before.get(key) != after.get(key) and key.partition(".")[0] not in alone
     ]
     result = Changes([], [], [])
     lists = {"neutral": result.neutral, "mathematics": result.mathematics, "place": result.places}

@@ -51,6 +51,7 @@ def digest_of_vocabulary(tokenizer: Tokenizer) -> str:
 
 def digest_of_weights(role: Role) -> str:
     """Of a role's live parameters, the same at every layout. Collective."""
+    role.parts.to_compute()
     shard, mesh = role.shard, role.mesh
     mine, _ = replica_digests(mesh.runtime.rank, replica_placements(shard), shard.parameters(), dtype=shard.dtype)
     names = list(logical_tensors(shard.arch, shard.head))

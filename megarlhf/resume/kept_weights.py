@@ -103,6 +103,7 @@ def _manifest(
 def _write(role: Role, directory: Path, body: Mapping[str, Any]) -> str:
     """Why it could not be written; empty: it was."""
     runtime = role.mesh.runtime
+    role.parts.to_learn()  # the gradients are still wanted
     state = role_state.sharded_state(role, optimizer=False)
     size = torch.tensor(role_state.bytes_to_write(state), device=runtime.device)
     dist.all_reduce(size)

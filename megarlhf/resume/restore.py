@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megarlhf.models.role import Role
+from megarlhf.parallel.residency import to_save
 from megarlhf.provenance import Weights
 from megarlhf.resume import point, role_state
 from megarlhf.resume.point import Point, Position
@@ -77,7 +78,8 @@ class Identity:
         problems = [f"configuration: {change}" for change in self.changed(manifest["config"])]
         if manifest["data"] != self.data:
             problems.append("data.train (or what makes samples of it) gives other samples")
-        if manifest["reference"] != self.reference:
+        # One of the two runs may have none; whether the KL counts is part of the configuration.
+        if None not in (manifest["reference"], self.reference) and manifest["reference"] != self.reference:
             problems.append("the reference has other weights, so the KL would be measured to another model")
         known = manifest["others"]
         problems += [
@@ -213,6 +215,7 @@ def _load(
     runtime: Runtime, good: Point, manifest: Mapping[str, Any], roles: Sequence[Role], states: Mapping[str, Stateful]
 ) -> Table | None:
     for role in roles:
+        to_save([role.parts])
         role_state.load_state(role, good.path / role.name)
         role_state.set_counters(role, manifest["roles"][role.name])
     for name, state in states.items():

@@ -17,6 +17,7 @@ from torch import Tensor
 from megarlhf.errors import Interrupted
 from megarlhf.experience import Rollouts, redistribute
 from megarlhf.models.build import ModelShard
+from megarlhf.parallel.residency import Part
 from megarlhf.weights.checks.certificate import Certificate
 
 
@@ -122,6 +123,10 @@ class RolloutEngine(Protocol):
     @property
     def local_seconds(self) -> float:
         """Of the last `generate`: what this rank's engine took, before it waited for the others."""
+        ...
+
+    def needs(self, *, to_generate: bool) -> Sequence[Part]:
+        """What has to be on the device when it generates, or when it takes over weights."""
         ...
 
     def update_weights(self, actor: ModelShard, version: int) -> None:

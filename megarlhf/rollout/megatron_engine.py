@@ -17,6 +17,7 @@ from megarlhf.experience import Rollouts
 from megarlhf.kernels import token_logprobs
 from megarlhf.models.build import ModelShard
 from megarlhf.parallel.batching import FILLER, padded_length, split_padded
+from megarlhf.parallel.residency import Part, RoleParts
 from megarlhf.parallel.step import MicroBatch, forward_only
 from megarlhf.parallel.vocab import logits_at
 from megarlhf.rollout.engine import KeptResponses, Response, Sampling, any_rank, gather_rollouts, missing_rows
@@ -28,8 +29,8 @@ class MegatronEngine:
     rebuilds = 0
     """What fails here are the actor's own modules; there is nothing to build anew."""
 
-    def __init__(self, actor: ModelShard, micro_batch_samples: int) -> None:
-        self._actor = actor
+    def __init__(self, actor: ModelShard, micro_batch_samples: int, parts: RoleParts) -> None:
+        self._actor, self._parts = actor, parts
         self._micro_batch_samples = micro_batch_samples
         self._version = -1
         self.local_seconds = 0.0
@@ -37,6 +38,9 @@ class MegatronEngine:
     @property
     def weight_version(self) -> int:
         return self._version
+
+    def needs(self, *, to_generate: bool) -> Sequence[Part]:
+        return (self._parts.parameters,)
 
     def update_weights(self, actor: ModelShard, version: int) -> None:
         assert actor is self._actor
@@ -58,6 +62,7 @@ class MegatronEngine:
         should_stop: Callable[[], bool] | None = None,
     ) -> Rollouts:
         """Rows are split over data-parallel ranks; all ranks stop at the same token."""
+        self._parts.to_compute()
         bank = KeptResponses() if bank is None else bank
         rows = missing_rows(bank, len(prompts))
         began = time.monotonic()

@@ -12,6 +12,7 @@ from torch import Tensor
 from megarlhf.collective_errors import raise_on_all_ranks
 from megarlhf.experience import Rollouts
 from megarlhf.models.build import ModelShard
+from megarlhf.parallel.residency import Part
 from megarlhf.rollout.engine import (
     EngineFailure,
     KeptResponses,
@@ -56,6 +57,9 @@ class RestartingEngine:
     @property
     def local_seconds(self) -> float:
         return self.engine.local_seconds
+
+    def needs(self, *, to_generate: bool) -> Sequence[Part]:
+        return self.engine.needs(to_generate=to_generate)
 
     def update_weights(self, actor: ModelShard, version: int) -> None:
         """As the engine's.

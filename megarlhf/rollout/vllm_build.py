@@ -21,6 +21,8 @@ def build_llm(
     max_model_len: int,
     runtime: Runtime,
     has_experts: bool,
+    *,
+    sleeps: bool = False,
 ) -> Any:
     """The engine with memory for weights and cache, its weights still dummies."""
     set_environment(rollout, runtime)
@@ -43,6 +45,8 @@ def build_llm(
         "logprobs_mode": "processed_logprobs",
         "seed": 0,
     }
+    if sleeps and not on_cpu:
+        ours["enable_sleep_mode"] = True
     if has_experts and not on_cpu:
         # Other kernels of experts swap, permute or shuffle the weights after loading, at unchanged shape.
         ours["moe_backend"] = "triton"

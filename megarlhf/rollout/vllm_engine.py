@@ -24,9 +24,11 @@ from megarlhf.config import RolloutConfig
 from megarlhf.experience import Rollouts
 from megarlhf.layout import split_evenly
 from megarlhf.models.build import ModelShard, placements_on
+from megarlhf.parallel.residency import Part, RoleParts
 from megarlhf.placement import RankPlacements
 from megarlhf.rollout.engine import EngineFailure, KeptResponses, Sampling, gather_rollouts, missing_rows
 from megarlhf.rollout.requests import draw
+from megarlhf.rollout.sleep import EngineMemory, cache_of_worker, make_sleeper, require_room
 from megarlhf.rollout.vllm_build import build_llm
 from megarlhf.rollout.vllm_patches import keep_default_group
 from megarlhf.runtime import Runtime, free_bytes, without_torch_determinism
@@ -53,9 +55,12 @@ class VllmEngine:
         rollout: RolloutConfig,
         tp: int,
         max_model_len: int,
+        actor: RoleParts,
         runtime: Runtime,
     ) -> None:
+        """`actor`: of the role whose weights it will be given."""
         self._runtime = runtime
+        self._source, self._residency = actor.parameters, actor.residency
         self._tp = tp
         self._arch = architecture_from_hf(model_path)
         self._dtype = dtype
@@ -70,7 +75,11 @@ class VllmEngine:
         self._resharder: Resharder | None = None
         self._llm = self._start(model_path, max_model_len)
         self._parameters: dict[str, Tensor] = self._llm.apply_model(lambda model: dict(model.named_parameters()))[0]
-        self._places = {name: tensor.data_ptr() for name, tensor in self._parameters.items()}
+        self._places = self._addresses()
+        memory = EngineMemory(self._llm, self._parameters, self._cache_tensors)
+        self._sleeper = make_sleeper(memory, self._residency, self._sleep_level, self._require_room)
+        self._actor: ModelShard | None = None
+        """Whose weights it has, or had before it slept."""
         self._destinations = [self._placements(rank) for rank in range(runtime.world_size)]
         try:
             self._check_memory()
@@ -81,11 +90,49 @@ class VllmEngine:
     def _start(self, model_path: Path, max_model_len: int) -> Any:
         """vLLM's `LLM`."""
         has_experts = bool(self._arch.num_experts)
-        return build_llm(model_path, self._dtype, self._rollout, self._tp, max_model_len, self._runtime, has_experts)
+        return build_llm(
+            model_path,
+            self._dtype,
+            self._rollout,
+            self._tp,
+            max_model_len,
+            self._runtime,
+            has_experts,
+            sleeps=self._sleep_level > 0,
+        )
 
     @property
     def weight_version(self) -> int:
         return self._version
+
+    @property
+    def _sleep_level(self) -> int:
+        level = self._rollout.sleep_level
+        return (2 if self._residency.auto else 0) if level == "auto" else level
+
+    def _cache_tensors(self) -> Sequence[Tensor]:
+        return cache_of_worker(self._llm)
+
+    def _require_room(self, nbytes: int, what: str) -> None:
+        require_room(nbytes, what, self._runtime)
+
+    def _addresses(self) -> dict[str, int]:
+        return {name: tensor.data_ptr() for name, tensor in self._parameters.items()}
+
+    def needs(self, *, to_generate: bool) -> Sequence[Part]:
+        """Weights that are lost have to be made from the actor's first."""
+        if to_generate and not self._sleeper.weights_lost:
+            return self._sleeper.weights, self._sleeper.cache
+        return self._source, self._sleeper.weights
+
+    def _wake(self, *, to_generate: bool) -> None:
+        """Have the weights in their memory, with what they are made from; to generate, weights that count, and the
+        cache. Collective."""
+        if to_generate and self._sleeper.weights_lost and self._actor is not None and not self._refusal:
+            self.update_weights(self._actor, self._version)
+        self._residency.turn(*self.needs(to_generate=to_generate))
+        if not self._sleeper.keeps_addresses:
+            self._places = self._addresses()
 
     def _placements(self, rank: int) -> RankPlacements:
         return vllm_placements(self._arch, tp=self._tp, tp_rank=rank % self._tp, rank=rank)
@@ -150,8 +197,11 @@ class VllmEngine:
         Raises: on every rank, when anything failed on any: TransferError from the transfer, RuntimeError before and
         EngineFailure after it. The version then stays, and nothing is generated until an update succeeds.
         """
+        self._wake(to_generate=False)
         self._refusal = f"the update to version {version} failed half way, what it holds is a mixture"
         resharder = self._resharder_from(actor)
+        if self._sleeper.weights_lost:  # no copy writes there
+            zero_padding(self._destinations[self._runtime.rank], self._parameters)
         if self._rollout.poison_weights:
             with raise_on_all_ranks(_error(f"the update to version {version} failed", "Nothing has been sent")):
                 poison(self._parameters)
@@ -174,10 +224,14 @@ class VllmEngine:
         ) as problems:
             if not self._llm.reset_prefix_cache():
                 problems.append("vLLM did not reset its prefix cache")
-        self._version, self._refusal = version, ""
+        self._version, self._refusal, self._actor = version, "", actor
+        self._sleeper.weights_lost = False
 
     def verify_weights(self, actor: ModelShard) -> Certificate:
         """Of what lies in vLLM's live parameters now, every replica and all padding included, against the actor's."""
+        if self._sleeper.weights_lost and self._actor is not None:
+            self.update_weights(actor, self._version)
+        self._wake(to_generate=False)
         kept, self._refusal = self._refusal, f"they were not found to be those of version {self._version}"
         try:
             with raise_on_all_ranks(lambda reasons: CertificateError("; ".join(reasons))) as problems:
@@ -250,6 +304,7 @@ class VllmEngine:
         missing = missing_rows(bank, len(prompts))
         share = split_evenly(len(missing), self._runtime.world_size // self._tp)[self._runtime.rank // self._tp]
         rows = [missing[n] for n in share]
+        self._wake(to_generate=True)
         self._refusal = "it failed while it drew responses, and may be in any state"
         began = time.monotonic()
         failed = _error("vLLM failed while it drew responses", "", EngineFailure)
@@ -308,6 +363,7 @@ class VllmEngine:
 
     def close(self) -> None:
         """Shut the engine down. The run's own process groups stay."""
+        self._sleeper.forget()
         with keep_default_group():
             self._llm.llm_engine.engine_core.shutdown()
 

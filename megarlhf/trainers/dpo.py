@@ -26,6 +26,7 @@ from megarlhf.models.role import Role, build_role
 from megarlhf.models.weights import CHECKPOINTS, WeightSource
 from megarlhf.parallel.batching import MicroBatchLayout, TokenSpans, micro_batch_mask, repeat_on_micro_batch
 from megarlhf.parallel.mesh import GroupCache
+from megarlhf.parallel.residency import Residency
 from megarlhf.parallel.step import MicroBatch
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.dpo_loss import REFERENCE, PreferenceLoss, response_logprobs, sequence_sums
@@ -70,12 +71,19 @@ class PreferenceOptimisation(Objective[PairSample]):
         """Both with the prompt, the chosen one first."""
         return [sample.prompt_tokens + response for response in (sample.chosen_tokens, sample.rejected_tokens)]
 
-    def build_frozen(self, cache: GroupCache, weights: WeightSource = CHECKPOINTS) -> list[Role]:
+    @property
+    def has_frozen(self) -> bool:
+        return self.dpo.needs_reference
+
+    def build_frozen(
+        self, cache: GroupCache, weights: WeightSource = CHECKPOINTS, residency: Residency | None = None
+    ) -> list[Role]:
         """The reference, where the loss reads one."""
         if not self.dpo.needs_reference:
             return []
         section = self.dpo.roles()["reference"]
-        self._reference = build_role("reference", section, "lm", cache, seed=self.cfg.run.seed, weights=weights)
+        seed = self.cfg.run.seed
+        self._reference = build_role("reference", section, "lm", cache, seed=seed, weights=weights, residency=residency)
         return [self._reference]
 
     def require_fitting(self, samples: Sequence[PairSample], max_positions: int, source: str) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
+
+import torch
 
 from megarlhf.config import ProfileConfig, RolloutConfig
 from megarlhf.config.watchdog import WatchdogConfig
@@ -13,6 +16,7 @@ from megarlhf.models.role import Role
 from megarlhf.models.weights import CHECKPOINTS, WeightSource
 from megarlhf.observe.phases import Phases
 from megarlhf.observe.profile import recorded_phases
+from megarlhf.parallel.residency import HostMemory
 from megarlhf.rollout.engine import RolloutEngine
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.prompts import make_engine
@@ -42,3 +46,5 @@ class Parts:
     weights: WeightSource = CHECKPOINTS
     """Where the roles' weights come from."""
     engine: MakeEngine = make_engine
+    host: Callable[[torch.device], HostMemory] = HostMemory
+    """Where parts of roles are while they are not on the device."""

@@ -117,7 +117,7 @@ def make_engine(rollout: RolloutConfig, actor: Role, max_prompt_tokens: int, mic
     if rollout.engine == "megatron":
         from megarlhf.rollout.megatron_engine import MegatronEngine
 
-        return MegatronEngine(actor.shard, micro_batch_samples)
+        return MegatronEngine(actor.shard, micro_batch_samples, actor.parts)
     from megarlhf.rollout.restarting import RestartingEngine
     from megarlhf.rollout.vllm_engine import VllmEngine
 
@@ -128,6 +128,7 @@ def make_engine(rollout: RolloutConfig, actor: Role, max_prompt_tokens: int, mic
         rollout,
         rollout.tp(actor.section),
         max_prompt_tokens + rollout.max_response_tokens,
+        actor.parts,
         actor.mesh.runtime,
     )
     return RestartingEngine(build, rollout.max_engine_rebuilds)

@@ -46,7 +46,6 @@ def run(cfg: RLConfig, runtime: Runtime, parts: Parts = Parts()) -> None:  # noq
             components = build(cfg, runtime, data.tokenizer, phases, parts)
             loop = Loop(cfg, components, data, order)
             training = training_of(cfg, components, data, loop.states, loop.bank, stop_request)
-            assert training.reference is not None
             notes = [*data.notes, *anchor_notes(cfg, training.reference)]
         with (
             contextlib.closing(components.rewarder),
@@ -84,9 +83,9 @@ class Loop:
             components.phases.begin_step(step + 1)
             rebuilds = components.engine.rebuilds
             work = StepInProgress.restored(session.take_table()) or self._experience(step, session)
+            trained = train_on(cfg, components, work, step, partial(at_border, session, step), gap.watch)
             described = describe(work.experience, cfg)
-            metrics: Metrics = {**work.found, **described}
-            metrics |= train_on(cfg, components, work, step, partial(at_border, session, step))
+            metrics: Metrics = {**work.found, **described, **trained}
             step += 1
             session.stop_if_asked()
             update_weights(components, step, certify=step == 1 or is_due(step, cfg.rollout.verify_weights_every))
@@ -120,7 +119,8 @@ class Loop:
         experience, rewards = score(drawing, drawing.responses_to(prompts), prompts)
         with components.phases("advantages"), components.phases.local():
             work = StepInProgress.begun(cfg, components, experience, rewards)
-            self.gap.watch(work.found)
+            if not cfg.old_logprobs_in_training(step):
+                self.gap.watch(work.found)
             return work
 
     def _show(self, session: Session, step: int, work: StepInProgress) -> None:

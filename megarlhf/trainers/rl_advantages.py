@@ -71,12 +71,17 @@ class Shaped:
     @property
     def like(self) -> Ragged:
         """A column of the response tokens."""
-        return self.experience.columns["old_logprobs"]
+        return self.experience.rollouts.logprobs
+
+    @property
+    def old_T(self) -> Tensor:
+        """The policy's log-probs, of which the KL is made."""
+        return self.experience.columns["old_logprobs"].values_T
 
     def kl_T(self) -> Tensor:
         """The estimate of each token's KL to the reference."""
         ref_T, kl = self.experience.columns["ref_logprobs"].values_T, self.algo.kl
-        return kl_estimate(self.like.values_T, ref_T, kl.estimator, kl.clamp)
+        return kl_estimate(self.old_T, ref_T, kl.estimator, kl.clamp)
 
     def kl_N(self) -> Tensor | None:
         """Its sum over each response; None where no KL is in the reward of a whole response."""
@@ -111,7 +116,7 @@ class Shaped:
             token_rewards_T = costs_T if token_rewards_T is None else token_rewards_T + costs_T
             coef = 0.0
         return packed_gae(
-            like.values_T,
+            self.old_T if coef > 0 else like.values_T,
             self.experience.columns["ref_logprobs"].values_T if coef > 0 else None,
             values_T,
             scores_N,
@@ -240,7 +245,7 @@ def total_rewards(experience: Experience) -> Tensor:
 def trained_mask(experience: Experience) -> Tensor | None:
     """[T] bool: tokens that count in the losses; None: all."""
     trained_N = experience.per_sample.get("trained")
-    return None if trained_N is None else experience.columns["old_logprobs"].repeat_per_token(trained_N).values_T
+    return None if trained_N is None else experience.rollouts.logprobs.repeat_per_token(trained_N).values_T
 
 
 def whitened(advantages_T: Tensor, mask_T: Tensor | None, algo: AlgoConfig) -> Tensor:

@@ -110,13 +110,27 @@ def forward_per_token(
 
     Its micro-batches are those that training on `mini_batches` will have.
     """
-    by_rank = _layouts_by_rank(role, experience, mini_batches, micro)
-    layouts = by_rank[role.mesh.coordinates.dp]
+    layouts = _layouts_by_rank(role, experience, mini_batches, micro)[role.mesh.coordinates.dp]
     grids = role.forward([micro_batch(role, experience, layout) for layout in layouts], score)
+    return per_token_of(role, experience, mini_batches, micro, grids)
+
+
+def per_token_of(
+    role: Role,
+    experience: Experience,
+    mini_batches: Sequence[Sequence[int]],
+    micro: MicroBatchConfig,
+    grids: Sequence[Tensor],
+) -> Ragged:
+    """[B, S] grids of the role's micro-batches in order, which ranks of the last stage have, as a per-token column.
+
+    There may be more grids than these micro-batches, of others behind them.
+    """
+    by_rank = _layouts_by_rank(role, experience, mini_batches, micro)
     mine: dict[int, Tensor] = {}
     if role.mesh.owns_outputs:
-        responses = response_spans(experience)
-        for layout, grid_BS in zip(layouts, grids, strict=True):
+        layouts, responses = by_rank[role.mesh.coordinates.dp], response_spans(experience)
+        for layout, grid_BS in zip(layouts, grids[: len(layouts)], strict=True):
             mine |= gather_from_micro_batch(layout, grid_BS, responses)
     return redistribute(mine, experience.response_lengths_N, _like(role), owners_of_outputs(role.mesh, by_rank))
 

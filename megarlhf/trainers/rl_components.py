@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from megarlhf.architectures.placements import Head
@@ -13,6 +14,7 @@ from megarlhf.data.tokenizer import Tokenizer, load_tokenizer
 from megarlhf.models.role import Role, build_role
 from megarlhf.observe.phases import Phases
 from megarlhf.parallel.mesh import GroupCache
+from megarlhf.parallel.residency import Residency, Turn
 from megarlhf.resume.file_digest import digest_of_directory
 from megarlhf.resume.identity import (
     architecture_of,
@@ -42,7 +44,8 @@ class Components:
     """The roles, the engine and what belongs to them."""
 
     actor: Role
-    reference: Role
+    reference: Role | None
+    """Where the KL is measured."""
     critic: Role | None
     engine: RolloutEngine
     rewarder: Rewarder
@@ -67,7 +70,7 @@ class Components:
     @property
     def saved(self) -> list[Role]:
         """Roles whose weights change."""
-        return self.exported + ([] if self.moving_reference is None else [self.reference])
+        return self.exported + ([] if self.moving_reference is None else [self.moving_reference.role])
 
     @property
     def states(self) -> dict[str, Stateful]:
@@ -80,6 +83,7 @@ class Components:
 def build(cfg: RLConfig, runtime: Runtime, tokenizer: Tokenizer, phases: Phases, parts: Parts = Parts()) -> Components:  # noqa: B008 -- frozen
     """The roles that this configuration needs, and the engine."""
     cache, sections, seed = GroupCache(runtime), cfg.roles(), cfg.run.seed
+    residency = Residency(runtime.device, parts.host(runtime.device), shared=True)
     orders = mesh_orders(cfg.rollout, sections, runtime)
 
     def role(name: str, head: Head, *, trained: bool = False) -> Role:
@@ -93,17 +97,27 @@ def build(cfg: RLConfig, runtime: Runtime, tokenizer: Tokenizer, phases: Phases,
             num_optimizer_steps=steps,
             order=orders[name],
             weights=parts.weights,
+            residency=residency,
         )
 
-    actor, reference = role("actor", "lm", trained=True), role("reference", "lm")
+    actor = role("actor", "lm", trained=True)
+    reference = role("reference", "lm") if "reference" in sections else None
     critic = role("critic", "scalar", trained=True) if "critic" in sections else None
     reward_model = role("reward_model", "scalar") if "reward_model" in sections else None
     rows = cfg.train.rows(cfg.data.max_prompt_tokens + cfg.rollout.max_response_tokens)
+    residency.turn()  # vLLM measures what is free
     engine = parts.engine(cfg.rollout, actor, cfg.data.max_prompt_tokens, rows)
     rewarder = Rewarder(
         cfg.rewards, reward_model, tokenizer, cfg.train, runtime.device, phases, unrewarded=cfg.algo.unrewarded
     )
     sampling = sampling_of(cfg.rollout, cfg.actor, tokenizer)
+    for phase in ("rollout", "eval"):
+        phases.before[phase] = Turn(residency, partial(engine.needs, to_generate=True))
+    for phase in ("reshard", "certificate"):
+        phases.before[phase] = Turn(residency, partial(engine.needs, to_generate=False))
+    for built in (actor, reference, critic, reward_model):
+        if built is not None:
+            phases.before |= built.parts.turns(built.name)
     failures = Failures.of(cfg, "rl")
     bad_steps = {each.name: BadSteps(cfg.train, failures, phases) for each in (actor, critic) if each}
     ema, moving = None, None
@@ -111,10 +125,18 @@ def build(cfg: RLConfig, runtime: Runtime, tokenizer: Tokenizer, phases: Phases,
         fp32 = sections["actor"].model.model_copy(update={"dtype": "fp32"})
         averaged = sections["actor"].model_copy(update={"model": fp32})
         average = build_role(
-            "actor_ema", averaged, "lm", cache, seed=seed, order=orders["actor"], weights=parts.weights
+            "actor_ema",
+            averaged,
+            "lm",
+            cache,
+            seed=seed,
+            order=orders["actor"],
+            weights=parts.weights,
+            residency=residency,
         )
         ema = MovingAverage(average, actor, cfg.ema.decay)
     if cfg.reference_update is not None:
+        assert reference is not None, "checked with the configuration"
         moving = MovingReference(reference, actor, cfg.reference_update.every, cfg.reference_update.mixup)
     return Components(
         actor,
@@ -166,7 +188,7 @@ def training_of(
         data=digest_of_samples(data.train),
         states={**states, **components.states},
         base={role.name: identity_of_weights(role) for role in components.saved},
-        reference=identity_of_weights(components.reference),
+        reference=None if components.reference is None else identity_of_weights(components.reference),
         architectures={role.name: architecture_of(role) for role in built if role is not None},
         others=others,
         sources=sources_of_rules(cfg.rewards),

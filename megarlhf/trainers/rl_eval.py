@@ -68,16 +68,18 @@ class Evaluator:
 
     def _kl_of_shown(self, rollouts: Rollouts) -> Tensor:
         """[N]: of the responses that the table shows, the mean over their tokens of the KL to the reference, as the
-        metric `kl` of training estimates it; NaN of the others, which nobody reads. Collective."""
+        metric `kl` of training estimates it; NaN of the others, which nobody reads, and where there is no reference.
+        Collective."""
         kl_N = torch.full((len(self._heldout),), math.nan)
-        if not self._shown:
+        reference = self._components.reference
+        if not self._shown or reference is None:
             return kl_N
         cfg, kl = self._cfg, self._cfg.algo.kl
         prompts = [self._heldout[n] for n in self._shown]
         shown = make_experience(prompts, Rollouts.joined([(rollouts, self._shown)]), 1)
         logprobs = [
             policy_logprobs(role, shown, [range(len(prompts))], cfg.train, temperature=cfg.rollout.temperature)
-            for role in (self._components.actor, self._components.reference)
+            for role in (self._components.actor, reference)
         ]
         kl_T = kl_estimate(logprobs[0].values_T, logprobs[1].values_T, kl.estimator, kl.clamp)
         kl_N[self._shown] = torch.stack([row.mean() for row in Ragged(kl_T, shown.response_lengths_N).rows()]).cpu()
@@ -137,9 +139,10 @@ class StopRule:
                 self._evaluations_since += 1
         return self._over()
 
-    def watch_kl(self, kl: float) -> bool:
-        """Take note of the metric `kl` of a step; returns whether the run ends here."""
-        self._kls.append(kl)
+    def watch_kl(self, kl: float | None) -> bool:
+        """Take note of the metric `kl` of a step, where it is measured; returns whether the run ends here."""
+        if kl is not None:
+            self._kls.append(kl)
         return self._over()
 
     def _over(self) -> bool:

@@ -12,8 +12,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from megarlhf.algo.rollout_correction import rollout_correction
+from megarlhf.algo.rollout_correction import Correction, rollout_correction
 from megarlhf.algo.segments import Segments
 from megarlhf.config import LogprobGapConfig, RolloutCorrectionConfig
 from megarlhf.experience import Experience, Ragged
@@ -48,22 +49,30 @@ def corrected(experience: Experience, cfg: RolloutCorrectionConfig) -> tuple[Exp
     if cfg.kind == "none":
         return experience, {}
     old = experience.columns["old_logprobs"]
-    found = rollout_correction(
-        old.values_T,
-        experience.rollouts.logprobs.values_T.to(old.values_T),
-        Segments(old.lengths_N.to(old.values_T.device), old.num_tokens),
-        kind=cfg.kind,
-        level=cfg.level,
-        low=cfg.low,
-        high=cfg.high,
-        mask_weight=cfg.mask_weight,
-    )
+    rollout_T = experience.rollouts.logprobs.values_T.to(old.values_T)
+    responses = Segments(old.lengths_N.to(old.values_T.device), old.num_tokens)
+    found = correction_of(cfg, old.values_T, rollout_T, responses)
     metrics = {
         "rollout_correction_cut": float(found.cut_T.double().mean()),
         "rollout_correction_weight_mean": float(found.weights_T.mean()),
         "rollout_correction_ratio_max": float(found.ratio_T.max()),
     }
     return experience.with_columns({"rollout_weights": Ragged(found.weights_T, old.lengths_N)}), metrics
+
+
+def correction_of(cfg: RolloutCorrectionConfig, old_T: Tensor, rollout_T: Tensor, responses: Segments) -> Correction:
+    """`algo.rollout_correction` of the responses' tokens, [T]."""
+    assert cfg.kind != "none", "nothing is corrected"
+    return rollout_correction(
+        old_T,
+        rollout_T,
+        responses,
+        kind=cfg.kind,
+        level=cfg.level,
+        low=cfg.low,
+        high=cfg.high,
+        mask_weight=cfg.mask_weight,
+    )
 
 
 class LogprobGapWatch:

@@ -24,9 +24,9 @@ class KLController:
         """A coefficient that other settings than today's have led to does not count."""
         self.coef = float(state["coef"]) if state["configured"] == self._configured() else self._cfg.coef
 
-    def update(self, kl: float, num_samples: int) -> None:
+    def update(self, kl: float | None, num_samples: int) -> None:
         """After a step in which `kl` (the metric: mean per response token) was measured over so many samples."""
-        if self._cfg.controller == "fixed" or not math.isfinite(kl):
+        if self._cfg.controller == "fixed" or kl is None or not math.isfinite(kl):
             return
         assert self._cfg.target is not None
         self.coef = adapted_coefficient(self.coef, kl, self._cfg.target, num_samples, self._cfg.horizon)

@@ -21,6 +21,7 @@ from megarlhf.algo.segments import Segments
 from megarlhf.config import AlgoConfig
 from megarlhf.parallel.step import MicroBatch
 from megarlhf.parallel.vocab import Vocabulary, next_token_logprobs
+from megarlhf.trainers.rl_gap import correction_of
 
 
 class ResponseTokens:
@@ -32,6 +33,9 @@ class ResponseTokens:
         samples_T = batch.columns["sample_numbers"].flatten()[self._at_T]
         _, lengths_K = torch.unique_consecutive(samples_T, return_counts=True)
         self.responses = Segments(lengths_K, len(self._at_T))
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._columns
 
     def __getitem__(self, name: str) -> Tensor:
         """A column of the micro-batch, [T]."""
@@ -56,6 +60,9 @@ class PolicyLoss:
     entropy_coef: float = 0.0
     ptx_coef: float = 0.0
     """Of the pretraining mix, whose tokens have the column `ptx_weights`."""
+    seen: list[Tensor] | None = None
+    """Given where there is no column `old_logprobs`: the log-probs of this forward are then those at the weights that
+    drew the samples, the ratio is 1, and they are added to the list, [B, S] for each micro-batch in order."""
 
     @property
     def per(self) -> Mapping[str, float]:
@@ -74,12 +81,14 @@ class PolicyLoss:
         tokens = ResponseTokens(batch)
         logprobs_T, entropy_T = tokens.of(logprobs_BS), tokens.of(entropy_BS)
         weights_T = tokens["loss_weights"].to(logprobs_T)
-        corrected_T = weights_T * tokens["rollout_weights"] if "rollout_weights" in batch.columns else weights_T
+        if self.seen is not None:
+            self.seen.append(logprobs_BS.detach())
+        old_T = tokens["old_logprobs"] if "old_logprobs" in tokens else logprobs_T.detach()
         policy = policy_loss(
             logprobs_T,
-            tokens["old_logprobs"],
+            old_T,
             tokens["advantages"],
-            corrected_T,
+            self._corrected(weights_T, tokens, old_T),
             tokens.responses,
             surrogate=self.algo.policy_loss,
             ratio=self.algo.ratio,
@@ -90,7 +99,6 @@ class PolicyLoss:
             kl = self.algo.kl
             kl_T = kl_estimate(logprobs_T, tokens["ref_logprobs"], kl.estimator, kl.clamp)
             if kl.ratio_weighted:
-                old_T = tokens["old_logprobs"]
                 kl_T = ratio_weighted(kl_T, log_ratios(logprobs_T, old_T, tokens.responses, self.algo.ratio))
             loss = loss + self.kl_coef * (kl_T * weights_T).sum()
         if self.entropy_coef > 0:
@@ -100,6 +108,15 @@ class PolicyLoss:
             sums.append(self._ptx(hidden_SBH, batch))
             loss = loss + self.ptx_coef * sums[-1]
         return loss, torch.stack([value.detach().double() for value in sums])
+
+    def _corrected(self, weights_T: Tensor, tokens: ResponseTokens, old_T: Tensor) -> Tensor:
+        """The weights, times what corrects for the rollout's numerics: made before, or here where old log-probs are."""
+        if "rollout_weights" in tokens:
+            return weights_T * tokens["rollout_weights"]
+        if "rollout_logprobs" in tokens:
+            found = correction_of(self.algo.rollout_correction, old_T, tokens["rollout_logprobs"], tokens.responses)
+            return weights_T * found.weights_T
+        return weights_T
 
     def _ptx(self, hidden_SBH: Tensor, batch: MicroBatch) -> Tensor:
         """The mean next-token loss of the update's texts, as far as they are in this micro-batch."""

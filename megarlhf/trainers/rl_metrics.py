@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from megarlhf.algo.advantages import explained_variance, without_signal
 from megarlhf.algo.kl import KLKind, kl_estimate
-from megarlhf.config import RLConfig
+from megarlhf.config import KLConfig, RLConfig
 from megarlhf.experience import Experience
 from megarlhf.trainers.rl_advantages import total_rewards, trained_mask
 
@@ -14,19 +14,28 @@ LOGGED_KL: Mapping[str, KLKind] = {"kl_k1": "k1", "kl_k3": "k3"}
 """k1 is unbiased and noisy, k3 never negative: the two together say when either is not to be trusted."""
 
 
-def describe(experience: Experience, cfg: RLConfig) -> dict[str, float]:
+def kl_metrics(experience: Experience, kl: KLConfig) -> dict[str, float | None]:
+    """The KL to the reference, mean per response token; null where there is no reference."""
+    ref = experience.columns.get("ref_logprobs")
+    if ref is None:
+        return dict.fromkeys(("kl", *LOGGED_KL))
+    old_T = experience.columns["old_logprobs"].values_T
+    return {
+        "kl": float(kl_estimate(old_T, ref.values_T, kl.estimator, kl.clamp).mean()),
+        **{name: float(kl_estimate(old_T, ref.values_T, kind).mean()) for name, kind in LOGGED_KL.items()},
+    }
+
+
+def describe(experience: Experience, cfg: RLConfig) -> dict[str, float | None]:
     """What the step's samples were like. Rewards, and what follows from them, are of the samples that have one."""
-    old, ref = experience.columns["old_logprobs"], experience.columns["ref_logprobs"]
     lengths_N, rewards_N = experience.response_lengths_N, total_rewards(experience)
     groups_N, trained_T = experience.groups_N.to(rewards_N.device), trained_mask(experience)
     if (rewarded_N := experience.per_sample.get("rewarded")) is not None:
         rewards_N, groups_N = rewards_N[rewarded_N], groups_N[rewarded_N]
-    kl = cfg.algo.kl
-    metrics = {
+    metrics: dict[str, float | None] = {
         "reward_mean": float(rewards_N.mean()),
         "reward_std": float(rewards_N.std(correction=0)),
-        "kl": float(kl_estimate(old.values_T, ref.values_T, kl.estimator, kl.clamp).mean()),
-        **{name: float(kl_estimate(old.values_T, ref.values_T, kind).mean()) for name, kind in LOGGED_KL.items()},
+        **kl_metrics(experience, cfg.algo.kl),
         "response_length_mean": float(lengths_N.float().mean()),
         "finished_fraction": float(experience.rollouts.finished_N.float().mean()),
         "tokens": int(lengths_N.sum()),

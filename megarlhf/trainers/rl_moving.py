@@ -15,10 +15,12 @@ class MovingAverage:
 
     def __init__(self, role: Role, actor: Role, decay: float) -> None:
         self.role, self._actor, self._decay = role, actor, decay
+        role.parts.parameters.changes()
 
     @torch.no_grad()
     def update(self) -> None:
         """After an update of the actor: decay x average + (1 - decay) x actor."""
+        self.role.parts.residency.turn(self.role.parts.parameters, self._actor.parts.parameters)
         actor = self._actor.shard.parameters()
         for name, average in self.role.shard.parameters().items():
             average.lerp_(actor[name].to(average), 1 - self._decay)
@@ -28,14 +30,16 @@ class MovingReference:
     """Moves the reference towards the actor, whatever the layouts of the two are."""
 
     def __init__(self, reference: Role, actor: Role, every: int, mixup: float) -> None:
-        self._reference, self._actor, self._every, self._mixup = reference, actor, every, mixup
+        self.role, self._actor, self._every, self._mixup = reference, actor, every, mixup
         self._resharder: Resharder | None = None
+        reference.parts.parameters.changes()
 
     def after(self, step: int) -> bool:
         """Move it where step `step` (from 1) is one of those; whether it was. Collective."""
         if step % self._every:
             return False
-        reference = self._reference.shard.parameters()
+        self.role.parts.residency.turn(self.role.parts.parameters, self._actor.parts.parameters)
+        reference = self.role.shard.parameters()
         with torch.no_grad():
             arrived = {name: torch.empty_like(tensor) for name, tensor in reference.items()}
             self._transfer().run(self._actor.shard.parameters(), arrived)
@@ -45,7 +49,7 @@ class MovingReference:
 
     def _transfer(self) -> Resharder:
         if self._resharder is None:
-            runtime, shard = self._reference.mesh.runtime, self._reference.shard
+            runtime, shard = self.role.mesh.runtime, self.role.shard
             world = range(runtime.world_size)
             plan = make_plan(
                 [placements_on(self._actor.shard, rank) for rank in world],

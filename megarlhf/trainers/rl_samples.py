@@ -63,9 +63,11 @@ def training_rows(
     """Of the samples that step `step` (from 1) was trained on. `prompts`: one for each sample. The KL is the mean over
     the response's tokens, by the estimator of the metric `kl`."""
     per_sample, columns = experience.per_sample, experience.columns
-    old, ref, kl = columns["old_logprobs"], columns["ref_logprobs"], cfg.algo.kl
-    kl_T = kl_estimate(old.values_T, ref.values_T, kl.estimator, kl.clamp)
-    kl_N = torch.stack([row.mean() for row in Ragged(kl_T, old.lengths_N).rows()])
+    kl_N = torch.full([experience.num_samples], math.nan)
+    if (ref := columns.get("ref_logprobs")) is not None:
+        kl = cfg.algo.kl
+        kl_T = kl_estimate(columns["old_logprobs"].values_T, ref.values_T, kl.estimator, kl.clamp)
+        kl_N = torch.stack([row.mean() for row in Ragged(kl_T, ref.lengths_N).rows()])
     total_N = total_rewards(experience)
     if "rewarded" in per_sample:
         total_N = total_N.masked_fill(~per_sample["rewarded"], math.nan)  # no reward applies

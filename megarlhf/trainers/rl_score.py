@@ -138,14 +138,17 @@ def shaping_of(experience: Experience, cfg: RLConfig) -> Tensor:
 def with_forwards(
     cfg: RLConfig, components: Components, experience: Experience, step: int, session: Session
 ) -> Experience:
-    """Old and reference log-probs, and values where there is a critic.
+    """Old and reference log-probs, and values where there is a critic; nothing where nobody reads it.
 
     On the micro-batches that the first pass will train on, so that its first ratio is 1.
     """
     micro, temperature = cfg.train, cfg.rollout.temperature
     mini_batches = mini_batches_of_pass(cfg, experience, step, 0)
     columns: dict[str, Ragged] = {}
-    for name, role in (("old_logprobs", components.actor), ("ref_logprobs", components.reference)):
+    actor = None if cfg.old_logprobs_in_training(step) else components.actor
+    for name, role in (("old_logprobs", actor), ("ref_logprobs", components.reference)):
+        if role is None:
+            continue
         with session.stoppable(f"score/{role.name}"):
             columns[name] = policy_logprobs(role, experience, mini_batches, micro, temperature=temperature)
     if components.critic is not None:

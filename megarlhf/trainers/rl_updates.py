@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -18,7 +18,7 @@ from megarlhf.parallel.step import StepResult
 from megarlhf.rollout.engine import sample_seed
 from megarlhf.trainers.bad_steps import Update
 from megarlhf.trainers.rl_advantages import add_advantages, whitened_alone
-from megarlhf.trainers.rl_batches import loss_weights, micro_batches, split_into_mini_batches
+from megarlhf.trainers.rl_batches import loss_weights, micro_batches, per_token_of, split_into_mini_batches
 from megarlhf.trainers.rl_components import Components
 from megarlhf.trainers.rl_gap import corrected, logprob_gap
 from megarlhf.trainers.rl_losses import PolicyLoss, ValueLoss
@@ -31,7 +31,7 @@ OF_UPDATES = {
 }
 """Metrics of an update, by role."""
 
-POLICY_COLUMNS = ("old_logprobs", "ref_logprobs", "advantages", "rollout_weights")
+POLICY_COLUMNS = ("old_logprobs", "ref_logprobs", "advantages", "rollout_weights", "rollout_logprobs")
 """What the policy's loss reads, as far as it is there."""
 
 
@@ -68,9 +68,15 @@ class StepInProgress:
     ) -> StepInProgress:
         """From scored samples: with their advantages, and what corrects for the rollout's numerics. `rewards`: what the
         rewards were like."""
-        found = {**logprob_gap(experience), **components.kl.metrics(), **rewards}
-        experience, cut = corrected(experience, cfg.algo.rollout_correction)
-        return cls(add_advantages(experience, cfg.algo, components.kl.coef), found | cut)
+        work = cls(add_advantages(experience, cfg.algo, components.kl.coef), {**components.kl.metrics(), **rewards})
+        if "old_logprobs" in experience.columns:
+            work.compare_with_rollout(cfg)
+        return work
+
+    def compare_with_rollout(self, cfg: RLConfig) -> None:
+        """Once there are old log-probs: how far they are from the engine's, and what corrects for it."""
+        self.experience, cut = corrected(self.experience, cfg.algo.rollout_correction)
+        self.found = {**self.found, **logprob_gap(self.experience), **cut}
 
     def table(self) -> dict[str, Any]:
         """For a resume point."""
@@ -107,9 +113,14 @@ def train_on(
     work: StepInProgress,
     step: int,
     at_border: AtBorder = lambda work, last: None,
+    watch: Callable[[Mapping[str, float]], None] = lambda found: None,
 ) -> Metrics:
     """Every pass over the step's samples, one optimizer step per mini-batch; those that a resumed step has made are not
-    made again. `at_border` is called after each. Means over mini-batches."""
+    made again. `at_border` is called after each. Means over mini-batches.
+
+    Where the first update's forward makes the old log-probs, `watch` is told the gap to the engine before the weights
+    are changed.
+    """
     phases, experience = components.phases, work.experience
     passes = [mini_batches_of_pass(cfg, experience, step, number) for number in range(cfg.train.epochs_per_step)]
     updates = list(itertools.chain.from_iterable(passes))
@@ -130,6 +141,11 @@ def train_on(
                     batches, tokens = components.ptx.beside(role, cfg, number, batches)
                     phases.count("tokens_per_second", float(tokens))
                 sums = role.accumulate(batches, learner.loss)
+                if isinstance(learner.loss, PolicyLoss) and learner.loss.seen is not None:
+                    seen = per_token_of(role, experience, [samples], cfg.train, learner.loss.seen)
+                    work.experience = experience = work.experience.with_columns({"old_logprobs": seen})
+                    work.compare_with_rollout(cfg)
+                    watch(work.found)
             result = components.bad_steps[role.name].apply(role, sums, update, batches, learner.loss)
             values = {name: sums[name] / per for name, per in learner.loss.per.items()}
             if components.ema is not None and role is components.actor and not result.skipped:
@@ -142,7 +158,7 @@ def train_on(
     metrics["skipped_steps"] = round(sum(filter(None, work.per_update["skipped"])))
     if cfg.train.max_policy_kl is not None and work.per_update["policy_kl"]:
         metrics["actor_updates_left_out"] = len(updates) - len(work.per_update["policy_kl"])
-    if work.per_update["ratio_deviation"]:
+    if work.per_update["ratio_deviation"] and not cfg.old_logprobs_in_training(step):  # else it is 0 by construction
         metrics["first_ratio_deviation"] = work.per_update["ratio_deviation"][0]
     return metrics
 
@@ -166,6 +182,7 @@ def learners(
     actor, critic, algo = components.actor, components.critic, cfg.algo
     tokens = max(1, int(experience.response_lengths_N[list(samples)].sum()))  # of metrics, which are of all of them
     if step >= cfg.train.critic_warmup_steps or critic is None:
+        in_training = "old_logprobs" not in experience.columns
         loss = PolicyLoss(
             algo=algo,
             temperature=cfg.rollout.temperature,
@@ -174,7 +191,10 @@ def learners(
             kl_coef=components.kl.coef if algo.kl.placement == "loss" else 0.0,
             entropy_coef=algo.entropy_coef_at(step, cfg.train.num_steps),
             ptx_coef=0.0 if cfg.ptx is None else cfg.ptx.coef,
+            seen=[] if in_training else None,
         )
+        if in_training and algo.rollout_correction.kind != "none":
+            experience = experience.with_columns({"rollout_logprobs": experience.rollouts.logprobs})
         columns = tuple(name for name in POLICY_COLUMNS if name in experience.columns)
         weights_N = loss_weights(
             experience,

@@ -28,6 +28,7 @@ from megarlhf.observe.metrics import Metric
 from megarlhf.observe.phases import Phases, seconds_of
 from megarlhf.parallel.batching import MicroBatchLayout, TokenSpans, scatter_to_micro_batch
 from megarlhf.parallel.mesh import GroupCache
+from megarlhf.parallel.residency import Residency
 from megarlhf.parallel.step import Loss, MicroBatch
 from megarlhf.resume.claim import NO_STEPS_LEFT
 from megarlhf.resume.identity import architecture_of, digest_of_samples, identity_of_weights
@@ -77,7 +78,14 @@ class Objective(ABC, Generic[Sample]):
         """Tokens of each of the sample's sequences."""
         return [len(tokens) for tokens in self.sequences(sample)]
 
-    def build_frozen(self, cache: GroupCache, weights: WeightSource = CHECKPOINTS) -> list[Role]:
+    @property
+    def has_frozen(self) -> bool:
+        """Whether there is any of them."""
+        return False
+
+    def build_frozen(
+        self, cache: GroupCache, weights: WeightSource = CHECKPOINTS, residency: Residency | None = None
+    ) -> list[Role]:
         """Build the roles that are read and not trained. Collective; called once, after the trained role is built."""
         return []
 
@@ -198,6 +206,7 @@ def run_in(
         train, heldout, notes = load_samples(objective)
         order = ShuffledBatches(len(train), cfg.train.mini_batch_samples, cfg.run.seed, "train.mini_batch_samples")
         cache = GroupCache(runtime)
+        residency = Residency(runtime.device, parts.host(runtime.device), shared=objective.has_frozen)
         role = build_role(
             objective.role_name,
             objective.section,
@@ -208,8 +217,11 @@ def run_in(
             new_head=True,
             stated=objective.stated,
             weights=parts.weights,
+            residency=residency,
         )
-        frozen = objective.build_frozen(cache, parts.weights)
+        frozen = objective.build_frozen(cache, parts.weights, residency)
+        for built in (role, *frozen):
+            phases.before |= built.parts.turns(built.name)
         bad_steps = BadSteps(cfg.train, Failures.of(cfg, objective.command), phases)
         states: dict[str, Stateful] = {f"bad_steps/{role.name}": bad_steps, "order": order}
         training = Training(

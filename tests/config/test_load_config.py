@@ -32,15 +32,16 @@ def test_values_arrive_with_their_types(load):
         ("model", None, 1.0, 0.5),
         ("rule", "exact_match", 2.0, 0.0),
     ]
-    assert list(cfg.roles()) == ["actor", "reference", "critic", "reward_model"]
-    assert cfg.roles()["reference"] == cfg.actor
+    assert list(cfg.roles()) == ["actor", "critic", "reward_model"]
+    for key in ("algo.kl.coef=0.1", "algo.kl.log=true", "train.stop.max_kl=1.0"):
+        assert load("rl", key).roles()["reference"] == cfg.actor, key
 
 
 def test_roles_that_nothing_needs_are_not_built(load):
     cfg = load(
         "rl", "algo.advantage=leave_one_out", "rollout.num_samples_per_prompt=2", "rewards=[{kind: rule, rule: x}]"
     )
-    assert list(cfg.roles()) == ["actor", "reference"]
+    assert list(cfg.roles()) == ["actor"]
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from megarlhf.parallel.residency import resize
 from megarlhf.runtime import Runtime
 from tests.ranks import RankPool
 from tools.gpu_check.cases import Launch
@@ -25,28 +26,29 @@ class CountedTensors(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.live: set[int] = set()
+        self.live: dict[int, int] = {}
+        """Bytes by storage."""
         self.total = self.largest = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(output):
+        for tensor in tree_leaves((args[:1], output) if func is resize.default else output):
             if isinstance(tensor, torch.Tensor):
                 self._see(tensor.untyped_storage())
         return output
 
     def _see(self, storage: torch.UntypedStorage) -> None:
         key, nbytes = int(storage._cdata), storage.nbytes()
-        if key in self.live or not nbytes:
-            return
-        self.live.add(key)
-        self.total += nbytes
+        if key not in self.live:
+            if not nbytes:
+                return
+            weakref.finalize(storage, self._gone, key).atexit = False
+        self.total += nbytes - self.live.get(key, 0)
+        self.live[key] = nbytes
         self.largest = max(self.largest, self.total)
-        weakref.finalize(storage, self._gone, key, nbytes).atexit = False
 
-    def _gone(self, key: int, nbytes: int) -> None:
-        self.live.discard(key)
-        self.total -= nbytes
+    def _gone(self, key: int) -> None:
+        self.total -= self.live.pop(key)
 
     def peak(self) -> int:
         return self.largest

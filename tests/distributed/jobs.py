@@ -26,8 +26,10 @@ from megarlhf.models.role import Role, build_role
 from megarlhf.models.settings import DTYPES
 from megarlhf.models.weights import load_weights
 from megarlhf.observe.phases import Phases
+from megarlhf.parallel import step
 from megarlhf.parallel.batching import padded_length
 from megarlhf.parallel.mesh import GroupCache
+from megarlhf.parallel.residency import RoleParts, to_save
 from megarlhf.parallel.step import MicroBatch
 from megarlhf.parallel.vocab import logits_at
 from megarlhf.rollout.engine import Sampling
@@ -43,6 +45,7 @@ from tests.distributed.vllm_jobs import (  # noqa: F401
     vllm_family,
     vllm_head,
     vllm_packed_experts,
+    vllm_sleeps,
     vllm_tables,
 )
 from tests.distributed.vllm_session_jobs import vllm_session  # noqa: F401
@@ -199,7 +202,7 @@ def outputs_and_greedy(
         if new_tokens:
             sampling = Sampling(max_tokens=new_tokens, greedy=True, end_ids=())
             prompts = [torch.tensor(row) for row in rows]
-            rollouts = MegatronEngine(role.shard, 2).generate(prompts, [0] * len(rows), sampling)
+            rollouts = MegatronEngine(role.shard, 2, role.parts).generate(prompts, [0] * len(rows), sampling)
             greedy = [row.tolist() for row in rollouts.responses.rows()]
         answers.append((outputs.float().numpy(), greedy) if role.mesh.owns_outputs else None)
     return answers
@@ -253,10 +256,20 @@ def rm_steps(runtime: Runtime, config: dict[str, Any], num_steps: int) -> dict[s
     }
 
 
-def rl_step(runtime: Runtime, config: dict[str, Any], order: tuple[int, ...] | None = None) -> dict[str, Any]:
+def rl_step(
+    runtime: Runtime,
+    config: dict[str, Any],
+    order: tuple[int, ...] | None = None,
+    old_before: bool = False,
+    watch_fails: bool = False,
+    piece_bytes: int = step.PIECE_BYTES,
+) -> dict[str, Any]:
     """One whole step of rl with the configured engine, without certificates: what it sampled, learned and became.
 
-    `order` is the actor's, as if an engine of vLLM's asked for it; None: what the configured engine asks for.
+    order: the actor's, as if an engine of vLLM's asked for it; None: what the configured engine asks for
+    old_before: old log-probs are made before the training also where the configuration does without
+    watch_fails: whoever is told the gap to the engine in the training ends it there
+    piece_bytes: of the optimizer's state, where it is streamed
     """
     from megarlhf.rollout.bank import Bank
     from megarlhf.trainers import prompts as asked
@@ -276,20 +289,41 @@ def rl_step(runtime: Runtime, config: dict[str, Any], order: tuple[int, ...] | N
         # Where a test has no reward model, a language model with a random head stands for one.
         mock.patch.object(rl_components, "build_role", partial(build_role, new_head=True)),
         mock.patch.object(dist, "new_group", wraps=dist.new_group) as new_group,
+        mock.patch.object(step, "PIECE_BYTES", piece_bytes),
     ):
         parts = rl_components.build(cfg, runtime, tokenizer, Phases())
+    if old_before:
+        cfg = cfg.model_copy()
+        object.__setattr__(cfg, "old_logprobs_in_training", lambda step: False)
     roles = [role for role in (parts.actor, parts.reference, parts.critic, parts.rewarder.reward_model) if role]
     gradients: dict[str, list[Arrays]] = {role.name: [] for role in parts.trained}
+    there: dict[str, Any] = {}
     for role in parts.trained:
         record_gradients(role, gradients[role.name])
     parts.engine.update_weights(parts.actor.shard, version=0)
     experience = sample(cfg, parts.engine, prompts, parts.sampling, 0)
     drawing = Drawing(cfg, parts, prompts, Bank(cfg.run.dir / "bank"), Session(runtime, cfg.run.dir), 0)
-    experience, rewards = score(drawing, experience, prompts)
+    with mock.patch.object(step, "_run", noting(step._run, roles, there)):
+        experience, rewards = score(drawing, experience, prompts)
     work = StepInProgress.begun(cfg, parts, experience, rewards)
+    told: list[Any] = []
+
+    def watch(found: Any) -> None:
+        told.append(found["rollout_logprob_gap_max"])
+        if watch_fails:
+            raise InterruptedError
+
+    metrics: dict[str, Any] = {}
+    with contextlib.suppress(InterruptedError), mock.patch.object(step, "_run", noting(step._run, roles, there)):
+        metrics = train_on(cfg, parts, work, 0, watch=watch)
+    to_save([role.parts for role in parts.trained])
     experience = work.experience
-    metrics = {**work.found, **describe(experience, cfg), **train_on(cfg, parts, work, 0)}
-    step = {
+    metrics = {**work.found, **describe(experience, cfg), **metrics}
+    result = {
+        "told": told,
+        "there": there,
+        "host_bytes": parts.actor.parts.residency.host.nbytes,
+        "roles": [role.name for role in roles],
         "num_groups": new_group.call_count,
         "orders": {role.name: role.mesh.layout.order for role in roles},
         "metrics": metrics,
@@ -301,7 +335,33 @@ def rl_step(runtime: Runtime, config: dict[str, Any], order: tuple[int, ...] | N
     }
     parts.rewarder.close()
     parts.engine.close()  # last: vLLM destroys the default group
-    return step
+    return result
+
+
+def noting(run: Any, roles: list[Role], there: dict[str, Any]) -> Any:
+    """`step._run`, which tells what of each role is on the device when a role computes."""
+
+    def noted(module: Any, *args: Any, **kwargs: Any) -> Any:
+        own = getattr(module, "module", module)
+        phase = "score" if kwargs["forward_only"] else "train"
+        (name,) = [role.name for role in roles if role.shard.module is own]
+        there[f"{phase}/{name}"] = {role.name: bytes_there(role.parts) for role in roles}
+        return run(module, *args, **kwargs)
+
+    return noted
+
+
+def bytes_there(parts: RoleParts) -> dict[str, int]:
+    """Of each kind of a role's memory, by the storages that have any."""
+    kinds = {"parameters": [parts.parameters], "gradients": [parts.gradients], "optimizer": list(parts.optimizer)}
+    found: dict[str, int] = {}
+    seen: set[int] = set()
+    for kind, each in kinds.items():
+        tensors = [tensor for part in each if part is not None for tensor in part._tensors()]
+        storages = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in tensors}
+        found[kind] = sum(nbytes for key, nbytes in storages.items() if key not in seen)
+        seen |= storages.keys()
+    return found
 
 
 def _prompts(cfg: RLConfig, tokenizer: Any) -> list[Any]:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -36,12 +37,17 @@ class _Session:
         from megarlhf.rollout.vllm_engine import VllmEngine
 
         self.runtime = runtime
-        self.section = RoleConfig.model_validate({"model": {"path": model, "dtype": dtype}, "parallel": parallel})
+        offload = {"parameters": bool(rollout.get("sleep_level"))}
+        self.section = RoleConfig.model_validate(
+            {"model": {"path": model, "dtype": dtype}, "parallel": parallel, "offload": offload}
+        )
         self.actor: Role = build_role("actor", self.section, "lm", GroupCache(runtime), seed=0)
+        self.actor.parts.parameters.changes()
         settings = RolloutConfig.model_validate({"max_response_tokens": NEW_TOKENS, **rollout})
-        self.engine = VllmEngine(Path(model), DTYPES[dtype], settings, tp, MAX_LENGTH, runtime)
+        self.engine = VllmEngine(Path(model), DTYPES[dtype], settings, tp, MAX_LENGTH, self.actor.parts, runtime)
 
     def update(self, model: str, version: int) -> None:
+        self.actor.parts.to_compute()
         load_weights(self.actor.shard, self.section.model.model_copy(update={"path": Path(model)}), seed=0)
         self.engine.update_weights(self.actor.shard, version)
 
@@ -105,6 +111,44 @@ def vllm_family(
         different[how.__name__] = [name for name, value in live.items() if not torch.equal(value, expected[name])]
     session.engine.close()
     return {"early": early, "said": continuations, "different": different, "changed": changed, "all": list(weights[0])}
+
+
+def vllm_sleeps(
+    runtime: Runtime, first: str, second: str, tp: int, level: int, prompts: list[list[int]]
+) -> dict[str, Any]:
+    """An engine that gives its memory back while the trainer works: what it holds then, and what it says after."""
+    from megarlhf.rollout import sleep
+
+    session = _Session(runtime, first, tp, {"tp": tp}, sleep_level=level)
+    actor, engine = session.actor.parts, session.engine
+
+    def there() -> list[int]:
+        kinds = (session.actor.shard.module.parameters(), engine._parameters.values(), engine._cache_tensors())
+        return [sum(tensor.untyped_storage().nbytes() for tensor in kind) for kind in kinds]
+
+    found: dict[str, Any] = {"awake": there()}
+    with mock.patch.object(engine, "_resharder_from", wraps=engine._resharder_from) as updates:
+        session.update(first, 0)
+        said = [session.greedy(prompts)]
+        found["in rollout"] = there()
+        actor.to_compute()
+        found["in training"] = there()
+        said.append(session.greedy(prompts))
+        found["updates"] = updates.call_count
+        actor.to_compute()
+        engine.verify_weights(session.actor.shard)
+        actor.to_compute()
+        session.update(second, 1)
+        found["in the update"] = there()
+        found["digest"] = engine.verify_weights(session.actor.shard).digest
+        said.append(session.greedy(prompts))
+        actor.to_compute()
+        with mock.patch.object(sleep, "free_bytes", return_value=1 << 10):
+            found["no room"] = _error(lambda: session.greedy(prompts))
+        said.append(session.greedy(prompts))
+        found["host"] = actor.residency.host.nbytes
+    engine.close()
+    return {"said": said, **found}
 
 
 def vllm_head(runtime: Runtime, model: str, dtype: str) -> dict[str, Any]:

@@ -23,7 +23,7 @@ def vllm_session(runtime: Runtime, first: str, second: str, tp: int, prompts: li
     section = RoleConfig.model_validate({"model": {"path": first}, "parallel": {"tp": tp}})
     actor = build_role("actor", section, "lm", GroupCache(runtime), seed=0)
     rollout = RolloutConfig.model_validate({"max_response_tokens": 8})
-    engine = VllmEngine(Path(first), torch.float32, rollout, tp, 400, runtime)
+    engine = VllmEngine(Path(first), torch.float32, rollout, tp, 400, actor.parts, runtime)
     rows, seeds = [torch.tensor(p) for p in prompts], list(range(len(prompts)))
     greedy = Sampling(max_tokens=8, greedy=True, end_ids=(2,))
     warm = Sampling(max_tokens=8, temperature=0.7, end_ids=(2,))
@@ -38,7 +38,7 @@ def vllm_session(runtime: Runtime, first: str, second: str, tp: int, prompts: li
                 (tokens.tolist(), logprobs.tolist())
                 for tokens, logprobs in zip(rollouts.responses.rows(), rollouts.logprobs.rows(), strict=True)
             ]
-    oracle = MegatronEngine(actor.shard, 2)
+    oracle = MegatronEngine(actor.shard, 2, actor.parts)
     oracle.update_weights(actor.shard, 2)
     responses["oracle"] = [row.tolist() for row in oracle.generate(rows, seeds, greedy).responses.rows()]
     responses["faults"] = _planted_faults(runtime, actor, engine)

@@ -111,8 +111,9 @@ def test_a_copy_is_recognised_by_what_it_carries(tmp_path):
         ) as raised:
             check_anchor(rl_from(path, "new"))
         assert "Set reference.model.path (that run's was /models/sft, digest 00c0ffee), or to" in str(raised.value)
-        (note,) = check_anchor(rl_from(path, "new", algo={"advantage": "leave_one_out"}))
+        (note,) = check_anchor(rl_from(path, "new", algo={"advantage": "leave_one_out", "kl": {"log": True}}))
         assert "the metric kl is measured to this trained policy (that run's was /models/sft" in note
+        assert check_anchor(rl_from(path, "new", algo={"advantage": "leave_one_out"})) == []
         assert check_anchor(rl_from(path, "new", reference={"model": {"path": "/models/sft"}})) == []
 
 

@@ -62,7 +62,8 @@ def test_the_arithmetic_of_dpo_counts_pairs_and_passes_of_the_reference(paths):
 def test_the_arithmetic_of_rl_by_hand_with_a_layout_of_each_role(paths):
     """6 prompts x 4 samples = 24 samples = 3 mini-batches of 8; actor and reference dp 2, critic dp 4."""
     actor = role(paths, model=paths["make"]("wide", head_dim=32), tp=2)
-    cfg = rl(paths, actor=actor, critic=role(paths), rollout={"engine": "vllm", "parallel": {"tp": 2}})
+    rollout = {"engine": "vllm", "parallel": {"tp": 2}}
+    cfg = rl(paths, actor=actor, critic=role(paths), rollout=rollout, algo={"kl": {"log": True}})
     assert rl_batch_numbers(cfg, 4) == [
         BatchNumber("rollout-and-train steps of the run", 10),
         BatchNumber("prompts per step, over all ranks", 6),

@@ -24,7 +24,7 @@ def test_a_dtype_that_cannot_be_followed_is_refused_for_the_role_that_has_it(pat
     ):
         preflight("rl", rl(paths, critic=critic), 1)
     critic["model"]["dtype"] = "bf16"
-    plan = preflight("rl", rl(paths, critic=critic), 1)
+    plan = preflight("rl", rl(paths, critic=critic, algo={"kl": {"log": True}}), 1)
     assert [model.split(", ")[-1] for _, model, _ in plan.roles] == ["fp32 by default)"] * 2 + ["bf16 as configured)"]
 
 

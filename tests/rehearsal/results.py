@@ -176,6 +176,8 @@ def rank_of(rank, number, points=40):
         groups_created=212,
         memberships=23,
         host_peak=3 * GIB,
+        saved=14 * GIB,
+        offloaded=30 * GIB,
         cache_bytes=int(22.5 * GIB),
     )
 

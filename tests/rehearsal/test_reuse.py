@@ -33,6 +33,11 @@ CASES: dict[str, tuple[str, str, int, int, dict[str, Any]]] = {
     "dpo, experts": ("dpo", "experts", 2, 0, {"routing": Routing(skew=1.5)}),
     "dpo, in the middle": ("dpo", "dense", 3, 1, {"layers": "local", "steps": 1}),
     "sft, layers of ours": ("sft", "dense", 2, 1, {"layers": "local", "steps": 1}),
+    "rl, all layers again": ("rl", "dense", 2, 1, {"steps": 1, "recompute": "full"}),
+    "dpo, all layers again": ("dpo", "dense", 2, 0, {"layers": "local", "steps": 1, "recompute": "full"}),
+    "dpo, experts again": ("dpo", "experts", 2, 1, {"steps": 1, "recompute": "full"}),
+    "sft, some layers again": ("sft", "dense", 2, 0, {"steps": 1, "recompute": "layers", "recompute_layers": FEWEST}),
+    "sft, attention again": ("sft", "dense", 2, 0, {"steps": 1, "recompute": "core_attention"}),
 }
 """Command, model, stages, the one that is looked at (before the last: several micro-batches at a time), options."""
 
@@ -42,9 +47,12 @@ def test_reuse_changes_nothing(name: str, tmp_path: Path, monkeypatch: pytest.Mo
     """Memory with its curve, messages, the trace, FLOPs and rollouts of one stage: equal, seconds up to the order in
     which they are added. Of experts the curve is not compared: without gradients the last layer's
     input is released a norm later."""
-    command, model, stages, stage, options = CASES[name]
-    layers = [FEWEST + 1 if each == stage else 1 for each in range(stages)]
+    command, model, stages, stage, given = CASES[name]
+    options = {key: value for key, value in given.items() if not key.startswith("recompute")}
+    played = 2 * FEWEST if "recompute_layers" in given else FEWEST + 1
+    layers = [played if each == stage else 1 for each in range(stages)]
     tree = job_tree(command, tmp_path, model, pp=stages, layers_per_stage=layers)
+    tree["actor"] |= {key: value for key, value in given.items() if key.startswith("recompute")}
     more = {"num_experts": NUM_EXPERTS} if model == "experts" else {}
     write_model(tmp_path / model, {**MODELS[model], "num_hidden_layers": sum(layers), **more})
     if command == "rl":

@@ -101,6 +101,8 @@ CASES = [
     ("rl", ["rollout.parallel.tp=1"], ["rollout.parallel.tp=2"], ["rollout.parallel.tp: 1 -> 2"], []),
     ("rl", [], ["rollout.engine_args={kv_cache_dtype: fp8}"], [], ["rollout.engine_args.kv_cache_dtype"]),
     ("rl", [], ["rollout.temperature=0.5", "algo.kl.coef=0.1"], [], ["rollout.temperature", "algo.kl.coef"]),
+    ("rl", [], ["algo.kl.log=true"], ["algo.kl.log: False -> True"], []),
+    ("rl", [], ["actor.recompute=full", "actor.offload.optimizer=stream"], ["actor.recompute", "actor.offload"], []),
     ("rl", [], ["rewards=[{kind: model}]"], [], ["rewards: "]),
     ("rl", [RULE], [RULE_CALLED], ["rewards.calls.0.timeout_seconds: not set -> 5.0", "rewards.calls.0.workers"], []),
     ("rl", [RULE], [RULE_DROPS], ["rewards.calls.0.on_failure: not set -> drop"], []),
@@ -125,7 +127,7 @@ def test_changes_are_told(
 def test_a_place_is_told_apart_from_what_is_computed() -> None:
     """What lies there is compared by digests."""
     places = ["data.train=/scratch/1/train.jsonl", "data.heldout=h.jsonl", "reference.model.path=/scratch/1/sft"]
-    changes = compare(loaded("rl"), loaded("rl", *places))
+    changes = compare(loaded("rl", "algo.kl.log=true"), loaded("rl", "algo.kl.log=true", *places))
     assert changes.neutral == changes.mathematics == []
     assert sorted(str(change).partition(":")[0] for change in changes.places) == [
         "data.heldout",

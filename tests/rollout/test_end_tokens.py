@@ -94,6 +94,7 @@ def test_vllm_is_asked_to_end_at_exactly_these(sampling, monkeypatch, one_rank):
     engine = vllm_engine.VllmEngine.__new__(vllm_engine.VllmEngine)
     engine._refusal, engine._tp, engine._version, engine._max_model_len = "", 1, 0, 4
     engine._runtime = Runtime(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"), backend="gloo")
+    engine._wake = lambda **_: None
     engine._llm = Engine()
     engine._llm.llm_engine = engine._llm
     assert engine.generate([torch.tensor([1])], [3], sampling) == {0: Response([9], [-0.5], True)}

@@ -10,6 +10,7 @@ from torch import Tensor
 from megarlhf.experience import Rollouts
 from megarlhf.layout import split_evenly
 from megarlhf.models.build import ModelShard
+from megarlhf.parallel.residency import Part
 from megarlhf.rollout.engine import KeptResponses, Response, Sampling, gather_rollouts
 from megarlhf.runtime import Runtime
 from megarlhf.weights.checks.certificate import Certificate
@@ -35,6 +36,9 @@ class GivenResponses:
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime, self.weight_version = runtime, -1
+
+    def needs(self, *, to_generate: bool) -> Sequence[Part]:
+        return ()
 
     def update_weights(self, actor: ModelShard, version: int) -> None:
         self.weight_version = version

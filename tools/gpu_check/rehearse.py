@@ -36,6 +36,9 @@ class Free:
     def operation_seconds(self, *asked: Any, **options: Any) -> float:
         return 0.0
 
+    def offload_seconds(self, nbytes: int) -> float:
+        return 0.0
+
     def decode_seconds(self, *asked: Any, **options: Any) -> RolloutTime:
         raise AssertionError("the responses of a measured job are given")
 

@@ -1,0 +1,178 @@
+"""vLLM gives weights and cache back while the trainer works: two parts of a `Residency`.
+
+On a GPU by vLLM's own sleep mode, which keeps addresses, as captured CUDA graphs need them. Elsewhere, in tests and
+rehearsals, by the storages of its live tensors, as for the roles of the trainer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from megarlhf.collective_errors import raise_on_all_ranks
+from megarlhf.parallel.residency import Part, Residency, Tensors
+from megarlhf.runtime import Runtime, free_bytes, give_back_cached
+
+GIB = 2**30
+
+
+class Sleeper(Protocol):
+    """Of one engine."""
+
+    weights_lost: bool
+    """Whether what lies in the weights' memory is no model."""
+
+    @property
+    def weights(self) -> Part: ...
+
+    @property
+    def cache(self) -> Part: ...
+
+    @property
+    def keeps_addresses(self) -> bool: ...
+
+    def forget(self) -> None:
+        """The engine is no more."""
+
+
+Room = Callable[[int, str], None]
+"""Asked before a part comes back: its bytes, and what it is. Collective."""
+
+
+@dataclass(frozen=True)
+class EngineMemory:
+    """What of an engine may leave the device."""
+
+    llm: Any
+    """vLLM's `LLM`."""
+    parameters: Mapping[str, Tensor]
+    cache: Callable[[], Sequence[Tensor]]
+    """Of keys and values."""
+
+
+def make_sleeper(memory: EngineMemory, residency: Residency, level: int, room: Room) -> Sleeper:
+    """`level`: `rollout.sleep_level`, resolved."""
+    kind = _ByVllm if residency.on_gpu else _ByStorages
+    return kind(memory, residency, level, room)
+
+
+def cache_of_worker(llm: Any) -> list[Tensor]:
+    """vLLM's cache of keys and values on this rank."""
+    worker = llm.llm_engine.model_executor.driver_worker.worker
+    found = worker.model_runner.kv_caches
+    return [tensor for each in found for tensor in (each if isinstance(each, list | tuple) else [each])]
+
+
+class _ByStorages:
+    keeps_addresses = False
+
+    def __init__(self, memory: EngineMemory, residency: Residency, level: int, room: Room) -> None:
+        self.weights_lost = False
+        self._residency, host = residency, residency.host
+
+        def lost() -> None:
+            self.weights_lost = level == 2
+
+        self.weights = _Checked(Tensors(memory.parameters.values, host, copied=level == 1), "weights", room, lost)
+        self.cache = _Checked(Tensors(memory.cache, host, copied=False), "cache", room)
+        if level:
+            residency.may_leave(self.cache, self.weights)
+
+    def forget(self) -> None:
+        self._residency.forget(self.weights, self.cache)
+
+
+class _Checked:
+    """A part that asks whether there is room for it before it comes."""
+
+    def __init__(self, part: Tensors, what: str, room: Room, left: Callable[[], None] = lambda: None) -> None:
+        self._part, self._what, self._room, self._left = part, what, room, left
+
+    @property
+    def present(self) -> bool:
+        return self._part.present
+
+    def leave(self) -> None:
+        self._part.leave()
+        self._left()
+
+    def come(self) -> None:
+        self._room(self._part.nbytes, self._what)
+        self._part.come()
+
+    def wait(self) -> None:
+        self._part.wait()
+
+
+class _ByVllm:
+    """vLLM puts both to sleep in one call, and wakes each."""
+
+    keeps_addresses = True
+
+    def __init__(self, memory: EngineMemory, residency: Residency, level: int, room: Room) -> None:
+        self.weights_lost = False
+        self._llm, self._level, self._residency, self._room = memory.llm, level, residency, room
+        self._asleep: set[str] = set()
+        self.weights = _Tagged(self, "weights", "weights", _bytes_of(memory.parameters.values()))
+        self.cache = _Tagged(self, "kv_cache", "cache", _bytes_of(memory.cache()))
+        if level:
+            residency.may_leave(self.cache, self.weights)
+
+    def left(self) -> None:
+        """One of the parts is not needed; vLLM sleeps when none is."""
+        if not self.weights.present and not self.cache.present and "weights" not in self._asleep:
+            self._llm.sleep(level=self._level)
+            self._asleep = {"weights", "kv_cache"}
+            self.weights_lost = self._level == 2
+
+    def wake(self, part: _Tagged) -> None:
+        """Nothing where it has not slept."""
+        if part.tag in self._asleep:
+            self._room(part.nbytes, part.what)
+            self._llm.wake_up(tags=[part.tag])
+            self._asleep.remove(part.tag)
+
+    def forget(self) -> None:
+        self._residency.forget(self.weights, self.cache)
+
+
+class _Tagged:
+    """One of vLLM's two kinds of memory, by vLLM's name for it."""
+
+    def __init__(self, of: _ByVllm, tag: str, what: str, nbytes: int) -> None:
+        self._of, self.tag, self.what, self.nbytes = of, tag, what, nbytes
+        self.present = True
+
+    def leave(self) -> None:
+        self.present = False
+        self._of.left()
+
+    def come(self) -> None:
+        self._of.wake(self)
+        self.present = True
+
+    def wait(self) -> None: ...
+
+
+def _bytes_of(tensors: Iterable[Tensor]) -> int:
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values())
+
+
+def require_room(nbytes: int, what: str, runtime: Runtime) -> None:
+    """Collective. Raises: RuntimeError, on every rank, where a rank has not so many bytes left on its device."""
+    give_back_cached(runtime)
+
+    def error(reasons: Sequence[str]) -> RuntimeError:
+        return RuntimeError(
+            f"vLLM's {what} cannot come back: {'; '.join(reasons)}. What the trainer holds meanwhile has grown since "
+            "vLLM started. Lower rollout.gpu_memory_utilization; let more of the roles leave the device (ROLE.offload: "
+            "parameters, optimizer); or cut the roles further (tp, pp)"
+        )
+
+    with raise_on_all_ranks(error) as problems:
+        if (free := free_bytes(runtime)) < nbytes:
+            problems.append(f"it takes {nbytes / GIB:.2f} GiB, and {free / GIB:.2f} GiB of the device are free")

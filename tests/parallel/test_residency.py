@@ -1,0 +1,122 @@
+"""Parts of roles go to host memory and come back: bits, views, and what is counted.
+
+Not covered here: whole steps under each policy (tests/distributed/test_memory_by_phase.py), pinned memory and streams.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megarlhf.config import OffloadConfig
+from megarlhf.parallel.residency import HostMemory, Residency, RoleParts, Tensors, to_save
+
+CPU = torch.device("cpu")
+
+
+def bits(tensor: torch.Tensor) -> list[int]:
+    return tensor.view(torch.int32).tolist()
+
+
+def test_a_part_comes_back_to_the_bit_under_every_view_of_it() -> None:
+    whole = torch.randn(64)
+    whole[3] = float("nan")
+    view, other = whole[8:24].view(4, 4), torch.randn(5)
+    before = bits(whole), bits(view), bits(other)
+    host = HostMemory(CPU)
+    part = Tensors(lambda: [view, whole, other], host)
+    assert part.nbytes == 4 * (64 + 5)
+    part.leave()
+    assert whole.untyped_storage().nbytes() == other.untyped_storage().nbytes() == 0
+    assert (host.nbytes, part.nbytes, part.present) == (4 * 69, 4 * 69, False)
+    part.come()
+    part.wait()
+    assert (bits(whole), bits(view), bits(other)) == before
+    view.fill_(2.0)
+    assert whole[8:24].tolist() == [2.0] * 16
+    part.leave()
+    assert host.nbytes == 4 * 69, "the same host memory again"
+    part.come()
+    assert view.flatten().tolist() == [2.0] * 16, "what has changed since is copied"
+
+
+def test_what_is_not_copied_takes_no_host_memory() -> None:
+    gradients, host = torch.ones(1000), HostMemory(CPU)
+    part = Tensors(lambda: [gradients], host, copied=False)
+    part.leave()
+    part.come()
+    assert (gradients.untyped_storage().nbytes(), host.nbytes) == (4000, 0)
+
+
+def test_what_is_constant_is_copied_to_the_host_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights, host = torch.ones(10), HostMemory(CPU)
+    fills = []
+    fill = host.fill
+    monkeypatch.setattr(host, "fill", lambda *args: (fills.append(1), fill(*args)))
+    part = Tensors(lambda: [weights], host, constant=True)
+    for _ in range(3):
+        part.leave()
+        part.come()
+    assert len(fills) == 1
+    part.changes()
+    weights.fill_(3.0)
+    part.leave()
+    part.come()
+    assert (len(fills), weights.tolist()) == (2, [3.0] * 10)
+
+
+def test_what_is_made_later_leaves_too_and_what_others_hold_stays() -> None:
+    parameter, moments = torch.ones(4), [torch.ones(4)]
+    part = Tensors(lambda: [parameter, *moments], HostMemory(CPU), without=lambda: [parameter])
+    part.leave()
+    part.come()
+    moments.append(torch.full((8,), 2.0))
+    part.leave()
+    assert (parameter.tolist(), [m.untyped_storage().nbytes() for m in moments]) == ([1.0] * 4, [0, 0])
+    part.come()
+    assert moments[1].tolist() == [2.0] * 8
+
+
+def role(residency: Residency, **offload: bool | str) -> tuple[RoleParts, list[torch.Tensor]]:
+    tensors = [torch.full((4,), float(number)) for number in range(3)]
+    parts = RoleParts(
+        residency,
+        Tensors(lambda: tensors[:1], residency.host),
+        Tensors(lambda: tensors[1:2], residency.host, copied=False),
+        (Tensors(lambda: tensors[2:], residency.host),),
+    )
+    residency.share(parts, OffloadConfig.model_validate(offload))
+    return parts, tensors
+
+
+def there(tensors: list[torch.Tensor]) -> list[bool]:
+    return [tensor.untyped_storage().nbytes() > 0 for tensor in tensors]
+
+
+def test_each_turn_has_what_it_needs_and_the_others_have_left() -> None:
+    residency = Residency(CPU)
+    actor, of_actor = role(residency, parameters=True, optimizer=True)
+    critic, of_critic = role(residency, parameters=True, optimizer=True)
+    actor.to_compute()
+    assert (there(of_actor), there(of_critic)) == ([True, False, False], [False] * 3)
+    actor.to_learn()
+    assert (there(of_actor), there(of_critic)) == ([True, True, False], [False] * 3)
+    actor.to_update()
+    assert (there(of_actor), there(of_critic)) == ([True, True, True], [False] * 3)
+    critic.to_learn()
+    assert (there(of_actor), there(of_critic)) == ([False] * 3, [True, True, False])
+    to_save([actor, critic])
+    assert (there(of_actor), there(of_critic)) == ([True, False, True], [True, False, True])
+    residency.turn()
+    assert (there(of_actor), there(of_critic)) == ([False] * 3, [False] * 3)
+
+
+def test_what_may_not_leave_stays_and_gradients_leave_unasked() -> None:
+    residency = Residency(CPU, shared=True)
+    _, tensors = role(residency)
+    residency.turn()
+    assert there(tensors) == [True, False, True], "auto is false on a CPU"
+    residency = Residency(CPU)
+    _, tensors = role(residency, gradients=False)
+    residency.turn()
+    assert there(tensors) == [True] * 3
