@@ -8,8 +8,8 @@ are model, settings, number of optimizer steps and threads (one process each). C
   grpo_long_tailed        ours against TRL
   grpo_equal              the same with all responses of one length: nothing to gain from packing
   grpo_equal_step         whole steps with equal lengths: each side generates with its own engine (TRL: transformers)
-  one_update_long_tailed  one optimizer step and no KL, TRL's defaults: TRL then makes no old and no reference
-  one_update_equal        log-probs at all; ours does
+  one_update_long_tailed  one optimizer step and no KL, TRL's defaults: neither side then makes old or reference
+  one_update_equal        log-probs by forwards of their own
 
 Everyone runs in a child of its own that waits without a core while the others run, in turn, to and fro; the first
 round is not counted. Each side but our padded one comes with two micro-batch sizes, and its fastest is compared.

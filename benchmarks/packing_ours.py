@@ -1,7 +1,7 @@
 """Our side of `make bench-packing`, as a child: the training loop's own functions on the workload's responses.
 
 One process builds a run for each way of laying rows out (the same weights, one configuration key apart), and trains
-whichever the command names. A phase is score, add_advantages, describe and train_on, as in trainers/rl.py::run; a
+whichever the command names. A phase is score, StepInProgress.begun, train_on and describe, as in trainers/rl.py; a
 whole step has generation before it and the transfer of the weights behind it.
 
     {"command": "round", "way": "packed", "inject": true}   ->   seconds of phase and step, and of their parts
@@ -34,9 +34,8 @@ from megarlhf.observe.phases import Phases
 from megarlhf.parallel.step import Loss, MicroBatch, StepResult
 from megarlhf.rollout.bank import Bank
 from megarlhf.runtime import RankInfo, Runtime, initialize
-from megarlhf.trainers.rl_advantages import add_advantages
 from megarlhf.trainers.rl_components import build
-from megarlhf.trainers.rl_gap import LogprobGapWatch, logprob_gap
+from megarlhf.trainers.rl_gap import LogprobGapWatch
 from megarlhf.trainers.rl_metrics import describe
 from megarlhf.trainers.rl_rollout import Drawing, make_experience, sample
 from megarlhf.trainers.rl_score import score
@@ -106,14 +105,14 @@ class Run:
         drawing = Drawing(cfg, parts, self._prompts, Bank(cfg.run.dir / "bank"), self._session, step)
         experience, _ = score(drawing, experience, self._prompts)
         scored = time.perf_counter()
+        work = StepInProgress.begun(cfg, parts, experience, {})
+        prepared = time.perf_counter()
+        metrics = train_on(cfg, parts, work, step)
+        metrics |= describe(work.experience, cfg)
         if not inject:
             gap = LogprobGapWatch(LogprobGapConfig(steps=1), parts.actor.shard.dtype)
-            gap.watch(logprob_gap(experience))
+            gap.watch(work.found)
             gap.raise_if_failed(last=False)
-        experience = add_advantages(experience, cfg.algo)
-        metrics = describe(experience, cfg)
-        prepared = time.perf_counter()
-        metrics |= train_on(cfg, parts, StepInProgress(experience, {}), step)
         trained, cpu = time.perf_counter(), time.process_time() - cpu
         if not inject:
             with self._clock("update_weights"):
