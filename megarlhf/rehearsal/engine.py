@@ -175,9 +175,8 @@ class RehearsedEngine(VllmEngine):
         shares = split_evenly(len(prompts), world // tp)
         work = [EngineWork([len(prompts[n]) for n in share], [drawn[n] for n in share]) for share in shares]
         self._generated(work, self._shape, self._cache_bytes)
-        return given_responses(
-            {engine * tp: share for engine, share in enumerate(shares)}, drawn, sampling, self._version, self._runtime
-        )
+        owned = {engine * tp + place: share[place::tp] for engine, share in enumerate(shares) for place in range(tp)}
+        return given_responses(owned, drawn, sampling, self._version, self._runtime)
 
     def close(self) -> None:
         self._sleeper.forget()

@@ -264,7 +264,8 @@ class Ledger:
     def name(self, tensors: Iterable[Tensor], kind: str) -> None:
         """Say what storages are for."""
         for tensor in tensors:
-            if (entry := self.live.get(storage_key(tensor))) is not None:
+            key = storage_key(tensor)
+            if (entry := self.live.get(key) or self._away.get(key)) is not None:
                 self._named[id(entry)] = entry, kind
 
     def kind_of(self, storage: Storage) -> str:

@@ -6,7 +6,7 @@ The ranks of an engine take the same steps, and agree after each of them.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,13 +25,16 @@ def draw(
     bank: KeptResponses,
     should_stop: Callable[[], bool] | None,
     group: dist.ProcessGroup | None,
+    mine: Collection[int] | None = None,
 ) -> bool:
     """Run the requests that `enqueue` makes of these rows; each response goes into the bank when it is finished.
 
+    `mine`: the rows whose responses this rank reads and answers for, of an engine of several ranks; None: all.
     `engine` is vLLM's `LLMEngine`; `enqueue` returns the names of the requests. Returns whether it was stopped: the
     requests are then aborted, and the engine takes others.
     """
     requests: list[str] = []
+    mine = rows if mine is None else mine
 
     def steps() -> Iterator[int]:
         requests.extend(enqueue())
@@ -42,9 +45,11 @@ def draw(
             for output in engine.step():
                 row = row_of[output.request_id]
                 if output.finished:
-                    bank.add(row, response_of(output, sampling))
+                    if row in mine:
+                        bank.add(row, response_of(output, sampling))
                 elif sampling.stop is not None and sampling.ends(output.outputs[0].token_ids):
-                    bank.add(row, response_so_far(output, finished=True))
+                    if row in mine:
+                        bank.add(row, response_so_far(output, finished=True))
                     engine.abort_request([requests[rows.index(row)]], internal=True)
 
     stopped = run_in_lockstep(steps(), should_stop, group)
@@ -70,9 +75,11 @@ def response_of(output: Any, sampling: Sampling) -> Response:
 def response_so_far(output: Any, *, finished: bool) -> Response:
     """Of a request in whatever state."""
     sampled = output.outputs[0]
-    tokens = list(sampled.token_ids)
-    logprobs = [entry[token].logprob for token, entry in zip(tokens, sampled.logprobs, strict=True)]
-    return Response(tokens=tokens, logprobs=logprobs, finished=finished)
+    tokens, flat = list(sampled.token_ids), sampled.logprobs
+    # Lists of numbers in place of objects for each token; the first of a position is that of the token that was drawn.
+    if [flat.token_ids[n] for n in flat.start_indices] != tokens:
+        raise EngineFailure("vLLM's log-probs are of other tokens than those that it returns")
+    return Response(tokens=tokens, logprobs=[flat.logprobs[n] for n in flat.start_indices], finished=finished)
 
 
 def run_in_lockstep(

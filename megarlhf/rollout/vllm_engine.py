@@ -285,7 +285,7 @@ class VllmEngine:
         bank: KeptResponses | None = None,
         should_stop: Callable[[], bool] | None = None,
     ) -> Rollouts:
-        """Rows are split over the engines; within an engine every rank draws the same.
+        """Rows are split over the engines; within an engine every rank draws the same, and answers for its share.
 
         Raises: RuntimeError unless the last update succeeded; ValueError for prompts that are too long.
         """
@@ -314,9 +314,10 @@ class VllmEngine:
                 partial(self._enqueue, rows, prompts, seeds, sampling),
                 rows,
                 sampling,
-                bank if self._runtime.rank % self._tp == 0 else KeptResponses(),
+                bank,
                 should_stop,
                 self._lockstep_group(),
+                mine=set(rows[self._runtime.rank % self._tp :: self._tp]),
             )
             self.local_seconds = time.monotonic() - began
         self._refusal = ""
@@ -343,6 +344,7 @@ class VllmEngine:
                 max_tokens=sampling.max_tokens,
                 seed=None if sampling.greedy else seeds[n],
                 logprobs=0,
+                flat_logprobs=True,
                 detokenize=False,
                 stop_token_ids=list(sampling.end_ids),
                 top_p=sampling.top_p,

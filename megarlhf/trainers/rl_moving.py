@@ -56,5 +56,8 @@ class MovingReference:
                 [placements_on(shard, rank) for rank in world],
                 only_rank=runtime.rank,
             )
-            self._resharder = Resharder(plan, rank=runtime.rank, dtype=shard.dtype, device=runtime.device)
+            # What arrives lies in other memory each time.
+            self._resharder = Resharder(
+                plan, rank=runtime.rank, dtype=shard.dtype, device=runtime.device, keep_views=False
+            )
         return self._resharder

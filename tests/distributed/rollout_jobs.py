@@ -199,9 +199,9 @@ def _counted_rows() -> Iterator[list[int]]:
     """The number of rows of each attempt of this rank's engine."""
     real, drawn = vllm_engine.draw, list[int]()
 
-    def counting(engine: Any, enqueue: Callable[[], list[str]], rows: Sequence[int], *rest: Any) -> bool:
+    def counting(engine: Any, enqueue: Callable[[], list[str]], rows: Sequence[int], *rest: Any, **named: Any) -> bool:
         drawn.append(len(rows))
-        return real(engine, enqueue, rows, *rest)
+        return real(engine, enqueue, rows, *rest, **named)
 
     vllm_engine.draw = counting
     try:

@@ -44,7 +44,7 @@ def test_rl_samples_with_what_it_has_trained(
     """The gap stays within rounding in every step, and the weights of the start would not pass: from the second step
     on, the mean difference to them is above the limit. Certificates at the start, after the first step, every N."""
     parallel, tp = LAYOUTS[layout]
-    cfg = config({**models, "other": models["scorer"]}, data["prompts"], parallel)
+    cfg = config({**models, "other": models["scorer"]}, data["prompts"], parallel, micro_batch_samples=2)
     cfg["run"] = {"dir": str(tmp_path / "run"), "nproc": 4}
     cfg["train"] |= {"num_steps": 3, "epochs_per_step": 1}
     cfg["rollout"] |= {"engine": "vllm", "parallel": {"tp": tp}, "verify_weights_every": 3}

@@ -18,6 +18,7 @@ from megarlhf.rollout.engine import Response, Sampling
 from megarlhf.rollout.megatron_engine import _Decoding
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.prompts import sampling_of
+from tests.rollout.test_requests import flat
 from tools.demo.make_data import base_files
 
 
@@ -86,7 +87,7 @@ def test_vllm_is_asked_to_end_at_exactly_these(sampling, monkeypatch, one_rank):
 
         def step(self):
             self.unfinished = 0
-            output = SimpleNamespace(token_ids=[9], logprobs=[{9: SimpleNamespace(logprob=-0.5)}], finish_reason="stop")
+            output = SimpleNamespace(token_ids=[9], logprobs=flat([9]), finish_reason="stop")
             return [SimpleNamespace(outputs=[output], finished=True, request_id="0")]
 
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=lambda **options: options))

@@ -13,9 +13,19 @@ from megarlhf.rollout.requests import draw, response_of, run_in_lockstep
 SAMPLING = Sampling(max_tokens=3, end_ids=(2, 9))
 
 
+def flat(tokens, logprob=-0.5):
+    """vLLM's FlatLogprobs, with the likeliest token behind the one that was drawn at each position."""
+    places = list(range(0, 2 * len(tokens), 2))
+    pairs = [(token, 77) for token in tokens]
+    return SimpleNamespace(
+        start_indices=places,
+        token_ids=[token for pair in pairs for token in pair],
+        logprobs=[value for _ in tokens for value in (logprob, -0.1)],
+    )
+
+
 def output(tokens, reason, request_id="0"):
-    logprobs = [{token: SimpleNamespace(logprob=-0.5)} for token in tokens]
-    sampled = SimpleNamespace(token_ids=tokens, logprobs=logprobs, finish_reason=reason)
+    sampled = SimpleNamespace(token_ids=tokens, logprobs=flat(tokens), finish_reason=reason)
     return SimpleNamespace(outputs=[sampled], finished=reason is not None, request_id=request_id)
 
 
@@ -50,6 +60,20 @@ def test_each_row_gets_its_own_response_as_it_finishes():
     assert draw(engine, engine.enqueue, [4, 7, 6], SAMPLING, bank, None, None) is False
     expected = Response([2], [-0.5], True)
     assert seen == [(1, 6, expected), (2, 7, expected), (3, 4, expected)]
+
+
+def test_a_rank_answers_for_its_own_rows_only():
+    engine, bank = Engine(), KeptResponses()
+    draw(engine, engine.enqueue, [4, 7, 6], SAMPLING, bank, None, None, mine={7})
+    assert bank.held == {7: Response([2], [-0.5], True)}
+    assert engine.steps == 3, "all are drawn"
+
+
+def test_logprobs_of_other_tokens_are_refused():
+    wrong = output([5, 2], "stop")
+    wrong.outputs[0].logprobs.token_ids[2] = 3
+    with pytest.raises(EngineFailure, match="of other tokens than those that it returns"):
+        response_of(wrong, SAMPLING)
 
 
 @pytest.mark.parametrize("after", [0, 1, 2])

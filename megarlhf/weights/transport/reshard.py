@@ -62,12 +62,20 @@ class _LiveRound:
 
 
 @dataclass(frozen=True)
+class _Views:
+    """The schedule, with views of the live storages."""
+
+    memory: tuple[object, ...]
+    """Which storages it speaks of."""
+    local: Pairs
+    rounds: list[Round]
+
+
+@dataclass(frozen=True)
 class _Prepared:
     """What a run needs on this rank before the first message, so that want of it is told before anything is written."""
 
-    memory: tuple[object, ...]
-    """Which memory it speaks of."""
-    local: Pairs
+    views: _Views
     rounds: list[_LiveRound]
     buckets: list[torch.Tensor]
     """A share for sending, and one for receiving, for each round that may be under way."""
@@ -87,18 +95,22 @@ class Resharder:
         bucket_bytes: int = BUCKET_BYTES,
         direct_bytes: int | None = None,
         free_bytes: Callable[[], int] | None = None,
+        keep_views: bool = True,
     ) -> None:
         """Values travel in `dtype`, local ones too, and are then cast to the destination's. Ranks in plans are global.
 
         `bucket_bytes` bounds what a rank has gathered, and what it receives to scatter, at any moment. `direct_bytes`:
         see DIRECT_BYTES; the same on all ranks. `free_bytes` says what the device has left: buckets together take at
-        most half of it, or 2 MB. On a CPU they are kept between runs, with views of the memory of the last run.
+        most half of it, or 2 MB. `keep_views`: schedule and views of storages are kept between runs, for the same
+        storages come again; on a CPU the buckets too.
         """
+        self._keep_views = keep_views
         self._rank, self._dtype, self._device, self._group = rank, dtype, device, group
         self._bucket_bytes, self._free_bytes = bucket_bytes, free_bytes
         if direct_bytes is None:
             direct_bytes = DIRECT_BYTES_CPU if device.type == "cpu" else DIRECT_BYTES
         self._messages = RankMessages(plan, rank, max(1, direct_bytes // dtype.itemsize))
+        self._views: _Views | None = None
         self._kept: _Prepared | None = None
 
     @torch.no_grad()
@@ -147,25 +159,35 @@ class Resharder:
         return max(1, size // _ROUNDS_IN_FLIGHT // self._dtype.itemsize)
 
     def _prepare(self, src: Storages, dst: Storages, capacity: int) -> _Prepared:
-        live = tuple((name, tensor.data_ptr(), tensor.dtype) for side in (src, dst) for name, tensor in side.items())
+        views = self._views_of(src, dst, capacity)
         # A CPU keeps the buckets: pages that were never touched cost more than the copy into them. On a GPU torch's
         # allocator has them at hand.
-        if self._kept is not None and self._kept.memory == (capacity, *live):
+        if self._kept is not None and self._kept.views is views:
             return self._kept
-        if missing := self._messages.missing(src, dst):
-            raise ValueError(f"{len(missing)} storages of the plan are missing: {', '.join(missing[:5])}")
         self._kept = None
-        rounds = self._messages.rounds(capacity, src, dst, self._dtype)
-        outgoing = self._bucket([round.sends for round in rounds])
-        incoming = self._bucket([round.receives for round in rounds])
+        outgoing = self._bucket([round.sends for round in views.rounds])
+        incoming = self._bucket([round.receives for round in views.rounds])
         bound = [
             self._bind(round, outgoing[number % _ROUNDS_IN_FLIGHT], incoming[number % _ROUNDS_IN_FLIGHT])
-            for number, round in enumerate(rounds)
+            for number, round in enumerate(views.rounds)
         ]
-        prepared = _Prepared((capacity, *live), self._messages.local(src, dst), bound, [*outgoing, *incoming])
-        if self._device.type == "cpu":
+        prepared = _Prepared(views, bound, [*outgoing, *incoming])
+        if self._device.type == "cpu" and self._keep_views:
             self._kept = prepared
         return prepared
+
+    def _views_of(self, src: Storages, dst: Storages, capacity: int) -> _Views:
+        memory = (capacity, *(place_of(name, tensor) for side in (src, dst) for name, tensor in side.items()))
+        if self._views is not None and self._views.memory == memory:
+            return self._views
+        if missing := self._messages.missing(src, dst):
+            raise ValueError(f"{len(missing)} storages of the plan are missing: {', '.join(missing[:5])}")
+        self._views = self._kept = None
+        rounds = self._messages.rounds(capacity, src, dst, self._dtype)
+        views = _Views(memory, self._messages.local(src, dst), rounds)
+        if self._keep_views:
+            self._views = views
+        return views
 
     def _bucket(self, rounds: Sequence[Sequence[Message]]) -> list[torch.Tensor]:
         """Shares, each large enough for every round that uses it."""
@@ -192,12 +214,17 @@ class Resharder:
     def _rounds(self, ready: _Prepared, failure: _Failure) -> None:
         rounds = iter(ready.rounds)
         in_flight = deque(_post(round, failure) for round in islice(rounds, _ROUNDS_IN_FLIGHT))
-        failure.guard(lambda: _copy_inside(ready.local, self._dtype))
+        failure.guard(lambda: _copy_inside(ready.views.local, self._dtype))
         for round in rounds:
             _finish(*in_flight.popleft(), failure)
             in_flight.append(_post(round, failure))
         while in_flight:
             _finish(*in_flight.popleft(), failure)
+
+
+def place_of(name: str, tensor: torch.Tensor) -> tuple[object, ...]:
+    """The same while the tensor lies in the same storage, wherever that is: a storage may leave and come back."""
+    return name, tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.dtype
 
 
 def _post(round: _LiveRound, failure: _Failure) -> tuple[_LiveRound, list[dist.Work]]:
