@@ -26,7 +26,8 @@ from benchmarks.rehearsal.real_run import Seen, real_rank
 from benchmarks.rehearsal.recorded import Message
 from benchmarks.rehearsal.rehearsed_run import rehearsed_rank
 
-TP2, PP2, TP2_PP2 = {"tp": 2}, {"pp": 2}, {"tp": 2, "pp": 2}
+WHOLE = {"sequence_parallel": False}
+TP2, PP2, TP2_PP2 = {"tp": 2} | WHOLE, {"pp": 2}, {"tp": 2, "pp": 2} | WHOLE
 UNEVEN = {"pp": 2, "layers_per_stage": [3, 1]}
 SEQUENCE = {"tp": 2, "sequence_parallel": True}
 GRPO = "group_relative"

@@ -74,13 +74,21 @@ class ParallelConfig(FrozenModel):
     layers_per_stage: tuple[PositiveInt, ...] | None = None
     """Uneven pipeline stages, first to last."""
     sequence_parallel: bool = False
-    """Shard the sequence between tensor-parallel regions; needs tp > 1."""
+    """Shard the sequence between tensor-parallel regions: less memory for as many bytes on the wire. Left out, it is on
+    where tp > 1, without which it cannot be."""
     vpp: PositiveInt = 1
     """Virtual pipeline stages per rank; 1 for now."""
     cp: PositiveInt = 1
     """Context-parallel size; 1 for now."""
     ep: PositiveInt = 1
     """Expert-parallel size; 1 for now."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _sequence_parallel_with_tp(cls, data: Any) -> Any:
+        if isinstance(data, dict) and data.get("sequence_parallel") is None:
+            data = {**data, "sequence_parallel": data.get("tp") not in (None, 1, "1")}
+        return data
 
     @model_validator(mode="after")
     def _check(self) -> ParallelConfig:

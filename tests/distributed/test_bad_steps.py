@@ -104,7 +104,7 @@ def poisoned_steps(runtime: Runtime, tree: dict[str, Any]) -> dict[str, Any]:
 
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "tp2": (2, {"tp": 2}),
+    "tp2": (2, {"tp": 2, "sequence_parallel": False}),
     "tp2_sequence_parallel": (2, {"tp": 2, "sequence_parallel": True}),
     "pp2": (2, {"pp": 2}),
     "dp2": (2, {}),

@@ -31,10 +31,10 @@ LENGTHS = (24, 17, 23)
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp1": (1, {}),
-    "tp2": (2, {"tp": 2}),
+    "tp2": (2, {"tp": 2, "sequence_parallel": False}),
     "pp2": (2, {"pp": 2}),
     "tp2_sequence_parallel": (2, {"tp": 2, "sequence_parallel": True}),
-    "tp2pp2": (4, {"tp": 2, "pp": 2}),
+    "tp2pp2": (4, {"tp": 2, "pp": 2, "sequence_parallel": False}),
     # Four ranks share two KV groups.
     "tp4": (4, {"tp": 4}),
 }

@@ -13,7 +13,10 @@ from megarlhf.weights.checkpoint.open_checkpoint import detect_format, open_chec
 from tests.distributed.test_sft_layouts import config
 from tests.ranks import RankPool
 
-LIVE: dict[str, tuple[int, dict[str, Any]]] = {"tp1": (1, {}), "tp2pp2": (4, {"tp": 2, "pp": 2})}
+LIVE: dict[str, tuple[int, dict[str, Any]]] = {
+    "tp1": (1, {}),
+    "tp2pp2": (4, {"tp": 2, "pp": 2, "sequence_parallel": False}),
+}
 
 
 @pytest.fixture(scope="module")

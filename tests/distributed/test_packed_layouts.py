@@ -24,7 +24,7 @@ BUDGET = 120
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp1": (1, {}),
-    "tp2": (2, {"tp": 2}),
+    "tp2": (2, {"tp": 2, "sequence_parallel": False}),
     "pp2": (2, {"pp": 2}),
     "dp2": (2, {}),
     "tp2_sequence_parallel": (2, {"tp": 2, "sequence_parallel": True}),

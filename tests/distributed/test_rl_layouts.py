@@ -52,11 +52,11 @@ in_pairs = partial(config, micro_batch_samples=2)
 """In many micro-batches, as they are cut over layouts."""
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "tp2": (2, {"tp": 2}),
+    "tp2": (2, {"tp": 2, "sequence_parallel": False}),
     "dp2": (2, {}),
     "pp2": (2, {"pp": 2}),
     "tp2_sequence_parallel": (2, {"tp": 2, "sequence_parallel": True}),
-    "tp2pp2": (4, {"tp": 2, "pp": 2}),
+    "tp2pp2": (4, {"tp": 2, "pp": 2, "sequence_parallel": False}),
 }
 
 

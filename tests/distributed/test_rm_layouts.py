@@ -19,7 +19,7 @@ from tests.ranks import RankPool
 LR, STEPS, MINI_BATCH = 3e-4, 2, 8
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp1": (1, {}),
-    "tp2": (2, {"tp": 2}),
+    "tp2": (2, {"tp": 2, "sequence_parallel": False}),
     "pp2": (2, {"pp": 2}),
     "dp2": (2, {}),
     "tp2_sequence_parallel": (2, {"tp": 2, "sequence_parallel": True}),

@@ -19,10 +19,10 @@ LR, STEPS, MINI_BATCH = 1e-3, 3, 8
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp1": (1, {}),
-    "tp2": (2, {"tp": 2}),
+    "tp2": (2, {"tp": 2, "sequence_parallel": False}),
     "pp2": (2, {"pp": 2}),
     "dp2": (2, {}),
-    "tp2pp2": (4, {"tp": 2, "pp": 2}),
+    "tp2pp2": (4, {"tp": 2, "pp": 2, "sequence_parallel": False}),
     "tp2_sequence_parallel": (2, {"tp": 2, "sequence_parallel": True}),
     "pp2_uneven": (2, {"pp": 2, "layers_per_stage": [3, 1]}),
     "tp2dp2": (4, {"tp": 2}),

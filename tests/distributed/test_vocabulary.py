@@ -21,7 +21,7 @@ from tests.ranks import RankPool
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp1": (1, {}),
-    "tp2": (2, {"tp": 2}),
+    "tp2": (2, {"tp": 2, "sequence_parallel": False}),
     "tp2_sequence_parallel": (2, {"tp": 2, "sequence_parallel": True}),
     "pp2": (2, {"pp": 2}),
     "tp2pp2_sequence_parallel": (4, {"tp": 2, "pp": 2, "sequence_parallel": True}),

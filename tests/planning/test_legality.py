@@ -65,7 +65,7 @@ def test_a_mixture_of_experts_at_tp_needs_sequence_parallelism(paths):
     arch, _ = check(paths, {"tp": 4, "sequence_parallel": True}, **experts)
     assert (arch.num_experts, arch.expert_ffn_size) == (4, 24)
     for name, changes, parallel, words in (
-        ("a", {}, {"tp": 2}, r"at tp = 2 needs sequence_parallel: true"),
+        ("a", {}, {"tp": 2, "sequence_parallel": False}, r"at tp = 2 needs sequence_parallel: true"),
         ("b", {"moe_intermediate_size": 6}, {"tp": 4, "sequence_parallel": True}, r"the 6 MLP width .* one of 1, 2$"),
         ("c", {"num_experts_per_tok": 1}, {}, r"one expert .* no gradient"),
     ):

@@ -70,7 +70,13 @@ RULE_DROPS = "rewards=[{kind: rule, rule: 'a.b:c', on_failure: drop}]"
 RULE_WEIGHTED = "rewards=[{kind: rule, rule: 'a.b:c', weight: 2}]"
 CASES = [
     ("sft", [], [], [], []),
-    ("sft", [], ["run.dir=y", "run.nproc=2", "actor.parallel.tp=2"], ["run.dir", "run.nproc", "actor.parallel.tp"], []),
+    (
+        "sft",
+        [],
+        ["run.dir=y", "run.nproc=2", "actor.parallel.tp=2"],
+        ["run.dir", "run.nproc", "actor.parallel.tp: ", "actor.parallel.sequence_parallel: "],
+        [],
+    ),
     ("sft", [], ["actor.optim.lr=0.5"], [], ["actor.optim.lr: 0.001 -> 0.5"]),
     ("sft", [], ["train.num_steps=9"], ["train.num_steps: 3 -> 9"], []),
     ("sft", ["actor.optim.schedule=cosine"], ["train.num_steps=9"], [], ["train.num_steps: 3 -> 9"]),

@@ -1,12 +1,16 @@
 """Live storages: filled in memory, from files, and over a gloo group of four processes, with casts."""
 
+from unittest import mock
+
 import pytest
 import torch
+import torch.distributed as dist
 
 from megarlhf.architectures.placements import hf_placements, logical_tensors
 from megarlhf.runtime import Runtime
 from megarlhf.weights.checkpoint.export import export
 from megarlhf.weights.checkpoint.formats.huggingface.read import HFFiles
+from megarlhf.weights.checkpoint.hf_writer import HFWriter
 from megarlhf.weights.checks.digest import compare, replica_digests, summed
 from megarlhf.weights.plan.copy_plan import make_plan
 from megarlhf.weights.transport.random_init import fill_random
@@ -158,7 +162,19 @@ def _group_body(runtime: Runtime, directory: str) -> str:
         trained, served = summed(digests, sorted(logical_tensors(arch)), device)
         assert all(trained.values())
         assert not compare(trained, served), compare(trained, served)
-    export(sources, src, directory, arch=arch, config=TINY, dtype=torch.float32, rank=rank, gather_bytes=40_000)
+    written: list[str] = []
+    write = HFWriter.write
+
+    def noted(self: HFWriter, name: str, tensor: torch.Tensor) -> None:
+        written.append(name)
+        write(self, name, tensor)
+
+    with mock.patch.object(HFWriter, "write", noted):
+        export(sources, src, directory, arch=arch, config=TINY, dtype=torch.float32, rank=rank, gather_bytes=40_000)
+    everyones: list[list[str]] = [[]] * 4
+    dist.all_gather_object(everyones, written)
+    assert sorted(name for names in everyones for name in names) == sorted(logical_tensors(arch)), "each once"
+    assert all(names and set(names) <= sources[n].tensors.keys() for n, names in enumerate(everyones))
     try:
         export(sources, src, directory, arch=arch, config=TINY, dtype=torch.float32, rank=rank)
     except (ValueError, RuntimeError) as error:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,9 +16,10 @@ import torch.distributed as dist
 from megarlhf.architectures.architecture import Architecture
 from megarlhf.architectures.placements import Head, identity_placements, logical_tensors
 from megarlhf.placement import RankPlacements, Shape
-from megarlhf.weights.checkpoint.formats.huggingface.write import split_by_bytes
+from megarlhf.weights.checkpoint.formats.huggingface.write import Specs, num_bytes_of, split_by_bytes
 from megarlhf.weights.checkpoint.hf_writer import HFWriter, open_hf_writer
 from megarlhf.weights.plan.copy_plan import make_plan
+from megarlhf.weights.transport.extent import Extent
 from megarlhf.weights.transport.reshard import Resharder
 from megarlhf.weights.transport.storages import Storages, copy_local
 
@@ -35,46 +39,117 @@ def export(
     copy_from: str | PathLike[str] | None = None,
     gather_bytes: int = 1 << 30,
 ) -> None:
-    """Gathers the model to `writer_rank`, cast to `dtype`, and writes it there.
+    """Writes the model, cast to `dtype`: every rank its own part of the files.
 
     All ranks of `sources` call it; they are exactly the ranks of `group`. `config` is the config.json to
-    write (its dtype is corrected). Tensors are gathered in order, about `gather_bytes` at a time, and
-    written at once: the writer never holds the model.
+    write (its dtype is corrected). `writer_rank` makes the directory with files at full length, in which the tensors
+    are holes. Each tensor is gathered on one of the ranks that hold a part of it, and written there into its hole;
+    each rank gathers about `gather_bytes` at a time, so that none holds the model. A rank whose file system does not
+    show the directory writes nothing.
 
-    Raises: ValueError or OSError as `open_hf_writer` and `make_plan`; when the writer failed, RuntimeError on the
-    other ranks, so that none waits for ever.
+    Raises: ValueError or OSError as `open_hf_writer` and `make_plan`; where it failed on another rank RuntimeError, so
+    that none waits for ever.
     """
     tensors = logical_tensors(arch, head)
     make_plan(sources, [identity_placements(tensors, writer_rank)], only_rank=rank)  # all or nothing
-    device = next(iter(live.values())).device
+    told = _Told(directory, rank, group, live, alone=len(sources) == 1)
+    specs = {name: (shape, dtype) for name, shape in tensors.items()}
+    with ExitStack() as stack:
+        writers: list[HFWriter] = []
 
-    def on_writer(action: Callable[[], None]) -> None:
+        def open_writer() -> None:
+            if rank == writer_rank:
+                opened = open_hf_writer(directory, specs, with_dtype(config, dtype), copy_from=copy_from)
+                writers.append(stack.enter_context(opened))
+
+        told(open_writer)
+        writer = told.shared_writer(writers, writer_rank, specs)
+        owners = divided(specs, sources, told.ranks_that_see(writer, [source.rank for source in sources]))
+        batches = {
+            owner: split_by_bytes({name: specs[name] for name in names}, gather_bytes)
+            for owner, names in owners.items()
+        }
+        for number in range(max(map(len, batches.values()))):
+            now = {owner: parts[number] for owner, parts in batches.items() if number < len(parts)}
+            whole = _gather(sources, live, now, tensors, rank, dtype, group)
+            told(partial(_write, writer, whole))
+        told(writer.sync)
+        if writers:  # the others have written what they promised
+            writers[0].missing.clear()
+        told(stack.close)
+
+
+def divided(tensors: Specs, sources: Sequence[RankPlacements], ranks: Collection[int]) -> dict[int, list[str]]:
+    """Who writes which tensors: of the `ranks` that hold a part of one (any, where none does) the one with the fewest
+    bytes so far, the largest tensors first. The same on every rank."""
+    holders: dict[str, list[int]] = defaultdict(list)
+    for source in sources:
+        if source.rank in ranks:
+            for name in source.tensors.keys() & tensors.keys():
+                holders[name].append(source.rank)
+    load = dict.fromkeys(sorted(ranks), 0)
+    owners: dict[int, list[str]] = {rank: [] for rank in load}
+    order = {name: number for number, name in enumerate(tensors)}
+    for name in sorted(tensors, key=lambda name: (-num_bytes_of(tensors[name]), order[name])):
+        owner = min(holders.get(name) or load, key=lambda rank: (load[rank], rank))
+        owners[owner].append(name)
+        load[owner] += num_bytes_of(tensors[name])
+    return {rank: sorted(names, key=order.__getitem__) for rank, names in owners.items()}
+
+
+class _Told:
+    """What fails on one rank is known to all."""
+
+    def __init__(
+        self,
+        directory: str | PathLike[str],
+        rank: int,
+        group: dist.ProcessGroup | None,
+        live: Storages,
+        *,
+        alone: bool,
+    ) -> None:
+        """`alone`: there are no others."""
+        self._directory, self._rank, self._group, self._alone = directory, rank, group, alone
+        self._device = next(iter(live.values())).device
+
+    def __call__(self, action: Callable[[], object]) -> None:
+        """Do it; raises its own failure, or RuntimeError for one of another rank. Collective."""
         error: Exception | None = None
-        if rank == writer_rank:
-            try:
-                action()
-            except (OSError, ValueError, RuntimeError, MemoryError) as failure:
-                error = failure  # raised once the other ranks know
-        failed = torch.tensor(int(error is not None), dtype=torch.int32, device=device)
-        if len(sources) > 1:
-            dist.all_reduce(failed, group=group)
+        try:
+            action()
+        except (OSError, ValueError, RuntimeError, MemoryError) as failure:
+            error = failure  # raised once the other ranks know
+        failed = torch.tensor(0 if error is None else self._rank + 1, dtype=torch.int32, device=self._device)
+        if not self._alone:
+            dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=self._group)
         if error is not None:
             raise error
         if int(failed):
-            raise RuntimeError(f"export to {directory} failed on rank {writer_rank}; see that rank's error")
+            raise RuntimeError(f"export to {self._directory} failed on rank {int(failed) - 1}; see that rank's error")
 
-    def open_writer() -> None:
-        stated = with_dtype(config, dtype)
-        writer.append(stack.enter_context(open_hf_writer(directory, specs, stated, copy_from=copy_from)))
+    def shared_writer(self, writers: Sequence[HFWriter], writer_rank: int, specs: Specs) -> HFWriter:
+        """One on every rank, of the files that the first has made. Collective."""
+        if self._alone:
+            return writers[0]
+        said: list[Any] = (
+            [[(name, str(at.path), at.offset) for name, at in writers[0].places.items()]] if writers else [None]
+        )
+        dist.broadcast_object_list(said, src=writer_rank, group=self._group)
+        return (
+            writers[0]
+            if writers
+            else HFWriter({name: Extent(Path(path), offset, *specs[name]) for name, path, offset in said[0]})
+        )
 
-    specs = {name: (shape, dtype) for name, shape in tensors.items()}
-    writer: list[HFWriter] = []
-    with ExitStack() as stack:
-        on_writer(open_writer)
-        for names in split_by_bytes(specs, gather_bytes):
-            whole = _gather(sources, live, {n: tensors[n] for n in names}, rank, writer_rank, dtype, group)
-            on_writer(lambda whole=whole: _write(writer[0], whole))  # type: ignore[misc]
-        on_writer(stack.close)
+    def ranks_that_see(self, writer: HFWriter, ranks: Sequence[int]) -> list[int]:
+        """Those to which the files are there. Collective."""
+        if self._alone:
+            return list(ranks)
+        seen: list[tuple[int, bool]] = [(0, False)] * len(ranks)
+        sees = all(path.is_file() for path in writer.paths)
+        dist.all_gather_object(seen, (self._rank, sees), group=self._group)
+        return sorted(rank for rank, sees in seen if sees)
 
 
 def with_dtype(config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
@@ -85,21 +160,25 @@ def with_dtype(config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
 def _gather(
     sources: Sequence[RankPlacements],
     live: Storages,
-    tensors: dict[str, Shape],
+    owned: Mapping[int, Sequence[str]],
+    tensors: Mapping[str, Shape],
     rank: int,
-    writer_rank: int,
     dtype: torch.dtype,
     group: dist.ProcessGroup | None,
 ) -> dict[str, torch.Tensor]:
-    """The whole logical tensors on the writing rank, nothing on the others."""
-    parts = [source.select(tensors) for source in sources]
-    plan = make_plan(parts, [identity_placements(tensors, writer_rank)], only_rank=rank)
+    """The whole logical tensors, each on the rank that writes it."""
+    names = dict.fromkeys(name for mine in owned.values() for name in mine)
+    parts = [source.select(names) for source in sources]
+    wanted = [
+        identity_placements({name: tensors[name] for name in owned.get(source.rank, ())}, source.rank)
+        for source in sources
+    ]
+    plan = make_plan(parts, wanted, only_rank=rank)
     device = next(iter(live.values())).device
-    whole: dict[str, torch.Tensor] = {}
-    if rank == writer_rank:
-        whole = {name: torch.empty(shape, dtype=dtype, device=device) for name, shape in tensors.items()}
+    mine = owned.get(rank, ())
+    whole = {name: torch.empty(tensors[name], dtype=dtype, device=device) for name in mine}
     if len(sources) > 1:
-        Resharder(plan, rank=rank, dtype=dtype, device=device, group=group).run(live, whole)
+        Resharder(plan, rank=rank, dtype=dtype, device=device, group=group, keep_views=False).run(live, whole)
     else:
         copy_local(plan.local(rank), live, whole, dtype)
     return whole

@@ -20,7 +20,7 @@ from megarlhf.weights.checkpoint.formats.huggingface.write import (
 )
 from megarlhf.weights.checkpoint.formats.megatron.tracker import TRACKER
 from megarlhf.weights.checkpoint.formats.torch_dist.metadata import CONFIG
-from megarlhf.weights.checkpoint.staging import Staging
+from megarlhf.weights.checkpoint.staging import Staging, sync
 from megarlhf.weights.transport.extent import Extent
 
 WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".distcp"}
@@ -35,11 +35,22 @@ class HFWriter:
     """Writes the tensors of a preallocated Hugging Face directory in any order; made by `open_hf_writer`."""
 
     def __init__(self, places: Mapping[str, Extent]) -> None:
-        self._places, self.missing = places, set(places)
+        self.places, self.missing = places, set(places)
+        self._written: set[Path] = set()
+
+    @property
+    def paths(self) -> set[Path]:
+        """The files."""
+        return {place.path for place in self.places.values()}
+
+    def sync(self) -> None:
+        """What was written here is on the disk."""
+        for path in self._written:
+            sync(path)
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
         """Writes one tensor, of the dtype and shape promised."""
-        place = self._places[name]
+        place = self.places[name]
         if tuple(tensor.shape) != place.shape or tensor.dtype != place.dtype:
             raise ValueError(
                 f"{name} is {tuple(tensor.shape)} {tensor.dtype}, promised {place.shape} {place.dtype}; pass "
@@ -49,6 +60,7 @@ class HFWriter:
             file.seek(place.offset)
             file.write(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
         self.missing.discard(name)
+        self._written.add(place.path)
 
 
 @contextmanager
