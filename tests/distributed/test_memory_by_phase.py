@@ -57,12 +57,27 @@ CASES: dict[str, tuple[int, dict[str, Any], str, dict[str, Any]]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def here(ranks: RankPool, models: dict[str, Path], data: dict[str, Path]) -> Any:
+    """A step with everything on the device and nothing computed again; each layout and dtype once."""
+    made: dict[tuple[str, str], Any] = {}
+
+    def call(world_size: int, parallel: dict[str, Any], dtype: str) -> Any:
+        key = f"{world_size} {parallel}", dtype
+        if key not in made:
+            cfg = ppo(models, data, parallel, dtype=dtype, offload=HERE)
+            made[key] = ranks.run(world_size, "rl_step", cfg)[0]
+        return made[key]
+
+    return call
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_a_step_is_the_same_to_the_bit(
-    case: str, ranks: RankPool, models: dict[str, Path], data: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+    case: str, ranks: RankPool, models: dict[str, Path], data: dict[str, Path], here: Any
 ) -> None:
     world_size, parallel, dtype, of_roles = CASES[case]
-    expected = ranks.run(world_size, "rl_step", ppo(models, data, parallel, dtype=dtype, offload=HERE))[0]
+    expected = here(world_size, parallel, dtype)
     cfg = ppo(models, data, parallel, dtype=dtype, **of_roles)
     actual = ranks.run(world_size, "rl_step", cfg, None, False, False, 4096)[0]
     assert actual["metrics"] == expected["metrics"]

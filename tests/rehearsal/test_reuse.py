@@ -42,7 +42,13 @@ CASES: dict[str, tuple[str, str, int, int, dict[str, Any]]] = {
 """Command, model, stages, the one that is looked at (before the last: several micro-batches at a time), options."""
 
 
-@pytest.mark.parametrize("name", CASES)
+SLOW = ("rl, all layers again", "sft, attention again")
+"""What the others have parts of."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in CASES]
+)
 def test_reuse_changes_nothing(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory with its curve, messages, the trace, FLOPs and rollouts of one stage: equal, seconds up to the order in
     which they are added. Of experts the curve is not compared: without gradients the last layer's
