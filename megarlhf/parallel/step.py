@@ -231,7 +231,6 @@ class Trainer:
         Megatron's norm leaves out what another rank holds too, so that a replica that has gone wrong alone does not
         show in it: therefore every rank looks at all of its buffers.
         """
-        self.parts.to_learn()
         with megatron_device(self.mesh.runtime.device):
             overflow = self.optimizer.prepare_grads()
             norm = float(self.optimizer.get_grad_norm())

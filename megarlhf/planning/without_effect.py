@@ -8,7 +8,7 @@ from typing import Any
 from megarlhf.config import DPOConfig, FrozenModel, GenerateConfig, RLConfig, RMConfig, SFTConfig
 from megarlhf.config.algo import DISCOUNTED, GROUPED
 
-_VLLM_ONLY = "gpu_memory_utilization cpu_cache_gib reshard_bucket_mib poison_weights"
+_VLLM_ONLY = "gpu_memory_utilization cpu_cache_gib reshard_bucket_mib poison_weights sleep_level"
 
 
 def without_effect(cfg: SFTConfig | RMConfig | DPOConfig | RLConfig | GenerateConfig) -> list[str]:
@@ -55,6 +55,12 @@ _Row = tuple[str, bool, str]
 """Keys, whether nothing reads them, and why."""
 
 
+def _of_training_only(role: str) -> str:
+    """Keys of a role that only its training reads."""
+    keys = "optim recompute recompute_layers offload.gradients offload.optimizer"
+    return " ".join(f"{role}.{key}" for key in keys.split())
+
+
 def _of_training(cfg: SFTConfig | RMConfig | DPOConfig | RLConfig) -> list[_Row]:
     return [
         ("eval.every eval.max_samples", cfg.data.heldout is None, "there is no data.heldout to evaluate on"),
@@ -64,7 +70,7 @@ def _of_training(cfg: SFTConfig | RMConfig | DPOConfig | RLConfig) -> list[_Row]
             "checkpoint.export_every = 0 writes one export, after the last step",
         ),
         ("reward_model.kernels", isinstance(cfg, RMConfig), "log-probs are of language models"),
-        ("reference.optim", isinstance(cfg, DPOConfig), "the reference is not trained"),
+        (_of_training_only("reference"), isinstance(cfg, DPOConfig), "the reference is not trained"),
         ("profile.ranks", not cfg.profile.recorded, "profile names no step"),
     ]
 
@@ -147,8 +153,8 @@ def _of_rl(cfg: RLConfig) -> list[_Row]:
         ),
         ("reward_model", not cfg.uses_reward_model, "no entry of rewards has kind: model"),
         ("rollout.verify_weights_every", cfg.rollout.engine != "vllm", "of the engine vllm only"),
-        ("reference.optim", cfg.needs_reference, "the reference is not trained"),
-        ("reward_model.optim", cfg.uses_reward_model, "rl does not train the reward model"),
+        (_of_training_only("reference"), cfg.needs_reference, "the reference is not trained"),
+        (_of_training_only("reward_model"), cfg.uses_reward_model, "rl does not train the reward model"),
         ("critic.kernels", cfg.algo.needs_critic, "log-probs are of language models"),
         ("reward_model.kernels", cfg.uses_reward_model, "log-probs are of language models"),
     ]
@@ -158,7 +164,8 @@ def _of_generate(cfg: GenerateConfig) -> list[_Row]:
     return [
         ("rollout.temperature", cfg.greedy, "greedy = true takes the likeliest token"),
         ("rollout.logprob_gap rollout.verify_weights_every", True, "no step follows the first samples"),
-        ("actor.optim actor.kernels", True, "nothing is trained"),
+        (f"{_of_training_only('actor')} actor.kernels", True, "nothing is trained"),
+        ("rollout.sleep_level", cfg.rollout.engine == "vllm", "nobody else works on the device"),
     ]
 
 

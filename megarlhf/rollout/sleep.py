@@ -117,7 +117,7 @@ class _ByVllm:
         self._llm, self._level, self._residency, self._room = memory.llm, level, residency, room
         self._asleep: set[str] = set()
         self.weights = _Tagged(self, "weights", "weights", _bytes_of(memory.parameters.values()))
-        self.cache = _Tagged(self, "kv_cache", "cache", _bytes_of(memory.cache()))
+        self.cache = _Tagged(self, "kv_cache", "cache", _bytes_of(memory.cache()) if level else 0)
         if level:
             residency.may_leave(self.cache, self.weights)
 
