@@ -43,7 +43,7 @@ def resolve_dtype(role: str, model: ModelConfig, head: Head) -> ResolvedDtype:
         note_by_dtype, where, why = {str(said).removeprefix("torch."): ""}, f"{path} says", "as config.json says"
     else:
         sizes = _bytes_by_dtype(open_checkpoint(model.path, hf=model.hf, head=head), head)
-        note_by_dtype = {name: f" ({size} bytes)" for name, size in sizes.items()}
+        note_by_dtype = {name: f" ({size} bytes)" for name, size in sizes.most_common()}
         where, why = f"{model.path} is stored in", "as stored"
     if len(note_by_dtype) == 1 and (only := next(iter(note_by_dtype))) in NAMES:
         return ResolvedDtype(NAMES[only], why)
