@@ -2,8 +2,9 @@
 
 Pure integers, no torch: the same code answers for a live run and for a plan of 512 ranks on a laptop.
 A position of the mesh counts in Megatron's default order, `tp-cp-ep-dp-pp`: tp varies fastest, pp slowest. Expert
-parallelism is carved out of dp (and cp), as in Megatron-Core, and adds no axis of its own here. Which rank stands at
-a position is the layout's `order`; `engine_order` chooses one under which weights travel less.
+parallelism is carved out of dp x cp, as in Megatron-Core, and adds no axis of its own: `expert_layout` is how the
+experts see the same ranks. Which rank stands at a position is the layout's `order`; `engine_order` chooses one under
+which weights travel less.
 """
 
 from __future__ import annotations
@@ -35,11 +36,19 @@ class MeshLayout:
     cp: int = 1
     dp: int = 1
     pp: int = 1
+    ep: int = 1
+    """Ranks between which the experts of a layer are shared out, neighbours on the axes cp and dp: a divisor of
+    dp x cp."""
     order: tuple[int, ...] | None = None
     """Ranks at the first len(order) positions of the mesh; every further block of as many is permuted alike. None:
     each position's rank is its number."""
 
     def __post_init__(self) -> None:
+        if self.dp * self.cp % self.ep:
+            raise ValueError(
+                f"ep = {self.ep} does not divide dp x cp = {self.dp} x {self.cp} = {self.dp * self.cp}, out of which "
+                "expert parallelism is carved; choose a divisor of it"
+            )
         if self.order is None:
             return
         if sorted(self.order) != list(range(len(self.order))) or not self.order or self.world_size % len(self.order):
@@ -48,6 +57,11 @@ class MeshLayout:
                 f"{self.world_size} ranks of the layout; use engine_order, or None"
             )
 
+    def __str__(self) -> str:
+        """`tp 2 x pp 4 x dp 8, ep 4`: axes of one are named only where everybody looks for them."""
+        sizes = [f"{axis} {self.size(axis)}" for axis in ("tp", "cp", "pp", "dp") if axis != "cp" or self.cp > 1]
+        return " x ".join(sizes) + (f", ep {self.ep}" if self.ep > 1 else "")
+
     @property
     def world_size(self) -> int:
         return self.tp * self.cp * self.dp * self.pp
@@ -55,6 +69,14 @@ class MeshLayout:
     def size(self, axis: str) -> int:
         """Length of one axis."""
         return int(getattr(self, axis))
+
+    @property
+    def expert_layout(self) -> MeshLayout:
+        """The same ranks as the experts see them: in place of cp stands ep, and dp are the ranks with equal experts.
+
+        Its groups over tp, cp and pp are the smallest sets of ranks that hold the whole model.
+        """
+        return MeshLayout(tp=self.tp, cp=self.ep, dp=self.dp * self.cp // self.ep, pp=self.pp, order=self.order)
 
     def coordinates(self, rank: int) -> Coordinates:
         """Coordinates of `rank`, which must lie in [0, world_size)."""

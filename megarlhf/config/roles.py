@@ -81,7 +81,9 @@ class ParallelConfig(FrozenModel):
     cp: PositiveInt = 1
     """Context-parallel size; 1 for now."""
     ep: PositiveInt = 1
-    """Expert-parallel size; 1 for now."""
+    """Expert-parallel size: between so many data-parallel (and context-parallel) neighbours the experts of a layer are
+    shared out; divides the experts and dp x cp. Tokens travel to their experts and back in every layer. Inside an
+    expert tp cuts as elsewhere."""
 
     @model_validator(mode="before")
     @classmethod
@@ -92,7 +94,7 @@ class ParallelConfig(FrozenModel):
 
     @model_validator(mode="after")
     def _check(self) -> ParallelConfig:
-        for name in ("vpp", "cp", "ep"):
+        for name in ("vpp", "cp"):
             if getattr(self, name) != 1:
                 raise ValueError(f"{name} = {getattr(self, name)} is not supported yet; set it to 1 and use tp and pp")
         if self.sequence_parallel and self.tp == 1:
@@ -117,7 +119,12 @@ class ParallelConfig(FrozenModel):
                 f"= {model}; use {' or '.join(map(str, near))} ranks (run.nproc), "
                 f"or change {role}.parallel"
             )
-        return MeshLayout(tp=self.tp, pp=self.pp, dp=dp)
+        if dp % self.ep:
+            raise ValueError(
+                f"{role}.parallel.ep = {self.ep} does not divide dp = {dp}, which follows from {world_size} ranks and "
+                f"tp x pp = {model}; choose a divisor of {dp}, or ranks in multiples of {model * self.ep}"
+            )
+        return MeshLayout(tp=self.tp, pp=self.pp, dp=dp, ep=self.ep)
 
 
 class OptimConfig(FrozenModel):

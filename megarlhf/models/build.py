@@ -17,10 +17,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from megarlhf.architectures.architecture import Architecture, Llama3Rope
-from megarlhf.architectures.placements import Head, Spec, megatron_placements, padded_vocab_size
+from megarlhf.architectures.placements import Experts, Head, Spec, megatron_placements, padded_vocab_size
 from megarlhf.config import KernelsConfig, ParallelConfig, RoleConfig
 from megarlhf.kernels.arguments import require_device
 from megarlhf.layout import split_layers
+from megarlhf.models.experts import use_exchange
 from megarlhf.models.heads import LanguageHead, ScalarHead
 from megarlhf.models.packed_rotary import PackedRotary
 from megarlhf.models.positions import PositionTable
@@ -38,6 +39,8 @@ SPECS: Mapping[Spec, str] = {
     "te": "transformer-engine",
     "local": "local (Megatron-Core parts, torch attention)",
 }
+EXPERTS: Mapping[Spec, Experts] = {"te": "grouped", "local": "each"}
+"""How a spec keeps the experts of a rank."""
 BF16_GRADIENTS: Mapping[Spec, str] = {
     "te": "the products that make the weights' gradients add to them in fp32",
     "local": "each micro-batch's gradient of the weights is rounded to bf16, the sum over micro-batches is fp32",
@@ -94,7 +97,7 @@ def build_model(section: RoleConfig, mesh: Mesh, arch: Architecture, head: Head,
     spec: Spec = "te" if has_transformer_engine() else "local"
     log.info("layer spec: %s", SPECS[spec])
     model, parallel = section.model, section.parallel
-    config = transformer_config(dtype, section, mesh, arch, activation_module=gates_by_silu(spec, arch))
+    config = transformer_config(dtype, section, mesh, arch, spec=spec, activation_module=gates_by_silu(spec, arch))
     stage_layers = split_layers(arch.num_layers, parallel.pp, parallel.layers_per_stage)[mesh.coordinates.pp]
     padded_vocab = padded_vocab_size(arch.vocab_size, parallel.tp, model.vocab_multiple)
     with megatron_device(mesh.runtime.device):
@@ -118,6 +121,8 @@ def build_model(section: RoleConfig, mesh: Mesh, arch: Architecture, head: Head,
         if mesh.is_last_stage:
             weight_VH = module.output_layer.weight
             module.output_layer = ScalarHead(config, mesh.groups) if head == "scalar" else LanguageHead(weight_VH)
+        if arch.num_experts:
+            use_exchange(module, mesh.groups)
         module.to(mesh.runtime.device)
     if spec == "te":
         fuse_weight_gradients(module)
@@ -190,7 +195,7 @@ def llama3_frequencies(inverse_frequencies_D: Tensor, rope: Llama3Rope) -> Tenso
 def placements_on(shard: ModelShard, rank: int, *, tp_rank: int | None = None) -> RankPlacements:
     """What global rank `rank` (or its neighbour `tp_rank` of the tensor-parallel group) holds of the model."""
     layout = shard.mesh.layout
-    at = layout.coordinates(rank)
+    at, experts = layout.coordinates(rank), layout.expert_layout.coordinates(rank)
     return megatron_placements(
         shard.arch,
         tp=layout.tp,
@@ -202,6 +207,9 @@ def placements_on(shard: ModelShard, rank: int, *, tp_rank: int | None = None) -
         rank=rank,
         head=shard.head,
         spec=shard.spec,
+        experts=EXPERTS[shard.spec],
+        ep=layout.ep,
+        ep_rank=experts.cp,
     )
 
 

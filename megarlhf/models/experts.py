@@ -1,11 +1,20 @@
-"""The router of a mixture of experts.
+"""A mixture of experts: its router, and how tokens travel to the ranks of their experts and back.
 
-Legend: S sequence (a shard of it under sequence parallelism), B batch, H hidden, E experts.
+Legend: S sequence (a shard of it under sequence parallelism), B batch, H hidden, E experts, T tokens that a rank's
+experts get, a token once for each of them.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.moe_utils import sort_chunks_by_idxs
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch import Tensor, nn
 
 
@@ -19,3 +28,111 @@ class Router(TopKRouter):
     def gating(self, hidden_SBH: Tensor) -> Tensor:
         """[S, B, H] -> [S, B, E] fp32."""
         return nn.functional.linear(hidden_SBH.float(), self.weight.float())
+
+
+class Exchange(MoEAlltoAllTokenDispatcher):
+    """Megatron-Core's way of tokens to the ranks of their experts and back, on any device.
+
+    Two things differ. The sizes of what travels have to be lists of numbers of the host; upstream makes them where it
+    copies from a GPU to the host, on a stream of its own, and leaves them as they are anywhere else
+    (`maybe_move_tensor_to_cpu` in 0.16.1). And tensor-parallel ranks, of which each holds a part of every expert, have
+    different numbers of tokens for them, which gloo does not gather: here they go by `all_to_all`, as the others do.
+    Shared experts and tokens that are dropped are not in any of our architectures.
+    """
+
+    def _maybe_dtoh_and_synchronize(self, point: str, tokens_per_expert: Tensor | None = None) -> Any:
+        if self.routing_map.is_cuda:
+            return super()._maybe_dtoh_and_synchronize(point, tokens_per_expert)
+        if point == self.cuda_dtoh_point:
+            self.input_splits, self.output_splits = _numbers(self.input_splits), _numbers(self.output_splits)
+        return tokens_per_expert
+
+    def dispatch_postprocess(self, global_input_tokens: Tensor, global_probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens [T, H] and their weights [T] for this rank's experts, in the order of experts, and how many each
+        gets."""
+        tokens_TH, probs_T = global_input_tokens, global_probs
+        if self.tp_size > 1:
+            self._tp_sizes = [int(size) for size in self.output_splits_tp]
+            tokens_TH = _AllTokens.apply(tokens_TH, self._tp_sizes, self.tp_group)
+            probs_T = _AllTokens.apply(probs_T, self._tp_sizes, self.tp_group)
+        counts = self._maybe_dtoh_and_synchronize("before_permutation_2", self.tokens_per_expert)
+        if self.num_local_experts > 1:
+            tokens_TH, probs_T = sort_chunks_by_idxs(
+                tokens_TH,
+                self.num_global_tokens_per_local_expert.ravel(),
+                self.sort_input_by_local_experts,
+                probs=probs_T,
+                fused=self.config.moe_permute_fusion,
+            )
+        counts = self._maybe_dtoh_and_synchronize("before_finish", counts)
+        self.tokens_per_expert = None
+        return tokens_TH, counts, probs_T
+
+    def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
+        """[T, H] of this rank's experts -> those of this rank's own tokens, summed over tensor-parallel ranks."""
+        if self.num_local_experts > 1:
+            hidden_states, _ = sort_chunks_by_idxs(
+                hidden_states,
+                self.num_global_tokens_per_local_expert.T.ravel(),
+                self.restore_output_by_local_experts,
+                fused=self.config.moe_permute_fusion,
+            )
+        if self.tp_size > 1:
+            # The sum is made in the dtype of the weights of experts, fp32.
+            in_fp32 = hidden_states.to(self.probs.dtype)
+            hidden_states = _OwnSums.apply(in_fp32, self._tp_sizes, self.tp_group).to(hidden_states.dtype)
+        return hidden_states
+
+
+class _AllTokens(torch.autograd.Function):
+    """Every rank's rows, rank after rank, of which there may be different numbers."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sizes: list[int], group: dist.ProcessGroup) -> Tensor:
+        ctx.sizes, ctx.group = sizes, group
+        return _all_rows(x, sizes, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _own_sums(grad, ctx.sizes, ctx.group), None, None
+
+
+class _OwnSums(torch.autograd.Function):
+    """The sum over ranks of the rows that are this rank's. The transpose of the above."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sizes: list[int], group: dist.ProcessGroup) -> Tensor:
+        ctx.sizes, ctx.group = sizes, group
+        return _own_sums(x, sizes, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _all_rows(grad, ctx.sizes, ctx.group), None, None
+
+
+def _all_rows(x: Tensor, sizes: list[int], group: dist.ProcessGroup) -> Tensor:
+    everywhere = x.repeat(group.size(), *[1] * (x.ndim - 1))
+    out = x.new_empty(sum(sizes), *x.shape[1:])
+    dist.all_to_all_single(out, everywhere, sizes, [len(x)] * group.size(), group=group)
+    return out
+
+
+def _own_sums(x: Tensor, sizes: list[int], group: dist.ProcessGroup) -> Tensor:
+    own = sizes[group.rank()]
+    parts = x.new_empty(group.size() * own, *x.shape[1:])
+    dist.all_to_all_single(parts, x.contiguous(), [own] * group.size(), sizes, group=group)
+    return parts.view(group.size(), own, *x.shape[1:]).sum(0)
+
+
+def _numbers(sizes: Tensor | None) -> list[int] | None:
+    return None if sizes is None else sizes.tolist()
+
+
+def use_exchange(module: nn.Module, groups: ProcessGroupCollection) -> None:
+    """Put `Exchange` into every layer of experts. Not by the layer's spec: a TransformerLayer knows Megatron-Core's own
+    class of layer only, which makes its dispatcher itself."""
+    for layer in module.modules():
+        if isinstance(layer, MoELayer):
+            layer.token_dispatcher = Exchange(
+                layer.num_local_experts, layer.local_expert_indices, config=layer.config, pg_collection=groups
+            )

@@ -12,6 +12,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from megarlhf.architectures.architecture import Architecture
+from megarlhf.architectures.placements import Spec
 from megarlhf.config import Dtype, ParallelConfig, RoleConfig
 from megarlhf.parallel.mesh import Mesh
 
@@ -34,7 +35,7 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 
 def transformer_config(
-    dtype: torch.dtype, section: RoleConfig, mesh: Mesh, arch: Architecture, *, activation_module: bool
+    dtype: torch.dtype, section: RoleConfig, mesh: Mesh, arch: Architecture, *, spec: Spec, activation_module: bool
 ) -> TransformerConfig:
     """Megatron-Core's configuration of this architecture. Dropout is 0: log-probs must be functions.
 
@@ -84,8 +85,7 @@ def transformer_config(
         persist_layer_norm=False,
         deallocate_pipeline_outputs=True,
         **_recomputation(section),
-        **_experts(arch),
-        **_stages(parallel, mesh, arch),
+        **(_experts(arch, parallel, spec) | _stages(parallel, mesh)),
     )
 
 
@@ -102,7 +102,7 @@ def _recomputation(section: RoleConfig) -> dict[str, Any]:
     return {}
 
 
-def _experts(arch: Architecture) -> dict[str, Any]:
+def _experts(arch: Architecture, parallel: ParallelConfig, spec: Spec) -> dict[str, Any]:
     """Routing as Hugging Face computes it: softmax over all experts in fp32, the k largest, scaled to 1 or not.
 
     Scaling the k largest to 1 is the softmax over their logits alone, which is Megatron's default. There is no
@@ -118,16 +118,18 @@ def _experts(arch: Architecture) -> dict[str, Any]:
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
-        "moe_token_dispatcher_type": "allgather",
-        "moe_grouped_gemm": False,
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_grouped_gemm": spec == "te",
+        "expert_model_parallel_size": parallel.ep,
+        "expert_tensor_parallel_size": parallel.tp,
     }
 
 
-def _stages(parallel: ParallelConfig, mesh: Mesh, arch: Architecture) -> dict[str, Any]:
+def _stages(parallel: ParallelConfig, mesh: Mesh) -> dict[str, Any]:
     options: dict[str, Any] = {}
-    if parallel.pp > 1 and not arch.num_experts:
-        # Packed micro-batches differ in length, and stages tell each other. Megatron wants to see the dispatcher that
-        # experts would need for it, also where there are none; with experts rows are filled up instead.
+    if parallel.pp > 1:
+        # Packed micro-batches differ in length. Megatron wants to see the dispatcher that experts need for it, also
+        # where there are none.
         options |= {"variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall"}
     if parallel.layers_per_stage is not None:
         options["pipeline_model_parallel_layout"] = StageLayout(parallel.layers_per_stage, mesh.coordinates.pp)

@@ -43,7 +43,7 @@ def gates_by_silu(spec: Spec, arch: Architecture) -> bool:
 
 def _te_layer(arch: Architecture) -> ModuleSpec:
     layer = get_gpt_layer_with_transformer_engine_spec(
-        num_experts=arch.num_experts or None, moe_grouped_gemm=False, qk_layernorm=arch.qk_norm
+        num_experts=arch.num_experts or None, moe_grouped_gemm=True, qk_layernorm=arch.qk_norm
     )
     parts = layer.submodules
     attention = parts.self_attention

@@ -71,10 +71,9 @@ def export_hugging_face(shard: ModelShard, source: Path, directory: Path, stated
     """Write the live model as a Hugging Face directory; config and tokenizer come from `source`, but for what is
     `stated` of config.json (None: that key is left out).
 
-    Collective over the first replica's ranks, which are those with data-parallel coordinate 0; the others
-    return at once.
+    Collective over the ranks of the first replica; the others return at once.
     """
-    if shard.mesh.coordinates.dp != 0:
+    if shard.mesh.replica != 0:
         return
     replica = replica_placements(shard)
     export(
@@ -87,7 +86,7 @@ def export_hugging_face(shard: ModelShard, source: Path, directory: Path, stated
         rank=shard.mesh.runtime.rank,
         head=shard.head,
         writer_rank=replica[0].rank,
-        group=shard.mesh.groups.mp,
+        group=shard.mesh.groups.tp_ep_pp,
         copy_from=source,
     )
 

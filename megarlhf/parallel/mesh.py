@@ -83,9 +83,20 @@ class Mesh:
         return self.layout.rank_at(tp=at.tp, cp=at.cp, dp=at.dp, pp=self.layout.pp - 1)
 
     @property
+    def experts(self) -> Coordinates:
+        """Where this rank stands in the layout's `expert_layout`."""
+        return self.layout.expert_layout.coordinates(self.runtime.rank)
+
+    @property
+    def replica(self) -> int:
+        """Number of the copy of the model that this rank's part belongs to."""
+        return self.experts.dp
+
+    @property
     def replica_ranks(self) -> tuple[int, ...]:
-        """Global ranks that together hold one copy of the model: this rank's copy."""
-        return next(ranks for ranks in self.layout.groups(["tp", "pp"]) if self.runtime.rank in ranks)
+        """Global ranks that together hold one copy of the model, this rank's; they are the group `tp_ep_pp`."""
+        replicas = self.layout.expert_layout.groups(("tp", "cp", "pp"))
+        return next(ranks for ranks in replicas if self.runtime.rank in ranks)
 
 
 def build_mesh(layout: MeshLayout, runtime: Runtime, cache: GroupCache) -> Mesh:
@@ -99,6 +110,8 @@ def build_mesh(layout: MeshLayout, runtime: Runtime, cache: GroupCache) -> Mesh:
     groups = ProcessGroupCollection()
     for name, axes in GROUPS_AXES.items():
         setattr(groups, name, cache.my_group(layout.groups(axes)))
+    for name, axes in EXPERT_GROUPS_AXES.items():
+        setattr(groups, name, cache.my_group(layout.expert_layout.groups(axes)))
     # First and last stage, which share tied embeddings and sum their gradients.
     lines = layout.groups(["pp"])
     groups.embd = cache.my_group((line[0], line[-1]) if len(line) > 1 else line for line in lines)
@@ -117,15 +130,18 @@ GROUPS_AXES: dict[str, tuple[str, ...]] = {
     "mp": ("tp", "pp"),
     "tp_cp": ("tp", "cp"),
     "tp_dp_cp": ("tp", "dp", "cp"),
-    # Expert parallelism of one: experts are laid out as the dense layers are.
-    "ep": (),
-    "expt_tp": ("tp",),
-    "tp_ep": ("tp",),
-    "tp_ep_pp": ("tp", "pp"),
-    "expt_dp": ("dp", "cp"),
-    "intra_expt_dp": ("dp", "cp"),
 }
 """Megatron-Core's group names and the axes they run over."""
+
+EXPERT_GROUPS_AXES: dict[str, tuple[str, ...]] = {
+    "ep": ("cp",),
+    "expt_tp": ("tp",),
+    "tp_ep": ("tp", "cp"),
+    "tp_ep_pp": ("tp", "cp", "pp"),
+    "expt_dp": ("dp",),
+    "intra_expt_dp": ("dp",),
+}
+"""The same for experts, on the axes of `MeshLayout.expert_layout`."""
 
 
 def _initialize_megatron_globals() -> None:

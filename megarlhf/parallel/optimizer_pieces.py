@@ -73,11 +73,18 @@ def pieces_of(optimizer: MegatronOptimizer, largest: int) -> list[Piece]:
     return pieces
 
 
-def step_in_pieces(optimizer: MegatronOptimizer, pieces: Sequence[Piece], arrive: Callable[[int], None]) -> None:
-    """`optimizer.step_with_ready_grads()`, piece by piece; before each, `arrive(its number)` is called."""
+def step_in_pieces(
+    optimizer: MegatronOptimizer, pieces: Sequence[Piece], arrive: Callable[[int], None] | None = None
+) -> None:
+    """`optimizer.step_with_ready_grads()`, piece by piece; before each, `arrive(its number)` is called.
+
+    Where one of several optimizers is the experts', upstream gathers all parameters after each of them; here they are
+    gathered once.
+    """
     for number, piece in enumerate(pieces):
         before = [group.get("step") for group in piece.optimizer.optimizer.param_groups]
-        arrive(number)
+        if arrive is not None:
+            arrive(number)
         piece.step()
         if any(other.optimizer is piece.optimizer for other in pieces[number + 1 :]):
             # Fused optimizers count the steps of a group, which is not through yet.
@@ -85,10 +92,9 @@ def step_in_pieces(optimizer: MegatronOptimizer, pieces: Sequence[Piece], arrive
                 group.pop("step", None)
                 if step is not None:
                     group["step"] = step
-    for each in optimizers_in(optimizer):
-        if isinstance(each, DistributedOptimizer):
-            for chunk in each.model_chunks:
-                chunk.start_param_sync()
+    sharded = [each for each in optimizers_in(optimizer) if isinstance(each, DistributedOptimizer)]
+    for chunk in {id(chunk): chunk for each in sharded for chunk in each.model_chunks}.values():
+        chunk.start_param_sync()
 
 
 def optimizers_in(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:

@@ -33,7 +33,7 @@ from megarlhf.config import OffloadConfig, OptimConfig
 from megarlhf.parallel.batching import MicroBatchLayout
 from megarlhf.parallel.megatron_cpu import megatron_device
 from megarlhf.parallel.mesh import Mesh
-from megarlhf.parallel.optimizer_pieces import PIECE_BYTES, pieces_of, step_in_pieces
+from megarlhf.parallel.optimizer_pieces import PIECE_BYTES, optimizers_in, pieces_of, step_in_pieces
 from megarlhf.parallel.pipeline import KnownShapes
 from megarlhf.parallel.residency import Residency, RoleParts, Tensors
 
@@ -262,14 +262,13 @@ class Trainer:
         self.before_update()
         with megatron_device(self.mesh.runtime.device):
             # The parts of optimizer.step(), of which `gradient_norm` has made the first.
-            if optimizer.config.clip_grad > 0.0:
-                clip_grad_by_total_norm_fp32(optimizer.get_parameters(), optimizer.config.clip_grad, norm)
+            for each in optimizers_in(optimizer):
+                if optimizer.config.clip_grad > 0.0:
+                    clip_grad_by_total_norm_fp32(each.get_parameters(), optimizer.config.clip_grad, norm)
             self.updates += 1
-            if self.parts.streams:
-                step_in_pieces(optimizer, self._pieces, self.parts.to_update_piece)
-            else:
+            if not self.parts.streams:
                 self.parts.to_update()
-                optimizer.step_with_ready_grads()
+            step_in_pieces(optimizer, self._pieces, self.parts.to_update_piece if self.parts.streams else None)
         self.scheduler.step(increment=1)
 
 

@@ -150,7 +150,7 @@ class _Rehearsal:
             world_size=request.world_size,
             ranks_per_node=request.ranks_per_node,
             steps=request.steps,
-            layouts={role: layout_words(layout) for role, layout in self.layouts.items()},
+            layouts={role: str(layout) for role, layout in self.layouts.items()},
             capacity=request.device_bytes,
             fits=not refusals and tightest.need <= request.device_bytes,
             tightest=tightest.rank,
@@ -329,10 +329,6 @@ def default_responses(cfg: Any) -> Lengths:
     """Where nobody says how long responses are: a third of the longest in the mean."""
     most = cfg.rollout.max_response_tokens if isinstance(cfg, RLConfig) else cfg.data.max_response_tokens
     return LogNormal(max(2.0, most / 3), 0.6)
-
-
-def layout_words(layout: MeshLayout) -> str:
-    return f"tp {layout.tp} x pp {layout.pp} x dp {layout.dp}"
 
 
 def _phase_row(phase: PhaseMemory) -> PhaseRow:

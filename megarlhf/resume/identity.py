@@ -55,7 +55,7 @@ def digest_of_weights(role: Role) -> str:
     shard, mesh = role.shard, role.mesh
     mine, _ = replica_digests(mesh.runtime.rank, replica_placements(shard), shard.parameters(), dtype=shard.dtype)
     names = list(logical_tensors(shard.arch, shard.head))
-    return whole_digest(summed([mine], names, mesh.runtime.device, mesh.groups.mp)[0])
+    return whole_digest(summed([mine], names, mesh.runtime.device, mesh.groups.tp_ep_pp)[0])
 
 
 class History:

@@ -231,8 +231,7 @@ def _load(
 
 def layout_in_words(role: Role) -> str:
     """Such as `tp 2 x pp 2 x dp 1`."""
-    layout = role.mesh.layout
-    return f"tp {layout.tp} x pp {layout.pp} x dp {layout.dp}"
+    return str(role.mesh.layout)
 
 
 def _other_layouts(roles: Sequence[Role], manifest: Mapping[str, Any]) -> list[str]:

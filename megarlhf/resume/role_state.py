@@ -24,7 +24,7 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from torch import Tensor, nn
 
 from megarlhf.architectures.megatron_layout import MegatronLayout, ModelRank
-from megarlhf.models.build import ModelShard
+from megarlhf.models.build import EXPERTS, ModelShard
 from megarlhf.models.role import Role
 from megarlhf.parallel.megatron_cpu import megatron_device
 from megarlhf.parallel.step import Trainer
@@ -59,7 +59,7 @@ def sharded_state(role: Role, *, optimizer: bool = True) -> ShardedState:
     if optimizer and role.trainer is not None:
         allocate_optimizer_state(role.trainer)
         parts = _optimizer_parts(role.trainer)
-    shard, at = role.shard, role.mesh.coordinates
+    shard, at, experts = role.shard, role.mesh.coordinates, role.mesh.experts
     whole = _whole_shapes(shard)
     state: ShardedState = {}
 
@@ -82,12 +82,13 @@ def sharded_state(role: Role, *, optimizer: bool = True) -> ShardedState:
     for name, parameter in shard.module.named_parameters():
         tied = int(is_tied_copy(shard, name))
         duplicate = at.tp if tuple(parameter.shape) == whole[name] else 0
+        copy = experts.dp if StorageName.parse(name).expert is not None else at.dp
         for piece in _pieces(shard, name, tuple(parameter.shape), whole[name]):
             rows = parameter[piece.local.start[0] : piece.local.stop[0]]
-            add(piece.key, piece, rows, (tied, duplicate, at.dp))
+            add(piece.key, piece, rows, (tied, duplicate, copy))
             part = parts.get(parameter)
             if part is not None:
-                replica = (tied, duplicate, 0 if part.owned else at.dp)
+                replica = (tied, duplicate, 0 if part.owned else copy)
                 for key, box, view in _optimizer_boxes(piece, part, tuple(parameter.shape)):
                     add(key, box, view, replica)
     if role.mesh.runtime.is_main:
@@ -113,15 +114,8 @@ def load_state(role: Role, directory: Path) -> None:
 
 def common(role: Role, iteration: int) -> dict[str, Any]:
     """What `common.pt` holds: Megatron-LM's arguments of the model."""
-    shard, layout = role.shard, role.mesh.layout
-    megatron = MegatronLayout(
-        tp=layout.tp,
-        pp=layout.pp,
-        layers_per_stage=shard.parallel.layers_per_stage,
-        padded_vocab=shard.padded_vocab,
-        spec=shard.spec,
-    )
-    return common_state(args_of(shard.arch, megatron, shard.dtype), iteration)
+    shard = role.shard
+    return common_state(args_of(shard.arch, _megatron_layout(shard, shard.mesh.layout.tp), shard.dtype), iteration)
 
 
 def counters(role: Role) -> dict[str, Any]:
@@ -162,7 +156,7 @@ def _pieces(shard: ModelShard, name: str, shape: Shape, whole: Shape) -> list[Lo
         storage = storage.other_norm() or storage
     gated = is_gated(name, arch.gated_mlp)
     (part,) = global_slices(
-        storage.globally(layers, 0),
+        storage.globally(layers, mesh.experts.cp * arch.num_experts // mesh.layout.ep),
         whole,
         "stacked",
         num_layers=arch.num_layers,
@@ -250,19 +244,25 @@ def is_tied_copy(shard: ModelShard, name: str) -> bool:
 
 def layers_of(shard: ModelShard) -> range:
     """The layers of this rank's stage, by their numbers in the whole model."""
-    layout = MegatronLayout(
-        pp=shard.mesh.layout.pp, layers_per_stage=shard.parallel.layers_per_stage, padded_vocab=shard.padded_vocab
-    )
-    return layout.chunk_layers(shard.arch.num_layers)[shard.mesh.coordinates.pp][0]
+    return _megatron_layout(shard, 1).chunk_layers(shard.arch.num_layers)[shard.mesh.coordinates.pp][0]
 
 
 def _whole_shapes(shard: ModelShard) -> Mapping[str, Shape]:
     """Of this stage's parameters, as they would be without tensor parallelism."""
-    layout = MegatronLayout(
-        pp=shard.mesh.layout.pp,
+    layout = _megatron_layout(shard, 1)
+    at = ModelRank(pp=shard.mesh.coordinates.pp, ep=shard.mesh.experts.cp, tp=0)
+    return layout.chunk(shard.arch, shard.head, at, 0, layers_of(shard)).storages
+
+
+def _megatron_layout(shard: ModelShard, tp: int) -> MegatronLayout:
+    """The role's layout, as `tp` ranks would hold each part of it."""
+    layout = shard.mesh.layout
+    return MegatronLayout(
+        tp=tp,
+        pp=layout.pp,
+        ep=layout.ep,
         layers_per_stage=shard.parallel.layers_per_stage,
         padded_vocab=shard.padded_vocab,
         spec=shard.spec,
+        experts=EXPERTS[shard.spec],
     )
-    at = ModelRank(pp=shard.mesh.coordinates.pp, ep=0, tp=0)
-    return layout.chunk(shard.arch, shard.head, at, 0, layers_of(shard)).storages

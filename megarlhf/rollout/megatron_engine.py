@@ -106,8 +106,10 @@ class MegatronEngine:
         mesh, vocabulary = self._actor.mesh, self._actor.vocabulary()
         device = mesh.runtime.device
         picked = torch.zeros(len(state.rows), 2, dtype=torch.float64, device=device)
-        # Those whose rows have all ended are left out, alike on all ranks that have these rows.
-        parts = [part for part in self._micro_batches(len(state.rows)) if state.is_open(part)]
+        # Those whose rows have all ended are left out, alike on all ranks that have these rows. Where ranks with other
+        # rows have some of the experts, all go on together.
+        together = mesh.layout.ep > 1
+        parts = [part for part in self._micro_batches(len(state.rows)) if together or state.is_open(part)]
         if not parts:
             return picked
         batches = [

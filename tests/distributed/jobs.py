@@ -91,11 +91,14 @@ def gather_gradients(role: Role) -> Arrays:
     """Logical gradients, after the reductions and before the optimizer. Each data-parallel rank has a shard."""
     trainer = role.trainer
     assert trainer is not None
-    for buffer in trainer.ddp.buffers:
+    groups = role.mesh.groups
+    of_buffers = [(buffer, groups.dp_cp) for buffer in trainer.ddp.buffers]
+    of_buffers += [(buffer, groups.expt_dp) for buffer in trainer.ddp.expert_parallel_buffers]
+    for buffer, group in of_buffers:
         for bucket in buffer.buckets:
-            shards = list(bucket.grad_data.chunk(role.mesh.layout.dp))
+            shards = list(bucket.grad_data.chunk(group.size()))
             whole = [torch.empty_like(shard) for shard in shards]
-            dist.all_gather(whole, shards[role.mesh.coordinates.dp].clone(), group=role.mesh.groups.dp)
+            dist.all_gather(whole, shards[group.rank()].clone(), group=group)
             bucket.grad_data.copy_(torch.cat(whole))
     return gather(role.shard, {name: p.main_grad for name, p in role.shard.module.named_parameters()})
 

@@ -159,13 +159,21 @@ TRAINED: dict[str, tuple[str, ...]] = {
     "mistral": ("tp2",),
     "qwen3": ("tp2", "tp4"),
     "mixtral": ("pp2",),
-    "qwen3_moe": ("tp2_sequence_parallel", "pp2", "dp2", "tp2pp2_sequence_parallel"),
+    "qwen3_moe": (
+        *("tp2_sequence_parallel", "pp2", "dp2", "tp2pp2_sequence_parallel"),
+        *("ep2", "ep2 of dp4", "ep4", "tp2ep2_sequence_parallel", "pp2ep2"),
+    ),
 }
 """Families that differ in what they learn, and the layouts of each that reduce its gradients in another way."""
 
 TRAINING_LAYOUTS = {
     **LAYOUTS,
     "dp2": (2, {}),
+    "ep2": (2, {"ep": 2}),
+    "ep2 of dp4": (4, {"ep": 2}),
+    "ep4": (4, {"ep": 4}),
+    "tp2ep2_sequence_parallel": (4, {"tp": 2, "ep": 2}),
+    "pp2ep2": (4, {"pp": 2, "ep": 2}),
     "tp2pp2_sequence_parallel": (4, {"tp": 2, "pp": 2, "sequence_parallel": True}),
 }
 
