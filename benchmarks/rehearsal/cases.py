@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -102,9 +103,9 @@ class Case:
     @property
     def name(self) -> str:
         command = {"gae": "ppo", "group_relative": "grpo"}[self.advantage] if self.command == "rl" else self.command
-        cuts = {key: value for key, value in self.parallel.items() if key in ("tp", "pp")}
-        dp = self.world_size // (cuts.get("tp", 1) * cuts.get("pp", 1))
-        axes = [*cuts.items(), ("dp", dp)]
+        cuts = {key: self.parallel.get(key, 1) for key in ("tp", "cp", "pp")}
+        dp = self.world_size // math.prod(cuts.values())
+        axes = [*cuts.items(), ("dp", dp), *((key, self.parallel.get(key, 1)) for key in ("ep", "vpp"))]
         layout = " ".join(f"{axis.upper()}{size}" for axis, size in axes if size > 1) or "1 rank"
         layout += "" if self.layers == 4 else f" {self.layers} layers"
         layout += " uneven" if "layers_per_stage" in self.parallel else ""

@@ -46,8 +46,7 @@ class Role:
 
     def batching(self, micro: MicroBatchConfig) -> Batching:
         """How this role's sequences become micro-batches."""
-        pipelined = self.mesh.layout.pp > 1 and not self.shard.module.config.variable_seq_lengths
-        return Batching(mesh=self.mesh, cost=forward_cost(self.shard.arch), micro=micro, equal_shapes=pipelined)
+        return Batching(mesh=self.mesh, cost=forward_cost(self.shard.arch), micro=micro)
 
     def forward(self, batches: Sequence[MicroBatch], score: Callable[[Tensor, MicroBatch], Tensor]) -> list[Tensor]:
         """See `parallel.step.forward_only`."""

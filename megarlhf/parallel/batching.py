@@ -172,8 +172,6 @@ class Batching:
     cost: Cost
     """What packed micro-batches are balanced by."""
     micro: MicroBatchConfig
-    equal_shapes: bool = False
-    """Fill every packed row up to the budget, for a pipeline whose stages know one shape only."""
 
     def layouts(self, groups: Sequence[Sequence[int]], lengths_N: Tensor) -> list[MicroBatchLayout]:
         """This data-parallel rank's micro-batches; every rank gets as many. See `layouts_by_rank`."""
@@ -223,13 +221,12 @@ class Batching:
         def layout(chosen_groups: Sequence[int]) -> MicroBatchLayout:
             sequences = tuple(itertools.chain.from_iterable(groups[n] for n in chosen_groups))
             own_lengths = tuple(lengths[n] for n in sequences)
-            tokens = budget if self.equal_shapes else max(sum(own_lengths), 1)
             return MicroBatchLayout(
                 sequences=sequences,
                 lengths=own_lengths,
                 starts=tuple(itertools.accumulate(own_lengths, initial=0))[:-1],
                 rows=1,
-                columns=padded_length(tokens, self.mesh),
+                columns=padded_length(max(sum(own_lengths), 1), self.mesh),
                 packed=True,
             )
 

@@ -251,7 +251,8 @@ FAMILIES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "learned positions over two stages": ("gpt2", 2, {"pp": 2}),
     "learned positions with an offset": ("opt", 2, {"tp": 2}),
     "query groups cut over ranks": ("qwen3", 4, {"tp": 4}),
-    "experts over two stages, which know one shape": ("qwen3_moe", 2, {"pp": 2}),
+    "experts over two stages": ("qwen3_moe", 2, {"pp": 2}),
+    "experts over two ranks with different rows": ("qwen3_moe", 2, {"ep": 2}),
     "experts under tensor parallelism": ("mixtral", 2, {"tp": 2, "sequence_parallel": True}),
     "scaled frequencies": ("llama3_rope", 1, {}),
 }

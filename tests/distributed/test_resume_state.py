@@ -5,6 +5,7 @@ Not covered here: transformer-engine's layers and fused optimizers (a GPU).
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor
 from megarlhf.resume.point import damaged_files, find_points, read_manifest
 from megarlhf.weights.checkpoint.open_checkpoint import open_checkpoint
 from tests.distributed.resume_jobs import load_with_megatron, save_and_export, save_and_load, save_without_model
+from tests.distributed.tiny import write_family
 from tests.ranks import RankPool
 
 CHAIN: tuple[tuple[str, int, dict[str, Any]], ...] = (
@@ -25,7 +27,12 @@ CHAIN: tuple[tuple[str, int, dict[str, Any]], ...] = (
     ("dp4", 4, {}),
     ("pp2_uneven", 2, {"pp": 2, "layers_per_stage": [3, 1]}),
 )
-VOCABULARY = 16
+EXPERT_CHAIN: tuple[tuple[str, int, dict[str, Any]], ...] = (
+    ("ep2_of_dp4", 4, {"ep": 2}),
+    ("tp2_ep2", 4, {"tp": 2, "ep": 2}),
+    ("tp1", 1, {}),
+    ("pp2_ep2", 4, {"pp": 2, "ep": 2}),
+)
 
 
 def whole(directory: Path) -> dict[str, Tensor]:
@@ -42,16 +49,29 @@ def whole(directory: Path) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "head", "model"), [("fp32", "lm", "plain"), ("bf16", "lm", "tied"), ("fp32", "scalar", "plain")]
+    ("dtype", "head", "model", "chain"),
+    [
+        ("fp32", "lm", "plain", CHAIN),
+        ("bf16", "lm", "tied", CHAIN),
+        ("fp32", "scalar", "plain", CHAIN),
+        ("bf16", "lm", "experts", EXPERT_CHAIN),
+    ],
 )
 def test_state_is_bit_equal_at_every_layout(
-    ranks: RankPool, models: dict[str, Path], tmp_path: Path, dtype: str, head: str, model: str
+    ranks: RankPool,
+    models: dict[str, Path],
+    tmp_path: Path,
+    dtype: str,
+    head: str,
+    model: str,
+    chain: tuple[tuple[str, int, dict[str, Any]], ...],
 ) -> None:
-    """Trained at dp 2 and carried on through four layouts: every tensor, moments and fp32 copies included."""
+    """Trained at the first layout and carried on through the others: every tensor, moments and fp32 copies included."""
+    path = write_family(tmp_path / "experts", "qwen3_moe") if model == "experts" else models[model]
     source, states = None, []
-    for name, world_size, parallel in CHAIN:
+    for name, world_size, parallel in chain:
         target = tmp_path / name
-        reports = ranks.run(world_size, save_and_load, str(models[model]), parallel, dtype, head, source, str(target))
+        reports = ranks.run(world_size, save_and_load, str(path), parallel, dtype, head, source, str(target))
         assert all(report["optimizer_steps"] == 3 == report["scheduler_steps"] for report in reports)
         assert len({report["rate"] for report in reports}) == 1
         states.append(whole(target / "actor"))
@@ -60,14 +80,16 @@ def test_state_is_bit_equal_at_every_layout(
     kinds = {key.split(".")[2] for key in first if key.startswith("optimizer.state.")}
     assert kinds == {"exp_avg", "exp_avg_sq"} | ({"fp32_param"} if dtype == "bf16" else set())
     assert all(bool(first[key].any()) for key in first if ".exp_avg." in key)
+    vocabulary = json.loads((path / "config.json").read_text())["vocab_size"]
     for state in states[1:]:
         assert state.keys() == first.keys()
         for key, tensor in state.items():
-            rows = slice(VOCABULARY) if "embeddings" in key or "output_layer" in key else slice(None)
+            rows = slice(vocabulary) if "embeddings" in key or "output_layer" in key else slice(None)
             assert torch.equal(tensor[rows], first[key][rows]), key
-    described = open_checkpoint(tmp_path / CHAIN[-1][0] / "actor", head="scalar")  # type: ignore[arg-type]
-    assert described.companion == tmp_path / CHAIN[-1][0] / "actor/hf"
-    kind = "LlamaForSequenceClassification" if head == "scalar" else "LlamaForCausalLM"
+    described = open_checkpoint(tmp_path / chain[-1][0] / "actor", head="scalar")  # type: ignore[arg-type]
+    assert described.companion == tmp_path / chain[-1][0] / "actor/hf"
+    family = "Qwen3Moe" if model == "experts" else "Llama"
+    kind = f"{family}ForSequenceClassification" if head == "scalar" else f"{family}ForCausalLM"
     assert (described.head, described.config["architectures"]) == (head, [kind])
     assert described.config.get("num_labels") == (1 if head == "scalar" else None)
 

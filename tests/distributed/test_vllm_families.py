@@ -38,6 +38,7 @@ DEFAULT = ("llama", "qwen2_tied", "mixtral")
 
 TRAINER: dict[int, dict[str, Any]] = {1: {}, 2: {"pp": 2}, 4: {"tp": 2, "pp": 2}}
 """The trainer's layout for each tp of vLLM, another one where there are ranks for it."""
+TRAINER_OF_EXPERTS: dict[int, dict[str, Any]] = {1: {}, 2: {"ep": 2}, 4: {"tp": 2, "ep": 2}}
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +93,8 @@ def test_an_engine_says_what_hugging_face_says(name: str, tp: int, vllm_ranks: R
     paths = written(name)
     expected = [hugging_face(path) for path in paths]
     assert expected[0] != expected[1], "the two models say the same: an update would go unnoticed"
-    for report in vllm_ranks.run(tp, "vllm_family", *map(str, paths), tp, TRAINER[tp], PROMPTS):
+    trainer = (TRAINER_OF_EXPERTS if name in ("mixtral", "qwen3_moe") else TRAINER)[tp]
+    for report in vllm_ranks.run(tp, "vllm_family", *map(str, paths), tp, trainer, PROMPTS):
         assert report["said"] == expected
         assert report["different"] == {"by_reload": [], "by_load": []}
         assert report["changed"] == report["all"] != [], "a parameter had the same values twice: nothing was compared"

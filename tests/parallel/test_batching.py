@@ -82,9 +82,9 @@ def test_grid_length_is_a_multiple_of_tp(longest, tp, expected):
     assert padded_length(longest, mesh(tp=tp)) == expected
 
 
-def batching(rank=0, *, samples=None, tokens=None, equal_shapes=False, **sizes):
+def batching(rank=0, *, samples=None, tokens=None, **sizes):
     micro = MicroBatchConfig(micro_batch_samples=samples, max_tokens_per_micro_batch=tokens)
-    return Batching(mesh=mesh(rank, **sizes), cost=Cost(1.0, 0.0), micro=micro, equal_shapes=equal_shapes)
+    return Batching(mesh=mesh(rank, **sizes), cost=Cost(1.0, 0.0), micro=micro)
 
 
 PADDED = MicroBatchLayout(sequences=(2, 0), lengths=(3, 2), starts=(0, 4), rows=3, columns=4, packed=False)
@@ -137,9 +137,8 @@ def test_a_rank_without_a_sequence_has_a_row_all_the_same():
     assert batching(tokens=9, dp=2).layouts([], torch.tensor([5])) == []
 
 
-def test_equal_shapes_fill_every_row_up_with_short_sequences():
-    (layout,) = batching(tokens=3 * FILLER_LENGTH, equal_shapes=True).layouts([(0,)], torch.tensor([7]))
-    assert layout.columns == 3 * FILLER_LENGTH
+def test_what_is_left_of_a_row_is_filled_with_short_sequences():
+    layout = MicroBatchLayout((0,), (7,), (0,), rows=1, columns=3 * FILLER_LENGTH, packed=True)
     assert layout.packed_row(CPU).lengths == (7, FILLER_LENGTH, FILLER_LENGTH, FILLER_LENGTH - 7)
 
 
