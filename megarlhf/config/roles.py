@@ -148,6 +148,12 @@ class OptimConfig(FrozenModel):
     """Decoupled; not applied to norms and biases."""
     clip_grad: NonNegative = 1.0
     """Global gradient norm is clipped to this; 0 clips nothing."""
+    overlap_grad_reduce: bool = True
+    """Gradients are summed over data-parallel ranks bucket by bucket, while the backward of the last micro-batch still
+    runs, and not after it. One data-parallel rank sums nothing."""
+    overlap_param_gather: bool = True
+    """Updated weights are gathered from data-parallel ranks bucket by bucket, while the next forward already runs, and
+    not before it."""
 
     @model_validator(mode="after")
     def _check(self) -> OptimConfig:

@@ -87,7 +87,8 @@ def linear_token_logprobs(
              products for the weight. Under sequence parallelism a reduce-scatter; the hidden states are gathered in
              the forward and kept, unless `save_bytes` is too small: then they are gathered again.
     Weight:  where `weight_VH.main_grad` exists the gradient is added to it and autograd gets none, so that a tied
-             embedding's own gradient still arrives through autograd.
+             embedding's own gradient still arrives through autograd. Where the weight has `only_main_grad` it is told
+             that its gradient is complete, as Megatron's overlap of gradient sums demands.
     Memory:  one slice of logits (on a GPU the larger of 64 MiB and T x 1 KiB, and half as much for its gradient in
              bf16; T x 4 KiB on a CPU) and, in the backward, an fp32 gradient of the hidden states (T x H x 4 bytes);
              `save_bytes` more hold gathered hidden states, then logits, from the forward to the backward, which makes

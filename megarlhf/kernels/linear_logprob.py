@@ -81,6 +81,7 @@ class LinearTokenLogprobs(torch.autograd.Function):
         ctx.save_for_backward(hidden_TH, weight_VH, chosen_KH if keeps_rows else None, *vectors)
         ctx.options, ctx.kept = options, kept
         ctx.main_grad = getattr(weight_VH, "main_grad", None)
+        ctx.weight = weight_VH
         ctx.set_materialize_grads(False)
         if not options.tiles.options.entropy:
             ctx.mark_non_differentiable(merged.entropy_T)
@@ -111,7 +112,19 @@ class LinearTokenLogprobs(torch.autograd.Function):
             assert of_weight is not None
             of_weight.take(part, gradient_KV)
         grad_hidden_TH = None if summed is None else summed.wait()
+        if of_weight is not None and of_weight.result is None:
+            _announce(ctx.weight)
         return grad_hidden_TH, None if of_weight is None else of_weight.result, None, None, None
+
+
+def _announce(weight_VH: Tensor) -> None:
+    """Megatron's overlap of gradient sums waits for every parameter's `grad`, which its hook takes away when autograd is
+    through with the parameter. A matrix all of whose gradient is in `main_grad` gets one that takes no memory. One that
+    is the embedding too gets the embedding's, last of all.
+    """
+    if getattr(weight_VH, "only_main_grad", False):
+        weight_VH.grad = weight_VH.new_zeros(1).expand_as(weight_VH)
+        weight_VH.grad_added_to_main_grad = True  # type: ignore[attr-defined]
 
 
 class _VocabProjection:

@@ -22,6 +22,8 @@ class LanguageHead(nn.Module):
     def __init__(self, weight: nn.Parameter | None) -> None:
         super().__init__()
         self.register_parameter("weight", weight)
+        if weight is not None:
+            weight.only_main_grad = True  # type: ignore[attr-defined]  # kernels/linear_logprob.py
 
     def forward(
         self, hidden_SBH: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None

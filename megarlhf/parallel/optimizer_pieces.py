@@ -94,7 +94,7 @@ def step_in_pieces(
                     group["step"] = step
     sharded = [each for each in optimizers_in(optimizer) if isinstance(each, DistributedOptimizer)]
     for chunk in {id(chunk): chunk for each in sharded for chunk in each.model_chunks}.values():
-        chunk.start_param_sync()
+        chunk.start_param_sync(force_dispatch=True)
 
 
 def optimizers_in(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:

@@ -43,6 +43,9 @@ class Part(Protocol):
     def wait(self) -> None:
         """What the device computes from here on finds it there."""
 
+    def settle(self) -> None:
+        """Wait for messages between ranks that still fill it."""
+
 
 class HostMemory:
     """The other side: what parts have taken of it is counted. Without a GPU it is memory like any other."""
@@ -84,6 +87,9 @@ class HostMemory:
         return lambda: torch.cuda.current_stream().wait_event(done)
 
 
+def _nothing() -> None: ...
+
+
 @dataclass
 class _Moved:
     """A storage of the device."""
@@ -93,9 +99,6 @@ class _Moved:
     nbytes: int
     host: Tensor | None = None
     """Its numbers."""
-
-
-def _nothing() -> None: ...
 
 
 class Tensors:
@@ -109,15 +112,17 @@ class Tensors:
         copied: bool = True,
         constant: bool = False,
         without: Callable[[], Iterable[Tensor]] = tuple,
+        settle: Callable[[], None] = _nothing,
     ) -> None:
         """
         tensors: asked whenever they leave, as an optimizer makes its state in its first step
         copied: their numbers come back; otherwise what comes back is memory of any content
         constant: their numbers never change, and are copied to the host once
         without: tensors of other parts; storages that are also theirs stay
+        settle: waits for messages that still fill them
         """
         self._tensors, self._host, self._copied, self._constant = tensors, host, copied, constant
-        self._without = without
+        self._without, self._settle = without, settle
         self._away: list[_Moved] = []
         self._kept: dict[int, tuple[int, Tensor]] = {}
         """Bytes and host memory, by storage."""
@@ -137,6 +142,7 @@ class Tensors:
     def leave(self) -> None:
         assert self.present, "a part leaves that is away"
         self.wait()
+        self.settle()
         self.present, self._away = False, list(self._storages())
         for moved in self._away:
             if self._copied:
@@ -157,6 +163,9 @@ class Tensors:
     def wait(self) -> None:
         self._arrival()
         self._arrival = _nothing
+
+    def settle(self) -> None:
+        self._settle()
 
     def _copy_of(self, moved: _Moved) -> Tensor:
         key = moved.whole.untyped_storage()._cdata
@@ -196,9 +205,10 @@ class RoleParts:
         """A forward without gradients, or something that reads the weights, begins."""
         self.residency.turn(self.parameters)
 
-    def to_learn(self) -> None:
-        """Forward and backward begin, or what looks at the gradients."""
-        self.residency.turn(self.parameters, *self._of_gradients)
+    def to_learn(self, *, settled: bool = True) -> None:
+        """Forward and backward begin, or what looks at the gradients. Not `settled`: a module waits by itself for what
+        still fills its parameters."""
+        self.residency.turn(self.parameters, *self._of_gradients, settled=settled)
 
     def to_update(self) -> None:
         """A step of the whole optimizer begins."""
@@ -214,7 +224,10 @@ class RoleParts:
         parameters, learns = (self.parameters,), (self.parameters, *self._of_gradients)
         updates = learns if self.streams else (*learns, *self.optimizer)
         needs = {"score": parameters, "train": learns, "optimizer": updates}
-        return {f"{kind}/{role}": Turn(self.residency, partial(tuple, parts)) for kind, parts in needs.items()}
+        return {
+            f"{kind}/{role}": Turn(self.residency, partial(tuple, parts), settled=kind != "train")
+            for kind, parts in needs.items()
+        }
 
     @property
     def state(self) -> tuple[Tensors, ...]:
@@ -232,6 +245,7 @@ class Turn:
 
     residency: Residency
     needed: Callable[[], Sequence[Part]]
+    settled: bool = True
 
     @property
     def moves(self) -> bool:
@@ -239,7 +253,7 @@ class Turn:
         return self.residency.moves(*self.needed())
 
     def __call__(self) -> None:
-        self.residency.turn(*self.needed())
+        self.residency.turn(*self.needed(), settled=self.settled)
 
 
 def to_save(parts: Sequence[RoleParts]) -> None:
@@ -283,7 +297,7 @@ class Residency:
         leaving = any(part.present and not any(part is each for each in needed) for part in self._movable)
         return leaving or not all(part.present for part in needed)
 
-    def turn(self, *needed: Part, soon: Iterable[Part] = ()) -> None:
+    def turn(self, *needed: Part, soon: Iterable[Part] = (), settled: bool = True) -> None:
         """Whoever calls needs these parts until the next turn, and those that come `soon` in it. All others leave.
 
         They leave before any comes, so that the device never holds both.
@@ -297,3 +311,5 @@ class Residency:
                 part.come()
         for part in needed:
             part.wait()
+            if settled:
+                part.settle()

@@ -162,7 +162,10 @@ class Trainer:
             self.ddp = DistributedDataParallel(
                 config=module.config,
                 ddp_config=DistributedDataParallelConfig(
-                    grad_reduce_in_fp32=True, use_distributed_optimizer=shard, overlap_grad_reduce=False
+                    grad_reduce_in_fp32=True,
+                    use_distributed_optimizer=shard,
+                    overlap_grad_reduce=shard and optim.overlap_grad_reduce,
+                    overlap_param_gather=shard and optim.overlap_param_gather,
                 ),
                 module=module,
                 pg_collection=mesh.groups,
@@ -175,6 +178,9 @@ class Trainer:
             )
         self.scheduler = _lr_scheduler(self.optimizer, optim, num_steps)
         self._make_parts(offload, residency)
+        # All gathers are begun by the step itself; a forward waits for those of its own buckets.
+        self.ddp.overlap_param_gather_with_optimizer_step = True
+        self._weights_are_whole()
         module.config.finalize_model_grads_func = _finalize_grads
         module.config.grad_scale_func = self.optimizer.scale_loss
         module.config.no_sync_func = self.ddp.no_sync
@@ -190,12 +196,28 @@ class Trainer:
 
         self.parts = RoleParts(
             residency,
-            parameters=Tensors(own, residency.host),
+            parameters=Tensors(own, residency.host, settle=self._finish_gathers),
             gradients=Tensors(lambda: [buffer.grad_data for buffer in buffers], residency.host, copied=False),
             optimizer=tuple(Tensors(piece.state, residency.host, without=own) for piece in self._pieces),
             streams=streams,
         )
         residency.share(self.parts, offload)
+
+    def _weights_are_whole(self) -> None:
+        """No forward has to gather any."""
+        for group in self._bucket_groups:
+            group.param_gather_dispatched = True
+
+    def _finish_gathers(self) -> None:
+        """Wait for those that a step has begun."""
+        for group in self._bucket_groups:
+            if group.param_gather_handle is not None:
+                group.param_gather_handle.wait()
+                group.param_gather_handle = None
+
+    @property
+    def _bucket_groups(self) -> list[Any]:
+        return [*self.ddp.bucket_groups, *self.ddp.expert_parallel_bucket_groups]
 
     @property
     def learning_rate(self) -> float:
@@ -206,7 +228,7 @@ class Trainer:
 
         Returns: the loss's sums over the whole mini-batch, on every rank; `loss` is among them.
         """
-        self.parts.to_learn()
+        self.parts.to_learn(settled=False)
         self.module.train()
         self.ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -218,6 +240,7 @@ class Trainer:
             return value, torch.zeros((), dtype=torch.int, device=value.device), report
 
         reports = _run(self.ddp, self.mesh, batches, on_output, forward_only=False)
+        self._weights_are_whole()
         total = torch.zeros(1 + len(loss.names), dtype=torch.float64, device=self.mesh.runtime.device)
         if self.mesh.owns_outputs:
             total += torch.stack(reports).sum(0)

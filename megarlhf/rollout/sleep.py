@@ -106,6 +106,8 @@ class _Checked:
     def wait(self) -> None:
         self._part.wait()
 
+    def settle(self) -> None: ...
+
 
 class _ByVllm:
     """vLLM puts both to sleep in one call, and wakes each."""
@@ -155,6 +157,8 @@ class _Tagged:
         self.present = True
 
     def wait(self) -> None: ...
+
+    def settle(self) -> None: ...
 
 
 def _bytes_of(tensors: Iterable[Tensor]) -> int:

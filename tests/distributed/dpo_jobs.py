@@ -11,7 +11,7 @@ from megarlhf.data.tokenizer import load_tokenizer
 from megarlhf.models.role import build_role
 from megarlhf.parallel.mesh import GroupCache
 from megarlhf.runtime import Runtime
-from tests.distributed.jobs import Arrays, gather, record_gradients, train_once
+from tests.distributed.jobs import Arrays, record_gradients, train_once, weights_of
 
 
 def pairs_of(cfg: DPOConfig) -> list[PairSample]:
@@ -48,6 +48,6 @@ def dpo_steps(
             "evaluation": before,
             "steps": steps,
             "gradients": gradients,
-            "weights": gather(actor.shard, actor.shard.parameters()),
+            "weights": weights_of(actor),
         }
     return made

@@ -77,6 +77,12 @@ def command_status(runtime: Runtime, *argv: str) -> tuple[int, str]:
     return status, written.getvalue()
 
 
+def weights_of(role: Role) -> Arrays:
+    """Logical tensors of a role's weights, on rank 0; empty elsewhere."""
+    role.parts.to_compute()
+    return gather(role.shard, role.shard.parameters())
+
+
 def gather(part: ModelShard, storages: Mapping[str, Tensor]) -> Arrays:
     """Logical tensors out of every rank's storages, on rank 0; empty elsewhere."""
     wanted = hf_placements(part.arch, part.head, rank=0)
@@ -146,7 +152,7 @@ def sft_steps(
         "loss": [step["loss"] for step in steps],
         "grad_norm": [step["grad_norm"] for step in steps],
         "gradients": gradients,
-        "weights": gather(actor.shard, actor.shard.parameters()),
+        "weights": weights_of(actor),
     }
 
 
@@ -244,7 +250,7 @@ def rm_steps(runtime: Runtime, config: dict[str, Any], num_steps: int) -> dict[s
     before = evaluate(objective, model, pairs[:33])  # 33 does not divide: fillers take part
     size = cfg.train.mini_batch_samples
     steps = [train_once(objective, model, pairs[n * size : (n + 1) * size]) for n in range(num_steps)]
-    weights = gather(model.shard, model.shard.parameters())
+    weights = weights_of(model)
     ranked = evaluate(objective, model, pairs[:33])
     deviation = score_deviation(objective, model, pairs[:33])
     divide_head(model, deviation)
@@ -334,7 +340,7 @@ def rl_step(
         "columns": {name: column.values_T.numpy() for name, column in experience.columns.items()},
         "rewards": experience.per_sample["rewards"].numpy(),
         "gradients": gradients,
-        "weights": {role.name: gather(role.shard, role.shard.parameters()) for role in parts.trained},
+        "weights": {role.name: weights_of(role) for role in parts.trained},
     }
     parts.rewarder.close()
     parts.engine.close()  # last: vLLM destroys the default group
