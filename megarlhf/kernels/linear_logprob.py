@@ -118,9 +118,9 @@ class LinearTokenLogprobs(torch.autograd.Function):
 
 
 def _announce(weight_VH: Tensor) -> None:
-    """Megatron's overlap of gradient sums waits for every parameter's `grad`, which its hook takes away when autograd is
-    through with the parameter. A matrix all of whose gradient is in `main_grad` gets one that takes no memory. One that
-    is the embedding too gets the embedding's, last of all.
+    """Megatron's overlap of gradient sums waits for every parameter's `grad`, which its hook takes away when autograd
+    is through with the parameter. A matrix all of whose gradient is in `main_grad` gets one that takes no memory. One
+    that is the embedding too gets the embedding's, last of all.
     """
     if getattr(weight_VH, "only_main_grad", False):
         weight_VH.grad = weight_VH.new_zeros(1).expand_as(weight_VH)

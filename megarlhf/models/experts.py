@@ -40,6 +40,12 @@ class Exchange(MoEAlltoAllTokenDispatcher):
     Shared experts and tokens that are dropped are not in any of our architectures.
     """
 
+    input_splits: Any
+    output_splits: Any
+    output_splits_tp: Any
+    tokens_per_expert: Any
+    """Upstream's, from `preprocess`."""
+
     def _maybe_dtoh_and_synchronize(self, point: str, tokens_per_expert: Tensor | None = None) -> Any:
         if self.routing_map.is_cuda:
             return super()._maybe_dtoh_and_synchronize(point, tokens_per_expert)

@@ -63,13 +63,14 @@ def _misfit(arch: Architecture, tp: int) -> str:
 def _check_experts(arch: Architecture, role: str, parallel: ParallelConfig) -> None:
     if parallel.ep > 1 and not arch.num_experts:
         raise ValueError(
-            f"{role}.parallel.ep = {parallel.ep}, but the model has no experts (model_type {arch.model_type}); leave ep "
-            "at 1"
+            f"{role}.parallel.ep = {parallel.ep}, but the model has no experts (model_type {arch.model_type}); leave "
+            "ep at 1"
         )
     if arch.num_experts % parallel.ep:
         choices = ", ".join(str(n) for n in range(1, arch.num_experts + 1) if arch.num_experts % n == 0)
         raise ValueError(
-            f"{role}.parallel.ep = {parallel.ep} does not divide the {arch.num_experts} experts; choose one of {choices}"
+            f"{role}.parallel.ep = {parallel.ep} does not divide the {arch.num_experts} experts; choose one of "
+            f"{choices}"
         )
     if arch.num_experts and parallel.tp > 1 and not parallel.sequence_parallel:
         raise ValueError(

@@ -267,9 +267,8 @@ class Device(TorchDispatchMode):
         """Counted; the ranks that are not here are taken to say what this one says, where that is known."""
         name = func._schema.name.removeprefix("c10d::")
         self._answer(name, args)
-        if self.device.type == "cpu" and fakes:
-            self.ledger.momentary(of_message(name, args), "buffers")
-        return self.wire.call(func, args)
+        gloo_bytes = of_message(name, args) if self.device.type == "cpu" and fakes else 0
+        return self.wire.call(func, args, self.ledger.hold(gloo_bytes, "buffers"))
 
     def _answer(self, name: str, args: Any) -> None:
         if name == "allreduce_":

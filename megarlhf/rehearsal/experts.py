@@ -8,13 +8,16 @@ compare rehearsals with and without this: nothing changes.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megarlhf.models.build import ModelShard
+from megarlhf.rehearsal.gradient_sums import GradientSums
 from megarlhf.rehearsal.interfaces import SequentialMLP, storage_key
 from megarlhf.rehearsal.known import Known
 from megarlhf.rehearsal.tape import Owner, Player, Recorder, Tape
@@ -39,8 +42,8 @@ class _Tapes:
 class EqualExperts:
     """Plays the experts of the layers of a stage that are like others."""
 
-    def __init__(self, recorder: Recorder, player: Player, known: Known) -> None:
-        self._recorder, self._player, self._known = recorder, player, known
+    def __init__(self, recorder: Recorder, player: Player, known: Known, sums: GradientSums) -> None:
+        self._recorder, self._player, self._known, self._sums = recorder, player, known, sums
 
     def install(self, shard: ModelShard) -> None:
         """From now on up to three experts of each number of tokens run in a layer."""
@@ -82,7 +85,7 @@ class EqualExperts:
             for parameter in gradients:
                 if (buffer := getattr(parameter, "main_grad", None)) is not None:
                     self._known.forget(buffer)  # gradients are added that nobody knows
-            return _Played.apply(tokens, probs, self._player, equal), None
+            return _Played.apply(tokens, probs, self._player, equal, partial(self._sums.learnt, gradients)), None
 
         expert.forward = forward
 
@@ -146,14 +149,16 @@ class _Gate(torch.autograd.Function):
 
 
 class _Played(torch.autograd.Function):
-    """An expert that is played, forward and backward."""
+    """An expert that is played, forward and backward. `learnt` is called when its gradients are there."""
 
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, probs: Tensor, player: Player, equal: _Tapes) -> Tensor:
+    def forward(
+        ctx: Any, tokens: Tensor, probs: Tensor, player: Player, equal: _Tapes, learnt: Callable[[], None]
+    ) -> Tensor:
         assert equal.forward is not None
         (out,), ctx.keys = player.play(equal.forward, {"input": tokens})
         ctx.save_for_backward(tokens, probs)
-        ctx.player, ctx.equal = player, equal
+        ctx.player, ctx.equal, ctx.learnt = player, equal, learnt
         return out
 
     @staticmethod
@@ -163,5 +168,6 @@ class _Played(torch.autograd.Function):
         names: dict[Owner, Any] = {"grad_output": grad_output, "forward": ctx.keys}
         found, kept = ctx.player.play(tape, names)
         assert not kept, "memory of a played expert's backward lives on after it"
+        ctx.learnt()
         gradients = iter(found)
-        return *(next(gradients) if needed else None for needed in ctx.needs_input_grad[:2]), None, None
+        return *(next(gradients) if needed else None for needed in ctx.needs_input_grad[:2]), None, None, None

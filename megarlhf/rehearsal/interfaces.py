@@ -22,6 +22,8 @@ What is patched inside `patched`, and why:
   triton JITFunction.run                             a kernel is counted instead of compiled
   torch.optim.AdamW, and Megatron-Core's             the optimizer as it is on a GPU, with TransformerEngine or without
   multi_tensor_scale_impl, l2_norm_impl              (`optimizer.py`)
+  _ParamAndGradBucketGroup.__init__,                 sums of gradients begin in the middle of what is noted on tapes
+  start_grad_sync                                    (`gradient_sums.py`)
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
+from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 from megatron.core.optimizer import clip_grads
 from megatron.core.optimizer import optimizer as mixed_precision
 from megatron.core.transformer.moe.experts import SequentialMLP
@@ -261,6 +264,10 @@ class Hooks:
     """A Triton kernel, by name, with its arguments."""
     attention: Callable[..., Tensor] | None
     """In place of torch's attention, where the device has no kernel of it."""
+    buckets: Callable[[Any], None]
+    """Told each group of Megatron-Core's buckets of gradients."""
+    summing: Callable[[], contextlib.AbstractContextManager[None]]
+    """Scope in which the sum of such a group begins."""
     optimizer: OptimizerKernels | None = None
     """In place of what Megatron-Core would take here; None: what it takes."""
 
@@ -340,6 +347,18 @@ def patched(hooks: Hooks) -> Iterator[None]:
             finally:
                 hooks.reducing(None)
 
+        buckets_made, start = _ParamAndGradBucketGroup.__init__, _ParamAndGradBucketGroup.start_grad_sync
+
+        def make_buckets(self: Any, *args: Any, **kwargs: Any) -> None:
+            buckets_made(self, *args, **kwargs)
+            hooks.buckets(self)
+
+        def start_grad_sync(self: Any, *args: Any, **kwargs: Any) -> None:
+            with hooks.summing():
+                start(self, *args, **kwargs)
+
+        _set(stack, _ParamAndGradBucketGroup, "__init__", make_buckets)
+        _set(stack, _ParamAndGradBucketGroup, "start_grad_sync", start_grad_sync)
         _set(stack, dist, "all_reduce", all_reduce)
         _set(stack, dist, "all_gather_object", all_gather_object)
         _set(stack, dist, "broadcast_object_list", broadcast_object_list)

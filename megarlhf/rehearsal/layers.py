@@ -19,12 +19,14 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megarlhf.models.build import ModelShard
+from megarlhf.rehearsal.gradient_sums import GradientSums
 from megarlhf.rehearsal.interfaces import after_this_backward, storage_key
 from megarlhf.rehearsal.known import Known
 from megarlhf.rehearsal.tape import Mark, Owner, Player, Recorder, Tape
@@ -112,8 +114,8 @@ class Noted:
 class EqualLayers:
     """Plays the layers of a stage that are like others."""
 
-    def __init__(self, recorder: Recorder, player: Player, known: Known) -> None:
-        self._recorder, self._player, self._known = recorder, player, known
+    def __init__(self, recorder: Recorder, player: Player, known: Known, sums: GradientSums) -> None:
+        self._recorder, self._player, self._known, self._sums = recorder, player, known, sums
 
     def install(self, shard: ModelShard) -> None:
         """From now on only the first two layers of each group run, and with gradients the last one or two."""
@@ -124,7 +126,8 @@ class EqualLayers:
             sends_on = group[-1] is layers[-1] and not shard.mesh.is_last_stage
             ends = [Place.MODEL, Place.BEHIND] if sends_on else [Place.MODEL]
             between = [Place.BETWEEN] * (len(group) - 2 - len(ends))
-            equal = _Group(self._recorder, self._player, self._known, again=group[0] in layers[:again])
+            again_too = group[0] in layers[:again]
+            equal = _Group(self._recorder, self._player, self._known, self._sums, again=again_too)
             for layer, place in zip(group[1:], [Place.SECOND, *between, *ends], strict=True):
                 equal.put_into(layer, place)
 
@@ -140,9 +143,9 @@ def layers_again(shard: ModelShard) -> int:
 class _Group:
     """Equal layers that follow each other in a stage; of a micro-batch its tapes, from the second layer on."""
 
-    def __init__(self, recorder: Recorder, player: Player, known: Known, *, again: bool) -> None:
+    def __init__(self, recorder: Recorder, player: Player, known: Known, sums: GradientSums, *, again: bool) -> None:
         """`again`: their backward computes them again."""
-        self._recorder, self._player, self._known = recorder, player, known
+        self._recorder, self._player, self._known, self._sums = recorder, player, known, sums
         self._again = again
         self._second, self._model = Noted(recorder), Noted(recorder)
         self._tapes_again: MicroBatchTapes | None = None
@@ -179,7 +182,8 @@ class _Group:
                 if tapes is self._tapes_again:
                     tapes.leaf_is_kept = self._model.leaf_lives
                     held.leaf = hidden_states if tapes.leaf_is_kept else None
-                out = _Played.apply(hidden_states, self._player, tapes, before, held)
+                learnt = partial(self._sums.learnt, gradients)
+                out = _Played.apply(hidden_states, self._player, tapes, before, held, learnt)
             else:
                 with torch.set_grad_enabled(tapes.forward.results[0].requires_grad):
                     out = _PlayedAlone.apply(hidden_states, self._player, tapes.forward, before, held)
@@ -266,12 +270,20 @@ class _PlayedAlone(torch.autograd.Function):
 
 
 class _Played(torch.autograd.Function):
-    """A layer that is played, forward and backward."""
+    """A layer that is played, forward and backward. `learnt` is called when its gradients are there."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, player: Player, tapes: MicroBatchTapes, before: Held, held: Held) -> Tensor:
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        player: Player,
+        tapes: MicroBatchTapes,
+        before: Held,
+        held: Held,
+        learnt: Callable[[], None],
+    ) -> Tensor:
         (out,), held.keys = player.play(tapes.forward, {"input": hidden, **_owners(before)})
-        ctx.player, ctx.tapes, ctx.held = player, tapes, held
+        ctx.player, ctx.tapes, ctx.held, ctx.learnt = player, tapes, held, learnt
         if tapes.input_is_kept:
             ctx.save_for_backward(hidden)
         return out
@@ -286,4 +298,5 @@ class _Played(torch.autograd.Function):
         (grad_input,), kept = ctx.player.play(tape, names)
         held.is_over = True
         assert not kept, "memory of a played layer's backward lives on after it"
-        return grad_input, None, None, None, None
+        ctx.learnt()
+        return grad_input, None, None, None, None, None

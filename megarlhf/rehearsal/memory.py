@@ -8,8 +8,9 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -177,6 +178,14 @@ class Ledger:
     def take(self, entry: Storage, key: int) -> None:
         """Memory that no tensor holds, under a reserved key, until `give_back`."""
         self._begin(key, entry)
+
+    def hold(self, nbytes: int, kind: str) -> Callable[[], None]:
+        """Memory that something takes for itself, until what is returned is called."""
+        if not nbytes:
+            return lambda: None
+        key = self.reserve(1)
+        self.take(Storage(nbytes, replace(origin_here(), kind=kind), (nbytes,), "uint8"), key)
+        return partial(self.give_back, key)
 
     def repeat(self, first_key: int, changes: Sequence[Change]) -> None:
         """Memory that comes and goes between messages, with keys from `reserve`. What does not go within these changes

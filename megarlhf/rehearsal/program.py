@@ -16,7 +16,7 @@ from torch import Tensor
 from megarlhf.config import RolloutConfig
 from megarlhf.models.build import ModelShard
 from megarlhf.models.role import Role
-from megarlhf.parallel.mesh import GROUPS_AXES, forget_scratch_buffer
+from megarlhf.parallel.mesh import forget_scratch_buffer
 from megarlhf.rehearsal import interfaces
 from megarlhf.rehearsal.batches import Share, seen_batches
 from megarlhf.rehearsal.decoding import EngineShape
@@ -25,6 +25,7 @@ from megarlhf.rehearsal.digests import equal_digests
 from megarlhf.rehearsal.engine import EngineMemory, GivenResponses, RehearsedEngine, forward_bytes
 from megarlhf.rehearsal.engine_time import DecodePrice, EngineWork, RolloutEstimate, estimate
 from megarlhf.rehearsal.experts import EqualExperts
+from megarlhf.rehearsal.gradient_sums import GradientSums
 from megarlhf.rehearsal.host_memory import RehearsedHost
 from megarlhf.rehearsal.interfaces import FakeTensor, Hooks
 from megarlhf.rehearsal.job import Job, RankRecord, layouts_of, runtime_of
@@ -71,7 +72,7 @@ class Rank:
         self.meter = Meter(price, ticked=self._ticked)
         self.runtime = runtime_of(job.rank, job.world_size, job.ranks_per_node, self.device)
         self.layouts = layouts_of(job.cfg, self.runtime)
-        labels = labels_of(self.layouts, GROUPS_AXES)
+        labels = labels_of(self.layouts)
         self.wire = Wire(job.rank, job.ranks_per_node, labels, self.meter.message)
         self.assumptions = Assumptions()
         self.mode = Device(self.device, self.ledger, self.wire, self.assumptions, self.meter)
@@ -91,8 +92,9 @@ class Rank:
         self.steps = Steps(job.num_steps, self._moved, self._ended)
         player = Player(self.ledger, self.meter, self.wire, self.mode.fake, self.device)
         parts = self.ledger, self.meter, self.wire
-        self._equal_layers = EqualLayers(Recorder(*parts), player, self.mode.known)
-        self._equal_experts = EqualExperts(Recorder(*parts), player, self.mode.known)
+        self._sums = GradientSums(*parts)
+        self._equal_layers = EqualLayers(Recorder(*parts), player, self.mode.known, self._sums)
+        self._equal_experts = EqualExperts(Recorder(*parts), player, self.mode.known, self._sums)
         self._equal_digests = equal_digests(Recorder(*parts), player)
         self._shared = Shared(self.device, self.ledger.name)
 
@@ -216,6 +218,8 @@ class Rank:
             scattered=lambda: EMPTY_BANK,
             launched=self._launched,
             attention=None,
+            buckets=self._sums.made,
+            summing=self._sums.apart,
             optimizer=KERNELS[self.job.layers] if self.job.kind == "gpu" else None,
         )
 

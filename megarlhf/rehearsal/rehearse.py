@@ -13,8 +13,6 @@ from typing import Any
 from megarlhf.architectures.hf_config import architecture_from_hf
 from megarlhf.architectures.placements import Head
 from megarlhf.config import RLConfig
-from megarlhf.layout import MeshLayout
-from megarlhf.parallel.mesh import GROUPS_AXES
 from megarlhf.planning.preflight import preflight
 from megarlhf.planning.weight_traffic import plan_transfer, transfer_setup
 from megarlhf.rehearsal import interfaces
@@ -135,7 +133,7 @@ class _Rehearsal:
         ranks = [self._rank(kind, records[kind.rank]) for kind in self.kinds]
         tightest = max(ranks, key=lambda rank: rank.need)
         refusals = list(dict.fromkeys(problem for record in records.values() for problem in record.problems))
-        groups = labels_of(self.layouts, GROUPS_AXES).general
+        groups = labels_of(self.layouts).general
         whole = pipelines_of((kind.rank for kind in self.kinds), self.layouts[self.main])
         tokens = _trained_tokens(records, self.main)
         times, faults = times_of(records, whole, self.price, groups, request.world_size, tokens, self._dtype())

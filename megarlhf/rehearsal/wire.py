@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarlhf.layout import MeshLayout
+from megarlhf.parallel.mesh import EXPERT_GROUPS_AXES, GROUPS_AXES
 from megarlhf.rehearsal.interfaces import FakeTensor, NumberedWork
 from megarlhf.rehearsal.trace import Collective, Event, Operation, Receive, Send, Wait
 from megarlhf.rehearsal.trees import tensors_in
@@ -102,11 +103,12 @@ class Wire:
         self._collectives: set[tuple[tuple[int, ...], bool]] = set()
         """Groups, and whether each is the default one."""
         self._peers: set[tuple[tuple[int, ...], bool, int]] = set()
-        self._works: dict[int, NumberedWork] = {}
-        """Until they are waited for, or the next message: torch keeps what it was handed in C++ only."""
+        self._works: dict[int, tuple[NumberedWork, Callable[[], None]]] = {}
+        """Until they are waited for: torch keeps what it was handed in C++ only."""
 
-    def call(self, func: Any, args: Sequence[Any]) -> Any:
-        """One of `torch.ops.c10d`; returns what it returns, without touching a tensor."""
+    def call(self, func: Any, args: Sequence[Any], over: Callable[[], None] = lambda: None) -> Any:
+        """One of `torch.ops.c10d`; returns what it returns, without touching a tensor. `over` is called when the
+        message is waited for."""
         name = func._schema.name.removeprefix("c10d::")
         tensors = tensors_in(args)
         ranks, self._world = _ranks(args)
@@ -128,12 +130,13 @@ class Wire:
             self._issue(Collective(self.phase, operation, ranks, nbytes, self._number, host))
             self._count(operation, ranks, ranks, nbytes, host)
         work = NumberedWork(self._number, self._waited)
-        self._works[self._number] = work
+        self._works[self._number] = work, over
         return work.boxed() if len(func._schema.returns) == 1 else (args[0], work.boxed())
 
     def _waited(self, number: int) -> None:
         self._issue(Wait(self.phase, number))
-        self._works.pop(number, None)
+        if number in self._works:
+            self._works.pop(number)[1]()
 
     def _count(self, operation: str, group: tuple[int, ...], reached: Sequence[int], nbytes: int, host: bool) -> None:
         nodes = {rank // self._ranks_per_node for rank in reached}
@@ -172,19 +175,20 @@ class Wire:
         return peer // self._ranks_per_node == self._rank // self._ranks_per_node
 
 
-def labels_of(layouts: Mapping[str, MeshLayout], names: Mapping[str, Sequence[str]]) -> Labels:
-    """For the layouts of roles; `names`: axes by Megatron-Core's name. A group of all ranks that no layout has is the
+def labels_of(layouts: Mapping[str, MeshLayout]) -> Labels:
+    """For the layouts of roles, by Megatron-Core's names of groups. A group of all ranks that no layout has is the
     world."""
-    by_role = {role: _labels_of([layout], names) for role, layout in layouts.items()}
+    by_role = {role: _labels_of([layout]) for role, layout in layouts.items()}
     world = next(iter(layouts.values())).world_size if layouts else 0
-    return Labels(by_role, {tuple(range(world)): "world"} | _labels_of(list(layouts.values()), names))
+    return Labels(by_role, {tuple(range(world)): "world"} | _labels_of(list(layouts.values())))
 
 
-def _labels_of(layouts: Sequence[MeshLayout], names: Mapping[str, Sequence[str]]) -> dict[tuple[int, ...], str]:
+def _labels_of(layouts: Sequence[MeshLayout]) -> dict[tuple[int, ...], str]:
     """By ranks, the name of each group that the layouts have: of several the one with the fewest axes, then that of the
     first layout."""
     labels: dict[tuple[int, ...], str] = {}
-    pairs = product(layouts, names.items())
+    pairs = [*product(layouts, GROUPS_AXES.items())]
+    pairs += product([layout.expert_layout for layout in layouts], EXPERT_GROUPS_AXES.items())
     for layout, (name, axes) in sorted(pairs, key=lambda pair: len(pair[1][1])):  # stable
         for ranks in layout.groups(axes):
             if len(ranks) > 1:
