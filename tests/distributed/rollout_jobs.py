@@ -196,12 +196,17 @@ def _failing(runtime: Runtime, session: _Session, where: str, ranks: tuple[int, 
 
 @contextmanager
 def _counted_rows() -> Iterator[list[int]]:
-    """The number of rows of each attempt of this rank's engine."""
+    """The number of rows that this rank's engine has begun in each attempt."""
     real, drawn = vllm_engine.draw, list[int]()
 
-    def counting(engine: Any, enqueue: Callable[[], list[str]], rows: Sequence[int], *rest: Any, **named: Any) -> bool:
-        drawn.append(len(rows))
-        return real(engine, enqueue, rows, *rest, **named)
+    def counting(engine: Any, enqueue: Callable[[Sequence[int]], list[str]], *rest: Any, **named: Any) -> bool:
+        drawn.append(0)
+
+        def counted(rows: Sequence[int]) -> list[str]:
+            drawn[-1] += len(rows)
+            return enqueue(rows)
+
+        return real(engine, counted, *rest, **named)
 
     vllm_engine.draw = counting
     try:
