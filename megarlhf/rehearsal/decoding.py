@@ -141,7 +141,8 @@ def pulled_seconds(
         run.admit_waiting()
         unfinished = len(run.ends)
         if left and not run.waiting and (not unfinished or unfinished + len(left[0].responses) <= most):
-            run.add(left.popleft(), len(queue[0].responses))
+            piece = left.popleft()
+            run.add(piece, len(piece.responses))
             owners.append(number)
         elif run.ends:
             run.to_next_end()

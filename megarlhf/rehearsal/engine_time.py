@@ -103,7 +103,7 @@ def estimate(
         tokens, owners = _stated_tokens(work)
         seconds = [count / tokens_per_second for count in tokens]
     else:
-        times = []
+        times: list[RolloutTime] = []
         options = {"max_running": max_running, "samples_per_prompt": samples_per_prompt}
         if work.queue:
             times, owners = price.pulled_seconds(

@@ -20,7 +20,7 @@ from megarlhf.config.rollout import Balance
 from megarlhf.layout import split_evenly
 
 PIECES_PER_ENGINE = 4
-"""Where there are fewer prompts for each engine, the samples of a prompt are cut into pieces until there are so many."""
+"""Where there are fewer prompts for each engine, the samples of a prompt are cut until there are so many pieces."""
 BEGINS_WITH = 2
 """With `on_demand` the engines begin with one part in so many of all pieces. The rest is larger than what engines of
 equal speed get apart by on such a part."""
@@ -101,7 +101,9 @@ def deal(balance: Balance, pieces: Sequence[Piece], num_engines: int) -> Deal:
     if balance == "fixed" or num_engines == 1:
         return Deal([[rows[n] for n in share] for share in split_evenly(len(rows), num_engines)])
     num_first = len(pieces) if balance == "length" else len(pieces) // (BEGINS_WITH * num_engines) * num_engines
-    first = [[row for piece in share for row in piece.rows] for share in _longest_first(pieces[:num_first], num_engines)]
+    first = [
+        [row for piece in share for row in piece.rows] for share in _longest_first(pieces[:num_first], num_engines)
+    ]
     return Deal(first, [piece.rows for piece in pieces[num_first:]], most=-(-len(rows) // num_engines))
 
 

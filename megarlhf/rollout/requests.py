@@ -11,15 +11,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from megarlhf.rollout.engine import EngineFailure, KeptResponses, Response, Sampling
 from megarlhf.rollout.feed import NOTHING, Feed
 
 log = logging.getLogger(__name__)
 
-Steps = Generator[tuple[int, int], "int | None", None]
-"""Yields how much is unfinished and the number that this rank has taken from the queue, or `NOTHING`; is sent the number
+Steps = Generator[tuple[int, int], int, None]
+"""Yields how much is unfinished, and the number of the queue that this rank has taken or `NOTHING`; is sent the number
 that a rank of the engine has taken."""
 
 
@@ -81,39 +80,6 @@ def num_waiting(engine: Any) -> int:
     return int(engine.engine_core.engine_core.scheduler.get_request_counts()[1])
 
 
-def enqueue(
-    llm: Any, prompts: Sequence[Tensor], seeds: Sequence[int], sampling: Sampling, rows: Sequence[int]
-) -> list[str]:
-    """Hand these rows to vLLM's `LLM`; the names of the requests."""
-    from vllm import SamplingParams
-
-    requests: list[Any] = [{"prompt_token_ids": prompts[n].tolist()} for n in rows]
-    parameters = [
-        SamplingParams(
-            temperature=0.0 if sampling.greedy else sampling.temperature,
-            max_tokens=sampling.max_tokens,
-            seed=None if sampling.greedy else seeds[n],
-            logprobs=0,
-            flat_logprobs=True,
-            detokenize=False,
-            stop_token_ids=list(sampling.end_ids),
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            min_p=sampling.min_p,
-            ignore_eos=True,  # those that vLLM itself reads from the model's directory: these are all
-        )
-        for n in rows
-    ]
-    names = list(llm.enqueue(requests, parameters, use_tqdm=False))
-    if sampling.stop is not None:  # `enqueue` asks for final outputs only; texts are looked for after each token
-        from vllm.sampling_params import RequestOutputKind
-
-        states = llm.llm_engine.output_processor.request_states
-        for name in names:
-            states[name].output_kind = RequestOutputKind.CUMULATIVE
-    return names
-
-
 def response_of(output: Any, sampling: Sampling) -> Response:
     """Raises: EngineFailure unless it ended with an end token, or else has as many tokens as it may have."""
     sampled = output.outputs[0]
@@ -152,11 +118,11 @@ def run_in_lockstep(
 
     Raises: the rank's own failure; EngineFailure when another rank failed, or the ranks have drifted apart.
     """
-    taken = None
+    taken: int | None = None
     while True:
         failure, unfinished, number = None, 0, NOTHING
         try:
-            unfinished, number = steps.send(taken)
+            unfinished, number = next(steps) if taken is None else steps.send(taken)
         except StopIteration:
             pass
         except Exception as error:  # whatever it is, the other ranks have to learn of it

@@ -8,7 +8,7 @@ from megarlhf.config import RoleConfig, RolloutConfig
 from megarlhf.rollout.engine import KeptResponses, Response, Sampling, StopStrings
 from megarlhf.rollout.requests import draw, response_of
 from megarlhf.trainers.prompts import sampling_of
-from tests.rollout.test_requests import output
+from tests.rollout.test_requests import feed_of, output
 from tools.demo.make_data import Recipe, write_all
 
 PIECES = {1: "a", 2: "b", 3: "ab", 4: "", 5: "</answer", 6: ">x", 7: "é"}
