@@ -119,7 +119,7 @@ def pulled_seconds(
 ) -> tuple[list[RolloutTime], list[int]]:
     """Times of several engines until each has its responses, and which engine takes each piece of a queue.
 
-    first: what each begins with. queue: sequences of one prompt each; an engine that has nothing waiting takes the next
+    first: what each begins with. queue: sequences of one prompt each; an engine that has room for more takes the next
     one, but not beyond `most` unfinished sequences (`rollout/feed.py`), and the one that is behind in time comes first.
     Raises: ValueError for a sequence that does not fit the cache alone.
     """
@@ -140,7 +140,8 @@ def pulled_seconds(
         run = runs[number]
         run.admit_waiting()
         unfinished = len(run.ends)
-        if left and not run.waiting and (not unfinished or unfinished + len(left[0].responses) <= most):
+        has_room = not run.waiting and unfinished < max_running
+        if left and has_room and (not unfinished or unfinished + len(left[0].responses) <= most):
             piece = left.popleft()
             run.add(piece, len(piece.responses))
             owners.append(number)

@@ -32,8 +32,7 @@ class SharedCounter:
 class Feed:
     """The rows of one engine, alike on all its ranks.
 
-    It asks for a piece of the queue when none of its requests is waiting: vLLM has then taken them all into its batch,
-    whatever bounds that (sequences or cache). The first rank of an engine takes a number from the counter; the others
+    It asks for a piece of the queue when vLLM has taken all of its requests into the batch and has room for more. The first rank of an engine takes a number from the counter; the others
     learn it with what the ranks agree on after a step (`requests.run_in_lockstep`).
     """
 
@@ -45,10 +44,10 @@ class Feed:
         self.is_open = bool(dealt.queue)
         """Whether there may be more in the queue."""
 
-    def wants_more(self, unfinished: int, waiting: int) -> bool:
-        """Whether an engine with so many samples, of which so many wait, asks for a piece. It may have no more than a
-        fair share at once, or the engine that begins first would get what others could do beside it."""
-        return self.is_open and (not unfinished or (not waiting and unfinished + self._largest <= self._most))
+    def wants_more(self, unfinished: int, has_room: bool) -> bool:
+        """Whether an engine with so many samples asks for a piece. It may have no more than a fair share at once, or
+        the engine that begins first would get what others could do beside it."""
+        return self.is_open and (not unfinished or (has_room and unfinished + self._largest <= self._most))
 
     def ask(self) -> int:
         """The number of the piece that is this engine's; on the ranks without the counter `NOTHING`."""

@@ -54,7 +54,7 @@ def draw(
     def steps() -> Steps:
         begin(feed.first)
         while (unfinished := engine.get_num_unfinished_requests()) or feed.is_open:
-            wants = feed.is_open and feed.wants_more(unfinished, num_waiting(engine))
+            wants = feed.is_open and feed.wants_more(unfinished, has_room(engine))
             number = yield unfinished + feed.is_open, feed.ask() if wants else NOTHING
             if number != NOTHING:
                 begin(feed.take(number))
@@ -75,9 +75,11 @@ def draw(
     return stopped
 
 
-def num_waiting(engine: Any) -> int:
-    """Requests that vLLM's scheduler has not taken into its batch, or has taken out of it for want of cache."""
-    return int(engine.engine_core.engine_core.scheduler.get_request_counts()[1])
+def has_room(engine: Any) -> bool:
+    """Whether vLLM's batch could take one more request: none waits (for cache, or to be computed for the first time),
+    and fewer run than it runs at most."""
+    running, waiting = engine.engine_core.engine_core.scheduler.get_request_counts()
+    return bool(not waiting and running < engine.vllm_config.scheduler_config.max_num_seqs)
 
 
 def response_of(output: Any, sampling: Sampling) -> Response:

@@ -247,11 +247,11 @@ def test_the_longest_response_decides_and_prompts_of_a_group_are_computed_once()
 
 def test_engines_that_pull_end_together_where_fixed_shares_do_not():
     """One sequence at a time, weights of 1 ms a step and 1 ms of overhead: 2 ms a token. One engine begins with 40
-    tokens, one with 10; of the queue the second takes 10, 10 and 10 before the first is done, and the last 5."""
+    tokens, one with 10, which takes 10, 10 and 10 of the queue meanwhile, and then 5: its cache was shorter."""
     asked = [[Sequences([5], [length]) for length in lengths] for lengths in ((40, 10), (10, 10, 10, 5))]
     times, owners = pricing().pulled_seconds(SHAPE, *asked, 60_000, most=4, max_running=1)
-    assert owners == [1, 1, 1, 0]
-    assert [time.steps for time in times] == [45, 40]
+    assert owners == [1, 1, 1, 1]
+    assert [time.steps for time in times] == [40, 45]
     both = pricing().decode_seconds(SHAPE, [5] * 3, [40, 10, 10], 60_000, max_running=1)
     assert max(time.seconds for time in times) < both.seconds
 

@@ -83,19 +83,19 @@ def test_each_row_goes_to_one(balance, num_engines):
     assert sorted(rows) == list(range(2, 23))
 
 
-def test_an_engine_asks_when_nothing_waits_and_has_no_more_than_a_fair_share():
+def test_an_engine_asks_when_it_has_room_and_has_no_more_than_a_fair_share():
     dealt = Deal([[0], [1]], [(2, 3), (4,)], most=3)
     store = dist.HashStore()
     counter = SharedCounter(lambda: store, "n")
     feeds = [Feed(dealt, 0, counter), Feed(dealt, 1, counter)]
     counter.restart()
     feed = feeds[0]
-    asked = [feed.wants_more(unfinished, waiting) for unfinished, waiting in ((0, 0), (1, 0), (1, 1), (2, 0))]
+    asked = [feed.wants_more(unfinished, room) for unfinished, room in ((0, True), (1, True), (1, False), (2, True))]
     assert asked == [True, True, False, False]
     assert [feeds[1].ask(), feeds[0].ask(), feeds[1].ask()] == [0, 1, 2]
     assert (feeds[1].take(0), feeds[0].take(1), feeds[1].take(2)) == ((2, 3), (4,), ())
     assert (feeds[0].is_open, feeds[1].is_open) == (True, False)
-    assert not feeds[1].wants_more(0, 0)
+    assert not feeds[1].wants_more(0, True)
     assert Feed(dealt, 0).ask() == NOTHING, "a rank that is not its engine's first"
     counter.restart()
     feeds[0].close()
@@ -103,7 +103,9 @@ def test_an_engine_asks_when_nothing_waits_and_has_no_more_than_a_fair_share():
 
 
 class OneAtATime:
-    """Draws one request in each step, and says how many wait."""
+    """Draws one request in each step; the others wait."""
+
+    vllm_config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=1))
 
     def __init__(self):
         self.open, self.aborted, self.begun = [], [], []
