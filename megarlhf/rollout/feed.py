@@ -32,8 +32,9 @@ class SharedCounter:
 class Feed:
     """The rows of one engine, alike on all its ranks.
 
-    It asks for a piece of the queue when vLLM has taken all of its requests into the batch and has room for more. The first rank of an engine takes a number from the counter; the others
-    learn it with what the ranks agree on after a step (`requests.run_in_lockstep`).
+    It asks for a piece of the queue when vLLM has taken all of its requests into the batch and has room for more. The
+    first rank of an engine takes a number from the counter; the others learn it with what the ranks agree on after a
+    step (`requests.run_in_lockstep`).
     """
 
     def __init__(self, dealt: Deal, engine: int, counter: SharedCounter | None = None) -> None:
