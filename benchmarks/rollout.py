@@ -58,8 +58,8 @@ class Load:
     per_prompt: int = 4
     at_once: int = 8
     """Sequences that an engine runs at most."""
-    mean: int = 64
-    longest: int = 512
+    mean: int = 40
+    longest: int = 256
     sigma: float = 0.9
     """Of the logarithm of a prompt's typical length."""
     spread: float = 0.4
@@ -129,23 +129,33 @@ class Engines:
         return seconds, rollouts.idle_seconds
 
 
+Found = dict[str, list[tuple[float, float]]]
+"""By way: seconds and idle seconds of each round."""
+
+
 def run_rank(rank: int, port: int, model: Path, load: Load, rounds: int, out: Path) -> None:
-    """One of the two processes; the first writes (seconds, idle seconds) by way and round."""
+    """One of the two processes; the first writes what was found."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     runtime = initialize(RankInfo(rank=rank, local_rank=rank, world_size=2, local_world_size=2), seed=0)
     torch.set_num_threads(1)
+    found = measure_rank(runtime, model, load, rounds)
+    if runtime.is_main:
+        out.write_text(json.dumps(found))
+    shutdown()
+
+
+def measure_rank(runtime: Runtime, model: Path, load: Load, rounds: int) -> Found:
+    """All rounds, and one before them that warms up. Collective."""
     engines = Engines(runtime, model, load)
-    found: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
+    found: Found = {way: [] for way in WAYS}
     ways = list(WAYS)
-    for way in ways:  # warms up
+    for way in ways:
         engines.seconds(way, 0)
     for number in range(1, rounds + 1):
         for way in ways[number % len(ways) :] + ways[: number % len(ways)]:
             found[way].append(engines.seconds(way, number))
     engines.engine.close()
-    if runtime.is_main:
-        out.write_text(json.dumps(found))
-    shutdown()
+    return found
 
 
 def measure(model_sizes: Sizes, load: Load, rounds: int) -> dict[str, Any]:
@@ -155,6 +165,11 @@ def measure(model_sizes: Sizes, load: Load, rounds: int) -> dict[str, Any]:
         model, out = write_model(Path(folder) / "model", model_sizes), Path(folder) / "found.json"
         mp.spawn(run_rank, (free_port(), model, load, rounds, out), nprocs=2)
         found = json.loads(out.read_text())
+    return {"rounds": rounds, "response_tokens": sum(lengths_of(load, 1)), "ways": summary(found)}
+
+
+def summary(found: Found) -> dict[str, Any]:
+    """By way."""
     fixed = [seconds for seconds, _ in found["fixed"]]
     ways = {}
     for way, drawn in found.items():
@@ -166,12 +181,12 @@ def measure(model_sizes: Sizes, load: Load, rounds: int) -> dict[str, Any]:
             "seconds": statistics.median(seconds for seconds, _ in drawn),
             "idle_fraction": statistics.median(idle / seconds for seconds, idle in drawn),
         }
-    return {"rounds": rounds, "response_tokens": sum(lengths_of(load, 1)), "ways": ways}
+    return ways
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.rollout", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--small", action="store_true", help="a tiny model: to see whether this runs")
     parser.add_argument("--out", type=Path, default=RESULT)
     arguments = parser.parse_args()

@@ -145,9 +145,10 @@ class RolloutConfig(FrozenModel):
     Read for the engine `vllm`."""
     balance: Balance = "on_demand"
     """How samples are dealt to several engines, which all wait for the slowest. A prompt's samples stay together.
-    `on_demand`: each engine begins with a part, and takes more when nothing waits in its queue. `length`: all at the
-    beginning, so that expected work is equal: prompt and responses as long as they were last time, or in the last step
-    on average. `fixed`: equal numbers. The samples are the same, whoever draws them. Read for the engine `vllm`."""
+    `on_demand`: each engine begins with a part, and takes more when its batch has room. `length`: all at the beginning,
+    so that expected work is equal: prompt and responses as long as they were last time, or in the last step on average.
+    `fixed`: equal numbers. Who draws a sample does not change it. Read for the engine `vllm`, where there are several.
+    """
     logprob_gap: LogprobGapConfig = LogprobGapConfig()
     """When the difference between rollout and trainer ends the run."""
     engine_args: Mapping[str, Any] = {}
