@@ -100,7 +100,7 @@ def estimate(
     `tokens_per_second`: of responses, of one engine, stated by the user; None: by the roofline."""
     running, owners = 0, list[int]()
     if tokens_per_second is not None:
-        tokens, owners = _stated_tokens(work)
+        tokens, owners = stated_tokens(work)
         seconds = [count / tokens_per_second for count in tokens]
     else:
         times: list[RolloutTime] = []
@@ -117,7 +117,7 @@ def estimate(
     return RolloutEstimate(max(seconds, default=0.0), min(seconds, default=0.0), total, running), owners
 
 
-def _stated_tokens(work: RolloutWork) -> tuple[list[int], list[int]]:
+def stated_tokens(work: RolloutWork) -> tuple[list[int], list[int]]:
     """Response tokens of each engine, at equal speeds, and which engine takes each piece of the queue."""
     tokens, owners = [sum(engine.responses) for engine in work.engines], []
     for piece in work.queue:
