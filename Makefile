@@ -40,7 +40,7 @@ export TORCH_CPP_LOG_LEVEL ?= ERROR
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help venv demo demo-3d demo-seeds bench-convert bench-reshard bench-kernels bench-packing bench-gpu-logprob \
-	bench-gpu-packed bench-resume bench-rewards bench-rehearsal test test-slow test-gpu test-peers test-slurm test-faults slurm-scripts lint docs \
+	bench-gpu-packed bench-resume bench-rewards bench-rollout bench-rehearsal test test-slow test-gpu test-peers test-slurm test-faults slurm-scripts lint docs \
 	doctor lock clean
 
 help: ## list the targets
@@ -134,6 +134,9 @@ bench-resume: venv ## what resume points cost (5 minutes); writes benchmarks/res
 
 bench-rewards: venv ## what a slow reward costs while the log-probs are computed (4 minutes); writes benchmarks/results/slow_rewards.json
 	$(PY) -m benchmarks.slow_rewards
+
+bench-rollout: venv ## engines that share samples on demand, by length, and in fixed shares (4 minutes); writes benchmarks/results/rollout.json
+	$(PY) -m benchmarks.rollout
 
 bench-rehearsal: venv ## what a rehearsal says against real runs on the CPU, and large jobs (1 hour, also in parts); writes benchmarks/results/rehearsal.json
 	$(PY) -m benchmarks.rehearsal

@@ -72,6 +72,8 @@ class Rollouts:
     """bool: ended by end-of-sequence, not by the token limit."""
     weight_version: int
     """Of the weights that drew the samples."""
+    idle_seconds: float = 0.0
+    """That an engine waited for the slowest one, the mean over engines; of one drawing, not of joined ones."""
 
     @staticmethod
     def joined(parts: Sequence[tuple[Rollouts, Sequence[int]]]) -> Rollouts:

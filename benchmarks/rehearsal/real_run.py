@@ -29,6 +29,7 @@ from megarlhf.models.role import Role
 from megarlhf.parallel.mesh import forget_scratch_buffer
 from megarlhf.parallel.residency import HostMemory
 from megarlhf.rehearsal.engine import EngineMemory, GivenResponses, RehearsedEngine
+from megarlhf.rehearsal.engine_time import stated_tokens
 from megarlhf.rehearsal.job import Job
 from megarlhf.rehearsal.program import ENTRIES
 from megarlhf.rehearsal.routing import Routing
@@ -130,7 +131,7 @@ def real_engine(job: Job, rollout: RolloutConfig, actor: Role, prompt_tokens: in
         lengths=job.response_lengths,
         memory=EngineMemory(device_bytes=0, reserved_bytes=0, activation_bytes=0, held_bytes=lambda: 0),
         drew=lambda num_samples: None,
-        generated=lambda engines, shape, cache_bytes: None,
+        generated=lambda work, shape, cache_bytes: stated_tokens(work)[1],  # as the job states its speed
         refused=refused,
     )
 

@@ -11,6 +11,8 @@ from megarlhf.config.roles import Fraction, FrozenModel, Positive, RoleConfig
 
 Dtype = Literal["fp32", "bf16"]
 
+Balance = Literal["on_demand", "length", "fixed"]
+
 GAP_LIMITS: Mapping[Dtype, tuple[float, float]] = {"fp32": (1e-3, 1e-2), "bf16": (0.1, 2.0)}
 """Default `rollout.logprob_gap.mean` and `p999`, nats, by the coarser dtype of actor and engine."""
 
@@ -141,6 +143,12 @@ class RolloutConfig(FrozenModel):
     """How often vLLM may be built anew in one rollout when it fails: it gets the actor's weights again, they are
     certified, and the responses that are missing are drawn. One failure more ends the run; so does the first with 0.
     Read for the engine `vllm`."""
+    balance: Balance = "on_demand"
+    """How samples are dealt to several engines, which all wait for the slowest. A prompt's samples stay together.
+    `on_demand`: each engine begins with a part, and takes more when its batch has room. `length`: all at the beginning,
+    so that expected work is equal: prompt and responses as long as they were last time, or in the last step on average.
+    `fixed`: equal numbers. Who draws a sample does not change it. Read for the engine `vllm`, where there are several.
+    """
     logprob_gap: LogprobGapConfig = LogprobGapConfig()
     """When the difference between rollout and trainer ends the run."""
     engine_args: Mapping[str, Any] = {}

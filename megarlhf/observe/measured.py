@@ -17,6 +17,7 @@ MEASURED = (
     "seconds",
     "tokens_per_second",
     "rollout_tokens_per_second",
+    "rollout_idle_fraction",
     "peak_memory_gib",
     "wall_clock",
     "engine_rebuilds",

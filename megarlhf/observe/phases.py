@@ -24,8 +24,12 @@ SUMS: dict[str, tuple[str, ...]] = {
     "seconds_offload": ("offload",),
 }
 """The metrics of `rl` that are sums over phases, of all roles."""
-RATES: dict[str, str] = {"rollout_tokens_per_second": "seconds_rollout", "tokens_per_second": "seconds_train"}
-"""Metrics that are tokens per second of such a sum."""
+RATES: dict[str, str] = {
+    "rollout_tokens_per_second": "seconds_rollout",
+    "rollout_idle_fraction": "seconds_rollout",
+    "tokens_per_second": "seconds_train",
+}
+"""Metrics that are an amount per second of such a sum: of tokens, or of seconds in which engines were idle."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +79,7 @@ class Phases:
         with phases("rollout"):
             rollouts = engine.generate(...)
             phases.count("rollout_tokens_per_second", tokens)
-        metrics |= phases.tokens_per_second() | seconds_of(phases.end_step(step))
+        metrics |= phases.rates() | seconds_of(phases.end_step(step))
         ...
         phases.raise_if_late()
 
@@ -96,7 +100,7 @@ class Phases:
         self._inner: list[float] = []
         self._seconds: dict[str, float] = defaultdict(float)
         self._local: dict[str, float] = defaultdict(float)
-        self._tokens: dict[str, float] = defaultdict(float)
+        self._amounts: dict[str, float] = defaultdict(float)
         self._failure: Exception | None = None
 
     @contextlib.contextmanager
@@ -141,23 +145,23 @@ class Phases:
         if self.open:
             self._local[self.open[-1].name] += seconds
 
-    def count(self, rate: str, tokens: float) -> None:
-        """So many tokens, over all ranks, belong to the metric `rate` of this step: a key of `RATES`. NaN where it is
+    def count(self, rate: str, amount: float) -> None:
+        """So much, over all ranks, belongs to the metric `rate` of this step: a key of `RATES`. NaN where it is
         not known how many were this process's, whose seconds are measured: then the step has no such metric."""
         assert rate in RATES, f"unknown rate {rate!r}; the known ones are {', '.join(RATES)}"
-        self._tokens[rate] += tokens
+        self._amounts[rate] += amount
 
-    def tokens_per_second(self) -> dict[str, float]:
+    def rates(self) -> dict[str, float]:
         """The metrics `RATES` of what was counted since the last lap; of what took no time there is none."""
         seconds = seconds_of(self._seconds)
-        counted = {rate: tokens for rate, tokens in self._tokens.items() if tokens > 0 and seconds.get(RATES[rate])}
-        return {rate: tokens / seconds[RATES[rate]] for rate, tokens in counted.items()}
+        counted = {rate: amount for rate, amount in self._amounts.items() if amount > 0 and seconds.get(RATES[rate])}
+        return {rate: amount / seconds[RATES[rate]] for rate, amount in counted.items()}
 
     def lap(self) -> dict[str, float]:
         """Seconds of each phase that has ended since the last call."""
         seconds, self._seconds = dict(self._seconds), defaultdict(float)
         self._local.clear()
-        self._tokens.clear()
+        self._amounts.clear()
         return seconds
 
     def begin_step(self, step: int) -> None:

@@ -75,7 +75,7 @@ def preflight(
     described, dp = [], 1
     checked = {name: check_role(name, section, world_size) for name, section in roles.items()}
     notes = (
-        without_effect(cfg)
+        without_effect(cfg, world_size)
         + check_vocabularies(roles, retokenized)
         + [check_retokenized(name, roles[name], cfg.data.template) for name in retokenized]
         + check_heads(stored, trains_reward_model=isinstance(cfg, RMConfig))

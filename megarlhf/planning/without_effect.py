@@ -8,17 +8,24 @@ from typing import Any
 from megarlhf.config import DPOConfig, FrozenModel, GenerateConfig, RLConfig, RMConfig, SFTConfig
 from megarlhf.config.algo import DISCOUNTED, GROUPED
 
-_VLLM_ONLY = "gpu_memory_utilization cpu_cache_gib reshard_bucket_mib poison_weights sleep_level"
+_VLLM_ONLY = "gpu_memory_utilization cpu_cache_gib reshard_bucket_mib poison_weights sleep_level balance"
 
 
-def without_effect(cfg: SFTConfig | RMConfig | DPOConfig | RLConfig | GenerateConfig) -> list[str]:
-    """A sentence for each key that has another value than its default, which nothing reads."""
+def without_effect(
+    cfg: SFTConfig | RMConfig | DPOConfig | RLConfig | GenerateConfig, world_size: int | None = None
+) -> list[str]:
+    """A sentence for each key that has another value than its default, which nothing reads.
+
+    world_size: ranks of the run; None: not known, and what depends on it is left out
+    """
     rows = _of_generate(cfg) if isinstance(cfg, GenerateConfig) else _of_training(cfg)
     if isinstance(cfg, RLConfig):
         rows += _of_rl(cfg)
     if isinstance(cfg, RLConfig | GenerateConfig):
         keys = " ".join(f"rollout.{name}" for name in _VLLM_ONLY.split())
         rows.append((keys, cfg.rollout.engine != "vllm", "of the engine vllm only"))
+        alone = cfg.rollout.engine == "vllm" and cfg.rollout.tp(cfg.actor) == world_size
+        rows.append(("rollout.balance", alone, f"rollout.parallel.tp = {world_size} makes one engine of all ranks"))
     unread = [(key, why) for keys, holds, why in rows if holds for key in keys.split()]
     return [f"set, but without effect here: {key} ({why})" for key, why in unread if _is_set(cfg, key)]
 

@@ -13,7 +13,8 @@ their parts twice in a layer. The prompt of a sequence is computed when it is ad
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -46,6 +47,17 @@ class EngineShape:
     """Heads times head_dim on one rank; attention's FLOPs are 4 x this for each pair of tokens and layer."""
     dtype: str
     itemsize: int
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """What has to be generated together; tokens of each prompt and response."""
+
+    prompts: Sequence[int]
+    responses: Sequence[int]
+
+    def pairs(self) -> Iterator[tuple[int, int]]:
+        return zip(self.prompts, self.responses, strict=True)
 
 
 @dataclass(frozen=True)
@@ -87,22 +99,59 @@ def rollout_seconds(
     """
     if len(prompts) != len(responses):
         raise ValueError(f"{len(prompts)} prompts and {len(responses)} responses; give one of each for a sequence")
+    work = Sequences(prompts, responses)
+    options = {"step_overhead": step_overhead, "max_running": max_running, "samples_per_prompt": samples_per_prompt}
+    (time,), _ = pulled_seconds(price, shape, [work], [], cache_bytes, most=0, **options)  # type: ignore[arg-type]
+    return time
+
+
+def pulled_seconds(
+    price: DevicePrice,
+    shape: EngineShape,
+    first: Sequence[Sequences],
+    queue: Sequence[Sequences],
+    cache_bytes: int,
+    *,
+    most: int,
+    step_overhead: float = 0.0,
+    max_running: int = 1024,
+    samples_per_prompt: int = 1,
+) -> tuple[list[RolloutTime], list[int]]:
+    """Times of several engines until each has its responses, and which engine takes each piece of a queue.
+
+    first: what each begins with. queue: sequences of one prompt each; an engine that has room for more takes the next
+    one, but not beyond `most` unfinished sequences (`rollout/feed.py`), and the one that is behind in time comes first.
+    Raises: ValueError for a sequence that does not fit the cache alone.
+    """
     capacity = cache_bytes // shape.cache_bytes_per_token
-    longest = max((p + r for p, r in zip(prompts, responses, strict=True)), default=0)
+    longest = max((p + r for work in (*first, *queue) for p, r in work.pairs()), default=0)
     if longest > capacity:
         raise ValueError(
             f"a sequence of {longest} tokens does not fit the cache of {capacity} tokens ({cache_bytes} bytes, "
             f"{shape.cache_bytes_per_token} a token); raise the cache or rollout.parallel.tp"
         )
-    run = _Run(price, shape, capacity, max_running)
-    for n, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
-        while not run.has_room(prompt + response):
+    runs = [_Run(price, shape, capacity, max_running, step_overhead) for _ in first]
+    for run, work in zip(runs, first, strict=True):
+        run.add(work, samples_per_prompt)
+    left, owners = deque(queue), list[int]()
+    clock = [(run.seconds, number) for number, run in enumerate(runs)]
+    while clock:
+        _, number = clock[0]
+        run = runs[number]
+        run.admit_waiting()
+        unfinished = len(run.ends)
+        has_room = not run.waiting and unfinished < max_running
+        if left and has_room and (not unfinished or unfinished + len(left[0].responses) <= most):
+            piece = left.popleft()
+            run.add(piece, len(piece.responses))
+            owners.append(number)
+        elif run.ends:
             run.to_next_end()
-        run.admit(prompt, response, computes_prompt=n % samples_per_prompt == 0)
-    while run.ends:
-        run.to_next_end()
-    mean = run.tokens / run.now if run.now else 0.0
-    return RolloutTime(run.prefill, run.decode, run.now * step_overhead, run.now, run.most, mean)
+        else:
+            heapq.heappop(clock)
+            continue
+        heapq.heapreplace(clock, (run.seconds, number))
+    return [run.time() for run in runs], owners
 
 
 def stated_seconds(responses: Sequence[int], tokens_per_second: float) -> float:
@@ -138,8 +187,12 @@ def _all_reduces(price: DevicePrice, shape: EngineShape, tokens: int) -> float:
 class _Run:
     """An engine on its way; time is counted in steps."""
 
-    def __init__(self, price: DevicePrice, shape: EngineShape, capacity: int, max_running: int) -> None:
-        self.price, self.shape, self.max_running = price, shape, max_running
+    def __init__(
+        self, price: DevicePrice, shape: EngineShape, capacity: int, max_running: int, step_overhead: float
+    ) -> None:
+        self.price, self.shape, self.max_running, self.step_overhead = price, shape, max_running, step_overhead
+        self.waiting: deque[tuple[int, int, bool]] = deque()
+        """Prompt, response, and whether the prompt has to be computed."""
         self.free = capacity
         self.now = 0
         self.cached = 0
@@ -149,8 +202,26 @@ class _Run:
         self.prefill = self.decode = 0.0
         self.tokens = self.most = 0
 
-    def has_room(self, tokens: int) -> bool:
-        return tokens <= self.free and len(self.ends) < self.max_running
+    @property
+    def seconds(self) -> float:
+        return self.prefill + self.decode + self.now * self.step_overhead
+
+    def time(self) -> RolloutTime:
+        mean = self.tokens / self.now if self.now else 0.0
+        return RolloutTime(self.prefill, self.decode, self.now * self.step_overhead, self.now, self.most, mean)
+
+    def add(self, work: Sequences, samples_per_prompt: int) -> None:
+        for n, (prompt, response) in enumerate(work.pairs()):
+            self.waiting.append((prompt, response, n % samples_per_prompt == 0))
+
+    def admit_waiting(self) -> None:
+        """Those for which there is room, in their order."""
+        while self.waiting:
+            prompt, response, computes_prompt = self.waiting[0]
+            if prompt + response > self.free or len(self.ends) >= self.max_running:
+                return
+            self.waiting.popleft()
+            self.admit(prompt, response, computes_prompt=computes_prompt)
 
     def admit(self, prompt: int, response: int, *, computes_prompt: bool) -> None:
         self.free -= prompt + response

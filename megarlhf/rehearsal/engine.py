@@ -24,8 +24,9 @@ from megarlhf.layout import split_evenly
 from megarlhf.models.build import ModelShard
 from megarlhf.parallel.residency import Part, RoleParts
 from megarlhf.rehearsal.decoding import EngineShape
-from megarlhf.rehearsal.engine_time import EngineWork, shape_of
+from megarlhf.rehearsal.engine_time import EngineWork, RolloutWork, shape_of
 from megarlhf.rehearsal.lengths import Lengths
+from megarlhf.rollout.balance import deal, pieces_of
 from megarlhf.rollout.engine import KeptResponses, Response, Sampling, gather_indexed
 from megarlhf.rollout.vllm_engine import VllmEngine
 from megarlhf.runtime import Runtime
@@ -89,11 +90,12 @@ class RehearsedEngine(VllmEngine):
         lengths: Lengths,
         memory: EngineMemory,
         drew: Callable[[int], None],
-        generated: Callable[[Sequence[EngineWork], EngineShape, int], None],
+        generated: Callable[[RolloutWork, EngineShape, int], Sequence[int]],
         refused: Callable[[str], None],
     ) -> None:
-        """`drew` is told the number of samples of each rollout; `generated` what each engine of the job has to
-        generate, and the shape and the bytes of the cache of this rank's; `refused` why vLLM would not start, in which
+        """`drew` is told the number of samples of each rollout; `generated` what the engines of the job have to
+        generate, and the shape and the bytes of the cache of this rank's, and says which engine takes each piece of the
+        queue; `refused` why vLLM would not start, in which
         case the rehearsal goes on with a cache for one sequence."""
         self._lengths, self._memory = lengths, memory
         self._drew, self._generated, self._refused = drew, generated, refused
@@ -172,9 +174,17 @@ class RehearsedEngine(VllmEngine):
         tp, world = self._tp, self._runtime.world_size
         self._drew(len(prompts))
         drawn = [min(self._lengths.draw(seed), sampling.max_tokens) for seed in seeds]
-        shares = split_evenly(len(prompts), world // tp)
-        work = [EngineWork([len(prompts[n]) for n in share], [drawn[n] for n in share]) for share in shares]
-        self._generated(work, self._shape, self._cache_bytes)
+        pieces = pieces_of(prompts, range(len(prompts)), world // tp, self._seen, sampling.max_tokens)
+        dealt = deal(self._rollout.balance, pieces, world // tp)
+
+        def work(rows: Sequence[int]) -> EngineWork:
+            return EngineWork([len(prompts[n]) for n in rows], [drawn[n] for n in rows])
+
+        asked = RolloutWork([work(rows) for rows in dealt.first], [work(rows) for rows in dealt.queue], dealt.most)
+        shares = [list(rows) for rows in dealt.first]
+        for rows, engine in zip(dealt.queue, self._generated(asked, self._shape, self._cache_bytes), strict=True):
+            shares[engine] += rows
+        self._seen.saw(prompts, drawn)
         owned = {engine * tp + place: share[place::tp] for engine, share in enumerate(shares) for place in range(tp)}
         return given_responses(owned, drawn, sampling, self._version, self._runtime)
 
@@ -231,7 +241,7 @@ def given_responses(
     index = [{n: (lengths[n], finished[n]) for n in shares.get(rank, ())} for rank in range(runtime.world_size)]
     own = shares.get(runtime.rank, ())
     mine = {n: Response([TOKEN] * lengths[n], [-1.0] * lengths[n], finished[n]) for n in own}
-    said: list[Any] = [(part, False) for part in index]
+    said: list[Any] = [(part, False, 0.0) for part in index]
     dist.all_gather_object(said, said[runtime.rank])  # as the real engines do; what it says is known here
     return gather_indexed(mine, index, len(lengths), version, runtime.device)
 

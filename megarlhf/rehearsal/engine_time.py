@@ -10,7 +10,7 @@ import torch
 
 from megarlhf.architectures.architecture import Architecture
 from megarlhf.parallel.packing import forward_cost
-from megarlhf.rehearsal.decoding import EngineShape, RolloutTime
+from megarlhf.rehearsal.decoding import EngineShape, RolloutTime, Sequences
 
 
 class DecodePrice(Protocol):
@@ -27,14 +27,33 @@ class DecodePrice(Protocol):
         samples_per_prompt: int = 1,
     ) -> RolloutTime: ...
 
+    def pulled_seconds(
+        self,
+        shape: EngineShape,
+        first: Sequence[EngineWork],
+        queue: Sequence[EngineWork],
+        cache_bytes: int,
+        *,
+        most: int,
+        max_running: int = 1024,
+        samples_per_prompt: int = 1,
+    ) -> tuple[list[RolloutTime], list[int]]: ...
+
+
+EngineWork = Sequences
+"""What one engine has to generate, or a piece of a queue."""
+
 
 @dataclass(frozen=True)
-class EngineWork:
-    """What one engine has to generate."""
+class RolloutWork:
+    """What all engines of the job have to generate."""
 
-    prompts: Sequence[int]
-    """Tokens of each."""
-    responses: Sequence[int]
+    engines: Sequence[EngineWork]
+    """What each begins with."""
+    queue: Sequence[EngineWork] = ()
+    """Pieces for whichever engine asks first."""
+    most: int = 0
+    """An engine with so many unfinished sequences asks for no more."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +86,7 @@ def shape_of(arch: Architecture, tp: int, first_rank: int, dtype: torch.dtype, w
 
 
 def estimate(
-    engines: Sequence[EngineWork],
+    work: RolloutWork,
     shape: EngineShape,
     cache_bytes: int,
     price: DecodePrice,
@@ -75,22 +94,33 @@ def estimate(
     tokens_per_second: float | None,
     max_running: int,
     samples_per_prompt: int,
-) -> RolloutEstimate:
-    """`tokens_per_second`: of responses, of one engine, stated by the user; None: by the roofline."""
-    seconds, running = [], 0
-    for work in engines:
-        if tokens_per_second is not None:
-            seconds.append(sum(work.responses) / tokens_per_second)
-            continue
-        time = price.decode_seconds(
-            shape,
-            work.prompts,
-            work.responses,
-            cache_bytes,
-            max_running=max_running,
-            samples_per_prompt=samples_per_prompt,
-        )
-        seconds.append(time.seconds)
-        running = max(running, time.most_running)
-    tokens = sum(sum(work.responses) for work in engines)
-    return RolloutEstimate(max(seconds, default=0.0), min(seconds, default=0.0), tokens, running)
+) -> tuple[RolloutEstimate, list[int]]:
+    """The time, and which engine takes each piece of the queue.
+
+    `tokens_per_second`: of responses, of one engine, stated by the user; None: by the roofline."""
+    running, owners = 0, list[int]()
+    if tokens_per_second is not None:
+        tokens, owners = stated_tokens(work)
+        seconds = [count / tokens_per_second for count in tokens]
+    else:
+        times: list[RolloutTime] = []
+        options = {"max_running": max_running, "samples_per_prompt": samples_per_prompt}
+        if work.queue:
+            times, owners = price.pulled_seconds(
+                shape, work.engines, work.queue, cache_bytes, most=work.most, **options
+            )
+        else:
+            for each in work.engines:
+                times.append(price.decode_seconds(shape, each.prompts, each.responses, cache_bytes, **options))
+        seconds, running = [time.seconds for time in times], max((time.most_running for time in times), default=0)
+    total = sum(sum(part.responses) for part in (*work.engines, *work.queue))
+    return RolloutEstimate(max(seconds, default=0.0), min(seconds, default=0.0), total, running), owners
+
+
+def stated_tokens(work: RolloutWork) -> tuple[list[int], list[int]]:
+    """Response tokens of each engine, at equal speeds, and which engine takes each piece of the queue."""
+    tokens, owners = [sum(engine.responses) for engine in work.engines], []
+    for piece in work.queue:
+        owners.append(min(range(len(tokens)), key=tokens.__getitem__))
+        tokens[owners[-1]] += sum(piece.responses)
+    return tokens, owners

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from megarlhf.rehearsal.decoding import EngineShape, RolloutTime, rollout_seconds
+from megarlhf.rehearsal.decoding import EngineShape, RolloutTime, Sequences, pulled_seconds, rollout_seconds
 from megarlhf.rehearsal.hardware import Hardware, Link
 from megarlhf.rehearsal.interpolation import between_shares
 from megarlhf.rehearsal.rings import Speed, Spread, message_seconds, seconds_by_formula
@@ -151,6 +151,30 @@ class Pricing:
             prompts,
             responses,
             cache_bytes,
+            step_overhead=self.hardware.engine_step.value,
+            max_running=max_running,
+            samples_per_prompt=samples_per_prompt,
+        )
+
+    def pulled_seconds(
+        self,
+        shape: EngineShape,
+        first: Sequence[Sequences],
+        queue: Sequence[Sequences],
+        cache_bytes: int,
+        *,
+        most: int,
+        max_running: int = 1024,
+        samples_per_prompt: int = 1,
+    ) -> tuple[list[RolloutTime], list[int]]:
+        """Times of engines with a common queue, and who takes what of it: `decoding.pulled_seconds`."""
+        return pulled_seconds(
+            self,
+            shape,
+            first,
+            queue,
+            cache_bytes,
+            most=most,
             step_overhead=self.hardware.engine_step.value,
             max_running=max_running,
             samples_per_prompt=samples_per_prompt,

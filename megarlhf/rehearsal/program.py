@@ -23,7 +23,7 @@ from megarlhf.rehearsal.decoding import EngineShape
 from megarlhf.rehearsal.device import Device
 from megarlhf.rehearsal.digests import equal_digests
 from megarlhf.rehearsal.engine import EngineMemory, GivenResponses, RehearsedEngine, forward_bytes
-from megarlhf.rehearsal.engine_time import DecodePrice, EngineWork, RolloutEstimate, estimate
+from megarlhf.rehearsal.engine_time import DecodePrice, RolloutEstimate, RolloutWork, estimate
 from megarlhf.rehearsal.experts import EqualExperts
 from megarlhf.rehearsal.gradient_sums import GradientSums
 from megarlhf.rehearsal.host_memory import RehearsedHost
@@ -192,12 +192,12 @@ class Rank:
     def _drew(self, num_samples: int) -> None:
         self._num_samples = num_samples
 
-    def _generated(self, engines: Sequence[EngineWork], shape: EngineShape, cache_bytes: int) -> None:
-        """Every rank waits for the slowest engine."""
+    def _generated(self, work: RolloutWork, shape: EngineShape, cache_bytes: int) -> Sequence[int]:
+        """Every rank waits for the slowest engine. Returns which engine takes each piece of the queue."""
         job, rollout = self.job, self.job.cfg.rollout  # type: ignore[attr-defined]
         self._cache_bytes = cache_bytes
-        found = estimate(
-            engines,
+        found, owners = estimate(
+            work,
             shape,
             cache_bytes,
             self._price,
@@ -207,6 +207,7 @@ class Rank:
         )
         self._rollouts.append(found)
         self.meter.spend("rollout", found.slowest, 0.0)
+        return owners
 
     def _hooks(self) -> Hooks:
         return Hooks(

@@ -34,6 +34,7 @@ _NEUTRAL = {
         "run.deterministic"
     ),
     "what is kept in memory, and what is computed again": "ROLE.recompute ROLE.recompute_layers ROLE.offload.*",
+    "which engine draws which samples": "rollout.balance",
     "memory": "rollout.sleep_level rollout.gpu_memory_utilization rollout.cpu_cache_gib rollout.reshard_bucket_mib",
     "how a reward is called, not what it says": "rewards.calls.*",
     "which of the rewards is called an accuracy": "eval.accuracy",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Protocol
 
 import torch
@@ -200,17 +200,22 @@ def gather_rollouts(
     device: torch.device,
     *,
     stopped: bool = False,
+    seconds: float | None = None,
 ) -> Rollouts:
     """Bring the responses that each rank answers for (by row) to every rank.
 
+    seconds: that this rank's engine took; None where all take equally long
+
     Raises: RolloutInterrupted when rows are missing and any rank was `stopped`.
     """
-    said: list[tuple[Index, bool]] = [({}, False)] * dist.get_world_size()
-    dist.all_gather_object(said, ({n: (len(r.tokens), r.finished) for n, r in mine.items()}, stopped))
-    index = [rank_index for rank_index, _ in said]
-    if any(stopped for _, stopped in said) and (finished := sum(map(len, index))) < num_samples:
+    said: list[tuple[Index, bool, float | None]] = [({}, False, None)] * dist.get_world_size()
+    dist.all_gather_object(said, ({n: (len(r.tokens), r.finished) for n, r in mine.items()}, stopped, seconds))
+    index = [rank_index for rank_index, _, _ in said]
+    if any(stopped for _, stopped, _ in said) and (finished := sum(map(len, index))) < num_samples:
         raise RolloutInterrupted(finished, num_samples)
-    return gather_indexed(mine, index, num_samples, weight_version, device)
+    taken = [seconds for _, _, seconds in said if seconds is not None]
+    idle = max(taken) - sum(taken) / len(taken) if taken else 0.0
+    return replace(gather_indexed(mine, index, num_samples, weight_version, device), idle_seconds=idle)
 
 
 Index = dict[int, tuple[int, bool]]

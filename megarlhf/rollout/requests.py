@@ -6,43 +6,59 @@ The ranks of an engine take the same steps, and agree after each of them.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megarlhf.rollout.engine import EngineFailure, KeptResponses, Response, Sampling
+from megarlhf.rollout.feed import NOTHING, Feed
 
 log = logging.getLogger(__name__)
+
+Steps = Generator[tuple[int, int], int, None]
+"""Yields how much is unfinished, and the number of the queue that this rank has taken or `NOTHING`; is sent the number
+that a rank of the engine has taken."""
 
 
 def draw(
     engine: Any,
-    enqueue: Callable[[], list[str]],
-    rows: Sequence[int],
+    enqueue: Callable[[Sequence[int]], list[str]],
+    feed: Feed,
     sampling: Sampling,
     bank: KeptResponses,
     should_stop: Callable[[], bool] | None,
     group: dist.ProcessGroup | None,
-    mine: Collection[int] | None = None,
+    place: int = 0,
+    num_places: int = 1,
 ) -> bool:
-    """Run the requests that `enqueue` makes of these rows; each response goes into the bank when it is finished.
+    """Run the requests that `enqueue` makes of the feed's rows; each response goes into the bank when it is finished.
 
-    `mine`: the rows whose responses this rank reads and answers for, of an engine of several ranks; None: all.
+    Of an engine of `num_places` ranks the one at `place` reads and answers for every such row, counted as they come.
     `engine` is vLLM's `LLMEngine`; `enqueue` returns the names of the requests. Returns whether it was stopped: the
     requests are then aborted, and the engine takes others.
     """
-    requests: list[str] = []
-    mine = rows if mine is None else mine
+    requests: dict[int, str] = {}
+    row_of: dict[str, int] = {}
+    mine: set[int] = set()
 
-    def steps() -> Iterator[int]:
-        requests.extend(enqueue())
-        # An output bears the number of the request, without what vLLM appends to make the name unique.
-        row_of = {request.split("-")[0]: row for request, row in zip(requests, rows, strict=True)}
-        while unfinished := engine.get_num_unfinished_requests():
-            yield unfinished
-            for output in engine.step():
+    def begin(rows: Sequence[int]) -> None:
+        for name, row in zip(enqueue(rows) if rows else (), rows, strict=True):
+            if len(requests) % num_places == place:
+                mine.add(row)
+            requests[row] = name
+            # An output bears the number of the request, without what vLLM appends to make the name unique.
+            row_of[name.split("-")[0]] = row
+
+    def steps() -> Steps:
+        begin(feed.first)
+        while (unfinished := engine.get_num_unfinished_requests()) or feed.is_open:
+            wants = feed.is_open and feed.wants_more(unfinished, has_room(engine))
+            number = yield unfinished + feed.is_open, feed.ask() if wants else NOTHING
+            if number != NOTHING:
+                begin(feed.take(number))
+            for output in engine.step() if engine.get_num_unfinished_requests() else ():
                 row = row_of[output.request_id]
                 if output.finished:
                     if row in mine:
@@ -50,12 +66,20 @@ def draw(
                 elif sampling.stop is not None and sampling.ends(output.outputs[0].token_ids):
                     if row in mine:
                         bank.add(row, response_so_far(output, finished=True))
-                    engine.abort_request([requests[rows.index(row)]], internal=True)
+                    engine.abort_request([requests[row]], internal=True)
 
     stopped = run_in_lockstep(steps(), should_stop, group)
     if stopped:
-        engine.abort_request(requests, internal=True)
+        feed.close()
+        engine.abort_request(list(requests.values()), internal=True)
     return stopped
+
+
+def has_room(engine: Any) -> bool:
+    """Whether vLLM's batch could take one more request: none waits (for cache, or to be computed for the first time),
+    and fewer run than it runs at most."""
+    running, waiting = engine.engine_core.engine_core.scheduler.get_request_counts()
+    return bool(not waiting and running < engine.vllm_config.scheduler_config.max_num_seqs)
 
 
 def response_of(output: Any, sampling: Sampling) -> Response:
@@ -83,31 +107,35 @@ def response_so_far(output: Any, *, finished: bool) -> Response:
 
 
 def run_in_lockstep(
-    steps: Iterator[int], should_stop: Callable[[], bool] | None = None, group: dist.ProcessGroup | None = None
+    steps: Steps, should_stop: Callable[[], bool] | None = None, group: dist.ProcessGroup | None = None
 ) -> bool:
     """Take the steps to their end, or until a rank of `group` is asked to stop; returns whether that was so.
 
-    A step is what ranks do together, with collectives of their own inside; it yields the number of requests that are
-    not finished. One all-reduce of four numbers after each step tells whether a rank failed, whether one was asked to
-    stop, and whether all have the same number of requests. `group` communicates on the CPU; None is a rank alone.
+    A step is what ranks do together, with collectives of their own inside. One all-reduce of five numbers after each
+    step tells whether a rank failed, whether one was asked to stop, whether all have as much to do, and which number of
+    the queue the engine's first rank has taken. `group` communicates on the CPU; None is a rank alone.
 
     A rank that fails between two collectives of a step leaves the others waiting inside it: this cannot be agreed on.
     So the reason goes into the log at once.
 
     Raises: the rank's own failure; EngineFailure when another rank failed, or the ranks have drifted apart.
     """
+    taken: int | None = None
     while True:
-        failure, unfinished = None, 0
+        failure, unfinished, number = None, 0, NOTHING
         try:
-            unfinished = next(steps, 0)
+            unfinished, number = next(steps) if taken is None else steps.send(taken)
+        except StopIteration:
+            pass
         except Exception as error:  # whatever it is, the other ranks have to learn of it
             log.error("the rollout engine failed on rank %d", dist.get_rank(), exc_info=error)
             failure = error
         stop = should_stop is not None and should_stop()
-        flags = torch.tensor([failure is not None, stop, unfinished, -unfinished], dtype=torch.int64)
+        flags = torch.tensor([failure is not None, stop, unfinished, -unfinished, number], dtype=torch.int64)
         if group is not None:
             dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
         failed, stop, most, least = (int(flags[0]), bool(flags[1]), int(flags[2]), -int(flags[3]))
+        taken = int(flags[4])
         if failure is not None:
             raise failure
         if failed:

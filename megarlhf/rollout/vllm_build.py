@@ -1,14 +1,17 @@
-"""How vLLM is started: its environment, and the arguments that a trainer's engine needs."""
+"""How vLLM is started: its environment, and the arguments that a trainer's engine needs; and what it is asked for."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megarlhf.config import RolloutConfig
+from megarlhf.rollout.engine import Sampling
 from megarlhf.rollout.vllm_patches import cpu_patches
 from megarlhf.runtime import Runtime, without_torch_determinism
 
@@ -66,6 +69,39 @@ def build_llm(
             f"vLLM does not start with rollout.engine_args = {dict(rollout.engine_args)}: {type(error).__name__}: "
             f"{error}. Correct them, or leave them out"
         ) from error
+
+
+def enqueue(
+    llm: Any, prompts: Sequence[Tensor], seeds: Sequence[int], sampling: Sampling, rows: Sequence[int]
+) -> list[str]:
+    """Hand these rows to vLLM's `LLM`; the names of the requests."""
+    from vllm import SamplingParams
+
+    requests: list[Any] = [{"prompt_token_ids": prompts[n].tolist()} for n in rows]
+    parameters = [
+        SamplingParams(
+            temperature=0.0 if sampling.greedy else sampling.temperature,
+            max_tokens=sampling.max_tokens,
+            seed=None if sampling.greedy else seeds[n],
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            stop_token_ids=list(sampling.end_ids),
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            ignore_eos=True,  # those that vLLM itself reads from the model's directory: these are all
+        )
+        for n in rows
+    ]
+    names = list(llm.enqueue(requests, parameters, use_tqdm=False))
+    if sampling.stop is not None:  # `enqueue` asks for final outputs only; texts are looked for after each token
+        from vllm.sampling_params import RequestOutputKind
+
+        states = llm.llm_engine.output_processor.request_states
+        for name in names:
+            states[name].output_kind = RequestOutputKind.CUMULATIVE
+    return names
 
 
 def set_environment(rollout: RolloutConfig, runtime: Runtime) -> None:

@@ -22,16 +22,17 @@ from megarlhf.architectures.placements import vllm_placements
 from megarlhf.collective_errors import raise_on_all_ranks
 from megarlhf.config import RolloutConfig
 from megarlhf.experience import Rollouts
-from megarlhf.layout import split_evenly
 from megarlhf.models.build import ModelShard, placements_on
 from megarlhf.parallel.residency import Part, RoleParts
 from megarlhf.placement import RankPlacements
+from megarlhf.rollout.balance import SeenLengths, deal, pieces_of
 from megarlhf.rollout.engine import EngineFailure, KeptResponses, Sampling, gather_rollouts, missing_rows
+from megarlhf.rollout.feed import Feed, SharedCounter
 from megarlhf.rollout.requests import draw
 from megarlhf.rollout.sleep import EngineMemory, cache_of_worker, make_sleeper, require_room
-from megarlhf.rollout.vllm_build import build_llm
+from megarlhf.rollout.vllm_build import build_llm, enqueue
 from megarlhf.rollout.vllm_patches import keep_default_group
-from megarlhf.runtime import Runtime, free_bytes, without_torch_determinism
+from megarlhf.runtime import Runtime, free_bytes, rendezvous_store, without_torch_determinism
 from megarlhf.weights.checks.certificate import Certificate, CertificateError, certify, nonzero_padding
 from megarlhf.weights.checks.loader_check import check_loader, sample_tensors
 from megarlhf.weights.checks.poison import poison, storages_with_nan
@@ -68,6 +69,8 @@ class VllmEngine:
         self._max_model_len = max_model_len
         self._version = -1
         self.local_seconds = 0.0
+        self._seen = SeenLengths()
+        self._counter = SharedCounter(rendezvous_store, "megarlhf/rollout")
         self._refusal = "it has not been given any"
         """Why there are no weights to generate with; empty when there are."""
         self._sources: list[RankPlacements] = []
@@ -285,7 +288,8 @@ class VllmEngine:
         bank: KeptResponses | None = None,
         should_stop: Callable[[], bool] | None = None,
     ) -> Rollouts:
-        """Rows are split over the engines; within an engine every rank draws the same, and answers for its share.
+        """Rows go to the engines as `rollout.balance` says; within an engine every rank draws the same, and answers for
+        its share.
 
         Raises: RuntimeError unless the last update succeeded; ValueError for prompts that are too long.
         """
@@ -301,27 +305,33 @@ class VllmEngine:
                 "rollout.max_response_tokens"
             )
         bank = KeptResponses() if bank is None else bank
-        missing = missing_rows(bank, len(prompts))
-        share = split_evenly(len(missing), self._runtime.world_size // self._tp)[self._runtime.rank // self._tp]
-        rows = [missing[n] for n in share]
+        if self._runtime.is_main:  # the rollout before has ended on all ranks, and this one begins after a collective
+            self._counter.restart()
+        feed = self._feed(prompts, missing_rows(bank, len(prompts)), sampling.max_tokens)
         self._wake(to_generate=True)
         self._refusal = "it failed while it drew responses, and may be in any state"
         began = time.monotonic()
         failed = _error("vLLM failed while it drew responses", "", EngineFailure)
         with raise_on_all_ranks(failed), without_torch_determinism():
-            stopped = bool(rows) and draw(
+            stopped = draw(
                 self._llm.llm_engine,
-                partial(self._enqueue, rows, prompts, seeds, sampling),
-                rows,
+                partial(enqueue, self._llm, prompts, seeds, sampling),
+                feed,
                 sampling,
                 bank,
                 should_stop,
                 self._lockstep_group(),
-                mine=set(rows[self._runtime.rank % self._tp :: self._tp]),
+                self._runtime.rank % self._tp,
+                self._tp,
             )
             self.local_seconds = time.monotonic() - began
         self._refusal = ""
-        return gather_rollouts(bank.held, len(prompts), self._version, self._runtime.device, stopped=stopped)
+        seconds = self.local_seconds if self._tp < self._runtime.world_size else None
+        rollouts = gather_rollouts(
+            bank.held, len(prompts), self._version, self._runtime.device, stopped=stopped, seconds=seconds
+        )
+        self._seen.saw(prompts, rollouts.responses.lengths_N.tolist())
+        return rollouts
 
     def _lockstep_group(self) -> Any:
         """The ranks of this engine, on the CPU; None for an engine of one rank."""
@@ -331,37 +341,12 @@ class VllmEngine:
 
         return get_tp_group().cpu_group
 
-    def _enqueue(
-        self, rows: Sequence[int], prompts: Sequence[Tensor], seeds: Sequence[int], sampling: Sampling
-    ) -> list[str]:
-        """The names of the requests."""
-        from vllm import SamplingParams
-
-        requests: list[Any] = [{"prompt_token_ids": prompts[n].tolist()} for n in rows]
-        parameters = [
-            SamplingParams(
-                temperature=0.0 if sampling.greedy else sampling.temperature,
-                max_tokens=sampling.max_tokens,
-                seed=None if sampling.greedy else seeds[n],
-                logprobs=0,
-                flat_logprobs=True,
-                detokenize=False,
-                stop_token_ids=list(sampling.end_ids),
-                top_p=sampling.top_p,
-                top_k=sampling.top_k,
-                min_p=sampling.min_p,
-                ignore_eos=True,  # those that vLLM itself reads from the model's directory: these are all
-            )
-            for n in rows
-        ]
-        names = list(self._llm.enqueue(requests, parameters, use_tqdm=False))
-        if sampling.stop is not None:  # `enqueue` asks for final outputs only; texts are looked for after each token
-            from vllm.sampling_params import RequestOutputKind
-
-            states = self._llm.llm_engine.output_processor.request_states
-            for name in names:
-                states[name].output_kind = RequestOutputKind.CUMULATIVE
-        return names
+    def _feed(self, prompts: Sequence[Tensor], missing: Sequence[int], max_tokens: int) -> Feed:
+        """What this rank's engine draws of the rows that are missing."""
+        engines, rank = self._runtime.world_size // self._tp, self._runtime.rank
+        pieces = pieces_of(prompts, missing, engines, self._seen, max_tokens)
+        counter = self._counter if rank % self._tp == 0 else None
+        return Feed(deal(self._rollout.balance, pieces, engines), rank // self._tp, counter)
 
     def close(self) -> None:
         """Shut the engine down. The run's own process groups stay."""

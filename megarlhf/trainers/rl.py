@@ -102,7 +102,7 @@ class Loop:
                 self._show(session, step, work)
             lengths = work.experience.prompt_lengths_N, work.experience.response_lengths_N
             session.keep_lengths(step, *(lengths_N.tolist() for lengths_N in lengths))
-            metrics |= components.phases.tokens_per_second()
+            metrics |= components.phases.rates()
             session.log(step, metrics | seconds_of(components.phases.end_step(step)))
             session.export(step, components.exported, last=last or gap.failed(last=last))
             session.border(step)

@@ -78,6 +78,7 @@ class Drawing:
             self.components.phases.add_local(engine.local_seconds)
             drawn = math.nan if kept.num_taken_over else float(experience.response_lengths_N.sum())
             self.components.phases.count("rollout_tokens_per_second", drawn)
+            self.components.phases.count("rollout_idle_fraction", experience.rollouts.idle_seconds)
             return experience
 
     def other_prompts(self, count: int, used: Sequence[PromptSample], refill: int) -> list[PromptSample]:

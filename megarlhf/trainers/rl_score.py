@@ -165,6 +165,7 @@ def greedy_rewards(cfg: RLConfig, components: Components, prompts: Sequence[Prom
     with session.stoppable("rollout"):
         rollouts = components.engine.generate(rows, [0] * len(rows), greedy, should_stop=session.asked_to_stop)
         components.phases.count("rollout_tokens_per_second", float(rollouts.responses.num_tokens))
+        components.phases.count("rollout_idle_fraction", rollouts.idle_seconds)
     with session.stoppable("reward"):
         experience = make_experience(prompts, rollouts, 1)
         rewarded = components.rewarder.start(experience, prompts).finish(session.asked_to_stop, learn=False)

@@ -263,7 +263,7 @@ def run_in(
                         closing, report = objective.closing_report(role, heldout, should_stop)
                         metrics |= closing
                         session.write_report("calibration.json", report)
-            rates = phases.tokens_per_second()
+            rates = phases.rates()
             seconds = seconds_of(phases.end_step(step + 1)).get("seconds_train", 0.0)
             session.log(step + 1, metrics | rates | {"seconds": seconds})
             with scaled_for_export(objective, role, heldout, session, step + 1, last=last):

@@ -237,6 +237,7 @@ VLLM_TP = ("actor.parallel.tp=2", "rollout.parallel.tp=2")
         ),
         ("generate", ["select=best"], ["select = best chooses among", "got 0 rewards and rollout.num_samples"]),
         ("generate", ["min_reward=1"], ["min_reward = 1.0 has no effect with select = all"]),
+        ("rl", ["rollout.balance=dynamic"], ["rollout.balance: ", "'on_demand', 'length' or 'fixed'"]),
         ("rl", ["rollout.stop=['']"], ["rollout.stop.0: String should have at least 1 character"]),
         ("generate", ["rollout.num_samples_per_prompt=4"], ["would write 4 equal responses", "set greedy to false"]),
         (

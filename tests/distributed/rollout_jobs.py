@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from megarlhf.models.role import build_role
 from megarlhf.models.settings import DTYPES
 from megarlhf.parallel.mesh import GroupCache
 from megarlhf.rollout import megatron_engine, vllm_engine
+from megarlhf.rollout.balance import Deal
 from megarlhf.rollout.bank import Bank, StepBank
 from megarlhf.rollout.engine import KeptResponses, Response, RolloutInterrupted, Sampling, sample_seed
 from megarlhf.rollout.restarting import RestartingEngine
@@ -30,6 +32,9 @@ PROMPTS = [torch.tensor([1] + [6 + (7 * n * n + 3 * k) % 10 for k in range(3 + n
 # Longer than two blocks of vLLM's prefix cache (128 tokens on a CPU).
 PROMPTS[5] = torch.tensor([1] + [6 + (7 * k * k + 3 * k) % 10 for k in range(290)])
 SEEDS = [sample_seed(0, STEP, n) for n in range(len(PROMPTS))]
+
+PAIRED = PROMPTS[:8]
+"""Two samples of each are drawn where engines share them."""
 
 Rows = list[tuple[list[int], list[float], bool]]
 
@@ -44,14 +49,21 @@ class _Session:
     """An actor, and an engine with its weights that is built anew when it fails."""
 
     def __init__(
-        self, runtime: Runtime, model: str, engine: str, tp: int, parallel: dict[str, int], dtype: str = "fp32"
+        self,
+        runtime: Runtime,
+        model: str,
+        engine: str,
+        tp: int,
+        parallel: dict[str, int],
+        dtype: str = "fp32",
+        **options: Any,
     ) -> None:
         from megarlhf.rollout.megatron_engine import MegatronEngine
 
         section = RoleConfig.model_validate({"model": {"path": model, "dtype": dtype}, "parallel": parallel})
         role = build_role("actor", section, "lm", GroupCache(runtime), seed=0)
         self.runtime, self.actor = runtime, role.shard
-        settings = RolloutConfig.model_validate({"max_response_tokens": SAMPLING.max_tokens})
+        settings = RolloutConfig.model_validate({"max_response_tokens": SAMPLING.max_tokens, **options})
         self.built: list[weakref.ref[Any]] = []
 
         def build() -> Any:
@@ -66,6 +78,11 @@ class _Session:
         self.engine = RestartingEngine(build, 2)
         self.engine.update_weights(self.actor, STEP)
         self.engine.verify_weights(self.actor)
+
+    def share(self, balance: str) -> None:
+        """From here on engines of vLLM's share the rows so; the other engine has nothing to share."""
+        if isinstance(engine := self.engine.engine, vllm_engine.VllmEngine):
+            engine._rollout = engine._rollout.model_copy(update={"balance": balance})
 
     def draw(self, **options: Any) -> Rows:
         return _rows(self.engine.generate(PROMPTS, SEEDS, SAMPLING, **options))
@@ -116,10 +133,12 @@ def cut_off_and_continued(
 ) -> dict[str, Any]:
     """A rollout without interruption; and one that is cut off once for each limit, and then goes to its end.
 
-    A limit is a number of responses of a rank in that opening, after which it asks to stop: with vLLM rank 0 alone.
+    A limit is a number of responses of a rank in that opening, after which it asks to stop: with vLLM rank 0 alone. It
+    is cut off with fixed shares, of which something is left then, and goes on on demand.
     """
     session = _Session(runtime, model, engine, tp, parallel, dtype)
     seen: dict[str, Any] = {"whole": session.draw(), "again": session.draw(), "added": [], "interrupted": []}
+    session.share("fixed")
     for limit in limits:
         with _opened(folder, limit) as kept:
             try:
@@ -128,6 +147,7 @@ def cut_off_and_continued(
             except RolloutInterrupted as interruption:
                 seen["interrupted"].append((interruption.num_finished, interruption.num_samples))
             seen["added"].append((kept.num_taken_over, kept.of_all_ranks()))
+    session.share("on_demand")
     seen["alone"] = session.draw(bank=_all_but_the_longest(runtime, seen["whole"]))
     seen["clean"] = session.draw()  # the engine that was interrupted is as good as before
     session.engine.update_weights(session.actor, STEP)
@@ -196,12 +216,17 @@ def _failing(runtime: Runtime, session: _Session, where: str, ranks: tuple[int, 
 
 @contextmanager
 def _counted_rows() -> Iterator[list[int]]:
-    """The number of rows of each attempt of this rank's engine."""
+    """The number of rows that this rank's engine has begun in each attempt."""
     real, drawn = vllm_engine.draw, list[int]()
 
-    def counting(engine: Any, enqueue: Callable[[], list[str]], rows: Sequence[int], *rest: Any, **named: Any) -> bool:
-        drawn.append(len(rows))
-        return real(engine, enqueue, rows, *rest, **named)
+    def counting(engine: Any, enqueue: Callable[[Sequence[int]], list[str]], *rest: Any, **named: Any) -> bool:
+        drawn.append(0)
+
+        def counted(rows: Sequence[int]) -> list[str]:
+            drawn[-1] += len(rows)
+            return enqueue(rows)
+
+        return real(engine, counted, *rest, **named)
 
     vllm_engine.draw = counting
     try:
@@ -227,4 +252,33 @@ def engine_failures(
     numbers = torch.ones(1)
     dist.all_reduce(numbers)  # the run's own group outlives its engines
     seen["sum"] = float(numbers)
+    return seen
+
+
+def balanced(runtime: Runtime, model: str, tp: int, dtype: str) -> dict[str, Any]:
+    """Two samples of each prompt, drawn in each way of sharing them, two at a time in an engine; and once more with a
+    queue where the second of two engines begins with the longest responses."""
+    session = _Session(runtime, model, "vllm", tp, {"tp": 2}, dtype, engine_args={"max_num_seqs": 2})
+    prompts = [prompt for prompt in PAIRED for _ in range(2)]
+    seeds = [sample_seed(0, STEP, n) for n in range(len(prompts))]
+    seen: dict[str, Any] = {"rows": {}, "held": {}, "idle": {}}
+
+    def drawn(name: str, pause: float = 0.0) -> Rows:
+        bank = KeptResponses()
+        rollouts = session.engine.generate(
+            prompts, seeds, SAMPLING, bank=bank, should_stop=lambda: bool(time.sleep(pause))
+        )
+        seen["rows"][name], seen["held"][name] = _rows(rollouts), list(bank.held)
+        seen["idle"][name] = rollouts.idle_seconds
+        return seen["rows"][name]
+
+    for balance in ("fixed", "length", "on_demand"):
+        session.share(balance)
+        rows = drawn(balance)
+    by_length = sorted(range(len(rows)), key=lambda row: len(rows[row][0]))
+    seen["first"], seen["last"], queue = by_length[:4], by_length[-4:], by_length[4:-4]
+    dealt = Deal([seen["first"], seen["last"]], [(row,) for row in queue], most=len(rows) // 2)
+    with mock.patch.object(vllm_engine, "deal", return_value=dealt):
+        drawn("uneven", pause=0.01)  # so that the number of steps decides, and not what else the machine does
+    session.engine.close()
     return seen

@@ -94,6 +94,6 @@ def test_an_engine_that_fails_is_built_anew_and_nothing_finished_is_drawn_again(
     engines = 2 // tp
     for number in range(len(FAULTS[tp])):
         first, second = ([seen["drawn"][number][attempt] for seen in results[::tp]] for attempt in (0, 1))
-        assert sum(first) == len(ALL)
+        assert sum(first) <= len(ALL), "both may fail before all are taken from their queue"
         assert len(first) == engines
         assert sum(second) in range(1, len(ALL)), "nothing was finished before the fault"

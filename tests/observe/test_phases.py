@@ -123,13 +123,13 @@ def test_tokens_per_second_by_hand():
     phases.count("rollout_tokens_per_second", 60)
     phases.count("tokens_per_second", 100)
     phases.count("tokens_per_second", 20)
-    assert phases.tokens_per_second() == {"rollout_tokens_per_second": 20.0, "tokens_per_second": 24.0}
+    assert phases.rates() == {"rollout_tokens_per_second": 20.0, "tokens_per_second": 24.0}
     phases.end_step(1)
-    assert phases.tokens_per_second() == {}
+    assert phases.rates() == {}
     spend("rollout", 2)
     phases.count("rollout_tokens_per_second", math.nan)
     phases.count("rollout_tokens_per_second", 7)
     phases.count("tokens_per_second", 5)
-    assert phases.tokens_per_second() == {}
+    assert phases.rates() == {}
     with pytest.raises(AssertionError, match="unknown rate 'speed'"):
         phases.count("speed", 1)

@@ -12,7 +12,7 @@ import pytest
 
 from megarlhf.config import GenerateConfig, SFTConfig
 from megarlhf.planning.preflight import preflight
-from megarlhf.planning.without_effect import rarely_meant
+from megarlhf.planning.without_effect import rarely_meant, without_effect
 from megarlhf.rollout.vllm_arguments import cpu_head_sizes
 from tests.planning.configs import rl, role, sft
 
@@ -163,10 +163,11 @@ def test_what_is_set_and_has_no_effect_is_said(paths):
     }
     assert keys("sft", SFTConfig.model_validate(tree)) == set()
     grpo = {"advantage": "group_relative", "gamma": 0.9, "lam": 0.95, "value_clip": 0.1, "whiten_advantages": False}
-    assert keys("rl", rl(paths, algo=grpo, rollout={"poison_weights": True})) == {
+    assert keys("rl", rl(paths, algo=grpo, rollout={"poison_weights": True, "balance": "length"})) == {
         "algo.gamma",
         "algo.value_clip",
         "critic",
+        "rollout.balance",
         "rollout.poison_weights",
     }
     gae = {**grpo, "advantage": "gae", "scale_by_group_std": False}
@@ -215,6 +216,15 @@ def test_what_is_set_and_has_no_effect_is_said(paths):
     }
     assert keys("generate", GenerateConfig.model_validate(tree)) == {"actor.optim", "rollout.temperature"}
     assert keys("generate", GenerateConfig.model_validate(tree | {"greedy": False})) == {"actor.optim"}
+
+
+@pytest.mark.parametrize("world_size, told", [(1, False), (2, True), (4, False), (None, False)])
+def test_one_engine_has_nobody_to_share_with(paths, world_size, told):
+    """Engines of two ranks; one rank makes none, which is refused elsewhere."""
+    cfg = rl(paths, rollout={"engine": "vllm", "parallel": {"tp": 2}, "balance": "length"})
+    notes = [note for note in without_effect(cfg, world_size) if "rollout.balance" in note]
+    one = "set, but without effect here: rollout.balance (rollout.parallel.tp = 2 makes one engine of all ranks)"
+    assert notes == ([one] if told else [])
 
 
 def test_what_is_rarely_meant_is_said(paths):

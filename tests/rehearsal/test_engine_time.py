@@ -12,10 +12,10 @@ import torch
 
 from megarlhf.architectures.hf_config import architecture_from_hf
 from megarlhf.rehearsal.decoding import EngineShape, RolloutTime
-from megarlhf.rehearsal.engine_time import EngineWork, RolloutEstimate, estimate, shape_of
+from megarlhf.rehearsal.engine_time import EngineWork, RolloutEstimate, RolloutWork, estimate, shape_of
 from tests.rehearsal.jobs import DENSE, EXPERTS, write_model
 
-ENGINES = [EngineWork([4, 4], [10, 30]), EngineWork([4], [20]), EngineWork([], [])]
+ENGINES = RolloutWork([EngineWork([4, 4], [10, 30]), EngineWork([4], [20]), EngineWork([], [])])
 SHAPE = EngineShape(
     ranks=(0,),
     weight_bytes=1,
@@ -52,21 +52,35 @@ class ATokenASecond:
 
 def test_a_stated_speed() -> None:
     """40, 20 and no tokens at 5 a second."""
-    found = estimate(ENGINES, SHAPE, 99, ATokenASecond(), tokens_per_second=5.0, max_running=8, samples_per_prompt=1)
+    options = {"tokens_per_second": 5.0, "max_running": 8, "samples_per_prompt": 1}
+    found, _ = estimate(ENGINES, SHAPE, 99, ATokenASecond(), **options)
     assert found == RolloutEstimate(slowest=8.0, fastest=0.0, tokens=60, most_running=0)
+
+
+def test_a_stated_speed_with_a_queue() -> None:
+    """Three engines have 40, 20 and no tokens; pieces of 15, 15, 3 + 3 and 4 go to the one with the least so far:
+    the third (15), the third (30), the second (26), the second (30)."""
+    queue = [EngineWork([4], [15]), EngineWork([4], [15]), EngineWork([4, 4], [3, 3]), EngineWork([4], [4])]
+    work = RolloutWork(ENGINES.engines, queue, most=2)
+    options = {"tokens_per_second": 5.0, "max_running": 8, "samples_per_prompt": 1}
+    found, owners = estimate(work, SHAPE, 99, ATokenASecond(), **options)
+    assert owners == [2, 2, 1, 1]
+    assert found == RolloutEstimate(slowest=8.0, fastest=6.0, tokens=100, most_running=0)
 
 
 def test_by_the_roofline() -> None:
     """Every engine is asked for, with what bounds it."""
     price = ATokenASecond()
-    found = estimate(ENGINES, SHAPE, 99, price, tokens_per_second=None, max_running=8, samples_per_prompt=2)
+    found, _ = estimate(ENGINES, SHAPE, 99, price, tokens_per_second=None, max_running=8, samples_per_prompt=2)
     assert found == RolloutEstimate(slowest=30.0, fastest=0.0, tokens=60, most_running=2)
     options = {"max_running": 8, "samples_per_prompt": 2}
     assert price.asked == [([4, 4], 99, options), ([4], 99, options), ([], 99, options)]
 
 
 def test_no_engine() -> None:
-    found = estimate([], SHAPE, 1, ATokenASecond(), tokens_per_second=1.0, max_running=1, samples_per_prompt=1)
+    found, _ = estimate(
+        RolloutWork([]), SHAPE, 1, ATokenASecond(), tokens_per_second=1.0, max_running=1, samples_per_prompt=1
+    )
     assert found == RolloutEstimate(0.0, 0.0, 0, 0)
 
 

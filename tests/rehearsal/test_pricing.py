@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megarlhf.rehearsal.decoding import EngineShape, stated_seconds
+from megarlhf.rehearsal.decoding import EngineShape, Sequences, stated_seconds
 from megarlhf.rehearsal.hardware import Hardware
 from megarlhf.rehearsal.interpolation import Grid, along, between_shares
 from megarlhf.rehearsal.pricing import Pricing
@@ -243,6 +243,27 @@ def test_the_longest_response_decides_and_prompts_of_a_group_are_computed_once()
     assert time.steps == 100
     assert time.mean_running == pytest.approx((3 * 2 + 100) / 100)
     assert 4 * time.prefill == pytest.approx(price.decode_seconds(SHAPE, [5] * 4, [2] * 4, 1_000_000).prefill)
+
+
+def test_engines_that_pull_end_together_where_fixed_shares_do_not():
+    """One sequence at a time, weights of 1 ms a step and 1 ms of overhead: 2 ms a token. One engine begins with 40
+    tokens, one with 10, which takes 10, 10 and 10 of the queue meanwhile, and then 5: its cache was shorter."""
+    asked = [[Sequences([5], [length]) for length in lengths] for lengths in ((40, 10), (10, 10, 10, 5))]
+    times, owners = pricing().pulled_seconds(SHAPE, *asked, 60_000, most=4, max_running=1)
+    assert owners == [1, 1, 1, 1]
+    assert [time.steps for time in times] == [40, 45]
+    both = pricing().decode_seconds(SHAPE, [5] * 3, [40, 10, 10], 60_000, max_running=1)
+    assert max(time.seconds for time in times) < both.seconds
+
+
+def test_an_engine_pulls_to_a_fair_share_at_once_and_not_beyond():
+    """Room for all: each begins with one of four and pulls one, which then run side by side."""
+    queue = [Sequences([5], [10])] * 2
+    times, owners = pricing().pulled_seconds(SHAPE, queue, queue, 1_000_000, most=2)
+    assert sorted(owners) == [0, 1]
+    assert [(time.steps, time.most_running) for time in times] == [(10, 2), (10, 2)]
+    shared = pricing().pulled_seconds(SHAPE, [Sequences([], [])], [Sequences([5] * 4, [5] * 4)], 1_000_000, most=4)
+    assert shared == ([pricing().decode_seconds(SHAPE, [5] * 4, [5] * 4, 1_000_000, samples_per_prompt=4)], [0])
 
 
 def test_two_ranks_of_an_engine_add_up_twice_in_a_layer():

@@ -9,12 +9,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megarlhf.config import RoleConfig, RolloutConfig
 from megarlhf.data.tokenizer import load_tokenizer
 from megarlhf.model_directory import end_tokens
 from megarlhf.rollout import vllm_engine
+from megarlhf.rollout.balance import SeenLengths
 from megarlhf.rollout.engine import Response, Sampling
+from megarlhf.rollout.feed import SharedCounter
 from megarlhf.rollout.megatron_engine import _Decoding
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.prompts import sampling_of
@@ -76,6 +79,9 @@ def test_vllm_is_asked_to_end_at_exactly_these(sampling, monkeypatch, one_rank):
     """`ignore_eos` is about what vLLM reads from the directory by itself, not about `stop_token_ids`."""
     asked = []
 
+    def gathered(mine):
+        return SimpleNamespace(mine=mine, responses=SimpleNamespace(lengths_N=torch.tensor([1])))
+
     class Engine:
         def enqueue(self, requests, parameters, use_tqdm):
             asked.extend(parameters)
@@ -91,14 +97,14 @@ def test_vllm_is_asked_to_end_at_exactly_these(sampling, monkeypatch, one_rank):
             return [SimpleNamespace(outputs=[output], finished=True, request_id="0")]
 
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=lambda **options: options))
-    monkeypatch.setattr(vllm_engine, "gather_rollouts", lambda mine, *_, **__: mine)
+    monkeypatch.setattr(vllm_engine, "gather_rollouts", lambda mine, *_, **__: gathered(mine))
     engine = vllm_engine.VllmEngine.__new__(vllm_engine.VllmEngine)
     engine._refusal, engine._tp, engine._version, engine._max_model_len = "", 1, 0, 4
     engine._runtime = Runtime(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"), backend="gloo")
-    engine._wake = lambda **_: None
-    engine._llm = Engine()
+    engine._wake, engine._counter, engine._seen = lambda **_: None, SharedCounter(dist.HashStore, "n"), SeenLengths()
+    engine._llm, engine._rollout = Engine(), RolloutConfig()
     engine._llm.llm_engine = engine._llm
-    assert engine.generate([torch.tensor([1])], [3], sampling) == {0: Response([9], [-0.5], True)}
+    assert engine.generate([torch.tensor([1])], [3], sampling).mine == {0: Response([9], [-0.5], True)}
     (parameters,) = asked
     assert (parameters["stop_token_ids"], parameters["ignore_eos"], parameters["seed"]) == ([2, 9], True, 3)
     with pytest.raises(ValueError, match=r"a prompt of 2 tokens and a response of up to 3 .* the 4 tokens"):

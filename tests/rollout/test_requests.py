@@ -7,10 +7,17 @@ from types import SimpleNamespace
 
 import pytest
 
+from megarlhf.rollout.balance import Deal
 from megarlhf.rollout.engine import EngineFailure, KeptResponses, Response, Sampling
+from megarlhf.rollout.feed import NOTHING, Feed
 from megarlhf.rollout.requests import draw, response_of, run_in_lockstep
 
 SAMPLING = Sampling(max_tokens=3, end_ids=(2, 9))
+
+
+def feed_of(*rows):
+    """Of one engine, which begins with all."""
+    return Feed(Deal([rows]), 0)
 
 
 def flat(tokens, logprob=-0.5):
@@ -37,7 +44,8 @@ class Engine:
         self.aborted: list[str] = []
         self.steps = 0
 
-    def enqueue(self):
+    def enqueue(self, rows):
+        assert len(rows) == 3
         self.open = ["10-a1", "11-b2", "12-c3"]
         return list(self.open)
 
@@ -57,14 +65,14 @@ def test_each_row_gets_its_own_response_as_it_finishes():
     engine, seen = Engine(), []
     bank = KeptResponses()
     bank.add = lambda row, response: seen.append((engine.steps, row, response))
-    assert draw(engine, engine.enqueue, [4, 7, 6], SAMPLING, bank, None, None) is False
+    assert draw(engine, engine.enqueue, feed_of(4, 7, 6), SAMPLING, bank, None, None) is False
     expected = Response([2], [-0.5], True)
     assert seen == [(1, 6, expected), (2, 7, expected), (3, 4, expected)]
 
 
 def test_a_rank_answers_for_its_own_rows_only():
     engine, bank = Engine(), KeptResponses()
-    draw(engine, engine.enqueue, [4, 7, 6], SAMPLING, bank, None, None, mine={7})
+    draw(engine, engine.enqueue, feed_of(4, 7, 6), SAMPLING, bank, None, None, 1, 3)
     assert bank.held == {7: Response([2], [-0.5], True)}
     assert engine.steps == 3, "all are drawn"
 
@@ -79,21 +87,21 @@ def test_logprobs_of_other_tokens_are_refused():
 @pytest.mark.parametrize("after", [0, 1, 2])
 def test_a_stop_keeps_what_is_finished_and_aborts_the_rest(after):
     engine, bank = Engine(), KeptResponses()
-    stopped = draw(engine, engine.enqueue, [0, 1, 2], SAMPLING, bank, lambda: engine.steps == after, None)
+    stopped = draw(engine, engine.enqueue, feed_of(0, 1, 2), SAMPLING, bank, lambda: engine.steps == after, None)
     assert (stopped, sorted(bank.held), engine.steps) == (True, [2, 1, 0][:after][::-1], after)
     assert engine.aborted == ["10-a1", "11-b2", "12-c3"]
 
 
 def test_a_stop_after_the_last_response_is_none():
     engine, bank = Engine(), KeptResponses()
-    assert draw(engine, engine.enqueue, [0, 1, 2], SAMPLING, bank, lambda: engine.steps == 3, None) is False
+    assert draw(engine, engine.enqueue, feed_of(0, 1, 2), SAMPLING, bank, lambda: engine.steps == 3, None) is False
     assert sorted(bank.held) == [0, 1, 2]
     assert engine.aborted == []
 
 
 def test_a_failure_is_raised_and_logged_with_its_traceback(one_rank, caplog):
     def steps():
-        yield 3
+        yield 3, NOTHING
         raise MemoryError("planted")
 
     with pytest.raises(MemoryError, match="planted"):

@@ -8,7 +8,7 @@ from megarlhf.config import RoleConfig, RolloutConfig
 from megarlhf.rollout.engine import KeptResponses, Response, Sampling, StopStrings
 from megarlhf.rollout.requests import draw, response_of
 from megarlhf.trainers.prompts import sampling_of
-from tests.rollout.test_requests import output
+from tests.rollout.test_requests import feed_of, output
 from tools.demo.make_data import Recipe, write_all
 
 PIECES = {1: "a", 2: "b", 3: "ab", 4: "", 5: "</answer", 6: ">x", 7: "é"}
@@ -83,7 +83,7 @@ class TwoRequests:
 
 def test_a_request_is_ended_with_the_token_that_completes_a_text():
     engine, bank = TwoRequests(), KeptResponses()
-    assert draw(engine, lambda: list(engine.open), [4, 7], sampling("ab"), bank, None, None) is False
+    assert draw(engine, lambda rows: list(engine.open), feed_of(4, 7), sampling("ab"), bank, None, None) is False
     assert engine.aborted == ["10-a1"]
     assert bank.held == {4: Response([1, 2], [-0.5] * 2, True), 7: Response([1, 1, 9], [-0.5] * 3, True)}
 

@@ -42,6 +42,9 @@ class Free:
     def decode_seconds(self, *asked: Any, **options: Any) -> RolloutTime:
         raise AssertionError("the responses of a measured job are given")
 
+    def pulled_seconds(self, *asked: Any, **options: Any) -> tuple[list[RolloutTime], list[int]]:
+        raise AssertionError("the responses of a measured job are given")
+
 
 def config_of(job: Job) -> SFTConfig | RLConfig:
     """Of the job's command."""

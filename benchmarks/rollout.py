@@ -1,0 +1,202 @@
+"""What it is worth to share samples well: python -m benchmarks.rollout (`make bench-rollout`).
+
+Two engines of vLLM's, one rank and one thread each, draw the samples of a step in each way of `rollout.balance`, in
+turn, in one pair of processes. Responses have given lengths with a long tail: a prompt has a typical one (lognormal),
+its samples are spread around it, and each round draws the spread anew. A way's seconds are those until both engines are
+done.
+
+fixed               equal numbers of samples
+length              all dealt before, and nothing is known but the mean length: as in the first epoch
+length_known        the same, and how long the responses to each prompt were in the round before: as in later epochs
+on_demand           half dealt before, the rest on demand; nothing known
+on_demand_known     the same, the longest prompts first
+
+Reported of each: its seconds over those of `fixed` in the same round (median, lowest, highest), and which share of its
+seconds an engine was idle.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import os
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from benchmarks.machine import ROOT, machine
+from benchmarks.packing_workload import Sizes, write_model
+from megarlhf.runtime import RankInfo, Runtime, free_port, initialize, shutdown
+
+RESULT = ROOT / "benchmarks" / "results" / "rollout.json"
+WAYS = {
+    "fixed": ("fixed", False),
+    "length": ("length", False),
+    "length_known": ("length", True),
+    "on_demand": ("on_demand", False),
+    "on_demand_known": ("on_demand", True),
+}
+"""`rollout.balance`, and whether the prompts' lengths are known."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Load:
+    """Of one step."""
+
+    prompts: int = 32
+    per_prompt: int = 4
+    at_once: int = 8
+    """Sequences that an engine runs at most."""
+    mean: int = 40
+    longest: int = 256
+    sigma: float = 0.9
+    """Of the logarithm of a prompt's typical length."""
+    spread: float = 0.4
+    """The same of a response around it."""
+
+
+MODEL = Sizes(hidden=256, layers=4, heads=4, kv_heads=2, intermediate=704, vocab=2048)
+SMALL = Load(prompts=6, per_prompt=2, at_once=2, mean=8, longest=32)
+SMALL_MODEL = Sizes(hidden=64, layers=2, heads=2, kv_heads=1, intermediate=96, vocab=256)
+
+
+def lengths_of(load: Load, number: int) -> list[int]:
+    """Response tokens by row in a round; row n answers prompt n // per_prompt."""
+    rng, spread = random.Random(0), random.Random(number + 1)
+    mu = math.log(load.mean) - (load.sigma**2 + load.spread**2) / 2
+    typical = [rng.gauss(mu, load.sigma) for _ in range(load.prompts)]
+    drawn = [math.exp(t + spread.gauss(0, load.spread)) for t in typical for _ in range(load.per_prompt)]
+    return [min(max(1, round(length)), load.longest) for length in drawn]
+
+
+class Engines:
+    """This rank's part of the two engines, with the weights of an actor."""
+
+    def __init__(self, runtime: Runtime, model: Path, load: Load) -> None:
+        from megarlhf.config import RoleConfig, RolloutConfig
+        from megarlhf.models.role import build_role
+        from megarlhf.parallel.mesh import GroupCache
+        from megarlhf.rollout.vllm_engine import VllmEngine
+
+        self.load, rng = load, random.Random(1)
+        section = RoleConfig.model_validate({"model": {"path": str(model), "dtype": "fp32"}})
+        actor = build_role("actor", section, "lm", GroupCache(runtime), seed=0)
+        options = {"max_response_tokens": load.longest, "engine_args": {"max_num_seqs": load.at_once}}
+        self.rollout = RolloutConfig.model_validate(options)
+        self.engine = VllmEngine(model, torch.float32, self.rollout, 1, 40 + load.longest, actor.parts, runtime)
+        self.engine.update_weights(actor.shard, 0)
+        tokens = [[rng.randrange(4, 200) for _ in range(rng.randint(8, 40))] for _ in range(load.prompts)]
+        self.prompts = [torch.tensor(prompt) for prompt in tokens for _ in range(load.per_prompt)]
+
+    def seconds(self, way: str, number: int) -> tuple[float, float]:
+        """Seconds of the rollout, and those that an engine was idle, on average."""
+        from megarlhf.rollout import requests, vllm_build, vllm_engine
+        from megarlhf.rollout.balance import SeenLengths
+        from megarlhf.rollout.engine import Sampling
+
+        balance, known = WAYS[way]
+        lengths = lengths_of(self.load, number)
+        sampling = Sampling(max_tokens=self.load.longest, end_ids=(3,))
+
+        def enqueue(llm: Any, prompts: Any, seeds: Any, sampling: Sampling, rows: Sequence[int]) -> list[str]:
+            """Each row ends at its given length."""
+            limits = {row: dataclasses.replace(sampling, max_tokens=lengths[row]) for row in rows}
+            return [name for row in rows for name in vllm_build.enqueue(llm, prompts, seeds, limits[row], [row])]
+
+        self.engine._rollout = self.rollout.model_copy(update={"balance": balance})
+        self.engine._seen = SeenLengths(self.load.prompts if known else 0)
+        self.engine._seen.saw(self.prompts, lengths_of(self.load, number - 1))
+        whole = mock.patch.object(
+            requests, "response_of", lambda output, _: requests.response_so_far(output, finished=False)
+        )
+        with mock.patch.object(vllm_engine, "enqueue", enqueue), whole:
+            dist.barrier()
+            began = time.perf_counter()
+            rollouts = self.engine.generate(self.prompts, list(range(len(self.prompts))), sampling)
+            seconds = time.perf_counter() - began
+        assert rollouts.responses.lengths_N.tolist() == lengths
+        return seconds, rollouts.idle_seconds
+
+
+Found = dict[str, list[tuple[float, float]]]
+"""By way: seconds and idle seconds of each round."""
+
+
+def run_rank(rank: int, port: int, model: Path, load: Load, rounds: int, out: Path) -> None:
+    """One of the two processes; the first writes what was found."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    runtime = initialize(RankInfo(rank=rank, local_rank=rank, world_size=2, local_world_size=2), seed=0)
+    torch.set_num_threads(1)
+    found = measure_rank(runtime, model, load, rounds)
+    if runtime.is_main:
+        out.write_text(json.dumps(found))
+    shutdown()
+
+
+def measure_rank(runtime: Runtime, model: Path, load: Load, rounds: int) -> Found:
+    """All rounds, and one before them that warms up. Collective."""
+    engines = Engines(runtime, model, load)
+    found: Found = {way: [] for way in WAYS}
+    ways = list(WAYS)
+    for way in ways:
+        engines.seconds(way, 0)
+    for number in range(1, rounds + 1):
+        for way in ways[number % len(ways) :] + ways[: number % len(ways)]:
+            found[way].append(engines.seconds(way, number))
+    engines.engine.close()
+    return found
+
+
+def measure(model_sizes: Sizes, load: Load, rounds: int) -> dict[str, Any]:
+    """All figures."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    with tempfile.TemporaryDirectory(dir=ROOT / "build") as folder:
+        model, out = write_model(Path(folder) / "model", model_sizes), Path(folder) / "found.json"
+        mp.spawn(run_rank, (free_port(), model, load, rounds, out), nprocs=2)
+        found = json.loads(out.read_text())
+    return {"rounds": rounds, "response_tokens": sum(lengths_of(load, 1)), "ways": summary(found)}
+
+
+def summary(found: Found) -> dict[str, Any]:
+    """By way."""
+    fixed = [seconds for seconds, _ in found["fixed"]]
+    ways = {}
+    for way, drawn in found.items():
+        ratios = [seconds / base for (seconds, _), base in zip(drawn, fixed, strict=True)]
+        ways[way] = {
+            "over_fixed": statistics.median(ratios),
+            "lowest": min(ratios),
+            "highest": max(ratios),
+            "seconds": statistics.median(seconds for seconds, _ in drawn),
+            "idle_fraction": statistics.median(idle / seconds for seconds, idle in drawn),
+        }
+    return ways
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.rollout", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--small", action="store_true", help="a tiny model: to see whether this runs")
+    parser.add_argument("--out", type=Path, default=RESULT)
+    arguments = parser.parse_args()
+    (ROOT / "build").mkdir(exist_ok=True)
+    sizes, load = (SMALL_MODEL, SMALL) if arguments.small else (MODEL, Load())
+    result = {**machine("make bench-rollout"), "model": dataclasses.asdict(sizes), "load": dataclasses.asdict(load)}
+    result |= measure(sizes, load, arguments.rounds)
+    arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps({name: value for name, value in result.items() if name != "model"}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,164 @@
+"""Which engine draws what, by hand; and an engine that asks for more, with a stand-in for vLLM.
+
+Not covered here: the real vLLM on several ranks (tests/distributed/test_rollout_balance.py).
+"""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megarlhf.rollout.balance import Deal, Piece, SeenLengths, deal, pieces_of
+from megarlhf.rollout.engine import KeptResponses
+from megarlhf.rollout.feed import NOTHING, Feed, SharedCounter
+from megarlhf.rollout.requests import draw
+from tests.rollout.test_requests import SAMPLING, output
+
+
+def prompts_of(*lengths):
+    return [torch.arange(length) + 10 * length for length in lengths]
+
+
+def pieces(*works):
+    return [Piece((row,), work) for row, work in enumerate(works)]
+
+
+def test_a_prompt_s_samples_are_a_piece_and_its_work_counts_the_prompt_once():
+    """Two samples each of prompts of 3, 5 and 4 tokens, 100 expected of a response, and one engine."""
+    found = pieces_of(prompts_of(3, 5, 4, 3, 5, 4), range(6), 1, SeenLengths(), 100)
+    assert found == [Piece((1, 4), 205), Piece((2, 5), 204), Piece((0, 3), 203)]
+
+
+def test_few_prompts_are_cut_so_that_each_engine_has_some():
+    """16 samples of one prompt, two engines: eight pieces; rows that are not missing are left out."""
+    found = pieces_of(prompts_of(*[3] * 20), range(4, 20), 2, SeenLengths(), 10)
+    assert [piece.rows for piece in found] == [(n, n + 1) for n in range(4, 20, 2)]
+    assert {piece.work for piece in found} == {23}
+
+
+def test_expected_lengths_are_those_seen():
+    """Of the prompt, of the last rollout, or the longest that may be; the earliest prompts are forgotten."""
+    a, b, c, d = prompts_of(1, 2, 3, 4)
+    seen = SeenLengths(most_prompts=2)
+    assert seen.expected(a, 64) == 64
+    seen.saw([a, a, b], [10, 20, 60])
+    assert [seen.expected(prompt, 64) for prompt in (a, b, c)] == [15, 60, 30]
+    assert seen.expected(b, 50) == 50
+    seen.saw([c, b], [8, 4])
+    assert [seen.expected(prompt, 64) for prompt in (a, b, c, d)] == [6, 4, 8, 6]
+    seen.saw([], [])
+    assert seen.expected(d, 64) == 6
+
+
+def test_fixed_shares_are_equal_numbers_in_order():
+    assert deal("fixed", pieces(9, 1, 1, 1, 1), 2) == Deal([[0, 1, 2], [3, 4]])
+
+
+def test_the_longest_first_to_the_engine_with_the_least():
+    """9 | 5, then 4 to the second (9), 3 to the first (12), 2 and 1 to the second (12)."""
+    assert deal("length", pieces(9, 5, 4, 3, 2, 1), 2) == Deal([[0, 3], [1, 2, 4, 5]], [], 3)
+
+
+def test_on_demand_engines_begin_with_half_and_the_rest_waits():
+    """Nine pieces for two engines: four are dealt, five queue up."""
+    dealt = deal("on_demand", pieces(9, 8, 7, 6, 5, 4, 3, 2, 1), 2)
+    assert dealt == Deal([[0, 3], [1, 2]], [(4,), (5,), (6,), (7,), (8,)], 5)
+    assert deal("on_demand", pieces(2, 1), 2) == Deal([[], []], [(0,), (1,)], 1)
+    assert deal("on_demand", [], 2) == Deal([[], []], [], 0)
+
+
+@pytest.mark.parametrize("balance", ["fixed", "length", "on_demand"])
+def test_one_engine_draws_all_in_order(balance):
+    assert deal(balance, pieces(1, 5, 3), 1) == Deal([[0, 1, 2]])
+
+
+@pytest.mark.parametrize("balance", ["fixed", "length", "on_demand"])
+@pytest.mark.parametrize("num_engines", [2, 3, 7])
+def test_each_row_goes_to_one(balance, num_engines):
+    found = pieces_of(prompts_of(*(3 + n % 5 for n in range(23))), range(2, 23), num_engines, SeenLengths(), 10)
+    dealt = deal(balance, found, num_engines)
+    assert len(dealt.first) == num_engines
+    rows = [row for part in (*dealt.first, *dealt.queue) for row in part]
+    assert sorted(rows) == list(range(2, 23))
+
+
+def test_an_engine_asks_when_it_has_room_and_has_no_more_than_a_fair_share():
+    dealt = Deal([[0], [1]], [(2, 3), (4,)], most=3)
+    store = dist.HashStore()
+    counter = SharedCounter(lambda: store, "n")
+    feeds = [Feed(dealt, 0, counter), Feed(dealt, 1, counter)]
+    counter.restart()
+    feed = feeds[0]
+    asked = [feed.wants_more(unfinished, room) for unfinished, room in ((0, True), (1, True), (1, False), (2, True))]
+    assert asked == [True, True, False, False]
+    assert [feeds[1].ask(), feeds[0].ask(), feeds[1].ask()] == [0, 1, 2]
+    assert (feeds[1].take(0), feeds[0].take(1), feeds[1].take(2)) == ((2, 3), (4,), ())
+    assert (feeds[0].is_open, feeds[1].is_open) == (True, False)
+    assert not feeds[1].wants_more(0, True)
+    assert Feed(dealt, 0).ask() == NOTHING, "a rank that is not its engine's first"
+    counter.restart()
+    feeds[0].close()
+    assert feeds[1].ask() == len(dealt.queue), "the others find the queue used up"
+
+
+class OneAtATime:
+    """Draws one request in each step; the others wait."""
+
+    vllm_config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=1))
+
+    def __init__(self):
+        self.open, self.aborted, self.begun = [], [], []
+        scheduler = SimpleNamespace(get_request_counts=lambda: (min(1, len(self.open)), max(0, len(self.open) - 1)))
+        self.engine_core = SimpleNamespace(engine_core=SimpleNamespace(scheduler=scheduler))
+
+    def enqueue(self, rows):
+        names = [f"{100 + row}-x" for row in rows]
+        self.begun += rows
+        self.open += names
+        return names
+
+    def get_num_unfinished_requests(self):
+        return len(self.open)
+
+    def step(self):
+        return [output([2], "stop", self.open.pop(0).split("-")[0])]
+
+    def abort_request(self, requests, internal):
+        self.aborted, self.open = list(requests), []
+
+
+def draws(dealt, others=0, **options):
+    """(engine, bank, counter, stopped) of the first of two engines; the other has taken so many pieces before."""
+    store, engine, bank = dist.HashStore(), OneAtATime(), KeptResponses()
+    counter = SharedCounter(lambda: store, "n")
+    counter.restart()
+    counter.next(others)
+    stopped = draw(
+        engine, engine.enqueue, Feed(dealt, 0, counter), SAMPLING, bank, options.get("should_stop"), None,
+        options.get("place", 0), options.get("num_places", 1),
+    )  # fmt: skip
+    return engine, bank, counter, stopped
+
+
+QUEUED = Deal([[7, 8], [9]], [(0, 1), (2,), (3,)], most=3)
+
+
+@pytest.mark.parametrize("others, rows", [(0, [7, 8, 0, 1, 2, 3]), (1, [7, 8, 2, 3]), (3, [7, 8]), (5, [7, 8])])
+def test_an_engine_draws_what_the_others_have_left(others, rows):
+    engine, bank, _, stopped = draws(QUEUED, others)
+    assert (engine.begun, sorted(bank.held), stopped) == (rows, sorted(rows), False)
+
+
+def test_the_ranks_of_an_engine_answer_for_every_other_row_as_they_come():
+    _, bank, _, _ = draws(QUEUED, place=1, num_places=2)
+    assert sorted(bank.held) == [1, 3, 8]
+
+
+def test_who_is_asked_to_stop_leaves_nothing_in_the_queue():
+    steps = iter([False, False, True])
+    engine, bank, counter, stopped = draws(QUEUED, should_stop=lambda: next(steps))
+    assert stopped
+    assert sorted(bank.held) == [7, 8]
+    assert engine.aborted == ["107-x", "108-x"]
+    assert counter.next() >= len(QUEUED.queue)
