@@ -138,7 +138,7 @@ def test_virtual_stages_go_round_the_ranks():
     ],
 )
 def test_layers_that_do_not_fit_say_the_numbers_and_a_way_out(arguments, words):
-    with pytest.raises(ValueError, match="layers|vpp") as raised:
+    with pytest.raises(ValueError, match=r"layers|vpp") as raised:
         split_chunks(*arguments)
     assert [word for word in words if word not in str(raised.value)] == []
 

@@ -78,9 +78,9 @@ class ParallelConfig(FrozenModel):
     """Shard the sequence between tensor-parallel regions: less memory for as many bytes on the wire. Left out, it is on
     where tp > 1, without which it cannot be."""
     vpp: PositiveInt = 1
-    """Virtual pipeline stages per rank (Megatron-Core's interleaved schedule): the layers are cut into pp x vpp stages, of
-    which rank p holds number p, p + pp, and so on. The time in which ranks wait for the first and the last micro-batch
-    is a vpp-th of what it is without; there are vpp times as many messages, and more activations are in flight."""
+    """Virtual pipeline stages per rank (Megatron-Core's interleaved schedule). The layers are cut into pp x vpp stages,
+    of which rank p holds number p, p + pp, and so on. Ranks wait for the first and the last micro-batch a vpp-th as
+    long; there are vpp times as many messages, and more activations are in flight. Needs pp > 1."""
     cp: PositiveInt = 1
     """Context-parallel size; 1 for now."""
     ep: PositiveInt = 1
@@ -107,7 +107,9 @@ class ParallelConfig(FrozenModel):
         stages = self.pp * self.vpp
         if self.layers_per_stage is not None and len(self.layers_per_stage) != stages:
             words = f"pp = {self.pp}" if self.vpp == 1 else f"pp x vpp = {self.pp} x {self.vpp} = {stages}"
-            raise ValueError(f"layers_per_stage has {len(self.layers_per_stage)} numbers for {words} stages; give {stages}")
+            raise ValueError(
+                f"layers_per_stage has {len(self.layers_per_stage)} numbers for {words} stages; give {stages}"
+            )
         return self
 
     def chunks(self, num_layers: int) -> list[list[range]]:

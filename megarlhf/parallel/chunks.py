@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -25,7 +26,7 @@ class ModelChunks(nn.Module):
         return chunks_of(self)[0].config
 
 
-Model = GPTModel | ModelChunks
+Model: TypeAlias = GPTModel | ModelChunks
 
 
 def as_model(chunks: Sequence[GPTModel]) -> Model:

@@ -310,8 +310,9 @@ class Trainer:
     def own_gradients(self) -> dict[str, Tensor]:
         """By parameter, what this data-parallel rank, and no other of them, has of the summed gradient: flat."""
         found = {}
+        parameters: list[tuple[str, Any]] = list(self.module.named_parameters())
         for optimizer in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
-            for name, parameter in self.module.named_parameters():
+            for name, parameter in parameters:
                 gradient = parameter.main_grad.view(-1)
                 if isinstance(optimizer, DistributedOptimizer):
                     with contextlib.suppress(KeyError):  # other ranks have it

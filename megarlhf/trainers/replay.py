@@ -171,7 +171,12 @@ def repeat(role: Role, batches: Sequence[MicroBatch], loss: Loss) -> Repeated:
     found = _column_that_is_not_finite(batches)
     in_model = first_not_finite(role.shard.module, lambda: sums.update(role.accumulate(batches, watched)), loss=watched)
     gradient_norm = role.trainer.gradient_norm()
-    layers, at, runtime, stage = layers_of(role.shard), role.mesh.coordinates, role.mesh.runtime, role.mesh.coordinates.pp
+    layers, at, runtime, stage = (
+        layers_of(role.shard),
+        role.mesh.coordinates,
+        role.mesh.runtime,
+        role.mesh.coordinates.pp,
+    )
     where = f"rank {runtime.rank} (tp {at.tp}, pp {at.pp}, dp {at.dp})"
     mine = found or in_model
     if mine is not None:

@@ -91,7 +91,11 @@ def test_a_legal_role_has_the_architecture_and_layout_that_follow(paths):
     [
         ({"pp": 4}, 4, ["actor.parallel: 6 layers do not divide by pp = 4", "layers_per_stage"]),
         ({"pp": 2, "layers_per_stage": [4, 4]}, 2, ["actor.parallel: layers_per_stage = [4, 4]", "6 layers", "8"]),
-        ({"pp": 2, "vpp": 2}, 2, ["actor.parallel: 6 layers do not divide by pp x vpp = 2 x 2 = 4", "layers_per_stage"]),
+        (
+            {"pp": 2, "vpp": 2},
+            2,
+            ["actor.parallel: 6 layers do not divide by pp x vpp = 2 x 2 = 4", "layers_per_stage"],
+        ),
         ({"tp": 2, "pp": 2}, 6, ["actor.parallel: world size 6", "2 x 2 = 4", "use 4 or 8 ranks"]),
         ({"tp": 4}, 2, ["actor.parallel: world size 2", "4 x 1 = 4", "use 4 ranks"]),
     ],
