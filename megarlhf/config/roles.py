@@ -72,8 +72,8 @@ class ParallelConfig(FrozenModel):
     pp: PositiveInt = 1
     """Pipeline-parallel size; divides the layers unless `layers_per_stage` says otherwise."""
     layers_per_stage: tuple[PositiveInt, ...] | None = None
-    """Uneven pipeline stages, first to last; with virtual stages the layers of all pp x vpp of them, in the order of the
-    model."""
+    """Uneven pipeline stages, first to last: layers of each. With virtual stages those of all pp x vpp, in the order of
+    the model."""
     sequence_parallel: bool = False
     """Shard the sequence between tensor-parallel regions: less memory for as many bytes on the wire. Left out, it is on
     where tp > 1, without which it cannot be."""
@@ -225,7 +225,7 @@ class RoleConfig(FrozenModel):
     everything but their input. `full`: of every layer. Results stay the same to the bit. Read for roles that are
     trained."""
     recompute_layers: PositiveInt | None = None
-    """`recompute: layers` only: how many of a stage; more than it has are all of them."""
+    """`recompute: layers` only: how many of a stage, of each virtual one; more than it has are all of them."""
     offload: OffloadConfig = OffloadConfig()
 
     @model_validator(mode="after")
