@@ -108,7 +108,6 @@ class Case:
         axes = [*cuts.items(), ("dp", dp), *((key, self.parallel.get(key, 1)) for key in ("ep", "vpp"))]
         layout = " ".join(f"{axis.upper()}{size}" for axis, size in axes if size > 1) or "1 rank"
         layout += "" if self.layers == 4 else f" {self.layers} layers"
-        layout += f" VPP{self.parallel['vpp']}" if "vpp" in self.parallel else ""
         layout += " uneven" if "layers_per_stage" in self.parallel else ""
         layout += " SP" if self.parallel.get("sequence_parallel") else ""
         model = self.model if self.skew == 1.0 else f"{self.model} x{self.skew:g}"

@@ -68,7 +68,6 @@ CASES: tuple[Case, ...] = (
     Case(command="sft", parallel=VPP2, world_size=2, dtype="bf16", packed=True),
     Case(command="sft", model="tied", parallel=VPP2 | SEQUENCE, world_size=4, packed=True, recompute="full"),
     Case(command="rl", parallel=VPP2, world_size=2, packed=True),
-    Case(command="sft", parallel=VPP2, world_size=4, dtype="bf16"),
     Case(command="sft", model="experts", dtype="bf16", packed=True, recompute="full"),
     Case(command="sft", model="experts", parallel={"ep": 2}, world_size=2, dtype="bf16", packed=True),
     Case(command="sft", model="experts", skew=2.0, parallel=SEQUENCE | {"ep": 2}, world_size=4, packed=True),

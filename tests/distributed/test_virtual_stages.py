@@ -25,6 +25,7 @@ from megarlhf.models.role import build_role
 from megarlhf.parallel import step
 from megarlhf.parallel.chunks import split_name
 from megarlhf.parallel.mesh import GroupCache
+from megarlhf.resume.identity import digest_of_weights
 from megarlhf.runtime import Runtime
 from megarlhf.trainers import replay
 from megarlhf.trainers.sft import SupervisedFineTuning
@@ -202,7 +203,8 @@ def exported_and_resharded(runtime: Runtime, config: dict[str, Any], directory: 
     Resharder(plan, rank=runtime.rank, dtype=torch.float32, device=runtime.device).run(shard.parameters(), storages)
     dist.barrier()
     whole = {name: tensor.numpy() for name, tensor in _logical(mine, storages).items()}
-    return {"names": list(shard.parameters()), "layers": len(shard.chunks), "engine": whole}
+    names = list(shard.parameters())
+    return {"names": names, "chunks": len(shard.chunks), "engine": whole, "digest": digest_of_weights(role)}
 
 
 def _logical(part: Any, storages: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -225,13 +227,15 @@ def test_exports_and_an_engine_s_weights_are_those_that_were_loaded(
     ragged: dict[str, Path],
     tmp_path: Path,
 ) -> None:
-    """Bit for bit."""
+    """Bit for bit; and their digest, as certificates have it, is that of one process."""
     cfg = sft(models[model], ragged, parallel, PADDED)
     parts = ranks.run(world_size, exported_and_resharded, cfg, str(tmp_path / "exported"))
     original, exported = (load_file(d / "model.safetensors") for d in (models[model], tmp_path / "exported"))
     assert exported.keys() == original.keys()
     assert all(torch.equal(exported[name], tensor) for name, tensor in original.items())
-    assert all(part["layers"] == 2 and {split_name(name)[0] for name in part["names"]} == {0, 1} for part in parts)
+    assert all(part["chunks"] == 2 and {split_name(name)[0] for name in part["names"]} == {0, 1} for part in parts)
+    alone = ranks.run(1, exported_and_resharded, sft(models[model], ragged, {}, PADDED), str(tmp_path / "alone"))
+    assert {part["digest"] for part in parts} == {alone[0]["digest"]}
     compared = 0
     for part in parts:
         for where, values in part["engine"].items():
