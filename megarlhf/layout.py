@@ -200,25 +200,38 @@ def _in_place(tp: int, engine_tp: int, order: Sequence[int]) -> int:
     return sum(_overlap(tp, engine_tp, position, rank) for position, rank in enumerate(order))
 
 
-def split_layers(num_layers: int, pp: int, layers_per_stage: Sequence[int] | None = None) -> list[range]:
-    """Global layer indices of each pipeline stage.
+def split_chunks(
+    num_layers: int, pp: int, vpp: int = 1, layers_per_stage: Sequence[int] | None = None
+) -> list[list[range]]:
+    """Global layer indices of the model chunks of each pipeline rank: [pp][vpp].
 
-    Without `layers_per_stage` the stages are equal and `pp` must divide `num_layers`.
+    The model is cut into pp x vpp virtual stages, and rank p holds stages p, p + pp, p + 2 pp, ... (Megatron-Core's
+    interleaving), so that a micro-batch passes every rank vpp times. `layers_per_stage` are the sizes of the pp x vpp
+    stages in the model's order; without it they are equal.
+
+    Raises: ValueError for virtual stages without a pipeline, or stages that do not add up to the layers.
     """
+    if vpp > 1 and pp == 1:
+        raise ValueError(f"vpp = {vpp} needs pp > 1, got pp = 1; set vpp to 1 or choose a larger pp")
+    num_stages = pp * vpp
+    words = f"pp = {pp}" if vpp == 1 else f"pp x vpp = {pp} x {vpp} = {num_stages}"
     if layers_per_stage is None:
-        if num_layers % pp:
+        if num_layers % num_stages:
+            divisor = "a pp" if vpp == 1 else "a product"
             raise ValueError(
-                f"{num_layers} layers do not divide by pp = {pp}; choose a pp that divides the layers, "
-                f"or give parallel.layers_per_stage, {pp} numbers that add up to {num_layers}"
+                f"{num_layers} layers do not divide by {words}; choose {divisor} that divides the layers, "
+                f"or give parallel.layers_per_stage, {num_stages} numbers that add up to {num_layers}"
             )
-        layers_per_stage = [num_layers // pp] * pp
-    if len(layers_per_stage) != pp or sum(layers_per_stage) != num_layers or min(layers_per_stage) < 1:
+        layers_per_stage = [num_layers // num_stages] * num_stages
+    sizes = list(layers_per_stage)
+    if len(sizes) != num_stages or sum(sizes) != num_layers or min(sizes) < 1:
         raise ValueError(
-            f"layers_per_stage = {list(layers_per_stage)} must be {pp} positive numbers (pp = {pp}) "
-            f"that add up to the model's {num_layers} layers; they add up to {sum(layers_per_stage)}"
+            f"layers_per_stage = {sizes} must be {num_stages} positive numbers ({words}) "
+            f"that add up to the model's {num_layers} layers; they add up to {sum(sizes)}"
         )
-    ends = list(itertools.accumulate(layers_per_stage))
-    return [range(end - size, end) for end, size in zip(ends, layers_per_stage, strict=True)]
+    ends = itertools.accumulate(sizes)
+    stages = [range(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+    return [stages[rank::pp] for rank in range(pp)]
 
 
 def split_evenly(count: int, parts: int) -> list[range]:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarlhf.layout import AXES, Coordinates, MeshLayout, split_evenly, split_layers
+from megarlhf.layout import AXES, Coordinates, MeshLayout, split_chunks, split_evenly
 
 CUBE = MeshLayout(tp=2, dp=2, pp=2)
 
@@ -111,10 +111,17 @@ def test_groups_partition_the_world_and_differ_on_their_axes_only(layout, axes):
         assert len(fixed) == 1
 
 
-def test_split_layers_even_and_uneven():
-    assert split_layers(8, 4) == [range(2), range(2, 4), range(4, 6), range(6, 8)]
-    assert split_layers(5, 1) == [range(5)]
-    assert split_layers(7, 3, (3, 3, 1)) == [range(3), range(3, 6), range(6, 7)]
+def test_layers_of_even_and_uneven_stages():
+    assert split_chunks(8, 4) == [[range(2)], [range(2, 4)], [range(4, 6)], [range(6, 8)]]
+    assert split_chunks(5, 1) == [[range(5)]]
+    assert split_chunks(7, 3, 1, (3, 3, 1)) == [[range(3)], [range(3, 6)], [range(6, 7)]]
+
+
+def test_virtual_stages_go_round_the_ranks():
+    """Rank p has stages p, p + pp, and so on, whatever their sizes, which are in the order of the model."""
+    assert split_chunks(8, 2, 2) == [[range(2), range(4, 6)], [range(2, 4), range(6, 8)]]
+    assert split_chunks(6, 2, 3) == [[range(1), range(2, 3), range(4, 5)], [range(1, 2), range(3, 4), range(5, 6)]]
+    assert split_chunks(7, 2, 2, (1, 2, 3, 1)) == [[range(1), range(3, 6)], [range(1, 3), range(6, 7)]]
 
 
 @pytest.mark.parametrize(
@@ -122,14 +129,17 @@ def test_split_layers_even_and_uneven():
     [
         ((7, 2), ["7 layers", "pp = 2", "layers_per_stage", "add up to 7"]),
         ((2, 4), ["2 layers", "pp = 4"]),
-        ((7, 2, (3, 3)), ["[3, 3]", "7 layers", "add up to 6"]),
-        ((7, 2, (3, 3, 1)), ["[3, 3, 1]", "pp = 2"]),
-        ((7, 2, (7, 0)), ["[7, 0]", "positive"]),
+        ((7, 2, 1, (3, 3)), ["[3, 3]", "7 layers", "add up to 6"]),
+        ((7, 2, 1, (3, 3, 1)), ["[3, 3, 1]", "pp = 2"]),
+        ((7, 2, 1, (7, 0)), ["[7, 0]", "positive"]),
+        ((6, 2, 2), ["6 layers", "pp x vpp = 2 x 2 = 4", "4 numbers that add up to 6"]),
+        ((6, 2, 2, (3, 3)), ["[3, 3]", "4 positive numbers", "2 x 2"]),
+        ((6, 1, 2), ["vpp = 2 needs pp > 1", "got pp = 1"]),
     ],
 )
 def test_layers_that_do_not_fit_say_the_numbers_and_a_way_out(arguments, words):
-    with pytest.raises(ValueError, match="layers") as raised:
-        split_layers(*arguments)
+    with pytest.raises(ValueError, match=r"layers|vpp") as raised:
+        split_chunks(*arguments)
     assert [word for word in words if word not in str(raised.value)] == []
 
 

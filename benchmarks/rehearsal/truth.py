@@ -31,6 +31,7 @@ from benchmarks.rehearsal.rehearsed_run import rehearsed_rank
 WHOLE = {"sequence_parallel": False}
 TP2, PP2, TP2_PP2 = {"tp": 2} | WHOLE, {"pp": 2}, {"tp": 2, "pp": 2} | WHOLE
 UNEVEN = {"pp": 2, "layers_per_stage": [3, 1]}
+VPP2 = {"pp": 2, "vpp": 2}
 SEQUENCE = {"tp": 2, "sequence_parallel": True}
 GRPO = "group_relative"
 AWAY: dict[str, Any] = {"parameters": True, "optimizer": True}
@@ -64,6 +65,9 @@ CASES: tuple[Case, ...] = (
     Case(command="rl", advantage=GRPO, model="experts", parallel=SEQUENCE, world_size=2, packed=True),
     Case(command="sft", parallel=PP2, world_size=2, dtype="bf16", packed=True, recompute="full"),
     Case(command="sft", parallel=SEQUENCE, world_size=2, recompute="core_attention"),
+    Case(command="sft", parallel=VPP2, world_size=2, dtype="bf16", packed=True),
+    Case(command="sft", model="tied", parallel=VPP2 | SEQUENCE, world_size=4, packed=True, recompute="full"),
+    Case(command="rl", parallel=VPP2, world_size=2, packed=True),
     Case(command="sft", model="experts", dtype="bf16", packed=True, recompute="full"),
     Case(command="sft", model="experts", parallel={"ep": 2}, world_size=2, dtype="bf16", packed=True),
     Case(command="sft", model="experts", skew=2.0, parallel=SEQUENCE | {"ep": 2}, world_size=4, packed=True),

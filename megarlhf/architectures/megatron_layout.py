@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from megarlhf.architectures.architecture import Architecture
 from megarlhf.architectures.placements import Experts, Head, Spec, megatron_placements
-from megarlhf.layout import MeshLayout, split_layers
+from megarlhf.layout import MeshLayout, split_chunks
 from megarlhf.placement import RankPlacements, merge_ranks
 
 
@@ -29,7 +29,8 @@ class MegatronLayout:
     """Model chunks of each pipeline rank (interleaved schedule)."""
     ep: int = 1
     layers_per_stage: tuple[int, ...] | None = None
-    """Layers of each pipeline rank, over all its chunks; None: equal."""
+    """Layers of each of the pp x vpp virtual stages, in the model's order. Of pp numbers, each is what a pipeline rank
+    holds in chunks of equal size. None: equal."""
     padded_vocab: int
     spec: Spec = "local"
     experts: Experts = "each"
@@ -41,38 +42,33 @@ class MegatronLayout:
     def chunk_layers(self, num_layers: int) -> list[list[range]]:
         """Global layer indices of each pipeline rank's chunks: [pp][vpp].
 
-        Raises: ValueError when the stages do not add up, or a stage does not divide into its chunks.
+        Raises: ValueError when the stages do not add up, or a rank's layers do not divide into its chunks.
         """
-        if self.vpp > 1 and self.pp == 1:
-            raise ValueError(f"vpp = {self.vpp} needs pp > 1, got pp = 1; leave vpp out or choose a larger pp")
-        stages = split_layers(num_layers, self.pp, self.layers_per_stage)
-        uneven = [len(stage) for stage in stages if len(stage) % self.vpp]
-        if uneven:
-            raise ValueError(
-                f"a pipeline stage of {uneven[0]} layers does not divide into vpp = {self.vpp} chunks; choose "
-                "layers_per_stage as multiples of vpp"
-            )
-        chunks: list[list[range]] = [[] for _ in stages]
-        start = 0
-        for _ in range(self.vpp):
-            for rank, stage in enumerate(stages):
-                size = len(stage) // self.vpp
-                chunks[rank].append(range(start, start + size))
-                start += size
-        return chunks
+        sizes = self.layers_per_stage
+        if sizes is not None and self.vpp > 1 and len(sizes) == self.pp > 1:
+            uneven = [size for size in sizes if size % self.vpp]
+            if uneven:
+                raise ValueError(
+                    f"a pipeline stage of {uneven[0]} layers does not divide into vpp = {self.vpp} chunks; choose "
+                    "layers_per_stage as multiples of vpp"
+                )
+            sizes = tuple(size // self.vpp for size in sizes) * self.vpp
+        return split_chunks(num_layers, self.pp, self.vpp, sizes)
 
     def parts(self, arch: Architecture, head: Head = "lm") -> list[RankPlacements]:
         """What each rank of `ranks` holds; storages of chunk v are prefixed `model{v}.` when vpp > 1.
 
         Raises: ValueError when the layout does not fit the model.
         """
-        chunks = self.chunk_layers(arch.num_layers)
+        return [self.part(arch, head, at, rank) for rank, at in enumerate(self.ranks())]
 
-        def part(rank: int, at: ModelRank, v: int) -> RankPlacements:
-            placed = self.chunk(arch, head, at, v, chunks[at.pp][v], rank)
-            return placed.prefixed(f"model{v}.") if self.vpp > 1 else placed
-
-        return [merge_ranks([part(rank, at, v) for v in range(self.vpp)]) for rank, at in enumerate(self.ranks())]
+    def part(self, arch: Architecture, head: Head, at: ModelRank, rank: int = 0) -> RankPlacements:
+        """What the rank at `at`, numbered `rank`, holds, over all its chunks. Raises: as `parts`."""
+        chunks = self.chunk_layers(arch.num_layers)[at.pp]
+        placed = [self.chunk(arch, head, at, v, layers, rank) for v, layers in enumerate(chunks)]
+        if self.vpp == 1:
+            return placed[0]
+        return merge_ranks([each.prefixed(f"model{v}.") for v, each in enumerate(placed)])
 
     def on_ranks(self, arch: Architecture, mesh: MeshLayout) -> list[RankPlacements]:
         """What each global rank of a live mesh holds, data-parallel replicas included, in ascending order.

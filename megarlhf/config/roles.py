@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationInfo, field_validator, model_validator
 
-from megarlhf.layout import MeshLayout
+from megarlhf.layout import MeshLayout, split_chunks
 from megarlhf.model_directory import require_hf_directory
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -72,12 +72,15 @@ class ParallelConfig(FrozenModel):
     pp: PositiveInt = 1
     """Pipeline-parallel size; divides the layers unless `layers_per_stage` says otherwise."""
     layers_per_stage: tuple[PositiveInt, ...] | None = None
-    """Uneven pipeline stages, first to last."""
+    """Uneven pipeline stages, first to last: layers of each. With virtual stages those of all pp x vpp, in the order of
+    the model."""
     sequence_parallel: bool = False
     """Shard the sequence between tensor-parallel regions: less memory for as many bytes on the wire. Left out, it is on
     where tp > 1, without which it cannot be."""
     vpp: PositiveInt = 1
-    """Virtual pipeline stages per rank; 1 for now."""
+    """Virtual pipeline stages per rank (Megatron-Core's interleaved schedule). The layers are cut into pp x vpp stages,
+    of which rank p holds number p, p + pp, and so on. Ranks wait for the first and the last micro-batch a vpp-th as
+    long; there are vpp times as many messages, and more activations are in flight. Needs pp > 1."""
     cp: PositiveInt = 1
     """Context-parallel size; 1 for now."""
     ep: PositiveInt = 1
@@ -94,16 +97,28 @@ class ParallelConfig(FrozenModel):
 
     @model_validator(mode="after")
     def _check(self) -> ParallelConfig:
-        for name in ("vpp", "cp"):
+        for name in ("cp",):
             if getattr(self, name) != 1:
                 raise ValueError(f"{name} = {getattr(self, name)} is not supported yet; set it to 1 and use tp and pp")
         if self.sequence_parallel and self.tp == 1:
             raise ValueError("sequence_parallel needs tp > 1; got tp = 1: set sequence_parallel to false")
-        if self.layers_per_stage is not None and len(self.layers_per_stage) != self.pp:
+        if self.vpp > 1 and self.pp == 1:
+            raise ValueError(f"vpp = {self.vpp} needs pp > 1, got pp = 1; set vpp to 1 or choose a larger pp")
+        stages = self.pp * self.vpp
+        if self.layers_per_stage is not None and len(self.layers_per_stage) != stages:
+            words = f"pp = {self.pp}" if self.vpp == 1 else f"pp x vpp = {self.pp} x {self.vpp} = {stages}"
             raise ValueError(
-                f"layers_per_stage has {len(self.layers_per_stage)} numbers for pp = {self.pp} stages; give {self.pp}"
+                f"layers_per_stage has {len(self.layers_per_stage)} numbers for {words} stages; give {stages}"
             )
         return self
+
+    def chunks(self, num_layers: int) -> list[list[range]]:
+        """The layers of each pipeline rank's model chunks: `layout.split_chunks`."""
+        return split_chunks(num_layers, self.pp, self.vpp, self.layers_per_stage)
+
+    def in_words(self, layout: MeshLayout) -> str:
+        """`tp 2 x pp 2 x dp 1, vpp 2`: the layout of so many ranks, with what the mesh alone does not know."""
+        return f"{layout}, vpp {self.vpp}" if self.vpp > 1 else str(layout)
 
     def layout(self, world_size: int, role: str = "actor") -> MeshLayout:
         """The layout on `world_size` ranks; dp follows.
@@ -210,7 +225,7 @@ class RoleConfig(FrozenModel):
     everything but their input. `full`: of every layer. Results stay the same to the bit. Read for roles that are
     trained."""
     recompute_layers: PositiveInt | None = None
-    """`recompute: layers` only: how many of a stage; more than it has are all of them."""
+    """`recompute: layers` only: how many of a stage, of each virtual one; more than it has are all of them."""
     offload: OffloadConfig = OffloadConfig()
 
     @model_validator(mode="after")

@@ -17,16 +17,17 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from megarlhf.architectures.architecture import Architecture, Llama3Rope
-from megarlhf.architectures.placements import Experts, Head, Spec, megatron_placements, padded_vocab_size
+from megarlhf.architectures.megatron_layout import MegatronLayout, ModelRank
+from megarlhf.architectures.placements import Experts, Head, Spec, padded_vocab_size
 from megarlhf.config import KernelsConfig, ParallelConfig, RoleConfig
 from megarlhf.kernels.arguments import require_device
-from megarlhf.layout import split_layers
 from megarlhf.models.experts import use_exchange
 from megarlhf.models.heads import LanguageHead, ScalarHead
 from megarlhf.models.packed_rotary import PackedRotary
 from megarlhf.models.positions import PositionTable
 from megarlhf.models.settings import transformer_config
 from megarlhf.models.specs import block_spec, gates_by_silu
+from megarlhf.parallel.chunks import Model, as_model, chunks_of
 from megarlhf.parallel.megatron_cpu import megatron_device
 from megarlhf.parallel.mesh import Mesh
 from megarlhf.parallel.vocab import Vocabulary
@@ -49,9 +50,10 @@ BF16_GRADIENTS: Mapping[Spec, str] = {
 
 @dataclass(frozen=True)
 class ModelShard:
-    """What this rank holds of a role's model: one pipeline stage, and where it stands."""
+    """What this rank holds of a role's model: its pipeline stage, or all its virtual stages, and where it stands."""
 
-    module: GPTModel
+    module: Model
+    """With all parameters of the rank: the stage's GPTModel, or a container of its chunks."""
     arch: Architecture
     mesh: Mesh
     head: Head
@@ -60,9 +62,28 @@ class ModelShard:
     spec: Spec
     kernels: KernelsConfig
 
+    @property
+    def chunks(self) -> tuple[GPTModel, ...]:
+        """The virtual stages of this rank, first to last; without virtual stages the one stage."""
+        return chunks_of(self.module)
+
     def parameters(self) -> dict[str, Tensor]:
-        """Megatron name -> live parameter."""
+        """Megatron name -> live parameter; `model{v}.` stands before it where the rank has several chunks."""
         return dict(self.module.named_parameters())
+
+    @property
+    def megatron_layout(self) -> MegatronLayout:
+        """How the model is cut, as data."""
+        return MegatronLayout(
+            tp=self.mesh.layout.tp,
+            pp=self.mesh.layout.pp,
+            vpp=self.parallel.vpp,
+            ep=self.mesh.layout.ep,
+            layers_per_stage=self.parallel.layers_per_stage,
+            padded_vocab=self.padded_vocab,
+            spec=self.spec,
+            experts=EXPERTS[self.spec],
+        )
 
     @property
     def dtype(self) -> torch.dtype:
@@ -74,9 +95,10 @@ class ModelShard:
         assert self.head == "lm", "a scalar head has no vocabulary"
         weight_VH: Tensor | None = None
         if self.mesh.is_last_stage:
-            own_VH = self.module.output_layer.weight
+            last = self.chunks[-1]
+            own_VH = last.output_layer.weight
             # A tied matrix on the stage of its embedding is the embedding's.
-            weight_VH = self.module.shared_embedding_or_output_weight() if own_VH is None else own_VH
+            weight_VH = last.shared_embedding_or_output_weight() if own_VH is None else own_VH
         return Vocabulary(
             weight_VH=weight_VH,
             true_vocab=self.arch.vocab_size,
@@ -88,7 +110,7 @@ class ModelShard:
 
 
 def build_model(section: RoleConfig, mesh: Mesh, arch: Architecture, head: Head, dtype: torch.dtype) -> ModelShard:
-    """A stage of the model on this rank's device, its parameters still unset, in `dtype`.
+    """This rank's stages of the model on its device, their parameters still unset, in `dtype`.
 
     Raises: ValueError for log-prob kernels that this device does not run.
     """
@@ -98,32 +120,14 @@ def build_model(section: RoleConfig, mesh: Mesh, arch: Architecture, head: Head,
     log.info("layer spec: %s", SPECS[spec])
     model, parallel = section.model, section.parallel
     config = transformer_config(dtype, section, mesh, arch, spec=spec, activation_module=gates_by_silu(spec, arch))
-    stage_layers = split_layers(arch.num_layers, parallel.pp, parallel.layers_per_stage)[mesh.coordinates.pp]
     padded_vocab = padded_vocab_size(arch.vocab_size, parallel.tp, model.vocab_multiple)
     with megatron_device(mesh.runtime.device):
-        module = GPTModel(
-            config=config,
-            transformer_layer_spec=block_spec(spec, arch, len(stage_layers)),
-            vocab_size=padded_vocab,
-            max_sequence_length=arch.max_positions + arch.position_offset,
-            pre_process=mesh.is_first_stage,
-            post_process=mesh.is_last_stage,
-            parallel_output=True,
-            share_embeddings_and_output_weights=arch.tied_embeddings and head == "lm",
-            position_embedding_type="rope" if arch.positions == "rope" else "learned_absolute",
-            rotary_base=arch.rope_theta,
-            pg_collection=mesh.groups,
+        module = as_model(
+            [
+                _build_chunk(config, mesh, arch, head, spec, padded_vocab, v, len(layers))
+                for v, layers in enumerate(parallel.chunks(arch.num_layers)[mesh.coordinates.pp])
+            ]
         )
-        if arch.positions == "rope":
-            module.rotary_pos_emb = _rotary(arch, config, mesh)
-        if arch.positions == "learned" and mesh.is_first_stage:
-            module.embedding.position_embeddings = PositionTable(config, arch)
-        if mesh.is_last_stage:
-            weight_VH = module.output_layer.weight
-            module.output_layer = ScalarHead(config, mesh.groups) if head == "scalar" else LanguageHead(weight_VH)
-        if arch.num_experts:
-            use_exchange(module, mesh.groups)
-        module.to(mesh.runtime.device)
     if spec == "te":
         fuse_weight_gradients(module)
     shard = ModelShard(
@@ -138,6 +142,47 @@ def build_model(section: RoleConfig, mesh: Mesh, arch: Architecture, head: Head,
     )
     _mark_sharded(shard)
     return shard
+
+
+def _build_chunk(
+    config: TransformerConfig,
+    mesh: Mesh,
+    arch: Architecture,
+    head: Head,
+    spec: Spec,
+    padded_vocab: int,
+    v: int,
+    num_layers: int,
+) -> GPTModel:
+    """The rank's virtual stage number `v`, of so many layers: the embedding is in the first of the first rank, final
+    norm and head in the last of the last rank."""
+    vpp = config.virtual_pipeline_model_parallel_size
+    first = mesh.is_first_stage and v == 0
+    last = mesh.is_last_stage and v == (vpp or 1) - 1
+    chunk = GPTModel(
+        config=config,
+        transformer_layer_spec=block_spec(spec, arch, num_layers),
+        vocab_size=padded_vocab,
+        max_sequence_length=arch.max_positions + arch.position_offset,
+        pre_process=first,
+        post_process=last,
+        parallel_output=True,
+        share_embeddings_and_output_weights=arch.tied_embeddings and head == "lm",
+        position_embedding_type="rope" if arch.positions == "rope" else "learned_absolute",
+        rotary_base=arch.rope_theta,
+        pg_collection=mesh.groups,
+        vp_stage=None if vpp is None else v,
+    )
+    if arch.positions == "rope":
+        chunk.rotary_pos_emb = _rotary(arch, config, mesh)
+    if arch.positions == "learned" and first:
+        chunk.embedding.position_embeddings = PositionTable(config, arch)
+    if last:
+        weight_VH = chunk.output_layer.weight
+        chunk.output_layer = ScalarHead(config, mesh.groups) if head == "scalar" else LanguageHead(weight_VH)
+    if arch.num_experts:
+        use_exchange(chunk, mesh.groups)
+    return chunk.to(mesh.runtime.device)
 
 
 def fuse_weight_gradients(module: nn.Module) -> None:
@@ -195,22 +240,10 @@ def llama3_frequencies(inverse_frequencies_D: Tensor, rope: Llama3Rope) -> Tenso
 def placements_on(shard: ModelShard, rank: int, *, tp_rank: int | None = None) -> RankPlacements:
     """What global rank `rank` (or its neighbour `tp_rank` of the tensor-parallel group) holds of the model."""
     layout = shard.mesh.layout
+    layout = shard.mesh.layout
     at, experts = layout.coordinates(rank), layout.expert_layout.coordinates(rank)
-    return megatron_placements(
-        shard.arch,
-        tp=layout.tp,
-        tp_rank=at.tp if tp_rank is None else tp_rank,
-        layers=split_layers(shard.arch.num_layers, layout.pp, shard.parallel.layers_per_stage)[at.pp],
-        first_stage=at.pp == 0,
-        last_stage=at.pp == layout.pp - 1,
-        padded_vocab=shard.padded_vocab,
-        rank=rank,
-        head=shard.head,
-        spec=shard.spec,
-        experts=EXPERTS[shard.spec],
-        ep=layout.ep,
-        ep_rank=experts.cp,
-    )
+    here = ModelRank(pp=at.pp, ep=experts.cp, tp=at.tp if tp_rank is None else tp_rank)
+    return shard.megatron_layout.part(shard.arch, shard.head, here, rank)
 
 
 def _mark_sharded(shard: ModelShard) -> None:

@@ -131,26 +131,38 @@ def _stages(parallel: ParallelConfig, mesh: Mesh) -> dict[str, Any]:
         # Packed micro-batches differ in length. Megatron wants to see the dispatcher that experts need for it, also
         # where there are none.
         options |= {"variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall"}
+    if parallel.vpp > 1:
+        # With two ranks, messages that are sent in batches are mixed up between the stages that the same two share.
+        options |= {
+            "virtual_pipeline_model_parallel_size": parallel.vpp,
+            "overlap_p2p_comm": True,
+            "batch_p2p_comm": False,
+        }
     if parallel.layers_per_stage is not None:
-        options["pipeline_model_parallel_layout"] = StageLayout(parallel.layers_per_stage, mesh.coordinates.pp)
+        options["pipeline_model_parallel_layout"] = StageLayout(
+            parallel.layers_per_stage, parallel.pp, mesh.coordinates.pp
+        )
     return options
 
 
 class StageLayout(PipelineParallelLayerLayout):
-    """Pipeline stages of any sizes, as one of them sees it.
+    """Pipeline stages of any sizes, as the rank number `stage` of the pipeline sees them.
 
-    Upstream asks `parallel_state`, which is not initialised here, for the stage's number.
+    Upstream asks `parallel_state`, which is not initialised here, for the rank's number and whether there are virtual
+    stages.
     """
 
-    def __init__(self, layers_per_stage: Sequence[int], stage: int) -> None:
+    def __init__(self, layers_per_stage: Sequence[int], pp: int, stage: int) -> None:
         rows = [["decoder"] * count for count in layers_per_stage]
         rows[0].insert(0, "embedding")
         rows[-1].append("loss")
-        super().__init__(rows, len(layers_per_stage))
-        self._stage = stage
+        super().__init__(rows, pp)
+        self._sizes, self._pp, self._stage = tuple(layers_per_stage), pp, stage
 
     def get_layer_offset(
         self, layer_type: LayerType = LayerType.decoder, vp_stage: int | None = None, pp_rank: int | None = None
     ) -> int:
         """Layers of the stages before."""
-        return super().get_layer_offset(layer_type, vp_stage, self._stage if pp_rank is None else pp_rank)
+        assert layer_type is LayerType.decoder, "only the decoder's layers are many"
+        number = (vp_stage or 0) * self._pp + (self._stage if pp_rank is None else pp_rank)
+        return sum(self._sizes[:number])

@@ -13,7 +13,7 @@ from torch import Tensor
 from megarlhf.parallel.step import Loss, MicroBatch
 
 During = Literal["forward", "backward", "sums"]
-LOSS = "(loss)"
+LOSS, MODEL = "(loss)", "(model)"
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class _Looks:
         if not bool(finite.all()):
             nans = int(torch.isnan(tensor).sum())
             infinities = int((~finite).sum()) - nans
-            where = name or "(model)"
+            where = name or MODEL
             self.first = NotFinite(where, what, nans, infinities, tuple(tensor.shape), during, self._number)
 
 

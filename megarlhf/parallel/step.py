@@ -13,7 +13,7 @@ import contextlib
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -30,7 +30,8 @@ from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from torch import Tensor
 
 from megarlhf.config import OffloadConfig, OptimConfig
-from megarlhf.parallel.batching import MicroBatchLayout
+from megarlhf.parallel.batching import MicroBatchLayout, padded_length
+from megarlhf.parallel.chunks import Model, chunks_of
 from megarlhf.parallel.megatron_cpu import megatron_device
 from megarlhf.parallel.mesh import Mesh
 from megarlhf.parallel.optimizer_pieces import PIECE_BYTES, optimizers_in, pieces_of, step_in_pieces
@@ -75,7 +76,7 @@ class StepResult:
 
 
 def forward_only(
-    module: GPTModel, mesh: Mesh, batches: Sequence[MicroBatch], score: Callable[[Tensor, MicroBatch], Tensor]
+    module: Model, mesh: Mesh, batches: Sequence[MicroBatch], score: Callable[[Tensor, MicroBatch], Tensor]
 ) -> list[Tensor]:
     """Run the model without gradients and apply `score` to each micro-batch's output.
 
@@ -87,23 +88,32 @@ def forward_only(
         return score(output, batch)
 
     with torch.no_grad():
-        outputs = _run(module, mesh, batches, collect, forward_only=True)
+        outputs = _run(chunks_of(module), mesh, batches, collect, forward_only=True)
     return outputs if mesh.is_last_stage else []
 
 
 def _run(
-    module: GPTModel | DistributedDataParallel,
+    chunks: Sequence[GPTModel | DistributedDataParallel],
     mesh: Mesh,
     batches: Sequence[MicroBatch],
     on_output: Callable[..., Any],
     *,
     forward_only: bool,
 ) -> list[Any]:
-    """One call of Megatron's schedule over `batches`."""
+    """One call of Megatron's schedule over `batches`.
+
+    Returns: on the last stage what `on_output` says of each, in their order.
+    """
     assert batches, "a schedule needs at least one micro-batch on every rank"
+    config, vpp = chunks[0].config, len(chunks)
     rows, length = batches[0].tokens_BS.shape
     one_shape = all(batch.tokens_BS.shape == (rows, length) for batch in batches)
-    assert one_shape or mesh.layout.pp == 1 or module.config.variable_seq_lengths, "micro-batches differ in shape"
+    assert one_shape or mesh.layout.pp == 1 or config.variable_seq_lengths, "micro-batches differ in shape"
+    filler = _filler(batches[0], mesh)
+    # The interleaved schedule takes micro-batches in rounds of pp. Fillers come first: whatever a schedule does behind
+    # the last micro-batch, it does behind one that reaches every parameter.
+    fillers = [filler] * (-len(batches) % mesh.layout.pp if vpp > 1 else 0)
+    all_batches = [*fillers, *batches]
 
     def step(batches_left: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
         batch = next(batches_left)
@@ -112,20 +122,21 @@ def _run(
         positions_S = torch.arange(tokens_BS.size(1), device=tokens_BS.device) if row is None else row.positions_T
         assert positions_S is not None
         output = model(tokens_BS, positions_S.expand(tokens_BS.shape), None, packed_seq_params=row)
-        return output, partial(on_output, batch=batch)
+        return output, _nothing if batch is filler else partial(on_output, batch=batch)
 
     pipelined: dict[str, Any] = {}
     with megatron_device(mesh.runtime.device):
         if mesh.layout.pp > 1:
             # What travels under sequence parallelism is this rank's stretch of positions.
-            cut = mesh.layout.tp if module.config.sequence_parallel else 1
-            shapes = [[b.tokens_BS.size(1) // cut, b.tokens_BS.size(0), module.config.hidden_size] for b in batches]
-            pipelined["p2p_communicator"] = KnownShapes(mesh.groups.pp, module.config, shapes)
-        return get_forward_backward_func(pp_size=mesh.layout.pp, vp_size=None)(
+            cut = mesh.layout.tp if config.sequence_parallel else 1
+            shapes = [[b.tokens_BS.size(1) // cut, b.tokens_BS.size(0), config.hidden_size] for b in all_batches]
+            pipelined["p2p_communicator"] = KnownShapes(mesh.groups.pp, config, shapes)
+        each = [iter(all_batches) for _ in chunks]
+        outputs = get_forward_backward_func(pp_size=mesh.layout.pp, vp_size=vpp if vpp > 1 else None)(
             forward_step_func=step,
-            data_iterator=iter(batches),
-            model=module,
-            num_microbatches=len(batches),
+            data_iterator=each if vpp > 1 else each[0],
+            model=list(chunks) if vpp > 1 else chunks[0],
+            num_microbatches=len(all_batches),
             seq_length=length,
             micro_batch_size=rows,
             forward_only=forward_only,
@@ -133,6 +144,24 @@ def _run(
             pg_collection=mesh.groups,
             **pipelined,
         )
+    assert all(next(left, None) is None for left in each), "the schedule has left out a micro-batch"
+    return list(outputs[len(fillers) :])
+
+
+def _filler(batch: MicroBatch, mesh: Mesh) -> MicroBatch:
+    """A micro-batch like this one, as small as can be, from which nothing is computed: no gradient, no output."""
+    columns = padded_length(1, mesh)
+    layout = batch.layout
+    if layout is not None:
+        layout = replace(layout, sequences=(), lengths=(), starts=(), rows=1, columns=columns)
+    return MicroBatch(batch.tokens_BS.new_zeros(1, columns), {}, layout)
+
+
+def _nothing(output: Tensor, non_loss_data: bool = False) -> tuple[Tensor, Tensor, None] | None:
+    """What a schedule is told of a filler: a loss whose gradients are zeros."""
+    if non_loss_data:
+        return None
+    return output.sum() * 0.0, torch.zeros((), dtype=torch.int, device=output.device), None
 
 
 class Trainer:
@@ -143,7 +172,7 @@ class Trainer:
 
     def __init__(
         self,
-        module: GPTModel,
+        module: Model,
         mesh: Mesh,
         optim: OptimConfig,
         num_steps: int,
@@ -159,37 +188,48 @@ class Trainer:
         # On one data-parallel rank there is nothing to shard, and its collectives would be copies.
         shard = mesh.layout.dp > 1
         with megatron_device(mesh.runtime.device):
-            self.ddp = DistributedDataParallel(
-                config=module.config,
-                ddp_config=DistributedDataParallelConfig(
-                    grad_reduce_in_fp32=True,
-                    use_distributed_optimizer=shard,
-                    overlap_grad_reduce=shard and optim.overlap_grad_reduce,
-                    overlap_param_gather=shard and optim.overlap_param_gather,
-                ),
-                module=module,
-                pg_collection=mesh.groups,
+            self.chunks = tuple(
+                DistributedDataParallel(
+                    config=module.config,
+                    ddp_config=DistributedDataParallelConfig(
+                        grad_reduce_in_fp32=True,
+                        use_distributed_optimizer=shard,
+                        overlap_grad_reduce=shard and optim.overlap_grad_reduce,
+                        overlap_param_gather=shard and optim.overlap_param_gather,
+                    ),
+                    module=chunk,
+                    pg_collection=mesh.groups,
+                )
+                for chunk in chunks_of(module)
             )
+            """With gradient buffers, each a virtual stage."""
             self.optimizer: MegatronOptimizer = get_megatron_optimizer(
                 _optimizer_config(optim, module.config.bf16, shard),
-                [self.ddp],
+                list(self.chunks),
                 use_gloo_process_groups=False,
                 pg_collection=mesh.groups,
             )
         self.scheduler = _lr_scheduler(self.optimizer, optim, num_steps)
         self._make_parts(offload, residency)
         # All gathers are begun by the step itself; a forward waits for those of its own buckets.
-        self.ddp.overlap_param_gather_with_optimizer_step = True
+        for chunk in self.chunks:
+            chunk.overlap_param_gather_with_optimizer_step = True
         self._weights_are_whole()
         module.config.finalize_model_grads_func = _finalize_grads
         module.config.grad_scale_func = self.optimizer.scale_loss
-        module.config.no_sync_func = self.ddp.no_sync
+        no_sync = [chunk.no_sync for chunk in self.chunks]
+        module.config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+
+    @property
+    def buffers(self) -> list[Any]:
+        """Megatron's gradient buffers of all chunks."""
+        return [buffer for chunk in self.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
 
     def _make_parts(self, offload: OffloadConfig, residency: Residency) -> None:
         """What of all this may be in host memory when it is not needed."""
         streams = offload.optimizer == "stream" or (offload.optimizer == "auto" and residency.auto)
         self._pieces = pieces_of(self.optimizer, PIECE_BYTES if streams else sys.maxsize)
-        buffers = [*self.ddp.buffers, *self.ddp.expert_parallel_buffers]
+        buffers = self.buffers
 
         def own() -> list[Tensor]:
             return [*self.module.parameters(), *(b.param_data for b in buffers if b.param_data is not None)]
@@ -217,7 +257,9 @@ class Trainer:
 
     @property
     def _bucket_groups(self) -> list[Any]:
-        return [*self.ddp.bucket_groups, *self.ddp.expert_parallel_bucket_groups]
+        return [
+            group for chunk in self.chunks for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)
+        ]
 
     @property
     def learning_rate(self) -> float:
@@ -230,7 +272,8 @@ class Trainer:
         """
         self.parts.to_learn(settled=False)
         self.module.train()
-        self.ddp.zero_grad_buffer()
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
 
         def on_output(output: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
@@ -239,7 +282,7 @@ class Trainer:
             report = torch.cat([value.detach().reshape(1).double(), sums.detach().double()])
             return value, torch.zeros((), dtype=torch.int, device=value.device), report
 
-        reports = _run(self.ddp, self.mesh, batches, on_output, forward_only=False)
+        reports = _run(self.chunks, self.mesh, batches, on_output, forward_only=False)
         self._weights_are_whole()
         total = torch.zeros(1 + len(loss.names), dtype=torch.float64, device=self.mesh.runtime.device)
         if self.mesh.owns_outputs:
@@ -257,8 +300,7 @@ class Trainer:
         with megatron_device(self.mesh.runtime.device):
             overflow = self.optimizer.prepare_grads()
             norm = float(self.optimizer.get_grad_norm())
-        buffers = [*self.ddp.buffers, *self.ddp.expert_parallel_buffers]
-        largest = [torch.linalg.vector_norm(buffer.grad_data, ord=math.inf) for buffer in buffers]
+        largest = [torch.linalg.vector_norm(buffer.grad_data, ord=math.inf) for buffer in self.buffers]
         finite = not overflow and math.isfinite(norm) and all(math.isfinite(float(value)) for value in largest)
         # Not NaN, which a maximum may lose.
         agreed = torch.tensor(norm if finite else math.inf, dtype=torch.float64, device=self.mesh.runtime.device)
@@ -268,8 +310,9 @@ class Trainer:
     def own_gradients(self) -> dict[str, Tensor]:
         """By parameter, what this data-parallel rank, and no other of them, has of the summed gradient: flat."""
         found = {}
+        parameters: list[tuple[str, Any]] = list(self.module.named_parameters())
         for optimizer in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
-            for name, parameter in self.module.named_parameters():
+            for name, parameter in parameters:
                 gradient = parameter.main_grad.view(-1)
                 if isinstance(optimizer, DistributedOptimizer):
                     with contextlib.suppress(KeyError):  # other ranks have it

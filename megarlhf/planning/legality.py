@@ -5,7 +5,7 @@ from __future__ import annotations
 from megarlhf.architectures.architecture import Architecture
 from megarlhf.architectures.hf_config import architecture_from_hf
 from megarlhf.config import ParallelConfig, RoleConfig
-from megarlhf.layout import MeshLayout, split_layers
+from megarlhf.layout import MeshLayout
 
 
 def check_role(role: str, section: RoleConfig, world_size: int) -> tuple[Architecture, MeshLayout]:
@@ -21,7 +21,7 @@ def check_role(role: str, section: RoleConfig, world_size: int) -> tuple[Archite
     _check_tensor_parallel(arch, role, section)
     _check_experts(arch, role, section.parallel)
     try:
-        split_layers(arch.num_layers, section.parallel.pp, section.parallel.layers_per_stage)
+        section.parallel.chunks(arch.num_layers)
     except ValueError as error:
         raise ValueError(f"{role}.parallel: {error}") from None
     return arch, layout

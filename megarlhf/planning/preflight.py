@@ -90,7 +90,7 @@ def preflight(
                 _check_engine(cfg, section, arch, world_size, on_cpu=on_cpu)
         size = f"{arch.num_layers} layers of {arch.hidden_size}"
         model = f"{section.model.path} ({arch.model_type}, {size}, {dtype.name} {dtype.why})"
-        described.append((name, model, f"{layout} = {world_size} ranks"))
+        described.append((name, model, f"{section.parallel.in_words(layout)} = {world_size} ranks"))
         dp = layout.dp
     notes += _check_files(cfg)
     if isinstance(cfg, RLConfig):

@@ -119,11 +119,16 @@ class EqualLayers:
 
     def install(self, shard: ModelShard) -> None:
         """From now on only the first two layers of each group run, and with gradients the last one or two."""
-        layers, again = list(shard.module.decoder.layers), layers_again(shard)
+        for chunk in shard.chunks:
+            self._install_in(chunk)
+
+    def _install_in(self, chunk: Any) -> None:
+        """A pipeline stage, or one of the virtual stages of a rank."""
+        layers, again = list(chunk.decoder.layers), layers_again(chunk)
         for group in (layers[:again], layers[again:]):
             if len(group) < FEWEST:
                 continue
-            sends_on = group[-1] is layers[-1] and not shard.mesh.is_last_stage
+            sends_on = group[-1] is layers[-1] and not chunk.post_process
             ends = [Place.MODEL, Place.BEHIND] if sends_on else [Place.MODEL]
             between = [Place.BETWEEN] * (len(group) - 2 - len(ends))
             again_too = group[0] in layers[:again]
@@ -132,9 +137,9 @@ class EqualLayers:
                 equal.put_into(layer, place)
 
 
-def layers_again(shard: ModelShard) -> int:
+def layers_again(chunk: Any) -> int:
     """How many layers of the stage, its first, are computed again in the backward."""
-    config, count = shard.module.config, len(shard.module.decoder.layers)
+    config, count = chunk.config, len(chunk.decoder.layers)
     if config.recompute_granularity != "full":
         return 0
     return count if config.recompute_method == "uniform" else min(count, config.recompute_num_layers)

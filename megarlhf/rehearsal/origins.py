@@ -35,7 +35,7 @@ KINDS: tuple[tuple[str, str, str], ...] = (
     ("megarlhf/parallel/batching.py", "", "experience"),
     ("megarlhf/rollout/", "", "experience"),
     ("megarlhf/algo/", "", "experience"),
-    ("megarlhf/models/build.py", "build_model", "parameters"),
+    ("megarlhf/models/build.py", "_build_chunk", "parameters"),
     ("megarlhf/parallel/step.py", "_run", "activations"),
     ("megarlhf/trainers/", "", "experience"),
 )

@@ -129,7 +129,7 @@ class _Rehearsal:
 
     def result(self, records: Mapping[int, RankRecord], seconds: float) -> Result:
         """What the ranks have seen, put together."""
-        request = self.request
+        request, sections = self.request, roles_of(self.cfg)
         ranks = [self._rank(kind, records[kind.rank]) for kind in self.kinds]
         tightest = max(ranks, key=lambda rank: rank.need)
         refusals = list(dict.fromkeys(problem for record in records.values() for problem in record.problems))
@@ -148,7 +148,7 @@ class _Rehearsal:
             world_size=request.world_size,
             ranks_per_node=request.ranks_per_node,
             steps=request.steps,
-            layouts={role: str(layout) for role, layout in self.layouts.items()},
+            layouts={role: sections[role].parallel.in_words(layout) for role, layout in self.layouts.items()},
             capacity=request.device_bytes,
             fits=not refusals and tightest.need <= request.device_bytes,
             tightest=tightest.rank,

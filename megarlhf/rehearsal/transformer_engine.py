@@ -218,16 +218,21 @@ def replace_layers(shard: ModelShard, shared: Shared) -> None:
     """Put the stand-ins in place of the layers of a stage that was built with the local spec. Parameters, their names
     and their order stay."""
     assert shard.spec == "local", "this machine has TransformerEngine, and a rehearsal wants none of its modules"
-    decoder: Any = shard.module.decoder
+    for chunk in shard.chunks:
+        _replace_in(chunk.decoder, shard.arch, shared)
+
+
+def _replace_in(decoder: Any, arch: Architecture, shared: Shared) -> None:
+    """Of one stage."""
     for layer in decoder.layers:
         attention = layer.self_attention
         attention.linear_qkv = NormLinear(layer.input_layernorm, attention.linear_qkv, shared)
         layer.input_layernorm = FoldedNorm(layer.input_layernorm)
-        if shard.arch.qk_norm:
+        if arch.qk_norm:
             attention.q_layernorm, attention.k_layernorm = Norm(attention.q_layernorm), Norm(attention.k_layernorm)
         attention.core_attention = Attention(attention.core_attention)
         attention.linear_proj = Linear(attention.linear_proj, shared, by_rows=True)
-        if shard.arch.num_experts:
+        if arch.num_experts:
             layer.pre_mlp_layernorm = Norm(layer.pre_mlp_layernorm)
             for expert in layer.mlp.experts.local_experts:
                 _replace_mlp(expert, Linear(expert.linear_fc1, shared, by_rows=False), shared)

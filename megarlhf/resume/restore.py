@@ -231,7 +231,7 @@ def _load(
 
 def layout_in_words(role: Role) -> str:
     """Such as `tp 2 x pp 2 x dp 1`."""
-    return str(role.mesh.layout)
+    return role.section.parallel.in_words(role.mesh.layout)
 
 
 def _other_layouts(roles: Sequence[Role], manifest: Mapping[str, Any]) -> list[str]:

@@ -23,9 +23,10 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from torch import Tensor, nn
 
-from megarlhf.architectures.megatron_layout import MegatronLayout, ModelRank
-from megarlhf.models.build import EXPERTS, ModelShard
+from megarlhf.architectures.megatron_layout import ModelRank
+from megarlhf.models.build import ModelShard
 from megarlhf.models.role import Role
+from megarlhf.parallel.chunks import split_name
 from megarlhf.parallel.megatron_cpu import megatron_device
 from megarlhf.parallel.step import Trainer
 from megarlhf.placement import Shape, flat_boxes
@@ -82,7 +83,7 @@ def sharded_state(role: Role, *, optimizer: bool = True) -> ShardedState:
     for name, parameter in shard.module.named_parameters():
         tied = int(is_tied_copy(shard, name))
         duplicate = at.tp if tuple(parameter.shape) == whole[name] else 0
-        copy = experts.dp if StorageName.parse(name).expert is not None else at.dp
+        copy = experts.dp if StorageName.parse(split_name(name)[1]).expert is not None else at.dp
         for piece in _pieces(shard, name, tuple(parameter.shape), whole[name]):
             rows = parameter[piece.local.start[0] : piece.local.stop[0]]
             add(piece.key, piece, rows, (tied, duplicate, copy))
@@ -115,7 +116,7 @@ def load_state(role: Role, directory: Path) -> None:
 def common(role: Role, iteration: int) -> dict[str, Any]:
     """What `common.pt` holds: Megatron-LM's arguments of the model."""
     shard = role.shard
-    return common_state(args_of(shard.arch, _megatron_layout(shard, shard.mesh.layout.tp), shard.dtype), iteration)
+    return common_state(args_of(shard.arch, shard.megatron_layout, shard.dtype), iteration)
 
 
 def counters(role: Role) -> dict[str, Any]:
@@ -150,11 +151,12 @@ def allocate_optimizer_state(trainer: Trainer) -> None:
 def _pieces(shard: ModelShard, name: str, shape: Shape, whole: Shape) -> list[LocalShard]:
     """Where a live parameter stands in the checkpoint's global tensors."""
     arch, mesh = shard.arch, shard.mesh
-    layers = layers_of(shard)
-    storage = StorageName.parse(EMBEDDING if is_tied_copy(shard, name) else name)
+    chunk, inside = split_name(name)
+    layers = layers_of(shard)[chunk]
+    storage = StorageName.parse(EMBEDDING if is_tied_copy(shard, name) else inside)
     if shard.spec == "local" and storage.tail.startswith(_UNFUSED_NORMS):
         storage = storage.other_norm() or storage
-    gated = is_gated(name, arch.gated_mlp)
+    gated = is_gated(inside, arch.gated_mlp)
     (part,) = global_slices(
         storage.globally(layers, mesh.experts.cp * arch.num_experts // mesh.layout.ep),
         whole,
@@ -239,30 +241,16 @@ def _set_optimizer_steps(optimizer: MegatronOptimizer, steps: int) -> None:
 
 def is_tied_copy(shard: ModelShard, name: str) -> bool:
     """Whether the parameter is the last stage's copy of the embedding."""
-    return name == _OUTPUT and shard.head == "lm" and shard.arch.tied_embeddings
+    return split_name(name)[1] == _OUTPUT and shard.head == "lm" and shard.arch.tied_embeddings
 
 
-def layers_of(shard: ModelShard) -> range:
-    """The layers of this rank's stage, by their numbers in the whole model."""
-    return _megatron_layout(shard, 1).chunk_layers(shard.arch.num_layers)[shard.mesh.coordinates.pp][0]
+def layers_of(shard: ModelShard) -> list[range]:
+    """The layers of each of this rank's chunks, by their numbers in the whole model."""
+    return shard.megatron_layout.chunk_layers(shard.arch.num_layers)[shard.mesh.coordinates.pp]
 
 
 def _whole_shapes(shard: ModelShard) -> Mapping[str, Shape]:
-    """Of this stage's parameters, as they would be without tensor parallelism."""
-    layout = _megatron_layout(shard, 1)
+    """Of this rank's parameters, as they would be without tensor parallelism."""
+    undivided = replace(shard.megatron_layout, tp=1)
     at = ModelRank(pp=shard.mesh.coordinates.pp, ep=shard.mesh.experts.cp, tp=0)
-    return layout.chunk(shard.arch, shard.head, at, 0, layers_of(shard)).storages
-
-
-def _megatron_layout(shard: ModelShard, tp: int) -> MegatronLayout:
-    """The role's layout, as `tp` ranks would hold each part of it."""
-    layout = shard.mesh.layout
-    return MegatronLayout(
-        tp=tp,
-        pp=layout.pp,
-        ep=layout.ep,
-        layers_per_stage=shard.parallel.layers_per_stage,
-        padded_vocab=shard.padded_vocab,
-        spec=shard.spec,
-        experts=EXPERTS[shard.spec],
-    )
+    return undivided.part(shard.arch, shard.head, at).storages

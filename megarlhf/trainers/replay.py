@@ -25,8 +25,9 @@ from megarlhf.config import DPOConfig, RMConfig, SFTConfig
 from megarlhf.experience import Ragged
 from megarlhf.models.role import Role, build_role
 from megarlhf.parallel.batching import TokenSpans, scatter_to_micro_batch
+from megarlhf.parallel.chunks import split_name
 from megarlhf.parallel.mesh import GroupCache
-from megarlhf.parallel.not_finite import LossModule, NotFinite, first_not_finite
+from megarlhf.parallel.not_finite import MODEL, LossModule, NotFinite, first_not_finite
 from megarlhf.parallel.step import Loss, MicroBatch
 from megarlhf.resume.changes import TrainingConfig, compare
 from megarlhf.resume.kept_weights import find_weights
@@ -170,20 +171,26 @@ def repeat(role: Role, batches: Sequence[MicroBatch], loss: Loss) -> Repeated:
     found = _column_that_is_not_finite(batches)
     in_model = first_not_finite(role.shard.module, lambda: sums.update(role.accumulate(batches, watched)), loss=watched)
     gradient_norm = role.trainer.gradient_norm()
-    layers, at, runtime = layers_of(role.shard), role.mesh.coordinates, role.mesh.runtime
+    layers, at, runtime, stage = (
+        layers_of(role.shard),
+        role.mesh.coordinates,
+        role.mesh.runtime,
+        role.mesh.coordinates.pp,
+    )
     where = f"rank {runtime.rank} (tp {at.tp}, pp {at.pp}, dp {at.dp})"
     mine = found or in_model
     if mine is not None:
-        mine = replace(mine, module=_global_name(mine.module, layers))
+        stage += split_name(mine.module)[0] * role.mesh.layout.pp
+        mine = replace(mine, module=_global_name(mine.module, layers) or MODEL)
     squares = {
         _global_name(name, layers): float(gradient.double().square().sum())
         for name, gradient in role.trainer.own_gradients().items()
         if not is_tied_copy(role.shard, name)
         and (at.tp == 0 or getattr(role.shard.parameters()[name], "tensor_model_parallel", False))
     }
-    everyones = [(where, at.pp, mine, squares)] * runtime.world_size
+    everyones = [(where, stage, mine, squares)] * runtime.world_size
     dist.all_gather_object(everyones, everyones[0])
-    firsts = [(_when(first, pp), where, first) for where, pp, first, _ in everyones if first is not None]
+    firsts = [(_when(first, stage), where, first) for where, stage, first, _ in everyones if first is not None]
     total: dict[str, float] = defaultdict(float)
     for name, square in itertools.chain.from_iterable(each.items() for *_, each in everyones):
         total[name] += square
@@ -226,11 +233,11 @@ def report(failure: Failure, found: Repeated) -> list[str]:
 _IN = {"forward": "the forward", "backward": "the backward", "sums": "the sum of gradients over ranks"}
 
 
-def _when(first: NotFinite, pp: int) -> tuple[int, int, int]:
+def _when(first: NotFinite, stage: int) -> tuple[int, int, int]:
     """Orders the first tensors of different ranks by when they were computed: forward through the pipeline's stages,
-    then backward through them; on one stage in the order in which tensors were looked at."""
-    stage = {"forward": pp, "backward": -pp, "sums": 0}[first.during]
-    return list(_IN).index(first.during), stage, first.number
+    virtual ones too, then backward through them; on one stage in the order in which tensors were looked at."""
+    passed = {"forward": stage, "backward": -stage, "sums": 0}[first.during]
+    return list(_IN).index(first.during), passed, first.number
 
 
 def _column_that_is_not_finite(batches: Sequence[MicroBatch]) -> NotFinite | None:
@@ -246,9 +253,10 @@ def _column_that_is_not_finite(batches: Sequence[MicroBatch]) -> NotFinite | Non
     return None
 
 
-def _global_name(name: str, layers: range) -> str:
-    """A module or parameter of this stage, with its layer's number in the whole model."""
-    return re.sub(r"^decoder\.layers\.(\d+)", lambda match: f"decoder.layers.{layers[int(match[1])]}", name)
+def _global_name(name: str, layers: Sequence[range]) -> str:
+    """A module or parameter of this rank, with its layer's number in the whole model; `layers` are those of chunks."""
+    chunk, inside = split_name(name)
+    return re.sub(r"^decoder\.layers\.(\d+)", lambda match: f"decoder.layers.{layers[chunk][int(match[1])]}", inside)
 
 
 def _same_micro_batches(before: TrainingConfig, after: TrainingConfig) -> bool:

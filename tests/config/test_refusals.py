@@ -142,6 +142,12 @@ VLLM_TP = ("actor.parallel.tp=2", "rollout.parallel.tp=2")
         ),
         (
             "sft",
+            ["actor.parallel={pp: 2, vpp: 2, layers_per_stage: [2, 2]}"],
+            ["actor.parallel: ", "layers_per_stage has 2 numbers for pp x vpp = 2 x 2 = 4 stages; give 4"],
+        ),
+        ("sft", ["actor.parallel.vpp=2"], ["actor.parallel: ", "vpp = 2 needs pp > 1, got pp = 1", "a larger pp"]),
+        (
+            "sft",
             ["actor.optim={lr: 1e-5, min_lr: 1e-4, schedule: cosine}"],
             ["actor.optim: ", "min_lr = 0.0001 is above lr = 1e-05", "lower min_lr or raise lr"],
         ),
@@ -263,6 +269,7 @@ def test_every_check_across_keys_says_what_to_do(refusal, command, overrides, wo
     [
         ("sft", ["actor.parallel.sequence_parallel=true", "actor.parallel.tp=2"]),
         ("sft", ["actor.parallel={pp: 3, layers_per_stage: [2, 2, 1]}"]),
+        ("sft", ["actor.parallel={pp: 2, vpp: 2, layers_per_stage: [1, 2, 2, 1]}"]),
         ("rm", ["unit_variance=true", "data.heldout=data/heldout.jsonl"]),
         ("rl", ["rewards=[{kind: rule, rule: x}]", "reward_model="]),
         ("rl", ["algo.advantage=group_relative", "rollout.num_samples_per_prompt=2", "critic="]),

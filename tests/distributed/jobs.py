@@ -98,8 +98,8 @@ def gather_gradients(role: Role) -> Arrays:
     trainer = role.trainer
     assert trainer is not None
     groups = role.mesh.groups
-    of_buffers = [(buffer, groups.dp_cp) for buffer in trainer.ddp.buffers]
-    of_buffers += [(buffer, groups.expt_dp) for buffer in trainer.ddp.expert_parallel_buffers]
+    of_buffers = [(buffer, groups.dp_cp) for chunk in trainer.chunks for buffer in chunk.buffers]
+    of_buffers += [(buffer, groups.expt_dp) for chunk in trainer.chunks for buffer in chunk.expert_parallel_buffers]
     for buffer, group in of_buffers:
         for bucket in buffer.buckets:
             shards = list(bucket.grad_data.chunk(group.size()))
@@ -350,12 +350,12 @@ def rl_step(
 def noting(run: Any, roles: list[Role], there: dict[str, Any]) -> Any:
     """`step._run`, which tells what of each role is on the device when a role computes."""
 
-    def noted(module: Any, *args: Any, **kwargs: Any) -> Any:
-        own = getattr(module, "module", module)
+    def noted(chunks: Any, *args: Any, **kwargs: Any) -> Any:
+        own = getattr(chunks[0], "module", chunks[0])
         phase = "score" if kwargs["forward_only"] else "train"
-        (name,) = [role.name for role in roles if role.shard.module is own]
+        (name,) = [role.name for role in roles if role.shard.chunks[0] is own]
         there[f"{phase}/{name}"] = {role.name: bytes_there(role.parts) for role in roles}
-        return run(module, *args, **kwargs)
+        return run(chunks, *args, **kwargs)
 
     return noted
 

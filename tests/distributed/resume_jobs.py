@@ -56,7 +56,8 @@ def train(role: Role, steps: int) -> None:
     trainer, at = role.trainer, role.mesh.coordinates
     assert trainer is not None
     for step in range(steps):
-        trainer.ddp.zero_grad_buffer()
+        for chunk in trainer.chunks:
+            chunk.zero_grad_buffer()
         for name, parameter in sorted(role.shard.module.named_parameters()):
             part = at.tp if getattr(parameter, "tensor_model_parallel", False) else 0
             seed = hashlib.sha256(f"{name}/{step}/{part}/{at.pp}".encode()).digest()

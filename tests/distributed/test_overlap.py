@@ -75,6 +75,7 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "dp2": ("llama", 2, {}),
     "tied, dp2": ("qwen2", 2, {}),
     "pp2 x dp2": ("llama", 4, {"pp": 2}),
+    "pp2 vpp2 x dp2, filled up": ("llama", 4, {"pp": 2, "vpp": 2}),
     "tp2 x dp2": ("llama", 4, {"tp": 2}),
     "ep2 of dp4": ("qwen3_moe", 4, {"ep": 2}),
 }
@@ -92,7 +93,11 @@ def test_overlap_changes_no_bit(layout: str, ranks: RankPool, data: dict[str, Pa
             "run": {"dir": "unused"},
             "actor": role,
             "data": {"train": str(data["sft"])},
-            "train": {"num_steps": STEPS, "mini_batch_samples": 8, "micro_batch_samples": 2},
+            "train": {
+                "num_steps": STEPS,
+                "mini_batch_samples": 8,
+                "micro_batch_samples": 4 if "vpp" in parallel else 2,
+            },
         }
         by_rank = ranks.run(world_size, steps_counted, config)
         return by_rank[0][0], [counts for _, counts in by_rank]

@@ -22,7 +22,7 @@ from tests.ranks import RankPool
 
 CHAIN: tuple[tuple[str, int, dict[str, Any]], ...] = (
     ("dp2", 2, {}),
-    ("tp2_pp2", 4, {"tp": 2, "pp": 2}),
+    ("tp2_pp2_vpp2", 4, {"tp": 2, "pp": 2, "vpp": 2}),
     ("tp1", 1, {}),
     ("dp4", 4, {}),
     ("pp2_uneven", 2, {"pp": 2, "layers_per_stage": [3, 1]}),
@@ -98,7 +98,7 @@ def test_a_role_of_a_point_is_an_ordinary_checkpoint(ranks: RankPool, models: di
     """Megatron-Core's own description of the model finds every tensor that it asks for; our reader, and with it
     `convert` and `model.path`, takes the same weights out of it as the role exports."""
     point, exported = tmp_path / "point", tmp_path / "exported"
-    parallel = {"tp": 2, "pp": 2}
+    parallel = {"tp": 2, "pp": 2, "vpp": 2}
     ranks.run(4, save_and_export, str(models["plain"]), parallel, str(point), str(exported))
     found = ranks.run(1, load_with_megatron, str(point / "actor"), str(exported))[0]
     assert found["wrong"] == []

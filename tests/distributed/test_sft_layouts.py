@@ -26,6 +26,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2_sequence_parallel": (2, {"tp": 2, "sequence_parallel": True}),
     "pp2_uneven": (2, {"pp": 2, "layers_per_stage": [3, 1]}),
     "tp2dp2": (4, {"tp": 2}),
+    "pp2vpp2": (2, {"pp": 2, "vpp": 2}),
 }
 
 

@@ -62,7 +62,7 @@ def test_links_out_of_docs_become_pages_of_the_site():
         "`[e](../README.md)`"
     )
     assert pages.for_the_site("[a](docs/data.md)", "", "index.md") == "[a](data.md)"
-    assert "def split_layers" in pages.source_page("megarlhf/layout.py")
+    assert "def split_chunks" in pages.source_page("megarlhf/layout.py")
     assert pages.source_page("megarlhf/weights/README.md").startswith("# Weights")
 
 

@@ -91,6 +91,11 @@ def test_a_legal_role_has_the_architecture_and_layout_that_follow(paths):
     [
         ({"pp": 4}, 4, ["actor.parallel: 6 layers do not divide by pp = 4", "layers_per_stage"]),
         ({"pp": 2, "layers_per_stage": [4, 4]}, 2, ["actor.parallel: layers_per_stage = [4, 4]", "6 layers", "8"]),
+        (
+            {"pp": 2, "vpp": 2},
+            2,
+            ["actor.parallel: 6 layers do not divide by pp x vpp = 2 x 2 = 4", "layers_per_stage"],
+        ),
         ({"tp": 2, "pp": 2}, 6, ["actor.parallel: world size 6", "2 x 2 = 4", "use 4 or 8 ranks"]),
         ({"tp": 4}, 2, ["actor.parallel: world size 2", "4 x 1 = 4", "use 4 ranks"]),
     ],
@@ -105,6 +110,12 @@ def test_uneven_stages_that_add_up_are_legal(paths):
     """The stages in the middle may differ too."""
     for layers in ([1, 2, 2, 1], [1, 3, 1, 1]):
         assert preflight("sft", sft(paths, parallel={"pp": 4, "layers_per_stage": layers}), 4).numbers
+
+
+def test_virtual_stages_are_told(paths):
+    for parallel in ({"pp": 2, "vpp": 3}, {"pp": 2, "vpp": 2, "layers_per_stage": [1, 2, 2, 1]}):
+        ((_, _, layout),) = preflight("sft", sft(paths, parallel=parallel), 4).roles
+        assert layout == f"tp 1 x pp 2 x dp 2, vpp {parallel['vpp']} = 4 ranks"
 
 
 def test_each_role_is_checked(paths):

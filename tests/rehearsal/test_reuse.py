@@ -37,12 +37,13 @@ CASES: dict[str, tuple[str, str, int, int, dict[str, Any]]] = {
     "dpo, all layers again": ("dpo", "dense", 2, 0, {"layers": "local", "steps": 1, "recompute": "full"}),
     "dpo, experts again": ("dpo", "experts", 2, 1, {"steps": 1, "recompute": "full"}),
     "sft, some layers again": ("sft", "dense", 2, 0, {"steps": 1, "recompute": "layers", "recompute_layers": FEWEST}),
+    "sft, virtual stages": ("sft", "dense", 2, 0, {"layers": "local", "steps": 1, "vpp": 2}),
     "sft, attention again": ("sft", "dense", 2, 0, {"steps": 1, "recompute": "core_attention"}),
 }
 """Command, model, stages, the one that is looked at (before the last: several micro-batches at a time), options."""
 
 
-SLOW = ("rl, all layers again", "sft, attention again")
+SLOW = ("rl, all layers again", "sft, attention again", "sft, virtual stages")
 """What the others have parts of."""
 
 
@@ -54,10 +55,10 @@ def test_reuse_changes_nothing(name: str, tmp_path: Path, monkeypatch: pytest.Mo
     which they are added. Of experts the curve is not compared: without gradients the last layer's
     input is released a norm later."""
     command, model, stages, stage, given = CASES[name]
-    options = {key: value for key, value in given.items() if not key.startswith("recompute")}
-    played = 2 * FEWEST if "recompute_layers" in given else FEWEST + 1
-    layers = [played if each == stage else 1 for each in range(stages)]
-    tree = job_tree(command, tmp_path, model, pp=stages, layers_per_stage=layers)
+    options = {key: value for key, value in given.items() if not key.startswith("recompute") and key != "vpp"}
+    played, vpp = 2 * FEWEST if "recompute_layers" in given else FEWEST + 1, given.get("vpp", 1)
+    layers = [played if each == stage else 1 for each in range(stages)] * vpp
+    tree = job_tree(command, tmp_path, model, pp=stages, vpp=vpp, layers_per_stage=layers)
     tree["actor"] |= {key: value for key, value in given.items() if key.startswith("recompute")}
     more = {"num_experts": NUM_EXPERTS} if model == "experts" else {}
     write_model(tmp_path / model, {**MODELS[model], "num_hidden_layers": sum(layers), **more})

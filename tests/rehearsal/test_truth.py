@@ -31,6 +31,7 @@ CASES = (
     Case(command="sft", parallel={"tp": 2}, world_size=2),
     Case(command="sft", world_size=2, dtype="bf16", model="experts", skew=2.0, parallel={"ep": 2}),
     Case(command="rm", parallel={"pp": 2}, world_size=2, dtype="bf16", packed=True),
+    Case(command="sft", parallel={"pp": 2, "vpp": 2}, world_size=2, dtype="bf16", packed=True),
     Case(command="rl", advantage="group_relative", world_size=2, engine_tp=2),
     Case(command="rl", parallel={"tp": 2, "sequence_parallel": True}, world_size=2, packed=True),
     Case(command="rl", dtype="bf16", recompute="full", offload={"parameters": True, "optimizer": "stream"}),
@@ -46,7 +47,8 @@ def rehearsed(runtime: Runtime, job: Job) -> Seen:
 
 
 def small(case: Case) -> Case:
-    return replace(case, samples=4, layers=2)
+    """Two layers, or one for each virtual stage."""
+    return replace(case, samples=4, layers=2 * case.parallel.get("vpp", 1))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

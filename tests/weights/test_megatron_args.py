@@ -21,7 +21,7 @@ from megarlhf.architectures.families.llama import FAMILY as LLAMA
 from megarlhf.architectures.megatron_layout import MegatronLayout
 from megarlhf.architectures.placements import logical_tensors, padded_vocab_size
 from megarlhf.architectures.table import Family
-from megarlhf.weights.checkpoint.formats.megatron.args import OWN_KEY, arch_of, args_of
+from megarlhf.weights.checkpoint.formats.megatron.args import OWN_KEY, arch_of, args_of, layout_of
 from megarlhf.weights.checkpoint.formats.megatron.unsupported import _SUPPORTED, refuse_unsupported
 from tests.weights.families import CONFIGS, architecture
 
@@ -318,3 +318,6 @@ def test_layout_arguments_by_hand():
     free = args(pp=4, layers_per_stage=(3, 2, 4, 3))
     assert free["pipeline_model_parallel_layout"] == "Ettt|tt|tttt|tttL"
     assert free["decoder_first_pipeline_num_layers"] is None
+    chunks = args(pp=2, vpp=2, layers_per_stage=(2, 3, 4, 3))
+    assert chunks["pipeline_model_parallel_layout"] == "Ett|ttt|tttt|tttL"
+    assert layout_of(chunks, 256).layers_per_stage == (2, 3, 4, 3)

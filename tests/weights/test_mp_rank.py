@@ -1,7 +1,7 @@
 """Megatron-LM's `mp_rank` trees: read as it leaves them, written so that it reads them.
 
 Not covered: files written by Megatron-LM itself (none are at hand; the trees here are made by hand from its
-names), chunks of different lengths in one stage.
+names).
 """
 
 from __future__ import annotations
@@ -189,6 +189,17 @@ def test_directory_forms(tmp_path):
     (tmp_path / "nothing").mkdir()
     with pytest.raises(ValueError, match="has no mp_rank_"):
         read_mp_rank(tmp_path / "nothing")
+
+
+def test_chunks_of_different_lengths(tmp_path):
+    """Six layers as 1, 2, 2, 1 on two ranks."""
+    arch = architecture("llama", num_hidden_layers=6)
+    layout = layout_of(arch, pp=2, vpp=2, layers_per_stage=(1, 2, 2, 1))
+    ranks = state_dicts(arch, layout)
+    save_tree(tmp_path, arch, layout, ranks)
+    read = read_mp_rank(tmp_path)
+    assert (read.arch, read.layout) == (arch, layout)
+    assert same_tensors(read, ranks) == sum(map(len, ranks.values()))
 
 
 def test_release_is_written(tmp_path):

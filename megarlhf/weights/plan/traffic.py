@@ -11,7 +11,7 @@ from megarlhf.architectures.architecture import Architecture
 from megarlhf.architectures.megatron_layout import MegatronLayout
 from megarlhf.architectures.placements import VLLM_VOCAB_MULTIPLE, logical_tensors, padded_vocab_size, table_of
 from megarlhf.architectures.table import Entry, dimensions
-from megarlhf.layout import MeshLayout, split_layers
+from megarlhf.layout import MeshLayout
 from megarlhf.placement import Box, Placement, RankPlacements
 from megarlhf.weights.plan.copy_plan import CopyPlan
 from megarlhf.weights.plan.overlaps import NodeOf, split_box
@@ -101,7 +101,7 @@ def _lacking(arch: Architecture, mesh: MeshLayout, trainer: MegatronLayout, engi
 def _entries(arch: Architecture, trainer: MegatronLayout) -> list[tuple[Entry, int, list[int]]]:
     """Every entry, how many of it the model has, and how many each pipeline stage holds."""
     table = table_of(arch)
-    layers = [len(stage) for stage in split_layers(arch.num_layers, trainer.pp, trainer.layers_per_stage)]
+    layers = [sum(map(len, chunks)) for chunks in trainer.chunk_layers(arch.num_layers)]
     first = [1] + [0] * (trainer.pp - 1)
     last = first[::-1]
     word, *positions = table.embedding

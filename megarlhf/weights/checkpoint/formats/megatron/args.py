@@ -145,14 +145,16 @@ def _layout_args(arch: Architecture, layout: MegatronLayout) -> dict[str, Any]:
         "moe_grouped_gemm": layout.experts == "grouped",
         "moe_use_legacy_grouped_gemm": layout.experts == "grouped" and layout.spec == "local",
     }
-    stages = [sum(len(chunk) for chunk in chunks) for chunks in layout.chunk_layers(arch.num_layers)]
-    if len(set(stages)) == 1:
+    chunks = layout.chunk_layers(arch.num_layers)
+    stages = [sum(map(len, of_rank)) for of_rank in chunks]
+    equal_chunks = all(len({len(chunk) for chunk in of_rank}) == 1 for of_rank in chunks)
+    if equal_chunks and len(set(stages)) == 1:
         if layout.vpp > 1:
             args["num_layers_per_virtual_pipeline_stage"] = stages[0] // layout.vpp
-    elif len(set(stages[1:-1])) <= 1:
+    elif equal_chunks and len(set(stages[1:-1])) <= 1:
         args |= {"decoder_first_pipeline_num_layers": stages[0], "decoder_last_pipeline_num_layers": stages[-1]}
     else:
-        args["pipeline_model_parallel_layout"] = _stage_string(layout.chunk_layers(arch.num_layers))
+        args["pipeline_model_parallel_layout"] = _stage_string(chunks)
     return args
 
 
@@ -181,18 +183,23 @@ def layout_of(args: Args, padded_vocab: int) -> MegatronLayout:
         pp=stated("pipeline_model_parallel_size"),
         vpp=stated("virtual_pipeline_model_parallel_size"),
         ep=stated("expert_model_parallel_size"),
-        layers_per_stage=_stages(args, stated("pipeline_model_parallel_size")),
+        layers_per_stage=_stages(
+            args, stated("pipeline_model_parallel_size"), stated("virtual_pipeline_model_parallel_size")
+        ),
         padded_vocab=padded_vocab,
         spec="local" if args.get("transformer_impl") == "local" else "te",
         experts="grouped" if args.get("moe_grouped_gemm") else "each",
     )
 
 
-def _stages(args: Args, pp: int) -> tuple[int, ...] | None:
-    """Layers of each stage where the arguments state uneven ones: a first or a last, or a whole layout."""
+def _stages(args: Args, pp: int, vpp: int) -> tuple[int, ...] | None:
+    """Layers of each stage where the arguments state uneven ones: a first or a last, or a whole layout, which says
+    those of all virtual stages."""
     spelled = args.get("pipeline_model_parallel_layout")
     if isinstance(spelled, str) and pp > 1 and set(spelled) <= set("EtmL|"):
         chunks = [chunk.count("t") for chunk in spelled.split("|")]
+        if len(chunks) == pp * vpp:
+            return tuple(chunks)
         return tuple(sum(chunks[rank::pp]) for rank in range(pp))
     first, last = (args.get(f"decoder_{end}_pipeline_num_layers") for end in ("first", "last"))
     num_layers = int(args.get("num_layers") or 0)

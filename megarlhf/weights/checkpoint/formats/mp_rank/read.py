@@ -232,6 +232,7 @@ def _layout(folder: Path, grid: Mapping[ModelRank, _File], args: Mapping[str, An
 
 
 def _layers_per_stage(grid: Mapping[ModelRank, _File], pp: int, vpp: int) -> tuple[int, ...]:
+    """As a `MegatronLayout` has them: of each rank, where its chunks are alike, else of each chunk."""
     stages = []
     for stage in range(pp):
         file = grid[ModelRank(stage, 0, 0)]
@@ -239,13 +240,15 @@ def _layers_per_stage(grid: Mapping[ModelRank, _File], pp: int, vpp: int) -> tup
             max((int(match[1]) + 1 for name in chunk if (match := _LAYER.match(name))), default=0)
             for chunk in file.chunks
         ]
-        if len(counts) != vpp or len(set(counts)) != 1 or not counts[0]:
+        if len(counts) != vpp or not all(counts):
             raise ValueError(
-                f"{file.path} holds model chunks of {counts} layers, expected {vpp} of the same length; chunks of "
-                "different lengths are not supported: let Megatron save the checkpoint with another layout"
+                f"{file.path} holds model chunks of {counts} layers, expected {vpp} with layers; chunks without layers "
+                "are not supported: let Megatron save the checkpoint with another layout"
             )
-        stages.append(sum(counts))
-    return tuple(stages)
+        stages.append(counts)
+    if all(len(set(counts)) == 1 for counts in stages):
+        return tuple(map(sum, stages))
+    return tuple(counts[v] for v in range(vpp) for counts in stages)
 
 
 def _storages(file: _File, vpp: int) -> dict[str, Extent]:
