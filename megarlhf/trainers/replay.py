@@ -171,7 +171,7 @@ def repeat(role: Role, batches: Sequence[MicroBatch], loss: Loss) -> Repeated:
     in_model = first_not_finite(role.shard.module, lambda: sums.update(role.accumulate(batches, watched)), loss=watched)
     gradient_norm = role.trainer.gradient_norm()
     layers, at, runtime = layers_of(role.shard), role.mesh.coordinates, role.mesh.runtime
-    where = f"rank {runtime.rank} (tp {at.tp}, pp {at.pp}, dp {at.dp})"
+    where = f"rank {runtime.rank} (tp {at.tp}, cp {at.cp}, pp {at.pp}, dp {at.dp})"
     mine = found or in_model
     if mine is not None:
         mine = replace(mine, module=_global_name(mine.module, layers))
