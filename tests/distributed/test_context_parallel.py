@@ -6,11 +6,18 @@ shares (tests/models/test_context_attention.py says what it is called with).
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from megarlhf.config import MicroBatchConfig, RoleConfig
+from megarlhf.models.role import build_role
+from megarlhf.parallel.mesh import GroupCache
+from megarlhf.parallel.step import MicroBatch
+from megarlhf.runtime import Runtime
 
 from tests.distributed.test_packed_layouts import (
     GRPO,
@@ -21,6 +28,7 @@ from tests.distributed.test_packed_layouts import (
     supervised,
     write_ragged,
 )
+from tests.distributed.tiny import write_family
 from tests.ranks import RankPool
 
 STEPS = 3
@@ -65,10 +73,84 @@ def run(ranks: RankPool, two_layers: dict[str, Path], ragged: dict[str, Path]) -
     return call
 
 
-@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "one"])
-@pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
-@pytest.mark.parametrize("kind", JOBS)
-def test_equals_one_process(kind: str, packed: bool, layout: str, run: Any) -> None:
+SPREAD = {
+    ("sft", "packed", "tp2cp2_sequence_parallel"),
+    ("sft", "padded", "cp2pp2"),
+    ("sft_tied", "packed", "cp4"),
+    ("sft_tied", "padded", "cp2"),
+    ("rm", "packed", "cp2pp2"),
+    ("rm", "padded", "cp2"),
+    ("ppo", "packed", "cp2"),
+    ("grpo", "packed", "cp2dp2"),
+    ("grpo", "padded", "cp2"),
+}
+"""Run by `make test`; all others by `make test-slow`."""
+CASES = [
+    pytest.param(*case, marks=() if case in SPREAD else pytest.mark.slow, id="-".join(case))
+    for case in itertools.product(JOBS, ("packed", "padded"), [name for name in LAYOUTS if name != "one"])
+]
+
+
+@pytest.mark.parametrize("kind, rows, layout", CASES)
+def test_equals_one_process(kind: str, rows: str, layout: str, run: Any) -> None:
     """Loss and gradient norm of three steps, every gradient of the first, weights after them; what was sampled."""
-    actual = run(kind, layout, packed=packed)
+    actual = run(kind, layout, packed=rows == "packed")
     assert_same_training(actual, run(kind, "one", packed=False))
+
+
+FAMILIES: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "sliding window": ("mistral", 2, {"cp": 2}),
+    "learned positions over two stages": ("gpt2", 4, {"cp": 2, "pp": 2}),
+    "learned positions with an offset": ("opt", 2, {"cp": 2}),
+    "query groups cut over ranks": ("qwen3", 4, {"tp": 2, "cp": 2}),
+    "norms of queries and keys": ("qwen3", 4, {"tp": 2, "cp": 2}),
+    "experts under tensor parallelism": ("mixtral", 4, {"tp": 2, "cp": 2}),
+    "scaled frequencies": ("llama3_rope", 2, {"cp": 2}),
+}
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        pytest.param(what, marks=() if what in ("sliding window", "norms of queries and keys") else pytest.mark.slow)
+        for what in FAMILIES
+    ],
+)
+def test_families(what: str, ranks: RankPool, tmp_path: Path, ragged: dict[str, Path]) -> None:
+    """A step of SFT on packed and on padded rows, against one process. A key's bias has nearly no gradient; what there
+    is, is rounding: it is not compared."""
+    family, world_size, parallel = FAMILIES[what]
+    changes = {"num_key_value_heads": 1} if what.startswith("query groups") else {}
+    model = write_family(tmp_path / family, family, max_position_embeddings=128, **changes)
+    results = []
+    for world, at, micro in ((1, {}, PADDED), (world_size, parallel, PADDED), (world_size, parallel, PACKED)):
+        cfg = supervised("actor", model, ragged["sft"], at, micro)
+        trained = ranks.run(world, "sft_steps", cfg, 1)[0]
+        for part in (trained["gradients"][0], trained["weights"]):
+            for name in [name for name in part if name.endswith("k_proj.bias") or "c_attn.bias" in name]:
+                del part[name]
+        results.append(trained)
+    for trained in results[1:]:
+        assert_same_training(trained, results[0])
+
+
+@pytest.mark.parametrize("micro", [PACKED, PADDED], ids=["packed", "padded"])
+def test_a_rank_computes_its_share_only(micro: dict[str, int], ranks: RankPool, two_layers: dict[str, Path]) -> None:
+    """What goes through the first MLP of a micro-batch: half of its grid on each of two ranks."""
+    for seen in ranks.run(2, tokens_of_each_forward, str(two_layers["plain"]), micro):
+        assert len(seen) > 2
+        assert all(2 * local == whole > 0 for whole, local in seen)
+
+
+def tokens_of_each_forward(runtime: Runtime, model: str, micro: dict[str, int]) -> list[tuple[int, int]]:
+    """(tokens of the grid, those that went through the first MLP) of each micro-batch."""
+    section = RoleConfig.model_validate({"model": {"path": model}, "parallel": {"cp": 2}})
+    actor = build_role("actor", section, "lm", GroupCache(runtime), seed=0)
+    lengths = torch.arange(1, 90, 7)
+    layouts = actor.batching(MicroBatchConfig.model_validate(micro)).layouts([(n,) for n in range(13)], lengths)
+    batches = [MicroBatch(torch.zeros(each.rows, each.columns, dtype=torch.int64), {}, each) for each in layouts]
+    local: list[int] = []
+    mlp = actor.shard.module.decoder.layers[0].mlp
+    mlp.register_forward_pre_hook(lambda _, given: local.append(given[0].size(0) * given[0].size(1)))
+    actor.forward(batches, lambda hidden_SBH, batch: hidden_SBH)
+    return list(zip([batch.tokens_BS.numel() for batch in batches], local, strict=True))
