@@ -225,7 +225,7 @@ def test_the_command_says_for_which_order_its_figures_are(options, order, ranks,
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["actor.parallel.tp=7"], "world size 64 is not a multiple of tp x pp = 7 x 4"),
+        (["actor.parallel.tp=7"], "world size 64 is not a multiple of tp x cp x pp = 7 x 1 x 4"),
         (["--engine-tp=24"], "the engines (--engine-tp = 24): 64 ranks do not divide into engines of 24 ranks"),
         (["--engine-tp=24", "--order=rank"], "64 ranks do not divide into engines of 24 ranks"),
         (["--engine-tp=3", "--world-size=96"], "the engines (--engine-tp = 3): 64 query heads do not divide by tp = 3"),
