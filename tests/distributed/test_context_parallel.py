@@ -106,6 +106,8 @@ FAMILIES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "norms of queries and keys": ("qwen3", 4, {"tp": 2, "cp": 2}),
     "experts under tensor parallelism": ("mixtral", 4, {"tp": 2, "cp": 2}),
     "scaled frequencies": ("llama3_rope", 2, {"cp": 2}),
+    "experts over two stages": ("qwen3_moe", 4, {"cp": 2, "pp": 2}),
+    "experts shared out over the ranks of a sequence": ("qwen3_moe", 2, {"cp": 2, "ep": 2}),
 }
 
 
@@ -116,7 +118,7 @@ FAMILIES: dict[str, tuple[str, int, dict[str, Any]]] = {
         for what in FAMILIES
     ],
 )
-def test_families(what: str, ranks: RankPool, tmp_path: Path, ragged: dict[str, Path]) -> None:
+def test_families_equal_one_process(what: str, ranks: RankPool, tmp_path: Path, ragged: dict[str, Path]) -> None:
     """A step of SFT on packed and on padded rows, against one process. A key's bias has nearly no gradient; what there
     is, is rounding: it is not compared."""
     family, world_size, parallel = FAMILIES[what]
@@ -132,6 +134,16 @@ def test_families(what: str, ranks: RankPool, tmp_path: Path, ragged: dict[str, 
         results.append(trained)
     for trained in results[1:]:
         assert_same_training(trained, results[0])
+
+
+@pytest.mark.slow
+def test_on_a_mesh_whose_ranks_stand_in_another_order(run: Any, ranks: RankPool, two_layers: Any, ragged: Any) -> None:
+    """As an engine of two ranks asks for at tp 4: neighbours of the context-parallel group are no neighbours by number."""
+    cfg = supervised("actor", two_layers["plain"], ragged["sft"], {"tp": 2, "cp": 2}, PACKED)
+    cfg["train"] |= {"mini_batch_samples": 8}
+    everyone = ranks.run(4, "sft_steps", cfg, STEPS, (0, 2, 1, 3))
+    assert [result["coordinates"] for result in everyone] == [(0, 0, 0), (0, 0, 0), (1, 0, 0), (1, 0, 0)]
+    assert_same_training(everyone[0], run("sft", "one", packed=False))
 
 
 @pytest.mark.parametrize("micro", [PACKED, PADDED], ids=["packed", "padded"])
