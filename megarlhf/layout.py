@@ -222,8 +222,8 @@ def split_layers(num_layers: int, pp: int, layers_per_stage: Sequence[int] | Non
 
 
 def column_multiple(tp: int, cp: int) -> int:
-    """The columns of a micro-batch's grid are a multiple of this: sequence parallelism cuts a rank's into tp equal parts,
-    context parallelism all of them into 2 x cp."""
+    """The columns of a micro-batch's grid are a multiple of this: sequence parallelism cuts a rank's into tp equal
+    parts, context parallelism all of them into 2 x cp."""
     return tp if cp == 1 else cp * math.lcm(2, tp)
 
 

@@ -83,8 +83,8 @@ class MegatronLayout:
         """
         if (mesh.tp, mesh.pp) != (self.tp, self.pp) or mesh.dp * mesh.cp % self.ep:
             raise ValueError(
-                f"a mesh of {mesh} does not carry tp {self.tp}, pp {self.pp}, ep {self.ep}; tp and pp must be equal, and "
-                "ep divide dp x cp"
+                f"a mesh of {mesh} does not carry tp {self.tp}, pp {self.pp}, ep {self.ep}; tp and pp must be equal, "
+                "and ep divide dp x cp"
             )
         parts = dict(zip(self.ranks(), self.parts(arch), strict=True))
         experts = replace(mesh, ep=self.ep).expert_layout

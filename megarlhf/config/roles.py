@@ -79,8 +79,8 @@ class ParallelConfig(FrozenModel):
     vpp: PositiveInt = 1
     """Virtual pipeline stages per rank; 1 for now."""
     cp: PositiveInt = 1
-    """Context-parallel size: each sequence is cut over so many ranks, which gather each other's keys and values in every
-    layer. For sequences whose activations do not fit. Sequences are padded to a multiple of 2 x cp tokens."""
+    """Context-parallel size: each sequence is cut over so many ranks, which give each other their keys and values in
+    every layer. For sequences whose activations do not fit. Sequences are padded to a multiple of 2 x cp tokens."""
     ep: PositiveInt = 1
     """Expert-parallel size: between so many data-parallel (and context-parallel) neighbours the experts of a layer are
     shared out; divides the experts and dp x cp. Tokens travel to their experts and back in every layer. Inside an
@@ -124,7 +124,8 @@ class ParallelConfig(FrozenModel):
             shared = f"dp = {dp}" if self.cp == 1 else f"dp x cp = {dp} x {self.cp}"
             raise ValueError(
                 f"{role}.parallel.ep = {self.ep} does not divide {shared}, which follows from {world_size} ranks and "
-                f"tp x cp x pp = {model}; choose a divisor of {dp * self.cp}, or ranks in multiples of {model * self.ep}"
+                f"tp x cp x pp = {model}; choose a divisor of {dp * self.cp}, or ranks in multiples of "
+                f"{model * self.ep}"
             )
         return MeshLayout(tp=self.tp, cp=self.cp, pp=self.pp, dp=dp, ep=self.ep)
 

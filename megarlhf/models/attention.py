@@ -3,8 +3,8 @@
 Rows are either padded on the right, so that a causal mask already keeps padding out of every real position, or
 packed (`parallel/packed_rows.py`).
 
-Legend: S sequence, B batch, T tokens of a packed row, S' and T' those of them that are this rank's (all but under context
-parallelism), N query heads and G key-value groups of this rank, D head dimension.
+Legend: S sequence, B batch, T tokens of a packed row, S' and T' those of them that are this rank's (all but under
+context parallelism), N query heads and G key-value groups of this rank, D head dimension.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class CausalAttention(nn.Module):
             context_TND = packed_attention(query, key, value, row, scale=self.softmax_scale, window=self.window)
             return context_TND.flatten(1).unsqueeze(1)
         if self.cp_group is not None:
-            how = {"scale": self.softmax_scale, "window": self.window}
+            how: dict[str, Any] = {"scale": self.softmax_scale, "window": self.window}
             return share_of_padded_rows(query_SBND, key_SBGD, value_SBGD, self.cp_group, **how)
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query_SBND, key_SBGD, value_SBGD))
         length = query.size(2)
@@ -85,9 +85,7 @@ class CausalAttention(nn.Module):
         return context_BNSD.permute(2, 0, 1, 3).flatten(2).contiguous()
 
 
-def context_group(
-    config: TransformerConfig, pg_collection: ProcessGroupCollection | None
-) -> dist.ProcessGroup | None:
+def context_group(config: TransformerConfig, pg_collection: ProcessGroupCollection | None) -> dist.ProcessGroup | None:
     """Over which sequences are cut; None without context parallelism."""
     if config.context_parallel_size == 1:
         return None
@@ -108,7 +106,7 @@ def share_of_padded_rows(
     key_SBGD, value_SBGD = gather_keys(key_SBGD, value_SBGD, cp_group)
     query, key, value = (x.transpose(0, 1) for x in (query_SBND, key_SBGD, value_SBGD))
     context_BSND = chunks_attention(
-        *(query, key, value), cp_group.size(), cp_group.rank(), scale=scale, window=window
+        *(query, key, value), cp=cp_group.size(), rank=cp_group.rank(), scale=scale, window=window
     )
     return context_BSND.transpose(0, 1).flatten(2).contiguous()
 
@@ -136,9 +134,9 @@ class PackedRowAttention:
     That is `thd`, in which query and output have no batch axis. Upstream turns the causal mask into the
     padding-causal one that TransformerEngine asks for with it. Padded rows go on unchanged.
 
-    TransformerEngine's kernels for `thd` take 16 bits: packed rows of wider numbers go our own way. So do, under context
-    parallelism, rows with a window: its ring of ranks has none. Its other rows go round that ring; they are cut over the
-    ranks as it wants them, and `thd` states whole sequences.
+    TransformerEngine's kernels for `thd` take 16 bits: packed rows of wider numbers go our own way. So do, under
+    context parallelism, rows with a window: its ring of ranks has none. Its other rows go round that ring; they are cut
+    over the ranks as it wants them, and `thd` states whole sequences.
     """
 
     def __init__(self, config: TransformerConfig, *args: Any, softmax_scale: float | None = None, **named: Any) -> None:

@@ -116,7 +116,8 @@ def chunks_by_runs(
         context_BLND = chunks_attention(
             query.unflatten(0, (count, length // group.size())),
             *(x.unflatten(0, (count, length)) for x in (key, value)),
-            *(group.size(), group.rank()),
+            cp=group.size(),
+            rank=group.rank(),
             scale=scale,
             window=window,
         )
@@ -128,9 +129,9 @@ def chunks_attention(
     query_BLND: Tensor,
     key_BLGD: Tensor,
     value_BLGD: Tensor,
+    *,
     cp: int,
     rank: int,
-    *,
     scale: float | None,
     window: int | None,
 ) -> Tensor:

@@ -38,7 +38,7 @@ class ContextShare:
     def whole(self, outputs_XS: Tensor) -> Tensor:
         """[..., S'] -> [..., S]. Every rank goes on with the same numbers, so that the gradient of its own columns is
         all there is for them."""
-        whole: Tensor = _Outputs.apply(outputs_XS.movedim(-1, 0), self).movedim(0, -1)  # type: ignore[no-untyped-call]
+        whole: Tensor = _Outputs.apply(outputs_XS.movedim(-1, 0), self).movedim(0, -1)
         return whole
 
 
@@ -77,7 +77,7 @@ def gather_sequence(local_SX: Tensor, group: dist.ProcessGroup, share: ContextSh
 
     `share` None: the columns are one sequence, and no index is needed.
     """
-    whole: Tensor = _Sequence.apply(local_SX, group, share)  # type: ignore[no-untyped-call]
+    whole: Tensor = _Sequence.apply(local_SX, group, share)
     return whole
 
 

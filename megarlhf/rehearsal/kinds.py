@@ -2,9 +2,9 @@
 
 Ranks are of one kind when they hold the same stages of every role and their collectives are alike. Tensor-parallel
 neighbours are, and context-parallel ones but for the partial outputs of TransformerEngine's ring, of which the last has
-the most: it is taken. Data-parallel ranks differ in how long their sequences are, so of them those with the most and the least
-work are taken, and the one that trains the largest micro-batch. Which positions of it predict responses is not asked:
-where logits are large, another rank may need more.
+the most: it is taken. Data-parallel ranks differ in how long their sequences are, so of them those with the most and
+the least work are taken, and the one that trains the largest micro-batch. Which positions of it predict responses is
+not asked: where logits are large, another rank may need more.
 """
 
 from __future__ import annotations

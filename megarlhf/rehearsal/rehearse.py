@@ -13,7 +13,6 @@ from typing import Any
 from megarlhf.architectures.hf_config import architecture_from_hf
 from megarlhf.architectures.placements import Head
 from megarlhf.config import RLConfig
-from megarlhf.layout import MeshLayout
 from megarlhf.parallel.mesh import GROUPS_AXES
 from megarlhf.planning.preflight import preflight
 from megarlhf.planning.weight_traffic import plan_transfer, transfer_setup

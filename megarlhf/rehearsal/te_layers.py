@@ -5,7 +5,8 @@ the tensors of the table in `transformer_engine.py`, which has the sources. They
 our local layer spec under the same names. They compute no numbers: they are for a rehearsed device only.
 
 Legend: S sequence (a shard of it under sequence parallelism), B batch, R rows of a product (tokens), H input width, O
-output width; T tokens of a packed row, S' and T' this rank's of them under context parallelism, N query heads and G key-value groups of this rank, D head dimension.
+output width; T tokens of a packed row, S' and T' this rank's of them under context parallelism, N query heads and G
+key-value groups of this rank, D head dimension.
 """
 
 from __future__ import annotations
@@ -273,7 +274,9 @@ class Attention(nn.Module):
         """[S', B, N, D], [S', B, G, D] twice -> [S', B, N x D]; of a packed row S' = T' and B = 1."""
         if packed_seq_params is not None:
             row, query, key, value = open_packed_row(packed_seq_params, query_SBND, key_SBGD, value_SBGD)
-            if query.dtype not in SIXTEEN_BITS or self.own_way:  # as `models/attention.py` does beside TransformerEngine
+            if (
+                query.dtype not in SIXTEEN_BITS or self.own_way
+            ):  # as `models/attention.py` does beside TransformerEngine
                 context = packed_attention(query, key, value, row, scale=self.scale, window=self.window)
             else:
                 context = self._fused(query, key, value, row.cu_seqlens_q, row.max_seqlen_q)

@@ -37,7 +37,7 @@ def ring_attention(
 ) -> Tensor:
     """[T', N, D], [T', G, D] twice -> [T', N, D]. `cu_seqlens` and `longest` are of whole sequences. `padded`: the sum
     of partial outputs is in fp32, as for rows that are not packed."""
-    out_TND: Tensor = _Ring.apply(query_TND, key_TGD, value_TGD, cu_seqlens, longest, group, scale, padded)  # type: ignore[no-untyped-call]
+    out_TND: Tensor = _Ring.apply(query_TND, key_TGD, value_TGD, cu_seqlens, longest, group, scale, padded)
     return out_TND
 
 

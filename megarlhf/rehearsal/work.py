@@ -182,8 +182,8 @@ def _attention_flops(func: Any, args: Sequence[Any], out: Any, numbers: Callable
 
 
 def _packed_pairs(args: Sequence[Any], numbers: Callable[[Tensor], Tensor | None]) -> int | None:
-    """Twice those of a query and a key that it looks at, by where sequences begin; None where that is not known. The last
-    query of a sequence is aligned with its last key."""
+    """Twice those of a query and a key that it looks at, by where sequences begin; None where that is not known. The
+    last query of a sequence is aligned with its last key."""
     begins = [numbers(x) for x in args if isinstance(x, Tensor) and x.dtype is torch.int32 and x.dim() == 1][:2]
     if len(begins) < 2 or any(each is None for each in begins):
         return None

@@ -18,7 +18,6 @@ from megarlhf.models.role import build_role
 from megarlhf.parallel.mesh import GroupCache
 from megarlhf.parallel.step import MicroBatch
 from megarlhf.runtime import Runtime
-
 from tests.distributed.test_packed_layouts import (
     GRPO,
     PACKED,
@@ -138,7 +137,7 @@ def test_families_equal_one_process(what: str, ranks: RankPool, tmp_path: Path, 
 
 @pytest.mark.slow
 def test_on_a_mesh_whose_ranks_stand_in_another_order(run: Any, ranks: RankPool, two_layers: Any, ragged: Any) -> None:
-    """As an engine of two ranks asks for at tp 4: neighbours of the context-parallel group are no neighbours by number."""
+    """As an engine of two ranks asks for at tp 4: neighbours in the context-parallel group are none by number."""
     cfg = supervised("actor", two_layers["plain"], ragged["sft"], {"tp": 2, "cp": 2}, PACKED)
     cfg["train"] |= {"mini_batch_samples": 8}
     everyone = ranks.run(4, "sft_steps", cfg, STEPS, (0, 2, 1, 3))

@@ -146,8 +146,8 @@ def test_a_run_that_is_cut_off_goes_on_exactly(
 def test_another_layout_goes_on_with_the_same_state(
     ranks: RankPool, two_layers: dict[str, Path], data: dict[str, Path], tmp_path: Path
 ) -> None:
-    """PPO cut off inside a step at tp 1, gone on with at tp 2 x pp 2 and at cp 2 x dp 2 on the same responses: the updates
-    that are left agree up to the rounding of their sums, as tests/distributed/test_rl_layouts.py allows."""
+    """PPO cut off inside a step at tp 1, gone on with at tp 2 x pp 2 and at cp 2 x dp 2 on the same responses: the
+    updates that are left agree up to the rounding of their sums, as tests/distributed/test_rl_layouts.py allows."""
     ppo = Case("rl", tree("ppo", two_layers, data), Path())
     ppo.config["checkpoint"]["background"] = False
     finals, overrides = [], ("train.num_steps=1", "train.micro_batch_samples=2")

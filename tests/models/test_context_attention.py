@@ -107,8 +107,8 @@ def test_the_shares_together_are_the_whole(cp, lengths, groups, window, attend):
 @pytest.mark.parametrize("window", [None, 256])
 @pytest.mark.parametrize("cp", [2, 4])
 def test_every_rank_has_its_part_of_the_work(cp, window, monkeypatch):
-    """Pairs whose scores are computed, those that are masked included: the same on each rank within a tenth, and at most
-    15% more than a part of what causal attention needs."""
+    """Pairs whose scores are computed, those that are masked included: on each rank the same within a tenth, and at
+    most 15% more than a part of what causal attention needs; with a window 60%, as without context parallelism."""
     length = 8192
     needed = sum(min(t + 1, window or length) for t in range(length))
     pairs, original = [0] * cp, module._attend

@@ -63,9 +63,7 @@ def of_last_layer(record):
 
 
 DENSE = [
-    name
-    for name, case in CASES.items()
-    if case.trains and not case.padded and case.cp == 1 and "moe" not in case.model
+    name for name, case in CASES.items() if case.trains and not case.padded and case.cp == 1 and "moe" not in case.model
 ]
 
 
@@ -126,8 +124,8 @@ def test_half_of_the_tokens_under_context_parallelism(seen, architectures):
     values are those that came last. Beside them: a state of the generator for each step, and where sequences and their
     halves begin.
 
-    Ours keeps gathered keys and values, of T (1 + 1 / 4) tokens, and neither its own keys nor the product that both came
-    from.
+    Ours keeps gathered keys and values, of T (1 + 1 / 4) tokens, and neither its own keys nor the product that both
+    came from.
     """
     arch, how = architectures["llama-3-70b"], {"tp": 8, "sequence_parallel": True}
     ring, ours = seen["llama-3-70b tp8 sp cp2 te"], seen["llama-3-70b tp8 sp cp2 gathered"]
@@ -136,7 +134,9 @@ def test_half_of_the_tokens_under_context_parallelism(seen, architectures):
         for name, table in TABLES.items()
     }
     assert of_last_layer(ring) == by_half["te"] + 3 * GPU_BLOCK
-    product, key = (entry for entry in LOCAL if entry.tensor.startswith(("the product", "key")) and "D" in entry.dims[2:])
+    product, key = (
+        entry for entry in LOCAL if entry.tensor.startswith(("the product", "key")) and "D" in entry.dims[2:]
+    )
     sizes = {"T": TOKENS // 2, "G": 1, "(N + 2 G)": 10, "D": 128}
     gathered = 2 * (TOKENS + TOKENS // 4) * 128 * 2
     assert of_last_layer(ours) == by_half["local"] - product.nbytes(sizes) - key.nbytes(sizes) + gathered
@@ -148,9 +148,9 @@ def test_half_of_the_tokens_under_context_parallelism(seen, architectures):
 
 
 def test_messages_of_context_parallelism(seen):
-    """Three layers, keys and values of a token 2 x 128 x 2 B. The ring of two sends a rank's once in the forward, and in
-    the backward once and then their gradients; ours gathers all, and sums the gradients of all over the ranks. Beside
-    them the optimizer's."""
+    """Three layers, keys and values of a token 2 x 128 x 2 B. The ring of two sends a rank's once in the forward, and
+    in the backward once and then their gradients; ours gathers all, and sums the gradients of all over the ranks.
+    Beside them the optimizer's."""
     both, layers = 2 * 128 * 2, 3
     wire = {name: seen[name]["wire"] for name in seen if "cp2" in name}
     found = {

@@ -22,7 +22,7 @@ HEADS, HEAD_DIM = 4, 8
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_attention_of_chunks_counts_the_keys_before_them(causal: bool) -> None:
-    """Chunks of 2 and 3 queries with 4 and 9 keys, the last aligned: 2 x 4 - 1 x 2 = 6 and 9 x 3 - 9 / 2 pairs, or all."""
+    """Chunks of 2 and 3 queries with 4 and 9 keys, the last aligned: 2 x 4 - 4 / 2 and 9 x 3 - 9 / 2 pairs, or all."""
     with a_device() as device:
         meter = device.counter = Meter(Free(), phase="train", numbers=device.known.twin)
         query, key = (unknown(tokens, HEADS, HEAD_DIM, dtype=torch.bfloat16) for tokens in (5, 13))
