@@ -38,7 +38,7 @@ def test_packed_sequences_are_padded_each_to_a_multiple_of_twice_cp():
     first, second = batching(tokens=12, tp=4, cp=2).layouts(groups, lengths)
     assert (first.columns, second.columns, first.lengths, second.lengths) == (8, 8, (5,), (2, 3))
     assert first.packed_row(CPU, group(2, 0)).lengths == (8,)
-    (wide,) = batching(tokens=40, cp=2, equal_shapes=True).layouts([(0,)], lengths)
+    wide = MicroBatchLayout((0,), (5,), (0,), rows=1, columns=40, packed=True)
     assert wide.packed_row(CPU, group(2, 0)).lengths == (8, 32), "filling is cut alike"
     (padded,) = batching(samples=3, cp=4).layouts(groups, lengths)
     assert (padded.columns, padded.starts) == (8, (0, 8, 16))
