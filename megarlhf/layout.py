@@ -234,6 +234,12 @@ def split_chunks(
     return [stages[rank::pp] for rank in range(pp)]
 
 
+def column_multiple(tp: int, cp: int) -> int:
+    """The columns of a micro-batch's grid are a multiple of this: sequence parallelism cuts a rank's into tp equal
+    parts, context parallelism all of them into 2 x cp."""
+    return tp if cp == 1 else cp * math.lcm(2, tp)
+
+
 def split_evenly(count: int, parts: int) -> list[range]:
     """`range(count)` cut into `parts` contiguous pieces whose lengths differ by at most one."""
     base, remainder = divmod(count, parts)

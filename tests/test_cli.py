@@ -176,7 +176,7 @@ def test_a_start_on_other_ranks_than_the_file_is_for_says_so(command, started, c
     assert started == [("local_ranks", 2)]
     assert "this file is for 512 ranks (run.world_size); this start has 2" in capsys.readouterr().out
     assert cli.main(command("sft", "run.nproc=2", "run.world_size=512", "actor.parallel.pp=4")) == 2
-    assert "world size 2 is not a multiple of tp x pp = 1 x 4" in (refused := capsys.readouterr().err)
+    assert "world size 2 is not a multiple of tp x cp x pp = 1 x 1 x 4" in (refused := capsys.readouterr().err)
     assert "; this file is for 512 ranks (run.world_size); this start has 2" in refused
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}.items():
         monkeypatch.setenv(name, value)
@@ -200,7 +200,7 @@ def test_a_start_on_other_ranks_than_the_file_is_for_says_so(command, started, c
         ("sft", ["train.num_steps=[1"], "override 'train.num_steps=[1': '[1' is not valid YAML; quote it"),
         ("sft", ["run.nproc=4", "actor.parallel.tp=4"], "actor.parallel.tp = 4 does not divide the 2 attention heads"),
         ("rm", ["run.nproc=3", "reward_model.parallel.tp=3"], "tp = 3 does not divide the 2 attention heads"),
-        ("sft", ["actor.parallel.pp=2"], "world size 1 is not a multiple of tp x pp = 1 x 2 = 2; use 2 ranks"),
+        ("sft", ["actor.parallel.pp=2"], "world size 1 is not a multiple of tp x cp x pp = 1 x 1 x 2 = 2; use 2 ranks"),
         ("rm", ["train.micro_batch_samples=3"], "train.mini_batch_samples = 8 is not a multiple of"),
         ("dpo", ["loss=dppo"], "did you mean 'dpo'?"),
         ("dpo", ["loss=simpo", "reference={model: {path: m}}"], "reference is given, and loss = 'simpo' does not"),

@@ -30,6 +30,7 @@ from benchmarks.rehearsal.rehearsed_run import rehearsed_rank
 
 WHOLE = {"sequence_parallel": False}
 TP2, PP2, TP2_PP2 = {"tp": 2} | WHOLE, {"pp": 2}, {"tp": 2, "pp": 2} | WHOLE
+CP2 = {"cp": 2}
 UNEVEN = {"pp": 2, "layers_per_stage": [3, 1]}
 VPP2 = {"pp": 2, "vpp": 2}
 SEQUENCE = {"tp": 2, "sequence_parallel": True}
@@ -75,6 +76,10 @@ CASES: tuple[Case, ...] = (
     Case(command="rl", dtype="bf16", packed=True, offload=AWAY),
     Case(command="rl", world_size=2, dtype="bf16", packed=True, recompute="full", offload=STREAMED),
     Case(command="rl", advantage=GRPO, parallel=TP2, world_size=2, engine_tp=2, dtype="bf16", offload=STREAMED),
+    Case(command="sft", parallel=CP2, world_size=2, packed=True),
+    Case(command="sft", model="window", parallel=CP2, world_size=2),
+    Case(command="rl", parallel=CP2, world_size=2, dtype="bf16", packed=True),
+    Case(command="rl", advantage=GRPO, parallel={"tp": 2, "cp": 2}, world_size=4, engine_tp=2, packed=True),
 )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megarlhf.architectures.architecture import Architecture
 from megarlhf.architectures.placements import Experts, Head, Spec, megatron_placements
@@ -73,18 +73,19 @@ class MegatronLayout:
     def on_ranks(self, arch: Architecture, mesh: MeshLayout) -> list[RankPlacements]:
         """What each global rank of a live mesh holds, data-parallel replicas included, in ascending order.
 
-        Expert parallelism is carved out of data parallelism, its rank varying faster.
+        Expert parallelism is carved out of context and data parallelism, its rank varying faster.
 
         Raises: ValueError as `parts`, or when the mesh is not of this layout.
         """
-        if (mesh.tp, mesh.pp) != (self.tp, self.pp) or mesh.dp % self.ep:
+        if (mesh.tp, mesh.pp) != (self.tp, self.pp) or mesh.dp * mesh.cp % self.ep:
             raise ValueError(
-                f"a mesh of tp {mesh.tp}, pp {mesh.pp}, dp {mesh.dp} does not carry tp {self.tp}, pp {self.pp}, "
-                f"ep {self.ep}; tp and pp must be equal, and ep divide dp"
+                f"a mesh of {mesh} does not carry tp {self.tp}, pp {self.pp}, ep {self.ep}; tp and pp must be equal, "
+                "and ep divide dp x cp"
             )
         parts = dict(zip(self.ranks(), self.parts(arch), strict=True))
-        at = [mesh.coordinates(rank) for rank in range(mesh.world_size)]
-        return [parts[ModelRank(pp=c.pp, ep=c.dp % self.ep, tp=c.tp)].on_rank(rank) for rank, c in enumerate(at)]
+        experts = replace(mesh, ep=self.ep).expert_layout
+        at = [experts.coordinates(rank) for rank in range(mesh.world_size)]
+        return [parts[ModelRank(pp=c.pp, ep=c.cp, tp=c.tp)].on_rank(rank) for rank, c in enumerate(at)]
 
     def chunk(
         self, arch: Architecture, head: Head, at: ModelRank, v: int, layers: range, rank: int = 0

@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from statistics import fmean
 
 from megarlhf.commands.arguments import Once, gigabits, positive
@@ -76,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _print(setup: TransferSetup, report: TransferReport, *, per_rank: bool) -> None:
     console, mesh, trainer = make_console(), setup.mesh, setup.trainer
-    ways = f"tp {mesh.tp} x pp {mesh.pp} x dp {mesh.dp} (vpp {trainer.vpp}, ep {trainer.ep})"
+    ways = f"{replace(mesh, ep=1)} (vpp {trainer.vpp}, ep {trainer.ep})"
     ranks = "by number" if mesh.order is None else " ".join(map(str, mesh.order))
     if mesh.order is not None and len(mesh.order) < mesh.world_size:
         ranks += ", and so on"

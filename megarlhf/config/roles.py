@@ -82,7 +82,8 @@ class ParallelConfig(FrozenModel):
     of which rank p holds number p, p + pp, and so on. Ranks wait for the first and the last micro-batch a vpp-th as
     long; there are vpp times as many messages, and more activations are in flight. Needs pp > 1."""
     cp: PositiveInt = 1
-    """Context-parallel size; 1 for now."""
+    """Context-parallel size: each sequence is cut over so many ranks, which give each other their keys and values in
+    every layer. For sequences whose activations do not fit. Sequences are padded to a multiple of 2 x cp tokens."""
     ep: PositiveInt = 1
     """Expert-parallel size: between so many data-parallel (and context-parallel) neighbours the experts of a layer are
     shared out; divides the experts and dp x cp. Tokens travel to their experts and back in every layer. Inside an
@@ -97,9 +98,6 @@ class ParallelConfig(FrozenModel):
 
     @model_validator(mode="after")
     def _check(self) -> ParallelConfig:
-        for name in ("cp",):
-            if getattr(self, name) != 1:
-                raise ValueError(f"{name} = {getattr(self, name)} is not supported yet; set it to 1 and use tp and pp")
         if self.sequence_parallel and self.tp == 1:
             raise ValueError("sequence_parallel needs tp > 1; got tp = 1: set sequence_parallel to false")
         if self.vpp > 1 and self.pp == 1:
@@ -123,23 +121,25 @@ class ParallelConfig(FrozenModel):
     def layout(self, world_size: int, role: str = "actor") -> MeshLayout:
         """The layout on `world_size` ranks; dp follows.
 
-        Raises: ValueError when tp x pp does not divide the world size.
+        Raises: ValueError when tp x cp x pp does not divide the world size.
         """
-        model = self.tp * self.pp
+        model = self.tp * self.cp * self.pp
         dp, remainder = divmod(world_size, model)
         if remainder or not dp:
             near = sorted({max(dp, 1) * model, (dp + 1) * model})
             raise ValueError(
-                f"{role}.parallel: world size {world_size} is not a multiple of tp x pp = {self.tp} x {self.pp} "
-                f"= {model}; use {' or '.join(map(str, near))} ranks (run.nproc), "
+                f"{role}.parallel: world size {world_size} is not a multiple of tp x cp x pp = {self.tp} x {self.cp} x "
+                f"{self.pp} = {model}; use {' or '.join(map(str, near))} ranks (run.nproc), "
                 f"or change {role}.parallel"
             )
-        if dp % self.ep:
+        if dp * self.cp % self.ep:
+            shared = f"dp = {dp}" if self.cp == 1 else f"dp x cp = {dp} x {self.cp}"
             raise ValueError(
-                f"{role}.parallel.ep = {self.ep} does not divide dp = {dp}, which follows from {world_size} ranks and "
-                f"tp x pp = {model}; choose a divisor of {dp}, or ranks in multiples of {model * self.ep}"
+                f"{role}.parallel.ep = {self.ep} does not divide {shared}, which follows from {world_size} ranks and "
+                f"tp x cp x pp = {model}; choose a divisor of {dp * self.cp}, or ranks in multiples of "
+                f"{model * self.ep}"
             )
-        return MeshLayout(tp=self.tp, pp=self.pp, dp=dp, ep=self.ep)
+        return MeshLayout(tp=self.tp, cp=self.cp, pp=self.pp, dp=dp, ep=self.ep)
 
 
 class OptimConfig(FrozenModel):

@@ -75,7 +75,9 @@ class MicroBatchConfig(FrozenModel):
 
     max_tokens_per_micro_batch: PositiveInt | None = None
     """Packed: sequences end to end, up to so many tokens per forward of one data-parallel rank, balanced over ranks by
-    what they cost. No sequence is split, so the longest must fit (both of a pair, in `rm` and `dpo`)."""
+    what they cost. No sequence is split, so the longest must fit (both of a pair, in `rm` and `dpo`). Tokens are those
+    of whole sequences also under context parallelism, where each of cp ranks holds 1/cp of them: cp times as many take
+    the memory of a rank."""
     micro_batch_samples: PositiveInt | None = None
     """Padded: so many samples per forward of one data-parallel rank, all as long as the longest of the step."""
 

@@ -3,8 +3,8 @@
 Rows are either padded on the right, so that a causal mask already keeps padding out of every real position, or
 packed (`parallel/packed_rows.py`).
 
-Legend: S sequence, B batch, T tokens of a packed row, N query heads and G key-value groups of this rank, D head
-dimension.
+Legend: S sequence, B batch, T tokens of a packed row, S' and T' those of them that are this rank's (all but under
+context parallelism), N query heads and G key-value groups of this rank, D head dimension.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ import copy
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import all_gather_last_dim_from_tensor_parallel_region
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
@@ -22,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from megarlhf.models.elementwise import rotate
-from megarlhf.models.packed_attention import packed_attention
+from megarlhf.models.packed_attention import chunks_attention, gather_keys, packed_attention
 from megarlhf.parallel.packed_rows import PackedRow
 
 
@@ -32,11 +34,17 @@ class CausalAttention(nn.Module):
     Without a stored [S, S] matrix where torch has a kernel for it; a window that bites needs the mask.
     """
 
-    def __init__(self, config: TransformerConfig, *_: Any, softmax_scale: float | None = None, **__: Any) -> None:
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *_: Any,
+        softmax_scale: float | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        **__: Any,
+    ) -> None:
         super().__init__()
-        if config.context_parallel_size != 1:
-            raise ValueError("CausalAttention has no context parallelism; set cp to 1 or use the TE spec")
         self.softmax_scale = softmax_scale
+        self.cp_group = context_group(config, pg_collection)
         # Megatron's pair (tokens to the left, tokens to the right); ours counts the token itself.
         self.window = None if config.window_size is None else config.window_size[0] + 1
 
@@ -51,12 +59,15 @@ class CausalAttention(nn.Module):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """[S, B, N, D], [S, B, G, D] twice -> [S, B, N x D]; of a packed row S = T and B = 1."""
+        """[S', B, N, D], [S', B, G, D] twice -> [S', B, N x D]; of a packed row S' = T' and B = 1."""
         assert (attention_mask, attention_bias) == (None, None), "causal attention only"
         if packed_seq_params is not None:
             row, query, key, value = open_packed_row(packed_seq_params, query_SBND, key_SBGD, value_SBGD)
             context_TND = packed_attention(query, key, value, row, scale=self.softmax_scale, window=self.window)
             return context_TND.flatten(1).unsqueeze(1)
+        if self.cp_group is not None:
+            how: dict[str, Any] = {"scale": self.softmax_scale, "window": self.window}
+            return share_of_padded_rows(query_SBND, key_SBGD, value_SBGD, self.cp_group, **how)
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query_SBND, key_SBGD, value_SBGD))
         length = query.size(2)
         band_SS = None
@@ -74,8 +85,34 @@ class CausalAttention(nn.Module):
         return context_BNSD.permute(2, 0, 1, 3).flatten(2).contiguous()
 
 
+def context_group(config: TransformerConfig, pg_collection: ProcessGroupCollection | None) -> dist.ProcessGroup | None:
+    """Over which sequences are cut; None without context parallelism."""
+    if config.context_parallel_size == 1:
+        return None
+    assert pg_collection is not None, "context parallelism needs the groups of the mesh"
+    return pg_collection.cp
+
+
+def share_of_padded_rows(
+    query_SBND: Tensor,
+    key_SBGD: Tensor,
+    value_SBGD: Tensor,
+    cp_group: dist.ProcessGroup,
+    *,
+    scale: float | None,
+    window: int | None,
+) -> Tensor:
+    """This rank's chunks of padded rows: [S', B, N, D], [S', B, G, D] twice -> [S', B, N x D]."""
+    key_SBGD, value_SBGD = gather_keys(key_SBGD, value_SBGD, cp_group)
+    query, key, value = (x.transpose(0, 1) for x in (query_SBND, key_SBGD, value_SBGD))
+    context_BSND = chunks_attention(
+        *(query, key, value), cp=cp_group.size(), rank=cp_group.rank(), scale=scale, window=window
+    )
+    return context_BSND.transpose(0, 1).flatten(2).contiguous()
+
+
 def open_packed_row(row: PackedSeqParams, *inputs_T1ND: Tensor) -> tuple[PackedRow, Tensor, Tensor, Tensor]:
-    """The row and its query, key and value, [T, 1, heads, D] -> [T, heads, D], query and key turned by position."""
+    """The row and its query, key and value, [T', 1, heads, D] -> [T', heads, D], query and key turned by position."""
     assert isinstance(row, PackedRow), f"packed rows come as PackedRow, got {type(row).__name__}"
     rows = inputs_T1ND[0].size(1)
     assert rows == 1, f"a packed row stands alone in its batch, got {rows} rows"
@@ -97,13 +134,17 @@ class PackedRowAttention:
     That is `thd`, in which query and output have no batch axis. Upstream turns the causal mask into the
     padding-causal one that TransformerEngine asks for with it. Padded rows go on unchanged.
 
-    TransformerEngine's kernels for `thd` take 16 bits: packed rows of wider numbers go our own way.
+    TransformerEngine's kernels for `thd` take 16 bits: packed rows of wider numbers go our own way. So do, under
+    context parallelism, rows with a window: its ring of ranks has none. Its other rows go round that ring; they are cut
+    over the ranks as it wants them, and `thd` states whole sequences.
     """
 
     def __init__(self, config: TransformerConfig, *args: Any, softmax_scale: float | None = None, **named: Any) -> None:
         super().__init__(config, *args, softmax_scale=softmax_scale, **named)  # type: ignore[call-arg]
-        self.packed_scale = softmax_scale
-        self.packed_window = None if config.window_size is None else config.window_size[0] + 1
+        self.own_scale = softmax_scale
+        self.own_window = None if config.window_size is None else config.window_size[0] + 1
+        self.own_group = context_group(config, named.get("pg_collection"))
+        self.own_way = self.own_group is not None and self.own_window is not None
 
     def forward(
         self,
@@ -116,18 +157,22 @@ class PackedRowAttention:
         packed_seq_params: PackedSeqParams | None = None,
         **named: Any,
     ) -> Tensor:
-        """[S, B, N, D], [S, B, G, D] twice -> [S, B, N x D]; of a packed row S = T and B = 1."""
+        """[S', B, N, D], [S', B, G, D] twice -> [S', B, N x D]; of a packed row S' = T' and B = 1."""
         core_options = {"attn_mask_type": attn_mask_type, "attention_bias": attention_bias, **named}
         core = super().forward  # type: ignore[misc]
+        if packed_seq_params is None and self.own_way:
+            assert self.own_group is not None
+            how: dict[str, Any] = {"scale": self.own_scale, "window": self.own_window}
+            return share_of_padded_rows(query_SBND, key_SBGD, value_SBGD, self.own_group, **how)
         if packed_seq_params is None:
             return core(query_SBND, key_SBGD, value_SBGD, attention_mask, **core_options)
         assert attention_mask is None, "causal attention only"
         row, query, key, value = open_packed_row(packed_seq_params, query_SBND, key_SBGD, value_SBGD)
-        if query.dtype in (torch.float16, torch.bfloat16):
+        if query.dtype in (torch.float16, torch.bfloat16) and not self.own_way:
             context_TX: Tensor = core(query, key, value, None, packed_seq_params=row.thd(), **core_options)
         else:
-            context_TX = packed_attention(query, key, value, row, scale=self.packed_scale, window=self.packed_window)
-        return context_TX.reshape(row.num_tokens, 1, -1)
+            context_TX = packed_attention(query, key, value, row, scale=self.own_scale, window=self.own_window)
+        return context_TX.reshape(row.num_local_tokens, 1, -1)
 
 
 def with_packed_rows(core: type) -> type:

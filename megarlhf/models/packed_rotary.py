@@ -11,6 +11,7 @@ import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from torch import Tensor
 
+from megarlhf.parallel.context import zigzag
 from megarlhf.parallel.packed_rows import PackedRow
 
 
@@ -25,6 +26,7 @@ class PackedRotary(RotaryEmbedding):
     def __init__(self, *, dtype: torch.dtype, **named: Any) -> None:
         super().__init__(**named)
         self.dtype = dtype
+        self.cp = 1 if self.cp_group is None else self.cp_group.size()
 
     def get_rotary_seq_len(self, *inputs: Any) -> int | PackedRow:
         """The packed row, which a GPTModel gives last; otherwise the number of positions of a padded one."""
@@ -33,9 +35,12 @@ class PackedRotary(RotaryEmbedding):
     def forward(
         self, row: int | PackedRow, offset: int = 0, packed_seq: bool = False, cp_group: Any = None
     ) -> Tensor | None:
-        """How many positions count from 0 -> their angles [S, 1, 1, D], radians. A packed row is given its own."""
+        """How many positions count from 0 -> the angles of this rank's, [S / cp, 1, 1, D], radians. A packed row is
+        given its own."""
         if not isinstance(row, PackedRow):
-            return super().forward(row, offset, packed_seq, cp_group)
+            # Upstream cuts the table over the ranks by an index in pinned memory, which there is with CUDA only.
+            angles_S11D: Tensor = super().forward(row, offset, True)
+            return angles_S11D if self.cp == 1 else angles_S11D[zigzag([row], self.cp, self.cp_group.rank())]
         assert row.positions_T is not None, "a packed row comes from packed_row()"
         assert self.seq_len_interpolation_factor is None, "packed rows know no interpolated positions"
         frequencies_D = self.inv_freq.to(row.positions_T.device)

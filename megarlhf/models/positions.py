@@ -10,6 +10,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from megarlhf.architectures.architecture import Architecture
+from megarlhf.layout import column_multiple
 
 
 class PositionTable(nn.Module):
@@ -23,7 +24,7 @@ class PositionTable(nn.Module):
         super().__init__()
         self.offset = arch.position_offset
         self.num_positions = arch.max_positions
-        self.tp = config.tensor_model_parallel_size
+        self.beyond = column_multiple(config.tensor_model_parallel_size, config.context_parallel_size) - 1
         self.deterministic = config.deterministic_mode
         rows = arch.max_positions + arch.position_offset
         self.weight = nn.Parameter(torch.empty(rows, config.hidden_size, dtype=config.params_dtype))
@@ -31,15 +32,15 @@ class PositionTable(nn.Module):
     def forward(self, positions_BS: Tensor) -> Tensor:
         """[B, S] int64 -> [B, S, H].
 
-        A grid's length is rounded up to a multiple of tp: up to tp - 1 columns of padding may lie beyond the
-        table. They read its last row, and no token sees them. A packed row may be any length, its positions not.
+        A grid's length is rounded up (`layout.column_multiple`): some columns of padding may lie beyond the table. They
+        read its last row, and no token sees them. A packed row may be any length, its positions not.
         """
         if positions_BS.device.type == "cpu":
             count = int(positions_BS.max()) + 1
-            assert count < self.num_positions + self.tp, f"{count} positions, the table has {self.num_positions}"
+            assert count <= self.num_positions + self.beyond, f"{count} positions, the table has {self.num_positions}"
         else:  # not asked for here: that would mean waiting for the device
             torch._assert_async(
-                (positions_BS < self.num_positions + self.tp - 1).all(),
+                (positions_BS < self.num_positions + self.beyond).all(),
                 f"a position lies beyond the table, which has {self.num_positions}",
             )
         rows_BS = positions_BS.clamp(max=self.num_positions - 1) + self.offset

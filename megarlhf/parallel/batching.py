@@ -13,11 +13,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megarlhf.config import MicroBatchConfig
 from megarlhf.experience import Ragged
-from megarlhf.layout import split_evenly
+from megarlhf.layout import column_multiple, split_evenly
+from megarlhf.parallel.context import ranges
 from megarlhf.parallel.mesh import Mesh
 from megarlhf.parallel.packed_rows import PackedRow, packed_row
 from megarlhf.parallel.packing import Cost, pack
@@ -44,9 +46,13 @@ def split_padded(samples: Sequence[int], dp: int, micro_batch_samples: int) -> l
 
 
 def padded_length(longest: int, mesh: Mesh) -> int:
-    """Columns of the grid for rows of up to `longest` tokens; sequence parallelism needs a multiple of tp."""
-    tp = mesh.layout.tp
-    return -(-longest // tp) * tp
+    """Columns of the grid for rows of up to `longest` tokens: see `layout.column_multiple`."""
+    return round_up(longest, column_multiple(mesh.layout.tp, mesh.layout.cp))
+
+
+def round_up(number: int, multiple: int) -> int:
+    """The least multiple that is not below `number`."""
+    return -(-number // multiple) * multiple
 
 
 @dataclass(frozen=True)
@@ -63,13 +69,20 @@ class MicroBatchLayout:
     columns: int
     packed: bool
 
-    def packed_row(self, device: torch.device) -> PackedRow | None:
+    def packed_row(self, device: torch.device, cp_group: dist.ProcessGroup | None = None) -> PackedRow | None:
         """Where the sequences of a packed row begin, None for padded rows. What is left of the row is cut into short
-        sequences of its own, over which attention costs next to nothing."""
+        sequences of its own, over which attention costs next to nothing.
+
+        Under context parallelism a sequence ends where the next begins: the padding after it is its own, which no
+        token of it sees.
+        """
         if not self.packed:
             return None
-        fillers, remainder = divmod(self.columns - sum(self.lengths), FILLER_LENGTH)
-        return packed_row([*self.lengths, *[FILLER_LENGTH] * fillers, *[remainder] * (remainder > 0)], device)
+        multiple = 1 if cp_group is None else 2 * cp_group.size()
+        filler = round_up(FILLER_LENGTH, multiple)
+        lengths = [round_up(length, multiple) for length in self.lengths]
+        fillers, remainder = divmod(self.columns - sum(lengths), filler)
+        return packed_row([*lengths, *[filler] * fillers, *[remainder] * (remainder > 0)], device, cp_group)
 
     @property
     def ends_K(self) -> Tensor:
@@ -116,12 +129,6 @@ class TokenSpans:
             f"sequence {int(empty[0])} has an empty prompt: nothing predicts its first response token"
         )
         return TokenSpans(prompt_lengths_N - 1, response_lengths_N)
-
-
-def ranges(starts_K: Tensor, counts_K: Tensor) -> Tensor:
-    """[start, start + count) of each pair, end to end. Integers on the CPU -> [sum of counts]."""
-    ends_K = counts_K.cumsum(0)
-    return torch.arange(int(counts_K.sum())) + (starts_K - ends_K + counts_K).repeat_interleave(counts_K)
 
 
 def scatter_to_micro_batch(layout: MicroBatchLayout, table: Ragged, spans: TokenSpans, fill: float = 0) -> Tensor:
@@ -211,22 +218,24 @@ class Batching:
         return [[layout(padded) for padded in micro_batches] for micro_batches in by_rank]
 
     def _packed(self, groups: Sequence[Sequence[int]], lengths: list[int], budget: int) -> list[list[MicroBatchLayout]]:
+        multiple = 1 if self.mesh.layout.cp == 1 else 2 * self.mesh.layout.cp
+        spaces = [round_up(length, multiple) for length in lengths]
         micro_batches_by_rank = pack(
-            [[lengths[n] for n in group] for group in groups],
+            [[spaces[n] for n in group] for group in groups],
             num_ranks=self.mesh.layout.dp,
-            max_tokens=budget,
+            max_tokens=round_up(budget, multiple),
             cost=self.cost,
         )
 
         def layout(chosen_groups: Sequence[int]) -> MicroBatchLayout:
             sequences = tuple(itertools.chain.from_iterable(groups[n] for n in chosen_groups))
-            own_lengths = tuple(lengths[n] for n in sequences)
+            own_spaces = [spaces[n] for n in sequences]
             return MicroBatchLayout(
                 sequences=sequences,
-                lengths=own_lengths,
-                starts=tuple(itertools.accumulate(own_lengths, initial=0))[:-1],
+                lengths=tuple(lengths[n] for n in sequences),
+                starts=tuple(itertools.accumulate(own_spaces, initial=0))[:-1],
                 rows=1,
-                columns=padded_length(max(sum(own_lengths), 1), self.mesh),
+                columns=padded_length(max(sum(own_spaces), 1), self.mesh),
                 packed=True,
             )
 

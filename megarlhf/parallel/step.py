@@ -32,9 +32,11 @@ from torch import Tensor
 from megarlhf.config import OffloadConfig, OptimConfig
 from megarlhf.parallel.batching import MicroBatchLayout, padded_length
 from megarlhf.parallel.chunks import Model, chunks_of
+from megarlhf.parallel.context import ContextShare, context_share
 from megarlhf.parallel.megatron_cpu import megatron_device
 from megarlhf.parallel.mesh import Mesh
 from megarlhf.parallel.optimizer_pieces import PIECE_BYTES, optimizers_in, pieces_of, step_in_pieces
+from megarlhf.parallel.packed_rows import PackedRow
 from megarlhf.parallel.pipeline import KnownShapes
 from megarlhf.parallel.residency import Residency, RoleParts, Tensors
 
@@ -49,6 +51,8 @@ class MicroBatch:
     """Whatever the loss needs."""
     layout: MicroBatchLayout | None = None
     """Where the sequences stand; None: each row is one, from its first column on."""
+    share: ContextShare | None = None
+    """Which columns this rank has computed, for what goes on with hidden states: set by the forward. None: all."""
 
 
 class Loss(Protocol):
@@ -114,21 +118,26 @@ def _run(
     # the last micro-batch, it does behind one that reaches every parameter.
     fillers = [filler] * (-len(batches) % mesh.layout.pp if vpp > 1 else 0)
     all_batches = [*fillers, *batches]
+    cp_group = mesh.groups.cp if mesh.layout.cp > 1 else None
 
     def step(batches_left: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
         batch = next(batches_left)
-        tokens_BS = batch.tokens_BS
-        row = None if batch.layout is None else batch.layout.packed_row(tokens_BS.device)
-        positions_S = torch.arange(tokens_BS.size(1), device=tokens_BS.device) if row is None else row.positions_T
-        assert positions_S is not None
+        is_filler, tokens_BS = batch is filler, batch.tokens_BS
+        row = None if batch.layout is None else batch.layout.packed_row(tokens_BS.device, cp_group)
+        positions_S, share = _positions_and_share(tokens_BS, row, cp_group)
+        if share is not None:
+            tokens_BS, batch = share.cut(tokens_BS), replace(batch, share=share)
         output = model(tokens_BS, positions_S.expand(tokens_BS.shape), None, packed_seq_params=row)
-        return output, _nothing if batch is filler else partial(on_output, batch=batch)
+        if share is not None and output.size(-1) == 1 and mesh.is_last_stage:
+            # Scores of a scalar head. Hidden states stay as they are: log-probs are made from them on each rank.
+            output = share.whole(output.squeeze(-1)).unsqueeze(-1)
+        return output, _nothing if is_filler else partial(on_output, batch=batch)
 
     pipelined: dict[str, Any] = {}
     with megatron_device(mesh.runtime.device):
         if mesh.layout.pp > 1:
-            # What travels under sequence parallelism is this rank's stretch of positions.
-            cut = mesh.layout.tp if config.sequence_parallel else 1
+            # What travels is this rank's share of the positions, under sequence parallelism a stretch of it.
+            cut = mesh.layout.cp * (mesh.layout.tp if config.sequence_parallel else 1)
             shapes = [[b.tokens_BS.size(1) // cut, b.tokens_BS.size(0), config.hidden_size] for b in all_batches]
             pipelined["p2p_communicator"] = KnownShapes(mesh.groups.pp, config, shapes)
         each = [iter(all_batches) for _ in chunks]
@@ -164,8 +173,21 @@ def _nothing(output: Tensor, non_loss_data: bool = False) -> tuple[Tensor, Tenso
     return output.sum() * 0.0, torch.zeros((), dtype=torch.int, device=output.device), None
 
 
+def _positions_and_share(
+    tokens_BS: Tensor, row: PackedRow | None, cp_group: dist.ProcessGroup | None
+) -> tuple[Tensor, ContextShare | None]:
+    """Of a micro-batch's columns: the positions of those that this rank computes, and which they are."""
+    if row is not None:
+        assert row.positions_T is not None
+        return row.positions_T, row.share
+    length, device = tokens_BS.size(1), tokens_BS.device
+    share = None if cp_group is None else context_share([length], cp_group, device)
+    return (torch.arange(length, device=device) if share is None else share.own_S), share
+
+
 class Trainer:
-    """A model part with gradient buffers and an optimizer around it, sharded over data-parallel ranks.
+    """A model part with gradient buffers and an optimizer around it, sharded over data- and context-parallel
+    ranks, which hold the same weights.
 
     Weights must be in the module before this is made: the optimizer copies them.
     """
@@ -185,8 +207,8 @@ class Trainer:
         """How often this process has begun to change the weights."""
         self.before_update: Callable[[], None] = lambda: None
         """Called on every rank before the weights are changed."""
-        # On one data-parallel rank there is nothing to shard, and its collectives would be copies.
-        shard = mesh.layout.dp > 1
+        # On one such rank there is nothing to shard, and its collectives would be copies.
+        shard = mesh.layout.dp * mesh.layout.cp > 1
         with megatron_device(mesh.runtime.device):
             self.chunks = tuple(
                 DistributedDataParallel(
@@ -266,7 +288,8 @@ class Trainer:
         return float(self.scheduler.get_lr(self.optimizer.param_groups[0]))
 
     def accumulate(self, batches: Sequence[MicroBatch], loss: Loss) -> dict[str, float]:
-        """Forward and backward over this rank's micro-batches; gradients end summed over data-parallel ranks.
+        """Forward and backward over this rank's micro-batches; gradients end summed over data- and
+        context-parallel ranks.
 
         Returns: the loss's sums over the whole mini-batch, on every rank; `loss` is among them.
         """
@@ -308,7 +331,7 @@ class Trainer:
         return float(agreed)
 
     def own_gradients(self) -> dict[str, Tensor]:
-        """By parameter, what this data-parallel rank, and no other of them, has of the summed gradient: flat."""
+        """By parameter, what this rank, and no other with the same weights, has of the summed gradient: flat."""
         found = {}
         parameters: list[tuple[str, Any]] = list(self.module.named_parameters())
         for optimizer in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):

@@ -3,8 +3,11 @@
 Hidden states stand as Megatron has them, position before row: under sequence parallelism each rank holds a stretch of
 positions, and the ranks' parts, one after the other, are the whole.
 
-Legend: B rows, S positions (of them S / tp on a rank under sequence parallelism), H hidden, V vocabulary columns of
-this rank, K chosen positions.
+Under context parallelism a rank has the hidden states of its share of the positions only. Its log-probs are gathered:
+what comes out is of whole rows.
+
+Legend: B rows, S positions (S' this rank's share of them, S' / tp on a rank under sequence parallelism), H hidden, V
+vocabulary columns of this rank, K chosen positions.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from torch import Tensor
 from megarlhf.kernels import Backend, linear_token_logprobs
 from megarlhf.kernels.matmul import as_matmul_input, matmul_into
 from megarlhf.kernels.statistics import working_dtype
+from megarlhf.parallel.context import ContextShare
 
 
 @dataclass(frozen=True)
@@ -51,19 +55,23 @@ def next_token_logprobs(
     tokens_BS: Tensor,
     mask_BS: Tensor,
     *,
+    share: ContextShare | None = None,
     temperature: float = 1.0,
     return_entropy: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Log-prob and entropy at each masked position t of the token at t + 1.
 
-    Shapes:  hidden_SBH [S, B, H], or [S / tp, B, H] of this rank under sequence parallelism; tokens_BS and mask_BS
+    Shapes:  hidden_SBH [S', B, H], or [S' / tp, B, H] of this rank under sequence parallelism; tokens_BS and mask_BS
              [B, S] -> ([B, S], [B, S]) fp32, 0 elsewhere; without `return_entropy` the second is 0 everywhere.
+             `share` is that of the forward that made the hidden states (`MicroBatch.share`).
              The last position has no next token: mask_BS[:, -1] is False.
     Cost:    only the masked rows are multiplied; a prompt token needs no log-prob. No logits are kept but what
              `save_bytes` allows: see `kernels.linear_token_logprobs`.
     """
-    num_rows, length = tokens_BS.shape
+    num_rows = tokens_BS.size(0)
     labels_BS = tokens_BS.roll(-1, dims=1)
+    if share is not None:  # the next token of one of ours may be another rank's: of the whole row
+        labels_BS, mask_BS = share.cut(labels_BS), share.cut(mask_BS)
     results = linear_token_logprobs(
         hidden_SBH.flatten(0, 1),
         vocabulary.weight(),
@@ -77,19 +85,32 @@ def next_token_logprobs(
         return_entropy=return_entropy,
         backend=vocabulary.backend,
     )
-    logprobs_BS, entropy_BS = (column_T.view(length, num_rows).t() for column_T in results)
-    return logprobs_BS, entropy_BS
+    logprobs_BS, entropy_BS = (column_T.view(-1, num_rows).t() for column_T in results)
+    if share is None:
+        return logprobs_BS, entropy_BS
+    if return_entropy:
+        logprobs_BS, entropy_BS = share.whole(torch.stack([logprobs_BS, entropy_BS])).unbind()
+        return logprobs_BS, entropy_BS
+    logprobs_BS = share.whole(logprobs_BS)
+    return logprobs_BS, torch.zeros_like(logprobs_BS)
 
 
-def logits_at(vocabulary: Vocabulary, hidden_SBH: Tensor, rows_K: Tensor, positions_K: Tensor) -> Tensor:
+def logits_at(
+    vocabulary: Vocabulary,
+    hidden_SBH: Tensor,
+    rows_K: Tensor,
+    positions_K: Tensor,
+    *,
+    share: ContextShare | None = None,
+) -> Tensor:
     """Logits over the whole vocabulary where `rows_K` and `positions_K` point, for sampling and for comparisons.
 
-    Shapes:  hidden_SBH as in `next_token_logprobs`, rows_K and positions_K [K] int64 -> [K, true vocabulary] fp32,
-             the same on every rank of the tensor-parallel group. No gradient.
+    Shapes:  hidden_SBH and `share` as in `next_token_logprobs`, rows_K and positions_K [K] int64 -> [K, true
+             vocabulary] fp32, the same on every rank of the tensor- and context-parallel groups. No gradient.
     Memory:  K x padded vocabulary, twice under tensor parallelism: choose few positions.
     """
     with torch.no_grad():
-        hidden_KH = _hidden_at(vocabulary, hidden_SBH, rows_K, positions_K)
+        hidden_KH = _hidden_at(vocabulary, hidden_SBH, rows_K, positions_K, share)
         weight_VH = vocabulary.weight()
         local_KV = torch.empty(
             len(rows_K), weight_VH.size(0), dtype=working_dtype(hidden_SBH), device=hidden_SBH.device
@@ -102,13 +123,22 @@ def logits_at(vocabulary: Vocabulary, hidden_SBH: Tensor, rows_K: Tensor, positi
         return local_KV[:, : vocabulary.true_vocab]
 
 
-def _hidden_at(vocabulary: Vocabulary, hidden_SBH: Tensor, rows_K: Tensor, positions_K: Tensor) -> Tensor:
-    """[K, H]. Under sequence parallelism a position is one rank's: the others add zeros."""
-    if vocabulary.group is None or not vocabulary.sequence_parallel:
+def _hidden_at(
+    vocabulary: Vocabulary, hidden_SBH: Tensor, rows_K: Tensor, positions_K: Tensor, share: ContextShare | None
+) -> Tensor:
+    """[K, H]. Under sequence and context parallelism a position is one rank's: the others add zeros."""
+    groups = []
+    if share is not None:
+        groups.append(share.group)
+        positions_K = share.place_S[positions_K] - share.group.rank() * len(share.own_S)
+    if vocabulary.group is not None and vocabulary.sequence_parallel:
+        groups.append(vocabulary.group)
+        positions_K = positions_K - vocabulary.group.rank() * hidden_SBH.size(0)
+    if not groups:
         return hidden_SBH[positions_K, rows_K]
     here = hidden_SBH.size(0)
-    local_K = positions_K - vocabulary.group.rank() * here
-    mine_K = (local_K >= 0) & (local_K < here)
-    hidden_KH = hidden_SBH[local_K.clamp(0, here - 1), rows_K].masked_fill(~mine_K[:, None], 0.0)
-    dist.all_reduce(hidden_KH, group=vocabulary.group)
+    mine_K = (positions_K >= 0) & (positions_K < here)
+    hidden_KH = hidden_SBH[positions_K.clamp(0, here - 1), rows_K].masked_fill(~mine_K[:, None], 0.0)
+    for group in groups:
+        dist.all_reduce(hidden_KH, group=group)
     return hidden_KH

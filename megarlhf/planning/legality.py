@@ -12,7 +12,7 @@ def check_role(role: str, section: RoleConfig, world_size: int) -> tuple[Archite
     """The role's architecture and layout.
 
     Raises: ValueError naming the numbers when tp does not divide heads or the MLP, or fits neither way with the KV
-    heads, when the layers do not divide by pp, when the world does not divide by tp x pp, or when Megatron-Core
+    heads, when the layers do not divide by pp, when the world does not divide by tp x cp x pp, or when Megatron-Core
     cannot compute the architecture.
     """
     arch = architecture_from_hf(section.model.hf_directory())

@@ -211,7 +211,10 @@ def _tiers(setup: TransferSetup, plan: CopyPlan, tiered: TieredPlan, nodes: int)
 
 def as_json(setup: TransferSetup, report: TransferReport) -> dict[str, Any]:
     """The report and what it is of, in plain types; the formula's figures also as averages over ranks."""
-    layout = {key: getattr(setup.trainer, key) for key in ("tp", "pp", "vpp", "ep")} | {"dp": setup.mesh.dp}
+    layout = {key: getattr(setup.trainer, key) for key in ("tp", "pp", "vpp", "ep")} | {
+        "cp": setup.mesh.cp,
+        "dp": setup.mesh.dp,
+    }
     return {
         "model_type": setup.arch.model_type,
         "layout": layout,

@@ -1,9 +1,10 @@
 """Which ranks are rehearsed: one of each kind.
 
 Ranks are of one kind when they hold the same stages of every role and their collectives are alike. Tensor-parallel
-neighbours are; data-parallel ranks differ in how long their sequences are, so of them those with the most and the least
-work are taken, and the one that trains the largest micro-batch. Which positions of it predict responses is not asked:
-where logits are large, another rank may need more.
+neighbours are, and context-parallel ones but for the partial outputs of TransformerEngine's ring, of which the last has
+the most: it is taken. Data-parallel ranks differ in how long their sequences are, so of them those with the most and
+the least work are taken, and the one that trains the largest micro-batch. Which positions of it predict responses is
+not asked: where logits are large, another rank may need more.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def stages_of(rank: int, layouts: Mapping[str, MeshLayout]) -> Stages:
 
 def first_rank(layouts: Mapping[str, MeshLayout], main: str) -> int:
     """The rank that is rehearsed first, and says how much work each has."""
-    return layouts[main].rank_at()
+    return layouts[main].rank_at(cp=layouts[main].cp - 1)
 
 
 def chosen(layouts: Mapping[str, MeshLayout], main: str, shares: Shares) -> list[Kind]:
@@ -49,7 +50,7 @@ def chosen(layouts: Mapping[str, MeshLayout], main: str, shares: Shares) -> list
     kinds: dict[int, Kind] = {}
     for dp, why in _pipelines(layouts, main, shares).items():
         for pp in range(mesh.pp):
-            rank = mesh.rank_at(dp=dp, pp=pp)
+            rank = mesh.rank_at(dp=dp, pp=pp, cp=mesh.cp - 1)
             stages = stages_of(rank, layouts)
             kinds.setdefault(rank, Kind(rank, stages, len(of_stages[stages]), why))
     covered = {kind.stages for kind in kinds.values()}

@@ -19,7 +19,7 @@ from megarlhf.weights.plan.traffic import model_elements
 BYTES = {"fp32": 4, "bf16": 2}
 GRADIENT, MOMENTS = 4, 8
 """Bytes of a parameter that is trained, beside its own: a gradient in fp32 and two moments. These, and a main parameter
-in fp32 of one that is itself in bf16, are spread over data-parallel ranks."""
+in fp32 of one that is itself in bf16, are spread over data- and context-parallel ranks."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ def least_bytes(cfg: Any, world_size: int, *, gpu: bool = True) -> int:
         parameters, gradients, optimizer = own * BYTES[dtype], 0.0, 0.0
         if name in trained:
             main = 0 if dtype == "fp32" else 4
-            gradients, optimizer = own * GRADIENT, own * (main + MOMENTS) / layout.dp
+            gradients, optimizer = own * GRADIENT, own * (main + MOMENTS) / (layout.dp * layout.cp)
         offload = section.offload
         optimizer_is = "stream" if offload.optimizer == "auto" and auto else offload.optimizer
         parts = ((parameters, offload.parameters), (gradients, offload.gradients), (optimizer, optimizer_is))

@@ -5,7 +5,8 @@ the tensors of the table in `transformer_engine.py`, which has the sources. They
 our local layer spec under the same names. They compute no numbers: they are for a rehearsed device only.
 
 Legend: S sequence (a shard of it under sequence parallelism), B batch, R rows of a product (tokens), H input width, O
-output width; T tokens of a packed row, N query heads and G key-value groups of this rank, D head dimension.
+output width; T tokens of a packed row, S' and T' this rank's of them under context parallelism, N query heads and G
+key-value groups of this rank, D head dimension.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from megarlhf.models.attention import CausalAttention, open_packed_row
 from megarlhf.models.packed_attention import packed_attention
 from megarlhf.rehearsal.fused import add_product, pass_over
 from megarlhf.rehearsal.interfaces import storage_key, varlen_attn, varlen_attn_backward
+from megarlhf.rehearsal.te_ring import ring_attention
 
 SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 CUBLAS_WORKSPACE = 32 * 2**20 + 1024
@@ -250,12 +252,14 @@ class _NormLinear(torch.autograd.Function):
 
 
 class Attention(nn.Module):
-    """TEDotProductAttention with cuDNN's kernels, which it prefers on Hopper and later, in place of CausalAttention."""
+    """TEDotProductAttention with cuDNN's kernels, which it prefers on Hopper and later, in place of CausalAttention.
+    Under context parallelism with its ring of ranks (`te_ring.py`), or, with a window, in our own way."""
 
     def __init__(self, core: CausalAttention) -> None:
         super().__init__()
         self.core = core
-        self.scale, self.window = core.softmax_scale, core.window
+        self.scale, self.window, self.cp_group = core.softmax_scale, core.window, core.cp_group
+        self.own_way = core.cp_group is not None and core.window is not None
 
     def forward(
         self,
@@ -267,25 +271,33 @@ class Attention(nn.Module):
         packed_seq_params: Any = None,
         **named: Any,
     ) -> Tensor:
-        """[S, B, N, D], [S, B, G, D] twice -> [S, B, N x D]; of a packed row S = T and B = 1."""
+        """[S', B, N, D], [S', B, G, D] twice -> [S', B, N x D]; of a packed row S' = T' and B = 1."""
         if packed_seq_params is not None:
             row, query, key, value = open_packed_row(packed_seq_params, query_SBND, key_SBGD, value_SBGD)
-            if query.dtype not in SIXTEEN_BITS:  # as `models/attention.py` does beside TransformerEngine
+            if (
+                query.dtype not in SIXTEEN_BITS or self.own_way
+            ):  # as `models/attention.py` does beside TransformerEngine
                 context = packed_attention(query, key, value, row, scale=self.scale, window=self.window)
             else:
                 context = self._fused(query, key, value, row.cu_seqlens_q, row.max_seqlen_q)
-            return context.reshape(row.num_tokens, 1, -1)
-        if query_SBND.dtype not in SIXTEEN_BITS:
+            return context.reshape(row.num_local_tokens, 1, -1)
+        if query_SBND.dtype not in SIXTEEN_BITS or self.own_way:
             context_SBX: Tensor = self.core(query_SBND, key_SBGD, value_SBGD, attention_mask, **named)
             return context_SBX
         length, rows = query_SBND.shape[:2]
         query, key, value = (x.flatten(0, 1) for x in (query_SBND, key_SBGD, value_SBGD))
-        starts = torch.arange(0, (rows + 1) * length, length, dtype=torch.int32, device=query.device)
-        return self._fused(query, key, value, starts, length).view(length, rows, -1)
+        whole = length if self.cp_group is None else length * self.cp_group.size()
+        starts = torch.arange(0, (rows + 1) * whole, whole, dtype=torch.int32, device=query.device)
+        return self._fused(query, key, value, starts, whole, padded=True).view(length, rows, -1)
 
-    def _fused(self, query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:
+    def _fused(
+        self, query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, longest: int, *, padded: bool = False
+    ) -> Tensor:
         """They want each of the three in a piece, or all three interleaved in one storage, as a projection leaves them
         where nothing turns them."""
+        if self.cp_group is not None:
+            inputs = (query.contiguous(), key, value)
+            return ring_attention(*inputs, cu_seqlens, longest, self.cp_group, scale=self.scale, padded=padded)
         together = len({storage_key(x) for x in (query, key, value)}) == 1 and query.shape == key.shape
         if not together:
             query, key, value = query.contiguous(), key.contiguous(), value.contiguous()

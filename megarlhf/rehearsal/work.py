@@ -182,12 +182,15 @@ def _attention_flops(func: Any, args: Sequence[Any], out: Any, numbers: Callable
 
 
 def _packed_pairs(args: Sequence[Any], numbers: Callable[[Tensor], Tensor | None]) -> int | None:
-    """Of a query and a key of one sequence, by where sequences begin; None where that is not known."""
+    """Twice those of a query and a key that it looks at, by where sequences begin; None where that is not known. The
+    last query of a sequence is aligned with its last key."""
     begins = [numbers(x) for x in args if isinstance(x, Tensor) and x.dtype is torch.int32 and x.dim() == 1][:2]
     if len(begins) < 2 or any(each is None for each in begins):
         return None
     queries, keys = (each.long().diff() for each in begins if each is not None)
-    return int((queries * keys).sum())
+    to_the_right = next((x[1] for x in args if isinstance(x, list | tuple) and len(x) == 2), -1)
+    causal = to_the_right == 0 or next(x for x in args if isinstance(x, bool))  # of several the first
+    return int((queries * (2 * keys - (queries if causal else 0))).sum())
 
 
 def _attention_shape(name: str, args: Sequence[Any]) -> tuple[int, ...] | None:

@@ -122,7 +122,8 @@ class MegatronEngine:
 
         def pick(hidden_SBH: Tensor, batch: MicroBatch) -> Tensor:
             last_B = batch.columns["last"]
-            logits_BV = logits_at(vocabulary, hidden_SBH, torch.arange(len(last_B), device=last_B.device), last_B)
+            rows_B = torch.arange(len(last_B), device=last_B.device)
+            logits_BV = logits_at(vocabulary, hidden_SBH, rows_B, last_B, share=batch.share)
             temperature = 1.0 if sampling.greedy else sampling.temperature
             logits_BV /= temperature
             logits_BV = filtered_logits(logits_BV, top_p=sampling.top_p, top_k=sampling.top_k, min_p=sampling.min_p)

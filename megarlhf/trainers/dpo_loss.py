@@ -14,7 +14,8 @@ from torch import Tensor
 from megarlhf.algo import preference
 from megarlhf.algo.segments import Segments
 from megarlhf.config import DPOConfig
-from megarlhf.parallel.batching import MicroBatchLayout, ranges
+from megarlhf.parallel.batching import MicroBatchLayout
+from megarlhf.parallel.context import ranges
 from megarlhf.parallel.step import MicroBatch
 from megarlhf.parallel.vocab import Vocabulary, next_token_logprobs
 
@@ -107,7 +108,9 @@ class PreferenceLoss:
 def response_logprobs(vocabulary: Vocabulary, hidden_SBH: Tensor, batch: MicroBatch) -> Tensor:
     """[B, S]: of each response token, where it is predicted; 0 elsewhere."""
     mask_BS = batch.columns["response_mask"]
-    return next_token_logprobs(vocabulary, hidden_SBH, batch.tokens_BS, mask_BS, return_entropy=False)[0]
+    return next_token_logprobs(
+        vocabulary, hidden_SBH, batch.tokens_BS, mask_BS, share=batch.share, return_entropy=False
+    )[0]
 
 
 def sequence_sums(layout: MicroBatchLayout, grid_BS: Tensor) -> Tensor:

@@ -177,7 +177,7 @@ def repeat(role: Role, batches: Sequence[MicroBatch], loss: Loss) -> Repeated:
         role.mesh.runtime,
         role.mesh.coordinates.pp,
     )
-    where = f"rank {runtime.rank} (tp {at.tp}, pp {at.pp}, dp {at.dp})"
+    where = f"rank {runtime.rank} (tp {at.tp}, cp {at.cp}, pp {at.pp}, dp {at.dp})"
     mine = found or in_model
     if mine is not None:
         stage += split_name(mine.module)[0] * role.mesh.layout.pp

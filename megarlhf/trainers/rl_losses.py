@@ -76,7 +76,12 @@ class PolicyLoss:
 
     def __call__(self, hidden_SBH: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         logprobs_BS, entropy_BS = next_token_logprobs(
-            self.vocabulary, hidden_SBH, batch.tokens_BS, batch.columns["response_mask"], temperature=self.temperature
+            self.vocabulary,
+            hidden_SBH,
+            batch.tokens_BS,
+            batch.columns["response_mask"],
+            share=batch.share,
+            temperature=self.temperature,
         )
         tokens = ResponseTokens(batch)
         logprobs_T, entropy_T = tokens.of(logprobs_BS), tokens.of(entropy_BS)
@@ -122,7 +127,7 @@ class PolicyLoss:
         """The mean next-token loss of the update's texts, as far as they are in this micro-batch."""
         weights_BS = batch.columns["ptx_weights"]
         logprobs_BS, _ = next_token_logprobs(
-            self.vocabulary, hidden_SBH, batch.tokens_BS, weights_BS > 0, return_entropy=False
+            self.vocabulary, hidden_SBH, batch.tokens_BS, weights_BS > 0, share=batch.share, return_entropy=False
         )
         return -(logprobs_BS * weights_BS.to(logprobs_BS)).sum()
 

@@ -191,6 +191,7 @@ def policy_logprobs(
             hidden_SBH,
             batch.tokens_BS,
             batch.columns["response_mask"],
+            share=batch.share,
             temperature=temperature,
             return_entropy=False,
         )

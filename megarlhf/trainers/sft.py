@@ -42,7 +42,7 @@ class NextTokenLoss:
     def __call__(self, hidden_SBH: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         mask_BS = batch.columns["response_mask"]
         logprobs_BS, _ = next_token_logprobs(
-            self.vocabulary, hidden_SBH, batch.tokens_BS, mask_BS, return_entropy=False
+            self.vocabulary, hidden_SBH, batch.tokens_BS, mask_BS, share=batch.share, return_entropy=False
         )
         loss = token_nll(logprobs_BS, mask_BS, denominator=self.denominator)
         return loss, loss.new_zeros(0)

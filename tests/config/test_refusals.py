@@ -293,7 +293,7 @@ def test_the_layout_of_a_world_that_does_not_divide_names_the_near_ones(load):
     parallel = load("sft", "actor.parallel={tp: 2, pp: 2}").actor.parallel
     assert (parallel.layout(12).dp, parallel.layout(12).world_size) == (3, 12)
     with pytest.raises(
-        ValueError, match=r"actor\.parallel: world size 6 .* 2 x 2 = 4; use 4 or 8 ranks \(run\.nproc\)"
+        ValueError, match=r"actor\.parallel: world size 6 .* 2 x 1 x 2 = 4; use 4 or 8 ranks \(run\.nproc\)"
     ):
         parallel.layout(6)
     with pytest.raises(ValueError, match=r"critic\.parallel: world size 2 .*use 4 ranks \(run"):

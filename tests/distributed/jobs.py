@@ -94,7 +94,7 @@ def gather(part: ModelShard, storages: Mapping[str, Tensor]) -> Arrays:
 
 
 def gather_gradients(role: Role) -> Arrays:
-    """Logical gradients, after the reductions and before the optimizer. Each data-parallel rank has a shard."""
+    """Logical gradients, after the reductions and before the optimizer. Each rank with the same weights has a shard."""
     trainer = role.trainer
     assert trainer is not None
     groups = role.mesh.groups
@@ -223,7 +223,8 @@ def _whole_vocabulary(role: Role, output: Tensor, batch: MicroBatch) -> Tensor:
         return output
     rows, length = batch.tokens_BS.shape
     rows_K, positions_K = torch.arange(rows).repeat_interleave(length), torch.arange(length).repeat(rows)
-    return logits_at(role.shard.vocabulary(), output, rows_K, positions_K).view(rows, length, -1)
+    logits_KV = logits_at(role.shard.vocabulary(), output, rows_K, positions_K, share=batch.share)
+    return logits_KV.view(rows, length, -1)
 
 
 def rm_steps(runtime: Runtime, config: dict[str, Any], num_steps: int) -> dict[str, Any]:

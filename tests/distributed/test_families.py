@@ -264,6 +264,7 @@ def test_positions_start_at_the_offset_and_padding_may_lie_beyond_the_table() ->
     config = SimpleNamespace(
         tensor_model_parallel_size=2, hidden_size=1, params_dtype=torch.float32, deterministic_mode=False
     )
+    config.context_parallel_size = 1
     table = PositionTable(config, arch)  # type: ignore[arg-type]
     table.weight.data = torch.arange(7.0)[:, None]
     assert table(torch.arange(6)[None])[0, :, 0].tolist() == [2, 3, 4, 5, 6, 6]

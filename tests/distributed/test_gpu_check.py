@@ -145,7 +145,7 @@ def test_a_job_that_fails_is_told_with_its_error_and_the_next_is_not_begun(
     good, bad, after = command.run_launch(launch, tmp_path, PoolStart(ranks), expected, ON_A_CPU)
     assert good.status == "passed"
     assert (bad.status, bad.case) == ("FAILED", "tp1: sft grouped too wide fp32")
-    assert "ValueError: actor.parallel: world size 1 is not a multiple of tp x pp = 2 x 1" in bad.note
+    assert "ValueError: actor.parallel: world size 1 is not a multiple of tp x cp x pp = 2 x 1 x 1" in bad.note
     assert bad.note.endswith(f"see {tmp_path / launch.name / 'output.log'}")
     assert (after.status, "not begun" in after.note) == ("FAILED", True)
 

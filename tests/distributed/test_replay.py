@@ -93,7 +93,7 @@ def test_the_tensor_that_overflows_is_named_on_any_layout(
     assert done.returncode == 0, done.stderr
     assert "step 2 of actor was skipped because the loss is nan" in done.stdout
     assert f"the first tensor that is not finite: output of {NORM}: 0 NaN and" in done.stdout
-    assert "on rank 0 (tp 0, pp 0, dp 0), in the forward" in done.stdout
+    assert "on rank 0 (tp 0, cp 0, pp 0, dp 0), in the forward" in done.stdout
     assert "loss: nan then, nan now" in done.stdout
     assert "the kept micro-batches, on tp 1 x pp 1 x dp 1" in done.stdout
 

@@ -146,14 +146,14 @@ def test_a_run_that_is_cut_off_goes_on_exactly(
 def test_another_layout_goes_on_with_the_same_state(
     ranks: RankPool, two_layers: dict[str, Path], data: dict[str, Path], tmp_path: Path
 ) -> None:
-    """PPO cut off inside a step at tp 1, gone on with at tp 2 x pp 2 and at dp 4 on the same responses: the updates
-    that are left agree up to the rounding of their sums, as tests/distributed/test_rl_layouts.py allows."""
+    """PPO cut off inside a step at tp 1, gone on with at tp 2 x pp 2 and at cp 2 x dp 2 on the same responses: the
+    updates that are left agree up to the rounding of their sums, as tests/distributed/test_rl_layouts.py allows."""
     ppo = Case("rl", tree("ppo", two_layers, data), Path())
     ppo.config["checkpoint"]["background"] = False
     finals, overrides = [], ("train.num_steps=1", "train.micro_batch_samples=2")
     cut = command_line(ppo, tmp_path / "cut", *overrides)
     assert ranks.run(1, command_until, 5, TRAIN, "step", *cut)[0][0] == "killed"
-    for name, world_size, parallel in (("same", 1, {}), ("tp2pp2", 4, {"tp": 2, "pp": 2}), ("dp4", 4, {})):
+    for name, world_size, parallel in (("same", 1, {}), ("tp2pp2", 4, {"tp": 2, "pp": 2}), ("cp2dp2", 4, {"cp": 2})):
         run = tmp_path / name
         shutil.copytree(tmp_path / "cut", run)
         argv = command_line(ppo, run, *overrides)
@@ -163,7 +163,8 @@ def test_another_layout_goes_on_with_the_same_state(
         said = ranks.run(world_size, "command", *argv, *layout)[0]
         assert "from resume/step_000000_update_0002" in said
         if name != "same":
-            assert f"goes on at tp {parallel.get('tp', 1)}" in said
+            cp = " x cp 2" if "cp" in parallel else ""
+            assert f"goes on at tp {parallel.get('tp', 1)}{cp} x pp" in said
         finals.append(rows(run)[-1])
     for final in finals[1:]:
         assert final["response_length_mean"] == finals[0]["response_length_mean"]

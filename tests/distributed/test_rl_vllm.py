@@ -24,10 +24,11 @@ CERTIFIED = re.compile(r"weights of version (\d+) certified: digest (\w+)")
 
 LAYOUTS: dict[str, tuple[dict[str, Any], int]] = {
     "tp2pp2_to_tp2": ({"tp": 2, "pp": 2}, 2),
+    "tp2cp2_to_tp2": ({"tp": 2, "cp": 2}, 2),
     "dp4_to_tp1": ({}, 1),
     "dp4_to_tp4": ({}, 4),
 }
-"""The trainer's layout and vLLM's tp: two engines; four; one, whose ranks hold two to a key-value head."""
+"""The trainer's layout and vLLM's tp: two engines, twice; four; one, whose ranks hold two to a key-value head."""
 
 
 @pytest.fixture(scope="module")

@@ -231,7 +231,8 @@ def local_attention(window_size):
 
 
 def te_attention(window_size):
-    return with_packed_rows(ThdAttention)(SimpleNamespace(window_size=window_size), 1, softmax_scale=None)
+    config = SimpleNamespace(context_parallel_size=1, window_size=window_size)
+    return with_packed_rows(ThdAttention)(config, 1, softmax_scale=None)
 
 
 @pytest.mark.parametrize("make", [te_attention, local_attention])
@@ -291,6 +292,7 @@ def test_a_packed_row_may_be_longer_than_the_position_table():
     config = SimpleNamespace(
         tensor_model_parallel_size=1, hidden_size=1, params_dtype=torch.float32, deterministic_mode=False
     )
+    config.context_parallel_size = 1
     table = PositionTable(config, arch)
     table.weight.data = torch.arange(7.0)[:, None]
     positions_1T = packed_row((5, 1, 5), CPU).positions_T[None]

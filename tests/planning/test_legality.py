@@ -96,14 +96,23 @@ def test_a_legal_role_has_the_architecture_and_layout_that_follow(paths):
             2,
             ["actor.parallel: 6 layers do not divide by pp x vpp = 2 x 2 = 4", "layers_per_stage"],
         ),
-        ({"tp": 2, "pp": 2}, 6, ["actor.parallel: world size 6", "2 x 2 = 4", "use 4 or 8 ranks"]),
-        ({"tp": 4}, 2, ["actor.parallel: world size 2", "4 x 1 = 4", "use 4 ranks"]),
+        ({"tp": 2, "pp": 2}, 6, ["actor.parallel: world size 6", "2 x 1 x 2 = 4", "use 4 or 8 ranks"]),
+        ({"tp": 4}, 2, ["actor.parallel: world size 2", "4 x 1 x 1 = 4", "use 4 ranks"]),
+        ({"tp": 2, "cp": 2, "pp": 3}, 18, ["tp x cp x pp = 2 x 2 x 3 = 12", "use 12 or 24 ranks"]),
+        ({"cp": 4}, 2, ["world size 2 is not a multiple of tp x cp x pp = 1 x 4 x 1 = 4; use 4 ranks"]),
     ],
 )
 def test_stages_and_worlds_that_do_not_fit(paths, parallel, world, words):
     with pytest.raises(ValueError, match=r"^actor\.parallel") as raised:
         preflight("sft", sft(paths, parallel=parallel), world)
     assert [word for word in words if word not in str(raised.value)] == [], raised.value
+
+
+def test_context_parallel_ranks_are_said(paths):
+    """Of twelve ranks at tp 2 x cp 3 two are data-parallel; nothing but the world has to divide by cp."""
+    _, layout = check_role("actor", sft(paths, parallel={"tp": 2, "cp": 3}).actor, 12)
+    assert str(layout) == "tp 2 x cp 3 x pp 1 x dp 2"
+    assert layout.groups(["cp"])[:2] == [(0, 2, 4), (1, 3, 5)]
 
 
 def test_uneven_stages_that_add_up_are_legal(paths):

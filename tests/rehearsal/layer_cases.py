@@ -106,6 +106,7 @@ MODELS: dict[str, dict[str, Any]] = {
 class Case:
     model: str
     tp: int = 1
+    cp: int = 1
     sequence_parallel: bool = False
     layers: str = "te"
     padded: bool = False
@@ -130,6 +131,9 @@ CASES: dict[str, Case] = {
     **_both("qwen3-moe", 2, True),
     **_both("qwen3-8b", 2, True),
     "llama-3-70b padded te": Case(model="llama-3-70b", tp=8, padded=True),
+    "llama-3-70b tp8 sp cp2 te": Case(model="llama-3-70b", tp=8, cp=2, sequence_parallel=True),
+    "llama-3-70b padded cp2 te": Case(model="llama-3-70b", tp=8, cp=2, padded=True),
+    "llama-3-70b tp8 sp cp2 gathered": Case(model="llama-3-70b", tp=8, cp=2, sequence_parallel=True, layers="local"),
     "llama-3-70b frozen te": Case(model="llama-3-70b", tp=8, sequence_parallel=True, trains=False),
 }
 
@@ -157,7 +161,7 @@ def rehearse(case: Case) -> dict[str, Any]:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         (folder / "config.json").write_text(json.dumps(MODELS[case.model]))
         rank, batch = _rank(case, folder), _batch(case)
-        world = case.tp
+        world = case.tp * case.cp
         interfaces.join(0, world, "gpu")
         stack.callback(dist.destroy_process_group)
         runtime = Runtime(
@@ -176,7 +180,7 @@ def rehearse(case: Case) -> dict[str, Any]:
 
 
 def _rank(case: Case, folder: Path) -> Rank:
-    parallel = {"tp": case.tp, "sequence_parallel": case.sequence_parallel}
+    parallel = {"tp": case.tp, "cp": case.cp, "sequence_parallel": case.sequence_parallel}
     tree = {
         "run": {"dir": str(folder / "run")},
         "actor": {"model": {"path": str(folder), "dtype": "bf16"}, "parallel": parallel},
@@ -187,7 +191,7 @@ def _rank(case: Case, folder: Path) -> Rank:
         command="sft",
         cfg=SFTConfig.model_validate(tree),
         rank=0,
-        world_size=case.tp,
+        world_size=case.tp * case.cp,
         ranks_per_node=8,
         kind="gpu",
         layers=case.layers,

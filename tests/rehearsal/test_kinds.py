@@ -47,6 +47,15 @@ def test_the_most_the_least_and_the_largest() -> None:
     assert pipelines_of([kind.rank for kind in kinds], ACTOR) == [0, 2, 4, 6, 8, 10]
 
 
+def test_the_last_of_context_parallel_ranks_is_rehearsed() -> None:
+    """rank = cp + 3 dp + 6 pp: of three neighbours the last, on each stage; they stand for all of their stage."""
+    mesh = MeshLayout(cp=3, pp=2, dp=2)
+    kinds = chosen({"actor": mesh}, "actor", {"train/actor": [share(5), share(7)]})
+    assert first_rank({"actor": mesh}, "actor") == 2
+    assert [(kind.rank, kind.stands_for) for kind in kinds] == [(2, 6), (5, 6), (8, 6), (11, 6)]
+    assert pipelines_of([kind.rank for kind in kinds], mesh) == [2, 5, 8, 11]
+
+
 def test_the_largest_is_that_of_training() -> None:
     """What is only scored leaves no activations."""
     shares = {

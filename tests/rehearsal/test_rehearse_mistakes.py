@@ -75,7 +75,10 @@ OPTIONS: dict[str, tuple[Callable[[Path], tuple[str, ...]], str]] = {
         lambda folder: ("--layers", "te", "--hardware", hardware_with(folder, **CPU)),
         "--layers te is of a GPU",
     ),
-    "a world that does not divide": (lambda folder: ("--world-size", "5"), "5 is not a multiple of tp x pp = 1 x 2"),
+    "a world that does not divide": (
+        lambda folder: ("--world-size", "5"),
+        "5 is not a multiple of tp x cp x pp = 1 x 1 x 2",
+    ),
     "ranks beyond the world": (lambda folder: ("--ranks", "0,4"), "--ranks 4: the job has ranks 0 to 3"),
     "ranks that are no numbers": (lambda folder: ("--ranks", "0,first"), "'0,first' is neither all nor numbers"),
     "uneven nodes": (lambda folder: ("--ranks-per-node", "3"), "--ranks-per-node 3 does not divide the 4 ranks"),
@@ -229,7 +232,7 @@ ENGINES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a reward model whose layout does not fit": (
         {"reward_model": {"parallel": {"tp": 3}}},
-        "reward_model.parallel: world size 4 is not a multiple of tp x pp = 3 x 1",
+        "reward_model.parallel: world size 4 is not a multiple of tp x cp x pp = 3 x 1 x 1",
     ),
     "a skew beyond all tokens": ({"model": EXPERTS, "skew": "3"}, "an expert that gets every token has 2 times"),
 }

@@ -62,7 +62,9 @@ def of_last_layer(record):
     return record["live"][-1] - record["live"][-2]
 
 
-DENSE = [name for name, case in CASES.items() if case.trains and not case.padded and "moe" not in case.model]
+DENSE = [
+    name for name, case in CASES.items() if case.trains and not case.padded and case.cp == 1 and "moe" not in case.model
+]
 
 
 @pytest.mark.parametrize("name", DENSE)
@@ -115,6 +117,53 @@ def test_padded_rows_keep_the_rotary_embedding_too(seen, architectures):
     assert (
         of_last_layer(seen["llama-3-70b padded te"]) == by_table(case, architectures[case.model]) + rotary + GPU_BLOCK
     )
+
+
+def test_half_of_the_tokens_under_context_parallelism(seen, architectures):
+    """cp 2, T' = T / 2 of the tokens. A layer with TransformerEngine's ring keeps what it keeps for so many; keys and
+    values are those that came last. Beside them: a state of the generator for each step, and where sequences and their
+    halves begin.
+
+    Ours keeps gathered keys and values, of T (1 + 1 / 4) tokens, and neither its own keys nor the product that both
+    came from.
+    """
+    arch, how = architectures["llama-3-70b"], {"tp": 8, "sequence_parallel": True}
+    ring, ours = seen["llama-3-70b tp8 sp cp2 te"], seen["llama-3-70b tp8 sp cp2 gathered"]
+    by_half = {
+        name: sum(in_blocks(nbytes) for _, nbytes in saved_tensors(table, arch, TOKENS // 2, **how))
+        for name, table in TABLES.items()
+    }
+    assert of_last_layer(ring) == by_half["te"] + 3 * GPU_BLOCK
+    product, key = (
+        entry for entry in LOCAL if entry.tensor.startswith(("the product", "key")) and "D" in entry.dims[2:]
+    )
+    sizes = {"T": TOKENS // 2, "G": 1, "(N + 2 G)": 10, "D": 128}
+    gathered = 2 * (TOKENS + TOKENS // 4) * 128 * 2
+    assert of_last_layer(ours) == by_half["local"] - product.nbytes(sizes) - key.nbytes(sizes) + gathered
+    for record in (ring, ours):
+        whole = seen["llama-3-70b tp8 sp te"]["flops"]
+        assert {work: 2 * record["flops"][work] for work in ("matmul", "attention")} == {
+            work: whole[work] for work in ("matmul", "attention")
+        }
+
+
+def test_messages_of_context_parallelism(seen):
+    """Three layers, keys and values of a token 2 x 128 x 2 B. The ring of two sends a rank's once in the forward, and
+    in the backward once and then their gradients; ours gathers all, and sums the gradients of all over the ranks.
+    Beside them the optimizer's."""
+    both, layers = 2 * 128 * 2, 3
+    wire = {name: seen[name]["wire"] for name in seen if "cp2" in name}
+    found = {
+        name: {line[2]: (line[-2], line[-1]) for line in lines if line[1] == "train/actor" and line[3] == "cp"}
+        for name, lines in wire.items()
+    }
+    for name in ("llama-3-70b tp8 sp cp2 te", "llama-3-70b padded cp2 te"):
+        assert found[name]["send"] == found[name]["receive"] == (3 * layers, 3 * layers * both * TOKENS // 2)
+    ours = found["llama-3-70b tp8 sp cp2 gathered"]
+    assert ours["all_gather"] == (layers, layers * both * TOKENS)
+    assert ours["reduce_scatter"][0] == layers + 1
+    gradients = found["llama-3-70b tp8 sp cp2 te"]["reduce_scatter"]
+    assert ours["reduce_scatter"][1] - gradients[1] == layers * both * TOKENS
 
 
 def test_what_is_not_trained_keeps_nothing(seen):

@@ -20,6 +20,18 @@ class Free:
 HEADS, HEAD_DIM = 4, 8
 
 
+@pytest.mark.parametrize("causal", [True, False])
+def test_attention_of_chunks_counts_the_keys_before_them(causal: bool) -> None:
+    """Chunks of 2 and 3 queries with 4 and 9 keys, the last aligned: 2 x 4 - 4 / 2 and 9 x 3 - 9 / 2 pairs, or all."""
+    with a_device() as device:
+        meter = device.counter = Meter(Free(), phase="train", numbers=device.known.twin)
+        query, key = (unknown(tokens, HEADS, HEAD_DIM, dtype=torch.bfloat16) for tokens in (5, 13))
+        queries, keys = (torch.tensor(x).int().to(device.device) for x in ([0, 2, 5], [0, 4, 13]))
+        varlen_attn(query, key, key, queries, keys, 3, 9, causal, None, [-1, 0 if causal else -1], False)
+    pairs = 6 + 22.5 if causal else 8 + 27
+    assert meter.flops[0, "train", "attention"] == 4 * pairs * HEADS * HEAD_DIM
+
+
 @pytest.mark.parametrize("lengths", [[3, 7], [1, 1, 8], [10]])
 def test_attention_of_a_packed_row_counts_pairs_of_each_sequence(lengths: list[int]) -> None:
     """Causal: half of 2 products x 2 of n^2 pairs of each head's numbers; in the backward five products."""
