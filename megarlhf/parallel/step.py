@@ -113,16 +113,16 @@ def _run(
     rows, length = batches[0].tokens_BS.shape
     one_shape = all(batch.tokens_BS.shape == (rows, length) for batch in batches)
     assert one_shape or mesh.layout.pp == 1 or config.variable_seq_lengths, "micro-batches differ in shape"
+    cp_group = mesh.groups.cp if mesh.layout.cp > 1 else None
     filler = _filler(batches[0], mesh)
     # The interleaved schedule takes micro-batches in rounds of pp. Fillers come first: whatever a schedule does behind
     # the last micro-batch, it does behind one that reaches every parameter.
     fillers = [filler] * (-len(batches) % mesh.layout.pp if vpp > 1 else 0)
     all_batches = [*fillers, *batches]
-    cp_group = mesh.groups.cp if mesh.layout.cp > 1 else None
 
     def step(batches_left: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
         batch = next(batches_left)
-        is_filler, tokens_BS = batch is filler, batch.tokens_BS
+        fills, tokens_BS = batch is filler, batch.tokens_BS
         row = None if batch.layout is None else batch.layout.packed_row(tokens_BS.device, cp_group)
         positions_S, share = _positions_and_share(tokens_BS, row, cp_group)
         if share is not None:
@@ -131,7 +131,7 @@ def _run(
         if share is not None and output.size(-1) == 1 and mesh.is_last_stage:
             # Scores of a scalar head. Hidden states stay as they are: log-probs are made from them on each rank.
             output = share.whole(output.squeeze(-1)).unsqueeze(-1)
-        return output, _nothing if is_filler else partial(on_output, batch=batch)
+        return output, _nothing if fills else partial(on_output, batch=batch)
 
     pipelined: dict[str, Any] = {}
     with megatron_device(mesh.runtime.device):

@@ -83,11 +83,8 @@ def sharded_state(role: Role, *, optimizer: bool = True) -> ShardedState:
     for name, parameter in shard.module.named_parameters():
         tied = int(is_tied_copy(shard, name))
         duplicate = at.tp if tuple(parameter.shape) == whole[name] else 0
-        copy = (
-            experts.dp
-            if StorageName.parse(split_name(name)[1]).expert is not None
-            else at.cp + at.dp * role.mesh.layout.cp
-        )
+        of_expert = StorageName.parse(split_name(name)[1]).expert is not None
+        copy = experts.dp if of_expert else at.cp + at.dp * role.mesh.layout.cp
         for piece in _pieces(shard, name, tuple(parameter.shape), whole[name]):
             rows = parameter[piece.local.start[0] : piece.local.stop[0]]
             add(piece.key, piece, rows, (tied, duplicate, copy))

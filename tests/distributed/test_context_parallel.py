@@ -106,6 +106,7 @@ FAMILIES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "experts under tensor parallelism": ("mixtral", 4, {"tp": 2, "cp": 2}),
     "scaled frequencies": ("llama3_rope", 2, {"cp": 2}),
     "experts over two stages": ("qwen3_moe", 4, {"cp": 2, "pp": 2}),
+    "virtual stages": ("qwen3", 4, {"cp": 2, "pp": 2, "vpp": 2}),
     "experts shared out over the ranks of a sequence": ("qwen3_moe", 2, {"cp": 2, "ep": 2}),
 }
 

@@ -22,8 +22,8 @@ from tests.ranks import RankPool
 
 CHAIN: tuple[tuple[str, int, dict[str, Any]], ...] = (
     ("dp2", 2, {}),
-    ("tp2_pp2_vpp2", 4, {"tp": 2, "pp": 2, "vpp": 2}),
     ("cp2", 2, {"cp": 2}),
+    ("tp2_pp2_vpp2", 4, {"tp": 2, "pp": 2, "vpp": 2}),
     ("tp2_cp2", 4, {"tp": 2, "cp": 2}),
     ("tp1", 1, {}),
     ("dp4", 4, {}),

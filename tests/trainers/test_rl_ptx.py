@@ -46,7 +46,9 @@ def test_texts_stand_behind_the_samples_with_equal_weights():
     """Two texts of 2 and 4 tokens: 1 and 3 are predicted, each with a weight of a quarter."""
     mix = PretrainingMix([Text([1, 5]), Text([1, 6, 7, 2])], 2, seed=0)
     mesh = SimpleNamespace(
-        layout=SimpleNamespace(dp=1, tp=1), coordinates=SimpleNamespace(dp=0), runtime=SimpleNamespace(device="cpu")
+        layout=SimpleNamespace(dp=1, tp=1, cp=1),
+        coordinates=SimpleNamespace(dp=0),
+        runtime=SimpleNamespace(device="cpu"),
     )
     micro = SimpleNamespace(max_tokens_per_micro_batch=8)
     role = SimpleNamespace(mesh=mesh, batching=lambda train: Batching(mesh, Cost(1, 0), micro))
