@@ -59,7 +59,7 @@ def test_places_of_kinds_are_there(entry: tuple[str, str, str]) -> None:
 
 
 def test_the_innermost_entry_wins() -> None:
-    assert _look(str(Path(PACKAGE) / "models" / "build.py"), "build_model") == (
+    assert _look(str(Path(PACKAGE) / "models" / "build.py"), "_build_chunk") == (
         "megarlhf/models/build.py",
         "parameters",
         False,
