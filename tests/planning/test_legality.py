@@ -1,6 +1,8 @@
 """Which layouts of a model are legal, and what a refusal advises. Not covered: that a legal layout trains
 (tests/distributed)."""
 
+import math
+
 import pytest
 
 from megarlhf.planning.legality import check_role
@@ -11,7 +13,7 @@ from tests.planning.configs import rl, role, sft
 def check(paths, parallel, name="checked", **changes):
     """Architecture and layout of a role whose model has `changes`, on one data-parallel rank."""
     actor = sft(paths, model=paths["make"](name, **changes), parallel=parallel).actor
-    return check_role("actor", actor, parallel.get("tp", 1) * parallel.get("pp", 1))
+    return check_role("actor", actor, math.prod(parallel.get(axis, 1) for axis in ("tp", "pp", "ep")))
 
 
 @pytest.mark.parametrize(
@@ -68,6 +70,7 @@ def test_a_mixture_of_experts_at_tp_needs_sequence_parallelism(paths):
         ("a", {}, {"tp": 2, "sequence_parallel": False}, r"at tp = 2 needs sequence_parallel: true"),
         ("b", {"moe_intermediate_size": 6}, {"tp": 4, "sequence_parallel": True}, r"the 6 MLP width .* one of 1, 2$"),
         ("c", {"num_experts_per_tok": 1}, {}, r"one expert .* no gradient"),
+        ("d", {"num_experts": 6}, {"ep": 4}, r"ep = 4 does not divide the 6 experts; choose one of 1, 2, 3, 6$"),
     ):
         with pytest.raises(ValueError, match=words):
             check(paths, parallel, name, **{**experts, **changes})
@@ -98,6 +101,8 @@ def test_a_legal_role_has_the_architecture_and_layout_that_follow(paths):
         ),
         ({"tp": 2, "pp": 2}, 6, ["actor.parallel: world size 6", "2 x 1 x 2 = 4", "use 4 or 8 ranks"]),
         ({"tp": 4}, 2, ["actor.parallel: world size 2", "4 x 1 x 1 = 4", "use 4 ranks"]),
+        ({"ep": 2}, 1, ["actor.parallel.ep = 2 does not divide", "ranks in multiples of 2"]),
+        ({"ep": 2}, 2, ["actor.parallel.ep = 2, but the model has no experts", "leave ep at 1"]),
         ({"tp": 2, "cp": 2, "pp": 3}, 18, ["tp x cp x pp = 2 x 2 x 3 = 12", "use 12 or 24 ranks"]),
         ({"cp": 4}, 2, ["world size 2 is not a multiple of tp x cp x pp = 1 x 4 x 1 = 4; use 4 ranks"]),
     ],

@@ -18,7 +18,7 @@ from megarlhf.architectures.placements import hf_placements
 from megarlhf.placement import Box, Placement, contiguous_strides
 from megarlhf.weights.checkpoint.checksums import check_checksums
 from megarlhf.weights.checkpoint.formats.megatron.tracker import checkpoint_directory, find_checkpoint, write_tracker
-from megarlhf.weights.checkpoint.formats.torch_dist.keys import StorageName, cut, key_form
+from megarlhf.weights.checkpoint.formats.torch_dist.keys import StorageName, cut, is_gated, key_form
 from megarlhf.weights.checkpoint.formats.torch_dist.metadata import read_args, read_extents, read_tensors
 from megarlhf.weights.checkpoint.formats.torch_dist.read import read_torch_dist
 from megarlhf.weights.checkpoint.formats.torch_dist.write import preallocate_torch_dist
@@ -194,6 +194,26 @@ def test_names():
     assert key_form(["optimizer.state.decoder.layers.1.x", "decoder.layers.mlp.linear_fc1.weight"]) == "stacked"
     assert key_form(["decoder.layers.1.mlp.linear_fc1.weight"]) == "per_layer"
     assert key_form(["decoder.layers.1.mlp.linear_fc1.weight_w"]) == "single"
+
+
+def test_grouped_experts_of_transformer_engine_have_the_keys_of_the_others():
+    """Their weights are numbered by the layer itself; the shards and the halves of a gate are the same."""
+    arch = architecture("qwen3_moe")
+    kinds = {"each": "local", "grouped": "te"}
+    keys = {}
+    for experts, spec in kinds.items():
+        layout = MegatronLayout(ep=2, padded_vocab=128, spec=spec, experts=experts)
+        for rank, part in enumerate(layout.parts(arch)):
+            of_experts = [name for name in part.storages if ".mlp.experts." in name]
+            assert len(of_experts) == arch.num_layers * arch.num_experts // 2 * 2
+            places = {}
+            for name in of_experts:
+                named = StorageName.parse(name).globally(range(arch.num_layers), rank * arch.num_experts // 2)
+                places[named.key("stacked"), named.lead("stacked")] = (part.storages[name], is_gated(name, True))
+            keys[experts, rank] = places
+    for rank in range(2):
+        assert keys["each", rank] == keys["grouped", rank]
+        assert any(gated for _, gated in keys["each", rank].values())
 
 
 def test_norms_under_either_name(written):

@@ -23,8 +23,13 @@ KeyForm = Literal["stacked", "per_layer", "single"]
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.+)")
+_GROUPED_EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12]\.(?:weight|bias))(\d+)")
+"""TransformerEngine's grouped layers number the weights themselves."""
 _SINGLE = re.compile(r"decoder\.layers\.\d+\..*(\.experts\.\d+\.|_[wv]$)")
-_GATED = re.compile(r"decoder\.layers\.\d+\.mlp\.(experts\.local_experts\.\d+\.)?linear_fc1\.(weight|bias)")
+_GATED = re.compile(
+    r"decoder\.layers\.\d+\.mlp\.((experts\.local_experts\.\d+\.)?linear_fc1\.(weight|bias)"
+    r"|experts\.linear_fc1\.(weight|bias)\d+)"
+)
 _NORMS = (
     ("self_attention.linear_qkv.layer_norm_", "input_layernorm."),
     ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
@@ -46,9 +51,11 @@ class StorageName:
         if (of_layer := _LAYER.fullmatch(name)) is None:
             return cls(name)
         layer, tail = int(of_layer[1]), of_layer[2]
-        if (of_expert := _EXPERT.fullmatch(tail)) is None:
-            return cls(tail, layer)
-        return cls(of_expert[2], layer, int(of_expert[1]))
+        if (of_expert := _EXPERT.fullmatch(tail)) is not None:
+            return cls(of_expert[2], layer, int(of_expert[1]))
+        if (grouped := _GROUPED_EXPERT.fullmatch(tail)) is not None:
+            return cls(grouped[1], layer, int(grouped[2]))
+        return cls(tail, layer)
 
     def globally(self, layers: Sequence[int], first_expert: int) -> StorageName:
         """Of a name that counts the layers of a stage, which are `layers`, and the experts of a rank."""
