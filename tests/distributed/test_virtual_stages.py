@@ -88,6 +88,7 @@ CASES: dict[str, tuple[int, dict[str, Any], str, dict[str, int], list[int]]] = {
     "packed, TP2, tied": (4, TP2_PP2_VPP2, "tied", RAGGED, [2, 3, 3]),
     "padded, TP2": (4, TP2_PP2_VPP2, "plain", PADDED, [4, 4, 4]),
     "packed, DP2, tied": (4, PP2_VPP2, "tied", RAGGED, [1, 2, 2]),
+    "packed, CP2, tied": (4, PP2_VPP2 | {"cp": 2}, "tied", RAGGED, [2, 3, 3]),
     "packed, one micro-batch": (2, PP2_VPP2, "plain", {"max_tokens_per_micro_batch": 2000}, [1, 1, 1]),
 }
 """Ranks, layout, model, micro-batches, and how many of them each step has."""
