@@ -73,6 +73,9 @@ LEARNED: dict[str, Any] = {
 MODELS = {"dense": DENSE, "experts": EXPERTS, "tied": TIED, "window": WINDOW, "learned": LEARNED}
 """A Llama, a mixture of experts; tied embeddings, a sliding window, learned positions."""
 CONFIGS = {"sft": SFTConfig, "rm": RMConfig, "dpo": DPOConfig, "rl": RLConfig}
+OPTIM = {"lr": 1e-3, "overlap_param_gather": False}
+"""Gathers that run on into the next phase keep gloo's copies until a thread of gloo's is done, sooner or later; a
+rehearsal counts them until they are waited for. NCCL makes no copies."""
 LONGEST = 192
 CACHE = 1 << 30
 """Bytes of an engine's cache, of which nothing is ever written."""
@@ -124,7 +127,7 @@ def job_of(case: Case, directory: Path, num_steps: int = 2) -> Job:
     config = {**MODELS[case.model], "bos_token_id": 1, "eos_token_id": 2}
     config["n_layer" if "n_layer" in config else "num_hidden_layers"] = case.layers
     (model / "config.json").write_text(json.dumps(config))
-    role = {"model": {"path": str(model), "dtype": case.dtype}, "parallel": case.parallel, "optim": {"lr": 1e-3}}
+    role = {"model": {"path": str(model), "dtype": case.dtype}, "parallel": case.parallel, "optim": OPTIM}
     role |= {"recompute": case.recompute, "offload": case.offload}
     micro = {"max_tokens_per_micro_batch": 4 * LONGEST} if case.packed else {"micro_batch_samples": 2}
     data = {"train": str(directory / "none.jsonl"), "max_prompt_tokens": 64}
