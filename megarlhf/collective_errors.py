@@ -75,7 +75,12 @@ def on_first_rank(action: Callable[[], object]) -> None:
 
 def from_first_rank(value: Value) -> Value:
     """Rank 0's value, on every rank. Collective."""
+    return from_rank(value, 0)
+
+
+def from_rank(value: Value, rank: int) -> Value:
+    """That of one rank, on every rank. Collective."""
     values = [value]
     if dist.is_initialized():
-        dist.broadcast_object_list(values, src=0)
+        dist.broadcast_object_list(values, src=rank)
     return values[0]

@@ -1,10 +1,12 @@
 """What a step produces: prompts, rollouts, and the table of columns that grows from them.
 
-A sample's global index is its row everywhere: sample n answers prompt n // num_samples_per_prompt. The small
-index (lengths, groups, rewards, weight version) is on every rank. Token columns are ragged, one value per
-response token, and move between ranks through `redistribute`.
+A sample's global index is its row everywhere: sample n answers prompt n // num_samples_per_prompt. What the engine
+returns and the small index (lengths, groups, rewards, weight version) are on every rank. Token columns are ragged, one
+value per response token. A role's outputs go through `redistribute` to the ranks that read them (`Holding`); there a
+column is whole in its rows, and the rows of samples that a rank has nothing of are empty. What is of the whole batch is
+made of one number for each sample, which a rank that has it tells all (`Experience.of_all`).
 
-Legend: N samples of the step, T tokens of all samples end to end, B rows.
+Legend: N samples of the step, T tokens of the samples end to end, W ranks of the run.
 """
 
 from __future__ import annotations
@@ -40,6 +42,11 @@ class Ragged:
         """Chosen rows of each, one after the other."""
         rows = [rows[n] for column, chosen in parts for rows in (column.rows(),) for n in chosen]
         return Ragged(torch.cat(rows), torch.cat([column.lengths_N[list(chosen)] for column, chosen in parts]))
+
+    def only(self, kept_N: Tensor) -> Ragged:
+        """The rows that are marked, [N] bool on the CPU; the others are empty."""
+        at_T = kept_N.repeat_interleave(self.lengths_N).nonzero().flatten()
+        return Ragged(self.values_T[at_T.to(self.values_T.device)], self.lengths_N * kept_N)
 
     @property
     def num_tokens(self) -> int:
@@ -88,6 +95,30 @@ class Rollouts:
         )
 
 
+@dataclass(frozen=True, eq=False)
+class Holding:
+    """Which ranks have the token columns of which samples, the same on every rank."""
+
+    held_WN: Tensor
+    """bool, on the CPU. Some rank has each sample."""
+    received_W: Tensor = field(init=False)
+    """Bytes of columns that each rank has received so far: int64."""
+
+    def __post_init__(self) -> None:
+        assert bool(self.held_WN.any(0).all()), "no rank is to have a sample's columns"
+        object.__setattr__(self, "received_W", torch.zeros(len(self.held_WN), dtype=torch.int64))
+
+    @cached_property
+    def mine_N(self) -> Tensor:
+        """bool, on the CPU: this rank has them."""
+        return self.held_WN[dist.get_rank()]
+
+    @cached_property
+    def spoken_for_N(self) -> Tensor:
+        """bool, on the CPU: this rank is the first that has them, and tells all others what is asked of them."""
+        return self.held_WN.int().argmax(0) == dist.get_rank()
+
+
 @dataclass(frozen=True)
 class Experience:
     """One step's samples with every column found so far."""
@@ -101,6 +132,8 @@ class Experience:
     """Per response token: old_logprobs, ref_logprobs, values, advantages, returns, ..."""
     per_sample: Mapping[str, Tensor] = field(default_factory=dict)
     """Per sample [N]: rewards, ..."""
+    holding: Holding | None = None
+    """Which rank has which rows of the columns; None: every rank has all."""
 
     @property
     def num_samples(self) -> int:
@@ -129,6 +162,57 @@ class Experience:
         tokens_T = torch.cat([part for prompt, response in rows for part in (prompt.to(response), response)])
         return Ragged(tokens_T, self.prompt_lengths_N + responses.lengths_N)
 
+    @cached_property
+    def rollout_logprobs(self) -> Ragged:
+        """The engine's, of the samples that this rank has the columns of."""
+        return self.held(self.rollouts.logprobs)
+
+    def held(self, column: Ragged) -> Ragged:
+        """Of a column that is here whole, the rows that this rank has of the others."""
+        return column if self.holding is None else column.only(self.holding.mine_N)
+
+    def of_all(self, values_N: Tensor) -> Tensor:
+        """Numbers that follow from each sample's columns, [N] or [N, K], on every rank. What this rank says of samples
+        that it has nothing of is not read. The same to the bit wherever the columns are. Collective."""
+        if self.holding is None:
+            return values_N
+        spoken_N = self.holding.spoken_for_N.to(values_N.device)
+        told_N = torch.where(spoken_N.view(-1, *[1] * (values_N.ndim - 1)), values_N, 0)
+        dist.all_reduce(told_N)
+        return told_N
+
+    def largest(self, value: Tensor) -> Tensor:
+        """Of what the ranks hand in that have columns of their own. Collective."""
+        if self.holding is not None:
+            dist.all_reduce(value, op=dist.ReduceOp.MAX)
+        return value
+
+    def largest_values(self, values_T: Tensor, count: int) -> Tensor:
+        """The `count` largest of a column's values of all samples, from the largest on; NaN is larger than any.
+        Collective."""
+        if self.holding is None:
+            return values_T.topk(min(count, len(values_T))).values
+        lengths_N, first_N = self.response_lengths_N, self.holding.held_WN.int().argmax(0)
+        spoken_for = Ragged(values_T, lengths_N * self.holding.mine_N).only(self.holding.spoken_for_N).values_T
+        tokens_W = torch.zeros(len(self.holding.held_WN), dtype=torch.int64).index_add_(0, first_N, lengths_N)
+        counts = tokens_W.clamp(max=count).tolist()
+        largest = _replicate(spoken_for.topk(counts[dist.get_rank()]).values, counts)
+        return largest.topk(min(count, len(largest))).values
+
+    def replicated(self) -> Experience:
+        """With every column whole on every rank. Collective."""
+        if self.holding is None:
+            return self
+        lengths_N, held_WN = self.response_lengths_N, self.holding.held_WN
+        speakers_N = held_WN.int().argmax(0)
+        owners = [(speakers_N == rank).nonzero().flatten().tolist() for rank in range(len(held_WN))]
+
+        def whole(column: Ragged) -> Ragged:
+            rows, own = column.rows(), owners[dist.get_rank()]
+            return redistribute({n: rows[n] for n in own}, lengths_N, column.values_T[:0], owners)
+
+        return replace(self, columns={name: whole(column) for name, column in self.columns.items()}, holding=None)
+
     def with_columns(self, columns: Mapping[str, Ragged]) -> Experience:
         return replace(self, columns={**self.columns, **columns})
 
@@ -136,7 +220,8 @@ class Experience:
         return replace(self, per_sample={**self.per_sample, **columns})
 
     def state_dict(self) -> dict[str, Any]:
-        """All of it as tensors, numbers, lists and mappings."""
+        """All of it as tensors, numbers, lists and mappings; with whole columns."""
+        assert self.holding is None, "columns are spread over ranks: replicate them first"
         rollouts = self.rollouts
         return {
             "prompts": list(self.prompts),
@@ -170,13 +255,17 @@ class Experience:
 
 
 def redistribute(
-    mine: Mapping[int, Tensor], lengths_N: Tensor, like: Tensor, owners: Sequence[Sequence[int]]
+    mine: Mapping[int, Tensor],
+    lengths_N: Tensor,
+    like: Tensor,
+    owners: Sequence[Sequence[int]],
+    to: Holding | None = None,
 ) -> Ragged:
-    """Bring rows that live on different ranks to every rank.
+    """Bring rows from the ranks that own them to those that read them: `to`; None: every rank reads all.
 
     `owners[r]` are the samples whose rows rank r hands in, by global sample index; together they are all N rows, once
-    each. Owners and `lengths_N` are known everywhere, so one all-gather of padded values moves the column. Full
-    replication is the simplest carrier: every mesh finds what it needs locally.
+    each. Owners, readers and `lengths_N` are known everywhere, so that nothing but values travels. A rank receives the
+    rows that it reads and does not own; where all read all, at most one and a half times the column (`_replicate`).
 
     Raises: ValueError, on every rank, when `owners` are not all rows once each, or when a rank does not hand in just
     what it owns, each row as long as the index says.
@@ -187,16 +276,68 @@ def redistribute(
     # A rank that raised alone would leave the others waiting.
     with raise_on_all_ranks(lambda reasons: ValueError("; ".join(reasons))) as problems:
         problems += _wrong_rows(mine, own, lengths_N)
-    counts = [int(lengths_N[list(samples)].sum()) for samples in owners]
-    send = torch.zeros(max(counts), dtype=like.dtype, device=like.device)
-    if own:
-        send[: counts[dist.get_rank()]] = torch.cat([mine[n].to(like) for n in own])
-    received = [torch.empty_like(send) for _ in owners]
-    dist.all_gather(received, send)
-    rows: dict[int, Tensor] = {}
-    for samples, values, count in zip(owners, received, counts, strict=True):
-        rows.update(zip(samples, values[:count].split(lengths_N[list(samples)].tolist()), strict=True))
-    return Ragged(torch.cat([rows[n] for n in range(len(lengths_N))]), lengths_N)
+    rows = {n: mine[n].to(like) for n in own}
+    if to is None:
+        counts = [int(lengths_N[list(samples)].sum()) for samples in owners]
+        values = _replicate(_joined([rows[n] for n in own], like), counts)
+        order = [n for samples in owners for n in samples]
+        rows = dict(zip(order, values.split(lengths_N[order].tolist()), strict=True))
+        return Ragged(_joined([rows[n] for n in range(len(lengths_N))], like), lengths_N)
+    rows |= _exchange(rows, lengths_N, like, owners, to)
+    read = to.mine_N.nonzero().flatten().tolist()
+    return Ragged(_joined([rows[n] for n in read], like), lengths_N * to.mine_N)
+
+
+def _joined(rows: Sequence[Tensor], like: Tensor) -> Tensor:
+    return torch.cat(list(rows)) if rows else like.new_empty(0)
+
+
+def _exchange(
+    rows: Mapping[int, Tensor], lengths_N: Tensor, like: Tensor, owners: Sequence[Sequence[int]], to: Holding
+) -> dict[int, Tensor]:
+    """What this rank reads and does not own. Each row travels once to each of its readers."""
+    rank, own = dist.get_rank(), list(owners[dist.get_rank()])
+    wanted = [[own[k] for k in reads.nonzero().flatten().tolist()] for reads in to.held_WN[:, own]]
+    coming = [[n for n in samples if to.mine_N[n]] for samples in owners]
+    wanted[rank] = coming[rank] = []
+    sent = _joined([rows[n] for samples in wanted for n in samples], like)
+    sizes_out, sizes_in = ([int(lengths_N[samples].sum()) for samples in each] for each in (wanted, coming))
+    received = like.new_empty(sum(sizes_in))
+    dist.all_to_all_single(received, sent, sizes_in, sizes_out)
+    owned_WN = torch.zeros_like(to.held_WN)
+    for each, samples in zip(owned_WN, owners, strict=True):
+        each[list(samples)] = True
+    to.received_W.add_((to.held_WN & ~owned_WN).long() @ lengths_N * like.element_size())
+    order = [n for samples in coming for n in samples]
+    return dict(zip(order, received.split(lengths_N[order].tolist()), strict=True))
+
+
+def _replicate(values: Tensor, counts: Sequence[int]) -> Tensor:
+    """The values of all ranks end to end, on every rank; `counts` says how many each rank has.
+
+    Few ranks have any, where few own outputs, so that a gathering of all from all would be padding for the most part.
+    Every rank is sent an equal slice of the whole, and the slices are gathered: a rank receives little more than the
+    whole, and sends little more than that beside what it owns.
+    """
+    world = len(counts)
+    if world == 1:
+        return values
+    total, rank = sum(counts), dist.get_rank()
+    size = -(-total // world)
+    starts = [sum(counts[:r]) for r in range(world)]
+
+    def shared(owner: int, slice_of: int) -> int:
+        """Elements of an owner in the slice of a rank."""
+        stop = min(starts[owner] + counts[owner], (slice_of + 1) * size)
+        return max(0, stop - max(starts[owner], slice_of * size))
+
+    part = values.new_zeros(size)
+    sizes_in = [shared(owner, rank) for owner in range(world)]
+    sizes_out = [shared(rank, other) for other in range(world)]
+    dist.all_to_all_single(part[: sum(sizes_in)], values, sizes_in, sizes_out)
+    whole = values.new_empty(world * size)
+    dist.all_gather_into_tensor(whole, part)
+    return whole[:total]
 
 
 def _check_owners(owners: Sequence[Sequence[int]], num_samples: int) -> None:

@@ -40,8 +40,10 @@ class MeshLayout:
     """Ranks between which the experts of a layer are shared out, neighbours on the axes cp and dp: a divisor of
     dp x cp."""
     order: tuple[int, ...] | None = None
-    """Ranks at the first len(order) positions of the mesh; every further block of as many is permuted alike. None:
-    each position's rank is its number."""
+    """Ranks, counted from `first`, at the first len(order) positions of the mesh; every further block of as many is
+    permuted alike. None: each position's rank is `first` and its number."""
+    first: int = 0
+    """Global rank that the layout's ranks begin with; they follow each other."""
 
     def __post_init__(self) -> None:
         if self.dp * self.cp % self.ep:
@@ -63,7 +65,13 @@ class MeshLayout:
         return " x ".join(sizes) + (f", ep {self.ep}" if self.ep > 1 else "")
 
     @property
+    def ranks(self) -> range:
+        """Global ranks of the layout."""
+        return range(self.first, self.first + self.world_size)
+
+    @property
     def world_size(self) -> int:
+        """The number of its ranks."""
         return self.tp * self.cp * self.dp * self.pp
 
     def size(self, axis: str) -> int:
@@ -76,15 +84,16 @@ class MeshLayout:
 
         Its groups over tp, cp and pp are the smallest sets of ranks that hold the whole model.
         """
-        return MeshLayout(tp=self.tp, cp=self.ep, dp=self.dp * self.cp // self.ep, pp=self.pp, order=self.order)
+        dp = self.dp * self.cp // self.ep
+        return MeshLayout(tp=self.tp, cp=self.ep, dp=dp, pp=self.pp, order=self.order, first=self.first)
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Coordinates of `rank`, which must lie in [0, world_size)."""
-        if not 0 <= rank < self.world_size:
-            raise ValueError(f"rank {rank} is outside [0, {self.world_size}) of layout {self}")
-        position = rank
+        """Coordinates of `rank`, which must be one of `ranks`."""
+        if rank not in self.ranks:
+            raise ValueError(f"rank {rank} is outside [{self.first}, {self.ranks.stop}) of layout {self}")
+        position = rank - self.first
         if self.order is not None:
-            block, inside = divmod(rank, len(self.order))
+            block, inside = divmod(position, len(self.order))
             position = block * len(self.order) + self.order.index(inside)
         at = {}
         for axis in AXES:
@@ -92,12 +101,12 @@ class MeshLayout:
         return Coordinates(**at)
 
     def rank_at(self, *, tp: int = 0, cp: int = 0, dp: int = 0, pp: int = 0) -> int:
-        """The rank at these coordinates."""
+        """The global rank at these coordinates."""
         position = tp + self.tp * (cp + self.cp * (dp + self.dp * pp))
         if self.order is None:
-            return position
+            return self.first + position
         block, inside = divmod(position, len(self.order))
-        return block * len(self.order) + self.order[inside]
+        return self.first + block * len(self.order) + self.order[inside]
 
     def groups(self, axes: Sequence[str]) -> list[tuple[int, ...]]:
         """Every set of ranks that differ on `axes` only, each in the order of its positions: a rank's place in its

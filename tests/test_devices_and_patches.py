@@ -6,9 +6,12 @@ Not covered: patches of another project's objects (as opposed to what an import 
 from __future__ import annotations
 
 import ast
+import inspect
 
 import pytest
+from torch.distributed import distributed_c10d
 
+from megarlhf.parallel.group_names import named_by_ranks
 from tests.source_files import is_in, sources
 
 # The margin of a rehearsal names what it estimates, and where its numbers are from; it runs nothing.
@@ -20,7 +23,12 @@ CUDA_IN = (
     "kernels/",
     "rehearsal/margin.py",
 )
-PATCHES_IN = ("parallel/megatron_cpu.py", "rollout/vllm_patches.py", "rehearsal/interfaces.py")
+PATCHES_IN = (
+    "parallel/group_names.py",
+    "parallel/megatron_cpu.py",
+    "rollout/vllm_patches.py",
+    "rehearsal/interfaces.py",
+)
 
 SETTINGS = {
     "runtime.py": {
@@ -180,3 +188,14 @@ PERMITTED = [
 @pytest.mark.parametrize("name, file, text", PERMITTED)
 def test_what_is_permitted_is_not_reported(name, file, text):
     assert CHECKS[name]({file: text}) == []
+
+
+def test_torch_still_counts_groups_in_their_names():
+    """Where this fails, torch names a group that its members make by its ranks alone, or otherwise: look whether
+    `parallel/group_names.py` is still needed."""
+    source = inspect.getsource(distributed_c10d._hash_ranks_to_str)
+    assert "len(_world.pg_names)" in source
+    with named_by_ranks():
+        assert distributed_c10d._hash_ranks_to_str([0, 2]) != distributed_c10d._hash_ranks_to_str([0, 1])
+        assert inspect.getsource(distributed_c10d._hash_ranks_to_str) != source
+    assert inspect.getsource(distributed_c10d._hash_ranks_to_str) == source

@@ -1,4 +1,4 @@
-"""Ragged columns, and their way from the ranks that own rows to every rank.
+"""Ragged columns, and their way from the ranks that own rows to those that read them.
 
 Not covered: columns on a GPU, and what a process that dies in `redistribute` does to the others.
 """
@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megarlhf.experience import Experience, Ragged, Rollouts, redistribute
+from megarlhf.experience import Experience, Holding, Ragged, Rollouts, redistribute
 from tests.ranks import RankPool
 from tests.tables import ragged
 
@@ -117,3 +117,94 @@ def test_a_rank_may_own_nothing(ranks: RankPool):
     results = ranks.run(3, three_ranks)
     assert results[0] == pytest.approx([0.3, 0.1, 0.2])
     assert results[0] == results[1] == results[2]
+
+
+def test_rows_that_are_not_kept_are_empty():
+    kept = ragged([1.0, 2.0], [3.0], [4.0, 5.0]).only(torch.tensor([True, False, True]))
+    assert (kept.values_T.tolist(), kept.lengths_N.tolist()) == ([1, 2, 4, 5], [2, 0, 2])
+    assert kept.repeat_per_token(torch.tensor([7.0, 8.0, 9.0])).values_T.tolist() == [7, 7, 9, 9]
+
+
+HELD = [[True, False, False, False], [False, False, True, True], [True, True, False, True]]
+"""By rank and row: rank 1 owns all rows of LENGTHS, and reads two of them."""
+
+
+def spread(runtime):
+    """A column from one rank to its readers, what each has of it, and what follows from all of it."""
+    lengths_N, holding = torch.tensor(LENGTHS), Holding(torch.tensor(HELD))
+    rows = {n: 10.0 * n + torch.arange(length) for n, length in enumerate(LENGTHS)}
+    owned = rows if runtime.rank == 1 else {}
+    sent = []
+    all_to_all = dist.all_to_all_single
+
+    def counted(out, given, *sizes):
+        sent.append((given.nbytes, out.nbytes))
+        return all_to_all(out, given, *sizes)
+
+    dist.all_to_all_single = counted
+    try:
+        column = redistribute(owned, lengths_N, torch.empty(0), [[], [2, 0, 3, 1], []], holding)
+    finally:
+        dist.all_to_all_single = all_to_all
+    prompts, zeros = tuple(torch.ones(4, 1, dtype=torch.int64)), Ragged(torch.zeros(sum(LENGTHS)), lengths_N)
+    rollouts = Rollouts(zeros, zeros, torch.ones(4, dtype=torch.bool), weight_version=0)
+    table = Experience(prompts, torch.arange(4), rollouts, {"values": column}, holding=holding)
+    numbers_N = table.of_all(torch.tensor([row.sum() if len(row) else 0.0 for row in column.rows()]))
+    whole = table.replicated()
+    return {
+        "rows": [row.tolist() for row in column.rows()],
+        "bytes": sent[0],
+        "received": holding.received_W.tolist(),
+        "sums": numbers_N.tolist(),
+        "largest": table.largest_values(column.values_T, 3).tolist(),
+        "whole": (whole.columns["values"].values_T.tolist(), whole.holding),
+    }
+
+
+def test_a_rank_receives_the_rows_that_it_reads_and_every_rank_what_follows_from_all(ranks: RankPool):
+    """Rank 1 sends row 0 twice, and 3 once: 2 + 2 + 1 values of 4 bytes; row 1 is empty, and row 2 its own."""
+    found = ranks.run(3, spread)
+    assert [each["rows"] for each in found] == [
+        [[0, 1], [], [], []],
+        [[], [], [20, 21, 22], [30]],
+        [[0, 1], [], [], [30]],
+    ]
+    assert [each["bytes"] for each in found] == [(0, 8), (20, 0), (0, 12)]
+    for each in found:
+        assert each["received"] == [8, 0, 12]
+        assert each["sums"] == [1.0, 0.0, 63.0, 30.0]
+        assert each["largest"] == [30.0, 22.0, 21.0]
+        assert each["whole"] == ([0, 1, 20, 21, 22, 30], None)
+
+
+def received(runtime):
+    """Bytes that a rank receives of a column of 48 000, all of it on rank 0, where every rank reads all."""
+    nbytes = []
+    exchange, gather = dist.all_to_all_single, dist.all_gather_into_tensor
+
+    def exchanged(out, given, *sizes):
+        nbytes.append(out.nbytes if runtime.rank else 0)
+        return exchange(out, given, *sizes)
+
+    def gathered(whole, part):
+        nbytes.append(whole.nbytes - part.nbytes)
+        return gather(whole, part)
+
+    dist.all_to_all_single, dist.all_gather_into_tensor = exchanged, gathered
+    try:
+        rows = {0: torch.arange(12_000.0)} if runtime.rank == 0 else {}
+        column = redistribute(rows, torch.tensor([12_000]), torch.empty(0), [[0], *[[]] * (dist.get_world_size() - 1)])
+    finally:
+        dist.all_to_all_single, dist.all_gather_into_tensor = exchange, gather
+    assert torch.equal(column.values_T, torch.arange(12_000.0))
+    return sum(nbytes)
+
+
+def test_where_all_read_all_a_rank_receives_the_column_once(ranks: RankPool):
+    """A quarter that it was sent, and the other three; not four times the largest share, as padded shares would be."""
+    assert ranks.run(4, received) == [36_000, 48_000, 48_000, 48_000]
+
+
+def test_every_sample_is_with_some_rank():
+    with pytest.raises(AssertionError, match="no rank is to have a sample's columns"):
+        Holding(torch.tensor([[True, False], [True, False]]))

@@ -102,6 +102,8 @@ class Case:
     layers: int = 4
     recompute: str = "none"
     offload: dict[str, Any] = field(default_factory=dict)
+    frozen: dict[str, Any] = field(default_factory=dict)
+    """`parallel` of reference and reward model, where it is not that of the others."""
 
     @property
     def name(self) -> str:
@@ -117,6 +119,7 @@ class Case:
         layout += f", engine TP{self.engine_tp}" if self.engine_tp else ""
         layout += "" if self.recompute == "none" else f", recompute {self.recompute}"
         layout += f", offload {self.offload['optimizer']}" if self.offload else ""
+        layout += f", read-only roles on ranks {self.frozen['ranks']}" if self.frozen else ""
         return f"{command} {model} {self.dtype} {'packed' if self.packed else 'padded'} {layout}"
 
 
@@ -129,11 +132,12 @@ def job_of(case: Case, directory: Path, num_steps: int = 2) -> Job:
     (model / "config.json").write_text(json.dumps(config))
     role = {"model": {"path": str(model), "dtype": case.dtype}, "parallel": case.parallel, "optim": OPTIM}
     role |= {"recompute": case.recompute, "offload": case.offload}
+    frozen = role | ({"parallel": case.frozen} if case.frozen else {})
     micro = {"max_tokens_per_micro_batch": 4 * LONGEST} if case.packed else {"micro_batch_samples": 2}
     data = {"train": str(directory / "none.jsonl"), "max_prompt_tokens": 64}
     tree: dict[str, Any] = {"run": {"dir": str(directory / "run")}, "data": data}
     if case.command == "rl":
-        tree |= {"actor": role, "reference": role, "rollout": {"num_samples_per_prompt": 4}}
+        tree |= {"actor": role, "reference": frozen, "rollout": {"num_samples_per_prompt": 4}}
         tree["train"] = {
             "num_steps": num_steps,
             "prompts_per_step": case.samples // 4,
@@ -145,11 +149,11 @@ def job_of(case: Case, directory: Path, num_steps: int = 2) -> Job:
         tree["rewards"] = [{"kind": "rule", "rule": "exact_match"}]
         tree["algo"] = {"advantage": case.advantage, "kl": {"coef": 0.05}}
         if case.advantage == "gae":
-            tree |= {"critic": role, "reward_model": role, "rewards": [{"kind": "model"}]}
+            tree |= {"critic": role, "reward_model": frozen, "rewards": [{"kind": "model"}]}
     else:
         data["max_response_tokens"] = LONGEST - 64
         tree["reward_model" if case.command == "rm" else "actor"] = role
-        tree |= {"reference": role} if case.command == "dpo" else {}
+        tree |= {"reference": frozen} if case.command == "dpo" else {}
         tree["train"] = {"num_steps": num_steps, "mini_batch_samples": case.samples, **micro}
     cfg: Any = CONFIGS[case.command].model_validate(tree)
     lengths = Uniform(24, LONGEST - 64)

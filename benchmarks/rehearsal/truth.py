@@ -75,6 +75,7 @@ CASES: tuple[Case, ...] = (
     Case(command="rl", advantage=GRPO, model="experts", parallel={"ep": 2}, world_size=2, dtype="bf16", packed=True),
     Case(command="rl", dtype="bf16", packed=True, offload=AWAY),
     Case(command="rl", world_size=2, dtype="bf16", packed=True, recompute="full", offload=STREAMED),
+    Case(command="rl", parallel=TP2_PP2, world_size=4, frozen={"tp": 2, "ranks": [1, 3]}),
     Case(command="rl", advantage=GRPO, parallel=TP2, world_size=2, engine_tp=2, dtype="bf16", offload=STREAMED),
     Case(command="sft", parallel=CP2, world_size=2, packed=True),
     Case(command="sft", model="window", parallel=CP2, world_size=2),

@@ -118,11 +118,10 @@ def without_signal(rewards_N: Tensor, groups_N: Tensor) -> Tensor:
     return ~differ_G[groups.index_N]
 
 
-def explained_variance(values_T: Tensor, returns_T: Tensor) -> float:
+def explained_variance(of_returns: Tensor, of_rest: Tensor) -> float:
     """How much of the returns' variance the values predict: 1 all, 0 as much as their mean, below 0 less than that.
 
+    Shapes:  0-d each: the variance of the returns, and that of returns less values
     Maths:   1 - var(returns - values) / var(returns), both biased; 0 where all returns are equal
     """
-    variance = returns_T.double().var(correction=0)
-    rest = (returns_T.double() - values_T.double()).var(correction=0)
-    return float(torch.where(variance > 0, 1 - rest / variance, 0.0))
+    return float(torch.where(of_returns > 0, 1 - of_rest / of_returns, 0.0))

@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import PositiveInt, model_validator
 
 from megarlhf.config.rewards import RewardConfig
-from megarlhf.config.roles import FrozenModel, RoleConfig
+from megarlhf.config.roles import FrozenModel, RoleConfig, require_all_ranks
 from megarlhf.config.rollout import RolloutConfig
 from megarlhf.config.run import RunConfig
 from megarlhf.config.sections import PromptDataConfig
@@ -42,6 +42,7 @@ class GenerateConfig(FrozenModel):
 
     @model_validator(mode="after")
     def _check(self) -> GenerateConfig:
+        require_all_ranks({"actor": self.actor})
         if any(reward.kind == "model" for reward in self.rewards):
             raise ValueError(
                 "generate and eval build no reward model; got a reward of kind 'model'. Give its Hugging Face "

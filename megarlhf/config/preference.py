@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from megarlhf.config.profile import ProfileConfig, within_the_run
-from megarlhf.config.roles import FrozenModel, NonNegative, Positive, RoleConfig
+from megarlhf.config.roles import FrozenModel, NonNegative, Positive, RoleConfig, require_all_ranks
 from megarlhf.config.run import CheckpointConfig, RunConfig
 from megarlhf.config.sections import DataConfig, EvalConfig, TrainConfig
 from megarlhf.config.watchdog import WatchdogConfig
@@ -101,6 +101,7 @@ class DPOConfig(FrozenModel):
             raise ValueError(
                 f"sft_average = {self.sft_average!r}, but sft_coef = 0 adds no likelihood; set sft_coef, or remove it"
             )
+        require_all_ranks({"actor": self.actor})
         for name, role in self.roles().items():
             if role.model.fresh_head:
                 raise ValueError(f"{name}.model.fresh_head: a language model has no scalar head; leave it out")

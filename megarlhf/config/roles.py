@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PositiveInt,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from megarlhf.layout import MeshLayout, split_chunks
 from megarlhf.model_directory import require_hf_directory
@@ -88,6 +98,11 @@ class ParallelConfig(FrozenModel):
     """Expert-parallel size: between so many data-parallel (and context-parallel) neighbours the experts of a layer are
     shared out; divides the experts and dp x cp. Tokens travel to their experts and back in every layer. Inside an
     expert tp cuts as elsewhere."""
+    ranks: PositiveInt | tuple[NonNegativeInt, PositiveInt] | None = None
+    """Ranks that have the role: `8` is the first 8 of the run, `[8, 16]` are ranks 8 to 15 (from the first to before
+    the second); left out, all. tp x cp x pp divides their number, and dp follows from it. The others hold nothing of
+    the role, and wait while it computes. For roles that are only read: a reference, and the reward model of `rl`. One
+    that is trained is on all ranks, since each update is made by all."""
 
     @model_validator(mode="before")
     @classmethod
@@ -108,6 +123,11 @@ class ParallelConfig(FrozenModel):
             raise ValueError(
                 f"layers_per_stage has {len(self.layers_per_stage)} numbers for {words} stages; give {stages}"
             )
+        if isinstance(self.ranks, tuple) and self.ranks[0] >= self.ranks[1]:
+            raise ValueError(
+                f"ranks = {list(self.ranks)} names no rank: it goes from the first to before the second; make the "
+                "second larger than the first"
+            )
         return self
 
     def chunks(self, num_layers: int) -> list[list[range]]:
@@ -118,15 +138,35 @@ class ParallelConfig(FrozenModel):
         """`tp 2 x pp 2 x dp 1, vpp 2`: the layout of so many ranks, with what the mesh alone does not know."""
         return f"{layout}, vpp {self.vpp}" if self.vpp > 1 else str(layout)
 
-    def layout(self, world_size: int, role: str = "actor") -> MeshLayout:
-        """The layout on `world_size` ranks; dp follows.
+    def range_of_ranks(self, world_size: int, role: str = "actor") -> range:
+        """The global ranks that have the role.
 
-        Raises: ValueError when tp x cp x pp does not divide the world size.
+        Raises: ValueError where the run has fewer.
         """
-        model = self.tp * self.cp * self.pp
-        dp, remainder = divmod(world_size, model)
+        first, stop = self.ranks if isinstance(self.ranks, tuple) else (0, self.ranks or world_size)
+        if stop > world_size:
+            given = list(self.ranks) if isinstance(self.ranks, tuple) else self.ranks
+            raise ValueError(
+                f"{role}.parallel.ranks = {given} goes up to rank {stop - 1}, and the run has {world_size} rank(s), 0 "
+                f"to {world_size - 1}; start {stop} ranks (run.nproc), or name fewer"
+            )
+        return range(first, stop)
+
+    def layout(self, world_size: int, role: str = "actor") -> MeshLayout:
+        """The layout in a run of `world_size` ranks, on those that the role has; dp follows.
+
+        Raises: ValueError when the run has too few ranks, or when tp x cp x pp does not divide their number.
+        """
+        ranks, model = self.range_of_ranks(world_size, role), self.tp * self.cp * self.pp
+        dp, remainder = divmod(len(ranks), model)
         if remainder or not dp:
             near = sorted({max(dp, 1) * model, (dp + 1) * model})
+            if self.ranks is not None:
+                raise ValueError(
+                    f"{role}.parallel.ranks are {len(ranks)} ranks, which is not a multiple of tp x cp x pp = "
+                    f"{self.tp} x {self.cp} x {self.pp} = {model}; name {' or '.join(map(str, near))} ranks, or change "
+                    "tp, cp and pp"
+                )
             raise ValueError(
                 f"{role}.parallel: world size {world_size} is not a multiple of tp x cp x pp = {self.tp} x {self.cp} x "
                 f"{self.pp} = {model}; use {' or '.join(map(str, near))} ranks (run.nproc), "
@@ -135,11 +175,23 @@ class ParallelConfig(FrozenModel):
         if dp * self.cp % self.ep:
             shared = f"dp = {dp}" if self.cp == 1 else f"dp x cp = {dp} x {self.cp}"
             raise ValueError(
-                f"{role}.parallel.ep = {self.ep} does not divide {shared}, which follows from {world_size} ranks and "
+                f"{role}.parallel.ep = {self.ep} does not divide {shared}, which follows from {len(ranks)} ranks and "
                 f"tp x cp x pp = {model}; choose a divisor of {dp * self.cp}, or ranks in multiples of "
                 f"{model * self.ep}"
             )
-        return MeshLayout(tp=self.tp, cp=self.cp, pp=self.pp, dp=dp, ep=self.ep)
+        return MeshLayout(tp=self.tp, cp=self.cp, pp=self.pp, dp=dp, ep=self.ep, first=ranks.start)
+
+
+def require_all_ranks(trained: Mapping[str, RoleConfig]) -> None:
+    """Raises: ValueError for a role that is trained, or sampled from, on some of the ranks only."""
+    for name, role in trained.items():
+        if role.parallel.ranks is not None:
+            raise ValueError(
+                f"{name}.parallel.ranks = {role.parallel.ranks}, and {name} is trained or sampled from, which all "
+                "ranks of a run do together: on some of them only, the others would wait through every update, and its "
+                "optimizer's state would have fewer ranks to be shared between. Leave ranks out; a reference or a "
+                "reward model that is only read may be on some ranks"
+            )
 
 
 class OptimConfig(FrozenModel):

@@ -16,7 +16,7 @@ from megarlhf.config.beside import EMAConfig, PTXConfig, ReferenceUpdateConfig
 from megarlhf.config.numbers import SkipConfig
 from megarlhf.config.profile import ProfileConfig, within_the_run
 from megarlhf.config.rewards import RewardConfig
-from megarlhf.config.roles import FrozenModel, NonNegative, Positive, RoleConfig
+from megarlhf.config.roles import FrozenModel, NonNegative, Positive, RoleConfig, require_all_ranks
 from megarlhf.config.rollout import RolloutConfig
 from megarlhf.config.run import CheckpointConfig, RunConfig
 from megarlhf.config.shown import AccuracyConfig, SamplesConfig
@@ -154,6 +154,11 @@ class SFTConfig(FrozenModel):
 
     _profiled = model_validator(mode="after")(within_the_run)
 
+    @model_validator(mode="after")
+    def _check(self) -> SFTConfig:
+        require_all_ranks({"actor": self.actor})
+        return self
+
 
 class RMConfig(FrozenModel):
     run: RunConfig
@@ -182,6 +187,7 @@ class RMConfig(FrozenModel):
 
     @model_validator(mode="after")
     def _check(self) -> RMConfig:
+        require_all_ranks({"reward_model": self.reward_model})
         if self.unit_variance and self.data.heldout is None:
             raise ValueError("unit_variance measures the scores of held-out pairs: set data.heldout")
         if self.margin and self.loss == "aligned_span":
@@ -288,6 +294,7 @@ class RLConfig(FrozenModel):
                 "distribution, and ratios to samples of a part of it would be wrong from the first step on. Leave it "
                 "out; generate and eval take it"
             )
+        require_all_ranks({name: role for name, role in self.roles().items() if name in ("actor", "critic")})
         for name, role in self.roles().items():
             if name != "critic" and role.model.fresh_head:
                 raise ValueError(

@@ -50,10 +50,12 @@ BF16_GRADIENTS: Mapping[Spec, str] = {
 
 @dataclass(frozen=True)
 class ModelShard:
-    """What this rank holds of a role's model: its pipeline stage, or all its virtual stages, and where it stands."""
+    """What this rank holds of a role's model: its pipeline stage, or all its virtual stages, and where it stands;
+    nothing, on a rank outside the role's layout."""
 
     module: Model
-    """With all parameters of the rank: the stage's GPTModel, or a container of its chunks."""
+    """With all parameters of the rank: the stage's GPTModel, or a container of its chunks. Of a rank outside the
+    layout: a module without parameters, which is never run."""
     arch: Architecture
     mesh: Mesh
     head: Head
@@ -61,6 +63,8 @@ class ModelShard:
     padded_vocab: int
     spec: Spec
     kernels: KernelsConfig
+    dtype: torch.dtype
+    """Of the parameters."""
 
     @property
     def chunks(self) -> tuple[GPTModel, ...]:
@@ -85,11 +89,6 @@ class ModelShard:
             experts=EXPERTS[self.spec],
         )
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the parameters."""
-        return self.module.config.params_dtype
-
     def vocabulary(self) -> Vocabulary:
         """What log-probs and logits of a language model are made with, beside the module's output."""
         assert self.head == "lm", "a scalar head has no vocabulary"
@@ -110,7 +109,8 @@ class ModelShard:
 
 
 def build_model(section: RoleConfig, mesh: Mesh, arch: Architecture, head: Head, dtype: torch.dtype) -> ModelShard:
-    """This rank's stages of the model on its device, their parameters still unset, in `dtype`.
+    """This rank's stages of the model on its device, their parameters still unset, in `dtype`; nothing of it on a rank
+    that is not in the mesh.
 
     Raises: ValueError for log-prob kernels that this device does not run.
     """
@@ -118,9 +118,30 @@ def build_model(section: RoleConfig, mesh: Mesh, arch: Architecture, head: Head,
         require_device(section.kernels.logprobs, mesh.runtime.device.type)
     spec: Spec = "te" if has_transformer_engine() else "local"
     log.info("layer spec: %s", SPECS[spec])
-    model, parallel = section.model, section.parallel
+    padded_vocab = padded_vocab_size(arch.vocab_size, section.parallel.tp, section.model.vocab_multiple)
+    module = _stage(section, mesh, arch, head, dtype, spec, padded_vocab) if mesh.is_member else nn.Module()
+    shard = ModelShard(
+        module=module,
+        arch=arch,
+        mesh=mesh,
+        head=head,
+        parallel=section.parallel,
+        padded_vocab=padded_vocab,
+        spec=spec,
+        kernels=section.kernels,
+        dtype=dtype,
+    )
+    if mesh.is_member:
+        _mark_sharded(shard)
+    return shard
+
+
+def _stage(
+    section: RoleConfig, mesh: Mesh, arch: Architecture, head: Head, dtype: torch.dtype, spec: Spec, padded_vocab: int
+) -> Model:
+    """This rank's stages."""
+    parallel = section.parallel
     config = transformer_config(dtype, section, mesh, arch, spec=spec, activation_module=gates_by_silu(spec, arch))
-    padded_vocab = padded_vocab_size(arch.vocab_size, parallel.tp, model.vocab_multiple)
     with megatron_device(mesh.runtime.device):
         module = as_model(
             [
@@ -130,18 +151,7 @@ def build_model(section: RoleConfig, mesh: Mesh, arch: Architecture, head: Head,
         )
     if spec == "te":
         fuse_weight_gradients(module)
-    shard = ModelShard(
-        module=module,
-        arch=arch,
-        mesh=mesh,
-        head=head,
-        parallel=parallel,
-        padded_vocab=padded_vocab,
-        spec=spec,
-        kernels=section.kernels,
-    )
-    _mark_sharded(shard)
-    return shard
+    return module
 
 
 def _build_chunk(
@@ -238,9 +248,11 @@ def llama3_frequencies(inverse_frequencies_D: Tensor, rope: Llama3Rope) -> Tenso
 
 
 def placements_on(shard: ModelShard, rank: int, *, tp_rank: int | None = None) -> RankPlacements:
-    """What global rank `rank` (or its neighbour `tp_rank` of the tensor-parallel group) holds of the model."""
+    """What global rank `rank` (or its neighbour `tp_rank` of the tensor-parallel group) holds of the model; nothing,
+    where the layout does not have it."""
     layout = shard.mesh.layout
-    layout = shard.mesh.layout
+    if rank not in layout.ranks:
+        return RankPlacements(rank, {}, (), {})
     at, experts = layout.coordinates(rank), layout.expert_layout.coordinates(rank)
     here = ModelRank(pp=at.pp, ep=experts.cp, tp=at.tp if tp_rank is None else tp_rank)
     return shard.megatron_layout.part(shard.arch, shard.head, here, rank)

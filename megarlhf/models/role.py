@@ -28,7 +28,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Role:
-    """actor, critic, reference or reward model, as this rank sees it."""
+    """actor, critic, reference or reward model, as this rank sees it; one that is not trained may be on other ranks
+    only (`mesh.is_member`), and then takes part in nothing but what all ranks do."""
 
     name: str
     section: RoleConfig
@@ -49,8 +50,10 @@ class Role:
         return Batching(mesh=self.mesh, cost=forward_cost(self.shard.arch), micro=micro)
 
     def forward(self, batches: Sequence[MicroBatch], score: Callable[[Tensor, MicroBatch], Tensor]) -> list[Tensor]:
-        """See `parallel.step.forward_only`."""
+        """See `parallel.step.forward_only`. Nothing, on a rank that has nothing of the role."""
         self.parts.to_compute()
+        if not self.mesh.is_member:
+            return []
         return forward_only(self.shard.module, self.mesh, batches, score)
 
     def accumulate(self, batches: Sequence[MicroBatch], loss: Loss) -> dict[str, float]:
@@ -98,7 +101,7 @@ def build_role(
     `order` says which rank stands where in the mesh (`layout.engine_order`); None: in the order of their numbers.
     `new_head`: a scalar role may start from a language model, with a random head. `stated`: see `Role`.
     `residency`: of all roles that share the device; None: it is alone there.
-    Collective: every rank builds the same roles in the same order.
+    Collective: every rank builds the same roles in the same order, those that it has nothing of included.
     """
     runtime = cache.runtime
     residency = residency or Residency(runtime.device)

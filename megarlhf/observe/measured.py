@@ -21,9 +21,10 @@ MEASURED = (
     "peak_memory_gib",
     "wall_clock",
     "engine_rebuilds",
+    "columns_received_mib",
 )
-"""Beginnings of their names: how long something took, how much it needed, when it was, and what was done again without
-a trace in the numbers."""
+"""Beginnings of their names: how long something took, how much it needed or received, when it was, and what was done
+again without a trace in the numbers."""
 
 
 def reproducible(metrics: Mapping[str, Value]) -> dict[str, Value]:

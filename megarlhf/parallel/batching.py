@@ -182,7 +182,7 @@ class Batching:
 
     def layouts(self, groups: Sequence[Sequence[int]], lengths_N: Tensor) -> list[MicroBatchLayout]:
         """This data-parallel rank's micro-batches; every rank gets as many. See `layouts_by_rank`."""
-        return self.layouts_by_rank(groups, lengths_N)[self.mesh.coordinates.dp]
+        return self.mesh.own(self.layouts_by_rank(groups, lengths_N))
 
     def layouts_by_rank(self, groups: Sequence[Sequence[int]], lengths_N: Tensor) -> list[list[MicroBatchLayout]]:
         """The micro-batches of every data-parallel rank, in their order.

@@ -1,14 +1,16 @@
-"""Process groups of a role: Megatron-Core's `ProcessGroupCollection` for one layout of the whole world.
+"""Process groups of a role: Megatron-Core's `ProcessGroupCollection` for one layout, of all ranks or of some.
 
 Roles with equal layouts, their `order` included, share groups, since a group of the same ranks is made once. Every
-rank must build the same meshes in the same order (making a group is a collective call of its members).
+rank must build the same meshes in the same order (making a group is a collective call of its members), those of roles
+that it has nothing of included.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import TypeVar
 
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -16,7 +18,10 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import initialize_rng_tracker
 
 from megarlhf.layout import AXES, Coordinates, MeshLayout
+from megarlhf.parallel.group_names import named_by_ranks
 from megarlhf.runtime import Runtime
+
+Each = TypeVar("Each")
 
 
 @dataclass
@@ -39,14 +44,15 @@ class GroupCache:
         if ranks not in self._made:
             # Only an `order` has groups that are not ascending, and not every way of making groups takes those.
             ascending = list(ranks) == sorted(ranks)
-            self._made[ranks] = dist.new_group(
-                list(ranks),
-                # Else torch's own default, which is 10 minutes with NCCL, whatever the default group has.
-                timeout=timedelta(seconds=self.runtime.timeout_seconds),
-                backend=self.runtime.backend,
-                use_local_synchronization=True,
-                sort_ranks=ascending,
-            )
+            with named_by_ranks():
+                self._made[ranks] = dist.new_group(
+                    list(ranks),
+                    # Else torch's own default, which is 10 minutes with NCCL, whatever the default group has.
+                    timeout=timedelta(seconds=self.runtime.timeout_seconds),
+                    backend=self.runtime.backend,
+                    use_local_synchronization=True,
+                    sort_ranks=ascending,
+                )
         return self._made[ranks]
 
 
@@ -55,26 +61,52 @@ class Mesh:
     """One role's layout with its process groups, as this rank sees them."""
 
     layout: MeshLayout
-    coordinates: Coordinates
+    at: Coordinates | None
+    """Where this rank stands in the layout; None: it is not in it, and has nothing of the role."""
     groups: ProcessGroupCollection
+    """None, each, where this rank is not in it."""
     runtime: Runtime
 
     @property
+    def coordinates(self) -> Coordinates:
+        """Where this rank, which has its part of the role, stands in the layout."""
+        assert self.at is not None, (
+            f"rank {self.runtime.rank} is not in the layout {self.layout} of {self.layout.ranks}"
+        )
+        return self.at
+
+    @property
+    def is_member(self) -> bool:
+        """Whether this rank has a part of the role."""
+        return self.at is not None
+
+    @property
     def is_first_stage(self) -> bool:
-        return self.coordinates.pp == 0
+        return self.at is not None and self.at.pp == 0
 
     @property
     def is_last_stage(self) -> bool:
-        return self.coordinates.pp == self.layout.pp - 1
+        return self.at is not None and self.at.pp == self.layout.pp - 1
 
     @property
     def owns_outputs(self) -> bool:
         """Of the ranks that compute a data-parallel shard's outputs, this is the one that hands them out."""
-        return self.runtime.rank == self.owner_of_outputs(self.coordinates.dp)
+        return self.at is not None and self.runtime.rank == self.owner_of_outputs(self.at.dp)
+
+    def own(self, by_dp: Sequence[list[Each]]) -> list[Each]:
+        """Of a list for each data-parallel rank, this one's; nothing where this rank has nothing of the role."""
+        return [] if self.at is None else by_dp[self.at.dp]
 
     def owner_of_outputs(self, dp: int) -> int:
         """Global rank that hands out the outputs of a data-parallel rank."""
         return self.layout.rank_at(tp=0, cp=0, dp=dp, pp=self.layout.pp - 1)
+
+    def last_stage(self, dp: int) -> list[int]:
+        """Global ranks of a data-parallel rank's last stage, which compute its losses."""
+        layout = self.layout
+        return [
+            layout.rank_at(tp=tp, cp=cp, dp=dp, pp=layout.pp - 1) for cp in range(layout.cp) for tp in range(layout.tp)
+        ]
 
     @property
     def last_stage_rank(self) -> int:
@@ -100,12 +132,12 @@ class Mesh:
 
 
 def build_mesh(layout: MeshLayout, runtime: Runtime, cache: GroupCache) -> Mesh:
-    """Make (or reuse) the groups of `layout`, which covers the world.
+    """Make (or reuse) the groups of `layout` that this rank is in.
 
-    Raises: ValueError when the layout's size is not the world's.
+    Raises: ValueError when the run has not all of the layout's ranks.
     """
-    if layout.world_size != runtime.world_size:
-        raise ValueError(f"layout {layout} needs {layout.world_size} ranks, the run has {runtime.world_size}")
+    if layout.ranks.stop > runtime.world_size:
+        raise ValueError(f"layout {layout} needs ranks up to {layout.ranks[-1]}, the run has {runtime.world_size}")
     _initialize_megatron_globals()
     groups = ProcessGroupCollection()
     for name, axes in GROUPS_AXES.items():
@@ -117,7 +149,8 @@ def build_mesh(layout: MeshLayout, runtime: Runtime, cache: GroupCache) -> Mesh:
     groups.embd = cache.my_group((line[0], line[-1]) if len(line) > 1 else line for line in lines)
     groups.pos_embd = cache.my_group((line[0],) for line in lines)
     groups.intra_dist_opt = cache.my_group(layout.groups(AXES))
-    return Mesh(layout=layout, coordinates=layout.coordinates(runtime.rank), groups=groups, runtime=runtime)
+    at = layout.coordinates(runtime.rank) if runtime.rank in layout.ranks else None
+    return Mesh(layout=layout, at=at, groups=groups, runtime=runtime)
 
 
 GROUPS_AXES: dict[str, tuple[str, ...]] = {

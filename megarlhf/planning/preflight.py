@@ -11,6 +11,7 @@ from megarlhf.architectures.placements import vllm_placements
 from megarlhf.config import DPOConfig, GenerateConfig, RLConfig, RMConfig, RoleConfig, SFTConfig, dump_config
 from megarlhf.data.procedural import is_procedural, require_disjoint
 from megarlhf.data.sources import require_source, source_files
+from megarlhf.layout import MeshLayout
 from megarlhf.observe.progress import make_console, table
 from megarlhf.observe.run_directory import require_writable_output
 from megarlhf.observe.wandb_run import require_wandb
@@ -90,7 +91,7 @@ def preflight(
                 _check_engine(cfg, section, arch, world_size, on_cpu=on_cpu)
         size = f"{arch.num_layers} layers of {arch.hidden_size}"
         model = f"{section.model.path} ({arch.model_type}, {size}, {dtype.name} {dtype.why})"
-        described.append((name, model, f"{section.parallel.in_words(layout)} = {world_size} ranks"))
+        described.append((name, model, f"{section.parallel.in_words(layout)} = {in_words(layout, world_size)}"))
         dp = layout.dp
     notes += _check_files(cfg)
     if isinstance(cfg, RLConfig):
@@ -127,6 +128,12 @@ def preflight(
     return Preflight(
         title=command, config=dump_config(cfg), numbers=tuple(numbers), roles=tuple(described), notes=tuple(notes)
     )
+
+
+def in_words(layout: MeshLayout, world_size: int) -> str:
+    """The ranks of a role in a run of `world_size`."""
+    count, ranks = layout.world_size, layout.ranks
+    return f"{count} ranks" + (f" of {world_size}: {ranks[0]} to {ranks[-1]}" if count < world_size else "")
 
 
 def _retokenized(cfg: AnyConfig) -> list[str]:

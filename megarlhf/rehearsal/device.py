@@ -284,6 +284,8 @@ class Device(TorchDispatchMode):
             for into, own in zip(args[0], args[1], strict=False):
                 for tensor in into:
                     self._gathered(tensor, own)
+        elif name == "alltoall_base_":
+            self._exchanged(args[0], args[1])
         elif name not in ("broadcast_", "barrier", "send"):
             for tensor in tensors_in((args[0],)):
                 self.known.forget(tensor)
@@ -296,6 +298,19 @@ class Device(TorchDispatchMode):
             numbers.mul_(size)
         elif self.reducing not in (dist.ReduceOp.MAX, dist.ReduceOp.MIN, dist.ReduceOp.AVG):
             self.known.forget(tensor)
+
+    def _exchanged(self, into: Tensor, own: Tensor) -> None:
+        """Zeros where this rank, which the others are like, says nothing."""
+        numbers = self.known.twin(own)
+        if numbers is None:
+            self.known.forget(into)
+            return
+        flat = numbers.reshape(-1) if numbers.numel() else numbers.new_zeros(1)
+        copies = flat.repeat(-(-into.numel() // flat.numel()))[: into.numel()].view(into.shape)
+        if (before := self.known.twin(into)) is not None:  # a view's, perhaps: the whole holds it too
+            before.copy_(copies)
+        elif isinstance(into, FakeTensor):
+            self.known.tell(into, copies)
 
     def _gathered(self, into: Tensor, own: Tensor) -> None:
         numbers = self.known.twin(own)

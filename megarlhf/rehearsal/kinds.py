@@ -18,8 +18,8 @@ from megarlhf.rehearsal.batches import Share, Shares
 LARGER = 1.01
 """A micro-batch that is larger by less is not rehearsed for its memory."""
 
-Stages = tuple[tuple[str, int], ...]
-"""Role and pipeline stage."""
+Stages = tuple[tuple[str, int | None], ...]
+"""Role and pipeline stage; None: the rank has nothing of the role."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,9 @@ class Kind:
 
 
 def stages_of(rank: int, layouts: Mapping[str, MeshLayout]) -> Stages:
-    return tuple((role, layout.coordinates(rank).pp) for role, layout in layouts.items())
+    return tuple(
+        (role, layout.coordinates(rank).pp if rank in layout.ranks else None) for role, layout in layouts.items()
+    )
 
 
 def first_rank(layouts: Mapping[str, MeshLayout], main: str) -> int:
@@ -101,16 +103,20 @@ def _share_of(rank: int, layouts: Mapping[str, MeshLayout], shares: Shares) -> S
     for phase, by_dp in shares.items():
         role = "reward_model" if phase == "reward" else phase.partition("/")[2]
         layout = layouts.get(role)
-        if layout is not None and layout.dp == len(by_dp):
+        if layout is not None and layout.dp == len(by_dp) and rank in layout.ranks:
             total += by_dp[layout.coordinates(rank).dp]
     return total
 
 
 def pipelines_of(here: Iterable[int], mesh: MeshLayout) -> list[int]:
-    """Of these ranks those whose pipelines of a role are there whole: whose traces can be replayed together."""
+    """Of these ranks those whose pipelines of a role are there whole: whose traces can be replayed together. A rank
+    that has nothing of the role is in none that could be cut."""
     here = set(here)
     whole = []
     for rank in sorted(here):
+        if rank not in mesh.ranks:
+            whole.append(rank)
+            continue
         at = mesh.coordinates(rank)
         if all(mesh.rank_at(tp=at.tp, cp=at.cp, dp=at.dp, pp=pp) in here for pp in range(mesh.pp)):
             whole.append(rank)

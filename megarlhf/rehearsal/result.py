@@ -73,7 +73,7 @@ class RankResult:
     """One rehearsed rank."""
 
     rank: int
-    stages: dict[str, int]
+    stages: dict[str, int | None]
     """Pipeline stage by role."""
     stands_for: int
     why: str

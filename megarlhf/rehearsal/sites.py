@@ -41,6 +41,7 @@ SITES: tuple[Site, ...] = (
     Site("trainers/rl_rewards.py", "metrics_of", 1.0, "metrics of rewards"),
     Site("trainers/rl_metrics.py", "", 1.0, "metrics"),
     Site("algo/advantages.py", "explained_variance", 1.0, "metrics"),
+    Site("trainers/rl_statistics.py", "", 0.0, "metrics of tokens: the log-prob gap is zero, no limit ends the run"),
     Site("trainers/rl_gap.py", "", 0.0, "the log-prob gap is zero: no limit ends the run"),
     Site("trainers/rl_kl.py", "", 0.0, "metrics of the KL, which steer no shape"),
 )

@@ -27,4 +27,5 @@ class NoNumbers:
     def load(self, shard: ModelShard, model: ModelConfig, *, seed: int, new_head: bool) -> None:
         """Every parameter must have the shape that the architecture's table says, as before a real load."""
         check_storages(placements_on(shard, shard.mesh.runtime.rank), shard.parameters())
-        self._built(shard)
+        if shard.mesh.is_member:
+            self._built(shard)

@@ -38,12 +38,14 @@ def free(result: Result, rank: RankResult) -> str:
 
 def stages(rank: RankResult) -> str:
     """Of all roles; those with the same stage together."""
-    by_stage: dict[int, list[str]] = {}
+    by_stage: dict[int | None, list[str]] = {}
     if len(rank.stages) > 1 and len(set(rank.stages.values())) == 1:
         return f"stage {next(iter(rank.stages.values()))} of all roles"
     for role, stage in rank.stages.items():
         by_stage.setdefault(stage, []).append(role)
-    return "; ".join(f"stage {stage} of {', '.join(roles)}" for stage, roles in by_stage.items())
+    return "; ".join(
+        f"{'nothing' if stage is None else f'stage {stage}'} of {', '.join(roles)}" for stage, roles in by_stage.items()
+    )
 
 
 def by_need(result: Result) -> list[RankResult]:

@@ -26,7 +26,7 @@ from megarlhf.resume import point, role_state
 from megarlhf.resume.cadence import Cadence
 from megarlhf.resume.file_digest import FileDigest
 from megarlhf.resume.point import Position
-from megarlhf.resume.restore import RANDOM, TABLE, Identity, Table, layout_in_words
+from megarlhf.resume.restore import RANDOM, TABLE, Identity, MakeTable, layout_in_words
 from megarlhf.resume.signals import STOP_SIGNALS, StopRequest, StopRun, time_left
 from megarlhf.resume.state import Stateful
 from megarlhf.resume.writer import Content, Outcome, Writer
@@ -46,7 +46,7 @@ class _Border:
     state: Mapping[str, Any]
     random: Mapping[str, Any]
     """Of this rank."""
-    table: Table | None
+    table: MakeTable | None
     updates: int
     """Optimizer updates that this process had made."""
 
@@ -97,7 +97,7 @@ class Checkpointer:
                 if role.trainer is not None:
                     role.trainer.before_update = self._complete_last
 
-    def border(self, position: Position, table: Table | None = None, *, only_to_stop: bool = False) -> None:
+    def border(self, position: Position, table: MakeTable | None = None, *, only_to_stop: bool = False) -> None:
         """A border has been reached; a point of it is written when one is due, or `only_to_stop`.
 
         Raises: StopRun, when the run has been asked to stop or its time is nearly over, once the state is saved.
@@ -237,6 +237,7 @@ class Checkpointer:
         mine = (border.random, sum(role_state.bytes_to_write(state) for state in roles.values()))
         everyones: list[Any] | None = [None] * self._runtime.world_size if self._runtime.is_main else None
         dist.gather_object(mine, everyones, dst=0)
+        table = None if border.table is None else border.table()
         files: dict[str, Any] = dict(self._companions)
         size = sum(map(len, self._companions.values()))
         if everyones is not None:
@@ -244,8 +245,8 @@ class Checkpointer:
             if self._provenance is not None:
                 files |= {f"{name}/{FILE}": self._provenance(name, border.position).to_json() for name in roles}
             size += sum(each for _, each in everyones)
-            if border.table is not None:
-                files[TABLE] = border.table
+            if table is not None:
+                files[TABLE] = table
         return Content(roles, commons, files), size + size // 50 + (1 << 20)
 
     def _poll(self, *, wait: bool = False) -> None:

@@ -10,7 +10,9 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from megarlhf.architectures.placements import logical_tensors
+from megarlhf.collective_errors import from_rank
 from megarlhf.data.tokenizer import Tokenizer
+from megarlhf.models.build import ModelShard
 from megarlhf.models.role import Role
 from megarlhf.models.weights import replica_placements
 from megarlhf.observe.measured import reproducible
@@ -53,6 +55,15 @@ def digest_of_weights(role: Role) -> str:
     """Of a role's live parameters, the same at every layout. Collective."""
     role.parts.to_compute()
     shard, mesh = role.shard, role.mesh
+    # Of nothing: as long as any, so that a rehearsed rank hears a message of the right length.
+    digest = _digest_of_shard(shard) if mesh.is_member else whole_digest({})
+    everywhere = mesh.layout.world_size == mesh.runtime.world_size
+    return digest if everywhere else from_rank(digest, mesh.layout.first)
+
+
+def _digest_of_shard(shard: ModelShard) -> str:
+    """Collective among the ranks that have the role."""
+    mesh = shard.mesh
     mine, _ = replica_digests(mesh.runtime.rank, replica_placements(shard), shard.parameters(), dtype=shard.dtype)
     names = list(logical_tensors(shard.arch, shard.head))
     return whole_digest(summed([mine], names, mesh.runtime.device, mesh.groups.tp_ep_pp)[0])

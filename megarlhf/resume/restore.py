@@ -28,6 +28,8 @@ SPLITS = (("train", "mini_batch_samples"), ("train", "epochs_per_step"), ("train
 """What decides into which mini-batches the samples of a step of rl are split."""
 
 Table = Mapping[str, Any]
+MakeTable = Callable[[], Table]
+"""Makes what is saved of a step in progress when it is written. Collective."""
 """What a step in progress has found so far: tensors, numbers, texts, lists and mappings."""
 
 

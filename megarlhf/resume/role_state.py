@@ -55,7 +55,9 @@ class _OptimizerPart:
 
 def sharded_state(role: Role, *, optimizer: bool = True) -> ShardedState:
     """What this rank saves of a role, or reads into: views of live tensors, by names that mean nothing. Without
-    `optimizer`, and of a role that is not trained, the parameters alone."""
+    `optimizer`, and of a role that is not trained, the parameters alone. Nothing of a role that is on other ranks."""
+    if not role.mesh.is_member:
+        return {}
     parts: dict[nn.Parameter, _OptimizerPart] = {}
     if optimizer and role.trainer is not None:
         allocate_optimizer_state(role.trainer)
@@ -93,7 +95,7 @@ def sharded_state(role: Role, *, optimizer: bool = True) -> ShardedState:
                 replica = (tied, duplicate, 0 if part.owned else copy)
                 for key, box, view in _optimizer_boxes(piece, part, tuple(parameter.shape)):
                     add(key, box, view, replica)
-    if role.mesh.runtime.is_main:
+    if role.mesh.runtime.rank == role.mesh.layout.first:
         for extra in extra_states(shard.arch):
             state[extra.unique_key] = ShardedObject(extra.key, None, extra.shape, extra.index)
     return state

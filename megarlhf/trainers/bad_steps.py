@@ -211,7 +211,8 @@ def _keep_batches(directory: Path, role: Role, batches: Sequence[MicroBatch]) ->
     ]
     rank = role.mesh.runtime.rank
     gradients = {name: _norm(p) for name, p in role.shard.module.named_parameters() if p.requires_grad}
-    numbers = {"dp": role.mesh.coordinates.dp, "gradient_norms_of_this_rank": gradients}
+    mesh = role.mesh
+    numbers = {"dp": mesh.coordinates.dp, "last_stage": mesh.is_last_stage, "gradient_norms_of_this_rank": gradients}
     (directory / rank_file(rank, "json")).write_text(json.dumps(numbers, indent=1), encoding="utf-8")
     partial = directory / f".{rank_file(rank)}.partial"
     torch.save(tensors, partial)

@@ -122,10 +122,11 @@ def load_batches(
 ) -> list[MicroBatch]:
     """This data-parallel rank's micro-batches: as they were, or the mini-batch cut again for this layout."""
     files: dict[int, str] = {}
-    """By data-parallel rank, a file with its micro-batches."""
+    """By data-parallel rank, a file with its micro-batches: of the last stage, which has the columns of the loss."""
     for rank in range(failure.world_size):
         numbers = json.loads((directory / rank_file(rank, "json")).read_text(encoding="utf-8"))
-        files.setdefault(numbers["dp"], rank_file(rank))
+        if numbers.get("last_stage", True):
+            files.setdefault(numbers["dp"], rank_file(rank))
     if as_kept:
         batches = load_kept(directory / files[role.mesh.coordinates.dp])
     else:

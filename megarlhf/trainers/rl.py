@@ -24,7 +24,7 @@ from megarlhf.trainers.prompts import PromptData, engine_dtype, load_prompts
 from megarlhf.trainers.rl_components import Components, build, training_of
 from megarlhf.trainers.rl_eval import Evaluator, StopRule
 from megarlhf.trainers.rl_gap import LogprobGapWatch
-from megarlhf.trainers.rl_metrics import describe
+from megarlhf.trainers.rl_metrics import describe, kl_by_sample
 from megarlhf.trainers.rl_rollout import Drawing
 from megarlhf.trainers.rl_samples import training_rows
 from megarlhf.trainers.rl_score import score
@@ -117,17 +117,18 @@ class Loop:
         prompts = [self.data.train[n] for n in self.order.indices(step)]
         drawing = Drawing(cfg, components, self.data.train, self.bank, session, step)
         experience, rewards = score(drawing, drawing.responses_to(prompts), prompts)
-        with components.phases("advantages"), components.phases.local():
+        with components.phases("advantages"):
             work = StepInProgress.begun(cfg, components, experience, rewards)
             if not cfg.old_logprobs_in_training(step):
                 self.gap.watch(work.found)
             return work
 
     def _show(self, session: Session, step: int, work: StepInProgress) -> None:
-        """A table of samples of the step that is done."""
+        """A table of samples of the step that is done. Collective."""
+        kl_N = kl_by_sample(work.experience, self.cfg.algo.kl)
         if session.records is not None:  # rank 0
             prompts = [self.by_record[record] for record in work.experience.per_sample["records"].tolist()]
-            rows = training_rows(self.cfg, step, work.experience, prompts, self.data.tokenizer)
+            rows = training_rows(self.cfg, step, work.experience, prompts, self.data.tokenizer, kl_N)
             session.show("train", step, rows)
 
     def _evaluate(self, session: Session, step: int, *, due: bool) -> Metrics:

@@ -19,8 +19,12 @@ from megarlhf.algo.kl import kl_estimate
 from megarlhf.config import AlgoConfig
 from megarlhf.experience import Experience, Ragged
 from megarlhf.kernels import packed_gae, packed_sums, packed_whiten
+from megarlhf.trainers.rl_statistics import moments_of, num_tokens
 
 Columns = Mapping[str, Tensor]
+
+TOKEN_REWARDS = "token_reward_sums"
+"""Per sample: the sum of the column `token_rewards`, where that may be spread over ranks."""
 
 
 @dataclass(frozen=True)
@@ -65,13 +69,13 @@ class Shaped:
         return total_rewards(self.experience)
 
     def sums(self, x_T: Tensor) -> Tensor:
-        """[T] -> [N]."""
-        return packed_sums(x_T, self.like.cu_seqlens)
+        """[T] -> [N], on every rank. Collective."""
+        return self.experience.of_all(packed_sums(x_T, self.like.cu_seqlens))
 
     @property
     def like(self) -> Ragged:
-        """A column of the response tokens."""
-        return self.experience.rollouts.logprobs
+        """A column of the response tokens that this rank has."""
+        return self.experience.rollout_logprobs
 
     @property
     def old_T(self) -> Tensor:
@@ -219,7 +223,7 @@ ADVANTAGES: Mapping[str, Advantage] = {
 
 
 def add_advantages(experience: Experience, algo: AlgoConfig, kl_coef: float | None = None) -> Experience:
-    """Advantages (and, with a critic, returns) for every response token. The same on every rank.
+    """Advantages (and, with a critic, returns) for every response token of the samples that this rank has. Collective.
 
     `kl_coef`: in force in this step; None: the configured one.
     """
@@ -231,34 +235,38 @@ def add_advantages(experience: Experience, algo: AlgoConfig, kl_coef: float | No
     columns = dict(entry.compute(shaped, algo))
     assert set(columns) == set(entry.writes), f"{algo.advantage} has written {sorted(columns)}"
     if algo.whitens and algo.whiten_over == "step":
-        columns["advantages"] = whitened(columns["advantages"], trained_mask(experience), algo)
+        counted_N = experience.per_sample.get("trained")
+        columns["advantages"] = whitened(experience, columns["advantages"], counted_N, algo)
     lengths_N = shaped.like.lengths_N
     return experience.with_columns({name: Ragged(x_T, lengths_N) for name, x_T in columns.items()})
 
 
 def total_rewards(experience: Experience) -> Tensor:
     """[N]: each response's reward, with those of its tokens."""
-    rewards_N, of_tokens = experience.per_sample["rewards"], experience.columns.get("token_rewards")
-    return rewards_N if of_tokens is None else rewards_N + packed_sums(of_tokens.values_T, of_tokens.cu_seqlens)
+    rewards_N, column = experience.per_sample["rewards"], experience.columns.get("token_rewards")
+    of_tokens_N = experience.per_sample.get(TOKEN_REWARDS)
+    if of_tokens_N is None and column is not None:
+        assert experience.holding is None, f"no {TOKEN_REWARDS} beside a column that is not whole"
+        of_tokens_N = packed_sums(column.values_T, column.cu_seqlens)
+    return rewards_N if of_tokens_N is None else rewards_N + of_tokens_N
 
 
-def trained_mask(experience: Experience) -> Tensor | None:
-    """[T] bool: tokens that count in the losses; None: all."""
-    trained_N = experience.per_sample.get("trained")
-    return None if trained_N is None else experience.rollouts.logprobs.repeat_per_token(trained_N).values_T
-
-
-def whitened(advantages_T: Tensor, mask_T: Tensor | None, algo: AlgoConfig) -> Tensor:
-    """(A - mean) / deviation over the tokens of the mask; zero outside of it."""
+def whitened(experience: Experience, advantages_T: Tensor, counted_N: Tensor | None, algo: AlgoConfig) -> Tensor:
+    """(A - mean) / deviation over the tokens of the samples that `counted_N` [N] bool marks (None: all), those of other
+    ranks included; zero elsewhere. Collective."""
+    moments = moments_of(experience, advantages_T, counted_N)
+    mask_T = None
+    if counted_N is not None:
+        mask_T = experience.rollout_logprobs.repeat_per_token(counted_N.to(advantages_T.device)).values_T
     if algo.whiten_variance == "biased":
-        return packed_whiten(advantages_T, mask_T, eps=_WHITENING_EPS)
-    count = advantages_T.numel() if mask_T is None else int(mask_T.sum())
+        return packed_whiten(advantages_T, mask_T, eps=_WHITENING_EPS, moments=moments)
+    count = num_tokens(experience, counted_N)
     shrink = max(count - 1, 1) / max(count, 1)  # biased over unbiased variance
-    return packed_whiten(advantages_T, mask_T, eps=_WHITENING_EPS * shrink) * shrink**0.5
+    return packed_whiten(advantages_T, mask_T, eps=_WHITENING_EPS * shrink, moments=moments) * shrink**0.5
 
 
 def whitened_alone(experience: Experience, samples: Sequence[int], algo: AlgoConfig) -> Experience:
-    """With the advantages of a mini-batch whitened by themselves, where `algo` says so; else as it is."""
+    """With the advantages of a mini-batch whitened by themselves, where `algo` says so; else as it is. Collective."""
     if not (algo.whitens and algo.whiten_over == "mini_batch"):
         return experience
     chosen_N = torch.zeros(experience.num_samples, dtype=torch.bool)
@@ -267,6 +275,5 @@ def whitened_alone(experience: Experience, samples: Sequence[int], algo: AlgoCon
     if trained_N is not None:
         chosen_N &= trained_N.cpu()
     column = experience.columns["advantages"]
-    mask_T = column.repeat_per_token(chosen_N.to(column.values_T.device)).values_T
-    white_T = whitened(column.values_T, mask_T, algo)
+    white_T = whitened(experience, column.values_T, chosen_N, algo)
     return experience.with_columns({"advantages": Ragged(white_T, column.lengths_N)})

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megarlhf.algo.averaging import Aggregation, response_weights
 from megarlhf.config import MicroBatchConfig
-from megarlhf.experience import Experience, Ragged, redistribute
+from megarlhf.experience import Experience, Holding, Ragged, redistribute
 from megarlhf.models.role import Role
 from megarlhf.parallel.batching import (
     MicroBatchLayout,
@@ -49,7 +49,7 @@ def micro_batches(
 
     `weights_N`: of each token of each sample of the step, in the loss; on the CPU.
     """
-    layouts = _layouts_by_rank(role, experience, [samples], micro)[role.mesh.coordinates.dp]
+    layouts = role.mesh.own(_layouts_by_rank(role, experience, [samples], micro))
     return [micro_batch(role, experience, layout, columns, weights_N) for layout in layouts]
 
 
@@ -79,7 +79,7 @@ def micro_batch(
     columns: Sequence[str] = (),
     weights_N: Tensor | None = None,
 ) -> MicroBatch:
-    """What `role` reads of the samples on `layout`."""
+    """What `role` reads of the samples on `layout`; the columns on its last stage alone, where losses are made."""
     device = role.mesh.runtime.device
     responses = response_spans(experience)
     grids = {
@@ -88,7 +88,7 @@ def micro_batch(
     }
     if weights_N is not None:
         grids["loss_weights"] = repeat_on_micro_batch(layout, weights_N, responses, device)
-    for name in columns:
+    for name in columns if role.mesh.is_last_stage else ():
         grids[name] = scatter_to_micro_batch(layout, experience.columns[name], responses)
     tokens_BS = scatter_to_micro_batch(layout, experience.sequences, TokenSpans.whole(experience.sequences.lengths_N))
     return MicroBatch(tokens_BS.to(device), {name: grid.to(device) for name, grid in grids.items()}, layout)
@@ -108,9 +108,10 @@ def forward_per_token(
 ) -> Ragged:
     """Run a role over every sample and bring `score`'s [B, S] grid back as a per-token column.
 
-    Its micro-batches are those that training on `mini_batches` will have.
+    Its micro-batches are those that training on `mini_batches` will have. The column's rows are with the ranks that
+    `experience.holding` says.
     """
-    layouts = _layouts_by_rank(role, experience, mini_batches, micro)[role.mesh.coordinates.dp]
+    layouts = role.mesh.own(_layouts_by_rank(role, experience, mini_batches, micro))
     grids = role.forward([micro_batch(role, experience, layout) for layout in layouts], score)
     return per_token_of(role, experience, mini_batches, micro, grids)
 
@@ -129,10 +130,29 @@ def per_token_of(
     by_rank = _layouts_by_rank(role, experience, mini_batches, micro)
     mine: dict[int, Tensor] = {}
     if role.mesh.owns_outputs:
-        layouts, responses = by_rank[role.mesh.coordinates.dp], response_spans(experience)
+        layouts, responses = role.mesh.own(by_rank), response_spans(experience)
         for layout, grid_BS in zip(layouts, grids[: len(layouts)], strict=True):
             mine |= gather_from_micro_batch(layout, grid_BS, responses)
-    return redistribute(mine, experience.response_lengths_N, _like(role), owners_of_outputs(role.mesh, by_rank))
+    owners = owners_of_outputs(role.mesh, by_rank)
+    return redistribute(mine, experience.response_lengths_N, _like(role), owners, experience.holding)
+
+
+def holding_of(
+    trained: Sequence[Role],
+    experience: Experience,
+    passes: Sequence[Sequence[Sequence[int]]],
+    micro: MicroBatchConfig,
+) -> Holding | None:
+    """Who reads the token columns of which samples: the last pipeline stages that compute a loss of them, in any of the
+    mini-batches of any pass, for any of the roles. None where that is every rank."""
+    held_WN = torch.zeros(trained[0].mesh.runtime.world_size, experience.num_samples, dtype=torch.bool)
+    for role in trained:
+        for mini_batches in passes:
+            for dp, layouts in enumerate(_layouts_by_rank(role, experience, mini_batches, micro)):
+                samples = [n for layout in layouts for n in layout.sequences]
+                for rank in role.mesh.last_stage(dp):
+                    held_WN[rank, samples] = True
+    return None if bool(held_WN.all()) else Holding(held_WN)
 
 
 def forward_per_sample(
@@ -140,7 +160,7 @@ def forward_per_sample(
 ) -> Tensor:
     """Run a role over every sample and bring `score`'s [K], one for each sample of a layout, back as an [N] column."""
     by_rank = _layouts_by_rank(role, experience, [range(experience.num_samples)], micro)
-    layouts = by_rank[role.mesh.coordinates.dp]
+    layouts = role.mesh.own(by_rank)
     scores = role.forward([micro_batch(role, experience, layout) for layout in layouts], score)
     mine: dict[int, Tensor] = {}
     if role.mesh.owns_outputs:

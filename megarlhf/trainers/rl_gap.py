@@ -19,6 +19,7 @@ from megarlhf.algo.segments import Segments
 from megarlhf.config import LogprobGapConfig, RolloutCorrectionConfig
 from megarlhf.experience import Experience, Ragged
 from megarlhf.models.settings import DTYPES
+from megarlhf.trainers.rl_statistics import largest_of, means_of, num_tokens
 
 log = logging.getLogger(__name__)
 
@@ -28,34 +29,34 @@ class LogprobGapError(FloatingPointError):
 
 
 def logprob_gap(experience: Experience) -> dict[str, float]:
-    """|rollout's log-prob - trainer's| over the response tokens of a step, of all ranks, in nats.
+    """|rollout's log-prob - trainer's| over the response tokens of a step, of all ranks, in nats. Collective.
 
     Mean, 99.9th percentile and largest, exact and the same on every rank. The percentile is a gap that occurred: the
     smallest that at least 999 of 1000 tokens do not exceed. NaN on either side makes the mean NaN.
     """
-    gap_T = (experience.rollouts.logprobs.values_T - experience.columns["old_logprobs"].values_T).abs()
-    num_tokens = gap_T.numel()
-    p999 = gap_T.sort().values[num_tokens - num_tokens // 1000 - 1]  # kthvalue is not deterministic on a GPU
+    gap_T = (experience.rollout_logprobs.values_T - experience.columns["old_logprobs"].values_T).abs()
+    largest = experience.largest_values(gap_T, num_tokens(experience) // 1000 + 1)
     return {
-        "rollout_logprob_gap_mean": float(gap_T.mean()),
-        "rollout_logprob_gap_p999": float(p999),
-        "rollout_logprob_gap_max": float(gap_T.max()),
+        "rollout_logprob_gap_mean": means_of(experience, gap_T)[0],
+        "rollout_logprob_gap_p999": float(largest[-1]),
+        "rollout_logprob_gap_max": float(largest[0]),
     }
 
 
 def corrected(experience: Experience, cfg: RolloutCorrectionConfig) -> tuple[Experience, dict[str, float]]:
     """With the column `rollout_weights`, by which the losses of tokens are multiplied, and metrics of how much was cut;
-    as it is where nothing is corrected."""
+    as it is where nothing is corrected. Collective."""
     if cfg.kind == "none":
         return experience, {}
     old = experience.columns["old_logprobs"]
-    rollout_T = experience.rollouts.logprobs.values_T.to(old.values_T)
+    rollout_T = experience.rollout_logprobs.values_T.to(old.values_T)
     responses = Segments(old.lengths_N.to(old.values_T.device), old.num_tokens)
     found = correction_of(cfg, old.values_T, rollout_T, responses)
+    cut, weight = means_of(experience, found.cut_T.float(), found.weights_T)
     metrics = {
-        "rollout_correction_cut": float(found.cut_T.double().mean()),
-        "rollout_correction_weight_mean": float(found.weights_T.mean()),
-        "rollout_correction_ratio_max": float(found.ratio_T.max()),
+        "rollout_correction_cut": cut,
+        "rollout_correction_weight_mean": weight,
+        "rollout_correction_ratio_max": largest_of(experience, found.ratio_T),
     }
     return experience.with_columns({"rollout_weights": Ragged(found.weights_T, old.lengths_N)}), metrics
 

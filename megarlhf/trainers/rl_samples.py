@@ -9,14 +9,12 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from megarlhf.algo.kl import kl_estimate
 from megarlhf.config import RLConfig
 from megarlhf.data.samples import PromptSample
 from megarlhf.data.tokenizer import Tokenizer
-from megarlhf.experience import Experience, Ragged, Rollouts
+from megarlhf.experience import Experience, Rollouts
 from megarlhf.observe.samples import Row, spread
 from megarlhf.trainers.rl_advantages import total_rewards
 
@@ -58,16 +56,16 @@ def rows_of(
 
 
 def training_rows(
-    cfg: RLConfig, step: int, experience: Experience, prompts: Sequence[PromptSample], tokenizer: Tokenizer
+    cfg: RLConfig,
+    step: int,
+    experience: Experience,
+    prompts: Sequence[PromptSample],
+    tokenizer: Tokenizer,
+    kl_N: Tensor,
 ) -> list[Row]:
-    """Of the samples that step `step` (from 1) was trained on. `prompts`: one for each sample. The KL is the mean over
-    the response's tokens, by the estimator of the metric `kl`."""
-    per_sample, columns = experience.per_sample, experience.columns
-    kl_N = torch.full([experience.num_samples], math.nan)
-    if (ref := columns.get("ref_logprobs")) is not None:
-        kl = cfg.algo.kl
-        kl_T = kl_estimate(columns["old_logprobs"].values_T, ref.values_T, kl.estimator, kl.clamp)
-        kl_N = torch.stack([row.mean() for row in Ragged(kl_T, ref.lengths_N).rows()])
+    """Of the samples that step `step` (from 1) was trained on. `prompts`: one for each sample. `kl_N`: see
+    `rl_metrics.kl_by_sample`."""
+    per_sample = experience.per_sample
     total_N = total_rewards(experience)
     if "rewarded" in per_sample:
         total_N = total_N.masked_fill(~per_sample["rewarded"], math.nan)  # no reward applies

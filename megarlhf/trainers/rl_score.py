@@ -17,12 +17,13 @@ from megarlhf.algo.length_shaping import missing_end_penalty, overlong_penalty
 from megarlhf.config import MicroBatchConfig, RLConfig
 from megarlhf.data.samples import PromptSample
 from megarlhf.experience import Experience, Ragged
+from megarlhf.kernels import packed_sums
 from megarlhf.models.role import Role
 from megarlhf.parallel.step import MicroBatch
 from megarlhf.parallel.vocab import next_token_logprobs
 from megarlhf.rollout.engine import sample_seed
-from megarlhf.trainers.rl_advantages import ADVANTAGES
-from megarlhf.trainers.rl_batches import forward_per_token
+from megarlhf.trainers.rl_advantages import ADVANTAGES, TOKEN_REWARDS
+from megarlhf.trainers.rl_batches import forward_per_token, holding_of
 from megarlhf.trainers.rl_components import Components
 from megarlhf.trainers.rl_rewards import Rewarded, Said, UnderWay
 from megarlhf.trainers.rl_rollout import Drawing, make_experience
@@ -114,7 +115,9 @@ def with_rewards(experience: Experience, rewarded: Rewarded, cfg: RLConfig, step
         experience = experience.with_per_sample({"greedy_rewards": greedy_N.nan_to_num(0.0)})
     columns = {"rewards": rewards_N, **rewarded.per_sample}
     if of_tokens is not None:
-        experience = experience.with_columns({"token_rewards": of_tokens})
+        sums_N = packed_sums(of_tokens.values_T, of_tokens.cu_seqlens)
+        experience = experience.with_columns({"token_rewards": experience.held(of_tokens)})
+        experience = experience.with_per_sample({TOKEN_REWARDS: sums_N})
     if bool(trained_N.all()):
         return experience.with_per_sample(columns)
     groups_N = experience.groups_N.clone()
@@ -138,12 +141,15 @@ def shaping_of(experience: Experience, cfg: RLConfig) -> Tensor:
 def with_forwards(
     cfg: RLConfig, components: Components, experience: Experience, step: int, session: Session
 ) -> Experience:
-    """Old and reference log-probs, and values where there is a critic; nothing where nobody reads it.
+    """Old and reference log-probs, and values where there is a critic; nothing where nobody reads it. Each sample's are
+    with the ranks that will train on it.
 
     On the micro-batches that the first pass will train on, so that its first ratio is 1.
     """
     micro, temperature = cfg.train, cfg.rollout.temperature
-    mini_batches = mini_batches_of_pass(cfg, experience, step, 0)
+    passes = [mini_batches_of_pass(cfg, experience, step, number) for number in range(cfg.train.epochs_per_step)]
+    mini_batches = passes[0]
+    experience = replace(experience, holding=holding_of(components.trained, experience, passes, micro))
     columns: dict[str, Ragged] = {}
     actor = None if cfg.old_logprobs_in_training(step) else components.actor
     for name, role in (("old_logprobs", actor), ("ref_logprobs", components.reference)):

@@ -78,15 +78,17 @@ class StepInProgress:
         self.experience, cut = corrected(self.experience, cfg.algo.rollout_correction)
         self.found = {**self.found, **logprob_gap(self.experience), **cut}
 
-    def table(self) -> dict[str, Any]:
-        """For a resume point."""
+    def table(self) -> Callable[[], dict[str, Any]]:
+        """For a resume point: what makes its content when it is written, of the step as it is now. Collective, since
+        the columns are brought together for it."""
+        experience, found, updates = self.experience, dict(self.found), self.updates
         per_update = {name: list(values) for name, values in self.per_update.items()}
-        return {
-            "experience": self.experience.state_dict(),
-            "found": dict(self.found),
-            "per_update": per_update,
-            "updates": self.updates,
-        }
+
+        def content() -> dict[str, Any]:
+            whole = experience.replicated().state_dict()
+            return {"experience": whole, "found": found, "per_update": per_update, "updates": updates}
+
+        return content
 
     def note(self, result: StepResult, values: Mapping[str, float]) -> None:
         """Take down the metrics of an optimizer step, or that it was skipped."""
@@ -194,7 +196,7 @@ def learners(
             seen=[] if in_training else None,
         )
         if in_training and algo.rollout_correction.kind != "none":
-            experience = experience.with_columns({"rollout_logprobs": experience.rollouts.logprobs})
+            experience = experience.with_columns({"rollout_logprobs": experience.rollout_logprobs})
         columns = tuple(name for name in POLICY_COLUMNS if name in experience.columns)
         weights_N = loss_weights(
             experience,

@@ -30,7 +30,7 @@ from megarlhf.resume.claim import Claim, claim, finish
 from megarlhf.resume.identity import History
 from megarlhf.resume.lock import LockError
 from megarlhf.resume.point import Position
-from megarlhf.resume.restore import Identity, Table, restore
+from megarlhf.resume.restore import Identity, MakeTable, Table, restore
 from megarlhf.resume.signals import StopRun
 from megarlhf.resume.state import Stateful
 from megarlhf.runtime import Runtime
@@ -96,7 +96,7 @@ class Session:
         assert self.progress is not None
         self.progress.note(message)
 
-    def border(self, step: int, update: int = 0, table: Table | None = None, *, only_to_stop: bool = False) -> None:
+    def border(self, step: int, update: int = 0, table: MakeTable | None = None, *, only_to_stop: bool = False) -> None:
         """`step` steps are done, and `update` optimizer updates of the next one, which `table` describes. Collective.
 
         only_to_stop: no cadence writes a point here, only a request to stop here or before the next border

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -137,7 +138,7 @@ class Objective(ABC, Generic[Sample]):
                 columns=self.columns(samples, layout, device),
                 layout=layout,
             )
-            for layout in self.layouts_by_rank(role, samples)[role.mesh.coordinates.dp]
+            for layout in role.mesh.own(self.layouts_by_rank(role, samples))
         ]
 
     def digests_beside(self, heldout: Sequence[Sample]) -> dict[str, str]:
@@ -250,7 +251,7 @@ def run_in(
                 update = Update(step + 1, None, order.indices(step))
                 samples = [train[n] for n in update.samples]
                 trained = {"metrics": train_on(objective, role, samples, update, bad_steps, phases)}
-                session.border(step, 1, trained, only_to_stop=True)
+                session.border(step, 1, partial(dict, trained), only_to_stop=True)
             metrics, last = dict(trained["metrics"]), step + 1 == cfg.train.num_steps
             if last and objective.rescales:
                 rescale(objective, role, heldout, session)

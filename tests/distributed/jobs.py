@@ -327,8 +327,8 @@ def rl_step(
     with contextlib.suppress(InterruptedError), mock.patch.object(step, "_run", noting(step._run, roles, there)):
         metrics = train_on(cfg, parts, work, 0, watch=watch)
     to_save([role.parts for role in parts.trained])
-    experience = work.experience
-    metrics = {**work.found, **describe(experience, cfg), **metrics}
+    metrics = {**work.found, **describe(work.experience, cfg), **metrics}
+    experience = work.experience.replicated()
     result = {
         "told": told,
         "there": there,

@@ -32,7 +32,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any], dict[str, int]]] =
     "tp2_with_a_reference_of_two_stages": (2, {"tp": 2}, {"pp": 2}, {"micro_batch_samples": 8}),
     "pp2": (2, {"pp": 2}, {"pp": 2}, {"micro_batch_samples": 1}),
     "dp2_packed_with_a_reference_of_tp2": (2, {}, {"tp": 2}, PACKED),
-    "tp2_sequence_parallel": (2, {"tp": 2, "sequence_parallel": True}, {}, {"micro_batch_samples": 4}),
+    "tp2_sequence_parallel_with_a_reference_on_one_rank": (2, {"tp": 2}, {"ranks": [1, 2]}, {"micro_batch_samples": 4}),
 }
 LOSSES: dict[str, dict[str, Any]] = {
     "dpo": {"beta": 0.3},

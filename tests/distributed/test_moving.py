@@ -43,11 +43,12 @@ def weights(run: Path, step: int, role: str) -> dict[str, torch.Tensor]:
 def test_average_and_moved_reference_are_exact_over_a_resume(
     configured: Any, ranks: RankPool, two_layers: dict[str, Path], tmp_path: Path
 ) -> None:
-    """The average by hand from the exports of the actor. The reference is the actor of the step before, so that no step
-    sees a KL; a run that is killed inside its third step goes on as if it had not been. Without `reference_update` it
-    does not: the reference would be another one, unsaid."""
+    """The average by hand from the exports of the actor. The reference, of which rank 0 has nothing, is the actor of
+    the step before, so that no step sees a KL; a run that is killed inside its third step goes on as if it had not been.
+    Without `reference_update` it does not: the reference would be another one, unsaid."""
     argv = configured(ema={"decay": DECAY}, reference_update={"every": 1})
     whole, parts = tmp_path / "whole", tmp_path / "parts"
+    argv.append("reference.parallel={ranks: [1, 2]}")
     ranks.run(2, "command", *argv, f"run.dir={whole}")
     killed = ranks.run(2, command_until, 3, "megarlhf.parallel.step:Trainer", "step", *argv, f"run.dir={parts}")
     assert [outcome for outcome, _ in killed] == ["killed"] * 2
@@ -55,7 +56,7 @@ def test_average_and_moved_reference_are_exact_over_a_resume(
     status, said = ranks.run(2, "command_status", *without)[0]
     assert status == 2
     assert "it holds a reference that has moved, and this configuration has no reference_update" in said
-    argv = configured(ema={"decay": DECAY}, reference_update={"every": 1})
+    configured(ema={"decay": DECAY}, reference_update={"every": 1})
     ranks.run(2, "command", *argv, f"run.dir={parts}")
     average = load_file(two_layers["plain"] / "model.safetensors")
     for step in (1, 2, 3):

@@ -84,6 +84,8 @@ def tree(name: str, models: dict[str, Path], data: dict[str, Path]) -> dict[str,
     if name == "grpo":
         made["rewards"][0]["normalise"] = "running"  # over all steps so far: `reward_mean` shows it
     made["data"]["heldout"], made["eval"] = str(data["prompts"]), {"every": 1, "max_samples": 6}
+    # A role that rank 1 has nothing of.
+    made["reference" if name == "grpo" else "reward_model"]["parallel"] = {"ranks": 1}
     made["checkpoint"] = {"every_updates": 1, "every_minutes": 0, "keep": 3, "export_every": 1}
     return made
 

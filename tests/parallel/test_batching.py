@@ -37,7 +37,7 @@ CPU = torch.device("cpu")
 def mesh(rank=0, **sizes):
     layout = MeshLayout(**sizes)
     runtime = SimpleNamespace(rank=rank, world_size=layout.world_size)
-    return Mesh(layout=layout, coordinates=layout.coordinates(rank), groups=None, runtime=runtime)
+    return Mesh(layout=layout, at=layout.coordinates(rank), groups=None, runtime=runtime)
 
 
 def test_deal_fills_short_shares_up():

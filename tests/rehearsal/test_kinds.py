@@ -157,3 +157,18 @@ def test_outcomes_of_other_ranks(own: list[Outcome]) -> None:
 @pytest.mark.parametrize("mine", [None, 3, ("a", 1), ([1], 1), ([Outcome(value=1.0)], 2), [Outcome(value=1.0)]])
 def test_whatever_else_is_said_alike(mine: Any) -> None:
     assert gathered(mine, 7, 3) is None
+
+
+def test_ranks_that_have_nothing_of_a_role_are_a_kind() -> None:
+    """A reward model on the last two of four ranks of an actor in two stages: its share counts for these two only."""
+    layouts = {"actor": MeshLayout(pp=2, dp=2), "reward_model": MeshLayout(dp=2, first=2)}
+    assert stages_of(0, layouts) == (("actor", 0), ("reward_model", None))
+    assert stages_of(3, layouts) == (("actor", 1), ("reward_model", 0))
+    kinds = chosen(layouts, "actor", {"train/actor": [share(5), share(5)], "reward": [share(0), share(9)]})
+    assert [(kind.rank, dict(kind.stages)["reward_model"], kind.stands_for) for kind in kinds] == [
+        (1, None, 2),
+        (3, 0, 2),
+    ]
+    # Nothing of it is cut where a rank has nothing of it.
+    assert pipelines_of([1, 3], layouts["reward_model"]) == [1, 3]
+    assert pipelines_of([0, 2], MeshLayout(pp=2, first=2)) == [0]

@@ -27,6 +27,7 @@ class Role:
     mesh = SimpleNamespace(
         runtime=SimpleNamespace(rank=0, is_main=True, world_size=1),
         coordinates=SimpleNamespace(dp=0),
+        is_last_stage=True,
         layout=MeshLayout(),
     )
 
@@ -125,7 +126,7 @@ def test_what_is_kept_can_be_read_again_and_only_the_newest_stay(run, tmp_path):
         "rank_00000.pt",
     ]
     numbers = json.loads((kept / "rank_00000.json").read_text())
-    assert numbers == {"dp": 0, "gradient_norms_of_this_rank": {"weight": 5.0, "bias": "nan"}}
+    assert numbers == {"dp": 0, "last_stage": True, "gradient_norms_of_this_rank": {"weight": 5.0, "bias": "nan"}}
     failure = Failure.read(kept)
     assert (failure.reason, failure.samples, failure.denominators) == ("the loss is nan", [5], {"response_tokens": 3})
     assert math.isnan(failure.sums["loss"])

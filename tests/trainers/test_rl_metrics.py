@@ -12,7 +12,7 @@ import torch
 from megarlhf.config import RLConfig
 from megarlhf.data.samples import PromptSample
 from megarlhf.experience import Experience, Rollouts
-from megarlhf.trainers.rl_metrics import describe
+from megarlhf.trainers.rl_metrics import describe, kl_by_sample
 from megarlhf.trainers.rl_samples import training_rows
 from tests.config.examples import RL
 from tests.tables import ragged
@@ -73,7 +73,9 @@ class Letters:
 
 def rows(table: Experience) -> list[dict[str, Any]]:
     prompt = PromptSample(tokens=[1, 5], text="bf", fields={"answer": 7}, index=0)
-    return [dict(row) for row in training_rows(CFG, 4, table, [prompt] * 3, Letters())]  # type: ignore[arg-type]
+    return [
+        dict(row) for row in training_rows(CFG, 4, table, [prompt] * 3, Letters(), kl_by_sample(table, CFG.algo.kl))
+    ]  # type: ignore[arg-type]
 
 
 def test_rows_of_a_table() -> None:

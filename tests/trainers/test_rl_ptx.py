@@ -47,7 +47,7 @@ def test_texts_stand_behind_the_samples_with_equal_weights():
     mix = PretrainingMix([Text([1, 5]), Text([1, 6, 7, 2])], 2, seed=0)
     mesh = SimpleNamespace(
         layout=SimpleNamespace(dp=1, tp=1, cp=1),
-        coordinates=SimpleNamespace(dp=0),
+        own=lambda by_dp: by_dp[0],
         runtime=SimpleNamespace(device="cpu"),
     )
     micro = SimpleNamespace(max_tokens_per_micro_batch=8)
