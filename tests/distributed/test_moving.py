@@ -44,8 +44,8 @@ def test_average_and_moved_reference_are_exact_over_a_resume(
     configured: Any, ranks: RankPool, two_layers: dict[str, Path], tmp_path: Path
 ) -> None:
     """The average by hand from the exports of the actor. The reference, of which rank 0 has nothing, is the actor of
-    the step before, so that no step sees a KL; a run that is killed inside its third step goes on as if it had not been.
-    Without `reference_update` it does not: the reference would be another one, unsaid."""
+    the step before, so that no step sees a KL; a run that is killed inside its third step goes on as if it had not
+    been. Without `reference_update` it does not: the reference would be another one, unsaid."""
     argv = configured(ema={"decay": DECAY}, reference_update={"every": 1})
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     argv.append("reference.parallel={ranks: [1, 2]}")
