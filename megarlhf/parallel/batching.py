@@ -185,13 +185,17 @@ class Batching:
         return self.mesh.own(self.layouts_by_rank(groups, lengths_N))
 
     def layouts_by_rank(self, groups: Sequence[Sequence[int]], lengths_N: Tensor) -> list[list[MicroBatchLayout]]:
-        """The micro-batches of every data-parallel rank, in their order.
+        """The micro-batches of every data-parallel rank, in their order, which are about to be computed.
 
         `groups` are numbers of sequences that stay together, in one micro-batch, in this order. `lengths_N` are the
         lengths of all the sequences of the step, [N] int64: padded rows are as long as the longest of them.
 
         Raises: ValueError where a group does not fit into `max_tokens_per_micro_batch`.
         """
+        return self.planned_by_rank(groups, lengths_N)
+
+    def planned_by_rank(self, groups: Sequence[Sequence[int]], lengths_N: Tensor) -> list[list[MicroBatchLayout]]:
+        """The same, where somebody only asks what will be computed. Rehearsals count the others as work."""
         lengths = lengths_N.tolist()
         if self.micro.max_tokens_per_micro_batch is not None:
             return self._packed(groups, lengths, self.micro.max_tokens_per_micro_batch)

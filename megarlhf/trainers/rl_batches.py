@@ -8,6 +8,7 @@ Legend: B rows and S columns of a micro-batch, N samples of the step, K of the m
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -146,12 +147,14 @@ def holding_of(
     """Who reads the token columns of which samples: the last pipeline stages that compute a loss of them, in any of the
     mini-batches of any pass, for any of the roles. None where that is every rank."""
     held_WN = torch.zeros(trained[0].mesh.runtime.world_size, experience.num_samples, dtype=torch.bool)
-    for role in trained:
-        for mini_batches in passes:
-            for dp, layouts in enumerate(_layouts_by_rank(role, experience, mini_batches, micro)):
-                samples = [n for layout in layouts for n in layout.sequences]
+    lengths_N = experience.sequences.lengths_N
+    for role, mini_batches in itertools.product(trained, passes):
+        for samples in mini_batches:
+            by_rank = role.batching(micro).planned_by_rank([(n,) for n in samples], lengths_N)
+            for dp, layouts in enumerate(by_rank):
+                read = [n for layout in layouts for n in layout.sequences]
                 for rank in role.mesh.last_stage(dp):
-                    held_WN[rank, samples] = True
+                    held_WN[rank, read] = True
     return None if bool(held_WN.all()) else Holding(held_WN)
 
 

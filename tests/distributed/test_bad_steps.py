@@ -43,6 +43,7 @@ def state_of(role: Role) -> list[Tensor]:
     """Copies of every tensor and number that a step changes."""
     trainer = role.trainer
     assert trainer is not None
+    role.parts.to_compute()
     found: list[Tensor] = [p.detach().clone() for p in role.shard.module.parameters()]
 
     def walk(value: Any) -> None:

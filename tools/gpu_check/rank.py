@@ -141,7 +141,8 @@ def _noted_advantages(seen: Seen) -> Iterator[None]:
 
     def noting(*arguments: Any, **options: Any) -> Experience:
         experience = add(*arguments, **options)
-        seen.advantages += experience.columns["advantages"].values_T[:SHOWN_ADVANTAGES].tolist()
+        whole = experience.replicated()
+        seen.advantages += whole.columns["advantages"].values_T[:SHOWN_ADVANTAGES].tolist()
         return experience
 
     with mock.patch.object(rl_updates, "add_advantages", noting):
