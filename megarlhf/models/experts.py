@@ -33,25 +33,14 @@ class Router(TopKRouter):
 class Exchange(MoEAlltoAllTokenDispatcher):
     """Megatron-Core's way of tokens to the ranks of their experts and back, on any device.
 
-    Two things differ. The sizes of what travels have to be lists of numbers of the host; upstream makes them where it
-    copies from a GPU to the host, on a stream of its own, and leaves them as they are anywhere else
-    (`maybe_move_tensor_to_cpu` in 0.16.1). And tensor-parallel ranks, of which each holds a part of every expert, have
-    different numbers of tokens for them, which gloo does not gather: here they go by `all_to_all`, as the others do.
-    Shared experts and tokens that are dropped are not in any of our architectures.
+    Tensor-parallel ranks, of which each holds a part of every expert, have different numbers of tokens for them, which
+    gloo does not gather: here they go by `all_to_all`, as the others do. Shared experts and tokens that are dropped are
+    not in any of our architectures.
     """
 
-    input_splits: Any
-    output_splits: Any
     output_splits_tp: Any
     tokens_per_expert: Any
     """Upstream's, from `preprocess`."""
-
-    def _maybe_dtoh_and_synchronize(self, point: str, tokens_per_expert: Tensor | None = None) -> Any:
-        if self.routing_map.is_cuda:
-            return super()._maybe_dtoh_and_synchronize(point, tokens_per_expert)
-        if point == self.cuda_dtoh_point:
-            self.input_splits, self.output_splits = _numbers(self.input_splits), _numbers(self.output_splits)
-        return tokens_per_expert
 
     def dispatch_postprocess(self, global_input_tokens: Tensor, global_probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Tokens [T, H] and their weights [T] for this rank's experts, in the order of experts, and how many each
@@ -128,10 +117,6 @@ def _own_sums(x: Tensor, sizes: list[int], group: dist.ProcessGroup) -> Tensor:
     parts = x.new_empty(group.size() * own, *x.shape[1:])
     dist.all_to_all_single(parts, x.contiguous(), [own] * group.size(), sizes, group=group)
     return parts.view(group.size(), own, *x.shape[1:]).sum(0)
-
-
-def _numbers(sizes: Tensor | None) -> list[int] | None:
-    return None if sizes is None else sizes.tolist()
 
 
 def use_exchange(module: nn.Module, groups: ProcessGroupCollection) -> None:

@@ -13,6 +13,8 @@ What is substituted, and why:
       optimizer.py, distrib_optimizer.py
   Tensor.type() -> "torch.cuda.FloatTensor"
       distrib_optimizer.py sorts parameters into fp32 and half by this string
+  what moves sizes of messages to the host
+      moe/token_dispatcher.py does so for tensors of a GPU only, and hands others to all_to_all as tensors
   the state of CUDA's random numbers
       tensor_parallel/random.py keeps it around what is computed again; nothing draws from it (dropout is 0)
 """
@@ -25,6 +27,7 @@ from typing import Any
 
 import torch
 from megatron.core.tensor_parallel import random as megatron_random
+from megatron.core.transformer.moe import token_dispatcher
 from torch.overrides import TorchFunctionMode
 
 from megarlhf.runtime import version_of
@@ -70,6 +73,9 @@ class _NoStream(torch.cpu.Stream):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
+    def record_event(self, event: Any = None) -> Any:
+        return self
+
     def synchronize(self) -> None: ...
 
 
@@ -87,6 +93,11 @@ _OF_RANDOM_NUMBERS: dict[str, Any] = {
     "_get_cuda_rng_state": lambda *args, **named: torch.empty(0, dtype=torch.uint8),
     "_set_cuda_rng_state": lambda *args, **named: None,
 }
+
+
+def _sizes_on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """In place of upstream's `maybe_move_tensor_to_cpu`."""
+    return tensor.tolist() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
 
 @contextlib.contextmanager
@@ -111,6 +122,8 @@ def megatron_device(device: torch.device) -> Iterator[None]:
         setattr(torch.cuda, name, substitute)
     for name, substitute in _OF_RANDOM_NUMBERS.items():
         setattr(megatron_random, name, substitute)
+    move_to_host = token_dispatcher.maybe_move_tensor_to_cpu
+    token_dispatcher.maybe_move_tensor_to_cpu = _sizes_on_host
     try:
         with _InPlaceOfCuda(device):
             yield
@@ -119,3 +132,4 @@ def megatron_device(device: torch.device) -> Iterator[None]:
             setattr(torch.cuda, name, original)
         for name, original in saved_of_random.items():
             setattr(megatron_random, name, original)
+        token_dispatcher.maybe_move_tensor_to_cpu = move_to_host

@@ -10,7 +10,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from megarlhf.config import SkipConfig
+from megarlhf.config import ParallelConfig, SkipConfig
 from megarlhf.layout import MeshLayout
 from megarlhf.observe.phases import Phases
 from megarlhf.parallel.batching import MicroBatchLayout
@@ -24,6 +24,7 @@ class Role:
     """Takes every step that is not refused."""
 
     name = "critic"
+    section = SimpleNamespace(parallel=ParallelConfig())
     mesh = SimpleNamespace(
         runtime=SimpleNamespace(rank=0, is_main=True, world_size=1),
         coordinates=SimpleNamespace(dp=0),
