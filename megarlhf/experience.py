@@ -108,6 +108,13 @@ class Holding:
         assert bool(self.held_WN.any(0).all()), "no rank is to have a sample's columns"
         object.__setattr__(self, "received_W", torch.zeros(len(self.held_WN), dtype=torch.int64))
 
+    def note(self, lengths_N: Tensor, owners: Sequence[Sequence[int]], element_bytes: int) -> None:
+        """A column has been brought from its owners to those that hold it."""
+        owned_WN = torch.zeros_like(self.held_WN)
+        for each, samples in zip(owned_WN, owners, strict=True):
+            each[list(samples)] = True
+        self.received_W.add_((self.held_WN & ~owned_WN).long() @ lengths_N * element_bytes)
+
     @cached_property
     def mine_N(self) -> Tensor:
         """bool, on the CPU: this rank has them."""
@@ -304,10 +311,7 @@ def _exchange(
     sizes_out, sizes_in = ([int(lengths_N[samples].sum()) for samples in each] for each in (wanted, coming))
     received = like.new_empty(sum(sizes_in))
     dist.all_to_all_single(received, sent, sizes_in, sizes_out)
-    owned_WN = torch.zeros_like(to.held_WN)
-    for each, samples in zip(owned_WN, owners, strict=True):
-        each[list(samples)] = True
-    to.received_W.add_((to.held_WN & ~owned_WN).long() @ lengths_N * like.element_size())
+    to.note(lengths_N, owners, like.element_size())
     if not (order := [n for samples in coming for n in samples]):  # fake tensors are split into one part
         return {}
     return dict(zip(order, received.split(lengths_N[order].tolist()), strict=True))

@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 
 from megarlhf.experience import Experience, Holding, Ragged, Rollouts, redistribute
+from megarlhf.layout import MeshLayout
+from megarlhf.parallel.mesh import Mesh
 from tests.ranks import RankPool
 from tests.tables import ragged
 
@@ -203,6 +205,30 @@ def received(runtime):
 def test_where_all_read_all_a_rank_receives_the_column_once(ranks: RankPool):
     """A quarter that it was sent, and the other three; not four times the largest share, as padded shares would be."""
     assert ranks.run(4, received) == [36_000, 48_000, 48_000, 48_000]
+
+
+def test_of_512_ranks_those_receive_a_column_that_train_on_it():
+    """TP8 PP8 DP8, 1024 samples of 8301 tokens: a column of 34 MB. The 8 ranks of each last stage read the eighth that
+    they train on, which the first of them owns where it is of the same layout. All of it together is seven times the
+    column, and no rank receives more than an eighth of it. Gathered as padded shares, every rank received 511 shares of
+    an eighth: 2.2 GB."""
+    layout, size = MeshLayout(tp=8, pp=8, dp=8), 8301
+    lengths_N, held_WN = torch.full((1024,), size), torch.zeros(512, 1024, dtype=torch.bool)
+    owners = [[] for _ in range(512)]
+    for dp in range(8):
+        samples = list(range(128 * dp, 128 * (dp + 1)))
+        ranks = Mesh(layout, None, None, None).last_stage(dp)
+        held_WN[torch.tensor(ranks)[:, None], torch.tensor(samples)] = True
+        owners[ranks[0]] = samples
+    holding, column = Holding(held_WN), 1024 * size * 4
+    holding.note(lengths_N, owners, 4)
+    assert column == pytest.approx(34e6, rel=0.01)
+    assert int(holding.received_W.sum()) == 7 * column
+    assert holding.received_W.unique().tolist() == [0, column // 8]
+    assert int((holding.received_W > 0).sum()) == 56
+    elsewhere = Holding(held_WN)  # owned by a reward model's or a reference's ranks
+    elsewhere.note(lengths_N, [range(1024), *[[]] * 511], 4)
+    assert int(elsewhere.received_W.sum()) == 8 * column
 
 
 def test_every_sample_is_with_some_rank():
