@@ -305,7 +305,7 @@ def test_ranks_that_hang_are_ended_and_named(monkeypatch: pytest.MonkeyPatch, tm
     launch = Launch(check="sft", case="tp1", ranks=1, seconds=1.0)
     began = time.monotonic()
     assert start.Processes()(launch, launch.dump(tmp_path)) == "did not end in 1 s"
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 50
     pid = int((tmp_path / launch.name / "output.log").read_text())
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)

@@ -174,7 +174,10 @@ def test_of_many_newcomers_one_holds_the_lock(tmp_path: Path) -> None:
         subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(6)
     ]
     for process in processes:
-        assert process.communicate(timeout=120) == ("held 10\n", "")
+        said, beside = process.communicate(timeout=120)
+        assert said == "held 10\n", beside
+        # On a busy machine a newcomer may find a holder that has no time to show that it lives.
+        assert all("watching for up to" in line for line in beside.splitlines()), beside
     assert [path.name for path in tmp_path.iterdir()] == ["lock"]
 
 
