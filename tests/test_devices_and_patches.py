@@ -11,7 +11,7 @@ import inspect
 import pytest
 from torch.distributed import distributed_c10d
 
-from megarlhf.parallel.group_names import named_by_ranks
+from megarlhf.parallel.process_groups import made_by_members
 from tests.source_files import is_in, sources
 
 # The margin of a rehearsal names what it estimates, and where its numbers are from; it runs nothing.
@@ -24,7 +24,7 @@ CUDA_IN = (
     "rehearsal/margin.py",
 )
 PATCHES_IN = (
-    "parallel/group_names.py",
+    "parallel/process_groups.py",
     "parallel/megatron_cpu.py",
     "rollout/vllm_patches.py",
     "rehearsal/interfaces.py",
@@ -192,10 +192,10 @@ def test_what_is_permitted_is_not_reported(name, file, text):
 
 def test_torch_still_counts_groups_in_their_names():
     """Where this fails, torch names a group that its members make by its ranks alone, or otherwise: look whether
-    `parallel/group_names.py` is still needed."""
+    `parallel/process_groups.py` is still needed."""
     source = inspect.getsource(distributed_c10d._hash_ranks_to_str)
     assert "len(_world.pg_names)" in source
-    with named_by_ranks():
+    with made_by_members():
         assert distributed_c10d._hash_ranks_to_str([0, 2]) != distributed_c10d._hash_ranks_to_str([0, 1])
         assert inspect.getsource(distributed_c10d._hash_ranks_to_str) != source
     assert inspect.getsource(distributed_c10d._hash_ranks_to_str) == source

@@ -17,9 +17,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup, ProcessGroupGloo
+from torch.distributed import ProcessGroup
 from torch.utils._pytree import tree_flatten
 
+from megarlhf.parallel.process_groups import OneThreadGloo
 from megarlhf.rehearsal.trace import Operation
 
 BACKEND = "recorded"
@@ -165,7 +166,7 @@ def join_again(recorder: Recorder) -> None:
     made = recording_group(recorder)
 
     def group(common: Any, options: Any) -> ProcessGroup:
-        backend = ProcessGroupGloo(common.store, common.group_rank, common.group_size, common.timeout)
+        backend = OneThreadGloo(common.store, common.group_rank, common.group_size, common.timeout)
         gloo = ProcessGroup(common.store, common.group_rank, common.group_size)
         gloo._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, backend)
         gloo._set_default_backend(ProcessGroup.BackendType.GLOO)

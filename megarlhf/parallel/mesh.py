@@ -18,7 +18,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import initialize_rng_tracker
 
 from megarlhf.layout import AXES, Coordinates, MeshLayout
-from megarlhf.parallel.group_names import named_by_ranks
+from megarlhf.parallel.process_groups import made_by_members
 from megarlhf.runtime import Runtime
 
 Each = TypeVar("Each")
@@ -44,7 +44,7 @@ class GroupCache:
         if ranks not in self._made:
             # Only an `order` has groups that are not ascending, and not every way of making groups takes those.
             ascending = list(ranks) == sorted(ranks)
-            with named_by_ranks():
+            with made_by_members():
                 self._made[ranks] = dist.new_group(
                     list(ranks),
                     # Else torch's own default, which is 10 minutes with NCCL, whatever the default group has.

@@ -9,7 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from megarlhf.layout import MeshLayout
+from megarlhf.parallel.mesh import GroupCache, build_mesh
+from megarlhf.runtime import Runtime
 from tests.distributed.tiny import write_family
 from tests.ranks import RankPool
 
@@ -35,6 +39,27 @@ def test_the_scope_changes_nothing_outside() -> None:
     if not torch.cuda.is_available():
         with pytest.raises((AssertionError, RuntimeError)):
             torch.zeros(1, device="cuda")
+
+
+def threads_of_groups(runtime: Runtime) -> tuple[int, int]:
+    """Of gloo's default group, and of one that a mesh has."""
+    mesh = build_mesh(MeshLayout(tp=2), runtime, GroupCache(runtime))
+    groups = (dist.group.WORLD, mesh.groups.tp)
+    world, own = (group._get_backend(torch.device("cpu")).options._threads for group in groups)
+    return world, own
+
+
+def test_gloo_still_has_two_threads_for_a_group(ranks: RankPool) -> None:
+    """`parallel/process_groups.py`: with two and two messages under way a process dies now and then, which no test of a
+    few seconds can be sure to see; docs/log.md has how to."""
+    assert ranks.run(2, threads_of_groups) == [(2, 1)] * 2
+
+
+def test_megatron_core_still_leaves_sizes_of_messages_on_the_cpu_as_tensors() -> None:
+    """`parallel/megatron_cpu.py`: gloo's all_to_all takes lists of numbers."""
+    from megatron.core.transformer.moe.moe_utils import maybe_move_tensor_to_cpu
+
+    assert torch.is_tensor(maybe_move_tensor_to_cpu(torch.tensor([1, 2]), as_numpy=True))
 
 
 def test_megatron_core_s_router_still_needs_transformer_engine() -> None:
