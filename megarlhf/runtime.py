@@ -242,12 +242,6 @@ def _default_rendezvous(info: RankInfo, device_index: int) -> None:
     os.environ["LOCAL_WORLD_SIZE"] = str(info.local_world_size)
 
 
-def rendezvous_store() -> dist.Store:
-    """The store through which the ranks of the run have found each other, served by rank 0's process."""
-    # torch has no public name for it; vLLM and torchrun's agent ask the same way.
-    return dist.distributed_c10d._get_default_store()
-
-
 def free_port() -> int:
     """A TCP port of this machine that nobody listens on now."""
     with socket.socket() as probe:

@@ -73,9 +73,6 @@ LEARNED: dict[str, Any] = {
 MODELS = {"dense": DENSE, "experts": EXPERTS, "tied": TIED, "window": WINDOW, "learned": LEARNED}
 """A Llama, a mixture of experts; tied embeddings, a sliding window, learned positions."""
 CONFIGS = {"sft": SFTConfig, "rm": RMConfig, "dpo": DPOConfig, "rl": RLConfig}
-OPTIM = {"lr": 1e-3, "overlap_param_gather": False}
-"""Gathers that run on into the next phase keep gloo's copies until a thread of gloo's is done, sooner or later; a
-rehearsal counts them until they are waited for. NCCL makes no copies."""
 LONGEST = 192
 CACHE = 1 << 30
 """Bytes of an engine's cache, of which nothing is ever written."""
@@ -105,6 +102,10 @@ class Case:
     frozen: dict[str, Any] = field(default_factory=dict)
     """`parallel` of reference and reward model, where it is not that of the others."""
 
+    gathers_run_on: bool = False
+    """Into the next phase, in which gloo keeps copies until a thread of its own is done, sooner or later. A rehearsal
+    counts them until they are waited for: there it says more than what is measured. NCCL makes no copies."""
+
     @property
     def name(self) -> str:
         command = {"gae": "ppo", "group_relative": "grpo"}[self.advantage] if self.command == "rl" else self.command
@@ -119,6 +120,7 @@ class Case:
         layout += f", engine TP{self.engine_tp}" if self.engine_tp else ""
         layout += "" if self.recompute == "none" else f", recompute {self.recompute}"
         layout += f", offload {self.offload['optimizer']}" if self.offload else ""
+        layout += ", gathers run on" if self.gathers_run_on else ""
         layout += f", read-only roles on ranks {self.frozen['ranks']}" if self.frozen else ""
         return f"{command} {model} {self.dtype} {'packed' if self.packed else 'padded'} {layout}"
 
@@ -130,7 +132,8 @@ def job_of(case: Case, directory: Path, num_steps: int = 2) -> Job:
     config = {**MODELS[case.model], "bos_token_id": 1, "eos_token_id": 2}
     config["n_layer" if "n_layer" in config else "num_hidden_layers"] = case.layers
     (model / "config.json").write_text(json.dumps(config))
-    role = {"model": {"path": str(model), "dtype": case.dtype}, "parallel": case.parallel, "optim": OPTIM}
+    optim = {"lr": 1e-3, "overlap_param_gather": case.gathers_run_on}
+    role = {"model": {"path": str(model), "dtype": case.dtype}, "parallel": case.parallel, "optim": optim}
     role |= {"recompute": case.recompute, "offload": case.offload}
     frozen = role | ({"parallel": case.frozen} if case.frozen else {})
     micro = {"max_tokens_per_micro_batch": 4 * LONGEST} if case.packed else {"micro_batch_samples": 2}

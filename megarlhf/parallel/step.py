@@ -334,7 +334,7 @@ class Trainer:
         """By parameter, what this rank, and no other with the same weights, has of the summed gradient: flat."""
         found = {}
         parameters: list[tuple[str, Any]] = list(self.module.named_parameters())
-        for optimizer in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
+        for optimizer in optimizers_in(self.optimizer):
             for name, parameter in parameters:
                 gradient = parameter.main_grad.view(-1)
                 if isinstance(optimizer, DistributedOptimizer):

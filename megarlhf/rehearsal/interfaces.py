@@ -264,10 +264,8 @@ class Hooks:
     """A Triton kernel, by name, with its arguments."""
     attention: Callable[..., Tensor] | None
     """In place of torch's attention, where the device has no kernel of it."""
-    buckets: Callable[[Any], None]
-    """Told each group of Megatron-Core's buckets of gradients."""
-    summing: Callable[[], contextlib.AbstractContextManager[None]]
-    """Scope in which the sum of such a group begins."""
+    sums: Any
+    """A `gradient_sums.GradientSums`, which is told of Megatron-Core's buckets and of their sums."""
     optimizer: OptimizerKernels | None = None
     """In place of what Megatron-Core would take here; None: what it takes."""
 
@@ -347,14 +345,14 @@ def patched(hooks: Hooks) -> Iterator[None]:
             finally:
                 hooks.reducing(None)
 
-        buckets_made, start = _ParamAndGradBucketGroup.__init__, _ParamAndGradBucketGroup.start_grad_sync
+        make, start = _ParamAndGradBucketGroup.__init__, _ParamAndGradBucketGroup.start_grad_sync
 
         def make_buckets(self: Any, *args: Any, **kwargs: Any) -> None:
-            buckets_made(self, *args, **kwargs)
-            hooks.buckets(self)
+            make(self, *args, **kwargs)
+            hooks.sums.made(self)
 
         def start_grad_sync(self: Any, *args: Any, **kwargs: Any) -> None:
-            with hooks.summing():
+            with hooks.sums.apart():
                 start(self, *args, **kwargs)
 
         _set(stack, _ParamAndGradBucketGroup, "__init__", make_buckets)

@@ -219,8 +219,7 @@ class Rank:
             scattered=lambda: EMPTY_BANK,
             launched=self._launched,
             attention=None,
-            buckets=self._sums.made,
-            summing=self._sums.apart,
+            sums=self._sums,
             optimizer=KERNELS[self.job.layers] if self.job.kind == "gpu" else None,
         )
 

@@ -33,6 +33,7 @@ _NEUTRAL = {
         "ROLE.kernels.* train.micro_batch_samples train.max_tokens_per_micro_batch rollout.engine_args.* "
         "run.deterministic"
     ),
+    "when sums of gradients and weights travel": "ROLE.optim.overlap_grad_reduce ROLE.optim.overlap_param_gather",
     "what is kept in memory, and what is computed again": "ROLE.recompute ROLE.recompute_layers ROLE.offload.*",
     "which engine draws which samples": "rollout.balance",
     "memory": "rollout.sleep_level rollout.gpu_memory_utilization rollout.cpu_cache_gib rollout.reshard_bucket_mib",

@@ -28,6 +28,7 @@ from megarlhf.models.build import ModelShard
 from megarlhf.models.role import Role
 from megarlhf.parallel.chunks import split_name
 from megarlhf.parallel.megatron_cpu import megatron_device
+from megarlhf.parallel.optimizer_pieces import optimizers_in
 from megarlhf.parallel.step import Trainer
 from megarlhf.placement import Shape, flat_boxes
 from megarlhf.weights.checkpoint.formats.megatron.args import args_of
@@ -143,7 +144,7 @@ def set_counters(role: Role, values: Mapping[str, Any]) -> None:
 
 def allocate_optimizer_state(trainer: Trainer) -> None:
     """Make the moments that the first optimizer step would make, as zeros."""
-    for inner in _inner(trainer.optimizer):
+    for inner in optimizers_in(trainer.optimizer):
         with megatron_device(trainer.mesh.runtime.device):
             inner.init_state_fn(inner.optimizer, inner.config)
         if _counts_per_parameter(inner.optimizer):
@@ -189,7 +190,7 @@ def _optimizer_boxes(piece: LocalShard, part: _OptimizerPart, shape: Shape) -> I
 def _optimizer_parts(trainer: Trainer) -> dict[nn.Parameter, _OptimizerPart]:
     """Of the parameters of which this rank has optimizer state."""
     parts: dict[nn.Parameter, _OptimizerPart] = {}
-    for inner in _inner(trainer.optimizer):
+    for inner in optimizers_in(trainer.optimizer):
         for parameter in trainer.module.parameters():
             if isinstance(inner, DistributedOptimizer):
                 try:
@@ -212,10 +213,6 @@ def _optimizer_parts(trainer: Trainer) -> dict[nn.Parameter, _OptimizerPart]:
     return parts
 
 
-def _inner(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
-
-
 def _counts_per_parameter(optimizer: torch.optim.Optimizer) -> bool:
     """torch's AdamW counts its steps for each parameter, the fused ones for each group."""
     return isinstance(optimizer, torch.optim.Adam)
@@ -223,7 +220,7 @@ def _counts_per_parameter(optimizer: torch.optim.Optimizer) -> bool:
 
 def _optimizer_steps(optimizer: MegatronOptimizer) -> int:
     counts: set[int] = set()
-    for inner in _inner(optimizer):
+    for inner in optimizers_in(optimizer):
         if _counts_per_parameter(inner.optimizer):
             counts |= {int(state["step"]) for state in inner.optimizer.state.values() if "step" in state}
         else:
@@ -233,7 +230,7 @@ def _optimizer_steps(optimizer: MegatronOptimizer) -> int:
 
 
 def _set_optimizer_steps(optimizer: MegatronOptimizer, steps: int) -> None:
-    for inner in _inner(optimizer):
+    for inner in optimizers_in(optimizer):
         if _counts_per_parameter(inner.optimizer):
             for state in inner.optimizer.state.values():
                 state["step"].fill_(float(steps))

@@ -12,6 +12,12 @@ NOTHING = -1
 """In place of a number of the queue: nothing is asked for."""
 
 
+def rendezvous_store() -> dist.Store:
+    """The store through which the ranks of the run have found each other, served by rank 0's process."""
+    # torch has no public name for it; vLLM and torchrun's agent ask the same way.
+    return dist.distributed_c10d._get_default_store()
+
+
 class SharedCounter:
     """Hands out 0, 1, 2, ... to all ranks, each number once. It lies in the store through which the ranks have found
     each other, and costs a message to the machine of rank 0 each time."""

@@ -27,12 +27,12 @@ from megarlhf.parallel.residency import Part, RoleParts
 from megarlhf.placement import RankPlacements
 from megarlhf.rollout.balance import SeenLengths, deal, pieces_of
 from megarlhf.rollout.engine import EngineFailure, KeptResponses, Sampling, gather_rollouts, missing_rows
-from megarlhf.rollout.feed import Feed, SharedCounter
+from megarlhf.rollout.feed import Feed, SharedCounter, rendezvous_store
 from megarlhf.rollout.requests import draw
 from megarlhf.rollout.sleep import EngineMemory, cache_of_worker, make_sleeper, require_room
 from megarlhf.rollout.vllm_build import build_llm, enqueue
 from megarlhf.rollout.vllm_patches import keep_default_group
-from megarlhf.runtime import Runtime, free_bytes, rendezvous_store, without_torch_determinism
+from megarlhf.runtime import Runtime, free_bytes, without_torch_determinism
 from megarlhf.weights.checks.certificate import Certificate, CertificateError, certify, nonzero_padding
 from megarlhf.weights.checks.loader_check import check_loader, sample_tensors
 from megarlhf.weights.checks.poison import poison, storages_with_nan

@@ -77,13 +77,15 @@ def test_reuse_changes_nothing(name: str, tmp_path: Path, monkeypatch: pytest.Mo
     reused = seen("reused")
     monkeypatch.setattr(ResultsByShape, "key", lambda self, func, args, kwargs: None)
     plain = seen("plain", reuse=False)
-    require_equal(reused, plain, with_curve=model != "experts")
+    require_equal(reused, plain, with_curve=model != "experts", unlike=int(name == "sft, layers of ours"))
     assert sum(plain.flops.values()) > 0
     assert len(plain.events) > 50
     assert len(plain.memory) > 4
 
 
-def require_equal(record: RankRecord, plain: RankRecord, *, with_curve: bool) -> None:
+def require_equal(record: RankRecord, plain: RankRecord, *, with_curve: bool, unlike: int = 0) -> None:
+    """`unlike`: points of a phase's curve that may differ. In one case two releases of the same moment, 23 KB of a
+    layer and 512 bytes of a scalar, change places; why is not known, and peaks, starts and ends are equal."""
     for name in ("messages", "flops", "shares", "rollouts", "groups_created", "memberships", "cache_bytes"):
         assert getattr(record, name) == getattr(plain, name), name
     assert len(record.events) == len(plain.events)
@@ -99,11 +101,8 @@ def require_equal(record: RankRecord, plain: RankRecord, *, with_curve: bool) ->
         for key in ("step", "phase", "start", "peak", "end", "by_kind", "largest", "host_peak"):
             assert getattr(mine, key) == getattr(other, key), (mine.step, mine.phase, key)
         if with_curve:
-            # One point may differ: a gradient that a played layer hands on and a scalar of the schedule are released at
-            # the same moment, in either order.
-            assert len(mine.curve) == len(other.curve)
-            unlike = [n for n, (a, b) in enumerate(zip(mine.curve, other.curve, strict=True)) if a[1] != b[1]]
-            assert len(unlike) <= 1, unlike
+            pairs = list(zip(mine.curve, other.curve, strict=True))
+            assert len([n for n, (ours, theirs) in enumerate(pairs) if ours[1] != theirs[1]]) <= unlike
 
 
 def test_layers_and_results_are_reused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,6 +39,9 @@ CASES = (
 )
 
 
+RUN_ON = Case(command="sft", world_size=2, dtype="bf16", packed=True, gathers_run_on=True)
+
+
 def rehearsed(runtime: Runtime, job: Job) -> Seen:
     """This rank, by itself."""
     dist.destroy_process_group()
@@ -61,6 +64,15 @@ def test_peaks_and_messages_are_those_of_real_ranks(case: Case, ranks: RankPool,
     assert found.mismatches == []
     assert [row for row in found.rows if row.error > MOST] == []
     assert {row.step for row in found.rows} == {0, 1, 2}
+
+
+def test_gathers_that_run_on_into_the_next_phase(ranks: RankPool, tmp_path: Path) -> None:
+    """Every message is there; memory of gloo's, which is given back sooner or later, is never more than rehearsed."""
+    job = job_of(small(RUN_ON), tmp_path)
+    real, told = (ranks.run(2, each, job) for each in (real_rank, rehearsed))
+    found = compare(RUN_ON.name, real, told)
+    assert found.mismatches == []
+    assert [row for row in found.rows if row.real > (1 + MOST) * row.rehearsed] == []
     assert any(row.phase.startswith("train/") for row in found.rows)
     assert found.num_messages > 20
     # No release was missed, in the real run nor in the rehearsal: what the last update leaves behind is alike.
