@@ -23,6 +23,7 @@ from tests.distributed.test_packed_layouts import (
     PACKED,
     PADDED,
     assert_same_training,
+    each_once,
     rl,
     supervised,
     write_ragged,
@@ -56,20 +57,10 @@ def ragged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def run(ranks: RankPool, two_layers: dict[str, Path], ragged: dict[str, Path]) -> Any:
-    """A kind of training at a layout, padded or packed; each is run once."""
-    made: dict[tuple[str, str, bool], dict[str, Any]] = {}
+    def more(job: str) -> dict[str, Any]:
+        return {"mini_batch_samples": 8} | ({"epochs_per_step": STEPS} if job == "rl_step" else {})
 
-    def call(kind: str, layout: str, *, packed: bool) -> dict[str, Any]:
-        key = (kind, layout, packed)
-        if key not in made:
-            job, configure, args = JOBS[kind]
-            world_size, parallel = LAYOUTS[layout]
-            cfg = configure(two_layers, ragged, parallel, PACKED if packed else PADDED)
-            cfg["train"] |= {"mini_batch_samples": 8} | ({"epochs_per_step": STEPS} if job == "rl_step" else {})
-            made[key] = ranks.run(world_size, job, cfg, *args)[0]
-        return made[key]
-
-    return call
+    return each_once(ranks, two_layers, ragged, JOBS, LAYOUTS, more)
 
 
 SPREAD = {

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -132,21 +133,33 @@ JOBS = {
 }
 
 
-@pytest.fixture(scope="module")
-def run(ranks: RankPool, models: dict[str, Path], ragged: dict[str, Path]) -> Any:
-    """A kind of training at a layout, padded or packed; each is run once."""
+def each_once(
+    ranks: RankPool,
+    models: dict[str, Path],
+    data: dict[str, Path],
+    jobs: Mapping[str, Any],
+    layouts: Mapping[str, tuple[int, dict[str, Any]]],
+    more: Callable[[str], dict[str, Any]] = lambda job: {},
+) -> Any:
+    """A kind of training at a layout, padded or packed; each is run once. `more`: keys of `train`, by job."""
     made: dict[tuple[str, str, bool], dict[str, Any]] = {}
 
     def call(kind: str, layout: str, *, packed: bool) -> dict[str, Any]:
         key = (kind, layout, packed)
         if key not in made:
-            job, configure, args = JOBS[kind]
-            world_size, parallel = LAYOUTS[layout]
-            cfg = configure(models, ragged, parallel, PACKED if packed else PADDED)
+            job, configure, args = jobs[kind]
+            world_size, parallel = layouts[layout]
+            cfg = configure(models, data, parallel, PACKED if packed else PADDED)
+            cfg["train"] |= more(job)
             made[key] = ranks.run(world_size, job, cfg, *args)[0]
         return made[key]
 
     return call
+
+
+@pytest.fixture(scope="module")
+def run(ranks: RankPool, models: dict[str, Path], ragged: dict[str, Path]) -> Any:
+    return each_once(ranks, models, ragged, JOBS, LAYOUTS)
 
 
 def assert_same_training(actual: dict[str, Any], expected: dict[str, Any]) -> None:
