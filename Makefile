@@ -141,6 +141,9 @@ bench-rollout: venv ## engines that share samples on demand, by length, and in f
 bench-rehearsal: venv ## what a rehearsal says against real runs on the CPU, and large jobs (1 hour, also in parts); writes benchmarks/results/rehearsal.json
 	$(PY) -m benchmarks.rehearsal
 
+bench-fits: venv ## which configurations for real clusters fit, and what that costs (2 hours, also in parts); writes benchmarks/results/fits.json
+	$(PYTHON) -m benchmarks.rehearsal.fits
+
 slurm-scripts: ## write slurm/*.sbatch anew from slurm/parts/
 	$(or $(wildcard $(PY)),python3) -m tools.slurm_scripts
 

@@ -18,13 +18,13 @@ import psutil
 from benchmarks.machine import ROOT
 from benchmarks.rehearsal.arithmetic import rows_of
 
-LENGTHS = ("--prompt-lengths", "constant:512", "--response-lengths", "lognormal:mean=1700,sigma=0.8")
-"""128 prompts x 8 samples, at most 8,192 tokens a sequence."""
+MEAN = 1700
+"""Tokens of a response: 128 prompts x 8 samples, at most 8,192 tokens a sequence."""
 CONFIGURATIONS = {
-    "Llama-3-70B PPO, 64 ranks": "configs/llama-3-70b/ppo-64.yaml",
-    "Llama-3-70B PPO, 512 ranks": "configs/llama-3-70b/ppo-512.yaml",
-    "Llama-3.1-405B GRPO, 1024 ranks": "configs/llama-3.1-405b/grpo-1024.yaml",
-    "Qwen3-30B-A3B GRPO, 64 ranks": "configs/qwen3-30b-a3b/grpo-64.yaml",
+    "Llama-3-70B PPO, 64 ranks": "benchmarks/rehearsal/resident/llama-3-70b-ppo-64.yaml",
+    "Llama-3-70B PPO, 512 ranks": "benchmarks/rehearsal/resident/llama-3-70b-ppo-512.yaml",
+    "Llama-3.1-405B GRPO, 1024 ranks": "benchmarks/rehearsal/resident/llama-3.1-405b-grpo-1024.yaml",
+    "Qwen3-30B-A3B GRPO, 64 ranks": "benchmarks/rehearsal/resident/qwen3-30b-a3b-grpo-64.yaml",
 }
 ROLES = {name: ("actor", "critic", "reward_model") if "PPO" in name else ("actor",) for name in CONFIGURATIONS}
 """Sections of each file."""
@@ -45,9 +45,10 @@ class Took:
     """Largest memory of all its processes together; what forked processes share counts once."""
 
 
-def rehearse(config: str, out: Path, *extra: str) -> tuple[dict[str, Any], Took]:
-    """`rehearsal.json` of a configuration and what it took."""
-    command = [sys.executable, "-m", "megarlhf", "rehearse", "rl", "-c", config, *LENGTHS, *extra, "-o", str(out)]
+def rehearse(config: str, out: Path, *extra: str, mean: int = MEAN) -> tuple[dict[str, Any], Took]:
+    """`rehearsal.json` of a configuration and what it took. `mean`: tokens of a response, lognormal."""
+    lengths = ["--prompt-lengths", "constant:512", "--response-lengths", f"lognormal:mean={mean},sigma=0.8"]
+    command = [sys.executable, "-m", "megarlhf", "rehearse", "rl", "-c", config, *lengths, *extra, "-o", str(out)]
     began, most = time.perf_counter(), 0
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
     with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as run:
@@ -105,7 +106,7 @@ def row(found: dict[str, Any], took: Took) -> dict[str, Any]:
         "margin_gib": round((tightest["need"] - tightest["peak"]) / GIB, 2),
         "capacity_gib": round(found["capacity"] / GIB, 2),
         "tightest": f"rank {tightest['rank']}, {tightest['peak_at'][1]} in step {tightest['peak_at'][0]}",
-        "longest_sequence": longest_sequence(found),
+        "longest_sequence": longest_sequence(found, found["capacity"]),
         "step_seconds": None if last is None else round(last["seconds"], 1),
         "rollout_seconds": round(found["rollouts"][-1]["slowest"], 1),
         "utilisation": None if last is None else round(last["utilisation"], 3),
@@ -114,19 +115,19 @@ def row(found: dict[str, Any], took: Took) -> dict[str, Any]:
     }
 
 
-def longest_sequence(found: dict[str, Any]) -> int:
-    """Tokens of the longest micro-batch, which must hold the longest sequence, that would fit on every rehearsed rank:
-    what passes in training grows with the tokens, fragmentation with it, the rest of the margin stays. 0: not even the
-    first token."""
-    return min(_longest(each, found) for each in found["ranks"])
+def longest_sequence(found: dict[str, Any], capacity: float) -> int:
+    """Tokens of the longest micro-batch, which must hold the longest sequence, that would fit into `capacity` bytes of
+    every rehearsed rank: what passes in training grows with the tokens, fragmentation with it, the rest of the margin
+    stays. 0: not even the first token."""
+    return min(_longest(each, found, capacity) for each in found["ranks"])
 
 
-def _longest(rank: dict[str, Any], found: dict[str, Any]) -> int:
+def _longest(rank: dict[str, Any], found: dict[str, Any], capacity: float) -> int:
     rows = [each for each in rank["memory"] if each["phase"].startswith("train/")]
     peak = max(rows, key=lambda each: each["peak"])
     passing = sum(nbytes for kind, nbytes in peak["by_kind"].items() if kind in PASSING)
     margin = rank["need"] - rank["peak"]
     gaps = next((each["nbytes"] for each in rank["margin"] if each["name"] == "fragmentation"), 0)
-    room = found["capacity"] - (peak["peak"] - passing) - (margin - gaps)
+    room = capacity - (peak["peak"] - passing) - (margin - gaps)
     tokens = found["config"]["train"]["max_tokens_per_micro_batch"]
     return max(0, int(tokens * room / (passing * (1 + gaps / max(1, passing)))))

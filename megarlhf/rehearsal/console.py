@@ -112,9 +112,19 @@ def _times(result: Result, console: Console) -> None:
         rollout = result.rollouts[index] if index < len(result.rollouts) else None
         engines = (None, None) if rollout is None else tuple(map(format_number, (rollout.slowest, rollout.fastest)))
         figures = (format_number(step.seconds), format_number(step.tokens_per_second), percent(step.utilisation))
-        waits = (percent(step.bubble), format_number(step.communication))
+        waits = (percent(step.bubble), percent(step.exposed), percent(step.recomputation))
         lines.append((str(step.step), *figures, *waits, *engines))
-    names = ("step", "seconds", "tokens/s", "MFU", "bubble", "exposed comm., s", "rollout, slowest s", "fastest s")
+    names = (
+        "step",
+        "seconds",
+        "tokens/s",
+        "MFU",
+        "bubble",
+        "exposed comm.",
+        "recomputation",
+        "rollout, slowest s",
+        "fastest s",
+    )
     if lines:
         _print(console, f"Time, estimated by {result.hardware}", lines, names, left=1)
     else:

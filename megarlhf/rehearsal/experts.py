@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megarlhf.models.build import ModelShard
-from megarlhf.rehearsal.gradient_sums import GradientSums
+from megarlhf.rehearsal.buckets import Buckets
 from megarlhf.rehearsal.interfaces import SequentialMLP, storage_key
 from megarlhf.rehearsal.known import Known
 from megarlhf.rehearsal.tape import Owner, Player, Recorder, Tape
@@ -42,8 +42,8 @@ class _Tapes:
 class EqualExperts:
     """Plays the experts of the layers of a stage that are like others."""
 
-    def __init__(self, recorder: Recorder, player: Player, known: Known, sums: GradientSums) -> None:
-        self._recorder, self._player, self._known, self._sums = recorder, player, known, sums
+    def __init__(self, recorder: Recorder, player: Player, known: Known, buckets: Buckets) -> None:
+        self._recorder, self._player, self._known, self._buckets = recorder, player, known, buckets
 
     def install(self, shard: ModelShard) -> None:
         """From now on up to three experts of each number of tokens run in a layer."""
@@ -85,7 +85,7 @@ class EqualExperts:
             for parameter in gradients:
                 if (buffer := getattr(parameter, "main_grad", None)) is not None:
                     self._known.forget(buffer)  # gradients are added that nobody knows
-            return _Played.apply(tokens, probs, self._player, equal, partial(self._sums.learnt, gradients)), None
+            return _Played.apply(tokens, probs, self._player, equal, partial(self._buckets.learnt, gradients)), None
 
         expert.forward = forward
 

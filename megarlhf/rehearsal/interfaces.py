@@ -1,4 +1,5 @@
-"""The one file of the rehearsal that knows private interfaces of torch and Triton, and that patches others' code.
+"""The one file of the rehearsal that knows private interfaces of torch and Triton, and that patches them. What is
+patched of Megatron-Core is in `megatron_interfaces.py`.
 
 What is used, and why:
   FakeTensorMode, FakeTensor                   tensors with a shape, a dtype and a device, and no numbers
@@ -20,10 +21,6 @@ What is patched inside `patched`, and why:
   dist.all_reduce                                    its operation, which the dispatcher hands on as an opaque object
   nn.Module.to                                       puts parameters without a dispatched operation
   triton JITFunction.run                             a kernel is counted instead of compiled
-  torch.optim.AdamW, and Megatron-Core's             the optimizer as it is on a GPU, with TransformerEngine or without
-  multi_tensor_scale_impl, l2_norm_impl              (`optimizer.py`)
-  _ParamAndGradBucketGroup.__init__,                 sums of gradients begin in the middle of what is noted on tapes
-  start_grad_sync                                    (`gradient_sums.py`)
 """
 
 from __future__ import annotations
@@ -33,14 +30,10 @@ import importlib.util
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import ModuleType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
-from megatron.core.optimizer import clip_grads
-from megatron.core.optimizer import optimizer as mixed_precision
 from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor, nn
 from torch._C import DisableTorchFunction
@@ -61,6 +54,8 @@ from torch.utils._pytree import tree_flatten
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 from torch.utils.flop_counter import flop_registry
 
+from megarlhf.rehearsal.megatron_interfaces import OptimizerKernels, megatron_patched
+
 TESTED = "2.13"
 """Version of torch."""
 DEVICE = "rehearsal"
@@ -79,7 +74,6 @@ __all__ = [
     "Hooks",
     "Kind",
     "NumberedWork",
-    "OptimizerKernels",
     "SequentialMLP",
     "TorchDispatchMode",
     "device_of",
@@ -230,21 +224,6 @@ def lifting_only_host_tensors() -> Iterator[None]:
         torch._C._set_only_lift_cpu_tensors(before)
 
 
-TAKERS: Mapping[str, tuple[ModuleType, ...]] = {
-    "multi_tensor_scale_impl": (clip_grads, mixed_precision),
-    "l2_norm_impl": (clip_grads,),
-}
-"""Modules of Megatron-Core that have taken a kernel under this name."""
-
-
-class OptimizerKernels(NamedTuple):
-    """What Megatron-Core's optimizer works with."""
-
-    adam: type[torch.optim.AdamW]
-    of_many: Mapping[str, Callable[..., Any]]
-    """By Megatron-Core's name, kernels for many tensors at once in place of its own loops."""
-
-
 @dataclass(frozen=True)
 class Hooks:
     """What the patches ask of the rehearsal."""
@@ -264,10 +243,10 @@ class Hooks:
     """A Triton kernel, by name, with its arguments."""
     attention: Callable[..., Tensor] | None
     """In place of torch's attention, where the device has no kernel of it."""
-    sums: Any
-    """A `gradient_sums.GradientSums`, which is told of Megatron-Core's buckets and of their sums."""
+    buckets: Any
+    """Of `megatron_interfaces.megatron_patched`, as the two below."""
+    again: Callable[[bool], None]
     optimizer: OptimizerKernels | None = None
-    """In place of what Megatron-Core would take here; None: what it takes."""
 
 
 class _Functions(TorchFunctionMode):
@@ -345,18 +324,6 @@ def patched(hooks: Hooks) -> Iterator[None]:
             finally:
                 hooks.reducing(None)
 
-        make, start = _ParamAndGradBucketGroup.__init__, _ParamAndGradBucketGroup.start_grad_sync
-
-        def make_buckets(self: Any, *args: Any, **kwargs: Any) -> None:
-            make(self, *args, **kwargs)
-            hooks.sums.made(self)
-
-        def start_grad_sync(self: Any, *args: Any, **kwargs: Any) -> None:
-            with hooks.sums.apart():
-                start(self, *args, **kwargs)
-
-        _set(stack, _ParamAndGradBucketGroup, "__init__", make_buckets)
-        _set(stack, _ParamAndGradBucketGroup, "start_grad_sync", start_grad_sync)
         _set(stack, dist, "all_reduce", all_reduce)
         _set(stack, dist, "all_gather_object", all_gather_object)
         _set(stack, dist, "broadcast_object_list", broadcast_object_list)
@@ -369,11 +336,7 @@ def patched(hooks: Hooks) -> Iterator[None]:
                 hooks.launched(self.fn.__name__, (*args, *kwargs.values()))
 
             _set(stack, JITFunction, "run", run)
-        if hooks.optimizer is not None:
-            _set(stack, torch.optim, "AdamW", hooks.optimizer.adam)
-            for name, kernel in hooks.optimizer.of_many.items():
-                for module in TAKERS[name]:
-                    _set(stack, module, name, kernel)
+        stack.enter_context(megatron_patched(hooks.buckets, hooks.again, hooks.optimizer))
         stack.enter_context(_Functions(hooks))
         yield
 

@@ -64,7 +64,10 @@ class RankRecord:
     """(row, count, bytes)."""
     events: list[Event]
     flops: dict[tuple[int, str, Work], int]
-    """By step, phase and work."""
+    """By step, phase and work; without what is computed again in a backward."""
+    work_seconds: dict[tuple[int, str, Work], float]
+    again_seconds: dict[tuple[int, str], float]
+    """Of what is computed again, in `work_seconds` too."""
     operations: dict[tuple[int, str], int]
     assumptions: list[tuple[Assumption, int]]
     reached: Reached

@@ -17,8 +17,8 @@ from megarlhf.rehearsal.interfaces import FakeTensor, storage_key
 from megarlhf.rehearsal.routing import in_router
 from megarlhf.rehearsal.trees import tensors_in, with_tensors
 
-LARGEST_BYTES = 64 << 20
-"""Of a twin: larger tensors are not followed."""
+LARGEST_BYTES = 512 << 20
+"""Of a twin: larger tensors are not followed. The tokens of 1,024 sequences of 32k are 256 MiB."""
 LARGEST_MADE = 4096
 """Elements of a floating-point tensor that is made of nothing (zeros, ones) and followed. Buffers for gradients and
 activations are made so, and nobody asks for their numbers."""

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from megarlhf.models.build import ModelShard
-from megarlhf.rehearsal.gradient_sums import GradientSums
+from megarlhf.rehearsal.buckets import Buckets
 from megarlhf.rehearsal.interfaces import after_this_backward, storage_key
 from megarlhf.rehearsal.known import Known
 from megarlhf.rehearsal.tape import Mark, Owner, Player, Recorder, Tape
@@ -114,8 +114,8 @@ class Noted:
 class EqualLayers:
     """Plays the layers of a stage that are like others."""
 
-    def __init__(self, recorder: Recorder, player: Player, known: Known, sums: GradientSums) -> None:
-        self._recorder, self._player, self._known, self._sums = recorder, player, known, sums
+    def __init__(self, recorder: Recorder, player: Player, known: Known, buckets: Buckets) -> None:
+        self._recorder, self._player, self._known, self._buckets = recorder, player, known, buckets
 
     def install(self, shard: ModelShard) -> None:
         """From now on only the first two layers of each group run, and with gradients the last one or two."""
@@ -132,7 +132,7 @@ class EqualLayers:
             ends = [Place.MODEL, Place.BEHIND] if sends_on else [Place.MODEL]
             between = [Place.BETWEEN] * (len(group) - 2 - len(ends))
             again_too = group[0] in layers[:again]
-            equal = _Group(self._recorder, self._player, self._known, self._sums, again=again_too)
+            equal = _Group(self._recorder, self._player, self._known, self._buckets, again=again_too)
             for layer, place in zip(group[1:], [Place.SECOND, *between, *ends], strict=True):
                 equal.put_into(layer, place)
 
@@ -148,9 +148,9 @@ def layers_again(chunk: Any) -> int:
 class _Group:
     """Equal layers that follow each other in a stage; of a micro-batch its tapes, from the second layer on."""
 
-    def __init__(self, recorder: Recorder, player: Player, known: Known, sums: GradientSums, *, again: bool) -> None:
+    def __init__(self, recorder: Recorder, player: Player, known: Known, buckets: Buckets, *, again: bool) -> None:
         """`again`: their backward computes them again."""
-        self._recorder, self._player, self._known, self._sums = recorder, player, known, sums
+        self._recorder, self._player, self._known, self._buckets = recorder, player, known, buckets
         self._again = again
         self._second, self._model = Noted(recorder), Noted(recorder)
         self._tapes_again: MicroBatchTapes | None = None
@@ -181,13 +181,14 @@ class _Group:
                     return self._model.run(run, hidden_states, args, kwargs)
                 if place is Place.BEHIND:
                     return run(hidden_states, *args, **kwargs)
+            self._buckets.needed(gradients)
             before, held = held, Held(is_over=not learns)
             if learns:
                 self._forget(gradients)
                 if tapes is self._tapes_again:
                     tapes.leaf_is_kept = self._model.leaf_lives
                     held.leaf = hidden_states if tapes.leaf_is_kept else None
-                learnt = partial(self._sums.learnt, gradients)
+                learnt = partial(self._buckets.learnt, gradients[::-1])
                 out = _Played.apply(hidden_states, self._player, tapes, before, held, learnt)
             else:
                 with torch.set_grad_enabled(tapes.forward.results[0].requires_grad):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megarlhf.rehearsal.fused import pass_over
-from megarlhf.rehearsal.interfaces import OptimizerKernels
+from megarlhf.rehearsal.megatron_interfaces import OptimizerKernels
 
 
 class FusedAdam(torch.optim.AdamW):

@@ -36,11 +36,15 @@ def time_section(result: Result, figures: list[dict[str, Any]]) -> str:
 
 def _steps(result: Result) -> str:
     names = ["seconds", "tokens trained per second, whole job", "model FLOPs utilisation, rollout apart"]
-    names += ["bubble: waiting for others in training", "exposed communication, seconds, mean of ranks"]
+    names += ["bubble: waiting for others in training", "exposed communication in training"]
+    names += ["computing again in training", "forward and backward in training"]
+    names += ["exposed communication, seconds, mean of ranks"]
     steps = result.times
     figures = [[format_number(step.seconds), format_number(step.tokens_per_second)] for step in steps]
     for column, step in zip(figures, steps, strict=True):
-        column += [percent(step.utilisation), percent(step.bubble), format_number(step.communication)]
+        column += [percent(step.utilisation), percent(step.bubble), percent(step.exposed)]
+        column += [percent(step.recomputation), percent(step.forward_and_backward)]
+        column += [format_number(step.communication)]
     lines = [[name, *cells] for name, cells in zip(names, zip(*figures, strict=True), strict=True)]
     if result.rollouts:
         rollouts = [result.rollouts[i] if i < len(result.rollouts) else None for i in range(len(steps))]
@@ -91,10 +95,11 @@ def _phases(result: Result) -> str:
 
 def _of_step(step: StepTime) -> str:
     columns = [text("phase"), number("seconds"), number("computing"), number("waiting for others")]
-    columns += [number("exposed communication"), number("10^12 operations"), number("utilisation")]
+    columns += [number("exposed communication"), number("computing again")]
+    columns += [number("copies to and from the host"), number("10^12 operations"), number("utilisation")]
     lines = []
     for each in step.phases:
-        figures = (each.seconds, each.busy, each.idle, each.communication, each.flops / 1e12)
+        figures = (each.seconds, each.busy, each.idle, each.communication, each.again, each.offload, each.flops / 1e12)
         lines.append([each.phase, *map(format_number, figures), percent(each.utilisation)])
     said = (
         f"Step {step.step}: seconds of the rank that spends the most in a phase; what they consist of is the mean over "

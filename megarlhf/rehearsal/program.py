@@ -19,13 +19,13 @@ from megarlhf.models.role import Role
 from megarlhf.parallel.mesh import forget_scratch_buffer
 from megarlhf.rehearsal import interfaces
 from megarlhf.rehearsal.batches import Share, seen_batches
+from megarlhf.rehearsal.buckets import Buckets
 from megarlhf.rehearsal.decoding import EngineShape
 from megarlhf.rehearsal.device import Device
 from megarlhf.rehearsal.digests import equal_digests
 from megarlhf.rehearsal.engine import EngineMemory, GivenResponses, RehearsedEngine, forward_bytes
 from megarlhf.rehearsal.engine_time import DecodePrice, RolloutEstimate, RolloutWork, estimate
 from megarlhf.rehearsal.experts import EqualExperts
-from megarlhf.rehearsal.gradient_sums import GradientSums
 from megarlhf.rehearsal.host_memory import RehearsedHost
 from megarlhf.rehearsal.interfaces import FakeTensor, Hooks
 from megarlhf.rehearsal.job import Job, RankRecord, layouts_of, runtime_of
@@ -92,9 +92,9 @@ class Rank:
         self.steps = Steps(job.num_steps, self._moved, self._ended)
         player = Player(self.ledger, self.meter, self.wire, self.mode.fake, self.device)
         parts = self.ledger, self.meter, self.wire
-        self._sums = GradientSums(*parts)
-        self._equal_layers = EqualLayers(Recorder(*parts), player, self.mode.known, self._sums)
-        self._equal_experts = EqualExperts(Recorder(*parts), player, self.mode.known, self._sums)
+        self._buckets = Buckets(*parts)
+        self._equal_layers = EqualLayers(Recorder(*parts), player, self.mode.known, self._buckets)
+        self._equal_experts = EqualExperts(Recorder(*parts), player, self.mode.known, self._buckets)
         self._equal_digests = equal_digests(Recorder(*parts), player)
         self._shared = Shared(self.device, self.ledger.name)
 
@@ -123,6 +123,8 @@ class Rank:
             messages=[(line, count, self.wire.nbytes[line]) for line, count in self.wire.counts.items()],
             events=self.meter.events,
             flops=dict(self.meter.flops),
+            work_seconds=dict(self.meter.work_seconds),
+            again_seconds=dict(self.meter.again_seconds),
             operations=dict(self.meter.operations),
             assumptions=list(self.assumptions.counts.items()),
             reached=self.wire.reached(),
@@ -219,7 +221,8 @@ class Rank:
             scattered=lambda: EMPTY_BANK,
             launched=self._launched,
             attention=None,
-            sums=self._sums,
+            buckets=self._buckets,
+            again=lambda now: setattr(self.meter, "computes_again", now),
             optimizer=KERNELS[self.job.layers] if self.job.kind == "gpu" else None,
         )
 

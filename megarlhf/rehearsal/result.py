@@ -113,8 +113,12 @@ class PhaseTime:
     """Mean seconds of waiting for ranks that are late: bubble and uneven work."""
     communication: float
     """Mean seconds of exposed communication."""
+    again: float
+    """Mean seconds of computing again what was not kept for the backward, of `busy`."""
+    offload: float
+    """Mean seconds of copies between device and host memory, of `busy`."""
     flops: float
-    """Mean of products and attention."""
+    """Mean of products and attention, without those that are done again."""
     utilisation: float | None
     """Model FLOPs utilisation; None where nothing is multiplied."""
 
@@ -130,6 +134,13 @@ class StepTime:
     """Model FLOPs utilisation of the whole step, rollout apart."""
     bubble: float
     """Share of the training phases in which ranks wait for others."""
+    recomputation: float
+    """Share of the training phases in which they compute again."""
+    exposed: float
+    """Share of the training phases in which they wait for messages under way."""
+    forward_and_backward: float
+    """Share of the training phases that is left: what each rank would compute at any layout. With the three above it
+    is at most 1: a rank that is through early is in none of them."""
     communication: float
     """Seconds of exposed communication, mean over ranks."""
     tokens_per_second: float

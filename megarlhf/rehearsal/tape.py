@@ -57,8 +57,7 @@ class Spent(NamedTuple):
     """Work is done."""
 
     work: Work
-    seconds: float
-    flops: float
+    spending: Spending
 
 
 class Said(NamedTuple):
@@ -110,10 +109,7 @@ class Stretch:
 
     def spend(self, work: Work, more: Spending) -> None:
         """Work goes on."""
-        before = self.spendings.get(work, Spending())
-        self.spendings[work] = Spending(
-            before.operations + more.operations, before.seconds + more.seconds, before.flops + more.flops
-        )
+        self.spendings[work] = self.spendings.get(work, Spending()).plus(more)
         self.seconds += more.seconds
 
     def add(self, played: Stretch, first_number: int) -> None:
@@ -168,8 +164,8 @@ def _compact(notes: Sequence[Note], count: int) -> Compact:
     pieces: list[Note | Stretch] = []
     for note in notes:
         match note:
-            case Spent(work, seconds, flops):
-                _open_stretch(pieces).spend(work, Spending(1, seconds, int(flops)))
+            case Spent(work, spending):
+                _open_stretch(pieces).spend(work, spending)
             case Made(number, storage) if number in ends:
                 stretch = _open_stretch(pieces)
                 stretch.changes.append(Change(stretch.seconds, number, storage, 1))
@@ -260,11 +256,11 @@ class Recorder:
             self._outer.passed(storage)
         self._open().notes.append(Passing(storage))
 
-    def spent(self, work: Work, seconds: float, flops: float) -> None:
+    def spent(self, work: Work, spending: Spending) -> None:
         """Of `work.Meter`."""
         if self._outer is not None:
-            self._outer.spent(work, seconds, flops)
-        self._open().notes.append(Spent(work, seconds, flops))
+            self._outer.spent(work, spending)
+        self._open().notes.append(Spent(work, spending))
 
     def said(self, event: Event) -> None:
         """Of `work.Meter`."""

@@ -50,12 +50,19 @@ def _step(times: StepTimes, records: Sequence[RankRecord], peak: float, tokens: 
     at_work = seconds - sum(phase.seconds for phase in phases if phase.phase == "rollout")
     training = [phase for phase in phases if phase.phase.startswith("train/")]
     trained = sum(phase.seconds for phase in training)
+
+    def share(seconds: float) -> float:
+        return seconds / trained if trained else 0.0
+
     return StepTime(
         step=times.step,
         seconds=seconds,
         phases=phases,
         utilisation=sum(phase.flops for phase in phases) / (at_work * peak) if at_work else 0.0,
-        bubble=sum(phase.idle for phase in training) / trained if trained else 0.0,
+        bubble=share(sum(phase.idle for phase in training)),
+        recomputation=share(sum(phase.again for phase in training)),
+        exposed=share(sum(phase.communication for phase in training)),
+        forward_and_backward=share(sum(phase.busy - phase.again for phase in training)),
         communication=sum(phase.communication for phase in phases),
         tokens_per_second=tokens / seconds if seconds else 0.0,
     )
@@ -70,6 +77,8 @@ def _phase(step: int, name: str, times: PhaseTimes, records: Sequence[RankRecord
         busy=fmean(rank.busy() for rank in ranks),
         idle=fmean(rank.idle() for rank in ranks),
         communication=fmean(rank.exposed() - rank.idle() for rank in ranks),
+        again=fmean(record.again_seconds.get((step, name), 0.0) for record in records),
+        offload=fmean(record.work_seconds.get((step, name, "offload"), 0.0) for record in records),
         flops=flops,
         utilisation=flops / (seconds * peak) if flops and seconds else None,
     )

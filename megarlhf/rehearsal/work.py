@@ -43,12 +43,22 @@ class Spending(NamedTuple):
     operations: int = 0
     seconds: float = 0.0
     flops: int = 0
+    again: float = 0.0
+    """Seconds of what is computed again in a backward; its operations are not in `flops`."""
+
+    def plus(self, more: Spending) -> Spending:
+        return Spending(
+            self.operations + more.operations,
+            self.seconds + more.seconds,
+            self.flops + more.flops,
+            self.again + more.again,
+        )
 
 
 class Listener(Protocol):
     """What may be told all that is done: `tape.Recorder`."""
 
-    def spent(self, work: Work, seconds: float, flops: float) -> None: ...
+    def spent(self, work: Work, spending: Spending) -> None: ...
 
     def said(self, event: Event) -> None: ...
 
@@ -68,8 +78,12 @@ class Meter:
     phase: str = "build"
     step: int = 0
     flops: Counter[tuple[int, str, Work]] = field(default_factory=Counter)
-    """By step, phase and work."""
+    """By step, phase and work; without what is computed again."""
     work_seconds: Counter[tuple[int, str, Work]] = field(default_factory=Counter)
+    again_seconds: Counter[tuple[int, str]] = field(default_factory=Counter)
+    """By step and phase, of what is computed again in a backward."""
+    computes_again: bool = False
+    """Whether what is computed now has been computed before."""
     operations: Counter[tuple[int, str]] = field(default_factory=Counter)
     numbers: Callable[[Tensor], Tensor | None] = lambda tensor: None
     """Those of a device tensor, where they are known: `Known.twin`."""
@@ -115,26 +129,27 @@ class Meter:
 
     def spend(self, work: Work, seconds: float, flops: float) -> None:
         """Let the clock run."""
+        spending = Spending(1, seconds, 0, seconds) if self.computes_again else Spending(1, seconds, int(flops))
         if self.listener is not None:
-            self.listener.spent(work, seconds, flops)
-        key = self.step, self.phase, work
-        self.flops[key] += int(flops)
-        self.work_seconds[key] += seconds  # type: ignore[assignment]
-        self.operations[self.step, self.phase] += 1
-        self._pending[work] = self._pending.get(work, 0.0) + seconds
-        self.seconds += seconds
+            self.listener.spent(work, spending)
+        self._spend(work, spending)
         self.ticked(self.seconds)
 
     def spend_again(self, spendings: Mapping[Work, Spending]) -> None:
         """All that a stretch between two messages has spent."""
-        step, phase = self.step, self.phase
-        for work, (operations, seconds, flops) in spendings.items():
-            self.flops[step, phase, work] += flops
-            self.work_seconds[step, phase, work] += seconds  # type: ignore[assignment]
-            self.operations[step, phase] += operations
-            self._pending[work] = self._pending.get(work, 0.0) + seconds
-            self.seconds += seconds
+        for work, spending in spendings.items():
+            all_again = Spending(spending.operations, spending.seconds, 0, spending.seconds)
+            self._spend(work, all_again if self.computes_again else spending)
         self.ticked(self.seconds)
+
+    def _spend(self, work: Work, spending: Spending) -> None:
+        at, key = (self.step, self.phase), (self.step, self.phase, work)
+        self.flops[key] += spending.flops
+        self.work_seconds[key] += spending.seconds  # type: ignore[assignment]
+        self.again_seconds[at] += spending.again  # type: ignore[assignment]
+        self.operations[at] += spending.operations
+        self._pending[work] = self._pending.get(work, 0.0) + spending.seconds
+        self.seconds += spending.seconds
 
     def message(self, event: Event) -> None:
         """Something that is said to others, after the work so far."""

@@ -49,7 +49,8 @@ def a_rank(rank: int, world_size: int) -> Iterator[Device]:
                 scattered=lambda: "what rank 0 says",
                 launched=lambda name, arguments: None,
                 attention=None,
-                sums=None,
+                buckets=None,
+                again=lambda now: None,
             )
             with interfaces.patched(hooks):
                 yield device

@@ -194,6 +194,8 @@ def step_time(step):
                 busy=seconds * 0.7,
                 idle=seconds * 0.2,
                 communication=seconds * 0.1,
+                again=seconds * 0.15,
+                offload=0.0,
                 flops=3.1e16 if train else 0.0,
                 utilisation=0.413 if train else None,
             )
@@ -204,6 +206,9 @@ def step_time(step):
         phases=phases,
         utilisation=0.372,
         bubble=0.187,
+        recomputation=0.15,
+        exposed=0.1,
+        forward_and_backward=0.55,
         communication=31.5,
         tokens_per_second=8123.0,
     )

@@ -72,7 +72,7 @@ def test_the_page_says_what_was_found(page):
         "tokens trained per second, whole job 8,123 8,123",
         "model FLOPs utilisation, rollout apart 37.2% 37.2%",
         "rollout, slowest engine, seconds 210 204",
-        "train/actor 96 67.2 19.2 9.6 31,000 41.3%",
+        "train/actor 96 67.2 19.2 9.6 14.4 0 31,000 41.3%",
         "a node of 8 ranks 40.00",
         "megarlhf/parallel/step.py:301 in gradient_norm aten._local_scalar_dense of float32 1.0",
         "The tokenizer is stood in for: none stands at models/llama-3-70b.",

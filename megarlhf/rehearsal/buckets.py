@@ -1,5 +1,5 @@
-"""Sums of gradients that begin beside a backward: Megatron-Core begins one when all gradients of a bucket are there, of
-layers that run and of those that are played alike.
+"""What Megatron-Core does beside a backward or a forward, of layers that run and of those that are played alike: it
+begins the sum of a bucket's gradients when all are there, and waits for a bucket's weights when the first is needed.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from megarlhf.rehearsal.wire import Wire
 from megarlhf.rehearsal.work import Meter
 
 
-class GradientSums:
-    """Tells buckets of gradients that are played, and keeps their messages out of tapes: where a bucket ends has
-    nothing to do with the layer in whose backward that happens."""
+class Buckets:
+    """Tells buckets what layers that are played need and have learnt, and keeps their messages out of tapes: where a
+    bucket ends has nothing to do with the layer in which that happens."""
 
     def __init__(self, ledger: Ledger, meter: Meter, wire: Wire) -> None:
         self._parts: tuple[Any, ...] = (ledger, meter, wire)
@@ -29,8 +29,15 @@ class GradientSums:
         for parameter in bucket_group.params:
             self._bucket_groups.setdefault(id(parameter), bucket_group)
 
+    def needed(self, parameters: Iterable[Tensor]) -> None:
+        """The forward of a played layer begins."""
+        for parameter in parameters:
+            bucket_group = self._bucket_groups.get(id(parameter))
+            if bucket_group is not None and bucket_group.param_gather_handle is not None:
+                bucket_group.finish_param_sync()
+
     def learnt(self, parameters: Iterable[Tensor]) -> None:
-        """The backward of a played layer is over."""
+        """The backward of a played layer is over; in the order of it."""
         for parameter in parameters:
             bucket_group = self._bucket_groups.get(id(parameter))
             if bucket_group is not None and bucket_group.ddp_config.overlap_grad_reduce:

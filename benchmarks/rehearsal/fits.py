@@ -1,0 +1,157 @@
+"""Which of the published configurations fit, with how much, and what fitting costs: `make bench-fits`.
+
+Each is rehearsed for all kinds of ranks and two steps, and its tightest rank once more with everything on the device
+and nothing computed again, which is how it was before memory followed the phase. Writes
+benchmarks/results/fits.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from benchmarks.machine import ROOT, machine
+from benchmarks.rehearsal.scale import GIB, longest_sequence, rehearse
+
+RESULTS = ROOT / "benchmarks" / "results" / "fits.json"
+MOST_GIB = 72.0
+"""Of the 80 GB of a device: peak and margin together."""
+HOST_MOST_GIB = 1024.0
+"""Of a node of 8."""
+
+SHARES = ("forward_and_backward", "bubble", "exposed", "recomputation")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A configuration, with lengths."""
+
+    config: str
+    mean: int
+    """Tokens of a response, lognormal."""
+    overrides: tuple[str, ...] = ()
+    ranks: str | None = None
+    """None: one of each kind."""
+
+
+CASES = {
+    "Llama-3.1-8B PPO, 16k, 8 GPUs": Case("llama-3-8b/ppo-8", 4000),
+    "Llama-3.1-70B PPO, 16k, 64 GPUs": Case("llama-3-70b/ppo-64", 4000),
+    "Llama-3.1-70B GRPO, 8k, 32 GPUs": Case("llama-3-70b/grpo-32", 1700),
+    "Llama-3.1-70B GRPO, 32k, 64 GPUs": Case("llama-3-70b/grpo-64", 8000),
+    "Llama-3.1-70B GRPO, 8k, 64 GPUs": Case(
+        "llama-3-70b/grpo-64",
+        1700,
+        ("actor.recompute=none", "train.max_tokens_per_micro_batch=8192", "rollout.max_response_tokens=7168"),
+    ),
+    "Qwen3-30B-A3B GRPO, 32k, 16 GPUs": Case("qwen3-30b-a3b/grpo-16", 8000),
+    "Llama-3.1-405B GRPO, 16k, 256 GPUs": Case("llama-3.1-405b/grpo-256", 4000),
+}
+
+
+def measure(case: Case) -> dict[str, Any]:
+    """What a case needs, before and now, and what it costs."""
+    config = f"configs/{case.config}.yaml"
+    ranks = [] if case.ranks is None else ["--ranks", case.ranks]
+    with tempfile.TemporaryDirectory() as directory:
+        found, took = rehearse(config, Path(directory) / "now", *ranks, *case.overrides, mean=case.mean)
+        only = ["--ranks", str(found["tightest"])]
+        resident = [*case.overrides, *everything_resident(config)]
+        before, _ = rehearse(config, Path(directory) / "before", *only, *resident, mean=case.mean)
+    tightest = _tightest(found)
+    last = found["times"][-1]
+    return {
+        "config": case.config,
+        "overrides": list(case.overrides),
+        "fits": not found["faults"]
+        and not found["refusals"]
+        and tightest["need"] <= MOST_GIB * GIB
+        and found["host_per_node"] <= HOST_MOST_GIB * GIB,
+        "peak_gib": gib(tightest["peak"]),
+        "margin_gib": gib(tightest["need"] - tightest["peak"]),
+        "tightest": f"rank {tightest['rank']}, {tightest['peak_at'][1]} in step {tightest['peak_at'][0]}",
+        "host_gib_per_node": gib(found["host_per_node"]),
+        "longest_sequence": longest_sequence(found, MOST_GIB * GIB),
+        "step_seconds_estimated": round(last["seconds"], 1),
+        "training": {
+            key: round(last[key], 3) for key in ("forward_and_backward", "bubble", "exposed", "recomputation")
+        },
+        "utilisation": round(last["utilisation"], 3),
+        "seconds": {each["phase"]: round(each["seconds"], 2) for each in last["phases"] if each["seconds"] >= 0.005},
+        "price_seconds": prices(last),
+        "peaks_gib": peaks(tightest),
+        "peaks_before_gib": peaks(_tightest(before)),
+        "before": {
+            "peak_gib": gib(_tightest(before)["peak"]),
+            "margin_gib": gib(_tightest(before)["need"] - _tightest(before)["peak"]),
+            "longest_sequence": longest_sequence(before, MOST_GIB * GIB),
+            "refusals": before["refusals"],
+        },
+        "refusals": found["refusals"],
+        "faults": found["faults"],
+        "ranks_rehearsed": len(found["ranks"]),
+        "minutes": round(took.seconds / 60, 1),
+        "tool_gib": round(took.gib, 2),
+    }
+
+
+def everything_resident(config: str) -> list[str]:
+    """Overrides under which memory does not follow the phase and nothing is computed again."""
+    tree = yaml.safe_load((ROOT / config).read_text(encoding="utf-8"))
+    roles = [name for name in ("actor", "critic", "reward_model", "reference") if name in tree]
+    trained = [name for name in roles if name in ("actor", "critic")]
+    parts = [f"{role}.offload.parameters=false" for role in roles]
+    parts += [f"{role}.offload.{part}=false" for role in trained for part in ("gradients", "optimizer")]
+    return ["rollout.sleep_level=0", *parts, *(f"{role}.recompute=none" for role in trained)]
+
+
+def prices(step: dict[str, Any]) -> dict[str, float]:
+    """Seconds of a step that each feature takes, mean over ranks. Copies are taken to hide behind nothing."""
+    phases = step["phases"]
+    updates = [each for each in phases if each["phase"].startswith("optimizer/")]
+    return {
+        "recomputation": round(sum(each["again"] for each in phases), 2),
+        "roles and engine come and go": round(sum(each["offload"] for each in phases if each not in updates), 2),
+        "optimizer state is streamed": round(sum(each["offload"] for each in updates), 2),
+    }
+
+
+def peaks(rank: dict[str, Any]) -> dict[str, float]:
+    """By phase, over all steps, GiB of tensors."""
+    most: dict[str, int] = {}
+    for row in rank["memory"]:
+        most[row["phase"]] = max(most.get(row["phase"], 0), row["peak"])
+    return {phase: gib(peak) for phase, peak in most.items()}
+
+
+def gib(nbytes: float) -> float:
+    return round(nbytes / GIB, 2)
+
+
+def _tightest(found: dict[str, Any]) -> dict[str, Any]:
+    rank: dict[str, Any] = next(each for each in found["ranks"] if each["rank"] == found["tightest"])
+    return rank
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", nargs="+", choices=tuple(CASES), default=tuple(CASES), metavar="CASE")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    arguments = parser.parse_args()
+    for name in arguments.only:
+        row = measure(CASES[name]) | {"machine": machine("python -m benchmarks.rehearsal.fits")}
+        kept = json.loads(arguments.out.read_text(encoding="utf-8")) if arguments.out.is_file() else {}
+        rows = kept | {name: row}
+        rows = {each: rows[each] for each in CASES if each in rows}
+        arguments.out.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+        print(f"{name}: {row['peak_gib']} + {row['margin_gib']} GiB, fits: {row['fits']}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""Of Megatron-Core, what the rehearsal patches, and why:
+
+_ParamAndGradBucketGroup.__init__,        sums of gradients begin, gathers of weights end, in the middle of what is
+start_grad_sync, finish_param_sync        noted on tapes (`buckets.py`)
+tensor_parallel.checkpoint                what is computed again is told from what is computed once
+torch.optim.AdamW,                        the optimizer as it is on a GPU, with TransformerEngine or without
+multi_tensor_scale_impl, l2_norm_impl     (`optimizer.py`)
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from types import ModuleType
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
+from megatron.core.optimizer import clip_grads
+from megatron.core.optimizer import optimizer as mixed_precision
+
+TAKERS: Mapping[str, tuple[ModuleType, ...]] = {
+    "multi_tensor_scale_impl": (clip_grads, mixed_precision),
+    "l2_norm_impl": (clip_grads,),
+}
+"""Modules of Megatron-Core that have taken a kernel under this name."""
+
+
+class OptimizerKernels(NamedTuple):
+    """What Megatron-Core's optimizer works with."""
+
+    adam: type[torch.optim.AdamW]
+    of_many: Mapping[str, Callable[..., Any]]
+    """By Megatron-Core's name, kernels for many tensors at once in place of its own loops."""
+
+
+@contextlib.contextmanager
+def megatron_patched(buckets: Any, again: Callable[[bool], None], optimizer: OptimizerKernels | None) -> Iterator[None]:
+    """Scope of the patches.
+
+    buckets:   a `buckets.Buckets`, which is told of Megatron-Core's buckets and of their messages
+    again:     told when a forward begins whose results were not kept for the backward, and when it is over
+    optimizer: in place of what Megatron-Core would take here; None: what it takes
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(patch.object(tensor_parallel, "checkpoint", _checkpoint(again)))
+        for name, method in _bucket_methods(buckets).items():
+            stack.enter_context(patch.object(_ParamAndGradBucketGroup, name, method))
+        if optimizer is not None:
+            stack.enter_context(patch.object(torch.optim, "AdamW", optimizer.adam))
+            for name, kernel in optimizer.of_many.items():
+                for module in TAKERS[name]:
+                    stack.enter_context(patch.object(module, name, kernel))
+        yield
+
+
+def _bucket_methods(buckets: Any) -> dict[str, Callable[..., None]]:
+    make, start = _ParamAndGradBucketGroup.__init__, _ParamAndGradBucketGroup.start_grad_sync
+    finish = _ParamAndGradBucketGroup.finish_param_sync
+
+    def make_buckets(self: Any, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
+        buckets.made(self)
+
+    def start_grad_sync(self: Any, *args: Any, **kwargs: Any) -> None:
+        with buckets.apart():
+            start(self, *args, **kwargs)
+
+    def finish_param_sync(self: Any, *args: Any, **kwargs: Any) -> None:
+        with buckets.apart():
+            finish(self, *args, **kwargs)
+
+    return {"__init__": make_buckets, "start_grad_sync": start_grad_sync, "finish_param_sync": finish_param_sync}
+
+
+def _checkpoint(again: Callable[[bool], None]) -> Callable[..., Any]:
+    checkpoint = tensor_parallel.checkpoint
+
+    def told(function: Callable[..., Any], *args: Any) -> Any:
+        calls = 0
+
+        def noted(*inputs: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == 1:
+                return function(*inputs)
+            again(True)
+            try:
+                return function(*inputs)
+            finally:
+                again(False)
+
+        return checkpoint(noted, *args)
+
+    return told
