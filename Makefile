@@ -40,7 +40,7 @@ export TORCH_CPP_LOG_LEVEL ?= ERROR
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help venv demo demo-3d demo-seeds bench-convert bench-reshard bench-kernels bench-packing bench-gpu-logprob \
-	bench-gpu-packed bench-resume bench-rewards bench-rollout bench-rehearsal test test-slow test-gpu test-peers test-slurm test-faults slurm-scripts lint docs \
+	bench-gpu-packed bench-resume bench-rewards bench-rollout bench-rehearsal bench-fits test test-slow test-gpu test-peers test-slurm test-faults slurm-scripts lint docs \
 	doctor lock clean
 
 help: ## list the targets
@@ -142,7 +142,7 @@ bench-rehearsal: venv ## what a rehearsal says against real runs on the CPU, and
 	$(PY) -m benchmarks.rehearsal
 
 bench-fits: venv ## which configurations for real clusters fit, and what that costs (2 hours, also in parts); writes benchmarks/results/fits.json
-	$(PYTHON) -m benchmarks.rehearsal.fits
+	$(PY) -m benchmarks.rehearsal.fits
 
 slurm-scripts: ## write slurm/*.sbatch anew from slurm/parts/
 	$(or $(wildcard $(PY)),python3) -m tools.slurm_scripts

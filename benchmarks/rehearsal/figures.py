@@ -21,7 +21,7 @@ def memory_table(found: dict[str, Any]) -> str:
         (name, each["phases"], f"{each['error_max']:.3%}", f"{each['messages']:,}", each["wire_mismatches"])
         for name, each in found["truth"].items()
     ]
-    return _table(("job", "phases of all ranks", "largest error of a peak", "messages", "unlike"), rows)
+    return table(("job", "phases of all ranks", "largest error of a peak", "messages", "unlike"), rows)
 
 
 def time_table(found: dict[str, Any]) -> str:
@@ -35,7 +35,7 @@ def time_table(found: dict[str, Any]) -> str:
             f"{step['measured']:.3f} s, {step['error']:+.0%}"
         )
     rows = [(job, *(found_of.get(layout, "") for layout in layouts)) for job, found_of in jobs.items()]
-    return _table(("job", *layouts), rows)
+    return table(("job", *layouts), rows)
 
 
 def scale_table(found: dict[str, Any]) -> str:
@@ -53,13 +53,13 @@ def scale_table(found: dict[str, Any]) -> str:
         for name, each in found["scale"].items()
     ]
     words = ("job", "ranks rehearsed", "time", "memory of the tool", "tensors + margin", "fits", "longest sequence")
-    return _table(words, rows)
+    return table(words, rows)
 
 
 def arithmetic_table(found: dict[str, Any]) -> str:
     """A rank of 70B by hand."""
     (rows,) = (each["arithmetic"] for each in found["scale"].values() if "arithmetic" in each)
-    return _table(
+    return table(
         ("what", "by hand", "GiB", "rehearsed, GiB", "difference"),
         [
             (
@@ -91,15 +91,16 @@ def load() -> dict[str, Any]:
     return found
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """In Markdown."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
 
 
 def main() -> None:
     found = load()
-    for table in TABLES:
-        print(table(found), end="\n\n")
+    for each in TABLES:
+        print(each(found), end="\n\n")
     print(f"median error on one rank {median_error(found, one_rank=True):.1%}, on two ", end="")
     print(f"{median_error(found, one_rank=False):.1%}")
 

@@ -1,0 +1,89 @@
+"""The tables of docs/real-runs.md, from what `make bench-fits` has found.
+
+`python -m benchmarks.rehearsal.fits_figures` prints them; a test compares the page with them.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from benchmarks.rehearsal.figures import table
+from benchmarks.rehearsal.fits import RESULTS
+
+Row = dict[str, Any]
+PHASES = ("rollout", "reshard", "train/actor", "optimizer/actor", "train/critic")
+"""Whose peaks are shown."""
+
+
+def fits_table(found: dict[str, Row]) -> str:
+    """What each job needs."""
+    words = ("job", "tensors + margin", "fits in 72", "where the peak is", "host, a node", "longest sequence")
+    rows = [
+        (
+            f"[{name}](../configs/{row['config']}.yaml)",
+            f"{row['peak_gib']:.1f} + {row['margin_gib']:.1f} GiB",
+            "yes" if row["fits"] else "no",
+            row["tightest"],
+            f"{row['host_gib_per_node']:.0f} GiB",
+            f"{row['longest_sequence']:,}",
+        )
+        for name, row in found.items()
+    ]
+    return table(words, rows)
+
+
+def time_table(found: dict[str, Row]) -> str:
+    """Estimates of a step, and shares of its training phases."""
+    words = ("job", "step", "MFU without rollout", "forward and backward", "bubble", "exposed", "again")
+    rows = [
+        (
+            name,
+            f"{row['step_seconds_estimated']:,.0f} s",
+            f"{row['utilisation']:.0%}",
+            *(f"{row['training'][key]:.1%}" for key in ("forward_and_backward", "bubble", "exposed", "recomputation")),
+        )
+        for name, row in found.items()
+    ]
+    return table(words, rows)
+
+
+def peaks_table(found: dict[str, Row]) -> str:
+    """GiB of tensors in some phases, before memory followed the phase and now."""
+    rows = [(name, *(_both(row, phase) for phase in PHASES)) for name, row in found.items()]
+    return table(("before, now", *PHASES), rows)
+
+
+def _both(row: Row, phase: str) -> str:
+    now = row["peaks_gib"].get(phase)
+    return "" if now is None else f"{row['peaks_before_gib'][phase]:.1f}, {now:.1f}"
+
+
+def price_table(found: dict[str, Row]) -> str:
+    """Seconds of a step that each feature takes, and its share."""
+    names = list(next(iter(found.values()))["price_seconds"])
+    rows = [(name, *(_price(row, each) for each in names)) for name, row in found.items()]
+    return table(("job", *names), rows)
+
+
+def _price(row: Row, name: str) -> str:
+    seconds = row["price_seconds"][name]
+    return f"{seconds:.1f} s, {seconds / row['step_seconds_estimated']:.1%}"
+
+
+TABLES = (fits_table, time_table, peaks_table, price_table)
+
+
+def load() -> dict[str, Row]:
+    """What was found."""
+    found: dict[str, Row] = json.loads(RESULTS.read_text(encoding="utf-8"))
+    return found
+
+
+def main() -> None:
+    for each in TABLES:
+        print(each(load()), end="\n\n")
+
+
+if __name__ == "__main__":
+    main()
