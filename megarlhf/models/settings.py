@@ -106,8 +106,8 @@ def _recomputation(section: RoleConfig) -> dict[str, Any]:
 def _experts(arch: Architecture, parallel: ParallelConfig, spec: Spec) -> dict[str, Any]:
     """Routing as Hugging Face computes it: softmax over all experts in fp32, the k largest, scaled to 1 or not.
 
-    Scaling the k largest to 1 is the softmax over their logits alone, which is Megatron's default. There is no
-    auxiliary loss.
+    Scaling the k largest to 1 is the softmax over their logits alone, which is Megatron's default. The load-balancing
+    loss is ours, `parallel/router_balance.py`: Megatron-Core's is of a micro-batch, with its padding.
     """
     if not arch.num_experts:
         return {}
