@@ -16,7 +16,7 @@ from megarlhf.architectures.architecture import Architecture
 from megarlhf.architectures.hf_config import architecture_from_hf, read_config, router_aux_loss_of_config
 from megarlhf.architectures.placements import Head
 from megarlhf.config import MicroBatchConfig, RoleConfig
-from megarlhf.models.build import BF16_GRADIENTS, ModelShard, build_model
+from megarlhf.models.build import ModelShard, bf16_gradients, build_model
 from megarlhf.models.experts import use_balance
 from megarlhf.models.weights import CHECKPOINTS, WeightSource, companion_files, export_hugging_face
 from megarlhf.parallel.batching import Batching
@@ -126,7 +126,7 @@ def build_role(
         trainer = Trainer(shard.module, mesh, section.optim, num_optimizer_steps, section.offload, residency, balance)
         parts = trainer.parts
         if shard.dtype == torch.bfloat16:
-            log.info("%s: %s", name, BF16_GRADIENTS[shard.spec])
+            log.info("%s: %s", name, bf16_gradients(shard.spec))
     return Role(name=name, section=section, shard=shard, trainer=trainer, parts=parts, stated=stated)
 
 

@@ -41,6 +41,12 @@ def gates_by_silu(spec: Spec, arch: Architecture) -> bool:
     return spec == "local" and arch.gated_mlp and arch.activation == "silu"
 
 
+def fuses_gate(spec: Spec, arch: Architecture) -> bool:
+    """Whether Megatron-Core's fused gate is the activation: the same function in one kernel each way, which
+    `torch.compile` makes and which keeps the first product only."""
+    return spec == "te" and arch.gated_mlp and arch.activation == "silu"
+
+
 def _te_layer(arch: Architecture) -> ModuleSpec:
     layer = get_gpt_layer_with_transformer_engine_spec(
         num_experts=arch.num_experts or None, moe_grouped_gemm=True, qk_layernorm=arch.qk_norm

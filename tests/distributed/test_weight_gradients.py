@@ -20,8 +20,9 @@ def test_fused_weight_gradients_are_sums_in_fp32_counted_once(
     cfg["actor"]["model"]["dtype"] = "bf16"
     fused = ranks.run(1, "fused_gradients", cfg, True)[0]
     rounded = ranks.run(1, "fused_gradients", cfg, False)[0]
-    assert len(fused) == len(rounded) == 16, "four linear layers in each of four"
-    for largest, error in fused:
+    by_apex = ranks.run(1, "apex_gradients", cfg)[0]
+    assert len(fused) == len(rounded) == len(by_apex) == 16, "four linear layers in each of four"
+    for largest, error in (*fused, *by_apex):
         assert error <= 1e-6 * largest
     for largest, error in rounded:
         assert 1e-5 * largest < error < largest / 64
