@@ -41,6 +41,7 @@ EXPERTS: dict[str, Any] = {
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
 }
+BALANCED: dict[str, Any] = {**EXPERTS, "output_router_logits": True, "router_aux_loss_coef": 0.01}
 TIED: dict[str, Any] = {
     **DENSE,
     "model_type": "qwen2",
@@ -70,8 +71,16 @@ LEARNED: dict[str, Any] = {
     "attn_pdrop": 0.0,
     "tie_word_embeddings": True,
 }
-MODELS = {"dense": DENSE, "experts": EXPERTS, "tied": TIED, "window": WINDOW, "learned": LEARNED}
-"""A Llama, a mixture of experts; tied embeddings, a sliding window, learned positions."""
+MODELS = {
+    "dense": DENSE,
+    "experts": EXPERTS,
+    "balanced": BALANCED,
+    "tied": TIED,
+    "window": WINDOW,
+    "learned": LEARNED,
+}
+"""A Llama; a mixture of experts, and one with its load-balancing loss; tied embeddings, a sliding window, learned
+positions."""
 CONFIGS = {"sft": SFTConfig, "rm": RMConfig, "dpo": DPOConfig, "rl": RLConfig}
 LONGEST = 192
 CACHE = 1 << 30

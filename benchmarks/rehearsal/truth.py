@@ -73,6 +73,8 @@ CASES: tuple[Case, ...] = (
     Case(command="sft", model="experts", parallel={"ep": 2}, world_size=2, dtype="bf16", packed=True),
     Case(command="sft", model="experts", skew=2.0, parallel=SEQUENCE | {"ep": 2}, world_size=4, packed=True),
     Case(command="rl", advantage=GRPO, model="experts", parallel={"ep": 2}, world_size=2, dtype="bf16", packed=True),
+    Case(command="sft", model="balanced", dtype="bf16", packed=True),
+    Case(command="sft", model="balanced", parallel=SEQUENCE | {"ep": 2}, world_size=4, recompute="full"),
     Case(command="rl", dtype="bf16", packed=True, offload=AWAY),
     Case(command="rl", world_size=2, dtype="bf16", packed=True, recompute="full", offload=STREAMED),
     Case(command="rl", parallel=TP2_PP2, world_size=4, frozen={"tp": 2, "ranks": [1, 3]}),

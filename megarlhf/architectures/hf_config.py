@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import fields
 from os import PathLike
@@ -17,6 +18,9 @@ ScoreOf = Literal["last_token", "response_mean"]
 """How one score of a text comes from a scalar head's numbers of its tokens."""
 SCORE_OF = "megarlhf_score_of"
 """The key of config.json that says so; without it the last token's number is the score, as in transformers."""
+
+ROUTER_AUX_LOSS_COEF = 0.001
+"""transformers' own for its models with experts, where config.json has none."""
 
 
 def score_of_config(config: Mapping[str, Any], where: str | PathLike[str]) -> ScoreOf:
@@ -37,6 +41,28 @@ def architecture_from_hf(source: str | PathLike[str] | Mapping[str, Any]) -> Arc
     config = source if isinstance(source, Mapping) else read_config(source)
     family = family_of(config.get("model_type"))
     return Architecture(model_type=family.model_type, **read_facts(config, family.config))
+
+
+def router_aux_loss_of_config(config: Mapping[str, Any], where: str | PathLike[str]) -> tuple[float, str]:
+    """By how much transformers' language model with experts adds its load-balancing loss in training, and why.
+
+    Raises: ValueError for a value that is none.
+    """
+    asked, coefficient = config.get("output_router_logits"), config.get("router_aux_loss_coef")
+    if asked not in (None, True, False):
+        raise ValueError(
+            f"{where}: config.json has output_router_logits = {asked!r}, expected true or false; correct it"
+        )
+    if not asked:
+        said = "has no output_router_logits" if asked is None else "says output_router_logits: false"
+        return 0.0, f"config.json {said}"
+    if coefficient is None:
+        coefficient = ROUTER_AUX_LOSS_COEF
+    if isinstance(coefficient, bool) or not isinstance(coefficient, int | float) or not 0 <= coefficient < math.inf:
+        raise ValueError(
+            f"{where}: config.json has router_aux_loss_coef = {coefficient!r}, expected a number, 0 or more; correct it"
+        )
+    return float(coefficient), "config.json says output_router_logits: true"
 
 
 def hf_config(arch: Architecture, head: Literal["lm", "scalar"] = "lm") -> dict[str, Any]:

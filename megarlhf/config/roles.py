@@ -278,6 +278,12 @@ class RoleConfig(FrozenModel):
     trained."""
     recompute_layers: PositiveInt | None = None
     """`recompute: layers` only: how many of a stage, of each virtual one; more than it has are all of them."""
+    router_aux_loss_coef: Literal["auto"] | NonNegative = "auto"
+    """Of a mixture of experts: this number x its load-balancing loss is added to the loss; 0 adds none. `auto` is as
+    transformers trains the model: with `output_router_logits: true` in config.json a language model adds its
+    `router_aux_loss_coef` (0.001 where that is absent); otherwise, and with a scalar head, nothing is added. The loss
+    is the mean over layers and over the mini-batch's sequences, which no layout and no micro-batch changes. The log
+    says what is added. Read for roles that are trained."""
     offload: OffloadConfig = OffloadConfig()
 
     @model_validator(mode="after")

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel import layers
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
@@ -26,7 +27,7 @@ from megarlhf.models.heads import LanguageHead, ScalarHead
 from megarlhf.models.packed_rotary import PackedRotary
 from megarlhf.models.positions import PositionTable
 from megarlhf.models.settings import transformer_config
-from megarlhf.models.specs import block_spec, gates_by_silu
+from megarlhf.models.specs import block_spec, fuses_gate, gates_by_silu
 from megarlhf.parallel.chunks import Model, as_model, chunks_of
 from megarlhf.parallel.megatron_cpu import megatron_device
 from megarlhf.parallel.mesh import Mesh
@@ -42,10 +43,6 @@ SPECS: Mapping[Spec, str] = {
 }
 EXPERTS: Mapping[Spec, Experts] = {"te": "grouped", "local": "each"}
 """How a spec keeps the experts of a rank."""
-BF16_GRADIENTS: Mapping[Spec, str] = {
-    "te": "the products that make the weights' gradients add to them in fp32",
-    "local": "each micro-batch's gradient of the weights is rounded to bf16, the sum over micro-batches is fp32",
-}
 
 
 @dataclass(frozen=True)
@@ -141,16 +138,19 @@ def _stage(
 ) -> Model:
     """This rank's stages."""
     parallel = section.parallel
-    config = transformer_config(dtype, section, mesh, arch, spec=spec, activation_module=gates_by_silu(spec, arch))
+    activation = {"activation_module": gates_by_silu(spec, arch), "fused_gate": fuses_gate(spec, arch)}
+    config = transformer_config(dtype, section, mesh, arch, spec=spec, **activation)
     with megatron_device(mesh.runtime.device):
         module = as_model(
             [
-                _build_chunk(config, mesh, arch, head, spec, padded_vocab, v, len(layers))
-                for v, layers in enumerate(parallel.chunks(arch.num_layers)[mesh.coordinates.pp])
+                _build_chunk(config, mesh, arch, head, spec, padded_vocab, v, len(own))
+                for v, own in enumerate(parallel.chunks(arch.num_layers)[mesh.coordinates.pp])
             ]
         )
     if spec == "te":
         fuse_weight_gradients(module)
+    elif dtype == torch.bfloat16 and has_apex_sums():
+        fuse_by_apex(module)
     return module
 
 
@@ -206,17 +206,40 @@ def fuse_weight_gradients(module: nn.Module) -> None:
 
     Raises: RuntimeError when no layer has the attribute.
     """
-    layers = [layer for layer in module.modules() if hasattr(layer, FUSED)]
-    if not layers:
+    found = [layer for layer in module.modules() if hasattr(layer, FUSED)]
+    if not found:
         raise RuntimeError(
             f"no layer of the model has TransformerEngine's attribute {FUSED}; install the transformer-engine of "
             "requirements/gpu.txt"
         )
-    for layer in layers:
+    for layer in found:
         setattr(layer, FUSED, True)
 
 
 FUSED = "fuse_wgrad_accumulation"
+
+
+def fuse_by_apex(module: nn.Module) -> None:
+    """The same of Megatron-Core's own linear layers, by apex's kernel: in bf16, where it is installed. Experts are left
+    out: one of them may have no token, and nobody says what the kernel does with none."""
+    for layer in module.modules():
+        if isinstance(layer, layers.ColumnParallelLinear | layers.RowParallelLinear) and not layer.is_expert:
+            layer.gradient_accumulation_fusion = True
+
+
+def has_apex_sums() -> bool:
+    """Whether apex's kernel that adds a product to fp32 is installed, which runs on a GPU only."""
+    return bool(layers._grad_accum_fusion_available)
+
+
+def bf16_gradients(spec: Spec) -> str:
+    """How gradients of a model in bf16 come about, for the log."""
+    summed = "sums over micro-batches and ranks are fp32"
+    if spec == "te":
+        return f"{summed}; the products of linear layers add to them without a rounding"
+    if has_apex_sums():
+        return f"{summed}; the products of linear layers, but those of experts, add to them without a rounding"
+    return f"{summed}; each micro-batch's gradient of a linear layer's weight is rounded to bf16 once before"
 
 
 def _rotary(arch: Architecture, config: TransformerConfig, mesh: Mesh) -> PackedRotary:

@@ -15,19 +15,50 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import sort_chunks_by_idxs
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
+
+from megarlhf.parallel.router_balance import RouterBalance
+
+
+class ExpertsLayer(TransformerLayer):
+    """Megatron-Core's layer, told in training which sequence each token is of: `RouterBalance.sequences`.
+
+    That comes in the place of attention's mask, which is always causal here and states nothing, since this argument
+    reaches a layer unchanged on every pipeline stage, and again when the layer is computed again. Upstream's
+    `padding_mask` is made boolean, and is cut on the first stage only.
+    """
+
+    def forward(self, *args: Any, attention_mask: Tensor | None = None, **named: Any) -> Any:
+        self.mlp.router.sequence_SBK = attention_mask
+        try:
+            return super().forward(*args, attention_mask=None, **named)
+        finally:
+            self.mlp.router.sequence_SBK = None
 
 
 class Router(TopKRouter):
-    """Megatron-Core's choice of experts on logits in fp32.
+    """Megatron-Core's choice of experts on logits in fp32, and what a training adds for its balance.
 
     Its own `gating` is a hand-written function around transformer-engine's matrix product, and fails where that is
     not installed (0.16.1 leaves the name `te_general_gemm` undefined).
     """
 
+    balance: RouterBalance | None = None
+    sequence_SBK: Tensor | None = None
+
     def gating(self, hidden_SBH: Tensor) -> Tensor:
         """[S, B, H] -> [S, B, E] fp32."""
         return nn.functional.linear(hidden_SBH.float(), self.weight.float())
+
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """[S, B, E] -> weights of each token's experts, 0 for others, and which they are, [S x B, E] each."""
+        probs_TE, chosen_TE = super().routing(logits, padding_mask)
+        # A layer that is computed again has its first forward without gradients.
+        if self.balance is not None and self.sequence_SBK is not None and torch.is_grad_enabled():
+            logits_TE = logits.view(-1, logits.size(-1))
+            probs_TE = self.balance.added(probs_TE, logits_TE, chosen_TE, self.sequence_SBK)
+        return probs_TE, chosen_TE
 
 
 class Exchange(MoEAlltoAllTokenDispatcher):
@@ -127,3 +158,11 @@ def use_exchange(module: nn.Module, groups: ProcessGroupCollection) -> None:
             layer.token_dispatcher = Exchange(
                 layer.num_local_experts, layer.local_expert_indices, config=layer.config, pg_collection=groups
             )
+
+
+def use_balance(module: nn.Module, balance: RouterBalance) -> None:
+    """Have the routers of a model that is trained add to its loss."""
+    routers = [layer for layer in module.modules() if isinstance(layer, Router)]
+    assert routers, "a model without experts has no routers to balance"
+    for router in routers:
+        router.balance = balance

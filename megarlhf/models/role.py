@@ -12,15 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megarlhf.architectures.hf_config import architecture_from_hf
+from megarlhf.architectures.architecture import Architecture
+from megarlhf.architectures.hf_config import architecture_from_hf, read_config, router_aux_loss_of_config
 from megarlhf.architectures.placements import Head
 from megarlhf.config import MicroBatchConfig, RoleConfig
-from megarlhf.models.build import BF16_GRADIENTS, ModelShard, build_model
+from megarlhf.models.build import ModelShard, bf16_gradients, build_model
+from megarlhf.models.experts import use_balance
 from megarlhf.models.weights import CHECKPOINTS, WeightSource, companion_files, export_hugging_face
 from megarlhf.parallel.batching import Batching
 from megarlhf.parallel.mesh import GroupCache, Mesh, build_mesh
 from megarlhf.parallel.packing import forward_cost
 from megarlhf.parallel.residency import Residency, RoleParts, Tensors
+from megarlhf.parallel.router_balance import RouterBalance
 from megarlhf.parallel.step import Loss, MicroBatch, StepResult, Trainer, forward_only
 
 log = logging.getLogger(__name__)
@@ -117,8 +120,30 @@ def build_role(
         parts = RoleParts(residency, Tensors(shard.module.parameters, residency.host, constant=True))
         residency.share(parts, section.offload)
     else:
-        trainer = Trainer(shard.module, mesh, section.optim, num_optimizer_steps, section.offload, residency)
+        balance = _balance(name, section, arch, head, mesh)
+        if balance is not None:
+            use_balance(shard.module, balance)
+        trainer = Trainer(shard.module, mesh, section.optim, num_optimizer_steps, section.offload, residency, balance)
         parts = trainer.parts
         if shard.dtype == torch.bfloat16:
-            log.info("%s: %s", name, BF16_GRADIENTS[shard.spec])
+            log.info("%s: %s", name, bf16_gradients(shard.spec))
     return Role(name=name, section=section, shard=shard, trainer=trainer, parts=parts, stated=stated)
+
+
+def _balance(name: str, section: RoleConfig, arch: Architecture, head: Head, mesh: Mesh) -> RouterBalance | None:
+    """What the routers of a role that is trained add to its loss."""
+    if not arch.num_experts:
+        return None
+    coefficient, why = router_aux_loss(section, head)
+    log.info("%s: load-balancing loss of the experts: coefficient %g (%s)", name, coefficient, why)
+    return RouterBalance(coefficient, arch, mesh) if coefficient else None
+
+
+def router_aux_loss(section: RoleConfig, head: Head) -> tuple[float, str]:
+    """The coefficient of the load-balancing loss of a model with experts, and why."""
+    if section.router_aux_loss_coef != "auto":
+        return section.router_aux_loss_coef, "router_aux_loss_coef"
+    if head == "scalar":
+        return 0.0, "transformers adds none to a model with a scalar head"
+    directory = section.model.hf_directory()
+    return router_aux_loss_of_config(read_config(directory), directory)

@@ -35,12 +35,20 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 
 def transformer_config(
-    dtype: torch.dtype, section: RoleConfig, mesh: Mesh, arch: Architecture, *, spec: Spec, activation_module: bool
+    dtype: torch.dtype,
+    section: RoleConfig,
+    mesh: Mesh,
+    arch: Architecture,
+    *,
+    spec: Spec,
+    activation_module: bool,
+    fused_gate: bool,
 ) -> TransformerConfig:
     """Megatron-Core's configuration of this architecture. Dropout is 0: log-probs must be functions.
 
-    `activation_module`: the layer spec brings a module for the activation. The bias of the attention's output is not in
-    here: `models/attention.py`.
+    `activation_module`: the layer spec brings a module for the activation; `fused_gate`: Megatron-Core's own is fused.
+    Which fusions are on and why: docs/design.md. The bias of the attention's output is not in here:
+    `models/attention.py`.
     """
     parallel = section.parallel
     return TransformerConfig(
@@ -77,9 +85,9 @@ def transformer_config(
         deterministic_mode=mesh.runtime.deterministic,
         # The loss is a sum over a denominator of the whole mini-batch; nothing may divide it again.
         calculate_per_token_loss=True,
-        # Megatron's own linear layers need apex's kernel for it; `fuse_weight_gradients` sees to TransformerEngine's.
+        # Set where its module exists, layer by layer: `models/build.py`.
         gradient_accumulation_fusion=False,
-        bias_activation_fusion=False,
+        bias_activation_fusion=fused_gate,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         apply_rope_fusion=False,
@@ -106,8 +114,8 @@ def _recomputation(section: RoleConfig) -> dict[str, Any]:
 def _experts(arch: Architecture, parallel: ParallelConfig, spec: Spec) -> dict[str, Any]:
     """Routing as Hugging Face computes it: softmax over all experts in fp32, the k largest, scaled to 1 or not.
 
-    Scaling the k largest to 1 is the softmax over their logits alone, which is Megatron's default. There is no
-    auxiliary loss.
+    Scaling the k largest to 1 is the softmax over their logits alone, which is Megatron's default. The load-balancing
+    loss is ours, `parallel/router_balance.py`: Megatron-Core's is of a micro-batch, with its padding.
     """
     if not arch.num_experts:
         return {}

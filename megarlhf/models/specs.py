@@ -21,7 +21,7 @@ from megarlhf.architectures.architecture import Architecture
 from megarlhf.architectures.placements import Spec
 from megarlhf.models.attention import CausalAttention, GroupedSelfAttention, with_packed_rows
 from megarlhf.models.elementwise import SiluGate
-from megarlhf.models.experts import Router
+from megarlhf.models.experts import ExpertsLayer, Router
 from megarlhf.models.norm import LayerNorm, RMSNorm
 
 
@@ -41,6 +41,12 @@ def gates_by_silu(spec: Spec, arch: Architecture) -> bool:
     return spec == "local" and arch.gated_mlp and arch.activation == "silu"
 
 
+def fuses_gate(spec: Spec, arch: Architecture) -> bool:
+    """Whether Megatron-Core's fused gate is the activation: the same function in one kernel each way, which
+    `torch.compile` makes and which keeps the first product only."""
+    return spec == "te" and arch.gated_mlp and arch.activation == "silu"
+
+
 def _te_layer(arch: Architecture) -> ModuleSpec:
     layer = get_gpt_layer_with_transformer_engine_spec(
         num_experts=arch.num_experts or None, moe_grouped_gemm=True, qk_layernorm=arch.qk_norm
@@ -55,7 +61,11 @@ def _te_layer(arch: Architecture) -> ModuleSpec:
     }
     if arch.num_experts:
         changed["mlp"] = replace(parts.mlp, submodules=replace(parts.mlp.submodules, router=Router))
-    return replace(layer, submodules=replace(parts, **changed))
+    return replace(layer, module=_layer_module(arch), submodules=replace(parts, **changed))
+
+
+def _layer_module(arch: Architecture) -> type[TransformerLayer]:
+    return ExpertsLayer if arch.num_experts else TransformerLayer
 
 
 def _local_layer(arch: Architecture) -> ModuleSpec:
@@ -73,7 +83,7 @@ def _local_layer(arch: Architecture) -> ModuleSpec:
         ),
     )
     return ModuleSpec(
-        module=TransformerLayer,
+        module=_layer_module(arch),
         submodules=TransformerLayerSubmodules(
             input_layernorm=norm,
             self_attention=attention,

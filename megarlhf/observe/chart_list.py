@@ -47,12 +47,18 @@ REWARD = Chart(
     mark_best="eval_accuracy",
 )
 
+_BALANCE = "Evenly spread tokens have as many as a token has experts."
+
+_LEARNING_RATE = Chart(title="Learning rate", metrics=("learning_rate",))
+_LOAD = Chart(title="Load balance of experts", metrics=("router_aux_loss",), hint=_BALANCE)
+
 CHARTS: dict[Kind, tuple[Chart, ...]] = {
     "sft": (
         Chart(title="Loss", metrics=("loss", "eval_loss"), axis="nats per token"),
         Chart(title="Held-out perplexity", metrics=("eval_perplexity",)),
         Chart(title="Gradient norm", metrics=("grad_norm",)),
-        Chart(title="Learning rate", metrics=("learning_rate",)),
+        _LEARNING_RATE,
+        _LOAD,
         _SPEED,
         _MEMORY,
     ),
@@ -61,7 +67,8 @@ CHARTS: dict[Kind, tuple[Chart, ...]] = {
         Chart(title="Loss", metrics=("loss", "eval_loss"), hint="ln 2 = 0.693 is chance."),
         Chart(title="Held-out scores", metrics=("eval_chosen_score", "eval_rejected_score")),
         Chart(title="Gradient norm", metrics=("grad_norm",)),
-        Chart(title="Learning rate", metrics=("learning_rate",)),
+        _LEARNING_RATE,
+        _LOAD,
         _SPEED,
         _MEMORY,
     ),
@@ -79,7 +86,8 @@ CHARTS: dict[Kind, tuple[Chart, ...]] = {
             hint="Both may fall while the margin grows: sft_coef holds the chosen ones.",
         ),
         Chart(title="Gradient norm", metrics=("grad_norm",)),
-        Chart(title="Learning rate", metrics=("learning_rate",)),
+        _LEARNING_RATE,
+        _LOAD,
         _SPEED,
         _MEMORY,
     ),
@@ -122,6 +130,9 @@ CHARTS: dict[Kind, tuple[Chart, ...]] = {
             hint="1: values predict the returns; 0: no better than their mean.",
         ),
         Chart(title="Gradient norms", metrics=("actor_grad_norm", "critic_grad_norm")),
+        Chart(
+            title="Load balance of experts", metrics=("actor_router_aux_loss", "critic_router_aux_loss"), hint=_BALANCE
+        ),
         Chart(title="Learning rates", metrics=("actor_learning_rate", "critic_learning_rate")),
         Chart(
             title="Tokens per second",

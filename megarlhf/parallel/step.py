@@ -21,11 +21,10 @@ import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from torch import Tensor
 
@@ -36,9 +35,11 @@ from megarlhf.parallel.context import ContextShare, context_share
 from megarlhf.parallel.megatron_cpu import megatron_device
 from megarlhf.parallel.mesh import Mesh
 from megarlhf.parallel.optimizer_pieces import PIECE_BYTES, optimizers_in, pieces_of, step_in_pieces
+from megarlhf.parallel.optimizer_settings import lr_scheduler, optimizer_config
 from megarlhf.parallel.packed_rows import PackedRow
 from megarlhf.parallel.pipeline import KnownShapes
 from megarlhf.parallel.residency import Residency, RoleParts, Tensors
+from megarlhf.parallel.router_balance import ROUTER_AUX_LOSS, RouterBalance
 
 
 @dataclass(frozen=True)
@@ -103,8 +104,9 @@ def _run(
     on_output: Callable[..., Any],
     *,
     forward_only: bool,
+    balance: RouterBalance | None = None,
 ) -> list[Any]:
-    """One call of Megatron's schedule over `batches`.
+    """One call of Megatron's schedule over `batches`; `balance`: what routers add to the loss.
 
     Returns: on the last stage what `on_output` says of each, in their order.
     """
@@ -127,7 +129,9 @@ def _run(
         positions_S, share = _positions_and_share(tokens_BS, row, cp_group)
         if share is not None:
             tokens_BS, batch = share.cut(tokens_BS), replace(batch, share=share)
-        output = model(tokens_BS, positions_S.expand(tokens_BS.shape), None, packed_seq_params=row)
+        sequences = None if balance is None or fills else balance.sequences(batch.layout, share, tokens_BS.device)
+        # Not a mask of attention, which is causal: see `models.experts.ExpertsLayer`.
+        output = model(tokens_BS, positions_S.expand(tokens_BS.shape), sequences, packed_seq_params=row)
         if share is not None and output.size(-1) == 1 and mesh.is_last_stage:
             # Scores of a scalar head. Hidden states stay as they are: log-probs are made from them on each rank.
             output = share.whole(output.squeeze(-1)).unsqueeze(-1)
@@ -200,9 +204,12 @@ class Trainer:
         num_steps: int,
         offload: OffloadConfig,
         residency: Residency,
+        balance: RouterBalance | None = None,
     ) -> None:
         self.mesh = mesh
         self.module = module
+        self.balance = balance
+        """What routers of experts add to the loss."""
         self.updates = 0
         """How often this process has begun to change the weights."""
         self.before_update: Callable[[], None] = lambda: None
@@ -226,12 +233,12 @@ class Trainer:
             )
             """With gradient buffers, each a virtual stage."""
             self.optimizer: MegatronOptimizer = get_megatron_optimizer(
-                _optimizer_config(optim, module.config.bf16, shard),
+                optimizer_config(optim, module.config.bf16, shard),
                 list(self.chunks),
                 use_gloo_process_groups=False,
                 pg_collection=mesh.groups,
             )
-        self.scheduler = _lr_scheduler(self.optimizer, optim, num_steps)
+        self.scheduler = lr_scheduler(self.optimizer, optim, num_steps)
         self._make_parts(offload, residency)
         # All gathers are begun by the step itself; a forward waits for those of its own buckets.
         for chunk in self.chunks:
@@ -239,6 +246,8 @@ class Trainer:
         self._weights_are_whole()
         module.config.finalize_model_grads_func = _finalize_grads
         module.config.grad_scale_func = self.optimizer.scale_loss
+        if balance is not None:
+            balance.scale = self.optimizer.scale_loss
         no_sync = [chunk.no_sync for chunk in self.chunks]
         module.config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
 
@@ -291,7 +300,8 @@ class Trainer:
         """Forward and backward over this rank's micro-batches; gradients end summed over data- and
         context-parallel ranks.
 
-        Returns: the loss's sums over the whole mini-batch, on every rank; `loss` is among them.
+        Returns: the loss's sums over the whole mini-batch, on every rank; `loss` is among them, without what routers
+        add to it, which is `router_aux_loss`.
         """
         self.parts.to_learn(settled=False)
         self.module.train()
@@ -305,13 +315,18 @@ class Trainer:
             report = torch.cat([value.detach().reshape(1).double(), sums.detach().double()])
             return value, torch.zeros((), dtype=torch.int, device=value.device), report
 
-        reports = _run(self.chunks, self.mesh, batches, on_output, forward_only=False)
+        if self.balance is not None:
+            self.balance.begin([batch.layout for batch in batches])
+        reports = _run(self.chunks, self.mesh, batches, on_output, forward_only=False, balance=self.balance)
         self._weights_are_whole()
-        total = torch.zeros(1 + len(loss.names), dtype=torch.float64, device=self.mesh.runtime.device)
+        names = ("loss", *loss.names)
+        total = torch.zeros(len(names), dtype=torch.float64, device=self.mesh.runtime.device)
         if self.mesh.owns_outputs:
             total += torch.stack(reports).sum(0)
+        if self.balance is not None:  # each rank has what its own routers have added
+            names, total = (*names, ROUTER_AUX_LOSS), torch.cat([total, self.balance.total.reshape(1)])
         dist.all_reduce(total)
-        return dict(zip(("loss", *loss.names), total.tolist(), strict=True))
+        return dict(zip(names, total.tolist(), strict=True))
 
     def gradient_norm(self) -> float:
         """The global norm of the accumulated gradients, before clipping, the same on every rank; infinite when any
@@ -364,37 +379,3 @@ class Trainer:
 def _finalize_grads(model: list[torch.nn.Module], num_tokens: Tensor | None = None, **kwargs: Any) -> None:
     """Megatron's gradient reductions, without its division by a token count."""
     finalize_model_grads(model, None, **kwargs)
-
-
-def _optimizer_config(optim: OptimConfig, bf16: bool, shard: bool) -> OptimizerConfig:
-    return OptimizerConfig(
-        optimizer="adam",
-        lr=optim.lr,
-        min_lr=optim.min_lr,
-        weight_decay=optim.weight_decay,
-        adam_beta1=optim.beta1,
-        adam_beta2=optim.beta2,
-        adam_eps=optim.eps,
-        clip_grad=optim.clip_grad,
-        bf16=bf16,
-        params_dtype=torch.bfloat16 if bf16 else torch.float32,
-        use_distributed_optimizer=shard,
-    )
-
-
-def _lr_scheduler(optimizer: MegatronOptimizer, optim: OptimConfig, num_steps: int) -> OptimizerParamScheduler:
-    """The rates that `OptimConfig` states. Megatron counts the steps that are done, so it would begin at rate 0."""
-    first = max(1, optim.warmup_steps)
-    return OptimizerParamScheduler(
-        optimizer,
-        init_lr=optim.lr / first,
-        max_lr=optim.lr,
-        min_lr=optim.lr if optim.schedule == "constant" else optim.min_lr,
-        lr_warmup_steps=first - 1,
-        lr_decay_steps=max(num_steps, first),
-        lr_decay_style=optim.schedule,
-        start_wd=optim.weight_decay,
-        end_wd=optim.weight_decay,
-        wd_incr_steps=0,
-        wd_incr_style="constant",
-    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megarlhf.architectures.architecture import Architecture
-from megarlhf.architectures.hf_config import architecture_from_hf
+from megarlhf.architectures.hf_config import architecture_from_hf, read_config, router_aux_loss_of_config
 from megarlhf.config import ParallelConfig, RoleConfig
 from megarlhf.layout import MeshLayout
 
@@ -20,6 +20,7 @@ def check_role(role: str, section: RoleConfig, world_size: int) -> tuple[Archite
     _check_architecture(arch, f"{role}: {section.model.path}")
     _check_tensor_parallel(arch, role, section)
     _check_experts(arch, role, section.parallel)
+    _check_balance(arch, role, section)
     try:
         section.parallel.chunks(arch.num_layers)
     except ValueError as error:
@@ -77,3 +78,14 @@ def _check_experts(arch: Architecture, role: str, parallel: ParallelConfig) -> N
             f"{role}.parallel: a mixture of experts at tp = {parallel.tp} needs sequence_parallel: true; without it "
             "each tensor-parallel rank would send the same tokens to the experts, and Megatron-Core refuses to train so"
         )
+
+
+def _check_balance(arch: Architecture, role: str, section: RoleConfig) -> None:
+    if not arch.num_experts and section.router_aux_loss_coef not in ("auto", 0):
+        raise ValueError(
+            f"{role}.router_aux_loss_coef = {section.router_aux_loss_coef:g}, but the model has no experts to balance "
+            f"(model_type {arch.model_type}); leave it out"
+        )
+    if arch.num_experts:
+        directory = section.model.hf_directory()
+        router_aux_loss_of_config(read_config(directory), directory)

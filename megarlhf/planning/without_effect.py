@@ -64,7 +64,7 @@ _Row = tuple[str, bool, str]
 
 def _of_training_only(role: str) -> str:
     """Keys of a role that only its training reads."""
-    keys = "optim recompute recompute_layers offload.gradients offload.optimizer"
+    keys = "optim recompute recompute_layers router_aux_loss_coef offload.gradients offload.optimizer"
     return " ".join(f"{role}.{key}" for key in keys.split())
 
 

@@ -340,10 +340,25 @@ class _FusedAttention(torch.autograd.Function):
 
 
 class Gate(nn.Module):
-    """silu(gate) x up as Megatron-Core's MLP writes it, where no module is handed to it
-    (megatron/core/transformer/mlp.py, `glu`): with its offset of 0, and all that lies between kept for the backward."""
+    """silu(gate) x up as Megatron-Core fuses it (megatron/core/fusions/fused_bias_swiglu.py), and of an expert x the
+    weights of its tokens: one kernel forward and one backward, between which the first product is kept."""
 
-    def forward(self, x_TF: Tensor) -> Tensor:
+    def forward(self, x_TF: Tensor, weights_T1: Tensor | None = None) -> Tensor:
         """[..., 2 F] -> [..., F]"""
-        gate_TF, up_TF = x_TF.chunk(2, -1)
-        return nn.functional.silu(gate_TF) * (up_TF + 0.0)
+        return _Gate.apply(x_TF, *(() if weights_T1 is None else (weights_T1,)))
+
+
+class _Gate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *inputs: Tensor) -> Tensor:
+        ctx.save_for_backward(*inputs)
+        x_TF = inputs[0]
+        out_TF = x_TF.new_empty((*x_TF.shape[:-1], x_TF.size(-1) // 2))
+        pass_over([*inputs], [out_TF])
+        return out_TF
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        found = [torch.empty_like(each) for each in ctx.saved_tensors]
+        pass_over([*gradients, *ctx.saved_tensors], found)
+        return tuple(found)

@@ -15,7 +15,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
+
+from torch import Tensor
 
 from megarlhf.architectures.architecture import Architecture
 from megarlhf.models.build import ModelShard
@@ -69,6 +72,7 @@ _FUSED, _LAYOUT = (f"pytorch/attention/dot_product_attention/{file}.py" for file
 _STATISTICS = "common/fused_attn/fused_attn_f16_arbitrary_seqlen.cu:1121"
 # Of Megatron-Core, below megatron/core/
 _MLP, _COLUMN = "transformer/mlp.py", "tensor_parallel/layers.py:465"
+_SWIGLU = "fusions/fused_bias_swiglu.py"
 # Of ours, below megarlhf/, and of torch
 _RMS, _LAYER, _GATE = "models/norm.py, RMSNorm", "models/norm.py, LayerNorm", "models/elementwise.py, SiluGate"
 _VARLEN = "torch/nn/attention/varlen.py:498"
@@ -84,12 +88,8 @@ def _norm_linear(place: str, *traits: Trait) -> tuple[Saved, ...]:
 
 
 def _gate(place: str, rows: str, width: str, kind: Trait) -> tuple[Saved, ...]:
-    gated = _only(kind, "gated")
-    return (
-        Saved(place, "the first product, [gate, up], for silu", (rows, 2, width), f"{_MLP}:224", only=gated),
-        Saved(place, "silu(gate)", (rows, width), f"{_MLP}:224", only=gated),
-        Saved(place, "up + 0", (rows, width), f"{_MLP}:225", only=gated),
-    )
+    source = f"{_SWIGLU}:{166 if kind == 'dense' else 196}"
+    return (Saved(place, "the first product, [gate, up]", (rows, 2, width), source, only=_only(kind, "gated")),)
 
 
 _GELU = Saved("gelu", "the first product, with its bias", ("T", "F"), f"{_MLP}:230", only=_only("dense", "gelu"))
@@ -116,7 +116,6 @@ TE: tuple[Saved, ...] = (
     Saved("norm before experts", "rstdevs", ("t",), f"{_NORM}/rmsnorm.py:202", "fp32", _EXPERTS),
     Saved("fc1 Linear of an expert", "inputmat", ("K", "H"), f"{_LINEAR}:404", only=_EXPERTS, held_by="the dispatcher"),
     *_gate("expert", "K", "E", "experts"),
-    Saved("expert", "the gate's output, to be weighted", ("K", "E"), f"{_MLP}:234", only=_EXPERTS),
     Saved("fc2 Linear of an expert", "inputmat", ("K", "E"), f"{_LINEAR}:404", only=_EXPERTS),
 )
 """What one layer with TransformerEngine's modules keeps. Router, dispatcher and the residual sums are Megatron-Core's
@@ -236,6 +235,7 @@ def _replace_in(decoder: Any, arch: Architecture, shared: Shared) -> None:
             layer.pre_mlp_layernorm = Norm(layer.pre_mlp_layernorm)
             for expert in layer.mlp.experts.local_experts:
                 _replace_mlp(expert, Linear(expert.linear_fc1, shared, by_rows=False), shared)
+                expert.forward = partial(_fused_expert, expert)
         else:
             _replace_mlp(layer.mlp, NormLinear(layer.pre_mlp_layernorm, layer.mlp.linear_fc1, shared), shared)
             layer.pre_mlp_layernorm = FoldedNorm(layer.pre_mlp_layernorm)
@@ -248,3 +248,11 @@ def _replace_mlp(mlp: Any, first: Linear, shared: Shared) -> None:
     if isinstance(mlp.activation_func, SiluGate):  # of the local spec only
         mlp.activation_func = Gate()
     mlp.linear_fc2 = Linear(mlp.linear_fc2, shared, by_rows=True)
+
+
+def _fused_expert(expert: Any, hidden_KH: Tensor, weights_K: Tensor) -> tuple[Tensor, None]:
+    """Megatron-Core's expert with the gate and the weights of its tokens in one step."""
+    assert isinstance(expert.activation_func, Gate), "experts have a silu gate"
+    product_KF, _ = expert.linear_fc1(hidden_KH)
+    out_KH, _ = expert.linear_fc2(expert.activation_func(product_KF, weights_K.unsqueeze(-1)))
+    return out_KH, None

@@ -59,7 +59,7 @@ _MATHEMATICS = {
         "loss center_coef margin unit_variance beta label_smoothing simpo_margin ipo_length_normalised "
         "kto_desirable_weight kto_undesirable_weight sft_coef sft_average algo.* rewards train.epochs_per_step "
         "train.critic_warmup_steps ptx.coef ptx.mini_batch_samples ptx.max_tokens ema.decay reference_update.* "
-        "train.max_policy_kl"
+        "train.max_policy_kl ROLE.router_aux_loss_coef"
     ),
     "how responses are drawn": (
         "rollout.engine rollout.dtype rollout.num_samples_per_prompt rollout.max_response_tokens rollout.temperature "
@@ -188,8 +188,9 @@ def _flat(cfg: TrainingConfig) -> dict[str, Any]:
     for name in ("ptx", "ema", "reference_update"):
         if tree.get(name, 0) is None:
             del tree[name]
+    unread = {"optim", "router_aux_loss_coef"}
     for name, role in roles_of(cfg).items():
-        tree[name] = role.model_dump(mode="json", exclude=None if name in _trained(cfg) else {"optim"})
+        tree[name] = role.model_dump(mode="json", exclude=None if name in _trained(cfg) else unread)
     values: dict[str, Any] = {}
 
     def walk(node: Mapping[str, Any], prefix: str) -> None:

@@ -43,6 +43,9 @@ def identity_of_weights(role: Role) -> Weights:
 def architecture_of(role: Role) -> dict[str, Any]:
     """All that a role computes with its weights: what its config.json says, by key."""
     architecture: dict[str, Any] = json.loads(json.dumps(asdict(role.shard.arch)))
+    balance = None if role.trainer is None else role.trainer.balance
+    if balance is not None and role.section.router_aux_loss_coef == "auto":
+        architecture["router_aux_loss_coef"] = balance.coefficient
     return architecture
 
 

@@ -14,6 +14,7 @@ from megarlhf.config import RLConfig
 from megarlhf.experience import Experience
 from megarlhf.models.role import Role
 from megarlhf.observe.metrics import Metric
+from megarlhf.parallel.router_balance import ROUTER_AUX_LOSS
 from megarlhf.parallel.step import StepResult
 from megarlhf.rollout.engine import sample_seed
 from megarlhf.trainers.bad_steps import Update
@@ -150,6 +151,8 @@ def train_on(
                     watch(work.found)
             result = components.bad_steps[role.name].apply(role, sums, update, batches, learner.loss)
             values = {name: sums[name] / per for name, per in learner.loss.per.items()}
+            if ROUTER_AUX_LOSS in sums:
+                values[f"{role.name}_{ROUTER_AUX_LOSS}"] = sums[ROUTER_AUX_LOSS]
             if components.ema is not None and role is components.actor and not result.skipped:
                 components.ema.update()
             work.note(result, values | dict(zip(OF_UPDATES[role.name], (result.grad_norm, learning_rate), strict=True)))

@@ -30,6 +30,7 @@ from megarlhf.observe.phases import Phases, seconds_of
 from megarlhf.parallel.batching import MicroBatchLayout, TokenSpans, scatter_to_micro_batch
 from megarlhf.parallel.mesh import GroupCache
 from megarlhf.parallel.residency import Residency
+from megarlhf.parallel.router_balance import ROUTER_AUX_LOSS
 from megarlhf.parallel.step import Loss, MicroBatch
 from megarlhf.resume.claim import NO_STEPS_LEFT
 from megarlhf.resume.identity import architecture_of, digest_of_samples, identity_of_weights
@@ -352,6 +353,8 @@ def train_on(
     phases.count("tokens_per_second", tokens)
     learned: Metrics = {"loss": sums["loss"], "grad_norm": result.grad_norm}
     learned |= objective.training_metrics(sums, samples)
+    if ROUTER_AUX_LOSS in sums:
+        learned[ROUTER_AUX_LOSS] = sums[ROUTER_AUX_LOSS]
     return {
         **(dict.fromkeys(learned) if result.skipped else learned),
         "learning_rate": learning_rate,

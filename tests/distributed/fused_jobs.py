@@ -1,12 +1,15 @@
-"""Weight gradients that a layer adds to `main_grad` by itself, as TransformerEngine's layers do."""
+"""Weight gradients that a layer adds to `main_grad` by itself, as TransformerEngine's layers and apex's kernel do."""
 
 from __future__ import annotations
 
-from types import MethodType
+from contextlib import ExitStack
+from types import MethodType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
+from megatron.core.tensor_parallel import layers as megatron_layers
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor
 
@@ -43,9 +46,28 @@ def _forward(layer: Any, x: Tensor, weight: Tensor | None = None, **unused: Any)
     return _Linear.apply(x, layer.weight, layer), None
 
 
-def fused_gradients(runtime: Runtime, config: dict[str, Any], fused: bool) -> list[tuple[float, float]]:
+def apex_gradients(runtime: Runtime, config: dict[str, Any]) -> list[tuple[float, float]]:
+    """The same with Megatron-Core's own layers, and a stand-in for apex's kernel."""
+    products: dict[int, list[Tensor]] = {}
+
+    def add(input_RI: Tensor, grad_RO: Tensor, main_grad_OI: Tensor) -> None:
+        product = grad_RO.float().T @ input_RI.float()
+        products.setdefault(main_grad_OI.data_ptr(), []).append(product)
+        main_grad_OI.add_(product)
+
+    kernel = SimpleNamespace(wgrad_gemm_accum_fp32=add)
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(megatron_layers, "_grad_accum_fusion_available", True))
+        stack.enter_context(mock.patch.object(megatron_layers, "fused_weight_gradient_mlp_cuda", kernel, create=True))
+        return fused_gradients(runtime, config, products)
+
+
+def fused_gradients(
+    runtime: Runtime, config: dict[str, Any], fused: bool | dict[int, list[Tensor]]
+) -> list[tuple[float, float]]:
     """By linear layer after one accumulation over several micro-batches: the largest gradient, and the largest
-    difference between `main_grad` and the sum of the products in fp32."""
+    difference between `main_grad` and the sum of the products in fp32. `fused`: whether TransformerEngine's kind adds
+    them by itself; or, with Megatron-Core's own layers, where the products are by address of their buffer."""
     from megarlhf.trainers.sft import SupervisedFineTuning
     from tests.distributed import jobs
 
@@ -54,15 +76,17 @@ def fused_gradients(runtime: Runtime, config: dict[str, Any], fused: bool) -> li
     layers: list[Any] = [
         layer for layer in role.shard.module.modules() if isinstance(layer, ColumnParallelLinear | RowParallelLinear)
     ]
-    for layer in layers:
+    for layer in layers if isinstance(fused, bool) else ():
         setattr(layer, FUSED, False)
         layer.products, layer.forward = [], MethodType(_forward, layer)
-    if fused:
+    if fused is True:
         fuse_weight_gradients(role.shard.module)
     gradients: list[tuple[float, float]] = []
 
     def step() -> float:
         for layer in layers:
+            if not isinstance(fused, bool):
+                layer.products = fused[layer.weight.main_grad.data_ptr()]
             total = torch.stack(layer.products).sum(0)
             assert len(layer.products) == cfg.train.mini_batch_samples // (cfg.train.micro_batch_samples or 1) > 1
             gradients.append((float(total.abs().max()), float((layer.weight.main_grad - total).abs().max())))

@@ -37,7 +37,7 @@ from megarlhf.rollout.megatron_engine import MegatronEngine
 from megarlhf.runtime import Runtime
 from megarlhf.weights.plan.copy_plan import make_plan
 from megarlhf.weights.transport.reshard import Resharder
-from tests.distributed.fused_jobs import fused_gradients  # noqa: F401
+from tests.distributed.fused_jobs import apex_gradients, fused_gradients  # noqa: F401
 from tests.distributed.kernel_jobs import largest_tensor, with_calls_of_the_reference  # noqa: F401
 from tests.distributed.vllm_jobs import (  # noqa: F401
     vllm_broken,

@@ -142,7 +142,8 @@ OTHERS_WORDS |= {"FileSystemWriterAsync", "rank_RRRRR", "KillWait"}
 OTHERS_WORDS |= {"_flash_attention_backward", "_efficient_attention_backward", "num_splits_key", "num_splits"}
 OTHERS_WORDS |= {"check_cudnn_deterministic", "alertNotDeterministic", "put_", "index_put_", "get_attention_backend"}
 OTHERS_WORDS |= {"NCCL_TOPO_FILE", "ProcessGroupNCCL.cpp", "VocabParallelEmbedding.forward"}
-OTHERS_WORDS |= {"topk_routing_with_score_function"}
+OTHERS_WORDS |= {"topk_routing_with_score_function", "seq_aux_loss", "global_aux_loss"}
+OTHERS_WORDS |= {"fused_single_qkv_rope", "moe_router_fusion"}
 """Of Megatron-LM, torch, NCCL, TransformerEngine, vLLM and Slurm, and patterns of names, said in the documentation
 only."""
 

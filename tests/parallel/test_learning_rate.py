@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from megarlhf.config import OptimConfig
-from megarlhf.parallel.step import _lr_scheduler
+from megarlhf.parallel.optimizer_settings import lr_scheduler
 
 LR, MIN_LR = 2.0, 0.5
 
@@ -17,7 +17,7 @@ def rates(num_steps, **optim):
     cfg = OptimConfig(lr=LR, **optim)
     group["min_lr"] = LR if cfg.schedule == "constant" else cfg.min_lr
     optimizer = SimpleNamespace(param_groups=[group])
-    scheduler = _lr_scheduler(optimizer, cfg, num_steps)
+    scheduler = lr_scheduler(optimizer, cfg, num_steps)
     lrs = []
     for _ in range(num_steps):
         lrs.append(group["lr"])

@@ -5,6 +5,7 @@ import math
 
 import pytest
 
+from megarlhf.architectures.hf_config import router_aux_loss_of_config
 from megarlhf.planning.legality import check_role
 from megarlhf.planning.preflight import preflight
 from tests.planning.configs import rl, role, sft
@@ -74,6 +75,25 @@ def test_a_mixture_of_experts_at_tp_needs_sequence_parallelism(paths):
     ):
         with pytest.raises(ValueError, match=words):
             check(paths, parallel, name, **{**experts, **changes})
+
+
+def test_a_load_balancing_loss_is_of_experts_and_its_words_are_read(paths):
+    """A coefficient for a model without experts is refused, 0 is not; what config.json says wrongly is named."""
+    dense = sft(paths).actor
+    check_role("actor", dense.model_copy(update={"router_aux_loss_coef": 0.0}), 1)
+    with pytest.raises(ValueError, match=r"actor\.router_aux_loss_coef = 0.01, but the model has no experts"):
+        check_role("actor", dense.model_copy(update={"router_aux_loss_coef": 0.01}), 1)
+    experts = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+    for name, changes, words in (
+        ("e", {"output_router_logits": "yes"}, "output_router_logits = 'yes', expected true or false"),
+        ("f", {"output_router_logits": True, "router_aux_loss_coef": -1}, "router_aux_loss_coef = -1, expected a num"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            check(paths, {}, name, **experts, **changes)
+    said = {"output_router_logits": True}
+    assert router_aux_loss_of_config(said, "")[0] == 0.001
+    assert router_aux_loss_of_config(said | {"router_aux_loss_coef": 0.02}, "")[0] == 0.02
+    assert router_aux_loss_of_config({"router_aux_loss_coef": 0.02}, "")[0] == 0.0
 
 
 @pytest.mark.parametrize("attention", [False, True])

@@ -138,9 +138,9 @@ def test_lengths_of_prompts(sft: Say) -> None:
 
 def test_skew_of_the_routing_on_hardware_of_the_user(tmp_path: Path) -> None:
     """The busiest of four experts gets all tokens, each of which goes to two: products and memory are others, seen on
-    a machine that launches in no time."""
+    a machine that launches in 10 ns: in no time at all, equally many bytes take equally long."""
     hardware = yaml.safe_load(H100.read_text())
-    hardware |= {"name": "quick", "launch": {"value": 1e-9, "source": "assumed"}}
+    hardware |= {"name": "quick", "launch": {"value": 1e-8, "source": "assumed"}}
     quick = tmp_path / "quick.yaml"
     quick.write_text(yaml.safe_dump(hardware))
     file, found = write_job("sft", tmp_path, job_tree("sft", tmp_path, "experts")), []

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
@@ -21,6 +20,7 @@ from megarlhf.rehearsal.job import RankRecord
 from megarlhf.rehearsal.layers import FEWEST
 from megarlhf.rehearsal.routing import Routing
 from megarlhf.rehearsal.shapes import ResultsByShape
+from megarlhf.rehearsal.te_layers import Gate
 from megarlhf.rehearsal.trace import Compute, Event
 from megarlhf.weights.checks import digest
 from tests.rehearsal.jobs import MODELS, job_tree, records_of, request_of, write_model
@@ -158,7 +158,7 @@ def test_experts_and_digests_are_reused(tmp_path: Path, monkeypatch: pytest.Monk
     request = request_of("rl", tree, tmp_path, world_size=1, steps=1, workers=1)
     said = tmp_path / "said"
     note(monkeypatch, MoELayer, "forward", lambda layer: "layer", said)
-    note(monkeypatch, MLP, "forward", lambda expert: "expert", said)
+    note(monkeypatch, Gate, "forward", lambda expert: "expert", said)
     digests = digest._keyed_sum
     monkeypatch.setattr(digest, "_keyed_sum", lambda *args: (append(said, "digest"), digests(*args))[1])
     records_of(request, tmp_path / "standing_in", 0)

@@ -29,7 +29,7 @@ TRAINED = "optimizer/reward_model"
 
 CASES = (
     Case(command="sft", parallel={"tp": 2}, world_size=2),
-    Case(command="sft", world_size=2, dtype="bf16", model="experts", skew=2.0, parallel={"ep": 2}),
+    Case(command="sft", world_size=2, dtype="bf16", model="balanced", skew=2.0, parallel={"ep": 2}),
     Case(command="rm", parallel={"pp": 2}, world_size=2, dtype="bf16", packed=True),
     Case(command="sft", parallel={"pp": 2, "vpp": 2}, world_size=2, dtype="bf16", packed=True),
     Case(command="rl", advantage="group_relative", world_size=2, engine_tp=2),
