@@ -131,17 +131,22 @@ def test_without_dry_run_a_plain_start_launches_ranks_and_a_single_rank_joins(co
     assert "micro-batches per optimizer step" in capsys.readouterr().out
 
 
-def test_a_launched_rank_joins_with_the_launchers_world(command, started, capsys, monkeypatch):
-    """run.nproc is for plain starts; under torchrun the world is torchrun's. No rank reads a checkpoint before it has
-    joined: then the first one checks the run, but not where the process that started the ranks has done so."""
+def test_a_launched_rank_joins_with_the_launchers_world(command, work, started, capsys, monkeypatch):
+    """run.nproc is for plain starts; under torchrun the world is torchrun's. Every rank looks at layouts and batches by
+    itself. None reads a checkpoint before it has joined: then the first one checks the run, but not where the process
+    that started the ranks has done so."""
     for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     checks = []
     monkeypatch.setattr(launch, "as_rank", lambda info, cfg, entry, check: checks.append(check) or 0)
-    assert cli.main(command("sft", "run.nproc=4", "train.mini_batch_samples=7")) == 0
+    monkeypatch.setattr(launch, "SILENCE_SECONDS", 0.0)
+    assert cli.main(command("sft", "run.nproc=4", "train.mini_batch_samples=7")) == 2
+    assert "train.mini_batch_samples = 7 is not a multiple of" in capsys.readouterr().err
+    assert checks == []
+    assert cli.main(command("sft", "run.nproc=4", f"run.dir={work / 'sft.jsonl'}/run")) == 0
     assert cli.main(command("sft", "run.nproc=4")) == 0
     assert capsys.readouterr().out == ""
-    with pytest.raises(ValueError, match=r"train.mini_batch_samples = 7 is not a multiple of"):
+    with pytest.raises(ValueError, match=r"lies below .*sft.jsonl, which is a file"):
         checks[0]()
     checks[1]()
     said = capsys.readouterr().out

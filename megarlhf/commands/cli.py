@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -195,7 +196,7 @@ def _run_on_ranks(arguments: argparse.Namespace, argv: list[str], command: Comma
     """Check the run once, in the process that starts the ranks or on the first of them, and run it."""
     from megarlhf.commands import launch
     from megarlhf.planning.determinism import environment
-    from megarlhf.planning.preflight import preflight
+    from megarlhf.planning.preflight import check_layouts, preflight
     from megarlhf.runtime import RankInfo, detect_rank
 
     os.environ.update(environment(cfg))  # before the check, which may import a library that reads it
@@ -206,12 +207,9 @@ def _run_on_ranks(arguments: argparse.Namespace, argv: list[str], command: Comma
         # A dry run starts nothing: it is of the job that the file is for, unless a launcher's ranks are there.
         ranks = planned if arguments.dry_run and info is None else starts
         other = _other_ranks(cfg.run, ranks, starts, launched=info is not None)
-        try:
-            preflight(arguments.command, cfg, ranks).print()
-        except ValueError as error:
-            if cfg.run.world_size in (None, ranks) or not _raised_here(error):
-                raise
-            raise ValueError("; ".join([str(error), *other])) from error  # it may fit the ranks that are meant
+        here = ranks if info is None and not arguments.dry_run else 0
+        with _other_ranks_meant(cfg.run, ranks, other):
+            preflight(arguments.command, cfg, ranks, local_ranks=here).print()
         for sentence in [*repeated_overrides(arguments.overrides), *other]:
             print(sentence)
 
@@ -222,7 +220,21 @@ def _run_on_ranks(arguments: argparse.Namespace, argv: list[str], command: Comma
     if info is None and cfg.run.nproc > 1:
         return launch.local_ranks(cfg.run.nproc, argv)
     checked = info is None or launch.MARK in os.environ
+    if info is not None and not checked:  # every rank by itself: nobody is there yet to be told
+        with _other_ranks_meant(cfg.run, starts, _other_ranks(cfg.run, starts, starts, launched=True)):
+            check_layouts(cfg, starts, local_ranks=info.local_world_size)
     return launch.as_rank(info or RankInfo(), cfg, command.entry, check=None if checked else check)
+
+
+@contextlib.contextmanager
+def _other_ranks_meant(run: RunConfig, checked: int, sentences: Sequence[str]) -> Iterator[None]:
+    """An error inside says also that the file is for other ranks than are checked: it may fit those."""
+    try:
+        yield
+    except ValueError as error:
+        if run.world_size in (None, checked) or not _raised_here(error):
+            raise
+        raise ValueError("; ".join([str(error), *sentences])) from error
 
 
 def _other_ranks(run: RunConfig, checked: int, starts: int, *, launched: bool) -> list[str]:

@@ -138,7 +138,7 @@ class RolloutConfig(FrozenModel):
     sleep_level: Literal["auto", 0, 1, 2] = "auto"
     """What vLLM gives back while the trainer works. 0: nothing. 1: its cache; its weights are in host memory meanwhile.
     2: both, and the actor's weights are copied again when it wakes, which a step does anyway. `auto`: 2 on a GPU in
-    `rl`, otherwise 0. Read for the engine `vllm`."""
+    `rl`, otherwise 0. Of the engine `vllm`; with another one 1 and 2 are refused."""
     max_engine_rebuilds: Annotated[int, Field(ge=0)] = 2
     """How often vLLM may be built anew in one rollout when it fails: it gets the actor's weights again, they are
     certified, and the responses that are missing are drawn. One failure more ends the run; so does the first with 0.
@@ -182,11 +182,12 @@ class RolloutConfig(FrozenModel):
     def _only_of_vllm(self) -> RolloutConfig:
         dtype = None if self.dtype == "auto" else self.dtype
         given = [("engine_args", self.engine_args), ("parallel.tp", self.parallel.tp), ("dtype", dtype)]
+        given += [("sleep_level", self.sleep_level not in ("auto", 0))]
         if self.engine == "megatron" and (unread := [key for key, value in given if value]):
             raise ValueError(
                 f"{' and '.join(unread)} would have no effect: engine = 'megatron' samples with the actor itself, in "
-                "its layout and dtype; leave that out (on the command line: rollout.parallel.tp= "
-                "rollout.engine_args={} rollout.dtype=auto)"
+                "its layout and dtype, and has nothing of its own that could sleep; leave that out (on the command "
+                "line: rollout.parallel.tp= rollout.engine_args={} rollout.dtype=auto rollout.sleep_level=auto)"
             )
         return self
 

@@ -12,6 +12,7 @@ from megarlhf.config import DPOConfig, GenerateConfig, RLConfig, RMConfig, RoleC
 from megarlhf.data.procedural import is_procedural, require_disjoint
 from megarlhf.data.sources import require_source, source_files
 from megarlhf.layout import MeshLayout
+from megarlhf.memory import available_bytes
 from megarlhf.observe.progress import make_console, table
 from megarlhf.observe.run_directory import require_writable_output
 from megarlhf.observe.wandb_run import require_wandb
@@ -25,6 +26,7 @@ from megarlhf.planning.batch import (
 )
 from megarlhf.planning.legality import check_role
 from megarlhf.planning.models import check_heads, check_retokenized, check_vocabularies
+from megarlhf.planning.policies import AnyConfig, check_host_memory, check_kernels, head_of, host_bytes, roles_of
 from megarlhf.planning.without_effect import changed_meanings, rarely_meant, without_effect
 from megarlhf.resume.claim import require_usable
 from megarlhf.rollout.rewards.accuracy import accuracy_of
@@ -32,8 +34,6 @@ from megarlhf.rollout.rewards.rules import form_of_rule, rule_with
 from megarlhf.rollout.vllm_arguments import cpu_head_sizes, unknown_arguments
 from megarlhf.runtime import capabilities
 from megarlhf.weights.checkpoint.dtype import has_weights, resolve_dtype
-
-AnyConfig = SFTConfig | RMConfig | DPOConfig | RLConfig | GenerateConfig
 
 
 @dataclass(frozen=True)
@@ -61,38 +61,42 @@ class Preflight:
 
 
 def preflight(
-    command: str, cfg: AnyConfig, world_size: int, *, device_type: str | None = None, weights: bool = True
+    command: str,
+    cfg: AnyConfig,
+    world_size: int,
+    *,
+    device_type: str | None = None,
+    weights: bool = True,
+    local_ranks: int = 0,
 ) -> Preflight:
     """Check the whole run.
 
     device_type: of the machines that it is for, in torch's words; None: of this one
     weights: whether models must have weights; if not, heads are looked at where they have
+    local_ranks: see `check_layouts`
 
     Raises: ValueError, saying what does not fit and what to change.
     """
-    on_cpu = (device_type or capabilities().device_type) == "cpu"
-    roles, retokenized = _roles(cfg), _retokenized(cfg)
+    device_type = device_type or capabilities().device_type
+    on_cpu = device_type == "cpu"
+    roles, retokenized = roles_of(cfg), _retokenized(cfg)
     stored = {name: section for name, section in roles.items() if weights or has_weights(section.model)}
-    described, dp = [], 1
-    checked = {name: check_role(name, section, world_size) for name, section in roles.items()}
+    described = []
+    checked = check_layouts(cfg, world_size, local_ranks=local_ranks, device_type=device_type)
     notes = (
-        without_effect(cfg, world_size)
+        without_effect(cfg, world_size, on_cpu=on_cpu)
         + check_vocabularies(roles, retokenized)
         + [check_retokenized(name, roles[name], cfg.data.template) for name in retokenized]
         + check_heads(stored, trains_reward_model=isinstance(cfg, RMConfig))
     )
     for name, section in roles.items():
         arch, layout = checked[name]
-        dtype = resolve_dtype(name, section.model, "scalar" if name in ("critic", "reward_model") else "lm")
-        if isinstance(cfg, RLConfig | GenerateConfig):
-            if name not in retokenized:  # its texts are measured one by one
-                _check_positions(cfg, name, section, arch)
-            if name == "actor":
-                _check_engine(cfg, section, arch, world_size, on_cpu=on_cpu)
+        dtype = resolve_dtype(name, section.model, head_of(name))
+        if isinstance(cfg, RLConfig | GenerateConfig) and name not in retokenized:  # its texts are measured one by one
+            _check_positions(cfg, name, section, arch)
         size = f"{arch.num_layers} layers of {arch.hidden_size}"
         model = f"{section.model.path} ({arch.model_type}, {size}, {dtype.name} {dtype.why})"
         described.append((name, model, f"{section.parallel.in_words(layout)} = {in_words(layout, world_size)}"))
-        dp = layout.dp
     notes += _check_files(cfg)
     if isinstance(cfg, RLConfig):
         notes += check_anchor(cfg) + rarely_meant(cfg)
@@ -111,23 +115,56 @@ def preflight(
     if command == "eval" and isinstance(cfg, GenerateConfig) and not (cfg.rewards or cfg.eval.accuracy):
         raise ValueError("rewards is empty: eval scores by rules; name one, such as [{kind: rule, rule: exact_match}]")
     notes += _check_outputs(command, cfg)
-    numbers: list[BatchNumber] = []
+    if isinstance(cfg, DPOConfig):
+        notes.append(cfg.in_words())
     if not isinstance(cfg, GenerateConfig):
-        cfg.profile.require_ranks(world_size)
         notes += cfg.profile.in_words(world_size, on_cpu=on_cpu)
         notes += schedule_notes(cfg) + changed_meanings(cfg)
-    if isinstance(cfg, SFTConfig):
-        numbers = supervised_batch_numbers(cfg.train, dp, "actor", "sequences")
-    elif isinstance(cfg, RMConfig):
-        numbers = supervised_batch_numbers(cfg.train, dp, "reward_model", "preference pairs (two sequences each)")
-    elif isinstance(cfg, DPOConfig):
-        notes.append(cfg.in_words())
-        numbers = dpo_batch_numbers(cfg, world_size)
-    elif isinstance(cfg, RLConfig):
-        numbers = rl_batch_numbers(cfg, world_size)
     return Preflight(
-        title=command, config=dump_config(cfg), numbers=tuple(numbers), roles=tuple(described), notes=tuple(notes)
+        title=command,
+        config=dump_config(cfg),
+        numbers=tuple(_numbers(cfg, world_size)),
+        roles=tuple(described),
+        notes=tuple(notes),
     )
+
+
+def check_layouts(
+    cfg: AnyConfig, world_size: int, *, local_ranks: int = 0, device_type: str | None = None
+) -> dict[str, tuple[Architecture, MeshLayout]]:
+    """What needs no more than a look at each config.json, so that every rank can ask it before it joins the others:
+    roles on their ranks, engines, batches, and what the machine can do. Returns architecture and layout by role.
+
+    local_ranks: those that start on this machine; 0: another one is meant, whose memory is not known
+
+    Raises: ValueError, saying what does not fit and what to change.
+    """
+    device_type = device_type or capabilities().device_type
+    roles = roles_of(cfg)
+    checked = {name: check_role(name, section, world_size) for name, section in roles.items()}
+    if isinstance(cfg, RLConfig | GenerateConfig):
+        _check_engine(cfg, cfg.actor, checked["actor"][0], world_size, on_cpu=device_type == "cpu")
+    check_kernels(roles, device_type)
+    _numbers(cfg, world_size)
+    if not isinstance(cfg, GenerateConfig):
+        cfg.profile.require_ranks(world_size)
+    if local_ranks:
+        needed = host_bytes(cfg, roles, checked, device_type=device_type)
+        check_host_memory(needed, local_ranks, available_bytes())
+    return checked
+
+
+def _numbers(cfg: AnyConfig, world_size: int) -> list[BatchNumber]:
+    """Raises: ValueError where the batches do not divide."""
+    if isinstance(cfg, DPOConfig):
+        return dpo_batch_numbers(cfg, world_size)
+    if isinstance(cfg, RLConfig):
+        return rl_batch_numbers(cfg, world_size)
+    if isinstance(cfg, GenerateConfig):
+        return []
+    ((role, section),) = roles_of(cfg).items()
+    sample = "sequences" if isinstance(cfg, SFTConfig) else "preference pairs (two sequences each)"
+    return supervised_batch_numbers(cfg.train, section.parallel.layout(world_size, role).dp, role, sample)
 
 
 def in_words(layout: MeshLayout, world_size: int) -> str:
@@ -139,12 +176,6 @@ def in_words(layout: MeshLayout, world_size: int) -> str:
 def _retokenized(cfg: AnyConfig) -> list[str]:
     """The roles that read text instead of the actor's token ids."""
     return ["reward_model"] if isinstance(cfg, RLConfig) and cfg.uses_reward_model and cfg.retokenizes else []
-
-
-def _roles(cfg: AnyConfig) -> dict[str, RoleConfig]:
-    if isinstance(cfg, RLConfig | DPOConfig):
-        return cfg.roles()
-    return {"reward_model": cfg.reward_model} if isinstance(cfg, RMConfig) else {"actor": cfg.actor}
 
 
 def _check_outputs(command: str, cfg: AnyConfig) -> list[str]:

@@ -7,26 +7,36 @@ from typing import Any
 
 from megarlhf.config import DPOConfig, FrozenModel, GenerateConfig, RLConfig, RMConfig, SFTConfig
 from megarlhf.config.algo import DISCOUNTED, GROUPED
+from megarlhf.planning.policies import AnyConfig, roles_of, trained_roles, works_in_turns
 
-_VLLM_ONLY = "gpu_memory_utilization cpu_cache_gib reshard_bucket_mib poison_weights sleep_level balance"
+_VLLM_ONLY = (
+    "gpu_memory_utilization cpu_cache_gib reshard_bucket_mib poison_weights sleep_level balance max_engine_rebuilds"
+)
 
 
 def without_effect(
-    cfg: SFTConfig | RMConfig | DPOConfig | RLConfig | GenerateConfig, world_size: int | None = None
+    cfg: AnyConfig,
+    world_size: int | None = None,
+    *,
+    on_cpu: bool | None = None,
 ) -> list[str]:
     """A sentence for each key that has another value than its default, which nothing reads.
 
-    world_size: ranks of the run; None: not known, and what depends on it is left out
+    world_size: ranks of the run; on_cpu: whether it has no GPUs; None: not known, and what depends on it is left out
     """
     rows = _of_generate(cfg) if isinstance(cfg, GenerateConfig) else _of_training(cfg)
+    rows += _of_roles(cfg, world_size)
     if isinstance(cfg, RLConfig):
         rows += _of_rl(cfg)
     if isinstance(cfg, RLConfig | GenerateConfig):
         keys = " ".join(f"rollout.{name}" for name in _VLLM_ONLY.split())
         rows.append((keys, cfg.rollout.engine != "vllm", "of the engine vllm only"))
+        if cfg.rollout.engine == "vllm" and on_cpu is not None:
+            rows.append(("rollout.gpu_memory_utilization", on_cpu, "on a CPU rollout.cpu_cache_gib says it"))
+            rows.append(("rollout.cpu_cache_gib", not on_cpu, "on a GPU rollout.gpu_memory_utilization says it"))
         alone = cfg.rollout.engine == "vllm" and cfg.rollout.tp(cfg.actor) == world_size
         rows.append(("rollout.balance", alone, f"rollout.parallel.tp = {world_size} makes one engine of all ranks"))
-    unread = [(key, why) for keys, holds, why in rows if holds for key in keys.split()]
+    unread = dict.fromkeys((key, why) for keys, holds, why in rows if holds for key in keys.split())
     return [f"set, but without effect here: {key} ({why})" for key, why in unread if _is_set(cfg, key)]
 
 
@@ -62,10 +72,29 @@ _Row = tuple[str, bool, str]
 """Keys, whether nothing reads them, and why."""
 
 
+_KEPT = "reference.kernels.save_mib"
+
+
 def _of_training_only(role: str) -> str:
     """Keys of a role that only its training reads."""
     keys = "optim recompute recompute_layers router_aux_loss_coef offload.gradients offload.optimizer"
     return " ".join(f"{role}.{key}" for key in keys.split())
+
+
+def _of_roles(cfg: AnyConfig, world_size: int | None) -> list[_Row]:
+    """Of every role that the run builds."""
+    roles, rows = roles_of(cfg), list[_Row]()
+    alone, trained = not works_in_turns(cfg, roles), trained_roles(cfg, roles)
+    for name, section in roles.items():
+        rows.append((f"{name}.offload.parameters", alone, f"nobody works in turns with {name}"))
+        rows.append((f"{name}.model.fresh_head", section.model.random_init, "random_init draws every weight"))
+        if section.kernels.logprobs == "reference":
+            rows.append((f"{name}.kernels.save_mib", True, f"{name}.kernels.logprobs = reference keeps all logits"))
+        if world_size is not None and name in trained:
+            layout = section.parallel.layout(world_size, name)
+            keys = " ".join(f"{name}.optim.overlap_{what}" for what in ("grad_reduce", "param_gather"))
+            rows.append((keys, layout.dp * layout.cp == 1, "one data-parallel rank sums and gathers nothing"))
+    return rows
 
 
 def _of_training(cfg: SFTConfig | RMConfig | DPOConfig | RLConfig) -> list[_Row]:
@@ -77,7 +106,7 @@ def _of_training(cfg: SFTConfig | RMConfig | DPOConfig | RLConfig) -> list[_Row]
             "checkpoint.export_every = 0 writes one export, after the last step",
         ),
         ("reward_model.kernels", isinstance(cfg, RMConfig), "log-probs are of language models"),
-        (_of_training_only("reference"), isinstance(cfg, DPOConfig), "the reference is not trained"),
+        (f"{_of_training_only('reference')} {_KEPT}", isinstance(cfg, DPOConfig), "the reference is not trained"),
         ("profile.ranks", not cfg.profile.recorded, "profile names no step"),
     ]
 
@@ -160,7 +189,7 @@ def _of_rl(cfg: RLConfig) -> list[_Row]:
         ),
         ("reward_model", not cfg.uses_reward_model, "no entry of rewards has kind: model"),
         ("rollout.verify_weights_every", cfg.rollout.engine != "vllm", "of the engine vllm only"),
-        (_of_training_only("reference"), cfg.needs_reference, "the reference is not trained"),
+        (f"{_of_training_only('reference')} {_KEPT}", cfg.needs_reference, "the reference is not trained"),
         (_of_training_only("reward_model"), cfg.uses_reward_model, "rl does not train the reward model"),
         ("critic.kernels", cfg.algo.needs_critic, "log-probs are of language models"),
         ("reward_model.kernels", cfg.uses_reward_model, "log-probs are of language models"),

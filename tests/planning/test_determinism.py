@@ -138,7 +138,7 @@ def test_variables_are_set_before_anything_is_checked_or_joined(
     def look(where: str) -> None:
         seen.append((where, {name: os.environ.get(name) for name in TRAINER}))
 
-    monkeypatch.setattr(preflight, "preflight", lambda *_: look("check") or mock.Mock())
+    monkeypatch.setattr(preflight, "preflight", lambda *_, **__: look("check") or mock.Mock())
     monkeypatch.setattr(launch, "as_rank", lambda *_, **__: look("rank") or 0)
     config_file = tmp_path / "sft.yaml"
     config_file.write_text(config("sft").model_dump_json())

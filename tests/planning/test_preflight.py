@@ -267,11 +267,10 @@ def test_generate_has_no_batch_arithmetic_and_is_checked_all_the_same(paths):
     tree = {"run": {"dir": "r"}, "actor": role(paths, tp=3), "data": {"train": paths["train"]}}
     with pytest.raises(ValueError, match="4 KV heads"):
         preflight("generate", GenerateConfig.model_validate(tree), 3)
-    tree |= {"actor": role(paths), "rollout": {"max_response_tokens": 8}}
+    tree |= {"actor": role(paths), "rollout": {"max_response_tokens": 8, "engine": "megatron"}}
     with pytest.raises(ValueError, match=r"1024 \+ 8 = 1032 tokens"):
         preflight("generate", GenerateConfig.model_validate(tree), 2)
     tree["data"]["max_prompt_tokens"] = 8
-    tree["rollout"]["engine"] = "megatron"
     assert preflight("generate", GenerateConfig.model_validate(tree), 2).numbers == ()
 
 

@@ -1,0 +1,105 @@
+"""Can this machine do what a configuration asks of it: its kernels, and host memory for what leaves the device?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from megarlhf.architectures.architecture import Architecture
+from megarlhf.architectures.placements import Head, logical_tensors
+from megarlhf.config import DPOConfig, GenerateConfig, RLConfig, RMConfig, RoleConfig, SFTConfig
+from megarlhf.kernels.arguments import require_device
+from megarlhf.layout import MeshLayout
+
+AnyConfig = SFTConfig | RMConfig | DPOConfig | RLConfig | GenerateConfig
+
+GIB = 2**30
+OPTIMIZER_BYTES = {"fp32": 8, "bf16": 12, "auto": 8}
+"""Of a parameter: Adam's two moments, and of one in bf16 a copy in fp32. `auto`, which only a checkpoint knows: at
+least."""
+_WIDTHS = {"fp32": 4, "bf16": 2, "auto": 2}
+
+
+def head_of(role: str) -> Head:
+    return "scalar" if role in ("critic", "reward_model") else "lm"
+
+
+def roles_of(cfg: AnyConfig) -> dict[str, RoleConfig]:
+    """The roles that the run builds."""
+    if isinstance(cfg, RLConfig | DPOConfig):
+        return cfg.roles()
+    return {"reward_model": cfg.reward_model} if isinstance(cfg, RMConfig) else {"actor": cfg.actor}
+
+
+def trained_roles(cfg: AnyConfig, roles: Mapping[str, RoleConfig]) -> list[str]:
+    """Those of the roles that have an optimizer."""
+    if isinstance(cfg, GenerateConfig):
+        return []
+    return [name for name in roles if name in ("actor", "critic") or isinstance(cfg, RMConfig)]
+
+
+def works_in_turns(cfg: AnyConfig, roles: Mapping[str, RoleConfig]) -> bool:
+    """Whether there is anybody for whom a role's weights could leave the device."""
+    others = isinstance(cfg, RLConfig | GenerateConfig) and cfg.rollout.engine == "vllm"
+    return len(roles) > 1 or others or (isinstance(cfg, RLConfig) and cfg.ema is not None)
+
+
+def check_kernels(roles: Mapping[str, RoleConfig], device_type: str) -> None:
+    """Raises: ValueError for log-prob kernels that the device does not run."""
+    for name, section in roles.items():
+        if head_of(name) == "lm":
+            try:
+                require_device(section.kernels.logprobs, device_type)
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from None
+
+
+def host_bytes(
+    cfg: AnyConfig,
+    roles: Mapping[str, RoleConfig],
+    checked: Mapping[str, tuple[Architecture, MeshLayout]],
+    *,
+    device_type: str,
+) -> dict[str, int]:
+    """By key, the host memory that a rank needs at least for what leaves its device, in the mean over ranks; of roles
+    that are on all of them. No checkpoint is read."""
+    auto = device_type != "cpu" and (isinstance(cfg, RLConfig) or (isinstance(cfg, DPOConfig) and len(roles) > 1))
+    takes_turns, trained = works_in_turns(cfg, roles), trained_roles(cfg, roles)
+    world_size = max(layout.world_size for _, layout in checked.values())
+    found: dict[str, int] = {}
+    for name, section in roles.items():
+        arch, layout = checked[name]
+        if layout.world_size < world_size:
+            continue
+        offload, dtype = section.offload, section.model.dtype
+        dense, experts = _parameters(arch, head_of(name))
+        cut = layout.tp * layout.pp
+        if takes_turns and (offload.parameters is True or (offload.parameters == "auto" and auto)):
+            found[f"{name}.offload.parameters"] = _WIDTHS[dtype] * (dense // cut + experts // (cut * layout.ep))
+        if name in trained and (offload.optimizer in (True, "stream") or (offload.optimizer == "auto" and auto)):
+            # Each element is one rank's.
+            found[f"{name}.offload.optimizer"] = OPTIMIZER_BYTES[dtype] * (dense + experts) // layout.world_size
+    if isinstance(cfg, RLConfig) and cfg.rollout.engine == "vllm" and cfg.rollout.sleep_level == 1:
+        arch, _ = checked["actor"]
+        width = _WIDTHS[cfg.actor.model.dtype if cfg.rollout.dtype == "auto" else cfg.rollout.dtype]
+        found["rollout.sleep_level"] = width * sum(_parameters(arch, "lm")) // cfg.rollout.tp(cfg.actor)
+    return found
+
+
+def check_host_memory(needed: Mapping[str, int], local_ranks: int, available: int) -> None:
+    """`needed`: of a rank, by key. Raises: ValueError where the ranks of a machine need more than it has."""
+    total = local_ranks * sum(needed.values())
+    if total <= available:
+        return
+    parts = ", ".join(f"{key} {local_ranks * nbytes / GIB:,.1f}" for key, nbytes in needed.items())
+    raise ValueError(
+        f"what leaves the devices of {local_ranks} rank(s) takes at least {total / GIB:,.1f} GiB of this machine's "
+        f"host memory ({parts}), and {available / GIB:,.1f} GiB are available; set some of these keys to false "
+        "(rollout.sleep_level to 2), use more machines, or give the job more memory"
+    )
+
+
+def _parameters(arch: Architecture, head: Head) -> tuple[int, int]:
+    """Those that every expert-parallel rank has its part of, and those of experts."""
+    experts = arch.num_layers * arch.num_experts * (2 + arch.gated_mlp) * arch.hidden_size * arch.expert_ffn_size
+    return sum(math.prod(shape) for shape in logical_tensors(arch, head).values()) - experts, experts
