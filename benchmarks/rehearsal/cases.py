@@ -134,8 +134,8 @@ class Case:
         return f"{command} {model} {self.dtype} {'packed' if self.packed else 'padded'} {layout}"
 
 
-def job_of(case: Case, directory: Path, num_steps: int = 2) -> Job:
-    """With everything that it reads, in `directory`."""
+def job_of(case: Case, directory: Path, num_steps: int = 2, *, resume_point: bool = False) -> Job:
+    """With everything that it reads, in `directory`. With `resume_point` it writes one, before its last step."""
     model = directory / "model"
     model.mkdir(parents=True)
     config = {**MODELS[case.model], "bos_token_id": 1, "eos_token_id": 2}
@@ -170,7 +170,12 @@ def job_of(case: Case, directory: Path, num_steps: int = 2) -> Job:
     cfg: Any = CONFIGS[case.command].model_validate(tree)
     lengths = Uniform(24, LONGEST - 64)
     stood = stand_in(
-        cfg, directory / "standing_in", prompt_lengths=Uniform(8, 64), response_lengths=lengths, steps=num_steps
+        cfg,
+        directory / "standing_in",
+        prompt_lengths=Uniform(8, 64),
+        response_lengths=lengths,
+        steps=num_steps,
+        resume_point=resume_point,
     )
     return Job(
         command=case.command,

@@ -18,6 +18,7 @@ import contextlib
 import hashlib
 from collections.abc import Iterator
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,9 +39,10 @@ class OneThreadGloo(ProcessGroupGloo):
 
 
 @contextlib.contextmanager
-def made_by_members() -> Iterator[None]:
+def made_by_members(purpose: str = "") -> Iterator[None]:
     """Inside, a new group is named by its ranks and by how many groups of just these ranks there are, and gloo's has
-    one thread.
+    one thread. A group that is destroyed again needs a `purpose` that no other has: what its members have told each
+    other stays in the store, under the name.
 
     Raises: RuntimeError where torch has other names for this.
     """
@@ -50,7 +52,7 @@ def made_by_members() -> Iterator[None]:
             f"torch {torch.__version__} has no torch.distributed.distributed_c10d.{NAMER}, by which process groups are "
             "named; use the torch of requirements/, or correct parallel/process_groups.py"
         )
-    distributed_c10d._hash_ranks_to_str = _name
+    distributed_c10d._hash_ranks_to_str = partial(_name, purpose)
     distributed_c10d.ProcessGroupGloo = OneThreadGloo  # type: ignore[misc]
     try:
         yield
@@ -59,7 +61,7 @@ def made_by_members() -> Iterator[None]:
         distributed_c10d.ProcessGroupGloo = ProcessGroupGloo  # type: ignore[misc]
 
 
-def _name(ranks: list[int]) -> str:
+def _name(purpose: str, ranks: list[int]) -> str:
     others = sum(dist.get_process_group_ranks(group) == list(ranks) for group in distributed_c10d._world.pg_names)
-    text = "_".join(map(str, [*ranks, "number", others]))
+    text = "_".join(map(str, [purpose, *ranks, "number", others]))
     return hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()

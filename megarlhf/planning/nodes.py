@@ -30,6 +30,7 @@ import megarlhf
 from megarlhf.architectures.hf_config import architecture_from_hf
 from megarlhf.architectures.placements import Head, logical_tensors
 from megarlhf.config import DPOConfig, RLConfig, RMConfig, RoleConfig, SFTConfig
+from megarlhf.parallel.process_groups import made_by_members
 from megarlhf.resume.point import allocated_bytes, find_points, leftovers, passed_over, superfluous
 from megarlhf.runtime import PACKAGES, Runtime, gpu_in_use, gpu_versions, sees_gpus, version_of
 from megarlhf.weights.checkpoint.dtype import resolve_dtype
@@ -293,8 +294,8 @@ def _check_sums(facts: Sequence[RankFacts], runtime: Runtime) -> None:
     _require_sum("all ranks", list(range(len(facts))), None, runtime)
     if len(by_node) == 1:
         return
-    groups = [dist.new_group(ranks, backend=runtime.backend) for ranks in by_node]
-    mine = groups[by_node.index(here)]
+    with made_by_members("check of the nodes"):
+        mine = dist.new_group(here, backend=runtime.backend, use_local_synchronization=True)
     _require_sum("the ranks of this node", here, mine, runtime)
     dist.destroy_process_group(mine)
     columns = min(map(len, by_node))

@@ -21,6 +21,7 @@ from megarlhf.rehearsal.words import (
     consists,
     counted,
     gib,
+    of_resume_point,
     shown_steps,
     stages,
     verdict,
@@ -42,6 +43,8 @@ def print_result(result: Result, console: Console) -> None:
     _sentences(console, "The run would not start", result.refusals, "red")
     _sentences(console, "Ranks do not fit together", result.faults, "red")
     _memory(result, rank, console)
+    for sentence in of_resume_point(result):
+        console.print(Text(sentence))
     _ranks(result, console)
     _times(result, console)
     _wire(rank, console)

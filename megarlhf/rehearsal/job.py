@@ -16,6 +16,7 @@ from megarlhf.rehearsal.interfaces import Kind
 from megarlhf.rehearsal.lengths import Lengths
 from megarlhf.rehearsal.margin import MarginConfig
 from megarlhf.rehearsal.memory import PhaseMemory
+from megarlhf.rehearsal.resume_point import Written
 from megarlhf.rehearsal.routing import Routing
 from megarlhf.rehearsal.sites import Assumption
 from megarlhf.rehearsal.trace import Event, Work
@@ -87,6 +88,8 @@ class RankRecord:
     """Bytes by kind at the end of the last step, on the device or in host memory for a while."""
     offloaded: int
     """Bytes of host memory for what is not on the device meanwhile."""
+    resume_point: Written | None
+    """What it writes of one."""
     tool_seconds: float
     tool_gib: float
 

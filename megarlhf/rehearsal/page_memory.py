@@ -19,7 +19,18 @@ from megarlhf.rehearsal.page_parts import (
     text,
 )
 from megarlhf.rehearsal.result import PhaseRow, RankResult, Result
-from megarlhf.rehearsal.words import at_peak, by_need, consists, counted, free, gib, shown_steps, stages, when
+from megarlhf.rehearsal.words import (
+    at_peak,
+    by_need,
+    consists,
+    counted,
+    free,
+    gib,
+    of_resume_point,
+    shown_steps,
+    stages,
+    when,
+)
 
 MAX_POINTS = 1500
 """Of the curve of one rank."""
@@ -70,7 +81,8 @@ def phases_section(result: Result) -> str:
     )
     ranks = shown_ranks(result)
     body = for_each_rank(ranks, lambda rank: rank_name(result, rank), lambda rank: _phases(rank, rank is ranks[0]))
-    return f"<h2>Memory by phase</h2>{paragraph(said)}{body}"
+    points = "".join(map(paragraph, of_resume_point(result)))
+    return f"<h2>Memory by phase</h2>{paragraph(said)}{points}{body}"
 
 
 def _phases(rank: RankResult, with_all_storages: bool) -> str:

@@ -34,6 +34,7 @@ from megarlhf.rehearsal.margin import engine_items, facts_of, margin, total
 from megarlhf.rehearsal.memory import GPU_BLOCK, Ledger, PhaseMemory, merged
 from megarlhf.rehearsal.optimizer import KERNELS
 from megarlhf.rehearsal.others import EMPTY_BANK, gathered
+from megarlhf.rehearsal.resume_point import RehearsedWriter, Written
 from megarlhf.rehearsal.sites import Assumptions
 from megarlhf.rehearsal.steps import BETWEEN, Enough, Steps
 from megarlhf.rehearsal.tape import Player, Recorder
@@ -43,6 +44,7 @@ from megarlhf.rehearsal.weights import NoNumbers
 from megarlhf.rehearsal.wire import Wire, labels_of
 from megarlhf.rehearsal.work import Meter, Price
 from megarlhf.rollout.engine import RolloutEngine
+from megarlhf.runtime import Runtime
 from megarlhf.trainers.parts import Parts
 from megarlhf.trainers.prompts import engine_dtype
 
@@ -88,6 +90,7 @@ class Rank:
         self._cache_bytes = 0
         self._hosts: list[RehearsedHost] = []
         self._held: dict[str, int] = {}
+        self._written: list[Written] = []
         self.mode.routing = job.routing
         self.steps = Steps(job.num_steps, self._moved, self._ended)
         player = Player(self.ledger, self.meter, self.wire, self.mode.fake, self.device)
@@ -137,6 +140,7 @@ class Rank:
             cache_bytes=self._cache_bytes,
             held=self._held,
             offloaded=sum(host.nbytes for host in self._hosts),
+            resume_point=self._written[-1] if self._written else None,
             tool_seconds=time.perf_counter() - began,
             tool_gib=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
         )
@@ -146,7 +150,14 @@ class Rank:
             self._hosts.append(RehearsedHost(device, self.meter, self._price.offload_seconds))
             return self._hosts[-1]
 
-        return Parts(phases=self.steps.phases, weights=NoNumbers(self._built), engine=self._engine, host=host)
+        def writer(runtime: Runtime) -> RehearsedWriter:
+            return RehearsedWriter(runtime, copied, self._written.append)
+
+        def copied(nbytes: int) -> None:
+            self.meter.spend("offload", self._price.offload_seconds(nbytes), 0.0)
+
+        weights = NoNumbers(self._built)
+        return Parts(phases=self.steps.phases, weights=weights, engine=self._engine, host=host, writer=writer)
 
     def _engine(
         self, rollout: RolloutConfig, actor: Role, max_prompt_tokens: int, micro_batch_samples: int

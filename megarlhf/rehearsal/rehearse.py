@@ -33,6 +33,7 @@ from megarlhf.rehearsal.result import (
     RankResult,
     Reshard,
     Result,
+    ResumePointRow,
     RolloutRow,
 )
 from megarlhf.rehearsal.stand_ins import StandIns, stand_in
@@ -63,6 +64,7 @@ def rehearse(request: Request, told: Told = lambda at: None) -> Result:
             prompt_lengths=request.prompt_lengths,
             response_lengths=request.response_lengths,
             steps=request.steps,
+            resume_point=request.resume_point,
         )
         device_type = interfaces.device_of(request.hardware.kind).type
         with stood.named_by_the_user():
@@ -196,7 +198,7 @@ class _Rehearsal:
             groups_created=record.groups_created,
             memberships=record.memberships,
             host_peak=max(phase.host_peak for phase in record.memory),
-            saved=sum(record.held.get(kind, 0) for kind in ("main parameters", "optimizer state")),
+            resume_point=_resume_point(record),
             offloaded=record.offloaded,
             cache_bytes=record.cache_bytes,
         )
@@ -248,8 +250,8 @@ class _Rehearsal:
             ),
             HostRow(
                 name="a resume point's copy of the state",
-                nbytes=tightest.saved,
-                source="main parameters and optimizer state, copied before they are written (resume/writer.py)",
+                nbytes=0 if (written := tightest.resume_point) is None else written.host_bytes,
+                source="counted: what this rank writes, copied before it is written (resume/writer.py)",
             ),
         ]
 
@@ -327,6 +329,16 @@ def default_responses(cfg: Any) -> Lengths:
     """Where nobody says how long responses are: a third of the longest in the mean."""
     most = cfg.rollout.max_response_tokens if isinstance(cfg, RLConfig) else cfg.data.max_response_tokens
     return LogNormal(max(2.0, most / 3), 0.6)
+
+
+def _resume_point(record: RankRecord) -> ResumePointRow | None:
+    written = record.resume_point
+    if written is None:
+        return None
+    _, peak = max((phase.step, phase.peak) for phase in record.memory if phase.phase == "checkpoint")
+    return ResumePointRow(
+        nbytes=written.nbytes, files=len(written.bytes_by_role), peak=peak, host_bytes=written.host_bytes
+    )
 
 
 def _phase_row(phase: PhaseMemory) -> PhaseRow:

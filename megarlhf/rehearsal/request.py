@@ -41,6 +41,8 @@ class Request:
     response_lengths: Lengths | None = None
     rollout_tokens_per_second: float | None = None
     workers: int = field(default_factory=lambda: os.cpu_count() or 1)
+    resume_point: bool = True
+    """Whether one is written, if the job writes any."""
     reshard_plan: bool = True
     """Whether the bytes of every rank from trainer to engines are planned."""
 

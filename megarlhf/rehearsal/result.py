@@ -69,6 +69,19 @@ class AssumptionRow:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ResumePointRow:
+    """What a rank writes of a resume point, and its memory meanwhile."""
+
+    nbytes: int
+    files: int
+    """With tensors; a role of which it has nothing to write has none."""
+    peak: int
+    """Of the device, in the phase in which training stands still."""
+    host_bytes: int
+    """Of the copy that is written from while training goes on."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RankResult:
     """One rehearsed rank."""
 
@@ -93,8 +106,8 @@ class RankResult:
     groups_created: int
     memberships: int
     host_peak: int
-    saved: int
-    """What a resume point copies: the optimizer's main parameters and state."""
+    resume_point: ResumePointRow | None
+    """None: none was written."""
     offloaded: int
     """Host memory for what is not on the device meanwhile."""
     cache_bytes: int

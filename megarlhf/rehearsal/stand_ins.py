@@ -58,14 +58,25 @@ def length_of_response(prompt: str, response: str, fields: Mapping[str, Any]) ->
 
 
 def stand_in(
-    cfg: AnyConfig, directory: Path, *, prompt_lengths: Lengths | None, response_lengths: Lengths | None, steps: int
+    cfg: AnyConfig,
+    directory: Path,
+    *,
+    prompt_lengths: Lengths | None,
+    response_lengths: Lengths | None,
+    steps: int,
+    resume_point: bool = False,
 ) -> StandIns:
-    """The configuration with stand-ins in `directory` for what is missing."""
+    """The configuration with stand-ins in `directory` for what is missing. With `resume_point` one is written at the
+    beginning of the last step, if there are several and the job writes any."""
     tree, notes = cfg.model_dump(mode="json"), []
     tree["run"] |= {"dir": str(directory / "run"), "on_existing": "overwrite", "wandb": {}}
-    tree["checkpoint"] = {"every_minutes": 0}
+    resume_point = resume_point and steps > 1 and cfg.checkpoint.by_cadence
+    tree["checkpoint"] = {"every_minutes": 0, "every": steps - 1 if resume_point else 0}
     tree["profile"] = {}
-    notes.append("No resume point and no export is written.")
+    notes.append(
+        f"One resume point is written, before step {steps}." if resume_point else "No resume point is written."
+    )
+    notes.append("No export is written.")
     paths: dict[str, str] = {}
     # Only of `rl` are responses no data.
     given = prompt_lengths is not None or (response_lengths is not None and not isinstance(cfg, RLConfig))

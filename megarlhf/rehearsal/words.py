@@ -111,3 +111,17 @@ def how_counted() -> str:
         "NCCL's buffers, work space of libraries, fragmentation) is the margin: formulas with stated numbers, some of "
         "them assumed. " + ESTIMATE
     )
+
+
+def of_resume_point(result: Result) -> list[str]:
+    """What is written of one, in sentences."""
+    rows = [(rank, rank.resume_point) for rank in result.ranks if rank.resume_point is not None]
+    if not rows:
+        return []
+    rank, most = max(rows, key=lambda row: row[1].nbytes)
+    at, highest = max(rows, key=lambda row: row[1].peak)
+    copy = f", from a copy of {gib(most.host_bytes)} GiB in host memory" if most.host_bytes else ""
+    return [
+        f"A resume point: rank {rank.rank} writes most, {gib(most.nbytes)} GiB in {counted(most.files, 'file')}{copy}.",
+        f"When it begins, the device of rank {at.rank} holds {gib(highest.peak)} GiB.",
+    ]

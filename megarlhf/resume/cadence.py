@@ -12,7 +12,7 @@ from megarlhf.resume.point import Position
 
 @dataclass
 class Cadence:
-    """Asked at every border; answers on rank 0 count for all ranks."""
+    """Asked at every border. What is due by steps or updates every rank knows; of time the answers of rank 0 count."""
 
     cfg: CheckpointConfig
     time_left: Callable[[], float | None]

@@ -58,7 +58,7 @@ class Checkpointer:
     `on_room` when there is room for a point: files that a full disk did not take can be written now.
     `on_saved` is called on rank 0 after a point has been written, with the position of the oldest of the newest
     `checkpoint.keep`: a start goes on from one of these, while those of `keep_every` are kept for people.
-    `provenance` says where a role's weights come from at a position.
+    `provenance` says where a role's weights come from at a position. `writer` makes what writes.
     """
 
     def __init__(
@@ -77,13 +77,14 @@ class Checkpointer:
         on_saved: Callable[[Position], None] = lambda position: None,
         provenance: Callable[[str, Position], Provenance] | None = None,
         newest: Position | None = None,
+        writer: Callable[[Runtime], Writer] = Writer,
     ) -> None:
         self._runtime, self._run_dir, self._cfg = runtime, run_dir, cfg
         self._roles, self._states, self._identity, self._stop = roles, states, identity, stop
         self._note, self._still_ours, self._on_room, self._on_saved = note, still_ours, on_room, on_saved
         self._provenance = provenance
         self._companions = _companion_files(runtime, roles)
-        self._writer, self._cadence = Writer(runtime), Cadence(cfg, _time_left_everywhere())
+        self._writer, self._cadence = writer(runtime), Cadence(cfg, _time_left_everywhere())
         self._border: _Border | None = None
         self._writing: Position | None = None
         """The point in work."""
@@ -173,12 +174,12 @@ class Checkpointer:
     def _agree(self, position: Position | None) -> int:
         asked = self._stop.requested()
         code = _NOTHING if asked is None else _TIME_IS_UP + 1 + STOP_SIGNALS.index(asked)
-        if self._runtime.is_main and code == _NOTHING:
-            if self._cadence.time_is_up():
+        if code == _NOTHING:
+            if self._runtime.is_main and self._cadence.time_is_up():
                 code = _TIME_IS_UP
-            elif position is not None and self._cadence.due(position):
+            elif position is not None and self._cadence.due(position):  # which every rank knows
                 code = _NOW
-            elif position is not None and self._cadence.overdue():
+            elif self._runtime.is_main and position is not None and self._cadence.overdue():
                 code = _WHEN_FREE
         codes = torch.tensor(code, device=self._runtime.device)
         dist.all_reduce(codes, op=dist.ReduceOp.MAX)
@@ -209,7 +210,7 @@ class Checkpointer:
         on_first_rank(self._still_ours)
         if self._runtime.is_main:
             spare = point.superfluous(point.find_points(self._run_dir), keep=1, keep_every=self._cfg.keep_every)
-            reason = [point.make_room(directory, size, [*point.passed_over(self._run_dir), *spare])]
+            reason = [self._writer.make_room(directory, size, [*point.passed_over(self._run_dir), *spare])]
             if reason[0] is None:
                 self._on_room()
         dist.broadcast_object_list(reason, src=0)
@@ -235,8 +236,7 @@ class Checkpointer:
         roles = {role.name: role_state.sharded_state(role) for role in self._roles}
         commons = {role.name: role_state.common(role, border.position.step) for role in self._roles}
         mine = (border.random, sum(role_state.bytes_to_write(state) for state in roles.values()))
-        everyones: list[Any] | None = [None] * self._runtime.world_size if self._runtime.is_main else None
-        dist.gather_object(mine, everyones, dst=0)
+        everyones = self._writer.to_first(mine)
         table = None if border.table is None else border.table()
         files: dict[str, Any] = dict(self._companions)
         size = sum(map(len, self._companions.values()))

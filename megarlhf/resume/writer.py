@@ -23,7 +23,7 @@ import signal
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,9 @@ from torch.distributed.checkpoint import FileSystemWriter, Metadata, SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from megarlhf.parallel.megatron_cpu import megatron_device
+from megarlhf.resume import point
 from megarlhf.resume.file_digest import FileDigest, digest_of
+from megarlhf.resume.point import Point
 from megarlhf.resume.role_state import ShardedState
 from megarlhf.runtime import Runtime, synchronize
 from megarlhf.weights.checkpoint.formats.torch_dist.metadata import COMMON, CONFIG
@@ -115,6 +117,16 @@ class Writer:
         self._runtime = runtime
         self._job: _Job | None = None
 
+    def make_room(self, directory: Path, size: int, spare: Sequence[Point]) -> str | None:
+        """See `point.make_room`. On rank 0."""
+        return point.make_room(directory, size, spare)
+
+    def to_first(self, value: Any) -> list[Any] | None:
+        """What every rank hands in, on rank 0. Collective."""
+        values: list[Any] | None = [None] * self._runtime.world_size if self._runtime.is_main else None
+        dist.gather_object(value, values, dst=0)
+        return values
+
     @property
     def busy(self) -> bool:
         """The same on every rank."""
@@ -126,7 +138,7 @@ class Writer:
         `complete` is called in the process of rank 0, with the digests of all files, and makes the directory valid;
         an OSError or ValueError that it raises fails the write.
         """
-        assert self._job is None, "the last directory is not complete yet"
+        assert not self.busy, "the last directory is not complete yet"
         started = time.monotonic()
         jobs: list[tuple[Path, SavePlan, MCoreSavePlanner]] = []
         metadata = {}
@@ -154,16 +166,14 @@ class Writer:
     def _plan(self, state: ShardedState) -> tuple[SavePlan, MCoreSavePlanner, Metadata | None]:
         """This rank's part of the plan, and on rank 0 what all ranks write. Collective."""
         by_key: dict[str, list[ShardedBase]] = defaultdict(list)
-        for item in state.values():
-            if is_main_replica(item.replica_id):
-                if isinstance(item.data, torch.Tensor):
-                    item.data = item.data.detach().to("cpu", non_blocking=True)
-                by_key[getattr(item, "unique_key", None) or item.key].append(item)
+        for item in own_items(state):
+            if isinstance(item.data, torch.Tensor):
+                item.data = item.data.detach().to("cpu", non_blocking=True)
+            by_key[getattr(item, "unique_key", None) or item.key].append(item)
         planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
         planner.set_up_planner(mcore_to_pyt_state_dict(dict(by_key)), is_coordinator=self._runtime.is_main)
         local = planner.create_local_plan()
-        plans: list[Any] | None = [None] * self._runtime.world_size if self._runtime.is_main else None
-        dist.gather_object(local, plans, dst=0)
+        plans = self.to_first(local)
         metadata = None
         if plans is not None:
             _, metadata = planner.create_global_plan(plans)
@@ -218,6 +228,11 @@ class Writer:
         if self._job is not None:
             _end(self._job)
             self._job = None
+
+
+def own_items(state: ShardedState) -> list[ShardedBase]:
+    """What this rank, and no other, writes."""
+    return [item for item in state.values() if is_main_replica(item.replica_id)]
 
 
 def _end(job: _Job) -> None:

@@ -17,6 +17,7 @@ from megarlhf.models.weights import CHECKPOINTS, WeightSource
 from megarlhf.observe.phases import Phases
 from megarlhf.observe.profile import recorded_phases
 from megarlhf.parallel.residency import HostMemory
+from megarlhf.resume.writer import Writer
 from megarlhf.rollout.engine import RolloutEngine
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.prompts import make_engine
@@ -48,3 +49,5 @@ class Parts:
     engine: MakeEngine = make_engine
     host: Callable[[torch.device], HostMemory] = HostMemory
     """Where parts of roles are while they are not on the device."""
+    writer: Callable[[Runtime], Writer] = Writer
+    """Of resume points."""

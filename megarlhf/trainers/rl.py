@@ -45,7 +45,7 @@ def run(cfg: RLConfig, runtime: Runtime, parts: Parts = Parts()) -> None:  # noq
             order = ShuffledBatches(len(data.train), cfg.train.prompts_per_step, cfg.run.seed, "train.prompts_per_step")
             components = build(cfg, runtime, data.tokenizer, phases, parts)
             loop = Loop(cfg, components, data, order)
-            training = training_of(cfg, components, data, loop.states, loop.bank, stop_request)
+            training = training_of(cfg, components, data, loop.states, loop.bank, stop_request, parts)
             notes = [*data.notes, *anchor_notes(cfg, training.reference)]
         with (
             contextlib.closing(components.rewarder),

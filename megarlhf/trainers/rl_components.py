@@ -161,6 +161,7 @@ def training_of(
     states: Mapping[str, Stateful],
     bank: Bank,
     stop: StopRequest,
+    parts: Parts,
 ) -> Training:
     """What is saved of the run, and what it is recognised by. Collective."""
     others = {
@@ -193,6 +194,7 @@ def training_of(
         others=others,
         sources=sources_of_rules(cfg.rewards),
         on_saved=lambda oldest: bank.forget_before(oldest.step),
+        writer=parts.writer,
     )
 
 

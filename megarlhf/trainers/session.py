@@ -251,6 +251,7 @@ class Session:
             on_saved=training.on_saved,
             provenance=provenance,
             newest=self.start if self.resumed else None,
+            writer=training.writer,
         )
         resumed_at = self.start.step if resumes else None
         self.exports = Exports(self.run_dir, training.checkpoint, self.note, provenance, resumed_at)

@@ -236,6 +236,7 @@ def run_in(
             reference=next((identity_of_weights(each) for each in frozen if each.name == "reference"), None),
             architectures={each.name: architecture_of(each) for each in (role, *frozen)},
             others=objective.digests_beside(heldout),
+            writer=parts.writer,
         )
     total = cfg.train.num_steps
     with open_session(cfg, cfg.run, runtime, objective.command, total, notes, training, phases=phases) as session:

@@ -14,6 +14,8 @@ from megarlhf.resume.point import Position
 from megarlhf.resume.restore import Identity
 from megarlhf.resume.signals import StopRequest
 from megarlhf.resume.state import Stateful
+from megarlhf.resume.writer import Writer
+from megarlhf.runtime import Runtime
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,8 @@ class Training:
     """Digests of sources of the user's, by name; another source is said and refuses nothing."""
     on_saved: Callable[[Position], None] = lambda position: None
     """Called on rank 0 after a resume point was written, with the position of the oldest of the newest `keep`."""
+    writer: Callable[[Runtime], Writer] = Writer
+    """Makes what writes them."""
 
 
 def identity_of(cfg: FrozenModel, run: RunConfig, command: str, training: Training) -> Identity:

@@ -14,6 +14,7 @@ from megarlhf.rehearsal.result import (
     RankResult,
     Reshard,
     Result,
+    ResumePointRow,
     RolloutRow,
     StepTime,
 )
@@ -176,7 +177,7 @@ def rank_of(rank, number, points=40):
         groups_created=212,
         memberships=23,
         host_peak=3 * GIB,
-        saved=14 * GIB,
+        resume_point=ResumePointRow(nbytes=14 * GIB, files=2, peak=30 * GIB, host_bytes=14 * GIB),
         offloaded=30 * GIB,
         cache_bytes=int(22.5 * GIB),
     )
