@@ -1,0 +1,313 @@
+"""The invariance matrix: which algorithm is trained at which layout in which way, and how far it is from one process.
+
+A cell of it is a whole run of `sft`, `rm` or `rl` with three optimizer steps in fp32 at a learning rate of 1e-3. What
+it is compared with is the plain run (padded rows, everything resident, nothing computed again) of the same model in one
+process. In `rl` every run trains on the responses which that one drew.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tests.distributed.invariance_jobs import train
+from tests.distributed.logical import Arrays, gradients_of, weights_of
+from tests.ranks import RankPool
+
+BOUNDS = {"loss": 1e-5, "grad_norm": 1e-5, "gradients": 1e-5, "weights": 1e-4}
+"""Largest deviations: of a loss, relative (below 0.01 absolute: 1e-7); of the norm, relative; of an element of the
+first update's gradient, over the largest of its tensor; of a weight after the last update, absolute."""
+SMALL_LOSS, SMALL_LOSS_BF16 = 0.01, 0.1
+BANDS = {"dense": {"loss": 1.0, "weights": 1.0}, "experts": {"loss": 1.0, "weights": 1.0}}
+"""Largest deviations of bf16 from fp32, by model: of a loss, relative (below 0.1 over 0.1); of all weights of a model
+after the last update, relative, in the Euclidean norm. Twice what was measured (docs/invariance.md)."""
+UPDATES = 3
+LR = 1e-3
+
+ALGORITHMS = ("sft", "rm", "ppo", "grpo")
+
+
+class Layout(NamedTuple):
+    ranks: int
+    parallel: Mapping[str, Any]
+    model: str = "dense"
+
+    @property
+    def copies(self) -> int:
+        """Ranks that hold the same weights: data- and context-parallel ones."""
+        return self.ranks // (self.parallel.get("tp", 1) * self.parallel.get("pp", 1))
+
+
+ONE, ONE_WITH_EXPERTS = "one process", "one process, experts"
+LAYOUTS: dict[str, Layout] = {
+    ONE: Layout(1, {}),
+    "TP2": Layout(2, {"tp": 2, "sequence_parallel": False}),
+    "TP4": Layout(4, {"tp": 4, "sequence_parallel": False}),
+    "PP2": Layout(2, {"pp": 2}),
+    "PP4": Layout(4, {"pp": 4}),
+    "VPP2": Layout(2, {"pp": 2, "vpp": 2}),
+    "CP2": Layout(2, {"cp": 2}),
+    "DP2": Layout(2, {}),
+    "DP4": Layout(4, {}),
+    "SP": Layout(2, {"tp": 2, "sequence_parallel": True}),
+    "TP2 x PP2": Layout(4, {"tp": 2, "pp": 2}),
+    "TP2 x PP2, VPP2": Layout(4, {"tp": 2, "pp": 2, "vpp": 2}),
+    "TP2 x CP2": Layout(4, {"tp": 2, "cp": 2}),
+    "TP2 x DP2": Layout(4, {"tp": 2}),
+    "PP2 x DP2": Layout(4, {"pp": 2}),
+    ONE_WITH_EXPERTS: Layout(1, {}, "experts"),
+    "EP2": Layout(2, {"ep": 2}, "experts"),
+    "experts, TP2 with SP": Layout(2, {"tp": 2, "sequence_parallel": True}, "experts"),
+    "EP2 x TP2": Layout(4, {"ep": 2, "tp": 2}, "experts"),
+}
+"""SP where it is not named is on with TP, as by default; the first two are without."""
+
+AWAY = {"parameters": True, "gradients": True, "optimizer": True}
+HERE = dict.fromkeys(AWAY, False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    packed: bool = False
+    tied: bool = False
+    role: Mapping[str, Any] | None = None
+    """Keys of every role."""
+    optim: Mapping[str, Any] | None = None
+    exact: bool = False
+    """The same bits as the plain run at the same layout."""
+
+    def applies(self, layout: Layout) -> bool:
+        """By itself the optimizer is distributed where several ranks hold the same weights, and not on one, where
+        nothing is summed either."""
+        optim, alone = self.optim or {}, layout.copies == 1
+        return optim.get("distributed", alone) == alone and not ("overlap_grad_reduce" in optim and alone)
+
+
+PLAIN = "padded"
+VARIANTS: dict[str, Variant] = {
+    PLAIN: Variant(),
+    "packed": Variant(packed=True),
+    "tied": Variant(tied=True),
+    "core_attention": Variant(role={"recompute": "core_attention"}, exact=True),
+    "layers": Variant(role={"recompute": "layers", "recompute_layers": 1}, exact=True),
+    "full": Variant(role={"recompute": "full"}, exact=True),
+    "optimizer distributed": Variant(optim={"distributed": True}),
+    "optimizer not distributed": Variant(optim={"distributed": False}),
+    "no overlap": Variant(optim={"overlap_grad_reduce": False, "overlap_param_gather": False}),
+    "offloaded": Variant(role={"offload": AWAY}, exact=True),
+    "streamed": Variant(role={"offload": AWAY | {"optimizer": "stream"}}, exact=True),
+    "all of it": Variant(packed=True, tied=True, role={"recompute": "full", "offload": AWAY | {"optimizer": "stream"}}),
+}
+
+
+class Cell(NamedTuple):
+    algorithm: str
+    layout: str
+    variant: str = PLAIN
+    dtype: str = "fp32"
+    seed: int = 0
+
+    def __str__(self) -> str:
+        return " | ".join([self.algorithm, self.layout, self.variant, self.dtype, str(self.seed)])
+
+
+def bf16_cells() -> Iterator[Cell]:
+    """Of these a band is measured."""
+    layouts = (
+        ONE,
+        "TP2",
+        "PP2",
+        "DP2",
+        "SP",
+        "CP2",
+        "TP2 x PP2, VPP2",
+        ONE_WITH_EXPERTS,
+        "EP2",
+        "experts, TP2 with SP",
+    )
+    for algorithm, layout, seed in itertools.product(ALGORITHMS, layouts, range(3)):
+        yield Cell(algorithm, layout, dtype="bf16", seed=seed)
+
+
+def reference(cell: Cell) -> Cell:
+    """The plain run of the same model in one process."""
+    layout = ONE if LAYOUTS[cell.layout].model == "dense" else ONE_WITH_EXPERTS
+    return Cell(cell.algorithm, layout, "tied" if VARIANTS[cell.variant].tied else PLAIN, seed=cell.seed)
+
+
+def cells() -> Iterator[Cell]:
+    """All of the matrix but what the others are compared with."""
+    for algorithm, (name, layout), variant in itertools.product(ALGORITHMS, LAYOUTS.items(), VARIANTS):
+        cell = Cell(algorithm, name, variant)
+        if cell != reference(cell) and VARIANTS[variant].applies(layout):
+            yield cell
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Where the models and the data stand."""
+
+    models: Mapping[str, Path]
+    data: Callable[[int], Mapping[str, Path]]
+    """By seed."""
+
+
+def config(cell: Cell, sources: Sources, run_dir: Path) -> dict[str, Any]:
+    """The file of the cell's run."""
+    layout, variant = LAYOUTS[cell.layout], VARIANTS[cell.variant]
+    data, seed = sources.data(cell.seed), cell.seed
+    # Adam's eps: ten times its default. A first step is lr x gradient / (|gradient| + eps), and of a few thousand
+    # elements one has a gradient so near zero that its rounding, some 1e-9, counts beside 1e-8.
+    optim = {"lr": LR, "eps": 1e-7, "weight_decay": 0.1} | dict(variant.optim or {})
+
+    def role(name: str) -> dict[str, Any]:
+        model = {"path": str(sources.models[f"{layout.model} {name}"]), "dtype": cell.dtype}
+        common = {"model": model, "parallel": dict(layout.parallel), "optim": optim, "offload": HERE}
+        return common | dict(variant.role or {})
+
+    language_model = role("tied" if variant.tied else "untied")
+    micro = {"max_tokens_per_micro_batch": 120} if variant.packed else {"micro_batch_samples": 2}
+    common: dict[str, Any] = {"run": {"dir": str(run_dir), "seed": seed}, "checkpoint": {"every_minutes": 0}}
+    if cell.algorithm in ("sft", "rm"):
+        name, path = ("actor", data["sft"]) if cell.algorithm == "sft" else ("reward_model", data["pairs"])
+        train = {"num_steps": UPDATES, "mini_batch_samples": 8, **micro}
+        return common | {name: language_model, "data": {"train": str(path)}, "train": train}
+    # A policy's loss is a sum of both signs. What is left of it may be so small that its rounding counts; with this
+    # much of an entropy bonus it is not.
+    entropy = {"entropy_coef": 0.1}
+    kl = {"coef": 0.1} if cell.algorithm == "ppo" else {"coef": 0.05, "placement": "loss", "estimator": "k3"}
+    advantage = {"advantage": "gae"} if cell.algorithm == "ppo" else {"advantage": "group_relative"}
+    return common | {
+        "actor": language_model,
+        "reference": role("other"),
+        "reward_model": role("scorer"),
+        **({"critic": role("scorer")} if cell.algorithm == "ppo" else {}),
+        "rewards": [{"kind": "model", "shift": 0.5}],
+        "data": {"train": str(data["prompts"]), "max_prompt_tokens": 48},
+        "train": {"num_steps": 1, "prompts_per_step": 6, "mini_batch_samples": 4, **micro},
+        "rollout": {"engine": "megatron", "num_samples_per_prompt": 2, "max_response_tokens": 4},
+        "algo": {"kl": kl, **advantage, **entropy},
+    }
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a run did, put together from its ranks."""
+
+    losses: Mapping[str, list[float]]
+    """By trained role, update by update."""
+    norms: Mapping[str, list[float]]
+    gradients: Mapping[str, Arrays]
+    """Of the first update, as logical tensors."""
+    weights: Mapping[str, Arrays]
+    given: Any
+    metrics: Mapping[str, Any]
+    host_bytes: int
+    sharded: bool
+    router_gap: float | None
+
+
+class Matrix:
+    """Runs each cell once."""
+
+    def __init__(self, ranks: RankPool, sources: Sources, root: Path) -> None:
+        self._ranks, self._sources, self._root = ranks, sources, root
+        self._numbers = itertools.count()
+        self._made: dict[Cell, Trained] = {}
+        self.measured: dict[Cell, dict[str, float]] = {}
+
+    def reference(self, cell: Cell) -> Trained:
+        """What this cell is compared with."""
+        return self.run(reference(cell))
+
+    def run(self, cell: Cell) -> Trained:
+        if cell not in self._made:
+            origin, command = reference(cell), "rl" if cell.algorithm in ("ppo", "grpo") else cell.algorithm
+            given = None if cell == origin else self.run(origin).given
+            cfg = config(cell, self._sources, self._root / str(next(self._numbers)))
+            self._made[cell] = self._train(command, cell, cfg, given)
+        return self._made[cell]
+
+    def _train(self, command: str, cell: Cell, cfg: dict[str, Any], given: Any) -> Trained:
+        by_rank = self._ranks.run(LAYOUTS[cell.layout].ranks, train, command, cfg, given)
+        roles = by_rank[0]["roles"]
+        for rank in by_rank:
+            for name, role in roles.items():
+                assert (rank["roles"][name]["losses"], rank["roles"][name]["norms"]) == (role["losses"], role["norms"])
+                assert len(role["losses"]) == len(role["norms"]) == UPDATES
+
+        def by_role(what: str, rebuild: Callable[[list[Any]], Arrays]) -> dict[str, Arrays]:
+            return {name: rebuild([rank["roles"][name][what] for rank in by_rank]) for name in roles}
+
+        gaps = [rank["router_gap"] for rank in by_rank if rank["router_gap"] is not None]
+        return Trained(
+            losses={name: role["losses"] for name, role in roles.items()},
+            norms={name: role["norms"] for name, role in roles.items()},
+            gradients=by_role("gradients", gradients_of),
+            weights=by_role("weights", weights_of),
+            given=by_rank[0]["given"],
+            metrics=by_rank[0]["metrics"],
+            host_bytes=by_rank[0]["host_bytes"],
+            sharded=roles[next(iter(roles))]["sharded"],
+            router_gap=min(gaps, default=None),
+        )
+
+
+def deviations(actual: Trained, expected: Trained) -> dict[str, float]:
+    """The largest of each kind, over the trained roles: see `BOUNDS`."""
+    found: dict[str, list[float]] = {kind: [] for kind in BOUNDS}
+    for role in same_roles(actual, expected):
+        pairs = zip(actual.losses[role], expected.losses[role], strict=True)
+        found["loss"] += [abs(loss - wanted) / max(abs(wanted), SMALL_LOSS) for loss, wanted in pairs]
+        pairs = zip(actual.norms[role], expected.norms[role], strict=True)
+        found["grad_norm"] += [abs(norm - wanted) / wanted for norm, wanted in pairs]
+        idle = 0
+        for name, wanted in expected.gradients[role].items():
+            error, largest = _largest(actual.gradients[role][name] - wanted), _largest(wanted)
+            assert largest > 0 or ".experts." in name, f"{role} {name} has no gradient: nothing is compared"
+            idle += largest == 0  # an expert that no token has chosen
+            found["gradients"].append(error / (largest or 1.0))
+        assert idle <= 0.3 * len(expected.gradients[role]), f"{role}: {idle} tensors have no gradient"
+        found["weights"] += [
+            _largest(actual.weights[role][name] - wanted) for name, wanted in expected.weights[role].items()
+        ]
+    return {kind: max(values) for kind, values in found.items()}
+
+
+def bf16_deviations(actual: Trained, expected: Trained) -> dict[str, float]:
+    """Of a run in bf16 from one in fp32: see `BANDS`."""
+    found: dict[str, list[float]] = {"loss": [], "weights": []}
+    for role in same_roles(actual, expected):
+        pairs = zip(actual.losses[role], expected.losses[role], strict=True)
+        found["loss"] += [abs(loss - wanted) / max(abs(wanted), SMALL_LOSS_BF16) for loss, wanted in pairs]
+        weights = expected.weights[role]
+        off = sum(float(np.square(actual.weights[role][name] - wanted).sum()) for name, wanted in weights.items())
+        found["weights"].append((off / sum(float(np.square(wanted).sum()) for wanted in weights.values())) ** 0.5)
+    return {kind: max(values) for kind, values in found.items()}
+
+
+def same_roles(actual: Trained, expected: Trained) -> list[str]:
+    """The trained roles, of which both have the same logical tensors."""
+    for role, gradients in expected.gradients.items():
+        assert actual.gradients[role].keys() == gradients.keys() == expected.weights[role].keys()
+        assert actual.weights[role].keys() == gradients.keys()
+    assert actual.losses.keys() == expected.losses.keys() == expected.gradients.keys()
+    return list(expected.losses)
+
+
+def _largest(values: np.ndarray) -> float:
+    return float(np.abs(values).max())
+
+
+def assert_same_bits(actual: Trained, expected: Trained) -> None:
+    """Losses, norms, first gradients and last weights."""
+    assert (actual.losses, actual.norms) == (expected.losses, expected.norms)
+    for kind in ("gradients", "weights"):
+        for role, tensors in getattr(expected, kind).items():
+            for name, wanted in tensors.items():
+                np.testing.assert_array_equal(getattr(actual, kind)[role][name], wanted, err_msg=f"{role} {name}")
