@@ -16,13 +16,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tests.distributed.invariance_jobs import train
+from tests.distributed.invariance_routing import Choices, other_choices, union
 from tests.distributed.logical import Arrays, gradients_of, weights_of
 from tests.ranks import RankPool
 
 BOUNDS = {"loss": 1e-5, "grad_norm": 1e-5, "gradients": 1e-5, "weights": 1e-4}
-"""Largest deviations: of a loss, relative (below 0.01 absolute: 1e-7); of the norm, relative; of an element of the
-first update's gradient, over the largest of its tensor; of a weight after the last update, absolute."""
-SMALL_LOSS, SMALL_LOSS_BF16 = 0.01, 0.1
+"""Largest deviations: of a loss, relative (absolute where it is small: `Variant.small_loss`); of the norm, relative; of
+an element of the first update's gradient, over the largest of its tensor; of a weight after the last, absolute."""
+OTHER_CHOICES, OTHER_CHOICES_BF16 = 0.0, 1.0
+"""Largest share of the decisions of routers that are not those of one process in fp32."""
+SMALL_LOSS_BF16 = 0.1
 BANDS = {"dense": {"loss": 1.0, "weights": 1.0}, "experts": {"loss": 1.0, "weights": 1.0}}
 """Largest deviations of bf16 from fp32, by model: of a loss, relative (below 0.1 over 0.1); of all weights of a model
 after the last update, relative, in the Euclidean norm. Twice what was measured (docs/invariance.md)."""
@@ -30,6 +33,7 @@ UPDATES = 3
 LR = 1e-3
 
 ALGORITHMS = ("sft", "rm", "ppo", "grpo")
+RL = ("ppo", "grpo")
 
 
 class Layout(NamedTuple):
@@ -80,15 +84,37 @@ class Variant:
     optim: Mapping[str, Any] | None = None
     exact: bool = False
     """The same bits as the plain run at the same layout."""
+    entropy_coef: float = 0.1
+    small_loss: float = 0.01
+    """A loss below it may differ by as much as this one: by 1e-7, with the bound on relative deviations."""
 
-    def applies(self, layout: Layout) -> bool:
+    def how(self, layout: Layout) -> dict[str, Any]:
+        """What `invariance_jobs.how` says of a run that is this one."""
+        optim, several, sizes = self.optim or {}, layout.copies > 1, {"cp": 1, "pp": 1, "tp": 1, "ep": 1, "vpp": 1}
+        sizes |= {"sequence_parallel": layout.parallel.get("tp", 1) > 1} | dict(layout.parallel)
+        distributed = optim.get("distributed", several)
+        overlap = several and optim.get("overlap_grad_reduce", True)
+        return {
+            "sizes": sizes | {"dp": layout.copies // sizes["cp"]},
+            "packed": {self.packed},
+            "recomputed": "recompute" in (self.role or {}),
+            "distributed": distributed,
+            "overlap": (overlap, overlap and distributed),
+            "several_buckets": overlap,
+        }
+
+    def applies(self, algorithm: str, layout: Layout) -> bool:
         """By itself the optimizer is distributed where several ranks hold the same weights, and not on one, where
         nothing is summed either."""
+        if self.entropy_coef == 0 and algorithm not in RL:
+            return False
         optim, alone = self.optim or {}, layout.copies == 1
         return optim.get("distributed", alone) == alone and not ("overlap_grad_reduce" in optim and alone)
 
 
-PLAIN = "padded"
+PLAIN, NO_BONUS = "padded", "no entropy bonus"
+REFERENCES = (PLAIN, "tied", NO_BONUS)
+"""Variants that are trainings of their own."""
 VARIANTS: dict[str, Variant] = {
     PLAIN: Variant(),
     "packed": Variant(packed=True),
@@ -96,6 +122,7 @@ VARIANTS: dict[str, Variant] = {
     "core_attention": Variant(role={"recompute": "core_attention"}, exact=True),
     "layers": Variant(role={"recompute": "layers", "recompute_layers": 1}, exact=True),
     "full": Variant(role={"recompute": "full"}, exact=True),
+    NO_BONUS: Variant(entropy_coef=0.0, small_loss=0.1),
     "optimizer distributed": Variant(optim={"distributed": True}),
     "optimizer not distributed": Variant(optim={"distributed": False}),
     "no overlap": Variant(optim={"overlap_grad_reduce": False, "overlap_param_gather": False}),
@@ -137,14 +164,15 @@ def bf16_cells() -> Iterator[Cell]:
 def reference(cell: Cell) -> Cell:
     """The plain run of the same model in one process."""
     layout = ONE if LAYOUTS[cell.layout].model == "dense" else ONE_WITH_EXPERTS
-    return Cell(cell.algorithm, layout, "tied" if VARIANTS[cell.variant].tied else PLAIN, seed=cell.seed)
+    variant = cell.variant if cell.variant in REFERENCES else "tied" if VARIANTS[cell.variant].tied else PLAIN
+    return Cell(cell.algorithm, layout, variant, seed=cell.seed)
 
 
 def cells() -> Iterator[Cell]:
     """All of the matrix but what the others are compared with."""
     for algorithm, (name, layout), variant in itertools.product(ALGORITHMS, LAYOUTS.items(), VARIANTS):
         cell = Cell(algorithm, name, variant)
-        if cell != reference(cell) and VARIANTS[variant].applies(layout):
+        if cell != reference(cell) and VARIANTS[variant].applies(algorithm, layout):
             yield cell
 
 
@@ -177,9 +205,9 @@ def config(cell: Cell, sources: Sources, run_dir: Path) -> dict[str, Any]:
         name, path = ("actor", data["sft"]) if cell.algorithm == "sft" else ("reward_model", data["pairs"])
         train = {"num_steps": UPDATES, "mini_batch_samples": 8, **micro}
         return common | {name: language_model, "data": {"train": str(path)}, "train": train}
-    # A policy's loss is a sum of both signs. What is left of it may be so small that its rounding counts; with this
-    # much of an entropy bonus it is not.
-    entropy = {"entropy_coef": 0.1}
+    # A policy's loss is a sum of both signs: what is left of it is so small that its rounding counts. With an entropy
+    # bonus it is not, and a row of the matrix is without.
+    entropy = {"entropy_coef": variant.entropy_coef}
     kl = {"coef": 0.1} if cell.algorithm == "ppo" else {"coef": 0.05, "placement": "loss", "estimator": "k3"}
     advantage = {"advantage": "gae"} if cell.algorithm == "ppo" else {"advantage": "group_relative"}
     return common | {
@@ -208,8 +236,12 @@ class Trained:
     given: Any
     metrics: Mapping[str, Any]
     host_bytes: int
-    sharded: bool
-    router_gap: float | None
+    how: Mapping[str, Mapping[str, Any]]
+    """By trained role: see `invariance_jobs.how`."""
+    router_gap: float
+    """See `Routing.gap`."""
+    choices: Choices
+    """Of experts."""
 
 
 class Matrix:
@@ -220,14 +252,25 @@ class Matrix:
         self._numbers = itertools.count()
         self._made: dict[Cell, Trained] = {}
         self.measured: dict[Cell, dict[str, float]] = {}
+        self.choices: dict[Cell, tuple[int, int]] = {}
+        """Of cells with experts: see `other_choices`."""
 
     def reference(self, cell: Cell) -> Trained:
         """What this cell is compared with."""
         return self.run(reference(cell))
 
+    def share_of_other_choices(self, cell: Cell) -> float:
+        """Of experts, compared with those of the reference."""
+        wanted = self.reference(cell).choices
+        assert bool(wanted) == (LAYOUTS[cell.layout].model == "experts")
+        if not wanted:
+            return 0.0
+        others, of = self.choices[cell] = other_choices(self.run(cell).choices, wanted)
+        return others / of
+
     def run(self, cell: Cell) -> Trained:
         if cell not in self._made:
-            origin, command = reference(cell), "rl" if cell.algorithm in ("ppo", "grpo") else cell.algorithm
+            origin, command = reference(cell), "rl" if cell.algorithm in RL else cell.algorithm
             given = None if cell == origin else self.run(origin).given
             cfg = config(cell, self._sources, self._root / str(next(self._numbers)))
             self._made[cell] = self._train(command, cell, cfg, given)
@@ -244,7 +287,6 @@ class Matrix:
         def by_role(what: str, rebuild: Callable[[list[Any]], Arrays]) -> dict[str, Arrays]:
             return {name: rebuild([rank["roles"][name][what] for rank in by_rank]) for name in roles}
 
-        gaps = [rank["router_gap"] for rank in by_rank if rank["router_gap"] is not None]
         return Trained(
             losses={name: role["losses"] for name, role in roles.items()},
             norms={name: role["norms"] for name, role in roles.items()},
@@ -253,17 +295,18 @@ class Matrix:
             given=by_rank[0]["given"],
             metrics=by_rank[0]["metrics"],
             host_bytes=by_rank[0]["host_bytes"],
-            sharded=roles[next(iter(roles))]["sharded"],
-            router_gap=min(gaps, default=None),
+            how={name: role["how"] for name, role in roles.items()},
+            router_gap=min(rank["router_gap"] for rank in by_rank),
+            choices=union([rank["choices"] for rank in by_rank]),
         )
 
 
-def deviations(actual: Trained, expected: Trained) -> dict[str, float]:
+def deviations(actual: Trained, expected: Trained, small_loss: float) -> dict[str, float]:
     """The largest of each kind, over the trained roles: see `BOUNDS`."""
     found: dict[str, list[float]] = {kind: [] for kind in BOUNDS}
     for role in same_roles(actual, expected):
         pairs = zip(actual.losses[role], expected.losses[role], strict=True)
-        found["loss"] += [abs(loss - wanted) / max(abs(wanted), SMALL_LOSS) for loss, wanted in pairs]
+        found["loss"] += [abs(loss - wanted) / max(abs(wanted), small_loss) for loss, wanted in pairs]
         pairs = zip(actual.norms[role], expected.norms[role], strict=True)
         found["grad_norm"] += [abs(norm - wanted) / wanted for norm, wanted in pairs]
         idle = 0
@@ -277,6 +320,12 @@ def deviations(actual: Trained, expected: Trained) -> dict[str, float]:
             _largest(actual.weights[role][name] - wanted) for name, wanted in expected.weights[role].items()
         ]
     return {kind: max(values) for kind, values in found.items()}
+
+
+def policy_loss_deviations(actual: Trained, expected: Trained) -> dict[str, float]:
+    """The largest of the actor's loss, by itself and over the loss."""
+    off = [(abs(a - b), abs(b)) for a, b in zip(actual.losses["actor"], expected.losses["actor"], strict=True)]
+    return {"loss_absolute": max(error for error, _ in off), "loss_relative": max(error / loss for error, loss in off)}
 
 
 def bf16_deviations(actual: Trained, expected: Trained) -> dict[str, float]:

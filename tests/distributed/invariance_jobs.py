@@ -17,14 +17,15 @@ from torch import Tensor
 from megarlhf.config import RLConfig, RMConfig, SFTConfig
 from megarlhf.experience import Ragged, Rollouts
 from megarlhf.models.build import placements_on
-from megarlhf.models.experts import Router
 from megarlhf.models.role import Role, build_role
 from megarlhf.observe.metrics import read_metrics
 from megarlhf.parallel import step
+from megarlhf.parallel.chunks import chunks_of
 from megarlhf.rollout.megatron_engine import MegatronEngine
 from megarlhf.runtime import Runtime
 from megarlhf.trainers import rl, rl_components, rm, sft, supervised
 from megarlhf.trainers.parts import Parts
+from tests.distributed.invariance_routing import Routing
 from tests.distributed.logical import Held
 
 COMMANDS: dict[str, tuple[Any, Callable[..., None]]] = {
@@ -33,7 +34,8 @@ COMMANDS: dict[str, tuple[Any, Callable[..., None]]] = {
     "rl": (RLConfig, rl.run),
 }
 PIECE_BYTES, BUCKET = 4096, 20_000
-"""Of streamed optimizer state, and elements of a gradient bucket: so that the tiny models have several of each."""
+"""Of streamed optimizer state, and elements of a gradient bucket: so that the tiny models have several of each.
+Megatron-Core has several buckets only where it overlaps."""
 Given = tuple[list[list[int]], list[list[float]], list[bool]]
 """Responses, their log-probs, and which have ended."""
 
@@ -47,6 +49,10 @@ class Seen:
     norms: list[float] = field(default_factory=list)
     gradients: Held | None = None
     """Of the first update, summed over all ranks and not yet clipped."""
+    packed: set[bool] = field(default_factory=set)
+    """Of the micro-batches."""
+    recomputed: int = 0
+    """How often the attention of a layer was computed again."""
 
 
 class GivenEngine(MegatronEngine):
@@ -77,13 +83,13 @@ def train(runtime: Runtime, command: str, config: Mapping[str, Any], given: Give
     cfg = section.model_validate(config)
     seen: dict[str, Seen] = {}
     engines: list[GivenEngine] = []
-    gaps: list[float] = []
+    routing = Routing()
 
     def build(*args: Any, **kwargs: Any) -> Role:
         role = build_role(*args, **kwargs)
         if role.trainer is not None:
-            seen[role.name] = watched(role)
-            watch_routers(role, gaps)
+            seen[role.name] = watched(role, routing)
+            routing.watch(role)
         return role
 
     def engine(rollout: Any, actor: Role, max_prompt_tokens: int, micro_batch_samples: int) -> GivenEngine:
@@ -98,6 +104,7 @@ def train(runtime: Runtime, command: str, config: Mapping[str, Any], given: Give
         mock.patch.object(step, "PIECE_BYTES", PIECE_BYTES),
         mock.patch.object(step, "DistributedDataParallelConfig", small_buckets),
         contextlib.redirect_stdout(io.StringIO()),
+        routing.listening(),
     ):
         run(cfg, runtime, Parts(engine=engine))
     first = next(iter(seen.values())).role
@@ -105,7 +112,8 @@ def train(runtime: Runtime, command: str, config: Mapping[str, Any], given: Give
         "metrics": read_metrics(cfg.run.dir)[-1] if runtime.is_main else {},
         "given": engines[0].given if engines else None,
         "host_bytes": first.parts.residency.host.nbytes,
-        "router_gap": min(gaps, default=None),
+        "router_gap": routing.gap,
+        "choices": routing.choices,
         "roles": {},
     }
     for name, each in seen.items():
@@ -116,25 +124,55 @@ def train(runtime: Runtime, command: str, config: Mapping[str, Any], given: Give
             "norms": each.norms,
             "gradients": each.gradients,
             "weights": held(each.role, live),
-            "sharded": is_sharded(each.role),
+            "how": how(each),
         }
     return result
 
 
-def is_sharded(role: Role) -> bool:
-    """Whether the role's optimizer is distributed."""
-    assert role.trainer is not None
-    return any(isinstance(each, step.DistributedOptimizer) for each in step.optimizers_in(role.trainer.optimizer))
+def how(seen: Seen) -> dict[str, Any]:
+    """What the role's training was in fact."""
+    trainer, at = seen.role.trainer, seen.role.mesh.layout
+    assert trainer is not None
+    first = trainer.chunks[0]
+    sharded = [isinstance(each, step.DistributedOptimizer) for each in step.optimizers_in(trainer.optimizer)]
+    return {
+        "sizes": {
+            **{axis: getattr(at, axis) for axis in ("tp", "cp", "pp", "dp", "ep")},
+            "vpp": len(trainer.chunks),
+            "sequence_parallel": first.config.sequence_parallel,
+        },
+        "packed": seen.packed,
+        "recomputed": seen.recomputed > 0,
+        "distributed": any(sharded),
+        "overlap": (first.ddp_config.overlap_grad_reduce, first.ddp_config.overlap_param_gather),
+        "several_buckets": any(len(buffer.buckets) > 1 for buffer in trainer.buffers),
+    }
 
 
-def watched(role: Role) -> Seen:
+def watched(role: Role, routing: Routing) -> Seen:
     """Looks at the role's updates between the accumulation and the optimizer's step."""
     trainer, seen = role.trainer, Seen(role)
     assert trainer is not None
     accumulate, gradient_norm = trainer.accumulate, trainer.gradient_norm
 
+    def count(by: int) -> Callable[..., None]:
+        def counted(*_: Any) -> None:
+            seen.recomputed += by if routing.now else 0
+
+        return counted
+
+    for chunk in chunks_of(role.shard.module):
+        attentions = [module for name, module in chunk.named_modules() if name.endswith(".core_attention")]
+        assert attentions
+        for attention in attentions:
+            attention.register_forward_hook(count(1))
+        chunk.register_forward_hook(count(-len(attentions)))
+
     def accumulated(batches: Sequence[step.MicroBatch], loss: step.Loss) -> dict[str, float]:
+        routing.now = role.name, len(seen.losses)
+        seen.packed |= {batch.layout.packed for batch in batches if batch.layout is not None}
         sums = accumulate(batches, loss)
+        routing.now = None
         seen.losses.append(sums["loss"])
         if seen.gradients is None:
             seen.gradients = held(role, own_gradients(role))
@@ -147,22 +185,6 @@ def watched(role: Role) -> Seen:
     trainer.accumulate = accumulated  # type: ignore[method-assign]
     trainer.gradient_norm = norm  # type: ignore[method-assign]
     return seen
-
-
-def watch_routers(role: Role, gaps: list[float]) -> None:
-    """Of each choice of experts: by how much the last one taken was above the first one left."""
-    top = role.shard.arch.experts_per_token
-
-    def note(router: Router, hidden: Tensor) -> Tensor:
-        logits_SBE = gating(router, hidden)
-        best = logits_SBE.detach().topk(top + 1, dim=-1).values
-        gaps.append(float((best[..., top - 1] - best[..., top]).min()))
-        return logits_SBE
-
-    gating = Router.gating
-    for module in role.shard.module.modules():
-        if isinstance(module, Router):
-            module.gating = note.__get__(module)
 
 
 def own_gradients(role: Role) -> dict[str, np.ndarray]:

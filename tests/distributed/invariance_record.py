@@ -4,42 +4,42 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from benchmarks.machine import machine
-from tests.distributed.invariance import BANDS, BOUNDS, LAYOUTS, PLAIN, VARIANTS, Cell, Matrix
+from tests.distributed.invariance import BOUNDS, LAYOUTS, VARIANTS, Cell, Matrix, bf16_cells, cells
+
+Row = dict[str, Any]
 
 
 def write_record(matrix: Matrix, path: Path) -> None:
-    """Largest deviations by cell."""
-    rows = [
-        {**cell._asdict(), "ranks": LAYOUTS[cell.layout].ranks, **({"same_bits": True} if _is_exact(cell) else {})}
-        | {kind: float(f"{value:.2e}") for kind, value in found.items()}
-        for cell, found in matrix.measured.items()
-    ]
-    record = {
-        "about": machine("make test-matrix"),
-        "bounds": BOUNDS,
-        "bf16_bands": BANDS,
-        "experts": _choices(matrix),
-        "cells": [row for row in rows if row["dtype"] == "fp32"],
-        "bf16": [row for row in rows if row["dtype"] == "bf16"],
-    }
+    """Largest deviations by cell. Adds to a record of the same commit, of which other cells have been run before."""
+    about = machine("make test-matrix")
+    record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    if record.get("about") != about:
+        record = {"about": about, "bounds": BOUNDS, "cells": [], "bf16": []}
+    order = {cell: number for number, cell in enumerate((*cells(), *bf16_cells()))}
+    by_cell = {cell_of(row): row for row in (*record["cells"], *record["bf16"])}
+    by_cell |= {cell: _row(matrix, cell) for cell in matrix.measured}
+    rows = [by_cell[cell] for cell in sorted(by_cell, key=order.__getitem__)]
+    record["cells"] = [row for row in rows if row["dtype"] == "fp32"]
+    record["bf16"] = [row for row in rows if row["dtype"] == "bf16"]
     path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
-def _is_exact(cell: Cell) -> bool:
-    return VARIANTS[cell.variant].exact
+def cell_of(row: Row) -> Cell:
+    """Which cell of the matrix a row of the record is of."""
+    return Cell(**{name: row[name] for name in Cell._fields})
 
 
-def _choices(matrix: Matrix) -> dict[str, float]:
-    """How near the nearest choice of an expert was, and by how much layouts change that."""
-    plain = [
-        cell
-        for cell in matrix.measured
-        if LAYOUTS[cell.layout].model == "experts" and cell.variant == PLAIN and cell.dtype == "fp32"
-    ]
-    pairs = [(matrix.run(cell).router_gap or 0.0, matrix.reference(cell).router_gap or 0.0) for cell in plain]
-    return {
-        "smallest_gap_of_logits": float(f"{min(gap for gap, _ in pairs):.2e}"),
-        "largest_change_of_it": float(f"{max(abs(gap - wanted) for gap, wanted in pairs):.2e}"),
-    }
+def _row(matrix: Matrix, cell: Cell) -> Row:
+    row: Row = {**cell._asdict(), "ranks": LAYOUTS[cell.layout].ranks}
+    if VARIANTS[cell.variant].exact:
+        row["same_bits"] = True
+    row |= {kind: float(f"{value:.2e}") for kind, value in matrix.measured[cell].items()}
+    if cell in matrix.choices:
+        row["other_choices"], row["choices"] = matrix.choices[cell]
+        row["nearest_choice"] = float(f"{matrix.run(cell).router_gap:.2e}")
+        change = abs(matrix.run(cell).router_gap - matrix.reference(cell).router_gap)
+        row["change_of_nearest_choice"] = float(f"{change:.2e}")
+    return row
