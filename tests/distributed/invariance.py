@@ -193,8 +193,8 @@ def config(cell: Cell, sources: Sources, run_dir: Path) -> dict[str, Any]:
     # elements one has a gradient so near zero that its rounding, some 1e-9, counts beside 1e-8.
     optim = {"lr": LR, "eps": 1e-7, "weight_decay": 0.1} | dict(variant.optim or {})
 
-    def role(name: str) -> dict[str, Any]:
-        model = {"path": str(sources.models[f"{layout.model} {name}"]), "dtype": cell.dtype}
+    def role(name: str, dtype: str = cell.dtype) -> dict[str, Any]:
+        model = {"path": str(sources.models[f"{layout.model} {name}"]), "dtype": dtype}
         common = {"model": model, "parallel": dict(layout.parallel), "optim": optim, "offload": HERE}
         return common | dict(variant.role or {})
 
@@ -210,10 +210,12 @@ def config(cell: Cell, sources: Sources, run_dir: Path) -> dict[str, Any]:
     entropy = {"entropy_coef": variant.entropy_coef}
     kl = {"coef": 0.1} if cell.algorithm == "ppo" else {"coef": 0.05, "placement": "loss", "estimator": "k3"}
     advantage = {"advantage": "gae"} if cell.algorithm == "ppo" else {"advantage": "group_relative"}
+    # Two responses to a prompt differ by the sign of an advantage, which a reward model in bf16 turns round where it
+    # likes both nearly as much.
     return common | {
         "actor": language_model,
         "reference": role("other"),
-        "reward_model": role("scorer"),
+        "reward_model": role("scorer", "fp32"),
         **({"critic": role("scorer")} if cell.algorithm == "ppo" else {}),
         "rewards": [{"kind": "model", "shift": 0.5}],
         "data": {"train": str(data["prompts"]), "max_prompt_tokens": 48},

@@ -13,14 +13,16 @@ Row = dict[str, Any]
 
 
 def write_record(matrix: Matrix, path: Path) -> None:
-    """Largest deviations by cell. Adds to a record of the same commit, of which other cells have been run before."""
+    """Largest deviations by cell, each with the commit that it was measured at. Adds to a record that was made on the
+    same machine with the same versions, of which other cells have been run before."""
     about = machine("make test-matrix")
+    commit = about.pop("commit")
     record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     if record.get("about") != about:
         record = {"about": about, "bounds": BOUNDS, "cells": [], "bf16": []}
     order = {cell: number for number, cell in enumerate((*cells(), *bf16_cells()))}
     by_cell = {cell_of(row): row for row in (*record["cells"], *record["bf16"])}
-    by_cell |= {cell: _row(matrix, cell) for cell in matrix.measured}
+    by_cell |= {cell: {**_row(matrix, cell), "commit": commit} for cell in matrix.measured}
     rows = [by_cell[cell] for cell in sorted(by_cell, key=order.__getitem__)]
     record["cells"] = [row for row in rows if row["dtype"] == "fp32"]
     record["bf16"] = [row for row in rows if row["dtype"] == "bf16"]
