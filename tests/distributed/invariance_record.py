@@ -20,10 +20,10 @@ def write_record(matrix: Matrix, path: Path) -> None:
     record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     if record.get("about") != about:
         record = {"about": about, "bounds": BOUNDS, "cells": [], "bf16": []}
-    order = {cell: number for number, cell in enumerate((*cells(), *bf16_cells()))}
+    order = (*cells(), *bf16_cells())
     by_cell = {cell_of(row): row for row in (*record["cells"], *record["bf16"])}
     by_cell |= {cell: {**_row(matrix, cell), "commit": commit} for cell in matrix.measured}
-    rows = [by_cell[cell] for cell in sorted(by_cell, key=order.__getitem__)]
+    rows = [by_cell[cell] for cell in order if cell in by_cell]
     record["cells"] = [row for row in rows if row["dtype"] == "fp32"]
     record["bf16"] = [row for row in rows if row["dtype"] == "bf16"]
     path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")

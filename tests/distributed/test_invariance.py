@@ -128,7 +128,7 @@ def test_as_in_one_process(cell: Cell, matrix: Matrix) -> None:
 def test_bf16_is_within_its_band(cell: Cell, matrix: Matrix) -> None:
     """Of fp32 in one process on the same data; and it is bf16."""
     found = matrix.measured[cell] = bf16_deviations(matrix.run(cell), matrix.reference(cell))
-    band = BANDS[LAYOUTS[cell.layout].model]
+    band = BANDS[LAYOUTS[cell.layout].model, cell.algorithm]
     assert matrix.share_of_other_choices(cell) <= OTHER_CHOICES_BF16, f"{cell}: {matrix.choices[cell]} of experts"
     assert all(1e-5 < value <= band[kind] for kind, value in found.items()), f"{cell}: {found}, the band is {band}"
 
