@@ -24,7 +24,7 @@ UNWANTED := torchvision torchaudio torchcodec
 # them, the others in the third. Three keep two cores busy: tests wait for processes and for time to pass.
 PYTEST_ARGS ?=
 WHOLE_SUITE := -n 3 --dist loadscope --durations=25
-DEFAULT_TESTS := not gpu and not multigpu and not slow and not slurm and not peers
+DEFAULT_TESTS := not gpu and not multigpu and not slow and not slurm and not peers and not matrix
 
 # The environment of every command below. Nothing here needs a network; ranks share few cores, and OpenMP
 # threads that outnumber them spin (ten times slower), so a rank has one thread.
@@ -40,7 +40,7 @@ export TORCH_CPP_LOG_LEVEL ?= ERROR
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help venv demo demo-3d demo-seeds bench-convert bench-reshard bench-kernels bench-packing bench-gpu-logprob \
-	bench-gpu-packed bench-resume bench-rewards bench-rollout bench-rehearsal bench-fits test test-slow test-gpu test-peers test-slurm test-faults slurm-scripts lint docs \
+	bench-gpu-packed bench-resume bench-rewards bench-rollout bench-rehearsal bench-fits test test-matrix test-slow test-gpu test-peers test-slurm test-faults slurm-scripts lint docs \
 	doctor lock clean
 
 help: ## list the targets
@@ -97,6 +97,10 @@ bench-gpu-packed: ## packed rows against padded ones on one GPU (7 minutes); wri
 
 test: venv ## the default tests: no GPU, no network, minutes
 	$(PY) -m pytest -m "$(DEFAULT_TESTS)" $(or $(PYTEST_ARGS),$(WHOLE_SUITE))
+
+test-matrix: venv ## all of the invariance matrix (half an hour); writes benchmarks/results/invariance.json and prints tables of it
+	INVARIANCE_RECORD=benchmarks/results/invariance.json $(PY) -m pytest -q $(or $(PYTEST_ARGS),tests/distributed/test_invariance.py)
+	$(PY) -m benchmarks.invariance
 
 test-slow: venv ## the slow tests that need no GPU and no Slurm
 	$(PY) -m pytest -m "slow and not gpu and not multigpu and not slurm" $(PYTEST_ARGS)

@@ -221,6 +221,10 @@ class OptimConfig(FrozenModel):
     overlap_param_gather: bool = True
     """Updated weights are gathered from data-parallel ranks bucket by bucket, while the next forward already runs, and
     not before it."""
+    distributed: Literal["auto"] | bool = "auto"
+    """Whether each data-parallel rank holds and updates its share of the optimizer's state only, after which the
+    weights are gathered. `auto`: where there are several such ranks. `false`: each holds and updates all of it, which
+    takes more memory and time; to compare with. Results differ by rounding at most."""
 
     @model_validator(mode="after")
     def _check(self) -> OptimConfig:

@@ -215,7 +215,8 @@ class Trainer:
         self.before_update: Callable[[], None] = lambda: None
         """Called on every rank before the weights are changed."""
         # On one such rank there is nothing to shard, and its collectives would be copies.
-        shard = mesh.layout.dp * mesh.layout.cp > 1
+        several = mesh.layout.dp * mesh.layout.cp > 1
+        shard = several if optim.distributed == "auto" else optim.distributed
         with megatron_device(mesh.runtime.device):
             self.chunks = tuple(
                 DistributedDataParallel(
@@ -223,8 +224,8 @@ class Trainer:
                     ddp_config=DistributedDataParallelConfig(
                         grad_reduce_in_fp32=True,
                         use_distributed_optimizer=shard,
-                        overlap_grad_reduce=shard and optim.overlap_grad_reduce,
-                        overlap_param_gather=shard and optim.overlap_param_gather,
+                        overlap_grad_reduce=several and optim.overlap_grad_reduce,
+                        overlap_param_gather=several and shard and optim.overlap_param_gather,
                     ),
                     module=chunk,
                     pg_collection=mesh.groups,
@@ -356,9 +357,15 @@ class Trainer:
                     with contextlib.suppress(KeyError):  # other ranks have it
                         owned = optimizer._get_model_param_range_map(parameter)["param"]
                         found[name] = gradient[owned.start : owned.end]
-                else:
+                elif self._is_first_copy(parameter):
                     found[name] = gradient
         return found
+
+    def _is_first_copy(self, parameter: Tensor) -> bool:
+        """Whether this rank is the first of the data-parallel ranks that hold this parameter whole."""
+        of_experts = not getattr(parameter, "allreduce", True)  # Megatron-Core's mark
+        at = self.mesh.coordinates
+        return self.mesh.experts.dp == 0 if of_experts else (at.dp, at.cp) == (0, 0)
 
     def step(self, norm: float) -> None:
         """Clip and apply the accumulated gradients, whose `gradient_norm` has been asked for."""

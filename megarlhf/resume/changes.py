@@ -34,6 +34,7 @@ _NEUTRAL = {
         "run.deterministic"
     ),
     "when sums of gradients and weights travel": "ROLE.optim.overlap_grad_reduce ROLE.optim.overlap_param_gather",
+    "which rank updates which part of a model": "ROLE.optim.distributed",
     "what is kept in memory, and what is computed again": "ROLE.recompute ROLE.recompute_layers ROLE.offload.*",
     "which engine draws which samples": "rollout.balance",
     "memory": "rollout.sleep_level rollout.gpu_memory_utilization rollout.cpu_cache_gib rollout.reshard_bucket_mib",

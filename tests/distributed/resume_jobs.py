@@ -45,9 +45,10 @@ from tests.weights import megatron_shapes
 
 
 def build(runtime: Runtime, model: str, parallel: dict[str, Any], dtype: str, head: Head) -> Role:
-    section = RoleConfig.model_validate(
-        {"model": {"path": model, "dtype": dtype, "fresh_head": head == "scalar"}, "parallel": parallel}
-    )
+    parallel = dict(parallel)
+    optim = {"distributed": parallel.pop("distributed", "auto")}
+    model_section = {"path": model, "dtype": dtype, "fresh_head": head == "scalar"}
+    section = RoleConfig.model_validate({"model": model_section, "parallel": parallel, "optim": optim})
     return build_role("actor", section, head, GroupCache(runtime), seed=0, num_optimizer_steps=50)
 
 

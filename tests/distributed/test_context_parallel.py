@@ -67,14 +67,10 @@ SPREAD = {
     ("sft", "packed", "tp2cp2_sequence_parallel"),
     ("sft", "padded", "cp2pp2"),
     ("sft_tied", "packed", "cp4"),
-    ("sft_tied", "padded", "cp2"),
     ("rm", "packed", "cp2pp2"),
-    ("rm", "padded", "cp2"),
-    ("ppo", "packed", "cp2"),
     ("grpo", "packed", "cp2dp2"),
-    ("grpo", "padded", "cp2"),
 }
-"""Run by `make test`; all others by `make test-slow`."""
+"""Run by `make test`; all others by `make test-slow`. Two ranks alone: tests/distributed/test_invariance.py."""
 CASES = [
     pytest.param(*case, marks=() if case in SPREAD else pytest.mark.slow, id="-".join(case))
     for case in itertools.product(JOBS, ("packed", "padded"), [name for name in LAYOUTS if name != "one"])

@@ -1,7 +1,7 @@
 """Whatever is in host memory meanwhile, and whatever is computed again: a step is the same to the bit.
 
 Not covered here: the rollout engine (tests/distributed/test_engine_sleeps.py), resumes under a policy
-(tests/distributed/test_resume.py).
+(tests/distributed/test_resume.py), other commands and layouts (tests/distributed/test_invariance.py).
 """
 
 from __future__ import annotations
@@ -37,22 +37,17 @@ def ppo(
 
 
 CASES: dict[str, tuple[int, dict[str, Any], str, dict[str, Any]]] = {
-    "away": (1, {}, "fp32", {"offload": AWAY}),
     "away, bf16": (1, {}, "bf16", {"offload": AWAY}),
-    "streamed": (1, {}, "fp32", {"offload": STREAMED}),
     "streamed, bf16": (1, {}, "bf16", {"offload": STREAMED}),
     "away, DP2, bf16": (2, {}, "bf16", {"offload": AWAY}),
     "streamed, DP2, bf16": (2, {}, "bf16", {"offload": STREAMED}),
-    "streamed, DP2": (2, {}, "fp32", {"offload": STREAMED}),
     "streamed, recomputed, TP2 PP2": (
         4,
         {"tp": 2, "pp": 2, "sequence_parallel": True},
         "fp32",
         {"offload": STREAMED, "recompute": "full"},
     ),
-    "core attention": (1, {}, "fp32", {"recompute": "core_attention"}),
     "core attention, TP2": (2, {"tp": 2}, "bf16", {"recompute": "core_attention"}),
-    "one layer": (1, {}, "fp32", {"recompute": "layers", "recompute_layers": 1}),
     "all layers, PP2": (2, {"pp": 2}, "bf16", {"recompute": "full"}),
 }
 

@@ -1,7 +1,7 @@
-"""Packed and padded runs are the same training, at every layout, for ragged batches.
+"""Packed and padded runs are the same training, for ragged batches.
 
-Each layout's packed run is compared with its own padded run and with the padded run of one rank. Not covered: kernels
-of a GPU; TransformerEngine's `thd`.
+Each layout's packed run is compared with its own padded run and with the padded run of one rank. All layouts:
+tests/distributed/test_invariance.py. Not covered: kernels of a GPU; TransformerEngine's `thd`.
 """
 
 from __future__ import annotations
@@ -25,10 +25,7 @@ BUDGET = 120
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp1": (1, {}),
-    "tp2": (2, {"tp": 2, "sequence_parallel": False}),
-    "pp2": (2, {"pp": 2}),
     "dp2": (2, {}),
-    "tp2_sequence_parallel": (2, {"tp": 2, "sequence_parallel": True}),
     "tp2pp2_sequence_parallel": (4, {"tp": 2, "pp": 2, "sequence_parallel": True}),
 }
 PADDED = {"micro_batch_samples": 2}

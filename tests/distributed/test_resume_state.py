@@ -20,19 +20,23 @@ from tests.distributed.resume_jobs import load_with_megatron, save_and_export, s
 from tests.distributed.tiny import write_family
 from tests.ranks import RankPool
 
-CHAIN: tuple[tuple[str, int, dict[str, Any]], ...] = (
+Chain = tuple[tuple[str, int, dict[str, Any]], ...]
+"""Directory, ranks, and the layout; with `distributed` that of the optimizer."""
+CHAIN: Chain = (
     ("dp2", 2, {}),
     ("cp2", 2, {"cp": 2}),
     ("tp2_pp2_vpp2", 4, {"tp": 2, "pp": 2, "vpp": 2}),
     ("tp2_cp2", 4, {"tp": 2, "cp": 2}),
     ("tp1", 1, {}),
+    ("dp2_not_distributed", 2, {"distributed": False}),
     ("dp4", 4, {}),
     ("pp2_uneven", 2, {"pp": 2, "layers_per_stage": [3, 1]}),
 )
-EXPERT_CHAIN: tuple[tuple[str, int, dict[str, Any]], ...] = (
+EXPERT_CHAIN: Chain = (
     ("ep2_of_dp4", 4, {"ep": 2}),
     ("tp2_ep2", 4, {"tp": 2, "ep": 2}),
     ("tp1", 1, {}),
+    ("ep2_not_distributed", 4, {"ep": 2, "distributed": False}),
     ("pp2_ep2", 4, {"pp": 2, "ep": 2}),
 )
 
@@ -66,7 +70,7 @@ def test_state_is_bit_equal_at_every_layout(
     dtype: str,
     head: str,
     model: str,
-    chain: tuple[tuple[str, int, dict[str, Any]], ...],
+    chain: Chain,
 ) -> None:
     """Trained at the first layout and carried on through the others: every tensor, moments and fp32 copies included."""
     path = write_family(tmp_path / "experts", "qwen3_moe") if model == "experts" else models[model]

@@ -1,4 +1,5 @@
-"""The reward model's first steps, both losses, against Hugging Face's sequence classifier and across layouts."""
+"""The reward model's first steps, both losses, against Hugging Face's sequence classifier and where pairs and
+evaluations are cut over ranks. All layouts: tests/distributed/test_invariance.py."""
 
 from __future__ import annotations
 
@@ -19,8 +20,6 @@ from tests.ranks import RankPool
 LR, STEPS, MINI_BATCH = 3e-4, 2, 8
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp1": (1, {}),
-    "tp2": (2, {"tp": 2, "sequence_parallel": False}),
-    "pp2": (2, {"pp": 2}),
     "dp2": (2, {}),
     "tp2_sequence_parallel": (2, {"tp": 2, "sequence_parallel": True}),
 }

@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 
+from benchmarks import invariance
 from benchmarks.rehearsal import figures
+from tests.distributed.invariance import BANDS, BOUNDS, LAYOUTS, OTHER_CHOICES, OTHER_CHOICES_BF16, bf16_cells, cells
+from tests.distributed.invariance_record import cell_of
 from tests.docs.repository import ROOT
 
 
@@ -15,3 +18,26 @@ from tests.docs.repository import ROOT
 def test_the_page_on_rehearsals_has_the_table(table: Callable[[dict[str, Any]], str]) -> None:
     page = (ROOT / "docs" / "rehearsal.md").read_text(encoding="utf-8")
     assert table(figures.load()) in page, "python -m benchmarks.rehearsal.figures prints it"
+
+
+def test_the_record_of_the_invariance_matrix_is_whole_and_within_its_bounds() -> None:
+    """Bands of bf16 are about twice what was measured."""
+    record = invariance.load()
+    assert {cell_of(row) for row in record["cells"]} == set(cells())
+    assert {cell_of(row) for row in record["bf16"]} == set(bf16_cells())
+    assert record["bounds"] == BOUNDS
+    assert all(row[kind] <= bound for row in record["cells"] for kind, bound in BOUNDS.items())
+    for (model, algorithm), band in BANDS.items():
+        rows = [row for row in record["bf16"] if (LAYOUTS[row["layout"]].model, row["algorithm"]) == (model, algorithm)]
+        for kind, allowed in band.items():
+            assert 1.9 < allowed / max(row[kind] for row in rows) < 2.1, f"{model} {algorithm} {kind}"
+    routed = [row for row in (*record["cells"], *record["bf16"]) if "choices" in row]
+    assert {row["dtype"] for row in routed} == {"fp32", "bf16"}
+    for dtype, share in {"fp32": OTHER_CHOICES, "bf16": OTHER_CHOICES_BF16}.items():
+        assert all(row["other_choices"] <= share * row["choices"] for row in routed if row["dtype"] == dtype)
+
+
+@pytest.mark.parametrize("table", invariance.TABLES)
+def test_the_page_on_invariance_has_the_table(table: Callable[[dict[str, Any]], str]) -> None:
+    page = (ROOT / "docs" / "invariance.md").read_text(encoding="utf-8")
+    assert table(invariance.load()) in page, "python -m benchmarks.invariance prints it"

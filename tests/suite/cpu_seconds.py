@@ -31,6 +31,7 @@ TABLE: dict[str, int] = {
     "tests/distributed/test_families.py": 22,
     "tests/distributed/test_faults.py": 29,
     "tests/distributed/test_gpu_check.py": 17,
+    "tests/distributed/test_invariance.py": 46,
     "tests/distributed/test_moving.py": 14,
     "tests/distributed/test_packed_layouts.py": 40,
     "tests/distributed/test_permuted_mesh.py": 9,
