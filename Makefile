@@ -40,7 +40,8 @@ export TORCH_CPP_LOG_LEVEL ?= ERROR
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help venv demo demo-3d demo-seeds bench-convert bench-reshard bench-kernels bench-packing bench-gpu-logprob \
-	bench-gpu-packed bench-resume bench-rewards bench-rollout bench-rehearsal bench-fits test test-matrix test-slow test-gpu test-peers test-slurm test-faults slurm-scripts lint docs \
+	bench-gpu-packed bench-resume bench-rewards bench-rollout bench-rehearsal bench-fits bench-parallel test \
+	test-matrix test-slow test-gpu test-peers test-slurm test-faults slurm-scripts lint docs \
 	doctor lock clean
 
 help: ## list the targets
@@ -147,6 +148,9 @@ bench-rehearsal: venv ## what a rehearsal says against real runs on the CPU, and
 
 bench-fits: venv ## which configurations for real clusters fit, and what that costs (2 hours, also in parts); writes benchmarks/results/fits.json
 	$(PY) -m benchmarks.rehearsal.fits
+
+bench-parallel: venv ## messages and bytes per step of each layout against Megatron's known formulas (10 minutes); writes benchmarks/results/parallel.json
+	$(PY) -m benchmarks.parallel
 
 slurm-scripts: ## write slurm/*.sbatch anew from slurm/parts/
 	$(or $(wildcard $(PY)),python3) -m tools.slurm_scripts

@@ -10,7 +10,7 @@ from typing import Any
 
 from megarlhf.config import DPOConfig, RLConfig, RMConfig, SFTConfig
 from megarlhf.rehearsal.job import Job
-from megarlhf.rehearsal.lengths import Uniform
+from megarlhf.rehearsal.lengths import Lengths, Uniform
 from megarlhf.rehearsal.routing import Routing
 from megarlhf.rehearsal.stand_ins import stand_in
 
@@ -134,7 +134,15 @@ class Case:
         return f"{command} {model} {self.dtype} {'packed' if self.packed else 'padded'} {layout}"
 
 
-def job_of(case: Case, directory: Path, num_steps: int = 2, *, resume_point: bool = False) -> Job:
+def job_of(
+    case: Case,
+    directory: Path,
+    num_steps: int = 2,
+    *,
+    resume_point: bool = False,
+    prompt_lengths: Lengths = Uniform(8, 64),  # noqa: B008 -- frozen
+    response_lengths: Lengths = Uniform(24, LONGEST - 64),  # noqa: B008 -- frozen
+) -> Job:
     """With everything that it reads, in `directory`. With `resume_point` it writes one, before its last step."""
     model = directory / "model"
     model.mkdir(parents=True)
@@ -168,12 +176,11 @@ def job_of(case: Case, directory: Path, num_steps: int = 2, *, resume_point: boo
         tree |= {"reference": frozen} if case.command == "dpo" else {}
         tree["train"] = {"num_steps": num_steps, "mini_batch_samples": case.samples, **micro}
     cfg: Any = CONFIGS[case.command].model_validate(tree)
-    lengths = Uniform(24, LONGEST - 64)
     stood = stand_in(
         cfg,
         directory / "standing_in",
-        prompt_lengths=Uniform(8, 64),
-        response_lengths=lengths,
+        prompt_lengths=prompt_lengths,
+        response_lengths=response_lengths,
         steps=num_steps,
         resume_point=resume_point,
     )
@@ -185,7 +192,7 @@ def job_of(case: Case, directory: Path, num_steps: int = 2, *, resume_point: boo
         ranks_per_node=case.world_size,
         kind="cpu",
         num_steps=num_steps,
-        response_lengths=lengths,
+        response_lengths=response_lengths,
         rollout_tokens_per_second=1000.0,
         bare_engine=not case.engine_tp,
         routing=Routing(skew=case.skew),

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from benchmarks import invariance
+from benchmarks import invariance, parallel
 from benchmarks.rehearsal import figures
 from tests.distributed.invariance import BANDS, BOUNDS, LAYOUTS, OTHER_CHOICES, OTHER_CHOICES_BF16, bf16_cells, cells
 from tests.distributed.invariance_record import cell_of
@@ -41,3 +42,13 @@ def test_the_record_of_the_invariance_matrix_is_whole_and_within_its_bounds() ->
 def test_the_page_on_invariance_has_the_table(table: Callable[[dict[str, Any]], str]) -> None:
     page = (ROOT / "docs" / "invariance.md").read_text(encoding="utf-8")
     assert table(invariance.load()) in page, "python -m benchmarks.invariance prints it"
+
+
+def test_the_page_on_benchmarks_has_the_table_of_messages() -> None:
+    page = (ROOT / "docs" / "benchmarks" / "README.md").read_text(encoding="utf-8")
+    found = json.loads(parallel.RESULT.read_text(encoding="utf-8"))
+    assert found["differences"] == parallel.DIFFERENCES
+    for part in (parallel.table(found), parallel.reasons()):
+        assert part in page, "python -m benchmarks.parallel --markdown prints it"
+    for name, layout in found["layouts"].items():
+        assert layout["ranks_rehearsed_otherwise"] == 0, name
