@@ -12,6 +12,8 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
+from megarlhf.models.elementwise import rms_norm
+
 
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x^2) + eps) * weight, the mean and the quotient in fp32 (Zhang and Sennrich, 2019)."""
@@ -22,9 +24,7 @@ class RMSNorm(nn.Module):
         self.weight = _parameter(config, hidden_size)
 
     def forward(self, hidden_SBH: Tensor) -> Tensor:
-        wide = hidden_SBH.float()
-        scaled = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.weight * scaled.to(hidden_SBH.dtype)
+        return rms_norm(hidden_SBH, self.weight, self.eps)
 
 
 class LayerNorm(nn.Module):

@@ -146,7 +146,10 @@ def holding_of(
 ) -> Holding | None:
     """Who reads the token columns of which samples: the last pipeline stages that compute a loss of them, in any of the
     mini-batches of any pass, for any of the roles. None where that is every rank."""
-    held_WN = torch.zeros(trained[0].mesh.runtime.world_size, experience.num_samples, dtype=torch.bool)
+    world_size = trained[0].mesh.runtime.world_size
+    if world_size == 1:
+        return None
+    held_WN = torch.zeros(world_size, experience.num_samples, dtype=torch.bool)
     lengths_N = experience.sequences.lengths_N
     for role, mini_batches in itertools.product(trained, passes):
         for samples in mini_batches:

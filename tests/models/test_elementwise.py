@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch.nn.functional import silu
 
-from megarlhf.models.elementwise import SiluGate, rotate
+from megarlhf.models import elementwise
+from megarlhf.models.elementwise import SiluGate, rms_norm, rotate
 
 
 def rotate_plainly(x_TND, cos_T1D, sin_T1D):
@@ -61,9 +62,48 @@ def test_gradients_against_differences():
     assert torch.autograd.gradcheck(silu_gate, leaf)
 
 
+def rms_norm_plainly(hidden_SBH, weight_H, eps):
+    wide_SBH = hidden_SBH.float()
+    scaled_SBH = wide_SBH * torch.rsqrt(wide_SBH.pow(2).mean(-1, keepdim=True) + eps)
+    return weight_H * scaled_SBH.to(hidden_SBH.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_norm_is_that_of_plain_torch_bit_for_bit(dtype):
+    """Beside a residual, whose gradient comes first: three are added, and their order shows in the last bits."""
+    generator = torch.Generator().manual_seed(4)
+    hidden_SBH, grad_SBH = (torch.randn(33, 2, 24, generator=generator).to(dtype) for _ in range(2))
+    results = []
+    for norm in (rms_norm, rms_norm_plainly):
+        hidden, weight_H = hidden_SBH.clone().requires_grad_(), torch.linspace(0.5, 2, 24, dtype=dtype).requires_grad_()
+        entered = hidden * 1.5
+        out = entered + norm(entered, weight_H, 1e-5).sin()
+        results.append((out, *torch.autograd.grad(out, (hidden, weight_H), grad_SBH)))
+    for ours, plainly in zip(*results, strict=True):
+        assert ours.dtype == dtype
+        assert torch.equal(ours, plainly)
+    assert float(results[0][1].abs().max()) > 0
+
+
+def test_blocks_change_no_bit(monkeypatch):
+    generator = torch.Generator().manual_seed(5)
+    x_TF, grad_TF = torch.randn(50, 1, 16, generator=generator), torch.randn(50, 1, 8, generator=generator)
+    results = []
+    for block, blocks in ((1 << 18, 1), (16 * 7, 8)):
+        monkeypatch.setattr(elementwise, "BLOCK", block)
+        assert len(list(elementwise._blocks(x_TF, grad_TF))) == blocks
+        leaf = x_TF.clone().requires_grad_()
+        out = silu_gate(leaf)
+        results.append((out, *torch.autograd.grad(out, leaf, grad_TF)))
+    assert torch.equal(results[0][0], results[1][0])
+    assert torch.equal(results[0][1], results[1][1])
+    assert torch.equal(results[0][0], silu_gate_plainly(x_TF))
+
+
 def test_inputs_are_left_alone():
     x_TND, cos_T1D, sin_T1D = arguments(torch.float32)
     kept = x_TND.clone()
     rotate(x_TND, cos_T1D, sin_T1D)
     silu_gate(x_TND)
+    rms_norm(x_TND, torch.ones(8), 1e-5)
     assert torch.equal(x_TND, kept)

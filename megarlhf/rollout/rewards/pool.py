@@ -54,7 +54,8 @@ class Pending:
                 self._missing -= self._outcomes[row] is None
                 self._outcomes[row] = outcome
             self.seconds += seconds
-            self._changed.notify_all()
+            if not self._missing:  # waking for each outcome would take the worker's thread its turn
+                self._changed.notify_all()
 
     def wait(self, should_stop: Callable[[], bool] = lambda: False) -> list[Outcome] | None:
         """All outcomes, in their order; None where `should_stop` said so first."""
