@@ -8,7 +8,6 @@ Legend: T tokens, N heads, D head dimension, F width of an MLP; S sequence, B ba
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -107,36 +106,15 @@ class _SiluGate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TF: Tensor) -> Tensor:
         ctx.save_for_backward(x_TF)
-        found_TF = torch.empty((*x_TF.shape[:-1], x_TF.size(-1) // 2), dtype=x_TF.dtype, device=x_TF.device)
-        for part_TF, out_TF in _blocks(x_TF, found_TF):
-            gate_TF, up_TF = part_TF.chunk(2, -1)
-            torch.ops.aten.silu.out(gate_TF, out=out_TF)
-            out_TF.mul_(up_TF)
-        return found_TF
+        gate_TF, up_TF = x_TF.chunk(2, -1)
+        return torch.nn.functional.silu(gate_TF).mul_(up_TF)
 
     @staticmethod
     def backward(ctx: Any, grad_TF: Tensor) -> Tensor:
         (x_TF,) = ctx.saved_tensors
+        gate_TF, up_TF = x_TF.chunk(2, -1)
         found_TF = torch.empty_like(x_TF)
-        for part_TF, of_part_TF, out_TF in _blocks(x_TF, grad_TF, found_TF):
-            gate_TF, up_TF = part_TF.chunk(2, -1)
-            to_gate_TF, to_up_TF = out_TF.chunk(2, -1)
-            # The gradient of up stands last where what is between stood.
-            torch.mul(of_part_TF, up_TF, out=to_up_TF)
-            torch.ops.aten.silu_backward.grad_input(to_up_TF, gate_TF, grad_input=to_gate_TF)
-            torch.ops.aten.silu.out(gate_TF, out=to_up_TF)
-            to_up_TF.mul_(of_part_TF)
+        to_gate_TF, to_up_TF = found_TF.chunk(2, -1)
+        torch.mul(grad_TF, torch.nn.functional.silu(gate_TF), out=to_up_TF)
+        torch.ops.aten.silu_backward.grad_input(grad_TF * up_TF, gate_TF, grad_input=to_gate_TF)
         return found_TF
-
-
-def _blocks(x_TF: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """The tensors cut along their first axis, on a CPU into blocks that stay in its cache between operations."""
-    if x_TF.device.type != "cpu" or x_TF.numel() <= BLOCK:
-        yield x_TF, *others
-        return
-    rows = max(1, BLOCK * x_TF.size(0) // x_TF.numel())
-    yield from zip(*(x.split(rows) for x in (x_TF, *others)), strict=True)
-
-
-BLOCK = 1 << 18
-"""Elements of x: 1 MiB in fp32, and enough for several threads."""

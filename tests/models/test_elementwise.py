@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch.nn.functional import silu
 
-from megarlhf.models import elementwise
 from megarlhf.models.elementwise import SiluGate, rms_norm, rotate
 
 
@@ -83,21 +82,6 @@ def test_the_norm_is_that_of_plain_torch_bit_for_bit(dtype):
         assert ours.dtype == dtype
         assert torch.equal(ours, plainly)
     assert float(results[0][1].abs().max()) > 0
-
-
-def test_blocks_change_no_bit(monkeypatch):
-    generator = torch.Generator().manual_seed(5)
-    x_TF, grad_TF = torch.randn(50, 1, 16, generator=generator), torch.randn(50, 1, 8, generator=generator)
-    results = []
-    for block, blocks in ((1 << 18, 1), (16 * 7, 8)):
-        monkeypatch.setattr(elementwise, "BLOCK", block)
-        assert len(list(elementwise._blocks(x_TF, grad_TF))) == blocks
-        leaf = x_TF.clone().requires_grad_()
-        out = silu_gate(leaf)
-        results.append((out, *torch.autograd.grad(out, leaf, grad_TF)))
-    assert torch.equal(results[0][0], results[1][0])
-    assert torch.equal(results[0][1], results[1][1])
-    assert torch.equal(results[0][0], silu_gate_plainly(x_TF))
 
 
 def test_inputs_are_left_alone():
