@@ -132,7 +132,7 @@ LAYOUTS = (
 
 @contextlib.contextmanager
 def plain_optimizer(on: bool) -> Iterator[None]:
-    """Megatron-Core's two switches of the distributed optimizer off, for which a configuration has no key."""
+    """Megatron-Core's two switches of the distributed optimizer off."""
     if not on:
         yield
         return

@@ -75,10 +75,10 @@ def test_gathers_that_run_on_into_the_next_phase(ranks: RankPool, tmp_path: Path
     assert [row for row in found.rows if row.real > (1 + MOST) * row.rehearsed] == []
     assert any(row.phase.startswith("train/") for row in found.rows)
     assert found.num_messages > 20
-    # No release was missed, in the real run nor in the rehearsal: what the last update leaves behind is alike.
-    (update,) = {place for place in real[0].ends if place[0] == 2 and place[1] in ("optimizer/actor", TRAINED)}
+    # No release was missed, in the real run nor in the rehearsal: once the second step's forward has waited for the
+    # gathers of the first update, what is there is alike. After an update gloo may or may not be done with them.
     for ran, heard in zip(real, told, strict=True):
-        assert heard.ends[update] == pytest.approx(ran.ends[update], rel=MOST)
+        assert heard.ends[2, TRAIN[1]] == pytest.approx(ran.ends[2, TRAIN[1]], rel=MOST)
     # Not by constants: what the second step finds (Adam's state) is more than what the first one found.
     first, second = (max(row.real for row in found.rows if row.step == step) for step in (1, 2))
     assert second > first
