@@ -1,6 +1,6 @@
 """Which of the published configurations fit, with how much, and what fitting costs: `make bench-fits`.
 
-Each is rehearsed for all kinds of ranks and two steps, and its tightest rank once more with everything on the device
+Each is rehearsed for two steps, and all kinds of ranks or one whole pipeline, and its tightest rank once more with everything on the device
 and nothing computed again, which is how it was before memory followed the phase. Writes
 benchmarks/results/fits.json.
 """
@@ -37,21 +37,26 @@ class Case:
     """Tokens of a response, lognormal."""
     overrides: tuple[str, ...] = ()
     ranks: str | None = None
-    """None: one of each kind."""
+    """Of large jobs one whole pipeline; None: one of each kind."""
 
 
+PIPELINE = "0,16,32,48"
+"""Of 64 ranks in four stages."""
 CASES = {
     "Llama-3.1-8B PPO, 16k, 8 GPUs": Case("llama-3-8b/ppo-8", 4000),
-    "Llama-3.1-70B PPO, 16k, 64 GPUs": Case("llama-3-70b/ppo-64", 4000),
+    "Llama-3.1-70B PPO, 16k, 64 GPUs": Case("llama-3-70b/ppo-64", 4000, ranks=PIPELINE),
     "Llama-3.1-70B GRPO, 8k, 32 GPUs": Case("llama-3-70b/grpo-32", 1700),
-    "Llama-3.1-70B GRPO, 32k, 64 GPUs": Case("llama-3-70b/grpo-64", 8000),
+    "Llama-3.1-70B GRPO, 32k, 64 GPUs": Case("llama-3-70b/grpo-64", 8000, ranks=PIPELINE),
     "Llama-3.1-70B GRPO, 8k, 64 GPUs": Case(
         "llama-3-70b/grpo-64",
         1700,
         ("actor.recompute=none", "train.max_tokens_per_micro_batch=8192", "rollout.max_response_tokens=7168"),
+        ranks=PIPELINE,
     ),
     "Qwen3-30B-A3B GRPO, 32k, 16 GPUs": Case("qwen3-30b-a3b/grpo-16", 8000),
-    "Llama-3.1-405B GRPO, 16k, 256 GPUs": Case("llama-3.1-405b/grpo-256", 4000),
+    "Llama-3.1-405B GRPO, 16k, 256 GPUs": Case(
+        "llama-3.1-405b/grpo-256", 4000, ranks=",".join(map(str, range(0, 256, 32)))
+    ),
 }
 
 
