@@ -1,7 +1,7 @@
 """Which of the published configurations fit, with how much, and what fitting costs: `make bench-fits`.
 
-Each is rehearsed for two steps, and all kinds of ranks or one whole pipeline, and its tightest rank once more with everything on the device
-and nothing computed again, which is how it was before memory followed the phase. Writes
+Each is rehearsed for two steps, all kinds of ranks or one whole pipeline, and its tightest rank once more with
+everything on the device and nothing computed again, which is how it was before memory followed the phase. Writes
 benchmarks/results/fits.json.
 """
 
