@@ -50,7 +50,13 @@ CASES = {
     "Llama-3.1-70B GRPO, 8k, 64 GPUs": Case(
         "llama-3-70b/grpo-64",
         1700,
-        ("actor.recompute=none", "train.max_tokens_per_micro_batch=8192", "rollout.max_response_tokens=7168"),
+        (
+            "actor.parallel.cp=2",
+            "actor.recompute=none",
+            "actor.recompute_layers=",
+            "train.max_tokens_per_micro_batch=8192",
+            "rollout.max_response_tokens=7168",
+        ),
         ranks=PIPELINE,
     ),
     "Qwen3-30B-A3B GRPO, 32k, 16 GPUs": Case("qwen3-30b-a3b/grpo-16", 8000),
@@ -113,7 +119,8 @@ def everything_resident(config: str) -> list[str]:
     trained = [name for name in roles if name in ("actor", "critic")]
     parts = [f"{role}.offload.parameters=false" for role in roles]
     parts += [f"{role}.offload.{part}=false" for role in trained for part in ("gradients", "optimizer")]
-    return ["rollout.sleep_level=0", *parts, *(f"{role}.recompute=none" for role in trained)]
+    again = [f"{role}.{key}" for role in trained for key in ("recompute=none", "recompute_layers=")]
+    return ["rollout.sleep_level=0", *parts, *again]
 
 
 def prices(step: dict[str, Any]) -> dict[str, float]:

@@ -55,7 +55,7 @@ def test_one_of_a_size_was_chosen_and_the_others_follow(name: str) -> None:
     texts = {kind: (folder / f"{kind}-{gpus}.yaml").read_text(encoding="utf-8") for kind in KINDS}
     (chosen,) = [kind for kind, text in texts.items() if "which says why" not in text]
     mine, other = stem.split("-")[0], load_config(KINDS[chosen], folder / f"{chosen}-{gpus}.yaml", ())
-    assert chosen == mine or f"are those of {chosen}-{gpus}.yaml" in texts[mine]
+    assert chosen == mine or f"Its layout is that of {chosen}-{gpus}.yaml" in texts[mine]
     expected = next(iter(roles_of(other).values())).parallel
     cfg = load_config(KINDS[mine], folder / f"{stem}.yaml", ())
     assert all(role.parallel == expected for role in roles_of(cfg).values())
