@@ -24,13 +24,6 @@ def head_of(role: str) -> Head:
     return "scalar" if role in ("critic", "reward_model") else "lm"
 
 
-def roles_of(cfg: AnyConfig) -> dict[str, RoleConfig]:
-    """The roles that the run builds."""
-    if isinstance(cfg, RLConfig | DPOConfig):
-        return cfg.roles()
-    return {"reward_model": cfg.reward_model} if isinstance(cfg, RMConfig) else {"actor": cfg.actor}
-
-
 def trained_roles(cfg: AnyConfig, roles: Mapping[str, RoleConfig]) -> list[str]:
     """Those of the roles that have an optimizer."""
     if isinstance(cfg, GenerateConfig):

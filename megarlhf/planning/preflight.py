@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megarlhf.architectures.architecture import Architecture
 from megarlhf.architectures.placements import vllm_placements
-from megarlhf.config import DPOConfig, GenerateConfig, RLConfig, RMConfig, RoleConfig, SFTConfig, dump_config
+from megarlhf.config import DPOConfig, GenerateConfig, RLConfig, RMConfig, RoleConfig, SFTConfig, dump_config, roles_of
 from megarlhf.data.procedural import is_procedural, require_disjoint
 from megarlhf.data.sources import require_source, source_files
 from megarlhf.layout import MeshLayout
@@ -26,7 +26,7 @@ from megarlhf.planning.batch import (
 )
 from megarlhf.planning.legality import check_role
 from megarlhf.planning.models import check_heads, check_retokenized, check_vocabularies
-from megarlhf.planning.policies import AnyConfig, check_host_memory, check_kernels, head_of, host_bytes, roles_of
+from megarlhf.planning.policies import AnyConfig, check_host_memory, check_kernels, head_of, host_bytes
 from megarlhf.planning.without_effect import changed_meanings, rarely_meant, without_effect
 from megarlhf.resume.claim import require_usable
 from megarlhf.rollout.rewards.accuracy import accuracy_of

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from megarlhf.config import DPOConfig, FrozenModel, GenerateConfig, RLConfig, RMConfig, SFTConfig
+from megarlhf.config import DPOConfig, FrozenModel, GenerateConfig, RLConfig, RMConfig, SFTConfig, roles_of
 from megarlhf.config.algo import DISCOUNTED, GROUPED
-from megarlhf.planning.policies import AnyConfig, roles_of, trained_roles, works_in_turns
+from megarlhf.planning.policies import AnyConfig, trained_roles, works_in_turns
 
 _VLLM_ONLY = (
     "gpu_memory_utilization cpu_cache_gib reshard_bucket_mib poison_weights sleep_level balance max_engine_rebuilds"

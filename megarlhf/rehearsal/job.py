@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megarlhf.config import FrozenModel, RLConfig, RoleConfig
+from megarlhf.config import FrozenModel, RLConfig, roles_of
 from megarlhf.layout import MeshLayout
 from megarlhf.rehearsal import interfaces
 from megarlhf.rehearsal.batches import Share
@@ -92,14 +92,6 @@ class RankRecord:
     """What it writes of one."""
     tool_seconds: float
     tool_gib: float
-
-
-def roles_of(cfg: Any) -> dict[str, RoleConfig]:
-    """The roles that a command builds."""
-    if isinstance(cfg, RLConfig):
-        return cfg.roles()
-    names = ("actor", "reward_model", "reference")
-    return {name: section for name in names if (section := getattr(cfg, name, None)) is not None}
 
 
 def layouts_of(cfg: Any, runtime: Runtime) -> dict[str, MeshLayout]:

@@ -12,11 +12,11 @@ from typing import Any
 
 from megarlhf.architectures.hf_config import architecture_from_hf
 from megarlhf.architectures.placements import Head
-from megarlhf.config import RLConfig
+from megarlhf.config import RLConfig, roles_of
 from megarlhf.planning.preflight import preflight
 from megarlhf.planning.weight_traffic import plan_transfer, transfer_setup
 from megarlhf.rehearsal import interfaces
-from megarlhf.rehearsal.job import Job, RankRecord, layouts_of, roles_of, runtime_of
+from megarlhf.rehearsal.job import Job, RankRecord, layouts_of, runtime_of
 from megarlhf.rehearsal.kinds import Kind, chosen, first_rank, named, pipelines_of, stages_of
 from megarlhf.rehearsal.lengths import Lengths, LogNormal
 from megarlhf.rehearsal.margin import Facts, engine_items, facts_of, margin, total

@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megarlhf.architectures.hf_config import architecture_from_hf
-from megarlhf.config import RLConfig
+from megarlhf.config import RLConfig, roles_of
 from megarlhf.rehearsal.hardware import Hardware
-from megarlhf.rehearsal.job import roles_of
 from megarlhf.rehearsal.lengths import Lengths
 from megarlhf.rehearsal.margin import MarginConfig
 from megarlhf.rehearsal.routing import Routing

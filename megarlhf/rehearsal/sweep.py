@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megarlhf.architectures.hf_config import architecture_from_hf
-from megarlhf.config import DPOConfig, RLConfig
-from megarlhf.rehearsal.job import roles_of
+from megarlhf.config import DPOConfig, RLConfig, roles_of
 from megarlhf.rehearsal.result import Result
 from megarlhf.weights.checkpoint.dtype import resolve_dtype
 from megarlhf.weights.plan.traffic import model_elements

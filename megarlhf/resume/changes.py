@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megarlhf.config import DPOConfig, RewardConfig, RLConfig, RMConfig, RoleConfig, SFTConfig
+from megarlhf.config import DPOConfig, RewardConfig, RLConfig, RMConfig, RoleConfig, SFTConfig, roles_of
 
 TrainingConfig = SFTConfig | RMConfig | DPOConfig | RLConfig
 """Configurations of the commands that resume."""
@@ -162,13 +162,6 @@ def _heldout_decides(key: str, cfg: TrainingConfig) -> bool:
     if isinstance(cfg, RLConfig):
         return cfg.train.stop.heldout_reward_patience is not None
     return isinstance(cfg, RMConfig) and cfg.unit_variance and key != "eval.every"
-
-
-def roles_of(cfg: TrainingConfig) -> dict[str, RoleConfig]:
-    """The roles that the run builds."""
-    if isinstance(cfg, RLConfig | DPOConfig):
-        return cfg.roles()
-    return {"reward_model": cfg.reward_model} if isinstance(cfg, RMConfig) else {"actor": cfg.actor}
 
 
 def _trained(cfg: TrainingConfig) -> dict[str, RoleConfig]:

@@ -14,9 +14,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from megarlhf.config import DPOConfig, RLConfig, RMConfig, RoleConfig, SFTConfig, load_config
+from megarlhf.config import DPOConfig, RLConfig, RMConfig, RoleConfig, SFTConfig, load_config, roles_of
 from megarlhf.observe.run_directory import CONFIG_FILE
-from megarlhf.resume.changes import TrainingConfig, roles_of
+from megarlhf.resume.changes import TrainingConfig
 
 FAILURE_FILE = "failure.json"
 POINT = "point"

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from megarlhf.config import RLConfig, RMConfig, SFTConfig, load_config
+from megarlhf.config import RLConfig, RMConfig, SFTConfig, load_config, roles_of
 from megarlhf.planning.preflight import preflight
-from megarlhf.rehearsal.job import roles_of
 from megarlhf.rehearsal.stand_ins import stand_in
 
 ROOT = Path(__file__).parents[2]

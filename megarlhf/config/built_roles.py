@@ -1,0 +1,15 @@
+"""The roles that a configuration makes, whatever its command."""
+
+from __future__ import annotations
+
+from megarlhf.config.generate import GenerateConfig
+from megarlhf.config.preference import DPOConfig
+from megarlhf.config.roles import RoleConfig
+from megarlhf.config.sections import RLConfig, RMConfig, SFTConfig
+
+
+def roles_of(cfg: SFTConfig | RMConfig | DPOConfig | RLConfig | GenerateConfig) -> dict[str, RoleConfig]:
+    """By name, those that a run of it builds."""
+    if isinstance(cfg, RLConfig | DPOConfig):
+        return cfg.roles()
+    return {"reward_model": cfg.reward_model} if isinstance(cfg, RMConfig) else {"actor": cfg.actor}
