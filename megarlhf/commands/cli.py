@@ -197,12 +197,12 @@ def _run_on_ranks(arguments: argparse.Namespace, argv: list[str], command: Comma
     """Check the run once, in the process that starts the ranks or on the first of them, and run it."""
     from megarlhf.commands import launch
     from megarlhf.planning.determinism import environment
-    from megarlhf.planning.launch_order import launch_order
+    from megarlhf.planning.gpu_environment import gpu_environment
     from megarlhf.planning.preflight import check_layouts, preflight
     from megarlhf.runtime import RankInfo, detect_rank
 
     # Before the check, which may import a library that reads them.
-    os.environ.update(environment(cfg) | launch_order(roles_of(cfg)))
+    os.environ.update(environment(cfg) | gpu_environment(roles_of(cfg)))
     info = detect_rank(os.environ)
     planned, starts = cfg.run.planned_ranks, info.world_size if info else cfg.run.nproc
 

@@ -67,11 +67,16 @@ def host_bytes(
         offload, dtype = section.offload, section.model.dtype
         dense, experts = _parameters(arch, head_of(name))
         cut = layout.tp * layout.pp
+        held = dense // cut + experts // (cut * layout.ep)
         if takes_turns and (offload.parameters is True or (offload.parameters == "auto" and auto)):
-            found[f"{name}.offload.parameters"] = _WIDTHS[dtype] * (dense // cut + experts // (cut * layout.ep))
+            found[f"{name}.offload.parameters"] = _WIDTHS[dtype] * held
+            if name == "actor" and isinstance(cfg, RLConfig) and cfg.ema is not None:
+                found["ema"] = _WIDTHS["fp32"] * held
         if name in trained and (offload.optimizer in (True, "stream") or (offload.optimizer == "auto" and auto)):
-            # Each element is one rank's.
-            found[f"{name}.offload.optimizer"] = OPTIMIZER_BYTES[dtype] * (dense + experts) // layout.world_size
+            # Each element is one rank's, or that of every rank that has the parameter.
+            whole = section.optim.distributed is False
+            mine = held if whole else (dense + experts) // layout.world_size
+            found[f"{name}.offload.optimizer"] = OPTIMIZER_BYTES[dtype] * mine
     if isinstance(cfg, RLConfig) and cfg.rollout.engine == "vllm" and cfg.rollout.sleep_level == 1:
         arch, _ = checked["actor"]
         width = _WIDTHS[cfg.actor.model.dtype if cfg.rollout.dtype == "auto" else cfg.rollout.dtype]

@@ -45,8 +45,12 @@ def first_rank(layouts: Mapping[str, MeshLayout], main: str) -> int:
     return layouts[main].rank_at(cp=layouts[main].cp - 1)
 
 
-def chosen(layouts: Mapping[str, MeshLayout], main: str, shares: Shares) -> list[Kind]:
-    """One rank of each kind. `main`: the role whose pipelines are rehearsed whole, so that its messages meet."""
+def chosen(layouts: Mapping[str, MeshLayout], main: str, shares: Shares, *, busy_expert: bool = False) -> list[Kind]:
+    """One rank of each kind.
+
+    main: the role whose pipelines are rehearsed whole, so that its messages meet
+    busy_expert: one expert of a layer gets more tokens than the others: the first one, which not all ranks have
+    """
     mesh = layouts[main]
     of_stages = _by_stages(layouts)
     kinds: dict[int, Kind] = {}
@@ -55,6 +59,11 @@ def chosen(layouts: Mapping[str, MeshLayout], main: str, shares: Shares) -> list
             rank = mesh.rank_at(dp=dp, pp=pp, cp=mesh.cp - 1)
             stages = stages_of(rank, layouts)
             kinds.setdefault(rank, Kind(rank, stages, len(of_stages[stages]), why))
+    if busy_expert and mesh.ep > 1:
+        for pp in range(mesh.pp):
+            rank = mesh.rank_at(pp=pp)
+            stages = stages_of(rank, layouts)
+            kinds.setdefault(rank, Kind(rank, stages, len(of_stages[stages]), "the rank with the busiest expert"))
     covered = {kind.stages for kind in kinds.values()}
     for stages, ranks in of_stages.items():
         if stages not in covered:

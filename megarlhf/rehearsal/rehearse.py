@@ -96,7 +96,8 @@ class _Rehearsal:
             return self._run([kind.rank for kind in self.kinds])
         first = first_rank(self.layouts, self.main)
         found = self._run([first])
-        self.kinds = chosen(self.layouts, self.main, found[first].shares)
+        busy = self.request.routing.skew > 1.0
+        self.kinds = chosen(self.layouts, self.main, found[first].shares, busy_expert=busy)
         found |= self._run([kind.rank for kind in self.kinds if kind.rank != first])
         if first not in {kind.rank for kind in self.kinds}:
             stages = stages_of(first, self.layouts)

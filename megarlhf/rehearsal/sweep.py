@@ -149,7 +149,8 @@ def least_bytes(cfg: Any, world_size: int, *, gpu: bool = True) -> int:
         dtype = resolve_dtype(name, section.model, "scalar" if name in ("critic", "reward_model") else "lm").name
         # An equal share of the layers, than which the fullest stage has no less. Embedding and head may be on others.
         embeddings = arch.vocab_size * arch.hidden_size * (1 if arch.tied_embeddings else 2)
-        own = (model_elements(arch) - embeddings) / layout.pp / layout.tp
+        experts = arch.num_layers * arch.num_experts * (2 + arch.gated_mlp) * arch.hidden_size * arch.expert_ffn_size
+        own = (model_elements(arch) - embeddings - experts + experts / layout.ep) / layout.pp / layout.tp
         parameters, gradients, optimizer = own * BYTES[dtype], 0.0, 0.0
         if name in trained:
             main = 0 if dtype == "fp32" else 4

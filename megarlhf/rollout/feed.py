@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
@@ -10,6 +11,9 @@ from megarlhf.rollout.balance import Deal
 
 NOTHING = -1
 """In place of a number of the queue: nothing is asked for."""
+_TURNS = itertools.count()
+"""Alike on all ranks, which make counters and restart them equally often; of the process, since an engine may be built
+again."""
 
 
 def rendezvous_store() -> dist.Store:
@@ -24,15 +28,15 @@ class SharedCounter:
 
     def __init__(self, store: Callable[[], dist.Store], key: str) -> None:
         """`store` is asked for when the counter is first used."""
-        self._store, self._key = store, key
+        self._store, self._key, self._turn = store, key, next(_TURNS)
 
     def restart(self) -> None:
-        """Begin at 0 again. One rank does it, before a collective that stands before the first `next`."""
-        self._store().set(self._key, "0")
+        """Begin at 0 again. Every rank does it, each at its own time: a turn has a key of its own."""
+        self._turn = next(_TURNS)
 
     def next(self, count: int = 1) -> int:
         """A number, and behind it `count - 1` more."""
-        return int(self._store().add(self._key, count)) - count
+        return int(self._store().add(f"{self._key}/{self._turn}", count)) - count
 
 
 class Feed:

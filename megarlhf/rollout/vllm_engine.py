@@ -305,8 +305,7 @@ class VllmEngine:
                 "rollout.max_response_tokens"
             )
         bank = KeptResponses() if bank is None else bank
-        if self._runtime.is_main:  # the rollout before has ended on all ranks, and this one begins after a collective
-            self._counter.restart()
+        self._counter.restart()
         feed = self._feed(prompts, missing_rows(bank, len(prompts)), sampling.max_tokens)
         self._wake(to_generate=True)
         self._refusal = "it failed while it drew responses, and may be in any state"

@@ -56,6 +56,15 @@ def test_the_last_of_context_parallel_ranks_is_rehearsed() -> None:
     assert pipelines_of([kind.rank for kind in kinds], mesh) == [2, 5, 8, 11]
 
 
+def test_the_busiest_expert_is_rehearsed() -> None:
+    """Expert-parallel neighbours are cp x dp; the first of them has the first expert."""
+    mesh = MeshLayout(cp=2, pp=2, dp=2, ep=2)
+    kinds = chosen({"actor": mesh}, "actor", {"train/actor": [share(5), share(7)]}, busy_expert=True)
+    assert [kind.rank for kind in kinds if kind.why == "the rank with the busiest expert"] == [0, 4]
+    assert pipelines_of([kind.rank for kind in kinds], mesh) == [0, 1, 3, 4, 5, 7]
+    assert 0 not in [kind.rank for kind in chosen({"actor": mesh}, "actor", {"train/actor": [share(5), share(7)]})]
+
+
 def test_the_largest_is_that_of_training() -> None:
     """What is only scored leaves no activations."""
     shares = {

@@ -139,6 +139,7 @@ LEAST: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], int]] = {
     "uneven stages": ("sft", "dense", {"pp": 2, "layers_per_stage": [3, 1]}, {}, 2),
     "tied embeddings": ("rm", "tied", {"tp": 2}, FP32, 2),
     "experts": ("sft", "experts", {"tp": 2, "sequence_parallel": True}, {}, 4),
+    "experts over ranks": ("sft", "experts", {"ep": 4}, {}, 4),
     "rl": ("rl", "dense", {}, {}, 4),
     "rl, experts": ("rl", "experts", {}, {}, 4),
 }

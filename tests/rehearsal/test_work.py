@@ -34,7 +34,8 @@ def test_attention_of_chunks_counts_the_keys_before_them(causal: bool) -> None:
 
 @pytest.mark.parametrize("lengths", [[3, 7], [1, 1, 8], [10]])
 def test_attention_of_a_packed_row_counts_pairs_of_each_sequence(lengths: list[int]) -> None:
-    """Causal: half of 2 products x 2 of n^2 pairs of each head's numbers; in the backward five products."""
+    """Causal: half of 2 products x 2 of n^2 pairs of each head's numbers; in the backward four products. A fifth
+    is made again there, which takes time and is not counted."""
     with a_device() as device:
         meter = device.counter = Meter(Free(), phase="train", numbers=device.known.twin)
         query = unknown(10, HEADS, HEAD_DIM, dtype=torch.bfloat16)
@@ -47,4 +48,4 @@ def test_attention_of_a_packed_row_counts_pairs_of_each_sequence(lengths: list[i
             *(out, query, query, query, out, statistics, begins, begins, longest, longest, True, state, None, [-1, 0])
         )
     forward = 2 * sum(length**2 for length in lengths) * HEADS * HEAD_DIM
-    assert meter.flops[0, "train", "attention"] == forward + int(2.5 * forward)
+    assert meter.flops[0, "train", "attention"] == forward + 2 * forward

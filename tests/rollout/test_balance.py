@@ -3,12 +3,14 @@
 Not covered here: the real vLLM on several ranks (tests/distributed/test_rollout_balance.py).
 """
 
+import itertools
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from megarlhf.rollout import feed
 from megarlhf.rollout.balance import Deal, Piece, SeenLengths, deal, pieces_of
 from megarlhf.rollout.engine import KeptResponses
 from megarlhf.rollout.feed import NOTHING, Feed, SharedCounter
@@ -89,8 +91,9 @@ def test_an_engine_asks_when_it_has_room_and_has_no_more_than_a_fair_share():
     counter = SharedCounter(lambda: store, "n")
     feeds = [Feed(dealt, 0, counter), Feed(dealt, 1, counter)]
     counter.restart()
-    feed = feeds[0]
-    asked = [feed.wants_more(unfinished, room) for unfinished, room in ((0, True), (1, True), (1, False), (2, True))]
+    asked = [
+        feeds[0].wants_more(unfinished, room) for unfinished, room in ((0, True), (1, True), (1, False), (2, True))
+    ]
     assert asked == [True, True, False, False]
     assert [feeds[1].ask(), feeds[0].ask(), feeds[1].ask()] == [0, 1, 2]
     assert (feeds[1].take(0), feeds[0].take(1), feeds[1].take(2)) == ((2, 3), (4,), ())
@@ -100,6 +103,22 @@ def test_an_engine_asks_when_it_has_room_and_has_no_more_than_a_fair_share():
     counter.restart()
     feeds[0].close()
     assert feeds[1].ask() == len(dealt.queue), "the others find the queue used up"
+
+
+def test_a_rank_may_ask_before_the_others_begin(monkeypatch):
+    """A rollout's numbers are its own: those of the one before neither go on nor come back."""
+    store = dist.HashStore()
+
+    def turn(number, act):
+        monkeypatch.setattr(feed, "_TURNS", itertools.count(number))
+        return act()
+
+    first, second = (turn(0, lambda: SharedCounter(lambda: store, "n")) for _ in range(2))
+    assert [first.next(), second.next(), first.next()] == [0, 1, 2]
+    turn(1, second.restart)
+    assert [second.next(), second.next()] == [0, 1]
+    turn(1, first.restart)
+    assert [first.next(), second.next()] == [2, 3]
 
 
 class OneAtATime:
