@@ -131,8 +131,8 @@ class PhaseTime:
     offload: float
     """Mean seconds of copies between device and host memory, of `busy`."""
     flops: float
-    """Mean of products and attention, without layers that are computed again. Logits that the log-prob kernel makes again
-    in its backward are in it."""
+    """Mean of products and attention, without layers that are computed again. Logits that the log-prob kernel makes
+    again in its backward are in it."""
     utilisation: float | None
     """Model FLOPs utilisation; None where nothing is multiplied."""
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from benchmarks import invariance, parallel
-from benchmarks.rehearsal import figures
+from benchmarks.rehearsal import figures, fits_figures
+from benchmarks.rehearsal.fits import HOST_MOST_GIB, MOST_GIB
 from tests.distributed.invariance import BANDS, BOUNDS, LAYOUTS, OTHER_CHOICES, OTHER_CHOICES_BF16, bf16_cells, cells
 from tests.distributed.invariance_record import cell_of
 from tests.docs.repository import ROOT
@@ -52,3 +53,16 @@ def test_the_page_on_benchmarks_has_the_table_of_messages() -> None:
         assert part in page, "python -m benchmarks.parallel --markdown prints it"
     for name, layout in found["layouts"].items():
         assert layout["ranks_rehearsed_otherwise"] == 0, name
+
+
+@pytest.mark.parametrize("table", fits_figures.TABLES)
+def test_the_page_on_real_clusters_has_the_table(table: Callable[[dict[str, Any]], str]) -> None:
+    page = (ROOT / "docs" / "real-runs.md").read_text(encoding="utf-8")
+    assert table(fits_figures.load()) in page, "python -m benchmarks.rehearsal.fits_figures prints it"
+
+
+def test_what_the_page_on_real_clusters_lists_fits() -> None:
+    for row in fits_figures.load().values():
+        assert row["fits"] == (row["peak_gib"] + row["margin_gib"] <= MOST_GIB and not row["refusals"])
+        assert row["host_gib_per_node"] <= HOST_MOST_GIB
+        assert row["ranks_rehearsed"] > 0
