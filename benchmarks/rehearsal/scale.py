@@ -118,8 +118,11 @@ def row(found: dict[str, Any], took: Took) -> dict[str, Any]:
 def longest_sequence(found: dict[str, Any], capacity: float) -> int:
     """Tokens of the longest micro-batch, which must hold the longest sequence, that would fit into `capacity` bytes of
     every rehearsed rank: what passes in training grows with the tokens, fragmentation with it, the rest of the margin
-    stays. 0: not even the first token."""
-    return min(_longest(each, found, capacity) for each in found["ranks"])
+    stays, and so does the work space of attention's backward. Not more than the model has positions. 0: not even the
+    first token."""
+    path = ROOT / found["config"]["actor"]["model"]["path"] / "config.json"
+    positions: int = json.loads(path.read_text(encoding="utf-8"))["max_position_embeddings"]
+    return min(positions, *(_longest(each, found, capacity) for each in found["ranks"]))
 
 
 def _longest(rank: dict[str, Any], found: dict[str, Any], capacity: float) -> int:
