@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import uuid
 from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
@@ -11,9 +11,6 @@ from megarlhf.rollout.balance import Deal
 
 NOTHING = -1
 """In place of a number of the queue: nothing is asked for."""
-_TURNS = itertools.count()
-"""Alike on all ranks, which make counters and restart them equally often; of the process, since an engine may be built
-again."""
 
 
 def rendezvous_store() -> dist.Store:
@@ -22,17 +19,24 @@ def rendezvous_store() -> dist.Store:
     return dist.distributed_c10d._get_default_store()
 
 
+def agreed_key() -> str:
+    """A key of the store that no other engine has, on all ranks alike. Collective."""
+    key = [uuid.uuid4().hex]
+    dist.broadcast_object_list(key, src=0)
+    return f"megarlhf/rollout/{key[0]}"
+
+
 class SharedCounter:
     """Hands out 0, 1, 2, ... to all ranks, each number once. It lies in the store through which the ranks have found
     each other, and costs a message to the machine of rank 0 each time."""
 
     def __init__(self, store: Callable[[], dist.Store], key: str) -> None:
-        """`store` is asked for when the counter is first used."""
-        self._store, self._key, self._turn = store, key, next(_TURNS)
+        """`store` is asked for when the counter is first used. `key` is the same on all ranks, and nobody else's."""
+        self._store, self._key, self._turn = store, key, 0
 
     def restart(self) -> None:
         """Begin at 0 again. Every rank does it, each at its own time: a turn has a key of its own."""
-        self._turn = next(_TURNS)
+        self._turn += 1
 
     def next(self, count: int = 1) -> int:
         """A number, and behind it `count - 1` more."""

@@ -27,7 +27,7 @@ from megarlhf.parallel.residency import Part, RoleParts
 from megarlhf.placement import RankPlacements
 from megarlhf.rollout.balance import SeenLengths, deal, pieces_of
 from megarlhf.rollout.engine import EngineFailure, KeptResponses, Sampling, gather_rollouts, missing_rows
-from megarlhf.rollout.feed import Feed, SharedCounter, rendezvous_store
+from megarlhf.rollout.feed import Feed, SharedCounter, agreed_key, rendezvous_store
 from megarlhf.rollout.requests import draw
 from megarlhf.rollout.sleep import EngineMemory, cache_of_worker, make_sleeper, require_room
 from megarlhf.rollout.vllm_build import build_llm, enqueue
@@ -70,7 +70,7 @@ class VllmEngine:
         self._version = -1
         self.local_seconds = 0.0
         self._seen = SeenLengths()
-        self._counter = SharedCounter(rendezvous_store, "megarlhf/rollout")
+        self._counter = SharedCounter(rendezvous_store, agreed_key())
         self._refusal = "it has not been given any"
         """Why there are no weights to generate with; empty when there are."""
         self._sources: list[RankPlacements] = []
