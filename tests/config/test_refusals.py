@@ -20,7 +20,7 @@ from tests.config.examples import KINDS
             "sft",
             "actor.optim.learning_rte=3",
             "actor.optim.learning_rte",
-            "known here: beta1, beta2, clip_grad, eps, lr,",
+            "known here: beta1, beta2, clip_grad, distributed, eps, lr,",
         ),
         ("sft", "actor.optim.warmup_step=3", "actor.optim.warmup_step", "did you mean 'warmup_steps'?"),
         ("sft", "train.micro_batch_sample=3", "train.micro_batch_sample", "did you mean 'micro_batch_samples'?"),

@@ -35,14 +35,14 @@ def test_the_8b_job_fits(found: dict[str, Any]) -> None:
 
 
 def test_peaks_follow_the_phase(found: dict[str, Any]) -> None:
-    """Weights of 8.03e9 parameters on 4 ranks and their gradients in fp32 are there in training, the engine is not."""
+    """Weights of 8.03e9 parameters on 2 ranks and their gradients in fp32 are there in training, the engine is not."""
     (rank,) = found["ranks"]
     peaks = fits.peaks(rank)
-    weights = 8.03e9 / 4 * 2 / GIB
+    weights = 8.03e9 / 2 * 2 / GIB
     training = next(row for row in rank["memory"] if row["phase"] == "train/actor")
     assert training["by_kind"]["gradients"] / GIB == pytest.approx(2 * weights, rel=0.05)
     assert not any(kind.startswith("engine") for kind in training["by_kind"])
-    assert peaks["rollout"] > 0.7 * 79 > peaks["reward"] > weights
+    assert peaks["rollout"] > 0.7 * 79 > peaks["reward"] > 0.9 * weights  # which has no vocabulary at its end
 
 
 def test_prices_are_those_of_the_phases() -> None:
