@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 from megarlhf.architectures.architecture import Architecture
@@ -36,6 +37,12 @@ def logical_tensors(arch: Architecture, head: Head = "lm") -> dict[str, Shape]:
     A tied model has no `lm_head.weight`; a scalar head has `score.weight` [1, hidden] instead.
     """
     return {tensor.name: tensor.shape for tensor, _ in iter_tensors(table_of(arch), arch, head)}
+
+
+def count_elements(arch: Architecture, head: Head = "lm") -> tuple[int, int]:
+    """(elements of all other tensors, elements of experts). Those of a tied head are the embedding's."""
+    experts = arch.num_layers * arch.num_experts * (2 + arch.gated_mlp) * arch.hidden_size * arch.expert_ffn_size
+    return sum(math.prod(shape) for shape in logical_tensors(arch, head).values()) - experts, experts
 
 
 def head_name(arch: Architecture, head: Head) -> str:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 from megarlhf.architectures.architecture import Architecture
-from megarlhf.architectures.placements import Head, logical_tensors
+from megarlhf.architectures.placements import Head, count_elements
 from megarlhf.config import DPOConfig, GenerateConfig, RLConfig, RMConfig, RoleConfig, SFTConfig
 from megarlhf.kernels.arguments import require_device
 from megarlhf.layout import MeshLayout
@@ -65,7 +64,7 @@ def host_bytes(
         if layout.world_size < world_size:
             continue
         offload, dtype = section.offload, section.model.dtype
-        dense, experts = _parameters(arch, head_of(name))
+        dense, experts = count_elements(arch, head_of(name))
         cut = layout.tp * layout.pp
         held = dense // cut + experts // (cut * layout.ep)
         if takes_turns and (offload.parameters is True or (offload.parameters == "auto" and auto)):
@@ -80,7 +79,7 @@ def host_bytes(
     if isinstance(cfg, RLConfig) and cfg.rollout.engine == "vllm" and cfg.rollout.sleep_level == 1:
         arch, _ = checked["actor"]
         width = _WIDTHS[cfg.actor.model.dtype if cfg.rollout.dtype == "auto" else cfg.rollout.dtype]
-        found["rollout.sleep_level"] = width * sum(_parameters(arch, "lm")) // cfg.rollout.tp(cfg.actor)
+        found["rollout.sleep_level"] = width * sum(count_elements(arch)) // cfg.rollout.tp(cfg.actor)
     return found
 
 
@@ -95,9 +94,3 @@ def check_host_memory(needed: Mapping[str, int], local_ranks: int, available: in
         f"host memory ({parts}), and {available / GIB:,.1f} GiB are available; set some of these keys to false "
         "(rollout.sleep_level to 2), use more machines, or give the job more memory"
     )
-
-
-def _parameters(arch: Architecture, head: Head) -> tuple[int, int]:
-    """Those that every expert-parallel rank has its part of, and those of experts."""
-    experts = arch.num_layers * arch.num_experts * (2 + arch.gated_mlp) * arch.hidden_size * arch.expert_ffn_size
-    return sum(math.prod(shape) for shape in logical_tensors(arch, head).values()) - experts, experts

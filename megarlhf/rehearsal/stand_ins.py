@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from megarlhf.architectures.hf_config import read_config
-from megarlhf.architectures.placements import Head
 from megarlhf.config import DPOConfig, RLConfig, RMConfig, RoleConfig, SFTConfig
 from megarlhf.data.procedural import is_procedural
+from megarlhf.planning.policies import head_of
 from megarlhf.rehearsal.lengths import Constant, Lengths, LogNormal
 from megarlhf.weights.checkpoint.dtype import resolve_dtype
 
@@ -121,7 +121,7 @@ def _model(
         (folder / "config.json").write_text(json.dumps(config, indent=1))
         write_tokenizer(folder)
         paths[str(source)] = str(folder)
-    head: Head = "scalar" if role in ("critic", "reward_model") else "lm"
+    head = head_of(role)
     dtype = resolve_dtype(role, section.model, head).name
     model |= {"path": paths[str(source)], "hf": None, "dtype": dtype}
     why = "is not used, since the data stands in" if has_tokenizer else "is not there"

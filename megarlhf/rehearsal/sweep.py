@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megarlhf.architectures.hf_config import architecture_from_hf
+from megarlhf.architectures.placements import count_elements
 from megarlhf.config import DPOConfig, RLConfig, roles_of
+from megarlhf.planning.policies import head_of
 from megarlhf.rehearsal.result import Result
 from megarlhf.weights.checkpoint.dtype import resolve_dtype
-from megarlhf.weights.plan.traffic import model_elements
 
 BYTES = {"fp32": 4, "bf16": 2}
 GRADIENT, MOMENTS = 4, 8
@@ -146,11 +147,11 @@ def least_bytes(cfg: Any, world_size: int, *, gpu: bool = True) -> int:
     for name, section in roles_of(cfg).items():
         arch = architecture_from_hf(section.model.hf_directory())
         layout = section.parallel.layout(world_size, name)
-        dtype = resolve_dtype(name, section.model, "scalar" if name in ("critic", "reward_model") else "lm").name
+        dtype = resolve_dtype(name, section.model, head_of(name)).name
         # An equal share of the layers, than which the fullest stage has no less. Embedding and head may be on others.
         embeddings = arch.vocab_size * arch.hidden_size * (1 if arch.tied_embeddings else 2)
-        experts = arch.num_layers * arch.num_experts * (2 + arch.gated_mlp) * arch.hidden_size * arch.expert_ffn_size
-        own = (model_elements(arch) - embeddings - experts + experts / layout.ep) / layout.pp / layout.tp
+        others, experts = count_elements(arch)
+        own = (others - embeddings + experts / layout.ep) / layout.pp / layout.tp
         parameters, gradients, optimizer = own * BYTES[dtype], 0.0, 0.0
         if name in trained:
             main = 0 if dtype == "fp32" else 4
@@ -165,7 +166,7 @@ def least_bytes(cfg: Any, world_size: int, *, gpu: bool = True) -> int:
     if isinstance(cfg, RLConfig) and cfg.rollout.engine == "vllm":
         arch = architecture_from_hf(cfg.actor.model.hf_directory())
         dtype = cfg.rollout.dtype if cfg.rollout.dtype != "auto" else resolve_dtype("actor", cfg.actor.model, "lm").name
-        weights = model_elements(arch) / cfg.rollout.tp(cfg.actor) * BYTES[dtype]
+        weights = sum(count_elements(arch)) / cfg.rollout.tp(cfg.actor) * BYTES[dtype]
         level = cfg.rollout.sleep_level
         sleeps = auto if level == "auto" else level > 0
         stays += 0.0 if sleeps else weights

@@ -54,7 +54,7 @@ class Pending:
                 self._missing -= self._outcomes[row] is None
                 self._outcomes[row] = outcome
             self.seconds += seconds
-            if not self._missing:  # waking for each outcome would take the worker's thread its turn
+            if not self._missing:  # to wake for each outcome would cost the worker's thread its turn
                 self._changed.notify_all()
 
     def wait(self, should_stop: Callable[[], bool] = lambda: False) -> list[Outcome] | None:

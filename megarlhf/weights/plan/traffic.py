@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from megarlhf.architectures.architecture import Architecture
 from megarlhf.architectures.megatron_layout import MegatronLayout
-from megarlhf.architectures.placements import VLLM_VOCAB_MULTIPLE, logical_tensors, padded_vocab_size, table_of
+from megarlhf.architectures.placements import VLLM_VOCAB_MULTIPLE, count_elements, padded_vocab_size, table_of
 from megarlhf.architectures.table import Entry, dimensions
 from megarlhf.layout import MeshLayout
 from megarlhf.placement import Box, Placement, RankPlacements
@@ -150,7 +150,7 @@ def _common(intervals: Sequence[Interval], other: Interval) -> int:
 
 def model_elements(arch: Architecture) -> int:
     """Elements of the model; those of a tied head are the embedding's."""
-    return sum(math.prod(shape) for shape in logical_tensors(arch).values())
+    return sum(count_elements(arch))
 
 
 @dataclass(frozen=True, kw_only=True)
