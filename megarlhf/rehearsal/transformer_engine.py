@@ -74,7 +74,7 @@ _STATISTICS = "common/fused_attn/fused_attn_f16_arbitrary_seqlen.cu:1121"
 _MLP, _COLUMN = "transformer/mlp.py", "tensor_parallel/layers.py:465"
 _SWIGLU = "fusions/fused_bias_swiglu.py"
 # Of ours, below megarlhf/, and of torch
-_RMS, _LAYER, _GATE = "models/norm.py, RMSNorm", "models/norm.py, LayerNorm", "models/elementwise.py, SiluGate"
+_RMS, _LAYER, _GATE = "models/elementwise.py, rms_norm", "models/norm.py, LayerNorm", "models/elementwise.py, SiluGate"
 _VARLEN = "torch/nn/attention/varlen.py:498"
 
 
@@ -123,10 +123,10 @@ own code in both specs and are rehearsed as they are; the sums keep nothing, dro
 trained keep neither `ln_out` nor `inputmat` of their products; without gradients nothing is kept."""
 
 
-def _local_rms(place: str, *traits: Trait, dims: tuple[str, ...] = ("t", "H")) -> tuple[Saved, ...]:
+def _local_rms(place: str, *traits: Trait, dims: tuple[str, ...] = ("t", "H"), held_by: str = "") -> tuple[Saved, ...]:
     only = _only("rms", *traits)
     return (
-        Saved(place, "input in fp32", dims, _RMS, "fp32", only),
+        Saved(place, "input", dims, _RMS, only=only, held_by=held_by),
         Saved(place, "1 / deviation", dims[:-1], _RMS, "fp32", only),
         Saved(place, "quotient", dims, _RMS, only=only),
     )
@@ -146,7 +146,7 @@ LOCAL: tuple[Saved, ...] = (
     *_local_norm("norm"),
     Saved("qkv ColumnParallelLinear", "input", ("t", "H"), _COLUMN),
     *_local_rms("q norm", "qk_norm", dims=("T", "N", "D")),
-    *_local_rms("k norm", "qk_norm", dims=("T", "G", "D")),
+    *_local_rms("k norm", "qk_norm", dims=("T", "G", "D"), held_by="varlen_attn, as a part of the product qkv"),
     Saved("varlen_attn", "query", ("T", "N", "D"), _VARLEN, only=_TURNED),
     Saved("varlen_attn", "key", ("T", "G", "D"), _VARLEN, only=_TURNED),
     Saved("varlen_attn", "the product qkv, of which value is a part", ("T", "(N + 2 G)", "D"), _VARLEN),
