@@ -127,6 +127,11 @@ def _announce(weight_VH: Tensor) -> None:
         weight_VH.grad_added_to_main_grad = True  # type: ignore[attr-defined]
 
 
+def logits_again_into(out_KV: Tensor, hidden_KH: Tensor, factor_HV: Tensor) -> None:
+    """Logits that the forward has made and not kept. A name of its own, for who counts what is computed again."""
+    matmul_into(out_KV, hidden_KH, factor_HV)
+
+
 class _VocabProjection:
     """The factors, and memory for the logits of one slice."""
 
@@ -163,7 +168,7 @@ class _VocabProjection:
         factor_VH = as_matmul_input(self.weight_VH[part])
         for rows in self.row_blocks():
             if kept_KV is None:
-                matmul_into(logits_KV[rows], self.hidden_KH[rows], factor_VH.t())
+                logits_again_into(logits_KV[rows], self.hidden_KH[rows], factor_VH.t())
             self._options.tiles.gradient(gradient_KV[rows], logits_KV[rows], columns, outputs.rows(rows))
             if of_hidden_KH is not None:
                 addmm_into(of_hidden_KH[rows], gradient_KV[rows], factor_VH)

@@ -67,11 +67,19 @@ class Exchange(MoEAlltoAllTokenDispatcher):
     Tensor-parallel ranks, of which each holds a part of every expert, have different numbers of tokens for them, which
     gloo does not gather: here they go by `all_to_all`, as the others do. Shared experts and tokens that are dropped are
     not in any of our architectures.
+
+    When tokens are back it lets go of their routing, which upstream keeps until the next forward. The weights of
+    experts are part of the layer's graph: with them stay, where a layer is computed again, its input and the input's
+    gradient.
     """
 
     output_splits_tp: Any
     tokens_per_expert: Any
     """Upstream's, from `preprocess`."""
+    probs: Any
+    routing_map: Any
+    reversed_local_input_permutation_mapping: Any
+    """Upstream's, from `dispatch_preprocess`."""
 
     def dispatch_postprocess(self, global_input_tokens: Tensor, global_probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Tokens [T, H] and their weights [T] for this rank's experts, in the order of experts, and how many each
@@ -108,6 +116,12 @@ class Exchange(MoEAlltoAllTokenDispatcher):
             in_fp32 = hidden_states.to(self.probs.dtype)
             hidden_states = _OwnSums.apply(in_fp32, self._tp_sizes, self.tp_group).to(hidden_states.dtype)
         return hidden_states
+
+    def combine_postprocess(self, permutated_local_input_tokens: Tensor) -> Tensor:
+        """What the experts of a token made of it, summed, in the shape that came in."""
+        out = super().combine_postprocess(permutated_local_input_tokens)
+        self.probs = self.routing_map = self.reversed_local_input_permutation_mapping = None
+        return out
 
 
 class _AllTokens(torch.autograd.Function):

@@ -21,6 +21,7 @@ What is patched inside `patched`, and why:
   dist.all_reduce                                    its operation, which the dispatcher hands on as an opaque object
   nn.Module.to                                       puts parameters without a dispatched operation
   triton JITFunction.run                             a kernel is counted instead of compiled
+  kernels.linear_logprob.logits_again_into           its work is one that was done before
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ from torch.utils._pytree import tree_flatten
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 from torch.utils.flop_counter import flop_registry
 
+from megarlhf.kernels import linear_logprob
 from megarlhf.rehearsal.megatron_interfaces import OptimizerKernels, megatron_patched
 
 TESTED = "2.13"
@@ -336,6 +338,16 @@ def patched(hooks: Hooks) -> Iterator[None]:
                 hooks.launched(self.fn.__name__, (*args, *kwargs.values()))
 
             _set(stack, JITFunction, "run", run)
+        logits = linear_logprob.logits_again_into
+
+        def logits_again_into(*args: Tensor) -> None:
+            hooks.again(True)
+            try:
+                logits(*args)
+            finally:
+                hooks.again(False)
+
+        _set(stack, linear_logprob, "logits_again_into", logits_again_into)
         stack.enter_context(megatron_patched(hooks.buckets, hooks.again, hooks.optimizer))
         stack.enter_context(_Functions(hooks))
         yield

@@ -15,7 +15,6 @@ at the end, as it is for backwards. Tests compare rehearsals with and without al
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -45,9 +44,6 @@ class MicroBatchTapes:
     """Whether a layer's graph needs what came in, which its caller lets go of."""
     backward: Tape | None = None
     """Of the model."""
-    leaf_is_kept: bool = False
-    """Whether a layer that is computed again holds its input, and the gradient of it, until its next forward: where an
-    attribute of the layer is part of its graph."""
 
 
 @dataclass
@@ -56,11 +52,9 @@ class Held:
 
     keys: dict[int, int] = field(default_factory=dict)
     """Of the ledger, by number of the forward's tape."""
-    leaf: Tensor | None = None
-    """Its input with the gradient of it, where that lives on."""
     is_over: bool = True
     """Whether no backward is to come. What is there then is held by the layer's own attributes, as a dispatcher of
-    tokens to experts holds its last routing, until its next forward puts others in their place."""
+    tokens to experts holds how many go where, until its next forward puts others in their place."""
 
 
 class Place(Enum):
@@ -82,14 +76,10 @@ class Noted:
         self._recorder = recorder
         self.tape: Tape | None = None
         """Of the last one."""
-        self._leaf: weakref.ref[Tensor] | None = None
-        """What came into the last one where it was computed again."""
 
     def run(self, run: Callable[..., Any], hidden: Tensor, args: Any, kwargs: Any) -> Any:
         """A forward. What it lets go of that the one before it had left is noted as that one's."""
         before = {} if self.tape is None else self._recorder.left_of(self.tape, "before")
-        before |= self._of_leaf()
-        self._leaf = weakref.ref(hidden) if torch.is_grad_enabled() and hidden.is_leaf else None
         self.tape = self._recorder.begin(before | {storage_key(hidden): ("input", 0)})
         try:
             out, context = run(hidden, *args, **kwargs)
@@ -97,18 +87,6 @@ class Noted:
         finally:
             self._recorder.end()
         return out, context
-
-    @property
-    def leaf_lives(self) -> bool:
-        """Whether what came in is still held, when all that has computed again has returned."""
-        return self._leaf is not None and self._leaf() is not None
-
-    def _of_leaf(self) -> dict[int, tuple[Owner, int]]:
-        leaf = None if self._leaf is None else self._leaf()
-        if leaf is None:
-            return {}
-        found: dict[int, tuple[Owner, int]] = {storage_key(leaf): ("leaf", 0)}
-        return found if leaf.grad is None else found | {storage_key(leaf.grad): ("leaf_grad", 0)}
 
 
 class EqualLayers:
@@ -185,9 +163,6 @@ class _Group:
             before, held = held, Held(is_over=not learns)
             if learns:
                 self._forget(gradients)
-                if tapes is self._tapes_again:
-                    tapes.leaf_is_kept = self._model.leaf_lives
-                    held.leaf = hidden_states if tapes.leaf_is_kept else None
                 learnt = partial(self._buckets.learnt, gradients[::-1])
                 out = _Played.apply(hidden_states, self._player, tapes, before, held, learnt)
             else:
@@ -256,12 +231,6 @@ class _Group:
                 self._known.forget(buffer)
 
 
-def _owners(before: Held) -> dict[Owner, Any]:
-    """What a forward may give back of the one before it."""
-    leaf = before.leaf
-    return {"before": before.keys, "leaf": leaf, "leaf_grad": None if leaf is None else leaf.grad}
-
-
 class _PlayedAlone(torch.autograd.Function):
     """The forward of a layer that is played, without a backward to come.
 
@@ -271,7 +240,7 @@ class _PlayedAlone(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, player: Player, tape: Tape, before: Held, held: Held) -> Tensor:
-        (out,), held.keys = player.play(tape, {"input": hidden, **_owners(before)})
+        (out,), held.keys = player.play(tape, {"input": hidden, "before": before.keys})
         return out
 
 
@@ -288,7 +257,7 @@ class _Played(torch.autograd.Function):
         held: Held,
         learnt: Callable[[], None],
     ) -> Tensor:
-        (out,), held.keys = player.play(tapes.forward, {"input": hidden, **_owners(before)})
+        (out,), held.keys = player.play(tapes.forward, {"input": hidden, "before": before.keys})
         ctx.player, ctx.tapes, ctx.held, ctx.learnt = player, tapes, held, learnt
         if tapes.input_is_kept:
             ctx.save_for_backward(hidden)

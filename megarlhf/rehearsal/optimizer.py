@@ -31,7 +31,8 @@ class FusedAdam(torch.optim.AdamW):
             trained = [parameter for parameter in group["params"] if parameter.grad is not None]
             moments = [moment for parameter in trained for moment in self._state(parameter)]
             if trained:
-                pass_over([parameter.grad for parameter in trained], [*trained, *moments])
+                state = [*trained, *moments]  # read and written
+                pass_over([*(parameter.grad for parameter in trained), *state], state)
 
     def _state(self, parameter: Tensor) -> tuple[Tensor, Tensor]:
         state = self.state[parameter]

@@ -140,7 +140,7 @@ class _Rehearsal:
         whole = pipelines_of((kind.rank for kind in self.kinds), self.layouts[self.main])
         tokens = _trained_tokens(records, self.main)
         times, faults = times_of(records, whole, self.price, groups, request.world_size, tokens, self._dtype())
-        host = self._host(tightest)
+        host = max((_host(rank) for rank in ranks), key=lambda rows: sum(row.nbytes for row in rows))
         first = next(iter(records.values()))
         assumptions: Counter[Any] = Counter()
         for record in records.values():
@@ -238,24 +238,6 @@ class _Rehearsal:
             engine_tp=self.cfg.rollout.tp(roles_of(self.cfg)[self.main]) if has_engine else 0,
         )
 
-    def _host(self, tightest: RankResult) -> list[HostRow]:
-        """Of one rank."""
-        process = int(PROCESS_GIB * 2**30)
-        return [
-            HostRow(name="the process", nbytes=process, source="assumed: Python and libraries, the device's too"),
-            HostRow(name="the program's tensors on the host", nbytes=tightest.host_peak, source="counted"),
-            HostRow(
-                name="what is not on the device meanwhile",
-                nbytes=tightest.offloaded,
-                source="counted: parts of roles and of the engine (ROLE.offload, rollout.sleep_level), pinned",
-            ),
-            HostRow(
-                name="a resume point's copy of the state",
-                nbytes=0 if (written := tightest.resume_point) is None else written.host_bytes,
-                source="counted: what this rank writes, copied before it is written (resume/writer.py)",
-            ),
-        ]
-
     def _reshard(self) -> Reshard | None:
         request, cfg = self.request, self.cfg
         if not (isinstance(cfg, RLConfig) and cfg.rollout.engine == "vllm" and request.reshard_plan):
@@ -340,6 +322,25 @@ def _resume_point(record: RankRecord) -> ResumePointRow | None:
     return ResumePointRow(
         nbytes=written.nbytes, files=len(written.bytes_by_role), peak=peak, host_bytes=written.host_bytes
     )
+
+
+def _host(rank: RankResult) -> list[HostRow]:
+    """Of one rank."""
+    process = int(PROCESS_GIB * 2**30)
+    return [
+        HostRow(name="the process", nbytes=process, source="assumed: Python and libraries, the device's too"),
+        HostRow(name="the program's tensors on the host", nbytes=rank.host_peak, source="counted"),
+        HostRow(
+            name="what is not on the device meanwhile",
+            nbytes=rank.offloaded,
+            source="counted: parts of roles and of the engine (ROLE.offload, rollout.sleep_level), pinned",
+        ),
+        HostRow(
+            name="a resume point's copy of the state",
+            nbytes=0 if (written := rank.resume_point) is None else written.host_bytes,
+            source="counted: what this rank writes, copied before it is written (resume/writer.py)",
+        ),
+    ]
 
 
 def _phase_row(phase: PhaseMemory) -> PhaseRow:

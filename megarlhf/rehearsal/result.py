@@ -211,7 +211,7 @@ class Result:
     """Why the run would not start."""
     ranks: list[RankResult]
     host: list[HostRow]
-    """Of one rank."""
+    """Of one rank, the one that needs most."""
     host_per_node: int
     times: list[StepTime]
     rollouts: list[RolloutRow]

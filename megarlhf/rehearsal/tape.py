@@ -21,9 +21,9 @@ from megarlhf.rehearsal.trace import Collective, Event, Receive, Send, Wait, Wor
 from megarlhf.rehearsal.wire import Line, Wire
 from megarlhf.rehearsal.work import Meter, Spending
 
-Owner = Literal["own", "before", "leaf", "leaf_grad", "forward", "input", "grad_output"]
-"""Whose memory is given back: of this tape, of the same layer's forward before this one, of what came into that and the
-gradient of it, of the forward of this backward, of a tensor that came in."""
+Owner = Literal["own", "before", "forward", "input", "grad_output"]
+"""Whose memory is given back: of this tape, of the same layer's forward before this one, of the forward of this
+backward, of a tensor that came in."""
 
 
 class Mark(NamedTuple):

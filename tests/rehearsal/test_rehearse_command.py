@@ -91,6 +91,12 @@ def test_times_wire_and_reshard(ppo: Rehearsed) -> None:
     assert {"pp", "dp", "world"} <= groups
     assert said["reshard"]["received_max"] >= said["reshard"]["received_mean"] > 0
     assert said["host_per_node"] == WORLD * sum(row["nbytes"] for row in said["host"])
+    process, *counted = (row["nbytes"] for row in said["host"])
+    of_ranks = [
+        rank["host_peak"] + rank["offloaded"] + (rank["resume_point"] or {"host_bytes": 0})["host_bytes"]
+        for rank in said["ranks"]
+    ]
+    assert process > 0 < sum(counted) == max(of_ranks)
     assert all(rank["groups_created"] >= rank["memberships"] > 0 for rank in said["ranks"])
 
 

@@ -1,20 +1,27 @@
-"""FLOPs that no formula of shapes tells. Not covered: products and memory (test_operations, test_pricing)."""
+"""FLOPs and bytes that no formula of shapes tells. Not covered: products and memory (test_operations, test_pricing)."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
+from megarlhf.kernels import linear_token_logprobs
 from megarlhf.rehearsal.interfaces import varlen_attn, varlen_attn_backward
+from megarlhf.rehearsal.optimizer import FusedAdam
 from megarlhf.rehearsal.work import Meter
-from tests.rehearsal.devices import a_device, unknown
+from tests.rehearsal.devices import a_device, a_rank, unknown
 
 
-class Free:
-    """A price of nothing."""
+class Flat:
+    """One price for all operations, which notes their bytes."""
 
-    def operation_seconds(self, *args: object) -> float:
-        return 0.0
+    def __init__(self, seconds: float = 0.0) -> None:
+        self.seconds = seconds
+        self.nbytes: list[int] = []
+
+    def operation_seconds(self, work: str, flops: float, nbytes: int, *args: object) -> float:
+        self.nbytes.append(nbytes)
+        return self.seconds
 
 
 HEADS, HEAD_DIM = 4, 8
@@ -24,7 +31,7 @@ HEADS, HEAD_DIM = 4, 8
 def test_attention_of_chunks_counts_the_keys_before_them(causal: bool) -> None:
     """Chunks of 2 and 3 queries with 4 and 9 keys, the last aligned: 2 x 4 - 4 / 2 and 9 x 3 - 9 / 2 pairs, or all."""
     with a_device() as device:
-        meter = device.counter = Meter(Free(), phase="train", numbers=device.known.twin)
+        meter = device.counter = Meter(Flat(), phase="train", numbers=device.known.twin)
         query, key = (unknown(tokens, HEADS, HEAD_DIM, dtype=torch.bfloat16) for tokens in (5, 13))
         queries, keys = (torch.tensor(x).int().to(device.device) for x in ([0, 2, 5], [0, 4, 13]))
         varlen_attn(query, key, key, queries, keys, 3, 9, causal, None, [-1, 0 if causal else -1], False)
@@ -37,7 +44,7 @@ def test_attention_of_a_packed_row_counts_pairs_of_each_sequence(lengths: list[i
     """Causal: half of 2 products x 2 of n^2 pairs of each head's numbers; in the backward four products. A fifth
     is made again there, which takes time and is not counted."""
     with a_device() as device:
-        meter = device.counter = Meter(Free(), phase="train", numbers=device.known.twin)
+        meter = device.counter = Meter(Flat(), phase="train", numbers=device.known.twin)
         query = unknown(10, HEADS, HEAD_DIM, dtype=torch.bfloat16)
         begins = torch.tensor([0, *lengths]).cumsum(0).int().to(device.device)
         longest = max(lengths)
@@ -49,3 +56,33 @@ def test_attention_of_a_packed_row_counts_pairs_of_each_sequence(lengths: list[i
         )
     forward = 2 * sum(length**2 for length in lengths) * HEADS * HEAD_DIM
     assert meter.flops[0, "train", "attention"] == forward + 2 * forward
+
+
+def test_adam_reads_its_state_and_writes_it() -> None:
+    """Of a parameter in fp32: its gradient, itself and two moments are read, the last three written, 28 bytes."""
+    with a_device() as device:
+        parameter = torch.nn.Parameter(unknown(1000, dtype=torch.float32))
+        parameter.grad = unknown(1000, dtype=torch.float32)
+        optimizer = FusedAdam([parameter])
+        optimizer.step()
+        price = Flat()
+        device.counter = Meter(price, phase="optimizer", numbers=device.known.twin)
+        optimizer.step()
+    assert price.nbytes == [28 * 1000]
+
+
+@pytest.mark.parametrize(("save_bytes", "again"), [(0, 1), (2**20, 0)])
+def test_logits_that_are_made_again_are_no_flops_of_the_model(save_bytes: int, again: int) -> None:
+    """Three products with and without them; what is not kept takes time again."""
+    tokens, hidden, vocab = 6, 16, 64
+    with a_rank(0, 1) as device:
+        meter = device.counter = Meter(Flat(1.0), phase="train", numbers=device.known.twin)
+        hidden_TH = unknown(tokens, hidden, dtype=torch.float32).requires_grad_()
+        weight_VH = torch.nn.Parameter(unknown(vocab, hidden, dtype=torch.float32))
+        labels_T = torch.zeros(tokens, dtype=torch.int64, device=device.device)
+        logprobs_T, _ = linear_token_logprobs(
+            hidden_TH, weight_VH, labels_T, save_bytes=save_bytes, backend="chunked", return_entropy=False
+        )
+        logprobs_T.sum().backward()
+    assert meter.flops[0, "train", "matmul"] == 3 * 2 * tokens * hidden * vocab
+    assert meter.again_seconds[0, "train"] == again
