@@ -6,6 +6,9 @@ from __future__ import annotations
 import contextlib
 import random
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from benchmarks.faults import random_faults
 from benchmarks.faults.runs import Case, Reference, Site, differences, results
@@ -58,6 +61,41 @@ def test_a_run_that_is_killed_twice_ends_as_if_it_had_not_been(
     assert reached is not None
     assert f"from resume/{reached.name}" in trial.commands[1].said
     assert find_points(trial.run)[-1].position.step == case.steps
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "pp2 vpp2, streamed": {"parallel": {"pp": 2, "vpp": 2}, "offload": {"optimizer": "stream"}},
+    "cp2, all layers again": {"parallel": {"cp": 2}, "recompute": "full"},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_are_killed_too(
+    layout: str, ranks: RankPool, models: dict[str, Path], data: dict[str, Path], tmp_path: Path
+) -> None:
+    """One rank, or all processes, by SIGKILL between the second and the fourth of six steps; two ranks."""
+    tree = {
+        "actor": {"model": {"path": str(models["plain"])}, "optim": {"lr": 1e-3}, **LAYOUTS[layout]},
+        "data": {"train": str(data["sft"])},
+        "train": {"num_steps": 6, "mini_batch_samples": 4, "max_tokens_per_micro_batch": 48},
+        "checkpoint": {"every": 1, "every_minutes": 0},
+    }
+    case = Case("sft", "sft", 2, tree)
+    ranks.run(2, "command", *case.argv(tmp_path / "whole", tmp_path / "whole.yaml"))
+    for attempt in range(5):
+        trial = Trial(Known(tmp_path, ""), case, random.Random(attempt), tmp_path / "trial", moments=(2, 4))
+        try:
+            result = random_faults.sigkill(trial)
+            break
+        except NotHappened:  # it had come to its end
+            continue
+        finally:
+            trial.end()
+    assert result.recovered, result.problem
+    assert result.metrics_equal
+    assert trial.commands[0].status != 0 == trial.commands[-1].status
+    assert "from resume/" in trial.commands[-1].said
 
 
 def test_unequal_runs_are_told_apart() -> None:

@@ -25,19 +25,15 @@ CERTIFIED = re.compile(r"weights of version (\d+) certified: digest (\w+)")
 LAYOUTS: dict[str, tuple[dict[str, Any], int]] = {
     "tp2pp2_to_tp2": ({"tp": 2, "pp": 2}, 2),
     "tp2cp2_to_tp2": ({"tp": 2, "cp": 2}, 2),
+    "pp2vpp2_to_tp2": ({"pp": 2, "vpp": 2}, 2),
     "dp4_to_tp1": ({}, 1),
     "dp4_to_tp4": ({}, 4),
 }
 """The trainer's layout and vLLM's tp: two engines, twice; four; one, whose ranks hold two to a key-value head."""
 
 
-@pytest.fixture(scope="module")
-def models(two_layers: dict[str, Path]) -> dict[str, Path]:
-    return two_layers
-
-
 @pytest.mark.parametrize(
-    "layout", [name if name == "tp2pp2_to_tp2" else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS]
+    "layout", [name if "pp2" in name else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS]
 )
 def test_rl_samples_with_what_it_has_trained(
     layout: str, vllm_ranks: RankPool, models: dict[str, Path], data: dict[str, Path], tmp_path: Path
