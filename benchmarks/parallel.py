@@ -18,11 +18,10 @@ import json
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 from benchmarks.machine import ROOT, machine
 from benchmarks.parallel_formula import DIFFERENCES, Layout, Ranks, Term, Work, terms
@@ -32,7 +31,6 @@ from benchmarks.rehearsal.real_run import RandomNumbers, Seen, routed
 from benchmarks.rehearsal.recorded import BACKEND, Recorder, join_again
 from benchmarks.rehearsal.rehearsed_run import rehearsed_rank
 from megarlhf.layout import MeshLayout
-from megarlhf.parallel import step as training_step
 from megarlhf.parallel.mesh import forget_scratch_buffer
 from megarlhf.rehearsal.job import Job
 from megarlhf.rehearsal.lengths import Constant
@@ -101,6 +99,7 @@ class Measured:
             packed=True,
             layers=self.layers,
             samples=SEQUENCES * self.micro_batches,
+            distributed=self.distributed,
         )
         lengths = {"prompt_lengths": Constant(PROMPT), "response_lengths": Constant(RESPONSE)}
         return job_of(case, directory, STEPS, **lengths)
@@ -130,26 +129,7 @@ LAYOUTS = (
 )
 
 
-@contextlib.contextmanager
-def plain_optimizer(on: bool) -> Iterator[None]:
-    """Megatron-Core's two switches of the distributed optimizer off."""
-    if not on:
-        yield
-        return
-    of_ddp, of_optimizer = training_step.DistributedDataParallelConfig, training_step._optimizer_config
-    off = {"use_distributed_optimizer": False, "overlap_param_gather": False}
-
-    def without(**options: Any) -> Any:
-        return of_ddp(**{**options, **off})
-
-    with (
-        mock.patch.object(training_step, "DistributedDataParallelConfig", without),
-        mock.patch.object(training_step, "_optimizer_config", lambda optim, bf16, _: of_optimizer(optim, bf16, False)),
-    ):
-        yield
-
-
-def count_rank(runtime: Runtime, job: Job, distributed: bool = True) -> Seen:
+def count_rank(runtime: Runtime, job: Job) -> Seen:
     """Run this rank of the job, and count its messages. Collective."""
     now = [(0, "build")]
     recorder = Recorder(lambda: now[0])
@@ -163,15 +143,9 @@ def count_rank(runtime: Runtime, job: Job, distributed: bool = True) -> Seen:
     parts = Parts(phases=steps.phases, weights=RandomNumbers(lambda shard: None))
     run = importlib.import_module(ENTRIES[job.command]).run
     recorder.on = True
-    with routed(job.routing), plain_optimizer(not distributed), contextlib.suppress(Enough):
+    with routed(job.routing), contextlib.suppress(Enough):
         run(job.cfg, replace(runtime, backend=BACKEND), parts)
     return Seen(runtime.rank, {}, dict(recorder.counts), dict(recorder.nbytes))
-
-
-def rehearse(job: Job, rank: int, distributed: bool) -> Seen:
-    """What a rehearsal says of this rank."""
-    with plain_optimizer(not distributed):
-        return rehearsed_rank(job, rank)
 
 
 def counts_of(seen: Seen) -> Counts:
@@ -238,8 +212,8 @@ def measure(measured: Measured) -> dict[str, Any]:
     """Run and rehearse a layout. Raises: AssertionError where a message is not in the formula."""
     with tempfile.TemporaryDirectory() as directory:
         job = measured.job(Path(directory) / "job")
-        seen = as_ranks(measured.world_size, count_rank, job, measured.distributed)
-        told = together(rehearse, [(job, rank, measured.distributed) for rank in range(measured.world_size)])
+        seen = as_ranks(measured.world_size, count_rank, job)
+        told = together(rehearsed_rank, [(job, rank) for rank in range(measured.world_size)])
     lines = unexplained(measured, seen)
     assert not lines, f"{measured.name}: messages that the formula does not have:\n" + "\n".join(lines)
     unlike = sum(counts_of(ran) != counts_of(heard) for ran, heard in zip(seen, told, strict=True))

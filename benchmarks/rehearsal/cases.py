@@ -108,6 +108,8 @@ class Case:
     layers: int = 4
     recompute: str = "none"
     offload: dict[str, Any] = field(default_factory=dict)
+    distributed: bool = True
+    """Whether the optimizer is."""
     frozen: dict[str, Any] = field(default_factory=dict)
     """`parallel` of reference and reward model, where it is not that of the others."""
 
@@ -129,6 +131,7 @@ class Case:
         layout += f", engine TP{self.engine_tp}" if self.engine_tp else ""
         layout += "" if self.recompute == "none" else f", recompute {self.recompute}"
         layout += f", offload {self.offload['optimizer']}" if self.offload else ""
+        layout += "" if self.distributed else ", plain optimizer"
         layout += ", gathers run on" if self.gathers_run_on else ""
         layout += f", read-only roles on ranks {self.frozen['ranks']}" if self.frozen else ""
         return f"{command} {model} {self.dtype} {'packed' if self.packed else 'padded'} {layout}"
@@ -150,6 +153,7 @@ def job_of(
     config["n_layer" if "n_layer" in config else "num_hidden_layers"] = case.layers
     (model / "config.json").write_text(json.dumps(config))
     optim = {"lr": 1e-3, "overlap_param_gather": case.gathers_run_on}
+    optim |= {} if case.distributed else {"distributed": False}
     role = {"model": {"path": str(model), "dtype": case.dtype}, "parallel": case.parallel, "optim": optim}
     role |= {"recompute": case.recompute, "offload": case.offload}
     frozen = role | ({"parallel": case.frozen} if case.frozen else {})
