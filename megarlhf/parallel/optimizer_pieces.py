@@ -10,6 +10,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import FP32Optimizer, MegatronOptimizer, MixedPrecisionOptimizer
 from torch import Tensor
@@ -47,6 +48,20 @@ class Piece:
                 for value in inner.state.get(tensor, {}).values()
                 if isinstance(value, Tensor) and value.numel() > 1
             )
+
+    @property
+    def is_new(self) -> bool:
+        """Whether moments are missing, which the first step makes."""
+        return any(not self.optimizer.optimizer.state.get(tensor) for tensor in self.updated)
+
+    def make_state(self) -> None:
+        """Make them, as zeros."""
+        inner = self.optimizer.optimizer
+        with _restricted(self.optimizer, {id(tensor) for tensor in self.updated}):
+            self.optimizer.init_state_fn(inner, self.optimizer.config)
+        if counts_per_parameter(inner):
+            for tensor in self.updated:
+                inner.state[tensor].setdefault("step", torch.tensor(0.0, dtype=torch.float32))
 
     def step(self) -> None:
         """Update these alone."""
@@ -100,6 +115,11 @@ def step_in_pieces(
 def optimizers_in(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
     """Those that it is a chain of, or itself."""
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
+
+
+def counts_per_parameter(optimizer: torch.optim.Optimizer) -> bool:
+    """torch's AdamW counts its steps for each parameter, the fused ones for each group."""
+    return isinstance(optimizer, torch.optim.Adam)
 
 
 @contextlib.contextmanager

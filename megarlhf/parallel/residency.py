@@ -86,6 +86,15 @@ class HostMemory:
             done = self._back.record_event()
         return lambda: torch.cuda.current_stream().wait_event(done)
 
+    def view_like(self, tensor: Tensor, host: Tensor) -> Tensor:
+        """Of the memory that has the numbers of its storage, the view that this tensor is."""
+        return host.view(tensor.dtype).as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+
+    def settle(self) -> None:
+        """Wait until what has left is there."""
+        if self._out is not None:
+            self._out.synchronize()
+
 
 def _nothing() -> None: ...
 
@@ -160,6 +169,11 @@ class Tensors:
             self._arrival = self._host.read(copies)
         self._away = []
 
+    @property
+    def away(self) -> dict[int, Tensor]:
+        """Host memory of what is not on the device, by storage."""
+        return {_key(each.whole): each.host for each in self._away if each.host is not None}
+
     def wait(self) -> None:
         self._arrival()
         self._arrival = _nothing
@@ -168,7 +182,7 @@ class Tensors:
         self._settle()
 
     def _copy_of(self, moved: _Moved) -> Tensor:
-        key = moved.whole.untyped_storage()._cdata
+        key = _key(moved.whole)
         nbytes, host = self._kept.get(key, (0, None))
         if host is not None and nbytes == moved.nbytes and self._constant:
             return host
@@ -179,7 +193,7 @@ class Tensors:
         return host
 
     def _storages(self) -> Iterator[_Moved]:
-        seen = {tensor.untyped_storage()._cdata for tensor in self._without()}
+        seen = set(map(_key, self._without()))
         for tensor in self._tensors():
             storage = tensor.untyped_storage()
             if storage._cdata in seen or not storage.nbytes():
@@ -187,6 +201,11 @@ class Tensors:
             seen.add(storage._cdata)
             flat = tensor.detach().as_strided((storage.nbytes() // tensor.element_size(),), (1,), 0)
             yield _Moved(flat, storage.nbytes())
+
+
+def _key(tensor: Tensor) -> int:
+    """Of its storage, on whichever side its numbers are."""
+    return tensor.untyped_storage()._cdata
 
 
 @dataclass(frozen=True)
@@ -219,6 +238,23 @@ class RoleParts:
         now, soon = self.optimizer[number], self.optimizer[number + 1 : number + 2]
         self.residency.turn(self.parameters, *self._of_gradients, now, soon=soon)
 
+    def to_read(self) -> Callable[[Tensor], Tensor]:
+        """The state is read, or filled, where it lies: nothing moves. Returns what gives for one of its tensors the
+        memory that has its numbers: itself, or the same view of host memory."""
+        away: dict[int, Tensor] = {}
+        for part in self._state:
+            away |= part.away
+            if part.present:
+                part.wait()
+                part.settle()
+        self.residency.host.settle()
+
+        def lies(tensor: Tensor) -> Tensor:
+            host = away.get(_key(tensor))
+            return tensor if host is None else self.residency.host.view_like(tensor, host)
+
+        return lies
+
     def turns(self, role: str) -> dict[str, Turn]:
         """By phase, what the role needs in it."""
         parameters, learns = (self.parameters,), (self.parameters, *self._of_gradients)
@@ -230,7 +266,7 @@ class RoleParts:
         }
 
     @property
-    def state(self) -> tuple[Tensors, ...]:
+    def _state(self) -> tuple[Tensors, ...]:
         """What a resume point holds."""
         return (self.parameters, *self.optimizer)
 
@@ -254,12 +290,6 @@ class Turn:
 
     def __call__(self) -> None:
         self.residency.turn(*self.needed(), settled=self.settled)
-
-
-def to_save(parts: Sequence[RoleParts]) -> None:
-    """The state of these roles is read or written."""
-    for first in parts[:1]:
-        first.residency.turn(*(part for each in parts for part in each.state))
 
 
 class Residency:

@@ -367,6 +367,14 @@ class Trainer:
         at = self.mesh.coordinates
         return self.mesh.experts.dp == 0 if of_experts else (at.dp, at.cp) == (0, 0)
 
+    def make_optimizer_state(self) -> None:
+        """Make what the first step of the optimizer would make, as zeros, with a piece of its state on the device."""
+        for piece, part in zip(self._pieces, self.parts.optimizer, strict=True):
+            if piece.is_new:
+                self.parts.residency.turn(part)
+                with megatron_device(self.mesh.runtime.device):
+                    piece.make_state()
+
     def step(self, norm: float) -> None:
         """Clip and apply the accumulated gradients, whose `gradient_norm` has been asked for."""
         optimizer = self.optimizer

@@ -20,7 +20,6 @@ import torch.distributed as dist
 from megarlhf.collective_errors import on_first_rank, raise_on_all_ranks
 from megarlhf.config import CheckpointConfig
 from megarlhf.models.role import Role
-from megarlhf.parallel.residency import to_save
 from megarlhf.provenance import FILE, Provenance
 from megarlhf.resume import point, role_state
 from megarlhf.resume.cadence import Cadence
@@ -232,7 +231,6 @@ class Checkpointer:
 
     def _content(self, border: _Border) -> tuple[Content, int]:
         """What is to be written, and on rank 0 how many bytes that will be on all ranks together."""
-        to_save([role.parts for role in self._roles])
         roles = {role.name: role_state.sharded_state(role) for role in self._roles}
         commons = {role.name: role_state.common(role, border.position.step) for role in self._roles}
         mine = (border.random, sum(role_state.bytes_to_write(state) for state in roles.values()))

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 from megarlhf.models.role import Role
-from megarlhf.parallel.residency import to_save
 from megarlhf.provenance import Weights
 from megarlhf.resume import point, role_state
 from megarlhf.resume.point import Point, Position
@@ -217,7 +216,6 @@ def _load(
     runtime: Runtime, good: Point, manifest: Mapping[str, Any], roles: Sequence[Role], states: Mapping[str, Stateful]
 ) -> Table | None:
     for role in roles:
-        to_save([role.parts])
         role_state.load_state(role, good.path / role.name)
         role_state.set_counters(role, manifest["roles"][role.name])
     for name, state in states.items():

@@ -10,7 +10,7 @@ state saved at one layout is loaded at any other.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from megarlhf.models.build import ModelShard
 from megarlhf.models.role import Role
 from megarlhf.parallel.chunks import split_name
 from megarlhf.parallel.megatron_cpu import megatron_device
-from megarlhf.parallel.optimizer_pieces import optimizers_in
+from megarlhf.parallel.optimizer_pieces import counts_per_parameter, optimizers_in
 from megarlhf.parallel.step import Trainer
 from megarlhf.placement import Shape, flat_boxes
 from megarlhf.weights.checkpoint.formats.megatron.args import args_of
@@ -55,14 +55,17 @@ class _OptimizerPart:
 
 
 def sharded_state(role: Role, *, optimizer: bool = True) -> ShardedState:
-    """What this rank saves of a role, or reads into: views of live tensors, by names that mean nothing. Without
-    `optimizer`, and of a role that is not trained, the parameters alone. Nothing of a role that is on other ranks."""
+    """What this rank saves of a role, or reads into: views of live tensors, or of their host memory where they are
+    away, by names that mean nothing. Without `optimizer`, and of a role that is not trained, the parameters alone.
+    Nothing of a role that is on other ranks."""
     if not role.mesh.is_member:
         return {}
     parts: dict[nn.Parameter, _OptimizerPart] = {}
     if optimizer and role.trainer is not None:
-        allocate_optimizer_state(role.trainer)
-        parts = _optimizer_parts(role.trainer)
+        role.trainer.make_optimizer_state()
+    lies = role.parts.to_read()
+    if optimizer and role.trainer is not None:
+        parts = _optimizer_parts(role.trainer, lies)
     shard, at, experts = role.shard, role.mesh.coordinates, role.mesh.experts
     whole = _whole_shapes(shard)
     state: ShardedState = {}
@@ -84,12 +87,12 @@ def sharded_state(role: Role, *, optimizer: bool = True) -> ShardedState:
         )
 
     for name, parameter in shard.module.named_parameters():
-        tied = int(is_tied_copy(shard, name))
+        values, tied = lies(parameter.detach()), int(is_tied_copy(shard, name))
         duplicate = at.tp if tuple(parameter.shape) == whole[name] else 0
         of_expert = StorageName.parse(split_name(name)[1]).expert is not None
         copy = experts.dp if of_expert else at.cp + at.dp * role.mesh.layout.cp
         for piece in _pieces(shard, name, tuple(parameter.shape), whole[name]):
-            rows = parameter[piece.local.start[0] : piece.local.stop[0]]
+            rows = values[piece.local.start[0] : piece.local.stop[0]]
             add(piece.key, piece, rows, (tied, duplicate, copy))
             part = parts.get(parameter)
             if part is not None:
@@ -142,16 +145,6 @@ def set_counters(role: Role, values: Mapping[str, Any]) -> None:
     role.trainer.scheduler.step(increment=values["scheduler_steps"])
 
 
-def allocate_optimizer_state(trainer: Trainer) -> None:
-    """Make the moments that the first optimizer step would make, as zeros."""
-    for inner in optimizers_in(trainer.optimizer):
-        with megatron_device(trainer.mesh.runtime.device):
-            inner.init_state_fn(inner.optimizer, inner.config)
-        if _counts_per_parameter(inner.optimizer):
-            for state in inner.optimizer.state.values():
-                state.setdefault("step", torch.tensor(0.0, dtype=torch.float32))
-
-
 def _pieces(shard: ModelShard, name: str, shape: Shape, whole: Shape) -> list[LocalShard]:
     """Where a live parameter stands in the checkpoint's global tensors."""
     arch, mesh = shard.arch, shard.mesh
@@ -187,8 +180,8 @@ def _optimizer_boxes(piece: LocalShard, part: _OptimizerPart, shape: Shape) -> I
         at += box.numel
 
 
-def _optimizer_parts(trainer: Trainer) -> dict[nn.Parameter, _OptimizerPart]:
-    """Of the parameters of which this rank has optimizer state."""
+def _optimizer_parts(trainer: Trainer, lies: Callable[[Tensor], Tensor]) -> dict[nn.Parameter, _OptimizerPart]:
+    """Of the parameters of which this rank has optimizer state. `lies`: where a tensor's numbers are."""
     parts: dict[nn.Parameter, _OptimizerPart] = {}
     for inner in optimizers_in(trainer.optimizer):
         for parameter in trainer.module.parameters():
@@ -209,19 +202,15 @@ def _optimizer_parts(trainer: Trainer) -> dict[nn.Parameter, _OptimizerPart]:
             tensors.pop("step", None)
             if parameter.dtype != torch.float32:  # otherwise the parameter is its own main parameter
                 tensors["fp32_param"] = main
-            parts[parameter] = _OptimizerPart(start, stop, tensors, isinstance(inner, DistributedOptimizer))
+            here = {name: lies(tensor.detach()) for name, tensor in tensors.items()}
+            parts[parameter] = _OptimizerPart(start, stop, here, isinstance(inner, DistributedOptimizer))
     return parts
-
-
-def _counts_per_parameter(optimizer: torch.optim.Optimizer) -> bool:
-    """torch's AdamW counts its steps for each parameter, the fused ones for each group."""
-    return isinstance(optimizer, torch.optim.Adam)
 
 
 def _optimizer_steps(optimizer: MegatronOptimizer) -> int:
     counts: set[int] = set()
     for inner in optimizers_in(optimizer):
-        if _counts_per_parameter(inner.optimizer):
+        if counts_per_parameter(inner.optimizer):
             counts |= {int(state["step"]) for state in inner.optimizer.state.values() if "step" in state}
         else:
             counts |= {int(group["step"]) for group in inner.optimizer.param_groups if "step" in group}
@@ -231,7 +220,7 @@ def _optimizer_steps(optimizer: MegatronOptimizer) -> int:
 
 def _set_optimizer_steps(optimizer: MegatronOptimizer, steps: int) -> None:
     for inner in optimizers_in(optimizer):
-        if _counts_per_parameter(inner.optimizer):
+        if counts_per_parameter(inner.optimizer):
             for state in inner.optimizer.state.values():
                 state["step"].fill_(float(steps))
         elif steps:

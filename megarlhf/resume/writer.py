@@ -32,6 +32,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedBase, is_main_replica
 from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner, mcore_to_pyt_state_dict
+from torch import Tensor
 from torch.distributed.checkpoint import FileSystemWriter, Metadata, SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
@@ -167,8 +168,8 @@ class Writer:
         """This rank's part of the plan, and on rank 0 what all ranks write. Collective."""
         by_key: dict[str, list[ShardedBase]] = defaultdict(list)
         for item in own_items(state):
-            if isinstance(item.data, torch.Tensor):
-                item.data = item.data.detach().to("cpu", non_blocking=True)
+            if isinstance(item.data, Tensor):
+                item.data = to_fork(item.data.detach(), self._runtime.device)
             by_key[getattr(item, "unique_key", None) or item.key].append(item)
         planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
         planner.set_up_planner(mcore_to_pyt_state_dict(dict(by_key)), is_coordinator=self._runtime.is_main)
@@ -233,6 +234,14 @@ class Writer:
 def own_items(state: ShardedState) -> list[ShardedBase]:
     """What this rank, and no other, writes."""
     return [item for item in state.values() if is_main_replica(item.replica_id)]
+
+
+def to_fork(data: Tensor, device: torch.device) -> Tensor:
+    """Memory of the host that a process forked now finds as it is, whatever becomes of `data`. `device`: of the run."""
+    if data.device.type != "cpu":
+        return data.to("cpu", non_blocking=True)
+    # Of a run on a GPU it may be pinned memory, which the driver shares with the process instead of copying pages.
+    return data if device.type == "cpu" else data.clone()
 
 
 def _end(job: _Job) -> None:

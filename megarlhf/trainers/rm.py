@@ -24,6 +24,7 @@ from megarlhf.data.tokenizer import Tokenizer
 from megarlhf.experience import redistribute
 from megarlhf.models.role import Role
 from megarlhf.parallel.batching import MicroBatchLayout, TokenSpans, owners_of_outputs, repeat_on_micro_batch
+from megarlhf.parallel.chunks import split_name
 from megarlhf.parallel.step import MicroBatch
 from megarlhf.resume.identity import digest_of_samples
 from megarlhf.runtime import Runtime
@@ -162,7 +163,7 @@ class RewardModelling(Objective[PairSample]):
         return score_deviation(self, role, heldout, should_stop)
 
     def rescaled(self, name: str) -> bool:
-        return name == HEAD
+        return split_name(name)[1] == HEAD
 
     def rescale(self, role: Role, scale: float) -> str:
         """Divides the head."""
@@ -222,6 +223,7 @@ def score_deviation(
 def divide_head(role: Role, deviation: float) -> None:
     """Give the scores a standard deviation of 1. The ranking stays; rewards and a critic that starts from this model
     get a known scale. The optimizer must not be used afterwards."""
-    if role.mesh.is_last_stage:
-        with torch.no_grad():
-            role.shard.parameters()[HEAD].div_(deviation)
+    with torch.no_grad():
+        for name, weight in role.shard.parameters().items():
+            if split_name(name)[1] == HEAD:
+                weight.div_(deviation)

@@ -29,7 +29,7 @@ from megarlhf.observe.phases import Phases
 from megarlhf.parallel import step
 from megarlhf.parallel.batching import padded_length
 from megarlhf.parallel.mesh import GroupCache
-from megarlhf.parallel.residency import RoleParts, to_save
+from megarlhf.parallel.residency import RoleParts
 from megarlhf.parallel.step import MicroBatch
 from megarlhf.parallel.vocab import logits_at
 from megarlhf.rollout.engine import Sampling
@@ -326,7 +326,7 @@ def rl_step(
     metrics: dict[str, Any] = {}
     with contextlib.suppress(InterruptedError), mock.patch.object(step, "_run", noting(step._run, roles, there)):
         metrics = train_on(cfg, parts, work, 0, watch=watch)
-    to_save([role.parts for role in parts.trained])
+    parts.actor.parts.residency.turn(*(role.parts.parameters for role in parts.trained))
     metrics = {**work.found, **describe(work.experience, cfg), **metrics}
     experience = work.experience.replicated()
     result = {

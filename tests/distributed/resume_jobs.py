@@ -11,7 +11,7 @@ import resource
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,6 +30,7 @@ from megarlhf.observe.step_lines import StepLines
 from megarlhf.parallel import step as training_step
 from megarlhf.parallel.megatron_cpu import megatron_device
 from megarlhf.parallel.mesh import GroupCache
+from megarlhf.parallel.residency import Tensors
 from megarlhf.resume import point, role_state, writer
 from megarlhf.resume.checkpointer import Checkpointer
 from megarlhf.resume.point import Position
@@ -44,11 +45,14 @@ from tests.distributed.jobs import command_status
 from tests.weights import megatron_shapes
 
 
-def build(runtime: Runtime, model: str, parallel: dict[str, Any], dtype: str, head: Head) -> Role:
+def build(
+    runtime: Runtime, model: str, parallel: dict[str, Any], dtype: str, head: Head, **offload: bool | str
+) -> Role:
     parallel = dict(parallel)
     optim = {"distributed": parallel.pop("distributed", "auto")}
     model_section = {"path": model, "dtype": dtype, "fresh_head": head == "scalar"}
-    section = RoleConfig.model_validate({"model": model_section, "parallel": parallel, "optim": optim})
+    tree = {"model": model_section, "parallel": parallel, "optim": optim, "offload": offload}
+    section = RoleConfig.model_validate(tree)
     return build_role("actor", section, head, GroupCache(runtime), seed=0, num_optimizer_steps=50)
 
 
@@ -100,6 +104,43 @@ def save_and_load(
     assert outcome.error is None, outcome.error
     assert role.trainer is not None
     return {**role_state.counters(role), "rate": role.trainer.learning_rate, "bytes": outcome.bytes}
+
+
+def save_and_load_streamed(runtime: Runtime, model: str, target: str) -> dict[str, Any]:
+    """A trained role whose optimizer is streamed is written, and filled again from there: pieces of its state, and how
+    many of them are on the device at a time, at each moment that any moves."""
+    most = [0]
+
+    def noting(come: Callable[[Tensors], None]) -> Callable[[Tensors], None]:
+        def noted(part: Tensors) -> None:
+            come(part)
+            most[0] = max(most[0], sum(piece.present for piece in pieces))
+
+        return noted
+
+    found: dict[str, Any] = {}
+    with (
+        mock.patch.object(training_step, "PIECE_BYTES", 2**14),
+        mock.patch.object(Tensors, "come", noting(Tensors.come)),
+    ):
+        pieces: Sequence[Tensors] = ()
+        role = build(runtime, model, {}, "bf16", "lm", parameters=True, optimizer="stream")
+        train(role, 2)
+        role.parts.residency.turn()
+        pieces, most[0] = role.parts.optimizer, 0
+        assert write(Writer(runtime), Path(target), role).error is None
+        found |= {"pieces": len(pieces), "written": most[0]}
+        before = role_state.sharded_state(role)
+        fresh = build(runtime, model, {}, "bf16", "lm", parameters=True, optimizer="stream")
+        fresh.parts.residency.turn()
+        pieces, most[0] = fresh.parts.optimizer, 0
+        role_state.load_state(fresh, Path(target) / "actor")
+        found["filled"] = most[0]
+        after = role_state.sharded_state(fresh)
+    pairs = [(before[name].data, after[name].data) for name in before]
+    tensors = [(one, other) for one, other in pairs if isinstance(one, torch.Tensor)]
+    found["equal"] = all(torch.equal(one, other) and bool(one.any()) for one, other in tensors)
+    return found | {"tensors": len(tensors)}
 
 
 def save_and_export(runtime: Runtime, model: str, parallel: dict[str, Any], target: str, exported: str) -> None:

@@ -16,7 +16,13 @@ from torch import Tensor
 
 from megarlhf.resume.point import damaged_files, find_points, read_manifest
 from megarlhf.weights.checkpoint.open_checkpoint import open_checkpoint
-from tests.distributed.resume_jobs import load_with_megatron, save_and_export, save_and_load, save_without_model
+from tests.distributed.resume_jobs import (
+    load_with_megatron,
+    save_and_export,
+    save_and_load,
+    save_and_load_streamed,
+    save_without_model,
+)
 from tests.distributed.tiny import write_family
 from tests.ranks import RankPool
 
@@ -98,6 +104,17 @@ def test_state_is_bit_equal_at_every_layout(
     kind = f"{family}ForSequenceClassification" if head == "scalar" else f"{family}ForCausalLM"
     assert (described.head, described.config["architectures"]) == (head, [kind])
     assert described.config.get("num_labels") == (1 if head == "scalar" else None)
+
+
+def test_streamed_state_is_never_on_the_device_as_a_whole(
+    ranks: RankPool, models: dict[str, Path], tmp_path: Path
+) -> None:
+    """It is written where it lies, and a fresh role is filled there: its moments are made one piece at a time."""
+    (found,) = ranks.run(1, save_and_load_streamed, str(models["plain"]), str(tmp_path / "point"))
+    assert found["pieces"] > 5
+    assert (found["written"], found["filled"]) == (0, 1)
+    assert found["tensors"] > 4 * 10
+    assert found["equal"]
 
 
 def test_a_role_of_a_point_is_an_ordinary_checkpoint(ranks: RankPool, models: dict[str, Path], tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The reward model's options in whole runs at TP2: margins, what is said of its scores, exports of unit variance."""
+"""The reward model's options in whole runs, at TP2 or with stages: margins, scores, exports of unit variance."""
 
 from __future__ import annotations
 
@@ -62,10 +62,14 @@ def scores(directory: Path, pairs: Path) -> torch.Tensor:
         return torch.tensor([[float(model(torch.tensor([row])).logits) for row in pair] for pair in rows])
 
 
-def test_every_export_has_unit_variance_and_training_goes_on_as_without(run: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("parallel", [{"tp": 2}, {"pp": 2, "vpp": 2}], ids=["tp2", "pp2 vpp2"])
+def test_every_export_has_unit_variance_and_training_goes_on_as_without(
+    parallel: dict[str, int], run: Any, models: dict[str, Path], tmp_path: Path
+) -> None:
     """The exports after steps 1, 2 and 3, scored by Hugging Face; losses are those of a run that divides nothing."""
-    scaled = run("scaled", 2, {"tp": 2}, unit_variance=True)
-    plain = run("plain", 2, {"tp": 2})
+    of_four_layers = {"model": {"path": str(models["plain"])}, "optim": {"lr": 1e-2}}
+    scaled = run("scaled", 2, parallel, unit_variance=True, reward_model=of_four_layers)
+    plain = run("plain", 2, parallel, reward_model=of_four_layers)
     for step in (1, 2, 3):
         export = tmp_path / f"scaled/checkpoints/step_{step:06d}/reward_model"
         assert float(scores(export, tmp_path / "pairs.jsonl").std(correction=0)) == pytest.approx(1.0, abs=1e-3)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megarlhf.config import OffloadConfig
-from megarlhf.parallel.residency import HostMemory, Residency, RoleParts, Tensors, to_save
+from megarlhf.parallel.residency import HostMemory, Residency, RoleParts, Tensors
 
 CPU = torch.device("cpu")
 
@@ -105,10 +105,28 @@ def test_each_turn_has_what_it_needs_and_the_others_have_left() -> None:
     assert (there(of_actor), there(of_critic)) == ([True, True, True], [False] * 3)
     critic.to_learn()
     assert (there(of_actor), there(of_critic)) == ([False] * 3, [True, True, False])
-    to_save([actor, critic])
-    assert (there(of_actor), there(of_critic)) == ([True, False, True], [True, False, True])
     residency.turn()
     assert (there(of_actor), there(of_critic)) == ([False] * 3, [False] * 3)
+
+
+def test_state_is_read_and_filled_where_it_lies() -> None:
+    """Nothing moves for it. What is filled while it is away is there when it comes; an offset view is that view."""
+    residency = Residency(CPU)
+    parts, (weights, _, moments) = role(residency, parameters=True, optimizer=True)
+    view = moments[1:3]
+    parts.to_compute()
+    lies = parts.to_read()
+    assert lies(weights) is weights
+    assert (there([weights, moments]), lies(moments).tolist(), lies(view).tolist()) == (
+        [True, False],
+        [2.0] * 4,
+        [2.0] * 2,
+    )
+    lies(view).fill_(7.0)
+    assert there([weights, moments]) == [True, False]
+    parts.to_update()
+    assert moments.tolist() == [2.0, 7.0, 7.0, 2.0]
+    assert parts.to_read()(view) is view
 
 
 def test_what_may_not_leave_stays_and_gradients_leave_unasked() -> None:

@@ -82,6 +82,20 @@ def test_a_resume_point_has_weights_and_the_optimizers_state(sft: Say) -> None:
     assert copied == pytest.approx(held, rel=0.01)
 
 
+def test_a_resume_point_is_written_from_where_the_state_lies(grpo: Say) -> None:
+    """What is offloaded stays away, but for a number or two; as many bytes are copied."""
+    here, away = (grpo("--steps", "2", f"actor.offload.optimizer={offload}") for offload in ("false", "true"))
+    of_point = [
+        next(row for row in said["ranks"][0]["memory"] if (row["step"], row["phase"]) == (2, "checkpoint"))["by_kind"]
+        for said in (here, away)
+    ]
+    held = [sum(kinds.get(kind, 0) for kind in ("optimizer state", "main parameters")) for kinds in of_point]
+    assert held[0] > 100_000
+    assert held[1] <= 1024
+    copied = [row["nbytes"] for said in (here, away) for row in said["host"] if "resume point" in row["name"]]
+    assert copied[0] == copied[1] > 0
+
+
 def test_layers(sft: Say) -> None:
     """TransformerEngine's layers keep other tensors than ours."""
     te, local = sft(), sft("--layers", "local")
