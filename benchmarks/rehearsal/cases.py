@@ -107,6 +107,7 @@ class Case:
     """Of a mini-batch."""
     layers: int = 4
     recompute: str = "none"
+    """`layers`: the first of each stage."""
     offload: dict[str, Any] = field(default_factory=dict)
     distributed: bool = True
     """Whether the optimizer is."""
@@ -156,6 +157,7 @@ def job_of(
     optim |= {} if case.distributed else {"distributed": False}
     role = {"model": {"path": str(model), "dtype": case.dtype}, "parallel": case.parallel, "optim": optim}
     role |= {"recompute": case.recompute, "offload": case.offload}
+    role |= {"recompute_layers": 1} if case.recompute == "layers" else {}
     frozen = role | ({"parallel": case.frozen} if case.frozen else {})
     micro = {"max_tokens_per_micro_batch": 4 * LONGEST} if case.packed else {"micro_batch_samples": 2}
     data = {"train": str(directory / "none.jsonl"), "max_prompt_tokens": 64}

@@ -21,7 +21,7 @@ def fits_table(found: dict[str, Row]) -> str:
     words = ("job", "tensors + margin", "fits in 72", "where the peak is", "host, a node", "longest sequence")
     rows = [
         (
-            f"[{name}](../configs/{row['config']}.yaml)",
+            f"[{name}](../configs/{row['config']}.yaml){', changed' if row['overrides'] else ''}",
             f"{row['peak_gib']:.1f} + {row['margin_gib']:.1f} GiB",
             "yes" if row["fits"] else "no",
             row["tightest"],
@@ -31,6 +31,16 @@ def fits_table(found: dict[str, Row]) -> str:
         for name, row in found.items()
     ]
     return table(words, rows)
+
+
+def changed(found: dict[str, Row]) -> str:
+    """What a job has that its file has not."""
+    lines = [
+        f"{name} is not its file as it stands, but with `{' '.join(row['overrides'])}`."
+        for name, row in found.items()
+        if row["overrides"]
+    ]
+    return "\n".join(lines)
 
 
 def time_table(found: dict[str, Row]) -> str:
@@ -71,7 +81,7 @@ def _price(row: Row, name: str) -> str:
     return f"{seconds:.1f} s, {seconds / row['step_seconds_estimated']:.1%}"
 
 
-TABLES = (fits_table, time_table, peaks_table, price_table)
+TABLES = (fits_table, changed, time_table, peaks_table, price_table)
 
 
 def load() -> dict[str, Row]:

@@ -66,6 +66,7 @@ CASES: tuple[Case, ...] = (
     Case(command="rl", advantage=GRPO, model="experts", parallel=SEQUENCE, world_size=2, packed=True),
     Case(command="sft", parallel=PP2, world_size=2, dtype="bf16", packed=True, recompute="full"),
     Case(command="sft", parallel=SEQUENCE, world_size=2, recompute="core_attention"),
+    Case(command="sft", parallel=PP2, world_size=2, dtype="bf16", packed=True, recompute="layers"),
     Case(command="sft", parallel=VPP2, world_size=2, dtype="bf16", packed=True),
     Case(command="sft", model="tied", parallel=VPP2 | SEQUENCE, world_size=4, packed=True, recompute="full"),
     Case(command="rl", parallel=VPP2, world_size=2, packed=True),

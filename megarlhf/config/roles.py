@@ -261,11 +261,12 @@ class OffloadConfig(FrozenModel):
     parameters: Literal["auto"] | bool = "auto"
     """Weights as the model computes with them."""
     gradients: bool = True
-    """Gradient buffers are on the device from a role's backward to its optimizer step only. They are never copied."""
+    """Gradient buffers come with a role's backward and leave when others take their turn. They are never copied."""
     optimizer: Literal["auto", "stream"] | bool = "auto"
     """The optimizer's fp32 copy of the weights and its moments, which its steps alone need. `stream`: a step brings
-    them to the device and back in pieces, which an update is made of one by one, so that they are never there as a
-    whole; also where a role does not share the device. `auto` streams."""
+    them to the device and back in pieces, which an update is made of one by one, so that moments are never there as a
+    whole, and the copy of the weights only where it is made; also where a role does not share the device. `auto`
+    streams."""
 
 
 class RoleConfig(FrozenModel):
