@@ -31,7 +31,7 @@ from megarlhf.planning.without_effect import changed_meanings, rarely_meant, wit
 from megarlhf.resume.claim import require_usable
 from megarlhf.rollout.rewards.accuracy import accuracy_of
 from megarlhf.rollout.rewards.rules import form_of_rule, rule_with
-from megarlhf.rollout.vllm_arguments import cpu_head_sizes, unknown_arguments
+from megarlhf.rollout.vllm_arguments import cpu_experts_multiple, cpu_head_sizes, unknown_arguments
 from megarlhf.runtime import capabilities
 from megarlhf.weights.checkpoint.dtype import has_weights, resolve_dtype
 
@@ -271,6 +271,12 @@ def _check_engine(
         raise ValueError(
             f"{section.model.path} has heads of {arch.head_dim} (head_dim), and vLLM's attention on a CPU takes "
             f"{', '.join(map(str, sizes))} only; use another model, a GPU, or rollout.engine=megatron"
+        )
+    multiple = cpu_experts_multiple() if on_cpu and arch.num_experts else 1
+    if arch.hidden_size % multiple:
+        raise ValueError(
+            f"{section.model.path} has experts and hidden_size = {arch.hidden_size}, and vLLM's experts on a CPU take "
+            f"multiples of {multiple} only; use another model, a GPU, or rollout.engine=megatron"
         )
 
 

@@ -45,6 +45,17 @@ def cpu_head_sizes(search_path: list[str] | None = None) -> tuple[int, ...]:
     return ()
 
 
+def cpu_experts_multiple(search_path: list[str] | None = None) -> int:
+    """What vLLM on a CPU wants the hidden size of a mixture of experts to be a multiple of, read from its source; 1 if
+    that is not there."""
+    for node in _statements("model_executor/layers/fused_moe/experts/cpu_moe.py", search_path):
+        if isinstance(node, ast.ClassDef) and node.name == "CPUUnquantizedExperts":
+            for statement in node.body:
+                if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "output_alignment":
+                    return int(ast.literal_eval(statement.value))
+    return 1
+
+
 def _statements(file: str, search_path: list[str] | None) -> list[ast.stmt]:
     """Of a file of the installed vLLM; none where it is not there."""
     spec = PathFinder.find_spec("vllm", search_path)

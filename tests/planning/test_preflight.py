@@ -13,7 +13,7 @@ import pytest
 from megarlhf.config import GenerateConfig, SFTConfig
 from megarlhf.planning.preflight import preflight
 from megarlhf.planning.without_effect import rarely_meant, without_effect
-from megarlhf.rollout.vllm_arguments import cpu_head_sizes
+from megarlhf.rollout.vllm_arguments import cpu_experts_multiple, cpu_head_sizes
 from tests.planning.configs import rl, role, sft
 
 
@@ -144,6 +144,23 @@ def test_heads_that_vllm_s_attention_on_a_cpu_does_not_take_are_refused(paths, m
     assert preflight("rl", rl(paths), 1).numbers
     monkeypatch.setattr("megarlhf.planning.preflight.capabilities", lambda: SimpleNamespace(device_type="cuda"))
     assert preflight("rl", cfg, 1).numbers
+
+
+def test_experts_that_vllm_on_a_cpu_does_not_take_are_refused(paths):
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+    assert cpu_experts_multiple() == CPUUnquantizedExperts.output_alignment
+    assert cpu_experts_multiple([str(paths["root"])]) == 1, "without vLLM nothing is known"
+    mixture = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+    heads = {"head_dim": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+    for hidden, fits in ((48, False), (64, True)):
+        model = paths["make"](f"of{hidden}", **mixture, **heads, hidden_size=hidden)
+        cfg = rl(paths, actor=role(paths, model), rollout={"engine": "vllm"})
+        if fits:
+            assert preflight("rl", cfg, 1).numbers
+            continue
+        with pytest.raises(ValueError, match="hidden_size = 48, and vLLM's experts on a CPU take multiples of 32 only"):
+            preflight("rl", cfg, 1)
 
 
 def test_what_is_set_and_has_no_effect_is_said(paths):
