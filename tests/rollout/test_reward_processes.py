@@ -217,7 +217,17 @@ pool.start(batch(responses=("a",))).wait()
     assert not left
 
 
-def test_what_a_function_starts_can_be_ended(pool, started):
+@pytest.fixture
+def signals_end_processes():
+    """Also where the tests were started with some of them ignored, as by nohup or in the background of a script."""
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in numbers}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_what_a_function_starts_can_be_ended(signals_end_processes, pool, started):
     """Programs and forked children end by the signals that the worker takes no notice of."""
     (found,) = pool("terminates").start(one()).wait()
     assert (found.error, found.components) == ("", {"SIGTERM": 15.0, "SIGINT": 2.0, "SIGHUP": 1.0, "SIGUSR1": 10.0})
