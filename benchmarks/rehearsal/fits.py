@@ -156,8 +156,9 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=tuple(CASES), default=tuple(CASES), metavar="CASE")
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
+    about = machine("python -m benchmarks.rehearsal.fits")  # before the results change the tree
     for name in arguments.only:
-        row = measure(CASES[name]) | {"machine": machine("python -m benchmarks.rehearsal.fits")}
+        row = measure(CASES[name]) | {"machine": about}
         kept = json.loads(arguments.out.read_text(encoding="utf-8")) if arguments.out.is_file() else {}
         rows = kept | {name: row}
         rows = {each: rows[each] for each in CASES if each in rows}
