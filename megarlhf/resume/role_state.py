@@ -60,12 +60,11 @@ def sharded_state(role: Role, *, optimizer: bool = True) -> ShardedState:
     Nothing of a role that is on other ranks."""
     if not role.mesh.is_member:
         return {}
-    parts: dict[nn.Parameter, _OptimizerPart] = {}
-    if optimizer and role.trainer is not None:
-        role.trainer.make_optimizer_state()
+    trainer = role.trainer if optimizer else None
+    if trainer is not None:
+        trainer.make_optimizer_state()
     lies = role.parts.to_read()
-    if optimizer and role.trainer is not None:
-        parts = _optimizer_parts(role.trainer, lies)
+    parts = {} if trainer is None else _optimizer_parts(trainer, lies)
     shard, at, experts = role.shard, role.mesh.coordinates, role.mesh.experts
     whole = _whole_shapes(shard)
     state: ShardedState = {}
