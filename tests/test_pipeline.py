@@ -59,7 +59,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, vllm_ranks: RankPool) -> Path
     data, actor, scorer = root / "data", root / "sft/checkpoints/latest/actor", root / "rm/checkpoints/latest"
     succeed(
         *("sft", "-c", "configs/demo/sft.yaml", f"run.dir={root / 'sft'}", f"actor.model.path={data / 'base'}"),
-        *(f"data.train={data / 'sft_train.jsonl'}", f"data.heldout={data / 'sft_validation.jsonl'}"),
+        *(f"data.train={data / 'sft_train.jsonl'}", f"data.validation={data / 'sft_validation.jsonl'}"),
         *(
             "actor.parallel.tp=2",
             "checkpoint.export_every=2",
@@ -69,7 +69,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, vllm_ranks: RankPool) -> Path
         ),
     )
     rm = ["rm", "-c", "configs/demo/rm.yaml", f"run.dir={root / 'rm'}", f"reward_model.model.path={actor}"]
-    rm += [f"data.train={data / 'pairs_train.jsonl'}", f"data.heldout={data / 'pairs_validation.jsonl'}"]
+    rm += [f"data.train={data / 'pairs_train.jsonl'}", f"data.validation={data / 'pairs_validation.jsonl'}"]
     rm += ["reward_model.parallel={pp: 2, layers_per_stage: [2, 1]}", "reward_model.optim.warmup_steps=1", *FEW]
     vllm_ranks.run(2, "command", *rm)
     vllm_ranks.run(2, "command", "rl", "-c", "configs/demo/ppo.yaml", f"run.dir={root / 'ppo'}", *rl_overrides(root))
@@ -81,7 +81,7 @@ def rl_overrides(root: Path) -> list[str]:
     actor, scorer = root / "sft/checkpoints/latest/actor", root / "rm/checkpoints/latest/reward_model"
     data = root / "data"
     paths = [f"actor.model.path={actor}", f"critic.model.path={scorer}", f"reward_model.model.path={scorer}"]
-    paths += [f"data.train={data / 'prompts_train.jsonl'}", f"data.heldout={data / 'prompts_validation.jsonl'}"]
+    paths += [f"data.train={data / 'prompts_train.jsonl'}", f"data.validation={data / 'prompts_validation.jsonl'}"]
     return [*paths, "train.prompts_per_step=8", "eval.every=2", "rollout.verify_weights_every=1", *FEW]
 
 

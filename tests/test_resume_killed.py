@@ -29,7 +29,7 @@ def ppo(models: dict[str, Path], data: dict[str, Path]) -> Case:
     tree = rl_config({**models, "other": models["scorer"]}, data["prompts"], {})
     tree["train"] |= {"num_steps": 6}
     tree["algo"]["dynamic_sampling"] = {"max_refills": 1, "reward_range": [-1.0, 0.5]}  # about half are dropped
-    tree["data"]["heldout"], tree["eval"] = str(data["prompts"]), {"every": 3, "max_samples": 6}
+    tree["data"]["validation"], tree["eval"] = str(data["prompts"]), {"every": 3, "max_samples": 6}
     tree["checkpoint"] = {"every_updates": 1, "every_minutes": 0, "export_every": 3}
     return Case("ppo", "rl", 1, tree)
 

@@ -84,7 +84,7 @@ class Site:
         return self.root / "models" / stage / "checkpoints/latest" / role
 
     def _data(self, name: str) -> dict[str, Any]:
-        files = {"train": f"{name}_train.jsonl", "heldout": f"{name}_validation.jsonl"}
+        files = {"train": f"{name}_train.jsonl", "validation": f"{name}_validation.jsonl"}
         paths = {key: str(self.root / "data" / file) for key, file in files.items()}
         return {"data": {**paths, "max_prompt_tokens": 16, **({} if name == "prompts" else {"max_response_tokens": 8})}}
 

@@ -83,9 +83,9 @@ class GenerateConfig(FrozenModel):
                 f"rollout.num_samples_per_prompt = {samples} with greedy = true would write {samples} equal responses "
                 "for each prompt; set greedy to false, or the number to 1"
             )
-        if self.data.heldout is not None:
+        if self.data.validation is not None:
             raise ValueError(
-                f"generate and eval read data.train, and would leave data.heldout = {self.data.heldout} unread; set "
-                "data.train to the prompts that are meant, and leave data.heldout out"
+                f"generate and eval read data.train, and would leave data.validation = {self.data.validation} unread; set "
+                "data.train to the prompts that are meant, and leave data.validation out"
             )
         return self

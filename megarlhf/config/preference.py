@@ -113,7 +113,7 @@ class DPOConfig(FrozenModel):
         """Raises: ValueError where there is no other prompt for `kto` to take a response from."""
         for key, number in (
             ("train.mini_batch_samples", self.train.mini_batch_samples),
-            ("eval.max_samples", self.eval.max_samples if self.data.heldout is not None else None),
+            ("eval.max_samples", self.eval.max_samples if self.data.validation is not None else None),
         ):
             if number == 1:
                 raise ValueError(

@@ -7,7 +7,7 @@ in every command (`roles.py`). Derived numbers live in `planning/`.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, PositiveInt, model_validator
 
@@ -29,25 +29,32 @@ class PromptDataConfig(FrozenModel):
     train_split: str | None = None
     """Which split of `train` to read, where it has several: a directory of files named for splits (`train.jsonl`,
     `test.jsonl`), a saved `DatasetDict`, a name of the Hugging Face hub. Several splits and none named is refused."""
-    heldout: Path | None = None
+    validation: Path | None = None
     """Same format; used for evaluation only."""
-    heldout_split: str | None = None
-    """Which split of `heldout` to read, where it has several."""
+    validation_split: str | None = None
+    """Which split of `validation` to read, where it has several."""
     template: Literal["plain", "chat"] = "plain"
     """`plain`: the text as it stands. `chat`: the tokenizer's chat template over `messages`."""
     max_prompt_tokens: PositiveInt = 1024
     """Longer prompts are skipped, counted and reported; nothing is cut."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _renamed(cls, data: Any) -> Any:
+        if isinstance(data, dict) and (old := [key for key in ("heldout", "heldout_split") if key in data]):
+            raise ValueError(f"{old[0]} is now called {old[0].replace('heldout', 'validation')}; rename the key")
+        return data
+
     @model_validator(mode="after")
     def _split_of_something(self) -> Self:
-        if self.heldout is None and self.heldout_split is not None:
-            raise ValueError(f"heldout_split = {self.heldout_split!r} without heldout, whose split it names; set both")
+        if self.validation is None and self.validation_split is not None:
+            raise ValueError(f"validation_split = {self.validation_split!r} without validation, whose split it names; set both")
         return self
 
     def sources(self) -> dict[str, tuple[Path, str | None]]:
         """Path and split of the training data and, where there is any, of the held-out data, by key."""
         sources = {"data.train": (self.train, self.train_split)}
-        return sources if self.heldout is None else {**sources, "data.heldout": (self.heldout, self.heldout_split)}
+        return sources if self.validation is None else {**sources, "data.validation": (self.validation, self.validation_split)}
 
 
 class DataConfig(PromptDataConfig):
@@ -108,7 +115,7 @@ class TrainConfig(MicroBatchConfig, SkipConfig):
 class StopConfig(FrozenModel):
     """Rules that end a run early.
 
-    `heldout_reward_patience` looks at the held-out reward: where a rule that compares with the answer is the reward,
+    `validation_reward_patience` looks at the held-out reward: where a rule that compares with the answer is the reward,
     that is the held-out accuracy, and choosing the end of the run by it makes it a validation figure, no test figure.
     """
 
@@ -116,7 +123,7 @@ class StopConfig(FrozenModel):
     """Stop when `kl` (mean per response token, against the reference) exceeds this, as the mean of some last steps."""
     max_kl_steps: PositiveInt = 4
     """How many: a single step's estimate is noisy. Before there are as many, those that there are."""
-    heldout_reward_patience: PositiveInt | None = None
+    validation_reward_patience: PositiveInt | None = None
     """Stop when the held-out reward has not risen for so many evaluations. Those count that `eval.every` makes due; the
     one after the last step of a run does not, so that a prolonged run ends where one planned so long would."""
 
@@ -188,8 +195,8 @@ class RMConfig(FrozenModel):
     @model_validator(mode="after")
     def _check(self) -> RMConfig:
         require_all_ranks({"reward_model": self.reward_model})
-        if self.unit_variance and self.data.heldout is None:
-            raise ValueError("unit_variance measures the scores of held-out pairs: set data.heldout")
+        if self.unit_variance and self.data.validation is None:
+            raise ValueError("unit_variance measures the scores of held-out pairs: set data.validation")
         if self.margin and self.loss == "aligned_span":
             raise ValueError(
                 "margin = true is of one score a response, which loss = aligned_span has not: change one of the two"
@@ -301,8 +308,8 @@ class RLConfig(FrozenModel):
                     f"{name}.model.fresh_head: only a critic may start from a random head, which it learns; a reward "
                     "model with one gives random rewards, and other roles have no scalar head. Leave it out"
                 )
-        if self.train.stop.heldout_reward_patience and not (self.eval.every and self.data.heldout):
-            raise ValueError("train.stop.heldout_reward_patience counts evaluations: set eval.every and data.heldout")
+        if self.train.stop.validation_reward_patience and not (self.eval.every and self.data.validation):
+            raise ValueError("train.stop.validation_reward_patience counts evaluations: set eval.every and data.validation")
         longest = self.data.max_prompt_tokens + self.rollout.max_response_tokens
         budget = self.train.max_tokens_per_micro_batch
         if budget is not None and longest > budget:

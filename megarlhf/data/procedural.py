@@ -109,17 +109,17 @@ def require_reasoning_gym(what: str) -> None:
         raise ValueError(f"{what} needs the package reasoning-gym: pip install 'megarlhf[verifiers]'")
 
 
-def require_disjoint(train: str | Path, heldout: str | Path) -> None:
+def require_disjoint(train: str | Path, validation: str | Path) -> None:
     """Raises: ValueError where both are the same task with the same parameters, drawn with some of the same seeds."""
-    if not (is_procedural(train) and is_procedural(heldout)):
+    if not (is_procedural(train) and is_procedural(validation)):
         return
-    ours, theirs = parse(str(train)), parse(str(heldout))
+    ours, theirs = parse(str(train)), parse(str(validation))
     same = ours.task == theirs.task and ours.other_params() == theirs.other_params()
     both = range(max(ours.seeds().start, theirs.seeds().start), min(ours.seeds().stop, theirs.seeds().stop))
     if same and both:
         raise ValueError(
-            f"data.train = {train} and data.heldout = {heldout} share {len(both)} items: item n is drawn with seed + "
-            f"n. Give heldout a seed of {ours.seeds().stop} or more"
+            f"data.train = {train} and data.validation = {validation} share {len(both)} items: item n is drawn with seed + "
+            f"n. Give validation a seed of {ours.seeds().stop} or more"
         )
 
 

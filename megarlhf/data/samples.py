@@ -89,13 +89,13 @@ def load_splits(
 
     `build` makes the samples of a source's records, which have `fields`; it is told the source for its messages.
     """
-    samples: dict[str, list[Sample]] = {"data.heldout": []}
+    samples: dict[str, list[Sample]] = {"data.validation": []}
     notes = []
     for key, (path, split) in data.sources().items():
         source = source_words(path, split)
         samples[key], skipped = build(load_records(path, fields=fields, split=split), source)
         notes.append(f"{source}: {skipped.describe()}{files_in_words(path, split)}")
-    return samples["data.train"], samples["data.heldout"], notes
+    return samples["data.train"], samples["data.validation"], notes
 
 
 def build_sft(

@@ -108,7 +108,7 @@ def _chosen(name: str, splits: Sequence[str], split: str | None) -> str:
         if len(splits) > 1:
             raise ValueError(
                 f"{name} has several splits, of which only one is meant: {listed}; name it (data.train_split, "
-                "data.heldout_split), or give the path of the split's own file or directory"
+                "data.validation_split), or give the path of the split's own file or directory"
             )
         return splits[0]
     if split not in splits:
@@ -227,7 +227,7 @@ def _require_one_kind(directory: Path, files: Sequence[Path]) -> None:
             f"{directory} has {len(files)} data files, and may mix splits such as train and test; these names do "
             f"not say clearly: {_listed(doubtful)}. Give the path of the one file that is meant. Or rename the files "
             "so that the split is a word of its own (math_train.jsonl, math_test.jsonl) and name it (data.train_split, "
-            "data.heldout_split). Or, if all are meant, move them to a directory as part_1, part_2 and so on"
+            "data.validation_split). Or, if all are meant, move them to a directory as part_1, part_2 and so on"
         )
 
 

@@ -110,7 +110,7 @@ def preflight(
                     f"reward {reward.label!r}: {reward.path} has no config.json; working directory: {Path.cwd()}"
                 )
         accuracy = accuracy_of(cfg.eval.accuracy, cfg.rewards)
-        if accuracy.note and (command == "eval" or (isinstance(cfg, RLConfig) and cfg.data.heldout is not None)):
+        if accuracy.note and (command == "eval" or (isinstance(cfg, RLConfig) and cfg.data.validation is not None)):
             notes.append(accuracy.note)
     if command == "eval" and isinstance(cfg, GenerateConfig) and not (cfg.rewards or cfg.eval.accuracy):
         raise ValueError("rewards is empty: eval scores by rules; name one, such as [{kind: rule, rule: exact_match}]")
@@ -192,7 +192,7 @@ def _check_outputs(command: str, cfg: AnyConfig) -> list[str]:
         raise ValueError(f"select = {cfg.select}: eval writes no responses; leave it out, or use megarlhf generate")
     notes = []
     if _same_data(cfg):
-        notes.append("data.heldout is data.train: what is called held-out figures are those of the training data")
+        notes.append("data.validation is data.train: what is called held-out figures are those of the training data")
     usable = require_usable(cfg, cfg.run, command)
     if usable.removed:
         notes.append(f"run.dir = {cfg.run.dir}: the earlier run's {len(usable.removed)} files and folders are removed")
@@ -228,22 +228,22 @@ def _same_data(cfg: AnyConfig) -> bool:
     Raises: ValueError where they share some files only, which nobody means.
     """
     data = cfg.data
-    if data.heldout is None:
+    if data.validation is None:
         return False
-    require_disjoint(data.train, data.heldout)
-    train, heldout = source_files(data.train, data.train_split), source_files(data.heldout, data.heldout_split)
-    if not (train and heldout):  # hub names and what is generated: compared as they are spelt
-        return (data.train, data.train_split) == (data.heldout, data.heldout_split)
-    if train == heldout:
+    require_disjoint(data.train, data.validation)
+    train, validation = source_files(data.train, data.train_split), source_files(data.validation, data.validation_split)
+    if not (train and validation):  # hub names and what is generated: compared as they are spelt
+        return (data.train, data.train_split) == (data.validation, data.validation_split)
+    if train == validation:
         return True
-    shared = {a for a in train for b in heldout if a.is_relative_to(b)}
-    shared |= {b for a in train for b in heldout if b.is_relative_to(a)}
+    shared = {a for a in train for b in validation if a.is_relative_to(b)}
+    shared |= {b for a in train for b in validation if b.is_relative_to(a)}
     if shared:
         shown = ", ".join(sorted(map(str, shared))[:5])
         raise ValueError(
-            f"data.train = {data.train} (split {data.train_split or 'not named'}) and data.heldout = {data.heldout} "
-            f"(split {data.heldout_split or 'not named'}) both read {shown}: held-out data would be trained on. Name "
-            "other files, or a split of each (data.train_split, data.heldout_split)"
+            f"data.train = {data.train} (split {data.train_split or 'not named'}) and data.validation = {data.validation} "
+            f"(split {data.validation_split or 'not named'}) both read {shown}: held-out data would be trained on. Name "
+            "other files, or a split of each (data.train_split, data.validation_split)"
         )
     return False
 

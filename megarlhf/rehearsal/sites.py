@@ -34,7 +34,7 @@ SITES: tuple[Site, ...] = (
     Site(
         "megatron/core/optimizer/optimizer.py", "_unscale_main_grads_and_check_for_nan", 0.0, "no gradient is infinite"
     ),
-    Site("trainers/supervised.py", "heldout_sums", 1.0, "sums of a loss, which are reported"),
+    Site("trainers/supervised.py", "validation_sums", 1.0, "sums of a loss, which are reported"),
     Site("trainers/dpo.py", "logprobs", -1.0, "log-probs under the reference, which the loss reads and no shape does"),
     Site("weights/checks/", "", 0, "digests of both sides are taken to be equal, and padding to be zero"),
     Site("observe/", "", 1.0, "what is measured is shown to nobody"),

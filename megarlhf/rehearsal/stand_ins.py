@@ -181,11 +181,11 @@ def _data(
                     # One token of the response is its end.
                     record[name] = _text(min(responses.draw(3 * n + k), most) - 1, n + k)
             out.write(json.dumps(record) + "\n")
-    data |= {"train": str(file), "train_split": None, "heldout": None, "heldout_split": None, "template": "plain"}
+    data |= {"train": str(file), "train_split": None, "validation": None, "validation_split": None, "template": "plain"}
     why = why or "cannot be read with the stand-in tokenizer"
     notes = [f"data.train = {cfg.data.train} {why}: {per_step * steps} records stand in; {'; '.join(words)}."]
-    if cfg.data.heldout is not None:
-        notes.append(f"data.heldout = {cfg.data.heldout} is left out: memory and time of evaluations are not in here.")
+    if cfg.data.validation is not None:
+        notes.append(f"data.validation = {cfg.data.validation} is left out: memory and time of evaluations are not in here.")
     return notes
 
 

@@ -47,7 +47,7 @@ _NEUTRAL = {
     ),
 }
 _FIGURES = "eval.every eval.max_samples"
-"""Neutral where held-out figures are only looked at: see `_heldout_decides`."""
+"""Neutral where held-out figures are only looked at: see `_validation_decides`."""
 _MATHEMATICS = {
     "everything random follows from it": "run.seed",
     "the model": "ROLE.model.random_init ROLE.model.fresh_head ROLE.model.dtype",
@@ -70,7 +70,7 @@ _MATHEMATICS = {
     "when the run ends": "train.stop.*",
 }
 _PLACES = (
-    "ROLE.model.path ROLE.model.hf data.train data.train_split data.heldout data.heldout_split ptx.data ptx.data_split"
+    "ROLE.model.path ROLE.model.hf data.train data.train_split data.validation data.validation_split ptx.data ptx.data_split"
 )
 _HORIZON = "train.num_steps"
 """Neutral where nothing is computed from it but the end of the run: see `_horizon_counts`."""
@@ -136,7 +136,7 @@ def kind_of(key: str, old: TrainingConfig, new: TrainingConfig) -> Kind:
     if key == _HORIZON:
         return "mathematics" if _horizon_counts(old) or _horizon_counts(new) else "neutral"
     if key in CONDITIONAL:
-        return "mathematics" if _heldout_decides(key, old) or _heldout_decides(key, new) else "neutral"
+        return "mathematics" if _validation_decides(key, old) or _validation_decides(key, new) else "neutral"
     first, _, rest = key.partition(".")
     general = f"ROLE.{rest}" if first in ROLES else key
     sections = general.split(".")
@@ -157,10 +157,10 @@ def _horizon_counts(cfg: TrainingConfig) -> bool:
     return rescales or fades or any(role.optim.schedule != "constant" for role in _trained(cfg).values())
 
 
-def _heldout_decides(key: str, cfg: TrainingConfig) -> bool:
+def _validation_decides(key: str, cfg: TrainingConfig) -> bool:
     """Whether held-out figures decide about the model that results."""
     if isinstance(cfg, RLConfig):
-        return cfg.train.stop.heldout_reward_patience is not None
+        return cfg.train.stop.validation_reward_patience is not None
     return isinstance(cfg, RMConfig) and cfg.unit_variance and key != "eval.every"
 
 

@@ -125,7 +125,7 @@ class PreferenceOptimisation(Objective[PairSample]):
 
     def logprobs(self, role: Role, samples: Sequence[PairSample], should_stop: ShouldStop) -> Tensor:
         """Of every response under a role, [N] fp64 on the CPU, the same on every rank; chosen and rejected in turn.
-        No gradient. Collective. Raises: see `supervised.heldout_sums`."""
+        No gradient. Collective. Raises: see `supervised.validation_sums`."""
         vocabulary = role.shard.vocabulary()
         total_N = torch.zeros(2 * len(samples), dtype=torch.float64, device=role.mesh.runtime.device)
 
@@ -180,7 +180,7 @@ class PreferenceOptimisation(Objective[PairSample]):
             metrics["kl_point"] = point_of(samples)
         return metrics
 
-    def heldout_metrics(self, sums: Mapping[str, float], samples: Sequence[PairSample]) -> Metrics:
+    def validation_metrics(self, sums: Mapping[str, float], samples: Sequence[PairSample]) -> Metrics:
         """The same of held-out pairs, and their loss."""
         metrics = {"loss": sums["loss"], **self.training_metrics(sums, samples)}
         return {f"eval_{name}": value for name, value in metrics.items()}

@@ -29,7 +29,7 @@ class PromptData:
     """Training and held-out prompts, on every rank."""
 
     train: list[PromptSample]
-    heldout: list[PromptSample]
+    validation: list[PromptSample]
     tokenizer: Tokenizer
     notes: list[str]
     """What was skipped, in words."""
@@ -39,7 +39,7 @@ def load_prompts(
     data: PromptDataConfig,
     model_path: Path,
     rewards: Sequence[RewardConfig] = (),
-    max_heldout: int | None = None,
+    max_validation: int | None = None,
     accuracy: str | None = None,
 ) -> PromptData:
     """Read and tokenize the prompts. Raises: ValueError for a record without what the rules of `rewards` need, and for
@@ -60,32 +60,32 @@ def load_prompts(
             check_fields=check_fields,
         )
 
-    train, heldout, notes = load_splits(data, ("prompt",) if data.template == "plain" else ("messages",), build)
-    heldout = heldout[:max_heldout]
-    require_fields_of_accuracy(accuracy, rewards, heldout, data.heldout)
+    train, validation, notes = load_splits(data, ("prompt",) if data.template == "plain" else ("messages",), build)
+    validation = validation[:max_validation]
+    require_fields_of_accuracy(accuracy, rewards, validation, data.validation)
     if len(set(data.sources().values())) > 1:
-        notes += _shared_prompts(train, heldout)
-    return PromptData(train, heldout, tokenizer, notes)
+        notes += _shared_prompts(train, validation)
+    return PromptData(train, validation, tokenizer, notes)
 
 
-def _shared_prompts(train: Sequence[PromptSample], heldout: Sequence[PromptSample]) -> list[str]:
+def _shared_prompts(train: Sequence[PromptSample], validation: Sequence[PromptSample]) -> list[str]:
     trained_on = {prompt.text for prompt in train}
-    shared = [prompt for prompt in heldout if prompt.text in trained_on]
+    shared = [prompt for prompt in validation if prompt.text in trained_on]
     if not shared:
         return []
     first = f"the first as record {shared[0].index + 1}: {short(shared[0].text)}"
-    return [f"{len(shared)} of {len(heldout)} held-out prompts stand in the training data too, {first}"]
+    return [f"{len(shared)} of {len(validation)} held-out prompts stand in the training data too, {first}"]
 
 
 def require_fields_of_accuracy(
-    accuracy: str | None, rewards: Sequence[RewardConfig], heldout: Sequence[PromptSample], source: Path | None
+    accuracy: str | None, rewards: Sequence[RewardConfig], validation: Sequence[PromptSample], source: Path | None
 ) -> None:
     """Raises: ValueError for a held-out record that the rule named by `eval.accuracy` cannot judge."""
     judge = accuracy_of(accuracy, rewards).judge
     if judge is None or judge.rule is None:
         return
     check = field_check(judge.rule)
-    for prompt in heldout:
+    for prompt in validation:
         try:
             check(prompt.fields)
         except ValueError as error:

@@ -61,7 +61,7 @@ class Loop:
 
     def __init__(self, cfg: RLConfig, components: Components, data: PromptData, order: ShuffledBatches) -> None:
         self.cfg, self.components, self.data, self.order = cfg, components, data, order
-        self.evaluate = Evaluator(cfg, components, data.heldout)
+        self.evaluate = Evaluator(cfg, components, data.validation)
         self.stop = StopRule(cfg.train.stop)
         dtypes = components.actor.shard.dtype, engine_dtype(cfg.rollout, components.actor)
         self.gap = LogprobGapWatch(cfg.rollout.logprob_gap, min(dtypes, key=lambda dtype: dtype.itemsize))

@@ -180,8 +180,8 @@ def training_of(
             others[f"files of the classifier {label}"] = _digest_by_first_rank(reward.path, components.actor)
     if components.ptx is not None:
         others["ptx.data"] = components.ptx.digest()
-    if cfg.train.stop.heldout_reward_patience is not None:
-        others["data.heldout (decides when the run ends)"] = digest_of_samples(data.heldout)
+    if cfg.train.stop.validation_reward_patience is not None:
+        others["data.validation (decides when the run ends)"] = digest_of_samples(data.validation)
     return Training(
         cfg.checkpoint,
         components.saved,

@@ -33,14 +33,14 @@ class Evaluator:
     """Greedy responses to the held-out prompts: mean reward, accuracy by the reward or rule that is one, and a table of
     the same samples each time."""
 
-    def __init__(self, cfg: RLConfig, components: Components, heldout: Sequence[PromptSample]) -> None:
+    def __init__(self, cfg: RLConfig, components: Components, validation: Sequence[PromptSample]) -> None:
         rewarder = components.rewarder
-        self._cfg, self._components, self._heldout = cfg, components, heldout
+        self._cfg, self._components, self._validation = cfg, components, validation
         self._sampling = sampling_of(cfg.rollout, cfg.actor, rewarder.tokenizer, greedy=True)
         self._accuracy = accuracy_of(cfg.eval.accuracy, cfg.rewards)
-        judge = self._accuracy.judge if heldout else None
+        judge = self._accuracy.judge if validation else None
         self._judge = None if judge is None else Judge(judge, rewarder.tokenizer)
-        self._shown = spread(cfg.samples.count, len(heldout))
+        self._shown = spread(cfg.samples.count, len(validation))
 
     def close(self) -> None:
         """End what judges held-out responses only."""
@@ -52,30 +52,30 @@ class Evaluator:
     ) -> tuple[dict[str, Metric], list[Row]]:
         """Metrics after `step`, and the rows of its table; nothing without held-out prompts. Raises: Interrupted, on
         every rank, when `should_stop` says so on one while responses are drawn or rewarded."""
-        if not self._heldout:
+        if not self._validation:
             return {}, []
-        components, prompts = self._components, [torch.tensor(prompt.tokens) for prompt in self._heldout]
+        components, prompts = self._components, [torch.tensor(prompt.tokens) for prompt in self._validation]
         rollouts = components.engine.generate(prompts, [0] * len(prompts), self._sampling, should_stop=should_stop)
-        experience = make_experience(self._heldout, rollouts, 1)
-        total_N, said = components.rewarder.heldout(experience, self._heldout, should_stop)
+        experience = make_experience(self._validation, rollouts, 1)
+        total_N, said = components.rewarder.validation(experience, self._validation, should_stop)
         if self._judge is not None:
-            said[self._judge.label] = self._judge(self._heldout, rollouts, should_stop)
+            said[self._judge.label] = self._judge(self._validation, rollouts, should_stop)
         metrics: dict[str, Metric] = {"eval_reward_mean": float(total_N.nanmean())}
         if self._accuracy.label is not None:
             metrics |= accuracy_metrics(self._accuracy, said[self._accuracy.label])
         tokenizer, kl_N = components.rewarder.tokenizer, self._kl_of_shown(rollouts)
-        return metrics, rows_of(step, self._shown, self._heldout, rollouts, total_N, said, tokenizer, kl_N)
+        return metrics, rows_of(step, self._shown, self._validation, rollouts, total_N, said, tokenizer, kl_N)
 
     def _kl_of_shown(self, rollouts: Rollouts) -> Tensor:
         """[N]: of the responses that the table shows, the mean over their tokens of the KL to the reference, as the
         metric `kl` of training estimates it; NaN of the others, which nobody reads, and where there is no reference.
         Collective."""
-        kl_N = torch.full((len(self._heldout),), math.nan)
+        kl_N = torch.full((len(self._validation),), math.nan)
         reference = self._components.reference
         if not self._shown or reference is None:
             return kl_N
         cfg, kl = self._cfg, self._cfg.algo.kl
-        prompts = [self._heldout[n] for n in self._shown]
+        prompts = [self._validation[n] for n in self._shown]
         shown = make_experience(prompts, Rollouts.joined([(rollouts, self._shown)]), 1)
         logprobs = [
             policy_logprobs(role, shown, [range(len(prompts))], cfg.train, temperature=cfg.rollout.temperature)
@@ -153,7 +153,7 @@ class StopRule:
                 self.reason = (
                     f"stopped: kl {mean:.4g} per response token ({of}) exceeds train.stop.max_kl = {self._cfg.max_kl}"
                 )
-        patience = self._cfg.heldout_reward_patience
+        patience = self._cfg.validation_reward_patience
         if patience is not None and self._evaluations_since >= patience:
             self.reason = f"stopped: the held-out reward has not risen for {patience} evaluations"
         return self.reason is not None

@@ -177,10 +177,10 @@ class Rewarder:
         return UnderWay(self, experience, prompts, batch, waiting)
 
     def mean(self, experience: Experience, prompts: Sequence[PromptSample], should_stop: ShouldStop) -> float:
-        """Of held-out samples: the mean of `heldout`, over those to which any reward applies."""
-        return float(self.heldout(experience, prompts, should_stop)[0].nanmean())
+        """Of held-out samples: the mean of `validation`, over those to which any reward applies."""
+        return float(self.validation(experience, prompts, should_stop)[0].nanmean())
 
-    def heldout(
+    def validation(
         self, experience: Experience, prompts: Sequence[PromptSample], should_stop: ShouldStop
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Of held-out samples: the weighted sum without normalisation, whose scale changes over a run, and what each

@@ -30,7 +30,7 @@ from megarlhf.resume.identity import digest_of_samples
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.parts import Parts
 from megarlhf.trainers.sequence_scores import sequence_scores
-from megarlhf.trainers.supervised import Metrics, Objective, ShouldStop, heldout_sums, rounds, run_supervised
+from megarlhf.trainers.supervised import Metrics, Objective, ShouldStop, validation_sums, rounds, run_supervised
 
 
 def run(cfg: RMConfig, runtime: Runtime, parts: Parts = Parts()) -> None:  # noqa: B008 -- frozen
@@ -101,8 +101,8 @@ class RewardModelling(Objective[PairSample]):
         """Both with the prompt, the chosen one first."""
         return [sample.prompt_tokens + response for response in (sample.chosen_tokens, sample.rejected_tokens)]
 
-    def digests_beside(self, heldout: Sequence[PairSample]) -> dict[str, str]:
-        return {"data.heldout (measured by unit_variance)": digest_of_samples(heldout)} if self.rm.unit_variance else {}
+    def digests_beside(self, validation: Sequence[PairSample]) -> dict[str, str]:
+        return {"data.validation (measured by unit_variance)": digest_of_samples(validation)} if self.rm.unit_variance else {}
 
     @property
     def stated(self) -> Mapping[str, Any]:
@@ -129,7 +129,7 @@ class RewardModelling(Objective[PairSample]):
         spans = TokenSpans.whole(lengths_K)
         return {name: repeat_on_micro_batch(layout, each_K, spans, device) for name, each_K in numbers.items()}
 
-    def heldout_loss(self, role: Role, samples: Sequence[PairSample]) -> PairwiseLoss:
+    def validation_loss(self, role: Role, samples: Sequence[PairSample]) -> PairwiseLoss:
         """The ranking loss alone, without the term that centres scores."""
         return PairwiseLoss(kind=self.rm.loss, denominator=len(samples), margin=self.rm.margin)
 
@@ -137,7 +137,7 @@ class RewardModelling(Objective[PairSample]):
         """The share of pairs ranked rightly."""
         return {"pair_accuracy": sums["correct"] / len(samples)}
 
-    def heldout_metrics(self, sums: Mapping[str, float], samples: Sequence[PairSample]) -> Metrics:
+    def validation_metrics(self, sums: Mapping[str, float], samples: Sequence[PairSample]) -> Metrics:
         """Held-out loss, share of pairs ranked rightly, and mean scores."""
         return {
             "eval_loss": sums["loss"],
@@ -147,20 +147,20 @@ class RewardModelling(Objective[PairSample]):
         }
 
     def closing_report(
-        self, role: Role, heldout: Sequence[PairSample], should_stop: ShouldStop
+        self, role: Role, validation: Sequence[PairSample], should_stop: ShouldStop
     ) -> tuple[Metrics, dict[str, Any]]:
         """How far the scores can be trusted: calibration, accuracy by length, and the like."""
-        lengths_P2 = torch.tensor([[len(pair.chosen_tokens), len(pair.rejected_tokens)] for pair in heldout])
-        report = pair_report(pair_scores(self, role, heldout, should_stop), lengths_P2)
+        lengths_P2 = torch.tensor([[len(pair.chosen_tokens), len(pair.rejected_tokens)] for pair in validation])
+        report = pair_report(pair_scores(self, role, validation, should_stop), lengths_P2)
         return {"eval_calibration_error": report["calibration_error"]}, report
 
     @property
     def rescales(self) -> bool:
         return self.rm.unit_variance
 
-    def measure_scale(self, role: Role, heldout: Sequence[PairSample], should_stop: ShouldStop) -> float:
+    def measure_scale(self, role: Role, validation: Sequence[PairSample], should_stop: ShouldStop) -> float:
         """The standard deviation of the held-out scores."""
-        return score_deviation(self, role, heldout, should_stop)
+        return score_deviation(self, role, validation, should_stop)
 
     def rescaled(self, name: str) -> bool:
         return split_name(name)[1] == HEAD
@@ -188,7 +188,7 @@ def pair_scores(
     objective: RewardModelling, role: Role, pairs: Sequence[PairSample], should_stop: ShouldStop = None
 ) -> Tensor:
     """[P, 2] on the CPU, on every rank: the scores of chosen and rejected response of each pair, in their order.
-    Collective. Raises: see `heldout_sums`."""
+    Collective. Raises: see `validation_sums`."""
 
     mine: dict[int, Tensor] = {}
     for batches in rounds(objective.micro_batches(role, pairs), role, should_stop):
@@ -209,7 +209,7 @@ def score_deviation(
 
     Raises: ValueError when it is zero.
     """
-    sums, count = heldout_sums(objective, role, pairs, should_stop), 2 * len(pairs)
+    sums, count = validation_sums(objective, role, pairs, should_stop), 2 * len(pairs)
     mean = (sums["chosen_score"] + sums["rejected_score"]) / count
     deviation = math.sqrt(max(0.0, sums["squared_score"] / count - mean**2))  # below 0 by rounding only
     if not deviation > 0:

@@ -71,7 +71,7 @@ class SupervisedFineTuning(Objective[SFTSample]):
         response_tokens = sum(len(sample.tokens) - sample.prompt_length for sample in samples)
         return NextTokenLoss(denominator=response_tokens, vocabulary=role.shard.vocabulary())
 
-    def heldout_metrics(self, sums: Mapping[str, float], samples: Sequence[SFTSample]) -> Metrics:
+    def validation_metrics(self, sums: Mapping[str, float], samples: Sequence[SFTSample]) -> Metrics:
         """Held-out loss (mean over response tokens, nats) and perplexity."""
         return {"eval_loss": sums["loss"], "eval_perplexity": math.exp(min(sums["loss"], 700.0))}
 

@@ -110,7 +110,7 @@ class Objective(ABC, Generic[Sample]):
 
     def scored(self, role: Role, samples: Sequence[Sample], should_stop: ShouldStop = None) -> Sequence[Sample]:
         """The samples of a mini-batch, or all held-out ones, with what is computed of them before the loss, without
-        gradients. Collective. Raises: see `heldout_sums`."""
+        gradients. Collective. Raises: see `validation_sums`."""
         return samples
 
     def columns(self, samples: Sequence[Sample], layout: MicroBatchLayout, device: torch.device) -> dict[str, Tensor]:
@@ -142,7 +142,7 @@ class Objective(ABC, Generic[Sample]):
             for layout in role.mesh.own(self.layouts_by_rank(role, samples))
         ]
 
-    def digests_beside(self, heldout: Sequence[Sample]) -> dict[str, str]:
+    def digests_beside(self, validation: Sequence[Sample]) -> dict[str, str]:
         """Digests of what else takes part in what is computed, by its name."""
         return {}
 
@@ -150,7 +150,7 @@ class Objective(ABC, Generic[Sample]):
     def training_loss(self, role: Role, samples: Sequence[Sample]) -> Loss:
         """The loss of a mini-batch, divided by a denominator of the whole mini-batch."""
 
-    def heldout_loss(self, role: Role, samples: Sequence[Sample]) -> Loss:
+    def validation_loss(self, role: Role, samples: Sequence[Sample]) -> Loss:
         """The loss that held-out samples are measured by."""
         return self.training_loss(role, samples)
 
@@ -159,11 +159,11 @@ class Objective(ABC, Generic[Sample]):
         return {}
 
     @abstractmethod
-    def heldout_metrics(self, sums: Mapping[str, float], samples: Sequence[Sample]) -> Metrics:
+    def validation_metrics(self, sums: Mapping[str, float], samples: Sequence[Sample]) -> Metrics:
         """Metrics of an evaluation, from the loss's sums; `loss` is among them."""
 
     def closing_report(
-        self, role: Role, heldout: Sequence[Sample], should_stop: ShouldStop
+        self, role: Role, validation: Sequence[Sample], should_stop: ShouldStop
     ) -> tuple[Metrics, dict[str, Any]]:
         """Metrics of the last evaluation that need more than sums, and what is written to `calibration.json` (nothing
         where it is empty). Collective. Raises: Interrupted."""
@@ -175,7 +175,7 @@ class Objective(ABC, Generic[Sample]):
         the same model."""
         return False
 
-    def measure_scale(self, role: Role, heldout: Sequence[Sample], should_stop: ShouldStop) -> float:
+    def measure_scale(self, role: Role, validation: Sequence[Sample], should_stop: ShouldStop) -> float:
         """What `rescale` needs to know; changes nothing. Collective.
 
         Raises: Interrupted."""
@@ -205,7 +205,7 @@ def run_in(
     """The loop."""
     cfg = objective.cfg
     with phases("build"):
-        train, heldout, notes = load_samples(objective)
+        train, validation, notes = load_samples(objective)
         order = ShuffledBatches(len(train), cfg.train.mini_batch_samples, cfg.run.seed, "train.mini_batch_samples")
         cache = GroupCache(runtime)
         residency = Residency(runtime.device, parts.host(runtime.device), shared=objective.has_frozen)
@@ -235,14 +235,14 @@ def run_in(
             base={role.name: identity_of_weights(role)},
             reference=next((identity_of_weights(each) for each in frozen if each.name == "reference"), None),
             architectures={each.name: architecture_of(each) for each in (role, *frozen)},
-            others=objective.digests_beside(heldout),
+            others=objective.digests_beside(validation),
             writer=parts.writer,
         )
     total = cfg.train.num_steps
     with open_session(cfg, cfg.run, runtime, objective.command, total, notes, training, phases=phases) as session:
         if not session.resumed:
             with session.stoppable("eval"):
-                evaluation = evaluate(objective, role, heldout, session.asked_to_stop)
+                evaluation = evaluate(objective, role, validation, session.asked_to_stop)
             session.log(0, evaluation)
             session.border(0)
         as_trained = True
@@ -256,20 +256,20 @@ def run_in(
                 session.border(step, 1, partial(dict, trained), only_to_stop=True)
             metrics, last = dict(trained["metrics"]), step + 1 == cfg.train.num_steps
             if last and objective.rescales:
-                rescale(objective, role, heldout, session)
+                rescale(objective, role, validation, session)
                 as_trained = False
             if last or is_due(step + 1, cfg.eval.every):
                 with session.stoppable("eval") if as_trained else phases("eval"):
                     should_stop = session.asked_to_stop if as_trained else None
-                    metrics |= evaluate(objective, role, heldout, should_stop)
-                    if last and heldout:
-                        closing, report = objective.closing_report(role, heldout, should_stop)
+                    metrics |= evaluate(objective, role, validation, should_stop)
+                    if last and validation:
+                        closing, report = objective.closing_report(role, validation, should_stop)
                         metrics |= closing
                         session.write_report("calibration.json", report)
             rates = phases.rates()
             seconds = seconds_of(phases.end_step(step + 1)).get("seconds_train", 0.0)
             session.log(step + 1, metrics | rates | {"seconds": seconds})
-            with scaled_for_export(objective, role, heldout, session, step + 1, last=last):
+            with scaled_for_export(objective, role, validation, session, step + 1, last=last):
                 session.export(step + 1, [role], last=last)
             if as_trained:
                 session.border(step + 1)
@@ -277,18 +277,18 @@ def run_in(
         session.finish(cfg.train.num_steps, NO_STEPS_LEFT, done, keep_state=as_trained)
 
 
-def rescale(objective: Objective[Sample], role: Role, heldout: Sequence[Sample], session: Session) -> None:
+def rescale(objective: Objective[Sample], role: Role, validation: Sequence[Sample], session: Session) -> None:
     """Once a point of the last border is complete, from which the run goes on if it is killed or prolonged."""
     session.keep_border()
     with session.stoppable("eval"):
-        scale = objective.measure_scale(role, heldout, session.asked_to_stop)
+        scale = objective.measure_scale(role, validation, session.asked_to_stop)
     session.drop_border()  # from here to the end nothing asks whether to stop
     session.note(objective.rescale(role, scale))
 
 
 @contextlib.contextmanager
 def scaled_for_export(
-    objective: Objective[Sample], role: Role, heldout: Sequence[Sample], session: Session, step: int, *, last: bool
+    objective: Objective[Sample], role: Role, validation: Sequence[Sample], session: Session, step: int, *, last: bool
 ) -> Iterator[None]:
     """The weights as they are exported; behind it they are what training goes on with, bit for bit. After the last step
     they have been rescaled already."""
@@ -296,7 +296,7 @@ def scaled_for_export(
         yield
         return
     with session.stoppable("eval"):
-        scale = objective.measure_scale(role, heldout, session.asked_to_stop)
+        scale = objective.measure_scale(role, validation, session.asked_to_stop)
     kept = {name: tensor.clone() for name, tensor in role.shard.parameters().items() if objective.rescaled(name)}
     objective.rescale(role, scale)
     try:
@@ -327,8 +327,8 @@ def load_samples(objective: Objective[Sample]) -> tuple[list[Sample], list[Sampl
         objective.require_fitting(samples, max_positions, source)
         return samples, skipped
 
-    train, heldout, notes = load_splits(cfg.data, objective.fields, build)
-    return train, heldout[: cfg.eval.max_samples], notes
+    train, validation, notes = load_splits(cfg.data, objective.fields, build)
+    return train, validation[: cfg.eval.max_samples], notes
 
 
 def train_on(
@@ -367,21 +367,21 @@ def train_on(
 def evaluate(
     objective: Objective[Sample], role: Role, samples: Sequence[Sample], should_stop: ShouldStop = None
 ) -> Metrics:
-    """Metrics of held-out samples; nothing without held-out data. Collective. Raises: see `heldout_sums`."""
+    """Metrics of held-out samples; nothing without held-out data. Collective. Raises: see `validation_sums`."""
     if not samples:
         return {}
     samples = objective.scored(role, samples, should_stop)
-    return objective.heldout_metrics(heldout_sums(objective, role, samples, should_stop), samples)
+    return objective.validation_metrics(validation_sums(objective, role, samples, should_stop), samples)
 
 
-def heldout_sums(
+def validation_sums(
     objective: Objective[Sample], role: Role, samples: Sequence[Sample], should_stop: ShouldStop = None
 ) -> dict[str, float]:
     """The held-out loss, called `loss`, and its sums over the samples, on every rank. Collective.
 
     Raises: Interrupted, on every rank, when `should_stop` says so on one between some micro-batches and the next ones.
     """
-    loss = objective.heldout_loss(role, samples)
+    loss = objective.validation_loss(role, samples)
 
     def score(output: Tensor, batch: MicroBatch) -> Tensor:
         value, sums = loss(output, batch)

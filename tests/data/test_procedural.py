@@ -37,12 +37,12 @@ def test_a_bad_form_is_refused(name, message):
         parse(name)
 
 
-def test_train_and_heldout_share_no_seed():
+def test_train_and_validation_share_no_seed():
     def named(seed, more=""):
         return f"reasoning_gym:leg_counting?size=100&seed={seed}{more}"
 
     with pytest.raises(
-        ValueError, match=r"share 99 items: item n is drawn with seed \+ n. Give heldout a seed of 100 "
+        ValueError, match=r"share 99 items: item n is drawn with seed \+ n. Give validation a seed of 100 "
     ):
         require_disjoint(named(0), named(1))
     require_disjoint(named(0), named(100))

@@ -25,7 +25,7 @@ def pairs_of(cfg: DPOConfig) -> list[PairSample]:
 
 
 def dpo_steps(
-    runtime: Runtime, config: dict[str, Any], losses: dict[str, dict[str, Any]], num_steps: int, num_heldout: int
+    runtime: Runtime, config: dict[str, Any], losses: dict[str, dict[str, Any]], num_steps: int, num_validation: int
 ) -> dict[str, Any]:
     """With each of the losses: held-out evaluation before training, metrics and gradients of the first steps, and the
     weights after them."""
@@ -40,7 +40,7 @@ def dpo_steps(
         frozen = objective.build_frozen(cache)
         gradients: list[Arrays] = []
         record_gradients(actor, gradients)
-        before = evaluate(objective, actor, pairs[:num_heldout])
+        before = evaluate(objective, actor, pairs[:num_validation])
         size = cfg.train.mini_batch_samples
         steps = [train_once(objective, actor, pairs[n * size : (n + 1) * size]) for n in range(num_steps)]
         made[name] = {

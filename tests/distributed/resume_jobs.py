@@ -413,7 +413,7 @@ def points_at_updates(runtime: Runtime, run: Path, *argv: str) -> list[list[str]
 
 def command_stopped_while_it_scales(runtime: Runtime, when: str, *argv: str) -> tuple[int, str]:
     """SIGTERM when the scores are `measured` that a reward model is scaled by, or when its head `changes`."""
-    real = rm.heldout_sums
+    real = rm.validation_sums
 
     def measure(objective: Any, role: Any, samples: Any, should_stop: Any = None) -> Any:
         sums = real(objective, role, samples, should_stop)
@@ -422,7 +422,7 @@ def command_stopped_while_it_scales(runtime: Runtime, when: str, *argv: str) -> 
             time.sleep(0.1)
         return sums
 
-    with mock.patch.object(rm, "heldout_sums", measure):
+    with mock.patch.object(rm, "validation_sums", measure):
         if when == "measured":
             return command_status(runtime, *argv)
         return command_with_signal(runtime, 1, "megarlhf.trainers.rm", "divide_head", *argv)

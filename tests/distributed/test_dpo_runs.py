@@ -38,7 +38,7 @@ def tree(two_layers: dict[str, Path], tmp_path: Path) -> dict[str, Any]:
         "actor": {"model": {"path": str(two_layers["plain"])}, "parallel": {"tp": 2}, "optim": {"lr": 2e-3}},
         "data": {
             "train": write_pairs(tmp_path / "pairs.jsonl", range(64)),
-            "heldout": write_pairs(tmp_path / "heldout.jsonl", range(64, 96)),
+            "validation": write_pairs(tmp_path / "validation.jsonl", range(64, 96)),
         },
         "train": {"num_steps": STEPS, "mini_batch_samples": 16, "max_tokens_per_micro_batch": 128},
     }
@@ -69,8 +69,8 @@ def test_a_run_on_two_ranks_learns_to_prefer(loss: str, tree: dict[str, Any], ra
     origin = json.loads((exported / "megarlhf.json").read_text())
     assert origin["command"] == "dpo"
     assert (origin["reference"] is None) == (loss in ("simpo", "orpo"))
-    heldout = Path(tree["data"]["heldout"]).read_text().splitlines()
-    chosen = _mean_logprob(exported, [json.loads(line) for line in heldout], "chosen")
+    validation = Path(tree["data"]["validation"]).read_text().splitlines()
+    chosen = _mean_logprob(exported, [json.loads(line) for line in validation], "chosen")
     assert chosen == pytest.approx(last["eval_chosen_logprob"], rel=1e-5)
 
 
@@ -93,7 +93,7 @@ def _mean_logprob(model: Path, records: list[dict[str, str]], side: str) -> floa
     "overrides, words",
     [
         (["train.max_tokens_per_micro_batch=19"], ["the longest prompt twice, with the responses of another pair"]),
-        (["data.heldout={one}"], ["has one usable pair, and loss = 'kto' measures its reference point"]),
+        (["data.validation={one}"], ["has one usable pair, and loss = 'kto' measures its reference point"]),
     ],
 )
 def test_what_kto_cannot_measure_is_refused(
@@ -103,7 +103,7 @@ def test_what_kto_cannot_measure_is_refused(
     lines = [{"prompt": "12+34=", "chosen": "4", "rejected": "5"}, {"prompt": "1+1=", "chosen": "222", "rejected": "3"}]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     one = write_pairs(tmp_path / "one.jsonl", range(1))
-    tree["data"].pop("heldout")
+    tree["data"].pop("validation")
     tree["train"]["mini_batch_samples"] = 2
     given = [each.format(one=one) for each in overrides]
     status, said = ranks.run(1, "command_status", *command(tree, "loss=kto", "actor.parallel.tp=1", *given))[0]

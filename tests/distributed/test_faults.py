@@ -88,7 +88,7 @@ def test_the_bank_keeps_what_no_point_covers_until_the_last_point_is_there(
 ) -> None:
     """Killed before it is written; of three steps the second has one."""
     made = case("grpo", checkpoint={"every": 2, "every_minutes": 0, "background": False, "keep": 1}, eval={})
-    del made.config["data"]["heldout"], made.config["train"]["stop"]
+    del made.config["data"]["validation"], made.config["train"]["stop"]
     whole, run = tmp_path / "whole", tmp_path / "run"
     ranks.run(1, "command", *command_line(made, whole))
     argv = command_line(made, run)
@@ -107,7 +107,7 @@ def test_a_step_that_is_above_the_limit_of_the_gap_is_completed_after_a_resume(
     below rounding stands for a real disagreement."""
     made = case("grpo", checkpoint={"every_updates": 1, "every_minutes": 0, "background": False}, eval={})
     made.config["rollout"]["logprob_gap"] = {"mean": 1e-12, "steps": 1}
-    del made.config["data"]["heldout"], made.config["train"]["stop"]
+    del made.config["data"]["validation"], made.config["train"]["stop"]
     whole, run = tmp_path / "whole", tmp_path / "run"
     assert ranks.run(1, "command_status", *command_line(made, whole))[0][0] == 4
     argv = command_line(made, run)
@@ -129,7 +129,7 @@ def test_a_run_that_the_watchdog_ends_saves_its_last_border(
     """In the second step. What hangs is taken out, and the first step is saved; what is slow comes to its end, and the
     second is saved too."""
     made = case("grpo", checkpoint=RARELY, eval={})
-    del made.config["data"]["heldout"], made.config["train"]["stop"]
+    del made.config["data"]["validation"], made.config["train"]["stop"]
     whole, run = tmp_path / "whole", tmp_path / "run"
     ranks.run(2, "command", *command_line(made, whole))
     argv = command_line(made, run)
@@ -146,7 +146,7 @@ def test_a_run_that_the_watchdog_ends_saves_its_last_border(
 def test_a_stopped_rollout_is_saved_before_the_engine_is_closed(case, ranks: RankPool, tmp_path: Path) -> None:
     """SIGTERM to one rank of two. vLLM's own: tests/distributed/test_rollout_resume.py."""
     made = case("grpo", checkpoint=RARELY, eval={})
-    del made.config["data"]["heldout"], made.config["train"]["stop"]
+    del made.config["data"]["validation"], made.config["train"]["stop"]
     run = tmp_path / "run"
     argv = command_line(made, run)
     (status, said, first), (other, _, second) = ranks.run(2, stopped_rollout, str(run), *argv)
@@ -295,7 +295,7 @@ def test_a_reward_model_whose_head_was_scaled_can_be_prolonged(
     """From the point before the scaling, as if it had been planned so long; also where the default cadence has written
     no point."""
     made = case("rm", checkpoint={}, unit_variance=True, eval={"max_samples": 9})
-    made.config["data"]["heldout"], made.config["reward_model"]["optim"] = str(data["pairs"]), {"lr": 1e-3}
+    made.config["data"]["validation"], made.config["reward_model"]["optim"] = str(data["pairs"]), {"lr": 1e-3}
     whole, run = tmp_path / "whole", tmp_path / "run"
     ranks.run(1, "command", *command_line(made, whole))
     ranks.run(1, "command", *command_line(made, run), "train.num_steps=3")
@@ -315,7 +315,7 @@ def test_a_stop_while_a_head_is_scaled_loses_nothing(
 ) -> None:
     """Without any cadence: before the head changes the run is saved and left, afterwards it comes to its end."""
     made = case("rm", checkpoint={"every_minutes": 0}, unit_variance=True, eval={"max_samples": 9})
-    made.config["data"]["heldout"] = str(data["pairs"])
+    made.config["data"]["validation"] = str(data["pairs"])
     whole, run = tmp_path / "whole", tmp_path / "run"
     ranks.run(1, "command", *command_line(made, whole), "train.num_steps=2")
     argv = [*command_line(made, run), "train.num_steps=2"]
@@ -358,7 +358,7 @@ def test_with_a_point_at_every_update_a_kill_loses_one(case, ranks: RankPool, tm
     """Points are written while training goes on, but an update waits for the point of the one before."""
     made = case("grpo", checkpoint={"every_updates": 1, "every_minutes": 0, "keep": 99}, eval={})
     made.config["train"]["num_steps"] = 2
-    del made.config["data"]["heldout"], made.config["train"]["stop"]
+    del made.config["data"]["validation"], made.config["train"]["stop"]
     run = tmp_path / "run"
     seen = ranks.run(1, points_at_updates, run, *command_line(made, run))[0]
     assert len(seen) > 2

@@ -35,7 +35,7 @@ def config(command: str, models: dict[str, Path], data: dict[str, Path]) -> dict
         return made
     return {
         "actor": {"model": {"path": str(models["plain"])}, "optim": {"lr": 1e-3}},
-        "data": {"train": str(data["sft"]), "heldout": str(data["sft"])},
+        "data": {"train": str(data["sft"]), "validation": str(data["sft"])},
         "eval": {"max_samples": 4},
         "train": {"num_steps": 2, "mini_batch_samples": 8, "micro_batch_samples": 4},
     }

@@ -79,11 +79,11 @@ def tree(name: str, models: dict[str, Path], data: dict[str, Path]) -> dict[str,
     made["train"] |= {
         "num_steps": 3,
         "micro_batch_samples": 4,
-        "stop": {"heldout_reward_patience": 50, "max_kl": 100.0},
+        "stop": {"validation_reward_patience": 50, "max_kl": 100.0},
     }
     if name == "grpo":
         made["rewards"][0]["normalise"] = "running"  # over all steps so far: `reward_mean` shows it
-    made["data"]["heldout"], made["eval"] = str(data["prompts"]), {"every": 1, "max_samples": 6}
+    made["data"]["validation"], made["eval"] = str(data["prompts"]), {"every": 1, "max_samples": 6}
     # A role that rank 1 has nothing of.
     made["reference" if name == "grpo" else "reward_model"]["parallel"] = {"ranks": 1}
     made["checkpoint"] = {"every_updates": 1, "every_minutes": 0, "keep": 3, "export_every": 1}
@@ -223,11 +223,11 @@ def test_other_data_and_other_frozen_models_are_refused(
     """Under the same names: files whose content has changed since. `run.allow_changes` lets the run go on, and it is
     said. So is another source of a rule, which refuses nothing: it may have been corrected."""
     made = tree("grpo", one_layer, data)
-    prompts, heldout = tmp_path / "prompts.jsonl", tmp_path / "heldout.jsonl"
+    prompts, validation = tmp_path / "prompts.jsonl", tmp_path / "validation.jsonl"
     for name, role in (("plain", "reference"), ("scorer", "reward_model"), ("plain", "actor")):
         shutil.copytree(one_layer[name], tmp_path / role)
         made[role]["model"]["path"] = str(tmp_path / role)
-    for name, file in (("train", prompts), ("heldout", heldout)):
+    for name, file in (("train", prompts), ("validation", validation)):
         shutil.copy(data["prompts"], file)
         made["data"][name] = str(file)
     grpo = Case("rl", made, Path())
@@ -245,7 +245,7 @@ def test_other_data_and_other_frozen_models_are_refused(
         ),
         (tmp_path / "actor/config.json", divide_otherwise, "config.json of actor.model.path: norm_eps 1e-06 -> 0.01"),
         (tmp_path / "actor/generation_config.json", end_earlier, "tokens that end a response: changed since"),
-        (heldout, swap_two_lines, "data.heldout (decides when the run ends): changed since"),
+        (validation, swap_two_lines, "data.validation (decides when the run ends): changed since"),
         (tmp_path / "reward_model/model.safetensors", nudge_a_weight, "weights of the reward model: changed since"),
     ]
     for file, change, why in changes:
@@ -350,7 +350,7 @@ def test_a_signal_saves_and_ends_the_run(
     made = Case("sft" if name == "sft" else "rl", tree(name, one_layer, data), Path())
     made.config["checkpoint"] = {"every_minutes": 1000}
     if name == "sft":  # an evaluation is six micro-batches, in two parts
-        made.config["data"]["heldout"], made.config["eval"] = str(data["sft"]), {"every": 2, "max_samples": 24}
+        made.config["data"]["validation"], made.config["eval"] = str(data["sft"]), {"every": 2, "max_samples": 24}
     whole, run = tmp_path / "whole", tmp_path / "run"
     ranks.run(1, "command", *command_line(made, whole))
     argv = command_line(made, run)

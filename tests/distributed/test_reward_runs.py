@@ -109,7 +109,7 @@ def test_generated_tasks_with_their_verifier_to_the_end_at_tp2(
     argv = [
         *command(tmp_path, one_layer, data, rules),
         f"data.train={task}&size=16&seed=0",
-        f"data.heldout={task}&size=300&seed=16",
+        f"data.validation={task}&size=300&seed=16",
         "data.max_prompt_tokens=200",
         "eval.accuracy=reasoning_gym",
         "eval.max_samples=8",

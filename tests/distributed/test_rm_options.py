@@ -28,7 +28,7 @@ def run(ranks: RankPool, two_layers: dict[str, Path], data: dict[str, Path], tmp
     (tmp_path / "pairs.jsonl").write_text("".join(lines))
     cfg = {
         "reward_model": {"model": {"path": str(two_layers["plain"])}, "optim": {"lr": 1e-2}},
-        "data": {"train": str(tmp_path / "pairs.jsonl"), "heldout": str(tmp_path / "pairs.jsonl")},
+        "data": {"train": str(tmp_path / "pairs.jsonl"), "validation": str(tmp_path / "pairs.jsonl")},
         "eval": {"max_samples": 12},
         "train": {"num_steps": 3, "mini_batch_samples": 8, "max_tokens_per_micro_batch": 128},
         "checkpoint": {"export_every": 1},

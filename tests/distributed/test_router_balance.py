@@ -81,11 +81,11 @@ def step(runtime: Runtime, configs: list[dict[str, Any]]) -> list[dict[str, Any]
             cfg = SFTConfig.model_validate(each)
             objective, samples = SupervisedFineTuning(cfg), jobs._sft_samples(cfg)[:MINI_BATCH]
             actor = build_role("actor", cfg.actor, "lm", cache, seed=0, num_optimizer_steps=1)
-            heldout = evaluate(objective, actor, samples)["eval_loss"]
+            validation = evaluate(objective, actor, samples)["eval_loss"]
             gradients: list[jobs.Arrays] = []
             jobs.record_gradients(actor, gradients)
             metrics = jobs.train_once(objective, actor, samples)
-            found.append({"metrics": metrics, "gradients": gradients[0], "heldout": heldout, "said": said.lines.pop()})
+            found.append({"metrics": metrics, "gradients": gradients[0], "validation": validation, "said": said.lines.pop()})
     finally:
         logger.removeHandler(said)
         logger.setLevel(level)
@@ -153,7 +153,7 @@ def test_every_layout_adds_the_equations_loss(
     for (found,) in by_rank:
         for name in ("loss", "router_aux_loss"):
             np.testing.assert_allclose(found["metrics"][name], exact[name], rtol=1e-5, err_msg=name)
-        np.testing.assert_allclose(found["heldout"], exact["loss"], rtol=1e-5)
+        np.testing.assert_allclose(found["validation"], exact["loss"], rtol=1e-5)
     (found,) = by_rank[0]
     both = found["gradients"].keys() & exact["gradients"].keys()
     assert sum(name.endswith("mlp.gate.weight") for name in both) == 4

@@ -37,7 +37,7 @@ def config(models: Paths, data: Paths, parallel: dict[str, Any]) -> dict[str, An
     made = rl_config({**models, "other": models["scorer"]}, data["prompts"], parallel, advantage="group_relative")
     del made["critic"]
     made["rewards"] = REWARDS
-    made["data"]["heldout"], made["eval"] = str(data["prompts"]), {"every": 2, "max_samples": 8, "accuracy": "short"}
+    made["data"]["validation"], made["eval"] = str(data["prompts"]), {"every": 2, "max_samples": 8, "accuracy": "short"}
     made["samples"] = {"every": 1, "count": 3}
     made["train"] |= {"num_steps": 3, "micro_batch_samples": 4, "epochs_per_step": 1}
     made["checkpoint"] = {"every_updates": 1, "every_minutes": 0, "background": False}

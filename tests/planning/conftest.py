@@ -19,6 +19,6 @@ def paths(tmp_path):
         (directory / "tokenizer.model").write_bytes(train_tokenizer())
         return directory
 
-    for name in ("train", "heldout"):
+    for name in ("train", "validation"):
         (tmp_path / f"{name}.jsonl").write_text("{}\n")
     return {"model": model("model"), "make": model, "train": tmp_path / "train.jsonl", "root": tmp_path}

@@ -51,7 +51,7 @@ def test_an_argument_that_vllm_does_not_know_is_refused_before_anything_starts(p
         preflight("rl", rl(paths, rollout={"engine_args": {"max_num_seq": 8}, "engine": "vllm"}), 1)
 
 
-@pytest.mark.parametrize("key", ["train", "heldout"])
+@pytest.mark.parametrize("key", ["train", "validation"])
 @pytest.mark.parametrize("name", ["trian.jsonl", "sub/trian"])
 def test_data_that_is_not_there_is_refused_and_names_its_neighbour(paths, key, name):
     missing = paths["root"] / name
@@ -66,15 +66,15 @@ def test_data_that_is_not_there_is_refused_and_names_its_neighbour(paths, key, n
 def test_data_that_is_held_out_is_not_trained_on(paths, monkeypatch):
     """However the paths are spelt. The same data twice is taken as meant, and said."""
     root = paths["root"]
-    same_data = "data.heldout is data.train: what is called held-out figures are those of the training"
+    same_data = "data.validation is data.train: what is called held-out figures are those of the training"
     both, splits = root / "both", root / "splits"
-    for folder, names in ((both, "ab"), (splits, ("train", "heldout", "validation"))):
+    for folder, names in ((both, "ab"), (splits, ("train", "heldout", "test"))):
         folder.mkdir()
         for name in names:
             (folder / f"{name}.jsonl").write_text("{}\n")
     (root / "link.jsonl").symlink_to(both / "b.jsonl")
     monkeypatch.chdir(both)
-    for train, heldout in (
+    for train, validation in (
         (both, both / "b.jsonl"),
         (both, "../both/b.jsonl"),
         (both, root / "link.jsonl"),
@@ -82,21 +82,21 @@ def test_data_that_is_held_out_is_not_trained_on(paths, monkeypatch):
         ("../both", "b.jsonl"),
     ):
         with pytest.raises(ValueError, match="held-out data would be trained on") as raised:
-            preflight("sft", sft(paths, train=train, heldout=heldout), 1)
+            preflight("sft", sft(paths, train=train, validation=validation), 1)
         assert f"both read {both / 'b.jsonl'}:" in str(raised.value)
     (both / "c.jsonl").symlink_to(splits / "train.jsonl")
     with pytest.raises(ValueError, match=r"\(split train\) .* \(split not named\) both read .*train\.jsonl: held-out"):
-        preflight("rl", rl(paths, data={"train": splits, "train_split": "train", "heldout": both}), 1)
-    for heldout in ({"heldout": splits, "heldout_split": "validation"}, {"heldout": splits / "heldout.jsonl"}):
-        assert preflight("sft", sft(paths, train=splits, train_split="train", **heldout), 1).notes == ()
-    for train, heldout in (("b.jsonl", "../both/b.jsonl"), (both, "."), ("b.jsonl", root / "link.jsonl")):
-        (note,) = preflight("sft", sft(paths, train=train, heldout=heldout), 1).notes
+        preflight("rl", rl(paths, data={"train": splits, "train_split": "train", "validation": both}), 1)
+    for validation in ({"validation": splits, "validation_split": "test"}, {"validation": splits / "heldout.jsonl"}):
+        assert preflight("sft", sft(paths, train=splits, train_split="train", **validation), 1).notes == ()
+    for train, validation in (("b.jsonl", "../both/b.jsonl"), (both, "."), ("b.jsonl", root / "link.jsonl")):
+        (note,) = preflight("sft", sft(paths, train=train, validation=validation), 1).notes
         assert note.startswith(same_data)
     with_network(monkeypatch)
     hub = Path("owner/name")
-    assert preflight("sft", sft(paths, train=hub, heldout=hub), 1).notes[-1].startswith(same_data)
-    notes = preflight("sft", sft(paths, train=hub, heldout=hub, heldout_split="test"), 1).notes
-    assert [note.partition(":")[0] for note in notes] == ["data.train = owner/name", "data.heldout = owner/name"]
+    assert preflight("sft", sft(paths, train=hub, validation=hub), 1).notes[-1].startswith(same_data)
+    notes = preflight("sft", sft(paths, train=hub, validation=hub, validation_split="test"), 1).notes
+    assert [note.partition(":")[0] for note in notes] == ["data.train = owner/name", "data.validation = owner/name"]
 
 
 def with_network(monkeypatch):
@@ -108,11 +108,11 @@ def test_a_name_of_the_hub_is_left_to_the_loader_and_said(paths, monkeypatch):
     """Also one with a dot, which is no file's suffix. Where the network is switched off it is refused."""
     for name in ("owner/name", "owner/name-v1.5"):
         with_network(monkeypatch)
-        (note,) = preflight("sft", sft(paths, heldout=Path(name)), 1).notes
-        assert note.startswith(f"data.heldout = {name}: no such file here, so it is taken for a name on the Hugging")
+        (note,) = preflight("sft", sft(paths, validation=Path(name)), 1).notes
+        assert note.startswith(f"data.validation = {name}: no such file here, so it is taken for a name on the Hugging")
         monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-        with pytest.raises(ValueError, match=rf"data.heldout = {name} does not exist .*HF_HUB_OFFLINE = 1 forbids"):
-            preflight("sft", sft(paths, heldout=Path(name)), 1)
+        with pytest.raises(ValueError, match=rf"data.validation = {name} does not exist .*HF_HUB_OFFLINE = 1 forbids"):
+            preflight("sft", sft(paths, validation=Path(name)), 1)
 
 
 def test_another_config_beside_a_hugging_face_directory_is_refused(paths):
@@ -175,7 +175,7 @@ def test_what_is_set_and_has_no_effect_is_said(paths):
     tree = sft(paths).model_dump() | {"eval": {"every": 2, "max_samples": 3}, "checkpoint": {"export_keep": 2}}
     assert keys("sft", SFTConfig.model_validate(tree)) == {"eval.every", "eval.max_samples", "checkpoint.export_keep"}
     tree = tree | {
-        "data": {"train": paths["train"], "heldout": paths["train"]},
+        "data": {"train": paths["train"], "validation": paths["train"]},
         "checkpoint": {"export_keep": 2, "export_every": 1},
     }
     assert keys("sft", SFTConfig.model_validate(tree)) == set()
@@ -310,7 +310,7 @@ def test_that_there_is_no_accuracy_is_said_where_there_is_held_out_data(paths):
         return [note for note in preflight("rl", rl(paths, **others), 1).notes if "eval" in note or "samples." in note]
 
     own = {"rewards": [{"kind": "rule", "rule": "tests.distributed.user_rewards:short"}]}
-    held_out = {"data": {"heldout": paths["train"]}}
+    held_out = {"data": {"validation": paths["train"]}}
     assert said(**held_out) == said(**own) == said(**held_out, **own, eval={"accuracy": "exact_match"}) == []
     (note,) = said(**held_out, **own)
     assert note.startswith("there is no eval_accuracy: none of rewards is known to say 0 or 1. Name")

@@ -47,8 +47,8 @@ def test_every_record_is_used_and_has_its_length(tmp_path: Path) -> None:
     cfg = SFTConfig.model_validate(tree(tmp_path / "model", "actor"))
     lengths = {"prompt_lengths": Given([2, 17, 40, 99]), "response_lengths": Given([2, 33, 60, 99])}
     stood = stand_in(cfg, tmp_path / "standing_in", steps=3, **lengths)
-    train, heldout, notes = load_samples(SupervisedFineTuning(stood.cfg))
-    assert (len(train), heldout) == (150, [])
+    train, validation, notes = load_samples(SupervisedFineTuning(stood.cfg))
+    assert (len(train), validation) == (150, [])
     assert notes == [f"{stood.cfg.data.train}: used all 150 records"]
     assert {sample.prompt_length for sample in train} == {2, 17, 40}
     assert {len(sample.tokens) - sample.prompt_length for sample in train} == {2, 33, 60}
@@ -115,7 +115,7 @@ def test_lengths_of_responses_alone_make_data_stand_in(
     role, config = {"sft": ("actor", SFTConfig), "rm": ("reward_model", RMConfig)}[command]
     given = tree(tmp_path / "model", role)
     given[role]["model"] = {"path": str(models["plain"])}
-    given["data"] |= {"train": str(data["sft" if command == "sft" else "pairs"]), "heldout": str(data["prompts"])}
+    given["data"] |= {"train": str(data["sft" if command == "sft" else "pairs"]), "validation": str(data["prompts"])}
     stood = stand_in(
         config.model_validate(given),
         tmp_path / "standing_in",
@@ -126,4 +126,4 @@ def test_lengths_of_responses_alone_make_data_stand_in(
     notes = " ".join(stood.notes)
     assert "is not used, since lengths were given: 50 records stand in" in notes
     assert "responses: always 11 tokens" in notes
-    assert f"data.heldout = {data['prompts']} is left out" in notes
+    assert f"data.validation = {data['prompts']} is left out" in notes

@@ -80,17 +80,17 @@ CASES = [
     ("sft", [], ["actor.optim.lr=0.5"], [], ["actor.optim.lr: 0.001 -> 0.5"]),
     ("sft", [], ["train.num_steps=9"], ["train.num_steps: 3 -> 9"], []),
     ("sft", ["actor.optim.schedule=cosine"], ["train.num_steps=9"], [], ["train.num_steps: 3 -> 9"]),
-    ("sft", ["data.heldout=h.jsonl"], ["eval.every=2"], ["eval.every"], []),
-    ("rm", ["data.heldout=h", "unit_variance=true"], ["eval.max_samples=2"], [], ["eval.max_samples: not set -> 2"]),
-    ("rm", ["data.heldout=h", "unit_variance=true"], ["eval.every=2"], ["eval.every: 0 -> 2"], []),
-    ("rm", ["data.heldout=h", "unit_variance=true"], ["train.num_steps=9"], [], ["train.num_steps"]),
+    ("sft", ["data.validation=h.jsonl"], ["eval.every=2"], ["eval.every"], []),
+    ("rm", ["data.validation=h", "unit_variance=true"], ["eval.max_samples=2"], [], ["eval.max_samples: not set -> 2"]),
+    ("rm", ["data.validation=h", "unit_variance=true"], ["eval.every=2"], ["eval.every: 0 -> 2"], []),
+    ("rm", ["data.validation=h", "unit_variance=true"], ["train.num_steps=9"], [], ["train.num_steps"]),
     ("dpo", [], ["eval.every=2", "run.nproc=2"], ["eval.every", "run.nproc"], []),
     ("dpo", [], ["loss=ipo", "beta=0.5"], [], ["loss: dpo -> ipo", "beta: not set -> 0.5"]),
     ("dpo", ["loss=kto"], ["kto_desirable_weight=2"], [], ["kto_desirable_weight: 1.0 -> 2.0"]),
-    ("rl", ["data.heldout=h"], ["eval.every=1"], ["eval.every"], []),
+    ("rl", ["data.validation=h"], ["eval.every=1"], ["eval.every"], []),
     (
         "rl",
-        ["train.stop.heldout_reward_patience=2", "eval.every=1"],
+        ["train.stop.validation_reward_patience=2", "eval.every=1"],
         ["eval.every=2"],
         [],
         ["eval.every: 1 -> 2"],
@@ -132,11 +132,11 @@ def test_changes_are_told(
 
 def test_a_place_is_told_apart_from_what_is_computed() -> None:
     """What lies there is compared by digests."""
-    places = ["data.train=/scratch/1/train.jsonl", "data.heldout=h.jsonl", "reference.model.path=/scratch/1/sft"]
+    places = ["data.train=/scratch/1/train.jsonl", "data.validation=h.jsonl", "reference.model.path=/scratch/1/sft"]
     changes = compare(loaded("rl", "algo.kl.log=true"), loaded("rl", "algo.kl.log=true", *places))
     assert changes.neutral == changes.mathematics == []
     assert sorted(str(change).partition(":")[0] for change in changes.places) == [
-        "data.heldout",
+        "data.validation",
         "data.train",
         "reference.model.path",
     ]

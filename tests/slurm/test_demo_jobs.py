@@ -46,7 +46,7 @@ class Site:
         arguments = ["--nodes=2", *CPU, *options, str(ROOT / "slurm" / f"{command}.sbatch")]
         arguments += ["-c", str(ROOT / "configs/demo" / f"{command}.yaml"), f"run.dir={self.root}/{run}"]
         arguments += ["run.on_existing=resume", f"actor.model.path={self.root}/data/base"]
-        files = {"train": "sft_train.jsonl", "heldout": "sft_validation.jsonl"}
+        files = {"train": "sft_train.jsonl", "validation": "sft_validation.jsonl"}
         arguments += [f"data.{key}={self.root}/data/{file}" for key, file in files.items()]
         return self.cluster.submit(*arguments, *overrides, cwd=self.root, MEGARLHF_ENV=f"{self.root}/{run}.sh")
 

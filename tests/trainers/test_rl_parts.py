@@ -125,9 +125,9 @@ def test_a_single_noisy_kl_does_not_stop():
     assert resumed.watch_kl(0.2)
 
 
-def test_stop_when_the_heldout_reward_stands_still():
+def test_stop_when_the_validation_reward_stands_still():
     """Two evaluations without a rise; a rise in between starts the count anew, an accuracy does not."""
-    rule = StopRule(StopConfig(heldout_reward_patience=2))
+    rule = StopRule(StopConfig(validation_reward_patience=2))
     stopped = []
     for reward in (1.0, 0.9, 1.1, 1.1, 1.0):
         evaluation = {"eval_reward_mean": reward, "eval_accuracy": len(stopped)}
@@ -138,17 +138,17 @@ def test_stop_when_the_heldout_reward_stands_still():
 
 
 def test_an_evaluation_that_nobody_judged_does_not_count():
-    rule = StopRule(StopConfig(heldout_reward_patience=2))
+    rule = StopRule(StopConfig(validation_reward_patience=2))
     for reward in (0.5, float("nan"), float("nan"), float("nan"), 0.6):
         assert not rule.watch({"eval_reward_mean": reward})
 
 
 def test_the_end_by_other_limits_does_not_count():
     """A run that goes on with a higher limit; what it has seen stays."""
-    rule = StopRule(StopConfig(max_kl=0.5, heldout_reward_patience=2))
+    rule = StopRule(StopConfig(max_kl=0.5, validation_reward_patience=2))
     rule.watch({"eval_reward_mean": 1.0})
     assert rule.watch_kl(0.6)
-    same, higher = (StopRule(StopConfig(max_kl=limit, heldout_reward_patience=2)) for limit in (0.5, 9.0))
+    same, higher = (StopRule(StopConfig(max_kl=limit, validation_reward_patience=2)) for limit in (0.5, 9.0))
     for each in (same, higher):
         each.load_state_dict(rule.state_dict())
     assert same.reason == rule.reason
@@ -162,7 +162,7 @@ def test_the_end_by_other_limits_does_not_count():
 def test_without_a_rule_or_an_evaluation_nothing_stops():
     rule = StopRule(StopConfig())
     assert not any(rule.watch_kl(kl) for kl in (0.0, 1e9, float("nan")))
-    patient = StopRule(StopConfig(heldout_reward_patience=1))
+    patient = StopRule(StopConfig(validation_reward_patience=1))
     patient.watch({})
     assert not patient.watch_kl(0.0)
 

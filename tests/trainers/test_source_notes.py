@@ -25,7 +25,7 @@ def test_the_notes_name_the_split(tmp_path):
     for split, count in (("train", 2), ("test", 1)):
         (data / f"{split}.jsonl").write_text(json.dumps({"prompt": "1+1=", "response": "2"}) + "\n")
         (data / f"{split}.jsonl").write_text((data / f"{split}.jsonl").read_text() * count)
-    section = {"train": data, "train_split": "train", "heldout": data, "heldout_split": "test"}
+    section = {"train": data, "train_split": "train", "validation": data, "validation_split": "test"}
     expected = [
         f"{data}, split {split}: used all {count} records; read 1 file: {split}.jsonl"
         for split, count in (("train", 2), ("test", 1))
@@ -80,7 +80,7 @@ def test_what_a_rule_needs_is_looked_for_when_prompts_are_read(prompts, monkeypa
     bad = prompts / f"{file}.jsonl"
     line = 1 if rule.startswith("my_") else 2
     good = prompts / "0.jsonl"
-    for data in (PromptDataConfig(train=bad), PromptDataConfig(train=good, heldout=bad)):
+    for data in (PromptDataConfig(train=bad), PromptDataConfig(train=good, validation=bad)):
         with pytest.raises(ValueError, match=rf"{file}\.jsonl, line {line}: {words}"):
             load_prompts(data, prompts, rewards)
     assert len(load_prompts(PromptDataConfig(train=bad), prompts).train) == 2, "without the rule"
@@ -88,9 +88,9 @@ def test_what_a_rule_needs_is_looked_for_when_prompts_are_read(prompts, monkeypa
 
 def test_a_held_out_prompt_that_the_rule_of_the_accuracy_cannot_judge_is_named(prompts):
     """Of those that are looked at; training prompts need no answer for it."""
-    data = PromptDataConfig(train=prompts / "1.jsonl", heldout=prompts / "1.jsonl")
+    data = PromptDataConfig(train=prompts / "1.jsonl", validation=prompts / "1.jsonl")
     words = r"eval\.accuracy, .*1\.jsonl, record 2: reward rule 'exact_match': it needs the field 'answer'"
     with pytest.raises(ValueError, match=words):
         load_prompts(data, prompts, accuracy="exact_match")
-    assert len(load_prompts(data, prompts, max_heldout=1, accuracy="exact_match").heldout) == 1
-    assert len(load_prompts(data, prompts).heldout) == 2
+    assert len(load_prompts(data, prompts, max_validation=1, accuracy="exact_match").validation) == 1
+    assert len(load_prompts(data, prompts).validation) == 2

@@ -34,7 +34,7 @@ class Stage:
 
 
 def _data(name: str) -> dict[str, str]:
-    return {"data.train": f"data/{name}_train.jsonl", "data.heldout": f"data/{name}_validation.jsonl"}
+    return {"data.train": f"data/{name}_train.jsonl", "data.validation": f"data/{name}_validation.jsonl"}
 
 
 ACTOR = "sft/checkpoints/latest/actor"
