@@ -42,8 +42,9 @@ class GroupCache:
         if ranks is None:
             return None
         if ranks not in self._made:
-            # Only an `order` has groups that are not ascending, and not every way of making groups takes those.
-            ascending = list(ranks) == sorted(ranks)
+            # Only an `order` has groups that are not ascending, and not every way of making groups takes those; torch
+            # before 2.13 does not know the argument.
+            as_given = {} if list(ranks) == sorted(ranks) else {"sort_ranks": False}
             with made_by_members():
                 self._made[ranks] = dist.new_group(
                     list(ranks),
@@ -51,7 +52,7 @@ class GroupCache:
                     timeout=timedelta(seconds=self.runtime.timeout_seconds),
                     backend=self.runtime.backend,
                     use_local_synchronization=True,
-                    sort_ranks=ascending,
+                    **as_given,
                 )
         return self._made[ranks]
 
