@@ -213,7 +213,11 @@ def test_a_start_on_other_ranks_than_the_file_is_for_says_so(command, started, c
         ("rl", ["train.prompts_per_step=7"], "= 7 x 4 = 28 is not a multiple of train.mini_batch_samples = 8"),
         ("rl", ["rollout.max_response_tokens=49"], "= 16 + 49 = 65 tokens, but"),
         ("rl", ["critic="], "algo.advantage = 'gae' needs values: give a critic section"),
-        ("sft", ["data.validation=sft_validation.jsonl"], "data.validation: no such data file or directory: sft_validation.jsonl"),
+        (
+            "sft",
+            ["data.validation=sft_validation.jsonl"],
+            "data.validation: no such data file or directory: sft_validation.jsonl",
+        ),
         ("sft", ["actor.parallel.tp=2", "actor.parallel={}"], "replaces the whole section, and with it"),
         ("sft", ["actor.optim.min_lr=1"], "actor.optim: min_lr = 1 is above lr = 1e-06"),
         ("rl", ["critic.model.random_init=false"], "is no checkpoint: it has neither Hugging Face weights"),

@@ -48,13 +48,19 @@ class PromptDataConfig(FrozenModel):
     @model_validator(mode="after")
     def _split_of_something(self) -> Self:
         if self.validation is None and self.validation_split is not None:
-            raise ValueError(f"validation_split = {self.validation_split!r} without validation, whose split it names; set both")
+            raise ValueError(
+                f"validation_split = {self.validation_split!r} without validation, whose split it names; set both"
+            )
         return self
 
     def sources(self) -> dict[str, tuple[Path, str | None]]:
         """Path and split of the training data and, where there is any, of the held-out data, by key."""
         sources = {"data.train": (self.train, self.train_split)}
-        return sources if self.validation is None else {**sources, "data.validation": (self.validation, self.validation_split)}
+        return (
+            sources
+            if self.validation is None
+            else {**sources, "data.validation": (self.validation, self.validation_split)}
+        )
 
 
 class DataConfig(PromptDataConfig):
@@ -309,7 +315,9 @@ class RLConfig(FrozenModel):
                     "model with one gives random rewards, and other roles have no scalar head. Leave it out"
                 )
         if self.train.stop.validation_reward_patience and not (self.eval.every and self.data.validation):
-            raise ValueError("train.stop.validation_reward_patience counts evaluations: set eval.every and data.validation")
+            raise ValueError(
+                "train.stop.validation_reward_patience counts evaluations: set eval.every and data.validation"
+            )
         longest = self.data.max_prompt_tokens + self.rollout.max_response_tokens
         budget = self.train.max_tokens_per_micro_batch
         if budget is not None and longest > budget:

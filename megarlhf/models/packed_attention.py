@@ -243,23 +243,26 @@ def varlen_attention(
         cu_queries, cu_keys = chunks.cu_queries, chunks.cu_keys
         longest_query, longest_key = chunks.longest_query, chunks.longest_key
         key_TGD, value_TGD = (x.index_select(0, chunks.keys_V) for x in (key_TGD, value_TGD))
-    return _varlen_attn()(
+    attend, says_groups = _varlen_attn()
+    return attend(
         *(query_TND, key_TGD, value_TGD, cu_queries, cu_keys, longest_query, longest_key),
         # (tokens to the left, tokens to the right); -1 is all of them.
         window_size=(-1 if window is None else window - 1, 0),
         scale=scale,
-        enable_gqa=query_TND.size(1) != key_TGD.size(1),
+        **({"enable_gqa": query_TND.size(1) != key_TGD.size(1)} if says_groups else {}),
     )
 
 
 @cache
-def _varlen_attn() -> Callable[..., Tensor]:
-    """torch's own; older versions of it know no window, scale or query groups."""
-    wanted = {"window_size", "scale", "enable_gqa"}
+def _varlen_attn() -> tuple[Callable[..., Tensor], bool]:
+    """torch's own, and whether it wants to be told of query groups: before 2.13 it does not ask, and its kernel takes
+    them. Still older versions know no window or scale."""
+    wanted = {"window_size", "scale"}
     varlen = importlib.import_module("torch.nn.attention.varlen") if find_spec("torch.nn.attention.varlen") else None
-    if varlen is None or not wanted <= inspect.signature(varlen.varlen_attn).parameters.keys():
+    known = set() if varlen is None else inspect.signature(varlen.varlen_attn).parameters.keys()
+    if varlen is None or not wanted <= known:
         raise ValueError(
             f"torch {torch.__version__} has no varlen_attn that takes {', '.join(sorted(wanted))}, which packed rows "
             "need on a GPU; install torch 2.13, or transformer-engine"
         )
-    return varlen.varlen_attn
+    return varlen.varlen_attn, "enable_gqa" in known

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from importlib.metadata import version
 
 from megarlhf.config import RoleConfig
 from megarlhf.runtime import sees_gpus
@@ -12,6 +13,8 @@ QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 ALLOCATORS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Names of torch's settings of its allocators, the new one and the old one."""
 ROUNDED = "pinned_max_round_threshold_mb"
+ROUNDED_SINCE = (2, 13)
+"""Of torch. An earlier one ends at its first use of CUDA for a key that it does not know."""
 
 
 def gpu_environment(
@@ -35,6 +38,11 @@ def gpu_environment(
         found[QUEUES] = "1"
     settings = next((name for name in ALLOCATORS if environ.get(name)), ALLOCATORS[0])
     before = environ.get(settings, "")
-    if ROUNDED not in before:
+    if ROUNDED not in before and _torch() >= ROUNDED_SINCE:
         found[settings] = f"{before},{ROUNDED}:1".removeprefix(",")
     return found
+
+
+def _torch() -> tuple[int, ...]:
+    """Major and minor version of torch."""
+    return tuple(int(part) for part in version("torch").split(".")[:2])

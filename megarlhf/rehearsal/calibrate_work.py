@@ -42,6 +42,8 @@ class Sizes:
     batches: tuple[int, ...]
     most_flops: float
     """Of a product or an attention that is measured."""
+    most_numel: int
+    """Of the three matrices of a product, together."""
     nbytes: tuple[int, ...]
     """Of one tensor of a pass over memory."""
     heads: tuple[int, ...]
@@ -59,6 +61,7 @@ CPU = Sizes(
     n=(32, 128, 512, 2048),
     batches=(1,),
     most_flops=1.2e10,
+    most_numel=1 << 28,
     nbytes=(1 << 10, 1 << 14, 1 << 17, 1 << 19, 1 << 21, 1 << 23, 1 << 25),
     heads=(1, 8),
     lengths=(32, 128, 512),
@@ -73,6 +76,7 @@ GPU = Sizes(
     n=(128, 512, 2048, 8192, 28672),
     batches=(1, 16),
     most_flops=1.5e13,
+    most_numel=1 << 30,
     nbytes=tuple(1 << power for power in range(10, 32, 3)),
     heads=(1, 8, 64),
     lengths=(128, 1024, 8192),
@@ -87,6 +91,7 @@ QUICK = Sizes(
     n=(32, 64),
     batches=(1,),
     most_flops=1e9,
+    most_numel=1 << 28,
     nbytes=(1 << 10, 1 << 14),
     heads=(2,),
     lengths=(32,),
@@ -124,7 +129,8 @@ def num_figures(sizes: Sizes) -> int:
 
 def _product_sizes(sizes: Sizes) -> Iterator[tuple[int, int, int, int]]:
     for batch, m, k, n in itertools.product(sizes.batches, sizes.m, sizes.k, sizes.n):
-        if 2.0 * batch * m * k * n <= sizes.most_flops:
+        numel = batch * (m * k + k * n + m * n)
+        if 2.0 * batch * m * k * n <= sizes.most_flops and numel <= sizes.most_numel:
             yield batch, m, k, n
 
 

@@ -185,7 +185,9 @@ def _data(
     why = why or "cannot be read with the stand-in tokenizer"
     notes = [f"data.train = {cfg.data.train} {why}: {per_step * steps} records stand in; {'; '.join(words)}."]
     if cfg.data.validation is not None:
-        notes.append(f"data.validation = {cfg.data.validation} is left out: memory and time of evaluations are not in here.")
+        notes.append(
+            f"data.validation = {cfg.data.validation} is left out: memory and time of evaluations are not in here."
+        )
     return notes
 
 

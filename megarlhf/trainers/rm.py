@@ -102,7 +102,11 @@ class RewardModelling(Objective[PairSample]):
         return [sample.prompt_tokens + response for response in (sample.chosen_tokens, sample.rejected_tokens)]
 
     def digests_beside(self, validation: Sequence[PairSample]) -> dict[str, str]:
-        return {"data.validation (measured by unit_variance)": digest_of_samples(validation)} if self.rm.unit_variance else {}
+        return (
+            {"data.validation (measured by unit_variance)": digest_of_samples(validation)}
+            if self.rm.unit_variance
+            else {}
+        )
 
     @property
     def stated(self) -> Mapping[str, Any]:

@@ -222,7 +222,11 @@ VLLM_TP = ("actor.parallel.tp=2", "rollout.parallel.tp=2")
             ["train.stop.validation_reward_patience=2", "eval.every=1", "data.validation="],
             ["set eval.every and data.validation"],
         ),
-        ("generate", ["data.validation=h.jsonl"], ["would leave data.validation = h.jsonl unread", "set data.train to"]),
+        (
+            "generate",
+            ["data.validation=h.jsonl"],
+            ["would leave data.validation = h.jsonl unread", "set data.train to"],
+        ),
         (
             "generate",
             ["rewards=[{kind: model}]"],

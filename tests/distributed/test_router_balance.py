@@ -85,7 +85,9 @@ def step(runtime: Runtime, configs: list[dict[str, Any]]) -> list[dict[str, Any]
             gradients: list[jobs.Arrays] = []
             jobs.record_gradients(actor, gradients)
             metrics = jobs.train_once(objective, actor, samples)
-            found.append({"metrics": metrics, "gradients": gradients[0], "validation": validation, "said": said.lines.pop()})
+            found.append(
+                {"metrics": metrics, "gradients": gradients[0], "validation": validation, "said": said.lines.pop()}
+            )
     finally:
         logger.removeHandler(said)
         logger.setLevel(level)

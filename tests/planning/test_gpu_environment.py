@@ -36,6 +36,12 @@ def test_what_the_user_has_not_set(tp: int, environ: dict[str, str], expected: d
     assert gpu_environment(roles(tp), environ, on_gpu=False) == {}
 
 
+def test_an_older_torch_is_not_given_what_it_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.11 on a GPU: "Unrecognized key 'pinned_max_round_threshold_mb' in CUDA allocator config"."""
+    monkeypatch.setattr("megarlhf.planning.gpu_environment.version", lambda package: "2.11.0+cu130")
+    assert gpu_environment(roles(1), {}, on_gpu=True) == {}
+
+
 def test_torch_knows_the_setting() -> None:
     """It passes over keys that it does not know; of one that it knows the value has to be a number."""
     ask = "import sys, torch; torch._C._accelerator_setAllocatorSettings(sys.argv[1])"
