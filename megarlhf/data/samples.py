@@ -227,8 +227,9 @@ def require_positions(longest: int, max_positions: int, model: str) -> None:
     """Raises ValueError when a sample has more tokens than the model has positions."""
     if longest > max_positions:
         raise ValueError(
-            f"the longest sample has {longest} tokens, {model} has max_position_embeddings = {max_positions}; lower "
-            "data.max_prompt_tokens or data.max_response_tokens, so that such samples are skipped and counted"
+            f"the longest sample has {longest} tokens, {model} takes {max_positions} (max_position_embeddings, or less "
+            "where a rope type changes beyond); lower data.max_prompt_tokens or data.max_response_tokens, so "
+            "that such samples are skipped and counted"
         )
 
 

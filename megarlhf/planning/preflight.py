@@ -283,9 +283,9 @@ def _check_engine(
 def _check_positions(cfg: RLConfig | GenerateConfig, role: str, section: RoleConfig, arch: Architecture) -> None:
     """Every role reads prompt and response; the longest that may come must fit its positions."""
     prompt, response = cfg.data.max_prompt_tokens, cfg.rollout.max_response_tokens
-    if prompt + response > arch.max_positions:
+    if prompt + response > arch.longest_sequence:
         raise ValueError(
             f"{role}: data.max_prompt_tokens + rollout.max_response_tokens = {prompt} + {response} = "
-            f"{prompt + response} tokens, but {section.model.path} has max_position_embeddings = "
-            f"{arch.max_positions}; lower either limit by {prompt + response - arch.max_positions} tokens or more"
+            f"{prompt + response} tokens, but {section.model.path} has {arch.limit_of_sequences}; lower either limit "
+            f"by {prompt + response - arch.longest_sequence} tokens or more"
         )

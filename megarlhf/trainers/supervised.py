@@ -314,7 +314,7 @@ def load_samples(objective: Objective[Sample]) -> tuple[list[Sample], list[Sampl
     """
     cfg, hf_directory = objective.cfg, objective.section.model.hf_directory()
     tokenizer = load_tokenizer(hf_directory)
-    max_positions = architecture_from_hf(hf_directory).max_positions
+    max_positions = architecture_from_hf(hf_directory).longest_sequence
 
     def build(records: Records, source: str) -> tuple[list[Sample], Skipped]:
         samples, skipped = objective.build_samples(
