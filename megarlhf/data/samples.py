@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from megarlhf.config import PromptDataConfig
-from megarlhf.data.sources import Record, files_in_words, load_records, source_words
+from megarlhf.config import PromptDataConfig, words_of
+from megarlhf.data.sources import Record, files_in_words, load_records
 from megarlhf.data.templates import Template, prompt_and_response, prompt_text, question, require_template
 from megarlhf.data.tokenizer import Tokenizer
 
@@ -89,12 +89,17 @@ def load_splits(
 
     `build` makes the samples of a source's records, which have `fields`; it is told the source for its messages.
     """
+    for key, default in (("validation_share", None), ("phases", None), ("over_long", "drop")):
+        if getattr(data, key, default) != default:
+            raise ValueError(f"data.{key} is not there yet; leave it out")
+    if data.train[0].weight is not None:
+        raise ValueError("weights of data.train are not there yet; leave them out")
     samples: dict[str, list[Sample]] = {"data.validation": []}
     notes = []
-    for key, (path, split) in data.sources().items():
-        source = source_words(path, split)
-        samples[key], skipped = build(load_records(path, fields=fields, split=split), source)
-        notes.append(f"{source}: {skipped.describe()}{files_in_words(path, split)}")
+    for key, sources in data.sources().items():
+        source = words_of(sources)
+        samples[key], skipped = build(load_records(sources, fields=fields), source)
+        notes.append(f"{source}: {skipped.describe()}{''.join(map(files_in_words, sources))}")
     return samples["data.train"], samples["data.validation"], notes
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megarlhf.algo.reward_scaling import weighted_total
-from megarlhf.config import GenerateConfig, RewardConfig
+from megarlhf.config import GenerateConfig, RewardConfig, words_of
 from megarlhf.data.samples import PromptSample
 from megarlhf.errors import RewardError, WatchdogTimeout
 from megarlhf.experience import Rollouts
@@ -72,7 +72,7 @@ def evaluate(cfg: GenerateConfig, runtime: Runtime) -> None:
         summary = _summary(cfg, rollouts, scores)
         counts = {"num_prompts": len(prompts) // cfg.rollout.num_samples_per_prompt, "num_samples": len(prompts)}
         session.log(1, {**summary, **counts})
-        session.note(f"{cfg.actor.model.path}: means over {len(prompts)} responses to {cfg.data.train}")
+        session.note(f"{cfg.actor.model.path}: means over {len(prompts)} responses to {words_of(cfg.data.train)}")
         session.note(table("eval", list(summary.items()), ("metric", "value")))
         session.note(f"wrote them to {cfg.run.dir / METRICS_FILE}")
         if runtime.is_main:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from megarlhf.config import PromptDataConfig, RewardConfig, RoleConfig, RolloutConfig
+from megarlhf.config import PromptDataConfig, RewardConfig, RoleConfig, RolloutConfig, words_of
 from megarlhf.data.samples import PromptSample, Records, Skipped, build_prompts, load_splits
 from megarlhf.data.tokenizer import Tokenizer, load_tokenizer
 from megarlhf.layout import engine_order
@@ -62,8 +62,8 @@ def load_prompts(
 
     train, validation, notes = load_splits(data, ("prompt",) if data.template == "plain" else ("messages",), build)
     validation = validation[:max_validation]
-    require_fields_of_accuracy(accuracy, rewards, validation, data.validation)
-    if len(set(data.sources().values())) > 1:
+    require_fields_of_accuracy(accuracy, rewards, validation, words_of(data.validation or data.train))
+    if data.validation not in (None, data.train):
         notes += _shared_prompts(train, validation)
     return PromptData(train, validation, tokenizer, notes)
 
@@ -78,7 +78,7 @@ def _shared_prompts(train: Sequence[PromptSample], validation: Sequence[PromptSa
 
 
 def require_fields_of_accuracy(
-    accuracy: str | None, rewards: Sequence[RewardConfig], validation: Sequence[PromptSample], source: Path | None
+    accuracy: str | None, rewards: Sequence[RewardConfig], validation: Sequence[PromptSample], source: str
 ) -> None:
     """Raises: ValueError for a held-out record that the rule named by `eval.accuracy` cannot judge."""
     judge = accuracy_of(accuracy, rewards).judge

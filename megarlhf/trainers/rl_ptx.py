@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megarlhf.config import RLConfig
+from megarlhf.config import RLConfig, words_of
 from megarlhf.data.loader import ShuffledBatches
 from megarlhf.data.sources import load_records
 from megarlhf.data.tokenizer import Tokenizer
@@ -82,11 +82,11 @@ def pretraining_mix(cfg: RLConfig, tokenizer: Tokenizer) -> PretrainingMix | Non
     """As it is configured; None where it is not. Raises: ValueError for data without a text of two tokens."""
     if cfg.ptx is None:
         return None
-    records = load_records(cfg.ptx.data, fields=("text",), split=cfg.ptx.data_split)
+    records = load_records(cfg.ptx.data, fields=("text",))
     size = cfg.ptx.mini_batch_samples or cfg.train.mini_batch_samples
     texts = [Text(part) for record in records for part in pieces(record["text"], tokenizer, cfg.ptx_max_tokens)]
     if not texts:
-        raise ValueError(f"ptx.data = {cfg.ptx.data} has no text of two tokens or more; give other data")
+        raise ValueError(f"ptx.data = {words_of(cfg.ptx.data)} has no text of two tokens or more; give other data")
     return PretrainingMix(texts, size, cfg.run.seed)
 
 

@@ -30,7 +30,7 @@ from megarlhf.resume.identity import digest_of_samples
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.parts import Parts
 from megarlhf.trainers.sequence_scores import sequence_scores
-from megarlhf.trainers.supervised import Metrics, Objective, ShouldStop, validation_sums, rounds, run_supervised
+from megarlhf.trainers.supervised import Metrics, Objective, ShouldStop, rounds, run_supervised, validation_sums
 
 
 def run(cfg: RMConfig, runtime: Runtime, parts: Parts = Parts()) -> None:  # noqa: B008 -- frozen
