@@ -13,8 +13,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from megarlhf.config import PromptDataConfig, words_of
-from megarlhf.data.sources import Record, files_in_words, load_records
+import numpy as np
+
+from megarlhf.data.sources import Record
 from megarlhf.data.templates import Template, prompt_and_response, prompt_text, question, require_template
 from megarlhf.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_digest
 
@@ -64,6 +65,10 @@ class PairSample:
     rejected_tokens: list[int]
     margin: float = 0.0
     """By how much the scores should differ, where the reward model is trained with margins."""
+
+
+PAIR_SEQUENCES = (("prompt_tokens", "chosen_tokens"), ("prompt_tokens", "rejected_tokens"))
+"""The fields that the two sequences of a pair consist of."""
 
 
 @dataclass(frozen=True)
@@ -131,29 +136,6 @@ class FieldCheck(Protocol):
     def key(self) -> list[str]:
         """What it looks for."""
         ...
-
-
-def load_splits(
-    data: PromptDataConfig,
-    fields: Sequence[str],
-    build: Callable[[Records, str], tuple[list[Sample], Skipped]],
-) -> tuple[list[Sample], list[Sample], list[str]]:
-    """Training and held-out samples (none without held-out data), and what was skipped in words.
-
-    `build` makes the samples of a source's records, which have `fields`; it is told the source for its messages.
-    """
-    for key, default in (("validation_share", None), ("phases", None), ("over_long", "drop")):
-        if getattr(data, key, default) != default:
-            raise ValueError(f"data.{key} is not there yet; leave it out")
-    if data.train[0].weight is not None:
-        raise ValueError("weights of data.train are not there yet; leave them out")
-    samples: dict[str, list[Sample]] = {"data.validation": []}
-    notes = []
-    for key, sources in data.sources().items():
-        source = words_of(sources)
-        samples[key], skipped = build(load_records(sources, fields=fields), source)
-        notes.append(f"{source}: {skipped.describe()}{''.join(map(files_in_words, sources))}")
-    return samples["data.train"], samples["data.validation"], notes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -340,10 +322,11 @@ def require_positions(longest: int, max_positions: int, model: str) -> None:
         )
 
 
-def require_budget(tokens: Sequence[int], budget: int | None, path: str, sample: str) -> None:
+def require_budget(lengths_N: Any, budget: int | None, path: str, sample: str) -> None:
     """Raises ValueError when a sample has more tokens than a packed micro-batch may hold (`None`: it is not packed)."""
-    if budget is not None and max(tokens) > budget:
-        longest = max(range(len(tokens)), key=tokens.__getitem__)
+    tokens = np.asarray(lengths_N)
+    if budget is not None and tokens.max() > budget:
+        longest = int(tokens.argmax())
         raise ValueError(
             f"{path}: usable record {longest} has {tokens[longest]} tokens ({sample}), but "
             f"train.max_tokens_per_micro_batch = {budget}, and no sequence is split; raise it to {tokens[longest]} or "

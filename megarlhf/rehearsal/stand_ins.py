@@ -182,7 +182,8 @@ def _data(
                     record[name] = _text(min(responses.draw(3 * n + k), most) - 1, n + k)
             out.write(json.dumps(record) + "\n")
     data |= {"train": str(file), "template": "plain"}
-    data |= dict.fromkeys(("validation", "test", "validation_share", "phases", "cache", "workers")) | {"split_seed": 0}
+    data |= dict.fromkeys(("validation", "test", "validation_share", "phases", "workers"))
+    data |= {"split_seed": 0, "cache": "none"}
     why = why or "cannot be read with the stand-in tokenizer"
     notes = [f"data.train = {words_of(cfg.data.train)} {why}: {per_step * steps} records stand in; {'; '.join(words)}."]
     if cfg.data.has_validation:

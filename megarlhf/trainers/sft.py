@@ -51,6 +51,7 @@ class SupervisedFineTuning(Objective[SFTSample]):
     """The actor learns responses."""
 
     command, role_name, head = "sft", "actor", "lm"
+    sample_type, sequence_fields = SFTSample, (("tokens",),)
     sample_words = "prompt and response"
 
     def __init__(self, cfg: SFTConfig) -> None:
