@@ -3,6 +3,7 @@
 from megarlhf.config.algo import AlgoConfig, KLConfig, RolloutCorrectionConfig
 from megarlhf.config.beside import EMAConfig, PTXConfig, ReferenceUpdateConfig
 from megarlhf.config.built_roles import roles_of
+from megarlhf.config.data import DataConfig, PromptDataConfig, SourceConfig, words_of
 from megarlhf.config.generate import GenerateConfig
 from megarlhf.config.load import dump_config, load_config
 from megarlhf.config.numbers import SkipConfig
@@ -21,10 +22,8 @@ from megarlhf.config.roles import (
 from megarlhf.config.rollout import Dtype, LogprobGapConfig, RolloutConfig, RolloutParallelConfig
 from megarlhf.config.run import CheckpointConfig, RunConfig
 from megarlhf.config.sections import (
-    DataConfig,
     EvalConfig,
     MicroBatchConfig,
-    PromptDataConfig,
     RLConfig,
     RLEvalConfig,
     RLTrainConfig,
