@@ -18,6 +18,7 @@ from megarlhf.architectures.placements import Head
 from megarlhf.config import MicroBatchConfig, RoleConfig
 from megarlhf.models.build import ModelShard, bf16_gradients, build_model
 from megarlhf.models.experts import use_balance
+from megarlhf.models.trainable import choose_trained
 from megarlhf.models.weights import CHECKPOINTS, WeightSource, companion_files, export_hugging_face
 from megarlhf.parallel.batching import Batching
 from megarlhf.parallel.mesh import GroupCache, Mesh, build_mesh
@@ -25,6 +26,7 @@ from megarlhf.parallel.packing import forward_cost
 from megarlhf.parallel.residency import Residency, RoleParts, Tensors
 from megarlhf.parallel.router_balance import RouterBalance
 from megarlhf.parallel.step import Loss, MicroBatch, StepResult, Trainer, forward_only
+from megarlhf.weights.checkpoint.peft import adapted
 
 log = logging.getLogger(__name__)
 
@@ -109,7 +111,7 @@ def build_role(
     runtime = cache.runtime
     residency = residency or Residency(runtime.device)
     residency.turn()
-    arch = architecture_from_hf(section.model.hf_directory())
+    arch = adapted(architecture_from_hf(section.model.hf_directory()), section.lora, name)
     layout = replace(section.parallel.layout(runtime.world_size, name), order=order)
     mesh = build_mesh(layout, runtime, cache)
     shard = build_model(section, mesh, arch, head, weights.dtype(name, section.model, head))
@@ -120,6 +122,8 @@ def build_role(
         parts = RoleParts(residency, Tensors(shard.module.parameters, residency.host, constant=True))
         residency.share(parts, section.offload)
     else:
+        if words := choose_trained(shard, section):
+            log.info("%s: %s", name, words)
         balance = _balance(name, section, arch, head, mesh)
         if balance is not None:
             use_balance(shard.module, balance)

@@ -12,8 +12,9 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from megarlhf.architectures.adapters import adapter_tensors
 from megarlhf.architectures.hf_config import hf_class, read_config
-from megarlhf.architectures.placements import Head, head_name
+from megarlhf.architectures.placements import Head, head_name, logical_tensors
 from megarlhf.collective_errors import raise_on_all_ranks
 from megarlhf.config import ModelConfig
 from megarlhf.model_directory import COMPANION
@@ -24,8 +25,9 @@ from megarlhf.weights.checkpoint.dtype import ResolvedDtype, resolve_dtype
 from megarlhf.weights.checkpoint.export import export, with_dtype
 from megarlhf.weights.checkpoint.hf_writer import read_other_files
 from megarlhf.weights.checkpoint.open_checkpoint import open_checkpoint, require_scalar_head
+from megarlhf.weights.checkpoint.peft import open_adapter
 from megarlhf.weights.transport.random_init import fill_random
-from megarlhf.weights.transport.storages import check_storages, load_from_files
+from megarlhf.weights.transport.storages import Storages, check_storages, load_from_files
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +55,8 @@ def load_weights(shard: ModelShard, model: ModelConfig, *, seed: int, new_head: 
     std = float(read_config(model.hf_directory()).get("initializer_range", INITIALIZER_RANGE))
     if model.random_init:
         fill_random(mine, live, seed=seed, std=std, arch=shard.arch, head=shard.head)
+        if shard.adapter_path is not None:
+            _load_adapter(shard, mine, live, seed=seed)
         return
     checkpoint = open_checkpoint(model.path, hf=model.hf, head=shard.head)
     score = head_name(shard.arch, "scalar")
@@ -60,27 +64,43 @@ def load_weights(shard: ModelShard, model: ModelConfig, *, seed: int, new_head: 
     if random_head and not (new_head or model.fresh_head):
         require_scalar_head(checkpoint)
     fresh = frozenset({score} & mine.tensors.keys()) if random_head else frozenset()
-    load_from_files(mine, checkpoint.weights, live, skip=fresh)
+    load_from_files(mine, checkpoint.weights, live, skip=fresh | adapter_tensors(shard.arch))
     if random_head:
         log.info("%s: the scalar head starts at random", model.path)
     if fresh:
         fill_random(mine, live, seed=seed, std=std, arch=shard.arch, head=shard.head, only=fresh)
+    if shard.arch.adapter is not None:
+        _load_adapter(shard, mine, live, seed=seed)
+
+
+def _load_adapter(shard: ModelShard, mine: RankPlacements, live: Storages, *, seed: int) -> None:
+    """Fill A and B, and the scalar head where the adapter's files have it: from files, or as a new adapter."""
+    names = adapter_tensors(shard.arch)
+    if shard.adapter_path is None:
+        only = frozenset(names & mine.tensors.keys())
+        fill_random(mine, live, seed=seed, std=1.0, arch=shard.arch, head=shard.head, only=only)
+        return
+    stored, score = open_adapter(shard.adapter_path), head_name(shard.arch, "scalar")
+    if shard.head == "scalar" and score in stored.tensors:
+        names |= {score}
+    shapes = {name: shape for name, shape in logical_tensors(shard.arch, shard.head).items() if name in names}
+    load_from_files(mine.select(names), stored.weights(shapes), live)
 
 
 def export_hugging_face(shard: ModelShard, source: Path, directory: Path, stated: Mapping[str, Any] = _NOTHING) -> None:
-    """Write the live model as a Hugging Face directory; config and tokenizer come from `source`, but for what is
+    """Write the live model, with its adapter merged, as a Hugging Face directory; config and tokenizer come from `source`, but for what is
     `stated` of config.json (None: that key is left out).
 
     Collective over the ranks of the first replica; the others return at once.
     """
     if shard.mesh.replica != 0:
         return
-    replica = replica_placements(shard)
+    replica = replica_placements(shard.base)
     export(
         replica,
-        shard.parameters(),
+        shard.merged(),
         directory,
-        arch=shard.arch,
+        arch=shard.arch.base,
         config=_stated_config(shard, source, stated),
         dtype=shard.dtype,
         rank=shard.mesh.runtime.rank,
