@@ -73,9 +73,7 @@ def find_adapter(arch: Architecture, patterns: Sequence[str], *, rank: int, alph
     return adapter_on(arch, layers, rank=rank, alpha=alpha, rslora=rslora)
 
 
-def adapter_on(
-    arch: Architecture, layers: dict[str, list[int]], *, rank: int, alpha: float, rslora: bool
-) -> Adapter:
+def adapter_on(arch: Architecture, layers: dict[str, list[int]], *, rank: int, alpha: float, rslora: bool) -> Adapter:
     """On these modules, each in these decoder layers; in the order of the model's table."""
     everywhere = list(range(arch.num_layers))
     targets = [

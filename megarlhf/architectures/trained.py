@@ -51,6 +51,11 @@ def count_trained(arch: Architecture, head: Head, trained: frozenset[str]) -> tu
     return sum(size for name, size in sizes.items() if name in trained), sum(sizes.values())
 
 
+def in_words(number: int, total: int) -> str:
+    """Such as `trains 1,024 of 65,536 parameters (1.56 %)`."""
+    return f"trains {number:,} of {total:,} parameters ({100 * number / total:.3g} %)"
+
+
 def _names(name: str, pattern: str) -> bool:
     return name_matches(name, pattern) or name_matches(name.rpartition(".")[0], pattern)
 

@@ -13,6 +13,7 @@ from megarlhf.config.lora import LoraConfig
 from megarlhf.layout import MeshLayout, split_chunks
 from megarlhf.model_directory import require_hf_directory
 
+
 class ModelConfig(FrozenModel):
     path: Path
     """A Hugging Face directory, or a Megatron checkpoint (`torch_dist` or `mp_rank`) of any layout. With

@@ -52,6 +52,8 @@ class Sharing:
 class LowRank(nn.Module):
     """A and B of the adapters in one linear layer."""
 
+    rows: Tensor | None
+
     def __init__(self, a: nn.Parameter, b: nn.Parameter, scale: float, sharing: Sharing, rows: Tensor | None) -> None:
         """`rows`: [O, N], 1 where a row of B belongs to an adapter, of which there are several or which has not all
         rows; None: one, and all rows are its."""
@@ -65,7 +67,6 @@ class LowRank(nn.Module):
         """B as [O, N x r]: zero where a row belongs to another adapter than a column."""
         if self.rows is None:
             return self.B
-        assert isinstance(self.rows, Tensor)
         return (self.rows.unsqueeze(-1) * self.B.unsqueeze(1)).flatten(1)
 
     def forward(self, x: Tensor, out: Tensor) -> Tensor:
@@ -124,21 +125,21 @@ def attach_adapters(
         of_expert = _EXPERTS in path
         kind: Literal["column", "row"] = "column" if path.endswith(_COLUMN) else "row"
         reference = next(layer.parameters(recurse=False))
-        parameters = [
+        a, b = (
             nn.Parameter(torch.empty(size, dtype=reference.dtype, device=reference.device))
             for size in (shape, placements.storages[name_b])
-        ]
+        )
         stacked = sorted(by_storage[name], key=lambda placement: placement.offset)
         order = [placement.tensor.removesuffix(A) + B for placement in stacked]
         rows = _rows(by_storage[name_b], order, placements.storages[name_b], reference)
         sharing = Sharing(kind, None if of_expert else tp_group, sequence_parallel)
         # The whole one of the two, of which each rank has seen its own tokens, or its own part of an expert.
-        whole = parameters[0 if kind == "column" else 1]
+        whole = a if kind == "column" else b
         if tp_group is not None and (sequence_parallel or of_expert):
             whole.sequence_parallel = True  # type: ignore[attr-defined]
-        for parameter in parameters:
+        for parameter in (a, b):
             parameter.allreduce = not (of_expert and experts_are_shared)  # type: ignore[attr-defined]
-        adapter = LowRank(*parameters, scale, sharing, rows)
+        adapter = LowRank(a, b, scale, sharing, rows)
         if rest == "A":
             layer.add_module("lora", adapter)
             layer.register_forward_hook(_add)
@@ -146,7 +147,9 @@ def attach_adapters(
             if not hasattr(layer, "lora"):
                 layer.add_module("lora", GroupedLowRank())
                 layer.register_forward_hook(_add_grouped)
-            layer.lora.append(adapter)
+            adapters = layer.lora
+            assert isinstance(adapters, GroupedLowRank)
+            adapters.append(adapter)
 
 
 def _rows(placed: Sequence[Placement], order: Sequence[str], shape: Sequence[int], like: Tensor) -> Tensor | None:

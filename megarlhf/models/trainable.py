@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megarlhf.architectures.trained import count_trained, trained_tensors
+from megarlhf.architectures.trained import count_trained, in_words, trained_tensors
 from megarlhf.config import RoleConfig
 from megarlhf.models.build import ModelShard, placements_on
 
@@ -29,11 +29,6 @@ def choose_trained(shard: ModelShard, section: RoleConfig) -> str:
             if chunk.pre_process:
                 chunk.embedding.register_forward_hook(_begin_graph)
     return in_words(number, total)
-
-
-def in_words(number: int, total: int) -> str:
-    """Such as `trains 1,024 of 65,536 parameters (1.56 %)`."""
-    return f"trains {number:,} of {total:,} parameters ({100 * number / total:.3g} %)"
 
 
 def _begin_graph(embedding: nn.Module, inputs: tuple[Any, ...], hidden: Tensor) -> Tensor:

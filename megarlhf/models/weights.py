@@ -22,10 +22,11 @@ from megarlhf.models.build import ModelShard, placements_on
 from megarlhf.models.settings import DTYPES
 from megarlhf.placement import RankPlacements
 from megarlhf.weights.checkpoint.dtype import ResolvedDtype, resolve_dtype
-from megarlhf.weights.checkpoint.export import export, with_dtype
+from megarlhf.weights.checkpoint.export import export, gather, with_dtype
 from megarlhf.weights.checkpoint.hf_writer import read_other_files
 from megarlhf.weights.checkpoint.open_checkpoint import open_checkpoint, require_scalar_head
-from megarlhf.weights.checkpoint.peft import open_adapter
+from megarlhf.weights.checkpoint.peft import adapter_config, open_adapter, write_adapter
+from megarlhf.weights.checks.digest import replica_digests, summed, whole_digest
 from megarlhf.weights.transport.random_init import fill_random
 from megarlhf.weights.transport.storages import Storages, check_storages, load_from_files
 
@@ -84,7 +85,7 @@ def _load_adapter(shard: ModelShard, mine: RankPlacements, live: Storages, *, se
     if shard.head == "scalar" and score in stored.tensors:
         names |= {score}
     shapes = {name: shape for name, shape in logical_tensors(shard.arch, shard.head).items() if name in names}
-    load_from_files(mine.select(names), stored.weights(shapes), live)
+    load_from_files(mine.select(sorted(names)), stored.weights(shapes), live)
 
 
 def export_hugging_face(shard: ModelShard, source: Path, directory: Path, stated: Mapping[str, Any] = _NOTHING) -> None:
@@ -109,6 +110,32 @@ def export_hugging_face(shard: ModelShard, source: Path, directory: Path, stated
         group=shard.mesh.groups.tp_ep_pp,
         copy_from=source,
     )
+
+
+def export_adapter(shard: ModelShard, base: Path, directory: Path) -> None:
+    """Write the live adapter, and a scalar head, as PEFT does; `base` is the model that it is on.
+
+    Collective over the ranks of the first replica; the others return at once.
+    """
+    if shard.mesh.replica != 0:
+        return
+    assert shard.arch.adapter is not None
+    replica, rank = replica_placements(shard), shard.mesh.runtime.rank
+    names = adapter_tensors(shard.arch) | ({head_name(shard.arch, "scalar")} if shard.head == "scalar" else set())
+    tensors = {name: shape for name, shape in logical_tensors(shard.arch, shard.head).items() if name in names}
+    owned = {replica[0].rank: list(tensors)}
+    whole = gather(replica, shard.parameters(), owned, tensors, rank, shard.dtype, shard.mesh.groups.tp_ep_pp)
+    if rank == replica[0].rank:
+        config = adapter_config(shard.arch.adapter, shard.arch, shard.head, str(base))
+        write_adapter(directory, config, {name: tensor.cpu() for name, tensor in whole.items()})
+
+
+def digest_of_shard(shard: ModelShard) -> str:
+    """Of the live model, the same at every layout. Collective among the ranks that have it."""
+    mesh = shard.mesh
+    mine, _ = replica_digests(mesh.runtime.rank, replica_placements(shard), shard.parameters(), dtype=shard.dtype)
+    names = list(logical_tensors(shard.arch, shard.head))
+    return whole_digest(summed([mine], names, mesh.runtime.device, mesh.groups.tp_ep_pp)[0])
 
 
 def companion_files(shard: ModelShard, source: Path, stated: Mapping[str, Any] = _NOTHING) -> dict[str, bytes]:

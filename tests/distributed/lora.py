@@ -68,7 +68,9 @@ def read_adapter(directory: Path) -> dict[str, Tensor]:
     """By the name of the linear layer and the letter: `model.layers.0.self_attn.q_proj.lora_A.weight`."""
     from safetensors.torch import load_file
 
-    return {name.removeprefix(PREFIX): tensor for name, tensor in load_file(directory / "adapter_model.safetensors").items()}
+    return {
+        name.removeprefix(PREFIX): tensor for name, tensor in load_file(directory / "adapter_model.safetensors").items()
+    }
 
 
 def wrapped(model: Path, adapter: Path) -> tuple[Any, dict[str, nn.Parameter]]:

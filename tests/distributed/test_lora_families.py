@@ -55,8 +55,22 @@ def test_gradients_follow_from_those_of_the_merged_weights(
     assert_gradients_equal(actual, expected, relative=2e-5, what=case)
     norm = np.sqrt(sum(np.square(gradient).sum() for gradient in expected.values()))
     np.testing.assert_allclose(adapted["grad_norm"], norm, rtol=1e-5)
-    linear = [n for n in full["gradients"][0] if n.endswith(("proj.weight", "c_attn.weight", "c_fc.weight", "fc1.weight",
-                                                             "fc2.weight", "w1.weight", "w2.weight", "w3.weight"))]
+    linear = [
+        n
+        for n in full["gradients"][0]
+        if n.endswith(
+            (
+                "proj.weight",
+                "c_attn.weight",
+                "c_fc.weight",
+                "fc1.weight",
+                "fc2.weight",
+                "w1.weight",
+                "w2.weight",
+                "w3.weight",
+            )
+        )
+    ]
     assert {f"{name.removesuffix('.weight')}.lora_A.weight" for name in linear} == set(expected) - {
         name for name in expected if name.endswith("lora_B.weight")
     }

@@ -21,6 +21,7 @@ from megarlhf.architectures.placements import Head, head_name, logical_tensors
 from megarlhf.config import LoraConfig
 from megarlhf.placement import Box, Placement, RankPlacements, Shape, contiguous_strides
 from megarlhf.weights.checkpoint.formats.huggingface.read import read_header
+from megarlhf.weights.checkpoint.staging import sync
 from megarlhf.weights.transport.extent import CheckpointWeights, Extent
 
 log = logging.getLogger(__name__)
@@ -73,7 +74,9 @@ class StoredAdapter:
         known = {end for end in self.tensors if end.endswith(A)}
         expected: set[str] = set()
         for layer, module, name in linear_modules(arch):
-            names = [name.replace("{expert}", str(n)) for n in range(arch.num_experts)] if "{expert}" in name else [name]
+            names = (
+                [name.replace("{expert}", str(n)) for n in range(arch.num_experts)] if "{expert}" in name else [name]
+            )
             if any(each + A in known for each in names):
                 found.setdefault(module, []).append(layer)
                 expected |= {each + end for each in names for end in (A, B)}
@@ -195,7 +198,9 @@ def notes_of(role: str, lora: LoraConfig, model: Path) -> list[str]:
         return []
     stored, notes = open_adapter(lora.path), []
     if stored.config.get("lora_dropout"):
-        notes.append(f"{role}.lora: {lora.path} was trained with dropout {stored.config['lora_dropout']}; here it has none")
+        notes.append(
+            f"{role}.lora: {lora.path} was trained with dropout {stored.config['lora_dropout']}; here it has none"
+        )
     base = stored.base
     if base is not None and Path(base).absolute() != model.absolute() and Path(base).resolve() != model.resolve():
         notes.append(
@@ -241,8 +246,14 @@ def _regex(adapter: Adapter, arch: Architecture) -> str:
     return "|".join(f"(?:{part})" for part in parts)
 
 
-def bytes_of_file(tensors: Mapping[str, torch.Tensor]) -> bytes:
-    """An adapter_model.safetensors of these tensors, which stand in the host's memory."""
+def write_adapter(directory: Path, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write adapter_config.json and adapter_model.safetensors. The tensors stand in the host's memory, by the names of
+    logical tensors."""
     from safetensors.torch import save
 
-    return bytes(save({PREFIX + name: tensor.contiguous() for name, tensor in tensors.items()}, {"format": "pt"}))
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    content = save({PREFIX + name: tensor.contiguous() for name, tensor in tensors.items()}, {"format": "pt"})
+    (directory / WEIGHTS).write_bytes(content)
+    for name in (CONFIG, WEIGHTS):
+        sync(directory / name)
