@@ -29,8 +29,8 @@ class LoraConfig(FrozenModel):
     dropout: NonNegative = 0.0
     """0 only: log-probs have to be functions of the weights."""
     export: Literal["merged", "adapter", "both"] = "merged"
-    """What exports hold. `merged`: `ROLE/` is the whole model, with the adapter added to its weights, for whatever
-    reads a Hugging Face directory. `adapter`: `ROLE_adapter/` is a PEFT adapter."""
+    """What exports hold. `merged`: the whole model with the adapter added to its weights, for whatever reads a Hugging
+    Face directory. `adapter`: a PEFT adapter alone, in a directory with `_adapter` behind the role's name. `both`."""
 
     @field_validator("dropout")
     @classmethod
