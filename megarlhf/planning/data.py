@@ -16,7 +16,9 @@ from megarlhf.config import (
     SourceConfig,
     words_of,
 )
+from megarlhf.config.data import PHASES
 from megarlhf.data.adapters import load_adapter
+from megarlhf.data.cache import cache_directory, require_cache
 from megarlhf.data.fields import Fields, LeftOut, Reader
 from megarlhf.data.formats import count_rows
 from megarlhf.data.procedural import require_disjoint
@@ -37,7 +39,7 @@ def fields_of(cfg: AnyConfig) -> Fields:
     return ("prompt", "response") if isinstance(cfg, SFTConfig) else ("prompt",)
 
 
-def check_data(cfg: AnyConfig) -> list[str]:
+def check_data(command: str, cfg: AnyConfig) -> list[str]:
     """Data must be there, unless its name may be one of the Hugging Face hub; of several splits one must be named; the
     first rows must have what is read of them. Returns what is taken for a name of the hub, in sentences."""
     notes = []
@@ -59,7 +61,8 @@ def check_data(cfg: AnyConfig) -> list[str]:
             if place.kind == "hub":
                 notes.append(_hub_note(key, source))
         counts[key] = None if None in rows else sum(number or 0 for number in rows)
-    _require_enough(cfg, counts)
+    _require_enough(command, cfg, counts)
+    require_cache(cache_directory(cfg.data.cache, cfg.run.dir))
     return notes
 
 
@@ -89,13 +92,17 @@ def _most_rows(place: Place) -> int | None:
     return None if None in counts else sum(count or 0 for count in counts)
 
 
-def _require_enough(cfg: AnyConfig, counts: Mapping[str, int | None]) -> None:
+def _require_enough(command: str, cfg: AnyConfig, counts: Mapping[str, int | None]) -> None:
     """Raises: ValueError where a batch has more samples than there are records."""
     most = counts["data.train"]
     if isinstance(cfg, GenerateConfig) or most is None:
         return
     key = "prompts_per_step" if isinstance(cfg, RLConfig) else "mini_batch_samples"
     size = getattr(cfg.train, key)
+    if (shares := cfg.data.phase_shares()) is not None:
+        most = round(most * shares[PHASES[command]])
+    if cfg.data.validation_share is not None:
+        most = round(most * (1 - cfg.data.validation_share))
     if size > most:
         raise ValueError(
             f"train.{key} = {size}: a batch would hold some of the {most} records of data.train = "
