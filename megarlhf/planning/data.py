@@ -120,18 +120,22 @@ def _hub_note(key: str, source: SourceConfig) -> str:
     return f"{key} = {source.path}: no such file here, so it is taken for a name on the Hugging Face hub"
 
 
-def same_data(data: PromptDataConfig) -> bool:
-    """Whether held-out and training data are the same, on purpose it seems.
+def same_data(data: PromptDataConfig) -> list[str]:
+    """Sets that are the same, on purpose it seems, in sentences.
 
-    Raises: ValueError where they share some files only, which nobody means.
+    Raises: ValueError where two share some files only, which nobody means.
     """
-    _require_apart("data.test", data.test, "data.train", data.train)
-    if data.validation is None:
-        return False
-    return _require_apart("data.validation", data.validation, "data.train", data.train)
+    notes = []
+    if _are_same("data.validation", data.validation, "data.train", data.train):
+        notes.append("data.validation is data.train: what is called held-out figures are those of the training data")
+    if _are_same("data.test", data.test, "data.train", data.train):
+        notes.append("data.test is data.train: what is called test figures are those of the training data")
+    if data.validation is not None and _are_same("data.test", data.test, "data.validation", data.validation):
+        notes.append("data.test is data.validation: its figures are of data that choices were made on")
+    return notes
 
 
-def _require_apart(
+def _are_same(
     key: str, held_out: tuple[SourceConfig, ...] | None, other: str, train: tuple[SourceConfig, ...]
 ) -> bool:
     """Whether both are the same. Raises: ValueError where they share something only."""

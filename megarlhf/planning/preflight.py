@@ -191,8 +191,7 @@ def _check_outputs(command: str, cfg: AnyConfig) -> list[str]:
     if isinstance(cfg, GenerateConfig) and command == "eval" and cfg.select != "all":
         raise ValueError(f"select = {cfg.select}: eval writes no responses; leave it out, or use megarlhf generate")
     notes = []
-    if same_data(cfg.data):
-        notes.append("data.validation is data.train: what is called held-out figures are those of the training data")
+    notes += same_data(cfg.data)
     usable = require_usable(cfg, cfg.run, command)
     if usable.removed:
         notes.append(f"run.dir = {cfg.run.dir}: the earlier run's {len(usable.removed)} files and folders are removed")
