@@ -89,7 +89,9 @@ def loader_of(work: Path, name: str, cache: Path, workers: int | None) -> Any:
     from megarlhf.data.load import SetLoader
     from megarlhf.data.samples import SFTEncoder, SFTSample
 
-    data = DataConfig.model_validate({"train": work / f"{name}.jsonl", "cache": str(cache), "workers": workers, **LIMITS})
+    data = DataConfig.model_validate(
+        {"train": work / f"{name}.jsonl", "cache": str(cache), "workers": workers, **LIMITS}
+    )
     return SetLoader(data, SFTEncoder(tokenizer=work / "tokenizer", **LIMITS), SFTSample)
 
 

@@ -10,7 +10,9 @@ from pathlib import Path
 import datasets
 import pyarrow as pa
 
-ROWS = [{"prompt": f"{n}+{n}=", "response": str(2 * n), "chosen": str(2 * n), "rejected": str(2 * n + 1)} for n in range(24)]
+ROWS = [
+    {"prompt": f"{n}+{n}=", "response": str(2 * n), "chosen": str(2 * n), "rejected": str(2 * n + 1)} for n in range(24)
+]
 ROWS = [{**row, "answer": row["chosen"]} for row in ROWS]
 THEIRS = [{"question": row["prompt"], "good": row["chosen"], "bad": row["rejected"]} for row in ROWS]
 COLUMNS = {"prompt": "question", "response": "good", "chosen": "good", "rejected": "bad", "answer": "good"}
@@ -114,7 +116,11 @@ def hub_with_readme(folder):
 def hub_without_readme(folder):
     (folder / "hub" / "data").mkdir(parents=True)
     (folder / "hub" / "README.md").write_text("# Sums, without front matter")
-    for name, rows in (("train-00000-of-00002", THEIRS[:9]), ("train-00001-of-00002", THEIRS[9:]), ("test-00000-of-00001", [])):
+    for name, rows in (
+        ("train-00000-of-00002", THEIRS[:9]),
+        ("train-00001-of-00002", THEIRS[9:]),
+        ("test-00000-of-00001", []),
+    ):
         table = datasets.Dataset.from_list(rows or THEIRS[:1])
         table.to_parquet(folder / "hub" / "data" / f"{name}.parquet")
     return {"path": folder / "hub", "split": "train", "columns": COLUMNS}

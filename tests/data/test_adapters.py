@@ -42,7 +42,11 @@ def test_alpaca_puts_the_input_behind_the_instruction():
 
 def test_sharegpt_turns_become_messages():
     turns = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}, {"from": "Tool", "value": "c"}]
-    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "tool", "content": "c"}]
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b"},
+        {"role": "tool", "content": "c"},
+    ]
     assert sharegpt({"conversations": turns, "id": 1}) == {"id": 1, "messages": messages}
     system = {"role": "system", "content": "s"}
     assert sharegpt({"conversation": turns[:1], "system": "s"}) == {"messages": [system, messages[0]]}
@@ -76,7 +80,7 @@ def test_every_adapter_says_what_it_expected(tmp_path):
 def test_a_json_array_is_the_same_in_pieces_of_any_size(monkeypatch, piece):
     """Cut anywhere: in a number, a word, an escape, a character of several bytes."""
     monkeypatch.setattr(json_rows, "_PIECE", piece)
-    rows = [{"a": "é\u2028\\\"]", "b": [-1.5e3, True, None, "\ud83d"]}, {}, {"c": {"d": "x" * 90}}]
+    rows = [{"a": 'é\u2028\\"]', "b": [-1.5e3, True, None, "\ud83d"]}, {}, {"c": {"d": "x" * 90}}]
     for text in (json.dumps(rows), json.dumps(rows, ensure_ascii=False, indent=2).replace("\ud83d", "y")):
         expected = json.loads(text)
         assert list(parse_array(io.BytesIO(b"\xef\xbb\xbf \n" + text.encode() + b"\n\n"), "x")) == expected

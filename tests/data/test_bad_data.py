@@ -196,7 +196,7 @@ OPTIONS = {
     "data.train.splt=test": "unknown key 'data.train.splt'; did you mean 'split'?",
     "data.validation={path: good.jsonl, weight: 2}": "validation: weight = 2 of good.jsonl has no effect: every sample",
     "data.validation_share=1": "data.validation_share: Input should be less than 1",
-    "data.phases=2,4": 'phases = \'2,4\', expected three numbers, the shares of sft, of rm and dpo, and of rl, as "2,4,4"',
+    "data.phases=2,4": "phases = '2,4', expected three numbers, the shares of sft, of rm and dpo, and of rl, as \"2,4,4\"",
     "data.phases=a,b,c": "phases = 'a,b,c', expected three numbers",
     "data.phases=0,0,0": "phases = '0,0,0', expected three numbers",
     "data.split_seed=1": "split_seed = 1 without validation_share and phases, which it is of; leave it out",

@@ -85,7 +85,9 @@ def test_each_set_gives_its_share_after_any_number_of_samples():
     for size in (3, 16):
         larger = MixedBatches(sizes, weights, size, seed=3)
         assert [index for step in range(20) for index in larger.indices(step)] == drawn[: 20 * size]
-    assert MixedBatches(sizes, weights, 1, seed=4).indices(0) + MixedBatches(sizes, weights, 9, 4).indices(0) != drawn[:10]
+    assert (
+        MixedBatches(sizes, weights, 1, seed=4).indices(0) + MixedBatches(sizes, weights, 9, 4).indices(0) != drawn[:10]
+    )
 
 
 def test_a_set_that_is_exhausted_begins_again_in_another_order():

@@ -71,7 +71,9 @@ def test_the_order_of_the_records_does_not_decide(file, tmp_path):
 
 def test_a_share_that_leaves_nothing_to_train_on_is_refused(file, tmp_path):
     train, _, _ = of(file, tmp_path)
-    with pytest.raises(ValueError, match=r"validation_share = 0\.999 of 180 samples with 100 .* leaves nothing to train"):
+    with pytest.raises(
+        ValueError, match=r"validation_share = 0\.999 of 180 samples with 100 .* leaves nothing to train"
+    ):
         set_aside(train, 0.999, 0)
     with pytest.raises(ValueError, match="of 1 samples with 1 different prompts leaves nothing"):
         set_aside(train[:1], 0.5, 0)
@@ -81,7 +83,7 @@ def test_a_share_that_leaves_nothing_to_train_on_is_refused(file, tmp_path):
 def test_each_set_of_a_list_gives_its_share(file, tmp_path):
     """And keeps its weight in what is trained on."""
     other = file.with_name("other.jsonl")
-    other.write_text(file.read_text().replace("\"r", "\"s").replace("\"sesponse", "\"response"))
+    other.write_text(file.read_text().replace('"r', '"s').replace('"sesponse', '"response'))
     train, held, _ = of([file, other], tmp_path, validation_share=0.2)
     assert (len(train.parts), len(held.parts), train.weights) == (2, 2, None)
     assert [len(part) for part in held.parts] == [36, 36]

@@ -32,7 +32,11 @@ def model(tmp_path_factory):
 def samples_of(model, folder, train, **data):
     """Of each of the three commands, and what they say of the data."""
     role = {"model": {"path": str(model), "random_init": True}}
-    tree = {"run": {"dir": str(folder / "run")}, "data": {"train": train, "max_prompt_tokens": 32, **data}, "train": RUN}
+    tree = {
+        "run": {"dir": str(folder / "run")},
+        "data": {"train": train, "max_prompt_tokens": 32, **data},
+        "train": RUN,
+    }
     sft = SFTConfig.model_validate({**tree, "actor": role})
     rm = RMConfig.model_validate({**tree, "reward_model": role})
     rl = RLConfig.model_validate(

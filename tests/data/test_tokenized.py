@@ -119,7 +119,9 @@ def test_shared_prompts_are_found_by_their_tokens(tmp_path):
     some = Selected(base, np.array([2]))
     assert positions_of_shared(base, some).tolist() == [0, 2]
     pairs = stored(tmp_path / "b", [PairSample([1, 2, 3], [9], [8]), PairSample([1, 2], [3], [8])], [0, 1], 4)
-    texts = stored(tmp_path / "c", [SFTSample.of_response([1, 2, 3, 7], 3), SFTSample.of_response([1, 2], 1)], [0, 1], 2)
+    texts = stored(
+        tmp_path / "c", [SFTSample.of_response([1, 2, 3, 7], 3), SFTSample.of_response([1, 2], 1)], [0, 1], 2
+    )
     assert positions_of_shared(pairs, base).tolist() == positions_of_shared(texts, base).tolist() == [0]
 
 
