@@ -9,26 +9,50 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
 
 from megarlhf.config import PromptDataConfig
 from megarlhf.data.sources import Record, files_in_words, load_records, source_words
 from megarlhf.data.templates import Template, prompt_and_response, prompt_text, question, require_template
-from megarlhf.data.tokenizer import Tokenizer
+from megarlhf.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_digest
 
 Records = Sequence[Mapping[str, Any]]
 Sample = TypeVar("Sample")
+Sample_co = TypeVar("Sample_co", covariant=True)
 
 
 @dataclass(frozen=True)
 class SFTSample:
-    """A prompt and the response to learn."""
+    """A text, and the stretches of it that are learnt."""
 
     tokens: list[int]
-    """Prompt, response, eos."""
-    prompt_length: int
-    """How many of them are the prompt; the loss is on the others."""
+    stretches: list[int]
+    """Where learnt tokens stand, in order: the first one of a stretch, the one behind its last, and so on for further
+    stretches. Token 0 is in none, since nothing predicts it."""
+
+    @classmethod
+    def of_response(cls, tokens: list[int], prompt_length: int) -> SFTSample:
+        """Everything behind the prompt is learnt."""
+        return cls(tokens, [prompt_length, len(tokens)])
+
+    @property
+    def prompt_length(self) -> int:
+        """How many tokens stand before the first that is learnt."""
+        return self.stretches[0]
+
+    @property
+    def num_learnt(self) -> int:
+        """Tokens that the loss is on."""
+        return sum(self.stretches[1::2]) - sum(self.stretches[0::2])
+
+    def learnt(self) -> list[bool]:
+        """For each token whether it is learnt."""
+        mask = [False] * len(self.tokens)
+        for first, end in zip(self.stretches[0::2], self.stretches[1::2], strict=True):
+            mask[first:end] = [True] * (end - first)
+        return mask
 
 
 @dataclass(frozen=True)
@@ -76,8 +100,37 @@ class Skipped:
         return f"skipped {self.count()} of {self.total} records ({reasons})"
 
 
-class _Unusable(Exception):
+class Unusable(Exception):
     """A record that has to be skipped; its text is the reason."""
+
+
+Encode = Callable[[int, Mapping[str, Any]], Sample]
+"""The sample of a record, which is told its number in the source. Raises: Unusable for a record that is skipped, and
+ValueError for one that is refused, without words that say where it stands."""
+
+
+class Encoder(Protocol[Sample_co]):
+    """How a command makes samples of records: plain data, which other processes can be given (by pickle)."""
+
+    def open(self) -> Callable[[int, Mapping[str, Any]], Sample_co]:
+        """With the tokenizer loaded. Raises: ValueError for one that does not fit the options."""
+        ...
+
+    def key(self) -> dict[str, Any]:
+        """All that the result depends on beside the records: what JSON can hold, the same in every process."""
+        ...
+
+
+class FieldCheck(Protocol):
+    """Looks at the other columns of a prompt, for the rewards that read them. Picklable."""
+
+    def __call__(self, fields: Mapping[str, Any]) -> None:
+        """Raises: ValueError for what is missing."""
+        ...
+
+    def key(self) -> list[str]:
+        """What it looks for."""
+        ...
 
 
 def load_splits(
@@ -98,69 +151,125 @@ def load_splits(
     return samples["data.train"], samples["data.validation"], notes
 
 
-def build_sft(
-    records: Records,
-    tokenizer: Tokenizer,
-    *,
-    max_prompt_tokens: int,
-    max_response_tokens: int,
-    template: Template = "plain",
-) -> tuple[list[SFTSample], Skipped]:
-    """Samples of records with `prompt` and `response` (or `messages`). ValueError if none can be used."""
+@dataclass(frozen=True, kw_only=True)
+class _Options:
+    """What all encoders need to know."""
 
-    def sample(index: int, record: Mapping[str, Any]) -> SFTSample:
-        prompt, response = prompt_and_response(record, template, tokenizer)
-        prompt_tokens = _prompt_tokens(prompt, tokenizer, max_prompt_tokens)
-        return SFTSample(prompt_tokens + _response_tokens(response, tokenizer, max_response_tokens), len(prompt_tokens))
+    tokenizer: Path
+    """The directory of the tokenizer."""
+    max_prompt_tokens: int
+    template: Template = "plain"
 
-    return _usable(records, sample, template, tokenizer)
+    def key(self) -> dict[str, Any]:
+        """See `Encoder.key`."""
+        values = {name: value for name, value in asdict(self).items() if name not in ("tokenizer", "check_fields")}
+        return {"samples": type(self).__name__, "tokenizer": tokenizer_digest(self.tokenizer), **values}
 
-
-def build_pairs(
-    records: Records,
-    tokenizer: Tokenizer,
-    *,
-    max_prompt_tokens: int,
-    max_response_tokens: int,
-    template: Template = "plain",
-    with_margin: bool = False,
-) -> tuple[list[PairSample], Skipped]:
-    """Samples of records with `prompt`, `chosen` and `rejected`, and `margin` where it is asked for. ValueError if none
-    can be used."""
-
-    def sample(index: int, record: Mapping[str, Any]) -> PairSample:
-        if not record["prompt"].strip():  # of which a chat template would make a text
-            raise _Unusable("empty prompt")
-        prompt_tokens = _prompt_tokens(question(record, template, tokenizer), tokenizer, max_prompt_tokens)
-        chosen_tokens, rejected_tokens = (
-            _response_tokens(record[name], tokenizer, max_response_tokens) for name in ("chosen", "rejected")
-        )
-        if chosen_tokens == rejected_tokens:
-            raise _Unusable("chosen equals rejected")
-        return PairSample(prompt_tokens, chosen_tokens, rejected_tokens, _margin(record) if with_margin else 0.0)
-
-    return _usable(records, sample, template, tokenizer)
+    def _loaded(self) -> Tokenizer:
+        tokenizer = load_tokenizer(self.tokenizer)
+        require_template(self.template, tokenizer)
+        return tokenizer
 
 
-def build_prompts(
-    records: Records,
-    tokenizer: Tokenizer,
-    *,
-    max_prompt_tokens: int,
-    template: Template = "plain",
-    check_fields: Callable[[Mapping[str, Any]], None] = lambda fields: None,
-) -> tuple[list[PromptSample], Skipped]:
-    """Samples of records with `prompt` (or `messages`). ValueError if none can be used, and where `check_fields`
-    raises one for the fields of a sample."""
+@dataclass(frozen=True, kw_only=True)
+class SFTEncoder(_Options):
+    """Of records with `prompt` and `response` (or `messages`)."""
 
-    def sample(index: int, record: Mapping[str, Any]) -> PromptSample:
-        text = prompt_text(record, template, tokenizer)
-        others = {key: value for key, value in record.items() if key not in ("prompt", "messages")}
-        tokens = _prompt_tokens(text, tokenizer, max_prompt_tokens)
-        check_fields(others)
-        return PromptSample(tokens, text, others, index, record.get("messages") if template == "chat" else None)
+    max_response_tokens: int
 
-    return _usable(records, sample, template, tokenizer)
+    def open(self) -> Encode[SFTSample]:
+        """See `Encoder.open`."""
+        return self.by(self._loaded())
+
+    def by(self, tokenizer: Tokenizer) -> Encode[SFTSample]:
+        """With a tokenizer that is there."""
+
+        def sample(index: int, record: Mapping[str, Any]) -> SFTSample:
+            prompt, response = prompt_and_response(record, self.template, tokenizer)
+            prompt_tokens = _prompt_tokens(prompt, tokenizer, self.max_prompt_tokens)
+            response_tokens = _response_tokens(response, tokenizer, self.max_response_tokens)
+            return SFTSample.of_response(prompt_tokens + response_tokens, len(prompt_tokens))
+
+        return sample
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairEncoder(_Options):
+    """Of records with `prompt`, `chosen` and `rejected`, and `margin` where it is asked for."""
+
+    max_response_tokens: int
+    with_margin: bool = False
+
+    def open(self) -> Encode[PairSample]:
+        """See `Encoder.open`."""
+        return self.by(self._loaded())
+
+    def by(self, tokenizer: Tokenizer) -> Encode[PairSample]:
+        """With a tokenizer that is there."""
+
+        def sample(index: int, record: Mapping[str, Any]) -> PairSample:
+            if not record["prompt"].strip():  # of which a chat template would make a text
+                raise Unusable("empty prompt")
+            text = question(record, self.template, tokenizer)
+            prompt_tokens = _prompt_tokens(text, tokenizer, self.max_prompt_tokens)
+            chosen_tokens, rejected_tokens = (
+                _response_tokens(record[name], tokenizer, self.max_response_tokens) for name in ("chosen", "rejected")
+            )
+            if chosen_tokens == rejected_tokens:
+                raise Unusable("chosen equals rejected")
+            margin = _margin(record) if self.with_margin else 0.0
+            return PairSample(prompt_tokens, chosen_tokens, rejected_tokens, margin)
+
+        return sample
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptEncoder(_Options):
+    """Of records with `prompt` (or `messages`)."""
+
+    check_fields: FieldCheck | None = None
+
+    def key(self) -> dict[str, Any]:
+        """See `Encoder.key`."""
+        return {**super().key(), "check_fields": [] if self.check_fields is None else self.check_fields.key()}
+
+    def open(self) -> Encode[PromptSample]:
+        """See `Encoder.open`."""
+        return self.by(self._loaded())
+
+    def by(self, tokenizer: Tokenizer) -> Encode[PromptSample]:
+        """With a tokenizer that is there."""
+
+        def sample(index: int, record: Mapping[str, Any]) -> PromptSample:
+            text = prompt_text(record, self.template, tokenizer)
+            others = {key: value for key, value in record.items() if key not in ("prompt", "messages")}
+            tokens = _prompt_tokens(text, tokenizer, self.max_prompt_tokens)
+            if self.check_fields is not None:
+                self.check_fields(others)
+            messages = record.get("messages") if self.template == "chat" else None
+            return PromptSample(tokens, text, others, index, messages)
+
+        return sample
+
+
+def build_sft(records: Records, tokenizer: Tokenizer, **options: Any) -> tuple[list[SFTSample], Skipped]:
+    """Samples by `SFTEncoder`, whose options they are. ValueError if none can be used."""
+    return _built(SFTEncoder(tokenizer=Path(), **options), records, tokenizer)
+
+
+def build_pairs(records: Records, tokenizer: Tokenizer, **options: Any) -> tuple[list[PairSample], Skipped]:
+    """Samples by `PairEncoder`, whose options they are. ValueError if none can be used."""
+    return _built(PairEncoder(tokenizer=Path(), **options), records, tokenizer)
+
+
+def build_prompts(records: Records, tokenizer: Tokenizer, **options: Any) -> tuple[list[PromptSample], Skipped]:
+    """Samples by `PromptEncoder`, whose options they are. ValueError if none can be used."""
+    return _built(PromptEncoder(tokenizer=Path(), **options), records, tokenizer)
+
+
+def _built(encoder: Any, records: Records, tokenizer: Tokenizer) -> tuple[list[Any], Skipped]:
+    require_template(encoder.template, tokenizer)
+    return encode_records(records, encoder.by(tokenizer))
 
 
 def _margin(record: Mapping[str, Any]) -> float:
@@ -170,20 +279,14 @@ def _margin(record: Mapping[str, Any]) -> float:
     return float(value)
 
 
-def _usable(
-    records: Records,
-    sample: Callable[[int, Mapping[str, Any]], Sample],
-    template: Template,
-    tokenizer: Tokenizer,
-) -> tuple[list[Sample], Skipped]:
-    """`sample(index, record)` of every record that it does not refuse as `_Unusable`; other errors name the record."""
-    require_template(template, tokenizer)
+def encode_records(records: Records, encode: Encode[Sample]) -> tuple[list[Sample], Skipped]:
+    """The sample of every record that is not `Unusable`; errors name the record. ValueError if none can be used."""
     samples: list[Sample] = []
     skipped = Skipped(len(records))
     for index, record in enumerate(records):
         try:
-            samples.append(sample(index, record))
-        except _Unusable as reason:
+            samples.append(encode(index, record))
+        except Unusable as reason:
             skipped.reasons[str(reason)] += 1
         except ValueError as error:
             where = record.where if isinstance(record, Record) else f"record {index + 1}"
@@ -200,10 +303,10 @@ def _usable(
 def _prompt_tokens(text: str, tokenizer: Tokenizer, limit: int) -> list[int]:
     tokens = tokenizer.encode(text)
     if not text.strip() or not tokens:
-        raise _Unusable("empty prompt")
+        raise Unusable("empty prompt")
     tokens = with_bos(tokens, tokenizer)
     if len(tokens) > limit:
-        raise _Unusable(f"prompt longer than {limit} tokens")
+        raise Unusable(f"prompt longer than {limit} tokens")
     return tokens
 
 
@@ -216,10 +319,10 @@ def with_bos(tokens: list[int], tokenizer: Tokenizer) -> list[int]:
 
 def _response_tokens(text: str, tokenizer: Tokenizer, limit: int) -> list[int]:
     if not text.strip():
-        raise _Unusable("empty response")
+        raise Unusable("empty response")
     tokens = [*tokenizer.encode(text, continuation=True), tokenizer.eos_id]
     if len(tokens) > limit:
-        raise _Unusable(f"response longer than {limit} tokens")
+        raise Unusable(f"response longer than {limit} tokens")
     return tokens
 
 

@@ -9,12 +9,19 @@ crosses the border.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 logger = logging.getLogger(__name__)
+
+_FILES = (
+    "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja",
+)  # fmt: skip
+"""Whatever a tokenizer is read from."""
 
 # A protobuf message that is appended to another is merged into it, and its scalars win: field 3 of ModelProto
 # (normalizer_spec, 4 bytes long), in it fields 3 (add_dummy_prefix) and 4 (remove_extra_whitespaces) = false.
@@ -177,6 +184,15 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
         f"no tokenizer in {directory}: expected tokenizer.json or tokenizer.model, found {file_names}; "
         "copy the tokenizer of the model there"
     )
+
+
+def tokenizer_digest(directory: str | Path) -> str:
+    """SHA-256 of the files that make a directory's tokenizer and its chat template."""
+    digest = hashlib.sha256()
+    for path in sorted(path for pattern in _FILES for path in Path(directory).glob(pattern)):
+        content = path.read_bytes()
+        digest.update(f"{path.relative_to(directory)}:{len(content)}:".encode() + content)
+    return digest.hexdigest()
 
 
 def has_tokenizer(directory: Path) -> bool:

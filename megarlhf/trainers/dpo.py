@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,8 +19,7 @@ from torch import Tensor
 
 from megarlhf.algo import preference
 from megarlhf.config import DPOConfig
-from megarlhf.data.samples import PairSample, Records, Skipped, build_pairs, require_budget, require_positions
-from megarlhf.data.tokenizer import Tokenizer
+from megarlhf.data.samples import PairEncoder, PairSample, require_budget, require_positions
 from megarlhf.models.role import Role, build_role
 from megarlhf.models.weights import CHECKPOINTS, WeightSource
 from megarlhf.parallel.batching import MicroBatchLayout, TokenSpans, micro_batch_mask, repeat_on_micro_batch
@@ -64,8 +62,8 @@ class PreferenceOptimisation(Objective[PairSample]):
     def fields(self) -> tuple[str, ...]:
         return ("prompt", "chosen", "rejected")
 
-    def build_samples(self, records: Records, tokenizer: Tokenizer, **options: Any) -> tuple[list[PairSample], Skipped]:
-        return build_pairs(records, tokenizer, **options)
+    def encoder(self) -> PairEncoder:
+        return PairEncoder(**self.encoder_options())
 
     def sequences(self, sample: PairSample) -> list[list[int]]:
         """Both with the prompt, the chosen one first."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from megarlhf.config import PromptDataConfig, RewardConfig, RoleConfig, RolloutConfig
-from megarlhf.data.samples import PromptSample, Records, Skipped, build_prompts, load_splits
+from megarlhf.data.samples import PromptEncoder, PromptSample, Records, Skipped, encode_records, load_splits
 from megarlhf.data.tokenizer import Tokenizer, load_tokenizer
 from megarlhf.layout import engine_order
 from megarlhf.model_directory import end_tokens
@@ -35,6 +35,33 @@ class PromptData:
     """What was skipped, in words."""
 
 
+@dataclass(frozen=True)
+class RuleFields:
+    """The check of what rules need of a record."""
+
+    rules: tuple[str, ...]
+
+    def __call__(self, fields: Mapping[str, Any]) -> None:
+        """Raises: ValueError for what is missing."""
+        for rule in self.rules:
+            field_check(rule)(fields)
+
+    def key(self) -> list[str]:
+        """The rules."""
+        return list(self.rules)
+
+
+def prompt_encoder(data: PromptDataConfig, model_path: Path, rewards: Sequence[RewardConfig] = ()) -> PromptEncoder:
+    """How records become the prompts of this configuration."""
+    rules = tuple(reward.rule for reward in rewards if reward.rule is not None)
+    return PromptEncoder(
+        tokenizer=model_path,
+        max_prompt_tokens=data.max_prompt_tokens,
+        template=data.template,
+        check_fields=RuleFields(rules),
+    )
+
+
 def load_prompts(
     data: PromptDataConfig,
     model_path: Path,
@@ -44,21 +71,11 @@ def load_prompts(
 ) -> PromptData:
     """Read and tokenize the prompts. Raises: ValueError for a record without what the rules of `rewards` need, and for
     a held-out one without what `eval.accuracy` needs."""
-    tokenizer = load_tokenizer(model_path)
-    checks = [field_check(reward.rule) for reward in rewards if reward.rule is not None]
-
-    def check_fields(fields: Mapping[str, Any]) -> None:
-        for check in checks:
-            check(fields)
+    encoder = prompt_encoder(data, model_path, rewards)
+    tokenizer, encode = load_tokenizer(encoder.tokenizer), encoder.open()
 
     def build(records: Records, source: str) -> tuple[list[PromptSample], Skipped]:
-        return build_prompts(
-            records,
-            tokenizer,
-            max_prompt_tokens=data.max_prompt_tokens,
-            template=data.template,
-            check_fields=check_fields,
-        )
+        return encode_records(records, encode)
 
     train, validation, notes = load_splits(data, ("prompt",) if data.template == "plain" else ("messages",), build)
     validation = validation[:max_validation]

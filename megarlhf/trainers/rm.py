@@ -19,8 +19,7 @@ from megarlhf.algo.calibration import pair_report
 from megarlhf.algo.losses import centering, pairwise_aligned_span, pairwise_ranking
 from megarlhf.architectures.hf_config import SCORE_OF
 from megarlhf.config import RMConfig
-from megarlhf.data.samples import PairSample, Records, Skipped, build_pairs
-from megarlhf.data.tokenizer import Tokenizer
+from megarlhf.data.samples import PairEncoder, PairSample
 from megarlhf.experience import redistribute
 from megarlhf.models.role import Role
 from megarlhf.parallel.batching import MicroBatchLayout, TokenSpans, owners_of_outputs, repeat_on_micro_batch
@@ -30,7 +29,7 @@ from megarlhf.resume.identity import digest_of_samples
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.parts import Parts
 from megarlhf.trainers.sequence_scores import sequence_scores
-from megarlhf.trainers.supervised import Metrics, Objective, ShouldStop, validation_sums, rounds, run_supervised
+from megarlhf.trainers.supervised import Metrics, Objective, ShouldStop, rounds, run_supervised, validation_sums
 
 
 def run(cfg: RMConfig, runtime: Runtime, parts: Parts = Parts()) -> None:  # noqa: B008 -- frozen
@@ -94,8 +93,8 @@ class RewardModelling(Objective[PairSample]):
     def fields(self) -> tuple[str, ...]:
         return ("prompt", "chosen", "rejected")
 
-    def build_samples(self, records: Records, tokenizer: Tokenizer, **options: Any) -> tuple[list[PairSample], Skipped]:
-        return build_pairs(records, tokenizer, with_margin=self.rm.margin, **options)
+    def encoder(self) -> PairEncoder:
+        return PairEncoder(with_margin=self.rm.margin, **self.encoder_options())
 
     def sequences(self, sample: PairSample) -> list[list[int]]:
         """Both with the prompt, the chosen one first."""

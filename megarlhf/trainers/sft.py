@@ -8,17 +8,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from megarlhf.algo.losses import token_nll
 from megarlhf.config import SFTConfig
-from megarlhf.data.samples import Records, SFTSample, Skipped, build_sft
-from megarlhf.data.tokenizer import Tokenizer
+from megarlhf.data.samples import SFTEncoder, SFTSample
+from megarlhf.experience import Ragged
 from megarlhf.models.role import Role
-from megarlhf.parallel.batching import MicroBatchLayout, TokenSpans, micro_batch_mask
+from megarlhf.parallel.batching import MicroBatchLayout, TokenSpans, scatter_to_micro_batch
 from megarlhf.parallel.step import MicroBatch
 from megarlhf.parallel.vocab import Vocabulary, next_token_logprobs
 from megarlhf.runtime import Runtime
@@ -33,7 +32,7 @@ def run(cfg: SFTConfig, runtime: Runtime, parts: Parts = Parts()) -> None:  # no
 
 @dataclass(frozen=True)
 class NextTokenLoss:
-    """Negative log-likelihood; denominator: response tokens of the mini-batch."""
+    """Negative log-likelihood; denominator: learnt tokens of the mini-batch (of responses)."""
 
     denominator: int
     vocabulary: Vocabulary
@@ -61,15 +60,15 @@ class SupervisedFineTuning(Objective[SFTSample]):
     def fields(self) -> tuple[str, ...]:
         return ("prompt", "response") if self.cfg.data.template == "plain" else ("messages",)
 
-    def build_samples(self, records: Records, tokenizer: Tokenizer, **options: Any) -> tuple[list[SFTSample], Skipped]:
-        return build_sft(records, tokenizer, **options)
+    def encoder(self) -> SFTEncoder:
+        return SFTEncoder(**self.encoder_options())
 
     def sequences(self, sample: SFTSample) -> list[list[int]]:
         return [sample.tokens]
 
     def training_loss(self, role: Role, samples: Sequence[SFTSample]) -> NextTokenLoss:
-        response_tokens = sum(len(sample.tokens) - sample.prompt_length for sample in samples)
-        return NextTokenLoss(denominator=response_tokens, vocabulary=role.shard.vocabulary())
+        learnt = sum(sample.num_learnt for sample in samples)
+        return NextTokenLoss(denominator=learnt, vocabulary=role.shard.vocabulary())
 
     def validation_metrics(self, sums: Mapping[str, float], samples: Sequence[SFTSample]) -> Metrics:
         """Held-out loss (mean over response tokens, nats) and perplexity."""
@@ -78,7 +77,8 @@ class SupervisedFineTuning(Objective[SFTSample]):
     def columns(
         self, samples: Sequence[SFTSample], layout: MicroBatchLayout, device: torch.device
     ) -> dict[str, Tensor]:
-        lengths_N = torch.tensor([len(sample.tokens) for sample in samples])
-        prompts_N = torch.tensor([sample.prompt_length for sample in samples])
-        responses = TokenSpans.predicting(prompts_N, lengths_N - prompts_N)
-        return {"response_mask": micro_batch_mask(layout, responses, device)}
+        # At the position that predicts a token; nothing predicts the first one.
+        rows = [torch.tensor(sample.learnt()[1:]) for sample in samples]
+        learnt = Ragged.from_rows(rows, torch.bool)
+        spans = TokenSpans.predicting(torch.ones_like(learnt.lengths_N), learnt.lengths_N)
+        return {"response_mask": scatter_to_micro_batch(layout, learnt, spans).to(device)}

@@ -19,8 +19,15 @@ from megarlhf.architectures.hf_config import architecture_from_hf
 from megarlhf.architectures.placements import Head
 from megarlhf.config import DPOConfig, RMConfig, RoleConfig, SFTConfig
 from megarlhf.data.loader import ShuffledBatches
-from megarlhf.data.samples import Records, Skipped, load_splits, require_budget, require_positions
-from megarlhf.data.tokenizer import Tokenizer, load_tokenizer
+from megarlhf.data.samples import (
+    Encoder,
+    Records,
+    Skipped,
+    encode_records,
+    load_splits,
+    require_budget,
+    require_positions,
+)
 from megarlhf.errors import Interrupted
 from megarlhf.experience import Ragged
 from megarlhf.models.role import Role, build_role
@@ -69,8 +76,18 @@ class Objective(ABC, Generic[Sample]):
         """What a record must have."""
 
     @abstractmethod
-    def build_samples(self, records: Records, tokenizer: Tokenizer, **options: Any) -> tuple[list[Sample], Skipped]:
-        """The usable samples of the records, and what was skipped. The options are limits and template."""
+    def encoder(self) -> Encoder[Sample]:
+        """How records become samples."""
+
+    def encoder_options(self) -> dict[str, Any]:
+        """What all encoders of supervised commands are told."""
+        data = self.cfg.data
+        return {
+            "tokenizer": self.section.model.hf_directory(),
+            "max_prompt_tokens": data.max_prompt_tokens,
+            "max_response_tokens": data.max_response_tokens,
+            "template": data.template,
+        }
 
     @abstractmethod
     def sequences(self, sample: Sample) -> list[list[int]]:
@@ -313,17 +330,11 @@ def load_samples(objective: Objective[Sample]) -> tuple[list[Sample], list[Sampl
     Raises: ValueError when a sample does not fit the model's positions or a micro-batch.
     """
     cfg, hf_directory = objective.cfg, objective.section.model.hf_directory()
-    tokenizer = load_tokenizer(hf_directory)
+    encode = objective.encoder().open()
     max_positions = architecture_from_hf(hf_directory).max_positions
 
     def build(records: Records, source: str) -> tuple[list[Sample], Skipped]:
-        samples, skipped = objective.build_samples(
-            records,
-            tokenizer,
-            max_prompt_tokens=cfg.data.max_prompt_tokens,
-            max_response_tokens=cfg.data.max_response_tokens,
-            template=cfg.data.template,
-        )
+        samples, skipped = encode_records(records, encode)
         objective.require_fitting(samples, max_positions, source)
         return samples, skipped
 

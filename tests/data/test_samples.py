@@ -1,20 +1,27 @@
 """Samples from records, by a tokenizer of one id a character, so that every expected id is written out."""
 
 import json
+import pickle
+from dataclasses import replace
 
 import pytest
 
 from megarlhf.data.samples import (
+    PairEncoder,
     PairSample,
+    PromptEncoder,
     PromptSample,
+    SFTEncoder,
     SFTSample,
     Skipped,
+    Unusable,
     build_pairs,
     build_prompts,
     build_sft,
 )
 from megarlhf.data.sources import load_records
-from megarlhf.data.tokenizer import HuggingFaceTokenizer
+from megarlhf.data.tokenizer import HuggingFaceTokenizer, load_tokenizer
+from tests.classifiers import write_tokenizer
 
 BOS, EOS, PAD = 1, 2, 0
 
@@ -47,7 +54,7 @@ def test_sft_samples_and_what_is_skipped():
         {"prompt": "3", "response": "3"},
     ]
     samples, skipped = build_sft(records, TOKENIZER, max_prompt_tokens=5, max_response_tokens=3)
-    assert samples == [SFTSample([BOS, 11, 20, 11, 21, 10, 12, EOS], 5), SFTSample([BOS, 13, 13, EOS], 2)]
+    assert samples == [SFTSample([BOS, 11, 20, 11, 21, 10, 12, EOS], [5, 8]), SFTSample([BOS, 13, 13, EOS], [2, 4])]
     assert skipped.describe() == (
         "skipped 4 of 6 records (empty response: 2, prompt longer than 5 tokens: 1, response longer than 3 tokens: 1)"
     )
@@ -228,3 +235,37 @@ def test_a_margin_that_is_no_number_names_its_record(margin):
     samples, _ = build_pairs(records[:1], CharTokenizer(), with_margin=True, **options)
     assert samples[0].margin == 1.0
     assert build_pairs(records, CharTokenizer(), **options)[0][1].margin == 0.0
+
+
+def test_encoders_travel_to_other_processes(tmp_path):
+    """Pickled and opened there they make the same samples; a key tells options and tokenizers apart.
+
+    Not covered: that the processes are others."""
+    directory = write_tokenizer(tmp_path / "one", letters="12+=")
+    record = {"prompt": "1+1=", "response": "2", "chosen": "2", "rejected": "1"}
+    limits = {"max_prompt_tokens": 9, "max_response_tokens": 9}
+    encoders = [
+        SFTEncoder(tokenizer=directory, **limits),
+        PairEncoder(tokenizer=directory, **limits),
+        PromptEncoder(tokenizer=directory, max_prompt_tokens=9),
+    ]
+    builds = [build_sft, build_pairs, build_prompts]
+    for encoder, build in zip(encoders, builds, strict=True):
+        travelled = pickle.loads(pickle.dumps(encoder))
+        options = limits if build is not build_prompts else {"max_prompt_tokens": 9}
+        assert [travelled.open()(0, record)] == build([record], load_tokenizer(directory), **options)[0]
+        assert travelled.key() == json.loads(json.dumps(encoder.key()))
+    keys = [json.dumps(encoder.key(), sort_keys=True) for encoder in encoders]
+    keys += [json.dumps(replace(each, max_prompt_tokens=8).key(), sort_keys=True) for each in encoders]
+    other = write_tokenizer(tmp_path / "two", letters="12+=3")
+    keys += [json.dumps(replace(each, tokenizer=other).key(), sort_keys=True) for each in encoders]
+    assert len(set(keys)) == 9
+    with pytest.raises(Unusable, match="prompt longer than 2 tokens"):
+        replace(encoders[0], max_prompt_tokens=2).open()(0, record)
+
+
+def test_learnt_tokens_are_counted_and_marked():
+    sample = SFTSample([5, 6, 7, 8, 9, 10], [1, 3, 5, 6])
+    assert sample.learnt() == [False, True, True, False, False, True]
+    assert (sample.num_learnt, sample.prompt_length) == (3, 1)
+    assert SFTSample.of_response([5, 6, 7], 2) == SFTSample([5, 6, 7], [2, 3])
