@@ -3,6 +3,7 @@
 from megarlhf.config.algo import AlgoConfig, KLConfig, RolloutCorrectionConfig
 from megarlhf.config.beside import EMAConfig, PTXConfig, ReferenceUpdateConfig
 from megarlhf.config.built_roles import roles_of
+from megarlhf.config.conversations import ConversationConfig
 from megarlhf.config.generate import GenerateConfig
 from megarlhf.config.load import dump_config, load_config
 from megarlhf.config.numbers import SkipConfig
@@ -30,6 +31,7 @@ from megarlhf.config.sections import (
     RLTrainConfig,
     RMConfig,
     SFTConfig,
+    SFTDataConfig,
     StopConfig,
     TrainConfig,
 )

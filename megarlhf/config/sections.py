@@ -13,6 +13,7 @@ from pydantic import Field, PositiveInt, model_validator
 
 from megarlhf.config.algo import GROUPED, AlgoConfig
 from megarlhf.config.beside import EMAConfig, PTXConfig, ReferenceUpdateConfig
+from megarlhf.config.conversations import ConversationConfig
 from megarlhf.config.numbers import SkipConfig
 from megarlhf.config.profile import ProfileConfig, within_the_run
 from megarlhf.config.rewards import RewardConfig
@@ -23,7 +24,7 @@ from megarlhf.config.shown import AccuracyConfig, SamplesConfig
 from megarlhf.config.watchdog import WatchdogConfig
 
 
-class PromptDataConfig(FrozenModel):
+class PromptDataConfig(ConversationConfig):
     train: Path
     """Prompts; further columns (`answer`, ...) are handed to the rule rewards."""
     train_split: str | None = None
@@ -33,8 +34,6 @@ class PromptDataConfig(FrozenModel):
     """Same format; used for evaluation only."""
     validation_split: str | None = None
     """Which split of `validation` to read, where it has several."""
-    template: Literal["plain", "chat"] = "plain"
-    """`plain`: the text as it stands. `chat`: the tokenizer's chat template over `messages`."""
     max_prompt_tokens: PositiveInt = 1024
     """Longer prompts are skipped, counted and reported; nothing is cut."""
 
@@ -66,10 +65,14 @@ class PromptDataConfig(FrozenModel):
 class DataConfig(PromptDataConfig):
     train: Path
     """JSON lines, JSON, Parquet, Arrow, or a directory of them, as `datasets` loads them."""
-    template: Literal["plain", "chat"] = "plain"
-    """`plain`: the text as it stands. `chat`: the tokenizer's chat template around the prompt."""
     max_response_tokens: PositiveInt = 1024
     """Longer responses (with end-of-sequence) are skipped, counted and reported."""
+
+
+class SFTDataConfig(DataConfig):
+    loss_on: Literal["last", "all"] = "last"
+    """Which of the assistant's messages of a conversation are learnt. `last`: the last one, the rest is the prompt.
+    `all`: each one, and the limit of a conversation is `max_prompt_tokens` + `max_response_tokens`."""
 
 
 class EvalConfig(FrozenModel):
@@ -158,7 +161,7 @@ class RLTrainConfig(MicroBatchConfig, SkipConfig):
 class SFTConfig(FrozenModel):
     run: RunConfig
     actor: RoleConfig
-    data: DataConfig
+    data: SFTDataConfig
     train: TrainConfig
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

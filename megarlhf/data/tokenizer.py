@@ -11,11 +11,16 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from megarlhf.data.jinja_chat import program_of
+
 logger = logging.getLogger(__name__)
+
+Messages = Sequence[Mapping[str, Any]]
 
 _FILES = (
     "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
@@ -54,6 +59,36 @@ class Tokenizer(Protocol):
         ...
 
 
+class ChatTokenizer(Tokenizer, Protocol):
+    """A tokenizer that a conversation can be written with."""
+
+    name: str
+    """For messages."""
+    special_ids: frozenset[int]
+    """Of tokens that stand for themselves, whatever text is around them: a template's marks."""
+
+    def own_template(self) -> str | None:
+        """The chat template that belongs to it; None where there is none."""
+        ...
+
+    def render(
+        self, messages: Messages, template: str | None, variables: Mapping[str, Any], *, tools: Any, reply: bool
+    ) -> str:
+        """The conversation as text, by `template` or its own one; with `reply` up to where the assistant's next
+        message begins. Raises: what the template raises."""
+        ...
+
+    def encode_rendered(self, text: str) -> list[int]:
+        """Ids of what a template has written: the names of special tokens are those tokens, and none is added."""
+        ...
+
+    def marked(
+        self, messages: Messages, template: str | None, variables: Mapping[str, Any], *, tools: Any
+    ) -> tuple[list[int], list[bool]]:
+        """The whole conversation's ids, and which of them the template marks with `{% generation %}`."""
+        ...
+
+
 class SentencePieceTokenizer:
     """A SentencePiece model. Its control symbols (bos, eos, pad) cannot be written in text.
 
@@ -61,13 +96,14 @@ class SentencePieceTokenizer:
     leading space is not extra.
     """
 
-    def __init__(self, model: bytes, name: str = "tokenizer.model") -> None:
+    def __init__(self, model: bytes, name: str = "tokenizer.model", template: str | None = None) -> None:
         from sentencepiece import SentencePieceProcessor
 
         try:
             self._start = SentencePieceProcessor(model_proto=model)
         except RuntimeError as error:
             raise ValueError(f"{name} is not a SentencePiece model: {error}; copy it again") from error
+        self.name, self._template = name, template
         self._continued = SentencePieceProcessor(model_proto=model + _AS_CONTINUATION)
         self.vocab_size = int(self._start.get_piece_size())
         # SentencePiece says -1 for an id that the model does not define.
@@ -75,6 +111,43 @@ class SentencePieceTokenizer:
         self.eos_id = _required_eos(eos_id if eos_id >= 0 else None, name)
         self.bos_id: int | None = bos_id if bos_id >= 0 else None
         self.pad_id = _pad_or_eos(pad_id if pad_id >= 0 else None, self.eos_id, name)
+        self._control = {piece: n for n, piece in enumerate(self.tokens()) if self._start.is_control(n)}
+        self._between = re.compile("(" + "|".join(map(re.escape, self._control)) + ")") if self._control else None
+        self.special_ids = frozenset(self._control.values()) | _user_defined(model)
+
+    def own_template(self) -> str | None:
+        """That of a file beside it: a SentencePiece model itself has none."""
+        return self._template
+
+    def render(
+        self, messages: Messages, template: str | None, variables: Mapping[str, Any], *, tools: Any, reply: bool
+    ) -> str:
+        """See `ChatTokenizer.render`; by jinja2 itself."""
+        template = template or self._template
+        assert template is not None, "see templates.chat_template"
+        named = {"bos_token": self.bos_id, "eos_token": self.eos_id, "unk_token": self._start.unk_id()}
+        pieces = {name: str(self._start.id_to_piece(n)) for name, n in named.items() if n is not None and n >= 0}
+        program = program_of(template)
+        return program.render(messages, tools=tools, add_generation_prompt=reply, **{**pieces, **variables})
+
+    def encode_rendered(self, text: str) -> list[int]:
+        """See `ChatTokenizer.encode_rendered`. Between control symbols the text is ordinary text; the first stretch
+        begins as a text does, the others continue."""
+        parts = self._between.split(text) if self._between else [text]
+        ids: list[int] = []
+        for number, part in enumerate(parts):
+            if number % 2:
+                ids.append(self._control[part])
+            elif part:
+                ids += self.encode(part, continuation=bool(ids))
+        return ids
+
+    def marked(
+        self, messages: Messages, template: str | None, variables: Mapping[str, Any], *, tools: Any
+    ) -> tuple[list[int], list[bool]]:
+        """See `ChatTokenizer.marked`. Raises: ValueError, since marks are places in a text, which this model's pieces
+        cannot be told from."""
+        raise ValueError("marks of a template are read with a Hugging Face tokenizer only")
 
     def tokens(self) -> list[str]:
         """See `Tokenizer.tokens`."""
@@ -95,11 +168,12 @@ class HuggingFaceTokenizer:
 
     def __init__(self, tokenizer: Any, name: str) -> None:
         self._tokenizer = tokenizer
-        self._name = name
+        self.name = name
         self.vocab_size = len(tokenizer)
         self.eos_id = _required_eos(tokenizer.eos_token_id, name)
         self.bos_id: int | None = tokenizer.bos_token_id
         self.pad_id = _pad_or_eos(tokenizer.pad_token_id, self.eos_id, name)
+        self.special_ids = frozenset(tokenizer.added_tokens_decoder)
         # A text to continue from, where the tokenizer puts a space before the first word.
         self._lead = self._encode("\n") if self._decode(self._encode("a")) != self._glued("a") else []
 
@@ -125,7 +199,7 @@ class HuggingFaceTokenizer:
         ids = self._encode("\n" + text)
         if ids[: len(self._lead)] != self._lead:
             raise ValueError(
-                f"{self._name} merges a line break with {text[:40]!r}, so that the ids of the text as a "
+                f"{self.name} merges a line break with {text[:40]!r}, so that the ids of the text as a "
                 "continuation cannot be told; start the response with another character"
             )
         return ids[len(self._lead) :]
@@ -136,24 +210,48 @@ class HuggingFaceTokenizer:
             return self._decode(ids)
         return self._decode([*self._lead, *ids])[len(self._decode(self._lead)) :]
 
-    def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """The messages in the model's chat template, ready for the assistant's answer.
+    def own_template(self) -> str | None:
+        """See `ChatTokenizer.own_template`. Of several with names that for tools, which transformers takes for them."""
+        template = self._tokenizer.chat_template
+        if isinstance(template, dict):
+            return template.get("tool_use", template.get("default"))
+        return None if template is None else str(template)
 
-        Raises: ValueError for messages that the template refuses
-        """
-        try:
-            return str(self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True))
-        except Exception as error:  # a template is a program: what it raises itself, and what fails in it
-            roles = ", ".join(message["role"] for message in messages) or "none"
-            raise ValueError(
-                f"the chat template of {self._name} refuses the messages (roles: {roles}): {type(error).__name__}: "
-                f"{str(error).partition(chr(10))[0]}; change the messages to what the template expects, or the template"
-            ) from error
+    def render(
+        self, messages: Messages, template: str | None, variables: Mapping[str, Any], *, tools: Any, reply: bool
+    ) -> str:
+        """See `ChatTokenizer.render`."""
+        text = self._tokenizer.apply_chat_template(
+            list(messages), tools, chat_template=template, tokenize=False, add_generation_prompt=reply, **variables
+        )
+        return str(text)
 
-    def require_chat_template(self) -> None:
-        """Raises: ValueError where the tokenizer has none."""
-        if self._tokenizer.chat_template is None:
-            raise ValueError(f"{self._name} has no chat template; use the template 'plain', or add one")
+    def encode_rendered(self, text: str) -> list[int]:
+        """See `ChatTokenizer.encode_rendered`."""
+        return self._encode(text)
+
+    def marked(
+        self, messages: Messages, template: str | None, variables: Mapping[str, Any], *, tools: Any
+    ) -> tuple[list[int], list[bool]]:
+        """See `ChatTokenizer.marked`."""
+        made = self._tokenizer.apply_chat_template(
+            list(messages),
+            tools,
+            chat_template=template,
+            tokenize=True,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+            **variables,
+        )
+        return list(made["input_ids"]), [bool(mark) for mark in made["assistant_masks"]]
+
+
+def _user_defined(model: bytes) -> frozenset[int]:
+    from sentencepiece import sentencepiece_model_pb2 as schema
+
+    proto = schema.ModelProto.FromString(model)
+    kind = schema.ModelProto.SentencePiece.USER_DEFINED
+    return frozenset(n for n, piece in enumerate(proto.pieces) if piece.type == kind)
 
 
 def load_tokenizer(directory: str | Path) -> Tokenizer:
@@ -176,7 +274,9 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
         return HuggingFaceTokenizer(tokenizer, str(directory))
     model = directory / "tokenizer.model"
     if model.is_file():
-        return SentencePieceTokenizer(model.read_bytes(), str(model))
+        beside = directory / "chat_template.jinja"
+        template = beside.read_text(encoding="utf-8") if beside.is_file() else None
+        return SentencePieceTokenizer(model.read_bytes(), str(model), template)
     if not directory.is_dir():
         raise ValueError(f"no such tokenizer directory: {directory}; give one that holds a tokenizer")
     file_names = ", ".join(sorted(entry.name for entry in directory.iterdir())[:8]) or "nothing"

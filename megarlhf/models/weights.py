@@ -67,9 +67,15 @@ def load_weights(shard: ModelShard, model: ModelConfig, *, seed: int, new_head: 
         fill_random(mine, live, seed=seed, std=std, arch=shard.arch, head=shard.head, only=fresh)
 
 
-def export_hugging_face(shard: ModelShard, source: Path, directory: Path, stated: Mapping[str, Any] = _NOTHING) -> None:
+def export_hugging_face(
+    shard: ModelShard,
+    source: Path,
+    directory: Path,
+    stated: Mapping[str, Any] = _NOTHING,
+    files: Mapping[str, bytes] = _NOTHING,
+) -> None:
     """Write the live model as a Hugging Face directory; config and tokenizer come from `source`, but for what is
-    `stated` of config.json (None: that key is left out).
+    `stated` of config.json (None: that key is left out), and for `files`.
 
     Collective over the ranks of the first replica; the others return at once.
     """
@@ -88,15 +94,18 @@ def export_hugging_face(shard: ModelShard, source: Path, directory: Path, stated
         writer_rank=replica[0].rank,
         group=shard.mesh.groups.tp_ep_pp,
         copy_from=source,
+        files=files,
     )
 
 
-def companion_files(shard: ModelShard, source: Path, stated: Mapping[str, Any] = _NOTHING) -> dict[str, bytes]:
+def companion_files(
+    shard: ModelShard, source: Path, stated: Mapping[str, Any] = _NOTHING, files: Mapping[str, bytes] = _NOTHING
+) -> dict[str, bytes]:
     """The folder `hf/` of a Megatron checkpoint of the live model, by path in the checkpoint; from the model directory
     `source`, as above."""
     config = json.dumps(_stated_config(shard, source, stated), indent=2) + "\n"
-    files = {"config.json": config.encode(), **read_other_files(source)}
-    return {f"{COMPANION}/{name}": content for name, content in files.items()}
+    every = {"config.json": config.encode(), **read_other_files(source), **files}
+    return {f"{COMPANION}/{name}": content for name, content in every.items()}
 
 
 class WeightSource(Protocol):

@@ -8,9 +8,8 @@ from pathlib import Path
 
 from megarlhf.architectures.hf_config import architecture_from_hf, read_config, score_of_config
 from megarlhf.config import RoleConfig
-from megarlhf.data.templates import Template, require_template
+from megarlhf.data.templates import Template, chat_template
 from megarlhf.data.tokenizer import first_difference, has_tokenizer, load_tokenizer
-from megarlhf.model_directory import end_tokens
 from megarlhf.weights.checkpoint.open_checkpoint import open_checkpoint, require_scalar_head
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json")
@@ -26,12 +25,6 @@ def check_vocabularies(roles: Mapping[str, RoleConfig], retokenized: Collection[
     writer, described = next((role, section.model.hf_directory()) for role, section in roles.items())
     tokenizer = load_tokenizer(described)
     notes = []
-    if further := end_tokens(described, tokenizer.eos_id)[1:]:
-        notes.append(
-            f"{writer}: generated responses end at token {tokenizer.eos_id}, the tokenizer's end-of-sequence, and at "
-            f"{', '.join(map(str, further))}, which eos_token_id in {described} names; training data ends with the "
-            "first only"
-        )
     for role, section in roles.items():
         if role in retokenized:
             continue
@@ -83,10 +76,11 @@ def check_retokenized(role: str, section: RoleConfig, template: Template) -> str
             f"{role}: the tokenizer of {directory} has {tokenizer.vocab_size} tokens, its model has vocab_size = "
             f"{vocab_size}; do tokenizer and model belong together?"
         )
-    try:
-        require_template(template, tokenizer)
-    except ValueError as error:
-        raise ValueError(f"{role} (retokenize: true, data.template: {template}): {error}") from None
+    if template == "chat":
+        try:
+            chat_template(tokenizer)
+        except ValueError as error:
+            raise ValueError(f"{role} (retokenize: true, data.template: {template}): {error}") from None
     return f"{role}: reads text, by the tokenizer of {directory}"
 
 

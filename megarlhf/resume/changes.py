@@ -53,7 +53,8 @@ _MATHEMATICS = {
     "the model": "ROLE.model.random_init ROLE.model.fresh_head ROLE.model.dtype",
     "the optimizer": "ROLE.optim.* train.skip_grad_norm_above train.skip_grad_norm_factor",
     "the data": (
-        "data.template data.max_prompt_tokens data.max_response_tokens "
+        "data.template data.chat_template data.template_args data.inexact data.loss_on "
+        "data.max_prompt_tokens data.max_response_tokens "
         "train.mini_batch_samples train.prompts_per_step train.shuffle"
     ),
     "the loss": (

@@ -58,10 +58,6 @@ class PreferenceOptimisation(Objective[PairSample]):
         self.dpo = cfg
         self._reference: Role | None = None
 
-    @property
-    def fields(self) -> tuple[str, ...]:
-        return ("prompt", "chosen", "rejected")
-
     def encoder(self) -> PairEncoder:
         return PairEncoder(**self.encoder_options())
 

@@ -112,7 +112,7 @@ def _respond(
             rollouts = engine.generate(
                 [torch.tensor(prompt.tokens) for prompt in prompts],
                 [sample_seed(cfg.run.seed, 0, n) for n in range(len(prompts))],
-                sampling_of(cfg.rollout, cfg.actor, data.tokenizer, greedy=cfg.greedy),
+                sampling_of(cfg.rollout, cfg.actor, data.tokenizer, greedy=cfg.greedy, data=cfg.data),
             )
         responses = response_texts(rollouts, data.tokenizer)
         batch = share_of_rank(prompts, rollouts, data.tokenizer)

@@ -10,8 +10,17 @@ from typing import Any
 
 import torch
 
-from megarlhf.config import PromptDataConfig, RewardConfig, RoleConfig, RolloutConfig
-from megarlhf.data.samples import PromptEncoder, PromptSample, Records, Skipped, encode_records, load_splits
+from megarlhf.config import ConversationConfig, PromptDataConfig, RewardConfig, RoleConfig, RolloutConfig
+from megarlhf.data.ends import turn_end_of
+from megarlhf.data.samples import (
+    PromptEncoder,
+    PromptSample,
+    Records,
+    Skipped,
+    encode_records,
+    load_splits,
+    writing_options,
+)
 from megarlhf.data.tokenizer import Tokenizer, load_tokenizer
 from megarlhf.layout import engine_order
 from megarlhf.model_directory import end_tokens
@@ -57,7 +66,7 @@ def prompt_encoder(data: PromptDataConfig, model_path: Path, rewards: Sequence[R
     return PromptEncoder(
         tokenizer=model_path,
         max_prompt_tokens=data.max_prompt_tokens,
-        template=data.template,
+        **writing_options(data),
         check_fields=RuleFields(rules),
     )
 
@@ -77,7 +86,7 @@ def load_prompts(
     def build(records: Records, source: str) -> tuple[list[PromptSample], Skipped]:
         return encode_records(records, encode)
 
-    train, validation, notes = load_splits(data, ("prompt",) if data.template == "plain" else ("messages",), build)
+    train, validation, notes = load_splits(data, (), build)
     validation = validation[:max_validation]
     require_fields_of_accuracy(accuracy, rewards, validation, data.validation)
     if len(set(data.sources().values())) > 1:
@@ -156,13 +165,24 @@ def engine_dtype(rollout: RolloutConfig, actor: Role) -> torch.dtype:
     return actor.shard.dtype if rollout.dtype == "auto" else DTYPES[rollout.dtype]
 
 
-def sampling_of(rollout: RolloutConfig, actor: RoleConfig, tokenizer: Tokenizer, *, greedy: bool = False) -> Sampling:
-    """How this configuration draws responses. Raises: ValueError for an end token that the tokenizer does not have."""
+def sampling_of(
+    rollout: RolloutConfig,
+    actor: RoleConfig,
+    tokenizer: Tokenizer,
+    *,
+    greedy: bool = False,
+    data: ConversationConfig | None = None,
+) -> Sampling:
+    """How this configuration draws responses. They end where the model's directory says, and where the chat template of
+    `data` ends an answer, as `sft` has taught it. Raises: ValueError for an end token that the tokenizer does not
+    have."""
     if unknown := [token for token in rollout.stop_token_ids if token >= tokenizer.vocab_size]:
         raise ValueError(
             f"rollout.stop_token_ids names {unknown}; the tokenizer has ids from 0 to {tokenizer.vocab_size - 1}"
         )
-    ends = end_tokens(actor.model.hf_directory(), tokenizer.eos_id)
+    ends = [*end_tokens(actor.model.hf_directory(), tokenizer.eos_id)]
+    if data is not None and (turn_end := turn_end_of(data, tokenizer)) is not None:
+        ends.append(turn_end)
     return Sampling(
         max_tokens=rollout.max_response_tokens,
         temperature=rollout.temperature,

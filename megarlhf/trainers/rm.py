@@ -89,10 +89,6 @@ class RewardModelling(Objective[PairSample]):
         super().__init__(cfg, cfg.reward_model)
         self.rm = cfg
 
-    @property
-    def fields(self) -> tuple[str, ...]:
-        return ("prompt", "chosen", "rejected")
-
     def encoder(self) -> PairEncoder:
         return PairEncoder(with_margin=self.rm.margin, **self.encoder_options())
 

@@ -55,13 +55,10 @@ class SupervisedFineTuning(Objective[SFTSample]):
 
     def __init__(self, cfg: SFTConfig) -> None:
         super().__init__(cfg, cfg.actor)
-
-    @property
-    def fields(self) -> tuple[str, ...]:
-        return ("prompt", "response") if self.cfg.data.template == "plain" else ("messages",)
+        self._loss_on = cfg.data.loss_on
 
     def encoder(self) -> SFTEncoder:
-        return SFTEncoder(**self.encoder_options())
+        return SFTEncoder(loss_on=self._loss_on, **self.encoder_options())
 
     def sequences(self, sample: SFTSample) -> list[list[int]]:
         return [sample.tokens]

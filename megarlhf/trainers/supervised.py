@@ -18,15 +18,17 @@ from torch import Tensor
 from megarlhf.architectures.hf_config import architecture_from_hf
 from megarlhf.architectures.placements import Head
 from megarlhf.config import DPOConfig, RMConfig, RoleConfig, SFTConfig
+from megarlhf.data.companions import files_of_exports
 from megarlhf.data.loader import ShuffledBatches
+from megarlhf.data.sample_kinds import Encoder
 from megarlhf.data.samples import (
-    Encoder,
     Records,
     Skipped,
     encode_records,
     load_splits,
     require_budget,
     require_positions,
+    writing_options,
 )
 from megarlhf.errors import Interrupted
 from megarlhf.experience import Ragged
@@ -70,11 +72,6 @@ class Objective(ABC, Generic[Sample]):
     def __init__(self, cfg: SFTConfig | RMConfig | DPOConfig, section: RoleConfig) -> None:
         self.cfg, self.section = cfg, section
 
-    @property
-    @abstractmethod
-    def fields(self) -> tuple[str, ...]:
-        """What a record must have."""
-
     @abstractmethod
     def encoder(self) -> Encoder[Sample]:
         """How records become samples."""
@@ -86,7 +83,7 @@ class Objective(ABC, Generic[Sample]):
             "tokenizer": self.section.model.hf_directory(),
             "max_prompt_tokens": data.max_prompt_tokens,
             "max_response_tokens": data.max_response_tokens,
-            "template": data.template,
+            **writing_options(data),
         }
 
     @abstractmethod
@@ -235,6 +232,7 @@ def run_in(
             num_optimizer_steps=cfg.train.num_steps,
             new_head=True,
             stated=objective.stated,
+            files=files_of_exports(objective.section.model.hf_directory(), cfg.data, ends_of(objective, train)),
             weights=parts.weights,
             residency=residency,
         )
@@ -338,8 +336,14 @@ def load_samples(objective: Objective[Sample]) -> tuple[list[Sample], list[Sampl
         objective.require_fitting(samples, max_positions, source)
         return samples, skipped
 
-    train, validation, notes = load_splits(cfg.data, objective.fields, build)
+    train, validation, notes = load_splits(cfg.data, (), build)
     return train, validation[: cfg.eval.max_samples], notes
+
+
+def ends_of(objective: Objective[Sample], samples: Sequence[Sample]) -> set[int]:
+    """The tokens with which the first samples end."""
+    some = (samples[n] for n in range(min(len(samples), 100)))
+    return {tokens[-1] for sample in some for tokens in objective.sequences(sample)}
 
 
 def train_on(
