@@ -55,11 +55,6 @@ class ChatProgram:
         """Whether it reads a variable, an attribute or a key of this name, or compares with this text."""
         return word in self._words
 
-    @property
-    def writes_the_date(self) -> bool:
-        """Whether it asks for today's date: tomorrow it may write something else."""
-        return self.names("strftime_now")
-
     def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
         """The text. Raises: what the template raises."""
         return _compiled(self._text).render(messages=messages, **variables)

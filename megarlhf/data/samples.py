@@ -33,7 +33,8 @@ from megarlhf.data.sample_kinds import (
 )
 from megarlhf.data.sources import Record, files_in_words, load_records, source_words
 from megarlhf.data.templates import ChatTemplate, Conversation, Template, chat_template, has_template
-from megarlhf.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_digest
+from megarlhf.data.tokenizer import Tokenizer, load_tokenizer
+from megarlhf.data.tokenizer_files import tokenizer_digest, writes_the_date
 from megarlhf.data.turns import Answered, Inexact, LossOn, answered
 
 Records = Sequence[Mapping[str, Any]]
@@ -89,7 +90,7 @@ class _Options:
         """See `Encoder.key`."""
         values = {each.name: getattr(self, each.name) for each in fields(self)}
         values |= {"samples": type(self).__name__, "tokenizer": tokenizer_digest(self.tokenizer)}
-        if (template := self.chat(load_tokenizer(self.tokenizer))) is not None and template.program.writes_the_date:
+        if self.template != "plain" and writes_the_date(self.tokenizer, self.chat_template):
             values["date"] = date.today().isoformat()
         return {**values, "template_args": dict(self.template_args)}
 

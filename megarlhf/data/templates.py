@@ -91,6 +91,12 @@ class ChatTemplate:
         writes none."""
         return next((token for token in self.ids(self.behind_an_answer) if token in self.tokenizer.special_ids), None)
 
+    @functools.cached_property
+    def behind_turn_end(self) -> list[int]:
+        """What the template writes behind that token: ChatML's line break."""
+        written = self.ids(self.behind_an_answer)
+        return [] if self.turn_end is None else written[written.index(self.turn_end) + 1 :]
+
     @property
     def end(self) -> int:
         """The last token of an answer: `turn_end`, else the tokenizer's end of sequence."""
@@ -161,6 +167,6 @@ class _refusals:
         roles = ", ".join(message["role"] for message in self._messages) or "none"
         line = re.sub(r"\s+", " ", str(error).partition("\n")[0])
         raise ValueError(
-            f"the chat template of {self._name} refuses the messages (roles: {roles}): {type(error).__name__}: {line}; change the "
-            "messages to what the template expects, or the template"
+            f"the chat template of {self._name} refuses the messages (roles: {roles}): {type(error).__name__}: "
+            f"{line}; change the messages to what the template expects, or the template"
         ) from error

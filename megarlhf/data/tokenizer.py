@@ -9,7 +9,6 @@ crosses the border.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import re
 from collections.abc import Mapping, Sequence
@@ -17,16 +16,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megarlhf.data.jinja_chat import program_of
+from megarlhf.data.tokenizer_files import byte_pairs, damaged, of_byte_pairs
 
 logger = logging.getLogger(__name__)
 
 Messages = Sequence[Mapping[str, Any]]
-
-_FILES = (
-    "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
-    "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja",
-)  # fmt: skip
-"""Whatever a tokenizer is read from."""
 
 # A protobuf message that is appended to another is merged into it, and its scalars win: field 3 of ModelProto
 # (normalizer_spec, 4 bytes long), in it fields 3 (add_dummy_prefix) and 4 (remove_extra_whitespaces) = false.
@@ -255,49 +249,33 @@ def _user_defined(model: bytes) -> frozenset[int]:
 
 
 def load_tokenizer(directory: str | Path) -> Tokenizer:
-    """The tokenizer of a model directory: `tokenizer.json` through transformers, else `tokenizer.model`.
+    """The tokenizer of a directory: `tokenizer.json` through transformers, else `tokenizer.model`, else GPT-2's
+    `vocab.json` and `merges.txt` (or `gpt2-vocab.json` and `gpt2-merges.txt`, as Megatron-LM's scripts name them). A
+    file is a SentencePiece model.
 
-    Raises: ValueError where the directory holds neither, a file is damaged, or the tokenizer defines no eos
+    Raises: ValueError where there is none of them, a file is damaged, or the tokenizer defines no eos
     """
     directory = Path(directory)
     if (directory / "tokenizer.json").is_file():
         from transformers import AutoTokenizer
 
-        try:
+        with damaged(directory / "tokenizer.json"):
             tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
-        except Exception as error:  # what the readers below it raise: JSON, keys, values
-            raise ValueError(
-                f"{directory / 'tokenizer.json'}, or a file that belongs to it (tokenizer_config.json), cannot be read "
-                f"as a Hugging Face tokenizer: {type(error).__name__}: {str(error).partition(chr(10))[0]}; copy the "
-                "tokenizer of the model there again"
-            ) from error
         return HuggingFaceTokenizer(tokenizer, str(directory))
-    model = directory / "tokenizer.model"
+    model = directory if directory.is_file() else directory / "tokenizer.model"
     if model.is_file():
-        beside = directory / "chat_template.jinja"
+        beside = model.parent / "chat_template.jinja"
         template = beside.read_text(encoding="utf-8") if beside.is_file() else None
         return SentencePieceTokenizer(model.read_bytes(), str(model), template)
     if not directory.is_dir():
         raise ValueError(f"no such tokenizer directory: {directory}; give one that holds a tokenizer")
+    if (pair := byte_pairs(directory)) is not None:
+        return HuggingFaceTokenizer(of_byte_pairs(*pair), str(directory))
     file_names = ", ".join(sorted(entry.name for entry in directory.iterdir())[:8]) or "nothing"
     raise ValueError(
-        f"no tokenizer in {directory}: expected tokenizer.json or tokenizer.model, found {file_names}; "
-        "copy the tokenizer of the model there"
+        f"no tokenizer in {directory}: expected tokenizer.json or tokenizer.model, found {file_names}; copy the tokenizer "
+        "of the model there, or GPT-2's vocab.json and merges.txt"
     )
-
-
-def tokenizer_digest(directory: str | Path) -> str:
-    """SHA-256 of the files that make a directory's tokenizer and its chat template."""
-    digest = hashlib.sha256()
-    for path in sorted(path for pattern in _FILES for path in Path(directory).glob(pattern)):
-        content = path.read_bytes()
-        digest.update(f"{path.relative_to(directory)}:{len(content)}:".encode() + content)
-    return digest.hexdigest()
-
-
-def has_tokenizer(directory: Path) -> bool:
-    """Whether `load_tokenizer` finds one there."""
-    return any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer.model"))
 
 
 def first_difference(writer: Tokenizer, reader: Tokenizer) -> str | None:

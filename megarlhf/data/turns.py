@@ -93,7 +93,9 @@ def _closed(template: ChatTemplate, whole: str) -> list[int]:
 def _end(template: ChatTemplate, ids: Sequence[int], start: int, turn: int, *, calls: bool) -> int:
     """Where an answer that begins at `start` ends: behind the last token that ends a turn, behind which only white
     space may follow. A turn that calls tools may end with another special token. Raises: Inexact."""
-    special = template.tokenizer.special_ids
+    special, usual = template.tokenizer.special_ids, len(ids) - len(template.behind_turn_end)
+    if usual > start and ids[usual - 1] == template.end and list(ids[usual:]) == template.behind_turn_end:
+        return usual
     for end in range(len(ids), start, -1):
         token = ids[end - 1]
         if token == template.end or (calls and token in special):

@@ -14,7 +14,7 @@ def end_notes(role: str, section: RoleConfig, data: ConversationConfig, *, gener
     Raises: ValueError for a chat template that the configuration asks for and that cannot be used.
     """
     directory = section.model.hf_directory()
-    tokenizer = load_tokenizer(directory)
+    tokenizer = load_tokenizer(section.model.tokenizer_place())
     eos, ends = tokenizer.eos_id, end_tokens(directory, tokenizer.eos_id)
     turn, names = turn_end_of(data, tokenizer), tokenizer.tokens()
 

@@ -70,7 +70,10 @@ _MATHEMATICS = {
     ),
     "when the run ends": "train.stop.*",
 }
-_PLACES = "ROLE.model.path ROLE.model.hf data.train data.train_split data.validation data.validation_split ptx.data ptx.data_split"
+_PLACES = (
+    "ROLE.model.path ROLE.model.hf ROLE.model.tokenizer data.train data.train_split data.validation "
+    "data.validation_split ptx.data ptx.data_split"
+)
 _HORIZON = "train.num_steps"
 """Neutral where nothing is computed from it but the end of the run: see `_horizon_counts`."""
 

@@ -60,11 +60,11 @@ class RuleFields:
         return list(self.rules)
 
 
-def prompt_encoder(data: PromptDataConfig, model_path: Path, rewards: Sequence[RewardConfig] = ()) -> PromptEncoder:
+def prompt_encoder(data: PromptDataConfig, tokenizer: Path, rewards: Sequence[RewardConfig] = ()) -> PromptEncoder:
     """How records become the prompts of this configuration."""
     rules = tuple(reward.rule for reward in rewards if reward.rule is not None)
     return PromptEncoder(
-        tokenizer=model_path,
+        tokenizer=tokenizer,
         max_prompt_tokens=data.max_prompt_tokens,
         **writing_options(data),
         check_fields=RuleFields(rules),
@@ -73,14 +73,14 @@ def prompt_encoder(data: PromptDataConfig, model_path: Path, rewards: Sequence[R
 
 def load_prompts(
     data: PromptDataConfig,
-    model_path: Path,
+    tokenizer_place: Path,
     rewards: Sequence[RewardConfig] = (),
     max_validation: int | None = None,
     accuracy: str | None = None,
 ) -> PromptData:
     """Read and tokenize the prompts. Raises: ValueError for a record without what the rules of `rewards` need, and for
     a held-out one without what `eval.accuracy` needs."""
-    encoder = prompt_encoder(data, model_path, rewards)
+    encoder = prompt_encoder(data, tokenizer_place, rewards)
     tokenizer, encode = load_tokenizer(encoder.tokenizer), encoder.open()
 
     def build(records: Records, source: str) -> tuple[list[PromptSample], Skipped]:

@@ -40,7 +40,7 @@ def run(cfg: RLConfig, runtime: Runtime, parts: Parts = Parts()) -> None:  # noq
     ):
         with phases("build"):
             data = load_prompts(
-                cfg.data, cfg.actor.model.hf_directory(), cfg.rewards, cfg.eval.max_samples, cfg.eval.accuracy
+                cfg.data, cfg.actor.model.tokenizer_place(), cfg.rewards, cfg.eval.max_samples, cfg.eval.accuracy
             )
             order = ShuffledBatches(len(data.train), cfg.train.prompts_per_step, cfg.run.seed, "train.prompts_per_step")
             components = build(cfg, runtime, data.tokenizer, phases, parts)

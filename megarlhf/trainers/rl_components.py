@@ -92,7 +92,7 @@ def build(cfg: RLConfig, runtime: Runtime, tokenizer: Tokenizer, phases: Phases,
 
     def role(name: str, head: Head, *, trained: bool = False) -> Role:
         steps = cfg.optimizer_steps(name) if trained else None
-        files = files_of_exports(sections[name].model.hf_directory(), cfg.data, learnt) if trained else {}
+        files = files_of_exports(sections[name].model, cfg.data, learnt) if trained else {}
         return build_role(
             name,
             sections[name],
@@ -179,7 +179,7 @@ def training_of(
     if (scorer := components.rewarder.reward_model) is not None:
         others["weights of the reward model"] = digest_of_weights(scorer)
         if cfg.retokenizes:
-            tokenizer = load_tokenizer(scorer.section.model.hf_directory())
+            tokenizer = load_tokenizer(scorer.section.model.tokenizer_place())
             others["the reward model's tokenizer"] = digest_of_vocabulary(tokenizer)
     for label, reward in zip(components.rewarder.labels, cfg.rewards, strict=True):
         if reward.path is not None:

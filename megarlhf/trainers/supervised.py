@@ -80,7 +80,7 @@ class Objective(ABC, Generic[Sample]):
         """What all encoders of supervised commands are told."""
         data = self.cfg.data
         return {
-            "tokenizer": self.section.model.hf_directory(),
+            "tokenizer": self.section.model.tokenizer_place(),
             "max_prompt_tokens": data.max_prompt_tokens,
             "max_response_tokens": data.max_response_tokens,
             **writing_options(data),
@@ -232,7 +232,7 @@ def run_in(
             num_optimizer_steps=cfg.train.num_steps,
             new_head=True,
             stated=objective.stated,
-            files=files_of_exports(objective.section.model.hf_directory(), cfg.data, ends_of(objective, train)),
+            files=files_of_exports(objective.section.model, cfg.data, ends_of(objective, train)),
             weights=parts.weights,
             residency=residency,
         )
