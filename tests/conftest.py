@@ -28,6 +28,9 @@ def pytest_configure(config: pytest.Config) -> None:
     # Temporary directories, 0.1 GB, lie in memory where there is room: conversions wait for the disk otherwise.
     if MEMORY.is_dir() and shutil.disk_usage(MEMORY).free >= ROOM:
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
+    if "MEGARLHF_CACHE" not in os.environ:  # one for the session, also for its workers and ranks
+        os.environ["MEGARLHF_CACHE"] = tempfile.mkdtemp(prefix="megarlhf-", dir=os.environ.get("PYTEST_DEBUG_TEMPROOT"))
+        config.add_cleanup(lambda: shutil.rmtree(os.environ.pop("MEGARLHF_CACHE"), ignore_errors=True))
     config.stash[POOLS] = []
     for plugin in (Leftovers(config), CpuSeconds(config, config.stash[POOLS]), Lanes()):
         config.pluginmanager.register(plugin)

@@ -53,6 +53,7 @@ HOUSE: tuple[dict[str, str], ...] = (
         "architectures.config_spec": "how a config.json states an architecture",
         "architectures.shards": "one rank's storage put together from boxes",
     },
+    {"architectures.rope": "how a config.json states a rotary embedding and its scaling"},
     {"architectures.architecture": "sizes and switches of a model; knows no file and no system"},
     {
         "config": "what may be said; derived numbers are made above",

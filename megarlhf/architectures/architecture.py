@@ -17,6 +17,53 @@ class Llama3Rope:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LinearRope:
+    """Positions divided by a factor (`rope_type: linear`)."""
+
+    factor: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class DynamicRope:
+    """NTK scaling by the length of the sequence (`rope_type: dynamic`): none up to `max_positions`, and longer
+    sequences are refused (`architectures/rope.py` says why)."""
+
+    factor: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class YarnRope:
+    """Frequencies divided by the factor, kept, or between, by their turns over the original length (Peng et al. 2023;
+    `rope_type: yarn`)."""
+
+    factor: float
+    original_max_positions: int
+    beta_fast: float
+    """Turns from which on a frequency is kept."""
+    beta_slow: float
+    """Turns up to which it is divided."""
+    attention_factor: float
+    """By which cosines and sines are multiplied."""
+    truncate: bool
+    """The channels of the two bounds are rounded, outwards."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LongRope:
+    """A divisor for each frequency (Ding et al. 2024; `rope_type: longrope`): the short ones up to the original
+    length, and longer sequences are refused (`architectures/rope.py` says why)."""
+
+    short_factor: tuple[float, ...]
+    long_factor: tuple[float, ...]
+    original_max_positions: int
+    attention_factor: float
+    """By which cosines and sines are multiplied."""
+
+
+RopeScaling = Llama3Rope | LinearRope | DynamicRope | YarnRope | LongRope
+
+
+@dataclass(frozen=True, kw_only=True)
 class Architecture:
     """Sizes and switches of one model, of any size and layout; hashable."""
 
@@ -34,7 +81,7 @@ class Architecture:
     norm_eps: float
     rope_theta: float
     """Rotary base; 0 without a rotary embedding."""
-    rope_scaling: Llama3Rope | None
+    rope_scaling: RopeScaling | None
     tied_embeddings: bool
     qkv_bias: bool
     output_bias: bool
@@ -59,3 +106,32 @@ class Architecture:
     expert_ffn_size: int = 0
     renormalize_experts: bool = True
     """The chosen experts' probabilities are scaled to add up to 1."""
+    rotary_share: float = 1.0
+    """Of a head's channels, those that the rotary embedding turns: the first ones."""
+
+    @property
+    def rotary_dim(self) -> int:
+        """Channels of a head that are turned."""
+        return int(self.head_dim * self.rotary_share)
+
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens of the longest sequence that is the same to us, to transformers and to vLLM."""
+        if isinstance(self.rope_scaling, LongRope):
+            return min(self.max_positions, self.rope_scaling.original_max_positions)
+        return self.max_positions
+
+    @property
+    def limit_of_sequences(self) -> str:
+        """What sets `longest_sequence`, in words that end with the number."""
+        if self.longest_sequence < self.max_positions:
+            return (
+                "rope type longrope, which transformers changes at its original_max_position_embeddings sequence by "
+                f"sequence and vLLM for the whole engine: {self.longest_sequence}"
+            )
+        if isinstance(self.rope_scaling, DynamicRope):
+            return (
+                "rope type dynamic, which beyond max_position_embeddings transformers changes with every token and "
+                f"vLLM does not compute: {self.longest_sequence}"
+            )
+        return f"max_position_embeddings = {self.longest_sequence}"

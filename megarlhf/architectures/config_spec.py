@@ -6,9 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megarlhf.architectures.architecture import Llama3Rope
+from megarlhf.architectures.rope import ROPE_TYPES, read_rope, write_scaling
 
-ROPE_TYPES = ("default", "llama3")
 REQUIRED: Any = object()
 
 
@@ -56,6 +55,8 @@ class ConfigSpec:
     before it, or a value that holds for every model of this type."""
     rope_theta: float | None = 10000.0
     """Rotary base where config.json has none; None: the model has no rotary embedding."""
+    rope_types: tuple[str, ...] = ROPE_TYPES
+    """Those that transformers takes for this model type."""
     refusals: tuple[Refusal, ...] = ()
 
 
@@ -71,7 +72,9 @@ def read_facts(config: Mapping[str, Any], spec: ConfigSpec) -> dict[str, Any]:
             facts[field] = _read(config, fact, facts)
         else:
             facts[field] = fact(facts) if callable(fact) else fact
-    facts["rope_theta"], facts["rope_scaling"] = (0.0, None) if spec.rope_theta is None else _rope(config, spec)
+    facts["rope_theta"], facts["rope_scaling"] = 0.0, None
+    if spec.rope_theta is not None:
+        facts |= read_rope(config, facts, theta=spec.rope_theta, types=spec.rope_types)
     _check_heads(facts, spec)
     _check_experts(facts, spec)
     for refusal in spec.refusals:
@@ -92,16 +95,7 @@ def write_facts(facts: Facts, spec: ConfigSpec) -> dict[str, Any]:
     config = {fact.name: facts[field] for field, fact in spec.facts.items() if isinstance(fact, Key)}
     if spec.rope_theta is not None:
         config["rope_theta"] = facts["rope_theta"]
-        rope: Llama3Rope | None = facts["rope_scaling"]
-        config["rope_scaling"] = None
-        if rope is not None:
-            config["rope_scaling"] = {
-                "rope_type": "llama3",
-                "factor": rope.factor,
-                "low_freq_factor": rope.low_freq_factor,
-                "high_freq_factor": rope.high_freq_factor,
-                "original_max_position_embeddings": rope.original_max_positions,
-            }
+        config |= write_scaling(facts["rope_scaling"])
     return config
 
 
@@ -191,37 +185,3 @@ def _refuse_quantized(config: Mapping[str, Any]) -> None:
             f"config.json has a quantization_config ({method!r}): its weights are not the model's values; "
             "use the checkpoint in bf16, fp16 or fp32"
         )
-
-
-def _rope(config: Mapping[str, Any], spec: ConfigSpec) -> tuple[float, Llama3Rope | None]:
-    """Rotary base and scaling: `rope_scaling` and `rope_theta`, or transformers 5's `rope_parameters`, which a
-    `rope_scaling` beside it replaces, as it does there."""
-    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    if not isinstance(rope, Mapping):
-        raise ValueError(f"config.json has rotary parameters {rope!r}, expected an object; correct config.json")
-    theta = number("rope_theta", rope.get("rope_theta", config.get("rope_theta") or spec.rope_theta))
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
-    if rope_type not in ROPE_TYPES:
-        raise ValueError(
-            f"config.json has rope type {rope_type!r}; supported: {', '.join(ROPE_TYPES)}. "
-            "Use a model with one of these, or with its rotary scaling removed"
-        )
-    share = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
-    if share not in (None, 1, 1.0):
-        raise ValueError(
-            f"config.json has partial_rotary_factor = {share!r}; supported: 1. Use a model that rotates whole heads"
-        )
-    if rope_type == "default":
-        return theta, None
-    keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    missing = [key for key in keys if rope.get(key) is None]
-    if missing:
-        raise ValueError(f"config.json has rope type 'llama3' without {', '.join(missing)}; add them")
-    factor, low, high, original = (rope[key] for key in keys)
-    scaling = Llama3Rope(
-        factor=float(factor),
-        low_freq_factor=float(low),
-        high_freq_factor=float(high),
-        original_max_positions=int(original),
-    )
-    return theta, scaling

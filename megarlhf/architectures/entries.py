@@ -102,8 +102,10 @@ QK_NORMS = (
     entry("self_attn.k_norm.weight", ("head",), "ones", "self_attention.k_layernorm.weight", whole),
 )
 
+PRE_MLP_NORM = rms_norm("post_attention_layernorm", "pre_mlp_layernorm", fused="mlp.linear_fc1")
+
 GATED_MLP = (
-    rms_norm("post_attention_layernorm", "pre_mlp_layernorm", fused="mlp.linear_fc1"),
+    PRE_MLP_NORM,
     Entry(
         tensors=(("mlp.gate_proj.weight", ("ffn", "hidden")), ("mlp.up_proj.weight", ("ffn", "hidden"))),
         init="normal",

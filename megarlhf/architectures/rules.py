@@ -31,6 +31,15 @@ def split_rows(tensors: Sequence[LogicalTensor], rank: TPRank) -> Shard:
     return fused_rows(*(column_parallel(tensor, rank.tp, rank.tp_rank) for tensor in tensors))
 
 
+def split_halves(tensors: Sequence[LogicalTensor], rank: TPRank) -> Shard:
+    """A gated MLP's [gate_r; up_r], as `split_rows`, where gate and up are the halves of one tensor."""
+    (tensor,) = tensors
+    half = divide(tensor.shape[0], 2, f"rows of {tensor.name}")
+    share = divide(half, rank.tp, f"rows of each half of {tensor.name}")
+    at = rank.tp_rank * share
+    return fused_rows(*(rows(tensor, start + at, start + at + share) for start in (0, half)))
+
+
 def split_columns(tensors: Sequence[LogicalTensor], rank: TPRank) -> Shard:
     (tensor,) = tensors
     return row_parallel(tensor, rank.tp, rank.tp_rank)

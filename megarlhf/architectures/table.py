@@ -124,6 +124,7 @@ def dimensions(arch: Architecture) -> dict[str, int]:
         "kv": keys,
         "qkv": queries + 2 * keys,
         "ffn": arch.ffn_size,
+        "gate_up": 2 * arch.ffn_size,
         "experts": arch.num_experts,
         "expert_ffn": arch.expert_ffn_size,
     }

@@ -4,6 +4,7 @@ from megarlhf.config.algo import AlgoConfig, KLConfig, RolloutCorrectionConfig
 from megarlhf.config.beside import EMAConfig, PTXConfig, ReferenceUpdateConfig
 from megarlhf.config.built_roles import roles_of
 from megarlhf.config.conversations import ConversationConfig
+from megarlhf.config.data import DataConfig, PromptDataConfig, SFTDataConfig, SourceConfig, words_of
 from megarlhf.config.generate import GenerateConfig
 from megarlhf.config.load import dump_config, load_config
 from megarlhf.config.numbers import SkipConfig
@@ -22,16 +23,13 @@ from megarlhf.config.roles import (
 from megarlhf.config.rollout import Dtype, LogprobGapConfig, RolloutConfig, RolloutParallelConfig
 from megarlhf.config.run import CheckpointConfig, RunConfig
 from megarlhf.config.sections import (
-    DataConfig,
     EvalConfig,
     MicroBatchConfig,
-    PromptDataConfig,
     RLConfig,
     RLEvalConfig,
     RLTrainConfig,
     RMConfig,
     SFTConfig,
-    SFTDataConfig,
     StopConfig,
     TrainConfig,
 )

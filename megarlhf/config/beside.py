@@ -3,11 +3,11 @@ reference that moves."""
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Self
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, PositiveInt, model_validator
 
+from megarlhf.config.data import Sources, require_weights, without_old_splits
 from megarlhf.config.roles import FrozenModel, Positive
 
 
@@ -17,10 +17,8 @@ class PTXConfig(FrozenModel):
     Each of the actor's updates adds coef x the mean next-token loss of a mini-batch of texts to the policy's loss.
     """
 
-    data: Path
+    data: Sources
     """Records with `text`, in any form that `data.train` may have."""
-    data_split: str | None = None
-    """Which split of `data` to read, where it has several."""
     coef: Positive = 27.8
     """InstructGPT's, and DeepSpeed-Chat's unsup_coef. DeepSpeed-Chat makes an optimizer step of its own of it."""
     mini_batch_samples: PositiveInt | None = None
@@ -28,6 +26,16 @@ class PTXConfig(FrozenModel):
     max_tokens: PositiveInt | None = None
     """A longer text is cut into texts of so many tokens; default: data.max_prompt_tokens +
     rollout.max_response_tokens."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _renamed(cls, data: Any) -> Any:
+        return without_old_splits(data, ("data",)) if isinstance(data, dict) else data
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        require_weights("data", self.data)
+        return self
 
 
 class EMAConfig(FrozenModel):

@@ -7,11 +7,11 @@ from typing import Literal
 
 from pydantic import PositiveInt, model_validator
 
+from megarlhf.config.data import PromptDataConfig, require_no_weights, words_of
 from megarlhf.config.rewards import RewardConfig
 from megarlhf.config.roles import FrozenModel, RoleConfig, require_all_ranks
 from megarlhf.config.rollout import RolloutConfig
 from megarlhf.config.run import RunConfig
-from megarlhf.config.sections import PromptDataConfig
 from megarlhf.config.shown import AccuracyConfig
 from megarlhf.config.watchdog import WatchdogConfig
 
@@ -85,7 +85,14 @@ class GenerateConfig(FrozenModel):
             )
         if self.data.validation is not None:
             raise ValueError(
-                f"generate and eval read data.train, and would leave data.validation = {self.data.validation} unread; set "
-                "data.train to the prompts that are meant, and leave data.validation out"
+                "generate and eval read data.train, and would leave data.validation = "
+                f"{words_of(self.data.validation)} unread; set data.train to the prompts that are meant, and leave "
+                "data.validation out"
             )
+        if unread := [key for key in ("validation_share", "phases") if getattr(self.data, key) is not None]:
+            raise ValueError(
+                f"data.{unread[0]} = {getattr(self.data, unread[0])} is of training: generate and eval read all of "
+                "data.train; leave it out"
+            )
+        require_no_weights("data.train", self.data.train)
         return self

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 import types
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, Union, get_args, get_origin
 
@@ -99,11 +99,11 @@ def load_config(kind: type[ConfigT], path: str | Path, overrides: Sequence[str] 
     tree = _unshared(tree)
     _require_order(overrides)
     for override in overrides:
-        _apply_override(tree, override)
+        _apply_override(tree, override, kind)
     try:
         return kind.model_validate(tree)
     except ValidationError as error:
-        raise ValueError(_describe(error, kind, path, overrides)) from error
+        raise ValueError(_describe(error, kind, path, overrides, tree)) from error
 
 
 def repeated_overrides(overrides: Sequence[str]) -> list[str]:
@@ -142,17 +142,21 @@ def _unshared(node: Any) -> Any:
     return [_unshared(value) for value in node] if isinstance(node, list) else node
 
 
-def _apply_override(tree: dict[str, Any], override: str) -> None:
+def _apply_override(tree: dict[str, Any], override: str, kind: type[BaseModel] = FrozenModel) -> None:
     key, separator, text = override.partition("=")
     if not separator or not key:
         raise ValueError(f"override {override!r} is not of the form section.key=value")
     *sections, last = key.split(".")
     node: Any = tree
-    for section in sections:
+    for number, section in enumerate(sections, 1):
         # A YAML section that is empty reads as None, and an absent one may have defaults.
         if node.get(section) is None:
             node[section] = {}
+        if isinstance(node[section], str) and (short := _short_form(kind, sections[:number])):
+            node[section] = {short: node[section]}
         node = node[section]
+        if isinstance(node, list):
+            raise ValueError(f"override {override!r}: {section} is a list of {len(node)}; give the whole list")
         if not isinstance(node, dict):
             raise ValueError(f"override {override!r}: {section} is a value ({node!r}), not a section")
     try:
@@ -163,11 +167,38 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
         raise ValueError(f"override {override!r}: {text!r} is not valid YAML; quote it") from error
 
 
-def _describe(error: ValidationError, kind: type[FrozenModel], path: Path, overrides: Sequence[str]) -> str:
+def _short_form(kind: type[BaseModel], location: Sequence[str]) -> str | None:
+    """The key that a text in place of the section at `location` stands for, where there is one."""
+    section: type[BaseModel] | None = kind
+    for name in location:
+        field = section.model_fields.get(name) if section is not None else None
+        section = _model_in(field.annotation) if field is not None else None
+    return getattr(section, "short_form", None)
+
+
+def _without_lone(location: Sequence[int | str], tree: Any) -> list[int | str]:
+    """Without numbers of what the file does not write as a list: one set of records needs none."""
+    shown: list[int | str] = []
+    for part in location:
+        if isinstance(part, int) and not isinstance(tree, list):
+            continue
+        shown.append(part)
+        if isinstance(tree, dict):
+            tree = tree.get(part)
+        elif isinstance(tree, list) and isinstance(part, int) and part < len(tree):
+            tree = tree[part]
+        else:
+            tree = None
+    return shown
+
+
+def _describe(
+    error: ValidationError, kind: type[FrozenModel], path: Path, overrides: Sequence[str], tree: Mapping[str, Any]
+) -> str:
     """One line for each mistake; those of the file first."""
     of_file, of_overrides = [], []
     for item in error.errors():
-        where = ".".join(str(part) for part in item["loc"])
+        where = ".".join(str(part) for part in _without_lone(item["loc"], tree))
         if item["type"] == "extra_forbidden":
             text = f"unknown key {where!r}; {_hint(kind, item['loc'])}"
         elif item["type"] == "missing":

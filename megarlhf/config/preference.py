@@ -6,10 +6,11 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from megarlhf.config.data import DataConfig
 from megarlhf.config.profile import ProfileConfig, within_the_run
 from megarlhf.config.roles import FrozenModel, NonNegative, Positive, RoleConfig, require_all_ranks
 from megarlhf.config.run import CheckpointConfig, RunConfig
-from megarlhf.config.sections import DataConfig, EvalConfig, TrainConfig
+from megarlhf.config.sections import EvalConfig, TrainConfig
 from megarlhf.config.watchdog import WatchdogConfig
 
 WITH_REFERENCE = ("dpo", "ipo", "kto")
@@ -101,6 +102,7 @@ class DPOConfig(FrozenModel):
             raise ValueError(
                 f"sft_average = {self.sft_average!r}, but sft_coef = 0 adds no likelihood; set sft_coef, or remove it"
             )
+        self.data.require_no_cut("dpo")
         require_all_ranks({"actor": self.actor})
         for name, role in self.roles().items():
             if role.model.fresh_head:
@@ -113,7 +115,7 @@ class DPOConfig(FrozenModel):
         """Raises: ValueError where there is no other prompt for `kto` to take a response from."""
         for key, number in (
             ("train.mini_batch_samples", self.train.mini_batch_samples),
-            ("eval.max_samples", self.eval.max_samples if self.data.validation is not None else None),
+            ("eval.max_samples", self.eval.max_samples if self.data.has_validation else None),
         ):
             if number == 1:
                 raise ValueError(

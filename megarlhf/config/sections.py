@@ -6,14 +6,13 @@ in every command (`roles.py`). Derived numbers live in `planning/`.
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, PositiveInt, model_validator
 
 from megarlhf.config.algo import GROUPED, AlgoConfig
 from megarlhf.config.beside import EMAConfig, PTXConfig, ReferenceUpdateConfig
-from megarlhf.config.conversations import ConversationConfig
+from megarlhf.config.data import DataConfig, PromptDataConfig, SFTDataConfig
 from megarlhf.config.numbers import SkipConfig
 from megarlhf.config.profile import ProfileConfig, within_the_run
 from megarlhf.config.rewards import RewardConfig
@@ -22,57 +21,6 @@ from megarlhf.config.rollout import RolloutConfig
 from megarlhf.config.run import CheckpointConfig, RunConfig
 from megarlhf.config.shown import AccuracyConfig, SamplesConfig
 from megarlhf.config.watchdog import WatchdogConfig
-
-
-class PromptDataConfig(ConversationConfig):
-    train: Path
-    """Prompts; further columns (`answer`, ...) are handed to the rule rewards."""
-    train_split: str | None = None
-    """Which split of `train` to read, where it has several: a directory of files named for splits (`train.jsonl`,
-    `test.jsonl`), a saved `DatasetDict`, a name of the Hugging Face hub. Several splits and none named is refused."""
-    validation: Path | None = None
-    """Same format; used for evaluation only."""
-    validation_split: str | None = None
-    """Which split of `validation` to read, where it has several."""
-    max_prompt_tokens: PositiveInt = 1024
-    """Longer prompts are skipped, counted and reported; nothing is cut."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _renamed(cls, data: Any) -> Any:
-        if isinstance(data, dict) and (old := [key for key in ("heldout", "heldout_split") if key in data]):
-            raise ValueError(f"{old[0]} is now called {old[0].replace('heldout', 'validation')}; rename the key")
-        return data
-
-    @model_validator(mode="after")
-    def _split_of_something(self) -> Self:
-        if self.validation is None and self.validation_split is not None:
-            raise ValueError(
-                f"validation_split = {self.validation_split!r} without validation, whose split it names; set both"
-            )
-        return self
-
-    def sources(self) -> dict[str, tuple[Path, str | None]]:
-        """Path and split of the training data and, where there is any, of the held-out data, by key."""
-        sources = {"data.train": (self.train, self.train_split)}
-        return (
-            sources
-            if self.validation is None
-            else {**sources, "data.validation": (self.validation, self.validation_split)}
-        )
-
-
-class DataConfig(PromptDataConfig):
-    train: Path
-    """JSON lines, JSON, Parquet, Arrow, or a directory of them, as `datasets` loads them."""
-    max_response_tokens: PositiveInt = 1024
-    """Longer responses (with end-of-sequence) are skipped, counted and reported."""
-
-
-class SFTDataConfig(DataConfig):
-    loss_on: Literal["last", "all"] = "last"
-    """Which of the assistant's messages of a conversation are learnt. `last`: the last one, the rest is the prompt.
-    `all`: each one, and the limit of a conversation is `max_prompt_tokens` + `max_response_tokens`."""
 
 
 class EvalConfig(FrozenModel):
@@ -204,7 +152,8 @@ class RMConfig(FrozenModel):
     @model_validator(mode="after")
     def _check(self) -> RMConfig:
         require_all_ranks({"reward_model": self.reward_model})
-        if self.unit_variance and self.data.validation is None:
+        self.data.require_no_cut("rm")
+        if self.unit_variance and not self.data.has_validation:
             raise ValueError("unit_variance measures the scores of held-out pairs: set data.validation")
         if self.margin and self.loss == "aligned_span":
             raise ValueError(
@@ -317,7 +266,7 @@ class RLConfig(FrozenModel):
                     f"{name}.model.fresh_head: only a critic may start from a random head, which it learns; a reward "
                     "model with one gives random rewards, and other roles have no scalar head. Leave it out"
                 )
-        if self.train.stop.validation_reward_patience and not (self.eval.every and self.data.validation):
+        if self.train.stop.validation_reward_patience and not (self.eval.every and self.data.has_validation):
             raise ValueError(
                 "train.stop.validation_reward_patience counts evaluations: set eval.every and data.validation"
             )

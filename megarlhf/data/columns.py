@@ -1,51 +1,257 @@
-"""Columns of a record: whether one is there, whether it is a text, and what may have been meant where it is not."""
+"""Samples as columns in files, which ranks map into memory and share: a file of values and, where a sample has several
+of them, a file of offsets.
+
+A directory holds one kind of sample, a dataclass. Its fields say what the columns are: token ids, texts, numbers, and
+what JSON can hold. Two columns more are kept of each sample: the number of its record in the source, and a digest of
+its prompt. `MANIFEST.json` is written last, and names every file with its size.
+"""
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Mapping
-from typing import Any
+import base64
+import datetime
+import decimal
+import hashlib
+import json
+import os
+import typing
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, BinaryIO, Literal
 
-_FORMS = {
-    "chosen": "preference pairs, which train a reward model (`megarlhf rm`)",
-    "messages": "conversations (data.template: chat)",
-    "conversations": "conversations (data.template: chat)",
-    "response": "prompts with responses (`megarlhf sft`)",
-    "prompt": "prompts, which `megarlhf rl` and `generate` take",
+import numpy as np
+
+FORMAT = 1
+"""Of the files. Another one is another key of the cache, so that no version reads another's."""
+MANIFEST = "MANIFEST.json"
+RECORD, PROMPT = "record", "prompt_digest"
+Kind = Literal["tokens", "text", "json", "int", "float", "digest"]
+RAGGED = ("tokens", "text", "json")
+_DTYPES: Mapping[str, type[np.generic]] = {
+    "tokens": np.int32, "text": np.uint8, "json": np.uint8, "int": np.int64, "float": np.float64, "digest": np.uint64,
+}  # fmt: skip
+Array = np.ndarray[Any, Any]
+
+
+def kinds_of(sample_type: type[Any]) -> dict[str, Kind]:
+    """What each field of a sample is kept as, and the two columns beside."""
+    hints = typing.get_type_hints(sample_type)
+    kinds: dict[Any, Kind] = {list[int]: "tokens", str: "text", int: "int", float: "float"}
+    columns: dict[str, Kind] = {each.name: kinds.get(hints[each.name], "json") for each in fields(sample_type)}
+    return {**columns, f"_{RECORD}": "int", f"_{PROMPT}": "digest"}
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Some samples, one after the other, and what became of the other records."""
+
+    num_samples: int
+    num_records: int
+    lengths: dict[str, Array]
+    """Of each sample, of the columns with several values."""
+    values: dict[str, bytes]
+    skipped: Counter[str] = field(default_factory=Counter)
+    """Records that were left out, by reason."""
+    changed: Counter[str] = field(default_factory=Counter)
+    """Samples that are not all of their record, by what was done."""
+
+
+def pack(samples: Sequence[Any], records: Sequence[int], kinds: Mapping[str, Kind]) -> Packed:
+    """Samples as columns; `records` are their numbers in the source."""
+    lengths: dict[str, Array] = {}
+    values: dict[str, bytes] = {}
+    for name, kind in kinds.items():
+        if name == f"_{RECORD}":
+            cells: list[Any] = list(records)
+        elif name == f"_{PROMPT}":
+            cells = [_prompt_digest(sample) for sample in samples]
+        else:
+            cells = [getattr(sample, name) for sample in samples]
+        if kind in RAGGED:
+            cells = [_encoded(cell, kind) for cell in cells]
+            size = np.dtype(_DTYPES[kind]).itemsize
+            lengths[name] = np.array([len(cell) // size for cell in cells], dtype=np.int64)
+            values[name] = b"".join(cells)
+        else:
+            values[name] = np.array(cells, dtype=_DTYPES[kind]).tobytes()
+    return Packed(len(samples), 0, lengths, values)
+
+
+def _encoded(cell: Any, kind: Kind) -> bytes:
+    if kind == "tokens":
+        return np.array(cell, dtype=np.int32).tobytes()
+    if kind == "text":
+        return str(cell).encode("utf-8", "surrogatepass")
+    return json.dumps(cell, ensure_ascii=True, separators=(",", ":"), default=_tagged).encode()
+
+
+def _decoded(raw: Array, kind: Kind) -> Any:
+    if kind == "tokens":
+        return raw.tolist()
+    if kind == "text":
+        return raw.tobytes().decode("utf-8", "surrogatepass")
+    return json.loads(raw.tobytes(), object_hook=_untagged)
+
+
+_TAG = "__megarlhf__"
+
+
+def _tagged(value: Any) -> dict[str, Any]:
+    """What columns of Parquet and Arrow may hold and JSON may not."""
+    if isinstance(value, datetime.datetime | datetime.date | datetime.time):
+        return {_TAG: type(value).__name__, "value": value.isoformat()}
+    if isinstance(value, decimal.Decimal):
+        return {_TAG: "Decimal", "value": str(value)}
+    if isinstance(value, bytes):
+        return {_TAG: "bytes", "value": base64.b64encode(value).decode()}
+    raise ValueError(f"a column holds a {type(value).__name__}, which is not kept; leave the column out, or convert it")
+
+
+_UNTAG = {
+    "datetime": datetime.datetime.fromisoformat,
+    "date": datetime.date.fromisoformat,
+    "time": datetime.time.fromisoformat,
+    "Decimal": decimal.Decimal,
+    "bytes": base64.b64decode,
 }
-"""What records with a column of this name are; the most telling first."""
-_SHOWN = 80
 
 
-def present(record: Mapping[str, Any], name: str) -> bool:
-    """Whether the column is there; null is not."""
-    return record.get(name) is not None
+def _untagged(value: dict[str, Any]) -> Any:
+    return _UNTAG[value[_TAG]](value["value"]) if _TAG in value else value
 
 
-def text_of(record: Mapping[str, Any], name: str) -> str:
-    """Raises: ValueError where the column is missing, or no text."""
-    if not present(record, name):
-        raise missing(record, name)
-    if not isinstance(record[name], str):
-        raise ValueError(f"field {name!r} is {shown(record[name])}, expected a string; convert the data")
-    return str(record[name])
+def _prompt_digest(sample: Any) -> int:
+    """Equal for samples with one prompt: by its tokens."""
+    tokens = sample.prompt_tokens if hasattr(sample, "prompt_tokens") else sample.tokens
+    length = getattr(sample, "prompt_length", len(tokens))
+    raw = np.array(tokens[:length], dtype=np.int32).tobytes()
+    return int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "little")
 
 
-def missing(record: Mapping[str, Any], name: str) -> ValueError:
-    """The error, with a column whose name is nearly right, or with what such records are read by."""
-    if name in record:
-        return ValueError(f"field {name!r} is null, expected a string; convert the data")
-    others = [column for column in record if column not in (*_FORMS, "rejected", "answer")]
-    if nearest := difflib.get_close_matches(name, others, n=1, cutoff=0.6):
-        hint = f"is it {nearest[0]!r}? Then rename it (data.columns)"
-    elif form := next((form for column, form in _FORMS.items() if column in record), ""):
-        hint = f"these rows look like {form}"
-    else:
-        hint = f"rename the one that is meant (data.columns), or add {name!r}"
-    return ValueError(f"no field {name!r}, found {', '.join(map(repr, record)) or 'none'}; {hint}")
+class Writer:
+    """Appends samples to the files of a directory."""
+
+    def __init__(self, directory: Path, sample_type: type[Any]) -> None:
+        self._directory, self._type = directory, sample_type
+        self.kinds = kinds_of(sample_type)
+        self._files: dict[str, BinaryIO] = {}
+        self._digests: dict[str, Any] = {}
+        self._ends = dict.fromkeys((name for name, kind in self.kinds.items() if kind in RAGGED), 0)
+        for name in self.kinds:
+            self._open(f"{name}.bin")
+        for name in self._ends:
+            self._open(f"{name}.offsets")
+            self._write(f"{name}.offsets", np.zeros(1, dtype=np.int64).tobytes())
+        self.num_samples = self.num_records = 0
+        self.skipped: Counter[str] = Counter()
+        self.changed: Counter[str] = Counter()
+
+    def _open(self, name: str) -> None:
+        self._files[name] = (self._directory / name).open("wb")
+        self._digests[name] = hashlib.sha256()
+
+    def _write(self, name: str, raw: bytes) -> None:
+        self._files[name].write(raw)
+        self._digests[name].update(raw)
+
+    def append(self, packed: Packed) -> None:
+        """Behind what is there."""
+        for name, raw in packed.values.items():
+            self._write(f"{name}.bin", raw)
+        for name, lengths in packed.lengths.items():
+            ends = self._ends[name] + np.cumsum(lengths)
+            self._write(f"{name}.offsets", ends.astype(np.int64).tobytes())
+            self._ends[name] = int(ends[-1]) if len(ends) else self._ends[name]
+        self.num_samples += packed.num_samples
+        self.num_records += packed.num_records
+        self.skipped += packed.skipped
+        self.changed += packed.changed
+
+    def finish(self, **others: Any) -> None:
+        """Write what is left, and the manifest."""
+        sizes = {}
+        for name, file in self._files.items():
+            file.flush()
+            os.fsync(file.fileno())
+            sizes[name] = file.tell()
+            file.close()
+        digests = {name: digest.hexdigest() for name, digest in self._digests.items()}
+        whole = hashlib.sha256(json.dumps([self._type.__name__, self.kinds, digests], sort_keys=True).encode())
+        manifest = {
+            "format": FORMAT,
+            "samples": self._type.__name__,
+            "num_samples": self.num_samples,
+            "num_records": self.num_records,
+            "skipped": dict(self.skipped),
+            "changed": dict(self.changed),
+            "digest": whole.hexdigest(),
+            "files": sizes,
+            **others,
+        }
+        with (self._directory / MANIFEST).open("w", encoding="utf-8") as out:
+            json.dump(manifest, out, indent=1)
+            out.flush()
+            os.fsync(out.fileno())
+
+    def close(self) -> None:
+        """Of what was not finished."""
+        for file in self._files.values():
+            file.close()
 
 
-def shown(value: Any) -> str:
-    """A value with its type."""
-    text = repr(value)
-    return f"{type(value).__name__} {text if len(text) <= _SHOWN else text[:_SHOWN] + '...'}"
+class Columns:
+    """The files of a directory, mapped. Raises: ValueError for a directory that is not whole."""
+
+    def __init__(self, directory: Path, sample_type: type[Any]) -> None:
+        self.directory, self._type = directory, sample_type
+        self._kinds = kinds_of(sample_type)
+        self._fields = [(each.name, self._kinds[each.name]) for each in fields(sample_type)]
+        self.manifest = read_manifest(directory)
+        self.num_samples = int(self.manifest["num_samples"])
+        self._values = {name: self._mapped(f"{name}.bin", _DTYPES[kind]) for name, kind in self._kinds.items()}
+        self._offsets = {
+            name: self._mapped(f"{name}.offsets", np.int64) for name, kind in self._kinds.items() if kind in RAGGED
+        }
+
+    def _mapped(self, name: str, dtype: type[np.generic]) -> Array:
+        size = (self.directory / name).stat().st_size
+        return np.memmap(self.directory / name, dtype=dtype, mode="r") if size else np.zeros(0, dtype=dtype)
+
+    def sample(self, number: int) -> Any:
+        """One of the samples, made of its columns."""
+        return self._type(**{name: self._cell(name, kind, number) for name, kind in self._fields})
+
+    def _cell(self, name: str, kind: Kind, number: int) -> Any:
+        values = self._values[name]
+        if kind not in RAGGED:
+            return values[number].item()
+        offsets = self._offsets[name]
+        return _decoded(values[offsets[number] : offsets[number + 1]], kind)
+
+    def lengths(self, name: str) -> Array:
+        """[samples] how many values each has in a column."""
+        return np.diff(self._offsets[name])
+
+    def records(self) -> Array:
+        """[samples] the number of each sample's record in the source."""
+        return self._values[f"_{RECORD}"]
+
+    def prompts(self) -> Array:
+        """[samples] a digest of each sample's prompt."""
+        return self._values[f"_{PROMPT}"]
+
+
+def read_manifest(directory: Path) -> dict[str, Any]:
+    """Raises: ValueError where a file is missing or has another size than was written."""
+    try:
+        manifest: dict[str, Any] = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
+        wrong = [name for name, size in manifest["files"].items() if (directory / name).stat().st_size != size]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{directory} is not whole ({error}); remove it, and it is made again") from error
+    if wrong:
+        raise ValueError(
+            f"{directory}: {', '.join(wrong)} changed its size; remove the directory, and it is made again"
+        )
+    return manifest

@@ -17,8 +17,9 @@ TEMPLATE = "chat_template.jinja"
 
 
 def files_of_exports(model: ModelConfig, data: ConversationConfig, learnt: Collection[int]) -> dict[str, bytes]:
-    """The tokenizer that `model.tokenizer` names, a chat template of the configuration's, and a generation_config.json that ends a response where the chat template
-    ends an answer, if that is among the tokens that are `learnt` as ends and the model's files say otherwise."""
+    """The tokenizer that `model.tokenizer` names, a chat template of the configuration's, and a generation_config.json
+    that ends a response where the chat template ends an answer, if that is among the tokens that are `learnt` as ends
+    and the model's files say otherwise."""
     files: dict[str, bytes] = {}
     place, directory = model.tokenizer_place(), model.hf_directory()
     if model.tokenizer is not None:

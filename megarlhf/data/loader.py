@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from array import array
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any
+
+import numpy as np
+
+from megarlhf.config import SourceConfig
+from megarlhf.data.tokenized import Joined
 
 
 class ShuffledBatches:
@@ -29,15 +36,18 @@ class ShuffledBatches:
         self._step, self._position = 0, 0
         """A step, and how many samples the steps before it use."""
         self._next_step = 0
-        self._recent: dict[int, list[int]] = {}
+        self._permutations = Permutations(num_samples, str(seed))
 
     def indices(self, step: int) -> list[int]:
         """The sample indices of the batch of this step (from 0)."""
         assert step >= 0, f"steps count from 0, got {step}"
         start = self._start_of(step)
         self._next_step = step + 1
-        positions = range(start, start + self.batch_size)
-        return [self._order(p // self.num_samples)[p % self.num_samples] for p in positions]
+        return self._at(start, start + self.batch_size)
+
+    def _at(self, start: int, end: int) -> list[int]:
+        """The samples at these positions of the run."""
+        return [self._permutations.at(position) for position in range(start, end)]
 
     def state_dict(self) -> dict[str, Any]:
         """Where the step after the last one that was asked for begins."""
@@ -52,11 +62,95 @@ class ShuffledBatches:
         assert start >= 0, f"step {step} lies before the start of the data"
         return start
 
-    def _order(self, epoch: int) -> list[int]:
-        """The epoch's permutation; the last two are kept, as a batch may need both."""
+
+class Permutations:
+    """One pass over some samples after the other, each in an order of its own."""
+
+    def __init__(self, num_samples: int, seed: str) -> None:
+        self._num_samples, self._seed = num_samples, seed
+        self._recent: dict[int, array[int]] = {}
+
+    def at(self, position: int) -> int:
+        """The sample that is the one of this number, counted over all passes."""
+        return self._order(position // self._num_samples)[position % self._num_samples]
+
+    def _order(self, epoch: int) -> array[int]:
+        """The pass's permutation; the last two are kept, as a batch may need both."""
         if epoch not in self._recent:
-            order = list(range(self.num_samples))
+            order = array("q", range(self._num_samples))
             # A string, not seed + epoch: the second epoch of seed 0 is not the first of seed 1.
-            random.Random(f"{self.seed}/{epoch}").shuffle(order)
+            random.Random(f"{self._seed}/{epoch}").shuffle(order)
             self._recent = {e: o for e, o in self._recent.items() if e == epoch - 1} | {epoch: order}
         return self._recent[epoch]
+
+
+class MixedBatches(ShuffledBatches):
+    """Batches from several sets, of each its share: after any number of samples each set has given its weight of them,
+    to within one or two. A set has passes of its own: once all its samples have been drawn it begins again, in another
+    order, whatever the others do.
+
+    The n-th sample of a set is due at (n + 1/2) / weight, and samples come in the order in which they are due. So the
+    samples of a step follow from seed, weights and position, without those before them.
+    """
+
+    def __init__(
+        self, sizes: Sequence[int], weights: Sequence[float], batch_size: int, seed: int, key: str = "batch_size"
+    ) -> None:
+        super().__init__(sum(sizes), batch_size, seed, key)
+        self._weights = np.array(weights, dtype=np.float64) / sum(weights)
+        self._starts = [0, *accumulate(sizes)][:-1]
+        self._sizes = list(sizes)
+        self._passes = [Permutations(size, f"{seed}/set {number}") for number, size in enumerate(sizes)]
+        for number, (size, weight) in enumerate(zip(sizes, self._weights, strict=True)):
+            if (share := int(np.ceil(weight * batch_size))) > size:
+                raise ValueError(
+                    f"{key} = {batch_size}: set {number + 1} of data.train gives {share} samples of a batch by its "
+                    f"weight, and has {size}: some would be in it twice; lower {key} or its weight, or give more data"
+                )
+
+    def _at(self, start: int, end: int) -> list[int]:
+        sets, numbers = self._due(start, end)
+        return [self._starts[k] + self._passes[k].at(n) for k, n in zip(sets.tolist(), numbers.tolist(), strict=True)]
+
+    def _due(self, start: int, end: int) -> tuple[Any, Any]:
+        """[end - start] set and number within the set of the samples at these positions."""
+        reach = len(self._weights) + 1.0
+        first_K = self._before(max(0.0, start - reach))
+        last_K = self._before(end + reach)
+        sets = np.concatenate([np.full(b - a, k) for k, (a, b) in enumerate(zip(first_K, last_K, strict=True))])
+        numbers = np.concatenate([np.arange(a, b) for a, b in zip(first_K, last_K, strict=True)])
+        order = np.lexsort((sets, (numbers + 0.5) / self._weights[sets]))
+        skipped = start - int(first_K.sum())
+        chosen = order[skipped : skipped + end - start]
+        assert skipped >= 0, "the reach is too short"
+        assert len(chosen) == end - start, "the reach is too short"
+        return sets[chosen], numbers[chosen]
+
+    def _before(self, time: float) -> Any:
+        """[sets] how many samples of each are due before it."""
+        return np.ceil(self._weights * time - 0.5).clip(min=0).astype(np.int64)
+
+    def passes(self, num_steps: int) -> list[tuple[int, float]]:
+        """For each set how many samples so many steps draw, and how often they go through it."""
+        total = num_steps * self.batch_size
+        counts = [round(weight * total) for weight in self._weights]
+        return [(count, count / size) for count, size in zip(counts, self._sizes, strict=True)]
+
+
+def batches_of(samples: Sequence[Any], batch_size: int, seed: int, key: str) -> ShuffledBatches:
+    """The order for these samples: that of several sets with weights, or of all alike. Raises: ValueError for a batch
+    that would hold a sample twice."""
+    if isinstance(samples, Joined) and samples.weights is not None:
+        return MixedBatches([len(part) for part in samples.parts], samples.weights, batch_size, seed, key)
+    return ShuffledBatches(len(samples), batch_size, seed, key)
+
+
+def mixture_in_words(order: ShuffledBatches, num_steps: int, sources: Sequence[SourceConfig]) -> list[str]:
+    """What a run draws of each set; nothing where they have no weights."""
+    if not isinstance(order, MixedBatches):
+        return []
+    total = num_steps * order.batch_size
+    return [
+        f"{source.words}: {count} of the {total} samples of {num_steps} steps, {passes:.2f} passes over it"
+        for source, (count, passes) in zip(sources, order.passes(num_steps), strict=True)
+    ]

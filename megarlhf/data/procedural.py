@@ -118,8 +118,8 @@ def require_disjoint(train: str | Path, validation: str | Path) -> None:
     both = range(max(ours.seeds().start, theirs.seeds().start), min(ours.seeds().stop, theirs.seeds().stop))
     if same and both:
         raise ValueError(
-            f"data.train = {train} and data.validation = {validation} share {len(both)} items: item n is drawn with seed + "
-            f"n. Give validation a seed of {ours.seeds().stop} or more"
+            f"data.train = {train} and data.validation = {validation} share {len(both)} items: item n is drawn with "
+            f"seed + n. Give validation a seed of {ours.seeds().stop} or more"
         )
 
 

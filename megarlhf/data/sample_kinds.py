@@ -57,6 +57,10 @@ class PairSample:
     """By how much the scores should differ, where the reward model is trained with margins."""
 
 
+PAIR_SEQUENCES = (("prompt_tokens", "chosen_tokens"), ("prompt_tokens", "rejected_tokens"))
+"""The fields that the two sequences of a pair consist of."""
+
+
 @dataclass(frozen=True)
 class PromptSample:
     """A prompt to respond to."""

@@ -13,7 +13,9 @@ from datetime import date
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
-from megarlhf.config import ConversationConfig, PromptDataConfig
+import numpy as np
+
+from megarlhf.config import ConversationConfig
 from megarlhf.data.conversations import (
     CONVERSATION_COLUMNS,
     EmptyText,
@@ -31,7 +33,7 @@ from megarlhf.data.sample_kinds import (
     Skipped,
     Unusable,
 )
-from megarlhf.data.sources import Record, files_in_words, load_records, source_words
+from megarlhf.data.sources import Record
 from megarlhf.data.templates import ChatTemplate, Conversation, Template, chat_template, has_template
 from megarlhf.data.tokenizer import Tokenizer, load_tokenizer
 from megarlhf.data.tokenizer_files import tokenizer_digest, writes_the_date
@@ -40,24 +42,6 @@ from megarlhf.data.turns import Answered, Inexact, LossOn, answered
 Records = Sequence[Mapping[str, Any]]
 Sample = TypeVar("Sample")
 Read = TypeVar("Read")
-
-
-def load_splits(
-    data: PromptDataConfig,
-    fields: Sequence[str],
-    build: Callable[[Records, str], tuple[list[Sample], Skipped]],
-) -> tuple[list[Sample], list[Sample], list[str]]:
-    """Training and held-out samples (none without held-out data), and what was skipped in words.
-
-    `build` makes the samples of a source's records, which have `fields`; it is told the source for its messages.
-    """
-    samples: dict[str, list[Sample]] = {"data.validation": []}
-    notes = []
-    for key, (path, split) in data.sources().items():
-        source = source_words(path, split)
-        samples[key], skipped = build(load_records(path, fields=fields, split=split), source)
-        notes.append(f"{source}: {skipped.describe()}{files_in_words(path, split)}")
-    return samples["data.train"], samples["data.validation"], notes
 
 
 def writing_options(data: ConversationConfig) -> dict[str, Any]:
@@ -337,15 +321,17 @@ def require_positions(longest: int, max_positions: int, model: str) -> None:
     """Raises ValueError when a sample has more tokens than the model has positions."""
     if longest > max_positions:
         raise ValueError(
-            f"the longest sample has {longest} tokens, {model} has max_position_embeddings = {max_positions}; lower "
-            "data.max_prompt_tokens or data.max_response_tokens, so that such samples are skipped and counted"
+            f"the longest sample has {longest} tokens, {model} takes {max_positions} (max_position_embeddings, or less "
+            "where a rope type changes beyond); lower data.max_prompt_tokens or data.max_response_tokens, so "
+            "that such samples are skipped and counted"
         )
 
 
-def require_budget(tokens: Sequence[int], budget: int | None, path: str, sample: str) -> None:
+def require_budget(lengths_N: Any, budget: int | None, path: str, sample: str) -> None:
     """Raises ValueError when a sample has more tokens than a packed micro-batch may hold (`None`: it is not packed)."""
-    if budget is not None and max(tokens) > budget:
-        longest = max(range(len(tokens)), key=tokens.__getitem__)
+    tokens = np.asarray(lengths_N)
+    if budget is not None and tokens.max() > budget:
+        longest = int(tokens.argmax())
         raise ValueError(
             f"{path}: usable record {longest} has {tokens[longest]} tokens ({sample}), but "
             f"train.max_tokens_per_micro_batch = {budget}, and no sequence is split; raise it to {tokens[longest]} or "

@@ -273,8 +273,8 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
         return HuggingFaceTokenizer(of_byte_pairs(*pair), str(directory))
     file_names = ", ".join(sorted(entry.name for entry in directory.iterdir())[:8]) or "nothing"
     raise ValueError(
-        f"no tokenizer in {directory}: expected tokenizer.json or tokenizer.model, found {file_names}; copy the tokenizer "
-        "of the model there, or GPT-2's vocab.json and merges.txt"
+        f"no tokenizer in {directory}: expected tokenizer.json or tokenizer.model, found {file_names}; copy the "
+        "tokenizer of the model there, or GPT-2's vocab.json and merges.txt"
     )
 
 

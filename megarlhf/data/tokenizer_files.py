@@ -95,6 +95,6 @@ def damaged(path: Path) -> Iterator[None]:
     except Exception as error:  # what the readers below it raise: JSON, keys, values
         raise ValueError(
             f"{path}, or a file that belongs to it (tokenizer_config.json), cannot be read as a Hugging Face "
-            f"tokenizer: {type(error).__name__}: {str(error).partition(chr(10))[0]}; copy the tokenizer of the model there "
-            "again"
+            f"tokenizer: {type(error).__name__}: {str(error).partition(chr(10))[0]}; copy the tokenizer of the model "
+            "there again"
         ) from error

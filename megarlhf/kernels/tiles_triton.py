@@ -40,9 +40,9 @@ class Block:
         return Block(columns, max(min(self.warps, columns // 256), 1))
 
 
-FORWARD = Block(columns=4096, warps=8)
-BACKWARD = Block(columns=4096, warps=8)
-"""The defaults; `benchmarks.gpu_logprob --sweep` tries others."""
+FORWARD = Block(columns=2048, warps=4)
+BACKWARD = Block(columns=4096, warps=4)
+"""The fastest of those that `benchmarks.gpu_logprob --sweep` tried on an H200: benchmarks/results/gpu_sweep.json."""
 
 
 # debug compiles the assertion in. Launches say sanitize_overflow=False, or it would bring one with each integer sum.

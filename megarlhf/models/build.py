@@ -7,7 +7,6 @@ Weights are not initialised here; `load_weights` fills every parameter by a copy
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -17,7 +16,7 @@ from megatron.core.tensor_parallel import layers
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from megarlhf.architectures.architecture import Architecture, Llama3Rope
+from megarlhf.architectures.architecture import Architecture
 from megarlhf.architectures.megatron_layout import MegatronLayout, ModelRank
 from megarlhf.architectures.placements import Experts, Head, Spec, padded_vocab_size
 from megarlhf.config import KernelsConfig, ParallelConfig, RoleConfig
@@ -26,6 +25,7 @@ from megarlhf.models.experts import use_exchange
 from megarlhf.models.heads import LanguageHead, ScalarHead
 from megarlhf.models.packed_rotary import PackedRotary
 from megarlhf.models.positions import PositionTable
+from megarlhf.models.rotary_frequencies import attention_factor, scaled_frequencies
 from megarlhf.models.settings import transformer_config
 from megarlhf.models.specs import block_spec, fuses_gate, gates_by_silu
 from megarlhf.parallel.chunks import Model, as_model, chunks_of
@@ -243,10 +243,11 @@ def bf16_gradients(spec: Spec) -> str:
 
 
 def _rotary(arch: Architecture, config: TransformerConfig, mesh: Mesh) -> PackedRotary:
-    """What a GPTModel makes for itself, but for packed rows too."""
+    """What a GPTModel makes for itself, but for packed rows too and with every scaling."""
     rotary = PackedRotary(
         dtype=config.params_dtype,
-        kv_channels=arch.head_dim,
+        attention_factor=attention_factor(arch.rope_scaling),
+        kv_channels=arch.rotary_dim,
         rotary_percent=1.0,
         rotary_base=arch.rope_theta,
         use_cpu_initialization=config.use_cpu_initialization,
@@ -254,20 +255,8 @@ def _rotary(arch: Architecture, config: TransformerConfig, mesh: Mesh) -> Packed
     )
     if arch.rope_scaling is not None:
         # Megatron-Core's own scaling takes the factor only and assumes Llama 3.1's other three numbers.
-        rotary.inv_freq = llama3_frequencies(rotary.inv_freq, arch.rope_scaling)
+        rotary.inv_freq = scaled_frequencies(rotary.inv_freq, arch.rope_theta, arch.rope_scaling)
     return rotary
-
-
-def llama3_frequencies(inverse_frequencies_D: Tensor, rope: Llama3Rope) -> Tensor:
-    """Llama 3.1's scaling of rotary frequencies: long wavelengths by the factor, short ones not, blended between.
-
-    Shapes:  [D / 2] -> [D / 2], radians per position
-    Source:  Llama 3.1's released code; Hugging Face's rope type `llama3`
-    """
-    turns_D = rope.original_max_positions * inverse_frequencies_D / (2 * math.pi)
-    blend_D = (turns_D - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-    blend_D = blend_D.clamp(0.0, 1.0)
-    return inverse_frequencies_D * (blend_D + (1.0 - blend_D) / rope.factor)
 
 
 def placements_on(shard: ModelShard, rank: int, *, tp_rank: int | None = None) -> RankPlacements:

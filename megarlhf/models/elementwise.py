@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 
 def rotate(x_TND: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
-    """Rotary positions: turn the pair (x_i, x_{i + D/2}) of every head by the token's i-th angle.
+    """Rotary positions: turn the pair (x_i, x_{i + R/2}) of every head by the token's i-th angle, R being the
+    channels that are turned: all, or the first ones of a head.
 
-    Shapes:  x_TND [T, N, D], cos_T1D and sin_T1D [T, 1, D / 2] in x's dtype -> [T, N, D]
+    Shapes:  x_TND [T, N, D], cos_T1D and sin_T1D [T, 1, R / 2] in x's dtype -> [T, N, D]
     Source:  Su et al. 2021, in the order of pairs of GPT-NeoX, as Hugging Face and Megatron-Core have it
     """
     return _Rotate.apply(x_TND, cos_T1D, sin_T1D)
@@ -38,9 +39,13 @@ class _Rotate(torch.autograd.Function):
 
 def _rotated(x_TND: Tensor, cos_T1D: Tensor, sin_T1D: Tensor, sign: int) -> Tensor:
     found_TND = torch.empty(x_TND.shape, dtype=x_TND.dtype, device=x_TND.device)
-    first, second = x_TND.chunk(2, -1)
+    turned_TND, to_turn_TND, size = found_TND, x_TND, 2 * cos_T1D.size(-1)
+    if size < x_TND.size(-1):
+        found_TND[..., size:] = x_TND[..., size:]
+        turned_TND, to_turn_TND = found_TND[..., :size], x_TND[..., :size]
+    first, second = to_turn_TND.chunk(2, -1)
     for half, itself, other, direction in zip(
-        found_TND.chunk(2, -1), (first, second), (second, first), (-sign, sign), strict=True
+        turned_TND.chunk(2, -1), (first, second), (second, first), (-sign, sign), strict=True
     ):
         torch.mul(itself, cos_T1D, out=half)
         half.addcmul_(other, sin_T1D, value=direction)

@@ -1,6 +1,6 @@
 """Rotary positions of packed rows.
 
-Legend: T tokens of a packed row, D head dimension.
+Legend: T tokens of a packed row, D channels of a head that are turned.
 """
 
 from __future__ import annotations
@@ -23,9 +23,12 @@ class PackedRotary(RotaryEmbedding):
     layer, which turns queries and keys (`models/attention.py`); to Megatron the packed row has no rotary positions.
     """
 
-    def __init__(self, *, dtype: torch.dtype, **named: Any) -> None:
+    def __init__(self, *, dtype: torch.dtype, attention_factor: float = 1.0, **named: Any) -> None:
+        """attention_factor: by which cosines and sines are multiplied. Of padded rows Megatron-Core's attention makes
+        them, and reads it from its configuration (`settings.transformer_config`)."""
         super().__init__(**named)
         self.dtype = dtype
+        self.attention_factor = attention_factor
         self.cp = 1 if self.cp_group is None else self.cp_group.size()
 
     def get_rotary_seq_len(self, *inputs: Any) -> int | PackedRow:
@@ -45,5 +48,8 @@ class PackedRotary(RotaryEmbedding):
         assert self.seq_len_interpolation_factor is None, "packed rows know no interpolated positions"
         frequencies_D = self.inv_freq.to(row.positions_T.device)
         angles_T1D = torch.outer(row.positions_T.to(frequencies_D.dtype), frequencies_D)[:, None]
-        row.rotary_cos_sin = (angles_T1D.cos().to(self.dtype), angles_T1D.sin().to(self.dtype))
+        cos_T1D, sin_T1D = angles_T1D.cos(), angles_T1D.sin()
+        if self.attention_factor != 1.0:
+            cos_T1D, sin_T1D = cos_T1D * self.attention_factor, sin_T1D * self.attention_factor
+        row.rotary_cos_sin = (cos_T1D.to(self.dtype), sin_T1D.to(self.dtype))
         return None

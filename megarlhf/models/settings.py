@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from megarlhf.architectures.architecture import Architecture
 from megarlhf.architectures.placements import Spec
 from megarlhf.config import Dtype, ParallelConfig, RoleConfig
+from megarlhf.models.rotary_frequencies import attention_factor
 from megarlhf.parallel.mesh import Mesh
 
 DTYPES: Mapping[Dtype, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -51,7 +53,7 @@ def transformer_config(
     `models/attention.py`.
     """
     parallel = section.parallel
-    return TransformerConfig(
+    config = TransformerConfig(
         num_layers=arch.num_layers,
         hidden_size=arch.hidden_size,
         num_attention_heads=arch.num_heads,
@@ -96,6 +98,20 @@ def transformer_config(
         **_recomputation(section),
         **(_experts(arch, parallel, spec) | _stages(parallel, mesh)),
     )
+    _scale_rotary(config, attention_factor(arch.rope_scaling))
+    return config
+
+
+def _scale_rotary(config: TransformerConfig, factor: float) -> None:
+    """Have Megatron-Core's attention multiply the cosines and sines of padded rows by this.
+
+    It computes its factor from three numbers that a model type of its own sets on the configuration, as
+    (0.1 a ln s + 1) / (0.1 b ln s + 1). With ln s = 10 and b = 0 that is a + 1.
+    """
+    if factor != 1.0:
+        config.yarn_rotary_scaling_factor = math.exp(10)
+        config.yarn_mscale = factor - 1
+        config.yarn_mscale_all_dim = 0.0
 
 
 def _recomputation(section: RoleConfig) -> dict[str, Any]:

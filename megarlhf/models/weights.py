@@ -61,8 +61,8 @@ def load_weights(shard: ModelShard, model: ModelConfig, *, seed: int, new_head: 
         require_scalar_head(checkpoint)
     fresh = frozenset({score} & mine.tensors.keys()) if random_head else frozenset()
     load_from_files(mine, checkpoint.weights, live, skip=fresh)
-    if random_head:
-        log.info("%s: the scalar head starts at random", model.path)
+    if shard.head == "scalar":
+        log.info("%s: the scalar head %s", model.path, "starts at random" if random_head else "is loaded")
     if fresh:
         fill_random(mine, live, seed=seed, std=std, arch=shard.arch, head=shard.head, only=fresh)
 

@@ -134,5 +134,9 @@ def inputs(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Pat
     for name, value in tree.items():
         if isinstance(value, Mapping):
             yield from inputs(value, f"{prefix}{name}.")
+        elif isinstance(value, tuple):
+            for each in value:
+                if isinstance(each, Mapping):
+                    yield from ((key.removesuffix(".path"), path) for key, path in inputs(each, f"{prefix}{name}."))
         elif isinstance(value, Path) and prefix + name not in ("run.dir", "out"):
             yield prefix + name, value

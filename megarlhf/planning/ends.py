@@ -22,22 +22,22 @@ def end_notes(role: str, section: RoleConfig, data: ConversationConfig, *, gener
         return ", ".join(f"{token} ({names[token]})" if token < len(names) else str(token) for token in tokens)
 
     if turn is not None and turn not in ends:
-        other = (
-            "generated responses end at it too"
-            if generates
-            else "exports say so in generation_config.json, by which generated responses end"
-        )
-        return [
+        other = "generated responses end at it too"
+        if not generates:
+            other = "exports say so in generation_config.json, by which generated responses end"
+        note = (
             f"{role}: the chat template ends an answer with token {shown(turn)}, which is none of {shown(*ends)}, by "
             f"which tokenizer and eos_token_id in {directory} end a response: conversations are learnt with the first, "
             f"and {other}"
-        ]
+        )
+        return [note]
     if further := ends[1:]:
         learnt = "training data ends with the first only"
         if turn is not None:
             learnt = f"conversations are learnt with {shown(turn)}, plain texts with the first"
-        return [
+        note = (
             f"{role}: generated responses end at token {shown(eos)}, the tokenizer's end-of-sequence, and at "
             f"{shown(*further)}, which eos_token_id in {directory} names; {learnt}"
-        ]
+        )
+        return [note]
     return []

@@ -1,4 +1,4 @@
-"""Do the models of a run belong together, and has each the head that its role needs? Headers and small files say."""
+"""Do the models of a run belong together, and has each the head that its role needs? Small files and headers say."""
 
 from __future__ import annotations
 
@@ -6,14 +6,19 @@ import filecmp
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
 from megarlhf.architectures.hf_config import architecture_from_hf, read_config, score_of_config
+from megarlhf.architectures.placements import head_name, identity_placements, logical_tensors
 from megarlhf.config import ModelConfig, RoleConfig
 from megarlhf.data.templates import Template, chat_template
 from megarlhf.data.tokenizer import first_difference, load_tokenizer
 from megarlhf.data.tokenizer_files import has_tokenizer
 from megarlhf.weights.checkpoint.dtype import has_weights
 from megarlhf.weights.checkpoint.formats.megatron.tokenizers import tokenizer_in_words
-from megarlhf.weights.checkpoint.open_checkpoint import open_checkpoint, require_scalar_head
+from megarlhf.weights.checkpoint.open_checkpoint import Checkpoint, open_checkpoint, require_scalar_head
+from megarlhf.weights.transport.storages import load_from_files
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json")
 
@@ -63,7 +68,7 @@ def check_vocabularies(roles: Mapping[str, RoleConfig], retokenized: Collection[
 
 
 def _require_tokenizer(role: str, model: ModelConfig) -> None:
-    """Raises: ValueError where the role that reads the data has none, with what a Megatron checkpoint says of its own."""
+    """Raises: ValueError where the role that reads the data has none, and a Megatron checkpoint says what its is."""
     place = model.tokenizer_place()
     if has_tokenizer(place) or not place.is_dir() or not has_weights(model):
         return
@@ -112,8 +117,8 @@ def _same_tokenizer(first: Path, second: Path) -> bool:
 def check_heads(roles: Mapping[str, RoleConfig], *, trains_reward_model: bool) -> list[str]:
     """A reward model's scores and a critic's values come from a scalar head, a policy's log-probs from a language head.
 
-    Returns: which heads start at random, in sentences. Raises: ValueError for a model of the other kind, as for one
-    that cannot be opened.
+    Returns: which heads start at random and which are loaded, in sentences. Raises: ValueError for a model of the
+    other kind, as for one that cannot be opened, and for scores that would all be the same.
     """
     notes = []
     for role, section in roles.items():
@@ -128,16 +133,7 @@ def check_heads(roles: Mapping[str, RoleConfig], *, trains_reward_model: bool) -
                 notes.append(f"critic: all weights start at random, in the shape of {model.path}")
             continue
         if role in ("critic", "reward_model"):
-            checkpoint = open_checkpoint(model.path, hf=model.hf, head="scalar")
-            if not (model.fresh_head or trains_reward_model):
-                try:
-                    require_scalar_head(checkpoint)
-                except ValueError as error:
-                    raise ValueError(f"{role}: {error}") from None
-                if role == "reward_model":
-                    score_of_config(read_config(model.hf_directory()), model.hf_directory())
-            if model.fresh_head or checkpoint.head != "scalar":
-                notes.append(f"{role}: the scalar head starts at random, the rest is {model.path}")
+            notes.append(f"{role}: {_head_in_words(role, section, trains_reward_model=trains_reward_model)}")
             continue
         if model.fresh_head:
             raise ValueError(f"{role}.model.fresh_head: a language model has no scalar head; leave it out")
@@ -148,3 +144,44 @@ def check_heads(roles: Mapping[str, RoleConfig], *, trains_reward_model: bool) -
                 "that writes responses"
             )
     return notes
+
+
+def _head_in_words(role: str, section: RoleConfig, *, trains_reward_model: bool) -> str:
+    """Where the scalar head of a critic or a reward model comes from. Raises: ValueError as `check_heads` does."""
+    model = section.model
+    checkpoint = open_checkpoint(model.path, hf=model.hf, head="scalar")
+    stored = checkpoint.head == "scalar"
+    if not (model.fresh_head or trains_reward_model):
+        try:
+            require_scalar_head(checkpoint)
+        except ValueError as error:
+            raise ValueError(f"{role}: {error}") from None
+        if role == "reward_model":
+            score_of_config(read_config(model.hf_directory()), model.hf_directory())
+    if model.fresh_head and stored:
+        return (
+            f"the scalar head starts at random, the rest is {model.path}, whose own scalar head is left unread: with "
+            f"{role}.model.fresh_head = false it would be loaded"
+        )
+    if not stored:
+        return f"the scalar head starts at random, the rest is {model.path}"
+    head_H = _stored_head(checkpoint)
+    if not bool(head_H.isfinite().all()):
+        raise ValueError(f"{role}: the scalar head of {model.path} holds NaN or infinite numbers; give another model")
+    if not bool(head_H.any()):
+        if role == "reward_model" and not trains_reward_model:
+            raise ValueError(
+                f"reward_model: the scalar head of {model.path} is zero, and every response would score the same; give "
+                "a reward model that `megarlhf rm` has trained"
+            )
+        return f"the scalar head is loaded from {model.path}, where it is zero"
+    return f"the scalar head is loaded from {model.path}"
+
+
+def _stored_head(checkpoint: Checkpoint) -> Tensor:
+    """The weight of the scalar head: a few thousand numbers, the only ones that are read before a run."""
+    name = head_name(checkpoint.arch, "scalar")
+    only = identity_placements({name: logical_tensors(checkpoint.arch, "scalar")[name]})
+    head = {name: torch.empty(only.storages[name])}
+    load_from_files(only, checkpoint.weights, head)
+    return head[name]

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from megarlhf.architectures.architecture import Architecture
 from megarlhf.architectures.placements import vllm_placements
 from megarlhf.config import DPOConfig, GenerateConfig, RLConfig, RMConfig, RoleConfig, SFTConfig, dump_config, roles_of
-from megarlhf.data.procedural import is_procedural, require_disjoint
-from megarlhf.data.sources import require_source, source_files
 from megarlhf.layout import MeshLayout
 from megarlhf.memory import available_bytes
 from megarlhf.observe.progress import make_console, table
@@ -24,6 +21,7 @@ from megarlhf.planning.batch import (
     schedule_notes,
     supervised_batch_numbers,
 )
+from megarlhf.planning.data import check_data, same_data
 from megarlhf.planning.ends import end_notes
 from megarlhf.planning.legality import check_role
 from megarlhf.planning.models import check_heads, check_retokenized, check_vocabularies
@@ -99,7 +97,7 @@ def preflight(
         size = f"{arch.num_layers} layers of {arch.hidden_size}"
         model = f"{section.model.path} ({arch.model_type}, {size}, {dtype.name} {dtype.why})"
         described.append((name, model, f"{section.parallel.in_words(layout)} = {in_words(layout, world_size)}"))
-    notes += _check_files(cfg)
+    notes += check_data(cfg)
     if isinstance(cfg, RLConfig):
         notes += check_anchor(cfg) + rarely_meant(cfg)
     if isinstance(cfg, RLConfig | GenerateConfig):
@@ -112,7 +110,7 @@ def preflight(
                     f"reward {reward.label!r}: {reward.path} has no config.json; working directory: {Path.cwd()}"
                 )
         accuracy = accuracy_of(cfg.eval.accuracy, cfg.rewards)
-        if accuracy.note and (command == "eval" or (isinstance(cfg, RLConfig) and cfg.data.validation is not None)):
+        if accuracy.note and (command == "eval" or (isinstance(cfg, RLConfig) and cfg.data.has_validation)):
             notes.append(accuracy.note)
     if command == "eval" and isinstance(cfg, GenerateConfig) and not (cfg.rewards or cfg.eval.accuracy):
         raise ValueError("rewards is empty: eval scores by rules; name one, such as [{kind: rule, rule: exact_match}]")
@@ -193,61 +191,12 @@ def _check_outputs(command: str, cfg: AnyConfig) -> list[str]:
     if isinstance(cfg, GenerateConfig) and command == "eval" and cfg.select != "all":
         raise ValueError(f"select = {cfg.select}: eval writes no responses; leave it out, or use megarlhf generate")
     notes = []
-    if _same_data(cfg):
+    if same_data(cfg.data):
         notes.append("data.validation is data.train: what is called held-out figures are those of the training data")
     usable = require_usable(cfg, cfg.run, command)
     if usable.removed:
         notes.append(f"run.dir = {cfg.run.dir}: the earlier run's {len(usable.removed)} files and folders are removed")
     return notes + usable.notes
-
-
-def _check_files(cfg: AnyConfig) -> list[str]:
-    """Data must be there, unless its name may be one of the Hugging Face hub; of several splits one must be named.
-    Returns what is taken for such a name, in sentences."""
-    notes = []
-    sources = cfg.data.sources()
-    if isinstance(cfg, RLConfig) and cfg.ptx is not None:
-        sources["ptx.data"] = (cfg.ptx.data, cfg.ptx.data_split)
-    for key, (path, split) in sources.items():
-        try:
-            require_source(path, split)
-        except ValueError as error:
-            raise ValueError(f"{key}: {error}; working directory: {Path.cwd()}") from None
-        if not (path.exists() or is_procedural(path)):
-            notes.append(f"{key} = {path}: no such file here, so it is taken for a name on the Hugging Face hub")
-            for variable in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
-                if os.environ.get(variable, "").upper() in ("1", "ON", "YES", "TRUE"):
-                    raise ValueError(
-                        f"{key} = {path} does not exist (working directory: {Path.cwd()}), and {variable} = "
-                        f"{os.environ[variable]} forbids to look for it on the Hugging Face hub; correct the path"
-                    )
-    return notes
-
-
-def _same_data(cfg: AnyConfig) -> bool:
-    """Whether held-out and training data are the same, on purpose it seems.
-
-    Raises: ValueError where they share some files only, which nobody means.
-    """
-    data = cfg.data
-    if data.validation is None:
-        return False
-    require_disjoint(data.train, data.validation)
-    train, validation = source_files(data.train, data.train_split), source_files(data.validation, data.validation_split)
-    if not (train and validation):  # hub names and what is generated: compared as they are spelt
-        return (data.train, data.train_split) == (data.validation, data.validation_split)
-    if train == validation:
-        return True
-    shared = {a for a in train for b in validation if a.is_relative_to(b)}
-    shared |= {b for a in train for b in validation if b.is_relative_to(a)}
-    if shared:
-        shown = ", ".join(sorted(map(str, shared))[:5])
-        raise ValueError(
-            f"data.train = {data.train} (split {data.train_split or 'not named'}) and data.validation = {data.validation} "
-            f"(split {data.validation_split or 'not named'}) both read {shown}: held-out data would be trained on. Name "
-            "other files, or a split of each (data.train_split, data.validation_split)"
-        )
-    return False
 
 
 def _check_engine(
@@ -285,9 +234,9 @@ def _check_engine(
 def _check_positions(cfg: RLConfig | GenerateConfig, role: str, section: RoleConfig, arch: Architecture) -> None:
     """Every role reads prompt and response; the longest that may come must fit its positions."""
     prompt, response = cfg.data.max_prompt_tokens, cfg.rollout.max_response_tokens
-    if prompt + response > arch.max_positions:
+    if prompt + response > arch.longest_sequence:
         raise ValueError(
             f"{role}: data.max_prompt_tokens + rollout.max_response_tokens = {prompt} + {response} = "
-            f"{prompt + response} tokens, but {section.model.path} has max_position_embeddings = "
-            f"{arch.max_positions}; lower either limit by {prompt + response - arch.max_positions} tokens or more"
+            f"{prompt + response} tokens, but {section.model.path} has {arch.limit_of_sequences}; lower either limit "
+            f"by {prompt + response - arch.longest_sequence} tokens or more"
         )

@@ -99,7 +99,7 @@ def _of_roles(cfg: AnyConfig, world_size: int | None) -> list[_Row]:
 
 def _of_training(cfg: SFTConfig | RMConfig | DPOConfig | RLConfig) -> list[_Row]:
     return [
-        ("eval.every eval.max_samples", cfg.data.validation is None, "there is no data.validation to evaluate on"),
+        ("eval.every eval.max_samples", not cfg.data.has_validation, "there is no data.validation to evaluate on"),
         (
             "checkpoint.export_keep",
             cfg.checkpoint.export_every == 0,
@@ -123,7 +123,7 @@ def _of_rl(cfg: RLConfig) -> list[_Row]:
     of_clip = algo.policy_loss != "clip"
     correction, level = algo.rollout_correction.kind, algo.rollout_correction.level
     return [
-        ("eval.accuracy", cfg.data.validation is None, "there is no data.validation to evaluate on"),
+        ("eval.accuracy", not cfg.data.has_validation, "there is no data.validation to evaluate on"),
         ("samples.every", cfg.samples.count == 0, "samples.count = 0 writes no tables"),
         ("algo.gamma", advantage not in DISCOUNTED, reads_none),
         ("algo.lam algo.critic_lam", advantage != "gae", reads_none),

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from megarlhf.architectures.hf_config import read_config
-from megarlhf.config import DPOConfig, RLConfig, RMConfig, RoleConfig, SFTConfig
-from megarlhf.data.procedural import is_procedural
+from megarlhf.config import DPOConfig, RLConfig, RMConfig, RoleConfig, SFTConfig, words_of
+from megarlhf.data.sources import is_there
 from megarlhf.planning.policies import head_of
 from megarlhf.rehearsal.lengths import Constant, Lengths, LogNormal
 from megarlhf.weights.checkpoint.dtype import resolve_dtype
@@ -80,7 +80,7 @@ def stand_in(
     paths: dict[str, str] = {}
     # Only of `rl` are responses no data.
     given = prompt_lengths is not None or (response_lengths is not None and not isinstance(cfg, RLConfig))
-    there = Path(cfg.data.train).exists() or is_procedural(cfg.data.train)
+    there = is_there(cfg.data.train)
     has_data = there and not given
     for role in ("actor", "reference", "critic", "reward_model"):
         if tree.get(role) is not None:
@@ -93,10 +93,10 @@ def stand_in(
     if isinstance(cfg, RLConfig):
         tree["samples"] = {"every": 0}
         notes += _rewards(cfg, tree)
-        if cfg.ptx is not None and (paths or not Path(cfg.ptx.data).exists()):
+        if cfg.ptx is not None and (paths or not is_there(cfg.ptx.data)):
             tree["ptx"] = None
-            why = "cannot be read with the stand-in tokenizer" if Path(cfg.ptx.data).exists() else "is not there"
-            notes.append(f"ptx.data = {cfg.ptx.data} {why}: the pretraining mix is left out.")
+            why = "cannot be read with the stand-in tokenizer" if is_there(cfg.ptx.data) else "is not there"
+            notes.append(f"ptx.data = {words_of(cfg.ptx.data)} {why}: the pretraining mix is left out.")
     originals = {ours: theirs for theirs, ours in paths.items()}
     return StandIns(cfg=type(cfg).model_validate(tree), notes=tuple(dict.fromkeys(notes)), originals=originals)
 
@@ -182,13 +182,15 @@ def _data(
                     # One token of the response is its end.
                     record[name] = _text(min(responses.draw(3 * n + k), most) - 1, n + k)
             out.write(json.dumps(record) + "\n")
-    data |= {"train": str(file), "train_split": None, "validation": None, "validation_split": None, "template": "plain"}
+    data |= {"train": str(file), "template": "plain"}
+    data |= dict.fromkeys(("validation", "test", "validation_share", "phases", "workers"))
+    data |= {"split_seed": 0, "cache": "none"}
     why = why or "cannot be read with the stand-in tokenizer"
-    notes = [f"data.train = {cfg.data.train} {why}: {per_step * steps} records stand in; {'; '.join(words)}."]
-    if cfg.data.validation is not None:
-        notes.append(
-            f"data.validation = {cfg.data.validation} is left out: memory and time of evaluations are not in here."
-        )
+    notes = [f"data.train = {words_of(cfg.data.train)} {why}: {per_step * steps} records stand in; {'; '.join(words)}."]
+    if cfg.data.has_validation:
+        held_out = cfg.data.validation
+        what = f"data.validation = {words_of(held_out)}" if held_out else "data.validation_share"
+        notes.append(f"{what} is left out: memory and time of evaluations are not in here.")
     return notes
 
 

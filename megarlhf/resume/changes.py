@@ -37,6 +37,8 @@ _NEUTRAL = {
     "which rank updates which part of a model": "ROLE.optim.distributed",
     "what is kept in memory, and what is computed again": "ROLE.recompute ROLE.recompute_layers ROLE.offload.*",
     "which engine draws which samples": "rollout.balance",
+    "where tokenized data is kept, and by how many processes it is made": "data.cache data.workers",
+    "records for figures only": "data.test",
     "memory": "rollout.sleep_level rollout.gpu_memory_utilization rollout.cpu_cache_gib rollout.reshard_bucket_mib",
     "how a reward is called, not what it says": "rewards.calls.*",
     "which of the rewards is called an accuracy": "eval.accuracy",
@@ -54,7 +56,8 @@ _MATHEMATICS = {
     "the optimizer": "ROLE.optim.* train.skip_grad_norm_above train.skip_grad_norm_factor",
     "the data": (
         "data.template data.chat_template data.template_args data.inexact data.loss_on "
-        "data.max_prompt_tokens data.max_response_tokens "
+        "data.max_prompt_tokens data.max_response_tokens data.over_long data.validation_share "
+        "data.phases data.split_seed "
         "train.mini_batch_samples train.prompts_per_step train.shuffle"
     ),
     "the loss": (
@@ -70,10 +73,9 @@ _MATHEMATICS = {
     ),
     "when the run ends": "train.stop.*",
 }
-_PLACES = (
-    "ROLE.model.path ROLE.model.hf ROLE.model.tokenizer data.train data.train_split data.validation "
-    "data.validation_split ptx.data ptx.data_split"
-)
+_PLACES = "ROLE.model.path ROLE.model.hf ROLE.model.tokenizer data.train data.validation ptx.data"
+SOURCES = ("data.train", "data.validation", "data.test", "ptx.data")
+"""Sets of records, each of which is one value, in whatever form it is written."""
 _HORIZON = "train.num_steps"
 """Neutral where nothing is computed from it but the end of the run: see `_horizon_counts`."""
 
@@ -191,7 +193,7 @@ def _flat(cfg: TrainingConfig) -> dict[str, Any]:
 
     def walk(node: Mapping[str, Any], prefix: str) -> None:
         for name, value in node.items():
-            if isinstance(value, Mapping):
+            if isinstance(value, Mapping) and prefix + name not in SOURCES:
                 walk(value, f"{prefix}{name}.")
             else:
                 values[prefix + name] = value

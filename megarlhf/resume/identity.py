@@ -11,6 +11,7 @@ from typing import Any
 
 from megarlhf.architectures.placements import logical_tensors
 from megarlhf.collective_errors import from_rank
+from megarlhf.data.tokenized import Samples
 from megarlhf.data.tokenizer import Tokenizer
 from megarlhf.models.build import ModelShard
 from megarlhf.models.role import Role
@@ -21,7 +22,10 @@ from megarlhf.weights.checks.digest import replica_digests, summed, whole_digest
 
 
 def digest_of_samples(samples: Sequence[Any]) -> str:
-    """SHA-256 of samples (dataclasses of token ids, texts, numbers and mappings) in their order."""
+    """SHA-256 of samples (dataclasses of token ids, texts, numbers and mappings) in their order. Of samples on disk it
+    was made when they were written."""
+    if isinstance(samples, Samples):
+        return samples.digest()
     digest = hashlib.sha256()
     for sample in samples:
         for field in fields(sample):

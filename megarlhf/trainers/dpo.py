@@ -13,13 +13,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megarlhf.algo import preference
 from megarlhf.config import DPOConfig
-from megarlhf.data.samples import PairEncoder, PairSample, require_budget, require_positions
+from megarlhf.data.sample_kinds import PAIR_SEQUENCES, PairSample
+from megarlhf.data.samples import require_budget, require_positions
+from megarlhf.data.tokenized import lengths_of
 from megarlhf.models.role import Role, build_role
 from megarlhf.models.weights import CHECKPOINTS, WeightSource
 from megarlhf.parallel.batching import MicroBatchLayout, TokenSpans, micro_batch_mask, repeat_on_micro_batch
@@ -51,15 +54,13 @@ class PreferenceOptimisation(Objective[PairSample]):
     """The actor learns to prefer the chosen response."""
 
     command, role_name, head = "dpo", "actor", "lm"
+    sample_type, sequence_fields = PairSample, PAIR_SEQUENCES
     sample_words = "prompt and response, chosen and rejected together: a pair stays in one micro-batch"
 
     def __init__(self, cfg: DPOConfig) -> None:
         super().__init__(cfg, cfg.actor)
         self.dpo = cfg
         self._reference: Role | None = None
-
-    def encoder(self) -> PairEncoder:
-        return PairEncoder(**self.encoder_options())
 
     def sequences(self, sample: PairSample) -> list[list[int]]:
         """Both with the prompt, the chosen one first."""
@@ -90,12 +91,13 @@ class PreferenceOptimisation(Objective[PairSample]):
                 f"{source} has one usable pair, and loss = 'kto' measures its reference point on each prompt with the "
                 "responses of another pair; give more pairs, or another loss"
             )
-        prompt = max(len(each.prompt_tokens) for each in samples)
-        responses = [[len(each.chosen_tokens), len(each.rejected_tokens)] for each in samples]
+        prompt = int(lengths_of(samples, "prompt_tokens").max())
+        responses_2N = [lengths_of(samples, name) for name in ("chosen_tokens", "rejected_tokens")]
         words = "the longest prompt twice, with the responses of another pair, as loss = 'kto' reads them"
-        require_positions(prompt + max(map(max, responses)), max_positions, f"loss = 'kto': {self.section.model.path}")
-        tokens = [2 * prompt + sum(each) for each in responses]
-        require_budget(tokens, self.cfg.train.max_tokens_per_micro_batch, source, words)
+        require_positions(
+            prompt + int(max(map(np.max, responses_2N))), max_positions, f"loss = 'kto': {self.section.model.path}"
+        )
+        require_budget(2 * prompt + sum(responses_2N), self.cfg.train.max_tokens_per_micro_batch, source, words)
 
     @property
     def scores(self) -> bool:

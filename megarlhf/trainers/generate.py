@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megarlhf.algo.reward_scaling import weighted_total
-from megarlhf.config import GenerateConfig, RewardConfig
+from megarlhf.config import GenerateConfig, RewardConfig, words_of
 from megarlhf.data.samples import PromptSample
 from megarlhf.errors import RewardError, WatchdogTimeout
 from megarlhf.experience import Rollouts
@@ -46,7 +46,7 @@ def run(cfg: GenerateConfig, runtime: Runtime) -> None:
     with contextlib.ExitStack() as stack:
         phases = stack.enter_context(watched_phases(cfg.watchdog, cfg.run.dir, runtime))
         with phases("build"):
-            data = load_prompts(cfg.data, cfg.actor.model.tokenizer_place(), _scored_by(cfg))
+            data = load_prompts(cfg.data, cfg.actor.model.tokenizer_place(), _scored_by(cfg), run_dir=cfg.run.dir)
             engine = _engine(cfg, runtime)
         session = stack.enter_context(open_session(cfg, cfg.run, runtime, "generate", 1, data.notes, phases=phases))
         prompts, responses, rollouts, scores = _respond(cfg, runtime, engine, data, phases)
@@ -65,14 +65,14 @@ def evaluate(cfg: GenerateConfig, runtime: Runtime) -> None:
     with contextlib.ExitStack() as stack:
         phases = stack.enter_context(watched_phases(cfg.watchdog, cfg.run.dir, runtime))
         with phases("build"):
-            data = load_prompts(cfg.data, cfg.actor.model.tokenizer_place(), _scored_by(cfg))
+            data = load_prompts(cfg.data, cfg.actor.model.tokenizer_place(), _scored_by(cfg), run_dir=cfg.run.dir)
             engine = _engine(cfg, runtime)
         session = stack.enter_context(open_session(cfg, cfg.run, runtime, "eval", 1, data.notes, phases=phases))
         prompts, _, rollouts, scores = _respond(cfg, runtime, engine, data, phases)
         summary = _summary(cfg, rollouts, scores)
         counts = {"num_prompts": len(prompts) // cfg.rollout.num_samples_per_prompt, "num_samples": len(prompts)}
         session.log(1, {**summary, **counts})
-        session.note(f"{cfg.actor.model.path}: means over {len(prompts)} responses to {cfg.data.train}")
+        session.note(f"{cfg.actor.model.path}: means over {len(prompts)} responses to {words_of(cfg.data.train)}")
         session.note(table("eval", list(summary.items()), ("metric", "value")))
         session.note(f"wrote them to {cfg.run.dir / METRICS_FILE}")
         if runtime.is_main:

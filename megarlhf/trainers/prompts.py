@@ -6,26 +6,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from megarlhf.config import ConversationConfig, PromptDataConfig, RewardConfig, RoleConfig, RolloutConfig
+from megarlhf.config import ConversationConfig, PromptDataConfig, RewardConfig, RoleConfig, RolloutConfig, words_of
 from megarlhf.data.ends import turn_end_of
-from megarlhf.data.samples import (
-    PromptEncoder,
-    PromptSample,
-    Records,
-    Skipped,
-    encode_records,
-    load_splits,
-    writing_options,
-)
+from megarlhf.data.load import SetLoader
+from megarlhf.data.sample_kinds import PromptSample
+from megarlhf.data.tokenized import Samples, positions_of_shared
 from megarlhf.data.tokenizer import Tokenizer, load_tokenizer
 from megarlhf.layout import engine_order
 from megarlhf.model_directory import end_tokens
 from megarlhf.models.role import Role
 from megarlhf.models.settings import DTYPES
+from megarlhf.planning.encoders import prompt_encoder
 from megarlhf.rollout.engine import RolloutEngine, Sampling, StopStrings
 from megarlhf.rollout.rewards.accuracy import accuracy_of
 from megarlhf.rollout.rewards.batch import short
@@ -37,38 +31,11 @@ from megarlhf.runtime import Runtime
 class PromptData:
     """Training and held-out prompts, on every rank."""
 
-    train: list[PromptSample]
-    validation: list[PromptSample]
+    train: Samples[PromptSample]
+    validation: Sequence[PromptSample]
     tokenizer: Tokenizer
     notes: list[str]
     """What was skipped, in words."""
-
-
-@dataclass(frozen=True)
-class RuleFields:
-    """The check of what rules need of a record."""
-
-    rules: tuple[str, ...]
-
-    def __call__(self, fields: Mapping[str, Any]) -> None:
-        """Raises: ValueError for what is missing."""
-        for rule in self.rules:
-            field_check(rule)(fields)
-
-    def key(self) -> list[str]:
-        """The rules."""
-        return list(self.rules)
-
-
-def prompt_encoder(data: PromptDataConfig, tokenizer: Path, rewards: Sequence[RewardConfig] = ()) -> PromptEncoder:
-    """How records become the prompts of this configuration."""
-    rules = tuple(reward.rule for reward in rewards if reward.rule is not None)
-    return PromptEncoder(
-        tokenizer=tokenizer,
-        max_prompt_tokens=data.max_prompt_tokens,
-        **writing_options(data),
-        check_fields=RuleFields(rules),
-    )
 
 
 def load_prompts(
@@ -77,34 +44,33 @@ def load_prompts(
     rewards: Sequence[RewardConfig] = (),
     max_validation: int | None = None,
     accuracy: str | None = None,
+    run_dir: Path | None = None,
 ) -> PromptData:
     """Read and tokenize the prompts. Raises: ValueError for a record without what the rules of `rewards` need, and for
-    a held-out one without what `eval.accuracy` needs."""
-    encoder = prompt_encoder(data, tokenizer_place, rewards)
-    tokenizer, encode = load_tokenizer(encoder.tokenizer), encoder.open()
-
-    def build(records: Records, source: str) -> tuple[list[PromptSample], Skipped]:
-        return encode_records(records, encode)
-
-    train, validation, notes = load_splits(data, (), build)
+    a held-out one without what `eval.accuracy` needs. `run_dir`: where `data.cache: none` keeps them."""
+    loader = SetLoader(data, prompt_encoder(data, tokenizer_place, rewards), PromptSample, run_dir=run_dir)
+    tokenizer = load_tokenizer(tokenizer_place)
+    train, validation, notes = loader.train_and_validation("rl")
     validation = validation[:max_validation]
-    require_fields_of_accuracy(accuracy, rewards, validation, data.validation)
-    if len(set(data.sources().values())) > 1:
+    require_fields_of_accuracy(accuracy, rewards, validation, words_of(data.validation or data.train))
+    if data.validation != data.train:
         notes += _shared_prompts(train, validation)
     return PromptData(train, validation, tokenizer, notes)
 
 
-def _shared_prompts(train: Sequence[PromptSample], validation: Sequence[PromptSample]) -> list[str]:
-    trained_on = {prompt.text for prompt in train}
-    shared = [prompt for prompt in validation if prompt.text in trained_on]
-    if not shared:
+def _shared_prompts(train: Samples[PromptSample], validation: Sequence[PromptSample]) -> list[str]:
+    if not isinstance(validation, Samples):
         return []
-    first = f"the first as record {shared[0].index + 1}: {short(shared[0].text)}"
+    shared = positions_of_shared(validation, train)
+    if not len(shared):
+        return []
+    prompt = validation[int(shared[0])]
+    first = f"the first as record {prompt.index + 1}: {short(prompt.text)}"
     return [f"{len(shared)} of {len(validation)} held-out prompts stand in the training data too, {first}"]
 
 
 def require_fields_of_accuracy(
-    accuracy: str | None, rewards: Sequence[RewardConfig], validation: Sequence[PromptSample], source: Path | None
+    accuracy: str | None, rewards: Sequence[RewardConfig], validation: Sequence[PromptSample], source: str
 ) -> None:
     """Raises: ValueError for a held-out record that the rule named by `eval.accuracy` cannot judge."""
     judge = accuracy_of(accuracy, rewards).judge

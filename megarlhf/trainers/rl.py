@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from functools import partial
 
 from megarlhf.config import RLConfig
-from megarlhf.data.loader import ShuffledBatches
+from megarlhf.data.loader import ShuffledBatches, batches_of, mixture_in_words
+from megarlhf.data.tokenized import by_record
 from megarlhf.observe.phases import seconds_of
 from megarlhf.planning.anchor import anchor_notes
 from megarlhf.resume.claim import NO_STEPS_LEFT
@@ -40,13 +41,19 @@ def run(cfg: RLConfig, runtime: Runtime, parts: Parts = Parts()) -> None:  # noq
     ):
         with phases("build"):
             data = load_prompts(
-                cfg.data, cfg.actor.model.tokenizer_place(), cfg.rewards, cfg.eval.max_samples, cfg.eval.accuracy
+                cfg.data,
+                cfg.actor.model.tokenizer_place(),
+                cfg.rewards,
+                cfg.eval.max_samples,
+                cfg.eval.accuracy,
+                cfg.run.dir,
             )
-            order = ShuffledBatches(len(data.train), cfg.train.prompts_per_step, cfg.run.seed, "train.prompts_per_step")
+            order = batches_of(data.train, cfg.train.prompts_per_step, cfg.run.seed, "train.prompts_per_step")
             components = build(cfg, runtime, data.tokenizer, phases, parts)
             loop = Loop(cfg, components, data, order)
             training = training_of(cfg, components, data, loop.states, loop.bank, stop_request, parts)
-            notes = [*data.notes, *anchor_notes(cfg, training.reference)]
+            mixture = mixture_in_words(order, cfg.train.num_steps, cfg.data.train)
+            notes = [*data.notes, *mixture, *anchor_notes(cfg, training.reference)]
         with (
             contextlib.closing(components.rewarder),
             contextlib.closing(loop.evaluate),
@@ -66,7 +73,7 @@ class Loop:
         dtypes = components.actor.shard.dtype, engine_dtype(cfg.rollout, components.actor)
         self.gap = LogprobGapWatch(cfg.rollout.logprob_gap, min(dtypes, key=lambda dtype: dtype.itemsize))
         self.bank = Bank(cfg.run.dir / "bank")
-        self.by_record = {prompt.index: prompt for prompt in data.train}
+        self.of_record = by_record(data.train)
         self.states: dict[str, Stateful] = {"stop": self.stop, "logprob_gap": self.gap, "order": order}
 
     def run(self, session: Session) -> None:
@@ -127,7 +134,7 @@ class Loop:
         """A table of samples of the step that is done. Collective."""
         kl_N = kl_by_sample(work.experience, self.cfg.algo.kl)
         if session.records is not None:  # rank 0
-            prompts = [self.by_record[record] for record in work.experience.per_sample["records"].tolist()]
+            prompts = [self.of_record(record) for record in work.experience.per_sample["records"].tolist()]
             rows = training_rows(self.cfg, step, work.experience, prompts, self.data.tokenizer, kl_N)
             session.show("train", step, rows)
 

@@ -154,7 +154,7 @@ def build(cfg: RLConfig, runtime: Runtime, tokenizer: Tokenizer, phases: Phases,
         phases,
         bad_steps,
         kl=KLController(cfg.algo.kl),
-        ptx=pretraining_mix(cfg, tokenizer),
+        ptx=pretraining_mix(cfg),
         ema=ema,
         moving_reference=moving,
     )

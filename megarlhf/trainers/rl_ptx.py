@@ -7,16 +7,17 @@ either texts or samples, so that those of the samples are the ones that the log-
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megarlhf.config import RLConfig
-from megarlhf.data.loader import ShuffledBatches
-from megarlhf.data.sources import load_records
-from megarlhf.data.tokenizer import Tokenizer
+from megarlhf.data.load import SetLoader
+from megarlhf.data.loader import batches_of
+from megarlhf.data.sample_kinds import Encoder
+from megarlhf.data.texts import Text, TextEncoder
 from megarlhf.experience import Ragged
 from megarlhf.models.role import Role
 from megarlhf.parallel.batching import TokenSpans, repeat_on_micro_batch, scatter_to_micro_batch
@@ -27,19 +28,12 @@ WEIGHTS = "ptx_weights"
 """Column: the weight of each text token in the loss, at the position that predicts it; 0 elsewhere."""
 
 
-@dataclass(frozen=True)
-class Text:
-    """A text, or a piece of one."""
-
-    tokens: list[int]
-
-
 class PretrainingMix:
     """Texts, and the order in which updates take them."""
 
     def __init__(self, texts: Sequence[Text], batch_size: int, seed: int) -> None:
         self.texts = texts
-        self._order = ShuffledBatches(len(texts), batch_size, seed, "ptx.mini_batch_samples")
+        self._order = batches_of(texts, batch_size, seed, "ptx.mini_batch_samples")
 
     def state_dict(self) -> dict[str, Any]:
         return self._order.state_dict()
@@ -78,23 +72,10 @@ def _with(batch: MicroBatch, name: str, column_BS: Tensor) -> MicroBatch:
     return replace(batch, columns={**batch.columns, name: column_BS.to(batch.tokens_BS.device)})
 
 
-def pretraining_mix(cfg: RLConfig, tokenizer: Tokenizer) -> PretrainingMix | None:
+def pretraining_mix(cfg: RLConfig) -> PretrainingMix | None:
     """As it is configured; None where it is not. Raises: ValueError for data without a text of two tokens."""
     if cfg.ptx is None:
         return None
-    records = load_records(cfg.ptx.data, fields=("text",), split=cfg.ptx.data_split)
-    size = cfg.ptx.mini_batch_samples or cfg.train.mini_batch_samples
-    texts = [Text(part) for record in records for part in pieces(record["text"], tokenizer, cfg.ptx_max_tokens)]
-    if not texts:
-        raise ValueError(f"ptx.data = {cfg.ptx.data} has no text of two tokens or more; give other data")
-    return PretrainingMix(texts, size, cfg.run.seed)
-
-
-def pieces(text: str, tokenizer: Tokenizer, longest: int) -> list[list[int]]:
-    """A text as tokens, its end included, cut into pieces that begin as a text does: with bos, where the model has it.
-    A piece from which nothing could be learnt is left out."""
-    tokens = [*tokenizer.encode(text), tokenizer.eos_id]
-    lead = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
-    room = longest - len(lead)
-    cut = [[*lead, *tokens[start : start + room]] for start in range(0, len(tokens), room)]
-    return [piece for piece in cut if len(piece) > 1 and text.strip()]
+    encoder: Encoder[Any] = TextEncoder(tokenizer=cfg.actor.model.hf_directory(), longest=cfg.ptx_max_tokens)
+    texts, _ = SetLoader(cfg.data, encoder, Text, ("text",), cfg.run.dir).whole(cfg.ptx.data)
+    return PretrainingMix(texts, cfg.ptx.mini_batch_samples or cfg.train.mini_batch_samples, cfg.run.seed)

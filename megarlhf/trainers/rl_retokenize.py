@@ -21,7 +21,7 @@ from megarlhf.rollout.rewards.batch import RewardBatch, short
 def retokenizer_of(reward_model: Role, reward: RewardConfig, micro: MicroBatchConfig) -> Retokenizer:
     """With the reward model's tokenizer. A text is as long at most as the model can read, as a packed micro-batch can
     hold, and as `max_tokens` says."""
-    limits = (reward_model.shard.arch.max_positions, micro.max_tokens_per_micro_batch, reward.max_tokens)
+    limits = (reward_model.shard.arch.longest_sequence, micro.max_tokens_per_micro_batch, reward.max_tokens)
     return Retokenizer(
         tokenizer=load_tokenizer(reward_model.section.model.tokenizer_place()),
         max_tokens=min(limit for limit in limits if limit is not None),

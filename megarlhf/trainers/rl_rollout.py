@@ -7,11 +7,13 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from megarlhf.config import RLConfig
 from megarlhf.data.samples import PromptSample
+from megarlhf.data.tokenized import records_of
 from megarlhf.experience import Experience, Rollouts
 from megarlhf.resume.changes import mathematics_of
 from megarlhf.rollout.bank import Bank
@@ -84,10 +86,11 @@ class Drawing:
     def other_prompts(self, count: int, used: Sequence[PromptSample], refill: int) -> list[PromptSample]:
         """Up to so many prompts that are not among those used, in an order that follows from seed, step and round: it
         leaves the order of the steps' own prompts alone, in which each of these still comes once an epoch."""
-        taken = {prompt.index for prompt in used}
-        others = [prompt for prompt in self.data if prompt.index not in taken]
+        taken = np.isin(records_of(self.data), [prompt.index for prompt in used])
+        others = np.flatnonzero(~taken)
         seed = sample_seed(self.cfg.run.seed, self.step, -1, refill)
-        return random.Random(seed).sample(others, min(count, len(others)))
+        chosen = random.Random(seed).sample(range(len(others)), min(count, len(others)))
+        return [self.data[int(others[n])] for n in chosen]
 
 
 def _requests(cfg: RLConfig, prompts: Sequence[PromptSample], step: int, refill: int) -> tuple[list[Tensor], list[int]]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megarlhf.algo.losses import token_nll
 from megarlhf.config import SFTConfig
-from megarlhf.data.samples import SFTEncoder, SFTSample
+from megarlhf.data.samples import SFTSample
 from megarlhf.experience import Ragged
 from megarlhf.models.role import Role
 from megarlhf.parallel.batching import MicroBatchLayout, TokenSpans, scatter_to_micro_batch
@@ -51,14 +51,11 @@ class SupervisedFineTuning(Objective[SFTSample]):
     """The actor learns responses."""
 
     command, role_name, head = "sft", "actor", "lm"
+    sample_type, sequence_fields = SFTSample, (("tokens",),)
     sample_words = "prompt and response"
 
     def __init__(self, cfg: SFTConfig) -> None:
         super().__init__(cfg, cfg.actor)
-        self._loss_on = cfg.data.loss_on
-
-    def encoder(self) -> SFTEncoder:
-        return SFTEncoder(loss_on=self._loss_on, **self.encoder_options())
 
     def sequences(self, sample: SFTSample) -> list[list[int]]:
         return [sample.tokens]

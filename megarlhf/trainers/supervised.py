@@ -11,25 +11,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Generic, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megarlhf.architectures.hf_config import architecture_from_hf
 from megarlhf.architectures.placements import Head
-from megarlhf.config import DPOConfig, RMConfig, RoleConfig, SFTConfig
+from megarlhf.config import DPOConfig, RMConfig, RoleConfig, SFTConfig, words_of
 from megarlhf.data.companions import files_of_exports
-from megarlhf.data.loader import ShuffledBatches
+from megarlhf.data.load import SetLoader
+from megarlhf.data.loader import batches_of, mixture_in_words
 from megarlhf.data.sample_kinds import Encoder
-from megarlhf.data.samples import (
-    Records,
-    Skipped,
-    encode_records,
-    load_splits,
-    require_budget,
-    require_positions,
-    writing_options,
-)
+from megarlhf.data.samples import require_budget, require_positions
+from megarlhf.data.tokenized import Samples, lengths_of
 from megarlhf.errors import Interrupted
 from megarlhf.experience import Ragged
 from megarlhf.models.role import Role, build_role
@@ -41,6 +36,7 @@ from megarlhf.parallel.mesh import GroupCache
 from megarlhf.parallel.residency import Residency
 from megarlhf.parallel.router_balance import ROUTER_AUX_LOSS
 from megarlhf.parallel.step import Loss, MicroBatch
+from megarlhf.planning.encoders import encoder_of
 from megarlhf.resume.claim import NO_STEPS_LEFT
 from megarlhf.resume.identity import architecture_of, digest_of_samples, identity_of_weights
 from megarlhf.resume.signals import StopRequest
@@ -66,25 +62,19 @@ class Objective(ABC, Generic[Sample]):
     command: str
     role_name: str
     head: Head
+    sample_type: type[Sample]
+    sequence_fields: tuple[tuple[str, ...], ...]
+    """The fields of token ids that each of a sample's sequences consists of."""
     sample_words: str
     """What `num_tokens` counts, for messages."""
 
     def __init__(self, cfg: SFTConfig | RMConfig | DPOConfig, section: RoleConfig) -> None:
         self.cfg, self.section = cfg, section
 
-    @abstractmethod
     def encoder(self) -> Encoder[Sample]:
         """How records become samples."""
-
-    def encoder_options(self) -> dict[str, Any]:
-        """What all encoders of supervised commands are told."""
-        data = self.cfg.data
-        return {
-            "tokenizer": self.section.model.tokenizer_place(),
-            "max_prompt_tokens": data.max_prompt_tokens,
-            "max_response_tokens": data.max_response_tokens,
-            **writing_options(data),
-        }
+        encoder: Encoder[Sample] = encoder_of(self.cfg)
+        return encoder
 
     @abstractmethod
     def sequences(self, sample: Sample) -> list[list[int]]:
@@ -107,10 +97,9 @@ class Objective(ABC, Generic[Sample]):
 
     def require_fitting(self, samples: Sequence[Sample], max_positions: int, source: str) -> None:
         """Raises: ValueError when a sequence does not fit the model's positions, or a sample a micro-batch."""
-        lengths = [self.sequence_lengths(sample) for sample in samples]
-        require_positions(max(map(max, lengths)), max_positions, str(self.section.model.path))
-        tokens = [sum(each) for each in lengths]
-        require_budget(tokens, self.cfg.train.max_tokens_per_micro_batch, source, self.sample_words)
+        lengths_SN = [sum(lengths_of(samples, name) for name in names) for names in self.sequence_fields]
+        require_positions(int(max(map(np.max, lengths_SN))), max_positions, str(self.section.model.path))
+        require_budget(sum(lengths_SN), self.cfg.train.max_tokens_per_micro_batch, source, self.sample_words)
 
     @property
     def stated(self) -> Mapping[str, Any]:
@@ -220,7 +209,8 @@ def run_in(
     cfg = objective.cfg
     with phases("build"):
         train, validation, notes = load_samples(objective)
-        order = ShuffledBatches(len(train), cfg.train.mini_batch_samples, cfg.run.seed, "train.mini_batch_samples")
+        order = batches_of(train, cfg.train.mini_batch_samples, cfg.run.seed, "train.mini_batch_samples")
+        notes += mixture_in_words(order, cfg.train.num_steps, cfg.data.train)
         cache = GroupCache(runtime)
         residency = Residency(runtime.device, parts.host(runtime.device), shared=objective.has_frozen)
         role = build_role(
@@ -322,21 +312,18 @@ def scaled_for_export(
                 role.shard.parameters()[name].copy_(tensor)
 
 
-def load_samples(objective: Objective[Sample]) -> tuple[list[Sample], list[Sample], list[str]]:
+def load_samples(objective: Objective[Sample]) -> tuple[Samples[Sample], Sequence[Sample], list[str]]:
     """Training and held-out samples, on every rank, and what was skipped in words.
 
     Raises: ValueError when a sample does not fit the model's positions or a micro-batch.
     """
     cfg, hf_directory = objective.cfg, objective.section.model.hf_directory()
-    encode = objective.encoder().open()
-    max_positions = architecture_from_hf(hf_directory).max_positions
-
-    def build(records: Records, source: str) -> tuple[list[Sample], Skipped]:
-        samples, skipped = encode_records(records, encode)
-        objective.require_fitting(samples, max_positions, source)
-        return samples, skipped
-
-    train, validation, notes = load_splits(cfg.data, (), build)
+    max_positions = architecture_from_hf(hf_directory).longest_sequence
+    loader = SetLoader(cfg.data, objective.encoder(), objective.sample_type, run_dir=cfg.run.dir)
+    train, validation, notes = loader.train_and_validation(objective.command)
+    objective.require_fitting(train, max_positions, words_of(cfg.data.train))
+    if validation:
+        objective.require_fitting(validation, max_positions, words_of(cfg.data.validation or cfg.data.train))
     return train, validation[: cfg.eval.max_samples], notes
 
 

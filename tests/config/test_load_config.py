@@ -10,7 +10,7 @@ import pydantic
 import pytest
 import yaml
 
-from megarlhf.config import RLConfig, SFTConfig, dump_config, load_config
+from megarlhf.config import RLConfig, SFTConfig, dump_config, load_config, words_of
 from megarlhf.config.load import repeated_overrides
 from tests.config.examples import KINDS, RL, SFT
 
@@ -56,13 +56,13 @@ def test_roles_that_nothing_needs_are_not_built(load):
         ("actor.parallel={pp: 2, layers_per_stage: [3, 1]}", lambda c: c.actor.parallel.layers_per_stage, (3, 1)),
         ("eval.every=5", lambda c: c.eval.every, 5),
         ("checkpoint.export_keep=", lambda c: c.checkpoint.export_keep, None),
-        ("data.validation=a=b.jsonl", lambda c: c.data.validation, Path("a=b.jsonl")),
+        ("data.validation=a=b.jsonl", lambda c: words_of(c.data.validation or ()), "a=b.jsonl"),
         ("run.dir=nan", lambda c: c.run.dir, Path("nan")),
         ("run.dir=2026-01-31", lambda c: c.run.dir, Path("2026-01-31")),
         ("run.dir=no", lambda c: c.run.dir, Path("no")),
         ("run.dir=~/x", lambda c: c.run.dir, Path.home() / "x"),
         ("actor.model.path=~/x", lambda c: c.actor.model.path, Path.home() / "x"),
-        ("data.validation=~/x", lambda c: c.data.validation, Path.home() / "x"),
+        ("data.validation=~/x", lambda c: words_of(c.data.validation or ()), str(Path.home() / "x")),
         ("train.num_steps=010", lambda c: c.train.num_steps, 10),
         ("train.num_steps=0x10", lambda c: c.train.num_steps, 16),
         ("actor.model.fresh_head=yes", lambda c: c.actor.model.fresh_head, True),
@@ -81,13 +81,13 @@ def test_a_file_is_read_as_yaml_1_2_and_a_text_that_looks_like_a_number_stays_on
     path = tmp_path / "config.yaml"
     text = yaml.safe_dump({key: value for key, value in SFT.items() if key not in ("run", "train", "data")})
     text += "train: {num_steps: 010, mini_batch_samples: 8, micro_batch_samples: 2}\n"
-    path.write_text(text + "run: {dir: 1:30}\ndata: {train: ~/a, validation: '1e3', train_split: on}\n")
+    path.write_text(text + "run: {dir: 1:30}\ndata: {train: ~/a, validation: {path: '1e3', split: on}}\n")
     cfg = load_config(SFTConfig, path)
-    assert (cfg.train.num_steps, cfg.run.dir, cfg.data.train_split) == (10, Path("1:30"), "on")
-    assert (cfg.data.train, cfg.data.validation) == (Path.home() / "a", Path("1e3"))
+    assert (cfg.train.num_steps, cfg.run.dir, cfg.data.validation[0].split) == (10, Path("1:30"), "on")
+    assert (cfg.data.train[0].path, cfg.data.validation[0].path) == (Path.home() / "a", Path("1e3"))
     path.write_text(dump_config(cfg))
     assert load_config(SFTConfig, path) == cfg
-    assert yaml.safe_load(path.read_text())["data"]["train_split"] == "on", "readers of YAML 1.1 see the same"
+    assert yaml.safe_load(path.read_text())["data"]["validation"]["split"] == "on", "readers of YAML 1.1 see the same"
 
 
 def test_the_last_override_wins_and_the_rest_of_a_section_stays(load):

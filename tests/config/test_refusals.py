@@ -29,7 +29,7 @@ from tests.config.examples import KINDS
         ("rl", "rewards=[{kind: rule, rule: x, wieght: 2}]", "rewards.0.wieght", "did you mean 'weight'?"),
         ("generate", "gredy=true", "gredy", "did you mean 'greedy'?"),
         ("rl", "data.max_response_tokens=3", "data.max_response_tokens", "did you mean 'rollout.max_response_tokens'?"),
-        ("rl", "weight=3", "weight", "did you mean 'rewards.weight'?"),
+        ("rl", "weight=3", "weight", "did you mean 'rewards.weight' or 'ptx.data.weight' or 'data.train.weight'?"),
         ("rl", "train.every=3", "train.every", "did you mean 'eval.every' or 'samples.every' or 'checkpoint.every'?"),
     ],
 )
@@ -101,7 +101,11 @@ def test_a_mistake_is_told_of_the_file_or_of_the_override_that_makes_it(refusal)
 @pytest.mark.parametrize(
     ("command", "overrides", "words"),
     [
-        ("sft", ["data.validation_split=test"], "data: validation_split = 'test' without validation"),
+        (
+            "sft",
+            ["data.train_split=a"],
+            "train_split is now a part of train: write train: {path: data/train.jsonl, split: a}",
+        ),
         ("sft", ["data.heldout=a.jsonl"], "data: heldout is now called validation; rename the key"),
         ("rl", ["rollout.engine=megatron", "rollout.parallel.tp=2"], "rollout: parallel.tp would have no effect"),
         ("generate", ["rollout={engine: megatron, engine_args: {a: 1}}"], "engine_args would have no effect"),
@@ -282,7 +286,7 @@ def test_every_check_across_keys_says_what_to_do(refusal, command, overrides, wo
         ("rl", ["critic.model.fresh_head=true"]),
         ("sft", ["actor.optim={lr: 1e-4, min_lr: 1e-4, schedule: linear}"]),
         ("rl", ["rollout.parallel.tp=", "rollout.engine_args={}", "rollout.engine=megatron"]),
-        ("sft", ["data.validation_split=test", "data.validation=data"]),
+        ("sft", ["data.validation.split=test", "data.validation.path=data", "data.train_split="]),
         ("rl", ["train.stop.validation_reward_patience=2", "eval.every=1"]),
         ("generate", ["rewards=[{kind: rule, rule: exact_match}]"]),
         ("sft", PACKED),

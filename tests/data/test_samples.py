@@ -217,7 +217,7 @@ def test_more_tokens_than_positions_are_refused_with_both_numbers():
     from megarlhf.data.samples import require_positions
 
     require_positions(64, 64, "base")
-    with pytest.raises(ValueError, match="longest sample has 65 tokens, base has max_position_embeddings = 64"):
+    with pytest.raises(ValueError, match="longest sample has 65 tokens, base takes 64 "):
         require_positions(65, 64, "base")
 
 

@@ -92,18 +92,20 @@ FAMILIES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "norms of queries and keys": ("qwen3", 4, {"tp": 2, "cp": 2}),
     "experts under tensor parallelism": ("mixtral", 4, {"tp": 2, "cp": 2}),
     "scaled frequencies": ("llama3_rope", 2, {"cp": 2}),
+    "scaled cosines": ("llama_yarn", 2, {"cp": 2}),
+    "a part of each head turned": ("phi3_longrope", 2, {"cp": 2}),
     "experts over two stages": ("qwen3_moe", 4, {"cp": 2, "pp": 2}),
     "virtual stages": ("qwen3", 4, {"cp": 2, "pp": 2, "vpp": 2}),
     "experts shared out over the ranks of a sequence": ("qwen3_moe", 2, {"cp": 2, "ep": 2}),
 }
 
+DEFAULT = ("sliding window", "norms of queries and keys", "scaled cosines", "a part of each head turned")
+"""Run by `make test`."""
+
 
 @pytest.mark.parametrize(
     "what",
-    [
-        pytest.param(what, marks=() if what in ("sliding window", "norms of queries and keys") else pytest.mark.slow)
-        for what in FAMILIES
-    ],
+    [pytest.param(what, marks=() if what in DEFAULT else pytest.mark.slow) for what in FAMILIES],
 )
 def test_families_equal_one_process(what: str, ranks: RankPool, tmp_path: Path, ragged: dict[str, Path]) -> None:
     """A step of SFT on packed and on padded rows, against one process. A key's bias has nearly no gradient; what there

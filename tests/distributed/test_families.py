@@ -87,8 +87,8 @@ def _ask_hugging_face(path: Path, head: str) -> tuple[list[np.ndarray], list[lis
 
 
 SOME: dict[str, tuple[str, ...]] = {
-    "tp2pp2": ("mistral", "qwen2", "gpt2", "mixtral"),
-    "tp4": ("llama_biased", "qwen3", "opt", "qwen3_moe"),
+    "tp2pp2": ("mistral", "qwen2", "gpt2", "mixtral", "phi3_longrope"),
+    "tp4": ("llama_biased", "qwen3", "opt", "qwen3_moe", "phi3"),
 }
 """Layouts that are the work of others put together: a few families are enough."""
 
@@ -159,6 +159,7 @@ TRAINED: dict[str, tuple[str, ...]] = {
     "mistral": ("tp2",),
     "qwen3": ("tp2", "tp4"),
     "mixtral": ("pp2",),
+    "phi3_longrope": ("tp2_sequence_parallel",),
     "qwen3_moe": (
         *("tp2_sequence_parallel", "pp2", "dp2", "tp2pp2_sequence_parallel"),
         *("ep2", "ep2 of dp4", "ep4", "tp2ep2_sequence_parallel", "pp2ep2"),

@@ -13,16 +13,22 @@ import pytest
 import torch
 
 from tests.distributed.test_rl_layouts import config
-from tests.distributed.tiny import write_family
-from tests.distributed.vllm_jobs import EOS, FAULTS, NEW_TOKENS
+from tests.distributed.tiny import LONGROPE, write_family
+from tests.distributed.vllm_jobs import EOS, FAULTS, MAX_LENGTH, NEW_TOKENS
 from tests.ranks import RankPool
 
 # vLLM's attention on a CPU has heads of 32; four of them and two of keys: at tp = 4 two ranks hold each of these.
 WIDE: dict[str, Any] = {"hidden_size": 128}
+WIDE_LONGROPE = {
+    **LONGROPE,
+    "short_factor": [1.0 + 0.2 * n for n in range(8)],
+    "long_factor": [3.0 + 0.5 * n for n in range(8)],
+}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama_biased": ("llama_biased", {}),
     "llama3_rope": ("llama3_rope", {}),
+    "llama_yarn": ("llama_yarn", {}),
     "mistral": ("mistral", {}),
     "qwen2": ("qwen2", {"tie_word_embeddings": False}),
     "qwen2_tied": ("qwen2", {}),
@@ -32,8 +38,18 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "opt": ("opt", {"word_embed_proj_dim": 128}),
     "mixtral": ("mixtral", {}),
     "qwen3_moe": ("qwen3_moe", {}),
+    "phi3": ("phi3", {}),
+    # vLLM takes the long factors in an engine for more than the original length.
+    "phi3_longrope": (
+        "phi3_longrope",
+        {
+            "rope_parameters": WIDE_LONGROPE,
+            "original_max_position_embeddings": MAX_LENGTH,
+            "max_position_embeddings": 256,
+        },
+    ),
 }
-DEFAULT = ("llama", "qwen2_tied", "mixtral")
+DEFAULT = ("llama", "qwen2_tied", "mixtral", "phi3_longrope")
 """Run by `make test`; the others and tp = 4 by `make test-slow`."""
 
 TRAINER: dict[int, dict[str, Any]] = {1: {}, 2: {"pp": 2}, 4: {"tp": 2, "pp": 2}}

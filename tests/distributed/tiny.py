@@ -67,6 +67,24 @@ def write_reward_model(directory: Path, base: Path, *, seed: int = 9, std: float
     return directory
 
 
+YARN_ROPE: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 100.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "beta_fast": 4.0,
+    "attention_factor": 1.3,
+}
+"""Of 16 channels some are divided, some kept, some between."""
+LONGROPE: dict[str, Any] = {
+    "rope_type": "longrope",
+    "rope_theta": 100.0,
+    "short_factor": [1.0, 1.5, 2.0, 3.0],
+    "long_factor": [2.0, 4.0, 6.0, 8.0],
+    "partial_rotary_factor": 0.5,
+}
+"""Half of a head of 16 is turned."""
+
 COMMON: dict[str, Any] = {
     "vocab_size": 100,
     "hidden_size": 64,
@@ -83,6 +101,7 @@ ROPE: dict[str, Any] = {**COMMON, "num_key_value_heads": 2, "intermediate_size":
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", ROPE),
     "llama3_rope": ("llama", {**ROPE, "rope_parameters": LLAMA3_ROPE}),
+    "llama_yarn": ("llama", {**ROPE, "max_position_embeddings": 128, "rope_parameters": YARN_ROPE}),
     "llama_biased": ("llama", {**ROPE, "attention_bias": True, "mlp_bias": True}),
     "llama_mlp_biased": ("llama", {**ROPE, "mlp_bias": True}),
     "mistral": ("mistral", {**ROPE, "sliding_window": 8}),
@@ -107,6 +126,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_moe",
         {**ROPE, "moe_intermediate_size": 48, "num_experts": 6, "num_experts_per_tok": 3, "norm_topk_prob": True},
     ),
+    "phi3": ("phi3", {**ROPE, "sliding_window": 8}),
+    "phi3_longrope": ("phi3", {**ROPE, "rope_parameters": LONGROPE, "original_max_position_embeddings": 32}),
 }
 """(model_type, settings) of one tiny model for each thing that a family does in its own way."""
 

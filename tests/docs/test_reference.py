@@ -13,11 +13,12 @@ import yaml
 from pydantic import BaseModel
 
 from megarlhf.commands import cli
-from megarlhf.config import DPOConfig, RLConfig, RMConfig, SFTConfig, load_config
+from megarlhf.config import DPOConfig, RLConfig, RMConfig, SFTConfig, SourceConfig, load_config
 from megarlhf.config.serve import ServeRewardConfig
 from tests.docs.repository import PRESENT, ROOT, code, path_of
 from tools.docs.configuration import PAGE, page_with_reference, reference
 
+SETS = ("data.train", "data.validation", "data.test", "ptx.data")
 ROLES = {"actor", "critic", "reference", "reward_model"}
 
 
@@ -34,12 +35,17 @@ def keys_of(model: type[BaseModel]) -> set[str]:
     keys = set()
     for name, field in model.model_fields.items():
         inner, many = models_in(field.annotation)
+        if inner is SourceConfig:
+            keys |= {name, *(f"SET.{key}" for key in inner.model_fields)}
+            continue
         keys |= {f"{name}{many}.{key}" for key in keys_of(inner)} if inner is not None else {name}
     return keys
 
 
 def as_role(key: str) -> str:
     first, _, rest = key.partition(".")
+    if (of_set := rest.rpartition("SET.")) and of_set[1]:
+        return f"SET.{of_set[2]}"
     return f"ROLE.{rest}" if first in ROLES else key
 
 
@@ -66,7 +72,9 @@ def test_the_reference_has_every_key_of_every_command(command):
     keys = keys_of(cli.COMMANDS[command].config)
     assert {"run.dir", "run.seed"} < keys
     headings = {key: [heading for heading, _ in given.get(as_role(key), [])] for key in keys}
-    missing = {key for key, of in headings.items() if not any(command in head or head == "## ROLE" for head in of)}
+    missing = {
+        key for key, of in headings.items() if not any(command in head or head in ("## ROLE", "## SET") for head in of)
+    }
     assert missing == set()
 
 
@@ -91,6 +99,7 @@ _KEY = re.compile(r"(?<![\w./=-])((?:[a-z_]+|ROLE)(?:\[\])?(?:\.[a-z_]+(?:\[\])?
 def unknown_keys(spans: list[str]) -> list[str]:
     """Configuration keys in code that no command knows; a section's own name is known."""
     known = all_keys()
+    known |= {f"{key}.{part}" for key in SETS for part in SourceConfig.model_fields}
     tops = {key.split(".")[0] for key in known if "." in key} | ROLES
     prefixes = {key[:n] for key in known for n in range(len(key) + 1) if key[n : n + 1] in ("", ".")}
     unknown = []

@@ -1,5 +1,7 @@
 """Configurations of each command with a tiny Llama, for tests that decide about a run before it starts."""
 
+import json
+
 from megarlhf.config import RLConfig, SFTConfig
 
 MODEL = {
@@ -14,6 +16,8 @@ MODEL = {
     "max_position_embeddings": 64,
     "hidden_act": "silu",
 }
+ROW = {"prompt": "1+1=", "response": "2", "chosen": "2", "rejected": "3", "answer": "2", "text": "1+1=2"}
+ROWS = 64 * (json.dumps(ROW) + "\n")
 TRAIN = {"num_steps": 10, "mini_batch_samples": 8, "micro_batch_samples": 2}
 RL_TRAIN = {**TRAIN, "prompts_per_step": 6, "epochs_per_step": 3}
 

@@ -20,7 +20,7 @@ import yaml
 from megarlhf.commands import cli
 from megarlhf.config import load_config
 from megarlhf.planning.preflight import preflight
-from tests.planning.configs import MODEL
+from tests.planning.configs import MODEL, ROWS
 from tests.planning.illegal import CASES, MIB, VLLM, Case, actor, case, of_experts, read_only
 from tools.demo.make_data import train_tokenizer
 
@@ -74,7 +74,7 @@ def write(tmp_path: Path) -> Callable[[Case], Path]:
             (tmp_path / name).mkdir()
             (tmp_path / name / "config.json").write_text(json.dumps({**MODEL, **changes}))
             (tmp_path / name / "tokenizer.model").write_bytes(train_tokenizer())
-        (tmp_path / "train.jsonl").write_text("{}\n")
+        (tmp_path / "train.jsonl").write_text(ROWS)
         file = tmp_path / "config.yaml"
         file.write_text(yaml.safe_dump(models_in(merged(trees(tmp_path)[case.command], case.changes))))
         return file

@@ -37,7 +37,7 @@ ROLES = ("critic", "reward_model")
 def model(tmp_path):
     """Writes a role's model directory: configuration, tokenizer, and weights with the head that is asked for."""
 
-    def write(name, *, tokenizer=None, head="lm", **changes):
+    def write(name, *, tokenizer=None, head="lm", score=0.0, **changes):
         directory = tmp_path / name
         directory.mkdir()
         config = {
@@ -48,7 +48,10 @@ def model(tmp_path):
         if tokenizer != b"":
             (directory / "tokenizer.model").write_bytes(tokenizer or train_tokenizer())
         shapes = logical_tensors(architecture_from_hf(directory), head)
-        save_file({key: torch.zeros(shape) for key, shape in shapes.items()}, directory / "model.safetensors")
+        tensors = {key: torch.zeros(shape) for key, shape in shapes.items()}
+        if head == "scalar":
+            tensors["score.weight"][0, -1] = score
+        save_file(tensors, directory / "model.safetensors")
         return RoleConfig.model_validate({"model": {"path": directory}})
 
     return write
@@ -111,17 +114,36 @@ def test_further_end_tokens_are_said(model):
 
 def test_a_language_model_has_no_scores(model):
     """Only a critic may start with a random head, and says so; `rm` makes one on purpose."""
-    language, scalar = model("language"), model("scalar", head="scalar")
+    language, scalar = model("language"), model("scalar", head="scalar", score=0.5)
     fresh = RoleConfig.model_validate({"model": {"path": language.model.path, "fresh_head": True}})
     for role in ("critic", "reward_model"):
         with pytest.raises(
             ValueError, match=rf"^{role}: .*language is a language model: it has no scalar head.*fresh_h"
         ):
             check_heads({role: language}, trains_reward_model=False)
-        assert check_heads({role: scalar}, trains_reward_model=False) == []
+        loaded = [f"{role}: the scalar head is loaded from {scalar.model.path}"]
+        assert check_heads({role: scalar}, trains_reward_model=False) == loaded
     note = f"the scalar head starts at random, the rest is {language.model.path}"
     assert check_heads({"critic": fresh}, trains_reward_model=False) == [f"critic: {note}"]
     assert check_heads({"reward_model": language}, trains_reward_model=True) == [f"reward_model: {note}"]
+
+
+def test_a_head_that_is_there_and_one_that_scores_nothing(model):
+    """A fresh head in place of one that is stored is said; one of zeros gives no rewards, though values may start
+    there; one of NaN gives nothing."""
+    scalar, zero = model("scalar", head="scalar", score=0.5), model("zero", head="scalar")
+    broken = model("broken", head="scalar", score=float("nan"))
+    fresh = RoleConfig.model_validate({"model": {"path": scalar.model.path, "fresh_head": True}})
+    (note,) = check_heads({"critic": fresh}, trains_reward_model=False)
+    assert "at random" in note and "whose own scalar head is left unread: with critic.model.fresh_head = false" in note
+    with pytest.raises(ValueError, match=r"^reward_model: the scalar head of .*zero is zero, and every response would"):
+        check_heads({"reward_model": zero}, trains_reward_model=False)
+    for roles in ({"critic": zero}, {"reward_model": zero}):
+        (note,) = check_heads(roles, trains_reward_model="critic" not in roles)
+        assert note.endswith(f"is loaded from {zero.model.path}, where it is zero")
+    for role in ("critic", "reward_model"):
+        with pytest.raises(ValueError, match=rf"^{role}: the scalar head of .*broken holds NaN or infinite numbers"):
+            check_heads({role: broken}, trains_reward_model=False)
 
 
 def test_random_weights_give_no_rewards(model):

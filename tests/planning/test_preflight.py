@@ -14,7 +14,7 @@ from megarlhf.config import GenerateConfig, SFTConfig
 from megarlhf.planning.preflight import preflight
 from megarlhf.planning.without_effect import rarely_meant, without_effect
 from megarlhf.rollout.vllm_arguments import cpu_experts_multiple, cpu_head_sizes
-from tests.planning.configs import rl, role, sft
+from tests.planning.configs import ROWS, rl, role, sft
 
 
 def test_a_dtype_that_cannot_be_followed_is_refused_for_the_role_that_has_it(paths):
@@ -71,7 +71,7 @@ def test_data_that_is_held_out_is_not_trained_on(paths, monkeypatch):
     for folder, names in ((both, "ab"), (splits, ("train", "heldout", "test"))):
         folder.mkdir()
         for name in names:
-            (folder / f"{name}.jsonl").write_text("{}\n")
+            (folder / f"{name}.jsonl").write_text(ROWS)
     (root / "link.jsonl").symlink_to(both / "b.jsonl")
     monkeypatch.chdir(both)
     for train, validation in (
@@ -85,17 +85,20 @@ def test_data_that_is_held_out_is_not_trained_on(paths, monkeypatch):
             preflight("sft", sft(paths, train=train, validation=validation), 1)
         assert f"both read {both / 'b.jsonl'}:" in str(raised.value)
     (both / "c.jsonl").symlink_to(splits / "train.jsonl")
-    with pytest.raises(ValueError, match=r"\(split train\) .* \(split not named\) both read .*train\.jsonl: held-out"):
-        preflight("rl", rl(paths, data={"train": splits, "train_split": "train", "validation": both}), 1)
-    for validation in ({"validation": splits, "validation_split": "test"}, {"validation": splits / "heldout.jsonl"}):
-        assert preflight("sft", sft(paths, train=splits, train_split="train", **validation), 1).notes == ()
+    with pytest.raises(
+        ValueError, match=r"splits, split train and data\.validation = .*both both read .*train\.jsonl: held"
+    ):
+        preflight("rl", rl(paths, data={"train": {"path": splits, "split": "train"}, "validation": both}), 1)
+    for validation in ({"path": splits, "split": "test"}, splits / "heldout.jsonl"):
+        train = {"path": splits, "split": "train"}
+        assert preflight("sft", sft(paths, train=train, validation=validation), 1).notes == ()
     for train, validation in (("b.jsonl", "../both/b.jsonl"), (both, "."), ("b.jsonl", root / "link.jsonl")):
         (note,) = preflight("sft", sft(paths, train=train, validation=validation), 1).notes
         assert note.startswith(same_data)
     with_network(monkeypatch)
     hub = Path("owner/name")
     assert preflight("sft", sft(paths, train=hub, validation=hub), 1).notes[-1].startswith(same_data)
-    notes = preflight("sft", sft(paths, train=hub, validation=hub, validation_split="test"), 1).notes
+    notes = preflight("sft", sft(paths, train=hub, validation={"path": hub, "split": "test"}), 1).notes
     assert [note.partition(":")[0] for note in notes] == ["data.train = owner/name", "data.validation = owner/name"]
 
 

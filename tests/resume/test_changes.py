@@ -38,7 +38,7 @@ def loaded(name: str, *overrides: str) -> Any:
     kind, tree = TRAINING[name]
     tree = deepcopy(tree)
     for override in overrides:
-        _apply_override(tree, override)
+        _apply_override(tree, override, kind)
     return kind.model_validate(tree)
 
 
@@ -136,8 +136,8 @@ def test_a_place_is_told_apart_from_what_is_computed() -> None:
     changes = compare(loaded("rl", "algo.kl.log=true"), loaded("rl", "algo.kl.log=true", *places))
     assert changes.neutral == changes.mathematics == []
     assert sorted(str(change).partition(":")[0] for change in changes.places) == [
-        "data.validation",
         "data.train",
+        "data.validation",
         "reference.model.path",
     ]
 

@@ -25,7 +25,7 @@ def test_the_notes_name_the_split(tmp_path):
     for split, count in (("train", 2), ("test", 1)):
         (data / f"{split}.jsonl").write_text(json.dumps({"prompt": "1+1=", "response": "2"}) + "\n")
         (data / f"{split}.jsonl").write_text((data / f"{split}.jsonl").read_text() * count)
-    section = {"train": data, "train_split": "train", "validation": data, "validation_split": "test"}
+    section = {"train": {"path": data, "split": "train"}, "validation": {"path": data, "split": "test"}}
     expected = [
         f"{data}, split {split}: used all {count} records; read 1 file: {split}.jsonl"
         for split, count in (("train", 2), ("test", 1))

@@ -27,10 +27,21 @@ _LLAMA3 = {
     "high_freq_factor": 8.0,
     "original_max_position_embeddings": 16,
 }
+_YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 16}
+_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 500.0,
+    "short_factor": [1.0 + 0.25 * n for n in range(4)],
+    "long_factor": [2.0 + 0.5 * n for n in range(4)],
+    "partial_rotary_factor": 0.5,
+}
 
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {**_SMALL, "rms_norm_eps": 1e-5}),
     "llama_biases": ("LlamaConfig", {**_SMALL, "attention_bias": True, "mlp_bias": True, "rope_parameters": _LLAMA3}),
+    "llama_yarn": ("LlamaConfig", {**_SMALL, "rope_parameters": {**_YARN, "beta_fast": 8.0, "truncate": False}}),
+    "llama_linear": ("LlamaConfig", {**_SMALL, "rope_parameters": {"rope_type": "linear", "factor": 4.0}}),
+    "llama_dynamic": ("LlamaConfig", {**_SMALL, "rope_parameters": {"rope_type": "dynamic", "factor": 4.0}}),
     "mistral": ("MistralConfig", {**_SMALL, "sliding_window": 7}),
     "mistral_whole": ("MistralConfig", {**_SMALL, "sliding_window": None}),
     "qwen2": ("Qwen2Config", _SMALL),
@@ -65,6 +76,11 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": (
         "Qwen3MoeConfig",
         {**_SMALL, **_EXPERTS, "num_experts": 4, "moe_intermediate_size": 40, "head_dim": 32, "norm_topk_prob": True},
+    ),
+    "phi3": ("Phi3Config", {**_SMALL, "sliding_window": 7, "pad_token_id": 0}),
+    "phi3_longrope": (
+        "Phi3Config",
+        {**_SMALL, "rope_parameters": _LONGROPE, "original_max_position_embeddings": 24, "pad_token_id": 0},
     ),
 }
 """Name -> (transformers' configuration class, its arguments)."""

@@ -22,6 +22,12 @@ def attention(arch: Architecture, logical: Tensors, layer: int) -> tuple[Tensors
             qkv[f"{kind}.weight"] = weight[n * 64 : n * 64 + 64]
             qkv[f"{kind}.bias"] = bias[n * 64 : n * 64 + 64]
         return qkv, {"weight": logical[p + "c_proj.weight"].T, "bias": logical[p + "c_proj.bias"]}, {}
+    if arch.model_type == "phi3":
+        p = f"model.layers.{layer}.self_attn."
+        sizes = [heads * arch.head_dim for heads in (arch.num_heads, arch.num_kv_heads, arch.num_kv_heads)]
+        parts = logical[p + "qkv_proj.weight"].split(sizes)
+        qkv = {f"{kind}.weight": part for kind, part in zip("qkv", parts, strict=True)}
+        return qkv, {"weight": logical[p + "o_proj.weight"]}, {}
     p = f"model.{'decoder.' if arch.model_type == 'opt' else ''}layers.{layer}.self_attn."
     out = "out_proj" if arch.model_type == "opt" else "o_proj"
     qkv = {
@@ -47,6 +53,9 @@ def mlp(arch: Architecture, logical: Tensors, layer: int) -> tuple[list[Tensors]
         p = f"model.decoder.layers.{layer}."
         return [{f"up.{w}": logical[f"{p}fc1.{w}"] for w in kinds}], [{w: logical[f"{p}fc2.{w}"] for w in kinds}]
     p = f"model.layers.{layer}."
+    if arch.model_type == "phi3":
+        gate, up = logical[p + "mlp.gate_up_proj.weight"].chunk(2)
+        return [{"gate.weight": gate, "up.weight": up}], [{"weight": logical[p + "mlp.down_proj.weight"]}]
     blocks, names = [f"{p}mlp."], ("gate_proj", "up_proj", "down_proj")
     if arch.model_type == "mixtral":
         blocks = [f"{p}block_sparse_moe.experts.{j}." for j in range(arch.num_experts)]

@@ -1,10 +1,11 @@
 """Facts read from config.json, in both styles that transformers has written."""
 
 import json
+import math
 
 import pytest
 
-from megarlhf.architectures.architecture import Architecture, Llama3Rope
+from megarlhf.architectures.architecture import Architecture, Llama3Rope, YarnRope
 from megarlhf.architectures.families import FAMILIES
 from megarlhf.architectures.hf_config import architecture_from_hf
 from tests.weights.cases import TINY, tiny, transformers_config
@@ -16,6 +17,12 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
     "rope_type": "llama3",
+}
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0] * 8,
+    "long_factor": [2.0] * 8,
+    "original_max_position_embeddings": 32,
 }
 EXPECTED_ROPE = Llama3Rope(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=8192)
 
@@ -68,7 +75,19 @@ def test_defaults_of_old_configs():
     [
         ({"model_type": "lama"}, r"'lama'; known: .*llama, mistral"),
         ({"hidden_act": "gelu"}, r"hidden_act 'gelu'; supported for this model_type: silu"),
-        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, r"rope type 'yarn'; supported: default, llama3"),
+        ({"rope_scaling": {"type": "ntk", "factor": 4.0}}, r"rope type 'ntk'; .*: default, linear, dynamic, yarn, lo"),
+        ({"rope_scaling": {"type": "yarn"}}, r"rope type 'yarn' without factor; add"),
+        ({"rope_scaling": {"type": "yarn", "factor": 0.5}}, r"factor = 0.5, expected 1 or more"),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 2, "original_max_position_embeddings": 32}},
+            r"max_position_embeddings = 128, more than rope type 'yarn' reaches: .* = 32 x 2 = 64, where vLLM's table",
+        ),
+        ({"rope_scaling": {"type": "yarn", "factor": 2, "truncate": 1}}, r"truncate = 1, expected true or false"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2, "alpha": 9.0}}, r"alpha = 9.0, which vLLM computes and tra"),
+        ({"rope_scaling": {"type": "longrope", "factor": 2}}, r"'longrope' without short_factor, long_factor, origin"),
+        ({"rope_scaling": {**LONGROPE, "short_factor": [1.0]}}, r"short_factor with 1 numbers, expected 8, one for e"),
+        ({"rope_scaling": {**LONGROPE, "factor": 3.0}}, r"factor = 3.0, .* from the two lengths as 4; use a model w"),
+        ({"rope_scaling": {**LONGROPE, "long_mscale": 2.0}}, r"long_mscale = 2.0, .* from the two lengths as 1.18322"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, r"without low_freq_factor, high_freq"),
         ({"num_key_value_heads": 3}, r"= 4, not a multiple of num_key_value_heads = 3"),
         ({"hidden_size": 65}, r"no head_dim, and its hidden size 65"),
@@ -89,7 +108,7 @@ REFUSED = [
     ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "only layers of full_attention"),
     ("qwen2", {"dual_chunk_attention_config": {"chunk_size": 8}}, "attention in chunks is not implemented"),
     ("qwen3", {"attention_bias": "yes"}, "attention_bias = 'yes', expected true or false"),
-    ("qwen3", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5; supported: 1"),
+    ("qwen3", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5; supported for this"),
     ("qwen3", {"rms_norm_eps": 0}, "rms_norm_eps = 0, expected a positive number"),
     ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True, .* layer's number"),
     ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights = False, .* sqrt"),
@@ -109,6 +128,9 @@ REFUSED = [
     ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step = 2"),
     ("qwen3_moe", {"shared_expert_intermediate_size": 64}, "no shared experts"),
     ("qwen3_moe", {"use_sliding_window": True}, "use_sliding_window = True"),
+    ("phi3", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope type 'yarn'; .* model_type: default, longrope"),
+    ("phi3", {"attention_bias": True}, "attention_bias = True, .* no biases here"),
+    ("phi3", {"rope_parameters": {"partial_rotary_factor": 0.2}}, "0.2 of heads of 16: 3 channels to turn; .* even"),
 ]
 
 
@@ -217,7 +239,7 @@ def test_directory_errors(tmp_path):
 
 
 def test_the_known_types():
-    known = {"llama", "mistral", "qwen2", "qwen3", "gpt2", "opt", "mixtral", "qwen3_moe"}
+    known = {"llama", "mistral", "qwen2", "qwen3", "gpt2", "opt", "mixtral", "qwen3_moe", "phi3"}
     assert FAMILIES.keys() >= known
     assert all(family.model_type == name for name, family in FAMILIES.items())
 
@@ -227,10 +249,62 @@ def test_a_rope_scaling_beside_rope_parameters_replaces_them():
     from transformers import LlamaConfig
 
     config = {**TINY, "rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}
-    with pytest.raises(ValueError, match="rope type 'yarn'"):
-        architecture_from_hf({**config, "rope_scaling": {"type": "yarn", "factor": 4.0}})
+    with pytest.raises(ValueError, match="rope type 'yarn' without factor"):
+        architecture_from_hf({**config, "rope_scaling": {"type": "yarn"}})
     both = {**config, "rope_scaling": {**LLAMA3, "rope_theta": 500.0}}
     read = LlamaConfig(**{key: value for key, value in both.items() if key != "model_type"}).rope_parameters
     arch = architecture_from_hf(both)
     assert (arch.rope_scaling, arch.rope_theta) == (EXPECTED_ROPE, 500.0)
     assert (read["rope_type"], read["rope_theta"]) == ("llama3", 500.0)
+
+
+def test_a_published_recipe_of_yarn():
+    """Qwen2.5's for long texts: the attention factor is 0.1 ln 4 + 1, the bounds are the paper's."""
+    arch = tiny(rope_scaling={"factor": 4.0, "original_max_position_embeddings": 32, "type": "yarn"})
+    expected = {"factor": 4.0, "original_max_positions": 32, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
+    assert arch.rope_scaling == YarnRope(**expected, attention_factor=1.1386294361119891)
+    stated = {"type": "yarn", "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 0.5}
+    assert tiny(rope_scaling=stated).rope_scaling.attention_factor == pytest.approx(1.13862943611 / 1.06931471806)
+    # The original length is that of the model where nobody says it, and the outer of two, as in transformers.
+    assert tiny(rope_scaling=stated).rope_scaling.original_max_positions == 128
+    both = {"rope_scaling": {**stated, "original_max_position_embeddings": 64}, "original_max_position_embeddings": 96}
+    assert tiny(**both).rope_scaling.original_max_positions == 96
+
+
+def test_sequences_end_where_transformers_and_vllm_part():
+    """LongRoPE at the original length, dynamic NTK at the model's; "su" is LongRoPE's older name."""
+    long, dynamic = (
+        tiny(rope_scaling={**LONGROPE, "rope_type": "su"}),
+        tiny(rope_scaling={"type": "dynamic", "factor": 2}),
+    )
+    assert (long.max_positions, long.longest_sequence, dynamic.longest_sequence) == (128, 32, 128)
+    assert long.rope_scaling.attention_factor == pytest.approx((1 + math.log(4) / math.log(32)) ** 0.5)
+    assert long.limit_of_sequences.endswith("sequence by sequence and vLLM for the whole engine: 32")
+    assert "vLLM does not compute: 128" in dynamic.limit_of_sequences
+    assert tiny().limit_of_sequences == "max_position_embeddings = 128"
+
+
+def test_a_phi_4_mini_file():
+    """What the hub's says, as far as it matters: three quarters of a head are turned, up to 4096 tokens."""
+    rope = {"type": "longrope", "short_factor": [1.0] * 48, "long_factor": [1.5] * 48}
+    stated = {
+        "model_type": "phi3",
+        "hidden_size": 3072,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 24,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "original_max_position_embeddings": 4096,
+        "partial_rotary_factor": 0.75,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": rope,
+        "rope_theta": 10000.0,
+        "sliding_window": 262144,
+        "tie_word_embeddings": True,
+        "attention_bias": False,
+        "vocab_size": 200064,
+    }
+    arch = architecture_from_hf(stated)
+    assert (arch.head_dim, arch.rotary_dim, arch.longest_sequence, arch.tied_embeddings) == (128, 96, 4096, True)
+    assert arch.rope_scaling.attention_factor == pytest.approx(1.1902380714238083)  # sqrt(1 + ln 32 / ln 4096)

@@ -100,11 +100,15 @@ def test_without_our_key_the_switches_are_enough(family):
 
 
 def test_what_megatron_cannot_say_is_warned_of(caplog):
-    """By value, for the three families concerned; silent for the others."""
+    """By value, for the models concerned; silent for the others."""
     lost = {
         "opt": "max_positions = 48, activation = 'relu', position_offset = 2",
         "qwen3_biases": "output_bias = True",
         "llama_biases": "rope_scaling = Llama3Rope(factor=4.0, low_freq_factor=2.0",
+        "llama_yarn": "rope_scaling = YarnRope(factor=4.0, original_max_positions=16, beta_fast=8.0",
+        "llama_linear": "rope_scaling = LinearRope(factor=4.0)",
+        "llama_dynamic": "rope_scaling = DynamicRope(factor=4.0)",
+        "phi3_longrope": "rope_scaling = LongRope(short_factor=(1.0, 1.25, 1.5, 1.75)",
     }
     for family in CONFIGS:
         caplog.clear()
@@ -145,7 +149,8 @@ def test_older_spellings():
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"apply_layernorm_1p": True, "rotary_percent": 0.5}, r"rotary_percent = 0\.5, apply_layernorm_1p = True"),
+        ({"apply_layernorm_1p": True, "rotary_interleaved": 1}, "rotary_interleaved = 1, apply_layernorm_1p = True"),
+        ({"rotary_percent": 0.5, "qk_layernorm": True}, r"rotary_percent = 0\.5.*nearest is qwen3, .* in rotary_perce"),
         ({"position_embedding_type": "yarn"}, "position_embedding_type = 'yarn'"),
         ({"normalization": "LayerNorm"}, "nearest is llama, which differs in normalization"),
         (

@@ -49,7 +49,7 @@ def check(case: Transfer, node_of) -> int:
 def test_every_family(family):
     draw = random.Random(family)
     crossed = 0
-    for _ in range(3):
+    for _ in range(4):
         case = draw_transfer(draw, family=family)
         crossed += check(case, case.node_of)
     assert crossed > 0

@@ -7,6 +7,7 @@ some kernels reorder the experts), and expert parallelism in vLLM.
 from __future__ import annotations
 
 import importlib.util
+import os
 import socket
 import subprocess
 import sys
@@ -154,6 +155,7 @@ def _load_by_vllm(tp: int, directories: list[Path]) -> None:
         subprocess.Popen(
             [*command, str(rank), port, *map(str, directories)],
             cwd=Path(__file__).parents[2],
+            env={**os.environ, "VLLM_DIST_IDENT": port},  # which vLLM's own starters set, for memory that ranks share
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -15,11 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from megarlhf.commands.cli import COMMANDS
-from megarlhf.config import FrozenModel
+from megarlhf.config import FrozenModel, SourceConfig
 from megarlhf.config.serve import ServeRewardConfig
 
 Schema = Mapping[str, Any]
 
+SET = "SET"
+"""What the keys of a set of records stand below in the reference, wherever it is read."""
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
 MARKER = "<!-- made by `python -m tools.docs.configuration --write` -->\n\n"
 """In the page, ahead of the reference."""
@@ -78,7 +80,16 @@ def _keys(schema: Schema, definitions: Mapping[str, Schema], prefix: str = "") -
         if inner is None:
             yield _key(prefix + name, field, name in schema.get("required", ()))
         else:
+            if _is_set(field):
+                yield _key(prefix + name, field, name in schema.get("required", ()))
+                continue
             yield from _keys(inner, definitions, f"{prefix}{name}{suffix}.")
+
+
+def _is_set(field: Schema) -> bool:
+    """Whether it is a set of records in any of its forms, whose keys stand in a section of their own."""
+    choices = field.get("anyOf", ())
+    return any(_is_set(choice) or (choice.get("format") == "path" and len(choices) > 2) for choice in choices)
 
 
 def _key(path: str, field: Schema, required: bool) -> Key:
@@ -101,6 +112,8 @@ def _kind(field: Schema) -> str:
         return " or ".join(_kind(choice) for choice in field["anyOf"])
     if choices := field.get("enum", [field["const"]] if "const" in field else []):
         return " or ".join(f"`{choice}`" for choice in choices)
+    if field.get("$ref", "").endswith(f"/{SourceConfig.__name__}"):
+        return SET
     kind = field.get("type", "")
     if kind == "boolean":
         return "`true` or `false`"
@@ -143,7 +156,22 @@ def reference(commands: Mapping[str, type[FrozenModel]] | None = None) -> str:
             path = ".".join(filter(None, [prefix, key.path]))
             lines.append(f"| `{path}` | {_cell(key.kind)} | {_cell(key.default)} | {_cell(key.description)} |")
         blocks.append("\n".join(lines))
+    blocks.append(_of_sets())
     return "\n\n".join(blocks) + "\n"
+
+
+def _of_sets() -> str:
+    schema = SourceConfig.model_json_schema()
+    lines = [f"## {SET}", "", _SETS, "", "| key | type | default | meaning |", "|---|---|---|---|"]
+    for key in _keys(schema, schema.get("$defs", {})):
+        lines.append(f"| `{SET}.{key.path}` | {_cell(key.kind)} | {_cell(key.default)} | {_cell(key.description)} |")
+    return "\n".join(lines)
+
+
+_SETS = (
+    "A set of records, as `data.train`, `data.validation`, `data.test` and `ptx.data` name them: a path, a mapping of "
+    "these keys, or a list of paths and mappings. On the command line: `data.train.split=test`."
+)
 
 
 def _list(commands: list[str]) -> str:

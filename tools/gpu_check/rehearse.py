@@ -55,7 +55,8 @@ def config_of(job: Job) -> SFTConfig | RLConfig:
 def rehearse(launch: Launch, rank: int, kind: Kind, layers: Layers) -> list[memory.PhasePeak]:
     """Takes this process over."""
     (job,) = launch.jobs
-    cfg, lengths = config_of(job), Constant(max(job.constant, 1))
+    # Of `rl` alone: the responses of other commands are their data's, which is there.
+    cfg, lengths = config_of(job), Constant(job.constant) if job.constant else None
     steps = cfg.train.num_steps
     with tempfile.TemporaryDirectory(prefix="rehearsal-") as directory:
         ready = stand_in(cfg, Path(directory), prompt_lengths=None, response_lengths=lengths, steps=steps)

@@ -16,6 +16,7 @@ _FILES = (
     "opt",
     "mixtral",
     "qwen3_moe",
+    "phi3",
 )
 """Files beside this one, each with its `FAMILY`; where Megatron's arguments fit several, the first is meant."""
 

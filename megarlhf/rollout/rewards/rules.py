@@ -8,6 +8,7 @@ import hashlib
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from decimal import Decimal
 from functools import partial
 from pathlib import Path
@@ -150,12 +151,32 @@ def form_of_rule(name: str) -> Form:
         raise ValueError(f"reward rule {name!r}: {error}") from error
 
 
+@dataclass(frozen=True)
+class RuleFields:
+    """The check of what rules need of a record; a process that tokenizes may be given it."""
+
+    rules: tuple[str, ...]
+
+    def __call__(self, fields: Mapping[str, Any]) -> None:
+        """Raises: ValueError for what is missing."""
+        for rule in self.rules:
+            field_check(rule)(fields)
+
+    def key(self) -> list[str]:
+        """The rules, and what each of the user's says that it needs."""
+        return [f"{rule} {sorted(_needed(rule))}" for rule in self.rules]
+
+
+def _needed(name: str) -> tuple[str, ...]:
+    """What a rule of the user's names in an attribute, `required_fields`."""
+    needed = getattr(load_rule(name), "required_fields", ())
+    return (needed,) if isinstance(needed, str) else tuple(needed)
+
+
 def field_check(name: str) -> Callable[[Mapping[str, Any]], None]:
     """A function that raises ValueError for a record's fields with which the rule cannot work, so that nothing is
     generated first. The user's own rule names what it needs in an attribute, `required_fields`."""
-    rule = load_rule(name)
-    needed = getattr(rule, "required_fields", ())
-    needed = (needed,) if isinstance(needed, str) else needed
+    needed = _needed(name)
 
     def check(fields: Mapping[str, Any]) -> None:
         try:

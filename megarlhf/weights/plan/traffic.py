@@ -117,7 +117,10 @@ def _cut(entry: Entry, dims: Mapping[str, int]) -> tuple[str, int, int]:
     """The dim along which an entry is cut, its size, and the elements at each index of it in all its tensors."""
     words = {word for _, shape in entry.tensors for word in shape}
     numel = sum(math.prod(dims[word] for word in shape) for _, shape in entry.tensors)
-    cut = "qkv" if "kv" in words else next((w for w in ("vocab", "qkv", "q", "ffn", "expert_ffn") if w in words), "one")
+    known = ("vocab", "qkv", "q", "ffn", "expert_ffn")
+    # Of gate and up in one tensor each half is cut, as where they are two.
+    also = {"kv": "qkv", "gate_up": "ffn"}
+    cut = next((also[w] for w in also if w in words), None) or next((w for w in known if w in words), "one")
     return cut, dims[cut], numel // dims[cut]
 
 

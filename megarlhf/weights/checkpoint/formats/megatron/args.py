@@ -19,6 +19,7 @@ from megarlhf.architectures.architecture import Architecture, Llama3Rope
 from megarlhf.architectures.families import FAMILIES
 from megarlhf.architectures.megatron_layout import MegatronLayout
 from megarlhf.architectures.placements import Head, logical_tensors, padded_vocab_size
+from megarlhf.architectures.rope import fields_of_scaling, scaling_of_fields
 from megarlhf.weights.checkpoint.formats.megatron.infer import disagreements, infer, match_family, same
 from megarlhf.weights.checkpoint.formats.megatron.unsupported import Args, refuse_unsupported
 from megarlhf.weights.transport.extent import CheckpointWeights
@@ -60,7 +61,7 @@ def args_of(arch: Architecture, layout: MegatronLayout, dtype: torch.dtype) -> d
             ", ".join(f"{name} = {getattr(arch, name)!r}" for name in unstated),
             ", ".join(repr(getattr(inferred, name)) for name in unstated),
         )
-    return args | {OWN_KEY: asdict(arch)}
+    return args | {OWN_KEY: asdict(arch) | {"rope_scaling": fields_of_scaling(arch.rope_scaling)}}
 
 
 def model_args(arch: Architecture) -> dict[str, Any]:
@@ -83,10 +84,11 @@ def model_args(arch: Architecture) -> dict[str, Any]:
         "add_position_embedding": True,
         "use_rotary_position_embeddings": rope,
         "rotary_base": theta if rope else 10000,
-        "rotary_percent": 1.0,
+        "rotary_percent": arch.rotary_share,
         "rotary_interleaved": False,
-        "use_rope_scaling": arch.rope_scaling is not None,
-        "rope_scaling_factor": 8.0 if arch.rope_scaling is None else arch.rope_scaling.factor,
+        # Its word for Llama 3.1's scaling; the others it does not know.
+        "use_rope_scaling": isinstance(arch.rope_scaling, Llama3Rope),
+        "rope_scaling_factor": arch.rope_scaling.factor if isinstance(arch.rope_scaling, Llama3Rope) else 8.0,
         "normalization": "RMSNorm" if arch.norm == "rms" else "LayerNorm",
         "norm_epsilon": arch.norm_eps,
         "layernorm_epsilon": arch.norm_eps,
@@ -293,8 +295,7 @@ def _agrees(args: Args, expected: Args, key: str) -> bool:
 
 def _stored_architecture(own_fields: Any) -> Architecture:
     try:
-        rope = own_fields["rope_scaling"]
-        return Architecture(**{**own_fields, "rope_scaling": None if rope is None else Llama3Rope(**rope)})
+        return Architecture(**{**own_fields, "rope_scaling": scaling_of_fields(own_fields["rope_scaling"])})
     except (TypeError, KeyError, ValueError) as error:
         raise ValueError(
             f"the checkpoint's {OWN_KEY} is not readable ({error}); it was edited or written by another version: "

@@ -64,6 +64,7 @@ def infer(args: Args, model_type: str) -> Architecture:
         experts_per_token=args.get("moe_router_topk", 2) if num_experts else 0,
         expert_ffn_size=expert_ffn,
         renormalize_experts=not args.get("moe_router_pre_softmax") if num_experts else True,
+        rotary_share=float(args.get("rotary_percent") or 1.0) if rope else 1.0,
     )
 
 
@@ -157,6 +158,7 @@ _ARGUMENTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "experts_per_token": ("moe_router_topk",),
         "expert_ffn_size": ("moe_ffn_hidden_size",),
         "renormalize_experts": ("moe_router_pre_softmax",),
+        "rotary_share": ("rotary_percent",),
     }
 )
 """The arguments that decide each field of an `Architecture`, the one of today first."""
@@ -220,7 +222,9 @@ def disagreements(arch: Architecture, args: Args) -> list[str]:
 def _comparable(field: str, arch: Architecture, inferred: Architecture) -> bool:
     """Whether the field means something in both, and Megatron has a word for what `arch` has."""
     rope, experts = (arch.positions, inferred.positions) == ("rope", "rope"), arch.num_experts and inferred.num_experts
-    if field in ("rope_theta", "rope_scaling"):
+    if field == "rope_scaling":  # Megatron has a word for Llama 3.1's scaling and for none
+        return rope and isinstance(arch.rope_scaling, Llama3Rope | None)
+    if field in ("rope_theta", "rotary_share"):
         return rope
     if field == "max_positions":
         return (arch.positions, inferred.positions) == ("learned", "learned")  # a rotary model's are extended at will
@@ -235,7 +239,7 @@ def _comparable(field: str, arch: Architecture, inferred: Architecture) -> bool:
 
 def _compared(field: str, arch: Architecture) -> Any:
     if field == "rope_scaling":  # Megatron has no word for the frequencies
-        return None if arch.rope_scaling is None else arch.rope_scaling.factor
+        return arch.rope_scaling.factor if isinstance(arch.rope_scaling, Llama3Rope) else None
     return arch.max_positions + arch.position_offset if field == "max_positions" else getattr(arch, field)
 
 

@@ -26,7 +26,6 @@ _SUPPORTED: Mapping[str, Callable[[Any], bool]] = MappingProxyType(
     {
         "position_embedding_type": _among(None, "rope", "learned_absolute"),
         "normalization": _among(None, "RMSNorm", "LayerNorm"),
-        "rotary_percent": _none_or_one,
         "rotary_interleaved": _off,
         "rotary_seq_len_interpolation_factor": _none_or_one,
         "no_rope_freq": _off,

@@ -1,0 +1,238 @@
+"""Configuration of data: where records come from, what their columns are called, and which of them are set aside."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import (
+    BeforeValidator,
+    Field,
+    GetJsonSchemaHandler,
+    NonNegativeInt,
+    PlainSerializer,
+    PositiveInt,
+    model_validator,
+)
+from pydantic_core import CoreSchema
+
+from megarlhf.config.conversations import ConversationConfig
+from megarlhf.config.roles import FrozenModel, Positive
+
+PHASES: Mapping[str, int] = {"sft": 0, "rm": 1, "dpo": 1, "rl": 2}
+"""Which share of `data.phases` a command reads."""
+
+
+class SourceConfig(FrozenModel):
+    """A set of records."""
+
+    short_form: ClassVar[str] = "path"
+    """A text in place of the mapping is this key."""
+
+    path: Path
+    """A file, a directory, a pattern of file names (`data/*.jsonl`), a directory of datasets' `save_to_disk`, a name of
+    the Hugging Face hub, or `reasoning_gym:TASK?size=500&seed=0`."""
+    subset: str | None = None
+    """Which configuration of it to read, where the README of a hub-style directory, or the hub, names several."""
+    split: str | None = None
+    """Which split of it to read, where it has several: files named for splits (`train.jsonl`, `test.jsonl`), a saved
+    `DatasetDict`, a README that names them, a name of the hub. Several splits and none named is refused."""
+    columns: dict[str, str] = Field(default={})
+    """Names of its columns, by the names that megarlhf reads: `{prompt: question, response: answer}`. A column is
+    renamed; the others stay as they are."""
+    adapter: str | None = None
+    """What makes records of its rows: `anthropic_hh`, `alpaca`, `sharegpt`, `openai_messages`, or a function of yours
+    as `package.module:function`."""
+    weight: Positive | None = None
+    """Share of the samples drawn from it, relative to the other sets of the list. Without weights the sets are joined:
+    each pass over the data has every sample once."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.adapter is not None and self.columns:
+            raise ValueError(
+                f"adapter = {self.adapter} makes the record itself, and would not see columns = {self.columns}; give "
+                "one of the two"
+            )
+        if empty := [key for key in ("subset", "split", "adapter") if getattr(self, key) == ""]:
+            raise ValueError(f"{empty[0]} is empty; name one, or leave the key out")
+        return self
+
+    @property
+    def words(self) -> str:
+        """For messages: two splits of one directory are told apart."""
+        parts = [f", {key} {value}" for key in ("subset", "split") if (value := getattr(self, key)) is not None]
+        return f"{self.path}{''.join(parts)}"
+
+    def short(self) -> str | dict[str, Any]:
+        """As a file would say it: the path alone, or a mapping of what is set."""
+        given = {key: value for key, value in self.model_dump(mode="json").items() if value not in (None, {})}
+        return str(self.path) if list(given) == ["path"] else given
+
+
+def words_of(sources: Sequence[SourceConfig]) -> str:
+    """Sources in a message."""
+    return " + ".join(source.words for source in sources)
+
+
+def _as_list(value: Any) -> Any:
+    """A text is a path, and one set needs no list."""
+    given = value if isinstance(value, list | tuple) else [value]
+    return tuple({"path": each} if isinstance(each, str | Path) else each for each in given)
+
+
+def _as_written(sources: tuple[SourceConfig, ...]) -> Any:
+    written = [source.short() for source in sources]
+    return written[0] if len(written) == 1 else written
+
+
+class _EveryForm:
+    """In the reference: a path, a mapping, or a list of these."""
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        listed = handler(schema)
+        return {"anyOf": [{"type": "string", "format": "path"}, listed["items"], listed]}
+
+
+Sources = Annotated[
+    tuple[SourceConfig, ...],
+    Field(min_length=1),
+    BeforeValidator(_as_list),
+    PlainSerializer(_as_written, when_used="json"),
+    _EveryForm(),
+]
+"""One set of records, or several: a path, a mapping, or a list of these."""
+
+
+def require_weights(key: str, sources: Sequence[SourceConfig]) -> None:
+    """Raises: ValueError where some sets of a list have a weight and others none, or one set alone has one."""
+    without = [source.words for source in sources if source.weight is None]
+    if without and len(without) < len(sources):
+        raise ValueError(
+            f"{key}: {without[0]} has no weight, and others of the list have; give each one, or none: without weights "
+            "the sets are joined"
+        )
+    if len(sources) == 1 and not without:
+        raise ValueError(f"{key}: weight = {sources[0].weight:g} has no effect on one set alone; leave it out")
+
+
+def require_no_weights(key: str, sources: Sequence[SourceConfig]) -> None:
+    """Raises: ValueError for weights of data that is read once, from beginning to end."""
+    if weighted := [source for source in sources if source.weight is not None]:
+        raise ValueError(
+            f"{key}: weight = {weighted[0].weight:g} of {weighted[0].words} has no effect: every sample is read once; "
+            "leave it out"
+        )
+
+
+class PromptDataConfig(ConversationConfig):
+    train: Sources
+    """Prompts; further columns (`answer`, ...) are handed to the rule rewards."""
+    validation: Sources | None = None
+    """Records that choices are made on, such as the end of the run: measured, never trained on."""
+    test: Sources | None = None
+    """Records for figures, which no choice depends on."""
+    validation_share: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
+    """Set this share of the training records aside, as `data.validation`. Records with one prompt are all on one side.
+    Which they are follows from `split_seed`."""
+    phases: str | None = None
+    """Split one set of records over the commands, as DeepSpeed-Chat's `--data_split`: with `"2,4,4"` `sft` reads two
+    tenths, `rm` and `dpo` four other tenths, and `rl` the last four. Which they are follows from `split_seed`."""
+    split_seed: NonNegativeInt = 0
+    """Which records `validation_share` sets aside and which belong to which of `phases`. Runs with another `run.seed`
+    keep them."""
+    cache: str | None = None
+    """Directory where tokenized data is kept, for this run and later ones; default: `$MEGARLHF_CACHE`, or
+    `~/.cache/megarlhf`. `none`: in the run directory, for this run only."""
+    workers: PositiveInt | None = None
+    """Processes on each node that tokenize; default: one for each core that the process may use, 32 at most."""
+    max_prompt_tokens: PositiveInt = 1024
+    """Longer prompts are skipped, counted and reported; nothing is cut."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _renamed(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        if old := [key for key in ("heldout", "heldout_split") if key in data]:
+            raise ValueError(f"{old[0]} is now called {old[0].replace('heldout', 'validation')}; rename the key")
+        return without_old_splits(data, ("train", "validation"))
+
+    @model_validator(mode="after")
+    def _check_sets(self) -> Self:
+        require_weights("train", self.train)
+        for key in ("validation", "test"):
+            require_no_weights(key, getattr(self, key) or ())
+        if self.validation_share is not None and self.validation is not None:
+            raise ValueError(
+                f"validation_share = {self.validation_share:g} sets training records aside, and validation = "
+                f"{words_of(self.validation)} names others; give one of the two"
+            )
+        self.phase_shares()
+        if self.split_seed and self.validation_share is None and self.phases is None:
+            raise ValueError(
+                f"split_seed = {self.split_seed} without validation_share and phases, which it is of; leave it out"
+            )
+        return self
+
+    @property
+    def has_validation(self) -> bool:
+        """Whether there is held-out data that choices are made on."""
+        return self.validation is not None or self.validation_share is not None
+
+    def phase_shares(self) -> tuple[float, ...] | None:
+        """What `phases` says, as shares that add up to 1. Raises: ValueError for another form."""
+        if self.phases is None:
+            return None
+        try:
+            parts = [float(part) for part in self.phases.split(",")]
+        except ValueError:
+            parts = []
+        if len(parts) != 3 or min(parts) < 0 or not 0 < sum(parts) < float("inf"):
+            raise ValueError(
+                f"phases = {self.phases!r}, expected three numbers, the shares of sft, of rm and dpo, and of rl, as "
+                '"2,4,4"'
+            )
+        return tuple(part / sum(parts) for part in parts)
+
+    def sources(self) -> dict[str, tuple[SourceConfig, ...]]:
+        """The sets of training and, where there are any, of held-out data, by key."""
+        named = {"data.train": self.train, "data.validation": self.validation, "data.test": self.test}
+        return {key: sources for key, sources in named.items() if sources is not None}
+
+
+def without_old_splits(data: dict[str, Any], keys: Sequence[str]) -> dict[str, Any]:
+    """Without keys of earlier versions that said nothing. Raises: ValueError for those that named a split."""
+    old = {f"{key}_split": key for key in keys if f"{key}_split" in data}
+    for name, key in old.items():
+        if data[name] is not None:
+            raise ValueError(
+                f"{name} is now a part of {key}: write {key}: {{path: {data.get(key, '...')}, split: {data[name]}}}"
+            )
+    return {key: value for key, value in data.items() if key not in old}
+
+
+class DataConfig(PromptDataConfig):
+    train: Sources
+    """Records to learn from."""
+    max_response_tokens: PositiveInt = 1024
+    """Longer responses (with end-of-sequence) are skipped, counted and reported; see `over_long`."""
+    over_long: Literal["drop", "cut"] = "drop"
+    """What becomes of a response that is longer than `max_response_tokens`. `drop`: the record is skipped. `cut`, of
+    `sft` only: its end is left out, end-of-sequence included, so that no ending is learnt there. Both are counted. A
+    prompt that is too long is always skipped."""
+
+    def require_no_cut(self, command: str) -> None:
+        """Raises: ValueError for responses that are compared, of which a cut one is another."""
+        if self.over_long == "cut":
+            raise ValueError(
+                f"data.over_long = cut is of sft: {command} compares whole responses, and what is preferred may be in "
+                "the part that is cut; leave it out"
+            )
+
+
+class SFTDataConfig(DataConfig):
+    loss_on: Literal["last", "all"] = "last"
+    """Which of the assistant's messages of a conversation are learnt. `last`: the last one, the rest is the prompt.
+    `all`: each one, and the limit of a conversation is `max_prompt_tokens` + `max_response_tokens`."""

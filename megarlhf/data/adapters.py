@@ -1,0 +1,152 @@
+"""Adapters: what makes records of the rows of data that others have written.
+
+An adapter is a function `row -> record`. A record has what the command reads: `prompt` with `response`, with `chosen`
+and `rejected`, or alone; or `messages`. It raises ValueError for a row that it cannot read, and returns None for one
+that is to be left out. Your own stands in a module on PYTHONPATH and is named `package.module:function`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import importlib
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+Adapter = Callable[[Mapping[str, Any]], Mapping[str, Any] | None]
+
+
+def anthropic_hh(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Anthropic's hh-rlhf: `chosen` and `rejected` are whole dialogues, which part after the last common answer.
+
+    The prompt is the common beginning as it stands, up to and with "\n\nAssistant:"; a response is the rest.
+    """
+    chosen, rejected = _text(row, "chosen"), _text(row, "rejected")
+    common = _common_length(chosen, rejected, "\n\nAssistant:")
+    if not common:
+        raise ValueError(
+            "chosen and rejected have no common beginning that ends in '\\n\\nAssistant:'; expected two dialogues of "
+            "'\\n\\nHuman:' and '\\n\\nAssistant:' that differ in the last answer"
+        )
+    others = {key: value for key, value in row.items() if key not in ("chosen", "rejected")}
+    return {**others, "prompt": chosen[:common], "chosen": chosen[common:], "rejected": rejected[common:]}
+
+
+def _common_length(first: str, second: str, mark: str) -> int:
+    """Characters up to and with the last mark before which both texts are the same; 0 without any."""
+    common = 0
+    for match in re.finditer(re.escape(mark), first):
+        if not second.startswith(first[: match.end()]):
+            break
+        common = match.end()
+    return common
+
+
+def alpaca(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Stanford Alpaca's `instruction`, `input` (may be empty) and `output`; the prompt is the two with a blank line
+    between them. A row without `output` is a prompt alone."""
+    context = row.get("input")
+    instruction = _text(row, "instruction")
+    prompt = f"{instruction}\n\n{context}" if isinstance(context, str) and context.strip() else instruction
+    others = {key: value for key, value in row.items() if key not in ("instruction", "input", "output")}
+    return {**others, "prompt": prompt, **({"response": _text(row, "output")} if "output" in row else {})}
+
+
+_ROLES = {
+    "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "assistant": "assistant",
+    "bing": "assistant", "bard": "assistant", "system": "system", "tool": "tool", "observation": "tool",
+}  # fmt: skip
+
+
+def sharegpt(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """ShareGPT's `conversations`, a list of `{from, value}`, as messages."""
+    name = "conversations" if "conversations" in row else "conversation"
+    turns = row.get(name)
+    if not isinstance(turns, list) or not all(isinstance(turn, Mapping) for turn in turns):
+        raise ValueError(f"expected 'conversations', a list of {{from, value}}, found {', '.join(map(repr, row))}")
+    messages = []
+    for turn in turns:
+        speaker = str(turn.get("from", turn.get("role", "")))
+        if speaker.lower() not in _ROLES:
+            raise ValueError(f"a turn is from {speaker!r}; known are {', '.join(_ROLES)}")
+        content = turn.get("value", turn.get("content"))
+        if not isinstance(content, str):
+            raise ValueError(f"a turn from {speaker!r} has no text in 'value'")
+        messages.append({"role": _ROLES[speaker.lower()], "content": content})
+    system = row.get("system")
+    if isinstance(system, str) and system.strip():
+        messages.insert(0, {"role": "system", "content": system})
+    others = {key: value for key, value in row.items() if key not in (name, "system")}
+    return {**others, "messages": messages}
+
+
+def openai_messages(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """OpenAI's chat files: `messages`, or (preferences) `input.messages` with `preferred_output` and
+    `non_preferred_output`, each of which is a list of messages."""
+    if "preferred_output" in row:
+        given = row.get("input")
+        before = given.get("messages") if isinstance(given, Mapping) else None
+        sides = [row.get("preferred_output"), row.get("non_preferred_output")]
+        if not all(isinstance(each, list) and each for each in (before, *sides)):
+            raise ValueError("expected input.messages, preferred_output and non_preferred_output, lists of messages")
+        assert isinstance(before, list)
+        chosen, rejected = (before + side for side in sides if isinstance(side, list))
+        return {"chosen": chosen, "rejected": rejected}
+    if not isinstance(row.get("messages"), list):
+        raise ValueError(f"expected 'messages', a list of {{role, content}}, found {', '.join(map(repr, row))}")
+    return row
+
+
+ADAPTERS: dict[str, Adapter] = {
+    "anthropic_hh": anthropic_hh,
+    "alpaca": alpaca,
+    "sharegpt": sharegpt,
+    "openai_messages": openai_messages,
+}
+
+
+def load_adapter(name: str) -> Adapter:
+    """Of `ADAPTERS`, or a function of the user's as `package.module:function`. Raises: ValueError for another name."""
+    if name in ADAPTERS:
+        return ADAPTERS[name]
+    module_name, colon, function = name.partition(":")
+    if not colon:
+        near = difflib.get_close_matches(name, ADAPTERS, n=1)
+        raise ValueError(
+            f"unknown adapter {name!r}; "
+            + (f"did you mean {near[0]!r}? " if near else "")
+            + f"the known ones are {', '.join(ADAPTERS)}; write your own as package.module:function"
+        )
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ValueError(
+            f"adapter {name!r}: cannot import {module_name!r} ({error}); put its directory on PYTHONPATH"
+        ) from error
+    adapter: Any = getattr(module, function, None)
+    if not callable(adapter):
+        there = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        raise ValueError(f"adapter {name!r}: {module_name} has no function {function!r}; it has {', '.join(there)}")
+    return cast(Adapter, adapter)
+
+
+def digest_of_adapter(name: str | None) -> str | None:
+    """Of the file that an adapter of the user's stands in, so that a changed one is another adapter."""
+    if name is None or name in ADAPTERS:
+        return name
+    try:
+        file = inspect.getsourcefile(inspect.unwrap(load_adapter(name)))
+        return hashlib.sha256(Path(file or "").read_bytes()).hexdigest()
+    except (TypeError, OSError) as error:
+        raise ValueError(f"adapter {name!r} has no file of its own ({error}); name a function in a module") from error
+
+
+def _text(row: Mapping[str, Any], key: str) -> str:
+    value = row.get(key)
+    if not isinstance(value, str):
+        got = f"it is {type(value).__name__}" if key in row else f"found {', '.join(map(repr, row))}"
+        raise ValueError(f"expected a text in {key!r}, {got}")
+    return value

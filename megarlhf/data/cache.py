@@ -1,0 +1,242 @@
+"""A directory of what takes long to make, kept under keys, made once however many processes want it.
+
+Who comes first takes a lease on the key and makes the entry in a directory of its own, which then gets the entry's name
+in one step: an entry is whole, or is not there. The others wait for it. A lease whose owner has been killed is taken
+over. Where two make the same entry all the same, as on a file system that shows files late, the first to finish wins.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from megarlhf.data.columns import MANIFEST
+
+VARIABLE = "MEGARLHF_CACHE"
+PRIVATE = "none"
+POLL_SECONDS = 0.1
+BEAT_SECONDS = 5.0
+"""Between two signs of life of who makes an entry."""
+DEAD_SECONDS = 60.0
+"""Without a sign after which a lease may be taken over; at once where its process was one of this machine and has gone.
+Measured by each who waits, so that clocks need not agree."""
+LEFT_OVER_SECONDS = 24 * 3600.0
+"""After which what a killed writer has left is removed."""
+_SETTLED_SECONDS = 2.0
+"""A file that has just been written may change again within one tick of its time: its digest is not kept."""
+
+
+def cache_directory(configured: str | None, run_dir: Path | None) -> Path:
+    """Where entries are kept: as configured, else by the variable, else in the home directory. Raises: ValueError."""
+    if configured == PRIVATE:
+        if run_dir is None:
+            raise ValueError(f"data.cache = {PRIVATE} keeps tokenized data in the run directory, and there is none")
+        return run_dir / "tokens"
+    given = configured or os.environ.get(VARIABLE) or "~/.cache/megarlhf"
+    try:
+        return Path(given).expanduser()
+    except RuntimeError as error:
+        raise ValueError(f"data.cache = {given}: {error}; write the whole path") from None
+
+
+def require_cache(directory: Path) -> None:
+    """Raises: ValueError where nothing can be written below the nearest directory that is there."""
+    nearest = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+        why = "is a file" if not nearest.is_dir() else "may not be written"
+        raise ValueError(_not_writable(directory, f"{nearest} {why}"))
+
+
+def _not_writable(directory: Path, why: object) -> str:
+    return (
+        f"tokenized data cannot be kept in {directory} ({why}); set data.cache, or the variable {VARIABLE}, to a "
+        f"directory with room, or data.cache={PRIVATE} to keep it in the run directory"
+    )
+
+
+def key_of(parts: Mapping[str, Any]) -> str:
+    """A name for what follows from `parts`, which JSON can hold."""
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def digest_of_file(path: Path, cache: Path) -> str:
+    """SHA-256 of a file's content. It is read once as long as its size and time stay: the cache keeps the digest."""
+    place = cache / "files" / f"{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:32]}.json"
+    seen = _stamp(path)
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        kept = json.loads(place.read_text(encoding="utf-8"))
+        if kept["stamp"] == seen:
+            return str(kept["digest"])
+    with path.open("rb") as stream:
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+    if _stamp(path) == seen and time.time() - path.stat().st_mtime > _SETTLED_SECONDS:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        partial = place.with_name(f".{place.name}.{uuid.uuid4().hex}")
+        partial.write_text(json.dumps({"path": str(path.resolve()), "stamp": seen, "digest": digest}), encoding="utf-8")
+        partial.replace(place)
+    return digest
+
+
+def _stamp(path: Path) -> list[int]:
+    status = path.stat()
+    return [status.st_size, status.st_mtime_ns, status.st_ino]
+
+
+def entry(cache: Path, key: str, make: Callable[[Path], None]) -> tuple[Path, bool]:
+    """The directory of an entry, and whether this call made it. `make` fills a directory that nobody else has; what it
+    raises as ValueError is raised for those who have waited for it too.
+
+    Raises: ValueError, also where the cache cannot be written.
+    """
+    place = cache / key
+    try:
+        if (place / MANIFEST).exists():
+            return place, False
+        cache.mkdir(parents=True, exist_ok=True)
+        made = False
+        while not (place / MANIFEST).exists():
+            with _lease(cache, key) as lease:
+                if lease is not None and not (place / MANIFEST).exists():
+                    made = _make(cache, key, lease, make)
+        return place, made
+    except OSError as error:
+        raise ValueError(_not_writable(cache, error)) from error
+
+
+def _partial(cache: Path, key: str, lease: str) -> Path:
+    """Where the owner of a lease writes."""
+    return cache / f".{key}.{lease}"
+
+
+def _make(cache: Path, key: str, lease: str, make: Callable[[Path], None]) -> bool:
+    """Whether the entry is ours, and not of another who was faster."""
+    _remove_left_over(cache, key)
+    partial = _partial(cache, key, lease)
+    partial.mkdir()
+    try:
+        make(partial)
+        try:
+            partial.rename(cache / key)
+        except OSError:
+            if not (cache / key / MANIFEST).exists():
+                raise
+            return False
+        return True
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _remove_left_over(cache: Path, key: str) -> None:
+    for path in cache.glob(f".{key}.*"):
+        with contextlib.suppress(OSError):
+            if path.is_dir() and time.time() - path.stat().st_mtime > LEFT_OVER_SECONDS:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _lease(cache: Path, key: str) -> Iterator[str | None]:
+    """Its name, if the lease is ours; None where it was another's, which has ended. Raises: ValueError with which
+    another has failed, who was waited for."""
+    path = cache / f"{key}.lease"
+    identity = uuid.uuid4().hex
+    text = json.dumps({"id": identity, "host": socket.gethostname(), "pid": os.getpid()})
+    if not _create(path, text):
+        if (dead := _wait(path, cache / f"{key}.failed")) is not None:
+            shutil.rmtree(_partial(cache, key, dead), ignore_errors=True)
+        yield None
+        return
+    stop = threading.Event()
+    beat = threading.Thread(target=_beat, args=(path, stop), daemon=True)
+    beat.start()
+    try:
+        yield identity
+    except ValueError as error:
+        _replace(cache / f"{key}.failed", json.dumps({"id": identity, "message": str(error)}))
+        raise
+    else:
+        (cache / f"{key}.failed").unlink(missing_ok=True)
+    finally:
+        stop.set()
+        beat.join()
+        if _owner(path).get("id") == identity:
+            path.unlink(missing_ok=True)
+
+
+def _create(path: Path, text: str) -> bool:
+    """Only where there is none."""
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        return False
+    return True
+
+
+def _replace(path: Path, text: str) -> None:
+    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    with contextlib.suppress(OSError):  # where even this cannot be written, those who wait find out themselves
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+
+
+def _beat(path: Path, stop: threading.Event) -> None:
+    while not stop.wait(BEAT_SECONDS):
+        with contextlib.suppress(OSError):
+            os.utime(path)
+
+
+def _owner(path: Path) -> dict[str, Any]:
+    with contextlib.suppress(OSError, ValueError):
+        owner: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return owner
+    return {}
+
+
+def _wait(path: Path, failed: Path) -> str | None:
+    """Until the lease at `path` has ended, or its owner is taken for dead: it is then removed.
+
+    Returns: the name of a lease whose process has gone. Raises: ValueError with which its owner has failed.
+    """
+    owner: dict[str, Any] = {}
+    sign, since = None, time.monotonic()
+    while True:
+        now = _owner(path)
+        owner = owner or now
+        if not path.exists() or now.get("id") != owner.get("id"):
+            report = _owner(failed)
+            if owner and report.get("id") == owner["id"]:
+                raise ValueError(report["message"])
+            return None
+        with contextlib.suppress(OSError):
+            if (latest := path.stat().st_mtime_ns) != sign:
+                sign, since = latest, time.monotonic()
+        gone = _has_gone(owner)
+        if gone or time.monotonic() - since > DEAD_SECONDS:
+            with contextlib.suppress(OSError):
+                if _owner(path).get("id") == owner.get("id"):
+                    path.unlink()
+            return str(owner["id"]) if gone else None
+        time.sleep(POLL_SECONDS)
+
+
+def _has_gone(owner: Mapping[str, Any]) -> bool:
+    """Whether the process was one of this machine, and is there no more."""
+    if owner.get("host") != socket.gethostname():
+        return False
+    try:
+        os.kill(int(owner["pid"]), 0)
+    except ProcessLookupError:
+        return True
+    except (PermissionError, KeyError, ValueError):
+        return False
+    return False

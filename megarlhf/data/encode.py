@@ -1,0 +1,218 @@
+"""From the rows of a source to columns of samples, in this process and, where that takes long, in others beside it.
+
+The result does not depend on how many there are: chunks of rows are encoded anywhere and appended in their order. A
+worker is `python -m megarlhf.data.encode`; it is told a job and then chunks by pickles through a pipe from its parent,
+and ends when the pipe does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import queue
+import subprocess
+import sys
+import time
+from collections import Counter, deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any, BinaryIO, cast
+
+from megarlhf.config import SourceConfig
+from megarlhf.data.columns import Packed, Writer, kinds_of, pack
+from megarlhf.data.fields import Fields, LeftOut, Reader
+from megarlhf.data.formats import Chunk
+from megarlhf.data.sample_kinds import Encoder, Unusable
+
+ALONE_SECONDS = 2.0
+"""So long this process encodes by itself: a worker takes as long to begin."""
+MOST_WORKERS = 32
+
+
+@dataclass(frozen=True)
+class Changed:
+    """A sample that is not all of its record."""
+
+    sample: Any
+    how: str
+    """In words; it is counted."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """How the rows of one source become samples."""
+
+    source: SourceConfig
+    encoder: Encoder[Any]
+    sample_type: type[Any]
+    fields: Fields
+
+    def opened(self) -> Opened:
+        return Opened(self)
+
+
+class Opened:
+    """A job with its tokenizer and adapter loaded."""
+
+    def __init__(self, job: Job) -> None:
+        self._reader, self._encode = Reader(job.source, job.fields), job.encoder.open()
+        self._kinds = kinds_of(job.sample_type)
+        self._left_out = f"left out by the adapter {job.source.adapter}"
+
+    def __call__(self, chunk: Chunk, first_record: int) -> Packed:
+        """Raises: ValueError, with the row's place, for the first one that is refused."""
+        samples: list[Any] = []
+        records: list[int] = []
+        skipped: Counter[str] = Counter()
+        changed: Counter[str] = Counter()
+        for number, (where, row) in enumerate(chunk.located(), first_record):
+            try:
+                record = self._reader.record(row, where)
+            except LeftOut:
+                skipped[self._left_out] += 1
+                continue
+            try:
+                made = self._encode(number, record)
+            except Unusable as reason:
+                skipped[str(reason)] += 1
+                continue
+            except ValueError as error:
+                raise ValueError(f"{where}: {error}") from error
+            if isinstance(made, Changed):
+                changed[made.how] += 1
+                made = made.sample
+            several = made if isinstance(made, list) else [made]
+            samples += several
+            records += [number] * len(several)
+        try:
+            packed = pack(samples, records, self._kinds)
+        except ValueError as error:
+            raise ValueError(
+                f"{chunk.name}, {chunk.unit} {chunk.numbers[0]} to {chunk.numbers[-1]}: {error}"
+            ) from error
+        return replace(packed, num_records=len(chunk.rows), skipped=skipped, changed=changed)
+
+
+def encode_all(job: Job, chunks: Iterator[Chunk], writer: Writer, workers: int | None) -> None:
+    """Append the samples of all chunks. Raises: ValueError as `Opened`."""
+    encode, first_record = job.opened(), 0
+    count = workers or min(len(os.sched_getaffinity(0)), MOST_WORKERS)
+    alone_until = time.monotonic() + ALONE_SECONDS
+    for chunk in chunks:
+        writer.append(encode(chunk, first_record))
+        first_record += len(chunk.rows)
+        if count > 1 and time.monotonic() > alone_until:
+            break
+    else:
+        return
+    with _Pool(job, count) as pool:
+        pending: deque[Future[Packed]] = deque()
+        for chunk in chunks:
+            pending.append(pool.submit(chunk, first_record))
+            first_record += len(chunk.rows)
+            while len(pending) > 2 * count or (pending and pending[0].done()):
+                writer.append(pending.popleft().result())
+        while pending:
+            writer.append(pending.popleft().result())
+
+
+class _Pool:
+    """Worker processes, each with a thread of this one that talks to it."""
+
+    def __init__(self, job: Job, count: int) -> None:
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            "CUDA_VISIBLE_DEVICES": "",
+            "OMP_NUM_THREADS": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+        }
+        self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+        self._workers = [_Worker(environment, job) for _ in range(count)]
+        for worker in self._workers:
+            self._idle.put(worker)
+        self._threads = ThreadPoolExecutor(count)
+
+    def __enter__(self) -> _Pool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for worker in self._workers:
+            worker.end()
+        self._threads.shutdown(wait=True, cancel_futures=True)
+
+    def submit(self, chunk: Chunk, first_record: int) -> Future[Packed]:
+        return self._threads.submit(self._run, chunk, first_record)
+
+    def _run(self, chunk: Chunk, first_record: int) -> Packed:
+        worker = self._idle.get()
+        try:
+            return worker.encode(chunk, first_record)
+        finally:
+            self._idle.put(worker)
+
+
+class _Worker:
+    """A process that encodes one chunk at a time."""
+
+    def __init__(self, environment: dict[str, str], job: Job) -> None:
+        # A group of its own: Ctrl-C is for the run, which ends its workers.
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "megarlhf.data.encode"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
+            process_group=0,
+        )
+        self._to, self._answers = cast(Any, self._process.stdin), cast(Any, self._process.stdout)
+        pickle.dump(job, self._to)
+        self._to.flush()
+
+    def encode(self, chunk: Chunk, first_record: int) -> Packed:
+        """Raises: ValueError as `Opened`; RuntimeError where the process has ended."""
+        try:
+            pickle.dump((chunk, first_record), self._to)
+            self._to.flush()
+            answer = pickle.load(self._answers)
+        except (BrokenPipeError, EOFError) as error:
+            status = self._process.poll()
+            raise RuntimeError(
+                f"a process that tokenizes has ended (status {status}), at {chunk.name}, {chunk.unit} "
+                f"{chunk.numbers[0]} to {chunk.numbers[-1]}; its error stands above, or it was killed, as the system "
+                "does when memory runs out: set data.workers to fewer then"
+            ) from error
+        if isinstance(answer, str):
+            raise ValueError(answer)
+        assert isinstance(answer, Packed)
+        return answer
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        with contextlib.suppress(OSError):
+            self._to.close()
+        self._answers.close()
+
+
+def _serve(source: BinaryIO, out: BinaryIO) -> None:
+    job: Job = pickle.load(source)
+    encode = job.opened()
+    while True:
+        try:
+            chunk, first_record = pickle.load(source)
+        except EOFError:
+            return
+        try:
+            answer: Packed | str = encode(chunk, first_record)
+        except ValueError as error:
+            answer = str(error)
+        pickle.dump(answer, out)
+        out.flush()
+
+
+if __name__ == "__main__":
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what a library or an adapter prints is no answer
+    _serve(sys.stdin.buffer, answers)

@@ -1,0 +1,244 @@
+"""Rows from one file: JSON lines, JSON, CSV, TSV, Parquet, Arrow, each also compressed. No file is held as a whole.
+
+Rows come in chunks of a bounded size. Those of JSON lines are not parsed before they are asked for, which a worker
+process may do.
+"""
+
+from __future__ import annotations
+
+import bz2
+import contextlib
+import csv
+import gzip
+import itertools
+import lzma
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from io import BufferedReader, TextIOWrapper
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+from megarlhf.data.json_rows import begins_with_bracket, parse_array, parse_line
+
+JSON, TABLES, COLUMNS = (".jsonl", ".ndjson", ".json"), {".csv": ",", ".tsv": "\t"}, (".parquet", ".arrow")
+SUFFIXES = (*JSON, *TABLES, *COLUMNS)
+"""Endings of data files, of which each may have one of `COMPRESSED` behind it."""
+COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
+_ARCHIVES = (".zip", ".lz4", ".7z", ".rar", ".tar", ".tgz")
+CHUNK_ROWS, CHUNK_BYTES = 1000, 4 << 20
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Some rows that follow each other."""
+
+    name: str
+    """Of the file."""
+    unit: str
+    """What its rows are counted in: line, row, item."""
+    numbers: list[int]
+    rows: list[Any]
+    raw: bool = False
+    """Whether `rows` are lines of JSON that nobody has parsed."""
+
+    def located(self) -> Iterator[tuple[str, Any]]:
+        """Each row, with the words that say where it stands. Raises: ValueError for one that cannot be read."""
+        for number, row in zip(self.numbers, self.rows, strict=True):
+            where = f"{self.name}, {self.unit} {number}"
+            yield where, parse_line(row, self.name, number) if self.raw else row
+
+
+def kind_of(name: str) -> tuple[str, str]:
+    """The ending that says what a file holds, and that of its compression; "" where there is none of ours."""
+    path = Path(name.lower())
+    compressed = path.suffix if path.suffix in COMPRESSED else ""
+    suffix = Path(path.stem).suffix if compressed else path.suffix
+    return (suffix, compressed) if suffix in SUFFIXES else ("", "")
+
+
+def require_readable(path: Path) -> None:
+    """Raises: ValueError for an archive of data, which nobody means to leave out."""
+    name = Path(path.name.lower())
+    if name.suffix in _ARCHIVES and Path(name.stem).suffix in SUFFIXES:
+        raise ValueError(
+            f"{path} is packed in a way that is not read ({name.suffix}; read are {', '.join(COMPRESSED)}); unpack it "
+            f"to {path.stem}, or move it away"
+        )
+
+
+def read_chunks(path: Path) -> Iterator[Chunk]:
+    """The rows of a file, in order. Raises: ValueError that names the file, and the line where it can."""
+    suffix, compressed = kind_of(path.name)
+    require_readable(path)
+    if not suffix:
+        raise ValueError(
+            f"{path}: cannot tell its format; expected a name that ends in {', '.join(SUFFIXES)}, or in one of these "
+            f"and {', '.join(COMPRESSED)}"
+        )
+    try:
+        if suffix in JSON:
+            yield from _json(path, compressed)
+        elif suffix in TABLES:
+            yield from _chunked(_table(path, compressed, TABLES[suffix]), str(path), "line")
+        else:
+            yield from _chunked(enumerate(_columnar(path, suffix, compressed), 1), str(path), "row")
+    except (OSError, EOFError, lzma.LZMAError) as error:
+        if isinstance(error, PermissionError | FileNotFoundError):
+            raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+        raise ValueError(f"{path}: not a readable {compressed or suffix} file: {error}; write it again") from error
+
+
+def first_rows(path: Path, count: int) -> list[tuple[str, Any]]:
+    """The first rows of a file, as `Chunk.located` gives them."""
+    with contextlib.closing(cast(Any, read_chunks(path))) as chunks:
+        located = (row for chunk in chunks for row in chunk.located())
+        return list(itertools.islice(located, count))
+
+
+def count_rows(path: Path, most_bytes: int) -> int | None:
+    """How many rows a file has at most, where that can be told without reading more than so many bytes."""
+    suffix, compressed = kind_of(path.name)
+    if compressed:
+        return None
+    if suffix == ".parquet":
+        import pyarrow.parquet as parquet
+
+        with contextlib.suppress(Exception):  # what it is, is said where it is read
+            return int(parquet.read_metadata(path).num_rows)
+    if suffix in (".jsonl", ".ndjson") and path.stat().st_size <= most_bytes:
+        with path.open("rb") as stream:
+            if begins_with_bracket(stream.read(4096)):
+                return None
+            stream.seek(0)
+            return sum(1 for line in stream if line.strip())
+    return None
+
+
+def _opened(path: Path, compressed: str) -> BinaryIO:
+    if compressed == ".zst":
+        import pyarrow as pa
+
+        return cast(BinaryIO, BufferedReader(pa.CompressedInputStream(pa.OSFile(str(path)), "zstd")))
+    openers: dict[str, Callable[..., Any]] = {"": open, ".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+    return cast(BinaryIO, openers[compressed](path, "rb"))
+
+
+def _json(path: Path, compressed: str) -> Iterator[Chunk]:
+    with _opened(path, compressed) as stream:
+        head = stream.read(4096)
+        is_array = begins_with_bracket(head)
+    with _opened(path, compressed) as stream:
+        if is_array:
+            yield from _chunked(enumerate(parse_array(stream, str(path)), 1), str(path), "row")
+            return
+        numbers: list[int] = []
+        lines: list[Any] = []
+        size = 0
+        # Bytes are split at line feeds only; a str also at U+2028, which a JSON string may hold.
+        for number, line in enumerate(stream, start=1):
+            if not line.strip():
+                continue
+            numbers.append(number)
+            lines.append(line)
+            size += len(line)
+            if len(lines) == CHUNK_ROWS or size >= CHUNK_BYTES:
+                yield Chunk(str(path), "line", numbers, lines, raw=True)
+                numbers, lines, size = [], [], 0
+        if lines:
+            yield Chunk(str(path), "line", numbers, lines, raw=True)
+
+
+def _chunked(rows: Iterable[tuple[int, Any]], name: str, unit: str) -> Iterator[Chunk]:
+    for part in _batched(rows):
+        yield Chunk(name, unit, [number for number, _ in part], [row for _, row in part])
+
+
+def _batched(rows: Iterable[tuple[int, Any]]) -> Iterator[tuple[tuple[int, Any], ...]]:
+    iterator = iter(rows)
+    while part := tuple(itertools.islice(iterator, CHUNK_ROWS)):
+        yield part
+
+
+def chunks_of_rows(rows: Iterable[Any], name: str, unit: str) -> Iterator[Chunk]:
+    """Of rows that are there already, such as those of a saved dataset."""
+    return _chunked(enumerate(map(dict, rows), 1), name, unit)
+
+
+def _table(path: Path, compressed: str, delimiter: str) -> Iterator[tuple[int, dict[str, str]]]:
+    """Rows of a CSV or TSV file by its first line, which names the columns. Every value is a text."""
+    csv.field_size_limit(1 << 31)
+    with _opened(path, compressed) as raw, TextIOWrapper(raw, encoding="utf-8-sig", newline="") as text:
+        reader = csv.reader(text, delimiter=delimiter, strict=True)
+        columns: list[str] = []
+        try:
+            for cells in reader:
+                if not cells:
+                    continue
+                if not columns:
+                    columns = _header(cells, path)
+                elif len(cells) != len(columns):
+                    raise ValueError(
+                        f"{path}, line {reader.line_num}: {len(cells)} cells, and the first line names "
+                        f"{len(columns)} columns ({', '.join(columns)}); put quotes around a cell with {delimiter!r}"
+                    )
+                else:
+                    yield reader.line_num, dict(zip(columns, cells, strict=True))
+        except csv.Error as error:
+            raise ValueError(f"{path}, line {reader.line_num}: broken table ({error}); write it again") from error
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"{path}, near line {reader.line_num + 1}: not UTF-8 ({error.reason}); convert the file"
+            ) from error
+
+
+def _header(cells: list[str], path: Path) -> list[str]:
+    columns = [cell.strip() for cell in cells]
+    if twice := sorted({name for name in columns if columns.count(name) > 1 or not name}):
+        raise ValueError(
+            f"{path}, line 1: the columns are {', '.join(map(repr, columns))}, of which {twice[0]!r} "
+            f"{'has no name' if not twice[0] else 'stands there twice'}; the first line of a table names each once"
+        )
+    return columns
+
+
+def _columnar(path: Path, suffix: str, compressed: str) -> Iterator[dict[str, Any]]:
+    """Rows of a Parquet or Arrow file; of a compressed one, which has to be looked at from its end, through a file
+    without a name."""
+    import pyarrow as pa
+
+    with contextlib.ExitStack() as stack:
+        source: Any = str(path)
+        if compressed:
+            source = stack.enter_context(tempfile.TemporaryFile(prefix="megarlhf-data-"))
+            with _opened(path, compressed) as packed:
+                shutil.copyfileobj(packed, source)
+            source.seek(0)
+        try:
+            for batch in _batches(source, suffix, stack):
+                if len(set(batch.schema.names)) < len(batch.schema.names):
+                    raise ValueError(f"{path}: a column name stands twice among {', '.join(batch.schema.names)}")
+                yield from batch.to_pylist()
+        except pa.ArrowException as error:
+            raise ValueError(f"{path}: not a readable {suffix} file: {error}; write it again") from error
+
+
+def _batches(source: Any, suffix: str, stack: contextlib.ExitStack) -> Iterator[Any]:
+    import pyarrow as pa
+
+    if suffix == ".parquet":
+        import pyarrow.parquet as parquet
+
+        yield from stack.enter_context(parquet.ParquetFile(source)).iter_batches(batch_size=CHUNK_ROWS)
+        return
+    mapped = stack.enter_context(pa.memory_map(source) if isinstance(source, str) else pa.PythonFile(source, "r"))
+    try:
+        reader = pa.ipc.open_file(mapped)
+        batches: Iterable[Any] = (reader.get_batch(number) for number in range(reader.num_record_batches))
+    except pa.ArrowInvalid:
+        mapped.seek(0)
+        batches = pa.ipc.open_stream(mapped)
+    for batch in batches:
+        for start in range(0, batch.num_rows, CHUNK_ROWS):
+            yield batch.slice(start, CHUNK_ROWS)

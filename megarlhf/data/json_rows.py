@@ -1,0 +1,145 @@
+"""JSON lines, and JSON arrays of any length, as rows: a line or an object at a time.
+
+Parsed here and not by `datasets`, which turns strings that look like dates into datetimes, fills a misspelt field with
+nulls, and reports a broken line without its number. A key that stands twice in an object is an error: a parser would
+keep its last value, in silence.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections.abc import Iterator
+from typing import Any, BinaryIO
+
+_FRAGMENT = 80
+_PIECE = 1 << 20
+_CUT_WORD = 16
+"""Characters before the end of what was read in which an error may come from the cut: `-Infinit`, `\\u12`."""
+
+
+def begins_with_bracket(head: bytes) -> bool:
+    """Whether a file that begins so is one array; its first character says it, not the file's name."""
+    return head.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
+
+
+def parse_line(raw: bytes, name: str, line: int) -> Any:
+    """A row of JSON lines. Raises: ValueError with file and line."""
+    try:
+        # or a value that is cut off at the end would be reported on the line after it
+        text = raw.decode("utf-8-sig" if line == 1 else "utf-8").rstrip()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name}, line {line}: not UTF-8 ({error.reason}); convert the file") from error
+    try:
+        return json.loads(text, object_pairs_hook=_object)
+    except _DuplicateKey as error:
+        raise ValueError(f"{name}, line {line}: {error}; expected each key once: remove or rename one") from error
+    except json.JSONDecodeError as error:
+        raise _malformed(error, text, name, line) from error
+
+
+def parse_array(stream: BinaryIO, name: str) -> Iterator[Any]:
+    """The rows of one array, of which no more than a piece and a row is held. Raises: ValueError with file and line."""
+    decoder = json.JSONDecoder(object_pairs_hook=_object)
+    text = _Text(stream, name)
+    text.expect("[")
+    number = 0
+    while not text.skip("]"):
+        number += 1
+        if number > 1:
+            text.expect(",")
+            text.skip("")
+        while True:
+            try:
+                row, end = decoder.raw_decode(text.text, text.position)
+                break
+            except _DuplicateKey as error:
+                raise ValueError(
+                    f"{name}, row {number}: {error}; expected each key once: remove or rename one"
+                ) from error
+            except json.JSONDecodeError as error:
+                cut = error.msg.startswith("Unterminated string") or error.pos >= len(text.text) - _CUT_WORD
+                if not (cut and text.more()):
+                    raise _malformed(error, text.text, name, text.line) from error
+        text.advance(end)
+        yield row
+    text.expect_end()
+
+
+class _Text:
+    """What has been read of a file and not used, growing at its end."""
+
+    def __init__(self, stream: BinaryIO, name: str) -> None:
+        self._stream, self._name = stream, name
+        self._decoder = codecs.getincrementaldecoder("utf-8-sig")()
+        self.text, self.position, self.line, self._size = "", 0, 1, _PIECE
+
+    def more(self) -> bool:
+        """Read on; False at the end of the file. What was used is forgotten; a long row is read in growing pieces."""
+        raw = self._stream.read(self._size)
+        try:
+            more = self._decoder.decode(raw, final=not raw)
+        except UnicodeDecodeError as error:
+            line = self.line + self.text.count("\n") + raw.count(b"\n", 0, error.start)
+            raise ValueError(f"{self._name}, line {line}: not UTF-8 ({error.reason}); convert the file") from error
+        if not raw:
+            return False
+        self.line += self.text.count("\n", 0, self.position)
+        self.text, self.position = self.text[self.position :] + more, 0
+        self._size = max(_PIECE, len(self.text))
+        return True
+
+    def skip(self, character: str) -> bool:
+        """Pass over white space, and over `character` if it follows; whether it did."""
+        while True:
+            while self.position < len(self.text) and self.text[self.position] in " \t\r\n":
+                self.position += 1
+            if self.position < len(self.text) or not self.more():
+                break
+        here = self.text[self.position : self.position + 1]
+        if character and here == character:
+            self.position += 1
+            return True
+        return False
+
+    def expect(self, character: str) -> None:
+        if not self.skip(character):
+            error = json.JSONDecodeError(f"expected {character!r}", self.text, self.position)
+            raise _malformed(error, self.text, self._name, self.line)
+
+    def expect_end(self) -> None:
+        self.skip("")
+        if self.position < len(self.text):
+            error = json.JSONDecodeError("expected the end of the file", self.text, self.position)
+            raise _malformed(error, self.text, self._name, self.line)
+
+    def advance(self, position: int) -> None:
+        self.position = position
+
+
+def _malformed(error: json.JSONDecodeError, text: str, name: str, first_line: int) -> ValueError:
+    fragment = text[max(error.pos - _FRAGMENT // 2, 0) : error.pos + _FRAGMENT // 2].strip()
+    return ValueError(
+        f"{name}, line {first_line + error.lineno - 1}: malformed JSON ({error.msg}, column {error.colno}) near "
+        f"{fragment!r}; expected one JSON object a line"
+    )
+
+
+class _DuplicateKey(Exception):
+    """Of which a parser would keep the last value, in silence."""
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    row = dict(pairs)
+    if len(row) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in row if keys.count(key) > 1)
+        values = ", ".join(shown(value) for key, value in pairs if key == twice)
+        raise _DuplicateKey(f"the key {twice!r} stands {keys.count(twice)} times in one object, with {values}")
+    return row
+
+
+def shown(value: Any) -> str:
+    """A value in a message."""
+    text = repr(value)
+    return text if len(text) <= _FRAGMENT else text[:_FRAGMENT] + "..."

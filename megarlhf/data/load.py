@@ -1,0 +1,192 @@
+"""Sets of records, as the configuration names them, to samples on disk: tokenized once, then mapped by every rank."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from megarlhf.config import DataConfig, PromptDataConfig, SourceConfig
+from megarlhf.config.data import PHASES
+from megarlhf.data.adapters import digest_of_adapter
+from megarlhf.data.cache import cache_directory, digest_of_file, entry, key_of
+from megarlhf.data.columns import FORMAT, Columns, Writer
+from megarlhf.data.encode import Job, encode_all
+from megarlhf.data.fields import Fields
+from megarlhf.data.over_long import CuttingEncoder
+from megarlhf.data.sample_kinds import Encoder, Skipped
+from megarlhf.data.samples import SFTEncoder
+from megarlhf.data.selection import phase_share, set_aside
+from megarlhf.data.sources import Place, files_in_words, find
+from megarlhf.data.tokenized import Joined, Samples, Stored
+
+logger = logging.getLogger(__name__)
+Sample = TypeVar("Sample")
+_READERS = ("tokenizers", "transformers", "sentencepiece", "jinja2", "reasoning-gym")
+"""Packages of which another version may make other tokens or rows."""
+
+
+@dataclass(frozen=True)
+class SetLoader(Generic[Sample]):
+    """How sets become samples in a run."""
+
+    data: PromptDataConfig
+    encoder: Encoder[Sample]
+    sample_type: type[Sample]
+    fields: Fields = ()
+    """What each record must have, apart from what the encoder looks for."""
+    run_dir: Path | None = None
+    """Where `data.cache: none` keeps them."""
+
+    def train_and_validation(
+        self, command: str | None = None
+    ) -> tuple[Samples[Sample], Samples[Sample] | list[Sample], list[str]]:
+        """Training and held-out samples (none without any), and what was skipped, in words.
+
+        command: whose share of `data.phases` is read
+
+        Raises: ValueError for what cannot be read, encoded or kept.
+        """
+        data, notes = self.data, list[str]()
+        parts = [self._part(source, notes, command) for source in data.train]
+        held: Samples[Sample] | list[Sample] = []
+        if data.validation is not None:
+            held, of_held = self.whole(data.validation)
+            notes += of_held
+        elif data.validation_share is not None:
+            split = [set_aside(part, data.validation_share, data.split_seed) for _, part in parts]
+            held = _joined([(stored, away) for (stored, _), (_, away) in zip(parts, split, strict=True)])
+            parts = [(stored, kept) for (stored, _), (kept, _) in zip(parts, split, strict=True)]
+            notes.append(
+                f"data.validation_share = {data.validation_share:g}: {len(held)} samples are set aside, and "
+                f"{sum(len(part) for _, part in parts)} are trained on"
+            )
+        weights = [source.weight for source in data.train if source.weight is not None]
+        return _joined(parts, weights or None), held, notes
+
+    def test(self) -> tuple[Samples[Sample], list[str]]:
+        """The samples of `data.test`, and what was skipped, in words. Raises: ValueError as above."""
+        assert self.data.test is not None, "asked only where there is some"
+        return self.whole(self.data.test)
+
+    def whole(self, sources: Sequence[SourceConfig]) -> tuple[Samples[Sample], list[str]]:
+        """All samples of some sets, and what was skipped, in words. Raises: ValueError as above."""
+        notes: list[str] = []
+        stored = [self.stored(source, notes) for source in sources]
+        weights = [source.weight for source in sources if source.weight is not None]
+        return _joined([(each, each) for each in stored], weights or None), notes
+
+    def _part(
+        self, source: SourceConfig, notes: list[str], command: str | None
+    ) -> tuple[Stored[Sample], Samples[Sample]]:
+        stored = self.stored(source, notes)
+        shares = self.data.phase_shares()
+        if shares is None:
+            return stored, stored
+        assert command is not None, "refused for commands without a phase"
+        phase = PHASES[command]
+        share = phase_share(stored, shares, phase, self.data.split_seed)
+        notes.append(
+            f"{source.words}: data.phases = {self.data.phases} gives {command} {len(share)} of {len(stored)} samples"
+        )
+        return stored, share
+
+    def stored(self, source: SourceConfig, notes: list[str]) -> Stored[Sample]:
+        """All samples of one set, tokenized by whoever comes first. Raises: ValueError."""
+        place = find(source)
+        cache = cache_directory(self.data.cache, self.run_dir)
+        encoder = self._encoder()
+        key = key_of(
+            {
+                "format": FORMAT,
+                "content": _content(place, cache),
+                "adapter": digest_of_adapter(source.adapter),
+                "columns": source.columns,
+                "encoder": encoder.key(),
+                "versions": {name: _version(name) for name in _READERS},
+            }
+        )
+        job = Job(source, encoder, self.sample_type, self.fields)
+        directory, made = entry(cache, key, lambda partial: _tokenize(place, job, partial, self.data.workers))
+        columns = Columns(directory, self.sample_type)
+        manifest = columns.manifest
+        logger.info("%s: %d samples %s %s", source.words, columns.num_samples, "kept in" if made else "of", directory)
+        notes.append(_in_words(manifest, source))
+        return Stored(columns)
+
+    def _encoder(self) -> Any:
+        encoder: Any = self.encoder
+        if isinstance(self.data, DataConfig) and self.data.over_long == "cut":
+            assert isinstance(encoder, SFTEncoder), "refused for other commands"
+            return CuttingEncoder(encoder)
+        return encoder
+
+
+def _content(place: Place, cache: Path) -> list[Any]:
+    """What a source consists of, wherever it lies."""
+    if place.kind == "files":
+        return ["files", *(digest_of_file(file, cache) for file in place.files)]
+    if place.kind == "saved":
+        files = sorted(file for file in place.files[0].rglob("*") if file.is_file())
+        return ["saved", *((file.name, digest_of_file(file, cache)) for file in files)]
+    if place.kind == "generated":
+        return ["generated", str(place.source.path)]
+    return ["hub", str(place.source.path), place.source.subset, place.source.split, _hub_revision(place.source)]
+
+
+def _hub_revision(source: SourceConfig) -> str:
+    """The commit that the hub has of a dataset. Raises: ValueError where the hub cannot be asked."""
+    from huggingface_hub import HfApi
+
+    try:
+        return str(HfApi().dataset_info(str(source.path)).sha)
+    except Exception as error:  # network, name, permission: one message for all
+        raise ValueError(
+            f"{source.path} is not on disk, and asking the Hugging Face hub for it failed: {type(error).__name__}: "
+            f"{str(error).partition(chr(10))[0]}; check the name, or download it where there is a network"
+        ) from error
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _tokenize(place: Place, job: Job, directory: Path, workers: int | None) -> None:
+    """Raises: ValueError, also for a source without a usable record."""
+    logger.info("tokenizing %s", job.source.words)
+    before = [file.stat().st_mtime_ns for file in place.files]
+    writer = Writer(directory, job.sample_type)
+    try:
+        encode_all(job, place.chunks(), writer, workers)
+        if not writer.num_records:
+            raise ValueError(f"no rows in {job.source.words}; give data")
+        if not writer.num_samples:
+            skipped = Skipped(writer.num_records, writer.skipped).describe()
+            raise ValueError(f"{job.source.words}: no usable records: {skipped}; raise the limits or give other data")
+        if [file.stat().st_mtime_ns for file in place.files] != before:
+            raise ValueError(f"{job.source.words} was changed while it was read; start again when it is whole")
+        writer.finish(source=job.source.words)
+    finally:
+        writer.close()
+
+
+def _in_words(manifest: dict[str, Any], source: SourceConfig) -> str:
+    skipped = Skipped(manifest["num_records"])
+    skipped.reasons.update(manifest["skipped"])
+    changed = "".join(f"; {how}: {count}" for how, count in sorted(manifest["changed"].items()))
+    return f"{source.words}: {skipped.describe()}{changed}{files_in_words(source)}"
+
+
+def _joined(
+    parts: Sequence[tuple[Stored[Sample], Samples[Sample]]], weights: Sequence[float] | None = None
+) -> Samples[Sample]:
+    """What is read of each set, one after the other; `parts` has the whole set beside it."""
+    if len(parts) == 1:
+        return parts[0][1]
+    return Joined([samples for _, samples in parts], [stored.num_records for stored, _ in parts], weights)

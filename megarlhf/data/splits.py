@@ -1,0 +1,208 @@
+"""Which files a directory or a pattern names, by split: by their names, their folders, or a README of the hub."""
+
+from __future__ import annotations
+
+import glob
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megarlhf.data.formats import SUFFIXES, kind_of, require_readable
+
+Splits = dict[str, list[Path]]
+"""Files in order, by split; "" where nothing says one."""
+
+_SPLIT_WORDS = {
+    "train": "train", "training": "train",
+    "validation": "validation", "valid": "validation", "dev": "validation", "val": "validation",
+    "heldout": "heldout", "held_out": "heldout", "held-out": "heldout", "holdout": "heldout",
+    "test": "test", "testing": "test", "eval": "test", "evals": "test", "evaluation": "test",
+}  # fmt: skip
+"""Words in a file's name, in either case, that make it a split: those of `datasets`, and ours for held-out data."""
+_SPLIT_WORD = re.compile(rf"(?:^|(?<=[-._ 0-9]))({'|'.join(_SPLIT_WORDS)})(?=[-._ 0-9])")
+_MAY_BE_A_SPLIT = re.compile(r"train|test|valid|dev|eval|hold[-_]?out|held[-_]?out")
+"""Where one of these is only a part of a word (`mathtrain`, `contest`), nobody can say whether it means a split."""
+_SHARD = re.compile(r"(\w+(?:\.\w+)*)-\d{5}-of-\d{5}")
+
+
+def chosen_split(name: str, splits: Iterable[str], split: str | None) -> str:
+    """The split to read. Raises: ValueError that lists what there is."""
+    there = list(splits)
+    listed = ", ".join(each or "(no split named)" for each in there)
+    if split is None:
+        if len(there) > 1:
+            raise ValueError(
+                f"{name} has several splits, of which only one is meant: {listed}; name it, as {{path: {name}, split: "
+                f"{next(filter(None, there))}}} (data.train.split on the command line), or give the path of its own "
+                "file or directory"
+            )
+        return there[0]
+    if split not in there:
+        raise ValueError(f"{name} has no split {split!r}; it has {listed}")
+    return split
+
+
+def saved_splits(directory: Path) -> list[str]:
+    """The splits of what `save_to_disk` wrote; one without a name for a Dataset, none for any other directory."""
+    described = directory / "dataset_dict.json"
+    if described.exists():
+        try:
+            return list(json.loads(described.read_text(encoding="utf-8"))["splits"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{described} is not what save_to_disk writes: {error}; save the dataset again") from error
+    return [""] if (directory / "state.json").exists() else []
+
+
+def is_pattern(path: Path) -> bool:
+    """Whether a path names files by a pattern; a file that is there under this very name is no pattern."""
+    return bool(glob.has_magic(str(path))) and not path.exists()
+
+
+def files_of_pattern(path: Path) -> Splits:
+    """The files that match, `**` through folders. Raises: ValueError where none does."""
+    matches = sorted(Path(name) for name in glob.glob(str(path), recursive=True))
+    splits = _by_name(path, [match for match in matches if match.is_file()])
+    if not splits:
+        found = f"it matches {_listed([match.name for match in matches])}" if matches else "it matches nothing"
+        raise ValueError(f"no data files match {path}: {found}; expected names that end in {', '.join(SUFFIXES)}")
+    return splits
+
+
+def files_of_directory(directory: Path, subset: str | None) -> Splits:
+    """As its README says, if it is one of the hub; else the files in it; else those in `data/`; else those in folders
+    that are named for splits. Raises: ValueError where there are none."""
+    if described := _described_files(directory, subset):
+        return described
+    if subset is not None:
+        raise ValueError(
+            f"{directory} has no subset {subset!r}: no README.md in it names any (configs); leave subset out, or give "
+            "the path of the folder that is meant"
+        )
+    entries = _entries(directory)
+    if splits := _by_name(directory, entries):
+        return splits
+    inner = directory / "data"
+    if inner.is_dir() and (splits := _by_name(inner, _entries(inner))):
+        return splits
+    folders = {entry.name: _by_name(entry, _entries(entry)) for entry in entries if entry.is_dir()}
+    named = {_SPLIT_WORDS[name.lower()]: splits for name, splits in folders.items() if name.lower() in _SPLIT_WORDS}
+    if named := {name: of_folder for name, of_folder in named.items() if of_folder}:
+        return {name: [file for files in of_folder.values() for file in files] for name, of_folder in named.items()}
+    file_names = _listed([entry.name for entry in entries]) or "nothing"
+    raise ValueError(
+        f"no data files in {directory}: found {file_names}; expected names that end in {', '.join(SUFFIXES)}, or a "
+        "directory written by datasets' save_to_disk"
+    )
+
+
+def passed_over(directory: Path, read: Splits) -> list[str]:
+    """Entries of a directory that belong to no split."""
+    files = {file for files in read.values() for file in files}
+    used = files | {parent for file in files for parent in file.parents}
+    others = [entry for entry in _entries(directory) if entry not in used]
+    return [entry.name + "/" * entry.is_dir() for entry in others]
+
+
+def _entries(directory: Path) -> list[Path]:
+    return sorted(entry for entry in directory.iterdir() if not entry.name.startswith("."))
+
+
+def _by_name(where: Path, entries: Sequence[Path]) -> Splits:
+    """The data files among the entries, by the split that their names say."""
+    splits: Splits = {}
+    for entry in entries:
+        require_readable(entry)
+        if kind_of(entry.name)[0] and entry.is_file():
+            splits.setdefault(split_of(entry.name), []).append(entry)
+    if list(splits) == [""]:
+        _require_one_kind(where, splits[""])
+    return splits
+
+
+def _require_one_kind(where: Path, files: Sequence[Path]) -> None:
+    """Files without a split are joined, but not where their names leave open whether they are several splits. Names
+    that differ in numbers only (`latest_1`, `latest_2`) are parts of one thing."""
+    stems = [file.name.lower().partition(kind_of(file.name)[0])[0] for file in files]
+    doubtful = [file.name for file, stem in zip(files, stems, strict=True) if _MAY_BE_A_SPLIT.search(stem)]
+    if doubtful and len({re.sub(r"[-._ 0-9]", "", stem) for stem in stems}) > 1:
+        raise ValueError(
+            f"{where} has {len(files)} data files, and may mix splits such as train and test; these names do "
+            f"not say clearly: {_listed(doubtful)}. Give the path of the one file that is meant. Or rename the files "
+            "so that the split is a word of its own (math_train.jsonl, math_test.jsonl), and name it (data.train.split)"
+            ". Or, if all are meant, move them to a directory as part_1, part_2 and so on"
+        )
+
+
+def split_of(name: str) -> str:
+    """As `datasets` reads names: `train_sft-00000-of-00002.parquet` -> train_sft, `math_Test.jsonl` -> test; "" where
+    a name says no split, or more than one (`train_heldout.jsonl`)."""
+    if shard := _SHARD.match(name):
+        return shard[1]
+    splits = {_SPLIT_WORDS[word] for word in _SPLIT_WORD.findall(name.lower())}
+    return splits.pop() if len(splits) == 1 else ""
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+
+
+def _described_files(directory: Path, subset: str | None) -> Splits:
+    """What the front matter of a README.md of the hub says: `configs`, each with `data_files`; nothing without it.
+
+    Raises: ValueError for a subset that is not there, or none named of several, and for files that are not there.
+    """
+    configs = _configs(directory / "README.md")
+    if not configs:
+        return {}
+    names = [str(config.get("config_name", "default")) for config in configs]
+    if subset is None and len(names) > 1:
+        default = [name for name, config in zip(names, configs, strict=True) if config.get("default") is True]
+        raise ValueError(
+            f"{directory}: its README.md names several subsets: {', '.join(names)}"
+            f"{f' (its own default is {default[0]})' if default else ''}; name the one that is meant, as {{path: "
+            f"{directory}, subset: {(default or names)[0]}}}"
+        )
+    if subset is not None and subset not in names:
+        raise ValueError(f"{directory} has no subset {subset!r}; its README.md names {', '.join(names)}")
+    config = configs[0 if subset is None else names.index(subset)]
+    splits: Splits = {}
+    for split, patterns in _patterns(config["data_files"]):
+        for pattern in patterns:
+            found = sorted(Path(name) for name in glob.glob(str(directory / pattern), recursive=True))
+            files = [file for file in found if kind_of(file.name)[0]]
+            if not files:
+                raise ValueError(
+                    f"{directory}: its README.md says {pattern} for the split {split}, and no data file is there; "
+                    "copy the files, or give the path of what is there"
+                )
+            splits.setdefault(split, []).extend(files)
+    return splits
+
+
+def _configs(readme: Path) -> list[Mapping[str, Any]]:
+    """Those with `data_files`."""
+    if not readme.is_file():
+        return []
+    parts = readme.read_text(encoding="utf-8", errors="replace").split("---", 2)
+    if len(parts) < 3 or parts[0].strip():
+        return []
+    try:
+        front = yaml.safe_load(parts[1])
+    except yaml.YAMLError:
+        return []
+    configs = front.get("configs") if isinstance(front, Mapping) else None
+    listed = configs if isinstance(configs, list) else []
+    return [config for config in listed if isinstance(config, Mapping) and config.get("data_files")]
+
+
+def _patterns(data_files: Any) -> list[tuple[str, list[str]]]:
+    """`data_files` in each of its forms: a pattern, patterns, or a mapping of split and path for each split."""
+    result = []
+    for each in data_files if isinstance(data_files, list) else [data_files]:
+        split, path = (each.get("split", "train"), each.get("path")) if isinstance(each, Mapping) else ("train", each)
+        result.append((str(split), [str(part) for part in (path if isinstance(path, list) else [path])]))
+    return result

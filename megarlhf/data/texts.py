@@ -1,0 +1,54 @@
+"""Plain texts as token ids, cut into pieces that a micro-batch can hold: what the pretraining mix of rl learns from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megarlhf.data.samples import Unusable
+from megarlhf.data.tokenizer import Tokenizer, load_tokenizer
+from megarlhf.data.tokenizer_files import tokenizer_digest
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text, or a piece of one."""
+
+    tokens: list[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextEncoder:
+    """Of records with `text`, each of which may give several samples, or none."""
+
+    tokenizer: Path
+    longest: int
+    """Tokens of a piece."""
+
+    def open(self) -> Callable[[int, Mapping[str, Any]], list[Text]]:
+        """See `samples.Encoder.open`."""
+        tokenizer = load_tokenizer(self.tokenizer)
+
+        def encode(index: int, record: Mapping[str, Any]) -> list[Text]:
+            parts = pieces(record["text"], tokenizer, self.longest)
+            if not parts:
+                raise Unusable("text of fewer than two tokens")
+            return [Text(part) for part in parts]
+
+        return encode
+
+    def key(self) -> dict[str, Any]:
+        """See `samples.Encoder.key`."""
+        return {"samples": "texts", "tokenizer": tokenizer_digest(self.tokenizer), "longest": self.longest}
+
+
+def pieces(text: str, tokenizer: Tokenizer, longest: int) -> list[list[int]]:
+    """A text as tokens, its end included, cut into pieces that begin as a text does: with bos, where the model has it.
+    A piece from which nothing could be learnt is left out."""
+    tokens = [*tokenizer.encode(text), tokenizer.eos_id]
+    lead = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+    room = longest - len(lead)
+    cut = [[*lead, *tokens[start : start + room]] for start in range(0, len(tokens), room)]
+    return [piece for piece in cut if len(piece) > 1 and text.strip()]
