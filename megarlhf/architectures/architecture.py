@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import Literal
 
 
@@ -64,6 +65,34 @@ RopeScaling = Llama3Rope | LinearRope | DynamicRope | YarnRope | LongRope
 
 
 @dataclass(frozen=True, kw_only=True)
+class AdapterTarget:
+    """A linear layer that has an adapter, in every decoder layer or in some."""
+
+    module: str
+    """As Hugging Face names it inside a decoder layer: `self_attn.q_proj`; with `{expert}` where each expert has it."""
+    layers: tuple[int, ...] | None = None
+    """None: in every layer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adapter:
+    """Low-rank additions to linear layers: W x + scale B (A x), A [rank, input], B [output, rank].
+
+    Source: Hu et al., LoRA, 2021; with `rslora` Kalajdzievski, 2023.
+    """
+
+    rank: int
+    alpha: float
+    rslora: bool
+    targets: tuple[AdapterTarget, ...]
+
+    @property
+    def scale(self) -> float:
+        """alpha / rank; with `rslora` alpha / sqrt(rank)."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Architecture:
     """Sizes and switches of one model, of any size and layout; hashable."""
 
@@ -108,6 +137,14 @@ class Architecture:
     """The chosen experts' probabilities are scaled to add up to 1."""
     rotary_share: float = 1.0
     """Of a head's channels, those that the rotary embedding turns: the first ones."""
+
+    adapter: Adapter | None = None
+    """Of a model with LoRA: its A and B are tensors of the model like any other. No config.json states it."""
+
+    @property
+    def base(self) -> Architecture:
+        """The model without its adapter."""
+        return self if self.adapter is None else replace(self, adapter=None)
 
     @property
     def rotary_dim(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
+from megarlhf.architectures.adapters import with_adapter
 from megarlhf.architectures.architecture import Architecture
 from megarlhf.architectures.families import family_of
 from megarlhf.architectures.table import (
@@ -23,7 +24,8 @@ VLLM_VOCAB_MULTIPLE = 64
 
 
 def table_of(arch: Architecture) -> Table:
-    return family_of(arch.model_type).table
+    """Of the model's family, with the entries of its adapter where it has one."""
+    return family_of(arch.model_type).table if arch.adapter is None else with_adapter(arch)
 
 
 def padded_vocab_size(vocab_size: int, tp: int, multiple: int = 128) -> int:
@@ -105,7 +107,8 @@ def megatron_placements(
     for local, layer in enumerate(layers):
         prefix, hf_prefix = table.megatron_layer.format(layer=local), table.hf_layer.format(layer=layer)
         for entry in table.layer:
-            builder.add(entry, entry.megatron_place(spec, experts), prefix, hf_prefix)
+            if entry.is_in(layer):
+                builder.add(entry, entry.megatron_place(spec, experts), prefix, hf_prefix)
     if last_stage:
         for entry in table.final:
             builder.add(entry, entry.megatron)
@@ -122,11 +125,13 @@ def vllm_placements(
     """One tensor-parallel rank of vLLM's model (pipeline size 1), by the names of `named_parameters()`.
 
     `padded_vocab` defaults to vLLM's own rule: a multiple of 64, then split. Storages of a tied head are
-    absent, since vLLM shares the parameter. Experts are all on every rank, each split over tp.
+    absent, since vLLM shares the parameter. Experts are all on every rank, each split over tp. An adapter is merged
+    into the weights that vLLM gets, and has no place of its own here.
 
     Raises: ValueError when tp does not divide the query heads, the MLP or the padded vocabulary, or when vLLM's
     model lacks a parameter.
     """
+    arch = arch.base
     table = table_of(arch)
     if padded_vocab is None:
         padded_vocab = padded_vocab_size(arch.vocab_size, 1, VLLM_VOCAB_MULTIPLE)

@@ -16,8 +16,8 @@ Spec = Literal["local", "te"]
 Experts = Literal["each", "grouped"]
 """How Megatron stores experts: `local_experts.j.*` each; or grouped, which is `linear_fc1.weight{j}` under the
 transformer-engine spec and one `weight1` [experts, hidden, ffn] under the local one."""
-Init = Literal["normal", "residual", "ones", "zeros", "score"]
-"""How a fresh tensor starts; residual is normal with std / sqrt(2 num_layers)."""
+Init = Literal["normal", "residual", "ones", "zeros", "score", "lora"]
+"""How a fresh tensor starts; residual is normal with std / sqrt(2 num_layers), lora uniform by its columns."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +70,12 @@ class Entry:
     grouped: Mapping[Spec, Place] = field(default_factory=dict)
     """Where Megatron keeps it with grouped experts."""
     when: Callable[[Architecture], bool] = lambda arch: True
+    layers: frozenset[int] | None = None
+    """Decoder layers that have it; None: all."""
+
+    def is_in(self, layer: int) -> bool:
+        """Whether this decoder layer has it, where the model has it at all."""
+        return self.layers is None or layer in self.layers
 
     def megatron_place(self, spec: Spec, experts: Experts) -> Place:
         if experts == "grouped" and self.grouped:
@@ -127,6 +133,7 @@ def dimensions(arch: Architecture) -> dict[str, int]:
         "gate_up": 2 * arch.ffn_size,
         "experts": arch.num_experts,
         "expert_ffn": arch.expert_ffn_size,
+        "lora_rank": 0 if arch.adapter is None else arch.adapter.rank,
     }
 
 
@@ -147,7 +154,9 @@ def iter_tensors(table: Table, arch: Architecture, head: Head) -> Iterator[tuple
     dims = dimensions(arch)
     heads = () if head == "lm" and arch.tied_embeddings else (table.head(arch, head),)
     blocks = [("", table.embedding)]
-    blocks += [(table.hf_layer.format(layer=layer), table.layer) for layer in range(arch.num_layers)]
+    for layer in range(arch.num_layers):
+        entries = tuple(entry for entry in table.layer if entry.is_in(layer))
+        blocks.append((table.hf_layer.format(layer=layer), entries))
     blocks += [("", table.final), ("", heads)]
     for prefix, entries in blocks:
         for entry in entries:

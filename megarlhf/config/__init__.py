@@ -5,14 +5,15 @@ from megarlhf.config.beside import EMAConfig, PTXConfig, ReferenceUpdateConfig
 from megarlhf.config.built_roles import roles_of
 from megarlhf.config.conversations import ConversationConfig
 from megarlhf.config.data import DataConfig, PromptDataConfig, SFTDataConfig, SourceConfig, words_of
+from megarlhf.config.frozen import FrozenModel
 from megarlhf.config.generate import GenerateConfig
 from megarlhf.config.load import dump_config, load_config
+from megarlhf.config.lora import LoraConfig
 from megarlhf.config.numbers import SkipConfig
 from megarlhf.config.preference import DPOConfig
 from megarlhf.config.profile import ProfileConfig
 from megarlhf.config.rewards import RewardConfig
 from megarlhf.config.roles import (
-    FrozenModel,
     KernelsConfig,
     ModelConfig,
     OffloadConfig,

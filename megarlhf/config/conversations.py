@@ -7,7 +7,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from megarlhf.config.roles import FrozenModel
+from megarlhf.config.frozen import FrozenModel
 
 
 class ConversationConfig(FrozenModel):

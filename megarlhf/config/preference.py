@@ -11,6 +11,7 @@ from megarlhf.config.profile import ProfileConfig, within_the_run
 from megarlhf.config.roles import FrozenModel, NonNegative, Positive, RoleConfig, require_all_ranks
 from megarlhf.config.run import CheckpointConfig, RunConfig
 from megarlhf.config.sections import EvalConfig, TrainConfig
+from megarlhf.config.shared_base import is_base_of, reference_section
 from megarlhf.config.watchdog import WatchdogConfig
 
 WITH_REFERENCE = ("dpo", "ipo", "kto")
@@ -87,7 +88,13 @@ class DPOConfig(FrozenModel):
     def roles(self) -> dict[str, RoleConfig]:
         """The roles that this run builds."""
         roles = {"actor": self.actor}
-        return {**roles, "reference": self.reference or self.actor} if self.needs_reference else roles
+        reference = reference_section(self.actor, self.reference)
+        return {**roles, "reference": reference} if self.needs_reference else roles
+
+    @property
+    def reference_is_base(self) -> bool:
+        """Whether the reference is the actor with its adapter switched off."""
+        return self.needs_reference and is_base_of(self.actor, self.reference)
 
     @model_validator(mode="after")
     def _check(self) -> DPOConfig:

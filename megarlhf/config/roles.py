@@ -6,48 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    NonNegativeInt,
-    PositiveInt,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
+from megarlhf.config.frozen import Fraction as Fraction
+from megarlhf.config.frozen import FrozenModel, NonNegative, Positive
+from megarlhf.config.lora import LoraConfig
 from megarlhf.layout import MeshLayout, split_chunks
 from megarlhf.model_directory import require_hf_directory
-
-Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
-NonNegative = Annotated[float, Field(ge=0.0)]
-Positive = Annotated[float, Field(gt=0.0)]
-
-
-class FrozenModel(BaseModel):
-    """Base of every section: immutable, no unknown keys, finite numbers, documented field by field."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _no_boolean_as_number(cls, value: Any, info: ValidationInfo) -> Any:
-        """pydantic takes true for 1; as the word that it is, it is refused wherever a number is wanted."""
-        if cls.model_fields[str(info.field_name)].annotation is bool:
-            return value
-        if isinstance(value, list):
-            return [str(part).lower() if isinstance(part, bool) else part for part in value]
-        return str(value).lower() if isinstance(value, bool) else value
-
-    @field_validator("*", mode="after")
-    @classmethod
-    def _expand_home(cls, value: Any) -> Any:
-        """`~` in a path is the home directory, as in a shell."""
-        try:
-            return value.expanduser() if isinstance(value, Path) else value
-        except RuntimeError as error:
-            raise ValueError(f"{value}: {error}; write the whole path") from None
 
 
 class ModelConfig(FrozenModel):
@@ -304,6 +269,26 @@ class RoleConfig(FrozenModel):
     is the mean over layers and over the mini-batch's sequences, which no layout and no micro-batch changes. The log
     says what is added. Read for roles that are trained."""
     offload: OffloadConfig = OffloadConfig()
+    lora: LoraConfig | None = None
+    """Train a low-rank adapter on linear layers, and nothing else: `lora: {}` is one of rank 16 on all of them.
+    [LoRA](lora.md)."""
+    freeze: tuple[str, ...] = ()
+    """Tensors that are not trained, by their Hugging Face names: the end of a name, or of that of a module
+    (`embed_tokens`, `q_proj.weight`), or a pattern with `*`, `?` or `[...]` (`model.layers.[0-7].*`). They have no
+    gradient and no optimizer state. One that names nothing is refused, and so is freezing everything."""
+    train_only: tuple[str, ...] = ()
+    """The other way round: the only tensors that are trained. Read for roles that are trained."""
+
+    @model_validator(mode="after")
+    def _check_frozen(self) -> RoleConfig:
+        if self.freeze and self.train_only:
+            raise ValueError("freeze and train_only both say what is trained; give one of them")
+        if self.lora is not None and (self.freeze or self.train_only):
+            raise ValueError(
+                f"lora trains the adapter alone, the whole model is frozen: leave "
+                f"{'freeze' if self.freeze else 'train_only'} out, or leave lora out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_recompute(self) -> RoleConfig:

@@ -19,6 +19,7 @@ from megarlhf.config.rewards import RewardConfig
 from megarlhf.config.roles import FrozenModel, NonNegative, Positive, RoleConfig, require_all_ranks
 from megarlhf.config.rollout import RolloutConfig
 from megarlhf.config.run import CheckpointConfig, RunConfig
+from megarlhf.config.shared_base import is_base_of, reference_section
 from megarlhf.config.shown import AccuracyConfig, SamplesConfig
 from megarlhf.config.watchdog import WatchdogConfig
 
@@ -221,11 +222,18 @@ class RLConfig(FrozenModel):
         steps = self.train.num_steps - (self.train.critic_warmup_steps if waits else 0)
         return max(0, steps) * self.updates_per_step
 
+    @property
+    def reference_is_base(self) -> bool:
+        """Whether the reference is the actor with its adapter switched off."""
+        return self.needs_reference and self.reference_update is None and is_base_of(self.actor, self.reference)
+
     def roles(self) -> dict[str, RoleConfig]:
         """The roles that this run builds."""
         roles: dict[str, RoleConfig] = {"actor": self.actor}
         if self.needs_reference:
-            roles["reference"] = self.reference or self.actor
+            stays = self.reference_update is None
+            given = self.reference or self.actor
+            roles["reference"] = reference_section(self.actor, self.reference) if stays else given
         if self.algo.needs_critic and self.critic is not None:
             roles["critic"] = self.critic
         if self.uses_reward_model and self.reward_model is not None:
@@ -250,6 +258,8 @@ class RLConfig(FrozenModel):
                 "reference_update moves a reference to which nothing measures the KL: set algo.kl.coef or "
                 "train.stop.max_kl, or algo.kl.log to only see it, or leave reference_update out"
             )
+        if self.reference_update is not None and self.actor.lora is not None:
+            self._check_moving_adapter()
         self._check_groups()
         self._check_controller()
         self._check_ptx()
@@ -305,6 +315,20 @@ class RLConfig(FrozenModel):
             raise ValueError(
                 f"ptx.max_tokens = {self.ptx_max_tokens} does not fit: give 2 to train.max_tokens_per_micro_batch = "
                 f"{budget}"
+            )
+
+    def _check_moving_adapter(self) -> None:
+        """Raises: ValueError for a reference that cannot follow the actor's adapter."""
+        assert self.reference_update is not None
+        if self.reference is not None and self.reference.lora != self.actor.lora:
+            raise ValueError(
+                "reference_update moves the reference to the actor, whose adapter it does not have: leave the section "
+                "reference out, or give it the actor's lora"
+            )
+        if self.reference_update.mixup != 1:
+            raise ValueError(
+                f"reference_update.mixup = {self.reference_update.mixup:g} would mix A and B of two adapters each by "
+                "itself, whose product is not the mixture; with actor.lora give 1, which takes the actor's"
             )
 
     def _check_controller(self) -> None:

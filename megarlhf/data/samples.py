@@ -39,6 +39,9 @@ from megarlhf.data.tokenizer import Tokenizer, load_tokenizer
 from megarlhf.data.tokenizer_files import tokenizer_digest, writes_the_date
 from megarlhf.data.turns import Answered, Inexact, LossOn, answered
 
+VERSION = 1
+"""Of how records are written as tokens: another one makes other keys of the cache."""
+
 Records = Sequence[Mapping[str, Any]]
 Sample = TypeVar("Sample")
 Read = TypeVar("Read")
@@ -73,7 +76,7 @@ class _Options:
     def key(self) -> dict[str, Any]:
         """See `Encoder.key`."""
         values = {each.name: getattr(self, each.name) for each in fields(self)}
-        values |= {"samples": type(self).__name__, "tokenizer": tokenizer_digest(self.tokenizer)}
+        values |= {"samples": type(self).__name__, "version": VERSION, "tokenizer": tokenizer_digest(self.tokenizer)}
         if self.template != "plain" and writes_the_date(self.tokenizer, self.chat_template):
             values["date"] = date.today().isoformat()
         return {**values, "template_args": dict(self.template_args)}

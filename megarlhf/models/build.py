@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -16,6 +17,7 @@ from megatron.core.tensor_parallel import layers
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
+from megarlhf.architectures.adapters import LIVE
 from megarlhf.architectures.architecture import Architecture
 from megarlhf.architectures.megatron_layout import MegatronLayout, ModelRank
 from megarlhf.architectures.placements import Experts, Head, Spec, padded_vocab_size
@@ -23,6 +25,7 @@ from megarlhf.config import KernelsConfig, ParallelConfig, RoleConfig
 from megarlhf.kernels.arguments import require_device
 from megarlhf.models.experts import use_exchange
 from megarlhf.models.heads import LanguageHead, ScalarHead
+from megarlhf.models.lora import attach_adapters, merged_parameters
 from megarlhf.models.packed_rotary import PackedRotary
 from megarlhf.models.positions import PositionTable
 from megarlhf.models.rotary_frequencies import attention_factor, scaled_frequencies
@@ -62,6 +65,8 @@ class ModelShard:
     kernels: KernelsConfig
     dtype: torch.dtype
     """Of the parameters."""
+    adapter_path: Path | None = None
+    """Where the adapter's weights are; None: a new one, or none."""
 
     @property
     def chunks(self) -> tuple[GPTModel, ...]:
@@ -69,8 +74,20 @@ class ModelShard:
         return chunks_of(self.module)
 
     def parameters(self) -> dict[str, Tensor]:
-        """Megatron name -> live parameter; `model{v}.` stands before it where the rank has several chunks."""
-        return dict(self.module.named_parameters())
+        """Megatron name -> live parameter; `model{v}.` stands before it where the rank has several chunks. Of the base
+        of a model with an adapter: without the adapter's."""
+        found = dict(self.module.named_parameters())
+        return found if self.arch.adapter is not None else {name: p for name, p in found.items() if LIVE not in name}
+
+    @property
+    def base(self) -> ModelShard:
+        """The same modules, as the model without its adapter."""
+        return self if self.arch.adapter is None else replace(self, arch=self.arch.base)
+
+    def merged(self) -> dict[str, Tensor]:
+        """The parameters of `base` with the adapter added: of a model without one its live parameters, otherwise new
+        tensors where it adds."""
+        return merged_parameters(self.module, self.parameters())
 
     @property
     def megatron_layout(self) -> MegatronLayout:
@@ -127,8 +144,18 @@ def build_model(section: RoleConfig, mesh: Mesh, arch: Architecture, head: Head,
         spec=spec,
         kernels=section.kernels,
         dtype=dtype,
+        adapter_path=None if section.lora is None else section.lora.path,
     )
     if mesh.is_member:
+        if arch.adapter is not None:
+            attach_adapters(
+                module,
+                placements_on(shard, mesh.runtime.rank),
+                scale=arch.adapter.scale,
+                tp_group=mesh.groups.tp if mesh.layout.tp > 1 else None,
+                sequence_parallel=section.parallel.sequence_parallel,
+                experts_are_shared=mesh.layout.ep > 1,
+            )
         _mark_sharded(shard)
     return shard
 

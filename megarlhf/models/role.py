@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,15 +19,22 @@ from megarlhf.architectures.placements import Head
 from megarlhf.config import MicroBatchConfig, RoleConfig
 from megarlhf.models.build import ModelShard, bf16_gradients, build_model
 from megarlhf.models.experts import use_balance
-from megarlhf.models.weights import CHECKPOINTS, WeightSource, companion_files, export_hugging_face
+from megarlhf.models.lora import without_adapters
+from megarlhf.models.trainable import choose_trained
+from megarlhf.models.weights import CHECKPOINTS, WeightSource, companion_files, export_adapter, export_hugging_face
 from megarlhf.parallel.batching import Batching
 from megarlhf.parallel.mesh import GroupCache, Mesh, build_mesh
 from megarlhf.parallel.packing import forward_cost
 from megarlhf.parallel.residency import Residency, RoleParts, Tensors
 from megarlhf.parallel.router_balance import RouterBalance
 from megarlhf.parallel.step import Loss, MicroBatch, StepResult, Trainer, forward_only
+from megarlhf.weights.checkpoint.formats.huggingface.read import is_huggingface
+from megarlhf.weights.checkpoint.peft import adapted
 
 log = logging.getLogger(__name__)
+
+ADAPTER_SUFFIX = "_adapter"
+"""Behind a role's name: the directory of its exported adapter."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +53,8 @@ class Role:
     """Keys of config.json in its exports; None: left out."""
     files: Mapping[str, bytes] = field(default_factory=dict)
     """Small files of its exports, in place of those of its model: tokenizer, chat template, ends of a response."""
+    adapter_is_off: bool = False
+    """It is the base of another role, whose modules it shares."""
 
     @property
     def mesh(self) -> Mesh:
@@ -59,7 +69,8 @@ class Role:
         self.parts.to_compute()
         if not self.mesh.is_member:
             return []
-        return forward_only(self.shard.module, self.mesh, batches, score)
+        with without_adapters(self.shard.module) if self.adapter_is_off else contextlib.nullcontext():
+            return forward_only(self.shard.module, self.mesh, batches, score)
 
     def accumulate(self, batches: Sequence[MicroBatch], loss: Loss) -> dict[str, float]:
         """See `parallel.step.Trainer.accumulate`."""
@@ -78,9 +89,38 @@ class Role:
         return StepResult(sums=sums, grad_norm=norm, skipped=reason)
 
     def export(self, directory: Path) -> None:
-        """Write the live weights as a Hugging Face directory."""
+        """Write the live weights: as a Hugging Face directory, an adapter merged; or, where `lora.export` says so, the
+        adapter beside it or alone, in `directory` with `_adapter` behind its name."""
         self.parts.to_compute()
-        export_hugging_face(self.shard, self.section.model.hf_directory(), directory, self.stated, self.files)
+        lora, described = self.section.lora, self.section.model.hf_directory()
+        if lora is None or lora.export != "adapter":
+            export_hugging_face(self.shard, described, directory, self.stated, self.files)
+        if lora is not None and lora.export != "merged":
+            path = self.section.model.path
+            base = path if is_huggingface(path) else described
+            export_adapter(self.shard, base.absolute(), directory.with_name(directory.name + ADAPTER_SUFFIX))
+
+    @property
+    def export_names(self) -> tuple[str, ...]:
+        """Directories that `export` writes, for one of the role's name."""
+        lora = self.section.lora
+        merged = () if lora is not None and lora.export == "adapter" else (self.name,)
+        return merged if lora is None or lora.export == "merged" else (*merged, self.name + ADAPTER_SUFFIX)
+
+    def without_adapter(self, name: str) -> Role:
+        """The model that this role's adapter is on, as a role of its own that takes no memory and is not trained."""
+        assert self.shard.arch.adapter is not None, f"{self.name} has no adapter"
+        section = self.section.model_copy(update={"lora": None})
+        return replace(
+            self,
+            name=name,
+            section=section,
+            shard=self.shard.base,
+            trainer=None,
+            stated={},
+            files={},
+            adapter_is_off=True,
+        )
 
     def companion_files(self) -> dict[str, bytes]:
         """See `models.weights.companion_files`."""
@@ -112,7 +152,7 @@ def build_role(
     runtime = cache.runtime
     residency = residency or Residency(runtime.device)
     residency.turn()
-    arch = architecture_from_hf(section.model.hf_directory())
+    arch = adapted(architecture_from_hf(section.model.hf_directory()), section.lora, name)
     layout = replace(section.parallel.layout(runtime.world_size, name), order=order)
     mesh = build_mesh(layout, runtime, cache)
     shard = build_model(section, mesh, arch, head, weights.dtype(name, section.model, head))
@@ -123,6 +163,8 @@ def build_role(
         parts = RoleParts(residency, Tensors(shard.module.parameters, residency.host, constant=True))
         residency.share(parts, section.offload)
     else:
+        if words := choose_trained(shard, section):
+            log.info("%s: %s", name, words)
         balance = _balance(name, section, arch, head, mesh)
         if balance is not None:
             use_balance(shard.module, balance)

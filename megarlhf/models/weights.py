@@ -12,8 +12,9 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from megarlhf.architectures.adapters import adapter_tensors
 from megarlhf.architectures.hf_config import hf_class, read_config
-from megarlhf.architectures.placements import Head, head_name
+from megarlhf.architectures.placements import Head, head_name, logical_tensors
 from megarlhf.collective_errors import raise_on_all_ranks
 from megarlhf.config import ModelConfig
 from megarlhf.model_directory import COMPANION
@@ -21,11 +22,13 @@ from megarlhf.models.build import ModelShard, placements_on
 from megarlhf.models.settings import DTYPES
 from megarlhf.placement import RankPlacements
 from megarlhf.weights.checkpoint.dtype import ResolvedDtype, resolve_dtype
-from megarlhf.weights.checkpoint.export import export, with_dtype
+from megarlhf.weights.checkpoint.export import export, gather, with_dtype
 from megarlhf.weights.checkpoint.hf_writer import read_other_files
 from megarlhf.weights.checkpoint.open_checkpoint import open_checkpoint, require_scalar_head
+from megarlhf.weights.checkpoint.peft import adapter_config, open_adapter, write_adapter
+from megarlhf.weights.checks.digest import replica_digests, summed, whole_digest
 from megarlhf.weights.transport.random_init import fill_random
-from megarlhf.weights.transport.storages import check_storages, load_from_files
+from megarlhf.weights.transport.storages import Storages, check_storages, load_from_files
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +56,8 @@ def load_weights(shard: ModelShard, model: ModelConfig, *, seed: int, new_head: 
     std = float(read_config(model.hf_directory()).get("initializer_range", INITIALIZER_RANGE))
     if model.random_init:
         fill_random(mine, live, seed=seed, std=std, arch=shard.arch, head=shard.head)
+        if shard.adapter_path is not None:
+            _load_adapter(shard, mine, live, seed=seed)
         return
     checkpoint = open_checkpoint(model.path, hf=model.hf, head=shard.head)
     score = head_name(shard.arch, "scalar")
@@ -60,11 +65,27 @@ def load_weights(shard: ModelShard, model: ModelConfig, *, seed: int, new_head: 
     if random_head and not (new_head or model.fresh_head):
         require_scalar_head(checkpoint)
     fresh = frozenset({score} & mine.tensors.keys()) if random_head else frozenset()
-    load_from_files(mine, checkpoint.weights, live, skip=fresh)
+    load_from_files(mine, checkpoint.weights, live, skip=fresh | adapter_tensors(shard.arch))
     if shard.head == "scalar":
         log.info("%s: the scalar head %s", model.path, "starts at random" if random_head else "is loaded")
     if fresh:
         fill_random(mine, live, seed=seed, std=std, arch=shard.arch, head=shard.head, only=fresh)
+    if shard.arch.adapter is not None:
+        _load_adapter(shard, mine, live, seed=seed)
+
+
+def _load_adapter(shard: ModelShard, mine: RankPlacements, live: Storages, *, seed: int) -> None:
+    """Fill A and B, and the scalar head where the adapter's files have it: from files, or as a new adapter."""
+    names = adapter_tensors(shard.arch)
+    if shard.adapter_path is None:
+        only = frozenset(names & mine.tensors.keys())
+        fill_random(mine, live, seed=seed, std=1.0, arch=shard.arch, head=shard.head, only=only)
+        return
+    stored, score = open_adapter(shard.adapter_path), head_name(shard.arch, "scalar")
+    if shard.head == "scalar" and score in stored.tensors:
+        names |= {score}
+    shapes = {name: shape for name, shape in logical_tensors(shard.arch, shard.head).items() if name in names}
+    load_from_files(mine.select(sorted(names)), stored.weights(shapes), live)
 
 
 def export_hugging_face(
@@ -74,19 +95,19 @@ def export_hugging_face(
     stated: Mapping[str, Any] = _NOTHING,
     files: Mapping[str, bytes] = _NOTHING,
 ) -> None:
-    """Write the live model as a Hugging Face directory; config and tokenizer come from `source`, but for what is
-    `stated` of config.json (None: that key is left out), and for `files`.
+    """Write the live model, with its adapter merged, as a Hugging Face directory; config and tokenizer come from
+    `source`, but for what is `stated` of config.json (None: that key is left out), and for `files`.
 
     Collective over the ranks of the first replica; the others return at once.
     """
     if shard.mesh.replica != 0:
         return
-    replica = replica_placements(shard)
+    replica = replica_placements(shard.base)
     export(
         replica,
-        shard.parameters(),
+        shard.merged(),
         directory,
-        arch=shard.arch,
+        arch=shard.arch.base,
         config=_stated_config(shard, source, stated),
         dtype=shard.dtype,
         rank=shard.mesh.runtime.rank,
@@ -96,6 +117,32 @@ def export_hugging_face(
         copy_from=source,
         files=files,
     )
+
+
+def export_adapter(shard: ModelShard, base: Path, directory: Path) -> None:
+    """Write the live adapter, and a scalar head, as PEFT does; `base` is the model that it is on.
+
+    Collective over the ranks of the first replica; the others return at once.
+    """
+    if shard.mesh.replica != 0:
+        return
+    assert shard.arch.adapter is not None
+    replica, rank = replica_placements(shard), shard.mesh.runtime.rank
+    names = adapter_tensors(shard.arch) | ({head_name(shard.arch, "scalar")} if shard.head == "scalar" else set())
+    tensors = {name: shape for name, shape in logical_tensors(shard.arch, shard.head).items() if name in names}
+    owned = {replica[0].rank: list(tensors)}
+    whole = gather(replica, shard.parameters(), owned, tensors, rank, shard.dtype, shard.mesh.groups.tp_ep_pp)
+    if rank == replica[0].rank:
+        config = adapter_config(shard.arch.adapter, shard.arch, shard.head, str(base))
+        write_adapter(directory, config, {name: tensor.cpu() for name, tensor in whole.items()})
+
+
+def digest_of_shard(shard: ModelShard) -> str:
+    """Of the live model, the same at every layout. Collective among the ranks that have it."""
+    mesh = shard.mesh
+    mine, _ = replica_digests(mesh.runtime.rank, replica_placements(shard), shard.parameters(), dtype=shard.dtype)
+    names = list(logical_tensors(shard.arch, shard.head))
+    return whole_digest(summed([mine], names, mesh.runtime.device, mesh.groups.tp_ep_pp)[0])
 
 
 def companion_files(

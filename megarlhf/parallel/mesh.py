@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -44,7 +44,7 @@ class GroupCache:
         if ranks not in self._made:
             # Only an `order` has groups that are not ascending, and not every way of making groups takes those; torch
             # before 2.13 does not know the argument.
-            as_given = {} if list(ranks) == sorted(ranks) else {"sort_ranks": False}
+            as_given: dict[str, Any] = {} if list(ranks) == sorted(ranks) else {"sort_ranks": False}
             with made_by_members():
                 self._made[ranks] = dist.new_group(
                     list(ranks),

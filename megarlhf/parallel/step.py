@@ -349,7 +349,7 @@ class Trainer:
     def own_gradients(self) -> dict[str, Tensor]:
         """By parameter, what this rank, and no other with the same weights, has of the summed gradient: flat."""
         found = {}
-        parameters: list[tuple[str, Any]] = list(self.module.named_parameters())
+        parameters: list[tuple[str, Any]] = [(n, p) for n, p in self.module.named_parameters() if p.requires_grad]
         for optimizer in optimizers_in(self.optimizer):
             for name, parameter in parameters:
                 gradient = parameter.main_grad.view(-1)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from megarlhf.architectures.architecture import Architecture
 from megarlhf.architectures.hf_config import architecture_from_hf, read_config, router_aux_loss_of_config
+from megarlhf.architectures.trained import trained_tensors
 from megarlhf.config import ParallelConfig, RoleConfig
 from megarlhf.layout import MeshLayout
+from megarlhf.planning.policies import head_of
+from megarlhf.weights.checkpoint.peft import adapted
 
 
 def check_role(role: str, section: RoleConfig, world_size: int) -> tuple[Architecture, MeshLayout]:
-    """The role's architecture and layout.
+    """The role's architecture, with its adapter, and its layout.
 
     Raises: ValueError naming the numbers when tp does not divide heads or the MLP, or fits neither way with the KV
     heads, when the layers do not divide by pp, when the world does not divide by tp x cp x pp, or when Megatron-Core
@@ -25,7 +28,17 @@ def check_role(role: str, section: RoleConfig, world_size: int) -> tuple[Archite
         section.parallel.chunks(arch.num_layers)
     except ValueError as error:
         raise ValueError(f"{role}.parallel: {error}") from None
-    return arch, layout
+    return _with_trained(arch, role, section), layout
+
+
+def _with_trained(arch: Architecture, role: str, section: RoleConfig) -> Architecture:
+    """With the role's adapter, if it has one. Raises: ValueError for targets or patterns that name nothing."""
+    arch = adapted(arch, section.lora, role)
+    try:
+        trained_tensors(arch, head_of(role), freeze=section.freeze, train_only=section.train_only)
+    except ValueError as error:
+        raise ValueError(f"{role}.{error}") from None
+    return arch
 
 
 def _check_architecture(arch: Architecture, where: str) -> None:

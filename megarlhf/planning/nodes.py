@@ -29,11 +29,13 @@ import torch.distributed as dist
 import megarlhf
 from megarlhf.architectures.hf_config import architecture_from_hf
 from megarlhf.architectures.placements import Head, logical_tensors
+from megarlhf.architectures.trained import count_trained, trained_tensors
 from megarlhf.config import DPOConfig, RLConfig, RMConfig, RoleConfig, SFTConfig
 from megarlhf.parallel.process_groups import made_by_members
 from megarlhf.resume.point import allocated_bytes, find_points, leftovers, passed_over, superfluous
 from megarlhf.runtime import PACKAGES, Runtime, gpu_in_use, gpu_versions, sees_gpus, version_of
 from megarlhf.weights.checkpoint.dtype import resolve_dtype
+from megarlhf.weights.checkpoint.peft import adapted
 
 GB = 10**9
 WARN_SKEW, MAX_SKEW = 1.0, 60.0
@@ -178,8 +180,13 @@ def needed_bytes(cfg: Any) -> int:
     for name, (section, head) in trained.items():
         arch = architecture_from_hf(section.model.hf_directory())
         parameters = sum(math.prod(shape) for shape in logical_tensors(arch, head).values())
+        saved = parameters
+        if section.lora is not None:
+            with_adapter = adapted(arch, section.lora, name)
+            saved, _ = count_trained(with_adapter, head, trained_tensors(with_adapter, head))
+            parameters = saved if section.lora.export == "adapter" else parameters
         exported, resumed = _BYTES_PER_PARAMETER[resolve_dtype(name, section.model, head).name]
-        total += parameters * (exported + 2 * resumed)
+        total += parameters * exported + saved * 2 * resumed
         if name == "actor" and isinstance(cfg, RLConfig):  # in fp32, and in the reference's dtype
             total += parameters * 4 * 3 * (cfg.ema is not None)
             total += parameters * exported * 2 * (cfg.reference_update is not None)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from megarlhf.architectures.architecture import Architecture
 from megarlhf.architectures.placements import Head, count_elements
+from megarlhf.architectures.trained import count_trained, trained_tensors
 from megarlhf.config import DPOConfig, GenerateConfig, RLConfig, RMConfig, RoleConfig, SFTConfig
 from megarlhf.kernels.arguments import require_device
 from megarlhf.layout import MeshLayout
@@ -61,7 +62,7 @@ def host_bytes(
     found: dict[str, int] = {}
     for name, section in roles.items():
         arch, layout = checked[name]
-        if layout.world_size < world_size:
+        if layout.world_size < world_size or (name == "reference" and _is_base(cfg)):
             continue
         offload, dtype = section.offload, section.model.dtype
         dense, experts = count_elements(arch, head_of(name))
@@ -75,12 +76,23 @@ def host_bytes(
             # Each element is one rank's, or that of every rank that has the parameter.
             whole = section.optim.distributed is False
             mine = held if whole else (dense + experts) // layout.world_size
+            trained_elements, elements = count_trained(arch, head_of(name), trained_tensors_of(arch, name, section))
+            mine = mine * trained_elements // elements
             found[f"{name}.offload.optimizer"] = OPTIMIZER_BYTES[dtype] * mine
     if isinstance(cfg, RLConfig) and cfg.rollout.engine == "vllm" and cfg.rollout.sleep_level == 1:
         arch, _ = checked["actor"]
         width = _WIDTHS[cfg.actor.model.dtype if cfg.rollout.dtype == "auto" else cfg.rollout.dtype]
         found["rollout.sleep_level"] = width * sum(count_elements(arch)) // cfg.rollout.tp(cfg.actor)
     return found
+
+
+def trained_tensors_of(arch: Architecture, name: str, section: RoleConfig) -> frozenset[str]:
+    """Of a role that is trained; `arch` with its adapter."""
+    return trained_tensors(arch, head_of(name), freeze=section.freeze, train_only=section.train_only)
+
+
+def _is_base(cfg: AnyConfig) -> bool:
+    return isinstance(cfg, RLConfig | DPOConfig) and cfg.reference_is_base
 
 
 def check_host_memory(needed: Mapping[str, int], local_ranks: int, available: int) -> None:

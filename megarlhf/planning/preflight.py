@@ -13,6 +13,7 @@ from megarlhf.memory import available_bytes
 from megarlhf.observe.progress import make_console, table
 from megarlhf.observe.run_directory import require_writable_output
 from megarlhf.observe.wandb_run import require_wandb
+from megarlhf.planning.adapters import check_trained
 from megarlhf.planning.anchor import check_anchor
 from megarlhf.planning.batch import (
     BatchNumber,
@@ -97,6 +98,7 @@ def preflight(
         size = f"{arch.num_layers} layers of {arch.hidden_size}"
         model = f"{section.model.path} ({arch.model_type}, {size}, {dtype.name} {dtype.why})"
         described.append((name, model, f"{section.parallel.in_words(layout)} = {in_words(layout, world_size)}"))
+    notes += check_trained(cfg, roles, {name: arch for name, (arch, _) in checked.items()})
     notes += check_data(cfg)
     if isinstance(cfg, RLConfig):
         notes += check_anchor(cfg) + rarely_meant(cfg)

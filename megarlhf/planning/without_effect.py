@@ -77,7 +77,10 @@ _KEPT = "reference.kernels.save_mib"
 
 def _of_training_only(role: str) -> str:
     """Keys of a role that only its training reads."""
-    keys = "optim recompute recompute_layers router_aux_loss_coef offload.gradients offload.optimizer"
+    keys = (
+        "optim recompute recompute_layers router_aux_loss_coef offload.gradients offload.optimizer freeze train_only "
+        "lora.export"
+    )
     return " ".join(f"{role}.{key}" for key in keys.split())
 
 
@@ -88,6 +91,8 @@ def _of_roles(cfg: AnyConfig, world_size: int | None) -> list[_Row]:
     for name, section in roles.items():
         rows.append((f"{name}.offload.parameters", alone, f"nobody works in turns with {name}"))
         rows.append((f"{name}.model.fresh_head", section.model.random_init, "random_init draws every weight"))
+        if name not in trained and section.lora is not None and section.lora.path is None:
+            rows.append((f"{name}.lora", True, "nothing is trained, and a new adapter adds nothing"))
         if section.kernels.logprobs == "reference":
             rows.append((f"{name}.kernels.save_mib", True, f"{name}.kernels.logprobs = reference keeps all logits"))
         if world_size is not None and name in trained:

@@ -25,7 +25,7 @@ _NEUTRAL = {
     "where a run stands, what starts it, where it is logged": (
         "run.dir run.on_existing run.allow_changes run.nproc run.world_size run.wandb.* samples.*"
     ),
-    "when it is saved": "checkpoint.*",
+    "when it is saved, and as what": "checkpoint.* ROLE.lora.export",
     "when it ends because something hangs, and who is named as slow": "watchdog.*",
     "which steps are recorded": "profile.*",
     "a model cut over other ranks is the same model": "ROLE.parallel.* ROLE.model.vocab_multiple rollout.parallel.*",
@@ -53,6 +53,10 @@ _FIGURES = "eval.every eval.max_samples"
 _MATHEMATICS = {
     "everything random follows from it": "run.seed",
     "the model": "ROLE.model.random_init ROLE.model.fresh_head ROLE.model.dtype",
+    "what of it is trained": (
+        "ROLE.lora.rank ROLE.lora.alpha ROLE.lora.rslora ROLE.lora.targets ROLE.lora.dropout ROLE.freeze "
+        "ROLE.train_only"
+    ),
     "the optimizer": "ROLE.optim.* train.skip_grad_norm_above train.skip_grad_norm_factor",
     "the data": (
         "data.template data.chat_template data.template_args data.inexact data.loss_on "
@@ -73,7 +77,7 @@ _MATHEMATICS = {
     ),
     "when the run ends": "train.stop.*",
 }
-_PLACES = "ROLE.model.path ROLE.model.hf ROLE.model.tokenizer data.train data.validation ptx.data"
+_PLACES = "ROLE.model.path ROLE.model.hf ROLE.model.tokenizer ROLE.lora.path data.train data.validation ptx.data"
 SOURCES = ("data.train", "data.validation", "data.test", "ptx.data")
 """Sets of records, each of which is one value, in whatever form it is written."""
 _HORIZON = "train.num_steps"
@@ -189,6 +193,8 @@ def _flat(cfg: TrainingConfig) -> dict[str, Any]:
     unread = {"optim", "router_aux_loss_coef"}
     for name, role in roles_of(cfg).items():
         tree[name] = role.model_dump(mode="json", exclude=None if name in _trained(cfg) else unread)
+        if role.lora is None:
+            del tree[name]["lora"]
     values: dict[str, Any] = {}
 
     def walk(node: Mapping[str, Any], prefix: str) -> None:

@@ -9,16 +9,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
-from megarlhf.architectures.placements import logical_tensors
 from megarlhf.collective_errors import from_rank
 from megarlhf.data.tokenized import Samples
 from megarlhf.data.tokenizer import Tokenizer
-from megarlhf.models.build import ModelShard
 from megarlhf.models.role import Role
-from megarlhf.models.weights import replica_placements
+from megarlhf.models.weights import digest_of_shard
 from megarlhf.observe.measured import reproducible
 from megarlhf.provenance import Weights
-from megarlhf.weights.checks.digest import replica_digests, summed, whole_digest
+from megarlhf.weights.checks.digest import whole_digest
 
 
 def digest_of_samples(samples: Sequence[Any]) -> str:
@@ -44,6 +42,17 @@ def identity_of_weights(role: Role) -> Weights:
     return Weights(path=str(role.section.model.path.absolute()), digest=digest_of_weights(role), dtype=dtype)
 
 
+def digests_of_bases(roles: Sequence[Role]) -> dict[str, str]:
+    """Of those of these roles that have an adapter, what it is on: a resume point does not hold it. Collective."""
+    return {
+        f"the model that the adapter of {role.name} is on ({role.name}.model.path)": digest_of_weights(
+            role.without_adapter(role.name)
+        )
+        for role in roles
+        if role.shard.arch.adapter is not None
+    }
+
+
 def architecture_of(role: Role) -> dict[str, Any]:
     """All that a role computes with its weights: what its config.json says, by key."""
     architecture: dict[str, Any] = json.loads(json.dumps(asdict(role.shard.arch)))
@@ -63,17 +72,9 @@ def digest_of_weights(role: Role) -> str:
     role.parts.to_compute()
     shard, mesh = role.shard, role.mesh
     # Of nothing: as long as any, so that a rehearsed rank hears a message of the right length.
-    digest = _digest_of_shard(shard) if mesh.is_member else whole_digest({})
+    digest = digest_of_shard(shard) if mesh.is_member else whole_digest({})
     everywhere = mesh.layout.world_size == mesh.runtime.world_size
     return digest if everywhere else from_rank(digest, mesh.layout.first)
-
-
-def _digest_of_shard(shard: ModelShard) -> str:
-    """Collective among the ranks that have the role."""
-    mesh = shard.mesh
-    mine, _ = replica_digests(mesh.runtime.rank, replica_placements(shard), shard.parameters(), dtype=shard.dtype)
-    names = list(logical_tensors(shard.arch, shard.head))
-    return whole_digest(summed([mine], names, mesh.runtime.device, mesh.groups.tp_ep_pp)[0])
 
 
 class History:

@@ -23,14 +23,15 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from torch import Tensor, nn
 
+from megarlhf.architectures.adapters import LIVE
 from megarlhf.architectures.megatron_layout import ModelRank
-from megarlhf.models.build import ModelShard
+from megarlhf.models.build import ModelShard, placements_on
 from megarlhf.models.role import Role
 from megarlhf.parallel.chunks import split_name
 from megarlhf.parallel.megatron_cpu import megatron_device
 from megarlhf.parallel.optimizer_pieces import counts_per_parameter, optimizers_in
 from megarlhf.parallel.step import Trainer
-from megarlhf.placement import Shape, flat_boxes
+from megarlhf.placement import Box, Shape, flat_boxes
 from megarlhf.weights.checkpoint.formats.megatron.args import args_of
 from megarlhf.weights.checkpoint.formats.torch_dist.keys import StorageName, global_slices, is_gated
 from megarlhf.weights.checkpoint.formats.torch_dist.shards import LocalShard, extra_states, shards_of
@@ -38,6 +39,7 @@ from megarlhf.weights.checkpoint.formats.torch_dist.write import common_state
 
 EMBEDDING = "embedding.word_embeddings.weight"
 _OUTPUT = "output_layer.weight"
+EXPERTS = ".experts."
 _UNFUSED_NORMS = ("input_layernorm.", "pre_mlp_layernorm.")
 
 ShardedState = dict[str, ShardedTensor | ShardedObject]
@@ -56,8 +58,9 @@ class _OptimizerPart:
 
 def sharded_state(role: Role, *, optimizer: bool = True) -> ShardedState:
     """What this rank saves of a role, or reads into: views of live tensors, or of their host memory where they are
-    away, by names that mean nothing. Without `optimizer`, and of a role that is not trained, the parameters alone.
-    Nothing of a role that is on other ranks."""
+    away, by names that mean nothing. Of a model with an adapter that is the adapter, and a scalar head: nothing else of
+    it ever changes, and who goes on loads it from where it began. Without `optimizer`, and of a role that is not
+    trained, the parameters alone. Nothing of a role that is on other ranks."""
     if not role.mesh.is_member:
         return {}
     trainer = role.trainer if optimizer else None
@@ -86,9 +89,11 @@ def sharded_state(role: Role, *, optimizer: bool = True) -> ShardedState:
         )
 
     for name, parameter in shard.module.named_parameters():
+        if not _is_saved(shard, name):
+            continue
         values, tied = lies(parameter.detach()), int(is_tied_copy(shard, name))
         duplicate = at.tp if tuple(parameter.shape) == whole[name] else 0
-        of_expert = StorageName.parse(split_name(name)[1]).expert is not None
+        of_expert = EXPERTS in name
         copy = experts.dp if of_expert else at.cp + at.dp * role.mesh.layout.cp
         for piece in _pieces(shard, name, tuple(parameter.shape), whole[name]):
             rows = values[piece.local.start[0] : piece.local.stop[0]]
@@ -98,7 +103,7 @@ def sharded_state(role: Role, *, optimizer: bool = True) -> ShardedState:
                 replica = (tied, duplicate, 0 if part.owned else copy)
                 for key, box, view in _optimizer_boxes(piece, part, tuple(parameter.shape)):
                     add(key, box, view, replica)
-    if role.mesh.runtime.rank == role.mesh.layout.first:
+    if role.mesh.runtime.rank == role.mesh.layout.first and shard.arch.adapter is None:
         for extra in extra_states(shard.arch):
             state[extra.unique_key] = ShardedObject(extra.key, None, extra.shape, extra.index)
     return state
@@ -122,7 +127,7 @@ def load_state(role: Role, directory: Path) -> None:
 def common(role: Role, iteration: int) -> dict[str, Any]:
     """What `common.pt` holds: Megatron-LM's arguments of the model."""
     shard = role.shard
-    return common_state(args_of(shard.arch, shard.megatron_layout, shard.dtype), iteration)
+    return common_state(args_of(shard.arch.base, shard.megatron_layout, shard.dtype), iteration)
 
 
 def counters(role: Role) -> dict[str, Any]:
@@ -144,8 +149,17 @@ def set_counters(role: Role, values: Mapping[str, Any]) -> None:
     role.trainer.scheduler.step(increment=values["scheduler_steps"])
 
 
+def _is_saved(shard: ModelShard, name: str) -> bool:
+    """Whether a parameter's values are part of a role's state."""
+    if shard.arch.adapter is None or LIVE in name:
+        return True
+    return shard.head == "scalar" and split_name(name)[1] == _OUTPUT
+
+
 def _pieces(shard: ModelShard, name: str, shape: Shape, whole: Shape) -> list[LocalShard]:
     """Where a live parameter stands in the checkpoint's global tensors."""
+    if LIVE in name:
+        return list(_pieces_of_adapter(shard, name, shape))
     arch, mesh = shard.arch, shard.mesh
     chunk, inside = split_name(name)
     layers = layers_of(shard)[chunk]
@@ -162,6 +176,17 @@ def _pieces(shard: ModelShard, name: str, shape: Shape, whole: Shape) -> list[Lo
         gated=gated,
     )
     return list(shards_of(shape, whole, part, mesh.coordinates.tp, 2 if gated else 1))
+
+
+def _pieces_of_adapter(shard: ModelShard, name: str, shape: Shape) -> Iterator[LocalShard]:
+    """An adapter's logical tensors are global tensors by themselves, since not every layer need have them. Each box of
+    one stands in whole rows of the parameter."""
+    here = placements_on(shard, shard.mesh.runtime.rank)
+    for placement in here.by_storage()[name]:
+        first = placement.offset // shape[1]
+        local = Box.whole(shape).rows(first, first + placement.box.shape[0])
+        assert local.shape == placement.box.shape, f"{placement.tensor} does not fill rows of {name}"
+        yield LocalShard(local, placement.tensor, here.tensors[placement.tensor], placement.box)
 
 
 def _optimizer_boxes(piece: LocalShard, part: _OptimizerPart, shape: Shape) -> Iterator[tuple[str, LocalShard, Tensor]]:

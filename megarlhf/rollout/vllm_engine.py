@@ -144,8 +144,8 @@ class VllmEngine:
         """From every rank of the trainer to every rank of every engine; made once."""
         if self._plan is None:
             world = range(self._runtime.world_size)
-            self._sources = [placements_on(actor, rank) for rank in world]
-            check_storages(self._sources[self._runtime.rank], actor.parameters())
+            self._sources = [placements_on(actor.base, rank) for rank in world]
+            check_storages(self._sources[self._runtime.rank], actor.base.parameters())
             self._plan = make_plan(self._sources, self._destinations, only_rank=self._runtime.rank)
         return self._plan
 
@@ -173,6 +173,7 @@ class VllmEngine:
                     device=self._runtime.device,
                     bucket_bytes=self._rollout.reshard_bucket_mib << 20,
                     free_bytes=partial(free_bytes, self._runtime),
+                    keep_views=actor.arch.adapter is None,  # merged weights are new tensors each time
                 )
             self._resharder = resharder  # on all ranks or on none
         return self._resharder
@@ -208,7 +209,7 @@ class VllmEngine:
         if self._rollout.poison_weights:
             with raise_on_all_ranks(_error(f"the update to version {version} failed", "Nothing has been sent")):
                 poison(self._parameters)
-        resharder.run(actor.parameters(), self._parameters)
+        resharder.run(actor.merged(), self._parameters)
         if self._rollout.poison_weights:
             with raise_on_all_ranks(
                 _error(
@@ -245,7 +246,7 @@ class VllmEngine:
                 plan,
                 self._sources,
                 self._destinations,
-                actor.parameters(),
+                actor.merged(),
                 self._parameters,
                 rank=self._runtime.rank,
                 dtype=self._dtype,

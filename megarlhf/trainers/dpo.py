@@ -68,14 +68,21 @@ class PreferenceOptimisation(Objective[PairSample]):
 
     @property
     def has_frozen(self) -> bool:
-        return self.dpo.needs_reference
+        return self.dpo.needs_reference and not self.dpo.reference_is_base
 
     def build_frozen(
-        self, cache: GroupCache, weights: WeightSource = CHECKPOINTS, residency: Residency | None = None
+        self,
+        cache: GroupCache,
+        trained: Role,
+        weights: WeightSource = CHECKPOINTS,
+        residency: Residency | None = None,
     ) -> list[Role]:
         """The reference, where the loss reads one."""
         if not self.dpo.needs_reference:
             return []
+        if self.dpo.reference_is_base:
+            self._reference = trained.without_adapter("reference")
+            return [self._reference]
         section = self.dpo.roles()["reference"]
         seed = self.cfg.run.seed
         self._reference = build_role("reference", section, "lm", cache, seed=seed, weights=weights, residency=residency)

@@ -115,9 +115,10 @@ def save_roles(
                 role.export(partial / role.name)
         with raise_on_all_ranks(lambda reasons: ExportError("; ".join(reasons))):
             if dist.get_rank() == 0:
-                for name, stated in provenance.items():
-                    (partial / name / FILE).write_text(stated.to_json(), encoding="utf-8")
-                    sync(partial / name / FILE)
+                for role in roles:
+                    for name in role.export_names if role.name in provenance else ():
+                        (partial / name / FILE).write_text(provenance[role.name].to_json(), encoding="utf-8")
+                        sync(partial / name / FILE)
                 _publish(root, final, partial)
     except ExportError:
         if dist.get_rank() == 0:

@@ -22,6 +22,7 @@ from megarlhf.resume.identity import (
     digest_of_samples,
     digest_of_vocabulary,
     digest_of_weights,
+    digests_of_bases,
     identity_of_weights,
 )
 from megarlhf.resume.signals import StopRequest
@@ -107,7 +108,9 @@ def build(cfg: RLConfig, runtime: Runtime, tokenizer: Tokenizer, phases: Phases,
         )
 
     actor = role("actor", "lm", trained=True)
-    reference = role("reference", "lm") if "reference" in sections else None
+    reference = None
+    if "reference" in sections:
+        reference = actor.without_adapter("reference") if cfg.reference_is_base else role("reference", "lm")
     critic = role("critic", "scalar", trained=True) if "critic" in sections else None
     reward_model = role("reward_model", "scalar") if "reward_model" in sections else None
     rows = cfg.train.rows(cfg.data.max_prompt_tokens + cfg.rollout.max_response_tokens)
@@ -184,6 +187,7 @@ def training_of(
     for label, reward in zip(components.rewarder.labels, cfg.rewards, strict=True):
         if reward.path is not None:
             others[f"files of the classifier {label}"] = _digest_by_first_rank(reward.path, components.actor)
+    others |= digests_of_bases(components.trained)
     if components.ptx is not None:
         others["ptx.data"] = components.ptx.digest()
     if cfg.train.stop.validation_reward_patience is not None:

@@ -38,7 +38,7 @@ from megarlhf.parallel.router_balance import ROUTER_AUX_LOSS
 from megarlhf.parallel.step import Loss, MicroBatch
 from megarlhf.planning.encoders import encoder_of
 from megarlhf.resume.claim import NO_STEPS_LEFT
-from megarlhf.resume.identity import architecture_of, digest_of_samples, identity_of_weights
+from megarlhf.resume.identity import architecture_of, digest_of_samples, digests_of_bases, identity_of_weights
 from megarlhf.resume.signals import StopRequest
 from megarlhf.resume.state import Stateful
 from megarlhf.runtime import Runtime
@@ -90,7 +90,11 @@ class Objective(ABC, Generic[Sample]):
         return False
 
     def build_frozen(
-        self, cache: GroupCache, weights: WeightSource = CHECKPOINTS, residency: Residency | None = None
+        self,
+        cache: GroupCache,
+        trained: Role,
+        weights: WeightSource = CHECKPOINTS,
+        residency: Residency | None = None,
     ) -> list[Role]:
         """Build the roles that are read and not trained. Collective; called once, after the trained role is built."""
         return []
@@ -226,7 +230,7 @@ def run_in(
             weights=parts.weights,
             residency=residency,
         )
-        frozen = objective.build_frozen(cache, parts.weights, residency)
+        frozen = objective.build_frozen(cache, role, parts.weights, residency)
         for built in (role, *frozen):
             phases.before |= built.parts.turns(built.name)
         bad_steps = BadSteps(cfg.train, Failures.of(cfg, objective.command), phases)
@@ -240,7 +244,7 @@ def run_in(
             base={role.name: identity_of_weights(role)},
             reference=next((identity_of_weights(each) for each in frozen if each.name == "reference"), None),
             architectures={each.name: architecture_of(each) for each in (role, *frozen)},
-            others=objective.digests_beside(validation),
+            others={**objective.digests_beside(validation), **digests_of_bases([role])},
             writer=parts.writer,
         )
     total = cfg.train.num_steps

@@ -37,7 +37,7 @@ def dpo_steps(
         cfg = DPOConfig.model_validate({**config, **keys})
         objective, pairs = PreferenceOptimisation(cfg), pairs_of(cfg)
         actor = build_role("actor", cfg.actor, "lm", cache, seed=0, num_optimizer_steps=num_steps)
-        frozen = objective.build_frozen(cache)
+        frozen = objective.build_frozen(cache, actor)
         gradients: list[Arrays] = []
         record_gradients(actor, gradients)
         before = evaluate(objective, actor, pairs[:num_validation])

@@ -39,6 +39,7 @@ from megarlhf.weights.plan.copy_plan import make_plan
 from megarlhf.weights.transport.reshard import Resharder
 from tests.distributed.fused_jobs import apex_gradients, fused_gradients  # noqa: F401
 from tests.distributed.kernel_jobs import largest_tensor, with_calls_of_the_reference  # noqa: F401
+from tests.distributed.lora_jobs import lora_gradients  # noqa: F401
 from tests.distributed.vllm_jobs import (  # noqa: F401
     vllm_broken,
     vllm_failing_steps,
@@ -106,7 +107,8 @@ def gather_gradients(role: Role) -> Arrays:
             whole = [torch.empty_like(shard) for shard in shards]
             dist.all_gather(whole, shards[group.rank()].clone(), group=group)
             bucket.grad_data.copy_(torch.cat(whole))
-    return gather(role.shard, {name: p.main_grad for name, p in role.shard.module.named_parameters()})
+    live = role.shard.module.named_parameters()
+    return gather(role.shard, {name: p.main_grad if p.requires_grad else torch.zeros_like(p) for name, p in live})
 
 
 def record_gradients(role: Role, into: list[Arrays]) -> None:

@@ -135,7 +135,8 @@ def test_a_head_that_is_there_and_one_that_scores_nothing(model):
     broken = model("broken", head="scalar", score=float("nan"))
     fresh = RoleConfig.model_validate({"model": {"path": scalar.model.path, "fresh_head": True}})
     (note,) = check_heads({"critic": fresh}, trains_reward_model=False)
-    assert "at random" in note and "whose own scalar head is left unread: with critic.model.fresh_head = false" in note
+    assert "at random" in note
+    assert "whose own scalar head is left unread: with critic.model.fresh_head = false" in note
     with pytest.raises(ValueError, match=r"^reward_model: the scalar head of .*zero is zero, and every response would"):
         check_heads({"reward_model": zero}, trains_reward_model=False)
     for roles in ({"critic": zero}, {"reward_model": zero}):

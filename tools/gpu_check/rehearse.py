@@ -55,11 +55,12 @@ def config_of(job: Job) -> SFTConfig | RLConfig:
 def rehearse(launch: Launch, rank: int, kind: Kind, layers: Layers) -> list[memory.PhasePeak]:
     """Takes this process over."""
     (job,) = launch.jobs
-    # Of `rl` alone: the responses of other commands are their data's, which is there.
-    cfg, lengths = config_of(job), Constant(job.constant) if job.constant else None
+    cfg, lengths = config_of(job), Constant(max(job.constant, 1))
+    # The responses of other commands are data, which is there.
+    given = lengths if isinstance(cfg, RLConfig) else None
     steps = cfg.train.num_steps
     with tempfile.TemporaryDirectory(prefix="rehearsal-") as directory:
-        ready = stand_in(cfg, Path(directory), prompt_lengths=None, response_lengths=lengths, steps=steps)
+        ready = stand_in(cfg, Path(directory), prompt_lengths=None, response_lengths=given, steps=steps)
         rehearsed = Rehearsed(
             command=job.command,
             cfg=ready.cfg,

@@ -73,7 +73,7 @@ def export(
         }
         for number in range(max(map(len, batches.values()))):
             now = {owner: parts[number] for owner, parts in batches.items() if number < len(parts)}
-            whole = _gather(sources, live, now, tensors, rank, dtype, group)
+            whole = gather(sources, live, now, tensors, rank, dtype, group)
             told(partial(_write, writer, whole))
         told(writer.sync)
         if writers:  # the others have written what they promised
@@ -159,7 +159,7 @@ def with_dtype(config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     return {**config, "dtype" if "dtype" in config else "torch_dtype": str(dtype).removeprefix("torch.")}
 
 
-def _gather(
+def gather(
     sources: Sequence[RankPlacements],
     live: Storages,
     owned: Mapping[int, Sequence[str]],

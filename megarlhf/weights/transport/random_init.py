@@ -30,7 +30,8 @@ def fill_random(
 ) -> None:
     """Fills a rank's storages: matrices normal(0, std), the projections that write into the residual stream
     (o_proj, down_proj) normal(0, std / sqrt(2 num_layers)), norms one, biases and padding zero, a score head
-    normal(0, 1 / sqrt(hidden + 1)).
+    normal(0, 1 / sqrt(hidden + 1)), A of an adapter uniform up to 1 / sqrt(columns), as PEFT's
+    kaiming_uniform(a = sqrt(5)), and its B zero.
 
     A tensor is drawn in fp32 in blocks of whole rows, each from a CPU generator seeded by (seed, name,
     block); a rank draws only the blocks it holds rows of. `only` limits it to some logical tensors (a
@@ -43,6 +44,7 @@ def fill_random(
         "ones": 1.0,
         "zeros": 0.0,
         "score": 1 / math.sqrt(arch.hidden_size + 1),
+        "lora": 1.0,
     }
     parts: dict[str, list[Placement]] = defaultdict(list)
     for placement in placements.placements:
@@ -55,7 +57,9 @@ def fill_random(
             for placement in tensor_placements:
                 view(placement, dst).fill_(1.0 if init == "ones" else 0.0)
             continue
-        for block, values in _blocks(tensor, placements.tensors[tensor], tensor_placements, seed):
+        shape = placements.tensors[tensor]
+        scale = 1 / math.sqrt(shape[1]) if init == "lora" else scale
+        for block, values in _blocks(tensor, shape, tensor_placements, seed, uniform=init == "lora"):
             values *= scale
             for placement in tensor_placements:
                 common = placement.box.intersect(block)
@@ -67,15 +71,19 @@ def fill_random(
         zero_padding(placements, dst)
 
 
-def _blocks(tensor: str, shape: Shape, placements: list[Placement], seed: int) -> Iterator[tuple[Box, torch.Tensor]]:
-    """The blocks of rows that the placements touch, with their standard normal values."""
+def _blocks(
+    tensor: str, shape: Shape, placements: list[Placement], seed: int, *, uniform: bool
+) -> Iterator[tuple[Box, torch.Tensor]]:
+    """The blocks of rows that the placements touch, with their values: standard normal, or uniform in [-1, 1)."""
     inner = math.prod(shape[1:])
     rows = max(1, _BLOCK_ELEMENTS // inner)
     for number, start in enumerate(range(0, shape[0], rows)):
         block = Box.whole(shape).rows(start, min(start + rows, shape[0]))
         if any(placement.box.intersect(block) for placement in placements):
             generator = torch.Generator().manual_seed(_seed(seed, tensor, number))
-            yield block, torch.randn(block.shape, generator=generator, dtype=torch.float32)
+            draw = torch.rand if uniform else torch.randn
+            values = draw(block.shape, generator=generator, dtype=torch.float32)
+            yield block, values.mul_(2).sub_(1) if uniform else values
 
 
 def _seed(seed: int, tensor: str, block: int) -> int:

@@ -1,0 +1,37 @@
+"""What every section of the configuration is made of."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+NonNegative = Annotated[float, Field(ge=0.0)]
+Positive = Annotated[float, Field(gt=0.0)]
+
+
+class FrozenModel(BaseModel):
+    """Base of every section: immutable, no unknown keys, finite numbers, documented field by field."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_boolean_as_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """pydantic takes true for 1; as the word that it is, it is refused wherever a number is wanted."""
+        if cls.model_fields[str(info.field_name)].annotation is bool:
+            return value
+        if isinstance(value, list):
+            return [str(part).lower() if isinstance(part, bool) else part for part in value]
+        return str(value).lower() if isinstance(value, bool) else value
+
+    @field_validator("*", mode="after")
+    @classmethod
+    def _expand_home(cls, value: Any) -> Any:
+        """`~` in a path is the home directory, as in a shell."""
+        try:
+            return value.expanduser() if isinstance(value, Path) else value
+        except RuntimeError as error:
+            raise ValueError(f"{value}: {error}; write the whole path") from None

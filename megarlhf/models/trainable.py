@@ -1,0 +1,38 @@
+"""What of a role's model is trained: the rest has no gradient, no buffer for one and no optimizer state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megarlhf.architectures.trained import count_trained, in_words, trained_tensors
+from megarlhf.config import RoleConfig
+from megarlhf.models.build import ModelShard, placements_on
+
+
+def choose_trained(shard: ModelShard, section: RoleConfig) -> str:
+    """Mark the parameters of a model that is going to be trained.
+
+    Returns: what is trained, in words; empty where it is everything.
+    """
+    trained = trained_tensors(shard.arch, shard.head, freeze=section.freeze, train_only=section.train_only)
+    number, total = count_trained(shard.arch, shard.head, trained)
+    if number == total:
+        return ""
+    live = shard.parameters()
+    for name, placements in placements_on(shard, shard.mesh.runtime.rank).by_storage().items():
+        live[name].requires_grad_(any(placement.tensor in trained for placement in placements))
+    if shard.mesh.layout.pp > 1 or section.recompute in ("layers", "full"):
+        for chunk in shard.chunks:
+            if chunk.pre_process:
+                chunk.embedding.register_forward_hook(_begin_graph)
+    return in_words(number, total)
+
+
+def _begin_graph(embedding: nn.Module, inputs: tuple[Any, ...], hidden: Tensor) -> Tensor:
+    """What a stage that has nothing to train hands on needs a gradient all the same, for the schedule goes backward
+    through every stage; and a layer that is computed again passes no gradient to its parameters unless its input needs
+    one."""
+    return hidden.requires_grad_() if torch.is_grad_enabled() and not hidden.requires_grad else hidden

@@ -1,0 +1,126 @@
+"""Whole runs with an adapter: `rl` with vLLM, a kill and a resume at other layouts, exports.
+
+Not covered: GPUs; a mixture of experts in vLLM, whose weights travel as those of any other model.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from torch.distributed.checkpoint import FileSystemReader
+
+from megarlhf.observe.metrics import read_metrics
+from tests.distributed.lora import read_adapter, write_adapter
+from tests.distributed.test_resume import command_line, rows, weights
+from tests.distributed.test_resume_elsewhere import CP, DP, TP, VPP, sft, started
+from tests.distributed.test_rl_layouts import config
+from tests.ranks import RankPool
+
+LIMIT = 1e-4
+"""Nats by which trainer and vLLM may differ on a token in fp32."""
+
+
+def merged_by_hand(model: Path, adapter: Path) -> dict[str, torch.Tensor]:
+    """W + alpha / r x B A, and what has no adapter as it is."""
+    stated, tensors = json.loads((adapter / "adapter_config.json").read_text()), read_adapter(adapter)
+    whole = load_file(model / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("lora_A.weight")]:
+        module = name.removesuffix(".lora_A.weight")
+        a, b = (tensors[f"{module}.lora_{letter}.weight"].double() for letter in "AB")
+        whole[f"{module}.weight"] = whole[f"{module}.weight"].double() + stated["lora_alpha"] / stated["r"] * b @ a
+    return whole
+
+
+def test_rl_samples_with_the_adapter_and_measures_the_kl_to_its_base(
+    vllm_ranks: RankPool, models: dict[str, Path], data: dict[str, Path], tmp_path: Path
+) -> None:
+    """TP2 x PP2 into two engines of TP2. vLLM has what is trained: the gap stays within rounding in every step, and the
+    weights of the start would not pass. No second model is built; the export is the base with the adapter."""
+    scored = {**models, "other": models["scorer"]}
+    cfg = config(scored, data["prompts"], {"tp": 2, "pp": 2}, micro_batch_samples=2, advantage="grpo")
+    del cfg["critic"], cfg["reference"]
+    cfg["actor"] |= {"lora": {"rank": 4, "targets": ["q_proj", "v_proj", "mlp.*"], "export": "both"}}
+    cfg["actor"]["optim"]["lr"] = 1e-2
+    cfg["run"] = {"dir": str(tmp_path / "run"), "nproc": 4}
+    cfg["train"] |= {"num_steps": 3, "epochs_per_step": 1}
+    cfg["rollout"] |= {"engine": "vllm", "parallel": {"tp": 2}, "verify_weights_every": 1}
+    (tmp_path / "cfg.yaml").write_text(yaml.safe_dump(cfg))
+    written = "".join(vllm_ranks.run(4, "command", "rl", "-c", str(tmp_path / "cfg.yaml")))
+
+    assert "reference: the actor with its adapter switched off" in written
+    assert "actor: trains 12,800 of " in written
+    steps = read_metrics(tmp_path / "run")[1:]
+    assert [row["step"] for row in steps] == [1, 2, 3]
+    for row in steps:
+        assert 0 < row["rollout_logprob_gap_max"] < LIMIT
+        assert row["actor_grad_norm"] > 0
+    assert steps[0]["kl"] == 0.0
+    assert min(abs(row["kl"]) for row in steps[1:]) > 10 * LIMIT, "the weights of the start could pass"
+    assert len(set(re.findall(r"certified: digest (\w+)", written))) == 4, "the weights were the same twice"
+
+    latest = tmp_path / "run/checkpoints/latest"
+    found, expected = (
+        load_file(latest / "actor/model.safetensors"),
+        merged_by_hand(models["plain"], latest / "actor_adapter"),
+    )
+    assert found.keys() == expected.keys()
+    start, changed = load_file(models["plain"] / "model.safetensors"), set()
+    for name, tensor in expected.items():
+        if tensor.dtype == torch.float64:
+            changed.add(name.split(".")[-2])
+            torch.testing.assert_close(found[name].double(), tensor, rtol=0, atol=3e-7)
+            assert float((found[name] - start[name]).abs().max()) > 1e-4, f"{name} was not trained"
+        else:
+            assert torch.equal(found[name], tensor), name
+    assert changed == {"q_proj", "v_proj", "gate_proj", "up_proj", "down_proj"}
+
+
+def test_a_killed_run_goes_on_at_other_layouts(
+    ranks: RankPool, models: dict[str, Path], data: dict[str, Path], tmp_path: Path
+) -> None:
+    """A step at each of four layouts: metrics are those of a run that stays at one, up to the rounding of its sums. A
+    point holds the adapter and no base."""
+    case = sft(models, data)
+    case.config["actor"]["lora"] = {"path": str(write_adapter(tmp_path / "adapter", models["plain"]))}
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    started(ranks, command_line(case, whole), DP)
+    argv = command_line(case, run)
+    started(ranks, argv, VPP, cut_at=2)
+    keys = set(FileSystemReader(run / "resume/step_000001/actor").read_metadata().state_dict_metadata)
+    names = set(read_adapter(tmp_path / "adapter"))
+    assert keys == names | {f"optimizer.state.{kind}.{name}" for kind in ("exp_avg", "exp_avg_sq") for name in names}
+    for number, (parallel, words) in enumerate(((TP, "tp 2 x pp 1"), (CP, "tp 1 x cp 2"), (DP, "tp 1 x pp 1")), 1):
+        said = started(ranks, argv, parallel, cut_at=0 if parallel is DP else 2)
+        assert f"from resume/step_{number:06d}" in said
+        assert f"goes on at {words}" in said
+    for found, expected in zip(rows(run), rows(whole), strict=True):
+        for metric in ("loss", "grad_norm"):
+            if metric in expected:
+                assert found[metric] == pytest.approx(expected[metric], rel=1e-5), (expected["step"], metric)
+    assert sum("grad_norm" in row for row in rows(run)) == 4
+
+
+def test_a_killed_run_goes_on_bit_for_bit(
+    ranks: RankPool, models: dict[str, Path], data: dict[str, Path], tmp_path: Path
+) -> None:
+    """A new adapter, whose A follows from the seed; and a run whose base has changed since is refused."""
+    case, whole, run = sft(models, data), tmp_path / "whole", tmp_path / "run"
+    case.config["actor"]["lora"] = {"rank": 4, "targets": ["q_proj", "down_proj"]}
+    started(ranks, command_line(case, whole), TP)
+    argv = command_line(case, run)
+    started(ranks, argv, TP, cut_at=3)
+    status, said = ranks.run(2, "command_status", *argv, "actor.parallel.tp=2", f"actor.model.path={models['other']}")[
+        0
+    ]
+    assert status == 2
+    assert "the model that the adapter of actor is on (actor.model.path): changed since" in said
+    assert "from resume/step_000002" in started(ranks, argv, TP)
+    assert rows(run) == rows(whole)
+    assert weights(run) == weights(whole)
+    assert len(weights(run)) == 1
