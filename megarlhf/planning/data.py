@@ -11,16 +11,19 @@ from megarlhf.config import (
     GenerateConfig,
     PromptDataConfig,
     RLConfig,
+    SFTConfig,
     SourceConfig,
     words_of,
 )
 from megarlhf.data.adapters import load_adapter
 from megarlhf.data.fields import Fields, LeftOut, Reader
 from megarlhf.data.formats import count_rows
+from megarlhf.data.megatron_indexed import PARTS
 from megarlhf.data.procedural import require_disjoint
 from megarlhf.data.sample_kinds import Encode, Unusable
 from megarlhf.data.sources import Place, find, source_files
-from megarlhf.planning.encoders import encoder_of
+from megarlhf.data.tokenizer import load_tokenizer
+from megarlhf.planning.encoders import encoder_of, indexed_options
 from megarlhf.planning.policies import AnyConfig
 
 _FIRST_ROWS = 3
@@ -31,7 +34,7 @@ _COUNTED_BYTES = 256 << 20
 def check_data(cfg: AnyConfig) -> list[str]:
     """Data must be there, unless its name may be one of the Hugging Face hub; of several splits one must be named; the
     first rows must have what is read of them. Returns what is taken for a name of the hub, in sentences."""
-    notes = []
+    notes: list[str] = []
     encode = encoder_of(cfg).open()
     sources: dict[str, tuple[tuple[SourceConfig, ...], Fields, Encode[Any] | None]] = {
         key: (given, (), encode) for key, given in cfg.data.sources().items()
@@ -43,6 +46,10 @@ def check_data(cfg: AnyConfig) -> list[str]:
         rows: list[int | None] = []
         for source in given:
             try:
+                if source.kind == "megatron":
+                    assert isinstance(cfg, SFTConfig | RLConfig), "refused with the configuration"
+                    rows.append(_check_indexed(cfg, key, source, notes))
+                    continue
                 place = find(source)
                 _check_first_rows(place, fields, encoded)
                 rows.append(_most_rows(place))
@@ -53,6 +60,24 @@ def check_data(cfg: AnyConfig) -> list[str]:
         counts[key] = None if None in rows else sum(number or 0 for number in rows)
     _require_enough(cfg, counts)
     return notes
+
+
+def _check_indexed(cfg: SFTConfig | RLConfig, key: str, source: SourceConfig, notes: list[str]) -> int:
+    """How many samples there are. Raises: ValueError for files that are not whole, or have other tokens than the
+    model."""
+    part = key.removeprefix("data.")
+    samples = indexed_options(cfg).open(source, part if part in PARTS else "train")
+    samples.at(0)
+    samples.at(len(samples) - 1)
+    eos = load_tokenizer(cfg.actor.model.tokenizer_place()).eos_id
+    if (ends := samples.ends()) != {eos}:
+        listed = ", ".join(map(str, sorted(ends)[:5]))
+        notes.append(
+            f"{key} = {source.path}: its documents end with token {listed}, and the tokenizer's end of sequence is "
+            f"{eos}: the model learns other borders of texts than it generates (was the data written with "
+            "--append-eod and this tokenizer?)"
+        )
+    return len(samples)
 
 
 def _check_first_rows(place: Place, fields: Fields, encode: Encode[Any] | None) -> None:
@@ -125,6 +150,10 @@ def _require_apart(
 ) -> bool:
     """Whether both are the same. Raises: ValueError where they share something only."""
     if held_out is None:
+        return False
+    split = {(source.path, source.split) for source in train if source.kind == "megatron" and source.split}
+    held_out = tuple(source for source in held_out if (source.path, source.split) not in split)
+    if not held_out:
         return False
     for ours in train:
         for theirs in held_out:

@@ -6,9 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megarlhf.config import DPOConfig, PromptDataConfig, RewardConfig, RMConfig, SFTConfig
+from megarlhf.architectures.hf_config import architecture_from_hf
+from megarlhf.config import DPOConfig, PromptDataConfig, RewardConfig, RLConfig, RMConfig, SFTConfig
+from megarlhf.data.megatron_indexed import IndexedOptions, learnt_whole
 from megarlhf.data.sample_kinds import Encoder
 from megarlhf.data.samples import PairEncoder, PromptEncoder, SFTEncoder, writing_options
+from megarlhf.data.texts import Text
 from megarlhf.planning.policies import AnyConfig
 from megarlhf.rollout.rewards.rules import RuleFields
 
@@ -38,3 +41,11 @@ def prompt_encoder(data: PromptDataConfig, tokenizer: Path, rewards: Sequence[Re
         check_fields=RuleFields(rules),
         **writing_options(data),
     )
+
+
+def indexed_options(cfg: SFTConfig | RLConfig) -> IndexedOptions[Any]:
+    """How Megatron's indexed data is read: by `sft` as its data, by `rl` as that of `ptx`."""
+    vocab_size = architecture_from_hf(cfg.actor.model.hf_directory()).vocab_size
+    if isinstance(cfg, SFTConfig):
+        return IndexedOptions(cfg.data.indexed_length, cfg.run.seed, learnt_whole, vocab_size)
+    return IndexedOptions(cfg.ptx_max_tokens - 1, cfg.run.seed, Text, vocab_size)

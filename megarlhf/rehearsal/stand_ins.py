@@ -182,7 +182,8 @@ def _data(
                     # One token of the response is its end.
                     record[name] = _text(min(responses.draw(3 * n + k), most) - 1, n + k)
             out.write(json.dumps(record) + "\n")
-    data |= {"train": str(file), "template": "plain"}
+    data |= {"train": str(file), "template": "plain", "chat_template": None, "template_args": {}}
+    data |= {"sequence_length": None} if isinstance(cfg, SFTConfig) else {}
     data |= dict.fromkeys(("validation", "test", "validation_share", "phases", "workers"))
     data |= {"split_seed": 0, "cache": "none"}
     why = why or "cannot be read with the stand-in tokenizer"

@@ -36,7 +36,7 @@ from megarlhf.parallel.mesh import GroupCache
 from megarlhf.parallel.residency import Residency
 from megarlhf.parallel.router_balance import ROUTER_AUX_LOSS
 from megarlhf.parallel.step import Loss, MicroBatch
-from megarlhf.planning.encoders import encoder_of
+from megarlhf.planning.encoders import encoder_of, indexed_options
 from megarlhf.resume.claim import NO_STEPS_LEFT
 from megarlhf.resume.identity import architecture_of, digest_of_samples, digests_of_bases, identity_of_weights
 from megarlhf.resume.signals import StopRequest
@@ -323,7 +323,8 @@ def load_samples(objective: Objective[Sample]) -> tuple[Samples[Sample], Sequenc
     """
     cfg, hf_directory = objective.cfg, objective.section.model.hf_directory()
     max_positions = architecture_from_hf(hf_directory).longest_sequence
-    loader = SetLoader(cfg.data, objective.encoder(), objective.sample_type, run_dir=cfg.run.dir)
+    indexed = indexed_options(cfg) if isinstance(cfg, SFTConfig) else None
+    loader = SetLoader(cfg.data, objective.encoder(), objective.sample_type, run_dir=cfg.run.dir, indexed=indexed)
     train, validation, notes = loader.train_and_validation(objective.command)
     objective.require_fitting(train, max_positions, words_of(cfg.data.train))
     if validation:
