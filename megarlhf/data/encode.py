@@ -25,7 +25,7 @@ from megarlhf.config import SourceConfig
 from megarlhf.data.columns import Packed, Writer, kinds_of, pack
 from megarlhf.data.fields import Fields, LeftOut, Reader
 from megarlhf.data.formats import Chunk
-from megarlhf.data.samples import Encoder, Unusable
+from megarlhf.data.sample_kinds import Encoder, Unusable
 
 ALONE_SECONDS = 1.0
 """So long this process encodes by itself, and then until the first worker is ready: for small data none is started."""
