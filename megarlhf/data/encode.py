@@ -180,6 +180,8 @@ class _Worker:
             process_group=0,
         )
         self._to, self._answers = cast(Any, self._process.stdin), cast(Any, self._process.stdout)
+        self._failure: RuntimeError | None = None
+        """With which it has ended: whoever gives it work later is told the same."""
         pickle.dump(job, self._to)
         self._to.flush()
 
@@ -190,17 +192,20 @@ class _Worker:
 
     def encode(self, chunk: Chunk, first_record: int) -> Packed:
         """Raises: ValueError as `Opened`; RuntimeError where the process has ended."""
+        if self._failure is not None:
+            raise self._failure
         try:
             pickle.dump((chunk, first_record), self._to)
             self._to.flush()
             answer = pickle.load(self._answers)
         except (BrokenPipeError, EOFError) as error:
             status = self._process.wait(_END_SECONDS)
-            raise RuntimeError(
+            self._failure = RuntimeError(
                 f"a process that tokenizes has ended (status {status}), at {chunk.name}, {chunk.unit} "
                 f"{chunk.numbers[0]} to {chunk.numbers[-1]}; its error stands above, or it was killed, as the system "
                 "does when memory runs out: set data.workers to fewer then"
-            ) from error
+            )
+            raise self._failure from error
         if isinstance(answer, str):
             raise ValueError(answer)
         assert isinstance(answer, Packed)

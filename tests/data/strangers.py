@@ -108,7 +108,7 @@ def hub_with_readme(folder):
         datasets.Dataset.from_list(rows).to_parquet(folder / "hub" / "parquet" / f"{name}-00000-of-00001.parquet")
     (folder / "hub" / "README.md").write_text(
         "---\nlicense: mit\nconfigs:\n- config_name: sums\n  data_files:\n  - split: learn\n    path: parquet/sums-*\n"
-        "  - split: exam\n    path: [parquet/sums_test-*]\n- config_name: poems\n  data_files: parquet/poems-*\n---\n# Sums\n"
+        "  - split: exam\n    path: [parquet/sums_test-*]\n- config_name: poems\n  data_files: parquet/poems-*\n---\n"
     )
     return {"path": folder / "hub", "subset": "sums", "split": "learn", "columns": COLUMNS}
 

@@ -123,15 +123,15 @@ CASES = {
     "latin.json": "latin.json, line 2: not UTF-8 (invalid continuation byte); convert the file",
     "twice.jsonl": "twice.jsonl, line 1: the key 'prompt' stands 2 times in one object, with 'a', 'b'; expected each",
     "number.jsonl": "number.jsonl, line 1: field 'prompt' is int 1, expected a string; convert the data",
-    "null.jsonl": "null.jsonl, line 1: field 'response' is NoneType None, expected a string",
-    "list.jsonl": "list.jsonl, row 1: expected a JSON object with prompt, response, got str",
+    "null.jsonl": "null.jsonl, line 1: field 'response' is null, expected a string",
+    "list.jsonl": "list.jsonl, row 1: expected a JSON object with the columns of a record, got str",
     "wrapped.json": "wrapped.json, line 1: no field 'prompt', found 'data'; name the column that is meant",
-    "other.jsonl": "no field 'prompt', found 'question', 'output'; is it 'question'? Then say columns: {prompt: question}",
-    "typo.jsonl": "no field 'response', found 'prompt', 'responce'; is it 'responce'? Then say columns: {response: resp",
+    "other.jsonl": "no field 'prompt', found 'question', 'output'; is it 'question'? Then say columns: {prompt: questi",
+    "typo.jsonl": "no field 'response', found 'prompt', 'responce'; is it 'responce'? Then say columns: {response: res",
     "only_rejected.jsonl": "no field 'prompt', found 'rejected', 'response'; these rows look like prompts with resp",
     "alpaca.jsonl": "found 'instruction', 'output'; these rows look like those for adapter: alpaca",
     "pairs.jsonl": "no field 'response', found 'prompt', 'chosen', 'rejected'; these rows look like preference pairs",
-    "short_row.csv": "short_row.csv, line 3: 1 cells, and the first line names 2 columns (prompt, response); put quotes",
+    "short_row.csv": "short_row.csv, line 3: 1 cells, and the first line names 2 columns (prompt, response); put quote",
     "long_row.csv": "long_row.csv, line 2: 3 cells, and the first line names 2 columns",
     "twice.csv": "twice.csv, line 1: the columns are 'prompt', 'prompt', of which 'prompt' stands there twice",
     "unnamed.csv": "unnamed.csv, line 1: the columns are 'prompt', '', 'response', of which '' has no name",
@@ -145,11 +145,11 @@ CASES = {
     "cut.jsonl.bz2": "cut.jsonl.bz2: not a readable .bz2 file: Compressed file ended before the end",
     "bad.parquet.gz": "bad.parquet.gz: not a readable .parquet file: ",
     "bad.jsonl.zst": "bad.jsonl.zst: not a readable .zst file: ",
-    "rows.jsonl.zip": "rows.jsonl.zip is packed in a way that is not read (.zip; read are .gz, .bz2, .xz, .zst); unpack",
+    "rows.jsonl.zip": "rows.jsonl.zip is packed in a way that is not read (.zip; read are .gz, .bz2, .xz, .zst); unpac",
     "notes.txt": "notes.txt: cannot tell its format; expected a name that ends in .jsonl, .ndjson, .json, .csv, .tsv,",
-    "few.jsonl": "train.mini_batch_samples = 8: a batch would hold some of the 7 records of data.train = few.jsonl twice",
+    "few.jsonl": "train.mini_batch_samples = 8: a batch would hold some of the 7 records of data.train = few.jsonl twi",
     # directories, patterns, splits
-    "splits": "splits has several splits, of which only one is meant: test, train; name it, as {path: splits, split: test}",
+    "splits": "splits has several splits, of which only one is meant: test, train; name it, as {path: splits, split: t",
     "{path: splits, split: exam}": "splits has no split 'exam'; it has test, train",
     "{path: good.jsonl, split: train}": "good.jsonl is one file and has no split 'train'; leave the split out",
     "unclear": "unclear has 2 data files, and may mix splits such as train and test; these names do not say clearly",
@@ -168,14 +168,14 @@ CASES = {
     "hub_moved": "hub_moved: its README.md says gone-*.jsonl for the split train, and no data file is there",
     "owner/name": "data.train = owner/name does not exist (working directory:",
     # columns and adapters
-    "{path: other.jsonl, columns: {prompt: questoin, response: output}}": "no column 'questoin', which columns names for "
-    "'prompt'; the columns are 'question', 'output'; did you mean 'question'?",
+    "{path: other.jsonl, columns: {prompt: questoin}}": "no column 'questoin', which columns names for 'prompt'; the "
+    "columns are 'question', 'output'; did you mean 'question'?",
     "{path: other.jsonl, columns: {prompt: question}}": "no field 'response', found 'output', 'prompt'",
     "{path: good.jsonl, adapter: alpacca}": "unknown adapter 'alpacca'; did you mean 'alpaca'? the known ones are",
     "{path: good.jsonl, adapter: 'nowhere:f'}": "adapter 'nowhere:f': cannot import 'nowhere' (No module named",
-    "{path: good.jsonl, adapter: 'bad_adapters:f'}": "adapter 'bad_adapters:f': bad_adapters has no function 'f'; it has",
+    "{path: good.jsonl, adapter: 'bad_adapters:f'}": "adapter 'bad_adapters:f': bad_adapters has no function 'f'; it h",
     "{path: good.jsonl, adapter: 'bad_adapters:number'}": "bad_adapters has no function 'number'",
-    "{path: good.jsonl, adapter: 'bad_adapters:refuses'}": "good.jsonl, line 1: adapter 'bad_adapters:refuses': no sum in",
+    "{path: good.jsonl, adapter: 'bad_adapters:refuses'}": "good.jsonl, line 1: adapter 'bad_adapters:refuses': no sum",
     "{path: good.jsonl, adapter: 'bad_adapters:fails'}": "adapter 'bad_adapters:fails' failed: KeyError: 'nothing'",
     "{path: good.jsonl, adapter: 'bad_adapters:gives_text'}": "returned str 'text'; expected a mapping, or None",
     "{path: good.jsonl, adapter: alpaca}": "adapter 'alpaca': expected a text in 'instruction', found 'prompt'",
@@ -187,7 +187,7 @@ OPTIONS = {
     # what the configuration itself says
     "data.train={path: good.jsonl, adapter: alpaca, columns: {a: b}}": "adapter = alpaca makes the record itself, and",
     "data.train={path: good.jsonl, weight: 1}": "train: weight = 1 has no effect on one set alone; leave it out",
-    "data.train=[{path: good.jsonl, weight: 1}, pairs.jsonl]": "train: pairs.jsonl has no weight, and others of the list",
+    "data.train=[{path: good.jsonl, weight: 1}, pairs.jsonl]": "train: pairs.jsonl has no weight, and others of the li",
     "data.train=[{path: good.jsonl, weight: 0}, pairs.jsonl]": "data.train.0.weight: Input should be greater than 0",
     "data.train=[]": "data.train: Tuple should have at least 1 item",
     "data.train=": "data.train",
@@ -196,7 +196,7 @@ OPTIONS = {
     "data.train.splt=test": "unknown key 'data.train.splt'; did you mean 'split'?",
     "data.validation={path: good.jsonl, weight: 2}": "validation: weight = 2 of good.jsonl has no effect: every sample",
     "data.validation_share=1": "data.validation_share: Input should be less than 1",
-    "data.phases=2,4": "phases = '2,4', expected three numbers, the shares of sft, of rm and dpo, and of rl, as \"2,4,4\"",
+    "data.phases=2,4": "phases = '2,4', expected three numbers, the shares of sft, of rm and dpo, and of rl, as \"2,4,",
     "data.phases=a,b,c": "phases = 'a,b,c', expected three numbers",
     "data.phases=0,0,0": "phases = '0,0,0', expected three numbers",
     "data.split_seed=1": "split_seed = 1 without validation_share and phases, which it is of; leave it out",
@@ -228,17 +228,16 @@ def start(folder, monkeypatch):
 
 @pytest.mark.parametrize("train", CASES)
 def test_bad_data_is_told_before_ranks_start(start, train):
-    with pytest.raises(ValueError) as raised:
+    with pytest.raises(ValueError, match=r"^(data\.train|train\.mini|adapter)") as raised:
         start(f"data.train={train}")
     said = str(raised.value)
     assert CASES[train].replace("; the nearest name beside it is train", "; the nearest name beside it is ") in said
     assert "\n" not in said
-    assert said.startswith("data.train") or "mini_batch_samples" in said
 
 
 @pytest.mark.parametrize("override", OPTIONS)
 def test_what_the_configuration_says_of_data_is_looked_at_when_it_is_read(start, override):
-    with pytest.raises(ValueError) as raised:
+    with pytest.raises(ValueError, match="data") as raised:
         start(override)
     assert OPTIONS[override] in str(raised.value)
 
