@@ -3,7 +3,6 @@
 import math
 from types import SimpleNamespace
 
-import pytest
 import torch
 
 from megarlhf.config import RewardConfig
