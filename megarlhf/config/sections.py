@@ -12,7 +12,7 @@ from pydantic import Field, PositiveInt, model_validator
 
 from megarlhf.config.algo import GROUPED, AlgoConfig
 from megarlhf.config.beside import EMAConfig, PTXConfig, ReferenceUpdateConfig
-from megarlhf.config.data import DataConfig, PromptDataConfig
+from megarlhf.config.data import DataConfig, PromptDataConfig, SFTDataConfig
 from megarlhf.config.numbers import SkipConfig
 from megarlhf.config.profile import ProfileConfig, within_the_run
 from megarlhf.config.rewards import RewardConfig
@@ -110,7 +110,7 @@ class RLTrainConfig(MicroBatchConfig, SkipConfig):
 class SFTConfig(FrozenModel):
     run: RunConfig
     actor: RoleConfig
-    data: DataConfig
+    data: SFTDataConfig
     train: TrainConfig
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

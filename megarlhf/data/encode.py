@@ -24,7 +24,7 @@ from megarlhf.config import SourceConfig
 from megarlhf.data.columns import Packed, Writer, kinds_of, pack
 from megarlhf.data.fields import Fields, LeftOut, Reader
 from megarlhf.data.formats import Chunk
-from megarlhf.data.samples import Encoder, Unusable
+from megarlhf.data.sample_kinds import Encoder, Unusable
 
 ALONE_SECONDS = 2.0
 """So long this process encodes by itself: a worker takes as long to begin."""

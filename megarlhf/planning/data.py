@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from megarlhf.config import (
-    DPOConfig,
     GenerateConfig,
     PromptDataConfig,
     RLConfig,
-    RMConfig,
     SFTConfig,
     SourceConfig,
     words_of,
@@ -19,8 +18,13 @@ from megarlhf.config import (
 from megarlhf.data.adapters import load_adapter
 from megarlhf.data.fields import Fields, LeftOut, Reader
 from megarlhf.data.formats import count_rows
+from megarlhf.data.megatron_indexed import PARTS
 from megarlhf.data.procedural import require_disjoint
+from megarlhf.data.sample_kinds import Encode, Unusable
+from megarlhf.data.samples import reading_in_words
 from megarlhf.data.sources import Place, find, source_files
+from megarlhf.data.tokenizer import load_tokenizer
+from megarlhf.planning.encoders import encoder_of, indexed_options
 from megarlhf.planning.policies import AnyConfig
 
 _FIRST_ROWS = 3
@@ -28,31 +32,30 @@ _COUNTED_BYTES = 256 << 20
 """Of a file whose lines are counted before a run; Parquet says how many rows it has."""
 
 
-def fields_of(cfg: AnyConfig) -> Fields:
-    """What a record of the training data must have."""
-    if isinstance(cfg, RMConfig | DPOConfig):
-        return ("prompt", "chosen", "rejected")
-    if cfg.data.template == "chat":
-        return ("messages",)
-    return ("prompt", "response") if isinstance(cfg, SFTConfig) else ("prompt",)
-
-
 def check_data(cfg: AnyConfig) -> list[str]:
     """Data must be there, unless its name may be one of the Hugging Face hub; of several splits one must be named; the
     first rows must have what is read of them. Returns what is taken for a name of the hub, in sentences."""
-    notes = []
-    sources: dict[str, tuple[tuple[SourceConfig, ...], Fields]] = {
-        key: (given, fields_of(cfg)) for key, given in cfg.data.sources().items()
+    notes: list[str] = []
+    encoder = encoder_of(cfg)
+    encode = encoder.open()
+    sources: dict[str, tuple[tuple[SourceConfig, ...], Fields, Encode[Any] | None]] = {
+        key: (given, (), encode) for key, given in cfg.data.sources().items()
     }
     if isinstance(cfg, RLConfig) and cfg.ptx is not None:
-        sources["ptx.data"] = (cfg.ptx.data, ("text",))
+        sources["ptx.data"] = (cfg.ptx.data, ("text",), None)
     counts: dict[str, int | None] = {}
-    for key, (given, fields) in sources.items():
+    for key, (given, fields, encoded) in sources.items():
         rows: list[int | None] = []
         for source in given:
             try:
+                if source.kind == "megatron":
+                    assert isinstance(cfg, SFTConfig | RLConfig), "refused with the configuration"
+                    rows.append(_check_indexed(cfg, key, source, notes))
+                    continue
                 place = find(source)
-                _check_first_rows(place, fields)
+                record = _check_first_rows(place, fields, encoded)
+                if record is not None and encoded is not None and (words := reading_in_words(encoder, record)):
+                    notes.append(f"{key} = {source.words}: {words}")
                 rows.append(_most_rows(place))
             except ValueError as error:
                 raise ValueError(f"{key}: {error}; working directory: {Path.cwd()}") from None
@@ -63,22 +66,46 @@ def check_data(cfg: AnyConfig) -> list[str]:
     return notes
 
 
-def _check_first_rows(place: Place, fields: Fields) -> None:
-    """Raises: ValueError for a source without rows, or whose first rows are not what is read."""
+def _check_indexed(cfg: SFTConfig | RLConfig, key: str, source: SourceConfig, notes: list[str]) -> int:
+    """How many samples there are. Raises: ValueError for files that are not whole, or have other tokens than the
+    model."""
+    part = key.removeprefix("data.")
+    samples = indexed_options(cfg).open(source, part if part in PARTS else "train")
+    samples.at(0)
+    samples.at(len(samples) - 1)
+    eos = load_tokenizer(cfg.actor.model.tokenizer_place()).eos_id
+    if (ends := samples.ends()) != {eos}:
+        listed = ", ".join(map(str, sorted(ends)[:5]))
+        notes.append(
+            f"{key} = {source.path}: its documents end with token {listed}, and the tokenizer's end of sequence is "
+            f"{eos}: the model learns other borders of texts than it generates (was the data written with "
+            "--append-eod and this tokenizer?)"
+        )
+    return len(samples)
+
+
+def _check_first_rows(place: Place, fields: Fields, encode: Encode[Any] | None) -> Mapping[str, Any] | None:
+    """One of the first records, where there is a look at them. Raises: ValueError for a source without rows, or whose
+    first rows are not what is read and made samples of."""
     source = place.source
     if source.adapter is not None:
         load_adapter(source.adapter)
     if place.kind not in ("files", "saved"):
-        return
+        return None
     rows = place.first_rows(_FIRST_ROWS)
     if not rows and (place.kind == "saved" or len(place.files) <= _FIRST_ROWS):
         raise ValueError(f"no rows in {source.words}; give data")
-    reader = Reader(source, fields)
-    for where, row in rows:
+    reader, record = Reader(source, fields), None
+    for number, (where, row) in enumerate(rows):
         try:
-            reader.record(row, where)
-        except LeftOut:
+            record = reader.record(row, where)
+            if encode is not None:
+                encode(number, record)
+        except (LeftOut, Unusable):
             continue
+        except ValueError as error:
+            raise ValueError(str(error) if where in str(error) else f"{where}: {error}") from None
+    return record
 
 
 def _most_rows(place: Place) -> int | None:
@@ -129,6 +156,10 @@ def _require_apart(
 ) -> bool:
     """Whether both are the same. Raises: ValueError where they share something only."""
     if held_out is None:
+        return False
+    split = {(source.path, source.split) for source in train if source.kind == "megatron" and source.split}
+    held_out = tuple(source for source in held_out if (source.path, source.split) not in split)
+    if not held_out:
         return False
     for ours in train:
         for theirs in held_out:

@@ -23,6 +23,7 @@ from megarlhf.planning.batch import (
     supervised_batch_numbers,
 )
 from megarlhf.planning.data import check_data, same_data
+from megarlhf.planning.ends import end_notes
 from megarlhf.planning.legality import check_role
 from megarlhf.planning.models import check_heads, check_retokenized, check_vocabularies
 from megarlhf.planning.policies import AnyConfig, check_host_memory, check_kernels, head_of, host_bytes
@@ -85,7 +86,8 @@ def preflight(
     notes = (
         without_effect(cfg, world_size, on_cpu=on_cpu)
         + check_vocabularies(roles, retokenized)
-        + [check_retokenized(name, roles[name], cfg.data.template) for name in retokenized]
+        + end_notes(*next(iter(roles.items())), cfg.data, generates=isinstance(cfg, RLConfig | GenerateConfig))
+        + [check_retokenized(name, roles[name], cfg.data.template_mode) for name in retokenized]
         + check_heads(stored, trains_reward_model=isinstance(cfg, RMConfig))
     )
     for name, section in roles.items():

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from megarlhf.algo import preference
 from megarlhf.config import DPOConfig
-from megarlhf.data.samples import PAIR_SEQUENCES, PairEncoder, PairSample, require_budget, require_positions
+from megarlhf.data.sample_kinds import PAIR_SEQUENCES, PairSample
+from megarlhf.data.samples import require_budget, require_positions
 from megarlhf.data.tokenized import lengths_of
 from megarlhf.models.role import Role, build_role
 from megarlhf.models.weights import CHECKPOINTS, WeightSource
@@ -60,13 +61,6 @@ class PreferenceOptimisation(Objective[PairSample]):
         super().__init__(cfg, cfg.actor)
         self.dpo = cfg
         self._reference: Role | None = None
-
-    @property
-    def fields(self) -> tuple[str, ...]:
-        return ("prompt", "chosen", "rejected")
-
-    def encoder(self) -> PairEncoder:
-        return PairEncoder(**self.encoder_options())
 
     def sequences(self, sample: PairSample) -> list[list[int]]:
         """Both with the prompt, the chosen one first."""

@@ -36,7 +36,7 @@ class Evaluator:
     def __init__(self, cfg: RLConfig, components: Components, validation: Sequence[PromptSample]) -> None:
         rewarder = components.rewarder
         self._cfg, self._components, self._validation = cfg, components, validation
-        self._sampling = sampling_of(cfg.rollout, cfg.actor, rewarder.tokenizer, greedy=True)
+        self._sampling = sampling_of(cfg.rollout, cfg.actor, rewarder.tokenizer, greedy=True, data=cfg.data)
         self._accuracy = accuracy_of(cfg.eval.accuracy, cfg.rewards)
         judge = self._accuracy.judge if validation else None
         self._judge = None if judge is None else Judge(judge, rewarder.tokenizer)

@@ -19,7 +19,7 @@ from megarlhf.algo.calibration import pair_report
 from megarlhf.algo.losses import centering, pairwise_aligned_span, pairwise_ranking
 from megarlhf.architectures.hf_config import SCORE_OF
 from megarlhf.config import RMConfig
-from megarlhf.data.samples import PAIR_SEQUENCES, PairEncoder, PairSample
+from megarlhf.data.sample_kinds import PAIR_SEQUENCES, PairSample
 from megarlhf.experience import redistribute
 from megarlhf.models.role import Role
 from megarlhf.parallel.batching import MicroBatchLayout, TokenSpans, owners_of_outputs, repeat_on_micro_batch
@@ -89,13 +89,6 @@ class RewardModelling(Objective[PairSample]):
     def __init__(self, cfg: RMConfig) -> None:
         super().__init__(cfg, cfg.reward_model)
         self.rm = cfg
-
-    @property
-    def fields(self) -> tuple[str, ...]:
-        return ("prompt", "chosen", "rejected")
-
-    def encoder(self) -> PairEncoder:
-        return PairEncoder(with_margin=self.rm.margin, **self.encoder_options())
 
     def sequences(self, sample: PairSample) -> list[list[int]]:
         """Both with the prompt, the chosen one first."""

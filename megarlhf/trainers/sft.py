@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megarlhf.algo.losses import token_nll
 from megarlhf.config import SFTConfig
-from megarlhf.data.samples import SFTEncoder, SFTSample
+from megarlhf.data.samples import SFTSample
 from megarlhf.experience import Ragged
 from megarlhf.models.role import Role
 from megarlhf.parallel.batching import MicroBatchLayout, TokenSpans, scatter_to_micro_batch
@@ -56,13 +56,6 @@ class SupervisedFineTuning(Objective[SFTSample]):
 
     def __init__(self, cfg: SFTConfig) -> None:
         super().__init__(cfg, cfg.actor)
-
-    @property
-    def fields(self) -> tuple[str, ...]:
-        return ("prompt", "response") if self.cfg.data.template == "plain" else ("messages",)
-
-    def encoder(self) -> SFTEncoder:
-        return SFTEncoder(**self.encoder_options())
 
     def sequences(self, sample: SFTSample) -> list[list[int]]:
         return [sample.tokens]

@@ -9,7 +9,7 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import numpy as np
 import torch
@@ -19,9 +19,11 @@ from torch import Tensor
 from megarlhf.architectures.hf_config import architecture_from_hf
 from megarlhf.architectures.placements import Head
 from megarlhf.config import DPOConfig, RMConfig, RoleConfig, SFTConfig, words_of
+from megarlhf.data.companions import files_of_exports
 from megarlhf.data.load import SetLoader
 from megarlhf.data.loader import batches_of, mixture_in_words
-from megarlhf.data.samples import Encoder, require_budget, require_positions
+from megarlhf.data.sample_kinds import Encoder
+from megarlhf.data.samples import require_budget, require_positions
 from megarlhf.data.tokenized import Samples, lengths_of
 from megarlhf.errors import Interrupted
 from megarlhf.experience import Ragged
@@ -34,6 +36,7 @@ from megarlhf.parallel.mesh import GroupCache
 from megarlhf.parallel.residency import Residency
 from megarlhf.parallel.router_balance import ROUTER_AUX_LOSS
 from megarlhf.parallel.step import Loss, MicroBatch
+from megarlhf.planning.encoders import encoder_of, indexed_options
 from megarlhf.resume.claim import NO_STEPS_LEFT
 from megarlhf.resume.identity import architecture_of, digest_of_samples, digests_of_bases, identity_of_weights
 from megarlhf.resume.signals import StopRequest
@@ -68,24 +71,10 @@ class Objective(ABC, Generic[Sample]):
     def __init__(self, cfg: SFTConfig | RMConfig | DPOConfig, section: RoleConfig) -> None:
         self.cfg, self.section = cfg, section
 
-    @property
-    @abstractmethod
-    def fields(self) -> tuple[str, ...]:
-        """What a record must have."""
-
-    @abstractmethod
     def encoder(self) -> Encoder[Sample]:
         """How records become samples."""
-
-    def encoder_options(self) -> dict[str, Any]:
-        """What all encoders of supervised commands are told."""
-        data = self.cfg.data
-        return {
-            "tokenizer": self.section.model.hf_directory(),
-            "max_prompt_tokens": data.max_prompt_tokens,
-            "max_response_tokens": data.max_response_tokens,
-            "template": data.template,
-        }
+        encoder: Any = encoder_of(self.cfg)
+        return cast(Encoder[Sample], encoder)
 
     @abstractmethod
     def sequences(self, sample: Sample) -> list[list[int]]:
@@ -237,6 +226,7 @@ def run_in(
             num_optimizer_steps=cfg.train.num_steps,
             new_head=True,
             stated=objective.stated,
+            files=files_of_exports(objective.section.model, cfg.data, ends_of(objective, train)),
             weights=parts.weights,
             residency=residency,
         )
@@ -333,12 +323,19 @@ def load_samples(objective: Objective[Sample]) -> tuple[Samples[Sample], Sequenc
     """
     cfg, hf_directory = objective.cfg, objective.section.model.hf_directory()
     max_positions = architecture_from_hf(hf_directory).longest_sequence
-    loader = SetLoader(cfg.data, objective.encoder(), objective.sample_type, objective.fields, cfg.run.dir)
+    indexed = indexed_options(cfg) if isinstance(cfg, SFTConfig) else None
+    loader = SetLoader(cfg.data, objective.encoder(), objective.sample_type, run_dir=cfg.run.dir, indexed=indexed)
     train, validation, notes = loader.train_and_validation(objective.command)
     objective.require_fitting(train, max_positions, words_of(cfg.data.train))
     if validation:
         objective.require_fitting(validation, max_positions, words_of(cfg.data.validation or cfg.data.train))
     return train, validation[: cfg.eval.max_samples], notes
+
+
+def ends_of(objective: Objective[Sample], samples: Sequence[Sample]) -> set[int]:
+    """The tokens with which the first samples end."""
+    some = (samples[n] for n in range(min(len(samples), 100)))
+    return {tokens[-1] for sample in some for tokens in objective.sequences(sample)}
 
 
 def train_on(
