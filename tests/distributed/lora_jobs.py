@@ -43,3 +43,12 @@ def lora_gradients(runtime: Runtime, config: dict[str, Any], merged: str) -> dic
     weights = weights_of(actor)
     step = train_once(objective, actor, samples[: cfg.train.mini_batch_samples])
     return {"loss": step["loss"], "grad_norm": step["grad_norm"], "gradients": gradients[0], "weights": weights}
+
+
+def lora_exports(runtime: Runtime, config: dict[str, Any], directory: str, draw: bool = True) -> None:
+    """What an actor exports before it is trained; `draw`: with numbers in every B."""
+    cfg = SFTConfig.model_validate(config)
+    actor = build_role("actor", cfg.actor, "lm", GroupCache(runtime), seed=0)
+    if draw:
+        draw_adapter(actor)
+    actor.export(Path(directory))
