@@ -221,3 +221,13 @@ def merged_parameters(module: nn.Module, parameters: Mapping[str, Tensor]) -> di
     for name, adapter in adapters_in(module).items():
         merged[name] = adapter.merged(merged[name])
     return merged
+
+
+def scaled_parameters(module: nn.Module, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The parameters with scale x B, in fp32 and rounded once, for every B."""
+    scaled = dict(parameters)
+    for name, inside in module.named_modules():
+        if isinstance(inside, LowRank):
+            b = inside.B.detach()
+            scaled[f"{name}.B"] = (b.float() * inside.scale).to(b.dtype)
+    return scaled

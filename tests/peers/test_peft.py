@@ -100,10 +100,14 @@ def test_what_is_exported_is_peft_s(family: str, ranks: RankPool, data: dict[str
     adapted = on_base(model, tmp_path / "out/actor_adapter")
     expected = logits(merged)
     torch.testing.assert_close(logits(adapted), expected, rtol=0, atol=1e-5)
-    assert float((expected - logits(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32))).abs().max()) > 0.01
+    assert (
+        float((expected - logits(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32))).abs().max()) > 0.01
+    )
     adapted.save_pretrained(tmp_path / "theirs")
     again = {"path": str(tmp_path / "theirs"), "export": "both"}
-    ranks.run(2, "lora_exports", config(model, data["sft"], {"pp": 2}, lora=again), str(tmp_path / "again/actor"), False)
+    ranks.run(
+        2, "lora_exports", config(model, data["sft"], {"pp": 2}, lora=again), str(tmp_path / "again/actor"), False
+    )
     for name in ("actor/model.safetensors", "actor_adapter/adapter_model.safetensors"):
         from safetensors.numpy import load_file
 
