@@ -136,3 +136,20 @@ def set_environment(rollout: RolloutConfig, runtime: Runtime) -> None:
         }
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
+
+
+def changed_in_memory(parameters: Mapping[str, Tensor]) -> list[str]:
+    """Parameters that no longer hold the dummy values with which vLLM filled them, a function of their shape.
+
+    To be asked before anything is written. A parameter that was emptied has the values of its shape; its shape is
+    compared with the table's.
+    """
+    from vllm.model_executor.model_loader.weight_utils import initialize_single_dummy_weight
+
+    changed = []
+    for name, parameter in parameters.items():
+        expected = torch.empty_like(parameter.detach())
+        initialize_single_dummy_weight(expected)
+        if not torch.equal(expected, parameter.detach()):
+            changed.append(f"{name} {list(parameter.shape)} was changed in memory after loading")
+    return changed

@@ -30,7 +30,7 @@ from megarlhf.rollout.engine import EngineFailure, KeptResponses, Sampling, gath
 from megarlhf.rollout.feed import Feed, SharedCounter, agreed_key, rendezvous_store
 from megarlhf.rollout.requests import draw
 from megarlhf.rollout.sleep import EngineMemory, cache_of_worker, make_sleeper, require_room
-from megarlhf.rollout.vllm_build import build_llm, enqueue
+from megarlhf.rollout.vllm_build import build_llm, changed_in_memory, enqueue
 from megarlhf.rollout.vllm_patches import keep_default_group
 from megarlhf.runtime import Runtime, free_bytes, without_torch_determinism
 from megarlhf.weights.checks.certificate import Certificate, CertificateError, certify, nonzero_padding
@@ -182,7 +182,7 @@ class VllmEngine:
                 "without vLLM",
             )
         ) as problems:
-            problems += _repacked(self._loaded())
+            problems += changed_in_memory(self._loaded())
 
     def _loaded(self) -> Mapping[str, Tensor]:
         """What vLLM has filled with dummy values."""
@@ -392,20 +392,3 @@ class VllmEngine:
 def _error(what: str, advice: str, kind: type[RuntimeError] = RuntimeError) -> Callable[[Sequence[str]], RuntimeError]:
     """For `raise_on_all_ranks`: a line for each reason."""
     return lambda reasons: kind("\n".join(["\n  ".join([f"{what}:", *reasons]), *filter(None, [advice])]))
-
-
-def _repacked(parameters: Mapping[str, Tensor]) -> list[str]:
-    """Parameters that no longer hold the dummy values with which vLLM filled them, a function of their shape.
-
-    To be asked before anything is written. A parameter that was emptied has the values of its shape; its shape is
-    compared with the table's.
-    """
-    from vllm.model_executor.model_loader.weight_utils import initialize_single_dummy_weight
-
-    changed = []
-    for name, parameter in parameters.items():
-        expected = torch.empty_like(parameter.detach())
-        initialize_single_dummy_weight(expected)
-        if not torch.equal(expected, parameter.detach()):
-            changed.append(f"{name} {list(parameter.shape)} was changed in memory after loading")
-    return changed
