@@ -143,7 +143,7 @@ def _compared(record: Record, asked: Conversation | None, sides: list[list[dict[
                 "'chosen' and 'rejected' are whole conversations that do not begin with 'prompt'; give one of the two: "
                 "whole conversations without a prompt, or answers only"
             )
-    tools = asked.tools if asked is not None else _tools(record)
+    tools = asked.tools if asked is not None else tools_of(record)
     if sides[0] == sides[1]:
         raise EmptyText("chosen equals rejected")
     for name, side in zip(("chosen", "rejected"), sides, strict=True):
@@ -204,7 +204,7 @@ def _text_or_question(record: Record, template: Template, names: Sequence[str]) 
             return prompt
         if not prompt.strip():
             raise EmptyText("empty prompt")
-        return Conversation(_with_system(record, [{"role": "user", "content": prompt}]), _tools(record))
+        return Conversation(_with_system(record, [{"role": "user", "content": prompt}]), tools_of(record))
     if template == "plain" or not isinstance(prompt, list | Mapping):
         return text_of(record, "prompt")
     return conversation_of(record, "prompt")
@@ -225,7 +225,7 @@ def conversation_of(record: Record, column: str) -> Conversation:
     """The messages of a column, with the record's `system` and `tools`. Raises: ValueError."""
     messages = _with_system(record, _messages(_listed(record[column]), column))
     _require_order(messages, column)
-    return Conversation(messages, _tools(record))
+    return Conversation(messages, tools_of(record))
 
 
 def _listed(value: Any) -> Any:
@@ -246,7 +246,7 @@ def _with_system(record: Record, messages: list[dict[str, Any]]) -> list[dict[st
     return [{"role": "system", "content": system}, *messages]
 
 
-def _tools(record: Record) -> list[dict[str, Any]] | None:
+def tools_of(record: Record) -> list[dict[str, Any]] | None:
     """Descriptions of the tools, also as the JSON text that Parquet sets keep. Raises: ValueError."""
     tools = record.get("tools")
     if isinstance(tools, str) and tools.strip():

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
+from megarlhf.data.conversations import tools_of
 from megarlhf.data.samples import with_bos
 from megarlhf.data.templates import Conversation, chat_template
 from megarlhf.data.tokenizer import Tokenizer
@@ -42,9 +44,16 @@ class Retokenizer:
     """Cut the beginning of a longer text, instead of refusing it."""
 
     def __call__(
-        self, prompt: str, messages: Sequence[Mapping[str, Any]] | None, response: str, *, finished: bool
+        self,
+        prompt: str,
+        messages: Sequence[Mapping[str, Any]] | None,
+        response: str,
+        *,
+        finished: bool,
+        fields: Mapping[str, Any] = MappingProxyType({}),
     ) -> Retokenized:
-        """Of the response to a prompt, whose text was rendered from `messages` if there are any.
+        """Of the response to a prompt, whose text was rendered from `messages` if there are any, and from the `tools`
+        in the record's `fields`.
 
         Raises: TextTooLong; ValueError for messages that the chat template refuses.
         """
@@ -53,7 +62,7 @@ class Retokenizer:
             start = with_bos(tokenizer.encode(prompt), tokenizer)
         else:
             template = chat_template(tokenizer)
-            asked = Conversation([dict(message) for message in messages])
+            asked = Conversation([dict(message) for message in messages], tools_of(fields))
             template.check(asked)
             start, end = template.ids(template.text(asked, reply=True)), template.end
         tokens = start + tokenizer.encode(response, continuation=True) + [end] * finished

@@ -19,6 +19,7 @@ from megarlhf.config import ConversationConfig
 from megarlhf.data.conversations import (
     CONVERSATION_COLUMNS,
     EmptyText,
+    PairOfConversations,
     PairOfTexts,
     example_of,
     pair_of,
@@ -245,6 +246,36 @@ class PromptEncoder(_Options):
             return PromptSample(tokens, text, others, index, messages)
 
         return sample
+
+
+_READERS: Mapping[type[_Options], Callable[[Mapping[str, Any], Template], Any]] = {
+    SFTEncoder: example_of,
+    PairEncoder: pair_of,
+    PromptEncoder: prompt_of,
+}
+
+
+def reading_in_words(encoder: _Options, record: Mapping[str, Any]) -> str:
+    """How a record is read, for the start of a run; "" for one that is skipped. Raises: ValueError for one that is
+    refused."""
+    try:
+        read = _READERS[type(encoder)](record, encoder.template)
+    except EmptyText:
+        return ""
+    if isinstance(read, Conversation | PairOfConversations):
+        by = "the chat template of data.chat_template" if encoder.chat_template else "the tokenizer's chat template"
+        learnt = ""
+        if isinstance(encoder, SFTEncoder):
+            learnt = "; learnt: " + ("every answer" if encoder.loss_on == "all" else "the last answer")
+        if writes_the_date(encoder.tokenizer, encoder.chat_template):
+            learnt += (
+                "; the template writes today's date, so that a run that goes on tomorrow has other data: name the "
+                "variable that it takes instead (data.template_args, such as {date_string: 26 Nov 2026})"
+            )
+        return f"conversations, written by {by}{learnt}"
+    if encoder.template == "auto" and has_template(load_tokenizer(encoder.tokenizer)):
+        return "texts as they stand; the tokenizer has a chat template, which data.template: chat would write them with"
+    return "texts as they stand"
 
 
 def build_sft(records: Records, tokenizer: Tokenizer, **options: Any) -> tuple[list[SFTSample], Skipped]:

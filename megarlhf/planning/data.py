@@ -23,6 +23,7 @@ from megarlhf.data.formats import count_rows
 from megarlhf.data.megatron_indexed import PARTS
 from megarlhf.data.procedural import require_disjoint
 from megarlhf.data.sample_kinds import Encode, Unusable
+from megarlhf.data.samples import reading_in_words
 from megarlhf.data.sources import Place, find, source_files
 from megarlhf.data.tokenizer import load_tokenizer
 from megarlhf.planning.encoders import encoder_of, indexed_options
@@ -37,7 +38,8 @@ def check_data(command: str, cfg: AnyConfig) -> list[str]:
     """Data must be there, unless its name may be one of the Hugging Face hub; of several splits one must be named; the
     first rows must have what is read of them. Returns what is taken for a name of the hub, in sentences."""
     notes: list[str] = []
-    encode = encoder_of(cfg).open()
+    encoder = encoder_of(cfg)
+    encode = encoder.open()
     sources: dict[str, tuple[tuple[SourceConfig, ...], Fields, Encode[Any] | None]] = {
         key: (given, (), encode) for key, given in cfg.data.sources().items()
     }
@@ -53,7 +55,9 @@ def check_data(command: str, cfg: AnyConfig) -> list[str]:
                     rows.append(_check_indexed(cfg, key, source, notes))
                     continue
                 place = find(source)
-                _check_first_rows(place, fields, encoded)
+                record = _check_first_rows(place, fields, encoded)
+                if record is not None and encoded is not None and (words := reading_in_words(encoder, record)):
+                    notes.append(f"{key} = {source.words}: {words}")
                 rows.append(_most_rows(place))
             except ValueError as error:
                 raise ValueError(f"{key}: {error}; working directory: {Path.cwd()}") from None
@@ -83,17 +87,18 @@ def _check_indexed(cfg: SFTConfig | RLConfig, key: str, source: SourceConfig, no
     return len(samples)
 
 
-def _check_first_rows(place: Place, fields: Fields, encode: Encode[Any] | None) -> None:
-    """Raises: ValueError for a source without rows, or whose first rows are not what is read and made samples of."""
+def _check_first_rows(place: Place, fields: Fields, encode: Encode[Any] | None) -> Mapping[str, Any] | None:
+    """One of the first records, where there is a look at them. Raises: ValueError for a source without rows, or whose
+    first rows are not what is read and made samples of."""
     source = place.source
     if source.adapter is not None:
         load_adapter(source.adapter)
     if place.kind not in ("files", "saved"):
-        return
+        return None
     rows = place.first_rows(_FIRST_ROWS)
     if not rows and (place.kind == "saved" or len(place.files) <= _FIRST_ROWS):
         raise ValueError(f"no rows in {source.words}; give data")
-    reader = Reader(source, fields)
+    reader, record = Reader(source, fields), None
     for number, (where, row) in enumerate(rows):
         try:
             record = reader.record(row, where)
@@ -103,6 +108,7 @@ def _check_first_rows(place: Place, fields: Fields, encode: Encode[Any] | None) 
             continue
         except ValueError as error:
             raise ValueError(str(error) if where in str(error) else f"{where}: {error}") from None
+    return record
 
 
 def _most_rows(place: Place) -> int | None:
@@ -156,9 +162,7 @@ def same_data(data: PromptDataConfig) -> list[str]:
     return notes
 
 
-def _are_same(
-    key: str, held_out: tuple[SourceConfig, ...] | None, other: str, train: tuple[SourceConfig, ...]
-) -> bool:
+def _are_same(key: str, held_out: tuple[SourceConfig, ...] | None, other: str, train: tuple[SourceConfig, ...]) -> bool:
     """Whether both are the same. Raises: ValueError where they share something only."""
     if held_out is None:
         return False

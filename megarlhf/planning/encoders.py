@@ -9,14 +9,13 @@ from typing import Any
 from megarlhf.architectures.hf_config import architecture_from_hf
 from megarlhf.config import DPOConfig, PromptDataConfig, RewardConfig, RLConfig, RMConfig, SFTConfig
 from megarlhf.data.megatron_indexed import IndexedOptions, learnt_whole
-from megarlhf.data.sample_kinds import Encoder
 from megarlhf.data.samples import PairEncoder, PromptEncoder, SFTEncoder, writing_options
 from megarlhf.data.texts import Text
 from megarlhf.planning.policies import AnyConfig
 from megarlhf.rollout.rewards.rules import RuleFields
 
 
-def encoder_of(cfg: AnyConfig) -> Encoder[Any]:
+def encoder_of(cfg: AnyConfig) -> SFTEncoder | PairEncoder | PromptEncoder:
     """Raises: ValueError for a tokenizer or a template that is not there."""
     if isinstance(cfg, SFTConfig | RMConfig | DPOConfig):
         role = cfg.reward_model if isinstance(cfg, RMConfig) else cfg.actor

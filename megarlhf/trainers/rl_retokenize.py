@@ -61,7 +61,9 @@ def retokenized(
 def _retokenized(name: str, batch: RewardBatch, row: int, retokenizer: Retokenizer) -> Retokenized:
     prompt, response = batch.prompts[row], batch.responses[row]
     try:
-        return retokenizer(prompt, batch.messages[row], response, finished=batch.finished[row])
+        return retokenizer(
+            prompt, batch.messages[row], response, finished=batch.finished[row], fields=batch.fields[row]
+        )
     except ValueError as error:
         where = f"sample {batch.samples[row]} (prompt {short(prompt)}, response {short(response)})"
         raise RewardError(f"reward {name!r} on {where}: {error}") from error

@@ -88,7 +88,7 @@ def test_splits_and_blends_are_megatron_s():
                 with pytest.raises(ValueError, match=f"leaves the {part} data nothing of 1000 documents"):
                     split_range(split, part, 1000)
             else:
-                expected = [int(round(border * 1000.0)) for border in borders]
+                expected = [round(border * 1000.0) for border in borders]
                 assert split_range(split, part, 1000) == range(*expected)
     for text in ("a", "30 a 70 b", "a b", "a b c", "0.3 a"):
         prefixes, weights = get_blend_from_list(text.split())

@@ -207,7 +207,7 @@ def test_template_errors(fast_tokenizer):
     without = HuggingFaceTokenizer(fast_tokenizer(prefix=False, chat=False, eos_token="</s>"), "here")
     with pytest.raises(ValueError, match="here has no chat template"):
         build_prompts([{"prompt": "1"}], without, max_prompt_tokens=9, template="chat")
-    with pytest.raises(ValueError, match="the chat template is no template: TemplateSyntaxError: .*line 1.*correct it"):
+    with pytest.raises(ValueError, match=r"chat template is no template: TemplateSyntaxError: .*line 1.*correct it"):
         build_prompts(
             [{"prompt": "1"}], chat_tokenizer(fast_tokenizer, "{% if %}"), max_prompt_tokens=9, template="chat"
         )

@@ -1,4 +1,4 @@
-"""Tokenizers from other files than a model's tokenizer.json: GPT-2's pair, SentencePiece with a template, Megatron's."""
+"""Tokenizers from other files than a tokenizer.json: GPT-2's pair, SentencePiece with a template, Megatron's."""
 
 import json
 from pathlib import Path
@@ -128,11 +128,13 @@ def test_a_template_that_writes_the_date_makes_another_key_each_day(pieces, tmp_
 
 STATED = [
     ({"tokenizer_type": "GPT2BPETokenizer", "vocab_file": "/d/gpt2-vocab.json", "merge_file": "/d/gpt2-merges.txt"},
-     "/d", "--tokenizer-type GPT2BPETokenizer --vocab-file /d/gpt2-vocab.json --merge-file .*set model.tokenizer to /d,"),
+     "/d", "--tokenizer-type GPT2BPETokenizer --vocab-file /d/gpt2-vocab.json --merge.*set model.tokenizer to /d,"),
     ({"tokenizer_type": "Llama2Tokenizer", "tokenizer_model": "/d/tokenizer.model"}, "/d/tokenizer.model",
      "set model.tokenizer to /d/tokenizer.model"),
-    ({"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": "/d/llama"}, "/d/llama", "set model.tokenizer to /d/llama"),
-    ({"tokenizer_type": "Llama3Tokenizer", "tokenizer_model": "/d/tokenizer.model"}, None, "as a tokenizer.json of Hugging"),
+    ({"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": "/d/llama"}, "/d/llama",
+     "set model.tokenizer to /d/llama"),
+    ({"tokenizer_type": "Llama3Tokenizer", "tokenizer_model": "/d/tokenizer.model"}, None,
+     "as a tokenizer.json of Hugging"),
     ({"tokenizer_type": "GPT2BPETokenizer", "vocab_file": "/a/vocab.json", "merge_file": "/b/merges.txt"}, None,
      "put these files into one directory"),
     ({"tokenizer_type": "NullTokenizer"}, None, "and names no file"),

@@ -191,3 +191,24 @@ def test_pairs_in_every_form_are_one_sample(tokenizers, form):
     assert pair.rejected_tokens == [*spell("3"), end]
     asked = PromptEncoder(tokenizer=None, max_prompt_tokens=200).by(tokenizers["chatml"])
     assert pair.prompt_tokens == asked(0, {"messages": [said("user", "1+1")]}).tokens
+
+
+def test_a_misspelt_role_is_refused_where_the_template_would_write_it(tokenizers):
+    """ChatML writes any role. One that a template names in its text is its own."""
+    encode = PromptEncoder(tokenizer=None, max_prompt_tokens=200).by(tokenizers["chatml"])
+    with pytest.raises(ValueError, match=r"message 2 has the role 'asistant'.*did you mean 'assistant'"):
+        encode(0, {"messages": [said("user", "1"), said("asistant", "2"), said("user", "3")]})
+    named = STYLES["chatml"] + "{% if messages[0].role == 'context' %}{% endif %}"
+    own = PromptEncoder(tokenizer=None, max_prompt_tokens=200, chat_template=named).by(tokenizers["none"])
+    assert own(0, {"messages": [said("context", "1"), said("user", "2")]}).text.startswith("<|im_start|>context\n1")
+
+
+def test_variables_of_the_template_are_the_configuration_s(tokenizers):
+    """`data.template_args`, as transformers hands them on."""
+    template = STYLES["chatml"] + "{{ 'think' if thinking else '' }}"
+    options = {"tokenizer": None, "max_prompt_tokens": 200, "chat_template": template}
+    texts = [
+        PromptEncoder(**options, template_args=args).by(tokenizers["none"])(0, {"messages": TALK[:1]}).text
+        for args in ({"thinking": True}, {})
+    ]
+    assert texts[0] == texts[1] + "think"

@@ -14,9 +14,11 @@ import pytest
 import torch
 import yaml
 
+from megarlhf.config import SFTConfig
 from megarlhf.data.tokenizer import load_tokenizer
 from megarlhf.model_directory import end_tokens
 from megarlhf.observe.metrics import read_metrics
+from megarlhf.planning.preflight import preflight
 from tests.data.chat_styles import CHATML, said, write_chat_tokenizer
 from tests.distributed.tiny import write_tiny_llama
 from tests.ranks import RankPool
@@ -131,3 +133,29 @@ def test_pairs_and_prompts_of_conversations_through_rm_and_rl(
     row = read_metrics(folder)[-1]
     assert row["reward/exact_match_mean"] > 0.9
     assert row["finished_fraction"] == 1.0
+
+
+def test_a_bad_conversation_is_found_before_ranks_start(base: Path, tmp_path: Path) -> None:
+    """With file and line, and the start says how records are read and where answers end."""
+    talks = tmp_path / "talks.jsonl"
+    tree = {
+        "run": {"dir": str(tmp_path / "run")},
+        "actor": {"model": {"path": str(base)}},
+        "data": {"train": str(talks), "chat_template": CHATML},
+        "train": {"num_steps": 1, "mini_batch_samples": 1, "max_tokens_per_micro_batch": 64},
+    }
+    talks.write_text(json.dumps({"messages": [said("user", "hi"), said("assistant", "ho")]}) + "\n")
+    notes = "\n".join(preflight("sft", SFTConfig.model_validate(tree), 1, device_type="cpu").notes)
+    assert "talks.jsonl: conversations, written by the chat template of data.chat_template; learnt: the last" in notes
+    assert "the chat template ends an answer with token" in notes
+    assert "(<|im_end|>), which is none of 2 (</s>)" in notes
+    with talks.open("a") as out:
+        out.write(json.dumps({"messages": [said("user", "hi"), said("asistant", "ho")]}) + "\n")
+    with pytest.raises(ValueError, match=r"talks\.jsonl, line 2: fine-tuning on messages expects the last one from"):
+        preflight("sft", SFTConfig.model_validate(tree), 1, device_type="cpu")
+    missing = {**tree, "data": {"train": str(talks), "chat_template": str(tmp_path / "none.jinja")}}
+    with pytest.raises(ValueError, match=r"data\.chat_template = .*none\.jinja is no file"):
+        preflight("sft", SFTConfig.model_validate(missing), 1, device_type="cpu")
+    unread = {**tree, "data": {"train": str(talks), "chat_template": CHATML, "template": "plain"}}
+    with pytest.raises(ValueError, match="chat_template is given, and template = plain reads no template"):
+        SFTConfig.model_validate(unread)

@@ -108,7 +108,8 @@ def test_further_end_tokens_are_said(model):
     actor = model("actor", eos_token_id=[2, 5])
     assert check_vocabularies({"actor": actor, "critic": model("critic", eos_token_id=7)}) == []
     (note,) = end_notes("actor", actor, ConversationConfig(), generates=True)
-    assert note.startswith("actor: generated responses end at token 2 (</s>), the tokenizer's end-of-sequence, and at 5 (")
+    words = "actor: generated responses end at token 2 (</s>), the tokenizer's end-of-sequence, and at 5 ("
+    assert note.startswith(words)
     assert "training data ends with the first only" in note
 
 
