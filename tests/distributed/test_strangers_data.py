@@ -1,4 +1,4 @@
-"""Strangers' data through `sft`, `rm` and `rl` to the end on two ranks, by configuration alone: a mixture with weights and
+"""Strangers' data through `sft`, `rm` and `rl` to the end on two ranks, by configuration alone: sets with weights and
 a validation share, a saved dictionary, and a compressed file, in one cache.
 
 Not covered: which samples they are (tests/data/test_strangers.py).
