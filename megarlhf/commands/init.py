@@ -13,7 +13,7 @@ from megarlhf.config import load_config
 from megarlhf.planning.first_config import ROLE, Draft, Machine, choose_layout, text_of
 from megarlhf.planning.first_look import Command, DataLook, ModelLook, look_at_data, look_at_model
 from megarlhf.planning.preflight import preflight
-from megarlhf.runtime import capabilities
+from megarlhf.runtime import GPU, capabilities
 
 
 def init(arguments: argparse.Namespace, configs: Any) -> int:
@@ -44,8 +44,8 @@ def init(arguments: argparse.Namespace, configs: Any) -> int:
 
 def _machine(arguments: argparse.Namespace) -> Machine:
     here = capabilities()
-    device = arguments.device or ("gpu" if here.device_type == "cuda" else "cpu")
-    found = here.device_count if device == "gpu" and here.device_type == "cuda" else 0
+    device = arguments.device or ("gpu" if here.device_count else "cpu")
+    found = here.device_count if device == "gpu" else 0
     if device == "gpu" and not (arguments.nproc or found):
         raise ValueError("--device gpu, and this machine has none to count: say how many with --nproc")
     return Machine(device=device, ranks=arguments.nproc or found or 1, gpu_gib=arguments.gpu_memory_gib)
@@ -120,7 +120,7 @@ def _check(draft: Draft, text: str, configs: Any) -> None:
         with os.fdopen(handle, "w", encoding="utf-8") as stream:
             stream.write(text)
         cfg = load_config(configs[draft.command], name)
-        device_type = "cuda" if draft.machine.device == "gpu" else "cpu"
+        device_type = GPU if draft.machine.device == "gpu" else "cpu"
         preflight(draft.command, cfg, draft.machine.ranks, device_type=device_type)
     finally:
         Path(name).unlink()
