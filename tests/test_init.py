@@ -117,9 +117,12 @@ def test_a_learned_reward(one_layer: dict[str, Path], capsys: pytest.CaptureFixt
 def test_nothing_is_overwritten(one_layer: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
     write(Path("data.jsonl"), KINDS["as we call them"][0])
     Path("sft.yaml").write_text("mine")
+    (Path("runs") / "sft").mkdir(parents=True)
     status, _, err = said(capsys, "init", "--model", one_layer["plain"], "--data", "data.jsonl")
     assert (status, err) == (2, "megarlhf init: sft.yaml exists, and is not overwritten; name another file with -o\n")
     assert Path("sft.yaml").read_text() == "mine"
+    assert said(capsys, "init", "--model", one_layer["plain"], "--data", "data.jsonl", "-o", "other.yaml")[0] == 0
+    assert yaml.safe_load(Path("other.yaml").read_text())["run"]["dir"] == "runs/sft-2"
 
 
 def test_long_records_and_the_model_s_positions(one_layer: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:

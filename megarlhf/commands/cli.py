@@ -139,7 +139,9 @@ def _add_init(commands: Any) -> None:
     words = "what it is for (default: what such data is for)"
     init.add_argument("--command", dest="for_command", choices=("sft", "rm", "rl", "dpo"), action=Once, help=words)
     init.add_argument("-o", "--out", action=Once, metavar="FILE", help="file to write (default: COMMAND.yaml)")
-    init.add_argument("--run-dir", action=Once, metavar="DIR", help="run.dir (default: runs/COMMAND)")
+    init.add_argument(
+        "--run-dir", action=Once, metavar="DIR", help="run.dir (default: runs/COMMAND, or the next that is free)"
+    )
     init.add_argument(
         "--nproc", type=positive, action=Once, metavar="N", help="ranks (default: one for each GPU, or 1)"
     )

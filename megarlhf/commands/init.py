@@ -6,6 +6,7 @@ import argparse
 import os
 import tempfile
 from importlib.util import find_spec
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,8 @@ def init(arguments: argparse.Namespace, configs: Any) -> int:
     if out.exists():
         raise ValueError(f"{out} exists, and is not overwritten; name another file with -o")
     _require_head(command, model)
-    draft = Draft(command, model, data, _machine(arguments), Path(arguments.run_dir or f"runs/{command}"))
+    run_dir = _unused(Path("runs") / command) if arguments.run_dir is None else Path(arguments.run_dir)
+    draft = Draft(command, model, data, _machine(arguments), run_dir)
     choose_layout(draft)
     _say_what_is_open(draft, arguments)
     rewards = _rewards(arguments, data) if command == "rl" else []
@@ -40,6 +42,12 @@ def init(arguments: argparse.Namespace, configs: Any) -> int:
     if draft.machine.device == "gpu":
         print(f"and: megarlhf rehearse {command} -c {out}   (memory and time, without a GPU)")
     return 0
+
+
+def _unused(run_dir: Path) -> Path:
+    """`runs/sft`, or `runs/sft-2` where that is taken."""
+    names = (run_dir if number == 1 else run_dir.with_name(f"{run_dir.name}-{number}") for number in count(1))
+    return next(each for each in names if not each.exists())
 
 
 def _machine(arguments: argparse.Namespace) -> Machine:
