@@ -195,6 +195,13 @@ def test_an_adapter_that_does_not_fit_is_refused(
     assert "Traceback" not in said
 
 
+def test_an_adapter_is_no_model(
+    adapter: Path, models: dict[str, Path], data: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert dry_run(tmp_path, models, data, "sft", [f"actor.model.path={adapter}"]) == 2
+    assert "is a PEFT adapter and no model: give the model that it is on as model.path" in capsys.readouterr().err
+
+
 def test_what_is_no_mistake_is_said(
     adapter: Path, models: dict[str, Path], data: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
