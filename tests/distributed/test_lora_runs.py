@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 
 from megarlhf.observe.metrics import read_metrics
+from megarlhf.weights.checkpoint.open_checkpoint import open_checkpoint
 from tests.distributed.lora import read_adapter, write_adapter
 from tests.distributed.test_resume import command_line, rows, weights
 from tests.distributed.test_resume_elsewhere import CP, DP, TP, VPP, sft, started
@@ -126,6 +127,8 @@ def test_a_killed_run_goes_on_bit_for_bit(
     assert rows(run) == rows(whole)
     assert weights(run) == weights(whole)
     assert len(weights(run)) == 2, "merged and by itself"
+    with pytest.raises(ValueError, match="resume point of an adapter, without the model"):
+        open_checkpoint(run / "resume/step_000004/actor")
     exported = run / "checkpoints/latest/actor_adapter"
     then = [*command_line(case, tmp_path / "then"), f"actor.lora={{path: {exported}, export: merged}}", "train.num_steps=1"]
     status, said = ranks.run(2, "command_status", *then, f"actor.model.path={models['other']}")[0]
