@@ -223,6 +223,7 @@ class Session:
                 update=at.update,
                 base=identity.base[role],
                 reference=training.reference,
+                adapter_of=training.adapter_bases.get(role),
             )
 
         states: dict[str, Stateful] = {"history": self.history, **training.states}
