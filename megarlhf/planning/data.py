@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megarlhf.architectures.hf_config import architecture_from_hf
 from megarlhf.config import (
     GenerateConfig,
     PromptDataConfig,
@@ -73,6 +74,7 @@ def _check_indexed(cfg: SFTConfig | RLConfig, key: str, source: SourceConfig, no
     samples = indexed_options(cfg).open(source, part if part in PARTS else "train")
     samples.at(0)
     samples.at(len(samples) - 1)
+    _require_room(cfg, int(samples.lengths("tokens")[0]))
     eos = load_tokenizer(cfg.actor.model.tokenizer_place()).eos_id
     if (ends := samples.ends()) != {eos}:
         listed = ", ".join(map(str, sorted(ends)[:5]))
@@ -82,6 +84,22 @@ def _check_indexed(cfg: SFTConfig | RLConfig, key: str, source: SourceConfig, no
             "--append-eod and this tokenizer?)"
         )
     return len(samples)
+
+
+def _require_room(cfg: SFTConfig | RLConfig, tokens: int) -> None:
+    """Raises: ValueError where a sample of indexed data does not fit the model or a micro-batch."""
+    name = "data.sequence_length" if isinstance(cfg, SFTConfig) else "ptx.max_tokens"
+    most = architecture_from_hf(cfg.actor.model.hf_directory()).longest_sequence
+    budget = cfg.train.max_tokens_per_micro_batch
+    for limit, words in (
+        (most, f"{cfg.actor.model.path} takes {most} (max_position_embeddings)"),
+        (budget, f"train.max_tokens_per_micro_batch = {budget}"),
+    ):
+        if limit is not None and tokens > limit:
+            raise ValueError(
+                f"a sample of Megatron's indexed data has {tokens} tokens, and {words}; lower {name} by "
+                f"{tokens - limit} or more"
+            )
 
 
 def _check_first_rows(place: Place, fields: Fields, encode: Encode[Any] | None) -> Mapping[str, Any] | None:
