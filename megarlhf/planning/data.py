@@ -16,7 +16,9 @@ from megarlhf.config import (
     SourceConfig,
     words_of,
 )
+from megarlhf.config.data import PHASES
 from megarlhf.data.adapters import load_adapter
+from megarlhf.data.cache import cache_directory, require_cache
 from megarlhf.data.fields import Fields, LeftOut, Reader
 from megarlhf.data.formats import count_rows
 from megarlhf.data.megatron_indexed import PARTS
@@ -33,7 +35,7 @@ _COUNTED_BYTES = 256 << 20
 """Of a file whose lines are counted before a run; Parquet says how many rows it has."""
 
 
-def check_data(cfg: AnyConfig) -> list[str]:
+def check_data(command: str, cfg: AnyConfig) -> list[str]:
     """Data must be there, unless its name may be one of the Hugging Face hub; of several splits one must be named; the
     first rows must have what is read of them. Returns what is taken for a name of the hub, in sentences."""
     notes: list[str] = []
@@ -63,7 +65,8 @@ def check_data(cfg: AnyConfig) -> list[str]:
             if place.kind == "hub":
                 notes.append(_hub_note(key, source))
         counts[key] = None if None in rows else sum(number or 0 for number in rows)
-    _require_enough(cfg, counts)
+    _require_enough(command, cfg, counts)
+    require_cache(cache_directory(cfg.data.cache, cfg.run.dir))
     return notes
 
 
@@ -134,13 +137,17 @@ def _most_rows(place: Place) -> int | None:
     return None if None in counts else sum(count or 0 for count in counts)
 
 
-def _require_enough(cfg: AnyConfig, counts: Mapping[str, int | None]) -> None:
+def _require_enough(command: str, cfg: AnyConfig, counts: Mapping[str, int | None]) -> None:
     """Raises: ValueError where a batch has more samples than there are records."""
     most = counts["data.train"]
     if isinstance(cfg, GenerateConfig) or most is None:
         return
     key = "prompts_per_step" if isinstance(cfg, RLConfig) else "mini_batch_samples"
     size = getattr(cfg.train, key)
+    if (shares := cfg.data.phase_shares()) is not None:
+        most = round(most * shares[PHASES[command]])
+    if cfg.data.validation_share is not None:
+        most = round(most * (1 - cfg.data.validation_share))
     if size > most:
         raise ValueError(
             f"train.{key} = {size}: a batch would hold some of the {most} records of data.train = "
@@ -158,18 +165,22 @@ def _hub_note(key: str, source: SourceConfig) -> str:
     return f"{key} = {source.path}: no such file here, so it is taken for a name on the Hugging Face hub"
 
 
-def same_data(data: PromptDataConfig) -> bool:
-    """Whether held-out and training data are the same, on purpose it seems.
+def same_data(data: PromptDataConfig) -> list[str]:
+    """Sets that are the same, on purpose it seems, in sentences.
 
-    Raises: ValueError where they share some files only, which nobody means.
+    Raises: ValueError where two share some files only, which nobody means.
     """
-    _require_apart("data.test", data.test, "data.train", data.train)
-    if data.validation is None:
-        return False
-    return _require_apart("data.validation", data.validation, "data.train", data.train)
+    notes = []
+    if _are_same("data.validation", data.validation, "data.train", data.train):
+        notes.append("data.validation is data.train: what is called held-out figures are those of the training data")
+    if _are_same("data.test", data.test, "data.train", data.train):
+        notes.append("data.test is data.train: what is called test figures are those of the training data")
+    if data.validation is not None and _are_same("data.test", data.test, "data.validation", data.validation):
+        notes.append("data.test is data.validation: its figures are of data that choices were made on")
+    return notes
 
 
-def _require_apart(
+def _are_same(
     key: str, held_out: tuple[SourceConfig, ...] | None, other: str, train: tuple[SourceConfig, ...]
 ) -> bool:
     """Whether both are the same. Raises: ValueError where they share something only."""

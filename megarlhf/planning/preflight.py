@@ -99,7 +99,7 @@ def preflight(
         model = f"{section.model.path} ({arch.model_type}, {size}, {dtype.name} {dtype.why})"
         described.append((name, model, f"{section.parallel.in_words(layout)} = {in_words(layout, world_size)}"))
     notes += check_trained(cfg, roles, {name: arch for name, (arch, _) in checked.items()})
-    notes += check_data(cfg)
+    notes += check_data(command, cfg)
     if isinstance(cfg, RLConfig):
         notes += check_anchor(cfg) + rarely_meant(cfg)
     if isinstance(cfg, RLConfig | GenerateConfig):
@@ -193,8 +193,7 @@ def _check_outputs(command: str, cfg: AnyConfig) -> list[str]:
     if isinstance(cfg, GenerateConfig) and command == "eval" and cfg.select != "all":
         raise ValueError(f"select = {cfg.select}: eval writes no responses; leave it out, or use megarlhf generate")
     notes = []
-    if same_data(cfg.data):
-        notes.append("data.validation is data.train: what is called held-out figures are those of the training data")
+    notes += same_data(cfg.data)
     usable = require_usable(cfg, cfg.run, command)
     if usable.removed:
         notes.append(f"run.dir = {cfg.run.dir}: the earlier run's {len(usable.removed)} files and folders are removed")

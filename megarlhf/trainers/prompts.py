@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -113,8 +114,13 @@ def make_engine(rollout: RolloutConfig, actor: Role, max_prompt_tokens: int, mic
     from megarlhf.rollout.restarting import RestartingEngine
     from megarlhf.rollout.vllm_engine import VllmEngine
 
+    kind: Any = VllmEngine
+    if rollout.lora == "adapter":
+        from megarlhf.rollout.vllm_adapter_engine import VllmAdapterEngine
+
+        kind = partial(VllmAdapterEngine, adapted=actor.shard.arch)
     build = partial(
-        VllmEngine,
+        kind,
         actor.section.model.hf_directory(),
         engine_dtype(rollout, actor),
         rollout,
