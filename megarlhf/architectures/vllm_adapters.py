@@ -19,7 +19,7 @@ MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 
 
 def adapter_slots(arch: Architecture) -> dict[str, list[tuple[str, str] | None]]:
-    """vLLM's layers that have a part in the adapter -> names of A and B of each linear layer in it; None: it has none."""
+    """vLLM's layers that have a part in the adapter -> names of A and B of each linear layer in it; None: none."""
     assert arch.adapter is not None
     table, targets = family_of(arch.model_type).table, {target.module: target.layers for target in arch.adapter.targets}
     found: dict[str, list[tuple[str, str] | None]] = {}

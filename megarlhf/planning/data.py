@@ -180,9 +180,7 @@ def same_data(data: PromptDataConfig) -> list[str]:
     return notes
 
 
-def _are_same(
-    key: str, held_out: tuple[SourceConfig, ...] | None, other: str, train: tuple[SourceConfig, ...]
-) -> bool:
+def _are_same(key: str, held_out: tuple[SourceConfig, ...] | None, other: str, train: tuple[SourceConfig, ...]) -> bool:
     """Whether both are the same. Raises: ValueError where they share something only."""
     if held_out is None:
         return False
