@@ -26,6 +26,7 @@ from megarlhf.data.procedural import require_disjoint
 from megarlhf.data.sample_kinds import Encode, Unusable
 from megarlhf.data.samples import reading_in_words
 from megarlhf.data.sources import Place, find, source_files
+from megarlhf.data.templates import chat_template
 from megarlhf.data.tokenizer import load_tokenizer
 from megarlhf.planning.encoders import encoder_of, indexed_options
 from megarlhf.planning.policies import AnyConfig
@@ -59,6 +60,8 @@ def check_data(command: str, cfg: AnyConfig) -> list[str]:
                 record = _check_first_rows(place, fields, encoded)
                 if record is not None and encoded is not None and (words := reading_in_words(encoder, record)):
                     notes.append(f"{key} = {source.words}: {words}")
+                    if isinstance(cfg, RLConfig) and words.startswith("conversations"):
+                        _require_template_of_scorer(cfg)
                 rows.append(_most_rows(place))
             except ValueError as error:
                 raise ValueError(f"{key}: {error}; working directory: {Path.cwd()}") from None
@@ -68,6 +71,15 @@ def check_data(command: str, cfg: AnyConfig) -> list[str]:
     _require_enough(command, cfg, counts)
     require_cache(cache_directory(cfg.data.cache, cfg.run.dir))
     return notes
+
+
+def _require_template_of_scorer(cfg: RLConfig) -> None:
+    """Raises: ValueError where a reward model that is given conversations as text has no template for them."""
+    if cfg.reward_model is not None and cfg.uses_reward_model and cfg.retokenizes:
+        try:
+            chat_template(load_tokenizer(cfg.reward_model.model.tokenizer_place()))
+        except ValueError as error:
+            raise ValueError(f"reward_model (retokenize: true) is given conversations: {error}") from None
 
 
 def _check_indexed(cfg: SFTConfig | RLConfig, key: str, source: SourceConfig, notes: list[str]) -> int:
