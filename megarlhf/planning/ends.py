@@ -61,7 +61,7 @@ def scorer_notes(actor: RoleConfig, scorer: RoleConfig, data: ConversationConfig
     names = tokenizer.tokens()
     note = (
         f"reward_model: the actor's chat template ends an answer with token {written} ({names[written]}), that of "
-        f"{place} with {read}: conversations are scored at a token at which the reward model may not have been trained; "
-        "give both one chat template"
+        f"{place} with {read}: conversations are scored at a token at which the reward model may not have been trained"
+        "; give both one chat template"
     )
     return [note]
