@@ -23,7 +23,7 @@ from megarlhf.planning.batch import (
     supervised_batch_numbers,
 )
 from megarlhf.planning.data import check_data, same_data
-from megarlhf.planning.ends import end_notes
+from megarlhf.planning.ends import end_notes, scorer_notes
 from megarlhf.planning.legality import check_role
 from megarlhf.planning.models import check_heads, check_retokenized, check_vocabularies
 from megarlhf.planning.policies import AnyConfig, check_host_memory, check_kernels, head_of, host_bytes
@@ -116,6 +116,8 @@ def preflight(
             notes.append(accuracy.note)
     if command == "eval" and isinstance(cfg, GenerateConfig) and not (cfg.rewards or cfg.eval.accuracy):
         raise ValueError("rewards is empty: eval scores by rules; name one, such as [{kind: rule, rule: exact_match}]")
+    if isinstance(cfg, RLConfig) and "reward_model" in roles and "reward_model" not in retokenized:
+        notes += scorer_notes(cfg.actor, roles["reward_model"], cfg.data)
     notes += _check_outputs(command, cfg)
     if isinstance(cfg, DPOConfig):
         notes.append(cfg.in_words())
