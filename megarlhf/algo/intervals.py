@@ -70,7 +70,8 @@ def share_of(values_P: Tensor) -> Estimate:
     if spread <= 0:
         trials = float(count)
     elif variance <= spread / 1e12:
-        return Estimate(share, *((share, share) if count > 1 else (None, None)), count)
+        bound = share if count > 1 else None
+        return Estimate(share, bound, bound, count)
     else:
         trials = count * spread / variance
     only_0_or_1 = bool(((values_P == 0) | (values_P == 1)).all())

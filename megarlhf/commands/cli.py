@@ -15,6 +15,7 @@ from megarlhf.commands.arguments import Once, positive
 from megarlhf.commands.process_tree import end_with_parent
 from megarlhf.config import (
     DPOConfig,
+    EvaluateConfig,
     FrozenModel,
     GenerateConfig,
     RLConfig,
@@ -45,7 +46,7 @@ COMMANDS: dict[str, Command] = {
     "dpo": Command(DPOConfig, "megarlhf.trainers.dpo:run", "preference optimisation: DPO, IPO, SimPO, ORPO, KTO"),
     "rl": Command(RLConfig, "megarlhf.trainers.rl:run", "PPO, GRPO and their relatives"),
     "generate": Command(GenerateConfig, "megarlhf.trainers.generate:run", "sample responses into a JSON lines file"),
-    "eval": Command(GenerateConfig, "megarlhf.trainers.generate:evaluate", "score a model's responses by rules"),
+    "eval": Command(EvaluateConfig, "megarlhf.trainers.evaluate:run", "figures of a model, each with its interval"),
 }
 
 

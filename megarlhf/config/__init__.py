@@ -4,6 +4,7 @@ from megarlhf.config.algo import AlgoConfig, KLConfig, RolloutCorrectionConfig
 from megarlhf.config.beside import EMAConfig, PTXConfig, ReferenceUpdateConfig
 from megarlhf.config.built_roles import roles_of
 from megarlhf.config.data import DataConfig, PromptDataConfig, SourceConfig, words_of
+from megarlhf.config.evaluate import EvaluateConfig
 from megarlhf.config.frozen import FrozenModel
 from megarlhf.config.generate import GenerateConfig
 from megarlhf.config.load import dump_config, load_config

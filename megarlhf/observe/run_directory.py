@@ -35,6 +35,8 @@ _FILES = (
     "wandb_id",
     "calibration.json",
     ".calibration.json.partial",
+    "eval.json",
+    ".eval.json.partial",
     "samples/step_[0-9]*.jsonl",
     "samples/eval_step_[0-9]*.jsonl",
     "samples/.*step_[0-9]*.jsonl.partial",

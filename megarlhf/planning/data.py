@@ -8,6 +8,7 @@ from pathlib import Path
 
 from megarlhf.config import (
     DPOConfig,
+    EvaluateConfig,
     GenerateConfig,
     PromptDataConfig,
     RLConfig,
@@ -92,7 +93,7 @@ def _most_rows(place: Place) -> int | None:
 def _require_enough(cfg: AnyConfig, counts: Mapping[str, int | None]) -> None:
     """Raises: ValueError where a batch has more samples than there are records."""
     most = counts["data.train"]
-    if isinstance(cfg, GenerateConfig) or most is None:
+    if isinstance(cfg, GenerateConfig | EvaluateConfig) or most is None:
         return
     key = "prompts_per_step" if isinstance(cfg, RLConfig) else "mini_batch_samples"
     size = getattr(cfg.train, key)
