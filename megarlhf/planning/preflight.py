@@ -124,6 +124,8 @@ def preflight(
         held_out = isinstance(cfg, EvaluateConfig) or (isinstance(cfg, RLConfig) and cfg.data.has_validation)
         if accuracy.note and held_out:
             notes.append(accuracy.note)
+        if isinstance(cfg, RLConfig) and accuracy.label is None and "eval_accuracy" in cfg.chosen_by:
+            raise ValueError(f"a choice is made by eval_accuracy, and {accuracy.note}")
         if isinstance(cfg, EvaluateConfig) and cfg.eval.pass_at and accuracy.label is None:
             raise ValueError(
                 f"eval.pass_at = {list(cfg.eval.pass_at)} needs to know which responses are right: {accuracy.note}"

@@ -231,7 +231,11 @@ def _of_evaluate(cfg: EvaluateConfig) -> list[_Row]:
         (" ".join(["greedy", *whole]), not cfg.generates, f"the tasks draw no responses: {tasks}"),
         ("rollout.temperature", cfg.generates and cfg.greedy, "greedy = true takes the likeliest token"),
         ("rollout.logprob_gap rollout.verify_weights_every", cfg.generates, "no step follows the first samples"),
-        ("data.max_response_tokens data.over_long", set(cfg.tasks()) <= {"generation", "comparison"}, "of responses that are read"),
+        (
+            "data.max_response_tokens data.over_long",
+            set(cfg.tasks()) <= {"generation", "comparison"},
+            "of responses that are read",
+        ),
         ("eval.perplexity_of", "perplexity" not in cfg.tasks(), f"the tasks are {tasks}"),
         (micro, not forwards and not {"perplexity", "pairs"} & set(cfg.tasks()), "of forwards of our own"),
     ]

@@ -5,7 +5,8 @@ Legend: P texts or pairs; B, S, H rows, positions and hidden width of a micro-ba
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,18 +14,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarlhf.architectures.hf_config import architecture_from_hf, read_config, score_of_config
-from megarlhf.config import EvaluateConfig, RMConfig, SFTConfig, TrainConfig
-from megarlhf.data.samples import PairSample, Records, SFTSample, Skipped, load_splits
-from megarlhf.data.sources import load_records, source_words
-from megarlhf.data.tokenizer import load_tokenizer
+from megarlhf.config import EvaluateConfig, RMConfig, SFTConfig, TrainConfig, words_of
+from megarlhf.data.load import SetLoader
+from megarlhf.data.samples import Encoder, PairSample, SFTSample
+from megarlhf.data.texts import Text, TextEncoder
 from megarlhf.models.role import Role
 from megarlhf.parallel.step import MicroBatch
 from megarlhf.trainers.dpo_loss import response_logprobs, sequence_sums
 from megarlhf.trainers.eval_figures import Figures, of_pairs, of_texts
-from megarlhf.trainers.rl_ptx import pieces
 from megarlhf.trainers.rm import RewardModelling, pair_scores
 from megarlhf.trainers.sft import SupervisedFineTuning
-from megarlhf.trainers.supervised import Objective
+from megarlhf.trainers.supervised import Objective, Sample, load_samples
 
 
 def perplexity_objective(cfg: EvaluateConfig) -> SupervisedFineTuning:
@@ -47,76 +47,65 @@ def _limits(cfg: EvaluateConfig) -> TrainConfig:
     return TrainConfig(num_steps=1, mini_batch_samples=1, **cfg.forward.model_dump())
 
 
-def read_texts(cfg: EvaluateConfig) -> tuple[list[SFTSample], str]:
+def read_texts(cfg: EvaluateConfig) -> tuple[Sequence[SFTSample], str]:
     """What the perplexity is of, and what was skipped in words. Raises: ValueError."""
     objective, limits = perplexity_objective(cfg), cfg.data
     if cfg.eval.perplexity_of == "response":
-        return _read(cfg, objective)
-    tokenizer = load_tokenizer(objective.section.model.hf_directory())
+        return _read(objective, cfg.max_samples)
     longest = limits.max_prompt_tokens + limits.max_response_tokens
-    records = load_records(limits.train, fields=("text",), split=limits.train_split)
-    texts = [SFTSample(piece, 1) for each in records for piece in pieces(each["text"], tokenizer, longest)]
-    if not texts:
-        raise ValueError(f"data.train = {limits.train} has no text of two tokens or more; give other data")
-    texts, source = texts[: cfg.max_samples], source_words(limits.train, limits.train_split)
-    _require_fitting(objective, texts, source)
-    return texts, f"{source}: {len(texts)} pieces of {len(records)} texts"
+    encoder: Encoder[Any] = TextEncoder(tokenizer=objective.section.model.hf_directory(), longest=longest)
+    pieces, _, notes = SetLoader(cfg.data, encoder, Text, ("text",), cfg.run.dir).train_and_validation()
+    texts = [SFTSample.of_response(piece.tokens, 1) for piece in pieces[: cfg.max_samples]]
+    max_positions = architecture_from_hf(objective.section.model.hf_directory()).longest_sequence
+    with _said_of_eval():
+        objective.require_fitting(texts, max_positions, words_of(limits.train))
+    return texts, "; ".join(notes)
 
 
-def read_pairs(cfg: EvaluateConfig) -> tuple[list[PairSample], str]:
+def read_pairs(cfg: EvaluateConfig) -> tuple[Sequence[PairSample], str]:
     """The pairs, and what was skipped in words. Raises: ValueError."""
-    return _read(cfg, pairs_objective(cfg))
+    return _read(pairs_objective(cfg), cfg.max_samples)
 
 
-def _read(cfg: EvaluateConfig, objective: Objective[Any]) -> tuple[list[Any], str]:
-    data, tokenizer = cfg.data, load_tokenizer(objective.section.model.hf_directory())
-
-    def build(records: Records, source: str) -> tuple[list[Any], Skipped]:
-        samples, skipped = objective.build_samples(
-            records,
-            tokenizer,
-            max_prompt_tokens=data.max_prompt_tokens,
-            max_response_tokens=data.max_response_tokens,
-            template=data.template,
-        )
-        _require_fitting(objective, samples[: cfg.max_samples], source)
-        return samples, skipped
-
-    samples, _, notes = load_splits(data, objective.fields, build)
-    return samples[: cfg.max_samples], "; ".join(notes)
+def _read(objective: Objective[Sample], most: int | None) -> tuple[Sequence[Sample], str]:
+    with _said_of_eval():
+        samples, _, notes = load_samples(objective)
+    return samples[:most], "; ".join(notes)
 
 
-def _require_fitting(objective: Objective[Any], samples: Sequence[Any], source: str) -> None:
-    max_positions = architecture_from_hf(objective.section.model.hf_directory()).max_positions
+@contextlib.contextmanager
+def _said_of_eval() -> Iterator[None]:
+    """What `sft` and `rm` say of their keys, of those of `eval`."""
     try:
-        objective.require_fitting(samples, max_positions, source)
+        yield
     except ValueError as error:
         raise ValueError(str(error).replace("train.max_tokens", "forward.max_tokens")) from None
 
 
 def perplexity(cfg: EvaluateConfig, actor: Role, texts: Sequence[SFTSample]) -> Figures:
     """Collective."""
-    tokens_P = torch.tensor([len(text.tokens) - text.prompt_length for text in texts])
-    unit = "responses" if cfg.eval.perplexity_of == "response" else "pieces"
-    return of_texts(text_logprobs(perplexity_objective(cfg), actor, texts), tokens_P, unit)
+    logprobs_P, tokens_P = text_logprobs(perplexity_objective(cfg), actor, texts)
+    return of_texts(logprobs_P, tokens_P, "responses" if cfg.eval.perplexity_of == "response" else "pieces")
 
 
-def text_logprobs(objective: SupervisedFineTuning, role: Role, texts: Sequence[SFTSample]) -> Tensor:
-    """[P] fp64 on the CPU, the same on every rank and at every layout up to rounding: the log-prob of each text's
-    learnt tokens, nats. Collective."""
+def text_logprobs(objective: SupervisedFineTuning, role: Role, texts: Sequence[SFTSample]) -> tuple[Tensor, Tensor]:
+    """[P] fp64 each, on the CPU, the same on every rank and at every layout up to rounding: the log-prob of each text's
+    learnt tokens in nats, and how many these are. Collective."""
     vocabulary = role.shard.vocabulary()
-    total_P = torch.zeros(len(texts), dtype=torch.float64, device=role.mesh.runtime.device)
+    total_2P = torch.zeros(2, len(texts), dtype=torch.float64, device=role.mesh.runtime.device)
 
     def score(hidden_SBH: Tensor, batch: MicroBatch) -> Tensor:
         assert batch.layout is not None
-        sums_K = sequence_sums(batch.layout, response_logprobs(vocabulary, hidden_SBH, batch))
+        grids = response_logprobs(vocabulary, hidden_SBH, batch), batch.columns["response_mask"]
+        sums_2K = torch.stack([sequence_sums(batch.layout, grid_BS) for grid_BS in grids])
         if role.mesh.owns_outputs:
-            total_P[batch.layout.sequences_K.to(total_P.device)] = sums_K
-        return sums_K
+            total_2P[:, batch.layout.sequences_K.to(total_2P.device)] = sums_2K
+        return sums_2K
 
     role.forward(objective.micro_batches(role, texts), score)
-    dist.all_reduce(total_P)
-    return total_P.cpu()
+    dist.all_reduce(total_2P)
+    logprobs_P, tokens_P = total_2P.cpu().unbind()
+    return logprobs_P, tokens_P
 
 
 def ranking(cfg: EvaluateConfig, reward_model: Role, pairs: Sequence[PairSample]) -> tuple[Figures, dict[str, Any]]:

@@ -31,6 +31,7 @@ from megarlhf.rollout.engine import RolloutEngine, Sampling
 from megarlhf.rollout.rewards.rules import sources_of_rules
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.bad_steps import BadSteps, Failures
+from megarlhf.trainers.choices import Best
 from megarlhf.trainers.parts import Parts
 from megarlhf.trainers.prompts import PromptData, mesh_orders, sampling_of
 from megarlhf.trainers.rl_kl import KLController
@@ -162,6 +163,7 @@ def training_of(
     components: Components,
     data: PromptData,
     states: Mapping[str, Stateful],
+    best: Best,
     bank: Bank,
     stop: StopRequest,
     parts: Parts,
@@ -184,7 +186,7 @@ def training_of(
     others |= digests_of_bases(components.trained)
     if components.ptx is not None:
         others["ptx.data"] = components.ptx.digest()
-    if cfg.train.stop.validation_reward_patience is not None:
+    if cfg.train.stop.patience is not None:
         others["data.validation (decides when the run ends)"] = digest_of_samples(data.validation)
     return Training(
         cfg.checkpoint,
@@ -197,6 +199,7 @@ def training_of(
         architectures={role.name: architecture_of(role) for role in built if role is not None},
         others=others,
         sources=sources_of_rules(cfg.rewards),
+        best=best,
         on_saved=lambda oldest: bank.forget_before(oldest.step),
         writer=parts.writer,
     )

@@ -22,6 +22,7 @@ from megarlhf.observe.metrics import Metric
 from megarlhf.observe.samples import Row, spread
 from megarlhf.rollout.rewards.accuracy import accuracy_metrics, accuracy_of
 from megarlhf.rollout.rewards.score import gather, make_source, share_of_rank
+from megarlhf.trainers.choices import Patience
 from megarlhf.trainers.prompts import sampling_of
 from megarlhf.trainers.rl_components import Components
 from megarlhf.trainers.rl_rollout import make_experience
@@ -104,24 +105,23 @@ class Judge:
 
 
 class StopRule:
-    """Ends a run on the KL to the reference, or when the held-out reward stands still."""
+    """Ends a run on the KL to the reference, or when a held-out metric stands still."""
 
     def __init__(self, cfg: StopConfig) -> None:
         self._cfg = cfg
-        self._best = -float("inf")
-        self._evaluations_since = 0
+        self._patience = Patience(cfg, "rl")
         self._kls: deque[float] = deque(maxlen=cfg.max_kl_steps)
         """Of the last steps."""
         self.reason: str | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        limits = self._cfg.model_dump()
-        since, kls = self._evaluations_since, list(self._kls)
-        return {"best": self._best, "evaluations_since": since, "kls": kls, "reason": self.reason, "limits": limits}
+        patience = {"patience": self._patience.state_dict(), "kls": list(self._kls)}
+        return {**patience, "reason": self.reason, "limits": self._cfg.model_dump()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """That other limits than today's have ended the run does not count."""
-        self._best, self._evaluations_since = state["best"], state["evaluations_since"]
+        if "patience" in state:  # not in points of earlier versions, which counted the reward alone
+            self._patience.load_state_dict(state["patience"])
         self._kls.extend(state["kls"])
         self.reason = state["reason"] if state["limits"] == self._cfg.model_dump() else None
 
@@ -131,12 +131,7 @@ class StopRule:
         The one after the last step counts only where it is due anyway: a run that is prolonged is then the run that was
         planned as long.
         """
-        reward = evaluation.get("eval_reward_mean")
-        if reward is not None and math.isfinite(reward):  # of an evaluation in which a judge was down nothing is known
-            if reward > self._best:
-                self._best, self._evaluations_since = reward, 0
-            else:
-                self._evaluations_since += 1
+        self._patience.watch(evaluation)
         return self._over()
 
     def watch_kl(self, kl: float | None) -> bool:
@@ -153,7 +148,5 @@ class StopRule:
                 self.reason = (
                     f"stopped: kl {mean:.4g} per response token ({of}) exceeds train.stop.max_kl = {self._cfg.max_kl}"
                 )
-        patience = self._cfg.validation_reward_patience
-        if patience is not None and self._evaluations_since >= patience:
-            self.reason = f"stopped: the held-out reward has not risen for {patience} evaluations"
+        self.reason = self._patience.reason or self.reason
         return self.reason is not None

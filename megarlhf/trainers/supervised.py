@@ -40,6 +40,7 @@ from megarlhf.resume.signals import StopRequest
 from megarlhf.resume.state import Stateful
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.bad_steps import BadSteps, Failures, Update
+from megarlhf.trainers.choices import Best, Patience
 from megarlhf.trainers.parts import Parts
 from megarlhf.trainers.session import Session, is_due, open_session
 from megarlhf.trainers.training import Training
@@ -244,7 +245,9 @@ def run_in(
         for built in (role, *frozen):
             phases.before |= built.parts.turns(built.name)
         bad_steps = BadSteps(cfg.train, Failures.of(cfg, objective.command), phases)
+        stop, best = Patience(cfg.train.stop, objective.command), Best(cfg.checkpoint.best, objective.command)
         states: dict[str, Stateful] = {f"bad_steps/{role.name}": bad_steps, "order": order}
+        states |= {"stop": stop} if cfg.train.stop.patience is not None else {}
         training = Training(
             cfg.checkpoint,
             [role],
@@ -254,7 +257,8 @@ def run_in(
             base={role.name: identity_of_weights(role)},
             reference=next((identity_of_weights(each) for each in frozen if each.name == "reference"), None),
             architectures={each.name: architecture_of(each) for each in (role, *frozen)},
-            others={**objective.digests_beside(validation), **digests_of_bases([role])},
+            others={**_digests_beside(objective, validation), **digests_of_bases([role])},
+            best=best,
             writer=parts.writer,
         )
     total = cfg.train.num_steps
@@ -262,10 +266,11 @@ def run_in(
         if not session.resumed:
             with session.stoppable("eval"):
                 evaluation = evaluate(objective, role, validation, session.asked_to_stop)
+            stop.watch(evaluation)
             session.log(0, evaluation)
             session.border(0)
-        as_trained = True
-        for step in range(session.start.step, cfg.train.num_steps):
+        as_trained, step = True, session.start.step
+        while step < cfg.train.num_steps and stop.reason is None:
             phases.begin_step(step + 1)
             trained = session.take_table()
             if trained is None:
@@ -273,27 +278,62 @@ def run_in(
                 samples = [train[n] for n in update.samples]
                 trained = {"metrics": train_on(objective, role, samples, update, bad_steps, phases)}
                 session.border(step, 1, partial(dict, trained), only_to_stop=True)
-            metrics, last = dict(trained["metrics"]), step + 1 == cfg.train.num_steps
+            step += 1
+            metrics, evaluation = dict(trained["metrics"]), Metrics()
+            last, due = step == cfg.train.num_steps, is_due(step, cfg.eval.every)
+            if due and not (last and objective.rescales):
+                with session.stoppable("eval"):
+                    evaluation = evaluate(objective, role, validation, session.asked_to_stop)
+                last = stop.watch(evaluation) or last
             if last and objective.rescales:
                 rescale(objective, role, validation, session)
                 as_trained = False
-            if last or is_due(step + 1, cfg.eval.every):
-                with session.stoppable("eval") if as_trained else phases("eval"):
-                    should_stop = session.asked_to_stop if as_trained else None
-                    metrics |= evaluate(objective, role, validation, should_stop)
-                    if last and validation:
-                        closing, report = objective.closing_report(role, validation, should_stop)
-                        metrics |= closing
-                        session.write_report("calibration.json", report)
+            if last:
+                evaluated = due and as_trained
+                evaluation |= close(objective, role, validation, session, evaluated=evaluated, as_trained=as_trained)
+            is_best = best.watch(evaluation)
             rates = phases.rates()
-            seconds = seconds_of(phases.end_step(step + 1)).get("seconds_train", 0.0)
-            session.log(step + 1, metrics | rates | {"seconds": seconds})
-            with scaled_for_export(objective, role, validation, session, step + 1, last=last):
-                session.export(step + 1, [role], last=last)
+            seconds = seconds_of(phases.end_step(step)).get("seconds_train", 0.0)
+            session.log(step, metrics | evaluation | rates | {"seconds": seconds})
+            with scaled_for_export(objective, role, validation, session, step, last=last, best=is_best):
+                session.export(step, [role], last=last, best=is_best)
             if as_trained:
-                session.border(step + 1)
-        done = f"all {cfg.train.num_steps} steps done"
-        session.finish(cfg.train.num_steps, NO_STEPS_LEFT, done, keep_state=as_trained)
+                session.border(step)
+        done = stop.reason or f"all {cfg.train.num_steps} steps done"
+        session.finish(step, stop.reason or NO_STEPS_LEFT, done, keep_state=as_trained)
+
+
+def close(
+    objective: Objective[Sample],
+    role: Role,
+    validation: Sequence[Sample],
+    session: Session,
+    *,
+    evaluated: bool,
+    as_trained: bool,
+) -> Metrics:
+    """What is measured after the last step. Collective.
+
+    evaluated: held-out samples have been
+    as_trained: nothing but updates has changed the weights, so that the run can be left
+    """
+    metrics: Metrics = {}
+    with session.stoppable("eval") if as_trained else session.phases("eval"):
+        should_stop = session.asked_to_stop if as_trained else None
+        if not evaluated:
+            metrics |= evaluate(objective, role, validation, should_stop)
+        if validation:
+            closing, report = objective.closing_report(role, validation, should_stop)
+            metrics |= closing
+            session.write_report("calibration.json", report)
+    return metrics
+
+
+def _digests_beside(objective: Objective[Sample], validation: Sequence[Sample]) -> dict[str, str]:
+    """Of what else takes part in what is computed."""
+    decides = objective.cfg.train.stop.patience is not None
+    digests = {"data.validation (decides when the run ends)": digest_of_samples(validation)} if decides else {}
+    return digests | objective.digests_beside(validation)
 
 
 def rescale(objective: Objective[Sample], role: Role, validation: Sequence[Sample], session: Session) -> None:
@@ -307,11 +347,18 @@ def rescale(objective: Objective[Sample], role: Role, validation: Sequence[Sampl
 
 @contextlib.contextmanager
 def scaled_for_export(
-    objective: Objective[Sample], role: Role, validation: Sequence[Sample], session: Session, step: int, *, last: bool
+    objective: Objective[Sample],
+    role: Role,
+    validation: Sequence[Sample],
+    session: Session,
+    step: int,
+    *,
+    last: bool,
+    best: bool = False,
 ) -> Iterator[None]:
     """The weights as they are exported; behind it they are what training goes on with, bit for bit. After the last step
     they have been rescaled already."""
-    if last or not (objective.rescales and session.exports_at(step)):
+    if last or not (objective.rescales and (best or session.exports_at(step))):
         yield
         return
     with session.stoppable("eval"):
