@@ -31,11 +31,25 @@ _COUNTED_BYTES = 256 << 20
 
 def fields_of(cfg: AnyConfig) -> Fields:
     """What a record of the training data must have."""
+    if isinstance(cfg, EvaluateConfig):
+        return _fields_of_tasks(cfg)
     if isinstance(cfg, RMConfig | DPOConfig):
         return ("prompt", "chosen", "rejected")
     if cfg.data.template == "chat":
         return ("messages",)
     return ("prompt", "response") if isinstance(cfg, SFTConfig) else ("prompt",)
+
+
+def _fields_of_tasks(cfg: EvaluateConfig) -> Fields:
+    chat, fields = cfg.data.template == "chat", list[str]()
+    for task in cfg.tasks():
+        if task == "pairs":
+            fields += ["prompt", "chosen", "rejected"]
+        elif task == "perplexity" and cfg.eval.perplexity_of == "text":
+            fields += ["text"]
+        else:
+            fields += ["messages"] if chat else ["prompt", "response"][: 1 + (task == "perplexity")]
+    return tuple(dict.fromkeys(fields))
 
 
 def check_data(cfg: AnyConfig) -> list[str]:
@@ -56,12 +70,22 @@ def check_data(cfg: AnyConfig) -> list[str]:
                 _check_first_rows(place, fields)
                 rows.append(_most_rows(place))
             except ValueError as error:
-                raise ValueError(f"{key}: {error}; working directory: {Path.cwd()}") from None
+                raise ValueError(f"{key}: {error}{_hint(cfg)}; working directory: {Path.cwd()}") from None
             if place.kind == "hub":
                 notes.append(_hub_note(key, source))
         counts[key] = None if None in rows else sum(number or 0 for number in rows)
     _require_enough(cfg, counts)
     return notes
+
+
+def _hint(cfg: AnyConfig) -> str:
+    """What `eval` may have been meant to do, where it was not said."""
+    if isinstance(cfg, EvaluateConfig) and cfg.eval.tasks is None and cfg.tasks() == ("perplexity",):
+        return (
+            ". With an actor alone eval measures the perplexity of responses; to score what the actor itself says, "
+            "name rewards, such as [{kind: rule, rule: exact_match}]"
+        )
+    return ""
 
 
 def _check_first_rows(place: Place, fields: Fields) -> None:

@@ -121,7 +121,9 @@ def preflight(
                     f"reward {reward.label!r}: {reward.path} has no config.json; working directory: {Path.cwd()}"
                 )
         accuracy = accuracy_of(cfg.eval.accuracy, cfg.rewards)
-        held_out = isinstance(cfg, EvaluateConfig) or (isinstance(cfg, RLConfig) and cfg.data.has_validation)
+        held_out = isinstance(cfg, EvaluateConfig) or (
+            isinstance(cfg, RLConfig) and (cfg.data.has_validation or cfg.data.test)
+        )
         if accuracy.note and held_out:
             notes.append(accuracy.note)
         if isinstance(cfg, RLConfig) and accuracy.label is None and "eval_accuracy" in cfg.chosen_by:

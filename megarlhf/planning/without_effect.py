@@ -140,7 +140,7 @@ def _of_rl(cfg: RLConfig) -> list[_Row]:
     of_clip = algo.policy_loss != "clip"
     correction, level = algo.rollout_correction.kind, algo.rollout_correction.level
     return [
-        ("eval.accuracy", not cfg.data.has_validation, "there is no data.validation to evaluate on"),
+        ("eval.accuracy", not (cfg.data.has_validation or cfg.data.test), "there is no data.validation to evaluate on"),
         ("samples.every", cfg.samples.count == 0, "samples.count = 0 writes no tables"),
         ("algo.gamma", advantage not in DISCOUNTED, reads_none),
         ("algo.lam algo.critic_lam", advantage != "gae", reads_none),
@@ -227,17 +227,14 @@ def _of_evaluate(cfg: EvaluateConfig) -> list[_Row]:
     whole = [f"rollout.{name}" for name in type(cfg.rollout).model_fields]
     forwards = not cfg.generates or cfg.rollout.engine == "megatron" or cfg.uses_reward_model
     micro = "forward.micro_batch_samples forward.max_tokens_per_micro_batch"
+    reads_responses = bool({"perplexity", "pairs"} & set(cfg.tasks()))
     rows: list[_Row] = [
         (" ".join(["greedy", *whole]), not cfg.generates, f"the tasks draw no responses: {tasks}"),
         ("rollout.temperature", cfg.generates and cfg.greedy, "greedy = true takes the likeliest token"),
         ("rollout.logprob_gap rollout.verify_weights_every", cfg.generates, "no step follows the first samples"),
-        (
-            "data.max_response_tokens data.over_long",
-            set(cfg.tasks()) <= {"generation", "comparison"},
-            "of responses that are read",
-        ),
+        ("data.max_response_tokens data.over_long", not reads_responses, "of responses that are read"),
         ("eval.perplexity_of", "perplexity" not in cfg.tasks(), f"the tasks are {tasks}"),
-        (micro, not forwards and not {"perplexity", "pairs"} & set(cfg.tasks()), "of forwards of our own"),
+        (micro, not (forwards or reads_responses), "of forwards of our own"),
     ]
     kernels = {"reward_model.kernels": True, "against.kernels": True, "actor.kernels": "perplexity" not in cfg.tasks()}
     for role in cfg.roles():

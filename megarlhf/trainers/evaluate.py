@@ -103,16 +103,7 @@ def _read(cfg: EvaluateConfig) -> Read:
     """All that the tasks read. Raises: ValueError, before any model is built."""
     read, tasks = Read(), cfg.tasks()
     if "perplexity" in tasks:
-        try:
-            read.texts, note = read_texts(cfg)
-        except ValueError as error:
-            asked = cfg.eval.tasks is None and "no field" in str(error)
-            raise ValueError(
-                f"{error}. With an actor alone eval measures the perplexity of responses; to score what the actor "
-                "itself says, name rewards"
-                * asked
-                or str(error)
-            ) from None
+        read.texts, note = read_texts(cfg)
         read.notes.append(note)
     if "pairs" in tasks:
         read.pairs, note = read_pairs(cfg)

@@ -69,7 +69,7 @@ class Loop:
 
     def __init__(self, cfg: RLConfig, components: Components, data: PromptData, order: ShuffledBatches) -> None:
         self.cfg, self.components, self.data, self.order = cfg, components, data, order
-        self.evaluate = Evaluator(cfg, components, data.validation)
+        self.evaluate = Evaluator(cfg, components, data.validation, data.test)
         self.stop, self.best = StopRule(cfg.train.stop), Best(cfg.checkpoint.best, "rl")
         dtypes = components.actor.shard.dtype, engine_dtype(cfg.rollout, components.actor)
         self.gap = LogprobGapWatch(cfg.rollout.logprob_gap, min(dtypes, key=lambda dtype: dtype.itemsize))
@@ -103,6 +103,9 @@ class Loop:
                 evaluation = self._evaluate(session, step, due=due)
                 metrics, is_best = {**metrics, **evaluation}, self.best.watch(evaluation)
                 last = last or stop.reason is not None
+            if last:
+                with session.stoppable("eval"):
+                    metrics |= self.evaluate.test(session.asked_to_stop)
             components.kl.update(described["kl"], work.experience.num_samples)
             if components.moving_reference is not None:
                 metrics["reference_moved"] = int(components.moving_reference.after(step))

@@ -28,18 +28,25 @@ from megarlhf.trainers.rl_components import Components
 from megarlhf.trainers.rl_rollout import make_experience
 from megarlhf.trainers.rl_samples import rows_of
 from megarlhf.trainers.rl_score import policy_logprobs
+from megarlhf.trainers.supervised import as_test
 
 
 class Evaluator:
     """Greedy responses to the held-out prompts: mean reward, accuracy by the reward or rule that is one, and a table of
     the same samples each time."""
 
-    def __init__(self, cfg: RLConfig, components: Components, validation: Sequence[PromptSample]) -> None:
+    def __init__(
+        self,
+        cfg: RLConfig,
+        components: Components,
+        validation: Sequence[PromptSample],
+        test: Sequence[PromptSample] = (),
+    ) -> None:
         rewarder = components.rewarder
-        self._cfg, self._components, self._validation = cfg, components, validation
+        self._cfg, self._components, self._validation, self._test = cfg, components, validation, test
         self._sampling = sampling_of(cfg.rollout, cfg.actor, rewarder.tokenizer, greedy=True)
         self._accuracy = accuracy_of(cfg.eval.accuracy, cfg.rewards)
-        judge = self._accuracy.judge if validation else None
+        judge = self._accuracy.judge if validation or test else None
         self._judge = None if judge is None else Judge(judge, rewarder.tokenizer)
         self._shown = spread(cfg.samples.count, len(validation))
 
@@ -55,17 +62,27 @@ class Evaluator:
         every rank, when `should_stop` says so on one while responses are drawn or rewarded."""
         if not self._validation:
             return {}, []
-        components, prompts = self._components, [torch.tensor(prompt.tokens) for prompt in self._validation]
+        rollouts, total_N, said, metrics = self._measure(self._validation, should_stop)
+        tokenizer, kl_N = self._components.rewarder.tokenizer, self._kl_of_shown(rollouts)
+        return metrics, rows_of(step, self._shown, self._validation, rollouts, total_N, said, tokenizer, kl_N)
+
+    def test(self, should_stop: Callable[[], bool]) -> dict[str, Metric]:
+        """The same figures of `data.test`, by names of their own; nothing without any. Raises: as above."""
+        return as_test(self._measure(self._test, should_stop)[3]) if self._test else {}
+
+    def _measure(
+        self, asked: Sequence[PromptSample], should_stop: Callable[[], bool]
+    ) -> tuple[Rollouts, Tensor, dict[str, Tensor], dict[str, Metric]]:
+        """Responses, the sum of their rewards, what each reward said, and the metrics of both."""
+        components, prompts = self._components, [torch.tensor(prompt.tokens) for prompt in asked]
         rollouts = components.engine.generate(prompts, [0] * len(prompts), self._sampling, should_stop=should_stop)
-        experience = make_experience(self._validation, rollouts, 1)
-        total_N, said = components.rewarder.validation(experience, self._validation, should_stop)
+        total_N, said = components.rewarder.validation(make_experience(asked, rollouts, 1), asked, should_stop)
         if self._judge is not None:
-            said[self._judge.label] = self._judge(self._validation, rollouts, should_stop)
+            said[self._judge.label] = self._judge(asked, rollouts, should_stop)
         metrics: dict[str, Metric] = {"eval_reward_mean": float(total_N.nanmean())}
         if self._accuracy.label is not None:
             metrics |= accuracy_metrics(self._accuracy, said[self._accuracy.label])
-        tokenizer, kl_N = components.rewarder.tokenizer, self._kl_of_shown(rollouts)
-        return metrics, rows_of(step, self._shown, self._validation, rollouts, total_N, said, tokenizer, kl_N)
+        return rollouts, total_N, said, metrics
 
     def _kl_of_shown(self, rollouts: Rollouts) -> Tensor:
         """[N]: of the responses that the table shows, the mean over their tokens of the KL to the reference, as the

@@ -225,6 +225,8 @@ def run_in(
     cfg = objective.cfg
     with phases("build"):
         train, validation, notes = load_samples(objective)
+        test, of_test = load_test(objective)
+        notes += of_test
         order = batches_of(train, cfg.train.mini_batch_samples, cfg.run.seed, "train.mini_batch_samples")
         notes += mixture_in_words(order, cfg.train.num_steps, cfg.data.train)
         cache = GroupCache(runtime)
@@ -290,7 +292,9 @@ def run_in(
                 as_trained = False
             if last:
                 evaluated = due and as_trained
-                evaluation |= close(objective, role, validation, session, evaluated=evaluated, as_trained=as_trained)
+                evaluation |= close(
+                    objective, role, validation, test, session, evaluated=evaluated, as_trained=as_trained
+                )
             is_best = best.watch(evaluation)
             rates = phases.rates()
             seconds = seconds_of(phases.end_step(step)).get("seconds_train", 0.0)
@@ -307,6 +311,7 @@ def close(
     objective: Objective[Sample],
     role: Role,
     validation: Sequence[Sample],
+    test: Sequence[Sample],
     session: Session,
     *,
     evaluated: bool,
@@ -326,7 +331,15 @@ def close(
             closing, report = objective.closing_report(role, validation, should_stop)
             metrics |= closing
             session.write_report("calibration.json", report)
+        metrics |= as_test(evaluate(objective, role, test, should_stop))
+        if test:
+            metrics |= as_test(objective.closing_report(role, test, should_stop)[0])
     return metrics
+
+
+def as_test(metrics: Mapping[str, Metric]) -> Metrics:
+    """Of `data.test`, in place of held-out data that choices are made on."""
+    return {f"test_{name.removeprefix('eval_')}": value for name, value in metrics.items()}
 
 
 def _digests_beside(objective: Objective[Sample], validation: Sequence[Sample]) -> dict[str, str]:
@@ -386,6 +399,17 @@ def load_samples(objective: Objective[Sample]) -> tuple[Samples[Sample], Sequenc
     if validation:
         objective.require_fitting(validation, max_positions, words_of(cfg.data.validation or cfg.data.train))
     return train, validation[: cfg.eval.max_samples], notes
+
+
+def load_test(objective: Objective[Sample]) -> tuple[Sequence[Sample], list[str]]:
+    """Samples for figures, on every rank, and what was skipped in words. Raises: ValueError as `load_samples`."""
+    cfg, hf_directory = objective.cfg, objective.section.model.hf_directory()
+    if cfg.data.test is None:
+        return [], []
+    loader = SetLoader(cfg.data, objective.encoder(), objective.sample_type, objective.fields, cfg.run.dir)
+    test, notes = loader.test()
+    objective.require_fitting(test, architecture_from_hf(hf_directory).longest_sequence, words_of(cfg.data.test))
+    return test, notes
 
 
 def train_on(

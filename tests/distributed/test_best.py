@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
+from megarlhf.observe.measured import reproducible
 from megarlhf.observe.metrics import read_metrics
 from tests.distributed.resume_jobs import command_until
 from tests.distributed.test_rl_layouts import config as rl_config
@@ -115,12 +116,43 @@ def test_a_run_ends_by_patience_and_a_killed_one_at_the_same_step(
     assert "change train.stop, a rule of which has ended it" in said.replace("\n", " ")
 
 
+def test_test_data_gives_figures_after_the_last_step_only(
+    files: dict[str, list[str]], ranks: RankPool, data: dict[str, Path], tmp_path: Path
+) -> None:
+    """Those of `megarlhf eval` on the export, and no choice sees them: the validation figures are as without them."""
+    tests = {}
+    for name in ("sft", "pairs"):
+        tests[name] = tmp_path / f"test_{name}.jsonl"
+        tests[name].write_text("".join(data[name].read_text().splitlines(keepends=True)[20:30]))
+    for command, figures in (("sft", ["loss", "perplexity"]), ("rm", ["loss", "pair_accuracy", "calibration_error"])):
+        argv, test = [*files[command], "train.num_steps=3"], tests["sft" if command == "sft" else "pairs"]
+        run, plain = tmp_path / command, tmp_path / f"plain_{command}"
+        ranks.run(1, "command", *argv, f"run.dir={run}", f"data.test={test}")
+        ranks.run(1, "command", *argv, f"run.dir={plain}")
+        rows = [reproducible(row) for row in read_metrics(run)]
+        assert [any(name.startswith("test_") for name in row) for row in rows] == [False, False, False, True]
+        without = [{k: v for k, v in row.items() if not k.startswith("test_")} for row in rows]
+        assert without == [reproducible(row) for row in read_metrics(plain)]
+        role = "actor" if command == "sft" else "reward_model"
+        tree = {"run": {"dir": str(tmp_path / f"eval_{command}")}, "data": {"train": str(test)}}
+        tree[role] = {"model": {"path": str(run / "checkpoints" / "latest" / role)}}
+        (tmp_path / "eval.yaml").write_text(yaml.safe_dump(tree))
+        ranks.run(1, "command", "eval", "-c", str(tmp_path / "eval.yaml"))
+        (measured,) = read_metrics(tmp_path / f"eval_{command}")
+        for figure in figures:
+            assert rows[-1][f"test_{figure}"] == pytest.approx(measured[f"eval_{figure}"], abs=2e-5), figure
+            assert rows[-1][f"test_{figure}"] != rows[-1][f"eval_{figure}"], figure
+
+
 def test_rl_keeps_the_best_of_its_held_out_reward(
     ranks: RankPool, one_layer: dict[str, Path], data: dict[str, Path], tmp_path: Path
 ) -> None:
     tree = rl_config({**one_layer, "other": one_layer["scorer"]}, data["prompts"], {}, advantage="group_relative")
     tree["train"] |= {"num_steps": 3}
     tree["data"]["validation"] = str(data["prompts"])
+    test = tmp_path / "test.jsonl"
+    test.write_text("".join(data["prompts"].read_text().splitlines(keepends=True)[:5]).replace("=", "= "))
+    tree["data"]["test"] = str(test)
     tree |= {"eval": {"every": 1, "max_samples": 4}, "run": {"dir": str(tmp_path / "run")}}
     tree["checkpoint"] = {"every": 1, "every_minutes": 0, "best": {"metric": "eval_reward_mean"}}
     tree["actor"]["optim"] = {"lr": 0.01}
@@ -128,7 +160,9 @@ def test_rl_keeps_the_best_of_its_held_out_reward(
     argv = ["rl", "-c", str(tmp_path / "rl.yaml")]
     assert ranks.run(1, command_until, 2, *EXPORTS, *argv)[0][0] == "killed"
     ranks.run(1, "command", *argv)
-    values = {row["step"]: row["eval_reward_mean"] for row in read_metrics(tmp_path / "run") if row["step"]}
+    rows = read_metrics(tmp_path / "run")
+    assert [row["step"] for row in rows if "test_reward_mean" in row] == [3]
+    values = {row["step"]: row["eval_reward_mean"] for row in rows if row["step"]}
     assert len(set(values.values())) > 1
     best = max(values, key=lambda step: (values[step], -step))
     kept, link = exports(tmp_path / "run")
