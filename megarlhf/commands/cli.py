@@ -77,6 +77,12 @@ def parser() -> argparse.ArgumentParser:
     report.add_argument("run_dirs", nargs="+", metavar="RUN_DIR")
     report.add_argument("-o", "--out", default="report.html", action=Once, metavar="FILE")
     report.add_argument("--title", default="megarlhf")
+    compare = commands.add_parser(
+        "compare", help="final figures, configurations and curves of several runs on one page"
+    )
+    compare.add_argument("run_dirs", nargs="+", metavar="RUN_DIR")
+    compare.add_argument("-o", "--out", default="compare.html", action=Once, metavar="FILE")
+    compare.add_argument("--title", default="megarlhf")
     replay = commands.add_parser("replay", help="repeat a skipped optimizer step: which tensor is not finite")
     replay.add_argument("failure", metavar="FAILURE_DIR", help="a folder of RUN_DIR/failures")
     replay.add_argument("overrides", nargs="*", metavar="section.key=value", help="override the run's configuration")
@@ -175,6 +181,12 @@ def _dispatch(arguments: argparse.Namespace, argv: list[str]) -> int:
         from megarlhf.observe.report import write_report
 
         write_report([Path(run_dir) for run_dir in arguments.run_dirs], Path(arguments.out), title=arguments.title)
+        print(f"wrote {arguments.out}")
+        return 0
+    if arguments.command == "compare":
+        from megarlhf.observe.compare import compare
+
+        compare([Path(run_dir) for run_dir in arguments.run_dirs], Path(arguments.out), title=arguments.title)
         print(f"wrote {arguments.out}")
         return 0
     if arguments.command == "calibrate":

@@ -6,7 +6,7 @@ Legend: P prompts, n samples of a prompt; N = P x n responses.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -145,9 +145,3 @@ def as_json(figures: Figures) -> dict[str, dict[str, Any]]:
 
 def _plain(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def intervals_in(report: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
-    """From an `eval.json`: the intervals of its figures, by name."""
-    found = {name: (each.get("low"), each.get("high")) for name, each in report.get("figures", {}).items()}
-    return {name: (low, high) for name, (low, high) in found.items() if low is not None and high is not None}
