@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from megarlhf.commands.arguments import Once, positive
+from megarlhf.commands.ask import add_arguments as add_ask_arguments
+from megarlhf.commands.ask import ask, is_asked
 from megarlhf.commands.process_tree import end_with_parent
 from megarlhf.config import (
     DPOConfig,
@@ -71,6 +73,8 @@ def parser() -> argparse.ArgumentParser:
         sub = commands.add_parser(name, help=command.help)
         sub.add_argument("-c", "--config", required=True, action=Once, metavar="FILE", help="YAML configuration")
         sub.add_argument("overrides", nargs="*", metavar="section.key=value", help="override configured values")
+        if name == "generate":
+            add_ask_arguments(sub)
         sub.add_argument("--dry-run", action="store_true", help="check and print what would run, then stop")
     commands.add_parser("doctor", help="what this machine has, and what each missing part means")
     report = commands.add_parser("report", help="one self-contained HTML page of one or more runs")
@@ -201,6 +205,8 @@ def _dispatch(arguments: argparse.Namespace, argv: list[str]) -> int:
         from megarlhf.commands.replay import replay
 
         return replay(Path(arguments.failure), arguments.overrides, argv)
+    if arguments.command == "generate" and is_asked(arguments):
+        return ask(arguments, argv)
     command = COMMANDS[arguments.command]
     cfg = load_config(command.config, arguments.config, arguments.overrides)
     return _run_on_ranks(arguments, argv, command, cfg)

@@ -19,6 +19,7 @@ from megarlhf.config import (
     dump_config,
     roles_of,
 )
+from megarlhf.config.ask import AskConfig
 from megarlhf.layout import MeshLayout
 from megarlhf.memory import available_bytes
 from megarlhf.observe.progress import make_console, table
@@ -108,7 +109,7 @@ def preflight(
         model = f"{section.model.path} ({arch.model_type}, {size}, {dtype.name} {dtype.why})"
         described.append((name, model, f"{section.parallel.in_words(layout)} = {in_words(layout, world_size)}"))
     notes += check_trained(cfg, roles, {name: arch for name, (arch, _) in checked.items()})
-    notes += check_data(cfg)
+    notes += [] if isinstance(cfg, AskConfig) else check_data(cfg)
     if isinstance(cfg, RLConfig):
         notes += check_anchor(cfg) + rarely_meant(cfg)
     if draws(cfg):
@@ -132,7 +133,7 @@ def preflight(
             raise ValueError(
                 f"eval.pass_at = {list(cfg.eval.pass_at)} needs to know which responses are right: {accuracy.note}"
             )
-    notes += _check_outputs(command, cfg)
+    notes += [] if isinstance(cfg, AskConfig) else _check_outputs(command, cfg)
     if isinstance(cfg, DPOConfig):
         notes.append(cfg.in_words())
     if not isinstance(cfg, GenerateConfig | EvaluateConfig):

@@ -46,7 +46,7 @@ def run(cfg: GenerateConfig, runtime: Runtime) -> None:
         phases = stack.enter_context(watched_phases(cfg.watchdog, cfg.run.dir, runtime))
         with phases("build"):
             data = load_prompts(cfg.data, cfg.actor.model.hf_directory(), _scored_by(cfg), run_dir=cfg.run.dir)
-            engine = _engine(cfg, runtime)
+            engine = engine_of(cfg, runtime)
         session = stack.enter_context(open_session(cfg, cfg.run, runtime, "generate", 1, data.notes, phases=phases))
         prompts, responses, rollouts, scores = _respond(cfg, runtime, engine, data, phases)
         out = cfg.out or cfg.run.dir / "responses.jsonl"
@@ -59,7 +59,7 @@ def run(cfg: GenerateConfig, runtime: Runtime) -> None:
             finish(cfg.run.dir, 1, NO_STEPS_LEFT)
 
 
-def _engine(cfg: GenerateConfig, runtime: Runtime) -> RolloutEngine:
+def engine_of(cfg: GenerateConfig, runtime: Runtime) -> RolloutEngine:
     """The engine with the model's weights, certified."""
     order = actor_order(cfg.rollout, cfg.actor, runtime)
     actor = build_role("actor", cfg.actor, "lm", GroupCache(runtime), seed=cfg.run.seed, order=order)
