@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from megarlhf.config import EvaluateConfig, load_config
+from tests.command import ROOT
 
 ROLE = {"model": {"path": "models/x"}}
 RULE = {"kind": "rule", "rule": "exact_match"}
@@ -105,3 +106,8 @@ def test_what_makes_no_sense_is_refused_with_what_to_do(tree: dict[str, Any], wo
     with pytest.raises(ValueError, match=r"eval\.yaml: ") as refused:
         load_config(EvaluateConfig, tmp_path / "eval.yaml")
     assert words in str(refused.value)
+
+
+def test_the_example_loads() -> None:
+    cfg = load_config(EvaluateConfig, ROOT / "configs" / "example" / "eval.yaml")
+    assert (cfg.tasks(), cfg.eval.pass_at) == (("generation",), (1, 4, 16))

@@ -48,7 +48,7 @@ def test_prompts_of_the_command_line_get_what_a_file_of_them_gets(file: Path, ra
 
 
 def test_lines_are_answered_until_their_end(file: Path, tmp_path: Path) -> None:
-    """A plain start on two ranks. A blank line is passed over; one that is too long is said, and the next is answered."""
+    """A plain start on two ranks. A blank line is passed over; of one that is too long it is said."""
     argv = [sys.executable, "-m", "megarlhf", "generate", "-c", str(file), "--interactive", "run.nproc=2"]
     lines = f"1+2=\n\n{'1+' * 40}\n1+2=\n"
     done = subprocess.run(
