@@ -10,7 +10,8 @@ def main() -> int:
     try:
         from megarlhf.resume.signals import KEEP_EARLY, note_early
 
-        if sys.argv[1:2] and sys.argv[1] in KEEP_EARLY:
+        options_first = sys.argv[1:2] and sys.argv[1].startswith("-")
+        if not KEEP_EARLY.isdisjoint(sys.argv[1:] if options_first else sys.argv[1:2]):
             note_early()
         from megarlhf.commands.cli import main as run_command
 

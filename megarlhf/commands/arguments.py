@@ -1,12 +1,80 @@
-"""Types of command-line arguments, for argparse: a text in, a value or an ArgumentTypeError out."""
+"""Command lines: a parser whose errors are a sentence with what was meant, and types of arguments (a text in, a value
+or an ArgumentTypeError out)."""
 
 from __future__ import annotations
 
 import argparse
+import difflib
 import math
-from typing import Any
+import os
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
 
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse's, but an error is one line with the nearest that is known, said by the first of several ranks."""
+
+    below: Callable[[], str] | None = None
+    """What the help goes on with."""
+
+    def format_help(self) -> str:
+        text = super().format_help()
+        return text if self.below is None else f"{text}\n{self.below()}\n"
+
+    def error(self, message: str) -> NoReturn:
+        """Ends with exit status 2."""
+        if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
+            print(f"{self.prog}: {self._better(message)}", file=sys.stderr)
+        sys.exit(2)
+
+    def _better(self, message: str) -> str:
+        if wrong := re.fullmatch(r"argument (.+): invalid choice: '(.*)' \(choose from (.*)\)", message, re.DOTALL):
+            name, given, known = wrong.groups()
+            choices = re.findall(r"[\w.-]+", known)
+            what = "command" if name == "COMMAND" else name
+            meant = _meant(given, choices)
+            return f"unknown {what} {given!r}{meant + ' Known' if meant else '; known'}: {', '.join(choices)}"
+        if message.startswith("the following arguments are required: "):
+            return f"{message.partition(': ')[2]} is missing; see `{self.prog} --help`"
+        if not message.startswith("unrecognized arguments: "):
+            return message
+        return "; ".join(map(self._unknown, message.partition(": ")[2].split()))
+
+    def _unknown(self, given: str) -> str:
+        name = given.partition("=")[0]
+        if not given.startswith("-"):
+            return f"{given!r} is one too many"
+        if "." in name:
+            return f"unknown option {given}: a key of the configuration has no dashes before it: {given.lstrip('-')}"
+        return f"unknown option {name}{_meant(name, self.options())}; see `{self.prog} --help`"
+
+    def options(self) -> list[str]:
+        """Of this parser and of its commands."""
+        inner = [action for action in self._actions if isinstance(action, argparse._SubParsersAction)]
+        below = [sub for action in inner for sub in action.choices.values()]
+        return list(dict.fromkeys([*self._option_string_actions, *(o for sub in below for o in sub.options())]))
+
+    def takes_value(self, option: str) -> bool:
+        """Whether the word behind this option is its value."""
+        action = self._option_string_actions.get(option)
+        return action is not None and action.nargs != 0
+
+
+def _meant(given: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(given, known, n=1, cutoff=0.5)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def command_first(argv: Sequence[str], commands: Mapping[str, Callable[[], Parser]]) -> list[str]:
+    """The words with the command's name ahead of its options, where it stands behind some of them."""
+    for at, word in enumerate(argv):
+        if word in commands and (at == 0 or not commands[word]().takes_value(argv[at - 1])):
+            return [word, *argv[:at], *argv[at + 1 :]]
+    return list(argv)
 
 
 class Once(argparse.Action):

@@ -8,13 +8,17 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from megarlhf.commands.arguments import Once, positive
+from megarlhf.commands.arguments import Once, Parser, command_first, positive
 from megarlhf.commands.ask import add_arguments as add_ask_arguments
 from megarlhf.commands.ask import ask, is_asked
 from megarlhf.commands.process_tree import end_with_parent
+from megarlhf.commands.shells import HELP_OF_COMPLETION, SHELLS
+from megarlhf.commands.versions import ShowVersions
 from megarlhf.config import (
     DPOConfig,
     EvaluateConfig,
@@ -28,6 +32,7 @@ from megarlhf.config import (
     roles_of,
 )
 from megarlhf.config.load import repeated_overrides
+from megarlhf.config.serve import ServeRewardConfig
 from megarlhf.errors import WatchdogTimeout
 from megarlhf.resume.signals import TO_BE_QUEUED_AGAIN, StopRun
 
@@ -65,9 +70,24 @@ EXIT_STATUS: dict[type[Exception], int] = {
 ends with 1; Ctrl-C ends with 130, be it saved or not (`megarlhf/__main__.py`)."""
 
 
-def parser() -> argparse.ArgumentParser:
+OF_THEIR_OWN = {
+    "convert": "megarlhf.commands.convert_arguments:parser",
+    "plan": "megarlhf.commands.plan_arguments:parser",
+    "rehearse": "megarlhf.commands.rehearse:parser",
+}
+"""Commands that read their words by a parser of their own."""
+
+
+def configurations() -> dict[str, type[FrozenModel]]:
+    """What each command that reads a configuration reads."""
+    return {name: command.config for name, command in COMMANDS.items()} | {"serve-reward": ServeRewardConfig}
+
+
+def parser() -> Parser:
     """The command line."""
-    root = argparse.ArgumentParser(prog="megarlhf", description="Alignment of language models at Megatron scale.")
+    root = Parser(prog="megarlhf", description="Alignment of language models at Megatron scale.")
+    words = "versions of megarlhf and of the libraries that matter"
+    root.add_argument("--version", action=ShowVersions, nargs=0, help=words)
     commands = root.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, command in COMMANDS.items():
         sub = commands.add_parser(name, help=command.help)
@@ -76,6 +96,8 @@ def parser() -> argparse.ArgumentParser:
         if name == "generate":
             add_ask_arguments(sub)
         sub.add_argument("--dry-run", action="store_true", help="check and print what would run, then stop")
+        sub.below = partial(_keys_below, name)
+    _add_finding(commands)
     commands.add_parser("doctor", help="what this machine has, and what each missing part means")
     report = commands.add_parser("report", help="one self-contained HTML page of one or more runs")
     report.add_argument("run_dirs", nargs="+", metavar="RUN_DIR")
@@ -93,6 +115,7 @@ def parser() -> argparse.ArgumentParser:
     serve = commands.add_parser("serve-reward", help="give rewards to other runs over HTTP")
     serve.add_argument("-c", "--config", required=True, action=Once, metavar="FILE", help="YAML configuration")
     serve.add_argument("overrides", nargs="*", metavar="key=value", help="override configured values")
+    serve.below = partial(_keys_below, "serve-reward")
     calibrate = commands.add_parser("calibrate", help="measure this machine, for a rehearsal's estimate of time")
     calibrate.add_argument("-o", "--out", required=True, action=Once, metavar="FILE", help="hardware file to write")
     words = "ranks of this machine (default: one for each GPU, 2 on a CPU)"
@@ -103,6 +126,24 @@ def parser() -> argparse.ArgumentParser:
     commands.add_parser("convert", help="checkpoints between Hugging Face and Megatron: `megarlhf convert -h`")
     root.set_defaults(commands=commands.choices)
     return root
+
+
+def _add_finding(commands: Any) -> None:
+    """The commands by which one finds one's way."""
+    keys = commands.add_parser("keys", help="what a configuration may say: all, below `rl.algo`, or by a word")
+    words = "a command (rl), a section or key of it (rl.algo.kl), or a word of a name or a sentence (lr)"
+    keys.add_argument("words", nargs="*", metavar="WORD", help=words)
+    completion = commands.add_parser("completion", help="what makes a shell complete commands, options and keys")
+    completion.add_argument("shell", choices=SHELLS, metavar="SHELL", help=", ".join(SHELLS))
+    completion.epilog = HELP_OF_COMPLETION
+    completion.formatter_class = argparse.RawDescriptionHelpFormatter
+
+
+def _keys_below(name: str) -> str:
+    from megarlhf.commands.keys import keys_in_words
+
+    title = f"keys of the configuration of {name} (a part of them: `megarlhf keys {name}.SECTION`):"
+    return f"{title}\n\n{keys_in_words(configurations()[name])}"
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -121,6 +162,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         end_with_parent()
         _refuse_another_directory()
+        argv = _command_first(argv)
         if argv[:1] == ["convert"]:  # has commands of its own
             from megarlhf.commands.convert import main as convert
 
@@ -145,6 +187,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             raise
         return status
+
+
+def _command_first(argv: list[str]) -> list[str]:
+    """`megarlhf -c FILE --dry-run sft` is `megarlhf sft -c FILE --dry-run`."""
+    if not argv or not argv[0].startswith("-"):
+        return argv
+
+    known = parser().get_default("commands")
+    parsers = {name: partial(known.get, name) for name in known} | {name: partial(_own, name) for name in OF_THEIR_OWN}
+    return command_first(argv, parsers)
+
+
+def _own(name: str) -> Parser:
+    """The parser of a command that has one of its own."""
+    module, function = OF_THEIR_OWN[name].split(":")
+    made: Parser = getattr(import_module(module), function)()
+    return made
 
 
 def exit_status(error: Exception) -> int | None:
@@ -181,6 +240,17 @@ def _dispatch(arguments: argparse.Namespace, argv: list[str]) -> int:
         from megarlhf.runtime import capabilities
 
         return report(examine(capabilities()))
+    if arguments.command == "keys":
+        from megarlhf.commands.keys import print_keys
+
+        print_keys(arguments.words, configurations())
+        return 0
+    if arguments.command == "completion":
+        from megarlhf.commands.completion import script
+
+        own = {name: _own(name) for name in OF_THEIR_OWN}
+        print(script(arguments.shell, parser(), own, configurations()), end="")
+        return 0
     if arguments.command == "report":
         from megarlhf.observe.report import write_report
 

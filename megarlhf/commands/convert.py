@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from megarlhf.architectures.placements import logical_tensors
-from megarlhf.commands.arguments import num_bytes, positive, positives
+from megarlhf.commands.convert_arguments import parse
 from megarlhf.observe.copy_progress import bytes_bar, count_bar
 from megarlhf.observe.progress import make_console, table
 from megarlhf.weights.checkpoint.checksums import check_checksums, has_checksums
@@ -26,80 +26,9 @@ from megarlhf.weights.checkpoint.verify import differences, digests
 from megarlhf.weights.checks.digest import whole_digest
 
 
-def parser(prog: str = "python -m tools.checkpoint_convert") -> argparse.ArgumentParser:
-    """The converter's command line."""
-    root = argparse.ArgumentParser(
-        prog=prog, description="Converts checkpoints between Hugging Face and Megatron. No GPU is needed."
-    )
-    commands = root.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    to_megatron = commands.add_parser("hf-to-megatron", help="a Hugging Face directory to a Megatron checkpoint")
-    to_megatron.add_argument("--hf", type=Path, required=True, metavar="DIR", help="Hugging Face directory")
-    _add_output(to_megatron)
-    _add_layout(to_megatron)
-    to_hf = commands.add_parser("megatron-to-hf", help="a Megatron checkpoint to a Hugging Face directory")
-    _add_megatron(to_hf)
-    _add_output(to_hf)
-    words, size = "of one safetensors file", 5 * 10**9
-    to_hf.add_argument(
-        "--max-shard-size", dest="max_shard_bytes", type=num_bytes, default=size, metavar="5GB", help=words
-    )
-    relayout = commands.add_parser("relayout", help="a Megatron checkpoint to another layout, format or spec")
-    _add_megatron(relayout)
-    _add_output(relayout)
-    _add_layout(relayout)
-    inspect = commands.add_parser("inspect", help="what a directory is: format, layout, architecture, sizes")
-    inspect.add_argument("directory", type=Path, metavar="DIR")
-    _add_reference(inspect)
-    inspect.add_argument("--tensors", action="store_true", help="list every tensor")
-    inspect.add_argument("--check", action="store_true", help="also read every byte and compare the stored CRCs")
-    verify = commands.add_parser("verify", help="whether two directories, of any kind, hold the same model")
-    verify.add_argument("a", type=Path, metavar="A")
-    verify.add_argument("b", type=Path, metavar="B")
-    _add_reference(verify)
-    verify.add_argument("--dtype", choices=sorted(DTYPES), help="compare after a cast")
-    return root
-
-
-def _add_megatron(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("--megatron", type=Path, required=True, metavar="DIR", help="checkpoint, torch_dist or mp_rank")
-    _add_reference(sub)
-
-
-def _add_reference(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument(
-        "--reference-hf",
-        type=Path,
-        metavar="DIR",
-        help="its config.json describes the Megatron model, its tokenizer is copied; default: what the checkpoint has",
-    )
-
-
-def _add_output(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("--out", type=Path, required=True, metavar="DIR")
-    sub.add_argument("--dtype", choices=sorted(DTYPES), help="default: that of the source")
-    sub.add_argument("--force", action="store_true", help="replace an existing checkpoint, once the new one is whole")
-    sub.add_argument("--workers", type=positive, metavar="N", help="threads; default: all cores")
-
-
-def _add_layout(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("--checksums", action="store_true", help="write the CRC-32 of every tensor, for `inspect --check`")
-    sub.add_argument("--tp", type=positive, default=1, help="tensor-parallel size")
-    sub.add_argument("--pp", type=positive, default=1, help="pipeline-parallel size")
-    sub.add_argument("--vpp", type=positive, default=1, help="model chunks of each pipeline stage")
-    sub.add_argument("--ep", type=positive, default=1, help="expert-parallel size")
-    sub.add_argument("--layers-per-stage", type=positives, metavar="10,11,11", help="uneven pipeline stages")
-    sub.add_argument("--format", choices=("torch_dist", "mp_rank"), default="torch_dist")
-    sub.add_argument("--spec", choices=("local", "te"), default="te", help="whose names norms and experts get")
-    sub.add_argument("--experts", choices=("each", "grouped"), default="each", help="how experts are stored")
-    words = "pad the vocabulary to a multiple of N x tp; default 128"
-    sub.add_argument("--vocab-pad", dest="vocab_multiple", type=positive, metavar="N", help=words)
-    words = "rows in all; wins over --vocab-pad"
-    sub.add_argument("--padded-vocab-size", dest="padded_vocab", type=positive, metavar="N", help=words)
-
-
 def main(argv: Sequence[str] | None = None, *, prog: str = "python -m tools.checkpoint_convert") -> int:
     """Entry point; returns the exit status. 1: `verify` found a difference. 2: the user's or the disk's mistake."""
-    arguments = parser(prog).parse_args(argv)
+    arguments = parse(argv, prog)
     torch.set_num_threads(1)  # pieces are copied side by side; threads inside a copy would only compete
     try:
         return _COMMANDS[arguments.command](arguments)

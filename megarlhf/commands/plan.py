@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from statistics import fmean
 
-from megarlhf.commands.arguments import Once, gigabits, positive
+from megarlhf.commands.plan_arguments import parser
 from megarlhf.config import RLConfig, load_config
 from megarlhf.observe.progress import make_console, table
 from megarlhf.planning.weight_traffic import (
@@ -21,33 +20,6 @@ from megarlhf.planning.weight_traffic import (
     transfer_setup,
 )
 from megarlhf.weights.plan.traffic import Links
-
-
-def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    root = argparse.ArgumentParser(
-        prog="megarlhf plan",
-        description="Bytes and time of carrying the actor's weights into the rollout engines.",
-    )
-    root.add_argument("-c", "--config", required=True, action=Once, metavar="FILE", help="configuration of an rl run")
-    root.add_argument("overrides", nargs="*", metavar="section.key=value", help="override configured values")
-    root.add_argument("--world-size", type=positive, metavar="N", help="ranks (default: run.world_size or run.nproc)")
-    root.add_argument("--engine-tp", type=positive, metavar="N", help="plan as if rollout.parallel.tp were N")
-    root.add_argument("--ep", type=positive, metavar="N", help="plan as if actor.parallel.ep were N")
-    root.add_argument("--vpp", type=positive, metavar="N", help="plan as if actor.parallel.vpp were N")
-    words = (
-        "how ranks stand in the trainer's mesh: permuted inside nodes as suits the engines, as a run with vLLM does "
-        "(engine, the default), or by number (rank)"
-    )
-    root.add_argument("--order", choices=tuple(ORDERS), default="engine", help=words)
-    root.add_argument("--ranks-per-node", type=positive, default=8, metavar="N", help="default: %(default)s")
-    words = "gigabits per second and direction between a rank and the others of its node (default: %(default)g)"
-    root.add_argument("--rank-gbps", type=gigabits, default=3600.0, metavar="X", help=words)
-    words = "gigabits per second and direction between a whole node and the others (default: %(default)g)"
-    root.add_argument("--node-gbps", type=gigabits, default=3200.0, metavar="X", help=words)
-    root.add_argument("--per-rank", action="store_true", help="a line for each rank")
-    root.add_argument("--json", action="store_true", help="everything as one JSON object, in bytes and seconds")
-    return root
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megarlhf.commands.arguments import Once, positive
+from megarlhf.commands.arguments import Once, Parser, positive
 from megarlhf.config import DPOConfig, FrozenModel, RLConfig, RMConfig, SFTConfig, load_config
 
 CONFIGS: dict[str, type[FrozenModel]] = {"sft": SFTConfig, "rm": RMConfig, "dpo": DPOConfig, "rl": RLConfig}
@@ -24,9 +24,9 @@ DOES_NOT_FIT = 1
 """Exit status of a rehearsal that has found that the job does not run."""
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """The command line."""
-    root = argparse.ArgumentParser(
+    root = Parser(
         prog="megarlhf rehearse",
         description="Run a job's program for one rank of each kind, on devices that hold no numbers: memory by phase, "
         "bytes on the wire, an estimate of the time.",

@@ -5,11 +5,11 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import PositiveInt, model_validator
 
-from megarlhf.config.roles import FrozenModel, NonNegative
+from megarlhf.config.frozen import FrozenModel, NonNegative, Positive
 
 Mode = Literal["min", "max"]
 
@@ -80,6 +80,30 @@ class PatienceConfig(FrozenModel):
         if set_keys and self.patience is None:
             raise ValueError(f"{', '.join(set_keys)} without patience, which they are about; set patience too")
         return self
+
+
+class StopConfig(PatienceConfig):
+    """Rules that end a run early."""
+
+    max_kl: Positive | None = None
+    """Stop when `kl` (mean per response token, against the reference) exceeds this, as the mean of some last steps."""
+    max_kl_steps: PositiveInt = 4
+    """How many: a single step's estimate is noisy. Before there are as many, those that there are."""
+    validation_reward_patience: PositiveInt | None = None
+    """An earlier name of `patience` with `metric: eval_reward_mean`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _earlier_name(cls, data: Any) -> Any:
+        if not isinstance(data, dict) or (earlier := data.get("validation_reward_patience")) is None:
+            return data
+        if any(data.get(key) not in (None, "auto", "eval_reward_mean") for key in ("metric", "mode")):
+            raise ValueError("validation_reward_patience is about eval_reward_mean; give patience with another metric")
+        if data.get("patience") not in (None, earlier):
+            raise ValueError(
+                f"validation_reward_patience = {earlier} is an earlier name of patience = {data['patience']}; give one"
+            )
+        return {**data, "patience": earlier, "metric": "eval_reward_mean"}
 
 
 def watched(command: str, key: str, metric: str | None, mode: Literal["auto", "min", "max"]) -> Watched:

@@ -17,6 +17,7 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema
 
+from megarlhf.config.conversations import ConversationConfig
 from megarlhf.config.roles import FrozenModel, Positive
 
 PHASES: Mapping[str, int] = {"sft": 0, "rm": 1, "dpo": 1, "rl": 2}
@@ -29,6 +30,10 @@ class SourceConfig(FrozenModel):
     short_form: ClassVar[str] = "path"
     """A text in place of the mapping is this key."""
 
+    kind: Literal["records", "megatron"] = "records"
+    """`megatron`: Megatron-LM's indexed data, token ids in PREFIX.bin and PREFIX.idx, for `sft` and `ptx`. `path` is
+    the prefix, or a blend (`30 PREFIX 70 PREFIX`); `split` is Megatron's (`969,30,1`), of which `data.train`,
+    `data.validation` and `data.test` read the first, second and third part; left out, all."""
     path: Path
     """A file, a directory, a pattern of file names (`data/*.jsonl`), a directory of datasets' `save_to_disk`, a name of
     the Hugging Face hub, or `reasoning_gym:TASK?size=500&seed=0`."""
@@ -49,6 +54,11 @@ class SourceConfig(FrozenModel):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if self.kind == "megatron" and (self.subset or self.columns or self.adapter):
+            raise ValueError(
+                f"kind = megatron has token ids and no columns: leave out what is set for {self.path} of subset, "
+                "columns and adapter"
+            )
         if self.adapter is not None and self.columns:
             raise ValueError(
                 f"adapter = {self.adapter} makes the record itself, and would not see columns = {self.columns}; give "
@@ -66,7 +76,8 @@ class SourceConfig(FrozenModel):
 
     def short(self) -> str | dict[str, Any]:
         """As a file would say it: the path alone, or a mapping of what is set."""
-        given = {key: value for key, value in self.model_dump(mode="json").items() if value not in (None, {})}
+        fields = type(self).model_fields
+        given = {key: value for key, value in self.model_dump(mode="json").items() if value != fields[key].default}
         return str(self.path) if list(given) == ["path"] else given
 
 
@@ -78,7 +89,41 @@ def words_of(sources: Sequence[SourceConfig]) -> str:
 def _as_list(value: Any) -> Any:
     """A text is a path, and one set needs no list."""
     given = value if isinstance(value, list | tuple) else [value]
-    return tuple({"path": each} if isinstance(each, str | Path) else each for each in given)
+    sets = [{"path": each} if isinstance(each, str | Path) else each for each in given]
+    return tuple(part for each in sets for part in _unblended(each))
+
+
+def _unblended(value: Any) -> list[Any]:
+    """Several sets, with their weights, of a blend of Megatron's."""
+    if not isinstance(value, Mapping) or value.get("kind") != "megatron" or len(str(value.get("path", "")).split()) < 2:
+        return [value]
+    if value.get("weight") is not None:
+        raise ValueError(f"weight = {value['weight']} beside a blend, which names its own weights; leave it out")
+    named = parse_blend(str(value["path"]))
+    return [{**value, "path": prefix, **({} if weight is None else {"weight": weight})} for weight, prefix in named]
+
+
+def parse_blend(text: str) -> list[tuple[float | None, str]]:
+    """Megatron's blend: `30 PREFIX 70 PREFIX`, or prefixes alone. As its command line: an even number of words of which
+    each first one is a number are weights and prefixes.
+
+    Raises: ValueError where some have a weight and others none, or a weight is not positive.
+    """
+    words = text.split()
+    pairs = list(zip(words[0::2], words[1::2], strict=False)) if len(words) % 2 == 0 else []
+    weights = [_number(first) for first, _ in pairs]
+    if not pairs or all(weight is None for weight in weights):
+        return [(None, word) for word in words]
+    if None in weights or min(weight or 0.0 for weight in weights) <= 0:
+        raise ValueError(f"the blend {text!r}: expected a weight above 0 before each prefix, or none at all")
+    return [(weight, prefix) for weight, (_, prefix) in zip(weights, pairs, strict=True)]
+
+
+def _number(word: str) -> float | None:
+    try:
+        return float(word)
+    except ValueError:
+        return None
 
 
 def _as_written(sources: tuple[SourceConfig, ...]) -> Any:
@@ -125,7 +170,7 @@ def require_no_weights(key: str, sources: Sequence[SourceConfig]) -> None:
         )
 
 
-class PromptDataConfig(FrozenModel):
+class PromptDataConfig(ConversationConfig):
     train: Sources
     """Prompts; further columns (`answer`, ...) are handed to the rule rewards."""
     validation: Sources | None = None
@@ -146,8 +191,6 @@ class PromptDataConfig(FrozenModel):
     `~/.cache/megarlhf`. `none`: in the run directory, for this run only."""
     workers: PositiveInt | None = None
     """Processes on each node that tokenize; default: one for each core that the process may use, 32 at most."""
-    template: Literal["plain", "chat"] = "plain"
-    """`plain`: the text as it stands. `chat`: the tokenizer's chat template over `messages`."""
     max_prompt_tokens: PositiveInt = 1024
     """Longer prompts are skipped, counted and reported; nothing is cut."""
 
@@ -163,6 +206,11 @@ class PromptDataConfig(FrozenModel):
     @model_validator(mode="after")
     def _check_sets(self) -> Self:
         require_weights("train", self.train)
+        if not isinstance(self, SFTDataConfig) and any(each.kind == "megatron" for each in self.train):
+            raise ValueError(
+                "kind = megatron has token ids without prompts and responses, which sft goes on to predict, and "
+                "ptx.data of rl; give records"
+            )
         for key in ("validation", "test"):
             require_no_weights(key, getattr(self, key) or ())
         if self.validation_share is not None and self.validation is not None:
@@ -217,8 +265,6 @@ def without_old_splits(data: dict[str, Any], keys: Sequence[str]) -> dict[str, A
 class DataConfig(PromptDataConfig):
     train: Sources
     """Records to learn from."""
-    template: Literal["plain", "chat"] = "plain"
-    """`plain`: the text as it stands. `chat`: the tokenizer's chat template around the prompt."""
     max_response_tokens: PositiveInt = 1024
     """Longer responses (with end-of-sequence) are skipped, counted and reported; see `over_long`."""
     over_long: Literal["drop", "cut"] = "drop"
@@ -233,3 +279,27 @@ class DataConfig(PromptDataConfig):
                 f"data.over_long = cut is of sft: {command} compares whole responses, and what is preferred may be in "
                 "the part that is cut; leave it out"
             )
+
+
+class SFTDataConfig(DataConfig):
+    loss_on: Literal["last", "all"] = "last"
+    """Which of the assistant's messages of a conversation are learnt. `last`: the last one, the rest is the prompt.
+    `all`: each one, and the limit of a conversation is `max_prompt_tokens` + `max_response_tokens`."""
+    sequence_length: Annotated[int, Field(ge=1)] | None = None
+    """Of sets of kind `megatron`: so many tokens of a sample are learnt, as with Megatron's --seq-length. A sample has
+    one token more, which has to fit the model's positions. Default: `max_prompt_tokens` + `max_response_tokens` - 1."""
+
+    @model_validator(mode="after")
+    def _length_of_something(self) -> Self:
+        indexed = [source for sources in self.sources().values() for source in sources if source.kind == "megatron"]
+        if self.sequence_length is not None and not indexed:
+            raise ValueError(
+                f"sequence_length = {self.sequence_length} is of sets with kind = megatron, and there is none; leave "
+                "it out"
+            )
+        return self
+
+    @property
+    def indexed_length(self) -> int:
+        """`sequence_length`, or its default."""
+        return self.sequence_length or self.max_prompt_tokens + self.max_response_tokens - 1

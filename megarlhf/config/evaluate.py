@@ -6,7 +6,7 @@ from typing import Any, Literal, get_args
 
 from pydantic import PositiveInt, model_validator
 
-from megarlhf.config.data import DataConfig, require_no_weights, words_of
+from megarlhf.config.data import SFTDataConfig, require_no_weights, words_of
 from megarlhf.config.frozen import FrozenModel
 from megarlhf.config.rewards import RewardConfig
 from megarlhf.config.roles import RoleConfig, require_all_ranks
@@ -56,7 +56,7 @@ class EvaluateConfig(FrozenModel):
     another tokenizer."""
     reward_model: RoleConfig | None = None
     """A reward model of `megarlhf rm`: evaluated on pairs, or what a reward of kind `model` scores with."""
-    data: DataConfig
+    data: SFTDataConfig
     forward: MicroBatchConfig = MicroBatchConfig(micro_batch_samples=16)
     """How much one forward takes, of perplexity, of the reward model, and of the engine `megatron`."""
     rollout: RolloutConfig = RolloutConfig()
@@ -148,6 +148,11 @@ class EvaluateConfig(FrozenModel):
         if "pairs" in self.tasks():
             self.data.require_no_cut("eval")
         require_no_weights("data.train", self.data.train)
+        if any(source.kind == "megatron" for source in self.data.train):
+            raise ValueError(
+                f"data.train = {words_of(self.data.train)}: eval reads records, and kind = megatron has token ids "
+                "alone; give texts (eval.perplexity_of: text)"
+            )
 
     def _check_tasks(self) -> None:
         """Raises: ValueError where it is not said what to do, or said twice."""

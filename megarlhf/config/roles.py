@@ -21,6 +21,9 @@ class ModelConfig(FrozenModel):
     `random_init` only its config.json and tokenizer are read."""
     hf: Path | None = None
     """A directory with config.json and tokenizer, for a Megatron checkpoint that has none of its own."""
+    tokenizer: Path | None = None
+    """A directory with another tokenizer than the model's directory has, or that has none: `tokenizer.json`,
+    `tokenizer.model`, or `vocab.json` with `merges.txt`; or a SentencePiece file. It goes into exports."""
     random_init: bool = False
     """Start from random weights of the architecture in config.json (the same at every layout)."""
     fresh_head: bool = False
@@ -39,6 +42,17 @@ class ModelConfig(FrozenModel):
         Raises: ValueError when there is none.
         """
         return require_hf_directory(self.path, self.hf)
+
+    def tokenizer_place(self) -> Path:
+        """The directory, or the SentencePiece file, with the model's tokenizer. Raises: ValueError when there is no
+        such place; whether a tokenizer is there is not looked at."""
+        if self.tokenizer is None:
+            return self.hf_directory()
+        if not self.tokenizer.exists():
+            raise ValueError(
+                f"model.tokenizer = {self.tokenizer} does not exist (working directory: {Path.cwd()}); correct the path"
+            )
+        return self.tokenizer
 
 
 class ParallelConfig(FrozenModel):

@@ -106,6 +106,10 @@ class RolloutConfig(FrozenModel):
     log-probs then differ by what bf16 rounds, for which `algo.rollout_correction` corrects. Read for the engine
     `vllm`."""
     parallel: RolloutParallelConfig = RolloutParallelConfig()
+    lora: Literal["merged", "adapter"] = "merged"
+    """How vLLM gets an actor with an adapter. `merged`: the adapter is added to the weights on the way. `adapter`:
+    the base once, then in every step the adapter alone, into vLLM's own LoRA layers: far fewer bytes, and a slower
+    sampling. Of Llama, Mistral, Qwen2 and Qwen3."""
     num_samples_per_prompt: PositiveInt = 1
     """Responses drawn for each prompt of a step."""
     max_response_tokens: PositiveInt = 1024

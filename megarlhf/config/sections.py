@@ -6,14 +6,14 @@ in every command (`roles.py`). Derived numbers live in `planning/`.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, PositiveInt, model_validator
 
 from megarlhf.config.algo import GROUPED, AlgoConfig
 from megarlhf.config.beside import EMAConfig, PTXConfig, ReferenceUpdateConfig
-from megarlhf.config.choices import DEFAULT, PatienceConfig, check_choices
-from megarlhf.config.data import DataConfig, PromptDataConfig
+from megarlhf.config.choices import DEFAULT, PatienceConfig, StopConfig, check_choices
+from megarlhf.config.data import DataConfig, PromptDataConfig, SFTDataConfig
 from megarlhf.config.numbers import SkipConfig
 from megarlhf.config.profile import ProfileConfig, within_the_run
 from megarlhf.config.rewards import RewardConfig
@@ -72,30 +72,6 @@ class TrainConfig(MicroBatchConfig, SkipConfig):
     stop: PatienceConfig = PatienceConfig()
 
 
-class StopConfig(PatienceConfig):
-    """Rules that end a run early."""
-
-    max_kl: Positive | None = None
-    """Stop when `kl` (mean per response token, against the reference) exceeds this, as the mean of some last steps."""
-    max_kl_steps: PositiveInt = 4
-    """How many: a single step's estimate is noisy. Before there are as many, those that there are."""
-    validation_reward_patience: PositiveInt | None = None
-    """An earlier name of `patience` with `metric: eval_reward_mean`."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _earlier_name(cls, data: Any) -> Any:
-        if not isinstance(data, dict) or (earlier := data.get("validation_reward_patience")) is None:
-            return data
-        if any(data.get(key) not in (None, "auto", "eval_reward_mean") for key in ("metric", "mode")):
-            raise ValueError("validation_reward_patience is about eval_reward_mean; give patience with another metric")
-        if data.get("patience") not in (None, earlier):
-            raise ValueError(
-                f"validation_reward_patience = {earlier} is an earlier name of patience = {data['patience']}; give one"
-            )
-        return {**data, "patience": earlier, "metric": "eval_reward_mean"}
-
-
 class RLTrainConfig(MicroBatchConfig, SkipConfig):
     num_steps: Annotated[int, Field(ge=0)]
     """Rollout-and-train cycles."""
@@ -120,7 +96,7 @@ class RLTrainConfig(MicroBatchConfig, SkipConfig):
 class SFTConfig(FrozenModel):
     run: RunConfig
     actor: RoleConfig
-    data: DataConfig
+    data: SFTDataConfig
     train: TrainConfig
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

@@ -32,6 +32,8 @@ DEAD_SECONDS = 60.0
 Measured by each who waits, so that clocks need not agree."""
 LEFT_OVER_SECONDS = 24 * 3600.0
 """After which what a killed writer has left is removed."""
+_SHARED_BYTES = 64 << 20
+"""Of a file from which on one process reads it for all."""
 _SETTLED_SECONDS = 2.0
 """A file that has just been written may change again within one tick of its time: its digest is not kept."""
 
@@ -71,20 +73,42 @@ def key_of(parts: Mapping[str, Any]) -> str:
 
 def digest_of_file(path: Path, cache: Path) -> str:
     """SHA-256 of a file's content. It is read once as long as its size and time stay: the cache keeps the digest."""
-    place = cache / "files" / f"{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:32]}.json"
-    seen = _stamp(path)
+    name = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:32]
+    place = cache / "files" / f"{name}.json"
+    if (kept := _kept_digest(path, place)) is not None:
+        return kept
+    if path.stat().st_size < _SHARED_BYTES:
+        return _digest(path, place)
+    _make_directory(place.parent)
+    with _lease(place.parent, name) as lease:  # so that one of a node's ranks reads the file
+        kept = _kept_digest(path, place) if lease is None else None
+        return kept or _digest(path, place)
+
+
+def _kept_digest(path: Path, place: Path) -> str | None:
     with contextlib.suppress(OSError, ValueError, KeyError):
         kept = json.loads(place.read_text(encoding="utf-8"))
-        if kept["stamp"] == seen:
+        if kept["stamp"] == _stamp(path):
             return str(kept["digest"])
+    return None
+
+
+def _digest(path: Path, place: Path) -> str:
+    """Read the file, and keep the digest."""
+    seen = _stamp(path)
     with path.open("rb") as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
     if _stamp(path) == seen and time.time() - path.stat().st_mtime > _SETTLED_SECONDS:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        partial = place.with_name(f".{place.name}.{uuid.uuid4().hex}")
-        partial.write_text(json.dumps({"path": str(path.resolve()), "stamp": seen, "digest": digest}), encoding="utf-8")
-        partial.replace(place)
+        _make_directory(place.parent)
+        _replace(place, json.dumps({"path": str(path.resolve()), "stamp": seen, "digest": digest}))
     return digest
+
+
+def _make_directory(directory: Path) -> None:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(_not_writable(directory, error)) from error
 
 
 def _stamp(path: Path) -> list[int]:

@@ -13,6 +13,7 @@ import pickle
 import queue
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter, deque
 from collections.abc import Iterator
@@ -24,11 +25,13 @@ from megarlhf.config import SourceConfig
 from megarlhf.data.columns import Packed, Writer, kinds_of, pack
 from megarlhf.data.fields import Fields, LeftOut, Reader
 from megarlhf.data.formats import Chunk
-from megarlhf.data.samples import Encoder, Unusable
+from megarlhf.data.sample_kinds import Encoder, Unusable
 
-ALONE_SECONDS = 2.0
-"""So long this process encodes by itself: a worker takes as long to begin."""
+ALONE_SECONDS = 1.0
+"""So long this process encodes by itself, and then until the first worker is ready: for small data none is started."""
 MOST_WORKERS = 32
+_END_SECONDS = 10.0
+"""In which a process whose pipe has ended ends itself."""
 
 
 @dataclass(frozen=True)
@@ -100,19 +103,18 @@ def encode_all(job: Job, chunks: Iterator[Chunk], writer: Writer, workers: int |
     encode, first_record = job.opened(), 0
     count = workers or min(len(os.sched_getaffinity(0)), MOST_WORKERS)
     alone_until = time.monotonic() + ALONE_SECONDS
-    for chunk in chunks:
-        writer.append(encode(chunk, first_record))
-        first_record += len(chunk.rows)
-        if count > 1 and time.monotonic() > alone_until:
-            break
-    else:
-        return
-    with _Pool(job, count) as pool:
+    with contextlib.ExitStack() as stack:
+        pool: _Pool | None = None
         pending: deque[Future[Packed]] = deque()
         for chunk in chunks:
-            pending.append(pool.submit(chunk, first_record))
+            if pool is None and count > 1 and time.monotonic() > alone_until:
+                pool = stack.enter_context(_Pool(job, count))
+            if pool is not None and pool.is_ready:
+                pending.append(pool.submit(chunk, first_record))
+            else:
+                writer.append(encode(chunk, first_record))
             first_record += len(chunk.rows)
-            while len(pending) > 2 * count or (pending and pending[0].done()):
+            while pending and (len(pending) > 2 * count or pending[0].done()):
                 writer.append(pending.popleft().result())
         while pending:
             writer.append(pending.popleft().result())
@@ -130,10 +132,21 @@ class _Pool:
             "TOKENIZERS_PARALLELISM": "false",
         }
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+        self._has_begun = False
         self._workers = [_Worker(environment, job) for _ in range(count)]
-        for worker in self._workers:
-            self._idle.put(worker)
         self._threads = ThreadPoolExecutor(count)
+        for worker in self._workers:
+            threading.Thread(target=self._begin, args=(worker,), daemon=True).start()
+
+    def _begin(self, worker: _Worker) -> None:
+        worker.wait_until_ready()  # or ended: who gives it work is told
+        self._idle.put(worker)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a worker has begun to wait for chunks; one that works counts."""
+        self._has_begun = self._has_begun or not self._idle.empty()
+        return self._has_begun
 
     def __enter__(self) -> _Pool:
         return self
@@ -167,22 +180,32 @@ class _Worker:
             process_group=0,
         )
         self._to, self._answers = cast(Any, self._process.stdin), cast(Any, self._process.stdout)
+        self._failure: RuntimeError | None = None
+        """With which it has ended: whoever gives it work later is told the same."""
         pickle.dump(job, self._to)
         self._to.flush()
 
+    def wait_until_ready(self) -> None:
+        """Until it has loaded what it needs, or has ended."""
+        with contextlib.suppress(EOFError, ValueError, OSError):
+            pickle.load(self._answers)
+
     def encode(self, chunk: Chunk, first_record: int) -> Packed:
         """Raises: ValueError as `Opened`; RuntimeError where the process has ended."""
+        if self._failure is not None:
+            raise self._failure
         try:
             pickle.dump((chunk, first_record), self._to)
             self._to.flush()
             answer = pickle.load(self._answers)
         except (BrokenPipeError, EOFError) as error:
-            status = self._process.poll()
-            raise RuntimeError(
+            status = self._process.wait(_END_SECONDS)
+            self._failure = RuntimeError(
                 f"a process that tokenizes has ended (status {status}), at {chunk.name}, {chunk.unit} "
                 f"{chunk.numbers[0]} to {chunk.numbers[-1]}; its error stands above, or it was killed, as the system "
                 "does when memory runs out: set data.workers to fewer then"
-            ) from error
+            )
+            raise self._failure from error
         if isinstance(answer, str):
             raise ValueError(answer)
         assert isinstance(answer, Packed)
@@ -199,6 +222,8 @@ class _Worker:
 def _serve(source: BinaryIO, out: BinaryIO) -> None:
     job: Job = pickle.load(source)
     encode = job.opened()
+    pickle.dump("ready", out)
+    out.flush()
     while True:
         try:
             chunk, first_record = pickle.load(source)

@@ -38,7 +38,7 @@ class Reader:
     def record(self, row: Any, where: str) -> Record:
         """Raises: ValueError for a row without what is read of it; LeftOut."""
         if not isinstance(row, Mapping):
-            names = ", ".join(forms_of(self._fields)[0])
+            names = ", ".join(forms_of(self._fields)[0]) or "the columns of a record"
             raise ValueError(f"{where}: expected a JSON object with {names}, got {type(row).__name__}")
         if self._adapter is not None:
             row = self._adapted(row, where)
@@ -108,7 +108,7 @@ def check_fields(row: Mapping[str, Any], where: str, fields: Fields) -> None:
         missing = next(name for name in nearest if name not in row)
         others = [" and ".join(map(repr, form)) for form in forms if form is not nearest]
         either = f" (nor {', nor '.join(others)})" if others else ""
-        raise ValueError(f"{where}: no field {missing!r}{either}, found {_names(row)}{_hint(missing, row)}")
+        raise ValueError(f"{where}: no field {missing!r}{either}, found {_names(row)}{hint(missing, row)}")
     for name in form:
         _check_type(row[name], name, where)
 
@@ -120,6 +120,7 @@ def _names(row: Mapping[str, Any]) -> str:
 FORMS: Mapping[str, str] = {
     "chosen": "preference pairs, which train a reward model (`megarlhf rm`)",
     MESSAGES: "conversations: set data.template to 'chat'",
+    "conversations": "conversations: set data.template to 'chat'",
     "response": "prompts with responses (`megarlhf sft`)",
     "prompt": "prompts, which `megarlhf rl` and `generate` take",
 }
@@ -127,7 +128,6 @@ FORMS: Mapping[str, str] = {
 _OURS = (*FORMS, "rejected", "answer", "margin")
 _SHAPES: tuple[tuple[str, str], ...] = (
     ("instruction", "alpaca"),
-    ("conversations", "sharegpt"),
     ("preferred_output", "openai_messages"),
 )
 """A column that tells whose data it is, and the adapter for that."""
@@ -142,7 +142,7 @@ _ALSO_CALLED = {
 """Names that others give to what we read."""
 
 
-def _hint(missing: str, row: Mapping[str, Any]) -> str:
+def hint(missing: str, row: Mapping[str, Any]) -> str:
     """What may have been meant: a column whose name is nearly right, an adapter, or another kind of data. A column that
     has a meaning of its own, such as `rejected`, is never taken for another one."""
     others = [str(name) for name in row if name not in _OURS]

@@ -16,14 +16,18 @@ from megarlhf.data.cache import cache_directory, digest_of_file, entry, key_of
 from megarlhf.data.columns import FORMAT, Columns, Writer
 from megarlhf.data.encode import Job, encode_all
 from megarlhf.data.fields import Fields
+from megarlhf.data.megatron_indexed import IndexedOptions, IndexedSamples
 from megarlhf.data.over_long import CuttingEncoder
-from megarlhf.data.samples import Encoder, SFTEncoder, Skipped
+from megarlhf.data.sample_kinds import Encoder, Skipped
+from megarlhf.data.samples import SFTEncoder
 from megarlhf.data.selection import phase_share, set_aside
 from megarlhf.data.sources import Place, files_in_words, find
 from megarlhf.data.tokenized import Joined, Samples, Stored
 
 logger = logging.getLogger(__name__)
 Sample = TypeVar("Sample")
+Whole = Stored[Sample] | IndexedSamples[Sample]
+"""All samples of a set."""
 _READERS = ("tokenizers", "transformers", "sentencepiece", "jinja2", "reasoning-gym")
 """Packages of which another version may make other tokens or rows."""
 
@@ -39,6 +43,8 @@ class SetLoader(Generic[Sample]):
     """What each record must have, apart from what the encoder looks for."""
     run_dir: Path | None = None
     """Where `data.cache: none` keeps them."""
+    indexed: IndexedOptions[Sample] | None = None
+    """How sets of kind `megatron` are read; None where there may be none."""
 
     def train_and_validation(
         self, command: str | None = None
@@ -53,7 +59,7 @@ class SetLoader(Generic[Sample]):
         parts = [self._part(source, notes, command) for source in data.train]
         held: Samples[Sample] | list[Sample] = []
         if data.validation is not None:
-            held, of_held = self.whole(data.validation)
+            held, of_held = self.whole(data.validation, "validation")
             notes += of_held
         elif data.validation_share is not None:
             split = [set_aside(part, data.validation_share, data.split_seed) for _, part in parts]
@@ -69,18 +75,19 @@ class SetLoader(Generic[Sample]):
     def test(self) -> tuple[Samples[Sample], list[str]]:
         """The samples of `data.test`, and what was skipped, in words. Raises: ValueError as above."""
         assert self.data.test is not None, "asked only where there is some"
-        return self.whole(self.data.test)
+        return self.whole(self.data.test, "test")
 
-    def whole(self, sources: Sequence[SourceConfig]) -> tuple[Samples[Sample], list[str]]:
-        """All samples of some sets, and what was skipped, in words. Raises: ValueError as above."""
+    def whole(self, sources: Sequence[SourceConfig], part: str = "train") -> tuple[Samples[Sample], list[str]]:
+        """All samples of some sets, and what was skipped, in words. `part`: of sets with a split of Megatron's. Raises:
+        ValueError as above."""
         notes: list[str] = []
-        stored = [self.stored(source, notes) for source in sources]
+        stored = [self.stored(source, notes, part) for source in sources]
         weights = [source.weight for source in sources if source.weight is not None]
         return _joined([(each, each) for each in stored], weights or None), notes
 
     def _part(
         self, source: SourceConfig, notes: list[str], command: str | None
-    ) -> tuple[Stored[Sample], Samples[Sample]]:
+    ) -> tuple[Whole[Sample], Samples[Sample]]:
         stored = self.stored(source, notes)
         shares = self.data.phase_shares()
         if shares is None:
@@ -93,8 +100,13 @@ class SetLoader(Generic[Sample]):
         )
         return stored, share
 
-    def stored(self, source: SourceConfig, notes: list[str]) -> Stored[Sample]:
+    def stored(self, source: SourceConfig, notes: list[str], part: str = "train") -> Whole[Sample]:
         """All samples of one set, tokenized by whoever comes first. Raises: ValueError."""
+        if source.kind == "megatron":
+            assert self.indexed is not None, "refused for commands that read none"
+            samples = self.indexed.open(source, part)
+            notes.append(f"{source.words}: {len(samples)} samples of {self.indexed.sequence_length} + 1 tokens")
+            return samples
         place = find(source)
         cache = cache_directory(self.data.cache, self.run_dir)
         encoder = self._encoder()
@@ -183,7 +195,7 @@ def _in_words(manifest: dict[str, Any], source: SourceConfig) -> str:
 
 
 def _joined(
-    parts: Sequence[tuple[Stored[Sample], Samples[Sample]]], weights: Sequence[float] | None = None
+    parts: Sequence[tuple[Whole[Sample], Samples[Sample]]], weights: Sequence[float] | None = None
 ) -> Samples[Sample]:
     """What is read of each set, one after the other; `parts` has the whole set beside it."""
     if len(parts) == 1:

@@ -124,7 +124,7 @@ def require_disjoint(train: str | Path, validation: str | Path) -> None:
 
 
 def generate(name: str) -> list[dict[str, Any]]:
-    """The items, as rows with `prompt`, `messages`, `answer` (where the task has one answer only) and what the rule
+    """The items, as rows with `prompt`, `answer` (where the task has one answer only) and what the rule
     `reasoning_gym` needs. Raises: ValueError as `require_task`, or with what the generator said."""
     require_task(name)
     done = subprocess.run(
@@ -139,8 +139,7 @@ def generate(name: str) -> list[dict[str, Any]]:
     rows = []
     for line in done.stdout.splitlines():
         item = json.loads(line)
-        question = item.pop("question")
-        rows.append({"prompt": question, "messages": [{"role": "user", "content": question}], **item})
+        rows.append({"prompt": item.pop("question"), **item})
     return rows
 
 

@@ -1,17 +1,22 @@
 """Prompt and response as another tokenizer writes them, for a model that cannot read the actor's token ids.
 
 The text is what is kept: with messages the conversation is rendered again by the other model's chat template, otherwise
-the prompt's text is taken as it is. The response follows as a continuation, and ends with the other end-of-sequence
-token where it had ended by itself, whichever token the actor ended it with. So `megarlhf rm` makes its samples.
+the prompt's text is taken as it is. The response follows as a continuation, and where it had ended by itself it ends
+with the token by which the other template ends a turn (of a text: with the other end of sequence), whichever token the
+actor ended it with. So `megarlhf rm` makes its samples.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
 
+from megarlhf.data.conversations import tools_of
 from megarlhf.data.samples import with_bos
-from megarlhf.data.tokenizer import HuggingFaceTokenizer, Tokenizer
+from megarlhf.data.templates import Conversation, chat_template
+from megarlhf.data.tokenizer import Tokenizer
 
 
 class TextTooLong(ValueError):
@@ -39,18 +44,28 @@ class Retokenizer:
     """Cut the beginning of a longer text, instead of refusing it."""
 
     def __call__(
-        self, prompt: str, messages: Sequence[Mapping[str, str]] | None, response: str, *, finished: bool
+        self,
+        prompt: str,
+        messages: Sequence[Mapping[str, Any]] | None,
+        response: str,
+        *,
+        finished: bool,
+        fields: Mapping[str, Any] = MappingProxyType({}),
     ) -> Retokenized:
-        """Of the response to a prompt, whose text was rendered from `messages` if there are any.
+        """Of the response to a prompt, whose text was rendered from `messages` if there are any, and from the `tools`
+        in the record's `fields`.
 
         Raises: TextTooLong; ValueError for messages that the chat template refuses.
         """
-        tokenizer = self.tokenizer
-        if messages is not None:
-            assert isinstance(tokenizer, HuggingFaceTokenizer), "see require_template"
-            prompt = tokenizer.render_chat(messages)
-        start = with_bos(tokenizer.encode(prompt), tokenizer)
-        tokens = start + tokenizer.encode(response, continuation=True) + [tokenizer.eos_id] * finished
+        tokenizer, end = self.tokenizer, self.tokenizer.eos_id
+        if messages is None:
+            start = with_bos(tokenizer.encode(prompt), tokenizer)
+        else:
+            template = chat_template(tokenizer)
+            asked = Conversation([dict(message) for message in messages], tools_of(fields))
+            template.check(asked)
+            start, end = template.ids(template.text(asked, reply=True)), template.end
+        tokens = start + tokenizer.encode(response, continuation=True) + [end] * finished
         if len(tokens) <= self.max_tokens:
             return Retokenized(tokens, truncated=False)
         if not self.cuts:

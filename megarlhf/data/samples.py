@@ -1,141 +1,62 @@
 """Samples: records as token ids, with every record that cannot be used counted under its reason.
 
-Nothing is cut: a record over a limit is skipped and counted. Lengths are in tokens; a response's includes its
-eos, as in rollout.
+Nothing is cut: a record over a limit is skipped and counted. Lengths are in tokens; a response's includes the token
+that ends it, as in rollout.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
+from datetime import date
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 import numpy as np
 
+from megarlhf.config import ConversationConfig
+from megarlhf.data.conversations import (
+    CONVERSATION_COLUMNS,
+    EmptyText,
+    PairOfConversations,
+    PairOfTexts,
+    example_of,
+    pair_of,
+    prompt_of,
+)
+from megarlhf.data.sample_kinds import (
+    Encode,
+    FieldCheck,
+    PairSample,
+    PromptSample,
+    SFTSample,
+    Skipped,
+    Unusable,
+)
 from megarlhf.data.sources import Record
-from megarlhf.data.templates import Template, prompt_and_response, prompt_text, question, require_template
-from megarlhf.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_digest
+from megarlhf.data.templates import ChatTemplate, Conversation, Template, chat_template, has_template
+from megarlhf.data.tokenizer import Tokenizer, load_tokenizer
+from megarlhf.data.tokenizer_files import tokenizer_digest, writes_the_date
+from megarlhf.data.turns import Answered, Inexact, LossOn, answered
+
+VERSION = 1
+"""Of how records are written as tokens: another one makes other keys of the cache."""
 
 Records = Sequence[Mapping[str, Any]]
 Sample = TypeVar("Sample")
-Sample_co = TypeVar("Sample_co", covariant=True)
+Read = TypeVar("Read")
 
 
-@dataclass(frozen=True)
-class SFTSample:
-    """A text, and the stretches of it that are learnt."""
-
-    tokens: list[int]
-    stretches: list[int]
-    """Where learnt tokens stand, in order: the first one of a stretch, the one behind its last, and so on for further
-    stretches. Token 0 is in none, since nothing predicts it."""
-
-    @classmethod
-    def of_response(cls, tokens: list[int], prompt_length: int) -> SFTSample:
-        """Everything behind the prompt is learnt."""
-        return cls(tokens, [prompt_length, len(tokens)])
-
-    @property
-    def prompt_length(self) -> int:
-        """How many tokens stand before the first that is learnt."""
-        return self.stretches[0]
-
-    @property
-    def num_learnt(self) -> int:
-        """Tokens that the loss is on."""
-        return sum(self.stretches[1::2]) - sum(self.stretches[0::2])
-
-    def learnt(self) -> list[bool]:
-        """For each token whether it is learnt."""
-        mask = [False] * len(self.tokens)
-        for first, end in zip(self.stretches[0::2], self.stretches[1::2], strict=True):
-            mask[first:end] = [True] * (end - first)
-        return mask
-
-
-@dataclass(frozen=True)
-class PairSample:
-    """A prompt and two responses, each with its eos."""
-
-    prompt_tokens: list[int]
-    chosen_tokens: list[int]
-    rejected_tokens: list[int]
-    margin: float = 0.0
-    """By how much the scores should differ, where the reward model is trained with margins."""
-
-
-PAIR_SEQUENCES = (("prompt_tokens", "chosen_tokens"), ("prompt_tokens", "rejected_tokens"))
-"""The fields that the two sequences of a pair consist of."""
-
-
-@dataclass(frozen=True)
-class PromptSample:
-    """A prompt to respond to."""
-
-    tokens: list[int]
-    text: str
-    """The rendered prompt; without bos, but for one that a chat template writes."""
-    fields: dict[str, Any]
-    """All other columns of the record (`answer`, say), for the reward functions."""
-    index: int
-    """The record's place in the source, skipped ones counted."""
-    messages: Any = None
-    """The conversation that it was rendered from; None where the prompt was a plain text."""
-
-
-@dataclass
-class Skipped:
-    """How many records of how many were left out, by reason."""
-
-    total: int
-    reasons: Counter[str] = field(default_factory=Counter)
-
-    def count(self) -> int:
-        """All that were left out."""
-        return sum(self.reasons.values())
-
-    def describe(self) -> str:
-        """One sentence for the log."""
-        if not self.count():
-            return f"used all {self.total} records"
-        reasons = ", ".join(f"{reason}: {count}" for reason, count in sorted(self.reasons.items()))
-        return f"skipped {self.count()} of {self.total} records ({reasons})"
-
-
-class Unusable(Exception):
-    """A record that has to be skipped; its text is the reason."""
-
-
-Encode = Callable[[int, Mapping[str, Any]], Sample]
-"""The sample of a record, which is told its number in the source. Raises: Unusable for a record that is skipped, and
-ValueError for one that is refused, without words that say where it stands."""
-
-
-class Encoder(Protocol[Sample_co]):
-    """How a command makes samples of records: plain data, which other processes can be given (by pickle)."""
-
-    def open(self) -> Callable[[int, Mapping[str, Any]], Sample_co]:
-        """With the tokenizer loaded. Raises: ValueError for one that does not fit the options."""
-        ...
-
-    def key(self) -> dict[str, Any]:
-        """All that the result depends on beside the records: what JSON can hold, the same in every process."""
-        ...
-
-
-class FieldCheck(Protocol):
-    """Looks at the other columns of a prompt, for the rewards that read them. Picklable."""
-
-    def __call__(self, fields: Mapping[str, Any]) -> None:
-        """Raises: ValueError for what is missing."""
-        ...
-
-    def key(self) -> list[str]:
-        """What it looks for."""
-        ...
+def writing_options(data: ConversationConfig) -> dict[str, Any]:
+    """The options of an encoder that say how conversations are written. Raises: ValueError for a file of
+    `data.chat_template` that cannot be read."""
+    return {
+        "template": data.template_mode,
+        "chat_template": data.chat_template_text(),
+        "template_args": data.template_args,
+        "inexact": data.inexact,
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,63 +66,133 @@ class _Options:
     tokenizer: Path
     """The directory of the tokenizer."""
     max_prompt_tokens: int
-    template: Template = "plain"
+    template: Template = "auto"
+    chat_template: str | None = None
+    """In place of the tokenizer's own."""
+    template_args: Mapping[str, Any] = field(default_factory=dict)
+    """Further variables of the template."""
+    inexact: Literal["refuse", "skip"] = "refuse"
+    """What becomes of a conversation whose answers cannot be told from the rest."""
 
     def key(self) -> dict[str, Any]:
         """See `Encoder.key`."""
-        values = {name: value for name, value in asdict(self).items() if name not in ("tokenizer", "check_fields")}
-        return {"samples": type(self).__name__, "tokenizer": tokenizer_digest(self.tokenizer), **values}
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        values |= {"samples": type(self).__name__, "version": VERSION, "tokenizer": tokenizer_digest(self.tokenizer)}
+        if self.template != "plain" and writes_the_date(self.tokenizer, self.chat_template):
+            values["date"] = date.today().isoformat()
+        return {**values, "template_args": dict(self.template_args)}
 
-    def _loaded(self) -> Tokenizer:
-        tokenizer = load_tokenizer(self.tokenizer)
-        require_template(self.template, tokenizer)
-        return tokenizer
+    def chat(self, tokenizer: Tokenizer) -> ChatTemplate | None:
+        """What conversations are written with; None where there is nothing, which a conversation then says.
+
+        Raises: ValueError where a template is certainly read, and there is none."""
+        if self.template not in get_args(Template):
+            raise ValueError(f"unknown template {self.template!r}; the known ones are {', '.join(get_args(Template))}")
+        if self.template == "plain":
+            return None
+        if self.template == "chat" or self.chat_template is not None or has_template(tokenizer):
+            return chat_template(tokenizer, self.chat_template, self.template_args)
+        return None
+
+
+class _Writer:
+    """Prompts and answers as token ids, by one tokenizer and one template."""
+
+    def __init__(self, options: _Options, tokenizer: Tokenizer) -> None:
+        self.tokenizer, self._skips = tokenizer, options.inexact == "skip"
+        self._template = options.chat(tokenizer)
+
+    @property
+    def template(self) -> ChatTemplate:
+        """Raises: ValueError where there is none."""
+        return self._template or chat_template(self.tokenizer)
+
+    def answered(self, conversation: Conversation, loss_on: LossOn) -> Answered:
+        """See `turns.answered`. Raises: Unusable, ValueError."""
+        self.template.check(conversation)
+        try:
+            return answered(self.template, conversation, loss_on)
+        except Inexact as error:
+            if self._skips:
+                raise Unusable("answers that cannot be told from the rest, token by token") from error
+            raise
+
+    def asked(self, asked: str | Conversation) -> tuple[str, list[int]]:
+        """A prompt's text and ids. Raises: Unusable, ValueError."""
+        if isinstance(asked, str):
+            return asked, _text_tokens(asked, self.tokenizer)
+        self.template.check(asked)
+        text = self.template.text(asked, reply=True)
+        return text, self.template.ids(text)
+
+
+def _skipping(read: Callable[..., Read], record: Mapping[str, Any], template: Template) -> Read:
+    try:
+        return read(record, template)
+    except EmptyText as reason:
+        raise Unusable(str(reason)) from reason
 
 
 @dataclass(frozen=True, kw_only=True)
 class SFTEncoder(_Options):
-    """Of records with `prompt` and `response` (or `messages`)."""
+    """Of a prompt and its response, or of a conversation: `conversations.example_of`."""
 
     max_response_tokens: int
+    loss_on: LossOn = "last"
+    """Which of the assistant's messages are learnt."""
 
     def open(self) -> Encode[SFTSample]:
         """See `Encoder.open`."""
-        return self.by(self._loaded())
+        return self.by(load_tokenizer(self.tokenizer))
 
     def by(self, tokenizer: Tokenizer) -> Encode[SFTSample]:
         """With a tokenizer that is there."""
+        writer = _Writer(self, tokenizer)
 
         def sample(index: int, record: Mapping[str, Any]) -> SFTSample:
-            prompt, response = prompt_and_response(record, self.template, tokenizer)
-            prompt_tokens = _prompt_tokens(prompt, tokenizer, self.max_prompt_tokens)
-            response_tokens = _response_tokens(response, tokenizer, self.max_response_tokens)
-            return SFTSample.of_response(prompt_tokens + response_tokens, len(prompt_tokens))
+            example = _skipping(example_of, record, self.template)
+            if isinstance(example, Conversation):
+                whole = writer.answered(example, self.loss_on)
+                sample = SFTSample(whole.tokens, whole.stretches)
+            else:
+                prompt_tokens = _text_tokens(example[0], tokenizer)
+                sample = SFTSample.of_response(
+                    prompt_tokens + _response_tokens(example[1], tokenizer), len(prompt_tokens)
+                )
+            self._require_length(sample)
+            return sample
 
         return sample
+
+    def _require_length(self, sample: SFTSample) -> None:
+        """Raises: Unusable."""
+        if self.loss_on == "all":
+            _require_at_most(len(sample.tokens), self.max_prompt_tokens + self.max_response_tokens, "conversation")
+            return
+        _require_at_most(sample.prompt_length, self.max_prompt_tokens, "prompt")
+        _require_at_most(len(sample.tokens) - sample.prompt_length, self.max_response_tokens, "response")
 
 
 @dataclass(frozen=True, kw_only=True)
 class PairEncoder(_Options):
-    """Of records with `prompt`, `chosen` and `rejected`, and `margin` where it is asked for."""
+    """Of a prompt and two answers, texts or messages (`conversations.pair_of`), and `margin` where it is asked for."""
 
     max_response_tokens: int
     with_margin: bool = False
 
     def open(self) -> Encode[PairSample]:
         """See `Encoder.open`."""
-        return self.by(self._loaded())
+        return self.by(load_tokenizer(self.tokenizer))
 
     def by(self, tokenizer: Tokenizer) -> Encode[PairSample]:
         """With a tokenizer that is there."""
+        writer = _Writer(self, tokenizer)
 
         def sample(index: int, record: Mapping[str, Any]) -> PairSample:
-            if not record["prompt"].strip():  # of which a chat template would make a text
-                raise Unusable("empty prompt")
-            text = question(record, self.template, tokenizer)
-            prompt_tokens = _prompt_tokens(text, tokenizer, self.max_prompt_tokens)
-            chosen_tokens, rejected_tokens = (
-                _response_tokens(record[name], tokenizer, self.max_response_tokens) for name in ("chosen", "rejected")
-            )
+            prompt_tokens, chosen_tokens, rejected_tokens = self._parts(record, writer)
+            _require_at_most(len(prompt_tokens), self.max_prompt_tokens, "prompt")
+            for tokens in (chosen_tokens, rejected_tokens):
+                _require_at_most(len(tokens), self.max_response_tokens, "response")
             if chosen_tokens == rejected_tokens:
                 raise Unusable("chosen equals rejected")
             margin = _margin(record) if self.with_margin else 0.0
@@ -209,10 +200,26 @@ class PairEncoder(_Options):
 
         return sample
 
+    def _parts(self, record: Mapping[str, Any], writer: _Writer) -> tuple[list[int], list[int], list[int]]:
+        pair = _skipping(pair_of, record, self.template)
+        if isinstance(pair, PairOfTexts):
+            prompt_tokens = _text_tokens(pair.prompt, writer.tokenizer)
+            chosen, rejected = (_response_tokens(each, writer.tokenizer) for each in (pair.chosen, pair.rejected))
+            return prompt_tokens, chosen, rejected
+        sides = [writer.answered(each, "last") for each in (pair.chosen, pair.rejected)]
+        prompts = [side.tokens[: side.stretches[0]] for side in sides]
+        if prompts[0] != prompts[1]:
+            raise ValueError(
+                "the chat template writes another prompt before the chosen answer than before the rejected one; give a "
+                "template that does not look at the answer (data.chat_template)"
+            )
+        chosen, rejected = (side.tokens[len(prompts[0]) :] for side in sides)
+        return prompts[0], chosen, rejected
+
 
 @dataclass(frozen=True, kw_only=True)
 class PromptEncoder(_Options):
-    """Of records with `prompt` (or `messages`)."""
+    """Of what has to be answered: `conversations.prompt_of`."""
 
     check_fields: FieldCheck | None = None
 
@@ -222,21 +229,53 @@ class PromptEncoder(_Options):
 
     def open(self) -> Encode[PromptSample]:
         """See `Encoder.open`."""
-        return self.by(self._loaded())
+        return self.by(load_tokenizer(self.tokenizer))
 
     def by(self, tokenizer: Tokenizer) -> Encode[PromptSample]:
         """With a tokenizer that is there."""
+        writer = _Writer(self, tokenizer)
 
         def sample(index: int, record: Mapping[str, Any]) -> PromptSample:
-            text = prompt_text(record, self.template, tokenizer)
-            others = {key: value for key, value in record.items() if key not in ("prompt", "messages")}
-            tokens = _prompt_tokens(text, tokenizer, self.max_prompt_tokens)
+            asked = _skipping(prompt_of, record, self.template)
+            others = {key: value for key, value in record.items() if key not in CONVERSATION_COLUMNS}
+            text, tokens = writer.asked(asked)
+            _require_at_most(len(tokens), self.max_prompt_tokens, "prompt")
             if self.check_fields is not None:
                 self.check_fields(others)
-            messages = record.get("messages") if self.template == "chat" else None
+            messages = asked.messages if isinstance(asked, Conversation) else None
             return PromptSample(tokens, text, others, index, messages)
 
         return sample
+
+
+_READERS: Mapping[type[_Options], Callable[[Mapping[str, Any], Template], Any]] = {
+    SFTEncoder: example_of,
+    PairEncoder: pair_of,
+    PromptEncoder: prompt_of,
+}
+
+
+def reading_in_words(encoder: _Options, record: Mapping[str, Any]) -> str:
+    """How a record is read, for the start of a run; "" for one that is skipped. Raises: ValueError for one that is
+    refused."""
+    try:
+        read = _READERS[type(encoder)](record, encoder.template)
+    except EmptyText:
+        return ""
+    if isinstance(read, Conversation | PairOfConversations):
+        by = "the chat template of data.chat_template" if encoder.chat_template else "the tokenizer's chat template"
+        learnt = ""
+        if isinstance(encoder, SFTEncoder):
+            learnt = "; learnt: " + ("every answer" if encoder.loss_on == "all" else "the last answer")
+        if writes_the_date(encoder.tokenizer, encoder.chat_template):
+            learnt += (
+                "; the template writes today's date, so that a run that goes on tomorrow has other data: name the "
+                "variable that it takes instead (data.template_args, such as {date_string: 26 Nov 2026})"
+            )
+        return f"conversations, written by {by}{learnt}"
+    if encoder.template == "auto" and has_template(load_tokenizer(encoder.tokenizer)):
+        return "texts as they stand; the tokenizer has a chat template, which data.template: chat would write them with"
+    return "texts as they stand"
 
 
 def build_sft(records: Records, tokenizer: Tokenizer, **options: Any) -> tuple[list[SFTSample], Skipped]:
@@ -255,7 +294,6 @@ def build_prompts(records: Records, tokenizer: Tokenizer, **options: Any) -> tup
 
 
 def _built(encoder: Any, records: Records, tokenizer: Tokenizer) -> tuple[list[Any], Skipped]:
-    require_template(encoder.template, tokenizer)
     return encode_records(records, encoder.by(tokenizer))
 
 
@@ -287,30 +325,30 @@ def encode_records(records: Records, encode: Encode[Sample]) -> tuple[list[Sampl
     return samples, skipped
 
 
-def _prompt_tokens(text: str, tokenizer: Tokenizer, limit: int) -> list[int]:
+def _text_tokens(text: str, tokenizer: Tokenizer) -> list[int]:
+    """Of a prompt that is a text as it stands."""
     tokens = tokenizer.encode(text)
     if not text.strip() or not tokens:
         raise Unusable("empty prompt")
-    tokens = with_bos(tokens, tokenizer)
-    if len(tokens) > limit:
-        raise Unusable(f"prompt longer than {limit} tokens")
-    return tokens
+    return with_bos(tokens, tokenizer)
 
 
 def with_bos(tokens: list[int], tokenizer: Tokenizer) -> list[int]:
-    """Behind begin-of-sequence, where the tokenizer has it; a chat template may have written it itself."""
+    """Behind begin-of-sequence, where the tokenizer has it; the text may have begun with it."""
     if tokenizer.bos_id is None or tokens[:1] == [tokenizer.bos_id]:
         return tokens
     return [tokenizer.bos_id, *tokens]
 
 
-def _response_tokens(text: str, tokenizer: Tokenizer, limit: int) -> list[int]:
+def _response_tokens(text: str, tokenizer: Tokenizer) -> list[int]:
     if not text.strip():
         raise Unusable("empty response")
-    tokens = [*tokenizer.encode(text, continuation=True), tokenizer.eos_id]
-    if len(tokens) > limit:
-        raise Unusable(f"response longer than {limit} tokens")
-    return tokens
+    return [*tokenizer.encode(text, continuation=True), tokenizer.eos_id]
+
+
+def _require_at_most(tokens: int, limit: int, what: str) -> None:
+    if tokens > limit:
+        raise Unusable(f"{what} longer than {limit} tokens")
 
 
 def require_positions(longest: int, max_positions: int, model: str) -> None:

@@ -12,12 +12,15 @@ from typing import Any, TypeVar
 import numpy as np
 
 from megarlhf.data.columns import Array
+from megarlhf.data.megatron_indexed import IndexedSamples
 from megarlhf.data.tokenized import Samples, Selected, Stored
 
 Sample = TypeVar("Sample")
 
 
-def phase_share(samples: Stored[Sample], shares: Sequence[float], phase: int, seed: int) -> Selected[Sample]:
+def phase_share(
+    samples: Stored[Sample] | IndexedSamples[Sample], shares: Sequence[float], phase: int, seed: int
+) -> Selected[Sample]:
     """The samples whose records are in a phase's share. All records of the source are put into an order that follows
     from the seed, and cut where the shares say; so the shares of all phases are disjoint, whatever a command skips.
 

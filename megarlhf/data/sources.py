@@ -8,6 +8,7 @@ removed on return: ranks that load the same file share nothing, so they cannot r
 from __future__ import annotations
 
 import difflib
+import json
 import re
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,6 +19,7 @@ from typing import Any, Literal
 from megarlhf.config import SourceConfig
 from megarlhf.data.fields import Fields, Record, form_of, records_of
 from megarlhf.data.formats import COMPRESSED, SUFFIXES, Chunk, chunks_of_rows, first_rows, kind_of, read_chunks
+from megarlhf.data.megatron_indexed import files_of, prefix_of
 from megarlhf.data.procedural import generate, is_procedural, require_task
 from megarlhf.data.splits import (
     chosen_split,
@@ -41,7 +43,7 @@ class Place:
     """A source that was found."""
 
     source: SourceConfig
-    kind: Literal["files", "saved", "hub", "generated"]
+    kind: Literal["files", "saved", "hub", "generated", "indexed"]
     files: tuple[Path, ...] = ()
     """What is read, in order; of a saved dataset its directory. Empty for a hub name and for what is generated."""
     passed_over: tuple[str, ...] = ()
@@ -50,6 +52,7 @@ class Place:
     def chunks(self) -> Iterator[Chunk]:
         """All rows, in order. Raises: ValueError for what cannot be read."""
         name = str(self.source.path)
+        assert self.kind != "indexed", "it has no rows: see megatron_indexed"
         if self.kind == "files":
             self._require_one_kind()
             for file in self.files:
@@ -96,6 +99,8 @@ def find(source: SourceConfig) -> Place:
     that has several.
     """
     path, split = source.path, source.split
+    if source.kind == "megatron":
+        return Place(source, "indexed", files_of(path))
     if is_procedural(path):
         _require_unsplit(source, f"{path} is generated and has")
         require_task(str(path))
@@ -153,7 +158,13 @@ def require_source(source: AnySource, split: str | None = None) -> None:
 
 def is_there(sources: Sequence[SourceConfig]) -> bool:
     """Whether all sets can be read without a network."""
-    return all(each.path.exists() or is_procedural(each.path) or is_pattern(each.path) for each in sources)
+
+    def there(source: SourceConfig) -> bool:
+        if source.kind == "megatron":
+            return all(Path(f"{prefix_of(source.path)}{ending}").exists() for ending in (".bin", ".idx"))
+        return source.path.exists() or is_procedural(source.path) or is_pattern(source.path)
+
+    return all(map(there, sources))
 
 
 def source_files(source: AnySource, split: str | None = None) -> set[Path]:
@@ -206,6 +217,8 @@ def _saved_rows(directory: Path) -> Any:
     from datasets import load_from_disk
 
     try:
+        if json.loads((directory / "state.json").read_text(encoding="utf-8"))["_data_files"] == []:
+            return []  # which load_from_disk does not read
         return load_from_disk(str(directory))
     except Exception as error:  # what its readers raise: JSON, Arrow, missing files
         raise ValueError(

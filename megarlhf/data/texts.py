@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from megarlhf.data.samples import Unusable
-from megarlhf.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_digest
+from megarlhf.data.tokenizer import Tokenizer, load_tokenizer
+from megarlhf.data.tokenizer_files import tokenizer_digest
 
 
 @dataclass(frozen=True)

@@ -9,19 +9,18 @@ crosses the border.
 
 from __future__ import annotations
 
-import hashlib
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from megarlhf.data.jinja_chat import program_of
+from megarlhf.data.tokenizer_files import byte_pairs, damaged, of_byte_pairs
+
 logger = logging.getLogger(__name__)
 
-_FILES = (
-    "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
-    "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja",
-)  # fmt: skip
-"""Whatever a tokenizer is read from."""
+Messages = Sequence[Mapping[str, Any]]
 
 # A protobuf message that is appended to another is merged into it, and its scalars win: field 3 of ModelProto
 # (normalizer_spec, 4 bytes long), in it fields 3 (add_dummy_prefix) and 4 (remove_extra_whitespaces) = false.
@@ -54,6 +53,36 @@ class Tokenizer(Protocol):
         ...
 
 
+class ChatTokenizer(Tokenizer, Protocol):
+    """A tokenizer that a conversation can be written with."""
+
+    name: str
+    """For messages."""
+    special_ids: frozenset[int]
+    """Of tokens that stand for themselves, whatever text is around them: a template's marks."""
+
+    def own_template(self) -> str | None:
+        """The chat template that belongs to it; None where there is none."""
+        ...
+
+    def render(
+        self, messages: Messages, template: str | None, variables: Mapping[str, Any], *, tools: Any, reply: bool
+    ) -> str:
+        """The conversation as text, by `template` or its own one; with `reply` up to where the assistant's next
+        message begins. Raises: what the template raises."""
+        ...
+
+    def encode_rendered(self, text: str) -> list[int]:
+        """Ids of what a template has written: the names of special tokens are those tokens, and none is added."""
+        ...
+
+    def marked(
+        self, messages: Messages, template: str | None, variables: Mapping[str, Any], *, tools: Any
+    ) -> tuple[list[int], list[bool]]:
+        """The whole conversation's ids, and which of them the template marks with `{% generation %}`."""
+        ...
+
+
 class SentencePieceTokenizer:
     """A SentencePiece model. Its control symbols (bos, eos, pad) cannot be written in text.
 
@@ -61,13 +90,14 @@ class SentencePieceTokenizer:
     leading space is not extra.
     """
 
-    def __init__(self, model: bytes, name: str = "tokenizer.model") -> None:
+    def __init__(self, model: bytes, name: str = "tokenizer.model", template: str | None = None) -> None:
         from sentencepiece import SentencePieceProcessor
 
         try:
             self._start = SentencePieceProcessor(model_proto=model)
         except RuntimeError as error:
             raise ValueError(f"{name} is not a SentencePiece model: {error}; copy it again") from error
+        self.name, self._template = name, template
         self._continued = SentencePieceProcessor(model_proto=model + _AS_CONTINUATION)
         self.vocab_size = int(self._start.get_piece_size())
         # SentencePiece says -1 for an id that the model does not define.
@@ -75,6 +105,43 @@ class SentencePieceTokenizer:
         self.eos_id = _required_eos(eos_id if eos_id >= 0 else None, name)
         self.bos_id: int | None = bos_id if bos_id >= 0 else None
         self.pad_id = _pad_or_eos(pad_id if pad_id >= 0 else None, self.eos_id, name)
+        self._control = {piece: n for n, piece in enumerate(self.tokens()) if self._start.is_control(n)}
+        self._between = re.compile("(" + "|".join(map(re.escape, self._control)) + ")") if self._control else None
+        self.special_ids = frozenset(self._control.values()) | _user_defined(model)
+
+    def own_template(self) -> str | None:
+        """That of a file beside it: a SentencePiece model itself has none."""
+        return self._template
+
+    def render(
+        self, messages: Messages, template: str | None, variables: Mapping[str, Any], *, tools: Any, reply: bool
+    ) -> str:
+        """See `ChatTokenizer.render`; by jinja2 itself."""
+        template = template or self._template
+        assert template is not None, "see templates.chat_template"
+        named = {"bos_token": self.bos_id, "eos_token": self.eos_id, "unk_token": self._start.unk_id()}
+        pieces = {name: str(self._start.id_to_piece(n)) for name, n in named.items() if n is not None and n >= 0}
+        program = program_of(template)
+        return program.render(messages, tools=tools, add_generation_prompt=reply, **{**pieces, **variables})
+
+    def encode_rendered(self, text: str) -> list[int]:
+        """See `ChatTokenizer.encode_rendered`. Between control symbols the text is ordinary text; the first stretch
+        begins as a text does, the others continue."""
+        parts = self._between.split(text) if self._between else [text]
+        ids: list[int] = []
+        for number, part in enumerate(parts):
+            if number % 2:
+                ids.append(self._control[part])
+            elif part:
+                ids += self.encode(part, continuation=bool(ids))
+        return ids
+
+    def marked(
+        self, messages: Messages, template: str | None, variables: Mapping[str, Any], *, tools: Any
+    ) -> tuple[list[int], list[bool]]:
+        """See `ChatTokenizer.marked`. Raises: ValueError, since marks are places in a text, which this model's pieces
+        cannot be told from."""
+        raise ValueError("marks of a template are read with a Hugging Face tokenizer only")
 
     def tokens(self) -> list[str]:
         """See `Tokenizer.tokens`."""
@@ -95,11 +162,12 @@ class HuggingFaceTokenizer:
 
     def __init__(self, tokenizer: Any, name: str) -> None:
         self._tokenizer = tokenizer
-        self._name = name
+        self.name = name
         self.vocab_size = len(tokenizer)
         self.eos_id = _required_eos(tokenizer.eos_token_id, name)
         self.bos_id: int | None = tokenizer.bos_token_id
         self.pad_id = _pad_or_eos(tokenizer.pad_token_id, self.eos_id, name)
+        self.special_ids = frozenset(tokenizer.added_tokens_decoder)
         # A text to continue from, where the tokenizer puts a space before the first word.
         self._lead = self._encode("\n") if self._decode(self._encode("a")) != self._glued("a") else []
 
@@ -125,7 +193,7 @@ class HuggingFaceTokenizer:
         ids = self._encode("\n" + text)
         if ids[: len(self._lead)] != self._lead:
             raise ValueError(
-                f"{self._name} merges a line break with {text[:40]!r}, so that the ids of the text as a "
+                f"{self.name} merges a line break with {text[:40]!r}, so that the ids of the text as a "
                 "continuation cannot be told; start the response with another character"
             )
         return ids[len(self._lead) :]
@@ -136,68 +204,78 @@ class HuggingFaceTokenizer:
             return self._decode(ids)
         return self._decode([*self._lead, *ids])[len(self._decode(self._lead)) :]
 
-    def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """The messages in the model's chat template, ready for the assistant's answer.
+    def own_template(self) -> str | None:
+        """See `ChatTokenizer.own_template`. Of several with names that for tools, which transformers takes for them."""
+        template = self._tokenizer.chat_template
+        if isinstance(template, dict):
+            return template.get("tool_use", template.get("default"))
+        return None if template is None else str(template)
 
-        Raises: ValueError for messages that the template refuses
-        """
-        try:
-            return str(self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True))
-        except Exception as error:  # a template is a program: what it raises itself, and what fails in it
-            roles = ", ".join(message["role"] for message in messages) or "none"
-            raise ValueError(
-                f"the chat template of {self._name} refuses the messages (roles: {roles}): {type(error).__name__}: "
-                f"{str(error).partition(chr(10))[0]}; change the messages to what the template expects, or the template"
-            ) from error
+    def render(
+        self, messages: Messages, template: str | None, variables: Mapping[str, Any], *, tools: Any, reply: bool
+    ) -> str:
+        """See `ChatTokenizer.render`."""
+        text = self._tokenizer.apply_chat_template(
+            list(messages), tools, chat_template=template, tokenize=False, add_generation_prompt=reply, **variables
+        )
+        return str(text)
 
-    def require_chat_template(self) -> None:
-        """Raises: ValueError where the tokenizer has none."""
-        if self._tokenizer.chat_template is None:
-            raise ValueError(f"{self._name} has no chat template; use the template 'plain', or add one")
+    def encode_rendered(self, text: str) -> list[int]:
+        """See `ChatTokenizer.encode_rendered`."""
+        return self._encode(text)
+
+    def marked(
+        self, messages: Messages, template: str | None, variables: Mapping[str, Any], *, tools: Any
+    ) -> tuple[list[int], list[bool]]:
+        """See `ChatTokenizer.marked`."""
+        made = self._tokenizer.apply_chat_template(
+            list(messages),
+            tools,
+            chat_template=template,
+            tokenize=True,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+            **variables,
+        )
+        return list(made["input_ids"]), [bool(mark) for mark in made["assistant_masks"]]
+
+
+def _user_defined(model: bytes) -> frozenset[int]:
+    from sentencepiece import sentencepiece_model_pb2 as schema
+
+    proto = schema.ModelProto.FromString(model)
+    kind = schema.ModelProto.SentencePiece.USER_DEFINED
+    return frozenset(n for n, piece in enumerate(proto.pieces) if piece.type == kind)
 
 
 def load_tokenizer(directory: str | Path) -> Tokenizer:
-    """The tokenizer of a model directory: `tokenizer.json` through transformers, else `tokenizer.model`.
+    """The tokenizer of a directory: `tokenizer.json` through transformers, else `tokenizer.model`, else GPT-2's
+    `vocab.json` and `merges.txt` (or `gpt2-vocab.json` and `gpt2-merges.txt`, as Megatron-LM's scripts name them). A
+    file is a SentencePiece model.
 
-    Raises: ValueError where the directory holds neither, a file is damaged, or the tokenizer defines no eos
+    Raises: ValueError where there is none of them, a file is damaged, or the tokenizer defines no eos
     """
     directory = Path(directory)
     if (directory / "tokenizer.json").is_file():
         from transformers import AutoTokenizer
 
-        try:
+        with damaged(directory / "tokenizer.json"):
             tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
-        except Exception as error:  # what the readers below it raise: JSON, keys, values
-            raise ValueError(
-                f"{directory / 'tokenizer.json'}, or a file that belongs to it (tokenizer_config.json), cannot be read "
-                f"as a Hugging Face tokenizer: {type(error).__name__}: {str(error).partition(chr(10))[0]}; copy the "
-                "tokenizer of the model there again"
-            ) from error
         return HuggingFaceTokenizer(tokenizer, str(directory))
-    model = directory / "tokenizer.model"
+    model = directory if directory.is_file() else directory / "tokenizer.model"
     if model.is_file():
-        return SentencePieceTokenizer(model.read_bytes(), str(model))
+        beside = model.parent / "chat_template.jinja"
+        template = beside.read_text(encoding="utf-8") if beside.is_file() else None
+        return SentencePieceTokenizer(model.read_bytes(), str(model), template)
     if not directory.is_dir():
         raise ValueError(f"no such tokenizer directory: {directory}; give one that holds a tokenizer")
+    if (pair := byte_pairs(directory)) is not None:
+        return HuggingFaceTokenizer(of_byte_pairs(*pair), str(directory))
     file_names = ", ".join(sorted(entry.name for entry in directory.iterdir())[:8]) or "nothing"
     raise ValueError(
-        f"no tokenizer in {directory}: expected tokenizer.json or tokenizer.model, found {file_names}; "
-        "copy the tokenizer of the model there"
+        f"no tokenizer in {directory}: expected tokenizer.json or tokenizer.model, found {file_names}; copy the "
+        "tokenizer of the model there, or GPT-2's vocab.json and merges.txt"
     )
-
-
-def tokenizer_digest(directory: str | Path) -> str:
-    """SHA-256 of the files that make a directory's tokenizer and its chat template."""
-    digest = hashlib.sha256()
-    for path in sorted(path for pattern in _FILES for path in Path(directory).glob(pattern)):
-        content = path.read_bytes()
-        digest.update(f"{path.relative_to(directory)}:{len(content)}:".encode() + content)
-    return digest.hexdigest()
-
-
-def has_tokenizer(directory: Path) -> bool:
-    """Whether `load_tokenizer` finds one there."""
-    return any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer.model"))
 
 
 def first_difference(writer: Tokenizer, reader: Tokenizer) -> str | None:

@@ -25,7 +25,7 @@ from megarlhf.config import KernelsConfig, ParallelConfig, RoleConfig
 from megarlhf.kernels.arguments import require_device
 from megarlhf.models.experts import use_exchange
 from megarlhf.models.heads import LanguageHead, ScalarHead
-from megarlhf.models.lora import attach_adapters, merged_parameters
+from megarlhf.models.lora import attach_adapters, merged_parameters, scaled_parameters
 from megarlhf.models.packed_rotary import PackedRotary
 from megarlhf.models.positions import PositionTable
 from megarlhf.models.rotary_frequencies import attention_factor, scaled_frequencies
@@ -88,6 +88,10 @@ class ModelShard:
         """The parameters of `base` with the adapter added: of a model without one its live parameters, otherwise new
         tensors where it adds."""
         return merged_parameters(self.module, self.parameters())
+
+    def scaled(self) -> dict[str, Tensor]:
+        """The live parameters with scale x B, new tensors, in the place of each B of an adapter."""
+        return scaled_parameters(self.module, self.parameters())
 
     @property
     def megatron_layout(self) -> MegatronLayout:

@@ -153,6 +153,14 @@ def attach_adapters(
             adapters.append(adapter)
 
 
+def move_adapter(layer: nn.Module, into: nn.Module) -> None:
+    """Give a layer that takes another's place its adapter, if that has one."""
+    adapter = getattr(layer, "lora", None)
+    if adapter is not None:
+        into.add_module("lora", adapter)
+        into.register_forward_hook(_add_grouped if isinstance(adapter, GroupedLowRank) else _add)
+
+
 def _rows(placed: Sequence[Placement], order: Sequence[str], shape: Sequence[int], like: Tensor) -> Tensor | None:
     """[O, N]: which rows of B belong to which adapter."""
     rows = torch.zeros(shape[0], len(order), dtype=like.dtype)
@@ -221,3 +229,13 @@ def merged_parameters(module: nn.Module, parameters: Mapping[str, Tensor]) -> di
     for name, adapter in adapters_in(module).items():
         merged[name] = adapter.merged(merged[name])
     return merged
+
+
+def scaled_parameters(module: nn.Module, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The parameters with scale x B, in fp32 and rounded once, for every B."""
+    scaled = dict(parameters)
+    for name, inside in module.named_modules():
+        if isinstance(inside, LowRank):
+            b = inside.B.detach()
+            scaled[f"{name}.B"] = (b.float() * inside.scale).to(b.dtype)
+    return scaled

@@ -51,6 +51,8 @@ class Role:
     """What of it comes and goes. Whoever reads or writes weights says so first, by one of its turns."""
     stated: Mapping[str, Any] = field(default_factory=dict)
     """Keys of config.json in its exports; None: left out."""
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    """Small files of its exports, in place of those of its model: tokenizer, chat template, ends of a response."""
     adapter_is_off: bool = False
     """It is the base of another role, whose modules it shares."""
 
@@ -92,7 +94,7 @@ class Role:
         self.parts.to_compute()
         lora, described = self.section.lora, self.section.model.hf_directory()
         if lora is None or lora.export != "adapter":
-            export_hugging_face(self.shard, described, directory, self.stated)
+            export_hugging_face(self.shard, described, directory, self.stated, self.files)
         if lora is not None and lora.export != "merged":
             path = self.section.model.path
             base = path if is_huggingface(path) else described
@@ -110,12 +112,19 @@ class Role:
         assert self.shard.arch.adapter is not None, f"{self.name} has no adapter"
         section = self.section.model_copy(update={"lora": None})
         return replace(
-            self, name=name, section=section, shard=self.shard.base, trainer=None, stated={}, adapter_is_off=True
+            self,
+            name=name,
+            section=section,
+            shard=self.shard.base,
+            trainer=None,
+            stated={},
+            files={},
+            adapter_is_off=True,
         )
 
     def companion_files(self) -> dict[str, bytes]:
         """See `models.weights.companion_files`."""
-        return companion_files(self.shard, self.section.model.hf_directory(), self.stated)
+        return companion_files(self.shard, self.section.model.hf_directory(), self.stated, self.files)
 
 
 def build_role(
@@ -129,13 +138,14 @@ def build_role(
     order: tuple[int, ...] | None = None,
     new_head: bool = False,
     stated: Mapping[str, Any] = MappingProxyType({}),
+    files: Mapping[str, bytes] = MappingProxyType({}),
     weights: WeightSource = CHECKPOINTS,
     residency: Residency | None = None,
 ) -> Role:
     """Build the model, load its weights, and, given a number of optimizer steps, wrap it for training.
 
     `order` says which rank stands where in the mesh (`layout.engine_order`); None: in the order of their numbers.
-    `new_head`: a scalar role may start from a language model, with a random head. `stated`: see `Role`.
+    `new_head`: a scalar role may start from a language model, with a random head. `stated`, `files`: see `Role`.
     `residency`: of all roles that share the device; None: it is alone there.
     Collective: every rank builds the same roles in the same order, those that it has nothing of included.
     """
@@ -162,7 +172,7 @@ def build_role(
         parts = trainer.parts
         if shard.dtype == torch.bfloat16:
             log.info("%s: %s", name, bf16_gradients(shard.spec))
-    return Role(name=name, section=section, shard=shard, trainer=trainer, parts=parts, stated=stated)
+    return Role(name=name, section=section, shard=shard, trainer=trainer, parts=parts, stated=stated, files=files)
 
 
 def _balance(name: str, section: RoleConfig, arch: Architecture, head: Head, mesh: Mesh) -> RouterBalance | None:

@@ -88,9 +88,15 @@ def _load_adapter(shard: ModelShard, mine: RankPlacements, live: Storages, *, se
     load_from_files(mine.select(sorted(names)), stored.weights(shapes), live)
 
 
-def export_hugging_face(shard: ModelShard, source: Path, directory: Path, stated: Mapping[str, Any] = _NOTHING) -> None:
+def export_hugging_face(
+    shard: ModelShard,
+    source: Path,
+    directory: Path,
+    stated: Mapping[str, Any] = _NOTHING,
+    files: Mapping[str, bytes] = _NOTHING,
+) -> None:
     """Write the live model, with its adapter merged, as a Hugging Face directory; config and tokenizer come from
-    `source`, but for what is `stated` of config.json (None: that key is left out).
+    `source`, but for what is `stated` of config.json (None: that key is left out), and for `files`.
 
     Collective over the ranks of the first replica; the others return at once.
     """
@@ -109,6 +115,7 @@ def export_hugging_face(shard: ModelShard, source: Path, directory: Path, stated
         writer_rank=replica[0].rank,
         group=shard.mesh.groups.tp_ep_pp,
         copy_from=source,
+        files=files,
     )
 
 
@@ -138,12 +145,14 @@ def digest_of_shard(shard: ModelShard) -> str:
     return whole_digest(summed([mine], names, mesh.runtime.device, mesh.groups.tp_ep_pp)[0])
 
 
-def companion_files(shard: ModelShard, source: Path, stated: Mapping[str, Any] = _NOTHING) -> dict[str, bytes]:
+def companion_files(
+    shard: ModelShard, source: Path, stated: Mapping[str, Any] = _NOTHING, files: Mapping[str, bytes] = _NOTHING
+) -> dict[str, bytes]:
     """The folder `hf/` of a Megatron checkpoint of the live model, by path in the checkpoint; from the model directory
     `source`, as above."""
     config = json.dumps(_stated_config(shard, source, stated), indent=2) + "\n"
-    files = {"config.json": config.encode(), **read_other_files(source)}
-    return {f"{COMPANION}/{name}": content for name, content in files.items()}
+    every = {"config.json": config.encode(), **read_other_files(source), **files}
+    return {f"{COMPANION}/{name}": content for name, content in every.items()}
 
 
 class WeightSource(Protocol):

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 
 from megarlhf.architectures.architecture import Architecture
 from megarlhf.architectures.trained import count_trained, in_words
-from megarlhf.config import DPOConfig, RLConfig, RoleConfig
+from megarlhf.architectures.vllm_adapters import MAX_RANK, MODEL_TYPES
+from megarlhf.config import DPOConfig, GenerateConfig, RLConfig, RoleConfig
 from megarlhf.config.shared_base import why_apart
 from megarlhf.planning.policies import AnyConfig, head_of, trained_roles, trained_tensors_of
 from megarlhf.weights.checkpoint.peft import notes_of
@@ -31,6 +32,8 @@ def check_trained(
         if name in trained_roles(cfg, roles) and (section.lora or section.freeze or section.train_only):
             trained = trained_tensors_of(arch, name, section)
             notes.append(f"{name}: {in_words(*count_trained(arch, head, trained))}{_adapter_in_words(arch)}")
+    if isinstance(cfg, RLConfig | GenerateConfig) and cfg.rollout.lora == "adapter":
+        _check_engine(cfg, architectures["actor"])
     if isinstance(cfg, RLConfig | DPOConfig) and "reference" in roles and cfg.actor.lora is not None:
         if cfg.reference_is_base:
             notes.append("reference: the actor with its adapter switched off; no second model is built")
@@ -39,6 +42,24 @@ def check_trained(
             why = "it is moved" if moves else why_apart(cfg.actor, cfg.reference)
             notes.append(f"reference: a model of its own beside the actor's base: {why}")
     return notes
+
+
+def _check_engine(cfg: RLConfig | GenerateConfig, arch: Architecture) -> None:
+    """Raises: ValueError where vLLM would not get the actor's adapter as one of its own."""
+    if cfg.actor.lora is None or arch.adapter is None:
+        raise ValueError("rollout.lora = adapter, and the actor has no adapter: give actor.lora, or leave it out")
+    if cfg.rollout.engine != "vllm":
+        raise ValueError(f"rollout.lora = adapter is for the engine vllm, and rollout.engine = {cfg.rollout.engine}")
+    if arch.model_type not in MODEL_TYPES:
+        raise ValueError(
+            f"rollout.lora = adapter: vLLM's layers of {arch.model_type} do not take an adapter for each linear layer "
+            f"({', '.join(MODEL_TYPES)} do); set rollout.lora to merged"
+        )
+    if arch.adapter.rank > MAX_RANK:
+        raise ValueError(
+            f"rollout.lora = adapter: vLLM takes adapters of rank {MAX_RANK} at most, and actor.lora has rank "
+            f"{arch.adapter.rank}; set rollout.lora to merged"
+        )
 
 
 def _adapter_in_words(arch: Architecture) -> str:

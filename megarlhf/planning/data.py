@@ -5,23 +5,29 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from megarlhf.config import (
-    DPOConfig,
     EvaluateConfig,
     GenerateConfig,
     PromptDataConfig,
     RLConfig,
-    RMConfig,
     SFTConfig,
     SourceConfig,
     words_of,
 )
+from megarlhf.config.data import PHASES
 from megarlhf.data.adapters import load_adapter
+from megarlhf.data.cache import cache_directory, require_cache
 from megarlhf.data.fields import Fields, LeftOut, Reader
 from megarlhf.data.formats import count_rows
+from megarlhf.data.megatron_indexed import PARTS
 from megarlhf.data.procedural import require_disjoint
+from megarlhf.data.sample_kinds import Encode, Unusable
+from megarlhf.data.samples import reading_in_words
 from megarlhf.data.sources import Place, find, source_files
+from megarlhf.data.tokenizer import load_tokenizer
+from megarlhf.planning.encoders import encoders_of, indexed_options
 from megarlhf.planning.policies import AnyConfig
 
 _FIRST_ROWS = 3
@@ -29,52 +35,41 @@ _COUNTED_BYTES = 256 << 20
 """Of a file whose lines are counted before a run; Parquet says how many rows it has."""
 
 
-def fields_of(cfg: AnyConfig) -> Fields:
-    """What a record of the training data must have."""
-    if isinstance(cfg, EvaluateConfig):
-        return _fields_of_tasks(cfg)
-    if isinstance(cfg, RMConfig | DPOConfig):
-        return ("prompt", "chosen", "rejected")
-    if cfg.data.template == "chat":
-        return ("messages",)
-    return ("prompt", "response") if isinstance(cfg, SFTConfig) else ("prompt",)
+_Look = tuple[str, tuple[SourceConfig, ...], tuple[Any, Encode[Any]] | None]
+"""Key, sets, and what makes samples of them; None: plain texts."""
 
 
-def _fields_of_tasks(cfg: EvaluateConfig) -> Fields:
-    chat, fields = cfg.data.template == "chat", list[str]()
-    for task in cfg.tasks():
-        if task == "pairs":
-            fields += ["prompt", "chosen", "rejected"]
-        elif task == "perplexity" and cfg.eval.perplexity_of == "text":
-            fields += ["text"]
-        else:
-            fields += ["messages"] if chat else ["prompt", "response"][: 1 + (task == "perplexity")]
-    return tuple(dict.fromkeys(fields))
-
-
-def check_data(cfg: AnyConfig) -> list[str]:
+def check_data(command: str, cfg: AnyConfig) -> list[str]:
     """Data must be there, unless its name may be one of the Hugging Face hub; of several splits one must be named; the
     first rows must have what is read of them. Returns what is taken for a name of the hub, in sentences."""
-    notes = []
-    sources: dict[str, tuple[tuple[SourceConfig, ...], Fields]] = {
-        key: (given, fields_of(cfg)) for key, given in cfg.data.sources().items()
-    }
+    notes: list[str] = []
+    readers = [(each, each.open()) if each is not None else None for each in encoders_of(cfg)]
+    looks: list[_Look] = [(key, given, each) for key, given in cfg.data.sources().items() for each in readers]
     if isinstance(cfg, RLConfig) and cfg.ptx is not None:
-        sources["ptx.data"] = (cfg.ptx.data, ("text",))
+        looks.append(("ptx.data", cfg.ptx.data, None))
     counts: dict[str, int | None] = {}
-    for key, (given, fields) in sources.items():
+    for key, given, encoding in looks:
+        encoder, encoded = encoding or (None, None)
+        fields = ("text",) if encoding is None else ()
         rows: list[int | None] = []
         for source in given:
             try:
+                if source.kind == "megatron":
+                    assert isinstance(cfg, SFTConfig | RLConfig), "refused with the configuration"
+                    rows.append(_check_indexed(cfg, key, source, notes))
+                    continue
                 place = find(source)
-                _check_first_rows(place, fields)
+                record = _check_first_rows(place, fields, encoded)
+                if record is not None and encoder is not None and (words := reading_in_words(encoder, record)):
+                    notes.append(f"{key} = {source.words}: {words}")
                 rows.append(_most_rows(place))
             except ValueError as error:
                 raise ValueError(f"{key}: {error}{_hint(cfg)}; working directory: {Path.cwd()}") from None
             if place.kind == "hub":
                 notes.append(_hub_note(key, source))
         counts[key] = None if None in rows else sum(number or 0 for number in rows)
-    _require_enough(cfg, counts)
+    _require_enough(command, cfg, counts)
+    require_cache(cache_directory(cfg.data.cache, cfg.run.dir))
     return notes
 
 
@@ -88,22 +83,46 @@ def _hint(cfg: AnyConfig) -> str:
     return ""
 
 
-def _check_first_rows(place: Place, fields: Fields) -> None:
-    """Raises: ValueError for a source without rows, or whose first rows are not what is read."""
+def _check_indexed(cfg: SFTConfig | RLConfig, key: str, source: SourceConfig, notes: list[str]) -> int:
+    """How many samples there are. Raises: ValueError for files that are not whole, or have other tokens than the
+    model."""
+    part = key.removeprefix("data.")
+    samples = indexed_options(cfg).open(source, part if part in PARTS else "train")
+    samples.at(0)
+    samples.at(len(samples) - 1)
+    eos = load_tokenizer(cfg.actor.model.tokenizer_place()).eos_id
+    if (ends := samples.ends()) != {eos}:
+        listed = ", ".join(map(str, sorted(ends)[:5]))
+        notes.append(
+            f"{key} = {source.path}: its documents end with token {listed}, and the tokenizer's end of sequence is "
+            f"{eos}: the model learns other borders of texts than it generates (was the data written with "
+            "--append-eod and this tokenizer?)"
+        )
+    return len(samples)
+
+
+def _check_first_rows(place: Place, fields: Fields, encode: Encode[Any] | None) -> Mapping[str, Any] | None:
+    """One of the first records, where there is a look at them. Raises: ValueError for a source without rows, or whose
+    first rows are not what is read and made samples of."""
     source = place.source
     if source.adapter is not None:
         load_adapter(source.adapter)
     if place.kind not in ("files", "saved"):
-        return
+        return None
     rows = place.first_rows(_FIRST_ROWS)
     if not rows and (place.kind == "saved" or len(place.files) <= _FIRST_ROWS):
         raise ValueError(f"no rows in {source.words}; give data")
-    reader = Reader(source, fields)
-    for where, row in rows:
+    reader, record = Reader(source, fields), None
+    for number, (where, row) in enumerate(rows):
         try:
-            reader.record(row, where)
-        except LeftOut:
+            record = reader.record(row, where)
+            if encode is not None:
+                encode(number, record)
+        except (LeftOut, Unusable):
             continue
+        except ValueError as error:
+            raise ValueError(str(error) if where in str(error) else f"{where}: {error}") from None
+    return record
 
 
 def _most_rows(place: Place) -> int | None:
@@ -114,13 +133,17 @@ def _most_rows(place: Place) -> int | None:
     return None if None in counts else sum(count or 0 for count in counts)
 
 
-def _require_enough(cfg: AnyConfig, counts: Mapping[str, int | None]) -> None:
+def _require_enough(command: str, cfg: AnyConfig, counts: Mapping[str, int | None]) -> None:
     """Raises: ValueError where a batch has more samples than there are records."""
     most = counts["data.train"]
     if isinstance(cfg, GenerateConfig | EvaluateConfig) or most is None:
         return
     key = "prompts_per_step" if isinstance(cfg, RLConfig) else "mini_batch_samples"
     size = getattr(cfg.train, key)
+    if (shares := cfg.data.phase_shares()) is not None:
+        most = round(most * shares[PHASES[command]])
+    if cfg.data.validation_share is not None:
+        most = round(most * (1 - cfg.data.validation_share))
     if size > most:
         raise ValueError(
             f"train.{key} = {size}: a batch would hold some of the {most} records of data.train = "
@@ -138,22 +161,28 @@ def _hub_note(key: str, source: SourceConfig) -> str:
     return f"{key} = {source.path}: no such file here, so it is taken for a name on the Hugging Face hub"
 
 
-def same_data(data: PromptDataConfig) -> bool:
-    """Whether held-out and training data are the same, on purpose it seems.
+def same_data(data: PromptDataConfig) -> list[str]:
+    """Sets that are the same, on purpose it seems, in sentences.
 
-    Raises: ValueError where they share some files only, which nobody means.
+    Raises: ValueError where two share some files only, which nobody means.
     """
-    _require_apart("data.test", data.test, "data.train", data.train)
-    if data.validation is None:
-        return False
-    return _require_apart("data.validation", data.validation, "data.train", data.train)
+    notes = []
+    if _are_same("data.validation", data.validation, "data.train", data.train):
+        notes.append("data.validation is data.train: what is called held-out figures are those of the training data")
+    if _are_same("data.test", data.test, "data.train", data.train):
+        notes.append("data.test is data.train: what is called test figures are those of the training data")
+    if data.validation is not None and _are_same("data.test", data.test, "data.validation", data.validation):
+        notes.append("data.test is data.validation: its figures are of data that choices were made on")
+    return notes
 
 
-def _require_apart(
-    key: str, held_out: tuple[SourceConfig, ...] | None, other: str, train: tuple[SourceConfig, ...]
-) -> bool:
+def _are_same(key: str, held_out: tuple[SourceConfig, ...] | None, other: str, train: tuple[SourceConfig, ...]) -> bool:
     """Whether both are the same. Raises: ValueError where they share something only."""
     if held_out is None:
+        return False
+    split = {(source.path, source.split) for source in train if source.kind == "megatron" and source.split}
+    held_out = tuple(source for source in held_out if (source.path, source.split) not in split)
+    if not held_out:
         return False
     for ours in train:
         for theirs in held_out:

@@ -11,10 +11,12 @@ from torch import Tensor
 
 from megarlhf.architectures.hf_config import architecture_from_hf, read_config, score_of_config
 from megarlhf.architectures.placements import head_name, identity_placements, logical_tensors
-from megarlhf.config import RoleConfig
-from megarlhf.data.templates import Template, require_template
-from megarlhf.data.tokenizer import first_difference, has_tokenizer, load_tokenizer
-from megarlhf.model_directory import end_tokens
+from megarlhf.config import ModelConfig, RoleConfig
+from megarlhf.data.templates import Template, chat_template
+from megarlhf.data.tokenizer import first_difference, load_tokenizer
+from megarlhf.data.tokenizer_files import has_tokenizer
+from megarlhf.weights.checkpoint.dtype import has_weights
+from megarlhf.weights.checkpoint.formats.megatron.tokenizers import tokenizer_in_words
 from megarlhf.weights.checkpoint.open_checkpoint import Checkpoint, open_checkpoint, require_scalar_head
 from megarlhf.weights.transport.storages import load_from_files
 
@@ -28,20 +30,16 @@ def check_vocabularies(roles: Mapping[str, RoleConfig], retokenized: Collection[
     Returns: what a user should know, in sentences. Raises: ValueError that names the first difference, a vocabulary
     that is too small, or a model without a tokenizer whose vocabulary has another size.
     """
-    writer, described = next((role, section.model.hf_directory()) for role, section in roles.items())
+    writer, first = next(iter(roles.items()))
+    described = first.model.tokenizer_place()
+    _require_tokenizer(writer, first.model)
     tokenizer = load_tokenizer(described)
     notes = []
-    if further := end_tokens(described, tokenizer.eos_id)[1:]:
-        notes.append(
-            f"{writer}: generated responses end at token {tokenizer.eos_id}, the tokenizer's end-of-sequence, and at "
-            f"{', '.join(map(str, further))}, which eos_token_id in {described} names; training data ends with the "
-            "first only"
-        )
     for role, section in roles.items():
         if role in retokenized:
             continue
-        directory = section.model.hf_directory()
-        vocab_size = architecture_from_hf(directory).vocab_size
+        directory = section.model.tokenizer_place()
+        vocab_size = architecture_from_hf(section.model.hf_directory()).vocab_size
         if tokenizer.vocab_size > vocab_size:
             raise ValueError(
                 f"{role}: the tokenizer of {described} has {tokenizer.vocab_size} tokens, {section.model.path} has "
@@ -56,7 +54,7 @@ def check_vocabularies(roles: Mapping[str, RoleConfig], retokenized: Collection[
                     f"{role}: the tokenizer of {directory} is not that of {described} ({writer}), whose token ids it "
                     f"would read: {difference}. Give a {role} with the same tokenizer{text}"
                 )
-        elif vocab_size != (expected := architecture_from_hf(described).vocab_size):
+        elif vocab_size != (expected := architecture_from_hf(first.model.hf_directory()).vocab_size):
             raise ValueError(
                 f"{role}: {directory} has no tokenizer, and its vocab_size = {vocab_size} is not the {expected} of "
                 f"{described} ({writer}), whose token ids it would read; put the {role}'s tokenizer there"
@@ -69,34 +67,49 @@ def check_vocabularies(roles: Mapping[str, RoleConfig], retokenized: Collection[
     return notes
 
 
+def _require_tokenizer(role: str, model: ModelConfig) -> None:
+    """Raises: ValueError where the role that reads the data has none, and a Megatron checkpoint says what its is."""
+    place = model.tokenizer_place()
+    if has_tokenizer(place) or not place.is_dir() or not has_weights(model):
+        return
+    checkpoint = open_checkpoint(model.path, hf=model.hf)
+    if words := tokenizer_in_words(checkpoint.args or {}):
+        raise ValueError(f"{role}: no tokenizer in {place}; {words}")
+
+
 def check_retokenized(role: str, section: RoleConfig, template: Template) -> str:
     """A role that is given text needs a tokenizer of its own, and a chat template where the data has messages.
 
     Returns: what a start says of it. Raises: ValueError.
     """
-    directory = section.model.hf_directory()
+    described, directory = section.model.hf_directory(), section.model.tokenizer_place()
     if not has_tokenizer(directory):
         raise ValueError(f"{role}: {directory} has no tokenizer, which retokenize needs; put the {role}'s own there")
-    if score_of_config(read_config(directory), directory) != "last_token":
+    if score_of_config(read_config(described), described) != "last_token":
         raise ValueError(
             f"{role}: {directory} scores by the mean over the response (loss = response_mean), which retokenize does "
             "not know apart from the prompt; train one with loss = last_token, or give one with the actor's tokenizer"
         )
-    tokenizer, vocab_size = load_tokenizer(directory), architecture_from_hf(directory).vocab_size
+    tokenizer, vocab_size = load_tokenizer(directory), architecture_from_hf(described).vocab_size
     if tokenizer.vocab_size > vocab_size:
         raise ValueError(
             f"{role}: the tokenizer of {directory} has {tokenizer.vocab_size} tokens, its model has vocab_size = "
             f"{vocab_size}; do tokenizer and model belong together?"
         )
-    try:
-        require_template(template, tokenizer)
-    except ValueError as error:
-        raise ValueError(f"{role} (retokenize: true, data.template: {template}): {error}") from None
+    if template == "chat":
+        try:
+            chat_template(tokenizer)
+        except ValueError as error:
+            raise ValueError(f"{role} (retokenize: true, data.template: {template}): {error}") from None
     return f"{role}: reads text, by the tokenizer of {directory}"
 
 
 def _same_tokenizer(first: Path, second: Path) -> bool:
     """Whether the files are the same to the byte, which spares reading them."""
+    if first == second:
+        return True
+    if not (first.is_dir() and second.is_dir()):
+        return False
     present = [name for name in _TOKENIZER_FILES if (first / name).exists() or (second / name).exists()]
     return bool(present) and len(filecmp.cmpfiles(first, second, present, shallow=False)[0]) == len(present)
 

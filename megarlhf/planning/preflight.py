@@ -35,6 +35,7 @@ from megarlhf.planning.batch import (
     supervised_batch_numbers,
 )
 from megarlhf.planning.data import check_data, same_data
+from megarlhf.planning.ends import end_notes
 from megarlhf.planning.legality import check_role
 from megarlhf.planning.models import check_heads, check_retokenized, check_vocabularies
 from megarlhf.planning.policies import AnyConfig, check_host_memory, check_kernels, draws, head_of, host_bytes
@@ -97,7 +98,8 @@ def preflight(
     notes = (
         without_effect(cfg, world_size, on_cpu=on_cpu)
         + check_vocabularies(roles, _read_apart(cfg, retokenized))
-        + [check_retokenized(name, roles[name], cfg.data.template) for name in retokenized]
+        + end_notes(*next(iter(roles.items())), cfg.data, generates=draws(cfg))
+        + [check_retokenized(name, roles[name], cfg.data.template_mode) for name in retokenized]
         + check_heads(stored, trains_reward_model=isinstance(cfg, RMConfig))
     )
     for name, section in roles.items():
@@ -109,7 +111,7 @@ def preflight(
         model = f"{section.model.path} ({arch.model_type}, {size}, {dtype.name} {dtype.why})"
         described.append((name, model, f"{section.parallel.in_words(layout)} = {in_words(layout, world_size)}"))
     notes += check_trained(cfg, roles, {name: arch for name, (arch, _) in checked.items()})
-    notes += [] if isinstance(cfg, AskConfig) else check_data(cfg)
+    notes += [] if isinstance(cfg, AskConfig) else check_data(command, cfg)
     if isinstance(cfg, RLConfig):
         notes += check_anchor(cfg) + rarely_meant(cfg)
     if draws(cfg):
@@ -217,8 +219,7 @@ def _check_outputs(command: str, cfg: AnyConfig) -> list[str]:
     if isinstance(cfg, GenerateConfig) and cfg.out is not None:
         require_writable_output(cfg, cfg.run, cfg.out)
     notes = []
-    if same_data(cfg.data):
-        notes.append("data.validation is data.train: what is called held-out figures are those of the training data")
+    notes += same_data(cfg.data)
     usable = require_usable(cfg, cfg.run, command)
     if usable.removed:
         notes.append(f"run.dir = {cfg.run.dir}: the earlier run's {len(usable.removed)} files and folders are removed")

@@ -157,7 +157,7 @@ class RehearsedEngine(VllmEngine):
     def _check_memory(self) -> None:
         """Whether vLLM's loader leaves weights in place is asked of the live engine only."""
 
-    def _check_table(self) -> None:
+    def _check_table(self, actor: ModelShard) -> None:
         """The same of the table, which is proven against vLLM's own loader."""
 
     def generate(

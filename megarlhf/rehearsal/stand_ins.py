@@ -111,7 +111,8 @@ def _model(
     Records that stand in are of so many tokens by the stand-in tokenizer only, so it reads them wherever they do.
     """
     source = section.model.hf_directory()
-    has_tokenizer = any((source / name).is_file() for name in TOKENIZER_FILES)
+    place = section.model.tokenizer_place()
+    has_tokenizer = place.is_file() or any((place / name).is_file() for name in TOKENIZER_FILES)
     if has_tokenizer and has_data:
         return []
     if str(source) not in paths:
@@ -123,9 +124,9 @@ def _model(
         paths[str(source)] = str(folder)
     head = head_of(role)
     dtype = resolve_dtype(role, section.model, head).name
-    model |= {"path": paths[str(source)], "hf": None, "dtype": dtype}
+    model |= {"path": paths[str(source)], "hf": None, "tokenizer": None, "dtype": dtype}
     why = "is not used, since the data stands in" if has_tokenizer else "is not there"
-    return [f"The tokenizer of {source} {why}: one of {len(LETTERS)} letters stands in."]
+    return [f"The tokenizer of {place} {why}: one of {len(LETTERS)} letters stands in."]
 
 
 def write_tokenizer(folder: Path) -> None:
@@ -181,7 +182,8 @@ def _data(
                     # One token of the response is its end.
                     record[name] = _text(min(responses.draw(3 * n + k), most) - 1, n + k)
             out.write(json.dumps(record) + "\n")
-    data |= {"train": str(file), "template": "plain"}
+    data |= {"train": str(file), "template": "plain", "chat_template": None, "template_args": {}}
+    data |= {"sequence_length": None} if isinstance(cfg, SFTConfig) else {}
     data |= dict.fromkeys(("validation", "test", "validation_share", "phases", "workers"))
     data |= {"split_seed": 0, "cache": "none"}
     why = why or "cannot be read with the stand-in tokenizer"

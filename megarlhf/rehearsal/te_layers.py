@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megarlhf.models.attention import CausalAttention, open_packed_row
+from megarlhf.models.lora import move_adapter
 from megarlhf.models.packed_attention import packed_attention
 from megarlhf.rehearsal.fused import add_product, pass_over
 from megarlhf.rehearsal.interfaces import storage_key, varlen_attn, varlen_attn_backward
@@ -134,6 +135,7 @@ class Linear(nn.Module):
         self.shared, self.by_rows, self.group = shared, by_rows, linear.tp_group
         self.cut = not linear.explicit_expert_comm and linear.tp_group.size() > 1
         self.sequence_parallel = self.cut and linear.sequence_parallel
+        move_adapter(linear, self)
 
     def forward(self, input_SBI: Tensor) -> tuple[Tensor, Tensor | None]:
         if self.skip_bias_add or self.bias is None:
@@ -204,6 +206,16 @@ class NormLinear(Linear):
     def __init__(self, norm: nn.Module, linear: Any, shared: Shared) -> None:
         super().__init__(linear, shared, by_rows=False)
         self.scale_and_shift = tuple(norm.parameters())  # a tuple: not registered a second time
+        self.eps, self.normalization = 1e-5, "RMSNorm" if len(self.scale_and_shift) == 1 else "LayerNorm"
+
+    @property
+    def layer_norm_weight(self) -> Tensor:
+        """By TransformerEngine's name, for an adapter."""
+        return self.scale_and_shift[0]
+
+    @property
+    def layer_norm_bias(self) -> Tensor:
+        return self.scale_and_shift[1]
 
     def forward(self, input_SBI: Tensor) -> tuple[Tensor, Tensor | None]:
         bias, returned = (None, self.bias) if self.skip_bias_add else (self.bias, None)

@@ -30,7 +30,7 @@ _NEUTRAL = {
     "which steps are recorded": "profile.*",
     "a model cut over other ranks is the same model": "ROLE.parallel.* ROLE.model.vocab_multiple rollout.parallel.*",
     "the same sums in another order": (
-        "ROLE.kernels.* train.micro_batch_samples train.max_tokens_per_micro_batch rollout.engine_args.* "
+        "ROLE.kernels.* rollout.lora train.micro_batch_samples train.max_tokens_per_micro_batch rollout.engine_args.* "
         "run.deterministic"
     ),
     "when sums of gradients and weights travel": "ROLE.optim.overlap_grad_reduce ROLE.optim.overlap_param_gather",
@@ -59,7 +59,8 @@ _MATHEMATICS = {
     ),
     "the optimizer": "ROLE.optim.* train.skip_grad_norm_above train.skip_grad_norm_factor",
     "the data": (
-        "data.template data.max_prompt_tokens data.max_response_tokens data.over_long data.validation_share "
+        "data.template data.chat_template data.template_args data.inexact data.loss_on "
+        "data.max_prompt_tokens data.max_response_tokens data.over_long data.validation_share "
         "data.phases data.split_seed "
         "train.mini_batch_samples train.prompts_per_step train.shuffle"
     ),
@@ -76,7 +77,7 @@ _MATHEMATICS = {
     ),
     "when the run ends": "train.stop.*",
 }
-_PLACES = "ROLE.model.path ROLE.model.hf ROLE.lora.path data.train data.validation ptx.data"
+_PLACES = "ROLE.model.path ROLE.model.hf ROLE.model.tokenizer ROLE.lora.path data.train data.validation ptx.data"
 SOURCES = ("data.train", "data.validation", "data.test", "ptx.data")
 """Sets of records, each of which is one value, in whatever form it is written."""
 _HORIZON = "train.num_steps"

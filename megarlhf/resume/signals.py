@@ -31,7 +31,7 @@ REPEAT_SECONDS = 1.0
 END_SECONDS = 2.0
 """For the main thread to end the process by itself when it is told to stop at once."""
 
-KEEP_EARLY = ("sft", "rm", "dpo", "rl")
+KEEP_EARLY = frozenset({"sft", "rm", "dpo", "rl"})
 """Commands that call `note_early` before anything else."""
 _early: list[Signals] = []
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ def build_llm(
     has_experts: bool,
     *,
     sleeps: bool = False,
+    further: Mapping[str, Any] = MappingProxyType({}),
 ) -> Any:
     """The engine with memory for weights and cache, its weights still dummies."""
     set_environment(rollout, runtime)
@@ -61,7 +63,7 @@ def build_llm(
         defaults["disable_custom_all_reduce"] = True
     try:
         with cpu_patches(runtime.device), without_torch_determinism():
-            return LLM(str(model_path), **{**defaults, **rollout.engine_args, **ours})
+            return LLM(str(model_path), **{**defaults, **rollout.engine_args, **ours, **further})
     except (ValueError, TypeError, ImportError) as error:
         if not rollout.engine_args:
             raise
@@ -72,9 +74,15 @@ def build_llm(
 
 
 def enqueue(
-    llm: Any, prompts: Sequence[Tensor], seeds: Sequence[int], sampling: Sampling, rows: Sequence[int]
+    llm: Any,
+    prompts: Sequence[Tensor],
+    seeds: Sequence[int],
+    sampling: Sampling,
+    rows: Sequence[int],
+    *,
+    adapter: bool = False,
 ) -> list[str]:
-    """Hand these rows to vLLM's `LLM`; the names of the requests."""
+    """Hand these rows to vLLM's `LLM`; the names of the requests. `adapter`: for the model with vLLM's adapter."""
     from vllm import SamplingParams
 
     requests: list[Any] = [{"prompt_token_ids": prompts[n].tolist()} for n in rows]
@@ -94,7 +102,8 @@ def enqueue(
         )
         for n in rows
     ]
-    names = list(llm.enqueue(requests, parameters, use_tqdm=False))
+    lora_request = adapter_request() if adapter else None
+    names = list(llm.enqueue(requests, parameters, use_tqdm=False, lora_request=lora_request))
     if sampling.stop is not None:  # `enqueue` asks for final outputs only; texts are looked for after each token
         from vllm.sampling_params import RequestOutputKind
 
@@ -102,6 +111,13 @@ def enqueue(
         for name in names:
             states[name].output_kind = RequestOutputKind.CUMULATIVE
     return names
+
+
+def adapter_request() -> Any:
+    """For the one adapter of an engine. It is in vLLM's slot already: nothing is read from its path."""
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(lora_name="actor", lora_int_id=1, lora_path="actor")
 
 
 def set_environment(rollout: RolloutConfig, runtime: Runtime) -> None:
@@ -120,3 +136,20 @@ def set_environment(rollout: RolloutConfig, runtime: Runtime) -> None:
         }
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
+
+
+def changed_in_memory(parameters: Mapping[str, Tensor]) -> list[str]:
+    """Parameters that no longer hold the dummy values with which vLLM filled them, a function of their shape.
+
+    To be asked before anything is written. A parameter that was emptied has the values of its shape; its shape is
+    compared with the table's.
+    """
+    from vllm.model_executor.model_loader.weight_utils import initialize_single_dummy_weight
+
+    changed = []
+    for name, parameter in parameters.items():
+        expected = torch.empty_like(parameter.detach())
+        initialize_single_dummy_weight(expected)
+        if not torch.equal(expected, parameter.detach()):
+            changed.append(f"{name} {list(parameter.shape)} was changed in memory after loading")
+    return changed

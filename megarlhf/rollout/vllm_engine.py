@@ -30,7 +30,7 @@ from megarlhf.rollout.engine import EngineFailure, KeptResponses, Sampling, gath
 from megarlhf.rollout.feed import Feed, SharedCounter, agreed_key, rendezvous_store
 from megarlhf.rollout.requests import draw
 from megarlhf.rollout.sleep import EngineMemory, cache_of_worker, make_sleeper, require_room
-from megarlhf.rollout.vllm_build import build_llm, enqueue
+from megarlhf.rollout.vllm_build import build_llm, changed_in_memory, enqueue
 from megarlhf.rollout.vllm_patches import keep_default_group
 from megarlhf.runtime import Runtime, free_bytes, without_torch_determinism
 from megarlhf.weights.checks.certificate import Certificate, CertificateError, certify, nonzero_padding
@@ -48,6 +48,8 @@ class VllmEngine:
 
     rebuilds = 0
     """It does not build itself anew; `RestartingEngine` does."""
+    _uses_adapter = False
+    """Whether requests are for vLLM's own adapter."""
 
     def __init__(
         self,
@@ -77,13 +79,13 @@ class VllmEngine:
         self._plan: CopyPlan | None = None
         self._resharder: Resharder | None = None
         self._llm = self._start(model_path, max_model_len)
-        self._parameters: dict[str, Tensor] = self._llm.apply_model(lambda model: dict(model.named_parameters()))[0]
+        self._parameters = self._live()
         self._places = self._addresses()
         memory = EngineMemory(self._llm, self._parameters, self._cache_tensors)
         self._sleeper = make_sleeper(memory, self._residency, self._sleep_level, self._require_room)
         self._actor: ModelShard | None = None
         """Whose weights it has, or had before it slept."""
-        self._destinations = [self._placements(rank) for rank in range(runtime.world_size)]
+        self._destinations = self._make_destinations()
         try:
             self._check_memory()
         except RuntimeError:
@@ -102,7 +104,16 @@ class VllmEngine:
             self._runtime,
             has_experts,
             sleeps=self._sleep_level > 0,
+            further=self._arguments(),
         )
+
+    def _arguments(self) -> dict[str, Any]:
+        """Of vLLM's, beside those that every engine has."""
+        return {}
+
+    def _live(self, *, every_name: bool = False) -> dict[str, Tensor]:
+        """What of vLLM's model is written to; `every_name`: a tied head under its own name too."""
+        return self._llm.apply_model(lambda model: dict(model.named_parameters(remove_duplicate=not every_name)))[0]
 
     @property
     def weight_version(self) -> int:
@@ -137,15 +148,27 @@ class VllmEngine:
         if not self._sleeper.keeps_addresses:
             self._places = self._addresses()
 
-    def _placements(self, rank: int) -> RankPlacements:
-        return vllm_placements(self._arch, tp=self._tp, tp_rank=rank % self._tp, rank=rank)
+    def _make_destinations(self) -> list[RankPlacements]:
+        """What every rank's engine has of the model."""
+        return [
+            vllm_placements(self._arch, tp=self._tp, tp_rank=rank % self._tp, rank=rank)
+            for rank in range(self._runtime.world_size)
+        ]
+
+    def _model_of(self, actor: ModelShard) -> ModelShard:
+        """As what the actor's placements are read: an adapter is merged on the way."""
+        return actor.base
+
+    def _values_of(self, actor: ModelShard) -> dict[str, Tensor]:
+        """Of the storages that these placements speak of."""
+        return actor.merged()
 
     def _plan_from(self, actor: ModelShard) -> CopyPlan:
         """From every rank of the trainer to every rank of every engine; made once."""
         if self._plan is None:
             world = range(self._runtime.world_size)
-            self._sources = [placements_on(actor.base, rank) for rank in world]
-            check_storages(self._sources[self._runtime.rank], actor.base.parameters())
+            self._sources = [placements_on(self._model_of(actor), rank) for rank in world]
+            check_storages(self._sources[self._runtime.rank], self._model_of(actor).parameters())
             self._plan = make_plan(self._sources, self._destinations, only_rank=self._runtime.rank)
         return self._plan
 
@@ -159,12 +182,16 @@ class VllmEngine:
                 "without vLLM",
             )
         ) as problems:
-            problems += _repacked(self._parameters)
+            problems += changed_in_memory(self._loaded())
+
+    def _loaded(self) -> Mapping[str, Tensor]:
+        """What vLLM has filled with dummy values."""
+        return self._parameters
 
     def _resharder_from(self, actor: ModelShard) -> Resharder:
         """Made at the first update, and before it the proof that the table says what vLLM's own loader does."""
         if self._resharder is None:
-            self._check_table()
+            self._check_table(actor)
             with raise_on_all_ranks(_error("the transfer cannot be planned", "Nothing has been sent")):
                 resharder = Resharder(
                     self._plan_from(actor),
@@ -178,7 +205,7 @@ class VllmEngine:
             self._resharder = resharder  # on all ranks or on none
         return self._resharder
 
-    def _check_table(self) -> None:
+    def _check_table(self, actor: ModelShard) -> None:
         """Spoils the parameters of a few layers: an update has to follow."""
         with raise_on_all_ranks(
             _error(
@@ -188,9 +215,13 @@ class VllmEngine:
             )
         ) as problems:
             placements = self._destinations[self._runtime.rank]
-            problems += check_loader(placements, self._parameters, self._load, sample_tensors(self._arch), self._dtype)
+            problems += self._table_problems(actor)
             if not problems:
                 zero_padding(placements, self._parameters)
+
+    def _table_problems(self, actor: ModelShard) -> list[str]:
+        placements = self._destinations[self._runtime.rank]
+        return check_loader(placements, self._parameters, self._load, sample_tensors(self._arch), self._dtype)
 
     def _load(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
         self._llm.apply_model(lambda model: model.load_weights(tensors))
@@ -209,7 +240,7 @@ class VllmEngine:
         if self._rollout.poison_weights:
             with raise_on_all_ranks(_error(f"the update to version {version} failed", "Nothing has been sent")):
                 poison(self._parameters)
-        resharder.run(actor.merged(), self._parameters)
+        self._transfer(resharder, actor)
         if self._rollout.poison_weights:
             with raise_on_all_ranks(
                 _error(
@@ -231,6 +262,9 @@ class VllmEngine:
         self._version, self._refusal, self._actor = version, "", actor
         self._sleeper.weights_lost = False
 
+    def _transfer(self, resharder: Resharder, actor: ModelShard) -> None:
+        resharder.run(self._values_of(actor), self._parameters)
+
     def verify_weights(self, actor: ModelShard) -> Certificate:
         """Of what lies in vLLM's live parameters now, every replica and all padding included, against the actor's."""
         if self._sleeper.weights_lost and self._actor is not None:
@@ -246,7 +280,7 @@ class VllmEngine:
                 plan,
                 self._sources,
                 self._destinations,
-                actor.merged(),
+                self._values_of(actor),
                 self._parameters,
                 rank=self._runtime.rank,
                 dtype=self._dtype,
@@ -264,7 +298,7 @@ class VllmEngine:
     def _replaced(self) -> list[str]:
         """Parameters of the live model that are no longer the memory that updates write to; tied heads under their
         own name too."""
-        live = self._llm.apply_model(lambda model: dict(model.named_parameters(remove_duplicate=False)))[0]
+        live = self._live(every_name=True)
         known_addresses, shapes = set(self._places.values()), self._destinations[self._runtime.rank].storages
         problems = [f"{name} is no longer in the model" for name in sorted(self._places.keys() - live.keys())]
         for name, tensor in live.items():
@@ -315,7 +349,7 @@ class VllmEngine:
         with raise_on_all_ranks(failed), without_torch_determinism():
             stopped = draw(
                 self._llm.llm_engine,
-                partial(enqueue, self._llm, prompts, seeds, sampling),
+                partial(enqueue, self._llm, prompts, seeds, sampling, adapter=self._uses_adapter),
                 feed,
                 sampling,
                 bank,
@@ -358,20 +392,3 @@ class VllmEngine:
 def _error(what: str, advice: str, kind: type[RuntimeError] = RuntimeError) -> Callable[[Sequence[str]], RuntimeError]:
     """For `raise_on_all_ranks`: a line for each reason."""
     return lambda reasons: kind("\n".join(["\n  ".join([f"{what}:", *reasons]), *filter(None, [advice])]))
-
-
-def _repacked(parameters: Mapping[str, Tensor]) -> list[str]:
-    """Parameters that no longer hold the dummy values with which vLLM filled them, a function of their shape.
-
-    To be asked before anything is written. A parameter that was emptied has the values of its shape; its shape is
-    compared with the table's.
-    """
-    from vllm.model_executor.model_loader.weight_utils import initialize_single_dummy_weight
-
-    changed = []
-    for name, parameter in parameters.items():
-        expected = torch.empty_like(parameter.detach())
-        initialize_single_dummy_weight(expected)
-        if not torch.equal(expected, parameter.detach()):
-            changed.append(f"{name} {list(parameter.shape)} was changed in memory after loading")
-    return changed

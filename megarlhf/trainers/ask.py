@@ -12,11 +12,12 @@ from megarlhf.collective_errors import from_first_rank
 from megarlhf.config.ask import AskConfig
 from megarlhf.data.samples import PromptSample, Unusable
 from megarlhf.data.tokenizer import load_tokenizer
+from megarlhf.planning.encoders import prompt_encoder
 from megarlhf.rollout.engine import sample_seed
 from megarlhf.rollout.rewards.score import response_texts
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.generate import engine_of
-from megarlhf.trainers.prompts import prompt_encoder, sampling_of
+from megarlhf.trainers.prompts import sampling_of
 
 SIGN = "> "
 """Where a prompt is waited for."""
@@ -26,7 +27,7 @@ def run(cfg: AskConfig, runtime: Runtime, model: Path) -> None:
     """Print a response to each prompt of the command line, or to what is typed, until there is no more.
 
     Raises: ValueError for a prompt of the command line that cannot be used."""
-    encode = prompt_encoder(cfg.data, cfg.actor.model.hf_directory()).open()
+    encode = prompt_encoder(cfg.data, cfg.actor.model.tokenizer_place()).open()
 
     def encoded(text: str) -> PromptSample:
         try:
@@ -34,10 +35,10 @@ def run(cfg: AskConfig, runtime: Runtime, model: Path) -> None:
         except Unusable as reason:
             raise ValueError(f"{reason}; the limit is data.max_prompt_tokens = {cfg.data.max_prompt_tokens}") from None
 
-    chat = cfg.data.template == "chat"
+    chat = cfg.data.template_mode == "chat"
     asked = [encoded(text) for text in cfg.prompts]  # before a model is built
-    tokenizer = load_tokenizer(cfg.actor.model.hf_directory())
-    sampling = sampling_of(cfg.rollout, cfg.actor, tokenizer, greedy=cfg.greedy)
+    tokenizer = load_tokenizer(cfg.actor.model.tokenizer_place())
+    sampling = sampling_of(cfg.rollout, cfg.actor, tokenizer, greedy=cfg.greedy, data=cfg.data)
     engine, count, per_prompt = engine_of(cfg, runtime), 0, cfg.rollout.num_samples_per_prompt
     for prompt in asked or typed(encoded, runtime):
         rows = [torch.tensor(prompt.tokens)] * per_prompt

@@ -80,29 +80,16 @@ def _why_left_out(group: Sequence[Candidate], selection: Selection, min_reward: 
 
 
 def record_of(prompt: PromptSample, picked: Sequence[Candidate]) -> Mapping[str, Any]:
-    """A line of training data: for sft from one candidate, for rm and dpo from two, the better one first.
-
-    Raises: ValueError for a pair of a conversation of several messages, which rm and dpo do not read.
-    """
+    """A line of training data: for sft from one candidate, for rm and dpo from two, the better one first; the prompt of
+    two is a conversation where it was one."""
     rewards = {"reward": picked[0].reward} if len(picked) == 1 else {"rewards": [each.reward for each in picked]}
-    if prompt.messages is None:
-        asked: dict[str, Any] = {"prompt": prompt.text}
-    elif len(picked) == 1:
-        answer = {"role": "assistant", "content": picked[0].response}
-        return {**prompt.fields, "messages": [*prompt.messages, answer], **rewards}
-    else:
-        asked = {"prompt": single_question(prompt)}
+    fields = dict(prompt.fields)
+    if prompt.messages is not None:
+        fields.pop("system", None)  # is the first of the messages
+        if len(picked) == 1:
+            answer = {"role": "assistant", "content": picked[0].response}
+            return {**fields, "messages": [*prompt.messages, answer], **rewards}
+    asked = {"prompt": prompt.text if prompt.messages is None else prompt.messages}
     if len(picked) == 1:
-        return {**prompt.fields, **asked, "response": picked[0].response, **rewards}
-    return {**prompt.fields, **asked, "chosen": picked[0].response, "rejected": picked[1].response, **rewards}
-
-
-def single_question(prompt: PromptSample) -> str:
-    """The one user message that a conversation consists of."""
-    roles = [message["role"] for message in prompt.messages]
-    if roles != ["user"]:
-        raise ValueError(
-            f"select = best_and_worst got a conversation of {', '.join(roles)} (record {prompt.index + 1}); rm and dpo "
-            "read a prompt of one user message: give such prompts, or select: best"
-        )
-    return str(prompt.messages[0]["content"])
+        return {**fields, **asked, "response": picked[0].response, **rewards}
+    return {**fields, **asked, "chosen": picked[0].response, "rejected": picked[1].response, **rewards}

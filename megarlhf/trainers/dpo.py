@@ -20,7 +20,8 @@ from torch import Tensor
 
 from megarlhf.algo import preference
 from megarlhf.config import DPOConfig
-from megarlhf.data.samples import PAIR_SEQUENCES, PairEncoder, PairSample, require_budget, require_positions
+from megarlhf.data.sample_kinds import PAIR_SEQUENCES, PairSample
+from megarlhf.data.samples import require_budget, require_positions
 from megarlhf.data.tokenized import lengths_of
 from megarlhf.models.role import Role, build_role
 from megarlhf.models.weights import CHECKPOINTS, WeightSource
@@ -30,8 +31,9 @@ from megarlhf.parallel.residency import Residency
 from megarlhf.parallel.step import MicroBatch
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.dpo_loss import REFERENCE, PreferenceLoss, response_logprobs, sequence_sums
+from megarlhf.trainers.objective import Metrics, Objective, ShouldStop
 from megarlhf.trainers.parts import Parts
-from megarlhf.trainers.supervised import Metrics, Objective, ShouldStop, rounds, run_supervised
+from megarlhf.trainers.supervised import rounds, run_supervised
 
 
 def run(cfg: DPOConfig, runtime: Runtime, parts: Parts = Parts()) -> None:  # noqa: B008 -- frozen
@@ -60,13 +62,6 @@ class PreferenceOptimisation(Objective[PairSample]):
         super().__init__(cfg, cfg.actor)
         self.dpo = cfg
         self._reference: Role | None = None
-
-    @property
-    def fields(self) -> tuple[str, ...]:
-        return ("prompt", "chosen", "rejected")
-
-    def encoder(self) -> PairEncoder:
-        return PairEncoder(**self.encoder_options())
 
     def sequences(self, sample: PairSample) -> list[list[int]]:
         """Both with the prompt, the chosen one first."""

@@ -62,7 +62,7 @@ class Prompts:
 def read_prompts(cfg: EvaluateConfig) -> dict[str, Prompts]:
     """By model; of two models the prompts that both can take. Raises: ValueError."""
     read = {
-        name: load_prompts(cfg.data, section.model.hf_directory(), scored_by(cfg), run_dir=cfg.run.dir)
+        name: load_prompts(cfg.data, section.model.tokenizer_place(), scored_by(cfg), run_dir=cfg.run.dir)
         for name, section in cfg.roles().items()
         if name == "actor" or (name == "against" and "comparison" in cfg.tasks())
     }
@@ -96,7 +96,7 @@ def responses(
         engine.verify_weights(role.shard)
     rows = [torch.tensor(p.tokens) for p in data.prompts for _ in range(cfg.rollout.num_samples_per_prompt)]
     with phases("rollout"):
-        sampling = sampling_of(cfg.rollout, role.section, data.tokenizer, greedy=cfg.greedy)
+        sampling = sampling_of(cfg.rollout, role.section, data.tokenizer, greedy=cfg.greedy, data=cfg.data)
         seeds = [sample_seed(cfg.run.seed, SEED_OF[role.name], n) for n in range(len(rows))]
         rollouts = engine.generate(rows, seeds, sampling)
     for phase in ("rollout", "reshard", "certificate"):

@@ -16,15 +16,17 @@ from torch import Tensor
 from megarlhf.architectures.hf_config import architecture_from_hf, read_config, score_of_config
 from megarlhf.config import EvaluateConfig, RMConfig, SFTConfig, TrainConfig, words_of
 from megarlhf.data.load import SetLoader
-from megarlhf.data.samples import Encoder, PairSample, SFTSample
+from megarlhf.data.sample_kinds import Encoder
+from megarlhf.data.samples import PairSample, SFTSample
 from megarlhf.data.texts import Text, TextEncoder
 from megarlhf.models.role import Role
 from megarlhf.parallel.step import MicroBatch
 from megarlhf.trainers.dpo_loss import response_logprobs, sequence_sums
 from megarlhf.trainers.eval_figures import Figures, of_pairs, of_texts
+from megarlhf.trainers.objective import Objective, Sample
 from megarlhf.trainers.rm import RewardModelling, pair_scores
 from megarlhf.trainers.sft import SupervisedFineTuning
-from megarlhf.trainers.supervised import Objective, Sample, load_samples
+from megarlhf.trainers.supervised import load_samples
 
 
 def perplexity_objective(cfg: EvaluateConfig) -> SupervisedFineTuning:
@@ -53,7 +55,7 @@ def read_texts(cfg: EvaluateConfig) -> tuple[Sequence[SFTSample], str]:
     if cfg.eval.perplexity_of == "response":
         return _read(objective, cfg.max_samples)
     longest = limits.max_prompt_tokens + limits.max_response_tokens
-    encoder: Encoder[Any] = TextEncoder(tokenizer=objective.section.model.hf_directory(), longest=longest)
+    encoder: Encoder[Any] = TextEncoder(tokenizer=objective.section.model.tokenizer_place(), longest=longest)
     pieces, _, notes = SetLoader(cfg.data, encoder, Text, ("text",), cfg.run.dir).train_and_validation()
     texts = [SFTSample.of_response(piece.tokens, 1) for piece in pieces[: cfg.max_samples]]
     max_positions = architecture_from_hf(objective.section.model.hf_directory()).longest_sequence

@@ -45,7 +45,7 @@ def run(cfg: GenerateConfig, runtime: Runtime) -> None:
     with contextlib.ExitStack() as stack:
         phases = stack.enter_context(watched_phases(cfg.watchdog, cfg.run.dir, runtime))
         with phases("build"):
-            data = load_prompts(cfg.data, cfg.actor.model.hf_directory(), _scored_by(cfg), run_dir=cfg.run.dir)
+            data = load_prompts(cfg.data, cfg.actor.model.tokenizer_place(), _scored_by(cfg), run_dir=cfg.run.dir)
             engine = engine_of(cfg, runtime)
         session = stack.enter_context(open_session(cfg, cfg.run, runtime, "generate", 1, data.notes, phases=phases))
         prompts, responses, rollouts, scores = _respond(cfg, runtime, engine, data, phases)
@@ -92,7 +92,7 @@ def _respond(
             rollouts = engine.generate(
                 [torch.tensor(prompt.tokens) for prompt in prompts],
                 [sample_seed(cfg.run.seed, 0, n) for n in range(len(prompts))],
-                sampling_of(cfg.rollout, cfg.actor, data.tokenizer, greedy=cfg.greedy),
+                sampling_of(cfg.rollout, cfg.actor, data.tokenizer, greedy=cfg.greedy, data=cfg.data),
             )
         responses = response_texts(rollouts, data.tokenizer)
         batch = share_of_rank(prompts, rollouts, data.tokenizer)

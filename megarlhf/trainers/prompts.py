@@ -6,22 +6,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from megarlhf.config import PromptDataConfig, RewardConfig, RoleConfig, RolloutConfig, words_of
+from megarlhf.config import ConversationConfig, PromptDataConfig, RewardConfig, RoleConfig, RolloutConfig, words_of
+from megarlhf.data.ends import turn_end_of
 from megarlhf.data.load import SetLoader
-from megarlhf.data.samples import PromptEncoder, PromptSample
+from megarlhf.data.sample_kinds import PromptSample
 from megarlhf.data.tokenized import Samples, positions_of_shared
 from megarlhf.data.tokenizer import Tokenizer, load_tokenizer
 from megarlhf.layout import engine_order
 from megarlhf.model_directory import end_tokens
 from megarlhf.models.role import Role
 from megarlhf.models.settings import DTYPES
+from megarlhf.planning.encoders import prompt_encoder
 from megarlhf.rollout.engine import RolloutEngine, Sampling, StopStrings
 from megarlhf.rollout.rewards.accuracy import accuracy_of
 from megarlhf.rollout.rewards.batch import short
-from megarlhf.rollout.rewards.rules import RuleFields, field_check
+from megarlhf.rollout.rewards.rules import field_check
 from megarlhf.runtime import Runtime
 
 
@@ -38,20 +41,9 @@ class PromptData:
     """For figures."""
 
 
-def prompt_encoder(data: PromptDataConfig, model_path: Path, rewards: Sequence[RewardConfig] = ()) -> PromptEncoder:
-    """How records become the prompts of this configuration."""
-    rules = tuple(reward.rule for reward in rewards if reward.rule is not None)
-    return PromptEncoder(
-        tokenizer=model_path,
-        max_prompt_tokens=data.max_prompt_tokens,
-        template=data.template,
-        check_fields=RuleFields(rules),
-    )
-
-
 def load_prompts(
     data: PromptDataConfig,
-    model_path: Path,
+    tokenizer_place: Path,
     rewards: Sequence[RewardConfig] = (),
     max_validation: int | None = None,
     accuracy: str | None = None,
@@ -59,9 +51,8 @@ def load_prompts(
 ) -> PromptData:
     """Read and tokenize the prompts. Raises: ValueError for a record without what the rules of `rewards` need, and for
     a held-out one without what `eval.accuracy` needs. `run_dir`: where `data.cache: none` keeps them."""
-    fields = ("prompt",) if data.template == "plain" else ("messages",)
-    loader = SetLoader(data, prompt_encoder(data, model_path, rewards), PromptSample, fields, run_dir)
-    tokenizer = load_tokenizer(model_path)
+    loader = SetLoader(data, prompt_encoder(data, tokenizer_place, rewards), PromptSample, run_dir=run_dir)
+    tokenizer = load_tokenizer(tokenizer_place)
     train, validation, notes = loader.train_and_validation("rl")
     validation = validation[:max_validation]
     require_fields_of_accuracy(accuracy, rewards, validation, words_of(data.validation or data.train))
@@ -130,8 +121,13 @@ def make_engine(rollout: RolloutConfig, actor: Role, max_prompt_tokens: int, mic
     from megarlhf.rollout.restarting import RestartingEngine
     from megarlhf.rollout.vllm_engine import VllmEngine
 
+    kind: Any = VllmEngine
+    if rollout.lora == "adapter":
+        from megarlhf.rollout.vllm_adapter_engine import VllmAdapterEngine
+
+        kind = partial(VllmAdapterEngine, adapted=actor.shard.arch)
     build = partial(
-        VllmEngine,
+        kind,
         actor.section.model.hf_directory(),
         engine_dtype(rollout, actor),
         rollout,
@@ -148,13 +144,24 @@ def engine_dtype(rollout: RolloutConfig, actor: Role) -> torch.dtype:
     return actor.shard.dtype if rollout.dtype == "auto" else DTYPES[rollout.dtype]
 
 
-def sampling_of(rollout: RolloutConfig, actor: RoleConfig, tokenizer: Tokenizer, *, greedy: bool = False) -> Sampling:
-    """How this configuration draws responses. Raises: ValueError for an end token that the tokenizer does not have."""
+def sampling_of(
+    rollout: RolloutConfig,
+    actor: RoleConfig,
+    tokenizer: Tokenizer,
+    *,
+    greedy: bool = False,
+    data: ConversationConfig | None = None,
+) -> Sampling:
+    """How this configuration draws responses. They end where the model's directory says, and where the chat template of
+    `data` ends an answer, as `sft` has taught it. Raises: ValueError for an end token that the tokenizer does not
+    have."""
     if unknown := [token for token in rollout.stop_token_ids if token >= tokenizer.vocab_size]:
         raise ValueError(
             f"rollout.stop_token_ids names {unknown}; the tokenizer has ids from 0 to {tokenizer.vocab_size - 1}"
         )
-    ends = end_tokens(actor.model.hf_directory(), tokenizer.eos_id)
+    ends = [*end_tokens(actor.model.hf_directory(), tokenizer.eos_id)]
+    if data is not None and (turn_end := turn_end_of(data, tokenizer)) is not None:
+        ends.append(turn_end)
     return Sampling(
         max_tokens=rollout.max_response_tokens,
         temperature=rollout.temperature,

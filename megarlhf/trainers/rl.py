@@ -43,7 +43,7 @@ def run(cfg: RLConfig, runtime: Runtime, parts: Parts = Parts()) -> None:  # noq
         with phases("build"):
             data = load_prompts(
                 cfg.data,
-                cfg.actor.model.hf_directory(),
+                cfg.actor.model.tokenizer_place(),
                 cfg.rewards,
                 cfg.eval.max_samples,
                 cfg.eval.accuracy,

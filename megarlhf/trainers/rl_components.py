@@ -10,6 +10,7 @@ from pathlib import Path
 from megarlhf.architectures.placements import Head
 from megarlhf.collective_errors import from_first_rank, raise_on_all_ranks
 from megarlhf.config import RLConfig
+from megarlhf.data.companions import files_of_exports
 from megarlhf.data.tokenizer import Tokenizer, load_tokenizer
 from megarlhf.models.role import Role, build_role
 from megarlhf.observe.phases import Phases
@@ -88,8 +89,12 @@ def build(cfg: RLConfig, runtime: Runtime, tokenizer: Tokenizer, phases: Phases,
     residency = Residency(runtime.device, parts.host(runtime.device), shared=True)
     orders = mesh_orders(cfg.rollout, sections, runtime)
 
+    sampling = sampling_of(cfg.rollout, cfg.actor, tokenizer, data=cfg.data)
+    learnt = sampling.end_ids if cfg.data.template_mode == "chat" else ()
+
     def role(name: str, head: Head, *, trained: bool = False) -> Role:
         steps = cfg.optimizer_steps(name) if trained else None
+        files = files_of_exports(sections[name].model, cfg.data, learnt) if trained else {}
         return build_role(
             name,
             sections[name],
@@ -98,6 +103,7 @@ def build(cfg: RLConfig, runtime: Runtime, tokenizer: Tokenizer, phases: Phases,
             seed=seed,
             num_optimizer_steps=steps,
             order=orders[name],
+            files=files,
             weights=parts.weights,
             residency=residency,
         )
@@ -114,7 +120,6 @@ def build(cfg: RLConfig, runtime: Runtime, tokenizer: Tokenizer, phases: Phases,
     rewarder = Rewarder(
         cfg.rewards, reward_model, tokenizer, cfg.train, runtime.device, phases, unrewarded=cfg.algo.unrewarded
     )
-    sampling = sampling_of(cfg.rollout, cfg.actor, tokenizer)
     for phase in ("rollout", "eval"):
         phases.before[phase] = Turn(residency, partial(engine.needs, to_generate=True))
     for phase in ("reshard", "certificate"):
@@ -135,6 +140,7 @@ def build(cfg: RLConfig, runtime: Runtime, tokenizer: Tokenizer, phases: Phases,
             cache,
             seed=seed,
             order=orders["actor"],
+            files=actor.files,
             weights=parts.weights,
             residency=residency,
         )
@@ -178,7 +184,7 @@ def training_of(
     if (scorer := components.rewarder.reward_model) is not None:
         others["weights of the reward model"] = digest_of_weights(scorer)
         if cfg.retokenizes:
-            tokenizer = load_tokenizer(scorer.section.model.hf_directory())
+            tokenizer = load_tokenizer(scorer.section.model.tokenizer_place())
             others["the reward model's tokenizer"] = digest_of_vocabulary(tokenizer)
     for label, reward in zip(components.rewarder.labels, cfg.rewards, strict=True):
         if reward.path is not None:

@@ -44,7 +44,7 @@ class Evaluator:
     ) -> None:
         rewarder = components.rewarder
         self._cfg, self._components, self._validation, self._test = cfg, components, validation, test
-        self._sampling = sampling_of(cfg.rollout, cfg.actor, rewarder.tokenizer, greedy=True)
+        self._sampling = sampling_of(cfg.rollout, cfg.actor, rewarder.tokenizer, greedy=True, data=cfg.data)
         self._accuracy = accuracy_of(cfg.eval.accuracy, cfg.rewards)
         judge = self._accuracy.judge if validation or test else None
         self._judge = None if judge is None else Judge(judge, rewarder.tokenizer)

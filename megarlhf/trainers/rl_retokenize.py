@@ -23,7 +23,7 @@ def retokenizer_of(reward_model: Role, reward: RewardConfig, micro: MicroBatchCo
     hold, and as `max_tokens` says."""
     limits = (reward_model.shard.arch.longest_sequence, micro.max_tokens_per_micro_batch, reward.max_tokens)
     return Retokenizer(
-        tokenizer=load_tokenizer(reward_model.section.model.hf_directory()),
+        tokenizer=load_tokenizer(reward_model.section.model.tokenizer_place()),
         max_tokens=min(limit for limit in limits if limit is not None),
         cuts=reward.too_long == "cut",
     )
@@ -61,7 +61,9 @@ def retokenized(
 def _retokenized(name: str, batch: RewardBatch, row: int, retokenizer: Retokenizer) -> Retokenized:
     prompt, response = batch.prompts[row], batch.responses[row]
     try:
-        return retokenizer(prompt, batch.messages[row], response, finished=batch.finished[row])
+        return retokenizer(
+            prompt, batch.messages[row], response, finished=batch.finished[row], fields=batch.fields[row]
+        )
     except ValueError as error:
         where = f"sample {batch.samples[row]} (prompt {short(prompt)}, response {short(response)})"
         raise RewardError(f"reward {name!r} on {where}: {error}") from error

@@ -19,7 +19,7 @@ from megarlhf.algo.calibration import pair_report
 from megarlhf.algo.losses import centering, pairwise_aligned_span, pairwise_ranking
 from megarlhf.architectures.hf_config import SCORE_OF
 from megarlhf.config import RMConfig
-from megarlhf.data.samples import PAIR_SEQUENCES, PairEncoder, PairSample
+from megarlhf.data.sample_kinds import PAIR_SEQUENCES, PairSample
 from megarlhf.experience import redistribute
 from megarlhf.models.role import Role
 from megarlhf.parallel.batching import MicroBatchLayout, TokenSpans, owners_of_outputs, repeat_on_micro_batch
@@ -27,9 +27,10 @@ from megarlhf.parallel.chunks import split_name
 from megarlhf.parallel.step import MicroBatch
 from megarlhf.resume.identity import digest_of_samples
 from megarlhf.runtime import Runtime
+from megarlhf.trainers.objective import Metrics, Objective, ShouldStop
 from megarlhf.trainers.parts import Parts
 from megarlhf.trainers.sequence_scores import sequence_scores
-from megarlhf.trainers.supervised import Metrics, Objective, ShouldStop, rounds, run_supervised, validation_sums
+from megarlhf.trainers.supervised import rounds, run_supervised, validation_sums
 
 
 def run(cfg: RMConfig, runtime: Runtime, parts: Parts = Parts()) -> None:  # noqa: B008 -- frozen
@@ -89,13 +90,6 @@ class RewardModelling(Objective[PairSample]):
     def __init__(self, cfg: RMConfig) -> None:
         super().__init__(cfg, cfg.reward_model)
         self.rm = cfg
-
-    @property
-    def fields(self) -> tuple[str, ...]:
-        return ("prompt", "chosen", "rejected")
-
-    def encoder(self) -> PairEncoder:
-        return PairEncoder(with_margin=self.rm.margin, **self.encoder_options())
 
     def sequences(self, sample: PairSample) -> list[list[int]]:
         """Both with the prompt, the chosen one first."""

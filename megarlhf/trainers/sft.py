@@ -14,15 +14,16 @@ from torch import Tensor
 
 from megarlhf.algo.losses import token_nll
 from megarlhf.config import SFTConfig
-from megarlhf.data.samples import SFTEncoder, SFTSample
+from megarlhf.data.samples import SFTSample
 from megarlhf.experience import Ragged
 from megarlhf.models.role import Role
 from megarlhf.parallel.batching import MicroBatchLayout, TokenSpans, scatter_to_micro_batch
 from megarlhf.parallel.step import MicroBatch
 from megarlhf.parallel.vocab import Vocabulary, next_token_logprobs
 from megarlhf.runtime import Runtime
+from megarlhf.trainers.objective import Metrics, Objective
 from megarlhf.trainers.parts import Parts
-from megarlhf.trainers.supervised import Metrics, Objective, run_supervised
+from megarlhf.trainers.supervised import run_supervised
 
 
 def run(cfg: SFTConfig, runtime: Runtime, parts: Parts = Parts()) -> None:  # noqa: B008 -- frozen
@@ -56,13 +57,6 @@ class SupervisedFineTuning(Objective[SFTSample]):
 
     def __init__(self, cfg: SFTConfig) -> None:
         super().__init__(cfg, cfg.actor)
-
-    @property
-    def fields(self) -> tuple[str, ...]:
-        return ("prompt", "response") if self.cfg.data.template == "plain" else ("messages",)
-
-    def encoder(self) -> SFTEncoder:
-        return SFTEncoder(**self.encoder_options())
 
     def sequences(self, sample: SFTSample) -> list[list[int]]:
         return [sample.tokens]

@@ -5,7 +5,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 CORPUS = ["the answer is 85", "what is 37+48= and so on", "0123456789 abc"] * 5
-CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<bot>{% endif %}"
+CHAT = (
+    "{% for m in messages %}<{{ 'bot' if m.role == 'assistant' else m.role }}>{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<bot>{% endif %}"
+)
 
 
 def make_fast_tokenizer(*, prefix, chat=True, **special):

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarlhf.data.loader import ShuffledBatches
+from megarlhf.data.loader import MixedBatches, ShuffledBatches
 
 SIZES = st.integers(1, 12).flatmap(lambda n: st.tuples(st.just(n), st.integers(1, n)))
 
@@ -66,3 +66,59 @@ def test_impossible_sizes():
         ShuffledBatches(5, 6, seed=0, key="train.x")
     with pytest.raises(ValueError, match="at least one"):
         ShuffledBatches(0, 0, seed=0)
+
+
+def counts_of(indices, sizes):
+    """Samples of each set."""
+    ends = [sum(sizes[: n + 1]) for n in range(len(sizes))]
+    return [sum(end - size <= index < end for index in indices) for size, end in zip(sizes, ends, strict=True)]
+
+
+def test_each_set_gives_its_share_after_any_number_of_samples():
+    """To within one, also of a small weight; in batches of one, whose order any other size has too."""
+    sizes, weights = [50, 30, 7], [6.0, 3.0, 0.5]
+    batches = MixedBatches(sizes, weights, 1, seed=3)
+    drawn = [batches.indices(step)[0] for step in range(400)]
+    for end in range(1, 401):
+        for count, weight in zip(counts_of(drawn[:end], sizes), weights, strict=True):
+            assert abs(count - end * weight / 9.5) <= 1.0
+    for size in (3, 16):
+        larger = MixedBatches(sizes, weights, size, seed=3)
+        assert [index for step in range(20) for index in larger.indices(step)] == drawn[: 20 * size]
+    assert (
+        MixedBatches(sizes, weights, 1, seed=4).indices(0) + MixedBatches(sizes, weights, 9, 4).indices(0) != drawn[:10]
+    )
+
+
+def test_a_set_that_is_exhausted_begins_again_in_another_order():
+    """And the others do not: their passes are their own."""
+    sizes = [40, 6]
+    batches = MixedBatches(sizes, [1.0, 1.0], 4, seed=0)
+    drawn = [index for step in range(12) for index in batches.indices(step)]
+    small = [index for index in drawn if index >= 40]
+    assert len(small) == 24
+    passes = [small[start : start + 6] for start in range(0, 24, 6)]
+    assert all(sorted(each) == list(range(40, 46)) for each in passes)
+    assert len({tuple(each) for each in passes}) > 1
+    large = [index for index in drawn if index < 40]
+    assert len(large) == len(set(large)) == 24, "not yet through"
+    assert batches.passes(12) == [(24, 0.6), (24, 4.0)]
+
+
+def test_a_mixture_goes_on_where_it_was_also_with_another_batch_size():
+    sizes, weights = [50, 30], [2.0, 1.0]
+    first = MixedBatches(sizes, weights, 6, seed=1)
+    begun = [index for step in range(7) for index in first.indices(step)]
+    second = MixedBatches(sizes, weights, 10, seed=1)
+    second.load_state_dict(first.state_dict())
+    went_on = [index for step in range(7, 10) for index in second.indices(step)]
+    one = MixedBatches(sizes, weights, 1, seed=1)
+    assert begun + went_on == [one.indices(step)[0] for step in range(72)]
+    assert second.indices(8) == went_on[10:20], "asked again"
+
+
+def test_a_batch_that_would_hold_a_sample_of_a_set_twice_is_refused():
+    words = r"train.x = 8: set 2 of data.train gives 6 samples of a batch by its weight, and has 5"
+    with pytest.raises(ValueError, match=words):
+        MixedBatches([50, 5], [1.0, 3.0], 8, 0, "train.x")
+    MixedBatches([50, 6], [1.0, 3.0], 8, 0, "train.x")

@@ -24,9 +24,10 @@ def test_text_between_begin_and_end(tokenizer, finished):
 
 
 def test_messages_are_rendered_by_its_own_template_whatever_the_prompt_was(tokenizer):
+    """Which writes no begin-of-sequence here, so there is none."""
     messages = [{"role": "user", "content": "1+1="}]
     made = Retokenizer(tokenizer, 64)("<|user|>another template", messages, "2", finished=True)
-    assert made.tokens == [BOS, 8, 11, 9, 4, 6, 4, 7, 8, 10, 9, 5, EOS]
+    assert made.tokens == [8, 11, 9, 4, 6, 4, 7, 8, 10, 9, 5, EOS]
 
 
 def test_what_is_too_long_is_refused_or_loses_its_beginning(tokenizer):

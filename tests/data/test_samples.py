@@ -118,12 +118,13 @@ def chat_tokenizer(fast_tokenizer, template=None):
 
 
 def test_chat_template(fast_tokenizer):
-    """The template of conftest.py. The last assistant message is the response, the rest the prompt."""
+    """The template of conftest.py, which writes no begin of sequence and no end of a turn: eos ends it. The last
+    assistant message is the response, the rest the prompt."""
     tokenizer = chat_tokenizer(fast_tokenizer)
     messages = [{"role": "user", "content": "37+48="}, {"role": "assistant", "content": "85"}]
     limits = {"max_prompt_tokens": 50, "max_response_tokens": 50, "template": "chat"}
     [sample], _ = build_sft([{"messages": messages}], tokenizer, **limits)
-    prompt = [tokenizer.bos_id, *tokenizer.encode("<user>37+48=<bot>")]
+    prompt = tokenizer.encode("<user>37+48=<bot>")
     assert sample.tokens == [*prompt, *tokenizer.encode("85"), tokenizer.eos_id]
     assert sample.prompt_length == len(prompt)
     [asked], _ = build_prompts(
@@ -141,7 +142,7 @@ def test_pairs_take_their_prompt_from_prompt_whatever_else_a_record_has(fast_tok
     pair = {"prompt": "37+48=", "chosen": "85", "rejected": "75"}
     messages = [{"role": "user", "content": "37+48="}, {"role": "assistant", "content": "85"}]
     [sample], _ = build_pairs([{**pair, "messages": messages}], tokenizer, **limits)
-    assert sample.prompt_tokens == [tokenizer.bos_id, *tokenizer.encode("<user>37+48=<bot>")]
+    assert sample.prompt_tokens == tokenizer.encode("<user>37+48=<bot>")
     assert [sample] == build_pairs([pair], tokenizer, **limits)[0]
     _, skipped = build_pairs([pair, {**pair, "prompt": " "}], tokenizer, **limits)
     assert dict(skipped.reasons) == {"empty prompt": 1}
@@ -159,7 +160,7 @@ def test_a_conversation_that_ends_with_the_assistant_is_no_prompt(tmp_path, fast
     records = load_chat(tmp_path, *([{"role": role, "content": "1"} for role in each] for each in roles))
     options = {"max_prompt_tokens": 50, "template": "chat"}
     samples, _ = build_prompts(records[:3], tokenizer, **options)
-    assert [sample.text for sample in samples][1:] == ["<user>1<assistant>1<tool>1<bot>", "<user>1<system>1<bot>"]
+    assert [sample.text for sample in samples][1:] == ["<user>1<bot>1<tool>1<bot>", "<user>1<system>1<bot>"]
     words = rf"{tmp_path}/chat\.jsonl, line 4: .*ends with a message of 'assistant'.*expected.*drop the last message"
     with pytest.raises(ValueError, match=words):
         build_prompts(records, tokenizer, **options)
@@ -171,12 +172,13 @@ def test_a_conversation_that_ends_with_the_assistant_is_no_prompt(tmp_path, fast
         ("{{ raise_exception('System role not supported') }}", "TemplateError: System role not supported; change"),
         ("{{ messages[5].content.strip() }}", "UndefinedError: .*; change"),
         ("{{ 1 + 'a' }}", "TypeError: .*; change"),
-        ("{% if %}", "TemplateSyntaxError: .*; change"),
     ],
 )
 def test_an_error_inside_a_chat_template_names_file_and_line(tmp_path, fast_tokenizer, template, words):
     """One line, for prompts and fine-tuning."""
-    system = "{% if messages[0].role == 'system' %}" + template + "{% endif %}1" if "raise" in template else template
+    usual = fast_tokenizer(prefix=False).chat_template
+    system = "{% if messages[0].role == 'system' %}" + template + "{% endif %}" + usual
+    system = system if "raise" in template else template
     tokenizer = chat_tokenizer(fast_tokenizer, system)
     good = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "1"}]
     bad = [{"role": "system", "content": "1"}, *good]
@@ -198,13 +200,17 @@ def test_chat_template_that_writes_bos_gets_no_second_one(fast_tokenizer):
 
 
 def test_template_errors(fast_tokenizer):
-    with pytest.raises(ValueError, match=r"needs a Hugging Face tokenizer.*got CharTokenizer"):
+    with pytest.raises(ValueError, match=r"needs a Hugging Face or SentencePiece tokenizer, got CharTokenizer"):
         build_prompts([{"prompt": "1"}], TOKENIZER, max_prompt_tokens=9, template="chat")
-    with pytest.raises(ValueError, match=r"unknown template 'alpaca'; the known ones are plain, chat"):
+    with pytest.raises(ValueError, match=r"unknown template 'alpaca'; the known ones are auto, plain, chat"):
         build_prompts([{"prompt": "1"}], TOKENIZER, max_prompt_tokens=9, template="alpaca")
     without = HuggingFaceTokenizer(fast_tokenizer(prefix=False, chat=False, eos_token="</s>"), "here")
     with pytest.raises(ValueError, match="here has no chat template"):
         build_prompts([{"prompt": "1"}], without, max_prompt_tokens=9, template="chat")
+    with pytest.raises(ValueError, match=r"chat template is no template: TemplateSyntaxError: .*line 1.*correct it"):
+        build_prompts(
+            [{"prompt": "1"}], chat_tokenizer(fast_tokenizer, "{% if %}"), max_prompt_tokens=9, template="chat"
+        )
 
 
 def test_more_tokens_than_positions_are_refused_with_both_numbers():

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megarlhf.config import SFTConfig
-from megarlhf.models.build import placements_on
+from megarlhf.config import RoleConfig, RolloutConfig, SFTConfig
+from megarlhf.models.build import ModelShard, placements_on
 from megarlhf.models.role import Role, build_role
+from megarlhf.models.weights import load_weights
 from megarlhf.parallel.mesh import GroupCache
+from megarlhf.rollout.engine import Sampling
+from megarlhf.rollout.megatron_engine import MegatronEngine
 from megarlhf.runtime import Runtime
 from megarlhf.weights.transport.storages import view
 
@@ -43,3 +47,81 @@ def lora_gradients(runtime: Runtime, config: dict[str, Any], merged: str) -> dic
     weights = weights_of(actor)
     step = train_once(objective, actor, samples[: cfg.train.mini_batch_samples])
     return {"loss": step["loss"], "grad_norm": step["grad_norm"], "gradients": gradients[0], "weights": weights}
+
+
+def lora_exports(runtime: Runtime, config: dict[str, Any], directory: str, draw: bool = True) -> None:
+    """What an actor exports before it is trained; `draw`: with numbers in every B."""
+    cfg = SFTConfig.model_validate(config)
+    actor = build_role("actor", cfg.actor, "lm", GroupCache(runtime), seed=0)
+    if draw:
+        draw_adapter(actor)
+    actor.export(Path(directory))
+
+
+def vllm_with_adapter(
+    runtime: Runtime, model: str, adapters: list[str], tp: int, prompts: list[list[int]], how: str
+) -> dict[str, Any]:
+    """An engine fed by an actor with one adapter after the other: what it says and how likely it finds it, and whether
+    planted wrong adapters are found."""
+    from megarlhf.trainers.prompts import make_engine
+
+    section = {"model": {"path": model}, "parallel": {"tp": tp}, "lora": {"path": adapters[0]}}
+    actor = build_role("actor", RoleConfig.model_validate(section), "lm", GroupCache(runtime), seed=0)
+    rollout = RolloutConfig.model_validate({"max_response_tokens": 8, "lora": how, "parallel": {"tp": tp}})
+    engine = make_engine(rollout, actor, 100, 2)
+    rows, greedy = [torch.tensor(p) for p in prompts], Sampling(max_tokens=8, greedy=True, end_ids=(2,))
+    found: dict[str, Any] = {"responses": [], "digests": [], "faults": {}}
+    oracle = MegatronEngine(actor.shard, 2, actor.parts)
+    live = actor.shard.parameters()
+    base = {name: tensor.clone() for name, tensor in live.items() if ".lora." not in name}
+    for version, adapter in enumerate(adapters):
+        shard = replace(actor.shard, adapter_path=Path(adapter))
+        load_weights(shard, actor.section.model, seed=0)
+        engine.update_weights(shard, version)
+        found["digests"].append(engine.engine.verify_weights(shard).digest)
+        oracle.update_weights(actor.shard, version)
+        for each in (engine, oracle):
+            drawn = each.generate(rows, [0] * len(rows), greedy)
+            pairs = zip(drawn.responses.rows(), drawn.logprobs.rows(), strict=True)
+            found["responses"].append([(tokens.tolist(), logprobs.tolist()) for tokens, logprobs in pairs])
+    assert all(torch.equal(live[name], tensor) for name, tensor in base.items()), "the base has changed"
+    for what, name in (("another A", "A"), ("another B", "B")):
+        parameter = next(tensor for key, tensor in live.items() if f"linear_qkv.lora.{name}" in key)
+        kept = parameter.detach().clone()
+        with torch.no_grad():
+            parameter.mul_(1.25)
+        found["faults"][what] = _refusal(engine, actor)
+        with torch.no_grad():
+            parameter.copy_(kept)
+    found["faults"]["none"] = _refusal(engine, actor)
+    for parameter in actor.shard.parameters().values():  # the engine has the base alone
+        parameter.requires_grad_(False)
+    if how == "merged":
+        inner = engine.engine
+        inner._transfer(inner._resharder_from(replace(actor.shard.base)), _Unmerged(actor.shard))
+        found["faults"]["no adapter"] = _refusal(engine, actor)
+    else:
+        slot = next(tensor for name, tensor in engine.engine._parameters.items() if "down_proj.lora_b" in name)
+        slot.zero_()
+        found["faults"]["no adapter"] = _refusal(engine, actor)
+    found["slots"] = sum(".lora_" in name for name in engine.engine._parameters)
+    engine.close()
+    return found
+
+
+class _Unmerged:
+    """As an actor whose adapter never arrives."""
+
+    def __init__(self, shard: ModelShard) -> None:
+        self._shard = shard
+
+    def merged(self) -> dict[str, torch.Tensor]:
+        return self._shard.base.parameters()
+
+
+def _refusal(engine: Any, actor: Role) -> str:
+    try:
+        engine.engine.verify_weights(actor.shard)
+    except RuntimeError as error:
+        return str(error)
+    return ""

@@ -14,9 +14,9 @@ import pytest
 import torch
 import yaml
 
+from megarlhf.data.texts import pieces
 from megarlhf.data.tokenizer import load_tokenizer
 from megarlhf.observe.metrics import read_metrics
-from megarlhf.trainers.rl_ptx import pieces
 from tests.distributed.compare import assert_gradients_equal
 from tests.distributed.resume_jobs import command_until
 from tests.distributed.test_rl_layouts import config

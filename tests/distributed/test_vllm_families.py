@@ -217,7 +217,7 @@ def test_a_step_that_fails_on_one_rank_stops_all_with_its_reason(vllm_ranks: Ran
     table = "RuntimeError: megarlhf's table of llama cannot be trusted with this vLLM:\n  "
     loader = "rank 1: the engine's loader failed on the tensors of the table: OutOfMemoryError: planted\n"
     expected = {
-        "_repacked": f"RuntimeError: vLLM's parameters cannot be filled by a copy plan:\n  {planted}\n",
+        "changed_in_memory": f"RuntimeError: vLLM's parameters cannot be filled by a copy plan:\n  {planted}\n",
         "sample_tensors": table + planted,
         "zero_padding": table + planted,
         "_load": table + loader,

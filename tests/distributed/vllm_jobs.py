@@ -295,7 +295,7 @@ def vllm_failing_steps(runtime: Runtime, model: str, prompts: list[list[int]]) -
         errors[name] = tried(action)
         setattr(owner, name, kept)
 
-    without_memory(vllm_engine, "_repacked", engine._check_memory)
+    without_memory(vllm_engine, "changed_in_memory", engine._check_memory)
     # The first three before the table is known to be right, `make_plan` before there is a plan.
     for owner, name in (
         (vllm_engine, "sample_tensors"),

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megarlhf.commands import cli
-from megarlhf.commands.convert import parser as convert_parser
+from megarlhf.commands.convert_arguments import parser as convert_parser
 from tests.docs.repository import PRESENT, ROOT, code, files, path_of, text
 
 _PATH = re.compile(r"(?<![\w./{*-])([\w./-]+(?:\.py|\.yaml|\.sbatch|\.md|/))(?:::([\w.]+))?(?![\w*{.])")

@@ -67,7 +67,7 @@ def test_links_out_of_docs_become_pages_of_the_site():
 
 
 def test_the_readme_is_short_and_leads_to_what_people_ask():
-    """Under 750 words; never run on a GPU stands near the top."""
+    """Under 750 words; never run on several GPUs stands near the top."""
     readme = text(ROOT / "README.md")
     assert len(readme.split()) < 750
     assert "never run" in "\n".join(readme.splitlines()[:12])

@@ -12,8 +12,9 @@ from safetensors.torch import save_file
 
 from megarlhf.architectures.hf_config import architecture_from_hf
 from megarlhf.architectures.placements import logical_tensors
-from megarlhf.config import RoleConfig
+from megarlhf.config import ConversationConfig, RoleConfig
 from megarlhf.data.tokenizer import SentencePieceTokenizer, first_difference, load_tokenizer
+from megarlhf.planning.ends import end_notes
 from megarlhf.planning.models import check_heads, check_vocabularies
 from tests.planning.configs import MODEL
 from tools.demo.make_data import train_tokenizer
@@ -105,8 +106,11 @@ def test_a_model_without_a_tokenizer_is_taken_at_its_size_and_that_is_said(model
 def test_further_end_tokens_are_said(model):
     """The demo's tokenizer ends with token 2; the first model's file alone counts, since it writes the responses."""
     actor = model("actor", eos_token_id=[2, 5])
-    (note,) = check_vocabularies({"actor": actor, "critic": model("critic", eos_token_id=7)})
-    assert "actor: generated responses end at token 2, the tokenizer's end-of-sequence, and at 5, which" in note
+    assert check_vocabularies({"actor": actor, "critic": model("critic", eos_token_id=7)}) == []
+    (note,) = end_notes("actor", actor, ConversationConfig(), generates=True)
+    words = "actor: generated responses end at token 2 (</s>), the tokenizer's end-of-sequence, and at 5 ("
+    assert note.startswith(words)
+    assert "training data ends with the first only" in note
 
 
 def test_a_language_model_has_no_scores(model):

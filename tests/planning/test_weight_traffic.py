@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from megarlhf.commands.plan import main, parser
+from megarlhf.commands.plan import main
+from megarlhf.commands.plan_arguments import parser
 from megarlhf.config import RLConfig, load_config
 from megarlhf.planning.weight_traffic import plan_transfer, transfer_setup
 from megarlhf.weights.plan.copy_plan import make_plan

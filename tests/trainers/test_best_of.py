@@ -3,7 +3,6 @@
 import math
 from types import SimpleNamespace
 
-import pytest
 import torch
 
 from megarlhf.config import RewardConfig
@@ -49,10 +48,9 @@ def test_lines_are_what_sft_rm_and_dpo_read():
     assert record_of(plain, [best, worst]) == {**pair, "answer": "2"}
     messages = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
     assert record_of(chat, [best]) == {"messages": messages, "reward": 1.0}
-    assert record_of(chat, [best, worst]) == pair
-    longer = PromptSample([1], "", {}, 4, [{"role": "system", "content": "s"}, *chat.messages])
-    with pytest.raises(ValueError, match=r"conversation of system, user \(record 5\).*select: best"):
-        record_of(longer, [best, worst])
+    assert record_of(chat, [best, worst]) == {**pair, "prompt": chat.messages}, "rm and dpo read a conversation too"
+    longer = PromptSample([1], "", {"system": "s"}, 4, [{"role": "system", "content": "s"}, *chat.messages])
+    assert record_of(longer, [best, worst]) == {**pair, "prompt": longer.messages}, "which says its system message once"
 
 
 def test_a_response_of_which_a_reward_failed_is_not_chosen():

@@ -94,6 +94,22 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
         "vocab_size": 32000,
         "max_position_embeddings": 4096,
     },
+    "memory_experts": {
+        **_COMMON,
+        "model_type": "qwen3_moe",
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "hidden_size": 1024,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "moe_intermediate_size": 768,
+        "num_experts": 16,
+        "num_experts_per_tok": 4,
+        "norm_topk_prob": True,
+        "vocab_size": 32000,
+        "max_position_embeddings": 4096,
+    },
 }
 PACKED: Mapping[str, bool] = {"dense": True, "grouped": False, "experts": True}
 """Packed rows, or padded ones."""
@@ -185,7 +201,8 @@ def _long(count: int) -> list[dict[str, str]]:
 
 def _role(inputs: Path, model: str, dtype: Dtype, parallel: Mapping[str, Any], lr: float = 1e-4) -> dict[str, Any]:
     # Megatron-Core trains experts under tensor parallelism with sequence parallelism only.
-    needed = {"sequence_parallel": True} if model == "experts" and parallel.get("tp", 1) > 1 else {}
+    experts = "num_experts" in MODELS[model]
+    needed = {"sequence_parallel": True} if experts and parallel.get("tp", 1) > 1 else {}
     return {
         "model": {"path": str(inputs / "models" / model), "random_init": True, "dtype": dtype},
         "parallel": {**parallel, **needed},
@@ -265,6 +282,7 @@ class MemorySize:
     """Of the jobs whose memory is measured."""
 
     model: str = "memory"
+    experts: str = "memory_experts"
     data: str = "long"
     prompt: int = 512
     response: int = 1504
@@ -278,17 +296,25 @@ def memory_jobs(
     parallel: Mapping[str, Any],
     size: MemorySize = MemorySize(),
 ) -> Iterator[Job]:
-    """Two steps each of fine-tuning and of PPO, measured and rehearsed."""
+    """Two steps each of fine-tuning, in several ways, and of PPO, measured and rehearsed."""
     role = _role(inputs, size.model, "bf16", parallel)
+    ways: Mapping[str, Mapping[str, Any]] = {
+        "sft": role,
+        "sft_streamed": {**role, "offload": {"parameters": True, "optimizer": "stream"}},
+        "sft_recomputed": {**role, "recompute": "full"},
+        "sft_core_attention": {**role, "recompute": "core_attention"},
+        "sft_experts": _role(inputs, size.experts, "bf16", parallel),
+    }
     data = {"train": str(inputs / f"{size.data}.jsonl"), "max_prompt_tokens": size.prompt}
     batch = {"num_steps": 2, "mini_batch_samples": SAMPLES, "max_tokens_per_micro_batch": size.micro_batch}
-    sft = {
-        **_common(runs, "sft"),
-        "actor": role,
-        "data": {**data, "max_response_tokens": size.response},
-        "train": batch,
-    }
-    yield Job(name="sft", command="sft", config=sft, measured=True)
+    for name, actor in ways.items():
+        sft = {
+            **_common(runs, name),
+            "actor": actor,
+            "data": {**data, "max_response_tokens": size.response},
+            "train": batch,
+        }
+        yield Job(name=name, command="sft", config=sft, measured=True)
     ppo = {
         **_common(runs, "ppo"),
         **dict.fromkeys(("actor", "critic", "reference"), role),

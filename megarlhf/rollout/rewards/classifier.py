@@ -13,6 +13,9 @@ import torch
 from torch import Tensor
 
 from megarlhf.architectures.hf_config import score_of_config
+from megarlhf.data.retokenize import Retokenizer
+from megarlhf.data.tokenizer import load_tokenizer
+from megarlhf.provenance import find_provenance_file
 from megarlhf.rollout.rewards.batch import Outcome, RewardBatch, short
 
 log = logging.getLogger(__name__)
@@ -20,6 +23,7 @@ log = logging.getLogger(__name__)
 Form = Literal["joined", "pair", "chat"]
 Encoded = Mapping[str, list[int]]
 """`input_ids` of a text and, where the tokenizer has them, `token_type_ids`."""
+_ANY_LENGTH = 2**31
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -69,6 +73,9 @@ class Classifier:
         self._form, self._append_eos, self._batch_samples = form, append_eos, batch_samples
         self._longest = longest_input(model.config, self._tokenizer)
         self._path = path
+        self._ours = None
+        if form == "chat" and find_provenance_file(path) is not None:  # scored where a turn ends, as it was trained
+            self._ours = Retokenizer(load_tokenizer(path), max_tokens=_ANY_LENGTH)
         self._reads_segments = "token_type_ids" in inspect.signature(self._model.forward).parameters
         self._several = getattr(model.config, "problem_type", None) == "multi_label_classification"
 
@@ -100,6 +107,10 @@ class Classifier:
         if self._form == "chat":
             messages = batch.messages[n]
             asked = [{"role": "user", "content": prompt}] if messages is None else list(messages)
+            if self._ours is not None:
+                fields = batch.fields[n] if messages is not None else {}
+                made = self._ours(prompt, asked, response, finished=batch.finished[n], fields=fields)
+                return {"input_ids": made.tokens}
             text = self._tokenizer.apply_chat_template(
                 [*asked, {"role": "assistant", "content": response}], tokenize=False
             )

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from functools import partial
 from os import PathLike
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ def export(
     writer_rank: int = 0,
     group: dist.ProcessGroup | None = None,
     copy_from: str | PathLike[str] | None = None,
+    files: Mapping[str, bytes] = MappingProxyType({}),
     gather_bytes: int = 1 << 30,
 ) -> None:
     """Writes the model, cast to `dtype`: every rank its own part of the files.
@@ -59,7 +61,7 @@ def export(
 
         def open_writer() -> None:
             if rank == writer_rank:
-                opened = open_hf_writer(directory, specs, with_dtype(config, dtype), copy_from=copy_from)
+                opened = open_hf_writer(directory, specs, with_dtype(config, dtype), copy_from=copy_from, files=files)
                 writers.append(stack.enter_context(opened))
 
         told(open_writer)

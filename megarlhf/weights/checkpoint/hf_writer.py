@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -70,12 +71,13 @@ def open_hf_writer(
     config: Mapping[str, Any],
     *,
     copy_from: str | PathLike[str] | None = None,
+    files: Mapping[str, bytes] = MappingProxyType({}),
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> Iterator[HFWriter]:
     """A Hugging Face directory that is written tensor by tensor, and appears whole or not at all.
 
     `tensors`: shape and dtype of all that will be written. `copy_from`: a directory whose other files (tokenizer,
-    generation config, licence) are copied.
+    generation config, licence) are copied. `files`: by name, in place of what is copied.
 
     Raises: ValueError when the directory exists and is not empty, or when a tensor was not written.
     """
@@ -83,6 +85,9 @@ def open_hf_writer(
         staging.reserve(sum(num_bytes_of(spec) for spec in tensors.values()))
         if copy_from is not None:
             copy_other_files(Path(copy_from), staging.path)
+        for name, content in files.items():
+            (staging.path / name).parent.mkdir(exist_ok=True)
+            (staging.path / name).write_bytes(content)
         writer = HFWriter(preallocate_huggingface(staging.path, tensors, config, max_shard_bytes=max_shard_bytes))
         yield writer
         if writer.missing:

@@ -1,0 +1,324 @@
+"""What tokenized data costs: python -m benchmarks.data (`make bench-data`).
+
+- `tokens_per_second`: a file of prompts and responses to token ids on disk, by `megarlhf.data` and by `datasets.map`
+  with the fast tokenizer, with as many processes each; from the end of imports to the end, the starts of workers
+  included. The ways take turns.
+- `memory_mib`: of each of several processes that hold the same set, as proportional set size (a page that k processes
+  map counts 1/k for each), beyond what the process had before: as lists, and as mapped columns of which all were read.
+- `first_batch_seconds`: from the end of imports to the first batch of a large set that lies in the cache.
+
+The tokenizer is one of byte pairs with 32 000 tokens, trained on this repository and its packages' sources.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.machine import ROOT, machine
+
+WAYS = ("ours", "map_batched", "map")
+LIMITS = {"max_prompt_tokens": 4096, "max_response_tokens": 4096}
+
+
+def sources() -> list[str]:
+    """Text of this repository and of the packages beside it."""
+    import transformers
+
+    folders = [ROOT / "megarlhf", ROOT / "docs", Path(transformers.__file__).parent / "models"]
+    files = [file for folder in folders for file in sorted(folder.rglob("*")) if file.suffix in (".py", ".md")]
+    return [file.read_text(encoding="utf-8", errors="ignore") for file in files[:1500]]
+
+
+def write_tokenizer(directory: Path, texts: Sequence[str], vocabulary: int) -> None:
+    """Byte pairs, as those of Llama 3 and Qwen are."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.train_from_iterator(
+        texts,
+        trainers.BpeTrainer(
+            vocab_size=vocabulary,
+            special_tokens=["<s>", "</s>"],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        ),
+    )
+    directory.mkdir()
+    tokenizer.save(str(directory / "tokenizer.json"))
+    names = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(names))
+    (directory / "config.json").write_text(json.dumps({"model_type": "llama"}))
+
+
+def write_records(path: Path, texts: Sequence[str], count: int, words: int) -> None:
+    """Prompts and responses, each of a few to 2 x `words` words that follow each other in the texts."""
+    drawn = random.Random(0)
+    pieces = [text.split(" ") for text in texts]
+    pieces = [piece for piece in pieces if len(piece) > 8]
+
+    def part() -> str:
+        piece = drawn.choice(pieces)
+        start = drawn.randrange(len(piece) - 4)
+        return " ".join(piece[start : start + drawn.randint(4, 2 * words)]) + "."
+
+    with path.open("w", encoding="utf-8") as out:
+        for number in range(count):
+            row = {"prompt": f"{number}: {part()}", "response": part()}
+            out.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+
+# --- in processes of their own, after the imports ---------------------------------------------------
+
+
+def loader_of(work: Path, name: str, cache: Path, workers: int | None) -> Any:
+    from megarlhf.config import DataConfig
+    from megarlhf.data.load import SetLoader
+    from megarlhf.data.samples import SFTEncoder, SFTSample
+
+    data = DataConfig.model_validate(
+        {"train": work / f"{name}.jsonl", "cache": str(cache), "workers": workers, **LIMITS}
+    )
+    return SetLoader(data, SFTEncoder(tokenizer=work / "tokenizer", **LIMITS), SFTSample)
+
+
+def child_ours(work: Path, processes: int) -> dict[str, float]:
+    import transformers  # noqa: F401 -- both ways have it imported
+
+    from megarlhf.data.tokenized import lengths_of
+
+    loader = loader_of(work, "records", Path(tempfile.mkdtemp(dir=work)), processes)
+    start = time.perf_counter()
+    samples, _, _ = loader.train_and_validation("sft")
+    seconds = time.perf_counter() - start
+    return {"seconds": seconds, "tokens": int(lengths_of(samples, "tokens").sum()), "samples": len(samples)}
+
+
+def child_map(work: Path, processes: int, *, batched: bool) -> dict[str, float]:
+    """What a script would write: prompt, response and end as ids, and how long the prompt is."""
+    from datasets import load_dataset
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(str(work / "tokenizer"))
+
+    def tokens_of(texts: list[str]) -> list[list[int]]:
+        ids: list[list[int]] = tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"]
+        return ids
+
+    def encode(rows: dict[str, list[str]]) -> dict[str, Any]:
+        prompts, responses = tokens_of(rows["prompt"]), tokens_of(rows["response"])
+        joined = [
+            [tokenizer.bos_token_id, *prompt, *response, tokenizer.eos_token_id]
+            for prompt, response in zip(prompts, responses, strict=True)
+        ]
+        return {"tokens": joined, "prompt_length": [1 + len(prompt) for prompt in prompts]}
+
+    def encode_one(row: dict[str, str]) -> dict[str, Any]:
+        made = encode({name: [text] for name, text in row.items()})
+        return {name: values[0] for name, values in made.items()}
+
+    cache = tempfile.mkdtemp(dir=work)
+    start = time.perf_counter()
+    rows = load_dataset("json", data_files=str(work / "records.jsonl"), split="train", cache_dir=cache)
+    mapped = rows.map(
+        encode if batched else encode_one, batched=batched, num_proc=processes, remove_columns=rows.column_names
+    )
+    seconds = time.perf_counter() - start
+    return {"seconds": seconds, "tokens": sum(map(len, mapped["tokens"])), "samples": len(mapped)}
+
+
+def proportional_bytes() -> int:
+    """Of this process; what the kernel's page cache keeps of mapped files counts where it is mapped."""
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:"))
+
+
+def child_memory(work: Path, way: str) -> None:
+    """Says that it has read all, waits for the others, and says what it holds."""
+    import gc
+
+    from megarlhf.data.samples import SFTEncoder, encode_records
+    from megarlhf.data.sources import load_records
+    from megarlhf.data.tokenized import lengths_of
+
+    SFTEncoder(tokenizer=work / "tokenizer", **LIMITS).open()
+    gc.collect()
+    print(json.dumps({"before": proportional_bytes()}), flush=True)
+    sys.stdin.readline()
+    if way == "mapped":
+        samples, _, _ = loader_of(work, "records", work / "cache", 1).train_and_validation("sft")
+    else:
+        records = load_records(work / "records.jsonl", fields=("prompt", "response"))
+        samples, _ = encode_records(records, SFTEncoder(tokenizer=work / "tokenizer", **LIMITS).open())
+        del records
+    total = sum(len(sample.tokens) for sample in samples)
+    assert total == int(lengths_of(samples, "tokens").sum())
+    gc.collect()
+    print(json.dumps({"read": len(samples)}), flush=True)
+    sys.stdin.readline()
+    print(json.dumps({"after": proportional_bytes(), "tokens": total}), flush=True)
+    sys.stdin.readline()
+
+
+def child_first_batch(work: Path) -> dict[str, Any]:
+    from megarlhf.data.loader import batches_of
+
+    loader = loader_of(work, "many", work / "cache", None)
+    start = time.perf_counter()
+    samples, _, notes = loader.train_and_validation("sft")
+    mapped = time.perf_counter() - start
+    longest = int(samples.lengths("tokens").max())
+    batch = [samples[n] for n in batches_of(samples, 512, 0, "train.mini_batch_samples").indices(0)]
+    seconds = time.perf_counter() - start
+    assert len(batch) == 512
+    return {"seconds": seconds, "until_mapped": mapped, "samples": len(samples), "longest": longest, "note": notes[0]}
+
+
+# --- the benchmark ----------------------------------------------------------------------------------
+
+
+def in_child(*arguments: object) -> Any:
+    done = subprocess.run(_command(*arguments), capture_output=True, text=True, check=False, env=_environment())
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def _command(*arguments: object) -> list[str]:
+    return [sys.executable, "-m", "benchmarks.data", "--child", *map(str, arguments)]
+
+
+def _environment() -> dict[str, str]:
+    quiet = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    return {**os.environ, **quiet, "HF_DATASETS_DISABLE_PROGRESS_BARS": "1", "PYTHONPATH": str(ROOT)}
+
+
+def throughput(work: Path, processes: int, rounds: int) -> dict[str, Any]:
+    found: dict[str, list[float]] = {way: [] for way in WAYS}
+    tokens = set()
+    for number in range(rounds):
+        for way in WAYS if number % 2 == 0 else WAYS[::-1]:
+            result = in_child(way, work, processes)
+            tokens.add((result["tokens"], result["samples"]))
+            found[way].append(result["tokens"] / result["seconds"])
+            for folder in work.glob("tmp*"):
+                shutil.rmtree(folder)
+    ((count, samples),) = tokens  # the same ids, as far as their number shows
+    return {
+        "processes": processes,
+        "tokens": count,
+        "samples": samples,
+        "tokens_per_second": {way: spread(values) for way, values in found.items()},
+        "ours_over_map_batched": statistics.median(
+            a / b for a, b in zip(found["ours"], found["map_batched"], strict=True)
+        ),
+        "ours_over_map": statistics.median(a / b for a, b in zip(found["ours"], found["map"], strict=True)),
+    }
+
+
+def memory(work: Path, ranks: int, rounds: int) -> dict[str, Any]:
+    found: dict[str, list[float]] = {"lists": [], "mapped": []}
+    for _ in range(rounds):
+        for way, values in found.items():
+            values += list(_memory_of(work, way, ranks))
+    return {"ranks": ranks, "memory_mib": {way: spread(values) for way, values in found.items()}}
+
+
+def _memory_of(work: Path, way: str, ranks: int) -> Iterator[float]:
+    def start() -> subprocess.Popen[str]:
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        return subprocess.Popen(_command("memory", work, way), text=True, env=_environment(), **pipes)  # type: ignore[call-overload, no-any-return]
+
+    children = [start() for _ in range(ranks)]
+    try:
+        told: list[list[dict[str, int]]] = []
+        for _ in range(3):
+            told.append([json.loads((child.stdout or sys.stdin).readline()) for child in children])
+            for child in children:
+                assert child.stdin is not None
+                child.stdin.write("\n")
+                child.stdin.flush()
+        for before, after in zip(told[0], told[2], strict=True):
+            yield (after["after"] - before["before"]) / 2**20
+    finally:
+        for child in children:
+            child.kill()
+            child.wait()
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    return {"median": statistics.median(values), "least": min(values), "most": max(values), "rounds": len(values)}
+
+
+def measure(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
+    texts = sources()
+    write_tokenizer(work / "tokenizer", texts, 400 if arguments.small else 32000)
+    write_records(work / "records.jsonl", texts, arguments.records, words=60)
+    write_records(work / "many.jsonl", texts, arguments.many, words=4)
+    result: dict[str, Any] = throughput(work, arguments.processes, arguments.rounds)
+    in_child("first_batch", work)  # makes the entry
+    # A copy is another file with the same content: it is read once, and nothing is tokenized.
+    (work / "many.jsonl").rename(work / "moved.jsonl")
+    shutil.copyfile(work / "moved.jsonl", work / "many.jsonl")
+    time.sleep(3)
+    copied = in_child("first_batch", work)
+    starts = [in_child("first_batch", work) for _ in range(arguments.rounds)]
+    result["first_batch"] = {
+        "samples": starts[0]["samples"],
+        "seconds": spread([start["seconds"] for start in starts]),
+        "seconds_of_a_copied_file": copied["seconds"],
+    }
+    in_child("ours_cached", work)
+    result |= memory(work, arguments.ranks, max(1, arguments.rounds // 2))
+    return result
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--child"]:
+        way, work, *rest = sys.argv[2:]
+        processes = int(rest[0]) if rest and rest[0].isdigit() else 2
+        if way == "memory":
+            child_memory(Path(work), rest[0])
+            return
+        if way == "ours_cached":
+            loader_of(Path(work), "records", Path(work) / "cache", 2).train_and_validation("sft")
+            print("{}")
+            return
+        run = {
+            "ours": lambda: child_ours(Path(work), processes),
+            "map_batched": lambda: child_map(Path(work), processes, batched=True),
+            "map": lambda: child_map(Path(work), processes, batched=False),
+            "first_batch": lambda: child_first_batch(Path(work)),
+        }[way]
+        print(json.dumps(run()))
+        return
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.data", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--records", type=int, default=60_000)
+    parser.add_argument("--many", type=int, default=1_000_000)
+    parser.add_argument("--small", action="store_true", help="a small tokenizer: to see whether this runs")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/data.json")
+    arguments = parser.parse_args()
+    (ROOT / "build").mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=ROOT / "build") as folder:
+        result = {**machine("make bench-data"), **measure(arguments, Path(folder))}
+    arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()

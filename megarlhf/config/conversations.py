@@ -1,0 +1,54 @@
+"""How records become the text of a conversation: the same keys in every command's `data`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from megarlhf.config.frozen import FrozenModel
+
+
+class ConversationConfig(FrozenModel):
+    template: Literal["auto", "plain", "chat"] = "auto"
+    """`plain`: texts as they stand (`prompt`, `response`, `chosen`, `rejected`). `chat`: the chat template over
+    `messages` or `conversations`, or over `prompt` as one message of the user. `auto`: by each record's columns,
+    `plain` for texts and `chat` for lists of messages; a record with both is refused. Where `chat_template` or
+    `template_args` are given, `auto` is `chat`."""
+    chat_template: str | None = None
+    """A chat template of your own in place of the tokenizer's: the path of a jinja file, or the template itself (which
+    has braces). It is written into exports, so that the next stage reads it from the model."""
+    template_args: dict[str, Any] = Field(default_factory=dict)
+    """Further variables of the template, such as `{enable_thinking: false}` or `{date_string: 26 Nov 2026}`."""
+    inexact: Literal["refuse", "skip"] = "refuse"
+    """Of a conversation whose answers cannot be told from the rest token by token: the template writes the text before
+    an answer otherwise than it asks for one, or an answer's first characters merge with it. `skip` counts them."""
+
+    @model_validator(mode="after")
+    def _template_is_read(self) -> Self:
+        unread = [key for key in ("chat_template", "template_args") if getattr(self, key)]
+        if self.template == "plain" and unread:
+            raise ValueError(f"{unread[0]} is given, and template = plain reads no template; set template to chat")
+        return self
+
+    @property
+    def template_mode(self) -> Literal["auto", "plain", "chat"]:
+        """`template`, with `auto` as `chat` where a template is named."""
+        return "chat" if self.chat_template or self.template_args else self.template
+
+    def chat_template_text(self) -> str | None:
+        """The template that takes the place of the tokenizer's. Raises: ValueError for a file that cannot be read."""
+        given = self.chat_template
+        if given is None or "{" in given:
+            return given
+        path = Path(given).expanduser()
+        if not path.is_file():
+            raise ValueError(
+                f"data.chat_template = {given} is no file (working directory: {Path.cwd()}), and as a template it "
+                "would be no more than this text; correct the path"
+            )
+        try:
+            return path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"data.chat_template = {given}: not UTF-8 ({error.reason}); convert the file") from error

@@ -1,0 +1,147 @@
+"""Every key that a configuration may have, with type, default and sentence: from the models and their docstrings.
+
+Read by `megarlhf COMMAND --help`, `megarlhf keys`, the completion of shells, and the reference in the documentation.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megarlhf.config.data import SourceConfig
+from megarlhf.config.frozen import FrozenModel
+
+Schema = Mapping[str, Any]
+
+SET = "SET"
+"""What the keys of a set of records stand below, wherever it is read."""
+SETS_IN_WORDS = (
+    "A set of records, as `data.train`, `data.validation`, `data.test` and `ptx.data` name them: a path, a mapping of "
+    "these keys, or a list of paths and mappings. On the command line: `data.train.split=test`."
+)
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key that a configuration file may have."""
+
+    path: str
+    """Below its section: `parallel.tp`; empty for a key that stands outside any section."""
+    kind: str
+    """Type and choices, in words."""
+    default: str
+    description: str
+    choices: tuple[str, ...] = ()
+    """What may be said, where that is a few words."""
+
+
+@dataclass(frozen=True)
+class Section:
+    """One section as one command reads it."""
+
+    name: str
+    """`actor`; for a list of sections `rewards[]`."""
+    description: str
+    keys: tuple[Key, ...]
+
+
+def sections(model: type[FrozenModel]) -> list[Section]:
+    """The sections of a command's configuration in their order."""
+    schema = model.model_json_schema()
+    result = []
+    for name, field in schema["properties"].items():
+        required = name in schema.get("required", ())
+        inner, suffix = _section(field, schema["$defs"])
+        if inner is None:
+            result.append(Section(name, "", (_key("", field, required),)))
+        else:
+            words = _sentence(field) or _sentence(inner)
+            result.append(Section(name + suffix, words, tuple(_keys(inner, schema["$defs"]))))
+    return result
+
+
+def _section(field: Schema, definitions: Mapping[str, Schema]) -> tuple[Schema | None, str]:
+    """The section that a field holds (None: a plain value), and `[]` where it is a list of them."""
+    for choice in (field, *field.get("anyOf", ())):
+        if "$ref" in choice:
+            return definitions[choice["$ref"].rsplit("/", 1)[1]], ""
+        if "$ref" in choice.get("items", {}):
+            return definitions[choice["items"]["$ref"].rsplit("/", 1)[1]], "[]"
+    return None, ""
+
+
+def _keys(schema: Schema, definitions: Mapping[str, Schema], prefix: str = "") -> Iterator[Key]:
+    for name, field in schema["properties"].items():
+        inner, suffix = _section(field, definitions)
+        if inner is None or _is_set(field):
+            yield _key(prefix + name, field, name in schema.get("required", ()))
+        else:
+            yield from _keys(inner, definitions, f"{prefix}{name}{suffix}.")
+
+
+def _is_set(field: Schema) -> bool:
+    """Whether it is a set of records in any of its forms, whose keys stand in a section of their own."""
+    choices = field.get("anyOf", ())
+    return any(_is_set(choice) or (choice.get("format") == "path" and len(choices) > 2) for choice in choices)
+
+
+def set_keys() -> tuple[Key, ...]:
+    """`SET.path` and the others."""
+    schema = SourceConfig.model_json_schema()
+    return tuple(_keys(schema, schema.get("$defs", {}), f"{SET}."))
+
+
+def all_paths(config: type[FrozenModel]) -> dict[str, Key]:
+    """Every key by its whole path: `actor.model.path`, `rewards[].kind`, `data.train.split`."""
+    found = {}
+    for section in sections(config):
+        for key in section.keys:
+            path = ".".join(filter(None, [section.name, key.path]))
+            found[path] = key
+            if SET in key.kind:
+                found |= {path + each.path.removeprefix(SET): each for each in set_keys()}
+    return found
+
+
+def _key(path: str, field: Schema, required: bool) -> Key:
+    value = field.get("default")
+    default = "required" if required else f"`{value if isinstance(value, str) else json.dumps(value)}`"
+    return Key(path, _kind(field), default, _sentence(field), tuple(_choices(field)))
+
+
+def _choices(field: Schema) -> list[str]:
+    if "anyOf" in field:
+        return [choice for each in field["anyOf"] for choice in _choices(each)]
+    if field.get("type") == "boolean":
+        return ["true", "false"]
+    return [str(choice) for choice in field.get("enum", [field["const"]] if "const" in field else [])]
+
+
+def _sentence(schema: Schema) -> str:
+    return " ".join(schema.get("description", "").split())
+
+
+_NAMES = {"integer": "whole number", "number": "number", "string": "text", "object": "mapping", "null": "`null`"}
+_BOUNDS = {"exclusiveMinimum": "above", "minimum": "at least", "exclusiveMaximum": "below", "maximum": "at most"}
+
+
+def _kind(field: Schema) -> str:
+    """The type in words: `whole number, at least 0`."""
+    if "anyOf" in field:
+        return " or ".join(_kind(choice) for choice in field["anyOf"])
+    if choices := field.get("enum", [field["const"]] if "const" in field else []):
+        return " or ".join(f"`{choice}`" for choice in choices)
+    if field.get("$ref", "").endswith(f"/{SourceConfig.__name__}"):
+        return SET
+    kind = field.get("type", "")
+    if kind == "boolean":
+        return "`true` or `false`"
+    if "prefixItems" in field:
+        return "list of " + ", ".join(_kind(item) for item in field["prefixItems"])
+    if kind == "array":
+        return f"list of ({_kind(field.get('items', {}))})"
+    words = "path" if field.get("format") == "path" else _NAMES.get(kind, "anything")
+    bounds = [f"{word} {field[key]:g}" for key, word in _BOUNDS.items() if key in field]
+    return ", ".join([words, *bounds])

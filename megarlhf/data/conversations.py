@@ -1,0 +1,368 @@
+"""What a record says: texts or conversations, by its columns. No template and no tokenizer yet.
+
+`plain` reads texts: `prompt` with `response`, or with `chosen` and `rejected`. `chat` reads conversations: `messages`
+or `conversations`, else `prompt` (a text is one message of the user) with the answers. `auto` is the one that the
+columns allow, and refuses a record that has both. Messages are `{role, content}`, or ShareGPT's `{from, value}`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megarlhf.data.record_fields import missing, present, shown, text_of
+from megarlhf.data.templates import Conversation, Template
+
+Record = Mapping[str, Any]
+
+_LISTS = ("messages", "conversations")
+CONVERSATION_COLUMNS = ("prompt", *_LISTS)
+"""Columns that become a prompt, and are no fields of it."""
+
+_SHAREGPT = {
+    "human": "user", "user": "user",
+    "gpt": "assistant", "chatgpt": "assistant", "assistant": "assistant", "model": "assistant", "bot": "assistant",
+    "system": "system", "tool": "tool", "observation": "tool", "function_response": "tool",
+}  # fmt: skip
+"""ShareGPT's names of roles, and what they are called elsewhere."""
+_CALL = "function_call"
+"""ShareGPT's role of an assistant that calls a tool; its value is JSON."""
+
+
+@dataclass(frozen=True)
+class PairOfTexts:
+    """Of a preference."""
+
+    prompt: str
+    chosen: str
+    rejected: str
+
+
+@dataclass(frozen=True)
+class PairOfConversations:
+    """Two conversations that are the same up to their last message, the answer."""
+
+    chosen: Conversation
+    rejected: Conversation
+
+
+class EmptyText(Exception):
+    """A record with nothing where something has to be said: its text is the reason to skip it."""
+
+
+def prompt_of(record: Record, template: Template) -> str | Conversation:
+    """What has to be answered. Raises: ValueError; EmptyText."""
+    column = _list_column(record, template, ("prompt",))
+    if column is None:
+        return _text_or_question(record, template, ("prompt",))
+    asked = conversation_of(record, column)
+    if asked.messages[-1]["role"] == "assistant":
+        raise ValueError(
+            f"the conversation in {column!r} ends with a message of 'assistant', which would become part of the "
+            "prompt; expected a message of the user, the system or a tool as the last one: drop the last message, or "
+            "train on it with `megarlhf sft`"
+        )
+    return _spoken(asked)
+
+
+def example_of(record: Record, template: Template) -> tuple[str, str] | Conversation:
+    """A prompt and a response, or a conversation that ends with the assistant. Raises: ValueError; EmptyText."""
+    column = _list_column(record, template, ("prompt", "response"))
+    if column is None:
+        asked = _text_or_question(record, template, ("prompt", "response"))
+        response = text_of(record, "response")
+        if isinstance(asked, str):
+            return asked, response
+        whole = Conversation([*asked.messages, {"role": "assistant", "content": response}], asked.tools)
+    else:
+        whole = conversation_of(record, column)
+    if (role := whole.messages[-1]["role"]) != "assistant":
+        raise ValueError(
+            f"fine-tuning on messages expects the last one from 'assistant', got {role!r}; cut the conversation after "
+            "an answer"
+        )
+    return _spoken(whole)
+
+
+def pair_of(record: Record, template: Template) -> PairOfTexts | PairOfConversations:
+    """A prompt and two responses. Raises: ValueError; EmptyText."""
+    for name in ("chosen", "rejected"):
+        if not present(record, name):
+            raise missing(record, name)
+    kinds = {isinstance(record[name], str) for name in ("chosen", "rejected")}
+    if len(kinds) > 1:
+        raise ValueError(
+            f"'chosen' is {shown(record['chosen'])}, 'rejected' is {shown(record['rejected'])}; expected two texts or "
+            "two lists of messages"
+        )
+    if kinds == {True}:
+        asked = _asked_of_pair(record, template)
+        if isinstance(asked, str):
+            return PairOfTexts(asked, str(record["chosen"]), str(record["rejected"]))
+        sides = [[{"role": "assistant", "content": record[name]}] for name in ("chosen", "rejected")]
+    elif template == "plain":
+        raise ValueError(
+            "'chosen' and 'rejected' are lists of messages, and data.template = plain reads texts; set it to chat"
+        )
+    else:
+        sides = [_messages(_listed(record[name]), name) for name in ("chosen", "rejected")]
+        asked = None
+        if any(present(record, name) for name in CONVERSATION_COLUMNS):
+            asked = _asked_of_pair(record, "chat")
+            assert isinstance(asked, Conversation), "chat makes conversations"
+    return _compared(record, asked, sides)
+
+
+def _asked_of_pair(record: Record, template: Template) -> str | Conversation:
+    """`prompt`, else a conversation up to the answer. `messages` beside `prompt` are not read: published sets keep the
+    chosen conversation there."""
+    if not present(record, "prompt"):
+        for column in _LISTS:
+            if present(record, column):
+                return conversation_of(record, column)
+    return _text_or_question(record, template, ("prompt",))
+
+
+def _compared(record: Record, asked: Conversation | None, sides: list[list[dict[str, Any]]]) -> PairOfConversations:
+    """Whole conversations on both sides, or answers to what is asked. Raises: ValueError; EmptyText."""
+    answers_only = all(side[0]["role"] == "assistant" for side in sides)
+    if answers_only:
+        if asked is None:
+            raise ValueError(
+                "'chosen' and 'rejected' begin with the answer, and there is no 'prompt' (or 'messages') that they "
+                "answer; add it, or put the whole conversation into both"
+            )
+        sides = [[*asked.messages, *side] for side in sides]
+    else:
+        sides = [_with_system(record, side) for side in sides]
+        common = _common(*sides)
+        if asked is not None and not _leads_to(asked.messages, common):
+            raise ValueError(
+                "'chosen' and 'rejected' are whole conversations that do not begin with 'prompt'; give one of the two: "
+                "whole conversations without a prompt, or answers only"
+            )
+    tools = asked.tools if asked is not None else tools_of(record)
+    if sides[0] == sides[1]:
+        raise EmptyText("chosen equals rejected")
+    for name, side in zip(("chosen", "rejected"), sides, strict=True):
+        _require_order(side, name)
+        if side[-1]["role"] != "assistant":
+            raise ValueError(f"{name!r} ends with a message of {side[-1]['role']!r}; expected the assistant's answer")
+    if _common(*sides) != sides[0][:-1] or len(sides[0]) != len(sides[1]):
+        raise EmptyText("chosen and rejected differ before their last message")
+    chosen, rejected = (_spoken(Conversation(side, tools)) for side in sides)
+    return PairOfConversations(chosen, rejected)
+
+
+def _common(first: list[dict[str, Any]], second: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages with which both begin."""
+    same = 0
+    while same < min(len(first), len(second)) and first[same] == second[same]:
+        same += 1
+    return first[:same]
+
+
+def _leads_to(asked: list[dict[str, Any]], common: list[dict[str, Any]]) -> bool:
+    """Whether both conversations begin with what is asked: with all of it, or, where that is a single question, with
+    that question last."""
+    return common[: len(asked)] == asked or (len(asked) == 1 and common[-1:] == asked)
+
+
+# --- which columns --------------------------------------------------------------------------------
+
+
+def _list_column(record: Record, template: Template, texts: Sequence[str]) -> str | None:
+    """The column with the conversation, None where the record is read by `texts`.
+
+    Raises: ValueError for a record with both, where nobody has said which is meant.
+    """
+    lists = [name for name in _LISTS if present(record, name)]
+    if template == "plain" or not lists:
+        return None
+    if len(lists) > 1:
+        raise ValueError("the record has both 'messages' and 'conversations'; leave one of them out")
+    if template == "auto" and all(present(record, name) for name in texts):
+        both = " and ".join(map(repr, texts))
+        raise ValueError(
+            f"the record has both {lists[0]!r} and {both}; say which is meant: data.template = chat reads "
+            f"{lists[0]!r}, plain reads {both}"
+        )
+    return lists[0]
+
+
+def _text_or_question(record: Record, template: Template, names: Sequence[str]) -> str | Conversation:
+    """`prompt`: a text, or with `chat` a conversation. Raises: ValueError; EmptyText."""
+    for name in names:
+        if not present(record, name):
+            raise missing(record, name)
+    prompt = record["prompt"]
+    if isinstance(prompt, str):
+        if template != "chat":
+            _require_read(record, names)
+            return prompt
+        if not prompt.strip():
+            raise EmptyText("empty prompt")
+        return Conversation(_with_system(record, [{"role": "user", "content": prompt}]), tools_of(record))
+    if template == "plain" or not isinstance(prompt, list | Mapping):
+        return text_of(record, "prompt")
+    return conversation_of(record, "prompt")
+
+
+def _require_read(record: Record, names: Sequence[str]) -> None:
+    """Texts as they stand have no system message and no tools; in a prompt of `rl` the columns are fields for rewards.
+    Raises: ValueError."""
+    beside = [name for name in ("system", "tools") if present(record, name) and record[name]]
+    if beside and "response" in names:
+        raise ValueError(
+            f"the record has {' and '.join(map(repr, beside))} beside its texts, which only a chat template writes; "
+            "set data.template to chat, or leave the column out"
+        )
+
+
+def conversation_of(record: Record, column: str) -> Conversation:
+    """The messages of a column, with the record's `system` and `tools`. Raises: ValueError."""
+    messages = _with_system(record, _messages(_listed(record[column]), column))
+    _require_order(messages, column)
+    return Conversation(messages, tools_of(record))
+
+
+def _listed(value: Any) -> Any:
+    return [value] if isinstance(value, Mapping) else value
+
+
+def _with_system(record: Record, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Behind the record's `system`, where it has such a column. Raises: ValueError where both say one."""
+    system = record.get("system")
+    if system is None or system == "":
+        return messages
+    if not isinstance(system, str):
+        raise ValueError(f"field 'system' is {shown(system)}, expected a text: the system message")
+    if messages[0]["role"] in ("system", "developer"):
+        raise ValueError(
+            "the record has a column 'system', and its conversation begins with a system message; leave one of them out"
+        )
+    return [{"role": "system", "content": system}, *messages]
+
+
+def tools_of(record: Record) -> list[dict[str, Any]] | None:
+    """Descriptions of the tools, also as the JSON text that Parquet sets keep. Raises: ValueError."""
+    tools = record.get("tools")
+    if isinstance(tools, str) and tools.strip():
+        try:
+            tools = json.loads(tools)
+        except ValueError as error:
+            raise ValueError(f"field 'tools' is a text that is no JSON: {error}; expected a list of objects") from None
+    if not tools:
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise ValueError(f"field 'tools' is {shown(tools)}, expected a list of objects that describe tools")
+    return [without_nulls(tool) for tool in tools]
+
+
+# --- messages -------------------------------------------------------------------------------------
+
+
+def _messages(value: Any, column: str) -> list[dict[str, Any]]:
+    """Raises: ValueError that names the column and the message."""
+    if not isinstance(value, list) or not value:
+        raise ValueError(
+            f"field {column!r} is {shown(value)}, expected a list of messages, with one at least: "
+            "{role, content}, or {from, value}; convert the data"
+        )
+    return [_message(each, f"field {column!r}, message {number}") for number, each in enumerate(value, 1)]
+
+
+def _message(value: Any, where: str) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{where} is {shown(value)}, expected an object {{role, content}}; convert the data")
+    if present(value, "from") and not present(value, "role"):
+        return _from_sharegpt(value, where)
+    role = value.get("role")
+    if not isinstance(role, str) or not role.strip():
+        raise ValueError(
+            f"{where} has the role {role!r}, expected a name such as 'user' or 'assistant'; it has the keys "
+            f"{', '.join(map(repr, value))}"
+        )
+    message = {key: part for key, part in value.items() if part is not None}
+    if message.get("tool_calls"):
+        message["tool_calls"] = [_call(each, where) for each in message["tool_calls"]]
+        message.setdefault("content", "")
+    else:
+        message.pop("tool_calls", None)
+    content = message.get("content")
+    if not isinstance(content, str):
+        raise ValueError(f"{where} ({role!r}): content is {shown(content)}, expected a text; convert the data")
+    return message
+
+
+def _call(value: Any, where: str) -> Any:
+    """A call of a tool. Its arguments are an object: as the text in which some interfaces send them, a template would
+    write them as a text in a text."""
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{where}: a call of a tool is {shown(value)}, expected an object")
+    call = without_nulls(value)
+    function = call.get("function", call)
+    if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+        try:
+            function["arguments"] = json.loads(function["arguments"])
+        except ValueError as error:
+            raise ValueError(
+                f"{where}: the arguments of a call are {shown(function['arguments'])}, which is no JSON: {error}"
+            ) from None
+    return call
+
+
+def _from_sharegpt(value: Mapping[str, Any], where: str) -> dict[str, Any]:
+    name, said = value["from"], value.get("value")
+    if not isinstance(said, str):
+        raise ValueError(f"{where} ({name!r}): value is {shown(said)}, expected a text; convert the data")
+    if name == _CALL:
+        try:
+            call = json.loads(said)
+        except ValueError as error:
+            raise ValueError(f"{where} (from {name!r}) is {shown(said)}, expected JSON: {error}") from None
+        calls = call if isinstance(call, list) else [call]
+        made = [_call({"type": "function", "function": each}, where) for each in calls]
+        return {"role": "assistant", "content": "", "tool_calls": made}
+    if name not in _SHAREGPT:
+        raise ValueError(f"{where} is from {name!r}; the known ones are {', '.join(_SHAREGPT)}, {_CALL}; rename it")
+    return {"role": _SHAREGPT[name], "content": said}
+
+
+def _require_order(messages: Sequence[Mapping[str, Any]], column: str) -> None:
+    """Raises: ValueError for an order that is a mistake in every template."""
+    roles = [message["role"] for message in messages]
+    for number, role in enumerate(roles):
+        before = roles[:number]
+        if role == "assistant" and before[-1:] == ["assistant"]:
+            problem = "follows another of 'assistant', with nothing between that it answers"
+        elif role == "assistant" and not {"user", "tool"} & set(before) and set(before) <= {"system", "developer"}:
+            problem = "answers nothing: no message of the user stands before it"
+        elif role == "tool" and "assistant" not in before:
+            problem = "is a tool's answer, and no assistant has called one before"
+        elif role == "system" and "assistant" in before:
+            problem = "comes after an answer; a system message stands at the beginning"
+        else:
+            continue
+        raise ValueError(
+            f"field {column!r}, message {number + 1} of {role!r} {problem} (roles: {', '.join(roles)}); correct the "
+            "order"
+        )
+
+
+def _spoken(conversation: Conversation) -> Conversation:
+    """The conversation. Raises: EmptyText where the user or the assistant says nothing."""
+    for message in conversation.messages:
+        role = message["role"]
+        if role in ("user", "assistant") and not message["content"].strip() and not message.get("tool_calls"):
+            raise EmptyText("empty response" if role == "assistant" else "empty message of the user")
+    return conversation
+
+
+def without_nulls(value: Any) -> Any:
+    """A key that is null is a key that is not there: Parquet and Arrow give every row the keys of all."""
+    if isinstance(value, Mapping):
+        return {key: without_nulls(part) for key, part in value.items() if part is not None}
+    return [without_nulls(part) for part in value] if isinstance(value, list) else value

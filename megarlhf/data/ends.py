@@ -1,0 +1,25 @@
+"""Which token ends an answer of a conversation, by configuration and tokenizer."""
+
+from __future__ import annotations
+
+from megarlhf.config import ConversationConfig
+from megarlhf.data.templates import chat_template, has_template
+from megarlhf.data.tokenizer import Tokenizer
+
+
+def turn_end_of(data: ConversationConfig, tokenizer: Tokenizer) -> int | None:
+    """The token by which the chat template ends an answer; None where it writes none, or where no template is read.
+
+    With `auto` the data may be conversations or not: a template that cannot be used is said when the first one comes.
+
+    Raises: ValueError for a template that `chat` asks for, and which there is not or which fails.
+    """
+    mode = data.template_mode
+    if mode == "plain" or (mode == "auto" and not has_template(tokenizer)):
+        return None
+    try:
+        return chat_template(tokenizer, data.chat_template_text(), data.template_args).turn_end
+    except ValueError:
+        if mode == "chat":
+            raise
+        return None

@@ -1,0 +1,185 @@
+"""Which tokens of a conversation the assistant says: by the template's marks, or by exact differences of prefixes.
+
+An answer is what stands behind the ids of the conversation before it, as `rl` and `generate` ask for it: the model
+learns to continue just what it will be given. It ends with the token by which the template ends a turn, where a
+generated response ends too. A template that writes no such token gets the end of sequence.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from megarlhf.data.templates import ChatTemplate, Conversation
+
+LossOn = Literal["last", "all"]
+
+
+class Inexact(ValueError):
+    """Nobody can say which tokens are the answer's."""
+
+
+@dataclass(frozen=True)
+class Answered:
+    """A conversation up to the end of its last answer."""
+
+    tokens: list[int]
+    stretches: list[int]
+    """Of the answers: see `SFTSample`."""
+
+
+def answered(template: ChatTemplate, conversation: Conversation, loss_on: LossOn) -> Answered:
+    """Its tokens, and where the last answer or all of them stand; its last message is the assistant's.
+
+    Raises: Inexact; ValueError for messages that the template refuses.
+    """
+    if template.has_marks:
+        return _by_marks(template, conversation, loss_on)
+    roles = [message["role"] for message in conversation.messages]
+    turns = [number for number, role in enumerate(roles) if role == "assistant"]
+    if loss_on == "last":
+        turns = turns[-1:]
+    elif len(turns) > 1 and template.turn_end is None:
+        raise Inexact(
+            "the chat template writes no token that ends a turn, so that of several answers only the last can be "
+            "learnt: the others would be taught not to end; set data.loss_on to last, or give a template that ends "
+            "turns (data.chat_template)"
+        )
+    return _by_prefixes(template, conversation, turns)
+
+
+def _by_prefixes(template: ChatTemplate, conversation: Conversation, turns: Sequence[int]) -> Answered:
+    """`turns`: numbers of the assistant's messages, the last message among them."""
+    whole = template.text(conversation)
+    ids, stretches = _closed(template, whole), list[int]()
+    for turn in turns:
+        if turn == 0:
+            raise Inexact(
+                "message 1 is the assistant's, and no text leads to it that a model could be asked with; cut it off, "
+                "or set data.loss_on to last"
+            )
+        asked = template.text(conversation.before(turn), reply=True)
+        if not whole.startswith(asked):
+            raise Inexact(_otherwise(asked, whole, turn))
+        before = template.ids(asked)
+        if ids[: len(before)] != before:
+            raise Inexact(_merged(turn, "begins", "the text before it", "start the answer with another character"))
+        calls = bool(conversation.messages[turn].get("tool_calls"))
+        if turn + 1 == len(conversation.messages):
+            end = _end(template, ids, len(before), turn, calls=calls)
+        else:
+            so_far = template.text(conversation.before(turn + 1))
+            if not whole.startswith(so_far):
+                raise Inexact(_changes(so_far, whole, turn))
+            ids_so_far = template.ids(so_far)
+            end = _end(template, ids_so_far, len(before), turn, calls=calls)
+            if ids[:end] != ids_so_far[:end]:
+                raise Inexact(_merged(turn, "ends", "the text behind it", "set data.loss_on to last"))
+        stretches += [len(before), end]
+    return Answered(ids[: stretches[-1]], stretches)
+
+
+def _closed(template: ChatTemplate, whole: str) -> list[int]:
+    """The ids of a conversation; with an end of sequence where the template writes no end of a turn."""
+    if template.turn_end is not None:
+        return template.ids(whole)
+    behind = template.behind_an_answer
+    text = whole.removesuffix(behind) + behind.rstrip() if behind else whole
+    return [*template.ids(text), template.tokenizer.eos_id]
+
+
+def _end(template: ChatTemplate, ids: Sequence[int], start: int, turn: int, *, calls: bool) -> int:
+    """Where an answer that begins at `start` ends: behind the last token that ends a turn, behind which only white
+    space may follow. A turn that calls tools may end with another special token. Raises: Inexact."""
+    special, usual = template.tokenizer.special_ids, len(ids) - len(template.behind_turn_end)
+    if usual > start and ids[usual - 1] == template.end and list(ids[usual:]) == template.behind_turn_end:
+        return usual
+    for end in range(len(ids), start, -1):
+        token = ids[end - 1]
+        if token == template.end or (calls and token in special):
+            return end
+        if template.tokenizer.decode([token]).strip():
+            break
+    raise Inexact(
+        f"message {turn + 1} ('assistant') does not end with token {template.end}, by which the chat template ends "
+        f"answers elsewhere, but with {_shown(template.tokenizer.decode(ids[start:])[-30:])}; correct the template, or "
+        "give another one (data.chat_template)"
+    )
+
+
+def _by_marks(template: ChatTemplate, conversation: Conversation, loss_on: LossOn) -> Answered:
+    """What stands between {% generation %} and {% endgeneration %}."""
+    ids, marks = template.marked(conversation)
+    runs, place = list[tuple[int, int]](), 0
+    for marked, group in itertools.groupby(marks):
+        length = len(list(group))
+        if marked:
+            runs.append((max(place, 1), place + length))
+        place += length
+    if not runs:
+        raise Inexact(
+            "the chat template marks nothing of this conversation with {% generation %}, so that there would be "
+            "nothing to learn; put the marks around what the assistant says"
+        )
+    answers = sum(message["role"] == "assistant" for message in conversation.messages)
+    if template.turn_end is None:
+        first, end = runs[-1]
+        if answers > 1 and loss_on == "all":
+            raise Inexact("the chat template writes no token that ends a turn; set data.loss_on to last")
+        return Answered([*ids[:end], template.tokenizer.eos_id], [first, end + 1])
+    chosen = runs[-1:] if loss_on == "last" else runs
+    stretches = [edge for run in chosen for edge in (run[0], _end_of_mark(template, ids, run))]
+    return Answered(ids[: stretches[-1]], stretches)
+
+
+def _end_of_mark(template: ChatTemplate, ids: Sequence[int], run: tuple[int, int]) -> int:
+    """Behind the token in the mark that ends the turn. Raises: Inexact where the mark leaves it out."""
+    start, end = run
+    for behind in range(end, start, -1):
+        if ids[behind - 1] in template.tokenizer.special_ids:
+            return behind
+        if template.tokenizer.decode([ids[behind - 1]]).strip():
+            break
+    raise Inexact(
+        f"the mark {{% generation %}} ends with {_shown(template.tokenizer.decode(ids[start:end])[-30:])}, before "
+        f"token {template.end} that ends a turn, which the model would never learn to write; put {{% endgeneration "
+        "%}} behind it in a template of your own (data.chat_template)"
+    )
+
+
+def _otherwise(asked: str, whole: str, turn: int) -> str:
+    same = _common(asked, whole)
+    return (
+        f"where message {turn + 1} ('assistant') is asked for, the chat template writes {_shown(asked[same:])}; in the "
+        f"whole conversation it writes {_shown(whole[same:])} there, so that nobody can say which tokens are the "
+        "answer's. Mark them with {% generation %} in a template of your own (data.chat_template); or choose "
+        "variables with which both agree (data.template_args); or leave such records out (data.inexact: skip)"
+    )
+
+
+def _changes(so_far: str, whole: str, turn: int) -> str:
+    same = _common(so_far, whole)
+    return (
+        f"message {turn + 1} ('assistant') is written otherwise where others follow: {_shown(so_far[same:])} became "
+        f"{_shown(whole[same:])}, so that it cannot be learnt as it is asked for; set data.loss_on to last, or leave "
+        "such records out (data.inexact: skip)"
+    )
+
+
+def _merged(turn: int, verb: str, what: str, advice: str) -> str:
+    return (
+        f"message {turn + 1} ('assistant') {verb} with characters that the tokenizer merges with {what}, so that no "
+        f"border of tokens lies between; {advice}, or leave such records out (data.inexact: skip)"
+    )
+
+
+def _common(first: str, second: str) -> int:
+    """How many characters are the same."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((n for n, (a, b) in pairs if a != b), min(len(first), len(second)))
+
+
+def _shown(text: str) -> str:
+    return repr(text if len(text) <= 40 else text[:40] + "...") if text else "nothing"

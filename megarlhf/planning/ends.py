@@ -1,0 +1,43 @@
+"""Do training data, generated responses and other tools agree on the tokens that end a response?"""
+
+from __future__ import annotations
+
+from megarlhf.config import ConversationConfig, RoleConfig
+from megarlhf.data.ends import turn_end_of
+from megarlhf.data.tokenizer import load_tokenizer
+from megarlhf.model_directory import end_tokens
+
+
+def end_notes(role: str, section: RoleConfig, data: ConversationConfig, *, generates: bool) -> list[str]:
+    """What a user should know of the ends of a run's responses, in sentences. `generates`: whether it draws any.
+
+    Raises: ValueError for a chat template that the configuration asks for and that cannot be used.
+    """
+    directory = section.model.hf_directory()
+    tokenizer = load_tokenizer(section.model.tokenizer_place())
+    eos, ends = tokenizer.eos_id, end_tokens(directory, tokenizer.eos_id)
+    turn, names = turn_end_of(data, tokenizer), tokenizer.tokens()
+
+    def shown(*tokens: int) -> str:
+        return ", ".join(f"{token} ({names[token]})" if token < len(names) else str(token) for token in tokens)
+
+    if turn is not None and turn not in ends:
+        other = "generated responses end at it too"
+        if not generates:
+            other = "exports say so in generation_config.json, by which generated responses end"
+        note = (
+            f"{role}: the chat template ends an answer with token {shown(turn)}, which is none of {shown(*ends)}, by "
+            f"which tokenizer and eos_token_id in {directory} end a response: conversations are learnt with the first, "
+            f"and {other}"
+        )
+        return [note]
+    if further := ends[1:]:
+        learnt = "training data ends with the first only"
+        if turn is not None:
+            learnt = f"conversations are learnt with {shown(turn)}, plain texts with the first"
+        note = (
+            f"{role}: generated responses end at token {shown(eos)}, the tokenizer's end-of-sequence, and at "
+            f"{shown(*further)}, which eos_token_id in {directory} names; {learnt}"
+        )
+        return [note]
+    return []

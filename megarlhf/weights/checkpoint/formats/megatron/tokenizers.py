@@ -1,0 +1,48 @@
+"""Megatron-LM's `--tokenizer-type` and the files that belong to it, as a checkpoint's arguments state them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+FILES: Mapping[str, tuple[str, ...]] = {
+    "GPT2BPETokenizer": ("vocab_file", "merge_file"),
+    "HuggingFaceTokenizer": ("tokenizer_model",),
+    "SentencePieceTokenizer": ("tokenizer_model",),
+    "GPTSentencePieceTokenizer": ("tokenizer_model",),
+    "Llama2Tokenizer": ("tokenizer_model",),
+    "Llama3Tokenizer": ("tokenizer_model",),
+    "MistralTokenizer": ("tokenizer_model",),
+    "TikTokenizer": ("tokenizer_model",),
+    "MultimodalTokenizer": ("tokenizer_model",),
+}
+"""By type, the arguments that name its files."""
+_OF_OTHER_FORMS = ("Llama3Tokenizer", "MistralTokenizer", "TikTokenizer", "MultimodalTokenizer")
+"""Their file is in a form of its own; the same tokenizer of the Hugging Face hub has a tokenizer.json."""
+
+
+def tokenizer_place(args: Mapping[str, Any]) -> Path | None:
+    """What `model.tokenizer` would be: a SentencePiece file, a Hugging Face directory, or the directory of GPT-2's two
+    files; None where the arguments name none that can be read as it is."""
+    kind = args.get("tokenizer_type")
+    paths = [Path(str(args[name])) for name in FILES.get(str(kind), ()) if args.get(name)]
+    if not paths or kind in _OF_OTHER_FORMS or len({path.parent for path in paths}) > 1:
+        return None
+    return paths[0] if len(paths) == 1 else paths[0].parent
+
+
+def tokenizer_in_words(args: Mapping[str, Any]) -> str:
+    """What the arguments say of the tokenizer, and what to do with it; "" where they say nothing."""
+    kind = args.get("tokenizer_type")
+    if not kind:
+        return ""
+    given = [f"--{name.replace('_', '-')} {args[name]}" for name in FILES.get(str(kind), ()) if args.get(name)]
+    said = f"the checkpoint was trained with --tokenizer-type {' '.join([str(kind), *given])}"
+    if (place := tokenizer_place(args)) is not None:
+        return f"{said}: set model.tokenizer to {place}, or to where that is here"
+    if kind in _OF_OTHER_FORMS:
+        return f"{said}: set model.tokenizer to a directory with the same tokenizer as a tokenizer.json of Hugging Face"
+    if given:
+        return f"{said}: put these files into one directory, and set model.tokenizer to it"
+    return f"{said}, and names no file: set model.tokenizer to the tokenizer's directory, or to its SentencePiece file"

@@ -1,0 +1,56 @@
+"""An encoder that notes every record that it is given, for tests that ask whether anything was encoded."""
+
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from megarlhf.config import DataConfig
+from megarlhf.data.load import SetLoader
+from megarlhf.data.samples import SFTSample, Unusable
+
+
+@dataclass(frozen=True)
+class Counting:
+    """A token for each character of prompt and response."""
+
+    log: Path
+    """A line for each record, in whichever process."""
+    option: int = 0
+    stops_at: int | None = None
+    """A record at which it waits to be killed."""
+    seconds: float = 0.0
+    """Of each record."""
+
+    def open(self):
+        return self._encode
+
+    def _encode(self, index, record):
+        with self.log.open("a") as out:
+            out.write(f"{os.getpid()} {index}\n")
+        if index == self.stops_at:
+            time.sleep(600)
+        time.sleep(self.seconds)
+        if not record["response"]:
+            raise Unusable("empty response")
+        if record["response"] == "refused":
+            raise ValueError("this one is refused")
+        prompt = [ord(letter) for letter in record["prompt"]]
+        return SFTSample.of_response(prompt + [ord(letter) for letter in record["response"]], len(prompt))
+
+    def key(self):
+        return {"samples": "counting", "option": self.option}
+
+    def encoded(self):
+        """The records in the order in which they were encoded, by whichever process."""
+        return [int(line.split()[1]) for line in self.log.read_text().splitlines()] if self.log.exists() else []
+
+
+def loader(data, encoder, run_dir=None):
+    """`data`: as a file says it."""
+    return SetLoader(DataConfig.model_validate(data), encoder, SFTSample, ("prompt", "response"), run_dir)
+
+
+def digest_of(data, encoder):
+    """Loads a set in this process."""
+    return loader(data, encoder).train_and_validation("sft")[0].digest()

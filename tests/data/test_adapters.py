@@ -1,0 +1,102 @@
+"""Adapters: rows of well-known sets become records; and JSON arrays of any length are read a piece at a time.
+
+Not covered: what a command makes of the records (test_strangers.py, test_bad_data.py).
+"""
+
+import io
+import json
+import tracemalloc
+
+import pytest
+
+from megarlhf.config import SourceConfig
+from megarlhf.data import json_rows
+from megarlhf.data.adapters import ADAPTERS, alpaca, anthropic_hh, openai_messages, sharegpt
+from megarlhf.data.formats import read_chunks
+from megarlhf.data.json_rows import parse_array
+from megarlhf.data.sources import load_records
+
+
+def test_anthropic_hh_parts_behind_the_last_common_answer():
+    """Both dialogues agree up to there; what follows may have turns of its own."""
+    common = "\n\nHuman: hi\n\nAssistant: hello\n\nHuman: 1+1?\n\nAssistant:"
+    row = {"chosen": common + " 2", "rejected": common + " 3\n\nHuman: no\n\nAssistant: 2", "id": 7}
+    made = {"id": 7, "prompt": common, "chosen": " 2", "rejected": " 3\n\nHuman: no\n\nAssistant: 2"}
+    assert anthropic_hh(row) == made
+    early = "\n\nHuman: a\n\nAssistant:"
+    assert anthropic_hh({"chosen": early + " x", "rejected": early + " y"})["prompt"] == early
+    same = common + " 2"
+    assert anthropic_hh({"chosen": same, "rejected": same}) == {"prompt": common, "chosen": " 2", "rejected": " 2"}
+    with pytest.raises(ValueError, match="no common beginning"):
+        anthropic_hh({"chosen": "a" + common, "rejected": common})
+
+
+def test_alpaca_puts_the_input_behind_the_instruction():
+    assert alpaca({"instruction": "Add.", "input": "1 2", "output": "3", "id": 1}) == {
+        "id": 1, "prompt": "Add.\n\n1 2", "response": "3",
+    }  # fmt: skip
+    for empty in ({}, {"input": ""}, {"input": None}):
+        assert alpaca({"instruction": "Add.", **empty, "output": "3"}) == {"prompt": "Add.", "response": "3"}
+    assert alpaca({"instruction": "Add."}) == {"prompt": "Add."}, "a prompt alone, for rl"
+
+
+def test_sharegpt_turns_become_messages():
+    turns = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}, {"from": "Tool", "value": "c"}]
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b"},
+        {"role": "tool", "content": "c"},
+    ]
+    assert sharegpt({"conversations": turns, "id": 1}) == {"id": 1, "messages": messages}
+    system = {"role": "system", "content": "s"}
+    assert sharegpt({"conversation": turns[:1], "system": "s"}) == {"messages": [system, messages[0]]}
+    for row, words in (
+        ({"conversations": [{"from": "human", "text": "a"}]}, "a turn from 'human' has no text in 'value'"),
+        ({"turns": turns}, "expected 'conversations', a list of {from, value}, found 'turns'"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            sharegpt(row)
+
+
+def test_openai_messages_and_preferences():
+    row = {"messages": [{"role": "user", "content": "a"}], "tools": []}
+    assert openai_messages(row) == row
+    before, good, bad = ([{"role": role, "content": role}] for role in ("user", "assistant", "tool"))
+    preference = {"input": {"messages": before}, "preferred_output": good, "non_preferred_output": bad}
+    assert openai_messages(preference) == {"chosen": before + good, "rejected": before + bad}
+    with pytest.raises(ValueError, match=r"expected input\.messages, preferred_output and non_preferred_output"):
+        openai_messages({**preference, "input": {}})
+
+
+def test_every_adapter_says_what_it_expected(tmp_path):
+    """With file and line, and without a traceback of its own."""
+    (tmp_path / "x.jsonl").write_text('{"a": 1}\n')
+    for name in ADAPTERS:
+        with pytest.raises(ValueError, match=rf"x\.jsonl, line 1: adapter '{name}': expected .* found 'a'"):
+            load_records(SourceConfig(path=tmp_path / "x.jsonl", adapter=name), fields=())
+
+
+@pytest.mark.parametrize("piece", [1, 2, 3, 7, 64])
+def test_a_json_array_is_the_same_in_pieces_of_any_size(monkeypatch, piece):
+    """Cut anywhere: in a number, a word, an escape, a character of several bytes."""
+    monkeypatch.setattr(json_rows, "_PIECE", piece)
+    rows = [{"a": 'é\u2028\\"]', "b": [-1.5e3, True, None, "\ud83d"]}, {}, {"c": {"d": "x" * 90}}]
+    for text in (json.dumps(rows), json.dumps(rows, ensure_ascii=False, indent=2).replace("\ud83d", "y")):
+        expected = json.loads(text)
+        assert list(parse_array(io.BytesIO(b"\xef\xbb\xbf \n" + text.encode() + b"\n\n"), "x")) == expected
+    assert list(parse_array(io.BytesIO(b"[ ]"), "x")) == []
+
+
+def test_no_file_is_held_as_a_whole(tmp_path):
+    """Twenty megabytes as an array and as lines, of which a few are in memory at once."""
+    row = {"prompt": "x" * 2000, "response": "y"}
+    text = json.dumps(row)
+    (tmp_path / "a.json").write_text("[" + ",\n".join([text] * 10_000) + "]")
+    (tmp_path / "a.jsonl").write_text((text + "\n") * 10_000)
+    for name in ("a.json", "a.jsonl"):
+        tracemalloc.start()
+        count = sum(len(chunk.rows) for chunk in read_chunks(tmp_path / name))
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert count == 10_000
+        assert peak < 10e6 < (tmp_path / name).stat().st_size

@@ -1,0 +1,174 @@
+"""What a record says, by its columns; and what is said of records that say something else."""
+
+import pytest
+
+from megarlhf.data.conversations import (
+    EmptyText,
+    PairOfConversations,
+    PairOfTexts,
+    example_of,
+    pair_of,
+    prompt_of,
+)
+from megarlhf.data.templates import Conversation
+from tests.data.chat_styles import said
+
+ASKED, ANSWER = said("user", "1+1"), said("assistant", "2")
+TALK = [ASKED, ANSWER]
+SHAREGPT = [{"from": "human", "value": "1+1"}, {"from": "gpt", "value": "2"}]
+
+
+def test_forms_of_fine_tuning():
+    """By the columns; a text is one message of the user where the template is `chat`."""
+    texts = {"prompt": "1+1", "response": "2"}
+    assert example_of(texts, "auto") == example_of(texts, "plain") == ("1+1", "2")
+    for record, template in (
+        ({"messages": TALK}, "auto"), ({"conversations": SHAREGPT}, "auto"), (texts, "chat"),
+        ({"prompt": [ASKED], "response": "2"}, "auto"), ({"messages": TALK, **texts}, "chat"),
+    ):  # fmt: skip
+        assert example_of(record, template) == Conversation(TALK)
+    assert example_of({"messages": TALK, **texts}, "plain") == ("1+1", "2")
+    system = said("system", "be brief")
+    assert example_of({**texts, "system": "be brief"}, "chat") == Conversation([system, *TALK])
+    assert example_of({"conversations": SHAREGPT, "system": "be brief"}, "auto") == Conversation([system, *TALK])
+
+
+def test_forms_of_prompts():
+    assert prompt_of({"prompt": "1+1"}, "auto") == "1+1"
+    assert prompt_of({"prompt": "1+1", "system": "x"}, "auto") == "1+1", "a field for rewards"
+    assert prompt_of({"prompt": "1+1"}, "chat") == Conversation([ASKED])
+    assert prompt_of({"prompt": [ASKED]}, "auto") == Conversation([ASKED])
+    assert prompt_of({"conversations": SHAREGPT[:1]}, "auto") == Conversation([ASKED])
+    assert prompt_of({"messages": [*TALK, ASKED], "answer": "2"}, "auto") == Conversation([*TALK, ASKED])
+
+
+def test_forms_of_pairs():
+    """A system message of both sides, or of the record, is a part of the prompt."""
+    texts = {"prompt": "1+1", "chosen": "2", "rejected": "3"}
+    other = [ASKED, said("assistant", "3")]
+    assert pair_of(texts, "auto") == PairOfTexts("1+1", "2", "3")
+    expected = PairOfConversations(Conversation(TALK), Conversation(other))
+    assert pair_of(texts, "chat") == expected
+    assert pair_of({**texts, "messages": TALK}, "chat") == expected, "messages beside a prompt are not read"
+    assert pair_of({"chosen": TALK, "rejected": other}, "auto") == expected
+    assert pair_of({"prompt": "1+1", "chosen": TALK, "rejected": other}, "auto") == expected
+    system = said("system", "be brief")
+    longer = PairOfConversations(Conversation([system, *TALK]), Conversation([system, *other]))
+    assert pair_of({"chosen": TALK, "rejected": other, "system": "be brief"}, "auto") == longer
+    assert pair_of({"prompt": "1+1", "chosen": [system, *TALK], "rejected": [system, *other]}, "auto") == longer
+
+
+def test_sharegpt_calls_and_nulls_of_parquet():
+    """Rows of Parquet have the keys of all rows: null is not there. Arguments that are a text are read as JSON."""
+    record = {
+        "conversations": [
+            {"from": "human", "value": "1+1", "weight": None},
+            {"from": "function_call", "value": '{"name": "add", "arguments": {"a": 1}}'},
+            {"from": "observation", "value": "2"},
+            {"from": "gpt", "value": "2"},
+        ],
+        "tools": '[{"name": "add", "strict": null}]',
+    }
+    found = example_of(record, "auto")
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    roles = [ASKED, said("assistant", "", tool_calls=[call]), said("tool", "2"), ANSWER]
+    assert found == Conversation(roles, [{"name": "add"}])
+    nulls = [{**ASKED, "tool_calls": None, "name": None}, {**ANSWER, "tool_calls": []}]
+    assert example_of({"messages": nulls, "tools": None}, "auto") == Conversation(TALK)
+
+
+SKIPPED = [
+    (example_of, {"prompt": " ", "response": "2"}, "chat", "empty prompt"),
+    (example_of, {"messages": [ASKED, said("assistant", " \n")]}, "auto", "empty response"),
+    (example_of, {"messages": [said("user", ""), ANSWER]}, "auto", "empty message of the user"),
+    (pair_of, {"chosen": TALK, "rejected": TALK}, "auto", "chosen equals rejected"),
+    (pair_of, {"chosen": [*TALK, said("user", "a"), ANSWER], "rejected": [*TALK, said("user", "b"), ANSWER]}, "auto",
+     "chosen and rejected differ before their last message"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("read, record, template, reason", SKIPPED, ids=[case[3] for case in SKIPPED])
+def test_records_that_say_nothing_are_skipped_with_the_reason(read, record, template, reason):
+    with pytest.raises(EmptyText, match=f"^{reason}$"):
+        read(record, template)
+
+
+def talk(*roles, column="messages"):
+    return {column: [said(role, "1") for role in roles]}
+
+
+REFUSED = [
+    ("both forms", example_of, {"messages": TALK, "prompt": "1", "response": "2"}, "auto",
+     "has both 'messages' and 'prompt' and 'response'; say which is meant: data.template = chat reads 'messages'"),
+    ("both forms of a prompt", prompt_of, {"messages": [ASKED], "prompt": "1"}, "auto",
+     "has both 'messages' and 'prompt'"),
+    ("two conversations", example_of, {"messages": TALK, "conversations": SHAREGPT}, "chat",
+     "has both 'messages' and 'conversations'; leave one of them out"),
+    ("ends with the answer", prompt_of, {"messages": TALK}, "auto",
+     "ends with a message of 'assistant'.*drop the last"),
+    ("ends with the question", example_of, {"messages": [ASKED]}, "auto",
+     "expects the last one from 'assistant', got 'user'"),
+    ("no response", example_of, {"prompt": "1"}, "auto", "no field 'response', found 'prompt'"),
+    ("a misspelt column", example_of, {"prompt": "1", "respones": "2"}, "auto",
+     "no field 'response'.*is it 'respones'"),
+    ("a null", example_of, {"prompt": "1", "response": None}, "auto", "field 'response' is null, expected a string"),
+    ("a number", example_of, {"prompt": "1", "response": 2}, "auto", "field 'response' is int 2, expected a string"),
+    ("a prompt that is a number", prompt_of, {"prompt": 3}, "chat", "field 'prompt' is int 3, expected a string"),
+    ("messages read as texts", example_of, {"messages": TALK}, "plain", "no field 'prompt'.*these rows look like conv"),
+    ("no messages", example_of, {"messages": []}, "auto",
+     r"field 'messages' is list \[\], expected a list of messages"),
+    ("a text for messages", prompt_of, {"messages": "hello"}, "auto",
+     "field 'messages' is str 'hello', expected a list"),
+    ("a text for a message", example_of, {"messages": ["hello"]}, "auto",
+     "message 1 is str 'hello', expected an object"),
+    ("no role", example_of, {"messages": [{"content": "1"}]}, "auto", "message 1 has the role None.*keys 'content'"),
+    ("a role that is no text", example_of, {"messages": [said(3, "1")]}, "auto", "message 1 has the role 3"),
+    ("no content", example_of, {"messages": [{"role": "user"}]}, "auto", "content is NoneType None, expected a text"),
+    ("content in parts", example_of, {"messages": [said("user", [{"type": "text", "text": "1"}]), ANSWER]}, "auto",
+     r"message 1 \('user'\): content is list \[\{'type': 'text'.*expected a text; convert"),
+    ("a number as content", example_of, {"messages": [said("user", 1), ANSWER]}, "auto", "content is int 1, expected"),
+    ("an unknown speaker", example_of, {"conversations": [{"from": "humen", "value": "1"}]}, "auto",
+     "message 1 is from 'humen'; the known ones are human, user, gpt"),
+    ("a value that is no text", example_of, {"conversations": [{"from": "human", "value": 1}]}, "auto",
+     "value is int 1, expected a text"),
+    ("a call that is no JSON", example_of, {"conversations": [{"from": "function_call", "value": "add"}]}, "auto",
+     "from 'function_call'.*expected JSON"),
+    ("answers in a row", example_of, talk("user", "assistant", "assistant"), "auto",
+     "message 3 of 'assistant' follows another"),
+    ("begins with the answer", example_of, talk("system", "assistant"), "auto",
+     "message 2 of 'assistant' answers nothing"),
+    ("a tool without a call", prompt_of, talk("user", "tool"), "auto",
+     "message 2 of 'tool' is a tool's answer, and no"),
+    ("a late system message", prompt_of, talk("user", "assistant", "system", "user"), "auto",
+     "message 3 of 'system' comes after an answer"),
+    ("two system messages", example_of, {**talk("system", "user", "assistant"), "system": "x"}, "auto",
+     "a column 'system', and its conversation begins with a system message"),
+    ("a system message beside texts", example_of, {"prompt": "1", "response": "2", "system": "x"}, "auto",
+     "has 'system' beside its texts, which only a chat template writes"),
+    ("tools that are no JSON", example_of, {"messages": TALK, "tools": "add"}, "auto",
+     "field 'tools' is a text that is no"),
+    ("tools that are no objects", example_of, {"messages": TALK, "tools": ["add"]}, "auto",
+     "expected a list of objects"),
+    ("arguments that are no JSON", example_of,
+     {"messages": [ASKED, said("assistant", "", tool_calls=[{"function": {"name": "f", "arguments": "{"}}])]}, "auto",
+     "the arguments of a call are str '{', which is no JSON"),
+    ("one side a text", pair_of, {"prompt": "1", "chosen": "2", "rejected": [ANSWER]}, "auto",
+     "expected two texts or two"),
+    ("no rejected", pair_of, {"prompt": "1", "chosen": "2"}, "auto", "no field 'rejected'"),
+    ("answers to nothing", pair_of, {"chosen": [ANSWER], "rejected": [said("assistant", "3")]}, "auto",
+     "begin with the answer, and there is no 'prompt'"),
+    ("another prompt", pair_of, {"prompt": "9", "chosen": TALK, "rejected": [ASKED, said("assistant", "3")]}, "auto",
+     "whole conversations that do not begin with 'prompt'"),
+    ("a side that ends with the question", pair_of, {"chosen": TALK, "rejected": [ASKED]}, "auto",
+     "'rejected' ends with a message of 'user'"),
+    ("messages of pairs read as texts", pair_of, {"prompt": "1", "chosen": [ANSWER], "rejected": [ANSWER]}, "plain",
+     "are lists of messages, and data.template = plain reads texts"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name, read, record, template, words", REFUSED, ids=[case[0] for case in REFUSED])
+def test_what_is_not_meant_is_refused(name, read, record, template, words):
+    """In one line that says what was found and what to do; the file and line are said by who reads the records."""
+    with pytest.raises(ValueError, match=words) as raised:
+        read(record, template)
+    assert "\n" not in str(raised.value)

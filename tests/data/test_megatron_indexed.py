@@ -1,0 +1,152 @@
+"""Megatron's indexed data: what Megatron writes is read, and its GPTDataset cuts the same samples.
+
+Not covered: several epochs, for which Megatron draws the order of the documents anew.
+"""
+
+import struct
+
+import numpy as np
+import pytest
+import torch
+
+from megarlhf.data.megatron_indexed import open_indexed, parse_blend, read_index, split_range
+from megarlhf.data.tokenized import Joined
+
+
+def write(prefix, documents, dtype=np.int32):
+    """By Megatron's own builder."""
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
+    for document in documents:
+        builder.add_document(torch.tensor(document), [len(document)])
+    builder.finalize(f"{prefix}.idx")
+    return prefix
+
+
+def documents(count, seed=0, vocab=50):
+    """Of 1 to 20 tokens; each ends with 2."""
+    draw = np.random.RandomState(seed)
+    return [[*draw.randint(3, vocab, size=draw.randint(0, 20)).tolist(), 2] for _ in range(count)]
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.uint16])
+def test_what_megatron_writes_is_read_and_the_other_way_round(tmp_path, dtype):
+    """Document by document, and the same bytes where the index is written by hand."""
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    given = documents(30)
+    prefix = write(tmp_path / "text_document", given, dtype)
+    ours, theirs = read_index(prefix), IndexedDataset(str(prefix))
+    assert (len(ours.lengths), ours.num_documents, ours.tokens.dtype) == (30, 30, dtype)
+    for number, document in enumerate(given):
+        assert ours.sequence(number).tolist() == document == theirs[number].tolist()
+    assert read_index(f"{prefix}.bin").prefix == read_index(f"{prefix}.idx").prefix == prefix
+
+
+@pytest.mark.parametrize("split", [None, "969,30,1", "8,1,1"])
+@pytest.mark.parametrize("length", [1, 7, 16])
+def test_samples_are_those_of_megatron_s_first_epoch(tmp_path, split, length):
+    """Token by token, in the order in which its sample index has them; every token but the first is learnt once."""
+    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+    from megatron.core.datasets.utils import Split
+
+    class Tokenizer:
+        vocab_size, eod, pad, unique_identifiers = 100, 2, -1, {}
+
+    prefix = write(tmp_path / "text", documents(200))
+    samples = open_indexed(prefix, split, length, seed=5)
+    config = GPTDatasetConfig(
+        random_seed=5, sequence_length=length, blend=([str(prefix)], None), split=split or "1,0,0",
+        tokenizer=Tokenizer(), reset_position_ids=False, reset_attention_mask=False, eod_mask_loss=False,
+    )  # fmt: skip
+    chosen = split_range(split, "train", 200)
+    indices = np.arange(chosen.start, chosen.stop, dtype=np.int32)
+    theirs = GPTDataset(IndexedDataset(str(prefix)), str(prefix), indices, None, Split.train, config)
+    assert len(samples) == len(theirs) > 20
+    place = np.argsort(theirs.shuffle_index)
+    for number in range(len(samples)):
+        sample, expected = samples[number], theirs[int(place[number])]
+        assert sample.tokens == [*expected["tokens"].tolist(), int(expected["labels"][-1])]
+        assert sample.learnt() == [False, *expected["loss_mask"].bool().tolist()]
+    assert samples.lengths("tokens").tolist() == [length + 1] * len(samples)
+    assert samples.digest() != open_indexed(prefix, split, length, seed=6).digest()
+
+
+def test_splits_and_blends_are_megatron_s():
+    from megatron.core.datasets.blended_megatron_dataset_config import (
+        convert_split_vector_to_split_matrix,
+        parse_and_normalize_split,
+    )
+    from megatron.core.datasets.utils import get_blend_from_list
+
+    for split in ("969,30,1", "99,1", "1", "0.5,0.25,0.25", "3,0,1"):
+        matrix = convert_split_vector_to_split_matrix(parse_and_normalize_split(split))
+        for part, borders in zip(("train", "validation", "test"), matrix, strict=True):
+            if borders is None:
+                with pytest.raises(ValueError, match=f"leaves the {part} data nothing of 1000 documents"):
+                    split_range(split, part, 1000)
+            else:
+                expected = [round(border * 1000.0) for border in borders]
+                assert split_range(split, part, 1000) == range(*expected)
+    for text in ("a", "30 a 70 b", "a b", "a b c", "0.3 a"):
+        prefixes, weights = get_blend_from_list(text.split())
+        assert parse_blend(text) == list(zip(weights or [None] * len(prefixes), prefixes, strict=True))
+
+
+def test_a_blend_of_several_is_drawn_from_by_its_weights(tmp_path):
+    for name, seed in (("a", 1), ("b", 2)):
+        write(tmp_path / name, documents(50, seed))
+    blend = open_indexed(f"30 {tmp_path}/a 70 {tmp_path}/b", None, 8, seed=1)
+    assert isinstance(blend, Joined)
+    assert blend.weights == [30.0, 70.0]
+    assert [len(part) for part in blend.parts] == [len(open_indexed(tmp_path / name, None, 8, 1)) for name in "ab"]
+    assert open_indexed([f"{tmp_path}/a", f"{tmp_path}/b"], None, 8, 1).weights is None
+
+
+def damage(path, **changed):
+    """The index with other numbers in its head."""
+    raw = bytearray(path.read_bytes())
+    for at, value in changed.values():
+        raw[at : at + len(value)] = value
+    path.write_bytes(bytes(raw))
+
+
+BROKEN = [
+    ("no index", lambda d: (d / "text.idx").unlink(), r"text: no text\.idx, which Megatron's indexed data consists of"),
+    ("a misspelt prefix", lambda d: (d / "text.idx").rename(d / "texts.idx"), "has texts"),
+    (
+        "another file",
+        lambda d: (d / "text.idx").write_bytes(b"PK" + bytes(40)),
+        r"no index of Megatron's: it begins with b'PK",
+    ),
+    ("an empty index", lambda d: (d / "text.idx").write_bytes(b""), "no index of Megatron's"),
+    ("another dtype", lambda d: damage(d / "text.idx", dtype=(17, b"\x07")), "version 1 and dtype 7; expected"),
+    ("another version", lambda d: damage(d / "text.idx", version=(9, struct.pack("<Q", 2))), "version 2"),
+    (
+        "a cut index",
+        lambda d: (d / "text.idx").write_bytes((d / "text.idx").read_bytes()[:-8]),
+        r"bytes, expected \d+: it is cut",
+    ),
+    ("cut tokens", lambda d: (d / "text.bin").write_bytes((d / "text.bin").read_bytes()[:-4]), "its index says"),
+]
+
+
+@pytest.mark.parametrize("name, harm, words", BROKEN, ids=[case[0] for case in BROKEN])
+def test_files_that_are_not_whole_are_refused(tmp_path, name, harm, words):
+    prefix = write(tmp_path / "text", documents(5))
+    harm(tmp_path)
+    with pytest.raises(ValueError, match=words):
+        open_indexed(prefix, None, 4, 0)
+
+
+def test_what_cannot_be_meant_is_refused(tmp_path):
+    prefix = write(tmp_path / "text", documents(5))
+    for split in ("a,b", "", "1,2,3,4", "-1,2", "0,0,0"):
+        with pytest.raises(ValueError, match="expected shares of training, validation and test"):
+            split_range(split, "train", 10)
+    with pytest.raises(ValueError, match="expected a weight above 0 before each prefix"):
+        parse_blend("0 a 70 b")
+    with pytest.raises(ValueError, match=r"fewer than one sample of 5000 \+ 1"):
+        open_indexed(prefix, None, 5000, 0)

@@ -1,0 +1,91 @@
+"""Shares of a set: disjoint, of the size that is asked for, and the same whoever asks."""
+
+import json
+
+import numpy as np
+import pytest
+
+from megarlhf.data.selection import set_aside
+from tests.data.counting import Counting, loader
+
+
+@pytest.fixture
+def file(tmp_path):
+    """200 records, of which each prompt has two and every tenth is skipped."""
+    path = tmp_path / "rows.jsonl"
+    rows = [{"prompt": f"{n // 2}", "response": "" if n % 10 == 9 else f"r{n}"} for n in range(200)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def records(samples):
+    return set(samples.records().tolist())
+
+
+def of(file, tmp_path, command="sft", option=0, **data):
+    encoder = Counting(tmp_path / "log", option)
+    return loader({"train": file, "cache": str(tmp_path / "cache"), **data}, encoder).train_and_validation(command)
+
+
+def test_phases_are_disjoint_shares_of_one_set(file, tmp_path):
+    """2, 4 and 4 tenths of the records: 40, 80 and 80, with those that are skipped. `rm` and `dpo` read the same."""
+    whole = records(of(file, tmp_path)[0])
+    shares = {command: of(file, tmp_path, command, phases="2,4,4") for command in ("sft", "rm", "dpo", "rl")}
+    read = {command: records(train) for command, (train, _, _) in shares.items()}
+    assert read["rm"] == read["dpo"]
+    assert read["sft"] | read["rm"] | read["rl"] == whole
+    assert len(read["sft"]) + len(read["rm"]) + len(read["rl"]) == len(whole) == 180
+    for command, most in (("sft", 40), ("rm", 80), ("rl", 80)):
+        assert most * 0.75 < len(read[command]) <= most
+    assert max(read["sft"]) > 150 > 50 > min(read["sft"]), "from all of the file"
+    assert shares["sft"][2][-1].endswith(f"data.phases = 2,4,4 gives sft {len(read['sft'])} of 180 samples")
+    assert read["sft"] != records(of(file, tmp_path, phases="2,4,4", split_seed=1)[0])
+    assert records(of(file, tmp_path, "sft", phases="1,0,0")[0]) == whole
+    with pytest.raises(ValueError, match=r"data\.phases leaves this command records 200 to 200 of the 200"):
+        of(file, tmp_path, "rl", phases="1,1,0")
+
+
+def test_what_is_set_aside_is_never_trained_on(file, tmp_path):
+    """Nor are its prompts: both records of a prompt stay together. Of a phase's share too."""
+    for phases in (None, "2,4,4"):
+        train, held, notes = of(file, tmp_path, "rl", validation_share=0.1, phases=phases)
+        total = len(train) + len(held)
+        assert not records(train) & records(held)
+        assert not np.isin(held.prompts(), train.prompts()).any()
+        assert 0.1 * total <= len(held) <= 0.1 * total + 2
+        assert f"{len(held)} samples are set aside, and {len(train)} are trained on" in notes[-1]
+    same = of(file, tmp_path, "rl", validation_share=0.1)
+    again, other = (of(file, tmp_path, "rl", validation_share=0.1, split_seed=seed) for seed in (0, 1))
+    assert same[0].digest() == again[0].digest() != other[0].digest()
+    assert same[1].digest() == again[1].digest() != other[1].digest()
+
+
+def test_the_order_of_the_records_does_not_decide(file, tmp_path):
+    """So that a set that is put together anew keeps its validation prompts."""
+    _, held, _ = of(file, tmp_path, validation_share=0.1)
+    lines = file.read_text().splitlines(keepends=True)
+    file.write_text("".join(lines[::-1]))
+    _, turned, _ = of(file, tmp_path, validation_share=0.1)
+    assert sorted(held.prompts().tolist()) == sorted(turned.prompts().tolist())
+
+
+def test_a_share_that_leaves_nothing_to_train_on_is_refused(file, tmp_path):
+    train, _, _ = of(file, tmp_path)
+    with pytest.raises(
+        ValueError, match=r"validation_share = 0\.999 of 180 samples with 100 .* leaves nothing to train"
+    ):
+        set_aside(train, 0.999, 0)
+    with pytest.raises(ValueError, match="of 1 samples with 1 different prompts leaves nothing"):
+        set_aside(train[:1], 0.5, 0)
+    assert len(set_aside(train, 1e-6, 0)[1]) in (1, 2), "one prompt at least"
+
+
+def test_each_set_of_a_list_gives_its_share(file, tmp_path):
+    """And keeps its weight in what is trained on."""
+    other = file.with_name("other.jsonl")
+    other.write_text(file.read_text().replace('"r', '"s').replace('"sesponse', '"response'))
+    train, held, _ = of([file, other], tmp_path, validation_share=0.2)
+    assert (len(train.parts), len(held.parts), train.weights) == (2, 2, None)
+    assert [len(part) for part in held.parts] == [36, 36]
+    weighted = [{"path": str(file), "weight": 3}, {"path": str(other), "weight": 1}]
+    assert of(weighted, tmp_path, validation_share=0.2)[0].weights == [3.0, 1.0]

@@ -1,0 +1,296 @@
+"""The cache of tokenized data: made once, whoever asks and however often; whole or not there; another key for whatever
+makes other samples.
+
+Not covered: file systems of several machines, on which `rename` and exclusive creation are taken to be atomic.
+"""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from megarlhf.data import cache, encode
+from megarlhf.data.load import SetLoader
+from megarlhf.data.samples import SFTEncoder, SFTSample
+from tests.data.counting import Counting, loader
+from tools.demo.make_data import train_tokenizer
+
+ROWS = [{"prompt": f"{n}+1=", "response": str(n + 1)} for n in range(40)]
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def place(tmp_path):
+    """A file of records, written a while ago, and a cache."""
+    file = write(tmp_path / "rows.jsonl", [*ROWS, {"prompt": "x", "response": ""}])
+    os.utime(file, (time.time() - 60,) * 2)
+    return {"train": file, "cache": str(tmp_path / "cache")}
+
+
+def entries(place):
+    return [path.parent for path in Path(place["cache"]).glob("*/MANIFEST.json")]
+
+
+def in_a_process(place, encoder):
+    """Loads in a process of its own, which prints the digest or the error."""
+    data = {**place, "train": str(place["train"])}
+    code = (
+        "from pathlib import Path; from tests.data.counting import Counting, digest_of\n"
+        f"try: print(digest_of({data!r}, Counting(**{ {**vars(encoder), 'log': str(encoder.log)}!r} | "
+        f"{{'log': Path({str(encoder.log)!r})}})))\nexcept ValueError as error: print('refused:', error)"
+    )
+    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, process_group=0)
+
+
+def test_the_second_start_reads_and_encodes_nothing(place, tmp_path):
+    """By count. Nor does one of a copy elsewhere; the reasons of what was skipped are kept."""
+    encoder = Counting(tmp_path / "log")
+    train, held, notes = loader(place, encoder).train_and_validation("sft")
+    assert (len(train), held, encoder.encoded()) == (40, [], list(range(41)))
+    copied = shutil.copy(place["train"], tmp_path / "copy.jsonl")
+    for file in (place["train"], copied):
+        again, _, said = loader({**place, "train": file}, encoder).train_and_validation("sft")
+        assert list(again) == list(train)
+        assert again.digest() == train.digest()
+        assert said == [f"{file}: skipped 1 of 41 records (empty response: 1)"]
+    assert notes == [f"{place['train']}: skipped 1 of 41 records (empty response: 1)"]
+    assert encoder.encoded() == list(range(41))
+    assert len(entries(place)) == 1
+
+
+def test_a_file_whose_size_and_time_are_known_is_not_read_again(place, monkeypatch):
+    directory, file = Path(place["cache"]), place["train"]
+    digest = cache.digest_of_file(file, directory)
+    monkeypatch.setattr(cache.hashlib, "file_digest", lambda *_: pytest.fail("read again"))
+    assert cache.digest_of_file(file, directory) == digest
+    monkeypatch.undo()
+    write(file, [{"prompt": "0+1=", "response": "2"}, *ROWS[1:], {"prompt": "x", "response": ""}])  # of the same size
+    assert cache.digest_of_file(file, directory) != digest
+    write(file, [*ROWS, {"prompt": "x", "response": ""}])
+    assert cache.digest_of_file(file, directory) == digest, "just written: read each time"
+
+
+def test_whatever_makes_other_samples_is_another_key(place, tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "tokenizer.model").write_bytes(train_tokenizer())
+    limits = {"max_prompt_tokens": 6, "max_response_tokens": 3}
+
+    def digest(rows=ROWS, over_long="drop", columns=None, **options):
+        file = write(tmp_path / "a.jsonl", rows)
+        source = {"path": file, "columns": columns or {}}
+        encoder = SFTEncoder(tokenizer=tmp_path / "model", **{**limits, **options})
+        data = {"train": source, "cache": place["cache"], "over_long": over_long}
+        SetLoader(loader(data, encoder).data, encoder, SFTSample).train_and_validation("sft")
+        return len(entries(place))
+
+    assert digest() == 1
+    assert digest() == 1
+    assert digest(max_prompt_tokens=5) == 2
+    assert digest(max_response_tokens=2) == 3
+    assert digest(over_long="cut") == 4
+    assert digest(rows=ROWS[1:]) == 5
+    assert digest(rows=[{**row, "other": row["response"]} for row in ROWS], columns={"response": "other"}) == 6
+    assert digest(rows=[{**row, "other": row["response"]} for row in ROWS]) == 7
+    tokenizer = (tmp_path / "model" / "tokenizer.model").read_bytes()
+    (tmp_path / "model" / "tokenizer.model").write_bytes(tokenizer + b"\x1a\x04\x18\x00\x20\x00")
+    assert digest() == 8
+    assert digest(max_prompt_tokens=5) == 9
+
+
+def test_writers_at_once_encode_once(place, tmp_path):
+    """Three processes: each record is encoded by one, and all have the same samples."""
+    encoder = Counting(tmp_path / "log", seconds=0.02)
+    processes = [in_a_process(place, encoder) for _ in range(3)]
+    digests = {process.communicate(timeout=60)[0] for process in processes}
+    assert len(digests) == 1
+    assert "refused" not in digests.pop()
+    assert encoder.encoded() == list(range(41))
+    left = sorted(path.name for path in Path(place["cache"]).iterdir())
+    assert left == sorted([entries(place)[0].name, "files"]), "no lease, nothing partial"
+
+
+def test_two_that_make_the_same_entry_agree_on_one(tmp_path):
+    """As where a lease was taken over although its owner lives: the first to finish wins, and nothing is left."""
+    made = []
+
+    def slow(directory):
+        (directory / "MANIFEST.json").write_text("slow")
+        other = cache.entry(tmp_path, "key", fast)  # a lease that is not waited for
+        made.append(other)
+
+    def fast(directory):
+        (directory / "MANIFEST.json").write_text("fast")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cache, "_create", lambda path, text: True)
+        assert cache.entry(tmp_path, "key", slow) == (tmp_path / "key", False)
+    assert made == [(tmp_path / "key", True)]
+    assert (tmp_path / "key" / "MANIFEST.json").read_text() == "fast"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["key"]
+
+
+def test_what_a_killed_writer_has_left_is_not_read(place, tmp_path):
+    """Its process has gone, which who waits sees at once: also one who had begun to wait while it lived."""
+    stuck = Counting(tmp_path / "log", stops_at=30)
+    writer = in_a_process(place, stuck)
+    while 30 not in stuck.encoded():
+        time.sleep(0.02)
+    with ThreadPoolExecutor(1) as thread:
+        waiting = thread.submit(lambda: loader(place, Counting(tmp_path / "second")).train_and_validation("sft")[0])
+        time.sleep(0.5)
+        assert not waiting.done()
+        assert entries(place) == []
+        writer.send_signal(signal.SIGKILL)
+        writer.wait()
+        assert len(waiting.result(timeout=30)) == 40
+    assert Counting(tmp_path / "second").encoded() == list(range(41))
+    left = sorted(path.name for path in Path(place["cache"]).iterdir())
+    assert left == sorted([entries(place)[0].name, "files"])
+
+
+def test_a_writer_of_another_machine_that_gives_no_sign_is_taken_for_dead(place, tmp_path, monkeypatch):
+    """And one that does is waited for."""
+    monkeypatch.setattr(cache, "DEAD_SECONDS", 0.5)
+    encoder = Counting(tmp_path / "log")
+    loader(place, encoder).train_and_validation("sft")
+    key = entries(place)[0].name
+    shutil.rmtree(entries(place)[0])
+    lease = Path(place["cache"]) / f"{key}.lease"
+    lease.write_text(json.dumps({"id": "theirs", "host": "elsewhere", "pid": 1}))
+    start, beats = time.monotonic(), 0
+
+    def beat():
+        nonlocal beats
+        while beats < 6:
+            time.sleep(0.2)
+            os.utime(lease)
+            beats += 1
+
+    with ThreadPoolExecutor(1) as thread:
+        beating = thread.submit(beat)
+        train, _, _ = loader(place, encoder).train_and_validation("sft")
+        beating.result()
+    assert beats == 6
+    assert time.monotonic() - start > 6 * 0.2 + 0.5
+    assert len(train) == 40
+    assert not lease.exists()
+
+
+def test_who_waits_for_a_writer_that_fails_is_told_the_same(place, tmp_path):
+    """Once, by the process that found it; a later start looks again."""
+    write(place["train"], [*ROWS, {"prompt": "x", "response": "refused"}])
+    encoder = Counting(tmp_path / "log", seconds=0.03)
+    processes = [in_a_process(place, encoder) for _ in range(3)]
+    said = {process.communicate(timeout=60)[0] for process in processes}
+    assert said == {f"refused: {place['train']}, line 41: this one is refused\n"}
+    assert encoder.encoded() == list(range(41))
+    assert entries(place) == []
+    write(place["train"], ROWS)
+    assert len(loader(place, encoder).train_and_validation("sft")[0]) == 40
+
+
+@pytest.fixture
+def workers_at_once(monkeypatch):
+    """Chunks of five rows, all of which workers encode."""
+
+    def ready(pool):
+        while pool._idle.empty() and not pool._has_begun:
+            time.sleep(0.01)
+        pool._has_begun = True
+        return True
+
+    monkeypatch.setattr("megarlhf.data.formats.CHUNK_ROWS", 5)
+    monkeypatch.setattr(encode, "ALONE_SECONDS", 0.0)
+    monkeypatch.setattr(encode._Pool, "is_ready", property(ready))
+
+
+def test_any_number_of_processes_makes_the_same_files(place, tmp_path, workers_at_once):
+    """The first row that is refused is the one that is named."""
+    encoder = Counting(tmp_path / "log")
+    alone, _, notes = loader({**place, "workers": 1}, encoder).train_and_validation("sft")
+    second = {**place, "workers": 2, "cache": str(tmp_path / "second")}
+    several, _, said = loader(second, encoder).train_and_validation("sft")
+    assert several.digest() == alone.digest()
+    assert list(several) == list(alone)
+    assert said == notes
+    by_process = Counter(int(line.split()[0]) for line in encoder.log.read_text().splitlines()[41:])
+    assert os.getpid() not in by_process
+    assert sum(by_process.values()) == 41
+    write(place["train"], [*ROWS[:20], *[{"prompt": "x", "response": "refused"}] * 20])
+    with pytest.raises(ValueError, match=r"rows\.jsonl, line 21: this one is refused"):
+        loader(second, encoder).train_and_validation("sft")
+
+
+def test_a_worker_that_is_killed_is_said(place, tmp_path, workers_at_once):
+    encoder = Counting(tmp_path / "log", stops_at=12)
+
+    def kill():
+        while 12 not in encoder.encoded():
+            time.sleep(0.02)
+        line = next(line for line in encoder.log.read_text().splitlines() if line.endswith(" 12"))
+        os.kill(int(line.split()[0]), signal.SIGKILL)
+
+    with ThreadPoolExecutor(1) as thread:
+        killing = thread.submit(kill)
+        words = r"a process that tokenizes has ended \(status -9\), at .*rows\.jsonl, line 11 to 15"
+        with pytest.raises(RuntimeError, match=words):
+            loader({**place, "workers": 2}, encoder).train_and_validation("sft")
+        killing.result()
+    assert entries(place) == []
+
+
+def test_a_damaged_entry_is_refused(place, tmp_path):
+    encoder = Counting(tmp_path / "log")
+    loader(place, encoder).train_and_validation("sft")
+    (directory,) = entries(place)
+    file = directory / "tokens.bin"
+    file.write_bytes(file.read_bytes()[:-4])
+    with pytest.raises(ValueError, match=r"tokens\.bin changed its size; remove the directory, and it is made again"):
+        loader(place, encoder).train_and_validation("sft")
+    (directory / "MANIFEST.json").write_text("{")
+    with pytest.raises(ValueError, match="is not whole"):
+        loader(place, encoder).train_and_validation("sft")
+
+
+def test_where_the_cache_is(place, tmp_path, monkeypatch):
+    """As configured, by the variable, or in the home directory; `none` is the run directory."""
+    run = tmp_path / "run"
+    encoder = Counting(tmp_path / "log")
+    loader({**place, "cache": "none"}, encoder, run).train_and_validation("sft")
+    assert len(list((run / "tokens").glob("*/MANIFEST.json"))) == 1
+    monkeypatch.setenv("MEGARLHF_CACHE", str(tmp_path / "by_variable"))
+    assert cache.cache_directory(None, run) == tmp_path / "by_variable"
+    assert cache.cache_directory("a/b", run) == Path("a/b")
+    monkeypatch.delenv("MEGARLHF_CACHE")
+    assert cache.cache_directory(None, run) == Path.home() / ".cache/megarlhf"
+    (tmp_path / "file").write_text("")
+    for directory in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(ValueError, match=r"cannot be kept in .*file is a file.*; set data\.cache, or the variable"):
+            cache.require_cache(directory)
+        with pytest.raises(ValueError, match=r"cannot be kept in .*; set data\.cache, or the variable MEGARLHF_CACHE"):
+            loader({**place, "cache": str(directory)}, encoder).train_and_validation("sft")
+    cache.require_cache(tmp_path / "not" / "there" / "yet")
+
+
+def test_a_file_that_changes_while_it_is_read_is_not_kept(place, tmp_path):
+    class Changing(Counting):
+        def _encode(self, index, record):
+            if index == 20:
+                os.utime(place["train"])
+            return super()._encode(index, record)
+
+    with pytest.raises(ValueError, match=r"rows\.jsonl was changed while it was read"):
+        loader(place, Changing(tmp_path / "log")).train_and_validation("sft")
+    assert entries(place) == []

@@ -1,0 +1,214 @@
+"""Which tokens of a conversation are learnt, written out by hand for templates in the style of well-known models."""
+
+import pytest
+
+from megarlhf.data.samples import PairEncoder, PromptEncoder, SFTEncoder, Unusable
+from megarlhf.data.templates import Conversation, chat_template
+from megarlhf.data.turns import Inexact, answered
+from tests.data.chat_styles import STYLES, chat_tokenizer, said
+
+TALK = [said("user", "1+1"), said("assistant", "2"), said("user", "2+2"), said("assistant", "4")]
+
+
+@pytest.fixture(scope="module")
+def tokenizers(tmp_path_factory):
+    root = tmp_path_factory.mktemp("styles")
+    return {name: chat_tokenizer(root / name, template) for name, template in STYLES.items()} | {
+        "none": chat_tokenizer(root / "none", None)
+    }
+
+
+def learnt_texts(tokenizer, sample):
+    """Each stretch as text, its special tokens spelled."""
+    names = tokenizer.tokens()
+    pairs = zip(sample.stretches[0::2], sample.stretches[1::2], strict=True)
+    return ["".join(names[token] for token in sample.tokens[first:end]) for first, end in pairs]
+
+
+@pytest.mark.parametrize(
+    "style, last, everything",
+    [
+        ("chatml", ["4<|im_end|>"], ["2<|im_end|>", "4<|im_end|>"]),
+        ("llama_3", ["4<|eot_id|>"], ["2<|eot_id|>", "4<|eot_id|>"]),
+        ("mistral", ["4</s>"], ["2</s>", "4</s>"]),
+        ("marked", ["4<|im_end|>"], ["2<|im_end|>", "4<|im_end|>"]),
+    ],
+)
+def test_answers_and_their_ends_are_learnt_and_nothing_else(tokenizers, style, last, everything):
+    """Every token is one character or one mark. All tokens up to the last answer's end are transformers' own; behind
+    it stands white space only."""
+    tokenizer = tokenizers[style]
+    template, talk = chat_template(tokenizer), Conversation(TALK)
+    theirs = tokenizer._tokenizer.apply_chat_template(TALK, tokenize=True, return_dict=False)
+    for loss_on, expected in (("last", last), ("all", everything)):
+        found = answered(template, talk, loss_on)
+        assert learnt_texts(tokenizer, found) == expected
+        assert found.tokens == theirs[: len(found.tokens)]
+        assert not tokenizer.decode(theirs[len(found.tokens) :]).strip()
+    assert found.tokens[-1] == template.end
+
+
+def test_a_mask_by_hand(tokenizers):
+    """ChatML: marks are one id each, every other character too."""
+    encode = SFTEncoder(tokenizer=None, max_prompt_tokens=200, max_response_tokens=200, loss_on="all")
+    sample = encode.by(tokenizers["chatml"])(0, {"messages": TALK[:2]})
+    start, end = (tokenizers["chatml"].tokens().index(name) for name in ("<|im_start|>", "<|im_end|>"))
+    spell = tokenizers["chatml"].encode
+    asked = [start, *spell("user\n1+1"), end, *spell("\n"), start, *spell("assistant\n")]
+    assert sample.tokens == [*asked, *spell("2"), end]
+    assert sample.learnt() == [False] * len(asked) + [True, True]
+
+
+def test_prompts_are_what_transformers_asks_with(tokenizers):
+    """In every style, with the begin-of-sequence that the template writes, and none that it does not."""
+    for style in ("chatml", "llama_3", "mistral", "marked"):
+        encode = PromptEncoder(tokenizer=None, max_prompt_tokens=200).by(tokenizers[style])
+        prompt = encode(0, {"messages": TALK[:3]})
+        theirs = tokenizers[style]._tokenizer
+        options = {"add_generation_prompt": True, "return_dict": False}
+        assert prompt.tokens == theirs.apply_chat_template(TALK[:3], tokenize=True, **options)
+        assert prompt.text == theirs.apply_chat_template(TALK[:3], tokenize=False, add_generation_prompt=True)
+        assert prompt.messages == TALK[:3]
+
+
+def test_what_is_asked_is_what_is_learnt_behind(tokenizers):
+    """The prompt of `rl` is the beginning of the sample of `sft`, token by token."""
+    for style in ("chatml", "llama_3", "mistral"):
+        asked = PromptEncoder(tokenizer=None, max_prompt_tokens=200).by(tokenizers[style])(0, {"messages": TALK[:3]})
+        options = {"tokenizer": None, "max_prompt_tokens": 200, "max_response_tokens": 200}
+        sample = SFTEncoder(**options).by(tokenizers[style])(0, {"messages": TALK})
+        assert sample.tokens[: sample.prompt_length] == asked.tokens
+
+
+REFUSED = [
+    ("marked", STYLES["marked"].replace("{% generation %}", "").replace("{% endgeneration %}", ""), "last", TALK,
+     r"where message 4 \('assistant'\) is asked for.*'<think>'.*'4<.*data\.chat_template.*inexact: skip"),
+    ("thinking", None, "all", [TALK[0], said("assistant", "a</think>2"), *TALK[2:]],
+     r"message 2 \('assistant'\) is written otherwise where others follow.*loss_on to last"),
+    ("no mark", STYLES["marked"].replace("m.role == 'assistant'", "m.role == 'nobody'"), "all", TALK,
+     r"marks nothing of this conversation"),
+    ("mark without the end", STYLES["marked"].replace("<|im_end|>{% endgeneration %}", "{% endgeneration %}<|im_end|>"),
+     "all", TALK, r"the mark \{% generation %\} ends with '2', before token \d+ that ends a turn"),
+    ("no end of a turn", STYLES["mistral"].replace("{{ eos_token }}", ""), "all", TALK,
+     r"writes no token that ends a turn.*loss_on to last"),
+    ("begins with the answer", STYLES["chatml"], "all", TALK[1:],
+     r"message 1 is the assistant's"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name, template, loss_on, talk, words", REFUSED, ids=[case[0] for case in REFUSED])
+def test_what_is_not_exact_is_refused(tokenizers, name, template, loss_on, talk, words):
+    """With the message that is meant and what to do; or counted, where that was asked for."""
+    tokenizer = tokenizers[name if template is None else "none"]
+    with pytest.raises(Inexact, match=words) as raised:
+        answered(chat_template(tokenizer, template), Conversation(talk), loss_on)
+    assert "\n" not in str(raised.value)
+    if name != "begins with the answer":
+        options = {"tokenizer": None, "max_prompt_tokens": 200, "max_response_tokens": 200, "template": "chat"}
+        encoder = SFTEncoder(**options, chat_template=template, loss_on=loss_on, inexact="skip")
+        with pytest.raises(Unusable, match="cannot be told from the rest"):
+            encoder.by(tokenizer)(0, {"messages": talk})
+
+
+def test_an_answer_that_merges_with_the_text_before_it_is_refused(fast_tokenizer):
+    """The tokenizer of conftest.py has a token for "37"; after "3" an answer of "7" has no border of its own."""
+    from megarlhf.data.tokenizer import HuggingFaceTokenizer
+
+    tokenizer = HuggingFaceTokenizer(fast_tokenizer(prefix=False, eos_token="</s>"), "here")
+    assert len(tokenizer.encode("37")) == 1
+    glued = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    template = chat_template(tokenizer, glued)
+    fine = Conversation([said("user", "3"), said("assistant", "a")])
+    assert answered(template, fine, "last").tokens == [*tokenizer.encode("3a"), tokenizer.eos_id]
+    with pytest.raises(Inexact, match=r"message 2 \('assistant'\) begins with characters that the tokenizer merges"):
+        answered(template, Conversation([said("user", "3"), said("assistant", "7")]), "last")
+
+
+def test_a_template_that_ends_no_turn_gets_the_end_of_sequence(tokenizers):
+    """Which is what a generated response then ends with; white space that the template writes behind it is left out."""
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    template += "{% if add_generation_prompt %}assistant: {% endif %}"
+    made = chat_template(tokenizers["none"], template)
+    found = answered(made, Conversation(TALK[:2]), "all")
+    spell = tokenizers["none"].encode
+    assert found.tokens == [*spell("user: 1+1\nassistant: 2"), tokenizers["none"].eos_id]
+    assert found.stretches == [len(found.tokens) - 2, len(found.tokens)]
+    assert (made.turn_end, made.end) == (None, tokenizers["none"].eos_id)
+
+
+def test_calls_of_tools_are_learnt_as_the_template_writes_them(tokenizers):
+    tools = [{"type": "function", "function": {"name": "add", "parameters": None}}]
+    call = {"type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    messages = [
+        said("user", "1+1"), {"role": "assistant", "content": None, "tool_calls": [call]}, said("tool", "2"),
+        said("assistant", "2"),
+    ]  # fmt: skip
+    options = {"tokenizer": None, "max_prompt_tokens": 200, "max_response_tokens": 200}
+    tokenizer = tokenizers["tools"]
+    sample = SFTEncoder(**options, loss_on="all").by(tokenizer)(0, {"messages": messages, "tools": tools})
+    assert learnt_texts(tokenizer, sample) == ['<call>add{"a": 1}</call><|im_end|>', "2<|im_end|>"]
+    text = "".join(tokenizer.tokens()[token] for token in sample.tokens)
+    assert text.startswith('<|im_start|>system\n{"type": "function", "function": {"name": "add"}}\n<|im_end|>\n')
+    encode = SFTEncoder(**options).by(tokenizers["chatml"])
+    with pytest.raises(ValueError, match="the record has tools, which the chat template leaves out; give a template"):
+        encode(0, {"messages": TALK, "tools": tools})
+    with pytest.raises(
+        ValueError, match=r"message 2 \('assistant'\) has tool_calls, which the chat template leaves out"
+    ):
+        encode(0, {"messages": messages})
+
+
+PAIRS = {
+    "texts": {"prompt": "1+1", "chosen": "2", "rejected": "3"},
+    "answers as messages": {
+        "prompt": [said("user", "1+1")], "chosen": [said("assistant", "2")], "rejected": [said("assistant", "3")],
+    },
+    "conversations": {
+        "chosen": [said("user", "1+1"), said("assistant", "2")],
+        "rejected": [said("user", "1+1"), said("assistant", "3")],
+    },
+    "conversations beside their prompt": {
+        "prompt": "1+1",
+        "chosen": [said("user", "1+1"), said("assistant", "2")],
+        "rejected": [said("user", "1+1"), said("assistant", "3")],
+        "messages": [said("user", "1+1"), said("assistant", "2")],
+    },
+    "sharegpt": {
+        "conversations": [{"from": "human", "value": "1+1"}],
+        "chosen": {"from": "gpt", "value": "2"}, "rejected": {"from": "gpt", "value": "3"},
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", PAIRS)
+def test_pairs_in_every_form_are_one_sample(tokenizers, form):
+    """Their common beginning is the prompt, and both end with the token that ends a turn."""
+    options = {"tokenizer": None, "max_prompt_tokens": 200, "max_response_tokens": 200}
+    template = "chat" if form == "texts" else "auto"
+    pair = PairEncoder(**options, template=template).by(tokenizers["chatml"])(0, PAIRS[form])
+    end, spell = tokenizers["chatml"].tokens().index("<|im_end|>"), tokenizers["chatml"].encode
+    assert pair.chosen_tokens == [*spell("2"), end]
+    assert pair.rejected_tokens == [*spell("3"), end]
+    asked = PromptEncoder(tokenizer=None, max_prompt_tokens=200).by(tokenizers["chatml"])
+    assert pair.prompt_tokens == asked(0, {"messages": [said("user", "1+1")]}).tokens
+
+
+def test_a_misspelt_role_is_refused_where_the_template_would_write_it(tokenizers):
+    """ChatML writes any role. One that a template names in its text is its own."""
+    encode = PromptEncoder(tokenizer=None, max_prompt_tokens=200).by(tokenizers["chatml"])
+    with pytest.raises(ValueError, match=r"message 2 has the role 'asistant'.*did you mean 'assistant'"):
+        encode(0, {"messages": [said("user", "1"), said("asistant", "2"), said("user", "3")]})
+    named = STYLES["chatml"] + "{% if messages[0].role == 'context' %}{% endif %}"
+    own = PromptEncoder(tokenizer=None, max_prompt_tokens=200, chat_template=named).by(tokenizers["none"])
+    assert own(0, {"messages": [said("context", "1"), said("user", "2")]}).text.startswith("<|im_start|>context\n1")
+
+
+def test_variables_of_the_template_are_the_configuration_s(tokenizers):
+    """`data.template_args`, as transformers hands them on."""
+    template = STYLES["chatml"] + "{{ 'think' if thinking else '' }}"
+    options = {"tokenizer": None, "max_prompt_tokens": 200, "chat_template": template}
+    texts = [
+        PromptEncoder(**options, template_args=args).by(tokenizers["none"])(0, {"messages": TALK[:1]}).text
+        for args in ({"thinking": True}, {})
+    ]
+    assert texts[0] == texts[1] + "think"
