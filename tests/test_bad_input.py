@@ -160,8 +160,10 @@ REFUSES = "data.chat_template=" + json.dumps("{{ raise_exception('no') }}")
 
 FILES = {
     "all but a section": (
-        ("run: {dir: a}\nactor: {model: {path: model}}\n"
-        "train: {num_steps: 1, mini_batch_samples: 1, micro_batch_samples: 1}\n"),
+        (
+            "run: {dir: a}\nactor: {model: {path: model}}\n"
+            "train: {num_steps: 1, mini_batch_samples: 1, micro_batch_samples: 1}\n"
+        ),
         "missing key 'data'",
     ),
     "a list": ("- run\n", "must be a mapping of sections, got list"),

@@ -127,6 +127,18 @@ def repeated_overrides(overrides: Sequence[str]) -> list[str]:
     ]
 
 
+def names_section(path: str | Path, section: str, overrides: Sequence[str]) -> bool:
+    """Whether the file or an override sets anything of the section; true for a file that cannot be read, of which
+    `load_config` says what is wrong."""
+    if any(override.startswith((f"{section}.", f"{section}=")) for override in overrides):
+        return True
+    try:
+        tree = _read_yaml(Path(path).read_text(encoding="utf-8")) or {}
+    except (OSError, ValueError, yaml.YAMLError):
+        return True
+    return not isinstance(tree, dict) or tree.get(section) is not None
+
+
 def _require_order(overrides: Sequence[str]) -> None:
     """Raises ValueError when an override of a whole section would undo an earlier one of a key in it, in silence."""
     for number, override in enumerate(overrides):

@@ -120,9 +120,7 @@ def look_at_data(path: Path, split: str | None, command: Command | None, model: 
         raise ValueError(f"no rows in {source.words}; give data")
     where, first = rows[0]
     if not isinstance(first, Mapping):
-        raise ValueError(
-            f"{where}: expected an object with columns, got {type(first).__name__} {str(first)[:60]}"
-        )
+        raise ValueError(f"{where}: expected an object with columns, got {type(first).__name__} {str(first)[:60]}")
     command = command or _command_for(first)
     source, read = _readable(source, first, command)
     reader, encode = Reader(source, ()), _encoder(command, require_hf_directory(model.path)).open()

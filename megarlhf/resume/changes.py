@@ -167,8 +167,8 @@ def _horizon_counts(cfg: TrainingConfig) -> bool:
 
 def _validation_decides(key: str, cfg: TrainingConfig) -> bool:
     """Whether held-out figures decide about the model that results."""
-    if isinstance(cfg, RLConfig):
-        return cfg.train.stop.validation_reward_patience is not None
+    if cfg.train.stop.patience is not None:
+        return True
     return isinstance(cfg, RMConfig) and cfg.unit_variance and key != "eval.every"
 
 

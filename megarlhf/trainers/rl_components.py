@@ -32,6 +32,7 @@ from megarlhf.rollout.engine import RolloutEngine, Sampling
 from megarlhf.rollout.rewards.rules import sources_of_rules
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.bad_steps import BadSteps, Failures
+from megarlhf.trainers.choices import Best
 from megarlhf.trainers.parts import Parts
 from megarlhf.trainers.prompts import PromptData, mesh_orders, sampling_of
 from megarlhf.trainers.rl_kl import KLController
@@ -168,6 +169,7 @@ def training_of(
     components: Components,
     data: PromptData,
     states: Mapping[str, Stateful],
+    best: Best,
     bank: Bank,
     stop: StopRequest,
     parts: Parts,
@@ -189,7 +191,7 @@ def training_of(
             others[f"files of the classifier {label}"] = _digest_by_first_rank(reward.path, components.actor)
     if components.ptx is not None:
         others["ptx.data"] = components.ptx.digest()
-    if cfg.train.stop.validation_reward_patience is not None:
+    if cfg.train.stop.patience is not None:
         others["data.validation (decides when the run ends)"] = digest_of_samples(data.validation)
     return Training(
         cfg.checkpoint,
@@ -203,6 +205,7 @@ def training_of(
         architectures={role.name: architecture_of(role) for role in built if role is not None},
         others=others,
         sources=sources_of_rules(cfg.rewards),
+        best=best,
         on_saved=lambda oldest: bank.forget_before(oldest.step),
         writer=parts.writer,
     )

@@ -16,6 +16,7 @@ from megarlhf.resume.signals import StopRequest
 from megarlhf.resume.state import Stateful
 from megarlhf.resume.writer import Writer
 from megarlhf.runtime import Runtime
+from megarlhf.trainers.choices import Best
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,8 @@ class Training:
     """Digests of sources of the user's, by name; another source is said and refuses nothing."""
     on_saved: Callable[[Position], None] = lambda position: None
     """Called on rank 0 after a resume point was written, with the position of the oldest of the newest `keep`."""
+    best: Best | None = None
+    """Which step is the best, where that is chosen."""
     writer: Callable[[Runtime], Writer] = Writer
     """Makes what writes them."""
 

@@ -130,7 +130,11 @@ def test_a_killed_run_goes_on_bit_for_bit(
     with pytest.raises(ValueError, match="resume point of an adapter, without the model"):
         open_checkpoint(run / "resume/step_000004/actor")
     exported = run / "checkpoints/latest/actor_adapter"
-    then = [*command_line(case, tmp_path / "then"), f"actor.lora={{path: {exported}, export: merged}}", "train.num_steps=1"]
+    then = [
+        *command_line(case, tmp_path / "then"),
+        f"actor.lora={{path: {exported}, export: merged}}",
+        "train.num_steps=1",
+    ]
     status, said = ranks.run(2, "command_status", *then, f"actor.model.path={models['other']}")[0]
     assert status == 2
     assert f"lora.path = {exported} is an adapter of another base: megarlhf.json beside it says that" in said
