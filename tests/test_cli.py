@@ -14,15 +14,13 @@ import torch
 import yaml
 
 from megarlhf.commands import cli, launch
-from megarlhf.config import GenerateConfig, RLConfig, SFTConfig, load_config
+from megarlhf.config import EvaluateConfig, FrozenModel, GenerateConfig, RLConfig, SFTConfig, load_config
 from megarlhf.errors import WatchdogTimeout
-from megarlhf.experience import Ragged, Rollouts
-from megarlhf.observe.measured import reproducible
 from megarlhf.observe.metrics import read_metrics
 from megarlhf.resume.lock import Lock
 from megarlhf.resume.signals import StopRun
 from megarlhf.runtime import Runtime
-from megarlhf.trainers import generate, rl
+from megarlhf.trainers import evaluate, generate, rl
 from tests.command import ROOT, megarlhf, python
 from tests.ranks import RankPool
 from tests.resume.earlier_run import begin
@@ -378,39 +376,15 @@ def test_the_console_script_is_the_guarded_entry_point():
     assert '"megarlhf=megarlhf.__main__:main"' in (ROOT / "setup.py").read_text()
 
 
-def test_eval_prints_its_scores_and_where_they_are(work, tmp_path, monkeypatch, capsys):
-    """The model's part is a stand-in: two responses, of which one is right."""
-    rollouts = Rollouts(
-        responses=Ragged.from_rows([torch.tensor([4, 2]), torch.tensor([5, 6, 2])], torch.int64),
-        logprobs=Ragged.from_rows([torch.zeros(2), torch.zeros(3)], torch.float32),
-        finished_N=torch.tensor([True, True]),
-        weight_version=0,
-    )
-    scores = generate._Scores(torch.tensor([1.0, 0.0]), torch.zeros(2, dtype=torch.bool))
-    answer = ([None, None], [], rollouts, {"exact_match": scores})
-    monkeypatch.setattr(generate, "_engine", lambda cfg, runtime: None)
-    monkeypatch.setattr(generate, "_respond", lambda cfg, runtime, engine, data, phases: answer)
-    tree = {"run": {"dir": tmp_path / "run"}, "actor": {"model": {"path": work / "base"}}}
-    tree |= {"data": {"train": work / "prompts.jsonl"}, "rewards": [{"kind": "rule", "rule": "exact_match"}]}
-    tree |= {"rollout": {"num_samples_per_prompt": 2}, "greedy": False}
-    alone = Runtime(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"), backend="gloo")
-    generate.evaluate(GenerateConfig.model_validate(tree), alone)
-    output = squeezed(capsys.readouterr().out)
-    for line in ("means over 2 responses to", "eval_exact_match 0.5", "response_length_mean 2.5", "run/metrics.jsonl"):
-        assert line in output, output
-    assert [reproducible(row) for row in read_metrics(tmp_path / "run")] == [
-        {"step": 1, "eval_exact_match": 0.5, "finished_fraction": 1.0, "num_prompts": 1, "num_samples": 2}
-        | {"response_length_mean": 2.5, "eval_accuracy": 0.5, "eval_accuracy_none": 0, "eval_exact_match_none": 0}
-    ]
-
-
-@pytest.mark.parametrize("start", [generate.evaluate, generate.run, rl.run])
+@pytest.mark.parametrize("start", [evaluate.run, generate.run, rl.run])
 def test_a_prompt_without_what_a_rule_needs_leaves_no_run_directory(start, work, tmp_path):
     """Told before a model is built: no device, no engine."""
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "1+1="}\n')
     tree = {"run": {"dir": tmp_path / "run"}, "actor": {"model": {"path": work / "base"}}}
     tree |= {"data": {"train": tmp_path / "prompts.jsonl"}, "rewards": [{"kind": "rule", "rule": "exact_match"}]}
-    config = GenerateConfig.model_validate(tree)
+    config: FrozenModel = GenerateConfig.model_validate(tree)
+    if start is evaluate.run:
+        config = EvaluateConfig.model_validate(tree)
     if start is rl.run:
         limits = {"num_steps": 1, "prompts_per_step": 1, "mini_batch_samples": 2, "micro_batch_samples": 1}
         tree |= {"algo": {"advantage": "leave_one_out"}, "rollout": {"num_samples_per_prompt": 2}, "train": limits}

@@ -14,11 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from megarlhf.commands.arguments import Once, Parser, command_first, positive
+from megarlhf.commands.ask import add_arguments as add_ask_arguments
+from megarlhf.commands.ask import ask, is_asked
 from megarlhf.commands.process_tree import end_with_parent
 from megarlhf.commands.shells import HELP_OF_COMPLETION, SHELLS
 from megarlhf.commands.versions import ShowVersions
 from megarlhf.config import (
     DPOConfig,
+    EvaluateConfig,
     FrozenModel,
     GenerateConfig,
     RLConfig,
@@ -50,7 +53,7 @@ COMMANDS: dict[str, Command] = {
     "dpo": Command(DPOConfig, "megarlhf.trainers.dpo:run", "preference optimisation: DPO, IPO, SimPO, ORPO, KTO"),
     "rl": Command(RLConfig, "megarlhf.trainers.rl:run", "PPO, GRPO and their relatives"),
     "generate": Command(GenerateConfig, "megarlhf.trainers.generate:run", "sample responses into a JSON lines file"),
-    "eval": Command(GenerateConfig, "megarlhf.trainers.generate:evaluate", "score a model's responses by rules"),
+    "eval": Command(EvaluateConfig, "megarlhf.trainers.evaluate:run", "figures of a model, each with its interval"),
 }
 
 
@@ -90,6 +93,8 @@ def parser() -> Parser:
         sub = commands.add_parser(name, help=command.help)
         sub.add_argument("-c", "--config", required=True, action=Once, metavar="FILE", help="YAML configuration")
         sub.add_argument("overrides", nargs="*", metavar="section.key=value", help="override configured values")
+        if name == "generate":
+            add_ask_arguments(sub)
         sub.add_argument("--dry-run", action="store_true", help="check and print what would run, then stop")
         sub.below = partial(_keys_below, name)
     _add_finding(commands)
@@ -98,6 +103,12 @@ def parser() -> Parser:
     report.add_argument("run_dirs", nargs="+", metavar="RUN_DIR")
     report.add_argument("-o", "--out", default="report.html", action=Once, metavar="FILE")
     report.add_argument("--title", default="megarlhf")
+    compare = commands.add_parser(
+        "compare", help="final figures, configurations and curves of several runs on one page"
+    )
+    compare.add_argument("run_dirs", nargs="+", metavar="RUN_DIR")
+    compare.add_argument("-o", "--out", default="compare.html", action=Once, metavar="FILE")
+    compare.add_argument("--title", default="megarlhf")
     replay = commands.add_parser("replay", help="repeat a skipped optimizer step: which tensor is not finite")
     replay.add_argument("failure", metavar="FAILURE_DIR", help="a folder of RUN_DIR/failures")
     replay.add_argument("overrides", nargs="*", metavar="section.key=value", help="override the run's configuration")
@@ -122,10 +133,34 @@ def _add_finding(commands: Any) -> None:
     keys = commands.add_parser("keys", help="what a configuration may say: all, below `rl.algo`, or by a word")
     words = "a command (rl), a section or key of it (rl.algo.kl), or a word of a name or a sentence (lr)"
     keys.add_argument("words", nargs="*", metavar="WORD", help=words)
+    _add_init(commands)
     completion = commands.add_parser("completion", help="what makes a shell complete commands, options and keys")
     completion.add_argument("shell", choices=SHELLS, metavar="SHELL", help=", ".join(SHELLS))
     completion.epilog = HELP_OF_COMPLETION
     completion.formatter_class = argparse.RawDescriptionHelpFormatter
+
+
+def _add_init(commands: Any) -> None:
+    init = commands.add_parser("init", help="write a configuration for a model and data, which it looks at")
+    init.add_argument("--model", required=True, type=Path, action=Once, metavar="DIR", help="the model to train")
+    init.add_argument(
+        "--data", required=True, action=Once, metavar="FILE", help="or a directory, or a pattern of files"
+    )
+    init.add_argument("--split", action=Once, help="of data that has several")
+    words = "what it is for (default: what such data is for)"
+    init.add_argument("--command", dest="for_command", choices=("sft", "rm", "rl", "dpo"), action=Once, help=words)
+    init.add_argument("-o", "--out", action=Once, metavar="FILE", help="file to write (default: COMMAND.yaml)")
+    init.add_argument(
+        "--run-dir", action=Once, metavar="DIR", help="run.dir (default: runs/COMMAND, or the next that is free)"
+    )
+    init.add_argument(
+        "--nproc", type=positive, action=Once, metavar="N", help="ranks (default: one for each GPU, or 1)"
+    )
+    init.add_argument("--device", choices=("cpu", "gpu"), action=Once, help="what it is for (default: what is here)")
+    init.add_argument("--gpu-memory-gib", type=positive, action=Once, metavar="N", help="of a GPU (80)")
+    init.add_argument("--reward-model", type=Path, action=Once, metavar="DIR", help="of rl: what scores responses")
+    words = "of rl: a rule in its place (default: exact_match where the data has a column 'answer')"
+    init.add_argument("--reward", action=Once, metavar="RULE", help=words)
 
 
 def _keys_below(name: str) -> str:
@@ -234,6 +269,10 @@ def _dispatch(arguments: argparse.Namespace, argv: list[str]) -> int:
 
         print_keys(arguments.words, configurations())
         return 0
+    if arguments.command == "init":
+        from megarlhf.commands.init import init
+
+        return init(arguments, configurations())
     if arguments.command == "completion":
         from megarlhf.commands.completion import script
 
@@ -244,6 +283,12 @@ def _dispatch(arguments: argparse.Namespace, argv: list[str]) -> int:
         from megarlhf.observe.report import write_report
 
         write_report([Path(run_dir) for run_dir in arguments.run_dirs], Path(arguments.out), title=arguments.title)
+        print(f"wrote {arguments.out}")
+        return 0
+    if arguments.command == "compare":
+        from megarlhf.observe.compare import compare
+
+        compare([Path(run_dir) for run_dir in arguments.run_dirs], Path(arguments.out), title=arguments.title)
         print(f"wrote {arguments.out}")
         return 0
     if arguments.command == "calibrate":
@@ -258,6 +303,8 @@ def _dispatch(arguments: argparse.Namespace, argv: list[str]) -> int:
         from megarlhf.commands.replay import replay
 
         return replay(Path(arguments.failure), arguments.overrides, argv)
+    if arguments.command == "generate" and is_asked(arguments):
+        return ask(arguments, argv)
     command = COMMANDS[arguments.command]
     cfg = load_config(command.config, arguments.config, arguments.overrides)
     return _run_on_ranks(arguments, argv, command, cfg)

@@ -3,8 +3,10 @@
 from megarlhf.config.algo import AlgoConfig, KLConfig, RolloutCorrectionConfig
 from megarlhf.config.beside import EMAConfig, PTXConfig, ReferenceUpdateConfig
 from megarlhf.config.built_roles import roles_of
+from megarlhf.config.choices import StopConfig
 from megarlhf.config.conversations import ConversationConfig
 from megarlhf.config.data import DataConfig, PromptDataConfig, SFTDataConfig, SourceConfig, words_of
+from megarlhf.config.evaluate import EvaluateConfig
 from megarlhf.config.frozen import FrozenModel
 from megarlhf.config.generate import GenerateConfig
 from megarlhf.config.load import dump_config, load_config
@@ -31,7 +33,6 @@ from megarlhf.config.sections import (
     RLTrainConfig,
     RMConfig,
     SFTConfig,
-    StopConfig,
     TrainConfig,
 )
 from megarlhf.config.selection import DynamicSamplingConfig, OverlongConfig

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from megarlhf.config.evaluate import EvaluateConfig
 from megarlhf.config.generate import GenerateConfig
 from megarlhf.config.preference import DPOConfig
 from megarlhf.config.roles import RoleConfig
 from megarlhf.config.sections import RLConfig, RMConfig, SFTConfig
 
 
-def roles_of(cfg: SFTConfig | RMConfig | DPOConfig | RLConfig | GenerateConfig) -> dict[str, RoleConfig]:
+def roles_of(
+    cfg: SFTConfig | RMConfig | DPOConfig | RLConfig | GenerateConfig | EvaluateConfig,
+) -> dict[str, RoleConfig]:
     """By name, those that a run of it builds."""
-    if isinstance(cfg, RLConfig | DPOConfig):
+    if isinstance(cfg, RLConfig | DPOConfig | EvaluateConfig):
         return cfg.roles()
     return {"reward_model": cfg.reward_model} if isinstance(cfg, RMConfig) else {"actor": cfg.actor}

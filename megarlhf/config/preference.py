@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from megarlhf.config.choices import check_choices
 from megarlhf.config.data import DataConfig
 from megarlhf.config.profile import ProfileConfig, within_the_run
 from megarlhf.config.roles import FrozenModel, NonNegative, Positive, RoleConfig, require_all_ranks
@@ -114,6 +115,13 @@ class DPOConfig(FrozenModel):
         for name, role in self.roles().items():
             if role.model.fresh_head:
                 raise ValueError(f"{name}.model.fresh_head: a language model has no scalar head; leave it out")
+        check_choices(
+            "dpo",
+            has_validation=self.data.has_validation,
+            every=self.eval.every,
+            best=self.checkpoint.best,
+            stop=self.train.stop,
+        )
         if self.loss == "kto":
             self._check_mismatches()
         return self

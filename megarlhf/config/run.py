@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
+from megarlhf.config.choices import BestConfig
 from megarlhf.config.roles import FrozenModel, NonNegative
 from megarlhf.config.shown import WandbConfig
 
@@ -81,7 +82,10 @@ class CheckpointConfig(FrozenModel):
     export_every: Annotated[int, Field(ge=0)] = 0
     """Steps between exports; 0: after the last step only."""
     export_keep: PositiveInt | None = None
-    """Keep only the newest so many exports."""
+    """Keep only the newest so many exports, and the one of `best`."""
+    best: BestConfig | None = None
+    """Export also after each step whose evaluation is the best so far, and point `checkpoints/best` at it. Evaluations
+    count from the first after a step on; the model that the run began with is not among them."""
 
     @property
     def by_cadence(self) -> bool:

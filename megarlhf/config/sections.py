@@ -12,6 +12,7 @@ from pydantic import Field, PositiveInt, model_validator
 
 from megarlhf.config.algo import GROUPED, AlgoConfig
 from megarlhf.config.beside import EMAConfig, PTXConfig, ReferenceUpdateConfig
+from megarlhf.config.choices import DEFAULT, PatienceConfig, StopConfig, check_choices
 from megarlhf.config.data import DataConfig, PromptDataConfig, SFTDataConfig
 from megarlhf.config.numbers import SkipConfig
 from megarlhf.config.profile import ProfileConfig, within_the_run
@@ -68,22 +69,7 @@ class TrainConfig(MicroBatchConfig, SkipConfig):
     """Optimizer steps."""
     mini_batch_samples: PositiveInt
     """Samples per optimizer step, over all ranks. A sample of `rm` and `dpo` is a pair of responses."""
-
-
-class StopConfig(FrozenModel):
-    """Rules that end a run early.
-
-    `validation_reward_patience` looks at the held-out reward: where a rule that compares with the answer is the reward,
-    that is the held-out accuracy, and choosing the end of the run by it makes it a validation figure, no test figure.
-    """
-
-    max_kl: Positive | None = None
-    """Stop when `kl` (mean per response token, against the reference) exceeds this, as the mean of some last steps."""
-    max_kl_steps: PositiveInt = 4
-    """How many: a single step's estimate is noisy. Before there are as many, those that there are."""
-    validation_reward_patience: PositiveInt | None = None
-    """Stop when the held-out reward has not risen for so many evaluations. Those count that `eval.every` makes due; the
-    one after the last step of a run does not, so that a prolonged run ends where one planned so long would."""
+    stop: PatienceConfig = PatienceConfig()
 
 
 class RLTrainConfig(MicroBatchConfig, SkipConfig):
@@ -122,6 +108,13 @@ class SFTConfig(FrozenModel):
     @model_validator(mode="after")
     def _check(self) -> SFTConfig:
         require_all_ranks({"actor": self.actor})
+        check_choices(
+            "sft",
+            has_validation=self.data.has_validation,
+            every=self.eval.every,
+            best=self.checkpoint.best,
+            stop=self.train.stop,
+        )
         return self
 
 
@@ -156,6 +149,19 @@ class RMConfig(FrozenModel):
         self.data.require_no_cut("rm")
         if self.unit_variance and not self.data.has_validation:
             raise ValueError("unit_variance measures the scores of held-out pairs: set data.validation")
+        best = self.checkpoint.best
+        check_choices(
+            "rm",
+            has_validation=self.data.has_validation,
+            every=self.eval.every,
+            best=best,
+            stop=self.train.stop,
+        )
+        if self.unit_variance and best is not None and best.metric != "eval_pair_accuracy":
+            raise ValueError(
+                f"checkpoint.best.metric = {best.metric} with unit_variance: the last evaluation is of scores on "
+                "another scale than the earlier ones; choose by eval_pair_accuracy, which no scale changes"
+            )
         if self.margin and self.loss == "aligned_span":
             raise ValueError(
                 "margin = true is of one score a response, which loss = aligned_span has not: change one of the two"
@@ -211,6 +217,13 @@ class RLConfig(FrozenModel):
         that drew the samples: none are then made before it. A KL in the reward reads them earlier."""
         actor_learns = not self.algo.needs_critic or step >= self.train.critic_warmup_steps
         return self.updates_per_step == 1 and actor_learns and not self.algo.kl_in_reward
+
+    @property
+    def chosen_by(self) -> set[str]:
+        """Metrics of held-out data that decide something."""
+        best, stop = self.checkpoint.best, self.train.stop
+        by_best = set() if best is None else {best.metric}
+        return by_best | (set() if stop.patience is None else {stop.metric or DEFAULT["rl"]})
 
     @property
     def uses_reward_model(self) -> bool:
@@ -276,10 +289,13 @@ class RLConfig(FrozenModel):
                     f"{name}.model.fresh_head: only a critic may start from a random head, which it learns; a reward "
                     "model with one gives random rewards, and other roles have no scalar head. Leave it out"
                 )
-        if self.train.stop.validation_reward_patience and not (self.eval.every and self.data.has_validation):
-            raise ValueError(
-                "train.stop.validation_reward_patience counts evaluations: set eval.every and data.validation"
-            )
+        check_choices(
+            "rl",
+            has_validation=self.data.has_validation,
+            every=self.eval.every,
+            best=self.checkpoint.best,
+            stop=self.train.stop,
+        )
         longest = self.data.max_prompt_tokens + self.rollout.max_response_tokens
         budget = self.train.max_tokens_per_micro_batch
         if budget is not None and longest > budget:

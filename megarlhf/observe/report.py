@@ -33,7 +33,7 @@ def write_report(run_dirs: Sequence[Path], out: Path, *, title: str) -> None:
     if not run_dirs:
         raise ValueError("a report of no run; give at least one run directory (run.dir of a finished or live run)")
     check_replaceable(out, written_by(REPORT), "report of megarlhf")
-    page = render(_distinct([read_run(Path(run_dir)) for run_dir in run_dirs]), title=title)
+    page = render(distinct([read_run(Path(run_dir)) for run_dir in run_dirs]), title=title)
     write_whole(out, page)
 
 
@@ -48,7 +48,7 @@ def read_run(run_dir: Path) -> Run:
     return Run(name=run_dir.resolve().name, kind=kind_of(rows), rows=rows, config=text, tables=tables)
 
 
-def _distinct(runs: Sequence[Run]) -> list[Run]:
+def distinct(runs: Sequence[Run]) -> list[Run]:
     """Number the runs whose directories have the same name (a/rl and b/rl)."""
     names = [run.name for run in runs]
     result = []
@@ -122,16 +122,16 @@ def _section(kind: Kind, runs: Sequence[Run], figures: list[dict[str, Any]]) -> 
     own, more = charts_of(kind, runs)
     names = ", ".join(html.escape(run.name) for run in runs)
     head = f'<h2>{KIND_TITLES[kind]}</h2>\n<p class="soft">{names}</p>'
-    parts = [head, f'<div class="grid">{"".join(_panel(chart, runs, figures) for chart in own)}</div>']
+    parts = [head, f'<div class="grid">{"".join(panel(chart, runs, figures) for chart in own)}</div>']
     if more:
-        panels = "".join(_panel(chart, runs, figures) for chart in more)
+        panels = "".join(panel(chart, runs, figures) for chart in more)
         parts.append(
             f'<details><summary>More: {len(more)} other metrics</summary><div class="grid">{panels}</div></details>'
         )
     return "\n".join(parts)
 
 
-def _panel(chart: Chart, runs: Sequence[Run], figures: list[dict[str, Any]]) -> str:
+def panel(chart: Chart, runs: Sequence[Run], figures: list[dict[str, Any]]) -> str:
     figures.append(figure(chart, runs))
     hint = f'<div class="soft">{html.escape(chart.hint)}</div>' if chart.hint else ""
     return (

@@ -35,6 +35,8 @@ _FILES = (
     "wandb_id",
     "calibration.json",
     ".calibration.json.partial",
+    "eval.json",
+    ".eval.json.partial",
     "samples/step_[0-9]*.jsonl",
     "samples/eval_step_[0-9]*.jsonl",
     "samples/.*step_[0-9]*.jsonl.partial",
@@ -43,6 +45,8 @@ _FILES = (
     "tensorboard/events.out.tfevents.*",
     "checkpoints/latest",
     "checkpoints/.latest.partial",
+    "checkpoints/best",
+    "checkpoints/.best.partial",
     *(f"{step}/{name}" for step in _STEPS for name in (*ROLES, *_BEING_WRITTEN)),
     "resume/step_[0-9]*",
     "resume/.step_[0-9]*",
@@ -54,7 +58,7 @@ _FILES = (
     "config.[0-9]*.yaml",  # earlier configurations of a run that was resumed with another
     CONFIG_FILE,  # the last to be removed: what is left half-way is still a run's
 )
-_LINKS = ("latest", ".latest.partial")
+_LINKS = ("latest", ".latest.partial", "best", ".best.partial")
 _FOLDERS = ("checkpoints", "tensorboard", "resume", "bank", "failures", "samples", "profile")
 _OWN = (
     *(CONFIG_FILE, FINISHED_FILE, "lock", "metrics.jsonl", "lengths.jsonl", ".responses.jsonl.partial"),
@@ -84,12 +88,16 @@ def places(path: Path) -> tuple[Path, Path]:
     return path.parent.resolve() / path.name, path.resolve()
 
 
-def require_room(directory: Path) -> None:
-    """Raises ValueError where something stands that no run wrote, and that a checkpoint or events would replace."""
+def require_room(directory: Path, *, best: bool = False) -> None:
+    """Raises ValueError where something stands that no run wrote, and that a checkpoint or events would replace.
+
+    best: the run points `checkpoints/best` at one; otherwise the name is the user's
+    """
     folders = [directory / name for name in _FOLDERS]
     strangers = [path for path in folders if not path.is_dir() and (path.exists() or path.is_symlink())]
     strangers += [path for path in [directory / "lock"] if path.is_dir()]
-    links = [directory / "checkpoints" / name for name in _LINKS]
+    names = [name for name in _LINKS if best or "best" not in name]
+    links = [directory / "checkpoints" / name for name in names]
     strangers += [path for path in links if path.exists() and not path.is_symlink()]
     for step in (path for pattern in _STEPS for path in sorted(directory.glob(pattern))):
         whole = step.is_symlink() or not step.is_dir()

@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megarlhf.architectures.hf_config import architecture_from_hf
 from megarlhf.config import (
+    EvaluateConfig,
     GenerateConfig,
     PromptDataConfig,
     RLConfig,
@@ -25,8 +27,9 @@ from megarlhf.data.procedural import require_disjoint
 from megarlhf.data.sample_kinds import Encode, Unusable
 from megarlhf.data.samples import reading_in_words
 from megarlhf.data.sources import Place, find, source_files
+from megarlhf.data.templates import chat_template
 from megarlhf.data.tokenizer import load_tokenizer
-from megarlhf.planning.encoders import encoder_of, indexed_options
+from megarlhf.planning.encoders import encoders_of, indexed_options
 from megarlhf.planning.policies import AnyConfig
 
 _FIRST_ROWS = 3
@@ -34,19 +37,22 @@ _COUNTED_BYTES = 256 << 20
 """Of a file whose lines are counted before a run; Parquet says how many rows it has."""
 
 
+_Look = tuple[str, tuple[SourceConfig, ...], tuple[Any, Encode[Any]] | None]
+"""Key, sets, and what makes samples of them; None: plain texts."""
+
+
 def check_data(command: str, cfg: AnyConfig) -> list[str]:
     """Data must be there, unless its name may be one of the Hugging Face hub; of several splits one must be named; the
     first rows must have what is read of them. Returns what is taken for a name of the hub, in sentences."""
     notes: list[str] = []
-    encoder = encoder_of(cfg)
-    encode = encoder.open()
-    sources: dict[str, tuple[tuple[SourceConfig, ...], Fields, Encode[Any] | None]] = {
-        key: (given, (), encode) for key, given in cfg.data.sources().items()
-    }
+    readers = [(each, each.open()) if each is not None else None for each in encoders_of(cfg)]
+    looks: list[_Look] = [(key, given, each) for key, given in cfg.data.sources().items() for each in readers]
     if isinstance(cfg, RLConfig) and cfg.ptx is not None:
-        sources["ptx.data"] = (cfg.ptx.data, ("text",), None)
+        looks.append(("ptx.data", cfg.ptx.data, None))
     counts: dict[str, int | None] = {}
-    for key, (given, fields, encoded) in sources.items():
+    for key, given, encoding in looks:
+        encoder, encoded = encoding or (None, None)
+        fields = ("text",) if encoding is None else ()
         rows: list[int | None] = []
         for source in given:
             try:
@@ -56,17 +62,38 @@ def check_data(command: str, cfg: AnyConfig) -> list[str]:
                     continue
                 place = find(source)
                 record = _check_first_rows(place, fields, encoded)
-                if record is not None and encoded is not None and (words := reading_in_words(encoder, record)):
+                if record is not None and encoder is not None and (words := reading_in_words(encoder, record)):
                     notes.append(f"{key} = {source.words}: {words}")
+                    if isinstance(cfg, RLConfig) and words.startswith("conversations"):
+                        _require_template_of_scorer(cfg)
                 rows.append(_most_rows(place))
             except ValueError as error:
-                raise ValueError(f"{key}: {error}; working directory: {Path.cwd()}") from None
+                raise ValueError(f"{key}: {error}{_hint(cfg)}; working directory: {Path.cwd()}") from None
             if place.kind == "hub":
                 notes.append(_hub_note(key, source))
         counts[key] = None if None in rows else sum(number or 0 for number in rows)
     _require_enough(command, cfg, counts)
     require_cache(cache_directory(cfg.data.cache, cfg.run.dir))
     return notes
+
+
+def _require_template_of_scorer(cfg: RLConfig) -> None:
+    """Raises: ValueError where a reward model that is given conversations as text has no template for them."""
+    if cfg.reward_model is not None and cfg.uses_reward_model and cfg.retokenizes:
+        try:
+            chat_template(load_tokenizer(cfg.reward_model.model.tokenizer_place()))
+        except ValueError as error:
+            raise ValueError(f"reward_model (retokenize: true) is given conversations: {error}") from None
+
+
+def _hint(cfg: AnyConfig) -> str:
+    """What `eval` may have been meant to do, where it was not said."""
+    if isinstance(cfg, EvaluateConfig) and cfg.eval.tasks is None and cfg.tasks() == ("perplexity",):
+        return (
+            ". With an actor alone eval measures the perplexity of responses; to score what the actor itself says, "
+            "name rewards, such as [{kind: rule, rule: exact_match}]"
+        )
+    return ""
 
 
 def _check_indexed(cfg: SFTConfig | RLConfig, key: str, source: SourceConfig, notes: list[str]) -> int:
@@ -76,6 +103,7 @@ def _check_indexed(cfg: SFTConfig | RLConfig, key: str, source: SourceConfig, no
     samples = indexed_options(cfg).open(source, part if part in PARTS else "train")
     samples.at(0)
     samples.at(len(samples) - 1)
+    _require_room(cfg, int(samples.lengths("tokens")[0]))
     eos = load_tokenizer(cfg.actor.model.tokenizer_place()).eos_id
     if (ends := samples.ends()) != {eos}:
         listed = ", ".join(map(str, sorted(ends)[:5]))
@@ -85,6 +113,22 @@ def _check_indexed(cfg: SFTConfig | RLConfig, key: str, source: SourceConfig, no
             "--append-eod and this tokenizer?)"
         )
     return len(samples)
+
+
+def _require_room(cfg: SFTConfig | RLConfig, tokens: int) -> None:
+    """Raises: ValueError where a sample of indexed data does not fit the model or a micro-batch."""
+    name = "data.sequence_length" if isinstance(cfg, SFTConfig) else "ptx.max_tokens"
+    most = architecture_from_hf(cfg.actor.model.hf_directory()).longest_sequence
+    budget = cfg.train.max_tokens_per_micro_batch
+    for limit, words in (
+        (most, f"{cfg.actor.model.path} takes {most} (max_position_embeddings)"),
+        (budget, f"train.max_tokens_per_micro_batch = {budget}"),
+    ):
+        if limit is not None and tokens > limit:
+            raise ValueError(
+                f"a sample of Megatron's indexed data has {tokens} tokens, and {words}; lower {name} by "
+                f"{tokens - limit} or more"
+            )
 
 
 def _check_first_rows(place: Place, fields: Fields, encode: Encode[Any] | None) -> Mapping[str, Any] | None:
@@ -122,7 +166,7 @@ def _most_rows(place: Place) -> int | None:
 def _require_enough(command: str, cfg: AnyConfig, counts: Mapping[str, int | None]) -> None:
     """Raises: ValueError where a batch has more samples than there are records."""
     most = counts["data.train"]
-    if isinstance(cfg, GenerateConfig) or most is None:
+    if isinstance(cfg, GenerateConfig | EvaluateConfig) or most is None:
         return
     key = "prompts_per_step" if isinstance(cfg, RLConfig) else "mini_batch_samples"
     size = getattr(cfg.train, key)

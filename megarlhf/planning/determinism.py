@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megarlhf.collective_errors import raise_on_all_ranks
-from megarlhf.config import DPOConfig, GenerateConfig, RLConfig, RMConfig, SFTConfig
+from megarlhf.config import DPOConfig, EvaluateConfig, GenerateConfig, RLConfig, RMConfig, SFTConfig
 from megarlhf.runtime import Runtime, compute_capability, has_transformer_engine, sees_gpus
 
-AnyConfig = SFTConfig | RMConfig | DPOConfig | RLConfig | GenerateConfig
+AnyConfig = SFTConfig | RMConfig | DPOConfig | RLConfig | GenerateConfig | EvaluateConfig
 
 ACCEPTED: Mapping[str, tuple[str, ...]] = {
     "CUBLAS_WORKSPACE_CONFIG": (":4096:8", ":16:8"),
@@ -92,6 +92,8 @@ def environment(
 
 def engine_ranks(cfg: AnyConfig) -> int:
     """Ranks of one vLLM engine of the run; 0 without vLLM."""
+    if isinstance(cfg, EvaluateConfig) and cfg.generates and cfg.rollout.engine == "vllm":
+        return max(cfg.rollout.tp(role) for role in (cfg.actor, cfg.against) if role is not None)
     if not isinstance(cfg, RLConfig | GenerateConfig) or cfg.rollout.engine != "vllm":
         return 0
     return cfg.rollout.tp(cfg.actor)
@@ -101,7 +103,7 @@ def _check_attention(cfg: AnyConfig) -> None:
     """Raises ValueError for an attention backend that vLLM has no batch-invariant kernels for."""
     if not engine_ranks(cfg):
         return
-    assert isinstance(cfg, RLConfig | GenerateConfig)
+    assert isinstance(cfg, RLConfig | GenerateConfig | EvaluateConfig)
     given = cfg.rollout.engine_args
     section = given.get("attention_config")
     backend = given.get("attention_backend") or (section.get("backend") if isinstance(section, Mapping) else None)
@@ -144,7 +146,7 @@ def device_problems(cfg: AnyConfig, device: Device) -> list[str]:
             "aten::matmul in this process, which is the trainer's too, and no gradient passes through its replacements "
             "(vllm/model_executor/determinism/batch_invariant.py); expected 9.0 or higher. Use rollout.engine=megatron"
         )
-    trains = not isinstance(cfg, GenerateConfig)
+    trains = not isinstance(cfg, GenerateConfig | EvaluateConfig)
     flash = device.flash_attention is not None and device.flash_attention >= (2, 4, 1)
     if trains and device.transformer_engine and major != 9 and not flash:
         problems.append(

@@ -7,12 +7,42 @@ from pathlib import Path
 from typing import Any
 
 from megarlhf.architectures.hf_config import architecture_from_hf
-from megarlhf.config import DPOConfig, PromptDataConfig, RewardConfig, RLConfig, RMConfig, SFTConfig
+from megarlhf.config import (
+    DPOConfig,
+    EvaluateConfig,
+    GenerateConfig,
+    PromptDataConfig,
+    RewardConfig,
+    RLConfig,
+    RMConfig,
+    SFTConfig,
+)
 from megarlhf.data.megatron_indexed import IndexedOptions, learnt_whole
 from megarlhf.data.samples import PairEncoder, PromptEncoder, SFTEncoder, writing_options
 from megarlhf.data.texts import Text
 from megarlhf.planning.policies import AnyConfig
 from megarlhf.rollout.rewards.rules import RuleFields
+
+
+def encoders_of(cfg: AnyConfig) -> list[SFTEncoder | PairEncoder | PromptEncoder | None]:
+    """Of everything that the configuration makes of a record; None: a plain text. Raises: as `encoder_of`."""
+    if not isinstance(cfg, EvaluateConfig):
+        return [encoder_of(cfg)]
+    limits: dict[str, Any] = {"max_prompt_tokens": cfg.data.max_prompt_tokens, **writing_options(cfg.data)}
+    limits["max_response_tokens"] = cfg.data.max_response_tokens
+    found: list[SFTEncoder | PairEncoder | PromptEncoder | None] = []
+    for task in cfg.tasks():
+        role = cfg.reward_model if task == "pairs" else cfg.actor
+        assert role is not None, "checked with the configuration"
+        tokenizer = role.model.tokenizer_place()
+        if task == "pairs":
+            found.append(PairEncoder(tokenizer=tokenizer, **limits))
+        elif task != "perplexity":
+            found.append(prompt_encoder(cfg.data, tokenizer, cfg.rewards))
+        else:
+            response = cfg.eval.perplexity_of == "response"
+            found.append(SFTEncoder(tokenizer=tokenizer, loss_on=cfg.data.loss_on, **limits) if response else None)
+    return found
 
 
 def encoder_of(cfg: AnyConfig) -> SFTEncoder | PairEncoder | PromptEncoder:
@@ -28,6 +58,7 @@ def encoder_of(cfg: AnyConfig) -> SFTEncoder | PairEncoder | PromptEncoder:
         if isinstance(cfg, SFTConfig):
             return SFTEncoder(loss_on=cfg.data.loss_on, **options)
         return PairEncoder(with_margin=isinstance(cfg, RMConfig) and cfg.margin, **options)
+    assert isinstance(cfg, RLConfig | GenerateConfig), "eval has several: encoders_of"
     return prompt_encoder(cfg.data, cfg.actor.model.tokenizer_place(), cfg.rewards)
 
 

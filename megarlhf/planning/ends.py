@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from megarlhf.config import ConversationConfig, RoleConfig
 from megarlhf.data.ends import turn_end_of
+from megarlhf.data.templates import has_template
 from megarlhf.data.tokenizer import load_tokenizer
+from megarlhf.data.tokenizer_files import has_tokenizer
 from megarlhf.model_directory import end_tokens
 
 
@@ -41,3 +43,25 @@ def end_notes(role: str, section: RoleConfig, data: ConversationConfig, *, gener
         )
         return [note]
     return []
+
+
+def scorer_notes(actor: RoleConfig, scorer: RoleConfig, data: ConversationConfig) -> list[str]:
+    """A reward model is read at the token that ends a response: where its own chat template ends answers with another
+    one, it was trained to be read there. In sentences; nothing where it has no template of its own.
+
+    Raises: ValueError as `end_notes`.
+    """
+    place = scorer.model.tokenizer_place()
+    if data.template_mode == "plain" or not has_tokenizer(place) or not has_template(load_tokenizer(place)):
+        return []
+    tokenizer = load_tokenizer(actor.model.tokenizer_place())
+    written, read = turn_end_of(data, tokenizer), turn_end_of(ConversationConfig(), load_tokenizer(place))
+    if written is None or read is None or written == read:
+        return []
+    names = tokenizer.tokens()
+    note = (
+        f"reward_model: the actor's chat template ends an answer with token {written} ({names[written]}), that of "
+        f"{place} with {read}: conversations are scored at a token at which the reward model may not have been trained"
+        "; give both one chat template"
+    )
+    return [note]

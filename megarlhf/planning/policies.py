@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TypeGuard
 
 from megarlhf.architectures.architecture import Architecture
 from megarlhf.architectures.placements import Head, count_elements
 from megarlhf.architectures.trained import count_trained, trained_tensors
-from megarlhf.config import DPOConfig, GenerateConfig, RLConfig, RMConfig, RoleConfig, SFTConfig
+from megarlhf.config import DPOConfig, EvaluateConfig, GenerateConfig, RLConfig, RMConfig, RoleConfig, SFTConfig
 from megarlhf.kernels.arguments import require_device
 from megarlhf.layout import MeshLayout
 
-AnyConfig = SFTConfig | RMConfig | DPOConfig | RLConfig | GenerateConfig
+AnyConfig = SFTConfig | RMConfig | DPOConfig | RLConfig | GenerateConfig | EvaluateConfig
 
 GIB = 2**30
 OPTIMIZER_BYTES = {"fp32": 8, "bf16": 12, "auto": 8}
@@ -26,14 +27,19 @@ def head_of(role: str) -> Head:
 
 def trained_roles(cfg: AnyConfig, roles: Mapping[str, RoleConfig]) -> list[str]:
     """Those of the roles that have an optimizer."""
-    if isinstance(cfg, GenerateConfig):
+    if isinstance(cfg, GenerateConfig | EvaluateConfig):
         return []
     return [name for name in roles if name in ("actor", "critic") or isinstance(cfg, RMConfig)]
 
 
+def draws(cfg: AnyConfig) -> TypeGuard[RLConfig | GenerateConfig | EvaluateConfig]:
+    """Whether responses are drawn, by an engine."""
+    return isinstance(cfg, RLConfig | GenerateConfig) or (isinstance(cfg, EvaluateConfig) and cfg.generates)
+
+
 def works_in_turns(cfg: AnyConfig, roles: Mapping[str, RoleConfig]) -> bool:
     """Whether there is anybody for whom a role's weights could leave the device."""
-    others = isinstance(cfg, RLConfig | GenerateConfig) and cfg.rollout.engine == "vllm"
+    others = draws(cfg) and cfg.rollout.engine == "vllm"
     return len(roles) > 1 or others or (isinstance(cfg, RLConfig) and cfg.ema is not None)
 
 
@@ -56,7 +62,9 @@ def host_bytes(
 ) -> dict[str, int]:
     """By key, the host memory that a rank needs at least for what leaves its device, in the mean over ranks; of roles
     that are on all of them. No checkpoint is read."""
-    auto = device_type != "cpu" and (isinstance(cfg, RLConfig) or (isinstance(cfg, DPOConfig) and len(roles) > 1))
+    auto = device_type != "cpu" and (
+        isinstance(cfg, RLConfig | EvaluateConfig) or (isinstance(cfg, DPOConfig) and len(roles) > 1)
+    )
     takes_turns, trained = works_in_turns(cfg, roles), trained_roles(cfg, roles)
     world_size = max(layout.world_size for _, layout in checked.values())
     found: dict[str, int] = {}

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from megarlhf.architectures.architecture import Architecture
 from megarlhf.architectures.placements import vllm_placements
-from megarlhf.config import DPOConfig, GenerateConfig, RLConfig, RMConfig, RoleConfig, SFTConfig, dump_config, roles_of
+from megarlhf.config import (
+    DPOConfig,
+    EvaluateConfig,
+    GenerateConfig,
+    RLConfig,
+    RMConfig,
+    RoleConfig,
+    SFTConfig,
+    dump_config,
+    roles_of,
+)
+from megarlhf.config.ask import AskConfig
 from megarlhf.layout import MeshLayout
 from megarlhf.memory import available_bytes
 from megarlhf.observe.progress import make_console, table
@@ -23,10 +35,10 @@ from megarlhf.planning.batch import (
     supervised_batch_numbers,
 )
 from megarlhf.planning.data import check_data, same_data
-from megarlhf.planning.ends import end_notes
+from megarlhf.planning.ends import end_notes, scorer_notes
 from megarlhf.planning.legality import check_role
 from megarlhf.planning.models import check_heads, check_retokenized, check_vocabularies
-from megarlhf.planning.policies import AnyConfig, check_host_memory, check_kernels, head_of, host_bytes
+from megarlhf.planning.policies import AnyConfig, check_host_memory, check_kernels, draws, head_of, host_bytes
 from megarlhf.planning.without_effect import changed_meanings, rarely_meant, without_effect
 from megarlhf.resume.claim import require_usable
 from megarlhf.rollout.rewards.accuracy import accuracy_of
@@ -85,24 +97,24 @@ def preflight(
     checked = check_layouts(cfg, world_size, local_ranks=local_ranks, device_type=device_type)
     notes = (
         without_effect(cfg, world_size, on_cpu=on_cpu)
-        + check_vocabularies(roles, retokenized)
-        + end_notes(*next(iter(roles.items())), cfg.data, generates=isinstance(cfg, RLConfig | GenerateConfig))
+        + check_vocabularies(roles, _read_apart(cfg, retokenized))
+        + end_notes(*next(iter(roles.items())), cfg.data, generates=draws(cfg))
         + [check_retokenized(name, roles[name], cfg.data.template_mode) for name in retokenized]
         + check_heads(stored, trains_reward_model=isinstance(cfg, RMConfig))
     )
     for name, section in roles.items():
         arch, layout = checked[name]
         dtype = resolve_dtype(name, section.model, head_of(name))
-        if isinstance(cfg, RLConfig | GenerateConfig) and name not in retokenized:  # its texts are measured one by one
+        if draws(cfg) and name not in retokenized:  # its texts are measured one by one
             _check_positions(cfg, name, section, arch)
         size = f"{arch.num_layers} layers of {arch.hidden_size}"
         model = f"{section.model.path} ({arch.model_type}, {size}, {dtype.name} {dtype.why})"
         described.append((name, model, f"{section.parallel.in_words(layout)} = {in_words(layout, world_size)}"))
     notes += check_trained(cfg, roles, {name: arch for name, (arch, _) in checked.items()})
-    notes += check_data(command, cfg)
+    notes += [] if isinstance(cfg, AskConfig) else check_data(command, cfg)
     if isinstance(cfg, RLConfig):
         notes += check_anchor(cfg) + rarely_meant(cfg)
-    if isinstance(cfg, RLConfig | GenerateConfig):
+    if draws(cfg):
         for reward in cfg.rewards:
             if reward.rule is not None:
                 rule_with(reward.rule, reward.args)
@@ -112,14 +124,23 @@ def preflight(
                     f"reward {reward.label!r}: {reward.path} has no config.json; working directory: {Path.cwd()}"
                 )
         accuracy = accuracy_of(cfg.eval.accuracy, cfg.rewards)
-        if accuracy.note and (command == "eval" or (isinstance(cfg, RLConfig) and cfg.data.has_validation)):
+        held_out = isinstance(cfg, EvaluateConfig) or (
+            isinstance(cfg, RLConfig) and (cfg.data.has_validation or cfg.data.test)
+        )
+        if accuracy.note and held_out:
             notes.append(accuracy.note)
-    if command == "eval" and isinstance(cfg, GenerateConfig) and not (cfg.rewards or cfg.eval.accuracy):
-        raise ValueError("rewards is empty: eval scores by rules; name one, such as [{kind: rule, rule: exact_match}]")
-    notes += _check_outputs(command, cfg)
+        if isinstance(cfg, RLConfig) and accuracy.label is None and "eval_accuracy" in cfg.chosen_by:
+            raise ValueError(f"a choice is made by eval_accuracy, and {accuracy.note}")
+        if isinstance(cfg, EvaluateConfig) and cfg.eval.pass_at and accuracy.label is None:
+            raise ValueError(
+                f"eval.pass_at = {list(cfg.eval.pass_at)} needs to know which responses are right: {accuracy.note}"
+            )
+    if isinstance(cfg, RLConfig) and "reward_model" in roles and "reward_model" not in retokenized:
+        notes += scorer_notes(cfg.actor, roles["reward_model"], cfg.data)
+    notes += [] if isinstance(cfg, AskConfig) else _check_outputs(command, cfg)
     if isinstance(cfg, DPOConfig):
         notes.append(cfg.in_words())
-    if not isinstance(cfg, GenerateConfig):
+    if not isinstance(cfg, GenerateConfig | EvaluateConfig):
         notes += cfg.profile.in_words(world_size, on_cpu=on_cpu)
         notes += schedule_notes(cfg) + changed_meanings(cfg)
     return Preflight(
@@ -144,11 +165,12 @@ def check_layouts(
     device_type = device_type or capabilities().device_type
     roles = roles_of(cfg)
     checked = {name: check_role(name, section, world_size) for name, section in roles.items()}
-    if isinstance(cfg, RLConfig | GenerateConfig):
-        _check_engine(cfg, cfg.actor, checked["actor"][0], world_size, on_cpu=device_type == "cpu")
+    if draws(cfg):
+        for name in {"actor", "against"} & checked.keys():
+            _check_engine(cfg, roles[name], checked[name][0], world_size, on_cpu=device_type == "cpu")
     check_kernels(roles, device_type)
     _numbers(cfg, world_size)
-    if not isinstance(cfg, GenerateConfig):
+    if not isinstance(cfg, GenerateConfig | EvaluateConfig):
         cfg.profile.require_ranks(world_size)
     if local_ranks:
         needed = host_bytes(cfg, roles, checked, device_type=device_type)
@@ -162,7 +184,7 @@ def _numbers(cfg: AnyConfig, world_size: int) -> list[BatchNumber]:
         return dpo_batch_numbers(cfg, world_size)
     if isinstance(cfg, RLConfig):
         return rl_batch_numbers(cfg, world_size)
-    if isinstance(cfg, GenerateConfig):
+    if isinstance(cfg, GenerateConfig | EvaluateConfig):
         return []
     ((role, section),) = roles_of(cfg).items()
     sample = "sequences" if isinstance(cfg, SFTConfig) else "preference pairs (two sequences each)"
@@ -177,7 +199,19 @@ def in_words(layout: MeshLayout, world_size: int) -> str:
 
 def _retokenized(cfg: AnyConfig) -> list[str]:
     """The roles that read text instead of the actor's token ids."""
-    return ["reward_model"] if isinstance(cfg, RLConfig) and cfg.uses_reward_model and cfg.retokenizes else []
+    return (
+        ["reward_model"]
+        if isinstance(cfg, RLConfig | EvaluateConfig) and cfg.uses_reward_model and cfg.retokenizes
+        else []
+    )
+
+
+def _read_apart(cfg: AnyConfig, retokenized: Sequence[str]) -> list[str]:
+    """The roles that read no token ids of the first one: they are given text, or have data of their own."""
+    if not isinstance(cfg, EvaluateConfig):
+        return list(retokenized)
+    scores_ids = cfg.uses_reward_model and not cfg.retokenizes
+    return ["against", "reward_model"] if not scores_ids else []
 
 
 def _check_outputs(command: str, cfg: AnyConfig) -> list[str]:
@@ -185,13 +219,7 @@ def _check_outputs(command: str, cfg: AnyConfig) -> list[str]:
     if cfg.run.wandb.project is not None:
         require_wandb(cfg.run.wandb)
     if isinstance(cfg, GenerateConfig) and cfg.out is not None:
-        if command == "eval":
-            raise ValueError(
-                f"out = {cfg.out}: eval writes metrics and no responses; leave out away, or use megarlhf generate"
-            )
         require_writable_output(cfg, cfg.run, cfg.out)
-    if isinstance(cfg, GenerateConfig) and command == "eval" and cfg.select != "all":
-        raise ValueError(f"select = {cfg.select}: eval writes no responses; leave it out, or use megarlhf generate")
     notes = []
     notes += same_data(cfg.data)
     usable = require_usable(cfg, cfg.run, command)
@@ -201,7 +229,12 @@ def _check_outputs(command: str, cfg: AnyConfig) -> list[str]:
 
 
 def _check_engine(
-    cfg: RLConfig | GenerateConfig, section: RoleConfig, arch: Architecture, world_size: int, *, on_cpu: bool
+    cfg: RLConfig | GenerateConfig | EvaluateConfig,
+    section: RoleConfig,
+    arch: Architecture,
+    world_size: int,
+    *,
+    on_cpu: bool,
 ) -> None:
     """Whether vLLM's engines fit the ranks, and whether the table knows where vLLM keeps every parameter."""
     if cfg.rollout.engine != "vllm":
@@ -232,7 +265,9 @@ def _check_engine(
         )
 
 
-def _check_positions(cfg: RLConfig | GenerateConfig, role: str, section: RoleConfig, arch: Architecture) -> None:
+def _check_positions(
+    cfg: RLConfig | GenerateConfig | EvaluateConfig, role: str, section: RoleConfig, arch: Architecture
+) -> None:
     """Every role reads prompt and response; the longest that may come must fit its positions."""
     prompt, response = cfg.data.max_prompt_tokens, cfg.rollout.max_response_tokens
     if prompt + response > arch.longest_sequence:

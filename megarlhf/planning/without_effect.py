@@ -5,9 +5,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from megarlhf.config import DPOConfig, FrozenModel, GenerateConfig, RLConfig, RMConfig, SFTConfig, roles_of
+from megarlhf.config import (
+    DPOConfig,
+    EvaluateConfig,
+    FrozenModel,
+    GenerateConfig,
+    RLConfig,
+    RMConfig,
+    SFTConfig,
+    roles_of,
+)
 from megarlhf.config.algo import DISCOUNTED, GROUPED
-from megarlhf.planning.policies import AnyConfig, trained_roles, works_in_turns
+from megarlhf.planning.policies import AnyConfig, draws, trained_roles, works_in_turns
 
 _VLLM_ONLY = (
     "gpu_memory_utilization cpu_cache_gib reshard_bucket_mib poison_weights sleep_level balance max_engine_rebuilds"
@@ -24,17 +33,20 @@ def without_effect(
 
     world_size: ranks of the run; on_cpu: whether it has no GPUs; None: not known, and what depends on it is left out
     """
-    rows = _of_generate(cfg) if isinstance(cfg, GenerateConfig) else _of_training(cfg)
+    if isinstance(cfg, EvaluateConfig):
+        rows = _of_evaluate(cfg)
+    else:
+        rows = _of_generate(cfg) if isinstance(cfg, GenerateConfig) else _of_training(cfg)
     rows += _of_roles(cfg, world_size)
     if isinstance(cfg, RLConfig):
         rows += _of_rl(cfg)
-    if isinstance(cfg, RLConfig | GenerateConfig):
+    if draws(cfg):
         keys = " ".join(f"rollout.{name}" for name in _VLLM_ONLY.split())
         rows.append((keys, cfg.rollout.engine != "vllm", "of the engine vllm only"))
         if cfg.rollout.engine == "vllm" and on_cpu is not None:
             rows.append(("rollout.gpu_memory_utilization", on_cpu, "on a CPU rollout.cpu_cache_gib says it"))
             rows.append(("rollout.cpu_cache_gib", not on_cpu, "on a GPU rollout.gpu_memory_utilization says it"))
-        alone = cfg.rollout.engine == "vllm" and cfg.rollout.tp(cfg.actor) == world_size
+        alone = cfg.rollout.engine == "vllm" and cfg.actor is not None and cfg.rollout.tp(cfg.actor) == world_size
         rows.append(("rollout.balance", alone, f"rollout.parallel.tp = {world_size} makes one engine of all ranks"))
     unread = dict.fromkeys((key, why) for keys, holds, why in rows if holds for key in keys.split())
     return [f"set, but without effect here: {key} ({why})" for key, why in unread if _is_set(cfg, key)]
@@ -104,6 +116,11 @@ def _of_roles(cfg: AnyConfig, world_size: int | None) -> list[_Row]:
 
 def _of_training(cfg: SFTConfig | RMConfig | DPOConfig | RLConfig) -> list[_Row]:
     return [
+        (
+            "data.loss_on data.inexact",
+            cfg.data.template_mode == "plain",
+            "data.template = plain reads texts, which have one answer",
+        ),
         ("eval.every eval.max_samples", not cfg.data.has_validation, "there is no data.validation to evaluate on"),
         (
             "checkpoint.export_keep",
@@ -128,7 +145,7 @@ def _of_rl(cfg: RLConfig) -> list[_Row]:
     of_clip = algo.policy_loss != "clip"
     correction, level = algo.rollout_correction.kind, algo.rollout_correction.level
     return [
-        ("eval.accuracy", not cfg.data.has_validation, "there is no data.validation to evaluate on"),
+        ("eval.accuracy", not (cfg.data.has_validation or cfg.data.test), "there is no data.validation to evaluate on"),
         ("samples.every", cfg.samples.count == 0, "samples.count = 0 writes no tables"),
         ("algo.gamma", advantage not in DISCOUNTED, reads_none),
         ("algo.lam algo.critic_lam", advantage != "gae", reads_none),
@@ -208,6 +225,27 @@ def _of_generate(cfg: GenerateConfig) -> list[_Row]:
         (f"{_of_training_only('actor')} actor.kernels", True, "nothing is trained"),
         ("rollout.sleep_level", cfg.rollout.engine == "vllm", "nobody else works on the device"),
     ]
+
+
+def _of_evaluate(cfg: EvaluateConfig) -> list[_Row]:
+    tasks = ", ".join(cfg.tasks())
+    whole = [f"rollout.{name}" for name in type(cfg.rollout).model_fields]
+    forwards = not cfg.generates or cfg.rollout.engine == "megatron" or cfg.uses_reward_model
+    micro = "forward.micro_batch_samples forward.max_tokens_per_micro_batch"
+    reads_responses = bool({"perplexity", "pairs"} & set(cfg.tasks()))
+    rows: list[_Row] = [
+        (" ".join(["greedy", *whole]), not cfg.generates, f"the tasks draw no responses: {tasks}"),
+        ("rollout.temperature", cfg.generates and cfg.greedy, "greedy = true takes the likeliest token"),
+        ("rollout.logprob_gap rollout.verify_weights_every", cfg.generates, "no step follows the first samples"),
+        ("data.max_response_tokens data.over_long", not reads_responses, "of responses that are read"),
+        ("eval.perplexity_of", "perplexity" not in cfg.tasks(), f"the tasks are {tasks}"),
+        (micro, not (forwards or reads_responses), "of forwards of our own"),
+    ]
+    kernels = {"reward_model.kernels": True, "against.kernels": True, "actor.kernels": "perplexity" not in cfg.tasks()}
+    for role in cfg.roles():
+        rows.append((_of_training_only(role), True, "nothing is trained"))
+        rows.append((f"{role}.kernels", kernels[f"{role}.kernels"], "no log-probs of it are made"))
+    return rows
 
 
 def _is_set(cfg: FrozenModel, key: str) -> bool:

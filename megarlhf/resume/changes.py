@@ -59,8 +59,8 @@ _MATHEMATICS = {
     ),
     "the optimizer": "ROLE.optim.* train.skip_grad_norm_above train.skip_grad_norm_factor",
     "the data": (
-        "data.template data.chat_template data.template_args data.inexact data.loss_on "
-        "data.max_prompt_tokens data.max_response_tokens data.over_long data.sequence_length data.validation_share "
+        "data.template data.chat_template data.template_args data.inexact data.loss_on data.sequence_length "
+        "data.max_prompt_tokens data.max_response_tokens data.over_long data.validation_share "
         "data.phases data.split_seed "
         "train.mini_batch_samples train.prompts_per_step train.shuffle"
     ),
@@ -167,8 +167,8 @@ def _horizon_counts(cfg: TrainingConfig) -> bool:
 
 def _validation_decides(key: str, cfg: TrainingConfig) -> bool:
     """Whether held-out figures decide about the model that results."""
-    if isinstance(cfg, RLConfig):
-        return cfg.train.stop.validation_reward_patience is not None
+    if cfg.train.stop.patience is not None:
+        return True
     return isinstance(cfg, RMConfig) and cfg.unit_variance and key != "eval.every"
 
 

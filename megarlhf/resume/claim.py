@@ -168,7 +168,8 @@ def _decide(cfg: FrozenModel, run: RunConfig, command: str) -> Usable:
                 "directory, or start over with run.on_existing=overwrite, which removes these files of that run and "
                 "nothing else"
             )
-    require_room(run.dir)
+    best = cfg.checkpoint.best if isinstance(cfg, SFTConfig | RMConfig | DPOConfig | RLConfig) else None
+    require_room(run.dir, best=best is not None)
     return usable
 
 
@@ -237,7 +238,7 @@ def _missing_to_go_on(ended: Finished, cfg: TrainingConfig, run: RunConfig) -> l
             before = load_config(type(cfg), run.dir / CONFIG_FILE)
         except ValueError as error:
             return [*missing, f"bring back the earlier configuration ({error})"]
-        if isinstance(before, RLConfig) and isinstance(cfg, RLConfig) and before.train.stop == cfg.train.stop:
+        if before.train.stop == cfg.train.stop:
             missing.append("change train.stop, a rule of which has ended it")
         if not run.allow_changes:
             missing.append("give run.allow_changes=true")

@@ -219,7 +219,8 @@ def _load(
         role_state.load_state(role, good.path / role.name)
         role_state.set_counters(role, manifest["roles"][role.name])
     for name, state in states.items():
-        state.load_state_dict(manifest["state"][name])
+        if name in manifest["state"]:  # what is asked for only since begins here
+            state.load_state_dict(manifest["state"][name])
     generators = torch.load(good.path / RANDOM, weights_only=True)
     if len(generators) == runtime.world_size:
         set_random_state(generators[runtime.rank], runtime.device)

@@ -31,8 +31,9 @@ from megarlhf.parallel.residency import Residency
 from megarlhf.parallel.step import MicroBatch
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.dpo_loss import REFERENCE, PreferenceLoss, response_logprobs, sequence_sums
+from megarlhf.trainers.objective import Metrics, Objective, ShouldStop
 from megarlhf.trainers.parts import Parts
-from megarlhf.trainers.supervised import Metrics, Objective, ShouldStop, rounds, run_supervised
+from megarlhf.trainers.supervised import rounds, run_supervised
 
 
 def run(cfg: DPOConfig, runtime: Runtime, parts: Parts = Parts()) -> None:  # noqa: B008 -- frozen

@@ -1,4 +1,5 @@
-"""Exports: the trained roles as Hugging Face directories, `checkpoints/step_NNNNNN/ROLE`, and `checkpoints/latest`."""
+"""Exports: the trained roles as Hugging Face directories, `checkpoints/step_NNNNNN/ROLE`, `checkpoints/latest`, and
+`checkpoints/best`."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
+from typing import Literal
 
 import torch.distributed as dist
 
@@ -16,6 +18,7 @@ from megarlhf.config import CheckpointConfig
 from megarlhf.models.role import Role
 from megarlhf.provenance import FILE, Provenance
 from megarlhf.resume.point import SET_ASIDE, Position
+from megarlhf.trainers.choices import Best
 from megarlhf.weights.checkpoint.staging import sync
 
 _NAME = re.compile(r"step_(\d{6,})")
@@ -37,7 +40,22 @@ def set_exports_aside(run_dir: Path, step: int) -> None:
         (root / "latest").unlink()
         earlier = [path for path, its_step in steps.items() if its_step <= step]
         if earlier:
-            _point_latest_at(earlier[-1])
+            _point_at("latest", earlier[-1])
+
+
+def point_at_best(run_dir: Path, step: int | None) -> str:
+    """`checkpoints/best` of a run that begins or goes on; `step`: which it knows as the best. For rank 0.
+
+    Returns: what to tell the user, where that export is gone.
+    """
+    root = run_dir / "checkpoints"
+    if step is not None and (export := root / f"step_{step:06d}").is_dir():
+        _point_at("best", export)
+        return ""
+    if (root / "best").is_symlink():
+        (root / "best").unlink()
+    lost = f"WARNING: step {step} had the best figures so far, and its export is gone: checkpoints/best comes with the"
+    return "" if step is None else f"{lost} next evaluation that is better"
 
 
 def _aside(export: Path) -> Path:
@@ -55,9 +73,11 @@ class Exports:
         note: Callable[[str], None],
         provenance: Callable[[str, Position], Provenance],
         resumed_at: int | None = None,
+        best: Best | None = None,
     ) -> None:
         self._root, self._cfg, self._note = run_dir / "checkpoints", cfg, note
         self._provenance = provenance
+        self._best = best or Best(None, "")
         earlier = sorted(self._root.iterdir()) if resumed_at is not None and self._root.is_dir() else []
         steps = {path: int(match[1]) for path in earlier if (match := _NAME.fullmatch(path.name))}
         self._written = [path for path, step in steps.items() if step <= (resumed_at or 0)]
@@ -69,12 +89,12 @@ class Exports:
         every = self._cfg.export_every
         return bool(every) and step % every == 0
 
-    def maybe_write(self, step: int, roles: Sequence[Role], *, last: bool) -> None:
-        """Where the configuration asks for it, and after the last step.
+    def maybe_write(self, step: int, roles: Sequence[Role], *, last: bool, best: bool = False) -> None:
+        """Where the configuration asks for it, after the last step, and where the step is the `best` so far.
 
         Raises: ExportError when the last one could not be written; of an earlier one that is only said.
         """
-        if not last and not self.is_due(step):
+        if not (last or best or self.is_due(step)):
             return
         try:
             stated = {role.name: self._provenance(role.name, Position(step)) for role in roles}
@@ -85,10 +105,42 @@ class Exports:
             self._note(f"WARNING: no export of step {step}: {error}. The run goes on")
             return
         self._note(f"saved {self._written[-1]}")
-        while self._cfg.export_keep and len(self._written) > self._cfg.export_keep:
-            oldest = self._written.pop(0)
+        if best:
+            self._best.take(step, only=not (last or self.is_due(step)))
             if dist.get_rank() == 0:
-                shutil.rmtree(oldest, ignore_errors=True)
+                _point_at("best", self._written[-1])
+            self._note(f"{self._best.words}: {self._root / 'best'}")
+        self._forget_old()
+
+    def saved(self, oldest: Position) -> None:
+        """No resume point is left that is older than `oldest`. For rank 0."""
+        self._remove_spent(oldest.step)
+
+    def finish(self) -> None:
+        """The run is finished."""
+        self._remove_spent(None)
+
+    def _remove_spent(self, oldest: int | None) -> None:
+        """Of exports that were the best once and nothing else."""
+        for step in self._best.release(oldest):
+            path = self._root / f"step_{step:06d}"
+            self._written = [each for each in self._written if each != path]
+            self._remove(path)
+        self._forget_old()
+
+    def _forget_old(self) -> None:
+        """By `checkpoint.export_keep`. Those that are there for being the best only do not count."""
+        needed = {self._root / f"step_{step:06d}": only for step, only in self._best.needed().items()}
+        counted = [path for path in self._written if not needed.get(path, False)]
+        for path in counted[: -self._cfg.export_keep] if self._cfg.export_keep else []:
+            if path not in needed:
+                self._written.remove(path)
+                self._remove(path)
+
+    def _remove(self, export: Path) -> None:
+        latest = self._root / "latest"
+        if dist.get_rank() == 0 and export.resolve() != latest.resolve():
+            shutil.rmtree(export, ignore_errors=True)
 
 
 def save_roles(
@@ -149,11 +201,11 @@ def _publish(root: Path, final: Path, partial: Path) -> None:
     partial.rename(final)  # fails on a directory that holds anything
     shutil.rmtree(doomed, ignore_errors=True)
     shutil.rmtree(_aside(final), ignore_errors=True)
-    _point_latest_at(final)
+    _point_at("latest", final)
 
 
-def _point_latest_at(export: Path) -> None:
-    link = export.parent / ".latest.partial"
+def _point_at(name: Literal["latest", "best"], export: Path) -> None:
+    link = export.parent / f".{name}.partial"
     link.unlink(missing_ok=True)
     link.symlink_to(export.name)
-    os.replace(link, export.parent / "latest")
+    os.replace(link, export.parent / name)

@@ -1,4 +1,4 @@
-"""`megarlhf generate` and `megarlhf eval`: sample responses from a model and score them by rules."""
+"""`megarlhf generate`: sample responses from a model and score them by rules."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ import torch
 from torch import Tensor
 
 from megarlhf.algo.reward_scaling import weighted_total
-from megarlhf.config import GenerateConfig, RewardConfig, words_of
+from megarlhf.config import GenerateConfig, RewardConfig
 from megarlhf.data.samples import PromptSample
 from megarlhf.errors import RewardError, WatchdogTimeout
 from megarlhf.experience import Rollouts
 from megarlhf.models.role import build_role
-from megarlhf.observe.metrics import METRICS_FILE, Metric
+from megarlhf.observe.metrics import Metric
 from megarlhf.observe.phases import Phases
-from megarlhf.observe.progress import table
 from megarlhf.observe.watchdog import watched_phases
 from megarlhf.parallel.mesh import GroupCache
 from megarlhf.resume.claim import NO_STEPS_LEFT, finish
@@ -47,39 +46,20 @@ def run(cfg: GenerateConfig, runtime: Runtime) -> None:
         phases = stack.enter_context(watched_phases(cfg.watchdog, cfg.run.dir, runtime))
         with phases("build"):
             data = load_prompts(cfg.data, cfg.actor.model.tokenizer_place(), _scored_by(cfg), run_dir=cfg.run.dir)
-            engine = _engine(cfg, runtime)
+            engine = engine_of(cfg, runtime)
         session = stack.enter_context(open_session(cfg, cfg.run, runtime, "generate", 1, data.notes, phases=phases))
         prompts, responses, rollouts, scores = _respond(cfg, runtime, engine, data, phases)
         out = cfg.out or cfg.run.dir / "responses.jsonl"
         lines, counts = _chosen_lines(cfg, prompts, responses, rollouts, scores)
         if runtime.is_main:
-            _write_lines(out, lines)
+            write_lines(out, lines)
         session.log(1, {**_summary(cfg, rollouts, scores), **counts})
         session.note(f"wrote {len(lines)} lines of {len(prompts)} responses to {out}{_in_words(counts)}")
         if runtime.is_main:
             finish(cfg.run.dir, 1, NO_STEPS_LEFT)
 
 
-def evaluate(cfg: GenerateConfig, runtime: Runtime) -> None:
-    """Log and print the mean of each reward over the responses."""
-    with contextlib.ExitStack() as stack:
-        phases = stack.enter_context(watched_phases(cfg.watchdog, cfg.run.dir, runtime))
-        with phases("build"):
-            data = load_prompts(cfg.data, cfg.actor.model.tokenizer_place(), _scored_by(cfg), run_dir=cfg.run.dir)
-            engine = _engine(cfg, runtime)
-        session = stack.enter_context(open_session(cfg, cfg.run, runtime, "eval", 1, data.notes, phases=phases))
-        prompts, _, rollouts, scores = _respond(cfg, runtime, engine, data, phases)
-        summary = _summary(cfg, rollouts, scores)
-        counts = {"num_prompts": len(prompts) // cfg.rollout.num_samples_per_prompt, "num_samples": len(prompts)}
-        session.log(1, {**summary, **counts})
-        session.note(f"{cfg.actor.model.path}: means over {len(prompts)} responses to {words_of(cfg.data.train)}")
-        session.note(table("eval", list(summary.items()), ("metric", "value")))
-        session.note(f"wrote them to {cfg.run.dir / METRICS_FILE}")
-        if runtime.is_main:
-            finish(cfg.run.dir, 1, NO_STEPS_LEFT)
-
-
-def _engine(cfg: GenerateConfig, runtime: Runtime) -> RolloutEngine:
+def engine_of(cfg: GenerateConfig, runtime: Runtime) -> RolloutEngine:
     """The engine with the model's weights, certified."""
     order = actor_order(cfg.rollout, cfg.actor, runtime)
     actor = build_role("actor", cfg.actor, "lm", GroupCache(runtime), seed=cfg.run.seed, order=order)
@@ -122,7 +102,7 @@ def _respond(
         except (RewardError, WatchdogTimeout):
             if runtime.is_main:
                 unscored = cfg.run.dir / "responses_without_rewards.jsonl"
-                _write_lines(unscored, _lines(prompts, responses, rollouts, {}))
+                write_lines(unscored, lines_of(prompts, responses, rollouts, {}))
                 log.info("the responses are kept, without rewards, in %s", unscored)
             raise
     engine.close()
@@ -178,7 +158,7 @@ def _chosen_lines(
     Raises: ValueError when nothing is selected; see `best_of.record_of`.
     """
     if cfg.select == "all":
-        return list(_lines(prompts, responses, rollouts, scores)), {}
+        return list(lines_of(prompts, responses, rollouts, scores)), {}
     values_KN = torch.stack([scores[reward.label].values_N for reward in cfg.rewards])
     failed_KN = torch.stack([scores[reward.label].failed_N for reward in cfg.rewards])
     total_N = weighted_total(values_KN, [reward.weight for reward in cfg.rewards], failed_KN)
@@ -198,7 +178,7 @@ def _in_words(counts: Mapping[str, float]) -> str:
     return f" ({', '.join(words)})" if words else ""
 
 
-def _lines(
+def lines_of(
     prompts: list[PromptSample], responses: list[str], rollouts: Rollouts, scores: Mapping[str, _Scores]
 ) -> Iterable[dict[str, Any]]:
     for n, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
@@ -216,7 +196,7 @@ def none_for_nan(value: float) -> float | None:
     return None if math.isnan(value) else value
 
 
-def _write_lines(out: Path, lines: Iterable[dict[str, Any]]) -> None:
+def write_lines(out: Path, lines: Iterable[dict[str, Any]]) -> None:
     """All lines or no file."""
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = out.with_name(f".{out.name}.partial")

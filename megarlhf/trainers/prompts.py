@@ -37,6 +37,8 @@ class PromptData:
     tokenizer: Tokenizer
     notes: list[str]
     """What was skipped, in words."""
+    test: Sequence[PromptSample] = ()
+    """For figures."""
 
 
 def load_prompts(
@@ -56,7 +58,12 @@ def load_prompts(
     require_fields_of_accuracy(accuracy, rewards, validation, words_of(data.validation or data.train))
     if data.validation != data.train:
         notes += _shared_prompts(train, validation)
-    return PromptData(train, validation, tokenizer, notes)
+    test: Sequence[PromptSample] = ()
+    if data.test is not None:
+        test, of_test = loader.test()
+        notes += of_test
+        require_fields_of_accuracy(accuracy, rewards, test, words_of(data.test))
+    return PromptData(train, validation, tokenizer, notes, test)
 
 
 def _shared_prompts(train: Samples[PromptSample], validation: Sequence[PromptSample]) -> list[str]:

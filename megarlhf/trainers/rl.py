@@ -20,6 +20,7 @@ from megarlhf.resume.state import Stateful
 from megarlhf.rollout.bank import Bank
 from megarlhf.rollout.engine import RolloutEngine
 from megarlhf.runtime import Runtime
+from megarlhf.trainers.choices import Best
 from megarlhf.trainers.parts import Parts
 from megarlhf.trainers.prompts import PromptData, engine_dtype, load_prompts
 from megarlhf.trainers.rl_components import Components, build, training_of
@@ -51,7 +52,7 @@ def run(cfg: RLConfig, runtime: Runtime, parts: Parts = Parts()) -> None:  # noq
             order = batches_of(data.train, cfg.train.prompts_per_step, cfg.run.seed, "train.prompts_per_step")
             components = build(cfg, runtime, data.tokenizer, phases, parts)
             loop = Loop(cfg, components, data, order)
-            training = training_of(cfg, components, data, loop.states, loop.bank, stop_request, parts)
+            training = training_of(cfg, components, data, loop.states, loop.best, loop.bank, stop_request, parts)
             mixture = mixture_in_words(order, cfg.train.num_steps, cfg.data.train)
             notes = [*data.notes, *mixture, *anchor_notes(cfg, training.reference)]
         with (
@@ -68,8 +69,8 @@ class Loop:
 
     def __init__(self, cfg: RLConfig, components: Components, data: PromptData, order: ShuffledBatches) -> None:
         self.cfg, self.components, self.data, self.order = cfg, components, data, order
-        self.evaluate = Evaluator(cfg, components, data.validation)
-        self.stop = StopRule(cfg.train.stop)
+        self.evaluate = Evaluator(cfg, components, data.validation, data.test)
+        self.stop, self.best = StopRule(cfg.train.stop), Best(cfg.checkpoint.best, "rl")
         dtypes = components.actor.shard.dtype, engine_dtype(cfg.rollout, components.actor)
         self.gap = LogprobGapWatch(cfg.rollout.logprob_gap, min(dtypes, key=lambda dtype: dtype.itemsize))
         self.bank = Bank(cfg.run.dir / "bank")
@@ -97,9 +98,14 @@ class Loop:
             session.stop_if_asked()
             update_weights(components, step, certify=step == 1 or is_due(step, cfg.rollout.verify_weights_every))
             last = stop.watch_kl(described["kl"]) or step == num_steps
+            is_best = False
             if (due := is_due(step, cfg.eval.every)) or last:
-                metrics |= self._evaluate(session, step, due=due)
+                evaluation = self._evaluate(session, step, due=due)
+                metrics, is_best = {**metrics, **evaluation}, self.best.watch(evaluation)
                 last = last or stop.reason is not None
+            if last:
+                with session.stoppable("eval"):
+                    metrics |= self.evaluate.test(session.asked_to_stop)
             components.kl.update(described["kl"], work.experience.num_samples)
             if components.moving_reference is not None:
                 metrics["reference_moved"] = int(components.moving_reference.after(step))
@@ -111,7 +117,7 @@ class Loop:
             session.keep_lengths(step, *(lengths_N.tolist() for lengths_N in lengths))
             metrics |= components.phases.rates()
             session.log(step, metrics | seconds_of(components.phases.end_step(step)))
-            session.export(step, components.exported, last=last or gap.failed(last=last))
+            session.export(step, components.exported, last=last or gap.failed(last=last), best=is_best)
             session.border(step)
             gap.raise_if_failed(last=last)
         session.finish(step, stop.reason or NO_STEPS_LEFT, stop.reason or f"all {num_steps} steps done")

@@ -22,23 +22,31 @@ from megarlhf.observe.metrics import Metric
 from megarlhf.observe.samples import Row, spread
 from megarlhf.rollout.rewards.accuracy import accuracy_metrics, accuracy_of
 from megarlhf.rollout.rewards.score import gather, make_source, share_of_rank
+from megarlhf.trainers.choices import Patience
 from megarlhf.trainers.prompts import sampling_of
 from megarlhf.trainers.rl_components import Components
 from megarlhf.trainers.rl_rollout import make_experience
 from megarlhf.trainers.rl_samples import rows_of
 from megarlhf.trainers.rl_score import policy_logprobs
+from megarlhf.trainers.supervised import as_test
 
 
 class Evaluator:
     """Greedy responses to the held-out prompts: mean reward, accuracy by the reward or rule that is one, and a table of
     the same samples each time."""
 
-    def __init__(self, cfg: RLConfig, components: Components, validation: Sequence[PromptSample]) -> None:
+    def __init__(
+        self,
+        cfg: RLConfig,
+        components: Components,
+        validation: Sequence[PromptSample],
+        test: Sequence[PromptSample] = (),
+    ) -> None:
         rewarder = components.rewarder
-        self._cfg, self._components, self._validation = cfg, components, validation
+        self._cfg, self._components, self._validation, self._test = cfg, components, validation, test
         self._sampling = sampling_of(cfg.rollout, cfg.actor, rewarder.tokenizer, greedy=True, data=cfg.data)
         self._accuracy = accuracy_of(cfg.eval.accuracy, cfg.rewards)
-        judge = self._accuracy.judge if validation else None
+        judge = self._accuracy.judge if validation or test else None
         self._judge = None if judge is None else Judge(judge, rewarder.tokenizer)
         self._shown = spread(cfg.samples.count, len(validation))
 
@@ -54,17 +62,27 @@ class Evaluator:
         every rank, when `should_stop` says so on one while responses are drawn or rewarded."""
         if not self._validation:
             return {}, []
-        components, prompts = self._components, [torch.tensor(prompt.tokens) for prompt in self._validation]
+        rollouts, total_N, said, metrics = self._measure(self._validation, should_stop)
+        tokenizer, kl_N = self._components.rewarder.tokenizer, self._kl_of_shown(rollouts)
+        return metrics, rows_of(step, self._shown, self._validation, rollouts, total_N, said, tokenizer, kl_N)
+
+    def test(self, should_stop: Callable[[], bool]) -> dict[str, Metric]:
+        """The same figures of `data.test`, by names of their own; nothing without any. Raises: as above."""
+        return as_test(self._measure(self._test, should_stop)[3]) if self._test else {}
+
+    def _measure(
+        self, asked: Sequence[PromptSample], should_stop: Callable[[], bool]
+    ) -> tuple[Rollouts, Tensor, dict[str, Tensor], dict[str, Metric]]:
+        """Responses, the sum of their rewards, what each reward said, and the metrics of both."""
+        components, prompts = self._components, [torch.tensor(prompt.tokens) for prompt in asked]
         rollouts = components.engine.generate(prompts, [0] * len(prompts), self._sampling, should_stop=should_stop)
-        experience = make_experience(self._validation, rollouts, 1)
-        total_N, said = components.rewarder.validation(experience, self._validation, should_stop)
+        total_N, said = components.rewarder.validation(make_experience(asked, rollouts, 1), asked, should_stop)
         if self._judge is not None:
-            said[self._judge.label] = self._judge(self._validation, rollouts, should_stop)
+            said[self._judge.label] = self._judge(asked, rollouts, should_stop)
         metrics: dict[str, Metric] = {"eval_reward_mean": float(total_N.nanmean())}
         if self._accuracy.label is not None:
             metrics |= accuracy_metrics(self._accuracy, said[self._accuracy.label])
-        tokenizer, kl_N = components.rewarder.tokenizer, self._kl_of_shown(rollouts)
-        return metrics, rows_of(step, self._shown, self._validation, rollouts, total_N, said, tokenizer, kl_N)
+        return rollouts, total_N, said, metrics
 
     def _kl_of_shown(self, rollouts: Rollouts) -> Tensor:
         """[N]: of the responses that the table shows, the mean over their tokens of the KL to the reference, as the
@@ -104,24 +122,23 @@ class Judge:
 
 
 class StopRule:
-    """Ends a run on the KL to the reference, or when the held-out reward stands still."""
+    """Ends a run on the KL to the reference, or when a held-out metric stands still."""
 
     def __init__(self, cfg: StopConfig) -> None:
         self._cfg = cfg
-        self._best = -float("inf")
-        self._evaluations_since = 0
+        self._patience = Patience(cfg, "rl")
         self._kls: deque[float] = deque(maxlen=cfg.max_kl_steps)
         """Of the last steps."""
         self.reason: str | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        limits = self._cfg.model_dump()
-        since, kls = self._evaluations_since, list(self._kls)
-        return {"best": self._best, "evaluations_since": since, "kls": kls, "reason": self.reason, "limits": limits}
+        patience = {"patience": self._patience.state_dict(), "kls": list(self._kls)}
+        return {**patience, "reason": self.reason, "limits": self._cfg.model_dump()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """That other limits than today's have ended the run does not count."""
-        self._best, self._evaluations_since = state["best"], state["evaluations_since"]
+        if "patience" in state:  # not in points of earlier versions, which counted the reward alone
+            self._patience.load_state_dict(state["patience"])
         self._kls.extend(state["kls"])
         self.reason = state["reason"] if state["limits"] == self._cfg.model_dump() else None
 
@@ -131,12 +148,7 @@ class StopRule:
         The one after the last step counts only where it is due anyway: a run that is prolonged is then the run that was
         planned as long.
         """
-        reward = evaluation.get("eval_reward_mean")
-        if reward is not None and math.isfinite(reward):  # of an evaluation in which a judge was down nothing is known
-            if reward > self._best:
-                self._best, self._evaluations_since = reward, 0
-            else:
-                self._evaluations_since += 1
+        self._patience.watch(evaluation)
         return self._over()
 
     def watch_kl(self, kl: float | None) -> bool:
@@ -153,7 +165,5 @@ class StopRule:
                 self.reason = (
                     f"stopped: kl {mean:.4g} per response token ({of}) exceeds train.stop.max_kl = {self._cfg.max_kl}"
                 )
-        patience = self._cfg.validation_reward_patience
-        if patience is not None and self._evaluations_since >= patience:
-            self.reason = f"stopped: the held-out reward has not risen for {patience} evaluations"
+        self.reason = self._patience.reason or self.reason
         return self.reason is not None

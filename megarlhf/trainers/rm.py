@@ -27,9 +27,10 @@ from megarlhf.parallel.chunks import split_name
 from megarlhf.parallel.step import MicroBatch
 from megarlhf.resume.identity import digest_of_samples
 from megarlhf.runtime import Runtime
+from megarlhf.trainers.objective import Metrics, Objective, ShouldStop
 from megarlhf.trainers.parts import Parts
 from megarlhf.trainers.sequence_scores import sequence_scores
-from megarlhf.trainers.supervised import Metrics, Objective, ShouldStop, rounds, run_supervised, validation_sums
+from megarlhf.trainers.supervised import rounds, run_supervised, validation_sums
 
 
 def run(cfg: RMConfig, runtime: Runtime, parts: Parts = Parts()) -> None:  # noqa: B008 -- frozen

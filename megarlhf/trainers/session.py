@@ -34,7 +34,7 @@ from megarlhf.resume.restore import Identity, MakeTable, Table, restore
 from megarlhf.resume.signals import StopRun
 from megarlhf.resume.state import Stateful
 from megarlhf.runtime import Runtime
-from megarlhf.trainers.exports import Exports, set_exports_aside
+from megarlhf.trainers.exports import Exports, point_at_best, set_exports_aside
 from megarlhf.trainers.training import Training, identity_of
 
 
@@ -149,11 +149,12 @@ class Session:
                 self.stop_now(interrupted)
         self.stop_if_asked()
 
-    def export(self, step: int, roles: Sequence[Role], *, last: bool) -> None:
-        """Write Hugging Face directories of the roles when the configuration asks for it, and after the last step."""
+    def export(self, step: int, roles: Sequence[Role], *, last: bool, best: bool = False) -> None:
+        """Write Hugging Face directories of the roles when the configuration asks for it, after the last step, and
+        where the step is the `best` so far."""
         assert self.exports is not None
         with self.phases("checkpoint"):
-            self.exports.maybe_write(step, roles, last=last)
+            self.exports.maybe_write(step, roles, last=last, best=best)
 
     def exports_at(self, step: int) -> bool:
         """Whether an export is due there by `checkpoint.export_every`."""
@@ -184,8 +185,10 @@ class Session:
         `reason`: `NO_STEPS_LEFT`, or the rule that has ended it.
         """
         assert self.checkpointer is not None
+        assert self.exports is not None
         with self.phases("checkpoint"):
             self.checkpointer.finish(last_border=keep_state)
+            self.exports.finish()
         if self.runtime.is_main:
             finish(self.run_dir, step, reason)
         self.note(words)
@@ -223,9 +226,17 @@ class Session:
                 update=at.update,
                 base=identity.base[role],
                 reference=training.reference,
+                adapter_of=training.adapter_bases.get(role),
             )
 
+        def saved(oldest: Position) -> None:
+            training.on_saved(oldest)
+            if self.exports is not None:
+                self.exports.saved(oldest)
+
         states: dict[str, Stateful] = {"history": self.history, **training.states}
+        if training.best is not None and training.best.watched is not None:
+            states["best"] = training.best
         restored = None
         if resumes:
             restored = restore(self.runtime, self.run_dir, training.roles, states, identity)
@@ -248,13 +259,13 @@ class Session:
             note=self.note,
             still_ours=still_ours,
             on_room=write_what_waits,
-            on_saved=training.on_saved,
+            on_saved=saved,
             provenance=provenance,
             newest=self.start if self.resumed else None,
             writer=training.writer,
         )
         resumed_at = self.start.step if resumes else None
-        self.exports = Exports(self.run_dir, training.checkpoint, self.note, provenance, resumed_at)
+        self.exports = Exports(self.run_dir, training.checkpoint, self.note, provenance, resumed_at, training.best)
         return restored.num_steps if restored else None
 
 
@@ -332,6 +343,8 @@ def _open(
             point.set_aside(run.dir, session.start)
         if resumes:
             set_exports_aside(run.dir, session.start.step if session.resumed else -1)
+            if training is not None and training.best is not None and training.best.watched is not None:
+                notes = [*notes, *filter(None, [point_at_best(run.dir, training.best.step)])]
     bar = Progress(command, total, enabled=session.runtime.is_main, start=session.start.step)
     session.progress = stack.enter_context(bar)
     for note in notes:

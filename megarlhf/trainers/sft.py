@@ -21,8 +21,9 @@ from megarlhf.parallel.batching import MicroBatchLayout, TokenSpans, scatter_to_
 from megarlhf.parallel.step import MicroBatch
 from megarlhf.parallel.vocab import Vocabulary, next_token_logprobs
 from megarlhf.runtime import Runtime
+from megarlhf.trainers.objective import Metrics, Objective
 from megarlhf.trainers.parts import Parts
-from megarlhf.trainers.supervised import Metrics, Objective, run_supervised
+from megarlhf.trainers.supervised import run_supervised
 
 
 def run(cfg: SFTConfig, runtime: Runtime, parts: Parts = Parts()) -> None:  # noqa: B008 -- frozen

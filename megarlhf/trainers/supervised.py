@@ -1,200 +1,47 @@
 """The supervised loop: read samples, then train on a mini-batch, evaluate, log and save, step after step.
 
-What a command brings to it is an `Objective`: `sft.py`, `rm.py` and `dpo.py`.
+What a command brings to it is an `Objective` (`objective.py`): `sft.py`, `rm.py` and `dpo.py`.
 """
 
 from __future__ import annotations
 
 import contextlib
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Generic, TypeVar, cast
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megarlhf.architectures.hf_config import architecture_from_hf
-from megarlhf.architectures.placements import Head
-from megarlhf.config import DPOConfig, RMConfig, RoleConfig, SFTConfig, words_of
+from megarlhf.config import SFTConfig, words_of
 from megarlhf.data.companions import files_of_exports
 from megarlhf.data.load import SetLoader
 from megarlhf.data.loader import batches_of, mixture_in_words
-from megarlhf.data.sample_kinds import Encoder
-from megarlhf.data.samples import require_budget, require_positions
-from megarlhf.data.tokenized import Samples, lengths_of
+from megarlhf.data.tokenized import Samples
 from megarlhf.errors import Interrupted
-from megarlhf.experience import Ragged
 from megarlhf.models.role import Role, build_role
-from megarlhf.models.weights import CHECKPOINTS, WeightSource
 from megarlhf.observe.metrics import Metric
 from megarlhf.observe.phases import Phases, seconds_of
-from megarlhf.parallel.batching import MicroBatchLayout, TokenSpans, scatter_to_micro_batch
 from megarlhf.parallel.mesh import GroupCache
 from megarlhf.parallel.residency import Residency
 from megarlhf.parallel.router_balance import ROUTER_AUX_LOSS
-from megarlhf.parallel.step import Loss, MicroBatch
-from megarlhf.planning.encoders import encoder_of, indexed_options
+from megarlhf.parallel.step import MicroBatch
+from megarlhf.planning.encoders import indexed_options
 from megarlhf.resume.claim import NO_STEPS_LEFT
-from megarlhf.resume.identity import architecture_of, digest_of_samples, digests_of_bases, identity_of_weights
+from megarlhf.resume.identity import architecture_of, bases_of_adapters, digest_of_samples, identity_of_weights
 from megarlhf.resume.signals import StopRequest
 from megarlhf.resume.state import Stateful
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.bad_steps import BadSteps, Failures, Update
+from megarlhf.trainers.choices import Best, Patience
+from megarlhf.trainers.objective import Metrics, Objective, Sample, ShouldStop
 from megarlhf.trainers.parts import Parts
 from megarlhf.trainers.session import Session, is_due, open_session
 from megarlhf.trainers.training import Training
 
-Sample = TypeVar("Sample")
-Metrics = dict[str, Metric]
-ShouldStop = Callable[[], bool] | None
-"""Asked on every rank between two parts of what may be left before it is complete."""
-
 _BATCHES_AT_ONCE = 4
 """Micro-batches for each pipeline stage between two questions whether to stop."""
-
-
-class Objective(ABC, Generic[Sample]):
-    """What is learned, from which samples: the part of a supervised command that is not the loop."""
-
-    command: str
-    role_name: str
-    head: Head
-    sample_type: type[Sample]
-    sequence_fields: tuple[tuple[str, ...], ...]
-    """The fields of token ids that each of a sample's sequences consists of."""
-    sample_words: str
-    """What `num_tokens` counts, for messages."""
-
-    def __init__(self, cfg: SFTConfig | RMConfig | DPOConfig, section: RoleConfig) -> None:
-        self.cfg, self.section = cfg, section
-
-    def encoder(self) -> Encoder[Sample]:
-        """How records become samples."""
-        encoder: Any = encoder_of(self.cfg)
-        return cast(Encoder[Sample], encoder)
-
-    @abstractmethod
-    def sequences(self, sample: Sample) -> list[list[int]]:
-        """The sample's sequences as token ids; they stay in one micro-batch, in this order."""
-
-    def sequence_lengths(self, sample: Sample) -> list[int]:
-        """Tokens of each of the sample's sequences."""
-        return [len(tokens) for tokens in self.sequences(sample)]
-
-    @property
-    def has_frozen(self) -> bool:
-        """Whether there is any of them."""
-        return False
-
-    def build_frozen(
-        self,
-        cache: GroupCache,
-        trained: Role,
-        weights: WeightSource = CHECKPOINTS,
-        residency: Residency | None = None,
-    ) -> list[Role]:
-        """Build the roles that are read and not trained. Collective; called once, after the trained role is built."""
-        return []
-
-    def require_fitting(self, samples: Sequence[Sample], max_positions: int, source: str) -> None:
-        """Raises: ValueError when a sequence does not fit the model's positions, or a sample a micro-batch."""
-        lengths_SN = [sum(lengths_of(samples, name) for name in names) for names in self.sequence_fields]
-        require_positions(int(max(map(np.max, lengths_SN))), max_positions, str(self.section.model.path))
-        require_budget(sum(lengths_SN), self.cfg.train.max_tokens_per_micro_batch, source, self.sample_words)
-
-    @property
-    def stated(self) -> Mapping[str, Any]:
-        """Keys of config.json in the role's exports; None: left out."""
-        return {}
-
-    @property
-    def scores(self) -> bool:
-        """Whether `scored` has anything to do."""
-        return False
-
-    def scored(self, role: Role, samples: Sequence[Sample], should_stop: ShouldStop = None) -> Sequence[Sample]:
-        """The samples of a mini-batch, or all held-out ones, with what is computed of them before the loss, without
-        gradients. Collective. Raises: see `validation_sums`."""
-        return samples
-
-    def columns(self, samples: Sequence[Sample], layout: MicroBatchLayout, device: torch.device) -> dict[str, Tensor]:
-        """What the loss reads of a micro-batch beside its tokens."""
-        return {}
-
-    def layouts_by_rank(self, role: Role, samples: Sequence[Sample]) -> list[list[MicroBatchLayout]]:
-        """The micro-batches of the samples' sequences, numbered one after the other, by data-parallel rank."""
-        lengths: list[int] = []
-        groups: list[tuple[int, ...]] = []
-        for sample in samples:
-            own = self.sequence_lengths(sample)
-            groups.append(tuple(range(len(lengths), len(lengths) + len(own))))
-            lengths += own
-        return role.batching(self.cfg.train).layouts_by_rank(groups, torch.tensor(lengths, dtype=torch.int64))
-
-    def micro_batches(self, role: Role, samples: Sequence[Sample]) -> list[MicroBatch]:
-        """This data-parallel rank's micro-batches of the samples."""
-        device = role.mesh.runtime.device
-        rows = [torch.tensor(tokens) for sample in samples for tokens in self.sequences(sample)]
-        tokens = Ragged.from_rows(rows, torch.int64)
-        whole = TokenSpans.whole(tokens.lengths_N)
-        return [
-            MicroBatch(
-                tokens_BS=scatter_to_micro_batch(layout, tokens, whole).to(device),
-                columns=self.columns(samples, layout, device),
-                layout=layout,
-            )
-            for layout in role.mesh.own(self.layouts_by_rank(role, samples))
-        ]
-
-    def digests_beside(self, validation: Sequence[Sample]) -> dict[str, str]:
-        """Digests of what else takes part in what is computed, by its name."""
-        return {}
-
-    @abstractmethod
-    def training_loss(self, role: Role, samples: Sequence[Sample]) -> Loss:
-        """The loss of a mini-batch, divided by a denominator of the whole mini-batch."""
-
-    def validation_loss(self, role: Role, samples: Sequence[Sample]) -> Loss:
-        """The loss that held-out samples are measured by."""
-        return self.training_loss(role, samples)
-
-    def training_metrics(self, sums: Mapping[str, float], samples: Sequence[Sample]) -> Metrics:
-        """Metrics of a step beside loss, gradient norm, learning rate and tokens, from the loss's sums."""
-        return {}
-
-    @abstractmethod
-    def validation_metrics(self, sums: Mapping[str, float], samples: Sequence[Sample]) -> Metrics:
-        """Metrics of an evaluation, from the loss's sums; `loss` is among them."""
-
-    def closing_report(
-        self, role: Role, validation: Sequence[Sample], should_stop: ShouldStop
-    ) -> tuple[Metrics, dict[str, Any]]:
-        """Metrics of the last evaluation that need more than sums, and what is written to `calibration.json` (nothing
-        where it is empty). Collective. Raises: Interrupted."""
-        return {}, {}
-
-    @property
-    def rescales(self) -> bool:
-        """Whether `rescale` is called after the last step, before the last evaluation and the last export, which are of
-        the same model."""
-        return False
-
-    def measure_scale(self, role: Role, validation: Sequence[Sample], should_stop: ShouldStop) -> float:
-        """What `rescale` needs to know; changes nothing. Collective.
-
-        Raises: Interrupted."""
-        raise NotImplementedError
-
-    def rescale(self, role: Role, scale: float) -> str:
-        """Change the weights other than by an update; returns what to tell the user."""
-        raise NotImplementedError
-
-    def rescaled(self, name: str) -> bool:
-        """Whether `rescale` changes the parameter of this name."""
-        return False
 
 
 def run_supervised(objective: Objective[Sample], runtime: Runtime, parts: Parts) -> None:
@@ -213,6 +60,8 @@ def run_in(
     cfg = objective.cfg
     with phases("build"):
         train, validation, notes = load_samples(objective)
+        test, of_test = load_test(objective)
+        notes += of_test
         order = batches_of(train, cfg.train.mini_batch_samples, cfg.run.seed, "train.mini_batch_samples")
         notes += mixture_in_words(order, cfg.train.num_steps, cfg.data.train)
         cache = GroupCache(runtime)
@@ -234,7 +83,9 @@ def run_in(
         for built in (role, *frozen):
             phases.before |= built.parts.turns(built.name)
         bad_steps = BadSteps(cfg.train, Failures.of(cfg, objective.command), phases)
+        stop, best = Patience(cfg.train.stop, objective.command), Best(cfg.checkpoint.best, objective.command)
         states: dict[str, Stateful] = {f"bad_steps/{role.name}": bad_steps, "order": order}
+        states |= {"stop": stop} if cfg.train.stop.patience is not None else {}
         training = Training(
             cfg.checkpoint,
             [role],
@@ -244,7 +95,9 @@ def run_in(
             base={role.name: identity_of_weights(role)},
             reference=next((identity_of_weights(each) for each in frozen if each.name == "reference"), None),
             architectures={each.name: architecture_of(each) for each in (role, *frozen)},
-            others={**objective.digests_beside(validation), **digests_of_bases([role])},
+            others=_digests_beside(objective, validation),
+            adapter_bases=bases_of_adapters([role]),
+            best=best,
             writer=parts.writer,
         )
     total = cfg.train.num_steps
@@ -252,10 +105,11 @@ def run_in(
         if not session.resumed:
             with session.stoppable("eval"):
                 evaluation = evaluate(objective, role, validation, session.asked_to_stop)
+            stop.watch(evaluation)
             session.log(0, evaluation)
             session.border(0)
-        as_trained = True
-        for step in range(session.start.step, cfg.train.num_steps):
+        as_trained, step = True, session.start.step
+        while step < cfg.train.num_steps and stop.reason is None:
             phases.begin_step(step + 1)
             trained = session.take_table()
             if trained is None:
@@ -263,27 +117,73 @@ def run_in(
                 samples = [train[n] for n in update.samples]
                 trained = {"metrics": train_on(objective, role, samples, update, bad_steps, phases)}
                 session.border(step, 1, partial(dict, trained), only_to_stop=True)
-            metrics, last = dict(trained["metrics"]), step + 1 == cfg.train.num_steps
+            step += 1
+            metrics, evaluation = dict(trained["metrics"]), Metrics()
+            last, due = step == cfg.train.num_steps, is_due(step, cfg.eval.every)
+            if due and not (last and objective.rescales):
+                with session.stoppable("eval"):
+                    evaluation = evaluate(objective, role, validation, session.asked_to_stop)
+                last = stop.watch(evaluation) or last
             if last and objective.rescales:
                 rescale(objective, role, validation, session)
                 as_trained = False
-            if last or is_due(step + 1, cfg.eval.every):
-                with session.stoppable("eval") if as_trained else phases("eval"):
-                    should_stop = session.asked_to_stop if as_trained else None
-                    metrics |= evaluate(objective, role, validation, should_stop)
-                    if last and validation:
-                        closing, report = objective.closing_report(role, validation, should_stop)
-                        metrics |= closing
-                        session.write_report("calibration.json", report)
+            if last:
+                evaluated = due and as_trained
+                evaluation |= close(
+                    objective, role, validation, test, session, evaluated=evaluated, as_trained=as_trained
+                )
+            is_best = best.watch(evaluation)
             rates = phases.rates()
-            seconds = seconds_of(phases.end_step(step + 1)).get("seconds_train", 0.0)
-            session.log(step + 1, metrics | rates | {"seconds": seconds})
-            with scaled_for_export(objective, role, validation, session, step + 1, last=last):
-                session.export(step + 1, [role], last=last)
+            seconds = seconds_of(phases.end_step(step)).get("seconds_train", 0.0)
+            session.log(step, metrics | evaluation | rates | {"seconds": seconds})
+            with scaled_for_export(objective, role, validation, session, step, last=last, best=is_best):
+                session.export(step, [role], last=last, best=is_best)
             if as_trained:
-                session.border(step + 1)
-        done = f"all {cfg.train.num_steps} steps done"
-        session.finish(cfg.train.num_steps, NO_STEPS_LEFT, done, keep_state=as_trained)
+                session.border(step)
+        done = stop.reason or f"all {cfg.train.num_steps} steps done"
+        session.finish(step, stop.reason or NO_STEPS_LEFT, done, keep_state=as_trained)
+
+
+def close(
+    objective: Objective[Sample],
+    role: Role,
+    validation: Sequence[Sample],
+    test: Sequence[Sample],
+    session: Session,
+    *,
+    evaluated: bool,
+    as_trained: bool,
+) -> Metrics:
+    """What is measured after the last step. Collective.
+
+    evaluated: held-out samples have been
+    as_trained: nothing but updates has changed the weights, so that the run can be left
+    """
+    metrics: Metrics = {}
+    with session.stoppable("eval") if as_trained else session.phases("eval"):
+        should_stop = session.asked_to_stop if as_trained else None
+        if not evaluated:
+            metrics |= evaluate(objective, role, validation, should_stop)
+        if validation:
+            closing, report = objective.closing_report(role, validation, should_stop)
+            metrics |= closing
+            session.write_report("calibration.json", report)
+        metrics |= as_test(evaluate(objective, role, test, should_stop))
+        if test:
+            metrics |= as_test(objective.closing_report(role, test, should_stop)[0])
+    return metrics
+
+
+def as_test(metrics: Mapping[str, Metric]) -> Metrics:
+    """Of `data.test`, in place of held-out data that choices are made on."""
+    return {f"test_{name.removeprefix('eval_')}": value for name, value in metrics.items()}
+
+
+def _digests_beside(objective: Objective[Sample], validation: Sequence[Sample]) -> dict[str, str]:
+    """Of what else takes part in what is computed."""
+    decides = objective.cfg.train.stop.patience is not None
+    digests = {"data.validation (decides when the run ends)": digest_of_samples(validation)} if decides else {}
+    return digests | objective.digests_beside(validation)
 
 
 def rescale(objective: Objective[Sample], role: Role, validation: Sequence[Sample], session: Session) -> None:
@@ -297,11 +197,18 @@ def rescale(objective: Objective[Sample], role: Role, validation: Sequence[Sampl
 
 @contextlib.contextmanager
 def scaled_for_export(
-    objective: Objective[Sample], role: Role, validation: Sequence[Sample], session: Session, step: int, *, last: bool
+    objective: Objective[Sample],
+    role: Role,
+    validation: Sequence[Sample],
+    session: Session,
+    step: int,
+    *,
+    last: bool,
+    best: bool = False,
 ) -> Iterator[None]:
     """The weights as they are exported; behind it they are what training goes on with, bit for bit. After the last step
     they have been rescaled already."""
-    if last or not (objective.rescales and session.exports_at(step)):
+    if last or not (objective.rescales and (best or session.exports_at(step))):
         yield
         return
     with session.stoppable("eval"):
@@ -330,6 +237,18 @@ def load_samples(objective: Objective[Sample]) -> tuple[Samples[Sample], Sequenc
     if validation:
         objective.require_fitting(validation, max_positions, words_of(cfg.data.validation or cfg.data.train))
     return train, validation[: cfg.eval.max_samples], notes
+
+
+def load_test(objective: Objective[Sample]) -> tuple[Sequence[Sample], list[str]]:
+    """Samples for figures, on every rank, and what was skipped in words. Raises: ValueError as `load_samples`."""
+    cfg, hf_directory = objective.cfg, objective.section.model.hf_directory()
+    if cfg.data.test is None:
+        return [], []
+    indexed = indexed_options(cfg) if isinstance(cfg, SFTConfig) else None
+    loader = SetLoader(cfg.data, objective.encoder(), objective.sample_type, run_dir=cfg.run.dir, indexed=indexed)
+    test, notes = loader.test()
+    objective.require_fitting(test, architecture_from_hf(hf_directory).longest_sequence, words_of(cfg.data.test))
+    return test, notes
 
 
 def ends_of(objective: Objective[Sample], samples: Sequence[Sample]) -> set[int]:

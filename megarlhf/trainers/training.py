@@ -16,6 +16,7 @@ from megarlhf.resume.signals import StopRequest
 from megarlhf.resume.state import Stateful
 from megarlhf.resume.writer import Writer
 from megarlhf.runtime import Runtime
+from megarlhf.trainers.choices import Best
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,8 @@ class Training:
     """Whatever keeps state over steps, by name."""
     base: Mapping[str, Weights] = field(default_factory=dict)
     """What each trained role began with."""
+    adapter_bases: Mapping[str, Weights] = field(default_factory=dict)
+    """Of those of them that have an adapter, what it is on."""
     reference: Weights | None = None
     """Of `rl`, and of `dpo` where its loss reads one."""
     architectures: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -43,6 +46,8 @@ class Training:
     """Digests of sources of the user's, by name; another source is said and refuses nothing."""
     on_saved: Callable[[Position], None] = lambda position: None
     """Called on rank 0 after a resume point was written, with the position of the oldest of the newest `keep`."""
+    best: Best | None = None
+    """Which step is the best, where that is chosen."""
     writer: Callable[[Runtime], Writer] = Writer
     """Makes what writes them."""
 
@@ -61,7 +66,13 @@ def identity_of(cfg: FrozenModel, run: RunConfig, command: str, training: Traini
         command=command,
         data=training.data,
         reference=None if training.reference is None else training.reference.digest,
-        others=training.others,
+        others={
+            **training.others,
+            **{
+                f"the model that the adapter of {role} is on ({role}.model.path)": base.digest
+                for role, base in training.adapter_bases.items()
+            },
+        },
         sources=training.sources,
         architectures=training.architectures,
         base=training.base,

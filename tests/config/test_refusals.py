@@ -11,6 +11,8 @@ from megarlhf.config import KernelsConfig
 from megarlhf.kernels import Backend
 from tests.config.examples import KINDS
 
+EVALUATED = ["eval.every=1", "data.validation=h.jsonl"]
+
 
 @pytest.mark.parametrize(
     "command, override, unknown, hint",
@@ -219,12 +221,52 @@ VLLM_TP = ("actor.parallel.tp=2", "rollout.parallel.tp=2")
         (
             "rl",
             ["train.stop.validation_reward_patience=2"],
-            ["train.stop.validation_reward_patience counts evaluations", "set eval.every and data.validation"],
+            ["train.stop.patience counts evaluations", "set eval.every and data.validation"],
         ),
         (
             "rl",
             ["train.stop.validation_reward_patience=2", "eval.every=1", "data.validation="],
             ["set eval.every and data.validation"],
+        ),
+        (
+            "sft",
+            ["train.stop.patience=2", "eval.every=1"],
+            ["train.stop.patience counts", "set eval.every and data.val"],
+        ),
+        ("sft", ["train.stop.metric=eval_loss"], ["train.stop: metric without patience", "set patience too"]),
+        ("sft", ["checkpoint.best={metric: eval_loss}"], ["checkpoint.best counts evaluations"]),
+        ("sft", ["checkpoint.best={}"], ["missing key 'checkpoint.best.metric'"]),
+        (
+            "sft",
+            ["checkpoint.best={metric: eval_los}", *EVALUATED],
+            ["'eval_los' is no metric of sft's held-out data", "did you mean 'eval_loss'?"],
+        ),
+        ("rm", ["checkpoint.best={metric: eval_accuracy}", *EVALUATED], ["no metric of rm's", "eval_pair_accuracy"]),
+        ("rl", ["checkpoint.best={metric: loss}", *EVALUATED], ["known are eval_reward_mean, eval_accuracy"]),
+        (
+            "rl",
+            ["checkpoint.best={metric: test_accuracy}", *EVALUATED],
+            ["no metric of rl's", "did you mean 'eval_acc"],
+        ),
+        (
+            "dpo",
+            ["train.stop={patience: 1, metric: eval_chosen_logprob}", "eval.every=1"],
+            ["which way is better is not in its name", "set train.stop.mode to min or max"],
+        ),
+        (
+            "rm",
+            ["checkpoint.best={metric: eval_loss}", "unit_variance=true", *EVALUATED],
+            ["scores on another scale", "choose by eval_pair_accuracy"],
+        ),
+        (
+            "rl",
+            ["train.stop={validation_reward_patience: 2, metric: eval_accuracy}", *EVALUATED],
+            ["give patience with another metric"],
+        ),
+        (
+            "rl",
+            ["train.stop={validation_reward_patience: 2, patience: 3}", *EVALUATED],
+            ["is an earlier name of patience = 3"],
         ),
         (
             "generate",

@@ -22,6 +22,11 @@ def short(prompt: str, response: str, fields: Mapping[str, Any]) -> float | None
     return None if "7" in prompt else float(len(response) <= 2)
 
 
+def brief(prompt: str, response: str, fields: Mapping[str, Any]) -> float:
+    """1 for a response of at most two characters, else 0: which a random model gives sometimes."""
+    return float(len(response) <= 2)
+
+
 def right(prompt: str, response: str, fields: Mapping[str, Any]) -> float:
     """An accuracy, and says so."""
     return float(response == fields["answer"])

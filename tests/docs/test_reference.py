@@ -19,7 +19,7 @@ from tests.docs.repository import PRESENT, ROOT, code, path_of
 from tools.docs.configuration import PAGE, page_with_reference, reference
 
 SETS = ("data.train", "data.validation", "data.test", "ptx.data")
-ROLES = {"actor", "critic", "reference", "reward_model"}
+ROLES = {"actor", "against", "critic", "reference", "reward_model"}
 
 
 def models_in(annotation: object) -> tuple[type[BaseModel] | None, str]:

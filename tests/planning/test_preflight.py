@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megarlhf.config import GenerateConfig, SFTConfig
+from megarlhf.config import EvaluateConfig, GenerateConfig, SFTConfig
 from megarlhf.planning.preflight import preflight
 from megarlhf.planning.without_effect import rarely_meant, without_effect
 from megarlhf.rollout.vllm_arguments import cpu_experts_multiple, cpu_head_sizes
@@ -63,6 +63,11 @@ def test_data_that_is_not_there_is_refused_and_names_its_neighbour(paths, key, n
         preflight("rl", rl(paths, data={key: missing}), 1)
 
 
+def said_of(cfg):
+    """Notes of a dry run, but for how records become text."""
+    return [note for note in preflight("sft", cfg, 1).notes if not note.endswith("texts as they stand")]
+
+
 def test_data_that_is_held_out_is_not_trained_on(paths, monkeypatch):
     """However the paths are spelt. The same data twice is taken as meant, and said."""
     root = paths["root"]
@@ -91,9 +96,9 @@ def test_data_that_is_held_out_is_not_trained_on(paths, monkeypatch):
         preflight("rl", rl(paths, data={"train": {"path": splits, "split": "train"}, "validation": both}), 1)
     for validation in ({"path": splits, "split": "test"}, splits / "heldout.jsonl"):
         train = {"path": splits, "split": "train"}
-        assert preflight("sft", sft(paths, train=train, validation=validation), 1).notes == ()
+        assert said_of(sft(paths, train=train, validation=validation)) == []
     for train, validation in (("b.jsonl", "../both/b.jsonl"), (both, "."), ("b.jsonl", root / "link.jsonl")):
-        (note,) = preflight("sft", sft(paths, train=train, validation=validation), 1).notes
+        (note,) = said_of(sft(paths, train=train, validation=validation))
         assert note.startswith(same_data)
     with_network(monkeypatch)
     hub = Path("owner/name")
@@ -111,7 +116,7 @@ def test_a_name_of_the_hub_is_left_to_the_loader_and_said(paths, monkeypatch):
     """Also one with a dot, which is no file's suffix. Where the network is switched off it is refused."""
     for name in ("owner/name", "owner/name-v1.5"):
         with_network(monkeypatch)
-        (note,) = preflight("sft", sft(paths, validation=Path(name)), 1).notes
+        (note,) = said_of(sft(paths, validation=Path(name)))
         assert note.startswith(f"data.validation = {name}: no such file here, so it is taken for a name on the Hugging")
         monkeypatch.setenv("HF_HUB_OFFLINE", "1")
         with pytest.raises(ValueError, match=rf"data.validation = {name} does not exist .*HF_HUB_OFFLINE = 1 forbids"):
@@ -368,10 +373,46 @@ def test_an_output_that_cannot_be_written_is_refused_before_the_start(paths, tmp
     for command, changed, words in (
         ("generate", {"out": tmp_path}, "is a directory; name a file"),
         ("generate", {"out": paths["train"]}, "out = .* is data.train = .*, which this run reads; name another file"),
-        ("eval", {"out": out}, "eval writes metrics and no responses; leave out away"),
-        ("eval", {"run": cfg.run.model_copy(update={"dir": out / "run"})}, "lies below .*out.jsonl, which is a file"),
+        (
+            "generate",
+            {"run": cfg.run.model_copy(update={"dir": out / "run"})},
+            "lies below .*out.jsonl, which is a file",
+        ),
     ):
         with pytest.raises(ValueError, match=words):
             preflight(command, cfg.model_copy(update=changed), 1)
     assert preflight("generate", cfg.model_copy(update={"out": out}), 1).title == "generate"
-    assert preflight("eval", cfg, 1).title == "eval"
+
+
+def test_eval_is_checked_by_what_it_reads(paths, tmp_path):
+    """Engines and positions where responses are drawn, rules before the start, keys that no task reads."""
+    tree = {
+        "run": {"dir": tmp_path / "run"},
+        "actor": role(paths) | {"optim": {"lr": 0.5}},
+        "data": {"train": paths["train"], "max_prompt_tokens": 8, "max_response_tokens": 7},
+    }
+
+    def of(**changed):
+        return preflight("eval", EvaluateConfig.model_validate(tree | changed), 1)
+
+    def unread(checked):
+        notes = [note for note in checked.notes if note.startswith("set, but without effect here: ")]
+        return {note.split(": ")[1].split(" (")[0] for note in notes}
+
+    rules, rollout = [{"kind": "rule", "rule": "exact_match"}], {"engine": "megatron", "max_response_tokens": 8}
+    assert unread(of(rollout={"max_response_tokens": 999}, greedy=False)) == {
+        "actor.optim",
+        "greedy",
+        "rollout.max_response_tokens",
+    }
+    generation = of(rewards=rules, rollout=rollout | {"temperature": 0.5})
+    assert unread(generation) == {"actor.optim", "rollout.temperature", "data.max_response_tokens"}
+    with pytest.raises(ValueError, match=r"8 \+ 999 = 1007 tokens"):
+        of(rewards=rules, rollout=rollout | {"max_response_tokens": 999})
+    rules, samples = [{**rules[0], "rule": "tests.distributed.user_rewards:short"}], {"num_samples_per_prompt": 2}
+    samples |= rollout
+    with pytest.raises(ValueError, match="needs to know which responses are right: there is no eval_accuracy"):
+        of(rewards=rules, rollout=samples, greedy=False, eval={"pass_at": [2]})
+    model = role(paths, model=paths["make"]("other", vocab_size=15))
+    with pytest.raises(ValueError, match=r"against: the tokenizer of .* has 16 tokens, .*other has vocab_size = 15"):
+        of(rewards=[{"kind": "model"}], rollout=rollout, against=model, reward_model=role(paths))

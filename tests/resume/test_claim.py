@@ -12,7 +12,8 @@ from copy import deepcopy
 import pytest
 import yaml
 
-from megarlhf.config import GenerateConfig, SFTConfig, load_config
+from megarlhf.config import CheckpointConfig, GenerateConfig, SFTConfig, load_config
+from megarlhf.config.choices import BestConfig
 from megarlhf.observe.records import open_records
 from megarlhf.observe.run_directory import files_of_a_run
 from megarlhf.resume.claim import NO_STEPS_LEFT, claim, finish, finished, require_usable
@@ -337,6 +338,8 @@ def test_a_directory_with_the_users_files_only_is_free(cfg):
     (run / "checkpoints/best").mkdir(parents=True)
     (run / "notes.txt").write_text("mine")
     assert files_of_a_run(run) == []
+    asked = cfg().model_copy(update={"checkpoint": CheckpointConfig(best=BestConfig(metric="eval_loss"))})
+    refused(asked, f"holds {run / 'checkpoints/best'}, which no run wrote")
     begin(cfg(), "sft")
     assert set(content(run)) == {"notes.txt", "config.yaml"}
 

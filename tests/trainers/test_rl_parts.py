@@ -134,7 +134,7 @@ def test_stop_when_the_validation_reward_stands_still():
         rule.watch(evaluation)
         stopped.append(rule.watch_kl(100.0))
     assert stopped == [False, False, False, False, True]
-    assert rule.reason == "stopped: the held-out reward has not risen for 2 evaluations"
+    assert rule.reason == "stopped: eval_reward_mean has not got better for 2 evaluations"
 
 
 def test_an_evaluation_that_nobody_judged_does_not_count():

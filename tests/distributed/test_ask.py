@@ -1,0 +1,111 @@
+"""`megarlhf generate` at a terminal: prompts of the command line, and lines that are typed. Nothing is written.
+
+Not covered: a terminal's own behaviour (lines come from a pipe here).
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megarlhf.commands import ask, cli
+from tests.command import ROOT
+from tests.ranks import RankPool
+
+
+@pytest.fixture
+def file(one_layer: dict[str, Path], tmp_path: Path) -> Path:
+    tree = {
+        "run": {"dir": str(tmp_path / "run"), "seed": 3},
+        "actor": {"model": {"path": str(one_layer["plain"])}},
+        "rollout": {"engine": "megatron", "max_response_tokens": 5},
+    }
+    (tmp_path / "ask.yaml").write_text(yaml.safe_dump(tree))
+    return tmp_path / "ask.yaml"
+
+
+def test_prompts_of_the_command_line_get_what_a_file_of_them_gets(file: Path, ranks: RankPool, tmp_path: Path) -> None:
+    """On two ranks, one says it. The file's data, rewards and `out` play no part."""
+    prompts = ["1+2=", "37+48="]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in prompts))
+    asked = [word for text in prompts for word in ("--prompt", text)]
+    layout = "actor.parallel.tp=2"
+    unread = ["data.train=nowhere.jsonl", "rewards=[{kind: rule, rule: exact_match}]", f"out={tmp_path / 'x'}"]
+    first, second = ranks.run(2, "command", "generate", "-c", str(file), layout, *asked, *unread)
+    assert not (tmp_path / "run").exists()
+    data = [f"data.train={tmp_path / 'prompts.jsonl'}", "data.max_prompt_tokens=16"]
+    ranks.run(2, "command", "generate", "-c", str(file), layout, *data)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "responses.jsonl").read_text().splitlines()]
+    said = [line for line in first.splitlines() if not line.startswith("[rank")]
+    assert [line for line in said if "cut at" not in line] == [line["response"] for line in lines]
+    assert len([line for line in said if "cut at" in line]) == sum(not line["finished"] for line in lines)
+    assert second == ""
+
+
+def test_lines_are_answered_until_their_end(file: Path, tmp_path: Path) -> None:
+    """A plain start on two ranks. A blank line is passed over; of one that is too long it is said."""
+    argv = [sys.executable, "-m", "megarlhf", "generate", "-c", str(file), "--interactive", "run.nproc=2"]
+    lines = f"1+2=\n\n{'1+' * 40}\n1+2=\n"
+    done = subprocess.run(
+        [*argv, "data.max_prompt_tokens=20"],
+        input=lines,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) == 2
+    assert "prompt longer than 20 tokens: the limit" in done.stderr.replace(";", ":")
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--prompt", "1+2=", "--interactive"], "give one of the two"),
+        (["--prompt", " "], "empty prompt"),
+        (["--prompt", "1+" * 400], "prompt longer than 507 tokens"),
+        (["--prompt", "1", "rollout.num_samples_per_prompt=2"], "equal responses"),
+        (["--prompt", "1", "data.max_prompt_tokens=999"], "lower either limit"),
+        (["--prompt", "1", "--promt", "2"], ""),
+    ],
+)
+def test_what_cannot_be_asked_is_refused(
+    options: list[str], words: str, file: Path, capsys: pytest.CaptureFixture[str], ranks: RankPool
+) -> None:
+    if "--promt" in options:
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["generate", "-c", str(file), *options])
+        assert ended.value.code == 2
+        return
+    ((status, said),) = ranks.run(1, "command_status", "generate", "-c", str(file), *options)
+    assert status == 2
+    assert words in said
+    assert "Traceback" not in said
+
+
+def test_what_is_typed_does_not_reach_ranks_of_a_launcher(file: Path, ranks: RankPool) -> None:
+    for status, said in ranks.run(2, "command_status", "generate", "-c", str(file), "--interactive"):
+        assert status == 2
+        assert "give --prompt TEXT, or start megarlhf itself" in said or not said
+
+
+def test_a_terminal_is_asked_where_the_file_names_no_data(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def asked(*argv: str) -> bool:
+        return ask.is_asked(cli.parse(["generate", "-c", str(file), *argv]))
+
+    for terminal in (True, False):
+        monkeypatch.setattr("sys.stdin.isatty", lambda answer=terminal: answer)
+        assert asked() is terminal
+        assert not asked("data.train=x.jsonl")
+        assert asked("--interactive")
+        assert asked("--prompt", "1", "data.train=x.jsonl")
+    assert ask.is_asked(cli.parse(["generate", "-c", "nowhere.yaml", "--interactive"]))

@@ -1,0 +1,116 @@
+"""Several runs on one page: final figures with intervals, what configurations differ in, curves of common metrics.
+
+Not covered: how it looks.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarlhf.commands import cli
+from megarlhf.observe.compare import Final, compare, differing_keys, final_figures, intervals_of
+from megarlhf.observe.report import read_run
+from tests.observe.test_report import _Links, figures_of, make_run_dir
+
+SFT = [{"step": 1, "loss": 2.0, "eval_loss": 3.0, "grad_norm": 1.0}, {"step": 2, "loss": 1.5, "eval_loss": None}]
+OTHER = [{"step": 1, "loss": 2.5, "eval_loss": 2.5}, {"step": 3, "loss": 1.25, "eval_loss": 2.0, "test_loss": 2.1}]
+RM = [{"step": 1, "loss": 0.5, "eval_pair_accuracy": 0.75, "wall_clock": 1.0}]
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> list[Path]:
+    first = make_run_dir(
+        tmp_path / "a" / "run", SFT, "run: {dir: a, seed: 0}\nactor: {optim: {lr: 0.1}}\nrewards: []\n"
+    )
+    other = make_run_dir(
+        tmp_path / "b" / "run", OTHER, "run: {dir: b, seed: 1}\nactor: {optim: {lr: 0.1}}\nloss: <b>\n"
+    )
+    return [first, other, make_run_dir(tmp_path / "rm", RM)]
+
+
+def test_final_figures_are_the_last_finite_values_of_common_metrics(runs: list[Path]) -> None:
+    read = [read_run(path) for path in runs]
+    finals = final_figures(read, [{}, {"eval_loss": (1.9, 2.1)}, {}])
+    assert list(finals) == ["eval_loss", "loss"], "what one run alone has is left out"
+    assert finals["eval_loss"] == [Final(3.0, 1), Final(2.0, 3, (1.9, 2.1)), None]
+    assert finals["loss"] == [Final(1.5, 2), Final(1.25, 3), Final(0.5, 1)]
+    assert Final(2.0, 3, (1.9, 2.1)).words == "2 [1.9, 2.1]"
+
+
+def test_intervals_are_those_that_the_run_has_written(runs: list[Path]) -> None:
+    figures = {
+        "eval_win_rate": {"value": 0.5, "low": 0.4, "high": 0.6},
+        "num_prompts": {"value": 3, "low": None, "high": None},
+    }
+    (runs[0] / "eval.json").write_text(json.dumps({"figures": figures}))
+    (runs[2] / "calibration.json").write_text(json.dumps({"accuracy_interval": [0.7, 0.8]}))
+    assert intervals_of(runs[0]) == {"eval_win_rate": (0.4, 0.6)}
+    assert intervals_of(runs[1]) == {}
+    assert intervals_of(runs[2]) == {"eval_pair_accuracy": (0.7, 0.8)}
+    (runs[1] / "eval.json").write_text("{")
+    with pytest.raises(ValueError, match=r"eval\.json is damaged"):
+        intervals_of(runs[1])
+
+
+def test_the_keys_that_differ(runs: list[Path]) -> None:
+    assert differing_keys([read_run(path).config for path in runs]) == {
+        "run.seed": ["0", "1", "-"],
+        "actor.optim.lr": ["0.1", "0.1", "-"],
+        "rewards": ["[]", "-", "-"],
+        "loss": ["-", "<b>", "-"],
+    }
+    assert differing_keys(["run: {dir: a}", "run: {dir: b}"]) == {}
+
+
+def test_the_page_of_runs_of_different_commands(
+    runs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "page.html"
+    (runs[1] / "eval.json").write_text(json.dumps({"figures": {"eval_loss": {"low": 1.9, "high": 2.1}}}))
+    assert cli.main(["compare", *map(str, runs), "-o", str(out), "--title", "A <title>"]) == 0
+    page, printed = out.read_text(), capsys.readouterr().out
+    parser = _Links()
+    parser.feed(page)
+    assert (parser.fetched, parser.depth["table"]) == ([], 0)
+    assert "A &lt;title&gt;" in page
+    assert "&lt;b&gt;" in page
+    names = [[trace["name"] for trace in drawn["data"]] for drawn in figures_of(page)]
+    assert names == [
+        ["run (1) · eval_loss", "run (2) · eval_loss"],
+        ["run (1) · loss", "run (2) · loss", "rm · loss"],
+    ]
+    assert "<b>2 [1.9, 2.1]</b>" in page
+    for word in ("eval_loss", "2 [1.9, 2.1]", "actor.optim.lr", f"wrote {out}"):
+        assert word in printed
+    compare(runs[:2], out, title="again")
+    assert "<h1>again</h1>" in out.read_text()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda runs, tmp: runs[:1], "one run compares with nothing; name two or more"),
+        (lambda runs, tmp: [runs[0], runs[0]], "one directory, named 2 times; name each run once"),
+        (lambda runs, tmp: [runs[0], tmp / "nowhere"], "nowhere"),
+        (lambda runs, tmp: [make_run_dir(tmp / "c", [{"step": 1, "alone": 1.0}]), runs[0]], "no metric in common"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(
+    change: Any, words: str, runs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "page.html"
+    assert cli.main(["compare", *map(str, change(runs, tmp_path)), "-o", str(out)]) == 2
+    said = capsys.readouterr().err
+    assert words in said
+    assert "Traceback" not in said
+    assert not out.exists()
+
+
+def test_a_file_of_the_users_is_not_replaced(runs: list[Path], tmp_path: Path) -> None:
+    (tmp_path / "mine.html").write_text("mine")
+    with pytest.raises(ValueError, match="is there and is no comparison of megarlhf"):
+        compare(runs, tmp_path / "mine.html", title="t")
