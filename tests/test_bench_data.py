@@ -1,5 +1,4 @@
-"""A smoke test of `make bench-data`: a small tokenizer, few records, one round. Not covered: the parts that start processes, and what
-the figures are."""
+"""A smoke test of `make bench-data`. Not covered: the parts that start processes, and what the figures are."""
 
 import json
 
