@@ -109,11 +109,10 @@ def since(start: tuple[float, float]) -> dict[str, float]:
 
 
 def child_ours(work: Path, processes: int) -> dict[str, float]:
-    import transformers  # noqa: F401 -- both ways have it imported
-
     from megarlhf.data.tokenized import lengths_of
 
     loader = loader_of(work, "records", Path(tempfile.mkdtemp(dir=work)), processes)
+    loader.encoder.open()  # the tokenizer is imported and loaded, as that of `map` is
     start = now()
     samples, _, _ = loader.train_and_validation("sft")
     return {**since(start), "tokens": int(lengths_of(samples, "tokens").sum()), "samples": len(samples)}
@@ -348,7 +347,9 @@ def main() -> None:
         result = measure(arguments, Path(folder))
     kept = json.loads(arguments.out.read_text(encoding="utf-8")) if arguments.out.exists() else {}
     about = machine("make bench-data")
-    # Of another commit or machine nothing is kept.
+    # A part may be of another commit, which it names, but not of another machine.
+    commit = about.pop("commit")
+    result = {part: {"commit": commit, **figures} for part, figures in result.items()}
     result = {**about, **(kept if about.items() <= kept.items() else {}), **result}
     arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(result, indent=1))

@@ -16,8 +16,9 @@ import sys
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, BinaryIO, cast
 
@@ -59,8 +60,11 @@ class Job:
 class Opened:
     """A job with its tokenizer and adapter loaded."""
 
-    def __init__(self, job: Job) -> None:
-        self._reader, self._encode = Reader(job.source, job.fields), job.encoder.open()
+    def __init__(self, job: Job, around: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext) -> None:
+        """around: in which the tokenizer is loaded"""
+        self._reader = Reader(job.source, job.fields)
+        with around():
+            self._encode = job.encoder.open()
         self._kinds = kinds_of(job.sample_type)
         self._left_out = f"left out by the adapter {job.source.adapter}"
 
@@ -130,6 +134,7 @@ class _Pool:
             "CUDA_VISIBLE_DEVICES": "",
             "OMP_NUM_THREADS": "1",
             "TOKENIZERS_PARALLELISM": "false",
+            "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
         }
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         self._has_begun = False
@@ -219,9 +224,24 @@ class _Worker:
         self._answers.close()
 
 
+@contextlib.contextmanager
+def _without_torch() -> Iterator[None]:
+    """transformers imports torch where it can, which takes three times as long as all else that a worker begins with; no
+    tokenizer needs it. Behind this, code of a user's may import it as ever."""
+    if "torch" in sys.modules:
+        yield
+        return
+    modules: dict[str, Any] = sys.modules
+    modules["torch"] = None  # importing it fails, as where it is not installed
+    try:
+        yield
+    finally:
+        del modules["torch"]
+
+
 def _serve(source: BinaryIO, out: BinaryIO) -> None:
     job: Job = pickle.load(source)
-    encode = job.opened()
+    encode = Opened(job, _without_torch)
     pickle.dump("ready", out)
     out.flush()
     while True:
