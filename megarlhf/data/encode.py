@@ -226,8 +226,8 @@ class _Worker:
 
 @contextlib.contextmanager
 def _without_torch() -> Iterator[None]:
-    """transformers imports torch where it can, which takes three times as long as all else that a worker begins with; no
-    tokenizer needs it. Behind this, code of a user's may import it as ever."""
+    """transformers imports torch where it can, which takes three times as long as all else that a worker begins with;
+    no tokenizer needs it. Behind this, code of a user's may import it as ever."""
     if "torch" in sys.modules:
         yield
         return

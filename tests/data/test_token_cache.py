@@ -294,3 +294,23 @@ def test_a_file_that_changes_while_it_is_read_is_not_kept(place, tmp_path):
     with pytest.raises(ValueError, match=r"rows\.jsonl was changed while it was read"):
         loader(place, Changing(tmp_path / "log")).train_and_validation("sft")
     assert entries(place) == []
+
+
+def test_a_worker_loads_its_tokenizer_without_torch(place, tmp_path, workers_at_once, fast_tokenizer, monkeypatch):
+    """With a chat template; an adapter of the user's imports it all the same."""
+    fast_tokenizer(prefix=False, bos_token="<s>", eos_token="</s>").save_pretrained(tmp_path / "model")
+    (tmp_path / "with_torch.py").write_text(
+        "import sys\ndef read(row):\n    assert 'torch' not in sys.modules or sys.modules['torch'] is not None\n"
+        "    import torch\n    return {**row, 'n': int(torch.tensor(3))}\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    options = {"template": "chat", "max_prompt_tokens": 64, "max_response_tokens": 64}
+    encoder = SFTEncoder(tokenizer=tmp_path / "model", **options)
+    source = {"path": place["train"], "adapter": "with_torch:read"}
+    alone, several = (
+        loader({"train": source, "workers": count, "cache": str(tmp_path / f"cache{count}")}, encoder)
+        for count in (1, 2)
+    )
+    expected = list(alone.train_and_validation("sft")[0])
+    assert list(several.train_and_validation("sft")[0]) == expected
+    assert len(expected) == 40
