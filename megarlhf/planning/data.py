@@ -76,6 +76,8 @@ def check_data(command: str, cfg: AnyConfig) -> list[str]:
 def _hint(cfg: AnyConfig) -> str:
     """What `eval` may have been meant to do, where it was not said."""
     if isinstance(cfg, EvaluateConfig) and cfg.eval.tasks is None and cfg.tasks() == ("perplexity",):
+        if cfg.eval.perplexity_of == "text":
+            return ""
         return (
             ". With an actor alone eval measures the perplexity of responses; to score what the actor itself says, "
             "name rewards, such as [{kind: rule, rule: exact_match}]"

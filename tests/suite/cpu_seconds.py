@@ -24,10 +24,12 @@ from tests.ranks import RankPool
 TABLE: dict[str, int] = {
     "tests/data/test_procedural.py": 10,
     "tests/distributed/test_bad_rewards.py": 10,
+    "tests/distributed/test_best.py": 15,
     "tests/distributed/test_critic_warmup.py": 11,
     "tests/distributed/test_dist_checkpointing.py": 8,
     "tests/distributed/test_dpo_layouts.py": 30,
     "tests/distributed/test_dpo_runs.py": 13,
+    "tests/distributed/test_eval.py": 11,
     "tests/distributed/test_families.py": 22,
     "tests/distributed/test_faults.py": 29,
     "tests/distributed/test_gpu_check.py": 17,
